@@ -1,0 +1,42 @@
+# make train                                   train on the embedded data set
+# make train DATA=path/to/ml-1m/ratings.dat    train on MovieLens-1M
+# make test                                    run the tests
+# ARGS=... is passed on: make test ARGS="-k linear", make train ARGS="--help"
+
+PYTHON ?= python3
+VENV ?= .venv
+ARGS ?=
+DATA ?=
+
+BIN := $(VENV)/bin
+INSTALL := $(BIN)/python -m pip install --quiet -c constraints.txt
+
+.PHONY: train test benchmark lint clean
+
+train: $(VENV)/.installed
+	$(BIN)/python -m opacus_ext.train $(if $(DATA),--data "$(DATA)") $(ARGS)
+
+test: $(VENV)/.installed
+	$(BIN)/python -m pytest $(ARGS)
+
+benchmark: $(VENV)/.installed
+	$(BIN)/python benchmarks/step_time.py $(ARGS)
+
+lint: $(VENV)/.installed-dev
+	$(BIN)/black --check --diff .
+	$(BIN)/isort --check .
+	$(BIN)/flake8
+
+clean:
+	rm -rf $(VENV) build *.egg-info
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed: setup.cfg constraints.txt | $(BIN)/python
+	$(INSTALL) -e ".[test]"
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	$(INSTALL) -e ".[test,dev]"
+	@touch $@

@@ -1,0 +1,29 @@
+"""
+Opacus for the models people train today.
+
+Importing this package beside ``opacus.PrivacyEngine`` extends the modes "hooks" and
+"ghost", and adds "ghost_bk".
+"""
+
+from opacus_ext.checks import check_per_sample_gradients
+from opacus_ext.grad_sample.factors import GradSample, OneHot, workspace
+from opacus_ext.grad_sample.rules import register_rule
+from opacus_ext.optimizers.clipping import Clipping, automatic, register_clipping
+from opacus_ext.registry import register, unregister
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Clipping",
+    "GradSample",
+    "OneHot",
+    "automatic",
+    "check_per_sample_gradients",
+    "register",
+    "register_clipping",
+    "register_rule",
+    "unregister",
+    "workspace",
+]
+
+register()

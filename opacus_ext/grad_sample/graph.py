@@ -1,0 +1,122 @@
+"""What autograd's graph knows about the uses of parameters.
+
+A weight can be used where no rule sees it: passed to ``F.linear`` by another module,
+in a hand-written ``forward``, in a penalty added to the loss. The graph has an edge
+for every such use; :func:`read` counts them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any, Dict, Iterable, List, Optional, Set
+
+import torch
+
+# Ops that hand a parameter on (autocast caches a cast weight for all its uses).
+_HAND_ON = {
+    f"{name}Backward0"
+    for name in (
+        *("T", "ToCopy", "View", "Transpose", "Permute", "Alias", "Unsqueeze"),
+        *("Squeeze", "ReshapeAlias", "Expand", "Clone", "UnsafeView", "Numpy_T"),
+    )
+}
+
+
+class Graph:
+    """
+    The part of autograd's graph between some tensors and the parameters.
+
+    Attributes:
+        records: the records (tape.py) reached, in the order of the walk
+        uses: for each parameter, the names of the ops that use it
+        structure: a hash of the ops, the same for steps that compute alike
+        reentrant: whether a part is hidden in ``torch.utils.checkpoint`` with
+            ``use_reentrant=True``
+        undecided: names of layers whose output escaped batchless.py
+    """
+
+    def __init__(self) -> None:
+        self.records: List[Any] = []
+        self.uses: Dict[torch.Tensor, List[str]] = {}
+        self.structure = 0
+        self.reentrant = False
+        self.undecided: List[str] = []
+
+
+def read(roots: Iterable[torch.Tensor], stop: Iterable[Any] = ()) -> Graph:
+    """
+    Walks the graph from ``roots``, not beyond the nodes ``stop``.
+
+    Args:
+        roots: tensors with a ``grad_fn``
+        stop: graph nodes where the walk ends
+    """
+    graph = Graph()
+    blocked: Set[Any] = set(stop)
+    seen: Set[Any] = set()
+    origin: Dict[Any, Optional[torch.Tensor]] = {}
+    names: List[str] = []
+    todo = [r.grad_fn for r in roots if r.grad_fn is not None]
+    todo = [node for node in todo if node not in blocked]
+    while todo:
+        node = todo.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        names.append(node.name())
+        record = getattr(node, "record", None)
+        if record is not None:
+            graph.records.append(record)
+        elif names[-1] == "CheckpointFunctionBackward":
+            graph.reentrant = True
+        elif getattr(node, "undecided", None) is not None:
+            graph.undecided.append(node.undecided)
+        handed_on = _origin(node, origin) is not None
+        for child, _ in node.next_functions:
+            if child is None or child in blocked:
+                continue
+            param = _origin(child, origin)
+            if param is None:
+                todo.append(child)
+            elif not handed_on:
+                graph.uses.setdefault(param, []).append(names[-1])
+    graph.structure = hash(tuple(names))
+    return graph
+
+
+def _origin(node: Any, memo: Dict[Any, Any]) -> Optional[torch.Tensor]:
+    """The leaf that ``node`` hands on, or None if it computes something."""
+    if node not in memo:
+        leaf = getattr(node, "variable", None)
+        if leaf is None and node.name() in _HAND_ON:
+            children = [child for child, _ in node.next_functions if child is not None]
+            if len(children) == 1:
+                leaf = _origin(children[0], memo)
+        memo[node] = leaf
+    return memo[node]
+
+
+def unclaimed(graph: Graph, claims: Counter, names: Dict[int, str]) -> Optional[str]:
+    """
+    Compares the uses of parameters with those that layers have claimed.
+
+    Args:
+        claims: uses by parameter id
+        names: names of the trainable parameters by id
+
+    Returns:
+        What is wrong, for people, or None.
+    """
+    for param, ops in graph.uses.items():
+        name = names.get(id(param))
+        if name is None or len(ops) == claims[id(param)]:
+            continue
+        return (
+            f"Parameter {name} of shape {tuple(param.shape)} is used {len(ops)} time(s) "
+            f"(by {', '.join(sorted(set(ops)))}), but layers with a known per-sample "
+            f"gradient account for {claims[id(param)]}. The others happen in a hand-"
+            "written forward, in another module or in the loss, where the gradient of "
+            "each sample can't be seen. Let the module that owns the parameter compute "
+            "it in its forward, or register a rule (opacus_ext.register_rule)."
+        )
+    return None

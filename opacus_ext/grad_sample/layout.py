@@ -1,0 +1,160 @@
+"""Which row of a layer's output belongs to which sample.
+
+Shapes alone can mislead: ``[T, d]`` looks like a batch where T = B. So a layout is a
+*guess by shape that is checked on the gradients themselves*: the loss of each sample
+is weighted with a power of two that tells the samples apart, and the gradient of a
+row must be multiplied by exactly the weight of the sample it is said to belong to.
+Powers of two scale floating-point numbers without rounding, so the check is sharp. It
+runs once for each way in which shapes relate to the batch size, and it also finds
+models in which a sample's loss depends on another sample.
+"""
+
+from __future__ import annotations
+
+from typing import List, NamedTuple, Optional, Sequence, Tuple
+
+import torch
+
+_BASE = 16  # samples are told apart by digits to this base, one backward pass each
+
+
+class Layout(NamedTuple):
+    """
+    The dim that holds the samples: "plain" when its size is B, "outer" when rows are
+    sample-major in a dim of size B * k, "inner" when sample-minor.
+    """
+
+    dim: int
+    kind: str
+
+
+Key = Tuple[str, str, Tuple[str, ...]]
+
+
+def relation(shape: Sequence[int], batch_size: int) -> Tuple[str, ...]:
+    """
+    How a shape relates to the batch size, dim by dim.
+
+    Example:
+        >>> relation((4, 8, 1, 5), batch_size=4)
+        ('B', 'kB', '1', 'x')
+    """
+    return tuple(
+        (
+            "B"
+            if n == batch_size
+            else "1" if n == 1 else "kB" if n and n % batch_size == 0 else "x"
+        )
+        for n in shape
+    )
+
+
+def candidates(rows: Sequence[int], batch_size: int) -> List[Layout]:
+    """The layouts that the leading dims ``rows`` of a shape allow, likeliest first."""
+    if batch_size == 1:
+        return [Layout(-1, "plain")]  # every row belongs to the one sample
+    found = [Layout(i, "plain") for i, n in enumerate(rows) if n == batch_size]
+    for i, n in enumerate(rows):
+        if n > batch_size and n % batch_size == 0:
+            found += [Layout(i, "outer"), Layout(i, "inner")]
+    return found
+
+
+def arrange(
+    x: torch.Tensor, row_dims: int, layout: Layout, batch_size: int
+) -> torch.Tensor:
+    """
+    Brings rows in sample order.
+
+    Args:
+        x: ``[*rows, *event]``
+        row_dims: number of dims in ``rows``
+
+    Returns:
+        ``[B, T, *event]``, a view where possible.
+    """
+    event = x.shape[row_dims:]
+    if layout.dim == -1:
+        return x.reshape(1, -1, *event)
+    dim = layout.dim
+    if layout.kind != "plain":
+        k = x.shape[dim] // batch_size
+        split = (batch_size, k) if layout.kind == "outer" else (k, batch_size)
+        x = x.unflatten(dim, split)
+        dim += layout.kind == "inner"
+    return x.movedim(dim, 0).reshape(batch_size, -1, *event)
+
+
+def code_weights(
+    batch_size: int, dtype: torch.dtype, device: torch.device
+) -> List[torch.Tensor]:
+    """
+    Weights ``[B]``, all powers of two, that together tell all samples apart; the
+    first are ones.
+    """
+    codes = [torch.ones(batch_size, dtype=dtype, device=device)]
+    rest = torch.arange(batch_size, device=device)
+    while bool((rest > 0).any()):
+        digit = (rest % _BASE - _BASE // 2).to(torch.float64)
+        codes.append(torch.exp2(digit).to(dtype))
+        rest = rest // _BASE
+    return codes
+
+
+class Evidence:
+    """What the probing passes showed of one call of a layer: |gradient| a row."""
+
+    def __init__(self, name: str, shape: torch.Size, row_dims: int):
+        self.name = name
+        self.shape = shape
+        self.row_dims = row_dims
+        self.seen: List[torch.Tensor] = []
+        self.eps = 0.0
+
+    def add(self, grad: torch.Tensor) -> None:
+        """Adds the output gradient ``[*rows, *event]`` of one more probing pass."""
+        wide = grad if grad.dtype is torch.float64 else grad.float()
+        wide = wide.abs()
+        if grad.dim() > self.row_dims:
+            wide = wide.flatten(self.row_dims).sum(-1)
+        self.eps = torch.finfo(grad.dtype).eps
+        self.seen.append(wide)
+
+    def decide(self, codes: List[torch.Tensor]) -> Tuple[Optional[Layout], bool]:
+        """
+        Returns:
+            The layout, and whether there was no other choice; None where neither the
+            shape nor a gradient tells.
+
+        Raises:
+            ValueError: if no layout agrees with the gradients
+        """
+        batch_size = len(codes[0])
+        found = candidates(self.shape[: self.row_dims], batch_size)
+        fits = [layout for layout in found if self._fits(layout, codes)]
+        if not self.seen and len(found) != 1:
+            return None, False  # no gradient reached it, and the shape can't tell
+        if fits:
+            return fits[0], len(found) == 1 or len(fits) == 1
+        raise ValueError(
+            f"{self.name}: its output of shape {tuple(self.shape)} holds rows that "
+            f"can't be assigned to the {batch_size} samples of the batch. Either the "
+            "loss of a sample depends on other samples (BatchNorm, a statistic or a "
+            "loss term over the batch), and then no per-sample gradient exists: "
+            "opacus_ext.check_per_sample_gradients(model, batch, loss_fn) tells. Or "
+            "the layer's rows are in an order that is not batch-first, flattened, "
+            "sequence-first or batch-less: reshape its input to [B, ..., features]."
+        )
+
+    def _fits(self, layout: Layout, codes: List[torch.Tensor]) -> bool:
+        batch_size = len(codes[0])
+        rows = [arrange(s, self.row_dims, layout, batch_size) for s in self.seen]
+        # Exact but for sums whose order a device does not fix.
+        rtol = min(64 * self.eps, 1e-2)
+        atol = 16 * self.eps * float(max((s.max() for s in rows[:1]), default=0))
+        for code, got in zip(codes[1:], rows[1:]):
+            weight = code.to(got.dtype)[:, None]
+            wrong = (got - weight * rows[0]).abs() > weight * (rtol * rows[0] + atol)
+            if bool(wrong.any()):
+                return False
+        return True

@@ -1,0 +1,447 @@
+"""The modes of DP-SGD: what is done with the factors that the tape delivers.
+
+=========== ====== ==============================================================
+mode        passes per-sample gradients
+=========== ====== ==============================================================
+"hooks"     1      materialised into ``p.grad_sample`` (Opacus's interface)
+"ghost"     2      norms only; then the losses, weighted with the clipping factors,
+                   are backpropagated (Lee & Kifer)
+"ghost_bk"  1      norms, then the clipped sum, both from the factors
+                   (book-keeping, Bu et al. 2023)
+=========== ====== ==============================================================
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any, Callable, Dict, List, Optional, Tuple
+
+import torch
+from opacus.grad_sample import (
+    GradSampleHooks,
+    GradSampleHooksFastGradientClipping,
+    GradSampleModule,
+    GradSampleModuleFastGradientClipping,
+)
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from opacus_ext.grad_sample.factors import GradSample, workspace
+from opacus_ext.grad_sample.graph import Graph
+from opacus_ext.grad_sample.tape import Call, Tape, UnknownLayout
+from opacus_ext.optimizers.clipping import Clipping
+
+Complete = Callable[[nn.Parameter, GradSample], None]
+
+
+class _Recording:
+    """What all modes share: a tape in the place of Opacus's hooks."""
+
+    tape: Tape
+
+    def add_hooks(
+        self,
+        *,
+        loss_reduction: str = "mean",
+        batch_first: bool = True,
+        force_functorch: bool = False,
+    ) -> None:
+        """Attaches the tape to the model, once."""
+        if hasattr(self._module, "autograd_grad_sample_hooks"):
+            raise ValueError("Trying to add hooks twice to the same model")
+        self.tape = Tape(self._module, batch_first=batch_first)
+        self._module.autograd_grad_sample_hooks = self.tape.handles
+        self.autograd_grad_sample_hooks = self.tape.handles
+        self.enable_hooks()
+
+    def disable_hooks(self) -> None:
+        """Stops recording."""
+        super().disable_hooks()
+        self.tape.enabled = False
+
+    def enable_hooks(self) -> None:
+        """Starts recording again."""
+        super().enable_hooks()
+        self.tape.enabled = True
+
+    def trainable(self) -> List[nn.Parameter]:
+        """The parameters that are trained, each once."""
+        return [p for p in self._module.parameters() if p.requires_grad]
+
+
+class _Gather:
+    """Collects the factors of one backward pass, parameter by parameter."""
+
+    def __init__(self, tape: Tape, batch_size: int, found: Graph, complete: Complete):
+        self.tape = tape
+        self.batch_size = batch_size
+        self.complete = complete
+        self.samples: Dict[nn.Parameter, GradSample] = {}
+        # In how many calls a parameter is still to be met. What reentrant
+        # checkpointing hides can't be counted.
+        self.left: Counter = Counter()
+        if not found.reentrant:
+            for call in found.records:
+                self.left.update(p for p, n in call.claims.items() if n > 0)
+
+    def __call__(self, call: Call, grads: tuple, ctx: Any) -> None:
+        for param, factors in self.tape.collect(call, grads, ctx, self.batch_size):
+            if param not in self.samples:
+                self.samples[param] = GradSample(param.shape, self.batch_size)
+            self.samples[param].add(*factors)
+            self.left[id(param)] -= 1
+            if self.left[id(param)] == 0:
+                self.complete(param, self.samples[param])
+
+    def finish(self) -> None:
+        """Completes the parameters of which some calls got no gradient."""
+        for param, sample in self.samples.items():
+            if self.left[id(param)] != 0:
+                self.complete(param, sample)
+
+
+# -- "hooks" -----------------------------------------------------------------------
+
+
+class _Hooks(_Recording):
+    def add_hooks(self, **kwargs: Any) -> None:
+        super().add_hooks(**kwargs)
+        self._gathered: Optional[Dict[nn.Parameter, torch.Tensor]] = None
+        self._autograd: Dict[nn.Parameter, torch.Tensor] = {}
+        self._half = False
+        self.tape.on_forward = self._check_layouts
+        self.tape.collector = self._collect
+        for p in self.trainable():
+            self.tape.handles.append(p.register_hook(self._watch(p)))
+
+    def _check_layouts(self, output: Any) -> None:
+        roots = [
+            x
+            for x in tree_leaves(output)
+            if isinstance(x, torch.Tensor) and x.requires_grad
+        ]
+        if not roots:
+            return
+        if self.tape.batch_size is None:
+            raise RuntimeError(
+                "The model was called without a tensor, so the batch size is unknown. "
+                "Pass its inputs as tensors with a batch dimension."
+            )
+        if self.tape.batch_size > 0:
+            device = roots[0].device.type
+            with torch.autocast(device, enabled=False):
+                self.tape.prepare(roots, self.tape.batch_size)
+        for x in roots:
+            x.register_hook(self._begin)
+
+    def _watch(self, p: nn.Parameter) -> Callable[[torch.Tensor], None]:
+        def hook(grad: torch.Tensor) -> None:
+            if self.hooks_enabled and self.tape.collector is not None:
+                seen = self._autograd.get(p)
+                self._autograd[p] = grad.detach() if seen is None else seen + grad
+
+        return hook
+
+    def _begin(self, grad: Optional[torch.Tensor] = None) -> None:
+        # Not while the layouts are probed: then the collector is another one.
+        if (
+            self.hooks_enabled
+            and self._gathered is None
+            and self.tape.collector == self._collect
+        ):
+            self._gathered = {}
+            self._autograd.clear()
+            self._half = False
+            torch.autograd.Variable._execution_engine.queue_callback(self._end)
+
+    def _collect(self, call: Call, grads: tuple, ctx: Any) -> None:
+        if not self.hooks_enabled:
+            return
+        self._begin()
+        try:
+            uses = self.tape.collect(call, grads, ctx, call.batch_size)
+        except BaseException:
+            self._gathered = None
+            raise
+        for param, factors in uses:
+            sample = GradSample(param.shape, call.batch_size)
+            sample.add(*factors)
+            new = sample.materialise()
+            old = self._gathered.get(param)
+            if old is not None and len(old) != len(new):
+                self._gathered = None
+                raise RuntimeError(
+                    f"{call.name}: called with batches of {len(old)} and {len(new)} "
+                    "samples before one backward pass. Use one batch size a pass."
+                )
+            self._gathered[param] = new if old is None else old.add_(new)
+        self._half |= any(g is not None and g.dtype.itemsize < 4 for g in grads)
+
+    def _end(self) -> None:
+        gathered, self._gathered = self._gathered, None
+        if gathered is None:
+            return
+        batch_size = next((len(g) for g in gathered.values()), None)
+        batch_size = self.tape.batch_size if batch_size is None else batch_size
+        params = self.trainable()
+        for p in params:
+            if p not in gathered:
+                gathered[p] = p.new_zeros(batch_size, *p.shape)
+        if batch_size:
+            for p in params:
+                total, scale = gathered[p].sum(0), gathered[p].flatten(1).norm(dim=1)
+                autograd = self._autograd.get(p)
+                _compare(self.tape, p, total, scale.sum(), autograd, self._half)
+        self._autograd.clear()
+        if not self.grad_accumulation_allowed and any(
+            p.grad_sample is not None for p in params
+        ):
+            raise ValueError(
+                "Poisson sampling is not compatible with grad accumulation. "
+                "You need to call optimizer.step() after every forward/backward pass "
+                "or consider using BatchMemoryManager"
+            )
+        scale = batch_size if self.loss_reduction == "mean" else 1
+        for p in params:
+            new = gathered.pop(p).mul_(scale).to(p.dtype)
+            if p.grad_sample is None:
+                p.grad_sample = new
+            elif isinstance(p.grad_sample, list):
+                p.grad_sample.append(new)
+            else:
+                p.grad_sample = [p.grad_sample, new]
+
+
+def _compare(
+    tape: Tape,
+    param: nn.Parameter,
+    total: torch.Tensor,
+    scale: torch.Tensor,
+    autograd: Optional[torch.Tensor],
+    half: bool = False,
+) -> None:
+    """
+    Compares the sum of per-sample gradients with autograd's own gradient.
+
+    Args:
+        total: the sum
+        scale: the sum of the norms of the per-sample gradients
+        half: whether autograd computed in half precision
+    """
+    gap = total if autograd is None else total - autograd.to(total.dtype)
+    if autograd is not None:
+        scale = scale + autograd.norm().to(scale.dtype)
+        half = half or autograd.dtype.itemsize < 4
+    tolerance = 1e-6 if total.dtype == torch.float64 else 1e-3
+    if bool(gap.norm() > (0.1 if half else tolerance) * scale):
+        raise RuntimeError(
+            f"Parameter {tape.names[id(param)]} of shape {tuple(param.shape)}: the "
+            "gradients of the samples do not add up to autograd's gradient. It is also "
+            "used where no layer accounts for it, for example in the loss itself. Use "
+            "it inside the forward of the module that owns it."
+        )
+
+
+class RecordingHooks(_Hooks, GradSampleHooks):
+    """Mode "hooks", attached to a model that is not wrapped."""
+
+
+class RecordingModule(_Hooks, GradSampleModule):
+    """Mode "hooks", wrapped around a model."""
+
+
+# -- "ghost" and "ghost_bk" --------------------------------------------------------
+
+
+class _Ghost(_Recording):
+    one_pass = False
+
+    def get_norm_sample(self) -> torch.Tensor:
+        """Per-sample gradient norms ``[B]`` of the last backward pass."""
+        return self.per_sample_gradient_norms
+
+    def get_clipping_coef(self) -> torch.Tensor:
+        """Flat clipping factors ``[B]`` of the last backward pass."""
+        return (self.max_grad_norm / (self.get_norm_sample() + 1e-6)).clamp(max=1.0)
+
+    def clipped_backward(self, optimizer: Any, losses: torch.Tensor) -> None:
+        """
+        Sets ``p.grad`` of every trainable parameter to the sum of the clipped
+        per-sample gradients. Nothing is changed if it fails.
+
+        Args:
+            optimizer: the DP optimizer, whose clipping is applied
+            losses: per-sample losses ``[B]``
+
+        Raises:
+            RuntimeError: for what can't be followed exactly, see tape.py
+            ValueError: if ``losses`` are not one a sample
+        """
+        if getattr(optimizer, "ready", False):
+            raise RuntimeError(
+                "backward() a second time before optimizer.step(): the clipped sum of "
+                "the first batch would be lost. Call optimizer.step() after each "
+                "backward(), or use BatchMemoryManager to accumulate batches."
+            )
+        batch_size, params = self._batch_size(losses), optimizer.params
+        if batch_size == 0:
+            self.per_sample_gradient_norms = losses.detach().new_zeros(0)
+            self._assign(optimizer, {p: torch.zeros_like(p) for p in params})
+            return
+        clipping: Clipping = optimizer.clipping
+        keep = self.one_pass or clipping.per_parameter
+        with torch.autocast(losses.device.type, enabled=False):
+            samples, norms = self._norms(losses, batch_size, params, keep)
+            weights = clipping.factors(norms, optimizer.clipping_bound)
+            if keep:
+                sums = _weighted_sums(params, samples, weights)
+            else:
+                sums = self._second_pass(losses, weights, params)
+        self.per_sample_gradient_norms = torch.linalg.vector_norm(norms, dim=0)
+        self._assign(optimizer, sums)
+
+    def _batch_size(self, losses: torch.Tensor) -> int:
+        expected = self.tape.batch_size
+        if losses.dim() != 1:
+            raise ValueError(
+                f"The criterion must give one loss a sample, shape [B], when its "
+                f'reduction is "none"; got shape {tuple(losses.shape)}.'
+            )
+        n = len(losses)
+        if expected and n != expected and (n % expected == 0 or self.tape.expanded):
+            raise ValueError(
+                f"The criterion gives {n} losses for a batch of {expected} samples. "
+                "The privacy unit is the sample: for losses of flattened tokens call "
+                "criterion(logits.flatten(0, 1), targets.flatten(), shape=[B, T]), or "
+                'let the criterion return [B] when its reduction is "none".'
+            )
+        return n
+
+    def _norms(
+        self,
+        losses: torch.Tensor,
+        batch_size: int,
+        params: List[nn.Parameter],
+        keep: bool,
+    ) -> Tuple[Dict[nn.Parameter, GradSample], torch.Tensor]:
+        """
+        Backpropagates the sum of the losses, without weight gradients.
+
+        Returns:
+            The per-sample gradients if ``keep``, and their norms ``[params, B]``.
+        """
+        tape = self.tape
+        found = tape.prepare([losses], batch_size)
+        keep = keep or found.reentrant
+        squares: Dict[nn.Parameter, torch.Tensor] = {}
+        budget = workspace() if self.one_pass else 0
+
+        def complete(param: nn.Parameter, sample: GradSample) -> None:
+            nonlocal budget
+            squares[param] = sample.squared_norm(keep=budget)
+            budget -= sample.kept_bytes
+            if not keep:
+                sample.clear()
+
+        def run() -> _Gather:
+            gather = _Gather(tape, batch_size, found, complete)
+            ones = torch.ones_like(losses)
+            autograd = tape.backward([losses], [ones], gather, found, not self.one_pass)
+            with torch.no_grad():
+                gather.finish()
+                for param, grad in autograd.items():
+                    _check_hidden(tape, param, grad, gather.samples.get(param), squares)
+            return gather
+
+        try:
+            gather = run()
+        except UnknownLayout:
+            if not found.reentrant:
+                raise
+            # What a checkpoint hides has shapes that were not met before.
+            tape.probe([losses], batch_size, found)
+            gather = run()
+        zero = losses.new_zeros(batch_size, dtype=_norm_dtype(losses))
+        norms = [squares.get(p, zero).to(zero) for p in params]
+        return gather.samples, torch.stack(norms).sqrt()
+
+    def _second_pass(
+        self, losses: torch.Tensor, weights: torch.Tensor, params: List[nn.Parameter]
+    ) -> Dict[nn.Parameter, torch.Tensor]:
+        """Backpropagates the losses weighted with the clipping factors."""
+        kept = [p.grad for p in params]
+        self.disable_hooks()
+        try:
+            for p in params:
+                p.grad = None
+            (weights.to(losses.dtype) * losses).sum().backward()
+            zero = torch.zeros_like
+            return {p: zero(p) if p.grad is None else p.grad for p in params}
+        finally:
+            self.enable_hooks()
+            for p, grad in zip(params, kept):
+                p.grad = grad
+
+    def _assign(self, optimizer: Any, sums: Dict[nn.Parameter, torch.Tensor]) -> None:
+        for p, total in sums.items():
+            p.grad = total.detach()
+        optimizer.ready = True
+
+
+def _norm_dtype(losses: torch.Tensor) -> torch.dtype:
+    return torch.float64 if losses.dtype == torch.float64 else torch.float32
+
+
+def _weighted_sums(
+    params: List[nn.Parameter],
+    samples: Dict[nn.Parameter, GradSample],
+    weights: torch.Tensor,
+) -> Dict[nn.Parameter, torch.Tensor]:
+    """The clipped sums, with factors ``[B]`` or, by parameter, ``[params, B]``."""
+    sums = {}
+    for i, p in enumerate(params):
+        sample = samples.pop(p, None)
+        if sample is None:
+            sums[p] = torch.zeros_like(p, requires_grad=False)
+            continue
+        mine = weights if weights.dim() == 1 else weights[i]
+        sums[p] = sample.weighted_sum(mine).to(p.dtype)
+    return sums
+
+
+def _check_hidden(
+    tape: Tape,
+    param: nn.Parameter,
+    autograd: Optional[torch.Tensor],
+    sample: Optional[GradSample],
+    squares: Dict[nn.Parameter, torch.Tensor],
+) -> None:
+    """Reentrant checkpointing hides its uses of parameters from the graph."""
+    if autograd is None and sample is None:
+        return
+    if sample is None:
+        total, scale = torch.zeros_like(param), autograd.norm()
+    else:
+        total = sample.weighted_sum(torch.ones_like(squares[param]))
+        scale = squares[param].sqrt().sum()
+    _compare(tape, param, total, scale, autograd)
+
+
+class GhostHooks(_Ghost, GradSampleHooksFastGradientClipping):
+    """Mode "ghost", attached to a model that is not wrapped."""
+
+
+class GhostModule(_Ghost, GradSampleModuleFastGradientClipping):
+    """Mode "ghost", wrapped around a model."""
+
+
+class BookKeepingHooks(GhostHooks):
+    """Mode "ghost_bk", attached to a model that is not wrapped."""
+
+    one_pass = True
+
+
+class BookKeepingModule(GhostModule):
+    """Mode "ghost_bk", wrapped around a model."""
+
+    one_pass = True

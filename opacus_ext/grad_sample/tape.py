@@ -1,0 +1,570 @@
+"""The tape: from a layer's call in the forward pass to its factors in the backward.
+
+A forward hook puts a :class:`_Record` node behind the output of every layer that owns
+trainable parameters. The node keeps the layer's input as autograd keeps activations,
+and hands the gradient of the output, unchanged, to the layer's rule when the backward
+pass comes by. All records hang on one scalar, the anchor: asking autograd for its
+gradient runs every record and computes no weight gradient.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
+
+import torch
+from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from opacus_ext.grad_sample import graph, replay
+from opacus_ext.grad_sample.batchless import Source, Undecided, settled
+from opacus_ext.grad_sample.factors import Factor
+from opacus_ext.grad_sample.layout import (
+    Evidence,
+    Key,
+    Layout,
+    arrange,
+    code_weights,
+    relation,
+)
+from opacus_ext.grad_sample.rms_norm import scale_rule
+from opacus_ext.grad_sample.rules import Rule, find_rule, own_parameters
+
+Uses = List[Tuple[nn.Parameter, Tuple[Factor, ...]]]
+Collector = Callable[["Call", Tuple[Optional[torch.Tensor], ...], Any], None]
+
+
+class Call:
+    """One call of a layer, on its way from the forward to the backward pass."""
+
+    def __init__(self, tape: "Tape", layer: nn.Module, name: str):
+        self.tape = tape
+        self.layer = layer
+        self.name = name
+        self.number: Optional[str] = None
+        self.batch_size = tape.batch_size
+        self.layouts: Optional[List[Layout]] = None
+        self.claims: Counter = Counter()
+        self.shapes: List[torch.Size] = []
+        self.row_dims: List[int] = []
+        self.saved: List[torch.Tensor] = []
+
+    def keys(self, batch_size: int) -> List[Key]:
+        """What the layouts of the outputs are remembered under."""
+        return [
+            (f"{self.name}[{i}]", str(self.number), relation(shape, batch_size))
+            for i, shape in enumerate(self.shapes)
+        ]
+
+    def uses(
+        self,
+        activations: Tuple[torch.Tensor, ...],
+        backprops: Tuple[Optional[torch.Tensor], ...],
+        batch_size: int,
+    ) -> Uses:
+        """The factors of this call's parameters, once its layouts are known."""
+        raise NotImplementedError(type(self).__name__)
+
+
+class RuleCall(Call):
+    """A call of a layer that has a rule."""
+
+    def __init__(self, *args: Any, rule: Rule, x: torch.Tensor, output: torch.Tensor):
+        super().__init__(*args)
+        self.rule = rule
+        self.shapes = [output.shape]
+        self.row_dims = [rule.row_dims(self.layer, output)]
+        self.saved = [x]
+        self.claims.update(id(p) for p in own_parameters(self.layer).values())
+
+    def uses(self, activations, backprops, batch_size) -> Uses:
+        rows, layout = self.row_dims[0], self.layouts[0]
+        factors = self.rule.fn(
+            self.layer,
+            arrange(activations[0], rows, layout, batch_size),
+            arrange(backprops[0], rows, layout, batch_size),
+        )
+        own = own_parameters(self.layer)
+        missing = [n for n, p in own.items() if p not in factors]
+        if missing:
+            raise RuntimeError(
+                f"The rule for {self.name} ({type(self.layer).__name__}) gives no "
+                f"gradient for its trainable parameter(s) {', '.join(missing)}. "
+                "Complete the rule, or freeze the parameter."
+            )
+        return [(p, factors[p]) for p in own.values()]
+
+
+class ReplayCall(Call):
+    """A call of a layer without a rule; see replay.py."""
+
+    def __init__(
+        self,
+        *args: Any,
+        inputs: Any,
+        outputs: List[torch.Tensor],
+        positions: List[int],
+        shared: bool,
+        used: Counter,
+    ):
+        super().__init__(*args)
+        leaves, self._spec = tree_flatten(inputs)
+        self._where = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor)]
+        self.saved = [leaves[i] for i in self._where]
+        self._constants = [None if isinstance(x, torch.Tensor) else x for x in leaves]
+        self.shapes = [x.shape for x in outputs]
+        self.row_dims = [min(1, x.dim()) for x in outputs]
+        self.values = [x.detach() for x in outputs]
+        self.positions = positions
+        self.shared = shared  # one call for all samples
+        self.claims.update(used)
+
+    def inputs(self, activations: Tuple[torch.Tensor, ...]) -> Any:
+        """The arguments ``(args, kwargs)`` of the call."""
+        leaves = list(self._constants)
+        for i, x in zip(self._where, activations):
+            leaves[i] = x
+        return tree_unflatten(leaves, self._spec)
+
+    def uses(self, activations, backprops, batch_size) -> Uses:
+        return replay.uses(self, activations, backprops, batch_size)
+
+
+class _Record(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, anchor, call, *outputs):
+        ctx.record = call
+        ctx.set_materialize_grads(False)
+        # Saved like any activation: checkpointing may drop it, and a later change in
+        # place is noticed.
+        ctx.save_for_backward(*(x.detach() for x in call.saved))
+        call.saved = []
+        return tuple(x.detach() for x in outputs)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        call = ctx.record
+        if call.tape.collector is not None:
+            with torch.no_grad(), _autocast_off(grads):
+                call.tape.collector(call, grads, ctx)
+        return (None, None, *grads)
+
+
+def _autocast_off(grads: Tuple[Optional[torch.Tensor], ...]) -> torch.autocast:
+    device = next((g.device.type for g in grads if g is not None), "cpu")
+    return torch.autocast(device, enabled=False)
+
+
+class UnknownLayout(RuntimeError):
+    """A call was met whose layout no probe has seen."""
+
+    def __init__(self, call: Call):
+        super().__init__(
+            f"{call.name} ({type(call.layer).__name__}): can't tell which rows of its "
+            f"output of shape {tuple(call.shapes[0])} belong to which sample: the "
+            "model's output does not lead to it with one entry a sample. Let the model "
+            "return a tensor with a batch dimension that depends on it, or use "
+            'grad_sample_mode="ghost_bk".'
+        )
+
+
+class Tape:
+    """
+    Records the calls of all layers of a module that own trainable parameters.
+
+    Args:
+        module: the user's model
+        batch_first: whether dim 0 (else dim 1) of the model's inputs is the batch
+
+    Raises:
+        ValueError: for a layer that can't be trained privately; nothing is attached
+    """
+
+    def __init__(self, module: nn.Module, batch_first: bool = True):
+        self.module = module
+        self.batch_dim = 0 if batch_first else 1
+        self.enabled = True
+        self.collector: Optional[Collector] = None
+        self.on_forward: Callable[[Any], None] = lambda output: None
+        self.batch_size: Optional[int] = None
+        self.expanded = False  # whether a layer that saw no sample was expanded
+        self.names = {id(p): n for n, p in module.named_parameters()}
+        self._anchor = torch.zeros((), requires_grad=True)
+        self._layouts: Dict[tuple, Dict[Key, Layout]] = {}
+        self._current: Dict[Key, Layout] = {}
+        self._late: Counter = Counter()
+        self._storages: set = set()
+        self._inputs: tuple = ()
+        self._scales: Dict[int, Optional[Rule]] = {}
+        self.refuse(module)
+        self.handles = list(self._attach())
+
+    # -- forward -------------------------------------------------------------------
+
+    @staticmethod
+    def refuse(module: nn.Module) -> None:
+        """
+        Raises:
+            ValueError: if ``module`` holds a layer that can't be trained privately
+        """
+        for name, layer in module.named_modules():
+            what = f"{name or 'the model'} ({type(layer).__name__})"
+            trainable = any(p.requires_grad for p in layer.parameters())
+            if trainable and is_parametrized(layer):
+                raise ValueError(
+                    f"{what} computes its parameters from others (torch.nn.utils."
+                    "parametrize). Their per-sample gradients aren't known: remove the "
+                    "parametrization (remove_parametrizations) before make_private."
+                )
+            rule = find_rule(layer) if own_parameters(layer) else None
+            reason = rule.refuse(layer) if rule is not None else None
+            if reason is not None:
+                raise ValueError(f"{what}: {reason}.")
+
+    def _attach(self) -> Iterator[torch.utils.hooks.RemovableHandle]:
+        root = self.module
+        yield root.register_forward_pre_hook(self._begin, with_kwargs=True)
+        for name, layer in root.named_modules():
+            if layer._parameters:
+                # First, so that a user's own hook on the layer counts as what follows.
+                yield layer.register_forward_hook(
+                    self._hook(name), with_kwargs=True, prepend=True
+                )
+        yield root.register_forward_hook(self._end)
+
+    def _begin(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        if not self.enabled or not torch.is_grad_enabled():
+            return
+        tensors = [
+            x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)
+        ]
+        dim = self.batch_dim
+        sizes = Counter(x.shape[dim] for x in tensors if x.dim() > dim)
+        self.batch_size = sizes.most_common(1)[0][0] if sizes else None
+        self._storages = {
+            x.untyped_storage().data_ptr()
+            for x in tensors
+            if x.dim() > dim and x.shape[dim] == self.batch_size
+        }
+        self._inputs = tuple(x.shape for x in tensors)
+        self.expanded = False
+
+    def _end(self, module: nn.Module, args: tuple, output: Any) -> Any:
+        if not self.enabled or not torch.is_grad_enabled():
+            return output
+        leaves, spec = tree_flatten(output)
+        if any(isinstance(x, Undecided) for x in leaves):
+            output = tree_unflatten([settled(x) for x in leaves], spec)
+        if torch._C._current_graph_task_id() == -1:  # not a recomputation
+            self.on_forward(output)
+        return output
+
+    def _hook(self, name: str) -> Callable:
+        def hook(layer: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
+            if not self.enabled or not torch.is_grad_enabled():
+                return output
+            if self.batch_size == 0 or not own_parameters(layer):
+                return output
+            return self._record(name or "the model", layer, (args, kwargs), output)
+
+        return hook
+
+    def _record(self, name: str, layer: nn.Module, inputs: Any, output: Any) -> Any:
+        leaves, spec = tree_flatten(output)
+        where = [
+            i
+            for i, x in enumerate(leaves)
+            if isinstance(x, torch.Tensor) and x.requires_grad
+        ]
+        if not where:
+            return output
+        raw = [leaves[i] for i in where]
+        args, args_spec = tree_flatten(inputs)
+        args = [settled(x) for x in args]
+        rule = self._rule(layer, args)
+
+        def record(*outputs: torch.Tensor) -> Tuple[torch.Tensor, ...]:
+            expanded = outputs[0].dim() > raw[0].dim()
+            self.expanded = self.expanded or expanded
+            call: Call
+            if rule is not None:
+                x = (
+                    args[0].expand(len(outputs[0]), *args[0].shape)
+                    if expanded
+                    else args[0]
+                )
+                call = RuleCall(self, layer, name, rule=rule, x=x, output=outputs[0])
+            else:
+                call = ReplayCall(
+                    *(self, layer, name),
+                    inputs=tree_unflatten(args, args_spec),
+                    outputs=list(outputs),
+                    positions=where,
+                    shared=expanded,
+                    used=self._uses(layer, args, raw),
+                )
+            return _Record.apply(self._anchor, call, *outputs)
+
+        if self._saw_no_sample(args):
+            if len(raw) > 1:
+                raise RuntimeError(
+                    f"{name}: returns several outputs and saw no sample. Give it an "
+                    "input with a batch dimension."
+                )
+            source = Source(raw[0], lambda y: record(y)[0], self.batch_size, name)
+            leaves[where[0]] = Undecided.of(source, self._anchor)
+        else:
+            for i, y in zip(where, record(*raw)):
+                leaves[i] = y
+        return tree_unflatten(leaves, spec)
+
+    def _rule(self, layer: nn.Module, inputs: List[Any]) -> Optional[Rule]:
+        rule = find_rule(layer)
+        if rule is None and len(inputs) == 1 and isinstance(inputs[0], torch.Tensor):
+            if id(layer) not in self._scales:
+                with self.paused():
+                    self._scales[id(layer)] = scale_rule(layer, inputs[0])
+            rule = self._scales[id(layer)]
+        return rule
+
+    def _uses(
+        self, layer: nn.Module, inputs: List[Any], outputs: List[torch.Tensor]
+    ) -> Counter:
+        """How often each parameter of ``layer`` is used between inputs and outputs."""
+        stop = [
+            x.grad_fn
+            for x in inputs
+            if isinstance(x, torch.Tensor) and x.grad_fn is not None
+        ]
+        inner = graph.read(outputs, stop)
+        counts = Counter({id(p): len(ops) for p, ops in inner.uses.items()})
+        for call in inner.records:
+            counts.subtract(call.claims)
+        own = {id(p) for p in own_parameters(layer).values()}
+        return Counter({p: n for p, n in counts.items() if p in own})
+
+    def _saw_no_sample(self, inputs: List[Any]) -> bool:
+        tensors = [x for x in inputs if isinstance(x, torch.Tensor)]
+        return (
+            self.batch_size is not None
+            and self.batch_size > 1
+            and not any(
+                x.requires_grad or x.untyped_storage().data_ptr() in self._storages
+                for x in tensors
+            )
+        )
+
+    def paused(self) -> "_Paused":
+        """A context in which nothing is recorded."""
+        return _Paused(self)
+
+    # -- backward ------------------------------------------------------------------
+
+    def prepare(self, roots: List[torch.Tensor], batch_size: int) -> graph.Graph:
+        """
+        Reads the graph of a step, refuses what it can't follow, and makes sure that
+        the layout of every call is known.
+
+        Args:
+            roots: per-sample losses ``[B]``, or model outputs with samples in a dim
+            batch_size: ``B``
+
+        Raises:
+            RuntimeError: for a parameter used where no rule sees it
+            ValueError: for rows that can't be assigned to samples
+        """
+        found = graph.read(roots)
+        claims: Counter = Counter()
+        for call in found.records:
+            claims.update(call.claims)
+        problem = graph.unclaimed(found, claims, self.names)
+        if problem is not None:
+            raise RuntimeError(problem)
+        if found.undecided:
+            raise RuntimeError(
+                f"{found.undecided[0]}: saw no sample, and its output reaches the loss "
+                "through an op that can't be followed (a custom autograd function, or "
+                "an argument of a checkpointed block). Expand its input to [B, ...]."
+            )
+        counts: Counter = Counter()
+        for call in found.records:
+            call.number = f"{counts[call.name]}"
+            counts[call.name] += 1
+        keys = [key for call in found.records for key in call.keys(batch_size)]
+        hidden = tuple(relation(s, batch_size) for s in self._inputs)
+        self._signature = (found.structure, tuple(keys), hidden * found.reentrant)
+        if batch_size > 1:
+            if self._signature in self._layouts:
+                self._current = self._layouts[self._signature]
+            else:
+                self.probe(roots, batch_size, found)
+        for call in found.records:
+            if batch_size == 1 or self._current.keys() >= set(call.keys(batch_size)):
+                call.layouts = self._find_layouts(call, batch_size)
+        return found
+
+    def probe(
+        self, roots: List[torch.Tensor], batch_size: int, found: graph.Graph
+    ) -> None:
+        """
+        Finds and checks all layouts by a few more backward passes (layout.py).
+
+        Args:
+            roots: tensors with samples in a dim, see :meth:`prepare`
+
+        Raises:
+            ValueError: for rows that can't be assigned to samples
+        """
+        roots = [r for r in roots if self._samples(r, batch_size)]
+        seen: Dict[Key, Evidence] = {}
+        for call in found.records:
+            self._look(call, (), seen, batch_size)
+        device = roots[0].device if roots else torch.device("cpu")
+        codes = code_weights(batch_size, torch.float64, device)
+        for code in codes:
+            grads = [_cotangent(r, code, self._samples(r, batch_size)) for r in roots]
+            self.backward(
+                roots,
+                grads,
+                lambda call, grads, ctx: self._look(call, grads, seen, batch_size),
+                found,
+                retain_graph=True,
+            )
+        known, sure = {}, True
+        for key, evidence in seen.items():
+            layout, unique = evidence.decide(codes)
+            if layout is not None:
+                known[key] = layout
+            sure = sure and unique
+        self._current = known
+        if sure:
+            self._layouts[self._signature] = known
+
+    def _samples(
+        self, root: torch.Tensor, batch_size: int
+    ) -> Optional[Tuple[int, int]]:
+        """The dim of a root that holds the samples, and the rows of each."""
+        dim = min(self.batch_dim, root.dim() - 1)
+        if dim < 0 or root.shape[dim] == 0 or root.shape[dim] % batch_size:
+            return None
+        return dim, root.shape[dim] // batch_size
+
+    def _look(
+        self, call: Call, grads: tuple, seen: Dict[Key, Evidence], batch_size: int
+    ) -> None:
+        self._number(call)
+        for i, key in enumerate(call.keys(batch_size)):
+            if key not in seen:
+                where = f"{call.name} ({type(call.layer).__name__})"
+                seen[key] = Evidence(where, call.shapes[i], call.row_dims[i])
+            if i < len(grads) and grads[i] is not None:
+                seen[key].add(grads[i])
+
+    def _number(self, call: Call) -> None:
+        """Numbers a call that a recomputation has made during the backward pass."""
+        if call.number is None:
+            call.number = f"late {self._late[call.name]}"
+            self._late[call.name] += 1
+
+    def _find_layouts(self, call: Call, batch_size: int) -> List[Layout]:
+        if batch_size == 1:
+            return [Layout(-1, "plain")] * len(call.shapes)
+        try:
+            return [self._current[key] for key in call.keys(batch_size)]
+        except KeyError:
+            raise UnknownLayout(call) from None
+
+    def backward(
+        self,
+        roots: List[torch.Tensor],
+        grads: List[torch.Tensor],
+        collector: Optional[Collector],
+        found: graph.Graph,
+        retain_graph: bool = False,
+    ) -> Dict[nn.Parameter, Optional[torch.Tensor]]:
+        """
+        One backward pass that computes gradients of activations only and shows every
+        recorded call to ``collector``.
+
+        Returns:
+            Autograd's own gradient of each parameter, where reentrant checkpointing
+            has computed it on the way; else an empty dict.
+        """
+        before, self.collector = self.collector, collector
+        self._late.clear()
+        params = [p for p in self.module.parameters() if p.requires_grad]
+        kept = [p.grad for p in params]
+        try:
+            for p in params:
+                p.grad = None
+            if not roots:
+                return {}
+            if found.reentrant:
+                # It only works with .backward(), which accumulates into p.grad.
+                torch.autograd.backward(roots, grads, retain_graph)
+                return {p: p.grad for p in params}
+            torch.autograd.grad(
+                roots, self._anchor, grads, retain_graph, allow_unused=True
+            )
+            moved = [self.names[id(p)] for p in params if p.grad is not None]
+            if moved:
+                raise RuntimeError(
+                    f"A custom autograd function computes the gradient of {moved[0]} "
+                    "by itself, where the gradient of each sample can't be seen. Use "
+                    "torch.utils.checkpoint or plain modules instead."
+                )
+            return {}
+        finally:
+            self.collector = before
+            for p, grad in zip(params, kept):
+                p.grad = grad
+
+    def collect(self, call: Call, grads: tuple, ctx: Any, batch_size: int) -> Uses:
+        """The factors of a call, given the gradients of its outputs."""
+        if all(g is None for g in grads):
+            return []
+        try:
+            activations = ctx.saved_tensors
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"{call.name} ({type(call.layer).__name__}): its input was changed in "
+                "place after the layer used it. Replace the in-place op that follows "
+                f"by one that returns a new tensor. ({error})"
+            ) from error
+        if call.layouts is None:
+            self._number(call)
+            call.layouts = self._find_layouts(call, batch_size)
+        return call.uses(activations, grads, batch_size)
+
+    def remove(self) -> None:
+        """Removes all hooks."""
+        while self.handles:
+            self.handles.pop().remove()
+
+
+class _Paused:
+    def __init__(self, tape: Tape):
+        self.tape = tape
+
+    def __enter__(self) -> None:
+        self.before, self.tape.enabled = self.tape.enabled, False
+
+    def __exit__(self, *exc: Any) -> None:
+        self.tape.enabled = self.before
+
+
+def _cotangent(
+    root: torch.Tensor, code: torch.Tensor, samples: Tuple[int, int]
+) -> torch.Tensor:
+    """The weights of samples as a gradient of ``root``."""
+    dim, rows = samples
+    shape = [1] * root.dim()
+    shape[dim] = -1
+    weights = code.repeat_interleave(rows).view(shape)
+    if root.dim() > 1:
+        # Model outputs: not all entries alike, lest gradients cancel.
+        generator = torch.Generator().manual_seed(0)
+        some = torch.rand(root.shape, generator=generator) + 0.5
+        weights = weights * some.to(root.device)
+    return weights.expand(root.shape).to(root.dtype)

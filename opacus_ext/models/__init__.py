@@ -1,0 +1,5 @@
+"""Models for private training."""
+
+from .dpformer import DPFormer
+
+__all__ = ["DPFormer"]

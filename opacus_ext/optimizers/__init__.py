@@ -1,0 +1,1 @@
+"""Clipping functions, and optimizers whose noise matches their sensitivity."""

@@ -1,0 +1,112 @@
+"""Clipping functions: from the norms of per-sample gradients to their factors.
+
+Each states its sensitivity, the largest norm that one sample's clipped gradient can
+have; the noise is the noise multiplier times that.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Callable, Dict, List, NamedTuple, Union
+
+import torch
+
+Bound = Union[float, List[float]]
+
+
+class Clipping(NamedTuple):
+    """
+    A clipping function, the same for all modes.
+
+    Attributes:
+        name: as passed to ``make_private(clipping=...)``
+        factors: ``(norms [parameters, B], max_grad_norm)`` to factors ``[B]``, or
+            ``[parameters, B]`` if ``per_parameter``
+        sensitivity: ``max_grad_norm`` to the largest norm of a clipped gradient
+        per_parameter: whether every parameter has its own factor and bound
+    """
+
+    name: str
+    factors: Callable[[torch.Tensor, Bound], torch.Tensor]
+    sensitivity: Callable[[Bound], float] = lambda bound: bound
+    per_parameter: bool = False
+
+
+CLIPPINGS: Dict[str, Clipping] = {}
+
+
+def register_clipping(clipping: Clipping) -> Clipping:
+    """
+    Makes a clipping function known by its name, to all modes.
+
+    Example:
+        >>> from opacus_ext import Clipping, register_clipping
+        >>> def sign(norms, bound):
+        ...     return bound / norms.norm(dim=0).clamp(min=1e-12)
+        >>> _ = register_clipping(Clipping("sign", sign))
+        >>> import opacus_ext.optimizers.clipping as clipping
+        >>> _ = clipping.CLIPPINGS.pop("sign")
+    """
+    CLIPPINGS[clipping.name] = clipping
+    return clipping
+
+
+def find_clipping(clipping: Union[str, Clipping]) -> Clipping:
+    """
+    Raises:
+        ValueError: for a name that is not registered, with those that are
+    """
+    if isinstance(clipping, Clipping):
+        return clipping
+    if clipping not in CLIPPINGS:
+        raise ValueError(
+            f"Unknown clipping {clipping!r}. Known: {', '.join(sorted(CLIPPINGS))}."
+        )
+    return CLIPPINGS[clipping]
+
+
+def _total(norms: torch.Tensor) -> torch.Tensor:
+    return torch.linalg.vector_norm(norms, dim=0)
+
+
+def _flat(norms: torch.Tensor, bound: float) -> torch.Tensor:
+    return (bound / (_total(norms) + 1e-6)).clamp(max=1.0)
+
+
+def automatic(gamma: float = 0.01) -> Clipping:
+    """
+    AUTO-S: every gradient is scaled to just below ``max_grad_norm``, with factor
+    ``C / (norm + gamma)``. Source: Bu et al. 2022, "Automatic Clipping".
+
+    Args:
+        gamma: keeps small gradients small; in the units of a gradient norm
+
+    Raises:
+        ValueError: if gamma is not positive
+
+    Example:
+        >>> from opacus_ext import automatic
+        >>> automatic(gamma=0.1).name
+        'automatic'
+    """
+    if not gamma > 0:
+        raise ValueError(f"gamma must be positive, got {gamma}.")
+    return Clipping("automatic", lambda norms, bound: bound / (_total(norms) + gamma))
+
+
+def _per_layer(norms: torch.Tensor, bound: List[float]) -> torch.Tensor:
+    bounds = torch.tensor(bound, dtype=norms.dtype, device=norms.device)
+    return (bounds[:, None] / (norms + 1e-6)).clamp(max=1.0)
+
+
+register_clipping(Clipping("flat", _flat))
+register_clipping(automatic())
+# De et al. 2022: clipped to C and divided by C, so that the learning rate does not
+# depend on C.
+register_clipping(
+    Clipping("normalised", lambda n, bound: _flat(n, bound) / bound, lambda bound: 1.0)
+)
+CLIPPINGS["normalized"] = CLIPPINGS["normalised"]
+register_clipping(
+    Clipping("per_layer", _per_layer, lambda bound: math.hypot(*bound), True)
+)

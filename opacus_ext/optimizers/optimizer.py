@@ -1,0 +1,159 @@
+"""DP optimizers that take any clipping function.
+
+``HooksDPOptimizer`` clips the per-sample gradients of mode "hooks";
+``GhostDPOptimizer`` takes over gradients that "ghost" and "ghost_bk" have clipped.
+"""
+
+from __future__ import annotations
+
+from typing import Any, List, Optional, Type
+
+import torch
+from opacus.optimizers import DPOptimizer, DPOptimizerFastGradientClipping
+from opacus.optimizers.optimizer import (
+    _check_processed_flag,
+    _generate_noise,
+    _mark_as_processed,
+)
+from torch.optim import Optimizer
+
+from opacus_ext.optimizers.clipping import CLIPPINGS, Bound, Clipping
+
+
+class _ClippingOptimizer:
+    """What both share: the bound of a clipping function and noise to match it."""
+
+    clipping: Clipping = CLIPPINGS["flat"]
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        *,
+        noise_multiplier: float,
+        max_grad_norm: Bound,
+        expected_batch_size: Optional[int],
+        **kwargs: Any,
+    ):
+        self._bounds: Optional[List[float]] = None
+        given = max_grad_norm
+        if self.clipping.per_parameter:
+            max_grad_norm = self._check_bounds(optimizer, max_grad_norm)
+        elif isinstance(max_grad_norm, (list, tuple)) or not max_grad_norm > 0:
+            raise ValueError(
+                f'clipping="{self.clipping.name}" takes one positive max_grad_norm, '
+                f"got {given}."
+            )
+        super().__init__(
+            optimizer,
+            noise_multiplier=noise_multiplier,
+            max_grad_norm=max_grad_norm,
+            expected_batch_size=expected_batch_size,
+            **kwargs,
+        )
+
+    def _check_bounds(self, optimizer: Optimizer, bounds: Bound) -> float:
+        trained = [p for group in optimizer.param_groups for p in group["params"]]
+        count = sum(p.requires_grad for p in trained)
+        if not isinstance(bounds, (list, tuple)) or len(bounds) != count:
+            raise ValueError(
+                f'clipping="{self.clipping.name}" takes max_grad_norm as a list with one '
+                f"bound for each of the {count} trainable parameter tensors in the "
+                f"optimizer, in its order; got {bounds}."
+            )
+        if not all(b > 0 for b in bounds):
+            raise ValueError(f"Bounds must be positive, got {bounds}.")
+        self._bounds = [float(b) for b in bounds]
+        self.max_grad_norms = self._bounds
+        return self.clipping.sensitivity(self._bounds)
+
+    @property
+    def clipping_bound(self) -> Bound:
+        """``max_grad_norm``, as the clipping function takes it."""
+        return self.max_grad_norm if self._bounds is None else self._bounds
+
+    @property
+    def sensitivity(self) -> float:
+        """The largest norm of one sample's clipped gradient."""
+        return self.clipping.sensitivity(self.clipping_bound)
+
+    def add_noise(self) -> None:
+        """Adds noise of std ``noise_multiplier * sensitivity``; sets ``p.grad``."""
+        multiplier = getattr(self, "_adjusted_noise_multiplier", self.noise_multiplier)
+        for p in self.params:
+            _check_processed_flag(p.summed_grad)
+            noise = _generate_noise(
+                std=multiplier * self.sensitivity,
+                reference=p.summed_grad,
+                generator=self.generator,
+                secure_mode=self.secure_mode,
+            )
+            p.grad = noise.add_(p.summed_grad).view_as(p)
+            _mark_as_processed(p.summed_grad)
+
+
+class HooksDPOptimizer(_ClippingOptimizer, DPOptimizer):
+    """Clips ``p.grad_sample`` with any clipping function; norms in float32 or wider."""
+
+    def clip_and_accumulate(self) -> None:
+        """Stores the sum of clipped gradients in ``p.summed_grad``."""
+        params, grad_samples = self.params, self.grad_samples
+        for p in params:
+            _check_processed_flag(p.grad_sample)
+        norms = [_norms(g) for g in grad_samples]
+        factors = self.clipping.factors(
+            torch.stack([n.to(norms[0].device) for n in norms]), self.clipping_bound
+        )
+        for i, (p, g) in enumerate(zip(params, grad_samples)):
+            factor = factors[i] if factors.dim() > 1 else factors
+            factor = factor.to(g.device, _wide(g))
+            grad = torch.einsum("i,i...", factor, g.to(factor.dtype)).to(p.dtype)
+            p.summed_grad = grad if p.summed_grad is None else p.summed_grad.add_(grad)
+            _mark_as_processed(p.grad_sample)
+
+
+class GhostDPOptimizer(_ClippingOptimizer, DPOptimizerFastGradientClipping):
+    """Takes over ``p.grad``, the clipped sum that one backward pass has left."""
+
+    ready = False  # whether p.grad holds a clipped sum that no step has used
+
+    def accumulate(self) -> None:
+        """
+        Moves ``p.grad`` to ``p.summed_grad``.
+
+        Raises:
+            RuntimeError: if no clipped backward pass has come before
+        """
+        if not self.ready:
+            raise RuntimeError(
+                "optimizer.step() without clipped gradients. Call backward() once "
+                "before each step, on the loss that the criterion returned by "
+                "make_private gives: gradients of any other loss are not private."
+            )
+        for p in self.params:
+            if p.summed_grad is None:
+                p.summed_grad = p.grad
+            else:
+                p.summed_grad = p.summed_grad.add_(p.grad)
+            p.grad = None
+        self.ready = False
+
+    def zero_grad(self, set_to_none: bool = False) -> None:
+        """Clears the gradients; see ``DPOptimizerFastGradientClipping``."""
+        super().zero_grad(set_to_none)
+        self.ready = False
+
+
+def _wide(g: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(g.dtype, torch.float32)
+
+
+def _norms(g: torch.Tensor) -> torch.Tensor:
+    return torch.linalg.vector_norm(g.flatten(1), dim=1, dtype=_wide(g))
+
+
+def optimizer_class(base: Type[_ClippingOptimizer], clipping: Clipping) -> type:
+    """``base`` with ``clipping`` in the place of flat clipping."""
+    if clipping is CLIPPINGS["flat"]:
+        return base
+    name = f"{base.__name__}_{clipping.name}"
+    return type(name, (base,), {"clipping": clipping, "__doc__": base.__doc__})

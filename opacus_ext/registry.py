@@ -1,0 +1,297 @@
+"""Where Opacus is touched, and nowhere else.
+
+Opacus 1.6 chooses the classes of a ``grad_sample_mode`` in if-chains and fixes the
+criterion of the ghost modes. This file puts a registry in their place: modes and
+clipping functions are entries of tables, and what has no entry goes to Opacus as
+before. :func:`unregister` undoes all of it.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Type
+
+import opacus.grad_sample
+import opacus.grad_sample.utils
+import opacus.optimizers
+import opacus.privacy_engine
+import torch
+from opacus import PrivacyEngine
+from opacus.grad_sample import GradSampleHooks, GradSampleHooksFastGradientClipping
+from opacus.grad_sample.gsm_base import OPACUS_PARAM_MONKEYPATCH_ATTRS
+from torch import nn
+
+from opacus_ext.grad_sample import modes
+from opacus_ext.grad_sample.factors import GradSample
+from opacus_ext.grad_sample.layout import Layout, arrange
+from opacus_ext.grad_sample.loss import ClippedCriterion
+from opacus_ext.grad_sample.rules import FALLBACKS, RULES, Factors, Rule
+from opacus_ext.grad_sample.tape import Tape
+from opacus_ext.optimizers.clipping import CLIPPINGS, find_clipping
+from opacus_ext.optimizers.optimizer import (
+    GhostDPOptimizer,
+    HooksDPOptimizer,
+    optimizer_class,
+)
+
+
+class Mode(NamedTuple):
+    """The classes of a ``grad_sample_mode``."""
+
+    module: Type[nn.Module]
+    hooks: type
+    optimizer: type
+
+
+MODES: Dict[str, Mode] = {
+    "hooks": Mode(modes.RecordingModule, modes.RecordingHooks, HooksDPOptimizer),
+    "ghost": Mode(modes.GhostModule, modes.GhostHooks, GhostDPOptimizer),
+    "ghost_bk": Mode(modes.BookKeepingModule, modes.BookKeepingHooks, GhostDPOptimizer),
+}
+
+_undo: List[Callable[[], None]] = []
+
+
+def register() -> None:
+    """
+    Registers everything with Opacus; importing ``opacus_ext`` does it. Idempotent.
+
+    Example:
+        >>> import opacus_ext
+        >>> opacus_ext.unregister()
+        >>> opacus_ext.register()
+    """
+    if _undo:
+        return
+    utils, engine = opacus.grad_sample.utils, opacus.privacy_engine
+    gsm = _lookup(utils.get_gsm_class, "module")
+    hooks = _lookup(utils.get_hooks_class, "hooks")
+    optimizer = _lookup_optimizer(opacus.optimizers.get_optimizer_class)
+    for place in (utils, opacus.grad_sample, engine):
+        _replace(place, "get_gsm_class", gsm)
+    for place in (utils, opacus.grad_sample):
+        _replace(place, "get_hooks_class", hooks)
+    for place in (opacus.optimizers, engine):
+        _replace(place, "get_optimizer_class", optimizer)
+    _replace(
+        PrivacyEngine,
+        "_prepare_criterion",
+        _prepare_criterion(PrivacyEngine._prepare_criterion),
+    )
+    _replace(PrivacyEngine, "make_private", _make_private(PrivacyEngine.make_private))
+    FALLBACKS.append(_sampler_rule)
+    _undo.append(lambda: FALLBACKS.remove(_sampler_rule))
+    for layer, rule in RULES.items():
+        if isinstance(layer, type):
+            _derive_samplers(layer, rule)
+
+
+def unregister() -> None:
+    """Leaves Opacus as it was before :func:`register`. Idempotent."""
+    while _undo:
+        _undo.pop()()
+
+
+def _replace(place: Any, name: str, new: Any) -> None:
+    if not hasattr(place, name):
+        return
+    old = getattr(place, name)
+    setattr(place, name, new)
+    _undo.append(lambda: setattr(place, name, old))
+
+
+# -- modes -------------------------------------------------------------------------
+
+_stock = False  # whether an engine is at work that brings its own criterion
+
+
+def _lookup(opacus_lookup: Callable, part: str) -> Callable:
+    @functools.wraps(opacus_lookup)
+    def lookup(grad_sample_mode: str) -> type:
+        if grad_sample_mode in MODES and not _stock:
+            return getattr(MODES[grad_sample_mode], part)
+        return opacus_lookup(grad_sample_mode)
+
+    return lookup
+
+
+def _lookup_optimizer(opacus_lookup: Callable) -> Callable:
+    @functools.wraps(opacus_lookup)
+    def lookup(
+        clipping: str, distributed: bool, grad_sample_mode: Optional[str] = None
+    ) -> type:
+        mode = MODES.get(grad_sample_mode)
+        if mode is None or _stock or clipping == "adaptive" or distributed:
+            if grad_sample_mode == "ghost_bk":
+                raise ValueError(
+                    'grad_sample_mode="ghost_bk" is for one process and has no '
+                    f"adaptive clipping; got clipping={clipping!r}, "
+                    f"distributed={distributed}. "
+                    'Use grad_sample_mode="ghost" or "hooks".'
+                )
+            if clipping not in ("flat", "per_layer", "adaptive"):
+                raise ValueError(
+                    f"clipping={clipping!r} is for one process and the modes "
+                    f"{', '.join(MODES)}; got grad_sample_mode={grad_sample_mode!r}, "
+                    f"distributed={distributed}."
+                )
+            return opacus_lookup(clipping, distributed, grad_sample_mode)
+        return optimizer_class(mode.optimizer, find_clipping(clipping))
+
+    return lookup
+
+
+def _prepare_criterion(prepare: Callable) -> Callable:
+    @functools.wraps(prepare)
+    def prepare_criterion(
+        self: PrivacyEngine,
+        *,
+        module: Any,
+        optimizer: Any,
+        criterion: Any,
+        loss_reduction: str = "mean",
+        **kwargs: Any,
+    ) -> Any:
+        cls = ClippedCriterion if hasattr(module, "clipped_backward") else None
+        if cls is not None:
+            return cls(module, optimizer, criterion, loss_reduction)
+        return prepare(
+            self,
+            module=module,
+            optimizer=optimizer,
+            criterion=criterion,
+            loss_reduction=loss_reduction,
+            **kwargs,
+        )
+
+    prepare_criterion._opacus_ext = True
+    return prepare_criterion
+
+
+def _make_private(make_private: Callable) -> Callable:
+    """Refuses before anything is changed, and cleans up if something fails later."""
+
+    @functools.wraps(make_private)
+    def make(self: PrivacyEngine, *, module: nn.Module, **kwargs: Any) -> Any:
+        global _stock
+        before = _stock
+        # A subclass with a criterion of its own (adaptive clipping) needs the modules
+        # that Opacus made for it.
+        _stock = not hasattr(type(self)._prepare_criterion, "_opacus_ext")
+        try:
+            if _stock:
+                return make_private(self, module=module, **kwargs)
+            fresh = not hasattr(module, "autograd_grad_sample_hooks")
+            _check(module, fresh, **kwargs)
+            dataset = self.dataset
+            try:
+                return make_private(self, module=module, **kwargs)
+            except BaseException:
+                self.dataset = dataset
+                if fresh:
+                    _clean(module)
+                raise
+        finally:
+            _stock = before
+
+    return make
+
+
+def _check(
+    module: nn.Module,
+    fresh: bool,
+    grad_sample_mode: str = "hooks",
+    clipping: Any = "flat",
+    wrap_model: bool = True,
+    **kwargs: Any,
+) -> None:
+    classes = opacus.grad_sample.utils
+    lookup = classes.get_gsm_class if wrap_model else classes.get_hooks_class
+    lookup(grad_sample_mode)
+    if grad_sample_mode in MODES:
+        # Distributed or not is Opacus's to find out; it decides about the class only.
+        if not (clipping == "adaptive" and grad_sample_mode == "hooks"):
+            opacus.optimizers.get_optimizer_class(clipping, False, grad_sample_mode)
+        if fresh:
+            Tape.refuse(module)
+    elif clipping not in ("flat", "per_layer", "adaptive"):
+        raise ValueError(
+            f"clipping={clipping!r} is for the modes {', '.join(MODES)}; got "
+            f"grad_sample_mode={grad_sample_mode!r}."
+        )
+
+
+def _clean(module: nn.Module) -> None:
+    for handle in getattr(module, "autograd_grad_sample_hooks", []):
+        handle.remove()
+    if hasattr(module, "autograd_grad_sample_hooks"):
+        del module.autograd_grad_sample_hooks
+    for p in module.parameters():
+        for name in (*OPACUS_PARAM_MONKEYPATCH_ATTRS, "summed_grad"):
+            if hasattr(p, name):
+                delattr(p, name)
+
+
+# -- samplers ----------------------------------------------------------------------
+
+
+def _derive_samplers(layer: type, rule: Rule) -> None:
+    """Opacus's grad sampler and norm sampler of a layer, from its rule."""
+
+    def samples(
+        layer: nn.Module, activations: List[torch.Tensor], backprops: torch.Tensor
+    ) -> Dict[nn.Parameter, GradSample]:
+        batch_size, rows = len(backprops), rule.row_dims(layer, backprops)
+        layout = Layout(0, "plain")
+        factors = rule.fn(
+            layer,
+            arrange(activations[0], rows, layout, batch_size),
+            arrange(backprops, rows, layout, batch_size),
+        )
+        found = {}
+        for p, f in factors.items():
+            if p.requires_grad:
+                found[p] = GradSample(p.shape, batch_size)
+                found[p].add(*f)
+        return found
+
+    def grad_sampler(layer, activations, backprops):
+        found = samples(layer, activations, backprops)
+        return {p: s.materialise() for p, s in found.items()}
+
+    def norm_sampler(layer, activations, backprops):
+        found = samples(layer, activations, backprops)
+        return {p: s.squared_norm().sqrt() for p, s in found.items()}
+
+    grad_sampler._opacus_ext = norm_sampler._opacus_ext = True
+    for table, sampler in (
+        (GradSampleHooks.GRAD_SAMPLERS, grad_sampler),
+        (GradSampleHooksFastGradientClipping.NORM_SAMPLERS, norm_sampler),
+    ):
+        missing = object()
+        old = table.get(layer, missing)
+        table[layer] = sampler
+        _undo.append(
+            lambda t=table, o=old: (
+                t.pop(layer, None) if o is missing else t.__setitem__(layer, o)
+            )
+        )
+
+
+def _sampler_rule(layer: nn.Module) -> Optional[Rule]:
+    """A rule from a grad sampler that a user has registered with Opacus."""
+    sampler = GradSampleHooks.GRAD_SAMPLERS.get(type(layer))
+    ours = getattr(sampler, "_opacus_ext", False)
+    if sampler is None or ours or type(layer).__module__.startswith("torch.nn."):
+        return None
+
+    def rule(
+        layer: nn.Module, activations: torch.Tensor, backprops: torch.Tensor
+    ) -> Factors:
+        found = sampler(layer, [activations.squeeze(1)], backprops.squeeze(1))
+        return {p: (g.reshape(len(g), 1, -1),) for p, g in found.items()}
+
+    return Rule(rule, lambda layer, output: 1)
+
+
+__all__ = ["CLIPPINGS", "MODES", "Mode", "register", "unregister"]

@@ -1,0 +1,445 @@
+"""Trains a DPFormer on user sequences with user-level differential privacy.
+
+    python -m opacus_ext.train                            # synthetic data
+    python -m opacus_ext.train --data ratings.dat         # MovieLens-1M
+    python -m opacus_ext.train --data ml-1m.txt --checkpoint run.pt --time-limit 3000
+    python -m opacus_ext.train --data ml-1m.txt --checkpoint run.pt --resume
+
+What the guarantee covers: the weights, after any number of epochs, with respect to
+adding or removing one user. It does not cover the loss in the progress bar nor the
+reported NDCG and HIT, which are computed on the users' own data, nor a choice of
+hyperparameters made by looking at them. The seed and the checkpoint determine the
+noise: whoever has either, and the data of all other users, can subtract it. Keep both
+secret for a model that is released, with a seed nobody can guess.
+
+Checkpoints hold everything that a step depends on (weights, optimizer, the
+accountant's history, the noise multiplier, the random state) and are written after
+each epoch. Steps after the last one are lost with their updates if the run is cut
+off. Resuming draws the same batches and the same noise again, so their repetition is
+the same release, counted once.
+"""
+
+import argparse
+import json
+import math
+import os
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any, Dict, List, Optional, Tuple
+
+import torch
+from opacus import PrivacyEngine
+from opacus.utils.batch_memory_manager import BatchMemoryManager
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+from tqdm import tqdm
+
+import opacus_ext  # noqa: F401  (registers the modes and clipping functions)
+from opacus_ext.data import SequenceData, read_sequences, synthetic_sequences
+from opacus_ext.models import DPFormer
+
+# What may differ between a run and its resumption: none of it changes a step.
+FREE = (
+    *("data", "checkpoint", "resume", "stop_after_epochs", "time_limit", "json"),
+    "no_progress",
+)
+
+# For arguments that are not given: on synthetic data, and on --data.
+SYNTHETIC = {"epochs": 10, "batch_size": 256, "max_len": 30, "lr": 3e-3}
+REAL = {"epochs": 50, "batch_size": 1024, "max_len": 100, "lr": 5e-3}
+
+
+class SequenceLoss(nn.Module):
+    """Cross entropy of the next item: the mean over each user's positions.
+
+    Each user counts the same, whatever the length of the others' sequences, so one
+    user's loss depends on nobody else (a mean over all positions of a batch would).
+
+    Args:
+        reduction: "mean" over users, or "none", which Opacus's loss wrapper sets.
+
+    Shape:
+        logits ``[B, T, V]`` and targets ``[B, T]``, 0 where padded, give a scalar or
+        ``[B]``.
+
+    Example:
+        >>> targets = torch.tensor([[1, 2, 0], [3, 0, 0]])
+        >>> SequenceLoss(reduction="none")(torch.zeros(2, 3, 8), targets)
+        tensor([2.0794, 2.0794])
+    """
+
+    def __init__(self, reduction: str = "mean"):
+        super().__init__()
+        self.reduction = reduction
+
+    def forward(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        losses = F.cross_entropy(
+            logits.flatten(0, 1), targets.flatten(), ignore_index=0, reduction="none"
+        ).view_as(targets)
+        per_user = losses.sum(dim=1) / (targets != 0).sum(dim=1).clamp(min=1)
+        if self.reduction == "none":
+            return per_user
+        return per_user.sum() / max(len(per_user), 1)  # a Poisson batch can be empty
+
+
+def ranks(scores: torch.Tensor, items: torch.Tensor) -> torch.Tensor:
+    """Where each user's item stands among all items, from 0.
+
+    Every item takes part, also those the user had before, as in the full rankings of
+    the SASRec and DPFormer papers. Items with the same score go before it, and NaN
+    scores put it last, so that a broken model can't look good.
+
+    Args:
+        scores: ``[B, V]``; column 0 is padding and takes no part.
+        items: ``[B]``, ids 1 to ``V - 1``.
+
+    Example:
+        >>> ranks(torch.tensor([[9.0, 0.1, 0.3, 0.2]]), torch.tensor([3]))
+        tensor([1])
+    """
+    own = scores.gather(1, items[:, None])
+    return scores.shape[1] - 2 - (scores[:, 1:] < own).sum(dim=1)
+
+
+def ndcg_and_hit(rank: torch.Tensor, k: int = 10) -> Tuple[float, float]:
+    """NDCG@k and HIT@k in percent, for one relevant item a user at ``rank`` ``[B]``.
+
+    Example:
+        >>> ndcg_and_hit(torch.tensor([0, 12]))
+        (50.0, 50.0)
+    """
+    hit = (rank < k).double()
+    ndcg = hit / torch.log2(rank.double() + 2)
+    return 100 * ndcg.mean().item(), 100 * hit.mean().item()
+
+
+@torch.no_grad()
+def evaluate(model: DPFormer, data: SequenceData, max_len: int) -> Tuple[float, float]:
+    """NDCG@10 and HIT@10 in percent of a model on the held-out items."""
+    model.eval()
+    device = model.embedding.weight.device
+    batches = zip(data.contexts(max_len).split(512), data.held_out.split(512))
+    found = [ranks(model.score(x.to(device)).cpu(), y) for x, y in batches]
+    return ndcg_and_hit(torch.cat(found))
+
+
+def learning_rate(step: int, total: int, peak: float, warmup: float) -> float:
+    """Linear warm-up to ``peak`` over a share ``warmup`` of the steps, then to zero."""
+    rising = max(round(total * warmup), 1)
+    return peak * min((step + 1) / rising, (total - step) / max(total - rising + 1, 1))
+
+
+def train(args: argparse.Namespace) -> Dict[str, Any]:
+    """Runs or resumes the training that the arguments describe.
+
+    Args:
+        args: from :func:`parse_args`.
+
+    Returns:
+        The summary: numbers and names, ready for JSON.
+
+    Raises:
+        OSError, ValueError: for files and arguments that can't be used; the message
+            says what to do.
+    """
+    start = time.monotonic()
+    data = read_sequences(args.data) if args.data else synthetic_sequences()
+    users = len(data.histories)
+    config = {k: v for k, v in vars(args).items() if k not in FREE}
+    config["data_fingerprint"] = data.fingerprint()
+    saved = _peek(args, config)
+    if args.delta >= 1 / users:
+        warnings.warn(
+            f"delta={args.delta:g} is not below 1/{users} users: such a guarantee "
+            "would allow publishing somebody's data outright."
+        )
+
+    torch.manual_seed(args.seed)
+    shape = (args.max_len, args.width, args.depth, args.heads, args.dropout)
+    net = DPFormer(data.num_items, *shape).to(args.device)
+    # The global generator draws batches, dropout and noise: one state to save.
+    engine = PrivacyEngine(accountant="prv")
+    private = dict(
+        module=net.train(),
+        optimizer=torch.optim.Adam(
+            net.parameters(), lr=args.lr, weight_decay=args.weight_decay
+        ),
+        data_loader=DataLoader(
+            data.training_set(args.max_len), batch_size=min(args.batch_size, users)
+        ),
+        criterion=SequenceLoss(),
+        max_grad_norm=args.max_grad_norm,
+        poisson_sampling=True,
+        grad_sample_mode=args.grad_sample_mode,
+        clipping=args.clipping,
+    )
+    if saved:
+        made = engine.make_private(
+            noise_multiplier=saved["noise_multiplier"], **private
+        )
+    else:
+        made = engine.make_private_with_epsilon(
+            target_epsilon=args.epsilon,
+            target_delta=args.delta,
+            epochs=args.epochs,
+            **private,
+        )
+    # Modes with a criterion of their own return it as the third of four.
+    model, optimizer, *wrapped, loader = made
+    criterion = wrapped[0] if wrapped else private["criterion"]
+
+    epoch = 0
+    if saved:
+        state = engine.load_checkpoint(
+            path=args.checkpoint,
+            module=net,
+            optimizer=optimizer,
+            torch_load_kwargs={"map_location": args.device},
+        )
+        epoch = state["epoch"]
+        _set_random_state(state["random_state"])
+
+    total = args.epochs * len(loader)
+    last = min(args.epochs, epoch + (args.stop_after_epochs or args.epochs))
+    with tqdm(
+        total=total,
+        initial=epoch * len(loader),
+        disable=args.no_progress,
+        unit="step",
+    ) as bar:
+        while epoch < last:
+            epoch_start = time.monotonic()
+            _train_epoch(model, optimizer, criterion, loader, args, bar, epoch, total)
+            epoch += 1
+            if args.checkpoint:
+                _save(engine, net, optimizer, args.checkpoint, epoch, config)
+            now = time.monotonic()
+            # Stop where the next epoch would end too late.
+            if args.time_limit and 2 * now - epoch_start - start > args.time_limit:
+                break
+
+    ndcg, hit = evaluate(net, data, args.max_len)
+    popularity = data.popularity()
+    popularity[0] = 0
+    popular = ndcg_and_hit(ranks(popularity.expand(users, -1), data.held_out))
+    return {
+        "data": data.name,
+        "users": users,
+        "items": data.num_items,
+        "actions": sum(map(len, data.histories)) + users,
+        "parameters": sum(p.numel() for p in net.parameters()),
+        "grad_sample_mode": args.grad_sample_mode,
+        "clipping": args.clipping,
+        "epochs": epoch,
+        "epochs_planned": args.epochs,
+        "steps": epoch * len(loader),
+        "noise_multiplier": optimizer.noise_multiplier,
+        "epsilon_spent": engine.get_epsilon(args.delta),
+        "delta": args.delta,
+        "ndcg_at_10": ndcg,
+        "hit_at_10": hit,
+        "popularity_ndcg_at_10": popular[0],
+        "popularity_hit_at_10": popular[1],
+        "seed": args.seed,
+        "seconds": time.monotonic() - start,
+    }
+
+
+def _train_epoch(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    criterion: Any,
+    loader: DataLoader,
+    args: argparse.Namespace,
+    bar: tqdm,
+    epoch: int,
+    total: int,
+) -> None:
+    model.train()
+    step = epoch * len(loader)
+    with BatchMemoryManager(
+        data_loader=loader,
+        max_physical_batch_size=args.physical_batch_size,
+        optimizer=optimizer,
+    ) as batches:
+        for ids, targets in batches:
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(step, total, args.lr, args.warmup)
+            optimizer.zero_grad()
+            filled = max(int(ids.any(dim=0).sum()), 1)  # the rest is padding
+            ids, targets = (z[:, :filled].to(args.device) for z in (ids, targets))
+            loss = criterion(model(ids), targets)
+            loss.backward()
+            optimizer.step()
+            if not optimizer._is_last_step_skipped:  # the logical batch is complete
+                step += 1
+                bar.set_postfix_str(
+                    f"epoch {epoch + 1}/{args.epochs}, loss {loss.item():.3f}",
+                    refresh=False,
+                )
+                bar.update()
+
+
+def _save(
+    engine: PrivacyEngine,
+    model: nn.Module,
+    optimizer: Any,
+    path: str,
+    epoch: int,
+    config: Dict[str, Any],
+) -> None:
+    """Writes a checkpoint in one piece: the old one stays until the new is whole."""
+    random_state = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        random_state["cuda"] = torch.cuda.get_rng_state()
+    engine.save_checkpoint(
+        path=f"{path}.part",
+        module=model,
+        optimizer=optimizer,
+        checkpoint_dict={
+            "config": config,
+            "epoch": epoch,
+            "noise_multiplier": optimizer.noise_multiplier,
+            "random_state": random_state,
+        },
+    )
+    os.replace(f"{path}.part", path)
+
+
+def _set_random_state(state: Dict[str, torch.Tensor]) -> None:
+    torch.set_rng_state(state["cpu"].cpu())
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"].cpu())
+
+
+def _peek(args: argparse.Namespace, config: Dict[str, Any]) -> Optional[Dict[str, Any]]:
+    """The checkpoint to resume from, once it is known to fit; None for a new run."""
+    if not args.resume:
+        if args.checkpoint and Path(args.checkpoint).exists():
+            raise ValueError(
+                f"{args.checkpoint} exists. Add --resume to go on from it; starting "
+                "anew over it would forget the privacy already spent."
+            )
+        return None
+    if not args.checkpoint:
+        raise ValueError("--resume needs --checkpoint PATH.")
+    # weights_only: a file that would run code on loading is refused here already.
+    saved = torch.load(args.checkpoint, map_location="cpu", weights_only=True)
+    before = saved["config"]
+    changed = [
+        f"{key}: {before.get(key)!r} there, {config.get(key)!r} here"
+        for key in sorted(before.keys() | config.keys())
+        if before.get(key) != config.get(key)
+    ]
+    if changed:
+        raise ValueError(
+            f"{args.checkpoint} belongs to another run; these must be the same: "
+            + "; ".join(changed)
+        )
+    return saved
+
+
+def parse_args(argv: Optional[List[str]] = None) -> argparse.Namespace:
+    """The command line, or a list such as ``["--epsilon", "5"]``."""
+
+    def number(kind: type, low: float, high: float = math.inf) -> Any:
+        def parse(text: str) -> Any:
+            value = kind(text)
+            if not low <= value <= high:
+                raise argparse.ArgumentTypeError(f"{text} is not in [{low}, {high}]")
+            return value
+
+        parse.__name__ = kind.__name__
+        return parse
+
+    parser = argparse.ArgumentParser(
+        prog="python -m opacus_ext.train",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    positive, count = number(float, 1e-12), number(int, 1)
+
+    def add(flag: str, default: Any, kind: Any, text: str, **kwargs: Any) -> None:
+        shown = "" if default is None else f" (default {default})"
+        parser.add_argument(
+            flag, default=default, type=kind, help=text + shown, **kwargs
+        )
+
+    def of(name: str) -> str:
+        return f" (default {SYNTHETIC[name]}; with --data {REAL[name]})"
+
+    add("--data", None, str, "ratings.dat or SASRec text; without it, synthetic data")
+    add("--epsilon", 8.0, positive, "privacy budget of the whole run")
+    add("--delta", 1e-5, number(float, 1e-300, 0.5), "of the guarantee")
+    add("--epochs", None, count, f"passes over the users, in expectation{of('epochs')}")
+    add("--batch-size", None, count, f"expected users a step{of('batch_size')}")
+    add("--physical-batch-size", 64, count, "users in memory at once")
+    add("--lr", None, positive, f"peak learning rate of Adam{of('lr')}")
+    add("--weight-decay", 1e-5, number(float, 0), "of Adam")
+    add("--warmup", 0.2, number(float, 0, 1), "share of the steps, then linear decay")
+    add("--max-len", None, count, f"latest items of a user to use{of('max_len')}")
+    add("--width", 64, count, "model dimension")
+    add("--depth", 2, count, "transformer blocks")
+    add("--heads", 1, count, "attention heads")
+    add("--dropout", 0.2, number(float, 0, 1), "dropout probability")
+    modes = ("ghost_bk", "ghost", "hooks")
+    add("--grad-sample-mode", "ghost_bk", str, f"one of {modes}", choices=modes)
+    add("--clipping", "automatic", str, "flat, automatic or normalised")
+    add("--max-grad-norm", 1.0, positive, "norm of a user's clipped gradient")
+    add("--seed", 0, int, "of weights, batches, dropout and noise")
+    add("--device", "cpu", str, "such as cuda")
+    add("--checkpoint", None, str, "file to save to after each epoch")
+    parser.add_argument("--resume", action="store_true", help="go on from --checkpoint")
+    add("--stop-after-epochs", None, count, "stop early, to be resumed")
+    add("--time-limit", None, positive, "seconds; stop at the last epoch that fits")
+    add("--json", None, str, "file for the summary")
+    parser.add_argument("--no-progress", action="store_true", help="no progress bar")
+    args = parser.parse_args(argv)
+    for name, value in (REAL if args.data else SYNTHETIC).items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    return args
+
+
+def summary_table(summary: Dict[str, Any]) -> str:
+    """The summary as text."""
+    s = summary
+    return "\n".join(
+        [
+            f"data         {s['data']}: {s['users']:,} users, {s['items']:,} items, "
+            f"{s['actions']:,} actions",
+            f"model        DPFormer backbone, {s['parameters']:,} parameters",
+            f"training     {s['epochs']} of {s['epochs_planned']} epochs, "
+            f"{s['steps']} steps, {s['seconds']:.0f} s, {s['grad_sample_mode']}, "
+            f"{s['clipping']} clipping, seed {s['seed']}",
+            f"privacy      epsilon {s['epsilon_spent']:.2f} spent at delta "
+            f"{s['delta']:g}, user-level, noise multiplier {s['noise_multiplier']:.3f}",
+            "",
+            "held-out item, full ranking     NDCG@10     HIT@10",
+            f"  this model                    {s['ndcg_at_10']:6.2f}%    "
+            f"{s['hit_at_10']:6.2f}%",
+            f"  popularity                    {s['popularity_ndcg_at_10']:6.2f}%    "
+            f"{s['popularity_hit_at_10']:6.2f}%",
+        ]
+    )
+
+
+def main(argv: Optional[List[str]] = None) -> int:
+    """Trains, prints the summary, writes it as JSON on request; the exit status."""
+    args = parse_args(argv)
+    try:
+        summary = train(args)
+    except (OSError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(summary_table(summary))
+    if args.json:
+        Path(args.json).write_text(json.dumps(summary, indent=2) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,174 @@
+"""Leaf modules without a rule: Opacus's functorch fallback, where it is exact."""
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given
+from torch import nn
+
+from tests.common import (
+    check,
+    every_mode,
+    exact_or_refused,
+    square_loss,
+    squares,
+    wrapped_or_not,
+)
+
+
+class Scale(nn.Module):
+    """A leaf that no rule knows."""
+
+    def __init__(self, d):
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(d))
+        self.shift = nn.Parameter(torch.randn(d))
+
+    def forward(self, x):
+        return x * self.scale.exp() + self.shift.tanh()
+
+
+class ClassToken(nn.Module):
+    """Bare parameters beside layers: a class token and a position table."""
+
+    def __init__(self, T=4, d=3):
+        super().__init__()
+        self.token = nn.Parameter(torch.randn(1, 1, d))
+        self.positions = nn.Parameter(torch.randn(1, T + 1, d))
+        self.fc = nn.Linear(d, d)
+
+    def forward(self, x):
+        x = torch.cat([self.token.expand(len(x), -1, -1), x], dim=1)
+        return self.fc(x + self.positions).tanh()
+
+
+class TwoInputs(nn.Module):
+    def __init__(self, d):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(d))
+
+    def forward(self, x, y):
+        return x * self.weight.sin() + y * self.weight.cos()
+
+
+class TwoOutputs(nn.Module):
+    """A router in small: the loss uses the second output as well."""
+
+    def __init__(self, d):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(d))
+
+    def forward(self, x):
+        return x * self.weight.sin(), x * self.weight.exp()
+
+
+class WithBuffer(nn.Module):
+    def __init__(self, d):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(d))
+        self.register_buffer("factor", torch.tensor(2.5))
+
+    def forward(self, x):
+        return (x * self.weight * self.factor).sin()
+
+
+@every_mode
+@wrapped_or_not
+@given(N=st.integers(0, 4), T=st.integers(1, 4), d=st.integers(1, 4))
+def test_unknown_leaf(mode, wrap, N, T, d):
+    model = nn.Sequential(nn.Linear(d, d), Scale(d), nn.Linear(d, 2)).double()
+    check(mode, wrap, model, torch.randn(N, T, d).double(), square_loss)
+
+
+@every_mode
+@wrapped_or_not
+@pytest.mark.parametrize("B", [1, 3, 4, 5])
+def test_bare_parameters_beside_layers(mode, wrap, B):
+    """T = 4, and T + 1 = 5 positions: the table's rows coincide with B in two cases."""
+    model = ClassToken().double()
+    x = torch.randn(B, 4, 3).double()
+    names = ["token", "positions", "ClassToken"]
+    exact_or_refused(mode, wrap, model, x, square_loss, names)
+
+
+@every_mode
+@wrapped_or_not
+def test_several_inputs(mode, wrap):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(3, 3)
+            self.two = TwoInputs(3)
+
+        def forward(self, x):
+            return self.two(self.fc(x), x * 2)
+
+    x = torch.randn(4, 5, 3).double()
+    names = ["two", "TwoInputs"]
+    exact_or_refused(mode, wrap, Model().double(), x, square_loss, names)
+
+
+@every_mode
+@wrapped_or_not
+@pytest.mark.parametrize("used", [(0,), (1,), (0, 1)])
+def test_several_outputs(mode, wrap, used):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(3, 3)
+            self.two = TwoOutputs(3)
+
+        def forward(self, x):
+            outputs = self.two(self.fc(x))
+            return sum(outputs[i] * (i + 1) for i in used)
+
+    x = torch.randn(4, 5, 3).double()
+    names = ["two", "TwoOutputs"]
+    exact_or_refused(mode, wrap, Model().double(), x, square_loss, names)
+
+
+@every_mode
+@wrapped_or_not
+def test_buffer(mode, wrap):
+    model = nn.Sequential(nn.Linear(3, 3), WithBuffer(3)).double()
+    x = torch.randn(4, 5, 3).double()
+    names = ["WithBuffer", "buffer", "1"]
+    exact_or_refused(mode, wrap, model, x, square_loss, names)
+
+
+@every_mode
+@wrapped_or_not
+def test_convolution(mode, wrap):
+    """A layer that Opacus knows and this package has no rule for."""
+    model = nn.Sequential(nn.Conv1d(2, 3, 2), nn.Tanh(), nn.Flatten(), nn.Linear(12, 2))
+    x = torch.randn(4, 2, 5).double()
+    exact_or_refused(mode, wrap, model.double(), x, square_loss, ["Conv1d", "0"])
+
+
+@every_mode
+def test_padding_mode_of_a_convolution(mode):
+    """Opacus pads with zeros whatever the padding mode; not to be wrong silently."""
+    model = nn.Conv1d(2, 3, 3, padding=2, padding_mode="circular").double()
+    x = torch.randn(4, 2, 5).double()
+    exact_or_refused(mode, True, model, x, square_loss, ["Conv1d", "weight", "padding"])
+
+
+@every_mode
+@pytest.mark.parametrize("T", [3, 4])
+def test_parameter_that_meets_the_batch_late(mode, T):
+    """A table that is processed by a layer of its own before it meets the batch."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Embedding(T, 3)
+            self.fc = nn.Linear(3, 3)
+
+        def forward(self, x):
+            table = self.fc(self.table(torch.arange(T))).tanh()
+            return self.fc(x) * table
+
+    x = torch.randn(4, T, 3).double()
+    exact_or_refused(
+        mode, True, Model().double(), x, lambda m, b: squares(m(b)), ["fc", "table"]
+    )

@@ -1,0 +1,83 @@
+"""DPFormer's backbone; most oracles are the model itself on changed input."""
+
+import math
+import unittest
+
+import torch
+from torch.nn import functional as F
+
+from opacus_ext.models import DPFormer
+
+
+def tiny_model() -> DPFormer:
+    torch.manual_seed(0)
+    return DPFormer(num_items=12, max_len=8, width=8, heads=2).double().eval()
+
+
+class DPFormerTest(unittest.TestCase):
+    def test_shapes_and_defaults(self):
+        model = DPFormer(num_items=12, max_len=8)
+        ids = torch.randint(1, 13, (3, 5))
+        self.assertEqual(model(ids).shape, (3, 5, 13))
+        self.assertEqual(model.score(ids).shape, (3, 13))
+        self.assertEqual(len(model.blocks), 2)
+        # Appendix E: width 64, 2 blocks, learned positions, embedding shared.
+        block = 4 * 64 * 64 + 4 * 64 + 8 * 64 * 64 + 5 * 64 + 4 * 64
+        expected = (13 + 8) * 64 + 2 * block
+        self.assertEqual(sum(p.numel() for p in model.parameters()), expected)
+
+    def test_embedding_is_tied(self):
+        model = tiny_model()
+        self.assertIs(model.head.weight, model.embedding.weight)
+        ids = torch.randint(1, 13, (3, 5))
+        expected = model.encode(ids) @ model.embedding.weight.T
+        torch.testing.assert_close(model(ids), expected)
+
+    def test_causal(self):
+        """A later item changes no earlier logit, and does change its own."""
+        model = tiny_model()
+        ids = torch.randint(1, 13, (2, 8))
+        changed = ids.clone()
+        changed[:, 5] = changed[:, 5] % 12 + 1
+        before, after = model(ids), model(changed)
+        torch.testing.assert_close(before[:, :5], after[:, :5])
+        self.assertGreater((before[:, 5:] - after[:, 5:]).abs().amax(-1).min(), 1e-6)
+
+    def test_padding_has_no_influence(self):
+        model = tiny_model()
+        ids = torch.randint(1, 13, (2, 5))
+        padded = F.pad(ids, (0, 3))
+        torch.testing.assert_close(model(padded)[:, :5], model(ids))
+        torch.testing.assert_close(model.score(padded), model(ids)[:, -1])
+        self.assertTrue(model(torch.zeros(2, 8, dtype=torch.long)).isfinite().all())
+
+    def test_samples_are_independent(self):
+        model = tiny_model()
+        ids = torch.randint(1, 13, (4, 8))
+        alone = torch.cat([model(row[None]) for row in ids])
+        torch.testing.assert_close(model(ids), alone)
+
+    def test_attention_against_its_formula(self):
+        """One head, written out: softmax(q k / sqrt d) v over earlier positions."""
+        torch.manual_seed(0)
+        model = DPFormer(num_items=12, max_len=8, width=8).double().eval()
+        block, x = model.blocks[0], torch.randn(1, 6, 8).double()
+        q, k, v = block.qkv(x)[0].chunk(3, dim=-1)
+        rows = []
+        for t in range(6):
+            weights = torch.softmax(k[: t + 1] @ q[t] / math.sqrt(8), dim=0)
+            rows.append(weights @ v[: t + 1])
+        expected = block.proj(torch.stack(rows))[None]
+        torch.testing.assert_close(block.attend(x), expected)
+
+    def test_empty_batch(self):
+        model = DPFormer(num_items=12, max_len=8)
+        logits = model(torch.zeros(0, 8, dtype=torch.long))
+        self.assertEqual(logits.shape, (0, 8, 13))
+        logits.sum().backward()
+
+    def test_errors(self):
+        with self.assertRaisesRegex(ValueError, "heads=3 must divide width=64"):
+            DPFormer(num_items=12, max_len=8, heads=3)
+        with self.assertRaisesRegex(ValueError, "9 items is longer than max_len=8"):
+            tiny_model()(torch.ones(2, 9, dtype=torch.long))

@@ -1,0 +1,187 @@
+"""Registering and its undoing: after ``unregister`` Opacus is as it was shipped."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from opacus import PrivacyEngine
+from opacus.grad_sample import (
+    GradSampleHooks,
+    GradSampleHooksFastGradientClipping,
+    GradSampleModule,
+)
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import opacus_ext
+from tests.common import check, every_mode, square_loss
+
+# Everything in Opacus that could be changed: functions and methods of its modules, and
+# the samplers by layer.
+_STATE = """
+import importlib, json, pkgutil, sys, warnings
+warnings.simplefilter("ignore")
+import opacus
+from opacus.grad_sample import GradSampleHooks, GradSampleHooksFastGradientClipping
+
+def state():
+    found = {}
+    for name, module in sorted(sys.modules.items()):
+        if name != "opacus" and not name.startswith("opacus."):
+            continue
+        for key, value in vars(module).items():
+            if key.startswith("__"):
+                continue
+            found[f"{name}.{key}"] = id(value)
+            if isinstance(value, type) and value.__module__.startswith("opacus."):
+                for attribute, member in vars(value).items():
+                    if not attribute.startswith("__"):
+                        found[f"{name}.{key}.{attribute}"] = id(member)
+    for owner in (GradSampleHooks, GradSampleHooksFastGradientClipping):
+        for table in ("GRAD_SAMPLERS", "NORM_SAMPLERS"):
+            for layer, sampler in getattr(owner, table, {}).items():
+                key = f"{layer.__module__}.{layer.__name__}"
+                found[f"{owner.__name__}.{table}.{key}"] = id(sampler)
+    return found
+"""
+
+
+def _python(code):
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    return run.stdout.strip().splitlines()[-1]
+
+
+def test_unregister_restores_opacus():
+    changed = json.loads(_python(_STATE + """
+import opacus.privacy_engine, opacus.utils.fast_gradient_clipping_utils
+import opacus.utils.batch_memory_manager, opacus.validators, opacus.accountants
+before = state()
+import opacus_ext
+during = state()
+opacus_ext.unregister()
+opacus_ext.unregister()
+after = state()
+print(json.dumps({
+    "during": [k for k in before if during.get(k) != before[k]],
+    "after": [k for k in before if after.get(k) != before[k]],
+    "left": [k for k in after if k not in before and "SAMPLERS" in k],
+}))
+"""))
+    assert changed["during"], "importing changes nothing: this test sees nothing"
+    assert changed["after"] == []
+    assert changed["left"] == []
+
+
+def test_register_is_idempotent_and_comes_back():
+    assert _python(_STATE + """
+import opacus_ext
+one = state()
+opacus_ext.register()
+two = state()
+opacus_ext.unregister()
+opacus_ext.register()
+three = state()
+samplers = lambda s: sorted(k for k in s if "SAMPLERS" in k)
+print(one == two and samplers(one) == samplers(three))
+""") == "True"
+
+
+def test_import_is_light():
+    """transformers takes seconds to import; most users of this package have no need."""
+    assert (
+        _python(
+            "import sys, warnings; warnings.simplefilter('ignore'); import opacus_ext; "
+            "heavy = 'transformers', 'matplotlib', 'pandas', 'prv_accountant'; "
+            "print([m for m in heavy if m in sys.modules])"
+        )
+        == "[]"
+    )
+
+
+def test_import_leaves_random_state_and_threads_alone():
+    assert (
+        _python(
+            "import torch, opacus; a = torch.get_rng_state(), torch.get_num_threads(), "
+            "torch.get_default_dtype(), torch.is_grad_enabled()\n"
+            "import opacus_ext\n"
+            "b = torch.get_rng_state(), torch.get_num_threads(), "
+            "torch.get_default_dtype(), torch.is_grad_enabled()\n"
+            "print(torch.equal(a[0], b[0]) and a[1:] == b[1:])"
+        )
+        == "True"
+    )
+
+
+@pytest.fixture
+def unregistered():
+    opacus_ext.unregister()
+    yield
+    opacus_ext.register()
+
+
+def _make_private(mode, **kwargs):
+    model = nn.Linear(3, 2)
+    return PrivacyEngine().make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
+        data_loader=DataLoader(TensorDataset(torch.zeros(4, 3))),
+        noise_multiplier=0.0,
+        max_grad_norm=1.0,
+        poisson_sampling=False,
+        grad_sample_mode=mode,
+        **kwargs,
+    )
+
+
+@pytest.mark.parametrize("wrap", [True, False])
+def test_unregistered(unregistered, wrap):
+    """The mode and the clipping functions are unknown, and the stock modes stock."""
+    with pytest.raises(ValueError, match="ghost_bk"):
+        _make_private("ghost_bk", wrap_model=wrap)
+    with pytest.raises(ValueError, match="automatic"):
+        _make_private("hooks", clipping="automatic", wrap_model=wrap)
+    handle, optimizer, _ = _make_private("hooks", wrap_model=wrap)
+    assert type(handle) is (GradSampleModule if wrap else GradSampleHooks)
+
+
+def test_samplers_of_other_packages_survive():
+    """What someone else registers in between is not thrown away."""
+
+    class Theirs(nn.Linear):
+        pass
+
+    def sampler(layer, activations, backprops):
+        raise NotImplementedError
+
+    tables = (
+        GradSampleHooks.GRAD_SAMPLERS,
+        GradSampleHooksFastGradientClipping.GRAD_SAMPLERS,
+    )
+    try:
+        for table in tables:
+            table[Theirs] = sampler
+        opacus_ext.unregister()
+        assert all(table[Theirs] is sampler for table in tables)
+        opacus_ext.register()
+        assert all(table[Theirs] is sampler for table in tables)
+    finally:
+        opacus_ext.register()
+        for table in tables:
+            table.pop(Theirs, None)
+
+
+@every_mode
+def test_registered_again(mode):
+    opacus_ext.unregister()
+    opacus_ext.register()
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)).double()
+    check(mode, True, model, torch.randn(4, 2, 3).double(), square_loss)
+
+
+@pytest.mark.parametrize("mode", ["functorch", "ew"])
+def test_other_modes_of_opacus_still_work(mode):
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 2)).double()
+    check(mode, True, model, torch.randn(4, 3).double(), square_loss)

@@ -1,0 +1,213 @@
+"""Training from the command line's arguments, on tiny synthetic data."""
+
+import json
+import math
+import os
+import tempfile
+import unittest
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+from torch.nn import functional as F
+
+from opacus_ext import train
+from opacus_ext.data import read_sequences, synthetic_sequences
+
+ML1M = os.environ.get("OPACUS_EXT_ML1M")
+
+
+def tiny_data():
+    return synthetic_sequences(num_users=60, num_items=20, num_genres=4, length=8)
+
+
+class MetricsTest(unittest.TestCase):
+    def test_against_brute_force(self):
+        """Sort each user's items and look for the held-out one."""
+        torch.manual_seed(0)
+        scores, items = torch.randn(200, 31), torch.randint(1, 31, (200,))
+        scores[:, 0] = 99  # padding takes no part
+        ndcg = hit = 0.0
+        for row, item in zip(scores, items.tolist()):
+            order = sorted(range(1, 31), key=lambda i: -row[i])
+            if item in order[:10]:
+                hit += 1 / 200
+                ndcg += 1 / math.log2(order.index(item) + 2) / 200
+        found = train.ndcg_and_hit(train.ranks(scores, items))
+        self.assertAlmostEqual(found[0], 100 * ndcg)
+        self.assertAlmostEqual(found[1], 100 * hit)
+
+    def test_useless_scores_rank_last(self):
+        for value in (0.0, math.nan):
+            rank = train.ranks(torch.full((2, 31), value), torch.tensor([1, 30]))
+            self.assertEqual(rank.tolist(), [29, 29])
+
+    @unittest.skipUnless(ML1M, "OPACUS_EXT_ML1M names no file")
+    def test_popularity_on_movielens(self):
+        data = read_sequences(ML1M)
+        scores = data.popularity().expand(len(data.histories), -1)
+        ndcg, hit = train.ndcg_and_hit(train.ranks(scores, data.held_out))
+        self.assertAlmostEqual(ndcg, 0.79, places=2)
+        self.assertAlmostEqual(hit, 1.62, places=2)
+
+
+class SequenceLossTest(unittest.TestCase):
+    def test_is_each_users_own_mean(self):
+        torch.manual_seed(0)
+        logits = torch.randn(3, 4, 6)
+        targets = torch.tensor([[1, 2, 3, 4], [5, 1, 0, 0], [2, 0, 0, 0]])
+        expected = torch.stack(
+            [
+                F.cross_entropy(logits[u, :n], targets[u, :n])
+                for u, n in enumerate([4, 2, 1])
+            ]
+        )
+        found = train.SequenceLoss(reduction="none")(logits, targets)
+        torch.testing.assert_close(found, expected)
+        found = train.SequenceLoss()(logits, targets)
+        torch.testing.assert_close(found, expected.mean())
+
+    def test_no_users_or_no_targets(self):
+        loss = train.SequenceLoss()
+        targets = torch.zeros(0, 4, dtype=torch.long)
+        self.assertEqual(loss(torch.randn(0, 4, 6), targets), 0)
+        targets = torch.zeros(2, 4, dtype=torch.long)
+        self.assertEqual(loss(torch.randn(2, 4, 6), targets), 0)
+
+
+class LearningRateTest(unittest.TestCase):
+    def test_rises_then_falls(self):
+        rates = [train.learning_rate(s, 10, 1.0, 0.2) for s in range(10)]
+        expected = [1 / 2, 1, 8 / 9, 7 / 9, 6 / 9, 5 / 9, 4 / 9, 3 / 9, 2 / 9, 1 / 9]
+        torch.testing.assert_close(torch.tensor(rates), torch.tensor(expected))
+        for warmup in (0.0, 1.0):
+            rates = [train.learning_rate(s, 10, 1.0, warmup) for s in range(10)]
+            self.assertTrue(0 < min(rates) and max(rates) == 1.0)
+
+
+class TrainTest(unittest.TestCase):
+    def setUp(self):
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.folder = Path(folder.name)
+        fake = patch.object(train, "synthetic_sequences", tiny_data)
+        fake.start()
+        self.addCleanup(fake.stop)
+
+    def arguments(self, *more: str):
+        tiny = "--epochs 3 --batch-size 20 --physical-batch-size 8 --max-len 8"
+        small = "--width 8 --depth 1 --no-progress"
+        return [*tiny.split(), *small.split(), *more]
+
+    def run_training(self, *more: str):
+        return train.train(train.parse_args(self.arguments(*more)))
+
+    def weights(self, name: str):
+        checkpoint = torch.load(self.folder / name, weights_only=True)
+        return checkpoint["module_state_dict"]
+
+    def test_every_mode_and_the_budget(self):
+        for mode in ("ghost_bk", "ghost", "hooks"):
+            with self.subTest(mode):
+                summary = self.run_training("--grad-sample-mode", mode)
+                self.assertEqual((summary["epochs"], summary["steps"]), (3, 9))
+                # Calibrated to within 0.01 below the budget of 8.
+                self.assertLessEqual(summary["epsilon_spent"], 8.0)
+                self.assertGreater(summary["epsilon_spent"], 7.9)
+
+    def test_modes_agree(self):
+        """Without dropout the modes compute the same updates from the same draws."""
+        found = []
+        for mode in ("ghost_bk", "hooks"):
+            path = str(self.folder / mode)
+            self.run_training(
+                *("--grad-sample-mode", mode, "--checkpoint", path),
+                *("--dropout", "0", "--clipping", "flat", "--epsilon", "50"),
+            )
+            found.append(self.weights(mode))
+        for one, two in zip(*(weights.values() for weights in found)):
+            torch.testing.assert_close(one, two, rtol=1e-3, atol=1e-4)
+
+    def test_resumed_is_bit_identical(self):
+        """Stopped after each epoch and resumed, against one run in one piece."""
+        whole, parts = (str(self.folder / name) for name in ("whole", "parts"))
+        expected = self.run_training("--checkpoint", whole)
+        pause = ("--checkpoint", parts, "--stop-after-epochs", "1")
+        first = self.run_training(*pause)
+        torch.rand(7)  # whatever happens in between
+        second = self.run_training(*pause, "--resume")
+        third = self.run_training("--checkpoint", parts, "--resume")
+
+        self.assertEqual([s["epochs"] for s in (first, second, third)], [1, 2, 3])
+        self.assertLess(first["epsilon_spent"], second["epsilon_spent"])
+        for key in expected.keys() - {"seconds"}:
+            self.assertEqual(expected[key], third[key], key)
+        one, two = self.weights("whole"), self.weights("parts")
+        self.assertTrue(all(torch.equal(one[key], two[key]) for key in one))
+        # Resuming a finished run spends nothing.
+        again = self.run_training("--checkpoint", parts, "--resume")
+        self.assertEqual(again["epsilon_spent"], expected["epsilon_spent"])
+
+    def test_cut_off_between_checkpoints(self):
+        """A crash within epoch 2: its steps are drawn again, and counted once."""
+        whole, parts = (str(self.folder / name) for name in ("whole", "parts"))
+        expected = self.run_training("--checkpoint", whole)
+        calls = []
+
+        def fail(*args):
+            calls.append(args[0])
+            if calls[-1] == 4:  # the second step of epoch 2
+                raise KeyboardInterrupt
+            return original(*args)
+
+        original = train.learning_rate
+        with patch.object(train, "learning_rate", fail):
+            with self.assertRaises(KeyboardInterrupt):
+                self.run_training("--checkpoint", parts)
+        found = self.run_training("--checkpoint", parts, "--resume")
+        self.assertEqual(found["epsilon_spent"], expected["epsilon_spent"])
+        one, two = self.weights("whole"), self.weights("parts")
+        self.assertTrue(all(torch.equal(one[key], two[key]) for key in one))
+
+    def test_seed_decides(self):
+        for name, seed in (("a", "1"), ("b", "1"), ("c", "2")):
+            path = str(self.folder / name)
+            self.run_training("--checkpoint", path, "--seed", seed)
+        a, b, c = (self.weights(name)["head.weight"] for name in "abc")
+        self.assertTrue(torch.equal(a, b))
+        self.assertFalse(torch.equal(a, c))
+
+    def test_time_limit_stops_at_an_epoch(self):
+        path = str(self.folder / "run")
+        part = self.run_training("--checkpoint", path, "--time-limit", "0.001")
+        self.assertEqual(part["epochs"], 1)
+        self.assertLess(part["epsilon_spent"], 8.0)
+        full = self.run_training("--checkpoint", path, "--resume")
+        self.assertEqual(full["epochs"], 3)
+
+    def test_refusals(self):
+        path = str(self.folder / "run")
+        self.run_training("--checkpoint", path, "--stop-after-epochs", "1")
+        table = [
+            ((), "Add --resume"),
+            (("--resume", "--epsilon", "9"), "epsilon: 8.0 there, 9.0 here"),
+            (("--resume", "--lr", "1", "--epochs", "9"), "epochs: 3 .* lr: 0.003"),
+        ]
+        for more, message in table:
+            with self.subTest(more), self.assertRaisesRegex(ValueError, message):
+                self.run_training("--checkpoint", path, *more)
+        with self.assertRaisesRegex(ValueError, "--resume needs --checkpoint"):
+            self.run_training("--resume")
+        with self.assertRaises(OSError):
+            self.run_training("--resume", "--checkpoint", path + "-missing")
+        with self.assertWarnsRegex(UserWarning, "not below 1/60 users"):
+            self.run_training("--delta", "0.1")
+
+    def test_command_line(self):
+        path = self.folder / "summary.json"
+        self.assertEqual(train.main(self.arguments("--json", str(path))), 0)
+        self.assertEqual(json.loads(path.read_text())["users"], 60)
+        missing = str(self.folder / "missing")
+        self.assertEqual(train.main(self.arguments("--data", missing)), 2)
+        with self.assertRaises(SystemExit):
+            train.parse_args(["--epochs", "0"])
