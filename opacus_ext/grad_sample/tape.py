@@ -196,6 +196,7 @@ class Tape:
         self._late: Counter = Counter()
         self._storages: set = set()
         self._inputs: tuple = ()
+        self._buffers: list = []
         self._scales: Dict[int, Optional[Rule]] = {}
         self.refuse(module)
         self.handles = list(self._attach())
@@ -249,10 +250,23 @@ class Tape:
         }
         self._inputs = tuple(x.shape for x in tensors)
         self.expanded = False
+        self._buffers = [
+            (name, layer, key, buffer, buffer._version)
+            for name, layer in self.module.named_modules()
+            if own_parameters(layer)
+            for key, buffer in layer.named_buffers()
+        ]
 
     def _end(self, module: nn.Module, args: tuple, output: Any) -> Any:
         if not self.enabled or not torch.is_grad_enabled():
             return output
+        for name, layer, key, buffer, version in self._buffers:
+            if buffer._version != version or layer.get_buffer(key) is not buffer:
+                raise RuntimeError(
+                    f"{name} ({type(layer).__name__}): its forward changes its buffer "
+                    f"{key}, which would carry data from the batch without noise. "
+                    "Replace the layer by one that keeps no running state."
+                )
         leaves, spec = tree_flatten(output)
         if any(isinstance(x, Undecided) for x in leaves):
             output = tree_unflatten([settled(x) for x in leaves], spec)
@@ -306,7 +320,7 @@ class Tape:
                 )
             return _Record.apply(self._anchor, call, *outputs)
 
-        if self._saw_no_sample(args):
+        if self._saw_no_sample(args, rule is not None):
             if len(raw) > 1:
                 raise RuntimeError(
                     f"{name}: returns several outputs and saw no sample. Give it an "
@@ -344,15 +358,16 @@ class Tape:
         own = {id(p) for p in own_parameters(layer).values()}
         return Counter({p: n for p, n in counts.items() if p in own})
 
-    def _saw_no_sample(self, inputs: List[Any]) -> bool:
+    def _saw_no_sample(self, inputs: List[Any], has_rule: bool) -> bool:
+        """Whether nothing shows that an output's rows are those of the batch."""
+        if self.batch_size is None or self.batch_size < 2:
+            return False
         tensors = [x for x in inputs if isinstance(x, torch.Tensor)]
-        return (
-            self.batch_size is not None
-            and self.batch_size > 1
-            and not any(
-                x.requires_grad or x.untyped_storage().data_ptr() in self._storages
-                for x in tensors
-            )
+        if any(x.requires_grad for x in tensors):
+            return False
+        # What a layer without a rule does with its input is not known.
+        return not has_rule or not any(
+            x.untyped_storage().data_ptr() in self._storages for x in tensors
         )
 
     def paused(self) -> "_Paused":
