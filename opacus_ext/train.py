@@ -49,7 +49,7 @@ FREE = (
 
 # For arguments that are not given: on synthetic data, and on --data.
 SYNTHETIC = {"epochs": 10, "batch_size": 256, "max_len": 30, "lr": 3e-3}
-REAL = {"epochs": 50, "batch_size": 1024, "max_len": 100, "lr": 5e-3}
+REAL = {"epochs": 100, "batch_size": 1024, "max_len": 50, "lr": 9e-3}
 
 
 class SequenceLoss(nn.Module):

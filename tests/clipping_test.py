@@ -178,7 +178,7 @@ def _state(model):
     "clipping, bound, words",
     [
         ("nonsense", 1.0, "nonsense"),
-        ("per_layer", [1.0, 1.0], "2"),
+        ("per_layer", [1.0, 1.0], "per_layer.* 7 "),
         ("per_layer", 1.0, "per_layer"),
         ("flat", [1.0] * 8, "flat|max_grad_norm"),
         ("automatic", [1.0] * 8, "automatic|max_grad_norm"),

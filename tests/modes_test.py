@@ -252,7 +252,7 @@ def test_plain_criterion(mode):
         model, mode, batch_size=B, max_grad_norm=0.5, criterion=criterion
     )
     loss = private.criterion(private.module(x), y)
-    assert loss.item() == pytest.approx(float(loss_fn(model, (x, y)).mean()))
+    assert loss.item() == pytest.approx(loss_fn(model, (x, y)).mean().item())
     loss.backward()
     private.optimizer.step()
     assert_same(update(before, model, B), expected)
@@ -724,3 +724,109 @@ def test_adam(mode, wrap):
         adam.step()
         private.step(ids, token_loss)
     assert_same(snapshot(model), snapshot(plain), tolerance=1e-6)
+
+
+@ghost_modes
+def test_arithmetic_on_the_loss(mode):
+    """Opacus's loss objects can be scaled and added; so the per-sample losses are."""
+    model, ids = small(), ids_of()
+
+    def combined(m, i):
+        return 2 * token_loss(m, i) + square_loss(m, i) / 4
+
+    expected = clipped_sum(oracle(model, ids, combined), "flat", 0.5)
+    before = snapshot(model)
+    private = make_private(model, mode, batch_size=B, max_grad_norm=0.5)
+    logits = private.module(ids)
+    tokens = private.criterion(next_token_loss(logits, ids))
+    squared = private.criterion(square_loss(lambda _: logits, ids))
+    loss = tokens * 2 + squared / 4
+    assert loss.item() == pytest.approx(combined(model, ids).mean().item())
+    loss.backward()
+    private.optimizer.step()
+    assert_same(update(before, model, B), expected)
+
+
+@pytest.mark.parametrize("wrap", [True, False])
+def test_accumulation_in_hooks(wrap):
+    """Two backward passes before a step, which Opacus allows without Poisson."""
+    model = small()
+    first, second = ids_of(B), ids_of(B, seed=1)
+    grads = oracle(model, torch.cat([first, second]), token_loss)
+    before = snapshot(model)
+    private = make_private(model, "hooks", wrap, batch_size=B, max_grad_norm=0.5)
+    private.backward(first, token_loss)
+    private.backward(second, token_loss)
+    private.optimizer.step()
+    assert_same(update(before, model, 2 * B), clipped_sum(grads, "flat", 0.5))
+
+
+@every_mode
+def test_optimizer_of_some_parameters(mode):
+    """What the optimizer does not hold stays; the step's norm is at most C."""
+    model, ids = small(), ids_of()
+    before = snapshot(model)
+    names = ["block.up.weight", "block.up.bias"]
+    held = [p for name, p in model.named_parameters() if name in names]
+    optimizer = torch.optim.SGD(held, lr=1.0)
+    make_private(
+        model, mode, batch_size=B, max_grad_norm=1e-3, optimizer=optimizer
+    ).step(ids, token_loss)
+    moved = update(before, model, B)
+    assert {name for name, u in moved.items() if (u != 0).any()} == set(names)
+    assert norms_of({n: u[None] for n, u in moved.items()}) <= B * 1e-3 * (1 + 1e-6)
+
+
+@every_mode
+def test_two_optimizer_groups(mode):
+    """Parameter groups with learning rates of their own."""
+    model, ids = small(), ids_of()
+    expected = clipped_sum(oracle(model, ids, token_loss), "flat", 0.5)
+    before = snapshot(model)
+    groups = [
+        {"params": list(model.block.parameters()), "lr": 2.0},
+        {"params": [model.embedding.weight, model.positions.weight]},
+    ]
+    optimizer = torch.optim.SGD(groups, lr=1.0)
+    make_private(
+        model, mode, batch_size=B, max_grad_norm=0.5, optimizer=optimizer
+    ).step(ids, token_loss)
+    for name in expected:
+        expected[name] *= 2.0 if name.startswith("block") else 1.0
+    assert_same(update(before, model, B), expected)
+
+
+@every_mode
+@wrapped_or_not
+def test_evaluation_mode_between(mode, wrap):
+    """model.eval(), predictions with and without gradients, model.train(), a step."""
+    model, ids = small(), ids_of()
+    expected = clipped_sum(oracle(model, ids, token_loss), "flat", 0.5)
+    before = snapshot(model)
+    private = make_private(model, mode, wrap, batch_size=B, max_grad_norm=0.5)
+    private.module.eval()
+    plain = private.module(ids_of(3))
+    with torch.no_grad():
+        assert torch.allclose(private.module(ids_of(3)), plain)
+    private.module.train()
+    private.step(ids, token_loss)
+    assert_same(update(before, model, B), expected)
+
+
+@ghost_modes
+def test_loss_is_not_changed(mode):
+    """What a mode hands back are the model's own outputs and losses."""
+    model, ids = small(), ids_of()
+    expected = token_loss(model, ids)
+    private = make_private(model, mode, batch_size=B)
+    losses = token_loss(private.module, ids)
+    assert torch.equal(losses, expected)
+    assert private.criterion(losses).item() == pytest.approx(expected.mean().item())
+
+
+@every_mode
+def test_input_that_needs_a_gradient(mode):
+    """Embeddings given from outside: their own gradient is not the mode's business."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    x = torch.randn(4, 5, 3).double().requires_grad_()
+    check(mode, True, model, x, square_loss)

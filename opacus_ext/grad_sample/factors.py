@@ -17,7 +17,7 @@ from typing import List, NamedTuple, Optional, Sequence, Tuple, Union
 
 import torch
 
-_WORKSPACE = 64 * 2**20
+_WORKSPACE = 128 * 2**20
 
 
 def workspace(num_bytes: Optional[int] = None) -> int:
@@ -336,8 +336,7 @@ def _by_segments(term: _Term) -> bool:
 
 
 def _square_sum(x: torch.Tensor) -> torch.Tensor:
-    x = x.flatten(1)
-    return torch.linalg.vecdot(x, x)
+    return torch.linalg.vector_norm(x.flatten(1), dim=1).square()
 
 
 def _combined_index(term: _Term) -> Tuple[torch.Tensor, int]:
@@ -369,14 +368,22 @@ def _inner(u: _Term, v: _Term) -> torch.Tensor:
         u, v = _split(u, widths), _split(v, widths)
     dtype = _dtype(u, v)
     batch_size, itemsize = _rows(u.factors[0]).shape[0], dtype.itemsize
-    row = max(1, 2 * batch_size * v.length * itemsize)
-    step = max(1, workspace() // row)
+    step = max(1, workspace() // max(1, 2 * batch_size * v.length * itemsize))
+    symmetric = u is v
+    if symmetric:
+        # Only one of the triangles: a chunk meets itself and, twice, what follows.
+        step = min(step, max(32, math.ceil(u.length / 4)))
     total = 0
     for start in range(0, u.length, step):
+        stop = start + step
         product = None
         for f, g in zip(u.factors, v.factors):
-            gram = _gram(_chunk(f, start, start + step), g, dtype)
+            if symmetric:
+                g = _chunk(g, start, u.length)
+            gram = _gram(_chunk(f, start, stop), g, dtype)
             product = gram if product is None else product.mul_(gram)
+        if symmetric:
+            product[:, :, step:] *= 2
         total = total + product.sum((1, 2))
     return total
 

@@ -96,10 +96,10 @@ class DPFormer(nn.Module):
         self.head = nn.Linear(width, num_items + 1, bias=False)
         self.head.weight = self.embedding.weight
 
-        # Small rows, scaled up at the input only: logits start near zero although the
-        # last norm gives every hidden state the length sqrt(width).
-        nn.init.normal_(self.embedding.weight, std=width**-0.5)
-        nn.init.normal_(self.position.weight, std=width**-0.5)
+        # Small rows: the last norm gives every hidden state the length sqrt(width), and
+        # logits should start near zero. Larger rows cost steps of a private budget.
+        nn.init.normal_(self.embedding.weight, std=0.02)
+        nn.init.normal_(self.position.weight, std=0.02)
         with torch.no_grad():
             self.embedding.weight[0].zero_()
 

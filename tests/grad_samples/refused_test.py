@@ -146,10 +146,9 @@ class InPlace(nn.Module):
         if self.what == "residual":
             h += self.two(h.tanh())
             return h
-        with torch.no_grad():  # what autograd itself does not see
-            h = h.tanh()
+        h = h.detach().tanh()
         out = self.two(h)
-        h.data.mul_(3.0) if self.what == "data" else h.mul_(3.0)
+        h.mul_(3.0)  # "input"
         return out + self.one(x)
 
 
