@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -225,7 +226,10 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
 
 def _peak(mode):
     run = subprocess.run(
-        [sys.executable, "-c", _PEAK, mode], capture_output=True, text=True
+        [sys.executable, "-c", _PEAK, mode],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[2],
     )
     assert run.returncode == 0, run.stderr
     return int(run.stdout)
