@@ -211,7 +211,7 @@ class GradSample:
         if self._kept is not None:
             return _square_sum(self._kept)
         gram, blocks = self._gram_cost(terms), self._block_cost(terms)
-        if self._worth_keeping(terms, keep, gram):
+        if self._worth_keeping(terms, keep, min(gram, blocks)):
             self._kept = self.materialise().flatten(1)
             self._terms = []  # everything is in what is kept
             return _square_sum(self._kept)
@@ -253,9 +253,10 @@ class GradSample:
         return 0 if self._kept is None else self._kept.nbytes
 
     # -- which way ---------------------------------------------------------------
-    # Costs are multiply-adds a sample. The constants weigh in the memory traffic of
-    # an entry that is written and read; they were set by timing on CPU and decide
-    # only about speed.
+    # Costs are multiply-adds a sample. The constants weigh in memory traffic: about 4
+    # for an entry in cache, 100 for one in memory that is fetched from the system,
+    # written and read twice. They were set by timing on CPU; only speed depends on
+    # them.
 
     def _gram_cost(self, terms: Sequence[_Term]) -> float:
         if len({t.widths for t in terms}) > 1:
@@ -264,8 +265,8 @@ class GradSample:
         for i, u in enumerate(terms):
             if _by_segments(u):
                 cost += u.length * (16 + sum(f.shape[2] for f in u.dense))
-            else:
-                cost += u.length**2 * (8 + sum(f.shape[2] for f in u.dense))
+            else:  # one triangle and the diagonal blocks
+                cost += 0.65 * u.length**2 * (8 + sum(f.shape[2] for f in u.dense))
             for v in terms[:i]:
                 both = [
                     f.shape[2]
@@ -285,20 +286,22 @@ class GradSample:
                 cost += t.length * numel
         return cost
 
-    def _worth_keeping(self, terms: Sequence[_Term], keep: int, gram: float) -> bool:
+    def _worth_keeping(self, terms: Sequence[_Term], keep: int, cost: float) -> bool:
         if len(terms) != 1 or terms[0].onehot or len(terms[0].dense) < 2:
             return False  # nothing to gain, or a shared parameter
         numel = self.shape.numel()
         size = max(4, terms[0].dense[0].element_size())
-        return self.batch_size * numel * size <= keep and 8 * numel <= gram
+        return self.batch_size * numel * size <= keep and 100 * numel <= cost
 
     def _blockwise_square(self, terms: Sequence[_Term]) -> torch.Tensor:
         widths = max((t.widths for t in terms), key=len)
         terms = [_split(t, widths) for t in terms]
         axis = max(range(len(widths)), key=widths.__getitem__)
         size = self.batch_size * self.shape.numel() * 8
+        on_cpu = _rows(terms[0].factors[0]).device.type == "cpu"
+        bound = min(workspace(), 2**22) if on_cpu else workspace()  # stay in cache
         # A shared parameter never has its per-sample gradients in memory at once.
-        count = max(4 if len(terms) > 1 or terms[0].onehot else 1, size // workspace())
+        count = max(4 if len(terms) > 1 or terms[0].onehot else 1, size // bound)
         step = max(1, math.ceil(widths[axis] / count))
         norm, dtype = 0, _dtype(*terms)
         for start in range(0, widths[axis], step):
@@ -372,7 +375,7 @@ def _inner(u: _Term, v: _Term) -> torch.Tensor:
     symmetric = u is v
     if symmetric:
         # Only one of the triangles: a chunk meets itself and, twice, what follows.
-        step = min(step, max(32, math.ceil(u.length / 4)))
+        step = min(step, max(64, math.ceil(u.length / 4)))
     total = 0
     for start in range(0, u.length, step):
         stop = start + step

@@ -142,8 +142,10 @@ class Evidence:
             "loss of a sample depends on other samples (BatchNorm, a statistic or a "
             "loss term over the batch), and then no per-sample gradient exists: "
             "opacus_ext.check_per_sample_gradients(model, batch, loss_fn) tells. Or "
-            "the layer's rows are in an order that is not batch-first, flattened, "
-            "sequence-first or batch-less: reshape its input to [B, ..., features]."
+            "the rows are in another order than batch-first, flattened or sequence-"
+            "first: reshape the layer's input to [B, ..., features]. Or the output is "
+            "the same for all samples and only looks like a batch: give the layer's "
+            "input a leading dimension of 1, or expand it to [B, ...]."
         )
 
     def _fits(self, layout: Layout, codes: List[torch.Tensor]) -> bool:

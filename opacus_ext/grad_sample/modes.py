@@ -159,6 +159,7 @@ class _Hooks(_Recording):
         ):
             self._gathered = {}
             self._autograd.clear()
+            self.tape.begin_backward()
             self._half = False
             torch.autograd.Variable._execution_engine.queue_callback(self._end)
 
@@ -322,7 +323,9 @@ class _Ghost(_Recording):
                 f'reduction is "none"; got shape {tuple(losses.shape)}.'
             )
         n = len(losses)
-        if expected and n != expected and (n % expected == 0 or self.tape.expanded):
+        # Another input than the first may have led with the batch.
+        other = n > 1 and n in self.tape.sizes and not self.tape.expanded
+        if expected is not None and n != expected and not other:
             raise ValueError(
                 f"The criterion gives {n} losses for a batch of {expected} samples. "
                 "The privacy unit is the sample: for losses of flattened tokens call "
@@ -389,8 +392,9 @@ class _Ghost(_Recording):
         self, losses: torch.Tensor, weights: torch.Tensor, params: List[nn.Parameter]
     ) -> Dict[nn.Parameter, torch.Tensor]:
         """Backpropagates the losses weighted with the clipping factors."""
+        # The tape stays on, with nobody to collect: what a checkpoint recomputes must
+        # be what it computed.
         kept = [p.grad for p in params]
-        self.disable_hooks()
         try:
             for p in params:
                 p.grad = None
@@ -398,7 +402,6 @@ class _Ghost(_Recording):
             zero = torch.zeros_like
             return {p: zero(p) if p.grad is None else p.grad for p in params}
         finally:
-            self.enable_hooks()
             for p, grad in zip(params, kept):
                 p.grad = grad
 

@@ -188,6 +188,7 @@ class Tape:
         self.collector: Optional[Collector] = None
         self.on_forward: Callable[[Any], None] = lambda output: None
         self.batch_size: Optional[int] = None
+        self.sizes: Counter = Counter()  # of the inputs' batch dims
         self.expanded = False  # whether a layer that saw no sample was expanded
         self.names = {id(p): n for n, p in module.named_parameters()}
         self._anchor = torch.zeros((), requires_grad=True)
@@ -241,8 +242,9 @@ class Tape:
             x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)
         ]
         dim = self.batch_dim
-        sizes = Counter(x.shape[dim] for x in tensors if x.dim() > dim)
-        self.batch_size = sizes.most_common(1)[0][0] if sizes else None
+        self.sizes = Counter(x.shape[dim] for x in tensors if x.dim() > dim)
+        common = self.sizes.most_common(1)
+        self.batch_size = common[0][0] if common else None
         self._storages = {
             x.untyped_storage().data_ptr()
             for x in tensors
@@ -490,6 +492,10 @@ class Tape:
         except KeyError:
             raise UnknownLayout(call) from None
 
+    def begin_backward(self) -> None:
+        """Recomputed calls are numbered in the order of one backward pass."""
+        self._late.clear()
+
     def backward(
         self,
         roots: List[torch.Tensor],
@@ -507,7 +513,7 @@ class Tape:
             has computed it on the way; else an empty dict.
         """
         before, self.collector = self.collector, collector
-        self._late.clear()
+        self.begin_backward()
         params = [p for p in self.module.parameters() if p.requires_grad]
         kept = [p.grad for p in params]
         try:
