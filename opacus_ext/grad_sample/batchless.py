@@ -120,12 +120,18 @@ class Undecided(torch.Tensor):
 
     source: Source
     ops: Tuple[Callable[[torch.Tensor], torch.Tensor], ...]
+    changed: Optional[torch.Tensor]  # the decided value, once an op has changed it
 
     @staticmethod
     def of(source: Source, anchor: torch.Tensor) -> "Undecided":
         """Wraps the output of ``source``."""
         plain = Tripwire.apply(anchor, source.output, source.name)
         return _wrap(plain, source, ())
+
+    def becomes(self, value: torch.Tensor) -> torch.Tensor:
+        """From now on this stands for ``value``, which is changed in place."""
+        self.changed = value
+        return value
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -142,16 +148,11 @@ class Undecided(torch.Tensor):
         leaves = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         undecided = [x for x in leaves if isinstance(x, Undecided)]
         x, alone = undecided[0], len(undecided) == 1
-        changes_self = isinstance(args[0] if args else None, Undecided) and (
-            name == "__setitem__" or (name.endswith("_") and name[0] != "_")
-        )
-        if changes_self:
-            raise RuntimeError(
-                f"{x.source.name}: its output of shape {_shape(x)} is changed in place "
-                f"by {name} before it meets the batch. Use the op that returns a new "
-                "tensor, or expand the layer's input to [B, ...]."
-            )
-        if alone and x.source.batched is not True:
+        if args and isinstance(args[0], Undecided) and _in_place(name, kwargs):
+            value = args[0].becomes(settled(args[0]))
+            args, kwargs = tree_map(settled, ((value, *args[1:]), kwargs))
+            return func(*args, **kwargs)
+        if alone and x.source.batched is not True and x.changed is None:
             if name in ("expand", "expand_as", "repeat", "broadcast_to"):
                 return _expand(func, name, x, args, kwargs)
             others = [y for y in leaves if y is not x]
@@ -165,6 +166,12 @@ class Undecided(torch.Tensor):
         if leaves[0] is x:
             func = _OUT_OF_PLACE.get(name, func)  # the record's output is not to change
         return func(*args, **kwargs)
+
+
+def _in_place(name: str, kwargs: dict) -> bool:
+    if kwargs.get("inplace"):
+        return True
+    return name == "__setitem__" or (name.endswith("_") and name[0] != "_")
 
 
 def settled(x: Any) -> Any:
@@ -187,7 +194,7 @@ def _plain(x: Any) -> Any:
 def _wrap(plain: torch.Tensor, source: Source, ops: tuple) -> Undecided:
     with torch._C.DisableTorchFunctionSubclass():
         out = plain.as_subclass(Undecided)
-    out.source, out.ops = source, ops
+    out.source, out.ops, out.changed = source, ops, None
     return out
 
 
@@ -230,6 +237,8 @@ def _settle(x: Any, rank: Optional[int]) -> Any:
     """
     if not isinstance(x, Undecided):
         return x
+    if x.changed is not None:
+        return x.changed
     shape, batch_size = _shape(x), x.source.batch_size
     lower = rank is not None and len(shape) < rank
     batched = x.source.batched

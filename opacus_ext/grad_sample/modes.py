@@ -220,7 +220,7 @@ class _Hooks(_Recording):
 
 
 def _total_norm(samples: torch.Tensor) -> torch.Tensor:
-    return torch.linalg.vector_norm(samples.flatten(1), dim=1).sum()
+    return torch.linalg.vector_norm(samples.unsqueeze(-1).flatten(1), dim=1).sum()
 
 
 def _compare(

@@ -85,14 +85,26 @@ def uses(
             call, f"functorch can't run it sample by sample: {error}"
         ) from error
     for (i, _), again in zip(wanted, replayed):
-        if not _same(again, arrange(call.values[i], 1, layouts[i], batch_size)):
+        before = arrange(call.digests[i], 1, layouts[i], batch_size)
+        if not _same(digest(again, 2), before):
             raise _refusal(
                 call,
                 "run on each sample alone, it returns something else than for "
                 "the batch (dropout inside it, or it looks at other samples)",
             )
-    call.values = []
     return [(p, (grads[n].reshape(batch_size, 1, -1),)) for n, p in trainable.items()]
+
+
+def digest(x: torch.Tensor, row_dims: int) -> torch.Tensor:
+    """
+    Two sums over each row, by which an output is recognised: the output itself may be
+    changed in place before the backward pass.
+
+    Returns:
+        ``[*rows, 2]``
+    """
+    rows = x.unsqueeze(-1).flatten(row_dims)
+    return torch.stack([rows.sum(-1), rows.abs().sum(-1)], dim=-1)
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
