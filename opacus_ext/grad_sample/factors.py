@@ -474,7 +474,7 @@ def _add_outer(
         )
         table = table.view(batch_size, *(term.widths[i] for i in order))
         table = table.permute([0] + [1 + order.index(i) for i in range(len(order))])
-    new = table.reshape(batch_size, -1)
+    new = table.reshape(batch_size, math.prod(term.widths))
     return new if out is None else out.add_(new)
 
 

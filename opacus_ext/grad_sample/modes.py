@@ -14,7 +14,7 @@ mode        passes per-sample gradients
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any, Callable, Dict, List, Optional, Tuple
+from typing import Any, Callable, Dict, List, Optional, Set, Tuple
 
 import torch
 from opacus.grad_sample import (
@@ -24,11 +24,10 @@ from opacus.grad_sample import (
     GradSampleModuleFastGradientClipping,
 )
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from opacus_ext.grad_sample.factors import GradSample, workspace
 from opacus_ext.grad_sample.graph import Graph
-from opacus_ext.grad_sample.tape import Call, Tape, UnknownLayout
+from opacus_ext.grad_sample.tape import Call, Tape, UnknownLayout, tensors_in
 from opacus_ext.optimizers.clipping import Clipping
 
 Complete = Callable[[nn.Parameter, GradSample], None]
@@ -119,17 +118,16 @@ class _Hooks(_Recording):
         self._half = False
         self.tape.on_forward = self._check_layouts
         self.tape.collector = self._collect
-        for p in self.trainable():
-            self.tape.handles.append(p.register_hook(self._watch(p)))
+        self._watched: Set[nn.Parameter] = set()
 
     def _check_layouts(self, output: Any) -> None:
-        roots = [
-            x
-            for x in tree_leaves(output)
-            if isinstance(x, torch.Tensor) and x.requires_grad
-        ]
+        roots = [x for x in tensors_in(output) if x.requires_grad]
         if not roots:
             return
+        for p in self.trainable():
+            if p not in self._watched:
+                self._watched.add(p)
+                self.tape.handles.append(p.register_hook(self._watch(p)))
         if self.tape.batch_size is None:
             raise RuntimeError(
                 "The model was called without a tensor, so the batch size is unknown. "
@@ -201,7 +199,7 @@ class _Hooks(_Recording):
             _compare(self.tape, sums, self._autograd, self._half)
         self._autograd.clear()
         if not self.grad_accumulation_allowed and any(
-            p.grad_sample is not None for p in params
+            getattr(p, "grad_sample", None) is not None for p in params
         ):
             raise ValueError(
                 "Poisson sampling is not compatible with grad accumulation. "
@@ -211,12 +209,10 @@ class _Hooks(_Recording):
         scale = batch_size if self.loss_reduction == "mean" else 1
         for p in params:
             new = gathered.pop(p).mul_(scale).to(p.dtype)
-            if p.grad_sample is None:
-                p.grad_sample = new
-            elif isinstance(p.grad_sample, list):
-                p.grad_sample.append(new)
-            else:
-                p.grad_sample = [p.grad_sample, new]
+            old = getattr(p, "grad_sample", None)
+            if old is not None:
+                new = [*old, new] if isinstance(old, list) else [old, new]
+            p.grad_sample = new
 
 
 def _total_norm(samples: torch.Tensor) -> torch.Tensor:

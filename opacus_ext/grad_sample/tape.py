@@ -9,6 +9,7 @@ gradient runs every record and computes no weight gradient.
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
 
@@ -33,6 +34,17 @@ from opacus_ext.grad_sample.rules import Rule, find_rule, own_parameters
 
 Uses = List[Tuple[nn.Parameter, Tuple[Factor, ...]]]
 Collector = Callable[["Call", Tuple[Optional[torch.Tensor], ...], Any], None]
+
+
+def tensors_in(value: Any) -> List[torch.Tensor]:
+    """The tensors in nested containers, dataclasses included."""
+    found: List[torch.Tensor] = []
+    for x in tree_leaves(value):
+        if isinstance(x, torch.Tensor):
+            found.append(x)
+        elif dataclasses.is_dataclass(x) and not isinstance(x, type):
+            found += tensors_in([getattr(x, f.name) for f in dataclasses.fields(x)])
+    return found
 
 
 class Call:
@@ -238,10 +250,7 @@ class Tape:
     def _begin(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         if not self.enabled or not torch.is_grad_enabled():
             return
-        tensors = [
-            x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)
-        ]
-        dim = self.batch_dim
+        tensors, dim = tensors_in((args, kwargs)), self.batch_dim
         self.sizes = Counter(x.shape[dim] for x in tensors if x.dim() > dim)
         common = self.sizes.most_common(1)
         self.batch_size = common[0][0] if common else None
@@ -409,8 +418,9 @@ class Tape:
             call.number = f"{counts[call.name]}"
             counts[call.name] += 1
         keys = [key for call in found.records for key in call.keys(batch_size)]
-        hidden = tuple(relation(s, batch_size) for s in self._inputs)
-        self._signature = (found.structure, tuple(keys), hidden * found.reentrant)
+        if found.reentrant:  # of the calls it hides, the inputs' shapes must tell
+            keys += [("", "", relation(s, batch_size)) for s in self._inputs]
+        self._signature = (found.structure, tuple(keys))
         if batch_size > 1:
             if self._signature in self._layouts:
                 self._current = self._layouts[self._signature]

@@ -148,9 +148,7 @@ def _wide(g: torch.Tensor) -> torch.dtype:
 
 
 def _norms(g: torch.Tensor) -> torch.Tensor:
-    return torch.linalg.vector_norm(
-        g.unsqueeze(-1).flatten(1), dim=1, dtype=_wide(g)
-    )
+    return torch.linalg.vector_norm(g.unsqueeze(-1).flatten(1), dim=1, dtype=_wide(g))
 
 
 def optimizer_class(base: Type[_ClippingOptimizer], clipping: Clipping) -> type:

@@ -1,0 +1,433 @@
+"""The four operations of GradSample against dense einsum in float64.
+
+The oracle writes every factor out as dense rows, one-hot ones included, sums their
+outer products to ``[B, *shape]``, and adds up the uses.
+"""
+
+import itertools
+import math
+
+import pytest
+import torch
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from opacus_ext import GradSample, OneHot, workspace
+from opacus_ext.grad_sample import factors
+
+SHAPES = {1: (7,), 2: (5, 6), 3: (3, 4, 5)}
+LENGTHS = (4, 9, 1)
+
+# All multisets of one to three uses; a use is one letter an axis, "d"ense or "o"ne-hot.
+USES = [
+    uses
+    for axes in SHAPES
+    for count in (1, 2, 3)
+    for uses in itertools.combinations_with_replacement(
+        ["".join(kinds) for kinds in itertools.product("do", repeat=axes)], count
+    )
+]
+PAIRS = [uses for uses in USES if len(uses) == 2]
+every_use = pytest.mark.parametrize("uses", USES, ids="+".join)
+every_pair = pytest.mark.parametrize("uses", PAIRS, ids="+".join)
+
+
+@pytest.fixture(params=[2**27, 300], ids=["large", "tiny"])
+def any_workspace(request):
+    before = workspace(request.param)
+    yield
+    workspace(before)
+
+
+def dense(factor):
+    if isinstance(factor, OneHot):
+        return F.one_hot(factor.index, factor.size).double()
+    return factor.double()
+
+
+def outer(use, shape):
+    """``[B, *shape]`` of one use."""
+    axes = "xyz"[: len(use)]
+    rows = ",".join(f"bt{axis}" for axis in axes)
+    full = torch.einsum(f"{rows}->b{axes}", *map(dense, use))
+    return full.reshape(len(full), *shape)
+
+
+def random_use(kinds, shape, B, T, dtype=torch.float64):
+    return tuple(
+        (
+            OneHot(torch.randint(width, (B, T)), width)
+            if kind == "o"
+            else torch.randn(B, T, width, dtype=dtype)
+        )
+        for kind, width in zip(kinds, shape)
+    )
+
+
+def build(uses, B=3, lengths=LENGTHS, materialised=False, dtype=torch.float64):
+    """A GradSample of random uses, and what it stands for: ``[B, *shape]``."""
+    shape = SHAPES[len(uses[0])]
+    got, expected = GradSample(shape, B), torch.zeros(B, *shape, dtype=torch.float64)
+    added = [random_use(k, shape, B, T, dtype) for k, T in zip(uses, lengths)]
+    if materialised:
+        added.insert(1, (torch.randn(B, 1, math.prod(shape), dtype=dtype),))
+    for use in added:
+        got.add(*use)
+        expected += outer(use, shape)
+    return got, expected
+
+
+def squared(x):
+    return x.flatten(1).square().sum(1)
+
+
+def assert_close(got, expected, exact=True):
+    """Relative to the largest entry. Without a dense factor all is in float32."""
+    assert got.shape == expected.shape
+    assert got.dtype in (torch.float32, torch.float64)
+    if expected.numel():
+        scale = max(float(expected.abs().max()), 1.0)
+        gap = float((got.double() - expected).abs().max())
+        assert gap <= (1e-10 if exact else 1e-5) * scale
+
+
+def is_exact(uses, materialised=False):
+    return materialised or any("d" in kinds for kinds in uses)
+
+
+# -- the four operations -------------------------------------------------------------
+
+
+@every_use
+@pytest.mark.parametrize("materialised", [False, True], ids=["", "materialised"])
+def test_operations(uses, materialised, any_workspace):
+    exact = is_exact(uses, materialised)
+    got, expected = build(uses, materialised=materialised)
+    other, other_expected = build([kinds[::-1] for kinds in uses], lengths=(2, 6, 3))
+    weights = torch.rand(3, dtype=torch.float64)
+    weighted = torch.einsum("b,b...->...", weights, expected)
+
+    assert_close(got.inner(other), squared_inner(expected, other_expected), exact)
+    assert_close(other.inner(got), squared_inner(expected, other_expected), exact)
+    assert_close(got.weighted_sum(weights), weighted, exact)
+    assert_close(got.materialise(), expected, exact)
+    assert_close(got.squared_norm(), squared(expected), exact)
+    # The norm may have rearranged the uses: all the same after it.
+    assert_close(got.weighted_sum(weights), weighted, exact)
+    assert_close(got.materialise(), expected, exact)
+    assert_close(got.inner(other), squared_inner(expected, other_expected), exact)
+
+
+def squared_inner(a, b):
+    return (a * b).flatten(1).sum(1)
+
+
+@pytest.mark.parametrize("B", [0, 1, 2])
+@pytest.mark.parametrize("T", [0, 1, 5])
+@pytest.mark.parametrize("materialised", [False, True], ids=["", "materialised"])
+def test_small_batches(B, T, materialised, any_workspace):
+    for uses in PAIRS:
+        exact = is_exact(uses, materialised)
+        got, expected = build(uses, B, (T, T), materialised)
+        weights = torch.rand(B, dtype=torch.float64)
+        assert_close(got.inner(got), squared(expected), exact)
+        assert_close(got.squared_norm(), squared(expected), exact)
+        assert_close(got.materialise(), expected, exact)
+        weighted = torch.einsum("b,b...->...", weights, expected)
+        assert_close(got.weighted_sum(weights), weighted, exact)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_accumulated_in_float32(dtype, any_workspace):
+    for uses in USES:
+        got, expected = build(uses, lengths=(40, 40, 40), dtype=dtype)
+        weights = torch.rand(3)
+        weighted = torch.einsum("b,b...->...", weights.double(), expected)
+        for result, wanted in (
+            (got.inner(got), squared(expected)),
+            (got.squared_norm(), squared(expected)),
+            (got.materialise(), expected),
+            (got.weighted_sum(weights), weighted),
+        ):
+            assert result.dtype is torch.float32
+            gap = (result.double() - wanted).abs().max()
+            assert gap <= 1e-4 * wanted.abs().max(), uses
+
+
+def test_neighbouring_axes_may_share_a_factor():
+    """A grouped convolution has few groups and one factor for all that follows."""
+    shape = (3, 4, 5)
+    got = GradSample(shape, 2)
+    use = torch.randn(2, 6, 3).double(), torch.randn(2, 6, 20).double()
+    got.add(*use)
+    expected = outer(use, shape)
+    assert_close(got.materialise(), expected)
+    assert_close(got.squared_norm(), squared(expected))
+    assert_close(got.weighted_sum(torch.ones(2).double()), expected.sum(0))
+
+
+# -- ways to compute a norm ----------------------------------------------------------
+
+
+@pytest.fixture(params=["gram", "segments", "blocks", "keep"])
+def forced_way(request, monkeypatch):
+    costs = {"_gram_cost": 1.0, "_block_cost": 1.0}
+    costs["_gram_cost" if request.param == "blocks" else "_block_cost"] = math.inf
+    for name, cost in costs.items():
+        monkeypatch.setattr(GradSample, name, lambda self, terms, cost=cost: cost)
+    keep = request.param == "keep"
+    monkeypatch.setattr(GradSample, "_worth_keeping", lambda *args: keep)
+    if request.param == "gram":  # also where sums by segment would do
+        monkeypatch.setattr(factors, "_by_segments", lambda term: False)
+    return request.param
+
+
+@every_use
+def test_every_way_gives_the_same_norm(uses, forced_way, any_workspace):
+    for materialised in (False, True):
+        exact = is_exact(uses, materialised)
+        got, expected = build(uses, materialised=materialised)
+        assert_close(got.squared_norm(), squared(expected), exact)
+        assert (got.kept_bytes > 0) == (forced_way == "keep")
+        weights = torch.rand(3, dtype=torch.float64)
+        weighted = torch.einsum("b,b...->...", weights, expected)
+        assert_close(got.weighted_sum(weights), weighted, exact)
+
+
+@every_pair
+def test_add_after_keeping(uses, monkeypatch):
+    """A use that comes after the norm (a recomputed block) joins what was kept."""
+    monkeypatch.setattr(GradSample, "_worth_keeping", lambda *args: True)
+    got, expected = build(uses[:1])
+    got.squared_norm(keep=2**20)
+    assert got.kept_bytes == expected.numel() * got.materialise().element_size()
+    late = random_use(uses[1], SHAPES[len(uses[1])], 3, 2)
+    got.add(*late)
+    expected = expected + outer(late, expected.shape[1:])
+    exact = is_exact(uses[:1]) and is_exact(uses[1:])
+    assert got.kept_bytes == 0
+    assert_close(got.materialise(), expected, exact)
+    for _ in range(2):  # the second norm keeps again
+        assert_close(got.squared_norm(keep=2**20), squared(expected), exact)
+        weights = torch.rand(3, dtype=torch.float64)
+        weighted = torch.einsum("b,b...->...", weights, expected)
+        assert_close(got.weighted_sum(weights), weighted, exact)
+
+
+def test_inner_after_keeping():
+    got, expected = build(["dd"], lengths=(50,))
+    other, other_expected = build(["do"])
+    got.squared_norm(keep=2**20)
+    assert got.kept_bytes
+    assert_close(got.inner(other), squared_inner(expected, other_expected))
+    assert_close(other.inner(got), squared_inner(expected, other_expected))
+
+
+def test_kept_only_within_the_bytes_allowed():
+    size = 3 * 5 * 6 * 8
+    for keep, kept in ((0, 0), (size - 1, 0), (size, size)):
+        got, expected = build(["dd"], lengths=(50,))
+        assert_close(got.squared_norm(keep), squared(expected))
+        assert got.kept_bytes == kept
+        got.clear()
+        assert got.kept_bytes == 0
+        assert not got.materialise().any()
+
+
+def test_choice_follows_shape_and_results_do_not(monkeypatch, any_workspace):
+    """Long sequences of narrow rows go by blocks, short ones of wide rows by Gram."""
+    by_blocks = []
+    blockwise = GradSample._blockwise_square
+    monkeypatch.setattr(
+        GradSample,
+        "_blockwise_square",
+        lambda self, terms: by_blocks.append(1) or blockwise(self, terms),
+    )
+    for T, shape, expects_blocks in (
+        (300, (4, 5), True),
+        (2, (90, 70), False),
+        (1, (4, 5), False),
+    ):
+        for _ in range(2):  # the same each time
+            by_blocks.clear()
+            got = GradSample(shape, 3)
+            use = random_use("dd", shape, 3, T)
+            got.add(*use)
+            assert_close(got.squared_norm(), squared(outer(use, shape)))
+            assert bool(by_blocks) is expects_blocks
+
+
+# -- numbers -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_cancelling_gradients(tied, forced_way, any_workspace):
+    """Uses that cancel leave rounding, of either sign, and its root must exist."""
+    B, T, V, d = 64, 7, 5, 4
+    index = torch.randint(V, (B, T))
+    rows = 100 * torch.randn(B, T, d)
+    got = GradSample((V, d), B)
+    got.add(OneHot(index, V), rows)
+    if tied:  # uses of two kinds, which can't be merged
+        got.add(F.one_hot(index, V).float(), -rows.flip(0).flip(0))
+    else:
+        got.add(OneHot(index.flip(1), V), -rows.flip(1))
+    norm = got.squared_norm()
+    assert (norm >= 0).all()
+    assert torch.isfinite(norm.sqrt()).all()
+    assert (norm <= 1e-5 * 100**2 * T**2 * d).all()
+
+
+def test_cancelling_dense_uses(forced_way, any_workspace):
+    B, T = 64, 6
+    left, right = torch.randn(B, T, 5), torch.randn(B, T, 4)
+    got = GradSample((5, 4), B)
+    got.add(left, right)
+    got.add(-left.flip(1), right.flip(1))
+    norm = got.squared_norm()
+    assert (norm >= 0).all() and (norm < 1e-2).all()
+
+
+def test_results_do_not_depend_on_the_order_of_uses(any_workspace):
+    shape = SHAPES[2]
+    added = [random_use(k, shape, 3, T) for k, T in zip(("do", "dd", "od"), LENGTHS)]
+    norms = []
+    for order in itertools.permutations(added):
+        got = GradSample(shape, 3)
+        for use in order:
+            got.add(*use)
+        norms.append(got.squared_norm())
+    for norm in norms[1:]:
+        assert_close(norm, norms[0])
+
+
+def test_parameter_without_uses():
+    """It has a defined contribution: zero."""
+    got, (other, _) = GradSample((5, 6), 3), build(["dd"])
+    assert torch.equal(got.materialise(), torch.zeros(3, 5, 6))
+    assert torch.equal(got.weighted_sum(torch.ones(3)), torch.zeros(5, 6))
+    assert torch.equal(got.inner(other), torch.zeros(3))
+    assert torch.equal(other.inner(got), torch.zeros(3))
+    assert torch.equal(got.squared_norm(), torch.zeros(3))
+
+
+# -- memory --------------------------------------------------------------------------
+
+
+class Largest(TorchDispatchMode):
+    """Records the number of elements of the largest output of any op."""
+
+    def __init__(self):
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for x in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(x, torch.Tensor):
+                self.numel = max(self.numel, x.numel())
+        return out
+
+
+def test_tied_table_is_never_materialised():
+    V, d, B, T = 20000, 16, 4, 8
+
+    def tied():
+        got = GradSample((V, d), B)
+        got.add(OneHot(torch.randint(V, (B, T)), V), torch.randn(B, T, d))
+        got.add(torch.randn(B, T, V), torch.randn(B, T, d))
+        return got
+
+    got, other = tied(), tied()
+    for operation in (
+        lambda: got.squared_norm(),
+        lambda: got.squared_norm(keep=2**40),
+        lambda: got.inner(other),
+        lambda: got.weighted_sum(torch.rand(B)),
+    ):
+        with Largest() as largest:
+            operation()
+        assert 0 < largest.numel < B * V * d
+    with Largest() as largest:  # and the recorder sees it where it is asked for
+        got.materialise()
+    assert largest.numel >= B * V * d
+
+
+def test_gram_chunks_stay_in_the_workspace(monkeypatch):
+    """A long sequence never needs [B, T, T] at once."""
+    B, T, num_bytes = 2, 400, 2**16
+    got = GradSample((30, 30), B)
+    use = random_use("dd", (30, 30), B, T, torch.float32)
+    got.add(*use)
+    monkeypatch.setattr(GradSample, "_block_cost", lambda self, terms: math.inf)
+    before = workspace(num_bytes)
+    try:
+        with Largest() as largest:
+            norm = got.squared_norm()
+    finally:
+        workspace(before)
+    assert largest.numel <= max(num_bytes // 4, B * T * 30)
+    expected = squared(outer(use, (30, 30)))
+    torch.testing.assert_close(norm.double(), expected, rtol=1e-4, atol=0)
+
+
+# -- refusals ------------------------------------------------------------------------
+
+
+def rows(*shape):
+    return torch.zeros(shape)
+
+
+def ids(*shape):
+    return torch.zeros(shape, dtype=torch.long)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        (),
+        (rows(2, 5, 3),),
+        (rows(2, 5, 4), rows(2, 5, 3)[..., :2]),
+        (rows(2, 5, 3), rows(2, 6, 4)),
+        (rows(2, 5, 3), rows(1, 5, 4)),
+        (rows(3, 5, 3), rows(3, 5, 4)),
+        (rows(2, 5, 3), rows(2, 5, 4), rows(2, 5, 2)),
+        (OneHot(ids(2, 5), 4), rows(2, 5, 4)),
+        (OneHot(ids(2, 6), 3), rows(2, 5, 4)),
+        (rows(2, 1, 11),),
+    ],
+)
+def test_refuses_factors_that_do_not_fit(use):
+    got = GradSample((3, 4), 2)
+    with pytest.raises(ValueError, match=r"parameter of shape \(3, 4\).*batch of 2"):
+        got.add(*use)
+    assert not got.materialise().any()
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        (rows(2, 3), rows(2, 4)),
+        (rows(2, 5, 3, 2), rows(2, 5, 4, 2)),
+        (OneHot(ids(2), 3), rows(2, 1, 4)),
+        (OneHot(ids(2, 5, 1), 3), rows(2, 5, 4)),
+    ],
+    ids=["[B, d]", "[B, T, d, k]", "index [B]", "index [B, T, 1]"],
+)
+def test_refuses_factors_of_other_dims(use):
+    with pytest.raises(ValueError, match=r"parameter of shape \(3, 4\)"):
+        GradSample((3, 4), 2).add(*use)
+
+
+@pytest.mark.parametrize("shape, B", [((4, 3), 2), ((12,), 2), ((3, 4), 3)])
+def test_refuses_inner_product_of_different_shapes(shape, B):
+    with pytest.raises(ValueError, match="Inner product"):
+        GradSample((3, 4), 2).inner(GradSample(shape, B))
+
+
+@pytest.mark.parametrize("num_bytes", [0, -1])
+def test_refuses_an_empty_workspace(num_bytes):
+    before = workspace()
+    with pytest.raises(ValueError, match="positive"):
+        workspace(num_bytes)
+    assert workspace() == before
