@@ -82,7 +82,7 @@ def register() -> None:
     FALLBACKS.append(_sampler_rule)
     _undo.append(lambda: FALLBACKS.remove(_sampler_rule))
     for layer, rule in RULES.items():
-        if isinstance(layer, type):
+        if isinstance(layer, type) and not rule.all_inputs:
             _derive_samplers(layer, rule)
 
 
@@ -285,13 +285,19 @@ def _sampler_rule(layer: nn.Module) -> Optional[Rule]:
     if sampler is None or ours or type(layer).__module__.startswith("torch.nn."):
         return None
 
+    # A sampler takes what a batch-first layer would see: [B, d] or [B, T, ...].
+    def natural(x: torch.Tensor) -> torch.Tensor:
+        return x.squeeze(1) if x.dim() == 3 and x.shape[1] == 1 else x
+
     def rule(
-        layer: nn.Module, activations: torch.Tensor, backprops: torch.Tensor
+        layer: nn.Module, activations: Dict[str, torch.Tensor], backprops: torch.Tensor
     ) -> Factors:
-        found = sampler(layer, [activations.squeeze(1)], backprops.squeeze(1))
+        inputs = [natural(x) for x in activations.values()]
+        found = sampler(layer, inputs, natural(backprops))
         return {p: (g.reshape(len(g), 1, -1),) for p, g in found.items()}
 
-    return Rule(rule, lambda layer, output: 1)
+    row_dims = lambda layer, output: min(2, output.dim() - 1)  # noqa: E731
+    return Rule(rule, row_dims, all_inputs=True)
 
 
 __all__ = ["CLIPPINGS", "MODES", "Mode", "register", "unregister"]

@@ -1,6 +1,6 @@
-"""Embedding: rows of a table, looked up by index."""
+"""Embedding and EmbeddingBag: rows of a table, looked up by index."""
 
-from typing import Optional
+from typing import Dict, Optional, Union
 
 import torch
 from torch import nn
@@ -9,7 +9,7 @@ from opacus_ext.grad_sample.factors import OneHot
 from opacus_ext.grad_sample.rules import Factors, register_rule
 
 
-def _refuse(layer: nn.Embedding) -> Optional[str]:
+def _refuse(layer: Union[nn.Embedding, nn.EmbeddingBag]) -> Optional[str]:
     if layer.max_norm is not None:
         return (
             "max_norm rescales rows in place in the forward pass, by which tokens the "
@@ -43,3 +43,50 @@ def embedding(
         padding = (activations == layer.padding_idx).unsqueeze(-1)
         backprops = backprops.masked_fill(padding, 0)
     return {layer.weight: (OneHot(activations.long(), layer.num_embeddings), backprops)}
+
+
+def _refuse_bag(layer: nn.EmbeddingBag) -> Optional[str]:
+    if layer.mode == "max":
+        return 'mode="max" has no rule. Use mode="sum" or "mean"'
+    if layer.include_last_offset:
+        return "include_last_offset=True has no rule. Leave the last offset out"
+    return _refuse(layer)
+
+
+@register_rule(nn.EmbeddingBag, refuse=_refuse_bag, all_inputs=True)
+def embedding_bag(
+    layer: nn.EmbeddingBag,
+    activations: Dict[str, torch.Tensor],
+    backprops: torch.Tensor,
+) -> Factors:
+    """
+    Rule of ``nn.EmbeddingBag``, one bag a sample.
+
+    Args:
+        activations: "input" is ``[B, 1, L]``, or ``[N]`` with "offsets" ``[B, 1]``;
+            "per_sample_weights" as "input"
+        backprops: ``[B, 1, embedding_dim]``
+    """
+    index = activations["input"]
+    weights = activations.get("per_sample_weights")
+    if index.dim() == 3:
+        index, mask = index.squeeze(1), torch.ones_like(index.squeeze(1))
+        weights = None if weights is None else weights.squeeze(1)
+    else:
+        start = activations["offsets"].flatten()
+        index = index.flatten()
+        length = torch.diff(start, append=start.new_tensor([len(index)]))
+        step = torch.arange(int(length.max()), device=index.device)
+        mask = step < length[:, None]
+        where = (start[:, None] + step).clamp(max=max(len(index) - 1, 0))
+        index = index[where]
+        weights = None if weights is None else weights.flatten()[where]
+    mask = mask.to(backprops.dtype)
+    if layer.padding_idx is not None:
+        mask = mask * (index != layer.padding_idx)
+    if layer.mode == "mean":
+        mask = mask / mask.sum(1, keepdim=True).clamp(min=1)
+    if weights is not None:
+        mask = mask * weights
+    rows = mask[:, :, None] * backprops
+    return {layer.weight: (OneHot(index.long(), layer.num_embeddings), rows)}

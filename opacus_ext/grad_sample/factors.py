@@ -510,7 +510,7 @@ def _split(term: _Term, widths: Tuple[int, ...]) -> _Term:
     dense = term.factors[0].flatten(1)
     batch_size = dense.shape[0]
     index = torch.arange(widths[0], device=dense.device).expand(batch_size, -1)
-    rest = dense.view(batch_size, widths[0], -1)
+    rest = dense.view(batch_size, widths[0], math.prod(widths[1:]))
     if len(widths) == 2:
         return _Term((OneHot(index, widths[0]), rest))
     length = math.prod(widths[:-1])

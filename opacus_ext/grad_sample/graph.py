@@ -22,6 +22,11 @@ _HAND_ON = {
 }
 
 
+# Ops that may move rows from one place to another by what the data say.
+_MOVES = ("Index", "Gather", "Scatter", "Sort", "Topk", "Flip", "Roll", "Take")
+_MOVES += ("Masked", "Unique", "Kthvalue")
+
+
 class Graph:
     """
     The part of autograd's graph between some tensors and the parameters.
@@ -32,6 +37,8 @@ class Graph:
         structure: a hash of the ops, the same for steps that compute alike
         reentrant: whether a part is hidden in ``torch.utils.checkpoint`` with
             ``use_reentrant=True``
+        moves: whether rows may be in another order in the next step
+        packed: whether sequences are packed in it
         undecided: names of layers whose output escaped batchless.py
     """
 
@@ -40,6 +47,8 @@ class Graph:
         self.uses: Dict[torch.Tensor, List[str]] = {}
         self.structure = 0
         self.reentrant = False
+        self.moves = False
+        self.packed = False
         self.undecided: List[str] = []
 
 
@@ -71,6 +80,10 @@ def read(roots: Iterable[torch.Tensor], stop: Iterable[Any] = ()) -> Graph:
             graph.reentrant = True
         elif getattr(node, "undecided", None) is not None:
             graph.undecided.append(node.undecided)
+        elif names[-1].startswith(_MOVES):
+            graph.moves = graph.moves or _moves_rows(node)
+        elif names[-1].startswith("PackPadded"):
+            graph.packed = True
         handed_on = _origin(node, origin) is not None
         for child, _ in node.next_functions:
             if child is None or child in blocked:
@@ -82,6 +95,14 @@ def read(roots: Iterable[torch.Tensor], stop: Iterable[Any] = ()) -> Graph:
                 graph.uses.setdefault(param, []).append(names[-1])
     graph.structure = hash(tuple(names))
     return graph
+
+
+def _moves_rows(node: Any) -> bool:
+    """Whether an op that moves entries does so along the leading dim."""
+    if node.name().startswith("MaskedFill"):
+        return False
+    dim = getattr(node, "_saved_dim", 0)
+    return not isinstance(dim, int) or dim == 0
 
 
 def _origin(node: Any, memo: Dict[Any, Any]) -> Optional[torch.Tensor]:
@@ -112,7 +133,7 @@ def unclaimed(graph: Graph, claims: Counter, names: Dict[int, str]) -> Optional[
         if name is None or len(ops) == claims[id(param)]:
             continue
         return (
-            f"Parameter {name} of shape {tuple(param.shape)} is used {len(ops)} time(s) "
+            f"Parameter {name} of shape {tuple(param.shape)} is used {len(ops)} times "
             f"(by {', '.join(sorted(set(ops)))}), but layers with a known per-sample "
             f"gradient account for {claims[id(param)]}. The others happen in a hand-"
             "written forward, in another module or in the loss, where the gradient of "

@@ -14,6 +14,7 @@ from __future__ import annotations
 from typing import List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
+from torch.nn.utils.rnn import PackedSequence
 
 _BASE = 16  # samples are told apart by digits to this base, one backward pass each
 
@@ -21,7 +22,8 @@ _BASE = 16  # samples are told apart by digits to this base, one backward pass e
 class Layout(NamedTuple):
     """
     The dim that holds the samples: "plain" when its size is B, "outer" when rows are
-    sample-major in a dim of size B * k, "inner" when sample-minor.
+    sample-major in a dim of size B * k, "inner" when sample-minor, "prefix" when it
+    holds the first samples only (a step of a packed sequence).
     """
 
     dim: int
@@ -49,14 +51,60 @@ def relation(shape: Sequence[int], batch_size: int) -> Tuple[str, ...]:
     )
 
 
-def candidates(rows: Sequence[int], batch_size: int) -> List[Layout]:
-    """The layouts that the leading dims ``rows`` of a shape allow, likeliest first."""
+class Root(NamedTuple):
+    """Where a backward pass starts: a tensor, and the sample of each index of a dim."""
+
+    tensor: torch.Tensor
+    dim: int
+    samples: Optional[torch.Tensor]
+
+    def cotangent(self, code: torch.Tensor) -> torch.Tensor:
+        """The weights ``[B]`` of the samples as a gradient of the tensor."""
+        shape = [1] * self.tensor.dim()
+        shape[self.dim] = -1
+        weights = code[self.samples].view(shape)
+        if self.tensor.dim() > 1:
+            # Model outputs: not all entries alike, lest gradients cancel.
+            generator = torch.Generator().manual_seed(0)
+            some = torch.rand(self.tensor.shape, generator=generator) + 0.5
+            weights = weights * some.to(weights)
+        return weights.expand(self.tensor.shape).to(self.tensor.dtype)
+
+
+def batch_root(tensor: torch.Tensor, dim: int, batch_size: int) -> Root:
+    """A root with the samples in ``dim``, or sample-major rows in it."""
+    dim = min(dim, tensor.dim() - 1)
+    size = tensor.shape[dim] if dim >= 0 else 0
+    if size == 0 or size % batch_size:
+        return Root(tensor, dim, None)
+    samples = torch.arange(batch_size, device=tensor.device)
+    return Root(tensor, dim, samples.repeat_interleave(size // batch_size))
+
+
+def packed_root(sequence: PackedSequence) -> Root:
+    """The root of a packed sequence, samples in its own order (longest first)."""
+    samples = [torch.arange(n) for n in sequence.batch_sizes.tolist()]
+    data = sequence.data
+    return Root(data, 0, torch.cat(samples).to(data.device))
+
+
+def candidates(
+    rows: Sequence[int], batch_size: int, packed: bool = False
+) -> List[Layout]:
+    """
+    The layouts that the leading dims ``rows`` of a shape allow, likeliest first.
+
+    Args:
+        packed: whether steps of a packed sequence are to be expected
+    """
     if batch_size == 1:
         return [Layout(-1, "plain")]  # every row belongs to the one sample
     found = [Layout(i, "plain") for i, n in enumerate(rows) if n == batch_size]
     for i, n in enumerate(rows):
         if n > batch_size and n % batch_size == 0:
             found += [Layout(i, "outer"), Layout(i, "inner")]
+    if packed and rows and 0 < rows[0] < batch_size:
+        found.append(Layout(0, "prefix"))
     return found
 
 
@@ -77,7 +125,10 @@ def arrange(
     if layout.dim == -1:
         return x.reshape(1, -1, *event)
     dim = layout.dim
-    if layout.kind != "plain":
+    if layout.kind == "prefix":
+        rest = x.new_zeros(batch_size - len(x), *x.shape[1:])
+        x = torch.cat([x, rest])
+    elif layout.kind != "plain":
         k = x.shape[dim] // batch_size
         split = (batch_size, k) if layout.kind == "outer" else (k, batch_size)
         x = x.unflatten(dim, split)
@@ -104,8 +155,11 @@ def code_weights(
 class Evidence:
     """What the probing passes showed of one call of a layer: |gradient| a row."""
 
-    def __init__(self, name: str, shape: torch.Size, row_dims: int):
+    def __init__(
+        self, name: str, shape: torch.Size, row_dims: int, packed: bool = False
+    ):
         self.name = name
+        self.packed = packed
         self.shape = shape
         self.row_dims = row_dims
         self.seen: List[torch.Tensor] = []
@@ -130,7 +184,7 @@ class Evidence:
             ValueError: if no layout agrees with the gradients
         """
         batch_size = len(codes[0])
-        found = candidates(self.shape[: self.row_dims], batch_size)
+        found = candidates(self.shape[: self.row_dims], batch_size, self.packed)
         fits = [layout for layout in found if self._fits(layout, codes)]
         if not self.seen and len(found) != 1:
             return None, False  # no gradient reached it, and the shape can't tell
@@ -153,7 +207,8 @@ class Evidence:
         rows = [arrange(s, self.row_dims, layout, batch_size) for s in self.seen]
         # Exact but for sums whose order a device does not fix.
         rtol = min(64 * self.eps, 1e-2)
-        atol = 16 * self.eps * float(max((s.max() for s in rows[:1]), default=0))
+        largest = max((float(s.max()) for s in rows[:1] if s.numel()), default=0.0)
+        atol = 16 * self.eps * largest
         for code, got in zip(codes[1:], rows[1:]):
             weight = code.to(got.dtype)[:, None]
             wrong = (got - weight * rows[0]).abs() > weight * (rtol * rows[0] + atol)

@@ -27,7 +27,8 @@ from torch import nn
 
 from opacus_ext.grad_sample.factors import GradSample, workspace
 from opacus_ext.grad_sample.graph import Graph
-from opacus_ext.grad_sample.tape import Call, Tape, UnknownLayout, tensors_in
+from opacus_ext.grad_sample.layout import batch_root, packed_root
+from opacus_ext.grad_sample.tape import Call, Tape, UnknownLayout, packed_in, tensors_in
 from opacus_ext.optimizers.clipping import Clipping
 
 Complete = Callable[[nn.Parameter, GradSample], None]
@@ -133,12 +134,22 @@ class _Hooks(_Recording):
                 "The model was called without a tensor, so the batch size is unknown. "
                 "Pass its inputs as tensors with a batch dimension."
             )
-        if self.tape.batch_size > 0:
-            device = roots[0].device.type
-            with torch.autocast(device, enabled=False):
-                self.tape.prepare(roots, self.tape.batch_size)
         for x in roots:
             x.register_hook(self._begin)
+        dim, tape = self.tape.batch_dim, self.tape
+        size = roots[0].shape[dim] if roots[0].dim() > dim else None
+        if size in tape.sizes and not tape.expanded:
+            tape.batch_size = size  # of several inputs, the one the output goes with
+        batch_size = tape.batch_size
+        if batch_size > 0:
+            packed = packed_in(output)
+            parts = [packed_root(x) for x in packed if x.data.requires_grad]
+            data = {id(root.tensor) for root in parts}
+            parts += [
+                batch_root(x, dim, batch_size) for x in roots if id(x) not in data
+            ]
+            with torch.autocast(roots[0].device.type, enabled=False):
+                self.tape.prepare(parts, batch_size)
 
     def _watch(self, p: nn.Parameter) -> Callable[[torch.Tensor], None]:
         def hook(grad: torch.Tensor) -> None:
@@ -344,7 +355,8 @@ class _Ghost(_Recording):
             The per-sample gradients if ``keep``, and their norms ``[params, B]``.
         """
         tape = self.tape
-        found = tape.prepare([losses], batch_size)
+        root = batch_root(losses, 0, batch_size)
+        found = tape.prepare([root], batch_size)
         keep = keep or found.reentrant
         squares: Dict[nn.Parameter, torch.Tensor] = {}
         budget = workspace() if self.one_pass else 0
@@ -378,7 +390,7 @@ class _Ghost(_Recording):
             if not found.reentrant:
                 raise
             # What a checkpoint hides has shapes that were not met before.
-            tape.probe([losses], batch_size, found)
+            tape.probe([root], batch_size, found)
             gather = run()
         zero = losses.new_zeros(batch_size, dtype=_norm_dtype(losses))
         norms = [squares.get(p, zero).to(zero) for p in params]

@@ -109,7 +109,8 @@ def digest(x: torch.Tensor, row_dims: int) -> torch.Tensor:
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
     rtol = 1e5 * torch.finfo(b.dtype).eps if b.dtype.itemsize > 2 else 5e-2
-    scale = float(b.abs().max()) if b.numel() else 0.0
+    finite = b[b.isfinite()].abs()
+    scale = float(finite.max()) if finite.numel() else 0.0
     close = torch.isclose(a, b, rtol=rtol, atol=rtol * scale, equal_nan=True)
     return bool(close.all())
 
@@ -117,7 +118,7 @@ def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
 def _refusal(call: "ReplayCall", why: str) -> RuntimeError:
     names = ", ".join(own_parameters(call.layer))
     return RuntimeError(
-        f"{call.name} ({type(call.layer).__name__}) has parameters of its own ({names}) "
-        f"and no rule, and {why}. Register a rule (opacus_ext.register_rule), or move "
+        f"{call.name} ({type(call.layer).__name__}) has parameters of its own "
+        f"({names}) and no rule, and {why}. Register a rule (opacus_ext.register_rule), or move "
         "the parameter into a small module that only does what needs it."
     )

@@ -24,6 +24,7 @@ class Rule(NamedTuple):
     fn: RuleFn
     row_dims: Callable[[nn.Module, torch.Tensor], int]
     refuse: Callable[[nn.Module], Optional[str]] = lambda layer: None
+    all_inputs: bool = False
 
 
 RULES: Dict[Union[type, str], Rule] = {}
@@ -35,6 +36,7 @@ def register_rule(
     *layers: Union[type, str],
     event_dims: Union[int, Callable[[nn.Module], int]] = 1,
     refuse: Callable[[nn.Module], Optional[str]] = lambda layer: None,
+    all_inputs: bool = False,
 ) -> Callable[[RuleFn], RuleFn]:
     """
     Registers the decorated function as the rule of one or more layer types, in every
@@ -55,6 +57,8 @@ def register_rule(
         event_dims: how many trailing dims of the output belong to one row; all dims
             before them only say which row it is
         refuse: returns the reason why a layer, as configured, can't be handled
+        all_inputs: pass as ``activations`` a dict of all tensor arguments by name;
+            those without the output's rows come as they are
 
     Example:
         >>> import torch
@@ -77,7 +81,7 @@ def register_rule(
 
     def decorator(fn: RuleFn) -> RuleFn:
         for layer in layers:
-            RULES[layer] = Rule(fn, row_dims, refuse)
+            RULES[layer] = Rule(fn, row_dims, refuse, all_inputs)
         return fn
 
     return decorator

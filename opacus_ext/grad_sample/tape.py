@@ -10,13 +10,20 @@ gradient runs every record and computes no weight gradient.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections import Counter
 from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
 
 import torch
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils._pytree import (
+    tree_flatten,
+    tree_leaves,
+    tree_structure,
+    tree_unflatten,
+)
 
 from opacus_ext.grad_sample import graph, replay
 from opacus_ext.grad_sample.batchless import Source, Undecided, settled
@@ -25,6 +32,7 @@ from opacus_ext.grad_sample.layout import (
     Evidence,
     Key,
     Layout,
+    Root,
     arrange,
     code_weights,
     relation,
@@ -45,6 +53,12 @@ def tensors_in(value: Any) -> List[torch.Tensor]:
         elif dataclasses.is_dataclass(x) and not isinstance(x, type):
             found += tensors_in([getattr(x, f.name) for f in dataclasses.fields(x)])
     return found
+
+
+def packed_in(value: Any) -> List[PackedSequence]:
+    """The packed sequences in nested containers."""
+    leaves = tree_leaves(value, is_leaf=lambda x: isinstance(x, PackedSequence))
+    return [x for x in leaves if isinstance(x, PackedSequence)]
 
 
 class Call:
@@ -82,21 +96,40 @@ class Call:
 class RuleCall(Call):
     """A call of a layer that has a rule."""
 
-    def __init__(self, *args: Any, rule: Rule, x: torch.Tensor, output: torch.Tensor):
+    def __init__(
+        self,
+        *args: Any,
+        rule: Rule,
+        inputs: Dict[str, torch.Tensor],
+        output: torch.Tensor,
+    ):
         super().__init__(*args)
         self.rule = rule
         self.shapes = [output.shape]
         self.row_dims = [rule.row_dims(self.layer, output)]
-        self.saved = [x]
+        self.input_names = list(inputs)
+        self.saved = list(inputs.values())
         self.claims.update(id(p) for p in own_parameters(self.layer).values())
 
     def uses(self, activations, backprops, batch_size) -> Uses:
         rows, layout = self.row_dims[0], self.layouts[0]
-        factors = self.rule.fn(
-            self.layer,
-            arrange(activations[0], rows, layout, batch_size),
-            arrange(backprops[0], rows, layout, batch_size),
-        )
+
+        def by_sample(x: torch.Tensor) -> torch.Tensor:
+            return arrange(x, rows, layout, batch_size)
+
+        if self.rule.all_inputs:
+            size = self.shapes[0][layout.dim]
+            given: Any = {
+                name: (
+                    by_sample(x)
+                    if x.dim() >= rows and x.shape[layout.dim] == size
+                    else x
+                )
+                for name, x in zip(self.input_names, activations)
+            }
+        else:
+            given = by_sample(activations[0])
+        factors = self.rule.fn(self.layer, given, by_sample(backprops[0]))
         own = own_parameters(self.layer)
         missing = [n for n, p in own.items() if p not in factors]
         if missing:
@@ -201,6 +234,7 @@ class Tape:
         self.on_forward: Callable[[Any], None] = lambda output: None
         self.batch_size: Optional[int] = None
         self.sizes: Counter = Counter()  # of the inputs' batch dims
+        self.packed = False  # whether the model's input is a packed sequence
         self.expanded = False  # whether a layer that saw no sample was expanded
         self.names = {id(p): n for n, p in module.named_parameters()}
         self._anchor = torch.zeros((), requires_grad=True)
@@ -240,6 +274,9 @@ class Tape:
         root = self.module
         yield root.register_forward_pre_hook(self._begin, with_kwargs=True)
         for name, layer in root.named_modules():
+            if own_parameters(layer) and find_rule(layer) is None:
+                # Opacus's mark of a layer whose gradients come from functorch.
+                layer.ft_compute_sample_grad = replay.uses
             if layer._parameters:
                 # First, so that a user's own hook on the layer counts as what follows.
                 yield layer.register_forward_hook(
@@ -252,12 +289,16 @@ class Tape:
             return
         tensors, dim = tensors_in((args, kwargs)), self.batch_dim
         self.sizes = Counter(x.shape[dim] for x in tensors if x.dim() > dim)
+        packed = packed_in((args, kwargs))
+        self.packed = bool(packed)
+        if packed:
+            self.sizes = Counter(int(x.batch_sizes[0]) for x in packed)
         common = self.sizes.most_common(1)
         self.batch_size = common[0][0] if common else None
         self._storages = {
             x.untyped_storage().data_ptr()
             for x in tensors
-            if x.dim() > dim and x.shape[dim] == self.batch_size
+            if packed or (x.dim() > dim and x.shape[dim] == self.batch_size)
         }
         self._inputs = tuple(x.shape for x in tensors)
         self.expanded = False
@@ -308,18 +349,25 @@ class Tape:
         args, args_spec = tree_flatten(inputs)
         args = [settled(x) for x in args]
         rule = self._rule(layer, args)
+        used = Counter() if rule else self._uses(layer, args, raw)
+        if rule is None and not used:
+            return output  # its parameters are used by modules inside it, if at all
 
         def record(*outputs: torch.Tensor) -> Tuple[torch.Tensor, ...]:
             expanded = outputs[0].dim() > raw[0].dim()
             self.expanded = self.expanded or expanded
             call: Call
             if rule is not None:
-                x = (
-                    args[0].expand(len(outputs[0]), *args[0].shape)
-                    if expanded
-                    else args[0]
+                given = _named_inputs(layer, args, inputs) if rule.all_inputs else {}
+                x = args[0]
+                if expanded:
+                    x = x.expand(len(outputs[0]), *x.shape)
+                call = RuleCall(
+                    *(self, layer, name),
+                    rule=rule,
+                    inputs=given or {"input": x},
+                    output=outputs[0],
                 )
-                call = RuleCall(self, layer, name, rule=rule, x=x, output=outputs[0])
             else:
                 call = ReplayCall(
                     *(self, layer, name),
@@ -327,7 +375,7 @@ class Tape:
                     outputs=list(outputs),
                     positions=where,
                     shared=expanded,
-                    used=self._uses(layer, args, raw),
+                    used=used,
                 )
             return _Record.apply(self._anchor, call, *outputs)
 
@@ -367,11 +415,11 @@ class Tape:
         for call in inner.records:
             counts.subtract(call.claims)
         own = {id(p) for p in own_parameters(layer).values()}
-        return Counter({p: n for p, n in counts.items() if p in own})
+        return Counter({p: n for p, n in counts.items() if p in own and n > 0})
 
     def _saw_no_sample(self, inputs: List[Any], has_rule: bool) -> bool:
         """Whether nothing shows that an output's rows are those of the batch."""
-        if self.batch_size is None or self.batch_size < 2:
+        if self.batch_size is None or self.batch_size < 2 or self.packed:
             return False
         tensors = [x for x in inputs if isinstance(x, torch.Tensor)]
         if any(x.requires_grad for x in tensors):
@@ -387,20 +435,21 @@ class Tape:
 
     # -- backward ------------------------------------------------------------------
 
-    def prepare(self, roots: List[torch.Tensor], batch_size: int) -> graph.Graph:
+    def prepare(self, roots: List[Root], batch_size: int) -> graph.Graph:
         """
         Reads the graph of a step, refuses what it can't follow, and makes sure that
         the layout of every call is known.
 
         Args:
-            roots: per-sample losses ``[B]``, or model outputs with samples in a dim
+            roots: per-sample losses ``[B]``, or outputs of the model
             batch_size: ``B``
 
         Raises:
             RuntimeError: for a parameter used where no rule sees it
             ValueError: for rows that can't be assigned to samples
         """
-        found = graph.read(roots)
+        found = graph.read(root.tensor for root in roots)
+        found.packed = found.packed or self.packed
         claims: Counter = Counter()
         for call in found.records:
             claims.update(call.claims)
@@ -415,6 +464,7 @@ class Tape:
             )
         counts: Counter = Counter()
         for call in found.records:
+            call.batch_size = batch_size
             call.number = f"{counts[call.name]}"
             counts[call.name] += 1
         keys = [key for call in found.records for key in call.keys(batch_size)]
@@ -422,7 +472,7 @@ class Tape:
             keys += [("", "", relation(s, batch_size)) for s in self._inputs]
         self._signature = (found.structure, tuple(keys))
         if batch_size > 1:
-            if self._signature in self._layouts:
+            if self._signature in self._layouts and not found.moves:
                 self._current = self._layouts[self._signature]
             else:
                 self.probe(roots, batch_size, found)
@@ -431,33 +481,27 @@ class Tape:
                 call.layouts = self._find_layouts(call, batch_size)
         return found
 
-    def probe(
-        self, roots: List[torch.Tensor], batch_size: int, found: graph.Graph
-    ) -> None:
+    def probe(self, roots: List[Root], batch_size: int, found: graph.Graph) -> None:
         """
         Finds and checks all layouts by a few more backward passes (layout.py).
-
-        Args:
-            roots: tensors with samples in a dim, see :meth:`prepare`
 
         Raises:
             ValueError: for rows that can't be assigned to samples
         """
-        roots = [r for r in roots if self._samples(r, batch_size)]
+        roots = [root for root in roots if root.samples is not None]
         seen: Dict[Key, Evidence] = {}
+
+        def look(call: Call, grads: tuple, ctx: Any = None) -> None:
+            self._look(call, grads, seen, batch_size, found.packed)
+
         for call in found.records:
-            self._look(call, (), seen, batch_size)
-        device = roots[0].device if roots else torch.device("cpu")
+            look(call, ())
+        device = roots[0].tensor.device if roots else torch.device("cpu")
         codes = code_weights(batch_size, torch.float64, device)
         for code in codes:
-            grads = [_cotangent(r, code, self._samples(r, batch_size)) for r in roots]
-            self.backward(
-                roots,
-                grads,
-                lambda call, grads, ctx: self._look(call, grads, seen, batch_size),
-                found,
-                retain_graph=True,
-            )
+            grads = [root.cotangent(code.to(root.tensor.device)) for root in roots]
+            tensors = [root.tensor for root in roots]
+            self.backward(tensors, grads, look, found, retain_graph=True)
         known, sure = {}, True
         for key, evidence in seen.items():
             layout, unique = evidence.decide(codes)
@@ -468,23 +512,19 @@ class Tape:
         if sure:
             self._layouts[self._signature] = known
 
-    def _samples(
-        self, root: torch.Tensor, batch_size: int
-    ) -> Optional[Tuple[int, int]]:
-        """The dim of a root that holds the samples, and the rows of each."""
-        dim = min(self.batch_dim, root.dim() - 1)
-        if dim < 0 or root.shape[dim] == 0 or root.shape[dim] % batch_size:
-            return None
-        return dim, root.shape[dim] // batch_size
-
     def _look(
-        self, call: Call, grads: tuple, seen: Dict[Key, Evidence], batch_size: int
+        self,
+        call: Call,
+        grads: tuple,
+        seen: Dict[Key, Evidence],
+        batch_size: int,
+        packed: bool,
     ) -> None:
         self._number(call)
         for i, key in enumerate(call.keys(batch_size)):
             if key not in seen:
                 where = f"{call.name} ({type(call.layer).__name__})"
-                seen[key] = Evidence(where, call.shapes[i], call.row_dims[i])
+                seen[key] = Evidence(where, call.shapes[i], call.row_dims[i], packed)
             if i < len(grads) and grads[i] is not None:
                 seen[key].add(grads[i])
 
@@ -496,7 +536,10 @@ class Tape:
 
     def _find_layouts(self, call: Call, batch_size: int) -> List[Layout]:
         if batch_size == 1:
-            return [Layout(-1, "plain")] * len(call.shapes)
+            return [
+                Layout(0 if rows and shape[0] == 1 else -1, "plain")
+                for shape, rows in zip(call.shapes, call.row_dims)
+            ]
         try:
             return [self._current[key] for key in call.keys(batch_size)]
         except KeyError:
@@ -574,6 +617,16 @@ class Tape:
             self.handles.pop().remove()
 
 
+def _named_inputs(
+    layer: nn.Module, leaves: List[Any], inputs: Tuple[tuple, dict]
+) -> Dict[str, torch.Tensor]:
+    """The tensor arguments of a call by their names in ``forward``."""
+    args, kwargs = tree_unflatten(leaves, tree_structure(inputs))
+    bound = inspect.signature(type(layer).forward).bind(layer, *args, **kwargs)
+    named = bound.arguments.items()
+    return {n: x for n, x in named if isinstance(x, torch.Tensor)}
+
+
 class _Paused:
     def __init__(self, tape: Tape):
         self.tape = tape
@@ -583,19 +636,3 @@ class _Paused:
 
     def __exit__(self, *exc: Any) -> None:
         self.tape.enabled = self.before
-
-
-def _cotangent(
-    root: torch.Tensor, code: torch.Tensor, samples: Tuple[int, int]
-) -> torch.Tensor:
-    """The weights of samples as a gradient of ``root``."""
-    dim, rows = samples
-    shape = [1] * root.dim()
-    shape[dim] = -1
-    weights = code.repeat_interleave(rows).view(shape)
-    if root.dim() > 1:
-        # Model outputs: not all entries alike, lest gradients cancel.
-        generator = torch.Generator().manual_seed(0)
-        some = torch.rand(root.shape, generator=generator) + 0.5
-        weights = weights * some.to(root.device)
-    return weights.expand(root.shape).to(root.dtype)

@@ -56,8 +56,8 @@ class _ClippingOptimizer:
         count = sum(p.requires_grad for p in trained)
         if not isinstance(bounds, (list, tuple)) or len(bounds) != count:
             raise ValueError(
-                f'clipping="{self.clipping.name}" takes max_grad_norm as a list with one '
-                f"bound for each of the {count} trainable parameter tensors in the "
+                f'clipping="{self.clipping.name}" takes max_grad_norm as a list with '
+                f"one bound for each of the {count} trainable parameter tensors in the "
                 f"optimizer, in its order; got {bounds}."
             )
         if not all(b > 0 for b in bounds):
