@@ -15,7 +15,7 @@ run on the real thing. A wrong guess is found by the check in layout.py.
 
 from __future__ import annotations
 
-from typing import Any, Callable, List, Optional, Tuple
+from typing import Any, Callable, Dict, List, Optional, Tuple
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
@@ -45,14 +45,6 @@ _BROADCAST = {
 }
 
 
-_OUT_OF_PLACE = {
-    "__iadd__": torch.add,
-    "__isub__": torch.sub,
-    "__imul__": torch.mul,
-    "__itruediv__": torch.div,
-}
-
-
 class Tripwire(torch.autograd.Function):
     """
     Stands where the gradient of an undecided value would flow if an op escaped the
@@ -78,7 +70,9 @@ class Source:
         record: puts the layer's record behind its output; given the output itself or
             its expansion to ``[B, *output.shape]``
         batch_size: ``B``
-        name: the layer's name, for errors
+        name: the layer's name
+        remembered: by layer name, whether its output was batched when the shapes left
+            no doubt; kept from step to step, because B may vary and coincide
     """
 
     def __init__(
@@ -87,19 +81,29 @@ class Source:
         record: Callable[[torch.Tensor], torch.Tensor],
         batch_size: int,
         name: str,
+        remembered: Optional[Dict[str, bool]] = None,
     ):
         self.output = output
         self.record = record
         self.batch_size = batch_size
         self.name = name
+        self.remembered = {} if remembered is None else remembered
         self.batched: Optional[bool] = None
         self._recorded: Optional[torch.Tensor] = None
 
+    def guess(self, shape: Tuple[int, ...]) -> bool:
+        """Whether a value of this shape, met by an op that tells nothing, is batched."""
+        if self.batched is not None:
+            return self.batched
+        leads = bool(shape) and shape[0] > 1 and shape[0] % self.batch_size == 0
+        sequence_first = shape[:1] != (1,) and self.batch_size in shape[1:-1]
+        if not leads and not sequence_first:
+            self.remembered[self.name] = False
+            return False
+        return self.remembered.get(self.name, True)
+
     def recorded(self, batched: bool) -> torch.Tensor:
         """The recorded output, ``[*shape]`` if batched, else ``[B, *shape]``."""
-        if not torch.is_grad_enabled():  # no record is made and nothing decided
-            output = self.output.detach()
-            return output if batched else output.expand(self.batch_size, *output.shape)
         if self.batched is None:
             output = self.output
             if not batched:
@@ -119,19 +123,14 @@ class Undecided(torch.Tensor):
     """A value that is either batched or the same for all samples; see the module."""
 
     source: Source
-    ops: Tuple[Callable[[torch.Tensor], torch.Tensor], ...]
-    changed: Optional[torch.Tensor]  # the decided value, once an op has changed it
+    op: Callable[[torch.Tensor], torch.Tensor]  # from the source's output to this
+    changed: Optional[torch.Tensor]  # the real value, once changed in place
 
     @staticmethod
     def of(source: Source, anchor: torch.Tensor) -> "Undecided":
         """Wraps the output of ``source``."""
         plain = Tripwire.apply(anchor, source.output, source.name)
-        return _wrap(plain, source, ())
-
-    def becomes(self, value: torch.Tensor) -> torch.Tensor:
-        """From now on this stands for ``value``, which is changed in place."""
-        self.changed = value
-        return value
+        return _wrap(plain, source, lambda output: output)
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -143,40 +142,61 @@ class Undecided(torch.Tensor):
                 return _run(func, args, kwargs)
         if name in _QUERIES:
             return _run(func, args, kwargs)
-        if name == "detach":
-            return _plain(args[0])
+        if name == "detach" or not torch.is_grad_enabled():
+            # No gradient passes here, so nothing is decided. Inside a custom autograd
+            # function the tripwire is behind the plain value.
+            return _run(func, *tree_map(_plain, (args, kwargs)))
         leaves = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-        undecided = [x for x in leaves if isinstance(x, Undecided)]
-        x, alone = undecided[0], len(undecided) == 1
-        if args and isinstance(args[0], Undecided) and _in_place(name, kwargs):
-            value = args[0].becomes(settled(args[0]))
-            args, kwargs = tree_map(settled, ((value, *args[1:]), kwargs))
+        mine = [x for x in leaves if isinstance(x, Undecided)]
+        if _in_place(name, kwargs) and leaves[0] is mine[0]:
+            # On a copy: the record's output stays what it is.
+            first = mine[0].changed = settled(mine[0]).clone()
+            args, kwargs = tree_map(
+                lambda x: first if x is mine[0] else settled(x), (args, kwargs)
+            )
             return func(*args, **kwargs)
-        if alone and x.source.batched is not True and x.changed is None:
-            if name in ("expand", "expand_as", "repeat", "broadcast_to"):
-                return _expand(func, name, x, args, kwargs)
-            others = [y for y in leaves if y is not x]
-            if name in _UNARY or name in _TRANSPOSES:
-                return _defer(func, x, args, kwargs)
-            if name in _BROADCAST and not _meets_batch(x, others):
-                if args[0] is x or not name.startswith("__i"):
-                    return _defer(_OUT_OF_PLACE.get(name, func), x, args, kwargs)
-        rank = max(len(_shape(y)) for y in leaves) if name in _BROADCAST else None
-        args, kwargs = tree_map(lambda y: _settle(y, rank), (args, kwargs))
+        x, others = mine[0], [y for y in leaves if not isinstance(y, Undecided)]
+        open_ = all(
+            y.source is x.source and y.changed is None and y.source.batched is not True
+            for y in mine
+        )
+        if open_ and name in ("expand", "expand_as", "repeat", "broadcast_to"):
+            return _expand(func, name, x, args, kwargs)
+        if open_ and (name in _UNARY or name in _TRANSPOSES):
+            return _note(func, x, args, kwargs)
+        if (
+            open_
+            and name in _BROADCAST
+            and not any(_brings_batch(y, x) for y in others)
+        ):
+            if name[:3] != "__i" or leaves[0] is x:
+                return _note(_OUT_OF_PLACE.get(name, func), x, args, kwargs)
+        rank = None
+        if name in _BROADCAST:
+            rank = max(len(_shape(y)) for y in leaves)
         if leaves[0] is x:
-            func = _OUT_OF_PLACE.get(name, func)  # the record's output is not to change
+            func = _OUT_OF_PLACE.get(name, func)
+        args, kwargs = tree_map(lambda y: _settle(y, rank, others), (args, kwargs))
         return func(*args, **kwargs)
+
+
+_OUT_OF_PLACE = {
+    "__iadd__": torch.add,
+    "__isub__": torch.sub,
+    "__imul__": torch.mul,
+    "__itruediv__": torch.div,
+}
+
+
+def settled(x: Any) -> Any:
+    """The ordinary tensor that an undecided value stands for; others as they are."""
+    return _settle(x, None, [])
 
 
 def _in_place(name: str, kwargs: dict) -> bool:
     if kwargs.get("inplace"):
         return True
     return name == "__setitem__" or (name.endswith("_") and name[0] != "_")
-
-
-def settled(x: Any) -> Any:
-    """The ordinary tensor that an undecided value stands for; others as they are."""
-    return _settle(x, None)
 
 
 def _run(func: Callable, args: tuple, kwargs: dict) -> Any:
@@ -188,41 +208,14 @@ def _plain(x: Any) -> Any:
     if not isinstance(x, Undecided):
         return x
     with torch._C.DisableTorchFunctionSubclass():
-        return x.as_subclass(torch.Tensor).detach()
+        return x.as_subclass(torch.Tensor)
 
 
-def _wrap(plain: torch.Tensor, source: Source, ops: tuple) -> Undecided:
+def _wrap(plain: torch.Tensor, source: Source, op: Callable) -> Undecided:
     with torch._C.DisableTorchFunctionSubclass():
         out = plain.as_subclass(Undecided)
-    out.source, out.ops, out.changed = source, ops, None
+    out.source, out.op, out.changed = source, op, None
     return out
-
-
-def _defer(func: Callable, x: Undecided, args: tuple, kwargs: dict) -> Any:
-    """Runs an op for its shape and notes it down for the real value."""
-    plain = _run(func, args, kwargs)
-    if not isinstance(plain, torch.Tensor):
-        raise RuntimeError(f"{x.source.name}: {func} on its output is not supported.")
-
-    def op(value: torch.Tensor) -> torch.Tensor:
-        real = tree_map(lambda y: value if y is x else y, (args, kwargs))
-        return func(*real[0], **real[1])
-
-    return _wrap(plain, x.source, (*x.ops, op))
-
-
-def _value(x: Undecided, batched: bool) -> torch.Tensor:
-    """The noted ops on the recorded output: ``[*x.shape]``, or ``[B, *x.shape]``."""
-    value = x.source.recorded(batched)
-
-    def run(value: torch.Tensor) -> torch.Tensor:
-        for op in x.ops:
-            value = op(value)
-        return value
-
-    if batched or not x.ops:
-        return run(value)
-    return torch.func.vmap(run)(value)
 
 
 def _shape(x: torch.Tensor) -> Tuple[int, ...]:
@@ -230,29 +223,58 @@ def _shape(x: torch.Tensor) -> Tuple[int, ...]:
         return tuple(x.shape)
 
 
-def _settle(x: Any, rank: Optional[int]) -> Any:
+def _note(func: Callable, x: Undecided, args: tuple, kwargs: dict) -> Undecided:
+    """Runs an op for its shape and notes it down for the real value."""
+    plain = _run(func, args, kwargs)
+    if not isinstance(plain, torch.Tensor):
+        raise RuntimeError(f"{x.source.name}: {func} on its output is not supported.")
+
+    def op(output: torch.Tensor) -> torch.Tensor:
+        real = tree_map(
+            lambda y: y.op(output) if isinstance(y, Undecided) else y, (args, kwargs)
+        )
+        return func(*real[0], **real[1])
+
+    return _wrap(plain, x.source, op)
+
+
+def _value(x: Undecided, batched: bool) -> torch.Tensor:
+    """The noted ops on the recorded output: ``[*x.shape]``, or ``[B, *x.shape]``."""
+    output = x.source.recorded(batched)
+    return x.op(output) if batched else torch.func.vmap(x.op)(output)
+
+
+def _settle(x: Any, rank: Optional[int], others: List[torch.Tensor]) -> Any:
     """
-    Decides ``x`` where it meets an op of which ``rank`` is that of the broadcast
-    result (None: an op that does not broadcast).
+    Decides ``x`` where it meets an op.
+
+    Args:
+        rank: of the broadcast result, None for an op that does not broadcast
+        others: the ordinary tensors in the op
     """
     if not isinstance(x, Undecided):
         return x
     if x.changed is not None:
         return x.changed
-    shape, batch_size = _shape(x), x.source.batch_size
-    lower = rank is not None and len(shape) < rank
-    batched = x.source.batched
-    if batched is None:
-        leading = bool(shape) and shape[0] == 1
-        sizes = [n for n in shape if n and n % batch_size == 0]
-        batched = bool(sizes) and not lower and not leading
+    shape, source = _shape(x), x.source
+    if rank is not None and len(shape) < rank:
+        batched = False
+    elif rank is not None and shape[0] != 1 and _is_batch(others, rank, shape[0]):
+        batched = True
+    else:
+        batched = source.guess(shape)
+        return _value(x, True) if batched else _align(_value(x, False), shape, rank)
+    if source.batched is None:
+        source.remembered[source.name] = batched
     value = _value(x, batched)
-    return value if batched else _align(value, shape, rank or len(shape))
+    return value if batched else _align(value, shape, rank)
 
 
-def _align(value: torch.Tensor, shape: Tuple[int, ...], rank: int) -> torch.Tensor:
+def _align(
+    value: torch.Tensor, shape: Tuple[int, ...], rank: Optional[int]
+) -> torch.Tensor:
     """``[B, *shape]`` so that it broadcasts as ``shape`` did, samples leading."""
-    if rank > len(shape):
+    if rank is not None and rank > len(shape):
         ones = [1] * (rank - len(shape) - 1)
         return value.reshape(value.shape[0], *ones, *shape)
     if shape and shape[0] == 1:
@@ -260,15 +282,28 @@ def _align(value: torch.Tensor, shape: Tuple[int, ...], rank: int) -> torch.Tens
     return value
 
 
-def _meets_batch(x: Undecided, others: List[torch.Tensor]) -> bool:
-    """Whether another operand of a broadcasting op brings the batch along."""
-    rank = max(len(_shape(x)), *(y.dim() for y in others), 0)
-    batch_size = x.source.batch_size
+def _is_batch(others: List[torch.Tensor], rank: int, size: int) -> bool:
+    """Whether an operand that the model computed leads with the same size."""
     return any(
-        y.dim() == rank > 0 and y.shape[0] > 0 and y.shape[0] % batch_size == 0
+        y.requires_grad
+        and not isinstance(y, torch.nn.Parameter)
+        and y.dim() == rank
+        and y.shape[0] == size
         for y in others
-        if not isinstance(y, torch.nn.Parameter)
     )
+
+
+def _brings_batch(y: torch.Tensor, x: Undecided) -> bool:
+    """Whether another operand of a broadcasting op brings the batch along."""
+    shape, batch_size = _shape(x), x.source.batch_size
+    if isinstance(y, torch.nn.Parameter) or y.dim() < max(len(shape), 1):
+        return False
+    lead = y.shape[0]
+    if lead == 0 or lead % batch_size:
+        return False
+    # A constant of the same size tells nothing: it may be one row a position.
+    same = y.dim() == len(shape) and lead == shape[0]
+    return y.requires_grad or (lead == batch_size and not same)
 
 
 def _expand(
@@ -279,7 +314,8 @@ def _expand(
     shape, batch_size = _shape(x), x.source.batch_size
     new = len(plain_shape) > len(shape) or shape[:1] != plain_shape[:1]
     if not new or plain_shape[0] != batch_size:
-        return _defer(func, x, args, kwargs)
+        return _note(func, x, args, kwargs)
+    x.source.remembered[x.source.name] = False
     value = _align(_value(x, False), shape, len(plain_shape))
     if name == "repeat":
         return value.repeat([m // n for m, n in zip(plain_shape, value.shape)])

@@ -138,26 +138,33 @@ class GradSample:
         Raises:
             ValueError: if the factors do not fit the parameter or the batch
         """
-        rows = [_rows(f).shape[:2] for f in factors]
-        widths = [_width(f) for f in factors]
+        shapes = [tuple(_rows(f).shape) for f in factors]
+        dims = [2 if isinstance(f, OneHot) else 3 for f in factors]
         if (
             not factors
-            or any(r != rows[0] for r in rows)
-            or rows[0][0] != self.batch_size
-            or math.prod(widths) != self.shape.numel()
+            or [len(shape) for shape in shapes] != dims
+            or any(shape[:2] != shapes[0][:2] for shape in shapes)
+            or shapes[0][0] != self.batch_size
+            or math.prod(_width(f) for f in factors) != self.shape.numel()
         ):
+            sizes = [f.size for f in factors if isinstance(f, OneHot)]
             raise ValueError(
-                f"Factors with rows {[tuple(r) for r in rows]} and widths {widths} do "
-                f"not describe the gradient of a parameter of shape "
-                f"{tuple(self.shape)} for a batch of {self.batch_size}."
+                f"Factors of shapes {shapes}{f', one-hot sizes {sizes}' * bool(sizes)} "
+                "do not describe the gradient of a parameter of shape "
+                f"{tuple(self.shape)} for a batch of {self.batch_size}: each must be "
+                "[B, T, width], or a OneHot with index [B, T], one for each axis."
             )
         if len(factors) == 1 and not isinstance(factors[0], OneHot):
             # One factor alone needs no rows: what is summed can be summed now.
             factors = (_wide(factors[0]).sum(1, keepdim=True),)
+        self._unkeep()
+        self._terms.append(_Term(tuple(factors)))
+
+    def _unkeep(self) -> None:
+        """What was kept is one more materialised use."""
         if self._kept is not None:
             self._terms.append(_Term((self._kept[:, None],)))
             self._kept = None
-        self._terms.append(_Term(tuple(factors)))
 
     def materialise(self) -> torch.Tensor:
         """
@@ -188,6 +195,8 @@ class GradSample:
                 f"{tuple(other.shape)}, batches of {self.batch_size} and "
                 f"{other.batch_size}."
             )
+        self._unkeep()
+        other._unkeep()
         total = torch.zeros(self.batch_size)
         for u in _merge(self._terms):
             for v in _merge(other._terms):
@@ -210,6 +219,8 @@ class GradSample:
         terms = self._terms = _merge(self._terms)
         if self._kept is not None:
             return _square_sum(self._kept)
+        if not any(t.length for t in terms):
+            return torch.zeros(self.batch_size)
         gram, blocks = self._gram_cost(terms), self._block_cost(terms)
         if self._worth_keeping(terms, keep, min(gram, blocks)):
             self._kept = self.materialise().flatten(1)
@@ -237,6 +248,8 @@ class GradSample:
             kept = self._kept
             return (weights.to(kept.dtype) @ kept).view(self.shape)
         dtype = _dtype(*self._terms)
+        if not any(t.dense for t in self._terms):
+            dtype = weights.dtype
         total = torch.zeros(self.shape) if not self._terms else None
         # Dense terms first: one-hot ones then add into the rows they touch.
         for term in sorted(self._terms, key=lambda t: len(t.onehot)):

@@ -19,7 +19,7 @@ _HAND_ON = {
         *("T", "ToCopy", "View", "Transpose", "Permute", "Alias", "Unsqueeze"),
         *("Squeeze", "ReshapeAlias", "Expand", "Clone", "UnsafeView", "Numpy_T"),
     )
-}
+} | {"SqueezeBackward1", "SqueezeBackward2"}
 
 
 # Ops that may move rows from one place to another by what the data say.
@@ -67,6 +67,9 @@ def read(roots: Iterable[torch.Tensor], stop: Iterable[Any] = ()) -> Graph:
     names: List[str] = []
     todo = [r.grad_fn for r in roots if r.grad_fn is not None]
     todo = [node for node in todo if node not in blocked]
+    for node in todo:
+        if _origin(node, origin) is not None:  # nothing but a parameter
+            graph.uses.setdefault(origin[node], []).append(node.name())
     while todo:
         node = todo.pop()
         if node in seen:
@@ -133,7 +136,7 @@ def unclaimed(graph: Graph, claims: Counter, names: Dict[int, str]) -> Optional[
         if name is None or len(ops) == claims[id(param)]:
             continue
         return (
-            f"Parameter {name} of shape {tuple(param.shape)} is used {len(ops)} times "
+            f"Parameter {name} of shape {tuple(param.shape)} has {len(ops)} use(s) "
             f"(by {', '.join(sorted(set(ops)))}), but layers with a known per-sample "
             f"gradient account for {claims[id(param)]}. The others happen in a hand-"
             "written forward, in another module or in the loss, where the gradient of "

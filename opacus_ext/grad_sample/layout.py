@@ -121,9 +121,8 @@ def arrange(
     Returns:
         ``[B, T, *event]``, a view where possible.
     """
-    event = x.shape[row_dims:]
     if layout.dim == -1:
-        return x.reshape(1, -1, *event)
+        return x.reshape(1, -1, *x.shape[row_dims:])
     dim = layout.dim
     if layout.kind == "prefix":
         rest = x.new_zeros(batch_size - len(x), *x.shape[1:])
@@ -131,9 +130,10 @@ def arrange(
     elif layout.kind != "plain":
         k = x.shape[dim] // batch_size
         split = (batch_size, k) if layout.kind == "outer" else (k, batch_size)
-        x = x.unflatten(dim, split)
+        x, row_dims = x.unflatten(dim, split), row_dims + 1
         dim += layout.kind == "inner"
-    return x.movedim(dim, 0).reshape(batch_size, -1, *event)
+    x = x.movedim(dim, 0)
+    return x.flatten(1, row_dims - 1) if row_dims > 1 else x.unsqueeze(1)
 
 
 def code_weights(

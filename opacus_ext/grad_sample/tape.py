@@ -244,6 +244,7 @@ class Tape:
         self._storages: set = set()
         self._inputs: tuple = ()
         self._buffers: list = []
+        self._remembered: Dict[str, bool] = {}
         self._scales: Dict[int, Optional[Rule]] = {}
         self.refuse(module)
         self.handles = list(self._attach())
@@ -385,7 +386,10 @@ class Tape:
                     f"{name}: returns several outputs and saw no sample. Give it an "
                     "input with a batch dimension."
                 )
-            source = Source(raw[0], lambda y: record(y)[0], self.batch_size, name)
+            source = Source(
+                *(raw[0], lambda y: record(y)[0], self.batch_size, name),
+                remembered=self._remembered,
+            )
             leaves[where[0]] = Undecided.of(source, self._anchor)
         else:
             for i, y in zip(where, record(*raw)):
