@@ -92,7 +92,7 @@ class Source:
         self._recorded: Optional[torch.Tensor] = None
 
     def guess(self, shape: Tuple[int, ...]) -> bool:
-        """Whether a value of this shape, met by an op that tells nothing, is batched."""
+        """Whether a value of this shape is batched, where the op tells nothing."""
         if self.batched is not None:
             return self.batched
         leads = bool(shape) and shape[0] > 1 and shape[0] % self.batch_size == 0
@@ -148,18 +148,21 @@ class Undecided(torch.Tensor):
             return _run(func, *tree_map(_plain, (args, kwargs)))
         leaves = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         mine = [x for x in leaves if isinstance(x, Undecided)]
-        if _in_place(name, kwargs) and leaves[0] is mine[0]:
-            # On a copy: the record's output stays what it is.
-            first = mine[0].changed = settled(mine[0]).clone()
-            args, kwargs = tree_map(
-                lambda x: first if x is mine[0] else settled(x), (args, kwargs)
-            )
-            return func(*args, **kwargs)
         x, others = mine[0], [y for y in leaves if not isinstance(y, Undecided)]
         open_ = all(
             y.source is x.source and y.changed is None and y.source.batched is not True
             for y in mine
         )
+        met = any(_brings_batch(y, x) for y in others)
+        if _in_place(name, kwargs) and leaves[0] is x:
+            if open_ and not met:
+                return _note_change(func, x, args, kwargs)
+            # On a copy: the record's output stays what it is.
+            first = x.changed = settled(x).clone()
+            args, kwargs = tree_map(
+                lambda y: first if y is x else settled(y), (args, kwargs)
+            )
+            return func(*args, **kwargs)
         if open_ and name in ("expand", "expand_as", "repeat", "broadcast_to"):
             return _expand(func, name, x, args, kwargs)
         if open_ and (name in _UNARY or name in _TRANSPOSES):
@@ -236,6 +239,25 @@ def _note(func: Callable, x: Undecided, args: tuple, kwargs: dict) -> Undecided:
         return func(*real[0], **real[1])
 
     return _wrap(plain, x.source, op)
+
+
+def _note_change(func: Callable, x: Undecided, args: tuple, kwargs: dict) -> Undecided:
+    """Notes down an op that changes ``x`` in place; its shape stays."""
+    before = x.op
+
+    def op(output: torch.Tensor) -> torch.Tensor:
+        first = before(output).clone()
+        real = tree_map(
+            lambda y: (
+                first if y is x else y.op(output) if isinstance(y, Undecided) else y
+            ),
+            (args, kwargs),
+        )
+        func(*real[0], **real[1])
+        return first
+
+    x.op = op
+    return x
 
 
 def _value(x: Undecided, batched: bool) -> torch.Tensor:

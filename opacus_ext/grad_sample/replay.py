@@ -120,5 +120,6 @@ def _refusal(call: "ReplayCall", why: str) -> RuntimeError:
     return RuntimeError(
         f"{call.name} ({type(call.layer).__name__}) has parameters of its own "
         f"({names}) and no rule, and {why}. Register a rule "
-        "(opacus_ext.register_rule), or move the parameter into a small module that only does what needs it."
+        "(opacus_ext.register_rule), or move the parameter into a small module that "
+        "only does what needs it."
     )
