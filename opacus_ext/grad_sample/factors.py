@@ -123,8 +123,9 @@ class GradSample:
     def __init__(self, shape: torch.Size, batch_size: int):
         self.shape = torch.Size(shape)
         self.batch_size = batch_size
+        self.kept_bytes = 0  # of gradients materialised to be kept
         self._terms: List[_Term] = []
-        self._kept: Optional[torch.Tensor] = None
+        self._kept: Optional[torch.Tensor] = None  # [B, numel], in place of all terms
 
     def add(self, *factors: Factor) -> None:
         """
@@ -164,7 +165,7 @@ class GradSample:
         """What was kept is one more materialised use."""
         if self._kept is not None:
             self._terms.append(_Term((self._kept[:, None],)))
-            self._kept = None
+            self._kept, self.kept_bytes = None, 0
 
     def materialise(self) -> torch.Tensor:
         """
@@ -211,7 +212,7 @@ class GradSample:
 
         Args:
             keep: bytes that may be spent on keeping materialised gradients for a
-                later :meth:`weighted_sum`; see :attr:`kept_bytes`
+                later :meth:`weighted_sum`; ``kept_bytes`` tells how many were
 
         Returns:
             ``[B]``, in float32 or wider.
@@ -221,10 +222,14 @@ class GradSample:
             return _square_sum(self._kept)
         if not any(t.length for t in terms):
             return torch.zeros(self.batch_size)
+        if len(terms) == 1 and len(terms[0].factors) == 1 and terms[0].dense:
+            # Materialised already: a bias, a scale, a gradient from functorch.
+            self._kept, self._terms = terms[0].factors[0].flatten(1), []
+            return _square_sum(self._kept)
         gram, blocks = self._gram_cost(terms), self._block_cost(terms)
         if self._worth_keeping(terms, keep, min(gram, blocks)):
-            self._kept = self.materialise().flatten(1)
-            self._terms = []  # everything is in what is kept
+            self._kept, self._terms = self.materialise().flatten(1), []
+            self.kept_bytes = self._kept.nbytes
             return _square_sum(self._kept)
         if gram <= blocks:
             norm = sum(_own_square(t) for t in terms)
@@ -245,8 +250,7 @@ class GradSample:
             ``[*shape]``
         """
         if self._kept is not None:
-            kept = self._kept
-            return (weights.to(kept.dtype) @ kept).view(self.shape)
+            return (weights.to(self._kept.dtype) @ self._kept).view(self.shape)
         dtype = _dtype(*self._terms)
         if not any(t.dense for t in self._terms):
             dtype = weights.dtype
@@ -258,12 +262,7 @@ class GradSample:
 
     def clear(self) -> None:
         """Forgets the uses; what was computed from them stays valid."""
-        self._terms, self._kept = [], None
-
-    @property
-    def kept_bytes(self) -> int:
-        """Bytes of per-sample gradients kept by :meth:`squared_norm`."""
-        return 0 if self._kept is None else self._kept.nbytes
+        self._terms, self._kept, self.kept_bytes = [], None, 0
 
     # -- which way ---------------------------------------------------------------
     # Costs are multiply-adds a sample. The constants weigh in memory traffic: about 4
