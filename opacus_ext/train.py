@@ -44,7 +44,7 @@ from opacus_ext.models import DPFormer
 # What may differ between a run and its resumption: none of it changes a step.
 FREE = (
     *("data", "checkpoint", "resume", "stop_after_epochs", "time_limit", "json"),
-    "no_progress",
+    *("no_progress", "threads"),
 )
 
 # For arguments that are not given: on synthetic data, and on --data.
@@ -157,6 +157,7 @@ def train(args: argparse.Namespace) -> Dict[str, Any]:
             "would allow publishing somebody's data outright."
         )
 
+    torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed)
     shape = (args.max_len, args.width, args.depth, args.heads, args.dropout)
     net = DPFormer(data.num_items, *shape).to(args.device)
@@ -391,6 +392,9 @@ def parse_args(argv: Optional[List[str]] = None) -> argparse.Namespace:
     add("--max-grad-norm", 1.0, positive, "norm of a user's clipped gradient")
     add("--seed", 0, int, "of weights, batches, dropout and noise")
     add("--device", "cpu", str, "such as cuda")
+    # The default model is so small that a second thread gains little, and where another
+    # program is running its threads wait for each other most of the time.
+    add("--threads", 1, count, "CPU threads")
     add("--checkpoint", None, str, "file to save to after each epoch")
     parser.add_argument("--resume", action="store_true", help="go on from --checkpoint")
     add("--stop-after-epochs", None, count, "stop early, to be resumed")
