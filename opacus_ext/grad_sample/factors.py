@@ -17,7 +17,7 @@ from typing import List, NamedTuple, Optional, Sequence, Tuple, Union
 
 import torch
 
-_WORKSPACE = 128 * 2**20
+_WORKSPACE = 64 * 2**20
 
 
 def workspace(num_bytes: Optional[int] = None) -> int:
@@ -204,13 +204,17 @@ class GradSample:
                 total = total.to(_rows(u.factors[0]).device) + _inner(u, v)
         return total
 
-    def squared_norm(self, keep: int = 0) -> torch.Tensor:
+    def squared_norm(
+        self, keep: int = 0, reuse: Optional[torch.Tensor] = None
+    ) -> torch.Tensor:
         """
         Squared norms, by the cheapest of three ways under :func:`workspace`: products
         of Gram matrices, sums over segments of equal index, or per-sample gradients
         materialised block by block. Never negative.
 
         Args:
+            reuse: what an earlier step's ``kept`` was, to be written again: fetching
+                memory from the system costs more than the product that fills it
             keep: bytes that may be spent on keeping materialised gradients for a
                 later :meth:`weighted_sum`; ``kept_bytes`` tells how many were
 
@@ -228,7 +232,7 @@ class GradSample:
             return _square_sum(self._kept)
         gram, blocks = self._gram_cost(terms), self._block_cost(terms)
         if self._worth_keeping(terms, keep, min(gram, blocks)):
-            self._kept, self._terms = self.materialise().flatten(1), []
+            self._kept, self._terms = self._materialise_into(reuse), []
             self.kept_bytes = self._kept.nbytes
             return _square_sum(self._kept)
         if gram <= blocks:
@@ -260,15 +264,19 @@ class GradSample:
             total = _add_outer(total, _as_one_sample(term, weights, dtype), dtype)
         return total.view(self.shape)
 
+    @property
+    def kept(self) -> Optional[torch.Tensor]:
+        """The gradients ``[B, numel]`` that ``kept_bytes`` counts."""
+        return self._kept if self.kept_bytes else None
+
     def clear(self) -> None:
         """Forgets the uses; what was computed from them stays valid."""
         self._terms, self._kept, self.kept_bytes = [], None, 0
 
     # -- which way ---------------------------------------------------------------
     # Costs are multiply-adds a sample. The constants weigh in memory traffic: about 4
-    # for an entry in cache, 100 for one in memory that is fetched from the system,
-    # written and read twice. They were set by timing on CPU; only speed depends on
-    # them.
+    # for an entry in cache; 60 for one that is written, read twice and takes memory.
+    # They were set by timing on CPU; only speed depends on them.
 
     def _gram_cost(self, terms: Sequence[_Term]) -> float:
         if len({t.widths for t in terms}) > 1:
@@ -303,7 +311,22 @@ class GradSample:
             return False  # nothing to gain, or a shared parameter
         numel = self.shape.numel()
         size = max(4, terms[0].dense[0].element_size())
-        return self.batch_size * numel * size <= keep and 100 * numel <= cost
+        return self.batch_size * numel * size <= keep and 60 * numel <= cost
+
+    def _materialise_into(self, reuse: Optional[torch.Tensor]) -> torch.Tensor:
+        term, dtype = self._terms[0], _dtype(*self._terms)
+        numel = self.batch_size * self.shape.numel()
+        if (
+            len(self._terms) > 1
+            or term.onehot
+            or reuse is None
+            or reuse.numel() < numel
+            or (reuse.dtype, reuse.device) != (dtype, term.dense[0].device)
+        ):
+            return self.materialise().flatten(1)
+        right = _row_products(_Term(tuple(term.dense[1:])), dtype)
+        out = reuse.flatten()[:numel].view(self.batch_size, -1, right.shape[2])
+        return torch.bmm(term.dense[0].to(dtype).mT, right, out=out).flatten(1)
 
     def _blockwise_square(self, terms: Sequence[_Term]) -> torch.Tensor:
         widths = max((t.widths for t in terms), key=len)

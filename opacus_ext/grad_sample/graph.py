@@ -27,6 +27,10 @@ _MOVES = ("Index", "Gather", "Scatter", "Sort", "Topk", "Flip", "Roll", "Take")
 _MOVES += ("Masked", "Unique", "Kthvalue")
 
 
+# Along which dims an op works is part of the structure.
+_SETTINGS = ("dim", "dims", "dim0", "dim1", "keepdim")
+
+
 class Graph:
     """
     The part of autograd's graph between some tensors and the parameters.
@@ -65,6 +69,7 @@ def read(roots: Iterable[torch.Tensor], stop: Iterable[Any] = ()) -> Graph:
     seen: Set[Any] = set()
     origin: Dict[Any, Optional[torch.Tensor]] = {}
     names: List[str] = []
+    settings: List[Any] = []
     todo = [r.grad_fn for r in roots if r.grad_fn is not None]
     todo = [node for node in todo if node not in blocked]
     for node in todo:
@@ -76,6 +81,7 @@ def read(roots: Iterable[torch.Tensor], stop: Iterable[Any] = ()) -> Graph:
             continue
         seen.add(node)
         names.append(node.name())
+        settings += [getattr(node, f"_saved_{name}", None) for name in _SETTINGS]
         record = getattr(node, "record", None)
         if record is not None:
             graph.records.append(record)
@@ -96,7 +102,7 @@ def read(roots: Iterable[torch.Tensor], stop: Iterable[Any] = ()) -> Graph:
                 todo.append(child)
             elif not handed_on:
                 graph.uses.setdefault(param, []).append(names[-1])
-    graph.structure = hash(tuple(names))
+    graph.structure = hash((tuple(names), tuple(settings)))
     return graph
 
 
@@ -139,8 +145,9 @@ def unclaimed(graph: Graph, claims: Counter, names: Dict[int, str]) -> Optional[
             f"Parameter {name} of shape {tuple(param.shape)} has {len(ops)} use(s) "
             f"(by {', '.join(sorted(set(ops)))}), but layers with a known per-sample "
             f"gradient account for {claims[id(param)]}. The others happen in a hand-"
-            "written forward, in another module or in the loss, where the gradient of "
-            "each sample can't be seen. Let the module that owns the parameter compute "
+            "written forward, in another module, in a layer called outside the model's "
+            "forward or in the loss, where the gradient of each sample can't be seen. "
+            "Let the module that owns the parameter compute "
             "it in its forward, or register a rule (opacus_ext.register_rule)."
         )
     return None

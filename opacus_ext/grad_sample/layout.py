@@ -189,7 +189,7 @@ class Evidence:
         if not self.seen and len(found) != 1:
             return None, False  # no gradient reached it, and the shape can't tell
         if fits:
-            return fits[0], len(found) == 1 or len(fits) == 1
+            return fits[0], len(fits) == 1
         raise ValueError(
             f"{self.name}: its output of shape {tuple(self.shape)} holds rows that "
             f"can't be assigned to the {batch_size} samples of the batch. Either the "

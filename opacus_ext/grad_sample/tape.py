@@ -10,6 +10,7 @@ gradient runs every record and computes no weight gradient.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 from collections import Counter
 from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
@@ -18,6 +19,8 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 from torch.nn.utils.rnn import PackedSequence
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 from torch.utils._pytree import (
     tree_flatten,
     tree_leaves,
@@ -231,21 +234,23 @@ class Tape:
         self.batch_dim = 0 if batch_first else 1
         self.enabled = True
         self.collector: Optional[Collector] = None
-        self.on_forward: Callable[[Any], None] = lambda output: None
+        self.on_forward: Optional[Callable[[Any], None]] = None
         self.batch_size: Optional[int] = None
         self.sizes: Counter = Counter()  # of the inputs' batch dims
         self.packed = False  # whether the model's input is a packed sequence
         self.expanded = False  # whether a layer that saw no sample was expanded
-        self.names = {id(p): n for n, p in module.named_parameters()}
+        self.names = {p: n for n, p in module.named_parameters()}
         self._anchor = torch.zeros((), requires_grad=True)
         self._layouts: Dict[tuple, Dict[Key, Layout]] = {}
+        self._steps: Counter = Counter()  # by signature
+        self._depth = 0  # of calls of the model inside each other
         self._current: Dict[Key, Layout] = {}
         self._late: Counter = Counter()
         self._storages: set = set()
         self._inputs: tuple = ()
         self._buffers: list = []
         self._remembered: Dict[str, bool] = {}
-        self._scales: Dict[int, Optional[Rule]] = {}
+        self._scales: Dict[nn.Module, Optional[Rule]] = {}
         self.refuse(module)
         self.handles = list(self._attach())
 
@@ -266,6 +271,15 @@ class Tape:
                     "parametrize). Their per-sample gradients aren't known: remove the "
                     "parametrization (remove_parametrizations) before make_private."
                 )
+            if trainable and any(
+                isinstance(hook, (WeightNorm, SpectralNorm))
+                for hook in layer._forward_pre_hooks.values()
+            ):
+                raise ValueError(
+                    f"{what} computes its weight from others (weight_norm or "
+                    "spectral_norm). Call remove_weight_norm or remove_spectral_norm "
+                    "before make_private."
+                )
             rule = find_rule(layer) if own_parameters(layer) else None
             reason = rule.refuse(layer) if rule is not None else None
             if reason is not None:
@@ -280,12 +294,13 @@ class Tape:
                 layer.ft_compute_sample_grad = replay.uses
             if layer._parameters:
                 # First, so that a user's own hook on the layer counts as what follows.
-                yield layer.register_forward_hook(
-                    self._hook(name), with_kwargs=True, prepend=True
-                )
+                hook = functools.partial(self._on_call, name or "the model")
+                yield layer.register_forward_hook(hook, with_kwargs=True, prepend=True)
         yield root.register_forward_hook(self._end)
+        yield root.register_forward_hook(self._leave, always_call=True)
 
     def _begin(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        self._depth += 1
         if not self.enabled or not torch.is_grad_enabled():
             return
         tensors, dim = tensors_in((args, kwargs)), self.batch_dim
@@ -306,8 +321,7 @@ class Tape:
         self._buffers = [
             (name, layer, key, buffer, buffer._version)
             for name, layer in self.module.named_modules()
-            if own_parameters(layer)
-            for key, buffer in layer.named_buffers()
+            for key, buffer in layer.named_buffers(recurse=False)
         ]
 
     def _end(self, module: nn.Module, args: tuple, output: Any) -> Any:
@@ -318,24 +332,29 @@ class Tape:
                 raise RuntimeError(
                     f"{name} ({type(layer).__name__}): its forward changes its buffer "
                     f"{key}, which would carry data from the batch without noise. "
-                    "Replace the layer by one that keeps no running state."
+                    "Replace the layer by one that keeps no running state, or put it "
+                    "in evaluation mode if that leaves the buffer alone."
                 )
         leaves, spec = tree_flatten(output)
         if any(isinstance(x, Undecided) for x in leaves):
             output = tree_unflatten([settled(x) for x in leaves], spec)
-        if torch._C._current_graph_task_id() == -1:  # not a recomputation
+        if self.on_forward is not None and not _in_backward():
             self.on_forward(output)
         return output
 
-    def _hook(self, name: str) -> Callable:
-        def hook(layer: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
-            if not self.enabled or not torch.is_grad_enabled():
-                return output
-            if self.batch_size == 0 or not own_parameters(layer):
-                return output
-            return self._record(name or "the model", layer, (args, kwargs), output)
+    def _leave(self, module: nn.Module, args: tuple, output: Any) -> None:
+        self._depth = max(self._depth - 1, 0)
 
-        return hook
+    def _on_call(
+        self, name: str, layer: nn.Module, args: tuple, kwargs: dict, output: Any
+    ) -> Any:
+        if not self.enabled or not torch.is_grad_enabled():
+            return output
+        if not self._depth and not _in_backward():
+            return output  # a layer called by itself: if that counts, it is refused
+        if self.batch_size == 0 or not own_parameters(layer):
+            return output
+        return self._record(name, layer, (args, kwargs), output)
 
     def _record(self, name: str, layer: nn.Module, inputs: Any, output: Any) -> Any:
         leaves, spec = tree_flatten(output)
@@ -399,10 +418,10 @@ class Tape:
     def _rule(self, layer: nn.Module, inputs: List[Any]) -> Optional[Rule]:
         rule = find_rule(layer)
         if rule is None and len(inputs) == 1 and isinstance(inputs[0], torch.Tensor):
-            if id(layer) not in self._scales:
+            if layer not in self._scales:
                 with self.paused():
-                    self._scales[id(layer)] = scale_rule(layer, inputs[0])
-            rule = self._scales[id(layer)]
+                    self._scales[layer] = scale_rule(layer, inputs[0])
+            rule = self._scales[layer]
         return rule
 
     def _uses(
@@ -457,7 +476,8 @@ class Tape:
         claims: Counter = Counter()
         for call in found.records:
             claims.update(call.claims)
-        problem = graph.unclaimed(found, claims, self.names)
+        names = {id(p): n for p, n in self.names.items()}
+        problem = graph.unclaimed(found, claims, names)
         if problem is not None:
             raise RuntimeError(problem)
         if found.undecided:
@@ -476,7 +496,11 @@ class Tape:
             keys += [("", "", relation(s, batch_size)) for s in self._inputs]
         self._signature = (found.structure, tuple(keys))
         if batch_size > 1:
-            if self._signature in self._layouts and not found.moves:
+            # What a step did not show (gradients of zero) a later one may: look again
+            # at growing intervals.
+            count = self._steps[self._signature] = self._steps[self._signature] + 1
+            again = found.moves or count & (count - 1) == 0
+            if self._signature in self._layouts and not again:
                 self._current = self._layouts[self._signature]
             else:
                 self.probe(roots, batch_size, found)
@@ -585,7 +609,7 @@ class Tape:
             torch.autograd.grad(
                 roots, self._anchor, grads, retain_graph, allow_unused=True
             )
-            moved = [self.names[id(p)] for p in params if p.grad is not None]
+            moved = [self.names[p] for p in params if p.grad is not None]
             if moved:
                 raise RuntimeError(
                     f"A custom autograd function computes the gradient of {moved[0]} "
@@ -629,6 +653,11 @@ def _named_inputs(
     bound = inspect.signature(type(layer).forward).bind(layer, *args, **kwargs)
     named = bound.arguments.items()
     return {n: x for n, x in named if isinstance(x, torch.Tensor)}
+
+
+def _in_backward() -> bool:
+    """Whether autograd is at work, so that a forward is a recomputation."""
+    return torch._C._current_graph_task_id() != -1
 
 
 class _Paused:

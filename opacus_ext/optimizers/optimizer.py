@@ -87,7 +87,8 @@ class _ClippingOptimizer:
                 generator=self.generator,
                 secure_mode=self.secure_mode,
             )
-            p.grad = noise.add_(p.summed_grad).view_as(p)
+            # In place: gradients and one noise tensor, as much as without privacy.
+            p.grad = p.summed_grad.add_(noise).view_as(p)
             _mark_as_processed(p.summed_grad)
 
 
