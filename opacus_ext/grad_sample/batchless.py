@@ -15,10 +15,11 @@ run on the real thing. A wrong guess is found by the check in layout.py.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Callable, Dict, List, Optional, Tuple
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 # Asked of the value itself; nothing flows from the answer to the loss.
 _QUERIES = {
@@ -174,6 +175,11 @@ class Undecided(torch.Tensor):
         ):
             if name[:3] != "__i" or leaves[0] is x:
                 return _note(_OUT_OF_PLACE.get(name, func), x, args, kwargs)
+        if open_ and name not in _BROADCAST and not x.source.guess(_shape(x)):
+            if name in _PRODUCTS and any(_is_batch([y], y.dim(), x) for y in others):
+                return _product(func, args, kwargs, x.source.batch_size)
+            if not any(_depends(y, x) for y in others) and not _random(name):
+                return _note(func, x, args, kwargs)
         rank = None
         if name in _BROADCAST:
             rank = max(len(_shape(y)) for y in leaves)
@@ -183,6 +189,8 @@ class Undecided(torch.Tensor):
         return func(*args, **kwargs)
 
 
+# Met by these with a batch, every sample is multiplied by its own copy.
+_PRODUCTS = {"matmul", "__matmul__", "__rmatmul__", "linear", "bmm", "mm"}
 _OUT_OF_PLACE = {
     "__iadd__": torch.add,
     "__isub__": torch.sub,
@@ -229,16 +237,45 @@ def _shape(x: torch.Tensor) -> Tuple[int, ...]:
 def _note(func: Callable, x: Undecided, args: tuple, kwargs: dict) -> Undecided:
     """Runs an op for its shape and notes it down for the real value."""
     plain = _run(func, args, kwargs)
-    if not isinstance(plain, torch.Tensor):
-        raise RuntimeError(f"{x.source.name}: {func} on its output is not supported.")
 
-    def op(output: torch.Tensor) -> torch.Tensor:
+    def op(output: torch.Tensor) -> Any:
         real = tree_map(
             lambda y: y.op(output) if isinstance(y, Undecided) else y, (args, kwargs)
         )
         return func(*real[0], **real[1])
 
-    return _wrap(plain, x.source, op)
+    if isinstance(plain, torch.Tensor):
+        return _wrap(plain, x.source, op)
+    leaves, spec = tree_flatten(plain)  # several outputs, such as those of chunk
+    for i, leaf in enumerate(leaves):
+        if isinstance(leaf, torch.Tensor):
+            part = functools.partial(lambda i, output: tree_leaves(op(output))[i], i)
+            leaves[i] = _wrap(leaf, x.source, part)
+    return tree_unflatten(leaves, spec)
+
+
+def _product(func: Callable, args: tuple, kwargs: dict, batch_size: int) -> Any:
+    """A product with a batch: one sample's rows with one copy, under vmap."""
+    leaves, spec = tree_flatten((args, kwargs))
+    dims: List[Optional[int]] = []
+    for i, y in enumerate(leaves):
+        mine = isinstance(y, Undecided)
+        if mine:
+            leaves[i] = _value(y, False)
+        tensor = isinstance(y, torch.Tensor)
+        batch = tensor and y.requires_grad and y.shape[:1] == (batch_size,)
+        dims.append(0 if mine or batch else None)
+    where = [i for i, y in enumerate(leaves) if isinstance(y, torch.Tensor)]
+
+    def one(*tensors: torch.Tensor) -> torch.Tensor:
+        mixed = list(leaves)
+        for i, y in zip(where, tensors):
+            mixed[i] = y
+        real = tree_unflatten(mixed, spec)
+        return func(*real[0], **real[1])
+
+    in_dims = tuple(dims[i] for i in where)
+    return torch.func.vmap(one, in_dims)(*(leaves[i] for i in where))
 
 
 def _note_change(func: Callable, x: Undecided, args: tuple, kwargs: dict) -> Undecided:
@@ -281,7 +318,7 @@ def _settle(x: Any, rank: Optional[int], others: List[torch.Tensor]) -> Any:
     shape, source = _shape(x), x.source
     if rank is not None and len(shape) < rank:
         batched = False
-    elif rank is not None and shape[0] != 1 and _is_batch(others, rank, shape[0]):
+    elif rank is not None and shape[0] != 1 and _is_batch(others, rank, x):
         batched = True
     else:
         batched = source.guess(shape)
@@ -304,15 +341,25 @@ def _align(
     return value
 
 
-def _is_batch(others: List[torch.Tensor], rank: int, size: int) -> bool:
-    """Whether an operand that the model computed leads with the same size."""
+def _is_batch(others: List[torch.Tensor], rank: int, x: Undecided) -> bool:
+    """Whether one of ``others``, computed by the model, leads as a batch would."""
+    sizes = (_shape(x)[:1], (x.source.batch_size,))
     return any(
         y.requires_grad
         and not isinstance(y, torch.nn.Parameter)
         and y.dim() == rank
-        and y.shape[0] == size
+        and y.shape[:1] in sizes
         for y in others
     )
+
+
+def _depends(y: torch.Tensor, x: Undecided) -> bool:
+    """Whether an operand may differ from sample to sample, or is trained."""
+    return y.requires_grad or y.shape[:1] == (x.source.batch_size,)
+
+
+def _random(name: str) -> bool:
+    return any(part in name for part in ("dropout", "rand", "bernoulli", "normal_"))
 
 
 def _brings_batch(y: torch.Tensor, x: Undecided) -> bool:

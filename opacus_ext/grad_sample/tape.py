@@ -31,6 +31,7 @@ from torch.utils._pytree import (
 from opacus_ext.grad_sample import graph, replay
 from opacus_ext.grad_sample.batchless import Source, Undecided, settled
 from opacus_ext.grad_sample.factors import Factor
+from opacus_ext.grad_sample.independence import RandomState, dependent_sample
 from opacus_ext.grad_sample.layout import (
     Evidence,
     Key,
@@ -243,6 +244,8 @@ class Tape:
         self._anchor = torch.zeros((), requires_grad=True)
         self._layouts: Dict[tuple, Dict[Key, Layout]] = {}
         self._steps: Counter = Counter()  # by signature
+        self._forwards = 0
+        self._state: Optional[RandomState] = None
         self._depth = 0  # of calls of the model inside each other
         self._current: Dict[Key, Layout] = {}
         self._late: Counter = Counter()
@@ -296,13 +299,14 @@ class Tape:
                 # First, so that a user's own hook on the layer counts as what follows.
                 hook = functools.partial(self._on_call, name or "the model")
                 yield layer.register_forward_hook(hook, with_kwargs=True, prepend=True)
-        yield root.register_forward_hook(self._end)
+        yield root.register_forward_hook(self._end, with_kwargs=True)
         yield root.register_forward_hook(self._leave, always_call=True)
 
     def _begin(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         self._depth += 1
         if not self.enabled or not torch.is_grad_enabled():
             return
+        self._state = None
         tensors, dim = tensors_in((args, kwargs)), self.batch_dim
         self.sizes = Counter(x.shape[dim] for x in tensors if x.dim() > dim)
         packed = packed_in((args, kwargs))
@@ -318,13 +322,18 @@ class Tape:
         }
         self._inputs = tuple(x.shape for x in tensors)
         self.expanded = False
+        if self.batch_size and self.batch_size > 1 and not _in_backward():
+            self._forwards += 1
+            if self._forwards & (self._forwards - 1) == 0:  # at growing intervals
+                device = next((x.device for x in tensors if x.is_cuda), None)
+                self._state = RandomState(device or torch.device("cpu"))
         self._buffers = [
             (name, layer, key, buffer, buffer._version)
             for name, layer in self.module.named_modules()
             for key, buffer in layer.named_buffers(recurse=False)
         ]
 
-    def _end(self, module: nn.Module, args: tuple, output: Any) -> Any:
+    def _end(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
         if not self.enabled or not torch.is_grad_enabled():
             return output
         for name, layer, key, buffer, version in self._buffers:
@@ -338,9 +347,30 @@ class Tape:
         leaves, spec = tree_flatten(output)
         if any(isinstance(x, Undecided) for x in leaves):
             output = tree_unflatten([settled(x) for x in leaves], spec)
-        if self.on_forward is not None and not _in_backward():
+        if _in_backward():
+            return output
+        self._check_independence((args, kwargs), output)
+        if self.on_forward is not None:
             self.on_forward(output)
         return output
+
+    def _check_independence(self, inputs: Tuple[tuple, dict], output: Any) -> None:
+        state, self._state = self._state, None
+        if state is None or self.packed:
+            return
+        with self.paused():
+            sample = dependent_sample(
+                *(self.module, inputs, tensors_in(output), self.batch_size),
+                *(self.batch_dim, state, tensors_in),
+            )
+        if sample is not None:
+            raise RuntimeError(
+                f"The output for sample {sample} changes with another sample of the "
+                "batch (BatchNorm, a statistic over the batch, an expert's capacity "
+                "shared by the batch?). Clipping each sample bounds nothing then. "
+                "opacus_ext.check_per_sample_gradients(model, batch, loss_fn) tells "
+                "more; make the model compute each sample by itself."
+            )
 
     def _leave(self, module: nn.Module, args: tuple, output: Any) -> None:
         self._depth = max(self._depth - 1, 0)

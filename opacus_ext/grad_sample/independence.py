@@ -1,0 +1,106 @@
+"""Whether a model computes each sample by itself.
+
+Gradients show a dependence between samples only where they flow. A batch mean that is
+detached, a normalisation of the raw input or a gate that is still zero leave them
+clean, and yet no clipping bounds what one sample adds. So the forward pass is run once
+more, with one sample replaced by another: the outputs of all others must stay.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any, Callable, List, Optional, Tuple
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+
+class RandomState:
+    """The random state of the CPU and of one device, to be gone back to."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.cpu = torch.get_rng_state()
+        self.cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+    def restore(self) -> None:
+        """Goes back to the state at construction."""
+        torch.set_rng_state(self.cpu)
+        if self.cuda is not None:
+            torch.cuda.set_rng_state(self.cuda, self.device)
+
+
+def replace_last(inputs: Any, batch_size: int, dim: int) -> Optional[Any]:
+    """
+    ``inputs`` with the last sample of the first batched tensor replaced by the first
+    sample; None if there is none, or that changes nothing.
+    """
+    leaves, spec = tree_flatten(inputs)
+    for i, x in enumerate(leaves):
+        if isinstance(x, torch.Tensor) and x.dim() > dim:
+            if x.shape[dim] != batch_size:
+                continue
+            first, last = x.select(dim, 0), x.select(dim, batch_size - 1)
+            if torch.equal(first, last):
+                return None
+            leaves[i] = x.detach().clone()
+            leaves[i].select(dim, batch_size - 1).copy_(first)
+            return tree_unflatten(leaves, spec)
+    return None
+
+
+@torch.no_grad()
+def dependent_sample(
+    module: nn.Module,
+    inputs: Tuple[tuple, dict],
+    outputs: List[torch.Tensor],
+    batch_size: int,
+    dim: int,
+    state: RandomState,
+    tensors_in: Callable[[Any], List[torch.Tensor]],
+) -> Optional[int]:
+    """
+    Runs the model once more with its last sample replaced.
+
+    Args:
+        inputs: ``(args, kwargs)`` of the model's call
+        outputs: the tensors it returned
+        batch_size: ``B``, at least 2
+        dim: the batch dim of inputs and outputs
+        state: the random state before that call
+        tensors_in: finds the tensors in what the model returns
+
+    Returns:
+        The first of the other samples whose output changed, or None.
+    """
+    changed = replace_last(inputs, batch_size, dim)
+    if changed is None:
+        return None
+    after = RandomState(state.device)
+    # What the forward keeps count of must not notice either.
+    kept = [(m, dict(vars(m)), dict(m._buffers)) for m in module.modules()]
+    state.restore()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            again = tensors_in(module(*changed[0], **changed[1]))
+    finally:
+        after.restore()
+        for m, attributes, buffers in kept:
+            vars(m).clear()
+            vars(m).update(attributes)
+            m._buffers.clear()
+            m._buffers.update(buffers)
+    for old, new in zip(outputs, again):
+        if old.shape != new.shape or old.dim() <= dim or old.shape[dim] != batch_size:
+            continue
+        if not old.is_floating_point():
+            continue
+        old, new = (x.movedim(dim, 0)[:-1].flatten(1).double() for x in (old, new))
+        eps = torch.finfo(outputs[0].dtype).eps if outputs else 0.0
+        allowed = max(1e3 * eps, 1e-9) * old.abs().amax().clamp(min=1e-30)
+        wrong = ((old - new).abs() > allowed).any(dim=1) if old.numel() else old
+        if bool(wrong.any()):
+            return int(wrong.nonzero()[0])
+    return None
