@@ -381,7 +381,8 @@ class _Ghost(_Recording):
         def run() -> _Gather:
             gather = _Gather(tape, batch_size, found, complete)
             ones = torch.ones_like(losses)
-            autograd = tape.backward([losses], [ones], gather, found, not self.one_pass)
+            again = found.reentrant or not self.one_pass
+            autograd = tape.backward([losses], [ones], gather, found, again)
             with torch.no_grad():
                 gather.finish()
                 if autograd:
