@@ -7,7 +7,7 @@ Importing this package beside ``opacus.PrivacyEngine`` extends the modes "hooks"
 
 from opacus_ext.checks import check_per_sample_gradients
 from opacus_ext.grad_sample.factors import GradSample, OneHot, workspace
-from opacus_ext.grad_sample.rules import register_rule
+from opacus_ext.grad_sample.rules import register_forward, register_rule
 from opacus_ext.optimizers.clipping import Clipping, automatic, register_clipping
 from opacus_ext.registry import register, unregister
 
@@ -21,6 +21,7 @@ __all__ = [
     "check_per_sample_gradients",
     "register",
     "register_clipping",
+    "register_forward",
     "register_rule",
     "unregister",
     "workspace",

@@ -19,13 +19,21 @@ import torch
 from opacus import PrivacyEngine
 from opacus.grad_sample import GradSampleHooks, GradSampleHooksFastGradientClipping
 from opacus.grad_sample.gsm_base import OPACUS_PARAM_MONKEYPATCH_ATTRS
+from opacus.validators import ModuleValidator
 from torch import nn
 
 from opacus_ext.grad_sample import modes
 from opacus_ext.grad_sample.factors import GradSample
 from opacus_ext.grad_sample.layout import Layout, arrange
 from opacus_ext.grad_sample.loss import ClippedCriterion
-from opacus_ext.grad_sample.rules import FALLBACKS, RULES, Factors, Rule
+from opacus_ext.grad_sample.rules import (
+    FALLBACKS,
+    RULES,
+    STAND_INS,
+    Factors,
+    Rule,
+    find_forward,
+)
 from opacus_ext.grad_sample.tape import Tape
 from opacus_ext.optimizers.clipping import CLIPPINGS, find_clipping
 from opacus_ext.optimizers.optimizer import (
@@ -79,6 +87,8 @@ def register() -> None:
         _prepare_criterion(PrivacyEngine._prepare_criterion),
     )
     _replace(PrivacyEngine, "make_private", _make_private(PrivacyEngine.make_private))
+    for name, table in (("validate", "VALIDATORS"), ("fix", "FIXERS")):
+        _replace(ModuleValidator, name, _without_stand_ins(name, table))
     FALLBACKS.append(_sampler_rule)
     _undo.append(lambda: FALLBACKS.remove(_sampler_rule))
     for layer, rule in RULES.items():
@@ -95,7 +105,7 @@ def unregister() -> None:
 def _replace(place: Any, name: str, new: Any) -> None:
     if not hasattr(place, name):
         return
-    old = getattr(place, name)
+    old = vars(place).get(name, getattr(place, name))  # a classmethod stays one
     setattr(place, name, new)
     _undo.append(lambda: setattr(place, name, old))
 
@@ -179,6 +189,8 @@ def _make_private(make_private: Callable) -> Callable:
         # that Opacus made for it.
         _stock = not hasattr(type(self)._prepare_criterion, "_opacus_ext")
         try:
+            if _stock or kwargs.get("grad_sample_mode", "hooks") not in MODES:
+                _refuse_stand_ins(module, kwargs.get("grad_sample_mode", "hooks"))
             if _stock:
                 return make_private(self, module=module, **kwargs)
             fresh = not hasattr(module, "autograd_grad_sample_hooks")
@@ -232,6 +244,46 @@ def _clean(module: nn.Module) -> None:
                 delattr(p, name)
 
 
+# -- validators --------------------------------------------------------------------
+
+
+def _without_stand_ins(name: str, table: str) -> classmethod:
+    """
+    Opacus refuses or replaces layers such as ``nn.LSTM``, which are trained as they
+    are here. Its tables stay, for its own modes and for who looks into them.
+    """
+    whole = vars(ModuleValidator)[name].__func__
+
+    @functools.wraps(whole)
+    def part(cls: type, module: nn.Module, **kwargs: Any) -> Any:
+        entries = getattr(ModuleValidator, table)
+        hidden = {layer: entries[layer] for layer in STAND_INS if layer in entries}
+        order = dict(entries)
+        try:
+            for layer in hidden:
+                del entries[layer]
+            return whole(cls, module, **kwargs)
+        finally:
+            new = {k: v for k, v in entries.items() if k not in order}
+            entries.clear()
+            entries.update({**order, **new})
+
+    return classmethod(part)
+
+
+def _refuse_stand_ins(module: nn.Module, mode: str) -> None:
+    for name, layer in module.named_modules():
+        known = type(layer) in ModuleValidator.VALIDATORS and find_forward(layer)
+        if known and any(p.requires_grad for p in layer.parameters()):
+            raise ValueError(
+                f"{name or 'the model'} ({type(layer).__name__}) is trained as it is "
+                f"in the modes {', '.join(MODES)} of PrivacyEngine; got "
+                f"grad_sample_mode={mode!r} of {'another' if _stock else 'this'} "
+                "engine. Choose one of them, or replace the layer by that of "
+                f"opacus.layers, DP{type(layer).__name__}."
+            )
+
+
 # -- samplers ----------------------------------------------------------------------
 
 
@@ -268,12 +320,11 @@ def _derive_samplers(layer: type, rule: Rule) -> None:
         (GradSampleHooks.GRAD_SAMPLERS, grad_sampler),
         (GradSampleHooksFastGradientClipping.NORM_SAMPLERS, norm_sampler),
     ):
-        missing = object()
-        old = table.get(layer, missing)
+        old = table.get(layer)
         table[layer] = sampler
         _undo.append(
             lambda t=table, o=old: (
-                t.pop(layer, None) if o is missing else t.__setitem__(layer, o)
+                t.pop(layer, None) if o is None else t.__setitem__(layer, o)
             )
         )
 

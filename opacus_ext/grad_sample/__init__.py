@@ -2,8 +2,14 @@
 
 # Importing a layer family registers its rules.
 from opacus_ext.grad_sample import (  # noqa: F401
+    attention,
+    bilinear,
+    conv,
     embedding,
+    group_norm,
     layer_norm,
     linear,
+    prelu,
+    recurrent,
     rms_norm,
 )

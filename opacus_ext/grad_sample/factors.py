@@ -13,11 +13,21 @@ embedding (DPFormer, claim 4.1, whose printed square on the first term is a misp
 from __future__ import annotations
 
 import math
-from typing import List, NamedTuple, Optional, Sequence, Tuple, Union
+from typing import (
+    Callable,
+    Iterator,
+    List,
+    NamedTuple,
+    Optional,
+    Sequence,
+    Tuple,
+    Union,
+)
 
 import torch
 
 _WORKSPACE = 64 * 2**20
+_CACHE = 2**22  # bytes worked on at a time by a CPU
 
 
 def workspace(num_bytes: Optional[int] = None) -> int:
@@ -60,11 +70,93 @@ class OneHot(NamedTuple):
     size: int
 
 
-Factor = Union[torch.Tensor, OneHot]
+class Blocks(NamedTuple):
+    """
+    One-hot rows ``[B, T, size]`` whose index is ``t // (T / size)``: the other factors
+    hold ``size`` blocks of rows, one after the other, as a grouped convolution does.
+    It comes first among the factors, and what follows is dense.
+    """
+
+    size: int
+
+
+class Lazy:
+    """
+    Dense rows that are computed when they are needed, for some samples at a time,
+    because they take more memory than what they are computed from.
+
+    Args:
+        make: computes rows ``[b, length, width]`` from ``b`` entries of ``source``
+        source: ``[B, ...]``
+        length: number of rows a sample
+        width: size of a row
+    """
+
+    def __init__(
+        self,
+        make: Callable[[torch.Tensor], torch.Tensor],
+        source: torch.Tensor,
+        length: int,
+        width: int,
+    ):
+        self._make, self._source = make, source
+        self.shape = torch.Size((len(source), length, width))
+        self.dtype, self.device = source.dtype, source.device
+
+    def rows(self, start: int = 0, stop: Optional[int] = None) -> torch.Tensor:
+        """The rows of the samples from ``start`` to ``stop``."""
+        return self._make(self._source[start:stop])
+
+
+Factor = Union[torch.Tensor, OneHot, Blocks, Lazy]
 
 
 class _Term(NamedTuple):
     factors: Tuple[Factor, ...]
+    blocks: int = 1  # the factor Blocks, if there is one, beside the others
+
+    @property
+    def deferred(self) -> bool:
+        """Whether it takes :meth:`parts` or :meth:`resolved` before it is computed."""
+        return self.blocks > 1 or any(isinstance(f, Lazy) for f in self.factors)
+
+    def resolved(self) -> "_Term":
+        """The same with computed rows and a :class:`OneHot` for the blocks."""
+        factors = [f.rows() if isinstance(f, Lazy) else f for f in self.factors]
+        if self.blocks > 1:
+            like = factors[0]
+            index = torch.arange(like.shape[1], device=like.device)
+            index = index // max(1, like.shape[1] // self.blocks)
+            factors.insert(0, OneHot(index.expand(len(like), -1), self.blocks))
+        return _Term(tuple(factors))
+
+    def parts(self) -> Iterator[Tuple[int, int, "_Term"]]:
+        """Slices of the batch, rows computed: the first and last sample of each."""
+        batch_size, length = self.factors[0].shape[:2]
+        widths = [f.shape[2] for f in self.factors if isinstance(f, Lazy)]
+        bound = workspace()
+        if self.factors[0].device.type == "cpu":
+            bound = min(bound, _CACHE)
+        step = batch_size
+        if widths:
+            step = max(1, bound // max(1, length * max(widths) * 4))
+        for start in range(0, batch_size, step):
+            stop = min(start + step, batch_size)
+            yield start, stop, _Term(
+                tuple(
+                    f.rows(start, stop) if isinstance(f, Lazy) else f[start:stop]
+                    for f in self.factors
+                ),
+                self.blocks,
+            )
+
+    def blocks_as_samples(self) -> "_Term":
+        """Factors ``[B * blocks, T / blocks, width]``."""
+        if self.blocks == 1:
+            return self
+        return _Term(
+            tuple(f.unflatten(1, (self.blocks, -1)).flatten(0, 1) for f in self.factors)
+        )
 
     @property
     def widths(self) -> Tuple[int, ...]:
@@ -135,10 +227,14 @@ class GradSample:
             factors: one a parameter axis, left to right: dense ``[B, T, width]`` or
                 :class:`OneHot` with index ``[B, T]``. Neighbouring axes may share one
                 factor, so ``[B, 1, numel]`` is a materialised per-sample gradient.
+                Dense rows may be :class:`Lazy`, and :class:`Blocks` may lead.
 
         Raises:
             ValueError: if the factors do not fit the parameter or the batch
         """
+        blocks = 1
+        if factors and isinstance(factors[0], Blocks):
+            blocks, factors = factors[0].size, factors[1:]
         shapes = [tuple(_rows(f).shape) for f in factors]
         dims = [2 if isinstance(f, OneHot) else 3 for f in factors]
         if (
@@ -146,7 +242,9 @@ class GradSample:
             or [len(shape) for shape in shapes] != dims
             or any(shape[:2] != shapes[0][:2] for shape in shapes)
             or shapes[0][0] != self.batch_size
-            or math.prod(_width(f) for f in factors) != self.shape.numel()
+            or blocks * math.prod(_width(f) for f in factors) != self.shape.numel()
+            or shapes[0][1] % blocks
+            or (blocks > 1 and any(isinstance(f, OneHot) for f in factors))
         ):
             sizes = [f.size for f in factors if isinstance(f, OneHot)]
             raise ValueError(
@@ -155,11 +253,11 @@ class GradSample:
                 f"{tuple(self.shape)} for a batch of {self.batch_size}: each must be "
                 "[B, T, width], or a OneHot with index [B, T], one for each axis."
             )
-        if len(factors) == 1 and not isinstance(factors[0], OneHot):
+        if len(factors) == 1 and blocks == 1 and isinstance(factors[0], torch.Tensor):
             # One factor alone needs no rows: what is summed can be summed now.
             factors = (_wide(factors[0]).sum(1, keepdim=True),)
         self._unkeep()
-        self._terms.append(_Term(tuple(factors)))
+        self._terms.append(_Term(tuple(factors), blocks))
 
     def _unkeep(self) -> None:
         """What was kept is one more materialised use."""
@@ -173,8 +271,12 @@ class GradSample:
             The per-sample gradients ``[B, *shape]``.
         """
         dense = self._kept
-        if dense is None:
-            for term in sorted(self._terms, key=lambda t: len(t.onehot)):
+        if dense is None and self._deferred:
+            parts = [_materialised(t) for _, _, t in self._terms[0].parts()]
+            dense = torch.cat(parts) if len(parts) > 1 else parts[0]
+        elif dense is None:
+            terms = [t.resolved() if t.deferred else t for t in self._terms]
+            for term in sorted(terms, key=lambda t: len(t.onehot)):
                 dense = _add_outer(dense, term, _dtype(*self._terms))
         if dense is None:
             dense = torch.zeros(self.batch_size, self.shape.numel())
@@ -199,8 +301,8 @@ class GradSample:
         self._unkeep()
         other._unkeep()
         total = torch.zeros(self.batch_size)
-        for u in _merge(self._terms):
-            for v in _merge(other._terms):
+        for u in _merge([t.resolved() for t in self._terms]):
+            for v in _merge([t.resolved() for t in other._terms]):
                 total = total.to(_rows(u.factors[0]).device) + _inner(u, v)
         return total
 
@@ -226,6 +328,8 @@ class GradSample:
             return _square_sum(self._kept)
         if not any(t.length for t in terms):
             return torch.zeros(self.batch_size)
+        if self._deferred:
+            return self._squared_norm_by_parts(keep, reuse)
         if len(terms) == 1 and len(terms[0].factors) == 1 and terms[0].dense:
             # Materialised already: a bias, a scale, a gradient from functorch.
             self._kept, self._terms = terms[0].factors[0].flatten(1), []
@@ -259,10 +363,42 @@ class GradSample:
         if not any(t.dense for t in self._terms):
             dtype = weights.dtype
         total = torch.zeros(self.shape) if not self._terms else None
+        if self._deferred:
+            for start, stop, term in self._terms[0].parts():
+                term = _as_one_sample(term, weights[start:stop], dtype)
+                total = _add_outer(total, term, dtype)
+            return total.view(self.shape)
+        terms = [t.resolved() if t.deferred else t for t in self._terms]
         # Dense terms first: one-hot ones then add into the rows they touch.
-        for term in sorted(self._terms, key=lambda t: len(t.onehot)):
+        for term in sorted(terms, key=lambda t: len(t.onehot)):
             total = _add_outer(total, _as_one_sample(term, weights, dtype), dtype)
         return total.view(self.shape)
+
+    @property
+    def _deferred(self) -> bool:
+        return len(self._terms) == 1 and self._terms[0].deferred
+
+    def _squared_norm_by_parts(
+        self, keep: int, reuse: Optional[torch.Tensor]
+    ) -> torch.Tensor:
+        (whole,) = self._terms
+        numel, norms, kept = self.shape.numel(), [], []
+        if self.batch_size * numel * max(4, whole.dense[0].dtype.itemsize) > keep:
+            keep = 0  # all samples or none
+        for start, stop, term in whole.parts():
+            term = term.blocks_as_samples()
+            part = GradSample(
+                torch.Size((numel // whole.blocks,)), len(term.factors[0])
+            )
+            part.add(*term.factors)
+            again = None if reuse is None else reuse.flatten()[start * numel :]
+            norms.append(part.squared_norm(keep, again).view(stop - start, -1).sum(1))
+            kept.append(part._kept)
+        if keep and all(k is not None for k in kept):
+            kept = [k.view(-1, numel) for k in kept]
+            self._kept = torch.cat(kept) if len(kept) > 1 else kept[0]
+            self._terms, self.kept_bytes = [], self._kept.nbytes
+        return torch.cat(norms)
 
     @property
     def kept(self) -> Optional[torch.Tensor]:
@@ -334,7 +470,7 @@ class GradSample:
         axis = max(range(len(widths)), key=widths.__getitem__)
         size = self.batch_size * self.shape.numel() * 8
         on_cpu = _rows(terms[0].factors[0]).device.type == "cpu"
-        bound = min(workspace(), 2**22) if on_cpu else workspace()  # stay in cache
+        bound = min(workspace(), _CACHE) if on_cpu else workspace()
         # A shared parameter never has its per-sample gradients in memory at once.
         count = max(4 if len(terms) > 1 or terms[0].onehot else 1, size // bound)
         step = max(1, math.ceil(widths[axis] / count))
@@ -350,6 +486,9 @@ class GradSample:
 
 def _merge(terms: Sequence[_Term]) -> List[_Term]:
     """Concatenates the terms of one kind, so that cross terms between them vanish."""
+    if len(terms) == 1:
+        return list(terms)
+    terms = [t.resolved() if t.deferred else t for t in terms]
     kinds: dict = {}
     for term in terms:
         kinds.setdefault(term.kind, []).append(term)
@@ -463,6 +602,11 @@ def _row_products(term: _Term, dtype: torch.dtype) -> torch.Tensor:
     return rows
 
 
+def _materialised(term: _Term) -> torch.Tensor:
+    samples = term.blocks_as_samples()
+    return _add_outer(None, samples, _dtype(term)).view(len(term.factors[0]), -1)
+
+
 def _add_outer(
     out: Optional[torch.Tensor], term: _Term, dtype: torch.dtype
 ) -> torch.Tensor:
@@ -514,7 +658,10 @@ def _add_outer(
 
 
 def _as_one_sample(term: _Term, weights: torch.Tensor, dtype: torch.dtype) -> _Term:
-    """The whole batch as one sample of B * T rows, row b scaled by ``weights[b]``."""
+    """
+    The whole batch as one sample of B * T rows, row b scaled by ``weights[b]``; blocks
+    become samples.
+    """
     weights = weights.to(dtype)
     scaled = min(term.dense, key=lambda f: f.shape[2]) if term.dense else None
     factors: List[Factor] = []
@@ -525,7 +672,9 @@ def _as_one_sample(term: _Term, weights: torch.Tensor, dtype: torch.dtype) -> _T
         rows = f.to(dtype)
         if f is scaled:
             rows, scaled = rows * weights[:, None, None], None
-        factors.append(rows.reshape(1, -1, f.shape[2]))
+        if term.blocks > 1:
+            rows = rows.unflatten(1, (term.blocks, -1)).transpose(0, 1)
+        factors.append(rows.reshape(term.blocks, -1, f.shape[2]))
     if not term.dense:
         index = _rows(term.factors[0])
         factors.append(weights[:, None].expand(index.shape).reshape(1, -1, 1))

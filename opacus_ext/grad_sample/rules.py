@@ -7,7 +7,18 @@ modes, clipping, batches that are flattened, or parameters that are shared.
 
 from __future__ import annotations
 
-from typing import Callable, Dict, List, NamedTuple, Optional, Tuple, Union
+from typing import (
+    Any,
+    Callable,
+    Dict,
+    Iterable,
+    List,
+    NamedTuple,
+    Optional,
+    Protocol,
+    Tuple,
+    Union,
+)
 
 import torch
 from torch import nn
@@ -34,7 +45,7 @@ FALLBACKS: List[Callable[[nn.Module], Optional[Rule]]] = []
 
 def register_rule(
     *layers: Union[type, str],
-    event_dims: Union[int, Callable[[nn.Module], int]] = 1,
+    event_dims: Union[int, None, Callable[[nn.Module], Optional[int]]] = 1,
     refuse: Callable[[nn.Module], Optional[str]] = lambda layer: None,
     all_inputs: bool = False,
 ) -> Callable[[RuleFn], RuleFn]:
@@ -55,7 +66,7 @@ def register_rule(
         layers: types, or names ("package.module.Class") of types whose package is
             not imported for their sake
         event_dims: how many trailing dims of the output belong to one row; all dims
-            before them only say which row it is
+            before them only say which row it is. None: all but the first
         refuse: returns the reason why a layer, as configured, can't be handled
         all_inputs: pass as ``activations`` a dict of all tensor arguments by name;
             those without the output's rows come as they are
@@ -77,7 +88,7 @@ def register_rule(
 
     def row_dims(layer: nn.Module, output: torch.Tensor) -> int:
         event = event_dims(layer) if callable(event_dims) else event_dims
-        return output.dim() - event
+        return min(1, output.dim()) if event is None else output.dim() - event
 
     def decorator(fn: RuleFn) -> RuleFn:
         for layer in layers:
@@ -85,6 +96,82 @@ def register_rule(
         return fn
 
     return decorator
+
+
+class Record(Protocol):
+    """What a stand-in (:func:`register_forward`) notes uses of parameters with."""
+
+    def __call__(
+        self,
+        output: torch.Tensor,
+        activations: Optional[torch.Tensor],
+        params: Iterable[Optional[nn.Parameter]],
+        factors: Callable[[Optional[torch.Tensor], torch.Tensor], Factors],
+        event_dims: int = 1,
+    ) -> torch.Tensor:
+        """
+        Notes that ``output`` was computed from ``params``, each used once.
+
+        Args:
+            output: ``[*rows, *event]``
+            activations: what the factors need beside the gradient, ``[*rows, ...]``
+            params: parameters, None for one that the layer does not have
+            factors: called as ``factors(activations, backprops)``, both by sample
+                ``[B, T, ...]``; returns what a rule returns
+            event_dims: how many trailing dims of ``output`` belong to one row
+
+        Returns:
+            The output, to be used in its place.
+        """
+
+
+StandIn = Callable[..., Any]
+STAND_INS: Dict[type, StandIn] = {}
+
+
+def register_forward(*layers: type) -> Callable[[StandIn], StandIn]:
+    """
+    Registers the decorated function as what stands in for the ``forward`` of a layer
+    that computes with its parameters in several steps, or in a fused kernel that shows
+    no gradient of what is inside. It is called as ``fn(layer, record, *inputs)``,
+    computes what ``forward`` computes, and passes what comes out of a parameter to
+    ``record`` (:class:`Record`). The layer, its parameters and its state dict stay; out
+    of training (``eval()`` without gradients) the layer's own ``forward`` runs.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from opacus_ext import register_forward
+        >>> class TwoSlopes(nn.Module):
+        ...     def __init__(self, width):
+        ...         super().__init__()
+        ...         self.up = nn.Parameter(torch.ones(width))
+        ...         self.down = nn.Parameter(torch.ones(width))
+        ...     def forward(self, x):
+        ...         return self.up * x.relu() - self.down * (-x).relu()
+        >>> @register_forward(TwoSlopes)
+        ... def two_slopes(layer, record, x):
+        ...     def scale(x, w):
+        ...         return record(w * x, x, [w], lambda x, g: {w: (g * x,)})
+        ...     return scale(x.relu(), layer.up) - scale((-x).relu(), layer.down)
+    """
+
+    def decorator(fn: StandIn) -> StandIn:
+        for layer in layers:
+            STAND_INS[layer] = fn
+        return fn
+
+    return decorator
+
+
+def find_forward(layer: nn.Module) -> Optional[StandIn]:
+    """What stands in for the ``forward`` of a layer, or None; as :func:`find_rule`."""
+    if "forward" in vars(layer):
+        return None
+    for cls in type(layer).__mro__:
+        if cls in STAND_INS:
+            return STAND_INS[cls] if type(layer).forward is cls.forward else None
+    return None
 
 
 def own_parameters(layer: nn.Module) -> Dict[str, nn.Parameter]:

@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import inspect
 from collections import Counter
-from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Tuple
 
 import torch
 from torch import nn
@@ -24,6 +24,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 from torch.utils._pytree import (
     tree_flatten,
     tree_leaves,
+    tree_map,
     tree_structure,
     tree_unflatten,
 )
@@ -42,7 +43,14 @@ from opacus_ext.grad_sample.layout import (
     relation,
 )
 from opacus_ext.grad_sample.rms_norm import scale_rule
-from opacus_ext.grad_sample.rules import Rule, find_rule, own_parameters
+from opacus_ext.grad_sample.rules import (
+    Factors,
+    Rule,
+    StandIn,
+    find_forward,
+    find_rule,
+    own_parameters,
+)
 
 Uses = List[Tuple[nn.Parameter, Tuple[Factor, ...]]]
 Collector = Callable[["Call", Tuple[Optional[torch.Tensor], ...], Any], None]
@@ -106,14 +114,16 @@ class RuleCall(Call):
         rule: Rule,
         inputs: Dict[str, torch.Tensor],
         output: torch.Tensor,
+        params: Iterable[nn.Parameter],
     ):
         super().__init__(*args)
         self.rule = rule
+        self.params = list(params)
         self.shapes = [output.shape]
         self.row_dims = [rule.row_dims(self.layer, output)]
         self.input_names = list(inputs)
         self.saved = list(inputs.values())
-        self.claims.update(id(p) for p in own_parameters(self.layer).values())
+        self.claims.update(id(p) for p in self.params)
 
     def uses(self, activations, backprops, batch_size) -> Uses:
         rows, layout = self.row_dims[0], self.layouts[0]
@@ -132,17 +142,16 @@ class RuleCall(Call):
                 for name, x in zip(self.input_names, activations)
             }
         else:
-            given = by_sample(activations[0])
+            given = by_sample(activations[0]) if activations else None
         factors = self.rule.fn(self.layer, given, by_sample(backprops[0]))
-        own = own_parameters(self.layer)
-        missing = [n for n, p in own.items() if p not in factors]
+        missing = [self.tape.names[p] for p in self.params if p not in factors]
         if missing:
             raise RuntimeError(
                 f"The rule for {self.name} ({type(self.layer).__name__}) gives no "
                 f"gradient for its trainable parameter(s) {', '.join(missing)}. "
                 "Complete the rule, or freeze the parameter."
             )
-        return [(p, factors[p]) for p in own.values()]
+        return [(p, factors[p]) for p in self.params]
 
 
 class ReplayCall(Call):
@@ -288,11 +297,14 @@ class Tape:
             if reason is not None:
                 raise ValueError(f"{what}: {reason}.")
 
-    def _attach(self) -> Iterator[torch.utils.hooks.RemovableHandle]:
+    def _attach(self) -> Iterator[Any]:
         root = self.module
         yield root.register_forward_pre_hook(self._begin, with_kwargs=True)
         for name, layer in root.named_modules():
-            if own_parameters(layer) and find_rule(layer) is None:
+            forward = find_forward(layer)
+            if forward is not None and any(p.requires_grad for p in layer.parameters()):
+                yield _StandIn(self, name or "the model", layer, forward)
+            elif own_parameters(layer) and find_rule(layer) is None:
                 # Opacus's mark of a layer whose gradients come from functorch.
                 layer.ft_compute_sample_grad = replay.uses
             if layer._parameters:
@@ -378,13 +390,15 @@ class Tape:
     def _on_call(
         self, name: str, layer: nn.Module, args: tuple, kwargs: dict, output: Any
     ) -> Any:
-        if not self.enabled or not torch.is_grad_enabled():
-            return output
-        if not self._depth and not _in_backward():
-            return output  # a layer called by itself: if that counts, it is refused
-        if self.batch_size == 0 or not own_parameters(layer):
+        if not self._records() or not own_parameters(layer):
             return output
         return self._record(name, layer, (args, kwargs), output)
+
+    def _records(self) -> bool:
+        if not self.enabled or not torch.is_grad_enabled() or self.batch_size == 0:
+            return False
+        # A layer called by itself: if that counts, it is refused.
+        return self._depth > 0 or _in_backward()
 
     def _record(self, name: str, layer: nn.Module, inputs: Any, output: Any) -> Any:
         leaves, spec = tree_flatten(output)
@@ -417,6 +431,7 @@ class Tape:
                     rule=rule,
                     inputs=given or {"input": x},
                     output=outputs[0],
+                    params=own_parameters(layer).values(),
                 )
             else:
                 call = ReplayCall(
@@ -688,6 +703,52 @@ def _named_inputs(
 def _in_backward() -> bool:
     """Whether autograd is at work, so that a forward is a recomputation."""
     return torch._C._current_graph_task_id() != -1
+
+
+class _StandIn:
+    """
+    A layer's ``forward`` replaced by one whose parts are recorded (rules.py), for as
+    long as the tape is attached.
+    """
+
+    def __init__(self, tape: Tape, name: str, layer: nn.Module, forward: StandIn):
+        self.tape, self.name = tape, name
+        self.layer, self.forward = layer, forward
+        layer.forward = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        layer = self.layer
+        if not torch.is_grad_enabled() and not layer.training:
+            return type(layer).forward(layer, *args, **kwargs)
+        args, kwargs = tree_map(settled, (args, kwargs))
+        return self.forward(layer, self._record, *args, **kwargs)
+
+    def _record(
+        self,
+        output: torch.Tensor,
+        activations: Optional[torch.Tensor],
+        params: Iterable[Optional[nn.Parameter]],
+        factors: Callable[[Optional[torch.Tensor], torch.Tensor], Factors],
+        event_dims: int = 1,
+    ) -> torch.Tensor:
+        trained = [p for p in params if p is not None and p.requires_grad]
+        if not trained or not self.tape._records():
+            return output
+        call = RuleCall(
+            *(self.tape, self.layer, self.name),
+            rule=Rule(
+                lambda layer, activations, backprops: factors(activations, backprops),
+                lambda layer, output: output.dim() - event_dims,
+            ),
+            inputs={} if activations is None else {"input": activations},
+            output=output,
+            params=trained,
+        )
+        return _Record.apply(self.tape._anchor, call, output)[0]
+
+    def remove(self) -> None:
+        """Gives the layer its own ``forward`` back."""
+        vars(self.layer).pop("forward", None)
 
 
 class _Paused:
