@@ -12,6 +12,7 @@ embedding (DPFormer, claim 4.1, whose printed square on the first term is a misp
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import (
     Callable,
@@ -255,7 +256,8 @@ class GradSample:
             )
         if len(factors) == 1 and blocks == 1 and isinstance(factors[0], torch.Tensor):
             # One factor alone needs no rows: what is summed can be summed now.
-            factors = (_wide(factors[0]).sum(1, keepdim=True),)
+            rows = _wide(factors[0])
+            factors = (rows if rows.shape[1] == 1 else rows.sum(1, keepdim=True),)
         self._unkeep()
         self._terms.append(_Term(tuple(factors), blocks))
 
@@ -323,9 +325,9 @@ class GradSample:
         Returns:
             ``[B]``, in float32 or wider.
         """
-        terms = self._terms = _merge(self._terms)
         if self._kept is not None:
             return _square_sum(self._kept)
+        terms = self._terms = _merge(self._terms)
         if not any(t.length for t in terms):
             return torch.zeros(self.batch_size)
         if self._deferred:
@@ -334,6 +336,8 @@ class GradSample:
             # Materialised already: a bias, a scale, a gradient from functorch.
             self._kept, self._terms = terms[0].factors[0].flatten(1), []
             return _square_sum(self._kept)
+        if len(terms) == 1 and terms[0].length == 1:
+            return _own_square(terms[0])
         gram, blocks = self._gram_cost(terms), self._block_cost(terms)
         if self._worth_keeping(terms, keep, min(gram, blocks)):
             self._kept, self._terms = self._materialise_into(reuse), []
@@ -513,7 +517,8 @@ def _by_segments(term: _Term) -> bool:
 
 
 def _square_sum(x: torch.Tensor) -> torch.Tensor:
-    return torch.linalg.vector_norm(x.flatten(1), dim=1).square()
+    x = x if x.dim() == 2 else x.flatten(1)
+    return torch.linalg.vector_norm(x, dim=1).square_()
 
 
 def _combined_index(term: _Term) -> Tuple[torch.Tensor, int]:
@@ -524,6 +529,13 @@ def _combined_index(term: _Term) -> Tuple[torch.Tensor, int]:
 
 
 def _own_square(term: _Term) -> torch.Tensor:
+    if term.length == 1:  # one product of rows: its norm is the product of theirs
+        dtype = _dtype(term)
+        rows = _rows(term.factors[0])
+        squares = [_square_sum(f.to(dtype)) for f in term.dense]
+        if not squares:
+            return torch.ones(len(rows), dtype=dtype, device=rows.device)
+        return functools.reduce(torch.mul, squares)
     if not _by_segments(term):
         return _inner(term, term)
     index, size = _combined_index(term)

@@ -132,7 +132,7 @@ def arrange(
         split = (batch_size, k) if layout.kind == "outer" else (k, batch_size)
         x, row_dims = x.unflatten(dim, split), row_dims + 1
         dim += layout.kind == "inner"
-    x = x.movedim(dim, 0)
+    x = x.movedim(dim, 0) if dim else x
     return x.flatten(1, row_dims - 1) if row_dims > 1 else x.unsqueeze(1)
 
 

@@ -75,7 +75,7 @@ class _Recording:
 
     def trainable(self) -> List[nn.Parameter]:
         """The parameters that are trained, each once."""
-        return [p for p in self._module.parameters() if p.requires_grad]
+        return [p for p in self.tape.names if p.requires_grad]
 
 
 class _Gather:

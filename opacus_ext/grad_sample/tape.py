@@ -13,7 +13,18 @@ import dataclasses
 import functools
 import inspect
 from collections import Counter
-from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Tuple
+from contextlib import nullcontext
+from typing import (
+    Any,
+    Callable,
+    ContextManager,
+    Dict,
+    Iterable,
+    Iterator,
+    List,
+    Optional,
+    Tuple,
+)
 
 import torch
 from torch import nn
@@ -87,13 +98,18 @@ class Call:
         self.shapes: List[torch.Size] = []
         self.row_dims: List[int] = []
         self.saved: List[torch.Tensor] = []
+        self._keys: Optional[Tuple[tuple, List[Key]]] = None
 
     def keys(self, batch_size: int) -> List[Key]:
         """What the layouts of the outputs are remembered under."""
-        return [
-            (f"{self.name}[{i}]", str(self.number), relation(shape, batch_size))
-            for i, shape in enumerate(self.shapes)
-        ]
+        given = (batch_size, self.number)
+        if self._keys is None or self._keys[0] != given:
+            keys = [
+                (f"{self.name}[{i}]", str(self.number), relation(shape, batch_size))
+                for i, shape in enumerate(self.shapes)
+            ]
+            self._keys = given, keys
+        return self._keys[1]
 
     def uses(
         self,
@@ -209,8 +225,10 @@ class _Record(torch.autograd.Function):
         return (None, None, *grads)
 
 
-def _autocast_off(grads: Tuple[Optional[torch.Tensor], ...]) -> torch.autocast:
+def _autocast_off(grads: Tuple[Optional[torch.Tensor], ...]) -> ContextManager:
     device = next((g.device.type for g in grads if g is not None), "cpu")
+    if not torch.is_autocast_enabled(device):
+        return nullcontext()
     return torch.autocast(device, enabled=False)
 
 
@@ -250,6 +268,7 @@ class Tape:
         self.packed = False  # whether the model's input is a packed sequence
         self.expanded = False  # whether a layer that saw no sample was expanded
         self.names = {p: n for n, p in module.named_parameters()}
+        self._layers = list(module.named_modules())
         self._anchor = torch.zeros((), requires_grad=True)
         self._layouts: Dict[tuple, Dict[Key, Layout]] = {}
         self._steps: Counter = Counter()  # by signature
@@ -341,8 +360,9 @@ class Tape:
                 self._state = RandomState(device or torch.device("cpu"))
         self._buffers = [
             (name, layer, key, buffer, buffer._version)
-            for name, layer in self.module.named_modules()
-            for key, buffer in layer.named_buffers(recurse=False)
+            for name, layer in self._layers
+            for key, buffer in layer._buffers.items()
+            if buffer is not None
         ]
 
     def _end(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
@@ -401,7 +421,8 @@ class Tape:
         return self._depth > 0 or _in_backward()
 
     def _record(self, name: str, layer: nn.Module, inputs: Any, output: Any) -> Any:
-        leaves, spec = tree_flatten(output)
+        simple = isinstance(output, torch.Tensor)
+        leaves, spec = ([output], None) if simple else tree_flatten(output)
         where = [
             i
             for i, x in enumerate(leaves)
@@ -410,8 +431,7 @@ class Tape:
         if not where:
             return output
         raw = [leaves[i] for i in where]
-        args, args_spec = tree_flatten(inputs)
-        args = [settled(x) for x in args]
+        args = [settled(x) for x in _arguments(inputs)]
         rule = self._rule(layer, args)
         used = Counter() if rule else self._uses(layer, args, raw)
         if rule is None and not used:
@@ -436,7 +456,7 @@ class Tape:
             else:
                 call = ReplayCall(
                     *(self, layer, name),
-                    inputs=tree_unflatten(args, args_spec),
+                    inputs=tree_unflatten(args, tree_structure(inputs)),
                     outputs=list(outputs),
                     positions=where,
                     shared=expanded,
@@ -458,7 +478,7 @@ class Tape:
         else:
             for i, y in zip(where, record(*raw)):
                 leaves[i] = y
-        return tree_unflatten(leaves, spec)
+        return leaves[0] if simple else tree_unflatten(leaves, spec)
 
     def _rule(self, layer: nn.Module, inputs: List[Any]) -> Optional[Rule]:
         rule = find_rule(layer)
@@ -640,7 +660,7 @@ class Tape:
         """
         before, self.collector = self.collector, collector
         self.begin_backward()
-        params = [p for p in self.module.parameters() if p.requires_grad]
+        params = [p for p in self.names if p.requires_grad]
         kept = [p.grad for p in params]
         try:
             for p in params:
@@ -688,6 +708,14 @@ class Tape:
         """Removes all hooks."""
         while self.handles:
             self.handles.pop().remove()
+
+
+def _arguments(inputs: Tuple[tuple, dict]) -> List[Any]:
+    """The leaves of ``(args, kwargs)``."""
+    args, kwargs = inputs
+    if not kwargs and all(isinstance(x, torch.Tensor) for x in args):
+        return list(args)
+    return tree_flatten(inputs)[0]
 
 
 def _named_inputs(
