@@ -60,33 +60,38 @@ def embedding_bag(
     backprops: torch.Tensor,
 ) -> Factors:
     """
-    Rule of ``nn.EmbeddingBag``, one bag a sample.
+    Rule of ``nn.EmbeddingBag``, one or more bags a sample.
 
     Args:
-        activations: "input" is ``[B, 1, L]``, or ``[N]`` with "offsets" ``[B, 1]``;
+        activations: "input" is ``[B, T, L]``, or ``[N]`` with "offsets" ``[B, T]``;
             "per_sample_weights" as "input"
-        backprops: ``[B, 1, embedding_dim]``
+        backprops: ``[B, T, embedding_dim]``
     """
     index = activations["input"]
     weights = activations.get("per_sample_weights")
-    if index.dim() == 3:
-        index, mask = index.squeeze(1), torch.ones_like(index.squeeze(1))
-        weights = None if weights is None else weights.squeeze(1)
+    if "offsets" not in activations:
+        mask = torch.ones_like(index)
     else:
-        start = activations["offsets"].flatten()
-        index = index.flatten()
-        length = torch.diff(start, append=start.new_tensor([len(index)]))
+        start, index = activations["offsets"], index.flatten()
+        first = start.flatten()
+        length = torch.diff(first, append=first.new_tensor([len(index)]))
+        if bool((length < 0).any()):
+            raise RuntimeError(
+                "EmbeddingBag: the bags of one sample must be neighbours. Order the "
+                "offsets sample by sample."
+            )
         step = torch.arange(int(length.max()), device=index.device)
-        mask = step < length[:, None]
-        where = (start[:, None] + step).clamp(max=max(len(index) - 1, 0))
+        mask = (step < length[:, None]).unflatten(0, start.shape)
+        where = (start[:, :, None] + step).clamp(max=max(len(index) - 1, 0))
         index = index[where]
         weights = None if weights is None else weights.flatten()[where]
     mask = mask.to(backprops.dtype)
     if layer.padding_idx is not None:
         mask = mask * (index != layer.padding_idx)
     if layer.mode == "mean":
-        mask = mask / mask.sum(1, keepdim=True).clamp(min=1)
+        mask = mask / mask.sum(2, keepdim=True).clamp(min=1)
     if weights is not None:
         mask = mask * weights
-    rows = mask[:, :, None] * backprops
-    return {layer.weight: (OneHot(index.long(), layer.num_embeddings), rows)}
+    rows = (mask[..., None] * backprops[:, :, None]).flatten(1, 2)
+    index = index.flatten(1).long()
+    return {layer.weight: (OneHot(index, layer.num_embeddings), rows)}

@@ -235,8 +235,42 @@ class _Scan(torch.autograd.Function):
         return (None,) * 6 + (*found, dh, dc)
 
 
+def _step(
+    mode: str, gx: torch.Tensor, gh: torch.Tensor, h: torch.Tensor, c: Any
+) -> Tuple[torch.Tensor, Any]:
+    """One step in plain ops, from the two pre-activations and the state."""
+    if mode == "GRU":
+        (rx, zx, nx), (rh, zh, nh) = gx.chunk(3, dim=-1), gh.chunk(3, dim=-1)
+        r, z = (rx + rh).sigmoid(), (zx + zh).sigmoid()
+        return torch.lerp((nx + r * nh).tanh(), h, z), c
+    if mode != "LSTM":
+        return getattr(torch, mode[4:].lower())(gx + gh), c
+    i, f, g, o = (gx + gh).chunk(4, dim=-1)
+    c = f.sigmoid() * c + i.sigmoid() * g.tanh()
+    return o.sigmoid() * c.tanh(), c
+
+
+def _unrolled(
+    mode: str,
+    gx: torch.Tensor,
+    w_hh: torch.Tensor,
+    b_hh: Optional[torch.Tensor],
+    w_hr: Optional[torch.Tensor],
+    state: Tensors,
+    reverse: bool,
+) -> Tuple[torch.Tensor, Tensors]:
+    """A scan in plain ops, for functorch: it can't see through ``_Scan``."""
+    h, c = state
+    out: List[torch.Tensor] = []
+    for g in reversed(gx) if reverse else gx:
+        h, c = _step(mode, g, F.linear(h, w_hh, b_hh), h, c)
+        h = h if w_hr is None else F.linear(h, w_hr)
+        out.append(h)
+    return torch.stack(out[::-1] if reverse else out), (h, c)
+
+
 def _direction(
-    cell: _Cell,
+    mode: str,
     record: Record,
     x: torch.Tensor,
     state: Tensors,
@@ -267,8 +301,10 @@ def _direction(
     def sort(y: torch.Tensor, dim: int, index: Optional[torch.Tensor]) -> torch.Tensor:
         return y if index is None else y.index_select(dim, index)
 
-    gx = record_linear(record, x, w_ih, b_ih)
-    gx = sort(gx.to(w_hh.dtype), 1, order)
+    gx = record_linear(record, x, w_ih, b_ih).to(w_hh.dtype)
+    if torch._C._are_functorch_transforms_active() and len(set(sizes)) == 1:
+        return _unrolled(mode, gx, w_hh, b_hh, w_hr, state, reverse)
+    cell, gx = CELLS[mode], sort(gx, 1, order)
     h0, c0 = (sort(y.to(w_hh.dtype), 0, order) for y in state)
     times = list(enumerate(sizes))
     steps = _Steps(times[::-1] if reverse else times)
@@ -344,7 +380,7 @@ def rnn(
             weights = {n: getattr(layer, n + suffix, None) for n in names}
             state = h0[i * directions + j], c0[i * directions + j]
             out, end = _direction(
-                *(CELLS[layer.mode], record, x, state, weights, sizes, j == 1, order)
+                *(layer.mode, record, x, state, weights, sizes, j == 1, order)
             )
             outputs.append(out)
             last.append(end)
@@ -384,12 +420,8 @@ def cell(
     h, c = hx if lstm else (hx, None)
     gx = record_linear(record, input, layer.weight_ih, layer.bias_ih)
     gh = record_linear(record, h, layer.weight_hh, layer.bias_hh)
-    if isinstance(layer, nn.GRUCell):
-        (rx, zx, nx), (rh, zh, nh) = gx.chunk(3, dim=-1), gh.chunk(3, dim=-1)
-        r, z = (rx + rh).sigmoid(), (zx + zh).sigmoid()
-        return torch.lerp((nx + r * nh).tanh(), h, z)
-    if not lstm:
-        return getattr(torch, layer.nonlinearity)(gx + gh)
-    i, f, g, o = (gx + gh).chunk(4, dim=-1)
-    c = f.sigmoid() * c + i.sigmoid() * g.tanh()
-    return o.sigmoid() * c.tanh(), c
+    mode = "LSTM" if lstm else "GRU" if isinstance(layer, nn.GRUCell) else "RNN_"
+    if mode == "RNN_":
+        mode += layer.nonlinearity.upper()
+    h, c = _step(mode, gx, gh, h, c)
+    return (h, c) if lstm else h
