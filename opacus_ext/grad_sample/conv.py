@@ -1,7 +1,6 @@
 """Convolutions, plain and transposed: a linear map of every window of the input."""
 
-import functools
-from typing import List, Sequence
+from typing import List
 
 import torch
 import torch.nn.functional as F
@@ -26,30 +25,51 @@ def _by_group(x: torch.Tensor, groups: int) -> torch.Tensor:
     return x.permute(0, 2, 1, 4, 3).flatten(1, 3)
 
 
-def _windows(
-    layer: nn.Module, out: Sequence[int], pad: List[int], mode: str, x: torch.Tensor
-) -> torch.Tensor:
+class _Conv:
     """
-    The entries of the input under every position of the kernel.
-
-    Args:
-        out: how many positions there are in each dim
-        x: ``[B, T, channels, *space]``
-
-    Returns:
-        ``[B, groups * T * prod(out), channels / groups * prod(kernel_size)]``
+    How a kernel moves over ``large`` ``[B, T, channels, *space]``, with one position
+    for every entry of ``small`` ``[B, T, channels, *out]``.
     """
-    batch_size, spatial = x.shape[0], len(out)
-    x = x.flatten(0, 1)
-    x = F.pad(x, pad) if mode == "zeros" else F.pad(x, pad, mode=mode)
-    for i, (n, k, s, d) in enumerate(
-        zip(out, layer.kernel_size, layer.stride, layer.dilation)
-    ):
-        x = x.unfold(2 + i, d * (k - 1) + 1, s).narrow(2 + i, 0, n)[..., ::d]
-    # Now [B * T, channels, *out, *kernel], a view.
-    kernel = range(2 + spatial, 2 + 2 * spatial)
-    x = x.permute(0, 1, *kernel, *range(2, 2 + spatial)).flatten(1, 1 + spatial)
-    return _by_group(x.unflatten(0, (batch_size, -1)), layer.groups)
+
+    def __init__(self, layer: nn.Module, small: torch.Tensor, mode: str):
+        self.layer, self.mode = layer, mode
+        self.rows, self.out = small.shape[1:3], small.shape[3:]
+
+    def padded(self, large: torch.Tensor) -> torch.Tensor:
+        """Just what the kernel sees, ``[B * T, channels, *space]``."""
+        layer, x = self.layer, large.flatten(0, 1)
+        pad = _padding(layer)
+        x = F.pad(x, pad) if self.mode == "zeros" else F.pad(x, pad, mode=self.mode)
+        steps = zip(self.out, layer.kernel_size, layer.stride, layer.dilation)
+        for i, (n, k, s, d) in enumerate(steps):
+            x = x.narrow(2 + i, 0, (n - 1) * s + d * (k - 1) + 1)
+        return x
+
+    def windows(self, large: torch.Tensor) -> torch.Tensor:
+        """
+        The entries under every position of the kernel,
+        ``[B, groups * T * prod(out), channels / groups * prod(kernel_size)]``.
+        """
+        layer, x, spatial = self.layer, self.padded(large), len(self.out)
+        for i, (k, s, d) in enumerate(
+            zip(layer.kernel_size, layer.stride, layer.dilation)
+        ):
+            x = x.unfold(2 + i, d * (k - 1) + 1, s)[..., ::d]
+        # Now [B * T, channels, *out, *kernel], a view.
+        kernel = range(2 + spatial, 2 + 2 * spatial)
+        x = x.permute(0, 1, *kernel, *range(2, 2 + spatial)).flatten(1, 1 + spatial)
+        return _by_group(x.unflatten(0, (len(large), -1)), layer.groups)
+
+    def summed(self, large: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """The sum of all rows of ``small`` times their windows: the layer's weight."""
+        layer, (length, channels) = self.layer, self.rows
+        rows = rows.unflatten(1, (layer.groups, length, -1)).permute(0, 2, 1, 4, 3)
+        small = rows.reshape(-1, channels, *self.out)
+        return torch.ops.aten.convolution_backward(
+            *(small, self.padded(large).to(small), layer.weight.to(small), None),
+            *(layer.stride, [0] * len(self.out), layer.dilation),
+            *(False, [0] * len(self.out), layer.groups, [False, True, False]),
+        )[1]
 
 
 def _conv(
@@ -59,16 +79,11 @@ def _conv(
     backprops: torch.Tensor,
     mode: str,
 ) -> Factors:
-    """
-    Args:
-        small: has an entry for every position of the kernel, ``[B, T, channels, *out]``
-        large: what the kernel moves over, ``[B, T, channels, *space]``
-    """
-    out, groups = small.shape[3:], layer.groups
-    length = groups * small.shape[1] * out.numel()
+    conv, groups = _Conv(layer, small, mode), layer.groups
+    length = groups * small.shape[1] * conv.out.numel()
     width = large.shape[2] // groups * layer.weight[0, 0].numel()
-    make = functools.partial(_windows, layer, out, _padding(layer), mode)
-    windows = Lazy(make, large.to(backprops.dtype), length, width)
+    source = large.to(backprops.dtype)
+    windows = Lazy(conv.windows, source, length, width, conv.summed)
     rows = _by_group(small.to(backprops.dtype), groups)
     blocks = (Blocks(groups),) if groups > 1 else ()
     factors: Factors = {layer.weight: (*blocks, rows, windows)}

@@ -91,6 +91,9 @@ class Lazy:
         source: ``[B, ...]``
         length: number of rows a sample
         width: size of a row
+        summed: the sum over all samples and rows of the product with another dense
+            factor ``[B, length, other]``, computed without the rows, from the source
+            and that factor; ``other * width`` entries
     """
 
     def __init__(
@@ -99,14 +102,19 @@ class Lazy:
         source: torch.Tensor,
         length: int,
         width: int,
+        summed: Optional[Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = None,
     ):
-        self._make, self._source = make, source
+        self._make, self._source, self._summed = make, source, summed
         self.shape = torch.Size((len(source), length, width))
         self.dtype, self.device = source.dtype, source.device
 
     def rows(self, start: int = 0, stop: Optional[int] = None) -> torch.Tensor:
         """The rows of the samples from ``start`` to ``stop``."""
         return self._make(self._source[start:stop])
+
+    def summed(self, other: torch.Tensor) -> Optional[torch.Tensor]:
+        """See the argument of this name; None without it."""
+        return None if self._summed is None else self._summed(self._source, other)
 
 
 Factor = Union[torch.Tensor, OneHot, Blocks, Lazy]
@@ -343,6 +351,8 @@ class GradSample:
             self._kept, self._terms = self._materialise_into(reuse), []
             self.kept_bytes = self._kept.nbytes
             return _square_sum(self._kept)
+        if len(terms) == 1 and terms[0].onehot and len(terms[0].dense) > 1:
+            return self._squared_norm_by_groups(terms[0])
         if gram <= blocks:
             norm = sum(_own_square(t) for t in terms)
             for i, u in enumerate(terms):
@@ -368,6 +378,9 @@ class GradSample:
             dtype = weights.dtype
         total = torch.zeros(self.shape) if not self._terms else None
         if self._deferred:
+            direct = self._summed_directly(weights.to(dtype))
+            if direct is not None:
+                return direct.reshape(self.shape)
             for start, stop, term in self._terms[0].parts():
                 term = _as_one_sample(term, weights[start:stop], dtype)
                 total = _add_outer(total, term, dtype)
@@ -403,6 +416,24 @@ class GradSample:
             self._kept = torch.cat(kept) if len(kept) > 1 else kept[0]
             self._terms, self.kept_bytes = [], self._kept.nbytes
         return torch.cat(norms)
+
+    def _summed_directly(self, weights: torch.Tensor) -> Optional[torch.Tensor]:
+        """The weighted sum of a term whose last rows know how, or None."""
+        *others, last = self._terms[0].factors
+        if len(others) != 1 or not isinstance(last, Lazy):
+            return None
+        return last.summed(others[0].to(weights.dtype) * weights[:, None, None])
+
+    def _squared_norm_by_groups(self, term: _Term) -> torch.Tensor:
+        """One-hot axes beside two or more dense ones: entries of one index meet."""
+        _, size = _combined_index(term)
+        norm = torch.zeros(self.batch_size, dtype=_dtype(term))
+        norm = norm.to(term.dense[0].device)
+        for keys, rows in _groups(term):
+            group = GradSample(torch.Size(rows.widths), len(keys))
+            group.add(*rows.factors)
+            norm.index_add_(0, keys // size, group.squared_norm().to(norm.dtype))
+        return norm
 
     @property
     def kept(self) -> Optional[torch.Tensor]:
@@ -602,6 +633,29 @@ def _gram(f: Factor, g: Factor, dtype: torch.dtype) -> torch.Tensor:
     return torch.bmm(f.to(dtype), g.to(dtype).mT)
 
 
+def _groups(term: _Term) -> Iterator[Tuple[torch.Tensor, _Term]]:
+    """
+    The rows of each (sample, index) as a sample of their own: dense factors
+    ``[groups, rows, width]``, padded with zeros. Groups of about one size come
+    together, so that at most half of it is padding however uneven they are.
+
+    Yields:
+        ``sample * size + index`` of each group, and its dense factors
+    """
+    index, size = _combined_index(term)
+    sample = torch.arange(len(index), device=index.device)
+    sorted_, order = (sample[:, None] * size + index).flatten().sort(stable=True)
+    keys, counts = torch.unique_consecutive(sorted_, return_counts=True)
+    starts, level = counts.cumsum(0) - counts, counts.float().log2().ceil()
+    for i in level.unique().tolist():
+        chosen = level == i
+        step = torch.arange(int(counts[chosen].max()), device=index.device)
+        inside = step < counts[chosen, None]
+        rows = order[(starts[chosen, None] + step).clamp(max=len(order) - 1)]
+        first, *rest = (f.flatten(0, 1)[rows] for f in term.dense)
+        yield keys[chosen], _Term((first * inside[..., None], *rest))
+
+
 def _row_products(term: _Term, dtype: torch.dtype) -> torch.Tensor:
     """The dense factors of each row multiplied out: ``[B, T, product of widths]``."""
     index = _rows(term.factors[0])
@@ -651,12 +705,10 @@ def _add_outer(
         if in_place:
             return out
     else:
-        first, *rest = term.dense
         width = math.prod(f.shape[2] for f in term.dense)
-        table = first.new_zeros(batch_size, size, width, dtype=dtype)
-        for i in index.unique().tolist():
-            chosen = _Term((first * (index == i)[..., None], *rest))
-            table[:, i] = _add_outer(None, chosen, dtype)
+        table = index.new_zeros(batch_size * size, width, dtype=dtype)
+        for keys, rows in _groups(term):
+            table[keys] = _add_outer(None, rows, dtype)
     if not leading:
         # Axes back from (one-hot axes, dense axes) to the parameter's order.
         order = sorted(
