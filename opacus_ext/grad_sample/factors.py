@@ -262,6 +262,8 @@ class GradSample:
                 f"{tuple(self.shape)} for a batch of {self.batch_size}: each must be "
                 "[B, T, width], or a OneHot with index [B, T], one for each axis."
             )
+        if self.batch_size == 0:
+            return
         if len(factors) == 1 and blocks == 1 and isinstance(factors[0], torch.Tensor):
             # One factor alone needs no rows: what is summed can be summed now.
             rows = _wide(factors[0])
@@ -420,7 +422,8 @@ class GradSample:
     def _summed_directly(self, weights: torch.Tensor) -> Optional[torch.Tensor]:
         """The weighted sum of a term whose last rows know how, or None."""
         *others, last = self._terms[0].factors
-        if len(others) != 1 or not isinstance(last, Lazy):
+        dense = len(others) == 1 and isinstance(others[0], torch.Tensor)
+        if not dense or not isinstance(last, Lazy):
             return None
         return last.summed(others[0].to(weights.dtype) * weights[:, None, None])
 
