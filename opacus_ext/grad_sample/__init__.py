@@ -6,6 +6,7 @@ from opacus_ext.grad_sample import (  # noqa: F401
     bilinear,
     conv,
     embedding,
+    experts,
     group_norm,
     layer_norm,
     linear,

@@ -12,6 +12,8 @@ from typing import Any, Dict, Iterable, List, Optional, Set
 
 import torch
 
+from opacus_ext.grad_sample.routing import index_tensors, pointers
+
 # Ops that hand a parameter on (autocast caches a cast weight for all its uses).
 _HAND_ON = {
     f"{name}Backward0"
@@ -41,7 +43,8 @@ class Graph:
         structure: a hash of the ops, the same for steps that compute alike
         reentrant: whether a part is hidden in ``torch.utils.checkpoint`` with
             ``use_reentrant=True``
-        moves: whether rows may be in another order in the next step
+        moves: for each op that may put rows in another order in the next step, where
+            its index lies in memory
         packed: whether sequences are packed in it
         undecided: names of layers whose output escaped batchless.py
     """
@@ -51,7 +54,7 @@ class Graph:
         self.uses: Dict[torch.Tensor, List[str]] = {}
         self.structure = 0
         self.reentrant = False
-        self.moves = False
+        self.moves: List[Set[int]] = []
         self.packed = False
         self.undecided: List[str] = []
 
@@ -89,8 +92,8 @@ def read(roots: Iterable[torch.Tensor], stop: Iterable[Any] = ()) -> Graph:
             graph.reentrant = True
         elif getattr(node, "undecided", None) is not None:
             graph.undecided.append(node.undecided)
-        elif names[-1].startswith(_MOVES):
-            graph.moves = graph.moves or _moves_rows(node)
+        elif names[-1].startswith(_MOVES) and _moves_rows(node):
+            graph.moves.append(pointers(index_tensors(node)))
         elif names[-1].startswith("PackPadded"):
             graph.packed = True
         handed_on = _origin(node, origin) is not None

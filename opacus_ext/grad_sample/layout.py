@@ -23,11 +23,14 @@ class Layout(NamedTuple):
     """
     The dim that holds the samples: "plain" when its size is B, "outer" when rows are
     sample-major in a dim of size B * k, "inner" when sample-minor, "prefix" when it
-    holds the first samples only (a step of a packed sequence).
+    holds the first samples only (a step of a packed sequence), "routed" when
+    ``samples`` names the sample of each row of dim 0; "read" when it does so for those
+    rows that had a gradient when it was read off them, and -1 for the others.
     """
 
     dim: int
     kind: str
+    samples: Optional[torch.Tensor] = None
 
 
 Key = Tuple[str, str, Tuple[str, ...]]
@@ -124,6 +127,9 @@ def arrange(
     if layout.dim == -1:
         return x.reshape(1, -1, *x.shape[row_dims:])
     dim = layout.dim
+    if layout.samples is not None:
+        x = _collect(x, layout.samples, batch_size)
+        return x.flatten(1, row_dims)
     if layout.kind == "prefix":
         rest = x.new_zeros(batch_size - len(x), *x.shape[1:])
         x = torch.cat([x, rest])
@@ -134,6 +140,20 @@ def arrange(
         dim += layout.kind == "inner"
     x = x.movedim(dim, 0) if dim else x
     return x.flatten(1, row_dims - 1) if row_dims > 1 else x.unsqueeze(1)
+
+
+def _collect(x: torch.Tensor, samples: torch.Tensor, batch_size: int) -> torch.Tensor:
+    """Rows ``[N, ...]`` by sample: ``[B, most rows of one, ...]``, zeros after them."""
+    known = samples >= 0
+    x, samples = x[known], samples[known]
+    counts = torch.bincount(samples, minlength=batch_size)
+    most = int(counts.max())
+    ranked, order = samples.sort(stable=True)
+    start = counts.cumsum(0) - counts
+    place = torch.arange(len(x), device=x.device) - start[ranked]
+    out = x.new_zeros(batch_size * most, *x.shape[1:])
+    out[ranked * most + place] = x[order]
+    return out.unflatten(0, (batch_size, most))
 
 
 def code_weights(
@@ -156,9 +176,15 @@ class Evidence:
     """What the probing passes showed of one call of a layer: |gradient| a row."""
 
     def __init__(
-        self, name: str, shape: torch.Size, row_dims: int, packed: bool = False
+        self,
+        name: str,
+        shape: torch.Size,
+        row_dims: int,
+        packed: bool = False,
+        routed: Optional[torch.Tensor] = None,
     ):
         self.name = name
+        self.routed = routed
         self.packed = packed
         self.shape = shape
         self.row_dims = row_dims
@@ -184,12 +210,20 @@ class Evidence:
             ValueError: if no layout agrees with the gradients
         """
         batch_size = len(codes[0])
+        if self.row_dims and self.shape[0] == 0:  # an expert without a token
+            none = torch.zeros(0, dtype=torch.long, device=codes[0].device)
+            return Layout(0, "read", none), False
         found = candidates(self.shape[: self.row_dims], batch_size, self.packed)
+        if self.routed is not None:
+            found = [Layout(0, "routed", self.routed), *found]
         fits = [layout for layout in found if self._fits(layout, codes)]
         if not self.seen and len(found) != 1:
             return None, False  # no gradient reached it, and the shape can't tell
         if fits:
-            return fits[0], len(fits) == 1
+            return fits[0], len(fits) == 1 or fits[0].kind == "routed"
+        read = self._read(codes)
+        if read is not None and self._fits(read, codes):
+            return read, False  # true of this step only
         raise ValueError(
             f"{self.name}: its output of shape {tuple(self.shape)} holds rows that "
             f"can't be assigned to the {batch_size} samples of the batch. Either the "
@@ -201,6 +235,19 @@ class Evidence:
             "the same for all samples and only looks like a batch: give the layer's "
             "input a leading dimension of 1, or expand it to [B, ...]."
         )
+
+    def _read(self, codes: List[torch.Tensor]) -> Optional[Layout]:
+        """The sample of each row of dim 0, as the weights in its gradients tell."""
+        if not self.seen or not self.row_dims:
+            return None
+        first, *others = (s.unsqueeze(-1).flatten(1).sum(1) for s in self.seen)
+        samples = torch.zeros_like(first, dtype=torch.long)
+        for i, got in enumerate(others):
+            digit = torch.log2(got / first).nan_to_num(-_BASE // 2).round()
+            digit = digit.clamp(-_BASE // 2, _BASE // 2 - 1).long() + _BASE // 2
+            samples += digit * _BASE**i
+        samples = samples.clamp(max=len(codes[0]) - 1)
+        return Layout(0, "read", samples.masked_fill(first == 0, -1))
 
     def _fits(self, layout: Layout, codes: List[torch.Tensor]) -> bool:
         batch_size = len(codes[0])

@@ -98,15 +98,18 @@ def register_rule(
     return decorator
 
 
+Activations = Union[torch.Tensor, Tuple[torch.Tensor, ...], None]
+
+
 class Record(Protocol):
     """What a stand-in (:func:`register_forward`) notes uses of parameters with."""
 
     def __call__(
         self,
         output: torch.Tensor,
-        activations: Optional[torch.Tensor],
+        activations: Activations,
         params: Iterable[Optional[nn.Parameter]],
-        factors: Callable[[Optional[torch.Tensor], torch.Tensor], Factors],
+        factors: Callable[[Any, torch.Tensor], Factors],
         event_dims: int = 1,
     ) -> torch.Tensor:
         """
@@ -114,7 +117,8 @@ class Record(Protocol):
 
         Args:
             output: ``[*rows, *event]``
-            activations: what the factors need beside the gradient, ``[*rows, ...]``
+            activations: what the factors need beside the gradient, ``[*rows, ...]``;
+                several as a tuple
             params: parameters, None for one that the layer does not have
             factors: called as ``factors(activations, backprops)``, both by sample
                 ``[B, T, ...]``; returns what a rule returns
@@ -127,6 +131,8 @@ class Record(Protocol):
 
 StandIn = Callable[..., Any]
 STAND_INS: Dict[type, StandIn] = {}
+# Asked in turn for what stands in for a layer that has nothing in STAND_INS.
+STAND_IN_FALLBACKS: List[Callable[[nn.Module], Optional[StandIn]]] = []
 
 
 def register_forward(*layers: type) -> Callable[[StandIn], StandIn]:
@@ -171,7 +177,7 @@ def find_forward(layer: nn.Module) -> Optional[StandIn]:
     for cls in type(layer).__mro__:
         if cls in STAND_INS:
             return STAND_INS[cls] if type(layer).forward is cls.forward else None
-    return None
+    return next(filter(None, (find(layer) for find in STAND_IN_FALLBACKS)), None)
 
 
 def own_parameters(layer: nn.Module) -> Dict[str, nn.Parameter]:

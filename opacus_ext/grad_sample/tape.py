@@ -54,7 +54,9 @@ from opacus_ext.grad_sample.layout import (
     relation,
 )
 from opacus_ext.grad_sample.rms_norm import scale_rule
+from opacus_ext.grad_sample.routing import Routing, read_routing
 from opacus_ext.grad_sample.rules import (
+    Activations,
     Factors,
     Rule,
     StandIn,
@@ -93,19 +95,25 @@ class Call:
         self.name = name
         self.number: Optional[str] = None
         self.batch_size = tape.batch_size
-        self.layouts: Optional[List[Layout]] = None
+        self.layouts: Optional[List[Optional[Layout]]] = None
         self.claims: Counter = Counter()
         self.shapes: List[torch.Size] = []
         self.row_dims: List[int] = []
         self.saved: List[torch.Tensor] = []
+        self.routing: Optional[Routing] = None
         self._keys: Optional[Tuple[tuple, List[Key]]] = None
 
     def keys(self, batch_size: int) -> List[Key]:
         """What the layouts of the outputs are remembered under."""
         given = (batch_size, self.number)
         if self._keys is None or self._keys[0] != given:
+            # Of routed rows the number says nothing.
             keys = [
-                (f"{self.name}[{i}]", str(self.number), relation(shape, batch_size))
+                (
+                    f"{self.name}[{i}]",
+                    str(self.number),
+                    relation(shape[self.routing is not None :], batch_size),
+                )
                 for i, shape in enumerate(self.shapes)
             ]
             self._keys = given, keys
@@ -158,7 +166,7 @@ class RuleCall(Call):
                 for name, x in zip(self.input_names, activations)
             }
         else:
-            given = by_sample(activations[0]) if activations else None
+            given = by_sample(activations[0])
         factors = self.rule.fn(self.layer, given, by_sample(backprops[0]))
         missing = [self.tape.names[p] for p in self.params if p not in factors]
         if missing:
@@ -462,6 +470,7 @@ class Tape:
                     shared=expanded,
                     used=used,
                 )
+            self._route(call, args, outputs)
             return _Record.apply(self._anchor, call, *outputs)
 
         if self._saw_no_sample(args, rule is not None):
@@ -479,6 +488,14 @@ class Tape:
             for i, y in zip(where, record(*raw)):
                 leaves[i] = y
         return leaves[0] if simple else tree_unflatten(leaves, spec)
+
+    def _route(self, call: Call, args: List[Any], outputs: tuple) -> None:
+        """Notes which samples the rows of a call were gathered from, if they were."""
+        x = next((x for x in args if isinstance(x, torch.Tensor)), None)
+        if self.batch_size and self.batch_size > 1 and x is not None and x.dim():
+            routing = read_routing(x, self.batch_size)
+            if routing is not None and len(outputs[0]) == len(routing.samples):
+                call.routing = routing
 
     def _rule(self, layer: nn.Module, inputs: List[Any]) -> Optional[Rule]:
         rule = find_rule(layer)
@@ -564,14 +581,16 @@ class Tape:
             # What a step did not show (gradients of zero) a later one may: look again
             # at growing intervals.
             count = self._steps[self._signature] = self._steps[self._signature] + 1
-            again = found.moves or count & (count - 1) == 0
+            routings = [c.routing.indices for c in found.records if c.routing]
+            known = set().union(*routings)
+            moves = any(not (index & known) for index in found.moves)
+            again = moves or count & (count - 1) == 0
             if self._signature in self._layouts and not again:
                 self._current = self._layouts[self._signature]
             else:
                 self.probe(roots, batch_size, found)
         for call in found.records:
-            if batch_size == 1 or self._current.keys() >= set(call.keys(batch_size)):
-                call.layouts = self._find_layouts(call, batch_size)
+            call.layouts = self._find_layouts(call, batch_size)
         return found
 
     def probe(self, roots: List[Root], batch_size: int, found: graph.Graph) -> None:
@@ -600,7 +619,7 @@ class Tape:
             layout, unique = evidence.decide(codes)
             if layout is not None:
                 known[key] = layout
-            sure = sure and unique
+            sure = sure and (unique or not evidence.seen)
         self._current = known
         if sure:
             self._layouts[self._signature] = known
@@ -617,7 +636,10 @@ class Tape:
         for i, key in enumerate(call.keys(batch_size)):
             if key not in seen:
                 where = f"{call.name} ({type(call.layer).__name__})"
-                seen[key] = Evidence(where, call.shapes[i], call.row_dims[i], packed)
+                seen[key] = Evidence(
+                    *(where, call.shapes[i], call.row_dims[i], packed),
+                    None if call.routing is None else call.routing.samples,
+                )
             if i < len(grads) and grads[i] is not None:
                 seen[key].add(grads[i])
 
@@ -627,16 +649,24 @@ class Tape:
             call.number = f"late {self._late[call.name]}"
             self._late[call.name] += 1
 
-    def _find_layouts(self, call: Call, batch_size: int) -> List[Layout]:
+    def _find_layouts(self, call: Call, batch_size: int) -> List[Optional[Layout]]:
+        """The layouts of the outputs; None where no gradient has told yet."""
         if batch_size == 1:
             return [
                 Layout(0 if rows and shape[0] == 1 else -1, "plain")
                 for shape, rows in zip(call.shapes, call.row_dims)
             ]
-        try:
-            return [self._current[key] for key in call.keys(batch_size)]
-        except KeyError:
-            raise UnknownLayout(call) from None
+        layouts = [self._current.get(key) for key in call.keys(batch_size)]
+        if call.routing is not None:  # the samples of this step
+            layouts = [
+                (
+                    Layout(0, "routed", call.routing.samples)
+                    if x is not None and x.kind == "routed"
+                    else x
+                )
+                for x in layouts
+            ]
+        return layouts
 
     def begin_backward(self) -> None:
         """Recomputed calls are numbered in the order of one backward pass."""
@@ -702,6 +732,14 @@ class Tape:
         if call.layouts is None:
             self._number(call)
             call.layouts = self._find_layouts(call, batch_size)
+        for layout, grad in zip(call.layouts, grads):
+            if grad is None:
+                continue
+            # Of "read" layouts: rows that had no gradient when it was read off them.
+            if layout is None or (
+                layout.kind == "read" and bool((grad[layout.samples < 0] != 0).any())
+            ):
+                raise UnknownLayout(call)
         return call.uses(activations, grads, batch_size)
 
     def remove(self) -> None:
@@ -754,21 +792,32 @@ class _StandIn:
     def _record(
         self,
         output: torch.Tensor,
-        activations: Optional[torch.Tensor],
+        activations: Activations,
         params: Iterable[Optional[nn.Parameter]],
-        factors: Callable[[Optional[torch.Tensor], torch.Tensor], Factors],
+        factors: Callable[[Any, torch.Tensor], Factors],
         event_dims: int = 1,
     ) -> torch.Tensor:
         trained = [p for p in params if p is not None and p.requires_grad]
         if not trained or not self.tape._records():
             return output
+        several = isinstance(activations, tuple)
+        given = activations if several else [activations]
+        given = [x for x in given if x is not None]
+
+        def rule(layer: nn.Module, inputs: Dict, backprops: torch.Tensor) -> Factors:
+            arranged = tuple(inputs.values())
+            if several:
+                return factors(arranged, backprops)
+            return factors(arranged[0] if arranged else None, backprops)
+
         call = RuleCall(
             *(self.tape, self.layer, self.name),
             rule=Rule(
-                lambda layer, activations, backprops: factors(activations, backprops),
+                rule,
                 lambda layer, output: output.dim() - event_dims,
+                all_inputs=True,
             ),
-            inputs={} if activations is None else {"input": activations},
+            inputs={str(i): x for i, x in enumerate(given)},
             output=output,
             params=trained,
         )

@@ -1,0 +1,81 @@
+"""Rows that were gathered by an index, as the tokens of an expert are.
+
+Which sample such a row came from is written in autograd's graph: the op that gathered
+it has kept its index. What is read there is a guess like any other layout, and checked
+on the gradients (layout.py).
+"""
+
+from __future__ import annotations
+
+from typing import Any, List, NamedTuple, Optional, Sequence, Set
+
+import torch
+
+
+class Routing(NamedTuple):
+    """The sample of each row, and the memory of the index tensors that say so."""
+
+    samples: torch.Tensor
+    indices: Set[int]
+
+
+def index_tensors(node: Any) -> List[torch.Tensor]:
+    """The index tensors of a graph node that moves rows; those it shows, at least."""
+    found: List[torch.Tensor] = []
+    for name in ("_saved_indices", "_saved_index"):
+        saved = getattr(node, name, None)
+        many = saved if isinstance(saved, (list, tuple)) else [saved]
+        found += [x for x in many if isinstance(x, torch.Tensor)]
+    return found
+
+
+def pointers(tensors: Sequence[torch.Tensor]) -> Set[int]:
+    """Where the tensors lie in memory."""
+    return {x.untyped_storage().data_ptr() for x in tensors}
+
+
+def read_routing(x: torch.Tensor, batch_size: int) -> Optional[Routing]:
+    """
+    The sample of each row of ``x`` ``[rows, ...]``, if its rows were gathered from
+    ``[B, ...]`` or from sample-major rows ``[B * T, ...]``; else None.
+    """
+    node = x.grad_fn
+    for _ in range(32):
+        if node is None:
+            return None
+        record = getattr(node, "record", None)
+        if record is not None:
+            routing = record.routing
+            fits = routing is not None and len(routing.samples) == len(x)
+            return routing if fits else None
+        index = index_tensors(node)
+        if index:
+            samples = _samples(node, index, batch_size)
+            if samples is None or len(samples) != len(x):
+                return None
+            return Routing(samples, pointers(index))
+        node = next((n for n, _ in node.next_functions if n is not None), None)
+    return None
+
+
+def _samples(
+    node: Any, index: List[torch.Tensor], batch_size: int
+) -> Optional[torch.Tensor]:
+    if not node.name().startswith("Index") or "Put" in node.name():
+        return None
+    sizes = list(getattr(node, "_saved_self_sym_sizes", ()))
+    saved = getattr(node, "_saved_indices", None)
+    if saved is None:  # index_select
+        dim = getattr(node, "_saved_dim", 0)
+    else:
+        dim = next((i for i, y in enumerate(saved) if y is not None), 0)
+    first = index[0]
+    if first.dtype in (torch.bool, torch.uint8):
+        first = first.nonzero()[:, 0]
+    if any(n != 1 for n in sizes[:dim]) or dim >= len(sizes):
+        return None
+    size = sizes[dim]
+    if size == 0 or size % batch_size:
+        return None
+    first = first.flatten()
+    return torch.where(first < 0, first + size, first) // (size // batch_size)
