@@ -835,7 +835,9 @@ def test_input_that_needs_a_gradient(mode):
 @every_mode
 def test_state_dict_after_a_step(mode):
     """What a mode keeps for its next step is no buffer of the model."""
-    model = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.Flatten(), nn.Linear(256, 3))
+    model = nn.Sequential(
+        nn.Conv2d(1, 4, 3, padding=1), nn.Flatten(), nn.Linear(256, 3)
+    )
     private = make_private(model, mode, batch_size=8)
     names = list(private.module.state_dict())
     private.step(torch.randn(8, 1, 8, 8), square_loss)

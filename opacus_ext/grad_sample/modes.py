@@ -155,6 +155,7 @@ class _Hooks(_Recording):
 
     def _watch(self, p: nn.Parameter, grad: torch.Tensor) -> None:
         if self.hooks_enabled and self.tape.collector is not None:
+            self._begin()  # of what the loss uses itself, this comes first
             seen = self._autograd.get(p)
             self._autograd[p] = grad.detach() if seen is None else seen + grad
 
