@@ -830,3 +830,16 @@ def test_input_that_needs_a_gradient(mode):
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
     x = torch.randn(4, 5, 3).double().requires_grad_()
     check(mode, True, model, x, square_loss)
+
+
+@every_mode
+def test_state_dict_after_a_step(mode):
+    """What a mode keeps for its next step is no buffer of the model."""
+    model = nn.Sequential(
+        nn.Conv2d(1, 4, 3, padding=1), nn.Flatten(), nn.Linear(256, 3)
+    )
+    private = make_private(model, mode, batch_size=8)
+    names = list(private.module.state_dict())
+    private.step(torch.randn(8, 1, 8, 8), square_loss)
+    assert list(private.module.state_dict()) == names
+    assert not list(private.module.buffers())

@@ -1,13 +1,44 @@
 """Every notebook in tutorials/ runs from top to bottom."""
 
+import gzip
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 import opacus_ext
 
-NOTEBOOKS = sorted((Path(__file__).parents[1] / "tutorials").glob("*.ipynb"))
+TUTORIALS = Path(__file__).parents[1] / "tutorials"
+NOTEBOOKS = sorted(TUTORIALS.glob("*.ipynb"))
+
+
+@pytest.fixture(autouse=True)
+def surroundings(tmp_path, monkeypatch):
+    """An empty folder, no screen, and the data that need no download."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MPLBACKEND", "Agg")
+    monkeypatch.delenv("MNIST", raising=False)
+
+
+def run(path, count=None):
+    """
+    The first code cells, by default all, one after the other in one namespace, as
+    Jupyter runs them.
+    """
+    notebook = json.loads(path.read_text(encoding="utf-8"))
+    assert notebook["nbformat"] == 4
+    cells = [c for c in notebook["cells"] if c["cell_type"] == "code"]
+    assert cells
+    namespace = {"__name__": "__main__"}
+    try:
+        for number, cell in enumerate(cells[:count], start=1):
+            source = "".join(cell["source"])
+            exec(compile(source, f"{path.name}, code cell {number}", "exec"), namespace)
+    finally:
+        opacus_ext.register()  # in case a cell stopped halfway
+    return namespace
 
 
 def test_there_are_notebooks():
@@ -15,19 +46,38 @@ def test_there_are_notebooks():
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_notebook(path, tmp_path, monkeypatch, capsys):
-    """All code cells, one after the other in one namespace, as Jupyter runs them."""
-    monkeypatch.chdir(tmp_path)
-    notebook = json.loads(path.read_text(encoding="utf-8"))
-    assert notebook["nbformat"] == 4
-    cells = [c for c in notebook["cells"] if c["cell_type"] == "code"]
-    assert cells
-    namespace = {"__name__": "__main__"}
-    try:
-        for number, cell in enumerate(cells, start=1):
-            source = "".join(cell["source"])
-            exec(compile(source, f"{path.name}, code cell {number}", "exec"), namespace)
-    finally:
-        opacus_ext.register()  # in case a cell stopped halfway
+def test_notebook(path, tmp_path, capsys):
+    """What a notebook claims about its results, it asserts itself."""
+    run(path)
     assert capsys.readouterr().out
     assert not list(tmp_path.iterdir()), "a tutorial leaves no files behind"
+
+
+def test_mnist_is_read(tmp_path, monkeypatch):
+    """Idx files of known values, packed or not, the test set held out."""
+    values = np.random.default_rng(0)
+    images = values.integers(256, size=(70, 6, 5), dtype=np.uint8)
+    labels = values.integers(10, size=70, dtype=np.uint8)
+
+    def idx(array):
+        header = bytes([0, 0, 8, array.ndim])
+        return header + np.array(array.shape, ">i4").tobytes() + array.tobytes()
+
+    train, test = slice(None, 60), slice(60, None)
+    for name, content in {
+        "t10k-images-idx3-ubyte": idx(images[test]),
+        "t10k-labels-idx1-ubyte.gz": gzip.compress(idx(labels[test])),
+        "train-images-idx3-ubyte": idx(images[train]),
+        "train-images-idx3-ubyte.gz": gzip.compress(idx(images[train])),
+        "train-labels-idx1-ubyte.gz": gzip.compress(idx(labels[train])),
+    }.items():
+        (tmp_path / name).write_bytes(content)
+    monkeypatch.setenv("MNIST", str(tmp_path))
+    found = run(TUTORIALS / "images_lstm_cnn.ipynb", count=2)
+
+    wanted = torch.tensor(images / 127.5 - 1, dtype=torch.float32)
+    inputs, targets = found["train_set"].tensors
+    inputs = torch.cat([inputs, found["test_inputs"]])
+    torch.testing.assert_close(inputs, wanted.unsqueeze(1))
+    assert torch.cat([targets, found["test_targets"]]).tolist() == labels.tolist()
+    assert len(found["test_targets"]) == 10

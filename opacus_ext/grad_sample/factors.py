@@ -753,10 +753,7 @@ def _split(term: _Term, widths: Tuple[int, ...]) -> _Term:
     if term.widths == widths:
         return term
     if len(term.factors) != 1 or isinstance(term.factors[0], OneHot):
-        raise ValueError(
-            f"Uses with factor widths {term.widths} and {widths} of one parameter "
-            "cannot be combined."
-        )
+        term = _Term((_add_outer(None, term, _dtype(term))[:, None],))
     # G = sum over i of e_i (x) G[i]: rows of an identity are the first factor.
     dense = term.factors[0].flatten(1)
     batch_size = dense.shape[0]

@@ -24,6 +24,15 @@ class RandomState:
         self.cpu = torch.get_rng_state()
         self.cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
 
+    def unchanged(self) -> bool:
+        """Whether no random number was drawn since."""
+        same = torch.equal(self.cpu, torch.get_rng_state())
+        if self.cuda is not None:
+            same = same and torch.equal(
+                self.cuda, torch.cuda.get_rng_state(self.device)
+            )
+        return same
+
     def restore(self) -> None:
         """Goes back to the state at construction."""
         torch.set_rng_state(self.cpu)
@@ -81,11 +90,15 @@ def dependent_sample(
     # What the forward keeps count of must not notice either.
     kept = [(m, dict(vars(m)), dict(m._buffers)) for m in module.modules()]
     state.restore()
+    # Without gradients torch's encoder would take another path, with other padding.
+    fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             again = tensors_in(module(*changed[0], **changed[1]))
     finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
         after.restore()
         for m, attributes, buffers in kept:
             vars(m).clear()

@@ -85,10 +85,11 @@ def batch_root(tensor: torch.Tensor, dim: int, batch_size: int) -> Root:
 
 
 def packed_root(sequence: PackedSequence) -> Root:
-    """The root of a packed sequence, samples in its own order (longest first)."""
-    samples = [torch.arange(n) for n in sequence.batch_sizes.tolist()]
-    data = sequence.data
-    return Root(data, 0, torch.cat(samples).to(data.device))
+    """The root of a packed sequence, samples in the order before it was packed."""
+    steps = [torch.arange(n) for n in sequence.batch_sizes.tolist()]
+    data, order = sequence.data, sequence.sorted_indices
+    samples = torch.cat(steps).to(data.device)
+    return Root(data, 0, samples if order is None else order[samples])
 
 
 def candidates(

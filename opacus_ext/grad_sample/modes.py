@@ -155,6 +155,7 @@ class _Hooks(_Recording):
 
     def _watch(self, p: nn.Parameter, grad: torch.Tensor) -> None:
         if self.hooks_enabled and self.tape.collector is not None:
+            self._begin()  # of what the loss uses itself, this comes first
             seen = self._autograd.get(p)
             self._autograd[p] = grad.detach() if seen is None else seen + grad
 
@@ -282,7 +283,7 @@ class _Ghost(_Recording):
 
     def add_hooks(self, **kwargs: Any) -> None:
         super().add_hooks(**kwargs)
-        self._buffers: Dict[nn.Parameter, torch.Tensor] = {}  # kept, step after step
+        self._kept_rows: Dict[nn.Parameter, torch.Tensor] = {}  # kept, step after step
 
     def get_norm_sample(self) -> torch.Tensor:
         """Per-sample gradient norms ``[B]`` of the last backward pass."""
@@ -369,12 +370,12 @@ class _Ghost(_Recording):
 
         def complete(param: nn.Parameter, sample: GradSample) -> None:
             nonlocal budget
-            buffer = self._buffers.get(param)
+            buffer = self._kept_rows.get(param)
             squares[param] = sample.squared_norm(keep=budget, reuse=buffer)
             budget -= sample.kept_bytes
             kept = sample.kept
             if kept is not None and (buffer is None or buffer.numel() < kept.numel()):
-                self._buffers[param] = kept
+                self._kept_rows[param] = kept
             if not keep:
                 sample.clear()
 

@@ -139,12 +139,14 @@ class RuleCall(Call):
         inputs: Dict[str, torch.Tensor],
         output: torch.Tensor,
         params: Iterable[nn.Parameter],
+        expanded: bool = False,
     ):
         super().__init__(*args)
         self.rule = rule
         self.params = list(params)
         self.shapes = [output.shape]
-        self.row_dims = [rule.row_dims(self.layer, output)]
+        single = output[0] if expanded else output
+        self.row_dims = [rule.row_dims(self.layer, single) + expanded]
         self.input_names = list(inputs)
         self.saved = list(inputs.values())
         self.claims.update(id(p) for p in self.params)
@@ -155,14 +157,15 @@ class RuleCall(Call):
         def by_sample(x: torch.Tensor) -> torch.Tensor:
             return arrange(x, rows, layout, batch_size)
 
+        def has_rows(x: torch.Tensor) -> bool:
+            shape, dim = self.shapes[0], layout.dim
+            if dim == -1:
+                return x.shape[:rows] == shape[:rows]
+            return x.dim() >= rows and x.shape[dim] == shape[dim]
+
         if self.rule.all_inputs:
-            size = self.shapes[0][layout.dim]
             given: Any = {
-                name: (
-                    by_sample(x)
-                    if x.dim() >= rows and x.shape[layout.dim] == size
-                    else x
-                )
+                name: by_sample(x) if has_rows(x) else x
                 for name, x in zip(self.input_names, activations)
             }
         else:
@@ -460,6 +463,7 @@ class Tape:
                     inputs=given or {"input": x},
                     output=outputs[0],
                     params=own_parameters(layer).values(),
+                    expanded=expanded,
                 )
             else:
                 call = ReplayCall(
@@ -780,14 +784,59 @@ class _StandIn:
     def __init__(self, tape: Tape, name: str, layer: nn.Module, forward: StandIn):
         self.tape, self.name = tape, name
         self.layer, self.forward = layer, forward
+        self._checked: set = set()
         layer.forward = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         layer = self.layer
         if not torch.is_grad_enabled() and not layer.training:
             return type(layer).forward(layer, *args, **kwargs)
-        args, kwargs = tree_map(settled, (args, kwargs))
-        return self.forward(layer, self._record, *args, **kwargs)
+        inputs = tree_map(settled, (args, kwargs))
+        try:
+            expected = self._expected(inputs)
+            output = self.forward(layer, self._record, *inputs[0], **inputs[1])
+        except Exception as error:
+            leaves = tree_leaves((args, kwargs))
+            names = {x.source.name for x in leaves if isinstance(x, Undecided)}
+            if not names:
+                raise
+            raise RuntimeError(
+                f"{self.name} ({type(layer).__name__}): the output of "
+                f"{', '.join(sorted(names))}, which saw no sample, can't be expanded "
+                f"to the batch here ({error}). Expand its input to [B, ...]."
+            ) from error
+        if expected is not None and not _alike(tensors_in(output), expected):
+            raise RuntimeError(
+                f"{self.name} ({type(layer).__name__}): what stands in for its forward "
+                "gives something else than the layer itself for inputs of shapes "
+                f"{[tuple(x.shape) for x in tensors_in(inputs)]}. Please report it."
+            )
+        return output
+
+    @torch.no_grad()
+    def _expected(self, inputs: Tuple[tuple, dict]) -> Optional[List[torch.Tensor]]:
+        """
+        What the layer's own forward gives, for the first inputs of each kind: so that
+        it refuses what it always did, and the stand-in is compared with it. None where
+        that was done, or random numbers are in it.
+        """
+        if torch._C._are_functorch_transforms_active():
+            return None
+        if any(x.is_nested or x.numel() == 0 for x in tensors_in(inputs)):
+            return None  # refused, or an empty batch, which some kernels can't take
+        kind = _kind(inputs)
+        if kind in self._checked:
+            return None
+        device = next((x.device for x in tensors_in(inputs) if x.is_cuda), None)
+        state = RandomState(device or torch.device("cpu"))
+        args, kwargs = inputs
+        try:
+            output = type(self.layer).forward(self.layer, *args, **kwargs)
+            drawn = not state.unchanged()
+        finally:
+            state.restore()
+        self._checked.add(kind)
+        return None if drawn else tensors_in(output)
 
     def _record(
         self,
@@ -826,6 +875,37 @@ class _StandIn:
     def remove(self) -> None:
         """Gives the layer its own ``forward`` back."""
         vars(self.layer).pop("forward", None)
+
+
+def _kind(inputs: Tuple[tuple, dict]) -> tuple:
+    """Shapes, types and settings of a call, and which arguments are the same."""
+    leaves, spec = tree_flatten(inputs)
+    seen = [id(x) for x in leaves]
+    return str(spec), tuple(
+        (
+            (tuple(x.shape), x.dtype, seen.index(id(x)))
+            if isinstance(x, torch.Tensor)
+            else (
+                (tuple(x.data.shape), tuple(x.batch_sizes.tolist()))
+                if isinstance(x, PackedSequence)
+                else repr(x)
+            )
+        )
+        for x in leaves
+    )
+
+
+def _alike(got: List[torch.Tensor], expected: List[torch.Tensor]) -> bool:
+    if [x.shape for x in got] != [x.shape for x in expected]:
+        return False
+    for a, b in zip(got, expected):
+        a, b = a.detach().double(), b.double()
+        finite = b[b.isfinite()].abs()
+        scale = float(finite.max()) if finite.numel() else 0.0
+        half = min(x.dtype.itemsize for x in expected + got) < 4
+        if not torch.allclose(a, b, 0, (0.1 if half else 1e-3) * scale, True):
+            return False
+    return True
 
 
 class _Paused:
