@@ -8,7 +8,7 @@ Source: DP mixture of experts, appendix (per-sample gradients on the gathered to
 """
 
 import functools
-from typing import List, Optional, Tuple
+from typing import Any, List, Optional, Tuple
 
 import torch
 import torch.nn.functional as F
@@ -138,32 +138,45 @@ def experts_interface(
             are experts or more for none
         top_k_weights: ``[tokens, choices]``
     """
-    inner = layer.gate_up_proj if layer.has_gate else layer.up_proj
     name = "gate_up_proj" if layer.has_gate else "up_proj"
+    inner = getattr(layer, name)
     biases = [getattr(layer, f"{n}_bias", None) for n in (name, "down_proj")]
     dropped = top_k_index >= len(inner)
     index = top_k_index.masked_fill(dropped, 0)
-    weights = top_k_weights.masked_fill(dropped, 0)
     routes = Routes(index.flatten(), len(inner))
-    linear = functools.partial(*(record_experts, record), index=index, routes=routes)
-    x = hidden_states.unsqueeze(1).expand(-1, index.shape[1], -1)
-    y = linear(x, weight=inner, bias=biases[0], transposed=layer.is_transposed)
+
+    def linear(x: torch.Tensor, *parameters: Any) -> torch.Tensor:
+        args = (x, index, routes, *parameters, layer.is_transposed)
+        return record_experts(record, *args)
+
+    y = hidden_states.unsqueeze(1).expand(-1, index.shape[1], -1)
+    y = linear(y, inner, biases[0])
     y = layer._apply_gate(y) if layer.has_gate else layer.act_fn(y)
-    y = linear(
-        y, weight=layer.down_proj, bias=biases[1], transposed=layer.is_transposed
-    )
+    y = linear(y, layer.down_proj, biases[1])
     if layer.has_post_expert_norm:
         y = layer.post_expert_norm(y)
-    y = (y * weights.unsqueeze(-1)).sum(1)
-    return y.to(hidden_states.dtype)
+    weights = top_k_weights.masked_fill(dropped, 0)
+    return (y * weights.unsqueeze(-1)).sum(1).to(hidden_states.dtype)
+
+
+def unrecorded(output: torch.Tensor, *args: Any) -> torch.Tensor:
+    """In the place of ``record``: nothing is noted."""
+    return output
+
+
+def is_experts(layer: nn.Module) -> bool:
+    """
+    Whether a layer follows the experts interface of transformers 5: the decorator
+    ``use_experts_implementation`` or :class:`opacus_ext.layers.Experts`.
+    """
+    marks = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "_apply_gate")
+    return all(hasattr(layer, mark) for mark in marks)
 
 
 def _recognise(layer: nn.Module) -> Optional[StandIn]:
-    """Whether transformers' decorator ``use_experts_implementation`` has been here."""
-    marks = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "_apply_gate")
-    if not all(hasattr(layer, mark) for mark in marks):
+    if not is_experts(layer) or getattr(layer, "_is_expert_parallel", False):
         return None
-    return None if getattr(layer, "_is_expert_parallel", False) else experts_interface
+    return experts_interface
 
 
 STAND_IN_FALLBACKS.append(_recognise)

@@ -1,0 +1,17 @@
+"""Modules for people who build models: they train in every mode."""
+
+from opacus_ext.layers.moe import (
+    Experts,
+    SwitchFeedForward,
+    TopKFeedForward,
+    balancing_loss,
+    freeze_routers,
+)
+
+__all__ = [
+    "Experts",
+    "SwitchFeedForward",
+    "TopKFeedForward",
+    "balancing_loss",
+    "freeze_routers",
+]

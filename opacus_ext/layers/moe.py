@@ -1,0 +1,304 @@
+"""Mixtures of experts in which each sample is computed by itself.
+
+What a sample does to another one is what makes a mixture of experts hard to train
+privately: a capacity counted over the batch drops one sample's tokens because of
+another's, and a balancing loss over the batch mixes all of them. Here capacity is
+counted in each sequence, and the balancing loss is a sum of one term a sample.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Callable, List, Optional
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from opacus_ext.grad_sample.experts import (
+    experts_interface,
+    is_experts,
+    unrecorded,
+)
+
+
+class Experts(nn.Module):
+    """
+    Feed-forward networks, their weights stacked in one parameter each.
+
+    Args:
+        width: features of a token
+        hidden: features inside an expert
+        num_experts: number of experts
+        gated: ``activation(gate x) * (up x)`` inside, instead of ``activation(up x)``
+        bias: whether the linear maps have one
+        activation: applied inside an expert
+    """
+
+    has_post_expert_norm = is_transposed = False
+    is_concatenated = True
+
+    def __init__(
+        self,
+        width: int,
+        hidden: int,
+        num_experts: int,
+        gated: bool = False,
+        bias: bool = False,
+        activation: Callable[[torch.Tensor], torch.Tensor] = F.gelu,
+    ):
+        super().__init__()
+        self.num_experts, self.has_gate, self.has_bias = num_experts, gated, bias
+        self.act_fn = activation
+        name, inner = ("gate_up_proj", 2 * hidden) if gated else ("up_proj", hidden)
+        for key, out, into in ((name, inner, width), ("down_proj", width, hidden)):
+            bound = 1 / math.sqrt(into)
+            weight = torch.empty(num_experts, out, into).uniform_(-bound, bound)
+            setattr(self, key, nn.Parameter(weight))
+            if bias:
+                setattr(
+                    self, f"{key}_bias", nn.Parameter(torch.zeros(num_experts, out))
+                )
+
+    def _apply_gate(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = x.chunk(2, dim=-1)
+        return self.act_fn(gate) * up
+
+    def forward(
+        self, x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        """
+        Args:
+            x: ``[tokens, width]``
+            index: the experts of each token, ``[tokens, choices]``; ``num_experts`` for
+                none
+            weights: ``[tokens, choices]``
+
+        Returns:
+            ``[tokens, width]``
+        """
+        return experts_interface(self, unrecorded, x, index, weights)
+
+
+def balancing_loss(
+    probabilities: torch.Tensor,
+    index: torch.Tensor,
+    mask: Optional[torch.Tensor] = None,
+) -> torch.Tensor:
+    """
+    How unevenly each sample uses the experts: 1 if evenly, up to the number of experts.
+    One term a sample, so that it can be added to the per-sample losses; the paper
+    leaves this open (DP mixture of experts, "Per-sample balancing loss").
+
+    Its formula is equation 1 of the paper over the tokens of one sample instead of the
+    batch: ``N * sum_i f_i * P_i`` with ``f_i`` the share of tokens sent to expert i and
+    ``P_i`` the router's mean probability for it.
+
+    Args:
+        probabilities: of the router, ``[B, T, experts]``
+        index: chosen experts, ``[B, T, choices]``
+        mask: which tokens count, ``[B, T]``; all if None
+
+    Returns:
+        ``[B]``; zero for a sample without a token that counts.
+
+    Example:
+        >>> import torch
+        >>> p = torch.full((2, 4, 4), 0.25)
+        >>> balancing_loss(p, torch.arange(4).expand(2, 4)[..., None])
+        tensor([1., 1.])
+    """
+    size = probabilities.shape[-1]
+    keep = probabilities.new_ones(probabilities.shape[:2]) if mask is None else mask
+    keep = keep.to(probabilities)[..., None]
+    count = keep.sum(1).clamp(min=1)
+    # An index of ``size`` stands for a dropped token.
+    chosen = F.one_hot(index, size + 1)[..., :size].to(probabilities).mean(2)
+    share = (chosen * keep).sum(1) / count
+    return size * (share * (probabilities * keep).sum(1) / count).sum(1)
+
+
+class _FeedForward(nn.Module):
+    """
+    A router and its experts, ``[B, T, width]`` -> ``[B, T, width]``.
+
+    After each call ``balancing`` holds :func:`balancing_loss` ``[B]`` of that call.
+    """
+
+    def __init__(self, width: int, num_experts: int, jitter: float, experts: Experts):
+        super().__init__()
+        if not 0 <= jitter < 1:
+            raise ValueError(f"jitter must be in [0, 1), got {jitter}.")
+        self.router = nn.Linear(width, num_experts, bias=False)
+        self.experts = experts
+        self.jitter = jitter
+        self.balancing: Optional[torch.Tensor] = None
+
+    def route(self, x: torch.Tensor) -> torch.Tensor:
+        """Router probabilities ``[B, T, experts]``, in float32 or wider."""
+        if self.training and self.jitter:
+            noise = torch.empty_like(x).uniform_(1 - self.jitter, 1 + self.jitter)
+            x = x * noise
+        logits = self.router(x)
+        return logits.softmax(-1, dtype=torch.promote_types(x.dtype, torch.float32))
+
+    def run(
+        self, x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Sends ``x`` through the experts ``index`` ``[B, T, choices]``."""
+        rows = (y.flatten(0, 1) for y in (x, index, weights.to(x)))
+        return self.experts(*rows).view_as(x)
+
+
+class SwitchFeedForward(_FeedForward):
+    """
+    Switch Transformer's layer: every token goes to one expert.
+
+    Args:
+        width: features of a token
+        hidden: features inside an expert
+        num_experts: number of experts
+        capacity: most tokens of one sequence that an expert takes; the later ones are
+            dropped (their output is zero). None: no bound. It is counted in each
+            sequence: counted over the batch, one sample would drop another's tokens
+        jitter: in training the router's input is multiplied by uniform noise from
+            ``[1 - jitter, 1 + jitter]``
+        activation: applied inside an expert
+
+    Raises:
+        ValueError: if jitter or capacity is out of range
+
+    Source:
+        Fedus, Zoph, Shazeer 2022, as in DP mixture of experts.
+
+    Example:
+        >>> import torch
+        >>> layer = SwitchFeedForward(8, 16, num_experts=4, capacity=3)
+        >>> layer(torch.randn(2, 5, 8)).shape, layer.balancing.shape
+        (torch.Size([2, 5, 8]), torch.Size([2]))
+    """
+
+    def __init__(
+        self,
+        width: int,
+        hidden: int,
+        num_experts: int,
+        capacity: Optional[int] = None,
+        jitter: float = 0.0,
+        activation: Callable[[torch.Tensor], torch.Tensor] = F.relu,
+    ):
+        experts = Experts(width, hidden, num_experts, activation=activation)
+        super().__init__(width, num_experts, jitter, experts)
+        if capacity is not None and capacity < 1:
+            raise ValueError(f"capacity must be positive or None, got {capacity}.")
+        self.capacity = capacity
+
+    def forward(
+        self, x: torch.Tensor, mask: Optional[torch.Tensor] = None
+    ) -> torch.Tensor:
+        """
+        Args:
+            x: ``[B, T, width]``
+            mask: which tokens are real, ``[B, T]``; others take no capacity and get
+                zero
+        """
+        probabilities = self.route(x)
+        weight, index = probabilities.max(dim=-1)
+        size = self.experts.num_experts
+        if mask is not None:
+            index = index.masked_fill(~mask.bool(), size)
+        self.balancing = balancing_loss(probabilities, index[..., None], mask)
+        if self.capacity is not None:
+            place = F.one_hot(index, size + 1).cumsum(dim=1)
+            place = place.gather(2, index[..., None]).squeeze(2)
+            index = index.masked_fill(place > self.capacity, size)
+        return self.run(x, index[..., None], weight[..., None])
+
+
+class TopKFeedForward(_FeedForward):
+    """
+    Every token goes to the ``top_k`` experts of highest probability, weighted with
+    their probabilities, which are made to sum to one (Mixtral's layer).
+
+    Args:
+        width: features of a token
+        hidden: features inside an expert
+        num_experts: number of experts
+        top_k: experts a token
+        gated: see :class:`Experts`
+        jitter: see :class:`SwitchFeedForward`
+        activation: applied inside an expert
+
+    Raises:
+        ValueError: if jitter or top_k is out of range
+
+    Example:
+        >>> import torch
+        >>> layer = TopKFeedForward(8, 16, num_experts=4, top_k=2)
+        >>> layer(torch.randn(2, 5, 8)).shape
+        torch.Size([2, 5, 8])
+    """
+
+    def __init__(
+        self,
+        width: int,
+        hidden: int,
+        num_experts: int,
+        top_k: int = 2,
+        gated: bool = True,
+        jitter: float = 0.0,
+        activation: Callable[[torch.Tensor], torch.Tensor] = F.silu,
+    ):
+        experts = Experts(width, hidden, num_experts, gated, activation=activation)
+        super().__init__(width, num_experts, jitter, experts)
+        if not 1 <= top_k <= num_experts:
+            raise ValueError(f"top_k must be in 1 ... {num_experts}, got {top_k}.")
+        self.top_k = top_k
+
+    def forward(
+        self, x: torch.Tensor, mask: Optional[torch.Tensor] = None
+    ) -> torch.Tensor:
+        """
+        Args:
+            x: ``[B, T, width]``
+            mask: which tokens are real, ``[B, T]``; others get zero
+        """
+        probabilities = self.route(x)
+        weights, index = probabilities.topk(self.top_k, dim=-1)
+        weights = weights / weights.sum(-1, keepdim=True)
+        if mask is not None:
+            index = index.masked_fill(~mask.bool()[..., None], self.experts.num_experts)
+        self.balancing = balancing_loss(probabilities, index, mask)
+        return self.run(x, index, weights)
+
+
+def freeze_routers(model: nn.Module) -> List[str]:
+    """
+    Freezes what chooses the experts, wherever it stands beside experts: children named
+    "router" or "gate". The paper's other way to keep experts from collapsing.
+
+    Returns:
+        The names of the parameters that were frozen.
+
+    Raises:
+        ValueError: if no router was found
+
+    Example:
+        >>> freeze_routers(SwitchFeedForward(8, 16, num_experts=4))
+        ['router.weight']
+    """
+    routers = set()
+    for module in model.modules():
+        children = dict(module.named_children())
+        if "experts" in children or any(is_experts(c) for c in children.values()):
+            routers |= {children[n] for n in ("router", "gate") if n in children}
+    names = {p: n for n, p in model.named_parameters()}
+    frozen = [p for router in routers for p in router.parameters() if p in names]
+    if not frozen:
+        raise ValueError(
+            "No router found: none of the modules has a child named router or gate "
+            "beside experts. Freeze it yourself with requires_grad_(False)."
+        )
+    for p in frozen:
+        p.requires_grad_(False)
+    return sorted({names[p] for p in frozen})
