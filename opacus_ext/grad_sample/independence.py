@@ -2,14 +2,14 @@
 
 Gradients show a dependence between samples only where they flow. A batch mean that is
 detached, a normalisation of the raw input or a gate that is still zero leave them
-clean, and yet no clipping bounds what one sample adds. So the forward pass is run once
-more, with one sample replaced by another: the outputs of all others must stay.
+clean, and yet no clipping bounds what one sample adds. So the forward pass is run again
+with one sample replaced by another: the outputs of all others must stay.
 """
 
 from __future__ import annotations
 
 import warnings
-from typing import Any, Callable, List, Optional, Tuple
+from typing import Any, Callable, List, Optional, Set, Tuple
 
 import torch
 from torch import nn
@@ -40,26 +40,25 @@ class RandomState:
             torch.cuda.set_rng_state(self.cuda, self.device)
 
 
-def replace_last(inputs: Any, batch_size: int, dim: int) -> Optional[Any]:
+def replace_one(inputs: Any, batch_size: int, dim: int, which: int) -> Optional[Any]:
     """
-    ``inputs`` with the last sample of the first batched tensor replaced by the first
-    sample; None if there is none, or that changes nothing.
+    ``inputs`` with the first or last sample (``which`` is 0 or -1) of the first batched
+    tensor replaced by the other of them; None if there is none, or that changes
+    nothing.
     """
     leaves, spec = tree_flatten(inputs)
     for i, x in enumerate(leaves):
         if isinstance(x, torch.Tensor) and x.dim() > dim:
             if x.shape[dim] != batch_size:
                 continue
-            first, last = x.select(dim, 0), x.select(dim, batch_size - 1)
-            if torch.equal(first, last):
+            if torch.equal(x.select(dim, 0), x.select(dim, -1)):
                 return None
             leaves[i] = x.detach().clone()
-            leaves[i].select(dim, batch_size - 1).copy_(first)
+            leaves[i].select(dim, which).copy_(x.select(dim, -1 - which))
             return tree_unflatten(leaves, spec)
     return None
 
 
-@torch.no_grad()
 def dependent_sample(
     module: nn.Module,
     inputs: Tuple[tuple, dict],
@@ -70,7 +69,8 @@ def dependent_sample(
     tensors_in: Callable[[Any], List[torch.Tensor]],
 ) -> Optional[int]:
     """
-    Runs the model once more with its last sample replaced.
+    Runs the model twice more, with its last sample replaced and with its first: a
+    count that runs along the batch (an expert's capacity) is felt only by later ones.
 
     Args:
         inputs: ``(args, kwargs)`` of the model's call
@@ -83,9 +83,22 @@ def dependent_sample(
     Returns:
         The first of the other samples whose output changed, or None.
     """
-    changed = replace_last(inputs, batch_size, dim)
-    if changed is None:
-        return None
+    for which in (-1, 0):
+        changed = replace_one(inputs, batch_size, dim, which)
+        if changed is None:
+            return None
+        again = tensors_in(_run_again(module, changed, state))
+        others = set(range(batch_size)) - {which % batch_size}
+        found = _changed(outputs, again, batch_size, dim, others)
+        if found is not None:
+            return found
+    return None
+
+
+@torch.no_grad()
+def _run_again(
+    module: nn.Module, inputs: Tuple[tuple, dict], state: RandomState
+) -> Any:
     after = RandomState(state.device)
     # What the forward keeps count of must not notice either.
     kept = [(m, dict(vars(m)), dict(m._buffers)) for m in module.modules()]
@@ -96,7 +109,7 @@ def dependent_sample(
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            again = tensors_in(module(*changed[0], **changed[1]))
+            return module(*inputs[0], **inputs[1])
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
         after.restore()
@@ -105,17 +118,28 @@ def dependent_sample(
             vars(m).update(attributes)
             m._buffers.clear()
             m._buffers.update(buffers)
+
+
+@torch.no_grad()
+def _changed(
+    outputs: List[torch.Tensor],
+    again: List[torch.Tensor],
+    batch_size: int,
+    dim: int,
+    samples: Set[int],
+) -> Optional[int]:
     for old, new in zip(outputs, again):
         if old.shape != new.shape or old.dim() <= dim or old.shape[dim] != batch_size:
             continue
         if not old.is_floating_point():
             continue
-        pairs = [(old.select(dim, i), new.select(dim, i)) for i in range(batch_size)]
         # Sample by sample: the logits of a large vocabulary are most of the memory.
-        scale = max(_largest(a, ignore_inf=True) for a, _ in pairs)
+        parts = [old.select(dim, i) for i in range(batch_size)]
+        scale = max(_largest(a, ignore_inf=True) for a in parts)
         allowed = max(1e3 * torch.finfo(old.dtype).eps, 1e-9) * max(scale, 1e-30)
-        for i, (a, b) in enumerate(pairs[:-1]):
-            if not torch.equal(a, b) and _largest(a - b) > allowed:
+        for i in sorted(samples):
+            b = new.select(dim, i)
+            if not torch.equal(parts[i], b) and _largest(parts[i] - b) > allowed:
                 return i
     return None
 

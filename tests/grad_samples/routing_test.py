@@ -1,0 +1,174 @@
+"""Rows that a mixture of experts gathers by an index, in many ways of writing it."""
+
+import pytest
+import torch
+from torch import nn
+
+from tests.common import (
+    check,
+    every_mode,
+    make_private,
+    run_mode,
+    square_loss,
+    trainable,
+    wrapped_or_not,
+)
+
+
+def by_where(experts, x, weights, chosen):
+    """Hugging Face's Switch and old Mixtral."""
+    out = torch.zeros_like(x)
+    for i, expert in enumerate(experts):
+        token, choice = torch.where(chosen == i)
+        if len(token):
+            y = expert(x[None, token].reshape(-1, x.shape[-1]))
+            out.index_add_(0, token, y * weights[token, choice, None])
+    return out
+
+
+def by_mask(experts, x, weights, chosen):
+    out = torch.zeros_like(x)
+    for i, expert in enumerate(experts):
+        mask = (chosen == i).any(-1)
+        if mask.any():
+            share = (weights * (chosen == i)).sum(-1)
+            out[mask] += expert(x[mask]) * share[mask][:, None]
+    return out
+
+
+def by_index_select(experts, x, weights, chosen):
+    out = torch.zeros_like(x)
+    for i, expert in enumerate(experts):
+        token, choice = torch.where(chosen == i)
+        y = expert(x.index_select(0, token))  # also without any token
+        out = out.index_add(0, token, y * weights[token, choice, None])
+    return out
+
+
+def by_sorting(experts, x, weights, chosen):
+    """One permutation for all; the split hides where a row came from."""
+    k = chosen.shape[1]
+    order = chosen.flatten().argsort(stable=True)
+    counts = torch.bincount(chosen.flatten(), minlength=len(experts)).tolist()
+    parts = x[order // k].split(counts)
+    y = torch.cat([expert(part) for expert, part in zip(experts, parts)])
+    y = torch.zeros_like(y).index_copy(0, order, y)
+    return (y.unflatten(0, (-1, k)) * weights[..., None]).sum(1)
+
+
+ways = pytest.mark.parametrize(
+    "way", [by_where, by_mask, by_index_select, by_sorting], ids=lambda f: f.__name__
+)
+
+
+class Mixture(nn.Module):
+    def __init__(self, way, k=2, count=4):
+        super().__init__()
+        self.router = nn.Linear(4, count)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(4, 5), nn.GELU(), nn.Linear(5, 4))
+            for _ in range(count)
+        )
+        self.way, self.k = way, k
+
+    def forward(self, x, chosen=None):
+        flat = x.flatten(0, 1)
+        weights, best = self.router(flat).softmax(-1).topk(self.k, dim=-1)
+        chosen = best if chosen is None else chosen.reshape(-1, 1)
+        return self.way(self.experts, flat, weights, chosen).view_as(x)
+
+
+class Model(nn.Module):
+    """Two mixtures, so that the second one's input is the first one's output."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__()
+        self.first = nn.Linear(3, 4)
+        self.mixtures = nn.ModuleList(Mixture(*args, **kwargs) for _ in range(2))
+        self.norm = nn.LayerNorm(4)
+
+    def forward(self, x, chosen=None):
+        x = self.first(x)
+        for mixture in self.mixtures:
+            x = x + mixture(self.norm(x), chosen)
+        return x
+
+
+@every_mode
+@ways
+@pytest.mark.parametrize("k", [1, 2])
+@pytest.mark.parametrize("B, T", [(4, 6), (5, 5), (1, 6), (6, 1), (0, 3), (3, 40)])
+def test_exact(mode, way, k, B, T):
+    model = Model(way, k).double()
+    check(mode, True, model, torch.randn(B, T, 3).double(), square_loss)
+
+
+ROUTES = {
+    "each expert gets B tokens, one of each sample": torch.arange(4).expand(4, 4),
+    "each expert gets B tokens, of mixed samples": torch.tensor(
+        [[0, 0, 1, 2], [3, 0, 1, 1], [2, 2, 3, 0], [1, 3, 3, 2]]
+    ),
+    "one expert gets all": torch.full((4, 4), 2),
+    "a sample has an expert of its own": torch.arange(4)[:, None].expand(4, 4),
+    "one token for the last": (torch.arange(16) == 7).view(4, 4) * 3,
+}
+
+
+@every_mode
+@wrapped_or_not
+@ways
+@pytest.mark.parametrize("chosen", ROUTES.values(), ids=ROUTES)
+def test_coincidences(mode, wrap, way, chosen):
+    """Four samples, four tokens, four experts: every shape looks like a batch."""
+    batch = torch.randn(4, 4, 3).double(), chosen
+    check(mode, wrap, Model(way, k=1).double(), batch, square_loss)
+
+
+@every_mode
+@ways
+def test_frozen(mode, way):
+    model = Model(way).double()
+    for mixture in model.mixtures:
+        mixture.router.requires_grad_(False)
+    model.mixtures[0].experts[1].requires_grad_(False)
+    check(mode, True, model, torch.randn(4, 6, 3).double(), square_loss)
+
+
+@every_mode
+@ways
+def test_every_step(mode, way):
+    """The rows move from step to step; each is as exact as the first."""
+    model = Model(way).double()
+    private = make_private(model, mode, batch_size=4, lr=0.1)
+    for _ in range(6):
+        x = torch.randn(4, 6, 3).double()
+        expected = run_mode("hooks", True, _copy(model), x, square_loss, "flat", 1.0)
+        before = {n: p.detach().clone() for n, p in trainable(model).items()}
+        private.step(x, square_loss)
+        for name, p in trainable(model).items():
+            got = (before[name] - p.detach()) * 4 / 0.1
+            torch.testing.assert_close(got, expected[name], rtol=1e-7, atol=1e-10)
+
+
+def _copy(model):
+    fresh = Model(model.mixtures[0].way).double()
+    fresh.load_state_dict(model.state_dict())
+    return fresh
+
+
+@every_mode
+def test_experts_over_the_batch_are_refused(mode):
+    """A capacity counted over the batch: a sample's tokens drop another's."""
+
+    class Capped(Mixture):
+        def forward(self, x):
+            flat = x.flatten(0, 1)
+            weight, chosen = self.router(flat).softmax(-1).max(dim=-1)
+            place = nn.functional.one_hot(chosen, 4).cumsum(0)
+            place = place.gather(1, chosen[:, None])
+            weight = weight[:, None] * (place <= 3)
+            return self.way(self.experts, flat, weight, chosen[:, None]).view_as(x)
+
+    model = nn.Sequential(nn.Linear(3, 4), Capped(by_where)).double()
+    with pytest.raises(RuntimeError, match="sample .* changes with another sample"):
+        run_mode(mode, True, model, torch.randn(8, 6, 3).double(), square_loss)
