@@ -1243,6 +1243,22 @@ def test_bf16_autocast(mode, wrap, kind):
 
 
 @every_mode
+@pytest.mark.parametrize("kind", ["tanh", "GRU"])
+def test_chaotic(mode, kind):
+    """
+    Large weights and many steps, where rounding grows until two ways to compute the
+    same states have nothing in common: trained all the same, and clipped.
+    """
+    model = Recurrent(kind, 8, 64, use="last")
+    for part in model.rnn.weight_hh_l0.detach().split(64):
+        nn.init.orthogonal_(part, 3.0)
+    x = torch.randn(4, 200, 8)
+    got = run_mode(mode, True, model, x, square_loss, max_grad_norm=1.0)
+    assert all(total.isfinite().all() for total in got.values())
+    assert 0 < norms_of({n: total[None] for n, total in got.items()}) <= 4 * 1.001
+
+
+@every_mode
 @pytest.mark.parametrize("kind", ["LSTM", "GRU"])
 def test_saturated_gates(mode, kind):
     """Gates at exactly 0 and 1, with gradients of zero: no NaN."""
