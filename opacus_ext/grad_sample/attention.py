@@ -150,7 +150,9 @@ def multihead_attention(
         weights = weights.mean(dim=1) if average_attn_weights else weights
     else:
         output = F.scaled_dot_product_attention(q, k, v, mask, dropout, causal)
-    output = layer.out_proj(output.transpose(1, 2).flatten(2))
+    # As torch does, without a call of out_proj and its hooks.
+    last, output = layer.out_proj, output.transpose(1, 2).flatten(2)
+    output = record_linear(record, output, last.weight, last.bias)
     if unbatched:
         output = output.squeeze(0)
         weights = None if weights is None else weights.squeeze(0)

@@ -387,6 +387,10 @@ class GradSample:
                 term = _as_one_sample(term, weights[start:stop], dtype)
                 total = _add_outer(total, term, dtype)
             return total.view(self.shape)
+        if len(self._terms) == 1 and len(self._terms[0].dense) == 2:
+            if not self._terms[0].onehot:  # a linear layer: one product
+                rows = _as_one_sample(self._terms[0], weights, dtype).factors
+                return (rows[0][0].mT @ rows[1][0]).view(self.shape)
         terms = [t.resolved() if t.deferred else t for t in self._terms]
         # Dense terms first: one-hot ones then add into the rows they touch.
         for term in sorted(terms, key=lambda t: len(t.onehot)):

@@ -83,13 +83,16 @@ def dependent_sample(
     Returns:
         The first of the other samples whose output changed, or None.
     """
+    # What computed in the coarsest type rounds as coarsely.
+    floats = [x for x in (*outputs, *module.parameters()) if x.is_floating_point()]
+    eps = max((torch.finfo(x.dtype).eps for x in floats), default=0.0)
     for which in (-1, 0):
         changed = replace_one(inputs, batch_size, dim, which)
         if changed is None:
             return None
         again = tensors_in(_run_again(module, changed, state))
         others = set(range(batch_size)) - {which % batch_size}
-        found = _changed(outputs, again, batch_size, dim, others)
+        found = _changed(outputs, again, batch_size, dim, others, eps)
         if found is not None:
             return found
     return None
@@ -127,20 +130,32 @@ def _changed(
     batch_size: int,
     dim: int,
     samples: Set[int],
+    eps: float,
 ) -> Optional[int]:
     for old, new in zip(outputs, again):
         if old.shape != new.shape or old.dim() <= dim or old.shape[dim] != batch_size:
             continue
         if not old.is_floating_point():
             continue
-        # Sample by sample: the logits of a large vocabulary are most of the memory.
-        parts = [old.select(dim, i) for i in range(batch_size)]
-        scale = max(_largest(a, ignore_inf=True) for a in parts)
-        allowed = max(1e3 * torch.finfo(old.dtype).eps, 1e-9) * max(scale, 1e-30)
-        for i in sorted(samples):
-            b = new.select(dim, i)
-            if not torch.equal(parts[i], b) and _largest(parts[i] - b) > allowed:
-                return i
+        # Another dim of this size may be the batch: sequence first, T = B.
+        dims = [dim, *(d for d, n in enumerate(old.shape) if n == batch_size)]
+        found = [_first_changed(old, new, d, samples, eps) for d in dims]
+        if all(i is not None for i in found):
+            return found[0]
+    return None
+
+
+def _first_changed(
+    old: torch.Tensor, new: torch.Tensor, dim: int, samples: Set[int], eps: float
+) -> Optional[int]:
+    # Sample by sample: the logits of a large vocabulary are most of the memory.
+    parts = old.unbind(dim)
+    scale = max(_largest(a, ignore_inf=True) for a in parts)
+    allowed = max(1e3 * eps, 1e-9) * max(scale, 1e-30)
+    for i in sorted(samples):
+        b = new.select(dim, i)
+        if not torch.equal(parts[i], b) and _largest(parts[i] - b) > allowed:
+            return i
     return None
 
 

@@ -213,11 +213,12 @@ class _Scan(torch.autograd.Function):
     """A scan that has been run; the inputs before ``h0`` are where its gates begin."""
 
     @staticmethod
-    def forward(ctx, cell, steps, out, last, fixed, saved, gx, gh, gp, h0, c0):
+    def forward(ctx, cell, steps, found, fixed, saved, gx, gh, gp, h0, c0):
         ctx.cell, ctx.steps = cell, steps
         ctx.counts = (len(fixed), len(saved))
         ctx.save_for_backward(*fixed, *saved, h0, c0)
-        return (out, *last)
+        out, h, c = found
+        return out.clone(), h, c  # what is saved may not be changed in place
 
     @staticmethod
     @once_differentiable
@@ -232,7 +233,7 @@ class _Scan(torch.autograd.Function):
                 *(tensors[fixed : fixed + saved], weight, proj, h0, c0),
                 *(ctx.steps, grad, dh, dc),
             )
-        return (None,) * 6 + (*found, dh, dc)
+        return (None,) * 5 + (*found, dh, dc)
 
 
 def _step(
@@ -324,7 +325,8 @@ def _direction(
     gp = None
     if w_hr is not None:
         gp = product(sort(saved[-1], 1, back), w_hr, None)
-    out, h, c = _Scan.apply(cell, steps, out, (h, c), fixed, saved, gx, gh, gp, h0, c0)
+    found = [out, h, c]
+    out, h, c = _Scan.apply(cell, steps, found, fixed, saved, gx, gh, gp, h0, c0)
     return sort(out, 1, back), (sort(h, 0, back), sort(c, 0, back))
 
 

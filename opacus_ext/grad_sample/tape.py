@@ -29,6 +29,7 @@ from typing import (
 import torch
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
+from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.rnn import PackedSequence
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
@@ -322,7 +323,23 @@ class Tape:
                     "spectral_norm). Call remove_weight_norm or remove_spectral_norm "
                     "before make_private."
                 )
+            if trainable and any(
+                isinstance(hook, BasePruningMethod)
+                for hook in layer._forward_pre_hooks.values()
+            ):
+                raise ValueError(
+                    f"{what} is pruned (torch.nn.utils.prune) and computes its weight "
+                    "from another one. Make that permanent with prune.remove before "
+                    "make_private."
+                )
             rule = find_rule(layer) if own_parameters(layer) else None
+            known = rule is not None or find_forward(layer) is not None
+            if known and any(p.is_complex() for p in own_parameters(layer).values()):
+                raise ValueError(
+                    f"{what} has complex parameters, for which its rule does not hold. "
+                    "Use one real layer for the real and one for the imaginary part, "
+                    "or freeze it."
+                )
             reason = rule.refuse(layer) if rule is not None else None
             if reason is not None:
                 raise ValueError(f"{what}: {reason}.")
@@ -332,7 +349,7 @@ class Tape:
         yield root.register_forward_pre_hook(self._begin, with_kwargs=True)
         for name, layer in root.named_modules():
             forward = find_forward(layer)
-            if forward is not None and any(p.requires_grad for p in layer.parameters()):
+            if forward is not None and any(True for _ in layer.parameters()):
                 yield _StandIn(self, name or "the model", layer, forward)
             elif own_parameters(layer) and find_rule(layer) is None:
                 # Opacus's mark of a layer whose gradients come from functorch.
@@ -789,7 +806,8 @@ class _StandIn:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         layer = self.layer
-        if not torch.is_grad_enabled() and not layer.training:
+        trained = any(p.requires_grad for p in layer.parameters())
+        if not trained or not (torch.is_grad_enabled() or layer.training):
             return type(layer).forward(layer, *args, **kwargs)
         inputs = tree_map(settled, (args, kwargs))
         try:
