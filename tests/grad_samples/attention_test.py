@@ -121,7 +121,7 @@ def configurations(draw):
     heads = draw(st.integers(1, 2))
     inputs = draw(st.sampled_from(INPUTS))
     kwargs = dict(
-        embed_dim=heads * draw(st.integers(1, 2)),
+        embed_dim=heads * draw(st.integers(3 - heads, 2)),
         num_heads=heads,
         bias=draw(st.booleans()),
         add_bias_kv=draw(st.booleans()),
