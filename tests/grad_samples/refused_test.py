@@ -281,3 +281,24 @@ def test_forward_between_steps(mode, wrap, discarded):
 def test_unknown_mode():
     with pytest.raises(ValueError, match="ghost_kb"):
         make_private(nn.Linear(3, 2), "ghost_kb", batch_size=4)
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        nn.Linear(3, 2, dtype=torch.complex128),
+        nn.Conv1d(3, 2, 1, dtype=torch.complex128),
+        nn.RNN(3, 2, dtype=torch.complex128),
+    ],
+    ids=lambda layer: type(layer).__name__,
+)
+def test_complex_weights(layer):
+    with pytest.raises(ValueError, match="inner .*complex"):
+        make_private(nn.ModuleDict({"inner": layer}), "ghost_bk", batch_size=2)
+
+
+@pytest.mark.parametrize("layer", [nn.Linear(3, 2), nn.Conv1d(3, 2, 1)], ids=str)
+def test_pruned_weights(layer):
+    torch.nn.utils.prune.random_unstructured(layer, "weight", 0.5)
+    with pytest.raises(ValueError, match="inner .*prune.remove"):
+        make_private(nn.ModuleDict({"inner": layer}), "ghost_bk", batch_size=2)

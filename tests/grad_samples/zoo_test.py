@@ -659,3 +659,86 @@ def test_gradients_of_zero(mode, name):
     for weight in ([0.0, 1.0, 0.0, 2.0], [0.0, 0.0, 0.0, 0.0]):
         weight = torch.tensor(weight).double()
         check(mode, True, copy.deepcopy(model), (*batch, weight), loss_fn)
+
+
+@every_mode
+@pytest.mark.parametrize("cls", [nn.RNN, nn.LSTM, nn.GRU])
+def test_recurrent_output_changed_in_place(mode, cls):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rnn = cls(3, 4, batch_first=True)
+
+        def forward(self, x):
+            return self.rnn(x)[0].relu_()
+
+    check(mode, True, Model().double(), torch.randn(4, 3, 3).double(), square_loss)
+
+
+@every_mode
+def test_hook_on_out_proj(mode):
+    """Torch never calls out_proj, so its hooks do not count."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+            self.attention.out_proj.register_forward_hook(lambda m, i, out: 2 * out)
+
+        def forward(self, x):
+            return self.attention(x, x, x)[0]
+
+    check(mode, True, Model().double(), torch.randn(4, 3, 4).double(), square_loss)
+
+
+@every_mode
+def test_unfrozen_later(mode):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(4, 4)
+            self.rnn = nn.LSTM(4, 4, batch_first=True)
+
+        def forward(self, x):
+            return self.rnn(self.fc(x))[0]
+
+    model = Model().double()
+    model.rnn.requires_grad_(False)
+    private = make_private(model, mode, batch_size=4, optimizer=_sgd(model))
+    private.step(torch.randn(4, 3, 4).double(), square_loss)
+    model.rnn.requires_grad_(True)
+    x = torch.randn(4, 3, 4).double()
+    expected = clipped_sum(oracle(_plain(model), x, square_loss), "flat", 1.0)
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    private.step(x, square_loss)
+    got = {n: (before[n] - p.detach()) * 4 for n, p in model.named_parameters()}
+    assert_same(got, expected)
+
+
+def _sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=1.0)
+
+
+def _plain(model):
+    plain = type(model)().double()
+    plain.load_state_dict(model.state_dict())
+    return plain
+
+
+@pytest.mark.parametrize("mode", ["ghost", "ghost_bk"])
+@pytest.mark.parametrize("T", [3, 4])
+def test_output_time_first(mode, T):
+    """Where T = B the second dim may be the batch as well."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rnn = nn.LSTM(3, 4)
+
+        def forward(self, x):
+            return self.rnn(x.transpose(0, 1))[0]
+
+    def loss(model, x):
+        return squares(model(x).transpose(0, 1))
+
+    check(mode, True, Model().double(), torch.randn(4, T, 3).double(), loss)
