@@ -26,10 +26,16 @@ from opacus.grad_sample import (
 )
 from torch import nn
 
+from opacus_ext.grad_sample.calls import (
+    Call,
+    UnknownLayout,
+    packed_in,
+    tensors_in,
+)
 from opacus_ext.grad_sample.factors import GradSample, workspace
 from opacus_ext.grad_sample.graph import Graph
 from opacus_ext.grad_sample.layout import batch_root, packed_root
-from opacus_ext.grad_sample.tape import Call, Tape, UnknownLayout, packed_in, tensors_in
+from opacus_ext.grad_sample.tape import Tape
 from opacus_ext.optimizers.clipping import Clipping
 
 Complete = Callable[[nn.Parameter, GradSample], None]

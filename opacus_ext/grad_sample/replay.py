@@ -17,7 +17,7 @@ from opacus_ext.grad_sample.layout import arrange
 from opacus_ext.grad_sample.rules import own_parameters
 
 if TYPE_CHECKING:
-    from opacus_ext.grad_sample.tape import ReplayCall, Uses
+    from opacus_ext.grad_sample.calls import ReplayCall, Uses
 
 
 def uses(

@@ -1,261 +1,58 @@
 """The tape: from a layer's call in the forward pass to its factors in the backward.
 
-A forward hook puts a :class:`_Record` node behind the output of every layer that owns
-trainable parameters. The node keeps the layer's input as autograd keeps activations,
-and hands the gradient of the output, unchanged, to the layer's rule when the backward
-pass comes by. All records hang on one scalar, the anchor: asking autograd for its
-gradient runs every record and computes no weight gradient.
+A forward hook puts a record (calls.py) behind the output of every layer that owns
+trainable parameters, or of every part of a layer that has a stand-in (stand_in.py). All
+records hang on one scalar, the anchor: asking autograd for its gradient runs every
+record and computes no weight gradient.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import inspect
 from collections import Counter
-from contextlib import nullcontext
-from typing import (
-    Any,
-    Callable,
-    ContextManager,
-    Dict,
-    Iterable,
-    Iterator,
-    List,
-    Optional,
-    Tuple,
-)
+from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
 
 import torch
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 from torch.nn.utils.prune import BasePruningMethod
-from torch.nn.utils.rnn import PackedSequence
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
-from torch.utils._pytree import (
-    tree_flatten,
-    tree_leaves,
-    tree_map,
-    tree_structure,
-    tree_unflatten,
-)
+from torch.utils._pytree import tree_flatten, tree_structure, tree_unflatten
 
 from opacus_ext.grad_sample import graph, replay
 from opacus_ext.grad_sample.batchless import Source, Undecided, settled
-from opacus_ext.grad_sample.factors import Factor
+from opacus_ext.grad_sample.calls import (
+    Call,
+    Collector,
+    RecordNode,
+    ReplayCall,
+    RuleCall,
+    UnknownLayout,
+    Uses,
+    arguments,
+    named_inputs,
+    packed_in,
+    tensors_in,
+)
 from opacus_ext.grad_sample.independence import RandomState, dependent_sample
 from opacus_ext.grad_sample.layout import (
     Evidence,
     Key,
     Layout,
     Root,
-    arrange,
     code_weights,
     relation,
 )
 from opacus_ext.grad_sample.rms_norm import scale_rule
-from opacus_ext.grad_sample.routing import Routing, read_routing
+from opacus_ext.grad_sample.routing import read_routing
 from opacus_ext.grad_sample.rules import (
-    STAND_INS,
-    Activations,
-    Factors,
     Rule,
-    StandIn,
     find_forward,
     find_rule,
     own_parameters,
 )
-
-Uses = List[Tuple[nn.Parameter, Tuple[Factor, ...]]]
-Collector = Callable[["Call", Tuple[Optional[torch.Tensor], ...], Any], None]
-
-
-def tensors_in(value: Any) -> List[torch.Tensor]:
-    """The tensors in nested containers, dataclasses included."""
-    found: List[torch.Tensor] = []
-    for x in tree_leaves(value):
-        if isinstance(x, torch.Tensor):
-            found.append(x)
-        elif dataclasses.is_dataclass(x) and not isinstance(x, type):
-            found += tensors_in([getattr(x, f.name) for f in dataclasses.fields(x)])
-    return found
-
-
-def packed_in(value: Any) -> List[PackedSequence]:
-    """The packed sequences in nested containers."""
-    leaves = tree_leaves(value, is_leaf=lambda x: isinstance(x, PackedSequence))
-    return [x for x in leaves if isinstance(x, PackedSequence)]
-
-
-class Call:
-    """One call of a layer, on its way from the forward to the backward pass."""
-
-    def __init__(self, tape: "Tape", layer: nn.Module, name: str):
-        self.tape = tape
-        self.layer = layer
-        self.name = name
-        self.number: Optional[str] = None
-        self.batch_size = tape.batch_size
-        self.layouts: Optional[List[Optional[Layout]]] = None
-        self.claims: Counter = Counter()
-        self.shapes: List[torch.Size] = []
-        self.row_dims: List[int] = []
-        self.saved: List[torch.Tensor] = []
-        self.routing: Optional[Routing] = None
-        self._keys: Optional[Tuple[tuple, List[Key]]] = None
-
-    def keys(self, batch_size: int) -> List[Key]:
-        """What the layouts of the outputs are remembered under."""
-        given = (batch_size, self.number)
-        if self._keys is None or self._keys[0] != given:
-            # Of routed rows the number says nothing.
-            keys = [
-                (
-                    f"{self.name}[{i}]",
-                    str(self.number),
-                    relation(shape[self.routing is not None :], batch_size),
-                )
-                for i, shape in enumerate(self.shapes)
-            ]
-            self._keys = given, keys
-        return self._keys[1]
-
-    def uses(
-        self,
-        activations: Tuple[torch.Tensor, ...],
-        backprops: Tuple[Optional[torch.Tensor], ...],
-        batch_size: int,
-    ) -> Uses:
-        """The factors of this call's parameters, once its layouts are known."""
-        raise NotImplementedError(type(self).__name__)
-
-
-class RuleCall(Call):
-    """A call of a layer that has a rule."""
-
-    def __init__(
-        self,
-        *args: Any,
-        rule: Rule,
-        inputs: Dict[str, torch.Tensor],
-        output: torch.Tensor,
-        params: Iterable[nn.Parameter],
-        expanded: bool = False,
-    ):
-        super().__init__(*args)
-        self.rule = rule
-        self.params = list(params)
-        self.shapes = [output.shape]
-        single = output[0] if expanded else output
-        self.row_dims = [rule.row_dims(self.layer, single) + expanded]
-        self.input_names = list(inputs)
-        self.saved = list(inputs.values())
-        self.claims.update(id(p) for p in self.params)
-
-    def uses(self, activations, backprops, batch_size) -> Uses:
-        rows, layout = self.row_dims[0], self.layouts[0]
-
-        def by_sample(x: torch.Tensor) -> torch.Tensor:
-            return arrange(x, rows, layout, batch_size)
-
-        def has_rows(x: torch.Tensor) -> bool:
-            shape, dim = self.shapes[0], layout.dim
-            if dim == -1:
-                return x.shape[:rows] == shape[:rows]
-            return x.dim() >= rows and x.shape[dim] == shape[dim]
-
-        if self.rule.all_inputs:
-            given: Any = {
-                name: by_sample(x) if has_rows(x) else x
-                for name, x in zip(self.input_names, activations)
-            }
-        else:
-            given = by_sample(activations[0])
-        factors = self.rule.fn(self.layer, given, by_sample(backprops[0]))
-        missing = [self.tape.names[p] for p in self.params if p not in factors]
-        if missing:
-            raise RuntimeError(
-                f"The rule for {self.name} ({type(self.layer).__name__}) gives no "
-                f"gradient for its trainable parameter(s) {', '.join(missing)}. "
-                "Complete the rule, or freeze the parameter."
-            )
-        return [(p, factors[p]) for p in self.params]
-
-
-class ReplayCall(Call):
-    """A call of a layer without a rule; see replay.py."""
-
-    def __init__(
-        self,
-        *args: Any,
-        inputs: Any,
-        outputs: List[torch.Tensor],
-        positions: List[int],
-        shared: bool,
-        used: Counter,
-    ):
-        super().__init__(*args)
-        leaves, self._spec = tree_flatten(inputs)
-        self._where = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor)]
-        self.saved = [leaves[i] for i in self._where]
-        self._constants = [None if isinstance(x, torch.Tensor) else x for x in leaves]
-        self.shapes = [x.shape for x in outputs]
-        self.row_dims = [min(1, x.dim()) for x in outputs]
-        self.digests = [replay.digest(x.detach(), min(1, x.dim())) for x in outputs]
-        self.positions = positions
-        self.shared = shared  # one call for all samples
-        self.claims.update(used)
-
-    def inputs(self, activations: Tuple[torch.Tensor, ...]) -> Any:
-        """The arguments ``(args, kwargs)`` of the call."""
-        leaves = list(self._constants)
-        for i, x in zip(self._where, activations):
-            leaves[i] = x
-        return tree_unflatten(leaves, self._spec)
-
-    def uses(self, activations, backprops, batch_size) -> Uses:
-        return replay.uses(self, activations, backprops, batch_size)
-
-
-class _Record(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, anchor, call, *outputs):
-        ctx.record = call
-        ctx.set_materialize_grads(False)
-        # Saved like any activation: checkpointing may drop it, and a later change in
-        # place is noticed.
-        ctx.save_for_backward(*(x.detach() for x in call.saved))
-        call.saved = []
-        return tuple(x.detach() for x in outputs)
-
-    @staticmethod
-    def backward(ctx, *grads):
-        call = ctx.record
-        if call.tape.collector is not None:
-            with torch.no_grad(), _autocast_off(grads):
-                call.tape.collector(call, grads, ctx)
-        return (None, None, *grads)
-
-
-def _autocast_off(grads: Tuple[Optional[torch.Tensor], ...]) -> ContextManager:
-    device = next((g.device.type for g in grads if g is not None), "cpu")
-    if not torch.is_autocast_enabled(device):
-        return nullcontext()
-    return torch.autocast(device, enabled=False)
-
-
-class UnknownLayout(RuntimeError):
-    """A call was met whose layout no probe has seen."""
-
-    def __init__(self, call: Call):
-        super().__init__(
-            f"{call.name} ({type(call.layer).__name__}): can't tell which rows of its "
-            f"output of shape {tuple(call.shapes[0])} belong to which sample: the "
-            "model's output does not lead to it with one entry a sample. Let the model "
-            "return a tensor with a batch dimension that depends on it, or use "
-            'grad_sample_mode="ghost_bk".'
-        )
+from opacus_ext.grad_sample.stand_in import StandInForward
 
 
 class Tape:
@@ -351,7 +148,7 @@ class Tape:
         for name, layer in root.named_modules():
             forward = find_forward(layer)
             if forward is not None and any(True for _ in layer.parameters()):
-                yield _StandIn(self, name or "the model", layer, forward)
+                yield StandInForward(self, name or "the model", layer, forward)
             elif own_parameters(layer) and find_rule(layer) is None:
                 # Opacus's mark of a layer whose gradients come from functorch.
                 layer.ft_compute_sample_grad = replay.uses
@@ -460,7 +257,7 @@ class Tape:
         if not where:
             return output
         raw = [leaves[i] for i in where]
-        args = [settled(x) for x in _arguments(inputs)]
+        args = [settled(x) for x in arguments(inputs)]
         rule = self._rule(layer, args)
         used = Counter() if rule else self._uses(layer, args, raw)
         if rule is None and not used:
@@ -471,7 +268,7 @@ class Tape:
             self.expanded = self.expanded or expanded
             call: Call
             if rule is not None:
-                given = _named_inputs(layer, args, inputs) if rule.all_inputs else {}
+                given = named_inputs(layer, args, inputs) if rule.all_inputs else {}
                 x = args[0]
                 if expanded:
                     x = x.expand(len(outputs[0]), *x.shape)
@@ -493,7 +290,7 @@ class Tape:
                     used=used,
                 )
             self._route(call, args, outputs)
-            return _Record.apply(self._anchor, call, *outputs)
+            return RecordNode.apply(self._anchor, call, *outputs)
 
         if self._saw_no_sample(args, rule is not None):
             if len(raw) > 1:
@@ -770,167 +567,9 @@ class Tape:
             self.handles.pop().remove()
 
 
-def _arguments(inputs: Tuple[tuple, dict]) -> List[Any]:
-    """The leaves of ``(args, kwargs)``."""
-    args, kwargs = inputs
-    if not kwargs and all(isinstance(x, torch.Tensor) for x in args):
-        return list(args)
-    return tree_flatten(inputs)[0]
-
-
-def _named_inputs(
-    layer: nn.Module, leaves: List[Any], inputs: Tuple[tuple, dict]
-) -> Dict[str, torch.Tensor]:
-    """The tensor arguments of a call by their names in ``forward``."""
-    args, kwargs = tree_unflatten(leaves, tree_structure(inputs))
-    bound = inspect.signature(type(layer).forward).bind(layer, *args, **kwargs)
-    named = bound.arguments.items()
-    return {n: x for n, x in named if isinstance(x, torch.Tensor)}
-
-
 def _in_backward() -> bool:
     """Whether autograd is at work, so that a forward is a recomputation."""
     return torch._C._current_graph_task_id() != -1
-
-
-class _StandIn:
-    """
-    A layer's ``forward`` replaced by one whose parts are recorded (rules.py), for as
-    long as the tape is attached.
-    """
-
-    def __init__(self, tape: Tape, name: str, layer: nn.Module, forward: StandIn):
-        self.tape, self.name = tape, name
-        self.layer, self.forward = layer, forward
-        self._checked: set = set()
-        layer.forward = self
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        layer = self.layer
-        trained = any(p.requires_grad for p in layer.parameters())
-        if not trained or not (torch.is_grad_enabled() or layer.training):
-            return type(layer).forward(layer, *args, **kwargs)
-        inputs = tree_map(settled, (args, kwargs))
-        try:
-            expected = self._expected(inputs)
-            output = self.forward(layer, self._record, *inputs[0], **inputs[1])
-        except Exception as error:
-            leaves = tree_leaves((args, kwargs))
-            names = {x.source.name for x in leaves if isinstance(x, Undecided)}
-            if not names:
-                raise
-            raise RuntimeError(
-                f"{self.name} ({type(layer).__name__}): the output of "
-                f"{', '.join(sorted(names))}, which saw no sample, can't be expanded "
-                f"to the batch here ({error}). Expand its input to [B, ...]."
-            ) from error
-        if expected is not None and not self._agrees(tensors_in(output), expected):
-            raise RuntimeError(
-                f"{self.name} ({type(layer).__name__}): what stands in for its forward "
-                "gives something else than the layer itself for inputs of shapes "
-                f"{[tuple(x.shape) for x in tensors_in(inputs)]}. Please report it."
-            )
-        return output
-
-    def _agrees(self, got: List[torch.Tensor], expected: List[torch.Tensor]) -> bool:
-        if [x.shape for x in got] != [x.shape for x in expected]:
-            return False
-        # What is known by its type needs no comparison of numbers, and a recurrent
-        # layer may blow up the difference of two roundings.
-        known = any(cls in STAND_INS for cls in type(self.layer).__mro__)
-        return known or _alike(got, expected)
-
-    @torch.no_grad()
-    def _expected(self, inputs: Tuple[tuple, dict]) -> Optional[List[torch.Tensor]]:
-        """
-        What the layer's own forward gives, for the first inputs of each kind: so that
-        it refuses what it always did, and the stand-in is compared with it. None where
-        that was done, or random numbers are in it.
-        """
-        if torch._C._are_functorch_transforms_active():
-            return None
-        if any(x.is_nested or x.numel() == 0 for x in tensors_in(inputs)):
-            return None  # refused, or an empty batch, which some kernels can't take
-        kind = _kind(inputs)
-        if kind in self._checked or len(self._checked) >= 64:
-            return None
-        device = next((x.device for x in tensors_in(inputs) if x.is_cuda), None)
-        state = RandomState(device or torch.device("cpu"))
-        args, kwargs = inputs
-        try:
-            output = type(self.layer).forward(self.layer, *args, **kwargs)
-            drawn = not state.unchanged()
-        finally:
-            state.restore()
-        self._checked.add(kind)
-        return None if drawn else tensors_in(output)
-
-    def _record(
-        self,
-        output: torch.Tensor,
-        activations: Activations,
-        params: Iterable[Optional[nn.Parameter]],
-        factors: Callable[[Any, torch.Tensor], Factors],
-        event_dims: int = 1,
-    ) -> torch.Tensor:
-        trained = [p for p in params if p is not None and p.requires_grad]
-        if not trained or not self.tape._records():
-            return output
-        several = isinstance(activations, tuple)
-        given = activations if several else [activations]
-        given = [x for x in given if x is not None]
-
-        def rule(layer: nn.Module, inputs: Dict, backprops: torch.Tensor) -> Factors:
-            arranged = tuple(inputs.values())
-            if several:
-                return factors(arranged, backprops)
-            return factors(arranged[0] if arranged else None, backprops)
-
-        call = RuleCall(
-            *(self.tape, self.layer, self.name),
-            rule=Rule(
-                rule,
-                lambda layer, output: output.dim() - event_dims,
-                all_inputs=True,
-            ),
-            inputs={str(i): x for i, x in enumerate(given)},
-            output=output,
-            params=trained,
-        )
-        return _Record.apply(self.tape._anchor, call, output)[0]
-
-    def remove(self) -> None:
-        """Gives the layer its own ``forward`` back."""
-        vars(self.layer).pop("forward", None)
-
-
-def _kind(inputs: Tuple[tuple, dict]) -> tuple:
-    """Shapes, types and settings of a call, and which arguments are the same."""
-    leaves, spec = tree_flatten(inputs)
-    seen = [id(x) for x in leaves]
-    return str(spec), tuple(
-        (
-            (tuple(x.shape), x.dtype, seen.index(id(x)))
-            if isinstance(x, torch.Tensor)
-            else (
-                (tuple(x.data.shape[1:]), int(x.batch_sizes[0]))
-                if isinstance(x, PackedSequence)
-                else repr(x)
-            )
-        )
-        for x in leaves
-    )
-
-
-def _alike(got: List[torch.Tensor], expected: List[torch.Tensor]) -> bool:
-    for a, b in zip(got, expected):
-        a, b = a.detach().double(), b.double()
-        finite = b[b.isfinite()].abs()
-        scale = float(finite.max()) if finite.numel() else 0.0
-        half = min(x.dtype.itemsize for x in expected + got) < 4
-        if not torch.allclose(a, b, 0, (0.1 if half else 1e-3) * scale, True):
-            return False
-    return True
 
 
 class _Paused:
