@@ -127,6 +127,7 @@ class _Hooks(_Recording):
         self.tape.on_forward = self._check_layouts
         self.tape.collector = self._collect
         self._watched: Set[nn.Parameter] = set()
+        self._order: Optional[torch.Tensor] = None  # of a packed output's samples
 
     def _check_layouts(self, output: Any) -> None:
         roots = [x for x in tensors_in(output) if x.requires_grad]
@@ -151,6 +152,7 @@ class _Hooks(_Recording):
         batch_size = tape.batch_size
         if batch_size > 0:
             packed = packed_in(output)
+            self._order = packed[0].sorted_indices if packed else None
             parts = [packed_root(x) for x in packed if x.data.requires_grad]
             data = {id(root.tensor) for root in parts}
             parts += [
@@ -226,6 +228,8 @@ class _Hooks(_Recording):
         scale = batch_size if self.loss_reduction == "mean" else 1
         for p in params:
             new = gathered.pop(p).mul_(scale).to(p.dtype)
+            if self._order is not None:  # Opacus has them as they were packed
+                new = new[self._order]
             old = getattr(p, "grad_sample", None)
             if old is not None:
                 new = [*old, new] if isinstance(old, list) else [old, new]

@@ -1267,3 +1267,34 @@ def test_saturated_gates(mode, kind):
         if "bias_ih" in name:
             nn.init.constant_(p, 1e3)
     check(mode, True, model, torch.randn(4, 3, 2).double(), square_loss)
+
+
+@pytest.mark.parametrize("kind", ["LSTM", "DPLSTM"])
+def test_grad_sample_in_packed_order(kind):
+    """Where the model itself returns a packed sequence, rows come as it was packed."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            make = {"LSTM": nn.LSTM, "DPLSTM": DPLSTM}[kind]
+            self.rnn = make(2, 3, batch_first=True)
+
+        def forward(self, x):
+            return self.rnn(x)[0]
+
+    model, lengths = Model().double(), [2, 4, 1, 3]
+    x = torch.randn(4, 4, 2).double()
+
+    def pack(x, lengths):
+        return pack_padded_sequence(x, lengths, True, enforce_sorted=False)
+
+    expected = []
+    for b in (1, 3, 0, 2):  # longest first
+        model.zero_grad()
+        model(pack(x[b : b + 1], lengths[b : b + 1])).data.pow(2).sum().backward()
+        expected.append([p.grad.clone() for p in model.parameters()])
+    model.zero_grad()
+    private = make_private(model, "hooks", batch_size=4, loss_reduction="sum")
+    private.module(pack(x, lengths)).data.pow(2).sum().backward()
+    for p, rows in zip(model.parameters(), zip(*expected)):
+        torch.testing.assert_close(p.grad_sample, torch.stack(rows))
