@@ -84,17 +84,22 @@ class Call:
         """What the layouts of the outputs are remembered under."""
         given = (batch_size, self.number)
         if self._keys is None or self._keys[0] != given:
-            # Of routed rows the number says nothing.
             keys = [
                 (
                     f"{self.name}[{i}]",
                     str(self.number),
-                    relation(shape[self.routing is not None :], batch_size),
+                    self._relation(shape, batch_size),
                 )
                 for i, shape in enumerate(self.shapes)
             ]
             self._keys = given, keys
         return self._keys[1]
+
+    def _relation(self, shape: torch.Size, batch_size: int) -> Tuple[str, ...]:
+        if self.routing is None:
+            return relation(shape, batch_size)
+        # Of routed rows the number says nothing.
+        return ("routed", *relation(shape[1:], batch_size))
 
     def uses(
         self,
@@ -194,6 +199,8 @@ class ReplayCall(Call):
 
 
 class RecordNode(torch.autograd.Function):
+    """Behind a layer's output: keeps its inputs, shows the gradients to the tape."""
+
     @staticmethod
     def forward(ctx, anchor, call, *outputs):
         ctx.record = call

@@ -12,7 +12,7 @@ from typing import Any, Dict, Iterable, List, Optional, Set
 
 import torch
 
-from opacus_ext.grad_sample.routing import index_tensors, pointers
+from opacus_ext.grad_sample.routing import MOVES, index_tensors, pointers
 
 # Ops that hand a parameter on (autocast caches a cast weight for all its uses).
 _HAND_ON = {
@@ -22,11 +22,6 @@ _HAND_ON = {
         *("Squeeze", "ReshapeAlias", "Expand", "Clone", "UnsafeView", "Numpy_T"),
     )
 } | {"SqueezeBackward1", "SqueezeBackward2"}
-
-
-# Ops that may move rows from one place to another by what the data say.
-_MOVES = ("Index", "Gather", "Scatter", "Sort", "Topk", "Flip", "Roll", "Take")
-_MOVES += ("Masked", "Unique", "Kthvalue")
 
 
 # Along which dims an op works is part of the structure.
@@ -92,7 +87,7 @@ def read(roots: Iterable[torch.Tensor], stop: Iterable[Any] = ()) -> Graph:
             graph.reentrant = True
         elif getattr(node, "undecided", None) is not None:
             graph.undecided.append(node.undecided)
-        elif names[-1].startswith(_MOVES) and _moves_rows(node):
+        elif names[-1].startswith(MOVES) and _moves_rows(node):
             graph.moves.append(pointers(index_tensors(node)))
         elif names[-1].startswith("PackPadded"):
             graph.packed = True

@@ -150,6 +150,7 @@ class _Hooks(_Recording):
         if size in tape.sizes and not tape.expanded:
             tape.batch_size = size  # of several inputs, the one the output goes with
         batch_size = tape.batch_size
+        self._order = None
         if batch_size > 0:
             packed = packed_in(output)
             self._order = packed[0].sorted_indices if packed else None

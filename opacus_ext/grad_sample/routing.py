@@ -11,6 +11,10 @@ from typing import Any, List, NamedTuple, Optional, Sequence, Set
 
 import torch
 
+# Ops that may move rows from one place to another by what the data say.
+MOVES = ("Index", "Gather", "Scatter", "Sort", "Topk", "Flip", "Roll", "Take")
+MOVES += ("Masked", "Unique", "Kthvalue")
+
 
 class Routing(NamedTuple):
     """The sample of each row, and the memory of the index tensors that say so."""
@@ -51,11 +55,34 @@ def read_routing(x: torch.Tensor, batch_size: int) -> Optional[Routing]:
         index = index_tensors(node)
         if index:
             samples = _samples(node, index, batch_size)
-            if samples is None or len(samples) != len(x):
+            if samples is None or len(samples) != len(x) or not _in_order(node):
                 return None
             return Routing(samples, pointers(index))
-        node = next((n for n, _ in node.next_functions if n is not None), None)
+        node = _parent(node)
     return None
+
+
+def _parent(node: Any) -> Any:
+    return next((n for n, _ in node.next_functions if n is not None), None)
+
+
+def _in_order(gather: Any) -> bool:
+    """
+    Whether the rows that were gathered stood in the order of the samples: not where
+    they had been moved before themselves.
+    """
+    node = _parent(gather)
+    for _ in range(32):
+        if node is None:
+            return True
+        record = getattr(node, "record", None)
+        if record is not None:
+            return record.routing is None
+        name = node.name()
+        if name.startswith(MOVES) and not name.startswith("MaskedFill"):
+            return False
+        node = _parent(node)
+    return False
 
 
 def _samples(

@@ -5,9 +5,12 @@ import torch
 from torch import nn
 
 from tests.common import (
+    assert_same,
     check,
+    clipped_sum,
     every_mode,
     make_private,
+    oracle,
     run_mode,
     square_loss,
     trainable,
@@ -172,3 +175,37 @@ def test_experts_over_the_batch_are_refused(mode):
     model = nn.Sequential(nn.Linear(3, 4), Capped(by_where)).double()
     with pytest.raises(RuntimeError, match="sample .* changes with another sample"):
         run_mode(mode, True, model, torch.randn(8, 6, 3).double(), square_loss)
+
+
+class Reordered(nn.Module):
+    """Rows in an order that the data give, for one layer, and back for the next."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.inner, self.last = (nn.Linear(3, 3) for _ in range(3))
+
+    def forward(self, x, keys):
+        flat = self.first(x).flatten(0, 1)
+        order = keys.flatten().argsort(stable=True)
+        y = self.inner(flat[order])
+        y = torch.tanh(y)[order.argsort()]
+        return self.last(y).view_as(x)
+
+
+@every_mode
+def test_order_that_begins_to_mix_samples_late(mode):
+    """Steps 1 and 2 keep the rows of each sample together, step 3 does not."""
+    torch.manual_seed(1)
+    model = Reordered().double()
+    private = make_private(model, mode, batch_size=4)
+    together = torch.arange(4)[:, None] * 10 + torch.randperm(6)
+    for keys in (together, together, torch.rand(4, 6), torch.rand(4, 6)):
+        batch = torch.randn(4, 6, 3).double(), keys
+        plain = Reordered().double()
+        plain.load_state_dict(model.state_dict())
+        # One sample alone has an order of its own; its rows are its own all the same.
+        expected = clipped_sum(oracle(plain, batch, square_loss), "flat", 1.0)
+        before = {n: p.detach().clone() for n, p in model.named_parameters()}
+        private.step(batch, square_loss)
+        got = {n: (before[n] - p.detach()) * 4 for n, p in model.named_parameters()}
+        assert_same(got, expected)
