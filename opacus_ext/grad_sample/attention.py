@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from opacus_ext.grad_sample.factors import wide
 from opacus_ext.grad_sample.linear import linear_factors, record_linear
 from opacus_ext.grad_sample.rules import Factors, Record, register_forward
 
@@ -27,7 +28,7 @@ def _slice_factors(
     if weight is not None:
         factors = linear_factors(weight, None, x, F.pad(backprops, rest))
     if bias is not None:
-        factors[bias] = (F.pad(backprops.sum(1, keepdim=True), rest),)
+        factors[bias] = (F.pad(wide(backprops).sum(1, keepdim=True), rest),)
     return factors
 
 

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from opacus_ext.grad_sample.factors import Blocks, Lazy
+from opacus_ext.grad_sample.factors import Blocks, Lazy, wide
 from opacus_ext.grad_sample.rules import Factors, register_rule
 
 
@@ -88,7 +88,7 @@ def _conv(
     blocks = (Blocks(groups),) if groups > 1 else ()
     factors: Factors = {layer.weight: (*blocks, rows, windows)}
     if layer.bias is not None:
-        factors[layer.bias] = (backprops.flatten(3).sum(3),)
+        factors[layer.bias] = (wide(backprops.flatten(3)).sum(3),)
     return factors
 
 

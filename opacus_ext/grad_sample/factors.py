@@ -199,7 +199,7 @@ def _width(factor: Factor) -> int:
     return factor.size if isinstance(factor, OneHot) else factor.shape[2]
 
 
-def _wide(x: torch.Tensor) -> torch.Tensor:
+def wide(x: torch.Tensor) -> torch.Tensor:
     """Half precision is widened: norms are accumulated in float32 or better."""
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
@@ -266,7 +266,7 @@ class GradSample:
             return
         if len(factors) == 1 and blocks == 1 and isinstance(factors[0], torch.Tensor):
             # One factor alone needs no rows: what is summed can be summed now.
-            rows = _wide(factors[0])
+            rows = wide(factors[0])
             factors = (rows if rows.shape[1] == 1 else rows.sum(1, keepdim=True),)
         self._unkeep()
         self._terms.append(_Term(tuple(factors), blocks))

@@ -4,7 +4,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from opacus_ext.grad_sample.factors import wide
 from opacus_ext.grad_sample.rules import Factors, register_rule
+
+
+def _over_space(x: torch.Tensor) -> torch.Tensor:
+    """``[B, T, channels, *space]`` -> ``[B, T, channels]``"""
+    return wide(x.flatten(3)).sum(3) if x.dim() > 3 else x
 
 
 def _by_channel(
@@ -17,11 +23,11 @@ def _by_channel(
     """
     factors: Factors = {}
     if layer.weight is not None:
-        scale = normalised.view_as(backprops) * backprops
-        factors[layer.weight] = (scale.flatten(3).sum(3) if scale.dim() > 3 else scale,)
+        factors[layer.weight] = (
+            _over_space(normalised.view_as(backprops) * backprops),
+        )
     if layer.bias is not None:
-        shift = backprops.flatten(3).sum(3) if backprops.dim() > 3 else backprops
-        factors[layer.bias] = (shift,)
+        factors[layer.bias] = (_over_space(backprops),)
     return factors
 
 

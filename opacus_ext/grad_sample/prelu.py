@@ -3,6 +3,7 @@
 import torch
 from torch import nn
 
+from opacus_ext.grad_sample.factors import wide
 from opacus_ext.grad_sample.rules import Factors, register_rule
 
 
@@ -22,4 +23,6 @@ def prelu(
     slope = backprops * activations.clamp(max=0)
     if layer.num_parameters == 1:
         return {layer.weight: (slope.unsqueeze(2),)}
-    return {layer.weight: (slope.flatten(3).sum(3) if slope.dim() > 3 else slope,)}
+    return {
+        layer.weight: (wide(slope.flatten(3)).sum(3) if slope.dim() > 3 else slope,)
+    }
