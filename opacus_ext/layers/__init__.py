@@ -6,6 +6,7 @@ from opacus_ext.layers.moe import (
     TopKFeedForward,
     balancing_loss,
     freeze_routers,
+    load_entropy,
 )
 
 __all__ = [
@@ -14,4 +15,5 @@ __all__ = [
     "TopKFeedForward",
     "balancing_loss",
     "freeze_routers",
+    "load_entropy",
 ]
