@@ -171,6 +171,7 @@ class ReplayCall(Call):
         *args: Any,
         inputs: Any,
         outputs: List[torch.Tensor],
+        params: Dict[str, nn.Parameter],
         positions: List[int],
         shared: bool,
         used: Counter,
@@ -183,6 +184,7 @@ class ReplayCall(Call):
         self.shapes = [x.shape for x in outputs]
         self.row_dims = [min(1, x.dim()) for x in outputs]
         self.digests = [replay.digest(x.detach(), min(1, x.dim())) for x in outputs]
+        self.params = params  # by name in the layer; those that modules in it lend too
         self.positions = positions
         self.shared = shared  # one call for all samples
         self.claims.update(used)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Optional, Set, Tuple
 
 import torch
 from torch import nn
@@ -79,6 +79,14 @@ class Tape:
         self.expanded = False  # whether a layer that saw no sample was expanded
         self.names = {p: n for n, p in module.named_parameters()}
         self._layers = list(module.named_modules())
+        # Of each layer, those inside it that own parameters; and those recorded.
+        self._owners: Dict[nn.Module, List[Tuple[str, nn.Module]]] = {
+            layer: [
+                (n, m) for n, m in layer.named_modules() if m._parameters and n
+            ]
+            for _, layer in self._layers
+        }
+        self._met: Set[nn.Module] = set()
         self._anchor = torch.zeros((), requires_grad=True)
         self._layouts: Dict[tuple, Dict[Key, Layout]] = {}
         self._steps: Counter = Counter()  # by signature
@@ -92,6 +100,7 @@ class Tape:
         self._buffers: list = []
         self._remembered: Dict[str, bool] = {}
         self._scales: Dict[nn.Module, Optional[Rule]] = {}
+        self.replays: Dict[nn.Module, Any] = {}  # how layers were run again (replay.py)
         self.refuse(module)
         self.handles = list(self._attach())
 
@@ -152,7 +161,7 @@ class Tape:
             elif own_parameters(layer) and find_rule(layer) is None:
                 # Opacus's mark of a layer whose gradients come from functorch.
                 layer.ft_compute_sample_grad = replay.uses
-            if layer._parameters:
+            if layer._parameters or self._owners[layer]:
                 # First, so that a user's own hook on the layer counts as what follows.
                 hook = functools.partial(self._on_call, name or "the model")
                 yield layer.register_forward_hook(hook, with_kwargs=True, prepend=True)
@@ -164,6 +173,7 @@ class Tape:
         if not self.enabled or not torch.is_grad_enabled():
             return
         self._state = None
+        self._met.clear()
         tensors, dim = tensors_in((args, kwargs)), self.batch_dim
         self.sizes = Counter(x.shape[dim] for x in tensors if x.dim() > dim)
         packed = packed_in((args, kwargs))
@@ -236,9 +246,19 @@ class Tape:
     def _on_call(
         self, name: str, layer: nn.Module, args: tuple, kwargs: dict, output: Any
     ) -> Any:
-        if not self._records() or not own_parameters(layer):
+        if not self._records():
             return output
-        return self._record(name, layer, (args, kwargs), output)
+        params = own_parameters(layer)
+        if isinstance(vars(layer).get("forward"), StandInForward):
+            self._met.update(m for _, m in self._owners[layer])
+        # A module that was not called may have lent its parameters to this one.
+        for prefix, owner in self._owners[layer]:
+            if owner not in self._met:
+                lent = own_parameters(owner).items()
+                params.update((f"{prefix}.{n}", p) for n, p in lent)
+        if not params:
+            return output
+        return self._record(name, layer, params, (args, kwargs), output)
 
     def _records(self) -> bool:
         if not self.enabled or not torch.is_grad_enabled() or self.batch_size == 0:
@@ -246,7 +266,14 @@ class Tape:
         # A layer called by itself: if that counts, it is refused.
         return self._depth > 0 or _in_backward()
 
-    def _record(self, name: str, layer: nn.Module, inputs: Any, output: Any) -> Any:
+    def _record(
+        self,
+        name: str,
+        layer: nn.Module,
+        params: Dict[str, nn.Parameter],
+        inputs: Any,
+        output: Any,
+    ) -> Any:
         simple = isinstance(output, torch.Tensor)
         leaves, spec = ([output], None) if simple else tree_flatten(output)
         where = [
@@ -258,10 +285,12 @@ class Tape:
             return output
         raw = [leaves[i] for i in where]
         args = [settled(x) for x in arguments(inputs)]
-        rule = self._rule(layer, args)
-        used = Counter() if rule else self._uses(layer, args, raw)
+        rule = self._rule(layer, args) if own_parameters(layer) else None
+        used = Counter() if rule else self._uses(params, args, raw)
         if rule is None and not used:
             return output  # its parameters are used by modules inside it, if at all
+        self._met.add(layer)
+        params = {n: p for n, p in params.items() if id(p) in used}
 
         def record(*outputs: torch.Tensor) -> Tuple[torch.Tensor, ...]:
             expanded = outputs[0].dim() > raw[0].dim()
@@ -285,6 +314,7 @@ class Tape:
                     *(self, layer, name),
                     inputs=tree_unflatten(args, tree_structure(inputs)),
                     outputs=list(outputs),
+                    params=params,
                     positions=where,
                     shared=expanded,
                     used=used,
@@ -326,9 +356,12 @@ class Tape:
         return rule
 
     def _uses(
-        self, layer: nn.Module, inputs: List[Any], outputs: List[torch.Tensor]
+        self,
+        params: Dict[str, nn.Parameter],
+        inputs: List[Any],
+        outputs: List[torch.Tensor],
     ) -> Counter:
-        """How often each parameter of ``layer`` is used between inputs and outputs."""
+        """How often each parameter is used, by no record, between some tensors."""
         stop = [
             x.grad_fn
             for x in inputs
@@ -338,7 +371,7 @@ class Tape:
         counts = Counter({id(p): len(ops) for p, ops in inner.uses.items()})
         for call in inner.records:
             counts.subtract(call.claims)
-        own = {id(p) for p in own_parameters(layer).values()}
+        own = {id(p) for p in params.values()}
         return Counter({p: n for p, n in counts.items() if p in own and n > 0})
 
     def _saw_no_sample(self, inputs: List[Any], has_rule: bool) -> bool:
