@@ -20,12 +20,23 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
+from opacus_ext import expert_batching
+
 MODES = ("hooks", "ghost", "ghost_bk")
 CLIPPINGS = ("flat", "automatic", "normalised", "per_layer")
 
 every_mode = pytest.mark.parametrize("mode", MODES)
 every_clipping = pytest.mark.parametrize("clipping", CLIPPINGS)
 wrapped_or_not = pytest.mark.parametrize("wrap", [True, False], ids=["wrap", "nowrap"])
+
+
+@pytest.fixture(params=["gathered", "padded"])
+def every_batching(request):
+    """The tokens of experts arranged in either way."""
+    before = expert_batching(request.param)
+    yield request.param
+    expert_batching(before)
+
 
 # What a refusal may look like: an error that says so. An AttributeError or an
 # IndexError from the depths is a crash, whatever it says.

@@ -19,6 +19,13 @@ settings.register_profile(
 settings.load_profile("opacus_ext")
 
 
+def pytest_collection_modifyitems(items):
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
 @pytest.fixture(autouse=True)
 def deterministic():
     threads = torch.get_num_threads()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import math
 from collections import Counter
 from contextlib import nullcontext
 from typing import (
@@ -21,6 +22,7 @@ from typing import (
     List,
     Optional,
     Tuple,
+    Union,
 )
 
 import torch
@@ -34,9 +36,9 @@ from torch.utils._pytree import (
 )
 
 from opacus_ext.grad_sample import replay
-from opacus_ext.grad_sample.factors import Factor
+from opacus_ext.grad_sample.factors import Factor, Ragged
 from opacus_ext.grad_sample.layout import Key, Layout, arrange, relation
-from opacus_ext.grad_sample.routing import Routing
+from opacus_ext.grad_sample.routing import Routing, expert_batching
 from opacus_ext.grad_sample.rules import Rule
 
 if TYPE_CHECKING:
@@ -136,7 +138,12 @@ class RuleCall(Call):
     def uses(self, activations, backprops, batch_size) -> Uses:
         rows, layout = self.row_dims[0], self.layouts[0]
 
+        gathered = layout.samples is not None and expert_batching() == "gathered"
+        ragged = self._ragged(rows, layout) if gathered and self.rule.by_row else None
+
         def by_sample(x: torch.Tensor) -> torch.Tensor:
+            if ragged is not None:
+                return x.flatten(0, rows - 1)[ragged[1]][None]
             return arrange(x, rows, layout, batch_size)
 
         def has_rows(x: torch.Tensor) -> bool:
@@ -160,7 +167,18 @@ class RuleCall(Call):
                 f"gradient for its trainable parameter(s) {', '.join(missing)}. "
                 "Complete the rule, or freeze the parameter."
             )
-        return [(p, factors[p]) for p in self.params]
+        lead = () if ragged is None else (Ragged(ragged[0]),)
+        return [(p, (*lead, *factors[p])) for p in self.params]
+
+    def _ragged(
+        self, rows: int, layout: Layout
+    ) -> Tuple[torch.Tensor, Union[slice, torch.Tensor]]:
+        """The sample of each row that has one, and which rows these are."""
+        repeats = math.prod(self.shapes[0][1:rows])
+        samples = layout.samples.repeat_interleave(repeats)
+        if layout.kind == "routed":
+            return samples, slice(None)
+        return samples[samples >= 0], samples >= 0
 
 
 class ReplayCall(Call):

@@ -4,17 +4,19 @@ The routing table says which expert each token went to, and with one-hot(expert)
 first factor an expert's weight is a parameter like any other: no padding, and an
 expert that no token chose has a gradient of zero.
 
-Source: DP mixture of experts, appendix (per-sample gradients on the gathered tokens).
+Source: DP mixture of experts, appendix (per-sample gradients on the gathered tokens),
+and main text (padded, :func:`~opacus_ext.grad_sample.routing.expert_batching`).
 """
 
 import functools
-from typing import Any, List, Optional, Tuple
+from typing import Any, Iterable, List, Optional, Tuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from opacus_ext.grad_sample.factors import OneHot
+from opacus_ext.grad_sample.factors import Blocks, OneHot, pad_rows
+from opacus_ext.grad_sample.routing import expert_batching
 from opacus_ext.grad_sample.rules import (
     STAND_IN_FALLBACKS,
     Factors,
@@ -50,7 +52,9 @@ class Routes:
         self.index, self.size = index, size
         self.order = index.argsort(stable=True)
         self.back = self.order.argsort()
-        self.counts: List[int] = torch.bincount(index, minlength=size).tolist()
+        counts = torch.bincount(index, minlength=size)
+        self.ends = counts.cumsum(0, dtype=torch.int32)
+        self.counts: List[int] = counts.tolist()
 
     def linear(
         self,
@@ -71,10 +75,25 @@ class Routes:
             ``[rows, out]``
         """
         weights = weight if not transposed else weight.mT
-        biases = [None] * self.size if bias is None else bias.unbind()
-        rows = _Permute.apply(x, self.order, self.back).split(self.counts)
-        found = [F.linear(*each) for each in zip(rows, weights.unbind(), biases)]
-        return _Permute.apply(torch.cat(found), self.back, self.order)
+        rows = _Permute.apply(x, self.order, self.back)
+        if _at_once(rows, weights):
+            found = F.grouped_mm(rows, weights.mT, offs=self.ends)
+            if bias is not None:
+                found = found + bias[self.index[self.order]]
+        else:
+            biases = [None] * self.size if bias is None else bias.unbind()
+            each = zip(rows.split(self.counts), weights.unbind(), biases)
+            found = torch.cat([F.linear(*expert) for expert in each])
+        return _Permute.apply(found, self.back, self.order)
+
+
+def _at_once(rows: torch.Tensor, weights: torch.Tensor) -> bool:
+    """Whether torch has one kernel for the products of all experts."""
+    if not hasattr(F, "grouped_mm") or not rows.is_cuda or not len(rows):
+        return False
+    fits = all(n % 8 == 0 for n in weights.shape[1:])  # rows start at 16 bytes
+    fits &= rows.dtype == weights.dtype == torch.bfloat16
+    return fits and torch.cuda.get_device_capability(rows.device) >= (8, 0)
 
 
 def _factors(
@@ -91,11 +110,22 @@ def _factors(
     """
     index, x = activations
     expert = OneHot(index.long(), len(weight))
+    factors: Factors = {} if bias is None else {bias: (expert, backprops)}
     pair = (backprops, x.to(backprops.dtype))
-    factors: Factors = {weight: (expert, *(pair[::-1] if transposed else pair))}
-    if bias is not None:
-        factors[bias] = (expert, backprops)
+    lead = expert
+    if expert_batching() == "padded":
+        lead, pair = Blocks(len(weight)), _padded(expert, pair)
+    factors[weight] = (lead, *(pair[::-1] if transposed else pair))
     return factors
+
+
+def _padded(expert: OneHot, rows: Iterable[torch.Tensor]) -> Tuple[torch.Tensor, ...]:
+    """Rows ``[B, T, width]`` as ``[B, experts * C_max, width]``."""
+    batch_size, size = len(expert.index), expert.size
+    sample = torch.arange(batch_size, device=expert.index.device)[:, None]
+    groups = (sample * size + expert.index).flatten()
+    padded = (pad_rows(x.flatten(0, 1), groups, batch_size * size) for x in rows)
+    return tuple(x.unflatten(0, (batch_size, size)).flatten(1, 2) for x in padded)
 
 
 def record_experts(

@@ -81,6 +81,16 @@ class Blocks(NamedTuple):
     size: int
 
 
+class Ragged(NamedTuple):
+    """
+    The sample of each row, ``[rows]``: the other factors hold the rows of all samples
+    in any order, ``[1, rows, width]``, and none for padding. It comes first among the
+    factors, and one at least of the others is dense.
+    """
+
+    samples: torch.Tensor
+
+
 class Lazy:
     """
     Dense rows that are computed when they are needed, for some samples at a time,
@@ -117,20 +127,32 @@ class Lazy:
         return None if self._summed is None else self._summed(self._source, other)
 
 
-Factor = Union[torch.Tensor, OneHot, Blocks, Lazy]
+Factor = Union[torch.Tensor, OneHot, Blocks, Ragged, Lazy]
 
 
 class _Term(NamedTuple):
     factors: Tuple[Factor, ...]
     blocks: int = 1  # the factor Blocks, if there is one, beside the others
+    # Of Ragged: the sample of each row, and the number of samples.
+    ragged: Optional[Tuple[torch.Tensor, int]] = None
 
     @property
     def deferred(self) -> bool:
         """Whether it takes :meth:`parts` or :meth:`resolved` before it is computed."""
         return self.blocks > 1 or any(isinstance(f, Lazy) for f in self.factors)
 
+    @property
+    def segmented(self) -> bool:
+        """Whether its rows meet by an index."""
+        return self.ragged is not None or bool(self.onehot)
+
     def resolved(self) -> "_Term":
-        """The same with computed rows and a :class:`OneHot` for the blocks."""
+        """Rows computed and padded, and a :class:`OneHot` for the blocks."""
+        if self.ragged is not None:
+            padded = [pad_rows(_rows(f)[0], *self.ragged) for f in self.factors]
+            return _Term(tuple(map(_with_rows, self.factors, padded)))
+        if not self.deferred:
+            return self
         factors = [f.rows() if isinstance(f, Lazy) else f for f in self.factors]
         if self.blocks > 1:
             like = factors[0]
@@ -172,6 +194,10 @@ class _Term(NamedTuple):
         return tuple(_width(f) for f in self.factors)
 
     @property
+    def batch_size(self) -> int:
+        return len(_rows(self.factors[0])) if self.ragged is None else self.ragged[1]
+
+    @property
     def length(self) -> int:
         return _rows(self.factors[0]).shape[1]
 
@@ -195,6 +221,10 @@ def _rows(factor: Factor) -> torch.Tensor:
     return factor.index if isinstance(factor, OneHot) else factor
 
 
+def _with_rows(factor: Factor, rows: torch.Tensor) -> Factor:
+    return OneHot(rows, factor.size) if isinstance(factor, OneHot) else rows
+
+
 def _width(factor: Factor) -> int:
     return factor.size if isinstance(factor, OneHot) else factor.shape[2]
 
@@ -202,6 +232,21 @@ def _width(factor: Factor) -> int:
 def wide(x: torch.Tensor) -> torch.Tensor:
     """Half precision is widened: norms are accumulated in float32 or better."""
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+def pad_rows(x: torch.Tensor, groups: torch.Tensor, size: int) -> torch.Tensor:
+    """
+    Rows ``[N, ...]`` by their groups ``[N]``, below ``size``, in their order:
+    ``[size, most rows of one group, ...]``, zeros after them.
+    """
+    counts = torch.bincount(groups, minlength=size)
+    most = int(counts.max())
+    ranked, order = groups.sort(stable=True)
+    start = counts.cumsum(0) - counts
+    place = torch.arange(len(x), device=x.device) - start[ranked]
+    out = x.new_zeros(size * most, *x.shape[1:])
+    out[ranked * most + place] = x[order]
+    return out.unflatten(0, (size, most))
 
 
 class GradSample:
@@ -236,21 +281,27 @@ class GradSample:
             factors: one a parameter axis, left to right: dense ``[B, T, width]`` or
                 :class:`OneHot` with index ``[B, T]``. Neighbouring axes may share one
                 factor, so ``[B, 1, numel]`` is a materialised per-sample gradient.
-                Dense rows may be :class:`Lazy`, and :class:`Blocks` may lead.
+                Dense rows may be :class:`Lazy`; :class:`Blocks` or :class:`Ragged`
+                may lead.
 
         Raises:
             ValueError: if the factors do not fit the parameter or the batch
         """
-        blocks = 1
+        blocks, ragged, rows = 1, None, self.batch_size
         if factors and isinstance(factors[0], Blocks):
             blocks, factors = factors[0].size, factors[1:]
+        elif factors and isinstance(factors[0], Ragged):
+            ragged, factors = (factors[0].samples, self.batch_size), factors[1:]
+            rows = 1
         shapes = [tuple(_rows(f).shape) for f in factors]
         dims = [2 if isinstance(f, OneHot) else 3 for f in factors]
         if (
             not factors
             or [len(shape) for shape in shapes] != dims
             or any(shape[:2] != shapes[0][:2] for shape in shapes)
-            or shapes[0][0] != self.batch_size
+            or shapes[0][0] != rows
+            or (ragged and shapes[0][1] != len(ragged[0]))
+            or (ragged and not any(isinstance(f, torch.Tensor) for f in factors))
             or blocks * math.prod(_width(f) for f in factors) != self.shape.numel()
             or shapes[0][1] % blocks
             or (blocks > 1 and any(isinstance(f, OneHot) for f in factors))
@@ -266,10 +317,16 @@ class GradSample:
             return
         if len(factors) == 1 and blocks == 1 and isinstance(factors[0], torch.Tensor):
             # One factor alone needs no rows: what is summed can be summed now.
-            rows = wide(factors[0])
-            factors = (rows if rows.shape[1] == 1 else rows.sum(1, keepdim=True),)
+            summed = wide(factors[0])
+            if ragged is not None:
+                zeros = summed.new_zeros(self.batch_size, summed.shape[2])
+                summed = zeros.index_add_(0, ragged[0], summed[0])[:, None]
+                ragged = None
+            elif summed.shape[1] > 1:
+                summed = summed.sum(1, keepdim=True)
+            factors = (summed,)
         self._unkeep()
-        self._terms.append(_Term(tuple(factors), blocks))
+        self._terms.append(_Term(tuple(factors), blocks, ragged))
 
     def _unkeep(self) -> None:
         """What was kept is one more materialised use."""
@@ -346,15 +403,20 @@ class GradSample:
             # Materialised already: a bias, a scale, a gradient from functorch.
             self._kept, self._terms = terms[0].factors[0].flatten(1), []
             return _square_sum(self._kept)
-        if len(terms) == 1 and terms[0].length == 1:
-            return _own_square(terms[0])
+        alone = terms[0] if len(terms) == 1 else None
+        if alone and alone.ragged is not None:
+            if _by_segments(alone):
+                return _own_square(alone)
+            return self._squared_norm_by_groups(alone)
+        if alone and alone.length == 1:
+            return _own_square(alone)
         gram, blocks = self._gram_cost(terms), self._block_cost(terms)
         if self._worth_keeping(terms, keep, min(gram, blocks)):
             self._kept, self._terms = self._materialise_into(reuse), []
             self.kept_bytes = self._kept.nbytes
             return _square_sum(self._kept)
-        if len(terms) == 1 and terms[0].onehot and len(terms[0].dense) > 1:
-            return self._squared_norm_by_groups(terms[0])
+        if alone and alone.onehot and len(alone.dense) > 1:
+            return self._squared_norm_by_groups(alone)
         if gram <= blocks:
             norm = sum(_own_square(t) for t in terms)
             for i, u in enumerate(terms):
@@ -432,8 +494,8 @@ class GradSample:
         return last.summed(others[0].to(weights.dtype) * weights[:, None, None])
 
     def _squared_norm_by_groups(self, term: _Term) -> torch.Tensor:
-        """One-hot axes beside two or more dense ones: entries of one index meet."""
-        _, size = _combined_index(term)
+        """Two or more dense axes: rows meet in one sample and of one index."""
+        _, size = _segments(term)
         norm = torch.zeros(self.batch_size, dtype=_dtype(term))
         norm = norm.to(term.dense[0].device)
         for keys, rows in _groups(term):
@@ -485,7 +547,7 @@ class GradSample:
         return cost
 
     def _worth_keeping(self, terms: Sequence[_Term], keep: int, cost: float) -> bool:
-        if len(terms) != 1 or terms[0].onehot or len(terms[0].dense) < 2:
+        if len(terms) != 1 or terms[0].segmented or len(terms[0].dense) < 2:
             return False  # nothing to gain, or a shared parameter
         numel = self.shape.numel()
         size = max(4, terms[0].dense[0].element_size())
@@ -496,7 +558,7 @@ class GradSample:
         numel = self.batch_size * self.shape.numel()
         if (
             len(self._terms) > 1
-            or term.onehot
+            or term.segmented
             or reuse is None
             or reuse.numel() < numel
             or (reuse.dtype, reuse.device) != (dtype, term.dense[0].device)
@@ -530,7 +592,7 @@ def _merge(terms: Sequence[_Term]) -> List[_Term]:
     """Concatenates the terms of one kind, so that cross terms between them vanish."""
     if len(terms) == 1:
         return list(terms)
-    terms = [t.resolved() if t.deferred else t for t in terms]
+    terms = [t.resolved() for t in terms]
     kinds: dict = {}
     for term in terms:
         kinds.setdefault(term.kind, []).append(term)
@@ -546,12 +608,11 @@ def _merge(terms: Sequence[_Term]) -> List[_Term]:
 
 
 def _cat(factors: Sequence[Factor]) -> Factor:
-    rows = torch.cat([_rows(f) for f in factors], dim=1)
-    return OneHot(rows, factors[0].size) if isinstance(factors[0], OneHot) else rows
+    return _with_rows(factors[0], torch.cat([_rows(f) for f in factors], dim=1))
 
 
 def _by_segments(term: _Term) -> bool:
-    return bool(term.onehot) and len(term.dense) <= 1
+    return term.segmented and len(term.dense) <= 1
 
 
 def _square_sum(x: torch.Tensor) -> torch.Tensor:
@@ -566,8 +627,20 @@ def _combined_index(term: _Term) -> Tuple[torch.Tensor, int]:
     return index, size
 
 
+def _segments(term: _Term) -> Tuple[torch.Tensor, int]:
+    """``sample * size + index`` of all rows, flattened, and ``size``."""
+    rows = _rows(term.factors[0])
+    index, size = _combined_index(term) if term.onehot else (0, 1)
+    if term.ragged is None:
+        sample = torch.arange(len(rows), device=rows.device)[:, None]
+    else:
+        sample = term.ragged[0][None]
+    return (sample * size + index).flatten(), size
+
+
 def _own_square(term: _Term) -> torch.Tensor:
-    if term.length == 1:  # one product of rows: its norm is the product of theirs
+    if term.length == 1 and term.ragged is None:
+        # One product of rows: its norm is the product of theirs.
         dtype = _dtype(term)
         rows = _rows(term.factors[0])
         squares = [_square_sum(f.to(dtype)) for f in term.dense]
@@ -576,15 +649,11 @@ def _own_square(term: _Term) -> torch.Tensor:
         return functools.reduce(torch.mul, squares)
     if not _by_segments(term):
         return _inner(term, term)
-    index, size = _combined_index(term)
-    batch_size, length = index.shape
+    places, size = _segments(term)
     rows = _row_products(term, _dtype(term)).flatten(0, 1)
-    sample = torch.arange(batch_size, device=index.device)
-    keys, segment = torch.unique(
-        (sample[:, None] * size + index).flatten(), return_inverse=True
-    )
+    keys, segment = torch.unique(places, return_inverse=True)
     sums = rows.new_zeros(len(keys), rows.shape[1]).index_add_(0, segment, rows)
-    norm = rows.new_zeros(batch_size)
+    norm = rows.new_zeros(term.batch_size)
     return norm.index_add_(0, keys // size, _square_sum(sums))
 
 
@@ -649,9 +718,8 @@ def _groups(term: _Term) -> Iterator[Tuple[torch.Tensor, _Term]]:
     Yields:
         ``sample * size + index`` of each group, and its dense factors
     """
-    index, size = _combined_index(term)
-    sample = torch.arange(len(index), device=index.device)
-    sorted_, order = (sample[:, None] * size + index).flatten().sort(stable=True)
+    index, _ = _segments(term)
+    sorted_, order = index.sort(stable=True)
     keys, counts = torch.unique_consecutive(sorted_, return_counts=True)
     starts, level = counts.cumsum(0) - counts, counts.float().log2().ceil()
     for i in level.unique().tolist():
@@ -684,8 +752,8 @@ def _add_outer(
     out: Optional[torch.Tensor], term: _Term, dtype: torch.dtype
 ) -> torch.Tensor:
     """Adds the outer products of ``term``, summed over T, to ``out``: [B, numel]."""
-    batch_size = _rows(term.factors[0]).shape[0]
-    if not term.onehot:
+    batch_size = term.batch_size
+    if not term.segmented:
         left = term.dense[0].to(dtype)
         if len(term.dense) == 1:
             new = left.sum(1)
@@ -697,7 +765,7 @@ def _add_outer(
         view.baddbmm_(left.mT, right)
         return out
 
-    index, size = _combined_index(term)
+    places, size = _segments(term)
     leading = all(isinstance(f, OneHot) for f in term.factors[: len(term.onehot)])
     in_place = leading and out is not None
     if len(term.dense) <= 1:
@@ -706,14 +774,12 @@ def _add_outer(
             table = out.view(batch_size * size, rows.shape[2])
         else:
             table = rows.new_zeros(batch_size * size, rows.shape[2])
-        sample = torch.arange(batch_size, device=index.device)[:, None]
-        flat = (sample * size + index).flatten()
-        table.index_add_(0, flat, rows.flatten(0, 1))
+        table.index_add_(0, places, rows.flatten(0, 1))
         if in_place:
             return out
     else:
         width = math.prod(f.shape[2] for f in term.dense)
-        table = index.new_zeros(batch_size * size, width, dtype=dtype)
+        table = places.new_zeros(batch_size * size, width, dtype=dtype)
         for keys, rows in _groups(term):
             table[keys] = _add_outer(None, rows, dtype)
     if not leading:
@@ -733,7 +799,9 @@ def _as_one_sample(term: _Term, weights: torch.Tensor, dtype: torch.dtype) -> _T
     The whole batch as one sample of B * T rows, row b scaled by ``weights[b]``; blocks
     become samples.
     """
-    weights = weights.to(dtype)
+    weights = weights.to(dtype)[:, None]
+    if term.ragged is not None:
+        weights = weights[term.ragged[0]].T
     scaled = min(term.dense, key=lambda f: f.shape[2]) if term.dense else None
     factors: List[Factor] = []
     for f in term.factors:
@@ -742,13 +810,13 @@ def _as_one_sample(term: _Term, weights: torch.Tensor, dtype: torch.dtype) -> _T
             continue
         rows = f.to(dtype)
         if f is scaled:
-            rows, scaled = rows * weights[:, None, None], None
+            rows, scaled = rows * weights[:, :, None], None
         if term.blocks > 1:
             rows = rows.unflatten(1, (term.blocks, -1)).transpose(0, 1)
         factors.append(rows.reshape(term.blocks, -1, f.shape[2]))
     if not term.dense:
         index = _rows(term.factors[0])
-        factors.append(weights[:, None].expand(index.shape).reshape(1, -1, 1))
+        factors.append(weights.expand(index.shape).reshape(1, -1, 1))
     return _Term(tuple(factors))
 
 

@@ -7,7 +7,9 @@ from torch import nn
 from opacus_ext.grad_sample.rules import Factors, register_rule
 
 
-@register_rule(nn.LayerNorm, event_dims=lambda layer: len(layer.normalized_shape))
+@register_rule(
+    nn.LayerNorm, event_dims=lambda layer: len(layer.normalized_shape), by_row=True
+)
 def layer_norm(
     layer: nn.LayerNorm, activations: torch.Tensor, backprops: torch.Tensor
 ) -> Factors:

@@ -16,6 +16,8 @@ from typing import List, NamedTuple, Optional, Sequence, Tuple
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
+from opacus_ext.grad_sample.factors import pad_rows
+
 _BASE = 16  # samples are told apart by digits to this base, one backward pass each
 
 
@@ -146,15 +148,7 @@ def arrange(
 def _collect(x: torch.Tensor, samples: torch.Tensor, batch_size: int) -> torch.Tensor:
     """Rows ``[N, ...]`` by sample: ``[B, most rows of one, ...]``, zeros after them."""
     known = samples >= 0
-    x, samples = x[known], samples[known]
-    counts = torch.bincount(samples, minlength=batch_size)
-    most = int(counts.max())
-    ranked, order = samples.sort(stable=True)
-    start = counts.cumsum(0) - counts
-    place = torch.arange(len(x), device=x.device) - start[ranked]
-    out = x.new_zeros(batch_size * most, *x.shape[1:])
-    out[ranked * most + place] = x[order]
-    return out.unflatten(0, (batch_size, most))
+    return pad_rows(x[known], samples[known], batch_size)
 
 
 def code_weights(

@@ -41,7 +41,7 @@ def record_linear(
     return record(F.linear(x, weight, bias), x, (weight, bias), factors)
 
 
-@register_rule(nn.Linear)
+@register_rule(nn.Linear, by_row=True)
 def linear(
     layer: nn.Linear, activations: torch.Tensor, backprops: torch.Tensor
 ) -> Factors:
@@ -55,7 +55,7 @@ def linear(
     return linear_factors(layer.weight, layer.bias, activations, backprops)
 
 
-@register_rule("transformers.pytorch_utils.Conv1D")
+@register_rule("transformers.pytorch_utils.Conv1D", by_row=True)
 def conv1d_transposed_linear(
     layer: nn.Module, activations: torch.Tensor, backprops: torch.Tensor
 ) -> Factors:

@@ -10,7 +10,9 @@ from torch.func import functional_call
 from opacus_ext.grad_sample.rules import Factors, Rule, register_rule
 
 
-@register_rule(nn.RMSNorm, event_dims=lambda layer: len(layer.normalized_shape))
+@register_rule(
+    nn.RMSNorm, event_dims=lambda layer: len(layer.normalized_shape), by_row=True
+)
 def rms_norm(
     layer: nn.RMSNorm, activations: torch.Tensor, backprops: torch.Tensor
 ) -> Factors:

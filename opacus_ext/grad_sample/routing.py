@@ -1,6 +1,7 @@
 """Rows that were gathered by an index, as the tokens of an expert are.
 
-Which sample such a row came from is written in autograd's graph: the op that gathered
+What an expert was given differs from sample to sample, and there are two ways to have
+it by sample: :func:`expert_batching`. Which sample a row came from is written in autograd's graph: the op that gathered
 it has kept its index. What is read there is a guess like any other layout, and checked
 on the gradients (layout.py).
 """
@@ -14,6 +15,53 @@ import torch
 # Ops that may move rows from one place to another by what the data say.
 MOVES = ("Index", "Gather", "Scatter", "Sort", "Topk", "Flip", "Roll", "Take")
 MOVES += ("Masked", "Unique", "Kthvalue")
+
+
+_BATCHING = "gathered"
+
+
+def expert_batching(way: Optional[str] = None) -> str:
+    """
+    How the tokens that experts were given are arranged for their per-sample gradients.
+    Both ways give the same numbers.
+
+    - "gathered": as they are, beside a table that names the sample (and, where experts
+      are stacked in one parameter, the expert) of each. Time and memory grow with the
+      number of tokens, whatever the experts' load (the paper's appendix).
+    - "padded": each expert's tokens as ``[B, C_max, width]``, zeros after the last one
+      of a sample, ``C_max`` the most that one expert was given of one sample (the
+      paper's main text). Products of one shape only; the more uneven the load and the
+      more experts, the more of them is padding (benchmarks/moe.py).
+
+    Args:
+        way: "gathered" or "padded"; None leaves it as it is
+
+    Returns:
+        The way in force before the call.
+
+    Raises:
+        ValueError: for another word
+
+    Source:
+        DP mixture of experts, "Expert per-sample gradient computation" (padded; here
+        only the per-sample gradients see the padding, not the experts) and appendix
+        (gathered).
+
+    Example:
+        >>> import opacus_ext
+        >>> before = opacus_ext.expert_batching("padded")
+        >>> opacus_ext.expert_batching(before)
+        'padded'
+    """
+    global _BATCHING
+    before = _BATCHING
+    if way is not None:
+        if way not in ("gathered", "padded"):
+            raise ValueError(
+                f'expert_batching takes "gathered" or "padded", got {way!r}.'
+            )
+        _BATCHING = way
+    return before
 
 
 class Routing(NamedTuple):

@@ -36,6 +36,7 @@ class Rule(NamedTuple):
     row_dims: Callable[[nn.Module, torch.Tensor], int]
     refuse: Callable[[nn.Module], Optional[str]] = lambda layer: None
     all_inputs: bool = False
+    by_row: bool = False
 
 
 RULES: Dict[Union[type, str], Rule] = {}
@@ -48,6 +49,7 @@ def register_rule(
     event_dims: Union[int, None, Callable[[nn.Module], Optional[int]]] = 1,
     refuse: Callable[[nn.Module], Optional[str]] = lambda layer: None,
     all_inputs: bool = False,
+    by_row: bool = False,
 ) -> Callable[[RuleFn], RuleFn]:
     """
     Registers the decorated function as the rule of one or more layer types, in every
@@ -70,6 +72,8 @@ def register_rule(
         refuse: returns the reason why a layer, as configured, can't be handled
         all_inputs: pass as ``activations`` a dict of all tensor arguments by name;
             those without the output's rows come as they are
+        by_row: every factor has one row for each row of the output, computed from that
+            row alone. Rows that were gathered then need no padding
 
     Example:
         >>> import torch
@@ -92,7 +96,7 @@ def register_rule(
 
     def decorator(fn: RuleFn) -> RuleFn:
         for layer in layers:
-            RULES[layer] = Rule(fn, row_dims, refuse, all_inputs)
+            RULES[layer] = Rule(fn, row_dims, refuse, all_inputs, by_row)
         return fn
 
     return decorator

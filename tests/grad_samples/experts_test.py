@@ -4,8 +4,18 @@ import pytest
 import torch
 from torch import nn
 
+from opacus_ext.grad_sample import experts as experts_module
 from opacus_ext.layers import Experts
-from tests.common import check, every_mode, next_token_loss, square_loss, wrapped_or_not
+from tests.common import (
+    check,
+    every_batching,
+    every_mode,
+    next_token_loss,
+    square_loss,
+    wrapped_or_not,
+)
+
+pytestmark = pytest.mark.usefixtures(every_batching.__name__)
 
 
 class Model(nn.Module):
@@ -156,3 +166,36 @@ def test_switch(mode, wrap, capacity):
 
     batch = torch.randint(31, (4, 7)), torch.randint(31, (4, 5))
     check(mode, wrap, model, batch, loss, tolerance=1e-4)
+
+
+@every_mode
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("chosen", [None, "one"])
+def test_all_experts_in_one_product(mode, bias, chosen, monkeypatch):
+    """The kernel that is used on GPUs in bfloat16; on CPU it takes float32 too."""
+    if not hasattr(torch.nn.functional, "grouped_mm"):
+        pytest.skip("this torch has no grouped_mm")
+    calls = []
+    monkeypatch.setattr(experts_module, "_at_once", lambda *x: calls.append(x) or True)
+    model = Wide(bias)
+    x = torch.randn(3, 6, 8)
+    batch = x if chosen is None else (x, torch.full((3, 6), 2))
+    check(mode, False, model, batch, square_loss, tolerance=1e-4)
+    assert calls
+
+
+class Wide(Model):
+    def __init__(self, bias):
+        super().__init__()
+        self.first, self.router = nn.Linear(8, 8), nn.Linear(8, 4)
+        self.experts = Experts(8, 16, 4, gated=True, bias=bias)
+
+
+@pytest.mark.gpu
+@every_mode
+def test_bfloat16_on_gpu(mode):
+    torch.manual_seed(0)
+    model = Wide(True).to("cuda", torch.bfloat16)
+    batch = torch.randn(3, 6, 8, device="cuda", dtype=torch.bfloat16)
+    chosen = torch.randint(4, (3, 6), device="cuda")  # rounding must not reroute
+    check(mode, False, model, (batch, chosen), square_loss, tolerance=0.05)

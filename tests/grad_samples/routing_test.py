@@ -8,6 +8,7 @@ from tests.common import (
     assert_same,
     check,
     clipped_sum,
+    every_batching,
     every_mode,
     make_private,
     oracle,
@@ -16,6 +17,8 @@ from tests.common import (
     trainable,
     wrapped_or_not,
 )
+
+pytestmark = pytest.mark.usefixtures(every_batching.__name__)
 
 
 def by_where(experts, x, weights, chosen):
