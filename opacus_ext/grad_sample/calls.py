@@ -198,6 +198,7 @@ class ReplayCall(Call):
         leaves, self._spec = tree_flatten(inputs)
         self._where = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor)]
         self.saved = [leaves[i] for i in self._where]
+        self.tracked = [x.requires_grad for x in self.saved]
         self._constants = [None if isinstance(x, torch.Tensor) else x for x in leaves]
         self.shapes = [x.shape for x in outputs]
         self.row_dims = [min(1, x.dim()) for x in outputs]

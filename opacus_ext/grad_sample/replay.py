@@ -15,7 +15,7 @@ import torch
 from torch.func import functional_call, grad, vmap
 from torch.utils._pytree import tree_leaves
 
-from opacus_ext.grad_sample.layout import arrange
+from opacus_ext.grad_sample.layout import arrange, relation
 
 if TYPE_CHECKING:
     from opacus_ext.grad_sample.calls import ReplayCall, Uses
@@ -47,15 +47,16 @@ def uses(
     first = layouts[wanted[0][0]]
     rows = (*call.shapes[wanted[0][0]], 1)[0]
 
-    def split(x: torch.Tensor, flat: bool) -> Tuple[torch.Tensor, Optional[int]]:
+    def split(i: int, guess: str) -> Tuple[torch.Tensor, Optional[int]]:
         """Samples apart, each as a batch of its own rows; None: no batch dim."""
-        if x.dim() == 0 or call.shared:
+        x = activations[i]
+        if x.dim() == 0 or call.shared or (guess == "tracked" and not call.tracked[i]):
             return x, None
         if x.shape[0] == rows:
             return arrange(x, 1, first, batch_size), 0
         if x.shape[0] == batch_size:
             return x.unsqueeze(1), 0
-        if flat and x.shape[0] % batch_size == 0:
+        if guess == "flat" and x.shape[0] % batch_size == 0:
             return x.unflatten(0, (batch_size, -1)), 0
         return x, None
 
@@ -78,29 +79,50 @@ def uses(
 
     cots = [g for _, g in wanted]
     devices = [g.device for g in cots[:1] if g.device.type == "cuda"]
-    # What worked before first. Whether inputs [B * T, ...] beside outputs [B, ...]
-    # are a batch is not known: the outputs tell.
-    ways = [(run, flat) for run in (_vmapped, _looped) for flat in (False, True)]
-    ways = [tape.replays.get(layer, ways[0]), *ways]
+    # Which inputs are a batch (of [B, ...], of [B * T, ...], of those that no gradient
+    # leads to) is not known: the outputs tell, and where they can't, the gradients.
+    guesses = {}
+    for guess in ("plain", "tracked", "flat"):
+        pairs = [split(i, guess) for i in range(len(activations))]
+        guesses.setdefault(tuple(dim for _, dim in pairs), pairs)
+    shapes = (call.shapes[wanted[0][0]], *(x.shape for x in activations))
+    key = (layer, tuple(relation(shape[:1], batch_size) for shape in shapes))
+    before = tape.replays.get(key)
+    ways = [(dims, run) for dims in guesses for run in (_vmapped, _looped)]
+    found: Dict[tuple, dict] = {}
     why, cause = "", None
-    for run, flat in ways:
-        pairs = [split(x, flat) for x in activations]
+    for dims, run in [before or ways[0], *ways]:
+        if dims in found or dims not in guesses:
+            continue
         try:
             with torch.random.fork_rng(devices=devices):
-                grads, replayed = run(loss, params, cots, pairs)
+                grads, replayed = run(loss, params, cots, guesses[dims])
         except Exception as error:
             why, cause = why or f"it can't be run sample by sample: {error}", error
             continue
-        if same(replayed):
-            tape.replays[layer] = run, flat
-            found = ((p, grads[n]) for n, p in call.params.items())
-            return [(p, (g.reshape(batch_size, 1, -1),)) for p, g in found]
-        why, cause = (
-            "run on each sample alone, it returns something else than for the batch "
-            "(dropout inside it or its submodules, or it looks at other samples)",
-            None,
-        )
-    raise _refusal(call, why) from cause
+        if not same(replayed):
+            why, cause = (
+                "run on each sample alone, it returns something else than for the "
+                "batch (dropout inside it or its submodules, or it looks at other "
+                "samples)",
+                None,
+            )
+            continue
+        found[dims] = grads
+        if (dims, run) == before:
+            break
+        chosen = dims, run
+    if not found:
+        raise _refusal(call, why) from cause
+    grads, *others = found.values()
+    if any(not _same(g, other[n]) for other in others for n, g in grads.items()):
+        shapes = [tuple(x.shape) for x in activations]
+        why = f"which of its inputs {shapes} hold a sample a row can't be told"
+        raise _refusal(call, why)
+    if len(found) == 1 and before is None:
+        tape.replays[key] = chosen
+    result = ((p, grads[n]) for n, p in call.params.items())
+    return [(p, (g.reshape(batch_size, 1, -1),)) for p, g in result]
 
 
 Pairs = List[Tuple[torch.Tensor, Optional[int]]]

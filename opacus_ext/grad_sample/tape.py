@@ -9,6 +9,7 @@ record and computes no weight gradient.
 from __future__ import annotations
 
 import functools
+import sys
 from collections import Counter
 from typing import Any, Callable, Dict, Iterator, List, Optional, Set, Tuple
 
@@ -76,7 +77,7 @@ class Tape:
         self.batch_size: Optional[int] = None
         self.sizes: Counter = Counter()  # of the inputs' batch dims
         self.packed = False  # whether the model's input is a packed sequence
-        self.expanded = False  # whether a layer that saw no sample was expanded
+        self.expanded: List[str] = []  # layers that saw no sample, and were expanded
         self.names = {p: n for n, p in module.named_parameters()}
         self._layers = list(module.named_modules())
         # Of each layer, those inside it that own parameters; and those recorded.
@@ -100,7 +101,7 @@ class Tape:
         self._buffers: list = []
         self._remembered: Dict[str, bool] = {}
         self._scales: Dict[nn.Module, Optional[Rule]] = {}
-        self.replays: Dict[nn.Module, Any] = {}  # how layers were run again (replay.py)
+        self.replays: Dict[tuple, tuple] = {}  # how layers were run again (replay.py)
         self.refuse(module)
         self.handles = list(self._attach())
 
@@ -188,7 +189,7 @@ class Tape:
             if packed or (x.dim() > dim and x.shape[dim] == self.batch_size)
         }
         self._inputs = tuple(x.shape for x in tensors)
-        self.expanded = False
+        self.expanded = []
         if self.batch_size and self.batch_size > 1 and not _in_backward():
             self._forwards += 1
             if self._forwards & (self._forwards - 1) == 0:  # at growing intervals
@@ -242,6 +243,15 @@ class Tape:
 
     def _leave(self, module: nn.Module, args: tuple, output: Any) -> None:
         self._depth = max(self._depth - 1, 0)
+        error = sys.exc_info()[1]
+        failed = output is None and error is not None
+        if failed and self._depth == 0 and self.expanded:
+            error.args = (
+                f"{error} (By then, the output of {', '.join(self.expanded)} had been "
+                "expanded to the batch: its input needs no gradient, so that it looked "
+                "like a value for all samples. If its rows are an expert's tokens, "
+                "train something below it, such as a norm.)",
+            )
 
     def _on_call(
         self, name: str, layer: nn.Module, args: tuple, kwargs: dict, output: Any
@@ -294,7 +304,7 @@ class Tape:
 
         def record(*outputs: torch.Tensor) -> Tuple[torch.Tensor, ...]:
             expanded = outputs[0].dim() > raw[0].dim()
-            self.expanded = self.expanded or expanded
+            self.expanded += [name] * expanded
             call: Call
             if rule is not None:
                 given = named_inputs(layer, args, inputs) if rule.all_inputs else {}
@@ -322,12 +332,16 @@ class Tape:
             self._route(call, args, outputs)
             return RecordNode.apply(self._anchor, call, *outputs)
 
-        if self._saw_no_sample(args, rule is not None):
-            if len(raw) > 1:
+        unseen = self._saw_no_sample(args, rule is not None)
+        if unseen and len(raw) > 1:
+            # Taken for a batch if it may be one, which the gradients check.
+            if any(y.dim() == 0 or len(y) % self.batch_size for y in raw):
                 raise RuntimeError(
                     f"{name}: returns several outputs and saw no sample. Give it an "
                     "input with a batch dimension."
                 )
+            unseen = False
+        if unseen:
             source = Source(
                 *(raw[0], lambda y: record(y)[0], self.batch_size, name),
                 remembered=self._remembered,
