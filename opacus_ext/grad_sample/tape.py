@@ -11,7 +11,17 @@ from __future__ import annotations
 import functools
 import sys
 from collections import Counter
-from typing import Any, Callable, Dict, Iterator, List, Optional, Set, Tuple
+from typing import (
+    Any,
+    Callable,
+    Dict,
+    Iterable,
+    Iterator,
+    List,
+    Optional,
+    Set,
+    Tuple,
+)
 
 import torch
 from torch import nn
@@ -77,14 +87,13 @@ class Tape:
         self.batch_size: Optional[int] = None
         self.sizes: Counter = Counter()  # of the inputs' batch dims
         self.packed = False  # whether the model's input is a packed sequence
-        self.expanded: List[str] = []  # layers that saw no sample, and were expanded
+        self.expanded = False  # whether a layer that saw no sample was expanded
+        self._guessed: List[str] = []  # those with an input that may be an expert's
         self.names = {p: n for n, p in module.named_parameters()}
         self._layers = list(module.named_modules())
         # Of each layer, those inside it that own parameters; and those recorded.
         self._owners: Dict[nn.Module, List[Tuple[str, nn.Module]]] = {
-            layer: [
-                (n, m) for n, m in layer.named_modules() if m._parameters and n
-            ]
+            layer: [(n, m) for n, m in layer.named_modules() if m._parameters and n]
             for _, layer in self._layers
         }
         self._met: Set[nn.Module] = set()
@@ -189,7 +198,8 @@ class Tape:
             if packed or (x.dim() > dim and x.shape[dim] == self.batch_size)
         }
         self._inputs = tuple(x.shape for x in tensors)
-        self.expanded = []
+        self.expanded = False
+        self._guessed = []
         if self.batch_size and self.batch_size > 1 and not _in_backward():
             self._forwards += 1
             if self._forwards & (self._forwards - 1) == 0:  # at growing intervals
@@ -244,14 +254,15 @@ class Tape:
     def _leave(self, module: nn.Module, args: tuple, output: Any) -> None:
         self._depth = max(self._depth - 1, 0)
         error = sys.exc_info()[1]
-        failed = output is None and error is not None
-        if failed and self._depth == 0 and self.expanded:
-            error.args = (
-                f"{error} (By then, the output of {', '.join(self.expanded)} had been "
-                "expanded to the batch: its input needs no gradient, so that it looked "
-                "like a value for all samples. If its rows are an expert's tokens, "
-                "train something below it, such as a norm.)",
-            )
+        if self._depth == 0 and output is None and isinstance(error, RuntimeError):
+            names = ", ".join(self._guessed)
+            if names:
+                error.args = (
+                    f"{error} (Before that, the output of {names} was expanded to the "
+                    "batch: its input needs no gradient, so it looked like a value for "
+                    "all samples. If its rows are an expert's tokens, train something "
+                    "below it, such as a norm.)",
+                )
 
     def _on_call(
         self, name: str, layer: nn.Module, args: tuple, kwargs: dict, output: Any
@@ -296,15 +307,21 @@ class Tape:
         raw = [leaves[i] for i in where]
         args = [settled(x) for x in arguments(inputs)]
         rule = self._rule(layer, args) if own_parameters(layer) else None
-        used = Counter() if rule else self._uses(params, args, raw)
+        used = Counter() if rule else self._uses(layer, params, args, raw)
         if rule is None and not used:
             return output  # its parameters are used by modules inside it, if at all
+        decided = rule is None and any(isinstance(y, Undecided) for y in raw)
+        if decided:
+            raw = [settled(y) for y in raw]
+            used = self._uses(layer, params, args, raw)
         self._met.add(layer)
         params = {n: p for n, p in params.items() if id(p) in used}
 
         def record(*outputs: torch.Tensor) -> Tuple[torch.Tensor, ...]:
             expanded = outputs[0].dim() > raw[0].dim()
-            self.expanded += [name] * expanded
+            self.expanded = self.expanded or expanded
+            if expanded and any(x.is_floating_point() for x in tensors_in(args)):
+                self._guessed.append(name)
             call: Call
             if rule is not None:
                 given = named_inputs(layer, args, inputs) if rule.all_inputs else {}
@@ -332,7 +349,7 @@ class Tape:
             self._route(call, args, outputs)
             return RecordNode.apply(self._anchor, call, *outputs)
 
-        unseen = self._saw_no_sample(args, rule is not None)
+        unseen = not decided and self._saw_no_sample(args, rule is not None)
         if unseen and len(raw) > 1:
             # Taken for a batch if it may be one, which the gradients check.
             if any(y.dim() == 0 or len(y) % self.batch_size for y in raw):
@@ -371,11 +388,16 @@ class Tape:
 
     def _uses(
         self,
+        layer: nn.Module,
         params: Dict[str, nn.Parameter],
         inputs: List[Any],
         outputs: List[torch.Tensor],
     ) -> Counter:
-        """How often each parameter is used, by no record, between some tensors."""
+        """
+        How often the layer uses each of ``params`` between inputs and outputs where no
+        record is; never those that a layer inside it has read in the same place, as
+        both would run that again.
+        """
         stop = [
             x.grad_fn
             for x in inputs
@@ -385,7 +407,14 @@ class Tape:
         counts = Counter({id(p): len(ops) for p, ops in inner.uses.items()})
         for call in inner.records:
             counts.subtract(call.claims)
-        own = {id(p) for p in params.values()}
+        read = {
+            place
+            for call in inner.records
+            if isinstance(call, ReplayCall) and call.layer is not layer
+            for place in _places(call.layer, call.params)
+        }
+        places = zip(_places(layer, params), params.values())
+        own = {id(p) for place, p in places if place not in read}
         return Counter({p: n for p, n in counts.items() if p in own and n > 0})
 
     def _saw_no_sample(self, inputs: List[Any], has_rule: bool) -> bool:
@@ -612,6 +641,12 @@ class Tape:
         """Removes all hooks."""
         while self.handles:
             self.handles.pop().remove()
+
+
+def _places(layer: nn.Module, names: Iterable[str]) -> List[Tuple[nn.Module, str]]:
+    """The module and the attribute that each name inside a layer stands for."""
+    parts = (name.rpartition(".") for name in names)
+    return [(layer.get_submodule(prefix), name) for prefix, _, name in parts]
 
 
 def _in_backward() -> bool:
