@@ -37,6 +37,8 @@ from opacus_ext.grad_sample.rules import (
 from opacus_ext.grad_sample.tape import Tape
 from opacus_ext.optimizers.clipping import CLIPPINGS, find_clipping
 from opacus_ext.optimizers.optimizer import (
+    DistributedGhostDPOptimizer,
+    DistributedHooksDPOptimizer,
     GhostDPOptimizer,
     HooksDPOptimizer,
     optimizer_class,
@@ -49,12 +51,15 @@ class Mode(NamedTuple):
     module: Type[nn.Module]
     hooks: type
     optimizer: type
+    distributed: type
 
 
+_HOOKS = HooksDPOptimizer, DistributedHooksDPOptimizer
+_GHOST = GhostDPOptimizer, DistributedGhostDPOptimizer
 MODES: Dict[str, Mode] = {
-    "hooks": Mode(modes.RecordingModule, modes.RecordingHooks, HooksDPOptimizer),
-    "ghost": Mode(modes.GhostModule, modes.GhostHooks, GhostDPOptimizer),
-    "ghost_bk": Mode(modes.BookKeepingModule, modes.BookKeepingHooks, GhostDPOptimizer),
+    "hooks": Mode(modes.RecordingModule, modes.RecordingHooks, *_HOOKS),
+    "ghost": Mode(modes.GhostModule, modes.GhostHooks, *_GHOST),
+    "ghost_bk": Mode(modes.BookKeepingModule, modes.BookKeepingHooks, *_GHOST),
 }
 
 _undo: List[Callable[[], None]] = []
@@ -131,22 +136,21 @@ def _lookup_optimizer(opacus_lookup: Callable) -> Callable:
         clipping: str, distributed: bool, grad_sample_mode: Optional[str] = None
     ) -> type:
         mode = MODES.get(grad_sample_mode)
-        if mode is None or _stock or clipping == "adaptive" or distributed:
+        if mode is None or _stock or clipping == "adaptive":
             if grad_sample_mode == "ghost_bk":
                 raise ValueError(
-                    'grad_sample_mode="ghost_bk" is for one process and has no '
-                    f"adaptive clipping; got clipping={clipping!r}, "
-                    f"distributed={distributed}. "
+                    'grad_sample_mode="ghost_bk" has no adaptive clipping; got '
+                    f"clipping={clipping!r}. "
                     'Use grad_sample_mode="ghost" or "hooks".'
                 )
             if clipping not in ("flat", "per_layer", "adaptive"):
                 raise ValueError(
-                    f"clipping={clipping!r} is for one process and the modes "
-                    f"{', '.join(MODES)}; got grad_sample_mode={grad_sample_mode!r}, "
-                    f"distributed={distributed}."
+                    f"clipping={clipping!r} is for the modes {', '.join(MODES)}; got "
+                    f"grad_sample_mode={grad_sample_mode!r}."
                 )
             return opacus_lookup(clipping, distributed, grad_sample_mode)
-        return optimizer_class(mode.optimizer, find_clipping(clipping))
+        base = mode.distributed if distributed else mode.optimizer
+        return optimizer_class(base, find_clipping(clipping))
 
     return lookup
 

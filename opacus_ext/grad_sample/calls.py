@@ -86,6 +86,7 @@ class Call:
         """What the layouts of the outputs are remembered under."""
         given = (batch_size, self.number)
         if self._keys is None or self._keys[0] != given:
+            batch_size = max(batch_size, 1)
             keys = [
                 (
                     f"{self.name}[{i}]",
@@ -96,6 +97,11 @@ class Call:
             ]
             self._keys = given, keys
         return self._keys[1]
+
+    def size(self, batch_size: int) -> int:
+        """How many samples its rows belong to, of ``batch_size`` in this process."""
+        known = self.routing is not None and self.routing.batch_size is not None
+        return self.routing.batch_size if known else batch_size
 
     def _relation(self, shape: torch.Size, batch_size: int) -> Tuple[str, ...]:
         if self.routing is None:
@@ -111,6 +117,18 @@ class Call:
     ) -> Uses:
         """The factors of this call's parameters, once its layouts are known."""
         raise NotImplementedError(type(self).__name__)
+
+
+class MarkCall(Call):
+    """Rows whose samples matter though no parameter has met them yet."""
+
+    def __init__(self, *args: Any, rows: torch.Tensor, routing: Optional[Routing]):
+        super().__init__(*args)
+        self.shapes, self.row_dims = [rows.shape], [rows.dim() - 1]
+        self.routing = routing
+
+    def uses(self, activations, backprops, batch_size) -> Uses:
+        return []
 
 
 class RuleCall(Call):

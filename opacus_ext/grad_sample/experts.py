@@ -150,7 +150,39 @@ def record_experts(
     """
     y = routes.linear(x.flatten(0, 1), weight, bias, transposed)
     factors = functools.partial(_factors, weight, bias, transposed)
-    return record(y.unflatten(0, index.shape), (index, x), (weight, bias), factors)
+    y = y.unflatten(0, index.shape)
+    return record(y, (index, x), (weight, bias), factors, by_row=True)
+
+
+def experts_on_rows(
+    layer: nn.Module,
+    record: Record,
+    x: torch.Tensor,
+    index: torch.Tensor,
+    routes: Routes,
+) -> torch.Tensor:
+    """
+    What experts that follow the experts interface of transformers 5 make of tokens.
+
+    Args:
+        x: ``[tokens, choices, width]``
+        index: ``[tokens, choices]``, as in ``routes``
+
+    Returns:
+        ``[tokens, choices, width]``
+    """
+    gated = getattr(layer, "has_gate", True)
+    transposed = getattr(layer, "is_transposed", False)
+
+    def linear(x: torch.Tensor, name: str) -> torch.Tensor:
+        weights = getattr(layer, name), getattr(layer, f"{name}_bias", None)
+        return record_experts(record, x, index, routes, *weights, transposed)
+
+    y = linear(x, "gate_up_proj" if gated else "up_proj")
+    y = layer._apply_gate(y) if gated else layer.act_fn(y)
+    y = linear(y, "down_proj")
+    normed = getattr(layer, "has_post_expert_norm", False)
+    return layer.post_expert_norm(y) if normed else y
 
 
 def experts_interface(
@@ -169,24 +201,11 @@ def experts_interface(
             are experts or more for none
         top_k_weights: ``[tokens, choices]``
     """
-    gated = getattr(layer, "has_gate", True)
-    name = "gate_up_proj" if gated else "up_proj"
-    inner = getattr(layer, name)
-    biases = [getattr(layer, f"{n}_bias", None) for n in (name, "down_proj")]
-    dropped = top_k_index >= len(inner)
+    size = len(layer.down_proj)
+    dropped = top_k_index >= size
     index = top_k_index.masked_fill(dropped, 0)
-    routes = Routes(index.flatten(), len(inner))
-
-    def linear(x: torch.Tensor, *parameters: Any) -> torch.Tensor:
-        transposed = getattr(layer, "is_transposed", False)
-        return record_experts(record, x, index, routes, *parameters, transposed)
-
-    y = hidden_states.unsqueeze(1).expand(-1, index.shape[1], -1)
-    y = linear(y, inner, biases[0])
-    y = layer._apply_gate(y) if gated else layer.act_fn(y)
-    y = linear(y, layer.down_proj, biases[1])
-    if getattr(layer, "has_post_expert_norm", False):
-        y = layer.post_expert_norm(y)
+    x = hidden_states.unsqueeze(1).expand(-1, index.shape[1], -1)
+    y = experts_on_rows(layer, record, x, index, Routes(index.flatten(), size))
     weights = top_k_weights.masked_fill(dropped, 0)
     return (y * weights.unsqueeze(-1)).sum(1).to(hidden_states.dtype)
 
@@ -235,7 +254,7 @@ def _sorted(
     return record_experts(record, *args, transposed=transposed).squeeze(1)
 
 
-def unrecorded(output: torch.Tensor, *args: Any) -> torch.Tensor:
+def unrecorded(output: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     """In the place of ``record``: nothing is noted."""
     return output
 

@@ -67,6 +67,7 @@ def dependent_sample(
     dim: int,
     state: RandomState,
     tensors_in: Callable[[Any], List[torch.Tensor]],
+    always: bool = False,
 ) -> Optional[int]:
     """
     Runs the model twice more, with its last sample replaced and with its first: a
@@ -79,6 +80,7 @@ def dependent_sample(
         dim: the batch dim of inputs and outputs
         state: the random state before that call
         tensors_in: finds the tensors in what the model returns
+        always: run twice in any case, because other processes wait for it
 
     Returns:
         The first of the other samples whose output changed, or None.
@@ -86,16 +88,22 @@ def dependent_sample(
     # What computed in the coarsest type rounds as coarsely.
     floats = [x for x in (*outputs, *module.parameters()) if x.is_floating_point()]
     eps = max((torch.finfo(x.dtype).eps for x in floats), default=0.0)
+    found = None
     for which in (-1, 0):
-        changed = replace_one(inputs, batch_size, dim, which)
-        if changed is None:
+        changed = None
+        if batch_size > 1:
+            changed = replace_one(inputs, batch_size, dim, which)
+        if changed is None and not always:
             return None
-        again = tensors_in(_run_again(module, changed, state))
+        given = inputs if changed is None else changed
+        again = tensors_in(_run_again(module, given, state))
+        if changed is None or found is not None:
+            continue
         others = set(range(batch_size)) - {which % batch_size}
         found = _changed(outputs, again, batch_size, dim, others, eps)
-        if found is not None:
-            return found
-    return None
+        if found is not None and not always:
+            break
+    return found
 
 
 @torch.no_grad()

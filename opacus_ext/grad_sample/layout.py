@@ -65,6 +65,8 @@ class Root(NamedTuple):
 
     def cotangent(self, code: torch.Tensor) -> torch.Tensor:
         """The weights ``[B]`` of the samples as a gradient of the tensor."""
+        if self.samples is None:
+            return torch.zeros_like(self.tensor)
         shape = [1] * self.tensor.dim()
         shape[self.dim] = -1
         weights = code[self.samples].view(shape)
@@ -80,7 +82,7 @@ def batch_root(tensor: torch.Tensor, dim: int, batch_size: int) -> Root:
     """A root with the samples in ``dim``, or sample-major rows in it."""
     dim = min(dim, tensor.dim() - 1)
     size = tensor.shape[dim] if dim >= 0 else 0
-    if size == 0 or size % batch_size:
+    if size == 0 or batch_size == 0 or size % batch_size:
         return Root(tensor, dim, None)
     samples = torch.arange(batch_size, device=tensor.device)
     return Root(tensor, dim, samples.repeat_interleave(size // batch_size))

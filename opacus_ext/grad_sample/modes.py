@@ -36,7 +36,7 @@ from opacus_ext.grad_sample.factors import GradSample, workspace
 from opacus_ext.grad_sample.graph import Graph
 from opacus_ext.grad_sample.layout import batch_root, packed_root
 from opacus_ext.grad_sample.tape import Tape
-from opacus_ext.optimizers.clipping import Clipping
+from opacus_ext.optimizers.clipping import Clipping, clipping_factors
 
 Complete = Callable[[nn.Parameter, GradSample], None]
 
@@ -102,7 +102,8 @@ class _Gather:
     def __call__(self, call: Call, grads: tuple, ctx: Any) -> None:
         for param, factors in self.tape.collect(call, grads, ctx, self.batch_size):
             if param not in self.samples:
-                self.samples[param] = GradSample(param.shape, self.batch_size)
+                size = call.size(self.batch_size)
+                self.samples[param] = GradSample(param.shape, size)
             self.samples[param].add(*factors)
             self.left[id(param)] -= 1
             if self.left[id(param)] == 0:
@@ -151,7 +152,7 @@ class _Hooks(_Recording):
             tape.batch_size = size  # of several inputs, the one the output goes with
         batch_size = tape.batch_size
         self._order = None
-        if batch_size > 0:
+        if batch_size > 0 or tape.world is not None:
             packed = packed_in(output)
             self._order = packed[0].sorted_indices if packed else None
             parts = [packed_root(x) for x in packed if x.data.requires_grad]
@@ -191,7 +192,7 @@ class _Hooks(_Recording):
             self._gathered = None
             raise
         for param, factors in uses:
-            sample = GradSample(param.shape, call.batch_size)
+            sample = GradSample(param.shape, call.size(call.batch_size))
             sample.add(*factors)
             new = sample.materialise()
             old = self._gathered.get(param)
@@ -208,12 +209,14 @@ class _Hooks(_Recording):
         gathered, self._gathered = self._gathered, None
         if gathered is None:
             return
-        batch_size = next((len(g) for g in gathered.values()), None)
-        batch_size = self.tape.batch_size if batch_size is None else batch_size
+        world = self.tape.world
+        sizes = (len(g) for p, g in gathered.items() if not hasattr(p, "world"))
+        batch_size = next(sizes, self.tape.batch_size)
         params = self.trainable()
         for p in params:
             if p not in gathered:
-                gathered[p] = p.new_zeros(batch_size, *p.shape)
+                size = world.batch_size if hasattr(p, "world") else batch_size
+                gathered[p] = p.new_zeros(size, *p.shape)
         if batch_size:
             sums = {p: (g.sum(0), _total_norm(g)) for p, g in gathered.items()}
             _compare(self.tape, sums, self._autograd, self._half)
@@ -226,15 +229,24 @@ class _Hooks(_Recording):
                 "You need to call optimizer.step() after every forward/backward pass "
                 "or consider using BatchMemoryManager"
             )
-        scale = batch_size if self.loss_reduction == "mean" else 1
         for p in params:
-            new = gathered.pop(p).mul_(scale).to(p.dtype)
+            new = gathered.pop(p)
+            if self.loss_reduction == "mean":
+                new.mul_(self._scale(p, new, batch_size))
+            new = new.to(p.dtype)
             if self._order is not None:  # Opacus has them as they were packed
                 new = new[self._order]
             old = getattr(p, "grad_sample", None)
             if old is not None:
                 new = [*old, new] if isinstance(old, list) else [old, new]
             p.grad_sample = new
+
+    def _scale(self, p: nn.Parameter, new: torch.Tensor, batch_size: int) -> Any:
+        """What a mean over the batch has divided each sample's gradient by."""
+        if not hasattr(p, "world"):
+            return batch_size
+        scale = p.world.each(p.world.batch_sizes, device=new.device, dtype=new.dtype)
+        return scale.view(-1, *(1 for _ in p.shape))
 
 
 def _total_norm(samples: torch.Tensor) -> torch.Tensor:
@@ -324,7 +336,7 @@ class _Ghost(_Recording):
                 "backward(), or use BatchMemoryManager to accumulate batches."
             )
         batch_size, params = self._batch_size(losses), optimizer.params
-        if batch_size == 0:
+        if batch_size == 0 and self.tape.world is None:
             self.per_sample_gradient_norms = losses.detach().new_zeros(0)
             self._assign(optimizer, {p: torch.zeros_like(p) for p in params})
             return
@@ -332,12 +344,17 @@ class _Ghost(_Recording):
         keep = self.one_pass or clipping.per_parameter
         with torch.autocast(losses.device.type, enabled=False):
             samples, norms = self._norms(losses, batch_size, params, keep)
-            weights = clipping.factors(norms, optimizer.clipping_bound)
+            factors, total = clipping_factors(
+                *(clipping, optimizer.clipping_bound, norms),
+                [getattr(p, "world", None) for p in params],
+            )
             if keep:
-                sums = _weighted_sums(params, samples, weights)
+                sums = _weighted_sums(params, samples, factors)
             else:
-                sums = self._second_pass(losses, weights, params)
-        self.per_sample_gradient_norms = torch.linalg.vector_norm(norms, dim=0)
+                world = getattr(params[0], "world", None)
+                own = factors[0] if world is None else factors[0][world.own]
+                sums = self._second_pass(losses, own, params)
+        self.per_sample_gradient_norms = total
         self._assign(optimizer, sums)
 
     def _batch_size(self, losses: torch.Tensor) -> int:
@@ -365,12 +382,12 @@ class _Ghost(_Recording):
         batch_size: int,
         params: List[nn.Parameter],
         keep: bool,
-    ) -> Tuple[Dict[nn.Parameter, GradSample], torch.Tensor]:
+    ) -> Tuple[Dict[nn.Parameter, GradSample], List[torch.Tensor]]:
         """
         Backpropagates the sum of the losses, without weight gradients.
 
         Returns:
-            The per-sample gradients if ``keep``, and their norms ``[params, B]``.
+            The per-sample gradients if ``keep``, and the norms of each parameter's.
         """
         tape = self.tape
         root = batch_root(losses, 0, batch_size)
@@ -415,9 +432,12 @@ class _Ghost(_Recording):
             # What a checkpoint hides has shapes that were not met before.
             tape.probe([root], batch_size, found)
             gather = run()
-        zero = losses.new_zeros(batch_size, dtype=_norm_dtype(losses))
-        norms = [squares.get(p, zero).to(zero) for p in params]
-        return gather.samples, torch.stack(norms).sqrt()
+        norms = []
+        for p in params:
+            size = p.world.batch_size if hasattr(p, "world") else batch_size
+            zero = losses.new_zeros(size, dtype=_norm_dtype(losses))
+            norms.append(squares.get(p, zero).to(zero).sqrt())
+        return gather.samples, norms
 
     def _second_pass(
         self, losses: torch.Tensor, weights: torch.Tensor, params: List[nn.Parameter]
@@ -449,17 +469,16 @@ def _norm_dtype(losses: torch.Tensor) -> torch.dtype:
 def _weighted_sums(
     params: List[nn.Parameter],
     samples: Dict[nn.Parameter, GradSample],
-    weights: torch.Tensor,
+    factors: List[torch.Tensor],
 ) -> Dict[nn.Parameter, torch.Tensor]:
-    """The clipped sums, with factors ``[B]`` or, by parameter, ``[params, B]``."""
+    """The clipped sums, with each parameter's factors ``[B]``."""
     sums = {}
-    for i, p in enumerate(params):
+    for p, factor in zip(params, factors):
         sample = samples.pop(p, None)
         if sample is None:
             sums[p] = torch.zeros_like(p, requires_grad=False)
             continue
-        mine = weights if weights.dim() == 1 else weights[i]
-        sums[p] = sample.weighted_sum(mine).to(p.dtype)
+        sums[p] = sample.weighted_sum(factor).to(p.dtype)
     return sums
 
 

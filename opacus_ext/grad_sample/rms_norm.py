@@ -78,9 +78,10 @@ def scale_rule(layer: nn.Module, x: torch.Tensor) -> Optional[Rule]:
     devices = [x.device] if x.device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
         for scale in (1.0, 0.1, 10.0):
-            some, other = random(x), scale * random(weight)
+            some = random(x.new_empty([max(n, 1) for n in x.shape]))
+            other = scale * random(weight)
             expected = _with_weight(layer, other, some)
-            if not isinstance(expected, torch.Tensor) or expected.shape != x.shape:
+            if not isinstance(expected, torch.Tensor) or expected.shape != some.shape:
                 return None
             zero = _with_weight(layer, torch.zeros_like(weight), some)
             got = zero + other * _slope(layer, some)

@@ -1,9 +1,9 @@
 """Rows that were gathered by an index, as the tokens of an expert are.
 
 What an expert was given differs from sample to sample, and there are two ways to have
-it by sample: :func:`expert_batching`. Which sample a row came from is written in autograd's graph: the op that gathered
-it has kept its index. What is read there is a guess like any other layout, and checked
-on the gradients (layout.py).
+it by sample: :func:`expert_batching`. Which sample a row came from is written in
+autograd's graph: the op that gathered it has kept its index. What is read there is a
+guess like any other layout, and checked on the gradients (layout.py).
 """
 
 from __future__ import annotations
@@ -65,10 +65,15 @@ def expert_batching(way: Optional[str] = None) -> str:
 
 
 class Routing(NamedTuple):
-    """The sample of each row, and the memory of the index tensors that say so."""
+    """
+    The sample of each row, and the memory of the index tensors that say so. Of rows
+    that came from all processes (parallel.py) the samples are counted through all of
+    them, and it is known how many they are.
+    """
 
     samples: torch.Tensor
-    indices: Set[int]
+    indices: Set[int] = set()
+    batch_size: Optional[int] = None
 
 
 def index_tensors(node: Any) -> List[torch.Tensor]:
@@ -102,6 +107,8 @@ def read_routing(x: torch.Tensor, batch_size: int) -> Optional[Routing]:
             return routing if fits else None
         index = index_tensors(node)
         if index:
+            if batch_size < 2:
+                return None
             samples = _samples(node, index, batch_size)
             if samples is None or len(samples) != len(x) or not _in_order(node):
                 return None

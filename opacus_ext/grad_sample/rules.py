@@ -115,6 +115,7 @@ class Record(Protocol):
         params: Iterable[Optional[nn.Parameter]],
         factors: Callable[[Any, torch.Tensor], Factors],
         event_dims: int = 1,
+        by_row: bool = False,
     ) -> torch.Tensor:
         """
         Notes that ``output`` was computed from ``params``, each used once.
@@ -127,6 +128,7 @@ class Record(Protocol):
             factors: called as ``factors(activations, backprops)``, both by sample
                 ``[B, T, ...]``; returns what a rule returns
             event_dims: how many trailing dims of ``output`` belong to one row
+            by_row: see :func:`register_rule`
 
         Returns:
             The output, to be used in its place.

@@ -19,8 +19,9 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from opacus_ext.grad_sample.batchless import Undecided, settled
-from opacus_ext.grad_sample.calls import RecordNode, RuleCall, tensors_in
+from opacus_ext.grad_sample.calls import MarkCall, RecordNode, RuleCall, tensors_in
 from opacus_ext.grad_sample.independence import RandomState
+from opacus_ext.grad_sample.routing import Routing
 from opacus_ext.grad_sample.rules import (
     STAND_INS,
     Activations,
@@ -47,13 +48,13 @@ class StandInForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         layer = self.layer
-        trained = any(p.requires_grad for p in layer.parameters())
+        trained = any(p.requires_grad for p in layer.parameters()) or self._spread
         if not trained or not (torch.is_grad_enabled() or layer.training):
             return type(layer).forward(layer, *args, **kwargs)
         inputs = tree_map(settled, (args, kwargs))
         try:
             expected = self._expected(inputs)
-            output = self.forward(layer, self._record, *inputs[0], **inputs[1])
+            output = self.forward(layer, Recorder(self), *inputs[0], **inputs[1])
         except Exception as error:
             leaves = tree_leaves((args, kwargs))
             names = {x.source.name for x in leaves if isinstance(x, Undecided)}
@@ -87,7 +88,7 @@ class StandInForward:
         it refuses what it always did, and the stand-in is compared with it. None where
         that was done, or random numbers are in it.
         """
-        if torch._C._are_functorch_transforms_active():
+        if torch._C._are_functorch_transforms_active() or self._spread:
             return None
         if any(x.is_nested or x.numel() == 0 for x in tensors_in(inputs)):
             return None  # refused, or an empty batch, which some kernels can't take
@@ -112,9 +113,11 @@ class StandInForward:
         params: Iterable[Optional[nn.Parameter]],
         factors: Callable[[Any, torch.Tensor], Factors],
         event_dims: int = 1,
+        by_row: bool = False,
+        routing: Optional[Routing] = None,
     ) -> torch.Tensor:
         trained = [p for p in params if p is not None and p.requires_grad]
-        if not trained or not self.tape._records():
+        if not trained or not self.tape._records(routing):
             return output
         several = isinstance(activations, tuple)
         given = activations if several else [activations]
@@ -132,16 +135,47 @@ class StandInForward:
                 rule,
                 lambda layer, output: output.dim() - event_dims,
                 all_inputs=True,
+                by_row=by_row,
             ),
             inputs={str(i): x for i, x in enumerate(given)},
             output=output,
             params=trained,
         )
+        call.routing = routing
         return RecordNode.apply(self.tape._anchor, call, output)[0]
+
+    @property
+    def _spread(self) -> bool:
+        """Whether the layer's experts are spread over processes (parallel.py)."""
+        return getattr(self.layer, "world", None) is not None
 
     def remove(self) -> None:
         """Gives the layer its own ``forward`` back."""
         vars(self.layer).pop("forward", None)
+
+
+class Recorder:
+    """What a stand-in is given as ``record``; see :class:`~rules.Record`."""
+
+    def __init__(self, stand_in: StandInForward, routing: Optional[Routing] = None):
+        self._stand_in, self._routing = stand_in, routing
+
+    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self._stand_in._record(*args, routing=self._routing, **kwargs)
+
+    def dealt(self, samples: torch.Tensor) -> "Recorder":
+        """For rows of these samples, counted through the samples of all processes."""
+        world = self._stand_in.layer.world
+        return Recorder(self._stand_in, Routing(samples, batch_size=world.batch_size))
+
+    def mark(self, rows: torch.Tensor) -> torch.Tensor:
+        """Rows ``[*rows, width]`` of which the tape will know the samples."""
+        tape = self._stand_in.tape
+        if not (tape.enabled and torch.is_grad_enabled()):
+            return rows
+        where = tape, self._stand_in.layer, self._stand_in.name
+        call = MarkCall(*where, rows=rows, routing=self._routing)
+        return RecordNode.apply(tape._anchor, call, rows)[0]
 
 
 def _kind(inputs: Tuple[tuple, dict]) -> tuple:

@@ -36,6 +36,7 @@ from opacus_ext.grad_sample.batchless import Source, Undecided, settled
 from opacus_ext.grad_sample.calls import (
     Call,
     Collector,
+    MarkCall,
     RecordNode,
     ReplayCall,
     RuleCall,
@@ -55,8 +56,9 @@ from opacus_ext.grad_sample.layout import (
     code_weights,
     relation,
 )
+from opacus_ext.grad_sample.parallel import world_of
 from opacus_ext.grad_sample.rms_norm import scale_rule
-from opacus_ext.grad_sample.routing import read_routing
+from opacus_ext.grad_sample.routing import Routing, read_routing
 from opacus_ext.grad_sample.rules import (
     Rule,
     find_forward,
@@ -97,6 +99,7 @@ class Tape:
             for _, layer in self._layers
         }
         self._met: Set[nn.Module] = set()
+        self.world = world_of([layer for _, layer in self._layers])
         self._anchor = torch.zeros((), requires_grad=True)
         self._layouts: Dict[tuple, Dict[Key, Layout]] = {}
         self._steps: Counter = Counter()  # by signature
@@ -200,7 +203,15 @@ class Tape:
         self._inputs = tuple(x.shape for x in tensors)
         self.expanded = False
         self._guessed = []
-        if self.batch_size and self.batch_size > 1 and not _in_backward():
+        if self.world is not None and not _in_backward():
+            if self.batch_size is None:
+                raise RuntimeError(
+                    "The model was called without a tensor, so the batch size is "
+                    "unknown. Pass its inputs as tensors with a batch dimension."
+                )
+            self.world.begin(self.batch_size, self.module_device())
+        several = self.batch_size is not None and self.batch_size > 1
+        if (several or self.world is not None) and not _in_backward():
             self._forwards += 1
             if self._forwards & (self._forwards - 1) == 0:  # at growing intervals
                 device = next((x.device for x in tensors if x.is_cuda), None)
@@ -240,7 +251,7 @@ class Tape:
         with self.paused():
             sample = dependent_sample(
                 *(self.module, inputs, tensors_in(output), self.batch_size),
-                *(self.batch_dim, state, tensors_in),
+                *(self.batch_dim, state, tensors_in, self.world is not None),
             )
         if sample is not None:
             raise RuntimeError(
@@ -267,7 +278,7 @@ class Tape:
     def _on_call(
         self, name: str, layer: nn.Module, args: tuple, kwargs: dict, output: Any
     ) -> Any:
-        if not self._records():
+        if not self.enabled or not torch.is_grad_enabled():
             return output
         params = own_parameters(layer)
         if isinstance(vars(layer).get("forward"), StandInForward):
@@ -279,10 +290,16 @@ class Tape:
                 params.update((f"{prefix}.{n}", p) for n, p in lent)
         if not params:
             return output
-        return self._record(name, layer, params, (args, kwargs), output)
+        routing = self._routing(arguments((args, kwargs)))
+        if not self._records(routing):
+            return output
+        return self._record(name, layer, params, (args, kwargs), output, routing)
 
-    def _records(self) -> bool:
-        if not self.enabled or not torch.is_grad_enabled() or self.batch_size == 0:
+    def _records(self, routing: Optional[Routing] = None) -> bool:
+        if not self.enabled or not torch.is_grad_enabled():
+            return False
+        dealt = routing is not None and routing.batch_size is not None
+        if self.batch_size == 0 and not dealt:
             return False
         # A layer called by itself: if that counts, it is refused.
         return self._depth > 0 or _in_backward()
@@ -294,6 +311,7 @@ class Tape:
         params: Dict[str, nn.Parameter],
         inputs: Any,
         output: Any,
+        routing: Optional[Routing],
     ) -> Any:
         simple = isinstance(output, torch.Tensor)
         leaves, spec = ([output], None) if simple else tree_flatten(output)
@@ -308,12 +326,12 @@ class Tape:
         args = [settled(x) for x in arguments(inputs)]
         rule = self._rule(layer, args) if own_parameters(layer) else None
         used = Counter() if rule else self._uses(layer, params, args, raw)
-        if rule is None and not used:
-            return output  # its parameters are used by modules inside it, if at all
-        decided = rule is None and any(isinstance(y, Undecided) for y in raw)
+        decided = bool(used) and any(isinstance(y, Undecided) for y in raw)
         if decided:
             raw = [settled(y) for y in raw]
             used = self._uses(layer, params, args, raw)
+        if rule is None and not used:
+            return output  # its parameters are used by modules inside it, if at all
         self._met.add(layer)
         params = {n: p for n, p in params.items() if id(p) in used}
 
@@ -346,7 +364,8 @@ class Tape:
                     shared=expanded,
                     used=used,
                 )
-            self._route(call, args, outputs)
+            if routing is not None and len(outputs[0]) == len(routing.samples):
+                call.routing = routing
             return RecordNode.apply(self._anchor, call, *outputs)
 
         unseen = not decided and self._saw_no_sample(args, rule is not None)
@@ -369,13 +388,13 @@ class Tape:
                 leaves[i] = y
         return leaves[0] if simple else tree_unflatten(leaves, spec)
 
-    def _route(self, call: Call, args: List[Any], outputs: tuple) -> None:
-        """Notes which samples the rows of a call were gathered from, if they were."""
+    def _routing(self, args: List[Any]) -> Optional[Routing]:
+        """Which samples the rows of an input were gathered from, if they were."""
         x = next((x for x in args if isinstance(x, torch.Tensor)), None)
-        if self.batch_size and self.batch_size > 1 and x is not None and x.dim():
-            routing = read_routing(x, self.batch_size)
-            if routing is not None and len(outputs[0]) == len(routing.samples):
-                call.routing = routing
+        several = self.batch_size is not None and self.batch_size > 1
+        if x is None or not x.dim() or not (several or self.world is not None):
+            return None
+        return read_routing(x, self.batch_size or 0)
 
     def _rule(self, layer: nn.Module, inputs: List[Any]) -> Optional[Rule]:
         rule = find_rule(layer)
@@ -453,7 +472,9 @@ class Tape:
         claims: Counter = Counter()
         for call in found.records:
             claims.update(call.claims)
-        names = {id(p): n for p, n in self.names.items()}
+        # Where a process has no sample, only experts that others send rows to.
+        uses = [p for p in self.names if batch_size or hasattr(p, "world")]
+        names = {id(p): self.names[p] for p in uses}
         problem = graph.unclaimed(found, claims, names)
         if problem is not None:
             raise RuntimeError(problem)
@@ -472,7 +493,7 @@ class Tape:
         if found.reentrant:  # of the calls it hides, the inputs' shapes must tell
             keys += [("", "", relation(s, batch_size)) for s in self._inputs]
         self._signature = (found.structure, tuple(keys))
-        if batch_size > 1:
+        if batch_size > 1 or self.world is not None:
             # What a step did not show (gradients of zero) a later one may: look again
             # at growing intervals.
             count = self._steps[self._signature] = self._steps[self._signature] + 1
@@ -480,13 +501,28 @@ class Tape:
             known = set().union(*routings)
             moves = any(not (index & known) for index in found.moves)
             again = moves or count & (count - 1) == 0
-            if self._signature in self._layouts and not again:
-                self._current = self._layouts[self._signature]
-            else:
+            again = again or self._signature not in self._layouts
+            if self.world is not None:  # all processes, or none
+                if found.reentrant:
+                    raise RuntimeError(
+                        "Experts spread over processes can't be checkpointed with "
+                        "use_reentrant=True. Use use_reentrant=False."
+                    )
+                (again,) = self.world.largest(again, device=self.module_device())
+            if again:
                 self.probe(roots, batch_size, found)
+            else:
+                self._current = self._layouts[self._signature]
         for call in found.records:
             call.layouts = self._find_layouts(call, batch_size)
+            if isinstance(call, MarkCall):
+                _refuse_other_orders(call)
         return found
+
+    def module_device(self) -> torch.device:
+        """Where the model's parameters are."""
+        device = next((p.device for p in self.names), None)
+        return torch.device("cpu") if device is None else device
 
     def probe(self, roots: List[Root], batch_size: int, found: graph.Graph) -> None:
         """
@@ -495,7 +531,8 @@ class Tape:
         Raises:
             ValueError: for rows that can't be assigned to samples
         """
-        roots = [root for root in roots if root.samples is not None]
+        if batch_size > 0:
+            roots = [root for root in roots if root.samples is not None]
         seen: Dict[Key, Evidence] = {}
 
         def look(call: Call, grads: tuple, ctx: Any = None) -> None:
@@ -505,10 +542,16 @@ class Tape:
             look(call, ())
         device = roots[0].tensor.device if roots else torch.device("cpu")
         codes = code_weights(batch_size, torch.float64, device)
-        for code in codes:
+        passes = len(codes)
+        if self.world is not None:
+            (passes,) = self.world.largest(passes, device=self.module_device())
+        tensors = [root.tensor for root in roots]
+        for i in range(passes):
+            # A process with fewer samples than another one needs fewer passes.
+            code = codes[min(i, len(codes) - 1)]
             grads = [root.cotangent(code.to(root.tensor.device)) for root in roots]
-            tensors = [root.tensor for root in roots]
-            self.backward(tensors, grads, look, found, retain_graph=True)
+            look_now = look if i < len(codes) and batch_size > 1 else _look_away
+            self.backward(tensors, grads, look_now, found, retain_graph=True)
         known, sure = {}, True
         for key, evidence in seen.items():
             layout, unique = evidence.decide(codes)
@@ -528,6 +571,8 @@ class Tape:
         packed: bool,
     ) -> None:
         self._number(call)
+        if batch_size < 2 or call.size(-1) >= 0:
+            return  # there is nothing to be found out
         for i, key in enumerate(call.keys(batch_size)):
             if key not in seen:
                 where = f"{call.name} ({type(call.layer).__name__})"
@@ -546,7 +591,9 @@ class Tape:
 
     def _find_layouts(self, call: Call, batch_size: int) -> List[Optional[Layout]]:
         """The layouts of the outputs; None where no gradient has told yet."""
-        if batch_size == 1:
+        if call.size(-1) >= 0:  # its rows come from all processes
+            return [Layout(0, "routed", call.routing.samples) for _ in call.shapes]
+        if batch_size < 2:
             return [
                 Layout(0 if rows and shape[0] == 1 else -1, "plain")
                 for shape, rows in zip(call.shapes, call.row_dims)
@@ -624,6 +671,7 @@ class Tape:
                 "place after the layer used it. Replace the in-place op that follows "
                 f"by one that returns a new tensor. ({error})"
             ) from error
+        batch_size = call.size(batch_size)
         if call.layouts is None:
             self._number(call)
             call.layouts = self._find_layouts(call, batch_size)
@@ -647,6 +695,22 @@ def _places(layer: nn.Module, names: Iterable[str]) -> List[Tuple[nn.Module, str
     """The module and the attribute that each name inside a layer stands for."""
     parts = (name.rpartition(".") for name in names)
     return [(layer.get_submodule(prefix), name) for prefix, _, name in parts]
+
+
+def _look_away(call: Call, grads: tuple, ctx: Any = None) -> None:
+    """A collector that notes nothing."""
+
+
+def _refuse_other_orders(call: Call) -> None:
+    """Rows are dealt out as those of one sample after the other."""
+    layout = call.layouts[0]
+    known = layout is None or layout.dim == -1 or call.size(-1) >= 0
+    if not known and (layout.dim != 0 or layout.kind not in ("plain", "outer")):
+        raise RuntimeError(
+            f"{call.name} ({type(call.layer).__name__}): the tokens it is given are "
+            "not those of one sample after the other, as experts spread over processes "
+            "need them. Flatten [B, T, width] to [B * T, width] before them."
+        )
 
 
 def _in_backward() -> bool:

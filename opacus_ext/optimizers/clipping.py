@@ -7,9 +7,22 @@ have; the noise is the noise multiplier times that.
 from __future__ import annotations
 
 import math
-from typing import Callable, Dict, List, NamedTuple, Union
+from typing import (
+    TYPE_CHECKING,
+    Callable,
+    Dict,
+    List,
+    NamedTuple,
+    Optional,
+    Sequence,
+    Tuple,
+    Union,
+)
 
 import torch
+
+if TYPE_CHECKING:
+    from opacus_ext.grad_sample.parallel import World
 
 Bound = Union[float, List[float]]
 
@@ -33,6 +46,44 @@ class Clipping(NamedTuple):
 
 
 CLIPPINGS: Dict[str, Clipping] = {}
+
+
+def clipping_factors(
+    clipping: Clipping,
+    bound: Bound,
+    norms: List[torch.Tensor],
+    worlds: Sequence[Optional[World]],
+) -> Tuple[List[torch.Tensor], torch.Tensor]:
+    """
+    The factors of one step, also where a part of the parameters is spread over
+    processes: then what a sample's gradients amount to is found by one all-reduce of
+    squared norms, and clipping by parameter needs none.
+
+    Args:
+        norms: for each parameter, of this process's samples ``[B]``; of a parameter
+            that is spread, of the samples of all processes
+        worlds: for each parameter, the processes it is spread over; None if it is not
+
+    Returns:
+        Factors for each parameter, as long as its norms, and the norms over all
+        parameters of this process's samples ``[B]``.
+    """
+    world = next((w for w in worlds if w is not None), None)
+    if world is None:
+        factors = clipping.factors(torch.stack(norms), bound)
+        each = list(factors) if factors.dim() > 1 else [factors] * len(norms)
+        return each, _total(torch.stack(norms))
+    squares = norms[0].new_zeros(world.batch_size)
+    for n, spread in zip(norms, worlds):
+        (squares[world.own] if spread is None else squares).add_(n.to(squares) ** 2)
+    total = world.sum(squares).sqrt()
+    if clipping.per_parameter:
+        pairs = zip(norms, bound)
+        each = [clipping.factors(n[None], [c])[0] for n, c in pairs]
+    else:
+        factors = clipping.factors(total[None], bound)
+        each = [factors[world.own] if w is None else factors for w in worlds]
+    return each, total[world.own]
 
 
 def register_clipping(clipping: Clipping) -> Clipping:

@@ -6,9 +6,10 @@
 
 from __future__ import annotations
 
-from typing import Any, List, Optional, Type
+from typing import Any, Dict, List, Optional, Type
 
 import torch
+import torch.distributed as dist
 from opacus.optimizers import DPOptimizer, DPOptimizerFastGradientClipping
 from opacus.optimizers.optimizer import (
     _check_processed_flag,
@@ -17,7 +18,12 @@ from opacus.optimizers.optimizer import (
 )
 from torch.optim import Optimizer
 
-from opacus_ext.optimizers.clipping import CLIPPINGS, Bound, Clipping
+from opacus_ext.optimizers.clipping import (
+    CLIPPINGS,
+    Bound,
+    Clipping,
+    clipping_factors,
+)
 
 
 class _ClippingOptimizer:
@@ -81,15 +87,24 @@ class _ClippingOptimizer:
         multiplier = getattr(self, "_adjusted_noise_multiplier", self.noise_multiplier)
         for p in self.params:
             _check_processed_flag(p.summed_grad)
-            noise = _generate_noise(
-                std=multiplier * self.sensitivity,
-                reference=p.summed_grad,
-                generator=self.generator,
-                secure_mode=self.secure_mode,
-            )
             # In place: gradients and one noise tensor, as much as without privacy.
-            p.grad = p.summed_grad.add_(noise).view_as(p)
+            if self._adds_noise(p):
+                noise = _generate_noise(
+                    std=multiplier * self.sensitivity,
+                    reference=p.summed_grad,
+                    generator=self._generator_of(p),
+                    secure_mode=self.secure_mode,
+                )
+                p.summed_grad.add_(noise)
+            p.grad = p.summed_grad.view_as(p)
             _mark_as_processed(p.summed_grad)
+
+    def _adds_noise(self, p: torch.nn.Parameter) -> bool:
+        """Whether it is this process that adds the noise to a parameter's gradient."""
+        return True
+
+    def _generator_of(self, p: torch.nn.Parameter) -> Optional[torch.Generator]:
+        return self.generator
 
 
 class HooksDPOptimizer(_ClippingOptimizer, DPOptimizer):
@@ -101,11 +116,12 @@ class HooksDPOptimizer(_ClippingOptimizer, DPOptimizer):
         for p in params:
             _check_processed_flag(p.grad_sample)
         norms = [_norms(g) for g in grad_samples]
-        factors = self.clipping.factors(
-            torch.stack([n.to(norms[0].device) for n in norms]), self.clipping_bound
+        factors, _ = clipping_factors(
+            *(self.clipping, self.clipping_bound),
+            [n.to(norms[0].device) for n in norms],
+            [getattr(p, "world", None) for p in params],
         )
-        for i, (p, g) in enumerate(zip(params, grad_samples)):
-            factor = factors[i] if factors.dim() > 1 else factors
+        for p, g, factor in zip(params, grad_samples, factors):
             factor = factor.to(g.device, _wide(g))
             grad = torch.einsum("i,i...", factor, g.to(factor.dtype)).to(p.dtype)
             p.summed_grad = grad if p.summed_grad is None else p.summed_grad.add_(grad)
@@ -144,12 +160,72 @@ class GhostDPOptimizer(_ClippingOptimizer, DPOptimizerFastGradientClipping):
         self.ready = False
 
 
+class _Distributed:
+    """
+    Several processes with samples of their own, the gradients summed over them before
+    the step counts. The noise of a parameter is added once: by process 0 where all have
+    it, else (experts that are spread, parallel.py) by the process that has it.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        # Equal seeds must not give the shares of different processes equal noise.
+        some = {} if self.generator is None else {"device": self.generator.device}
+        draw = torch.randint(2**62, (1,), generator=self.generator, **some)
+        seed = (int(draw) + (self.rank + 1) * 0x9E3779B97F4A7C15) % 2**63
+        self._shares: Dict[torch.device, torch.Generator] = {}
+        self._seed = seed
+
+    def _adds_noise(self, p: torch.nn.Parameter) -> bool:
+        return self.rank == 0 or self._spread(p)
+
+    def _generator_of(self, p: torch.nn.Parameter) -> Optional[torch.Generator]:
+        if self.secure_mode or not self._spread(p):
+            return self.generator
+        if p.device not in self._shares:
+            generator = torch.Generator(p.device).manual_seed(self._seed)
+            self._shares[p.device] = generator
+        return self._shares[p.device]
+
+    @staticmethod
+    def _spread(p: torch.nn.Parameter) -> bool:
+        return getattr(p, "world", None) is not None
+
+    @property
+    def sensitivity(self) -> float:
+        """The largest norm of one sample's clipped gradient, over all processes."""
+        if not self.clipping.per_parameter:
+            return super().sensitivity
+        bounds = []
+        for p, bound in zip(self.params, self.clipping_bound):
+            bounds += [bound] * (self.world_size if self._spread(p) else 1)
+        return self.clipping.sensitivity(bounds)
+
+    def add_noise(self) -> None:
+        """Adds noise and sums over the processes; sets ``p.grad``."""
+        super().add_noise()
+        for p in self.params:
+            if not self._spread(p):
+                dist.all_reduce(p.grad)
+            if self.loss_reduction == "mean":
+                p.grad /= self.world_size  # the expected batch size is one process's
+
+
 def _wide(g: torch.Tensor) -> torch.dtype:
     return torch.promote_types(g.dtype, torch.float32)
 
 
 def _norms(g: torch.Tensor) -> torch.Tensor:
     return torch.linalg.vector_norm(g.unsqueeze(-1).flatten(1), dim=1, dtype=_wide(g))
+
+
+class DistributedHooksDPOptimizer(_Distributed, HooksDPOptimizer):
+    """:class:`HooksDPOptimizer` of one of several processes."""
+
+
+class DistributedGhostDPOptimizer(_Distributed, GhostDPOptimizer):
+    """:class:`GhostDPOptimizer` of one of several processes."""
 
 
 def optimizer_class(base: Type[_ClippingOptimizer], clipping: Clipping) -> type:
