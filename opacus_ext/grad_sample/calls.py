@@ -207,6 +207,7 @@ class ReplayCall(Call):
         *args: Any,
         inputs: Any,
         outputs: List[torch.Tensor],
+        params: Dict[str, nn.Parameter],
         positions: List[int],
         shared: bool,
         used: Counter,
@@ -215,10 +216,12 @@ class ReplayCall(Call):
         leaves, self._spec = tree_flatten(inputs)
         self._where = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor)]
         self.saved = [leaves[i] for i in self._where]
+        self.tracked = [x.requires_grad for x in self.saved]
         self._constants = [None if isinstance(x, torch.Tensor) else x for x in leaves]
         self.shapes = [x.shape for x in outputs]
         self.row_dims = [min(1, x.dim()) for x in outputs]
         self.digests = [replay.digest(x.detach(), min(1, x.dim())) for x in outputs]
+        self.params = params  # by name in the layer; those that modules in it lend too
         self.positions = positions
         self.shared = shared  # one call for all samples
         self.claims.update(used)

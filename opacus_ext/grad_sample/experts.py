@@ -9,7 +9,8 @@ and main text (padded, :func:`~opacus_ext.grad_sample.routing.expert_batching`).
 """
 
 import functools
-from typing import Any, Iterable, List, Optional, Tuple
+import inspect
+from typing import Any, Iterable, List, Optional, Set, Tuple
 
 import torch
 import torch.nn.functional as F
@@ -170,16 +171,18 @@ def experts_on_rows(
     Returns:
         ``[tokens, choices, width]``
     """
-    name = "gate_up_proj" if layer.has_gate else "up_proj"
+    gated = getattr(layer, "has_gate", True)
+    transposed = getattr(layer, "is_transposed", False)
 
     def linear(x: torch.Tensor, name: str) -> torch.Tensor:
         weights = getattr(layer, name), getattr(layer, f"{name}_bias", None)
-        return record_experts(record, x, index, routes, *weights, layer.is_transposed)
+        return record_experts(record, x, index, routes, *weights, transposed)
 
-    y = linear(x, name)
-    y = layer._apply_gate(y) if layer.has_gate else layer.act_fn(y)
+    y = linear(x, "gate_up_proj" if gated else "up_proj")
+    y = layer._apply_gate(y) if gated else layer.act_fn(y)
     y = linear(y, "down_proj")
-    return layer.post_expert_norm(y) if layer.has_post_expert_norm else y
+    normed = getattr(layer, "has_post_expert_norm", False)
+    return layer.post_expert_norm(y) if normed else y
 
 
 def experts_interface(
@@ -207,24 +210,89 @@ def experts_interface(
     return (y * weights.unsqueeze(-1)).sum(1).to(hidden_states.dtype)
 
 
+def sorted_experts(
+    layer: nn.Module, record: Record, inputs: torch.Tensor, expert_size: Any
+) -> torch.Tensor:
+    """
+    ``forward`` of stacked linear experts whose tokens come sorted by expert, as in
+    ScatterMoE and JetMoe.
+
+    Args:
+        inputs: ``[tokens, in]``
+        expert_size: number of tokens of each expert
+    """
+    return _sorted(record, inputs, expert_size, layer.weight)
+
+
+def dense_experts(
+    layer: nn.Module, record: Record, hidden_states: torch.Tensor
+) -> torch.Tensor:
+    """
+    ``forward`` of gated experts that all see every token, one expert after the other,
+    as in Llama 4.
+
+    Args:
+        hidden_states: ``[experts * tokens, width]``
+    """
+    size = len(layer.gate_up_proj)
+    counts = [len(hidden_states) // size] * size
+    y = _sorted(record, hidden_states, counts, layer.gate_up_proj, True)
+    gate, up = y.chunk(2, dim=-1)
+    return _sorted(record, up * layer.act_fn(gate), counts, layer.down_proj, True)
+
+
+def _sorted(
+    record: Record,
+    x: torch.Tensor,
+    counts: Any,
+    weight: nn.Parameter,
+    transposed: bool = False,
+) -> torch.Tensor:
+    index = torch.arange(len(weight), device=x.device)
+    index = index.repeat_interleave(torch.as_tensor(counts, device=x.device))
+    args = (x.unsqueeze(1), index.unsqueeze(1), Routes(index, len(weight)), weight)
+    return record_experts(record, *args, transposed=transposed).squeeze(1)
+
+
 def unrecorded(output: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     """In the place of ``record``: nothing is noted."""
     return output
 
 
+_MARKS = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "_apply_gate")
+_GATED = {"gate_up_proj", "down_proj"}
+
+
 def is_experts(layer: nn.Module) -> bool:
     """
     Whether a layer follows the experts interface of transformers 5: the decorator
-    ``use_experts_implementation`` or :class:`opacus_ext.layers.Experts`.
+    ``use_experts_implementation`` or :class:`opacus_ext.layers.Experts`, or the same
+    without the decorator.
     """
-    marks = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "_apply_gate")
-    return all(hasattr(layer, mark) for mark in marks)
+    if all(hasattr(layer, mark) for mark in _MARKS):
+        return True
+    taken = ["hidden_states", "top_k_index", "top_k_weights"]
+    return hasattr(layer, "_apply_gate") and _is_stack(layer, _GATED, taken)
+
+
+def _is_stack(layer: nn.Module, names: Set[str], taken: List[str]) -> bool:
+    """Whether a layer owns these 3-D parameters alone, and what its forward takes."""
+    own = dict(layer.named_parameters())
+    if set(own) != names or any(p.dim() != 3 for p in own.values()):
+        return False
+    return list(inspect.signature(type(layer).forward).parameters)[1:] == taken
 
 
 def _recognise(layer: nn.Module) -> Optional[StandIn]:
-    if not is_experts(layer) or getattr(layer, "_is_expert_parallel", False):
+    if getattr(layer, "_is_expert_parallel", False):
         return None
-    return experts_interface
+    if is_experts(layer):
+        return experts_interface
+    if _is_stack(layer, {"weight"}, ["inputs", "expert_size"]):
+        return sorted_experts
+    if hasattr(layer, "act_fn") and _is_stack(layer, _GATED, ["hidden_states"]):
+        return dense_experts
+    return None
 
 
 STAND_IN_FALLBACKS.append(_recognise)

@@ -1,20 +1,21 @@
-"""Layers without a rule: run each sample alone under functorch, or refuse.
+"""Layers without a rule: run each sample alone, or refuse.
 
-Opacus falls back to functorch for such layers too. Here every replay is compared with
+Opacus falls back to functorch for such layers too. What functorch can't run (control
+flow that depends on the data, custom autograd functions) is run one sample at a time by
+plain autograd: slow, and the same gradient. Here every replay is compared with
 what the layer had returned for the batch, so that a layer which draws random numbers,
 looks at the size of the batch or keeps a state is refused and not silently wrong.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, List, Optional, Tuple
+from typing import TYPE_CHECKING, Any, Callable, Dict, List, Optional, Tuple
 
 import torch
 from torch.func import functional_call, grad, vmap
 from torch.utils._pytree import tree_leaves
 
-from opacus_ext.grad_sample.layout import arrange
-from opacus_ext.grad_sample.rules import own_parameters
+from opacus_ext.grad_sample.layout import arrange, relation
 
 if TYPE_CHECKING:
     from opacus_ext.grad_sample.calls import ReplayCall, Uses
@@ -27,7 +28,7 @@ def uses(
     batch_size: int,
 ) -> "Uses":
     """
-    Materialised per-sample gradients of a layer's own parameters.
+    Materialised per-sample gradients of the parameters that a layer uses itself.
 
     Args:
         activations: the tensors among the call's arguments
@@ -37,8 +38,7 @@ def uses(
         RuntimeError: if the layer does not compute each sample by itself
     """
     layer, tape, layouts = call.layer, call.tape, call.layouts
-    trainable = own_parameters(layer)
-    params = {n: p.detach() for n, p in trainable.items()}
+    params = {n: p.detach() for n, p in call.params.items()}
     wanted = [
         (i, arrange(g, 1, layouts[i], batch_size))
         for i, g in enumerate(backprops)
@@ -47,17 +47,18 @@ def uses(
     first = layouts[wanted[0][0]]
     rows = (*call.shapes[wanted[0][0]], 1)[0]
 
-    def split(x: torch.Tensor) -> Tuple[torch.Tensor, Optional[int]]:
+    def split(i: int, guess: str) -> Tuple[torch.Tensor, Optional[int]]:
         """Samples apart, each as a batch of its own rows; None: no batch dim."""
-        if x.dim() == 0 or call.shared:
+        x = activations[i]
+        if x.dim() == 0 or call.shared or (guess == "tracked" and not call.tracked[i]):
             return x, None
         if x.shape[0] == rows:
             return arrange(x, 1, first, batch_size), 0
         if x.shape[0] == batch_size:
             return x.unsqueeze(1), 0
+        if guess == "flat" and x.shape[0] % batch_size == 0:
+            return x.unflatten(0, (batch_size, -1)), 0
         return x, None
-
-    pairs = [split(x) for x in activations]
 
     def loss(params: dict, cots: List[torch.Tensor], *tensors: torch.Tensor) -> Any:
         args, kwargs = call.inputs(tensors)
@@ -70,30 +71,90 @@ def uses(
         total = sum((y * c.view(y.shape)).sum() for y, c in zip(got, cots))
         return total, [y.detach().reshape(c.shape) for y, c in zip(got, cots)]
 
+    def same(replayed: List[torch.Tensor]) -> bool:
+        return all(
+            _same(digest(y, 2), arrange(call.digests[i], 1, layouts[i], batch_size))
+            for (i, _), y in zip(wanted, replayed)
+        )
+
     cots = [g for _, g in wanted]
     devices = [g.device for g in cots[:1] if g.device.type == "cuda"]
-    try:
-        with torch.random.fork_rng(devices=devices):
-            run = vmap(
-                grad(loss, has_aux=True),
-                in_dims=(None, 0, *(d for _, d in pairs)),
-                randomness="different",
-            )
-            grads, replayed = run(params, cots, *(x for x, _ in pairs))
-    except Exception as error:
-        raise _refusal(
-            call, f"functorch can't run it sample by sample: {error}"
-        ) from error
-    for (i, _), again in zip(wanted, replayed):
-        before = arrange(call.digests[i], 1, layouts[i], batch_size)
-        if not _same(digest(again, 2), before):
-            raise _refusal(
-                call,
-                "run on each sample alone, it returns something else than for "
-                "the batch (dropout inside it or its submodules, or it looks at other "
+    # Which inputs are a batch (of [B, ...], of [B * T, ...], of those that no gradient
+    # leads to) is not known: the outputs tell, and where they can't, the gradients.
+    guesses = {}
+    for guess in ("plain", "tracked", "flat"):
+        pairs = [split(i, guess) for i in range(len(activations))]
+        guesses.setdefault(tuple(dim for _, dim in pairs), pairs)
+    shapes = (call.shapes[wanted[0][0]], *(x.shape for x in activations))
+    key = (layer, tuple(relation(shape[:1], batch_size) for shape in shapes))
+    before = tape.replays.get(key)
+    ways = [(dims, run) for dims in guesses for run in (_vmapped, _looped)]
+    found: Dict[tuple, dict] = {}
+    why, cause = "", None
+    for dims, run in [before or ways[0], *ways]:
+        if dims in found or dims not in guesses:
+            continue
+        try:
+            with torch.random.fork_rng(devices=devices):
+                grads, replayed = run(loss, params, cots, guesses[dims])
+        except Exception as error:
+            why, cause = why or f"it can't be run sample by sample: {error}", error
+            continue
+        if not same(replayed):
+            why, cause = (
+                "run on each sample alone, it returns something else than for the "
+                "batch (dropout inside it or its submodules, or it looks at other "
                 "samples)",
+                None,
             )
-    return [(p, (grads[n].reshape(batch_size, 1, -1),)) for n, p in trainable.items()]
+            continue
+        found[dims] = grads
+        if (dims, run) == before:
+            break
+        chosen = dims, run
+    if not found:
+        raise _refusal(call, why) from cause
+    grads, *others = found.values()
+    if any(not _same(g, other[n]) for other in others for n, g in grads.items()):
+        shapes = [tuple(x.shape) for x in activations]
+        why = f"which of its inputs {shapes} hold a sample a row can't be told"
+        raise _refusal(call, why)
+    if len(found) == 1 and before is None:
+        tape.replays[key] = chosen
+    result = ((p, grads[n]) for n, p in call.params.items())
+    return [(p, (g.reshape(batch_size, 1, -1),)) for p, g in result]
+
+
+Pairs = List[Tuple[torch.Tensor, Optional[int]]]
+Replayed = Tuple[Dict[str, torch.Tensor], List[torch.Tensor]]
+
+
+def _vmapped(loss: Callable, params: dict, cots: List, pairs: Pairs) -> Replayed:
+    """
+    Gradients by parameter and outputs of ``loss``, for each sample.
+
+    Args:
+        pairs: the layer's inputs, and the dim of the samples or None
+    """
+    in_dims = (None, 0, *(d for _, d in pairs))
+    run = vmap(grad(loss, has_aux=True), in_dims, randomness="different")
+    return run(params, cots, *(x for x, _ in pairs))
+
+
+def _looped(loss: Callable, params: dict, cots: List, pairs: Pairs) -> Replayed:
+    """The same, one sample after the other."""
+    rows = []
+    for b in range(len(cots[0])):
+        leaves = {n: p.clone().requires_grad_() for n, p in params.items()}
+        mine = [x if dim is None else x[b] for x, dim in pairs]
+        with torch.enable_grad():
+            total, outputs = loss(leaves, [c[b] for c in cots], *mine)
+        grads = torch.autograd.grad(
+            total, list(leaves.values()), allow_unused=True, materialize_grads=True
+        )
+        rows.append((*grads, *outputs))
+    columns = [torch.stack(column) for column in zip(*rows)]
+    return dict(zip(params, columns)), columns[len(params) :]
 
 
 def digest(x: torch.Tensor, row_dims: int) -> torch.Tensor:
@@ -121,7 +182,7 @@ def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _refusal(call: "ReplayCall", why: str) -> RuntimeError:
-    names = ", ".join(own_parameters(call.layer))
+    names = ", ".join(call.params)
     return RuntimeError(
         f"{call.name} ({type(call.layer).__name__}) has parameters of its own "
         f"({names}) and no rule, and {why}. Register a rule "

@@ -9,8 +9,19 @@ record and computes no weight gradient.
 from __future__ import annotations
 
 import functools
+import sys
 from collections import Counter
-from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
+from typing import (
+    Any,
+    Callable,
+    Dict,
+    Iterable,
+    Iterator,
+    List,
+    Optional,
+    Set,
+    Tuple,
+)
 
 import torch
 from torch import nn
@@ -94,8 +105,15 @@ class Tape:
         self.sizes: Counter = Counter()  # of the inputs' batch dims
         self.packed = False  # whether the model's input is a packed sequence
         self.expanded = False  # whether a layer that saw no sample was expanded
+        self._guessed: List[str] = []  # those with an input that may be an expert's
         self.names = {p: n for n, p in module.named_parameters()}
         self._layers = list(module.named_modules())
+        # Of each layer, those inside it that own parameters; and those recorded.
+        self._owners: Dict[nn.Module, List[Tuple[str, nn.Module]]] = {
+            layer: [(n, m) for n, m in layer.named_modules() if m._parameters and n]
+            for _, layer in self._layers
+        }
+        self._met: Set[nn.Module] = set()
         self.world = world_of([layer for _, layer in self._layers])
         self._anchor = torch.zeros((), requires_grad=True)
         self._layouts: Dict[tuple, Dict[Key, Layout]] = {}
@@ -111,6 +129,7 @@ class Tape:
         self._buffers: list = []
         self._remembered: Dict[str, bool] = {}
         self._scales: Dict[nn.Module, Optional[Rule]] = {}
+        self.replays: Dict[tuple, tuple] = {}  # how layers were run again (replay.py)
         self.refuse(module)
         self.handles = list(self._attach())
 
@@ -171,7 +190,7 @@ class Tape:
             elif own_parameters(layer) and find_rule(layer) is None:
                 # Opacus's mark of a layer whose gradients come from functorch.
                 layer.ft_compute_sample_grad = replay.uses
-            if layer._parameters:
+            if layer._parameters or self._owners[layer]:
                 # First, so that a user's own hook on the layer counts as what follows.
                 hook = functools.partial(self._on_call, name or "the model")
                 yield layer.register_forward_hook(hook, with_kwargs=True, prepend=True)
@@ -183,6 +202,7 @@ class Tape:
         if not self.enabled or not torch.is_grad_enabled():
             return
         self._state = None
+        self._met.clear()
         tensors, dim = tensors_in((args, kwargs)), self.batch_dim
         self.sizes = Counter(x.shape[dim] for x in tensors if x.dim() > dim)
         packed = packed_in((args, kwargs))
@@ -198,6 +218,7 @@ class Tape:
         }
         self._inputs = tuple(x.shape for x in tensors)
         self.expanded = False
+        self._guessed = []
         if self.world is not None and not _in_backward():
             if self.batch_size is None:
                 raise RuntimeError(
@@ -300,16 +321,36 @@ class Tape:
 
     def _leave(self, module: nn.Module, args: tuple, output: Any) -> None:
         self._depth = max(self._depth - 1, 0)
+        error = sys.exc_info()[1]
+        if self._depth == 0 and output is None and isinstance(error, RuntimeError):
+            names = ", ".join(self._guessed)
+            if names:
+                error.args = (
+                    f"{error} (Before that, the output of {names} was expanded to the "
+                    "batch: its input needs no gradient, so it looked like a value for "
+                    "all samples. If its rows are an expert's tokens, train something "
+                    "below it, such as a norm.)",
+                )
 
     def _on_call(
         self, name: str, layer: nn.Module, args: tuple, kwargs: dict, output: Any
     ) -> Any:
-        if not own_parameters(layer):
+        if not self.enabled or not torch.is_grad_enabled():
+            return output
+        params = own_parameters(layer)
+        if isinstance(vars(layer).get("forward"), StandInForward):
+            self._met.update(m for _, m in self._owners[layer])
+        # A module that was not called may have lent its parameters to this one.
+        for prefix, owner in self._owners[layer]:
+            if owner not in self._met:
+                lent = own_parameters(owner).items()
+                params.update((f"{prefix}.{n}", p) for n, p in lent)
+        if not params:
             return output
         routing = self._routing(arguments((args, kwargs)))
         if not self._records(routing):
             return output
-        return self._record(name, layer, (args, kwargs), output, routing)
+        return self._record(name, layer, params, (args, kwargs), output, routing)
 
     def _records(self, routing: Optional[Routing] = None) -> bool:
         if not self.enabled or not torch.is_grad_enabled():
@@ -324,6 +365,7 @@ class Tape:
         self,
         name: str,
         layer: nn.Module,
+        params: Dict[str, nn.Parameter],
         inputs: Any,
         output: Any,
         routing: Optional[Routing],
@@ -339,14 +381,22 @@ class Tape:
             return output
         raw = [leaves[i] for i in where]
         args = [settled(x) for x in arguments(inputs)]
-        rule = self._rule(layer, args)
-        used = Counter() if rule else self._uses(layer, args, raw)
+        rule = self._rule(layer, args) if own_parameters(layer) else None
+        used = Counter() if rule else self._uses(layer, params, args, raw)
+        decided = bool(used) and any(isinstance(y, Undecided) for y in raw)
+        if decided:
+            raw = [settled(y) for y in raw]
+            used = self._uses(layer, params, args, raw)
         if rule is None and not used:
             return output  # its parameters are used by modules inside it, if at all
+        self._met.add(layer)
+        params = {n: p for n, p in params.items() if id(p) in used}
 
         def record(*outputs: torch.Tensor) -> Tuple[torch.Tensor, ...]:
             expanded = outputs[0].dim() > raw[0].dim()
             self.expanded = self.expanded or expanded
+            if expanded and any(x.is_floating_point() for x in tensors_in(args)):
+                self._guessed.append(name)
             call: Call
             if rule is not None:
                 given = named_inputs(layer, args, inputs) if rule.all_inputs else {}
@@ -366,6 +416,7 @@ class Tape:
                     *(self, layer, name),
                     inputs=tree_unflatten(args, tree_structure(inputs)),
                     outputs=list(outputs),
+                    params=params,
                     positions=where,
                     shared=expanded,
                     used=used,
@@ -374,12 +425,16 @@ class Tape:
                 call.routing = routing
             return RecordNode.apply(self._anchor, call, *outputs)
 
-        if self._saw_no_sample(args, rule is not None):
-            if len(raw) > 1:
+        unseen = not decided and self._saw_no_sample(args, rule is not None)
+        if unseen and len(raw) > 1:
+            # Taken for a batch if it may be one, which the gradients check.
+            if any(y.dim() == 0 or len(y) % self.batch_size for y in raw):
                 raise RuntimeError(
                     f"{name}: returns several outputs and saw no sample. Give it an "
                     "input with a batch dimension."
                 )
+            unseen = False
+        if unseen:
             source = Source(
                 *(raw[0], lambda y: record(y)[0], self.batch_size, name),
                 remembered=self._remembered,
@@ -408,9 +463,17 @@ class Tape:
         return rule
 
     def _uses(
-        self, layer: nn.Module, inputs: List[Any], outputs: List[torch.Tensor]
+        self,
+        layer: nn.Module,
+        params: Dict[str, nn.Parameter],
+        inputs: List[Any],
+        outputs: List[torch.Tensor],
     ) -> Counter:
-        """How often each parameter of ``layer`` is used between inputs and outputs."""
+        """
+        How often the layer uses each of ``params`` between inputs and outputs where no
+        record is; never those that a layer inside it has read in the same place, as
+        both would run that again.
+        """
         stop = [
             x.grad_fn
             for x in inputs
@@ -420,7 +483,14 @@ class Tape:
         counts = Counter({id(p): len(ops) for p, ops in inner.uses.items()})
         for call in inner.records:
             counts.subtract(call.claims)
-        own = {id(p) for p in own_parameters(layer).values()}
+        read = {
+            place
+            for call in inner.records
+            if isinstance(call, ReplayCall) and call.layer is not layer
+            for place in _places(call.layer, call.params)
+        }
+        places = zip(_places(layer, params), params.values())
+        own = {id(p) for place, p in places if place not in read}
         return Counter({p: n for p, n in counts.items() if p in own and n > 0})
 
     def _saw_no_sample(self, inputs: List[Any], has_rule: bool) -> bool:
@@ -687,6 +757,12 @@ def _is_labels(first: torch.Tensor, x: torch.Tensor) -> bool:
     """Whether a tensor beside the first input goes with it: its mask, its labels."""
     whole = not x.is_floating_point() and x.dtype != torch.bool
     return whole and (x.shape == first.shape or x.dim() == 1)
+
+
+def _places(layer: nn.Module, names: Iterable[str]) -> List[Tuple[nn.Module, str]]:
+    """The module and the attribute that each name inside a layer stands for."""
+    parts = (name.rpartition(".") for name in names)
+    return [(layer.get_submodule(prefix), name) for prefix, _, name in parts]
 
 
 def _look_away(call: Call, grads: tuple, ctx: Any = None) -> None:

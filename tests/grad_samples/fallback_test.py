@@ -10,6 +10,7 @@ from opacus.grad_sample import (
     register_grad_sampler,
 )
 from torch import nn
+from torch.nn import functional as F
 
 from tests.common import (
     check,
@@ -202,3 +203,178 @@ def test_sampler_that_the_user_registered():
     finally:
         GradSampleHooks.GRAD_SAMPLERS.pop(Mine, None)
         GradSampleHooksFastGradientClipping.GRAD_SAMPLERS.pop(Mine, None)
+
+
+# -- parameters that a module lends ------------------------------------------------
+
+
+class Mixer(nn.Module):
+    """Reads the weight of a convolution that it never calls, as Mamba layers do."""
+
+    def __init__(self, d=3):
+        super().__init__()
+        self.inner = nn.Linear(d, d)
+        self.conv = nn.Conv1d(d, d, 2, groups=d)
+        self.outer = nn.Linear(d, d)
+
+    def forward(self, x):
+        y = F.pad(self.inner(x).mT, (1, 0))
+        y = F.conv1d(y, self.conv.weight, self.conv.bias, groups=len(self.conv.weight))
+        return x + self.outer(F.silu(y).mT)
+
+
+@every_mode
+@wrapped_or_not
+@pytest.mark.parametrize("B, T", [(4, 5), (3, 3), (2, 4), (1, 3)])
+def test_lent_parameters(mode, wrap, B, T):
+    model = nn.Sequential(nn.Linear(3, 3), Mixer(), Mixer()).double()
+    check(mode, wrap, model, torch.randn(B, T, 3).double(), square_loss)
+
+
+@every_mode
+@pytest.mark.parametrize("frozen", ["conv", "conv.bias", "0", "inner"])
+def test_lent_parameters_beside_frozen_ones(mode, frozen):
+    model = nn.Sequential(nn.Linear(3, 3), Mixer()).double()
+    for name, p in model.named_parameters():
+        p.requires_grad_(frozen not in name.replace(".weight", ""))
+    check(mode, True, model, torch.randn(4, 5, 3).double(), square_loss)
+
+
+@every_mode
+def test_lent_in_every_call(mode):
+    """The same layer twice: each call accounts for its own use."""
+    mixer = Mixer()
+    model = nn.Sequential(mixer, nn.Tanh(), mixer).double()
+    check(mode, True, model, torch.randn(4, 5, 3).double(), square_loss)
+
+
+@every_mode
+@pytest.mark.parametrize("order", ["call first", "read first", "dropout", "aside"])
+def test_lent_and_used_otherwise(mode, order):
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(3, 3)
+            self.lender = nn.Linear(3, 3)
+            self.aside = 0.0
+
+        def forward(self, x):
+            x = self.fc(x)
+            if order == "call first":
+                x = self.lender(x)
+            weight = self.lender.weight
+            x = F.linear(x.tanh(), weight)
+            if order == "read first":
+                x = self.lender(x)
+            if order == "aside":
+                self.aside = weight.sum()
+            return F.dropout(x, 0.5) if order == "dropout" else x
+
+    class Model(nn.Sequential):
+        def forward(self, x):
+            return super().forward(x) + self[1].aside
+
+    model = Model(nn.Linear(3, 3), Both()).double()
+    x = torch.randn(4, 5, 3).double()
+    if order == "dropout":
+        with pytest.raises(RuntimeError, match="dropout inside"):
+            check(mode, True, model, x, square_loss)
+    else:
+        exact_or_refused(mode, True, model, x, square_loss, ["1.lender.weight"])
+
+
+class ByValue(nn.Module):
+    """Control flow that depends on the data: one sample at a time."""
+
+    def __init__(self, d=3):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(2, d))
+
+    def forward(self, x):
+        parts = [self.weight[int(row.sum() > 0)] * row for row in x.flatten(0, -2)]
+        return torch.stack(parts).view_as(x)
+
+
+class Square(torch.autograd.Function):
+    """Of the old style, which functorch refuses."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        return 2 * x * grad
+
+
+class ByFunction(Scale):
+    def forward(self, x):
+        return Square.apply(super().forward(x))
+
+
+@every_mode
+@wrapped_or_not
+@pytest.mark.parametrize("layer", [ByValue, ByFunction])
+@pytest.mark.parametrize("B, T", [(4, 5), (3, 3), (1, 2)])
+def test_what_functorch_cannot_run(mode, wrap, layer, B, T):
+    model = nn.Sequential(nn.Linear(3, 3), layer(3), nn.Linear(3, 2)).double()
+    check(mode, wrap, model, torch.randn(B, T, 3).double(), square_loss)
+
+
+class Places(nn.Module):
+    """Multiplies each place by a number that comes as a second input ``[T, 1]``."""
+
+    def __init__(self, d=3):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(d))
+
+    def forward(self, x, places):
+        return x * places * self.weight.sin()
+
+
+class Gated(nn.Module):
+    """Takes ``[B, T, d]``, and the gates flattened: ``[B * T, 1]``."""
+
+    def __init__(self, d=3):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(d))
+
+    def forward(self, x, gates):
+        return (x.flatten(0, 1) * gates * self.weight.sin()).view_as(x)
+
+
+class With(nn.Module):
+    def __init__(self, part):
+        super().__init__()
+        self.fc, self.gate, self.part = nn.Linear(3, 3), nn.Linear(3, 1), part
+
+    def forward(self, x):
+        x = self.fc(x)
+        if isinstance(self.part, Gated):
+            return self.part(x, self.gate(x).flatten(0, 1))
+        places = torch.arange(1, x.shape[1] + 1).to(x)[:, None]
+        return self.part(x, places) + self.gate(x)
+
+
+@every_mode
+@pytest.mark.parametrize("part", [Places, Gated])
+@pytest.mark.parametrize("B, T", [(4, 5), (3, 3), (2, 4)])
+def test_inputs_with_and_without_a_batch(mode, part, B, T):
+    model = With(part()).double()
+    check(mode, True, model, torch.randn(B, T, 3).double(), square_loss)
+
+
+@every_mode
+@pytest.mark.parametrize("B", [3, 4])
+def test_inputs_that_the_output_does_not_tell_apart(mode, B):
+    """T = 4. At a weight of zero the output is zero, whatever belongs to whom."""
+    model = With(Places()).double()
+    nn.init.zeros_(model.part.weight)
+    x = torch.randn(B, 4, 3).double()
+    if B == 4:
+        with pytest.raises(RuntimeError, match="part .Places.* can't be told"):
+            check(mode, True, model, x, square_loss)
+    else:
+        check(mode, True, model, x, square_loss)

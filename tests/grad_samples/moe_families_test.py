@@ -1,0 +1,536 @@
+"""Every family of transformers with a mixture of experts, tiny and with random weights.
+
+All of them compute in float32 somewhere (routers, norms), whatever the model's type.
+Here that float32 is float64 too, so that the oracle, each sample alone, tells to 1e-8.
+"""
+
+import importlib
+import inspect
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from tests.common import (
+    MODES,
+    assert_same,
+    check,
+    clipped_sum,
+    every_mode,
+    exact_or_refused,
+    half_clipped,
+    make_private,
+    oracle,
+    trainable,
+    wrapped_or_not,
+)
+
+transformers = pytest.importorskip("transformers")
+
+V = 32
+# What a configuration has of these, it gets.
+SMALL = dict(
+    vocab_size=V,
+    hidden_size=16,
+    intermediate_size=12,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=8,
+    max_position_embeddings=64,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=2,
+    hidden_dropout=0.0,
+    attention_dropout=0.0,
+    # experts
+    moe_intermediate_size=8,
+    num_experts=4,
+    num_local_experts=4,
+    n_routed_experts=4,
+    moe_num_experts=4,
+    num_experts_per_tok=2,
+    moe_topk=2,
+    moe_k=2,
+    top_k_experts=2,
+    n_shared_experts=1,
+    num_shared_experts=1,
+    moe_num_shared_experts=1,
+    shared_expert_intermediate_size=10,
+    shared_experts_intermediate_size=10,
+    shared_intermediate_size=10,
+    expert_ffn_hidden_size=6,
+    ffn_hidden_size=12,
+    n_group=2,
+    topk_group=1,
+    first_k_dense_replace=1,
+    num_dense_layers=1,
+    mlp_layer_types=["dense", "sparse"],
+    enable_moe_block=True,
+    router_jitter_noise=0.0,
+    # latent and sparse attention
+    kv_lora_rank=8,
+    q_lora_rank=8,
+    qk_rope_head_dim=4,
+    qk_nope_head_dim=4,
+    v_head_dim=8,
+    index_n_heads=2,
+    index_head_dim=8,
+    index_topk=4,
+    swa_num_attention_heads=2,
+    swa_num_key_value_heads=1,
+    swa_head_dim=8,
+    num_global_key_value_heads=1,
+    global_head_dim=8,
+    # linear attention and state spaces
+    linear_key_head_dim=4,
+    linear_value_head_dim=4,
+    linear_num_key_heads=2,
+    linear_num_value_heads=2,
+    linear_num_heads=2,
+    linear_head_dim=8,
+    linear_conv_kernel_dim=2,
+    mamba_n_heads=4,
+    mamba_d_head=8,
+    mamba_d_state=4,
+    mamba_d_conv=2,
+    mamba_expand=2,
+    mamba_dt_rank=2,
+    mamba_chunk_size=4,
+    mamba_num_heads=4,
+    mamba_head_dim=8,
+    ssm_state_size=4,
+    n_groups=1,
+    chunk_size=4,
+    conv_kernel=2,
+    # further tokens, further embeddings
+    num_mtp_layers=0,
+    num_nextn_predict_layers=0,
+    hidden_size_per_layer_input=4,
+    vocab_size_per_layer_input=V,
+)
+LATENT = dict(num_key_value_heads=2, head_dim=4)
+LINEAR = ["linear_attention", "full_attention"]
+
+
+def rope(*section, **kwargs):
+    given = dict(rope_type="default", rope_theta=1e4, mrope_section=list(section))
+    return dict(rope_parameters={**given, **kwargs})
+
+
+FAMILIES = {
+    "afmoe": {},
+    "aria": {},
+    "axk1": LATENT,
+    "axk2": LATENT,
+    "bailing_hybrid": {},
+    "beam": dict(layer_types=["sliding_attention", "full_attention"], sliding_window=4),
+    "cohere2_moe": {},
+    "dbrx": dict(
+        d_model=16,
+        n_heads=2,
+        n_layers=2,
+        max_seq_len=64,
+        attn_config=dict(kv_n_heads=1, clip_qkv=8.0, rope_theta=1e4),
+        ffn_config=dict(ffn_hidden_size=6, moe_num_experts=4, moe_top_k=2),
+    ),
+    "deepseek_ocr2": dict(num_key_value_heads=2),
+    "deepseek_v2": LATENT,
+    "deepseek_v3": LATENT,
+    "deepseek_v32": LATENT,
+    "deepseek_v4": dict(
+        mlp_layer_types=["hash_moe", "moe"],
+        layer_types=["compressed_sparse_attention", "heavily_compressed_attention"],
+        compress_rates=dict(
+            compressed_sparse_attention=2, heavily_compressed_attention=4
+        ),
+        o_lora_rank=4,
+        o_groups=2,
+        sliding_window=4,
+        hc_mult=2,
+    ),
+    "diffusion_gemma": {},
+    "dots1": {},
+    "dots3_note": dict(num_key_value_heads=2),
+    "ernie4_5_moe": {},
+    "ernie4_5_vl_moe": dict(
+        hidden_size=32, moe_intermediate_size=[6, 4], **rope(2, 2, 4)
+    ),
+    "exaone_moe": {},
+    "flex_olmo": {},
+    "flint": dict(mlp_only_layers=[0]),
+    "gemma4": {},
+    "glm4_moe": {},
+    "glm4_moe_lite": LATENT,
+    "glm4v_moe": rope(1, 1, 2, partial_rotary_factor=1.0),
+    "glm5_next": dict(
+        num_key_value_heads=2,
+        qk_rope_head_dim=0,
+        head_dim=0,
+        qk_nope_head_dim=8,
+        index_kpool=2,
+        hc_mult=2,
+    ),
+    "glm_moe_dsa": LATENT,
+    "gpt_oss": {},
+    "granitemoe": {},
+    "granitemoe_swa": {},
+    "granitemoehybrid": dict(layer_types=["mamba", "attention"]),
+    "granitemoeshared": {},
+    "hunyuan_v1_moe": {},
+    "hy_v3": {},
+    "hy_v4": {},
+    "inkling": {},
+    "inkling2": {},
+    "jamba": {},
+    "jetmoe": dict(kv_channels=8),
+    "kimi_linear": {},
+    "kolibri1": {},
+    "laguna": {},
+    "lfm2_moe": dict(layer_types=["conv", "full_attention"]),
+    "llama4": {},
+    "longcat_flash": dict(
+        num_layers=2, zero_expert_num=2, num_key_value_heads=2, head_dim=4
+    ),
+    "mellum": {},
+    "mimo_v2_flash": {},
+    "minimax": {},
+    "minimax_m2": {},
+    "minimax_m3_vl": {},
+    "mistral4": LATENT,
+    "mistral_large4": LATENT,
+    "mixtral": {},
+    "muse_spark": dict(moe_hidden_size=8),
+    "nemotron_h": dict(
+        layers_block_type=["linear_attention", "moe", "full_attention", "moe"],
+        num_hidden_layers=4,
+        moe_shared_expert_intermediate_size=6,
+    ),
+    "nllb_moe": dict(
+        d_model=16,
+        encoder_layers=2,
+        decoder_layers=2,
+        encoder_ffn_dim=12,
+        decoder_ffn_dim=12,
+        encoder_attention_heads=2,
+        decoder_attention_heads=2,
+        encoder_sparse_step=2,
+        decoder_sparse_step=2,
+        encoder_layerdrop=0.0,
+        decoder_layerdrop=0.0,
+        dropout=0.0,
+        moe_token_dropout=0.0,
+    ),
+    "olmoe": {},
+    "openai_privacy_filter": {},
+    "phimoe": {},
+    "qwen2_moe": {},
+    "qwen3_5_moe": dict(layer_types=LINEAR, **rope(2, 1, 1, partial_rotary_factor=1.0)),
+    "qwen3_moe": {},
+    "qwen3_next": dict(layer_types=LINEAR),
+    "qwen3_omni_moe": rope(2, 1, 1),
+    "qwen3_vl_moe": rope(2, 1, 1),
+    "qwen4_exp": dict(hc_lowrank=4, hc_count=2),
+    "solar_open": {},
+    "step3p7": dict(
+        sliding_window=4,
+        layer_types=["sliding_attention", "full_attention"],
+        share_expert_dim=6,
+    ),
+    "switch_transformers": dict(
+        d_model=16,
+        d_kv=8,
+        d_ff=12,
+        num_layers=2,
+        num_decoder_layers=2,
+        num_heads=2,
+        num_sparse_encoder_layers=1,
+        num_sparse_decoder_layers=1,
+        dropout_rate=0.0,
+    ),
+    "unlimited_ocr": {},
+    "zaya": dict(num_experts_per_tok=1, router_hidden_size=8),
+}
+# Those with an architecture of their own: every check is made on them.
+MAIN = (
+    *("mixtral", "gpt_oss", "qwen2_moe", "deepseek_v3", "llama4", "jetmoe", "step3p7"),
+    *("switch_transformers", "granitemoehybrid", "qwen3_next", "zaya"),
+)
+ROUTERS = ("router", "gate.weight", "gate.proj")
+
+
+class WithHead(nn.Module):
+    """The text part of a model for several kinds of input."""
+
+    def __init__(self, model, width):
+        super().__init__()
+        self.model = model
+        self.head = nn.Linear(width, V, bias=False)
+
+    def forward(self, input_ids, **kwargs):
+        hidden = self.model(input_ids=input_ids, **kwargs)[0]
+        return transformers.modeling_outputs.CausalLMOutput(logits=self.head(hidden))
+
+
+def modules_of(family):
+    """What defines the configurations, and what the models; None if not installed."""
+    package = f"transformers.models.{family}"
+    try:
+        return [
+            importlib.import_module(f"{package}.{part}_{family}")
+            for part in ("configuration", "modeling")
+        ]
+    except ImportError:
+        return None
+
+
+def classes_of(family):
+    """The configuration of the language model, its class, and whether it has a head."""
+    parts = modules_of(family)
+    if parts is None:
+        pytest.skip(f"this version of transformers has no {family}")
+    configs, models = (
+        {
+            name: cls
+            for name, cls in vars(part).items()
+            if inspect.isclass(cls)
+            and issubclass(cls, base)
+            and cls.__module__ == part.__name__
+        }
+        for part, base in zip(
+            parts, (transformers.PreTrainedConfig, transformers.PreTrainedModel)
+        )
+    )
+    text = [c for n, c in configs.items() if n.endswith("TextConfig")]
+    config = text[0] if text else list(configs.values())[-1]
+    for end in ("CausalLM", "TextModel", "ConditionalGeneration", "Classification"):
+        found = [c for n, c in models.items() if n.endswith(end)]
+        if found and (text or end != "TextModel"):
+            return config, found[0], end != "TextModel"
+    raise LookupError(family)
+
+
+def build(family, **kwargs):
+    config_class, model_class, has_head = classes_of(family)
+    known = inspect.signature(config_class.__init__).parameters
+    given = {k: v for k, v in SMALL.items() if k in known}
+    config = config_class(**{**given, **FAMILIES.get(family, {}), **kwargs})
+    config._attn_implementation = "eager"
+    torch.manual_seed(3)
+    model = model_class(config)
+    if model_class._can_set_experts_implementation():
+        model.set_experts_implementation("eager")  # the kernels have no float64
+    if not has_head:
+        model = WithHead(model, config.hidden_size)
+    with torch.no_grad():  # no zeros, no ones
+        for p in model.parameters():
+            p += 0.1 * torch.randn_like(p)
+    return model.train()
+
+
+def loss_fn(model, batch):
+    ids, given = batch["input_ids"], dict(batch)
+    own = getattr(model, "_module", model)  # that of the user
+    if getattr(getattr(own, "config", None), "is_encoder_decoder", False):
+        given["decoder_input_ids"] = ids
+    if not type(own).__name__.endswith("Classification"):
+        given["use_cache"] = False
+    logits = model(**given).logits[:, :-1].transpose(1, 2)
+    losses = F.cross_entropy(logits, ids[:, 1:], reduction="none")
+    if "attention_mask" not in batch:
+        return losses.mean(1)
+    kept = batch["attention_mask"][:, 1:]
+    return (losses * kept).sum(1) / kept.sum(1)
+
+
+def batch_of(B, T, padded=False):
+    torch.manual_seed(10 * B + T)
+    batch = {"input_ids": torch.randint(3, V, (B, T))}
+    if padded:
+        mask = torch.ones(B, T, dtype=torch.long)
+        mask[1, T - 2 :] = 0
+        mask[2, :2] = 0
+        batch["attention_mask"] = mask
+    return batch
+
+
+@pytest.fixture
+def all_double(monkeypatch):
+    """What models compute in float32 they compute in float64."""
+    importlib.import_module("safetensors.torch")  # not while it is patched
+    for family in FAMILIES:
+        modules_of(family)
+    monkeypatch.setattr(torch, "float32", torch.float64)
+    monkeypatch.setattr(torch, "float", torch.float64)
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+
+
+def check_family(family, mode, wrap, batch, change=lambda name: True, **kwargs):
+    model = build(family, **kwargs).double()
+    for name, p in model.named_parameters():
+        p.requires_grad_(change(name))
+    check(mode, wrap, model, batch, loss_fn)
+
+
+def not_router(name):
+    return not any(part in name for part in ROUTERS)
+
+
+BATCHES = {"plain": (3, 5), "T=B": (4, 4), "padded": (3, 5, True)}
+batches = pytest.mark.parametrize("kind", BATCHES)
+
+
+@pytest.mark.parametrize("i, family", list(enumerate(FAMILIES)), ids=FAMILIES)
+def test_every_family(all_double, i, family):
+    """Each in one of the modes, wrapped or not; all combinations are marked slow."""
+    check_family(family, MODES[i % 3], i % 2 == 0, batch_of(*BATCHES["padded"]))
+
+
+@every_mode
+@pytest.mark.parametrize("family", MAIN)
+def test_modes(all_double, mode, family):
+    check_family(family, mode, False, batch_of(*BATCHES["T=B"]))
+
+
+@pytest.mark.slow
+@every_mode
+@wrapped_or_not
+@batches
+@pytest.mark.parametrize("family", FAMILIES)
+def test_all_combinations(all_double, mode, wrap, kind, family):
+    check_family(family, mode, wrap, batch_of(*BATCHES[kind]))
+    if kind == "plain":
+        check_family(family, mode, wrap, batch_of(3, 5), not_router)
+
+
+@pytest.mark.parametrize("family", MAIN)
+def test_frozen_router(all_double, family):
+    check_family(family, "ghost_bk", True, batch_of(3, 5), not_router)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "jetmoe", "llama4"])
+@pytest.mark.parametrize("part", ["experts", "router"])
+def test_all_else_frozen(all_double, family, part):
+    """No gradient flows below the experts, or the routers, of the first layer."""
+
+    def change(name):
+        return not not_router(name) if part == "router" else "experts" in name
+
+    if family == "jetmoe" and part == "experts":
+        pytest.skip("called otherwise")
+    check_family(family, "ghost_bk", True, batch_of(3, 5), change)
+
+
+@every_mode
+def test_experts_as_modules_need_something_below(all_double, mode):
+    """Which rows went to an expert shows in no graph: refused, and said why."""
+    with pytest.raises(RuntimeError, match=r"experts\.expert_.*train something below"):
+        check_family(
+            "switch_transformers", mode, True, batch_of(3, 5), lambda n: "experts" in n
+        )
+
+
+class Chosen(nn.Module):
+    """A router that sends the token at each place where it is told to."""
+
+    def __init__(self, width, chosen):
+        super().__init__()
+        self.scores = nn.Linear(width, chosen.shape[1])
+        self.register_buffer("chosen", chosen)
+
+    def forward(self, hidden):
+        hidden = hidden.flatten(0, -2)
+        index = self.chosen.repeat(len(hidden) // len(self.chosen), 1)
+        scores = self.scores(hidden)
+        return scores, scores.softmax(-1), index
+
+
+@every_mode
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe"])
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        torch.arange(4)[:, None],  # each expert gets B tokens, one a sample
+        torch.tensor([[0], [0], [2], [2]]),  # 2 B tokens, and some get none
+        torch.full((4, 1), 3),  # one gets all
+        torch.tensor([[0, 1], [1, 0], [0, 1], [3, 1]]),
+    ],
+)
+@pytest.mark.parametrize("B", [3, 4])
+def test_loads(all_double, mode, family, chosen, B):
+    model = build(family)
+    for layer in model.model.layers:
+        layer.mlp.gate = Chosen(16, chosen)
+    check(mode, True, model.double(), batch_of(B, 4), loss_fn)
+
+
+@pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm"])
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "nemotron_h"])
+def test_experts_implementations(family, implementation):
+    """In float32, whichever of the kernels of transformers the user has chosen."""
+    model = build(family)
+    model.set_experts_implementation(implementation)
+    check("ghost_bk", True, model, batch_of(3, 5), loss_fn, tolerance=5e-3)
+
+
+@every_mode
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "llama4"])
+def test_bfloat16(mode, family):
+    """As close to single samples in bfloat16 (which choose the same experts)."""
+    model, batch = build(family).bfloat16(), batch_of(3, 5)
+
+    def loss(model, batch):
+        return loss_fn(model, batch).float()
+
+    grads = {name: g.float() for name, g in oracle(model, batch, loss).items()}
+    c = half_clipped(grads)
+    private = make_private(model, mode, True, batch_size=3, max_grad_norm=c)
+    private.step(batch, loss)
+    got = {name: 3 * p.grad.float() for name, p in trainable(model).items()}
+    assert_same(got, clipped_sum(grads, "flat", c), 0.1, mode)
+
+
+@pytest.mark.parametrize("family", ["doge"])
+def test_samples_mixed_by_the_model(family):
+    """Doge's router reads its logits as [2, B * T]: tokens of different samples."""
+    model = build(family, is_moe=True, num_experts=16).double()
+    with pytest.raises(RuntimeError, match="changes with another sample"):
+        check("ghost_bk", True, model, batch_of(3, 5), loss_fn)
+
+
+@every_mode
+def test_random_router(mode):
+    """Phi's router draws its experts: what can't be repeated is refused."""
+    model = build("phimoe", router_jitter_noise=0.5, input_jitter_noise=0.1)
+    with pytest.raises(RuntimeError, match=r"router|another sample"):
+        check(mode, True, model.double(), batch_of(3, 5), loss_fn)
+
+
+@wrapped_or_not
+@pytest.mark.parametrize(
+    "family", ["mixtral", "gpt_oss", "llama4", "jetmoe", "switch_transformers"]
+)
+def test_checkpoint(family, wrap, tmp_path):
+    """After a private step: the original names, and the same model once loaded."""
+    model = build(family)
+    names, before = list(model.state_dict()), build(family).state_dict()
+    private = make_private(
+        model, "ghost_bk", wrap, batch_size=3, noise_multiplier=1.0, lr=0.1
+    )
+    private.step(batch_of(3, 5), loss_fn)
+    assert list(model.state_dict()) == names
+    assert all(not torch.equal(p, before[name]) for name, p in trainable(model).items())
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path, attn_implementation="eager")
+    assert list(loaded.state_dict()) == names
+    with torch.no_grad():
+        losses = [loss_fn(m.eval(), batch_of(2, 6)) for m in (model, loaded)]
+    torch.testing.assert_close(*losses)
+    again = make_private(loaded.train(), "ghost_bk", wrap, batch_size=3)
+    again.step(batch_of(3, 5), loss_fn)
+
+
+def test_phi_as_it_ships(all_double):
+    model = build("phimoe", router_jitter_noise=0.01).double()
+    exact_or_refused("hooks", True, model, batch_of(3, 5), loss_fn, ["router"])
