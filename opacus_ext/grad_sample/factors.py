@@ -323,7 +323,7 @@ class GradSample:
                 zeros = summed.new_zeros(self.batch_size, summed.shape[2])
                 summed = zeros.index_add_(0, ragged[0], summed[0])[:, None]
                 ragged = None
-            elif summed.shape[1] > 1:
+            elif summed.shape[1] != 1:
                 summed = summed.sum(1, keepdim=True)
             factors = (summed,)
         self._unkeep()

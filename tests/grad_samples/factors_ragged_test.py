@@ -161,3 +161,19 @@ def test_half_precision_is_accumulated_wide(dtype):
     torch.testing.assert_close(
         norm.double(), expected.flatten(1).square().sum(1), rtol=1e-5, atol=1e-5
     )
+
+
+@pytest.mark.parametrize("empty", ["first", "last"])
+@pytest.mark.parametrize("ragged", [False, True])
+def test_a_use_without_rows_leaves_the_others(empty, ragged):
+    """A bias that one call used for no row, as a sample's call may."""
+    bias = torch.randn(3, 2, 4, dtype=torch.float64)
+    sample = GradSample(torch.Size([4]), 3)
+    none = (bias[:1, :0], Ragged(torch.zeros(0, dtype=torch.long)))
+    uses = [(none[1], none[0]) if ragged else (bias[:, :0],), (bias,)]
+    for use in uses if empty == "first" else uses[::-1]:
+        sample.add(*use)
+    torch.testing.assert_close(sample.materialise(), bias.sum(1))
+    torch.testing.assert_close(sample.squared_norm(), bias.sum(1).square().sum(1))
+    ones = torch.ones(3, dtype=torch.float64)
+    torch.testing.assert_close(sample.weighted_sum(ones), bias.sum((0, 1)))
