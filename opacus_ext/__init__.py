@@ -7,6 +7,7 @@ Importing this package beside ``opacus.PrivacyEngine`` extends the modes "hooks"
 
 from opacus_ext.checks import check_per_sample_gradients
 from opacus_ext.grad_sample.factors import GradSample, OneHot, workspace
+from opacus_ext.grad_sample.leaks import Leak, find_leaks
 from opacus_ext.grad_sample.routing import expert_batching
 from opacus_ext.grad_sample.rules import register_forward, register_rule
 from opacus_ext.optimizers.clipping import Clipping, automatic, register_clipping
@@ -17,10 +18,12 @@ __version__ = "0.1.0"
 __all__ = [
     "Clipping",
     "GradSample",
+    "Leak",
     "OneHot",
     "automatic",
     "check_per_sample_gradients",
     "expert_batching",
+    "find_leaks",
     "register",
     "register_clipping",
     "register_forward",

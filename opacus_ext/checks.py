@@ -18,6 +18,8 @@ from opacus.grad_sample import AbstractGradSampleModule
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from opacus_ext.grad_sample.independence import no_dropout
+
 LossFn = Callable[[nn.Module, Any], torch.Tensor]
 Grads = Dict[str, torch.Tensor]
 
@@ -511,16 +513,7 @@ def _without_dropout(model: nn.Module) -> nn.Module:
     """Changes ``model``, a copy: training mode, and no dropout of any usual kind."""
     if not model.training:
         model.train()
-    for module in model.modules():
-        is_dropout = "drop" in type(module).__name__.lower()
-        if is_dropout:
-            module.eval()
-        # transformers hands module.dropout or module.dropout.p to functional attention
-        for name, value in list(vars(module).items()):
-            if isinstance(value, float) and (
-                "drop" in name.lower() or (is_dropout and name == "p")
-            ):
-                setattr(module, name, 0.0)
+    no_dropout(model)
     return model
 
 

@@ -3,13 +3,24 @@
 Gradients show a dependence between samples only where they flow. A batch mean that is
 detached, a normalisation of the raw input or a gate that is still zero leave them
 clean, and yet no clipping bounds what one sample adds. So the forward pass is run again
-with one sample replaced by another: the outputs of all others must stay.
+with other samples in the place of some: the outputs of those that stayed must stay.
 """
 
 from __future__ import annotations
 
+import functools
 import warnings
-from typing import Any, Callable, List, Optional, Set, Tuple
+from typing import (
+    Any,
+    Callable,
+    Iterator,
+    List,
+    NamedTuple,
+    Optional,
+    Sequence,
+    Set,
+    Tuple,
+)
 
 import torch
 from torch import nn
@@ -40,23 +51,62 @@ class RandomState:
             torch.cuda.set_rng_state(self.cuda, self.device)
 
 
-def replace_one(inputs: Any, batch_size: int, dim: int, which: int) -> Optional[Any]:
+class Change(NamedTuple):
+    """Samples ``keep`` stay, all others become copies of sample ``source``."""
+
+    keep: List[int]
+    source: int
+
+
+def changes(batch_size: int, samples: Sequence[int]) -> Iterator[Change]:
     """
-    ``inputs`` with the first or last sample (``which`` is 0 or -1) of the first batched
-    tensor replaced by the other of them; None if there is none, or that changes
-    nothing.
+    Two for each of ``samples``: it among copies of itself, which is felt most by what
+    is shared out over the batch unless it had nothing of that before; and all others
+    without it.
+    """
+    for i in samples:
+        yield Change([i], i)
+        yield Change([j for j in range(batch_size) if j != i], (i + 1) % batch_size)
+
+
+def replace(
+    inputs: Any,
+    batch_size: int,
+    dim: int,
+    change: Change,
+    beside: Callable[[torch.Tensor, torch.Tensor], bool] = lambda first, x: False,
+) -> Optional[Any]:
+    """
+    ``inputs`` with the samples of the first batched tensor changed; None if there is
+    none, or that changes nothing.
+
+    Args:
+        beside: ``beside(first, x)`` says of another tensor, one whose shape may be a
+            batch's by accident, whether its samples are replaced too
     """
     leaves, spec = tree_flatten(inputs)
+    first, changed = None, False
     for i, x in enumerate(leaves):
-        if isinstance(x, torch.Tensor) and x.dim() > dim:
-            if x.shape[dim] != batch_size:
-                continue
-            if torch.equal(x.select(dim, 0), x.select(dim, -1)):
-                return None
-            leaves[i] = x.detach().clone()
-            leaves[i].select(dim, which).copy_(x.select(dim, -1 - which))
-            return tree_unflatten(leaves, spec)
-    return None
+        if not isinstance(x, torch.Tensor) or x.dim() <= dim:
+            continue
+        if x.shape[dim] != batch_size or (first is not None and not beside(first, x)):
+            continue
+        first = x if first is None else first
+        x = x.detach()
+        keep = torch.tensor(change.keep, device=x.device)
+        new = x.narrow(dim, change.source, 1).expand_as(x).clone()
+        leaves[i] = new.index_copy_(dim, keep, x.index_select(dim, keep))
+        changed |= not torch.equal(leaves[i], x)
+    return tree_unflatten(leaves, spec) if changed else None
+
+
+def runtime_changes(batch_size: int) -> List[Change]:
+    """The changes that training looks at: two, as each is one more forward pass."""
+    if not batch_size:
+        return [Change([], 0)] * 2
+    among, _ = changes(batch_size, [batch_size - 1])
+    _, without = changes(batch_size, [0])
+    return [among, without._replace(source=batch_size - 1)]
 
 
 def dependent_sample(
@@ -70,8 +120,9 @@ def dependent_sample(
     always: bool = False,
 ) -> Optional[int]:
     """
-    Runs the model twice more, with its last sample replaced and with its first: a
-    count that runs along the batch (an expert's capacity) is felt only by later ones.
+    Runs the model twice more (or, if that shows something, five times), with the last
+    sample among copies of itself and, as what runs along the batch is felt by later
+    samples, without the first.
 
     Args:
         inputs: ``(args, kwargs)`` of the model's call
@@ -80,47 +131,83 @@ def dependent_sample(
         dim: the batch dim of inputs and outputs
         state: the random state before that call
         tensors_in: finds the tensors in what the model returns
-        always: run twice in any case, because other processes wait for it
+        always: run as often in any case, because other processes wait for it
 
     Returns:
-        The first of the other samples whose output changed, or None.
+        A sample whose output changed, or None.
     """
     # What computed in the coarsest type rounds as coarsely.
     floats = [x for x in (*outputs, *module.parameters()) if x.is_floating_point()]
     eps = max((torch.finfo(x.dtype).eps for x in floats), default=0.0)
-    found = None
-    for which in (-1, 0):
-        changed = None
-        if batch_size > 1:
-            changed = replace_one(inputs, batch_size, dim, which)
-        if changed is None and not always:
-            return None
-        given = inputs if changed is None else changed
-        again = tensors_in(_run_again(module, given, state))
-        if changed is None or found is not None:
-            continue
-        others = set(range(batch_size)) - {which % batch_size}
-        found = _changed(outputs, again, batch_size, dim, others, eps)
-        if found is not None and not always:
-            break
-    return found
+
+    @torch.no_grad()
+    def run(given: Tuple[tuple, dict], dropout: bool) -> List[torch.Tensor]:
+        call = functools.partial(module, *given[0], **given[1])
+        return tensors_in(again(module, call, state, dropout))
+
+    def look(outputs: List[torch.Tensor], dropout: bool) -> Optional[int]:
+        found = None
+        for change in runtime_changes(batch_size):
+            changed = None
+            if batch_size > 1:
+                changed = replace(inputs, batch_size, dim, change)
+            if changed is None and not always:
+                continue
+            now = run(inputs if changed is None else changed, dropout)
+            if changed is None or found is not None:
+                continue
+            found = _changed(outputs, now, batch_size, dim, set(change.keep), eps)
+            if found is not None and not always:
+                break
+        return found
+
+    # Dropout inside an expert draws as many numbers as it was given tokens, and the
+    # next layer draws others. So what changes counts if it does without dropout.
+    if not always and look(outputs, dropout=True) is None:
+        return None
+    return look(run(inputs, dropout=False), dropout=False)
 
 
-@torch.no_grad()
-def _run_again(
-    module: nn.Module, inputs: Tuple[tuple, dict], state: RandomState
+def no_dropout(model: nn.Module) -> None:
+    """Switches dropout of any usual kind off, in a model that is not used otherwise."""
+    for module in model.modules():
+        is_dropout = "drop" in type(module).__name__.lower()
+        if is_dropout:
+            module.training = False
+        # transformers hands module.dropout or module.dropout.p to functional attention
+        for name, value in list(vars(module).items()):
+            if isinstance(value, float) and (
+                "drop" in name.lower() or (is_dropout and name == "p")
+            ):
+                setattr(module, name, 0.0)
+
+
+def again(
+    module: nn.Module,
+    run: Callable[[], Any],
+    state: RandomState,
+    dropout: bool = True,
 ) -> Any:
+    """
+    What ``run`` gives, from the random state ``state``; afterwards neither the random
+    state nor anything that ``module`` keeps shows that it ran.
+
+    Args:
+        dropout: whether it is left on
+    """
     after = RandomState(state.device)
     # What the forward keeps count of must not notice either.
     kept = [(m, dict(vars(m)), dict(m._buffers)) for m in module.modules()]
     state.restore()
+    if not dropout:
+        no_dropout(module)
     # Without gradients torch's encoder would take another path, with other padding.
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return module(*inputs[0], **inputs[1])
+            return run()
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
         after.restore()

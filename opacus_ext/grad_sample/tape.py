@@ -47,7 +47,13 @@ from opacus_ext.grad_sample.calls import (
     packed_in,
     tensors_in,
 )
-from opacus_ext.grad_sample.independence import RandomState, dependent_sample
+from opacus_ext.grad_sample.independence import (
+    RandomState,
+    again,
+    dependent_sample,
+    replace,
+    runtime_changes,
+)
 from opacus_ext.grad_sample.layout import (
     Evidence,
     Key,
@@ -55,6 +61,15 @@ from opacus_ext.grad_sample.layout import (
     Root,
     code_weights,
     relation,
+)
+from opacus_ext.grad_sample.leaks import (
+    Leak,
+    Trace,
+    begins_in,
+    mixed_numbers,
+    module_leak,
+    named_tensors,
+    number_leak,
 )
 from opacus_ext.grad_sample.parallel import world_of
 from opacus_ext.grad_sample.rms_norm import scale_rule
@@ -105,6 +120,7 @@ class Tape:
         self._steps: Counter = Counter()  # by signature
         self._forwards = 0
         self._state: Optional[RandomState] = None
+        self._mixed: set = set()  # names of outputs that mix samples
         self._depth = 0  # of calls of the model inside each other
         self._current: Dict[Key, Layout] = {}
         self._late: Counter = Counter()
@@ -240,6 +256,7 @@ class Tape:
         if _in_backward():
             return output
         self._check_independence((args, kwargs), output)
+        self._guard_numbers(output)
         if self.on_forward is not None:
             self.on_forward(output)
         return output
@@ -253,14 +270,54 @@ class Tape:
                 *(self.module, inputs, tensors_in(output), self.batch_size),
                 *(self.batch_dim, state, tensors_in, self.world is not None),
             )
-        if sample is not None:
-            raise RuntimeError(
-                f"The output for sample {sample} changes with another sample of the "
-                "batch (BatchNorm, a statistic over the batch, an expert's capacity "
-                "shared by the batch?). Clipping each sample bounds nothing then. "
-                "opacus_ext.check_per_sample_gradients(model, batch, loss_fn) tells "
-                "more; make the model compute each sample by itself."
-            )
+            if sample is not None:
+                where = ""
+                if self.world is None:
+                    where = f" It begins in {self._leak(inputs, state)}"
+                raise RuntimeError(
+                    f"The output for sample {sample} changes with another sample of "
+                    "the batch (BatchNorm, a statistic over the batch, an expert's "
+                    "capacity shared by the batch?). Clipping each sample bounds "
+                    f"nothing then.{where} opacus_ext.find_leaks(model, batch, "
+                    "loss_fn) tells more."
+                )
+            numbers = [n for n, x in named_tensors(output) if _is_number(x)]
+            if numbers and self.batch_size > 1 and self.world is None:
+                self._mixed.update(self._mixed_numbers(inputs, state))
+
+    def _traces(self, inputs: Tuple[tuple, dict], state: RandomState) -> Iterator:
+        """The model's calls with its inputs, and with other samples among them."""
+        for change in runtime_changes(self.batch_size):
+            given = self.batch_size, self.batch_dim, change, _is_labels
+            other = replace(inputs, *given)
+            if other is None:
+                continue
+            traces = []
+            for args, kwargs in (inputs, other):
+                with Trace(self.module) as trace:
+                    run = functools.partial(self.module, *args, **kwargs)
+                    again(self.module, run, state, dropout=False)
+                traces.append(trace)
+            yield (*traces, self.batch_size, change.keep)
+
+    def _leak(self, inputs: Tuple[tuple, dict], state: RandomState) -> Leak:
+        """Where a model that mixes samples does so."""
+        found = [begins_in(*traces) for traces in self._traces(inputs, state)]
+        return next(filter(None, found), module_leak("", self.module))
+
+    def _mixed_numbers(self, inputs: Any, state: RandomState) -> Iterator[str]:
+        for traces in self._traces(inputs, state):
+            yield from mixed_numbers(*traces)
+
+    def _guard_numbers(self, output: Any) -> None:
+        """A number of the model's that mixes samples must not be trained on."""
+        for name, x in named_tensors(output):
+            if _is_number(x) and (name in self._mixed or self.world is not None):
+                x.register_hook(functools.partial(self._refuse_number, name))
+
+    def _refuse_number(self, name: str, grad: torch.Tensor) -> None:
+        if self.enabled and self.batch_size != 1:
+            raise RuntimeError(str(number_leak(f"The model's output {name}")))
 
     def _leave(self, module: nn.Module, args: tuple, output: Any) -> None:
         self._depth = max(self._depth - 1, 0)
@@ -695,6 +752,17 @@ def _places(layer: nn.Module, names: Iterable[str]) -> List[Tuple[nn.Module, str
     """The module and the attribute that each name inside a layer stands for."""
     parts = (name.rpartition(".") for name in names)
     return [(layer.get_submodule(prefix), name) for prefix, _, name in parts]
+
+
+def _is_number(x: torch.Tensor) -> bool:
+    """Whether it is a number for the whole batch that could be trained on."""
+    return x.dim() == 0 and x.grad_fn is not None
+
+
+def _is_labels(first: torch.Tensor, x: torch.Tensor) -> bool:
+    """Whether a tensor beside the first input goes with it: its mask, its labels."""
+    whole = not x.is_floating_point() and x.dtype != torch.bool
+    return whole and (x.shape == first.shape or x.dim() == 1)
 
 
 def _look_away(call: Call, grads: tuple, ctx: Any = None) -> None:

@@ -114,3 +114,29 @@ def test_layer_called_outside_the_forward_is_refused(mode):
     losses = model.b(model.a(x)).square().sum(1)
     with pytest.raises((RuntimeError, ValueError)):
         private.criterion(losses, None).backward()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_dropout_inside_experts_is_no_dependence(mode):
+    """It draws as many numbers as an expert was given tokens."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.router = nn.Linear(4, 4), nn.Linear(4, 3)
+            self.experts = nn.ModuleList(
+                nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)) for _ in range(3)
+            )
+
+        def forward(self, x):
+            x = self.first(x).flatten(0, 1)
+            out = torch.zeros_like(x)
+            chosen = self.router(x).argmax(-1)
+            for i, expert in enumerate(self.experts):
+                (where,) = torch.where(chosen == i)
+                out = out.index_add(0, where, expert(x[where]))
+            return out.unflatten(0, (4, -1))
+
+    private = make_private(Model().double(), mode, batch_size=4)
+    for _ in range(4):
+        private.step(torch.randn(4, 5, 4).double(), square_loss)
