@@ -15,7 +15,6 @@ from typing import (
     Any,
     Callable,
     Dict,
-    Iterable,
     Iterator,
     List,
     Optional,
@@ -339,7 +338,7 @@ class Tape:
             return output
         params = own_parameters(layer)
         if isinstance(vars(layer).get("forward"), StandInForward):
-            self._met.update(m for _, m in self._owners[layer])
+            self._met.update((layer, *(m for _, m in self._owners[layer])))
         # A module that was not called may have lent its parameters to this one.
         for prefix, owner in self._owners[layer]:
             if owner not in self._met:
@@ -471,8 +470,8 @@ class Tape:
     ) -> Counter:
         """
         How often the layer uses each of ``params`` between inputs and outputs where no
-        record is; never those that a layer inside it has read in the same place, as
-        both would run that again.
+        record is; never those of a module inside it whose use another layer has
+        recorded, as running this layer again would run that use again too.
         """
         stop = [
             x.grad_fn
@@ -483,14 +482,19 @@ class Tape:
         counts = Counter({id(p): len(ops) for p, ops in inner.uses.items()})
         for call in inner.records:
             counts.subtract(call.claims)
-        read = {
-            place
+        recorded = {
+            (m, claim)
             for call in inner.records
-            if isinstance(call, ReplayCall) and call.layer is not layer
-            for place in _places(call.layer, call.params)
+            if call.layer is not layer
+            for m in (call.layer, *(m for _, m in self._owners[call.layer]))
+            for claim in call.claims
         }
-        places = zip(_places(layer, params), params.values())
-        own = {id(p) for place, p in places if place not in read}
+        owners = {"": layer, **dict(self._owners[layer])}
+        own = {
+            id(p)
+            for name, p in params.items()
+            if (owners[name.rpartition(".")[0]], id(p)) not in recorded
+        }
         return Counter({p: n for p, n in counts.items() if p in own and n > 0})
 
     def _saw_no_sample(self, inputs: List[Any], has_rule: bool) -> bool:
@@ -757,12 +761,6 @@ def _is_labels(first: torch.Tensor, x: torch.Tensor) -> bool:
     """Whether a tensor beside the first input goes with it: its mask, its labels."""
     whole = not x.is_floating_point() and x.dtype != torch.bool
     return whole and (x.shape == first.shape or x.dim() == 1)
-
-
-def _places(layer: nn.Module, names: Iterable[str]) -> List[Tuple[nn.Module, str]]:
-    """The module and the attribute that each name inside a layer stands for."""
-    parts = (name.rpartition(".") for name in names)
-    return [(layer.get_submodule(prefix), name) for prefix, _, name in parts]
 
 
 def _look_away(call: Call, grads: tuple, ctx: Any = None) -> None:

@@ -378,3 +378,26 @@ def test_inputs_that_the_output_does_not_tell_apart(mode, B):
             check(mode, True, model, x, square_loss)
     else:
         check(mode, True, model, x, square_loss)
+
+
+@every_mode
+@pytest.mark.parametrize("kind", [nn.RNN, nn.MultiheadAttention])
+def test_read_beside_a_stand_in(mode, kind):
+    """The layer's own use is recorded by what stands in for its forward."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(4, 4)
+            self.layer = kind(4, 4 if kind is nn.RNN else 2, batch_first=True)
+
+        def forward(self, x):
+            x = self.fc(x)
+            if kind is nn.RNN:
+                return F.linear(self.layer(x)[0], self.layer.weight_hh_l0)
+            return F.linear(self.layer(x, x, x)[0], self.layer.out_proj.weight)
+
+    x = torch.randn(3, 5, 4).double()
+    names = ["layer.weight_hh_l0", "layer.out_proj.weight"]
+    with pytest.raises(RuntimeError, match="|".join(names)):
+        check(mode, True, Model().double(), x, square_loss)
