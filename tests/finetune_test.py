@@ -208,7 +208,7 @@ def test_scratch_model():
 
 
 def test_learns_to_answer_without_a_text():
-    """From random weights: one of the names, each as likely as random classes make it."""
+    """From random weights: one of the names, each as likely as the other."""
     torch.manual_seed(0)
     tokenizer = HashedWords(buckets=100)
     labels = encode_labels(tokenizer, ["negative", "positive"])
