@@ -20,9 +20,8 @@ the same release, counted once.
 """
 
 import argparse
+import functools
 import json
-import math
-import os
 import sys
 import time
 import warnings
@@ -40,6 +39,14 @@ from tqdm import tqdm
 import opacus_ext  # noqa: F401  (registers the modes and clipping functions)
 from opacus_ext.data import SequenceData, read_sequences, synthetic_sequences
 from opacus_ext.models import DPFormer
+from opacus_ext.runs import (
+    find_checkpoint,
+    learning_rate,
+    number,
+    option,
+    set_random_state,
+    write_checkpoint,
+)
 
 # What may differ between a run and its resumption: none of it changes a step.
 FREE = (
@@ -126,12 +133,6 @@ def evaluate(model: DPFormer, data: SequenceData, max_len: int) -> Tuple[float, 
     return ndcg_and_hit(torch.cat(found))
 
 
-def learning_rate(step: int, total: int, peak: float, warmup: float) -> float:
-    """Linear warm-up to ``peak`` over a share ``warmup`` of the steps, then to zero."""
-    rising = max(round(total * warmup), 1)
-    return peak * min((step + 1) / rising, (total - step) / max(total - rising + 1, 1))
-
-
 def train(args: argparse.Namespace) -> Dict[str, Any]:
     """Runs or resumes the training that the arguments describe.
 
@@ -150,7 +151,7 @@ def train(args: argparse.Namespace) -> Dict[str, Any]:
     users = len(data.histories)
     config = {k: v for k, v in vars(args).items() if k not in FREE}
     config["data_fingerprint"] = data.fingerprint()
-    saved = _peek(args, config)
+    saved = find_checkpoint(args.checkpoint, args.resume, config)
     if args.delta >= 1 / users:
         warnings.warn(
             f"delta={args.delta:g} is not below 1/{users} users: such a guarantee "
@@ -201,7 +202,7 @@ def train(args: argparse.Namespace) -> Dict[str, Any]:
             torch_load_kwargs={"map_location": args.device},
         )
         epoch = state["epoch"]
-        _set_random_state(state["random_state"])
+        set_random_state(state["random_state"])
 
     total = args.epochs * len(loader)
     last = min(args.epochs, epoch + (args.stop_after_epochs or args.epochs))
@@ -216,7 +217,8 @@ def train(args: argparse.Namespace) -> Dict[str, Any]:
             _train_epoch(model, optimizer, criterion, loader, args, bar, epoch, total)
             epoch += 1
             if args.checkpoint:
-                _save(engine, net, optimizer, args.checkpoint, epoch, config)
+                content = {"config": config, "epoch": epoch}
+                write_checkpoint(args.checkpoint, net, optimizer, content, engine)
             now = time.monotonic()
             # Stop where the next epoch would end too late.
             if args.time_limit and 2 * now - epoch_start - start > args.time_limit:
@@ -284,78 +286,8 @@ def _train_epoch(
                 bar.update()
 
 
-def _save(
-    engine: PrivacyEngine,
-    model: nn.Module,
-    optimizer: Any,
-    path: str,
-    epoch: int,
-    config: Dict[str, Any],
-) -> None:
-    """Writes a checkpoint in one piece: the old one stays until the new is whole."""
-    random_state = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        random_state["cuda"] = torch.cuda.get_rng_state()
-    engine.save_checkpoint(
-        path=f"{path}.part",
-        module=model,
-        optimizer=optimizer,
-        checkpoint_dict={
-            "config": config,
-            "epoch": epoch,
-            "noise_multiplier": optimizer.noise_multiplier,
-            "random_state": random_state,
-        },
-    )
-    os.replace(f"{path}.part", path)
-
-
-def _set_random_state(state: Dict[str, torch.Tensor]) -> None:
-    torch.set_rng_state(state["cpu"].cpu())
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"].cpu())
-
-
-def _peek(args: argparse.Namespace, config: Dict[str, Any]) -> Optional[Dict[str, Any]]:
-    """The checkpoint to resume from, once it is known to fit; None for a new run."""
-    if not args.resume:
-        if args.checkpoint and Path(args.checkpoint).exists():
-            raise ValueError(
-                f"{args.checkpoint} exists. Add --resume to go on from it; starting "
-                "anew over it would forget the privacy already spent."
-            )
-        return None
-    if not args.checkpoint:
-        raise ValueError("--resume needs --checkpoint PATH.")
-    # weights_only: a file that would run code on loading is refused here already.
-    saved = torch.load(args.checkpoint, map_location="cpu", weights_only=True)
-    before = saved["config"]
-    changed = [
-        f"{key}: {before.get(key)!r} there, {config.get(key)!r} here"
-        for key in sorted(before.keys() | config.keys())
-        if before.get(key) != config.get(key)
-    ]
-    if changed:
-        raise ValueError(
-            f"{args.checkpoint} belongs to another run; these must be the same: "
-            + "; ".join(changed)
-        )
-    return saved
-
-
 def parse_args(argv: Optional[List[str]] = None) -> argparse.Namespace:
     """The command line, or a list such as ``["--epsilon", "5"]``."""
-
-    def number(kind: type, low: float, high: float = math.inf) -> Any:
-        def parse(text: str) -> Any:
-            value = kind(text)
-            if not low <= value <= high:
-                raise argparse.ArgumentTypeError(f"{text} is not in [{low}, {high}]")
-            return value
-
-        parse.__name__ = kind.__name__
-        return parse
-
     parser = argparse.ArgumentParser(
         prog="python -m opacus_ext.train",
         description=__doc__,
@@ -363,11 +295,7 @@ def parse_args(argv: Optional[List[str]] = None) -> argparse.Namespace:
     )
     positive, count = number(float, 1e-12), number(int, 1)
 
-    def add(flag: str, default: Any, kind: Any, text: str, **kwargs: Any) -> None:
-        shown = "" if default is None else f" (default {default})"
-        parser.add_argument(
-            flag, default=default, type=kind, help=text + shown, **kwargs
-        )
+    add = functools.partial(option, parser)
 
     def of(name: str) -> str:
         return f" (default {SYNTHETIC[name]}; with --data {REAL[name]})"
