@@ -31,7 +31,8 @@ def expert_batching(way: Optional[str] = None) -> str:
     - "padded": each expert's tokens as ``[B, C_max, width]``, zeros after the last one
       of a sample, ``C_max`` the most that one expert was given of one sample (the
       paper's main text). Products of one shape only; the more uneven the load and the
-      more experts, the more of them is padding (benchmarks/moe.py).
+      more experts, the more of them is padding. It wins, by a few percent, where
+      experts are stacked and each sample uses all of them alike (benchmarks/moe.py).
 
     Args:
         way: "gathered" or "padded"; None leaves it as it is
