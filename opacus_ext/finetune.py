@@ -23,9 +23,6 @@ progress bar nor a choice of hyperparameters made by looking at results. The see
 the checkpoint determine the noise: keep both secret for a model that is released, with
 a seed nobody can guess.
 
-In private runs dropout inside the experts is off: which token gets which random number
-there depends on the other samples, and a model in which that shows is refused.
-
 Checkpoints hold everything that a step depends on and are written after each epoch, or
 every --checkpoint-every steps. Steps after the last one are lost if the run is cut
 off; resuming draws the same batches and the same noise again: the same release, counted
@@ -177,10 +174,6 @@ def load(
                 f"the model's {model.get_input_embeddings().num_embeddings}: they do "
                 "not belong together."
             )
-    if not args.non_private:
-        for name, module in model.named_modules():
-            if ".experts." in name and isinstance(module, nn.Dropout):
-                module.p = 0.0
     return model, tokenizer
 
 
