@@ -116,16 +116,22 @@ class _Exchange(torch.autograd.Function):
         if numbers is None:
             return world.exchange(rows, send, receive), None
         # As bytes, so that one exchange carries both without rounding the numbers.
-        width = rows.shape[1] * rows.element_size()
-        parts = [x.contiguous().view(torch.uint8) for x in (rows, numbers)]
+        width = numbers.shape[1] * numbers.element_size()
+        parts = [_packed(x).view(torch.uint8) for x in (numbers, rows)]
         got = world.exchange(torch.cat(parts, dim=1), send, receive)
-        numbers = got[:, width:].contiguous().view(numbers.dtype)
+        numbers = _packed(got[:, :width]).view(numbers.dtype)
         ctx.mark_non_differentiable(numbers)
-        return got[:, :width].contiguous().view(rows.dtype), numbers
+        return _packed(got[:, width:]).view(rows.dtype), numbers
 
     @staticmethod
     def backward(ctx, grad, _):
         return None, ctx.world.exchange(grad, *ctx.back), None, None, None
+
+
+def _packed(x: torch.Tensor) -> torch.Tensor:
+    """A copy whose bytes can be seen as another type: one row is not always, though
+    ``contiguous`` takes it for that."""
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 class Dealt(NamedTuple):
