@@ -9,7 +9,7 @@ import torch.distributed as dist
 from opacus.distributed import DifferentiallyPrivateDistributedDataParallel as DPDDP
 from torch import nn
 
-from opacus_ext.grad_sample.parallel import World, spread_experts
+from opacus_ext.grad_sample.parallel import World, spread_experts, spread_over
 
 
 def expert_parallel(
@@ -96,8 +96,8 @@ def full_state_dict(module: nn.Module) -> Dict[str, torch.Tensor]:
         module = getattr(module, "_module", None) or module.module
     state = module.state_dict()
     for name, layer in module.named_modules():
-        world = getattr(layer, "world", None)
-        if isinstance(world, World):
+        world = spread_over(layer)
+        if world is not None:
             prefix = f"{name}." if name else ""
             _gather(state, prefix, layer, world)
     return state

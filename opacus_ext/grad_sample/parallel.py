@@ -17,7 +17,7 @@ appendix.
 from __future__ import annotations
 
 import functools
-from typing import Any, Callable, List, NamedTuple, Optional, Sequence
+from typing import Any, Callable, Iterable, List, NamedTuple, Optional, Sequence, Union
 
 import torch
 import torch.distributed as dist
@@ -311,8 +311,7 @@ def spread_experts(
         layer.world_names = list(layer)
         for key in set(layer) - set(layer.world_names[mine]):
             del layer[key]
-    for p in layer.parameters():
-        p.world = world
+    _mark(layer, world)
     layer.world, layer.world_experts = world, count
     forward = _stacked if stacked else _modules
     cls = type(layer)
@@ -322,7 +321,7 @@ def spread_experts(
 
 
 def _recognise(layer: nn.Module) -> Optional[StandIn]:
-    if getattr(layer, "world", None) is None:
+    if spread_over(layer) is None:
         return None
     return _stacked if is_experts(layer) else _modules
 
@@ -330,7 +329,28 @@ def _recognise(layer: nn.Module) -> Optional[StandIn]:
 STAND_IN_FALLBACKS.insert(0, _recognise)
 
 
-def world_of(layers: Sequence[nn.Module]) -> Optional[World]:
-    """The processes that experts among ``layers`` are spread over, if they are."""
-    found = (getattr(layer, "world", None) for layer in layers)
-    return next((w for w in found if isinstance(w, World)), None)
+def spread_over(part: Union[nn.Module, nn.Parameter]) -> Optional[World]:
+    """The processes that a layer's experts or a parameter of theirs are spread over."""
+    world = getattr(part, "world", None)
+    return world if isinstance(world, World) else None
+
+
+def world_of(layers: Iterable[nn.Module]) -> Optional[World]:
+    """
+    The processes that experts among ``layers`` are spread over, if they are. Their
+    parameters are marked, as copies of parameters lose such marks.
+    """
+    found = None
+    for layer in layers:
+        world = spread_over(layer)
+        if world is not None:
+            found = found or world
+            _mark(layer, world)
+    return found
+
+
+def _mark(layer: nn.Module, world: World) -> None:
+    stacked = is_experts(layer)
+    for p in layer._parameters.values() if stacked else layer.parameters():
+        if p is not None:
+            p.world = world

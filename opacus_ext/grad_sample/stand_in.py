@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 from opacus_ext.grad_sample.batchless import Undecided, settled
 from opacus_ext.grad_sample.calls import MarkCall, RecordNode, RuleCall, tensors_in
 from opacus_ext.grad_sample.independence import RandomState
+from opacus_ext.grad_sample.parallel import spread_over
 from opacus_ext.grad_sample.routing import Routing
 from opacus_ext.grad_sample.rules import (
     STAND_INS,
@@ -147,7 +148,7 @@ class StandInForward:
     @property
     def _spread(self) -> bool:
         """Whether the layer's experts are spread over processes (parallel.py)."""
-        return getattr(self.layer, "world", None) is not None
+        return spread_over(self.layer) is not None
 
     def remove(self) -> None:
         """Gives the layer its own ``forward`` back."""

@@ -45,7 +45,7 @@ from opacus_ext.grad_sample.layout import (
     code_weights,
     relation,
 )
-from opacus_ext.grad_sample.parallel import world_of
+from opacus_ext.grad_sample.parallel import spread_over, world_of
 from opacus_ext.grad_sample.rms_norm import scale_rule
 from opacus_ext.grad_sample.routing import Routing, read_routing
 from opacus_ext.grad_sample.rules import (
@@ -403,7 +403,7 @@ class Tape:
         for call in found.records:
             claims.update(call.claims)
         # Where a process has no sample, only experts that others send rows to.
-        uses = [p for p in self.names if batch_size or hasattr(p, "world")]
+        uses = [p for p in self.names if batch_size or spread_over(p)]
         names = {id(p): self.names[p] for p in uses}
         problem = graph.unclaimed(found, claims, names)
         if problem is not None:

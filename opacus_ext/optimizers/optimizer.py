@@ -18,6 +18,7 @@ from opacus.optimizers.optimizer import (
 )
 from torch.optim import Optimizer
 
+from opacus_ext.grad_sample.parallel import spread_over
 from opacus_ext.optimizers.clipping import (
     CLIPPINGS,
     Bound,
@@ -119,7 +120,7 @@ class HooksDPOptimizer(_ClippingOptimizer, DPOptimizer):
         factors, _ = clipping_factors(
             *(self.clipping, self.clipping_bound),
             [n.to(norms[0].device) for n in norms],
-            [getattr(p, "world", None) for p in params],
+            list(map(spread_over, params)),
         )
         for p, g, factor in zip(params, grad_samples, factors):
             factor = factor.to(g.device, _wide(g))
@@ -190,7 +191,7 @@ class _Distributed:
 
     @staticmethod
     def _spread(p: torch.nn.Parameter) -> bool:
-        return getattr(p, "world", None) is not None
+        return spread_over(p) is not None
 
     @property
     def sensitivity(self) -> float:
