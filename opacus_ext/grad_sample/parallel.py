@@ -72,19 +72,36 @@ class World:
 
     def largest(self, *values: int, device: torch.device) -> List[int]:
         """The largest of each value over all processes."""
-        x = torch.tensor(values, device=device)
+        x = torch.tensor([int(value) for value in values], device=device)
         self._run(dist.all_reduce, x, op=dist.ReduceOp.MAX)
         return x.tolist()
 
+    def agree(self, value: int, refuses: bool, device: torch.device) -> int:
+        """
+        The largest value over all processes; what one of them refuses, all do.
+
+        Raises:
+            RuntimeError: if another process refuses
+        """
+        value, refused = self.largest(value, refuses, device=device)
+        if refused and not refuses:
+            raise RuntimeError(
+                "Another process refuses this step; its error says why. No weight was "
+                "changed."
+            )
+        return value
+
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         """The sum over all processes, in place."""
-        self._run(dist.all_reduce, x)
-        return x
+        dense = x.contiguous()
+        self._run(dist.all_reduce, dense)
+        return x if dense is x else x.copy_(dense)
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         """The same shape from all processes, along dim 0."""
+        x = x.contiguous()
         parts = [torch.empty_like(x) for _ in range(self.size)]
-        self._run(dist.all_gather, parts, x.contiguous())
+        self._run(dist.all_gather, parts, x)
         return torch.cat(parts)
 
     def exchange(
@@ -141,11 +158,13 @@ class Dealt(NamedTuple):
     Attributes:
         rows: ``[received, width]``
         samples: of each row, counted through the samples of all processes
+        order: the index that has sorted the rows of this process by expert
         expert: of each row, counted through the experts of this process
     """
 
     rows: torch.Tensor
     samples: torch.Tensor
+    order: torch.Tensor
     expert: torch.Tensor
 
 
@@ -181,7 +200,7 @@ def deal(
     sizes = torch.tensor(world.batch_sizes)
     first = (sizes.cumsum(0) - sizes).repeat_interleave(torch.tensor(receive))
     samples, expert = numbers.unbind(1)
-    out = compute(Dealt(rows, samples + first.to(samples.device), expert))
+    out = compute(Dealt(rows, samples + first.to(samples.device), order, expert))
     out, _ = _Exchange.apply(world, out, None, receive, send)
     return out.new_zeros(len(x), out.shape[1]).index_copy(0, order, out)
 
@@ -196,10 +215,11 @@ def _stacked(
     """``forward`` of stacked experts that are spread; see ``experts_interface``."""
 
     def compute(dealt: Dealt) -> torch.Tensor:
-        here = record.dealt(dealt.samples)
+        here = record.dealt(dealt.samples, dealt.order)
+        rows = here.mark(dealt.rows[:, None])
         index = dealt.expert[:, None]
         routes = Routes(dealt.expert, layer.world_experts // layer.world.size)
-        return experts_on_rows(layer, here, dealt.rows[:, None], index, routes)[:, 0]
+        return experts_on_rows(layer, here, rows, index, routes)[:, 0]
 
     return _spread(layer, record, hidden_states, top_k_index, top_k_weights, compute)
 
@@ -223,11 +243,12 @@ def _modules(
     index = torch.cat([selected_experts, none], dim=-1).argmax(-1)
 
     def compute(dealt: Dealt) -> torch.Tensor:
-        out = dealt.rows
+        out = record.dealt(dealt.samples, dealt.order).mark(dealt.rows)
         for i, expert in enumerate(layer.values()):
             (where,) = (dealt.expert == i).nonzero(as_tuple=True)
             if len(where):
-                rows = record.dealt(dealt.samples[where]).mark(dealt.rows[where])
+                here = record.dealt(dealt.samples[where], where)
+                rows = here.mark(dealt.rows[where])
                 out = out.index_copy(0, where, expert(rows).to(out.dtype))
         return out
 
@@ -257,7 +278,7 @@ class _Unrecorded:
     def __call__(self, output: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         return output
 
-    def dealt(self, samples: torch.Tensor) -> "_Unrecorded":
+    def dealt(self, samples: torch.Tensor, index: torch.Tensor) -> "_Unrecorded":
         return self
 
     def mark(self, rows: torch.Tensor) -> torch.Tensor:
