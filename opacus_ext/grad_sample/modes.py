@@ -230,6 +230,15 @@ class _Hooks(_Recording):
                 "You need to call optimizer.step() after every forward/backward pass "
                 "or consider using BatchMemoryManager"
             )
+        if world is not None and any(
+            getattr(p, "grad_sample", None) is not None for p in params
+        ):
+            raise RuntimeError(
+                "backward() a second time before optimizer.step() and zero_grad(), "
+                "which experts that are spread over processes can't take. Call them "
+                "after each backward(), or use BatchMemoryManager to accumulate "
+                "batches."
+            )
         for p in params:
             new = gathered.pop(p)
             if self.loss_reduction == "mean":

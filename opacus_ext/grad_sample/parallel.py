@@ -311,8 +311,20 @@ def spread_experts(
     stacked = is_experts(layer)
     if not stacked and not _has_experts(layer):
         return False
-    own = [p for p in layer._parameters.values() if p is not None]
+    own = expert_parameters(layer)
     count = len(own[0]) if stacked else len(layer)
+    inside = (p for child in layer.children() for p in child.parameters())
+    if stacked and any(p.requires_grad for p in inside):
+        raise ValueError(
+            f"{name} ({type(layer).__name__}) has trainable layers that all experts "
+            "share, which can't be spread over processes. Freeze them with "
+            "requires_grad_(False)."
+        )
+    if stacked and any(not p.dim() or len(p) != count for p in own):
+        raise ValueError(
+            f"{name} ({type(layer).__name__}) has parameters that are not stacked by "
+            "expert. Move them to another layer."
+        )
     if count % world.size:
         raise ValueError(
             f"{name} ({type(layer).__name__}) has {count} experts, which "
@@ -339,6 +351,14 @@ def spread_experts(
     plain = functools.partialmethod(forward, _Unrecorded())
     layer.__class__ = type(cls.__name__, (cls,), {"forward": plain})
     return True
+
+
+def expert_parameters(layer: nn.Module) -> List[nn.Parameter]:
+    """The parameters of a layer of experts that belong to one expert each."""
+    if is_experts(layer):
+        return [p for p in layer._parameters.values() if p is not None]
+    spread = _has_experts(layer) or spread_over(layer) is not None
+    return list(layer.parameters()) if spread else []
 
 
 def _recognise(layer: nn.Module) -> Optional[StandIn]:
@@ -371,7 +391,5 @@ def world_of(layers: Iterable[nn.Module]) -> Optional[World]:
 
 
 def _mark(layer: nn.Module, world: World) -> None:
-    stacked = is_experts(layer)
-    for p in layer._parameters.values() if stacked else layer.parameters():
-        if p is not None:
-            p.world = world
+    for p in expert_parameters(layer):
+        p.world = world
