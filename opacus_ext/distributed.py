@@ -133,7 +133,7 @@ def full_state_dict(module: nn.Module) -> Dict[str, torch.Tensor]:
     while isinstance(module, (AbstractGradSampleModule, GradSampleHooks, DPDDP)):
         module = module.module if isinstance(module, DPDDP) else module._module
     state = module.state_dict()
-    for name, layer in module.named_modules():
+    for name, layer in module.named_modules(remove_duplicate=False):
         world = spread_over(layer)
         if world is not None:
             prefix = f"{name}." if name else ""
