@@ -19,6 +19,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from opacus_ext.grad_sample.independence import no_dropout
+from opacus_ext.grad_sample.parallel import world_of
 
 LossFn = Callable[[nn.Module, Any], torch.Tensor]
 Grads = Dict[str, torch.Tensor]
@@ -198,6 +199,12 @@ def check_per_sample_gradients(
     if _is_private(model):
         raise ValueError(
             "the model has been made private already: pass the plain module"
+        )
+
+    if world_of(model.modules()) is not None:
+        raise ValueError(
+            "the model's experts are spread over processes: check the plain module, "
+            "before expert_parallel"
         )
 
     on_cuda = any(p.is_cuda for p in model.parameters())

@@ -12,7 +12,7 @@ from typing import Any, Dict, Iterable, List, Optional, Set
 
 import torch
 
-from opacus_ext.grad_sample.routing import MOVES, index_tensors, pointers
+from opacus_ext.grad_sample.routing import MOVES, index_tensors, pointers, recomputes
 
 # Ops that hand a parameter on (autocast caches a cast weight for all its uses).
 _HAND_ON = {
@@ -39,7 +39,7 @@ class Graph:
         reentrant: whether a part is hidden in ``torch.utils.checkpoint`` with
             ``use_reentrant=True``
         moves: for each op that may put rows in another order in the next step, where
-            its index lies in memory
+            its index lies in memory; nothing where it is not there yet
         packed: whether sequences are packed in it
         undecided: names of layers whose output escaped batchless.py
     """
@@ -88,7 +88,8 @@ def read(roots: Iterable[torch.Tensor], stop: Iterable[Any] = ()) -> Graph:
         elif getattr(node, "undecided", None) is not None:
             graph.undecided.append(node.undecided)
         elif names[-1].startswith(MOVES) and _moves_rows(node):
-            graph.moves.append(pointers(index_tensors(node)))
+            unknown = recomputes(node)
+            graph.moves.append(set() if unknown else pointers(index_tensors(node)))
         elif names[-1].startswith("PackPadded"):
             graph.packed = True
         handed_on = _origin(node, origin) is not None

@@ -87,6 +87,19 @@ def index_tensors(node: Any) -> List[torch.Tensor]:
     return found
 
 
+def recomputes(node: Any) -> bool:
+    """
+    Whether to look at the index tensors of a graph node would compute them again
+    (activation checkpointing): in a forward pass, and not in all processes.
+    """
+    for name in ("_raw_saved_indices", "_raw_saved_index"):
+        saved = getattr(node, name, None)
+        many = saved if isinstance(saved, (list, tuple)) else [saved]
+        if any(getattr(x, "unpack_hook", None) is not None for x in many):
+            return True
+    return False
+
+
 def pointers(tensors: Sequence[torch.Tensor]) -> Set[int]:
     """Where the tensors lie in memory."""
     return {x.untyped_storage().data_ptr() for x in tensors}

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections import Counter
+from contextlib import contextmanager
 from typing import (
     Any,
     Callable,
@@ -70,7 +71,7 @@ from opacus_ext.grad_sample.leaks import (
     named_tensors,
     number_leak,
 )
-from opacus_ext.grad_sample.parallel import world_of
+from opacus_ext.grad_sample.parallel import spread_over, world_of
 from opacus_ext.grad_sample.rms_norm import scale_rule
 from opacus_ext.grad_sample.routing import Routing, read_routing
 from opacus_ext.grad_sample.rules import (
@@ -269,6 +270,8 @@ class Tape:
                 *(self.module, inputs, tensors_in(output), self.batch_size),
                 *(self.batch_dim, state, tensors_in, self.world is not None),
             )
+            if self.world is not None:
+                self.world.agree(0, sample is not None, self.module_device())
             if sample is not None:
                 where = ""
                 if self.world is None:
@@ -534,17 +537,21 @@ class Tape:
         for call in found.records:
             claims.update(call.claims)
         # Where a process has no sample, only experts that others send rows to.
-        uses = [p for p in self.names if batch_size or hasattr(p, "world")]
+        uses = [p for p in self.names if batch_size or spread_over(p)]
         names = {id(p): self.names[p] for p in uses}
         problem = graph.unclaimed(found, claims, names)
-        if problem is not None:
-            raise RuntimeError(problem)
-        if found.undecided:
-            raise RuntimeError(
+        if problem is None and found.undecided:
+            problem = (
                 f"{found.undecided[0]}: saw no sample, and its output reaches the loss "
                 "through an op that can't be followed (a custom autograd function, or "
                 "an argument of a checkpointed block). Expand its input to [B, ...]."
             )
+        if problem is None and self.world is not None:
+            problem = self._refuse_spread(found, batch_size)
+        if problem is not None:
+            if self.world is not None:
+                self.world.agree(0, True, self.module_device())
+            raise RuntimeError(problem)
         counts: Counter = Counter()
         for call in found.records:
             call.batch_size = batch_size
@@ -554,6 +561,7 @@ class Tape:
         if found.reentrant:  # of the calls it hides, the inputs' shapes must tell
             keys += [("", "", relation(s, batch_size)) for s in self._inputs]
         self._signature = (found.structure, tuple(keys))
+        again = 0
         if batch_size > 1 or self.world is not None:
             # What a step did not show (gradients of zero) a later one may: look again
             # at growing intervals.
@@ -564,21 +572,59 @@ class Tape:
             again = moves or count & (count - 1) == 0
             again = again or self._signature not in self._layouts
             if self.world is not None:  # all processes, or none
-                if found.reentrant:
-                    raise RuntimeError(
-                        "Experts spread over processes can't be checkpointed with "
-                        "use_reentrant=True. Use use_reentrant=False."
-                    )
-                (again,) = self.world.largest(again, device=self.module_device())
+                again = self.world.agree(again, False, self.module_device())
             if again:
-                self.probe(roots, batch_size, found)
+                evidence = self._look_at(roots, batch_size, found)
             else:
                 self._current = self._layouts[self._signature]
-        for call in found.records:
-            call.layouts = self._find_layouts(call, batch_size)
-            if isinstance(call, MarkCall):
-                _refuse_other_orders(call)
+        with self._together(bool(again)):
+            if again:
+                self._decide(*evidence)
+            for call in found.records:
+                call.layouts = self._find_layouts(call, batch_size)
+                if isinstance(call, MarkCall):
+                    _refuse_other_orders(call)
         return found
+
+    @contextmanager
+    def _together(self, active: bool) -> Iterator[None]:
+        """What one of the processes refuses inside, all refuse."""
+        refuses = True
+        try:
+            yield
+            refuses = False
+        finally:
+            if active and self.world is not None:
+                self.world.agree(0, refuses, self.module_device())
+
+    def _refuse_spread(self, found: graph.Graph, batch_size: int) -> Optional[str]:
+        """Why a step of experts that are spread over processes can't be taken."""
+        if found.reentrant:
+            return (
+                "Experts spread over processes can't be checkpointed with "
+                "use_reentrant=True. Use use_reentrant=False."
+            )
+        own = self.world.batch_sizes[self.world.rank]
+        if batch_size != own:
+            return (
+                f"The model gives {batch_size} samples where its inputs look like "
+                f"{own}. Where experts are spread over processes, pass the inputs with "
+                "the batch dimension first among the arguments."
+            )
+        spread = {id(p): spread_over(p) is not None for p in self.names}
+        for call in found.records:
+            dealt = call.size(-1) >= 0
+            if any(
+                n > 0 and spread.get(p, dealt) != dealt for p, n in call.claims.items()
+            ):
+                return (
+                    f"{call.name} ({type(call.layer).__name__}): is used by experts "
+                    "that are spread over processes, or is a part of them, in a way in "
+                    "which the samples of its rows can't be followed. Let experts "
+                    "consist of layers that compute each row by itself, without moving "
+                    "rows, and that nothing else uses."
+                )
+        return None
 
     def module_device(self) -> torch.device:
         """Where the model's parameters are."""
@@ -592,6 +638,12 @@ class Tape:
         Raises:
             ValueError: for rows that can't be assigned to samples
         """
+        self._decide(*self._look_at(roots, batch_size, found))
+
+    def _look_at(
+        self, roots: List[Root], batch_size: int, found: graph.Graph
+    ) -> Tuple[Dict[Key, Evidence], List[torch.Tensor]]:
+        """What a few more backward passes show, and the weights of the samples."""
         if batch_size > 0:
             roots = [root for root in roots if root.samples is not None]
         seen: Dict[Key, Evidence] = {}
@@ -613,6 +665,9 @@ class Tape:
             grads = [root.cotangent(code.to(root.tensor.device)) for root in roots]
             look_now = look if i < len(codes) and batch_size > 1 else _look_away
             self.backward(tensors, grads, look_now, found, retain_graph=True)
+        return seen, codes
+
+    def _decide(self, seen: Dict[Key, Evidence], codes: List[torch.Tensor]) -> None:
         known, sure = {}, True
         for key, evidence in seen.items():
             layout, unique = evidence.decide(codes)
