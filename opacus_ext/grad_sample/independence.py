@@ -59,6 +59,19 @@ def replace_one(inputs: Any, batch_size: int, dim: int, which: int) -> Optional[
     return None
 
 
+def _repeat_first(inputs: Any, dim: int) -> Optional[Any]:
+    """
+    ``inputs`` of one sample with the first batched tensor replaced by its first entry
+    in the next dim (a token), over and over; None if there is none.
+    """
+    leaves, spec = tree_flatten(inputs)
+    for i, x in enumerate(leaves):
+        if isinstance(x, torch.Tensor) and x.dim() > dim + 1 and x.shape[dim] == 1:
+            leaves[i] = x.detach().narrow(1 - dim, 0, 1).expand_as(x).clone()
+            return tree_unflatten(leaves, spec)
+    return None
+
+
 def dependent_sample(
     module: nn.Module,
     inputs: Tuple[tuple, dict],
@@ -67,7 +80,7 @@ def dependent_sample(
     dim: int,
     state: RandomState,
     tensors_in: Callable[[Any], List[torch.Tensor]],
-    always: bool = False,
+    rank: Optional[int] = None,
 ) -> Optional[int]:
     """
     Runs the model twice more, with its last sample replaced and with its first: a
@@ -76,11 +89,12 @@ def dependent_sample(
     Args:
         inputs: ``(args, kwargs)`` of the model's call
         outputs: the tensors it returned
-        batch_size: ``B``, at least 2
+        batch_size: ``B``
         dim: the batch dim of inputs and outputs
         state: the random state before that call
         tensors_in: finds the tensors in what the model returns
-        always: run twice in any case, because other processes wait for it
+        rank: of this process among those that share the experts: it runs twice in any
+            case, as the others wait for it, and samples there count as others
 
     Returns:
         The first of the other samples whose output changed, or None.
@@ -89,19 +103,23 @@ def dependent_sample(
     floats = [x for x in (*outputs, *module.parameters()) if x.is_floating_point()]
     eps = max((torch.finfo(x.dtype).eps for x in floats), default=0.0)
     found = None
-    for which in (-1, 0):
+    for turn, which in enumerate((-1, 0)):
         changed = None
         if batch_size > 1:
             changed = replace_one(inputs, batch_size, dim, which)
-        if changed is None and not always:
+        elif rank is not None and batch_size == 1 and rank % 2 == turn:
+            changed = _repeat_first(inputs, dim)
+        if changed is None and rank is None:
             return None
         given = inputs if changed is None else changed
         again = tensors_in(_run_again(module, given, state))
-        if changed is None or found is not None:
+        if found is not None or batch_size == 0:
             continue
-        others = set(range(batch_size)) - {which % batch_size}
+        others = set(range(batch_size))
+        if changed is not None:
+            others -= {which % batch_size}
         found = _changed(outputs, again, batch_size, dim, others, eps)
-        if found is not None and not always:
+        if found is not None and rank is None:
             break
     return found
 

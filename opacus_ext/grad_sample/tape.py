@@ -225,16 +225,21 @@ class Tape:
         return output
 
     def _check_independence(self, inputs: Tuple[tuple, dict], output: Any) -> None:
-        state, self._state = self._state, None
+        state, self._state, world = self._state, None, self.world
         if state is None or self.packed:
             return
         with self.paused():
             sample = dependent_sample(
                 *(self.module, inputs, tensors_in(output), self.batch_size),
-                *(self.batch_dim, state, tensors_in, self.world is not None),
+                *(
+                    self.batch_dim,
+                    state,
+                    tensors_in,
+                    None if world is None else world.rank,
+                ),
             )
-        if self.world is not None:
-            self.world.agree(0, sample is not None, self.module_device())
+        if world is not None:
+            world.agree(0, sample is not None, self.module_device())
         if sample is not None:
             raise RuntimeError(
                 f"The output for sample {sample} changes with another sample of the "
