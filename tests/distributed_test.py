@@ -565,6 +565,9 @@ REFUSED_STEPS: Dict[str, Callable[[str], str]] = {
     "mixing expert": lambda mode: refused_step(
         Net(RowLayer(mixes=True)), mode, [3, 3], wrap=False
     ),
+    "mixing over processes": lambda mode: refused_step(
+        Net(RowLayer(mixes=True)), mode, [1, 1]
+    ),
     "time first": lambda mode: refused_step(TimeFirst(), mode, [3, 1]),
     "second": second_first,
     "accumulated": accumulated,
@@ -857,6 +860,7 @@ REFUSALS = {
 REFUSALS_OF_STEPS = {
     "batch mean": "another sample",
     "mixing expert": "another sample",
+    "mixing over processes": "another sample",
     "time first": "tokens it is given",
     "second": "batch dimension first",
     "accumulated": "second time",

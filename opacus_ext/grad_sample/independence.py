@@ -109,6 +109,19 @@ def runtime_changes(batch_size: int) -> List[Change]:
     return [among, without._replace(source=batch_size - 1)]
 
 
+def _repeat_first(inputs: Any, dim: int) -> Optional[Any]:
+    """
+    ``inputs`` of one sample with the first batched tensor replaced by its first entry
+    in the next dim (a token), over and over; None if there is none.
+    """
+    leaves, spec = tree_flatten(inputs)
+    for i, x in enumerate(leaves):
+        if isinstance(x, torch.Tensor) and x.dim() > dim + 1 and x.shape[dim] == 1:
+            leaves[i] = x.detach().narrow(1 - dim, 0, 1).expand_as(x).clone()
+            return tree_unflatten(leaves, spec)
+    return None
+
+
 def dependent_sample(
     module: nn.Module,
     inputs: Tuple[tuple, dict],
@@ -117,7 +130,7 @@ def dependent_sample(
     dim: int,
     state: RandomState,
     tensors_in: Callable[[Any], List[torch.Tensor]],
-    always: bool = False,
+    rank: Optional[int] = None,
 ) -> Optional[int]:
     """
     Runs the model twice more (or, if that shows something, five times), with the last
@@ -127,11 +140,12 @@ def dependent_sample(
     Args:
         inputs: ``(args, kwargs)`` of the model's call
         outputs: the tensors it returned
-        batch_size: ``B``, at least 2
+        batch_size: ``B``
         dim: the batch dim of inputs and outputs
         state: the random state before that call
         tensors_in: finds the tensors in what the model returns
-        always: run as often in any case, because other processes wait for it
+        rank: of this process among those that share the experts: it runs as often in
+            any case, as the others wait for it, and samples there count as others
 
     Returns:
         A sample whose output changed, or None.
@@ -147,23 +161,27 @@ def dependent_sample(
 
     def look(outputs: List[torch.Tensor], dropout: bool) -> Optional[int]:
         found = None
-        for change in runtime_changes(batch_size):
-            changed = None
+        for turn, change in enumerate(runtime_changes(batch_size)):
+            changed, keep = None, set(change.keep)
             if batch_size > 1:
                 changed = replace(inputs, batch_size, dim, change)
-            if changed is None and not always:
+            elif rank is not None and batch_size == 1 and rank % 2 == turn:
+                changed, keep = _repeat_first(inputs, dim), set()
+            if changed is None and rank is None:
                 continue
             now = run(inputs if changed is None else changed, dropout)
-            if changed is None or found is not None:
+            if found is not None or batch_size == 0:
                 continue
-            found = _changed(outputs, now, batch_size, dim, set(change.keep), eps)
-            if found is not None and not always:
+            if changed is None:  # samples of other processes were
+                keep = set(range(batch_size))
+            found = _changed(outputs, now, batch_size, dim, keep, eps)
+            if found is not None and rank is None:
                 break
         return found
 
     # Dropout inside an expert draws as many numbers as it was given tokens, and the
     # next layer draws others. So what changes counts if it does without dropout.
-    if not always and look(outputs, dropout=True) is None:
+    if rank is None and look(outputs, dropout=True) is None:
         return None
     return look(run(inputs, dropout=False), dropout=False)
 

@@ -262,19 +262,20 @@ class Tape:
         return output
 
     def _check_independence(self, inputs: Tuple[tuple, dict], output: Any) -> None:
-        state, self._state = self._state, None
+        state, self._state, world = self._state, None, self.world
         if state is None or self.packed:
             return
         with self.paused():
             sample = dependent_sample(
                 *(self.module, inputs, tensors_in(output), self.batch_size),
-                *(self.batch_dim, state, tensors_in, self.world is not None),
+                *(self.batch_dim, state, tensors_in),
+                rank=None if world is None else world.rank,
             )
-            if self.world is not None:
-                self.world.agree(0, sample is not None, self.module_device())
+            if world is not None:
+                world.agree(0, sample is not None, self.module_device())
             if sample is not None:
                 where = ""
-                if self.world is None:
+                if world is None:
                     where = f" It begins in {self._leak(inputs, state)}"
                 raise RuntimeError(
                     f"The output for sample {sample} changes with another sample of "
@@ -284,7 +285,7 @@ class Tape:
                     "loss_fn) tells more."
                 )
             numbers = [n for n, x in named_tensors(output) if _is_number(x)]
-            if numbers and self.batch_size > 1 and self.world is None:
+            if numbers and self.batch_size > 1 and world is None:
                 self._mixed.update(self._mixed_numbers(inputs, state))
 
     def _traces(self, inputs: Tuple[tuple, dict], state: RandomState) -> Iterator:

@@ -34,7 +34,8 @@ class Clipping(NamedTuple):
     Attributes:
         name: as passed to ``make_private(clipping=...)``
         factors: ``(norms [parameters, B], max_grad_norm)`` to factors ``[B]``, or
-            ``[parameters, B]`` if ``per_parameter``
+            ``[parameters, B]`` if ``per_parameter``. Where experts are spread over
+            processes the norms are those over all parameters ``[1, B]``
         sensitivity: ``max_grad_norm`` to the largest norm of a clipped gradient
         per_parameter: whether every parameter has its own factor and bound
     """
