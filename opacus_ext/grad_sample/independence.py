@@ -9,7 +9,9 @@ with other samples in the place of some: the outputs of those that stayed must s
 from __future__ import annotations
 
 import functools
+import inspect
 import warnings
+from contextlib import nullcontext
 from typing import (
     Any,
     Callable,
@@ -24,6 +26,7 @@ from typing import (
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 
@@ -200,6 +203,24 @@ def no_dropout(model: nn.Module) -> None:
                 setattr(module, name, 0.0)
 
 
+def _attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=0, **rest):
+    """The arguments of ``scaled_dot_product_attention``."""
+
+
+class NoDropout(TorchFunctionMode):
+    """Within it functional dropout, whoever calls it, does nothing."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        name = getattr(func, "__name__", "")
+        if "dropout" in name:
+            return args[0] if args else kwargs["input"]
+        if name == "scaled_dot_product_attention":
+            given = inspect.signature(_attention).bind(*args, **kwargs).arguments
+            args, kwargs = (), {**given.pop("rest", {}), **given, "dropout_p": 0.0}
+        return func(*args, **kwargs)
+
+
 def again(
     module: nn.Module,
     run: Callable[[], Any],
@@ -223,7 +244,7 @@ def again(
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), nullcontext() if dropout else NoDropout():
             warnings.simplefilter("ignore")
             return run()
     finally:

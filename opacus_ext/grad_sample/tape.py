@@ -66,6 +66,8 @@ from opacus_ext.grad_sample.leaks import (
     Leak,
     Trace,
     begins_in,
+    is_number,
+    kept_numbers,
     mixed_numbers,
     module_leak,
     named_tensors,
@@ -120,7 +122,8 @@ class Tape:
         self._steps: Counter = Counter()  # by signature
         self._forwards = 0
         self._state: Optional[RandomState] = None
-        self._mixed: set = set()  # names of outputs that mix samples
+        self._mixed: Set[str] = set()  # names of outputs and attributes that do so
+        self._keeps = False  # whether modules keep numbers as attributes
         self._depth = 0  # of calls of the model inside each other
         self._current: Dict[Key, Layout] = {}
         self._late: Counter = Counter()
@@ -284,8 +287,9 @@ class Tape:
                     f"nothing then.{where} opacus_ext.find_leaks(model, batch, "
                     "loss_fn) tells more."
                 )
-            numbers = [n for n, x in named_tensors(output) if _is_number(x)]
-            if numbers and self.batch_size > 1 and world is None:
+            numbers = [x for _, x in named_tensors(output) if self._is_number(x)]
+            self._keeps = bool(kept_numbers(self.module))
+            if (numbers or self._keeps) and self.batch_size > 1 and world is None:
                 self._mixed.update(self._mixed_numbers(inputs, state))
 
     def _traces(self, inputs: Tuple[tuple, dict], state: RandomState) -> Iterator:
@@ -297,7 +301,7 @@ class Tape:
                 continue
             traces = []
             for args, kwargs in (inputs, other):
-                with Trace(self.module) as trace:
+                with Trace(self.module, attributes=True) as trace:
                     run = functools.partial(self.module, *args, **kwargs)
                     again(self.module, run, state, dropout=False)
                 traces.append(trace)
@@ -315,8 +319,14 @@ class Tape:
     def _guard_numbers(self, output: Any) -> None:
         """A number of the model's that mixes samples must not be trained on."""
         for name, x in named_tensors(output):
-            if _is_number(x) and (name in self._mixed or self.world is not None):
+            if self._is_number(x) and (name in self._mixed or self.world is not None):
                 x.register_hook(functools.partial(self._refuse_number, name))
+        kept = kept_numbers(self.module) if self._keeps and self._mixed else {}
+        for name in self._mixed & kept.keys():
+            kept[name].register_hook(functools.partial(self._refuse_number, name))
+
+    def _is_number(self, x: torch.Tensor) -> bool:
+        return is_number(x, self.batch_size or 1)
 
     def _refuse_number(self, name: str, grad: torch.Tensor) -> None:
         if self.enabled and self.batch_size != 1:
@@ -532,7 +542,8 @@ class Tape:
             RuntimeError: for a parameter used where no rule sees it
             ValueError: for rows that can't be assigned to samples
         """
-        found = graph.read(root.tensor for root in roots)
+        tensors = [root.tensor for root in roots]
+        found = graph.read(tensors, batch_size=batch_size, params=self.names)
         found.packed = found.packed or self.packed
         claims: Counter = Counter()
         for call in found.records:
@@ -675,6 +686,12 @@ class Tape:
             if layout is not None:
                 known[key] = layout
             sure = sure and (unique or not evidence.seen)
+        for key, evidence in seen.items():
+            if evidence.above is None or known.get(key, _NONE).kind != "routed":
+                continue
+            # Rows gathered from another order may fit now and not in the next step.
+            for above in evidence.above.keys(len(codes[0])):
+                sure = sure and known.get(above, _NONE).sample_major
         self._current = known
         if sure:
             self._layouts[self._signature] = known
@@ -697,6 +714,7 @@ class Tape:
                     *(where, call.shapes[i], call.row_dims[i], packed),
                     None if call.routing is None else call.routing.samples,
                 )
+                seen[key].above = call.routing and call.routing.above
             if i < len(grads) and grads[i] is not None:
                 seen[key].add(grads[i])
 
@@ -808,9 +826,7 @@ class Tape:
             self.handles.pop().remove()
 
 
-def _is_number(x: torch.Tensor) -> bool:
-    """Whether it is a number for the whole batch that could be trained on."""
-    return x.dim() == 0 and x.grad_fn is not None
+_NONE = Layout(-2, "")
 
 
 def _is_labels(first: torch.Tensor, x: torch.Tensor) -> bool:
