@@ -111,6 +111,10 @@ def read(
             node, batch_size, params
         ):
             graph.moves.append(set())
+        elif names[-1].startswith(("Expand", "Mul")) and _spreads_rows(
+            node, batch_size
+        ):
+            graph.moves.append(set())
         elif names[-1].startswith("PackPadded"):
             graph.packed = True
         handed_on = _origin(node, origin) is not None
@@ -165,6 +169,25 @@ def _multiplies_rows(node: Any, batch_size: int, params: Iterable) -> bool:
         return True
     other = node._saved_mat2 if second[0] is None else node._saved_self
     return not pointers([other]) & pointers(list(params))
+
+
+def _spreads_rows(node: Any, batch_size: int) -> bool:
+    """
+    Whether an op repeats rows of samples along a new leading dim, so that what follows
+    (a sum, a product by experts) may put them in another order.
+    """
+    after = shape_of(node, 0)
+    if not after or batch_size < 2:
+        return False
+    for child, number in node.next_functions:
+        before = None if child is None else shape_of(child, number)
+        if not before:
+            continue
+        before = (1,) * (len(after) - len(before)) + before
+        rows = [n for n in before[1:-1] if n > 1 and n % batch_size == 0]
+        if before[0] == 1 < after[0] and rows and not _only_leaves(child):
+            return True
+    return False
 
 
 def _only_leaves(node: Any) -> bool:

@@ -245,6 +245,14 @@ class Moved(nn.Module):
         elif self.how == "multiplied":
             turn = nn.functional.one_hot(order, B * T).to(h)
             y = turn.T @ torch.tanh(self.inner(turn @ h.flatten(0, 1)))
+        elif self.how == "multiplied and summed":
+            turn, flat = nn.functional.one_hot(order, B * T).to(h), h.flatten(0, 1)
+            y = torch.tanh(self.inner((turn[..., None] * flat[None]).sum(1)))
+            y = (turn.T[..., None] * y[None]).sum(1)
+        elif self.how == "multiplied by experts":
+            turn = nn.functional.one_hot(order, B * T).to(h).expand(B, -1, -1)
+            y = torch.bmm(turn, h.flatten(0, 1).expand(B, -1, -1))
+            y = torch.bmm(turn.mT, torch.tanh(self.inner(y))).mean(0)
         else:  # GShard's dispatch, with the batch as one group
             chosen = nn.functional.one_hot(keys.flatten().clamp(0, 1), 2)
             place = nn.functional.one_hot((chosen.cumsum(0) - 1).clamp(min=0), B * T)
@@ -260,7 +268,8 @@ TOGETHER["GShard"] = [[0] * 4, [0] * 4]
 APART = {"selected, time first": [[1, 1, 0, 0], [1, 0, 1, 0]]}
 APART["GShard"] = [[0, 1, 1, 0], [0, 0, 0, 1]]
 MOVED = ["selected, time first", "behind a dim of one", "samples, time first"]
-MOVED += ["looked up", "multiplied", "GShard"]
+MOVED += ["looked up", "multiplied", "multiplied and summed", "multiplied by experts"]
+MOVED += ["GShard"]
 
 
 @every_mode
