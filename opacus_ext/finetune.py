@@ -66,6 +66,7 @@ from opacus_ext.models.labels import (
 from opacus_ext.runs import (
     find_checkpoint,
     learning_rate,
+    make_private,
     number,
     option,
     set_random_state,
@@ -228,7 +229,12 @@ def finetune(args: argparse.Namespace) -> Dict[str, Any]:
     optimizer = torch.optim.AdamW(trained, lr=args.lr, weight_decay=args.weight_decay)
     if private:
         engine = PrivacyEngine(accountant="prv")
-        arguments = dict(
+        model, optimizer, criterion, loader = make_private(
+            engine,
+            saved,
+            epsilon=args.epsilon,
+            delta=delta,
+            epochs=args.epochs,
             module=net,
             optimizer=optimizer,
             data_loader=loader,
@@ -238,20 +244,6 @@ def finetune(args: argparse.Namespace) -> Dict[str, Any]:
             grad_sample_mode=args.grad_sample_mode,
             clipping=args.clipping,
         )
-        if saved:
-            made = engine.make_private(
-                noise_multiplier=saved["noise_multiplier"], **arguments
-            )
-        else:
-            made = engine.make_private_with_epsilon(
-                target_epsilon=args.epsilon,
-                target_delta=delta,
-                epochs=args.epochs,
-                **arguments,
-            )
-        # Modes with a criterion of their own return it as the third of four.
-        model, optimizer, *wrapped, loader = made
-        criterion = wrapped[0] if wrapped else criterion
     epoch_steps = len(loader)
     total = args.epochs * epoch_steps
 

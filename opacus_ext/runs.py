@@ -6,17 +6,51 @@ import argparse
 import math
 import os
 from pathlib import Path
-from typing import Any, Callable, Dict, Optional
+from typing import Any, Callable, Dict, Optional, Tuple
 
 import torch
 from opacus import PrivacyEngine
 from torch import nn
+from torch.utils.data import DataLoader
 
 
 def learning_rate(step: int, total: int, peak: float, warmup: float) -> float:
     """Linear warm-up to ``peak`` over a share ``warmup`` of the steps, then to zero."""
     rising = max(round(total * warmup), 1)
     return peak * min((step + 1) / rising, (total - step) / max(total - rising + 1, 1))
+
+
+def make_private(
+    engine: PrivacyEngine,
+    saved: Optional[Dict[str, Any]],
+    *,
+    epsilon: float,
+    delta: float,
+    epochs: int,
+    criterion: nn.Module,
+    **kwargs: Any,
+) -> Tuple[nn.Module, Any, Any, DataLoader]:
+    """
+    Makes a run private: a new one for a budget, with the noise it had if it goes on
+    from a checkpoint.
+
+    Args:
+        saved: the checkpoint, or None
+        kwargs: of ``make_private``
+
+    Returns:
+        Model, optimizer, criterion and loader.
+    """
+    kwargs["criterion"] = criterion
+    if saved:
+        made = engine.make_private(noise_multiplier=saved["noise_multiplier"], **kwargs)
+    else:
+        made = engine.make_private_with_epsilon(
+            target_epsilon=epsilon, target_delta=delta, epochs=epochs, **kwargs
+        )
+    # Modes with a criterion of their own return it as the third of four.
+    model, optimizer, *wrapped, loader = made
+    return model, optimizer, wrapped[0] if wrapped else criterion, loader
 
 
 def write_checkpoint(

@@ -42,6 +42,7 @@ from opacus_ext.models import DPFormer
 from opacus_ext.runs import (
     find_checkpoint,
     learning_rate,
+    make_private,
     number,
     option,
     set_random_state,
@@ -164,7 +165,12 @@ def train(args: argparse.Namespace) -> Dict[str, Any]:
     net = DPFormer(data.num_items, *shape).to(args.device)
     # The global generator draws batches, dropout and noise: one state to save.
     engine = PrivacyEngine(accountant="prv")
-    private = dict(
+    model, optimizer, criterion, loader = make_private(
+        engine,
+        saved,
+        epsilon=args.epsilon,
+        delta=args.delta,
+        epochs=args.epochs,
         module=net.train(),
         optimizer=torch.optim.Adam(
             net.parameters(), lr=args.lr, weight_decay=args.weight_decay
@@ -178,20 +184,6 @@ def train(args: argparse.Namespace) -> Dict[str, Any]:
         grad_sample_mode=args.grad_sample_mode,
         clipping=args.clipping,
     )
-    if saved:
-        made = engine.make_private(
-            noise_multiplier=saved["noise_multiplier"], **private
-        )
-    else:
-        made = engine.make_private_with_epsilon(
-            target_epsilon=args.epsilon,
-            target_delta=args.delta,
-            epochs=args.epochs,
-            **private,
-        )
-    # Modes with a criterion of their own return it as the third of four.
-    model, optimizer, *wrapped, loader = made
-    criterion = wrapped[0] if wrapped else private["criterion"]
 
     epoch = 0
     if saved:

@@ -32,6 +32,7 @@ from opacus_ext.layers import (
     TopKFeedForward,
     freeze_routers,
 )
+from opacus_ext.optimizers.clipping import CLIPPINGS, clipping_factors
 from tests.common import (
     MODES,
     make_private,
@@ -919,3 +920,59 @@ def test_killed_process(size, request):
     for found in group.found[:-1]:
         assert "killed" in found, found["error"]
         assert_nothing_done(found["killed"], 40)
+
+
+@pytest.fixture
+def group_of_one():
+    """A group of this process only."""
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_noise_goes_on_with_the_random_state(group_of_one):
+    """Begun again from a checkpoint's random state, no noise comes twice."""
+
+    def begin():
+        model = expert_parallel(TopKFeedForward(4, 6, num_experts=2).double())
+        return make_private(model, "ghost_bk", batch_size=2, noise_multiplier=1.0)
+
+    def noise(private):
+        before = {n: p.detach().clone() for n, p in private.module.named_parameters()}
+        private.step(torch.zeros(0, 3, 4).double(), square_loss)
+        after = private.module.named_parameters()
+        return {n: before[n] - p.detach() for n, p in after}
+
+    private = begin()
+    first, state = noise(private), torch.get_rng_state()
+    second = noise(private)
+    torch.manual_seed(0)
+    private = begin()
+    torch.set_rng_state(state)
+    again = noise(private)
+    for name in first:
+        # What is left of a weight of any size: sums with it are rounded.
+        torch.testing.assert_close(again[name], second[name], rtol=0, atol=1e-12)
+        assert not torch.allclose(again[name], first[name])
+
+
+class _Deaf:
+    """A world whose other processes do not answer."""
+
+    batch_size, own = 3, slice(0, 2)
+
+    def sum(self, x):
+        raise AssertionError("an all-reduce")
+
+
+def test_clipping_by_parameter_takes_no_all_reduce():
+    norms = [torch.tensor([1.0, 4.0]), torch.tensor([2.0, 0.5, 8.0])]
+    worlds, clipping = [None, _Deaf()], CLIPPINGS["per_layer"]
+    factors, total = clipping_factors(clipping, [2.0, 1.0], norms, worlds)
+    assert total is None
+    expected = [torch.tensor([1.0, 0.5]), torch.tensor([0.5, 1.0, 0.125])]
+    for got, e in zip(factors, expected):
+        torch.testing.assert_close(got, e, rtol=1e-5, atol=0)
+    with pytest.raises(AssertionError, match="all-reduce"):
+        clipping_factors(CLIPPINGS["flat"], 1.0, norms, worlds)

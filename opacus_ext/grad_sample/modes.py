@@ -319,7 +319,18 @@ class _Ghost(_Recording):
         self._kept_rows: Dict[nn.Parameter, torch.Tensor] = {}  # kept, step after step
 
     def get_norm_sample(self) -> torch.Tensor:
-        """Per-sample gradient norms ``[B]`` of the last backward pass."""
+        """
+        Per-sample gradient norms ``[B]`` of the last backward pass.
+
+        Raises:
+            RuntimeError: where no process knows them: experts are spread over processes
+                and clipping is by parameter
+        """
+        if self.per_sample_gradient_norms is None:
+            raise RuntimeError(
+                'clipping="per_layer" of experts that are spread over processes does '
+                "not compute norms over all parameters. Use another clipping function."
+            )
         return self.per_sample_gradient_norms
 
     def get_clipping_coef(self) -> torch.Tensor:

@@ -23,7 +23,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from opacus_ext.grad_sample.experts import Routes, experts_on_rows, is_experts
+from opacus_ext.grad_sample.experts import (
+    Routes,
+    experts_on_rows,
+    is_experts,
+    unrecorded,
+)
 from opacus_ext.grad_sample.rules import STAND_IN_FALLBACKS, Record, StandIn
 
 
@@ -272,19 +277,6 @@ def _spread(
     return (y * weights.unsqueeze(-1)).sum(1).to(x.dtype)
 
 
-class _Unrecorded:
-    """In the place of a tape's records: nothing is noted."""
-
-    def __call__(self, output: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return output
-
-    def dealt(self, samples: torch.Tensor, index: torch.Tensor) -> "_Unrecorded":
-        return self
-
-    def mark(self, rows: torch.Tensor) -> torch.Tensor:
-        return rows
-
-
 def _has_experts(layer: nn.Module) -> bool:
     """Whether it is a ModuleDict that sends tokens to its entries, as Switch has it."""
     names = "hidden_states", "selected_experts", "routing_weights"
@@ -348,7 +340,7 @@ def spread_experts(
     layer.world, layer.world_experts = world, count
     forward = _stacked if stacked else _modules
     cls = type(layer)
-    plain = functools.partialmethod(forward, _Unrecorded())
+    plain = functools.partialmethod(forward, unrecorded)
     layer.__class__ = type(cls.__name__, (cls,), {"forward": plain})
     return True
 

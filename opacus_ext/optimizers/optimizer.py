@@ -173,12 +173,8 @@ class _Distributed:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self._world = World()
         self._refuse_differences()
-        # Equal seeds must not give the shares of different processes equal noise.
-        some = {} if self.generator is None else {"device": self.generator.device}
-        draw = torch.randint(2**62, (1,), generator=self.generator, **some)
-        seed = (int(draw) + (self.rank + 1) * 0x9E3779B97F4A7C15) % 2**63
+        self._seed = 0
         self._shares: Dict[torch.device, torch.Generator] = {}
-        self._seed = seed
 
     def _refuse_differences(self) -> None:
         """Noise is added by one process, and must fit what all of them have clipped."""
@@ -221,6 +217,17 @@ class _Distributed:
             self._shares[p.device] = generator
         return self._shares[p.device]
 
+    def _draw_seed(self) -> None:
+        """
+        Of the noise of this process's share in one step. Equal seeds must not give the
+        shares of different processes equal noise; and drawn anew for each step, it
+        goes on with the random state of a checkpoint and repeats no noise.
+        """
+        some = {} if self.generator is None else {"device": self.generator.device}
+        draw = torch.randint(2**62, (1,), generator=self.generator, **some)
+        self._seed = (int(draw) + (self.rank + 1) * 0x9E3779B97F4A7C15) % 2**63
+        self._shares.clear()
+
     @staticmethod
     def _spread(p: torch.nn.Parameter) -> bool:
         return spread_over(p) is not None
@@ -237,6 +244,8 @@ class _Distributed:
 
     def add_noise(self) -> None:
         """Adds noise and sums over the processes; sets ``p.grad``."""
+        if any(map(self._spread, self.params)):
+            self._draw_seed()
         super().add_noise()
         for p in self.params:
             if not self._spread(p):
