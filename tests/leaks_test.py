@@ -232,7 +232,7 @@ class TestRefused:
         private.step(batch, loss(False))
 
     @every_mode
-    @pytest.mark.parametrize("how", ["attribute", "list", "one entry", "one a layer"])
+    @pytest.mark.parametrize("how", ["attribute", "list", 1, 3, 4, 8])
     def test_numbers_in_other_places(self, mode, how):
         """A balancing loss over the batch that is kept, or given in a vector."""
 
@@ -251,10 +251,8 @@ class TestRefused:
                     self.kept = balancing
                 elif how == "list":
                     self.kept = [balancing]
-                elif how == "one entry":
-                    return out, balancing[None]
-                else:
-                    return out, torch.stack([balancing] * 3)
+                else:  # one a layer, also as many as samples
+                    return out, torch.stack([balancing] * how)
                 return out
 
         def loss(model, x):
@@ -268,9 +266,28 @@ class TestRefused:
         torch.manual_seed(0)
         x = torch.randn(4, 5, 4)
         private = make_private(Model(), mode, batch_size=4)
-        kept = how in ("attribute", "list")
-        with pytest.raises(RuntimeError, match="output kept" if kept else "output 1"):
+        expected = "output kept" if isinstance(how, str) else "output 1"
+        if how == 4:
+            expected = "changes with another sample"
+        with pytest.raises(RuntimeError, match=expected):
             private.step(x, loss)
+
+    @every_mode
+    def test_losses_of_flattened_tokens(self, mode):
+        """``[B * T]``: no numbers for the whole batch."""
+
+        class Model(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.last = nn.Linear(4, 2)
+
+            def forward(self, x):
+                return self.last(x).square().sum(-1).flatten()
+
+        def loss(model, x):
+            return model(x).unflatten(0, x.shape[:2]).sum(1)
+
+        check(mode, False, Model().double(), torch.randn(4, 5, 4).double(), loss)
 
     def test_mean_over_the_tokens_of_the_batch(self):
         private = make_private(mixtral(), "hooks", batch_size=4)

@@ -309,9 +309,9 @@ def mixed_numbers(before: Trace, after: Trace, size: int, keep: List[int]) -> Li
 def is_number(x: torch.Tensor, size: int) -> bool:
     """
     Whether it could be trained on and is a number for the whole batch of ``size``, or
-    a few (one a layer).
+    a few (one a layer). Losses of flattened tokens have this form too, and pass.
     """
-    some = x.dim() == 1 and len(x) > 0 and len(x) % max(size, 2) != 0
+    some = x.dim() == 1 and len(x) > 0 and (len(x) != size or size == 1)
     return x.grad_fn is not None and (x.dim() == 0 or x.numel() == 1 or some)
 
 
