@@ -5,7 +5,9 @@ Importing this package beside ``opacus.PrivacyEngine`` extends the modes "hooks"
 "ghost", and adds "ghost_bk".
 """
 
+import opacus_ext.layers.attention  # noqa: F401  ("re_attention" for transformers)
 from opacus_ext.checks import check_per_sample_gradients
+from opacus_ext.errors import ErrorTracker, track_errors
 from opacus_ext.grad_sample.factors import GradSample, OneHot, workspace
 from opacus_ext.grad_sample.leaks import Leak, find_leaks
 from opacus_ext.grad_sample.routing import expert_batching
@@ -17,6 +19,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Clipping",
+    "ErrorTracker",
     "GradSample",
     "Leak",
     "OneHot",
@@ -28,6 +31,7 @@ __all__ = [
     "register_clipping",
     "register_forward",
     "register_rule",
+    "track_errors",
     "unregister",
     "workspace",
 ]

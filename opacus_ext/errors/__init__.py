@@ -3,11 +3,22 @@
 from opacus_ext.errors import moments
 from opacus_ext.errors.effective import effective_errors, gradient_noise, token_shares
 from opacus_ext.errors.moments import Moments
+from opacus_ext.errors.propagation import (
+    Propagation,
+    Spread,
+    register_propagation,
+)
+from opacus_ext.errors.tracking import ErrorTracker, track_errors
 
 __all__ = [
+    "ErrorTracker",
     "Moments",
+    "Propagation",
+    "Spread",
     "effective_errors",
     "gradient_noise",
     "moments",
+    "register_propagation",
     "token_shares",
+    "track_errors",
 ]

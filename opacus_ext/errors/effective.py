@@ -137,7 +137,7 @@ def effective_errors(
         raise ValueError(f"scale must be one of {SCALES}, not {scale!r}.")
     if scale == "run" and (steps is None or steps < 0):
         raise ValueError('scale="run" needs the number of steps.')
-    while (inner := _inside(model)) is not None:
+    while (inner := inside(model)) is not None:
         model = inner
     params = dict(model.named_parameters())
     shares = dict(shares or {})
@@ -162,7 +162,7 @@ def effective_errors(
     return errors
 
 
-def _inside(model: nn.Module) -> Optional[nn.Module]:
+def inside(model: nn.Module) -> Optional[nn.Module]:
     """The model in a wrapper of Opacus, its handle or a distributed wrapper."""
     if hasattr(model, "_module"):
         return model._module

@@ -6,6 +6,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from opacus_ext.layers.attention import SelfAttention
+
 
 class Block(nn.Module):
     """One encoder layer: attention, then a feed-forward layer four times as wide.
@@ -21,26 +23,15 @@ class Block(nn.Module):
 
     def __init__(self, width: int, heads: int, dropout: float):
         super().__init__()
-        self.heads = heads
-        self.qkv = nn.Linear(width, 3 * width)
-        self.proj = nn.Linear(width, width)
+        self.attention = SelfAttention(width, heads, causal=True)
         self.norm1 = nn.LayerNorm(width)
         self.expand = nn.Linear(width, 4 * width)
         self.contract = nn.Linear(4 * width, width)
         self.norm2 = nn.LayerNorm(width)
         self.dropout = nn.Dropout(dropout)
 
-    def attend(self, x: torch.Tensor) -> torch.Tensor:
-        # [B, T, 3 * width] -> three of [B, heads, T, width / heads]
-        q, k, v = (
-            z.unflatten(-1, (self.heads, -1)).transpose(1, 2)
-            for z in self.qkv(x).chunk(3, dim=-1)
-        )
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.proj(out.transpose(1, 2).flatten(2))
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.norm1(x + self.dropout(self.attend(x)))
+        x = self.norm1(x + self.dropout(self.attention(x)))
         return self.norm2(x + self.dropout(self.contract(F.relu(self.expand(x)))))
 
 

@@ -1,0 +1,791 @@
+"""Error propagation through a forward pass as it runs, one operation after the other.
+
+Source: "DPFormer: Learning Differentially Private Transformer on Long-Tailed Data",
+section 5.2.2. While a :class:`Propagation` is active, every tensor that depends on a
+parameter with an error carries the variance of its own error, which the rule of the
+operation (:data:`RULES`) made from those of its arguments. So the model's code says how
+errors spread, whatever the model is.
+
+One number a token is kept, the mean over the last dimension: the paper's scalar,
+possible because the noise of DP-SGD is isotropic. The formulas are those of
+``moments``; the values of the forward pass are taken for the means. Arguments of an
+operation are taken to err independently, residual sums included, and so is what a
+statistic over the width (a norm, a variance) has of its own.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import (
+    Any,
+    Callable,
+    Dict,
+    Iterable,
+    Iterator,
+    List,
+    Mapping,
+    NamedTuple,
+    Optional,
+    Sequence,
+    Tuple,
+    Union,
+)
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from opacus_ext.errors import moments
+from opacus_ext.errors.moments import Moments
+
+
+class Spread(NamedTuple):
+    """
+    The variance of a tensor's error, ``own + passed * gain``.
+
+    All parts broadcast to the tensor. ``gain`` differs along the last dimension behind
+    a linear layer, one number an output, so that queries, keys and values that come out
+    of one matrix get their own variances when they are taken apart.
+    """
+
+    own: Tensor
+    passed: Optional[Tensor] = None
+    gain: Optional[Tensor] = None
+
+    def token(self) -> Tensor:
+        """The mean over the last dimension, ``[*, 1]``."""
+        own = _last_mean(self.own)
+        if self.passed is None:
+            return own
+        return torch.addcmul(own, _last_mean(self.passed), _last_mean(self.gain))
+
+
+class Lost(NamedTuple):
+    """In the place of a variance: the operation through which it is not known."""
+
+    operation: str
+
+
+class Call(NamedTuple):
+    """An operation that was carried out, as a rule sees it."""
+
+    name: str
+    func: Callable
+    args: Tuple[Any, ...]
+    kwargs: Dict[str, Any]
+    out: Any
+    spread: Callable[[Any], Optional[Spread]]
+
+    def arg(self, position: int, name: str, default: Any = None) -> Any:
+        """An argument by position or name."""
+        if position < len(self.args):
+            return self.args[position]
+        return self.kwargs.get(name, default)
+
+    def token(self, x: Any) -> Optional[Tensor]:
+        """The variance ``[*, 1]`` of an argument; None for a known one."""
+        spread = self.spread(x)
+        return None if spread is None else spread.token()
+
+    def moments(self, x: Tensor) -> Moments:
+        """Value and variance of an argument."""
+        x = _wide(x)
+        variance = self.token(x)
+        return Moments(x, x.new_zeros((1,) * x.dim()) if variance is None else variance)
+
+
+Result = Union[None, Spread, Lost, Sequence[Optional[Spread]]]
+PropagationRule = Callable[[Call], Result]
+RULES: Dict[str, PropagationRule] = {}
+
+
+def register_propagation(*names: str) -> Callable[[PropagationRule], PropagationRule]:
+    """
+    Registers how errors pass operations, by the names PyTorch has for them.
+
+    Trailing underscores and those of operators don't count ("add" is ``x + y`` and
+    ``x.add_(y)`` as well). A rule gets the :class:`Call` and returns a :class:`Spread`
+    for the output, a sequence of them for several, or None where no error is left.
+
+    Args:
+        names: such as "logcumsumexp"
+
+    Example:
+        >>> @register_propagation("celu")  # as if it had a slope of 1
+        ... def celu(call):
+        ...     return Spread(call.token(call.args[0]))
+        >>> _ = RULES.pop("celu")
+    """
+
+    def add(rule: PropagationRule) -> PropagationRule:
+        for name in names:
+            RULES[name] = rule
+        return rule
+
+    return add
+
+
+class Propagation(TorchFunctionMode):
+    """
+    Carries variances along all operations in its context.
+
+    Args:
+        errors: the variance of the error of each parameter, by the parameter's ``id``:
+            a scalar or broadcastable to it, ``[rows, 1]`` for those of an embedding
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.eye(2))
+        >>> with Propagation({id(weight): torch.tensor(0.01)}) as errors:
+        ...     y = F.linear(torch.tensor([[3.0, 4.0]]), weight)
+        >>> errors.variance(y)
+        tensor([[0.2500]])
+    """
+
+    def __init__(self, errors: Mapping[int, Tensor]):
+        super().__init__()
+        self.errors = {key: Spread(variance) for key, variance in errors.items()}
+        self.paused = False
+
+    def of(self, x: Any) -> Union[None, Spread, Lost]:
+        """What is known of a value's variance; None for one without error."""
+        if not isinstance(x, Tensor):
+            return None
+        found = getattr(x, "_spread", None)
+        return self.errors.get(id(x)) if found is None else found
+
+    def token(self, x: Tensor) -> Union[Tensor, Lost]:
+        """The variance ``[*, 1]`` of a tensor, zeros where it is known."""
+        spread = self.of(x)
+        if isinstance(spread, Lost):
+            return spread
+        if spread is None:
+            wide = torch.promote_types(x.dtype, torch.float32)
+            return x.new_zeros((1,) * x.dim(), dtype=wide)
+        with torch.no_grad():
+            return spread.token()
+
+    def variance(self, x: Tensor) -> Tensor:
+        """The variance of a tensor, ``[*, 1]``, one number a token."""
+        found = self.token(x)
+        if isinstance(found, Lost):
+            raise RuntimeError(
+                f"The error of a tensor {list(x.shape)} is not known: it went through "
+                f"{found.operation!r}, for which there is no rule. Add one with "
+                "opacus_ext.errors.register_propagation."
+            )
+        return found
+
+    def set(self, x: Tensor, spread: Union[None, Spread, Lost]) -> None:
+        """Says what the variance of a tensor is."""
+        if spread is not None or getattr(x, "_spread", None) is not None:
+            x._spread = spread
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if self.paused:
+            return func(*args, **kwargs)
+        raw = getattr(func, "__name__", "")
+        before = [self.of(x) for x in _flat(args, kwargs)]
+        if not any(x is not None for x in before) or raw in _SILENT:
+            return func(*args, **kwargs)
+        name = _PLAIN.get(raw) or _PLAIN.setdefault(raw, raw.strip("_"))
+        if raw == "__get__":  # a property: .T, .mT, .shape
+            name = getattr(getattr(func, "__self__", None), "__name__", "")
+        given = args
+        if name not in _BLIND and (raw.endswith("_") or kwargs.get("inplace")):
+            # What it changes in place is what the rule needs.
+            kept = args[0].detach().clone()
+            self.set(kept, before[0])
+            given = (kept, *args[1:])
+        out = func(*args, **kwargs)
+        outputs = [x for x in _tensors(out) if x.is_floating_point()]
+        if raw == "__setitem__":
+            outputs = [args[0]]
+        if not outputs:
+            return out
+        lost = next((x for x in before if isinstance(x, Lost)), None)
+        if lost is None and name not in RULES:
+            lost = Lost(name)
+        if lost is not None:
+            results: Sequence = [lost] * len(outputs)
+        else:
+            with quietly(outputs[0]):
+                made = RULES[name](Call(name, func, given, kwargs, out, self.of))
+            results = (
+                [made] * len(outputs)
+                if made is None or isinstance(made, (Spread, Lost))
+                else list(made)
+            )
+        for x, result in zip(outputs, results):
+            self.set(x, result)
+        return out
+
+
+# Names that differ from their operation's by more than underscores.
+_PLAIN = {
+    **{"__iadd__": "add", "__radd__": "add", "__isub__": "sub", "__rsub__": "rsub"},
+    **{"__imul__": "mul", "__rmul__": "mul", "__truediv__": "div", "__idiv__": "div"},
+    **{"__itruediv__": "div", "__rtruediv__": "rdiv", "__rdiv__": "rdiv"},
+    **{"__ipow__": "pow", "__rmatmul__": "matmul", "bmm": "matmul", "mm": "matmul"},
+    **{"subtract": "sub", "multiply": "mul", "divide": "div", "true_divide": "div"},
+    **{"concat": "cat", "concatenate": "cat", "special_softmax": "softmax"},
+    **{"hstack": "hstack", "_softmax": "softmax", "leaky_relu_": "leaky_relu"},
+}
+# Nothing that carries an error comes out of these.
+_SILENT = frozenset(
+    "size dim numel stride is_floating_point is_complex data_ptr device ndim "
+    "element_size is_contiguous storage storage_offset __bool__ __len__ __repr__ "
+    "__format__ item tolist backward register_hook requires_grad_ retain_grad "
+    "new_zeros new_ones new_full new_empty new_tensor zeros_like ones_like "
+    "full_like empty_like rand_like randn_like randint_like argmax argmin argsort "
+    "isnan isinf isfinite allclose equal eq ne lt le gt ge __eq__ __ne__ __lt__ "
+    "__le__ __gt__ __ge__ any all sign floor ceil round bernoulli multinomial "
+    "zero_ fill_ normal_ uniform_ nonzero untyped_storage __hash__ __dir__ "
+    "numpy cpu_count get_device is_set_to is_same_size _is_view "
+    "__contains__".split()
+)
+# Their rules need no values: nothing is kept of what they change in place.
+_BLIND = frozenset("add sub dropout masked_fill index_add setitem clamp".split())
+
+
+@contextmanager
+def quietly(x: Tensor) -> Iterator[None]:
+    """Without gradients and autocast."""
+    with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+        yield
+
+
+def _flat(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterable[Any]:
+    for x in (*args, *kwargs.values()):
+        if isinstance(x, (list, tuple)):
+            yield from x
+        else:
+            yield x
+
+
+def _tensors(out: Any) -> List[Tensor]:
+    if isinstance(out, Tensor):
+        return [out]
+    if isinstance(out, (list, tuple)):
+        return [x for x in out if isinstance(x, Tensor)]
+    return []
+
+
+def _wide(x: Tensor) -> Tensor:
+    """The value of a tensor, in float32 at least, with what is known of its error."""
+    wide = x.detach().to(torch.promote_types(x.dtype, torch.float32))
+    if wide is not x and (spread := getattr(x, "_spread", None)) is not None:
+        wide._spread = spread
+    return wide
+
+
+def _last_mean(x: Tensor) -> Tensor:
+    return x.mean(-1, keepdim=True) if x.dim() and x.size(-1) > 1 else x
+
+
+def _mean_square(x: Any) -> Any:
+    """The mean square over the last dimension, ``[*, 1]``; of a number, its square."""
+    if not isinstance(x, Tensor):
+        return x * x
+    x = _wide(x)
+    if not x.dim() or x.size(-1) <= 1:
+        return x.square()
+    return _squares(x) / x.size(-1)
+
+
+def _squares(x: Tensor) -> Tensor:
+    """The sum of squares over the last dimension; kept, as several layers ask."""
+    known = getattr(x, "_squares", None)
+    if known is not None and known[0] == x._version:
+        return known[1]
+    wide = x.detach().to(torch.promote_types(x.dtype, torch.float32))
+    total = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square()
+    x._squares = x._version, total
+    return total
+
+
+def _compact(x: Tensor) -> Tensor:
+    """A tensor that was expanded, without the repetitions."""
+    for dim, (stride, size) in enumerate(zip(x.stride(), x.shape)):
+        if stride == 0 and size > 1:
+            x = x.narrow(dim, 0, 1)
+    return x
+
+
+def _plus(a: Optional[Tensor], b: Optional[Tensor]) -> Optional[Tensor]:
+    if a is None or b is None:
+        return b if a is None else a
+    return a + b
+
+
+# -- moved, not changed ----------------------------------------------------------------
+
+
+@register_propagation(
+    *("view", "reshape", "flatten", "unflatten", "transpose", "t", "permute", "expand"),
+    *("expand_as", "view_as", "reshape_as", "unsqueeze", "squeeze", "chunk", "split"),
+    *("split_with_sizes", "tensor_split", "unbind", "getitem", "select", "narrow"),
+    *("flip", "roll", "movedim", "moveaxis", "swapaxes", "swapdims", "T", "mT"),
+    *("repeat", "tile", "repeat_interleave", "index_select", "broadcast_to", "unfold"),
+    *("adjoint", "take_along_dim", "gather", "tril", "triu", "diagonal", "pad", "take"),
+    *("masked_select",),
+)
+def _moved(call: Call) -> Result:
+    x = call.args[0]
+    spread = call.spread(x)
+    if spread is None:
+        return None  # an index or a fill value has the error
+    parts: List[Any] = []
+    for part in spread:
+        if part is None:
+            parts.append(None)
+            continue
+        moved = call.func(part.expand(x.shape), *call.args[1:], **call.kwargs)
+        parts.append(list(moved) if isinstance(moved, (list, tuple)) else moved)
+    if isinstance(parts[0], list):
+        rest = [part or [None] * len(parts[0]) for part in parts[1:]]
+        return [_tidy(Spread(*each)) for each in zip(parts[0], *rest)]
+    return _tidy(Spread(*parts))
+
+
+def _tidy(spread: Spread) -> Spread:
+    own = _last_mean(_compact(spread.own))
+    if spread.passed is None:
+        return Spread(own)
+    return Spread(own, _last_mean(_compact(spread.passed)), _compact(spread.gain))
+
+
+@register_propagation(
+    *("contiguous", "clone", "detach", "to", "float", "double", "half", "bfloat16"),
+    *("type", "type_as", "cpu", "cuda", "alias", "neg", "negative", "positive", "data"),
+    *("abs", "nan_to_num", "clamp", "clamp_min", "clamp_max", "real"),
+)
+def _kept(call: Call) -> Result:
+    # |x| and what is clamped far from its bounds, as it should be, err as x does.
+    return call.spread(call.args[0])
+
+
+@register_propagation("cat", "stack", "hstack", "vstack")
+def _joined(call: Call) -> Result:
+    xs = list(call.args[0])
+    out_dim = call.out.dim()
+    dim = call.arg(1, "dim", 0) % out_dim
+    last = out_dim - 1
+    variances = []
+    for x in xs:
+        variance = call.token(x)
+        if variance is None:
+            variance = x.new_zeros(1, dtype=torch.float32)
+        variances.append(variance)
+    if call.name in ("hstack", "vstack"):
+        return Lost(call.name)
+    if dim == last and call.name == "cat":
+        # The mean over the new last dimension.
+        weights = [x.size(-1) / max(call.out.size(-1), 1) for x in xs]
+        return Spread(sum(w * v for w, v in zip(weights, variances)))
+    if dim == last:
+        return Spread(sum(v for v in variances).unsqueeze(-1) / len(xs))
+    wide = [v.expand(*x.shape[:-1], 1) for v, x in zip(variances, xs)]
+    return Spread(_compact(call.func(wide, dim)))
+
+
+@register_propagation("setitem")
+def _set(call: Call) -> Result:
+    x, index, value = call.args
+    before, after = call.token(x), call.token(value)
+    whole = x.new_zeros(x.shape, dtype=torch.float32)
+    if before is not None:
+        whole = whole + before
+    whole[index] = 0.0 if after is None else after
+    return Spread(_last_mean(whole))
+
+
+@register_propagation("where")
+def _where(call: Call) -> Result:
+    if len(call.args) < 3:
+        return Lost("where")
+    condition, x, y = call.args
+    a, b = call.token(x), call.token(y)
+    zero = torch.zeros((), device=call.out.device)
+    chosen = torch.where(condition, zero if a is None else a, zero if b is None else b)
+    return Spread(_last_mean(chosen))
+
+
+@register_propagation("masked_fill")
+def _masked_fill(call: Call) -> Result:
+    variance = call.token(call.args[0])
+    if variance is None:
+        return None
+    left = call.arg(1, "mask").logical_not().to(variance.dtype)
+    return Spread(variance * _last_mean(left))
+
+
+@register_propagation("topk", "sort", "max", "min", "amax", "amin")
+def _chosen(call: Call) -> Result:
+    x, out = call.args[0], _tensors(call.out)[0]
+    variance = call.token(x)
+    if variance is None or isinstance(call.arg(1, "other"), Tensor):
+        return Lost(call.name)
+    return Spread(variance if out.dim() == x.dim() else variance.mean())
+
+
+@register_propagation("index_add")
+def _index_add(call: Call) -> Result:
+    x, dim, index, source = (
+        call.arg(i, n) for i, n in enumerate(("input", "dim", "index", "source"))
+    )
+    total = call.token(x)
+    shape = (*x.shape[:-1], 1)
+    total = x.new_zeros(shape, dtype=torch.float32) if total is None else total
+    added = call.token(source)
+    if dim % x.dim() == x.dim() - 1:
+        return Lost("index_add")
+    if added is None:
+        return Spread(total)
+    added = added.expand(*source.shape[:-1], 1)
+    return Spread(total.expand(shape).index_add(dim, index, added))
+
+
+# -- arithmetic ------------------------------------------------------------------------
+
+
+@register_propagation("add", "sub", "rsub")
+def _add(call: Call) -> Result:
+    alpha = call.arg(2, "alpha", 1)
+    x, y = call.args[0], call.arg(1, "other")
+    a, b = call.token(x), call.token(y)
+    if b is not None and alpha != 1:
+        b = b * alpha**2
+    return Spread(_plus(a, b))
+
+
+@register_propagation("mul")
+def _mul(call: Call) -> Result:
+    x, y = call.args[0], call.arg(1, "other")
+    a, b = call.token(x), call.token(y)
+    total = None
+    if a is not None:
+        factor = _mean_square(y)
+        total = a * (factor if b is None else factor + b)
+    if b is not None:
+        total = _plus(total, b * _mean_square(x))
+    return Spread(total)
+
+
+@register_propagation("div")
+def _div(call: Call) -> Result:
+    return _quotient(call, call.args[0], call.arg(1, "other"))
+
+
+@register_propagation("rdiv")
+def _rdiv(call: Call) -> Result:
+    return _quotient(call, call.args[1], call.args[0])
+
+
+def _quotient(call: Call, x: Any, y: Any) -> Result:
+    a, b = call.token(x), call.token(y)
+    if not isinstance(y, Tensor):
+        return Spread(a / y**2)
+    inverse = 1 / _wide(y)
+    total = None if a is None else a * _mean_square(inverse)
+    if b is not None:  # to first order
+        total = _plus(total, b * _mean_square(_wide(call.out) * inverse))
+    return Spread(total)
+
+
+@register_propagation("addcmul")
+def _addcmul(call: Call) -> Result:
+    x, y, z = call.args[:3]
+    product = _mul(call._replace(args=(y, z)))
+    own = product.own * call.kwargs.get("value", 1) ** 2
+    return Spread(_plus(call.token(x), own))
+
+
+@register_propagation("mean", "sum")
+def _total(call: Call) -> Result:
+    x = call.args[0]
+    variance = call.token(x)
+    dims = call.arg(1, "dim", call.kwargs.get("axis"))
+    dims = range(x.dim()) if dims is None else dims
+    dims = {d % x.dim() for d in ([dims] if isinstance(dims, int) else dims)}
+    variance = variance.expand(*x.shape[:-1], 1)
+    number = 1
+    for dim in sorted(dims):
+        number *= x.size(dim)
+        if dim < x.dim() - 1:
+            variance = variance.sum(dim, keepdim=True)
+        else:
+            variance = variance * x.size(dim)
+    if call.name == "mean":
+        variance = variance / max(number, 1) ** 2
+    if not call.arg(2, "keepdim", False):
+        for dim in sorted(dims, reverse=True):
+            variance = variance.squeeze(dim)
+        if x.dim() - 1 in dims and variance.dim():
+            variance = _last_mean(variance)
+    return Spread(variance)
+
+
+@register_propagation("var", "std", "norm", "vector_norm", "linalg_vector_norm")
+def _statistic(call: Call) -> Result:
+    return None  # a sum over the width hardly errs
+
+
+@register_propagation("var_mean", "std_mean")
+def _statistics(call: Call) -> Result:
+    return [None, None]
+
+
+@register_propagation("cumsum")
+def _cumsum(call: Call) -> Result:
+    x, dim = call.args[0], call.arg(1, "dim")
+    if dim % x.dim() == x.dim() - 1:
+        return Lost("cumsum")
+    return Spread(call.token(x).expand(*x.shape[:-1], 1).cumsum(dim))
+
+
+# -- elementwise -----------------------------------------------------------------------
+
+
+@register_propagation("relu", "gelu", "silu")
+def _activation(call: Call) -> Result:
+    x = call.moments(call.args[0])
+    kwargs = {"scalar": True, "mean": _wide(call.out)}
+    if call.name == "gelu":
+        kwargs["approximate"] = call.arg(1, "approximate", "none")
+    return Spread(getattr(moments, call.name)(x, **kwargs).variance)
+
+
+@register_propagation(
+    *("tanh", "sigmoid", "exp", "exp2", "expm1", "log", "log2", "log1p", "sqrt"),
+    *("rsqrt", "reciprocal", "square", "pow", "sin", "cos", "erf", "softplus", "elu"),
+    *("selu", "celu", "mish", "leaky_relu", "hardtanh", "hardswish", "hardsigmoid"),
+    *("relu6", "logsigmoid", "softsign", "tanhshrink", "float_power"),
+)
+def _elementwise(call: Call) -> Result:
+    """To first order: the derivative, squared, at the value."""
+    x, *rest = call.args
+    variance = call.token(x)
+    if variance is None or any(call.spread(y) is not None for y in rest):
+        return Lost(call.name)
+    kwargs = {k: v for k, v in call.kwargs.items() if k not in ("inplace", "out")}
+    with torch.enable_grad():
+        value = x.detach().to(torch.promote_types(x.dtype, torch.float32))
+        value = value.requires_grad_()
+        plain = call.func if not call.func.__name__.endswith("_") else None
+        if plain is None:
+            plain = getattr(torch.Tensor, call.name)
+        (slope,) = torch.autograd.grad(plain(value, *rest, **kwargs).sum(), value)
+    return Spread(variance * _mean_square(slope))
+
+
+@register_propagation("dropout", "feature_alpha_dropout")
+def _dropout(call: Call) -> Result:
+    p, training = call.arg(1, "p", 0.5), call.arg(2, "training", True)
+    variance = call.token(call.args[0])
+    # The draw is made, and no part of the error; on average over it:
+    return Spread(variance / (1 - p) if training and p < 1 else variance)
+
+
+@register_propagation("softmax", "log_softmax")
+def _softmax(call: Call) -> Result:
+    variance, p = call.token(call.args[0]), _wide(call.out)
+    dim = call.arg(1, "dim", -1)
+    if call.name == "log_softmax":
+        return Spread(variance)
+    p = p.movedim(dim, -1)
+    squares = p.square()
+    total = squares * (1 - 2 * p + squares.sum(-1, keepdim=True))
+    return Spread(variance * _last_mean(total.movedim(-1, dim)))
+
+
+# -- layers ----------------------------------------------------------------------------
+
+
+@register_propagation("embedding")
+def _embedding(call: Call) -> Result:
+    if not isinstance(call.args[0], Tensor) or call.args[0].is_floating_point():
+        return Lost("embedding")
+    ids, rows = call.args[0], call.token(call.arg(1, "weight"))
+    if rows.dim() < 2 or rows.size(0) == 1:
+        return Spread(rows.reshape((1,) * (ids.dim() + 1)))
+    return Spread(F.embedding(ids, rows))
+
+
+@register_propagation("linear")
+def _linear(call: Call) -> Result:
+    """``moments.linear``, with the gain of each output kept apart."""
+    x, weight, bias = (
+        call.arg(i, n) for i, n in enumerate(("input", "weight", "bias"))
+    )
+    return _product(call, x, _wide(weight), call.token(weight), bias, -1)
+
+
+def _product(
+    call: Call,
+    x: Tensor,
+    weight: Tensor,
+    noise: Optional[Tensor],
+    bias: Optional[Tensor],
+    inner: int,
+) -> Spread:
+    """x times a matrix whose dimension ``inner`` is summed over."""
+    own = passed = gain = None
+    if noise is not None:
+        noise = noise.mean()
+        own = _squares(x) * noise
+    if (offset := call.token(bias)) is not None:
+        own = _plus(own, offset.mean())
+    if (passed := call.token(x)) is not None:
+        gain = weight.square().sum(inner)
+        if noise is not None:
+            gain = gain + weight.size(inner) * noise
+        if own is None:
+            own = torch.zeros_like(passed)
+    return Spread(own, passed, gain)
+
+
+@register_propagation("addmm")
+def _addmm(call: Call) -> Result:
+    bias, x, weight = call.args[:3]
+    if call.kwargs.get("alpha", 1) != 1 or call.kwargs.get("beta", 1) != 1:
+        return Lost("addmm")
+    return _product(call, x, _wide(weight), call.token(weight), bias, -2)
+
+
+@register_propagation("matmul")
+def _matmul(call: Call) -> Result:
+    x, y = call.args[0], call.arg(1, "other", call.kwargs.get("mat2"))
+    if min(x.dim(), y.dim()) < 2:
+        return Lost("matmul")
+    if y.dim() == 2:
+        return _product(call, x, _wide(y), call.token(y), None, -2)
+    a, b = call.token(x), call.token(y)
+    total = None
+    if b is not None:  # [*, k, 1]
+        b = b.expand(*b.shape[:-2], y.size(-2), 1)
+        total = _wide(x).square() @ b
+    if a is not None:
+        gain = _wide(y).square().sum((-2, -1))[..., None, None] / max(y.size(-1), 1)
+        if b is not None:
+            gain = gain + b.sum(-2, keepdim=True)
+        total = _plus(total, a * gain)
+    return Spread(total)
+
+
+@register_propagation("layer_norm", "rms_norm")
+def _norm(call: Call) -> Result:
+    x, shape, weight = (
+        call.args[0],
+        call.arg(1, "normalized_shape"),
+        call.arg(2, "weight"),
+    )
+    if len(shape) != 1:
+        return Lost(call.name)
+    kwargs: Dict[str, Any] = {"scalar": True, "mean": _wide(call.out)}
+    noise = call.token(weight)
+    kwargs["weight_variance"] = 0.0 if noise is None else noise.mean()
+    if call.name == "rms_norm":
+        kwargs["eps"] = call.arg(3, "eps")
+        made = moments.rms_norm(call.moments(x), weight, **kwargs)
+    else:
+        offset = call.token(call.arg(3, "bias"))
+        kwargs["bias_variance"] = 0.0 if offset is None else offset.mean()
+        kwargs["eps"] = call.arg(4, "eps", 1e-5)
+        made = moments.layer_norm(call.moments(x), weight, None, **kwargs)
+    return Spread(made.variance)
+
+
+@register_propagation("scaled_dot_product_attention")
+def _attention(call: Call) -> Result:
+    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+    q, k, v, mask, dropout_p, causal = (call.arg(i, n) for i, n in enumerate(names))
+    if call.kwargs.get("enable_gqa"):
+        k, v = (grouped(x, q.size(-3), call.spread) for x in (k, v))
+    return attention_spread(
+        *(call.moments(q), call.moments(k), call.moments(v)),
+        mask=mask,
+        causal=bool(causal),
+        scale=call.kwargs.get("scale"),
+        out=call.out,
+    )
+
+
+def grouped(x: Tensor, heads: int, spread: Callable[[Any], Any]) -> Tensor:
+    """Keys or values ``[*, groups, U, d]`` repeated for all heads."""
+    repeats = heads // x.size(-3)
+    known = spread(x)
+    x = x.detach().repeat_interleave(repeats, -3)
+    if isinstance(known, Spread):
+        variance = known.token()
+        if variance.size(-3) > 1:
+            variance = variance.repeat_interleave(repeats, -3)
+        x._spread = Spread(variance)
+    return x
+
+
+# Attention weights in memory at once, of all samples and heads.
+_CHUNK = 1 << 24
+
+
+def attention_spread(
+    q: Moments,
+    k: Moments,
+    v: Moments,
+    *,
+    mask: Optional[Tensor],
+    causal: bool,
+    scale: Optional[float],
+    out: Tensor,
+    correction: Optional[Tensor] = None,
+) -> Spread:
+    """
+    ``moments.attention`` of one variance a token, some queries at a time, so that
+    memory is linear in T.
+
+    Args:
+        q: ``[B, H, T, d]``
+        k: ``[B, H, U, d]``
+        v: ``[B, H, U, e]``
+        mask: boolean or added, broadcastable to ``[B, H, T, U]``
+        causal: whether a query sees keys up to its own position only
+        scale: in place of 1 / sqrt(d)
+        out: the output ``[B, H, T, e]``
+        correction: the variances ``[B, H, U, 1]`` that the logits were corrected for
+    """
+    (length, d), keys = q.mean.shape[-2:], k.mean.size(-2)
+    scale = d**-0.5 if scale is None else scale
+    full = (*q.mean.shape[:-1], 1)
+    s_q = q.variance.expand(full)
+    q, k, v = (Moments(_wide(x.mean), x.variance) for x in (q, k, v))
+    k, v = (Moments(x.mean, x.variance.expand(*x.mean.shape[:-1], 1)) for x in (k, v))
+    rows = max(_CHUNK // max(q.mean[..., 0, 0].numel() * keys, 1), 1)
+    given, parts = _wide(out), []
+    for at in range(0, length, rows):
+        to = min(at + rows, length)
+        logits = (q.mean[..., at:to, :] * scale) @ k.mean.transpose(-1, -2)
+        if correction is not None:
+            left = _squares(q.mean)[..., at:to, :] * (scale**2 / 2)
+            logits -= left @ correction.transpose(-1, -2)
+        if causal:
+            seen = torch.ones(to - at, keys, dtype=torch.bool, device=logits.device)
+            logits.masked_fill_(~seen.tril(at), -torch.inf)
+        if mask is not None:
+            part = mask[..., at:to, :] if mask.size(-2) > 1 else mask
+            if part.dtype == torch.bool:
+                logits.masked_fill_(~part, -torch.inf)
+            else:
+                logits += part
+        p = torch.softmax(logits, -1).nan_to_num_()
+        chunk = Moments(q.mean[..., at:to, :], s_q[..., at:to, :])
+        parts.append(
+            moments.attention(
+                *(chunk, k, v),
+                scale=scale,
+                scalar=True,
+                mean=given[..., at:to, :],
+                weights=p,
+            ).variance
+        )
+    return Spread(torch.cat(parts, -2) if parts else s_q)
