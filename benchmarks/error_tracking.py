@@ -78,7 +78,7 @@ class Tracker:
             mean=out,
         )
         mixed = moments.multi_head(
-            *(q, k, v, block.heads, True),
+            *(q, k, v, block.attention.heads, True),
             scalar=True,
             mean=self.seen[block.proj][0],
         )

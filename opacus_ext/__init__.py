@@ -5,13 +5,15 @@ Importing this package beside ``opacus.PrivacyEngine`` extends the modes "hooks"
 "ghost", and adds "ghost_bk".
 """
 
-import opacus_ext.layers.attention  # noqa: F401  ("re_attention" for transformers)
+from importlib import import_module
+
 from opacus_ext.checks import check_per_sample_gradients
 from opacus_ext.errors import ErrorTracker, track_errors
 from opacus_ext.grad_sample.factors import GradSample, OneHot, workspace
 from opacus_ext.grad_sample.leaks import Leak, find_leaks
 from opacus_ext.grad_sample.routing import expert_batching
 from opacus_ext.grad_sample.rules import register_forward, register_rule
+from opacus_ext.lazy import when_imported
 from opacus_ext.optimizers.clipping import Clipping, automatic, register_clipping
 from opacus_ext.registry import register, unregister
 
@@ -37,3 +39,7 @@ __all__ = [
 ]
 
 register()
+when_imported(
+    "transformers.modeling_utils",
+    lambda: import_module("opacus_ext.layers.transformers_attention"),
+)

@@ -368,7 +368,7 @@ def _kept(call: Call) -> Result:
 
 @register_propagation("cat", "stack", "hstack", "vstack")
 def _joined(call: Call) -> Result:
-    xs = list(call.args[0])
+    xs = [x for x in call.args[0] if x.shape != (0,)]  # those stand for nothing
     out_dim = call.out.dim()
     dim = call.arg(1, "dim", 0) % out_dim
     last = out_dim - 1

@@ -80,7 +80,8 @@ def track_errors(
     Example:
         >>> from opacus.optimizers import DPOptimizer
         >>> from opacus_ext.models import DPFormer
-        >>> model = DPFormer(num_items=3, max_len=4, dropout=0.0)
+        >>> model = DPFormer(num_items=3, max_len=8, dropout=0.0)
+        >>> _ = nn.init.normal_(model.embedding.weight)
         >>> adam = torch.optim.Adam(model.parameters())
         >>> private = DPOptimizer(
         ...     adam, noise_multiplier=1.0, max_grad_norm=1.0, expected_batch_size=10

@@ -1,5 +1,10 @@
 """Modules for people who build models: they train in every mode."""
 
+from opacus_ext.layers.attention import (
+    SelfAttention,
+    corrected_attention,
+    re_attention,
+)
 from opacus_ext.layers.moe import (
     Experts,
     SwitchFeedForward,
@@ -11,9 +16,12 @@ from opacus_ext.layers.moe import (
 
 __all__ = [
     "Experts",
+    "SelfAttention",
     "SwitchFeedForward",
     "TopKFeedForward",
     "balancing_loss",
+    "corrected_attention",
     "freeze_routers",
     "load_entropy",
+    "re_attention",
 ]

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Optional, Tuple
+from typing import NamedTuple, Optional, Tuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
 
 from opacus_ext.errors.moments import Moments
 from opacus_ext.errors.propagation import (
@@ -125,7 +122,7 @@ def _causal(query: Tensor, key: Tensor, mask: Optional[Tensor]) -> Tensor:
     return mask.masked_fill(~seen, torch.finfo(mask.dtype).min)
 
 
-class _Errors(NamedTuple):
+class Errors(NamedTuple):
     """What is known of the errors in an attention."""
 
     tracker: ErrorTracker
@@ -133,15 +130,16 @@ class _Errors(NamedTuple):
     variance: Tensor
 
 
-def _errors(key: Tensor, module: Optional[nn.Module]) -> Optional[_Errors]:
+def errors_of(key: Tensor, module: Optional[nn.Module]) -> Optional[Errors]:
+    """Of these keys, or None where the errors of the model are not tracked."""
     mode = active()
     if mode is not None:
         tracker = mode.tracker
-        return _Errors(tracker, mode, tracker.key_variance(mode, key, module))
+        return Errors(tracker, mode, tracker.key_variance(mode, key, module))
     tracker = corrected_by(module)
     if tracker is None:
         return None
-    return _Errors(tracker, None, tracker.remembered(key, module))
+    return Errors(tracker, None, tracker.remembered(key, module))
 
 
 def re_attention(
@@ -187,19 +185,17 @@ def re_attention(
         >>> re_attention(x, x, x, is_causal=True).shape
         torch.Size([1, 2, 5, 4])
     """
-    errors = _errors(key, module)
+    errors = errors_of(key, module)
     if errors is None:
         return F.scaled_dot_product_attention(
             *(query, key, value, attn_mask, dropout_p, is_causal),
             scale=scale,
             enable_gqa=enable_gqa,
         )
-    return _re_attention(
-        *(query, key, value, attn_mask, dropout_p, is_causal, scale), errors
-    )
+    return attend(*(query, key, value, attn_mask, dropout_p, is_causal, scale), errors)
 
 
-def _re_attention(
+def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -207,8 +203,9 @@ def _re_attention(
     dropout_p: float,
     is_causal: bool,
     scale: Optional[float],
-    errors: _Errors,
+    errors: Errors,
 ) -> Tensor:
+    """:func:`re_attention` with the errors at hand; notes those of the output."""
     tracker, mode, variance = errors
     if mode is not None:
         value_variance = mode.token(value)
@@ -219,8 +216,9 @@ def _re_attention(
             repeats = query.size(-3) // key.size(-3)
             key = key.repeat_interleave(repeats, -3)
             value = value.repeat_interleave(repeats, -3)
-            if variance.size(-3) > 1:
-                variance = variance.repeat_interleave(repeats, -3)
+            variance = _repeated(variance, repeats)
+            if mode is not None and not isinstance(value_variance, Lost):
+                value_variance = _repeated(value_variance, repeats)
         bounded = variance
         if tracker.cap is not None:
             size = key.detach().to(variance.dtype).square().mean(-1, keepdim=True)
@@ -249,6 +247,11 @@ def _re_attention(
         if mode is not None:
             mode.paused = False
     return out
+
+
+def _repeated(variance: Tensor, repeats: int) -> Tensor:
+    one = variance.dim() < 3 or variance.size(-3) == 1
+    return variance if one else variance.repeat_interleave(repeats, -3)
 
 
 class SelfAttention(nn.Module):
@@ -308,58 +311,3 @@ class SelfAttention(nn.Module):
         dropout = self.dropout if self.training else 0.0
         out = re_attention(q, k, v, mask, dropout, self.causal, module=self)
         return self.proj(out.transpose(1, 2).flatten(2))
-
-
-def re_attention_forward(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Optional[Tensor],
-    dropout: float = 0.0,
-    scaling: Optional[float] = None,
-    is_causal: Optional[bool] = None,
-    position_bias: Optional[Tensor] = None,
-    **kwargs: Any,
-) -> Tuple[Tensor, None]:
-    """
-    "re_attention" among the attention functions of transformers.
-
-    Raises:
-        ValueError: for what it can't do: soft caps of logits, attention sinks, paged
-            caches
-    """
-    errors = _errors(key, module)
-    if errors is None:
-        if position_bias is not None:
-            kwargs["position_bias"] = position_bias
-        return sdpa_attention_forward(
-            *(module, query, key, value, attention_mask),
-            dropout=dropout,
-            scaling=scaling,
-            is_causal=is_causal,
-            **kwargs,
-        )
-    for name in ("softcap", "s_aux", "cache"):
-        if kwargs.get(name) is not None:
-            raise ValueError(
-                f"{type(module).__name__} passes {name} to its attention, which "
-                '"re_attention" does not know. Use "eager" and do without track_errors.'
-            )
-    if is_causal is None:
-        is_causal = getattr(module, "is_causal", True)
-    causal = bool(is_causal) and query.size(2) > 1 and attention_mask is None
-    mask = attention_mask
-    if position_bias is not None:
-        mask = position_bias
-        if attention_mask is not None and attention_mask.dtype == torch.bool:
-            low = torch.finfo(query.dtype).min
-            mask = position_bias.masked_fill(~attention_mask, low)
-        elif attention_mask is not None:
-            mask = position_bias + attention_mask
-    out = _re_attention(query, key, value, mask, dropout, causal, scaling, errors)
-    return out.transpose(1, 2).contiguous(), None
-
-
-AttentionInterface.register("re_attention", re_attention_forward)
-AttentionMaskInterface.register("re_attention", sdpa_mask)

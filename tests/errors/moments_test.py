@@ -568,9 +568,13 @@ def test_gradients_pass_through():
 
 def encoder(block, x, noise):
     """A block of DPFormer without dropout, element by element."""
-    q, k, v = moments.projections(x, block.qkv.weight, block.qkv.bias, noise, noise)
-    y = moments.multi_head(q, k, v, block.heads, causal=True)
-    y = moments.linear(y, block.proj.weight, block.proj.bias, noise, noise)
+    q, k, v = moments.projections(
+        x, block.attention.qkv.weight, block.attention.qkv.bias, noise, noise
+    )
+    y = moments.multi_head(q, k, v, block.attention.heads, causal=True)
+    y = moments.linear(
+        y, block.attention.proj.weight, block.attention.proj.bias, noise, noise
+    )
     norm = block.norm1
     x = moments.add(x, y)
     x = moments.layer_norm(x, norm.weight, norm.bias, norm.eps, noise, noise)

@@ -62,13 +62,13 @@ class DPFormerTest(unittest.TestCase):
         torch.manual_seed(0)
         model = DPFormer(num_items=12, max_len=8, width=8).double().eval()
         block, x = model.blocks[0], torch.randn(1, 6, 8).double()
-        q, k, v = block.qkv(x)[0].chunk(3, dim=-1)
+        q, k, v = block.attention.qkv(x)[0].chunk(3, dim=-1)
         rows = []
         for t in range(6):
             weights = torch.softmax(k[: t + 1] @ q[t] / math.sqrt(8), dim=0)
             rows.append(weights @ v[: t + 1])
-        expected = block.proj(torch.stack(rows))[None]
-        torch.testing.assert_close(block.attend(x), expected)
+        expected = block.attention.proj(torch.stack(rows))[None]
+        torch.testing.assert_close(block.attention(x), expected)
 
     def test_empty_batch(self):
         model = DPFormer(num_items=12, max_len=8)

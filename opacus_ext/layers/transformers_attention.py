@@ -1,0 +1,72 @@
+"""Re-Attention in models of transformers: "re_attention" among their attentions.
+
+Imported when transformers is (opacus_ext/__init__.py), so that
+``model.set_attn_implementation("re_attention")`` works after ``import opacus_ext``.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Optional, Tuple
+
+import torch
+from torch import Tensor, nn
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers.modeling_utils import AttentionInterface
+
+from opacus_ext.layers.attention import attend, errors_of
+
+
+def re_attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Optional[Tensor],
+    dropout: float = 0.0,
+    scaling: Optional[float] = None,
+    is_causal: Optional[bool] = None,
+    position_bias: Optional[Tensor] = None,
+    **kwargs: Any,
+) -> Tuple[Tensor, None]:
+    """
+    "re_attention" among the attention functions of transformers.
+
+    Raises:
+        ValueError: for what it can't do: soft caps of logits, attention sinks, paged
+            caches
+    """
+    errors = errors_of(key, module)
+    if errors is None:
+        if position_bias is not None:
+            kwargs["position_bias"] = position_bias
+        return sdpa_attention_forward(
+            *(module, query, key, value, attention_mask),
+            dropout=dropout,
+            scaling=scaling,
+            is_causal=is_causal,
+            **kwargs,
+        )
+    for name in ("softcap", "s_aux", "cache"):
+        if kwargs.get(name) is not None:
+            raise ValueError(
+                f"{type(module).__name__} passes {name} to its attention, which "
+                '"re_attention" does not know. Use "eager" and do without track_errors.'
+            )
+    if is_causal is None:
+        is_causal = getattr(module, "is_causal", True)
+    causal = bool(is_causal) and query.size(2) > 1 and attention_mask is None
+    mask = attention_mask
+    if position_bias is not None:
+        mask = position_bias
+        if attention_mask is not None and attention_mask.dtype == torch.bool:
+            low = torch.finfo(query.dtype).min
+            mask = position_bias.masked_fill(~attention_mask, low)
+        elif attention_mask is not None:
+            mask = position_bias + attention_mask
+    out = attend(query, key, value, mask, dropout, causal, scaling, errors)
+    return out.transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register("re_attention", re_attention_forward)
+AttentionMaskInterface.register("re_attention", sdpa_mask)
