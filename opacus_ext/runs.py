@@ -10,6 +10,7 @@ from typing import Any, Callable, Dict, Optional, Tuple
 
 import torch
 from opacus import PrivacyEngine
+from opacus.accountants.accountant import IAccountant
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -32,7 +33,8 @@ def make_private(
 ) -> Tuple[nn.Module, Any, Any, DataLoader]:
     """
     Makes a run private: a new one for a budget, with the noise it had if it goes on
-    from a checkpoint.
+    from a checkpoint. What the engine's accountant has recorded before is part of the
+    budget.
 
     Args:
         saved: the checkpoint, or None
@@ -44,6 +46,11 @@ def make_private(
     kwargs["criterion"] = criterion
     if saved:
         made = engine.make_private(noise_multiplier=saved["noise_multiplier"], **kwargs)
+    elif len(engine.accountant):
+        rate = 1 / len(kwargs["data_loader"])
+        steps = int(epochs / rate)
+        noise = noise_left(engine.accountant, epsilon, delta, rate, steps)
+        made = engine.make_private(noise_multiplier=noise, **kwargs)
     else:
         made = engine.make_private_with_epsilon(
             target_epsilon=epsilon, target_delta=delta, epochs=epochs, **kwargs
@@ -51,6 +58,58 @@ def make_private(
     # Modes with a criterion of their own return it as the third of four.
     model, optimizer, *wrapped, loader = made
     return model, optimizer, wrapped[0] if wrapped else criterion, loader
+
+
+def noise_left(
+    accountant: IAccountant,
+    epsilon: float,
+    delta: float,
+    sample_rate: float,
+    steps: int,
+    tolerance: float = 0.01,
+) -> float:
+    """
+    The noise multiplier of a run whose budget is what others have left of it.
+
+    Args:
+        accountant: with what was spent before; it is not changed
+        epsilon: for all of it
+        delta: for all of it
+        sample_rate: of the run
+        steps: of the run
+        tolerance: by which less than epsilon may be spent
+
+    Raises:
+        ValueError: if nothing is left
+
+    Example:
+        >>> from opacus.accountants import RDPAccountant
+        >>> accountant = RDPAccountant()
+        >>> accountant.step(noise_multiplier=20.0, sample_rate=1.0)
+        >>> f"{noise_left(accountant, 5.0, 1e-5, 0.1, 100):.2f}"
+        '1.29'
+    """
+    before = list(accountant.history)
+
+    def spent(noise: float) -> float:
+        trial = type(accountant)()
+        trial.history = [*before, (noise, sample_rate, steps)]
+        return trial.get_epsilon(delta)
+
+    low, high = 0.0, 1.0
+    while (reached := spent(high)) > epsilon:
+        low, high = high, 2 * high
+        if high > 1e4:
+            raise ValueError(
+                f"epsilon={epsilon:g} is spent before the first step: {before}."
+            )
+    while epsilon - reached > tolerance and high - low > 1e-4 * high:
+        middle = (low + high) / 2
+        if (found := spent(middle)) <= epsilon:
+            high, reached = middle, found
+        else:
+            low = middle
+    return high
 
 
 def write_checkpoint(

@@ -1,9 +1,13 @@
-"""Trains a DPFormer on user sequences with user-level differential privacy.
+"""Trains DPFormer, or what it is compared with, with user-level differential privacy.
 
     python -m opacus_ext.train                            # synthetic data
     python -m opacus_ext.train --data ratings.dat         # MovieLens-1M
     python -m opacus_ext.train --data ml-1m.txt --checkpoint run.pt --time-limit 3000
     python -m opacus_ext.train --data ml-1m.txt --checkpoint run.pt --resume
+
+DPFormer's Re-Attention wants the share of users who have each item. It is released with
+noise, within the budget (``--shares private``), or taken as it is, as the paper does,
+outside of the guarantee (``--shares exact``).
 
 What the guarantee covers: the weights, after any number of epochs, with respect to
 adding or removing one user. It does not cover the loss in the progress bar nor the
@@ -38,7 +42,10 @@ from tqdm import tqdm
 
 import opacus_ext  # noqa: F401  (registers the modes and clipping functions)
 from opacus_ext.data import SequenceData, read_sequences, synthetic_sequences
-from opacus_ext.models import DPFormer
+from opacus_ext.errors import token_shares, track_errors
+from opacus_ext.errors.effective import SCALES
+from opacus_ext.errors.tracking import PLACES
+from opacus_ext.models import DPFormer, NextItemModel, RecurrentModel
 from opacus_ext.runs import (
     find_checkpoint,
     learning_rate,
@@ -58,6 +65,32 @@ FREE = (
 # For arguments that are not given: on synthetic data, and on --data.
 SYNTHETIC = {"epochs": 10, "batch_size": 256, "max_len": 30, "lr": 3e-3}
 REAL = {"epochs": 100, "batch_size": 1024, "max_len": 50, "lr": 9e-3}
+
+
+MODELS = ("dpformer", "transformer", "transformer-untied", "gru", "lstm")
+
+
+def build(args: argparse.Namespace, num_items: int) -> NextItemModel:
+    """The model that ``--model`` names."""
+    width, depth, dropout = args.width, args.depth, args.dropout
+    if args.model in ("gru", "lstm"):
+        return RecurrentModel(num_items, args.model, width, depth, dropout)
+    tied = args.model != "transformer-untied"
+    return DPFormer(num_items, args.max_len, width, depth, args.heads, dropout, tied)
+
+
+def release_shares(
+    args: argparse.Namespace, data: SequenceData, engine: PrivacyEngine
+) -> torch.Tensor:
+    """The share of users with each item, as ``--shares`` says."""
+    return token_shares(
+        data.training_set(args.max_len).tensors[0],
+        data.num_items + 1,
+        source=args.shares,
+        max_tokens=args.share_items,
+        noise_multiplier=args.share_noise,
+        accountant=engine.accountant,
+    )
 
 
 class SequenceLoss(nn.Module):
@@ -125,7 +158,9 @@ def ndcg_and_hit(rank: torch.Tensor, k: int = 10) -> Tuple[float, float]:
 
 
 @torch.no_grad()
-def evaluate(model: DPFormer, data: SequenceData, max_len: int) -> Tuple[float, float]:
+def evaluate(
+    model: NextItemModel, data: SequenceData, max_len: int
+) -> Tuple[float, float]:
     """NDCG@10 and HIT@10 in percent of a model on the held-out items."""
     model.eval()
     device = model.embedding.weight.device
@@ -161,10 +196,13 @@ def train(args: argparse.Namespace) -> Dict[str, Any]:
 
     torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed)
-    shape = (args.max_len, args.width, args.depth, args.heads, args.dropout)
-    net = DPFormer(data.num_items, *shape).to(args.device)
+    net = build(args, data.num_items).to(args.device)
     # The global generator draws batches, dropout and noise: one state to save.
     engine = PrivacyEngine(accountant="prv")
+    corrected = args.model == "dpformer"
+    shares = None
+    if corrected and not saved:
+        shares = release_shares(args, data, engine)
     model, optimizer, criterion, loader = make_private(
         engine,
         saved,
@@ -184,6 +222,15 @@ def train(args: argparse.Namespace) -> Dict[str, Any]:
         grad_sample_mode=args.grad_sample_mode,
         clipping=args.clipping,
     )
+
+    if corrected:
+        # Going on from a checkpoint, the shares are in it: no second release.
+        track_errors(
+            *(net, optimizer, None if shares is None else {"embedding.weight": shares}),
+            where=args.where,
+            cap=args.cap,
+            scale=args.error_scale,
+        )
 
     epoch = 0
     if saved:
@@ -222,6 +269,7 @@ def train(args: argparse.Namespace) -> Dict[str, Any]:
     popular = ndcg_and_hit(ranks(popularity.expand(users, -1), data.held_out))
     return {
         "data": data.name,
+        "model": args.model,
         "users": users,
         "items": data.num_items,
         "actions": sum(map(len, data.histories)) + users,
@@ -306,6 +354,13 @@ def parse_args(argv: Optional[List[str]] = None) -> argparse.Namespace:
     add("--depth", 2, count, "transformer blocks")
     add("--heads", 1, count, "attention heads")
     add("--dropout", 0.2, number(float, 0, 1), "dropout probability")
+    add("--model", "dpformer", str, f"one of {MODELS}", choices=MODELS)
+    add("--shares", "private", str, "private or exact", choices=("private", "exact"))
+    add("--share-noise", 20.0, positive, "noise multiplier of the release of shares")
+    add("--share-items", 20, count, "latest items of a user counted in it")
+    add("--where", "logits", str, "Re-Attention acts there", choices=PLACES)
+    add("--cap", 1.0, positive, "of a key's variance, by its mean square")
+    add("--error-scale", "step", str, "what an error is", choices=SCALES)
     modes = ("ghost_bk", "ghost", "hooks")
     add("--grad-sample-mode", "ghost_bk", str, f"one of {modes}", choices=modes)
     add("--clipping", "automatic", str, "flat, automatic or normalised")
@@ -335,7 +390,7 @@ def summary_table(summary: Dict[str, Any]) -> str:
         [
             f"data         {s['data']}: {s['users']:,} users, {s['items']:,} items, "
             f"{s['actions']:,} actions",
-            f"model        DPFormer backbone, {s['parameters']:,} parameters",
+            f"model        {s['model']}, {s['parameters']:,} parameters",
             f"training     {s['epochs']} of {s['epochs_planned']} epochs, "
             f"{s['steps']} steps, {s['seconds']:.0f} s, {s['grad_sample_mode']}, "
             f"{s['clipping']} clipping, seed {s['seed']}",

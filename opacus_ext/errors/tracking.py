@@ -311,7 +311,7 @@ class ErrorTracker:
         if not torch._C._are_functorch_transforms_active():
             digest = _digest(key)
             for before, variance in reversed(self._remembered.get(module, ())):
-                if bool((before == digest).all()):
+                if before.shape == digest.shape and torch.equal(before, digest):
                     return variance
         raise RuntimeError(
             f"{type(module).__name__}: attention {list(key.shape)} is computed outside "
