@@ -7,6 +7,7 @@ from typing import NamedTuple, Optional, Tuple
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.overrides import handle_torch_function, has_torch_function
 
 from opacus_ext.errors.moments import Moments
 from opacus_ext.errors.propagation import (
@@ -72,6 +73,12 @@ def corrected_attention(
         >>> corrected_attention(q, k, v, noisy, where="scores")
         tensor([[0.5000, 0.1839]])
     """
+    given = query, key, value
+    if has_torch_function(given):  # for who measures attention, and for subclasses
+        rest = attn_mask, dropout_p, is_causal, scale, where
+        return handle_torch_function(
+            corrected_attention, given, *given, variance, *rest
+        )
     scale = query.size(-1) ** -0.5 if scale is None else scale
     left, right = _factors(query, key, variance, scale)
     if is_causal and attn_mask is not None:
