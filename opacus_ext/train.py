@@ -5,9 +5,10 @@
     python -m opacus_ext.train --data ml-1m.txt --checkpoint run.pt --time-limit 3000
     python -m opacus_ext.train --data ml-1m.txt --checkpoint run.pt --resume
 
-DPFormer's Re-Attention wants the share of users who have each item. It is released with
-noise, within the budget (``--shares private``), or taken as it is, as the paper does,
-outside of the guarantee (``--shares exact``).
+The share of users who have each item is what the models' output starts from, and what
+DPFormer's Re-Attention needs. It is released with noise, within the budget (``--shares
+private``), or taken as it is, as the paper does, outside of the guarantee (``--shares
+exact``).
 
 What the guarantee covers: the weights, after any number of epochs, with respect to
 adding or removing one user. It does not cover the loss in the progress bar nor the
@@ -87,7 +88,7 @@ def release_shares(
         data.training_set(args.max_len).tensors[0],
         data.num_items + 1,
         source=args.shares,
-        max_tokens=args.share_items,
+        max_tokens=args.max_len,
         noise_multiplier=args.share_noise,
         accountant=engine.accountant,
     )
@@ -201,8 +202,12 @@ def train(args: argparse.Namespace) -> Dict[str, Any]:
     engine = PrivacyEngine(accountant="prv")
     corrected = args.model == "dpformer"
     shares = None
-    if corrected and not saved:
-        shares = release_shares(args, data, engine)
+    if corrected or not args.no_prior:
+        # Going on from a checkpoint, what was released is in it.
+        ones = torch.ones(data.num_items + 1, device=args.device)
+        shares = ones if saved else release_shares(args, data, engine).to(args.device)
+    if not args.no_prior:
+        net.set_prior(shares)
     model, optimizer, criterion, loader = make_private(
         engine,
         saved,
@@ -224,15 +229,14 @@ def train(args: argparse.Namespace) -> Dict[str, Any]:
     )
 
     if corrected:
-        # Going on from a checkpoint, the shares are in it: no second release.
         track_errors(
-            *(net, optimizer, None if shares is None else {"embedding.weight": shares}),
+            *(net, optimizer, {"embedding.weight": shares}),
             where=args.where,
             cap=args.cap,
             scale=args.error_scale,
         )
 
-    epoch = 0
+    epoch, curve = 0, []
     if saved:
         state = engine.load_checkpoint(
             path=args.checkpoint,
@@ -240,7 +244,7 @@ def train(args: argparse.Namespace) -> Dict[str, Any]:
             optimizer=optimizer,
             torch_load_kwargs={"map_location": args.device},
         )
-        epoch = state["epoch"]
+        epoch, curve = state["epoch"], state["curve"]
         set_random_state(state["random_state"])
 
     total = args.epochs * len(loader)
@@ -255,8 +259,10 @@ def train(args: argparse.Namespace) -> Dict[str, Any]:
             epoch_start = time.monotonic()
             _train_epoch(model, optimizer, criterion, loader, args, bar, epoch, total)
             epoch += 1
+            if args.evaluate_every and epoch % args.evaluate_every == 0:
+                curve.append([epoch, *evaluate(net, data, args.max_len)])
             if args.checkpoint:
-                content = {"config": config, "epoch": epoch}
+                content = {"config": config, "epoch": epoch, "curve": curve}
                 write_checkpoint(args.checkpoint, net, optimizer, content, engine)
             now = time.monotonic()
             # Stop where the next epoch would end too late.
@@ -284,6 +290,7 @@ def train(args: argparse.Namespace) -> Dict[str, Any]:
         "delta": args.delta,
         "ndcg_at_10": ndcg,
         "hit_at_10": hit,
+        "curve": curve,
         "popularity_ndcg_at_10": popular[0],
         "popularity_hit_at_10": popular[1],
         "seed": args.seed,
@@ -356,8 +363,10 @@ def parse_args(argv: Optional[List[str]] = None) -> argparse.Namespace:
     add("--dropout", 0.2, number(float, 0, 1), "dropout probability")
     add("--model", "dpformer", str, f"one of {MODELS}", choices=MODELS)
     add("--shares", "private", str, "private or exact", choices=("private", "exact"))
-    add("--share-noise", 20.0, positive, "noise multiplier of the release of shares")
-    add("--share-items", 20, count, "latest items of a user counted in it")
+    add("--share-noise", 5.0, positive, "noise multiplier of the release of shares")
+    parser.add_argument(
+        "--no-prior", action="store_true", help="learn popularity, too, from gradients"
+    )
     add("--where", "logits", str, "Re-Attention acts there", choices=PLACES)
     add("--cap", 1.0, positive, "of a key's variance, by its mean square")
     add("--error-scale", "step", str, "what an error is", choices=SCALES)
@@ -374,6 +383,7 @@ def parse_args(argv: Optional[List[str]] = None) -> argparse.Namespace:
     parser.add_argument("--resume", action="store_true", help="go on from --checkpoint")
     add("--stop-after-epochs", None, count, "stop early, to be resumed")
     add("--time-limit", None, positive, "seconds; stop at the last epoch that fits")
+    add("--evaluate-every", None, count, "epochs, for the summary's curve")
     add("--json", None, str, "file for the summary")
     parser.add_argument("--no-progress", action="store_true", help="no progress bar")
     args = parser.parse_args(argv)

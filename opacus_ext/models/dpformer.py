@@ -62,6 +62,23 @@ class NextItemModel(nn.Module):
         with torch.no_grad():
             self.embedding.weight[0].zero_()
 
+    def set_prior(self, shares: torch.Tensor) -> None:
+        """Starts from popularity: the output gets the bias log p_i, which isn't trained.
+
+        What is public, or was released once, need not be learned from noisy gradients.
+        Those of a model that starts from equal chances mostly say how popular items
+        are, and clipping lets that take the place of everything else.
+
+        Args:
+            shares: p_i of the items, ``[num_items + 1]``, see
+                :func:`opacus_ext.errors.token_shares`. Zeros, as that of padding, count
+                as the smallest positive share
+        """
+        known = shares[shares > 0]
+        floor = known.min() if len(known) else shares.new_ones(())
+        bias = shares.clamp(min=float(floor)).log().to(self.head.weight)
+        self.head.bias = nn.Parameter(bias, requires_grad=False)
+
     def encode(self, ids: torch.Tensor) -> torch.Tensor:
         """Hidden states ``[B, T, width]`` of item ids ``[B, T]``."""
         raise NotImplementedError(type(self).__name__)
