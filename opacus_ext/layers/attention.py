@@ -126,7 +126,7 @@ def _causal(query: Tensor, key: Tensor, mask: Optional[Tensor]) -> Tensor:
         return seen
     if mask.dtype == torch.bool:
         return mask & seen
-    return mask.masked_fill(~seen, torch.finfo(mask.dtype).min)
+    return mask.masked_fill(~seen, -torch.inf)
 
 
 class Errors(NamedTuple):
