@@ -40,6 +40,10 @@ from opacus_ext.errors import moments
 from opacus_ext.errors.moments import Moments
 
 
+# What is noted on tensors as attributes.
+NOTES = ("_spread", "_squares")
+
+
 class Spread(NamedTuple):
     """
     The variance of a tensor's error, ``own + passed * gain``.
@@ -151,8 +155,8 @@ class Propagation(TorchFunctionMode):
         """What is known of a value's variance; None for one without error."""
         if not isinstance(x, Tensor):
             return None
-        found = getattr(x, "_spread", None)
-        return self.errors.get(id(x)) if found is None else found
+        found = self.errors.get(id(x))
+        return getattr(x, "_spread", None) if found is None else found
 
     def token(self, x: Tensor) -> Union[Tensor, Lost]:
         """The variance ``[*, 1]`` of a tensor, zeros where it is known."""
@@ -329,13 +333,14 @@ def _mean_square(x: Any, like: Tensor) -> Any:
 
 def _squares(x: Tensor) -> Tensor:
     """The sum of squares over the last dimension; kept, as several layers ask."""
-    version = None if x.is_inference() else x._version
-    known = getattr(x, "_squares", None)
-    if known is not None and known[0] == version:
+    # What has no note is the user's, and inference tensors don't count versions.
+    keep = hasattr(x, "_spread") and not x.is_inference()
+    known = getattr(x, "_squares", None) if keep else None
+    if known is not None and known[0] == x._version:
         return known[1]
     total = torch.linalg.vector_norm(_wide(x), dim=-1, keepdim=True).square()
-    if version is not None:
-        x._squares = version, total
+    if keep:
+        x._squares = x._version, total
     return total
 
 
