@@ -33,6 +33,7 @@ from typing import (
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
@@ -521,21 +522,18 @@ def _without(variance: Tensor, dims: List[int]) -> Tensor:
     return _last_mean(variance) if last else variance
 
 
-@register_propagation("index_add")
+@register_propagation("index_add", "index_copy")
 def _index_add(call: Call) -> Result:
     x, dim, index, source = (
         call.arg(i, n) for i, n in enumerate(("input", "dim", "index", "source"))
     )
-    total = call.token(x)
-    shape = (*x.shape[:-1], 1)
-    total = _zeros(x, shape) if total is None else total
-    added = call.token(source)
     if dim % x.dim() == x.dim() - 1:
-        return Lost("index_add")
-    if added is None:
-        return Spread(total)
-    added = added.expand(*source.shape[:-1], 1)
-    return Spread(total.expand(shape).index_add(dim, index, added))
+        return Lost(call.name)
+    before, after = (
+        (_zeros(y, (1,)) if v is None else v).expand(*y.shape[:-1], 1)
+        for y, v in ((x, call.token(x)), (source, call.token(source)))
+    )
+    return Spread(getattr(before, call.name)(dim, index, after))
 
 
 # -- arithmetic ------------------------------------------------------------------------
@@ -657,7 +655,8 @@ def _elementwise(call: Call) -> Result:
     if variance is None or any(call.spread(y) is not None for y in rest):
         return Lost(call.name)
     kwargs = {k: v for k, v in call.kwargs.items() if k not in ("inplace", "out")}
-    with torch.enable_grad():
+    # Checkpointing must not see what is saved here: it is not computed again.
+    with torch.enable_grad(), saved_tensors_hooks(lambda y: y, lambda y: y):
         value = x.detach().to(torch.promote_types(x.dtype, torch.float32))
         value = value.requires_grad_()
         plain = call.func if not call.func.__name__.endswith("_") else None

@@ -559,7 +559,15 @@ def index_add(x, y):
     return x.clone().index_add_(1, torch.tensor([2, 2, 0]), y)
 
 
-@each([set_rows, add_rows, index_add])
+def index_copy(x, y):
+    return x.clone().index_copy_(1, torch.tensor([2, 0]), y[:, 1:])
+
+
+def index_copy_to_known(x, y):
+    return x.new_zeros(2, 4, 8).index_copy(1, torch.tensor([3, 0, 1]), y)
+
+
+@each([set_rows, add_rows, index_add, index_copy, index_copy_to_known])
 def test_parts_that_are_set(case):
     agree(case, leaf(2, 3, 8), leaf(2, 3, 8))
 
@@ -640,7 +648,7 @@ def test_every_rule_is_tested():
     tested = set()
     for cases in (MOVED, KEPT, JOINED, ARITHMETIC, ELEMENTWISE, LAYERS):
         tested |= {case.split()[0] for case in cases}
-    tested |= {"setitem", "index_add", "vstack", "hstack", "dropout", "log_softmax"}
+    tested |= {"setitem", "index_add", "index_copy", "vstack", "hstack", "dropout", "log_softmax"}
     tested |= {"masked_select", "moveaxis", "view_as_complex", "log_sigmoid"}
     tested |= {"copy", "zero", "fill", "normal", "uniform"}
     tested |= {"layer_norm", "rms_norm", "scaled_dot_product_attention"}
