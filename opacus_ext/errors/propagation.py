@@ -63,8 +63,7 @@ class Spread(NamedTuple):
         own = _last_mean(self.own)
         if self.passed is None:
             return own
-        gain = self.gain.mean(-1, keepdim=True)
-        return torch.addcmul(own, _last_mean(self.passed), gain)
+        return torch.addcmul(own, _last_mean(self.passed), _mean(self.gain))
 
 
 class Lost(NamedTuple):
@@ -201,8 +200,8 @@ class Propagation(TorchFunctionMode):
         name = _PLAIN.get(raw) or _PLAIN.setdefault(raw, raw.strip("_"))
         if raw == "__get__":  # a property: .T, .mT, .shape
             name = getattr(getattr(func, "__self__", None), "__name__", "")
-        given = args
-        if name not in _BLIND and (raw.endswith("_") or kwargs.get("inplace")):
+        given, in_place = args, raw.endswith("_") or kwargs.get("inplace")
+        if in_place and name not in _BLIND:
             # What it changes in place is what the rule needs.
             kept = args[0].detach().clone()
             self.set(kept, before[0])
@@ -228,14 +227,14 @@ class Propagation(TorchFunctionMode):
             )
         for x, result in zip(outputs, results):
             self.set(x, result)
-            if x is args[0] and x._is_view():
+            if in_place and x is args[0] and x._is_view():
                 self._set_base(x)
         return out
 
     def _set_base(self, view: Tensor) -> None:
         """Says of a tensor what is known of a view of it that was changed in place."""
         base, known = view._base, self.of(view)
-        before = self.of(base)
+        before = self.of(base) if base.dtype == view.dtype else Lost("view")
         if isinstance(known, Lost) or isinstance(before, Lost):
             self.set(base, known if isinstance(known, Lost) else before)
             return
@@ -315,7 +314,11 @@ def _zeros(x: Tensor, shape: Sequence[int]) -> Tensor:
 
 def _last_mean(x: Tensor) -> Tensor:
     """The mean over the width; one dimension alone may well be the batch."""
-    return x.mean(-1, keepdim=True) if x.dim() > 1 and x.size(-1) > 1 else x
+    return x if x.dim() < 2 or x.size(-1) == 1 else _mean(x)
+
+
+def _mean(x: Tensor) -> Tensor:
+    return x.sum(-1, keepdim=True) / max(x.size(-1), 1)
 
 
 def _mean_square(x: Any, like: Tensor) -> Any:
@@ -760,6 +763,25 @@ def _matmul(call: Call) -> Result:
             gain = gain + b.sum(-2, keepdim=True)
         total = _plus(total, a * gain)
     return Spread(total)
+
+
+@register_propagation("grouped_mm")
+def _grouped_mm(call: Call) -> Result:
+    """Rows ``[N, in]``, group after group, each with its own matrix ``[in, out]``."""
+    x, weight, ends = (
+        call.arg(i, n) for i, n in enumerate(("mat_a", "mat_b", "offs"))
+    )
+    if x.dim() != 2 or weight.dim() != 3:
+        return Lost("grouped_mm")
+    noise, passed = call.token(weight), call.token(x)
+    noise = _zeros(weight, ()) if noise is None else noise.mean()
+    own = _squares(x) * noise
+    if passed is None:
+        return Spread(own)
+    at = torch.arange(x.size(0), device=x.device)
+    group = torch.searchsorted(ends, at, right=True).clamp(max=weight.size(0) - 1)
+    gain = _wide(weight).square().sum((1, 2)) / weight.size(2) + x.size(1) * noise
+    return Spread(own + passed * gain[group, None])
 
 
 @register_propagation("layer_norm", "rms_norm")

@@ -193,6 +193,8 @@ JOINED = {
     "cat": lambda x, y: torch.cat([x, y], 1),
     "cat width": lambda x, y: torch.cat([x, y[..., :4]], -1),
     "cat known": lambda x, y: torch.cat([x, torch.ones(2, 2, 8, dtype=D)], 1),
+    "cat no width": lambda x, y: torch.cat([x[..., 8:], y[..., :8]], -1),
+    "cat no outputs": lambda x, y: torch.cat([(x @ y[0].T)[..., 3:], y], -1),
     "cat nothing": lambda x, y: torch.cat([torch.empty(0, dtype=D), x], 1),
     "view_as_real": lambda x, y: torch.view_as_real(
         torch.view_as_complex(x.unflatten(-1, (4, 2)))
@@ -331,6 +333,23 @@ def test_layers(case):
     agree(
         LAYERS[case], leaf(2, 3, 32), leaf(64, 32, spread=rows), leaf(64), draws=2000
     )
+
+
+@pytest.mark.skipif(not hasattr(F, "grouped_mm"), reason="this torch has none")
+def test_grouped_products():
+    """Experts: each row with the matrix of its group, one of which has no rows."""
+    x, w = leaf(8, 16), leaf(4, 16, 32, spread=False)
+    x, w = ((p.float(), v.float()) for p, v in (x, w))
+    x, w = ((nn.Parameter(p.detach()), v) for p, v in (x, w))
+    w[0].data *= torch.tensor([1.0, 5.0, 2.0, 0.1])[:, None, None]
+    ends = torch.tensor([3, 3, 7, 8], dtype=torch.int32)
+    group = torch.tensor([0] * 3 + [2] * 4 + [3])
+    (got,) = propagated(lambda x, w: F.grouped_mm(x, w, offs=ends), [x, w])
+    x, w = ((p.detach().double(), v.double()) for p, v in (x, w))
+    (expected,) = sampled(
+        lambda x, w: torch.einsum("ni,nio->no", x, w[group])[None], [x, w], 1000
+    )
+    torch.testing.assert_close(got.double()[None], expected, rtol=0.15, atol=0)
 
 
 @pytest.mark.parametrize("norm", ["layer_norm", "rms_norm"])
@@ -650,7 +669,7 @@ def test_every_rule_is_tested():
         tested |= {case.split()[0] for case in cases}
     tested |= {"setitem", "index_add", "index_copy", "vstack", "hstack", "dropout", "log_softmax"}
     tested |= {"masked_select", "moveaxis", "view_as_complex", "log_sigmoid"}
-    tested |= {"copy", "zero", "fill", "normal", "uniform"}
+    tested |= {"grouped_mm", "copy", "zero", "fill", "normal", "uniform"}
     tested |= {"layer_norm", "rms_norm", "scaled_dot_product_attention"}
     tested |= {"var", "std", "norm", "vector_norm", "linalg_vector_norm"}
     tested |= {"var_mean", "std_mean", "feature_alpha_dropout"}
