@@ -40,7 +40,6 @@ from torch.overrides import TorchFunctionMode
 from opacus_ext.errors import moments
 from opacus_ext.errors.moments import Moments
 
-
 # What is noted on tensors as attributes.
 NOTES = ("_spread", "_squares")
 
@@ -185,6 +184,7 @@ class Propagation(TorchFunctionMode):
         if spread is not None or getattr(x, "_spread", None) is not None:
             x._spread = spread
 
+    @torch.compiler.disable
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if self.paused:
@@ -195,7 +195,9 @@ class Propagation(TorchFunctionMode):
             return func(*args, **kwargs)
         if not args:  # torch.cat(tensors=...)
             kwargs = dict(kwargs)
-            first = next((name for name in _FIRST if name in kwargs), next(iter(kwargs)))
+            first = next(
+                (name for name in _FIRST if name in kwargs), next(iter(kwargs))
+            )
             args = (kwargs.pop(first),)
         name = _PLAIN.get(raw) or _PLAIN.setdefault(raw, raw.strip("_"))
         if raw == "__get__":  # a property: .T, .mT, .shape
@@ -768,9 +770,7 @@ def _matmul(call: Call) -> Result:
 @register_propagation("grouped_mm")
 def _grouped_mm(call: Call) -> Result:
     """Rows ``[N, in]``, group after group, each with its own matrix ``[in, out]``."""
-    x, weight, ends = (
-        call.arg(i, n) for i, n in enumerate(("mat_a", "mat_b", "offs"))
-    )
+    x, weight, ends = (call.arg(i, n) for i, n in enumerate(("mat_a", "mat_b", "offs")))
     if x.dim() != 2 or weight.dim() != 3:
         return Lost("grouped_mm")
     noise, passed = call.token(weight), call.token(x)

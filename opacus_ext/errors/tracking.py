@@ -58,9 +58,10 @@ def track_errors(
         shares: by name of a parameter the shares p_i of samples that use its rows, see
             :func:`~opacus_ext.errors.token_shares`; a tensor if there is one embedding
             with that many rows. Without it all tokens have the same error
-        where: "logits": <q, k> / sqrt(d) - |q|^2 sigma^2 / (2 d), before the softmax, so
-            that weights sum to 1; "scores": the weights after the softmax are divided by
-            exp(|q|^2 sigma^2 / (2 d)) and not normalised again, the paper to the letter
+        where: "logits": <q, k> / sqrt(d) - |q|^2 sigma^2 / (2 d), before the softmax,
+            so that weights sum to 1; "scores": the weights after the softmax are
+            divided by exp(|q|^2 sigma^2 / (2 d)) and not normalised again, the paper to
+            the letter
         cap: the most a key's variance may be in terms of the mean square of the key's
             elements: what is seen has the error in it and can't well be smaller. None
             for no bound
@@ -70,8 +71,8 @@ def track_errors(
         floor: the least share counted
 
     Returns:
-        The tracker: ``enabled`` and ``evaluate`` may be set at any time, ``detach`` ends
-        it.
+        The tracker: ``enabled`` and ``evaluate`` may be set at any time, ``detach``
+        ends it.
 
     Raises:
         ValueError: for unknown options or names, or a model that is tracked already
@@ -143,7 +144,8 @@ class ErrorTracker:
             model = inner
         if tracker_of(model) is not None:
             raise ValueError(
-                "The errors of this model are tracked already; detach that tracker first."
+                "The errors of this model are tracked already; detach that tracker "
+                "first."
             )
         self.where, self.cap, self.evaluate, self.enabled = where, cap, evaluate, True
         self._model = weakref.ref(model)
@@ -246,18 +248,15 @@ class ErrorTracker:
         return self._errors
 
     # -- around the model's forward ------------------------------------------------
+    # torch.compile leaves out what tracks, and with it the operations that are tracked.
 
+    @torch.compiler.disable
     def _enter(self, module: nn.Module, args: Any) -> None:
         stack = _stack()
         _leave(module)  # an interrupt, of which no hook hears, has ended it before
         if not self.acts(module.training):
             stack.append((module, None))
             return
-        if torch.compiler.is_compiling():
-            raise RuntimeError(
-                "Errors can't be tracked through torch.compile. Train the model "
-                "uncompiled, or without track_errors."
-            )
         known = self._variances(module)
         params = {
             id(p): known[n].to(p.device, torch.promote_types(p.dtype, torch.float32))
@@ -271,6 +270,7 @@ class ErrorTracker:
         mode.__enter__()
         stack.append((module, mode))
 
+    @torch.compiler.disable
     def _exit(self, module: nn.Module, args: Any, output: Any) -> None:
         mode = _leave(module)
         if mode is None:
@@ -281,8 +281,8 @@ class ErrorTracker:
                 _clean(x)
         if output is not None and not self._asked:
             raise RuntimeError(
-                "The errors of this model are tracked, but no attention asked for them. "
-                'Models of transformers need set_attn_implementation("re_attention"), '
+                "The errors of this model are tracked, but no attention asked for "
+                'them. Models of transformers need set_attn_implementation("re_attention"), '
                 "others opacus_ext.layers.re_attention in place of "
                 "scaled_dot_product_attention."
             )
@@ -345,7 +345,7 @@ class ErrorTracker:
         return {**state, **{f"shares.{n}": s for n, s in self._shares.items()}}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Takes shares and, where there is no optimizer, the noise from a checkpoint."""
+        """Takes shares from a checkpoint, and the noise if there is no optimizer."""
         shares = {n[7:]: s for n, s in state.items() if n.startswith("shares.")}
         if shares:
             self._shares = shares
@@ -369,8 +369,8 @@ class ErrorTracker:
 
     def __getstate__(self) -> Dict[str, Any]:
         raise TypeError(
-            "A model whose errors are tracked can't be pickled; save its state_dict, or "
-            "detach the tracker first."
+            "A model whose errors are tracked can't be pickled; save its state_dict, "
+            "or detach the tracker first."
         )
 
 

@@ -82,7 +82,12 @@ def _with_errors(plain: Callable) -> Callable:
     return changed
 
 
-for _name in ("reorder_cache", "crop", "batch_repeat_interleave", "batch_select_indices"):
+for _name in (
+    "reorder_cache",
+    "crop",
+    "batch_repeat_interleave",
+    "batch_select_indices",
+):
     setattr(Cache, _name, _with_errors(getattr(Cache, _name)))
 AttentionInterface.register("re_attention", re_attention_forward)
 AttentionMaskInterface.register("re_attention", sdpa_mask)

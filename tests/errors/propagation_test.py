@@ -16,8 +16,9 @@ from torch.func import functional_call, vmap
 from torch.nn import functional as F
 
 import opacus_ext
-from opacus_ext.errors import Propagation, Spread, moments, register_propagation
+from opacus_ext.errors import Propagation, Spread, moments
 from opacus_ext.errors import propagation as propagation_module
+from opacus_ext.errors import register_propagation
 from opacus_ext.errors.moments import Moments
 from opacus_ext.errors.propagation import RULES, Lost, attention_spread
 from opacus_ext.models import DPFormer
@@ -330,9 +331,7 @@ LAYERS = {
 @each(LAYERS)
 def test_layers(case):
     rows = case == "embedding"
-    agree(
-        LAYERS[case], leaf(2, 3, 32), leaf(64, 32, spread=rows), leaf(64), draws=2000
-    )
+    agree(LAYERS[case], leaf(2, 3, 32), leaf(64, 32, spread=rows), leaf(64), draws=2000)
 
 
 @pytest.mark.skipif(not hasattr(F, "grouped_mm"), reason="this torch has none")
@@ -644,7 +643,9 @@ def test_a_rule_can_be_added():
     x, variance = leaf(2, 3, 8)
     register_propagation("prelu")(lambda call: Spread(4 * call.token(call.args[0])))
     try:
-        (got,) = propagated(lambda x: F.prelu(x, torch.ones(1, dtype=D)), [(x, variance)])
+        (got,) = propagated(
+            lambda x: F.prelu(x, torch.ones(1, dtype=D)), [(x, variance)]
+        )
         torch.testing.assert_close(got, 4 * variance)
     finally:
         RULES.pop("prelu")
@@ -667,7 +668,15 @@ def test_every_rule_is_tested():
     tested = set()
     for cases in (MOVED, KEPT, JOINED, ARITHMETIC, ELEMENTWISE, LAYERS):
         tested |= {case.split()[0] for case in cases}
-    tested |= {"setitem", "index_add", "index_copy", "vstack", "hstack", "dropout", "log_softmax"}
+    tested |= {
+        "setitem",
+        "index_add",
+        "index_copy",
+        "vstack",
+        "hstack",
+        "dropout",
+        "log_softmax",
+    }
     tested |= {"masked_select", "moveaxis", "view_as_complex", "log_sigmoid"}
     tested |= {"grouped_mm", "copy", "zero", "fill", "normal", "uniform"}
     tested |= {"layer_norm", "rms_norm", "scaled_dot_product_attention"}
@@ -898,9 +907,7 @@ def test_keys_of_llama():
     ids = torch.randint(0, 20, (2, 5))
     tracked = copy.deepcopy(model)
     tracker = private(tracked, cap=None)
-    got = key_variances(
-        tracked, tracker, lambda m: m(input_ids=ids, use_cache=False)
-    )
+    got = key_variances(tracked, tracker, lambda m: m(input_ids=ids, use_cache=False))
     stds = {n: e.double() for n, e in tracker.errors().items()}
     # causal by hand: transformers can't build masks under vmap
     mask = torch.ones(5, 5, dtype=torch.bool).tril().expand(2, 1, 5, 5)

@@ -6,6 +6,8 @@ errors are tracked with the same noise: a copy of a tracked model is tracked.
 
 import copy
 import gc
+import importlib
+import sys
 import threading
 import weakref
 
@@ -22,7 +24,13 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import opacus_ext
 from opacus_ext.errors import tracking
-from opacus_ext.layers import SelfAttention, re_attention
+from opacus_ext.layers import (
+    SelfAttention,
+    SwitchFeedForward,
+    TopKFeedForward,
+    re_attention,
+)
+from opacus_ext.lazy import when_imported
 from opacus_ext.models import DPFormer
 from tests.common import (
     MODES,
@@ -242,6 +250,29 @@ def test_exact_in_a_model_of_ones_own(mode, wrap):
     check(mode, wrap, Mixed().double(), batch, square_loss)
 
 
+class Routed(nn.Module):
+    def __init__(self, layer):
+        super().__init__()
+        self.embedding = nn.Embedding(10, 8)
+        self.first, self.second = SelfAttention(8, 2), SelfAttention(8)
+        self.experts, self.head = layer, nn.Linear(8, 3)
+
+    def forward(self, ids):
+        x = self.embedding(ids)
+        x = x + self.first(x)
+        out = self.experts(x)
+        x = x + (out[0] if isinstance(out, tuple) else out)
+        return self.head(self.second(x))
+
+
+@every_mode
+@pytest.mark.parametrize("kind", [SwitchFeedForward, TopKFeedForward])
+def test_exact_behind_experts(mode, kind):
+    torch.manual_seed(0)
+    model = Routed(kind(8, 12, num_experts=3)).double()
+    check(mode, True, model, sequences(), square_loss, some_shares())
+
+
 @every_mode
 def test_bfloat16(mode):
     """As close to float64 as bfloat16 is without the correction."""
@@ -253,6 +284,26 @@ def test_bfloat16(mode):
     wide = in_mode(mode, True, model, ids, square_loss, 1e3, 0.1, some_shares())
     for name, g in got.items():
         assert g.dtype == torch.bfloat16
+        gap = (g.double() - wide[name]).norm() / wide[name].norm()
+        assert float(gap) < 0.15, name
+
+
+@every_mode
+def test_autocast(mode):
+    """As close to float64 as bfloat16 is; variances are kept wide."""
+
+    def loss(model, ids):
+        with torch.autocast("cpu", torch.bfloat16):
+            out = model(ids)
+        return square_loss(lambda _: out.double(), ids)
+
+    model, ids = dpformer(), sequences()
+    args = ids, loss, 1e3, 0.1, some_shares()
+    got = in_mode(mode, True, copy.deepcopy(model).float(), *args)
+    args = ids, square_loss, 1e3, 0.1, some_shares()
+    wide = in_mode(mode, True, model, *args)
+    for name, g in got.items():
+        assert g.dtype == torch.float32
         gap = (g.double() - wide[name]).norm() / wide[name].norm()
         assert float(gap) < 0.15, name
 
@@ -645,7 +696,9 @@ def test_lost_errors_are_refused():
 
         def forward(self, x):
             x = self.start(x)
-            return re_attention(x, torch.fft.ifft(torch.fft.fft(x)).real, x, module=self)
+            return re_attention(
+                x, torch.fft.ifft(torch.fft.fft(x)).real, x, module=self
+            )
 
     model = Odd()
     track(model)
@@ -857,6 +910,47 @@ def test_several_outputs_have_no_notes():
             assert not vars(x)
 
 
+def test_compiled_model():
+    """What is tracked runs as if it were not compiled."""
+    model, x = SelfAttention(4), torch.randn(2, 3, 4)
+    track(model)
+    out = model(x)
+    compiled = torch.compile(model, backend="eager")
+    for _ in range(2):
+        torch.testing.assert_close(compiled(x), out)
+    assert torch.equal(model(x), out)
+
+
+# Registered when transformers is imported
+
+
+def test_when_imported(tmp_path, monkeypatch):
+    """Once, after the module has run; at once if it has been imported."""
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "late_package").mkdir()
+    (tmp_path / "late_package" / "__init__.py").write_text("")
+    (tmp_path / "late_package" / "part.py").write_text("value = 3")
+    seen, watching = [], len(sys.meta_path)
+
+    def action():
+        seen.append(sys.modules["late_package.part"].value)
+
+    when_imported("late_package.part", action)
+    importlib.import_module("late_package")
+    assert not seen
+    part = importlib.import_module("late_package.part")
+    assert seen == [3] and len(sys.meta_path) == watching
+    importlib.reload(part)
+    when_imported("late_package.part", action)
+    assert seen == [3, 3]
+    when_imported("late_package.missing", action)
+    with pytest.raises(ImportError):
+        importlib.import_module("late_package.missing")
+    assert seen == [3, 3] and len(sys.meta_path) == watching
+    for name in ("late_package", "late_package.part"):
+        del sys.modules[name]
+
+
 # Models of transformers
 
 transformers = pytest.importorskip("transformers")
@@ -916,8 +1010,23 @@ def opt():
     )
 
 
-FAMILIES = {"llama": llama, "gpt2": gpt2, "bert": bert, "opt": opt}
-tolerances = {"llama": 1e-6}  # its norm is computed in float32
+def t5():
+    return transformers.T5ForConditionalGeneration(
+        transformers.T5Config(
+            vocab_size=11,
+            d_model=8,
+            d_kv=4,
+            d_ff=12,
+            num_layers=2,
+            num_heads=2,
+            dropout_rate=0.0,
+            decoder_start_token_id=0,
+        )
+    )
+
+
+FAMILIES = {"llama": llama, "gpt2": gpt2, "bert": bert, "opt": opt, "t5": t5}
+tolerances = {"llama": 1e-6, "t5": 1e-6}  # their norms are computed in float32
 every_family = pytest.mark.parametrize("family", FAMILIES)
 
 
@@ -940,6 +1049,13 @@ def words(left=False):
     return {"input_ids": ids, "attention_mask": mask}
 
 
+def batch_of(family, left=False):
+    batch = words(left)
+    if family == "t5":
+        batch["decoder_input_ids"] = batch["input_ids"].flip(1)
+    return batch
+
+
 def masked_loss(model, batch):
     logits = model(**batch).logits
     if logits.dim() == 3:
@@ -959,7 +1075,8 @@ def test_transformers_exact(family, mode):
     wrap = family != "opt"
     model = of_family(family)
     shares = rows_of(model, some_shares(11))
-    batch, tolerance = words(left=family == "llama"), tolerances.get(family, 1e-8)
+    batch = batch_of(family, left=family == "llama")
+    tolerance = tolerances.get(family, 1e-8)
     check(mode, wrap, model, batch, masked_loss, shares, tolerance=tolerance)
 
 
@@ -991,7 +1108,7 @@ def test_transformers_checkpointing(mode, reentrant):
 
 @every_family
 def test_transformers_plain_where_not_tracked(family):
-    batch = words()
+    batch = batch_of(family)
     out = of_family(family, "sdpa")(**batch).logits
     model = of_family(family)
     assert torch.equal(model(**batch).logits, out)
@@ -1004,7 +1121,9 @@ def test_transformers_plain_where_not_tracked(family):
 def test_transformers_need_the_implementation():
     model = of_family("llama", "eager")
     track(model)
-    with pytest.raises(RuntimeError, match=r'set_attn_implementation\("re_attention"\)'):
+    with pytest.raises(
+        RuntimeError, match=r'set_attn_implementation\("re_attention"\)'
+    ):
         model(**words())
 
 
@@ -1084,6 +1203,28 @@ def test_static_cache():
         for part in (slice(0, 4), slice(4, 5), slice(5, 6)):
             out = model(input_ids=ids[:, part], past_key_values=cache).logits
             torch.testing.assert_close(out, whole[:, part], rtol=1e-6, atol=1e-6)
+
+
+@every_mode
+def test_transformers_experts(mode):
+    """Mixtral, whose experts are one grouped product; that has no float64."""
+    torch.manual_seed(0)
+    config = transformers.MixtralConfig(
+        **{**SMALL, "num_key_value_heads": 1, "num_local_experts": 4},
+        hidden_size=8,
+        intermediate_size=16,
+    )
+    model = transformers.MixtralForCausalLM(config).train()
+    for p in model.parameters():
+        if p.dim() > 1:
+            nn.init.normal_(p, std=0.3)
+    model.set_attn_implementation("re_attention")
+    batch = {"input_ids": torch.randint(1, 11, (3, 5))}
+
+    def loss(model, batch):
+        return square_loss(lambda **kwargs: model(**kwargs).logits, batch)
+
+    check(mode, True, model, batch, loss, tolerance=1e-4)
 
 
 def test_transformers_refusals():
