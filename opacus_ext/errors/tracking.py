@@ -282,8 +282,9 @@ class ErrorTracker:
         if output is not None and not self._asked:
             raise RuntimeError(
                 "The errors of this model are tracked, but no attention asked for "
-                'them. Models of transformers need set_attn_implementation("re_attention"), '
-                "others opacus_ext.layers.re_attention in place of "
+                "them. Models of transformers need "
+                'set_attn_implementation("re_attention"), others '
+                "opacus_ext.layers.re_attention in place of "
                 "scaled_dot_product_attention."
             )
 

@@ -94,6 +94,7 @@ def corrected_attention(
     if right.size(-2):
         # What all keys have in common changes nothing, but would cost digits.
         right = right - right.amin(-2, keepdim=True)
+    right = right.clamp(max=torch.finfo(key.dtype).max)
     # Widths that are multiples of 8, and equal, are what the kernels that save memory
     # ask for.
     blank = (0, -(query.size(-1) + 1) % 8)

@@ -50,7 +50,7 @@ def propagated(f, leaves):
     return [errors.variance(x).expand(shape) for x, shape in zip(outs, shapes)]
 
 
-def sampled(f, leaves, draws=4000):
+def sampled(f, leaves, draws=2000):
     """The variance of the elements, and its mean over the last dimension."""
 
     def once(*noises):
@@ -67,7 +67,7 @@ def sampled(f, leaves, draws=4000):
     return [x.var(0).mean(-1, True) if x.dim() > 2 else x.var(0) for x in outs]
 
 
-def agree(f, *leaves, tolerance=0.1, draws=4000):
+def agree(f, *leaves, tolerance=0.12, draws=2000):
     got, expected = propagated(f, leaves), sampled(f, leaves, draws)
     assert len(got) == len(expected)
     for a, b in zip(got, expected):
@@ -78,7 +78,7 @@ def each(cases):
     return pytest.mark.parametrize("case", cases)
 
 
-KNOWN = torch.randn(2, 3, 32, dtype=D)
+KNOWN = torch.linspace(-9, 9, 192, dtype=D).sin().view(2, 3, 32)
 IDS = torch.tensor([2, 0, 1])
 MASK = torch.tensor([[True, False, True], [True, True, False]])
 
@@ -360,7 +360,7 @@ def test_norms(norm):
             return F.rms_norm(x, (64,), w, 1e-5)
         return F.layer_norm(x, (64,), w, b)
 
-    agree(f, leaf(2, 3, 64), leaf(64), leaf(64), tolerance=0.1)
+    agree(f, leaf(2, 3, 64), leaf(64), leaf(64), tolerance=0.12)
 
 
 def test_rms_norm_written_out():
@@ -369,7 +369,7 @@ def test_rms_norm_written_out():
     def f(x, w):
         return w * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5))
 
-    agree(f, leaf(2, 3, 128), leaf(128), tolerance=0.1)
+    agree(f, leaf(2, 3, 128), leaf(128), tolerance=0.12)
 
 
 @pytest.mark.parametrize("name", ["var", "std", "norm", "vector_norm", "var_mean"])

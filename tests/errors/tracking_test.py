@@ -910,6 +910,7 @@ def test_several_outputs_have_no_notes():
             assert not vars(x)
 
 
+@pytest.mark.slow
 def test_compiled_model():
     """What is tracked runs as if it were not compiled."""
     model, x = SelfAttention(4), torch.randn(2, 3, 4)

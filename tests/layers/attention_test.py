@@ -141,7 +141,7 @@ def test_gradients(where, is_causal):
 
 @every_place
 @pytest.mark.parametrize("huge", [26.0**2, 1e6])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_huge_variances(where, huge, dtype):
     """A token that hardly ever occurs: exp(|q|^2 sigma^2 / 2d) is beyond any float."""
     q, k, v, variance = some(dtype=torch.float32)
