@@ -33,11 +33,15 @@ from typing import (
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from opacus_ext.errors import moments
 from opacus_ext.errors.moments import Moments
+
+# What is noted on tensors as attributes.
+NOTES = ("_spread", "_squares")
 
 
 class Spread(NamedTuple):
@@ -58,7 +62,7 @@ class Spread(NamedTuple):
         own = _last_mean(self.own)
         if self.passed is None:
             return own
-        return torch.addcmul(own, _last_mean(self.passed), _last_mean(self.gain))
+        return torch.addcmul(own, _last_mean(self.passed), _mean(self.gain))
 
 
 class Lost(NamedTuple):
@@ -90,8 +94,7 @@ class Call(NamedTuple):
 
     def moments(self, x: Tensor) -> Moments:
         """Value and variance of an argument."""
-        x = _wide(x)
-        variance = self.token(x)
+        variance, x = self.token(x), _wide(x)
         return Moments(x, x.new_zeros((1,) * x.dim()) if variance is None else variance)
 
 
@@ -151,8 +154,8 @@ class Propagation(TorchFunctionMode):
         """What is known of a value's variance; None for one without error."""
         if not isinstance(x, Tensor):
             return None
-        found = getattr(x, "_spread", None)
-        return self.errors.get(id(x)) if found is None else found
+        found = self.errors.get(id(x))
+        return getattr(x, "_spread", None) if found is None else found
 
     def token(self, x: Tensor) -> Union[Tensor, Lost]:
         """The variance ``[*, 1]`` of a tensor, zeros where it is known."""
@@ -181,6 +184,7 @@ class Propagation(TorchFunctionMode):
         if spread is not None or getattr(x, "_spread", None) is not None:
             x._spread = spread
 
+    @torch.compiler.disable
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if self.paused:
@@ -189,17 +193,23 @@ class Propagation(TorchFunctionMode):
         before = [self.of(x) for x in _flat(args, kwargs)]
         if not any(x is not None for x in before) or raw in _SILENT:
             return func(*args, **kwargs)
+        if not args:  # torch.cat(tensors=...)
+            kwargs = dict(kwargs)
+            first = next(
+                (name for name in _FIRST if name in kwargs), next(iter(kwargs))
+            )
+            args = (kwargs.pop(first),)
         name = _PLAIN.get(raw) or _PLAIN.setdefault(raw, raw.strip("_"))
         if raw == "__get__":  # a property: .T, .mT, .shape
             name = getattr(getattr(func, "__self__", None), "__name__", "")
-        given = args
-        if name not in _BLIND and (raw.endswith("_") or kwargs.get("inplace")):
+        given, in_place = args, raw.endswith("_") or kwargs.get("inplace")
+        if in_place and name not in _BLIND:
             # What it changes in place is what the rule needs.
             kept = args[0].detach().clone()
             self.set(kept, before[0])
             given = (kept, *args[1:])
         out = func(*args, **kwargs)
-        outputs = [x for x in _tensors(out) if x.is_floating_point()]
+        outputs = [x for x in _tensors(out) if x.is_floating_point() or x.is_complex()]
         if raw == "__setitem__":
             outputs = [args[0]]
         if not outputs:
@@ -219,7 +229,25 @@ class Propagation(TorchFunctionMode):
             )
         for x, result in zip(outputs, results):
             self.set(x, result)
+            if in_place and x is args[0] and x._is_view():
+                self._set_base(x)
         return out
+
+    def _set_base(self, view: Tensor) -> None:
+        """Says of a tensor what is known of a view of it that was changed in place."""
+        base, known = view._base, self.of(view)
+        before = self.of(base) if base.dtype == view.dtype else Lost("view")
+        if isinstance(known, Lost) or isinstance(before, Lost):
+            self.set(base, known if isinstance(known, Lost) else before)
+            return
+        with quietly(base):
+            new, old = self.token(view), self.token(base)
+            whole = torch.empty_strided(
+                *(base.shape, base.stride()), dtype=old.dtype, device=old.device
+            ).copy_(old)
+            at = view.storage_offset() - base.storage_offset()
+            whole.as_strided(view.shape, view.stride(), at).copy_(new)
+            self.set(base, Spread(_last_mean(whole)))
 
 
 # Names that differ from their operation's by more than underscores.
@@ -232,6 +260,8 @@ _PLAIN = {
     **{"concat": "cat", "concatenate": "cat", "special_softmax": "softmax"},
     **{"hstack": "hstack", "_softmax": "softmax", "leaky_relu_": "leaky_relu"},
 }
+# What the first argument is called, where it may come by name.
+_FIRST = ("condition", "input", "tensors", "query")
 # Nothing that carries an error comes out of these.
 _SILENT = frozenset(
     "size dim numel stride is_floating_point is_complex data_ptr device ndim "
@@ -241,12 +271,15 @@ _SILENT = frozenset(
     "full_like empty_like rand_like randn_like randint_like argmax argmin argsort "
     "isnan isinf isfinite allclose equal eq ne lt le gt ge __eq__ __ne__ __lt__ "
     "__le__ __gt__ __ge__ any all sign floor ceil round bernoulli multinomial "
-    "zero_ fill_ normal_ uniform_ nonzero untyped_storage __hash__ __dir__ "
+    "nonzero untyped_storage __hash__ __dir__ "
     "numpy cpu_count get_device is_set_to is_same_size _is_view "
     "__contains__".split()
 )
 # Their rules need no values: nothing is kept of what they change in place.
-_BLIND = frozenset("add sub dropout masked_fill index_add setitem clamp".split())
+_BLIND = frozenset(
+    "add sub dropout masked_fill index_add setitem clamp copy zero fill normal "
+    "uniform".split()
+)
 
 
 @contextmanager
@@ -273,35 +306,47 @@ def _tensors(out: Any) -> List[Tensor]:
 
 
 def _wide(x: Tensor) -> Tensor:
-    """The value of a tensor, in float32 at least, with what is known of its error."""
-    wide = x.detach().to(torch.promote_types(x.dtype, torch.float32))
-    if wide is not x and (spread := getattr(x, "_spread", None)) is not None:
-        wide._spread = spread
-    return wide
+    """The value of a tensor, in float32 at least."""
+    return x.detach().to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _zeros(x: Tensor, shape: Sequence[int]) -> Tensor:
+    return x.new_zeros(shape, dtype=torch.promote_types(x.dtype, torch.float32))
 
 
 def _last_mean(x: Tensor) -> Tensor:
-    return x.mean(-1, keepdim=True) if x.dim() and x.size(-1) > 1 else x
+    """The mean over the width; one dimension alone may well be the batch."""
+    return x if x.dim() < 2 or x.size(-1) == 1 else _mean(x)
 
 
-def _mean_square(x: Any) -> Any:
-    """The mean square over the last dimension, ``[*, 1]``; of a number, its square."""
+def _mean(x: Tensor) -> Tensor:
+    return x.sum(-1, keepdim=True) / max(x.size(-1), 1)
+
+
+def _mean_square(x: Any, like: Tensor) -> Any:
+    """
+    The mean square over the width, ``[*, 1]``; of a number, its square.
+
+    Args:
+        like: what ``x`` is broadcast to; if that has one dimension, there is no width
+    """
     if not isinstance(x, Tensor):
-        return x * x
-    x = _wide(x)
-    if not x.dim() or x.size(-1) <= 1:
-        return x.square()
+        return abs(x) ** 2
+    if like.dim() < 2 or not x.dim() or x.size(-1) <= 1:
+        return _wide(x).abs().square()
     return _squares(x) / x.size(-1)
 
 
 def _squares(x: Tensor) -> Tensor:
     """The sum of squares over the last dimension; kept, as several layers ask."""
-    known = getattr(x, "_squares", None)
+    # What has no note is the user's, and inference tensors don't count versions.
+    keep = hasattr(x, "_spread") and not x.is_inference()
+    known = getattr(x, "_squares", None) if keep else None
     if known is not None and known[0] == x._version:
         return known[1]
-    wide = x.detach().to(torch.promote_types(x.dtype, torch.float32))
-    total = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square()
-    x._squares = x._version, total
+    total = torch.linalg.vector_norm(_wide(x), dim=-1, keepdim=True).square()
+    if keep:
+        x._squares = x._version, total
     return total
 
 
@@ -328,7 +373,7 @@ def _plus(a: Optional[Tensor], b: Optional[Tensor]) -> Optional[Tensor]:
     *("split_with_sizes", "tensor_split", "unbind", "getitem", "select", "narrow"),
     *("flip", "roll", "movedim", "moveaxis", "swapaxes", "swapdims", "T", "mT"),
     *("repeat", "tile", "repeat_interleave", "index_select", "broadcast_to", "unfold"),
-    *("adjoint", "take_along_dim", "gather", "tril", "triu", "diagonal", "pad", "take"),
+    *("adjoint", "take_along_dim", "gather", "tril", "triu", "diagonal", "take"),
     *("masked_select",),
 )
 def _moved(call: Call) -> Result:
@@ -336,17 +381,47 @@ def _moved(call: Call) -> Result:
     spread = call.spread(x)
     if spread is None:
         return None  # an index or a fill value has the error
+    # Repeated over the width, what is expanded has strides that no view merges.
+    func = torch.Tensor.reshape if call.name == "view" else call.func
     parts: List[Any] = []
     for part in spread:
         if part is None:
             parts.append(None)
             continue
-        moved = call.func(part.expand(x.shape), *call.args[1:], **call.kwargs)
+        moved = func(part.expand(x.shape), *call.args[1:], **call.kwargs)
         parts.append(list(moved) if isinstance(moved, (list, tuple)) else moved)
     if isinstance(parts[0], list):
         rest = [part or [None] * len(parts[0]) for part in parts[1:]]
         return [_tidy(Spread(*each)) for each in zip(parts[0], *rest)]
     return _tidy(Spread(*parts))
+
+
+@register_propagation("pad")
+def _pad(call: Call) -> Result:
+    kwargs = {k: v for k, v in call.kwargs.items() if k != "value"}
+    return _moved(call._replace(args=call.args[:3], kwargs=kwargs))
+
+
+@register_propagation("view_as_complex")
+def _as_complex(call: Call) -> Result:
+    """Of a complex number: the variance of its real part, and of its imaginary."""
+    x = call.args[0]
+    return Spread(_last_mean(call.token(x).expand(*x.shape[:-1], 1).squeeze(-1)))
+
+
+@register_propagation("view_as_real")
+def _as_real(call: Call) -> Result:
+    return Spread(call.token(call.args[0]).unsqueeze(-1))
+
+
+@register_propagation("copy")
+def _copied(call: Call) -> Result:
+    return call.spread(call.arg(1, "src"))
+
+
+@register_propagation("zero", "fill", "normal", "uniform")
+def _filled(call: Call) -> Result:
+    return None
 
 
 def _tidy(spread: Spread) -> Spread:
@@ -376,10 +451,12 @@ def _joined(call: Call) -> Result:
     for x in xs:
         variance = call.token(x)
         if variance is None:
-            variance = x.new_zeros(1, dtype=torch.float32)
+            variance = _zeros(x, (1,))
         variances.append(variance)
     if call.name in ("hstack", "vstack"):
         return Lost(call.name)
+    if dim == last and out_dim == 1:
+        return Spread(torch.cat([v.expand(x.shape) for v, x in zip(variances, xs)]))
     if dim == last and call.name == "cat":
         # The mean over the new last dimension.
         weights = [x.size(-1) / max(call.out.size(-1), 1) for x in xs]
@@ -394,7 +471,7 @@ def _joined(call: Call) -> Result:
 def _set(call: Call) -> Result:
     x, index, value = call.args
     before, after = call.token(x), call.token(value)
-    whole = x.new_zeros(x.shape, dtype=torch.float32)
+    whole = _zeros(x, x.shape)
     if before is not None:
         whole = whole + before
     whole[index] = 0.0 if after is None else after
@@ -403,9 +480,10 @@ def _set(call: Call) -> Result:
 
 @register_propagation("where")
 def _where(call: Call) -> Result:
-    if len(call.args) < 3:
-        return Lost("where")
-    condition, x, y = call.args
+    names = ("condition", "input", "other")
+    condition, x, y = (call.arg(i, n) for i, n in enumerate(names))
+    if condition.dtype != torch.bool:  # the method x.where(condition, y)
+        condition, x = x, condition
     a, b = call.token(x), call.token(y)
     zero = torch.zeros((), device=call.out.device)
     chosen = torch.where(condition, zero if a is None else a, zero if b is None else b)
@@ -423,28 +501,44 @@ def _masked_fill(call: Call) -> Result:
 
 @register_propagation("topk", "sort", "max", "min", "amax", "amin")
 def _chosen(call: Call) -> Result:
+    """Some of the elements along a dimension: on average as all of them."""
     x, out = call.args[0], _tensors(call.out)[0]
-    variance = call.token(x)
-    if variance is None or isinstance(call.arg(1, "other"), Tensor):
+    if isinstance(call.arg(1, "other"), Tensor):
         return Lost(call.name)
-    return Spread(variance if out.dim() == x.dim() else variance.mean())
+    at, default = {"topk": (2, -1), "sort": (1, -1)}.get(call.name, (1, None))
+    dims = _dims(x, call.arg(at, "dim", default))
+    variance = call.token(x).expand(*x.shape[:-1], 1) if x.dim() > 1 else call.token(x)
+    for dim in dims:
+        variance = variance.mean(dim, keepdim=True)
+    return Spread(_without(variance, dims) if out.dim() < x.dim() else variance)
 
 
-@register_propagation("index_add")
+def _dims(x: Tensor, dim: Any) -> List[int]:
+    """The dimensions that an operation works on, from the last to the first."""
+    dims = range(x.dim()) if dim is None else [dim] if isinstance(dim, int) else dim
+    return sorted({d % x.dim() for d in dims}, reverse=True)
+
+
+def _without(variance: Tensor, dims: List[int]) -> Tensor:
+    """A variance ``[*, 1]`` where dimensions, the last to the first, are gone."""
+    last = variance.dim() - 1 in dims
+    for dim in dims:
+        variance = variance.squeeze(dim)
+    return _last_mean(variance) if last else variance
+
+
+@register_propagation("index_add", "index_copy")
 def _index_add(call: Call) -> Result:
     x, dim, index, source = (
         call.arg(i, n) for i, n in enumerate(("input", "dim", "index", "source"))
     )
-    total = call.token(x)
-    shape = (*x.shape[:-1], 1)
-    total = x.new_zeros(shape, dtype=torch.float32) if total is None else total
-    added = call.token(source)
     if dim % x.dim() == x.dim() - 1:
-        return Lost("index_add")
-    if added is None:
-        return Spread(total)
-    added = added.expand(*source.shape[:-1], 1)
-    return Spread(total.expand(shape).index_add(dim, index, added))
+        return Lost(call.name)
+    before, after = (
+        (_zeros(y, (1,)) if v is None else v).expand(*y.shape[:-1], 1)
+        for y, v in ((x, call.token(x)), (source, call.token(source)))
+    )
+    return Spread(getattr(before, call.name)(dim, index, after))
 
 
 # -- arithmetic ------------------------------------------------------------------------
@@ -466,10 +560,10 @@ def _mul(call: Call) -> Result:
     a, b = call.token(x), call.token(y)
     total = None
     if a is not None:
-        factor = _mean_square(y)
+        factor = _mean_square(y, call.out)
         total = a * (factor if b is None else factor + b)
     if b is not None:
-        total = _plus(total, b * _mean_square(x))
+        total = _plus(total, b * _mean_square(x, call.out))
     return Spread(total)
 
 
@@ -488,15 +582,17 @@ def _quotient(call: Call, x: Any, y: Any) -> Result:
     if not isinstance(y, Tensor):
         return Spread(a / y**2)
     inverse = 1 / _wide(y)
-    total = None if a is None else a * _mean_square(inverse)
+    total = None if a is None else a * _mean_square(inverse, call.out)
     if b is not None:  # to first order
-        total = _plus(total, b * _mean_square(_wide(call.out) * inverse))
+        slope = _wide(call.out) * inverse
+        total = _plus(total, b * _mean_square(slope, slope))
     return Spread(total)
 
 
 @register_propagation("addcmul")
 def _addcmul(call: Call) -> Result:
-    x, y, z = call.args[:3]
+    names = ("input", "tensor1", "tensor2")
+    x, y, z = (call.arg(i, n) for i, n in enumerate(names))
     product = _mul(call._replace(args=(y, z)))
     own = product.own * call.kwargs.get("value", 1) ** 2
     return Spread(_plus(call.token(x), own))
@@ -505,26 +601,20 @@ def _addcmul(call: Call) -> Result:
 @register_propagation("mean", "sum")
 def _total(call: Call) -> Result:
     x = call.args[0]
+    dims = _dims(x, call.arg(1, "dim", call.kwargs.get("axis")))
     variance = call.token(x)
-    dims = call.arg(1, "dim", call.kwargs.get("axis"))
-    dims = range(x.dim()) if dims is None else dims
-    dims = {d % x.dim() for d in ([dims] if isinstance(dims, int) else dims)}
-    variance = variance.expand(*x.shape[:-1], 1)
+    variance = variance.expand(*x.shape[:-1], 1 if x.dim() > 1 else -1)
     number = 1
-    for dim in sorted(dims):
+    for dim in dims:
         number *= x.size(dim)
-        if dim < x.dim() - 1:
+        if dim < x.dim() - 1 or variance.size(dim) > 1:
             variance = variance.sum(dim, keepdim=True)
         else:
             variance = variance * x.size(dim)
     if call.name == "mean":
         variance = variance / max(number, 1) ** 2
-    if not call.arg(2, "keepdim", False):
-        for dim in sorted(dims, reverse=True):
-            variance = variance.squeeze(dim)
-        if x.dim() - 1 in dims and variance.dim():
-            variance = _last_mean(variance)
-    return Spread(variance)
+    keep = call.arg(2, "keepdim", False)
+    return Spread(variance if keep else _without(variance, dims))
 
 
 @register_propagation("var", "std", "norm", "vector_norm", "linalg_vector_norm")
@@ -551,7 +641,7 @@ def _cumsum(call: Call) -> Result:
 @register_propagation("relu", "gelu", "silu")
 def _activation(call: Call) -> Result:
     x = call.moments(call.args[0])
-    kwargs = {"scalar": True, "mean": _wide(call.out)}
+    kwargs = {"scalar": x.mean.dim() > 1, "mean": _wide(call.out)}
     if call.name == "gelu":
         kwargs["approximate"] = call.arg(1, "approximate", "none")
     return Spread(getattr(moments, call.name)(x, **kwargs).variance)
@@ -561,7 +651,7 @@ def _activation(call: Call) -> Result:
     *("tanh", "sigmoid", "exp", "exp2", "expm1", "log", "log2", "log1p", "sqrt"),
     *("rsqrt", "reciprocal", "square", "pow", "sin", "cos", "erf", "softplus", "elu"),
     *("selu", "celu", "mish", "leaky_relu", "hardtanh", "hardswish", "hardsigmoid"),
-    *("relu6", "logsigmoid", "softsign", "tanhshrink", "float_power"),
+    *("relu6", "log_sigmoid", "softsign", "tanhshrink", "float_power"),
 )
 def _elementwise(call: Call) -> Result:
     """To first order: the derivative, squared, at the value."""
@@ -570,14 +660,15 @@ def _elementwise(call: Call) -> Result:
     if variance is None or any(call.spread(y) is not None for y in rest):
         return Lost(call.name)
     kwargs = {k: v for k, v in call.kwargs.items() if k not in ("inplace", "out")}
-    with torch.enable_grad():
+    # Checkpointing must not see what is saved here: it is not computed again.
+    with torch.enable_grad(), saved_tensors_hooks(lambda y: y, lambda y: y):
         value = x.detach().to(torch.promote_types(x.dtype, torch.float32))
         value = value.requires_grad_()
         plain = call.func if not call.func.__name__.endswith("_") else None
         if plain is None:
-            plain = getattr(torch.Tensor, call.name)
+            plain = getattr(torch.Tensor, call.name, None) or getattr(F, call.name)
         (slope,) = torch.autograd.grad(plain(value, *rest, **kwargs).sum(), value)
-    return Spread(variance * _mean_square(slope))
+    return Spread(variance * _mean_square(slope, slope))
 
 
 @register_propagation("dropout", "feature_alpha_dropout")
@@ -638,6 +729,7 @@ def _product(
     if (offset := call.token(bias)) is not None:
         own = _plus(own, offset.mean())
     if (passed := call.token(x)) is not None:
+        passed = passed.mean(-1, keepdim=True) if x.dim() == 1 else passed
         gain = weight.square().sum(inner)
         if noise is not None:
             gain = gain + weight.size(inner) * noise
@@ -648,7 +740,8 @@ def _product(
 
 @register_propagation("addmm")
 def _addmm(call: Call) -> Result:
-    bias, x, weight = call.args[:3]
+    names = ("input", "mat1", "mat2")
+    bias, x, weight = (call.arg(i, n) for i, n in enumerate(names))
     if call.kwargs.get("alpha", 1) != 1 or call.kwargs.get("beta", 1) != 1:
         return Lost("addmm")
     return _product(call, x, _wide(weight), call.token(weight), bias, -2)
@@ -672,6 +765,23 @@ def _matmul(call: Call) -> Result:
             gain = gain + b.sum(-2, keepdim=True)
         total = _plus(total, a * gain)
     return Spread(total)
+
+
+@register_propagation("grouped_mm")
+def _grouped_mm(call: Call) -> Result:
+    """Rows ``[N, in]``, group after group, each with its own matrix ``[in, out]``."""
+    x, weight, ends = (call.arg(i, n) for i, n in enumerate(("mat_a", "mat_b", "offs")))
+    if x.dim() != 2 or weight.dim() != 3:
+        return Lost("grouped_mm")
+    noise, passed = call.token(weight), call.token(x)
+    noise = _zeros(weight, ()) if noise is None else noise.mean()
+    own = _squares(x) * noise
+    if passed is None:
+        return Spread(own)
+    at = torch.arange(x.size(0), device=x.device)
+    group = torch.searchsorted(ends, at, right=True).clamp(max=weight.size(0) - 1)
+    gain = _wide(weight).square().sum((1, 2)) / weight.size(2) + x.size(1) * noise
+    return Spread(own + passed * gain[group, None])
 
 
 @register_propagation("layer_norm", "rms_norm")

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from opacus_ext.errors.effective import SCALES, effective_errors, gradient_noise, inside
-from opacus_ext.errors.propagation import Lost, Propagation
+from opacus_ext.errors.propagation import NOTES, Lost, Propagation
 
 PREFIX = "re_attention."
 PLACES = ("logits", "scores")
@@ -58,9 +58,10 @@ def track_errors(
         shares: by name of a parameter the shares p_i of samples that use its rows, see
             :func:`~opacus_ext.errors.token_shares`; a tensor if there is one embedding
             with that many rows. Without it all tokens have the same error
-        where: "logits": <q, k> / sqrt(d) - |q|^2 sigma^2 / (2 d), before the softmax, so
-            that weights sum to 1; "scores": the weights after the softmax are divided by
-            exp(|q|^2 sigma^2 / (2 d)) and not normalised again, the paper to the letter
+        where: "logits": <q, k> / sqrt(d) - |q|^2 sigma^2 / (2 d), before the softmax,
+            so that weights sum to 1; "scores": the weights after the softmax are
+            divided by exp(|q|^2 sigma^2 / (2 d)) and not normalised again, the paper to
+            the letter
         cap: the most a key's variance may be in terms of the mean square of the key's
             elements: what is seen has the error in it and can't well be smaller. None
             for no bound
@@ -70,8 +71,8 @@ def track_errors(
         floor: the least share counted
 
     Returns:
-        The tracker: ``enabled`` and ``evaluate`` may be set at any time, ``detach`` ends
-        it.
+        The tracker: ``enabled`` and ``evaluate`` may be set at any time, ``detach``
+        ends it.
 
     Raises:
         ValueError: for unknown options or names, or a model that is tracked already
@@ -143,7 +144,8 @@ class ErrorTracker:
             model = inner
         if tracker_of(model) is not None:
             raise ValueError(
-                "The errors of this model are tracked already; detach that tracker first."
+                "The errors of this model are tracked already; detach that tracker "
+                "first."
             )
         self.where, self.cap, self.evaluate, self.enabled = where, cap, evaluate, True
         self._model = weakref.ref(model)
@@ -157,11 +159,14 @@ class ErrorTracker:
         self._asked = False
         self._remembered: Dict[nn.Module, Deque[Tuple[Tensor, Tensor]]]
         self._remembered = weakref.WeakKeyDictionary()
+        self._versions: "weakref.WeakKeyDictionary[nn.Module, int]"
+        self._versions = weakref.WeakKeyDictionary()
         if optimizer is not None:
             self._variances(model)  # what can't be used is refused here
         self._handles = [
             model.register_forward_pre_hook(self._enter),
-            model.register_forward_hook(self._exit, always_call=True),
+            # Before other hooks: Opacus's may run the graph backward.
+            model.register_forward_hook(self._exit, prepend=True, always_call=True),
             model.register_state_dict_post_hook(partial(self._save)),
             model._register_load_state_dict_pre_hook(self._load),
         ]
@@ -243,41 +248,43 @@ class ErrorTracker:
         return self._errors
 
     # -- around the model's forward ------------------------------------------------
+    # torch.compile leaves out what tracks, and with it the operations that are tracked.
 
+    @torch.compiler.disable
     def _enter(self, module: nn.Module, args: Any) -> None:
         stack = _stack()
+        _leave(module)  # an interrupt, of which no hook hears, has ended it before
         if not self.acts(module.training):
-            stack.append(None)
+            stack.append((module, None))
             return
-        if torch.compiler.is_compiling():
-            raise RuntimeError(
-                "Errors can't be tracked through torch.compile. Train the model "
-                "uncompiled, or without track_errors."
-            )
         known = self._variances(module)
         params = {
             id(p): known[n].to(p.device, torch.promote_types(p.dtype, torch.float32))
             for n, p in module.named_parameters()
-            if n in known and bool(known[n].any())
+            if n in known
         }
+        if module.training:
+            self._forget(module)
         mode = Propagation(params)
         mode.tracker = self
         mode.__enter__()
-        stack.append(mode)
+        stack.append((module, mode))
 
+    @torch.compiler.disable
     def _exit(self, module: nn.Module, args: Any, output: Any) -> None:
-        stack = _stack()
-        if not stack:
-            return  # refused on the way in
-        mode = stack.pop()
+        mode = _leave(module)
         if mode is None:
-            return
-        mode.__exit__(None, None, None)
+            return  # it does not act, or was refused on the way in
+        if not _stack():  # what the user gets, and may save, has no notes on it
+            outs = list(output.values()) if isinstance(output, Mapping) else output
+            for x in outs if isinstance(outs, (tuple, list)) else [output]:
+                _clean(x)
         if output is not None and not self._asked:
             raise RuntimeError(
-                "The errors of this model are tracked, but no attention asked for them. "
-                'Models of transformers need set_attn_implementation("re_attention"), '
-                "others opacus_ext.layers.re_attention in place of "
+                "The errors of this model are tracked, but no attention asked for "
+                "them. Models of transformers need "
+                'set_attn_implementation("re_attention"), others '
+                "opacus_ext.layers.re_attention in place of "
                 "scaled_dot_product_attention."
             )
 
@@ -301,10 +308,18 @@ class ErrorTracker:
         variance = spread.token()
         if module is not None:
             _corrected[module] = self
-            calls = self._remembered.setdefault(module, deque(maxlen=16))
+            calls = self._remembered.setdefault(module, deque(maxlen=64))
             if module.training:
                 calls.append((_digest(key), variance))
         return variance
+
+    def _forget(self, model: nn.Module) -> None:
+        """After a step nothing is computed again of what was before."""
+        version = sum(p._version for p in model.parameters())
+        if self._versions.get(model) != version:
+            self._versions[model] = version
+            for module in model.modules():
+                self._remembered.pop(module, None)
 
     def remembered(self, key: Tensor, module: nn.Module) -> Tensor:
         """The variance of keys that are computed again outside of a forward pass."""
@@ -331,7 +346,7 @@ class ErrorTracker:
         return {**state, **{f"shares.{n}": s for n, s in self._shares.items()}}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Takes shares and, where there is no optimizer, the noise from a checkpoint."""
+        """Takes shares from a checkpoint, and the noise if there is no optimizer."""
         shares = {n[7:]: s for n, s in state.items() if n.startswith("shares.")}
         if shares:
             self._shares = shares
@@ -355,8 +370,8 @@ class ErrorTracker:
 
     def __getstate__(self) -> Dict[str, Any]:
         raise TypeError(
-            "A model whose errors are tracked can't be pickled; save its state_dict, or "
-            "detach the tracker first."
+            "A model whose errors are tracked can't be pickled; save its state_dict, "
+            "or detach the tracker first."
         )
 
 
@@ -380,7 +395,7 @@ def tracker_of(model: nn.Module) -> Optional[ErrorTracker]:
 def active() -> Optional[Propagation]:
     """The propagation of the forward pass that runs, if errors are tracked in it."""
     stack = _stack()
-    return stack[-1] if stack else None
+    return stack[-1][1] if stack else None
 
 
 def corrected_by(module: Optional[nn.Module]) -> Optional[ErrorTracker]:
@@ -389,10 +404,29 @@ def corrected_by(module: Optional[nn.Module]) -> Optional[ErrorTracker]:
     return tracker if tracker and tracker.acts(module.training) else None
 
 
-def _stack() -> List[Optional[Propagation]]:
+def _stack() -> List[Tuple[nn.Module, Optional[Propagation]]]:
+    """The tracked models in whose forward passes this thread is."""
     if not hasattr(_local, "stack"):
         _local.stack = []
     return _local.stack
+
+
+def _leave(module: nn.Module) -> Optional[Propagation]:
+    """Ends a model's propagation, and those inside it; None where there is none."""
+    stack, mode = _stack(), None
+    if any(entered is module for entered, _ in stack):
+        entered = None
+        while entered is not module:
+            entered, mode = stack.pop()
+            if mode is not None:
+                mode.__exit__(None, None, None)
+    return mode
+
+
+def _clean(x: Any) -> None:
+    if isinstance(x, Tensor):
+        for name in NOTES:
+            vars(x).pop(name, None)
 
 
 def _digest(key: Tensor) -> Tensor:

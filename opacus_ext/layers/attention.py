@@ -85,23 +85,31 @@ def corrected_attention(
         attn_mask, is_causal = _causal(query, key, attn_mask), False
     if where == "scores":
         logits = (query @ key.mT).to(left.dtype) * scale
+        correction = torch.exp(-scale * left @ right.mT)
         mask = _causal(query, key, None) if is_causal else attn_mask
-        if mask is not None and mask.dtype == torch.bool:
-            logits = logits.masked_fill(~mask, torch.finfo(logits.dtype).min)
-        elif mask is not None:
-            logits = logits + mask
-        weights = torch.softmax(logits, -1) * torch.exp(-scale * left @ right.mT)
+        if mask is None:
+            weights = torch.softmax(logits, -1) * correction
+        else:
+            # Who sees no key gets 0, as from scaled_dot_product_attention.
+            seen = mask if mask.dtype == torch.bool else mask != -torch.inf
+            logits = logits if seen is mask else logits + mask
+            logits = logits.masked_fill(~seen, torch.finfo(logits.dtype).min)
+            weights = (torch.softmax(logits, -1) * correction).masked_fill(~seen, 0)
         return F.dropout(weights, dropout_p).to(value.dtype) @ value
     if where != "logits":
         raise ValueError(f'where must be "logits" or "scores", not {where!r}.')
     if right.size(-2):
         # What all keys have in common changes nothing, but would cost digits.
         right = right - right.amin(-2, keepdim=True)
-    queries = torch.cat([query, left.to(query.dtype)], -1)
-    keys = torch.cat([key, -right.to(key.dtype)], -1)
+    right = right.clamp(max=torch.finfo(key.dtype).max)
+    # Widths that are multiples of 8, and equal, are what the kernels that save memory
+    # ask for.
+    blank = (0, -(query.size(-1) + 1) % 8)
+    queries = F.pad(torch.cat([query, left.to(query.dtype)], -1), blank)
+    keys = F.pad(torch.cat([key, -right.to(key.dtype)], -1), blank)
     width = value.size(-1)
-    if width == query.size(-1):  # the kernels that save memory want equal widths
-        value = F.pad(value, (0, 1))
+    if width == query.size(-1):
+        value = F.pad(value, (0, queries.size(-1) - width))
     out = F.scaled_dot_product_attention(
         *(queries, keys, value, attn_mask, dropout_p, is_causal), scale=scale
     )
@@ -126,7 +134,7 @@ def _causal(query: Tensor, key: Tensor, mask: Optional[Tensor]) -> Tensor:
         return seen
     if mask.dtype == torch.bool:
         return mask & seen
-    return mask.masked_fill(~seen, torch.finfo(mask.dtype).min)
+    return mask.masked_fill(~seen, -torch.inf)
 
 
 class Errors(NamedTuple):

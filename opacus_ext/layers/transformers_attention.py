@@ -6,14 +6,17 @@ Imported when transformers is (opacus_ext/__init__.py), so that
 
 from __future__ import annotations
 
-from typing import Any, Optional, Tuple
+from functools import wraps
+from typing import Any, Callable, Optional, Tuple
 
 import torch
 from torch import Tensor, nn
+from transformers.cache_utils import Cache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
 
+from opacus_ext.errors.propagation import Propagation
 from opacus_ext.layers.attention import attend, errors_of
 
 
@@ -68,5 +71,23 @@ def re_attention_forward(
     return out.transpose(1, 2).contiguous(), None
 
 
+def _with_errors(plain: Callable) -> Callable:
+    """What changes a cache between forward passes moves the errors as well."""
+
+    @wraps(plain)
+    def changed(self: Cache, *args: Any, **kwargs: Any) -> Any:
+        with Propagation({}):
+            return plain(self, *args, **kwargs)
+
+    return changed
+
+
+for _name in (
+    "reorder_cache",
+    "crop",
+    "batch_repeat_interleave",
+    "batch_select_indices",
+):
+    setattr(Cache, _name, _with_errors(getattr(Cache, _name)))
 AttentionInterface.register("re_attention", re_attention_forward)
 AttentionMaskInterface.register("re_attention", sdpa_mask)
