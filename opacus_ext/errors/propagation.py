@@ -174,7 +174,7 @@ class Propagation(TorchFunctionMode):
         if isinstance(found, Lost):
             raise RuntimeError(
                 f"The error of a tensor {list(x.shape)} is not known: it went through "
-                f"{found.operation!r}, for which there is no rule. Add one with "
+                f"{found.operation!r}, for which no rule fits. Add one with "
                 "opacus_ext.errors.register_propagation."
             )
         return found
@@ -381,6 +381,8 @@ def _moved(call: Call) -> Result:
     spread = call.spread(x)
     if spread is None:
         return None  # an index or a fill value has the error
+    if call.name in _TURNS and _turned(call, x, spread):
+        return Lost(call.name)
     # Repeated over the width, what is expanded has strides that no view merges.
     func = torch.Tensor.reshape if call.name == "view" else call.func
     parts: List[Any] = []
@@ -394,6 +396,23 @@ def _moved(call: Call) -> Result:
         rest = [part or [None] * len(parts[0]) for part in parts[1:]]
         return [_tidy(Spread(*each)) for each in zip(parts[0], *rest)]
     return _tidy(Spread(*parts))
+
+
+# These may bring the batch to the last place.
+_TURNS = frozenset(
+    "transpose t permute movedim moveaxis swapaxes swapdims T mT".split()
+)
+
+
+def _turned(call: Call, x: Tensor, spread: Spread) -> bool:
+    """
+    Whether the first dimension, along which variances differ, became the last: their
+    mean would be one over samples, and a sample's gradient would depend on others.
+    """
+    if not any(p is not None and p.dim() == x.dim() and p.size(0) > 1 for p in spread):
+        return False
+    first = x.new_zeros((x.size(0),) + (1,) * (x.dim() - 1)).expand(x.shape)
+    return call.func(first, *call.args[1:], **call.kwargs).stride(-1) != 0
 
 
 @register_propagation("pad")

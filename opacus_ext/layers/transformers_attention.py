@@ -88,6 +88,7 @@ for _name in (
     "batch_repeat_interleave",
     "batch_select_indices",
 ):
-    setattr(Cache, _name, _with_errors(getattr(Cache, _name)))
+    if hasattr(Cache, _name):
+        setattr(Cache, _name, _with_errors(getattr(Cache, _name)))
 AttentionInterface.register("re_attention", re_attention_forward)
 AttentionMaskInterface.register("re_attention", sdpa_mask)

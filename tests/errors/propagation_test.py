@@ -94,7 +94,6 @@ MOVED = {
     "unflatten": lambda x: x.unflatten(-1, (4, 2)),
     "transpose": lambda x: x.transpose(0, 1),
     "transpose width": lambda x: x.transpose(1, 2),
-    "t": lambda x: x[0].t(),
     "permute": lambda x: x.permute(2, 0, 1),
     "expand": lambda x: x[:, None].expand(2, 5, 3, 8),
     "expand_as": lambda x: x.expand_as(torch.zeros(4, 2, 3, 8)),
@@ -120,7 +119,6 @@ MOVED = {
     "movedim": lambda x: x.movedim(0, 1),
     "swapaxes": lambda x: x.swapaxes(0, 1),
     "swapdims": lambda x: x.swapdims(0, 1),
-    "T": lambda x: x[0].T,
     "mT": lambda x: x.mT,
     "adjoint": lambda x: x.adjoint(),
     "repeat": lambda x: x.repeat(2, 1, 2),
@@ -137,6 +135,14 @@ MOVED = {
     "pad": lambda x: F.pad(x, (0, 0, 1, 1)),
     "pad width": lambda x: F.pad(x, (0, 8), value=5.0),
 }
+
+
+@each(["t", "T"])
+def test_transposed_weights(case):
+    """Of all elements alike; rows that differ become columns that no mean is over."""
+    f = {"t": lambda x: x.t(), "T": lambda x: x.T}[case]
+    x, variance = leaf(3, 8, spread=False)
+    assert propagated(f, [(x, variance)])[0].unique() == variance
 
 
 @each(MOVED)
@@ -195,7 +201,7 @@ JOINED = {
     "cat width": lambda x, y: torch.cat([x, y[..., :4]], -1),
     "cat known": lambda x, y: torch.cat([x, torch.ones(2, 2, 8, dtype=D)], 1),
     "cat no width": lambda x, y: torch.cat([x[..., 8:], y[..., :8]], -1),
-    "cat no outputs": lambda x, y: torch.cat([(x @ y[0].T)[..., 3:], y], -1),
+    "cat no outputs": lambda x, y: torch.cat([(x @ KNOWN[0, :, :8].T)[..., 3:], y], -1),
     "cat nothing": lambda x, y: torch.cat([torch.empty(0, dtype=D), x], 1),
     "view_as_real": lambda x, y: torch.view_as_real(
         torch.view_as_complex(x.unflatten(-1, (4, 2)))
@@ -665,7 +671,7 @@ def test_what_has_no_error_carries_none():
 
 
 def test_every_rule_is_tested():
-    tested = set()
+    tested = {"t", "T"}
     for cases in (MOVED, KEPT, JOINED, ARITHMETIC, ELEMENTWISE, LAYERS):
         tested |= {case.split()[0] for case in cases}
     tested |= {
@@ -768,6 +774,23 @@ def test_a_sample_alone(case):
         one = nn.Parameter(x.detach()[b : b + 1])
         (alone,) = propagated(f, [(one, variance[b : b + 1])])
         torch.testing.assert_close(alone, batch[b : b + 1], rtol=1e-12, atol=0)
+
+
+@each(["permute", "transpose", "T", "movedim"])
+def test_the_batch_is_no_width(case):
+    """Where it comes last, means over it are refused; weights have no batch."""
+    f = {
+        "permute": lambda x: x.permute(1, 2, 0),
+        "transpose": lambda x: x.transpose(0, -1),
+        "T": lambda x: x[:, 0].T,
+        "movedim": lambda x: x.movedim(0, -1),
+    }[case]
+    x, variance = leaf(4, 3, 8)
+    with Propagation({id(x): variance}) as errors:
+        with pytest.raises(RuntimeError, match=case):
+            errors.variance(f(x))
+    one, noise = leaf(4, 3, 8, spread=False)
+    assert propagated(f, [(one, noise)])[0].unique() == noise
 
 
 def test_one_token_without_batch():
