@@ -46,12 +46,15 @@ class Spread(NamedTuple):
 
     All parts broadcast to the tensor. ``gain`` differs along the last dimension behind
     a linear layer, one number an output, so that queries, keys and values that come out
-    of one matrix get their own variances when they are taken apart.
+    of one matrix get their own variances when they are taken apart. ``excess`` is by
+    how much the expectation of a square, or of what is made of squares, exceeds the
+    value: a norm by hand divides by more than it shows, as those of ``moments`` do.
     """
 
     own: Tensor
     passed: Optional[Tensor] = None
     gain: Optional[Tensor] = None
+    excess: Optional[Tensor] = None
 
     def token(self) -> Tensor:
         """The mean over the last dimension, ``[*, 1]``."""
@@ -199,7 +202,7 @@ class Propagation(TorchFunctionMode):
             self.set(kept, before[0])
             given = (kept, *args[1:])
         out = func(*args, **kwargs)
-        outputs = [x for x in _tensors(out) if x.is_floating_point()]
+        outputs = [x for x in _tensors(out) if x.is_floating_point() or x.is_complex()]
         if raw == "__setitem__":
             outputs = [args[0]]
         if not outputs:
@@ -219,7 +222,27 @@ class Propagation(TorchFunctionMode):
             )
         for x, result in zip(outputs, results):
             self.set(x, result)
+            if given is not args or name in _BLIND or raw == "__setitem__":
+                self._written(x, result)
         return out
+
+    def _written(self, x: Tensor, result: Union[None, Spread, Lost]) -> None:
+        """What was written into a part of a tensor is in that tensor."""
+        base = x._base
+        before = None if base is None else self.of(base)
+        if base is None or isinstance(before, Lost) or base is x:
+            return
+        if isinstance(result, Lost):
+            return self.set(base, result)
+        with quietly(base):
+            token = 0.0 if result is None else result.token()
+            whole = torch.empty_strided(
+                base.size(), base.stride(), dtype=torch.float32, device=base.device
+            ).copy_(self.token(base))
+            offset = x.storage_offset() - base.storage_offset()
+            part = whole.as_strided(x.size(), x.stride(), offset)
+            part.copy_(torch.as_tensor(token, device=base.device))
+        self.set(base, Spread(whole))
 
 
 # Names that differ from their operation's by more than underscores.
@@ -246,7 +269,10 @@ _SILENT = frozenset(
     "__contains__".split()
 )
 # Their rules need no values: nothing is kept of what they change in place.
-_BLIND = frozenset("add sub dropout masked_fill index_add setitem clamp".split())
+_BLIND = frozenset(
+    "add sub dropout masked_fill index_add index_copy scatter scatter_add copy "
+    "setitem clamp".split()
+)
 
 
 @contextmanager
@@ -281,7 +307,9 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def _last_mean(x: Tensor) -> Tensor:
-    return x.mean(-1, keepdim=True) if x.dim() and x.size(-1) > 1 else x
+    if not x.dim() or x.size(-1) == 1:
+        return x
+    return x.mean(-1, keepdim=True) if x.size(-1) else x.new_zeros((*x.shape[:-1], 1))
 
 
 def _mean_square(x: Any) -> Any:
@@ -289,9 +317,17 @@ def _mean_square(x: Any) -> Any:
     if not isinstance(x, Tensor):
         return x * x
     x = _wide(x)
+    if x.is_complex():
+        return _last_mean(x.abs().square())
     if not x.dim() or x.size(-1) <= 1:
         return x.square()
     return _squares(x) / x.size(-1)
+
+
+def _expected(call: Call, x: Any) -> Any:
+    """The value of an argument, with what a square has in excess."""
+    spread = call.spread(x)
+    return x if spread is None or spread.excess is None else _wide(x) + spread.excess
 
 
 def _squares(x: Tensor) -> Tensor:
@@ -329,19 +365,38 @@ def _plus(a: Optional[Tensor], b: Optional[Tensor]) -> Optional[Tensor]:
     *("flip", "roll", "movedim", "moveaxis", "swapaxes", "swapdims", "T", "mT"),
     *("repeat", "tile", "repeat_interleave", "index_select", "broadcast_to", "unfold"),
     *("adjoint", "take_along_dim", "gather", "tril", "triu", "diagonal", "pad", "take"),
-    *("masked_select",),
+    *("masked_select", "fold", "pixel_shuffle", "pixel_unshuffle", "view_as_real"),
+    *("view_as_complex",),
 )
 def _moved(call: Call) -> Result:
     x = call.args[0]
     spread = call.spread(x)
     if spread is None:
         return None  # an index or a fill value has the error
+    move, args, kwargs = call.func, call.args[1:], call.kwargs
+    if call.name in ("view", "view_as"):
+        if args and isinstance(args[0], torch.dtype):
+            return Lost("view")
+        # What is expanded can't be viewed in every form that x can.
+        move = Tensor.reshape if call.name == "view" else Tensor.reshape_as
+    elif call.name == "pad":  # a constant has no error
+        kwargs = {k: v for k, v in kwargs.items() if k != "value"}
+        args = args[:2]
+    elif call.name.startswith("view_as_"):  # one variance for both parts
+        token = spread.token()
+        return Spread(token[..., 0] if "complex" in call.name else token[..., None])
+    merged = call.out.dim() - 1 if isinstance(call.out, Tensor) else x.dim()
+    if spread.passed is None and merged < x.dim() and call.name in _RESHAPED:
+        if x.shape[:merged] == call.out.shape[:-1]:
+            # The last dimensions become one: their mean, of what is not repeated.
+            own = spread.own[(None,) * (x.dim() - spread.own.dim())]
+            return Spread(own.flatten(merged).mean(-1, keepdim=True))
     parts: List[Any] = []
     for part in spread:
         if part is None:
             parts.append(None)
             continue
-        moved = call.func(part.expand(x.shape), *call.args[1:], **call.kwargs)
+        moved = move(part.expand(x.shape), *args, **kwargs)
         parts.append(list(moved) if isinstance(moved, (list, tuple)) else moved)
     if isinstance(parts[0], list):
         rest = [part or [None] * len(parts[0]) for part in parts[1:]]
@@ -349,17 +404,19 @@ def _moved(call: Call) -> Result:
     return _tidy(Spread(*parts))
 
 
+_RESHAPED = frozenset(("view", "reshape", "flatten", "view_as", "reshape_as"))
+
+
 def _tidy(spread: Spread) -> Spread:
-    own = _last_mean(_compact(spread.own))
-    if spread.passed is None:
-        return Spread(own)
-    return Spread(own, _last_mean(_compact(spread.passed)), _compact(spread.gain))
+    """Without repetitions; what differs along the last dimension stays as it is."""
+    return Spread(*(None if part is None else _compact(part) for part in spread))
 
 
 @register_propagation(
     *("contiguous", "clone", "detach", "to", "float", "double", "half", "bfloat16"),
     *("type", "type_as", "cpu", "cuda", "alias", "neg", "negative", "positive", "data"),
-    *("abs", "nan_to_num", "clamp", "clamp_min", "clamp_max", "real"),
+    *("abs", "nan_to_num", "clamp", "clamp_min", "clamp_max", "real", "clip"),
+
 )
 def _kept(call: Call) -> Result:
     # |x| and what is clamped far from its bounds, as it should be, err as x does.
@@ -421,30 +478,59 @@ def _masked_fill(call: Call) -> Result:
     return Spread(variance * _last_mean(left))
 
 
-@register_propagation("topk", "sort", "max", "min", "amax", "amin")
+@register_propagation("topk", "sort", "max", "min", "amax", "amin", "maximum", "minimum")
 def _chosen(call: Call) -> Result:
-    x, out = call.args[0], _tensors(call.out)[0]
-    variance = call.token(x)
-    if variance is None or isinstance(call.arg(1, "other"), Tensor):
-        return Lost(call.name)
+    x, y, out = call.args[0], call.arg(1, "other"), _tensors(call.out)[0]
+    variance, other = call.token(x), call.token(y)
+    if other is not None:  # the larger one, whichever is chosen
+        variance = other if variance is None else torch.maximum(variance, other)
     return Spread(variance if out.dim() == x.dim() else variance.mean())
 
 
-@register_propagation("index_add")
-def _index_add(call: Call) -> Result:
-    x, dim, index, source = (
-        call.arg(i, n) for i, n in enumerate(("input", "dim", "index", "source"))
+@register_propagation("index_add", "index_copy", "scatter", "scatter_add")
+def _placed(call: Call) -> Result:
+    """Tokens, or elements, put or added where an index says."""
+    x, dim, index = (call.arg(i, n) for i, n in enumerate(("input", "dim", "index")))
+    source = call.arg(3, "source", call.arg(3, "src"))
+    if call.kwargs.get("alpha", 1) != 1:
+        return Lost(call.name)
+    by_row = call.name.startswith("index") and dim % x.dim() != x.dim() - 1
+
+    def whole(y: Any) -> Any:
+        if not isinstance(y, Tensor):
+            return 0.0
+        variance = call.token(y)
+        if variance is None:
+            variance = y.new_zeros((1,) * y.dim(), dtype=torch.float32)
+        return variance.expand((*y.shape[:-1], 1) if by_row else y.shape)
+
+    place = getattr(Tensor, call.name)
+    return Spread(_last_mean(place(whole(x), dim, index, whole(source))))
+
+
+@register_propagation("masked_scatter")
+def _masked_scatter(call: Call) -> Result:
+    x, mask, source = (
+        call.arg(i, n) for i, n in enumerate(("input", "mask", "source"))
     )
-    total = call.token(x)
-    shape = (*x.shape[:-1], 1)
-    total = x.new_zeros(shape, dtype=torch.float32) if total is None else total
-    added = call.token(source)
-    if dim % x.dim() == x.dim() - 1:
-        return Lost("index_add")
-    if added is None:
-        return Spread(total)
-    added = added.expand(*source.shape[:-1], 1)
-    return Spread(total.expand(shape).index_add(dim, index, added))
+    a, b = (
+        torch.zeros(1, device=y.device) if v is None else v
+        for y, v in ((x, call.token(x)), (source, call.token(source)))
+    )
+    made = a.expand(x.shape).masked_scatter(mask, b.expand(source.shape).to(a.dtype))
+    return Spread(_last_mean(made))
+
+
+@register_propagation("copy")
+def _copy(call: Call) -> Result:
+    return Spread(variance) if (variance := call.token(call.args[1])) is not None else None
+
+
+@register_propagation("interpolate")
+def _interpolated(call: Call) -> Result:
+    variance = call.token(call.arg(0, "input"))
+    dims = tuple(range(1, variance.dim()))
+    return Spread(variance.mean(dims, keepdim=True) if dims else variance)
 
 
 # -- arithmetic ------------------------------------------------------------------------
@@ -457,13 +543,17 @@ def _add(call: Call) -> Result:
     a, b = call.token(x), call.token(y)
     if b is not None and alpha != 1:
         b = b * alpha**2
-    return Spread(_plus(a, b))
+    known = [z for z in map(call.spread, (x, y)) if z is not None]
+    # Of a sum of squares and what makes it positive.
+    excess = known[0].excess if len(known) == 1 and call.name == "add" else None
+    return Spread(_plus(a, b), excess=excess)
 
 
 @register_propagation("mul")
 def _mul(call: Call) -> Result:
     x, y = call.args[0], call.arg(1, "other")
     a, b = call.token(x), call.token(y)
+    x, y = _expected(call, x), _expected(call, y)
     total = None
     if a is not None:
         factor = _mean_square(y)
@@ -487,10 +577,11 @@ def _quotient(call: Call, x: Any, y: Any) -> Result:
     a, b = call.token(x), call.token(y)
     if not isinstance(y, Tensor):
         return Spread(a / y**2)
-    inverse = 1 / _wide(y)
+    inverse = 1 / _wide(_expected(call, y))
     total = None if a is None else a * _mean_square(inverse)
     if b is not None:  # to first order
-        total = _plus(total, b * _mean_square(_wide(call.out) * inverse))
+        x = _wide(x) if isinstance(x, Tensor) else x
+        total = _plus(total, b * _mean_square(x * inverse * inverse))
     return Spread(total)
 
 
@@ -509,6 +600,7 @@ def _total(call: Call) -> Result:
     dims = call.arg(1, "dim", call.kwargs.get("axis"))
     dims = range(x.dim()) if dims is None else dims
     dims = {d % x.dim() for d in ([dims] if isinstance(dims, int) else dims)}
+    excess = call.spread(x).excess
     variance = variance.expand(*x.shape[:-1], 1)
     number = 1
     for dim in sorted(dims):
@@ -522,27 +614,45 @@ def _total(call: Call) -> Result:
     if not call.arg(2, "keepdim", False):
         for dim in sorted(dims, reverse=True):
             variance = variance.squeeze(dim)
-        if x.dim() - 1 in dims and variance.dim():
-            variance = _last_mean(variance)
-    return Spread(variance)
+    if excess is not None:
+        only_last = dims == {x.dim() - 1} and call.arg(2, "keepdim", False)
+        excess = _last_mean(excess) if only_last else None
+        if excess is not None and call.name == "sum":
+            excess = excess * x.size(-1)
+    return Spread(variance, excess=excess)
 
 
-@register_propagation("var", "std", "norm", "vector_norm", "linalg_vector_norm")
+@register_propagation("var", "std", "norm", "linalg_vector_norm", "var_mean", "std_mean")
 def _statistic(call: Call) -> Result:
-    return None  # a sum over the width hardly errs
+    """Over the width: it hardly errs, but all errors together make it larger."""
+    x, both = call.args[0], call.name.endswith("_mean")
+    y = call.out[0] if both else call.out
+    squared = call.token(x)
+    if "norm" in call.name:
+        squared = squared * x.size(-1)
+    if y.dim() != x.dim() or y.shape[:-1] != x.shape[:-1]:
+        return [None] * (1 + both)
+    value, excess = _wide(y), squared
+    if not call.name.startswith("var"):
+        excess = (value.square() + squared).sqrt() - value
+    spread = Spread(torch.zeros_like(squared), excess=excess)
+    return [spread, Spread(call.token(x) / x.size(-1))] if both else spread
 
 
-@register_propagation("var_mean", "std_mean")
-def _statistics(call: Call) -> Result:
-    return [None, None]
+@register_propagation("normalize")
+def _normalize(call: Call) -> Result:
+    x, p, dim = call.args[0], call.arg(1, "p", 2.0), call.arg(2, "dim", 1)
+    if p != 2 or dim % x.dim() != x.dim() - 1:
+        return Lost("normalize")
+    width = x.size(-1)
+    made = moments.rms_norm(call.moments(x), scalar=True, eps=0.0, mean=_wide(call.out))
+    return Spread(made.variance / width)
 
 
 @register_propagation("cumsum")
 def _cumsum(call: Call) -> Result:
-    x, dim = call.args[0], call.arg(1, "dim")
-    if dim % x.dim() == x.dim() - 1:
-        return Lost("cumsum")
-    return Spread(call.token(x).expand(*x.shape[:-1], 1).cumsum(dim))
+    x = call.args[0]
+    return Spread(_last_mean(call.token(x).expand(x.shape).cumsum(call.arg(1, "dim"))))
 
 
 # -- elementwise -----------------------------------------------------------------------
@@ -566,18 +676,23 @@ def _activation(call: Call) -> Result:
 def _elementwise(call: Call) -> Result:
     """To first order: the derivative, squared, at the value."""
     x, *rest = call.args
-    variance = call.token(x)
-    if variance is None or any(call.spread(y) is not None for y in rest):
+    spread = call.spread(x)
+    if spread is None or any(call.spread(y) is not None for y in rest):
         return Lost(call.name)
+    variance = spread.token()
+    if call.name == "square" or (call.name == "pow" and call.arg(1, "exponent") == 2):
+        own = variance * (4 * _mean_square(x) + 2 * variance)
+        return Spread(own, excess=variance)
     kwargs = {k: v for k, v in call.kwargs.items() if k not in ("inplace", "out")}
+    plain = call.func
+    if plain.__name__.endswith("_"):  # in place, or an operator
+        plain = getattr(Tensor, call.name)
     with torch.enable_grad():
-        value = x.detach().to(torch.promote_types(x.dtype, torch.float32))
-        value = value.requires_grad_()
-        plain = call.func if not call.func.__name__.endswith("_") else None
-        if plain is None:
-            plain = getattr(torch.Tensor, call.name)
-        (slope,) = torch.autograd.grad(plain(value, *rest, **kwargs).sum(), value)
-    return Spread(variance * _mean_square(slope))
+        value = _wide(_expected(call, x)).requires_grad_()
+        y = plain(value, *rest, **kwargs)
+        (slope,) = torch.autograd.grad(y.sum(), value)
+    excess = None if spread.excess is None else y.detach() - _wide(call.out)
+    return Spread(variance * _mean_square(slope), excess=excess)
 
 
 @register_propagation("dropout", "feature_alpha_dropout")
@@ -654,6 +769,90 @@ def _addmm(call: Call) -> Result:
     return _product(call, x, _wide(weight), call.token(weight), bias, -2)
 
 
+@register_propagation("baddbmm")
+def _baddbmm(call: Call) -> Result:
+    """alpha x @ y + beta z"""
+    z, x, y = (call.arg(i, n) for i, n in enumerate(("input", "batch1", "batch2")))
+    alpha, beta = call.kwargs.get("alpha", 1), call.kwargs.get("beta", 1)
+    total = call.token(z)
+    total = None if total is None else total * beta**2
+    if call.spread(x) is not None or call.spread(y) is not None:
+        made = _matmul(call._replace(name="matmul", args=(x, y), kwargs={})).token()
+        total = _plus(total, made * alpha**2)
+    return Spread(total)
+
+
+@register_propagation("einsum")
+def _einsum(call: Call) -> Result:
+    """Of a product, all errors being independent."""
+    equation, *xs = call.args
+    xs = list(xs[0]) if isinstance(xs[0], (list, tuple)) else xs
+    if not isinstance(equation, str) or len(xs) > 2:
+        return Lost("einsum")
+    spreads = [call.token(x) for x in xs]
+    variances = [s if s is None else s.expand(x.shape) for s, x in zip(spreads, xs)]
+    if len(xs) == 1:
+        return Spread(_last_mean(torch.einsum(equation, variances[0])))
+    (x, y), (a, b) = (_wide(z).square() for z in xs), variances
+    total = None
+    if a is not None:
+        total = torch.einsum(equation, a, y if b is None else y + b)
+    if b is not None:
+        total = _plus(total, torch.einsum(equation, x, b))
+    return Spread(_last_mean(total))
+
+
+@register_propagation("grouped_mm", "grouped_mm_fallback")
+def _grouped_mm(call: Call) -> Result:
+    """Rows ``[rows, in]`` times the matrix ``[in, out]`` of their group each."""
+    x, weight, *rest = call.args
+    ends = rest[0] if rest else call.kwargs.get("offs")
+    if x.dim() != 2 or weight.dim() != 3 or ends is None or call.kwargs.get("bias"):
+        return Lost("grouped_mm")
+    rows = torch.arange(len(x), device=x.device, dtype=ends.dtype)
+    group = torch.searchsorted(ends, rows, right=True).clamp(max=len(weight) - 1)
+    noise, passed, own = call.token(weight), call.token(x), None
+    gain = _wide(weight).square().sum((1, 2)) / weight.size(2)
+    if noise is not None:
+        noise = noise.expand(*weight.shape[:2], 1).mean((1, 2))
+        gain = gain + noise * weight.size(1)
+        own = _squares(x) * noise[group][:, None]
+    if passed is not None:
+        own = _plus(own, passed * gain[group][:, None])
+    return Spread(own)
+
+
+@register_propagation("conv1d", "conv2d", "conv3d")
+def _conv(call: Call) -> Result:
+    """
+    A linear layer at every place: one variance ``[B, 1, *places]`` a place, the mean
+    over channels.
+    """
+    x, weight, bias = (
+        call.arg(i, n) for i, n in enumerate(("input", "weight", "bias"))
+    )
+    names = ("stride", "padding", "dilation")
+    options = {
+        n: v for i, n in enumerate(names) if (v := call.arg(3 + i, n)) is not None
+    }
+    groups = call.arg(6, "groups", 1)
+    if x.dim() != weight.dim():
+        return Lost(call.name)
+    noise, passed, offset = (call.token(z) for z in (weight, x, bias))
+    # The mean over a group's outputs, [groups, in / groups, *kernel].
+    gain = _wide(weight).square().unflatten(0, (groups, -1)).mean(1)
+    total = None if offset is None else offset.mean()
+    if noise is not None:
+        ones = torch.ones_like(gain) * noise.mean()
+        gain = gain + noise.mean()
+        squares = _wide(x).square()
+        total = _plus(total, call.func(squares, ones, None, **options, groups=groups))
+    if passed is not None:
+        spread = passed.expand(x.shape)
+        total = _plus(total, call.func(spread, gain, None, **options, groups=groups))
+    return Spread(total.mean(1, keepdim=True) if total.dim() else total)
+
+
 @register_propagation("matmul")
 def _matmul(call: Call) -> Result:
     x, y = call.args[0], call.arg(1, "other", call.kwargs.get("mat2"))
@@ -695,6 +894,27 @@ def _norm(call: Call) -> Result:
         kwargs["eps"] = call.arg(4, "eps", 1e-5)
         made = moments.layer_norm(call.moments(x), weight, None, **kwargs)
     return Spread(made.variance)
+
+
+@register_propagation("group_norm")
+def _group_norm(call: Call) -> Result:
+    """``moments.layer_norm`` of each group."""
+    x, groups = call.args[:2]
+    weight, bias = call.arg(2, "weight"), call.arg(3, "bias")
+    s = call.token(x)
+    s = 0.0 if s is None else s.expand(*x.shape[:-1], 1).flatten(1).mean(1)
+    s = s.expand(len(x)) if isinstance(s, Tensor) else x.new_zeros(len(x))
+    noise = [call.token(z) for z in (weight, bias)]
+    noise = [0.0 if z is None else z.mean() for z in noise]
+    rows = _wide(x).reshape(len(x), groups, -1)
+    made = moments.layer_norm(
+        *(Moments(rows, s[:, None, None]), weight, None, call.arg(4, "eps", 1e-5)),
+        *noise,
+        scalar=True,
+        mean=rows,
+    )
+    variance = made.variance.mean(1)
+    return Spread(variance.reshape(len(x), *(1,) * (x.dim() - 1)))
 
 
 @register_propagation("scaled_dot_product_attention")
