@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import threading
+import warnings
 import weakref
 from collections import deque
 from functools import partial
-from typing import Any, Deque, Dict, List, Mapping, Optional, Tuple, Union
+from typing import Any, Deque, Dict, List, Mapping, Optional, Set, Tuple, Union
 
 import torch
 from torch import Tensor, nn
@@ -154,7 +155,7 @@ class ErrorTracker:
         self._noise = None if optimizer is None else gradient_noise(optimizer)
         self._errors: Dict[str, Tensor] = {}
         self._state: Any = None
-        self._asked = False
+        self._checked = False
         self._remembered: Dict[nn.Module, Deque[Tuple[Tensor, Tensor]]]
         self._remembered = weakref.WeakKeyDictionary()
         if optimizer is not None:
@@ -262,6 +263,7 @@ class ErrorTracker:
         }
         mode = Propagation(params)
         mode.tracker = self
+        mode.asked = []  # the attentions that were corrected
         mode.__enter__()
         stack.append(mode)
 
@@ -273,19 +275,30 @@ class ErrorTracker:
         if mode is None:
             return
         mode.__exit__(None, None, None)
-        if output is not None and not self._asked:
+        if output is None:
+            return
+        if not mode.asked:
             raise RuntimeError(
                 "The errors of this model are tracked, but no attention asked for them. "
-                'Models of transformers need set_attn_implementation("re_attention"), '
-                "others opacus_ext.layers.re_attention in place of "
-                "scaled_dot_product_attention."
+                'Models of transformers need set_attn_implementation("re_attention") '
+                "(those that compute attention in code of their own ignore it, and "
+                "can't be corrected), others opacus_ext.layers.re_attention in place "
+                "of scaled_dot_product_attention."
             )
+        if not self._checked and None not in mode.asked:
+            self._checked = True
+            left = _attentions(module, {type(each) for each in mode.asked})
+            if left:
+                warnings.warn(
+                    f"No attention of {', '.join(left)} was corrected in the first "
+                    "forward pass: it was not used, or does not ask for it."
+                )
 
     def key_variance(
         self, mode: Propagation, key: Tensor, module: Optional[nn.Module]
     ) -> Tensor:
         """The variance ``[*, U, 1]`` of keys, noted in case they are computed again."""
-        self._asked = True
+        mode.asked.append(module)
         spread = mode.of(key)
         name = "an attention" if module is None else type(module).__name__
         if spread is None or isinstance(spread, Lost):
@@ -393,6 +406,18 @@ def _stack() -> List[Optional[Propagation]]:
     if not hasattr(_local, "stack"):
         _local.stack = []
     return _local.stack
+
+
+def _attentions(model: nn.Module, corrected: Set[type]) -> List[str]:
+    """Classes of modules that seem to be attention and are not among these."""
+    found = {}
+    for module in model.modules():
+        inner = list(module.modules())[1:]
+        if any("Attention" in type(each).__name__ for each in inner):
+            continue  # the inner ones count
+        if "Attention" in type(module).__name__ and type(module) not in corrected:
+            found[type(module).__name__] = None
+    return list(found)
 
 
 def _digest(key: Tensor) -> Tensor:

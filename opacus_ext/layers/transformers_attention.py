@@ -17,6 +17,10 @@ from transformers.modeling_utils import AttentionInterface
 from opacus_ext.layers.attention import attend, errors_of
 
 
+# Soft caps of logits, attention sinks, attention to chosen tokens, paged caches.
+UNKNOWN = ("softcap", "s_aux", "sinks", "indices", "block_indices", "cache")
+
+
 def re_attention_forward(
     module: nn.Module,
     query: Tensor,
@@ -33,9 +37,14 @@ def re_attention_forward(
     "re_attention" among the attention functions of transformers.
 
     Raises:
-        ValueError: for what it can't do: soft caps of logits, attention sinks, paged
-            caches
+        ValueError: for what it can't do (``UNKNOWN``)
     """
+    for name in UNKNOWN:
+        if kwargs.get(name) is not None:
+            raise ValueError(
+                f"{type(module).__name__} passes {name} to its attention, which "
+                '"re_attention" does not know. Use "eager" and do without track_errors.'
+            )
     errors = errors_of(key, module)
     if errors is None:
         if position_bias is not None:
@@ -47,12 +56,6 @@ def re_attention_forward(
             is_causal=bool(is_causal),
             **kwargs,
         )
-    for name in ("softcap", "s_aux", "cache"):
-        if kwargs.get(name) is not None:
-            raise ValueError(
-                f"{type(module).__name__} passes {name} to its attention, which "
-                '"re_attention" does not know. Use "eager" and do without track_errors.'
-            )
     mask = attention_mask
     if position_bias is not None:
         mask = position_bias
