@@ -33,6 +33,7 @@ from typing import (
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
@@ -195,8 +196,12 @@ class Propagation(TorchFunctionMode):
         name = _PLAIN.get(raw) or _PLAIN.setdefault(raw, raw.strip("_"))
         if raw == "__get__":  # a property: .T, .mT, .shape
             name = getattr(getattr(func, "__self__", None), "__name__", "")
+            if name not in RULES:  # .grad, ._base: another tensor, or none
+                return func(*args, **kwargs)
         given = args
-        if name not in _BLIND and (raw.endswith("_") or kwargs.get("inplace")):
+        written = raw in _WRITING or kwargs.get("inplace")
+        written = written or (raw[-1:] == "_" and raw[-2:] != "__")
+        if name not in _BLIND and written:
             # What it changes in place is what the rule needs.
             kept = args[0].detach().clone()
             self.set(kept, before[0])
@@ -222,7 +227,7 @@ class Propagation(TorchFunctionMode):
             )
         for x, result in zip(outputs, results):
             self.set(x, result)
-            if given is not args or name in _BLIND or raw == "__setitem__":
+            if written:
                 self._written(x, result)
         return out
 
@@ -230,7 +235,7 @@ class Propagation(TorchFunctionMode):
         """What was written into a part of a tensor is in that tensor."""
         base = x._base
         before = None if base is None else self.of(base)
-        if base is None or isinstance(before, Lost) or base is x:
+        if base is None or isinstance(before, Lost):
             return
         if isinstance(result, Lost):
             return self.set(base, result)
@@ -245,6 +250,9 @@ class Propagation(TorchFunctionMode):
         self.set(base, Spread(whole))
 
 
+_WRITING = frozenset(
+    "__setitem__ __iadd__ __isub__ __imul__ __itruediv__ __idiv__ __ipow__".split()
+)
 # Names that differ from their operation's by more than underscores.
 _PLAIN = {
     **{"__iadd__": "add", "__radd__": "add", "__isub__": "sub", "__rsub__": "rsub"},
@@ -332,12 +340,13 @@ def _expected(call: Call, x: Any) -> Any:
 
 def _squares(x: Tensor) -> Tensor:
     """The sum of squares over the last dimension; kept, as several layers ask."""
+    version = 0 if x.is_inference() else x._version
     known = getattr(x, "_squares", None)
-    if known is not None and known[0] == x._version:
+    if known is not None and known[0] == version and not x.is_inference():
         return known[1]
     wide = x.detach().to(torch.promote_types(x.dtype, torch.float32))
     total = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square()
-    x._squares = x._version, total
+    x._squares = version, total
     return total
 
 
@@ -364,7 +373,7 @@ def _plus(a: Optional[Tensor], b: Optional[Tensor]) -> Optional[Tensor]:
     *("split_with_sizes", "tensor_split", "unbind", "getitem", "select", "narrow"),
     *("flip", "roll", "movedim", "moveaxis", "swapaxes", "swapdims", "T", "mT"),
     *("repeat", "tile", "repeat_interleave", "index_select", "broadcast_to", "unfold"),
-    *("adjoint", "take_along_dim", "gather", "tril", "triu", "diagonal", "pad", "take"),
+    *("H", "mH", "adjoint", "take_along_dim", "gather", "tril", "triu", "diagonal", "pad", "take"),
     *("masked_select", "fold", "pixel_shuffle", "pixel_unshuffle", "view_as_real"),
     *("view_as_complex",),
 )
@@ -415,7 +424,7 @@ def _tidy(spread: Spread) -> Spread:
 @register_propagation(
     *("contiguous", "clone", "detach", "to", "float", "double", "half", "bfloat16"),
     *("type", "type_as", "cpu", "cuda", "alias", "neg", "negative", "positive", "data"),
-    *("abs", "nan_to_num", "clamp", "clamp_min", "clamp_max", "real", "clip"),
+    *("abs", "nan_to_num", "clamp", "clamp_min", "clamp_max", "clip", "real", "imag"),
 
 )
 def _kept(call: Call) -> Result:
@@ -687,7 +696,8 @@ def _elementwise(call: Call) -> Result:
     plain = call.func
     if plain.__name__.endswith("_"):  # in place, or an operator
         plain = getattr(Tensor, call.name)
-    with torch.enable_grad():
+    # Those hooks are for the graph of the model: activation checkpointing.
+    with torch.enable_grad(), saved_tensors_hooks(lambda x: x, lambda x: x):
         value = _wide(_expected(call, x)).requires_grad_()
         y = plain(value, *rest, **kwargs)
         (slope,) = torch.autograd.grad(y.sum(), value)
