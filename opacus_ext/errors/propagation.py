@@ -164,8 +164,7 @@ class Propagation(TorchFunctionMode):
         if isinstance(spread, Lost):
             return spread
         if spread is None:
-            wide = torch.promote_types(x.dtype, torch.float32)
-            return x.new_zeros((1,) * x.dim(), dtype=wide)
+            return _zeros(x, (1,) * x.dim())
         with torch.no_grad():
             return spread.token()
 
@@ -242,7 +241,7 @@ class Propagation(TorchFunctionMode):
         with quietly(base):
             token = 0.0 if result is None else result.token()
             whole = torch.empty_strided(
-                base.size(), base.stride(), dtype=torch.float32, device=base.device
+                base.size(), base.stride(), dtype=_dtype(base), device=base.device
             ).copy_(self.token(base))
             offset = x.storage_offset() - base.storage_offset()
             part = whole.as_strided(x.size(), x.stride(), offset)
@@ -306,6 +305,15 @@ def _tensors(out: Any) -> List[Tensor]:
     return []
 
 
+def _dtype(x: Tensor) -> torch.dtype:
+    """Of its variance."""
+    return torch.promote_types(x.dtype.to_real(), torch.float32)
+
+
+def _zeros(x: Tensor, shape: Any) -> Tensor:
+    return x.new_zeros(shape, dtype=_dtype(x))
+
+
 def _wide(x: Tensor) -> Tensor:
     """The value of a tensor, in float32 at least, with what is known of its error."""
     wide = x.detach().to(torch.promote_types(x.dtype, torch.float32))
@@ -362,6 +370,22 @@ def _plus(a: Optional[Tensor], b: Optional[Tensor]) -> Optional[Tensor]:
     if a is None or b is None:
         return b if a is None else a
     return a + b
+
+
+def _left(call: Call, x: Any, norm: Any) -> Optional[Tensor]:
+    """
+    How much of its error x keeps when its norm is made 1 by hand, as ``rms_norm`` of
+    ``moments`` has it; None if ``norm`` is no such factor or divisor.
+    """
+    spread = call.spread(norm)
+    if spread is None or spread.excess is None or call.spread(x) is None:
+        return None
+    if norm.size(-1) != 1 or x.size(-1) == 1:
+        return None
+    value = _wide(norm)
+    q = (1 + spread.excess / value).square()
+    q = torch.minimum(q, 1 / q)  # a factor has the inverse of a divisor
+    return 1 - q * (2 - q) / x.size(-1)
 
 
 # -- moved, not changed ----------------------------------------------------------------
@@ -442,7 +466,7 @@ def _joined(call: Call) -> Result:
     for x in xs:
         variance = call.token(x)
         if variance is None:
-            variance = x.new_zeros(1, dtype=torch.float32)
+            variance = _zeros(x, 1)
         variances.append(variance)
     if call.name in ("hstack", "vstack"):
         return Lost(call.name)
@@ -460,7 +484,7 @@ def _joined(call: Call) -> Result:
 def _set(call: Call) -> Result:
     x, index, value = call.args
     before, after = call.token(x), call.token(value)
-    whole = x.new_zeros(x.shape, dtype=torch.float32)
+    whole = _zeros(x, x.shape)
     if before is not None:
         whole = whole + before
     whole[index] = 0.0 if after is None else after
@@ -510,7 +534,7 @@ def _placed(call: Call) -> Result:
             return 0.0
         variance = call.token(y)
         if variance is None:
-            variance = y.new_zeros((1,) * y.dim(), dtype=torch.float32)
+            variance = _zeros(y, (1,) * y.dim())
         return variance.expand((*y.shape[:-1], 1) if by_row else y.shape)
 
     place = getattr(Tensor, call.name)
@@ -523,7 +547,7 @@ def _masked_scatter(call: Call) -> Result:
         call.arg(i, n) for i, n in enumerate(("input", "mask", "source"))
     )
     a, b = (
-        torch.zeros(1, device=y.device) if v is None else v
+        _zeros(y, 1) if v is None else v
         for y, v in ((x, call.token(x)), (source, call.token(source)))
     )
     made = a.expand(x.shape).masked_scatter(mask, b.expand(source.shape).to(a.dtype))
@@ -532,7 +556,8 @@ def _masked_scatter(call: Call) -> Result:
 
 @register_propagation("copy")
 def _copy(call: Call) -> Result:
-    return Spread(variance) if (variance := call.token(call.args[1])) is not None else None
+    variance = call.token(call.args[1])
+    return None if variance is None else Spread(variance)
 
 
 @register_propagation("interpolate")
@@ -562,6 +587,10 @@ def _add(call: Call) -> Result:
 def _mul(call: Call) -> Result:
     x, y = call.args[0], call.arg(1, "other")
     a, b = call.token(x), call.token(y)
+    if (left := _left(call, x, y)) is not None:
+        return Spread(a * left * _mean_square(_expected(call, y)))
+    if (left := _left(call, y, x)) is not None:
+        return Spread(b * left * _mean_square(_expected(call, x)))
     x, y = _expected(call, x), _expected(call, y)
     total = None
     if a is not None:
@@ -587,6 +616,8 @@ def _quotient(call: Call, x: Any, y: Any) -> Result:
     if not isinstance(y, Tensor):
         return Spread(a / y**2)
     inverse = 1 / _wide(_expected(call, y))
+    if (left := _left(call, x, y)) is not None:
+        return Spread(a * left * _mean_square(inverse))
     total = None if a is None else a * _mean_square(inverse)
     if b is not None:  # to first order
         x = _wide(x) if isinstance(x, Tensor) else x
@@ -697,8 +728,9 @@ def _elementwise(call: Call) -> Result:
     if plain.__name__.endswith("_"):  # in place, or an operator
         plain = getattr(Tensor, call.name)
     # Those hooks are for the graph of the model: activation checkpointing.
-    with torch.enable_grad(), saved_tensors_hooks(lambda x: x, lambda x: x):
-        value = _wide(_expected(call, x)).requires_grad_()
+    same = saved_tensors_hooks(lambda x: x, lambda x: x)
+    with torch.inference_mode(False), torch.enable_grad(), same:
+        value = _wide(_expected(call, x)).clone().requires_grad_()
         y = plain(value, *rest, **kwargs)
         (slope,) = torch.autograd.grad(y.sum(), value)
     excess = None if spread.excess is None else y.detach() - _wide(call.out)
