@@ -15,7 +15,9 @@ statistic over the width (a norm, a variance) has of its own.
 
 from __future__ import annotations
 
+import weakref
 from contextlib import contextmanager
+from functools import partial
 from typing import (
     Any,
     Callable,
@@ -99,6 +101,22 @@ class Call(NamedTuple):
         return Moments(x, x.new_zeros((1,) * x.dim()) if variance is None else variance)
 
 
+class Later:
+    """In the place of variances that may not be needed: they are made when asked for."""
+
+    def __init__(self, mode: "Propagation", make: Callable[[], Sequence[Any]]):
+        self.mode = mode
+        self._make: Optional[Callable[[], Sequence[Any]]] = make
+        self._made: Sequence[Any] = ()
+
+    def make(self) -> Sequence[Any]:
+        """What it stands for."""
+        if self._make is not None:
+            make, self._make = self._make, None
+            self._made = make()
+        return self._made
+
+
 Result = Union[None, Spread, Lost, Sequence[Optional[Spread]]]
 PropagationRule = Callable[[Call], Result]
 RULES: Dict[str, PropagationRule] = {}
@@ -138,6 +156,9 @@ class Propagation(TorchFunctionMode):
         errors: the variance of the error of each parameter, by the parameter's ``id``:
             a scalar or broadcastable to it, ``[rows, 1]`` for those of an embedding
 
+    Attributes:
+        later: whether variances are made only when they are asked for
+
     Example:
         >>> weight = torch.nn.Parameter(torch.eye(2))
         >>> with Propagation({id(weight): torch.tensor(0.01)}) as errors:
@@ -150,13 +171,37 @@ class Propagation(TorchFunctionMode):
         super().__init__()
         self.errors = {key: Spread(variance) for key, variance in errors.items()}
         self.paused = False
+        self.later = False
+        self._pending: List["weakref.ref[Later]"] = []
 
     def of(self, x: Any) -> Union[None, Spread, Lost]:
         """What is known of a value's variance; None for one without error."""
+        found = self._noted(x)
+        if isinstance(found, Later):
+            found.mode.force()
+            found = x._spread = found.make()[x._which]
+        return found
+
+    def _noted(self, x: Any) -> Any:
         if not isinstance(x, Tensor):
             return None
         found = getattr(x, "_spread", None)
         return self.errors.get(id(x)) if found is None else found
+
+    def defer(self, outputs: Sequence[Tensor], make: Callable[[], Sequence]) -> None:
+        """The variances of these are made when they are asked for."""
+        later = Later(self, make)
+        self._pending.append(weakref.ref(later))
+        for i, x in enumerate(outputs):
+            x._spread, x._which = later, i
+
+    def force(self) -> None:
+        """Makes all that was put off, the first first, and puts nothing off any more."""
+        self.later = False
+        pending, self._pending = self._pending, []
+        for each in pending:
+            if (later := each()) is not None:
+                later.make()
 
     def token(self, x: Tensor) -> Union[Tensor, Lost]:
         """The variance ``[*, 1]`` of a tensor, zeros where it is known."""
@@ -189,8 +234,12 @@ class Propagation(TorchFunctionMode):
         if self.paused:
             return func(*args, **kwargs)
         raw = getattr(func, "__name__", "")
-        before = [self.of(x) for x in _flat(args, kwargs)]
-        if not any(x is not None for x in before) or raw in _SILENT:
+        written = raw in _WRITING or kwargs.get("inplace")
+        written = written or (raw[-1:] == "_" and raw[-2:] != "__")
+        if written and self._pending:
+            self.force()  # while the values are there
+        known = [self._noted(x) for x in _flat(args, kwargs)]
+        if not any(x is not None for x in known) or raw in _SILENT:
             return func(*args, **kwargs)
         name = _PLAIN.get(raw) or _PLAIN.setdefault(raw, raw.strip("_"))
         if raw == "__get__":  # a property: .T, .mT, .shape
@@ -198,12 +247,10 @@ class Propagation(TorchFunctionMode):
             if name not in RULES:  # .grad, ._base: another tensor, or none
                 return func(*args, **kwargs)
         given = args
-        written = raw in _WRITING or kwargs.get("inplace")
-        written = written or (raw[-1:] == "_" and raw[-2:] != "__")
         if name not in _BLIND and written:
             # What it changes in place is what the rule needs.
             kept = args[0].detach().clone()
-            self.set(kept, before[0])
+            self.set(kept, known[0])
             given = (kept, *args[1:])
         out = func(*args, **kwargs)
         outputs = [x for x in _tensors(out) if x.is_floating_point() or x.is_complex()]
@@ -211,24 +258,33 @@ class Propagation(TorchFunctionMode):
             outputs = [args[0]]
         if not outputs:
             return out
-        lost = next((x for x in before if isinstance(x, Lost)), None)
-        if lost is None and name not in RULES:
-            lost = Lost(name)
-        if lost is not None:
-            results: Sequence = [lost] * len(outputs)
-        else:
-            with quietly(outputs[0]):
-                made = RULES[name](Call(name, func, given, kwargs, out, self.of))
-            results = (
-                [made] * len(outputs)
-                if made is None or isinstance(made, (Spread, Lost))
-                else list(made)
-            )
-        for x, result in zip(outputs, results):
+        call = Call(name, func, given, kwargs, out, self.of)
+        if any(x is y for x in outputs for y in _flat(args, kwargs)) and not written:
+            return out  # as it was, .contiguous() of what is
+        if self.later and not written:
+            # Not the output itself: what it carries must not lead back to it.
+            apart = call._replace(out=_apart(out))
+            self.defer(outputs, partial(self._results, apart, len(outputs)))
+            return out
+        for x, result in zip(outputs, self._results(call, len(outputs))):
             self.set(x, result)
             if written:
                 self._written(x, result)
         return out
+
+    def _results(self, call: Call, number: int) -> Sequence[Any]:
+        """What the rule says of each output."""
+        before = (self.of(x) for x in _flat(call.args, call.kwargs))
+        lost = next((x for x in before if isinstance(x, Lost)), None)
+        if lost is None and call.name not in RULES:
+            lost = Lost(call.name)
+        if lost is not None:
+            return [lost] * number
+        with quietly(_tensors(call.out)[0] if call.out is not None else call.args[0]):
+            made = RULES[call.name](call)
+        if made is None or isinstance(made, (Spread, Lost)):
+            return [made] * number
+        return list(made)
 
     def _written(self, x: Tensor, result: Union[None, Spread, Lost]) -> None:
         """What was written into a part of a tensor is in that tensor."""
@@ -284,9 +340,10 @@ _BLIND = frozenset(
 
 @contextmanager
 def quietly(x: Tensor) -> Iterator[None]:
-    """Without gradients and autocast."""
-    with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
-        yield
+    """Without gradients, autocast and modes such as these."""
+    with torch._C.DisableTorchFunction():
+        with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+            yield
 
 
 def _flat(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterable[Any]:
@@ -314,11 +371,20 @@ def _zeros(x: Tensor, shape: Any) -> Tensor:
     return x.new_zeros(shape, dtype=_dtype(x))
 
 
+def _apart(out: Any) -> Any:
+    """The same values in tensors of their own."""
+    if isinstance(out, Tensor):
+        return out.data
+    return type(out)(map(_apart, out)) if type(out) in (tuple, list) else [
+        _apart(x) for x in out
+    ]
+
+
 def _wide(x: Tensor) -> Tensor:
     """The value of a tensor, in float32 at least, with what is known of its error."""
     wide = x.detach().to(torch.promote_types(x.dtype, torch.float32))
     if wide is not x and (spread := getattr(x, "_spread", None)) is not None:
-        wide._spread = spread
+        wide._spread, wide._which = spread, getattr(x, "_which", 0)
     return wide
 
 
@@ -989,6 +1055,7 @@ def grouped(x: Tensor, heads: int, spread: Callable[[Any], Any]) -> Tensor:
 
 # Attention weights in memory at once, of all samples and heads.
 _CHUNK = 1 << 24
+_CHUNK_IN_CACHE = 1 << 18
 
 
 def attention_spread(
@@ -1022,28 +1089,34 @@ def attention_spread(
     s_q = q.variance.expand(full)
     q, k, v = (Moments(_wide(x.mean), x.variance) for x in (q, k, v))
     k, v = (Moments(x.mean, x.variance.expand(*x.mean.shape[:-1], 1)) for x in (k, v))
-    rows = max(_CHUNK // max(q.mean[..., 0, 0].numel() * keys, 1), 1)
-    given, parts = _wide(out), []
+    chunk = _CHUNK if q.mean.is_cuda else _CHUNK_IN_CACHE
+    rows = max(chunk // max(q.mean[..., 0, 0].numel() * keys, 1), 8)
+    left, right = q.mean * scale, k.mean
+    if correction is not None:  # one more element of both, as in the attention
+        left = torch.cat([left, _squares(q.mean) * (-(scale**2) / 2)], -1)
+        right = torch.cat([right, correction.expand_as(k.variance)], -1)
+    given, parts, every = _wide(out), [], (k, v)
     for at in range(0, length, rows):
         to = min(at + rows, length)
-        logits = (q.mean[..., at:to, :] * scale) @ k.mean.transpose(-1, -2)
-        if correction is not None:
-            left = _squares(q.mean)[..., at:to, :] * (scale**2 / 2)
-            logits -= left @ correction.transpose(-1, -2)
+        seen = min(to, keys) if causal else keys  # the others have no part in it
+        k, v = (Moments(*(z[..., :seen, :] for z in x)) for x in every)
+        logits = left[..., at:to, :] @ right[..., :seen, :].transpose(-1, -2)
         if causal:
-            seen = torch.ones(to - at, keys, dtype=torch.bool, device=logits.device)
-            logits.masked_fill_(~seen.tril(at), -torch.inf)
+            ones = torch.ones(to - at, seen, dtype=torch.bool, device=logits.device)
+            logits.masked_fill_(ones.tril_(at).logical_not_(), -torch.inf)
         if mask is not None:
             part = mask[..., at:to, :] if mask.size(-2) > 1 else mask
+            part = part[..., :seen] if part.size(-1) > 1 else part
             if part.dtype == torch.bool:
                 logits.masked_fill_(~part, -torch.inf)
             else:
                 logits += part
-        p = torch.softmax(logits, -1).nan_to_num_()
-        chunk = Moments(q.mean[..., at:to, :], s_q[..., at:to, :])
+        p = torch.softmax(logits, -1)
+        p = p if mask is None else p.nan_to_num_()
+        queries = Moments(q.mean[..., at:to, :], s_q[..., at:to, :])
         parts.append(
             moments.attention(
-                *(chunk, k, v),
+                *(queries, k, v),
                 scale=scale,
                 scalar=True,
                 mean=given[..., at:to, :],

@@ -156,6 +156,7 @@ class ErrorTracker:
         self._errors: Dict[str, Tensor] = {}
         self._state: Any = None
         self._checked = False
+        self._usual = 0  # attentions in the latest forward pass
         self._remembered: Dict[nn.Module, Deque[Tuple[Tensor, Tensor]]]
         self._remembered = weakref.WeakKeyDictionary()
         if optimizer is not None:
@@ -277,6 +278,7 @@ class ErrorTracker:
         mode.__exit__(None, None, None)
         if output is None:
             return
+        self._usual = len(mode.asked)
         if not mode.asked:
             raise RuntimeError(
                 "The errors of this model are tracked, but no attention asked for them. "
@@ -300,6 +302,9 @@ class ErrorTracker:
         """The variance ``[*, U, 1]`` of keys, noted in case they are computed again."""
         mode.asked.append(module)
         spread = mode.of(key)
+        if len(mode.asked) == self._usual:
+            # The last one as it seems. Should there be more, what is put off is made.
+            mode.later = True
         name = "an attention" if module is None else type(module).__name__
         if spread is None or isinstance(spread, Lost):
             operation = (
