@@ -250,7 +250,7 @@ class Propagation(TorchFunctionMode):
         if name not in _BLIND and written:
             # What it changes in place is what the rule needs.
             kept = args[0].detach().clone()
-            self.set(kept, known[0])
+            self.set(kept, self.of(args[0]))
             given = (kept, *args[1:])
         out = func(*args, **kwargs)
         outputs = [x for x in _tensors(out) if x.is_floating_point() or x.is_complex()]

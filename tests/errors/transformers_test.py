@@ -1,7 +1,9 @@
 """Re-Attention in models of transformers: tiny ones, each of a structure of its own."""
 
 import copy
+import gc
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -96,8 +98,7 @@ families = pytest.mark.parametrize("family", FAMILIES)
 
 def build(name, sizes):
     model_class = getattr(transformers, name)
-    known = {k: v for k, v in sizes.items()}
-    config = model_class.config_class(**known)
+    config = model_class.config_class(**sizes)
     config._attn_implementation = "eager"
     torch.manual_seed(3)
     model = model_class(config)
@@ -369,3 +370,67 @@ def test_activation_checkpointing(reentrant):
         grads.append([p.grad.clone() for p in model.parameters()])
         model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     torch.testing.assert_close(*grads)
+
+
+class Layers(torch.nn.Module):
+    """As many layers as a call asks for, with changes in place behind attention."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(
+            attention.SelfAttention(8, heads=2) for _ in range(3)
+        )
+        self.norm = torch.nn.LayerNorm(8)
+
+    def forward(self, x, number):
+        for layer in self.layers[:number]:
+            x = self.norm(x + layer(x))
+            x[:, 0].mul_(0.5)
+            x.add_(0.1)
+            x = torch.relu_(x)
+        self.last = x
+        return x * 2
+
+
+@pytest.mark.parametrize("numbers", [(1, 3, 3), (3, 1, 2), (2, 2, 3)])
+def test_number_of_attentions_changes(numbers):
+    """What was put off after the last attention is made if it was not the last."""
+    torch.manual_seed(0)
+    model, x = Layers(), torch.randn(2, 5, 8)
+    outs = []
+    for fresh in (False, True):
+        other = Layers()
+        other.load_state_dict(model.state_dict())
+        noisy = _noisy(other)
+        tracker = track_errors(other, noisy, cap=None)
+        for number in numbers:
+            if fresh:
+                tracker.detach()
+                tracker = track_errors(other, noisy, cap=None)
+            out = other(x.clone(), number)
+        outs.append(out)
+    torch.testing.assert_close(*outs)
+
+
+def _noisy(model):
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    return DPOptimizer(
+        sgd, noise_multiplier=0.05, max_grad_norm=1.0, expected_batch_size=1
+    )
+
+
+def test_nothing_keeps_tensors_alive():
+    """No cycles: what a forward pass leaves goes with its output."""
+    model, x = Layers(), torch.randn(2, 5, 8)
+    track_errors(model, _noisy(model))
+    gc.disable()
+    try:
+        for _ in range(3):
+            out = model(x.clone(), 2)
+        ref = weakref.ref(model.last)
+        model.last = None
+        out.sum().backward()
+        del out
+        assert ref() is None
+    finally:
+        gc.enable()
