@@ -16,14 +16,12 @@ statistic over the width (a norm, a variance) has of its own.
 from __future__ import annotations
 
 import weakref
-from contextlib import contextmanager
 from functools import partial
 from typing import (
     Any,
     Callable,
     Dict,
     Iterable,
-    Iterator,
     List,
     Mapping,
     NamedTuple,
@@ -231,21 +229,22 @@ class Propagation(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if self.paused:
-            return func(*args, **kwargs)
         raw = getattr(func, "__name__", "")
-        written = raw in _WRITING or kwargs.get("inplace")
-        written = written or (raw[-1:] == "_" and raw[-2:] != "__")
-        if written and self._pending:
-            self.force()  # while the values are there
-        known = [self._noted(x) for x in _flat(args, kwargs)]
-        if not any(x is not None for x in known) or raw in _SILENT:
+        if self.paused or (raw in _SILENT and raw[-1:] != "_"):
             return func(*args, **kwargs)
         name = _PLAIN.get(raw) or _PLAIN.setdefault(raw, raw.strip("_"))
         if raw == "__get__":  # a property: .T, .mT, .shape
             name = getattr(getattr(func, "__self__", None), "__name__", "")
             if name not in RULES:  # .grad, ._base: another tensor, or none
                 return func(*args, **kwargs)
+        written = raw in _WRITING or kwargs.get("inplace")
+        written = written or (raw[-1:] == "_" and raw[-2:] != "__")
+        if written and self._pending:
+            self.force()  # while the values are there
+        inputs = list(_flat(args, kwargs))
+        known = [self._noted(x) for x in inputs]
+        if not any(x is not None for x in known) or raw in _SILENT:
+            return func(*args, **kwargs)
         given = args
         if name not in _BLIND and written:
             # What it changes in place is what the rule needs.
@@ -259,7 +258,7 @@ class Propagation(TorchFunctionMode):
         if not outputs:
             return out
         call = Call(name, func, given, kwargs, out, self.of)
-        if any(x is y for x in outputs for y in _flat(args, kwargs)) and not written:
+        if not written and any(x is y for x in outputs for y in inputs):
             return out  # as it was, .contiguous() of what is
         if self.later and not written:
             # Not the output itself: what it carries must not lead back to it.
@@ -338,12 +337,27 @@ _BLIND = frozenset(
 )
 
 
-@contextmanager
-def quietly(x: Tensor) -> Iterator[None]:
+class quietly:
     """Without gradients, autocast and modes such as these."""
-    with torch._C.DisableTorchFunction():
-        with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
-            yield
+
+    def __init__(self, x: Tensor):
+        kind = x.device.type
+        self._autocast = torch.is_autocast_enabled(kind) and torch.autocast(
+            kind, enabled=False
+        )
+
+    def __enter__(self) -> None:
+        self._graph, self._modes = torch.no_grad(), torch._C.DisableTorchFunction()
+        self._modes.__enter__()
+        self._graph.__enter__()
+        if self._autocast:
+            self._autocast.__enter__()
+
+    def __exit__(self, *args: Any) -> None:
+        if self._autocast:
+            self._autocast.__exit__(*args)
+        self._graph.__exit__(*args)
+        self._modes.__exit__(*args)
 
 
 def _flat(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterable[Any]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from opacus_ext.errors.effective import SCALES, effective_errors, gradient_noise, inside
-from opacus_ext.errors.propagation import Lost, Propagation
+from opacus_ext.errors.propagation import Lost, Propagation, quietly
 
 PREFIX = "re_attention."
 PLACES = ("logits", "scores")
@@ -240,6 +240,7 @@ class ErrorTracker:
             self._errors = {
                 name: error.square().reshape(-1, 1) if error.dim() else error.square()
                 for name, error in found.items()
+                if bool(error.any())
             }
             self._state = state
         return self._errors
@@ -260,7 +261,7 @@ class ErrorTracker:
         params = {
             id(p): known[n].to(p.device, torch.promote_types(p.dtype, torch.float32))
             for n, p in module.named_parameters()
-            if n in known and bool(known[n].any())
+            if n in known
         }
         mode = Propagation(params)
         mode.tracker = self
@@ -316,12 +317,13 @@ class ErrorTracker:
                 "a rule with opacus_ext.errors.register_propagation, or use another "
                 "attention."
             )
-        variance = spread.token()
-        if module is not None:
-            _corrected[module] = self
-            calls = self._remembered.setdefault(module, deque(maxlen=16))
-            if module.training:
-                calls.append((_digest(key), variance))
+        with quietly(key):
+            variance = spread.token()
+            if module is not None:
+                _corrected[module] = self
+                calls = self._remembered.setdefault(module, deque(maxlen=16))
+                if module.training:
+                    calls.append((_digest(key), variance))
         return variance
 
     def remembered(self, key: Tensor, module: nn.Module) -> Tensor:
@@ -427,7 +429,9 @@ def _attentions(model: nn.Module, corrected: Set[type]) -> List[str]:
 
 def _digest(key: Tensor) -> Tensor:
     key = key.detach()
-    return key.double().sum(-1).sum(-1) if key.numel() else key.new_zeros(key.shape[:1])
+    if not key.numel():
+        return key.new_zeros(key.shape[:1])
+    return key.sum((-1, -2), dtype=torch.float64)
 
 
 def _by_name(
