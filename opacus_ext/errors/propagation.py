@@ -389,9 +389,11 @@ def _apart(out: Any) -> Any:
     """The same values in tensors of their own."""
     if isinstance(out, Tensor):
         return out.data
-    return type(out)(map(_apart, out)) if type(out) in (tuple, list) else [
-        _apart(x) for x in out
-    ]
+    return (
+        type(out)(map(_apart, out))
+        if type(out) in (tuple, list)
+        else [_apart(x) for x in out]
+    )
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -477,7 +479,18 @@ def _left(call: Call, x: Any, norm: Any) -> Optional[Tensor]:
     *("split_with_sizes", "tensor_split", "unbind", "getitem", "select", "narrow"),
     *("flip", "roll", "movedim", "moveaxis", "swapaxes", "swapdims", "T", "mT"),
     *("repeat", "tile", "repeat_interleave", "index_select", "broadcast_to", "unfold"),
-    *("H", "mH", "adjoint", "take_along_dim", "gather", "tril", "triu", "diagonal", "pad", "take"),
+    *(
+        "H",
+        "mH",
+        "adjoint",
+        "take_along_dim",
+        "gather",
+        "tril",
+        "triu",
+        "diagonal",
+        "pad",
+        "take",
+    ),
     *("masked_select", "fold", "pixel_shuffle", "pixel_unshuffle", "view_as_real"),
     *("view_as_complex",),
 )
@@ -529,7 +542,6 @@ def _tidy(spread: Spread) -> Spread:
     *("contiguous", "clone", "detach", "to", "float", "double", "half", "bfloat16"),
     *("type", "type_as", "cpu", "cuda", "alias", "neg", "negative", "positive", "data"),
     *("abs", "nan_to_num", "clamp", "clamp_min", "clamp_max", "clip", "real", "imag"),
-
 )
 def _kept(call: Call) -> Result:
     # |x| and what is clamped far from its bounds, as it should be, err as x does.
@@ -591,7 +603,9 @@ def _masked_fill(call: Call) -> Result:
     return Spread(variance * _last_mean(left))
 
 
-@register_propagation("topk", "sort", "max", "min", "amax", "amin", "maximum", "minimum")
+@register_propagation(
+    "topk", "sort", "max", "min", "amax", "amin", "maximum", "minimum"
+)
 def _chosen(call: Call) -> Result:
     x, y, out = call.args[0], call.arg(1, "other"), _tensors(call.out)[0]
     variance, other = call.token(x), call.token(y)
@@ -742,7 +756,9 @@ def _total(call: Call) -> Result:
     return Spread(variance, excess=excess)
 
 
-@register_propagation("var", "std", "norm", "linalg_vector_norm", "var_mean", "std_mean")
+@register_propagation(
+    "var", "std", "norm", "linalg_vector_norm", "var_mean", "std_mean"
+)
 def _statistic(call: Call) -> Result:
     """Over the width: it hardly errs, but all errors together make it larger."""
     x, both = call.args[0], call.name.endswith("_mean")

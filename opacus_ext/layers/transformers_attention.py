@@ -16,7 +16,6 @@ from transformers.modeling_utils import AttentionInterface
 
 from opacus_ext.layers.attention import attend, errors_of
 
-
 # Soft caps of logits, attention sinks, attention to chosen tokens, paged caches.
 UNKNOWN = ("softcap", "s_aux", "sinks", "indices", "block_indices", "cache")
 

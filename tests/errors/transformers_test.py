@@ -308,8 +308,10 @@ def test_refused(family):
     model.set_attn_implementation("re_attention")
     tracked(model, 0.05)
     with pytest.raises((ValueError, RuntimeError), match=message):
-        call(model, batch_of(model)) if family != "no attention" else model(
-            **batch_of(model)
+        (
+            call(model, batch_of(model))
+            if family != "no attention"
+            else model(**batch_of(model))
         )
 
 
