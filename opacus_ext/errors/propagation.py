@@ -100,7 +100,7 @@ class Call(NamedTuple):
 
 
 class Later:
-    """In the place of variances that may not be needed: they are made when asked for."""
+    """In the place of variances that may not be needed: made when asked for."""
 
     def __init__(self, mode: "Propagation", make: Callable[[], Sequence[Any]]):
         self.mode = mode
@@ -194,7 +194,7 @@ class Propagation(TorchFunctionMode):
             x._spread, x._which = later, i
 
     def force(self) -> None:
-        """Makes all that was put off, the first first, and puts nothing off any more."""
+        """Makes all that was put off, in order, and puts nothing off any more."""
         self.later = False
         pending, self._pending = self._pending, []
         for each in pending:
@@ -389,11 +389,7 @@ def _apart(out: Any) -> Any:
     """The same values in tensors of their own."""
     if isinstance(out, Tensor):
         return out.data
-    return (
-        type(out)(map(_apart, out))
-        if type(out) in (tuple, list)
-        else [_apart(x) for x in out]
-    )
+    return [_apart(x) for x in out]
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -479,18 +475,8 @@ def _left(call: Call, x: Any, norm: Any) -> Optional[Tensor]:
     *("split_with_sizes", "tensor_split", "unbind", "getitem", "select", "narrow"),
     *("flip", "roll", "movedim", "moveaxis", "swapaxes", "swapdims", "T", "mT"),
     *("repeat", "tile", "repeat_interleave", "index_select", "broadcast_to", "unfold"),
-    *(
-        "H",
-        "mH",
-        "adjoint",
-        "take_along_dim",
-        "gather",
-        "tril",
-        "triu",
-        "diagonal",
-        "pad",
-        "take",
-    ),
+    *("adjoint", "take_along_dim", "gather", "tril", "triu", "diagonal", "pad", "take"),
+    *("H", "mH"),
     *("masked_select", "fold", "pixel_shuffle", "pixel_unshuffle", "view_as_real"),
     *("view_as_complex",),
 )
