@@ -232,7 +232,7 @@ def train(args: argparse.Namespace) -> Dict[str, Any]:
         track_errors(
             *(net, optimizer, {"embedding.weight": shares}),
             where=args.where,
-            cap=args.cap,
+            cap=args.cap or None,
             scale=args.error_scale,
         )
 
@@ -368,7 +368,7 @@ def parse_args(argv: Optional[List[str]] = None) -> argparse.Namespace:
         "--no-prior", action="store_true", help="learn popularity, too, from gradients"
     )
     add("--where", "logits", str, "Re-Attention acts there", choices=PLACES)
-    add("--cap", 1.0, positive, "of a key's variance, by its mean square")
+    add("--cap", 1.0, number(float, 0), "of keys' variances, by their squares; 0: none")
     add("--error-scale", "step", str, "what an error is", choices=SCALES)
     modes = ("ghost_bk", "ghost", "hooks")
     add("--grad-sample-mode", "ghost_bk", str, f"one of {modes}", choices=modes)

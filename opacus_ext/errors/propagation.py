@@ -15,13 +15,13 @@ statistic over the width (a norm, a variance) has of its own.
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+import weakref
+from functools import partial
 from typing import (
     Any,
     Callable,
     Dict,
     Iterable,
-    Iterator,
     List,
     Mapping,
     NamedTuple,
@@ -41,7 +41,7 @@ from opacus_ext.errors import moments
 from opacus_ext.errors.moments import Moments
 
 # What is noted on tensors as attributes.
-NOTES = ("_spread", "_squares")
+NOTES = ("_spread", "_which", "_squares")
 
 
 class Spread(NamedTuple):
@@ -50,12 +50,15 @@ class Spread(NamedTuple):
 
     All parts broadcast to the tensor. ``gain`` differs along the last dimension behind
     a linear layer, one number an output, so that queries, keys and values that come out
-    of one matrix get their own variances when they are taken apart.
+    of one matrix get their own variances when they are taken apart. ``excess`` is by
+    how much the expectation of a square, or of what is made of squares, exceeds the
+    value: a norm by hand divides by more than it shows, as those of ``moments`` do.
     """
 
     own: Tensor
     passed: Optional[Tensor] = None
     gain: Optional[Tensor] = None
+    excess: Optional[Tensor] = None
 
     def token(self) -> Tensor:
         """The mean over the last dimension, ``[*, 1]``."""
@@ -98,6 +101,22 @@ class Call(NamedTuple):
         return Moments(x, x.new_zeros((1,) * x.dim()) if variance is None else variance)
 
 
+class Later:
+    """In the place of variances that may not be needed: made when asked for."""
+
+    def __init__(self, mode: "Propagation", make: Callable[[], Sequence[Any]]):
+        self.mode = mode
+        self._make: Optional[Callable[[], Sequence[Any]]] = make
+        self._made: Sequence[Any] = ()
+
+    def make(self) -> Sequence[Any]:
+        """What it stands for."""
+        if self._make is not None:
+            make, self._make = self._make, None
+            self._made = make()
+        return self._made
+
+
 Result = Union[None, Spread, Lost, Sequence[Optional[Spread]]]
 PropagationRule = Callable[[Call], Result]
 RULES: Dict[str, PropagationRule] = {}
@@ -137,6 +156,9 @@ class Propagation(TorchFunctionMode):
         errors: the variance of the error of each parameter, by the parameter's ``id``:
             a scalar or broadcastable to it, ``[rows, 1]`` for those of an embedding
 
+    Attributes:
+        later: whether variances are made only when they are asked for
+
     Example:
         >>> weight = torch.nn.Parameter(torch.eye(2))
         >>> with Propagation({id(weight): torch.tensor(0.01)}) as errors:
@@ -149,13 +171,37 @@ class Propagation(TorchFunctionMode):
         super().__init__()
         self.errors = {key: Spread(variance) for key, variance in errors.items()}
         self.paused = False
+        self.later = False
+        self._pending: List["weakref.ref[Later]"] = []
 
     def of(self, x: Any) -> Union[None, Spread, Lost]:
         """What is known of a value's variance; None for one without error."""
+        found = self._noted(x)
+        if isinstance(found, Later):
+            found.mode.force()
+            found = x._spread = found.make()[x._which]
+        return found
+
+    def _noted(self, x: Any) -> Any:
         if not isinstance(x, Tensor):
             return None
         found = self.errors.get(id(x))
         return getattr(x, "_spread", None) if found is None else found
+
+    def defer(self, outputs: Sequence[Tensor], make: Callable[[], Sequence]) -> None:
+        """The variances of these are made when they are asked for."""
+        later = Later(self, make)
+        self._pending.append(weakref.ref(later))
+        for i, x in enumerate(outputs):
+            x._spread, x._which = later, i
+
+    def force(self) -> None:
+        """Makes all that was put off, in order, and puts nothing off any more."""
+        self.later = False
+        pending, self._pending = self._pending, []
+        for each in pending:
+            if (later := each()) is not None:
+                later.make()
 
     def token(self, x: Tensor) -> Union[Tensor, Lost]:
         """The variance ``[*, 1]`` of a tensor, zeros where it is known."""
@@ -163,8 +209,7 @@ class Propagation(TorchFunctionMode):
         if isinstance(spread, Lost):
             return spread
         if spread is None:
-            wide = torch.promote_types(x.dtype, torch.float32)
-            return x.new_zeros((1,) * x.dim(), dtype=wide)
+            return _zeros(x, (1,) * x.dim())
         with torch.no_grad():
             return spread.token()
 
@@ -187,11 +232,8 @@ class Propagation(TorchFunctionMode):
     @torch.compiler.disable
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if self.paused:
-            return func(*args, **kwargs)
         raw = getattr(func, "__name__", "")
-        before = [self.of(x) for x in _flat(args, kwargs)]
-        if not any(x is not None for x in before) or raw in _SILENT:
+        if self.paused or (raw in _SILENT and raw[-1:] != "_"):
             return func(*args, **kwargs)
         if not args:  # torch.cat(tensors=...)
             kwargs = dict(kwargs)
@@ -202,11 +244,21 @@ class Propagation(TorchFunctionMode):
         name = _PLAIN.get(raw) or _PLAIN.setdefault(raw, raw.strip("_"))
         if raw == "__get__":  # a property: .T, .mT, .shape
             name = getattr(getattr(func, "__self__", None), "__name__", "")
-        given, in_place = args, raw.endswith("_") or kwargs.get("inplace")
-        if in_place and name not in _BLIND:
+            if name not in RULES:  # .grad, ._base: another tensor, or none
+                return func(*args, **kwargs)
+        written = raw in _WRITING or kwargs.get("inplace")
+        written = written or (raw[-1:] == "_" and raw[-2:] != "__")
+        if written and self._pending:
+            self.force()  # while the values are there
+        inputs = list(_flat(args, kwargs))
+        known = [self._noted(x) for x in inputs]
+        if not any(x is not None for x in known) or raw in _SILENT:
+            return func(*args, **kwargs)
+        given = args
+        if name not in _BLIND and written:
             # What it changes in place is what the rule needs.
             kept = args[0].detach().clone()
-            self.set(kept, before[0])
+            self.set(kept, self.of(args[0]))
             given = (kept, *args[1:])
         out = func(*args, **kwargs)
         outputs = [x for x in _tensors(out) if x.is_floating_point() or x.is_complex()]
@@ -214,24 +266,33 @@ class Propagation(TorchFunctionMode):
             outputs = [args[0]]
         if not outputs:
             return out
-        lost = next((x for x in before if isinstance(x, Lost)), None)
-        if lost is None and name not in RULES:
-            lost = Lost(name)
-        if lost is not None:
-            results: Sequence = [lost] * len(outputs)
-        else:
-            with quietly(outputs[0]):
-                made = RULES[name](Call(name, func, given, kwargs, out, self.of))
-            results = (
-                [made] * len(outputs)
-                if made is None or isinstance(made, (Spread, Lost))
-                else list(made)
-            )
-        for x, result in zip(outputs, results):
+        call = Call(name, func, given, kwargs, out, self.of)
+        if not written and any(x is y for x in outputs for y in inputs):
+            return out  # as it was, .contiguous() of what is
+        if self.later and not written:
+            # Not the output itself: what it carries must not lead back to it.
+            apart = call._replace(out=_apart(out))
+            self.defer(outputs, partial(self._results, apart, len(outputs)))
+            return out
+        for x, result in zip(outputs, self._results(call, len(outputs))):
             self.set(x, result)
-            if in_place and x is args[0] and x._is_view():
+            if written and x is args[0] and x._is_view():
                 self._set_base(x)
         return out
+
+    def _results(self, call: Call, number: int) -> Sequence[Any]:
+        """What the rule says of each output."""
+        before = (self.of(x) for x in _flat(call.args, call.kwargs))
+        lost = next((x for x in before if isinstance(x, Lost)), None)
+        if lost is None and call.name not in RULES:
+            lost = Lost(call.name)
+        if lost is not None:
+            return [lost] * number
+        with quietly(_tensors(call.out)[0] if call.out is not None else call.args[0]):
+            made = RULES[call.name](call)
+        if made is None or isinstance(made, (Spread, Lost)):
+            return [made] * number
+        return list(made)
 
     def _set_base(self, view: Tensor) -> None:
         """Says of a tensor what is known of a view of it that was changed in place."""
@@ -250,6 +311,9 @@ class Propagation(TorchFunctionMode):
             self.set(base, Spread(_last_mean(whole)))
 
 
+_WRITING = frozenset(
+    "__setitem__ __iadd__ __isub__ __imul__ __itruediv__ __idiv__ __ipow__".split()
+)
 # Names that differ from their operation's by more than underscores.
 _PLAIN = {
     **{"__iadd__": "add", "__radd__": "add", "__isub__": "sub", "__rsub__": "rsub"},
@@ -277,16 +341,32 @@ _SILENT = frozenset(
 )
 # Their rules need no values: nothing is kept of what they change in place.
 _BLIND = frozenset(
-    "add sub dropout masked_fill index_add setitem clamp copy zero fill normal "
-    "uniform".split()
+    "add sub dropout masked_fill index_add index_copy scatter scatter_add setitem clamp "
+    "copy zero fill normal uniform".split()
 )
 
 
-@contextmanager
-def quietly(x: Tensor) -> Iterator[None]:
-    """Without gradients and autocast."""
-    with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
-        yield
+class quietly:
+    """Without gradients, autocast and modes such as these."""
+
+    def __init__(self, x: Tensor):
+        kind = x.device.type
+        self._autocast = torch.is_autocast_enabled(kind) and torch.autocast(
+            kind, enabled=False
+        )
+
+    def __enter__(self) -> None:
+        self._graph, self._modes = torch.no_grad(), torch._C.DisableTorchFunction()
+        self._modes.__enter__()
+        self._graph.__enter__()
+        if self._autocast:
+            self._autocast.__enter__()
+
+    def __exit__(self, *args: Any) -> None:
+        if self._autocast:
+            self._autocast.__exit__(*args)
+        self._graph.__exit__(*args)
+        self._modes.__exit__(*args)
 
 
 def _flat(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterable[Any]:
@@ -305,13 +385,28 @@ def _tensors(out: Any) -> List[Tensor]:
     return []
 
 
+def _dtype(x: Tensor) -> torch.dtype:
+    """Of its variance."""
+    return torch.promote_types(x.dtype.to_real(), torch.float32)
+
+
+def _zeros(x: Tensor, shape: Any) -> Tensor:
+    return x.new_zeros(shape, dtype=_dtype(x))
+
+
+def _apart(out: Any) -> Any:
+    """The same values in tensors of their own."""
+    if isinstance(out, Tensor):
+        return out.data
+    return [_apart(x) for x in out]
+
+
 def _wide(x: Tensor) -> Tensor:
-    """The value of a tensor, in float32 at least."""
-    return x.detach().to(torch.promote_types(x.dtype, torch.float32))
-
-
-def _zeros(x: Tensor, shape: Sequence[int]) -> Tensor:
-    return x.new_zeros(shape, dtype=torch.promote_types(x.dtype, torch.float32))
+    """The value of a tensor, in float32 at least, with what is known of its error."""
+    wide = x.detach().to(torch.promote_types(x.dtype, torch.float32))
+    if wide is not x and (spread := getattr(x, "_spread", None)) is not None:
+        wide._spread, wide._which = spread, getattr(x, "_which", 0)
+    return wide
 
 
 def _last_mean(x: Tensor) -> Tensor:
@@ -335,6 +430,12 @@ def _mean_square(x: Any, like: Tensor) -> Any:
     if like.dim() < 2 or not x.dim() or x.size(-1) <= 1:
         return _wide(x).abs().square()
     return _squares(x) / x.size(-1)
+
+
+def _expected(call: Call, x: Any) -> Any:
+    """The value of an argument, with what a square has in excess."""
+    spread = call.spread(x)
+    return x if spread is None or spread.excess is None else _wide(x) + spread.excess
 
 
 def _squares(x: Tensor) -> Tensor:
@@ -364,6 +465,22 @@ def _plus(a: Optional[Tensor], b: Optional[Tensor]) -> Optional[Tensor]:
     return a + b
 
 
+def _left(call: Call, x: Any, norm: Any) -> Optional[Tensor]:
+    """
+    How much of its error x keeps when its norm is made 1 by hand, as ``rms_norm`` of
+    ``moments`` has it; None if ``norm`` is no such factor or divisor.
+    """
+    spread = call.spread(norm)
+    if spread is None or spread.excess is None or call.spread(x) is None:
+        return None
+    if norm.size(-1) != 1 or x.size(-1) == 1:
+        return None
+    value = _wide(norm)
+    q = (1 + spread.excess / value).square()
+    q = torch.minimum(q, 1 / q)  # a factor has the inverse of a divisor
+    return 1 - q * (2 - q) / x.size(-1)
+
+
 # -- moved, not changed ----------------------------------------------------------------
 
 
@@ -374,7 +491,7 @@ def _plus(a: Optional[Tensor], b: Optional[Tensor]) -> Optional[Tensor]:
     *("flip", "roll", "movedim", "moveaxis", "swapaxes", "swapdims", "T", "mT"),
     *("repeat", "tile", "repeat_interleave", "index_select", "broadcast_to", "unfold"),
     *("adjoint", "take_along_dim", "gather", "tril", "triu", "diagonal", "take"),
-    *("masked_select",),
+    *("H", "mH", "masked_select", "fold", "pixel_shuffle", "pixel_unshuffle"),
 )
 def _moved(call: Call) -> Result:
     x = call.args[0]
@@ -383,19 +500,32 @@ def _moved(call: Call) -> Result:
         return None  # an index or a fill value has the error
     if call.name in _TURNS and _turned(call, x, spread):
         return Lost(call.name)
-    # Repeated over the width, what is expanded has strides that no view merges.
-    func = torch.Tensor.reshape if call.name == "view" else call.func
+    move, args, kwargs = call.func, call.args[1:], call.kwargs
+    if call.name in ("view", "view_as"):
+        if args and isinstance(args[0], torch.dtype):
+            return Lost("view")
+        # What is expanded can't be viewed in every form that x can.
+        move = Tensor.reshape if call.name == "view" else Tensor.reshape_as
+    merged = call.out.dim() - 1 if isinstance(call.out, Tensor) else x.dim()
+    if spread.passed is None and 0 < merged < x.dim() and call.name in _RESHAPED:
+        if x.shape[:merged] == call.out.shape[:-1]:
+            # The last dimensions become one: their mean, of what is not repeated.
+            own = spread.own[(None,) * (x.dim() - spread.own.dim())]
+            return Spread(own.flatten(merged).mean(-1, keepdim=True))
     parts: List[Any] = []
     for part in spread:
         if part is None:
             parts.append(None)
             continue
-        moved = func(part.expand(x.shape), *call.args[1:], **call.kwargs)
+        moved = move(part.expand(x.shape), *args, **kwargs)
         parts.append(list(moved) if isinstance(moved, (list, tuple)) else moved)
     if isinstance(parts[0], list):
         rest = [part or [None] * len(parts[0]) for part in parts[1:]]
         return [_tidy(Spread(*each)) for each in zip(parts[0], *rest)]
     return _tidy(Spread(*parts))
+
+
+_RESHAPED = frozenset(("view", "reshape", "flatten", "view_as", "reshape_as"))
 
 
 # These may bring the batch to the last place.
@@ -444,16 +574,14 @@ def _filled(call: Call) -> Result:
 
 
 def _tidy(spread: Spread) -> Spread:
-    own = _last_mean(_compact(spread.own))
-    if spread.passed is None:
-        return Spread(own)
-    return Spread(own, _last_mean(_compact(spread.passed)), _compact(spread.gain))
+    """Without repetitions; what differs along the last dimension stays as it is."""
+    return Spread(*(None if part is None else _compact(part) for part in spread))
 
 
 @register_propagation(
     *("contiguous", "clone", "detach", "to", "float", "double", "half", "bfloat16"),
     *("type", "type_as", "cpu", "cuda", "alias", "neg", "negative", "positive", "data"),
-    *("abs", "nan_to_num", "clamp", "clamp_min", "clamp_max", "real"),
+    *("abs", "nan_to_num", "clamp", "clamp_min", "clamp_max", "clip", "real", "imag"),
 )
 def _kept(call: Call) -> Result:
     # |x| and what is clamped far from its bounds, as it should be, err as x does.
@@ -518,12 +646,16 @@ def _masked_fill(call: Call) -> Result:
     return Spread(variance * _last_mean(left))
 
 
-@register_propagation("topk", "sort", "max", "min", "amax", "amin")
+@register_propagation(
+    "topk", "sort", "max", "min", "amax", "amin", "maximum", "minimum"
+)
 def _chosen(call: Call) -> Result:
     """Some of the elements along a dimension: on average as all of them."""
-    x, out = call.args[0], _tensors(call.out)[0]
-    if isinstance(call.arg(1, "other"), Tensor):
-        return Lost(call.name)
+    x, y, out = call.args[0], call.arg(1, "other"), _tensors(call.out)[0]
+    if isinstance(y, Tensor):  # the larger one, whichever is chosen
+        one, two = call.token(x), call.token(y)
+        both = one is not None and two is not None
+        return Spread(torch.maximum(one, two) if both else _plus(one, two))
     at, default = {"topk": (2, -1), "sort": (1, -1)}.get(call.name, (1, None))
     dims = _dims(x, call.arg(at, "dim", default))
     variance = call.token(x).expand(*x.shape[:-1], 1) if x.dim() > 1 else call.token(x)
@@ -546,18 +678,45 @@ def _without(variance: Tensor, dims: List[int]) -> Tensor:
     return _last_mean(variance) if last else variance
 
 
-@register_propagation("index_add", "index_copy")
-def _index_add(call: Call) -> Result:
-    x, dim, index, source = (
-        call.arg(i, n) for i, n in enumerate(("input", "dim", "index", "source"))
-    )
-    if dim % x.dim() == x.dim() - 1:
+@register_propagation("index_add", "index_copy", "scatter", "scatter_add")
+def _placed(call: Call) -> Result:
+    """Tokens, or elements, put or added where an index says."""
+    x, dim, index = (call.arg(i, n) for i, n in enumerate(("input", "dim", "index")))
+    source = call.arg(3, "source", call.arg(3, "src"))
+    if call.kwargs.get("alpha", 1) != 1:
         return Lost(call.name)
-    before, after = (
-        (_zeros(y, (1,)) if v is None else v).expand(*y.shape[:-1], 1)
+    by_row = call.name.startswith("index") and dim % x.dim() != x.dim() - 1
+
+    def whole(y: Any) -> Any:
+        if not isinstance(y, Tensor):
+            return 0.0
+        variance = call.token(y)
+        if variance is None:
+            variance = _zeros(y, (1,) * y.dim())
+        return variance.expand((*y.shape[:-1], 1) if by_row else y.shape)
+
+    place = getattr(Tensor, call.name)
+    return Spread(_last_mean(place(whole(x), dim, index, whole(source))))
+
+
+@register_propagation("masked_scatter")
+def _masked_scatter(call: Call) -> Result:
+    x, mask, source = (
+        call.arg(i, n) for i, n in enumerate(("input", "mask", "source"))
+    )
+    a, b = (
+        _zeros(y, 1) if v is None else v
         for y, v in ((x, call.token(x)), (source, call.token(source)))
     )
-    return Spread(getattr(before, call.name)(dim, index, after))
+    made = a.expand(x.shape).masked_scatter(mask, b.expand(source.shape).to(a.dtype))
+    return Spread(_last_mean(made))
+
+
+@register_propagation("interpolate")
+def _interpolated(call: Call) -> Result:
+    variance = call.token(call.arg(0, "input"))
+    dims = tuple(range(1, variance.dim()))
+    return Spread(variance.mean(dims, keepdim=True) if dims else variance)
 
 
 # -- arithmetic ------------------------------------------------------------------------
@@ -570,13 +729,21 @@ def _add(call: Call) -> Result:
     a, b = call.token(x), call.token(y)
     if b is not None and alpha != 1:
         b = b * alpha**2
-    return Spread(_plus(a, b))
+    known = [z for z in map(call.spread, (x, y)) if z is not None]
+    # Of a sum of squares and what makes it positive.
+    excess = known[0].excess if len(known) == 1 and call.name == "add" else None
+    return Spread(_plus(a, b), excess=excess)
 
 
 @register_propagation("mul")
 def _mul(call: Call) -> Result:
     x, y = call.args[0], call.arg(1, "other")
     a, b = call.token(x), call.token(y)
+    if (left := _left(call, x, y)) is not None:
+        return Spread(a * left * _mean_square(_expected(call, y), call.out))
+    if (left := _left(call, y, x)) is not None:
+        return Spread(b * left * _mean_square(_expected(call, x), call.out))
+    x, y = _expected(call, x), _expected(call, y)
     total = None
     if a is not None:
         factor = _mean_square(y, call.out)
@@ -600,10 +767,12 @@ def _quotient(call: Call, x: Any, y: Any) -> Result:
     a, b = call.token(x), call.token(y)
     if not isinstance(y, Tensor):
         return Spread(a / y**2)
-    inverse = 1 / _wide(y)
+    inverse = 1 / _wide(_expected(call, y))
+    if (left := _left(call, x, y)) is not None:
+        return Spread(a * left * _mean_square(inverse, call.out))
     total = None if a is None else a * _mean_square(inverse, call.out)
     if b is not None:  # to first order
-        slope = _wide(call.out) * inverse
+        slope = (_wide(x) if isinstance(x, Tensor) else x) * inverse * inverse
         total = _plus(total, b * _mean_square(slope, slope))
     return Spread(total)
 
@@ -622,6 +791,7 @@ def _total(call: Call) -> Result:
     x = call.args[0]
     dims = _dims(x, call.arg(1, "dim", call.kwargs.get("axis")))
     variance = call.token(x)
+    excess = call.spread(x).excess
     variance = variance.expand(*x.shape[:-1], 1 if x.dim() > 1 else -1)
     number = 1
     for dim in dims:
@@ -633,25 +803,46 @@ def _total(call: Call) -> Result:
     if call.name == "mean":
         variance = variance / max(number, 1) ** 2
     keep = call.arg(2, "keepdim", False)
-    return Spread(variance if keep else _without(variance, dims))
+    if excess is not None:
+        excess = _last_mean(excess) if keep and dims == [x.dim() - 1] else None
+        if excess is not None and call.name == "sum":
+            excess = excess * x.size(-1)
+    return Spread(variance if keep else _without(variance, dims), excess=excess)
 
 
-@register_propagation("var", "std", "norm", "vector_norm", "linalg_vector_norm")
+@register_propagation(
+    "var", "std", "norm", "linalg_vector_norm", "var_mean", "std_mean"
+)
 def _statistic(call: Call) -> Result:
-    return None  # a sum over the width hardly errs
+    """Over the width: it hardly errs, but all errors together make it larger."""
+    x, both = call.args[0], call.name.endswith("_mean")
+    y = call.out[0] if both else call.out
+    squared = call.token(x)
+    if "norm" in call.name:
+        squared = squared * x.size(-1)
+    if y.dim() != x.dim() or y.shape[:-1] != x.shape[:-1]:
+        return [None] * (1 + both)
+    value, excess = _wide(y), squared
+    if not call.name.startswith("var"):
+        excess = (value.square() + squared).sqrt() - value
+    spread = Spread(torch.zeros_like(squared), excess=excess)
+    return [spread, Spread(call.token(x) / x.size(-1))] if both else spread
 
 
-@register_propagation("var_mean", "std_mean")
-def _statistics(call: Call) -> Result:
-    return [None, None]
+@register_propagation("normalize")
+def _normalize(call: Call) -> Result:
+    x, p, dim = call.args[0], call.arg(1, "p", 2.0), call.arg(2, "dim", 1)
+    if p != 2 or dim % x.dim() != x.dim() - 1:
+        return Lost("normalize")
+    width = x.size(-1)
+    made = moments.rms_norm(call.moments(x), scalar=True, eps=0.0, mean=_wide(call.out))
+    return Spread(made.variance / width)
 
 
 @register_propagation("cumsum")
 def _cumsum(call: Call) -> Result:
-    x, dim = call.args[0], call.arg(1, "dim")
-    if dim % x.dim() == x.dim() - 1:
-        return Lost("cumsum")
-    return Spread(call.token(x).expand(*x.shape[:-1], 1).cumsum(dim))
+    x = call.args[0]
+    return Spread(_last_mean(call.token(x).expand(x.shape).cumsum(call.arg(1, "dim"))))
 
 
 # -- elementwise -----------------------------------------------------------------------
@@ -675,19 +866,25 @@ def _activation(call: Call) -> Result:
 def _elementwise(call: Call) -> Result:
     """To first order: the derivative, squared, at the value."""
     x, *rest = call.args
-    variance = call.token(x)
-    if variance is None or any(call.spread(y) is not None for y in rest):
+    spread = call.spread(x)
+    if spread is None or any(call.spread(y) is not None for y in rest):
         return Lost(call.name)
+    variance = spread.token()
+    if call.name == "square" or (call.name == "pow" and call.arg(1, "exponent") == 2):
+        own = variance * (4 * _mean_square(x, x) + 2 * variance)
+        return Spread(own, excess=variance)
     kwargs = {k: v for k, v in call.kwargs.items() if k not in ("inplace", "out")}
-    # Checkpointing must not see what is saved here: it is not computed again.
-    with torch.enable_grad(), saved_tensors_hooks(lambda y: y, lambda y: y):
-        value = x.detach().to(torch.promote_types(x.dtype, torch.float32))
-        value = value.requires_grad_()
-        plain = call.func if not call.func.__name__.endswith("_") else None
-        if plain is None:
-            plain = getattr(torch.Tensor, call.name, None) or getattr(F, call.name)
-        (slope,) = torch.autograd.grad(plain(value, *rest, **kwargs).sum(), value)
-    return Spread(variance * _mean_square(slope, slope))
+    plain = call.func
+    if plain.__name__.endswith("_"):  # in place, or an operator
+        plain = getattr(Tensor, call.name, None) or getattr(F, call.name)
+    # Those hooks are for the graph of the model: activation checkpointing.
+    same = saved_tensors_hooks(lambda x: x, lambda x: x)
+    with torch.inference_mode(False), torch.enable_grad(), same:
+        value = _wide(_expected(call, x)).clone().requires_grad_()
+        y = plain(value, *rest, **kwargs)
+        (slope,) = torch.autograd.grad(y.sum(), value)
+    excess = None if spread.excess is None else y.detach() - _wide(call.out)
+    return Spread(variance * _mean_square(slope, slope), excess=excess)
 
 
 @register_propagation("dropout", "feature_alpha_dropout")
@@ -766,6 +963,93 @@ def _addmm(call: Call) -> Result:
     return _product(call, x, _wide(weight), call.token(weight), bias, -2)
 
 
+@register_propagation("baddbmm")
+def _baddbmm(call: Call) -> Result:
+    """alpha x @ y + beta z"""
+    z, x, y = (call.arg(i, n) for i, n in enumerate(("input", "batch1", "batch2")))
+    alpha, beta = call.kwargs.get("alpha", 1), call.kwargs.get("beta", 1)
+    total = call.token(z)
+    total = None if total is None else total * beta**2
+    if call.spread(x) is not None or call.spread(y) is not None:
+        made = _matmul(call._replace(name="matmul", args=(x, y), kwargs={})).token()
+        total = _plus(total, made * alpha**2)
+    return Spread(total)
+
+
+@register_propagation("einsum")
+def _einsum(call: Call) -> Result:
+    """Of a product, all errors being independent."""
+    equation, *xs = call.args
+    xs = list(xs[0]) if isinstance(xs[0], (list, tuple)) else xs
+    if not isinstance(equation, str) or len(xs) > 2:
+        return Lost("einsum")
+    terms, _, result = equation.replace(" ", "").partition("->")
+    if len(result) > 1 and result[-1] in [term[:1] for term in terms.split(",")]:
+        return Lost("einsum")  # what may be the batch becomes the width
+    spreads = [call.token(x) for x in xs]
+    variances = [s if s is None else s.expand(x.shape) for s, x in zip(spreads, xs)]
+    if len(xs) == 1:
+        return Spread(_last_mean(torch.einsum(equation, variances[0])))
+    (x, y), (a, b) = (_wide(z).square() for z in xs), variances
+    total = None
+    if a is not None:
+        total = torch.einsum(equation, a, y if b is None else y + b)
+    if b is not None:
+        total = _plus(total, torch.einsum(equation, x, b))
+    return Spread(_last_mean(total))
+
+
+@register_propagation("grouped_mm", "grouped_mm_fallback")
+def _grouped_mm(call: Call) -> Result:
+    """Rows ``[rows, in]`` times the matrix ``[in, out]`` of their group each."""
+    x, weight, *rest = call.args
+    ends = rest[0] if rest else call.kwargs.get("offs")
+    if x.dim() != 2 or weight.dim() != 3 or ends is None or call.kwargs.get("bias"):
+        return Lost("grouped_mm")
+    rows = torch.arange(len(x), device=x.device, dtype=ends.dtype)
+    group = torch.searchsorted(ends, rows, right=True).clamp(max=len(weight) - 1)
+    noise, passed, own = call.token(weight), call.token(x), None
+    gain = _wide(weight).square().sum((1, 2)) / weight.size(2)
+    if noise is not None:
+        noise = noise.expand(*weight.shape[:2], 1).mean((1, 2))
+        gain = gain + noise * weight.size(1)
+        own = _squares(x) * noise[group][:, None]
+    if passed is not None:
+        own = _plus(own, passed * gain[group][:, None])
+    return Spread(own)
+
+
+@register_propagation("conv1d", "conv2d", "conv3d")
+def _conv(call: Call) -> Result:
+    """
+    A linear layer at every place: one variance ``[B, 1, *places]`` a place, the mean
+    over channels.
+    """
+    x, weight, bias = (
+        call.arg(i, n) for i, n in enumerate(("input", "weight", "bias"))
+    )
+    names = ("stride", "padding", "dilation")
+    options = {
+        n: v for i, n in enumerate(names) if (v := call.arg(3 + i, n)) is not None
+    }
+    groups = call.arg(6, "groups", 1)
+    if x.dim() != weight.dim():
+        return Lost(call.name)
+    noise, passed, offset = (call.token(z) for z in (weight, x, bias))
+    # The mean over a group's outputs, [groups, in / groups, *kernel].
+    gain = _wide(weight).square().unflatten(0, (groups, -1)).mean(1)
+    total = None if offset is None else offset.mean()
+    if noise is not None:
+        ones = torch.ones_like(gain) * noise.mean()
+        gain = gain + noise.mean()
+        squares = _wide(x).square()
+        total = _plus(total, call.func(squares, ones, None, **options, groups=groups))
+    if passed is not None:
+        spread = passed.expand(x.shape)
+        total = _plus(total, call.func(spread, gain, None, **options, groups=groups))
+    return Spread(total.mean(1, keepdim=True) if total.dim() else total)
+
+
 @register_propagation("matmul")
 def _matmul(call: Call) -> Result:
     x, y = call.args[0], call.arg(1, "other", call.kwargs.get("mat2"))
@@ -784,23 +1068,6 @@ def _matmul(call: Call) -> Result:
             gain = gain + b.sum(-2, keepdim=True)
         total = _plus(total, a * gain)
     return Spread(total)
-
-
-@register_propagation("grouped_mm")
-def _grouped_mm(call: Call) -> Result:
-    """Rows ``[N, in]``, group after group, each with its own matrix ``[in, out]``."""
-    x, weight, ends = (call.arg(i, n) for i, n in enumerate(("mat_a", "mat_b", "offs")))
-    if x.dim() != 2 or weight.dim() != 3:
-        return Lost("grouped_mm")
-    noise, passed = call.token(weight), call.token(x)
-    noise = _zeros(weight, ()) if noise is None else noise.mean()
-    own = _squares(x) * noise
-    if passed is None:
-        return Spread(own)
-    at = torch.arange(x.size(0), device=x.device)
-    group = torch.searchsorted(ends, at, right=True).clamp(max=weight.size(0) - 1)
-    gain = _wide(weight).square().sum((1, 2)) / weight.size(2) + x.size(1) * noise
-    return Spread(own + passed * gain[group, None])
 
 
 @register_propagation("layer_norm", "rms_norm")
@@ -824,6 +1091,27 @@ def _norm(call: Call) -> Result:
         kwargs["eps"] = call.arg(4, "eps", 1e-5)
         made = moments.layer_norm(call.moments(x), weight, None, **kwargs)
     return Spread(made.variance)
+
+
+@register_propagation("group_norm")
+def _group_norm(call: Call) -> Result:
+    """``moments.layer_norm`` of each group."""
+    x, groups = call.args[:2]
+    weight, bias = call.arg(2, "weight"), call.arg(3, "bias")
+    s = call.token(x)
+    s = 0.0 if s is None else s.expand(*x.shape[:-1], 1).flatten(1).mean(1)
+    s = s.expand(len(x)) if isinstance(s, Tensor) else x.new_zeros(len(x))
+    noise = [call.token(z) for z in (weight, bias)]
+    noise = [0.0 if z is None else z.mean() for z in noise]
+    rows = _wide(x).reshape(len(x), groups, -1)
+    made = moments.layer_norm(
+        *(Moments(rows, s[:, None, None]), weight, None, call.arg(4, "eps", 1e-5)),
+        *noise,
+        scalar=True,
+        mean=rows,
+    )
+    variance = made.variance.mean(1)
+    return Spread(variance.reshape(len(x), *(1,) * (x.dim() - 1)))
 
 
 @register_propagation("scaled_dot_product_attention")
@@ -856,6 +1144,7 @@ def grouped(x: Tensor, heads: int, spread: Callable[[Any], Any]) -> Tensor:
 
 # Attention weights in memory at once, of all samples and heads.
 _CHUNK = 1 << 24
+_CHUNK_IN_CACHE = 1 << 18
 
 
 def attention_spread(
@@ -889,28 +1178,34 @@ def attention_spread(
     s_q = q.variance.expand(full)
     q, k, v = (Moments(_wide(x.mean), x.variance) for x in (q, k, v))
     k, v = (Moments(x.mean, x.variance.expand(*x.mean.shape[:-1], 1)) for x in (k, v))
-    rows = max(_CHUNK // max(q.mean[..., 0, 0].numel() * keys, 1), 1)
-    given, parts = _wide(out), []
+    chunk = _CHUNK if q.mean.is_cuda else _CHUNK_IN_CACHE
+    rows = max(chunk // max(q.mean[..., 0, 0].numel() * keys, 1), 8)
+    left, right = q.mean * scale, k.mean
+    if correction is not None:  # one more element of both, as in the attention
+        left = torch.cat([left, _squares(q.mean) * (-(scale**2) / 2)], -1)
+        right = torch.cat([right, correction.expand_as(k.variance)], -1)
+    given, parts, every = _wide(out), [], (k, v)
     for at in range(0, length, rows):
         to = min(at + rows, length)
-        logits = (q.mean[..., at:to, :] * scale) @ k.mean.transpose(-1, -2)
-        if correction is not None:
-            left = _squares(q.mean)[..., at:to, :] * (scale**2 / 2)
-            logits -= left @ correction.transpose(-1, -2)
+        seen = min(to, keys) if causal else keys  # the others have no part in it
+        k, v = (Moments(*(z[..., :seen, :] for z in x)) for x in every)
+        logits = left[..., at:to, :] @ right[..., :seen, :].transpose(-1, -2)
         if causal:
-            seen = torch.ones(to - at, keys, dtype=torch.bool, device=logits.device)
-            logits.masked_fill_(~seen.tril(at), -torch.inf)
+            ones = torch.ones(to - at, seen, dtype=torch.bool, device=logits.device)
+            logits.masked_fill_(ones.tril_(at).logical_not_(), -torch.inf)
         if mask is not None:
             part = mask[..., at:to, :] if mask.size(-2) > 1 else mask
+            part = part[..., :seen] if part.size(-1) > 1 else part
             if part.dtype == torch.bool:
                 logits.masked_fill_(~part, -torch.inf)
             else:
                 logits += part
-        p = torch.softmax(logits, -1).nan_to_num_()
-        chunk = Moments(q.mean[..., at:to, :], s_q[..., at:to, :])
+        p = torch.softmax(logits, -1)
+        p = p if mask is None else p.nan_to_num_()
+        queries = Moments(q.mean[..., at:to, :], s_q[..., at:to, :])
         parts.append(
             moments.attention(
-                *(chunk, k, v),
+                *(queries, k, v),
                 scale=scale,
                 scalar=True,
                 mean=given[..., at:to, :],

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import threading
+import warnings
 import weakref
 from collections import deque
 from functools import partial
-from typing import Any, Deque, Dict, List, Mapping, Optional, Tuple, Union
+from typing import Any, Deque, Dict, List, Mapping, Optional, Set, Tuple, Union
 
 import torch
 from torch import Tensor, nn
 
 from opacus_ext.errors.effective import SCALES, effective_errors, gradient_noise, inside
-from opacus_ext.errors.propagation import NOTES, Lost, Propagation
+from opacus_ext.errors.propagation import NOTES, Lost, Propagation, quietly
 
 PREFIX = "re_attention."
 PLACES = ("logits", "scores")
@@ -156,7 +157,8 @@ class ErrorTracker:
         self._noise = None if optimizer is None else gradient_noise(optimizer)
         self._errors: Dict[str, Tensor] = {}
         self._state: Any = None
-        self._asked = False
+        self._checked = False
+        self._usual = 0  # attentions in the latest forward pass
         self._remembered: Dict[nn.Module, Deque[Tuple[Tensor, Tensor]]]
         self._remembered = weakref.WeakKeyDictionary()
         self._versions: "weakref.WeakKeyDictionary[nn.Module, int]"
@@ -267,6 +269,7 @@ class ErrorTracker:
             self._forget(module)
         mode = Propagation(params)
         mode.tracker = self
+        mode.asked = []  # the attentions that were corrected
         mode.__enter__()
         stack.append((module, mode))
 
@@ -279,21 +282,35 @@ class ErrorTracker:
             outs = list(output.values()) if isinstance(output, Mapping) else output
             for x in outs if isinstance(outs, (tuple, list)) else [output]:
                 _clean(x)
-        if output is not None and not self._asked:
+        if output is None:
+            return
+        self._usual = len(mode.asked)
+        if not mode.asked:
             raise RuntimeError(
-                "The errors of this model are tracked, but no attention asked for "
-                "them. Models of transformers need "
-                'set_attn_implementation("re_attention"), others '
-                "opacus_ext.layers.re_attention in place of "
-                "scaled_dot_product_attention."
+                "The errors of this model are tracked, but no attention asked for them. "
+                'Models of transformers need set_attn_implementation("re_attention") '
+                "(those that compute attention in code of their own ignore it, and "
+                "can't be corrected), others opacus_ext.layers.re_attention in place "
+                "of scaled_dot_product_attention."
             )
+        if not self._checked and None not in mode.asked:
+            self._checked = True
+            left = _attentions(module, {type(each) for each in mode.asked})
+            if left:
+                warnings.warn(
+                    f"No attention of {', '.join(left)} was corrected in the first "
+                    "forward pass: it was not used, or does not ask for it."
+                )
 
     def key_variance(
         self, mode: Propagation, key: Tensor, module: Optional[nn.Module]
     ) -> Tensor:
         """The variance ``[*, U, 1]`` of keys, noted in case they are computed again."""
-        self._asked = True
+        mode.asked.append(module)
         spread = mode.of(key)
+        if len(mode.asked) == self._usual:
+            # The last one as it seems. Should there be more, what is put off is made.
+            mode.later = True
         name = "an attention" if module is None else type(module).__name__
         if spread is None or isinstance(spread, Lost):
             operation = (
@@ -305,12 +322,13 @@ class ErrorTracker:
                 "a rule with opacus_ext.errors.register_propagation, or use another "
                 "attention."
             )
-        variance = spread.token()
-        if module is not None:
-            _corrected[module] = self
-            calls = self._remembered.setdefault(module, deque(maxlen=64))
-            if module.training:
-                calls.append((_digest(key), variance))
+        with quietly(key):
+            variance = spread.token()
+            if module is not None:
+                _corrected[module] = self
+                calls = self._remembered.setdefault(module, deque(maxlen=64))
+                if module.training:
+                    calls.append((_digest(key), variance))
         return variance
 
     def _forget(self, model: nn.Module) -> None:
@@ -429,9 +447,23 @@ def _clean(x: Any) -> None:
             vars(x).pop(name, None)
 
 
+def _attentions(model: nn.Module, corrected: Set[type]) -> List[str]:
+    """Classes of modules that seem to be attention and are not among these."""
+    found = {}
+    for module in model.modules():
+        inner = list(module.modules())[1:]
+        if any("Attention" in type(each).__name__ for each in inner):
+            continue  # the inner ones count
+        if "Attention" in type(module).__name__ and type(module) not in corrected:
+            found[type(module).__name__] = None
+    return list(found)
+
+
 def _digest(key: Tensor) -> Tensor:
     key = key.detach()
-    return key.double().sum(-1).sum(-1) if key.numel() else key.new_zeros(key.shape[:1])
+    if not key.numel():
+        return key.new_zeros(key.shape[:1])
+    return key.sum((-1, -2), dtype=torch.float64)
 
 
 def _by_name(

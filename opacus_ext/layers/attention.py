@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Optional, Tuple
+from typing import NamedTuple, Optional, Tuple, Union
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from opacus_ext.errors.moments import Moments
 from opacus_ext.errors.propagation import (
     Lost,
     Propagation,
+    Spread,
     attention_spread,
     quietly,
 )
@@ -222,18 +223,14 @@ def attend(
 ) -> Tensor:
     """:func:`re_attention` with the errors at hand; notes those of the output."""
     tracker, mode, variance = errors
+    given, repeats = (query, value), query.size(-3) // max(key.size(-3), 1)
     if mode is not None:
-        value_variance = mode.token(value)
-        query_variance = mode.token(query)
         mode.paused = True
     try:
-        if key.size(-3) != query.size(-3):  # a group of queries has one key
-            repeats = query.size(-3) // key.size(-3)
+        if repeats > 1:  # a group of queries has one key
             key = key.repeat_interleave(repeats, -3)
             value = value.repeat_interleave(repeats, -3)
             variance = _repeated(variance, repeats)
-            if mode is not None and not isinstance(value_variance, Lost):
-                value_variance = _repeated(value_variance, repeats)
         bounded = variance
         if tracker.cap is not None:
             size = key.detach().to(variance.dtype).square().mean(-1, keepdim=True)
@@ -242,30 +239,39 @@ def attend(
             *(query, key, value, bounded, attn_mask, dropout_p, is_causal, scale),
             where=tracker.where,
         )
-        if mode is not None:
-            if isinstance(value_variance, Lost) or isinstance(query_variance, Lost):
-                mode.set(out, Lost("attention"))
-            else:
-                with quietly(query):
-                    spread = attention_spread(
-                        Moments(query.detach(), query_variance),
-                        Moments(key.detach(), variance),
-                        Moments(value.detach(), value_variance),
-                        mask=attn_mask,
-                        causal=is_causal,
-                        scale=scale,
-                        out=out.detach(),
-                        correction=bounded,
-                    )
-                mode.set(out, spread)
     finally:
         if mode is not None:
             mode.paused = False
+    if mode is None:
+        return out
+
+    def spread(out: Tensor) -> Union[Spread, Lost]:
+        queries, values = (mode.token(x) for x in given)
+        for x in (queries, values):
+            if isinstance(x, Lost):
+                return x
+        with quietly(query):
+            return attention_spread(
+                Moments(query.detach(), queries),
+                Moments(key.detach(), variance),
+                Moments(value.detach(), _repeated(values, repeats)),
+                mask=attn_mask,
+                causal=is_causal,
+                scale=scale,
+                out=out.detach(),
+                correction=bounded,
+            )
+
+    if mode.later:
+        apart = out.data  # what the output carries must not lead back to it
+        mode.defer([out], lambda: [spread(apart)])
+    else:
+        mode.set(out, spread(out))
     return out
 
 
 def _repeated(variance: Tensor, repeats: int) -> Tensor:
-    one = variance.dim() < 3 or variance.size(-3) == 1
+    one = repeats == 1 or variance.dim() < 3 or variance.size(-3) == 1
     return variance if one else variance.repeat_interleave(repeats, -3)
 
 

@@ -19,6 +19,9 @@ from transformers.modeling_utils import AttentionInterface
 from opacus_ext.errors.propagation import Propagation
 from opacus_ext.layers.attention import attend, errors_of
 
+# Soft caps of logits, attention sinks, attention to chosen tokens, paged caches.
+UNKNOWN = ("softcap", "s_aux", "sinks", "indices", "block_indices", "cache")
+
 
 def re_attention_forward(
     module: nn.Module,
@@ -36,9 +39,14 @@ def re_attention_forward(
     "re_attention" among the attention functions of transformers.
 
     Raises:
-        ValueError: for what it can't do: soft caps of logits, attention sinks, paged
-            caches
+        ValueError: for what it can't do (``UNKNOWN``)
     """
+    for name in UNKNOWN:
+        if kwargs.get(name) is not None:
+            raise ValueError(
+                f"{type(module).__name__} passes {name} to its attention, which "
+                '"re_attention" does not know. Use "eager" and do without track_errors.'
+            )
     errors = errors_of(key, module)
     if errors is None:
         if position_bias is not None:
@@ -47,18 +55,9 @@ def re_attention_forward(
             *(module, query, key, value, attention_mask),
             dropout=dropout,
             scaling=scaling,
-            is_causal=is_causal,
+            is_causal=bool(is_causal),
             **kwargs,
         )
-    for name in ("softcap", "s_aux", "cache"):
-        if kwargs.get(name) is not None:
-            raise ValueError(
-                f"{type(module).__name__} passes {name} to its attention, which "
-                '"re_attention" does not know. Use "eager" and do without track_errors.'
-            )
-    if is_causal is None:
-        is_causal = getattr(module, "is_causal", True)
-    causal = bool(is_causal) and query.size(2) > 1 and attention_mask is None
     mask = attention_mask
     if position_bias is not None:
         mask = position_bias
@@ -67,6 +66,7 @@ def re_attention_forward(
             mask = position_bias.masked_fill(~attention_mask, low)
         elif attention_mask is not None:
             mask = position_bias + attention_mask
+    causal = bool(is_causal) and mask is None and query.size(2) > 1
     out = attend(query, key, value, mask, dropout, causal, scaling, errors)
     return out.transpose(1, 2).contiguous(), None
 
@@ -91,4 +91,17 @@ for _name in (
     if hasattr(Cache, _name):
         setattr(Cache, _name, _with_errors(getattr(Cache, _name)))
 AttentionInterface.register("re_attention", re_attention_forward)
-AttentionMaskInterface.register("re_attention", sdpa_mask)
+
+
+def re_attention_mask(*args: Any, **kwargs: Any) -> Optional[Tensor]:
+    """
+    A mask that says all, causality included, as the one of "eager".
+
+    With that of "sdpa" a model without a mask is causal if its attention says so, and
+    not all attentions of transformers say what is right.
+    """
+    kwargs["allow_is_causal_skip"] = False
+    return sdpa_mask(*args, **kwargs)
+
+
+AttentionMaskInterface.register("re_attention", re_attention_mask)
