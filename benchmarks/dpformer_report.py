@@ -5,7 +5,8 @@
 Prints the tables; with ``--figures`` the figures are drawn into that folder
 (matplotlib). Of several settings of a method (batch sizes, learning rates, ...) at an
 epsilon the tables show the one with the best mean over its seeds, as the paper does.
-Choosing it by the held-out items spends privacy that is not accounted for, here as there.
+Choosing it by the held-out items spends privacy that is not accounted for, here as
+there.
 """
 
 import argparse
