@@ -158,9 +158,7 @@ def figure3(rows: List[Row]) -> str:
                 time = ours["ms_per_sample"] / row["ms_per_sample"]
                 ratios = f"{batch:.3g} times the batch, {time:.3g} times the time"
             lines.append(f"  {row['method']:<36}{ratios}")
-    caps = sorted({row["memory_cap_gib"] for row in rows})
-    lines.append(f"memory cap {', '.join(f'{cap:g}' for cap in caps)} GiB;")
-    lines += sorted({row["machine"] for row in rows})
+    lines += sorted({f"{r['memory_cap_gib']:g} GiB; {r['machine']}" for r in rows})
     return "\n".join(lines)
 
 
@@ -261,8 +259,7 @@ def draw(groups: Dict[str, List[Row]], folder: Path) -> None:
                 (axes[0, column], "largest_batch", batch_shown),
                 (axes[1, column], "ms_per_sample", time_shown),
             ):
-                # What does not fit has no bar.
-                values = [r[what] or math.nan for r in mine]
+                values = [r[what] or math.nan for r in mine]  # no bar if none fits
                 bars = axis.barh([r["method"] for r in mine], values, log=True)
                 axis.bar_label(
                     bars, [shown(r) for r in mine], label_type="center", color="white"
