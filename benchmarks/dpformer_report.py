@@ -11,7 +11,6 @@ there.
 
 import argparse
 import json
-import math
 from collections import defaultdict
 from pathlib import Path
 from statistics import mean, stdev
@@ -164,7 +163,7 @@ def figure3(rows: List[Row]) -> str:
 
 def batch_shown(row: Row) -> str:
     more = ">= " if row["largest_batch"] == row.get("most") else ""
-    return f"{more}{row['largest_batch']}"
+    return f"{more}{row['largest_batch']}" if row["largest_batch"] else "none fits"
 
 
 def time_shown(row: Row) -> str:
@@ -259,11 +258,11 @@ def draw(groups: Dict[str, List[Row]], folder: Path) -> None:
                 (axes[0, column], "largest_batch", batch_shown),
                 (axes[1, column], "ms_per_sample", time_shown),
             ):
-                values = [r[what] or math.nan for r in mine]  # no bar if none fits
-                bars = axis.barh([r["method"] for r in mine], values, log=True)
-                axis.bar_label(
-                    bars, [shown(r) for r in mine], label_type="center", color="white"
+                bars = axis.barh(
+                    [r["method"] for r in mine], [r[what] or 0 for r in mine]
                 )
+                axis.bar_label(bars, [shown(r) for r in mine], padding=3)
+                axis.margins(x=0.2)
                 axis.set(title=name, xlabel=what.replace("_", " "))
                 axis.invert_yaxis()
                 axis.tick_params(axis="y", labelsize=7)
