@@ -326,9 +326,9 @@ def status_kib(field: str) -> Optional[int]:
 
 
 def peak_memory(
-    tiny: Callable[[], Step], build: Callable[[], Step], device: str
+    tiny: Callable[[], Step], build: Callable[[], Step], device: str, steps: int = 3
 ) -> int:
-    """Bytes at the peak of three steps, over those before the model was built.
+    """Bytes at the peak of a few steps, over those before the model was built.
 
     Call it in a fresh process. A tiny step of the same mode comes first, so that code
     and allocator pools count in the baseline; model and gradients count in the peak.
@@ -347,7 +347,7 @@ def peak_memory(
     else:
         before = max_rss()
     step = build()
-    for _ in range(3):
+    for _ in range(steps):
         step()
     if device == "cuda":
         return torch.cuda.max_memory_allocated() - before

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from opacus_ext.errors.effective import inside
 from opacus_ext.errors.tracking import tracker_of
 from opacus_ext.layers.attention import corrected_attention
 
@@ -119,7 +120,8 @@ def distraction(
     token should get little attention, and that the correction takes that back.
 
     Args:
-        model: tracked by :func:`~opacus_ext.errors.track_errors`; it is not changed
+        model: tracked by :func:`~opacus_ext.errors.track_errors`, or the wrapper that
+            ``make_private`` returned; it is not changed
         ids: input of the model ``[B, T]``
         tokens: which tokens of the vocabulary count, ``[V]`` of bools, such as those
             with the smallest shares
@@ -148,7 +150,9 @@ def distraction(
     tracker = tracker_of(model)
     if tracker is None:
         raise ValueError("Call track_errors for the model first.")
-    errors = tracker.errors()
+    while (inner := inside(model)) is not None:
+        model = inner
+    errors = tracker.errors()  # by the names of the model inside
     before = tracker.enabled, tracker.evaluate
     noisy = copy.deepcopy(model).eval()
     originals = {n: p.detach().clone() for n, p in noisy.named_parameters()}
