@@ -11,15 +11,15 @@ after an interruption give the same command. ``--part 1/2`` makes every second r
 that several processes share the work. ``dpformer_report.py``
 draws tables and figures.
 
-- table1, table2: GRU, LSTM, Transformer without sharing, Transformer, DPFormer at epsilon
-  5, 8 and 10, several seeds.
-- figure2: Transformer with sharing, without, and without at half the width, at epsilon 5,
-  over batch sizes and learning rates.
+- table1, table2: GRU, LSTM, Transformer without sharing, Transformer, DPFormer at
+  epsilon 5, 8 and 10, several seeds.
+- figure2: Transformer with sharing, without, and without at half the width, at epsilon
+  5, over batch sizes and learning rates.
 - figure6: the curves of NDCG over the epochs, Transformer and DPFormer.
 
 Everything can be set (``--models``, ``--epsilons``, ``--seeds``, ``--batch-sizes``,
-``--lrs``); what follows after ``--`` goes to ``opacus_ext.train``, such as ``-- --epochs
-20 --threads 2``.
+``--lrs``); what follows after ``--`` goes to ``opacus_ext.train``, such as
+``-- --epochs 20 --threads 2``.
 """
 
 import argparse
@@ -134,6 +134,8 @@ def main() -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Opacus on how noise is drawn
             summary = train.train(parsed)
+        if summary["epochs"] < summary["epochs_planned"]:
+            continue  # stopped by --time-limit or --stop-after-epochs
         config = {k: v for k, v in vars(parsed).items() if k not in train.FREE}
         line = {"key": name, "experiment": args.experiment, **config, **summary}
         with args.out.open("a") as file:

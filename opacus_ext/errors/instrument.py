@@ -75,7 +75,8 @@ class _Mass(TorchFunctionMode):
             )
             if self.marked.shape != (k.size(0), k.size(-2)):
                 raise ValueError(
-                    f"marked is {list(self.marked.shape)}, the keys are {list(k.shape)}."
+                    f"marked is {list(self.marked.shape)}, the keys are "
+                    f"{list(k.shape)}."
                 )
             value = self.marked[:, None, :, None].to(v.dtype)
             value = value.expand(*v.shape[:-1], 1)

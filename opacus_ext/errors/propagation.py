@@ -341,8 +341,8 @@ _SILENT = frozenset(
 )
 # Their rules need no values: nothing is kept of what they change in place.
 _BLIND = frozenset(
-    "add sub dropout masked_fill index_add index_copy scatter scatter_add setitem clamp "
-    "copy zero fill normal uniform".split()
+    "add sub dropout masked_fill index_add index_copy scatter scatter_add setitem "
+    "clamp copy zero fill normal uniform".split()
 )
 
 

@@ -63,7 +63,7 @@ class NextItemModel(nn.Module):
             self.embedding.weight[0].zero_()
 
     def set_prior(self, shares: torch.Tensor) -> None:
-        """Starts from popularity: the output gets the bias log p_i, which isn't trained.
+        """Starts from popularity: the output gets the bias log p_i, never trained.
 
         What is public, or was released once, need not be learned from noisy gradients.
         Those of a model that starts from equal chances mostly say how popular items
