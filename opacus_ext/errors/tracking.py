@@ -287,11 +287,12 @@ class ErrorTracker:
         self._usual = len(mode.asked)
         if not mode.asked:
             raise RuntimeError(
-                "The errors of this model are tracked, but no attention asked for them. "
-                'Models of transformers need set_attn_implementation("re_attention") '
-                "(those that compute attention in code of their own ignore it, and "
-                "can't be corrected), others opacus_ext.layers.re_attention in place "
-                "of scaled_dot_product_attention."
+                "The errors of this model are tracked, but no attention asked for "
+                "them. Models of transformers need "
+                'set_attn_implementation("re_attention") (those that compute attention '
+                "in code of their own ignore it, and can't be corrected), others "
+                "opacus_ext.layers.re_attention in place of "
+                "scaled_dot_product_attention."
             )
         if not self._checked and None not in mode.asked:
             self._checked = True
