@@ -131,13 +131,13 @@ def register_propagation(*names: str) -> Callable[[PropagationRule], Propagation
     for the output, a sequence of them for several, or None where no error is left.
 
     Args:
-        names: such as "logcumsumexp"
+        names: such as "threshold"
 
     Example:
-        >>> @register_propagation("celu")  # as if it had a slope of 1
-        ... def celu(call):
+        >>> @register_propagation("threshold")  # as if it had a slope of 1
+        ... def threshold(call):
         ...     return Spread(call.token(call.args[0]))
-        >>> _ = RULES.pop("celu")
+        >>> _ = RULES.pop("threshold")
     """
 
     def add(rule: PropagationRule) -> PropagationRule:
