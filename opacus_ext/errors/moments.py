@@ -321,9 +321,9 @@ def gelu(
     Args:
         x: ``[*, width]``
         approximate: "none", or "tanh" for PyTorch's approximation with a hyperbolic
-            tangent, by quadrature to 1e-8 relative, or 1e-14; it and the exact GELU have
-            variances that agree to 1 % where the standard deviation is 0.01 or more
-            and the mean between -2 and 2
+            tangent, by quadrature to 1e-8 relative or 1e-14; it and the exact GELU
+            have variances that agree to 1 % where the standard deviation is 0.01 or
+            more and the mean between -2 and 2
         scalar: one variance ``[*, 1]``, the mean over elements; if ``mean`` is given
             too, from the first two terms of the expansion, at most 0.015 s^2 too low
         mean: of the output, if known
