@@ -9,9 +9,10 @@ from pathlib import Path
 from unittest.mock import patch
 
 import torch
+from opacus import PrivacyEngine
 from torch.nn import functional as F
 
-from opacus_ext import train
+from opacus_ext import runs, train
 from opacus_ext.data import read_sequences, synthetic_sequences
 
 ML1M = os.environ.get("OPACUS_EXT_ML1M")
@@ -114,6 +115,23 @@ class TrainTest(unittest.TestCase):
                 # Calibrated to within 0.01 below the budget of 8.
                 self.assertLessEqual(summary["epsilon_spent"], 8.0)
                 self.assertGreater(summary["epsilon_spent"], 7.9)
+
+    def test_no_step_is_forgotten_in_what_is_left(self):
+        """3 / (1 / 75) is a little less than 225."""
+        engine = PrivacyEngine(accountant="rdp")
+        engine.accountant.step(noise_multiplier=20.0, sample_rate=1.0)
+        net = torch.nn.Linear(2, 1)
+        rows = torch.utils.data.TensorDataset(torch.zeros(75, 2))
+        with patch.object(runs, "noise_left", return_value=1.0) as asked:
+            runs.make_private(
+                *(engine, None),
+                **dict(epsilon=5.0, delta=1e-5, epochs=3, module=net),
+                optimizer=torch.optim.SGD(net.parameters(), lr=0.1),
+                data_loader=torch.utils.data.DataLoader(rows),
+                criterion=torch.nn.MSELoss(),
+                max_grad_norm=1.0,
+            )
+        self.assertEqual(asked.call_args.args[-1], 225)
 
     def test_modes_agree(self):
         """Without dropout the modes compute the same updates from the same draws."""

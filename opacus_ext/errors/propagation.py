@@ -641,7 +641,8 @@ def _tidy(spread: Spread) -> Spread:
 def _kept(call: Call) -> Result:
     # |x| and what is clamped far from its bounds, as it should be, err as x does.
     spread = call.spread(call.args[0])
-    if isinstance(call.out, Tensor) and spread.own.dtype != (wide := _dtype(call.out)):
+    wide = _dtype(call.out)
+    if spread is not None and spread.own.dtype != wide:
         return Spread(*(None if z is None else z.to(wide) for z in spread))
     return spread
 
