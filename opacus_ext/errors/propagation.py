@@ -11,6 +11,10 @@ possible because the noise of DP-SGD is isotropic. The formulas are those of
 ``moments``; the values of the forward pass are taken for the means. Arguments of an
 operation are taken to err independently, residual sums included, and so is what a
 statistic over the width (a norm, a variance) has of its own.
+
+The batch is taken to be the first dimension, or in rows with the tokens: where it would
+become the last one, of which means are taken, the error is lost. In a model with the
+batch second, what drops the width (``[T, B]``) must not go through more than moves.
 """
 
 from __future__ import annotations
