@@ -48,7 +48,8 @@ def make_private(
         made = engine.make_private(noise_multiplier=saved["noise_multiplier"], **kwargs)
     elif len(engine.accountant):
         rate = 1 / len(kwargs["data_loader"])
-        steps = int(epochs / rate)
+        # Not int(epochs / rate), which may be one too few: 3 epochs of 75 make 224.
+        steps = epochs * len(kwargs["data_loader"])
         noise = noise_left(engine.accountant, epsilon, delta, rate, steps)
         made = engine.make_private(noise_multiplier=noise, **kwargs)
     else:

@@ -9,6 +9,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import torch
+from opacus import PrivacyEngine
 from opacus.accountants import PRVAccountant, RDPAccountant
 from torch.nn import functional as F
 
@@ -177,6 +178,23 @@ class TrainTest(unittest.TestCase):
         self.assertEqual([epoch for epoch, *_ in summary["curve"]], [2, 4])
         last = summary["curve"][-1][1:]
         self.assertEqual(last, [summary["ndcg_at_10"], summary["hit_at_10"]])
+
+    def test_no_step_is_forgotten_in_what_is_left(self):
+        """3 / (1 / 75) is a little less than 225."""
+        engine = PrivacyEngine(accountant="rdp")
+        engine.accountant.step(noise_multiplier=20.0, sample_rate=1.0)
+        net = torch.nn.Linear(2, 1)
+        rows = torch.utils.data.TensorDataset(torch.zeros(75, 2))
+        with patch.object(runs, "noise_left", return_value=1.0) as asked:
+            runs.make_private(
+                *(engine, None),
+                **dict(epsilon=5.0, delta=1e-5, epochs=3, module=net),
+                optimizer=torch.optim.SGD(net.parameters(), lr=0.1),
+                data_loader=torch.utils.data.DataLoader(rows),
+                criterion=torch.nn.MSELoss(),
+                max_grad_norm=1.0,
+            )
+        self.assertEqual(asked.call_args.args[-1], 225)
 
     def test_modes_agree(self):
         """Without dropout the modes compute the same updates from the same draws."""

@@ -11,6 +11,10 @@ possible because the noise of DP-SGD is isotropic. The formulas are those of
 ``moments``; the values of the forward pass are taken for the means. Arguments of an
 operation are taken to err independently, residual sums included, and so is what a
 statistic over the width (a norm, a variance) has of its own.
+
+The batch is taken to be the first dimension, or in rows with the tokens: where it would
+become the last one, of which means are taken, the error is lost. In a model with the
+batch second, what drops the width (``[T, B]``) must not go through more than moves.
 """
 
 from __future__ import annotations
@@ -41,7 +45,7 @@ from opacus_ext.errors import moments
 from opacus_ext.errors.moments import Moments
 
 # What is noted on tensors as attributes.
-NOTES = ("_spread", "_which", "_squares")
+NOTES = ("_spread", "_which", "_squares", "_of_weights")
 
 
 class Spread(NamedTuple):
@@ -69,9 +73,15 @@ class Spread(NamedTuple):
 
 
 class Lost(NamedTuple):
-    """In the place of a variance: the operation through which it is not known."""
+    """
+    In the place of a variance: the operation through which it is not known.
+
+    Where only the batch came to the last place, ``turned`` has what is known, and of
+    which sample each element is: another move may bring it back.
+    """
 
     operation: str
+    turned: Optional[Tuple[Spread, Tensor]] = None
 
 
 class Call(NamedTuple):
@@ -269,6 +279,8 @@ class Propagation(TorchFunctionMode):
         call = Call(name, func, given, kwargs, out, self.of)
         if not written and any(x is y for x in outputs for y in inputs):
             return out  # as it was, .contiguous() of what is
+        if outputs[0].dim() == 1 and all(map(self._weights, _tensors(inputs))):
+            outputs[0]._of_weights = True
         if self.later and not written:
             # Not the output itself: what it carries must not lead back to it.
             apart = call._replace(out=_apart(out))
@@ -280,14 +292,27 @@ class Propagation(TorchFunctionMode):
                 self._set_base(x)
         return out
 
+    def _weights(self, x: Tensor) -> bool:
+        """Whether a tensor is a parameter, or a vector made of nothing else."""
+        return id(x) in self.errors or hasattr(x, "_of_weights")
+
     def _results(self, call: Call, number: int) -> Sequence[Any]:
         """What the rule says of each output."""
-        before = (self.of(x) for x in _flat(call.args, call.kwargs))
-        lost = next((x for x in before if isinstance(x, Lost)), None)
+        lost = None
+        for x in _flat(call.args, call.kwargs):
+            known = self.of(x)
+            if isinstance(known, Lost):
+                lost = known
+                break
+            if known is not None and x.dim() == 1 and not self._weights(x):
+                lost = Lost(call.name) if _lies_down(call, known) else lost
         if lost is None and call.name not in RULES:
             lost = Lost(call.name)
         if lost is not None:
-            return [lost] * number
+            if lost.turned and number == 1 and call.name in _TURNS | _BACK:
+                with quietly(call.args[0]):
+                    return [_turned_on(call, lost)]
+            return [Lost(lost.operation)] * number
         with quietly(_tensors(call.out)[0] if call.out is not None else call.args[0]):
             made = RULES[call.name](call)
         if made is None or isinstance(made, (Spread, Lost)):
@@ -499,7 +524,9 @@ def _moved(call: Call) -> Result:
     if spread is None:
         return None  # an index or a fill value has the error
     if call.name in _TURNS and _turned(call, x, spread):
-        return Lost(call.name)
+        samples = torch.arange(x.size(0), device=x.device)
+        samples = samples.reshape(-1, *(1,) * (x.dim() - 1))
+        return _turned_on(call, Lost(call.name, (spread, samples)))
     move, args, kwargs = call.func, call.args[1:], call.kwargs
     if call.name in ("view", "view_as"):
         if args and isinstance(args[0], torch.dtype):
@@ -530,8 +557,12 @@ _RESHAPED = frozenset(("view", "reshape", "flatten", "view_as", "reshape_as"))
 
 # These may bring the batch to the last place.
 _TURNS = frozenset(
-    "transpose t permute movedim moveaxis swapaxes swapdims T mT".split()
+    "transpose t permute movedim moveaxis swapaxes swapdims T mT H mH adjoint".split()
 )
+# These may bring it back from there.
+_BACK = frozenset("view reshape flatten unflatten unsqueeze contiguous clone".split())
+# These know of a tensor of one dimension what it is.
+_PLACING = frozenset("stack einsum setitem".split())
 
 
 def _turned(call: Call, x: Tensor, spread: Spread) -> bool:
@@ -543,6 +574,34 @@ def _turned(call: Call, x: Tensor, spread: Spread) -> bool:
         return False
     first = x.new_zeros((x.size(0),) + (1,) * (x.dim() - 1)).expand(x.shape)
     return call.func(first, *call.args[1:], **call.kwargs).stride(-1) != 0
+
+
+def _turned_on(call: Call, lost: Lost) -> Union[Spread, Lost]:
+    """A move of what has, or gets, the batch in the last place."""
+    x, (spread, samples) = call.args[0], lost.turned
+    # What is expanded can't be viewed in every form that x can.
+    move = Tensor.reshape if call.name == "view" else call.func
+    parts = [
+        None if z is None else move(z.expand(x.shape), *call.args[1:], **call.kwargs)
+        for z in (*spread, samples)
+    ]
+    spread, samples = Spread(*parts[:-1]), parts[-1]
+    if samples.dim() < 2 or bool((samples == samples[..., :1]).all()):
+        return _tidy(spread)
+    return Lost(lost.operation, (spread, samples))
+
+
+def _lies_down(call: Call, spread: Spread) -> bool:
+    """
+    Whether a tensor of one dimension, which may well be the batch, becomes the last one
+    of several. If it has rows of its own (``[B * T]`` as ``[B, T]``) it does not.
+    """
+    out = call.out
+    if spread.own.dim() != 1 or spread.own.size(0) == 1 or call.name in _PLACING:
+        return False
+    if not isinstance(out, Tensor) or out.dim() < 2 or out.size(-1) == 1:
+        return False
+    return call.name not in _RESHAPED | {"unflatten"} or out.size(0) == 1
 
 
 @register_propagation("pad")
@@ -585,7 +644,11 @@ def _tidy(spread: Spread) -> Spread:
 )
 def _kept(call: Call) -> Result:
     # |x| and what is clamped far from its bounds, as it should be, err as x does.
-    return call.spread(call.args[0])
+    spread = call.spread(call.args[0])
+    wide = _dtype(call.out)
+    if spread is not None and spread.own.dtype != wide:
+        return Spread(*(None if z is None else z.to(wide) for z in spread))
+    return spread
 
 
 @register_propagation("cat", "stack", "hstack", "vstack")
@@ -600,7 +663,8 @@ def _joined(call: Call) -> Result:
         if variance is None:
             variance = _zeros(x, (1,))
         variances.append(variance)
-    if call.name in ("hstack", "vstack"):
+    upright = any(v.dim() == 1 and v.size(0) > 1 for v in variances)
+    if call.name in ("hstack", "vstack") or (upright and out_dim > 1 and dim < last):
         return Lost(call.name)
     if dim == last and out_dim == 1:
         return Spread(torch.cat([v.expand(x.shape) for v, x in zip(variances, xs)]))
@@ -837,6 +901,20 @@ def _normalize(call: Call) -> Result:
     width = x.size(-1)
     made = moments.rms_norm(call.moments(x), scalar=True, eps=0.0, mean=_wide(call.out))
     return Spread(made.variance / width)
+
+
+@register_propagation("logsumexp")
+def _logsumexp(call: Call) -> Result:
+    """To first order: the derivative is a softmax."""
+    x, dims = call.args[0], _dims(call.args[0], call.arg(1, "dim"))
+    variance = call.token(x).expand(*x.shape[:-1], 1 if x.dim() > 1 else -1)
+    if len(dims) > 1:
+        return Lost("logsumexp")
+    squares = torch.softmax(_wide(x), dims[0]).square()
+    total = (squares * variance).sum(dims, keepdim=True)
+    if call.arg(2, "keepdim", False):
+        return Spread(_last_mean(total))
+    return Spread(_last_mean(total.squeeze(dims[0])))
 
 
 @register_propagation("cumsum")

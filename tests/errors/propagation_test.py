@@ -153,8 +153,8 @@ def test_moved(case):
 def test_moved_where_vmap_does_not_work():
     x, variance = leaf(2, 3, 8)
     chosen = x > 0
-    (got,) = propagated(lambda x: x.masked_select(chosen)[None], [(x, variance)])
-    expected = variance.expand_as(x)[chosen].mean()[None, None]
+    (got,) = propagated(lambda x: x.masked_select(chosen)[:, None], [(x, variance)])
+    expected = variance.expand_as(x)[chosen][:, None]
     torch.testing.assert_close(got, expected)
     (got,) = propagated(lambda x: x.moveaxis(0, 1), [(x, variance)])
     torch.testing.assert_close(got, variance.transpose(0, 1))
@@ -753,10 +753,13 @@ def test_a_sample_alone(case):
         torch.testing.assert_close(alone, batch[b : b + 1], rtol=1e-12, atol=0)
 
 
-@each(["permute", "transpose", "T", "movedim"])
+@each(["permute", "transpose", "T", "movedim", "H", "mH", "adjoint"])
 def test_the_batch_is_no_width(case):
     """Where it comes last, means over it are refused; weights have no batch."""
     f = {
+        "H": lambda x: x[:, 0].H,
+        "mH": lambda x: x[:, 0].mH,
+        "adjoint": lambda x: x[:, 0].adjoint(),
         "permute": lambda x: x.permute(1, 2, 0),
         "transpose": lambda x: x.transpose(0, -1),
         "T": lambda x: x[:, 0].T,
@@ -768,6 +771,59 @@ def test_the_batch_is_no_width(case):
             errors.variance(f(x))
     one, noise = leaf(4, 3, 8, spread=False)
     assert propagated(f, [(one, noise)])[0].unique() == noise
+
+
+LYING = {
+    "getitem": lambda v: v[None],
+    "unsqueeze": lambda v: v.unsqueeze(0),
+    "view": lambda v: v.view(1, -1),
+    "expand": lambda v: v.expand(2, -1),
+    "repeat": lambda v: v.repeat(2, 1),
+    "mul": lambda v: v * torch.ones(2, 4, dtype=D),
+    "add": lambda v: torch.zeros(2, 4, dtype=D) + v,
+    "where": lambda v: torch.where(torch.ones(2, 4) > 0, v, torch.zeros(2, 4)),
+    "stack": lambda v: torch.stack([v, v]),
+}
+
+
+@each(LYING)
+def test_a_number_a_sample_becomes_no_width(case):
+    x, variance = leaf(4, 3, 8)
+    with Propagation({id(x): variance}) as errors:
+        with pytest.raises(RuntimeError, match=f"'{case}'"):
+            errors.variance(LYING[case]((1 * x)[:, 0, 0]))
+        weights = (1 + x[0, 0]).exp()  # a vector that is made of weights only
+        assert errors.variance(weights * torch.ones(4, 8, dtype=D)).shape == (4, 1)
+
+
+TURNED = {
+    "reshape": lambda x: x[:, 0].transpose(0, 1).reshape(-1, 1),  # as in Llama 4
+    "transpose": lambda x: x[:, 0].transpose(0, 1).contiguous().transpose(0, 1),
+    "permute": lambda x: x.permute(1, 2, 0).permute(2, 0, 1),
+    "unsqueeze": lambda x: x[:, 0].T.unsqueeze(-1),
+}
+
+
+@each(TURNED)
+def test_a_batch_that_is_turned_back(case):
+    x, variance = leaf(4, 3, 8)
+    (got,) = propagated(TURNED[case], [(x, variance)])
+    expected = TURNED[case](variance.expand(4, 3, 8)).mean(-1, keepdim=True)
+    torch.testing.assert_close(got.expand_as(expected), expected)
+
+
+@each({"last": -1, "first": 1, "kept": (-1, True)})
+def test_logsumexp(case):
+    x, variance = leaf(2, 3, 8)
+    dims = {"last": (-1,), "first": (1,), "kept": (-1, True)}[case]
+    agree(lambda x: x.logsumexp(*dims), (x, variance))
+
+
+def test_another_dtype_has_variances_of_its_own():
+    x, variance = leaf(2, 3, 8)
+    f = lambda x: torch.ones(2, 5, 3) @ x.float() @ torch.ones(2, 8, 4)  # noqa: E731
+    (got,) = propagated(f, [(x, variance)])
+    assert got.dtype == torch.float32
 
 
 def test_one_token_without_batch():
