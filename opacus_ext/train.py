@@ -184,7 +184,12 @@ def train(args: argparse.Namespace) -> Dict[str, Any]:
             says what to do.
     """
     start = time.monotonic()
-    data = read_sequences(args.data) if args.data else synthetic_sequences()
+    if args.data:
+        data = read_sequences(args.data, max_users=args.users)
+    elif args.users:
+        raise ValueError("--users needs --data: synthetic data is made whole.")
+    else:
+        data = synthetic_sequences()
     users = len(data.histories)
     config = {k: v for k, v in vars(args).items() if k not in FREE}
     config["data_fingerprint"] = data.fingerprint()
@@ -348,6 +353,7 @@ def parse_args(argv: Optional[List[str]] = None) -> argparse.Namespace:
         return f" (default {SYNTHETIC[name]}; with --data {REAL[name]})"
 
     add("--data", None, str, "ratings.dat or SASRec text; without it, synthetic data")
+    add("--users", None, count, "of --data, take only so many (for a small machine)")
     add("--epsilon", 8.0, positive, "privacy budget of the whole run")
     add("--delta", 1e-5, number(float, 1e-300, 0.5), "of the guarantee")
     add("--epochs", None, count, f"passes over the users, in expectation{of('epochs')}")

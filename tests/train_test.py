@@ -277,6 +277,8 @@ class TrainTest(unittest.TestCase):
         for more, message in table:
             with self.subTest(more), self.assertRaisesRegex(ValueError, message):
                 self.run_training("--checkpoint", path, *more)
+        with self.assertRaisesRegex(ValueError, "--users needs --data"):
+            self.run_training("--users", "5")
         with self.assertRaisesRegex(ValueError, "--resume needs --checkpoint"):
             self.run_training("--resume")
         with self.assertRaises(OSError):
