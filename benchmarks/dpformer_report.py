@@ -100,9 +100,13 @@ def table(rows: List[Row], experiment: str) -> str:
     gains = []
     for epsilon in EPSILONS:
         pair = [found.get((n, epsilon)) for n in ("dpformer", "transformer")]
-        if all(pair):
-            a, b = (mean(r["ndcg_at_10"] for r in group) for group in pair)
-            gains.append(f"epsilon {epsilon:g}: {a / b - 1:+.1%}")
+        if not all(pair):
+            continue
+        ours, plain = ({r["seed"]: r["ndcg_at_10"] for r in group} for group in pair)
+        seeds = ours.keys() & plain.keys()
+        if seeds:
+            ratio = sum(ours[i] for i in seeds) / sum(plain[i] for i in seeds)
+            gains.append(f"epsilon {epsilon:g}: {ratio - 1:+.1%} (n={len(seeds)})")
     if gains:
         lines.append("DPFormer against Transformer, NDCG@10: " + ", ".join(gains))
     settings = sorted(
