@@ -1021,7 +1021,8 @@ def _product(
         noise = noise.mean()
         own = _squares(x) * noise
     if (offset := call.token(bias)) is not None:
-        own = _plus(own, offset.mean())
+        # What addmm adds may be the batch's: only a vector is one of outputs.
+        own = _plus(own, offset.mean() if bias.dim() < 2 else offset)
     if (passed := call.token(x)) is not None:
         passed = passed.mean(-1, keepdim=True) if x.dim() == 1 else passed
         gain = weight.square().sum(inner)

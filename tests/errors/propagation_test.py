@@ -990,3 +990,16 @@ def test_keys_of_noise_in_one_parameter():
     gain = attention.qkv.weight[64:128].square().sum() / 64
     expected = STD**2 * 64 * gain
     torch.testing.assert_close(mode.variance(key), expected.expand(1, 1, 1))
+
+
+def test_what_addmm_adds_may_be_the_batch():
+    """Not a bias: each row keeps the variance of its own."""
+    x, variance = leaf(4, 8)
+    weight = torch.randn(8, 6, dtype=D)
+    rest = torch.zeros(4, 6, dtype=D)
+    with Propagation({id(x): variance}) as errors:
+        added = x[:, :6] * torch.arange(1.0, 5.0, dtype=D)[:, None]
+        whole = errors.variance(torch.addmm(added, rest @ weight.mT, weight))
+        assert whole.shape == (4, 1)
+        torch.testing.assert_close(whole, errors.variance(added))
+    assert (whole.diff(dim=0) != 0).all()
