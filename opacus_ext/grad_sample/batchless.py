@@ -225,7 +225,7 @@ def plain(x: Any) -> Any:
     if not isinstance(x, Undecided):
         return x
     with torch._C.DisableTorchFunctionSubclass():
-        return x.as_subclass(torch.Tensor)
+        return _noted(x.as_subclass(torch.Tensor), x)
 
 
 def _wrap(plain: torch.Tensor, source: Source, op: Callable) -> Undecided:
