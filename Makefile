@@ -11,7 +11,7 @@ DATA ?=
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet -c constraints.txt
 
-.PHONY: train test benchmark lint clean
+.PHONY: train test benchmark benchmark-moe lint clean
 
 train: $(VENV)/.installed
 	$(BIN)/python -m opacus_ext.train $(if $(DATA),--data "$(DATA)") $(ARGS)
@@ -21,6 +21,9 @@ test: $(VENV)/.installed
 
 benchmark: $(VENV)/.installed
 	$(BIN)/python benchmarks/step_time.py $(ARGS)
+
+benchmark-moe: $(VENV)/.installed
+	$(BIN)/python benchmarks/moe.py $(ARGS)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/black --check --diff .

@@ -3,6 +3,7 @@
 Both take every sample's gradient by itself from plain autograd, clip it, and add it to
 the sum: exact for any model whose samples are independent, and slow. They build steps
 like those of ``step_time.py``, with the same loss, clipping, noise and ``SGD.step()``.
+What a sample does not use (an expert that no token chose) has a gradient of zero.
 
 - nxBP: one forward and one backward pass for each sample.
 - multiLoss: one forward pass of the batch, then one ``torch.autograd.grad`` for each
@@ -26,7 +27,8 @@ def nx_bp_gradients(model: nn.Module, data: TensorDataset) -> Gradients:
     """The gradient of each sample, from a forward and a backward pass of its own."""
     params, criterion = list(model.parameters()), TokenLoss()
     for x, y in zip(*(tensor.split(1) for tensor in data.tensors)):
-        yield torch.autograd.grad(criterion(model(x), y), params)
+        loss = criterion(model(x), y)
+        yield torch.autograd.grad(loss, params, materialize_grads=True)
 
 
 def multi_loss_gradients(model: nn.Module, data: TensorDataset) -> Gradients:
@@ -35,7 +37,9 @@ def multi_loss_gradients(model: nn.Module, data: TensorDataset) -> Gradients:
     losses = TokenLoss("none")(model(inputs), targets)
     for i in range(len(losses)):
         again = i < len(losses) - 1
-        yield torch.autograd.grad(losses[i], params, retain_graph=again)
+        yield torch.autograd.grad(
+            losses[i], params, retain_graph=again, materialize_grads=True
+        )
 
 
 def baseline(

@@ -23,7 +23,6 @@ import argparse
 import gc
 import json
 import math
-import time
 import warnings
 from statistics import median
 from typing import Any, Callable, Dict, List, NamedTuple, Tuple
@@ -45,6 +44,7 @@ from step_time import (
     private,
     refusal,
     select,
+    take_turns,
 )
 from torch import nn
 from torch.nn.utils import get_total_norm
@@ -256,11 +256,16 @@ def update(name: str, case: Case) -> Dict[str, torch.Tensor]:
     return {key: before[key] - after[key] for key in before}
 
 
-def deviation(found: Dict[str, torch.Tensor], true: Dict[str, torch.Tensor]) -> float:
-    """The largest relative one of a parameter; a zero is relative to all of them."""
-    floor = 1e-6 * float(get_total_norm(true.values()))
+def deviation(
+    found: Dict[str, torch.Tensor], true: Dict[str, torch.Tensor], floor: float = 1e-6
+) -> float:
+    """
+    The largest relative one of a parameter; what is smaller than ``floor`` times all of
+    them is relative to that.
+    """
+    least = floor * float(get_total_norm(true.values()))
     return max(
-        float((found[key] - value).norm()) / max(float(value.norm()), floor)
+        float((found[key] - value).norm()) / max(float(value.norm()), least)
         for key, value in true.items()
     )
 
@@ -318,22 +323,9 @@ def time_case(case: Case, repeats: int) -> List[Row]:
             steps[name] = step
         except Exception as error:
             rows[name]["refused"] = refusal(name, error)
-    times: Dict[str, Dict[int, float]] = {name: {} for name in steps}
-    order = list(steps)
-    for turn in range(repeats):
-        for name in order:
-            if name not in SLOW or turn % SLOW_EVERY == min(1, repeats - 1):
-                select(MODES[name])
-                start = time.perf_counter()
-                steps[name]()
-                times[name][turn] = time.perf_counter() - start
-        order.append(order.pop(0))  # no mode always follows the same neighbour
-    base = times[BASELINE]
-    for name, t in times.items():
-        low, mid = min(t.values()), median(t.values())
-        rows[name].update(min_ms=1e3 * low, median_ms=1e3 * mid)
-        turns = [seconds / base[turn] for turn, seconds in t.items()]
-        rows[name].update(ratio=low / min(base.values()), ratio_median=median(turns))
+    times = take_turns(steps, MODES, repeats, slow=SLOW, every=SLOW_EVERY)
+    for name, row in times.items():
+        rows[name].update(row)
     return list(rows.values())
 
 

@@ -15,6 +15,7 @@ figure that other work on the machine disturbs least.
 """
 
 import argparse
+import functools
 import gc
 import json
 import math
@@ -26,7 +27,7 @@ import time
 import warnings
 from contextlib import suppress
 from statistics import median
-from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 import torch.nn.functional as F
@@ -38,6 +39,11 @@ from torch.utils.data import DataLoader, TensorDataset
 SIGMA, MAX_GRAD_NORM, LR = 1.0, 1.0, 1e-3
 BASELINE = "non-private"
 BARS = {"ghost_bk time": 1.30, "ghost speed-up": 1.2, "memory": 1.25, "growth": 1.2}
+GIVE_BACK = {  # freed memory, by glibc's allocator
+    "MALLOC_ARENA_MAX": "1",
+    "MALLOC_MMAP_THRESHOLD_": "65536",
+    "MALLOC_TRIM_THRESHOLD_": "65536",
+}
 
 Step = Callable[[], None]
 Row = Dict[str, Any]
@@ -88,7 +94,10 @@ class Block(nn.Module):
         )
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(y.transpose(1, 2).flatten(2))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
+        return x + self.feed_forward(self.norm2(x))
+
+    def feed_forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(F.gelu(self.up(x)))
 
 
 class LanguageModel(nn.Module):
@@ -137,6 +146,8 @@ def noisy_sgd(model: nn.Module, batch: int) -> Step:
 
     def step() -> None:
         for p in model.parameters():
+            if p.grad is None:  # an expert that no token chose
+                p.grad = torch.zeros_like(p)
             p.grad.add_(torch.normal(0, std, p.shape, device=p.device, dtype=p.dtype))
         optimizer.step()
         optimizer.zero_grad()
@@ -250,6 +261,40 @@ def refusal(name: str, error: Exception) -> str:
     return f"{type(error).__name__}: {first[:80]}"
 
 
+def take_turns(
+    steps: Dict[str, Step],
+    modes: Dict[str, Mode],
+    repeats: int,
+    device: str = "cpu",
+    slow: Sequence[str] = (),
+    every: int = 1,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Dict[str, Row]:
+    """Time the steps, interleaved; those named in ``slow`` only ``every`` few turns."""
+    times: Dict[str, Dict[int, float]] = {name: {} for name in steps}
+    order = list(steps)
+    for turn in range(repeats):
+        for name in order:
+            if name in slow and turn % every != min(1, repeats - 1):
+                continue
+            select(modes[name])
+            synchronize(device)
+            start = clock()
+            steps[name]()
+            synchronize(device)
+            times[name][turn] = clock() - start
+        order.append(order.pop(0))  # no mode always follows the same neighbour
+    base = times[BASELINE]
+    rows: Dict[str, Row] = {}
+    for name, t in times.items():
+        low, mid = min(t.values()), median(t.values())
+        rows[name] = {"min_ms": 1e3 * low, "median_ms": 1e3 * mid}
+        turns = [seconds / base[turn] for turn, seconds in t.items()]
+        rows[name]["ratio"] = low / min(base.values())
+        rows[name]["ratio_median"] = median(turns)
+    return rows
+
+
 def time_modes(
     shape: Shape, tied: bool, names: List[str], repeats: int, device: str
 ) -> List[Row]:
@@ -265,24 +310,9 @@ def time_modes(
             steps[name] = step
         except Exception as error:
             row["refused"] = refusal(name, error)
-    times: Dict[str, List[float]] = {name: [] for name in steps}
-    order = list(steps)
-    for _ in range(repeats):
-        for name in order:
-            select(MODES[name])
-            synchronize(device)
-            start = time.perf_counter()
-            steps[name]()
-            synchronize(device)
-            times[name].append(time.perf_counter() - start)
-        order.append(order.pop(0))  # no mode always follows the same neighbour
-    base = times[BASELINE]
+    times = take_turns(steps, MODES, repeats, device)
     for row in rows:
-        if row["mode"] in times:
-            t = times[row["mode"]]
-            row.update(min_ms=1e3 * min(t), median_ms=1e3 * median(t))
-            turns = [x / y for x, y in zip(t, base)]
-            row.update(ratio=min(t) / min(base), ratio_median=median(turns))
+        row.update(times.get(row["mode"], {}))
     return rows
 
 
@@ -295,15 +325,17 @@ def status_kib(field: str) -> Optional[int]:
         return None
 
 
-def peak_memory(name: str, shape: Shape, tied: bool, device: str) -> int:
-    """Bytes at the peak of three steps, over those before the model was built.
+def peak_memory(
+    tiny: Callable[[], Step], build: Callable[[], Step], device: str, steps: int = 3
+) -> int:
+    """Bytes at the peak of a few steps, over those before the model was built.
 
     Call it in a fresh process. A tiny step of the same mode comes first, so that code
     and allocator pools count in the baseline; model and gradients count in the peak.
     On Linux the peak is VmHWM, reset after the tiny step: ru_maxrss can't be reset and
     a child inherits it from the process that started it.
     """
-    build(name, TINY, tied, device)()
+    tiny()()
     gc.collect()
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -314,8 +346,8 @@ def peak_memory(name: str, shape: Shape, tied: bool, device: str) -> int:
         before = rss * 1024
     else:
         before = max_rss()
-    step = build(name, shape, tied, device)
-    for _ in range(3):
+    step = build()
+    for _ in range(steps):
         step()
     if device == "cuda":
         return torch.cuda.max_memory_allocated() - before
@@ -333,8 +365,7 @@ def memory_of_modes(
 ) -> List[Row]:
     """One process a mode. glibc is told to give freed memory back at once: the peak
     then shows what a step holds, not what the allocator kept."""
-    env = dict(os.environ, MALLOC_ARENA_MAX="1")
-    env.update(MALLOC_MMAP_THRESHOLD_="65536", MALLOC_TRIM_THRESHOLD_="65536")
+    env = dict(os.environ, **GIVE_BACK)
     rows: List[Row] = []
     for name in names:
         row: Row = {"shape": str(shape), "tied": tied, "mode": name}
@@ -353,7 +384,10 @@ def memory_of_modes(
 def print_peak(name: str, shape: Shape, tied: bool, device: str) -> None:
     """What the child process of ``memory_of_modes`` does."""
     try:
-        result: Row = {"peak_mib": peak_memory(name, shape, tied, device) / 2**20}
+        tiny, real = (
+            functools.partial(build, name, s, tied, device) for s in (TINY, shape)
+        )
+        result: Row = {"peak_mib": peak_memory(tiny, real, device) / 2**20}
     except Exception as error:
         result = {"refused": refusal(name, error)}
     print(json.dumps(result))

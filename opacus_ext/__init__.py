@@ -5,11 +5,15 @@ Importing this package beside ``opacus.PrivacyEngine`` extends the modes "hooks"
 "ghost", and adds "ghost_bk".
 """
 
+from importlib import import_module
+
 from opacus_ext.checks import check_per_sample_gradients
+from opacus_ext.errors import ErrorTracker, track_errors
 from opacus_ext.grad_sample.factors import GradSample, OneHot, workspace
 from opacus_ext.grad_sample.leaks import Leak, find_leaks
 from opacus_ext.grad_sample.routing import expert_batching
 from opacus_ext.grad_sample.rules import register_forward, register_rule
+from opacus_ext.lazy import when_imported
 from opacus_ext.optimizers.clipping import Clipping, automatic, register_clipping
 from opacus_ext.registry import register, unregister
 
@@ -17,6 +21,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Clipping",
+    "ErrorTracker",
     "GradSample",
     "Leak",
     "OneHot",
@@ -28,8 +33,13 @@ __all__ = [
     "register_clipping",
     "register_forward",
     "register_rule",
+    "track_errors",
     "unregister",
     "workspace",
 ]
 
 register()
+when_imported(
+    "transformers.modeling_utils",
+    lambda: import_module("opacus_ext.layers.transformers_attention"),
+)

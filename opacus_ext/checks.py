@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, Union
 
@@ -19,6 +20,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from opacus_ext.grad_sample.independence import no_dropout
+from opacus_ext.grad_sample.parallel import world_of
 
 LossFn = Callable[[nn.Module, Any], torch.Tensor]
 Grads = Dict[str, torch.Tensor]
@@ -200,6 +202,12 @@ def check_per_sample_gradients(
             "the model has been made private already: pass the plain module"
         )
 
+    if world_of(model.modules()) is not None:
+        raise ValueError(
+            "the model's experts are spread over processes: check the plain module, "
+            "before expert_parallel"
+        )
+
     on_cuda = any(p.is_cuda for p in model.parameters())
     devices = list(range(torch.cuda.device_count())) if on_cuda else []
     with torch.random.fork_rng(devices=devices), torch.enable_grad():
@@ -330,10 +338,8 @@ def _check(
             continue
         per_layer = None
         if not samples:
-            try:
+            with suppress(Exception):  # a mode may know flat clipping alone
                 per_layer, _ = _run_mode(subject, mode, wrap_model, "per_layer", own)
-            except Exception:
-                pass  # a mode of its own kind may know flat clipping alone
         for i, name in enumerate(names):
             truth = oracle[name]
             clipped = _error(grads[name], truth, factors, floor)

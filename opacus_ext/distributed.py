@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Dict, Optional
 
 import torch
 import torch.distributed as dist
 from opacus.distributed import DifferentiallyPrivateDistributedDataParallel as DPDDP
+from opacus.grad_sample import AbstractGradSampleModule, GradSampleHooks
 from torch import nn
 
-from opacus_ext.grad_sample.parallel import World, spread_experts
+from opacus_ext.grad_sample.parallel import (
+    World,
+    expert_parameters,
+    spread_experts,
+    spread_over,
+    world_of,
+)
 
 
 def expert_parallel(
@@ -41,8 +49,9 @@ def expert_parallel(
         of process 0.
 
     Raises:
-        ValueError: if there are no such experts, or their number is not a multiple of
-            the number of processes
+        ValueError: if there are no such experts, their number is not a multiple of the
+            number of processes, or they share parameters with other layers; nothing
+            is changed
         RuntimeError: (in training) if another process is lost
 
     Source:
@@ -65,6 +74,7 @@ def expert_parallel(
             "expert_parallel needs the other processes: call "
             "torch.distributed.init_process_group first."
         )
+    _refuse(module)
     world = World(group)
     modules = list(module.named_modules())
     for check in (True, False):
@@ -81,6 +91,34 @@ def expert_parallel(
     return module
 
 
+def _refuse(module: nn.Module) -> None:
+    """
+    Raises:
+        ValueError: if experts can't be spread as they are; nothing is changed
+    """
+    if any(hasattr(m, "autograd_grad_sample_hooks") for m in module.modules()):
+        raise ValueError(
+            "The model has been made private already. Call expert_parallel before "
+            "make_private."
+        )
+    if world_of(module.modules()) is not None:
+        raise ValueError(
+            "The model's experts are spread over processes already. Call "
+            "expert_parallel once, and use what it returns."
+        )
+    owners: Counter = Counter()
+    for layer in module.modules():
+        owners.update(p for p in layer._parameters.values() if p is not None)
+    for name, layer in module.named_modules():
+        own = expert_parameters(layer)
+        if any(owners[p] > 1 for p in own):
+            raise ValueError(
+                f"{name} ({type(layer).__name__}): a parameter of its experts is "
+                "shared with another layer or expert, which may come to lie in another "
+                "process. Give each a parameter of its own."
+            )
+
+
 def full_state_dict(module: nn.Module) -> Dict[str, torch.Tensor]:
     """
     The state dict of the whole model under its original names, as if no expert had
@@ -92,12 +130,12 @@ def full_state_dict(module: nn.Module) -> Dict[str, torch.Tensor]:
     Returns:
         The state dict, the same in every process.
     """
-    while hasattr(module, "_module") or isinstance(module, DPDDP):
-        module = getattr(module, "_module", None) or module.module
+    while isinstance(module, (AbstractGradSampleModule, GradSampleHooks, DPDDP)):
+        module = module.module if isinstance(module, DPDDP) else module._module
     state = module.state_dict()
-    for name, layer in module.named_modules():
-        world = getattr(layer, "world", None)
-        if isinstance(world, World):
+    for name, layer in module.named_modules(remove_duplicate=False):
+        world = spread_over(layer)
+        if world is not None:
             prefix = f"{name}." if name else ""
             _gather(state, prefix, layer, world)
     return state

@@ -16,7 +16,9 @@ import opacus.grad_sample.utils
 import opacus.optimizers
 import opacus.privacy_engine
 import torch
+import torch.distributed as dist
 from opacus import PrivacyEngine
+from opacus.distributed import DifferentiallyPrivateDistributedDataParallel as DPDDP
 from opacus.grad_sample import GradSampleHooks, GradSampleHooksFastGradientClipping
 from opacus.grad_sample.gsm_base import OPACUS_PARAM_MONKEYPATCH_ATTRS
 from opacus.validators import ModuleValidator
@@ -26,6 +28,7 @@ from opacus_ext.grad_sample import modes
 from opacus_ext.grad_sample.factors import GradSample
 from opacus_ext.grad_sample.layout import Layout, arrange
 from opacus_ext.grad_sample.loss import ClippedCriterion
+from opacus_ext.grad_sample.parallel import world_of
 from opacus_ext.grad_sample.rules import (
     FALLBACKS,
     RULES,
@@ -193,6 +196,7 @@ def _make_private(make_private: Callable) -> Callable:
         # that Opacus made for it.
         _stock = not hasattr(type(self)._prepare_criterion, "_opacus_ext")
         try:
+            _refuse_spread(module, _stock, **kwargs)
             if _stock or kwargs.get("grad_sample_mode", "hooks") not in MODES:
                 _refuse_stand_ins(module, kwargs.get("grad_sample_mode", "hooks"))
             if _stock:
@@ -234,6 +238,36 @@ def _check(
         raise ValueError(
             f"clipping={clipping!r} is for the modes {', '.join(MODES)}; got "
             f"grad_sample_mode={grad_sample_mode!r}."
+        )
+
+
+def _refuse_spread(
+    module: nn.Module,
+    other_engine: bool,
+    grad_sample_mode: str = "hooks",
+    clipping: Any = "flat",
+    **kwargs: Any,
+) -> None:
+    """Experts that are spread over processes, where they can't be trained exactly."""
+    world = world_of(module.modules())
+    if world is None:
+        return
+    if other_engine or grad_sample_mode not in MODES or clipping == "adaptive":
+        raise ValueError(
+            "Experts spread over processes are trained in the modes "
+            f"{', '.join(MODES)} of PrivacyEngine, without adaptive clipping; got "
+            f"grad_sample_mode={grad_sample_mode!r}, clipping={clipping!r}"
+            f"{' of another engine' if other_engine else ''}."
+        )
+    if not isinstance(module, DPDDP):
+        raise ValueError(
+            f"{type(module).__name__} has experts that are spread over processes. Pass "
+            "what expert_parallel has returned to make_private."
+        )
+    if world.size != dist.get_world_size():
+        raise ValueError(
+            f"The experts are spread over {world.size} of {dist.get_world_size()} "
+            "processes. Call expert_parallel without a group."
         )
 
 

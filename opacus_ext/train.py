@@ -1,9 +1,14 @@
-"""Trains a DPFormer on user sequences with user-level differential privacy.
+"""Trains DPFormer, or what it is compared with, with user-level differential privacy.
 
     python -m opacus_ext.train                            # synthetic data
     python -m opacus_ext.train --data ratings.dat         # MovieLens-1M
     python -m opacus_ext.train --data ml-1m.txt --checkpoint run.pt --time-limit 3000
     python -m opacus_ext.train --data ml-1m.txt --checkpoint run.pt --resume
+
+The share of users who have each item is what the models' output starts from, and what
+DPFormer's Re-Attention needs. It is released with noise, within the budget (``--shares
+private``), or taken as it is, as the paper does, outside of the guarantee (``--shares
+exact``).
 
 What the guarantee covers: the weights, after any number of epochs, with respect to
 adding or removing one user. It does not cover the loss in the progress bar nor the
@@ -20,9 +25,8 @@ the same release, counted once.
 """
 
 import argparse
+import functools
 import json
-import math
-import os
 import sys
 import time
 import warnings
@@ -39,7 +43,19 @@ from tqdm import tqdm
 
 import opacus_ext  # noqa: F401  (registers the modes and clipping functions)
 from opacus_ext.data import SequenceData, read_sequences, synthetic_sequences
-from opacus_ext.models import DPFormer
+from opacus_ext.errors import token_shares, track_errors
+from opacus_ext.errors.effective import SCALES
+from opacus_ext.errors.tracking import PLACES
+from opacus_ext.models import DPFormer, NextItemModel, RecurrentModel
+from opacus_ext.runs import (
+    find_checkpoint,
+    learning_rate,
+    make_private,
+    number,
+    option,
+    set_random_state,
+    write_checkpoint,
+)
 
 # What may differ between a run and its resumption: none of it changes a step.
 FREE = (
@@ -50,6 +66,32 @@ FREE = (
 # For arguments that are not given: on synthetic data, and on --data.
 SYNTHETIC = {"epochs": 10, "batch_size": 256, "max_len": 30, "lr": 3e-3}
 REAL = {"epochs": 100, "batch_size": 1024, "max_len": 50, "lr": 9e-3}
+
+
+MODELS = ("dpformer", "transformer", "transformer-untied", "gru", "lstm")
+
+
+def build(args: argparse.Namespace, num_items: int) -> NextItemModel:
+    """The model that ``--model`` names."""
+    width, depth, dropout = args.width, args.depth, args.dropout
+    if args.model in ("gru", "lstm"):
+        return RecurrentModel(num_items, args.model, width, depth, dropout)
+    tied = args.model != "transformer-untied"
+    return DPFormer(num_items, args.max_len, width, depth, args.heads, dropout, tied)
+
+
+def release_shares(
+    args: argparse.Namespace, data: SequenceData, engine: PrivacyEngine
+) -> torch.Tensor:
+    """The share of users with each item, as ``--shares`` says."""
+    return token_shares(
+        data.training_set(args.max_len).tensors[0],
+        data.num_items + 1,
+        source=args.shares,
+        max_tokens=args.max_len,
+        noise_multiplier=args.share_noise,
+        accountant=engine.accountant,
+    )
 
 
 class SequenceLoss(nn.Module):
@@ -117,19 +159,15 @@ def ndcg_and_hit(rank: torch.Tensor, k: int = 10) -> Tuple[float, float]:
 
 
 @torch.no_grad()
-def evaluate(model: DPFormer, data: SequenceData, max_len: int) -> Tuple[float, float]:
+def evaluate(
+    model: NextItemModel, data: SequenceData, max_len: int
+) -> Tuple[float, float]:
     """NDCG@10 and HIT@10 in percent of a model on the held-out items."""
     model.eval()
     device = model.embedding.weight.device
     batches = zip(data.contexts(max_len).split(512), data.held_out.split(512))
     found = [ranks(model.score(x.to(device)).cpu(), y) for x, y in batches]
     return ndcg_and_hit(torch.cat(found))
-
-
-def learning_rate(step: int, total: int, peak: float, warmup: float) -> float:
-    """Linear warm-up to ``peak`` over a share ``warmup`` of the steps, then to zero."""
-    rising = max(round(total * warmup), 1)
-    return peak * min((step + 1) / rising, (total - step) / max(total - rising + 1, 1))
 
 
 def train(args: argparse.Namespace) -> Dict[str, Any]:
@@ -146,11 +184,16 @@ def train(args: argparse.Namespace) -> Dict[str, Any]:
             says what to do.
     """
     start = time.monotonic()
-    data = read_sequences(args.data) if args.data else synthetic_sequences()
+    if args.data:
+        data = read_sequences(args.data, max_users=args.users)
+    elif args.users:
+        raise ValueError("--users needs --data: synthetic data is made whole.")
+    else:
+        data = synthetic_sequences()
     users = len(data.histories)
     config = {k: v for k, v in vars(args).items() if k not in FREE}
     config["data_fingerprint"] = data.fingerprint()
-    saved = _peek(args, config)
+    saved = find_checkpoint(args.checkpoint, args.resume, config)
     if args.delta >= 1 / users:
         warnings.warn(
             f"delta={args.delta:g} is not below 1/{users} users: such a guarantee "
@@ -159,11 +202,23 @@ def train(args: argparse.Namespace) -> Dict[str, Any]:
 
     torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed)
-    shape = (args.max_len, args.width, args.depth, args.heads, args.dropout)
-    net = DPFormer(data.num_items, *shape).to(args.device)
+    net = build(args, data.num_items).to(args.device)
     # The global generator draws batches, dropout and noise: one state to save.
     engine = PrivacyEngine(accountant="prv")
-    private = dict(
+    corrected = args.model == "dpformer"
+    shares = None
+    if corrected or not args.no_prior:
+        # Going on from a checkpoint, what was released is in it.
+        ones = torch.ones(data.num_items + 1, device=args.device)
+        shares = ones if saved else release_shares(args, data, engine).to(args.device)
+    if not args.no_prior:
+        net.set_prior(shares)
+    model, optimizer, criterion, loader = make_private(
+        engine,
+        saved,
+        epsilon=args.epsilon,
+        delta=args.delta,
+        epochs=args.epochs,
         module=net.train(),
         optimizer=torch.optim.Adam(
             net.parameters(), lr=args.lr, weight_decay=args.weight_decay
@@ -177,22 +232,16 @@ def train(args: argparse.Namespace) -> Dict[str, Any]:
         grad_sample_mode=args.grad_sample_mode,
         clipping=args.clipping,
     )
-    if saved:
-        made = engine.make_private(
-            noise_multiplier=saved["noise_multiplier"], **private
-        )
-    else:
-        made = engine.make_private_with_epsilon(
-            target_epsilon=args.epsilon,
-            target_delta=args.delta,
-            epochs=args.epochs,
-            **private,
-        )
-    # Modes with a criterion of their own return it as the third of four.
-    model, optimizer, *wrapped, loader = made
-    criterion = wrapped[0] if wrapped else private["criterion"]
 
-    epoch = 0
+    if corrected:
+        track_errors(
+            *(net, optimizer, {"embedding.weight": shares}),
+            where=args.where,
+            cap=args.cap or None,
+            scale=args.error_scale,
+        )
+
+    epoch, curve = 0, []
     if saved:
         state = engine.load_checkpoint(
             path=args.checkpoint,
@@ -200,8 +249,8 @@ def train(args: argparse.Namespace) -> Dict[str, Any]:
             optimizer=optimizer,
             torch_load_kwargs={"map_location": args.device},
         )
-        epoch = state["epoch"]
-        _set_random_state(state["random_state"])
+        epoch, curve = state["epoch"], state["curve"]
+        set_random_state(state["random_state"])
 
     total = args.epochs * len(loader)
     last = min(args.epochs, epoch + (args.stop_after_epochs or args.epochs))
@@ -215,8 +264,11 @@ def train(args: argparse.Namespace) -> Dict[str, Any]:
             epoch_start = time.monotonic()
             _train_epoch(model, optimizer, criterion, loader, args, bar, epoch, total)
             epoch += 1
+            if args.evaluate_every and epoch % args.evaluate_every == 0:
+                curve.append([epoch, *evaluate(net, data, args.max_len)])
             if args.checkpoint:
-                _save(engine, net, optimizer, args.checkpoint, epoch, config)
+                content = {"config": config, "epoch": epoch, "curve": curve}
+                write_checkpoint(args.checkpoint, net, optimizer, content, engine)
             now = time.monotonic()
             # Stop where the next epoch would end too late.
             if args.time_limit and 2 * now - epoch_start - start > args.time_limit:
@@ -228,6 +280,7 @@ def train(args: argparse.Namespace) -> Dict[str, Any]:
     popular = ndcg_and_hit(ranks(popularity.expand(users, -1), data.held_out))
     return {
         "data": data.name,
+        "model": args.model,
         "users": users,
         "items": data.num_items,
         "actions": sum(map(len, data.histories)) + users,
@@ -242,6 +295,7 @@ def train(args: argparse.Namespace) -> Dict[str, Any]:
         "delta": args.delta,
         "ndcg_at_10": ndcg,
         "hit_at_10": hit,
+        "curve": curve,
         "popularity_ndcg_at_10": popular[0],
         "popularity_hit_at_10": popular[1],
         "seed": args.seed,
@@ -284,78 +338,8 @@ def _train_epoch(
                 bar.update()
 
 
-def _save(
-    engine: PrivacyEngine,
-    model: nn.Module,
-    optimizer: Any,
-    path: str,
-    epoch: int,
-    config: Dict[str, Any],
-) -> None:
-    """Writes a checkpoint in one piece: the old one stays until the new is whole."""
-    random_state = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        random_state["cuda"] = torch.cuda.get_rng_state()
-    engine.save_checkpoint(
-        path=f"{path}.part",
-        module=model,
-        optimizer=optimizer,
-        checkpoint_dict={
-            "config": config,
-            "epoch": epoch,
-            "noise_multiplier": optimizer.noise_multiplier,
-            "random_state": random_state,
-        },
-    )
-    os.replace(f"{path}.part", path)
-
-
-def _set_random_state(state: Dict[str, torch.Tensor]) -> None:
-    torch.set_rng_state(state["cpu"].cpu())
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"].cpu())
-
-
-def _peek(args: argparse.Namespace, config: Dict[str, Any]) -> Optional[Dict[str, Any]]:
-    """The checkpoint to resume from, once it is known to fit; None for a new run."""
-    if not args.resume:
-        if args.checkpoint and Path(args.checkpoint).exists():
-            raise ValueError(
-                f"{args.checkpoint} exists. Add --resume to go on from it; starting "
-                "anew over it would forget the privacy already spent."
-            )
-        return None
-    if not args.checkpoint:
-        raise ValueError("--resume needs --checkpoint PATH.")
-    # weights_only: a file that would run code on loading is refused here already.
-    saved = torch.load(args.checkpoint, map_location="cpu", weights_only=True)
-    before = saved["config"]
-    changed = [
-        f"{key}: {before.get(key)!r} there, {config.get(key)!r} here"
-        for key in sorted(before.keys() | config.keys())
-        if before.get(key) != config.get(key)
-    ]
-    if changed:
-        raise ValueError(
-            f"{args.checkpoint} belongs to another run; these must be the same: "
-            + "; ".join(changed)
-        )
-    return saved
-
-
 def parse_args(argv: Optional[List[str]] = None) -> argparse.Namespace:
     """The command line, or a list such as ``["--epsilon", "5"]``."""
-
-    def number(kind: type, low: float, high: float = math.inf) -> Any:
-        def parse(text: str) -> Any:
-            value = kind(text)
-            if not low <= value <= high:
-                raise argparse.ArgumentTypeError(f"{text} is not in [{low}, {high}]")
-            return value
-
-        parse.__name__ = kind.__name__
-        return parse
-
     parser = argparse.ArgumentParser(
         prog="python -m opacus_ext.train",
         description=__doc__,
@@ -363,16 +347,13 @@ def parse_args(argv: Optional[List[str]] = None) -> argparse.Namespace:
     )
     positive, count = number(float, 1e-12), number(int, 1)
 
-    def add(flag: str, default: Any, kind: Any, text: str, **kwargs: Any) -> None:
-        shown = "" if default is None else f" (default {default})"
-        parser.add_argument(
-            flag, default=default, type=kind, help=text + shown, **kwargs
-        )
+    add = functools.partial(option, parser)
 
     def of(name: str) -> str:
         return f" (default {SYNTHETIC[name]}; with --data {REAL[name]})"
 
     add("--data", None, str, "ratings.dat or SASRec text; without it, synthetic data")
+    add("--users", None, count, "of --data, take only so many (for a small machine)")
     add("--epsilon", 8.0, positive, "privacy budget of the whole run")
     add("--delta", 1e-5, number(float, 1e-300, 0.5), "of the guarantee")
     add("--epochs", None, count, f"passes over the users, in expectation{of('epochs')}")
@@ -386,6 +367,15 @@ def parse_args(argv: Optional[List[str]] = None) -> argparse.Namespace:
     add("--depth", 2, count, "transformer blocks")
     add("--heads", 1, count, "attention heads")
     add("--dropout", 0.2, number(float, 0, 1), "dropout probability")
+    add("--model", "dpformer", str, f"one of {MODELS}", choices=MODELS)
+    add("--shares", "private", str, "private or exact", choices=("private", "exact"))
+    add("--share-noise", 5.0, positive, "noise multiplier of the release of shares")
+    parser.add_argument(
+        "--no-prior", action="store_true", help="learn popularity, too, from gradients"
+    )
+    add("--where", "logits", str, "Re-Attention acts there", choices=PLACES)
+    add("--cap", 1.0, number(float, 0), "of keys' variances, by their squares; 0: none")
+    add("--error-scale", "step", str, "what an error is", choices=SCALES)
     modes = ("ghost_bk", "ghost", "hooks")
     add("--grad-sample-mode", "ghost_bk", str, f"one of {modes}", choices=modes)
     add("--clipping", "automatic", str, "flat, automatic or normalised")
@@ -399,6 +389,7 @@ def parse_args(argv: Optional[List[str]] = None) -> argparse.Namespace:
     parser.add_argument("--resume", action="store_true", help="go on from --checkpoint")
     add("--stop-after-epochs", None, count, "stop early, to be resumed")
     add("--time-limit", None, positive, "seconds; stop at the last epoch that fits")
+    add("--evaluate-every", None, count, "epochs, for the summary's curve")
     add("--json", None, str, "file for the summary")
     parser.add_argument("--no-progress", action="store_true", help="no progress bar")
     args = parser.parse_args(argv)
@@ -415,7 +406,7 @@ def summary_table(summary: Dict[str, Any]) -> str:
         [
             f"data         {s['data']}: {s['users']:,} users, {s['items']:,} items, "
             f"{s['actions']:,} actions",
-            f"model        DPFormer backbone, {s['parameters']:,} parameters",
+            f"model        {s['model']}, {s['parameters']:,} parameters",
             f"training     {s['epochs']} of {s['epochs_planned']} epochs, "
             f"{s['steps']} steps, {s['seconds']:.0f} s, {s['grad_sample_mode']}, "
             f"{s['clipping']} clipping, seed {s['seed']}",

@@ -158,6 +158,33 @@ class TestFound:
         batch["decoder_input_ids"] = batch.pop("labels").clamp(min=0)
         assert find_leaks(model, batch) == []
 
+    @pytest.mark.parametrize("p", [0.0, 0.3])
+    def test_dropout_with_a_rate_of_its_own(self, p):
+        """No attribute holds the rate, and experts draw as many numbers as tokens."""
+
+        class Model(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.router, self.last = nn.Linear(4, 3), nn.Linear(4, 4)
+                self.first = nn.Linear(4, 4)
+                self.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+            def forward(self, x):
+                flat = self.first(x).flatten(0, 1)
+                chosen, out = self.router(flat).argmax(-1), torch.zeros_like(flat)
+                for i, expert in enumerate(self.experts):
+                    (token,) = torch.where(chosen == i)
+                    y = F.dropout(expert(flat[token]), p, self.training)
+                    out = out.index_add(0, token, y)
+                q = out.view_as(x)[:, None]
+                rows = F.scaled_dot_product_attention(q, q, q, None, p, False)
+                return self.last(rows[:, 0])
+
+        x = torch.randn(5, 6, 4)
+        assert find_leaks(Model(), x) == []
+        private = make_private(Model(), "ghost_bk", batch_size=5)
+        private.step(x, square_loss)
+
     def test_nothing_is_changed(self):
         model = statistics(1)
         before = {n: x.clone() for n, x in model.state_dict().items()}
@@ -203,6 +230,64 @@ class TestRefused:
             private.step(batch, loss(True))
         assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before))
         private.step(batch, loss(False))
+
+    @every_mode
+    @pytest.mark.parametrize("how", ["attribute", "list", 1, 3, 4, 8])
+    def test_numbers_in_other_places(self, mode, how):
+        """A balancing loss over the batch that is kept, or given in a vector."""
+
+        class Model(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.first, self.router = nn.Linear(4, 4), nn.Linear(4, 3)
+
+            def forward(self, x):
+                x = self.first(x)
+                p = self.router(x).softmax(-1)
+                share = F.one_hot(p.argmax(-1), 3).to(p).mean((0, 1))
+                balancing = (share * p.mean((0, 1))).sum()
+                out = x * p.max(-1, keepdim=True).values
+                if how == "attribute":
+                    self.kept = balancing
+                elif how == "list":
+                    self.kept = [balancing]
+                else:  # one a layer, also as many as samples
+                    return out, torch.stack([balancing] * how)
+                return out
+
+        def loss(model, x):
+            found = model(x)
+            if isinstance(found, tuple):
+                return square_loss(lambda x: found[0], x) + found[1].sum()
+            kept = getattr(model, "_module", model).kept
+            own = kept[0] if isinstance(kept, list) else kept
+            return square_loss(lambda x: found, x) + own
+
+        torch.manual_seed(0)
+        x = torch.randn(4, 5, 4)
+        private = make_private(Model(), mode, batch_size=4)
+        expected = "output kept" if isinstance(how, str) else "output 1"
+        if how == 4:
+            expected = "changes with another sample"
+        with pytest.raises(RuntimeError, match=expected):
+            private.step(x, loss)
+
+    @every_mode
+    def test_losses_of_flattened_tokens(self, mode):
+        """``[B * T]``: no numbers for the whole batch."""
+
+        class Model(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.last = nn.Linear(4, 2)
+
+            def forward(self, x):
+                return self.last(x).square().sum(-1).flatten()
+
+        def loss(model, x):
+            return model(x).unflatten(0, x.shape[:2]).sum(1)
+
+        check(mode, False, Model().double(), torch.randn(4, 5, 4).double(), loss)
 
     def test_mean_over_the_tokens_of_the_batch(self):
         private = make_private(mixtral(), "hooks", batch_size=4)

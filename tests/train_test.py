@@ -9,9 +9,11 @@ from pathlib import Path
 from unittest.mock import patch
 
 import torch
+from opacus import PrivacyEngine
+from opacus.accountants import PRVAccountant, RDPAccountant
 from torch.nn import functional as F
 
-from opacus_ext import train
+from opacus_ext import runs, train
 from opacus_ext.data import read_sequences, synthetic_sequences
 
 ML1M = os.environ.get("OPACUS_EXT_ML1M")
@@ -85,6 +87,26 @@ class LearningRateTest(unittest.TestCase):
             self.assertTrue(0 < min(rates) and max(rates) == 1.0)
 
 
+class NoiseLeftTest(unittest.TestCase):
+    def test_together_they_spend_the_budget(self):
+        for accountant in (RDPAccountant(), PRVAccountant()):
+            accountant.history = [(5.0, 1.0, 1)]
+            noise = runs.noise_left(accountant, 4.0, 1e-5, 0.05, 60)
+            self.assertEqual(accountant.history, [(5.0, 1.0, 1)])
+            accountant.history.append((noise, 0.05, 60))
+            self.assertLessEqual(accountant.get_epsilon(1e-5), 4.0)
+            self.assertGreater(accountant.get_epsilon(1e-5), 3.98)
+            # More noise than if nothing had been spent.
+            alone = type(accountant)()
+            self.assertLess(runs.noise_left(alone, 4.0, 1e-5, 0.05, 60), noise)
+
+    def test_nothing_left(self):
+        accountant = RDPAccountant()
+        accountant.history = [(0.5, 1.0, 1)]
+        with self.assertRaisesRegex(ValueError, "epsilon=1 is spent"):
+            runs.noise_left(accountant, 1.0, 1e-5, 0.05, 60)
+
+
 class TrainTest(unittest.TestCase):
     def setUp(self):
         folder = tempfile.TemporaryDirectory()
@@ -114,6 +136,65 @@ class TrainTest(unittest.TestCase):
                 # Calibrated to within 0.01 below the budget of 8.
                 self.assertLessEqual(summary["epsilon_spent"], 8.0)
                 self.assertGreater(summary["epsilon_spent"], 7.9)
+
+    def test_every_model(self):
+        found = {}
+        for model in train.MODELS:
+            for more in ((), ("--no-prior",)):
+                with self.subTest(model, more=more):
+                    summary = self.run_training("--model", model, *more)
+                    self.assertEqual(summary["model"], model)
+                    self.assertLessEqual(summary["epsilon_spent"], 8.0)
+                    self.assertGreater(summary["epsilon_spent"], 7.9)
+                    found[model, more] = summary["noise_multiplier"]
+        # What nothing was released for needs less noise.
+        spent = found["transformer", ()]
+        self.assertLess(found["transformer", ("--no-prior",)], spent)
+        self.assertAlmostEqual(found["dpformer", ("--no-prior",)], spent)
+
+    def test_shares_are_released_once(self):
+        path = str(self.folder / "run")
+        pause = ("--checkpoint", path, "--stop-after-epochs", "1")
+        self.run_training(*pause)
+        shares = self.weights("run")["re_attention.shares.embedding.weight"]
+        self.assertEqual(shares.shape, (21,))
+        with patch.object(train, "token_shares", side_effect=AssertionError):
+            self.run_training("--checkpoint", path, "--resume")
+        after = self.weights("run")["re_attention.shares.embedding.weight"]
+        self.assertTrue(torch.equal(shares, after))
+        saved = torch.load(path, weights_only=True)["privacy_accountant_state_dict"]
+        self.assertEqual([s for *_, s in saved["history"]], [1, 9])
+
+    def test_exact_shares_are_warned_of(self):
+        with self.assertWarnsRegex(UserWarning, "not covered by the privacy guarantee"):
+            summary = self.run_training("--shares", "exact")
+        self.assertLessEqual(summary["epsilon_spent"], 8.0)
+
+    def test_curve(self):
+        path = str(self.folder / "run")
+        more = ("--evaluate-every", "2", "--checkpoint", path, "--epochs", "4")
+        self.run_training(*more, "--stop-after-epochs", "3")
+        summary = self.run_training(*more, "--resume")
+        self.assertEqual([epoch for epoch, *_ in summary["curve"]], [2, 4])
+        last = summary["curve"][-1][1:]
+        self.assertEqual(last, [summary["ndcg_at_10"], summary["hit_at_10"]])
+
+    def test_no_step_is_forgotten_in_what_is_left(self):
+        """3 / (1 / 75) is a little less than 225."""
+        engine = PrivacyEngine(accountant="rdp")
+        engine.accountant.step(noise_multiplier=20.0, sample_rate=1.0)
+        net = torch.nn.Linear(2, 1)
+        rows = torch.utils.data.TensorDataset(torch.zeros(75, 2))
+        with patch.object(runs, "noise_left", return_value=1.0) as asked:
+            runs.make_private(
+                *(engine, None),
+                **dict(epsilon=5.0, delta=1e-5, epochs=3, module=net),
+                optimizer=torch.optim.SGD(net.parameters(), lr=0.1),
+                data_loader=torch.utils.data.DataLoader(rows),
+                criterion=torch.nn.MSELoss(),
+                max_grad_norm=1.0,
+            )
+        self.assertEqual(asked.call_args.args[-1], 225)
 
     def test_modes_agree(self):
         """Without dropout the modes compute the same updates from the same draws."""
@@ -196,6 +277,8 @@ class TrainTest(unittest.TestCase):
         for more, message in table:
             with self.subTest(more), self.assertRaisesRegex(ValueError, message):
                 self.run_training("--checkpoint", path, *more)
+        with self.assertRaisesRegex(ValueError, "--users needs --data"):
+            self.run_training("--users", "5")
         with self.assertRaisesRegex(ValueError, "--resume needs --checkpoint"):
             self.run_training("--resume")
         with self.assertRaises(OSError):

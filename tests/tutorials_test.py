@@ -19,7 +19,8 @@ def surroundings(tmp_path, monkeypatch):
     """An empty folder, no screen, and the data that need no download."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MPLBACKEND", "Agg")
-    monkeypatch.delenv("MNIST", raising=False)
+    for path_to_data in ("MNIST", "SEQUENCES"):
+        monkeypatch.delenv(path_to_data, raising=False)
 
 
 def run(path, count=None):
@@ -81,3 +82,13 @@ def test_mnist_is_read(tmp_path, monkeypatch):
     torch.testing.assert_close(inputs, wanted.unsqueeze(1))
     assert torch.cat([targets, found["test_targets"]]).tolist() == labels.tolist()
     assert len(found["test_targets"]) == 10
+
+
+def test_sequences_are_read(tmp_path, monkeypatch):
+    """The recommender's own data, in the order of time."""
+    path = tmp_path / "actions.txt"
+    path.write_text("".join(f"{user} {item}\n" for user in (1, 2) for item in range(9)))
+    monkeypatch.setenv("SEQUENCES", str(path))
+    found = run(TUTORIALS / "dpformer.ipynb", count=2)
+    assert [h.tolist() for h in found["data"].histories] == [[*range(1, 9)]] * 2
+    assert found["data"].held_out.tolist() == [9, 9]

@@ -4,7 +4,7 @@ import hashlib
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Dict, List, NamedTuple, Tuple, Union
+from typing import Dict, List, NamedTuple, Optional, Tuple, Union
 
 import torch
 from torch.utils.data import TensorDataset
@@ -57,7 +57,9 @@ class SequenceData:
         return digest.hexdigest()[:16]
 
 
-def read_sequences(path: Union[str, Path], min_actions: int = 5) -> SequenceData:
+def read_sequences(
+    path: Union[str, Path], min_actions: int = 5, max_users: Optional[int] = None
+) -> SequenceData:
     """Reads user sequences from SASRec's text form or MovieLens's ratings.dat.
 
     The form is recognised by the first line:
@@ -76,6 +78,7 @@ def read_sequences(path: Union[str, Path], min_actions: int = 5) -> SequenceData
         path: the file.
         min_actions: fewest actions of a user (at least 3: an input, a target and the
             held-out item) and, for ratings.dat, of an item.
+        max_users: take only so many, by their numbers, and the items they have.
 
     Raises:
         OSError: if the file can't be read.
@@ -100,6 +103,7 @@ def read_sequences(path: Union[str, Path], min_actions: int = 5) -> SequenceData
     for user, item, _ in actions:
         by_user.setdefault(user, []).append(item)
     kept = [by_user[u] for u in sorted(by_user) if len(by_user[u]) >= min_actions]
+    kept = kept[:max_users]
     if not kept:
         raise ValueError(f"{path}: no user has {min_actions} actions or more.")
 

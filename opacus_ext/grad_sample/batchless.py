@@ -226,7 +226,7 @@ def _wrap(plain: torch.Tensor, source: Source, op: Callable) -> Undecided:
     with torch._C.DisableTorchFunctionSubclass():
         out = plain.as_subclass(Undecided)
     out.source, out.op, out.changed = source, op, None
-    return out
+    return _noted(out, plain)
 
 
 def _shape(x: torch.Tensor) -> Tuple[int, ...]:
@@ -304,6 +304,19 @@ def _value(x: Undecided, batched: bool) -> torch.Tensor:
 
 
 def _settle(x: Any, rank: Optional[int], others: List[torch.Tensor]) -> Any:
+    """:func:`_decide`, noted as ``x`` is."""
+    value = _decide(x, rank, others)
+    return value if value is x else _noted(value, x)
+
+
+def _noted(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """With what errors/propagation.py has noted on the other tensor."""
+    if "_spread" in vars(like):
+        value._spread = like._spread
+    return value
+
+
+def _decide(x: Any, rank: Optional[int], others: List[torch.Tensor]) -> Any:
     """
     Decides ``x`` where it meets an op.
 

@@ -224,6 +224,13 @@ class ReplayCall(Call):
         self.params = params  # by name in the layer; those that modules in it lend too
         self.positions = positions
         self.shared = shared  # one call for all samples
+        device = outputs[0].device.type
+        self.autocast = {
+            "device_type": device,
+            "enabled": torch.is_autocast_enabled(device),
+            "dtype": torch.get_autocast_dtype(device),
+            "cache_enabled": False,  # what is kept would belong to another replay
+        }
         self.claims.update(used)
 
     def inputs(self, activations: Tuple[torch.Tensor, ...]) -> Any:

@@ -254,9 +254,22 @@ def _sorted(
     return record_experts(record, *args, transposed=transposed).squeeze(1)
 
 
-def unrecorded(output: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+class _Unrecorded:
     """In the place of ``record``: nothing is noted."""
-    return output
+
+    def __call__(self, output: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return output
+
+    def dealt(self, samples: torch.Tensor, index: torch.Tensor) -> "_Unrecorded":
+        """See :class:`~opacus_ext.grad_sample.stand_in.Recorder`."""
+        return self
+
+    def mark(self, rows: torch.Tensor) -> torch.Tensor:
+        """See :class:`~opacus_ext.grad_sample.stand_in.Recorder`."""
+        return rows
+
+
+unrecorded = _Unrecorded()
 
 
 _MARKS = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "_apply_gate")

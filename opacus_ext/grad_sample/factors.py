@@ -29,6 +29,7 @@ import torch
 
 _WORKSPACE = 64 * 2**20
 _CACHE = 2**22  # bytes worked on at a time by a CPU
+_FEW = 2**23  # multiply-adds that take no longer than sorting rows by sample
 
 
 def workspace(num_bytes: Optional[int] = None) -> int:
@@ -322,7 +323,7 @@ class GradSample:
                 zeros = summed.new_zeros(self.batch_size, summed.shape[2])
                 summed = zeros.index_add_(0, ragged[0], summed[0])[:, None]
                 ragged = None
-            elif summed.shape[1] > 1:
+            elif summed.shape[1] != 1:
                 summed = summed.sum(1, keepdim=True)
             factors = (summed,)
         self._unkeep()
@@ -495,7 +496,9 @@ class GradSample:
 
     def _squared_norm_by_groups(self, term: _Term) -> torch.Tensor:
         """Two or more dense axes: rows meet in one sample and of one index."""
-        _, size = _segments(term)
+        places, size = _segments(term)
+        if _few(term, len(places)):
+            return _square_of_few(term, places, size)
         norm = torch.zeros(self.batch_size, dtype=_dtype(term))
         norm = norm.to(term.dense[0].device)
         for keys, rows in _groups(term):
@@ -655,6 +658,21 @@ def _own_square(term: _Term) -> torch.Tensor:
     sums = rows.new_zeros(len(keys), rows.shape[1]).index_add_(0, segment, rows)
     norm = rows.new_zeros(term.batch_size)
     return norm.index_add_(0, keys // size, _square_sum(sums))
+
+
+def _few(term: _Term, rows: int) -> bool:
+    width = 64 + sum(f.shape[2] for f in term.dense)  # 64: the passes over the product
+    size = 3 * rows**2 * _dtype(term).itemsize
+    return rows**2 * width <= _FEW and size <= workspace()
+
+
+def _square_of_few(term: _Term, places: torch.Tensor, size: int) -> torch.Tensor:
+    """All rows meet all rows, and those of one place count."""
+    rows = (f.flatten(0, 1).to(_dtype(term)) for f in term.dense)
+    product = functools.reduce(torch.mul, (f @ f.mT for f in rows))
+    product = product.masked_fill_(places[:, None] != places, 0).sum(1)
+    norm = product.new_zeros(term.batch_size)
+    return norm.index_add_(0, places // size, product).clamp_(min=0)
 
 
 def _inner(u: _Term, v: _Term) -> torch.Tensor:

@@ -12,7 +12,13 @@ from typing import Any, Dict, Iterable, List, Optional, Set
 
 import torch
 
-from opacus_ext.grad_sample.routing import MOVES, index_tensors, pointers
+from opacus_ext.grad_sample.routing import (
+    MOVES,
+    index_tensors,
+    pointers,
+    recomputes,
+    shape_of,
+)
 
 # Ops that hand a parameter on (autocast caches a cast weight for all its uses).
 _HAND_ON = {
@@ -23,6 +29,10 @@ _HAND_ON = {
     )
 } | {"SqueezeBackward1", "SqueezeBackward2"}
 
+
+# Ops that move rows if what they multiply, or look up in, are rows.
+_PRODUCTS = ("MmBackward", "BmmBackward", "SparseAddmm", "SparseMm", "Embedding")
+_TURNS = ("TBackward", "Transpose", "Permute", "Numpy_T")
 
 # Along which dims an op works is part of the structure.
 _SETTINGS = ("dim", "dims", "dim0", "dim1", "keepdim")
@@ -39,7 +49,7 @@ class Graph:
         reentrant: whether a part is hidden in ``torch.utils.checkpoint`` with
             ``use_reentrant=True``
         moves: for each op that may put rows in another order in the next step, where
-            its index lies in memory
+            its index lies in memory; nothing where it is not there yet
         packed: whether sequences are packed in it
         undecided: names of layers whose output escaped batchless.py
     """
@@ -54,13 +64,20 @@ class Graph:
         self.undecided: List[str] = []
 
 
-def read(roots: Iterable[torch.Tensor], stop: Iterable[Any] = ()) -> Graph:
+def read(
+    roots: Iterable[torch.Tensor],
+    stop: Iterable[Any] = (),
+    batch_size: int = 0,
+    params: Iterable[torch.Tensor] = (),
+) -> Graph:
     """
     Walks the graph from ``roots``, not beyond the nodes ``stop``.
 
     Args:
         roots: tensors with a ``grad_fn``
         stop: graph nodes where the walk ends
+        batch_size: ``B``; what can't move rows of that many samples is no move
+        params: of the model, frozen ones too
     """
     graph = Graph()
     blocked: Set[Any] = set(stop)
@@ -87,8 +104,17 @@ def read(roots: Iterable[torch.Tensor], stop: Iterable[Any] = ()) -> Graph:
             graph.reentrant = True
         elif getattr(node, "undecided", None) is not None:
             graph.undecided.append(node.undecided)
-        elif names[-1].startswith(MOVES) and _moves_rows(node):
-            graph.moves.append(pointers(index_tensors(node)))
+        elif names[-1].startswith(MOVES) and _moves_rows(node, batch_size):
+            unknown = recomputes(node)
+            graph.moves.append(set() if unknown else pointers(index_tensors(node)))
+        elif names[-1].startswith(_PRODUCTS) and _multiplies_rows(
+            node, batch_size, params
+        ):
+            graph.moves.append(set())
+        elif names[-1].startswith(("Expand", "Mul")) and _spreads_rows(
+            node, batch_size
+        ):
+            graph.moves.append(set())
         elif names[-1].startswith("PackPadded"):
             graph.packed = True
         handed_on = _origin(node, origin) is not None
@@ -104,12 +130,80 @@ def read(roots: Iterable[torch.Tensor], stop: Iterable[Any] = ()) -> Graph:
     return graph
 
 
-def _moves_rows(node: Any) -> bool:
-    """Whether an op that moves entries does so along the leading dim."""
+def _moves_rows(node: Any, batch_size: int) -> bool:
+    """Whether an op that moves entries may do so along a dim that holds samples."""
     if node.name().startswith("MaskedFill"):
         return False
-    dim = getattr(node, "_saved_dim", 0)
-    return not isinstance(dim, int) or dim == 0
+    dim = getattr(node, "_saved_dim", None)
+    shapes = [shape_of(*child) for child in node.next_functions if child[0] is not None]
+    if not isinstance(dim, int) or not shapes or not all(shapes):
+        return True
+    dim = (dim - (dim >> 63 << 64)) % len(shapes[0])  # -1 is kept as 2**64 - 1
+    if dim == 0 or dim == len(shapes[0]) - 1:
+        return dim == 0  # the last one holds features
+    return any(n[dim] % max(batch_size, 1) == 0 for n in shapes)
+
+
+def _multiplies_rows(node: Any, batch_size: int, params: Iterable) -> bool:
+    """
+    Whether a product may put rows of different samples in another order, as one with
+    the one-hot choices of a router does.
+    """
+    name = node.name()
+    shape = shape_of(node, 0)
+    first, second = ([*node.next_functions, (None, 0)])[:2]
+    if name.startswith("Bmm"):
+        if shape and batch_size and shape[0] and shape[0] % batch_size == 0:
+            return False  # within each sample
+    elif name.startswith("Mm"):
+        # Rows times a matrix stay where they are; columns of rows do not.
+        turned = first[0] is not None and first[0].name().startswith(_TURNS)
+        if second[0] is None and not turned:
+            return False
+    children = [child for child in (first, second) if child[0] is not None]
+    if any(_only_leaves(child) for child, _ in children):
+        return False
+    if len(children) == 2 or not name.startswith(("Mm", "Bmm")):
+        return True
+    if recomputes(node):
+        return True
+    other = node._saved_mat2 if second[0] is None else node._saved_self
+    return not pointers([other]) & pointers(list(params))
+
+
+def _spreads_rows(node: Any, batch_size: int) -> bool:
+    """
+    Whether an op repeats rows of samples along a new leading dim, so that what follows
+    (a sum, a product by experts) may put them in another order.
+    """
+    after = shape_of(node, 0)
+    if not after or batch_size < 2:
+        return False
+    for child, number in node.next_functions:
+        before = None if child is None else shape_of(child, number)
+        if not before:
+            continue
+        before = (1,) * (len(after) - len(before)) + before
+        rows = [n for n in before[1:-1] if n > 1 and n % batch_size == 0]
+        if before[0] == 1 < after[0] and rows and not _only_leaves(child):
+            return True
+    return False
+
+
+def _only_leaves(node: Any) -> bool:
+    """Whether parameters alone make what ``node`` gives."""
+    todo, seen = [node], {node}
+    while todo:
+        node = todo.pop()
+        leaf = getattr(node, "variable", None)
+        if getattr(node, "record", None) is not None or len(seen) > 64:
+            return False
+        if leaf is not None and not isinstance(leaf, torch.nn.Parameter):
+            return False
+        children = {child for child, _ in node.next_functions if child is not None}
+        todo += children - seen
+        seen |= children
+    return True
 
 
 def _origin(node: Any, memo: Dict[Any, Any]) -> Optional[torch.Tensor]:

@@ -9,7 +9,9 @@ with other samples in the place of some: the outputs of those that stayed must s
 from __future__ import annotations
 
 import functools
+import inspect
 import warnings
+from contextlib import nullcontext
 from typing import (
     Any,
     Callable,
@@ -24,6 +26,7 @@ from typing import (
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 
@@ -109,6 +112,19 @@ def runtime_changes(batch_size: int) -> List[Change]:
     return [among, without._replace(source=batch_size - 1)]
 
 
+def _repeat_first(inputs: Any, dim: int) -> Optional[Any]:
+    """
+    ``inputs`` of one sample with the first batched tensor replaced by its first entry
+    in the next dim (a token), over and over; None if there is none.
+    """
+    leaves, spec = tree_flatten(inputs)
+    for i, x in enumerate(leaves):
+        if isinstance(x, torch.Tensor) and x.dim() > dim + 1 and x.shape[dim] == 1:
+            leaves[i] = x.detach().narrow(1 - dim, 0, 1).expand_as(x).clone()
+            return tree_unflatten(leaves, spec)
+    return None
+
+
 def dependent_sample(
     module: nn.Module,
     inputs: Tuple[tuple, dict],
@@ -117,7 +133,7 @@ def dependent_sample(
     dim: int,
     state: RandomState,
     tensors_in: Callable[[Any], List[torch.Tensor]],
-    always: bool = False,
+    rank: Optional[int] = None,
 ) -> Optional[int]:
     """
     Runs the model twice more (or, if that shows something, five times), with the last
@@ -127,11 +143,12 @@ def dependent_sample(
     Args:
         inputs: ``(args, kwargs)`` of the model's call
         outputs: the tensors it returned
-        batch_size: ``B``, at least 2
+        batch_size: ``B``
         dim: the batch dim of inputs and outputs
         state: the random state before that call
         tensors_in: finds the tensors in what the model returns
-        always: run as often in any case, because other processes wait for it
+        rank: of this process among those that share the experts: it runs as often in
+            any case, as the others wait for it, and samples there count as others
 
     Returns:
         A sample whose output changed, or None.
@@ -147,23 +164,27 @@ def dependent_sample(
 
     def look(outputs: List[torch.Tensor], dropout: bool) -> Optional[int]:
         found = None
-        for change in runtime_changes(batch_size):
-            changed = None
+        for turn, change in enumerate(runtime_changes(batch_size)):
+            changed, keep = None, set(change.keep)
             if batch_size > 1:
                 changed = replace(inputs, batch_size, dim, change)
-            if changed is None and not always:
+            elif rank is not None and batch_size == 1 and rank % 2 == turn:
+                changed, keep = _repeat_first(inputs, dim), set()
+            if changed is None and rank is None:
                 continue
             now = run(inputs if changed is None else changed, dropout)
-            if changed is None or found is not None:
+            if found is not None or batch_size == 0:
                 continue
-            found = _changed(outputs, now, batch_size, dim, set(change.keep), eps)
-            if found is not None and not always:
+            if changed is None:  # samples of other processes were
+                keep = set(range(batch_size))
+            found = _changed(outputs, now, batch_size, dim, keep, eps)
+            if found is not None and rank is None:
                 break
         return found
 
     # Dropout inside an expert draws as many numbers as it was given tokens, and the
     # next layer draws others. So what changes counts if it does without dropout.
-    if not always and look(outputs, dropout=True) is None:
+    if rank is None and look(outputs, dropout=True) is None:
         return None
     return look(run(inputs, dropout=False), dropout=False)
 
@@ -180,6 +201,24 @@ def no_dropout(model: nn.Module) -> None:
                 "drop" in name.lower() or (is_dropout and name == "p")
             ):
                 setattr(module, name, 0.0)
+
+
+def _attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=0, **rest):
+    """The arguments of ``scaled_dot_product_attention``."""
+
+
+class NoDropout(TorchFunctionMode):
+    """Within it functional dropout, whoever calls it, does nothing."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        name = getattr(func, "__name__", "")
+        if "dropout" in name:
+            return args[0] if args else kwargs["input"]
+        if name == "scaled_dot_product_attention":
+            given = inspect.signature(_attention).bind(*args, **kwargs).arguments
+            args, kwargs = (), {**given.pop("rest", {}), **given, "dropout_p": 0.0}
+        return func(*args, **kwargs)
 
 
 def again(
@@ -205,7 +244,7 @@ def again(
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), nullcontext() if dropout else NoDropout():
             warnings.simplefilter("ignore")
             return run()
     finally:

@@ -11,7 +11,7 @@ models in which a sample's loss depends on another sample.
 
 from __future__ import annotations
 
-from typing import List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 from torch.nn.utils.rnn import PackedSequence
@@ -33,6 +33,11 @@ class Layout(NamedTuple):
     dim: int
     kind: str
     samples: Optional[torch.Tensor] = None
+
+    @property
+    def sample_major(self) -> bool:
+        """Whether the rows are those of one sample after the other."""
+        return self.dim in (0, -1) and self.kind in ("plain", "outer")
 
 
 Key = Tuple[str, str, Tuple[str, ...]]
@@ -182,6 +187,7 @@ class Evidence:
     ):
         self.name = name
         self.routed = routed
+        self.above: Any = None  # the call whose rows were gathered for this one
         self.packed = packed
         self.shape = shape
         self.row_dims = row_dims

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Tuple
 
@@ -157,10 +158,11 @@ class _Subject:
         losses: Any = None
         with Trace(self.model) as trace, torch.enable_grad():
             if self.loss_fn is None:
-                again(self.model, lambda: self.call(batch), self.state)
+                again(self.model, lambda: self.call(batch), self.state, False)
             else:
                 fn = self.loss_fn
-                losses = again(self.model, lambda: fn(self.model, batch), self.state)
+                run = functools.partial(fn, self.model, batch)
+                losses = again(self.model, run, self.state, False)
         return trace, losses
 
     def compare(self, other: Any, keep: List[int]) -> Iterator[Leak]:
@@ -199,6 +201,9 @@ def number_leak(where: str) -> Leak:
     return Leak(where, reason, _NUMBER)
 
 
+_HOLDERS = (torch.Tensor, list, tuple, dict)
+
+
 class _Seen(NamedTuple):
     name: str
     module: nn.Module
@@ -207,12 +212,17 @@ class _Seen(NamedTuple):
 
 
 class Trace:
-    """Within it, what goes into and comes out of every module, in order."""
+    """
+    Within it, what goes into and comes out of every module, in order; and, if asked
+    for, what numbers modules keep as ``attributes``.
+    """
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: nn.Module, attributes: bool = False):
         self.model = model
         self.seen: List[_Seen] = []
         self.output: Any = None
+        self.attributes = attributes
+        self.kept: Dict[str, torch.Tensor] = {}
 
     def __enter__(self) -> "Trace":
         def note(name: str) -> Callable:
@@ -221,6 +231,7 @@ class Trace:
                 self.seen.append(_Seen(name, module, *values))
                 if not name:
                     self.output = output
+                    self.kept = kept_numbers(self.model) if self.attributes else {}
 
             return hook
 
@@ -281,16 +292,41 @@ def mixed_numbers(before: Trace, after: Trace, size: int, keep: List[int]) -> Li
     term a sample: the gradient for samples ``keep`` depends on the others.
     """
     found = []
-    for name, a in named_tensors(before.output):
-        b = dict(named_tensors(after.output)).get(name)
-        if a.dim() or b is None or not (a.requires_grad and b.requires_grad):
+    numbers = [dict(named_tensors(t.output)) | t.kept for t in (before, after)]
+    for name, a in numbers[0].items():
+        b = numbers[1].get(name)
+        if not is_number(a, size) or b is None or not b.requires_grad:
             continue
-        grads = [_gradients(x, t, size) for x, t in ((a, before), (b, after))]
+        grads = [_gradients(x.sum(), t, size) for x, t in ((a, before), (b, after))]
         pairs = [p for p in zip(*grads) if p[0] is not None and p[1] is not None]
         if len(grads[0]) != len(grads[1]) or any(
             _samples_differ([x], [y], size, keep) for x, y in pairs
         ):
             found.append(name)
+    return found
+
+
+def is_number(x: torch.Tensor, size: int) -> bool:
+    """
+    Whether it could be trained on and is a number for the whole batch of ``size``, or
+    a few (one a layer). Losses of flattened tokens have this form too, and pass.
+    """
+    some = x.dim() == 1 and len(x) > 0 and (len(x) != size or size == 1)
+    return x.grad_fn is not None and (x.dim() == 0 or x.numel() == 1 or some)
+
+
+def kept_numbers(model: nn.Module) -> Dict[str, torch.Tensor]:
+    """Numbers for the whole batch that modules keep as attributes, by their names."""
+    found = {}
+    for prefix, module in model.named_modules():
+        for key, value in list(vars(module).items()):
+            if key.startswith("_") or not isinstance(value, _HOLDERS):
+                continue
+            name = f"{prefix}.{key}" if prefix else key
+            for path, x in named_tensors(value):
+                if x.grad_fn is not None and (x.dim() == 0 or x.numel() == 1):
+                    many = not isinstance(value, torch.Tensor)
+                    found[f"{name}.{path}" if many else name] = x
     return found
 
 
@@ -331,8 +367,10 @@ def _samples_differ(
 
 
 def _rows_differ(a: torch.Tensor, b: torch.Tensor, size: int, keep: List[int]) -> bool:
-    if a.shape != b.shape or not a.is_floating_point() or not a.dim() or not len(a):
+    if a.shape != b.shape or not a.dim() or not len(a):
         return False
+    if len(a) == 1 and a.dim() > 1:  # the batch flattened to one sequence
+        a, b = a[0], b[0]
     views, rows = [], torch.tensor(keep, device=a.device)
     for dim in range(min(2, a.dim())):
         if a.shape[dim] == size:
@@ -346,6 +384,8 @@ def _differ(a: torch.Tensor, b: torch.Tensor) -> bool:
     if not a.numel():
         return False
     # Many norms compute in float32 inside a model in float64.
-    allowed = min(max(1e3 * torch.finfo(a.dtype).eps, 1e-6), 0.05)
+    allowed = 0.0
+    if a.is_floating_point():
+        allowed = min(max(1e3 * torch.finfo(a.dtype).eps, 1e-6), 0.05)
     a, b = (x.detach().double().nan_to_num() for x in (a, b))
     return float((a - b).abs().max()) > allowed * max(float(a.abs().max()), 1e-30)

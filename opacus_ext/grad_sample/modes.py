@@ -35,6 +35,7 @@ from opacus_ext.grad_sample.calls import (
 from opacus_ext.grad_sample.factors import GradSample, workspace
 from opacus_ext.grad_sample.graph import Graph
 from opacus_ext.grad_sample.layout import batch_root, packed_root
+from opacus_ext.grad_sample.parallel import spread_over
 from opacus_ext.grad_sample.tape import Tape
 from opacus_ext.optimizers.clipping import Clipping, clipping_factors
 
@@ -210,12 +211,12 @@ class _Hooks(_Recording):
         if gathered is None:
             return
         world = self.tape.world
-        sizes = (len(g) for p, g in gathered.items() if not hasattr(p, "world"))
+        sizes = (len(g) for p, g in gathered.items() if spread_over(p) is None)
         batch_size = next(sizes, self.tape.batch_size)
         params = self.trainable()
         for p in params:
             if p not in gathered:
-                size = world.batch_size if hasattr(p, "world") else batch_size
+                size = world.batch_size if spread_over(p) else batch_size
                 gathered[p] = p.new_zeros(size, *p.shape)
         if batch_size:
             sums = {p: (g.sum(0), _total_norm(g)) for p, g in gathered.items()}
@@ -228,6 +229,15 @@ class _Hooks(_Recording):
                 "Poisson sampling is not compatible with grad accumulation. "
                 "You need to call optimizer.step() after every forward/backward pass "
                 "or consider using BatchMemoryManager"
+            )
+        if world is not None and any(
+            getattr(p, "grad_sample", None) is not None for p in params
+        ):
+            raise RuntimeError(
+                "backward() a second time before optimizer.step() and zero_grad(), "
+                "which experts that are spread over processes can't take. Call them "
+                "after each backward(), or use BatchMemoryManager to accumulate "
+                "batches."
             )
         for p in params:
             new = gathered.pop(p)
@@ -243,7 +253,7 @@ class _Hooks(_Recording):
 
     def _scale(self, p: nn.Parameter, new: torch.Tensor, batch_size: int) -> Any:
         """What a mean over the batch has divided each sample's gradient by."""
-        if not hasattr(p, "world"):
+        if spread_over(p) is None:
             return batch_size
         scale = p.world.each(p.world.batch_sizes, device=new.device, dtype=new.dtype)
         return scale.view(-1, *(1 for _ in p.shape))
@@ -309,7 +319,18 @@ class _Ghost(_Recording):
         self._kept_rows: Dict[nn.Parameter, torch.Tensor] = {}  # kept, step after step
 
     def get_norm_sample(self) -> torch.Tensor:
-        """Per-sample gradient norms ``[B]`` of the last backward pass."""
+        """
+        Per-sample gradient norms ``[B]`` of the last backward pass.
+
+        Raises:
+            RuntimeError: where no process knows them: experts are spread over processes
+                and clipping is by parameter
+        """
+        if self.per_sample_gradient_norms is None:
+            raise RuntimeError(
+                'clipping="per_layer" of experts that are spread over processes does '
+                "not compute norms over all parameters. Use another clipping function."
+            )
         return self.per_sample_gradient_norms
 
     def get_clipping_coef(self) -> torch.Tensor:
@@ -346,12 +367,12 @@ class _Ghost(_Recording):
             samples, norms = self._norms(losses, batch_size, params, keep)
             factors, total = clipping_factors(
                 *(clipping, optimizer.clipping_bound, norms),
-                [getattr(p, "world", None) for p in params],
+                list(map(spread_over, params)),
             )
             if keep:
                 sums = _weighted_sums(params, samples, factors)
             else:
-                world = getattr(params[0], "world", None)
+                world = spread_over(params[0])
                 own = factors[0] if world is None else factors[0][world.own]
                 sums = self._second_pass(losses, own, params)
         self.per_sample_gradient_norms = total
@@ -434,7 +455,7 @@ class _Ghost(_Recording):
             gather = run()
         norms = []
         for p in params:
-            size = p.world.batch_size if hasattr(p, "world") else batch_size
+            size = p.world.batch_size if spread_over(p) else batch_size
             zero = losses.new_zeros(size, dtype=_norm_dtype(losses))
             norms.append(squares.get(p, zero).to(zero).sqrt())
         return gather.samples, norms

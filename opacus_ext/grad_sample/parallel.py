@@ -17,13 +17,18 @@ appendix.
 from __future__ import annotations
 
 import functools
-from typing import Any, Callable, List, NamedTuple, Optional, Sequence
+from typing import Any, Callable, Iterable, List, NamedTuple, Optional, Sequence, Union
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from opacus_ext.grad_sample.experts import Routes, experts_on_rows, is_experts
+from opacus_ext.grad_sample.experts import (
+    Routes,
+    experts_on_rows,
+    is_experts,
+    unrecorded,
+)
 from opacus_ext.grad_sample.rules import STAND_IN_FALLBACKS, Record, StandIn
 
 
@@ -72,19 +77,36 @@ class World:
 
     def largest(self, *values: int, device: torch.device) -> List[int]:
         """The largest of each value over all processes."""
-        x = torch.tensor(values, device=device)
+        x = torch.tensor([int(value) for value in values], device=device)
         self._run(dist.all_reduce, x, op=dist.ReduceOp.MAX)
         return x.tolist()
 
+    def agree(self, value: int, refuses: bool, device: torch.device) -> int:
+        """
+        The largest value over all processes; what one of them refuses, all do.
+
+        Raises:
+            RuntimeError: if another process refuses
+        """
+        value, refused = self.largest(value, refuses, device=device)
+        if refused and not refuses:
+            raise RuntimeError(
+                "Another process refuses this step; its error says why. No weight was "
+                "changed."
+            )
+        return value
+
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         """The sum over all processes, in place."""
-        self._run(dist.all_reduce, x)
-        return x
+        dense = x.contiguous()
+        self._run(dist.all_reduce, dense)
+        return x if dense is x else x.copy_(dense)
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         """The same shape from all processes, along dim 0."""
+        x = x.contiguous()
         parts = [torch.empty_like(x) for _ in range(self.size)]
-        self._run(dist.all_gather, parts, x.contiguous())
+        self._run(dist.all_gather, parts, x)
         return torch.cat(parts)
 
     def exchange(
@@ -116,16 +138,22 @@ class _Exchange(torch.autograd.Function):
         if numbers is None:
             return world.exchange(rows, send, receive), None
         # As bytes, so that one exchange carries both without rounding the numbers.
-        width = rows.shape[1] * rows.element_size()
-        parts = [x.contiguous().view(torch.uint8) for x in (rows, numbers)]
+        width = numbers.shape[1] * numbers.element_size()
+        parts = [_packed(x).view(torch.uint8) for x in (numbers, rows)]
         got = world.exchange(torch.cat(parts, dim=1), send, receive)
-        numbers = got[:, width:].contiguous().view(numbers.dtype)
+        numbers = _packed(got[:, :width]).view(numbers.dtype)
         ctx.mark_non_differentiable(numbers)
-        return got[:, :width].contiguous().view(rows.dtype), numbers
+        return _packed(got[:, width:]).view(rows.dtype), numbers
 
     @staticmethod
     def backward(ctx, grad, _):
         return None, ctx.world.exchange(grad, *ctx.back), None, None, None
+
+
+def _packed(x: torch.Tensor) -> torch.Tensor:
+    """A copy whose bytes can be seen as another type: one row is not always, though
+    ``contiguous`` takes it for that."""
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 class Dealt(NamedTuple):
@@ -135,11 +163,13 @@ class Dealt(NamedTuple):
     Attributes:
         rows: ``[received, width]``
         samples: of each row, counted through the samples of all processes
+        order: the index that has sorted the rows of this process by expert
         expert: of each row, counted through the experts of this process
     """
 
     rows: torch.Tensor
     samples: torch.Tensor
+    order: torch.Tensor
     expert: torch.Tensor
 
 
@@ -175,7 +205,7 @@ def deal(
     sizes = torch.tensor(world.batch_sizes)
     first = (sizes.cumsum(0) - sizes).repeat_interleave(torch.tensor(receive))
     samples, expert = numbers.unbind(1)
-    out = compute(Dealt(rows, samples + first.to(samples.device), expert))
+    out = compute(Dealt(rows, samples + first.to(samples.device), order, expert))
     out, _ = _Exchange.apply(world, out, None, receive, send)
     return out.new_zeros(len(x), out.shape[1]).index_copy(0, order, out)
 
@@ -190,10 +220,11 @@ def _stacked(
     """``forward`` of stacked experts that are spread; see ``experts_interface``."""
 
     def compute(dealt: Dealt) -> torch.Tensor:
-        here = record.dealt(dealt.samples)
+        here = record.dealt(dealt.samples, dealt.order)
+        rows = here.mark(dealt.rows[:, None])
         index = dealt.expert[:, None]
         routes = Routes(dealt.expert, layer.world_experts // layer.world.size)
-        return experts_on_rows(layer, here, dealt.rows[:, None], index, routes)[:, 0]
+        return experts_on_rows(layer, here, rows, index, routes)[:, 0]
 
     return _spread(layer, record, hidden_states, top_k_index, top_k_weights, compute)
 
@@ -217,11 +248,12 @@ def _modules(
     index = torch.cat([selected_experts, none], dim=-1).argmax(-1)
 
     def compute(dealt: Dealt) -> torch.Tensor:
-        out = dealt.rows
+        out = record.dealt(dealt.samples, dealt.order).mark(dealt.rows)
         for i, expert in enumerate(layer.values()):
             (where,) = (dealt.expert == i).nonzero(as_tuple=True)
             if len(where):
-                rows = record.dealt(dealt.samples[where]).mark(dealt.rows[where])
+                here = record.dealt(dealt.samples[where], where)
+                rows = here.mark(dealt.rows[where])
                 out = out.index_copy(0, where, expert(rows).to(out.dtype))
         return out
 
@@ -243,19 +275,6 @@ def _spread(
     weights = weights.masked_fill(index >= layer.world_experts, 0)
     y = y.view(*index.shape, y.shape[1])
     return (y * weights.unsqueeze(-1)).sum(1).to(x.dtype)
-
-
-class _Unrecorded:
-    """In the place of a tape's records: nothing is noted."""
-
-    def __call__(self, output: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return output
-
-    def dealt(self, samples: torch.Tensor) -> "_Unrecorded":
-        return self
-
-    def mark(self, rows: torch.Tensor) -> torch.Tensor:
-        return rows
 
 
 def _has_experts(layer: nn.Module) -> bool:
@@ -284,8 +303,20 @@ def spread_experts(
     stacked = is_experts(layer)
     if not stacked and not _has_experts(layer):
         return False
-    own = [p for p in layer._parameters.values() if p is not None]
+    own = expert_parameters(layer)
     count = len(own[0]) if stacked else len(layer)
+    inside = (p for child in layer.children() for p in child.parameters())
+    if stacked and any(p.requires_grad for p in inside):
+        raise ValueError(
+            f"{name} ({type(layer).__name__}) has trainable layers that all experts "
+            "share, which can't be spread over processes. Freeze them with "
+            "requires_grad_(False)."
+        )
+    if stacked and any(not p.dim() or len(p) != count for p in own):
+        raise ValueError(
+            f"{name} ({type(layer).__name__}) has parameters that are not stacked by "
+            "expert. Move them to another layer."
+        )
     if count % world.size:
         raise ValueError(
             f"{name} ({type(layer).__name__}) has {count} experts, which "
@@ -305,18 +336,25 @@ def spread_experts(
         layer.world_names = list(layer)
         for key in set(layer) - set(layer.world_names[mine]):
             del layer[key]
-    for p in layer.parameters():
-        p.world = world
+    _mark(layer, world)
     layer.world, layer.world_experts = world, count
     forward = _stacked if stacked else _modules
     cls = type(layer)
-    plain = functools.partialmethod(forward, _Unrecorded())
+    plain = functools.partialmethod(forward, unrecorded)
     layer.__class__ = type(cls.__name__, (cls,), {"forward": plain})
     return True
 
 
+def expert_parameters(layer: nn.Module) -> List[nn.Parameter]:
+    """The parameters of a layer of experts that belong to one expert each."""
+    if is_experts(layer):
+        return [p for p in layer._parameters.values() if p is not None]
+    spread = _has_experts(layer) or spread_over(layer) is not None
+    return list(layer.parameters()) if spread else []
+
+
 def _recognise(layer: nn.Module) -> Optional[StandIn]:
-    if getattr(layer, "world", None) is None:
+    if spread_over(layer) is None:
         return None
     return _stacked if is_experts(layer) else _modules
 
@@ -324,7 +362,26 @@ def _recognise(layer: nn.Module) -> Optional[StandIn]:
 STAND_IN_FALLBACKS.insert(0, _recognise)
 
 
-def world_of(layers: Sequence[nn.Module]) -> Optional[World]:
-    """The processes that experts among ``layers`` are spread over, if they are."""
-    found = (getattr(layer, "world", None) for layer in layers)
-    return next((w for w in found if isinstance(w, World)), None)
+def spread_over(part: Union[nn.Module, nn.Parameter]) -> Optional[World]:
+    """The processes that a layer's experts or a parameter of theirs are spread over."""
+    world = getattr(part, "world", None)
+    return world if isinstance(world, World) else None
+
+
+def world_of(layers: Iterable[nn.Module]) -> Optional[World]:
+    """
+    The processes that experts among ``layers`` are spread over, if they are. Their
+    parameters are marked, as copies of parameters lose such marks.
+    """
+    found = None
+    for layer in layers:
+        world = spread_over(layer)
+        if world is not None:
+            found = found or world
+            _mark(layer, world)
+    return found
+
+
+def _mark(layer: nn.Module, world: World) -> None:
+    for p in expert_parameters(layer):
+        p.world = world

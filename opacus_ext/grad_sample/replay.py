@@ -62,7 +62,7 @@ def uses(
 
     def loss(params: dict, cots: List[torch.Tensor], *tensors: torch.Tensor) -> Any:
         args, kwargs = call.inputs(tensors)
-        with tape.paused(), torch.enable_grad():
+        with tape.paused(), torch.enable_grad(), torch.autocast(**call.autocast):
             output = functional_call(
                 layer, params, args, kwargs, tie_weights=False, strict=False
             )

@@ -8,7 +8,7 @@ guess like any other layout, and checked on the gradients (layout.py).
 
 from __future__ import annotations
 
-from typing import Any, List, NamedTuple, Optional, Sequence, Set
+from typing import Any, List, NamedTuple, Optional, Sequence, Set, Tuple
 
 import torch
 
@@ -16,6 +16,14 @@ import torch
 MOVES = ("Index", "Gather", "Scatter", "Sort", "Topk", "Flip", "Roll", "Take")
 MOVES += ("Masked", "Unique", "Kthvalue")
 
+
+# Ops between a gather and the layer before it that may put rows in another order, where
+# they work on the leading dim.
+_REORDERS = ("TBackward", "Numpy_T", "Transpose", "Permute", "Swap", "Movedim", "Rot90")
+_REORDERS += ("Cat", "Stack", "Split", "Slice", "Unbind", "Select", "Unfold", "AsStr")
+_REORDERS += ("Mm", "Bmm", "Sparse", "Embedding", "Expand", "Repeat", "Diagonal")
+
+_RAW = ("_raw_saved_indices", "_raw_saved_index", "_raw_saved_self", "_raw_saved_mat2")
 
 _BATCHING = "gathered"
 
@@ -31,7 +39,8 @@ def expert_batching(way: Optional[str] = None) -> str:
     - "padded": each expert's tokens as ``[B, C_max, width]``, zeros after the last one
       of a sample, ``C_max`` the most that one expert was given of one sample (the
       paper's main text). Products of one shape only; the more uneven the load and the
-      more experts, the more of them is padding (benchmarks/moe.py).
+      more experts, the more of them is padding. It wins, by a few percent, where
+      experts are stacked and each sample uses all of them alike (benchmarks/moe.py).
 
     Args:
         way: "gathered" or "padded"; None leaves it as it is
@@ -68,12 +77,14 @@ class Routing(NamedTuple):
     """
     The sample of each row, and the memory of the index tensors that say so. Of rows
     that came from all processes (parallel.py) the samples are counted through all of
-    them, and it is known how many they are.
+    them, and it is known how many they are. ``above`` is the layer's record that the
+    rows were gathered behind: theirs is the right order if its rows are sample-major.
     """
 
     samples: torch.Tensor
     indices: Set[int] = set()
     batch_size: Optional[int] = None
+    above: Any = None
 
 
 def index_tensors(node: Any) -> List[torch.Tensor]:
@@ -84,6 +95,19 @@ def index_tensors(node: Any) -> List[torch.Tensor]:
         many = saved if isinstance(saved, (list, tuple)) else [saved]
         found += [x for x in many if isinstance(x, torch.Tensor)]
     return found
+
+
+def recomputes(node: Any) -> bool:
+    """
+    Whether to look at the index tensors of a graph node would compute them again
+    (activation checkpointing): in a forward pass, and not in all processes.
+    """
+    for name in _RAW:
+        saved = getattr(node, name, None)
+        many = saved if isinstance(saved, (list, tuple)) else [saved]
+        if any(getattr(x, "unpack_hook", None) is not None for x in many):
+            return True
+    return False
 
 
 def pointers(tensors: Sequence[torch.Tensor]) -> Set[int]:
@@ -110,9 +134,10 @@ def read_routing(x: torch.Tensor, batch_size: int) -> Optional[Routing]:
             if batch_size < 2:
                 return None
             samples = _samples(node, index, batch_size)
-            if samples is None or len(samples) != len(x) or not _in_order(node):
+            if samples is None or len(samples) != len(x):
                 return None
-            return Routing(samples, pointers(index))
+            in_order, above = _in_order(node)
+            return Routing(samples, pointers(index), above=above) if in_order else None
         node = _parent(node)
     return None
 
@@ -121,23 +146,52 @@ def _parent(node: Any) -> Any:
     return next((n for n, _ in node.next_functions if n is not None), None)
 
 
-def _in_order(gather: Any) -> bool:
+def _in_order(gather: Any) -> Tuple[bool, Any]:
     """
-    Whether the rows that were gathered stood in the order of the samples: not where
-    they had been moved before themselves.
+    Whether the rows that were gathered stood in the order of the samples, if they did
+    so behind the nearest layer, and the record of that: not where they had been moved
+    before themselves.
     """
     node = _parent(gather)
     for _ in range(32):
         if node is None:
-            return True
+            return True, None
         record = getattr(node, "record", None)
         if record is not None:
-            return record.routing is None
+            return record.routing is None, record
         name = node.name()
         if name.startswith(MOVES) and not name.startswith("MaskedFill"):
-            return False
+            return False, None
+        if name.startswith(_REORDERS) and _reorders(node):
+            return False, None
         node = _parent(node)
-    return False
+    return False, None
+
+
+def _reorders(node: Any) -> bool:
+    """Whether an op works on the leading dim, or may do so."""
+    after = shape_of(node, 0)
+    child = next((c for c in node.next_functions if c[0] is not None), (None, 0))
+    before = shape_of(*child)
+    if not after or not before:
+        return True
+    dims = [getattr(node, f"_saved_{n}", None) for n in ("dim", "dim0", "dim1")]
+    dims = [d - (d >> 63 << 64) for d in dims if isinstance(d, int)]
+    if dims:
+        return any(d % max(len(after), len(before)) == 0 for d in dims)
+    order = getattr(node, "_saved_dims", None)
+    if order:
+        return order[0] not in (0, 2**64 - len(before))
+    same = len(after) >= len(before) > 1 and after[0] == before[0]
+    return not (same and node.name().startswith(("Expand", "Repeat")))
+
+
+def shape_of(node: Any, number: int) -> Optional[Tuple[int, ...]]:
+    """The shape of an output of an op; None where it is not known."""
+    kept = getattr(node, "_input_metadata", None)
+    if not kept or number >= len(kept):
+        return None
+    return tuple(kept[number].shape)
 
 
 def _samples(

@@ -21,7 +21,8 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 from opacus_ext.grad_sample.batchless import Undecided, settled
 from opacus_ext.grad_sample.calls import MarkCall, RecordNode, RuleCall, tensors_in
 from opacus_ext.grad_sample.independence import RandomState
-from opacus_ext.grad_sample.routing import Routing
+from opacus_ext.grad_sample.parallel import spread_over
+from opacus_ext.grad_sample.routing import Routing, pointers
 from opacus_ext.grad_sample.rules import (
     STAND_INS,
     Activations,
@@ -147,7 +148,7 @@ class StandInForward:
     @property
     def _spread(self) -> bool:
         """Whether the layer's experts are spread over processes (parallel.py)."""
-        return getattr(self.layer, "world", None) is not None
+        return spread_over(self.layer) is not None
 
     def remove(self) -> None:
         """Gives the layer its own ``forward`` back."""
@@ -163,10 +164,13 @@ class Recorder:
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         return self._stand_in._record(*args, routing=self._routing, **kwargs)
 
-    def dealt(self, samples: torch.Tensor) -> "Recorder":
-        """For rows of these samples, counted through the samples of all processes."""
-        world = self._stand_in.layer.world
-        return Recorder(self._stand_in, Routing(samples, batch_size=world.batch_size))
+    def dealt(self, samples: torch.Tensor, index: torch.Tensor) -> "Recorder":
+        """
+        For rows of these samples, counted through the samples of all processes.
+        ``index`` is one that rows are moved by where the samples are known.
+        """
+        size = self._stand_in.layer.world.batch_size
+        return Recorder(self._stand_in, Routing(samples, pointers([index]), size))
 
     def mark(self, rows: torch.Tensor) -> torch.Tensor:
         """Rows ``[*rows, width]`` of which the tape will know the samples."""

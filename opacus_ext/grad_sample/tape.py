@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections import Counter
+from contextlib import contextmanager
 from typing import (
     Any,
     Callable,
@@ -65,12 +66,14 @@ from opacus_ext.grad_sample.leaks import (
     Leak,
     Trace,
     begins_in,
+    is_number,
+    kept_numbers,
     mixed_numbers,
     module_leak,
     named_tensors,
     number_leak,
 )
-from opacus_ext.grad_sample.parallel import world_of
+from opacus_ext.grad_sample.parallel import spread_over, world_of
 from opacus_ext.grad_sample.rms_norm import scale_rule
 from opacus_ext.grad_sample.routing import Routing, read_routing
 from opacus_ext.grad_sample.rules import (
@@ -119,7 +122,8 @@ class Tape:
         self._steps: Counter = Counter()  # by signature
         self._forwards = 0
         self._state: Optional[RandomState] = None
-        self._mixed: set = set()  # names of outputs that mix samples
+        self._mixed: Set[str] = set()  # names of outputs and attributes that do so
+        self._keeps = False  # whether modules keep numbers as attributes
         self._depth = 0  # of calls of the model inside each other
         self._current: Dict[Key, Layout] = {}
         self._late: Counter = Counter()
@@ -261,17 +265,20 @@ class Tape:
         return output
 
     def _check_independence(self, inputs: Tuple[tuple, dict], output: Any) -> None:
-        state, self._state = self._state, None
+        state, self._state, world = self._state, None, self.world
         if state is None or self.packed:
             return
         with self.paused():
             sample = dependent_sample(
                 *(self.module, inputs, tensors_in(output), self.batch_size),
-                *(self.batch_dim, state, tensors_in, self.world is not None),
+                *(self.batch_dim, state, tensors_in),
+                rank=None if world is None else world.rank,
             )
+            if world is not None:
+                world.agree(0, sample is not None, self.module_device())
             if sample is not None:
                 where = ""
-                if self.world is None:
+                if world is None:
                     where = f" It begins in {self._leak(inputs, state)}"
                 raise RuntimeError(
                     f"The output for sample {sample} changes with another sample of "
@@ -280,8 +287,9 @@ class Tape:
                     f"nothing then.{where} opacus_ext.find_leaks(model, batch, "
                     "loss_fn) tells more."
                 )
-            numbers = [n for n, x in named_tensors(output) if _is_number(x)]
-            if numbers and self.batch_size > 1 and self.world is None:
+            numbers = [x for _, x in named_tensors(output) if self._is_number(x)]
+            self._keeps = bool(kept_numbers(self.module))
+            if (numbers or self._keeps) and self.batch_size > 1 and world is None:
                 self._mixed.update(self._mixed_numbers(inputs, state))
 
     def _traces(self, inputs: Tuple[tuple, dict], state: RandomState) -> Iterator:
@@ -293,7 +301,7 @@ class Tape:
                 continue
             traces = []
             for args, kwargs in (inputs, other):
-                with Trace(self.module) as trace:
+                with Trace(self.module, attributes=True) as trace:
                     run = functools.partial(self.module, *args, **kwargs)
                     again(self.module, run, state, dropout=False)
                 traces.append(trace)
@@ -311,8 +319,14 @@ class Tape:
     def _guard_numbers(self, output: Any) -> None:
         """A number of the model's that mixes samples must not be trained on."""
         for name, x in named_tensors(output):
-            if _is_number(x) and (name in self._mixed or self.world is not None):
+            if self._is_number(x) and (name in self._mixed or self.world is not None):
                 x.register_hook(functools.partial(self._refuse_number, name))
+        kept = kept_numbers(self.module) if self._keeps and self._mixed else {}
+        for name in self._mixed & kept.keys():
+            kept[name].register_hook(functools.partial(self._refuse_number, name))
+
+    def _is_number(self, x: torch.Tensor) -> bool:
+        return is_number(x, self.batch_size or 1)
 
     def _refuse_number(self, name: str, grad: torch.Tensor) -> None:
         if self.enabled and self.batch_size != 1:
@@ -528,23 +542,28 @@ class Tape:
             RuntimeError: for a parameter used where no rule sees it
             ValueError: for rows that can't be assigned to samples
         """
-        found = graph.read(root.tensor for root in roots)
+        tensors = [root.tensor for root in roots]
+        found = graph.read(tensors, batch_size=batch_size, params=self.names)
         found.packed = found.packed or self.packed
         claims: Counter = Counter()
         for call in found.records:
             claims.update(call.claims)
         # Where a process has no sample, only experts that others send rows to.
-        uses = [p for p in self.names if batch_size or hasattr(p, "world")]
+        uses = [p for p in self.names if batch_size or spread_over(p)]
         names = {id(p): self.names[p] for p in uses}
         problem = graph.unclaimed(found, claims, names)
-        if problem is not None:
-            raise RuntimeError(problem)
-        if found.undecided:
-            raise RuntimeError(
+        if problem is None and found.undecided:
+            problem = (
                 f"{found.undecided[0]}: saw no sample, and its output reaches the loss "
                 "through an op that can't be followed (a custom autograd function, or "
                 "an argument of a checkpointed block). Expand its input to [B, ...]."
             )
+        if problem is None and self.world is not None:
+            problem = self._refuse_spread(found, batch_size)
+        if problem is not None:
+            if self.world is not None:
+                self.world.agree(0, True, self.module_device())
+            raise RuntimeError(problem)
         counts: Counter = Counter()
         for call in found.records:
             call.batch_size = batch_size
@@ -554,6 +573,7 @@ class Tape:
         if found.reentrant:  # of the calls it hides, the inputs' shapes must tell
             keys += [("", "", relation(s, batch_size)) for s in self._inputs]
         self._signature = (found.structure, tuple(keys))
+        again = 0
         if batch_size > 1 or self.world is not None:
             # What a step did not show (gradients of zero) a later one may: look again
             # at growing intervals.
@@ -564,21 +584,59 @@ class Tape:
             again = moves or count & (count - 1) == 0
             again = again or self._signature not in self._layouts
             if self.world is not None:  # all processes, or none
-                if found.reentrant:
-                    raise RuntimeError(
-                        "Experts spread over processes can't be checkpointed with "
-                        "use_reentrant=True. Use use_reentrant=False."
-                    )
-                (again,) = self.world.largest(again, device=self.module_device())
+                again = self.world.agree(again, False, self.module_device())
             if again:
-                self.probe(roots, batch_size, found)
+                evidence = self._look_at(roots, batch_size, found)
             else:
                 self._current = self._layouts[self._signature]
-        for call in found.records:
-            call.layouts = self._find_layouts(call, batch_size)
-            if isinstance(call, MarkCall):
-                _refuse_other_orders(call)
+        with self._together(bool(again)):
+            if again:
+                self._decide(*evidence)
+            for call in found.records:
+                call.layouts = self._find_layouts(call, batch_size)
+                if isinstance(call, MarkCall):
+                    _refuse_other_orders(call)
         return found
+
+    @contextmanager
+    def _together(self, active: bool) -> Iterator[None]:
+        """What one of the processes refuses inside, all refuse."""
+        refuses = True
+        try:
+            yield
+            refuses = False
+        finally:
+            if active and self.world is not None:
+                self.world.agree(0, refuses, self.module_device())
+
+    def _refuse_spread(self, found: graph.Graph, batch_size: int) -> Optional[str]:
+        """Why a step of experts that are spread over processes can't be taken."""
+        if found.reentrant:
+            return (
+                "Experts spread over processes can't be checkpointed with "
+                "use_reentrant=True. Use use_reentrant=False."
+            )
+        own = self.world.batch_sizes[self.world.rank]
+        if batch_size != own:
+            return (
+                f"The model gives {batch_size} samples where its inputs look like "
+                f"{own}. Where experts are spread over processes, pass the inputs with "
+                "the batch dimension first among the arguments."
+            )
+        spread = {id(p): spread_over(p) is not None for p in self.names}
+        for call in found.records:
+            dealt = call.size(-1) >= 0
+            if any(
+                n > 0 and spread.get(p, dealt) != dealt for p, n in call.claims.items()
+            ):
+                return (
+                    f"{call.name} ({type(call.layer).__name__}): is used by experts "
+                    "that are spread over processes, or is a part of them, in a way in "
+                    "which the samples of its rows can't be followed. Let experts "
+                    "consist of layers that compute each row by itself, without moving "
+                    "rows, and that nothing else uses."
+                )
+        return None
 
     def module_device(self) -> torch.device:
         """Where the model's parameters are."""
@@ -592,6 +650,12 @@ class Tape:
         Raises:
             ValueError: for rows that can't be assigned to samples
         """
+        self._decide(*self._look_at(roots, batch_size, found))
+
+    def _look_at(
+        self, roots: List[Root], batch_size: int, found: graph.Graph
+    ) -> Tuple[Dict[Key, Evidence], List[torch.Tensor]]:
+        """What a few more backward passes show, and the weights of the samples."""
         if batch_size > 0:
             roots = [root for root in roots if root.samples is not None]
         seen: Dict[Key, Evidence] = {}
@@ -613,12 +677,21 @@ class Tape:
             grads = [root.cotangent(code.to(root.tensor.device)) for root in roots]
             look_now = look if i < len(codes) and batch_size > 1 else _look_away
             self.backward(tensors, grads, look_now, found, retain_graph=True)
+        return seen, codes
+
+    def _decide(self, seen: Dict[Key, Evidence], codes: List[torch.Tensor]) -> None:
         known, sure = {}, True
         for key, evidence in seen.items():
             layout, unique = evidence.decide(codes)
             if layout is not None:
                 known[key] = layout
             sure = sure and (unique or not evidence.seen)
+        for key, evidence in seen.items():
+            if evidence.above is None or known.get(key, _NONE).kind != "routed":
+                continue
+            # Rows gathered from another order may fit now and not in the next step.
+            for above in evidence.above.keys(len(codes[0])):
+                sure = sure and known.get(above, _NONE).sample_major
         self._current = known
         if sure:
             self._layouts[self._signature] = known
@@ -641,6 +714,7 @@ class Tape:
                     *(where, call.shapes[i], call.row_dims[i], packed),
                     None if call.routing is None else call.routing.samples,
                 )
+                seen[key].above = call.routing and call.routing.above
             if i < len(grads) and grads[i] is not None:
                 seen[key].add(grads[i])
 
@@ -752,9 +826,7 @@ class Tape:
             self.handles.pop().remove()
 
 
-def _is_number(x: torch.Tensor) -> bool:
-    """Whether it is a number for the whole batch that could be trained on."""
-    return x.dim() == 0 and x.grad_fn is not None
+_NONE = Layout(-2, "")
 
 
 def _is_labels(first: torch.Tensor, x: torch.Tensor) -> bool:

@@ -1,17 +1,27 @@
 """Modules for people who build models: they train in every mode."""
 
+from opacus_ext.layers.attention import (
+    SelfAttention,
+    corrected_attention,
+    re_attention,
+)
 from opacus_ext.layers.moe import (
     Experts,
     SwitchFeedForward,
     TopKFeedForward,
     balancing_loss,
     freeze_routers,
+    load_entropy,
 )
 
 __all__ = [
     "Experts",
+    "SelfAttention",
     "SwitchFeedForward",
     "TopKFeedForward",
     "balancing_loss",
+    "corrected_attention",
     "freeze_routers",
+    "load_entropy",
+    "re_attention",
 ]

@@ -9,7 +9,7 @@ counted in each sequence, and the balancing loss is a sum of one term a sample.
 from __future__ import annotations
 
 import math
-from typing import Callable, List, Optional
+from typing import Any, Callable, Dict, List, Optional
 
 import torch
 import torch.nn.functional as F
@@ -118,11 +118,41 @@ def balancing_loss(
     return size * (share * (probabilities * keep).sum(1) / count).sum(1)
 
 
+def load_entropy(index: torch.Tensor, num_experts: int) -> torch.Tensor:
+    """
+    Entropy, in nats, of the share of tokens that each expert gets: ``log(num_experts)``
+    if evenly, 0 if one expert gets all of them, so a collapse shows as a fall. It is a
+    statistic over all samples: look at it, but train on :func:`balancing_loss`. Of
+    private data it is itself private.
+
+    Args:
+        index: chosen experts, of any shape, as in ``chosen`` of a layer;
+            ``num_experts`` for none
+        num_experts: number of experts
+
+    Returns:
+        A scalar; zero if no token chose an expert.
+
+    Example:
+        >>> import torch
+        >>> load_entropy(torch.tensor([0, 1, 2, 3]), 4) == torch.tensor(4.0).log()
+        tensor(True)
+        >>> load_entropy(torch.tensor([2, 2, 2, 2]), 4)
+        tensor(0.)
+    """
+    counts = torch.bincount(index.flatten(), minlength=num_experts)[:num_experts]
+    load = counts / counts.sum().clamp(min=1)
+    return torch.special.entr(load).sum()
+
+
 class _FeedForward(nn.Module):
     """
     A router and its experts, ``[B, T, width]`` -> ``[B, T, width]``.
 
-    After each call ``balancing`` holds :func:`balancing_loss` ``[B]`` of that call.
+    After each call ``balancing`` holds :func:`balancing_loss` ``[B]`` of that call, and
+    ``chosen`` the experts that the router chose, ``[B, T, choices]``, before a capacity
+    drops tokens; the number of experts stands for none. Copies and files leave both
+    out.
     """
 
     def __init__(self, width: int, num_experts: int, jitter: float, experts: Experts):
@@ -133,6 +163,11 @@ class _FeedForward(nn.Module):
         self.experts = experts
         self.jitter = jitter
         self.balancing: Optional[torch.Tensor] = None
+        self.chosen: Optional[torch.Tensor] = None
+
+    def __getstate__(self) -> Dict[str, Any]:
+        # A tensor of autograd's graph can't be copied.
+        return {**self.__dict__, "balancing": None, "chosen": None}
 
     def route(self, x: torch.Tensor) -> torch.Tensor:
         """Router probabilities ``[B, T, experts]``, in float32 or wider."""
@@ -207,7 +242,8 @@ class SwitchFeedForward(_FeedForward):
         size = self.experts.num_experts
         if mask is not None:
             index = index.masked_fill(~mask.bool(), size)
-        self.balancing = balancing_loss(probabilities, index[..., None], mask)
+        self.chosen = index[..., None]
+        self.balancing = balancing_loss(probabilities, self.chosen, mask)
         if self.capacity is not None:
             place = F.one_hot(index, size + 1).cumsum(dim=1)
             place = place.gather(2, index[..., None]).squeeze(2)
@@ -268,6 +304,7 @@ class TopKFeedForward(_FeedForward):
         weights = weights / weights.sum(-1, keepdim=True)
         if mask is not None:
             index = index.masked_fill(~mask.bool()[..., None], self.experts.num_experts)
+        self.chosen = index
         self.balancing = balancing_loss(probabilities, index, mask)
         return self.run(x, index, weights)
 

@@ -1,10 +1,13 @@
-"""DPFormer's backbone: a causal transformer encoder over item sequences."""
+"""Models of item sequences: DPFormer, and the recurrent ones it is compared with."""
 
 import math
+from typing import Optional
 
 import torch
 from torch import nn
 from torch.nn import functional as F
+
+from opacus_ext.layers.attention import SelfAttention
 
 
 class Block(nn.Module):
@@ -21,36 +24,91 @@ class Block(nn.Module):
 
     def __init__(self, width: int, heads: int, dropout: float):
         super().__init__()
-        self.heads = heads
-        self.qkv = nn.Linear(width, 3 * width)
-        self.proj = nn.Linear(width, width)
+        self.attention = SelfAttention(width, heads, causal=True)
         self.norm1 = nn.LayerNorm(width)
         self.expand = nn.Linear(width, 4 * width)
         self.contract = nn.Linear(4 * width, width)
         self.norm2 = nn.LayerNorm(width)
         self.dropout = nn.Dropout(dropout)
 
-    def attend(self, x: torch.Tensor) -> torch.Tensor:
-        # [B, T, 3 * width] -> three of [B, heads, T, width / heads]
-        q, k, v = (
-            z.unflatten(-1, (self.heads, -1)).transpose(1, 2)
-            for z in self.qkv(x).chunk(3, dim=-1)
-        )
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.proj(out.transpose(1, 2).flatten(2))
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.norm1(x + self.dropout(self.attend(x)))
+        x = self.norm1(x + self.dropout(self.attention(x)))
         return self.norm2(x + self.dropout(self.contract(F.relu(self.expand(x)))))
 
 
-class DPFormer(nn.Module):
+class NextItemModel(nn.Module):
+    """Predicts the next item of a sequence from an encoding of those before.
+
+    Sequences are padded with 0 on the right; outputs at padded positions mean nothing
+    and must be ignored by the loss. A subclass has ``encode``, from item ids ``[B, T]``
+    to hidden states ``[B, T, width]``, in which no position sees later ones.
+
+    Args:
+        num_items: number of items; their ids are 1 to ``num_items``.
+        width: model dimension.
+        tied: whether input and output share one embedding matrix.
+    """
+
+    def __init__(self, num_items: int, width: int, tied: bool = True):
+        super().__init__()
+        self.embedding = nn.Embedding(num_items + 1, width, padding_idx=0)
+        self.head = nn.Linear(width, num_items + 1, bias=False)
+        if tied:
+            self.head.weight = self.embedding.weight
+        # Small rows: the last norm gives every hidden state the length sqrt(width), and
+        # logits should start near zero. Larger rows cost steps of a private budget.
+        nn.init.normal_(self.head.weight, std=0.02)
+        nn.init.normal_(self.embedding.weight, std=0.02)
+        with torch.no_grad():
+            self.embedding.weight[0].zero_()
+
+    def set_prior(self, shares: torch.Tensor) -> None:
+        """Starts from popularity: the output gets the bias log p_i, never trained.
+
+        What is public, or was released once, need not be learned from noisy gradients.
+        Those of a model that starts from equal chances mostly say how popular items
+        are, and clipping lets that take the place of everything else.
+
+        Args:
+            shares: p_i of the items, ``[num_items + 1]``, see
+                :func:`opacus_ext.errors.token_shares`. Zeros, as that of padding, count
+                as the smallest positive share
+        """
+        known = shares[shares > 0]
+        floor = known.min() if len(known) else shares.new_ones(())
+        bias = shares.clamp(min=float(floor)).log().to(self.head.weight)
+        self.head.bias = nn.Parameter(bias, requires_grad=False)
+
+    def encode(self, ids: torch.Tensor) -> torch.Tensor:
+        """Hidden states ``[B, T, width]`` of item ids ``[B, T]``."""
+        raise NotImplementedError(type(self).__name__)
+
+    def forward(
+        self, ids: torch.Tensor, at: Optional[torch.Tensor] = None
+    ) -> torch.Tensor:
+        """Logits ``[B, T, num_items + 1]`` of the item after each position.
+
+        Args:
+            ids: ``[B, T]``
+            at: ``[B]``, one position of each sequence, for ``[B, num_items + 1]``
+        """
+        hidden = self.encode(ids)
+        if at is not None:
+            hidden = hidden[torch.arange(len(ids), device=ids.device), at]
+        return self.head(hidden)
+
+    def score(self, ids: torch.Tensor) -> torch.Tensor:
+        """Logits ``[B, num_items + 1]`` of the item after each whole sequence."""
+        return self(ids, (ids != 0).sum(dim=1).sub(1).clamp(min=0))
+
+
+class DPFormer(NextItemModel):
     """Predicts the next item of a sequence, at every position.
 
     The standard transformer encoder with learned positions, a causal mask and one
     embedding matrix shared by input and output. Defaults and structure are those of
     "DPFormer: Learning Differentially Private Transformer on Long-Tailed Data"
-    (appendix E); its Re-Attention is not part of this class.
+    (appendix E). :func:`opacus_ext.track_errors` turns its Re-Attention on.
 
     Sequences are padded with 0 on the right. No padding mask is needed then: under
     the causal mask a real position sees earlier positions only, and these are real.
@@ -63,6 +121,7 @@ class DPFormer(nn.Module):
         depth: number of blocks.
         heads: number of attention heads; must divide ``width``.
         dropout: dropout probability (the paper's: 0.2 MovieLens, 0.5 Amazon).
+        tied: whether input and output share one embedding matrix.
 
     Raises:
         ValueError: if ``heads`` does not divide ``width``, or an input sequence is
@@ -85,23 +144,13 @@ class DPFormer(nn.Module):
         depth: int = 2,
         heads: int = 1,
         dropout: float = 0.2,
+        tied: bool = True,
     ):
-        super().__init__()
-        if width % heads:
-            raise ValueError(f"heads={heads} must divide width={width}.")
-        self.embedding = nn.Embedding(num_items + 1, width, padding_idx=0)
+        super().__init__(num_items, width, tied)
         self.position = nn.Embedding(max_len, width)
         self.blocks = nn.ModuleList(Block(width, heads, dropout) for _ in range(depth))
         self.dropout = nn.Dropout(dropout)
-        self.head = nn.Linear(width, num_items + 1, bias=False)
-        self.head.weight = self.embedding.weight
-
-        # Small rows: the last norm gives every hidden state the length sqrt(width), and
-        # logits should start near zero. Larger rows cost steps of a private budget.
-        nn.init.normal_(self.embedding.weight, std=0.02)
         nn.init.normal_(self.position.weight, std=0.02)
-        with torch.no_grad():
-            self.embedding.weight[0].zero_()
 
     def encode(self, ids: torch.Tensor) -> torch.Tensor:
         """Hidden states ``[B, T, width]`` of item ids ``[B, T]``."""
@@ -119,12 +168,49 @@ class DPFormer(nn.Module):
             x = block(x)
         return x
 
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """Logits ``[B, T, num_items + 1]`` of the item after each position."""
-        return self.head(self.encode(ids))
 
-    def score(self, ids: torch.Tensor) -> torch.Tensor:
-        """Logits ``[B, num_items + 1]`` of the item after each whole sequence."""
-        last = (ids != 0).sum(dim=1).sub(1).clamp(min=0)
-        rows = torch.arange(len(ids), device=ids.device)
-        return self.head(self.encode(ids)[rows, last])
+class RecurrentModel(NextItemModel):
+    """Predicts the next item with a GRU or an LSTM, the paper's baselines.
+
+    Args:
+        num_items: number of items; their ids are 1 to ``num_items``.
+        cell: "gru" or "lstm".
+        width: model dimension.
+        depth: layers.
+        dropout: dropout probability, of the embedding and of each layer's output.
+        tied: whether input and output share one embedding matrix.
+
+    Raises:
+        ValueError: for another ``cell``
+
+    Example:
+        >>> model = RecurrentModel(num_items=10, cell="lstm", width=8)
+        >>> model(torch.tensor([[3, 1, 4, 0, 0], [2, 7, 1, 8, 2]])).shape
+        torch.Size([2, 5, 11])
+    """
+
+    def __init__(
+        self,
+        num_items: int,
+        cell: str = "gru",
+        width: int = 64,
+        depth: int = 1,
+        dropout: float = 0.2,
+        tied: bool = True,
+    ):
+        super().__init__(num_items, width, tied)
+        cells = {"gru": nn.GRU, "lstm": nn.LSTM}
+        if cell not in cells:
+            raise ValueError(f"cell must be one of {list(cells)}, not {cell!r}.")
+        self.dropout = nn.Dropout(dropout)
+        between = dropout if depth > 1 else 0.0
+        self.layers = cells[cell](
+            width, width, depth, batch_first=True, dropout=between
+        )
+        self.norm = nn.LayerNorm(width)
+
+    def encode(self, ids: torch.Tensor) -> torch.Tensor:
+        """Hidden states ``[B, T, width]`` of item ids ``[B, T]``."""
+        scale = math.sqrt(self.embedding.embedding_dim)
+        x = self.dropout(self.embedding(ids) * scale)
+        return self.norm(self.dropout(self.layers(x)[0]))

@@ -34,7 +34,8 @@ class Clipping(NamedTuple):
     Attributes:
         name: as passed to ``make_private(clipping=...)``
         factors: ``(norms [parameters, B], max_grad_norm)`` to factors ``[B]``, or
-            ``[parameters, B]`` if ``per_parameter``
+            ``[parameters, B]`` if ``per_parameter``. Where experts are spread over
+            processes the norms are those over all parameters ``[1, B]``
         sensitivity: ``max_grad_norm`` to the largest norm of a clipped gradient
         per_parameter: whether every parameter has its own factor and bound
     """
@@ -53,7 +54,7 @@ def clipping_factors(
     bound: Bound,
     norms: List[torch.Tensor],
     worlds: Sequence[Optional[World]],
-) -> Tuple[List[torch.Tensor], torch.Tensor]:
+) -> Tuple[List[torch.Tensor], Optional[torch.Tensor]]:
     """
     The factors of one step, also where a part of the parameters is spread over
     processes: then what a sample's gradients amount to is found by one all-reduce of
@@ -66,23 +67,23 @@ def clipping_factors(
 
     Returns:
         Factors for each parameter, as long as its norms, and the norms over all
-        parameters of this process's samples ``[B]``.
+        parameters of this process's samples ``[B]``; None where it would take an
+        all-reduce that clipping by parameter does without.
     """
     world = next((w for w in worlds if w is not None), None)
     if world is None:
         factors = clipping.factors(torch.stack(norms), bound)
         each = list(factors) if factors.dim() > 1 else [factors] * len(norms)
         return each, _total(torch.stack(norms))
+    if clipping.per_parameter:
+        pairs = zip(norms, bound)
+        return [clipping.factors(n[None], [c])[0] for n, c in pairs], None
     squares = norms[0].new_zeros(world.batch_size)
     for n, spread in zip(norms, worlds):
         (squares[world.own] if spread is None else squares).add_(n.to(squares) ** 2)
     total = world.sum(squares).sqrt()
-    if clipping.per_parameter:
-        pairs = zip(norms, bound)
-        each = [clipping.factors(n[None], [c])[0] for n, c in pairs]
-    else:
-        factors = clipping.factors(total[None], bound)
-        each = [factors[world.own] if w is None else factors for w in worlds]
+    factors = clipping.factors(total[None], bound)
+    each = [factors[world.own] if w is None else factors for w in worlds]
     return each, total[world.own]
 
 

@@ -18,6 +18,7 @@ from opacus.optimizers.optimizer import (
 )
 from torch.optim import Optimizer
 
+from opacus_ext.grad_sample.parallel import World, spread_over
 from opacus_ext.optimizers.clipping import (
     CLIPPINGS,
     Bound,
@@ -119,7 +120,7 @@ class HooksDPOptimizer(_ClippingOptimizer, DPOptimizer):
         factors, _ = clipping_factors(
             *(self.clipping, self.clipping_bound),
             [n.to(norms[0].device) for n in norms],
-            [getattr(p, "world", None) for p in params],
+            list(map(spread_over, params)),
         )
         for p, g, factor in zip(params, grad_samples, factors):
             factor = factor.to(g.device, _wide(g))
@@ -170,12 +171,40 @@ class _Distributed:
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        # Equal seeds must not give the shares of different processes equal noise.
-        some = {} if self.generator is None else {"device": self.generator.device}
-        draw = torch.randint(2**62, (1,), generator=self.generator, **some)
-        seed = (int(draw) + (self.rank + 1) * 0x9E3779B97F4A7C15) % 2**63
+        self._world = World()
+        self._refuse_differences()
+        self._seed = 0
         self._shares: Dict[torch.device, torch.Generator] = {}
-        self._seed = seed
+
+    def _refuse_differences(self) -> None:
+        """Noise is added by one process, and must fit what all of them have clipped."""
+        bounds = [self.max_grad_norm] if self._bounds is None else self._bounds
+        weighted = sum(i * bound for i, bound in enumerate(bounds, 1))
+        size = self.expected_batch_size
+        settings = self.noise_multiplier, -1 if size is None else size, weighted
+        device = next((p.device for p in self.params), torch.device("cpu"))
+        x = torch.tensor([*settings, len(bounds)], dtype=torch.float64, device=device)
+        if bool((self._world.gather(x[None]) != x).any()):
+            raise ValueError(
+                "noise_multiplier, max_grad_norm or the expected batch size (the "
+                "length of the data set and its loader) differ between processes; "
+                f"here they are {self.noise_multiplier}, {bounds} and {size}. Make "
+                "them the same everywhere."
+            )
+
+    def pre_step(self, closure: Optional[Any] = None) -> Optional[float]:
+        """See ``DPOptimizer``; all processes step, or all wait for another batch."""
+        given = (p for group in self.param_groups for p in group["params"])
+        spread = next(filter(self._spread, given), None)
+        if spread is not None:
+            skip = self._check_skip_next_step(pop_next=False)
+            if all(self._world.largest(skip, not skip, device=spread.device)):
+                raise RuntimeError(
+                    "Some processes have another physical batch before the step, and "
+                    "others have not. Where experts are spread over processes, choose "
+                    "max_physical_batch_size so that all split alike, or none splits."
+                )
+        return super().pre_step(closure)
 
     def _adds_noise(self, p: torch.nn.Parameter) -> bool:
         return self.rank == 0 or self._spread(p)
@@ -188,9 +217,20 @@ class _Distributed:
             self._shares[p.device] = generator
         return self._shares[p.device]
 
+    def _draw_seed(self) -> None:
+        """
+        Of the noise of this process's share in one step. Equal seeds must not give the
+        shares of different processes equal noise; and drawn anew for each step, it
+        goes on with the random state of a checkpoint and repeats no noise.
+        """
+        some = {} if self.generator is None else {"device": self.generator.device}
+        draw = torch.randint(2**62, (1,), generator=self.generator, **some)
+        self._seed = (int(draw) + (self.rank + 1) * 0x9E3779B97F4A7C15) % 2**63
+        self._shares.clear()
+
     @staticmethod
     def _spread(p: torch.nn.Parameter) -> bool:
-        return getattr(p, "world", None) is not None
+        return spread_over(p) is not None
 
     @property
     def sensitivity(self) -> float:
@@ -204,10 +244,12 @@ class _Distributed:
 
     def add_noise(self) -> None:
         """Adds noise and sums over the processes; sets ``p.grad``."""
+        if any(map(self._spread, self.params)):
+            self._draw_seed()
         super().add_noise()
         for p in self.params:
             if not self._spread(p):
-                dist.all_reduce(p.grad)
+                self._world.sum(p.grad)
             if self.loss_reduction == "mean":
                 p.grad /= self.world_size  # the expected batch size is one process's
 

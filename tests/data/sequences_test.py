@@ -48,6 +48,12 @@ class SequencesTest(unittest.TestCase):
         )
         self.assertEqual(data.held_out.tolist(), [6, 4])
 
+    def test_some_of_the_users(self):
+        """And the items that they have."""
+        data = self.read(sasrec_form(), max_users=1)
+        self.assertEqual([h.tolist() for h in data.histories], [[1, 2, 3, 4, 5]])
+        self.assertEqual((data.held_out.tolist(), data.num_items), ([6], 6))
+
     def test_both_forms_give_the_same_sequences(self):
         """Ten pairs of users, so that every item has its five actions."""
         users = {u: SEQUENCES[1 + u % 2] for u in range(20)}

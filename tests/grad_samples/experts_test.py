@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from opacus_ext.grad_sample import experts as experts_module
-from opacus_ext.layers import Experts
+from opacus_ext.layers import Experts, balancing_loss
 from tests.common import (
     check,
     every_batching,
@@ -126,6 +126,23 @@ def causal_loss(model, ids):
 def test_language_models(mode, name, B, T):
     model = language_model(name)
     check(mode, True, model, torch.randint(31, (B, T)), causal_loss, tolerance=1e-6)
+
+
+@every_mode
+@pytest.mark.parametrize("B, T", [(4, 6), (5, 5)])
+def test_balancing_from_router_logits(mode, B, T):
+    """The logits that Mixtral returns, [B * T, experts], as terms of each sample."""
+
+    def loss(model, ids):
+        output = model(input_ids=ids, output_router_logits=True, use_cache=False)
+        losses = next_token_loss(output.logits, ids)
+        for logits in output.router_logits:
+            p = logits.softmax(-1).unflatten(0, ids.shape)
+            losses = losses + balancing_loss(p, p.topk(2).indices)
+        return losses
+
+    model = language_model("Mixtral")
+    check(mode, True, model, torch.randint(31, (B, T)), loss, tolerance=1e-6)
 
 
 @every_mode

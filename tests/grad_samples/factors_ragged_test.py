@@ -1,6 +1,7 @@
 """Ragged rows, alone and beside other uses, against dense float64 sums."""
 
 import itertools
+from unittest.mock import patch
 
 import hypothesis.strategies as st
 import pytest
@@ -8,6 +9,7 @@ import torch
 from hypothesis import given
 
 from opacus_ext import GradSample, OneHot, workspace
+from opacus_ext.grad_sample import factors as factors_module
 from opacus_ext.grad_sample.factors import Ragged, pad_rows
 
 SHAPE = (4, 2, 3)
@@ -67,15 +69,27 @@ def assert_all(sample, expected, batch_size):
     kind=st.sampled_from(KINDS),
     batch_size=st.integers(1, 6),
     rows=st.integers(0, 12),
+    few=st.booleans(),
     seed=st.integers(0, 99),
 )
-def test_alone(kind, batch_size, rows, seed):
+def test_alone(kind, batch_size, rows, few, seed):
     torch.manual_seed(seed)
     samples = torch.randint(batch_size, (rows,))
     factors = factors_of(kind, rows)
     sample = GradSample(torch.Size(SHAPE), batch_size)
     sample.add(Ragged(samples), *factors)
-    assert_all(sample, dense(samples, factors, batch_size), batch_size)
+    with patch.object(factors_module, "_few", lambda term, rows: few):
+        assert_all(sample, dense(samples, factors, batch_size), batch_size)
+
+
+@pytest.mark.parametrize("few", [True, False])
+def test_what_is_not_finite_stays_in_its_sample(few, monkeypatch):
+    monkeypatch.setattr(factors_module, "_few", lambda term, rows: few)
+    samples, rows = torch.tensor([0, 1, 2, 1]), factors_of("dd", 4)
+    rows[0][0, 0], rows[1][0, 2] = float("inf"), float("nan")
+    sample = GradSample(torch.Size(SHAPE), 3)
+    sample.add(Ragged(samples), *rows)
+    assert sample.squared_norm().isfinite().tolist() == [False, True, False]
 
 
 @pytest.mark.parametrize("first,second", itertools.product(KINDS, KINDS))
@@ -147,3 +161,19 @@ def test_half_precision_is_accumulated_wide(dtype):
     torch.testing.assert_close(
         norm.double(), expected.flatten(1).square().sum(1), rtol=1e-5, atol=1e-5
     )
+
+
+@pytest.mark.parametrize("empty", ["first", "last"])
+@pytest.mark.parametrize("ragged", [False, True])
+def test_a_use_without_rows_leaves_the_others(empty, ragged):
+    """A bias that one call used for no row, as a sample's call may."""
+    bias = torch.randn(3, 2, 4, dtype=torch.float64)
+    sample = GradSample(torch.Size([4]), 3)
+    none = (bias[:1, :0], Ragged(torch.zeros(0, dtype=torch.long)))
+    uses = [(none[1], none[0]) if ragged else (bias[:, :0],), (bias,)]
+    for use in uses if empty == "first" else uses[::-1]:
+        sample.add(*use)
+    torch.testing.assert_close(sample.materialise(), bias.sum(1))
+    torch.testing.assert_close(sample.squared_norm(), bias.sum(1).square().sum(1))
+    ones = torch.ones(3, dtype=torch.float64)
+    torch.testing.assert_close(sample.weighted_sum(ones), bias.sum((0, 1)))

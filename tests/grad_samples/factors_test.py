@@ -194,8 +194,10 @@ def test_neighbouring_axes_may_share_a_factor():
 # -- ways to compute a norm ----------------------------------------------------------
 
 
-@pytest.fixture(params=["gram", "segments", "blocks", "keep"])
+@pytest.fixture(params=["gram", "segments", "few", "blocks", "keep"])
 def forced_way(request, monkeypatch):
+    few = request.param == "few"
+    monkeypatch.setattr(factors, "_few", lambda term, rows: few)
     costs = {"_gram_cost": 1.0, "_block_cost": 1.0}
     costs["_gram_cost" if request.param == "blocks" else "_block_cost"] = math.inf
     for name, cost in costs.items():

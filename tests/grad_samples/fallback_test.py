@@ -401,3 +401,24 @@ def test_read_beside_a_stand_in(mode, kind):
     names = ["layer.weight_hh_l0", "layer.out_proj.weight"]
     with pytest.raises(RuntimeError, match="|".join(names)):
         check(mode, True, Model().double(), x, square_loss)
+
+
+@every_mode
+def test_autocast(mode):
+    """It is run again in the precision it ran in."""
+
+    class Stacked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(3, 4, 5) / 2)
+
+        def forward(self, x):
+            return torch.einsum("btd,edh->bteh", x, self.weight).tanh().sum(2)
+
+    def loss(model, x):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return square_loss(lambda x: model(x).float(), x)
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), Stacked())
+    check(mode, True, model, torch.randn(4, 6, 3), loss, tolerance=0.05)

@@ -212,3 +212,85 @@ def test_order_that_begins_to_mix_samples_late(mode):
         private.step(batch, square_loss)
         got = {n: (before[n] - p.detach()) * 4 for n, p in model.named_parameters()}
         assert_same(got, expected)
+
+
+class Moved(nn.Module):
+    """Rows that move in ways that an index along the first dim does not show."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.first, self.inner, self.last = (nn.Linear(3, 3) for _ in range(3))
+        self.how = how
+
+    def forward(self, x, keys):
+        h = self.first(x)
+        (B, T, d), order = h.shape, keys.flatten().argsort(stable=True)
+        back = order.argsort()
+        if self.how == "selected, time first":
+            flat = h.transpose(0, 1).reshape(T * B, d)
+            (chosen,) = torch.where(keys.t().flatten() > 0)
+            y = torch.tanh(self.inner(flat[chosen]))
+            y = torch.zeros_like(flat).index_add(0, chosen, y)
+            y = y.view(T, B, d).transpose(0, 1)
+        elif self.how == "behind a dim of one":
+            y = self.inner(h.reshape(1, B * T, d).index_select(1, order))
+            y = torch.tanh(y).index_select(1, back)
+        elif self.how == "samples, time first":
+            order = keys[:, 0].argsort(stable=True)[None, :, None].expand(T, B, d)
+            y = torch.tanh(self.inner(h.transpose(0, 1).gather(1, order)))
+            y = y.gather(1, order.argsort(1)).transpose(0, 1)
+        elif self.how == "looked up":
+            y = torch.tanh(self.inner(nn.functional.embedding(order, h.flatten(0, 1))))
+            y = nn.functional.embedding(back, y)
+        elif self.how == "multiplied":
+            turn = nn.functional.one_hot(order, B * T).to(h)
+            y = turn.T @ torch.tanh(self.inner(turn @ h.flatten(0, 1)))
+        elif self.how == "multiplied and summed":
+            turn, flat = nn.functional.one_hot(order, B * T).to(h), h.flatten(0, 1)
+            y = torch.tanh(self.inner((turn[..., None] * flat[None]).sum(1)))
+            y = (turn.T[..., None] * y[None]).sum(1)
+        elif self.how == "multiplied by experts":
+            turn = nn.functional.one_hot(order, B * T).to(h).expand(B, -1, -1)
+            y = torch.bmm(turn, h.flatten(0, 1).expand(B, -1, -1))
+            y = torch.bmm(turn.mT, torch.tanh(self.inner(y))).mean(0)
+        else:  # GShard's dispatch, with the batch as one group
+            chosen = nn.functional.one_hot(keys.flatten().clamp(0, 1), 2)
+            place = nn.functional.one_hot((chosen.cumsum(0) - 1).clamp(min=0), B * T)
+            turn = (place * chosen[..., None]).to(h)
+            y = torch.einsum("sec,sd->ecd", turn, h.flatten(0, 1))
+            y = torch.einsum("sec,ecd->sd", turn, torch.tanh(self.inner(y)))
+        return self.last(torch.relu(h + y.reshape(h.shape)))
+
+
+# Keys with which the rows of samples stay together, and others.
+TOGETHER = {"selected, time first": [[1, 0, 0, 0], [0, 0, 0, 1]]}
+TOGETHER["GShard"] = [[0] * 4, [0] * 4]
+APART = {"selected, time first": [[1, 1, 0, 0], [1, 0, 1, 0]]}
+APART["GShard"] = [[0, 1, 1, 0], [0, 0, 0, 1]]
+MOVED = ["selected, time first", "behind a dim of one", "samples, time first"]
+MOVED += ["looked up", "multiplied", "multiplied and summed", "multiplied by experts"]
+MOVED += ["GShard"]
+
+
+@every_mode
+@pytest.mark.parametrize("how", MOVED)
+def test_moves_that_begin_late(mode, how):
+    """Exact, or refused, in the step that shows them, which is not looked at."""
+    torch.manual_seed(2)
+    together = torch.tensor(TOGETHER.get(how, [[0, 1, 2, 3], [4, 5, 6, 7]]))
+    apart = torch.tensor(APART.get(how, [[7, 1, 3, 5], [0, 2, 4, 6]]))
+    model = Moved(how).double()
+    private = make_private(model, mode, batch_size=2)
+    for keys in (together, together, apart):
+        batch = torch.randn(2, 4, 3).double(), keys
+        plain = Moved(how).double()
+        plain.load_state_dict(model.state_dict())
+        expected = clipped_sum(oracle(plain, batch, square_loss), "flat", 1.0)
+        before = {n: p.detach().clone() for n, p in model.named_parameters()}
+        try:
+            private.step(batch, square_loss)
+        except ValueError as error:
+            assert keys is apart and "can't be assigned" in str(error)
+            return
+        got = {n: (before[n] - p.detach()) * 2 for n, p in model.named_parameters()}
+        assert_same(got, expected)

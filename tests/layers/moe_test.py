@@ -1,3 +1,7 @@
+import copy
+import io
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -7,6 +11,7 @@ from opacus_ext.layers import (
     TopKFeedForward,
     balancing_loss,
     freeze_routers,
+    load_entropy,
 )
 from tests.common import check, every_mode, next_token_loss, wrapped_or_not
 
@@ -97,10 +102,41 @@ def test_balancing_loss_of_known_loads():
     torch.testing.assert_close(balancing_loss(one, index), torch.full((1,), 4.0))
 
 
-def load_entropy(layer, x):
-    with torch.no_grad():
-        load = nn.functional.one_hot(layer.route(x).argmax(-1), 4).double().mean((0, 1))
-    return float(-(load * load.clamp(min=1e-12).log()).sum())
+@pytest.mark.parametrize(
+    "index, load",
+    [
+        ([0, 1, 2, 3], [1 / 4] * 4),
+        ([2, 2, 2], [1]),
+        ([0, 0, 0, 1], [3 / 4, 1 / 4]),
+        ([[[0, 1], [2, 4]], [[4, 4], [0, 4]]], [1 / 2, 1 / 4, 1 / 4]),  # 4 is none
+        ([4, 4], []),
+        ([], []),
+    ],
+)
+def test_load_entropy(index, load):
+    found = load_entropy(torch.tensor(index, dtype=torch.long), 4)
+    expected = -sum(p * math.log(p) for p in load)
+    torch.testing.assert_close(found, torch.tensor(float(expected)))
+
+
+@every_layer
+def test_chosen(make):
+    """The most probable experts; none where the mask is off."""
+    layer, x = make(), torch.randn(3, 7, 6)
+    mask = torch.arange(7) < torch.tensor([7, 4, 0])[:, None]
+    layer(x, mask)
+    p, size = layer.route(x), layer.experts.num_experts
+    expected = p.topk(getattr(layer, "top_k", 1), dim=-1).indices
+    assert torch.equal(layer.chosen, expected.masked_fill(~mask[..., None], size))
+
+
+@every_layer
+def test_copies_after_a_call(make):
+    layer, x = make(), torch.randn(3, 7, 6)
+    y = layer(x)
+    torch.save(layer, io.BytesIO())
+    assert torch.equal(copy.deepcopy(layer)(x), y)
+    assert layer.balancing is not None
 
 
 def test_balancing_keeps_experts_from_collapsing():
@@ -117,7 +153,7 @@ def test_balancing_keeps_experts_from_collapsing():
             optimizer.zero_grad()
             loss.mean().backward()
             optimizer.step()
-        entropy[weight] = load_entropy(layer, x)
+        entropy[weight] = load_entropy(layer.chosen, 4)
     assert entropy[1.0] > 0.9 * torch.tensor(4.0).log()
     assert entropy[0.0] < entropy[1.0]
 

@@ -6,7 +6,7 @@ import unittest
 import torch
 from torch.nn import functional as F
 
-from opacus_ext.models import DPFormer
+from opacus_ext.models import DPFormer, RecurrentModel
 
 
 def tiny_model() -> DPFormer:
@@ -62,13 +62,13 @@ class DPFormerTest(unittest.TestCase):
         torch.manual_seed(0)
         model = DPFormer(num_items=12, max_len=8, width=8).double().eval()
         block, x = model.blocks[0], torch.randn(1, 6, 8).double()
-        q, k, v = block.qkv(x)[0].chunk(3, dim=-1)
+        q, k, v = block.attention.qkv(x)[0].chunk(3, dim=-1)
         rows = []
         for t in range(6):
             weights = torch.softmax(k[: t + 1] @ q[t] / math.sqrt(8), dim=0)
             rows.append(weights @ v[: t + 1])
-        expected = block.proj(torch.stack(rows))[None]
-        torch.testing.assert_close(block.attend(x), expected)
+        expected = block.attention.proj(torch.stack(rows))[None]
+        torch.testing.assert_close(block.attention(x), expected)
 
     def test_empty_batch(self):
         model = DPFormer(num_items=12, max_len=8)
@@ -76,8 +76,59 @@ class DPFormerTest(unittest.TestCase):
         self.assertEqual(logits.shape, (0, 8, 13))
         logits.sum().backward()
 
+    def test_one_position_of_each(self):
+        model, ids = tiny_model(), torch.randint(1, 13, (3, 5))
+        at = torch.tensor([4, 0, 2])
+        torch.testing.assert_close(model(ids, at), model(ids)[range(3), at])
+
+    def test_not_tied(self):
+        model = DPFormer(num_items=12, max_len=8, width=8, tied=False)
+        self.assertIsNot(model.head.weight, model.embedding.weight)
+        self.assertEqual(model.head.weight.shape, (13, 8))
+
+    def test_prior(self):
+        """A model that knows nothing else ranks by popularity; it is not trained."""
+        model = tiny_model()
+        shares = torch.tensor([0.0, 0.0, 0.5, *[0.1] * 9, 0.7])
+        ids = torch.randint(1, 13, (3, 5))
+        plain = model(ids)
+        model.set_prior(shares)
+        bias = model.head.bias
+        self.assertFalse(bias.requires_grad)
+        expected = shares.clamp(min=0.1).log().double()
+        torch.testing.assert_close(model(ids), plain + expected)
+        model.set_prior(torch.zeros(13))
+        torch.testing.assert_close(model(ids), plain)
+        self.assertIn("head.bias", model.state_dict())
+
     def test_errors(self):
         with self.assertRaisesRegex(ValueError, "heads=3 must divide width=64"):
             DPFormer(num_items=12, max_len=8, heads=3)
         with self.assertRaisesRegex(ValueError, "9 items is longer than max_len=8"):
             tiny_model()(torch.ones(2, 9, dtype=torch.long))
+
+
+class RecurrentModelTest(unittest.TestCase):
+    def models(self):
+        for cell in ("gru", "lstm"):
+            torch.manual_seed(0)
+            yield RecurrentModel(12, cell, width=8, depth=2).double().eval()
+
+    def test_causal_and_padded(self):
+        ids = torch.randint(1, 13, (2, 8))
+        changed = ids.clone()
+        changed[:, 5] = changed[:, 5] % 12 + 1
+        for model in self.models():
+            before, after = model(ids), model(changed)
+            torch.testing.assert_close(before[:, :5], after[:, :5])
+            self.assertGreater((before[:, 5:] - after[:, 5:]).abs().max(), 1e-6)
+            padded = F.pad(ids, (0, 3))
+            torch.testing.assert_close(model.score(padded), model(ids)[:, -1])
+
+    def test_tied_or_not(self):
+        for model in self.models():
+            self.assertIs(model.head.weight, model.embedding.weight)
+        model = RecurrentModel(12, width=8, tied=False)
+        self.assertIsNot(model.head.weight, model.embedding.weight)
+        with self.assertRaisesRegex(ValueError, "'rnn'"):
+            RecurrentModel(12, "rnn")

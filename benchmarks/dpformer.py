@@ -1,0 +1,150 @@
+"""The experiments of the DPFormer paper: one JSON line a run, resumable.
+
+    python benchmarks/dpformer.py table1 --data ml-1m.txt --out table1.jsonl
+    python benchmarks/dpformer.py figure2 --data ml-1m.txt --out figure2.jsonl
+    python benchmarks/dpformer.py figure6 --data ml-1m.txt --out figure6.jsonl
+    python benchmarks/dpformer.py table2 --data Video.txt --out table2.jsonl
+
+A run that is in the file already is not made again, and one that was cut off goes on
+from its last epoch (checkpoints lie in OUT.d and are deleted when the run is done):
+after an interruption give the same command. ``--part 1/2`` makes every second run, so
+that several processes share the work. ``dpformer_report.py``
+draws tables and figures.
+
+- table1, table2: GRU, LSTM, Transformer without sharing, Transformer, DPFormer at
+  epsilon 5, 8 and 10, several seeds.
+- figure2: Transformer with sharing, without, and without at half the width, at epsilon
+  5, over batch sizes and learning rates.
+- figure6: the curves of NDCG over the epochs, Transformer and DPFormer.
+
+Everything can be set (``--models``, ``--epsilons``, ``--seeds``, ``--batch-sizes``,
+``--lrs``); what follows after ``--`` goes to ``opacus_ext.train``, such as
+``-- --epochs 20 --threads 2``.
+"""
+
+import argparse
+import hashlib
+import itertools
+import json
+import sys
+import warnings
+from pathlib import Path
+from typing import Any, Dict, Iterator, List
+
+from opacus_ext import train
+
+NAMES = {
+    "gru": "GRU",
+    "lstm": "LSTM",
+    "transformer-untied": "Transformer w/o PS",
+    "transformer-untied-half": "Transformer w/o PS, half width",
+    "transformer": "Transformer",
+    "dpformer": "DPFormer",
+}
+TABLE = {
+    "models": ["gru", "lstm", "transformer-untied", "transformer", "dpformer"],
+    "epsilons": [5.0, 8.0, 10.0],
+    "seeds": [0, 1, 2],
+    "batch_sizes": [2048],
+    "lrs": [9e-3],
+}
+EXPERIMENTS: Dict[str, Dict[str, Any]] = {
+    "table1": TABLE,
+    "table2": {**TABLE, "more": ["--dropout", "0.5"]},
+    "figure2": {
+        "models": ["transformer", "transformer-untied", "transformer-untied-half"],
+        "epsilons": [5.0],
+        "seeds": [0],
+        "batch_sizes": [256, 512, 1024, 2048, 4096],
+        "lrs": [1e-3, 3e-3, 5e-3, 7e-3, 9e-3],
+    },
+    "figure6": {
+        "models": ["transformer", "dpformer"],
+        "epsilons": [5.0, 8.0, 10.0],
+        "seeds": [0],
+        "batch_sizes": [2048],
+        "lrs": [9e-3],
+        "more": ["--evaluate-every", "5"],
+    },
+}
+
+
+def runs(args: argparse.Namespace, rest: List[str]) -> Iterator[List[str]]:
+    """The arguments of each run, seeds last, so that all settings come early."""
+    grid = itertools.product(
+        args.seeds, args.epsilons, args.batch_sizes, args.lrs, args.models
+    )
+    for seed, epsilon, batch_size, lr, model in grid:
+        half = model.endswith("-half")
+        argv = [
+            *("--data", args.data, "--model", model.removesuffix("-half")),
+            *("--epsilon", str(epsilon), "--seed", str(seed), "--lr", str(lr)),
+            *("--batch-size", str(batch_size)),
+            *(("--width", "32") if half else ()),
+        ]
+        yield [*argv, *EXPERIMENTS[args.experiment].get("more", []), *rest]
+
+
+def key(argv: List[str]) -> str:
+    """What tells runs apart, whatever does not change them."""
+    config = {
+        k: v for k, v in vars(train.parse_args(argv)).items() if k not in train.FREE
+    }
+    config["data"] = Path(train.parse_args(argv).data).name
+    return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def main() -> None:
+    argv = sys.argv[1:]
+    split = argv.index("--") if "--" in argv else len(argv)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("experiment", choices=list(EXPERIMENTS))
+    parser.add_argument("--data", required=True, help="SASRec text or ratings.dat")
+    parser.add_argument("--out", required=True, type=Path, help="file of JSON lines")
+    parser.add_argument("--models", nargs="+", choices=list(NAMES))
+    parser.add_argument("--epsilons", nargs="+", type=float)
+    parser.add_argument("--seeds", nargs="+", type=int)
+    parser.add_argument("--batch-sizes", nargs="+", type=int)
+    parser.add_argument("--lrs", nargs="+", type=float)
+    parser.add_argument(
+        "--part", default="1/1", help="i/n: every n-th run, from the i-th"
+    )
+    args = parser.parse_args(argv[:split])
+    for name, value in EXPERIMENTS[args.experiment].items():
+        if getattr(args, name, ...) is None:
+            setattr(args, name, value)
+    part, parts = map(int, args.part.split("/"))
+
+    todo = list(runs(args, argv[split + 1 :]))
+    checkpoints = Path(f"{args.out}.d")
+    checkpoints.mkdir(parents=True, exist_ok=True)
+    for number, run in enumerate(todo):
+        name = key(run)
+        lines = args.out.read_text().splitlines() if args.out.exists() else []
+        if number % parts != part - 1 or name in {json.loads(x)["key"] for x in lines}:
+            continue
+        checkpoint = checkpoints / f"{name}.pt"
+        run = [*run, "--checkpoint", str(checkpoint)]
+        if checkpoint.exists():
+            run.append("--resume")
+        parsed = train.parse_args(run)
+        print(f"run {number + 1} of {len(todo)}: {' '.join(run)}", flush=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Opacus on how noise is drawn
+            summary = train.train(parsed)
+        if summary["epochs"] < summary["epochs_planned"]:
+            continue  # stopped by --time-limit or --stop-after-epochs
+        config = {k: v for k, v in vars(parsed).items() if k not in train.FREE}
+        line = {"key": name, "experiment": args.experiment, **config, **summary}
+        with args.out.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        checkpoint.unlink()
+        print(train.summary_table(summary), flush=True)
+    if not any(checkpoints.iterdir()):
+        checkpoints.rmdir()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,28 @@
+"""How the noise of DP-SGD spreads through a model: effective errors and moments."""
+
+from opacus_ext.errors import moments
+from opacus_ext.errors.effective import effective_errors, gradient_noise, token_shares
+from opacus_ext.errors.instrument import Distraction, attention_mass, distraction
+from opacus_ext.errors.moments import Moments
+from opacus_ext.errors.propagation import (
+    Propagation,
+    Spread,
+    register_propagation,
+)
+from opacus_ext.errors.tracking import ErrorTracker, track_errors
+
+__all__ = [
+    "Distraction",
+    "ErrorTracker",
+    "Moments",
+    "Propagation",
+    "Spread",
+    "attention_mass",
+    "distraction",
+    "effective_errors",
+    "gradient_noise",
+    "moments",
+    "register_propagation",
+    "token_shares",
+    "track_errors",
+]

@@ -1,0 +1,225 @@
+"""What the training commands share: the schedule, checkpoints, numbers as arguments."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+from pathlib import Path
+from typing import Any, Callable, Dict, Optional, Tuple
+
+import torch
+from opacus import PrivacyEngine
+from opacus.accountants.accountant import IAccountant
+from torch import nn
+from torch.utils.data import DataLoader
+
+
+def learning_rate(step: int, total: int, peak: float, warmup: float) -> float:
+    """Linear warm-up to ``peak`` over a share ``warmup`` of the steps, then to zero."""
+    rising = max(round(total * warmup), 1)
+    return peak * min((step + 1) / rising, (total - step) / max(total - rising + 1, 1))
+
+
+def make_private(
+    engine: PrivacyEngine,
+    saved: Optional[Dict[str, Any]],
+    *,
+    epsilon: float,
+    delta: float,
+    epochs: int,
+    criterion: nn.Module,
+    **kwargs: Any,
+) -> Tuple[nn.Module, Any, Any, DataLoader]:
+    """
+    Makes a run private: a new one for a budget, with the noise it had if it goes on
+    from a checkpoint. What the engine's accountant has recorded before is part of the
+    budget.
+
+    Args:
+        saved: the checkpoint, or None
+        kwargs: of ``make_private``
+
+    Returns:
+        Model, optimizer, criterion and loader.
+    """
+    kwargs["criterion"] = criterion
+    if saved:
+        made = engine.make_private(noise_multiplier=saved["noise_multiplier"], **kwargs)
+    elif len(engine.accountant):
+        rate = 1 / len(kwargs["data_loader"])
+        # Not int(epochs / rate), which may be one too few: 3 epochs of 75 make 224.
+        steps = epochs * len(kwargs["data_loader"])
+        noise = noise_left(engine.accountant, epsilon, delta, rate, steps)
+        made = engine.make_private(noise_multiplier=noise, **kwargs)
+    else:
+        made = engine.make_private_with_epsilon(
+            target_epsilon=epsilon, target_delta=delta, epochs=epochs, **kwargs
+        )
+    # Modes with a criterion of their own return it as the third of four.
+    model, optimizer, *wrapped, loader = made
+    return model, optimizer, wrapped[0] if wrapped else criterion, loader
+
+
+def noise_left(
+    accountant: IAccountant,
+    epsilon: float,
+    delta: float,
+    sample_rate: float,
+    steps: int,
+    tolerance: float = 0.01,
+) -> float:
+    """
+    The noise multiplier of a run whose budget is what others have left of it.
+
+    Args:
+        accountant: with what was spent before; it is not changed
+        epsilon: for all of it
+        delta: for all of it
+        sample_rate: of the run
+        steps: of the run
+        tolerance: by which less than epsilon may be spent
+
+    Raises:
+        ValueError: if nothing is left
+
+    Example:
+        >>> from opacus.accountants import RDPAccountant
+        >>> accountant = RDPAccountant()
+        >>> accountant.step(noise_multiplier=20.0, sample_rate=1.0)
+        >>> f"{noise_left(accountant, 5.0, 1e-5, 0.1, 100):.2f}"
+        '1.29'
+    """
+    before = list(accountant.history)
+
+    def spent(noise: float) -> float:
+        trial = type(accountant)()
+        trial.history = [*before, (noise, sample_rate, steps)]
+        return trial.get_epsilon(delta)
+
+    low, high = 0.0, 1.0
+    while (reached := spent(high)) > epsilon:
+        low, high = high, 2 * high
+        if high > 1e4:
+            raise ValueError(
+                f"epsilon={epsilon:g} is spent before the first step: {before}."
+            )
+    while epsilon - reached > tolerance and high - low > 1e-4 * high:
+        middle = (low + high) / 2
+        if (found := spent(middle)) <= epsilon:
+            high, reached = middle, found
+        else:
+            low = middle
+    return high
+
+
+def write_checkpoint(
+    path: str,
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    content: Dict[str, Any],
+    engine: Optional[PrivacyEngine] = None,
+) -> None:
+    """
+    Writes a checkpoint in one piece: the old one stays until the new is whole.
+
+    It holds ``content``, the random state, the weights and the optimizer; with an
+    engine also the accountant's history and the noise multiplier, and
+    ``engine.load_checkpoint`` reads it.
+    """
+    random_state = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        random_state["cuda"] = torch.cuda.get_rng_state()
+    content = {**content, "random_state": random_state}
+    if engine:
+        engine.save_checkpoint(
+            path=f"{path}.part",
+            module=module,
+            optimizer=optimizer,
+            checkpoint_dict={**content, "noise_multiplier": optimizer.noise_multiplier},
+        )
+    else:
+        content["module_state_dict"] = module.state_dict()
+        content["optimizer_state_dict"] = optimizer.state_dict()
+        torch.save(content, f"{path}.part")
+    os.replace(f"{path}.part", path)
+
+
+def set_random_state(state: Dict[str, torch.Tensor]) -> None:
+    """Goes back to the random state of a checkpoint."""
+    torch.set_rng_state(state["cpu"].cpu())
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"].cpu())
+
+
+def find_checkpoint(
+    path: Optional[str], resume: bool, config: Dict[str, Any]
+) -> Optional[Dict[str, Any]]:
+    """
+    The checkpoint to resume from, once it is known to fit; None for a new run.
+
+    Args:
+        path: where it is, or where the new run will write it
+        resume: whether it was asked for
+        config: what must be the same as when it was written (its "config")
+
+    Raises:
+        OSError: if there is none to resume from
+        ValueError: if a new run would overwrite one, or it belongs to another run; the
+            message says what differs
+    """
+    if not resume:
+        if path and Path(path).exists():
+            raise ValueError(
+                f"{path} exists. Add --resume to go on from it; starting "
+                "anew over it would forget the privacy already spent."
+            )
+        return None
+    if not path:
+        raise ValueError("--resume needs --checkpoint PATH.")
+    # weights_only: a file that would run code on loading is refused here already.
+    saved = torch.load(path, map_location="cpu", weights_only=True)
+    before = saved["config"]
+    changed = [
+        f"{key}: {before.get(key)!r} there, {config.get(key)!r} here"
+        for key in sorted(before.keys() | config.keys())
+        if before.get(key) != config.get(key)
+    ]
+    if changed:
+        raise ValueError(
+            f"{path} belongs to another run; these must be the same: "
+            + "; ".join(changed)
+        )
+    return saved
+
+
+def number(kind: type, low: float, high: float = math.inf) -> Callable[[str], Any]:
+    """
+    A type for argparse: a number in ``[low, high]``.
+
+    Example:
+        >>> number(int, 1)("3")
+        3
+    """
+
+    def parse(text: str) -> Any:
+        value = kind(text)
+        if not low <= value <= high:
+            raise argparse.ArgumentTypeError(f"{text} is not in [{low}, {high}]")
+        return value
+
+    parse.__name__ = kind.__name__
+    return parse
+
+
+def option(
+    parser: argparse.ArgumentParser,
+    flag: str,
+    default: Any,
+    kind: Any,
+    text: str,
+    **kwargs: Any,
+) -> None:
+    """Adds an option whose help ends with its default."""
+    shown = "" if default is None else f" (default {default})"
+    parser.add_argument(flag, default=default, type=kind, help=text + shown, **kwargs)

@@ -1,0 +1,978 @@
+"""Several processes against one.
+
+Starting a process takes seconds, so two groups of processes run all cases, one after
+the other, and save what they have found. The oracle is the same training in a single
+process, on the samples of all.
+"""
+
+import copy
+import datetime
+import os
+import time
+import traceback
+import warnings
+from dataclasses import dataclass, field
+from typing import Any, Callable, Dict, List, Optional
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from opacus.distributed import DifferentiallyPrivateDistributedDataParallel as DPDDP
+from opacus.utils.batch_memory_manager import BatchMemoryManager
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import TensorDataset
+
+from opacus_ext import Clipping, check_per_sample_gradients, expert_batching
+from opacus_ext.distributed import expert_parallel, full_state_dict
+from opacus_ext.layers import (
+    Experts,
+    SwitchFeedForward,
+    TopKFeedForward,
+    freeze_routers,
+)
+from opacus_ext.optimizers.clipping import CLIPPINGS, clipping_factors
+from tests.common import (
+    MODES,
+    make_private,
+    next_token_loss,
+    square_loss,
+    trainable,
+)
+
+LATE = 5  # seconds that the cases about lost processes wait
+
+
+# -- models ------------------------------------------------------------------------
+
+
+class Net(nn.Module):
+    """Two layers of experts with something around them."""
+
+    def __init__(self, *layers):
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 4), nn.Linear(4, 2)
+        self.layers, self.checkpoint = nn.ModuleList(layers), False
+
+    def forward(self, x):
+        x = self.first(x)
+        for layer in self.layers:
+            y = (
+                checkpoint(layer, x, use_reentrant=False)
+                if self.checkpoint
+                else layer(x)
+            )
+            x = x + y
+        return self.last(x)
+
+
+class Biased(nn.Module):
+    """Experts with a bias each, the choice given by the position of the token."""
+
+    def __init__(self, choose):
+        super().__init__()
+        self.experts, self.choose = Experts(4, 5, 4, gated=True, bias=True), choose
+
+    def forward(self, x):
+        index = self.choose(torch.arange(x.shape[1])).expand(x.shape[:2])
+        weights = x.new_ones(index.numel(), 1)
+        y = self.experts(x.flatten(0, 1), index.reshape(-1, 1), weights)
+        return y.view_as(x)
+
+
+class Row(nn.Module):
+    """An expert of a ModuleDict; ``mixes`` lets rows see each other."""
+
+    def __init__(self, mixes=False):
+        super().__init__()
+        self.inner, self.norm = nn.Linear(4, 5), nn.LayerNorm(5)
+        self.outer, self.mixes = nn.Linear(5, 4, bias=False), mixes
+
+    def forward(self, x):
+        y = self.outer(self.norm(self.inner(x)).tanh())
+        return y - y.mean(0) if self.mixes else y
+
+
+class RowExperts(nn.ModuleDict):
+    """As Switch has them in transformers."""
+
+    def forward(self, hidden_states, selected_experts, routing_weights):
+        out = torch.zeros_like(hidden_states)
+        for i, expert in enumerate(self.values()):
+            token, choice = torch.where(selected_experts[..., i] > 0)
+            if len(token):
+                y = expert(hidden_states[token]) * routing_weights[token, choice, None]
+                out = out.index_add(0, token, y)
+        return out
+
+
+class RowLayer(nn.Module):
+    def __init__(self, **kwargs):
+        super().__init__()
+        self.router = nn.Linear(4, 4)
+        self.experts = RowExperts({f"expert_{i}": Row(**kwargs) for i in range(4)})
+
+    def forward(self, x):
+        weights, index = self.router(x).softmax(-1).topk(2, dim=-1)
+        chosen = nn.functional.one_hot(index, 4)
+        rows = (y.flatten(0, 1) for y in (x, chosen, weights))
+        return self.experts(*rows).view_as(x)
+
+
+class Mixing(nn.Module):
+    """Takes from each sample the mean of its batch."""
+
+    def forward(self, x):
+        return x - x.mean(0, keepdim=True)
+
+
+def mixture():
+    return Net(
+        TopKFeedForward(4, 6, 4),
+        SwitchFeedForward(4, 5, 4, capacity=2),
+        Biased(lambda t: (3 * t) % 4),
+    )
+
+
+def frozen(model, *names):
+    for name, p in model.named_parameters():
+        if any(part in name for part in names):
+            p.requires_grad_(False)
+    return model
+
+
+def without_routers():
+    model = mixture()
+    freeze_routers(model)
+    return model
+
+
+def recomputed():
+    model = mixture()
+    model.checkpoint = True
+    return model
+
+
+def last_first():
+    """Registered in another order, and one layer of experts used twice."""
+    layer = TopKFeedForward(4, 6, 4, top_k=1)
+    return Net(layer, RowLayer(), layer)
+
+
+def switch():
+    import transformers
+
+    config = transformers.SwitchTransformersConfig(
+        **dict(vocab_size=31, d_model=8, d_kv=4, d_ff=12, num_heads=2, num_experts=4),
+        **dict(num_layers=2, num_decoder_layers=2, num_sparse_encoder_layers=1),
+        **dict(num_sparse_decoder_layers=1, expert_capacity=3, dropout_rate=0.0),
+        **dict(router_jitter_noise=0.0),
+    )
+    model = transformers.SwitchTransformersForConditionalGeneration(config).train()
+    for module in model.modules():
+        if hasattr(module, "router"):
+            module.router.dtype = torch.float64
+    return model
+
+
+def mixtral():
+    import transformers
+
+    config = transformers.MixtralConfig(
+        **dict(vocab_size=31, hidden_size=8, intermediate_size=12, head_dim=4),
+        **dict(num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1),
+        **dict(num_local_experts=4, num_experts_per_tok=2),
+    )
+    model = transformers.MixtralForCausalLM(config).train()
+    model.set_experts_implementation("eager")  # its kernels have no float64
+    return model
+
+
+MODELS: Dict[str, Callable[[], nn.Module]] = {
+    "mixture": mixture,
+    "rows": lambda: Net(RowLayer(), SwitchFeedForward(4, 5, 4)),
+    "last first": last_first,
+    "one chosen by all": lambda: Net(Biased(lambda t: 0 * t + 3)),
+    "none chosen": lambda: Net(Biased(lambda t: 0 * t + 4)),
+    "frozen experts": lambda: frozen(mixture(), "experts"),
+    "frozen routers": without_routers,
+    "frozen below": lambda: frozen(mixture(), "first", "router"),
+    "only experts": lambda: frozen(mixture(), "first", "router", "last"),
+    "checkpoint": recomputed,
+    "plain": lambda: Net(nn.Linear(4, 4), nn.LayerNorm(4)),
+    "switch": switch,
+    "mixtral": mixtral,
+}
+
+
+def model_of(name):
+    torch.manual_seed(0)
+    return MODELS[name]().double()
+
+
+def batch_of(name, step, size):
+    generator = torch.Generator().manual_seed(step)
+    if name in ("switch", "mixtral"):
+        return torch.randint(31, (size, 6), generator=generator)
+    return torch.randn(size, 5, 3, dtype=torch.float64, generator=generator)
+
+
+def token_loss(model, ids):
+    given = {"input_ids": ids, "use_cache": False}
+    if any("decoder" in name for name, _ in model.named_parameters()):
+        given["decoder_input_ids"] = ids.flip(1)
+    return next_token_loss(model(**given).logits, ids)
+
+
+# -- cases -------------------------------------------------------------------------
+
+ROOTS = Clipping("roots", lambda norms, bound: bound / (1e-3 + norms.norm(dim=0)))
+
+
+@dataclass(frozen=True)
+class Case:
+    """Some steps of training, the samples of each process in each step."""
+
+    model: str
+    mode: str
+    sizes: List[List[int]]
+    wrap: bool = True
+    clipping: Any = "flat"
+    optimizer: str = "SGD"
+    batching: str = "gathered"
+    max_grad_norm: float = 0.3
+
+    def bounds(self, model):
+        """For per-layer clipping one that differs from parameter to parameter."""
+        names = trainable(model)
+        if self.clipping != "per_layer":
+            return self.max_grad_norm
+        return [0.02 * (2 + len(name) % 5) for name in map(kind_of, names)]
+
+    @property
+    def loss(self):
+        return token_loss if self.model in ("switch", "mixtral") else square_loss
+
+    def private(self, model, size, **kwargs):
+        make = getattr(torch.optim, self.optimizer)
+        lr = 1.0 if self.optimizer == "SGD" else 0.01
+        kwargs = {"max_grad_norm": self.bounds(model), **kwargs}
+        return make_private(
+            *(model, self.mode, self.wrap),
+            batch_size=size,
+            clipping=self.clipping,
+            optimizer=make(trainable(model).values(), lr=lr),
+            **kwargs,
+        )
+
+    def __str__(self):
+        name = getattr(self.clipping, "name", self.clipping)
+        wrap = "wrap" if self.wrap else "nowrap"
+        sizes = "-".join("".join(map(str, s)) for s in self.sizes)
+        parts = (self.model, self.mode, wrap, name, self.optimizer, self.batching)
+        return ",".join((*parts, sizes))
+
+
+def kind_of(name):
+    """The name of a parameter without the number of its expert, and wrappers."""
+    name = name.replace("module.", "").replace("_module.", "")
+    return ".".join("i" if "expert_" in part else part for part in name.split("."))
+
+
+UNEVEN = [[3, 3], [4, 1], [0, 5]]  # one step each
+TWO = [
+    *(Case("mixture", mode, UNEVEN, wrap) for mode in MODES for wrap in (True, False)),
+    *(Case("rows", mode, UNEVEN, wrap=mode != "ghost") for mode in MODES),
+    *(Case("last first", mode, [[2, 3], [1, 1]]) for mode in MODES),
+    *(
+        Case("mixture", mode, [[3, 2]], clipping=clipping, batching=batching)
+        for mode in MODES
+        for clipping, batching in (
+            ("automatic", "padded"),
+            ("normalised", "gathered"),
+            ("per_layer", "padded"),
+        )
+    ),
+    *(Case("rows", mode, [[3, 2]], clipping="per_layer") for mode in MODES),
+    Case("rows", "ghost_bk", UNEVEN, batching="padded"),
+    Case("mixture", "ghost", UNEVEN, clipping=ROOTS),
+    *(
+        Case(model, mode, [[2, 3], [0, 4]])
+        for mode in MODES
+        for model in ("one chosen by all", "none chosen", "frozen experts")
+    ),
+    *(
+        Case(model, mode, [[2, 3], [4, 0]])
+        for mode in MODES
+        for model in ("frozen routers", "frozen below", "only experts", "checkpoint")
+    ),
+    *(Case("mixture", mode, [[0, 0], [2, 1]]) for mode in MODES),
+    Case("mixture", "ghost_bk", UNEVEN * 2, optimizer="Adam"),
+    Case("rows", "hooks", UNEVEN, optimizer="Adam"),
+    *(Case("plain", mode, UNEVEN, clipping="automatic") for mode in MODES),
+    *(Case("plain", mode, [[3, 1]], clipping=ROOTS) for mode in MODES),
+    Case("plain", "ghost_bk", [[3, 1]], clipping="per_layer"),
+    *(Case("switch", mode, [[2, 1], [3, 2]], mode == "hooks") for mode in MODES),
+    *(Case("mixtral", mode, [[2, 1], [3, 2]], mode != "hooks") for mode in MODES),
+    Case("switch", "ghost_bk", [[2, 2]], clipping="per_layer"),
+]
+FOUR = [
+    *(Case("mixture", mode, [[2, 1, 0, 3], [1, 1, 1, 1]]) for mode in MODES),
+    *(Case("rows", mode, [[0, 2, 0, 1], [2, 2, 2, 2]], False) for mode in MODES),
+    *(Case("mixture", mode, [[1, 2, 2, 0]], clipping="per_layer") for mode in MODES),
+    Case("last first", "ghost_bk", [[1, 1, 1, 1]] * 5, optimizer="Adam"),
+    Case("checkpoint", "ghost_bk", [[2, 0, 1, 1]]),
+    Case("plain", "ghost_bk", [[2, 0, 1, 1]]),
+]
+
+
+def train(case: Case) -> Dict[str, Any]:
+    """A case in this process, one of several."""
+    model = model_of(case.model)
+    model = DPDDP(model) if case.model == "plain" else expert_parallel(model)
+    before = expert_batching(case.batching)
+    private = case.private(model, sum(case.sizes[0]))
+    for step, sizes in enumerate(case.sizes):
+        batch = batch_of(case.model, step, sum(sizes)).split(sizes)[dist.get_rank()]
+        private.step(batch, case.loss)
+    expert_batching(before)
+    named = model.named_parameters(remove_duplicate=False)
+    spread = [name for name, p in named if hasattr(p, "world")]
+    return {
+        "state": full_state_dict(private.module),
+        "own": {n: p for n, p in model.state_dict().items() if n not in spread},
+        "spread": spread,
+        "history": private.engine.accountant.history,
+    }
+
+
+def alone(case: Case, size: int) -> Dict[str, torch.Tensor]:
+    """The same training in one process. Each share is clipped as a layer."""
+    model = model_of(case.model)
+    if case.clipping == "per_layer" and case.model != "plain":
+        return shares_alone(case, model, size)
+    private = case.private(model, sum(case.sizes[0]))
+    for step, sizes in enumerate(case.sizes):
+        private.step(batch_of(case.model, step, sum(sizes)), case.loss)
+    return model.state_dict()
+
+
+def shares_alone(case: Case, model: nn.Module, size: int) -> Dict[str, torch.Tensor]:
+    """One step of per-layer clipping, from the gradients of single samples."""
+    (sizes,) = case.sizes
+    batch, names = batch_of(case.model, 0, sum(sizes)), trainable(model)
+    bounds = dict(zip(names, case.bounds(model)))
+    total = {name: torch.zeros_like(p) for name, p in names.items()}
+    for b in range(len(batch)):
+        model.zero_grad()
+        case.loss(model, batch[b : b + 1]).sum().backward()
+        for name, p in names.items():
+            if p.grad is None:
+                continue
+            stacked = ".experts." in name and "expert_" not in name
+            parts = p.grad.chunk(size) if stacked else [p.grad]
+            c = bounds[name]
+            clipped = [(c / (g.norm() + 1e-6)).clamp(max=1) * g for g in parts]
+            total[name] += torch.cat(clipped) if stacked else clipped[0]
+    with torch.no_grad():
+        for name, p in names.items():
+            p -= total[name] / len(batch)
+    return model.state_dict()
+
+
+# -- what is not a comparison of weights ---------------------------------------------
+
+
+def refusal(call: Callable, *args: Any, **kwargs: Any) -> str:
+    """What kind of error a call ends in, and its message."""
+    try:
+        call(*args, **kwargs)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "not refused"
+
+
+def own_batch(step: int, sizes: List[int], name: str = "mixture") -> torch.Tensor:
+    return batch_of(name, step, sum(sizes)).split(sizes)[dist.get_rank()]
+
+
+def unchanged(model: nn.Module, before: Dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(p, before[n]) for n, p in model.state_dict().items())
+
+
+def weights(model: nn.Module) -> Dict[str, torch.Tensor]:
+    return {n: p.clone() for n, p in model.state_dict().items()}
+
+
+def noise(mode: str, clipping: str = "flat") -> Dict[str, Any]:
+    """The noise of one step, with equal seeds, on parameters of many entries."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(40, 40), TopKFeedForward(40, 40, 4)).double()
+    model = expert_parallel(model)
+    count = len(trainable(model))
+    bound = 0.5 if clipping != "per_layer" else [0.5] * count
+    torch.manual_seed(7)  # the same everywhere
+    private = make_private(
+        *(model, mode),
+        batch_size=8,
+        max_grad_norm=bound,
+        clipping=clipping,
+        noise_multiplier=3.0,
+    )
+    before = weights(model)
+    batch = torch.zeros(4, 2, 40, dtype=torch.float64)
+    private.step(batch, lambda model, x: 0 * square_loss(model, x))
+    return {
+        "added": {n: (before[n] - p) * 8 for n, p in model.state_dict().items()},
+        "spread": [n for n, p in model.named_parameters() if hasattr(p, "world")],
+        "sensitivity": private.optimizer.sensitivity,
+        "history": private.engine.accountant.history,
+    }
+
+
+def evaluation() -> torch.Tensor:
+    """Before training, after some, and after the hooks are gone."""
+    model = expert_parallel(model_of("mixture")).eval()
+    x = own_batch(0, [3] * dist.get_world_size())
+    with torch.no_grad():
+        before = model(x)
+    model.train()
+    private = make_private(model, "ghost_bk", wrap=False, batch_size=4)
+    model.eval()
+    with torch.no_grad():
+        hooked = model(x)
+        other = model(x[: dist.get_rank() + 1])  # another size than any step had
+    with_gradients = model(x).detach()
+    private.handle.cleanup()
+    torch.testing.assert_close(other, before[: dist.get_rank() + 1])
+    for y in (hooked, with_gradients, model(x).detach()):
+        torch.testing.assert_close(y, before)
+    return before
+
+
+def copied() -> Dict[str, torch.Tensor]:
+    """Copies of a model know that its experts are spread."""
+    case = Case("mixture", "ghost_bk", [[3, 2]])
+    model = copy.deepcopy(expert_parallel(model_of("mixture")))
+    private = case.private(model, 5)
+    assert any(private.optimizer._spread(p) for p in private.optimizer.params)
+    private.step(own_batch(0, [3, 2]), square_loss)
+    return full_state_dict(private.module)
+
+
+def refusals() -> Dict[str, str]:
+    """Nothing may have changed, and all processes must refuse."""
+    found, rank = {}, dist.get_rank()
+    model = Net(TopKFeedForward(4, 4, 3))
+    before, names = weights(model), list(model.state_dict())
+    found["uneven"] = refusal(expert_parallel, model)
+    assert unchanged(model, before) and names == list(model.state_dict())
+    assert not any(hasattr(part, "world") for part in model.modules())
+    found["none"] = refusal(expert_parallel, Net(nn.Linear(4, 4)))
+    model = mixture()
+    model.layers[0].experts.down_proj = model.layers[2].experts.down_proj
+    found["shared"] = refusal(expert_parallel, model)
+    model = mixture()
+    whole = expert_parallel(model)
+    found["twice"] = refusal(expert_parallel, model)
+    found["not wrapped"] = refusal(make_private, model, "ghost_bk", batch_size=2)
+    found["adaptive"] = refusal(
+        *(make_private, whole, "hooks"),
+        batch_size=2,
+        clipping="adaptive",
+        target_unclipped_quantile=0.5,
+    )
+    found["mode"] = refusal(make_private, whole, "functorch", batch_size=2)
+    batch = torch.randn(2, 5, 3), torch.randn(2, 5, 2)
+    found["check"] = refusal(
+        check_per_sample_gradients, whole, batch, nn.MSELoss(), verbose=False
+    )
+    bound = 1.0 + rank
+    found["bounds"] = refusal(
+        make_private, whole, "ghost_bk", batch_size=2, max_grad_norm=bound
+    )
+    groups = [dist.new_group([0]), dist.new_group([1])]
+    part = expert_parallel(mixture(), groups[rank])
+    found["group"] = refusal(make_private, part, "ghost_bk", batch_size=2)
+    for mode in MODES:
+        for name, step in REFUSED_STEPS.items():
+            found[f"{name} {mode}"] = step(mode)
+    return found
+
+
+def refused_step(model, mode, sizes, wrap=True, batch=None, **kwargs) -> str:
+    model = expert_parallel(model.double())
+    private = make_private(model, mode, wrap, batch_size=sum(sizes), **kwargs)
+    before = weights(model)
+    batch = own_batch(0, sizes) if batch is None else batch
+    found = refusal(private.step, batch, square_loss)
+    assert unchanged(model, before) and not private.engine.accountant.history
+    return found
+
+
+class TimeFirst(nn.Module):
+    """Gives the experts the tokens of all samples at one time, then the next."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = mixture().layers[0]
+        self.first = nn.Linear(3, 4)
+
+    def forward(self, x):
+        return self.net(self.first(x).transpose(0, 1)).transpose(0, 1)
+
+
+class Second(nn.Module):
+    """The batch is not the first argument."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = mixture()
+
+    def forward(self, scale, x):
+        return self.net(x * scale)
+
+
+def second_first(mode):
+    scale = torch.ones(1, 5, 1, dtype=torch.float64)
+    batch = scale, own_batch(0, [2, 3])
+    return refused_step(Second(), mode, [2, 3], batch=batch)
+
+
+def accumulated(mode) -> str:
+    model = expert_parallel(model_of("mixture"))
+    private = make_private(model, mode, batch_size=4)
+    batch = own_batch(0, [2, 2])
+    private.backward(batch, square_loss)
+    return refusal(private.backward, batch, square_loss)
+
+
+def unequal_batches(mode) -> str:
+    """One process has a physical batch more than the other."""
+    model = expert_parallel(model_of("mixture"))
+    private = make_private(model, mode, batch_size=4)
+    before = weights(model)
+    private.optimizer.signal_skip_step(do_skip=dist.get_rank() == 0)
+    found = refusal(private.step, own_batch(0, [2, 2]), square_loss)
+    assert unchanged(model, before) and not private.engine.accountant.history
+    return found
+
+
+REFUSED_STEPS: Dict[str, Callable[[str], str]] = {
+    "batch mean": lambda mode: refused_step(
+        nn.Sequential(Mixing(), mixture()), mode, [3, 1]
+    ),
+    "mixing expert": lambda mode: refused_step(
+        Net(RowLayer(mixes=True)), mode, [3, 3], wrap=False
+    ),
+    "mixing over processes": lambda mode: refused_step(
+        Net(RowLayer(mixes=True)), mode, [1, 1]
+    ),
+    "time first": lambda mode: refused_step(TimeFirst(), mode, [3, 1]),
+    "second": second_first,
+    "accumulated": accumulated,
+    "unequal": unequal_batches,
+}
+
+
+def in_parts(mode: str) -> Dict[str, torch.Tensor]:
+    """BatchMemoryManager, with as many physical batches in each process."""
+    case = Case("mixture", mode, [[4, 4]])
+    model = expert_parallel(model_of("mixture"))
+    data = TensorDataset(own_batch(0, [4, 4]))
+    private = case.private(model, 4, dataset=data)
+    private.optimizer.expected_batch_size = 4  # in each process
+    history = private.engine.accountant.history
+    with BatchMemoryManager(
+        data_loader=private.loader,
+        max_physical_batch_size=3,
+        optimizer=private.optimizer,
+    ) as loader:
+        for (x,) in loader:
+            assert not history
+            private.step(x, square_loss)
+    assert sum(steps for _, _, steps in history) == 1
+    return full_state_dict(private.module)
+
+
+def probes() -> List[int]:
+    """At which steps layouts are looked for: not at every one."""
+    model = expert_parallel(model_of("mixture"))
+    private = make_private(model, "ghost_bk", batch_size=4)
+    tape, found = private.module.tape, []
+    look_at = tape._look_at
+    tape._look_at = lambda *args: found.append(step) or look_at(*args)
+    for step in range(1, 9):
+        private.step(own_batch(step, [2, 2]), square_loss)
+    return found
+
+
+def half() -> Dict[str, Any]:
+    """Rows in bfloat16, in autocast and of their own, of odd width."""
+    found = {}
+    for mode in MODES:
+        torch.manual_seed(0)
+        layer = TopKFeedForward(3, 5, 4, top_k=1)
+        model = expert_parallel(nn.Sequential(nn.Linear(3, 3), layer).bfloat16())
+        private = make_private(model, mode, batch_size=2)
+        x = torch.randn(1 + dist.get_rank(), 1, 3).bfloat16()
+        private.step(x, square_loss)
+        found[mode] = model.state_dict()["module.0.weight"]
+        torch.manual_seed(0)
+        layer = TopKFeedForward(3, 5, 4, top_k=1)
+        model = expert_parallel(nn.Sequential(nn.Linear(3, 3), layer))
+        private = make_private(model, mode, batch_size=2)
+        with torch.autocast("cpu", torch.bfloat16):
+            private.step(x.float(), square_loss)
+        found[f"{mode} autocast"] = model.state_dict()["module.0.weight"]
+    return found
+
+
+def late(rank_of_late: int = 1) -> Optional[str]:
+    """A process that comes too late for the others."""
+    return lost(lambda: time.sleep(LATE + 2), rank_of_late)
+
+
+def killed() -> Optional[str]:
+    """A process that dies between forward and backward."""
+    return lost(lambda: os._exit(1), dist.get_world_size() - 1)
+
+
+def lost(happens: Callable[[], None], rank: int) -> Dict[str, Any]:
+    model = expert_parallel(model_of("mixture"))
+    private = make_private(model, "ghost_bk", batch_size=4, noise_multiplier=1.0)
+    size = dist.get_world_size()
+    private.step(own_batch(0, [2] * size), square_loss)
+    before, start = weights(model), time.time()
+    private.optimizer.zero_grad()
+    losses = square_loss(private.module, own_batch(1, [2] * size))
+    if dist.get_rank() == rank:
+        happens()
+
+    def rest():
+        private.criterion(losses, None).backward()
+        private.optimizer.step()
+
+    found = refusal(rest)
+    history = private.engine.accountant.history
+    return {
+        "refusal": found,
+        "unchanged": unchanged(model, before),
+        "again": refusal(private.optimizer.step),
+        "still": unchanged(model, before),
+        "steps": sum(steps for _, _, steps in history),
+        "seconds": time.time() - start,
+    }
+
+
+OTHERS: Dict[int, Dict[str, Callable[[], Any]]] = {
+    2: {
+        **{f"noise {mode}": lambda mode=mode: noise(mode) for mode in MODES},
+        "noise per_layer": lambda: noise("ghost_bk", "per_layer"),
+        "evaluation": evaluation,
+        "copied": copied,
+        "refusals": refusals,
+        **{f"in parts {mode}": lambda mode=mode: in_parts(mode) for mode in MODES},
+        "probes": probes,
+        "half": half,
+    },
+    4: {"evaluation": evaluation},
+}
+CASES = {2: TWO, 4: FOUR}
+LAST = {2: {"late": late, "killed": killed}, 4: {"killed": killed}}
+
+
+# -- groups of processes -----------------------------------------------------------
+
+
+@dataclass
+class Group:
+    """What the processes of a group have found, by case."""
+
+    size: int
+    found: List[Dict[str, Any]]
+    codes: List[Optional[int]] = field(default_factory=list)
+
+    def of(self, name: str) -> List[Any]:
+        """What each process has found in a case."""
+        for rank, found in enumerate(self.found):
+            if name not in found:
+                pytest.fail(f"process {rank} did not finish {name!r}: {found['error']}")
+        return [found[name] for found in self.found]
+
+
+def work(rank: int, size: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    found: Dict[str, Any] = {"error": "it was stopped"}
+    jobs = [(str(case), lambda case=case: train(case)) for case in CASES[size]]
+    jobs += OTHERS[size].items()
+    name = ""
+
+    def save():
+        torch.save(found, f"{folder}/{rank}.new")
+        os.replace(f"{folder}/{rank}.new", f"{folder}/{rank}.pt")
+
+    def join(number: int, seconds: float):
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{folder}/meet{number}",
+            rank=rank,
+            world_size=size,
+            timeout=datetime.timedelta(seconds=seconds),
+        )
+
+    try:
+        join(0, 60)
+        for name, job in jobs:
+            found[name] = job()
+        dist.destroy_process_group()
+        for number, (name, job) in enumerate(LAST[size].items(), 1):
+            save()
+            join(number, LATE if name == "late" else 30)
+            found[name] = job()
+            dist.destroy_process_group()
+    except BaseException:
+        found["error"] = f"in {name!r}: {traceback.format_exc()}"
+    save()
+
+
+def run(size: int, folder: str, seconds: float = 400) -> Group:
+    context = mp.get_context("spawn")
+    given = [(rank, size, folder) for rank in range(size)]
+    processes = [context.Process(target=work, args=args) for args in given]
+    for process in processes:
+        process.start()
+    end = time.time() + seconds
+    for process in processes:
+        process.join(max(0.0, end - time.time()))
+    codes = [process.exitcode for process in processes]
+    for process in processes:
+        process.kill()
+    found = []
+    for rank in range(size):
+        path = f"{folder}/{rank}.pt"
+        nothing = {"error": f"exit code {codes[rank]}"}
+        found.append(torch.load(path) if os.path.exists(path) else nothing)
+    return Group(size, found, codes)
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    return run(2, str(tmp_path_factory.mktemp("two")))
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory):
+    return run(4, str(tmp_path_factory.mktemp("four")))
+
+
+# -- tests -------------------------------------------------------------------------
+
+
+def assert_equals_one_process(case: Case, group: Group) -> None:
+    results = group.of(str(case))
+    before, expected = model_of(case.model).state_dict(), alone(case, group.size)
+    # Those of transformers compute norms and probabilities in float32.
+    atol = 1e-6 if case.loss is token_loss else 1e-10
+    moved = False
+    for result in results:
+        assert set(result["state"]) == set(expected)
+        for name, value in expected.items():
+            got = result["state"][name]
+            torch.testing.assert_close(got, value, rtol=0, atol=atol, msg=name)
+            moved |= not torch.equal(before[name], value)
+        assert sum(s for _, _, s in result["history"]) == len(case.sizes)
+        for name, value in results[0]["own"].items():
+            assert torch.equal(result["own"][name], value), f"{name} differs"
+    assert moved
+    assert bool(results[0]["spread"]) == (case.model != "plain")
+    model_of(case.model).load_state_dict(results[-1]["state"], strict=True)
+
+
+@pytest.mark.parametrize("case", TWO, ids=str)
+def test_two_processes(case, two):
+    assert_equals_one_process(case, two)
+
+
+@pytest.mark.parametrize("case", FOUR, ids=str)
+def test_four_processes(case, four):
+    assert_equals_one_process(case, four)
+
+
+@pytest.mark.parametrize("mode", [*MODES, "per_layer"])
+def test_noise_once(mode, two):
+    """Std sigma C, replicas alike, shares with noise of their own."""
+    first, second = two.of(f"noise {mode}")
+    assert first["history"] == second["history"] and len(first["history"]) == 1
+    bounds = 0.5
+    if mode == "per_layer":
+        spread = len(first["spread"])
+        shared = len(first["added"]) - spread
+        bounds = 0.5 * (shared + 2 * spread) ** 0.5
+    assert first["sensitivity"] == pytest.approx(bounds)
+    assert second["sensitivity"] == pytest.approx(bounds)
+    for name, added in first["added"].items():
+        other = second["added"][name]
+        for x in (added, other):
+            tolerance = 5 * 3 * bounds / (2 * x.numel()) ** 0.5
+            assert float(x.std()) == pytest.approx(3 * bounds, abs=tolerance)
+        if name in first["spread"]:
+            apart = torch.corrcoef(torch.stack([added.flatten(), other.flatten()]))
+            assert abs(float(apart[0, 1])) < 5 / added.numel() ** 0.5
+        else:
+            assert torch.equal(added, other)
+    values = [x.flatten()[:40] for x in first["added"].values()]
+    assert not any(torch.equal(values[0], x) for x in values[1:])
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_evaluation(size, request):
+    group = request.getfixturevalue({2: "two", 4: "four"}[size])
+    model = model_of("mixture").eval()
+    expected = model(batch_of("mixture", 0, 3 * size)).detach()
+    torch.testing.assert_close(torch.cat(group.of("evaluation")), expected)
+
+
+@pytest.mark.parametrize(
+    "name, sizes",
+    [("copied", [3, 2]), *((f"in parts {mode}", [4, 4]) for mode in MODES)],
+)
+def test_other_ways_to_train(name, sizes, two):
+    expected = alone(Case("mixture", "ghost_bk", [sizes]), 2)
+    for state in two.of(name):
+        for key, value in expected.items():
+            torch.testing.assert_close(state[key], value, rtol=0, atol=1e-10)
+
+
+REFUSALS = {
+    "uneven": ("ValueError", "has 3 experts"),
+    "none": ("ValueError", "has no experts that can be spread"),
+    "shared": ("ValueError", "shared with another layer"),
+    "twice": ("ValueError", "already"),
+    "not wrapped": ("ValueError", "what expert_parallel has returned"),
+    "adaptive": ("ValueError", "adaptive"),
+    "mode": ("ValueError", "functorch"),
+    "group": ("ValueError", "over 1 of 2 processes"),
+    "check": ("ValueError", "before expert_parallel"),
+    "bounds": ("ValueError", "differ between processes"),
+}
+REFUSALS_OF_STEPS = {
+    "batch mean": "another sample",
+    "mixing expert": "another sample",
+    "mixing over processes": "another sample",
+    "time first": "tokens it is given",
+    "second": "batch dimension first",
+    "accumulated": "second time",
+    "unequal": "max_physical_batch_size",
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_refused_before_training(name, two):
+    kind, words = REFUSALS[name]
+    for found in two.of("refusals"):
+        assert found[name].startswith(kind), found[name]
+        assert words in found[name], found[name]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", REFUSALS_OF_STEPS)
+def test_refused_by_all_processes(name, mode, two):
+    """One says why; the others say that another one does, and none is left waiting."""
+    found = [refusals[f"{name} {mode}"] for refusals in two.of("refusals")]
+    assert any(REFUSALS_OF_STEPS[name] in text for text in found), found
+    for text in found:
+        assert text.startswith(("RuntimeError", "ValueError")), text
+        said = REFUSALS_OF_STEPS[name] in text
+        assert said or "Another process refuses this step" in text
+
+
+def test_not_probed_at_every_step(two):
+    assert two.of("probes") == [[1, 2, 4, 8]] * 2
+
+
+def test_half_precision(two):
+    first, second = two.of("half")
+    for name, value in first.items():
+        assert torch.equal(value, second[name]) and bool(value.isfinite().all())
+
+
+def assert_nothing_done(result: Dict[str, Any], seconds: float) -> None:
+    assert result["refusal"].startswith("RuntimeError"), result["refusal"]
+    assert "One of them has died, failed or come too late" in result["refusal"]
+    assert result["unchanged"] and result["still"]
+    assert result["again"].startswith(("RuntimeError", "ValueError")), result["again"]
+    assert result["steps"] == 1  # the one before
+    assert result["seconds"] < seconds
+
+
+def test_late_process(two):
+    for result in two.of("late"):
+        assert_nothing_done(result, LATE + 10)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_killed_process(size, request):
+    group = request.getfixturevalue({2: "two", 4: "four"}[size])
+    assert group.codes == [0] * (size - 1) + [1]
+    for found in group.found[:-1]:
+        assert "killed" in found, found["error"]
+        assert_nothing_done(found["killed"], 40)
+
+
+@pytest.fixture
+def group_of_one():
+    """A group of this process only."""
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_noise_goes_on_with_the_random_state(group_of_one):
+    """Begun again from a checkpoint's random state, no noise comes twice."""
+
+    def begin():
+        model = expert_parallel(TopKFeedForward(4, 6, num_experts=2).double())
+        return make_private(model, "ghost_bk", batch_size=2, noise_multiplier=1.0)
+
+    def noise(private):
+        before = {n: p.detach().clone() for n, p in private.module.named_parameters()}
+        private.step(torch.zeros(0, 3, 4).double(), square_loss)
+        after = private.module.named_parameters()
+        return {n: before[n] - p.detach() for n, p in after}
+
+    private = begin()
+    first, state = noise(private), torch.get_rng_state()
+    second = noise(private)
+    torch.manual_seed(0)
+    private = begin()
+    torch.set_rng_state(state)
+    again = noise(private)
+    for name in first:
+        # What is left of a weight of any size: sums with it are rounded.
+        torch.testing.assert_close(again[name], second[name], rtol=0, atol=1e-12)
+        assert not torch.allclose(again[name], first[name])
+
+
+class _Deaf:
+    """A world whose other processes do not answer."""
+
+    batch_size, own = 3, slice(0, 2)
+
+    def sum(self, x):
+        raise AssertionError("an all-reduce")
+
+
+def test_clipping_by_parameter_takes_no_all_reduce():
+    norms = [torch.tensor([1.0, 4.0]), torch.tensor([2.0, 0.5, 8.0])]
+    worlds, clipping = [None, _Deaf()], CLIPPINGS["per_layer"]
+    factors, total = clipping_factors(clipping, [2.0, 1.0], norms, worlds)
+    assert total is None
+    expected = [torch.tensor([1.0, 0.5]), torch.tensor([0.5, 1.0, 0.125])]
+    for got, e in zip(factors, expected):
+        torch.testing.assert_close(got, e, rtol=1e-5, atol=0)
+    with pytest.raises(AssertionError, match="all-reduce"):
+        clipping_factors(CLIPPINGS["flat"], 1.0, norms, worlds)

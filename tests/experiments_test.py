@@ -1,0 +1,64 @@
+"""The DPFormer paper's experiments: resumable, one line a run, and their report."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from opacus_ext.data import synthetic_sequences
+
+FOLDER = Path(__file__).parents[1] / "benchmarks"
+TINY = (
+    "--epochs 2 --batch-size 32 --max-len 8 --width 8 --depth 1 --no-progress".split()
+)
+
+
+@pytest.fixture
+def data(tmp_path):
+    """Sequences in SASRec's form."""
+    made = synthetic_sequences(num_users=60, num_items=20, num_genres=4, length=8)
+    lines = [
+        f"{user} {item}"
+        for user, (items, last) in enumerate(zip(made.histories, made.held_out))
+        for item in [*items.tolist(), int(last)]
+    ]
+    path = tmp_path / "few.txt"
+    path.write_text("\n".join(lines))
+    return path
+
+
+def run(script, *args):
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", FOLDER / script, *map(str, args)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(FOLDER.parent), "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_runs_are_made_once_and_reported(data, tmp_path):
+    out = tmp_path / "runs.jsonl"
+    common = ("table1", "--data", data, "--out", out, "--epsilons", 8, "--seeds", 0)
+    models = ("--models", "transformer", "dpformer")
+
+    # Cut off after an epoch of the second run, in the part of another process.
+    part = ("--part", "2/2")
+    run("dpformer.py", *common, *models, *part, "--", *TINY, "--stop-after-epochs", 1)
+    assert not out.exists() and len(list(Path(f"{out}.d").iterdir())) == 1
+    run("dpformer.py", *common, *models, "--", *TINY)
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [row["model"] for row in rows] == ["transformer", "dpformer"]
+    assert all(row["epochs"] == 2 and row["epsilon_spent"] <= 8 for row in rows)
+    assert not Path(f"{out}.d").exists()
+
+    assert "run" not in run("dpformer.py", *common, *models, "--", *TINY)
+    assert len(out.read_text().splitlines()) == 2
+
+    text = run("dpformer_report.py", out, "--figures", tmp_path)
+    assert f"{rows[0]['ndcg_at_10']:.2f}" in text and "DPFormer against" in text
+    assert (tmp_path / "table1.png").exists()

@@ -1,0 +1,457 @@
+"""Fine-tuning from the command line's arguments, on a tiny Switch saved to disk."""
+
+import functools
+import json
+import math
+from unittest.mock import patch
+
+import pytest
+import torch
+from opacus.accountants.utils import get_noise_multiplier
+from torch.nn import functional as F
+
+from opacus_ext import finetune
+from opacus_ext.data.glue import TASKS
+from opacus_ext.data.hashed_words import HashedWords
+from opacus_ext.models.labels import (
+    LabelModel,
+    encode_labels,
+    learn_to_answer,
+    scratch_switch,
+)
+from tests.common import check, every_mode
+
+transformers = pytest.importorskip("transformers")
+
+WORDS = (
+    "sst2 sentence : mnli premise hypothesis good bad a film is the plot not".split()
+)
+# "positive" is two tokens, "neutral" begins with another word: names of any length.
+PIECES = "negative posi ##tive entailment neutral ##ity contradiction".split()
+
+
+def tiny_tokenizer():
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+    tokens = ["<pad>", "</s>", "<unk>", *WORDS, *PIECES]
+    vocab = {token: i for i, token in enumerate(tokens)}
+    tokenizer = Tokenizer(models.WordPiece(vocab, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="$A </s>", special_tokens=[("</s>", 1)]
+    )
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        eos_token="</s>",
+        unk_token="<unk>",
+    )
+
+
+def tiny_switch(**changes):
+    config = dict(
+        vocab_size=40,
+        d_model=8,
+        d_kv=4,
+        d_ff=12,
+        num_layers=2,
+        num_decoder_layers=1,
+        num_heads=2,
+        num_experts=3,
+        num_sparse_encoder_layers=1,
+        num_sparse_decoder_layers=1,
+        decoder_start_token_id=0,
+    )
+    torch.manual_seed(0)
+    return transformers.SwitchTransformersForConditionalGeneration(
+        transformers.SwitchTransformersConfig(**{**config, **changes})
+    )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def calibrated_once():
+    """Runs with the same budget take the noise multiplier of the first of them."""
+    once = functools.lru_cache(get_noise_multiplier)
+    with patch("opacus.privacy_engine.get_noise_multiplier", once):
+        yield
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A model, its tokenizer and the files of both tasks."""
+    path = tmp_path_factory.mktemp("finetune")
+    tiny_switch().save_pretrained(path / "switch")
+    tiny_tokenizer().save_pretrained(path / "switch")
+    sst2 = [("a good film", 1), ("the plot is bad", 0), ("not bad", 1), ("bad", 0)]
+    rows = [f"{text}\t{label}" for text, label in 6 * sst2]
+    nli = TASKS["mnli"].classes
+    pairs = [f"a film\tthe plot is good\t{nli[i % 3]}" for i in range(12)]
+    for task, header, lines in (
+        ("sst2", "sentence\tlabel", rows),
+        ("mnli", "sentence1\tsentence2\tgold_label", pairs),
+    ):
+        (path / task).mkdir()
+        for name in (TASKS[task].train, TASKS[task].dev):
+            (path / task / name).write_text("\n".join([header, *lines]) + "\n")
+    return path
+
+
+def arguments(folder, *more, task="sst2"):
+    model = () if "--scratch" in more else ("--model", str(folder / "switch"))
+    where = ("--task", task, "--data", str(folder / task))
+    tiny = "--epochs 2 --batch-size 8 --physical-batch-size 3 --no-progress"
+    return [*model, *where, *tiny.split(), *more]
+
+
+def run(folder, *more, task="sst2"):
+    args = finetune.parse_args(arguments(folder, *more, task=task))
+    return finetune.finetune(args)
+
+
+def weights(path):
+    return torch.load(path, weights_only=True)["module_state_dict"]
+
+
+# -- losses and scores -------------------------------------------------------------
+
+
+def test_labels():
+    tokenizer = tiny_tokenizer()
+    ids = tokenizer.get_vocab()
+    found = encode_labels(tokenizer, ["negative", "positive"])
+    assert found.tolist() == [[ids["negative"], -100], [ids["posi"], ids["##tive"]]]
+    # One begins the other: now the end is what tells.
+    found = encode_labels(tokenizer, ["neutral", "neutrality"])
+    assert found.tolist() == [
+        [ids["neutral"], 1, -100],
+        [ids["neutral"], ids["##ity"], 1],
+    ]
+
+
+def test_labels_that_can_not_be_told_apart():
+    with pytest.raises(ValueError, match="can't tell 'yes' from 'no'.*--buckets"):
+        encode_labels(HashedWords(buckets=1), ["yes", "no"])
+
+
+def batch_of_texts():
+    ids = torch.randint(3, 40, (4, 7))
+    return ids, torch.tensor([7, 3, 5, 1]), torch.tensor([1, 0, 1, 1])
+
+
+def test_losses_and_scores():
+    """Against the model alone on each text, without padding, for each name."""
+    inner = tiny_switch().eval()
+    labels = encode_labels(tiny_tokenizer(), ["negative", "positive"])
+    model = LabelModel(inner, labels).eval()
+    ids, lengths, classes = batch_of_texts()
+    losses, scores = model(ids, lengths, classes), model.scores(ids, lengths)
+    for b, n in enumerate(lengths.tolist()):
+        for c, name in enumerate(labels):
+            name = name[name >= 0]
+            start = torch.tensor([0, *name[:-1]])
+            logits = inner(ids[b : b + 1, :n], decoder_input_ids=start[None]).logits
+            each = F.cross_entropy(logits[0], name, reduction="none")
+            torch.testing.assert_close(scores[b, c], -each.sum())
+            if c == classes[b]:
+                torch.testing.assert_close(losses[b], each.mean())
+
+
+def test_model_loss_is_not_used():
+    """A config that asks for the batch's balancing loss changes nothing."""
+    labels = encode_labels(tiny_tokenizer(), ["negative", "positive"])
+    batch = batch_of_texts()
+    found = []
+    for changes in ({}, dict(output_router_logits=True, router_aux_loss_coef=9.0)):
+        found.append(LabelModel(tiny_switch(**changes), labels).eval()(*batch))
+    assert torch.equal(*found)
+
+
+@every_mode
+@pytest.mark.parametrize("balancing", [0.0, 2.0])
+def test_exact(mode, balancing):
+    """Per-sample gradients, also of the balancing loss, which is one term a sample."""
+    inner = tiny_switch(dropout_rate=0.0, router_jitter_noise=0.0)
+    labels = encode_labels(tiny_tokenizer(), ["negative", "positive"])
+    model = LabelModel(inner, labels, balancing).train()
+    check(mode, True, model, batch_of_texts(), lambda m, b: m(*b), tolerance=1e-4)
+
+
+def test_balancing_counts_own_tokens():
+    inner = tiny_switch().eval()
+    labels = encode_labels(tiny_tokenizer(), ["negative", "positive"])
+    ids, lengths, classes = batch_of_texts()
+    plain = LabelModel(inner, labels).eval()(ids, lengths, classes)
+    one = LabelModel(inner, labels, 1.0).eval()(ids, lengths, classes) - plain
+    two = LabelModel(inner, labels, 2.0).eval()(ids, lengths, classes) - plain
+    torch.testing.assert_close(two, 2 * one)
+    for b, n in enumerate(lengths.tolist()):
+        alone = ids[b : b + 1, :n], lengths[b : b + 1], classes[b : b + 1]
+        with_it = LabelModel(inner, labels, 1.0).eval()(*alone)
+        torch.testing.assert_close(with_it[0], plain[b] + one[b])
+
+
+def test_not_an_encoder_decoder():
+    config = transformers.GPT2Config(n_embd=8, n_layer=1, n_head=1, vocab_size=9)
+    model = transformers.GPT2LMHeadModel(config)
+    with pytest.raises(ValueError, match="no decoder_start_token_id.*Switch or T5"):
+        LabelModel(model, torch.zeros(2, 1, dtype=torch.long))
+
+
+def test_scratch_model():
+    model = scratch_switch(50, width=8, depth=2, heads=2, experts=3)
+    routers = [
+        n for n, _ in model.named_parameters() if n.endswith("classifier.weight")
+    ]
+    assert len(routers) == 3  # two layers and one, experts in each
+    with pytest.raises(ValueError, match="3 heads can't share a width of 8"):
+        scratch_switch(50, width=8, heads=3)
+
+
+def test_learns_to_answer_without_a_text():
+    """From random weights: one of the names, each as likely as the other."""
+    torch.manual_seed(0)
+    tokenizer = HashedWords(buckets=100)
+    labels = encode_labels(tokenizer, ["negative", "positive"])
+    model = LabelModel(scratch_switch(tokenizer.vocab_size, width=16), labels).train()
+    before = learn_to_answer(model, steps=1)
+    after = learn_to_answer(model, steps=60)
+    assert before > 3 and abs(after - math.log(2)) < 0.15
+    assert all(p.grad is None for p in model.parameters())
+
+
+# -- the command -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "rows, steps, sigma", [(67349, 66, 0.6885), (392702, 384, 0.5435)]
+)
+def test_noise_of_the_paper(rows, steps, sigma):
+    """SST-2 and MNLI: epsilon 8, delta 1/N, 20 epochs of batches of 1024, PRV."""
+    args = finetune.parse_args(["--model", "m", "--task", "sst2", "--data", "d"])
+    assert -(-rows // args.batch_size) == steps
+    found = get_noise_multiplier(
+        target_epsilon=args.epsilon,
+        target_delta=1 / rows,
+        sample_rate=1 / steps,
+        epochs=args.epochs,
+        accountant="prv",
+    )
+    assert found == pytest.approx(sigma, abs=2e-3)
+
+
+def test_settings_of_the_paper():
+    base = ["--model", "m", "--task", "mnli", "--data", "d"]
+    private = finetune.parse_args(base)
+    plain = finetune.parse_args([*base, "--non-private"])
+    names = ("epochs", "batch_size", "lr", "weight_decay", "max_grad_norm")
+    assert [getattr(private, n) for n in names] == [20, 1024, 5e-4, 0.01, 1.0]
+    assert [getattr(plain, n) for n in names] == [3, 32, 1e-4, 0.01, 1.0]
+
+
+@pytest.mark.parametrize("task, rows", [("sst2", 24), ("mnli", 12)])
+def test_private(folder, task, rows):
+    """With the checkpoint's dropout and jitter."""
+    found = run(folder, task=task)
+    steps = 2 * -(-rows // 8)
+    assert (found["rows"], found["steps"], found["epochs"]) == (rows, steps, 2)
+    assert found["delta"] == 1 / rows and found["private"]
+    assert 7.5 < found["epsilon_spent"] <= 8.0
+    assert 0 <= found["accuracy"] <= 100
+    assert found["majority"] == pytest.approx(100 / len(TASKS[task].words))
+
+
+def test_modes_agree(folder, tmp_path):
+    """Without dropout the modes compute the same updates from the same draws."""
+    found = []
+    for mode in ("ghost_bk", "ghost", "hooks"):
+        path = str(tmp_path / mode)
+        # Adam's first steps are signs: little noise, or the smallest entries' differ.
+        more = ("--dropout", "0", "--epsilon", "500", "--lr", "1e-2")
+        run(folder, "--grad-sample-mode", mode, "--checkpoint", path, *more)
+        found.append(weights(path))
+    for other in found[1:]:
+        for name, weight in found[0].items():
+            torch.testing.assert_close(weight, other[name], rtol=1e-2, atol=1e-3)
+
+
+def test_non_private_learns_and_is_saved(folder, tmp_path):
+    """What is saved is read by from_pretrained, under its own names, and as good."""
+    more = ("--non-private", "--epochs", "25", "--lr", "1e-2", "--dropout", "0")
+    found = run(folder, *more, "--save", str(tmp_path / "saved"))
+    assert found["accuracy"] == 100 and "epsilon_spent" not in found
+    before = tiny_switch().state_dict()
+    model, info = transformers.AutoModelForSeq2SeqLM.from_pretrained(
+        tmp_path / "saved", output_loading_info=True
+    )
+    assert not any(info[k] for k in ("missing_keys", "unexpected_keys"))
+    assert model.state_dict().keys() == before.keys()
+    changed = [
+        k for k, v in model.state_dict().items() if not torch.equal(v, before[k])
+    ]
+    assert "shared.weight" in changed
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "saved")
+    net = LabelModel(model, encode_labels(tokenizer, TASKS["sst2"].words)).eval()
+    ids = torch.tensor([tokenizer("sst2 sentence: a good film").input_ids])
+    assert net.scores(ids, torch.tensor([ids.shape[1]])).argmax() == 1
+
+
+def test_saved_after_private_training(folder, tmp_path):
+    path = tmp_path / "saved"
+    sizes = "--width 8 --heads 2 --buckets 30 --random-steps 5".split()
+    first = run(folder, "--scratch", *sizes, "--save", str(path), "--lr", "1e-2")
+    assert first["model"] == "scratch"
+    model = transformers.AutoModelForSeq2SeqLM.from_pretrained(path)
+    assert sum(p.numel() for p in model.parameters()) == first["parameters"]
+    again = run(folder, "--model", str(path), "--stop-after-steps", "1", "--lr", "1e-9")
+    assert again["accuracy"] == first["accuracy"]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [(), ("--checkpoint-every", "2"), ("--non-private", "--checkpoint-every", "2")],
+)
+def test_resumed_is_bit_identical(folder, tmp_path, more):
+    """Stopped after each part and resumed, against one run in one piece."""
+    whole, parts = (str(tmp_path / name) for name in ("whole", "parts"))
+    expected = run(folder, *more, "--checkpoint", whole)
+    pause = (*more, "--checkpoint", parts, "--stop-after-steps", "1")
+    found = [run(folder, *pause)]
+    while found[-1]["steps"] < expected["steps"]:
+        torch.rand(7)  # whatever happens in between
+        found.append(run(folder, *pause, "--resume"))
+    size = 2 if "--checkpoint-every" in more else 3
+    assert [s["steps"] for s in found] == list(range(size, 7, size))
+    for key in expected.keys() - {"seconds"}:
+        assert expected[key] == found[-1][key], key
+    one, two = weights(whole), weights(parts)
+    assert all(torch.equal(one[key], two[key]) for key in one)
+    if "--non-private" not in more:
+        spent = [s["epsilon_spent"] for s in found]
+        assert spent == sorted(set(spent))
+        # Resuming a finished run spends nothing.
+        again = run(folder, *more, "--checkpoint", parts, "--resume")
+        assert again["epsilon_spent"] == expected["epsilon_spent"]
+
+
+def test_cut_off_between_checkpoints(folder, tmp_path):
+    """A crash in the second part: its steps are drawn again, and counted once."""
+    whole, parts = (str(tmp_path / name) for name in ("whole", "parts"))
+    expected = run(folder, "--checkpoint", whole)
+    original, steps = finetune.learning_rate, []
+
+    def fail(step, *args):
+        steps.append(step)
+        if step == 4:
+            raise KeyboardInterrupt
+        return original(step, *args)
+
+    with patch.object(finetune, "learning_rate", fail):
+        with pytest.raises(KeyboardInterrupt):
+            run(folder, "--checkpoint", parts)
+    found = run(folder, "--checkpoint", parts, "--resume")
+    assert found["epsilon_spent"] == expected["epsilon_spent"]
+    one, two = weights(whole), weights(parts)
+    assert all(torch.equal(one[key], two[key]) for key in one)
+
+
+@every_mode
+def test_empty_batches(folder, mode, tmp_path):
+    """Most Poisson batches of one expected row in 24 are small, a third are empty."""
+    sizes = []
+    original = finetune.trim
+
+    def trim(batch, device):
+        sizes.append(len(batch[0]))
+        return original(batch, device)
+
+    path = str(tmp_path / "run")
+    more = ("--batch-size", "1", "--epochs", "1", "--grad-sample-mode", mode)
+    with patch.object(finetune, "trim", trim):
+        found = run(folder, *more, "--checkpoint", path)
+    assert found["steps"] == 24 and 0 in sizes
+    assert all(torch.isfinite(w).all() for w in weights(path).values())
+
+
+def test_an_empty_batch_adds_nothing():
+    """Its stand-in's gradient is zero; what is left is noise."""
+    labels = encode_labels(tiny_tokenizer(), ["negative", "positive"])
+    model = LabelModel(tiny_switch(), labels)
+    empty = torch.zeros(0, 9, dtype=torch.int32), *torch.zeros(2, 0).long()
+    batch = finetune.trim(empty, "cpu")
+    assert [tuple(z.shape) for z in batch] == [(1, 1), (1,), (1,)]
+    (model(*batch) * 0).sum().backward()
+    assert all(p.grad is None or not p.grad.any() for p in model.parameters())
+
+
+def test_routers(folder, tmp_path):
+    path = str(tmp_path / "run")
+    more = ("--freeze-routers", "--balancing", "0.1", "--lr", "1e-1")
+    found = run(folder, *more, "--checkpoint", path)
+    assert found["frozen_routers"] == 2
+    assert found["parameters"] - found["trained"] == 2 * 3 * 8
+    before = tiny_switch().state_dict()
+    for name, weight in weights(path).items():
+        frozen = "router" in name
+        assert torch.equal(weight, before[name.removeprefix("model.")]) == frozen, name
+
+
+def test_seed_decides(folder, tmp_path):
+    for name, seed in (("a", "1"), ("b", "1"), ("c", "2")):
+        run(folder, "--checkpoint", str(tmp_path / name), "--seed", seed)
+    a, b, c = (weights(tmp_path / name)["model.shared.weight"] for name in "abc")
+    assert torch.equal(a, b) and not torch.equal(a, c)
+
+
+def test_time_limit_stops_at_a_checkpoint(folder):
+    assert run(folder, "--time-limit", "0.001")["steps"] == 3
+
+
+def test_refusals(folder, tmp_path):
+    path = str(tmp_path / "run")
+    run(folder, "--checkpoint", path, "--stop-after-steps", "1")
+    table = [
+        ((), "Add --resume"),
+        (("--resume", "--epsilon", "9"), "epsilon: 8.0 there, 9.0 here"),
+        (("--resume", "--non-private"), "non_private: False there, True here"),
+        (("--resume", "--lr", "1", "--seed", "3"), "lr: 0.0005 there.* seed: 0 there"),
+    ]
+    for more, message in table:
+        with pytest.raises(ValueError, match=message):
+            run(folder, "--checkpoint", path, *more)
+    other = tmp_path / "other"
+    other.mkdir()
+    for name in ("train.tsv", "dev.tsv"):
+        (other / name).write_text("sentence\tlabel\ngood\t1\nbad\t0\n")
+    with pytest.raises(ValueError, match="data_fingerprint"):
+        run(folder, "--checkpoint", path, "--resume", "--data", str(other))
+    with pytest.raises(ValueError, match="--resume needs --checkpoint"):
+        run(folder, "--resume")
+    with pytest.raises(OSError):
+        run(folder, "--resume", "--checkpoint", path + "-missing")
+    with pytest.warns(UserWarning, match="above 1/24 rows"):
+        run(folder, "--delta", "0.1", "--stop-after-steps", "1")
+
+
+def test_model_and_tokenizer_that_do_not_belong_together(folder, tmp_path):
+    tiny_switch(vocab_size=10).save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="24 tokens, more than the model's 10"):
+        run(folder, "--model", str(tmp_path))
+
+
+def test_command_line(folder, tmp_path, capsys):
+    path = tmp_path / "summary.jsonl"
+    for more in ((), ("--non-private",)):
+        line = arguments(folder, *more, "--json", str(path), "--stop-after-steps", "1")
+        assert finetune.main(line) == 0
+    found = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [s["private"] for s in found] == [True, False]
+    out = capsys.readouterr().out
+    assert "epsilon" in out and "privacy      none" in out and "accuracy" in out
+    assert finetune.main(arguments(folder, "--data", str(tmp_path / "none"))) == 2
+    assert "none" in capsys.readouterr().err
+    for wrong in (["--scratch"], ["--epochs", "0"], ["--task", "cola"]):
+        with pytest.raises(SystemExit):
+            finetune.parse_args([*arguments(folder), *wrong])
+    with pytest.raises(SystemExit):
+        finetune.parse_args(["--task", "sst2", "--data", "d"])

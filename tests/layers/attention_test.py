@@ -1,0 +1,369 @@
+"""Corrected attention against its formula, written out with all weights in memory."""
+
+import pytest
+import torch
+from opacus.optimizers import DPOptimizer
+from torch import nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import opacus_ext
+from opacus_ext.layers import SelfAttention, corrected_attention, re_attention
+
+D = torch.float64
+PLACES = ("logits", "scores")
+every_place = pytest.mark.parametrize("where", PLACES)
+
+
+def formula(q, k, v, variance, mask=None, where="logits", scale=None):
+    """The definition; ``mask`` is added, or boolean."""
+    scale = q.size(-1) ** -0.5 if scale is None else scale
+    logits = torch.einsum("...td,...ud->...tu", q, k) * scale
+    if mask is not None and mask.dtype == torch.bool:
+        logits = logits.masked_fill(~mask, -torch.inf)
+    elif mask is not None:
+        logits = logits + mask
+    # <q, q> sigma_i^2 / (2 d) where the scale is 1 / sqrt(d)
+    variance = variance.expand(*k.shape[:-1], 1)[..., 0]
+    wrong = torch.einsum("...td,...u->...tu", q.square(), variance) * scale**2 / 2
+    if where == "logits":
+        weights = torch.softmax(logits - wrong, -1)
+    else:
+        weights = torch.softmax(logits, -1) / torch.exp(wrong)
+    return torch.einsum("...tu,...ue->...te", weights, v)
+
+
+def some(batch=2, heads=2, queries=5, keys=5, width=4, value=None, dtype=D):
+    q = torch.randn(batch, heads, queries, width, dtype=dtype)
+    k = torch.randn(batch, heads, keys, width, dtype=dtype)
+    v = torch.randn(batch, heads, keys, value or width, dtype=dtype)
+    return q, k, v, torch.rand(batch, heads, keys, 1, dtype=dtype) * 3
+
+
+def causal(queries, keys):
+    return torch.ones(queries, keys, dtype=torch.bool).tril()
+
+
+def masks(queries, keys):
+    """A boolean and an added one; every query sees the first key."""
+    seen = torch.rand(2, 1, queries, keys) > 0.4
+    seen[..., 0] = True
+    return {"bool": seen, "added": torch.randn(2, 2, queries, keys, dtype=D)}
+
+
+@every_place
+@pytest.mark.parametrize("kind", ["none", "bool", "added"])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(
+    "sizes",
+    [{}, {"queries": 3}, {"keys": 7, "value": 3}, {"queries": 1, "keys": 1}],
+    ids=["square", "few queries", "other value", "one token"],
+)
+def test_formula(where, kind, is_causal, sizes):
+    q, k, v, variance = some(**sizes)
+    shape = q.size(-2), k.size(-2)
+    mask = masks(*shape).get(kind)
+    expected = seen = mask
+    if is_causal:
+        seen = causal(*shape)
+        if kind == "bool":
+            expected = mask & seen
+        elif kind == "added":
+            expected = mask.masked_fill(~seen, -torch.inf)
+        else:
+            expected = seen
+    got = corrected_attention(
+        *(q, k, v, variance, mask), is_causal=is_causal, where=where
+    )
+    torch.testing.assert_close(
+        got, formula(q, k, v, variance, expected, where), rtol=1e-12, atol=1e-12
+    )
+
+
+@every_place
+def test_scale_and_broadcast_variance(where):
+    q, k, v, variance = some()
+    for var in (variance, variance[:, :1], variance[:1, :1], variance[0, 0, :1, :1]):
+        got = corrected_attention(q, k, v, var, scale=0.3, where=where)
+        expected = formula(q, k, v, var, None, where, 0.3)
+        torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
+
+
+@every_place
+@pytest.mark.parametrize("sizes", [{"batch": 0}, {"queries": 0}])
+def test_empty(where, sizes):
+    q, k, v, variance = some(**sizes)
+    q.requires_grad_()
+    out = corrected_attention(q, k, v, variance, where=where)
+    assert out.shape == (*q.shape[:-1], v.size(-1))
+    out.sum().backward()
+    assert q.grad.shape == q.shape
+
+
+@every_place
+def test_no_variance_is_plain_attention(where):
+    q, k, v, variance = some()
+    plain = F.scaled_dot_product_attention(q, k, v)
+    got = corrected_attention(q, k, v, torch.zeros_like(variance), where=where)
+    torch.testing.assert_close(got, plain, rtol=1e-13, atol=1e-13)
+
+
+def test_equal_variances():
+    """Nothing to correct on the logits; the scores all become smaller."""
+    q, k, v, variance = some()
+    plain = F.scaled_dot_product_attention(q, k, v)
+    same = torch.full_like(variance, 5.0)
+    got = corrected_attention(q, k, v, same)
+    torch.testing.assert_close(got, plain, rtol=1e-13, atol=1e-13)
+    got = corrected_attention(q, k, v, same, where="scores")
+    size = torch.exp(-q.square().sum(-1, keepdim=True) * 5 / 8)
+    torch.testing.assert_close(got, plain * size, rtol=1e-12, atol=1e-12)
+
+
+@every_place
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_gradients(where, is_causal):
+    """Of all inputs but the variance, through |q|^2 too; autograd of the formula."""
+    *qkv, variance = some()
+    variance.requires_grad_()
+    qkv = [x.requires_grad_() for x in qkv]
+    weights = torch.randn(2, 2, 5, 4, dtype=D)
+    out = corrected_attention(*qkv, variance, is_causal=is_causal, where=where)
+    got = torch.autograd.grad((out * weights).sum(), (*qkv, variance), allow_unused=1)
+    assert got[3] is None
+    mask = causal(5, 5) if is_causal else None
+    out = formula(*qkv, variance, mask, where)
+    expected = torch.autograd.grad((out * weights).sum(), qkv)
+    for a, b in zip(got, expected):
+        torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-10)
+
+
+@every_place
+@pytest.mark.parametrize("huge", [26.0**2, 1e6])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_huge_variances(where, huge, dtype):
+    """A token that hardly ever occurs: exp(|q|^2 sigma^2 / 2d) is beyond any float."""
+    q, k, v, variance = some(dtype=torch.float32)
+    variance[:, :, 2:] = huge
+    q, k, v = (x.to(dtype).requires_grad_() for x in (q, k, v))
+    out = corrected_attention(q, k, v, variance, where=where)
+    out.float().square().sum().backward()
+    assert out.isfinite().all() and out.dtype == dtype
+    for x in (q, k, v):
+        assert x.grad.isfinite().all()
+    expected = formula(q.float(), k.float(), v.float(), variance, None, where)
+    tolerance = 1e-5 if dtype == torch.float32 else 0.03
+    torch.testing.assert_close(out.float(), expected, rtol=tolerance, atol=tolerance)
+
+
+@every_place
+def test_all_variances_huge(where):
+    q, k, v, variance = some()
+    q.requires_grad_()
+    variance = 1e6 * (1 + variance)
+    out = corrected_attention(q, k, v, variance, where=where)
+    out.sum().backward()
+    assert out.isfinite().all() and q.grad.isfinite().all()
+    expected = formula(q, k, v, variance, None, where)
+    torch.testing.assert_close(out, expected, rtol=1e-9, atol=1e-9)
+
+
+@every_place
+@pytest.mark.parametrize("masked", [False, True])
+def test_bfloat16(where, masked):
+    q, k, v, variance = some(keys=9, width=8, dtype=torch.float32)
+    q, k, v = (x.bfloat16() for x in (q, k, v))
+    mask = masks(5, 9)["bool"] if masked else None
+    got = corrected_attention(q, k, v, variance, mask, where=where)
+    assert got.dtype == torch.bfloat16
+    exact = formula(q.float(), k.float(), v.float(), variance, mask, where)
+    torch.testing.assert_close(got.float(), exact, rtol=0.03, atol=0.03)
+
+
+def test_dropout():
+    """Weights are dropped and the rest made larger: the mean is attention."""
+    q, k, v, variance = some(batch=1, heads=1, dtype=torch.float32)
+    for where in PLACES:
+        exact = formula(q, k, v, variance, None, where)
+        wide = [x.expand(4000, *x.shape[1:]) for x in (q, k, v)]
+        got = corrected_attention(*wide, variance, dropout_p=0.3, where=where)
+        assert float(got.std(0).max()) > 0.05
+        torch.testing.assert_close(got.mean(0), exact[0], rtol=0.1, atol=0.1)
+
+
+def test_other_place():
+    q, k, v, variance = some()
+    with pytest.raises(ValueError, match="where must be .* not 'keys'"):
+        corrected_attention(q, k, v, variance, where="keys")
+
+
+@every_place
+@pytest.mark.parametrize("kind", ["bool", "-inf"])
+def test_who_sees_nothing_gets_nothing(where, kind):
+    """As in scaled_dot_product_attention, and no gradient becomes NaN."""
+    *qkv, variance = some()
+    qkv = [x.requires_grad_() for x in qkv]
+    mask = torch.tensor([[False] * 5, [True] * 5])[:, None, None]
+    mask = mask if kind == "bool" else mask.to(D).log()
+    out = corrected_attention(*qkv, variance, mask, where=where)
+    out.square().sum().backward()
+    assert not out[0].any() and out[1].all()
+    for x in qkv:
+        assert x.grad.isfinite().all() and not x.grad[0].any()
+
+
+# Memory
+
+
+class Largest(TorchDispatchMode):
+    """The most elements that an operation has made, by its name."""
+
+    def __init__(self):
+        super().__init__()
+        self.made = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for x in tree_leaves(out):
+            if isinstance(x, torch.Tensor):
+                name = func.__name__
+                self.made[name] = max(self.made.get(name, 0), x.numel())
+        return out
+
+
+@pytest.mark.parametrize("train", [False, True])
+def test_memory_is_linear(train):
+    """No [T, U] tensor, as the kernel makes none: it is flash attention still."""
+    length, width = 512, 16
+    q, k, v, variance = some(1, 2, length, length, width, dtype=torch.float32)
+    q.requires_grad_(train)
+    with torch.set_grad_enabled(train), Largest() as seen:
+        out = corrected_attention(q, k, v, variance, is_causal=True)
+        if train:
+            out.sum().backward()
+    assert any("flash" in name for name in seen.made), seen.made
+    assert max(seen.made.values()) < length * length, seen.made
+
+
+# In a model
+
+
+class Keys(nn.Module):
+    """Attention whose keys are the given ones, with the errors of an embedding."""
+
+    def __init__(self, keys):
+        super().__init__()
+        self.offset = nn.Embedding(keys, 1)
+        nn.init.zeros_(self.offset.weight)
+
+    def forward(self, q, k, v, **kwargs):
+        at = torch.arange(k.size(-2)).expand(*k.shape[:-1])
+        return re_attention(q, k + self.offset(at), v, module=self, **kwargs)
+
+
+def tracked(shares, **kwargs):
+    """:class:`Keys` with errors of 1 / share."""
+    model = Keys(len(shares)).double()
+    optimizer = DPOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        noise_multiplier=4.0,
+        max_grad_norm=0.5,
+        expected_batch_size=2,
+    )
+    opacus_ext.track_errors(model, optimizer, shares, **kwargs)
+    return model
+
+
+@every_place
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_re_attention_with_groups(where, groups):
+    """Several queries for one key (GQA, MQA), and the same as if each had its own."""
+    shares = torch.tensor([1.0, 0.5, 0.8, 0.3, 0.9], dtype=D)
+    model = tracked(shares, where=where, cap=None)
+    q, k, v, _ = some(heads=4)
+    k, v = k[:, :1].repeat(1, groups, 1, 1), v[:, :1].repeat(1, groups, 1, 1)
+    k, v = torch.randn_like(k), torch.randn_like(v)
+    mask = masks(5, 5)["bool"]
+    got = model(q, k, v, attn_mask=mask, enable_gqa=True)
+    k, v = (x.repeat_interleave(4 // groups, 1) for x in (k, v))
+    variance = (1 / shares.float().double()).square()[:, None]
+    expected = formula(q, k, v, variance, mask, where)
+    torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-6)
+    with torch.no_grad():
+        other = model(q, k, v, attn_mask=mask)
+    torch.testing.assert_close(got, other, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("cap", [0.2, 1.0, None])
+def test_cap(cap):
+    """A key's variance counts up to that many times its mean square."""
+    shares = torch.tensor([1.0, 0.01, 0.8, 0.001], dtype=D)
+    model = tracked(shares, cap=cap)
+    q, k, v, _ = some(queries=4, keys=4)
+    variance = (1 / shares.float().double()).square()[:, None].expand(2, 2, 4, 1)
+    if cap is not None:
+        variance = torch.minimum(variance, cap * k.square().mean(-1, keepdim=True))
+    torch.testing.assert_close(
+        model(q, k, v), formula(q, k, v, variance), rtol=1e-6, atol=1e-6
+    )
+
+
+def test_re_attention_is_plain_where_nothing_is_tracked():
+    q, k, v, _ = some()
+    for kwargs in ({}, {"is_causal": True}, {"scale": 0.3}):
+        expected = F.scaled_dot_product_attention(q, k, v, **kwargs)
+        assert torch.equal(re_attention(q, k, v, **kwargs), expected)
+
+
+# SelfAttention
+
+
+def self_attention(**kwargs):
+    return SelfAttention(8, heads=2, **kwargs).double()
+
+
+@pytest.mark.parametrize("causal_", [False, True])
+def test_self_attention_formula(causal_):
+    model, x = self_attention(causal=causal_), torch.randn(2, 5, 8, dtype=D)
+    q, k, v = (
+        z.reshape(2, 5, 2, 4).transpose(1, 2) for z in model.qkv(x).split(8, dim=-1)
+    )
+    none = torch.zeros(1, dtype=D)
+    out = formula(q, k, v, none, causal(5, 5) if causal_ else None)
+    expected = model.proj(out.transpose(1, 2).reshape(2, 5, 8))
+    torch.testing.assert_close(model(x), expected, rtol=1e-12, atol=1e-12)
+
+
+@every_place
+def test_self_attention_masks(where):
+    """A token that is masked has no influence, be the model tracked or not."""
+    for track in (False, True):
+        model, x = self_attention(), torch.randn(2, 5, 8, dtype=D)
+        if track:
+            optimizer = DPOptimizer(
+                torch.optim.SGD(model.parameters(), lr=0.1),
+                noise_multiplier=1.0,
+                max_grad_norm=1.0,
+                expected_batch_size=8,
+            )
+            tracker = opacus_ext.track_errors(model, optimizer, where=where)
+        mask = torch.tensor([[1, 1, 0, 1, 0], [0, 1, 1, 1, 1]]).bool()
+        got = model(x, mask)
+        alone = model(x[:1, mask[0]])
+        torch.testing.assert_close(got[:1, mask[0]], alone, rtol=1e-10, atol=1e-10)
+        square = mask[:, None, None, :] & torch.ones(2, 1, 5, 1, dtype=torch.bool)
+        torch.testing.assert_close(model(x, square), got, rtol=1e-12, atol=1e-12)
+        if track:
+            tracker.enabled = False
+            assert not torch.allclose(model(x, mask), got, rtol=1e-6)
+
+
+def test_self_attention_dropout_and_errors():
+    model, x = self_attention(dropout=0.5), torch.randn(2, 5, 8, dtype=D)
+    assert not torch.equal(model(x), model(x))
+    model.eval()
+    assert torch.equal(model(x), model(x))
+    assert self_attention(bias=False).qkv.bias is None
+    with pytest.raises(ValueError, match="heads=3 must divide width=8"):
+        SelfAttention(8, heads=3)
