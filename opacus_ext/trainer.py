@@ -15,7 +15,7 @@ import os
 import secrets
 from dataclasses import asdict, dataclass, field
 from itertools import islice
-from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Tuple, Union
+from typing import Any, Dict, Iterator, List, Mapping, Optional, Tuple, Union
 
 import torch
 from opacus import PrivacyEngine
@@ -126,8 +126,8 @@ class PrivacyArguments:
                 )
         if self.target_epsilon is not None and not self.poisson_sampling:
             raise ValueError(
-                "No target_epsilon can be kept with poisson_sampling=False: accountants "
-                "know Poisson sampling alone. Give noise_multiplier."
+                "No target_epsilon can be kept with poisson_sampling=False: "
+                "accountants know Poisson sampling alone. Give noise_multiplier."
             )
 
 
@@ -206,8 +206,8 @@ def _refusals(args: TrainingArguments, given: Mapping[str, Any]) -> Iterator[str
     if isinstance(collator, DataCollatorWithFlattening):
         yield (
             f"data_collator ({type(collator).__name__}) packs the records of a batch "
-            "into one sequence, so they can't be clipped one by one. Use one that pads, "
-            "such as DataCollatorWithPadding."
+            "into one sequence, so they can't be clipped one by one. Use one that "
+            "pads, such as DataCollatorWithPadding."
         )
 
 
@@ -328,8 +328,8 @@ class PrivateTrainer(Trainer):
 
     def get_train_dataloader(self) -> DataLoader:
         """
-        The training loader. An item is a list of :class:`~opacus_ext.data.logical.Part`;
-        ``gradient_accumulation_steps`` items make a logical batch.
+        The training loader. ``gradient_accumulation_steps`` of its items make a logical
+        batch; each is a list of :class:`~opacus_ext.data.logical.Part`.
         """
         stock = super().get_train_dataloader()
         generator = torch.Generator()
@@ -436,6 +436,14 @@ class PrivateTrainer(Trainer):
             return privacy.noise_multiplier
         budget = privacy.target_epsilon, privacy.target_delta
         rate, steps = 1 / self.steps_per_epoch, self.state.max_steps
+        # The noise was chosen to leave less than this.
+        if self.get_epsilon() > privacy.target_epsilon - 0.01:
+            raise ValueError(
+                f"target_epsilon={privacy.target_epsilon} is spent by what this "
+                f"trainer has trained before ({self.get_epsilon():.2f}). Make a new "
+                "one with a budget for what is to come: budgets of the same records "
+                "add up."
+            )
         if len(accountant):
             return noise_left(accountant, *budget, rate, steps)
         return get_noise_multiplier(
@@ -516,8 +524,8 @@ class PrivateTrainer(Trainer):
             raise ValueError(
                 f"{self._records} records gave losses of shape {tuple(losses.shape)} "
                 "instead of one loss a record, [B]. data_collator must make one sample "
-                "of each record (not pack, chunk or drop any), and compute_loss_func or "
-                "sample_losses return losses [B]."
+                "of each record (not pack, chunk or drop any), and compute_loss_func "
+                "or sample_losses return losses [B]."
             )
         return self._criterion(losses)
 
@@ -665,8 +673,8 @@ class PrivateTrainer(Trainer):
             raise ValueError(
                 f"{checkpoint} has no {PRIVACY_STATE}: it was not written by "
                 "PrivateTrainer, or with save_only_model. How much privacy its weights "
-                "have spent is not known, so it can't go on. To train a model with them "
-                "anew, load it by from_pretrained."
+                "have spent is not known, so it can't go on. To train a model with "
+                "them anew, load it by from_pretrained."
             )
         saved = torch.load(path, map_location="cpu", weights_only=True)
         before, now = saved["config"], self._config

@@ -1,8 +1,8 @@
 """Logical batches in physical parts, as the items of one loader.
 
-DP-SGD draws a logical batch of any size. A training loop that takes a fixed number of
-items a step (Trainer's ``gradient_accumulation_steps``) gets that many here, each a list
-of parts that fit into memory.
+DP-SGD draws logical batches of any size. A training loop that takes a fixed number of
+items a step (Trainer's ``gradient_accumulation_steps``) gets that many here, each a
+list of parts that fit into memory.
 """
 
 from __future__ import annotations
