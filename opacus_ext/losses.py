@@ -22,6 +22,8 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from opacus_ext.grad_sample.factors import wide, workspace
+
 _REDUCTIONS = ("mean", "sum")
 
 
@@ -69,14 +71,14 @@ def cross_entropy(
             "cross_entropy takes logits [B, ..., V] and labels [B, ...], got shapes "
             f"{tuple(logits.shape)} and {tuple(labels.shape)}."
         )
-    if logits.dtype.itemsize < 4:
-        logits = logits.float()
-    rows = F.cross_entropy(
-        *(logits.flatten(0, -2), labels.flatten(), weight),
-        ignore_index=ignore_index,
-        reduction="none",
-        label_smoothing=label_smoothing,
-    )
+    given = {
+        "input": logits.flatten(0, -2),
+        "target": labels.flatten(),
+        "weight": weight,
+        "ignore_index": ignore_index,
+        "label_smoothing": label_smoothing,
+    }
+    rows = _by_rows(F.cross_entropy, given)
     count = _count(labels, ignore_index, weight)
     return _reduce(rows, count, len(labels), reduction)
 
@@ -245,6 +247,19 @@ def _reduce(
     return rows.sum(1) / torch.where(whole > 0, whole, 1)
 
 
+def _by_rows(function: Callable, given: Dict[str, Any]) -> torch.Tensor:
+    """A loss of logits ``[rows, V]``; without gradients, some rows at a time."""
+    x, target = given["input"], given["target"]
+    step = len(x)
+    if x.dim() == 2 and not (torch.is_grad_enabled() and x.requires_grad):
+        step = workspace() // max(1, 4 * x.shape[1])
+    parts = [
+        function(**{**given, "input": wide(a), "target": b}, reduction="none")
+        for a, b in zip(x.split(max(1, step)), target.split(max(1, step)))
+    ]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
 def _by_sample(x: torch.Tensor, size: int) -> torch.Tensor:
     return x.reshape(size, x.numel() // max(size, 1))
 
@@ -272,7 +287,7 @@ def _classes(function: Callable, given: Dict[str, Any]) -> tuple:
     if target.is_floating_point():
         raise ValueError("cross_entropy with a distribution as its target")
     count = _count(target, given["ignore_index"], given["weight"])
-    return function(**given, reduction="none"), count
+    return _by_rows(function, given), count
 
 
 @_rows_of(F.mse_loss)
@@ -336,8 +351,12 @@ class _Rebuild(TorchFunctionMode):
             )
         self._size = len(self._given["labels" if "labels" in names else names[0]])
 
-    def _end(self, module: nn.Module, args: tuple, output: Any) -> None:
+    def _end(self, module: nn.Module, args: tuple, output: Any) -> Any:
         self._given = None
+        losses = _loss_of(output)
+        # Nothing else is needed: the logits of a large vocabulary can go.
+        known = losses is not None and self.knows(losses)
+        return {"loss": losses} if known else output
 
     def knows(self, x: torch.Tensor) -> bool:
         """Whether these are losses of samples."""
