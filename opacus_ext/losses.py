@@ -20,7 +20,7 @@ from opacus.grad_sample import AbstractGradSampleModule
 from torch import nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from opacus_ext.grad_sample.factors import wide, workspace
 
@@ -203,6 +203,66 @@ def model_losses(
             "opacus_ext.losses.cross_entropy(logits, labels)."
         )
     return losses
+
+
+class PerRecord(nn.Module):
+    """
+    A model for records of several sequences: someone's messages, visits, documents. It
+    makes the record the sample, so that clipping bounds what a whole record adds.
+
+    It takes what the model takes by keyword, with one more dim: ``[R, S, ...]`` for
+    ``R`` records of ``S`` sequences. Shorter records are padded by sequences without
+    labels (all ignored; give them an attention mask of ones). Outputs come as
+    ``[R, S, ...]``, and :func:`model_losses` gives one loss a record, over all labels
+    of its sequences.
+
+    Args:
+        model: takes ``[B, ...]``; it becomes ``self.model``
+
+    Raises:
+        ValueError: when called with a tensor without these two dims
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> class Model(nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.embedding = nn.Embedding(9, 3)
+        ...
+        ...     def forward(self, input_ids):
+        ...         return self.embedding(input_ids)
+        >>> PerRecord(Model())(input_ids=torch.ones(2, 4, 5).long()).shape
+        torch.Size([2, 4, 5, 3])
+    """
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = model
+        self.rows_per_sample = 1  # of the call at work, for the tape
+
+    def forward(self, **inputs: Any) -> Any:
+        """See the class."""
+        tensors = {n: x for n, x in inputs.items() if isinstance(x, torch.Tensor)}
+        shapes = {x.shape[:2] for x in tensors.values()}
+        if len(shapes) != 1 or len(next(iter(shapes))) != 2:
+            given = ", ".join(f"{n} {tuple(x.shape)}" for n, x in tensors.items())
+            raise ValueError(
+                "PerRecord takes tensors [R, S, ...] with the same R and S, got "
+                f"{given or 'none'}."
+            )
+        (lead,) = shapes
+        flat = {n: x.flatten(0, 1) if n in tensors else x for n, x in inputs.items()}
+        self.rows_per_sample = lead[1]
+
+        def by_record(x: Any) -> Any:
+            rows = isinstance(x, torch.Tensor) and x.shape[:1] == (lead.numel(),)
+            return x.unflatten(0, lead) if rows else x
+
+        output = self.model(**flat)
+        if _loss_of(output) is not None:
+            return output
+        return tree_map(by_record, output)
 
 
 def _check_reduction(reduction: str) -> None:

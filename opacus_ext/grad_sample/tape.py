@@ -474,8 +474,10 @@ class Tape:
                 )
             unseen = False
         if unseen:
+            # One copy for each row that a sample has inside (losses.PerRecord).
+            rows = self.batch_size * getattr(self.module, "rows_per_sample", 1)
             source = Source(
-                *(raw[0], lambda y: record(y)[0], self.batch_size, name),
+                *(raw[0], lambda y: record(y)[0], rows, name),
                 remembered=self._remembered,
             )
             leaves[where[0]] = Undecided.of(source, self._anchor)
