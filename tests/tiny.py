@@ -330,11 +330,16 @@ FAMILIES = {
     # dense
     "shieldgemma2": dict(yes_token_index=3, no_token_index=4),
     "qwen3_5_text": dict(layer_types=LINEAR),
-    "gemma4_assistant": dict(hidden_size_per_layer_input=0, vocab_size_per_layer_input=0, enable_moe_block=False),
+    "gemma4_assistant": dict(
+        hidden_size_per_layer_input=0,
+        vocab_size_per_layer_input=0,
+        enable_moe_block=False,
+    ),
     "neomme": dict(head_dim=16),
     "zamba": dict(
         num_hidden_layers=5,
-        layers_block_type=["linear_attention"] * 2 + ["hybrid", "linear_attention", "hybrid"],
+        layers_block_type=["linear_attention"] * 2
+        + ["hybrid", "linear_attention", "hybrid"],
     ),
     "funnel": dict(block_sizes=(1, 1), d_head=8),
     "xglm": dict(pad_token_id=0),
@@ -355,11 +360,18 @@ FAMILIES = {
     "convnextv2": dict(STAGES, num_stages=2, patch_size=2),
     "cvt": dict(
         image_size=32,
-        embed_dim=(8, 8, 16), num_heads=(1, 1, 2), depth=(1, 1, 1), mlp_ratio=(2.0,) * 3
+        embed_dim=(8, 8, 16),
+        num_heads=(1, 1, 2),
+        depth=(1, 1, 1),
+        mlp_ratio=(2.0,) * 3,
     ),
     "diffllama": dict(num_key_value_heads=2),
     "dinat": dict(
-        embed_dim=8, depths=(1, 1), num_heads=(1, 2), dilations=[[1], [1]], kernel_size=3
+        embed_dim=8,
+        depths=(1, 1),
+        num_heads=(1, 2),
+        dilations=[[1], [1]],
+        kernel_size=3,
     ),
     "donut-swin": SWIN,
     "efficientnet": dict(
@@ -422,8 +434,12 @@ FAMILIES = {
     ),
     "mobilenet_v1": dict(depth_multiplier=0.25, min_depth=4),
     "mobilenet_v2": dict(depth_multiplier=0.1, min_depth=4, depth_divisible_by=4),
-    "roc_bert": dict(pronunciation_vocab_size=8, shape_vocab_size=8,
-        pronunciation_embed_dim=4, shape_embed_dim=4),
+    "roc_bert": dict(
+        pronunciation_vocab_size=8,
+        shape_vocab_size=8,
+        pronunciation_embed_dim=4,
+        shape_embed_dim=4,
+    ),
     "textnet": dict(
         stem_out_channels=8,
         hidden_sizes=(8, 8, 8, 16, 16),
@@ -447,10 +463,15 @@ FAMILIES = {
         image_size=32, hidden_sizes=(16, 16, 16), neck_hidden_sizes=(8,) * 7
     ),
     "mobilevitv2": dict(
-        image_size=64, base_attn_unit_dims=(8, 8, 8), width_multiplier=0.25, patch_size=1
+        image_size=64,
+        base_attn_unit_dims=(8, 8, 8),
+        width_multiplier=0.25,
+        patch_size=1,
     ),
     "moshi": dict(audio_vocab_size=V),
-    "mpnet": dict(max_position_embeddings=66, pad_token_id=1, relative_attention_num_buckets=32),
+    "mpnet": dict(
+        max_position_embeddings=66, pad_token_id=1, relative_attention_num_buckets=32
+    ),
     "nystromformer": dict(num_landmarks=4, segment_means_seq_len=4),
     "perceiver": dict(
         num_latents=4,
