@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from opacus_ext.grad_sample.factors import wide, workspace
+from opacus_ext.layers.linear_cross_entropy import LinearCrossEntropy, PendingLogits
 
 _REDUCTIONS = ("mean", "sum")
 
@@ -310,6 +311,14 @@ def _reduce(
 def _by_rows(function: Callable, given: Dict[str, Any]) -> torch.Tensor:
     """A loss of logits ``[rows, V]``; without gradients, some rows at a time."""
     x, target = given["input"], given["target"]
+    if isinstance(x, PendingLogits):
+        plain = given["weight"] is None and not given.get("label_smoothing")
+        if function is not F.cross_entropy or x.dim() != 2 or not plain:
+            raise ValueError(
+                "a chunked head (chunked_head) takes cross_entropy of logits "
+                "[rows, V], without class weights and label smoothing"
+            )
+        return x.losses(target, given["ignore_index"])
     step = len(x)
     if x.dim() == 2 and not (torch.is_grad_enabled() and x.requires_grad):
         step = workspace() // max(1, 4 * x.shape[1])
@@ -394,12 +403,19 @@ class _Rebuild(TorchFunctionMode):
         # First, as what follows may look at the losses by ops of any kind.
         end = self.module.register_forward_hook(self._end, prepend=True)
         self._handles = [begin, end]
+        self._pend(True)
         return super().__enter__()
 
     def __exit__(self, *exc: Any) -> None:
         for handle in self._handles:
             handle.remove()
+        self._pend(False)
         super().__exit__(*exc)
+
+    def _pend(self, pending: bool) -> None:
+        for module in self.module.modules():
+            if isinstance(module, LinearCrossEntropy):
+                module.pending = pending
 
     def _begin(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         self._given = {n: x for n, x in kwargs.items() if isinstance(x, torch.Tensor)}
