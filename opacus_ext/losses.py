@@ -20,7 +20,10 @@ from opacus.grad_sample import AbstractGradSampleModule
 from torch import nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
+
+from opacus_ext.grad_sample.factors import wide, workspace
+from opacus_ext.layers.linear_cross_entropy import LinearCrossEntropy, PendingLogits
 
 _REDUCTIONS = ("mean", "sum")
 
@@ -69,14 +72,14 @@ def cross_entropy(
             "cross_entropy takes logits [B, ..., V] and labels [B, ...], got shapes "
             f"{tuple(logits.shape)} and {tuple(labels.shape)}."
         )
-    if logits.dtype.itemsize < 4:
-        logits = logits.float()
-    rows = F.cross_entropy(
-        *(logits.flatten(0, -2), labels.flatten(), weight),
-        ignore_index=ignore_index,
-        reduction="none",
-        label_smoothing=label_smoothing,
-    )
+    given = {
+        "input": logits.flatten(0, -2),
+        "target": labels.flatten(),
+        "weight": weight,
+        "ignore_index": ignore_index,
+        "label_smoothing": label_smoothing,
+    }
+    rows = _by_rows(F.cross_entropy, given)
     count = _count(labels, ignore_index, weight)
     return _reduce(rows, count, len(labels), reduction)
 
@@ -203,6 +206,66 @@ def model_losses(
     return losses
 
 
+class PerRecord(nn.Module):
+    """
+    A model for records of several sequences: someone's messages, visits, documents. It
+    makes the record the sample, so that clipping bounds what a whole record adds.
+
+    It takes what the model takes by keyword, with one more dim: ``[R, S, ...]`` for
+    ``R`` records of ``S`` sequences. Shorter records are padded by sequences without
+    labels (all ignored; give them an attention mask of ones). Outputs come as
+    ``[R, S, ...]``, and :func:`model_losses` gives one loss a record, over all labels
+    of its sequences.
+
+    Args:
+        model: takes ``[B, ...]``; it becomes ``self.model``
+
+    Raises:
+        ValueError: when called with a tensor without these two dims
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> class Model(nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.embedding = nn.Embedding(9, 3)
+        ...
+        ...     def forward(self, input_ids):
+        ...         return self.embedding(input_ids)
+        >>> PerRecord(Model())(input_ids=torch.ones(2, 4, 5).long()).shape
+        torch.Size([2, 4, 5, 3])
+    """
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = model
+        self.rows_per_sample = 1  # of the call at work, for the tape
+
+    def forward(self, **inputs: Any) -> Any:
+        """See the class."""
+        tensors = {n: x for n, x in inputs.items() if isinstance(x, torch.Tensor)}
+        shapes = {x.shape[:2] for x in tensors.values()}
+        if len(shapes) != 1 or len(next(iter(shapes))) != 2:
+            given = ", ".join(f"{n} {tuple(x.shape)}" for n, x in tensors.items())
+            raise ValueError(
+                "PerRecord takes tensors [R, S, ...] with the same R and S, got "
+                f"{given or 'none'}."
+            )
+        (lead,) = shapes
+        flat = {n: x.flatten(0, 1) if n in tensors else x for n, x in inputs.items()}
+        self.rows_per_sample = lead[1]
+
+        def by_record(x: Any) -> Any:
+            rows = isinstance(x, torch.Tensor) and x.shape[:1] == (lead.numel(),)
+            return x.unflatten(0, lead) if rows else x
+
+        output = self.model(**flat)
+        if _loss_of(output) is not None:
+            return output
+        return tree_map(by_record, output)
+
+
 def _check_reduction(reduction: str) -> None:
     if reduction not in _REDUCTIONS:
         raise ValueError(f'reduction must be "mean" or "sum", got {reduction!r}.')
@@ -245,6 +308,27 @@ def _reduce(
     return rows.sum(1) / torch.where(whole > 0, whole, 1)
 
 
+def _by_rows(function: Callable, given: Dict[str, Any]) -> torch.Tensor:
+    """A loss of logits ``[rows, V]``; without gradients, some rows at a time."""
+    x, target = given["input"], given["target"]
+    if isinstance(x, PendingLogits):
+        plain = given["weight"] is None and not given.get("label_smoothing")
+        if function is not F.cross_entropy or x.dim() != 2 or not plain:
+            raise ValueError(
+                "a chunked head (chunked_head) takes cross_entropy of logits "
+                "[rows, V], without class weights and label smoothing"
+            )
+        return x.losses(target, given["ignore_index"])
+    step = len(x)
+    if x.dim() == 2 and not (torch.is_grad_enabled() and x.requires_grad):
+        step = workspace() // max(1, 4 * x.shape[1])
+    parts = [
+        function(**{**given, "input": wide(a), "target": b}, reduction="none")
+        for a, b in zip(x.split(max(1, step)), target.split(max(1, step)))
+    ]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
 def _by_sample(x: torch.Tensor, size: int) -> torch.Tensor:
     return x.reshape(size, x.numel() // max(size, 1))
 
@@ -272,7 +356,7 @@ def _classes(function: Callable, given: Dict[str, Any]) -> tuple:
     if target.is_floating_point():
         raise ValueError("cross_entropy with a distribution as its target")
     count = _count(target, given["ignore_index"], given["weight"])
-    return function(**given, reduction="none"), count
+    return _by_rows(function, given), count
 
 
 @_rows_of(F.mse_loss)
@@ -319,12 +403,19 @@ class _Rebuild(TorchFunctionMode):
         # First, as what follows may look at the losses by ops of any kind.
         end = self.module.register_forward_hook(self._end, prepend=True)
         self._handles = [begin, end]
+        self._pend(True)
         return super().__enter__()
 
     def __exit__(self, *exc: Any) -> None:
         for handle in self._handles:
             handle.remove()
+        self._pend(False)
         super().__exit__(*exc)
+
+    def _pend(self, pending: bool) -> None:
+        for module in self.module.modules():
+            if isinstance(module, LinearCrossEntropy):
+                module.pending = pending
 
     def _begin(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         self._given = {n: x for n, x in kwargs.items() if isinstance(x, torch.Tensor)}
@@ -336,8 +427,12 @@ class _Rebuild(TorchFunctionMode):
             )
         self._size = len(self._given["labels" if "labels" in names else names[0]])
 
-    def _end(self, module: nn.Module, args: tuple, output: Any) -> None:
+    def _end(self, module: nn.Module, args: tuple, output: Any) -> Any:
         self._given = None
+        losses = _loss_of(output)
+        # Nothing else is needed: the logits of a large vocabulary can go.
+        known = losses is not None and self.knows(losses)
+        return {"loss": losses} if known else output
 
     def knows(self, x: torch.Tensor) -> bool:
         """Whether these are losses of samples."""
