@@ -491,14 +491,11 @@ class PrivateTrainer(Trainer):
     def _contribute_nothing(self) -> None:
         """Of a draw without records the step is noise; few models run on B = 0."""
         optimizer = self._private_optimizer
-        ghost = hasattr(optimizer, "ready")
+        if hasattr(optimizer, "take"):
+            optimizer.take({p: torch.zeros_like(p) for p in optimizer.params})
+            return
         for p in optimizer.params:
-            if ghost:
-                p.grad = torch.zeros_like(p)
-            else:
-                p.grad_sample = p.new_zeros(0, *p.shape)
-        if ghost:
-            optimizer.ready = True
+            p.grad_sample = p.new_zeros(0, *p.shape)
 
     def _forget_gradients(self) -> None:
         """Of a logical batch that was left in the middle, too."""
