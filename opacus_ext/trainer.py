@@ -133,7 +133,6 @@ class PrivacyArguments:
 
 # -- what is refused ---------------------------------------------------------------
 
-_OFF = (None, False, 0, "", "no", [], {})
 # Arguments that are refused unless they are off: why, and what to do.
 _REFUSED: Dict[str, str] = {
     "fp16": "scales the loss, and with it what is clipped; use bf16=True or float32",
@@ -148,6 +147,7 @@ _REFUSED: Dict[str, str] = {
     "include_num_input_tokens_seen": "counts the tokens of private draws; leave it out",
     "ignore_data_skip": "would draw batches again after resuming; leave it out",
     "data_seed": "would make the draws known; PrivacyArguments(seed=...) is for tests",
+    "debug": "looks into the forward pass while it is recorded; leave it out",
     "dataloader_drop_last": "has no meaning for batches that are drawn; leave it out",
     "parallelism_config": "splits a model or sequence; one process is supported",
     "deepspeed": "computes gradients by itself; one process is supported",
@@ -160,10 +160,9 @@ def _refusals(args: TrainingArguments, given: Mapping[str, Any]) -> Iterator[str
     """What breaks differential privacy, or is not supported, each with what to do."""
     for name, reason in _REFUSED.items():
         value = getattr(args, name, None)
-        if value not in _OFF and not (name == "data_seed" and value is None):
+        off = value is None or value is False or value in ("", "no", [], {})
+        if not off:
             yield f"{name}={value!r} {reason}."
-    if getattr(args, "data_seed", None) == 0:
-        yield f"data_seed=0 {_REFUSED['data_seed']}."
     if args.max_grad_norm not in (None, 0, 1.0):
         yield (
             f"max_grad_norm={args.max_grad_norm} is Trainer's clipping of the whole "

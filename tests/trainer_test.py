@@ -532,6 +532,7 @@ def test_privacy_arguments_from_a_command_line():
         {"auto_find_batch_size": True},
         {"include_num_input_tokens_seen": "all"},
         {"ignore_data_skip": True},
+        {"debug": "underflow_overflow"},
         {"data_seed": 0},
         {"data_seed": 7},
         {"dataloader_drop_last": True},
