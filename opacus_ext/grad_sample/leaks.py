@@ -39,8 +39,8 @@ _EXPERTS = (
 )
 _ANY = "Let it compute each sample by itself."
 _NUMBER = (
-    "Compute one loss a sample, [B]: opacus_ext.losses.model_losses(model, batch) makes "
-    "them by the model's own code, or take its other outputs. In the place of a "
+    "Compute one loss a sample, [B]: opacus_ext.losses.model_losses(model, batch) "
+    "makes them by the model's own code, or take its other outputs. In the place of a "
     "balancing loss over the batch add opacus_ext.layers.balancing_loss to the losses, "
     "or freeze the routers with opacus_ext.layers.freeze_routers."
 )
@@ -318,7 +318,9 @@ def is_number(x: torch.Tensor, size: int) -> bool:
 
 # Of a sum of numbers, or a multiple of one, the parts are looked at.
 _LINEAR = ("Add", "Sub", "Mul", "Div", "Neg", "ToCopy", "Clone", "Alias")
-_OF_ENTRIES = ("MseLoss", "SmoothL1Loss", "HuberLoss", "BinaryCrossEntropyWithLogits")
+_OF_ENTRIES = (
+    *("MseLoss", "SmoothL1Loss", "HuberLoss", "BinaryCrossEntropyWithLogits"),
+)
 
 
 def over_tokens(

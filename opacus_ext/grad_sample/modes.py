@@ -383,7 +383,10 @@ class _Ghost(_Recording):
         if losses.dim() != 1:
             raise ValueError(
                 f"The criterion must give one loss a sample, shape [B], when its "
-                f'reduction is "none"; got shape {tuple(losses.shape)}.'
+                f'reduction is "none"; got shape {tuple(losses.shape)}. What a model '
+                "computes as its own loss is one number for the batch: give "
+                "make_private criterion=opacus_ext.losses.PerSample() and call "
+                "criterion(opacus_ext.losses.model_losses(model, batch)).backward()."
             )
         n = len(losses)
         # Another input than the first may have led with the batch.

@@ -20,6 +20,8 @@ from opacus_ext.grad_sample.factors import Columns, wide, workspace
 from opacus_ext.grad_sample.linear import record_linear
 from opacus_ext.grad_sample.rules import Factors, Record, register_forward
 
+Ops = Tuple[Tuple[str, Any], ...]
+
 
 class LinearCrossEntropy(nn.Linear):
     """
@@ -68,17 +70,26 @@ class LinearCrossEntropy(nn.Linear):
         return head.train(linear.training)
 
     def forward(
-        self, x: torch.Tensor, labels: Optional[torch.Tensor] = None
+        self,
+        x: torch.Tensor,
+        labels: Optional[torch.Tensor] = None,
+        ops: Ops = (),
     ) -> torch.Tensor:
         """
         Args:
             x: hidden states ``[*rows, in_features]``
             labels: ``[*rows]``; None for the logits
+            ops: what is done to each logit before the loss, in this order: "tanh", or
+                one of "add", "sub", "mul" and "div" with a number or a constant
+                ``[V]``, such as ``(("div", 30.0), ("tanh", None), ("mul", 30.0))``
 
         Returns:
             Losses ``[*rows]``, or logits ``[*rows, V]``.
+
+        Raises:
+            ValueError: if shapes do not fit, or a label is no class
         """
-        return _forward(self, lambda output, *args, **kwargs: output, x, labels)
+        return _forward(self, lambda output, *args, **kwargs: output, x, labels, ops)
 
 
 @register_forward(LinearCrossEntropy)
@@ -87,6 +98,7 @@ def _forward(
     record: Record,
     x: torch.Tensor,
     labels: Optional[torch.Tensor] = None,
+    ops: Ops = (),
 ) -> torch.Tensor:
     weight, bias = layer.weight, layer.bias
     if labels is None and layer.pending:
@@ -98,15 +110,22 @@ def _forward(
             f"LinearCrossEntropy takes hidden states [*rows, {layer.in_features}] and "
             f"labels [*rows], got shapes {tuple(x.shape)} and {tuple(labels.shape)}."
         )
+    other = (labels < 0) | (labels >= layer.out_features)
+    if bool((other & (labels != layer.ignore_index)).any()):
+        raise ValueError(
+            f"LinearCrossEntropy takes labels below {layer.out_features}, or "
+            f"{layer.ignore_index} for those to ignore, got {labels.min()} to "
+            f"{labels.max()}."
+        )
     with torch.autocast(x.device.type, enabled=False):
         rows = x.flatten(0, -2).to(weight.dtype)
         target = labels.flatten()
         target = torch.where(target == layer.ignore_index, -1, target)
         fixed = None if bias is None else bias.detach()
-        losses, whole = _Losses.apply(rows, weight.detach(), fixed, target)
+        losses, whole = _Losses.apply(rows, weight.detach(), fixed, target, ops)
         if torch.is_grad_enabled() and (weight.requires_grad or _trained(bias)):
             losses = losses + _OfWeights.apply(
-                weight, bias, rows.detach(), target, whole
+                weight, bias, rows.detach(), target, whole, ops
             )
     losses, whole = (y.view(labels.shape) for y in (losses, whole))
 
@@ -117,7 +136,7 @@ def _forward(
         def rows(start: Any, stop: Any, columns: slice) -> torch.Tensor:
             at = slice(start, stop)
             given = (x[at], weight, bias, target[at], whole[at], g[at])
-            return _backprops(*given, columns)
+            return _backprops(*given, ops, columns)
 
         dlogits = Columns(rows, wide(x).dtype, x.device, (size, length, len(weight)))
         return {weight: (dlogits, wide(x))} | (
@@ -145,41 +164,55 @@ def _backprops(
     target: torch.Tensor,
     whole: torch.Tensor,
     g: torch.Tensor,
+    ops: Ops,
     columns: slice = slice(None),
 ) -> torch.Tensor:
     """
-    The gradient of the losses with respect to some columns of the logits.
+    The gradient of the losses with respect to some columns of the layer's output.
 
     Args:
         x: ``[*rows, in]``
         target: labels, -1 for those that are ignored
         whole: log of the sum of all exponentiated logits, ``[*rows]``
         g: of the losses, ``[*rows]``
+        ops: done to the output before the loss
     """
     bias = None if bias is None else bias.detach()[columns]
-    p = wide(F.linear(x, weight.detach()[columns], bias))
-    p = p.sub_(whole[..., None]).exp_()
+    z = wide(F.linear(x, weight.detach()[columns], bias))
+    with torch.set_grad_enabled(bool(ops)):
+        y = _done(z.requires_grad_(bool(ops)), ops, columns)
+    p = (y.detach() - whole[..., None] if ops else z.sub_(whole[..., None])).exp_()
     first, last, _ = columns.indices(len(weight))
     inside = (target >= first) & (target < last)
     index = torch.where(inside, target - first, 0)[..., None]
     p.scatter_add_(-1, index, -inside[..., None].to(p.dtype))
-    return p.mul_((g * (target >= 0))[..., None])
+    p.mul_((g * (target >= 0))[..., None])
+    return torch.autograd.grad(y, z, p)[0] if ops else p
+
+
+def _done(z: torch.Tensor, ops: Ops, columns: slice = slice(None)) -> torch.Tensor:
+    for name, other in ops:
+        if isinstance(other, torch.Tensor):
+            other = other.to(z)[columns]
+        z = getattr(torch, name)(z, *(() if other is None else (other,)))
+    return z
 
 
 class _Losses(torch.autograd.Function):
     """Losses ``[N]`` of rows ``[N, in]``; the gradient of the rows only."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, target):
+    def forward(ctx, x, weight, bias, target, ops):
         wholes, chosen = [], []
         for s in _steps(x, weight):
-            logits = wide(F.linear(x[s], weight, bias))
+            logits = _done(wide(F.linear(x[s], weight, bias)), ops)
             wholes.append(logits.logsumexp(-1))
             chosen.append(logits.gather(-1, target[s].clamp(min=0)[:, None])[:, 0])
         like = wide(x.new_zeros(0))
         whole, chosen = torch.cat([like, *wholes]), torch.cat([like, *chosen])
         ctx.save_for_backward(x, weight, bias, target, whole)
         ctx.mark_non_differentiable(whole)
+        ctx.ops = ops
         return (whole - chosen) * (target >= 0), whole
 
     @staticmethod
@@ -187,16 +220,17 @@ class _Losses(torch.autograd.Function):
         x, weight, bias, target, whole = ctx.saved_tensors
         out = torch.empty_like(x)
         for s in _steps(x, weight):
-            rows = _backprops(x[s], weight, bias, target[s], whole[s], g[s])
+            rows = _backprops(x[s], weight, bias, target[s], whole[s], g[s], ctx.ops)
             torch.mm(rows.to(weight.dtype), weight, out=out[s])
-        return out, None, None, None
+        return out, *[None] * 4
 
 
 class _OfWeights(torch.autograd.Function):
     """Zeros ``[N]``, and the gradient of the parameters, for who asks for it."""
 
     @staticmethod
-    def forward(ctx, weight, bias, x, target, whole):
+    def forward(ctx, weight, bias, x, target, whole, ops):
+        ctx.ops = ops
         ctx.save_for_backward(weight, bias, x, target, whole)
         return torch.zeros_like(whole)
 
@@ -207,11 +241,11 @@ class _OfWeights(torch.autograd.Function):
         total = torch.zeros_like(weight, dtype=dtype)
         added = None if bias is None else torch.zeros_like(bias, dtype=dtype)
         for s in _steps(x, weight):
-            rows = _backprops(x[s], weight, bias, target[s], whole[s], g[s])
+            rows = _backprops(x[s], weight, bias, target[s], whole[s], g[s], ctx.ops)
             total.addmm_(rows.mT, wide(x[s]))
             if added is not None:
                 added += rows.sum(0)
-        return total.to(weight), added if bias is None else added.to(bias), *[None] * 3
+        return total.to(weight), added if bias is None else added.to(bias), *[None] * 4
 
 
 # -- inside a model whose own code calls the loss function ---------------------------
@@ -219,7 +253,13 @@ class _OfWeights(torch.autograd.Function):
 _SAME = {"to", "float", "contiguous", "type", "clone"}
 _SHAPES = {"view", "reshape", "flatten", "unflatten", "__getitem__"}
 _QUERIES = {"__get__", "size", "dim", "numel", "is_floating_point", "__len__"}
-_SCALES = {"mul", "__mul__", "__rmul__", "div", "__truediv__", "true_divide"}
+_OPS = {
+    "__truediv__": "div",
+    "true_divide": "div",
+    **{f"{prefix}{n}__": n for n in ("add", "sub", "mul") for prefix in ("__", "__i")},
+    **{n: n for n in ("add", "sub", "mul", "div", "tanh")},
+}
+_SWAPPED = {"__radd__": "add", "__rmul__": "mul"}
 
 
 class PendingLogits(torch.Tensor):
@@ -230,19 +270,22 @@ class PendingLogits(torch.Tensor):
 
     layer: LinearCrossEntropy
     hidden: torch.Tensor  # [*rows, in_features]
+    ops: Ops  # done to the logits since
 
     @staticmethod
-    def of(layer: LinearCrossEntropy, hidden: torch.Tensor) -> "PendingLogits":
+    def of(
+        layer: LinearCrossEntropy, hidden: torch.Tensor, ops: Ops = ()
+    ) -> "PendingLogits":
         """The logits of hidden states ``[*rows, in_features]``."""
         shape = *hidden.shape[:-1], layer.out_features
         out = hidden.new_zeros(()).expand(shape).as_subclass(PendingLogits)
-        out.layer, out.hidden = layer, hidden
+        out.layer, out.hidden, out.ops = layer, hidden, ops
         return out
 
     def losses(self, target: torch.Tensor, ignore_index: int) -> torch.Tensor:
         """The cross-entropy of each row."""
         target = torch.where(target == ignore_index, self.layer.ignore_index, target)
-        return self.layer(self.hidden, target)
+        return self.layer(self.hidden, target, self.ops)
 
     @classmethod
     def __torch_function__(
@@ -252,22 +295,38 @@ class PendingLogits(torch.Tensor):
         if name in _QUERIES:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        x = next((x for x in args if isinstance(x, PendingLogits)), None)
+        x = args[0] if args and isinstance(args[0], PendingLogits) else None
         if name in _SAME and x is not None:
             return x
-        if name in _SHAPES and x is args[0]:
+        if name in _SHAPES and x is not None:
             hidden = x._reshaped(func, args[1:], kwargs)
             if hidden is not None:
-                return PendingLogits.of(x.layer, hidden)
-        numbers = [y for y in args if isinstance(y, (int, float))]
-        if name in _SCALES and len(numbers) == 1 and x.layer.bias is None:
-            scaled = func(*(x.hidden if y is x else y for y in args))
-            if name[-4:] != "div_" and (x is args[0] or "mul" in name):
-                return PendingLogits.of(x.layer, scaled)
+                return PendingLogits.of(x.layer, hidden, x.ops)
+        if len(args) == 2 and not kwargs and x is None and name in ("add", "mul"):
+            args = args[::-1]
+            x = args[0]
+        name = _OPS.get(name) or _SWAPPED.get(name)
+        if x is not None and name and len(args) <= 2 and not kwargs:
+            other = x._constant(*args[1:])
+            if (other is None) == (name == "tanh") and other is not NotImplemented:
+                return PendingLogits.of(x.layer, x.hidden, (*x.ops, (name, other)))
         raise ValueError(
-            f"The model computes {name or func} of its logits, which its chunked head "
-            "does not have in memory at once. Leave chunked_head(model) away."
+            f"The model computes {getattr(func, '__name__', func)} of its logits, "
+            "which its chunked head does not have in memory at once. Leave "
+            "chunked_head(model) away."
         )
+
+    def _constant(self, other: Any = None) -> Any:
+        """A number, or one for each column; NotImplemented for anything else."""
+        if other is None or isinstance(other, (int, float)):
+            return other
+        if isinstance(other, PendingLogits) or other.requires_grad:
+            return NotImplemented
+        each = other.shape[-1:] == (self.layer.out_features,)
+        if other.numel() == 1:
+            return float(other)
+        alone = each and other.numel() == self.layer.out_features
+        return other.flatten() if alone else NotImplemented
 
     def _reshaped(
         self, func: Callable, args: tuple, kwargs: dict
