@@ -13,6 +13,7 @@ from __future__ import annotations
 import inspect
 import os
 import secrets
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from typing import Any, Dict, Iterator, List, Mapping, Optional, Tuple, Union
@@ -40,9 +41,10 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL_LMS,
 )
 from transformers.trainer_utils import get_last_checkpoint
+from transformers.utils import find_labels
 
 from opacus_ext.data.logical import LogicalBatches, Part, logical_loader, number
-from opacus_ext.losses import PerSample, cross_entropy, model_losses
+from opacus_ext.losses import PerRecord, PerSample, cross_entropy, model_losses
 from opacus_ext.optimizers.clipping import CLIPPINGS
 from opacus_ext.registry import MODES
 from opacus_ext.runs import noise_left
@@ -211,7 +213,11 @@ def _refusals(args: TrainingArguments, given: Mapping[str, Any]) -> Iterator[str
 
 
 # Trainer's own methods that are not public and are relied on here.
-_RELIED_ON = ("_clip_grad_norm", "_get_grad_norm", "_save_optimizer_and_scheduler")
+_RELIED_ON = (
+    *("_clip_grad_norm", "_get_grad_norm", "_save_optimizer_and_scheduler"),
+    *("_save", "_load_from_checkpoint", "_load_best_model"),
+    "_set_signature_columns_if_needed",
+)
 
 
 class PrivateTrainer(Trainer):
@@ -234,6 +240,10 @@ class PrivateTrainer(Trainer):
 
     The loss is :func:`opacus_ext.losses.model_losses`, one a record. To train on
     another override :meth:`sample_losses`; ``compute_loss`` is for evaluation.
+
+    For the privacy of people with several sequences each, make each person one record:
+    a model in :class:`~opacus_ext.losses.PerRecord` (what is saved is the model itself)
+    and :class:`~opacus_ext.data.collators.RecordCollator`.
 
     What is logged with the training loss, and at the end: "epsilon" and "delta"; at the
     start "noise_multiplier", "sample_rate" and "expected_batch_size". A checkpoint has
@@ -294,6 +304,13 @@ class PrivateTrainer(Trainer):
         self._saved: Optional[Dict[str, Any]] = None  # the state it goes on from
         self._noise: Optional[torch.Generator] = None
         self._hooks = self._criterion = self._private_optimizer = None
+        if isinstance(self.model, PerRecord):
+            self.model_accepts_loss_kwargs = False
+            with self._inside():
+                self._set_signature_columns_if_needed()
+                if args.label_names is None:
+                    self.label_names = find_labels(type(self.model))
+                    self._signature_columns += self.label_names
 
     def _unsupported(
         self, args: TrainingArguments, given: Mapping[str, Any]
@@ -695,6 +712,31 @@ class PrivateTrainer(Trainer):
             "Each trial of a hyperparameter search trains on the private records and "
             "spends privacy of its own. Search on public data."
         )
+
+    # -- records of several sequences ----------------------------------------------
+
+    @contextmanager
+    def _inside(self) -> Iterator[None]:
+        """Within it ``self.model`` is the model in a PerRecord: that one is saved."""
+        model = self.model
+        try:
+            if isinstance(model, PerRecord):
+                self.model = model.model
+            yield
+        finally:
+            self.model = model
+
+    def _save(self, *args: Any, **kwargs: Any) -> None:
+        with self._inside():
+            super()._save(*args, **kwargs)
+
+    def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        with self._inside():
+            super()._load_from_checkpoint(*args, **kwargs)
+
+    def _load_best_model(self) -> None:
+        with self._inside():
+            super()._load_best_model()
 
     # -- what is logged ------------------------------------------------------------
 

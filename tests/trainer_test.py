@@ -29,8 +29,9 @@ from transformers import (
     default_data_collator,
 )
 
+from opacus_ext.data.collators import RecordCollator
 from opacus_ext.data.logical import LogicalBatches, Part, logical_loader, number
-from opacus_ext.losses import PerSample, cross_entropy, model_losses
+from opacus_ext.losses import PerRecord, PerSample, cross_entropy, model_losses
 from opacus_ext.trainer import PRIVACY_STATE, PrivacyArguments, PrivateTrainer
 
 from .common import every_mode
@@ -723,6 +724,57 @@ def test_a_loss_function_of_ones_own(mode, tmp_path):
     assert distance(weights(run.model), weights(other.model)) < 1e-6
     with pytest.raises(ValueError, match="instead of one loss a record"):
         trainer(tmp_path, mode=mode, compute_loss_func=mean).train()
+
+
+@every_mode
+def test_records_of_several_sequences(mode, tmp_path):
+    """Clipped as a whole; the model is saved without what makes it one of records."""
+    sequences = texts(3 * N)
+    people = [sequences[3 * i : 3 * i + 1 + i % 3] for i in range(N)]
+    collate = RecordCollator(default_data_collator)
+
+    def make(model, **kwargs):
+        return trainer(
+            *(tmp_path, PerRecord(model), people),
+            privacy=private(mode, noise_multiplier=0.0, max_grad_norm=0.3),
+            data_collator=collate,
+            eval_dataset=people[:5],
+            lr_scheduler_type="constant",
+            **kwargs,
+        )
+
+    model = gpt2()
+    before = weights(model)
+    run = make(model, max_steps=1)
+    parts = [part for item in first_items(run, 2) for part in item]
+    total = {name: torch.zeros_like(p) for name, p in before.items()}
+    for part in parts:
+        for i in range(part.records):
+            model.zero_grad()
+            ids, labels = (part.inputs[name][i] for name in ("input_ids", "labels"))
+            logits = model(input_ids=ids).logits[:, :-1]
+            nn.functional.cross_entropy(
+                logits.flatten(0, 1), labels[:, 1:].flatten()
+            ).backward()
+            norm = float(sum(p.grad.pow(2).sum() for p in model.parameters()).sqrt())
+            for name, p in model.named_parameters():
+                total[name] += p.grad * min(1, 0.3 / (norm + 1e-6))
+    model.zero_grad()
+    run.train()
+    for name, p in model.named_parameters():
+        update = (before[name] - p) * (N // 7) / 0.1
+        torch.testing.assert_close(update, total[name], rtol=1e-4, atol=1e-5)
+    if mode != "ghost_bk":
+        return
+    saving = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
+    run = make(gpt2(), **saving, eval_strategy="steps", eval_steps=2)
+    run.train()
+    assert any("eval_loss" in entry for entry in run.state.log_history)
+    other = make(gpt2(), **saving)
+    other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert distance(weights(run.model), weights(other.model)) == 0
+    saved = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "checkpoint-4")
+    assert distance(weights(saved), weights(run.model.model)) == 0
 
 
 # -- checkpoints -------------------------------------------------------------------
