@@ -450,6 +450,28 @@ def test_target_epsilon_is_kept_and_logged(tmp_path):
         run.train()
 
 
+def test_what_is_left_of_a_budget_is_for_the_next_run(tmp_path):
+    class Stop(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            control.should_training_stop |= state.global_step == 2 and not run._runs > 1
+
+    privacy = private(noise_multiplier=None, target_epsilon=4.0)
+    run = trainer(tmp_path, privacy=privacy, max_steps=6, callbacks=[Stop()])
+    run.train()
+    once = run.get_epsilon()
+    run.train()
+    (first, _, steps), (second, _, more) = run.engine.accountant.history
+    assert steps == 2 and more == 6 and second > first
+    assert once < 3.5 < 3.9 < run.get_epsilon() <= 4.0
+
+
+def test_all_records_in_each_step(tmp_path):
+    privacy = private(accountant="prv")
+    run = trainer(tmp_path, gpt2(), texts(5), privacy, max_steps=2)
+    run.train()
+    assert run.engine.accountant.history == [(1.0, 1.0, 2)] and run.get_epsilon() > 1
+
+
 def test_the_loss_logged_is_the_mean_over_records(tmp_path):
     privacy = private(noise_multiplier=0.0)
     run = trainer(tmp_path, privacy=privacy, max_steps=1, logging_steps=1)
@@ -1149,6 +1171,7 @@ def test_model_init_and_per_layer_bounds(tmp_path):
     assert run.engine.accountant.history == [(1.0, 1 / 7, 4)]
 
 
+@pytest.mark.slow
 def test_workers(tmp_path):
     found = []
     for workers in (0, 2):
