@@ -224,10 +224,11 @@ class PrivateTrainer(Trainer):
     """
     ``transformers.Trainer``, with differential privacy.
 
-    A step takes a logical batch: each record is in it with the same small probability,
-    so that ``per_device_train_batch_size * gradient_accumulation_steps`` are expected.
-    It is computed in parts of at most ``per_device_train_batch_size`` records, each
-    record's gradient clipped, noise added to their sum, once. Steps, epochs and the
+    A step takes a logical batch: each record is in it with the same probability, one
+    over the steps of an epoch. These are the records divided by
+    ``per_device_train_batch_size * gradient_accumulation_steps``, rounded up. It is
+    computed in parts of at most ``per_device_train_batch_size`` records, each record's
+    gradient clipped, and noise is added once to their sum. Steps, epochs and the
     learning rate's schedule count logical batches.
 
     Args:
@@ -299,7 +300,7 @@ class PrivateTrainer(Trainer):
         self.privacy = privacy
         self.engine = PrivacyEngine(accountant=privacy.accountant)
         self.add_callback(_Announce(self))
-        self._runs = 0
+        self._runs, self._records = 0, 0  # the latter of the part at work
         self._seed, self._draw = 0, 0  # of this run, and its next draw
         self._saved: Optional[Dict[str, Any]] = None  # the state it goes on from
         self._noise: Optional[torch.Generator] = None
@@ -333,7 +334,7 @@ class PrivateTrainer(Trainer):
 
     @property
     def logical_batch_size(self) -> int:
-        """How many records a step has at most in expectation."""
+        """What a step has of records, at most, in expectation."""
         args = self.args
         return args.per_device_train_batch_size * args.gradient_accumulation_steps
 
