@@ -32,7 +32,14 @@ from torch.nn.utils.weight_norm import WeightNorm
 from torch.utils._pytree import tree_flatten, tree_structure, tree_unflatten
 
 from opacus_ext.grad_sample import graph, replay
-from opacus_ext.grad_sample.batchless import Source, Undecided, settled
+from opacus_ext.grad_sample.batchless import (
+    Source,
+    Undecided,
+    is_open,
+    plain,
+    settled,
+    decided,
+)
 from opacus_ext.grad_sample.calls import (
     Call,
     Collector,
@@ -117,6 +124,7 @@ class Tape:
             for _, layer in self._layers
         }
         self._met: Set[nn.Module] = set()
+        self._held: Dict[nn.Module, Undecided] = {}  # inputs of layers being called
         self.world = world_of([layer for _, layer in self._layers])
         self._anchor = torch.zeros((), requires_grad=True)
         self._layouts: Dict[tuple, Dict[Key, Layout]] = {}
@@ -195,6 +203,8 @@ class Tape:
             elif own_parameters(layer) and find_rule(layer) is None:
                 # Opacus's mark of a layer whose gradients come from functorch.
                 layer.ft_compute_sample_grad = replay.uses
+            if own_parameters(layer) and find_rule(layer) is not None:
+                yield layer.register_forward_pre_hook(self._hold)
             if layer._parameters or self._owners[layer]:
                 # First, so that a user's own hook on the layer counts as what follows.
                 hook = functools.partial(self._on_call, name or "the model")
@@ -208,6 +218,7 @@ class Tape:
             return
         self._state = None
         self._met.clear()
+        self._held.clear()
         tensors, dim = tensors_in((args, kwargs)), self.batch_dim
         self.sizes = Counter(x.shape[dim] for x in tensors if x.dim() > dim)
         packed = packed_in((args, kwargs))
@@ -371,6 +382,13 @@ class Tape:
                     "below it, such as a norm.)",
                 )
 
+    def _hold(self, layer: nn.Module, args: tuple) -> Optional[tuple]:
+        """A value that meets no batch in a layer is not decided by it."""
+        if not self._records() or len(args) != 1 or not is_open(args[0]):
+            return None
+        self._held[layer] = args[0]
+        return (plain(args[0]),)
+
     def _on_call(
         self, name: str, layer: nn.Module, args: tuple, kwargs: dict, output: Any
     ) -> Any:
@@ -409,6 +427,7 @@ class Tape:
         output: Any,
         routing: Optional[Routing],
     ) -> Any:
+        held = self._held.pop(layer, None)
         simple = isinstance(output, torch.Tensor)
         leaves, spec = ([output], None) if simple else tree_flatten(output)
         where = [
@@ -422,8 +441,8 @@ class Tape:
         args = [settled(x) for x in arguments(inputs)]
         rule = self._rule(layer, args) if own_parameters(layer) else None
         used = Counter() if rule else self._uses(layer, params, args, raw)
-        decided = bool(used) and any(isinstance(y, Undecided) for y in raw)
-        if decided:
+        met = bool(used) and any(isinstance(y, Undecided) for y in raw)
+        if met:
             raw = [settled(y) for y in raw]
             used = self._uses(layer, params, args, raw)
         if rule is None and not used:
@@ -440,7 +459,9 @@ class Tape:
             if rule is not None:
                 given = named_inputs(layer, args, inputs) if rule.all_inputs else {}
                 x = args[0]
-                if expanded:
+                if held is not None:
+                    x, *outputs = self._again(layer, rule, held, not expanded)
+                elif expanded:
                     x = x.expand(len(outputs[0]), *x.shape)
                 call = RuleCall(
                     *(self, layer, name),
@@ -464,7 +485,8 @@ class Tape:
                 call.routing = routing
             return RecordNode.apply(self._anchor, call, *outputs)
 
-        unseen = not decided and self._saw_no_sample(args, rule is not None)
+        unseen = not met and self._saw_no_sample(args, rule is not None)
+        unseen = unseen or held is not None
         if unseen and len(raw) > 1:
             # Taken for a batch if it may be one, which the gradients check.
             if any(y.dim() == 0 or len(y) % self.batch_size for y in raw):
@@ -485,6 +507,19 @@ class Tape:
             for i, y in zip(where, record(*raw)):
                 leaves[i] = y
         return leaves[0] if simple else tree_unflatten(leaves, spec)
+
+    def _again(
+        self, layer: nn.Module, rule: Rule, held: Undecided, batched: bool
+    ) -> Tuple[torch.Tensor, torch.Tensor]:
+        """A layer's input and output, now that it is known what the input is."""
+        x = decided(held, batched)
+        if batched:
+            return x, layer.forward(x)
+        rows = rule.row_dims(layer, layer.forward(x[0]))
+        if rows == 0:
+            return x, layer.forward(x)
+        y = layer.forward(x.flatten(0, 1))  # some layers know one batch dim only
+        return x, y.unflatten(0, x.shape[:2])
 
     def _routing(self, args: List[Any]) -> Optional[Routing]:
         """Which samples the rows of an input were gathered from, if they were."""
