@@ -98,10 +98,6 @@ class TestLosses:
         labels = torch.tensor([1, 2, 3])
         whole = head(x, labels)
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            assert torch.equal(
-                head(x.bfloat16().float(), labels).detach(),
-                (head(x.bfloat16().float(), labels).detach()),
-            )
             (grad,) = torch.autograd.grad(head(x, labels).sum(), x)
         assert torch.allclose(grad, torch.autograd.grad(whole.sum(), x)[0])
         losses = copy.deepcopy(head).bfloat16()(x.bfloat16(), labels)
@@ -158,7 +154,7 @@ class TestModes:
     def test_half_precision(self, mode):
         torch.manual_seed(0)
         model = Model(True, True).bfloat16()
-        check(mode, True, model, batch_of(3, 5), loss_fn, tolerance=0.1)
+        check(mode, True, model, batch_of(3, 5), loss_fn, tolerance=0.2)
 
 
 class TestColumns:
@@ -226,12 +222,9 @@ class TestChunkedHead:
         losses = model_losses(model, batch)
         assert torch.allclose(losses, expected.to(losses), rtol=1e-5)
         assert torch.equal(model(**batch).logits, logits)
-        tied = (
-            model.get_input_embeddings().weight is model.lm_head.weight
-            if hasattr(model, "lm_head")
-            else True
-        )
-        assert tied == bool(getattr(model.config, "tie_word_embeddings", False)) or tied
+        head = model.get_output_embeddings()
+        tied = model.config.get_text_config().tie_word_embeddings
+        assert (head.weight is model.get_input_embeddings().weight) == tied
 
     @every_mode
     @pytest.mark.parametrize("build", [gpt2, bert, t5], ids=lambda b: b.__name__)
