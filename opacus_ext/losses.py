@@ -114,10 +114,10 @@ class PerSample(nn.Module):
         """
         Args:
             losses: ``[B]``
-            weights: of the samples, ``[B]``, without gradient. They apply before the
-                clipping: they change a sample's direction in the batch only as far as
-                the clipping lets them, and never what it bounds. A sample's weight
-                must not depend on other samples.
+            weights: of the samples, ``[B]``, without gradient. They multiply the
+                losses, before the clipping: a sample whose gradient is clipped anyway
+                gains nothing by a larger weight, and what it can add to the sum stays
+                bounded. A sample's weight must not depend on other samples.
 
         Raises:
             ValueError: for anything but one loss a sample

@@ -895,7 +895,7 @@ _NONE = Layout(-2, "")
 def _is_labels(first: torch.Tensor, x: torch.Tensor) -> bool:
     """Whether a tensor beside the first input goes with it: its mask, its labels."""
     whole = not x.is_floating_point() and x.dtype != torch.bool
-    return whole and (x.shape == first.shape or x.dim() == 1)
+    return whole and (x.shape == first.shape[: x.dim()] or x.dim() == 1)
 
 
 def _look_away(call: Call, grads: tuple, ctx: Any = None) -> None:

@@ -198,6 +198,16 @@ def _done(z: torch.Tensor, ops: Ops, columns: slice = slice(None)) -> torch.Tens
     return z
 
 
+def _in_full(backward: Callable) -> Callable:
+    """Without autocast, whether or not it is on where ``backward()`` is called."""
+
+    def run(ctx: Any, g: torch.Tensor, *rest: Any) -> Any:
+        with torch.autocast(g.device.type, enabled=False):
+            return backward(ctx, g, *rest)
+
+    return run
+
+
 class _Losses(torch.autograd.Function):
     """Losses ``[N]`` of rows ``[N, in]``; the gradient of the rows only."""
 
@@ -216,6 +226,7 @@ class _Losses(torch.autograd.Function):
         return (whole - chosen) * (target >= 0), whole
 
     @staticmethod
+    @_in_full
     def backward(ctx, g, _):
         x, weight, bias, target, whole = ctx.saved_tensors
         out = torch.empty_like(x)
@@ -235,6 +246,7 @@ class _OfWeights(torch.autograd.Function):
         return torch.zeros_like(whole)
 
     @staticmethod
+    @_in_full
     def backward(ctx, g):
         weight, bias, x, target, whole = ctx.saved_tensors
         dtype = wide(weight.new_zeros(0)).dtype
