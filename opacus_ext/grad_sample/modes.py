@@ -359,7 +359,7 @@ class _Ghost(_Recording):
         batch_size, params = self._batch_size(losses), optimizer.params
         if batch_size == 0 and self.tape.world is None:
             self.per_sample_gradient_norms = losses.detach().new_zeros(0)
-            self._assign(optimizer, {p: torch.zeros_like(p) for p in params})
+            optimizer.take({p: torch.zeros_like(p) for p in params})
             return
         clipping: Clipping = optimizer.clipping
         keep = self.one_pass or clipping.per_parameter
@@ -376,7 +376,7 @@ class _Ghost(_Recording):
                 own = factors[0] if world is None else factors[0][world.own]
                 sums = self._second_pass(losses, own, params)
         self.per_sample_gradient_norms = total
-        self._assign(optimizer, sums)
+        optimizer.take(sums)
 
     def _batch_size(self, losses: torch.Tensor) -> int:
         expected = self.tape.batch_size
@@ -479,11 +479,6 @@ class _Ghost(_Recording):
         finally:
             for p, grad in zip(params, kept):
                 p.grad = grad
-
-    def _assign(self, optimizer: Any, sums: Dict[nn.Parameter, torch.Tensor]) -> None:
-        for p, total in sums.items():
-            p.grad = total.detach()
-        optimizer.ready = True
 
 
 def _norm_dtype(losses: torch.Tensor) -> torch.dtype:

@@ -35,10 +35,10 @@ from opacus_ext.grad_sample import graph, replay
 from opacus_ext.grad_sample.batchless import (
     Source,
     Undecided,
-    is_open,
-    plain,
-    settled,
     decided,
+    plain,
+    seems_shared,
+    settled,
 )
 from opacus_ext.grad_sample.calls import (
     Call,
@@ -384,7 +384,7 @@ class Tape:
 
     def _hold(self, layer: nn.Module, args: tuple) -> Optional[tuple]:
         """A value that meets no batch in a layer is not decided by it."""
-        if not self._records() or len(args) != 1 or not is_open(args[0]):
+        if not self._records() or len(args) != 1 or not seems_shared(args[0]):
             return None
         self._held[layer] = args[0]
         return (plain(args[0]),)
