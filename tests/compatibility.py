@@ -59,7 +59,7 @@ def batch_of(model, task, kind):
     main = model.main_input_name
     if task == "image-classification" and "pixel_values" in known:
         part = getattr(config, "vision_config", config)
-        size = getattr(part, "image_size", 32) or 32
+        size = getattr(part, "image_size", 64) or 64
         size = (size, size) if isinstance(size, int) else tuple(size)
         channels = getattr(config, "num_channels", 3)
         batch = {"pixel_values": torch.randn(B, channels, *size)}
@@ -90,7 +90,8 @@ def loss_fn(model, batch):
     own = getattr(model, "_module", model)
     known = inspect.signature(own.forward).parameters
     given = {"use_cache": False} if "use_cache" in known else {}
-    logits = model(**batch, **given)["logits"]
+    output = model(**batch, **given)
+    logits = output["logits"] if "logits" in output else output[0]
     rows = logits.reshape(len(logits), -1, logits.shape[-1])
     target = torch.arange(rows.shape[1]) * 7 % rows.shape[2]
     losses = F.cross_entropy(

@@ -466,7 +466,7 @@ FAMILIES = {
     "mamba2": dict(num_heads=4, head_dim=8),
     "minicpm3": LATENT,
     "mobilevit": dict(
-        image_size=32, hidden_sizes=(16, 16, 16), neck_hidden_sizes=(8,) * 7
+        image_size=64, hidden_sizes=(16, 16, 16), neck_hidden_sizes=(8,) * 7
     ),
     "mobilevitv2": dict(
         image_size=64,
