@@ -110,6 +110,7 @@ class Tape:
         self._guessed: List[str] = []  # those with an input that may be an expert's
         self.names = {p: n for n, p in module.named_parameters()}
         self._layers = list(module.named_modules())
+        self._parametrized = {m for _, m in self._layers if is_parametrized(m)}
         # Of each layer, those inside it that own parameters; and those recorded.
         self._owners: Dict[nn.Module, List[Tuple[str, nn.Module]]] = {
             layer: [(n, m) for n, m in layer.named_modules() if m._parameters and n]
@@ -351,7 +352,8 @@ class Tape:
         if not self.enabled or not torch.is_grad_enabled():
             return output
         params = own_parameters(layer)
-        if isinstance(vars(layer).get("forward"), StandInForward):
+        stands_in = isinstance(vars(layer).get("forward"), StandInForward)
+        if stands_in and not is_parametrized(layer):
             self._met.update((layer, *(m for _, m in self._owners[layer])))
         # A module that was not called may have lent its parameters to this one.
         for prefix, owner in self._owners[layer]:
@@ -400,8 +402,12 @@ class Tape:
         if decided:
             raw = [settled(y) for y in raw]
             used = self._uses(layer, params, args, raw)
-        if rule is None and not used:
-            return output  # its parameters are used by modules inside it, if at all
+        if rule is None and (not used or self._lends_weights(layer)):
+            # Its parameters are used by modules inside it, or it is a part of what
+            # another layer around it computes.
+            return output
+        if rule is None and len(raw) > 1 and _of_weights_alone(args, raw):
+            return output  # what the layer around it makes of these may be a batch
         self._met.add(layer)
         params = {n: p for n, p in params.items() if id(p) in used}
 
@@ -510,6 +516,12 @@ class Tape:
             if (owners[name.rpartition(".")[0]], id(p)) not in recorded
         }
         return Counter({p: n for p, n in counts.items() if p in own and n > 0})
+
+    def _lends_weights(self, layer: nn.Module) -> bool:
+        """Whether a module around ``layer`` has put other weights in it for a call."""
+        return any(
+            is_parametrized(m) and m not in self._parametrized for m in layer.modules()
+        )
 
     def _saw_no_sample(self, inputs: List[Any], has_rule: bool) -> bool:
         """Whether nothing shows that an output's rows are those of the batch."""
@@ -827,6 +839,16 @@ class Tape:
 
 
 _NONE = Layout(-2, "")
+
+
+def _of_weights_alone(inputs: List[Any], outputs: List[torch.Tensor]) -> bool:
+    """
+    Whether a layer that was given weights (DoRA gives a layer of its own another's) and
+    no activation returns things that can't all be rows of a batch.
+    """
+    shapes = {(y.dim(), y.shape[:1]) for y in outputs}
+    tracked = [x for x in inputs if isinstance(x, torch.Tensor) and x.requires_grad]
+    return len(shapes) > 1 and all(graph.only_weights(x) for x in tracked)
 
 
 def _is_labels(first: torch.Tensor, x: torch.Tensor) -> bool:
