@@ -210,6 +210,7 @@ class _Hooks(_Recording):
         gathered, self._gathered = self._gathered, None
         if gathered is None:
             return
+        self.tape.refuse_dark()
         world = self.tape.world
         sizes = (len(g) for p, g in gathered.items() if spread_over(p) is None)
         batch_size = next(sizes, self.tape.batch_size)
@@ -453,6 +454,7 @@ class _Ghost(_Recording):
             # What a checkpoint hides has shapes that were not met before.
             tape.probe([root], batch_size, found)
             gather = run()
+        tape.refuse_dark()
         norms = []
         for p in params:
             size = p.world.batch_size if spread_over(p) else batch_size

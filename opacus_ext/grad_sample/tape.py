@@ -31,7 +31,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 from torch.utils._pytree import tree_flatten, tree_structure, tree_unflatten
 
-from opacus_ext.grad_sample import graph, replay
+from opacus_ext.grad_sample import adapters, graph, replay
 from opacus_ext.grad_sample.batchless import Source, Undecided, settled
 from opacus_ext.grad_sample.calls import (
     Call,
@@ -125,6 +125,10 @@ class Tape:
         self._state: Optional[RandomState] = None
         self._mixed: Set[str] = set()  # names of outputs and attributes that do so
         self._keeps = False  # whether modules keep numbers as attributes
+        self._graded = False  # whether the model was called with gradients
+        # Layers with trainable parameters that ran without gradients since then, and
+        # were not run again with them.
+        self._dark: Dict[nn.Module, str] = {}
         self._depth = 0  # of calls of the model inside each other
         self._current: Dict[Key, Layout] = {}
         self._late: Counter = Counter()
@@ -145,6 +149,15 @@ class Tape:
         Raises:
             ValueError: if ``module`` holds a layer that can't be trained privately
         """
+        adapters.refuse(module)
+        for name, p in module.named_parameters():
+            if p.requires_grad and (p._backward_hooks or p._post_accumulate_grad_hooks):
+                raise ValueError(
+                    f"Parameter {name} has a hook (register_hook or "
+                    "register_post_accumulate_grad_hook), which would change or use its "
+                    "gradient before it is private. Remove the hook, or freeze the "
+                    "parameter."
+                )
         for name, layer in module.named_modules():
             what = f"{name or 'the model'} ({type(layer).__name__})"
             trainable = any(p.requires_grad for p in layer.parameters())
@@ -187,6 +200,7 @@ class Tape:
     def _attach(self) -> Iterator[Any]:
         root = self.module
         yield root.register_forward_pre_hook(self._begin, with_kwargs=True)
+        yield from adapters.watch(root)
         for name, layer in root.named_modules():
             forward = find_forward(layer)
             if forward is not None and any(True for _ in layer.parameters()):
@@ -203,10 +217,13 @@ class Tape:
 
     def _begin(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         self._depth += 1
+        self._graded = self.enabled and torch.is_grad_enabled()
         if not self.enabled or not torch.is_grad_enabled():
             return
         self._state = None
         self._met.clear()
+        if not _in_backward():
+            self._dark.clear()
         tensors, dim = tensors_in((args, kwargs)), self.batch_dim
         self.sizes = Counter(x.shape[dim] for x in tensors if x.dim() > dim)
         packed = packed_in((args, kwargs))
@@ -259,6 +276,8 @@ class Tape:
             output = tree_unflatten([settled(x) for x in leaves], spec)
         if _in_backward():
             return output
+        if not any(x.requires_grad for x in tensors_in(output)):
+            self.refuse_dark()
         self._check_independence((args, kwargs), output)
         self._guard_numbers(output)
         if self.on_forward is not None:
@@ -335,6 +354,7 @@ class Tape:
 
     def _leave(self, module: nn.Module, args: tuple, output: Any) -> None:
         self._depth = max(self._depth - 1, 0)
+        self._graded = self._graded and self._depth > 0
         error = sys.exc_info()[1]
         if self._depth == 0 and output is None and isinstance(error, RuntimeError):
             names = ", ".join(self._guessed)
@@ -349,8 +369,13 @@ class Tape:
     def _on_call(
         self, name: str, layer: nn.Module, args: tuple, kwargs: dict, output: Any
     ) -> Any:
-        if not self.enabled or not torch.is_grad_enabled():
+        if not self.enabled:
             return output
+        if not torch.is_grad_enabled():
+            if self._graded and own_parameters(layer):
+                self._dark[layer] = name
+            return output
+        self._dark.pop(layer, None)
         params = own_parameters(layer)
         stands_in = isinstance(vars(layer).get("forward"), StandInForward)
         if stands_in and not is_parametrized(layer):
@@ -535,6 +560,22 @@ class Tape:
             x.untyped_storage().data_ptr() in self._storages for x in tensors
         )
 
+    def refuse_dark(self) -> None:
+        """
+        To be called where every layer that a step runs has run.
+
+        Raises:
+            RuntimeError: for trainable layers that gradients never reach
+        """
+        for layer, name in self._dark.items():
+            raise RuntimeError(
+                f"{name} ({type(layer).__name__}): ran without gradients, so that its "
+                "trainable parameters get none. In a block checkpointed with "
+                "use_reentrant=True an input must require gradients: use "
+                "use_reentrant=False, or model.enable_input_require_grads(). What runs "
+                "under torch.no_grad() on purpose should be frozen."
+            )
+
     def paused(self) -> "_Paused":
         """A context in which nothing is recorded."""
         return _Paused(self)
@@ -564,6 +605,13 @@ class Tape:
         uses = [p for p in self.names if batch_size or spread_over(p)]
         names = {id(p): self.names[p] for p in uses}
         problem = graph.unclaimed(found, claims, names)
+        for p in found.uses if problem is None else ():
+            if isinstance(p, nn.Parameter) and p not in self.names:
+                problem = (
+                    f"A parameter of shape {tuple(p.shape)} takes part that the model "
+                    "did not have at make_private, such as that of an adapter added "
+                    "later. Change the model before make_private."
+                )
         if problem is None and found.undecided:
             problem = (
                 f"{found.undecided[0]}: saw no sample, and its output reaches the loss "
