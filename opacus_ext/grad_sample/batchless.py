@@ -335,11 +335,22 @@ def _decide(x: Any, rank: Optional[int], others: List[torch.Tensor]) -> Any:
         batched = True
     else:
         batched = source.guess(shape)
-        return _value(x, True) if batched else _align(_value(x, False), shape, rank)
+        return _value(x, True) if batched else _meet(x, rank, others)
     if source.batched is None:
         source.remembered[source.name] = batched
-    value = _value(x, batched)
-    return value if batched else _align(value, shape, rank)
+    return _value(x, True) if batched else _meet(x, rank, others)
+
+
+def _meet(x: Undecided, rank: Optional[int], others: List[torch.Tensor]) -> Any:
+    """The copies of a batch-less value, one for each row of the batch it meets."""
+    value = _align(_value(x, False), _shape(x), rank)
+    rows = {
+        len(y) // x.source.batch_size
+        for y in others
+        if y.dim() >= value.dim() and _brings_batch(y, x)
+    }
+    # Windows of an image, say: several rows a sample, one sample's after the other.
+    return value.repeat_interleave(max(rows), 0) if max(rows, default=1) > 1 else value
 
 
 def _align(
@@ -384,8 +395,11 @@ def _brings_batch(y: torch.Tensor, x: Undecided) -> bool:
     if lead == 0 or lead % batch_size:
         return False
     # A constant of the same size tells nothing: it may be one row a position.
-    same = y.dim() == len(shape) and lead == shape[0]
-    return y.requires_grad or (lead == batch_size and not same)
+    if y.requires_grad:
+        return True
+    if y.dim() == len(shape):
+        return lead > 1 and (shape[0] == 1 or (lead == batch_size != shape[0]))
+    return lead == batch_size
 
 
 def _expand(

@@ -217,10 +217,18 @@ class ReplayCall(Call):
         self._where = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor)]
         self.saved = [leaves[i] for i in self._where]
         self.tracked = [x.requires_grad for x in self.saved]
-        self._constants = [None if isinstance(x, torch.Tensor) else x for x in leaves]
+        # A cache of keys and values has grown by this very call: a replay goes without.
+        # If it was not empty before, the outputs tell.
+        self._constants = [
+            None if isinstance(x, torch.Tensor) or hasattr(x, "get_seq_length") else x
+            for x in leaves
+        ]
         self.shapes = [x.shape for x in outputs]
-        self.row_dims = [min(1, x.dim()) for x in outputs]
-        self.digests = [replay.digest(x.detach(), min(1, x.dim())) for x in outputs]
+        # The samples may be second: time first, or several streams of them.
+        self.row_dims = [min(x.dim(), 2 if x.dim() > 2 else 1) for x in outputs]
+        self.digests = [
+            replay.digest(x.detach(), rows) for x, rows in zip(outputs, self.row_dims)
+        ]
         self.params = params  # by name in the layer; those that modules in it lend too
         self.positions = positions
         self.shared = shared  # one call for all samples
@@ -233,9 +241,20 @@ class ReplayCall(Call):
         }
         self.claims.update(used)
 
-    def inputs(self, activations: Tuple[torch.Tensor, ...]) -> Any:
-        """The arguments ``(args, kwargs)`` of the call."""
+    @property
+    def told(self) -> bool:
+        """Whether an argument may be the batch size."""
+        return any(type(x) is int and x == self.batch_size for x in self._constants)
+
+    def inputs(self, activations: Tuple[torch.Tensor, ...], alone: bool = False) -> Any:
+        """
+        The arguments ``(args, kwargs)`` of the call; with ``alone``, an argument that
+        may be the batch size is one.
+        """
         leaves = list(self._constants)
+        if alone:
+            size = self.batch_size
+            leaves = [1 if type(x) is int and x == size else x for x in leaves]
         for i, x in zip(self._where, activations):
             leaves[i] = x
         return tree_unflatten(leaves, self._spec)

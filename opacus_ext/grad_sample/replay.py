@@ -9,16 +9,31 @@ looks at the size of the batch or keeps a state is refused and not silently wron
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Callable, Dict, List, Optional, Tuple
+import functools
+import itertools
+import operator
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Callable,
+    Dict,
+    Iterator,
+    List,
+    Optional,
+    Set,
+    Tuple,
+)
 
 import torch
 from torch.func import functional_call, grad, vmap
 from torch.utils._pytree import tree_leaves
 
-from opacus_ext.grad_sample.layout import arrange, relation
+from opacus_ext.grad_sample.layout import Layout, arrange, relation
 
 if TYPE_CHECKING:
     from opacus_ext.grad_sample.calls import ReplayCall, Uses
+
+_MOST = 1024  # ways to tell which inputs hold a sample a row that are tried
 
 
 def uses(
@@ -40,28 +55,37 @@ def uses(
     layer, tape, layouts = call.layer, call.tape, call.layouts
     params = {n: p.detach() for n, p in call.params.items()}
     wanted = [
-        (i, arrange(g, 1, layouts[i], batch_size))
+        (i, _apart(g, layouts[i], batch_size))
         for i, g in enumerate(backprops)
         if g is not None
     ]
     first = layouts[wanted[0][0]]
-    rows = (*call.shapes[wanted[0][0]], 1)[0]
+    shape = call.shapes[wanted[0][0]]
 
-    def split(i: int, guess: str) -> Tuple[torch.Tensor, Optional[int]]:
+    def split(i: int, dim: Optional[int]) -> Tuple[torch.Tensor, Optional[int]]:
         """Samples apart, each as a batch of its own rows; None: no batch dim."""
         x = activations[i]
-        if x.dim() == 0 or call.shared or (guess == "tracked" and not call.tracked[i]):
+        if dim is None:
             return x, None
-        if x.shape[0] == rows:
-            return arrange(x, 1, first, batch_size), 0
-        if x.shape[0] == batch_size:
-            return x.unsqueeze(1), 0
-        if guess == "flat" and x.shape[0] % batch_size == 0:
-            return x.unflatten(0, (batch_size, -1)), 0
-        return x, None
+        if dim == max(first.dim, 0) and x.shape[dim] == shape[dim]:
+            return _apart(x, first, batch_size), 0
+        kind = "plain" if x.shape[dim] == batch_size else "outer"
+        return _apart(x, Layout(dim, kind), batch_size), 0
 
-    def loss(params: dict, cots: List[torch.Tensor], *tensors: torch.Tensor) -> Any:
-        args, kwargs = call.inputs(tensors)
+    def dims(i: int) -> List[Optional[int]]:
+        """Which dim of an input may be that of the samples, likeliest first."""
+        x, lead = activations[i], max(first.dim, 0)
+        if x.dim() == 0 or call.shared:
+            return [None]
+        found = [d for d, n in enumerate(x.shape) if n == batch_size]
+        if x.dim() > lead and shape[lead:] and x.shape[lead] == shape[lead]:
+            found = [lead, *(d for d in found if d != lead)]
+        return [*found, None]
+
+    def loss(
+        alone: bool, params: dict, cots: List[torch.Tensor], *tensors: torch.Tensor
+    ) -> Any:
+        args, kwargs = call.inputs(tensors, alone)
         with tape.paused(), torch.enable_grad(), torch.autocast(**call.autocast):
             output = functional_call(
                 layer, params, args, kwargs, tie_weights=False, strict=False
@@ -73,7 +97,10 @@ def uses(
 
     def same(replayed: List[torch.Tensor]) -> bool:
         return all(
-            _same(digest(y, 2), arrange(call.digests[i], 1, layouts[i], batch_size))
+            _same(
+                digest(y, 1 + call.row_dims[i]),
+                _apart(call.digests[i], layouts[i], batch_size),
+            )
             for (i, _), y in zip(wanted, replayed)
         )
 
@@ -81,22 +108,44 @@ def uses(
     devices = [g.device for g in cots[:1] if g.device.type == "cuda"]
     # Which inputs are a batch (of [B, ...], of [B * T, ...], of those that no gradient
     # leads to) is not known: the outputs tell, and where they can't, the gradients.
-    guesses = {}
-    for guess in ("plain", "tracked", "flat"):
-        pairs = [split(i, guess) for i in range(len(activations))]
-        guesses.setdefault(tuple(dim for _, dim in pairs), pairs)
-    shapes = (call.shapes[wanted[0][0]], *(x.shape for x in activations))
-    key = (layer, tuple(relation(shape[:1], batch_size) for shape in shapes))
+    options = [dims(i) for i in range(len(activations))]
+    alone = (False, True) if call.told else (False,)
+    plain = tuple(found[0] for found in options)
+    tracked = tuple(d if t else None for d, t in zip(plain, call.tracked))
+    flat = tuple(
+        0 if d is None and not call.shared and _divides(batch_size, x) else d
+        for d, x in zip(plain, activations)
+    )
+    likely = list(itertools.product(dict.fromkeys((plain, tracked, flat)), alone))
+    key = (
+        layer,
+        *(relation(x.shape, batch_size) for x in (*activations, call.digests[0])),
+    )
     before = tape.replays.get(key)
-    ways = [(dims, run) for dims in guesses for run in (_vmapped, _looped)]
+
+    def ways() -> Iterator[Tuple[tuple, Callable]]:
+        if before is not None:
+            yield before
+        yield from itertools.product(likely, (_vmapped, _looped))
+        every = itertools.islice(itertools.product(*options), _MOST)
+        rest = sorted(every, key=lambda guess: sum(map(operator.ne, guess, plain)))
+        yield from itertools.product(
+            itertools.product(rest, alone), (_vmapped, _looped)
+        )
+
     found: Dict[tuple, dict] = {}
     why, cause = "", None
-    for dims, run in [before or ways[0], *ways]:
-        if dims in found or dims not in guesses:
+    other: Set[tuple] = set()
+    for guess, run in ways():
+        if found and guess not in likely:
+            break
+        if guess in found or guess in other:
             continue
         try:
             with torch.random.fork_rng(devices=devices):
-                grads, replayed = run(loss, params, cots, guesses[dims])
+                pairs = [split(i, dim) for i, dim in enumerate(guess[0])]
+                given = functools.partial(loss, guess[1])
+                grads, replayed = run(given, params, cots, pairs)
         except Exception as error:
             why, cause = why or f"it can't be run sample by sample: {error}", error
             continue
@@ -107,11 +156,12 @@ def uses(
                 "samples)",
                 None,
             )
+            other.add(guess)
             continue
-        found[dims] = grads
-        if (dims, run) == before:
+        found[guess] = grads
+        chosen = guess, run
+        if chosen == before:
             break
-        chosen = dims, run
     if not found:
         raise _refusal(call, why) from cause
     grads, *others = found.values()
@@ -127,6 +177,22 @@ def uses(
 
 Pairs = List[Tuple[torch.Tensor, Optional[int]]]
 Replayed = Tuple[Dict[str, torch.Tensor], List[torch.Tensor]]
+
+
+def _divides(batch_size: int, x: torch.Tensor) -> bool:
+    return x.dim() > 0 and batch_size > 0 and len(x) % batch_size == 0
+
+
+def _apart(x: torch.Tensor, layout: Layout, batch_size: int) -> torch.Tensor:
+    """
+    Samples in front, and behind them what the layer would be given, or would return,
+    for one of them: ``[B, ..., rows of one, ...]``.
+    """
+    if layout.dim <= 0:
+        return arrange(x, 1, layout, batch_size)
+    rows = x.movedim(layout.dim, 0)
+    rows = arrange(rows, 1, layout._replace(dim=0), batch_size)
+    return rows.movedim(1, layout.dim + 1)
 
 
 def _vmapped(loss: Callable, params: dict, cots: List, pairs: Pairs) -> Replayed:

@@ -1,0 +1,601 @@
+"""Tiny models of transformers with random weights, from the library's own registry.
+
+What a configuration has of the names in ``SMALL`` is set so, in parts of it too; what a
+family needs beside that stands in ``FAMILIES``. ``build`` makes a model of any class
+that the auto classes map, and ``inputs_of`` what it takes.
+"""
+
+import copy
+import inspect
+import re
+
+import torch
+import transformers
+from transformers.models.auto import modeling_auto
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+V = 32
+TASKS = {
+    "causal-lm": "CAUSAL_LM",
+    "masked-lm": "MASKED_LM",
+    "seq2seq-lm": "SEQ_TO_SEQ_CAUSAL_LM",
+    "sequence-classification": "SEQUENCE_CLASSIFICATION",
+    "image-classification": "IMAGE_CLASSIFICATION",
+}
+# What a configuration has of these, it gets.
+SMALL = dict(
+    vocab_size=V,
+    hidden_size=16,
+    intermediate_size=12,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=8,
+    max_position_embeddings=64,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=2,
+    # the same under other names
+    d_model=16,
+    dim=16,
+    n_embd=16,
+    embed_dim=16,
+    emb_dim=16,
+    embedding_size=16,
+    encoder_hidden_size=16,
+    decoder_hidden_size=16,
+    attention_hidden_size=16,
+    word_embed_proj_dim=16,
+    projection_dim=16,
+    hidden_dim=12,
+    d_inner=12,
+    d_ff=12,
+    d_kv=8,
+    n_inner=12,
+    ffn_dim=12,
+    fc_size=12,
+    dim_feedforward=12,
+    encoder_ffn_dim=12,
+    decoder_ffn_dim=12,
+    intermediate_sizes=12,
+    encoder_intermediate_size=12,
+    decoder_intermediate_size=12,
+    feed_forward_size=12,
+    n_layer=2,
+    n_layers=2,
+    num_layers=2,
+    encoder_layers=2,
+    decoder_layers=2,
+    num_encoder_layers=2,
+    num_decoder_layers=2,
+    num_hidden_groups=1,
+    n_head=2,
+    n_heads=2,
+    num_heads=2,
+    encoder_attention_heads=2,
+    decoder_attention_heads=2,
+    n_positions=64,
+    n_ctx=64,
+    max_seq_len=64,
+    max_sequence_length=64,
+    max_source_positions=64,
+    max_target_positions=64,
+    encoder_seq_length=16,
+    type_vocab_size=2,
+    num_labels=3,
+    decoder_start_token_id=1,
+    # attention of several kinds
+    num_buckets=8,
+    max_distance=16,
+    relative_attention_num_buckets=8,
+    relative_attention_max_distance=16,
+    sliding_window=4,
+    attention_window=4,
+    block_size=4,
+    rotary_dim=4,
+    num_query_tokens=4,
+    q_groups=2,
+    k_groups=2,
+    v_groups=2,
+    post_attention_groups=1,
+    intermediate_groups=1,
+    output_groups=1,
+    # images and sound
+    image_size=16,
+    patch_size=4,
+    num_channels=3,
+    mlp_ratio=2,
+    num_feature_levels=1,
+    num_mel_bins=8,
+    # experts
+    moe_intermediate_size=8,
+    num_experts=4,
+    num_local_experts=4,
+    n_routed_experts=4,
+    moe_num_experts=4,
+    num_experts_per_tok=2,
+    moe_topk=2,
+    moe_k=2,
+    top_k_experts=2,
+    n_shared_experts=1,
+    num_shared_experts=1,
+    moe_num_shared_experts=1,
+    shared_expert_intermediate_size=10,
+    shared_experts_intermediate_size=10,
+    shared_intermediate_size=10,
+    expert_ffn_hidden_size=6,
+    ffn_hidden_size=12,
+    n_group=2,
+    topk_group=1,
+    first_k_dense_replace=1,
+    num_dense_layers=1,
+    mlp_layer_types=["dense", "sparse"],
+    enable_moe_block=True,
+    # latent and sparse attention
+    kv_lora_rank=8,
+    q_lora_rank=8,
+    qk_rope_head_dim=4,
+    qk_nope_head_dim=4,
+    v_head_dim=8,
+    index_n_heads=2,
+    index_head_dim=8,
+    index_topk=4,
+    swa_num_attention_heads=2,
+    swa_num_key_value_heads=1,
+    swa_head_dim=8,
+    num_global_key_value_heads=1,
+    global_head_dim=8,
+    # linear attention and state spaces
+    linear_key_head_dim=4,
+    linear_value_head_dim=4,
+    linear_num_key_heads=2,
+    linear_num_value_heads=2,
+    linear_num_heads=2,
+    linear_head_dim=8,
+    linear_conv_kernel_dim=2,
+    mamba_n_heads=4,
+    mamba_d_head=8,
+    mamba_d_state=4,
+    mamba_d_conv=2,
+    mamba_expand=2,
+    mamba_dt_rank=2,
+    mamba_chunk_size=4,
+    mamba_num_heads=4,
+    mamba_head_dim=8,
+    state_size=4,
+    time_step_rank=2,
+    ssm_state_size=4,
+    n_groups=1,
+    chunk_size=4,
+    # further tokens, further embeddings
+    num_mtp_layers=0,
+    num_nextn_predict_layers=0,
+    hidden_size_per_layer_input=4,
+    vocab_size_per_layer_input=V,
+)
+LATENT = dict(num_key_value_heads=2, head_dim=4)
+LINEAR = ["linear_attention", "full_attention"]
+
+
+def rope(*section, **kwargs):
+    given = dict(rope_type="default", rope_theta=1e4, mrope_section=list(section))
+    return dict(rope_parameters={**given, **kwargs})
+
+
+STAGES = dict(hidden_sizes=(8, 16), depths=(1, 1))
+TWO_STAGES = dict(
+    STAGES,
+    num_encoder_blocks=2,
+    sr_ratios=(2, 1),
+    sequence_reduction_ratios=(2, 1),
+    patch_sizes=(3, 3),
+    strides=(2, 2),
+    padding=(1, 1),
+    num_attention_heads=(1, 2),
+    mlp_ratios=(2, 2),
+)
+SWIN = dict(embed_dim=8, depths=(2, 1), num_heads=(1, 2), window_size=2, patch_size=2)
+FAMILIES = {
+    "afmoe": {},
+    "aria": {},
+    "axk1": LATENT,
+    "axk2": LATENT,
+    "bailing_hybrid": {},
+    "beam": dict(layer_types=["sliding_attention", "full_attention"], sliding_window=4),
+    "cohere2_moe": {},
+    "dbrx": dict(
+        d_model=16,
+        n_heads=2,
+        n_layers=2,
+        max_seq_len=64,
+        attn_config=dict(kv_n_heads=1, clip_qkv=8.0, rope_theta=1e4),
+        ffn_config=dict(ffn_hidden_size=6, moe_num_experts=4, moe_top_k=2),
+    ),
+    "deepseek_ocr2": dict(num_key_value_heads=2),
+    "deepseek_v2": LATENT,
+    "deepseek_v3": LATENT,
+    "deepseek_v32": LATENT,
+    "deepseek_v4": dict(
+        mlp_layer_types=["hash_moe", "moe"],
+        layer_types=["compressed_sparse_attention", "heavily_compressed_attention"],
+        compress_rates=dict(
+            compressed_sparse_attention=2, heavily_compressed_attention=4
+        ),
+        o_lora_rank=4,
+        o_groups=2,
+        sliding_window=4,
+        hc_mult=2,
+    ),
+    "diffusion_gemma": {},
+    "dots1": {},
+    "dots3_note": dict(num_key_value_heads=2),
+    "ernie4_5_moe": {},
+    "ernie4_5_vl_moe": dict(
+        hidden_size=32, moe_intermediate_size=[6, 4], **rope(2, 2, 4)
+    ),
+    "exaone_moe": {},
+    "flex_olmo": {},
+    "flint": dict(mlp_only_layers=[0]),
+    "gemma4": {},
+    "glm4_moe": {},
+    "glm4_moe_lite": LATENT,
+    "glm4v_moe": rope(1, 1, 2, partial_rotary_factor=1.0),
+    "glm5_next": dict(
+        num_key_value_heads=2,
+        qk_rope_head_dim=0,
+        head_dim=0,
+        qk_nope_head_dim=8,
+        index_kpool=2,
+        hc_mult=2,
+    ),
+    "glm_moe_dsa": LATENT,
+    "gpt_oss": {},
+    "granitemoe": {},
+    "granitemoe_swa": {},
+    "granitemoehybrid": dict(layer_types=["mamba", "attention"]),
+    "granitemoeshared": {},
+    "hunyuan_v1_moe": {},
+    "hy_v3": {},
+    "hy_v4": {},
+    "inkling": {},
+    "inkling2": {},
+    "jamba": {},
+    "jetmoe": dict(kv_channels=8),
+    "kimi_linear": {},
+    "kolibri1": {},
+    "laguna": {},
+    "lfm2_moe": dict(layer_types=["conv", "full_attention"]),
+    "llama4": {},
+    "longcat_flash": dict(
+        num_layers=2, zero_expert_num=2, num_key_value_heads=2, head_dim=4
+    ),
+    "mellum": {},
+    "mimo_v2_flash": {},
+    "minimax": {},
+    "minimax_m2": {},
+    "minimax_m3_vl": {},
+    "mistral4": LATENT,
+    "mistral_large4": LATENT,
+    "mixtral": {},
+    "muse_spark": dict(moe_hidden_size=8),
+    "nemotron_h": dict(
+        layers_block_type=["linear_attention", "moe", "full_attention", "moe"],
+        num_hidden_layers=4,
+        moe_shared_expert_intermediate_size=6,
+    ),
+    "nllb_moe": dict(
+        d_model=16,
+        encoder_layers=2,
+        decoder_layers=2,
+        encoder_ffn_dim=12,
+        decoder_ffn_dim=12,
+        encoder_attention_heads=2,
+        decoder_attention_heads=2,
+        encoder_sparse_step=2,
+        decoder_sparse_step=2,
+        encoder_layerdrop=0.0,
+        decoder_layerdrop=0.0,
+        dropout=0.0,
+        moe_token_dropout=0.0,
+    ),
+    "olmoe": {},
+    "openai_privacy_filter": {},
+    "phimoe": {},
+    "qwen2_moe": {},
+    "qwen3_5_moe": dict(layer_types=LINEAR, **rope(2, 1, 1, partial_rotary_factor=1.0)),
+    "qwen3_moe": {},
+    "qwen3_next": dict(layer_types=LINEAR),
+    "qwen3_omni_moe": rope(2, 1, 1),
+    "qwen3_vl_moe": rope(2, 1, 1),
+    "qwen4_exp": dict(hc_lowrank=4, hc_count=2),
+    "solar_open": {},
+    "step3p7": dict(
+        sliding_window=4,
+        layer_types=["sliding_attention", "full_attention"],
+        share_expert_dim=6,
+    ),
+    "switch_transformers": dict(
+        d_model=16,
+        d_kv=8,
+        d_ff=12,
+        num_layers=2,
+        num_decoder_layers=2,
+        num_heads=2,
+        num_sparse_encoder_layers=1,
+        num_sparse_decoder_layers=1,
+        dropout_rate=0.0,
+    ),
+    "unlimited_ocr": {},
+    "zaya": dict(num_experts_per_tok=1, router_hidden_size=8),
+    # dense
+    "shieldgemma2": dict(yes_token_index=3, no_token_index=4),
+    "qwen3_5_text": dict(layer_types=LINEAR),
+    "gemma4_assistant": dict(
+        hidden_size_per_layer_input=0,
+        vocab_size_per_layer_input=0,
+        enable_moe_block=False,
+    ),
+    "neomme": dict(head_dim=16),
+    "zamba": dict(
+        num_hidden_layers=5,
+        layers_block_type=["linear_attention"] * 2
+        + ["hybrid", "linear_attention", "hybrid"],
+    ),
+    "funnel": dict(block_sizes=(1, 1), d_head=8),
+    "xglm": dict(pad_token_id=0),
+    "bit": dict(STAGES, num_groups=2, embedding_size=8),
+    "blt": dict(
+        encoder_hash_byte_group_vocab=64, hidden_size_global=16, hidden_size_cross=16
+    ),
+    "codegen": dict(n_head=4),
+    "cohere_compass_text": dict(
+        layer_types=["sliding_attention", "full_attention"],
+        rope_parameters={
+            kind: dict(rope_type="default", rope_theta=1e4)
+            for kind in ("sliding_attention", "full_attention")
+        },
+    ),
+    "convbert": dict(head_ratio=1, num_groups=1),
+    "convnext": dict(STAGES, num_stages=2, patch_size=2),
+    "convnextv2": dict(STAGES, num_stages=2, patch_size=2),
+    "cvt": dict(
+        image_size=32,
+        embed_dim=(8, 8, 16),
+        num_heads=(1, 1, 2),
+        depth=(1, 1, 1),
+        mlp_ratio=(2.0,) * 3,
+    ),
+    "diffllama": dict(num_key_value_heads=2),
+    "dinat": dict(
+        embed_dim=8,
+        depths=(1, 1),
+        num_heads=(1, 2),
+        dilations=[[1], [1]],
+        kernel_size=3,
+    ),
+    "donut-swin": SWIN,
+    "efficientnet": dict(
+        width_coefficient=0.25,
+        depth_coefficient=0.25,
+        hidden_dim=320,
+        kernel_sizes=(3, 3),
+        in_channels=(32, 16),
+        out_channels=(16, 24),
+        strides=(1, 2),
+        num_block_repeats=(1, 1),
+        expand_ratios=(1, 2),
+    ),
+    "esmc": dict(num_key_value_heads=2),
+    "focalnet": dict(
+        STAGES, embed_dim=8, patch_size=2, focal_levels=(1, 1), focal_windows=(3, 3)
+    ),
+    "falcon_h1": dict(mamba_d_ssm=32),
+    "gemma3n_text": dict(
+        intermediate_size=[12, 12],
+        activation_sparsity_pattern=[0.5, 0.0],
+        num_kv_shared_layers=0,
+        layer_types=["sliding_attention", "full_attention"],
+        laurel_rank=4,
+    ),
+    "gpt_neo": dict(attention_types=[[["global", "local"], 1]], window_size=4),
+    "hiera": dict(
+        embed_dim=8,
+        depths=(1, 1),
+        num_heads=(1, 2),
+        image_size=(32, 32),
+        patch_size=(3, 3),
+        patch_stride=(2, 2),
+        patch_padding=(1, 1),
+        num_query_pool=1,
+        masked_unit_size=(4, 4),
+        masked_unit_attention=(True, False),
+    ),
+    "hgnet_v2": dict(
+        embedding_size=8,
+        depths=(1, 1),
+        hidden_sizes=(8, 16),
+        stem_channels=(3, 4, 8),
+        stage_in_channels=(8, 8),
+        stage_mid_channels=(4, 4),
+        stage_out_channels=(8, 16),
+        stage_num_blocks=(1, 1),
+        stage_downsample=(False, True),
+        stage_light_block=(False, True),
+        stage_kernel_size=(3, 3),
+        stage_numb_of_layers=(1, 1),
+    ),
+    "imagegpt": dict(vocab_size=V),
+    "fsmt": dict(src_vocab_size=V, tgt_vocab_size=V, langs=["a", "b"]),
+    "markuplm": dict(
+        max_xpath_tag_unit_embeddings=217,
+        max_xpath_subs_unit_embeddings=1002,
+        xpath_unit_hidden_size=4,
+        max_depth=4,
+    ),
+    "mobilenet_v1": dict(depth_multiplier=0.25, min_depth=4),
+    "mobilenet_v2": dict(depth_multiplier=0.1, min_depth=4, depth_divisible_by=4),
+    "roc_bert": dict(
+        pronunciation_vocab_size=8,
+        shape_vocab_size=8,
+        pronunciation_embed_dim=4,
+        shape_embed_dim=4,
+    ),
+    "textnet": dict(
+        stem_out_channels=8,
+        hidden_sizes=(8, 8, 8, 16, 16),
+        conv_layer_kernel_sizes=[[[3, 3]], [[1, 3]], [[3, 1]], [[3, 3]]],
+        conv_layer_strides=[[1], [2], [1], [2]],
+    ),
+    "layoutlmv3": dict(visual_embed=False, coordinate_size=2, shape_size=4),
+    "levit": dict(
+        image_size=64,
+        patch_size=16,
+        hidden_sizes=(8, 16, 16),
+        num_attention_heads=(1, 2, 2),
+        depths=(1, 1, 1),
+        key_dim=(4, 4, 4),
+    ),
+    "lilt": dict(hidden_size=24, channel_shrink_ratio=2),
+    "luke": dict(entity_vocab_size=16, entity_emb_size=8),
+    "mamba2": dict(num_heads=4, head_dim=8),
+    "minicpm3": LATENT,
+    "mobilevit": dict(
+        image_size=32, hidden_sizes=(16, 16, 16), neck_hidden_sizes=(8,) * 7
+    ),
+    "mobilevitv2": dict(
+        image_size=64,
+        base_attn_unit_dims=(8, 8, 8),
+        width_multiplier=0.25,
+        patch_size=1,
+    ),
+    "moshi": dict(audio_vocab_size=V),
+    "mpnet": dict(
+        max_position_embeddings=66, pad_token_id=1, relative_attention_num_buckets=32
+    ),
+    "nystromformer": dict(num_landmarks=4, segment_means_seq_len=4),
+    "perceiver": dict(
+        num_latents=4,
+        d_latents=16,
+        num_self_attends_per_block=1,
+        num_self_attention_heads=2,
+        num_cross_attention_heads=1,
+    ),
+    "phi": dict(partial_rotary_factor=0.5),
+    "poolformer": TWO_STAGES,
+    "pvt": dict(TWO_STAGES, patch_sizes=(4, 2), strides=(4, 2)),
+    "pvt_v2": TWO_STAGES,
+    "reformer": dict(
+        axial_pos_embds=False,
+        attn_layers=["local", "lsh"],
+        num_hashes=1,
+        num_buckets=2,
+        hash_seed=0,
+        lsh_attn_chunk_length=4,
+        local_attn_chunk_length=4,
+        feed_forward_size=12,
+        attention_head_size=8,
+    ),
+    "regnet": dict(STAGES, embedding_size=8, groups_width=4),
+    "resnet": dict(STAGES, embedding_size=8),
+    "segformer": dict(TWO_STAGES, decoder_hidden_size=16),
+    "siglip2": dict(patch_size=2, num_patches=16),
+    "swiftformer": dict(depths=(1, 1), embed_dims=(8, 16), downsamples=(True, True)),
+    "swin": SWIN,
+    "swinv2": SWIN,
+    "xmod": dict(default_language="en_XX", languages=["en_XX"]),
+    "youtu": LATENT,
+}
+
+
+def classes():
+    """Every (task, family, class) that the auto classes map, by name."""
+    for task, name in TASKS.items():
+        names = getattr(modeling_auto, f"MODEL_FOR_{name}_MAPPING_NAMES")
+        for family, found in names.items():
+            for cls in [found] if isinstance(found, str) else found:
+                yield task, family, cls
+
+
+_RANDOM = re.compile("drop(?!_path_type)|jitter|layerdrop|pdrop")
+
+
+def _fitting(value, default):
+    """The value in the form of the default: as many, as whole numbers."""
+    if isinstance(default, (list, tuple)) and not isinstance(value, (list, tuple)):
+        return type(default)(_fitting(value, x) for x in default)
+    if isinstance(value, bool) or isinstance(default, bool):
+        return value
+    if isinstance(value, (int, float)) and isinstance(default, (int, float)):
+        return type(default)(value)
+    return value
+
+
+def config_of(config_class, family, extra=()):
+    """A small configuration; its parts are small too."""
+    try:
+        default = config_class()
+    except Exception:  # some can't do without arguments
+        default = None
+    known = dict(inspect.signature(config_class.__init__).parameters)
+    for cls in config_class.__mro__:
+        known.update(vars(cls).get("__annotations__", {}))
+    given = {
+        name: _fitting(value, vars(default or object).get(name))
+        for name, value in SMALL.items()
+        if name in known
+    }
+    for name, part in vars(default).items() if default is not None else ():
+        if _RANDOM.search(name) and isinstance(part, (int, float, tuple, list)):
+            given[name] = _fitting(0, part)
+        if isinstance(part, transformers.PreTrainedConfig):
+            small = config_of(type(part), type(part).model_type, extra)
+            given[name] = small.to_dict()
+    for values in (FAMILIES.get(family, {}), dict(extra)):
+        given.update((k, v) for k, v in values.items() if k in known or k in given)
+    return config_class(**given)
+
+
+# What some architectures ask for in addition; the first that gives a model is taken.
+WAYS = [
+    {},
+    dict(num_key_value_heads=2),
+    dict(num_key_value_heads=2, head_dim=4),
+    dict(layer_types=["full_attention", "full_attention"]),
+    dict(layer_types=["sliding_attention", "full_attention"]),
+    dict(layer_types=["linear_attention", "full_attention"]),
+    dict(num_hidden_layers=4),
+    dict(num_hidden_layers=2, layers_block_type=["mamba", "hybrid"], num_mem_blocks=1),
+]
+
+
+def build(task, family, cls, **kwargs):
+    """A model of the class ``cls``, its parameters away from zeros and ones."""
+    model_class = getattr(transformers, cls)
+    errors = []
+    for way in WAYS:
+        try:
+            config_class = CONFIG_MAPPING[family]
+            if not issubclass(config_class, model_class.config_class):
+                config_class = model_class.config_class  # of the text part
+            config = config_of(config_class, family, {**way, **kwargs})
+            config._attn_implementation = "eager"
+            if task == "causal-lm" and hasattr(config, "is_decoder"):
+                config.is_decoder = True
+            with torch.device("meta"):
+                probe = model_class(copy.deepcopy(config))
+            size = sum(p.numel() for p in probe.parameters())
+            if size > 1e7:
+                raise ValueError(f"large: {size:,} parameters")
+            torch.manual_seed(3)
+            model = model_class(config)
+            break
+        except Exception as error:
+            errors.append(error)
+    else:
+        raise errors[0]
+    if model_class._can_set_experts_implementation():
+        model.set_experts_implementation("eager")  # the kernels have no float64
+    with torch.no_grad():
+        for p in model.parameters():
+            p += 0.1 * torch.randn_like(p)
+    return model.train()
