@@ -125,6 +125,9 @@ class Tape:
         self._state: Optional[RandomState] = None
         self._mixed: Set[str] = set()  # names of outputs and attributes that do so
         self._keeps = False  # whether modules keep numbers as attributes
+        # The module around the layers that run, if it was given nothing of any sample:
+        # what it gives may have to be expanded, but not what is on the way to it.
+        self._whole: Optional[nn.Module] = None
         self._graded = False  # whether the model was called with gradients
         # Layers with trainable parameters that ran without gradients since then, and
         # were not run again with them.
@@ -208,6 +211,8 @@ class Tape:
             elif own_parameters(layer) and find_rule(layer) is None:
                 # Opacus's mark of a layer whose gradients come from functorch.
                 layer.ft_compute_sample_grad = replay.uses
+            if layer is not root and len(self._owners[layer]) > 1:
+                yield layer.register_forward_pre_hook(self._before, with_kwargs=True)
             if layer._parameters or self._owners[layer]:
                 # First, so that a user's own hook on the layer counts as what follows.
                 hook = functools.partial(self._on_call, name or "the model")
@@ -221,6 +226,7 @@ class Tape:
         if not self.enabled or not torch.is_grad_enabled():
             return
         self._state = None
+        self._whole = None
         self._met.clear()
         if not _in_backward():
             self._dark.clear()
@@ -366,6 +372,19 @@ class Tape:
                     "below it, such as a norm.)",
                 )
 
+    def _before(self, layer: nn.Module, args: tuple, kwargs: dict) -> None:
+        """Notes a module of several layers that is given nothing of any sample."""
+        if not self._records() or (self.batch_size or 0) < 2 or self.packed:
+            return
+        tensors = tensors_in((args, kwargs))
+        if tensors and all(
+            x.shape[:1] == (1,)
+            and not x.requires_grad
+            and x.untyped_storage().data_ptr() not in self._storages
+            for x in tensors
+        ):
+            self._whole = layer
+
     def _on_call(
         self, name: str, layer: nn.Module, args: tuple, kwargs: dict, output: Any
     ) -> Any:
@@ -376,6 +395,10 @@ class Tape:
                 self._dark[layer] = name
             return output
         self._dark.pop(layer, None)
+        if self._whole is layer:
+            self._whole = None
+        if self._whole is not None:
+            return output
         params = own_parameters(layer)
         stands_in = isinstance(vars(layer).get("forward"), StandInForward)
         if stands_in and not is_parametrized(layer):
@@ -393,7 +416,7 @@ class Tape:
         return self._record(name, layer, params, (args, kwargs), output, routing)
 
     def _records(self, routing: Optional[Routing] = None) -> bool:
-        if not self.enabled or not torch.is_grad_enabled():
+        if not self.enabled or not torch.is_grad_enabled() or self._whole is not None:
             return False
         dealt = routing is not None and routing.batch_size is not None
         if self.batch_size == 0 and not dealt:
