@@ -30,6 +30,7 @@ from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 from torch.utils._pytree import tree_flatten, tree_structure, tree_unflatten
+from torch.utils.checkpoint import CheckpointFunction
 
 from opacus_ext.grad_sample import adapters, graph, replay
 from opacus_ext.grad_sample.batchless import Source, Undecided, settled
@@ -129,8 +130,8 @@ class Tape:
         # what it gives may have to be expanded, but not what is on the way to it.
         self._whole: Optional[nn.Module] = None
         self._graded = False  # whether the model was called with gradients
-        # Layers with trainable parameters that ran without gradients since then, and
-        # were not run again with them.
+        # Layers with trainable parameters that checkpoints ran without gradients since
+        # then, and have not run again in the backward pass.
         self._dark: Dict[nn.Module, str] = {}
         self._depth = 0  # of calls of the model inside each other
         self._current: Dict[Key, Layout] = {}
@@ -390,11 +391,12 @@ class Tape:
     ) -> Any:
         if not self.enabled:
             return output
+        if _in_backward():
+            self._dark.pop(layer, None)
+        elif self._graded and own_parameters(layer) and _in_checkpoint():
+            self._dark[layer] = name
         if not torch.is_grad_enabled():
-            if self._graded and own_parameters(layer):
-                self._dark[layer] = name
             return output
-        self._dark.pop(layer, None)
         if self._whole is layer:
             self._whole = None
         if self._whole is not None:
@@ -585,18 +587,17 @@ class Tape:
 
     def refuse_dark(self) -> None:
         """
-        To be called where every layer that a step runs has run.
+        To be called where the checkpoints of a step have run their layers again.
 
         Raises:
-            RuntimeError: for trainable layers that gradients never reach
+            RuntimeError: for a layer that none has run again
         """
         for layer, name in self._dark.items():
             raise RuntimeError(
-                f"{name} ({type(layer).__name__}): ran without gradients, so that its "
-                "trainable parameters get none. In a block checkpointed with "
-                "use_reentrant=True an input must require gradients: use "
-                "use_reentrant=False, or model.enable_input_require_grads(). What runs "
-                "under torch.no_grad() on purpose should be frozen."
+                f"{name} ({type(layer).__name__}): is in a block checkpointed with "
+                "use_reentrant=True that no gradient reaches, as none of its inputs "
+                "requires gradients: its trainable parameters would get noise alone. "
+                "Use use_reentrant=False, or model.enable_input_require_grads()."
             )
 
     def paused(self) -> "_Paused":
@@ -947,6 +948,14 @@ def _refuse_other_orders(call: Call) -> None:
 def _in_backward() -> bool:
     """Whether autograd is at work, so that a forward is a recomputation."""
     return torch._C._current_graph_task_id() != -1
+
+
+def _in_checkpoint() -> bool:
+    """Whether a checkpoint with ``use_reentrant=True`` runs its block a first time."""
+    frame = None if torch.is_grad_enabled() else sys._getframe(1)
+    while frame is not None and frame.f_code is not CheckpointFunction.forward.__code__:
+        frame = frame.f_back
+    return frame is not None
 
 
 class _Paused:
