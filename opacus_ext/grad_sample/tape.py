@@ -203,7 +203,7 @@ class Tape:
 
     def _attach(self) -> Iterator[Any]:
         root = self.module
-        yield root.register_forward_pre_hook(self._begin, with_kwargs=True)
+        yield root.register_forward_pre_hook(apart(self._begin), with_kwargs=True)
         yield from adapters.watch(root)
         for name, layer in root.named_modules():
             forward = find_forward(layer)
@@ -213,13 +213,15 @@ class Tape:
                 # Opacus's mark of a layer whose gradients come from functorch.
                 layer.ft_compute_sample_grad = replay.uses
             if layer is not root and len(self._owners[layer]) > 1:
-                yield layer.register_forward_pre_hook(self._before, with_kwargs=True)
+                yield layer.register_forward_pre_hook(
+                    apart(self._before), with_kwargs=True
+                )
             if layer._parameters or self._owners[layer]:
                 # First, so that a user's own hook on the layer counts as what follows.
-                hook = functools.partial(self._on_call, name or "the model")
+                hook = apart(functools.partial(self._on_call, name or "the model"))
                 yield layer.register_forward_hook(hook, with_kwargs=True, prepend=True)
-        yield root.register_forward_hook(self._end, with_kwargs=True)
-        yield root.register_forward_hook(self._leave, always_call=True)
+        yield root.register_forward_hook(apart(self._end), with_kwargs=True)
+        yield root.register_forward_hook(apart(self._leave), always_call=True)
 
     def _begin(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         self._depth += 1
@@ -911,6 +913,12 @@ class Tape:
 
 
 _NONE = Layout(-2, "")
+
+
+def apart(hook: Callable) -> Callable:
+    """``hook`` as torch.compile leaves it: run as it is, never traced."""
+    run = lambda *args, **kwargs: hook(*args, **kwargs)  # noqa: E731
+    return torch.compiler.disable(run)
 
 
 def _of_weights_alone(inputs: List[Any], outputs: List[torch.Tensor]) -> bool:
