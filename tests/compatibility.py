@@ -36,9 +36,12 @@ def all_double():
     before = torch.float32, torch.float, torch.Tensor.float
     torch.float32 = torch.float = torch.float64
     torch.Tensor.float = torch.Tensor.double
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
     try:
         yield
     finally:
+        torch.set_default_dtype(default)
         torch.float32, torch.float, torch.Tensor.float = before
 
 
@@ -98,7 +101,8 @@ def check_class(task, family, cls, modes=MODES, wraps=(True, False), kinds=BATCH
         "exact", "refused", "wrong", "crash" or "unbuilt", and why.
     """
     try:
-        model = tiny.build(task, family, cls).double()
+        with all_double():
+            model = tiny.build(task, family, cls).double()
     except Exception as error:
         return "unbuilt", f"{type(error).__name__}: {error}"
     errors = ModuleValidator.validate(model)

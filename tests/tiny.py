@@ -48,6 +48,10 @@ SMALL = dict(
     word_embed_proj_dim=16,
     projection_dim=16,
     hidden_dim=12,
+    hidden_size_global=16,
+    audio_hidden_size=16,
+    blank_token_id=3,
+    num_filters=2,
     d_inner=12,
     d_ff=12,
     d_kv=8,
@@ -340,6 +344,8 @@ FAMILIES = {
         num_hidden_layers=5,
         layers_block_type=["linear_attention"] * 2
         + ["hybrid", "linear_attention", "hybrid"],
+        attention_hidden_size=32,
+        attention_head_dim=16,
     ),
     "funnel": dict(block_sizes=(1, 1), d_head=8),
     "xglm": dict(pad_token_id=0),
@@ -362,7 +368,7 @@ FAMILIES = {
         image_size=32,
         embed_dim=(8, 8, 16),
         num_heads=(1, 1, 2),
-        depth=(1, 1, 1),
+        depth=(1, 2, 3),
         mlp_ratio=(2.0,) * 3,
     ),
     "diffllama": dict(num_key_value_heads=2),
@@ -546,7 +552,7 @@ def config_of(config_class, family, extra=()):
     }
     for name, part in vars(default).items() if default is not None else ():
         if _RANDOM.search(name) and isinstance(part, (int, float, tuple, list)):
-            given[name] = _fitting(0, part)
+            given[name] = False if isinstance(part, bool) else _fitting(0, part)
         if isinstance(part, transformers.PreTrainedConfig):
             small = config_of(type(part), type(part).model_type, extra)
             given[name] = small.to_dict()

@@ -1,7 +1,6 @@
 """Adapters (PEFT's LoRA and others) that would be trained on noise alone.
 
-A parameter that no sample uses has a gradient of zero, and DP-SGD still adds noise to it.
-For an adapter that is merged, disabled, not active, never called or unknown to the
+A parameter that no sample uses has a gradient of zero, and DP-SGD adds noise to it. For an adapter that is merged, disabled, not active, never called or unknown to the
 optimizer that is never meant, and plain autograd says nothing either. PEFT's layers are
 recognised by what they offer, so that PEFT is not imported.
 """
@@ -59,14 +58,14 @@ def _problem(layer: nn.Module, state: State) -> Optional[str]:
     for adapter, params in _trainable(layer).items():
         if params and adapter in merged:
             return (
-                f"has its adapter {adapter!r} merged into the base weights, so it would "
-                "get no gradient. Call unmerge_adapter()"
+                f"has its adapter {adapter!r} merged into the base weights, so it "
+                "would get no gradient. Call unmerge_adapter()"
             )
         if params and adapter not in active:
             return (
                 f"has an adapter {adapter!r} that is trainable and not active "
-                f"({', '.join(active) or 'none'} is), so it would get no gradient. Make "
-                "it active (set_adapter), or freeze it"
+                f"({', '.join(active) or 'none'} is), so it would get no gradient. "
+                "Make it active (set_adapter), or freeze it"
             )
     return None
 
@@ -94,6 +93,12 @@ def refuse(module: nn.Module, params: Optional[Iterable[nn.Parameter]] = None) -
                 "the model's trainable parameters."
             )
     for name, layer in module.named_modules():
+        if hasattr(layer, "lstm_head") and any(_requires_grad(layer)):
+            raise ValueError(
+                f"{name} ({type(layer).__name__}): makes one prompt for all samples by "
+                "an LSTM, which can't be told apart by sample. Use "
+                'encoder_reparameterization_type="MLP".'
+            )
         if not isinstance(getattr(layer, "modules_to_save", None), nn.ModuleDict):
             continue
         inside = f"{name}.original_module." if name else "original_module."
@@ -106,6 +111,10 @@ def refuse(module: nn.Module, params: Optional[Iterable[nn.Parameter]] = None) -
                 "gradient. Freeze it before make_private: "
                 f"model.get_submodule({inside[:-1]!r}).requires_grad_(False)."
             )
+
+
+def _requires_grad(layer: nn.Module) -> Iterator[bool]:
+    return (p.requires_grad for p in layer.parameters())
 
 
 def _each(module: nn.Module) -> Iterator[Tuple[str, nn.Parameter]]:
@@ -152,9 +161,9 @@ def watch(module: nn.Module) -> Iterator[Any]:
             if around in called and layer not in called:
                 raise RuntimeError(
                     f"{name} ({type(layer).__name__}): {type(around).__name__} ran "
-                    "without calling it, so that its adapters get no gradient (it "
-                    "reads the weight itself, as nn.MultiheadAttention does with "
-                    "out_proj). Leave it out of target_modules (exclude_modules), or "
+                    "without calling it, so that its adapters get no gradient, or "
+                    "none that can be seen (it reads the weight itself, as "
+                    "nn.MultiheadAttention does with out_proj). Leave it out of target_modules (exclude_modules), or "
                     "freeze its adapters."
                 )
 

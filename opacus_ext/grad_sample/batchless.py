@@ -147,7 +147,7 @@ class Undecided(torch.Tensor):
         if name == "detach" or not torch.is_grad_enabled():
             # No gradient passes here, so nothing is decided. Inside a custom autograd
             # function the tripwire is behind the plain value.
-            return _run(func, *tree_map(_plain, (args, kwargs)))
+            return _run(func, *tree_map(plain, (args, kwargs)))
         leaves = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         mine = [x for x in leaves if isinstance(x, Undecided)]
         x, others = mine[0], [y for y in leaves if not isinstance(y, Undecided)]
@@ -216,11 +216,17 @@ def _run(func: Callable, args: tuple, kwargs: dict) -> Any:
         return func(*args, **kwargs)
 
 
-def _plain(x: Any) -> Any:
+def is_open(x: Any) -> bool:
+    """Whether it is a value that nothing has decided so far."""
+    return isinstance(x, Undecided) and x.changed is None and x.source.batched is None
+
+
+def plain(x: Any) -> Any:
+    """The value as it was computed, for one sample or a batch; others as they are."""
     if not isinstance(x, Undecided):
         return x
     with torch._C.DisableTorchFunctionSubclass():
-        return x.as_subclass(torch.Tensor)
+        return _noted(x.as_subclass(torch.Tensor), x)
 
 
 def _wrap(plain: torch.Tensor, source: Source, op: Callable) -> Undecided:
@@ -262,7 +268,7 @@ def _product(func: Callable, args: tuple, kwargs: dict, batch_size: int) -> Any:
     for i, y in enumerate(leaves):
         mine = isinstance(y, Undecided)
         if mine:
-            leaves[i] = _value(y, False)
+            leaves[i] = decided(y, False)
         tensor = isinstance(y, torch.Tensor)
         batch = tensor and y.requires_grad and y.shape[:1] == (batch_size,)
         dims.append(0 if mine or batch else None)
@@ -298,7 +304,7 @@ def _note_change(func: Callable, x: Undecided, args: tuple, kwargs: dict) -> Und
     return x
 
 
-def _value(x: Undecided, batched: bool) -> torch.Tensor:
+def decided(x: Undecided, batched: bool) -> torch.Tensor:
     """The noted ops on the recorded output: ``[*x.shape]``, or ``[B, *x.shape]``."""
     output = x.source.recorded(batched)
     return x.op(output) if batched else torch.func.vmap(x.op)(output)
@@ -336,15 +342,15 @@ def _decide(x: Any, rank: Optional[int], others: List[torch.Tensor]) -> Any:
         batched = True
     else:
         batched = source.guess(shape)
-        return _value(x, True) if batched else _meet(x, rank, others)
+        return decided(x, True) if batched else _meet(x, rank, others)
     if source.batched is None:
         source.remembered[source.name] = batched
-    return _value(x, True) if batched else _meet(x, rank, others)
+    return decided(x, True) if batched else _meet(x, rank, others)
 
 
 def _meet(x: Undecided, rank: Optional[int], others: List[torch.Tensor]) -> Any:
     """The copies of a batch-less value, one for each row of the batch it meets."""
-    value = _align(_value(x, False), _shape(x), rank)
+    value = _align(decided(x, False), _shape(x), rank)
     rows = {
         len(y) // x.source.batch_size
         for y in others
@@ -413,7 +419,7 @@ def _expand(
     if not new or plain_shape[0] != batch_size:
         return _note(func, x, args, kwargs)
     x.source.remembered[x.source.name] = False
-    value = _align(_value(x, False), shape, len(plain_shape))
+    value = _align(decided(x, False), shape, len(plain_shape))
     if name == "repeat":
         return value.repeat([m // n for m, n in zip(plain_shape, value.shape)])
     return value.expand(plain_shape)

@@ -33,7 +33,14 @@ from torch.utils._pytree import tree_flatten, tree_structure, tree_unflatten
 from torch.utils.checkpoint import CheckpointFunction
 
 from opacus_ext.grad_sample import adapters, graph, replay
-from opacus_ext.grad_sample.batchless import Source, Undecided, settled
+from opacus_ext.grad_sample.batchless import (
+    Source,
+    Undecided,
+    decided,
+    is_open,
+    plain,
+    settled,
+)
 from opacus_ext.grad_sample.calls import (
     Call,
     Collector,
@@ -118,6 +125,7 @@ class Tape:
             for _, layer in self._layers
         }
         self._met: Set[nn.Module] = set()
+        self._held: Dict[nn.Module, Undecided] = {}  # inputs of layers being called
         self.world = world_of([layer for _, layer in self._layers])
         self._anchor = torch.zeros((), requires_grad=True)
         self._layouts: Dict[tuple, Dict[Key, Layout]] = {}
@@ -126,9 +134,6 @@ class Tape:
         self._state: Optional[RandomState] = None
         self._mixed: Set[str] = set()  # names of outputs and attributes that do so
         self._keeps = False  # whether modules keep numbers as attributes
-        # The module around the layers that run, if it was given nothing of any sample:
-        # what it gives may have to be expanded, but not what is on the way to it.
-        self._whole: Optional[nn.Module] = None
         self._graded = False  # whether the model was called with gradients
         # Layers with trainable parameters that checkpoints ran without gradients since
         # then, and have not run again in the backward pass.
@@ -158,9 +163,9 @@ class Tape:
             if p.requires_grad and (p._backward_hooks or p._post_accumulate_grad_hooks):
                 raise ValueError(
                     f"Parameter {name} has a hook (register_hook or "
-                    "register_post_accumulate_grad_hook), which would change or use its "
-                    "gradient before it is private. Remove the hook, or freeze the "
-                    "parameter."
+                    "register_post_accumulate_grad_hook), which would change or use "
+                    "its gradient before it is private. Remove the hook, or freeze "
+                    "the parameter."
                 )
         for name, layer in module.named_modules():
             what = f"{name or 'the model'} ({type(layer).__name__})"
@@ -212,10 +217,8 @@ class Tape:
             elif own_parameters(layer) and find_rule(layer) is None:
                 # Opacus's mark of a layer whose gradients come from functorch.
                 layer.ft_compute_sample_grad = replay.uses
-            if layer is not root and len(self._owners[layer]) > 1:
-                yield layer.register_forward_pre_hook(
-                    apart(self._before), with_kwargs=True
-                )
+            if own_parameters(layer) and find_rule(layer) is not None:
+                yield layer.register_forward_pre_hook(apart(self._hold))
             if layer._parameters or self._owners[layer]:
                 # First, so that a user's own hook on the layer counts as what follows.
                 hook = apart(functools.partial(self._on_call, name or "the model"))
@@ -229,10 +232,10 @@ class Tape:
         if not self.enabled or not torch.is_grad_enabled():
             return
         self._state = None
-        self._whole = None
         self._met.clear()
         if not _in_backward():
             self._dark.clear()
+        self._held.clear()
         tensors, dim = tensors_in((args, kwargs)), self.batch_dim
         self.sizes = Counter(x.shape[dim] for x in tensors if x.dim() > dim)
         packed = packed_in((args, kwargs))
@@ -375,18 +378,12 @@ class Tape:
                     "below it, such as a norm.)",
                 )
 
-    def _before(self, layer: nn.Module, args: tuple, kwargs: dict) -> None:
-        """Notes a module of several layers that is given nothing of any sample."""
-        if not self._records() or (self.batch_size or 0) < 2 or self.packed:
-            return
-        tensors = tensors_in((args, kwargs))
-        if tensors and all(
-            x.shape[:1] == (1,)
-            and not x.requires_grad
-            and x.untyped_storage().data_ptr() not in self._storages
-            for x in tensors
-        ):
-            self._whole = layer
+    def _hold(self, layer: nn.Module, args: tuple) -> Optional[tuple]:
+        """A value that meets no batch in a layer is not decided by it."""
+        if not self._records() or len(args) != 1 or not is_open(args[0]):
+            return None
+        self._held[layer] = args[0]
+        return (plain(args[0]),)
 
     def _on_call(
         self, name: str, layer: nn.Module, args: tuple, kwargs: dict, output: Any
@@ -398,10 +395,6 @@ class Tape:
         elif self._graded and own_parameters(layer) and _in_checkpoint():
             self._dark[layer] = name
         if not torch.is_grad_enabled():
-            return output
-        if self._whole is layer:
-            self._whole = None
-        if self._whole is not None:
             return output
         params = own_parameters(layer)
         stands_in = isinstance(vars(layer).get("forward"), StandInForward)
@@ -420,7 +413,7 @@ class Tape:
         return self._record(name, layer, params, (args, kwargs), output, routing)
 
     def _records(self, routing: Optional[Routing] = None) -> bool:
-        if not self.enabled or not torch.is_grad_enabled() or self._whole is not None:
+        if not self.enabled or not torch.is_grad_enabled():
             return False
         dealt = routing is not None and routing.batch_size is not None
         if self.batch_size == 0 and not dealt:
@@ -437,6 +430,7 @@ class Tape:
         output: Any,
         routing: Optional[Routing],
     ) -> Any:
+        held = self._held.pop(layer, None)
         simple = isinstance(output, torch.Tensor)
         leaves, spec = ([output], None) if simple else tree_flatten(output)
         where = [
@@ -450,8 +444,8 @@ class Tape:
         args = [settled(x) for x in arguments(inputs)]
         rule = self._rule(layer, args) if own_parameters(layer) else None
         used = Counter() if rule else self._uses(layer, params, args, raw)
-        decided = bool(used) and any(isinstance(y, Undecided) for y in raw)
-        if decided:
+        met = bool(used) and any(isinstance(y, Undecided) for y in raw)
+        if met:
             raw = [settled(y) for y in raw]
             used = self._uses(layer, params, args, raw)
         if rule is None and (not used or self._lends_weights(layer)):
@@ -472,7 +466,9 @@ class Tape:
             if rule is not None:
                 given = named_inputs(layer, args, inputs) if rule.all_inputs else {}
                 x = args[0]
-                if expanded:
+                if held is not None:
+                    x, *outputs = self._again(layer, rule, held, not expanded)
+                elif expanded:
                     x = x.expand(len(outputs[0]), *x.shape)
                 call = RuleCall(
                     *(self, layer, name),
@@ -496,7 +492,8 @@ class Tape:
                 call.routing = routing
             return RecordNode.apply(self._anchor, call, *outputs)
 
-        unseen = not decided and self._saw_no_sample(args, rule is not None)
+        unseen = not met and self._saw_no_sample(args, rule is not None)
+        unseen = unseen or held is not None
         if unseen and len(raw) > 1:
             # Taken for a batch if it may be one, which the gradients check.
             if any(y.dim() == 0 or len(y) % self.batch_size for y in raw):
@@ -515,6 +512,19 @@ class Tape:
             for i, y in zip(where, record(*raw)):
                 leaves[i] = y
         return leaves[0] if simple else tree_unflatten(leaves, spec)
+
+    def _again(
+        self, layer: nn.Module, rule: Rule, held: Undecided, batched: bool
+    ) -> Tuple[torch.Tensor, torch.Tensor]:
+        """A layer's input and output, now that it is known what the input is."""
+        x = decided(held, batched)
+        if batched:
+            return x, layer.forward(x)
+        rows = rule.row_dims(layer, layer.forward(x[0]))
+        if rows == 0:
+            return x, layer.forward(x)
+        y = layer.forward(x.flatten(0, 1))  # some layers know one batch dim only
+        return x, y.unflatten(0, x.shape[:2])
 
     def _routing(self, args: List[Any]) -> Optional[Routing]:
         """Which samples the rows of an input were gathered from, if they were."""

@@ -197,8 +197,6 @@ def loss_fn(model, batch):
 @pytest.mark.parametrize("i, family", list(enumerate(FAMILIES)), ids=FAMILIES)
 def test_gradients(i, family):
     """Each in one of the modes: what each sample alone has, corrected as well."""
-    if family == "windows":
-        pytest.skip("its table of biases has no mode")
     model = build(*FAMILIES[family]).double().train()
     model.set_attn_implementation("re_attention")
     batch = batch_of(model, padded=True)
