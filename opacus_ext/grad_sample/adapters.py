@@ -1,6 +1,7 @@
 """Adapters (PEFT's LoRA and others) that would be trained on noise alone.
 
-A parameter that no sample uses has a gradient of zero, and DP-SGD adds noise to it. For an adapter that is merged, disabled, not active, never called or unknown to the
+A parameter that no sample uses has a gradient of zero, and DP-SGD adds noise to it. For
+an adapter that is merged, disabled, not active, never called or unknown to the
 optimizer that is never meant, and plain autograd says nothing either. PEFT's layers are
 recognised by what they offer, so that PEFT is not imported.
 """
@@ -163,8 +164,8 @@ def watch(module: nn.Module) -> Iterator[Any]:
                     f"{name} ({type(layer).__name__}): {type(around).__name__} ran "
                     "without calling it, so that its adapters get no gradient, or "
                     "none that can be seen (it reads the weight itself, as "
-                    "nn.MultiheadAttention does with out_proj). Leave it out of target_modules (exclude_modules), or "
-                    "freeze its adapters."
+                    "nn.MultiheadAttention does with out_proj). Leave it out "
+                    "of target_modules (exclude_modules), or freeze its adapters."
                 )
 
     arounds = {module.get_submodule(name.rpartition(".")[0]) for name in layers}

@@ -928,7 +928,7 @@ _NONE = Layout(-2, "")
 def apart(hook: Callable) -> Callable:
     """``hook`` as torch.compile leaves it: run as it is, never traced."""
     run = lambda *args, **kwargs: hook(*args, **kwargs)  # noqa: E731
-    return torch.compiler.disable(run)
+    return torch.compiler.disable(run, reason="it notes per-sample gradients")
 
 
 def _of_weights_alone(inputs: List[Any], outputs: List[torch.Tensor]) -> bool:
