@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from opacus_ext import expert_batching
+from opacus_ext.losses import PerSample
 
 MODES = ("hooks", "ghost", "ghost_bk")
 CLIPPINGS = ("flat", "automatic", "normalised", "per_layer")
@@ -41,19 +42,6 @@ def every_batching(request):
 # What a refusal may look like: an error that says so. An AttributeError or an
 # IndexError from the depths is a crash, whatever it says.
 CRASHES = (AssertionError, AttributeError, IndexError, KeyError, TypeError)
-
-
-class PerSample(nn.Module):
-    """A criterion for losses [B] that the model's function has computed already."""
-
-    def __init__(self, reduction="mean"):
-        super().__init__()
-        self.reduction = reduction
-
-    def forward(self, losses, target=None):
-        if self.reduction == "none":
-            return losses
-        return losses.mean() if self.reduction == "mean" else losses.sum()
 
 
 def sample_of(batch, b, batched=None):

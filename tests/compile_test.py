@@ -21,7 +21,6 @@ from tests.common import (
     oracle,
     square_loss,
     trainable,
-    wrapped_or_not,
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -107,7 +106,6 @@ def part_in_place(model, backend):
 
 
 WAYS = [of_model, in_place, of_part, part_in_place]
-ways = pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 
 
 def compare(mode, wrap, cls, before=None, after=None, used=False, steps=1):
@@ -142,21 +140,25 @@ def compare(mode, wrap, cls, before=None, after=None, used=False, steps=1):
 
 
 @every_mode
-@ways
-def test_compiled_before(mode, way):
-    compare(mode, True, Net, lambda m: way(m, "eager"))
+def test_compiled_before(mode):
+    compare(mode, True, Net, lambda m: of_model(m, "eager"))
+
+
+@pytest.mark.parametrize("way", WAYS[1:], ids=lambda way: way.__name__)
+def test_ways_to_compile(way):
+    compare("ghost_bk", False, Net, lambda m: way(m, "eager"))
 
 
 @every_mode
-@wrapped_or_not
-def test_compiled_and_used_before(mode, wrap):
+def test_compiled_and_used_before(mode):
     """Code that was compiled without hooks must not be taken for code with them."""
+    wrap = mode != "ghost"
     compare(mode, wrap, Net, lambda m: of_model(m, "aot_eager"), used=True, steps=2)
 
 
-@every_mode
-@pytest.mark.parametrize("way", WAYS[:2], ids=lambda way: way.__name__)
-def test_compiled_after(mode, way):
+@pytest.mark.parametrize("mode", ["hooks", "ghost_bk"])
+def test_compiled_after(mode):
+    way = of_model if mode == "hooks" else in_place
     compare(mode, True, Net, after=lambda m: way(m, "eager"), steps=2)
 
 

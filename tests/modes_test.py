@@ -152,6 +152,23 @@ def test_grad_after_backward_is_the_clipped_sum(mode, wrap):
     assert_same(got, clipped_sum(grads, "flat", c))
 
 
+@ghost_modes
+@pytest.mark.parametrize("bound", [1e-3, float("inf")])
+def test_gradients_changed_before_the_noise_are_refused(mode, bound):
+    """Such as clip_grad_norm_, which would clip the sum without its noise."""
+    model, ids = small(), ids_of()
+    before = snapshot(model)
+    private = make_private(model, mode, batch_size=B, max_grad_norm=1.0)
+    private.backward(ids, token_loss)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), bound)
+    with pytest.raises(RuntimeError, match="changed between backward"):
+        private.optimizer.step()
+    assert_same(snapshot(model), before)
+    private.optimizer.zero_grad()
+    private.step(ids, token_loss)
+    assert update(before, model, B)
+
+
 @every_mode
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_loss_reduction(mode, reduction):

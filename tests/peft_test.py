@@ -138,6 +138,7 @@ METHODS = {
     "prefix": prompt("PrefixTuningConfig"),
     "p-tuning": prompt("PromptEncoderConfig", encoder_hidden_size=8),
 }
+RARER = ("rslora, biases", "all-linear", "prefix")
 HAVE_NO_PROMPT = (vit, moe)
 
 
@@ -199,11 +200,20 @@ def exact(model, batch, modes=MODES, wraps=(True,), loss_fn=loss_fn):
 # -- exact -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", MODELS, ids=lambda f: f.__name__)
-@pytest.mark.parametrize("method", METHODS)
+CASES = [
+    pytest.param(
+        *(family, method),
+        id=f"{family.__name__}-{method}",
+        marks=[pytest.mark.slow] if method in RARER and family is not llama else [],
+    )
+    for family in MODELS
+    for method in METHODS
+    if not (method.startswith("p") and family in HAVE_NO_PROMPT)
+]
+
+
+@pytest.mark.parametrize("family, method", CASES)
 def test_methods(family, method):
-    if method.startswith("p") and family in HAVE_NO_PROMPT:
-        pytest.skip("no prompt")
     model = adapted(family, METHODS[method](family))
     if method not in ("lora and head", "ia3", "p-tuning"):
         return exact(model, batch_of(family), ["hooks", "ghost_bk"])
@@ -234,6 +244,7 @@ TYPES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", TYPES)
 def test_other_types(kind):
     """Their parameters are read outside of the modules that own them."""
@@ -245,6 +256,7 @@ def test_other_types(kind):
 INITS = [False, "gaussian", "pissa", "olora", "orthogonal", "eva", "mica"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("init", INITS)
 def test_initialisations(init):
     model = adapted(llama, lora(llama, init_lora_weights=init))

@@ -155,8 +155,9 @@ class Undecided(torch.Tensor):
             y.source is x.source and y.changed is None and y.source.batched is not True
             for y in mine
         )
-        met = any(_brings_batch(y, x) for y in others)
-        if _in_place(name, kwargs) and leaves[0] is x:
+        met = any(_brings_batch(y, each) for y in others for each in mine)
+        in_place = _in_place(name, kwargs)
+        if in_place and leaves[0] is x:
             if open_ and not met:
                 return _note_change(func, x, args, kwargs)
             # On a copy: the record's output stays what it is.
@@ -165,17 +166,18 @@ class Undecided(torch.Tensor):
                 lambda y: first if y is x else settled(y), (args, kwargs)
             )
             return func(*args, **kwargs)
+        # What changes an ordinary tensor must not be run again.
+        in_place = in_place or (name[:3] == "__i" and leaves[0] is not x)
+        open_ = open_ and not in_place
+        if name in _BROADCAST and not in_place and not met:
+            if open_:
+                return _note(_OUT_OF_PLACE.get(name, func), x, args, kwargs)
+            if all(map(seems_shared, mine)):
+                return _join(_OUT_OF_PLACE.get(name, func), mine, args, kwargs)
         if open_ and name in ("expand", "expand_as", "repeat", "broadcast_to"):
             return _expand(func, name, x, args, kwargs)
         if open_ and (name in _UNARY or name in _TRANSPOSES):
             return _note(func, x, args, kwargs)
-        if (
-            open_
-            and name in _BROADCAST
-            and not any(_brings_batch(y, x) for y in others)
-        ):
-            if name[:3] != "__i" or leaves[0] is x:
-                return _note(_OUT_OF_PLACE.get(name, func), x, args, kwargs)
         if open_ and name not in _BROADCAST and not x.source.guess(_shape(x)):
             if name in _PRODUCTS and any(_is_batch([y], y.dim(), x) for y in others):
                 return _product(func, args, kwargs, x.source.batch_size)
@@ -216,9 +218,11 @@ def _run(func: Callable, args: tuple, kwargs: dict) -> Any:
         return func(*args, **kwargs)
 
 
-def is_open(x: Any) -> bool:
-    """Whether it is a value that nothing has decided so far."""
-    return isinstance(x, Undecided) and x.changed is None and x.source.batched is None
+def seems_shared(x: Any) -> bool:
+    """Whether it is a value that nothing has decided, and that looks like no batch."""
+    if not isinstance(x, Undecided) or x.changed is not None:
+        return False
+    return x.source.batched is None and not x.source.guess(_shape(x))
 
 
 def plain(x: Any) -> Any:
@@ -241,11 +245,29 @@ def _shape(x: torch.Tensor) -> Tuple[int, ...]:
         return tuple(x.shape)
 
 
+def _unchanged(x: Undecided, args: tuple, kwargs: dict) -> Callable[[], None]:
+    """Makes sure that an op is run again on what it was run on."""
+    others = [y for y in tree_leaves((args, kwargs)) if isinstance(y, torch.Tensor)]
+    versions = [(y, y._version) for y in others if not isinstance(y, Undecided)]
+
+    def check() -> None:
+        if any(y._version != version for y, version in versions):
+            raise RuntimeError(
+                f"{x.source.name}: a tensor that its output was combined with was "
+                "changed in place afterwards. Replace the in-place op by one that "
+                "returns a new tensor."
+            )
+
+    return check
+
+
 def _note(func: Callable, x: Undecided, args: tuple, kwargs: dict) -> Undecided:
     """Runs an op for its shape and notes it down for the real value."""
     plain = _run(func, args, kwargs)
+    unchanged = _unchanged(x, args, kwargs)
 
     def op(output: torch.Tensor) -> Any:
+        unchanged()
         real = tree_map(
             lambda y: y.op(output) if isinstance(y, Undecided) else y, (args, kwargs)
         )
@@ -259,6 +281,28 @@ def _note(func: Callable, x: Undecided, args: tuple, kwargs: dict) -> Undecided:
             part = functools.partial(lambda i, output: tree_leaves(op(output))[i], i)
             leaves[i] = _wrap(leaf, x.source, part)
     return tree_unflatten(leaves, spec)
+
+
+def _join(func: Callable, mine: List[Undecided], args: tuple, kwargs: dict) -> Any:
+    """Of an op on values from several layers, a value to be decided like theirs."""
+    plain = _run(func, args, kwargs)
+    source, unchanged = mine[0].source, _unchanged(mine[0], args, kwargs)
+
+    def record(output: torch.Tensor) -> torch.Tensor:
+        batched = output.dim() == plain.dim()
+        values = [decided(x, batched) for x in mine]
+
+        def op(*values: torch.Tensor) -> torch.Tensor:
+            unchanged()
+            each = {id(x): value for x, value in zip(mine, values)}
+            real = tree_map(lambda y: each.get(id(y), y), (args, kwargs))
+            return func(*real[0], **real[1])
+
+        return op(*values) if batched else torch.func.vmap(op)(*values)
+
+    names = ", ".join(x.source.name for x in mine)
+    joined = Source(plain, record, source.batch_size, names, source.remembered)
+    return _wrap(plain, joined, lambda output: output)
 
 
 def _product(func: Callable, args: tuple, kwargs: dict, batch_size: int) -> Any:

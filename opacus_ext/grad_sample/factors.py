@@ -128,6 +128,40 @@ class Lazy:
         return None if self._summed is None else self._summed(self._source, other)
 
 
+class Columns(Lazy):
+    """
+    Dense rows ``[B, T, width]`` that are computed for some samples and some columns at
+    a time, as not even those of one sample need fit into memory. They come first among
+    the factors: the parameter's first axis is worked on in slices.
+
+    Args:
+        make: ``make(start, stop, columns)`` computes the rows of the samples from
+            ``start`` to ``stop``, ``[b, T, columns]``
+        dtype: of the rows
+        device: of the rows
+        shape: ``[B, T, width]``
+    """
+
+    def __init__(
+        self,
+        make: Callable[[Optional[int], Optional[int], slice], torch.Tensor],
+        dtype: torch.dtype,
+        device: torch.device,
+        shape: Tuple[int, int, int],
+    ):
+        self._columns, self._summed = make, None
+        self.shape, self.dtype, self.device = torch.Size(shape), dtype, device
+
+    def rows(
+        self,
+        start: Optional[int] = None,
+        stop: Optional[int] = None,
+        columns: slice = slice(None),
+    ) -> torch.Tensor:
+        """The rows of the samples from ``start`` to ``stop``, and some columns."""
+        return self._columns(start, stop, columns)
+
+
 Factor = Union[torch.Tensor, OneHot, Blocks, Ragged, Lazy]
 
 
@@ -341,7 +375,13 @@ class GradSample:
             The per-sample gradients ``[B, *shape]``.
         """
         dense = self._kept
-        if dense is None and self._deferred:
+        if dense is None and self._by_columns:
+            for samples, columns, part in self._slices():
+                new = part.materialise()
+                if dense is None:
+                    dense = new.new_zeros(self.batch_size, *self.shape)
+                dense[samples, columns] = new
+        elif dense is None and self._deferred:
             parts = [_materialised(t) for _, _, t in self._terms[0].parts()]
             dense = torch.cat(parts) if len(parts) > 1 else parts[0]
         elif dense is None:
@@ -395,6 +435,8 @@ class GradSample:
         """
         if self._kept is not None:
             return _square_sum(self._kept)
+        if self._by_columns:
+            return self._squared_norm_by_columns(keep)
         terms = self._terms = _merge(self._terms)
         if not any(t.length for t in terms):
             return torch.zeros(self.batch_size)
@@ -438,6 +480,14 @@ class GradSample:
         """
         if self._kept is not None:
             return (weights.to(self._kept.dtype) @ self._kept).view(self.shape)
+        if self._by_columns:
+            total = None
+            for samples, columns, part in self._slices():
+                new = part.weighted_sum(weights[samples])
+                if total is None:
+                    total = new.new_zeros(self.shape)
+                total[columns] += new
+            return total
         dtype = _dtype(*self._terms)
         if not any(t.dense for t in self._terms):
             dtype = weights.dtype
@@ -463,6 +513,43 @@ class GradSample:
     @property
     def _deferred(self) -> bool:
         return len(self._terms) == 1 and self._terms[0].deferred
+
+    @property
+    def _by_columns(self) -> bool:
+        return any(isinstance(t.factors[0], Columns) for t in self._terms)
+
+    def _slices(self) -> Iterator[Tuple[slice, slice, "GradSample"]]:
+        """Slices of the batch and of the first axis, with the gradients in them."""
+        size, width = self.batch_size, self.shape[0]
+        first = next(t for t in self._terms if isinstance(t.factors[0], Columns))
+        itemsize = max(4, first.factors[0].dtype.itemsize)
+        entries = max(1, workspace() // (max(1, first.length) * itemsize))
+        step = min(width, max(64, entries))
+        some = max(1, entries // step)
+        for start in range(0, width, step):
+            columns = slice(start, min(start + step, width))
+            for i in range(0, size, some):
+                samples = slice(i, min(i + some, size))
+                part = GradSample(
+                    torch.Size((columns.stop - start, *self.shape[1:])),
+                    samples.stop - i,
+                )
+                for term in self._terms:
+                    part.add(*_part(term, self.shape, samples, columns))
+                yield samples, columns, part
+
+    def _squared_norm_by_columns(self, keep: int) -> torch.Tensor:
+        if self.batch_size * self.shape.numel() * 8 <= keep:
+            self._kept, self._terms = self.materialise().flatten(1), []
+            self.kept_bytes = self._kept.nbytes
+            return _square_sum(self._kept)
+        norm = None
+        for samples, _, part in self._slices():
+            new = part.squared_norm()
+            if norm is None:
+                norm = new.new_zeros(self.batch_size)
+            norm[samples] += new
+        return norm
 
     def _squared_norm_by_parts(
         self, keep: int, reuse: Optional[torch.Tensor]
@@ -858,6 +945,21 @@ def _split(term: _Term, widths: Tuple[int, ...]) -> _Term:
         stride = math.prod(widths[i + 1 : -1])
         factors.append(OneHot((index // stride % width).expand(batch_size, -1), width))
     return _Term((*factors, dense.view(batch_size, length, widths[-1])))
+
+
+def _part(
+    term: _Term, shape: torch.Size, samples: slice, columns: slice
+) -> Tuple[Factor, ...]:
+    """The factors of some samples for some rows of the parameter's first axis."""
+    first, *rest = term.factors
+    if isinstance(first, Columns):
+        rows = first.rows(samples.start, samples.stop, columns)
+        return (rows, *(f[samples] for f in rest))
+    term = term.resolved()
+    term = _Term(tuple(_with_rows(f, _rows(f)[samples]) for f in term.factors))
+    if term.widths[0] != shape[0]:
+        term = _split(term, tuple(shape))
+    return _slice(term, 0, columns.start, columns.stop).factors
 
 
 def _slice(term: _Term, axis: int, start: int, stop: int) -> _Term:

@@ -172,6 +172,7 @@ def dependent_sample(
                 changed, keep = _repeat_first(inputs, dim), set()
             if changed is None and rank is None:
                 continue
+            now = None  # the logits of a large vocabulary take most of the memory
             now = run(inputs if changed is None else changed, dropout)
             if found is not None or batch_size == 0:
                 continue

@@ -39,7 +39,8 @@ _EXPERTS = (
 )
 _ANY = "Let it compute each sample by itself."
 _NUMBER = (
-    "Compute one loss a sample, [B], from the model's other outputs. In the place of a "
+    "Compute one loss a sample, [B]: opacus_ext.losses.model_losses(model, batch) "
+    "makes them by the model's own code, or take its other outputs. In the place of a "
     "balancing loss over the batch add opacus_ext.layers.balancing_loss to the losses, "
     "or freeze the routers with opacus_ext.layers.freeze_routers."
 )
@@ -313,6 +314,63 @@ def is_number(x: torch.Tensor, size: int) -> bool:
     """
     some = x.dim() == 1 and len(x) > 0 and (len(x) != size or size == 1)
     return x.grad_fn is not None and (x.dim() == 0 or x.numel() == 1 or some)
+
+
+# Of a sum of numbers, or a multiple of one, the parts are looked at.
+_LINEAR = ("Add", "Sub", "Mul", "Div", "Neg", "ToCopy", "Clone", "Alias")
+_OF_ENTRIES = (
+    *("MseLoss", "SmoothL1Loss", "HuberLoss", "BinaryCrossEntropyWithLogits"),
+)
+
+
+def over_tokens(
+    number: torch.Tensor, inputs: List[torch.Tensor], size: int
+) -> Optional[bool]:
+    """
+    Whether a model's own loss is a mean of several rows a sample, or of some rows only,
+    so that a sample's share in it depends on how many rows the others have. Read off
+    the loss functions in its graph; None if that does not tell.
+
+    Args:
+        number: computed by the model
+        inputs: the tensors that the model was given
+        size: the number of samples, ``B``
+    """
+    todo, seen, known = [number.grad_fn], set(), True
+    while todo:
+        node = todo.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        kind = node.name().partition("Backward")[0]
+        mean = getattr(node, "_saved_reduction", None) == 1
+        if kind in ("NllLoss", "NllLoss2D"):
+            if mean and not _one_a_sample(node, inputs, size):
+                return True
+            known = known and mean
+        elif kind in _OF_ENTRIES:
+            known = known and mean and node._saved_self.shape[:1] == (size,)
+        else:
+            parts = [n for n, _ in node.next_functions if n is not None]
+            one = kind in ("Add", "Sub") or len(parts) == 1
+            known = known and kind in _LINEAR and one
+            if not hasattr(node, "record"):  # behind it is a layer
+                todo += parts
+    return False if known else None
+
+
+def _one_a_sample(node: Any, inputs: List[torch.Tensor], size: int) -> bool:
+    """Whether a mean is over labels ``[B]`` that the model was given, and all count."""
+    target = node._saved_target
+    return (
+        target.numel() == size
+        and node._saved_weight is None
+        and float(node._saved_total_weight) == size  # none is ignored
+        and any(
+            x.numel() == size and torch.equal(x.reshape(-1).to(target), target.view(-1))
+            for x in inputs
+        )
+    )
 
 
 def kept_numbers(model: nn.Module) -> Dict[str, torch.Tensor]:

@@ -372,7 +372,7 @@ class _Ghost(_Recording):
         batch_size, params = self._batch_size(losses), optimizer.params
         if batch_size == 0 and self.tape.world is None:
             self.per_sample_gradient_norms = losses.detach().new_zeros(0)
-            self._assign(optimizer, {p: torch.zeros_like(p) for p in params})
+            optimizer.take({p: torch.zeros_like(p) for p in params})
             return
         clipping: Clipping = optimizer.clipping
         keep = self.one_pass or clipping.per_parameter
@@ -390,14 +390,17 @@ class _Ghost(_Recording):
                 own = factors[0] if world is None else factors[0][world.own]
                 sums = self._second_pass(losses, own, params, scale)
         self.per_sample_gradient_norms = total
-        self._assign(optimizer, sums)
+        optimizer.take(sums)
 
     def _batch_size(self, losses: torch.Tensor) -> int:
         expected = self.tape.batch_size
         if losses.dim() != 1:
             raise ValueError(
                 f"The criterion must give one loss a sample, shape [B], when its "
-                f'reduction is "none"; got shape {tuple(losses.shape)}.'
+                f'reduction is "none"; got shape {tuple(losses.shape)}. What a model '
+                "computes as its own loss is one number for the batch: give "
+                "make_private criterion=opacus_ext.losses.PerSample() and call "
+                "criterion(opacus_ext.losses.model_losses(model, batch)).backward()."
             )
         n = len(losses)
         # Another input than the first may have led with the batch.
@@ -506,11 +509,6 @@ class _Ghost(_Recording):
         if scale != 1:
             found = {p: g if g is None else g / scale for p, g in found.items()}
         return {p: torch.zeros_like(p) if g is None else g for p, g in found.items()}
-
-    def _assign(self, optimizer: Any, sums: Dict[nn.Parameter, torch.Tensor]) -> None:
-        for p, total in sums.items():
-            p.grad = total.detach()
-        optimizer.ready = True
 
 
 def _norm_dtype(losses: torch.Tensor) -> torch.dtype:

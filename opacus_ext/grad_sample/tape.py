@@ -37,8 +37,8 @@ from opacus_ext.grad_sample.batchless import (
     Source,
     Undecided,
     decided,
-    is_open,
     plain,
+    seems_shared,
     settled,
 )
 from opacus_ext.grad_sample.calls import (
@@ -80,6 +80,7 @@ from opacus_ext.grad_sample.leaks import (
     module_leak,
     named_tensors,
     number_leak,
+    over_tokens,
 )
 from opacus_ext.grad_sample.parallel import spread_over, world_of
 from opacus_ext.grad_sample.rms_norm import scale_rule
@@ -133,6 +134,7 @@ class Tape:
         self._forwards = 0
         self._state: Optional[RandomState] = None
         self._mixed: Set[str] = set()  # names of outputs and attributes that do so
+        self._trained: Set[str] = set()  # of numbers that must be looked at each step
         self._keeps = False  # whether modules keep numbers as attributes
         self._graded = False  # whether the model was called with gradients
         # Layers with trainable parameters that checkpoints ran without gradients since
@@ -262,7 +264,8 @@ class Tape:
         several = self.batch_size is not None and self.batch_size > 1
         if (several or self.world is not None) and not _in_backward():
             self._forwards += 1
-            if self._forwards & (self._forwards - 1) == 0:  # at growing intervals
+            # At growing intervals.
+            if self._trained or self._forwards & (self._forwards - 1) == 0:
                 device = next((x.device for x in tensors if x.is_cuda), None)
                 self._state = RandomState(device or torch.device("cpu"))
         self._buffers = [
@@ -290,8 +293,9 @@ class Tape:
             return output
         if not any(x.requires_grad for x in tensors_in(output)):
             self.refuse_dark()
+        looked = self._state is not None
         self._check_independence((args, kwargs), output)
-        self._guard_numbers(output)
+        self._guard_numbers(output, tensors_in((args, kwargs)), looked)
         if self.on_forward is not None:
             self.on_forward(output)
         return output
@@ -348,10 +352,20 @@ class Tape:
         for traces in self._traces(inputs, state):
             yield from mixed_numbers(*traces)
 
-    def _guard_numbers(self, output: Any) -> None:
+    def _guard_numbers(
+        self, output: Any, inputs: List[torch.Tensor], looked: bool
+    ) -> None:
         """A number of the model's that mixes samples must not be trained on."""
         for name, x in named_tensors(output):
-            if self._is_number(x) and (name in self._mixed or self.world is not None):
+            if not self._is_number(x):
+                continue
+            mixed = name in self._mixed or self.world is not None
+            if not mixed and x.numel() == 1 and (self.batch_size or 1) > 1:
+                mixed = over_tokens(x, inputs, self.batch_size)
+                if mixed is None:
+                    note = functools.partial(self._note_number, name, looked)
+                    x.register_hook(note)
+            if mixed:
                 x.register_hook(functools.partial(self._refuse_number, name))
         kept = kept_numbers(self.module) if self._keeps and self._mixed else {}
         for name in self._mixed & kept.keys():
@@ -363,6 +377,18 @@ class Tape:
     def _refuse_number(self, name: str, grad: torch.Tensor) -> None:
         if self.enabled and self.batch_size != 1:
             raise RuntimeError(str(number_leak(f"The model's output {name}")))
+
+    def _note_number(self, name: str, looked: bool, grad: torch.Tensor) -> None:
+        """From now on every step looks at whether it mixes samples."""
+        self._trained.add(name)
+        if self.enabled and not looked:
+            raise RuntimeError(
+                f"The model's output {name} is a number for the whole batch, and this "
+                "step did not look at whether it mixes samples, as it was not trained "
+                "on before. Run the step again, from the model's forward: it is "
+                "looked at from now on. Or compute one loss a sample, "
+                "opacus_ext.losses.model_losses(model, batch)."
+            )
 
     def _leave(self, module: nn.Module, args: tuple, output: Any) -> None:
         self._depth = max(self._depth - 1, 0)
@@ -380,7 +406,7 @@ class Tape:
 
     def _hold(self, layer: nn.Module, args: tuple) -> Optional[tuple]:
         """A value that meets no batch in a layer is not decided by it."""
-        if not self._records() or len(args) != 1 or not is_open(args[0]):
+        if not self._records() or len(args) != 1 or not seems_shared(args[0]):
             return None
         self._held[layer] = args[0]
         return (plain(args[0]),)
@@ -503,8 +529,10 @@ class Tape:
                 )
             unseen = False
         if unseen:
+            # One copy for each row that a sample has inside (losses.PerRecord).
+            rows = self.batch_size * getattr(self.module, "rows_per_sample", 1)
             source = Source(
-                *(raw[0], lambda y: record(y)[0], self.batch_size, name),
+                *(raw[0], lambda y: record(y)[0], rows, name),
                 remembered=self._remembered,
             )
             leaves[where[0]] = Undecided.of(source, self._anchor)
@@ -944,7 +972,7 @@ def _of_weights_alone(inputs: List[Any], outputs: List[torch.Tensor]) -> bool:
 def _is_labels(first: torch.Tensor, x: torch.Tensor) -> bool:
     """Whether a tensor beside the first input goes with it: its mask, its labels."""
     whole = not x.is_floating_point() and x.dtype != torch.bool
-    return whole and (x.shape == first.shape or x.dim() == 1)
+    return whole and (x.shape == first.shape[: x.dim()] or x.dim() == 1)
 
 
 def _look_away(call: Call, grads: tuple, ctx: Any = None) -> None:

@@ -5,6 +5,7 @@ from opacus_ext.layers.attention import (
     corrected_attention,
     re_attention,
 )
+from opacus_ext.layers.linear_cross_entropy import LinearCrossEntropy, chunked_head
 from opacus_ext.layers.moe import (
     Experts,
     SwitchFeedForward,
@@ -16,10 +17,12 @@ from opacus_ext.layers.moe import (
 
 __all__ = [
     "Experts",
+    "LinearCrossEntropy",
     "SelfAttention",
     "SwitchFeedForward",
     "TopKFeedForward",
     "balancing_loss",
+    "chunked_head",
     "corrected_attention",
     "freeze_routers",
     "load_entropy",

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Dict, List, NoReturn, Optional, Type
+from typing import Any, Dict, List, NoReturn, Optional, Tuple, Type
 
 import torch
 import torch.distributed as dist
@@ -143,13 +143,22 @@ class GhostDPOptimizer(_ClippingOptimizer, DPOptimizerFastGradientClipping):
     """Takes over ``p.grad``, the clipped sum that one backward pass has left."""
 
     ready = False  # whether p.grad holds a clipped sum that no step has used
+    _given: List[Tuple[torch.Tensor, int]] = []  # these sums, with their versions
+
+    def take(self, sums: Dict[torch.nn.Parameter, torch.Tensor]) -> None:
+        """Sets ``p.grad`` of each parameter to its clipped sum, for the next step."""
+        for p, total in sums.items():
+            p.grad = total.detach()
+        self._given = [(p.grad, p.grad._version) for p in self.params]
+        self.ready = True
 
     def accumulate(self) -> None:
         """
         Moves ``p.grad`` to ``p.summed_grad``.
 
         Raises:
-            RuntimeError: if no clipped backward pass has come before
+            RuntimeError: if no clipped backward pass has come before, or ``p.grad`` was
+                changed since
         """
         if not self.ready:
             raise RuntimeError(
@@ -157,6 +166,15 @@ class GhostDPOptimizer(_ClippingOptimizer, DPOptimizerFastGradientClipping):
                 "before each step, on the loss that the criterion returned by "
                 "make_private gives: gradients of any other loss are not private."
             )
+        given, self._given = self._given, []
+        for p, (grad, version) in zip(self.params, given):
+            if p.grad is not grad or grad._version != version:
+                raise RuntimeError(
+                    "The clipped gradients were changed between backward() and step(), "
+                    "before the noise: by clip_grad_norm_, a gradient scaler or the "
+                    "like. Leave that out; samples are clipped one by one already."
+                )
+        del given
         for p in self.params:
             if p.summed_grad is None:
                 p.summed_grad = p.grad
@@ -168,7 +186,7 @@ class GhostDPOptimizer(_ClippingOptimizer, DPOptimizerFastGradientClipping):
     def zero_grad(self, set_to_none: bool = False) -> None:
         """Clears the gradients; see ``DPOptimizerFastGradientClipping``."""
         super().zero_grad(set_to_none)
-        self.ready = False
+        self.ready, self._given = False, []
 
 
 class _Distributed:

@@ -1,0 +1,74 @@
+"""Collators that keep one record one sample."""
+
+from __future__ import annotations
+
+from typing import Any, Callable, Dict, List, Mapping, Sequence, Union
+
+import torch
+
+Sequences = Union[Sequence[Mapping[str, Any]], Mapping[str, Sequence[Any]]]
+
+
+class RecordCollator:
+    """
+    Collates records of several sequences, for a model in
+    :class:`~opacus_ext.losses.PerRecord`.
+
+    A record is a list of sequences, each a dict; or one dict of lists, as a row of
+    ``datasets.Dataset`` is. Records with fewer sequences than others are padded by
+    copies of their first one, without labels.
+
+    Args:
+        collate: collates sequences to tensors ``[B, ...]``, such as
+            ``DataCollatorForSeq2Seq(tokenizer)``
+        labels: name of the labels
+
+    Raises:
+        ValueError: for a record without sequences
+
+    Example:
+        >>> from torch.utils.data import default_collate
+        >>> a, b = ({"labels": torch.tensor([i, i])} for i in (1, 2))
+        >>> RecordCollator(default_collate)([[a, b], [b]])["labels"]
+        tensor([[[   1,    1],
+                 [   2,    2]],
+        <BLANKLINE>
+                [[   2,    2],
+                 [-100, -100]]])
+    """
+
+    def __init__(
+        self,
+        collate: Callable[[List[Mapping[str, Any]]], Mapping[str, torch.Tensor]],
+        labels: str = "labels",
+    ):
+        self.collate, self.labels = collate, labels
+
+    def __call__(self, records: Sequence[Sequences]) -> Dict[str, torch.Tensor]:
+        """Tensors ``[R, S, ...]``."""
+        records = [_sequences(record) for record in records]
+        if not all(records):
+            raise ValueError(
+                f"Record {[bool(r) for r in records].index(False)} of the batch has no "
+                "sequences. Leave such records out of the data set."
+            )
+        longest = max(map(len, records))
+        rows = [x for r in records for x in [*r, *r[:1] * (longest - len(r))]]
+        batch = self.collate(rows)
+        if len(batch[self.labels]) != len(rows):
+            raise ValueError(
+                f"The collator of the sequences made {len(batch[self.labels])} rows of "
+                f"{len(rows)} sequences. Use one that keeps them apart."
+            )
+        lead = len(records), longest
+        made = {name: x.unflatten(0, lead) for name, x in batch.items()}
+        for i, record in enumerate(records):
+            made[self.labels][i, len(record) :] = -100
+        return made
+
+
+def _sequences(record: Sequences) -> List[Mapping[str, Any]]:
+    if not isinstance(record, Mapping):
+        return list(record)
+    names = list(record)
+    return [dict(zip(names, values)) for values in zip(*record.values())]

@@ -1,0 +1,401 @@
+"""The output layer of a language model and its loss in one, some logits at a time.
+
+With a vocabulary of 200,000 and sequences of 8,192 tokens, the logits of one sequence
+take 6.5 GB, and autograd keeps them three times. Here they are computed some rows at a
+time in the forward pass, and again in the backward pass. The gradient of each sample is
+the same as that of a linear layer, ``G[b] = sum_t (p[b, t] - onehot(y[b, t])) (x)
+x[b, t]``, and its first factor is computed some columns at a time
+(:class:`~opacus_ext.grad_sample.factors.Columns`).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Callable, Iterator, Optional, Tuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from opacus_ext.grad_sample.factors import Columns, wide, workspace
+from opacus_ext.grad_sample.linear import record_linear
+from opacus_ext.grad_sample.rules import Factors, Record, register_forward
+
+Ops = Tuple[Tuple[str, Any], ...]
+
+
+class LinearCrossEntropy(nn.Linear):
+    """
+    ``F.cross_entropy(linear(x), labels, reduction="none")`` without all logits in
+    memory at once; :func:`~opacus_ext.workspace` bounds how many are. It trains in
+    every mode, its weight shared with an embedding or not. Called without labels it is
+    a linear layer. Under autocast it computes in its weight's type.
+
+    Args:
+        in_features: width of a hidden state
+        out_features: size of the vocabulary, ``V``
+        bias: whether logits have one
+        ignore_index: of labels whose loss is zero
+
+    Example:
+        >>> import torch
+        >>> head = LinearCrossEntropy(8, 1000)
+        >>> x, labels = torch.randn(2, 5, 8), torch.randint(1000, (2, 5))
+        >>> losses = head(x, labels)
+        >>> logits = head(x)
+        >>> expected = torch.nn.functional.cross_entropy(
+        ...     logits.flatten(0, 1), labels.flatten(), reduction="none"
+        ... )
+        >>> torch.allclose(losses.flatten(), expected, atol=1e-5)
+        True
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        ignore_index: int = -100,
+        **kwargs: Any,
+    ):
+        super().__init__(in_features, out_features, bias, **kwargs)
+        self.ignore_index = ignore_index
+        self.pending = False  # whether the model's loss function is waited for
+
+    @classmethod
+    def of(cls, linear: nn.Linear) -> "LinearCrossEntropy":
+        """The same layer with the same parameters, tied to what they are tied to."""
+        head = cls(linear.in_features, linear.out_features, False, device="meta")
+        head.weight = linear.weight
+        head.bias = linear.bias
+        return head.train(linear.training)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        labels: Optional[torch.Tensor] = None,
+        ops: Ops = (),
+    ) -> torch.Tensor:
+        """
+        Args:
+            x: hidden states ``[*rows, in_features]``
+            labels: ``[*rows]``; None for the logits
+            ops: what is done to each logit before the loss, in this order: "tanh", or
+                one of "add", "sub", "mul" and "div" with a number or a constant
+                ``[V]``, such as ``(("div", 30.0), ("tanh", None), ("mul", 30.0))``
+
+        Returns:
+            Losses ``[*rows]``, or logits ``[*rows, V]``.
+
+        Raises:
+            ValueError: if shapes do not fit, or a label is no class
+        """
+        return _forward(self, lambda output, *args, **kwargs: output, x, labels, ops)
+
+
+@register_forward(LinearCrossEntropy)
+def _forward(
+    layer: LinearCrossEntropy,
+    record: Record,
+    x: torch.Tensor,
+    labels: Optional[torch.Tensor] = None,
+    ops: Ops = (),
+) -> torch.Tensor:
+    weight, bias = layer.weight, layer.bias
+    if labels is None and layer.pending:
+        return PendingLogits.of(layer, x)
+    if labels is None:
+        return record_linear(record, x, weight, bias)
+    if labels.shape != x.shape[:-1]:
+        raise ValueError(
+            f"LinearCrossEntropy takes hidden states [*rows, {layer.in_features}] and "
+            f"labels [*rows], got shapes {tuple(x.shape)} and {tuple(labels.shape)}."
+        )
+    other = (labels < 0) | (labels >= layer.out_features)
+    if bool((other & (labels != layer.ignore_index)).any()):
+        raise ValueError(
+            f"LinearCrossEntropy takes labels below {layer.out_features}, or "
+            f"{layer.ignore_index} for those to ignore, got {labels.min()} to "
+            f"{labels.max()}."
+        )
+    with torch.autocast(x.device.type, enabled=False):
+        rows = x.flatten(0, -2).to(weight.dtype)
+        target = labels.flatten()
+        target = torch.where(target == layer.ignore_index, -1, target)
+        fixed = None if bias is None else bias.detach()
+        losses, whole = _Losses.apply(rows, weight.detach(), fixed, target, ops)
+        if torch.is_grad_enabled() and (weight.requires_grad or _trained(bias)):
+            losses = losses + _OfWeights.apply(
+                weight, bias, rows.detach(), target, whole, ops
+            )
+    losses, whole = (y.view(labels.shape) for y in (losses, whole))
+
+    def factors(activations: Tuple[torch.Tensor, ...], g: torch.Tensor) -> Factors:
+        x, target, whole = activations
+        x, (size, length) = x.to(weight.dtype), g.shape
+
+        def rows(start: Any, stop: Any, columns: slice) -> torch.Tensor:
+            at = slice(start, stop)
+            given = (x[at], weight, bias, target[at], whole[at], g[at])
+            return _backprops(*given, ops, columns)
+
+        dlogits = Columns(rows, wide(x).dtype, x.device, (size, length, len(weight)))
+        return {weight: (dlogits, wide(x))} | (
+            {} if bias is None else {bias: (dlogits,)}
+        )
+
+    given = (x, target.view(labels.shape), whole)
+    return record(losses, given, (weight, bias), factors, event_dims=0)
+
+
+def _trained(p: Optional[nn.Parameter]) -> bool:
+    return p is not None and p.requires_grad
+
+
+def _steps(x: torch.Tensor, weight: torch.Tensor) -> Iterator[slice]:
+    """Rows of ``x`` whose logits fit the workspace."""
+    step = max(1, workspace() // (4 * max(1, len(weight))))
+    return (slice(i, i + step) for i in range(0, len(x), step))
+
+
+def _backprops(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: Optional[torch.Tensor],
+    target: torch.Tensor,
+    whole: torch.Tensor,
+    g: torch.Tensor,
+    ops: Ops,
+    columns: slice = slice(None),
+) -> torch.Tensor:
+    """
+    The gradient of the losses with respect to some columns of the layer's output.
+
+    Args:
+        x: ``[*rows, in]``
+        target: labels, -1 for those that are ignored
+        whole: log of the sum of all exponentiated logits, ``[*rows]``
+        g: of the losses, ``[*rows]``
+        ops: done to the output before the loss
+    """
+    bias = None if bias is None else bias.detach()[columns]
+    z = wide(F.linear(x, weight.detach()[columns], bias))
+    with torch.set_grad_enabled(bool(ops)):
+        y = _done(z.requires_grad_(bool(ops)), ops, columns)
+    p = (y.detach() - whole[..., None] if ops else z.sub_(whole[..., None])).exp_()
+    first, last, _ = columns.indices(len(weight))
+    inside = (target >= first) & (target < last)
+    index = torch.where(inside, target - first, 0)[..., None]
+    p.scatter_add_(-1, index, -inside[..., None].to(p.dtype))
+    p.mul_((g * (target >= 0))[..., None])
+    return torch.autograd.grad(y, z, p)[0] if ops else p
+
+
+def _done(z: torch.Tensor, ops: Ops, columns: slice = slice(None)) -> torch.Tensor:
+    for name, other in ops:
+        if isinstance(other, torch.Tensor):
+            other = other.to(z)[columns]
+        z = getattr(torch, name)(z, *(() if other is None else (other,)))
+    return z
+
+
+def _in_full(backward: Callable) -> Callable:
+    """Without autocast, whether or not it is on where ``backward()`` is called."""
+
+    def run(ctx: Any, g: torch.Tensor, *rest: Any) -> Any:
+        with torch.autocast(g.device.type, enabled=False):
+            return backward(ctx, g, *rest)
+
+    return run
+
+
+class _Losses(torch.autograd.Function):
+    """Losses ``[N]`` of rows ``[N, in]``; the gradient of the rows only."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, target, ops):
+        wholes, chosen = [], []
+        for s in _steps(x, weight):
+            logits = _done(wide(F.linear(x[s], weight, bias)), ops)
+            wholes.append(logits.logsumexp(-1))
+            chosen.append(logits.gather(-1, target[s].clamp(min=0)[:, None])[:, 0])
+        like = wide(x.new_zeros(0))
+        whole, chosen = torch.cat([like, *wholes]), torch.cat([like, *chosen])
+        ctx.save_for_backward(x, weight, bias, target, whole)
+        ctx.mark_non_differentiable(whole)
+        ctx.ops = ops
+        return (whole - chosen) * (target >= 0), whole
+
+    @staticmethod
+    @_in_full
+    def backward(ctx, g, _):
+        x, weight, bias, target, whole = ctx.saved_tensors
+        out = torch.empty_like(x)
+        for s in _steps(x, weight):
+            rows = _backprops(x[s], weight, bias, target[s], whole[s], g[s], ctx.ops)
+            torch.mm(rows.to(weight.dtype), weight, out=out[s])
+        return out, *[None] * 4
+
+
+class _OfWeights(torch.autograd.Function):
+    """Zeros ``[N]``, and the gradient of the parameters, for who asks for it."""
+
+    @staticmethod
+    def forward(ctx, weight, bias, x, target, whole, ops):
+        ctx.ops = ops
+        ctx.save_for_backward(weight, bias, x, target, whole)
+        return torch.zeros_like(whole)
+
+    @staticmethod
+    @_in_full
+    def backward(ctx, g):
+        weight, bias, x, target, whole = ctx.saved_tensors
+        dtype = wide(weight.new_zeros(0)).dtype
+        total = torch.zeros_like(weight, dtype=dtype)
+        added = None if bias is None else torch.zeros_like(bias, dtype=dtype)
+        for s in _steps(x, weight):
+            rows = _backprops(x[s], weight, bias, target[s], whole[s], g[s], ctx.ops)
+            total.addmm_(rows.mT, wide(x[s]))
+            if added is not None:
+                added += rows.sum(0)
+        return total.to(weight), added if bias is None else added.to(bias), *[None] * 4
+
+
+# -- inside a model whose own code calls the loss function ---------------------------
+
+_SAME = {"to", "float", "contiguous", "type", "clone"}
+_SHAPES = {"view", "reshape", "flatten", "unflatten", "__getitem__"}
+_QUERIES = {"__get__", "size", "dim", "numel", "is_floating_point", "__len__"}
+_OPS = {
+    "__truediv__": "div",
+    "true_divide": "div",
+    **{f"{prefix}{n}__": n for n in ("add", "sub", "mul") for prefix in ("__", "__i")},
+    **{n: n for n in ("add", "sub", "mul", "div", "tanh")},
+}
+_SWAPPED = {"__radd__": "add", "__rmul__": "mul"}
+
+
+class PendingLogits(torch.Tensor):
+    """
+    What a :class:`LinearCrossEntropy` gives to a model whose loss function is waited
+    for: a tensor of the logits' shape without the logits.
+    """
+
+    layer: LinearCrossEntropy
+    hidden: torch.Tensor  # [*rows, in_features]
+    ops: Ops  # done to the logits since
+
+    @staticmethod
+    def of(
+        layer: LinearCrossEntropy, hidden: torch.Tensor, ops: Ops = ()
+    ) -> "PendingLogits":
+        """The logits of hidden states ``[*rows, in_features]``."""
+        shape = *hidden.shape[:-1], layer.out_features
+        out = hidden.new_zeros(()).expand(shape).as_subclass(PendingLogits)
+        out.layer, out.hidden, out.ops = layer, hidden, ops
+        return out
+
+    def losses(self, target: torch.Tensor, ignore_index: int) -> torch.Tensor:
+        """The cross-entropy of each row."""
+        target = torch.where(target == ignore_index, self.layer.ignore_index, target)
+        return self.layer(self.hidden, target, self.ops)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable, types: Any, args: tuple = (), kwargs: Any = None
+    ) -> Any:
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        if name in _QUERIES:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        x = args[0] if args and isinstance(args[0], PendingLogits) else None
+        if name in _SAME and x is not None:
+            return x
+        if name in _SHAPES and x is not None:
+            hidden = x._reshaped(func, args[1:], kwargs)
+            if hidden is not None:
+                return PendingLogits.of(x.layer, hidden, x.ops)
+        if len(args) == 2 and not kwargs and x is None and name in ("add", "mul"):
+            args = args[::-1]
+            x = args[0]
+        name = _OPS.get(name) or _SWAPPED.get(name)
+        if x is not None and name and len(args) <= 2 and not kwargs:
+            other = x._constant(*args[1:])
+            if (other is None) == (name == "tanh") and other is not NotImplemented:
+                return PendingLogits.of(x.layer, x.hidden, (*x.ops, (name, other)))
+        raise ValueError(
+            f"The model computes {getattr(func, '__name__', func)} of its logits, "
+            "which its chunked head does not have in memory at once. Leave "
+            "chunked_head(model) away."
+        )
+
+    def _constant(self, other: Any = None) -> Any:
+        """A number, or one for each column; NotImplemented for anything else."""
+        if other is None or isinstance(other, (int, float)):
+            return other
+        if isinstance(other, PendingLogits) or other.requires_grad:
+            return NotImplemented
+        each = other.shape[-1:] == (self.layer.out_features,)
+        if other.numel() == 1:
+            return float(other)
+        alone = each and other.numel() == self.layer.out_features
+        return other.flatten() if alone else NotImplemented
+
+    def _reshaped(
+        self, func: Callable, args: tuple, kwargs: dict
+    ) -> Optional[torch.Tensor]:
+        """The hidden states in the shape of the logits; None if that takes a part."""
+        with torch._C.DisableTorchFunctionSubclass():
+            shape = self.shape
+        like = func(torch.empty(shape, device="meta"), *args, **kwargs)
+        if func.__name__ == "__getitem__":
+            hidden = func(self.hidden, *args, **kwargs)
+        else:
+            lead = self.hidden.shape[:-1].numel() == like.shape[:-1].numel()
+            hidden = self.hidden.reshape(*like.shape[:-1], -1) if lead else None
+        widths = (self.layer.out_features, self.layer.in_features)
+        fits = hidden is not None and hidden.dim() == like.dim() > 0
+        return hidden if fits and (like.shape[-1], hidden.shape[-1]) == widths else None
+
+
+def chunked_head(model: nn.Module) -> nn.Module:
+    """
+    Replaces the output layer of a model of transformers by a
+    :class:`LinearCrossEntropy` with the same parameters, so that
+    :func:`~opacus_ext.losses.model_losses` never holds all logits. Before
+    ``make_private``; names and ties of the parameters stay.
+
+    Args:
+        model: with a linear output layer, ``model.get_output_embeddings()``
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError: if it has none, or another one; nothing is changed
+
+    Example:
+        >>> from torch import nn
+        >>> class Model(nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.lm_head = nn.Linear(4, 9)
+        ...
+        ...     def get_output_embeddings(self):
+        ...         return self.lm_head
+        >>> type(chunked_head(Model()).lm_head).__name__
+        'LinearCrossEntropy'
+    """
+    find = getattr(model, "get_output_embeddings", lambda: None)
+    head = find()
+    if type(head) is not nn.Linear:
+        raise ValueError(
+            f"{type(model).__name__} has no output layer that can be computed in "
+            "chunks: get_output_embeddings() must give an nn.Linear, and it gives "
+            f"{'none' if head is None else type(head).__name__}."
+        )
+    new = LinearCrossEntropy.of(head)
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if child is head:
+                setattr(module, name, new)
+    return model

@@ -1,0 +1,129 @@
+"""Long sequences and big vocabularies: what is in memory at once, at every step.
+
+Counted are the bytes of all tensors that are alive, by watching every operation of a
+step; the steps that look at more (1, 2, 4, ...) are among them.
+"""
+
+import weakref
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from opacus_ext import workspace
+from opacus_ext.layers import chunked_head
+from opacus_ext.losses import model_losses
+from tests.common import every_mode, make_private
+
+transformers = pytest.importorskip("transformers")
+
+
+class Alive(TorchDispatchMode):
+    """The most bytes of tensors made within it that are alive at once."""
+
+    def __init__(self, least=0):
+        super().__init__()
+        self.least = least  # smaller ones are not counted
+        self.sizes, self.now, self.most, self.largest = {}, 0, 0, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for x in tree_leaves(out):
+            if isinstance(x, torch.Tensor) and not x.is_meta:
+                self._note(x.untyped_storage())
+        return out
+
+    def _note(self, storage):
+        size, key = storage.nbytes(), storage._cdata
+        if size < self.least or key in self.sizes:
+            return
+        self.sizes[key] = size
+        self.now += size
+        self.most = max(self.most, self.now)
+        self.largest = max(self.largest, size)
+        weakref.finalize(storage, self._drop, key)
+
+    def _drop(self, key):
+        self.now -= self.sizes.pop(key)
+
+
+def model_of(V, T, width=8, tied=True, chunked=False):
+    config = transformers.LlamaConfig(
+        vocab_size=V,
+        hidden_size=width,
+        intermediate_size=2 * width,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        max_position_embeddings=T,
+        tie_word_embeddings=tied,
+        use_cache=False,
+        attn_implementation="sdpa",
+    )
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config).train()
+    return chunked_head(model) if chunked else model
+
+
+def peaks(mode, model, B, T, steps=3, least=0):
+    """Of each step. Mode None: the model's own loss, not private."""
+    ids = torch.randint(3, model.config.vocab_size, (B, T))
+    batch, found = {"input_ids": ids, "labels": ids}, []
+    private = mode and make_private(model, mode, batch_size=B)
+    for _ in range(steps):
+        with Alive(least) as alive:
+            if mode is None:
+                model(**batch).loss.backward()
+                model.zero_grad()
+            else:
+                private.step(batch, model_losses)
+        found.append(alive)
+    return found
+
+
+@pytest.fixture
+def small_workspace():
+    before = workspace(2**19)
+    yield
+    workspace(before)
+
+
+@pytest.mark.parametrize("mode", ["ghost", "ghost_bk"])
+@pytest.mark.parametrize("chunked", [False, True], ids=["logits", "chunked"])
+def test_linear_in_the_length(mode, chunked, small_workspace):
+    """A Gram matrix of all positions would take 16 MiB at the second length."""
+    short, long = (
+        max(a.most for a in peaks(mode, model_of(20, T, chunked=chunked), 2, T))
+        for T in (512, 1024)
+    )
+    assert long < 2.1 * short and long < 8 * 2**20
+
+
+@pytest.mark.slow
+def test_linear_up_to_8192():
+    """With the workspace as it is by default."""
+    sizes = [
+        max(a.most for a in peaks("ghost_bk", model_of(100, T, 16), 2, T))
+        for T in (2048, 4096, 8192)
+    ]
+    assert sizes[2] < 2.1 * sizes[1] and sizes[1] < 2.1 * sizes[0]
+
+
+@every_mode
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_logits_as_often_as_the_model_itself(mode, tied, small_workspace):
+    """Also where a step looks at more; a weight is much smaller than the logits."""
+    V, B, T = 3000, 2, 160
+    logits = B * T * V * 4
+    own = peaks(None, model_of(V, T, tied=tied), B, T, 1, logits // 3)[0]
+    assert own.most == 3 * logits
+    for alive in peaks(mode, model_of(V, T, tied=tied), B, T, 3, logits // 3):
+        assert alive.most <= own.most and alive.largest <= logits
+
+
+@pytest.mark.parametrize("mode", ["ghost", "ghost_bk"])
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_chunked_head_has_no_logits(mode, tied, small_workspace):
+    V, B, T = 3000, 2, 160
+    for alive in peaks(mode, model_of(V, T, tied=tied, chunked=True), B, T):
+        assert alive.largest < B * T * V * 4 / 4 and alive.most < B * T * V * 4

@@ -1,0 +1,530 @@
+"""One loss a sample, from the model's own code, in every mode.
+
+The oracle of a loss is the model's own number for each sample alone; that of a step is
+the gradient of each sample (or record) alone.
+"""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from opacus_ext.grad_sample.leaks import over_tokens
+from opacus_ext.losses import PerRecord, PerSample, cross_entropy, model_losses
+from tests.common import (
+    check,
+    clipped_sum,
+    every_mode,
+    half_clipped,
+    make_private,
+    oracle,
+    trainable,
+    wrapped_or_not,
+)
+
+transformers = pytest.importorskip("transformers")
+
+V, D = 37, 16
+BASE = dict(
+    vocab_size=V,
+    hidden_size=D,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    intermediate_size=12,
+    max_position_embeddings=24,
+    hidden_dropout_prob=0.0,
+    attention_probs_dropout_prob=0.0,
+)
+
+
+def of(config, cls, **kwargs):
+    known = {**BASE, **kwargs}
+    torch.manual_seed(3)
+    model = getattr(transformers, cls)(getattr(transformers, config)(**known))
+    with torch.no_grad():
+        for p in model.parameters():
+            p += 0.1 * torch.randn_like(p)
+    return model.double().train()
+
+
+def gpt2():
+    names = dict(n_embd=D, n_layer=1, n_head=2, n_positions=24, use_cache=False)
+    drops = dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    return of("GPT2Config", "GPT2LMHeadModel", **names, **drops)
+
+
+def llama(**kwargs):
+    few = dict(num_key_value_heads=1, use_cache=False)
+    return of("LlamaConfig", "LlamaForCausalLM", **few, **kwargs)
+
+
+def bert(head="MaskedLM", **kwargs):
+    return of("BertConfig", f"BertFor{head}", **kwargs)
+
+
+def t5():
+    sizes = dict(d_model=D, d_kv=8, d_ff=12, num_layers=1, num_heads=2)
+    more = dict(relative_attention_num_buckets=8, dropout_rate=0.0)
+    return of(
+        *("T5Config", "T5ForConditionalGeneration"),
+        **{**sizes, **more, "decoder_start_token_id": 0, "use_cache": False},
+    )
+
+
+def mixtral():
+    few = dict(num_key_value_heads=1, num_local_experts=3, use_cache=False)
+    return of("MixtralConfig", "MixtralForCausalLM", **few)
+
+
+def tokens(*shape, labels=True):
+    """Ids, and labels of other lengths; the second sample has none at all."""
+    batch = {"input_ids": torch.randint(3, V, shape)}
+    if labels:
+        batch["labels"] = batch["input_ids"].clone()
+        batch["labels"][0, ..., shape[-1] // 2 :] = -100
+        if shape[0] > 2:
+            batch["labels"][1] = -100
+    return batch
+
+
+def alone(model, batch):
+    """The model's own loss of each sample; nan for one without labels."""
+    size = len(batch["input_ids"])
+    rows = [{n: x[b : b + 1] for n, x in batch.items()} for b in range(size)]
+    return torch.stack([model(**row).loss for row in rows]).double()
+
+
+sequence_models = pytest.mark.parametrize(
+    "build", [gpt2, llama, bert, t5], ids=lambda build: build.__name__
+)
+
+
+class TestCrossEntropy:
+    @pytest.mark.parametrize("weighted", [False, True])
+    @pytest.mark.parametrize("smoothing", [0.0, 0.2])
+    @pytest.mark.parametrize("reduction", ["mean", "sum"])
+    @pytest.mark.parametrize("shape", [(3, 5), (1, 4), (4, 4), (3,), (2, 3, 2)])
+    def test_is_that_of_each_sample(self, shape, reduction, smoothing, weighted):
+        torch.manual_seed(0)
+        logits = torch.randn(*shape, V).double().requires_grad_()
+        labels = torch.randint(V, shape)
+        if len(shape) > 1:
+            labels[0, 1:] = -100
+        weight = torch.rand(V).double() + 0.1 if weighted else None
+        given = dict(weight=weight, label_smoothing=smoothing, reduction=reduction)
+        losses = cross_entropy(logits, labels, **given)
+        assert losses.shape == shape[:1]
+        for b in range(shape[0]):
+            expected = F.cross_entropy(
+                logits[b].reshape(-1, V), labels[b].reshape(-1), **given
+            )
+            assert torch.allclose(losses[b], expected)
+        with torch.no_grad():  # in parts
+            assert torch.allclose(cross_entropy(logits, labels, **given), losses)
+
+    def test_a_sample_without_labels(self):
+        logits = torch.randn(2, 3, V, requires_grad=True)
+        labels = torch.tensor([[1, 2, 3], [-100] * 3])
+        losses = cross_entropy(logits, labels)
+        assert losses[1] == 0
+        losses.sum().backward()
+        assert logits.grad[1].abs().max() == 0 and logits.grad[0].abs().max() > 0
+
+    def test_empty_batch_and_half_precision(self):
+        assert cross_entropy(torch.randn(0, 3, V), torch.zeros(0, 3).long()).shape == (
+            0,
+        )
+        logits = torch.randn(2, 3, V).bfloat16()
+        losses = cross_entropy(logits, torch.ones(2, 3).long())
+        assert losses.dtype == torch.float32
+
+    def test_refused(self):
+        with pytest.raises(ValueError, match=r"shapes \(2, 3, 4\) and \(2, 4\)"):
+            cross_entropy(torch.randn(2, 3, 4), torch.zeros(2, 4).long())
+        with pytest.raises(ValueError, match="reduction"):
+            cross_entropy(torch.randn(2, 4), torch.ones(2).long(), reduction="none")
+
+
+class TestPerSample:
+    def test_weights(self):
+        losses, weights = torch.tensor([1.0, 3.0]), torch.tensor([1.0, 0.5])
+        assert PerSample()(losses, weights) == 1.25
+        assert PerSample("sum")(losses, weights) == 2.5
+        assert torch.equal(PerSample("none")(losses, weights), losses * weights)
+
+    @pytest.mark.parametrize("losses", [torch.ones(()), torch.ones(2, 3)])
+    def test_one_loss_a_sample(self, losses):
+        with pytest.raises(ValueError, match=r"model_losses\(model, batch\)"):
+            PerSample()(losses)
+
+    def test_weights_refused(self):
+        with pytest.raises(ValueError, match="weights"):
+            PerSample()(torch.ones(2), torch.ones(3))
+        with pytest.raises(ValueError, match="weights"):
+            PerSample()(torch.ones(2), torch.ones(2, requires_grad=True))
+
+    @every_mode
+    def test_weights_apply_before_clipping(self, mode):
+        batch = torch.randn(4, 3).double()
+        weights = torch.tensor([0.0, 0.1, 1.0, 30.0]).double()
+        model = nn.Linear(3, 2).double()
+
+        def loss(model, batch):
+            return model(batch).square().sum(1)
+
+        grads = {
+            name: torch.einsum("b,b...->b...", weights, g)
+            for name, g in oracle(model, batch, loss).items()
+        }
+        c = half_clipped(grads)
+        expected = clipped_sum(grads, "flat", c)
+        private = make_private(model, mode, batch_size=4, max_grad_norm=c)
+        before = {n: p.detach().clone() for n, p in trainable(model).items()}
+        criterion = private.criterion or PerSample()
+        criterion(loss(private.module, batch), weights).backward()
+        private.optimizer.step()
+        for name, p in trainable(model).items():
+            assert torch.allclose((before[name] - p) * 4, expected[name])
+
+
+class TestModelLosses:
+    @sequence_models
+    @pytest.mark.parametrize("reduction", ["mean", "sum"])
+    def test_is_the_models_own_loss(self, build, reduction):
+        torch.manual_seed(1)
+        model, batch = build(), tokens(3, 6)
+        losses = model_losses(model, batch, reduction=reduction)
+        own = alone(model, batch)
+        if reduction == "sum":
+            shifted = 1 if build in (gpt2, llama) else 0
+            own = own * (batch["labels"][:, shifted:] != -100).sum(1)
+        assert losses[1] == 0 and own[1].isnan()
+        assert torch.allclose(losses[[0, 2]].double(), own[[0, 2]], rtol=1e-6)
+
+    @every_mode
+    @wrapped_or_not
+    @sequence_models
+    @pytest.mark.parametrize("shape", [(3, 6), (4, 4), (1, 5)])
+    def test_every_mode(self, build, mode, wrap, shape):
+        torch.manual_seed(1)
+        tolerance = 1e-6 if build in (t5, llama) else 1e-8
+        check(mode, wrap, build(), tokens(*shape), model_losses, tolerance=tolerance)
+
+    @pytest.mark.parametrize(
+        "head, labels, more",
+        [
+            ("SequenceClassification", torch.tensor([0, 2, 1]), dict(num_labels=3)),
+            ("SequenceClassification", torch.rand(3), dict(num_labels=1)),
+            ("SequenceClassification", torch.rand(3, 2), dict(num_labels=2)),
+            ("TokenClassification", "tokens", dict(num_labels=V)),
+            ("NextSentencePrediction", torch.tensor([0, 1, 1]), {}),
+            ("QuestionAnswering", "positions", {}),
+            ("PreTraining", "both", {}),
+        ],
+        ids=lambda value: value if isinstance(value, str) else "",
+    )
+    def test_heads(self, head, labels, more):
+        torch.manual_seed(1)
+        model, batch = bert(head, **more), tokens(3, 6)
+        del batch["labels"]
+        if isinstance(labels, torch.Tensor):
+            whole = labels.dtype == torch.long
+            batch["labels"] = labels if whole else labels.double()
+        elif labels == "positions":
+            batch["start_positions"] = torch.tensor([0, 2, 9])  # one is outside
+            batch["end_positions"] = torch.tensor([3, 9, 5])
+        else:
+            batch["labels"] = tokens(3, 6)["labels"]
+            batch["labels"][1, 2] = 3
+        if isinstance(labels, str) and labels == "both":
+            batch["next_sentence_label"] = torch.tensor([0, 1, 1])
+        losses, own = model_losses(model, batch), alone(model, batch)
+        # A start outside has no loss here, and is no number for the model alone.
+        fine = ~own.isnan()
+        assert fine.any() and torch.allclose(losses[fine].double(), own[fine])
+        check("ghost_bk", True, model, batch, model_losses)
+
+    def test_images(self):
+        vit = of(
+            *("ViTConfig", "ViTForImageClassification"),
+            **dict(image_size=8, patch_size=4, num_labels=3),
+        )
+        pixels, labels = torch.randn(3, 3, 8, 8).double(), torch.tensor([0, 2, 1])
+        own = [vit(pixels[b : b + 1], labels=labels[b : b + 1]).loss for b in range(3)]
+        batch = {"pixel_values": pixels, "labels": labels}
+        assert torch.allclose(model_losses(vit, batch), torch.stack(own))
+
+    def test_ctc(self):
+        class Speech(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.last = nn.Linear(4, 5)
+
+            def forward(self, x, labels):
+                lengths = (labels >= 0).sum(-1)
+                rows = self.last(x).log_softmax(-1).transpose(0, 1)
+                sizes = torch.full((len(x),), x.shape[1])
+                flat = labels[labels >= 0]
+                return {"loss": F.ctc_loss(rows, flat, sizes, lengths)}
+
+        torch.manual_seed(0)
+        model, x = Speech().double(), torch.randn(3, 7, 4).double()
+        labels = torch.tensor([[1, 2, 3], [4, -100, -100], [2, 1, -100]])
+        batch = {"x": x, "labels": labels}
+        losses = model_losses(model, batch)
+        for b in range(3):
+            own = model(x[b : b + 1], labels[b : b + 1])["loss"]
+            assert torch.allclose(losses[b], own)
+        check("ghost_bk", True, model, batch, model_losses)
+
+    @every_mode
+    def test_half_of_the_model_frozen(self, mode):
+        model = gpt2()
+        for name, p in model.named_parameters():
+            p.requires_grad_("mlp" in name)
+        check(mode, True, model, tokens(3, 6), model_losses)
+
+    def test_evaluation(self):
+        model, batch = gpt2().eval(), tokens(3, 6)
+        losses = model_losses(model, batch)
+        with torch.no_grad():
+            assert torch.allclose(model_losses(model, batch), losses)
+
+    def test_nothing_stays(self):
+        model, batch = gpt2(), tokens(3, 6)
+        hooks = len(model._forward_hooks), len(model._forward_pre_hooks)
+        before = model(**batch).loss
+        model_losses(model, batch)
+        assert model(**batch).loss == before
+        assert hooks == (len(model._forward_hooks), len(model._forward_pre_hooks))
+
+    def test_balancing_loss_is_refused(self):
+        model, batch = mixtral().float(), tokens(3, 6)
+        model_losses(model, batch)
+        for given in (dict(batch, output_router_logits=True), batch):
+            model.config.output_router_logits = True
+            with pytest.raises(ValueError, match="output_router_logits=False"):
+                model_losses(model, given)
+            with torch.no_grad(), pytest.raises(ValueError, match="balancing"):
+                model_losses(model, given)
+
+    def test_no_labels(self):
+        with pytest.raises(ValueError, match="GPT2LMHeadModel: no labels among"):
+            model_losses(gpt2(), tokens(3, 6, labels=False))
+
+    def test_number_of_other_samples_tokens(self):
+        batch = dict(tokens(3, 6), num_items_in_batch=torch.tensor(7))
+        with pytest.raises(ValueError, match="num_items_in_batch"):
+            model_losses(gpt2(), batch)
+
+    @pytest.mark.parametrize(
+        "how, match",
+        [
+            ("selected", "can't be assigned to the 3 samples"),
+            ("turned", "can't be assigned to the 3 samples"),
+            ("other", "by other means"),
+            ("none", "gave no loss"),
+            ("whole", "computed of the whole batch"),
+            ("soft", "can't be assigned to the 3 samples"),
+        ],
+    )
+    def test_losses_that_are_not_understood(self, how, match):
+        class Model(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.embedding = nn.Embedding(9, 9)
+
+            def forward(self, ids, labels):
+                y = self.embedding(ids)
+                if how == "selected":
+                    kept = labels >= 3  # as many as fit the batch
+                    return {"loss": F.cross_entropy(y[kept], labels[kept])}
+                if how == "turned":
+                    flat = y.transpose(0, 1).flatten(0, 1), labels.T.flatten()
+                    return {"loss": F.cross_entropy(*flat)}
+                if how == "other":
+                    return {"loss": y.log_softmax(-1)[..., 0].mean()}
+                if how == "none":
+                    return {"loss": None, "logits": y}
+                if how == "soft":
+                    soft = F.one_hot(labels, 9).to(y).flatten(0, 1)
+                    return {"loss": F.cross_entropy(y.flatten(0, 1), soft)}
+                loss = F.cross_entropy(y.flatten(0, 1), labels.flatten())
+                return {"loss": loss + y.mean()}
+
+        labels = torch.tensor([[3, 4, 1, 0], [5, 1, 2, 0], [6, 7, 8, 0]])
+        with pytest.raises(ValueError, match=match):
+            model_losses(Model(), {"ids": labels, "labels": labels})
+
+
+class TestPerRecord:
+    @every_mode
+    @wrapped_or_not
+    @sequence_models
+    @pytest.mark.parametrize("shape", [(3, 2, 6), (4, 4, 4), (1, 3, 5), (3, 1, 5)])
+    def test_every_mode(self, build, mode, wrap, shape):
+        torch.manual_seed(1)
+        model, batch = PerRecord(build()), tokens(*shape)
+        batch["labels"][-1, -1] = -100  # an empty sequence
+        tolerance = 1e-6 if build in (t5, llama) else 1e-8
+        check(mode, wrap, model, batch, model_losses, tolerance=tolerance)
+
+    def test_padding_adds_nothing(self):
+        """Sequences without labels, and an attention mask of ones."""
+        torch.manual_seed(1)
+        model, batch = PerRecord(gpt2()), tokens(3, 2, 6)
+        batch["attention_mask"] = torch.ones(3, 2, 6).long()
+        losses = model_losses(model, batch)
+        fill = {"input_ids": 0, "labels": -100, "attention_mask": 1}
+        longer = {
+            n: torch.cat([x, torch.full_like(x[:, :1], fill[n])], 1)
+            for n, x in batch.items()
+        }
+        assert torch.allclose(model_losses(model, longer), losses)
+
+    def test_mean_over_all_labels_of_a_record(self):
+        torch.manual_seed(1)
+        model, batch = gpt2(), tokens(2, 3, 6)
+        sums = model_losses(PerRecord(model), batch, reduction="sum")
+        rows = {n: x.flatten(0, 1) for n, x in batch.items()}
+        each = model_losses(model, rows, reduction="sum").view(2, 3)
+        assert torch.allclose(sums, each.sum(1))
+        count = (batch["labels"][..., 1:] != -100).sum((1, 2))
+        assert torch.allclose(model_losses(PerRecord(model), batch), sums / count)
+
+    def test_outputs(self):
+        batch = tokens(2, 3, 6, labels=False)
+        assert PerRecord(gpt2())(**batch).logits.shape == (2, 3, 6, V)
+
+    def test_refused(self):
+        model = PerRecord(gpt2())
+        with pytest.raises(ValueError, match=r"\[R, S, ...\].*labels \(2,\)"):
+            model(**dict(tokens(2, 3, 6), labels=torch.ones(2)))
+        with pytest.raises(ValueError, match="got none"):
+            model()
+
+
+class TestOwnLoss:
+    """The model's own number for the batch is not used where it mixes samples."""
+
+    @wrapped_or_not
+    @pytest.mark.parametrize("build", [gpt2, bert, t5], ids=lambda b: b.__name__)
+    @pytest.mark.parametrize("ragged_at", [0, 2, 4])
+    def test_refused_at_every_step(self, build, wrap, ragged_at):
+        """Also where all samples have as many labels, and at steps not looked at."""
+        private = make_private(build(), "hooks", wrap, batch_size=3)
+        for step in range(ragged_at):
+            batch = tokens(3, 6)
+            private.step(batch, model_losses)
+        batch = tokens(3, 6)
+        if ragged_at != 2:
+            batch["labels"] = batch["input_ids"]
+        with pytest.raises(RuntimeError, match="output loss.*model_losses"):
+            private.module(**batch).loss.backward()
+
+    @pytest.mark.parametrize("mode", ["ghost", "ghost_bk"])
+    def test_criterion_takes_no_number(self, mode):
+        private = make_private(gpt2(), mode, batch_size=3)
+        with pytest.raises(ValueError, match="model_losses"):
+            private.criterion(private.module(**tokens(3, 6)).loss)
+        with pytest.raises(RuntimeError, match="output loss.*model_losses"):
+            private.module(**tokens(3, 6)).loss.backward()
+        with pytest.raises(RuntimeError, match="are not private"):
+            private.optimizer.step()
+
+    @pytest.mark.parametrize("kind", ["classes", "numbers", "several"])
+    def test_mean_over_samples_is_trained_on(self, kind):
+        number = dict(classes=3, numbers=1, several=2)[kind]
+        model = bert("SequenceClassification", num_labels=number)
+        private = make_private(model, "hooks", batch_size=3)
+        calls = []
+        model.bert.register_forward_hook(lambda *_: calls.append(1))
+        for step in range(6):
+            batch = tokens(3, 6, labels=False)
+            if kind == "classes":
+                batch["labels"] = torch.tensor([0, 2, 1])
+            else:
+                batch["labels"] = torch.rand(3, number).double().squeeze(-1)
+            private.optimizer.zero_grad()
+            calls.clear()
+            private.module(**batch).loss.backward()
+            private.optimizer.step()
+        assert len(calls) == 1  # its graph tells enough
+
+    def test_labels_that_do_not_count(self):
+        """The mean is over the samples that have a label: how many is not known."""
+        model = bert("SequenceClassification", num_labels=3)
+        private = make_private(model, "hooks", batch_size=3)
+        batch = tokens(3, 6, labels=False)
+        batch["labels"] = torch.tensor([0, -100, 1])
+        with pytest.raises(RuntimeError, match="output loss"):
+            private.module(**batch).loss.backward()
+
+    def test_what_the_graph_does_not_tell_is_looked_at_every_step(self):
+        class Model(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.last = nn.Linear(4, 1)
+
+            def forward(self, x, mask):
+                rows = self.last(x)[..., 0].square() * mask
+                return {"loss": rows.sum() / mask.sum()}
+
+        torch.manual_seed(0)
+        model = Model()
+        private = make_private(model, "hooks", batch_size=3)
+        whole = torch.ones(3, 5).long()
+        ragged = whole.clone()
+        ragged[0, 2:] = 0
+        for step in range(6):
+            private.optimizer.zero_grad()
+            private.module(torch.randn(3, 5, 4), whole)["loss"].backward()
+            private.optimizer.step()
+        with pytest.raises(RuntimeError, match="output loss"):
+            private.module(torch.randn(3, 5, 4), ragged)["loss"].backward()
+
+    def test_first_trained_on_at_a_step_that_did_not_look(self):
+        class Model(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.last = nn.Linear(4, 2)
+
+            def forward(self, x):
+                y = self.last(x)
+                return {"y": y, "loss": y.square().sum(1).sqrt().mean()}
+
+        private = make_private(Model(), "hooks", batch_size=3)
+        for _ in range(2):
+            private.step(torch.randn(3, 4), lambda m, x: m(x)["y"].square().sum(1))
+        with pytest.raises(RuntimeError, match="Run the step again"):
+            private.module(torch.randn(3, 4))["loss"].backward()
+        private.optimizer.zero_grad()
+        private.module(torch.randn(3, 4))["loss"].backward()
+        private.optimizer.step()
+
+    def test_read_off_the_graph(self):
+        torch.manual_seed(0)
+        x, y = nn.Linear(4, 5)(torch.randn(3, 4)), torch.tensor([0, 1, 4])
+        ce = F.cross_entropy
+        for number, expected in [
+            (ce(x, y), False),
+            (2 * ce(x, y) + F.mse_loss(x, torch.ones(3, 5)) / 3, False),
+            (ce(x, torch.tensor([0, 1, -100])), True),
+            (ce(x, y, torch.rand(5)), True),
+            (ce(x.view(15, 1), torch.zeros(15).long()), True),
+            (ce(x, y) + ce(x.view(15, 1), torch.zeros(15).long()), True),
+            (ce(x, torch.tensor([2, 2, 2])), True),  # not what was given
+            (ce(x, y, reduction="sum"), None),
+            (ce(x, y) * x.mean(), None),
+            (x.square().mean(), None),
+        ]:
+            assert over_tokens(number, [torch.randn(3, 4), y], 3) is expected
+
+
+@pytest.fixture(autouse=True)
+def _quiet():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
