@@ -416,11 +416,11 @@ class Tape:
     ) -> Any:
         if not self.enabled:
             return output
-        if _in_backward():
+        if self._dark and _in_backward():
             self._dark.pop(layer, None)
-        elif self._graded and own_parameters(layer) and _in_checkpoint():
-            self._dark[layer] = name
         if not torch.is_grad_enabled():
+            if self._graded and own_parameters(layer) and _in_checkpoint():
+                self._dark[layer] = name
             return output
         params = own_parameters(layer)
         stands_in = isinstance(vars(layer).get("forward"), StandInForward)

@@ -126,10 +126,11 @@ class HooksDPOptimizer(_ClippingOptimizer, DPOptimizer):
         for p in params:
             _check_processed_flag(p.grad_sample)
         norms = [_norms(g) for g in grad_samples]
+        norms = [n.to(norms[0].device) for n in norms]
         refuse_not_finite(norms, [f"a parameter of {tuple(p.shape)}" for p in params])
         factors, _ = clipping_factors(
             *(self.clipping, self.clipping_bound),
-            [n.to(norms[0].device) for n in norms],
+            norms,
             list(map(spread_over, params)),
         )
         for p, g, factor in zip(params, grad_samples, factors):
