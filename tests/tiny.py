@@ -599,8 +599,9 @@ def build(task, family, cls, **kwargs):
             errors.append(error)
     else:
         raise errors[0]
-    if model_class._can_set_experts_implementation():
-        model.set_experts_implementation("eager")  # the kernels have no float64
+    for part in model.modules():  # the kernels have no float64
+        if getattr(part, "_can_set_experts_implementation", bool)():
+            part.set_experts_implementation("eager")
     with torch.no_grad():
         for p in model.parameters():
             p += 0.1 * torch.randn_like(p)
