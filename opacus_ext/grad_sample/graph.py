@@ -206,6 +206,13 @@ def _only_leaves(node: Any) -> bool:
     return True
 
 
+def only_weights(x: torch.Tensor) -> bool:
+    """Whether a tensor is a parameter or made of parameters alone."""
+    return isinstance(x, torch.nn.Parameter) or (
+        x.grad_fn is not None and _only_leaves(x.grad_fn)
+    )
+
+
 def _origin(node: Any, memo: Dict[Any, Any]) -> Optional[torch.Tensor]:
     """The leaf that ``node`` hands on, or None if it computes something."""
     if node not in memo:
