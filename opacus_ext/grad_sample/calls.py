@@ -211,11 +211,13 @@ class ReplayCall(Call):
         positions: List[int],
         shared: bool,
         used: Counter,
+        drawn: List[torch.Tensor],
     ):
         super().__init__(*args)
         leaves, self._spec = tree_flatten(inputs)
         self._where = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor)]
-        self.saved = [leaves[i] for i in self._where]
+        self.saved = [leaves[i] for i in self._where] + drawn
+        self.given = len(self._where)  # of what is saved, as arguments
         self.tracked = [x.requires_grad for x in self.saved]
         # A cache of keys and values has grown by this very call: a replay goes without.
         # If it was not empty before, the outputs tell.

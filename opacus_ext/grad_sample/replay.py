@@ -29,6 +29,7 @@ from torch.func import functional_call, grad, vmap
 from torch.utils._pytree import tree_leaves
 
 from opacus_ext.grad_sample.layout import Layout, arrange, relation
+from opacus_ext.grad_sample.randomness import Drawn
 
 if TYPE_CHECKING:
     from opacus_ext.grad_sample.calls import ReplayCall, Uses
@@ -87,8 +88,9 @@ def uses(
     def loss(
         alone: bool, params: dict, cots: List[torch.Tensor], *tensors: torch.Tensor
     ) -> Any:
-        args, kwargs = call.inputs(tensors, alone)
-        with tape.paused(), torch.enable_grad(), torch.autocast(**call.autocast):
+        args, kwargs = call.inputs(tensors[: call.given], alone)
+        drawn = Drawn(tensors[call.given :])
+        with tape.paused(), torch.enable_grad(), torch.autocast(**call.autocast), drawn:
             output = functional_call(
                 layer, params, args, kwargs, tie_weights=False, strict=False
             )
@@ -154,7 +156,7 @@ def uses(
         if not same(replayed):
             why, cause = (
                 "run on each sample alone, it returns something else than for the "
-                "batch (dropout inside it or its submodules, or it looks at other "
+                "batch (it draws random numbers, keeps a state or looks at other "
                 "samples)",
                 None,
             )

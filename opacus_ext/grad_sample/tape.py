@@ -83,6 +83,7 @@ from opacus_ext.grad_sample.leaks import (
     over_tokens,
 )
 from opacus_ext.grad_sample.parallel import spread_over, world_of
+from opacus_ext.grad_sample.randomness import Drawn, draws
 from opacus_ext.grad_sample.rms_norm import scale_rule
 from opacus_ext.grad_sample.routing import Routing, read_routing
 from opacus_ext.grad_sample.rules import (
@@ -127,6 +128,10 @@ class Tape:
         }
         self._met: Set[nn.Module] = set()
         self._held: Dict[nn.Module, Undecided] = {}  # inputs of layers being called
+        self._drawing: List[Tuple[nn.Module, Drawn]] = []
+        self._drawn: Dict[nn.Module, List[torch.Tensor]] = {}  # by those just called
+        self._once: Set[nn.Module] = set()  # those that need not be run again
+        self._draws: Dict[Tuple[nn.Module, bool], bool] = {}  # in training or not
         self.world = world_of([layer for _, layer in self._layers])
         self._anchor = torch.zeros((), requires_grad=True)
         self._layouts: Dict[tuple, Dict[Key, Layout]] = {}
@@ -225,6 +230,12 @@ class Tape:
                 # First, so that a user's own hook on the layer counts as what follows.
                 hook = apart(functools.partial(self._on_call, name or "the model"))
                 yield layer.register_forward_hook(hook, with_kwargs=True, prepend=True)
+                if find_rule(layer) is None and forward is None:
+                    yield layer.register_forward_pre_hook(apart(self._draw))
+                    hook = apart(self._drew)
+                    yield layer.register_forward_hook(
+                        hook, prepend=True, always_call=True
+                    )
         yield root.register_forward_hook(apart(self._end), with_kwargs=True)
         yield root.register_forward_hook(apart(self._leave), always_call=True)
 
@@ -238,6 +249,7 @@ class Tape:
         if not _in_backward():
             self._dark.clear()
         self._held.clear()
+        self._drawn.clear()
         tensors, dim = tensors_in((args, kwargs)), self.batch_dim
         self.sizes = Counter(x.shape[dim] for x in tensors if x.dim() > dim)
         packed = packed_in((args, kwargs))
@@ -411,6 +423,22 @@ class Tape:
         self._held[layer] = args[0]
         return (plain(args[0]),)
 
+    def _draw(self, layer: nn.Module, args: tuple) -> None:
+        """What a layer draws is kept if it may have to be run again."""
+        if layer in self._once or not self._records():
+            return
+        key = layer, layer.training
+        if key not in self._draws:
+            self._draws[key] = draws(layer)
+        if self._draws[key]:
+            self._drawing.append((layer, Drawn().__enter__()))
+
+    def _drew(self, layer: nn.Module, args: tuple, output: Any) -> None:
+        if self._drawing and self._drawing[-1][0] is layer:
+            drawn = self._drawing.pop()[1]
+            drawn.__exit__(None, None, None)
+            self._drawn[layer] = drawn.kept
+
     def _on_call(
         self, name: str, layer: nn.Module, args: tuple, kwargs: dict, output: Any
     ) -> Any:
@@ -432,6 +460,7 @@ class Tape:
                 lent = own_parameters(owner).items()
                 params.update((f"{prefix}.{n}", p) for n, p in lent)
         if not params:
+            self._once.add(layer)
             return output
         routing = self._routing(arguments((args, kwargs)))
         if not self._records(routing):
@@ -456,7 +485,7 @@ class Tape:
         output: Any,
         routing: Optional[Routing],
     ) -> Any:
-        held = self._held.pop(layer, None)
+        held, drawn = self._held.pop(layer, None), self._drawn.pop(layer, [])
         simple = isinstance(output, torch.Tensor)
         leaves, spec = ([output], None) if simple else tree_flatten(output)
         where = [
@@ -474,6 +503,8 @@ class Tape:
         if met:
             raw = [settled(y) for y in raw]
             used = self._uses(layer, params, args, raw)
+        if rule is not None or not used:
+            self._once.add(layer)
         if rule is None and (not used or self._lends_weights(layer)):
             # Its parameters are used by modules inside it, or it is a part of what
             # another layer around it computes.
@@ -513,6 +544,7 @@ class Tape:
                     positions=where,
                     shared=expanded,
                     used=used,
+                    drawn=drawn,
                 )
             if routing is not None and len(outputs[0]) == len(routing.samples):
                 call.routing = routing
