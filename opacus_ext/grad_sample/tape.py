@@ -154,7 +154,7 @@ class Tape:
         self._buffers: list = []
         self._remembered: Dict[str, bool] = {}
         self._scales: Dict[nn.Module, Optional[Rule]] = {}
-        self.replays: Dict[tuple, tuple] = {}  # how layers were run again (replay.py)
+        self.replays: Dict[tuple, list] = {}  # how layers were run again (replay.py)
         self.refuse(module)
         self.handles = list(self._attach())
 

@@ -413,6 +413,19 @@ def test_one_of_several_inputs_is_not_told_apart(mode, B):
         check(mode, True, model, x, square_loss)
 
 
+class Normalised(Table):
+    def forward(self, *inputs):
+        return super().forward(*inputs).softmax(-1)
+
+
+@every_mode
+def test_rows_of_equal_sums_are_told_apart(mode):
+    model = Masked().double()
+    model.part = Normalised().double()
+    nn.init.normal_(model.part.table)
+    check(mode, True, model, torch.randn(4, 4, 3).double(), square_loss)
+
+
 @every_mode
 @pytest.mark.parametrize("kind", [nn.RNN, nn.MultiheadAttention])
 def test_read_beside_a_stand_in(mode, kind):
