@@ -28,6 +28,7 @@ import torch
 from torch.func import functional_call, grad, vmap
 from torch.utils._pytree import tree_leaves
 
+from opacus_ext.grad_sample.independence import keeping
 from opacus_ext.grad_sample.layout import Layout, arrange, relation
 from opacus_ext.grad_sample.randomness import Drawn
 
@@ -146,7 +147,7 @@ def uses(
         if guess in found or guess in other:
             continue
         try:
-            with torch.random.fork_rng(devices=devices):
+            with torch.random.fork_rng(devices=devices), keeping(layer):
                 pairs = [split(i, dim) for i, dim in enumerate(guess[0])]
                 given = functools.partial(loss, guess[1])
                 grads, replayed = run(given, params, cots, pairs)

@@ -546,6 +546,9 @@ class Tape:
                     used=used,
                     drawn=drawn,
                 )
+            if not type(layer).__module__.startswith("torch.nn."):
+                owned = [p for p in self.names if id(p) in call.claims]
+                call.inside = graph.leading_to(outputs, _nodes_of(args), owned)
             if routing is not None and len(outputs[0]) == len(routing.samples):
                 call.routing = routing
             return RecordNode.apply(self._anchor, call, *outputs)
@@ -615,12 +618,7 @@ class Tape:
         record is; never those of a module inside it whose use another layer has
         recorded, as running this layer again would run that use again too.
         """
-        stop = [
-            x.grad_fn
-            for x in inputs
-            if isinstance(x, torch.Tensor) and x.grad_fn is not None
-        ]
-        inner = graph.read(outputs, stop)
+        inner = graph.read(outputs, _nodes_of(inputs))
         counts = Counter({id(p): len(ops) for p, ops in inner.uses.items()})
         for call in inner.records:
             counts.subtract(call.claims)
@@ -713,6 +711,16 @@ class Tape:
                 f"{found.undecided[0]}: saw no sample, and its output reaches the loss "
                 "through an op that can't be followed (a custom autograd function, or "
                 "an argument of a checkpointed block). Expand its input to [B, ...]."
+            )
+        around = graph.escaped(found, tensors) if problem is None else None
+        if around is not None:
+            owned = [n for p, n in self.names.items() if id(p) in around.claims]
+            problem = (
+                f"{around.name} ({type(around.layer).__name__}): something that it "
+                f"computes with its parameters ({', '.join(owned)}) reaches the loss "
+                "by another way than its output, such as an attribute, where the "
+                "gradient of each sample can't be seen. Return it among the layer's "
+                "outputs."
             )
         if problem is None and self.world is not None:
             problem = self._refuse_spread(found, batch_size)
@@ -983,6 +991,11 @@ class Tape:
 
 
 _NONE = Layout(-2, "")
+
+
+def _nodes_of(inputs: List[Any]) -> List[Any]:
+    tensors = [x for x in inputs if isinstance(x, torch.Tensor)]
+    return [x.grad_fn for x in tensors if x.grad_fn is not None]
 
 
 def apart(hook: Callable) -> Callable:
