@@ -215,7 +215,7 @@ class Tape:
 
     def _attach(self) -> Iterator[Any]:
         root = self.module
-        yield root.register_forward_pre_hook(apart(self._begin), with_kwargs=True)
+        yield root.register_forward_pre_hook(Untraced(self._begin), with_kwargs=True)
         yield from adapters.watch(root)
         for name, layer in root.named_modules():
             forward = find_forward(layer)
@@ -225,19 +225,19 @@ class Tape:
                 # Opacus's mark of a layer whose gradients come from functorch.
                 layer.ft_compute_sample_grad = replay.uses
             if own_parameters(layer) and find_rule(layer) is not None:
-                yield layer.register_forward_pre_hook(apart(self._hold))
+                yield layer.register_forward_pre_hook(Untraced(self._hold))
             if layer._parameters or self._owners[layer]:
                 # First, so that a user's own hook on the layer counts as what follows.
-                hook = apart(functools.partial(self._on_call, name or "the model"))
+                hook = Untraced(functools.partial(self._on_call, name or "the model"))
                 yield layer.register_forward_hook(hook, with_kwargs=True, prepend=True)
                 if find_rule(layer) is None and forward is None:
-                    yield layer.register_forward_pre_hook(apart(self._draw))
-                    hook = apart(self._drew)
+                    yield layer.register_forward_pre_hook(Untraced(self._draw))
+                    hook = Untraced(self._drew)
                     yield layer.register_forward_hook(
                         hook, prepend=True, always_call=True
                     )
-        yield root.register_forward_hook(apart(self._end), with_kwargs=True)
-        yield root.register_forward_hook(apart(self._leave), always_call=True)
+        yield root.register_forward_hook(Untraced(self._end), with_kwargs=True)
+        yield root.register_forward_hook(Untraced(self._leave), always_call=True)
 
     def _begin(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         self._depth += 1
@@ -998,10 +998,15 @@ def _nodes_of(inputs: List[Any]) -> List[Any]:
     return [x.grad_fn for x in tensors if x.grad_fn is not None]
 
 
-def apart(hook: Callable) -> Callable:
-    """``hook`` as torch.compile leaves it: run as it is, never traced."""
-    run = lambda *args, **kwargs: hook(*args, **kwargs)  # noqa: E731
-    return torch.compiler.disable(run, reason="it notes per-sample gradients")
+class Untraced:
+    """A hook as torch.compile leaves it: run as it is, never traced."""
+
+    def __init__(self, hook: Callable):
+        self.hook = hook  # not in a closure: a copied model takes its own tape along
+
+    @functools.partial(torch.compiler.disable, reason="it notes per-sample gradients")
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.hook(*args, **kwargs)
 
 
 def _of_weights_alone(inputs: List[Any], outputs: List[torch.Tensor]) -> bool:
