@@ -90,7 +90,7 @@ def uses(
         alone: bool, params: dict, cots: List[torch.Tensor], *tensors: torch.Tensor
     ) -> Any:
         args, kwargs = call.inputs(tensors[: call.given], alone)
-        drawn = Drawn(tensors[call.given :])
+        drawn = Drawn(tensors[call.given :] or None)
         with tape.paused(), torch.enable_grad(), torch.autocast(**call.autocast), drawn:
             output = functional_call(
                 layer, params, args, kwargs, tie_weights=False, strict=False
