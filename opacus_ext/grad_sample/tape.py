@@ -154,7 +154,8 @@ class Tape:
         self._buffers: list = []
         self._remembered: Dict[str, bool] = {}
         self._scales: Dict[nn.Module, Optional[Rule]] = {}
-        self.replays: Dict[tuple, tuple] = {}  # how layers were run again (replay.py)
+        # How layers were run again, and how often (replay.py).
+        self.replays: Dict[tuple, Tuple[int, tuple]] = {}
         self.refuse(module)
         self.handles = list(self._attach())
 
