@@ -21,6 +21,7 @@ from typing import (
     Iterable,
     List,
     Optional,
+    Set,
     Tuple,
     Union,
 )
@@ -79,6 +80,7 @@ class Call:
         self.shapes: List[torch.Size] = []
         self.row_dims: List[int] = []
         self.saved: List[torch.Tensor] = []
+        self.inside: Set[Any] = set()  # nodes that must be met through this call only
         self.routing: Optional[Routing] = None
         self._keys: Optional[Tuple[tuple, List[Key]]] = None
 

@@ -28,6 +28,7 @@ import torch
 from torch.func import functional_call, grad, vmap
 from torch.utils._pytree import tree_leaves
 
+from opacus_ext.grad_sample.independence import keeping
 from opacus_ext.grad_sample.layout import Layout, arrange, relation
 from opacus_ext.grad_sample.randomness import Drawn
 
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from opacus_ext.grad_sample.calls import ReplayCall, Uses
 
 _MOST = 1024  # ways to tell which inputs hold a sample a row that are tried
+_ENOUGH = 100  # of these, once one was found
 
 
 def uses(
@@ -89,7 +91,7 @@ def uses(
         alone: bool, params: dict, cots: List[torch.Tensor], *tensors: torch.Tensor
     ) -> Any:
         args, kwargs = call.inputs(tensors[: call.given], alone)
-        drawn = Drawn(tensors[call.given :])
+        drawn = Drawn(tensors[call.given :] or None)
         with tape.paused(), torch.enable_grad(), torch.autocast(**call.autocast), drawn:
             output = functional_call(
                 layer, params, args, kwargs, tie_weights=False, strict=False
@@ -142,12 +144,12 @@ def uses(
     other: Set[tuple] = set()
     chosen: List[Tuple[tuple, Callable]] = []
     for i, (guess, run) in enumerate(ways()):
-        if found and i == len(before) > 0:
+        if found and (i == len(before) > 0 or i > _ENOUGH):
             break
         if guess in found or guess in other:
             continue
         try:
-            with torch.random.fork_rng(devices=devices):
+            with torch.random.fork_rng(devices=devices), keeping(layer):
                 pairs = [split(i, dim) for i, dim in enumerate(guess[0])]
                 given = functools.partial(loss, guess[1])
                 grads, replayed = run(given, params, cots, pairs)

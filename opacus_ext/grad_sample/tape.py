@@ -216,7 +216,7 @@ class Tape:
 
     def _attach(self) -> Iterator[Any]:
         root = self.module
-        yield root.register_forward_pre_hook(apart(self._begin), with_kwargs=True)
+        yield root.register_forward_pre_hook(Untraced(self._begin), with_kwargs=True)
         yield from adapters.watch(root)
         for name, layer in root.named_modules():
             forward = find_forward(layer)
@@ -226,19 +226,19 @@ class Tape:
                 # Opacus's mark of a layer whose gradients come from functorch.
                 layer.ft_compute_sample_grad = replay.uses
             if own_parameters(layer) and find_rule(layer) is not None:
-                yield layer.register_forward_pre_hook(apart(self._hold))
+                yield layer.register_forward_pre_hook(Untraced(self._hold))
             if layer._parameters or self._owners[layer]:
                 # First, so that a user's own hook on the layer counts as what follows.
-                hook = apart(functools.partial(self._on_call, name or "the model"))
+                hook = Untraced(functools.partial(self._on_call, name or "the model"))
                 yield layer.register_forward_hook(hook, with_kwargs=True, prepend=True)
                 if find_rule(layer) is None and forward is None:
-                    yield layer.register_forward_pre_hook(apart(self._draw))
-                    hook = apart(self._drew)
+                    yield layer.register_forward_pre_hook(Untraced(self._draw))
+                    hook = Untraced(self._drew)
                     yield layer.register_forward_hook(
                         hook, prepend=True, always_call=True
                     )
-        yield root.register_forward_hook(apart(self._end), with_kwargs=True)
-        yield root.register_forward_hook(apart(self._leave), always_call=True)
+        yield root.register_forward_hook(Untraced(self._end), with_kwargs=True)
+        yield root.register_forward_hook(Untraced(self._leave), always_call=True)
 
     def _begin(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         self._depth += 1
@@ -549,6 +549,9 @@ class Tape:
                     used=used,
                     drawn=drawn,
                 )
+            if not type(layer).__module__.startswith("torch.nn."):
+                owned = [p for p in self.names if id(p) in call.claims]
+                call.inside = graph.leading_to(outputs, _nodes_of(args), owned)
             if routing is not None and len(outputs[0]) == len(routing.samples):
                 call.routing = routing
             return RecordNode.apply(self._anchor, call, *outputs)
@@ -620,12 +623,7 @@ class Tape:
         record is; never those of a module inside it whose use another layer has
         recorded, as running this layer again would run that use again too.
         """
-        stop = [
-            x.grad_fn
-            for x in inputs
-            if isinstance(x, torch.Tensor) and x.grad_fn is not None
-        ]
-        inner = graph.read(outputs, stop)
+        inner = graph.read(outputs, _nodes_of(inputs))
         counts = Counter({id(p): len(ops) for p, ops in inner.uses.items()})
         for call in inner.records:
             counts.subtract(call.claims)
@@ -718,6 +716,16 @@ class Tape:
                 f"{found.undecided[0]}: saw no sample, and its output reaches the loss "
                 "through an op that can't be followed (a custom autograd function, or "
                 "an argument of a checkpointed block). Expand its input to [B, ...]."
+            )
+        around = graph.escaped(found, tensors) if problem is None else None
+        if around is not None:
+            owned = [n for p, n in self.names.items() if id(p) in around.claims]
+            problem = (
+                f"{around.name} ({type(around.layer).__name__}): something that it "
+                f"computes with its parameters ({', '.join(owned)}) reaches the loss "
+                "by another way than its output, such as an attribute, where the "
+                "gradient of each sample can't be seen. Return it among the layer's "
+                "outputs."
             )
         if problem is None and self.world is not None:
             problem = self._refuse_spread(found, batch_size)
@@ -990,10 +998,20 @@ class Tape:
 _NONE = Layout(-2, "")
 
 
-def apart(hook: Callable) -> Callable:
-    """``hook`` as torch.compile leaves it: run as it is, never traced."""
-    run = lambda *args, **kwargs: hook(*args, **kwargs)  # noqa: E731
-    return torch.compiler.disable(run, reason="it notes per-sample gradients")
+def _nodes_of(inputs: List[Any]) -> List[Any]:
+    tensors = [x for x in inputs if isinstance(x, torch.Tensor)]
+    return [x.grad_fn for x in tensors if x.grad_fn is not None]
+
+
+class Untraced:
+    """A hook as torch.compile leaves it: run as it is, never traced."""
+
+    def __init__(self, hook: Callable):
+        self.hook = hook  # not in a closure: a copied model takes its own tape along
+
+    @functools.partial(torch.compiler.disable, reason="it notes per-sample gradients")
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.hook(*args, **kwargs)
 
 
 def _of_weights_alone(inputs: List[Any], outputs: List[torch.Tensor]) -> bool:
