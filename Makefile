@@ -17,7 +17,7 @@ train: $(VENV)/.installed
 	$(BIN)/python -m opacus_ext.train $(if $(DATA),--data "$(DATA)") $(ARGS)
 
 test: $(VENV)/.installed
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n auto --maxprocesses 8 $(ARGS)
 
 benchmark: $(VENV)/.installed
 	$(BIN)/python benchmarks/step_time.py $(ARGS)

@@ -24,7 +24,7 @@ from opacus.grad_sample.gsm_base import OPACUS_PARAM_MONKEYPATCH_ATTRS
 from opacus.validators import ModuleValidator
 from torch import nn
 
-from opacus_ext.grad_sample import modes
+from opacus_ext.grad_sample import adapters, modes
 from opacus_ext.grad_sample.factors import GradSample
 from opacus_ext.grad_sample.layout import Layout, arrange
 from opacus_ext.grad_sample.loss import ClippedCriterion
@@ -220,6 +220,7 @@ def _make_private(make_private: Callable) -> Callable:
 def _check(
     module: nn.Module,
     fresh: bool,
+    optimizer: torch.optim.Optimizer,
     grad_sample_mode: str = "hooks",
     clipping: Any = "flat",
     wrap_model: bool = True,
@@ -234,6 +235,14 @@ def _check(
             opacus.optimizers.get_optimizer_class(clipping, False, grad_sample_mode)
         if fresh:
             Tape.refuse(module)
+        params = [p for g in optimizer.param_groups for p in g["params"]]
+        adapters.refuse(module, params)
+        if not any(p.requires_grad for p in params):
+            raise ValueError(
+                "The optimizer has no trainable parameter: all of its parameters are "
+                "frozen. Build it from parameters that require gradients, after "
+                "adapters were added (get_peft_model, without inference_mode)."
+            )
     elif clipping not in ("flat", "per_layer", "adaptive"):
         raise ValueError(
             f"clipping={clipping!r} is for the modes {', '.join(MODES)}; got "

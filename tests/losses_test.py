@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from opacus_ext import find_leaks
 from opacus_ext.grad_sample.leaks import over_tokens
 from opacus_ext.losses import PerRecord, PerSample, cross_entropy, model_losses
 from tests.common import (
@@ -291,6 +292,12 @@ class TestModelLosses:
         losses = model_losses(model, batch)
         with torch.no_grad():
             assert torch.allclose(model_losses(model, batch), losses)
+
+    def test_no_leaks(self):
+        batch = tokens(4, 6)
+        assert find_leaks(gpt2(), batch, model_losses) == []
+        (leak,) = find_leaks(gpt2(), batch)
+        assert leak.where == "output loss" and "model_losses" in leak.fix
 
     def test_nothing_stays(self):
         model, batch = gpt2(), tokens(3, 6)

@@ -466,7 +466,7 @@ FAMILIES = {
     "mamba2": dict(num_heads=4, head_dim=8),
     "minicpm3": LATENT,
     "mobilevit": dict(
-        image_size=32, hidden_sizes=(16, 16, 16), neck_hidden_sizes=(8,) * 7
+        image_size=64, hidden_sizes=(16, 16, 16), neck_hidden_sizes=(8,) * 7
     ),
     "mobilevitv2": dict(
         image_size=64,
@@ -599,8 +599,9 @@ def build(task, family, cls, **kwargs):
             errors.append(error)
     else:
         raise errors[0]
-    if model_class._can_set_experts_implementation():
-        model.set_experts_implementation("eager")  # the kernels have no float64
+    for part in model.modules():  # the kernels have no float64
+        if getattr(part, "_can_set_experts_implementation", bool)():
+            part.set_experts_implementation("eager")
     with torch.no_grad():
         for p in model.parameters():
             p += 0.1 * torch.randn_like(p)

@@ -134,6 +134,7 @@ class Undecided(torch.Tensor):
         return _wrap(plain, source, lambda output: output)
 
     @classmethod
+    @torch.compiler.disable
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")

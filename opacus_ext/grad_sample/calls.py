@@ -21,6 +21,7 @@ from typing import (
     Iterable,
     List,
     Optional,
+    Set,
     Tuple,
     Union,
 )
@@ -79,6 +80,7 @@ class Call:
         self.shapes: List[torch.Size] = []
         self.row_dims: List[int] = []
         self.saved: List[torch.Tensor] = []
+        self.inside: Set[Any] = set()  # nodes that must be met through this call only
         self.routing: Optional[Routing] = None
         self._keys: Optional[Tuple[tuple, List[Key]]] = None
 
@@ -211,11 +213,13 @@ class ReplayCall(Call):
         positions: List[int],
         shared: bool,
         used: Counter,
+        drawn: List[torch.Tensor],
     ):
         super().__init__(*args)
         leaves, self._spec = tree_flatten(inputs)
         self._where = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor)]
-        self.saved = [leaves[i] for i in self._where]
+        self.saved = [leaves[i] for i in self._where] + drawn
+        self.given = len(self._where)  # of what is saved, as arguments
         self.tracked = [x.requires_grad for x in self.saved]
         # A cache of keys and values has grown by this very call: a replay goes without.
         # If it was not empty before, the outputs tell.

@@ -52,6 +52,7 @@ class Graph:
             its index lies in memory; nothing where it is not there yet
         packed: whether sequences are packed in it
         undecided: names of layers whose output escaped batchless.py
+        nodes: all of them
     """
 
     def __init__(self) -> None:
@@ -62,6 +63,7 @@ class Graph:
         self.moves: List[Set[int]] = []
         self.packed = False
         self.undecided: List[str] = []
+        self.nodes: Set[Any] = set()
 
 
 def read(
@@ -127,7 +129,57 @@ def read(
             elif not handed_on:
                 graph.uses.setdefault(param, []).append(names[-1])
     graph.structure = hash((tuple(names), tuple(settings)))
+    graph.nodes = seen
     return graph
+
+
+def leading_to(
+    roots: Iterable[torch.Tensor], stop: Iterable[Any], params: Iterable[torch.Tensor]
+) -> Set[Any]:
+    """The nodes between ``roots`` and ``stop`` from which one of ``params`` is met."""
+    blocked, wanted = set(stop), {id(p) for p in params}
+    origin: Dict[Any, Optional[torch.Tensor]] = {}
+    parents: Dict[Any, List[Any]] = {}
+    todo = [r.grad_fn for r in roots if r.grad_fn is not None]
+    seen = {node for node in todo if node not in blocked}
+    todo, found = list(seen), []
+    while todo:
+        node = todo.pop()
+        for child, _ in node.next_functions:
+            if child is None or child in blocked:
+                continue
+            param = _origin(child, origin)
+            if param is not None:
+                found += [node] if id(param) in wanted else []
+                continue
+            parents.setdefault(child, []).append(node)
+            if child not in seen:
+                seen.add(child)
+                todo.append(child)
+    inside = set(found)
+    while found:
+        more = set(parents.get(found.pop(), ())) - inside
+        inside |= more
+        found += more
+    return inside
+
+
+def escaped(graph: Graph, roots: Iterable[torch.Tensor]) -> Optional[Any]:
+    """
+    A record that the loss goes round: what its layer computed on the way to the output
+    reaches the loss by another way as well (kept as an attribute, say).
+    """
+    owner = {node: record for record in graph.records for node in record.inside}
+    if any(root.grad_fn in owner for root in roots):
+        return next(owner[r.grad_fn] for r in roots if r.grad_fn in owner)
+    for node in graph.nodes if owner else ():
+        for child, _ in node.next_functions:
+            record = owner.get(child)
+            if record is None or node in record.inside:
+                continue
+            if getattr(node, "record", None) is not record:
+                return record
+    return None
 
 
 def _moves_rows(node: Any, batch_size: int) -> bool:
@@ -204,6 +256,13 @@ def _only_leaves(node: Any) -> bool:
         todo += children - seen
         seen |= children
     return True
+
+
+def only_weights(x: torch.Tensor) -> bool:
+    """Whether a tensor is a parameter or made of parameters alone."""
+    return isinstance(x, torch.nn.Parameter) or (
+        x.grad_fn is not None and _only_leaves(x.grad_fn)
+    )
 
 
 def _origin(node: Any, memo: Dict[Any, Any]) -> Optional[torch.Tensor]:

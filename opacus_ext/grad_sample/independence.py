@@ -8,10 +8,11 @@ with other samples in the place of some: the outputs of those that stayed must s
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import warnings
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import (
     Any,
     Callable,
@@ -222,6 +223,30 @@ class NoDropout(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+@contextmanager
+def keeping(module: nn.Module) -> Iterator[None]:
+    """What a forward keeps (attributes, counts, statistics) is afterwards as it was."""
+    kept = [(m, dict(vars(m)), dict(m._buffers)) for m in module.modules()]
+    values = [
+        x for _, found, _ in kept for name, x in found.items() if name not in _OWN
+    ]
+    lists = [(x, copy.copy(x)) for x in values if type(x) in (list, dict, set)]
+    try:
+        yield
+    finally:
+        for m, attributes, buffers in kept:
+            vars(m).clear()
+            vars(m).update(attributes)
+            m._buffers.clear()
+            m._buffers.update(buffers)
+        for x, before in lists:
+            x.clear()
+            x.extend(before) if isinstance(x, list) else x.update(before)
+
+
+_OWN = vars(nn.Module())
+
+
 def again(
     module: nn.Module,
     run: Callable[[], Any],
@@ -236,26 +261,20 @@ def again(
         dropout: whether it is left on
     """
     after = RandomState(state.device)
-    # What the forward keeps count of must not notice either.
-    kept = [(m, dict(vars(m)), dict(m._buffers)) for m in module.modules()]
     state.restore()
-    if not dropout:
-        no_dropout(module)
     # Without gradients torch's encoder would take another path, with other padding.
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
-        with warnings.catch_warnings(), nullcontext() if dropout else NoDropout():
+        with keeping(module), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return run()
+            if not dropout:
+                no_dropout(module)
+            with nullcontext() if dropout else NoDropout():
+                return run()
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
         after.restore()
-        for m, attributes, buffers in kept:
-            vars(m).clear()
-            vars(m).update(attributes)
-            m._buffers.clear()
-            m._buffers.update(buffers)
 
 
 @torch.no_grad()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable
+from typing import Any, Callable, NoReturn
 
 from opacus.utils.fast_gradient_clipping_utils import (
     DPLossFastGradientClipping,
@@ -13,9 +13,22 @@ from opacus.utils.fast_gradient_clipping_utils import (
 class ClippedLoss(DPTensorFastGradientClipping):
     """Per-sample losses; ``backward()`` leaves clipped sums in ``p.grad``."""
 
-    def backward(self) -> None:
-        """See ``clipped_backward`` of the ghost modes (modes.py)."""
-        self.module.clipped_backward(self.optimizer, self.loss_per_sample)
+    def backward(self, scale: float = 1.0) -> None:
+        """
+        See ``clipped_backward`` of the ghost modes (modes.py).
+
+        Args:
+            scale: the losses are multiplied by it on the way back, and the gradients
+                divided by it before they are clipped: for models that compute in
+                float16, where small gradients vanish
+        """
+        self.module.clipped_backward(self.optimizer, self.loss_per_sample, scale)
+
+    def __iter__(self) -> NoReturn:
+        raise TypeError(  # where torch.amp.GradScaler ends up
+            "The loss of a ghost mode has no items, and no GradScaler can scale it. "
+            "Call loss.backward(scale=1024.0) for a model that computes in float16."
+        )
 
 
 def _keeping_type(name: str) -> Callable:

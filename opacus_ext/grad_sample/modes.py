@@ -14,6 +14,7 @@ mode        passes per-sample gradients
 from __future__ import annotations
 
 import functools
+import math
 from collections import Counter
 from typing import Any, Callable, Dict, List, Optional, Set, Tuple
 
@@ -37,7 +38,11 @@ from opacus_ext.grad_sample.graph import Graph
 from opacus_ext.grad_sample.layout import batch_root, packed_root
 from opacus_ext.grad_sample.parallel import spread_over
 from opacus_ext.grad_sample.tape import Tape
-from opacus_ext.optimizers.clipping import Clipping, clipping_factors
+from opacus_ext.optimizers.clipping import (
+    Clipping,
+    clipping_factors,
+    refuse_not_finite,
+)
 
 Complete = Callable[[nn.Parameter, GradSample], None]
 
@@ -210,6 +215,7 @@ class _Hooks(_Recording):
         gathered, self._gathered = self._gathered, None
         if gathered is None:
             return
+        self.tape.refuse_dark()
         world = self.tape.world
         sizes = (len(g) for p, g in gathered.items() if spread_over(p) is None)
         batch_size = next(sizes, self.tape.batch_size)
@@ -337,7 +343,9 @@ class _Ghost(_Recording):
         """Flat clipping factors ``[B]`` of the last backward pass."""
         return (self.max_grad_norm / (self.get_norm_sample() + 1e-6)).clamp(max=1.0)
 
-    def clipped_backward(self, optimizer: Any, losses: torch.Tensor) -> None:
+    def clipped_backward(
+        self, optimizer: Any, losses: torch.Tensor, scale: float = 1.0
+    ) -> None:
         """
         Sets ``p.grad`` of every trainable parameter to the sum of the clipped
         per-sample gradients. Nothing is changed if it fails.
@@ -345,11 +353,16 @@ class _Ghost(_Recording):
         Args:
             optimizer: the DP optimizer, whose clipping is applied
             losses: per-sample losses ``[B]``
+            scale: what they are multiplied by on the way back, see loss.py
 
         Raises:
-            RuntimeError: for what can't be followed exactly, see tape.py
-            ValueError: if ``losses`` are not one a sample
+            RuntimeError: for what can't be followed exactly, see tape.py, or gradients
+                that are not finite
+            ValueError: if ``losses`` are not one a sample, or for a scale that is not
+                a positive number
         """
+        if not 0 < scale < math.inf:
+            raise ValueError(f"scale must be a positive number, got {scale}.")
         if getattr(optimizer, "ready", False):
             raise RuntimeError(
                 "backward() a second time before optimizer.step(): the clipped sum of "
@@ -364,17 +377,18 @@ class _Ghost(_Recording):
         clipping: Clipping = optimizer.clipping
         keep = self.one_pass or clipping.per_parameter
         with torch.autocast(losses.device.type, enabled=False):
-            samples, norms = self._norms(losses, batch_size, params, keep)
+            samples, norms = self._norms(losses, batch_size, params, keep, scale)
+            refuse_not_finite(norms, [self.tape.names[p] for p in params])
             factors, total = clipping_factors(
                 *(clipping, optimizer.clipping_bound, norms),
                 list(map(spread_over, params)),
             )
             if keep:
-                sums = _weighted_sums(params, samples, factors)
+                sums = _weighted_sums(params, samples, [f / scale for f in factors])
             else:
                 world = spread_over(params[0])
                 own = factors[0] if world is None else factors[0][world.own]
-                sums = self._second_pass(losses, own, params)
+                sums = self._second_pass(losses, own, params, scale)
         self.per_sample_gradient_norms = total
         optimizer.take(sums)
 
@@ -406,12 +420,14 @@ class _Ghost(_Recording):
         batch_size: int,
         params: List[nn.Parameter],
         keep: bool,
+        scale: float,
     ) -> Tuple[Dict[nn.Parameter, GradSample], List[torch.Tensor]]:
         """
         Backpropagates the sum of the losses, without weight gradients.
 
         Returns:
-            The per-sample gradients if ``keep``, and the norms of each parameter's.
+            The per-sample gradients times ``scale`` if ``keep``, and the norms of each
+            parameter's.
         """
         tape = self.tape
         root = batch_root(losses, 0, batch_size)
@@ -433,7 +449,7 @@ class _Ghost(_Recording):
 
         def run() -> _Gather:
             gather = _Gather(tape, batch_size, found, complete)
-            ones = torch.ones_like(losses)
+            ones = torch.full_like(losses, scale)
             again = found.reentrant or not self.one_pass
             autograd = tape.backward([losses], [ones], gather, found, again)
             with torch.no_grad():
@@ -456,15 +472,20 @@ class _Ghost(_Recording):
             # What a checkpoint hides has shapes that were not met before.
             tape.probe([root], batch_size, found)
             gather = run()
+        tape.refuse_dark()
         norms = []
         for p in params:
             size = p.world.batch_size if spread_over(p) else batch_size
             zero = losses.new_zeros(size, dtype=_norm_dtype(losses))
-            norms.append(squares.get(p, zero).to(zero).sqrt())
+            norms.append(squares.get(p, zero).to(zero).sqrt() / scale)
         return gather.samples, norms
 
     def _second_pass(
-        self, losses: torch.Tensor, weights: torch.Tensor, params: List[nn.Parameter]
+        self,
+        losses: torch.Tensor,
+        weights: torch.Tensor,
+        params: List[nn.Parameter],
+        scale: float,
     ) -> Dict[nn.Parameter, torch.Tensor]:
         """Backpropagates the losses weighted with the clipping factors."""
         # The tape stays on, with nobody to collect: what a checkpoint recomputes must
@@ -473,12 +494,21 @@ class _Ghost(_Recording):
         try:
             for p in params:
                 p.grad = None
-            (weights.to(losses.dtype) * losses).sum().backward()
-            zero = torch.zeros_like
-            return {p: zero(p) if p.grad is None else p.grad for p in params}
+            (weights.to(losses.dtype) * losses).sum().backward(losses.new_tensor(scale))
+            found = {p: p.grad for p in params}
         finally:
             for p, grad in zip(params, kept):
                 p.grad = grad
+        finite = [g.isfinite().all() for g in found.values() if g is not None]
+        if finite and not torch.stack(finite).all():
+            raise RuntimeError(
+                "The clipped gradients are not finite, where the gradients of the "
+                "samples were. Where float16 overflows, use bfloat16, or a smaller "
+                "scale in loss.backward(scale=...)."
+            )
+        if scale != 1:
+            found = {p: g if g is None else g / scale for p, g in found.items()}
+        return {p: torch.zeros_like(p) if g is None else g for p, g in found.items()}
 
 
 def _norm_dtype(losses: torch.Tensor) -> torch.dtype:

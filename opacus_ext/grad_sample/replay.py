@@ -28,7 +28,9 @@ import torch
 from torch.func import functional_call, grad, vmap
 from torch.utils._pytree import tree_leaves
 
+from opacus_ext.grad_sample.independence import keeping
 from opacus_ext.grad_sample.layout import Layout, arrange, relation
+from opacus_ext.grad_sample.randomness import Drawn
 
 if TYPE_CHECKING:
     from opacus_ext.grad_sample.calls import ReplayCall, Uses
@@ -87,8 +89,9 @@ def uses(
     def loss(
         alone: bool, params: dict, cots: List[torch.Tensor], *tensors: torch.Tensor
     ) -> Any:
-        args, kwargs = call.inputs(tensors, alone)
-        with tape.paused(), torch.enable_grad(), torch.autocast(**call.autocast):
+        args, kwargs = call.inputs(tensors[: call.given], alone)
+        drawn = Drawn(tensors[call.given :] or None)
+        with tape.paused(), torch.enable_grad(), torch.autocast(**call.autocast), drawn:
             output = functional_call(
                 layer, params, args, kwargs, tie_weights=False, strict=False
             )
@@ -144,7 +147,7 @@ def uses(
         if guess in found or guess in other:
             continue
         try:
-            with torch.random.fork_rng(devices=devices):
+            with torch.random.fork_rng(devices=devices), keeping(layer):
                 pairs = [split(i, dim) for i, dim in enumerate(guess[0])]
                 given = functools.partial(loss, guess[1])
                 grads, replayed = run(given, params, cots, pairs)
@@ -154,7 +157,7 @@ def uses(
         if not same(replayed):
             why, cause = (
                 "run on each sample alone, it returns something else than for the "
-                "batch (dropout inside it or its submodules, or it looks at other "
+                "batch (it draws random numbers, keeps a state or looks at other "
                 "samples)",
                 None,
             )

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.func import functional_call
 
+from opacus_ext.grad_sample.independence import keeping
 from opacus_ext.grad_sample.rules import Factors, Rule, register_rule
 
 
@@ -31,7 +32,8 @@ def _with_weight(
     layer: nn.Module, weight: torch.Tensor, x: torch.Tensor
 ) -> torch.Tensor:
     ((name, _),) = layer.named_parameters()
-    return functional_call(layer, {name: weight}, (x,))
+    with keeping(layer):
+        return functional_call(layer, {name: weight}, (x,))
 
 
 def _slope(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:

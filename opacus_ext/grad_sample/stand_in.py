@@ -15,6 +15,7 @@ from typing import (
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
@@ -47,10 +48,13 @@ class StandInForward:
         self._checked: set = set()
         layer.forward = self
 
+    @torch.compiler.disable
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         layer = self.layer
         trained = any(p.requires_grad for p in layer.parameters()) or self._spread
-        if not trained or not (torch.is_grad_enabled() or layer.training):
+        # Weights that a module around it computes (parametrize) are that module's.
+        lent = is_parametrized(layer)
+        if not trained or lent or not (torch.is_grad_enabled() or layer.training):
             return type(layer).forward(layer, *args, **kwargs)
         inputs = tree_map(settled, (args, kwargs))
         try:

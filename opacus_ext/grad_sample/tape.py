@@ -30,8 +30,9 @@ from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 from torch.utils._pytree import tree_flatten, tree_structure, tree_unflatten
+from torch.utils.checkpoint import CheckpointFunction
 
-from opacus_ext.grad_sample import graph, replay
+from opacus_ext.grad_sample import adapters, graph, replay
 from opacus_ext.grad_sample.batchless import (
     Source,
     Undecided,
@@ -82,6 +83,7 @@ from opacus_ext.grad_sample.leaks import (
     over_tokens,
 )
 from opacus_ext.grad_sample.parallel import spread_over, world_of
+from opacus_ext.grad_sample.randomness import Drawn, draws
 from opacus_ext.grad_sample.rms_norm import scale_rule
 from opacus_ext.grad_sample.routing import Routing, read_routing
 from opacus_ext.grad_sample.rules import (
@@ -118,6 +120,7 @@ class Tape:
         self._guessed: List[str] = []  # those with an input that may be an expert's
         self.names = {p: n for n, p in module.named_parameters()}
         self._layers = list(module.named_modules())
+        self._parametrized = {m for _, m in self._layers if is_parametrized(m)}
         # Of each layer, those inside it that own parameters; and those recorded.
         self._owners: Dict[nn.Module, List[Tuple[str, nn.Module]]] = {
             layer: [(n, m) for n, m in layer.named_modules() if m._parameters and n]
@@ -125,6 +128,10 @@ class Tape:
         }
         self._met: Set[nn.Module] = set()
         self._held: Dict[nn.Module, Undecided] = {}  # inputs of layers being called
+        self._drawing: List[Tuple[nn.Module, Drawn]] = []
+        self._drawn: Dict[nn.Module, List[torch.Tensor]] = {}  # by those just called
+        self._once: Set[nn.Module] = set()  # those that need not be run again
+        self._draws: Dict[Tuple[nn.Module, bool], bool] = {}  # in training or not
         self.world = world_of([layer for _, layer in self._layers])
         self._anchor = torch.zeros((), requires_grad=True)
         self._layouts: Dict[tuple, Dict[Key, Layout]] = {}
@@ -134,6 +141,10 @@ class Tape:
         self._mixed: Set[str] = set()  # names of outputs and attributes that do so
         self._trained: Set[str] = set()  # of numbers that must be looked at each step
         self._keeps = False  # whether modules keep numbers as attributes
+        self._graded = False  # whether the model was called with gradients
+        # Layers with trainable parameters that checkpoints ran without gradients since
+        # then, and have not run again in the backward pass.
+        self._dark: Dict[nn.Module, str] = {}
         self._depth = 0  # of calls of the model inside each other
         self._current: Dict[Key, Layout] = {}
         self._late: Counter = Counter()
@@ -154,6 +165,15 @@ class Tape:
         Raises:
             ValueError: if ``module`` holds a layer that can't be trained privately
         """
+        adapters.refuse(module)
+        for name, p in module.named_parameters():
+            if p.requires_grad and (p._backward_hooks or p._post_accumulate_grad_hooks):
+                raise ValueError(
+                    f"Parameter {name} has a hook (register_hook or "
+                    "register_post_accumulate_grad_hook), which would change or use "
+                    "its gradient before it is private. Remove the hook, or freeze "
+                    "the parameter."
+                )
         for name, layer in module.named_modules():
             what = f"{name or 'the model'} ({type(layer).__name__})"
             trainable = any(p.requires_grad for p in layer.parameters())
@@ -195,7 +215,8 @@ class Tape:
 
     def _attach(self) -> Iterator[Any]:
         root = self.module
-        yield root.register_forward_pre_hook(self._begin, with_kwargs=True)
+        yield root.register_forward_pre_hook(Untraced(self._begin), with_kwargs=True)
+        yield from adapters.watch(root)
         for name, layer in root.named_modules():
             forward = find_forward(layer)
             if forward is not None and any(True for _ in layer.parameters()):
@@ -204,21 +225,31 @@ class Tape:
                 # Opacus's mark of a layer whose gradients come from functorch.
                 layer.ft_compute_sample_grad = replay.uses
             if own_parameters(layer) and find_rule(layer) is not None:
-                yield layer.register_forward_pre_hook(self._hold)
+                yield layer.register_forward_pre_hook(Untraced(self._hold))
             if layer._parameters or self._owners[layer]:
                 # First, so that a user's own hook on the layer counts as what follows.
-                hook = functools.partial(self._on_call, name or "the model")
+                hook = Untraced(functools.partial(self._on_call, name or "the model"))
                 yield layer.register_forward_hook(hook, with_kwargs=True, prepend=True)
-        yield root.register_forward_hook(self._end, with_kwargs=True)
-        yield root.register_forward_hook(self._leave, always_call=True)
+                if find_rule(layer) is None and forward is None:
+                    yield layer.register_forward_pre_hook(Untraced(self._draw))
+                    hook = Untraced(self._drew)
+                    yield layer.register_forward_hook(
+                        hook, prepend=True, always_call=True
+                    )
+        yield root.register_forward_hook(Untraced(self._end), with_kwargs=True)
+        yield root.register_forward_hook(Untraced(self._leave), always_call=True)
 
     def _begin(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         self._depth += 1
+        self._graded = self.enabled and torch.is_grad_enabled()
         if not self.enabled or not torch.is_grad_enabled():
             return
         self._state = None
         self._met.clear()
+        if not _in_backward():
+            self._dark.clear()
         self._held.clear()
+        self._drawn.clear()
         tensors, dim = tensors_in((args, kwargs)), self.batch_dim
         self.sizes = Counter(x.shape[dim] for x in tensors if x.dim() > dim)
         packed = packed_in((args, kwargs))
@@ -272,6 +303,8 @@ class Tape:
             output = tree_unflatten([settled(x) for x in leaves], spec)
         if _in_backward():
             return output
+        if not any(x.requires_grad for x in tensors_in(output)):
+            self.refuse_dark()
         looked = self._state is not None
         self._check_independence((args, kwargs), output)
         self._guard_numbers(output, tensors_in((args, kwargs)), looked)
@@ -371,6 +404,7 @@ class Tape:
 
     def _leave(self, module: nn.Module, args: tuple, output: Any) -> None:
         self._depth = max(self._depth - 1, 0)
+        self._graded = self._graded and self._depth > 0
         error = sys.exc_info()[1]
         if self._depth == 0 and output is None and isinstance(error, RuntimeError):
             names = ", ".join(self._guessed)
@@ -389,13 +423,36 @@ class Tape:
         self._held[layer] = args[0]
         return (plain(args[0]),)
 
+    def _draw(self, layer: nn.Module, args: tuple) -> None:
+        """What a layer draws is kept if it may have to be run again."""
+        if layer in self._once or not self._records():
+            return
+        key = layer, layer.training
+        if key not in self._draws:
+            self._draws[key] = draws(layer)
+        if self._draws[key]:
+            self._drawing.append((layer, Drawn().__enter__()))
+
+    def _drew(self, layer: nn.Module, args: tuple, output: Any) -> None:
+        if self._drawing and self._drawing[-1][0] is layer:
+            drawn = self._drawing.pop()[1]
+            drawn.__exit__(None, None, None)
+            self._drawn[layer] = drawn.kept
+
     def _on_call(
         self, name: str, layer: nn.Module, args: tuple, kwargs: dict, output: Any
     ) -> Any:
-        if not self.enabled or not torch.is_grad_enabled():
+        if not self.enabled:
+            return output
+        if self._dark and _in_backward():
+            self._dark.pop(layer, None)
+        if not torch.is_grad_enabled():
+            if self._graded and own_parameters(layer) and _in_checkpoint():
+                self._dark[layer] = name
             return output
         params = own_parameters(layer)
-        if isinstance(vars(layer).get("forward"), StandInForward):
+        stands_in = isinstance(vars(layer).get("forward"), StandInForward)
+        if stands_in and not is_parametrized(layer):
             self._met.update((layer, *(m for _, m in self._owners[layer])))
         # A module that was not called may have lent its parameters to this one.
         for prefix, owner in self._owners[layer]:
@@ -403,6 +460,7 @@ class Tape:
                 lent = own_parameters(owner).items()
                 params.update((f"{prefix}.{n}", p) for n, p in lent)
         if not params:
+            self._once.add(layer)
             return output
         routing = self._routing(arguments((args, kwargs)))
         if not self._records(routing):
@@ -427,7 +485,7 @@ class Tape:
         output: Any,
         routing: Optional[Routing],
     ) -> Any:
-        held = self._held.pop(layer, None)
+        held, drawn = self._held.pop(layer, None), self._drawn.pop(layer, [])
         simple = isinstance(output, torch.Tensor)
         leaves, spec = ([output], None) if simple else tree_flatten(output)
         where = [
@@ -445,8 +503,14 @@ class Tape:
         if met:
             raw = [settled(y) for y in raw]
             used = self._uses(layer, params, args, raw)
-        if rule is None and not used:
-            return output  # its parameters are used by modules inside it, if at all
+        if rule is not None or not used:
+            self._once.add(layer)
+        if rule is None and (not used or self._lends_weights(layer)):
+            # Its parameters are used by modules inside it, or it is a part of what
+            # another layer around it computes.
+            return output
+        if rule is None and len(raw) > 1 and _of_weights_alone(args, raw):
+            return output  # what the layer around it makes of these may be a batch
         self._met.add(layer)
         params = {n: p for n, p in params.items() if id(p) in used}
 
@@ -480,7 +544,11 @@ class Tape:
                     positions=where,
                     shared=expanded,
                     used=used,
+                    drawn=drawn,
                 )
+            if not type(layer).__module__.startswith("torch.nn."):
+                owned = [p for p in self.names if id(p) in call.claims]
+                call.inside = graph.leading_to(outputs, _nodes_of(args), owned)
             if routing is not None and len(outputs[0]) == len(routing.samples):
                 call.routing = routing
             return RecordNode.apply(self._anchor, call, *outputs)
@@ -550,12 +618,7 @@ class Tape:
         record is; never those of a module inside it whose use another layer has
         recorded, as running this layer again would run that use again too.
         """
-        stop = [
-            x.grad_fn
-            for x in inputs
-            if isinstance(x, torch.Tensor) and x.grad_fn is not None
-        ]
-        inner = graph.read(outputs, stop)
+        inner = graph.read(outputs, _nodes_of(inputs))
         counts = Counter({id(p): len(ops) for p, ops in inner.uses.items()})
         for call in inner.records:
             counts.subtract(call.claims)
@@ -574,6 +637,12 @@ class Tape:
         }
         return Counter({p: n for p, n in counts.items() if p in own and n > 0})
 
+    def _lends_weights(self, layer: nn.Module) -> bool:
+        """Whether a module around ``layer`` has put other weights in it for a call."""
+        return any(
+            is_parametrized(m) and m not in self._parametrized for m in layer.modules()
+        )
+
     def _saw_no_sample(self, inputs: List[Any], has_rule: bool) -> bool:
         """Whether nothing shows that an output's rows are those of the batch."""
         if self.batch_size is None or self.batch_size < 2 or self.packed:
@@ -585,6 +654,21 @@ class Tape:
         return not has_rule or not any(
             x.untyped_storage().data_ptr() in self._storages for x in tensors
         )
+
+    def refuse_dark(self) -> None:
+        """
+        To be called where the checkpoints of a step have run their layers again.
+
+        Raises:
+            RuntimeError: for a layer that none has run again
+        """
+        for layer, name in self._dark.items():
+            raise RuntimeError(
+                f"{name} ({type(layer).__name__}): is in a block checkpointed with "
+                "use_reentrant=True that no gradient reaches, as none of its inputs "
+                "requires gradients: its trainable parameters would get noise alone. "
+                "Use use_reentrant=False, or model.enable_input_require_grads()."
+            )
 
     def paused(self) -> "_Paused":
         """A context in which nothing is recorded."""
@@ -615,11 +699,28 @@ class Tape:
         uses = [p for p in self.names if batch_size or spread_over(p)]
         names = {id(p): self.names[p] for p in uses}
         problem = graph.unclaimed(found, claims, names)
+        for p in found.uses if problem is None else ():
+            if isinstance(p, nn.Parameter) and p not in self.names:
+                problem = (
+                    f"A parameter of shape {tuple(p.shape)} takes part that the model "
+                    "did not have at make_private, such as that of an adapter added "
+                    "later. Change the model before make_private."
+                )
         if problem is None and found.undecided:
             problem = (
                 f"{found.undecided[0]}: saw no sample, and its output reaches the loss "
                 "through an op that can't be followed (a custom autograd function, or "
                 "an argument of a checkpointed block). Expand its input to [B, ...]."
+            )
+        around = graph.escaped(found, tensors) if problem is None else None
+        if around is not None:
+            owned = [n for p, n in self.names.items() if id(p) in around.claims]
+            problem = (
+                f"{around.name} ({type(around.layer).__name__}): something that it "
+                f"computes with its parameters ({', '.join(owned)}) reaches the loss "
+                "by another way than its output, such as an attribute, where the "
+                "gradient of each sample can't be seen. Return it among the layer's "
+                "outputs."
             )
         if problem is None and self.world is not None:
             problem = self._refuse_spread(found, batch_size)
@@ -892,6 +993,32 @@ class Tape:
 _NONE = Layout(-2, "")
 
 
+def _nodes_of(inputs: List[Any]) -> List[Any]:
+    tensors = [x for x in inputs if isinstance(x, torch.Tensor)]
+    return [x.grad_fn for x in tensors if x.grad_fn is not None]
+
+
+class Untraced:
+    """A hook as torch.compile leaves it: run as it is, never traced."""
+
+    def __init__(self, hook: Callable):
+        self.hook = hook  # not in a closure: a copied model takes its own tape along
+
+    @functools.partial(torch.compiler.disable, reason="it notes per-sample gradients")
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.hook(*args, **kwargs)
+
+
+def _of_weights_alone(inputs: List[Any], outputs: List[torch.Tensor]) -> bool:
+    """
+    Whether a layer that was given weights (DoRA gives a layer of its own another's) and
+    no activation returns things that can't all be rows of a batch.
+    """
+    shapes = {(y.dim(), y.shape[:1]) for y in outputs}
+    tracked = [x for x in inputs if isinstance(x, torch.Tensor) and x.requires_grad]
+    return len(shapes) > 1 and all(graph.only_weights(x) for x in tracked)
+
+
 def _is_labels(first: torch.Tensor, x: torch.Tensor) -> bool:
     """Whether a tensor beside the first input goes with it: its mask, its labels."""
     whole = not x.is_floating_point() and x.dtype != torch.bool
@@ -917,6 +1044,14 @@ def _refuse_other_orders(call: Call) -> None:
 def _in_backward() -> bool:
     """Whether autograd is at work, so that a forward is a recomputation."""
     return torch._C._current_graph_task_id() != -1
+
+
+def _in_checkpoint() -> bool:
+    """Whether a checkpoint with ``use_reentrant=True`` runs its block a first time."""
+    frame = None if torch.is_grad_enabled() else sys._getframe(1)
+    while frame is not None and frame.f_code is not CheckpointFunction.forward.__code__:
+        frame = frame.f_back
+    return frame is not None
 
 
 class _Paused:

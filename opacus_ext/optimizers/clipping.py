@@ -87,6 +87,27 @@ def clipping_factors(
     return each, total[world.own]
 
 
+def refuse_not_finite(norms: List[torch.Tensor], names: Sequence[str]) -> None:
+    """
+    Args:
+        norms: for each parameter, of the samples' gradients ``[B]``
+        names: of the parameters
+
+    Raises:
+        RuntimeError: if one is infinite or not a number, which no factor can clip
+    """
+    if not norms or torch.cat(norms).isfinite().all():
+        return
+    for name, n in zip(names, norms):
+        for sample in (~n.isfinite()).nonzero().flatten().tolist():
+            raise RuntimeError(
+                f"The gradient of sample {sample} by {name} is not finite, so that it "
+                "can't be clipped. Nothing was changed. Look for a division by zero or "
+                "a log of zero in the model or the loss, and where float16 overflows "
+                "use bfloat16, or a smaller scale in loss.backward(scale=...)."
+            )
+
+
 def register_clipping(clipping: Clipping) -> Clipping:
     """
     Makes a clipping function known by its name, to all modes.

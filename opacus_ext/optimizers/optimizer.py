@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Dict, List, Optional, Tuple, Type
+from typing import Any, Dict, List, NoReturn, Optional, Tuple, Type
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,7 @@ from opacus_ext.optimizers.clipping import (
     Bound,
     Clipping,
     clipping_factors,
+    refuse_not_finite,
 )
 
 
@@ -31,6 +32,14 @@ class _ClippingOptimizer:
     """What both share: the bound of a clipping function and noise to match it."""
 
     clipping: Clipping = CLIPPINGS["flat"]
+
+    @property
+    def _step_supports_amp_scaling(self) -> NoReturn:  # asked by torch.amp.GradScaler
+        raise RuntimeError(
+            "GradScaler scales the loss, so that gradients would be clipped at another "
+            "norm, and skips steps by what private data do. Use bfloat16 without it; "
+            'for float16 modes "ghost" and "ghost_bk" have loss.backward(scale=...).'
+        )
 
     def __init__(
         self,
@@ -117,9 +126,11 @@ class HooksDPOptimizer(_ClippingOptimizer, DPOptimizer):
         for p in params:
             _check_processed_flag(p.grad_sample)
         norms = [_norms(g) for g in grad_samples]
+        norms = [n.to(norms[0].device) for n in norms]
+        refuse_not_finite(norms, [f"a parameter of {tuple(p.shape)}" for p in params])
         factors, _ = clipping_factors(
             *(self.clipping, self.clipping_bound),
-            [n.to(norms[0].device) for n in norms],
+            norms,
             list(map(spread_over, params)),
         )
         for p, g, factor in zip(params, grad_samples, factors):

@@ -302,3 +302,51 @@ def test_pruned_weights(layer):
     torch.nn.utils.prune.random_unstructured(layer, "weight", 0.5)
     with pytest.raises(ValueError, match="inner .*prune.remove"):
         make_private(nn.ModuleDict({"inner": layer}), "ghost_bk", batch_size=2)
+
+
+class Aside(nn.Module):
+    """Keeps something of what it computes as an attribute."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind, self.weight = kind, nn.Parameter(torch.randn(3))
+
+    def forward(self, x):
+        if self.kind == "norm":  # recognised, and trained by a rule
+            y = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * self.weight
+        else:
+            y = (x * self.weight).cumsum(1).tanh()
+        self.aside = (x if self.kind == "input" else y).mean((1, 2))
+        return y
+
+
+@every_mode
+@pytest.mark.parametrize("kind", ["norm", "layer", "input"])
+@pytest.mark.parametrize("where", ["model", "loss"])
+def test_kept_aside(mode, kind, where):
+    """What reaches the loss beside the layer's output can't be seen at its record."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.layer, self.two = (
+                nn.Linear(3, 3),
+                Aside(kind),
+                nn.Linear(3, 3),
+            )
+
+        def forward(self, x):
+            y = self.two(self.layer(self.one(x)))
+            return y + self.layer.aside[:, None, None] if where == "model" else y
+
+    def loss_fn(model, batch):
+        own = getattr(model, "_module", model)
+        loss = square_loss(model, batch)
+        return loss + own.layer.aside**2 if where == "loss" else loss
+
+    model, x = Model().double(), torch.randn(4, 5, 3).double()
+    if kind != "input":
+        with pytest.raises(RuntimeError, match="layer.weight"):
+            check(mode, True, model, x, loss_fn)
+    elif not (where == "loss" and mode == "hooks"):
+        check(mode, True, model, x, loss_fn)
