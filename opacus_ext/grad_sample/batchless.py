@@ -21,6 +21,8 @@ from typing import Any, Callable, Dict, List, Optional, Tuple
 import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
+from opacus_ext.grad_sample import graph
+
 # Asked of the value itself; nothing flows from the answer to the loss.
 _QUERIES = {
     *("size", "dim", "ndimension", "numel", "stride", "storage_offset", "data_ptr"),
@@ -183,13 +185,105 @@ class Undecided(torch.Tensor):
                 return _product(func, args, kwargs, x.source.batch_size)
             if not any(_depends(y, x) for y in others) and not _random(name):
                 return _note(func, x, args, kwargs)
+        if leaves[0] is x:
+            func = _OUT_OF_PLACE.get(name, func)
+        alone = not met and not any(_may_hold_samples(y, x) for y in others)
+        if alone and not in_place and all(map(_is_shared, mine)):
+            return _apart(func, mine, args, kwargs)
         rank = None
         if name in _BROADCAST:
             rank = max(len(_shape(y)) for y in leaves)
-        if leaves[0] is x:
-            func = _OUT_OF_PLACE.get(name, func)
-        args, kwargs = tree_map(lambda y: _settle(y, rank, others), (args, kwargs))
-        return func(*args, **kwargs)
+        real = tree_map(lambda y: _settle(y, rank, others), (args, kwargs))
+        if in_place or not any(map(_is_shared, mine)):
+            return func(*real[0], **real[1])
+        shapes = None
+        if name in _BROADCAST:
+            shapes = [tuple(torch.broadcast_shapes(*map(_shape, leaves)))]
+        return _met(x, func, real, (args, kwargs), shapes)
+
+
+def _is_shared(x: Undecided) -> bool:
+    """Whether one value for all samples is, or is going to be, what it stands for."""
+    if x.changed is not None:
+        return False
+    return x.source.batched is False or seems_shared(x)
+
+
+def _may_hold_samples(y: torch.Tensor, x: Undecided) -> bool:
+    return _depends(y, x) and not graph.only_weights(y)
+
+
+def shared(value: torch.Tensor, like: torch.Tensor, source: Source) -> Undecided:
+    """
+    What stands for ``value``, ``[B, *shape]``, where the model goes on with ``like``,
+    ``[*shape]``: it must not see another shape than the one it computes with.
+    """
+    of = Source(like, source.record, source.batch_size, source.name)
+    of.batched, of._recorded = False, value
+    return _wrap(like, of, lambda output: output)
+
+
+def _apart(func: Callable, mine: List[Undecided], args: tuple, kwargs: dict) -> Any:
+    """An op that meets no batch, on each of the copies."""
+    leaves, spec = tree_flatten(_run(func, args, kwargs))
+    values = [decided(y, False) for y in mine]
+    where = [i for i, y in enumerate(leaves) if isinstance(y, torch.Tensor)]
+
+    def op(*values: torch.Tensor) -> List[torch.Tensor]:
+        each = {id(y): value for y, value in zip(mine, values)}
+        real = tree_map(lambda y: each.get(id(y), y), (args, kwargs))
+        out = tree_leaves(func(*real[0], **real[1]))
+        return [out[i] for i in where]
+
+    results = torch.func.vmap(op, randomness="different")(*values)
+    for i, value in zip(where, results):
+        leaves[i] = shared(value, leaves[i], mine[0].source)
+    return tree_unflatten(leaves, spec)
+
+
+def _met(
+    x: Undecided, func: Callable, real: Any, plain: Any, shapes: Optional[List[tuple]]
+) -> Any:
+    """
+    An op of copies and a batch.
+
+    Args:
+        shapes: of what the op gives of the value itself, None: to be found out
+
+    Raises:
+        RuntimeError: if that can't be computed, or gives something of another shape,
+            so that the batch is not where it seems to be
+    """
+    try:
+        result, why = func(*real[0], **real[1]), ""
+    except RuntimeError as error:
+        result, why = None, f": {error}"
+    if not why and _shapes(result) == (shapes or _shapes_of(func, *plain)):
+        return result
+    raise RuntimeError(
+        f"{x.source.name}: saw no sample, and {getattr(func, '__name__', func)} of its "
+        f"output, here of shape {_shape(x)}, can't be computed with one copy for each "
+        f"sample{why}. Expand its input to [B, ...]."
+    )
+
+
+@torch.no_grad()
+def _shapes_of(func: Callable, args: tuple, kwargs: dict) -> List[tuple]:
+    """What an op of plain values gives, if possible without computing it."""
+
+    def empty(y: Any) -> Any:
+        if not isinstance(y, torch.Tensor):
+            return y
+        return torch.empty(_shape(y), dtype=y.dtype, device="meta")
+
+    try:
+        return _shapes(_run(func, *tree_map(empty, (args, kwargs))))
+    except Exception:  # an index whose values tell the shape, say
+        return _shapes(_run(func, args, kwargs))
+
+
+def _shapes(value: Any) -> List[Tuple[int, ...]]:
+    return [tuple(y.shape) for y in tree_leaves(value) if isinstance(y, torch.Tensor)]
 
 
 # Met by these with a batch, every sample is multiplied by its own copy.

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from opacus_ext.grad_sample.batchless import settled
+from opacus_ext.grad_sample.batchless import Undecided, settled, shared
 
 _DROPOUTS = {
     *(F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout),
@@ -103,4 +103,6 @@ class Drawn(TorchFunctionMode):
         mask = self._keep(lambda: func(torch.ones_like(x), p, training))
         if mask.shape != x.shape:
             raise RuntimeError(f"it drops entries of {tuple(x.shape)} now")
-        return x.mul_(mask) if inplace or (rest and rest[0]) else x * mask
+        y = x.mul_(mask) if inplace or (rest and rest[0]) else x * mask
+        copies = isinstance(input, Undecided) and y.dim() > input.dim()
+        return shared(y, input, input.source) if copies else y

@@ -142,8 +142,6 @@ def uses(
     why, cause = "", None
     other: Set[tuple] = set()
     for guess, run in ways():
-        if found and guess not in likely:
-            break
         if guess in found or guess in other:
             continue
         try:

@@ -40,6 +40,7 @@ from opacus_ext.grad_sample.batchless import (
     plain,
     seems_shared,
     settled,
+    shared,
 )
 from opacus_ext.grad_sample.calls import (
     Call,
@@ -500,8 +501,10 @@ class Tape:
         rule = self._rule(layer, args) if own_parameters(layer) else None
         used = Counter() if rule else self._uses(layer, params, args, raw)
         met = bool(used) and any(isinstance(y, Undecided) for y in raw)
-        if met:
+        seen = raw
+        if met or rule is not None:
             raw = [settled(y) for y in raw]
+        if met:
             used = self._uses(layer, params, args, raw)
         if rule is not None or not used:
             self._once.add(layer)
@@ -572,8 +575,10 @@ class Tape:
             )
             leaves[where[0]] = Undecided.of(source, self._anchor)
         else:
-            for i, y in zip(where, record(*raw)):
-                leaves[i] = y
+            for i, x, y in zip(where, seen, record(*raw)):
+                # The model goes on with the shape that it computed.
+                copies = isinstance(x, Undecided) and y.dim() > x.dim()
+                leaves[i] = shared(y, x, x.source) if copies else y
         return leaves[0] if simple else tree_unflatten(leaves, spec)
 
     def _again(

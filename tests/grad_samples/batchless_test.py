@@ -5,7 +5,13 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tests.common import check, every_mode, square_loss, wrapped_or_not
+from tests.common import (
+    check,
+    every_mode,
+    exact_or_refused,
+    square_loss,
+    wrapped_or_not,
+)
 
 D, H, W = 4, 2, 3  # width, heads, rows of a window
 
@@ -236,3 +242,92 @@ def test_changed_in_place_later(mode):
     ids = torch.randint(0, 9, (3, 5))
     with pytest.raises(RuntimeError, match="places.*changed in place"):
         check(mode, True, ChangedLater().double(), ids, square_loss)
+
+
+class Root(nn.Module):
+    """A norm that is told by its structure."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(D))
+
+    def forward(self, x):
+        return self.weight * (x * (x.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt())
+
+
+class Times(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(D, D))
+
+    def forward(self, x):
+        return x @ self.weight
+
+
+class Softmax(Times):
+    def forward(self, x):
+        return (x @ self.weight).softmax(1)
+
+
+class Dropped(Times):
+    def forward(self, x):
+        return F.dropout(x, 1e-9, self.training) @ self.weight
+
+
+AFTER = {
+    "as it is": lambda x: x,
+    "features": lambda x: x.softmax(1),
+    "flipped": lambda x: x.flip(0),
+    "summed": lambda x: x.sum(1, keepdim=True),
+    "first": lambda x: x[0],
+}
+
+
+class Along(nn.Module):
+    """A value ``[T, D]`` whose dims are counted from the first."""
+
+    def __init__(self, inner, after):
+        super().__init__()
+        self.words, self.places = nn.Embedding(9, D), nn.Embedding(8, D)
+        self.inner, self.after = inner, after
+
+    def forward(self, ids):
+        places = self.inner(self.places(torch.arange(ids.shape[1])))
+        return (self.words(ids) + self.after(places)).tanh()
+
+
+@every_mode
+@pytest.mark.parametrize("after", AFTER)
+@pytest.mark.parametrize("inner", [Root, Times, nn.LayerNorm])
+@pytest.mark.parametrize("B, T", [(3, 5), (4, 4)])
+def test_the_model_sees_no_other_shape(mode, inner, after, B, T):
+    torch.manual_seed(0)
+    inner = inner(D) if inner is nn.LayerNorm else inner()
+    model = Along(inner, AFTER[after]).double()
+    ids = torch.randint(0, 9, (B, T))
+    if B == T:  # before any other step it looks like a batch
+        exact_or_refused(mode, True, model, ids, square_loss, ["inner"])
+    else:
+        check(mode, True, model, ids, square_loss)
+
+
+@every_mode
+@pytest.mark.parametrize("inner", [Softmax, Dropped])
+def test_dims_counted_in_a_layer(mode, inner):
+    torch.manual_seed(0)
+    model = Along(inner(), AFTER["features"]).double()
+    ids = torch.randint(0, 9, (3, 5))
+    exact_or_refused(mode, True, model, ids, square_loss, ["inner"])
+
+
+class Einsum(Along):
+    def forward(self, ids):
+        places = self.places(torch.arange(ids.shape[1]))
+        return torch.einsum("td,btd->btd", places, self.words(ids))
+
+
+@every_mode
+def test_says_what_could_not_be_computed(mode):
+    with pytest.raises(RuntimeError, match="places: saw no sample, and einsum"):
+        model = Einsum(nn.Identity(), None).double()
+        check(mode, True, model, torch.randint(0, 9, (3, 5)), square_loss)

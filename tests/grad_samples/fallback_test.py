@@ -380,6 +380,39 @@ def test_inputs_that_the_output_does_not_tell_apart(mode, B):
         check(mode, True, model, x, square_loss)
 
 
+class Masked(nn.Module):
+    """A table of places, still zero, beside a mask of each sample."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc, self.part = nn.Linear(3, 3), Table()
+
+    def forward(self, x):
+        mask = (x[..., 0] > 0).to(x) + 0.5
+        return self.part(self.fc(x), mask, torch.arange(x.shape[1])).tanh()
+
+
+class Table(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Parameter(torch.zeros(9, 3))
+
+    def forward(self, x, mask, places):
+        return (x + self.table[places]) * mask[..., None]
+
+
+@every_mode
+@pytest.mark.parametrize("B", [3, 4])
+def test_one_of_several_inputs_is_not_told_apart(mode, B):
+    """T = 4. That the mask is told must not hide that the places are not."""
+    model, x = Masked().double(), torch.randn(B, 4, 3).double()
+    if B == 4:
+        with pytest.raises(RuntimeError, match="part .Table.* can't be told"):
+            check(mode, True, model, x, square_loss)
+    else:
+        check(mode, True, model, x, square_loss)
+
+
 @every_mode
 @pytest.mark.parametrize("kind", [nn.RNN, nn.MultiheadAttention])
 def test_read_beside_a_stand_in(mode, kind):
