@@ -67,7 +67,8 @@ class PerSampleGradientReport:
         findings: what is wrong with the model itself, in words, one line each.
         max_grad_norm: the clipping norm used.
         tolerance: largest relative error that counts as equal.
-        dtype: the floating point type that the comparison ran in.
+        dtype: the floating point type that the comparison ran in; the lowest one if
+            the model computes parts of it, such as norms, in another.
     """
 
     cells: Dict[str, Dict[str, Cell]]
@@ -170,7 +171,8 @@ def check_per_sample_gradients(
         dtype: the copies and the floating point tensors of the batch are converted to
             it; ``None``, or a model that does not run in it, leaves them as they are.
         tolerance: largest relative error that counts as equal. By default 1e-8 in
-            float64, 1e-4 in float32 and 5e-2 in half precision.
+            float64, 1e-4 in float32 and 5e-2 in half precision; the lowest one that
+            the model computes anything in counts.
         take_sample: ``take_sample(batch, b)`` gives sample b alone, with its batch
             dimension of 1. Needed only where the shapes mislead, for example position
             ids of shape [T] in a batch with T = B.
@@ -239,9 +241,10 @@ class _Subject:
         self.batch = batch
         self.loss_fn = loss_fn
         self.take_sample = take_sample
-        self.losses = self.run(self.model(), batch).detach()
-        self.batch_size = len(self.losses)
-        self.dtype = next(p for p in model.parameters() if p.requires_grad).dtype
+        losses = self.run(self.model(), batch)
+        self.losses, self.batch_size = losses.detach(), len(losses)
+        dtype = next(p for p in model.parameters() if p.requires_grad).dtype
+        self.dtype = _lowest(losses, dtype)
         self.tolerance = {torch.float64: 1e-8, torch.float32: 1e-4}.get(
             self.dtype, 5e-2
         )
@@ -495,6 +498,25 @@ def _relative(
     size = max(float(scale.abs().max()), floor)
     gap = float((got - expected).abs().max())
     return gap / size if size > 0 else (0.0 if gap == 0 else float("inf"))
+
+
+def _lowest(losses: torch.Tensor, dtype: torch.dtype) -> torch.dtype:
+    """``dtype``, or the least exact one that the losses' graph has gradients in."""
+    todo, seen = [losses.grad_fn], {None}
+    while todo:
+        node = todo.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        kept = getattr(node, "_input_metadata", ())
+        for other in (getattr(x, "dtype", dtype) for x in kept):
+            if (
+                other.is_floating_point
+                and torch.finfo(other).eps > torch.finfo(dtype).eps
+            ):
+                dtype = other
+        todo += [child for child, _ in node.next_functions]
+    return dtype
 
 
 def _norms(grads: torch.Tensor) -> torch.Tensor:

@@ -46,7 +46,8 @@ def cross_entropy(
         labels: ``[B, ...]``; for next tokens shift them, not the logits, which would
             be copied: ``F.pad(ids, (0, 1), value=-100)[:, 1:]``
         ignore_index: of labels that do not count
-        weight: of each class, ``[V]``
+        weight: of each class, ``[V]``. In a "mean" it is divided away where a sample
+            has a single label: take the "sum", or weight the losses (PerSample)
         label_smoothing: between 0 and 1, as torch's
         reduction: "mean" over a sample's labels that count (weighted, if there are
             class weights), or their "sum"

@@ -310,6 +310,27 @@ def test_float32_where_float64_does_not_run():
     )
 
 
+def test_parts_in_float32():
+    """As most norms of transformers: its rounding is no fault, a wrong mode is."""
+
+    class Norm(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.rand(4))
+
+        def forward(self, x):
+            h = x.float()
+            h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6)
+            return self.weight * h.to(x.dtype)
+
+    model = nn.Sequential(nn.Linear(4, 4), Norm(), nn.Linear(4, 3))
+    report = run(model, batch_of(3), nn.CrossEntropyLoss())
+    assert report.ok, str(report)
+    assert report.dtype is torch.float32 and report.tolerance == 1e-4
+    assert any(cell.clipped > 1e-8 for cell in report.cells["0.weight"].values())
+    assert not run(model, batch_of(3), nn.CrossEntropyLoss(), tolerance=1e-8).ok
+
+
 def test_max_grad_norm():
     for c in (1e-3, 1e3):
         report = run(mlp(), batch_of(), nn.CrossEntropyLoss(), max_grad_norm=c)

@@ -19,8 +19,8 @@ def surroundings(tmp_path, monkeypatch):
     """An empty folder, no screen, and the data that need no download."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MPLBACKEND", "Agg")
-    for path_to_data in ("MNIST", "SEQUENCES"):
-        monkeypatch.delenv(path_to_data, raising=False)
+    for parameter in ("MNIST", "SEQUENCES", "MODEL", "TEXTS", "SST2"):
+        monkeypatch.delenv(parameter, raising=False)
 
 
 def run(path, count=None):
@@ -92,3 +92,35 @@ def test_sequences_are_read(tmp_path, monkeypatch):
     found = run(TUTORIALS / "dpformer.ipynb", count=2)
     assert [h.tolist() for h in found["data"].histories] == [[*range(1, 9)]] * 2
     assert found["data"].held_out.tolist() == [9, 9]
+
+
+def test_own_texts_are_read(tmp_path, monkeypatch, capsys):
+    """A record a line, shuffled; none of them is printed."""
+    path, lines = tmp_path / "texts.txt", [f"secret {i}" for i in range(9)]
+    path.write_text("\n\n".join(lines), encoding="utf-8")
+    monkeypatch.setenv("TEXTS", str(path))
+    found = run(TUTORIALS / "finetune_causal_lm.ipynb", count=2)
+    assert sorted(found["private"]) == lines != found["private"]
+    assert "secret" not in capsys.readouterr().out
+
+
+def test_sst2_is_read(tmp_path, monkeypatch, capsys):
+    path = tmp_path / "train.tsv"
+    path.write_text("sentence\tlabel\na fine film \t1\ndull \t0\n", encoding="utf-8")
+    monkeypatch.setenv("SST2", str(path))
+    found = run(TUTORIALS / "classify_bert.ipynb", count=2)
+    assert sorted(found["private"]) == [("a fine film", 1), ("dull", 0)]
+    assert "dull" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["finetune_causal_lm", "classify_bert"])
+def test_model_is_read(name, monkeypatch):
+    """From a folder, instead of the tiny one that is made."""
+    path = TUTORIALS / f"{name}.ipynb"
+    tiny = run(path, count=3)
+    monkeypatch.setenv("MODEL", str(tiny["SOURCE"]))
+    found = run(path, count=3)
+    assert found["SOURCE"] == str(tiny["SOURCE"])
+    assert not list(found["FOLDER"].iterdir())
+    pairs = zip(found["pretrained"]().parameters(), tiny["pretrained"]().parameters())
+    assert all(torch.equal(p, q) for p, q in pairs)
