@@ -80,8 +80,8 @@ def uses(
     def dims(i: int) -> List[Optional[int]]:
         """Which dim of an input may be that of the samples, likeliest first."""
         x, lead = activations[i], max(first.dim, 0)
-        if x.dim() == 0 or call.shared:
-            return [None]
+        if x.dim() == 0 or call.shared or batch_size == 1:
+            return [None]  # of the only sample nothing need be taken apart
         found = [d for d, n in enumerate(x.shape) if n == batch_size]
         if x.dim() > lead and shape[lead:] and x.shape[lead] == shape[lead]:
             found = [lead, *(d for d in found if d != lead)]
