@@ -22,6 +22,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from opacus_ext.grad_sample.batchless import settled
 from opacus_ext.grad_sample.factors import wide, workspace
 from opacus_ext.layers.linear_cross_entropy import LinearCrossEntropy, PendingLogits
 
@@ -258,6 +259,7 @@ class PerRecord(nn.Module):
         self.rows_per_sample = lead[1]
 
         def by_record(x: Any) -> Any:
+            x = settled(x)  # a model with parameters of its own may leave it open
             rows = isinstance(x, torch.Tensor) and x.shape[:1] == (lead.numel(),)
             return x.unflatten(0, lead) if rows else x
 

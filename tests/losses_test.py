@@ -21,6 +21,7 @@ from tests.common import (
     half_clipped,
     make_private,
     oracle,
+    square_loss,
     trainable,
     wrapped_or_not,
 )
@@ -366,6 +367,19 @@ class TestModelLosses:
             model_losses(Model(), {"ids": labels, "labels": labels})
 
 
+class ClassToken(nn.Module):
+    """Has parameters of its own, as a model for images has."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.out = nn.Embedding(V, 4), nn.Linear(4, 3)
+        self.token = nn.Parameter(torch.randn(1, 1, 4))
+
+    def forward(self, input_ids):
+        token = self.token.expand(len(input_ids), -1, -1)
+        return self.out(torch.cat([token, self.words(input_ids)], 1).tanh())
+
+
 class TestPerRecord:
     @every_mode
     @wrapped_or_not
@@ -404,6 +418,13 @@ class TestPerRecord:
     def test_outputs(self):
         batch = tokens(2, 3, 6, labels=False)
         assert PerRecord(gpt2())(**batch).logits.shape == (2, 3, 6, V)
+
+    @every_mode
+    @pytest.mark.parametrize("shape", [(3, 2, 5), (2, 2, 2), (2, 3, 6), (1, 2, 4)])
+    def test_a_model_with_parameters_of_its_own(self, mode, shape):
+        torch.manual_seed(0)
+        batch = {"input_ids": torch.randint(V, shape)}
+        check(mode, True, PerRecord(ClassToken()).double(), batch, square_loss)
 
     def test_refused(self):
         model = PerRecord(gpt2())
