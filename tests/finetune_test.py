@@ -223,7 +223,11 @@ def test_learns_to_answer_without_a_text():
 
 
 @pytest.mark.parametrize(
-    "rows, steps, sigma", [(67349, 66, 0.6885), (392702, 384, 0.5435)]
+    "rows, steps, sigma",
+    [
+        (67349, 66, 0.6885),
+        pytest.param(392702, 384, 0.5435, marks=pytest.mark.slow),
+    ],
 )
 def test_noise_of_the_paper(rows, steps, sigma):
     """SST-2 and MNLI: epsilon 8, delta 1/N, 20 epochs of batches of 1024, PRV."""

@@ -235,7 +235,9 @@ def _peak(mode):
     return int(run.stdout)
 
 
-@pytest.mark.parametrize("mode", ["ghost", "ghost_bk"])
+@pytest.mark.parametrize(
+    "mode", [pytest.param("ghost", marks=pytest.mark.slow), "ghost_bk"]
+)
 def test_memory_of_a_large_vocabulary(mode):
     """Never [B, V, d] nor [V, V]: a few [V, d] and [B, T, V] beyond a plain step.
 
