@@ -18,7 +18,7 @@ from tests.compatibility import (  # noqa: E402
 )
 
 CLASSES = list(tiny.classes())
-DRAWN = CLASSES[4::9]
+DRAWN = CLASSES[4::17]
 
 
 @pytest.mark.parametrize("i", range(len(DRAWN)), ids=[job[2] for job in DRAWN])

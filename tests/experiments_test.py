@@ -41,6 +41,7 @@ def run(script, *args):
     return done.stdout
 
 
+@pytest.mark.slow
 def test_runs_are_made_once_and_reported(data, tmp_path):
     out = tmp_path / "runs.jsonl"
     common = ("table1", "--data", data, "--out", out, "--epsilons", 8, "--seeds", 0)

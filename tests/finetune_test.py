@@ -264,6 +264,7 @@ def test_private(folder, task, rows):
     assert found["majority"] == pytest.approx(100 / len(TASKS[task].words))
 
 
+@pytest.mark.slow
 def test_modes_agree(folder, tmp_path):
     """Without dropout the modes compute the same updates from the same draws."""
     found = []
