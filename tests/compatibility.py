@@ -150,7 +150,8 @@ def check_model(model, task, modes=MODES, wraps=(True, False), kinds=tuple(BATCH
         if not ModuleValidator.validate(fixed):
             result, _ = check_model(fixed, task, modes, wraps, kinds)
             if result == "exact":
-                return "refused", f"{_layers(errors)}; exact after ModuleValidator.fix"
+                layer = str(errors[0]).split()[0]  # such as BatchNorm
+                return "refused", f"{layer}; exact after ModuleValidator.fix"
         return "refused", str(errors[0])
     try:
         with all_double():
@@ -175,11 +176,6 @@ def check_model(model, task, modes=MODES, wraps=(True, False), kinds=tuple(BATCH
             except Exception as error:
                 refusal = refusal or str(error)
     return ("refused", refusal) if refusal else ("exact", "")
-
-
-def _layers(errors):
-    names = {m for e in errors for m in ("BatchNorm",) if m in str(e)}
-    return ", ".join(sorted(names)) or str(errors[0])
 
 
 def check_class(task, family, cls, form="whole", **kwargs):

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from tests import tiny
 from tests.common import (
     MODES,
     assert_same,
@@ -28,230 +29,22 @@ from tests.common import (
 
 transformers = pytest.importorskip("transformers")
 
-V = 32
-# What a configuration has of these, it gets.
-SMALL = dict(
-    vocab_size=V,
-    hidden_size=16,
-    intermediate_size=12,
-    num_hidden_layers=2,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-    head_dim=8,
-    max_position_embeddings=64,
-    pad_token_id=0,
-    bos_token_id=1,
-    eos_token_id=2,
-    hidden_dropout=0.0,
-    attention_dropout=0.0,
-    # experts
-    moe_intermediate_size=8,
-    num_experts=4,
-    num_local_experts=4,
-    n_routed_experts=4,
-    moe_num_experts=4,
-    num_experts_per_tok=2,
-    moe_topk=2,
-    moe_k=2,
-    top_k_experts=2,
-    n_shared_experts=1,
-    num_shared_experts=1,
-    moe_num_shared_experts=1,
-    shared_expert_intermediate_size=10,
-    shared_experts_intermediate_size=10,
-    shared_intermediate_size=10,
-    expert_ffn_hidden_size=6,
-    ffn_hidden_size=12,
-    n_group=2,
-    topk_group=1,
-    first_k_dense_replace=1,
-    num_dense_layers=1,
-    mlp_layer_types=["dense", "sparse"],
-    enable_moe_block=True,
-    router_jitter_noise=0.0,
-    # latent and sparse attention
-    kv_lora_rank=8,
-    q_lora_rank=8,
-    qk_rope_head_dim=4,
-    qk_nope_head_dim=4,
-    v_head_dim=8,
-    index_n_heads=2,
-    index_head_dim=8,
-    index_topk=4,
-    swa_num_attention_heads=2,
-    swa_num_key_value_heads=1,
-    swa_head_dim=8,
-    num_global_key_value_heads=1,
-    global_head_dim=8,
-    # linear attention and state spaces
-    linear_key_head_dim=4,
-    linear_value_head_dim=4,
-    linear_num_key_heads=2,
-    linear_num_value_heads=2,
-    linear_num_heads=2,
-    linear_head_dim=8,
-    linear_conv_kernel_dim=2,
-    mamba_n_heads=4,
-    mamba_d_head=8,
-    mamba_d_state=4,
-    mamba_d_conv=2,
-    mamba_expand=2,
-    mamba_dt_rank=2,
-    mamba_chunk_size=4,
-    mamba_num_heads=4,
-    mamba_head_dim=8,
-    ssm_state_size=4,
-    n_groups=1,
-    chunk_size=4,
-    conv_kernel=2,
-    # further tokens, further embeddings
-    num_mtp_layers=0,
-    num_nextn_predict_layers=0,
-    hidden_size_per_layer_input=4,
-    vocab_size_per_layer_input=V,
-)
-LATENT = dict(num_key_value_heads=2, head_dim=4)
-LINEAR = ["linear_attention", "full_attention"]
-
-
-def rope(*section, **kwargs):
-    given = dict(rope_type="default", rope_theta=1e4, mrope_section=list(section))
-    return dict(rope_parameters={**given, **kwargs})
-
-
-FAMILIES = {
-    "afmoe": {},
-    "aria": {},
-    "axk1": LATENT,
-    "axk2": LATENT,
-    "bailing_hybrid": {},
-    "beam": dict(layer_types=["sliding_attention", "full_attention"], sliding_window=4),
-    "cohere2_moe": {},
-    "dbrx": dict(
-        d_model=16,
-        n_heads=2,
-        n_layers=2,
-        max_seq_len=64,
-        attn_config=dict(kv_n_heads=1, clip_qkv=8.0, rope_theta=1e4),
-        ffn_config=dict(ffn_hidden_size=6, moe_num_experts=4, moe_top_k=2),
-    ),
-    "deepseek_ocr2": dict(num_key_value_heads=2),
-    "deepseek_v2": LATENT,
-    "deepseek_v3": LATENT,
-    "deepseek_v32": LATENT,
-    "deepseek_v4": dict(
-        mlp_layer_types=["hash_moe", "moe"],
-        layer_types=["compressed_sparse_attention", "heavily_compressed_attention"],
-        compress_rates=dict(
-            compressed_sparse_attention=2, heavily_compressed_attention=4
-        ),
-        o_lora_rank=4,
-        o_groups=2,
-        sliding_window=4,
-        hc_mult=2,
-    ),
-    "diffusion_gemma": {},
-    "dots1": {},
-    "dots3_note": dict(num_key_value_heads=2),
-    "ernie4_5_moe": {},
-    "ernie4_5_vl_moe": dict(
-        hidden_size=32, moe_intermediate_size=[6, 4], **rope(2, 2, 4)
-    ),
-    "exaone_moe": {},
-    "flex_olmo": {},
-    "flint": dict(mlp_only_layers=[0]),
-    "gemma4": {},
-    "glm4_moe": {},
-    "glm4_moe_lite": LATENT,
-    "glm4v_moe": rope(1, 1, 2, partial_rotary_factor=1.0),
-    "glm5_next": dict(
-        num_key_value_heads=2,
-        qk_rope_head_dim=0,
-        head_dim=0,
-        qk_nope_head_dim=8,
-        index_kpool=2,
-        hc_mult=2,
-    ),
-    "glm_moe_dsa": LATENT,
-    "gpt_oss": {},
-    "granitemoe": {},
-    "granitemoe_swa": {},
-    "granitemoehybrid": dict(layer_types=["mamba", "attention"]),
-    "granitemoeshared": {},
-    "hunyuan_v1_moe": {},
-    "hy_v3": {},
-    "hy_v4": {},
-    "inkling": {},
-    "inkling2": {},
-    "jamba": {},
-    "jetmoe": dict(kv_channels=8),
-    "kimi_linear": {},
-    "kolibri1": {},
-    "laguna": {},
-    "lfm2_moe": dict(layer_types=["conv", "full_attention"]),
-    "llama4": {},
-    "longcat_flash": dict(
-        num_layers=2, zero_expert_num=2, num_key_value_heads=2, head_dim=4
-    ),
-    "mellum": {},
-    "mimo_v2_flash": {},
-    "minimax": {},
-    "minimax_m2": {},
-    "minimax_m3_vl": {},
-    "mistral4": LATENT,
-    "mistral_large4": LATENT,
-    "mixtral": {},
-    "muse_spark": dict(moe_hidden_size=8),
-    "nemotron_h": dict(
-        layers_block_type=["linear_attention", "moe", "full_attention", "moe"],
-        num_hidden_layers=4,
-        moe_shared_expert_intermediate_size=6,
-    ),
-    "nllb_moe": dict(
-        d_model=16,
-        encoder_layers=2,
-        decoder_layers=2,
-        encoder_ffn_dim=12,
-        decoder_ffn_dim=12,
-        encoder_attention_heads=2,
-        decoder_attention_heads=2,
-        encoder_sparse_step=2,
-        decoder_sparse_step=2,
-        encoder_layerdrop=0.0,
-        decoder_layerdrop=0.0,
-        dropout=0.0,
-        moe_token_dropout=0.0,
-    ),
-    "olmoe": {},
-    "openai_privacy_filter": {},
-    "phimoe": {},
-    "qwen2_moe": {},
-    "qwen3_5_moe": dict(layer_types=LINEAR, **rope(2, 1, 1, partial_rotary_factor=1.0)),
-    "qwen3_moe": {},
-    "qwen3_next": dict(layer_types=LINEAR),
-    "qwen3_omni_moe": rope(2, 1, 1),
-    "qwen3_vl_moe": rope(2, 1, 1),
-    "qwen4_exp": dict(hc_lowrank=4, hc_count=2),
-    "solar_open": {},
-    "step3p7": dict(
-        sliding_window=4,
-        layer_types=["sliding_attention", "full_attention"],
-        share_expert_dim=6,
-    ),
-    "switch_transformers": dict(
-        d_model=16,
-        d_kv=8,
-        d_ff=12,
-        num_layers=2,
-        num_decoder_layers=2,
-        num_heads=2,
-        num_sparse_encoder_layers=1,
-        num_sparse_decoder_layers=1,
-        dropout_rate=0.0,
-    ),
-    "unlimited_ocr": {},
-    "zaya": dict(num_experts_per_tok=1, router_hidden_size=8),
-}
+V = tiny.V
+OFF = ("hidden_dropout", "attention_dropout", "router_jitter_noise")
+SMALL = {**tiny.SMALL, **dict.fromkeys(OFF, 0.0)}
+FAMILIES = {name: tiny.FAMILIES[name] for name in """
+    afmoe aria axk1 axk2 bailing_hybrid beam cohere2_moe dbrx deepseek_ocr2
+    deepseek_v2 deepseek_v3 deepseek_v32 deepseek_v4 diffusion_gemma dots1
+    dots3_note ernie4_5_moe ernie4_5_vl_moe exaone_moe flex_olmo flint gemma4
+    glm4_moe glm4_moe_lite glm4v_moe glm5_next glm_moe_dsa gpt_oss granitemoe
+    granitemoe_swa granitemoehybrid granitemoeshared hunyuan_v1_moe hy_v3 hy_v4
+    inkling inkling2 jamba jetmoe kimi_linear kolibri1 laguna lfm2_moe llama4
+    longcat_flash mellum mimo_v2_flash minimax minimax_m2 minimax_m3_vl mistral4
+    mistral_large4 mixtral muse_spark nemotron_h nllb_moe olmoe
+    openai_privacy_filter phimoe qwen2_moe qwen3_5_moe qwen3_moe qwen3_next
+    qwen3_omni_moe qwen3_vl_moe qwen4_exp solar_open step3p7 switch_transformers
+    unlimited_ocr zaya
+    """.split()}
 # Those with an architecture of their own: every check is made on them.
 MAIN = (
     *("mixtral", "gpt_oss", "qwen2_moe", "deepseek_v3", "llama4", "jetmoe", "step3p7"),
