@@ -1,0 +1,1 @@
+"""Scaling laws under differential privacy, and the planner that rests on them."""
