@@ -221,7 +221,9 @@ def _log_delta(
     loss, weight, log_sum = law.tilted(t)
     loss = loss - epsilon / steps
     log_scale = steps * log_sum - t * epsilon + math.log(width / math.pi / t / (t + 1))
-    beyond = math.exp(min(log_beyond - log_scale, 700.0))
+    if log_beyond - log_scale > 40:  # all else would be lost in rounding
+        return log_beyond, t
+    beyond = math.exp(log_beyond - log_scale)
 
     # Where most steps count, the law of the sum is smooth, and the integrand vanishes
     # within a few widths of the saddle. But runs that hardly saw the user are nearly an
@@ -750,8 +752,8 @@ def _root(f: Callable[[float], float], x: float, slope: float) -> Tuple[float, f
     low, high, value = -math.inf, math.inf, f(x)
     for _ in range(100):
         low, high = (x, high) if value < 0 else (low, x)
-        new = x - min(max(value / slope, -2.0), 2.0)
-        if abs(new - x) < 2e-6:
+        new = x - min(max(value / slope, -0.7), 0.7)
+        if abs(value) < 3e-6:  # and less after this step
             return new, slope
         if not low < new < high:
             new = (low + high) / 2
