@@ -445,8 +445,8 @@ def _probe(args: argparse.Namespace) -> Any:
 def _scaled(measured: Any) -> Dict[str, Any]:
     """
     The paper's thresholds were set for runs of 128,000 steps; those of shorter runs are
-    in proportion: dropped below 1/128 of the steps, extrapolated from 1/8 of them on, to
-    ten times as many.
+    in proportion: dropped below 1/128 of the steps, extrapolated from 1/8 of them on,
+    to ten times as many.
     """
     longest = float(measured.steps.max())
     return dict(
@@ -593,7 +593,8 @@ def fit(args: argparse.Namespace) -> int:
 
         if name not in LAWS:
             raise ValueError(
-                f"--law {args.law!r} is none of surface, {', '.join([*PRIVATE, *LAWS])}."
+                f"--law {args.law!r} is none of "
+                f"{', '.join(['surface', *PRIVATE, *LAWS])}."
             )
         law = LAWS[name]
         if args.hold_out:
@@ -727,7 +728,7 @@ def _case(name: str) -> Tuple[Any, Any, Any]:
 
 
 def _checkpoint(path: Path, batch_size: int, length: int) -> Tuple[Any, Any, Any]:
-    """A model of transformers from a folder, with random tokens of lengths that vary."""
+    """A model of transformers from a folder, and random tokens of several lengths."""
     import torch
     import transformers
 

@@ -152,8 +152,8 @@ class LossModel:
             return np.where(quiet, bound, np.nan)
 
         source = (
-            f"a bound only: {fit.law.name}, without privacy, where the noise's norm is at "
-            f"most {noise_norm:g} (the gradient's is 1 at most)"
+            f"a bound only: {fit.law.name}, without privacy, where the noise's norm is "
+            f"at most {noise_norm:g} (the gradient's is 1 at most)"
         )
         return cls(loss, parameters, steps, 0, 0, False, source)
 
@@ -345,9 +345,9 @@ def certified(
             return noise_multiplier * factor
         factor, step = factor + step, 2 * step
     raise ArithmeticError(
-        f"noise_multiplier={noise_multiplier:g} was calibrated for epsilon={epsilon:g}, "
-        f"delta={delta:g}, {steps} steps at sample rate {sample_rate:g}; the accountant "
-        f"finds more, up to {most} times that noise. Please report it."
+        f"noise_multiplier={noise_multiplier:g} was calibrated for epsilon={epsilon:g},"
+        f" delta={delta:g}, {steps} steps at sample rate {sample_rate:g}; the accountant"
+        f" finds more, up to {most} times that noise. Please report it."
     )
 
 
