@@ -13,11 +13,12 @@ noise-batch ratio, C compute in FLOPs, S steps:
 - :data:`kaplan_parameters`: L = (N_c / M)^alpha_N
 - :data:`kaplan_tokens`: L = (D_c / D)^alpha_D
 - :data:`kaplan_flops`: L = (C_c / C)^alpha_C
-- :data:`kaplan_parameters_tokens`: L = ((N_c / M)^(alpha_N / alpha_D) + D_c / D)^alpha_D
+- :data:`kaplan_parameters_tokens`:
+  L = ((N_c / M)^(alpha_N / alpha_D) + D_c / D)^alpha_D
 - :data:`kaplan_parameters_steps`: L = (N_c / M)^alpha_N + (S_c / S_min)^alpha_S
 - :data:`critical_batch`: B_crit = B_star / L^(1 / alpha_B)
-- :data:`steps_to_loss`: S = S_min + E_min / B, of runs with several batches to one loss;
-  it is (S / S_min - 1) (E / E_min - 1) = 1 with E = B S, and B_crit = E_min / S_min
+- :data:`steps_to_loss`: S = S_min + E_min / B, of runs with several batches to one
+  loss: (S / S_min - 1) (E / E_min - 1) = 1 with E = B S, and B_crit is E_min / S_min
 - :data:`power`: y = scale C^exponent
 
 Sources: Kaplan et al., "Scaling laws for neural language models" (2020); McCandlish et
@@ -549,10 +550,8 @@ class Fit:
         try:
             torch.broadcast_shapes(*(x.shape for x in logs.values()))
         except RuntimeError as e:
-            raise ValueError(
-                f"Shapes of {', '.join(f'{n} {tuple(x.shape)}' for n, x in logs.items())}"
-                " don't broadcast."
-            ) from e
+            shapes = ", ".join(f"{n} {tuple(x.shape)}" for n, x in logs.items())
+            raise ValueError(f"Shapes don't broadcast: {shapes}.") from e
         return self.law.log_target(values, logs).exp().numpy()
 
     def intervals(self, level: float = 0.95) -> Dict[str, Tuple[float, float]]:
@@ -972,10 +971,10 @@ CHINCHILLA = chinchilla.of(E=1.69, A=406.4, B=410.7, a=0.34, b=0.28)
 #: parameter. The published constants don't fit these.
 CHINCHILLA_REFIT = chinchilla.of(E=1.8172, A=477.7, B=2142.0, a=0.3473, b=0.3671)
 
-#: Kaplan et al.'s, compute in FLOPs (theirs is in PF-days), batches in tokens. Of
-#: table 5, but for ``parameters_tokens``, which is of table 2; ``flops`` is with batches
-#: of one size, ``minimum_flops`` with batches far below the critical one. The last four,
-#: of table 6, are what is best for a minimum_flops.
+#: Kaplan et al.'s, with compute in FLOPs (theirs is in PF-days) and batches in tokens.
+#: Of table 5, but for ``parameters_tokens``, which is of table 2; ``flops`` is with
+#: batches of one size, ``minimum_flops`` with batches far below the critical one. The
+#: last four, of table 6, are what is best for such a minimum.
 KAPLAN: Dict[str, Fit] = {
     "parameters": kaplan_parameters.of(N_c=8.8e13, alpha_N=0.076),
     "tokens": kaplan_tokens.of(D_c=5.4e13, alpha_D=0.095),
