@@ -209,7 +209,7 @@ class Law:
         data = _Data(self, logs, outcome, means, mean, huber)
         first = self._starts(starts, descents, data, means, mean)
         ends = sorted((data.descend(s) for s in first), key=lambda end: end.objective)
-        best = ends[0]
+        best = data.descend(ends[0].x, tolerance=1e-14)
         close = best.objective * 1.0001 + 1e-6 * huber
         agreed = sum(end.objective <= close for end in ends)
 
@@ -323,15 +323,15 @@ class Law:
                     "row each is needed."
                 )
             logs[name] = np.broadcast_to(x, outcome.shape)
-        if len(outcome) < len(self.parameters):
-            raise ValueError(
-                f"{self.name} has {len(self.parameters)} parameters; {len(outcome)} "
-                "rows can't determine them."
-            )
         return logs, np.log(outcome)
 
     def _identifiable(self, logs: Mapping[str, np.ndarray], outcome: np.ndarray) -> str:
-        """Why these inputs can't determine the parameters; empty if they may."""
+        """Why these rows can't determine the parameters; empty if they may."""
+        if len(outcome) < len(self.parameters):
+            return (
+                f"{self.name} has {len(self.parameters)} parameters; {len(outcome)} "
+                "rows can't determine them."
+            )
         for name, least in self.inputs.items():
             distinct = len(np.unique(logs[name]))
             if distinct < least:
@@ -482,7 +482,7 @@ class _Data:
         function = torch.autograd.functional.jacobian
         return function(self.log_target, torch.tensor(x), vectorize=True).numpy()
 
-    def descend(self, start: np.ndarray) -> _End:
+    def descend(self, start: np.ndarray, tolerance: float = 1e-10) -> _End:
         def scaled(x: np.ndarray) -> Tuple[float, np.ndarray]:
             # In units of |error|: the objective itself is so small that L-BFGS would
             # take its first value for a minimum.
@@ -493,7 +493,7 @@ class _Data:
                 return math.inf, np.zeros_like(x)
             return value.item(), slope.numpy()
 
-        options = dict(maxiter=5000, maxfun=10**5, maxcor=20, ftol=1e-14, gtol=1e-8)
+        options = dict(maxiter=2000, maxfun=2000, maxcor=20, ftol=tolerance, gtol=1e-8)
         end = minimize(scaled, start, jac=True, method="L-BFGS-B", options=options)
         # At the limit of float64 no step may be found that is down.
         flat = np.abs(end.jac).max() < 1e-4 * len(self.outcome)
@@ -747,6 +747,10 @@ def _positive(name: str, values: ArrayLike, zero: bool = False) -> np.ndarray:
     return array
 
 
+def _exp(x: Any) -> Any:
+    return x.exp() if isinstance(x, Tensor) else np.exp(x)
+
+
 def _log_sum(*logs: Tensor) -> Tensor:
     return torch.logsumexp(torch.stack(torch.broadcast_tensors(*logs)), 0)
 
@@ -821,7 +825,7 @@ def _kaplan(
 
     def in_units(p: Values, means: Mapping[str, float], mean: float) -> Values:
         moved = {
-            f"log_{c}": p[f"log_{c}"] + means[n] + mean / np.exp(p[f"log_{alpha}"])
+            f"log_{c}": p[f"log_{c}"] + means[n] + mean / _exp(p[f"log_{alpha}"])
             for n, (c, alpha) in scales.items()
         }
         return {**p, **moved}
@@ -942,7 +946,7 @@ critical_batch = Law(
     lambda p, x: p["log_B_star"] - x["loss"] * (-p["log_alpha_B"]).exp(),
     lambda p, means, mean: {
         **p,
-        "log_B_star": p["log_B_star"] + mean + means["loss"] / np.exp(p["log_alpha_B"]),
+        "log_B_star": p["log_B_star"] + mean + means["loss"] / _exp(p["log_alpha_B"]),
     },
 )
 

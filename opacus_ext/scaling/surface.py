@@ -602,8 +602,9 @@ def _fit(
                 raise ValueError(
                     f"Runs of parameters {m:g}, ratio {ratios[j]:g} end at "
                     f"{last[i, j]:g} steps with {used.sum()} readings from "
-                    f"{fit_from:g} steps on; to extrapolate to {grid[-1]:g}, {_LEAST_READINGS} are "
-                    "needed. Lower fit_from or steps_to, or measure longer."
+                    f"{fit_from:g} steps on; to extrapolate to {grid[-1]:g}, "
+                    f"{_LEAST_READINGS} are needed. Lower fit_from or steps_to, or "
+                    "measure longer."
                 )
             beyond, note = _extrapolate(grid[used], loss[used, j], grid[~known])
             loss[~known, j] = np.minimum(beyond, loss[known, j][-1])
