@@ -210,7 +210,7 @@ class Law:
         first = self._starts(starts, descents, data, means, mean)
         ends = sorted((data.descend(s) for s in first), key=lambda end: end.objective)
         best = data.descend(ends[0].x, tolerance=1e-14)
-        close = best.objective * 1.0001 + 1e-6 * huber
+        close = ends[0].objective * 1.0001 + 1e-6 * huber
         agreed = sum(end.objective <= close for end in ends)
 
         samples = None

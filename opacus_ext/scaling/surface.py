@@ -607,10 +607,11 @@ def _fit(
                     "measure longer."
                 )
             beyond, note = _extrapolate(grid[used], loss[used, j], grid[~known])
-            loss[~known, j] = np.minimum(beyond, loss[known, j][-1])
+            loss[~known, j] = beyond
             if note:
                 mended.append(f"parameters {m:g}, ratio {ratios[j]:g}: {note}")
-        # Where curves end at different steps, a ratio's end may let others rise.
+        # A fit may begin above the last reading; and where curves end at different
+        # steps, the end of one may let the others rise.
         loss = _isotonic(np.minimum.accumulate(loss, axis=0))
         log_loss[i] = np.log(loss)
     return Surface(sizes, grid, ratios, log_loss, rate, last, warnings=tuple(mended))

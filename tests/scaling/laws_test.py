@@ -329,7 +329,7 @@ def test_degenerate_fits_are_reported():
     # Noise only.
     rng = np.random.default_rng(0)
     loss = 3 * np.exp(0.01 * rng.standard_normal(60))
-    fit = laws.chinchilla.fit(loss, descents=3, bootstrap=6, **inputs)
+    fit = laws.chinchilla.fit(loss, descents=2, bootstrap=3, **inputs)
     assert fit.warnings
     assert all(w in str(fit) for w in fit.warnings)
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from opacus_ext.scaling import laws
-from opacus_ext.scaling.measurements import Measurements
+from opacus_ext.scaling.measurements import Measurements, concatenate
 from opacus_ext.scaling.surface import Surface, _noise, _rolling_mean, hold_out
 
 LAW = laws.private_sigmoid.of(
@@ -268,6 +268,24 @@ def test_curves_of_different_length():
     assert surface.measured_to.tolist() == [[1000] * 3, [600] * 3]
     assert surface.loss(1e6, 1000, 1e-3) == pytest.approx(
         truth(1e6, 1000, 1e-3), rel=1e-3
+    )
+
+
+def test_runs_read_at_different_steps():
+    """Between two readings, loss is a line in logs."""
+
+    def loss(m, steps, r):
+        return 100 * np.asarray(steps, dtype=float) ** -0.5
+
+    parts = [
+        measure([m], steps, [0.0, 1e-3], loss=loss)
+        for m, steps in [(1e5, [10, 100, 1000]), (1e6, [5, 30, 200, 1000])]
+    ]
+    surface = Surface.fit(concatenate(parts), min_steps=1, window=1)
+    assert surface.steps.tolist() == [10, 30, 100, 200, 1000]
+    steps = np.geomspace(10, 1000, 9)
+    assert surface.loss([[1e5], [1e6]], steps, 0) == pytest.approx(
+        np.stack([100 * steps**-0.5] * 2)
     )
 
 
