@@ -9,7 +9,6 @@ steps beyond the measured ones.
 from __future__ import annotations
 
 import math
-import warnings
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Tuple
@@ -17,7 +16,7 @@ from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Tuple
 import numpy as np
 from numpy.typing import ArrayLike
 from scipy.interpolate import RegularGridInterpolator
-from scipy.optimize import OptimizeWarning, curve_fit, isotonic_regression
+from scipy.optimize import isotonic_regression, minimize_scalar
 
 _PER_DECADE = 16  # grid points of extrapolated steps; between, interpolation
 _LEAST_READINGS = 4  # to extrapolate from: one more than the curve has parameters
@@ -638,37 +637,43 @@ def _extrapolate(
     steps: np.ndarray, loss: np.ndarray, to: np.ndarray
 ) -> Tuple[np.ndarray, str]:
     """
-    L = exp(m log T + b) + E, fitted by least squares, at further steps; and what is to
-    be said about it.
+    L = c T^m + E, c being exp(b), fitted by least squares with m <= 0, c >= 0 and
+    E >= 0, at further steps; and what is to be said about it.
+
+    The paper's ``curve_fit`` finds the same where it converges and stays within these
+    bounds, which it does not on noisy curves that are nearly flat. For a given m the
+    best c and E have a closed form, so only m is searched for.
     """
-    if np.ptp(loss) == 0:
-        return np.full(len(to), loss[-1]), "flat, so continued flat."
+    # Steps in units of the last: their powers are then at least 1, and not far from it.
+    x = np.log(steps / steps[-1])
 
-    def curve(x: np.ndarray, m: float, b: float, e: float) -> np.ndarray:
-        return np.exp(m * x + b) + e
+    def best(m: np.ndarray) -> Tuple[np.ndarray, np.ndarray, np.ndarray]:
+        z = np.exp(np.multiply.outer(m, x))
+        level = z.mean(-1, keepdims=True)
+        c = ((z - level) @ loss) / ((z - level) ** 2).sum(-1)
+        c = np.maximum(c, 0)
+        e = loss.mean() - c * level[..., 0]
+        c = np.where(e < 0, (z @ loss) / (z**2).sum(-1), c)
+        e = np.maximum(e, 0)
+        error = c[..., None] * z + e[..., None] - loss
+        return c, e, (error**2).sum(-1)
 
-    # Steps in units of the last: m and b are then nearly independent.
-    x, beyond = np.log(steps / steps[-1]), np.log(to / steps[-1])
-    e = loss[-1] - np.ptp(loss)
-    e = max(e, 0.5 * loss[-1])
-    m, b = np.polyfit(x, np.log(loss - e), 1)
-    start = min(m, -1e-3), b, e
-    with warnings.catch_warnings(), np.errstate(over="ignore"):
-        warnings.simplefilter("ignore", OptimizeWarning)
-        for bounds, note in [
-            ((-np.inf, np.inf), ""),
-            (
-                ([-np.inf, -np.inf, 0], [0, np.inf, np.inf]),
-                "the curve was held to m <= 0 and E >= 0 to extrapolate it.",
-            ),
-        ]:
-            try:
-                found, _ = curve_fit(curve, x, loss, start, bounds=bounds)
-            except RuntimeError:  # no convergence
-                continue
-            if np.isfinite(found).all() and found[0] <= 0 <= found[2]:
-                return curve(beyond, *found), note
-    return np.full(len(to), loss[-1]), "no curve fits, so continued flat."
+    scan = -np.geomspace(1e-3, 10, 80)
+    i = int(np.argmin(best(scan)[2]))
+    around = scan[min(i + 1, len(scan) - 1)], scan[max(i - 1, 0)]
+    m = minimize_scalar(
+        lambda m: float(best(np.array(m))[2]),
+        bounds=around,
+        method="bounded",
+        options={"xatol": 1e-9},
+    ).x
+    c, e, _ = best(np.array(m))
+    note = ""
+    if c == 0:
+        note = "the curve is flat, and continued flat."
+    elif e == 0:
+        note = "the curve doesn't flatten: it is continued as a power law without E."
+    return c * (to / steps[-1]) ** m + e, note
 
 
 def _nearest(grid: np.ndarray, x: np.ndarray) -> np.ndarray:

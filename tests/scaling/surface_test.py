@@ -11,10 +11,17 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy.optimize import curve_fit
 
 from opacus_ext.scaling import laws
 from opacus_ext.scaling.measurements import Measurements, concatenate
-from opacus_ext.scaling.surface import Surface, _noise, _rolling_mean, hold_out
+from opacus_ext.scaling.surface import (
+    Surface,
+    _extrapolate,
+    _noise,
+    _rolling_mean,
+    hold_out,
+)
 
 LAW = laws.private_sigmoid.of(
     E=1.2, A=2e3, B=2e3, C=4.0, a=0.47, b=0.42, g=0.95, a2=-0.07
@@ -303,9 +310,24 @@ def test_flat_and_odd_curves_are_reported():
 
     m = measure([1e5], np.arange(20, 1001, 20), [0.0, 1e-3], loss=falling_faster)
     surface = Surface.fit(m, **SMALL, steps_to=1e5)
-    assert "m <= 0 and E >= 0" in surface.warnings[0]
+    assert "doesn't flatten" in surface.warnings[0]
     assert monotone(surface)
     assert 0 < surface.loss(1e5, 1e5, 0) <= 1
+
+
+def test_extrapolation_is_least_squares():
+    """Oracle: scipy's curve_fit, which the paper uses, where it works."""
+    steps = np.arange(1000.0, 20_001, 500)
+    noise = 0.01 * np.random.default_rng(0).standard_normal(len(steps))
+    loss = 40 * steps**-0.4 + 1.5 + noise
+    to = np.array([3e4, 1e6])
+
+    def curve(t, m, b, e):
+        return np.exp(m * np.log(t) + b) + e
+
+    found, _ = curve_fit(curve, steps, loss, (-0.5, 3.0, 1.0))
+    expected = curve(to, *found)
+    assert _extrapolate(steps, loss, to) == (pytest.approx(expected, rel=1e-5), "")
 
 
 def test_hold_out(paper):
