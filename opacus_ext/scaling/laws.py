@@ -209,7 +209,7 @@ class Law:
         data = _Data(self, logs, outcome, means, mean, huber)
         first = self._starts(starts, descents, data, means, mean)
         ends = sorted((data.descend(s) for s in first), key=lambda end: end.objective)
-        best = data.descend(ends[0].x, tolerance=1e-14)
+        best = data.descend(ends[0].x, tolerance=1e-14, evaluations=5000)
         close = ends[0].objective * 1.0001 + 1e-6 * huber
         agreed = sum(end.objective <= close for end in ends)
 
@@ -380,11 +380,11 @@ class Law:
     ) -> Dict[str, np.ndarray]:
         """Parameters of a fit, ``[*, parameters]``, in the user's units by name."""
         p = self.in_units(dict(zip(self.keys, np.moveaxis(x, -1, 0))), means, mean)
-        with np.errstate(over="ignore"):
-            return {
-                q.name: np.exp(p[q.key]) if q.positive else p[q.key]
-                for q in self.parameters
-            }
+        # Of a degenerate fit a log may be any number; its parameter stays finite.
+        return {
+            q.name: np.exp(np.clip(p[q.key], -700, 700)) if q.positive else p[q.key]
+            for q in self.parameters
+        }
 
     def _warnings(self, fit: Fit, data: _Data, best: _End) -> List[str]:
         found = []
@@ -482,7 +482,9 @@ class _Data:
         function = torch.autograd.functional.jacobian
         return function(self.log_target, torch.tensor(x), vectorize=True).numpy()
 
-    def descend(self, start: np.ndarray, tolerance: float = 1e-10) -> _End:
+    def descend(
+        self, start: np.ndarray, tolerance: float = 1e-10, evaluations: int = 500
+    ) -> _End:
         def scaled(x: np.ndarray) -> Tuple[float, np.ndarray]:
             # In units of |error|: the objective itself is so small that L-BFGS would
             # take its first value for a minimum.
@@ -493,7 +495,13 @@ class _Data:
                 return math.inf, np.zeros_like(x)
             return value.item(), slope.numpy()
 
-        options = dict(maxiter=2000, maxfun=2000, maxcor=20, ftol=tolerance, gtol=1e-8)
+        options = dict(
+            maxiter=evaluations,
+            maxfun=evaluations,
+            maxcor=20,
+            ftol=tolerance,
+            gtol=1e-8,
+        )
         end = minimize(scaled, start, jac=True, method="L-BFGS-B", options=options)
         # At the limit of float64 no step may be found that is down.
         flat = np.abs(end.jac).max() < 1e-4 * len(self.outcome)
@@ -862,7 +870,11 @@ private = _sum_of_powers(
 
 
 def _squash(ratio: np.ndarray) -> np.ndarray:
-    """log s' with s' = sigmoid((log s + 8) / 1.6), equation 4 of the private paper."""
+    """
+    log s' with s' = sigmoid((log s + 8) / 1.6), equation 4 of the private paper. It
+    chose the two numbers by eye for its ratios, 2^-23 to 2^-6; where s is far above
+    e^-8, s' is 1 and the law degenerates.
+    """
     return -np.logaddexp(0.0, -(np.log(ratio) + 8) / 1.6)
 
 
