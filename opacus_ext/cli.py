@@ -240,10 +240,10 @@ def _plan(add: Callable) -> None:
     add("--steps", type=bounds(1, whole=True), help="T, bounds")
     add(
         "--noise-norm",
-        default=1.0,
+        default=0.2,
         type=number(0, above=True),
         help="without measurements: largest norm of the noise in the mean of clipped "
-        "gradients, whose norm is 1 at most (default 1)",
+        "gradients, whose norm is 1 at most (default 0.2)",
     )
     add(
         "--baseline",
@@ -392,6 +392,11 @@ def plan(args: argparse.Namespace) -> int:
             f"delta={args.delta:g} is more than one in {max(args.users):g} users; a "
             "smaller one is usual."
         )
+    if not law.private and any(r["noise_norm"] > args.noise_norm for r in rows):
+        notes.append(
+            "Where the noise norm is more than --noise-norm, no configuration has less "
+            "noise: the model will learn little. More epsilon, users or compute help."
+        )
     if args.json:
         _print_json({"law": law.source, "notes": notes, "plans": rows})
     elif len(rows) == 1:
@@ -404,7 +409,7 @@ def plan(args: argparse.Namespace) -> int:
 def _law(args: argparse.Namespace) -> Tuple[Any, List[str]]:
     from opacus_ext.scaling.laws import CHINCHILLA, LAWS, private_rows
     from opacus_ext.scaling.planner import LossModel
-    from opacus_ext.scaling.surface import Surface
+    from opacus_ext.scaling.surface import Surface, scaled_options
 
     if args.measurements is None:
         law = LossModel.bound(CHINCHILLA, args.tokens or 512, args.noise_norm)
@@ -418,7 +423,7 @@ def _law(args: argparse.Namespace) -> Tuple[Any, List[str]]:
     source = f"{args.measurements}, {len(measured)} runs of {measured.family!r}"
     meta = measured.tokens, measured.batch_size
     if args.law == "surface":
-        surface = Surface.fit(measured, **_scaled(measured))
+        surface = Surface.fit(measured, **scaled_options(measured))
         return LossModel.of_surface(surface, source, *meta), []
     loss, inputs, groups = private_rows(measured)
     fitted = LAWS[PRIVATE[args.law]].fit(loss, groups=groups, **inputs)
@@ -440,20 +445,6 @@ def _probe(args: argparse.Namespace) -> Any:
     from opacus_ext.scaling.probe import probe
 
     return probe(find_family(args.family, args.text), device=args.device)
-
-
-def _scaled(measured: Any) -> Dict[str, Any]:
-    """
-    The paper's thresholds were set for runs of 128,000 steps; those of shorter runs are
-    in proportion: dropped below 1/128 of the steps, extrapolated from 1/8 of them on,
-    to ten times as many.
-    """
-    longest = float(measured.steps.max())
-    return dict(
-        min_steps=min(1000.0, longest / 128),
-        fit_from=min(16000.0, longest / 8),
-        steps_to=10 * longest,
-    )
 
 
 def _planned(args: argparse.Namespace, table: Any, flops: float) -> Dict[str, Any]:
@@ -618,15 +609,19 @@ def fit(args: argparse.Namespace) -> int:
 
 
 def _fitted_surface(measured: Any, held: Sequence[Tuple[str, float]]) -> Dict[str, Any]:
-    from opacus_ext.scaling.surface import Surface, hold_out
+    from opacus_ext.scaling.surface import Surface, hold_out, scaled_options
 
-    options = _scaled(measured)
+    options = scaled_options(measured)
     surface = Surface.fit(measured, **options)
     result: Dict[str, Any] = dict(law="surface", runs=len(measured))
     result |= {name: list(ends) for name, ends in surface.ranges.items()}
     for name, value in held:
         found = hold_out(measured, **{name: value}, **options)
-        result[f"without {name}={value:g}"] = found.summary()
+        result[f"without {name}={value:g}"] = {
+            "mean error": found.mean,
+            "worst error": found.worst,
+            "readings": len(found.measured),
+        }
     return result
 
 
@@ -829,7 +824,8 @@ def _one_plan(row: Dict[str, Any], law: Any, notes: Sequence[str]) -> str:
                 "compute": f"{row['flops']:.3g} FLOPs",
                 "tokens a parameter": _show(row["tokens_per_parameter"]),
                 "noise multiplier": _show(row["noise_multiplier"]),
-                "noise-batch ratio": _show(row["ratio"]),
+                "noise-batch ratio": _show(row["ratio"])
+                + f" (norm of the noise {_show(row['noise_norm'])})",
                 "loss": f"{least}{_show(row['loss'])} nats a token{interval}",
                 "membership advantage": f"{_show(row['advantage'])} at most",
                 "learning rate": _show(row["learning_rate"]),
@@ -888,6 +884,7 @@ def _many_plans(rows: Sequence[Dict[str, Any]], law: Any, notes: Sequence[str]) 
             "batch size": row["batch_size"],
             "steps": row["steps"],
             "noise": row["make_private"]["noise_multiplier"],
+            "noise norm": row["noise_norm"],
             bound: row["loss"],
             "tokens/param": row["tokens_per_parameter"],
             "advantage": row["advantage"],

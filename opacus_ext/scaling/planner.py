@@ -16,6 +16,7 @@ from functools import lru_cache
 from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
+from scipy.interpolate import make_interp_spline
 
 from opacus_ext.scaling import calibration
 from opacus_ext.scaling.laws import Fit
@@ -26,6 +27,7 @@ Range = Optional[Tuple[float, float]]
 
 DELTA = 1e-8  # the paper's, for any number of users
 PAPER_STEPS = 1e3, 8.2e6
+NOISE_NORM = 0.2
 SIZES_PER_DECADE, BATCHES_PER_OCTAVE, STEPS_PER_OCTAVE = 25, 2, 8
 
 
@@ -64,6 +66,8 @@ class LossModel:
         private: whether its losses are of private training. If not they are a bound:
             no private run is expected to get below
         source: what it rests on, for people
+        excess: of a bound: of (parameters, ratio), how much more noise there is than
+            a plan should have; above 1 the least of it is planned
         learning_rate: of (parameters, steps, ratio), if that is known
         interval: of (parameters, steps, ratio), low and high, if that is known
     """
@@ -77,6 +81,7 @@ class LossModel:
     source: str
     learning_rate: Optional[Callable[..., float]] = None
     interval: Optional[Callable[..., Tuple[float, float]]] = None
+    excess: Optional[Callable[..., np.ndarray]] = None
 
     @classmethod
     def of_surface(
@@ -97,7 +102,7 @@ class LossModel:
             True,
             source,
             surface.learning_rate,
-            surface.interval if surface.has_intervals else None,
+            None if surface.samples is None else surface.interval,
         )
 
     @classmethod
@@ -127,7 +132,7 @@ class LossModel:
         cls,
         fit: Fit,
         tokens: int,
-        noise_norm: float = 1.0,
+        noise_norm: float = NOISE_NORM,
         parameters: Tuple[float, float] = (1e4, 1e12),
         steps: Tuple[float, float] = PAPER_STEPS,
     ) -> LossModel:
@@ -135,27 +140,30 @@ class LossModel:
         Where no private run was measured: a law of non-private training, as a bound.
 
         The noise in the mean gradient has the norm ratio * sqrt(parameters), and the
-        gradient's is at most 1. Only configurations whose noise is no larger than
-        ``noise_norm`` are considered, and of those the one with the lowest bound.
-        How much loss the noise costs, only measurements can tell.
+        gradient's is at most 1. Of the configurations whose noise is no larger than
+        ``noise_norm`` the one with the lowest bound is planned; where there is none,
+        the one with the least noise. How much loss the noise costs, only measurements
+        can tell.
 
         Args:
             fit: of Chinchilla's form, in parameters and training tokens
             tokens: S, of an example
-            noise_norm: the largest norm of the noise
+            noise_norm: the largest norm of the noise; the default is about what the
+                best plans of the paper's table 2 have (median 0.18)
         """
 
         def loss(parameters: Any, batch_size: Any, steps: Any, ratio: Any) -> Any:
             seen = np.multiply(batch_size, steps) * float(tokens)
-            bound = fit.predict(parameters=parameters, tokens=seen)
-            quiet = ratio * np.sqrt(parameters) <= noise_norm
-            return np.where(quiet, bound, np.nan)
+            return fit.predict(parameters=parameters, tokens=seen)
+
+        def excess(parameters: Any, ratio: Any) -> Any:
+            return ratio * np.sqrt(parameters) / noise_norm
 
         source = (
             f"a bound only: {fit.law.name}, without privacy, where the noise's norm is "
             f"at most {noise_norm:g} (the gradient's is 1 at most)"
         )
-        return cls(loss, parameters, steps, 0, 0, False, source)
+        return cls(loss, parameters, steps, 0, 0, False, source, excess=excess)
 
 
 # -- budgets and plans -------------------------------------------------------------
@@ -258,6 +266,7 @@ class Plan:
         ratio: the noise-batch ratio, sigma / B
         amplified: whether batches are Poisson samples; if not, fixed batches of every
             epoch, whose noise is lower here
+        noise_norm: of the noise in the mean gradient, whose own is at most 1
         loss: in nats a token; of a law that is not private, a lower bound
         private_law: whether ``loss`` was fitted to private training
         advantage: of membership inference at most, delta at epsilon 0
@@ -274,6 +283,7 @@ class Plan:
     tokens_per_parameter: float
     noise_multiplier: float
     ratio: float
+    noise_norm: float
     amplified: bool
     loss: float
     private_law: bool
@@ -386,7 +396,8 @@ class Candidates:
         noise_multiplier: ``[B, T]``
         amplified: ``[B, T]``
         flops: ``[M, B, T]``
-        loss: ``[M, B, T]``; nan where the law says nothing, or a bound is broken
+        loss: ``[M, B, T]``; nan where the law says nothing, or a bound is broken; above
+            1000 where a bound on the loss has too much noise to mean anything
 
     Raises:
         ValueError: for ranges that have nothing in common with the law's, tokens other
@@ -413,12 +424,17 @@ class Candidates:
             "batch_size", (1, budget.examples), budget.batch_size, 2, BATCHES_PER_OCTAVE
         )
         self.steps = _lattice("steps", law.steps, budget.steps, 2, STEPS_PER_OCTAVE)
+        self.noise_multiplier, self.ratio, self.amplified = _noise_grid(
+            budget, self.batch_size, self.steps
+        )
         batch, steps = self.batch_size[:, None], self.steps[None, :]
-        self.noise_multiplier, self.ratio, self.amplified = _noise(budget, batch, steps)
         size = self.parameters[:, None, None]
         self.flops = compute(size, batch, steps, budget.tokens)
         self.loss = np.array(law.loss(size, batch, steps, self.ratio), dtype=float)
         self.loss = np.broadcast_to(self.loss, self.flops.shape).copy()
+        if law.excess is not None:
+            excess = law.excess(size, self.ratio)
+            self.loss = np.where(excess > 1, 1000 * excess, self.loss)
         if probe is not None:
             late = probe.seconds(size, batch, steps, budget.tokens) > budget.seconds
             large = probe.memory(size) > budget.memory
@@ -473,9 +489,11 @@ class Candidates:
         """The configuration at an index of ``loss``."""
         i, j, k = (int(x) for x in at)
         size, batch, steps = self.parameters[i], self.batch_size[j], self.steps[k]
-        ratio, noise = self.ratio[j, k], self.noise_multiplier[j, k]
         law, budget = self.law, self.budget
-        known = law.learning_rate and law.learning_rate(size, steps, ratio)
+        # Of the grid's noise, which is interpolated, nothing is reported.
+        noise, ratio, amplified = _noise(budget, batch, steps)
+        loss = float(law.loss(size, batch, steps, ratio))
+        known = law.learning_rate and float(law.learning_rate(size, steps, ratio))
         between = law.interval and law.interval(size, steps, ratio)
         return Plan(
             parameters=int(size),
@@ -485,11 +503,15 @@ class Candidates:
             tokens_per_parameter=float(batch * steps * budget.tokens / size),
             noise_multiplier=float(noise),
             ratio=float(ratio),
-            amplified=bool(self.amplified[j, k]),
-            loss=float(self.loss[i, j, k]),
+            noise_norm=float(ratio * math.sqrt(size)),
+            amplified=bool(amplified),
+            # At the very edge of what the law knows, the grid's noise is the lower one.
+            loss=loss if math.isfinite(loss) else float(self.loss[i, j, k]),
             private_law=law.private,
-            advantage=self.advantage(j, k),
-            learning_rate=float(known) if known is not None else None,
+            advantage=_advantage(
+                budget, float(noise), float(batch), float(steps), bool(amplified)
+            ),
+            learning_rate=known if known and known > 0 else None,
             seconds=(
                 float(self.probe.seconds(size, batch, steps, budget.tokens))
                 if self.probe
@@ -497,16 +519,6 @@ class Candidates:
             ),
             interval=tuple(map(float, between)) if between is not None else None,
             budget=replace(budget, flops=float(flops)),
-        )
-
-    def advantage(self, batch: int, steps: int) -> float:
-        """The membership-inference advantage at an index of ``ratio``."""
-        return _advantage(
-            self.budget,
-            float(self.noise_multiplier[batch, steps]),
-            float(self.batch_size[batch]),
-            float(self.steps[steps]),
-            bool(self.amplified[batch, steps]),
         )
 
     def near(self, flops: Optional[float] = None, within: float = 0.01) -> Near:
@@ -582,7 +594,7 @@ class Candidates:
 
     def expected(self, parameters: float, batch_size: float, steps: float) -> float:
         """The loss of one configuration, on the lattice or not."""
-        ratio = _noise(self.budget, np.array(batch_size), np.array(steps))[1]
+        ratio = _noise(self.budget, batch_size, steps)[1]
         return float(self.law.loss(parameters, batch_size, steps, ratio))
 
     def savings(self, parameters: float, batch_size: float, steps: float) -> Savings:
@@ -699,29 +711,79 @@ def _lattice(
 
 
 def _noise(
+    budget: Budget, batch: float, steps: float
+) -> Tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Noise multiplier, ratio and whether batches are Poisson, of one configuration."""
+    return calibration.calibrate(
+        budget.epsilon, budget.delta, steps, batch, budget.users, **_options(budget)
+    )
+
+
+def _options(budget: Budget) -> Dict[str, Any]:
+    names = "amplification", "records_per_user", "sampling"
+    return {name: getattr(budget, name) for name in names}
+
+
+def _noise_grid(
     budget: Budget, batch: np.ndarray, steps: np.ndarray
 ) -> Tuple[np.ndarray, np.ndarray, np.ndarray]:
-    batch, steps = np.broadcast_arrays(batch, steps)
-    key = replace(budget, flops=1, parameters=None, batch_size=None, steps=None)
-    found = _noise_of(
-        replace(key, seconds=1, memory=1, tokens=1), batch.tobytes(), steps.tobytes()
-    )
-    return tuple(x.reshape(batch.shape) for x in found)
+    """
+    The same of a grid, ``[B, T]``. Calibrated every two octaves; between, how far the
+    noise is off its central limit is interpolated: to 0.1 %, where a plan is looked
+    for. What is found is calibrated by itself.
+    """
+    key = replace(budget, flops=1, seconds=1, memory=1, tokens=1)
+    key = replace(key, parameters=None, batch_size=None, steps=None)
+    return _noise_of(key, tuple(batch), tuple(steps))
 
 
-@lru_cache(maxsize=64)
-def _noise_of(budget: Budget, batch: bytes, steps: bytes) -> Tuple[np.ndarray, ...]:
-    found = calibration.calibrate(
+@lru_cache(maxsize=32)
+def _noise_of(
+    budget: Budget, batch: Tuple[float, ...], steps: Tuple[float, ...]
+) -> Tuple[np.ndarray, np.ndarray, np.ndarray]:
+    b, t = np.array(batch), np.array(steps)
+    least = calibration.calibrate(
         budget.epsilon,
         budget.delta,
-        np.frombuffer(steps),
-        np.frombuffer(batch),
+        t,
+        b[:, None],
         budget.users,
-        amplification=budget.amplification,
-        records_per_user=budget.records_per_user,
-        sampling=budget.sampling,
-    )
-    return tuple(np.asarray(x) for x in found)
+        **{**_options(budget), "amplification": "none"},
+    ).noise_multiplier
+    noise, amplified = least, np.zeros(least.shape, dtype=bool)
+    if budget.amplification != "none":
+        kb, kt = _knots(b), _knots(t)
+        options = {**_options(budget), "amplification": "poisson"}
+        known = calibration.calibrate(
+            budget.epsilon, budget.delta, kt, kb[:, None], budget.users, **options
+        ).noise_multiplier
+        off = np.log(np.maximum(known, 1e-9) / _central_limit(budget, kb, kt))
+        for axis, knots, wanted in ((0, kb, b), (1, kt, t)):
+            if len(knots) > 1:
+                x, degree = np.log(knots), min(3, len(knots) - 1)
+                spline = make_interp_spline(x, off, degree, axis=axis)
+                off = spline(np.log(wanted))
+        poisson = np.exp(off) * _central_limit(budget, b, t)
+        amplified = (poisson <= least) | (budget.amplification == "poisson")
+        noise = np.where(amplified, poisson, least)
+    return noise, noise / b[:, None], amplified
+
+
+def _knots(values: np.ndarray) -> np.ndarray:
+    """Whole numbers two octaves apart, the same for every range but for its ends."""
+    inner = 4.0 ** np.arange(0, 60)
+    inner = inner[(inner > 1.4 * values[0]) & (inner < values[-1] / 1.4)]
+    return np.unique([values[0], *inner, values[-1]])
+
+
+def _central_limit(budget: Budget, batch: np.ndarray, steps: np.ndarray) -> np.ndarray:
+    """
+    The noise of many steps, mu = q sqrt(T (exp(1 / sigma^2) - 1)), ``[B, T]`` (Bu et
+    al., "Deep learning with Gaussian differential privacy", 2020).
+    """
+    mu = 1 / calibration.gaussian_noise_multiplier(budget.epsilon, budget.delta)
+    rate = batch[:, None] / budget.examples
+    return 1 / np.sqrt(np.log1p((mu / rate) ** 2 / steps))
 
 
 @lru_cache(maxsize=1024)

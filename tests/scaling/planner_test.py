@@ -233,7 +233,8 @@ def test_without_measurements_the_loss_is_a_bound():
     budget = Budget(users=1e6, epsilon=4, flops=1e19)
     plan = Candidates(budget, law).best()
     assert not plan.private_law and "bound" in law.source
-    assert plan.ratio * math.sqrt(plan.parameters) <= 1
+    assert plan.noise_norm == pytest.approx(plan.ratio * plan.parameters**0.5)
+    assert plan.noise_norm <= 0.2 * 1.002
     seen = plan.batch_size * plan.steps * 512
     assert plan.loss == pytest.approx(
         float(CHINCHILLA.predict(parameters=plan.parameters, tokens=seen))
@@ -241,6 +242,8 @@ def test_without_measurements_the_loss_is_a_bound():
     free = CHINCHILLA.compute_optimal(1e19)
     assert plan.loss >= free.loss * 0.999 and plan.parameters < free.parameters
     assert plan.learning_rate is None and plan.interval is None
+    noisy = Candidates(Budget(users=1e4, epsilon=1, flops=1e19), law).best()
+    assert noisy.noise_norm > 0.2 and noisy.loss > plan.loss
 
 
 def test_the_arguments_train_within_epsilon():
