@@ -355,22 +355,22 @@ def scaled_options(measurements: Any) -> Dict[str, float]:
     Options of :meth:`Surface.fit` for measurements of any length.
 
     The paper's are for runs of 128,000 steps, read 1280 times. For shorter ones they
-    here in proportion, but for the window, a tenth of a run's readings at most; curves
-    are extrapolated to ten times the longest run.
+    are here in proportion, but for the window, a tenth of a run's readings at most; curves
+    are extrapolated to four times the longest run.
 
     Example:
         >>> from opacus_ext.scaling.measurements import Measurements
         >>> surface = Surface.fit(runs := Measurements.read(), **scaled_options(runs))
         >>> surface.ranges["steps"][1]
-        7000.0
+        2800.0
     """
     longest = float(measurements.steps.max())
     readings = len(measurements.steps) / len(np.unique(measurements.run))
     return dict(
         min_steps=min(1000.0, longest / 128),
         window=max(1, min(10, int(readings / 10))),
-        fit_from=min(16_000.0, longest / 8),
-        steps_to=10 * longest,
+        fit_from=min(16_000.0, longest / 4),
+        steps_to=4 * longest,
     )
 
 
