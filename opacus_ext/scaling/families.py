@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -50,7 +51,7 @@ class _TokenLoss(nn.Module):
         return loss.mean() if self.reduction == "mean" else loss
 
 
-SIZES = ("16x2", "32x2", "64x2", "96x3", "128x5")
+SIZES = ("16x2", "32x2", "64x2", "128x2", "192x2")
 
 
 def byte_transformers(
@@ -91,6 +92,28 @@ def byte_transformers(
 
     dataset = TensorDataset(inputs, targets)
     return Family("bytes", tuple(sizes), build, dataset, _TokenLoss(), length)
+
+
+def closest_size(family: Family, parameters: float, sizes: Sequence[str]) -> str:
+    """
+    The size whose model has the nearest number of parameters, in logarithms.
+
+    Args:
+        sizes: to choose from; they need not be the ones that were measured
+
+    Example:
+        >>> family = byte_transformers(b"To be, or not to be" * 20, length=8)
+        >>> closest_size(family, 30_000, [f"{width}x2" for width in range(8, 33, 4)])
+        '28x2'
+    """
+
+    def distance(size: str) -> float:
+        with torch.device("meta"):
+            model = family.build(size)
+        count = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        return abs(math.log(count / parameters))
+
+    return min(sizes, key=distance)
 
 
 def _shape(size: str) -> Tuple[int, int]:

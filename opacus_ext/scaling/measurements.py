@@ -151,7 +151,9 @@ class Measurements:
         with path.open(newline="") as file:
             rows = list(csv.DictReader(file))
         known = [name for name in _COLUMNS if rows and name in rows[0]]
-        missing = [n for n in ("parameters", "steps", "ratio", "loss") if n not in known]
+        missing = [
+            n for n in ("parameters", "steps", "ratio", "loss") if n not in known
+        ]
         if missing:
             raise ValueError(f"{path} has no column {', '.join(missing)}.")
         try:
@@ -188,7 +190,9 @@ def concatenate(parts: Sequence[Measurements]) -> Measurements:
         runs.append(part.run + first)
         first = runs[-1].max() + 1
     columns = {
-        n: np.concatenate([getattr(p, n) for p in parts]) for n in _COLUMNS if n != "run"
+        n: np.concatenate([getattr(p, n) for p in parts])
+        for n in _COLUMNS
+        if n != "run"
     }
     return Measurements(
         **columns, run=np.concatenate(runs), **dict(zip(_META, meta[0]))
