@@ -49,9 +49,9 @@ _ROUNDING = float(np.finfo(np.longdouble).eps)
 # Orders for Chernoff's bound, and losses on which it is computed.
 # Opacus's (less 1) are among the orders, so that its bound is never the better one.
 _ORDERS = np.union1d(
-    np.geomspace(1e-3, 1e10, 200), np.array(RDPAccountant.DEFAULT_ALPHAS) - 1
+    np.geomspace(1e-3, 1e10, 120), np.array(RDPAccountant.DEFAULT_ALPHAS) - 1
 )
-_LOSSES = np.geomspace(1e-14, 1e6, 2400)
+_LOSSES = np.geomspace(1e-14, 1e14, 2800)
 
 
 class Step(NamedTuple):
@@ -71,16 +71,29 @@ def _symmetric(delta: Callable[[np.ndarray], np.ndarray], t: np.ndarray) -> np.n
     return delta(np.abs(t)) * np.exp(np.minimum(t, 0))
 
 
+def _mills(x: np.ndarray) -> np.ndarray:
+    """Mills' ratio: the Gaussian's tail over its density."""
+    return math.sqrt(math.pi / 2) * erfcx(x * math.sqrt(0.5))
+
+
 def _gaussian_delta(mu: float, t: np.ndarray) -> np.ndarray:
-    # Phi(-x) - exp(t) Phi(-y) = phi(x) (R(x) - R(y)) with Mills' ratio R: where both
-    # terms are tiny or nearly equal, this keeps its digits.
+    # Phi(-x) - exp(t) Phi(-y) = phi(x) (R(x) - R(y)), R being Mills' ratio, keeps its
+    # digits where both terms are tiny.
     x, y = t / mu - mu / 2, t / mu + mu / 2
-    density = np.exp(-x * x / 2)
-    mills = math.sqrt(math.pi / 2), math.sqrt(0.5)
+    density = np.exp(-x * x / 2) / math.sqrt(2 * math.pi)
     with np.errstate(over="ignore", invalid="ignore"):
-        tail = density * (erfcx(x * mills[1]) - erfcx(y * mills[1]))
-        body = ndtr(-x) - density * erfcx(y * mills[1]) / 2
-    return np.where(x < 0, body, tail / 2)
+        if mu < 0.02:  # nearly equal: the integral of -R'(s) = 1 - s R(s)
+            nodes, weights = np.polynomial.legendre.leggauss(4)
+            at = ((t / mu) + mu / 2 * node for node in nodes)
+            return (
+                density
+                * mu
+                / 2
+                * sum(w * (1 - s * _mills(s)) for w, s in zip(weights, at))
+            )
+        tail = density * (_mills(x) - _mills(y))
+        body = ndtr(-x) - density * _mills(y)
+    return np.where(x < 0, body, tail)
 
 
 def gaussian(noise_multiplier: float) -> Profile:
@@ -251,16 +264,16 @@ def _tails(steps: Sequence[Step], mass: float) -> _Tails:
             continue
         # Losses far below the typical one count as 0 or as a thousandth of it.
         top = max(start, _top(profile, mass / (count * len(steps))))
-        right = np.geomspace(1e-3 * start, top, 1000)
+        right = np.geomspace(1e-3 * start, top, 700)
         # Below -600 the probability is less than exp(-600), which floats can't follow.
         losses = np.concatenate([-right[right < 600][::-1], [0.0], right])
         p, lost, below = connect_the_dots(profile, losses)
-        losses, p = losses[p > 0], p[p > 0]
         cut += count * (lost + below)
         widest = max(widest, top)
         for orders, sums in ((_ORDERS, above), (-1 - _ORDERS, under)):
+            # Signed: rounding makes some of them negative, and adds up to nothing.
             grown = logsumexp(np.multiply.outer(orders, losses), b=p, axis=1)
-            sums += count * np.maximum(grown, 0)
+            sums += count * np.maximum(np.nan_to_num(grown, nan=np.inf), 0)
     return _Tails(above, under, -math.expm1(finite), widest, cut)
 
 
@@ -345,7 +358,7 @@ def _compose(
             (tails.under + orders + (1 + _ORDERS) * grown, 1 + _ORDERS),
         )
     )
-    rounding = 4 * (total + 64) * _ROUNDING
+    rounding = (4 * total + 2 * points + 256) * _ROUNDING
     infinite = -math.expm1(
         sum(step.count * math.log1p(-step.infinite) for step in steps)
     )
