@@ -240,14 +240,18 @@ def _top(profile: Profile, mass: float) -> float:
 
     Without jumps: who searches for a noise multiplier needs a continuous epsilon.
     """
-    # The probability below -2t is at most excess(-t) / (1 - exp(-t)).
-    under = profile(-_LOSSES / 2) / -np.expm1(-_LOSSES / 2)
-    far = np.log(np.maximum(np.maximum(profile(_LOSSES), under), 1e-300))
-    last = int(np.max(np.nonzero(far > math.log(mass))[0], initial=0))
-    if last + 1 == len(_LOSSES):
-        return float(_LOSSES[-1])
-    share = (far[last] - math.log(mass)) / (far[last] - far[last + 1])
-    return float(_LOSSES[last] * (_LOSSES[last + 1] / _LOSSES[last]) ** share)
+
+    def left(t: np.ndarray) -> np.ndarray:
+        # The probability below -2t is at most excess(-t) / (1 - exp(-t)).
+        under = profile(-t / 2) / -np.expm1(-t / 2)
+        return np.log(np.maximum(np.maximum(profile(t), under), 1e-300) / mass)
+
+    last = int(np.max(np.nonzero(left(_LOSSES) > 0)[0], initial=0))
+    if last + 1 == len(_LOSSES) or left(_LOSSES[:1])[0] <= 0:
+        return float(_LOSSES[last])
+    between = _LOSSES[last], _LOSSES[last + 1]
+    found = brentq(lambda t: left(np.array([t]))[0], *between, rtol=1e-6)
+    return float(found * (1 + 1e-5))
 
 
 def _tails(steps: Sequence[Step], mass: float) -> _Tails:
@@ -478,7 +482,7 @@ def delta_bounds(steps: Sequence[Step], epsilon: float) -> Bounds:
         if best.estimate < scale / 2:  # too coarse a scale
             scale = max(best.estimate, best.upper / 100)
         elif best.lower < 0.98 * best.upper and found.points < POINTS:
-            width /= 10
+            width *= max(0.01 / (1 - best.lower / best.upper), 1e-3)
         else:
             break
     return best
