@@ -94,7 +94,7 @@ class PrivacyArguments:
     max_grad_norm: float = _field(1.0, "to which each record's gradient is clipped")
     clipping: str = _field("flat", "flat, automatic, normalised or per_layer")
     grad_sample_mode: str = _field("ghost_bk", "ghost_bk, ghost or hooks")
-    accountant: str = _field("prv", "prv or rdp")
+    accountant: str = _field("prv", "prv_bounds, prv or rdp")
     poisson_sampling: bool = _field(True, "False shuffles, for which nothing is proven")
     log_loss: bool = _field(True, "log the training loss, which is not private")
     seed: Optional[int] = _field(None, "of noise and batches, for tests; secret")
@@ -119,7 +119,7 @@ class PrivacyArguments:
         for name, known in (
             ("clipping", CLIPPINGS),
             ("grad_sample_mode", MODES),
-            ("accountant", ("prv", "rdp")),
+            ("accountant", ("prv_bounds", "prv", "rdp")),
         ):
             if getattr(self, name) not in known:
                 raise ValueError(
