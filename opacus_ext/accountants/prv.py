@@ -46,8 +46,8 @@ class PRVBoundsAccountant(IAccountant):
     Neighbours are data sets that differ by one record more or less, in batches that
     are drawn by Poisson sampling. The losses are those of a removal, as in Opacus and
     in ``prv-accountant``. For an addition they are other ones wherever the sampling
-    rate is below 1, with a smaller epsilon in each of the 120 random settings that were
-    computed. That this is so for every composition is not proven.
+    rate is below 1; epsilon was no greater in any of 59 random settings. That this is
+    so for every composition is not proven.
 
     ``history`` is Opacus's list of (noise_multiplier, sample_rate, steps); what else
     was released about the same records goes to :meth:`compose`. The noise and the
