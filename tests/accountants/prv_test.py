@@ -10,8 +10,8 @@ import pytest
 import torch
 from opacus import PrivacyEngine
 from opacus.accountants import PRVAccountant, RDPAccountant, create_accountant
-from prv_accountant import PRVAccountant as Microsoft
 from prv_accountant import PoissonSubsampledGaussianMechanism
+from prv_accountant import PRVAccountant as Microsoft
 from scipy.optimize import brentq, minimize_scalar
 from scipy.stats import binom, norm
 from torch import nn
