@@ -72,7 +72,7 @@ class PrivacyArguments:
         clipping: "flat", "automatic", "normalised", "per_layer" or one that was
             registered
         grad_sample_mode: "ghost_bk", "ghost" or "hooks"
-        accountant: "prv" or "rdp" ("gdp" of Opacus can report too little)
+        accountant: "prv_bounds", "prv" or "rdp" ("gdp" of Opacus can report too little)
         poisson_sampling: False shuffles. No accountant's numbers hold for that: what
             they would be is logged under another name
         log_loss: whether the training loss is logged. It is the mean over private
@@ -751,7 +751,7 @@ class PrivateTrainer(Trainer):
         history = self.engine.accountant.history
         if any(noise == 0 for noise, _, _ in history):
             return float("inf")
-        if not history:
+        if not len(self.engine.accountant):
             return 0.0
         return float(self.engine.get_epsilon(delta or self.privacy.target_delta))
 

@@ -4,7 +4,7 @@ Bounds of a composition of mechanisms, from their privacy profiles.
 The method is that of Gopi, Lee and Wutschitz, "Numerical composition of differential
 privacy" (2021), with their package ``prv-accountant``: the privacy loss of each
 mechanism is put on a grid, the grids are convolved, and epsilon is read from the
-result. Its grids and its reading are used here as they are. Three parts are not:
+result. Its grids and its reading are used here as they are. Four parts are not:
 
 - The loss is put on the grid by connecting the dots of the privacy profile (Doroshenko
   et al., 2022) and not by rounding it. What is composed then is a mechanism that
@@ -12,6 +12,8 @@ result. Its grids and its reading are used here as they are. Three parts are not
   needs no mean of the loss, which the package gets from a quadrature that is too coarse
   for a million steps or a tiny sampling rate.
 - The loss comes from a formula that loses no digits at small sampling rates.
+- Mechanisms that differ are multiplied as spectra, so that losses can leave the grid in
+  one place only, and that is bounded.
 - The grid is as wide as Chernoff's bound says on both sides. The package takes at
   least 3, which makes millions of points where epsilon is small.
 
@@ -380,16 +382,6 @@ def _half(tails: _Tails, mass: float) -> float:
     return float(max(above, np.min((tails.under + left) / (1 + _ORDERS))))
 
 
-def _mesh_error(scale: float, delta: float) -> float:
-    """
-    The error to compute with, for a result of about ``scale``.
-
-    The mesh also moves the upper bound, by a second-order effect that is kept
-    small: total * mesh^2 / 8 <= scale / 10,000.
-    """
-    return min(_RELATIVE / 2 * scale, math.sqrt(4e-4 * scale * -math.log(delta)))
-
-
 def epsilon_bounds(
     steps: Sequence[Step],
     delta: float,
@@ -459,11 +451,12 @@ def delta_bounds(steps: Sequence[Step], epsilon: float) -> Bounds:
 
     Example:
         >>> bounds = delta_bounds([Step(sampled(gaussian(1.0), 0.01), 1000)], 0.0)
-        >>> [f"{x:.3f}" for x in bounds]
-        ['0.161', '0.161', '0.161']
+        >>> [f"{x:.2f}" for x in bounds]
+        ['0.16', '0.16', '0.16']
     """
     if exact := _alone(steps):
-        return _near(exact(epsilon))
+        found = _near(exact(epsilon))
+        return found._replace(upper=min(found.upper, 1.0))
     if not any(total_variation(p) + i for p, _, i, _ in steps):
         return Bounds(0.0, 0.0, 0.0)
     tails = _tails(steps, 1e-9)

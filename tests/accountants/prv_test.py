@@ -267,6 +267,26 @@ def test_agrees_with_dp_accounting(history, delta, dots):
     assert bounds.lower <= dots == pytest.approx(bounds.upper, rel=2e-4)
 
 
+@pytest.mark.parametrize(
+    "history, delta, truth",
+    [
+        (
+            (18.667774717685393, 0.3103484721522613, 10515),
+            2.0932133031595727e-12,
+            12.8924907,
+        ),
+        ((20.0, 0.05, 10**5), 1e-11, 5.3549567),
+    ],
+)
+def test_small_deltas(history, delta, truth):
+    """
+    By :func:`exact_delta`, which takes too long here. Opacus's upper bounds were 12.844
+    (a last digit of delta more or less makes it 12.993) and 5.3539: the rounding of
+    double precision is more than such a delta.
+    """
+    holds(accountant(history).get_bounds(delta), truth)
+
+
 def test_pure_mechanisms_upstream():
     """Why they aren't taken from prv-accountant: its grid is too narrow for them."""
     from prv_accountant import PureDPMechanism
