@@ -97,31 +97,36 @@ class _Step(NamedTuple):
         return log_choices + j * math.log(self.rate) + (k - j) * math.log1p(-self.rate)
 
     def loss(self, x: NDArray) -> NDArray:
-        """``L(x)``, [n] complex, precise where it is small; ``x`` in order."""
-        k = self.records
-        j = np.arange(1, k + 1)
+        """``L(x)``, [n] complex, precise where it is small."""
+        rows = max(1, _CHUNK // self.records)
+        parts = [self._loss(x[i : i + rows]) for i in range(0, len(x), rows)]
+        return np.concatenate(parts)
+
+    def _loss(self, x: NDArray) -> NDArray:
+        j = np.arange(1, self.records + 1)
         exponent = (2 * x[:, None] - j) * (j / (2 * self.noise**2))
         log_weight = self.log_binomial()[1:]
-        if k == 1:
-            top = exponent[:, 0].real + log_weight[0]
-            some = np.expm1(np.where(top[:, None] < 300, exponent, 0.0))
-            u = some[:, 0] * self.rate
-        else:
-            top = (exponent.real + log_weight).max(axis=1)
-            small = exponent.real < 1
-            some = np.expm1(np.where(small, exponent, 0.0)) * np.exp(log_weight)
-            large = np.where(small | (top[:, None] >= 300), 0.0, exponent)
+        most = (exponent.real + log_weight).argmax(axis=1)
+        most = exponent[np.arange(len(x)), most] + log_weight[most]
+        top = most.real
+        far = top >= 300
+        # sum_j w_j (exp(..) - 1), of which nothing is lost however small it is
+        small = exponent.real < 1
+        near = np.expm1(np.where(small, exponent, 0.0)) * np.exp(log_weight)
+        if not small.all():
+            large = np.where(small | far[:, None], 0.0, exponent)
             large = np.exp(large + log_weight) - np.exp(log_weight)
-            u = np.where(small, some, large).sum(axis=1)
+            near = np.where(small, near, large)
+        u = near.sum(axis=1)
         # numpy's log1p loses the real part of a small complex number
         real = 0.5 * np.log1p(2 * u.real + u.real**2 + u.imag**2)
         loss = real + 1j * np.arctan2(u.imag, 1 + u.real)
-        far = top >= 300
         if far.any():
             terms = np.exp(exponent[far] + log_weight - top[far, None])
             loss[far] = top[far] + np.log(terms.sum(axis=1))
-        if k > 1 or far.any():
-            loss.imag = np.unwrap(loss.imag)
+        # of the logarithm's branches, the one that the largest term is on
+        phase = np.where(top > self.least, most.imag, 0.0)
+        loss.imag += 2 * math.pi * np.round((phase - loss.imag) / (2 * math.pi))
         return loss
 
     def inverse(self, loss: float) -> float:
@@ -156,7 +161,7 @@ class _Law:
         s = step.noise
         scale = min(s, s * s)
         height = min(1.2 * s, math.pi / 3 * s * s)
-        width = min(scale / 5, 3 * s * s / step.records) / fineness
+        width = scale / 5 / fineness
         low, high = -8.7 * s, cut + 36 * scale
         if not (high - low) / width < _NODES:
             raise _TooHardError
