@@ -863,7 +863,8 @@ def _one_plan(row: Dict[str, Any], law: Any, notes: Sequence[str]) -> str:
     )
     sections += [
         "",
-        f"loader = DataLoader(dataset, batch_size={row['batch_size']})"
+        f"examples = Subset(dataset, range({row['examples']}))",
+        f"loader = DataLoader(examples, batch_size={row['batch_size']})"
         f"  # {row['steps']} steps in all",
         'engine = PrivacyEngine(accountant="prv_bounds")',
         "model, optimizer, criterion, loader = engine.make_private(\n"

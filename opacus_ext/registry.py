@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 from typing import Any, Callable, Dict, List, NamedTuple, Optional, Type
 
+import opacus.accountants.registry
 import opacus.grad_sample
 import opacus.grad_sample.utils
 import opacus.optimizers
@@ -24,6 +25,7 @@ from opacus.grad_sample.gsm_base import OPACUS_PARAM_MONKEYPATCH_ATTRS
 from opacus.validators import ModuleValidator
 from torch import nn
 
+from opacus_ext.accountants import PRVBoundsAccountant
 from opacus_ext.grad_sample import adapters, modes
 from opacus_ext.grad_sample.factors import GradSample
 from opacus_ext.grad_sample.layout import Layout, arrange
@@ -97,6 +99,11 @@ def register() -> None:
     _replace(PrivacyEngine, "make_private", _make_private(PrivacyEngine.make_private))
     for name, table in (("validate", "VALIDATORS"), ("fix", "FIXERS")):
         _replace(ModuleValidator, name, _without_stand_ins(name, table))
+    _add(
+        opacus.accountants.registry._ACCOUNTANTS,
+        PRVBoundsAccountant.mechanism(),
+        PRVBoundsAccountant,
+    )
     FALLBACKS.append(_sampler_rule)
     _undo.append(lambda: FALLBACKS.remove(_sampler_rule))
     for layer, rule in RULES.items():
@@ -116,6 +123,14 @@ def _replace(place: Any, name: str, new: Any) -> None:
     old = vars(place).get(name, getattr(place, name))  # a classmethod stays one
     setattr(place, name, new)
     _undo.append(lambda: setattr(place, name, old))
+
+
+def _add(table: Dict[str, Any], name: str, new: Any) -> None:
+    old = table.get(name)
+    table[name] = new
+    _undo.append(
+        lambda: table.pop(name, None) if old is None else table.update({name: old})
+    )
 
 
 # -- modes -------------------------------------------------------------------------

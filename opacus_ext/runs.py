@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, Callable, Dict, Optional, Tuple
 
@@ -93,7 +94,7 @@ def noise_left(
     before = list(accountant.history)
 
     def spent(noise: float) -> float:
-        trial = type(accountant)()
+        trial = deepcopy(accountant)  # with all that it knows beside the history
         trial.history = [*before, (noise, sample_rate, steps)]
         return trial.get_epsilon(delta)
 
@@ -102,7 +103,8 @@ def noise_left(
         low, high = high, 2 * high
         if high > 1e4:
             raise ValueError(
-                f"epsilon={epsilon:g} is spent before the first step: {before}."
+                f"epsilon={epsilon:g} is spent before the first step: "
+                f"{dict(accountant.state_dict())}."
             )
     while epsilon - reached > tolerance and high - low > 1e-4 * high:
         middle = (low + high) / 2

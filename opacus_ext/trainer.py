@@ -72,7 +72,7 @@ class PrivacyArguments:
         clipping: "flat", "automatic", "normalised", "per_layer" or one that was
             registered
         grad_sample_mode: "ghost_bk", "ghost" or "hooks"
-        accountant: "prv" or "rdp" ("gdp" of Opacus can report too little)
+        accountant: "prv_bounds", "prv" or "rdp" ("gdp" of Opacus can report too little)
         poisson_sampling: False shuffles. No accountant's numbers hold for that: what
             they would be is logged under another name
         log_loss: whether the training loss is logged. It is the mean over private
@@ -94,7 +94,7 @@ class PrivacyArguments:
     max_grad_norm: float = _field(1.0, "to which each record's gradient is clipped")
     clipping: str = _field("flat", "flat, automatic, normalised or per_layer")
     grad_sample_mode: str = _field("ghost_bk", "ghost_bk, ghost or hooks")
-    accountant: str = _field("prv", "prv or rdp")
+    accountant: str = _field("prv", "prv_bounds, prv or rdp")
     poisson_sampling: bool = _field(True, "False shuffles, for which nothing is proven")
     log_loss: bool = _field(True, "log the training loss, which is not private")
     seed: Optional[int] = _field(None, "of noise and batches, for tests; secret")
@@ -119,7 +119,7 @@ class PrivacyArguments:
         for name, known in (
             ("clipping", CLIPPINGS),
             ("grad_sample_mode", MODES),
-            ("accountant", ("prv", "rdp")),
+            ("accountant", ("prv_bounds", "prv", "rdp")),
         ):
             if getattr(self, name) not in known:
                 raise ValueError(
@@ -751,7 +751,7 @@ class PrivateTrainer(Trainer):
         history = self.engine.accountant.history
         if any(noise == 0 for noise, _, _ in history):
             return float("inf")
-        if not history:
+        if not len(self.engine.accountant):
             return 0.0
         return float(self.engine.get_epsilon(delta or self.privacy.target_delta))
 

@@ -28,7 +28,7 @@ Range = Optional[Tuple[float, float]]
 DELTA = 1e-8  # the paper's, for any number of users
 PAPER_STEPS = 1e3, 8.2e6
 NOISE_NORM = 0.2
-SIZES_PER_DECADE, BATCHES_PER_OCTAVE, STEPS_PER_OCTAVE = 25, 2, 8
+SIZES_PER_DECADE, BATCHES_PER_OCTAVE, STEPS_PER_OCTAVE = 25, 4, 8
 
 
 def compute(parameters: Any, batch_size: Any, steps: Any, tokens: Any) -> Any:
@@ -260,6 +260,8 @@ class Plan:
         parameters: M
         batch_size: B
         steps: T
+        examples: to train on, a multiple of B: Opacus makes as many batches an epoch
+            as a loader has, and samples at that rate
         flops: C = 6 M B T S
         tokens_per_parameter: B T S / M
         noise_multiplier: sigma, relative to the bound of a clipped gradient
@@ -279,6 +281,7 @@ class Plan:
     parameters: int
     batch_size: int
     steps: int
+    examples: int
     flops: float
     tokens_per_parameter: float
     noise_multiplier: float
@@ -296,7 +299,8 @@ class Plan:
     def arguments(self) -> Dict[str, Any]:
         """
         For ``PrivacyEngine(accountant="prv_bounds").make_private``, beside module,
-        optimizer, criterion and the loader with batches of ``batch_size``.
+        optimizer, criterion and a loader of ``examples`` with batches of
+        ``batch_size``.
 
         The noise is checked by the accountant, whose upper bound is no more than
         epsilon, and raised a little if it must be.
@@ -305,15 +309,16 @@ class Plan:
         if self.amplified and self.budget.sampling == "users":
             noise = certified(
                 noise,
-                1 / math.ceil(self.budget.users / self.batch_size),
+                self.batch_size / self.examples,
                 self.steps,
                 self.budget.epsilon,
                 self.budget.delta,
             )
         return dict(
             noise_multiplier=noise,
-            max_grad_norm=1.0,
-            clipping="flat",
+            # As measured: gradients brought to norm 1, whatever they were.
+            max_grad_norm=0.1,
+            clipping="normalised",
             grad_sample_mode="ghost_bk",
             poisson_sampling=self.amplified,
         )
@@ -356,8 +361,8 @@ def certified(
         factor, step = factor + step, 2 * step
     raise ArithmeticError(
         f"noise_multiplier={noise_multiplier:g} was calibrated for epsilon={epsilon:g},"
-        f" delta={delta:g}, {steps} steps at sample rate {sample_rate:g}; the accountant"
-        f" finds more, up to {most} times that noise. Please report it."
+        f" delta={delta:g}, {steps} steps at sample rate {sample_rate:g}; the "
+        f"accountant finds more, up to {most} times that noise. Please report it."
     )
 
 
@@ -490,6 +495,7 @@ class Candidates:
         i, j, k = (int(x) for x in at)
         size, batch, steps = self.parameters[i], self.batch_size[j], self.steps[k]
         law, budget = self.law, self.budget
+        parts = _parts(budget, batch)
         # Of the grid's noise, which is interpolated, nothing is reported.
         noise, ratio, amplified = _noise(budget, batch, steps)
         loss = float(law.loss(size, batch, steps, ratio))
@@ -499,6 +505,7 @@ class Candidates:
             parameters=int(size),
             batch_size=int(batch),
             steps=int(steps),
+            examples=int(batch * parts),
             flops=float(self.flops[i, j, k]),
             tokens_per_parameter=float(batch * steps * budget.tokens / size),
             noise_multiplier=float(noise),
@@ -509,7 +516,7 @@ class Candidates:
             loss=loss if math.isfinite(loss) else float(self.loss[i, j, k]),
             private_law=law.private,
             advantage=_advantage(
-                budget, float(noise), float(batch), float(steps), bool(amplified)
+                budget, float(noise), float(parts), float(steps), bool(amplified)
             ),
             learning_rate=known if known and known > 0 else None,
             seconds=(
@@ -710,27 +717,43 @@ def _lattice(
     return values
 
 
-def _noise(
-    budget: Budget, batch: float, steps: float
-) -> Tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Noise multiplier, ratio and whether batches are Poisson, of one configuration."""
-    return calibration.calibrate(
-        budget.epsilon, budget.delta, steps, batch, budget.users, **_options(budget)
-    )
+def _parts(budget: Budget, batch: Any) -> np.ndarray:
+    """
+    Batches of an epoch. Opacus samples at rates of 1 / whole number: so many whole
+    batches are made of the examples, and what is over stays out. More users then never
+    mean more noise.
+    """
+    return np.floor(budget.examples / np.asarray(batch, dtype=float) * (1 + 1e-12))
 
 
-def _options(budget: Budget) -> Dict[str, Any]:
+def _noise(budget: Budget, batch: Any, steps: Any, **changed: Any) -> Any:
+    """Noise multiplier, ratio and whether batches are Poisson; arguments broadcast."""
     names = "amplification", "records_per_user", "sampling"
-    return {name: getattr(budget, name) for name in names}
+    options = {name: getattr(budget, name) for name in names} | changed
+    users = batch * _parts(budget, batch)
+    if budget.sampling == "records":
+        users = users / budget.records_per_user
+    given = budget.epsilon, budget.delta, steps, batch, users
+    found = calibration.calibrate(*given, **options)
+    # No noise at all is within the letter of a delta that is more than the chance of
+    # ever being sampled. It is not what anyone means by private.
+    none = np.asarray(found.noise_multiplier) == 0
+    if none.any() and options["amplification"] == "lower":
+        fixed = calibration.calibrate(*given, **{**options, "amplification": "none"})
+        noise, ratio = (
+            np.where(none, b, a) for a, b in zip(found[:2], fixed[:2], strict=True)
+        )
+        found = calibration.Calibration(noise, ratio, found.amplified & ~none)
+    return found
 
 
 def _noise_grid(
     budget: Budget, batch: np.ndarray, steps: np.ndarray
 ) -> Tuple[np.ndarray, np.ndarray, np.ndarray]:
     """
-    The same of a grid, ``[B, T]``. Calibrated every two octaves; between, how far the
-    noise is off its central limit is interpolated: to 0.1 %, where a plan is looked
-    for. What is found is calibrated by itself.
+    The same of a grid, ``[B, T]``. Calibrated every 1.5 octaves of rates and steps;
+    between, how far the noise is off its central limit is interpolated: to about 0.3 %.
+    What is found is calibrated by itself.
     """
     key = replace(budget, flops=1, seconds=1, memory=1, tokens=1)
     key = replace(key, parameters=None, batch_size=None, steps=None)
@@ -742,59 +765,56 @@ def _noise_of(
     budget: Budget, batch: Tuple[float, ...], steps: Tuple[float, ...]
 ) -> Tuple[np.ndarray, np.ndarray, np.ndarray]:
     b, t = np.array(batch), np.array(steps)
-    least = calibration.calibrate(
-        budget.epsilon,
-        budget.delta,
-        t,
-        b[:, None],
-        budget.users,
-        **{**_options(budget), "amplification": "none"},
-    ).noise_multiplier
-    noise, amplified = least, np.zeros(least.shape, dtype=bool)
+    noise = _noise(budget, b[:, None], t, amplification="none").noise_multiplier
+    amplified = np.zeros(noise.shape, dtype=bool)
     if budget.amplification != "none":
-        kb, kt = _knots(b), _knots(t)
-        options = {**_options(budget), "amplification": "poisson"}
-        known = calibration.calibrate(
-            budget.epsilon, budget.delta, kt, kb[:, None], budget.users, **options
+        parts = _parts(budget, b)
+        axes = (parts, _knots(parts)), (t, _knots(t))
+        kp, kt = axes[0][1], axes[1][1]
+        known = _noise(
+            budget, (budget.examples / kp)[:, None], kt, amplification="poisson"
         ).noise_multiplier
-        off = np.log(np.maximum(known, 1e-9) / _central_limit(budget, kb, kt))
-        for axis, knots, wanted in ((0, kb, b), (1, kt, t)):
-            if len(knots) > 1:
-                x, degree = np.log(knots), min(3, len(knots) - 1)
-                spline = make_interp_spline(x, off, degree, axis=axis)
-                off = spline(np.log(wanted))
-        poisson = np.exp(off) * _central_limit(budget, b, t)
-        amplified = (poisson <= least) | (budget.amplification == "poisson")
-        noise = np.where(amplified, poisson, least)
+        limit = _central_limit(budget, kp, kt)
+        off = np.log(np.where(known > 0, known, limit) / limit)
+        for axis, (wanted, knots) in enumerate(axes):
+            degree = min(3, len(knots) - 1)
+            if degree == 0:
+                off = np.repeat(off, len(wanted), axis=axis)
+                continue
+            spline = make_interp_spline(np.log(knots), off, degree, axis=axis)
+            off = spline(np.log(wanted))
+        poisson = np.exp(off) * _central_limit(budget, parts, t)
+        ever = -np.expm1(t * np.log1p(-1 / np.maximum(parts, 1 + 1e-12)[:, None]))
+        poisson = np.where(ever > budget.delta, poisson, np.inf)  # see _noise
+        amplified = (poisson <= noise) | (budget.amplification == "poisson")
+        noise = np.where(amplified, poisson, noise)
     return noise, noise / b[:, None], amplified
 
 
 def _knots(values: np.ndarray) -> np.ndarray:
-    """Whole numbers two octaves apart, the same for every range but for its ends."""
-    inner = 4.0 ** np.arange(0, 60)
-    inner = inner[(inner > 1.4 * values[0]) & (inner < values[-1] / 1.4)]
-    return np.unique([values[0], *inner, values[-1]])
+    """Whole numbers 1.5 octaves apart, the same for every range but for its ends."""
+    inner = np.round(2 ** np.arange(0, 90, 1.5))
+    low, high = values.min(), values.max()
+    inside = (inner > 1.3 * low) & (inner < high / 1.3)
+    return np.unique([low, *inner[inside], high])
 
 
-def _central_limit(budget: Budget, batch: np.ndarray, steps: np.ndarray) -> np.ndarray:
+def _central_limit(budget: Budget, parts: np.ndarray, steps: np.ndarray) -> np.ndarray:
     """
-    The noise of many steps, mu = q sqrt(T (exp(1 / sigma^2) - 1)), ``[B, T]`` (Bu et
-    al., "Deep learning with Gaussian differential privacy", 2020).
+    The noise of many steps, mu = q sqrt(T (exp(1 / sigma^2) - 1)), ``[parts, T]`` (Bu
+    et al., "Deep learning with Gaussian differential privacy", 2020).
     """
     mu = 1 / calibration.gaussian_noise_multiplier(budget.epsilon, budget.delta)
-    rate = batch[:, None] / budget.examples
-    return 1 / np.sqrt(np.log1p((mu / rate) ** 2 / steps))
+    return 1 / np.sqrt(np.log1p((mu * parts[:, None]) ** 2 / steps))
 
 
 @lru_cache(maxsize=1024)
 def _advantage(
-    budget: Budget, noise: float, batch: float, steps: float, amplified: bool
+    budget: Budget, noise: float, parts: float, steps: float, amplified: bool
 ) -> float:
     records = budget.records_per_user if budget.sampling == "records" else 1
     if amplified:
-        rate = batch / budget.examples
-        return float(
-            calibration.delta(noise, rate, steps, 0.0, records_per_user=records)
-        )
-    part = math.ceil(steps * batch / budget.examples)
-    return float(calibration.delta(noise / records, 1.0, part, 0.0))
+        return float(calibration.delta(noise, 1 / parts, steps, 0.0, records))
+    # In fixed batches all records of a user are in the same one at worst.
+    times = math.ceil(steps / parts)
+    return float(calibration.delta(noise / records, 1.0, times, 0.0))

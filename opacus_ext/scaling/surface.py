@@ -355,8 +355,8 @@ def scaled_options(measurements: Any) -> Dict[str, float]:
     Options of :meth:`Surface.fit` for measurements of any length.
 
     The paper's are for runs of 128,000 steps, read 1280 times. For shorter ones they
-    are here in proportion, but for the window, a tenth of a run's readings at most; curves
-    are extrapolated to four times the longest run.
+    are here in proportion, but for the window, a tenth of a run's readings at most, and
+    the start of extrapolation, at a quarter; it goes to four times the longest run.
 
     Example:
         >>> from opacus_ext.scaling.measurements import Measurements

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from opacus import PrivacyEngine
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Subset, TensorDataset
 
 import opacus_ext  # noqa: F401
 from opacus_ext.scaling import planner
@@ -39,8 +39,8 @@ TABLE_2 = [
 @pytest.mark.parametrize("users, epsilon, flops, size, steps, batch, ratio", TABLE_2)
 def test_compute_is_that_of_table_2(users, epsilon, flops, size, steps, batch, ratio):
     """Its numbers have two digits."""
-    assert compute(size, batch, steps, 512) == pytest.approx(flops, rel=0.08)
-    assert batch * steps * 512 / size == pytest.approx(ratio, rel=0.08)
+    assert compute(size, batch, steps, 512) == pytest.approx(flops, rel=0.1)
+    assert batch * steps * 512 / size == pytest.approx(ratio, rel=0.1)
 
 
 def model_of(tokens=16, learning_rate=None):
@@ -92,7 +92,7 @@ def test_more_compute_never_plans_worse(table):
     assert table.frontier([1e3]) == [None]
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(
     users=st.floats(10, 1e7),
     epsilon=st.floats(0.5, 50),
@@ -118,9 +118,9 @@ def test_near_optimal_and_saturating(table):
         assert low <= getattr(plan, name) <= high
     assert near.count > 1 and table.near(within=0.1).count > near.count
     enough, best = table.saturating(), table.best(math.inf)
-    assert enough.loss <= 1.01 * best.loss and enough.flops < best.flops
+    assert enough.loss <= 1.012 * best.loss and enough.flops < best.flops
     cheaper = table.best(0.99 * enough.flops)
-    assert cheaper.loss > 1.01 * best.loss
+    assert cheaper.loss > 1.008 * best.loss
 
 
 def test_savings(table):
@@ -255,6 +255,8 @@ def test_the_arguments_train_within_epsilon():
     arguments = plan.arguments()
     model = nn.Linear(4, 2)
     data = TensorDataset(torch.randn(200, 4), torch.randint(0, 2, (200,)))
+    assert plan.examples <= 200 and plan.examples % plan.batch_size == 0
+    data = Subset(data, range(plan.examples))
     engine = PrivacyEngine(accountant="prv_bounds")
     model, optimizer, criterion, loader = engine.make_private(
         module=model,
@@ -273,7 +275,9 @@ def test_the_arguments_train_within_epsilon():
             if done == plan.steps:
                 break
     if plan.amplified:
-        assert 0.9 * budget.epsilon < engine.get_epsilon(budget.delta) <= budget.epsilon
+        assert (
+            0.97 * budget.epsilon < engine.get_epsilon(budget.delta) <= budget.epsilon
+        )
     assert isinstance(plan.as_dict()["make_private"]["noise_multiplier"], float)
 
 
@@ -284,9 +288,21 @@ def test_noise_that_is_too_low_is_raised_or_refused():
         certified(0.5, 0.5, 1000, 1.0, 1e-5)
 
 
+def test_noise_between_the_knots_of_the_lattice():
+    for users, epsilon in ((1e6, 4), (1e4, 0.5), (300, 20)):
+        table = Candidates(Budget(users, epsilon, tokens=16), LAW)
+        rng = np.random.default_rng(0)
+        for _ in range(6):
+            j, k = (rng.integers(n) for n in table.ratio.shape)
+            exact = planner._noise(
+                table.budget, table.batch_size[j], table.steps[k]
+            ).noise_multiplier
+            assert table.noise_multiplier[j, k] == pytest.approx(exact, rel=8e-3)
+
+
 def test_the_lattice_of_a_larger_range_has_that_of_a_smaller_one():
-    small = planner._lattice("batch_size", (1, 1000), None, 2, 2)
-    large = planner._lattice("batch_size", (1, 5000), None, 2, 2)
+    small = planner._lattice("batch_size", (1, 1000), None, 2, 4)
+    large = planner._lattice("batch_size", (1, 5000), None, 2, 4)
     assert set(small) <= set(large)
-    few = planner._lattice("batch_size", (1, 10), None, 2, 2)
-    assert set(few) == {1, 2, 3, 4, 6, 8}
+    few = planner._lattice("batch_size", (1, 10), None, 2, 4)
+    assert set(few) == {1, 2, 3, 4, 5, 6, 7, 8, 10}

@@ -1,0 +1,5 @@
+"""Privacy accounting beside Opacus's: bounds on both sides, other mechanisms."""
+
+from opacus_ext.accountants.prv import Bounds, PRVBoundsAccountant
+
+__all__ = ["Bounds", "PRVBoundsAccountant"]

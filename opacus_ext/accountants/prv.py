@@ -1,0 +1,356 @@
+"""An accountant with a lower bound, an estimate and an upper bound."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from copy import deepcopy
+from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Tuple
+
+from opacus.accountants.accountant import IAccountant
+
+# Distinct mechanisms that are convolved. Beyond, they are rounded: see _rounded.
+_DISTINCT = 64
+
+#: The mechanisms of :meth:`PRVBoundsAccountant.compose` and their parameters.
+MECHANISMS: Dict[str, Tuple[str, ...]] = {
+    "gaussian": ("noise_multiplier",),
+    "laplace": ("noise_multiplier",),
+    "pure": ("epsilon",),
+    "approximate": ("epsilon", "delta"),
+}
+
+
+class Bounds(NamedTuple):
+    """What is surely reached, what is likely, and what is surely not exceeded."""
+
+    lower: float
+    estimate: float
+    upper: float
+
+
+class PRVBoundsAccountant(IAccountant):
+    """
+    Epsilon and delta with bounds on both sides: ``PrivacyEngine(accountant=
+    "prv_bounds")``.
+
+    Privacy random variables are composed numerically (Gopi, Lee and Wutschitz, 2021),
+    with ``prv-accountant`` of the same authors; ``opacus_ext.accountants.numerical``
+    says what is done otherwise. The guarantee that is reported is the upper bound; the
+    rounding of the convolution is in it. It is not above the bound of Renyi accounting
+    (RDP), to four digits, and is that bound where no grid serves: for an epsilon above
+    10,000, and for a delta that drowns in rounding (below about 1e-18 times the steps
+    where ``numpy.longdouble`` has 64 bits of precision, 1e-15 times them where it has
+    53). The lower bound is 0 there.
+
+    Neighbours are data sets that differ by one record more or less, in batches that
+    are drawn by Poisson sampling. The losses are those of a removal, as in Opacus and
+    in ``prv-accountant``. For an addition they are other ones wherever the sampling
+    rate is below 1; epsilon was no greater in any of 59 random settings. That this is
+    so for every composition is not proven.
+
+    ``history`` is Opacus's list of (noise_multiplier, sample_rate, steps); what else
+    was released about the same records goes to :meth:`compose`. The noise and the
+    sampling rate may change from step to step. Up to 64 distinct pairs are composed as
+    they are. More of them are rounded before, to less noise for the upper bound and to
+    more for the lower.
+
+    Example:
+        >>> accountant = PRVBoundsAccountant()
+        >>> for _ in range(1000):
+        ...     accountant.step(noise_multiplier=1.0, sample_rate=0.01)
+        >>> accountant.compose("laplace", noise_multiplier=10.0)
+        >>> [f"{x:.2f}" for x in accountant.get_bounds(delta=1e-5)]
+        ['1.85', '1.87', '1.87']
+        >>> f"{accountant.get_delta(epsilon=0.0).upper:.3f}"
+        '0.166'
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mechanisms: List[Dict[str, Any]] = []
+
+    @classmethod
+    def mechanism(cls) -> str:
+        return "prv_bounds"
+
+    def __len__(self) -> int:
+        """0 if nothing was released."""
+        return len(self.history) + len(self.mechanisms)
+
+    def step(self, *, noise_multiplier: float, sample_rate: float) -> None:
+        """
+        Records one step of DP-SGD.
+
+        Args:
+            noise_multiplier: std of the noise over the norm that a record is clipped to
+            sample_rate: the probability with which a record is in the batch
+
+        Raises:
+            ValueError: for a negative noise, or a rate outside [0, 1]
+        """
+        new = _check_step(noise_multiplier, sample_rate, 1)
+        if self.history and tuple(self.history[-1][:2]) == new[:2]:
+            new = (*new[:2], self.history.pop()[2] + 1)
+        self.history.append(new)
+
+    def compose(
+        self, mechanism: str, *, participations: int = 1, **parameters: float
+    ) -> None:
+        """
+        Records another release about the same records.
+
+        Args:
+            mechanism: "gaussian" or "laplace" with ``noise_multiplier``: the std, or
+                Laplace's scale, over the sensitivity (in L2, or L1) to one record;
+                "pure" with ``epsilon`` or "approximate" with ``epsilon`` and ``delta``:
+                any mechanism with this guarantee
+            participations: how often it was used on the same record, or the most
+                releases of a series that one record can take part in
+
+        Raises:
+            ValueError: for another mechanism or parameters out of range
+
+        Example:
+            >>> accountant = PRVBoundsAccountant()
+            >>> accountant.compose("gaussian", noise_multiplier=2.0, participations=4)
+            >>> f"{accountant.get_epsilon(delta=1e-5):.2f}"
+            '4.38'
+        """
+        entry = {
+            "mechanism": mechanism,
+            **{name: float(value) for name, value in parameters.items()},
+            "participations": participations,
+        }
+        _check_mechanism(entry)
+        entry["participations"] = int(participations)
+        last = self.mechanisms[-1] if self.mechanisms else {}
+        if {**last, "participations": 0} == {**entry, "participations": 0}:
+            entry["participations"] += self.mechanisms.pop()["participations"]
+        self.mechanisms.append(entry)
+
+    def get_epsilon(
+        self,
+        delta: float,
+        *,
+        eps_error: Optional[float] = None,
+        delta_error: Optional[float] = None,
+    ) -> float:
+        """
+        The upper bound of :meth:`get_bounds`: no run of these steps spends more.
+
+        Example:
+            >>> accountant = PRVBoundsAccountant()
+            >>> accountant.history = [(1.0, 0.01, 1000)]
+            >>> f"{accountant.get_epsilon(1e-5):.3f}"
+            '1.828'
+        """
+        bounds = self.get_bounds(delta, eps_error=eps_error, delta_error=delta_error)
+        return bounds.upper
+
+    def get_bounds(
+        self,
+        delta: float,
+        *,
+        eps_error: Optional[float] = None,
+        delta_error: Optional[float] = None,
+    ) -> Bounds:
+        """
+        Lower bound, estimate and upper bound of epsilon.
+
+        Args:
+            delta: of the guarantee
+            eps_error: distance of the lower bound from the estimate; by default 1 % of
+                epsilon, and more where that would take more than a million points. The
+                upper bound is nearer, mostly by a factor of 100
+            delta_error: the part of delta that is spent on what the grid cuts off; by
+                default a thousandth of it
+
+        Raises:
+            ValueError: for a delta outside (0, 1), errors that are not positive, and a
+                history that is no list of steps
+        """
+        _check("delta", delta, 0 < delta < 1, "between 0 and 1, both excluded")
+        if eps_error is not None:
+            _check("eps_error", eps_error, 0 < eps_error < math.inf, "positive")
+        if delta_error is not None:
+            allowed = 0 < delta_error < delta
+            _check("delta_error", delta_error, allowed, f"between 0 and delta={delta}")
+        if self._revealing():
+            return Bounds(0.0, math.inf, math.inf)
+        from opacus_ext.accountants import numerical
+
+        low, high = self._steps()
+        bounds = numerical.epsilon_bounds(high, delta, eps_error, delta_error)
+        if low is not high:
+            other = numerical.epsilon_bounds(low, delta, eps_error, delta_error)
+            estimate = (bounds.estimate + other.estimate) / 2
+            bounds = Bounds(other.lower, estimate, bounds.upper)
+        return bounds
+
+    def get_delta(self, epsilon: float) -> Bounds:
+        """
+        Lower bound, estimate and upper bound of delta. At an epsilon of 0 it is the
+        membership advantage: by how much the rate of true alarms of an attack that
+        tells whether a record was used can exceed that of false ones.
+
+        Args:
+            epsilon: of the guarantee, 0 or more
+
+        Raises:
+            ValueError: for a negative epsilon, and as :meth:`get_bounds`
+        """
+        _check("epsilon", epsilon, 0 <= epsilon < math.inf, "0 or more, and finite")
+        if self._revealing():
+            return Bounds(0.0, 1.0, 1.0)
+        from opacus_ext.accountants import numerical
+
+        low, high = self._steps()
+        bounds = numerical.delta_bounds(high, epsilon)
+        if low is not high:
+            other = numerical.delta_bounds(low, epsilon)
+            estimate = (bounds.estimate + other.estimate) / 2
+            bounds = Bounds(other.lower, estimate, bounds.upper)
+        return bounds
+
+    def state_dict(self, destination: Any = None) -> Any:
+        """As Opacus's, with the other mechanisms; plain Python throughout."""
+        destination = super().state_dict(destination)
+        destination["mechanisms"] = deepcopy(self.mechanisms)
+        return destination
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """
+        Raises:
+            ValueError: if it is not of this accountant; nothing is changed then
+        """
+        trial = PRVBoundsAccountant()
+        super(PRVBoundsAccountant, trial).load_state_dict(state_dict)
+        trial.history = [_check_step(*entry) for entry in trial.history]
+        trial.mechanisms = deepcopy(list(state_dict.get("mechanisms", [])))
+        for entry in trial.mechanisms:
+            _check_mechanism(entry)
+        self.history, self.mechanisms = trial.history, trial.mechanisms
+
+    # -- what is composed ----------------------------------------------------------
+
+    def _counts(self) -> Counter:
+        """(noise_multiplier, sample_rate): steps. Opacus sets the history, too."""
+        counts: Counter = Counter()
+        for entry in self.history:
+            noise, rate, steps = _check_step(*entry)
+            if rate > 0 and steps > 0 and noise < math.inf:
+                counts[noise, rate] += steps
+        for entry in self.mechanisms:
+            if entry["mechanism"] == "gaussian":
+                counts[entry["noise_multiplier"], 1.0] += entry["participations"]
+        return counts
+
+    def _revealing(self) -> bool:
+        return any(noise == 0 for noise, _ in self._counts())
+
+    def _steps(self) -> Tuple[List[Any], List[Any]]:
+        """For the lower bound and for the upper; the same list unless rounded."""
+        from opacus_ext.accountants import numerical as n
+
+        counts = self._counts()
+        sampled = {key: k for key, k in counts.items() if key[1] < 1}
+        common = []
+        if mu := _mu(counts):
+            common.append(n.Step(n.gaussian(1 / mu), 1))
+        others: Counter = Counter()
+        for entry in self.mechanisms:
+            values = tuple(entry[name] for name in MECHANISMS[entry["mechanism"]])
+            others[entry["mechanism"], values] += entry["participations"]
+        for (name, values), k in others.items():
+            if name == "laplace":
+                greatest = 1 / values[0]
+                common.append(n.Step(n.laplace(*values), k, greatest=greatest))
+            elif name != "gaussian":
+                delta = (*values, 0.0)[1]
+                common.append(n.Step(n.pure(values[0]), k, delta, values[0]))
+
+        def build(pairs: Mapping[Tuple[float, float], int]) -> List[Any]:
+            return common + [
+                n.Step(n.sampled(n.gaussian(noise), rate), k)
+                for (noise, rate), k in sorted(pairs.items())
+            ]
+
+        if len(sampled) <= _DISTINCT:
+            steps = build(sampled)
+            return steps, steps
+        low, high = _rounded(sampled)
+        return build(low), build(high)
+
+
+def _mu(counts: Mapping[Tuple[float, float], int]) -> float:
+    squares = (k / noise**2 for (noise, rate), k in counts.items() if rate == 1)
+    return math.sqrt(sum(squares))
+
+
+def _rounded(
+    counts: Mapping[Tuple[float, float], int],
+) -> Tuple[Counter, Counter]:
+    """
+    At most 64 pairs for many, with more noise and lower rates, and the reverse.
+
+    Epsilon falls with the noise and rises with the rate, so these are bounds.
+    """
+    width = 1e-4
+    while True:
+        low, high = Counter(), Counter()
+        for (noise, rate), k in counts.items():
+            at, of = math.log(noise) / width, math.log(rate) / width
+            for side, a, b in (
+                (low, math.ceil(at), math.floor(of)),
+                (high, math.floor(at), math.ceil(of)),
+            ):
+                # A rate is rounded up to what is still sampling.
+                rounded = math.exp(a * width), min(math.exp(b * width), (1 + rate) / 2)
+                side[rounded] += k
+        if max(len(low), len(high)) <= _DISTINCT:
+            return low, high
+        width *= 1.25
+
+
+# -- checks ------------------------------------------------------------------------
+
+
+def _check(name: str, value: Any, allowed: bool, text: str) -> None:
+    if not allowed:
+        raise ValueError(f"{name}={value!r} must be {text}.")
+
+
+def _check_step(noise: float, rate: float, steps: int) -> Tuple[float, float, int]:
+    _check("noise_multiplier", noise, noise >= 0, "0 or more")
+    _check(
+        "sample_rate",
+        rate,
+        0 <= rate <= 1,
+        "between 0 and 1: it is the probability of a record to be in a batch",
+    )
+    _check("steps", steps, steps >= 0 and int(steps) == steps, "a whole number")
+    return float(noise), float(rate), int(steps)
+
+
+def _check_mechanism(entry: Dict[str, Any]) -> None:
+    name = entry["mechanism"]
+    known = ", ".join(map(repr, MECHANISMS))
+    _check("mechanism", name, name in MECHANISMS, f"one of {known}")
+    given = set(entry) - {"mechanism", "participations"}
+    if given != set(MECHANISMS[name]):
+        raise ValueError(
+            f"{name!r} takes {' and '.join(MECHANISMS[name])}; got "
+            f"{', '.join(sorted(given)) or 'nothing'}."
+        )
+    for parameter in given:
+        value = entry[parameter]
+        if parameter == "delta":
+            _check("delta", value, 0 <= value < 1, "0 or more, and below 1")
+        elif parameter == "epsilon":
+            _check("epsilon", value, 0 <= value < math.inf, "0 or more, and finite")
+        else:
+            _check(parameter, value, 0 < value < math.inf, "positive and finite")
+    count = entry["participations"]
+    whole = isinstance(count, int) and not isinstance(count, bool) and count > 0
+    _check("participations", count, whole, "a whole number, 1 or more")

@@ -1,0 +1,262 @@
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from opacus_ext.cli import EPILOG, build_parser, main
+
+FEW = ["--parameters", "1e4:2e5", "--steps", "100:300"]  # small lattices: seconds
+EXAMPLE = ["--measurements", "example", *FEW]
+
+
+def output_of(capsys, *args, status=0):
+    assert main(list(args)) == status
+    return capsys.readouterr().out
+
+
+def test_plan_for_people(capsys):
+    out = output_of(
+        capsys,
+        *["plan", "--users", "1e5", "--epsilon", "4", "--flops", "1e13"],
+        *["--baseline", "1e5,64,250", *EXAMPLE],
+    )
+    for text in (
+        "parameters",
+        "noise multiplier",
+        "about as good",
+        "compute that helps",
+        "loss with double the",
+        "membership advantage",
+        "without privacy",
+        "baselines",
+        'PrivacyEngine(accountant="prv_bounds")',
+        "noise_multiplier=",
+    ):
+        assert text in out
+    assert "a bound only" not in out
+
+
+def test_plan_without_measurements_says_so(capsys):
+    args = ["plan", "--users", "1e6", "--epsilon", "4", "--flops", "1e18"]
+    out = output_of(capsys, *args, "--parameters", "1e6:1e8", "--steps", "1000:2000")
+    assert "No private training of your family of models was measured" in out
+    assert "at least" in out and "opacus-ext measure" in out
+
+
+def test_plan_for_programs(capsys):
+    out = output_of(
+        capsys,
+        *["plan", "--users", "1e4,1e5", "--epsilon", "8", "--flops", "1e12:1e13:2"],
+        *["--json", *EXAMPLE],
+    )
+    found = json.loads(out)
+    plans = found["plans"]
+    assert len(plans) == 4
+    for plan in plans:
+        assert plan["loss"] > 0 and plan["flops"] <= plan["budget"]["flops"] * 1.0001
+        arguments = plan["make_private"]
+        assert arguments["noise_multiplier"] >= plan["noise_multiplier"] > 0
+        assert set(plan["doubling"]["loss"]) == {"epsilon", "users", "flops"}
+        assert plan["near_optimal"]["count"] >= 1
+    few, many = plans[:2], plans[2:]
+    assert all(b["loss"] <= a["loss"] * 1.001 for a, b in zip(few, many))
+    assert few[1]["loss"] <= few[0]["loss"]
+
+
+def test_a_table_over_budgets(capsys):
+    args = ["plan", "--users", "1e5", "--epsilon", "1,16", "--flops", "1e13"]
+    out = output_of(capsys, *args, *EXAMPLE)
+    assert out.count("\n") == 5 and "advantage" in out
+
+
+def test_plan_within_time_and_memory(capsys, tmp_path):
+    text = tmp_path / "text"
+    text.write_bytes(b"To be, or not to be, that is the question. " * 99)
+    source = tmp_path / "own_family.py"
+    source.write_text(
+        "from opacus_ext.scaling.families import byte_transformers\n"
+        "def tiny(text):\n"
+        "    return byte_transformers(text, 64, ['8x1', '16x1'])\n"
+    )
+    sys.path.insert(0, str(tmp_path))
+    try:
+        args = ["plan", "--users", "1e5", "--epsilon", "4", *EXAMPLE]
+        args += ["--family", "own_family:tiny", "--text", str(text)]
+        out = output_of(capsys, *args, "--seconds", "3600", "--json")
+        assert 0 < json.loads(out)["plans"][0]["seconds"] <= 3600
+    finally:
+        sys.path.remove(str(tmp_path))
+
+
+def test_calibrate(capsys):
+    args = ["calibrate", "--users", "1e6", "--epsilon", "1,4", "--batch-size", "4096"]
+    args += ["--steps", "1000"]
+    rows = json.loads(output_of(capsys, *args, "--json"))
+    assert len(rows) == 2
+    assert rows[0]["noise_multiplier"] > rows[1]["noise_multiplier"] > 0
+    for row in rows:
+        assert row["ratio"] == pytest.approx(row["noise_multiplier"] / 4096)
+    shown = output_of(capsys, *args)
+    assert "noise_multiplier" in shown and "yes" in shown
+
+
+def test_measure_then_fit(capsys, tmp_path):
+    text, runs = tmp_path / "text", str(tmp_path / "runs.jsonl")
+    text.write_bytes(b"To be, or not to be, that is the question. " * 99)
+    args = ["measure", "--text", str(text), "--out", runs, "--sizes", "16x2,32x2"]
+    args += ["--ratios", "0,0.1", "--steps", "4", "--every", "1", "--batch-size", "2"]
+    found = json.loads(output_of(capsys, *args, "--no-progress", "--json"))
+    assert found["runs"] == 4 and found["fit"]["law"] == "surface"
+    shown = output_of(capsys, *args, "--no-progress")
+    assert "opacus-ext plan --measurements" in shown
+    fitted = json.loads(output_of(capsys, "fit", runs, "--json"))
+    assert fitted["runs"] == 4 and len(fitted["parameters"]) == 2
+
+
+def test_fit(capsys):
+    args = ["fit", "example", "--hold-out", "ratio=0.0625", "--json"]
+    found = json.loads(output_of(capsys, *args))
+    assert found["without ratio=0.0625"]["mean error"] < 0.1
+
+
+def test_fit_a_law_of_training_without_privacy(capsys, tmp_path):
+    from opacus_ext.scaling.laws import CHINCHILLA
+
+    lines = ["Model Size,Training FLOP,loss,color"]
+    for size in (1e7, 1e8, 1e9, 3e9):
+        for tokens in (1e9, 1e10, 1e11):
+            loss = float(CHINCHILLA.predict(parameters=size, tokens=tokens))
+            lines.append(f"{size},{6 * size * tokens},{loss!r},red")
+    path = tmp_path / "runs.csv"
+    path.write_text("\n".join(lines))
+    args = ["fit", str(path), "--law", "chinchilla", "--json"]
+    found = json.loads(output_of(capsys, *args))
+    assert found["E"] == pytest.approx(1.69, rel=1e-3) and found["rows"] == 12
+    found = json.loads(output_of(capsys, *args, "--drop", "2"))
+    assert found["rows"] == 10
+
+
+def exact():
+    model = torch.nn.Linear(3, 2)
+    batch = torch.randn(4, 3), torch.tensor([0, 1, 1, 0])
+    loss = torch.nn.functional.cross_entropy
+    return model, batch, lambda m, b: loss(m(b[0]), b[1], reduction="none")
+
+
+def leaking():
+    norm = torch.nn.BatchNorm1d(3, affine=False, track_running_stats=False)
+    model, batch, loss = exact()
+    return torch.nn.Sequential(norm, model), batch, loss
+
+
+def two_things():
+    return 1, 2
+
+
+def test_check(capsys):
+    here = "tests.cli_test"
+    assert "ok" in output_of(capsys, "check", f"{here}:exact")
+    out = output_of(capsys, "check", f"{here}:leaking", status=1)
+    assert "BatchNorm" in out
+    found = json.loads(output_of(capsys, "check", f"{here}:exact", "--json"))
+    assert found["ok"] and not found["leaks"] and found["parameters"]
+
+
+def test_check_a_checkpoint(capsys, tmp_path):
+    import transformers
+
+    config = transformers.GPT2Config(
+        n_embd=8, n_layer=1, n_head=1, vocab_size=20, n_positions=16
+    )
+    transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path)
+    args = ["check", str(tmp_path), "--modes", "ghost_bk", "--length", "6"]
+    assert "ok" in output_of(capsys, *args)
+
+
+PLAN = ["plan", "--users", "1e5", "--epsilon", "4"]
+
+
+@pytest.mark.parametrize(
+    "args, message",
+    [
+        ([], "required: COMMAND"),
+        (["dream"], "invalid choice"),
+        (["plan", "--users", "1e5"], "required: --epsilon"),
+        ([*PLAN[:3], "--epsilon", "0"], "--epsilon: '0' is not a number, above 0"),
+        ([*PLAN[:3], "--epsilon", "nan"], "--epsilon: 'nan' is not a number"),
+        ([*PLAN[:3], "--epsilon", "four"], "--epsilon: 'four' is not a number"),
+        (
+            ["plan", "--users", "-5", "--epsilon", "4"],
+            "--users: '-5' is not a number, 1",
+        ),
+        ([*PLAN, "--delta", "2"], "--delta: '2' is not a number, above 0, at most 0.5"),
+        ([*PLAN, "--flops", "1:2"], "--flops: '1:2' is not LOW:HIGH:COUNT"),
+        ([*PLAN, "--flops", "9:2:3"], "does not go from low to high"),
+        ([*PLAN, "--batch-size", "1.5"], "--batch-size: '1.5' is not a whole number"),
+        ([*PLAN, "--batch-size", "2e5"], "batch_size must be at most 100000"),
+        ([*PLAN, "--steps", "9:1"], "--steps: '9:1' is not LOW:HIGH"),
+        ([*PLAN, "--baseline", "1,2"], "PARAMETERS,BATCH_SIZE,STEPS"),
+        ([*PLAN, "--measurements", "no-such-file"], "no-such-file"),
+        (
+            [*PLAN, "--flops", "1", "--steps", "1000"],
+            "flops=1 is less than the smallest",
+        ),
+        ([*PLAN, "--seconds", "9"], "needs a text"),
+        ([*PLAN, *EXAMPLE, "--tokens", "512"], "tokens=512"),
+        (["calibrate", *PLAN[1:], "--steps", "5"], "required: --batch-size"),
+        (
+            ["calibrate", *PLAN[1:], "--steps", "0.5", "--batch-size", "1"],
+            "--steps: '0.5' is not a whole number, 1 or more, at most 1e+09",
+        ),
+        (
+            ["calibrate", *PLAN[1:], "--steps", "5", "--batch-size", "1e6"],
+            "batch_size",
+        ),
+        (["measure", "--out", "x"], "needs a text"),
+        (["measure", "--out", "x", "--text", "no-such-text"], "no-such-text"),
+        (["fit", "example", "--law", "murphy"], "'murphy' is none of"),
+        (["fit", "example", "--hold-out", "size=3"], "--hold-out: 'size=3' is not"),
+        (["fit", "example", "--hold-out", "ratio=0.25"], "at the edge"),
+        (["check", "nothing-of-the-kind"], "neither a folder nor module:function"),
+        (["check", "no.such:case"], "not to be had"),
+        (["check", "tests.cli_test:two_things"], "must return a model, a batch"),
+    ],
+)
+def test_bad_arguments(args, message, capsys):
+    """Status 2; the message names the argument and what it may be."""
+    with pytest.raises(SystemExit) as stopped:
+        main(args)
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_help_has_examples_that_are_understood(capsys):
+    """Every example parses; what it does, the other tests see."""
+    count = 0
+    for text in EPILOG.values():
+        for line in text.replace("\\\n", " ").splitlines():
+            words = line.strip().split("   ")[0].split()  # then comes a comment
+            if words[:1] == ["opacus-ext"] and "--help" not in words:
+                build_parser().parse_args(words[1:])
+                count += 1
+    assert count >= 14
+    for command in filter(None, EPILOG):
+        with pytest.raises(SystemExit) as stopped:
+            main([command, "--help"])
+        assert stopped.value.code == 0
+        assert "examples:" in capsys.readouterr().out
+
+
+def test_it_runs_as_a_module():
+    done = subprocess.run(
+        [sys.executable, "-m", "opacus_ext", "calibrate", "--users", "10"]
+        + ["--epsilon", "1000", "--batch-size", "10", "--steps", "1"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert "noise_multiplier" in done.stdout
