@@ -392,6 +392,11 @@ def plan(args: argparse.Namespace) -> int:
             f"delta={args.delta:g} is more than one in {max(args.users):g} users; a "
             "smaller one is usual."
         )
+    if any(row["steps"] > law.measured_steps for row in rows):
+        notes.append(
+            f"Runs were measured for {law.measured_steps:g} steps; what is beyond is "
+            "extrapolated. Measure longer, or bound --steps."
+        )
     if not law.private and any(r["noise_norm"] > args.noise_norm for r in rows):
         notes.append(
             "Where the noise norm is more than --noise-norm, no configuration has less "

@@ -1,5 +1,6 @@
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -237,7 +238,7 @@ def test_help_has_examples_that_are_understood(capsys):
     """Every example parses; what it does, the other tests see."""
     count = 0
     for text in EPILOG.values():
-        for line in text.replace("\\\n", " ").splitlines():
+        for line in re.sub(r"\\\n\s*", "", text).splitlines():
             words = line.strip().split("   ")[0].split()  # then comes a comment
             if words[:1] == ["opacus-ext"] and "--help" not in words:
                 build_parser().parse_args(words[1:])

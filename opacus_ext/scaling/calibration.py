@@ -524,7 +524,16 @@ def noise_multiplier(
     )
     guess = _Guess()
 
-    def solve(epsilon: float, delta: float, k: float, steps: float, q: float) -> float:
+    def solve(*cell: float) -> float:
+        try:
+            return attempt(*cell)
+        except _TooHardError:  # maybe only from where the last cell's answer was
+            guess.__init__()
+            return attempt(*cell)
+
+    def attempt(
+        epsilon: float, delta: float, k: float, steps: float, q: float
+    ) -> float:
         # a hair's breadth: the rounding of a rate that is delta
         if _ever(q, steps * k) <= delta * (1 + 1e-12):
             return 0.0

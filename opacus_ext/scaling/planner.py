@@ -68,6 +68,7 @@ class LossModel:
         source: what it rests on, for people
         excess: of a bound: of (parameters, ratio), how much more noise there is than
             a plan should have; above 1 the least of it is planned
+        measured_steps: up to which its curves were measured; beyond, extrapolated
         learning_rate: of (parameters, steps, ratio), if that is known
         interval: of (parameters, steps, ratio), low and high, if that is known
     """
@@ -79,6 +80,7 @@ class LossModel:
     batch_size: int
     private: bool
     source: str
+    measured_steps: float = math.inf
     learning_rate: Optional[Callable[..., float]] = None
     interval: Optional[Callable[..., Tuple[float, float]]] = None
     excess: Optional[Callable[..., np.ndarray]] = None
@@ -101,6 +103,7 @@ class LossModel:
             batch_size,
             True,
             source,
+            ranges["measured_steps"][1],
             surface.learning_rate,
             None if surface.samples is None else surface.interval,
         )
@@ -751,9 +754,9 @@ def _noise_grid(
     budget: Budget, batch: np.ndarray, steps: np.ndarray
 ) -> Tuple[np.ndarray, np.ndarray, np.ndarray]:
     """
-    The same of a grid, ``[B, T]``. Calibrated every 1.5 octaves of rates and steps;
-    between, how far the noise is off its central limit is interpolated: to about 0.3 %.
-    What is found is calibrated by itself.
+    The same of a grid, ``[B, T]``. Calibrated at powers of two of rates and steps;
+    between, how far the noise is off its central limit is interpolated: to 1 % at worst,
+    mostly to 0.01 %. What is found is calibrated by itself.
     """
     key = replace(budget, flops=1, seconds=1, memory=1, tokens=1)
     key = replace(key, parameters=None, batch_size=None, steps=None)
@@ -792,10 +795,10 @@ def _noise_of(
 
 
 def _knots(values: np.ndarray) -> np.ndarray:
-    """Whole numbers 1.5 octaves apart, the same for every range but for its ends."""
-    inner = np.round(2 ** np.arange(0, 90, 1.5))
+    """Powers of two, the same for every range but for its ends."""
+    inner = 2.0 ** np.arange(0, 100)
     low, high = values.min(), values.max()
-    inside = (inner > 1.3 * low) & (inner < high / 1.3)
+    inside = (inner > 1.2 * low) & (inner < high / 1.2)
     return np.unique([low, *inner[inside], high])
 
 
