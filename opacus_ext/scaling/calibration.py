@@ -529,7 +529,10 @@ def noise_multiplier(
             return attempt(*cell)
         except _TooHardError:  # maybe only from where the last cell's answer was
             guess.__init__()
+        try:
             return attempt(*cell)
+        except _TooHardError:
+            return _by_the_accountant(*cell)
 
     def attempt(
         epsilon: float, delta: float, k: float, steps: float, q: float
@@ -558,6 +561,31 @@ def noise_multiplier(
 
     names = ("epsilon", "delta", "records", "steps", "rate")
     return _on_cells(solve, names, columns)
+
+
+def _by_the_accountant(
+    epsilon: float, delta: float, k: float, steps: float, q: float
+) -> float:
+    """Seconds a cell: noise at which the accountant's upper bound is ``epsilon``."""
+    if k > 1:
+        raise _TooHardError
+    from opacus_ext.accountants import PRVBoundsAccountant
+
+    accountant = PRVBoundsAccountant()
+
+    def excess(log_noise: float) -> float:
+        accountant.history = [(math.exp(log_noise), q, int(steps))]
+        return math.log(max(accountant.get_epsilon(delta), 1e-12) / epsilon)
+
+    low = high = _Guess().start(epsilon, delta, k, steps, q)
+    while excess(high) > 0:
+        high += 0.5
+    while excess(low) <= 0:
+        low -= 0.5
+    while high - low > 1e-4:
+        middle = (low + high) / 2
+        low, high = (middle, high) if excess(middle) > 0 else (low, middle)
+    return math.exp(high)
 
 
 class _Guess:

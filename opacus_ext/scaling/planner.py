@@ -755,8 +755,8 @@ def _noise_grid(
 ) -> Tuple[np.ndarray, np.ndarray, np.ndarray]:
     """
     The same of a grid, ``[B, T]``. Calibrated at powers of two of rates and steps;
-    between, how far the noise is off its central limit is interpolated: to 1 % at worst,
-    mostly to 0.01 %. What is found is calibrated by itself.
+    between, how far the noise is off its central limit is interpolated: to 1 % at
+    worst, mostly to 0.01 %. What is found is calibrated by itself.
     """
     key = replace(budget, flops=1, seconds=1, memory=1, tokens=1)
     key = replace(key, parameters=None, batch_size=None, steps=None)
@@ -772,7 +772,9 @@ def _noise_of(
     amplified = np.zeros(noise.shape, dtype=bool)
     if budget.amplification != "none":
         parts = _parts(budget, b)
-        axes = (parts, _knots(parts)), (t, _knots(t))
+        # With hardly any noise a calibration takes seconds, and few matter.
+        octaves = 1 if budget.epsilon <= 100 else 3
+        axes = (parts, _knots(parts, octaves)), (t, _knots(t, octaves))
         kp, kt = axes[0][1], axes[1][1]
         known = _noise(
             budget, (budget.examples / kp)[:, None], kt, amplification="poisson"
@@ -794,9 +796,9 @@ def _noise_of(
     return noise, noise / b[:, None], amplified
 
 
-def _knots(values: np.ndarray) -> np.ndarray:
+def _knots(values: np.ndarray, octaves: int) -> np.ndarray:
     """Powers of two, the same for every range but for its ends."""
-    inner = 2.0 ** np.arange(0, 100)
+    inner = 2.0 ** np.arange(0, 100, octaves)
     low, high = values.min(), values.max()
     inside = (inner > 1.2 * low) & (inner < high / 1.2)
     return np.unique([low, *inner[inside], high])

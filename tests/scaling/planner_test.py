@@ -56,7 +56,9 @@ def model_of(tokens=16, learning_rate=None):
         return np.where(np.asarray(ratio) < 0.25, found, np.nan)
 
     ends = (1e4, 1e6), (100, 3200)
-    return LossModel(loss, *ends, tokens, 32, True, "made up", learning_rate)
+    return LossModel(
+        loss, *ends, tokens, 32, True, "made up", learning_rate=learning_rate
+    )
 
 
 LAW = model_of()
@@ -190,7 +192,7 @@ def test_bounds_on_time_and_memory():
 def test_edges_of_budgets():
     few = dict(steps=(100, 100), tokens=16, delta=1e-6)
     for users, epsilon, batch in (
-        (1e5, 1e3, None),
+        (1e3, 1e3, None),
         (10, 1e3, None),
         (10, 1e3, (10, 10)),
         (1e9, 1e-3, None),
