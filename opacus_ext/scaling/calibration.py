@@ -47,7 +47,7 @@ class Calibration(NamedTuple):
     Attributes:
         noise_multiplier: sigma, for ``make_private``
         ratio: the noise-batch ratio, sigma / B
-        amplified: whether Poisson sampling is what it needs; deterministic batches if not
+        amplified: whether it is that of Poisson sampling, or of deterministic batches
     """
 
     noise_multiplier: Any
@@ -250,13 +250,12 @@ def _log_delta(
         return values * erfc(7 * (y / window - 1)) / 2
 
     spacing = 0.5 / fineness
-    count, all_points = 32, _GRADING * math.asinh(2 * window / scale) / spacing
+    count, last = 32, _GRADING * math.asinh(2 * window / scale) / spacing
     points = integrand(np.arange(1, count) * spacing)
+    # little noise makes sums of a few great losses, after which it rises again
     if s < 0.5 or abs(points[-1]) > 1e-18:
-        more = integrand(np.arange(count, all_points) * spacing)
-        points, count = np.concatenate([points, more]), max(
-            count, math.ceil(all_points)
-        )
+        points = np.append(points, integrand(np.arange(count, last) * spacing))
+        count = len(points) + 1
     digits = 1e-15 * math.sqrt(steps) + 1e-17 * steps
     lost = digits * spacing * (0.5 + np.abs(points).sum())
     coarse = spacing * (0.5 + points.real.sum())
@@ -313,7 +312,7 @@ def _saddle(law: _Law, steps: float, epsilon: float, t: float) -> float:
 def _log_profile(
     step: _Step, steps: float, epsilon: float, tilt: float = 1.0, fineness: float = 1.0
 ) -> Tuple[float, float]:
-    """``log delta(epsilon)``, in closed form where there is one, and the saddle point."""
+    """``log delta(epsilon)``, in closed form if there is one, and the saddle point."""
     s, q, k = step
     if s == 0:
         return math.log(_ever(q, steps * k)), tilt
@@ -326,7 +325,7 @@ def _log_profile(
 
 
 def _log_delta_gaussian(mu: ArrayLike, epsilon: ArrayLike) -> NDArray:
-    """``log delta(epsilon)`` of N(0, 1) and N(mu, 1) (Balle & Wang 2018, theorem 5)."""
+    """``log delta(epsilon)`` of N(0, 1), N(mu, 1) (Balle & Wang 2018, theorem 5)."""
     upper, lower = mu / 2 - epsilon / mu, -mu / 2 - epsilon / mu
     log_upper = log_ndtr(upper)
     gap = np.minimum(epsilon + log_ndtr(lower) - log_upper, -1e-300)
@@ -334,7 +333,7 @@ def _log_delta_gaussian(mu: ArrayLike, epsilon: ArrayLike) -> NDArray:
 
 
 def _of_the_sampled(epsilon: float, q: float) -> float:
-    """A mechanism's epsilon, given that of a sample: log(1 + (exp(epsilon) - 1) / q)."""
+    """A mechanism's epsilon, from that of a sample: log(1 + (exp(epsilon) - 1) / q)."""
     if epsilon > 300:
         return epsilon - math.log(q)
     return math.log1p(math.expm1(epsilon) / q)
@@ -354,6 +353,9 @@ def delta(
 ) -> Any:
     """
     The delta that DP-SGD with Poisson sampling has at ``epsilon``: its privacy profile.
+
+    It is that of a user who is left out, as Opacus's and Microsoft's accountants have
+    it. That of one who is put in has been smaller wherever it was compared.
 
     At epsilon 0 it is the advantage of the best membership inference: by how much its
     true positive rate may exceed its false positive rate. Plans of equal (epsilon,
@@ -589,7 +591,7 @@ def _by_the_accountant(
 
 
 class _Guess:
-    """A start for the next cell of a grid: the central limit, and how far it was off."""
+    """A start for the next cell: the central limit, and how far off it was last."""
 
     def __init__(self) -> None:
         self.tilt, self.slope, self.off = 1.0, 2.0, 0.0
@@ -834,8 +836,8 @@ def _on_cells(
         except _TooHardError:
             cell = ", ".join(f"{name} = {x:g}" for name, x in zip(names, row))
             raise ValueError(
-                f"No answer to the stated precision can be had for {cell}. Leave this "
-                "corner: it is of a budget or a noise too extreme to be of use."
+                f"{cell}: too extreme for an answer that is certain to a part in "
+                "10,000. Take an epsilon, delta, rate or number of steps less so."
             ) from None
     return _result(values[where.ravel()].reshape(columns[0].shape))
 
