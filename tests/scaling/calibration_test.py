@@ -330,9 +330,16 @@ def test_bad_input_is_named(wrong, message):
         calibrate(**{**GOOD, **wrong})
 
 
+def test_what_the_sums_cannot_do_the_accountant_does():
+    """And says the same where both can."""
+    cell = 4.0, 1e-6, 1.0, 200.0, 0.01
+    ours = noise_multiplier(4.0, 1e-6, 200, 0.01)
+    assert calibration._by_the_accountant(*cell) == pytest.approx(ours, rel=2e-4)
+
+
 def test_what_cannot_be_computed_is_refused():
     with pytest.raises(ValueError, match="steps = 1e\\+15, rate = 1e-09: too extreme"):
-        noise_multiplier(1.0, 1e-12, 10**15, 1e-9)
+        noise_multiplier(1.0, 1e-12, 10**15, 1e-9, records_per_user=2)
     with pytest.raises(ValueError, match="noise_multiplier must be .* at least 0"):
         delta(-1.0, 0.1, 10)
 
