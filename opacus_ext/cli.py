@@ -303,7 +303,12 @@ def _measure(add: Callable) -> None:
     ):
         kind = number(1, whole=True)
         add(flag, default=default, type=kind, help=f"{text} (default {default})")
-    add("--max-grad-norm", default=0.1, type=number(0, above=True), help="(default .1)")
+    add(
+        "--max-grad-norm",
+        default=0.1,
+        type=number(0, 1e6, above=True),
+        help="(default .1)",
+    )
     add("--seed", default=0, type=number(0, whole=True), help="(default 0)")
     add("--no-progress", action="store_true", help="no progress bar")
 
@@ -469,6 +474,9 @@ def _planned(args: argparse.Namespace, table: Any, flops: float) -> Dict[str, An
         found.steps,
         found.batch_size,
         budget.users,
+        records_per_user=budget.records_per_user,
+        sampling=budget.sampling,
+        amplification=budget.amplification,
     )
     others = table.by_batch_size(flops)
     about = [p for p in others if p.loss <= found.loss * 1.05]
@@ -718,7 +726,7 @@ def _case(name: str) -> Tuple[Any, Any, Any]:
     sys.path.insert(0, "")
     try:
         case = getattr(import_module(module), function)()
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, TypeError) as error:
         raise ValueError(f"target {name!r} is not to be had: {error}.") from error
     finally:
         sys.path.remove("")
@@ -848,7 +856,11 @@ def _one_plan(row: Dict[str, Any], law: Any, notes: Sequence[str]) -> str:
                     {k: f"-{100 * v:.2g} %" for k, v in more["loss"].items()}
                 ),
                 "noise with double the": _show(
-                    {k: f"1/{1 + v:.3g}" for k, v in more["noise_batch_ratio"].items()}
+                    {
+                        k: f"1/{1 + v:.3g}"
+                        for k, v in more["noise_batch_ratio"].items()
+                        if v == v  # no batch holds more than all
+                    }
                 ),
             }
             | (
@@ -908,7 +920,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     args = build_parser().parse_args(argv)
     try:
         return args.run(args)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, ArithmeticError) as error:
         args.parser.exit(2, f"{args.parser.prog}: error: {error}\n")
         raise AssertionError  # exit does not return
 

@@ -40,6 +40,18 @@ def test_plan_for_people(capsys):
     assert "a bound only" not in out
 
 
+def test_plan_of_batches_of_records(capsys):
+    args = ["plan", "--users", "1000", "--epsilon", "8", *EXAMPLE, "--flops", "1e13"]
+    records = ["--sampling", "records", "--records-per-user", "2"]
+    out = output_of(
+        capsys, *args, *records, "--batch-size", "1500", "--steps", "100", "--json"
+    )
+    plan = json.loads(out)["plans"][0]
+    assert plan["batch_size"] == 1500  # more than there are users
+    saved = plan["doubling"]["noise_batch_ratio"]
+    assert saved["users"] > 0 and saved["batch_size"] is None
+
+
 def test_plan_without_measurements_says_so(capsys):
     args = ["plan", "--users", "1e6", "--epsilon", "4", "--flops", "1e18"]
     out = output_of(capsys, *args, "--parameters", "1e6:1e8", "--steps", "1000:2000")
@@ -206,6 +218,16 @@ PLAN = ["plan", "--users", "1e5", "--epsilon", "4"]
             "flops=1 is less than the smallest",
         ),
         ([*PLAN, "--seconds", "9"], "needs a text"),
+        ([*PLAN, *EXAMPLE, "--flops", "1e13", "--delta", "1e-20"], "accountant"),
+        (
+            [*PLAN, *EXAMPLE, "--flops", "1e12", "--baseline", "1e5,1e9,200"],
+            "batch_size must be from 1 to 100000",
+        ),
+        (["check", ".a:b"], "target '.a:b' is not to be had"),
+        (["check", "os:path"], "target 'os:path' is not to be had"),
+        (["measure", "--out", "x", "--family", ".a:b"], "'.a:b' is not to be had"),
+        (["measure", "--out", "x", "--family", "os:path"], "is not a function"),
+        (["measure", "--out", "x", "--max-grad-norm", "inf"], "--max-grad-norm: 'inf'"),
         ([*PLAN, *EXAMPLE, "--tokens", "512"], "tokens=512"),
         (["calibrate", *PLAN[1:], "--steps", "5"], "required: --batch-size"),
         (

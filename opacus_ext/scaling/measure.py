@@ -104,7 +104,8 @@ def measure(
             f"{batch_size}."
         )
     path = Path(path)
-    known = {_key(run): run for run in (read_runs(path) if path.exists() else [])}
+    _mend(path)
+    known = {_key(run): run for run in read_runs(path)}
     settings = dict(batch_size=batch_size, tokens=family.tokens, total_steps=steps)
     grid: List[Dict[str, Any]] = [
         dict(
@@ -126,6 +127,23 @@ def measure(
                 file.write(json.dumps(run) + "\n")
             known[_key(run)] = run
     return Measurements.of_runs(known[_key(run)] for run in grid)
+
+
+def _mend(path: Path) -> None:
+    """
+    Makes the file, if there is none: what can't be written is known before hours of
+    training. A last line that was cut off where writing was stopped is taken away.
+    """
+    with path.open("a+b") as file:
+        file.seek(0)
+        whole, newline, last = file.read().rpartition(b"\n")
+        if not last:
+            return
+        try:
+            json.loads(last)
+            file.write(b"\n")
+        except ValueError:
+            file.truncate(len(whole) + len(newline))
 
 
 def _key(run: Dict[str, Any]) -> str:

@@ -445,8 +445,10 @@ class Candidates:
             self.loss = np.where(excess > 1, 1000 * excess, self.loss)
         if probe is not None:
             late = probe.seconds(size, batch, steps, budget.tokens) > budget.seconds
-            large = probe.memory(size) > budget.memory
-            self.loss[late | large] = np.nan
+            self.loss[late] = np.nan
+            if budget.memory < math.inf:  # some systems don't tell memory
+                large = probe.memory(size) > budget.memory
+                self.loss[large.reshape(-1)] = np.nan
 
     def best(self, flops: Optional[float] = None) -> Plan:
         """
@@ -615,8 +617,14 @@ class Candidates:
             parameters: of the baseline; so are the others
 
         Raises:
-            ValueError: if the law says nothing of the baseline
+            ValueError: if the law says nothing of the baseline, or its batch is larger
+                than all examples
         """
+        if not 1 <= batch_size <= self.budget.examples:
+            raise ValueError(
+                f"The baseline's batch_size must be from 1 to "
+                f"{self.budget.examples:g}, all examples; got {batch_size:g}."
+            )
         loss = self.expected(parameters, batch_size, steps)
         if not math.isfinite(loss):
             raise ValueError(

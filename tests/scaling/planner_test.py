@@ -183,6 +183,10 @@ def test_bounds_on_time_and_memory():
     plan = Candidates(tight, LAW, probe).best()
     assert plan.seconds <= free.seconds / 3 and plan.loss > free.loss
     assert plan.parameters <= free.parameters / 2
+    silent = dataclasses.replace(probe, bytes=one * np.nan)
+    assert Candidates(dataclasses.replace(tight, memory=np.inf), LAW, silent).best()
+    with pytest.raises(ValueError, match="does not tell"):
+        Candidates(tight, LAW, silent)
     with pytest.raises(ValueError, match="needs a probe"):
         Candidates(tight, LAW)
     with pytest.raises(ValueError, match="keeps to seconds=1e-09"):
