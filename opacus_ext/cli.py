@@ -461,25 +461,13 @@ def _planned(args: argparse.Namespace, table: Any, flops: float) -> Dict[str, An
     """A plan and what belongs to it, as JSON has it."""
     from dataclasses import replace
 
-    from opacus_ext.scaling import calibration
-    from opacus_ext.scaling.planner import doubled_loss
+    from opacus_ext.scaling.planner import doubled_loss, doubled_noise
 
     found = table.best(flops)
     near = table.near(flops)
     saturating = table.saturating()
     budget = replace(table.budget, flops=flops)
-    noise = calibration.doubling(
-        budget.epsilon,
-        budget.delta,
-        found.steps,
-        found.batch_size,
-        budget.users,
-        records_per_user=budget.records_per_user,
-        sampling=budget.sampling,
-        amplification=budget.amplification,
-    )
-    others = table.by_batch_size(flops)
-    about = [p for p in others if p.loss <= found.loss * 1.05]
+    about = table.by_batch_size(flops, within=0.05, most=9)
     row = found.as_dict()
     row["near_optimal"] = near._asdict()
     row["saturating"] = {
@@ -488,7 +476,7 @@ def _planned(args: argparse.Namespace, table: Any, flops: float) -> Dict[str, An
     }
     row["doubling"] = {
         "loss": doubled_loss(budget, table.law, table.probe)[1]._asdict(),
-        "noise_batch_ratio": noise._asdict(),
+        "noise_batch_ratio": doubled_noise(found),
     }
     without = table.not_private(found.flops)
     row["not_private"] = without and without._asdict()
@@ -497,7 +485,7 @@ def _planned(args: argparse.Namespace, table: Any, flops: float) -> Dict[str, An
             name: getattr(p, name)
             for name in ("parameters", "batch_size", "steps", "loss", "advantage")
         }
-        for p in about[:: max(1, len(about) // 8)]
+        for p in about
     ]
     row["baselines"] = [
         dict(zip(("parameters", "batch_size", "steps"), b))
@@ -789,6 +777,8 @@ def _show(value: Any) -> str:
         return ", ".join(f"{k} {_show(v)}" for k, v in value.items())
     if not isinstance(value, (int, float)):
         return "-" if value is None else str(value)
+    if not math.isfinite(value):
+        return "-"
     if float(value).is_integer() and abs(value) < 1e6:
         return f"{int(value):,}"
     return f"{value:.4g}"
@@ -839,7 +829,11 @@ def _one_plan(row: Dict[str, Any], law: Any, notes: Sequence[str]) -> str:
                 "noise multiplier": _show(row["noise_multiplier"]),
                 "noise-batch ratio": _show(row["ratio"])
                 + f" (norm of the noise {_show(row['noise_norm'])})",
-                "loss": f"{least}{_show(row['loss'])} nats a token{interval}",
+                "loss": (
+                    f"{least}{_show(row['loss'])} nats a token{interval}"
+                    if row["loss"] < math.inf
+                    else "not to be told: too much noise"
+                ),
                 "membership advantage": f"{_show(row['advantage'])} at most",
                 "learning rate": _show(row["learning_rate"]),
             }
@@ -853,7 +847,10 @@ def _one_plan(row: Dict[str, Any], law: Any, notes: Sequence[str]) -> str:
                 "compute that helps": f"{row['saturating']['flops']:.3g} FLOPs reach "
                 f"{_show(row['saturating']['loss'])}, within 1 % of what any do",
                 "loss with double the": _show(
-                    {k: f"-{100 * v:.2g} %" for k, v in more["loss"].items()}
+                    {
+                        k: "-" if math.isnan(v) else f"{-100 * v:.2g} %"
+                        for k, v in more["loss"].items()
+                    }
                 ),
                 "noise with double the": _show(
                     {
@@ -880,6 +877,7 @@ def _one_plan(row: Dict[str, Any], law: Any, notes: Sequence[str]) -> str:
     )
     sections += [
         "",
+        *(f"# {note}" for note in row["notes"]),
         f"examples = Subset(dataset, range({row['examples']}))",
         f"loader = DataLoader(examples, batch_size={row['batch_size']})"
         f"  # {row['steps']} steps in all",
