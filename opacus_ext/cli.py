@@ -178,7 +178,7 @@ def _parser(make: Callable, command: Optional[str], **kwargs: Any) -> Any:
 
 
 def _budget(add: Callable) -> None:
-    add("--users", required=True, type=numbers(1), help="N, people; ranges")
+    add("--users", required=True, type=numbers(1, 1e15), help="N, people; ranges")
     add(
         "--epsilon",
         required=True,
@@ -234,6 +234,12 @@ def _plan(add: Callable) -> None:
         default="surface",
         choices=("surface", "L1", "L2"),
         help="what is fitted to them (default surface)",
+    )
+    add(
+        "--bootstrap",
+        default=0,
+        type=number(0, 10000, whole=True),
+        help="resamples for a 95 %% interval of the loss (surface; default 0: none)",
     )
     add("--parameters", type=bounds(1), help="M, bounds of the model size")
     add("--batch-size", type=bounds(1, whole=True), help="B, bounds, in examples")
@@ -309,7 +315,7 @@ def _measure(add: Callable) -> None:
         type=number(0, 1e6, above=True),
         help="(default .1)",
     )
-    add("--seed", default=0, type=number(0, whole=True), help="(default 0)")
+    add("--seed", default=0, type=number(0, 2**63, whole=True), help="(default 0)")
     add("--no-progress", action="store_true", help="no progress bar")
 
 
@@ -433,7 +439,8 @@ def _law(args: argparse.Namespace) -> Tuple[Any, List[str]]:
     source = f"{args.measurements}, {len(measured)} runs of {measured.family!r}"
     meta = measured.tokens, measured.batch_size
     if args.law == "surface":
-        surface = Surface.fit(measured, **scaled_options(measured))
+        options = scaled_options(measured)
+        surface = Surface.fit(measured, bootstrap=args.bootstrap, **options)
         return LossModel.of_surface(surface, source, *meta), []
     loss, inputs, groups = private_rows(measured)
     fitted = LAWS[PRIVATE[args.law]].fit(loss, groups=groups, **inputs)
@@ -579,7 +586,9 @@ def fit(args: argparse.Namespace) -> int:
     """Fits a law to measurements, and predicts what was held out."""
     name = PRIVATE.get(args.law, args.law)
     if name == "surface":
-        result = _fitted_surface(_read(args.measurements), args.hold_out)
+        result = _fitted_surface(
+            _read(args.measurements), args.hold_out, args.bootstrap
+        )
     else:
         from opacus_ext.scaling.laws import LAWS, private_rows
 
@@ -609,13 +618,24 @@ def fit(args: argparse.Namespace) -> int:
     return 0
 
 
-def _fitted_surface(measured: Any, held: Sequence[Tuple[str, float]]) -> Dict[str, Any]:
+def _fitted_surface(
+    measured: Any, held: Sequence[Tuple[str, float]], bootstrap: int = 0
+) -> Dict[str, Any]:
     from opacus_ext.scaling.surface import Surface, hold_out, scaled_options
 
     options = scaled_options(measured)
-    surface = Surface.fit(measured, **options)
+    surface = Surface.fit(measured, bootstrap=bootstrap, **options)
     result: Dict[str, Any] = dict(law="surface", runs=len(measured))
     result |= {name: list(ends) for name, ends in surface.ranges.items()}
+    if bootstrap:
+        last = surface.ranges["measured_steps"][1]
+        at = surface.parameters[:, None], last, surface.ratio
+        low, high = surface.interval(*at)
+        width = (high - low) / surface.loss(*at) / 2
+        result["95 % interval"] = (
+            f"+-{width.mean():.2%} of the loss in the mean, +-{width.max():.2%} at "
+            f"most (after {last:g} steps, of {surface.resampled})"
+        )
     for name, value in held:
         found = hold_out(measured, **{name: value}, **options)
         result[f"without {name}={value:g}"] = {
@@ -920,7 +940,6 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         return args.run(args)
     except (OSError, ValueError, ArithmeticError) as error:
         args.parser.exit(2, f"{args.parser.prog}: error: {error}\n")
-        raise AssertionError  # exit does not return
 
 
 if __name__ == "__main__":

@@ -135,6 +135,17 @@ def test_fit(capsys):
     assert found["without ratio=0.0625"]["mean error"] < 0.1
 
 
+def test_intervals(capsys):
+    out = output_of(capsys, "fit", "example", "--bootstrap", "5")
+    assert "95 % interval" in out and "of readings" in out
+    args = ["plan", "--users", "1e5", "--epsilon", "4", "--flops", "1e13", *EXAMPLE]
+    plan = json.loads(output_of(capsys, *args, "--bootstrap", "5", "--json"))["plans"][
+        0
+    ]
+    low, high = plan["interval"]
+    assert low < plan["loss"] * 1.02 and plan["loss"] < high * 1.02 and low < high
+
+
 def test_fit_a_law_of_training_without_privacy(capsys, tmp_path):
     from opacus_ext.scaling.laws import CHINCHILLA
 

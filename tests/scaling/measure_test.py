@@ -60,9 +60,9 @@ def test_stopped_it_goes_on_where_it_was(tmp_path, monkeypatch):
     trained = []
     real = module.train
 
-    def counted(family, run, *rest):
+    def counted(family, run, bar):
         trained.append((run["size"], run["ratio"]))
-        real(family, run, *rest)
+        real(family, run, bar)
 
     monkeypatch.setattr(module, "train", counted)
     again = measure(family(), path, **GRID)
@@ -72,6 +72,11 @@ def test_stopped_it_goes_on_where_it_was(tmp_path, monkeypatch):
     assert len(trained) == 1
     measure(family(), path, **{**GRID, "seed": 1})
     assert len(trained) == 5  # another seed makes other runs
+    measure(family(), path, **{**GRID, "every": 1})
+    assert len(trained) == 9  # and so does whatever else changes a run
+    other = byte_transformers(TEXT[::-1], 8, family().sizes)
+    measure(other, path, **GRID)
+    assert len(trained) == 13
     same = {"cpu_seconds"}
     for old, new in zip(lines, path.read_text().splitlines()):
         old, new = json.loads(old), json.loads(new)
