@@ -178,7 +178,7 @@ def _parser(make: Callable, command: Optional[str], **kwargs: Any) -> Any:
 
 
 def _budget(add: Callable) -> None:
-    add("--users", required=True, type=numbers(1), help="N, people; ranges")
+    add("--users", required=True, type=numbers(1, 1e15), help="N, people; ranges")
     add(
         "--epsilon",
         required=True,
@@ -234,6 +234,12 @@ def _plan(add: Callable) -> None:
         default="surface",
         choices=("surface", "L1", "L2"),
         help="what is fitted to them (default surface)",
+    )
+    add(
+        "--bootstrap",
+        default=0,
+        type=number(0, 10000, whole=True),
+        help="resamples for a 95 %% interval of the loss (surface; default 0: none)",
     )
     add("--parameters", type=bounds(1), help="M, bounds of the model size")
     add("--batch-size", type=bounds(1, whole=True), help="B, bounds, in examples")
@@ -303,8 +309,13 @@ def _measure(add: Callable) -> None:
     ):
         kind = number(1, whole=True)
         add(flag, default=default, type=kind, help=f"{text} (default {default})")
-    add("--max-grad-norm", default=0.1, type=number(0, above=True), help="(default .1)")
-    add("--seed", default=0, type=number(0, whole=True), help="(default 0)")
+    add(
+        "--max-grad-norm",
+        default=0.1,
+        type=number(0, 1e6, above=True),
+        help="(default .1)",
+    )
+    add("--seed", default=0, type=number(0, 2**63, whole=True), help="(default 0)")
     add("--no-progress", action="store_true", help="no progress bar")
 
 
@@ -392,6 +403,11 @@ def plan(args: argparse.Namespace) -> int:
             f"delta={args.delta:g} is more than one in {max(args.users):g} users; a "
             "smaller one is usual."
         )
+    if any(row["steps"] > law.measured_steps for row in rows):
+        notes.append(
+            f"Runs were measured for {law.measured_steps:g} steps; what is beyond is "
+            "extrapolated. Measure longer, or bound --steps."
+        )
     if not law.private and any(r["noise_norm"] > args.noise_norm for r in rows):
         notes.append(
             "Where the noise norm is more than --noise-norm, no configuration has less "
@@ -423,7 +439,8 @@ def _law(args: argparse.Namespace) -> Tuple[Any, List[str]]:
     source = f"{args.measurements}, {len(measured)} runs of {measured.family!r}"
     meta = measured.tokens, measured.batch_size
     if args.law == "surface":
-        surface = Surface.fit(measured, **scaled_options(measured))
+        options = scaled_options(measured)
+        surface = Surface.fit(measured, bootstrap=args.bootstrap, **options)
         return LossModel.of_surface(surface, source, *meta), []
     loss, inputs, groups = private_rows(measured)
     fitted = LAWS[PRIVATE[args.law]].fit(loss, groups=groups, **inputs)
@@ -451,22 +468,13 @@ def _planned(args: argparse.Namespace, table: Any, flops: float) -> Dict[str, An
     """A plan and what belongs to it, as JSON has it."""
     from dataclasses import replace
 
-    from opacus_ext.scaling import calibration
-    from opacus_ext.scaling.planner import doubled_loss
+    from opacus_ext.scaling.planner import doubled_loss, doubled_noise
 
     found = table.best(flops)
     near = table.near(flops)
     saturating = table.saturating()
     budget = replace(table.budget, flops=flops)
-    noise = calibration.doubling(
-        budget.epsilon,
-        budget.delta,
-        found.steps,
-        found.batch_size,
-        budget.users,
-    )
-    others = table.by_batch_size(flops)
-    about = [p for p in others if p.loss <= found.loss * 1.05]
+    about = table.by_batch_size(flops, within=0.05, most=9)
     row = found.as_dict()
     row["near_optimal"] = near._asdict()
     row["saturating"] = {
@@ -475,7 +483,7 @@ def _planned(args: argparse.Namespace, table: Any, flops: float) -> Dict[str, An
     }
     row["doubling"] = {
         "loss": doubled_loss(budget, table.law, table.probe)[1]._asdict(),
-        "noise_batch_ratio": noise._asdict(),
+        "noise_batch_ratio": doubled_noise(found),
     }
     without = table.not_private(found.flops)
     row["not_private"] = without and without._asdict()
@@ -484,7 +492,7 @@ def _planned(args: argparse.Namespace, table: Any, flops: float) -> Dict[str, An
             name: getattr(p, name)
             for name in ("parameters", "batch_size", "steps", "loss", "advantage")
         }
-        for p in about[:: max(1, len(about) // 8)]
+        for p in about
     ]
     row["baselines"] = [
         dict(zip(("parameters", "batch_size", "steps"), b))
@@ -578,7 +586,9 @@ def fit(args: argparse.Namespace) -> int:
     """Fits a law to measurements, and predicts what was held out."""
     name = PRIVATE.get(args.law, args.law)
     if name == "surface":
-        result = _fitted_surface(_read(args.measurements), args.hold_out)
+        result = _fitted_surface(
+            _read(args.measurements), args.hold_out, args.bootstrap
+        )
     else:
         from opacus_ext.scaling.laws import LAWS, private_rows
 
@@ -608,13 +618,24 @@ def fit(args: argparse.Namespace) -> int:
     return 0
 
 
-def _fitted_surface(measured: Any, held: Sequence[Tuple[str, float]]) -> Dict[str, Any]:
+def _fitted_surface(
+    measured: Any, held: Sequence[Tuple[str, float]], bootstrap: int = 0
+) -> Dict[str, Any]:
     from opacus_ext.scaling.surface import Surface, hold_out, scaled_options
 
     options = scaled_options(measured)
-    surface = Surface.fit(measured, **options)
+    surface = Surface.fit(measured, bootstrap=bootstrap, **options)
     result: Dict[str, Any] = dict(law="surface", runs=len(measured))
     result |= {name: list(ends) for name, ends in surface.ranges.items()}
+    if bootstrap:
+        last = surface.ranges["measured_steps"][1]
+        at = surface.parameters[:, None], last, surface.ratio
+        low, high = surface.interval(*at)
+        width = (high - low) / surface.loss(*at) / 2
+        result["95 % interval"] = (
+            f"+-{width.mean():.2%} of the loss in the mean, +-{width.max():.2%} at "
+            f"most (after {last:g} steps, of {surface.resampled})"
+        )
     for name, value in held:
         found = hold_out(measured, **{name: value}, **options)
         result[f"without {name}={value:g}"] = {
@@ -713,7 +734,7 @@ def _case(name: str) -> Tuple[Any, Any, Any]:
     sys.path.insert(0, "")
     try:
         case = getattr(import_module(module), function)()
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, TypeError) as error:
         raise ValueError(f"target {name!r} is not to be had: {error}.") from error
     finally:
         sys.path.remove("")
@@ -776,6 +797,8 @@ def _show(value: Any) -> str:
         return ", ".join(f"{k} {_show(v)}" for k, v in value.items())
     if not isinstance(value, (int, float)):
         return "-" if value is None else str(value)
+    if not math.isfinite(value):
+        return "-"
     if float(value).is_integer() and abs(value) < 1e6:
         return f"{int(value):,}"
     return f"{value:.4g}"
@@ -826,7 +849,11 @@ def _one_plan(row: Dict[str, Any], law: Any, notes: Sequence[str]) -> str:
                 "noise multiplier": _show(row["noise_multiplier"]),
                 "noise-batch ratio": _show(row["ratio"])
                 + f" (norm of the noise {_show(row['noise_norm'])})",
-                "loss": f"{least}{_show(row['loss'])} nats a token{interval}",
+                "loss": (
+                    f"{least}{_show(row['loss'])} nats a token{interval}"
+                    if row["loss"] < math.inf
+                    else "not to be told: too much noise"
+                ),
                 "membership advantage": f"{_show(row['advantage'])} at most",
                 "learning rate": _show(row["learning_rate"]),
             }
@@ -840,10 +867,17 @@ def _one_plan(row: Dict[str, Any], law: Any, notes: Sequence[str]) -> str:
                 "compute that helps": f"{row['saturating']['flops']:.3g} FLOPs reach "
                 f"{_show(row['saturating']['loss'])}, within 1 % of what any do",
                 "loss with double the": _show(
-                    {k: f"-{100 * v:.2g} %" for k, v in more["loss"].items()}
+                    {
+                        k: "-" if math.isnan(v) else f"{-100 * v:.2g} %"
+                        for k, v in more["loss"].items()
+                    }
                 ),
                 "noise with double the": _show(
-                    {k: f"1/{1 + v:.3g}" for k, v in more["noise_batch_ratio"].items()}
+                    {
+                        k: f"1/{1 + v:.3g}"
+                        for k, v in more["noise_batch_ratio"].items()
+                        if v == v  # no batch holds more than all
+                    }
                 ),
             }
             | (
@@ -863,6 +897,7 @@ def _one_plan(row: Dict[str, Any], law: Any, notes: Sequence[str]) -> str:
     )
     sections += [
         "",
+        *(f"# {note}" for note in row["notes"]),
         f"examples = Subset(dataset, range({row['examples']}))",
         f"loader = DataLoader(examples, batch_size={row['batch_size']})"
         f"  # {row['steps']} steps in all",
@@ -903,9 +938,8 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     args = build_parser().parse_args(argv)
     try:
         return args.run(args)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, ArithmeticError) as error:
         args.parser.exit(2, f"{args.parser.prog}: error: {error}\n")
-        raise AssertionError  # exit does not return
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -37,6 +38,18 @@ def test_plan_for_people(capsys):
     ):
         assert text in out
     assert "a bound only" not in out
+
+
+def test_plan_of_batches_of_records(capsys):
+    args = ["plan", "--users", "1000", "--epsilon", "8", *EXAMPLE, "--flops", "1e13"]
+    records = ["--sampling", "records", "--records-per-user", "2"]
+    out = output_of(
+        capsys, *args, *records, "--batch-size", "1500", "--steps", "100", "--json"
+    )
+    plan = json.loads(out)["plans"][0]
+    assert plan["batch_size"] == 1500  # more than there are users
+    saved = plan["doubling"]["noise_batch_ratio"]
+    assert saved["users"] > 0 and "batch_size" not in saved
 
 
 def test_plan_without_measurements_says_so(capsys):
@@ -122,6 +135,17 @@ def test_fit(capsys):
     assert found["without ratio=0.0625"]["mean error"] < 0.1
 
 
+def test_intervals(capsys):
+    out = output_of(capsys, "fit", "example", "--bootstrap", "5")
+    assert "95 % interval" in out and "of readings" in out
+    args = ["plan", "--users", "1e5", "--epsilon", "4", "--flops", "1e13", *EXAMPLE]
+    plan = json.loads(output_of(capsys, *args, "--bootstrap", "5", "--json"))["plans"][
+        0
+    ]
+    low, high = plan["interval"]
+    assert low < plan["loss"] * 1.02 and plan["loss"] < high * 1.02 and low < high
+
+
 def test_fit_a_law_of_training_without_privacy(capsys, tmp_path):
     from opacus_ext.scaling.laws import CHINCHILLA
 
@@ -205,6 +229,16 @@ PLAN = ["plan", "--users", "1e5", "--epsilon", "4"]
             "flops=1 is less than the smallest",
         ),
         ([*PLAN, "--seconds", "9"], "needs a text"),
+        ([*PLAN, *EXAMPLE, "--flops", "1e13", "--delta", "1e-20"], "accountant"),
+        (
+            [*PLAN, *EXAMPLE, "--flops", "1e12", "--baseline", "1e5,1e9,200"],
+            "batch_size must be from 1 to 100000",
+        ),
+        (["check", ".a:b"], "target '.a:b' is not to be had"),
+        (["check", "os:path"], "target 'os:path' is not to be had"),
+        (["measure", "--out", "x", "--family", ".a:b"], "'.a:b' is not to be had"),
+        (["measure", "--out", "x", "--family", "os:path"], "is not a function"),
+        (["measure", "--out", "x", "--max-grad-norm", "inf"], "--max-grad-norm: 'inf'"),
         ([*PLAN, *EXAMPLE, "--tokens", "512"], "tokens=512"),
         (["calibrate", *PLAN[1:], "--steps", "5"], "required: --batch-size"),
         (
@@ -237,7 +271,7 @@ def test_help_has_examples_that_are_understood(capsys):
     """Every example parses; what it does, the other tests see."""
     count = 0
     for text in EPILOG.values():
-        for line in text.replace("\\\n", " ").splitlines():
+        for line in re.sub(r"\\\n\s*", "", text).splitlines():
             words = line.strip().split("   ")[0].split()  # then comes a comment
             if words[:1] == ["opacus-ext"] and "--help" not in words:
                 build_parser().parse_args(words[1:])

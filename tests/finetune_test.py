@@ -400,6 +400,7 @@ def test_routers(folder, tmp_path):
         assert torch.equal(weight, before[name.removeprefix("model.")]) == frozen, name
 
 
+@pytest.mark.slow
 def test_seed_decides(folder, tmp_path):
     for name, seed in (("a", "1"), ("b", "1"), ("c", "2")):
         run(folder, "--checkpoint", str(tmp_path / name), "--seed", seed)

@@ -8,6 +8,7 @@ import unittest
 from pathlib import Path
 from unittest.mock import patch
 
+import pytest
 import torch
 from opacus import PrivacyEngine
 from opacus.accountants import PRVAccountant, RDPAccountant
@@ -137,6 +138,7 @@ class TrainTest(unittest.TestCase):
                 self.assertLessEqual(summary["epsilon_spent"], 8.0)
                 self.assertGreater(summary["epsilon_spent"], 7.9)
 
+    @pytest.mark.slow
     def test_every_model(self):
         found = {}
         for model in train.MODELS:
@@ -251,6 +253,7 @@ class TrainTest(unittest.TestCase):
         one, two = self.weights("whole"), self.weights("parts")
         self.assertTrue(all(torch.equal(one[key], two[key]) for key in one))
 
+    @pytest.mark.slow
     def test_seed_decides(self):
         for name, seed in (("a", "1"), ("b", "1"), ("c", "2")):
             path = str(self.folder / name)

@@ -38,6 +38,7 @@ _FAR = 38.0  # standard deviations: less than any number is beyond
 _FINEST = 2**15  # points of the integral over z
 _NODES = 2**20  # of the expectation
 _CHUNK = 2**18  # entries of a matrix
+_ENTRIES = 2**25  # of all of them
 _GRADING = 16.0  # widths of the saddle after which the points spread out
 
 
@@ -261,12 +262,14 @@ def _log_delta(
     count, last = 32, _GRADING * math.asinh(2 * window / scale) / spacing
     points = integrand(np.arange(1, count) * spacing)
     # little noise makes sums of a few great losses, after which it rises again
+    if last * len(loss) > _ENTRIES:
+        raise _TooHardError
     if s < 0.5 or abs(points[-1]) > 1e-18:
         points = np.append(points, integrand(np.arange(count, last) * spacing))
         count = len(points) + 1
     lost = 1e-14 * spacing * (0.5 + np.abs(points).sum())
     coarse = spacing * (0.5 + points.real.sum())
-    while count < _FINEST:
+    while count < _FINEST and count * len(loss) < _ENTRIES:
         between = integrand((np.arange(count) + 0.5) * spacing)
         fine = (coarse + spacing * between.real.sum()) / 2
         spacing, count = spacing / 2, 2 * count
@@ -550,7 +553,15 @@ def noise_multiplier(
     )
     guess = _Guess()
 
-    def solve(epsilon: float, delta: float, k: float, steps: float, q: float) -> float:
+    def solve(*cell: float) -> float:
+        try:
+            return attempt(*cell)
+        except _TooHardError:
+            return _by_the_accountant(*cell)
+
+    def attempt(
+        epsilon: float, delta: float, k: float, steps: float, q: float
+    ) -> float:
         # a hair's breadth: the rounding of a rate that is delta
         if _ever(q, steps * k) <= delta * (1 + 1e-12):
             return 0.0
@@ -584,6 +595,31 @@ def noise_multiplier(
 
     names = ("epsilon", "delta", "records", "steps", "rate")
     return _on_cells(solve, names, columns)
+
+
+def _by_the_accountant(
+    epsilon: float, delta: float, k: float, steps: float, q: float
+) -> float:
+    """Seconds a cell: noise at which the accountant's upper bound is ``epsilon``."""
+    if k > 1 or epsilon > 100:  # its grid would be too large
+        raise _TooHardError
+    from opacus_ext.accountants import PRVBoundsAccountant
+
+    accountant = PRVBoundsAccountant()
+
+    def excess(log_noise: float) -> float:
+        accountant.history = [(math.exp(log_noise), q, int(steps))]
+        return math.log(max(accountant.get_epsilon(delta), 1e-12) / epsilon)
+
+    low = high = _Guess().start(epsilon, delta, k, steps, q)
+    while excess(high) > 0:
+        high += 0.5
+    while excess(low) <= 0:
+        low -= 0.5
+    while high - low > 1e-4:
+        middle = (low + high) / 2
+        low, high = (middle, high) if excess(middle) > 0 else (low, middle)
+    return math.exp(high)
 
 
 class _Guess:

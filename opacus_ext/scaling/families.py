@@ -148,8 +148,10 @@ def find_family(name: str, text: Optional[str] = None) -> Family:
     module, _, function = name.partition(":")
     try:
         make = getattr(import_module(module), function)
-    except (ImportError, AttributeError, ValueError) as e:
+    except (ImportError, AttributeError, TypeError, ValueError) as e:
         raise ValueError(f"{name!r} is not to be had as module:function: {e}.") from e
+    if not callable(make):
+        raise ValueError(f"{name!r} is not a function.")
     family = make(text) if text is not None else make()
     if not isinstance(family, Family):
         raise ValueError(f"{name} returned a {type(family).__name__}, not a Family.")

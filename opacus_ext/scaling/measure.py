@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import math
@@ -19,7 +20,10 @@ from opacus_ext.scaling.families import Family
 from opacus_ext.scaling.measurements import Measurements, read_runs
 
 # What must be equal for a run to be one that is on file already.
-_KEY = "family size ratio learning_rate batch_size tokens total_steps seed".split()
+_KEY = (
+    "family size ratio learning_rate batch_size tokens total_steps every warmup "
+    "max_grad_norm data seed"
+).split()
 
 
 def measure(
@@ -104,8 +108,17 @@ def measure(
             f"{batch_size}."
         )
     path = Path(path)
-    known = {_key(run): run for run in (read_runs(path) if path.exists() else [])}
-    settings = dict(batch_size=batch_size, tokens=family.tokens, total_steps=steps)
+    _mend(path)
+    known = {_key(run): run for run in read_runs(path)}
+    settings = dict(
+        batch_size=batch_size,
+        tokens=family.tokens,
+        total_steps=steps,
+        every=every,
+        warmup=warmup,
+        max_grad_norm=max_grad_norm,
+        data=_digest(family.dataset),
+    )
     grid: List[Dict[str, Any]] = [
         dict(
             family=family.name,
@@ -121,26 +134,46 @@ def measure(
     with tqdm(total=steps * len(todo), unit="step", disable=not progress) as bar:
         for run in todo:
             bar.set_postfix_str(f"{run['size']}, ratio {run['ratio']:.2g}")
-            train(family, run, every, warmup, max_grad_norm, bar)
+            train(family, run, bar)
             with path.open("a") as file:
                 file.write(json.dumps(run) + "\n")
             known[_key(run)] = run
     return Measurements.of_runs(known[_key(run)] for run in grid)
 
 
+def _mend(path: Path) -> None:
+    """
+    Makes the file, if there is none: what can't be written is known before hours of
+    training. A last line that was cut off where writing was stopped is taken away.
+    """
+    with path.open("a+b") as file:
+        file.seek(0)
+        whole, newline, last = file.read().rpartition(b"\n")
+        if not last:
+            return
+        try:
+            json.loads(last)
+            file.write(b"\n")
+        except ValueError:
+            file.truncate(len(whole) + len(newline))
+
+
+def _digest(dataset: Any) -> str:
+    """Of the number of examples and a hundred of them: another text is another file."""
+    digest = hashlib.sha256(str(len(dataset)).encode())
+    for i in range(0, len(dataset), max(1, len(dataset) // 100)):
+        for part in dataset[i]:
+            digest.update(torch.as_tensor(part).numpy().tobytes())
+    return digest.hexdigest()[:12]
+
+
 def _key(run: Dict[str, Any]) -> str:
     return json.dumps([run.get(name) for name in _KEY])
 
 
-def train(
-    family: Family,
-    run: Dict[str, Any],
-    every: int,
-    warmup: int,
-    max_grad_norm: float,
-    bar: tqdm,
-) -> None:
+def train(family: Family, run: Dict[str, Any], bar: tqdm) -> None:
     """One run; adds its size, readings and seconds to ``run``."""
+    every, warmup = run["every"], run["warmup"]
     torch.manual_seed(run["seed"])
     model = family.build(run["size"])
     params = [p for p in model.parameters() if p.requires_grad]
@@ -157,7 +190,7 @@ def train(
         criterion=family.criterion,
         data_loader=loader,
         noise_multiplier=run["ratio"] * batch_size,
-        max_grad_norm=max_grad_norm,
+        max_grad_norm=run["max_grad_norm"],
         clipping="normalised",
         grad_sample_mode="ghost_bk",
         poisson_sampling=False,

@@ -172,7 +172,10 @@ def read_runs(path: Union[str, Path]) -> List[Dict[str, Any]]:
     for number, line in enumerate(Path(path).read_text().splitlines(), 1):
         try:
             run = json.loads(line)
-            run["parameters"], run["loss"], run["steps"]
+            for name in (*_META, "parameters", "ratio", "learning_rate"):
+                run[name]
+            if len(run["loss"]) != len(run["steps"]):
+                raise ValueError("loss and steps differ in length")
         except (ValueError, KeyError, TypeError) as e:
             raise ValueError(f"{path}, line {number}, is no run: {e!r}.") from e
         runs.append(run)

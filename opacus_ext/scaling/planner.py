@@ -17,6 +17,9 @@ from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tu
 
 import numpy as np
 from scipy.interpolate import make_interp_spline
+from scipy.optimize import brentq
+from scipy.special import log_ndtr, logsumexp
+from scipy.stats import binom
 
 from opacus_ext.scaling import calibration
 from opacus_ext.scaling.laws import Fit
@@ -28,6 +31,7 @@ Range = Optional[Tuple[float, float]]
 DELTA = 1e-8  # the paper's, for any number of users
 PAPER_STEPS = 1e3, 8.2e6
 NOISE_NORM = 0.2
+MOSTLY_NOT_PRIVATE = 100.0  # an epsilon, see _noise_by_counts
 SIZES_PER_DECADE, BATCHES_PER_OCTAVE, STEPS_PER_OCTAVE = 25, 4, 8
 
 
@@ -68,6 +72,7 @@ class LossModel:
         source: what it rests on, for people
         excess: of a bound: of (parameters, ratio), how much more noise there is than
             a plan should have; above 1 the least of it is planned
+        measured_steps: up to which its curves were measured; beyond, extrapolated
         learning_rate: of (parameters, steps, ratio), if that is known
         interval: of (parameters, steps, ratio), low and high, if that is known
     """
@@ -79,6 +84,7 @@ class LossModel:
     batch_size: int
     private: bool
     source: str
+    measured_steps: float = math.inf
     learning_rate: Optional[Callable[..., float]] = None
     interval: Optional[Callable[..., Tuple[float, float]]] = None
     excess: Optional[Callable[..., np.ndarray]] = None
@@ -101,6 +107,7 @@ class LossModel:
             batch_size,
             True,
             source,
+            ranges["measured_steps"][1],
             surface.learning_rate,
             None if surface.samples is None else surface.interval,
         )
@@ -269,7 +276,8 @@ class Plan:
         amplified: whether batches are Poisson samples; if not, fixed batches of every
             epoch, whose noise is lower here
         noise_norm: of the noise in the mean gradient, whose own is at most 1
-        loss: in nats a token; of a law that is not private, a lower bound
+        loss: in nats a token; of a law that is not private, a lower bound, and inf
+            where there is too much noise for it to mean anything
         private_law: whether ``loss`` was fitted to private training
         advantage: of membership inference at most, delta at epsilon 0
         learning_rate: None where the law does not know
@@ -302,8 +310,9 @@ class Plan:
         optimizer, criterion and a loader of ``examples`` with batches of
         ``batch_size``.
 
-        The noise is checked by the accountant, whose upper bound is no more than
-        epsilon, and raised a little if it must be.
+        The noise of Poisson samples of users is checked by the accountant, whose upper
+        bound is no more than epsilon, and raised a little if it must be. See
+        :meth:`notes` for what the engine's own epsilon means.
         """
         noise = self.noise_multiplier
         if self.amplified and self.budget.sampling == "users":
@@ -323,6 +332,28 @@ class Plan:
             poisson_sampling=self.amplified,
         )
 
+    def notes(self) -> List[str]:
+        """What must hold for epsilon to be that of the budget, for people."""
+        budget, found = self.budget, []
+        if not self.amplified:
+            found.append(
+                f"Batches are fixed: epsilon {budget.epsilon:g} is that of each example"
+                " once an epoch. The engine counts Poisson samples: its get_epsilon "
+                "does not hold here. Keep the batches whole (shuffle, drop_last)."
+            )
+        if budget.sampling == "records":
+            found.append(
+                f"Epsilon {budget.epsilon:g} is of a user with all of "
+                f"{budget.records_per_user} records; the engine's get_epsilon is of "
+                "one record."
+            )
+        elif budget.records_per_user > 1:
+            found.append(
+                "An item of the data set must be a user, and give one of their "
+                "records, drawn anew each time."
+            )
+        return found
+
     def as_dict(self) -> Dict[str, Any]:
         """For JSON; what is unlimited is None."""
         found = asdict(self)
@@ -330,6 +361,7 @@ class Plan:
             k: None if v == math.inf else v for k, v in found["budget"].items()
         }
         found["make_private"] = self.arguments()
+        found["notes"] = self.notes()
         return found
 
 
@@ -442,8 +474,10 @@ class Candidates:
             self.loss = np.where(excess > 1, 1000 * excess, self.loss)
         if probe is not None:
             late = probe.seconds(size, batch, steps, budget.tokens) > budget.seconds
-            large = probe.memory(size) > budget.memory
-            self.loss[late | large] = np.nan
+            self.loss[late] = np.nan
+            if budget.memory < math.inf:  # some systems don't tell memory
+                large = probe.memory(size) > budget.memory
+                self.loss[large.reshape(-1)] = np.nan
 
     def best(self, flops: Optional[float] = None) -> Plan:
         """
@@ -499,6 +533,9 @@ class Candidates:
         # Of the grid's noise, which is interpolated, nothing is reported.
         noise, ratio, amplified = _noise(budget, batch, steps)
         loss = float(law.loss(size, batch, steps, ratio))
+        at_grid = float(self.loss[i, j, k])
+        if law.excess is not None and at_grid >= 1000:
+            loss = at_grid = math.inf
         known = law.learning_rate and float(law.learning_rate(size, steps, ratio))
         between = law.interval and law.interval(size, steps, ratio)
         return Plan(
@@ -513,7 +550,7 @@ class Candidates:
             noise_norm=float(ratio * math.sqrt(size)),
             amplified=bool(amplified),
             # At the very edge of what the law knows, the grid's noise is the lower one.
-            loss=loss if math.isfinite(loss) else float(self.loss[i, j, k]),
+            loss=loss if math.isfinite(loss) else at_grid,
             private_law=law.private,
             advantage=_advantage(
                 budget, float(noise), float(parts), float(steps), bool(amplified)
@@ -537,27 +574,42 @@ class Candidates:
             within: by what share their loss may be higher
         """
         flops = self.budget.flops if flops is None else flops
-        best = self.best(flops).loss
-        ok = (self.flops <= flops * (1 + 1e-9)) & (self.loss <= best * (1 + within))
+        self.best(flops)  # or why there is none
+        loss = np.where(self.flops <= flops * (1 + 1e-9), self.loss, np.nan)
+        ok = loss <= np.nanmin(loss) * (1 + within)
         i, j, k = np.nonzero(ok)
         of = lambda axis, at: (int(axis[at.min()]), int(axis[at.max()]))  # noqa: E731
         return Near(
             of(self.parameters, i), of(self.batch_size, j), of(self.steps, k), len(i)
         )
 
-    def by_batch_size(self, flops: Optional[float] = None) -> List[Plan]:
+    def by_batch_size(
+        self,
+        flops: Optional[float] = None,
+        within: float = math.inf,
+        most: Optional[int] = None,
+    ) -> List[Plan]:
         """
         The best plan of each batch size within a compute budget: equal in epsilon, not
         in what a membership test gains (figure 15).
+
+        Args:
+            within: of the batch sizes whose loss is at most this share above the best
+            most: no more than so many of them, evenly spaced
         """
         flops = self.budget.flops if flops is None else flops
         loss = np.where(self.flops <= flops * (1 + 1e-9), self.loss, np.nan)
-        plans = []
-        for j in range(len(self.batch_size)):
-            if np.isfinite(loss[:, j]).any():
-                i, k = np.unravel_index(np.nanargmin(loss[:, j]), loss[:, j].shape)
-                plans.append(self.plan((i, j, k), flops))
-        return plans
+        loss = np.where(np.isfinite(loss), loss, np.inf)
+        lowest = loss.min(axis=(0, 2))
+        chosen = np.flatnonzero(
+            (lowest < np.inf) & (lowest <= lowest.min() * (1 + within))
+        )
+        if most and len(chosen) > most:
+            chosen = chosen[np.linspace(0, len(chosen) - 1, most).round().astype(int)]
+        found = [
+            np.unravel_index(loss[:, j].argmin(), loss[:, j].shape) for j in chosen
+        ]
+        return [self.plan((i, j, k), flops) for j, (i, k) in zip(chosen, found)]
 
     def not_private(self, flops: Optional[float] = None) -> Optional[NotPrivate]:
         """
@@ -585,8 +637,8 @@ class Candidates:
         The plan at the least compute whose loss is within a share of the best there is
         (appendix C.1, table 2): beyond it compute hardly helps.
         """
-        best = self.best(math.inf).loss
-        enough = self.loss <= best * (1 + within)
+        self.best(math.inf)  # or why there is none
+        enough = self.loss <= np.nanmin(self.loss) * (1 + within)
         return self.best(float(self.flops[enough].min()))
 
     def frontier(self, flops: Sequence[float]) -> List[Optional[Plan]]:
@@ -612,8 +664,14 @@ class Candidates:
             parameters: of the baseline; so are the others
 
         Raises:
-            ValueError: if the law says nothing of the baseline
+            ValueError: if the law says nothing of the baseline, or its batch is larger
+                than all examples
         """
+        if not 1 <= batch_size <= self.budget.examples:
+            raise ValueError(
+                f"The baseline's batch_size must be from 1 to "
+                f"{self.budget.examples:g}, all examples; got {batch_size:g}."
+            )
         loss = self.expected(parameters, batch_size, steps)
         if not math.isfinite(loss):
             raise ValueError(
@@ -667,7 +725,7 @@ def doubled_loss(
 ) -> Tuple[Plan, Doubling]:
     """
     The plan of a budget, and how much lower its loss would be (in shares of it) with
-    twice the epsilon, users or compute.
+    twice the epsilon, users or compute; nan where no loss is expected.
 
     Raises:
         ValueError: as :meth:`Candidates.best`
@@ -677,13 +735,34 @@ def doubled_loss(
 
     def gain(**changed: float) -> float:
         other = replace(budget, **changed)
-        return 1 - Candidates(other, law, probe).best().loss / plan.loss
+        return less(Candidates(other, law, probe).best())
+
+    def less(other: Plan) -> float:
+        return 1 - other.loss / plan.loss if plan.loss < math.inf else math.nan
 
     return plan, Doubling(
         gain(epsilon=2 * budget.epsilon),
         gain(users=2 * budget.users),
-        1 - table.best(2 * budget.flops).loss / plan.loss,
+        less(table.best(2 * budget.flops)),
     )
+
+
+def doubled_noise(plan: Plan) -> Dict[str, float]:
+    """
+    What twice the epsilon, batch or users would take off the plan's noise-batch ratio,
+    ``ratio(x) / ratio(2 x) - 1``; a batch that can't be doubled is left out.
+    """
+    budget, batch = plan.budget, plan.batch_size
+    twice = {
+        "epsilon": (replace(budget, epsilon=2 * budget.epsilon), batch),
+        "batch_size": (budget, 2 * batch),
+        "users": (replace(budget, users=2 * budget.users), batch),
+    }
+    return {
+        name: plan.ratio / float(_noise(other, size, plan.steps).ratio) - 1
+        for name, (other, size) in twice.items()
+        if size <= other.examples
+    }
 
 
 # -- the lattice -------------------------------------------------------------------
@@ -708,7 +787,8 @@ def _lattice(
     last = math.ceil(points * math.log(high, base))
     values = np.round(base ** (np.arange(first, last + 1) / points))
     values = values[(values >= low) & (values <= high)]
-    ends = [] if wanted is None else [math.ceil(low), math.floor(high)]
+    # An end that was asked for, not one that a budget set: a larger one moves that.
+    ends = [] if wanted is None else [math.ceil(wanted[0]), math.floor(wanted[1])]
     if name == "parameters" and wanted is None:
         ends = [math.ceil(low), math.floor(high)]
     values = np.unique([*values, *(e for e in ends if low <= e <= high)])
@@ -728,6 +808,8 @@ def _parts(budget: Budget, batch: Any) -> np.ndarray:
 
 def _noise(budget: Budget, batch: Any, steps: Any, **changed: Any) -> Any:
     """Noise multiplier, ratio and whether batches are Poisson; arguments broadcast."""
+    if budget.epsilon > MOSTLY_NOT_PRIVATE and budget.sampling == "users":
+        return _noise_by_counts(budget, batch, steps, **changed)
     names = "amplification", "records_per_user", "sampling"
     options = {name: getattr(budget, name) for name in names} | changed
     users = batch * _parts(budget, batch)
@@ -747,13 +829,66 @@ def _noise(budget: Budget, batch: Any, steps: Any, **changed: Any) -> Any:
     return found
 
 
+def _noise_by_counts(
+    budget: Budget, batch: Any, steps: Any, amplification: Optional[str] = None
+) -> calibration.Calibration:
+    """
+    The same for an epsilon at which the exact calibration of tiny noise takes seconds
+    a cell, and hardly matters: there a bound, never too little and up to 3 % too much.
+
+    A user who is in j of T batches has Gaussian noise against sqrt(j). The divergence
+    is convex in both laws, so with any weights w_j of the counts, whose probabilities
+    are p_j, delta(epsilon) <= sum_j p_j delta_j(epsilon + log(w_j / p_j)), delta_j of
+    the Gaussian mechanism. Here they are even.
+    """
+    how = amplification or budget.amplification
+    batch, steps = np.broadcast_arrays(batch, steps)
+    parts = _parts(budget, batch)
+    fixed = calibration.gaussian_noise_multiplier(
+        budget.epsilon, budget.delta, np.ceil(steps / parts)
+    )
+    noise, amplified = np.array(fixed), np.zeros(batch.shape, dtype=bool)
+    if how != "none":
+        every = zip(parts.ravel().tolist(), steps.ravel().tolist())
+        cells = [_by_counts(budget.epsilon, budget.delta, t, 1 / k) for k, t in every]
+        poisson = np.reshape(cells, batch.shape)
+        amplified = (poisson <= noise) | (how == "poisson")
+        noise = np.where(amplified, poisson, noise)
+    return calibration.Calibration(noise, noise / batch, amplified)
+
+
+@lru_cache(maxsize=100_000)
+def _by_counts(epsilon: float, delta: float, steps: float, rate: float) -> float:
+    if rate == 1:
+        return float(calibration.gaussian_noise_multiplier(epsilon, delta, steps))
+    low, high = binom.ppf(delta / 1e3, steps, rate), binom.isf(delta / 1e3, steps, rate)
+    counts = np.arange(max(low, 1), max(high, 1) + 1)
+    log_p = binom.logpmf(counts, steps, rate)
+    at = np.maximum(epsilon - log_p - math.log(len(counts)), 1e-9)
+    rest = binom.cdf(counts[0] - 1, steps, rate) if counts[0] > 1 else 0.0
+    rest += binom.sf(counts[-1], steps, rate)
+
+    def excess(log_noise: float) -> float:
+        mu = np.sqrt(counts) / math.exp(log_noise)
+        a, b = log_ndtr(mu / 2 - at / mu), at + log_ndtr(-mu / 2 - at / mu)
+        of_counts = log_p + a + np.log1p(-np.exp(np.minimum(b - a, -1e-16)))
+        return np.logaddexp(logsumexp(of_counts), math.log(rest + 1e-300)) - math.log(
+            delta
+        )
+
+    noise = math.exp(brentq(excess, math.log(1e-4), math.log(1e5)))
+    if noise < 0.08:
+        return noise
+    return float(calibration.noise_multiplier(epsilon, delta, steps, rate))
+
+
 def _noise_grid(
     budget: Budget, batch: np.ndarray, steps: np.ndarray
 ) -> Tuple[np.ndarray, np.ndarray, np.ndarray]:
     """
-    The same of a grid, ``[B, T]``. Calibrated every 1.5 octaves of rates and steps;
-    between, how far the noise is off its central limit is interpolated: to about 0.3 %.
-    What is found is calibrated by itself.
+    The same of a grid, ``[B, T]``. Calibrated at powers of two of rates and steps;
+    between, how far the noise is off its central limit is interpolated: to 1 % at
+    worst, mostly to 0.01 %. What is found is calibrated by itself.
     """
     key = replace(budget, flops=1, seconds=1, memory=1, tokens=1)
     key = replace(key, parameters=None, batch_size=None, steps=None)
@@ -769,7 +904,8 @@ def _noise_of(
     amplified = np.zeros(noise.shape, dtype=bool)
     if budget.amplification != "none":
         parts = _parts(budget, b)
-        axes = (parts, _knots(parts)), (t, _knots(t))
+        octaves = 1 if budget.epsilon <= MOSTLY_NOT_PRIVATE else 3
+        axes = (parts, _knots(parts, octaves)), (t, _knots(t, octaves))
         kp, kt = axes[0][1], axes[1][1]
         known = _noise(
             budget, (budget.examples / kp)[:, None], kt, amplification="poisson"
@@ -791,11 +927,11 @@ def _noise_of(
     return noise, noise / b[:, None], amplified
 
 
-def _knots(values: np.ndarray) -> np.ndarray:
-    """Whole numbers 1.5 octaves apart, the same for every range but for its ends."""
-    inner = np.round(2 ** np.arange(0, 90, 1.5))
+def _knots(values: np.ndarray, octaves: int) -> np.ndarray:
+    """Powers of two, the same for every range but for its ends."""
+    inner = 2.0 ** np.arange(0, 100, octaves)
     low, high = values.min(), values.max()
-    inside = (inner > 1.3 * low) & (inner < high / 1.3)
+    inside = (inner > 1.2 * low) & (inner < high / 1.2)
     return np.unique([low, *inner[inside], high])
 
 

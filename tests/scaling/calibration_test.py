@@ -330,6 +330,13 @@ def test_bad_input_is_named(wrong, message):
         calibrate(**{**GOOD, **wrong})
 
 
+def test_what_the_sums_cannot_do_the_accountant_does():
+    """And says the same where both can."""
+    cell = 4.0, 1e-6, 1.0, 200.0, 0.01
+    ours = noise_multiplier(4.0, 1e-6, 200, 0.01)
+    assert calibration._by_the_accountant(*cell) == pytest.approx(ours, rel=2e-4)
+
+
 def test_what_cannot_be_computed_is_refused():
     with pytest.raises(ValueError, match="noise = 0.0001, rate = 0.1, .* too extreme"):
         delta(1e-4, 0.1, 10, 1.0)

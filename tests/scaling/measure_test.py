@@ -33,6 +33,25 @@ def test_every_cell_is_measured_at_several_steps(tmp_path):
     assert (runs.loss < 7).all()  # log 257 is 5.5
 
 
+@pytest.mark.parametrize("cut", [1, 40])  # the end of the line; within it
+def test_a_line_that_was_cut_off_is_no_obstacle(cut, tmp_path):
+    path = tmp_path / "runs.jsonl"
+    whole = measure(family(), path, **GRID)
+    path.write_text(path.read_text()[:-cut])
+    again = measure(family(), path, **GRID)
+    np.testing.assert_array_equal(whole.loss, again.loss)
+    more = {**GRID, "ratios": [0, 0.1, 0.2]}
+    path.write_text(path.read_text()[:-cut])
+    assert len(measure(family(), path, **more)) == 6
+    assert len(path.read_text().splitlines()) == 6
+
+
+def test_what_cannot_be_written_is_not_trained(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "train", lambda *_: pytest.fail("trained"))
+    with pytest.raises(OSError):
+        measure(family(), tmp_path / "nowhere" / "runs.jsonl", **GRID)
+
+
 def test_stopped_it_goes_on_where_it_was(tmp_path, monkeypatch):
     path = tmp_path / "runs.jsonl"
     whole = measure(family(), path, **GRID)
@@ -41,9 +60,9 @@ def test_stopped_it_goes_on_where_it_was(tmp_path, monkeypatch):
     trained = []
     real = module.train
 
-    def counted(family, run, *rest):
+    def counted(family, run, bar):
         trained.append((run["size"], run["ratio"]))
-        real(family, run, *rest)
+        real(family, run, bar)
 
     monkeypatch.setattr(module, "train", counted)
     again = measure(family(), path, **GRID)
@@ -53,6 +72,11 @@ def test_stopped_it_goes_on_where_it_was(tmp_path, monkeypatch):
     assert len(trained) == 1
     measure(family(), path, **{**GRID, "seed": 1})
     assert len(trained) == 5  # another seed makes other runs
+    measure(family(), path, **{**GRID, "every": 1})
+    assert len(trained) == 9  # and so does whatever else changes a run
+    other = byte_transformers(TEXT[::-1], 8, family().sizes)
+    measure(other, path, **GRID)
+    assert len(trained) == 13
     same = {"cpu_seconds"}
     for old, new in zip(lines, path.read_text().splitlines()):
         old, new = json.loads(old), json.loads(new)

@@ -89,3 +89,21 @@ def test_the_example_is_what_was_promised():
     for size in measured.sizes:
         of_size = measured.select(measured.parameters == size)
         np.testing.assert_array_equal(of_size.ratios, measured.ratios)
+
+
+@pytest.mark.parametrize("name", ["family", "tokens", "ratio", "learning_rate"])
+def test_a_run_that_lacks_something_is_refused(name, tmp_path):
+    path = tmp_path / "runs.jsonl"
+    made = run()
+    del made[name]
+    path.write_text(json.dumps(run()) + "\n" + json.dumps(made))
+    with pytest.raises(ValueError, match=f"line 2, is no run.*{name}"):
+        Measurements.read(path)
+
+
+@pytest.mark.parametrize("loss", [3.0, [3.0]])
+def test_a_run_of_other_readings_is_refused(loss, tmp_path):
+    path = tmp_path / "runs.jsonl"
+    path.write_text(json.dumps(run(loss=loss)))
+    with pytest.raises(ValueError, match="line 1, is no run"):
+        Measurements.read(path)
