@@ -32,7 +32,8 @@ from scipy.special import erfc, gammaln, log_ndtr, logsumexp
 
 _MARGIN = 5e-5  # of delta, relative, that a calibrated noise leaves unspent
 _PRECISION = 1e-5  # of delta, relative, despite all cancellation
-_TOLERANCE = 1e-4  # of an integral, relative, before the last halving
+_TOLERANCE = 1e-4  # of an integral, relative, before the last halving squares it
+_STRICT = 1e-6  # where that is not taken for granted
 _FAR = 38.0  # standard deviations: less than any number is beyond
 _FINEST = 2**15  # points of the integral over z
 _NODES = 2**20  # of the expectation
@@ -67,7 +68,11 @@ class Doubling(NamedTuple):
 
 
 class _TooHardError(ArithmeticError):
-    """The sums would need more points, or more digits, than there are."""
+    """
+    The sums would need more points, or more digits, than there are.
+
+    Its argument, if any, is a rough value of what was asked for.
+    """
 
 
 class _Step(NamedTuple):
@@ -106,27 +111,22 @@ class _Step(NamedTuple):
         j = np.arange(1, self.records + 1)
         exponent = (2 * x[:, None] - j) * (j / (2 * self.noise**2))
         log_weight = self.log_binomial()[1:]
-        most = (exponent.real + log_weight).argmax(axis=1)
-        most = exponent[np.arange(len(x)), most] + log_weight[most]
-        top = most.real
-        far = top >= 300
-        # sum_j w_j (exp(..) - 1), of which nothing is lost however small it is
-        small = exponent.real < 1
-        near = np.expm1(np.where(small, exponent, 0.0)) * np.exp(log_weight)
-        if not small.all():
-            large = np.where(small | far[:, None], 0.0, exponent)
-            large = np.exp(large + log_weight) - np.exp(log_weight)
-            near = np.where(small, near, large)
-        u = near.sum(axis=1)
-        # numpy's log1p loses the real part of a small complex number
-        real = 0.5 * np.log1p(2 * u.real + u.real**2 + u.imag**2)
-        loss = real + 1j * np.arctan2(u.imag, 1 + u.real)
-        if far.any():
-            terms = np.exp(exponent[far] + log_weight - top[far, None])
-            loss[far] = top[far] + np.log(terms.sum(axis=1))
-        # of the logarithm's branches, the one that the largest term is on
-        phase = np.where(top > self.least, most.imag, 0.0)
-        loss.imag += 2 * math.pi * np.round((phase - loss.imag) / (2 * math.pi))
+        log_term = exponent + log_weight
+        largest = np.append(log_term, np.full((len(x), 1), self.least), axis=1)
+        rows = np.arange(len(x))
+        largest = largest[rows, largest.real.argmax(axis=1)]
+        terms = np.exp(log_term - largest[:, None]).sum(axis=1)
+        loss = largest + np.log(terms + np.exp(self.least - largest))
+
+        # a small loss as log1p of sum_j w_j (exp(..) - 1), of which nothing is lost
+        near = np.abs(loss) < 0.5
+        small = exponent[near].real < 1
+        u = np.where(
+            small,
+            np.expm1(np.where(small, exponent[near], 0.0)) * np.exp(log_weight),
+            np.exp(np.where(small, 0.0, log_term[near])) - np.exp(log_weight),
+        ).sum(axis=1)
+        loss[near] = _log1p(u)
         return loss
 
     def inverse(self, loss: float) -> float:
@@ -143,6 +143,15 @@ class _Step(NamedTuple):
             below = self.loss(np.array([middle + 0j]))[0].real < loss
             low, high = (middle, high) if below else (low, middle)
         return high
+
+
+def _log1p(u: NDArray) -> NDArray:
+    """numpy's own loses the real part of a small complex number."""
+    small = np.abs(u) < 0.5
+    near = np.where(small, u, 0.0)
+    real = 0.5 * np.log1p(2 * near.real + near.real**2 + near.imag**2)
+    far = np.log(np.where(small | (u == -1), 1.0, 1 + u))
+    return np.where(small, real + 1j * np.angle(1 + u), np.where(u == -1, -800.0, far))
 
 
 class _Law:
@@ -203,7 +212,7 @@ def _log_delta(
 
     Args:
         tilt: a guess at the saddle point
-        fineness: of all sums, which then take other nodes on other lines
+        fineness: of all sums, which then take other nodes on other lines, and more
     """
     s, _, k = step
     # A run in which a single step loses so much that the others can't make up for it
@@ -224,7 +233,6 @@ def _log_delta(
     t = _saddle(law, steps, epsilon, tilt) / math.sqrt(fineness)
     width = 1 / math.sqrt(_slopes(law, steps, epsilon, t)[1])
     loss, weight, log_sum = law.tilted(t)
-    loss = loss - epsilon / steps
     log_scale = steps * log_sum - t * epsilon + math.log(width / math.pi / t / (t + 1))
     if log_beyond - log_scale > 40:  # all else would be lost in rounding
         return log_beyond, t
@@ -241,11 +249,11 @@ def _log_delta(
         y = scale * np.sinh(u / _GRADING)
         z = t + 1j * y
         rows = max(1, _CHUNK // len(loss))
-        mean = [
-            np.exp(1j * np.outer(y[i : i + rows], loss)) @ weight
+        excess = [
+            np.expm1(1j * np.outer(y[i : i + rows], loss)) @ weight
             for i in range(0, len(y), rows)
         ]
-        values = np.exp(steps * np.log(np.concatenate(mean)))
+        values = np.exp(steps * _log1p(np.concatenate(excess)) - 1j * y * epsilon)
         values *= t * (t + 1) / (z * (z + 1)) * np.cosh(u / _GRADING)
         return values * erfc(7 * (y / window - 1)) / 2
 
@@ -256,21 +264,19 @@ def _log_delta(
     if s < 0.5 or abs(points[-1]) > 1e-18:
         points = np.append(points, integrand(np.arange(count, last) * spacing))
         count = len(points) + 1
-    digits = 1e-15 * math.sqrt(steps) + 1e-17 * steps
-    lost = digits * spacing * (0.5 + np.abs(points).sum())
+    lost = 1e-14 * spacing * (0.5 + np.abs(points).sum())
     coarse = spacing * (0.5 + points.real.sum())
     while count < _FINEST:
         between = integrand((np.arange(count) + 0.5) * spacing)
         fine = (coarse + spacing * between.real.sum()) / 2
         spacing, count = spacing / 2, 2 * count
         delta = fine + beyond
-        # half the spacing squares the error
-        if abs(fine - coarse) <= _TOLERANCE * delta:
+        if abs(fine - coarse) <= (_STRICT if fineness > 1 else _TOLERANCE) * delta:
             if lost > _PRECISION * delta:
                 break
             return log_scale + math.log(delta), t
         coarse = fine
-    raise _TooHardError
+    raise _TooHardError(log_scale + 0.5 * math.log(math.pi / 2))  # of a saddle
 
 
 def _log_beyond(step: _Step, steps: float, epsilon: float, cut: float) -> float:
@@ -297,14 +303,15 @@ def _slopes(law: _Law, steps: float, epsilon: float, t: float) -> Tuple[float, f
 def _saddle(law: _Law, steps: float, epsilon: float, t: float) -> float:
     """About where the integrand is least along the real axis, by Newton from ``t``."""
     low, high = 0.0, math.inf
-    for _ in range(100):
+    for i in range(100):
         slope, curvature = _slopes(law, steps, epsilon, t)
         change = slope / curvature
         if abs(change) < 0.1 * t and abs(change) * math.sqrt(curvature) < 0.5:
             return t
         low, high = (t, high) if slope < 0 else (low, t)
         t = min(max(t - change, t / 4), 4 * t)
-        if not low < t < high:  # a law that is nearly two: Newton overshoots
+        # where the law is nearly two, Newton overshoots and creeps back
+        if not low < t < high or i % 3 == 2 and 0 < low < high < math.inf:
             t = math.sqrt(low * high)
     raise _TooHardError
 
@@ -392,9 +399,15 @@ def delta(
 
     def solve(s: float, q: float, steps: float, epsilon: float, k: float) -> float:
         step = _Step(s, q, int(k))
-        first, tilt = _log_profile(step, steps, epsilon)
-        _agree(first, _log_profile(step, steps, epsilon, tilt, 1.2)[0])
-        return min(math.exp(first), 1.0)
+        strict, tilt = _log_profile(step, steps, epsilon, fineness=1.2)
+
+        def compare(fineness: float) -> float:
+            other = _log_profile(step, steps, epsilon, tilt, fineness)[0]
+            if abs(other - strict) > _MARGIN:
+                raise _TooHardError
+            return min(math.exp(strict), 1.0)
+
+        return _surely(compare)
 
     return _on_cells(solve, ("noise", "rate", "steps", "epsilon", "records"), columns)
 
@@ -438,16 +451,27 @@ def epsilon(
             return 0.0
         if s == 0:
             return math.inf
-        tilt = 1.0
 
-        def excess(log_epsilon: float) -> float:
-            nonlocal tilt
-            value, tilt = _log_profile(step, steps, math.exp(log_epsilon), tilt)
-            return math.log(max(-value, 1e-300) / -log_delta)
+        # the central limit, as in _Guess
+        mu = k * q * math.sqrt(steps * math.expm1(min(1 / s**2, 50.0)))
+        start = np.linspace(-7.0, 7.0, 100)
+        limit = _log_delta_gaussian(min(max(mu, 1e-4), 40.0), np.exp(start))
+        start = float(start[np.abs(limit - log_delta).argmin()])
 
-        result = math.exp(_root(excess, 0.0, 1.0)[0])
-        _check(step, steps, result, delta, tilt)
-        return result
+        def search(fineness: float) -> float:
+            tilt = 1.0
+
+            def profile(x: float) -> float:
+                nonlocal tilt
+                value, tilt = _log_profile(step, steps, math.exp(x), tilt, fineness)
+                return value
+
+            excess = _excess(profile, log_delta)
+            result = math.exp(_root(excess, start, 1.0)[0])
+            _check(step, steps, result, delta, tilt)
+            return result
+
+        return _surely(search)
 
     return _on_cells(solve, ("noise", "rate", "steps", "delta", "records"), columns)
 
@@ -548,18 +572,27 @@ def noise_multiplier(
         if steps == k == 1:
             sampled = _of_the_sampled(epsilon, q)
             return 1 / _gaussian_mu(sampled, log_delta - math.log(q))[()]
-        log_noise = guess.start(epsilon, delta, k, steps, q)
 
-        def excess(log_noise: float) -> float:
-            step = _Step(math.exp(log_noise), q, int(k))
-            value, guess.tilt = _log_delta(step, steps, epsilon, guess.tilt)
-            return math.log(max(-value, 1e-300) / -log_delta)
+        def search(fineness: float) -> float:
+            if fineness > 1:
+                guess.forget()
 
-        log_noise, guess.slope = _root(excess, log_noise, guess.slope)
-        guess.correct(log_noise)
-        result = math.exp(log_noise)
-        _check(_Step(result, q, int(k)), steps, epsilon, delta, guess.tilt)
-        return result
+            def profile(x: float) -> float:
+                step = _Step(math.exp(x), q, int(k))
+                value, guess.tilt = _log_delta(
+                    step, steps, epsilon, guess.tilt, fineness
+                )
+                return value
+
+            excess = _excess(profile, log_delta)
+            start = guess.start(epsilon, delta, k, steps, q)
+            log_noise, guess.slope = _root(excess, start, guess.slope)
+            result = math.exp(log_noise)
+            _check(_Step(result, q, int(k)), steps, epsilon, delta, guess.tilt)
+            guess.correct(log_noise)
+            return result
+
+        return _surely(search)
 
     names = ("epsilon", "delta", "records", "steps", "rate")
     return _on_cells(solve, names, columns)
@@ -594,19 +627,23 @@ class _Guess:
     """A start for the next cell: the central limit, and how far off it was last."""
 
     def __init__(self) -> None:
-        self.tilt, self.slope, self.off = 1.0, 2.0, 0.0
-        self.budget, self.mu, self.limit = None, 0.0, 0.0
+        self.budget: Any = None
+        self.mu = self.limit = 0.0
+        self.forget()
 
     def start(
         self, epsilon: float, delta: float, k: float, steps: float, q: float
     ) -> float:
         """log sigma of mu = k q sqrt(T (exp(1 / sigma^2) - 1)) (Bu et al. 2020)."""
         if self.budget != (epsilon, delta, k):
-            self.__init__()
+            self.forget()
             self.budget = epsilon, delta, k
             self.mu = float(_gaussian_mu(epsilon, math.log(delta)))
         self.limit = -0.5 * math.log(math.log1p((self.mu / q / k) ** 2 / steps))
         return self.limit + self.off
+
+    def forget(self) -> None:
+        self.tilt, self.slope, self.off = 1.0, 2.0, 0.0
 
     def correct(self, log_noise: float) -> None:
         self.off = log_noise - self.limit
@@ -791,6 +828,23 @@ def _gaussian_mu(epsilon: ArrayLike, log_delta: ArrayLike) -> NDArray:
     return np.exp(low)
 
 
+def _excess(
+    log_profile: Callable[[float], float], log_delta: float
+) -> Callable[[float], float]:
+    """Of noise or epsilon, increasing; on the way to its zero a rough value will do."""
+
+    def excess(x: float) -> float:
+        try:
+            value = log_profile(x)
+        except _TooHardError as error:
+            if not error.args:
+                raise
+            value = error.args[0]
+        return math.log(max(-value, 1e-300) / -log_delta)
+
+    return excess
+
+
 def _root(f: Callable[[float], float], x: float, slope: float) -> Tuple[float, float]:
     """Zero of an increasing function, by secants within a bracket, and its slope."""
     low, high, value = -math.inf, math.inf, f(x)
@@ -801,9 +855,11 @@ def _root(f: Callable[[float], float], x: float, slope: float) -> Tuple[float, f
             return new, slope
         if not low < new < high:
             new = (low + high) / 2
+        if new == x:  # what is left are errors of f
+            break
         new_value = f(new)
-        if new_value != value and (new_value > value) == (new > x):
-            slope = (new_value - value) / (new - x)
+        rise = (new_value - value) / (new - x)
+        slope = max(rise, slope / 4)  # or it would stop on a plateau
         x, value = new, new_value
     raise _TooHardError
 
@@ -817,9 +873,13 @@ def _check(
         raise _TooHardError
 
 
-def _agree(first: float, second: float) -> None:
-    if abs(first - second) > _MARGIN:
-        raise _TooHardError
+def _surely(attempt: Callable[[float], float]) -> float:
+    """Once more with finer sums, if a result doesn't stand the check."""
+    try:
+        return attempt(1.0)
+    except _TooHardError:
+        pass
+    return attempt(1.4)
 
 
 def _on_cells(
