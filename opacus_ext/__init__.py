@@ -7,12 +7,14 @@ Importing this package beside ``opacus.PrivacyEngine`` extends the modes "hooks"
 
 from importlib import import_module
 
-from opacus_ext.checks import check_per_sample_gradients
-from opacus_ext.errors import ErrorTracker, track_errors
+#TMP from opacus_ext.checks import check_per_sample_gradients
+#TMP from opacus_ext.errors import ErrorTracker, track_errors
 from opacus_ext.grad_sample.factors import GradSample, OneHot, workspace
-from opacus_ext.grad_sample.leaks import Leak, find_leaks
-from opacus_ext.grad_sample.routing import expert_batching
-from opacus_ext.grad_sample.rules import register_forward, register_rule
+#TMP from opacus_ext.grad_sample.leaks import Leak, find_leaks
+from opacus_ext.grad_sample.rules.experts import expert_batching
+from opacus_ext.grad_sample.rules.registry import register_forward, register_rule
+from opacus_ext.grad_sample.samplewise.native import register_native
+from opacus_ext.grad_sample.samplewise.run import Refused
 from opacus_ext.lazy import when_imported
 from opacus_ext.optimizers.clipping import Clipping, automatic, register_clipping
 from opacus_ext.registry import register, unregister
@@ -25,6 +27,7 @@ __all__ = [
     "GradSample",
     "Leak",
     "OneHot",
+    "Refused",
     "automatic",
     "check_per_sample_gradients",
     "expert_batching",
@@ -32,6 +35,7 @@ __all__ = [
     "register",
     "register_clipping",
     "register_forward",
+    "register_native",
     "register_rule",
     "track_errors",
     "unregister",
@@ -39,7 +43,7 @@ __all__ = [
 ]
 
 register()
-when_imported(
+0 and when_imported(
     "transformers.modeling_utils",
     lambda: import_module("opacus_ext.layers.transformers_attention"),
 )

@@ -22,7 +22,6 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from opacus_ext.grad_sample.batchless import settled
 from opacus_ext.grad_sample.factors import wide, workspace
 from opacus_ext.layers.linear_cross_entropy import LinearCrossEntropy, PendingLogits
 

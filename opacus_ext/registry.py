@@ -9,7 +9,7 @@ before. :func:`unregister` undoes all of it.
 from __future__ import annotations
 
 import functools
-from typing import Any, Callable, Dict, List, NamedTuple, Optional, Type
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Type
 
 import opacus.accountants.registry
 import opacus.grad_sample
@@ -27,11 +27,11 @@ from torch import nn
 
 from opacus_ext.accountants import PRVBoundsAccountant
 from opacus_ext.grad_sample import adapters, modes
-from opacus_ext.grad_sample.factors import GradSample
-from opacus_ext.grad_sample.layout import Layout, arrange
-from opacus_ext.grad_sample.loss import ClippedCriterion
+from opacus_ext.grad_sample.modes import common
+from opacus_ext.grad_sample.modes.common import layer_gradients
+from opacus_ext.grad_sample.modes.loss import ClippedCriterion
 from opacus_ext.grad_sample.parallel import world_of
-from opacus_ext.grad_sample.rules import (
+from opacus_ext.grad_sample.rules.registry import (
     FALLBACKS,
     RULES,
     STAND_INS,
@@ -39,7 +39,6 @@ from opacus_ext.grad_sample.rules import (
     Rule,
     find_forward,
 )
-from opacus_ext.grad_sample.tape import Tape
 from opacus_ext.optimizers.clipping import CLIPPINGS, find_clipping
 from opacus_ext.optimizers.optimizer import (
     DistributedGhostDPOptimizer,
@@ -57,6 +56,7 @@ class Mode(NamedTuple):
     hooks: type
     optimizer: type
     distributed: type
+    criterion: bool = False  # whether the mode returns one that Opacus does not know of
 
 
 _HOOKS = HooksDPOptimizer, DistributedHooksDPOptimizer
@@ -65,6 +65,7 @@ MODES: Dict[str, Mode] = {
     "hooks": Mode(modes.RecordingModule, modes.RecordingHooks, *_HOOKS),
     "ghost": Mode(modes.GhostModule, modes.GhostHooks, *_GHOST),
     "ghost_bk": Mode(modes.BookKeepingModule, modes.BookKeepingHooks, *_GHOST),
+    "scan": Mode(modes.ScanModule, modes.ScanHooks, *_GHOST, True),
 }
 
 _undo: List[Callable[[], None]] = []
@@ -106,9 +107,8 @@ def register() -> None:
     )
     FALLBACKS.append(_sampler_rule)
     _undo.append(lambda: FALLBACKS.remove(_sampler_rule))
-    for layer, rule in RULES.items():
-        if isinstance(layer, type) and not rule.all_inputs:
-            _derive_samplers(layer, rule)
+    for layer in (*_LAYERS, *(k for k in RULES if isinstance(k, type))):
+        _derive_samplers(layer)
 
 
 def unregister() -> None:
@@ -155,10 +155,10 @@ def _lookup_optimizer(opacus_lookup: Callable) -> Callable:
     ) -> type:
         mode = MODES.get(grad_sample_mode)
         if mode is None or _stock or clipping == "adaptive":
-            if grad_sample_mode == "ghost_bk":
+            if grad_sample_mode in ("ghost_bk", "scan"):
                 raise ValueError(
-                    'grad_sample_mode="ghost_bk" has no adaptive clipping; got '
-                    f"clipping={clipping!r}. "
+                    f'grad_sample_mode="{grad_sample_mode}" has no adaptive clipping; '
+                    f"got clipping={clipping!r}. "
                     'Use grad_sample_mode="ghost" or "hooks".'
                 )
             if clipping not in ("flat", "per_layer", "adaptive"):
@@ -204,7 +204,28 @@ def _make_private(make_private: Callable) -> Callable:
     """Refuses before anything is changed, and cleans up if something fails later."""
 
     @functools.wraps(make_private)
-    def make(self: PrivacyEngine, *, module: nn.Module, **kwargs: Any) -> Any:
+    def make(
+        self: PrivacyEngine,
+        *,
+        module: nn.Module,
+        take: Optional[Callable[[Any, int], Any]] = None,
+        shared: Sequence[str] = (),
+        on_nonfinite: str = "drop",
+        **kwargs: Any,
+    ) -> Any:
+        """
+        ``PrivacyEngine.make_private``, with three more arguments.
+
+        Args:
+            take: ``take(inputs, i)`` takes sample ``i`` out of the inputs of the model,
+                as a batch of one, for inputs that are no tensors ``[B, ...]``; it
+                raises IndexError when there is no such sample. ``inputs`` are the
+                positional arguments, a tuple, or those by keyword, a dict
+            shared: names of inputs of the model that all samples share, where their
+                first dim may be the batch size
+            on_nonfinite: what becomes of a sample whose gradient is not finite: "drop"
+                (it counts as zero, with a warning) or "raise"
+        """
         global _stock
         before = _stock
         # A subclass with a criterion of its own (adaptive clipping) needs the modules
@@ -217,10 +238,29 @@ def _make_private(make_private: Callable) -> Callable:
             if _stock:
                 return make_private(self, module=module, **kwargs)
             fresh = not hasattr(module, "autograd_grad_sample_hooks")
+            if on_nonfinite not in ("drop", "raise"):
+                raise ValueError(
+                    f'on_nonfinite is "drop" or "raise", got {on_nonfinite!r}.'
+                )
             _check(module, fresh, **kwargs)
             dataset = self.dataset
             try:
-                return make_private(self, module=module, **kwargs)
+                with common.settings(
+                    take=take, shared=tuple(shared), on_nonfinite=on_nonfinite
+                ):
+                    made = make_private(self, module=module, **kwargs)
+                made[1].on_nonfinite = on_nonfinite
+                mode = kwargs.get("grad_sample_mode", "hooks")
+                if mode in MODES and MODES[mode].criterion and len(made) == 3:
+                    first, optimizer, loader = made
+                    criterion = self._prepare_criterion(
+                        module=first,
+                        optimizer=optimizer,
+                        criterion=kwargs.get("criterion", nn.CrossEntropyLoss()),
+                        loss_reduction=kwargs.get("loss_reduction", "mean"),
+                    )
+                    made = first, optimizer, criterion, loader
+                return made
             except BaseException:
                 self.dataset = dataset
                 if fresh:
@@ -249,7 +289,7 @@ def _check(
         if not (clipping == "adaptive" and grad_sample_mode == "hooks"):
             opacus.optimizers.get_optimizer_class(clipping, False, grad_sample_mode)
         if fresh:
-            Tape.refuse(module)
+            common.refuse(module)
         params = [p for g in optimizer.param_groups for p in g["params"]]
         adapters.refuse(module, params)
         if not any(p.requires_grad for p in params):
@@ -349,32 +389,25 @@ def _refuse_stand_ins(module: nn.Module, mode: str) -> None:
 # -- samplers ----------------------------------------------------------------------
 
 
-def _derive_samplers(layer: type, rule: Rule) -> None:
-    """Opacus's grad sampler and norm sampler of a layer, from its rule."""
+# Layers of torch for which the stock modes of Opacus take their samplers from here.
+_LAYERS = (
+    *(nn.Linear, nn.Bilinear, nn.Embedding, nn.EmbeddingBag, nn.PReLU),
+    *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
+    *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
+    *(nn.LayerNorm, nn.RMSNorm, nn.GroupNorm),
+    *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
+)
 
-    def samples(
-        layer: nn.Module, activations: List[torch.Tensor], backprops: torch.Tensor
-    ) -> Dict[nn.Parameter, GradSample]:
-        batch_size, rows = len(backprops), rule.row_dims(layer, backprops)
-        layout = Layout(0, "plain")
-        factors = rule.fn(
-            layer,
-            arrange(activations[0], rows, layout, batch_size),
-            arrange(backprops, rows, layout, batch_size),
-        )
-        found = {}
-        for p, f in factors.items():
-            if p.requires_grad:
-                found[p] = GradSample(p.shape, batch_size)
-                found[p].add(*f)
-        return found
+
+def _derive_samplers(layer: type) -> None:
+    """Opacus's grad sampler and norm sampler of a layer, by a run of its samples."""
 
     def grad_sampler(layer, activations, backprops):
-        found = samples(layer, activations, backprops)
+        found = layer_gradients(layer, activations, backprops)
         return {p: s.materialise() for p, s in found.items()}
 
     def norm_sampler(layer, activations, backprops):
-        found = samples(layer, activations, backprops)
+        found = layer_gradients(layer, activations, backprops)
         return {p: s.squared_norm().sqrt() for p, s in found.items()}
 
     grad_sampler._opacus_ext = norm_sampler._opacus_ext = True

@@ -1,16 +1,4 @@
-"""Per-sample gradients: one representation, one tape, every mode."""
+"""Per-sample gradients: rules, runs of single samples, and the modes of DP-SGD."""
 
-# Importing a layer family registers its rules.
-from opacus_ext.grad_sample import (  # noqa: F401
-    attention,
-    bilinear,
-    conv,
-    embedding,
-    experts,
-    group_norm,
-    layer_norm,
-    linear,
-    prelu,
-    recurrent,
-    rms_norm,
-)
+from opacus_ext.grad_sample import parallel, rules  # noqa: F401
+from opacus_ext.grad_sample.samplewise import branches, native  # noqa: F401

@@ -119,6 +119,12 @@ class Lazy:
         self.shape = torch.Size((len(source), length, width))
         self.dtype, self.device = source.dtype, source.device
 
+    def without(self, samples: torch.Tensor) -> "Lazy":
+        """Zeros in the place of some samples, ``[B]`` of bool."""
+        shape = (-1,) + (1,) * (self._source.dim() - 1)
+        source = self._source.masked_fill(samples.view(shape), 0)
+        return Lazy(self._make, source, *self.shape[1:], self._summed)
+
     def rows(self, start: int = 0, stop: Optional[int] = None) -> torch.Tensor:
         """The rows of the samples from ``start`` to ``stop``."""
         return self._make(self._source[start:stop])
@@ -160,6 +166,15 @@ class Columns(Lazy):
     ) -> torch.Tensor:
         """The rows of the samples from ``start`` to ``stop``, and some columns."""
         return self._columns(start, stop, columns)
+
+    def without(self, samples: torch.Tensor) -> "Columns":
+        """Zeros in the place of some samples, ``[B]`` of bool."""
+
+        def make(start: Optional[int], stop: Optional[int], columns: slice):
+            rows = self._columns(start, stop, columns)
+            return rows.masked_fill(samples[start:stop, None, None], 0)
+
+        return Columns(make, self.dtype, self.device, tuple(self.shape))
 
 
 Factor = Union[torch.Tensor, OneHot, Blocks, Ragged, Lazy]
@@ -215,6 +230,25 @@ class _Term(NamedTuple):
                 ),
                 self.blocks,
             )
+
+    def without(self, samples: torch.Tensor) -> "_Term":
+        """Zeros in the place of some samples, ``[B]`` of bool."""
+        rows = samples if self.ragged is None else samples[self.ragged[0]][None]
+
+        def drop(f: Factor) -> Factor:
+            if isinstance(f, OneHot):
+                return f
+            if isinstance(f, Lazy):
+                return f.without(samples)
+            where = rows[:, None, None] if self.ragged is None else rows[..., None]
+            return f.masked_fill(where, 0)
+
+        factors = tuple(map(drop, self.factors))
+        if not self.dense:  # rows that count as one
+            ones = factors[0].index.new_ones(1, dtype=torch.float32)
+            ones = ones.expand(*factors[0].index.shape).unsqueeze(-1)
+            factors = (*factors, drop(ones))
+        return self._replace(factors=factors)
 
     def blocks_as_samples(self) -> "_Term":
         """Factors ``[B * blocks, T / blocks, width]``."""
@@ -598,6 +632,23 @@ class GradSample:
     def kept(self) -> Optional[torch.Tensor]:
         """The gradients ``[B, numel]`` that ``kept_bytes`` counts."""
         return self._kept if self.kept_bytes else None
+
+    def merge(self, other: "GradSample") -> None:
+        """Adds the uses of another one, of the same samples."""
+        self._unkeep()
+        other._unkeep()
+        self._terms += other._terms
+
+    def drop(self, samples: torch.Tensor) -> None:
+        """
+        Makes the gradients of some samples zero, whatever they are.
+
+        Args:
+            samples: which, ``[B]`` of bool
+        """
+        if self._kept is not None:
+            self._kept = self._kept.masked_fill(samples[:, None], 0)
+        self._terms = [t.without(samples) for t in self._terms]
 
     def clear(self) -> None:
         """Forgets the uses; what was computed from them stays valid."""

@@ -23,13 +23,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from opacus_ext.grad_sample.experts import (
+from opacus_ext.grad_sample.rules.experts import (
     Routes,
     experts_on_rows,
     is_experts,
     unrecorded,
 )
-from opacus_ext.grad_sample.rules import STAND_IN_FALLBACKS, Record, StandIn
+from opacus_ext.grad_sample.rules.registry import STAND_IN_FALLBACKS, Record, StandIn
 
 
 class World:

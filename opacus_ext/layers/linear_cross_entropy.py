@@ -18,7 +18,7 @@ from torch import nn
 
 from opacus_ext.grad_sample.factors import Columns, wide, workspace
 from opacus_ext.grad_sample.linear import record_linear
-from opacus_ext.grad_sample.rules import Factors, Record, register_forward
+from opacus_ext.grad_sample.rules.registry import Factors, Record, register_forward
 
 Ops = Tuple[Tuple[str, Any], ...]
 

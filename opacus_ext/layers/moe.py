@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from opacus_ext.grad_sample.experts import (
+from opacus_ext.grad_sample.rules.experts import (
     experts_interface,
     is_experts,
     unrecorded,

@@ -7,6 +7,7 @@ have; the noise is the noise multiplier times that.
 from __future__ import annotations
 
 import math
+import warnings
 from typing import (
     TYPE_CHECKING,
     Callable,
@@ -87,25 +88,59 @@ def clipping_factors(
     return each, total[world.own]
 
 
-def refuse_not_finite(norms: List[torch.Tensor], names: Sequence[str]) -> None:
+def not_finite(norms: List[torch.Tensor]) -> Optional[torch.Tensor]:
     """
     Args:
         norms: for each parameter, of the samples' gradients ``[B]``
+
+    Returns:
+        which samples have a gradient that is not finite, ``[B]``; None if none has
+    """
+    if not norms:
+        return None
+    finite = torch.stack([n.to(norms[0]) for n in norms]).isfinite().all(0)
+    return None if bool(finite.all()) else ~finite
+
+
+def tell_not_finite(
+    norms: List[torch.Tensor],
+    names: Sequence[str],
+    on_nonfinite: str = "drop",
+    sample: Optional[int] = None,
+) -> None:
+    """
+    A sample whose gradient is not finite adds nothing to the sum.
+
+    Args:
+        norms: for each parameter, of the samples' gradients ``[B]``
         names: of the parameters
+        on_nonfinite: "drop" or "raise"
+        sample: the number of the sample, if ``norms`` are of one
+
+    Warns:
+        RuntimeWarning: with the first parameter that has one
 
     Raises:
-        RuntimeError: if one is infinite or not a number, which no factor can clip
+        RuntimeError: with "raise"
     """
-    if not norms or torch.cat(norms).isfinite().all():
-        return
-    for name, n in zip(names, norms):
-        for sample in (~n.isfinite()).nonzero().flatten().tolist():
-            raise RuntimeError(
-                f"The gradient of sample {sample} by {name} is not finite, so that it "
-                "can't be clipped. Nothing was changed. Look for a division by zero or "
-                "a log of zero in the model or the loss, and where float16 overflows "
-                "use bfloat16, or a smaller scale in loss.backward(scale=...)."
-            )
+    name, n = next((k, x) for k, x in zip(names, norms) if not x.isfinite().all())
+    number = int((~n.isfinite()).nonzero()[0]) if sample is None else sample
+    advice = (
+        "Look for a division by zero or a log of zero in the model or the loss, and "
+        "where float16 overflows use bfloat16, or a smaller scale in "
+        "loss.backward(scale=...)."
+    )
+    if on_nonfinite == "raise":
+        raise RuntimeError(
+            f"The gradient of sample {number} by {name} is not finite, so that it "
+            f"can't be clipped. Nothing was changed. {advice}"
+        )
+    warnings.warn(
+        f"A sample's gradient by {name} is not finite. Such samples are clipped to "
+        f'zero; make_private(on_nonfinite="raise") makes it an error. {advice}',
+        RuntimeWarning,
+        stacklevel=4,
+    )
 
 
 def register_clipping(clipping: Clipping) -> Clipping:

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Dict, List, NoReturn, Optional, Tuple, Type
 
 import torch
@@ -24,7 +25,8 @@ from opacus_ext.optimizers.clipping import (
     Bound,
     Clipping,
     clipping_factors,
-    refuse_not_finite,
+    not_finite,
+    tell_not_finite,
 )
 
 
@@ -32,6 +34,7 @@ class _ClippingOptimizer:
     """What both share: the bound of a clipping function and noise to match it."""
 
     clipping: Clipping = CLIPPINGS["flat"]
+    on_nonfinite = "drop"  # or "raise", set by make_private
 
     @property
     def _step_supports_amp_scaling(self) -> NoReturn:  # asked by torch.amp.GradScaler
@@ -127,7 +130,12 @@ class HooksDPOptimizer(_ClippingOptimizer, DPOptimizer):
             _check_processed_flag(p.grad_sample)
         norms = [_norms(g) for g in grad_samples]
         norms = [n.to(norms[0].device) for n in norms]
-        refuse_not_finite(norms, [f"a parameter of {tuple(p.shape)}" for p in params])
+        spread = any(spread_over(p) for p in params)
+        bad = None if spread else not_finite(norms)
+        if bad is not None:
+            names = [f"a parameter of {tuple(p.shape)}" for p in params]
+            tell_not_finite(norms, names, self.on_nonfinite)
+            norms = [n.masked_fill(bad, math.inf) for n in norms]
         factors, _ = clipping_factors(
             *(self.clipping, self.clipping_bound),
             norms,
@@ -135,6 +143,10 @@ class HooksDPOptimizer(_ClippingOptimizer, DPOptimizer):
         )
         for p, g, factor in zip(params, grad_samples, factors):
             factor = factor.to(g.device, _wide(g))
+            if bad is not None:
+                dropped = bad.to(g.device)
+                factor = factor.masked_fill(dropped, 0)
+                g = g.masked_fill(dropped.view(-1, *(1 for _ in p.shape)), 0)
             grad = torch.einsum("i,i...", factor, g.to(factor.dtype)).to(p.dtype)
             p.summed_grad = grad if p.summed_grad is None else p.summed_grad.add_(grad)
             _mark_as_processed(p.grad_sample)

@@ -26,8 +26,8 @@ from torch.nn.utils.rnn import (
     pad_packed_sequence,
 )
 
-from opacus_ext.grad_sample.linear import linear_factors, record_linear
-from opacus_ext.grad_sample.rules import Record, register_forward
+from opacus_ext.grad_sample.rules.linear import linear_factors, record_linear
+from opacus_ext.grad_sample.rules.registry import Record, register_forward
 
 Tensors = Tuple[torch.Tensor, ...]
 State = Union[torch.Tensor, Tuple[torch.Tensor, torch.Tensor], None]

@@ -5,7 +5,7 @@ first factor an expert's weight is a parameter like any other: no padding, and a
 expert that no token chose has a gradient of zero.
 
 Source: DP mixture of experts, appendix (per-sample gradients on the gathered tokens),
-and main text (padded, :func:`~opacus_ext.grad_sample.routing.expert_batching`).
+and main text (padded, :func:`expert_batching`).
 """
 
 import functools
@@ -17,13 +17,60 @@ import torch.nn.functional as F
 from torch import nn
 
 from opacus_ext.grad_sample.factors import Blocks, OneHot, pad_rows
-from opacus_ext.grad_sample.routing import expert_batching
-from opacus_ext.grad_sample.rules import (
+from opacus_ext.grad_sample.rules.registry import (
     STAND_IN_FALLBACKS,
     Factors,
     Record,
     StandIn,
 )
+
+
+_BATCHING = "gathered"
+
+
+def expert_batching(way: Optional[str] = None) -> str:
+    """
+    How the tokens that experts were given are arranged for their per-sample gradients.
+    Both ways give the same numbers.
+
+    - "gathered": as they are, beside a table that names the sample (and, where experts
+      are stacked in one parameter, the expert) of each. Time and memory grow with the
+      number of tokens, whatever the experts' load (the paper's appendix).
+    - "padded": each expert's tokens as ``[B, C_max, width]``, zeros after the last one
+      of a sample, ``C_max`` the most that one expert was given of one sample (the
+      paper's main text). Products of one shape only; the more uneven the load and the
+      more experts, the more of them is padding. It wins, by a few percent, where
+      experts are stacked and each sample uses all of them alike (benchmarks/moe.py).
+
+    Args:
+        way: "gathered" or "padded"; None leaves it as it is
+
+    Returns:
+        The way in force before the call.
+
+    Raises:
+        ValueError: for another word
+
+    Source:
+        DP mixture of experts, "Expert per-sample gradient computation" (padded; here
+        only the per-sample gradients see the padding, not the experts) and appendix
+        (gathered).
+
+    Example:
+        >>> import opacus_ext
+        >>> before = opacus_ext.expert_batching("padded")
+        >>> opacus_ext.expert_batching(before)
+        'padded'
+    """
+    global _BATCHING
+    before = _BATCHING
+    if way is not None:
+        if way not in ("gathered", "padded"):
+            raise ValueError(
+                f'expert_batching takes "gathered" or "padded", got {way!r}.'
+            )
+        _BATCHING = way
+    return before
 
 
 class _Permute(torch.autograd.Function):

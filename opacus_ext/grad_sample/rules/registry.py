@@ -1,8 +1,9 @@
-"""Rules: what a layer says about its gradients, once, for every mode.
+"""Rules: what an op or a layer says about its gradients, once, for every mode.
 
-A rule is given the layer, its input and the gradient of its output, both arranged by
+A rule is given the data and the gradient of what was made of them, both arranged by
 sample, and returns the factors of the gradient of each parameter. It knows nothing of
-modes, clipping, batches that are flattened, or parameters that are shared.
+modes, clipping, batches that are flattened, or parameters that are shared. What has no
+rule is exact too: it is computed with a copy of the parameter for each sample.
 """
 
 from __future__ import annotations
@@ -16,16 +17,64 @@ from typing import (
     NamedTuple,
     Optional,
     Protocol,
+    Sequence,
     Tuple,
     Union,
 )
 
 import torch
 from torch import nn
+from torch._C._functorch import is_batchedtensor
 
 from opacus_ext.grad_sample.factors import Factor
 
 Factors = Dict[nn.Parameter, Tuple[Factor, ...]]
+
+
+class Op(NamedTuple):
+    """
+    What the rule of an op says of one call.
+
+    Attributes:
+        params: the arguments that may be made of parameters; None for one left out
+        saved: the data that the factors need, as samples see them
+        factors: ``(backprops, *saved)``, each ``[B, T, *event]``, to one tuple of
+            factors for each of ``params``
+        event_dims: how many trailing dims of the output belong to one row
+        saved_dims: the same of each of ``saved``
+    """
+
+    params: Tuple[Optional[torch.Tensor], ...]
+    saved: Tuple[Optional[torch.Tensor], ...]
+    factors: Callable[..., Sequence[Tuple[Factor, ...]]]
+    event_dims: int
+    saved_dims: Tuple[int, ...]
+
+
+OpRule = Callable[..., Optional[Op]]
+OPS: Dict[Callable, OpRule] = {}
+
+
+def register_op(*functions: Callable) -> Callable[[OpRule], OpRule]:
+    """
+    Registers the decorated function as the rule of some functions of torch. It is
+    called with their arguments and returns an :class:`Op`, or None where it does not
+    hold: then each sample is given a copy of the parameters.
+    """
+
+    def decorator(rule: OpRule) -> OpRule:
+        for function in functions:
+            OPS[function] = rule
+        return rule
+
+    return decorator
+
+
+def is_shared(x: object) -> bool:
+    """Whether an argument is a tensor that all samples share."""
+    return isinstance(x, torch.Tensor) and not is_batchedtensor(x)
+
+
 RuleFn = Callable[[nn.Module, torch.Tensor, torch.Tensor], Factors]
 
 

@@ -1,0 +1,34 @@
+"""The modes of DP-SGD: what is done with the per-sample gradients of a run.
+
+=========== ====== ==============================================================
+mode        passes per-sample gradients
+=========== ====== ==============================================================
+"hooks"     1      materialised into ``p.grad_sample`` (Opacus's interface)
+"ghost"     2      norms only; then the losses, weighted with the clipping factors,
+                   are backpropagated (Lee & Kifer)
+"ghost_bk"  1      norms, then the clipped sum, both from the factors
+                   (book-keeping, Bu et al. 2023)
+"scan"      B      each sample alone by ordinary autograd, clipped and added
+=========== ====== ==============================================================
+"""
+
+from opacus_ext.grad_sample.modes.ghost import (
+    BookKeepingHooks,
+    BookKeepingModule,
+    GhostHooks,
+    GhostModule,
+    ScanHooks,
+    ScanModule,
+)
+from opacus_ext.grad_sample.modes.hooks import RecordingHooks, RecordingModule
+
+__all__ = [
+    "BookKeepingHooks",
+    "BookKeepingModule",
+    "GhostHooks",
+    "GhostModule",
+    "RecordingHooks",
+    "RecordingModule",
+    "ScanHooks",
+    "ScanModule",
+]

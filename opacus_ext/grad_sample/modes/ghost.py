@@ -1,0 +1,466 @@
+"""Modes "ghost", "ghost_bk" and "scan": ``loss.backward()`` leaves clipped sums."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Dict, List, Optional, Tuple
+
+import torch
+from opacus.grad_sample import (
+    GradSampleHooksFastGradientClipping,
+    GradSampleModuleFastGradientClipping,
+)
+from torch import nn
+
+from opacus_ext.grad_sample.factors import GradSample, workspace
+from opacus_ext.grad_sample.modes.common import (
+    Gather,
+    Parts,
+    Samplewise,
+    by_parameter,
+    one_size,
+)
+from opacus_ext.grad_sample.parallel import spread_over
+from opacus_ext.grad_sample.samplewise.run import Refused
+from opacus_ext.grad_sample.samplewise.scan import ScanRun
+from opacus_ext.optimizers.clipping import (
+    clipping_factors,
+    not_finite,
+    tell_not_finite,
+)
+
+Sums = Dict[nn.Parameter, torch.Tensor]
+
+
+class _Ghost(Samplewise):
+    one_pass = False
+
+    def add_hooks(self, **kwargs: Any) -> None:
+        self.attached = not self.one_pass
+        super().add_hooks(**kwargs)
+        self.kept_rows: Dict[nn.Parameter, torch.Tensor] = {}  # kept, step after step
+
+    def get_norm_sample(self) -> torch.Tensor:
+        """
+        Per-sample gradient norms ``[B]`` of the last backward pass.
+
+        Raises:
+            RuntimeError: where no process knows them: experts are spread over processes
+                and clipping is by parameter
+        """
+        if self.per_sample_gradient_norms is None:
+            raise RuntimeError(
+                'clipping="per_layer" of experts that are spread over processes does '
+                "not compute norms over all parameters. Use another clipping function."
+            )
+        return self.per_sample_gradient_norms
+
+    def get_clipping_coef(self) -> torch.Tensor:
+        """Flat clipping factors ``[B]`` of the last backward pass."""
+        return (self.max_grad_norm / (self.get_norm_sample() + 1e-6)).clamp(max=1.0)
+
+    def clipped_backward(
+        self, optimizer: Any, losses: torch.Tensor, scale: float = 1.0
+    ) -> None:
+        """
+        Sets ``p.grad`` of every trainable parameter to the sum of the clipped
+        per-sample gradients. Nothing is changed if it fails.
+
+        Args:
+            optimizer: the DP optimizer, whose clipping is applied
+            losses: per-sample losses ``[B]``
+            scale: what they are multiplied by on the way back, see loss.py
+
+        Raises:
+            RuntimeError: for what can't be followed exactly, and with
+                ``on_nonfinite="raise"`` for gradients that are not finite
+            ValueError: if ``losses`` are not one a sample, or for a scale that is not
+                a positive number
+        """
+        if not 0 < scale < math.inf:
+            raise ValueError(f"scale must be a positive number, got {scale}.")
+        if getattr(optimizer, "ready", False):
+            raise RuntimeError(
+                "backward() a second time before optimizer.step(): the clipped sum of "
+                "the first batch would be lost. Call optimizer.step() after each "
+                "backward(), or use BatchMemoryManager to accumulate batches."
+            )
+        if losses.dim() != 1:
+            raise Refused(
+                f"The criterion must give one loss a sample, shape [B], when its "
+                f'reduction is "none"; got shape {tuple(losses.shape)}. What a model '
+                "computes as its own loss is one number for the batch: give "
+                "make_private criterion=opacus_ext.losses.PerSample() and call "
+                "criterion(opacus_ext.losses.model_losses(model, batch)).backward()."
+            )
+        with torch.autocast(losses.device.type, enabled=False):
+            sums, total = _Step(self, optimizer, losses, scale).run()
+        self.per_sample_gradient_norms = total
+        optimizer.take(sums)
+
+
+class _Step:
+    """One backward pass, from the losses to the clipped sums."""
+
+    def __init__(self, mode: _Ghost, optimizer: Any, losses: torch.Tensor, scale: float):
+        self.mode, self.engine, self.losses, self.scale = (
+            mode,
+            mode.engine,
+            losses,
+            scale,
+        )
+        self.clipping, self.bound = optimizer.clipping, optimizer.clipping_bound
+        self.params: List[nn.Parameter] = optimizer.params
+        self.world = mode.engine.world
+        self.runs = mode.engine.runs()
+        self.size = len(losses)
+        self.dtype = (
+            torch.float64 if losses.dtype == torch.float64 else torch.float32
+        )
+        self._begin()
+
+    def _begin(self) -> None:
+        self.gather = Gather(self.engine)
+        self.squares: Dict[nn.Parameter, torch.Tensor] = {}
+        self.early: Parts = {}
+        self.budget = workspace() if self.mode.one_pass else 0
+        self.digests: Dict[int, Tuple[Any, torch.Tensor]] = {}
+        self.second: Optional[torch.Tensor] = None  # the weights of a second pass
+        self.stream = (
+            _Stream(self)
+            if len(self.runs) == 1
+            and isinstance(self.runs[0], ScanRun)
+            and self.runs[0].rows is None
+            and self.world is None
+            else None
+        )
+
+    def run(self) -> Tuple[Sums, Optional[torch.Tensor]]:
+        """The clipped sums, and the samples' norms ``[B]``."""
+        self._check_size()
+        if self.size == 0 and self.world is None:
+            zero = {p: torch.zeros_like(p, requires_grad=False) for p in self.params}
+            self._done()
+            return zero, self.losses.detach().new_zeros(0)
+        self.keep = self.mode.one_pass or self.clipping.per_parameter
+        self._first_pass()
+        if self.stream is not None:
+            self._done()
+            return self.stream.finish()
+        with torch.no_grad():
+            parts, norms = self._norms()
+        bad = not_finite(norms) if self.world is None else None
+        if bad is not None:
+            tell_not_finite(norms, self._names(), self.mode.on_nonfinite)
+            if not self.keep:
+                # A second pass would spread what is not finite: take the sums from
+                # the factors instead.
+                self.keep = True
+                self._begin()
+                self._first_pass()
+                with torch.no_grad():
+                    parts, norms = self._norms()
+            norms = [n.masked_fill(bad, math.inf) for n in norms]
+        factors, total = clipping_factors(
+            *(self.clipping, self.bound, norms), list(map(spread_over, self.params))
+        )
+        if bad is not None:
+            factors = [f.masked_fill(bad, 0) for f in factors]
+            for each in parts.values():
+                for rows, sample in each:
+                    sample.drop(bad if rows is None else bad[rows.to(bad.device)])
+        if self.keep:
+            with torch.no_grad():
+                sums = self._weighted_sums(parts, factors)
+        else:
+            world = self.world
+            spread = next((w for w in map(spread_over, self.params) if w), None)
+            own = factors[0]
+            if spread is not None and spread_over(self.params[0]) is not None:
+                own = factors[0][world.own]
+            sums = self._second_pass(own)
+        self._done()
+        return sums, total
+
+    def _done(self) -> None:
+        for run in self.runs:
+            run.done = True
+
+    def _names(self) -> List[str]:
+        return [self.engine.names[p] for p in self.params]
+
+    def _check_size(self) -> None:
+        sizes = {run.batch for run in self.runs}
+        if sizes and self.size not in sizes:
+            raise Refused(
+                f"The criterion gives {self.size} losses for a batch of "
+                f"{sorted(sizes)[0]} samples. The privacy unit is the sample: for "
+                "losses of flattened tokens call criterion(logits.flatten(0, 1), "
+                "targets.flatten(), shape=[B, T]), or let the criterion return [B] "
+                'when its reduction is "none".'
+            )
+        self.runs = [run for run in self.runs if run.batch == self.size]
+
+    # -- what autograd shows -------------------------------------------------------
+
+    def use(self, use: Any, grad: torch.Tensor, saved: tuple) -> None:
+        """A use of a parameter."""
+        if self.second is not None:
+            self._compare(use, grad)
+            return
+        if not self.keep:
+            self.digests[id(use)] = use, _digest(grad)
+        for p in self.gather.add(use, grad, saved):
+            if len(self.runs) == 1 and self.runs[0].rows is None:
+                self._square(p, self.gather.of_run[id(use.run)].samples[p])
+
+    def sample(self, run: Any, b: int, grads: Dict) -> None:
+        """A sample of a scan."""
+        if self.stream is not None:
+            self.stream.sample(b, grads)
+        else:
+            self.gather.add_sample(run, b, grads)
+
+    def touch(self, run: Any) -> None:
+        """A run that the losses depend on."""
+
+    def _square(self, p: nn.Parameter, sample: GradSample) -> None:
+        buffer = self.mode.kept_rows.get(p)
+        self.squares[p] = sample.squared_norm(keep=self.budget, reuse=buffer)
+        self.budget -= sample.kept_bytes
+        kept = sample.kept
+        if kept is not None and (buffer is None or buffer.numel() < kept.numel()):
+            self.mode.kept_rows[p] = kept
+        if not self.keep:
+            sample.clear()
+
+    # -- the passes ----------------------------------------------------------------
+
+    def _first_pass(self) -> None:
+        """Backpropagates the sum of the losses, without weight gradients."""
+        engine = self.engine
+        before, engine.collector = engine.collector, self
+        try:
+            outside = list(engine.params.values())
+            found = torch.autograd.grad(
+                [self.losses],
+                [engine.anchor, *outside],
+                [torch.full_like(self.losses, self.scale)],
+                allow_unused=True,
+                retain_graph=not self.mode.one_pass,
+            )
+        finally:
+            engine.collector = before
+        for p, grad in zip(outside, found[1:]):
+            if grad is not None:
+                raise Refused(
+                    f"Parameter {engine.names[p]} of shape {tuple(p.shape)} is also "
+                    "used outside of the model's forward, for example in the loss "
+                    "itself, where its gradient can't be told apart by sample. Use it "
+                    "inside the forward of the module that owns it."
+                )
+
+    def _norms(self) -> Tuple[Parts, List[torch.Tensor]]:
+        parts = by_parameter(self.gather.parts(), self.size)
+        one_size(self.gather.sizes, self.engine)
+        norms = []
+        for p in self.params:
+            size = p.world.batch_size if spread_over(p) else self.size
+            squares = self.losses.new_zeros(size, dtype=self.dtype)
+            for rows, sample in parts.get(p, []):
+                if p not in self.squares or rows is not None:
+                    self._square(p, sample)
+                found = self.squares[p].to(squares)
+                if rows is None:
+                    squares = squares + found
+                else:
+                    squares = squares.index_add(0, rows.to(squares.device), found)
+            norms.append(squares.sqrt() / self.scale)
+        return parts, norms
+
+    def _weighted_sums(self, parts: Parts, factors: List[torch.Tensor]) -> Sums:
+        sums = {}
+        for p, factor in zip(self.params, factors):
+            total = None
+            for rows, sample in parts.pop(p, []):
+                some = factor if rows is None else factor[rows.to(factor.device)]
+                new = sample.weighted_sum(some / self.scale)
+                total = new if total is None else total + new
+            if total is None:
+                total = torch.zeros_like(p, requires_grad=False)
+            sums[p] = total.to(p.device, p.dtype)
+        return sums
+
+    def _second_pass(self, weights: torch.Tensor) -> Sums:
+        """Backpropagates the losses weighted with the clipping factors."""
+        engine, self.second = self.engine, weights
+        roots = [root for run in self.runs for root in run.roots.values()]
+        before, engine.collector = engine.collector, self
+        try:
+            found = torch.autograd.grad(
+                [self.losses],
+                [root.shared for root in roots],
+                [weights.to(self.losses.dtype) * self.scale],
+                allow_unused=True,
+            )
+        finally:
+            engine.collector = before
+        total = {p: torch.zeros_like(p, requires_grad=False) for p in self.params}
+        rest = []
+        for root, grad in zip(roots, found):
+            if grad is None:
+                continue
+            if root.tensor in total:
+                total[root.tensor] += grad
+            elif id(root.tensor) not in engine.params:
+                rest.append((root, grad))
+        if rest:
+            with engine.own_backward():
+                grads = torch.autograd.grad(
+                    [root.edge for root, _ in rest],
+                    self.params,
+                    [grad for _, grad in rest],
+                    allow_unused=True,
+                )
+            for p, grad in zip(self.params, grads):
+                if grad is not None:
+                    total[p] += grad
+        finite = [g.isfinite().all() for g in total.values()]
+        if finite and not torch.stack(finite).all():
+            raise Refused(
+                "The clipped gradients are not finite, where the gradients of the "
+                "samples were. Where float16 overflows, use bfloat16, or a smaller "
+                "scale in loss.backward(scale=...)."
+            )
+        if self.scale != 1:
+            total = {p: g / self.scale for p, g in total.items()}
+        return total
+
+    def _compare(self, use: Any, grad: torch.Tensor) -> None:
+        """The second pass must give each row its weight times what the first gave."""
+        first = self.digests.get(id(use))
+        size = grad.shape[0]
+        if first is None or use.size is not None:
+            return
+        rows = use.run.rows
+        weights = self.second if rows is None else self.second[rows.to(grad.device)]
+        if size != len(weights):
+            return
+        expected = first[1] * weights.to(first[1])
+        gap = (_digest(grad) - expected).abs()
+        coarse = {8: 1e-6, 4: 1e-3}.get(grad.dtype.itemsize, 0.1)
+        if bool((gap > coarse * (expected[0].abs() + 1e-30)).any()):
+            raise Refused(
+                f"{self.engine.describe()}: its backward pass is not linear (a hook "
+                "that clips or changes gradients of activations?), so that the second "
+                'pass of mode "ghost" gives other gradients than the first. Use '
+                'grad_sample_mode="ghost_bk" or "hooks".'
+            )
+
+
+def _digest(grad: torch.Tensor) -> torch.Tensor:
+    """``[2, B]``: the norm of each sample's gradient, and a sum of its entries."""
+    flat = grad.flatten(1) if grad.dim() > 1 else grad[:, None]
+    flat = flat if flat.dtype.itemsize >= 4 else flat.float()
+    norm = torch.linalg.vector_norm(flat, dim=1)
+    return torch.stack([norm, flat.sum(1) / math.sqrt(max(1, flat.shape[1]))])
+
+
+class _Stream:
+    """Clips the gradients of one sample after the other, and adds them up."""
+
+    def __init__(self, step: _Step):
+        self.step = step
+        self.total: Optional[List[torch.Tensor]] = None
+        self.norms: List[torch.Tensor] = []
+
+    def sample(self, b: int, grads: Dict) -> None:
+        """The gradients of sample ``b``."""
+        step = self.step
+        params = step.params
+        found = [grads.get(p) for p in params]
+        used = [i for i, g in enumerate(found) if g is not None]
+        own = [_wide(found[i]) for i in used]
+        norms = step.losses.new_zeros(len(params), dtype=step.dtype)
+        if own:
+            norms[used] = torch.stack(torch._foreach_norm(own)).to(norms) / step.scale
+        bad = not bool(norms.isfinite().all())
+        if bad:
+            each = [n[None] for n in norms]
+            tell_not_finite(each, step._names(), step.mode.on_nonfinite, b)
+            self.norms.append(norms.new_full((), math.inf))
+            return
+        factors = step.clipping.factors(norms[:, None], step.bound)
+        self.norms.append(torch.linalg.vector_norm(norms))
+        if self.total is None:
+            self.total = [None] * len(params)
+        if factors.dim() > 1:
+            scales = [factors[i, 0] / step.scale for i in used]
+            for g, c in zip(own, scales):
+                g.mul_(c)
+            alpha = 1.0
+        else:
+            alpha = float(factors[0] / step.scale)
+        new = [(i, g) for i, g in zip(used, own) if self.total[i] is None]
+        more = [(i, g) for i, g in zip(used, own) if self.total[i] is not None]
+        if new:
+            if alpha != 1.0:
+                torch._foreach_mul_([g for _, g in new], alpha)
+            for i, g in new:
+                self.total[i] = g
+        if more:
+            torch._foreach_add_(
+                [self.total[i] for i, _ in more], [g for _, g in more], alpha=alpha
+            )
+
+    def finish(self) -> Tuple[Sums, torch.Tensor]:
+        """The clipped sums and the norms."""
+        params = self.step.params
+        total = self.total or [None] * len(params)
+        sums = {
+            p: (
+                torch.zeros_like(p, requires_grad=False)
+                if t is None
+                else t.to(p.dtype)
+            )
+            for p, t in zip(params, total)
+        }
+        norms = self.norms or [self.step.losses.detach().new_zeros(())]
+        return sums, torch.stack(norms)
+
+
+def _wide(g: torch.Tensor) -> torch.Tensor:
+    g = g.to_dense() if g.is_sparse else g
+    return g.float() if g.dtype.itemsize < 4 else g
+
+
+class GhostHooks(_Ghost, GradSampleHooksFastGradientClipping):
+    """Mode "ghost", attached to a model that is not wrapped."""
+
+
+class GhostModule(_Ghost, GradSampleModuleFastGradientClipping):
+    """Mode "ghost", wrapped around a model."""
+
+
+class BookKeepingHooks(GhostHooks):
+    """Mode "ghost_bk", attached to a model that is not wrapped."""
+
+    one_pass = True
+
+
+class BookKeepingModule(GhostModule):
+    """Mode "ghost_bk", wrapped around a model."""
+
+    one_pass = True
+
+
+class ScanHooks(BookKeepingHooks):
+    """Mode "scan", attached to a model that is not wrapped."""
+
+    scan = True
+
+
+class ScanModule(BookKeepingModule):
+    """Mode "scan", wrapped around a model."""
+
+    scan = True

@@ -1,0 +1,1 @@
+"""A model run one sample at a time, all at once."""

@@ -1,0 +1,171 @@
+"""Branches on data: what samples say is asked of all, and taken if they agree.
+
+If they don't, the batch is split by what they say (:class:`~run.Diverge`), and each
+part runs by itself. So it is with ``if`` and ``.item()``, and with ops whose output has
+a shape that depends on the data.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Callable, List
+
+import torch
+from torch.nn import functional as F
+
+from opacus_ext.grad_sample.samplewise.functorch import is_batched
+from opacus_ext.grad_sample.samplewise.run import Run, handles
+
+T = torch.Tensor
+
+
+@handles(
+    *(T.__bool__, T.__int__, T.__float__, T.__index__, T.item, T.tolist, T.__complex__),
+    *(torch.is_nonzero, T.is_nonzero, T.__format__, T.__repr__, T.__str__, T.numpy),
+)
+def ask(run: Run, func: Callable, x: T, *args: Any, **kwargs: Any) -> Any:
+    """What Python makes of a tensor."""
+    return func(run.agree(x), *args, **kwargs)
+
+
+@handles(T.__contains__)
+def contains(run: Run, func: Callable, x: T, item: Any) -> bool:
+    """``item in x``"""
+    found = run.call(torch.eq, x, item)
+    with run:
+        return bool(found.any())
+
+
+@handles(torch.equal, T.equal)
+def equal(run: Run, func: Callable, a: T, b: T) -> bool:
+    """``torch.equal``"""
+    if a.shape != b.shape:
+        return False
+    with run:
+        return bool((a == b).all())
+
+
+@handles(torch.allclose, T.allclose)
+def allclose(run: Run, func: Callable, *args: Any, **kwargs: Any) -> bool:
+    """``torch.allclose``"""
+    with run:
+        return bool(torch.isclose(*args, **kwargs).all())
+
+
+@handles(T.requires_grad.__get__)
+def requires_grad(run: Run, func: Callable, x: T) -> bool:
+    """Of what samples see, that of all."""
+    if is_batched(x) and run.level.owns(x):
+        x = run.level.unwrap(x)
+    return func(x)
+
+
+@handles(
+    *(torch.nonzero, T.nonzero, torch.argwhere, T.argwhere, torch.bincount, T.bincount),
+    *(torch.unique, T.unique, torch.unique_consecutive, T.unique_consecutive),
+)
+def shaped_by_data(run: Run, func: Callable, x: T, *args: Any, **kwargs: Any) -> Any:
+    """Ops whose output has a shape that the data decide."""
+    return func(run.agree(x), *args, **kwargs)
+
+
+@handles(torch.where, T.where)
+def where(run: Run, func: Callable, condition: T, *args: Any, **kwargs: Any) -> Any:
+    """With a condition alone it is ``nonzero``."""
+    if args or kwargs:
+        return run.call(func, condition, *args, **kwargs)
+    return func(run.agree(condition))
+
+
+@handles(torch.masked_select, T.masked_select)
+def masked_select(run: Run, func: Callable, x: T, mask: T, **kwargs: Any) -> T:
+    """``x[mask]``"""
+    return run.call(func, x, run.agree(mask), **kwargs)
+
+
+@handles(torch.repeat_interleave, T.repeat_interleave)
+def repeat_interleave(run: Run, func: Callable, *args: Any, **kwargs: Any) -> T:
+    """The numbers of repeats decide the shape."""
+    if len(args) > 1 and isinstance(args[1], T):
+        args = (args[0], run.agree(args[1]), *args[2:])
+    if isinstance(kwargs.get("repeats"), T):
+        kwargs["repeats"] = run.agree(kwargs["repeats"])
+    return run.call(func, *args, **kwargs)
+
+
+def _is_mask(x: Any) -> bool:
+    return isinstance(x, T) and x.dtype in (torch.bool, torch.uint8) and is_batched(x)
+
+
+def _agreed(run: Run, index: Any) -> Any:
+    if _is_mask(index):
+        return run.agree(index)
+    if isinstance(index, slice):
+        ends = (index.start, index.stop, index.step)
+        if any(isinstance(x, T) for x in ends):
+            return slice(*(int(run.agree(x)) if isinstance(x, T) else x for x in ends))
+    if type(index) in (tuple, list) and any(
+        _is_mask(x) or isinstance(x, slice) for x in index
+    ):
+        return type(index)(_agreed(run, x) for x in index)
+    return index
+
+
+@handles(T.__getitem__)
+def getitem(run: Run, func: Callable, x: T, index: Any) -> Any:
+    """``x[mask]`` has as many rows as the mask says."""
+    return run.call(func, x, _agreed(run, index))
+
+
+@handles(T.__setitem__)
+def setitem(run: Run, func: Callable, x: T, index: Any, value: Any) -> Any:
+    """``x[mask] = value``"""
+    if _is_mask(index) and not (isinstance(value, T) and value.dim()):
+        # Of one value the shape does not matter.
+        with run:
+            wide = index.reshape(index.shape + (1,) * (x.dim() - index.dim()))
+            return x.masked_fill_(wide, value)
+    return run.call(func, x, _agreed(run, index), value)
+
+
+@handles(torch._VF._pack_padded_sequence, torch._C._VariableFunctions._pack_padded_sequence)
+def pack(run: Run, func: Callable, x: T, lengths: T, batch_first: bool) -> List[T]:
+    """A batch of one is packed by cutting it at its length."""
+    length = int(run.agree(lengths))
+    rows = x[0] if batch_first else x[:, 0]
+    with run:
+        return [rows[:length], torch.ones(length, dtype=torch.long)]
+
+
+@handles(torch._VF._pad_packed_sequence, torch._C._VariableFunctions._pad_packed_sequence)
+def unpack(
+    run: Run,
+    func: Callable,
+    data: T,
+    sizes: T,
+    batch_first: bool,
+    value: float,
+    total_length: int,
+) -> List[T]:
+    """A packed sequence of one is padded at its end."""
+    length = len(sizes)
+    with run:
+        if total_length > length:
+            end = [0, 0] * (data.dim() - 1) + [0, total_length - length]
+            data = F.pad(data, end, value=value)
+        return [data.unsqueeze(0 if batch_first else 1), torch.tensor([length])]
+
+
+@handles(T.register_hook)
+def register_hook(run: Run, func: Callable, x: T, hook: Callable) -> Any:
+    """A hook on an activation sees the gradient of each sample."""
+    if not is_batched(x):
+        return func(x, hook)
+    inner, level = run.level.unwrap(x), run.level
+
+    def by_sample(grad: T) -> Any:
+        return torch.vmap(hook, randomness="different")(grad)
+
+    if inner is not torch._C._functorch.get_unwrapped(x):
+        raise NotImplementedError("a hook on an activation whose samples come later")
+    with run.outside():
+        return func(inner, by_sample)

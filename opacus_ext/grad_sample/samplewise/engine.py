@@ -1,0 +1,370 @@
+"""A model's forward, run one sample at a time, all at once where that can be had.
+
+In the order in which it is tried:
+
+1. all samples under vmap (run.py);
+2. split by what they say, where they take different branches on data;
+3. one sample after the other by ordinary autograd (scan.py), for what vmap can't run.
+
+All three are exact for every model that runs on a batch of one. The first time that a
+kind of input is met, the outputs are compared with those of the model on the batch: if
+they differ, its samples are not independent, and it is refused (compare.py).
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import traceback
+import warnings
+import weakref
+from contextlib import ExitStack, contextmanager
+from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Tuple
+
+import torch
+from torch import nn
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils.weak import WeakIdKeyDictionary
+
+from opacus_ext.grad_sample.samplewise import functorch
+from opacus_ext.grad_sample.samplewise.checkpoint import checkpointed
+from opacus_ext.grad_sample.samplewise.compare import (
+    Join,
+    joins_of,
+    preserved,
+    without_dropout,
+    without_hooks,
+)
+from opacus_ext.grad_sample.samplewise.functorch import become, is_batched
+from opacus_ext.grad_sample.samplewise.hooks import seen_by_batch
+from opacus_ext.grad_sample.samplewise.inputs import Inputs, read_inputs
+from opacus_ext.grad_sample.samplewise.run import Diverge, Refused, Run, Use
+from opacus_ext.grad_sample.samplewise.scan import ScanRun
+from opacus_ext.grad_sample.samplewise.walk import tensors_in
+
+
+class Engine:
+    """
+    Stands in the place of a model's ``forward`` while it is private.
+
+    Args:
+        module: the user's model
+        batch_first: whether dim 0 (else dim 1) of the inputs is the batch
+        attached: whether gradients of the whole batch will be asked for as well
+        take: ``take(inputs, i)`` gives sample ``i`` as a batch of one
+        shared: names of inputs that all samples share
+        scan: whether to run one sample after the other from the start
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        batch_first: bool = True,
+        attached: bool = False,
+        take: Optional[Callable[[Any, int], Any]] = None,
+        shared: Tuple[str, ...] = (),
+        scan: bool = False,
+    ):
+        self.module = module
+        self.batch_dim = 0 if batch_first else 1
+        self.attached, self.take, self.shared, self.scan = attached, take, shared, scan
+        self.enabled = True
+        self.joins = True  # whether outputs are compared with the model's own
+        self.current: Optional[Run] = None
+        self.collector: Any = None  # who is shown gradients
+        self._anchor: Optional[torch.Tensor] = None
+        self.kinds: Dict[tuple, Dict[str, Any]] = {}  # what is known of each kind
+        self.left = WeakIdKeyDictionary()  # what forwards have kept on modules
+        self.each = False  # whether numbers of the batch are given one a sample
+        self.returning: set = set()  # hooks of the user that change what they see
+        self._own_backward = False
+        self.world: Any = None  # the processes that experts are spread over
+        self._runs: List[weakref.ref] = []
+        self._params: Dict[int, nn.Parameter] = {}
+        self.names: Dict[nn.Parameter, str] = {}
+        self.own: Optional[Callable] = None
+
+    # -- attached to the model -----------------------------------------------------
+
+    def attach(self) -> None:
+        """Takes the place of the model's ``forward``."""
+        self.own = vars(self.module).get("forward")
+        self.__signature__ = inspect.signature(self.module.forward)
+        self.module.forward = self
+        self.learn()
+
+    def detach(self) -> None:
+        """Gives the model its own ``forward`` back."""
+        if vars(self.module).get("forward") is self:
+            del self.module.forward
+            if self.own is not None:
+                self.module.forward = self.own
+
+    def __getstate__(self) -> dict:
+        state = dict(vars(self))
+        for name in ("_runs", "left", "current", "_params", "kinds", "_anchor"):
+            state.pop(name, None)
+        return state
+
+    def __setstate__(self, state: dict) -> None:
+        vars(self).update(state)
+        self._runs, self.left, self.current = [], WeakIdKeyDictionary(), None
+        self._params, self.kinds, self._anchor = {}, {}, None
+
+    @property
+    def anchor(self) -> torch.Tensor:
+        """
+        A leaf that all captures hang on. Its gradient is asked for in place of those of
+        parameters, and a ``backward()`` has passed all captures when it comes to it.
+        """
+        if self._anchor is None:
+            device = next((p.device for p in self.module.parameters()), None)
+            self._anchor = torch.zeros((), device=device, requires_grad=True)
+            complete = getattr(self.collector, "complete", None)
+            if complete is not None:
+                self._anchor.register_hook(complete)
+        return self._anchor
+
+    def describe(self) -> str:
+        """The model, in an error's words."""
+        return type(self.module).__name__
+
+    def learn(self) -> None:
+        """Looks which parameters the model has."""
+        self.names = {p: n for n, p in self.module.named_parameters()}
+        self._params = {id(p): p for p in self.names}
+
+    @property
+    def params(self) -> Dict[int, nn.Parameter]:
+        """The trainable parameters, by id."""
+        if not self._params:
+            self.learn()
+        return {i: p for i, p in self._params.items() if p.requires_grad}
+
+    # -- forward -------------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's own ``forward``."""
+        if self.own is not None:
+            return self.own(*args, **kwargs)
+        return type(self.module).forward(self.module, *args, **kwargs)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's ``forward``, sample by sample where gradients are asked for."""
+        if not self.enabled or self.current is not None or not torch.is_grad_enabled():
+            return self.forward(*args, **kwargs)
+        return self._private(args, kwargs)
+
+    @torch.compiler.disable
+    def _private(self, args: tuple, kwargs: dict) -> Any:
+        inputs = read_inputs(self, args, kwargs)
+        known = self._known(inputs)
+        return self._run_all(inputs, known)
+
+    def _known(self, inputs: Inputs) -> Dict[str, Any]:
+        kind = (inputs.kind, self.module.training)
+        known = self.kinds.get(kind)
+        if known is None:
+            if inputs.size < 2 or not self.joins:
+                return {"scan": self.scan}  # nothing can be told of one sample
+            known = self.kinds[kind] = {"scan": self.scan}
+            try:
+                self._compare(inputs, known)
+            except BaseException:
+                del self.kinds[kind]
+                raise
+        return known
+
+    def _compare(self, inputs: Inputs, known: Dict[str, Any]) -> None:
+        with ExitStack() as stack:
+            stack.enter_context(torch.no_grad())
+            stack.enter_context(preserved(self.module))
+            stack.enter_context(without_dropout(self.module))
+            stack.enter_context(without_hooks(self.module))
+            own = list(tensors_in(self._plain(inputs)))
+            raw = self._run_all(inputs, known, raw=True)
+            known["joins"] = joins_of(self, inputs, own, raw)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """The model is as it was, within."""
+        before, self.enabled = self.enabled, False
+        try:
+            yield
+        finally:
+            self.enabled = before
+
+    def _plain(self, inputs: Inputs) -> Any:
+        with self.paused():
+            return self.forward(*inputs.args, **inputs.kwargs)
+
+    def _run_all(
+        self, inputs: Inputs, known: Dict[str, Any], raw: bool = False
+    ) -> Any:
+        """
+        Args:
+            raw: return the tensors of the output as samples give them, ``[B, *shape]``,
+                or without the first dim where they are shared
+        """
+        parts: List[Tuple[Optional[torch.Tensor], Any]] = []
+        todo = list(inputs.parts())
+        whole = len(todo) == 1 and todo[0][0] is None
+        self._new: List[Any] = []
+        while todo:
+            rows, part = todo.pop(0)
+            if known["scan"]:
+                parts.append((rows, self._scan(part, known, raw)))
+                continue
+            try:
+                parts.append((rows, self._at_once(part, known, raw)))
+            except Diverge as found:
+                for value in range(int(found.groups.max()) + 1):
+                    some = (found.groups == value).nonzero()[:, 0]
+                    if len(some):
+                        new = some if rows is None else rows[some]
+                        todo.append((new, part.select(some)))
+                whole = False
+            except Refused:
+                raise
+            except Exception as error:
+                known["scan"] = True
+                try:
+                    parts.append((rows, self._scan(part, known, raw)))
+                except Exception as own:
+                    known["scan"] = self.scan
+                    raise own from None
+                self._tell(error)
+        self._runs = [r for r in self._runs if r() is not None]
+        if not raw:
+            for run, (rows, _) in zip(self._new, parts):
+                run.batch, run.rows = inputs.size, rows
+                self._runs.append(weakref.ref(run))
+        self._new = []
+        return parts[0][1] if whole else inputs.join(parts, raw)
+
+    def _tell(self, error: Exception) -> None:
+        frames = traceback.extract_tb(error.__traceback__)
+        own = [f for f in frames if "/torch/" not in f.filename and "opacus_ext/grad_s" not in f.filename]
+        where = f"{own[-1].filename}:{own[-1].lineno}: {own[-1].line}" if own else ""
+        reason = str(error).strip().split("\n")[0]
+        warnings.warn(
+            f"{self.describe()} is run one sample after the other: vmap can't run "
+            f"{where or 'an op'} ({type(error).__name__}: {reason}). That is exact, and "
+            "slower where samples are small. Replace that op by one that vmap knows, "
+            "or declare its function or module with opacus_ext.register_native if it "
+            "treats samples independently.",
+            stacklevel=6,
+        )
+
+    def _at_once(
+        self, part: Any, known: Dict[str, Any], raw: bool
+    ) -> Any:
+        run = Run(self, part.size, self.attached)
+        self.current = run
+        try:
+            with run.level:
+                samples = part.samples(run)
+                try:
+                    with seen_by_batch(run, self.module), checkpointed(run), run:
+                        output = self.forward(*samples[0], **samples[1])
+                except BaseException:
+                    run.abandoned = True
+                    self._let_go(run, None, None)
+                    raise
+                if raw:
+                    found = [
+                        (run.level.unwrap(x).clone(), True) if is_batched(x) else (x, False)
+                        for x in tensors_in(output)
+                    ]
+                    self._let_go(run, None, None)
+                    return found
+                self._let_go(run, output, known.get("joins"))
+        finally:
+            self.current = None
+        if not raw:
+            self._new.append(run)
+        return output
+
+    def _let_go(
+        self, run: Run, output: Any, joins: Optional[List[Optional[Join]]]
+    ) -> None:
+        """What is left of the samples becomes tensors of the batch."""
+        with run.outside():
+            self._let_all_go(run, output, joins)
+
+    def _let_all_go(
+        self, run: Run, output: Any, joins: Optional[List[Optional[Join]]]
+    ) -> None:
+        done = set()
+        ordinary = []
+        if output is not None:
+            leaves = list(tensors_in(output))
+            if joins is not None and len(joins) != len(leaves):
+                joins = None
+            for i, x in enumerate(leaves):
+                join = None if joins is None else joins[i]
+                done.add(id(x))
+                new = self._joined(run, x, join)
+                if new is not x:
+                    ordinary.append((x, new))
+            del leaves
+        for x in run.survivors():
+            if id(x) not in done:
+                ordinary.append((x, run.leave(x)))
+        for x, new in ordinary:
+            become(x, new)
+
+    def _joined(
+        self, run: Run, x: torch.Tensor, join: Optional[Join]
+    ) -> torch.Tensor:
+        if join is None:
+            return run.leave(x) if is_batched(x) else x
+        if join.dim is None and join.how == "":
+            return run.leave(x) if is_batched(x) else x
+        return run.let_go(join(run.inner(x), self))
+
+    def _scan(self, part: Any, known: Dict[str, Any], raw: bool) -> Any:
+        run = ScanRun(self, part.size)
+        self.current = run
+        try:
+            output = run.forward(part, known.get("joins"), raw)
+        finally:
+            self.current = None
+        if not raw:
+            self._new.append(run)
+        return output
+
+    # -- backward ------------------------------------------------------------------
+
+    @property
+    def in_own_backward(self) -> bool:
+        """Whether gradients that reach parameters are known to be those of samples."""
+        return self._own_backward
+
+    def runs(self) -> List[Any]:
+        """The runs whose outputs somebody still has, and whose gradients nobody took."""
+        alive = [r() for r in self._runs]
+        return [run for run in alive if run is not None and not run.done]
+
+    def deliver(self, use: Use, grad: torch.Tensor, saved: tuple) -> None:
+        """Called by autograd, for each use of a parameter that it passes."""
+        if self.collector is not None and self.enabled:
+            with torch.no_grad(), torch.autocast(grad.device.type, enabled=False):
+                self.collector.use(use, grad, saved)
+
+    def deliver_sample(
+        self, run: ScanRun, b: int, grads: Dict[nn.Parameter, Optional[torch.Tensor]]
+    ) -> None:
+        """The gradients of sample ``b`` of a scan."""
+        if self.collector is not None and self.enabled:
+            with torch.no_grad():
+                self.collector.sample(run, b, grads)
+
+    @contextmanager
+    def own_backward(self) -> Iterator[None]:
+        """Gradients that reach parameters within are known to be those of samples."""
+        before, self._own_backward = self._own_backward, True
+        try:
+            yield
+        finally:
+            self._own_backward = before

@@ -1,0 +1,205 @@
+"""From what the uses of parameters were shown to the gradients of each parameter.
+
+An op may have used a parameter itself, a view of it, a cast of it, or what was computed
+of several. The factors of a view are those of the parameter in another order or place;
+what was computed is followed back by autograd, one gradient a sample.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
+
+import torch
+from torch import nn
+from torch.autograd.function import BackwardCFunction
+from torch.nn import functional as F
+
+from opacus_ext.grad_sample.factors import Factor, GradSample, OneHot
+from opacus_ext.grad_sample.samplewise.run import Root, Run, Use
+
+
+class View(NamedTuple):
+    """
+    A view of a parameter without repeated entries.
+
+    Attributes:
+        axes: for each axis of the view that of the parameter; None if these are not
+            told apart by their strides
+        starts: where the view begins on each axis of the parameter
+    """
+
+    param: nn.Parameter
+    axes: Optional[Tuple[int, ...]]
+    starts: Tuple[int, ...]
+
+
+def view_of(root: Root, params: Dict[int, nn.Parameter]) -> Optional[View]:
+    """How a root is a view of a parameter; None if it is something else."""
+    x = root.tensor
+    if id(x) in params:
+        axes = tuple(range(x.dim()))
+        return View(x, axes, (0,) * x.dim())
+    base = x._base
+    if base is None or id(base) not in params or x.dtype != base.dtype:
+        return None
+    repeated = any(s == 0 and n > 1 for s, n in zip(x.stride(), x.shape))
+    if repeated or not base.is_contiguous() or not _is_plain(x.grad_fn):
+        return None
+    offset = x.storage_offset() - base.storage_offset()
+    starts = []
+    for size, stride in zip(base.shape, base.stride()):
+        starts.append(offset // stride % size)
+    strides = [s if n > 1 else -1 for s, n in zip(base.stride(), base.shape)]
+    told = len(x.shape) == len(base.shape) and len(set(strides)) == len(strides)
+    axes = None
+    if told and all(n > 1 and s in strides for s, n in zip(x.stride(), x.shape)):
+        axes = tuple(strides.index(s) for s in x.stride())
+        fits = all(
+            starts[axis] + n <= base.shape[axis] for axis, n in zip(axes, x.shape)
+        )
+        axes = axes if fits and len(set(axes)) == len(axes) else None
+    return View(base, axes, tuple(starts))
+
+
+def _is_plain(node: object) -> bool:
+    """Whether only torch's own ops lie between a view and its parameter."""
+    while node is not None and not hasattr(node, "variable"):
+        if isinstance(node, BackwardCFunction):
+            return False
+        parents = [n for n, _ in node.next_functions if n is not None]
+        if len(parents) != 1:
+            return False
+        node = parents[0]
+    return node is not None
+
+
+def _of_param(
+    view: View, x: torch.Tensor, factors: Tuple[Factor, ...], size: int
+) -> Tuple[Factor, ...]:
+    """The factors of a view's gradients as those of the parameter's."""
+    p = view.param
+    if x is p:
+        return factors
+    dense = [isinstance(f, (torch.Tensor, OneHot)) for f in factors]
+    if view.axes is None or not all(dense) or len(factors) != x.dim():
+        sample = GradSample(x.shape, size)
+        sample.add(*factors)
+        whole = sample.materialise()
+        out = whole.new_zeros(size, p.numel())
+        offset = x.storage_offset() - p.storage_offset()
+        strides = (p.numel(), *x.stride())
+        out.as_strided((size, *x.shape), strides, offset).copy_(whole)
+        return (out.unsqueeze(1),)
+    found: List[Optional[Factor]] = [None] * p.dim()
+    for axis, f in zip(view.axes, factors):
+        start, width = view.starts[axis], p.shape[axis]
+        if isinstance(f, OneHot):
+            found[axis] = OneHot(f.index + start if start else f.index, width)
+        elif f.shape[2] == width:
+            found[axis] = f
+        else:
+            found[axis] = F.pad(f, (start, width - start - f.shape[2]))
+    return tuple(found)
+
+
+class Part(NamedTuple):
+    """Per-sample gradients of some samples of the batch, by parameter."""
+
+    rows: Optional[torch.Tensor]  # which samples; None: all
+    samples: Dict[nn.Parameter, GradSample]
+
+
+class RunGradients:
+    """
+    The per-sample gradients that one run delivers.
+
+    Args:
+        run: what was run
+        params: the trainable parameters, by id
+    """
+
+    def __init__(self, run: Run, params: Dict[int, nn.Parameter]):
+        self.run = run
+        self.samples: Dict[nn.Parameter, GradSample] = {}
+        self._params = params
+        self._views: Dict[int, Optional[View]] = {}
+        self._made: Dict[int, Tuple[Root, GradSample]] = {}
+        # Of each parameter the uses that are still to come; late ones come with what
+        # was computed of parameters.
+        self.left: Counter = Counter()
+        self.late = False
+        for i, root in list(run.roots.items()):
+            view = self._view(self._resolved(root))
+            if view is None:
+                self.late = self.late or run.pending[i] > 0
+            else:
+                self.left[view.param] += run.pending[i]
+
+    def _resolved(self, root: Root) -> Root:
+        while root.same is not None:
+            root = root.same
+        return root
+
+    def _view(self, root: Root) -> Optional[View]:
+        if id(root) not in self._views:
+            self._views[id(root)] = view_of(root, self._params)
+        return self._views[id(root)]
+
+    def add(
+        self, use: Use, grad: torch.Tensor, saved: Sequence[torch.Tensor]
+    ) -> Iterator[nn.Parameter]:
+        """
+        Takes what a use was shown.
+
+        Yields:
+            parameters of which all uses are known now
+        """
+        size = self.run.size if use.size is None else use.size
+        for root, factors in use.uses(grad, saved):
+            root = self._resolved(root)
+            view = self._view(root)
+            if view is None:
+                if id(root) not in self._made:
+                    self._made[id(root)] = root, GradSample(root.shape, size)
+                self._made[id(root)][1].add(*factors)
+                continue
+            self._add(view, root, factors, size)
+            self.left[view.param] -= 1
+            if self.left[view.param] == 0 and not self.late:
+                yield view.param
+
+    def _add(
+        self, view: View, root: Root, factors: Tuple[Factor, ...], size: int
+    ) -> None:
+        p = view.param
+        if p not in self.samples:
+            self.samples[p] = GradSample(p.shape, size)
+        self.samples[p].add(*_of_param(view, root.tensor, factors, size))
+
+    def finish(self) -> None:
+        """Follows what was computed of parameters back to them."""
+        while self._made:
+            _, (root, sample) = self._made.popitem()
+            grads = sample.materialise().to(root.tensor.dtype)
+            if root.recipe is not None:
+                use, saved = root.recipe
+                size = sample.batch_size
+                saved = [x.expand(size, *x.shape) for x in saved]
+                for _ in self.add(use, grads, saved):
+                    pass
+                continue
+            params = list(self._params.values())
+            found = torch.autograd.grad(
+                [root.edge],
+                params,
+                [grads],
+                is_grads_batched=True,
+                retain_graph=True,
+                allow_unused=True,
+            )
+            for p, g in zip(params, found):
+                if g is not None:
+                    if p not in self.samples:
+                        self.samples[p] = GradSample(p.shape, len(g))
+                    self.samples[p].add(g.reshape(len(g), 1, -1))

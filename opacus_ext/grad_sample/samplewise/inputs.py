@@ -1,0 +1,380 @@
+"""What a model is called with, as samples."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Dict,
+    Iterator,
+    List,
+    NamedTuple,
+    Optional,
+    Tuple,
+)
+
+import torch
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from opacus_ext.grad_sample.samplewise.functorch import become
+from opacus_ext.grad_sample.samplewise.walk import tensors_in
+
+if TYPE_CHECKING:
+    from opacus_ext.grad_sample.samplewise.engine import Engine
+    from opacus_ext.grad_sample.samplewise.run import Run
+
+Batched = Tuple[bool, int]  # whether a leaf is one a sample, and where
+
+
+class Part:
+    """
+    Samples of one shape, side by side.
+
+    Args:
+        leaves: the arguments' leaves
+        spec: their structure
+        batched: for each leaf the dim of the samples, None if they share it
+        size: number of samples
+    """
+
+    def __init__(
+        self, leaves: List[Any], spec: Any, batched: List[Optional[int]], size: int
+    ):
+        self.leaves, self.spec, self.batched, self.size = leaves, spec, batched, size
+
+    def select(self, rows: torch.Tensor) -> "Part":
+        """Some of the samples."""
+        leaves = [
+            x if dim is None else x.index_select(dim, rows.to(x.device))
+            for x, dim in zip(self.leaves, self.batched)
+        ]
+        return Part(leaves, self.spec, self.batched, len(rows))
+
+    def samples(self, run: "Run") -> Tuple[tuple, dict]:
+        """``(args, kwargs)`` as samples see them, each a batch of one."""
+        leaves = []
+        for x, dim in zip(self.leaves, self.batched):
+            if dim is not None:
+                inner = x.movedim(dim, 0).unsqueeze(dim + 1)
+                x = run.track(run.level.wrap(inner))
+            elif isinstance(x, torch.Tensor) and x.requires_grad:
+                # Not made of parameters: its gradient is autograd's own.
+                x = run.track(run.level.wrap(x.expand(self.size, *x.shape)))
+            leaves.append(x)
+        return tree_unflatten(leaves, self.spec)
+
+    def alone(self, b: int, leaf: bool = False) -> "Alone":
+        """
+        One sample.
+
+        Args:
+            leaf: give it inputs of its own where gradients are asked for
+        """
+        leaves, own = [], []
+        for x, dim in zip(self.leaves, self.batched):
+            if isinstance(x, torch.Tensor):
+                wanted = x.requires_grad
+                x = x if dim is None else self._one(x, dim, b)
+                if wanted and leaf:
+                    x = x.detach().requires_grad_()
+                    own.append(x)
+            leaves.append(x)
+        args, kwargs = tree_unflatten(leaves, self.spec)
+        return Alone(*_repacked((args, kwargs)), own)
+
+    def _one(self, x: torch.Tensor, dim: int, b: int) -> torch.Tensor:
+        return x.narrow(dim, b, 1)
+
+
+class Alone(NamedTuple):
+    """How a model is called with one sample, and its inputs that want a gradient."""
+
+    args: tuple
+    kwargs: dict
+    leaves: List[torch.Tensor]
+
+
+class _Packed(NamedTuple):
+    """A packed sequence of one, as a plain structure."""
+
+    data: torch.Tensor
+    rest: tuple
+
+
+def _repacked(value: Any) -> Any:
+    if isinstance(value, _Packed):
+        sizes, order = value.rest
+        return PackedSequence(value.data, sizes, order, order)
+    if isinstance(value, dict):
+        return {name: _repacked(x) for name, x in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_repacked(x) for x in value)
+    return value
+
+
+class Inputs:
+    """
+    The arguments of one call.
+
+    Args:
+        taken: each sample's ``(args, kwargs)``, where they had to be taken apart
+    """
+
+    def __init__(
+        self,
+        args: tuple,
+        kwargs: dict,
+        part: Optional[Part],
+        taken: Optional[List[Tuple[tuple, dict]]] = None,
+    ):
+        self.args, self.kwargs = args, kwargs
+        self._part, self._taken = part, taken
+        self.size = part.size if part is not None else len(taken)
+
+    @property
+    def kind(self) -> tuple:
+        """What inputs of one kind have in common: all but sizes and values."""
+        if self._part is None:
+            leaves, spec = tree_flatten(self._taken[0] if self._taken else ((), {}))
+            return ("taken", str(spec))
+        part = self._part
+        told = tuple(
+            (
+                (dim, x.dim(), x.dtype, x.requires_grad)
+                if isinstance(x, torch.Tensor)
+                else repr(x)[:80]
+            )
+            for x, dim in zip(part.leaves, part.batched)
+        )
+        return (str(part.spec), told)
+
+    def parts(self) -> Iterator[Tuple[Optional[torch.Tensor], Part]]:
+        """Samples of one shape together, and which of the batch they are."""
+        if self._part is not None:
+            yield None, self._part
+            return
+        groups: Dict[tuple, List[int]] = {}
+        flat = [tree_flatten(each) for each in self._taken]
+        for i, (leaves, spec) in enumerate(flat):
+            groups.setdefault((str(spec), _shapes(leaves)), []).append(i)
+        for rows in groups.values():
+            columns = list(zip(*(flat[i][0] for i in rows)))
+            stacked = [_stacked(column) for column in columns]
+            leaves = [x for x, _ in stacked]
+            batched = [dim for _, dim in stacked]
+            part = Stacked(leaves, flat[rows[0]][1], batched, len(rows))
+            yield torch.tensor(rows), part
+
+    def join(self, parts: List[Tuple[torch.Tensor, Any]], raw: bool) -> Any:
+        """The outputs of the parts as one."""
+        if raw:
+            columns = list(zip(*(found for _, found in parts)))
+            return [_scattered_raw(parts, c, self.size) for c in columns]
+        whole = parts[0][1]
+        leaves = [list(tensors_in(found)) for _, found in parts]
+        if len({len(each) for each in leaves}) > 1:
+            raise RuntimeError(
+                "The model returns another number of tensors for some samples than "
+                "for others. Return the same from each."
+            )
+        for column in zip(*leaves):
+            joined = _scattered([rows for rows, _ in parts], column, self.size)
+            if joined is not column[0]:
+                become(column[0], joined)
+        return whole
+
+
+class Stacked(Part):
+    """Samples that were taken one by one, each a batch of one."""
+
+    def select(self, rows: torch.Tensor) -> "Part":
+        """Some of the samples."""
+        part = super().select(rows)
+        return Stacked(part.leaves, part.spec, part.batched, part.size)
+
+    def samples(self, run: "Run") -> Tuple[tuple, dict]:
+        """``(args, kwargs)`` as samples see them."""
+        leaves = [
+            x if dim is None else run.track(run.level.wrap(x))
+            for x, dim in zip(self.leaves, self.batched)
+        ]
+        return _repacked(tree_unflatten(leaves, self.spec))
+
+    def _one(self, x: torch.Tensor, dim: int, b: int) -> torch.Tensor:
+        return x[b]
+
+
+def _shapes(leaves: List[Any]) -> tuple:
+    return tuple(
+        (
+            (tuple(x.shape), x.dtype)
+            if isinstance(x, torch.Tensor)
+            else repr(x)
+        )
+        for x in leaves
+    )
+
+
+def _stacked(column: tuple) -> Tuple[Any, Optional[int]]:
+    first = column[0]
+    if isinstance(first, torch.Tensor):
+        if all(x is first for x in column) or not (
+            first.is_floating_point() or any(not torch.equal(x, first) for x in column)
+        ):
+            return first, None
+        return torch.stack(column), 0
+    return first, None
+
+
+def _scattered(rows: List[torch.Tensor], column: tuple, size: int) -> torch.Tensor:
+    first = column[0]
+    fits = all(x.dim() and len(x) % max(1, len(r)) == 0 for r, x in zip(rows, column))
+    if not fits or any(x.shape[1:] != first.shape[1:] for x in column):
+        if all(x.shape == first.shape and torch.equal(x, first) for x in column):
+            return first
+        raise RuntimeError(
+            "The model's outputs have other shapes for some samples than for others: "
+            f"{sorted({tuple(x.shape) for x in column})}. Pad them to one shape."
+        )
+    order = torch.cat(rows).argsort()
+    each = [x.unflatten(0, (len(r), -1)) for r, x in zip(rows, column)]
+    if len({x.shape[1] for x in each}) > 1:
+        lists = torch.cat(rows).tolist()
+        pieces = [piece for x in each for piece in x.unbind(0)]
+        return torch.cat([pieces[lists.index(i)] for i in range(size)])
+    return torch.cat(each)[order.to(first.device)].flatten(0, 1)
+
+
+def _scattered_raw(parts: List, column: tuple, size: int) -> Tuple[torch.Tensor, bool]:
+    if not any(batched for _, batched in column):
+        return column[0]
+    rows = [r for r, _ in parts]
+    each = [
+        x if batched else x.expand(len(r), *x.shape)
+        for r, (x, batched) in zip(rows, column)
+    ]
+    if len({x.shape[1:] for x in each}) > 1:
+        lists = torch.cat(rows).tolist()
+        pieces = [piece for x in each for piece in x.unbind(0)]
+        return [pieces[lists.index(i)] for i in range(size)], True
+    order = torch.cat(rows).argsort()
+    return torch.cat(each)[order.to(each[0].device)], True
+
+
+def read_inputs(engine: "Engine", args: tuple, kwargs: dict) -> Inputs:
+    """
+    Raises:
+        RuntimeError: if there is no tensor to tell the number of samples from
+    """
+    if engine.take is not None:
+        given = kwargs if kwargs and not args else args
+        taken = []
+        while True:
+            try:
+                one = engine.take(given, len(taken))
+            except IndexError:
+                break
+            taken.append(_as_call(one))
+        return Inputs(args, kwargs, None, taken)
+    leaves, spec = tree_flatten(
+        (args, kwargs), is_leaf=lambda x: isinstance(x, PackedSequence)
+    )
+    packed = [x for x in leaves if isinstance(x, PackedSequence)]
+    if packed:
+        return Inputs(args, kwargs, None, _unpacked(leaves, spec, packed[0]))
+    names = _names(engine, args, kwargs) if engine.shared else set()
+    dim = engine.batch_dim
+    tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
+    sizes = Counter(
+        x.shape[dim] for x in tensors if x.dim() > dim and id(x) not in names
+    )
+    if not sizes:
+        raise RuntimeError(
+            f"{engine.describe()} was called without a tensor that has a batch "
+            "dimension, so the batch size is unknown. Pass its inputs as tensors "
+            "[B, ...]."
+        )
+    size = sizes.most_common(1)[0][0]
+    ragged = _ragged_list(args, kwargs)
+    if ragged is not None:
+        return Inputs(args, kwargs, None, ragged)
+
+    def where(x: Any) -> Optional[int]:
+        if not isinstance(x, torch.Tensor) or id(x) in names:
+            return None
+        if x.dim() > dim:
+            return dim if x.shape[dim] == size else None
+        return 0 if x.dim() == 1 and len(x) == size else None
+
+    batched = [where(x) for x in leaves]
+    return Inputs(args, kwargs, Part(leaves, spec, batched, size))
+
+
+def _as_call(one: Any) -> Tuple[tuple, dict]:
+    if isinstance(one, dict):
+        return (), one
+    return (one if isinstance(one, tuple) else (one,)), {}
+
+
+def _names(engine: "Engine", args: tuple, kwargs: dict) -> set:
+    """Ids of the tensors among arguments that the user said are shared."""
+    bound = engine.__signature__.bind(*args, **kwargs).arguments
+    kept = {**bound, **bound.get("kwargs", {})}
+    found = (tensors_in(kept[name]) for name in engine.shared if name in kept)
+    return {id(x) for each in found for x in each}
+
+
+def _ragged_list(args: tuple, kwargs: dict) -> Optional[List[Tuple[tuple, dict]]]:
+    """Of a list of tensors of several lengths each is a sample."""
+    lists = [
+        x
+        for x in (*args, *kwargs.values())
+        if isinstance(x, list) and x and all(isinstance(y, torch.Tensor) for y in x)
+    ]
+    sizes = {len(x) for x in lists}
+    if len(sizes) != 1 or not any(
+        len({tuple(y.shape[:1]) for y in x}) > 1 for x in lists
+    ):
+        return None
+    size = sizes.pop()
+
+    def one(x: Any, i: int) -> Any:
+        if any(x is y for y in lists):
+            return [x[i]]
+        if isinstance(x, torch.Tensor) and x.dim() and len(x) == size:
+            return x[i : i + 1]
+        return x
+
+    return [
+        (tuple(one(x, i) for x in args), {n: one(x, i) for n, x in kwargs.items()})
+        for i in range(size)
+    ]
+
+
+def _unpacked(
+    leaves: List[Any], spec: Any, first: PackedSequence
+) -> List[Tuple[tuple, dict]]:
+    size = int(first.batch_sizes[0])
+
+    def one(x: Any, i: int) -> Any:
+        if isinstance(x, PackedSequence):
+            place = i if x.unsorted_indices is None else int(x.unsorted_indices[i])
+            counts = x.batch_sizes
+            starts = counts.cumsum(0) - counts
+            running = counts > place
+            data = x.data[(starts[running] + place).to(x.data.device)]
+            ones = torch.ones(len(data), dtype=torch.long)
+            index = torch.zeros(1, dtype=torch.long, device=data.device)
+            known = x.unsorted_indices is not None
+            return _Packed(data, (ones, index if known else None))
+        if isinstance(x, torch.Tensor):
+            # States [layers, B, width] have the samples second.
+            if x.dim() > 2 and x.shape[1] == size:
+                return x[:, i : i + 1]
+            if x.dim() and len(x) == size:
+                return x[i : i + 1]
+        return x
+
+    return [tree_unflatten([one(x, i) for x in leaves], spec) for i in range(size)]

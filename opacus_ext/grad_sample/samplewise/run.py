@@ -1,0 +1,565 @@
+"""One forward pass of all samples at once, each by itself, and what it uses.
+
+The model runs under vmap, so that every value is known to be one a sample or shared by
+all. A :class:`Run` is the mode that sees each op in which something made of parameters
+meets data, whichever module calls it. What an op makes of them is passed through a node
+of autograd, :class:`Capture`, that keeps the data and is shown the gradient: together
+they are the factors of the per-sample gradients (factors.py). An op without a rule is
+given a copy of the parameter for each sample instead, whose gradient is the answer.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from contextlib import contextmanager
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Callable,
+    Dict,
+    Iterator,
+    List,
+    NamedTuple,
+    Optional,
+    Sequence,
+    Tuple,
+)
+
+import torch
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from opacus_ext.grad_sample.factors import Factor
+from opacus_ext.grad_sample.rules.registry import OPS, Op
+from opacus_ext.grad_sample.samplewise import functorch
+from opacus_ext.grad_sample.samplewise.functorch import is_batched
+
+if TYPE_CHECKING:
+    from opacus_ext.grad_sample.samplewise.engine import Engine
+
+Tensors = Sequence[Optional[torch.Tensor]]
+
+
+class Refused(ValueError, RuntimeError):
+    """What can't be trained exactly, with the reason and what to do."""
+
+
+class Diverge(Exception):
+    """
+    The samples take different branches.
+
+    Args:
+        groups: for each sample what it says, ``[B]``
+    """
+
+    def __init__(self, groups: torch.Tensor):
+        super().__init__("the samples take different branches")
+        self.groups = groups
+
+
+class Root:
+    """
+    Something made of parameters, as a run has met it: a parameter, a view of one or
+    what was computed of some.
+
+    Args:
+        tensor: with its graph
+        attached: whether gradients of the whole batch will be asked for
+    """
+
+    def __init__(self, tensor: torch.Tensor, attached: bool):
+        self.tensor = tensor
+        self.edge = torch.autograd.graph.get_gradient_edge(tensor)
+        self.shape = tensor.shape
+        self.shared = tensor.detach()
+        if attached:
+            self.shared.requires_grad_()
+        self.recipe: Optional[Tuple[Use, List[torch.Tensor]]] = None
+        self.same: Optional["Root"] = None  # whose entries it has
+        self.copy: Optional[torch.Tensor] = None  # one a sample
+
+
+FactorsFn = Callable[..., Sequence[Optional[Tuple[Factor, ...]]]]
+
+
+class Use(NamedTuple):
+    """
+    How an op used roots.
+
+    Attributes:
+        roots: in the order of the factors
+        factors: ``(backprops, *saved)``, all ``[B, T, *event]``, to one tuple of
+            factors a root
+        rows: how many dims of the output, behind that of the samples, are rows
+        saved_rows: the same of each saved tensor
+        size: how many samples the rows belong to; None: those of the run
+    """
+
+    run: "Run"
+    roots: Tuple[Optional[Root], ...]
+    factors: FactorsFn
+    rows: int
+    saved_rows: Tuple[int, ...]
+    size: Optional[int] = None
+
+    def uses(
+        self, backprops: torch.Tensor, saved: Sequence[torch.Tensor]
+    ) -> List[Tuple[Root, Tuple[Factor, ...]]]:
+        """The factors of each root's per-sample gradients."""
+        arranged = [by_sample(x, n) for x, n in zip(saved, self.saved_rows)]
+        found = self.factors(by_sample(backprops, self.rows), *arranged)
+        return [(r, f) for r, f in zip(self.roots, found) if r is not None]
+
+
+def by_sample(x: torch.Tensor, rows: int) -> torch.Tensor:
+    """``[B, *rows, *event]`` -> ``[B, T, *event]``"""
+    if rows == 1:
+        return x
+    return x.unsqueeze(1) if rows == 0 else x.flatten(1, rows)
+
+
+class Capture(torch.autograd.Function):
+    """Behind what an op made: keeps the data, shows the gradient to the run."""
+
+    @staticmethod
+    def forward(ctx, y, anchor, use, *saved):
+        ctx.use = use
+        # Kept as any activation: checkpointing may drop it, and a later change in
+        # place is noticed.
+        ctx.save_for_backward(*saved)
+        return y.detach()
+
+    @staticmethod
+    def backward(ctx, grad):
+        saved = ctx.saved_tensors
+        use = ctx.use
+        use.run.engine.deliver(use, grad, saved)
+        return (grad, None, None) + (None,) * len(saved)
+
+
+class Leave(torch.autograd.Function):
+    """Where a value leaves the run: what is outside of it is no longer by sample."""
+
+    @staticmethod
+    def forward(ctx, x, anchor, run):
+        ctx.run = run
+        ctx.anchor_like = anchor.new_zeros(())
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        if torch.is_grad_enabled():
+            raise Refused(
+                f"{ctx.run.engine.describe()}: gradients of its gradients were asked "
+                "for (create_graph=True) outside of its forward, where they can't be "
+                "told apart by sample. Compute them inside the forward."
+            )
+        if ctx.run.abandoned:
+            raise Refused(
+                f"{ctx.run.engine.describe()}: the loss uses an activation that was "
+                "kept from a forward pass that had to be begun again, as its samples "
+                "take different branches. Return it from the forward instead."
+            )
+        if ctx.run.engine.collector is not None:
+            ctx.run.engine.collector.touch(ctx.run)
+        return grad, ctx.anchor_like, None
+
+
+class Run(TorchFunctionMode):
+    """
+    The mode under which the samples run.
+
+    Args:
+        engine: of the model
+        level: of vmap
+        attached: whether gradients of the whole batch will be asked for
+    """
+
+    def __init__(self, engine: "Engine", size: int, attached: bool = False):
+        super().__init__()
+        self.engine = engine
+        self.level = functorch.Level(size)
+        self.size = size
+        self.attached = attached
+        self.roots: Dict[int, Root] = {}
+        self.pending: Counter = Counter()  # uses of each root, by id
+        self.batch = size  # samples of all runs of one forward pass
+        self.rows: Optional[torch.Tensor] = None  # which of these are here; None: all
+        self.abandoned = False
+        self.done = False  # whether its gradients have been taken
+        self._same: Dict[int, Tuple[torch.Tensor, torch.Tensor]] = {}
+        self._recipes: Dict[int, Tuple[torch.Tensor, Op]] = {}
+        self._made: List[weakref.ref] = []
+        self._pinned: Dict[int, torch.Tensor] = {}
+        self._away = 0
+        self._quiet = 0  # in a recomputation uses are known already
+        self._capture = functorch.apply_outside(self.level, Capture)
+        self._leave = functorch.apply_outside(self.level, Leave)
+
+    # -- what the samples see ------------------------------------------------------
+
+    def __torch_function__(
+        self, func: Callable, types: Any, args: tuple = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = {} if kwargs is None else kwargs
+        if self._away or func in _TELLS_NOTHING:
+            return func(*args, **kwargs)
+        handler = HANDLERS.get(func)
+        if handler is not None:
+            return self._track(handler(self, func, *args, **kwargs))
+        return self._track(self.call(func, *args, **kwargs))
+
+    def call(self, func: Callable, *args: Any, **kwargs: Any) -> Any:
+        """An op on what samples see, as the mode takes it."""
+        roots = list(_roots(args))
+        if kwargs:
+            roots += _roots(kwargs.values())
+        if self.engine.left:
+            self._refuse_carried(args, kwargs)
+        if not roots or not torch.is_grad_enabled():
+            return func(*args, **kwargs)
+        rule = OPS.get(func)
+        if rule is not None:
+            op = rule(*args, **kwargs)
+            if op is not None:
+                return self._by_rule(func, op, args, kwargs)
+        if _any_batched(args) or _any_batched(kwargs.values()):
+            if _is_composite(func):
+                with self:
+                    return functorch.descend(func)(*args, **kwargs)
+            return self._by_copies(func, args, kwargs)
+        if func in _DRAWS:
+            return self._by_copies(func, args, kwargs)
+        made = func(*args, **kwargs)
+        if _any_batched((made,)):  # random numbers were drawn
+            return self._by_copies(func, args, kwargs)
+        if func in _KEEPS_ENTRIES and isinstance(made, torch.Tensor):
+            if made is not roots[0] and made.shape == roots[0].shape:
+                self._same[id(made)] = (made, roots[0])
+        return made
+
+    def _by_rule(self, func: Callable, op: Op, args: tuple, kwargs: dict) -> Any:
+        batched = _any_batched(op.saved) or (
+            not op.saved and (_any_batched(args) or _any_batched(kwargs.values()))
+        )
+        if not batched:
+            made = func(*args, **kwargs)
+            if not any(x is not None and x.requires_grad for x in op.saved):
+                self._recipes[id(made)] = (made, op)
+            return made
+        roots = tuple(
+            self.root(p) if p is not None and p.requires_grad else None
+            for p in op.params
+        )
+        shared = {id(r.tensor): r.shared for r in roots if r is not None}
+        # A root among the data is given a copy for each sample.
+        other = {
+            id(x): self.copy(self.root(x))
+            for x in op.saved
+            if x is not None and x.requires_grad
+        }
+        swap = {**shared, **other}
+        y = func(*_swapped(args, swap), **_swapped_dict(kwargs, swap))
+        saved = [other.get(id(x), x) for x in op.saved]
+        return self.note(y, roots, op.factors, op.event_dims, saved, op.saved_dims)
+
+    def _by_copies(self, func: Callable, args: tuple, kwargs: dict) -> Any:
+        roots = {id(x): x for x in (*_roots(args), *_roots(kwargs.values()))}
+        swap = {i: self.copy(self.root(x)) for i, x in roots.items()}
+        return func(*_swapped(args, swap), **_swapped_dict(kwargs, swap))
+
+    # -- parameters ----------------------------------------------------------------
+
+    def root(self, tensor: torch.Tensor) -> Root:
+        """What is known of something made of parameters."""
+        found = self.roots.get(id(tensor))
+        if found is None or found.tensor is not tensor:
+            with self.level.outside():
+                found = self.roots[id(tensor)] = Root(tensor, self.attached)
+            same = self._same.get(id(tensor))
+            if same is not None and same[0] is tensor:
+                found.same = self.root(same[1])
+            recipe = self._recipes.get(id(tensor))
+            if recipe is not None and recipe[0] is tensor:
+                found.recipe = self._recipe(recipe[1], tensor)
+        return found
+
+    def _recipe(self, op: Op, made: torch.Tensor) -> Tuple[Use, List[torch.Tensor]]:
+        roots = tuple(
+            self.root(p) if p is not None and p.requires_grad else None
+            for p in op.params
+        )
+        rows = made.dim() - op.event_dims
+        saved_rows = tuple(x.dim() - n for x, n in zip(op.saved, op.saved_dims))
+        return Use(self, roots, op.factors, rows, saved_rows), list(op.saved)
+
+    def copy(self, root: Root) -> torch.Tensor:
+        """One copy of it for each sample, without memory; what they see of it."""
+        if root.copy is None:
+            wide = root.shared.expand(self.size, *root.shape)
+            use = Use(self, (root,), _whole, 0, ())
+            root.copy = self.level.wrap(self._note(wide, use, ()))
+            self.pin(root.copy)
+        return root.copy
+
+    def note(
+        self,
+        y: torch.Tensor,
+        roots: Tuple[Optional[Root], ...],
+        factors: FactorsFn,
+        event_dims: int,
+        saved: Tensors,
+        saved_dims: Sequence[int],
+    ) -> torch.Tensor:
+        """What samples see of an op's output, captured."""
+        inner = self.level.unwrap(y)
+        kept = [self.inner(x) for x in saved]
+        rows = tuple(x.dim() - 1 - n for x, n in zip(kept, saved_dims))
+        use = Use(self, roots, factors, inner.dim() - 1 - event_dims, rows)
+        return self.level.wrap(self._note(inner, use, kept))
+
+    def _note(self, inner: torch.Tensor, use: Use, saved: Tensors) -> torch.Tensor:
+        if not self._quiet:
+            for root in use.roots:
+                if root is not None:
+                    self.pending[id(root)] += 1
+        kept = [x.detach() if x.requires_grad else x for x in saved]
+        return self._capture(inner, self.engine.anchor, use, *kept)
+
+    def inner(self, x: torch.Tensor) -> torch.Tensor:
+        """The samples' values side by side, ``[B, *shape]``, shared ones too."""
+        if is_batched(x):
+            return self.level.unwrap(x)
+        return x.expand(self.size, *x.shape)
+
+    # -- whole batches -------------------------------------------------------------
+
+    @contextmanager
+    def outside(self) -> Iterator[None]:
+        """Whole batches within, unseen by the mode."""
+        self._away += 1
+        try:
+            with self.level.outside():
+                yield
+        finally:
+            self._away -= 1
+
+    @contextmanager
+    def entered_again(self, recomputed: bool) -> Iterator[functorch.Level]:
+        """
+        Samples within again, from outside.
+
+        Args:
+            recomputed: whether that is for the backward pass, when all is known
+        """
+        before = self.level, self._away, self._quiet, self.engine.current
+        self.level, self._away = functorch.Level(self.size), 0
+        try:
+            with self.level:
+                if not recomputed:
+                    yield self.level
+                    return
+                self._quiet, self.engine.current = 1, self
+                with self:
+                    yield self.level
+        finally:
+            self.level, self._away, self._quiet, self.engine.current = before
+
+    @property
+    def away(self) -> bool:
+        """Whether whole batches are at work, or nothing is noted."""
+        return self._away > 0
+
+    @contextmanager
+    def unseen(self) -> Iterator[None]:
+        """Ops within are those of the samples, but their parameters are not noted."""
+        self._away += 1
+        try:
+            yield
+        finally:
+            self._away -= 1
+
+    def agree(self, x: torch.Tensor) -> torch.Tensor:
+        """
+        The one value of all samples, in a branch on data.
+
+        Raises:
+            Diverge: if the samples do not have the same
+        """
+        if not is_batched(x):
+            return x
+        if not self.level.owns(x):
+            raise NotImplementedError("a branch on data inside of another transform")
+        inner = self.level.unwrap(x).detach()
+        with self.outside():
+            if not len(inner):
+                return inner.new_zeros(inner.shape[1:])
+            flat = inner.reshape(len(inner), -1)
+            if bool((flat == flat[:1]).all()):
+                return inner[0]
+            _, groups = torch.unique(flat, dim=0, return_inverse=True)
+            if int(groups.max()) == 0:  # that can't be: not a number
+                groups = torch.arange(len(flat))
+        raise Diverge(groups)
+
+    # -- what stays ----------------------------------------------------------------
+
+    def _track(self, out: Any) -> Any:
+        if isinstance(out, torch.Tensor):
+            if is_batched(out):
+                self._made.append(weakref.ref(out))
+        elif isinstance(out, (tuple, list)):
+            for x in out:
+                if is_batched(x):
+                    self._made.append(weakref.ref(x))
+        return out
+
+    def track(self, x: torch.Tensor) -> torch.Tensor:
+        """Makes the run see to it that ``x`` is an ordinary tensor in the end."""
+        self._made.append(weakref.ref(x))
+        return x
+
+    def pin(self, x: torch.Tensor) -> None:
+        """A value that is needed as samples see it when the run is over."""
+        self._pinned[id(x)] = x
+
+    def survivors(self) -> List[torch.Tensor]:
+        """What somebody still refers to of all that the samples have made."""
+        found = {}
+        for ref in self._made:
+            x = ref()
+            if x is not None and id(x) not in self._pinned and is_batched(x):
+                found[id(x)] = x
+        self._made = []
+        return list(found.values())
+
+    def leave(self, x: torch.Tensor, dim: Optional[int] = None) -> torch.Tensor:
+        """
+        A value of the samples as the whole batch has it.
+
+        Args:
+            dim: of the samples in it; None: the first, if it has one
+        """
+        inner = self.level.unwrap(x)
+        if dim is None:
+            y = inner.flatten(0, 1) if inner.dim() > 1 else inner
+        else:
+            y = inner.movedim(0, dim).flatten(dim, dim + 1)
+        return self.let_go(y)
+
+    def let_go(self, y: torch.Tensor) -> torch.Tensor:
+        """A tensor ``[B, ...]`` on its way out of the run."""
+        if y.requires_grad:
+            y = Leave.apply(y, self.engine.anchor, self)
+        return y
+
+    def _refuse_carried(self, args: tuple, kwargs: dict) -> None:
+        for x in (*_tensors(args), *_tensors(kwargs.values())):
+            name = self.engine.left.get(x)
+            if name is not None and not is_batched(x):
+                raise Refused(
+                    f"{self.engine.describe()}: reads a value of shape "
+                    f"{tuple(x.shape)} that its forward has kept from an earlier "
+                    "batch. It would carry private data from batch to batch without "
+                    "noise: do not keep it, or reset it before each call."
+                )
+
+
+def _whole(backprops: torch.Tensor) -> List[Tuple[torch.Tensor]]:
+    """The gradient of a copy for each sample, ``[B, 1, *shape]``."""
+    return [(backprops.flatten(2) if backprops.dim() > 2 else backprops[..., None],)]
+
+
+# -- arguments -----------------------------------------------------------------------
+
+
+def _tensors(args: Any) -> Iterator[torch.Tensor]:
+    for x in args:
+        if isinstance(x, torch.Tensor):
+            yield x
+        elif isinstance(x, (list, tuple)):
+            yield from _tensors(x)
+
+
+def _roots(args: Any) -> Iterator[torch.Tensor]:
+    """What is shared by the samples and requires a gradient is made of parameters."""
+    for x in args:
+        if isinstance(x, torch.Tensor):
+            # What samples see does not say that it requires a gradient.
+            if x.requires_grad and not is_batched(x):
+                yield x
+        elif type(x) in (list, tuple):
+            yield from _roots(x)
+
+
+def _any_batched(args: Any) -> bool:
+    for x in args:
+        if isinstance(x, torch.Tensor):
+            if is_batched(x):
+                return True
+        elif type(x) in (list, tuple) and _any_batched(x):
+            return True
+    return False
+
+
+def _swapped(args: Any, swap: Dict[int, torch.Tensor]) -> Any:
+    return type(args)(
+        (
+            swap.get(id(x), x)
+            if isinstance(x, torch.Tensor)
+            else _swapped(x, swap) if type(x) in (list, tuple) else x
+        )
+        for x in args
+    )
+
+
+def _swapped_dict(kwargs: dict, swap: Dict[int, torch.Tensor]) -> dict:
+    return dict(zip(kwargs, _swapped(list(kwargs.values()), swap)))
+
+
+def _is_composite(func: Callable) -> bool:
+    return getattr(func, "__module__", None) == F.__name__ and hasattr(func, "__code__")
+
+
+# -- tables --------------------------------------------------------------------------
+
+Handler = Callable[..., Any]
+HANDLERS: Dict[Callable, Handler] = {}  # called as handler(run, func, *args, **kwargs)
+
+
+def handles(*functions: Callable) -> Callable[[Handler], Handler]:
+    """Registers what a run does in the place of some functions of torch."""
+
+    def decorator(handler: Handler) -> Handler:
+        for function in functions:
+            HANDLERS[function] = handler
+        return handler
+
+    return decorator
+
+
+def _getters(*names: str) -> Iterator[Callable]:
+    for name in names:
+        if hasattr(torch.Tensor, name):
+            yield getattr(torch.Tensor, name).__get__
+
+
+T = torch.Tensor
+_TELLS_NOTHING = {
+    *_getters("shape", "dtype", "device", "ndim", "layout", "is_leaf", "grad_fn"),
+    *_getters("is_cuda", "is_sparse", "names", "is_nested", "is_quantized", "is_meta"),
+    *_getters("is_mkldnn", "is_cpu", "itemsize", "nbytes", "_version", "_base"),
+    *(T.dim, T.size, T.numel, T.stride, T.is_floating_point, T.is_complex),
+    *(T.is_contiguous, T.__len__, T.__hash__, T.get_device, T.storage_offset),
+    *(T.element_size, T.ndimension, T.nelement, T.is_signed),
+    *(torch.is_floating_point, torch.is_complex, torch.numel, torch.is_tensor),
+}
+_KEEPS_ENTRIES = {
+    *(T.to, T.float, T.half, T.bfloat16, T.double, T.type, T.type_as),
+    *(T.contiguous, T.clone, torch.clone, T.cuda, T.cpu),
+}
+_DRAWS = {
+    *(F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout),
+    *(F.feature_alpha_dropout, torch.dropout, torch.feature_dropout),
+}

@@ -1,0 +1,287 @@
+"""One sample after the other, by ordinary autograd: right for every model.
+
+The outputs of all samples are put together as the model would have them. In the
+backward pass each sample's part is followed back alone, and its gradients are handed
+on before those of the next.
+
+Source: nxBP of "Scaling up differentially private deep learning with fast per-example
+gradient clipping" (Lee and Kifer 2021), with fused norms and sums.
+"""
+
+from __future__ import annotations
+
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Callable,
+    Dict,
+    List,
+    NamedTuple,
+    Optional,
+    Tuple,
+)
+
+import torch
+
+from opacus_ext.grad_sample.samplewise.compare import Join
+from opacus_ext.grad_sample.samplewise.functorch import become
+from opacus_ext.grad_sample.samplewise.run import Refused
+from opacus_ext.grad_sample.samplewise.walk import tensors_in
+
+if TYPE_CHECKING:
+    from opacus_ext.grad_sample.samplewise.engine import Engine
+    from opacus_ext.grad_sample.samplewise.inputs import Part
+
+
+class _Samples(torch.autograd.Function):
+    """Of the samples' outputs those of the batch, and the way back to each."""
+
+    @staticmethod
+    def forward(ctx, anchor, part, count, *tensors):
+        ctx.part, ctx.count = part, count
+        ctx.anchor_like = anchor.new_zeros(())
+        ctx.set_materialize_grads(False)
+        return tuple(x.detach() for x in tensors[count:])
+
+    @staticmethod
+    def backward(ctx, *grads):
+        if torch.is_grad_enabled():
+            raise Refused(
+                f"{ctx.part.run.engine.describe()}: gradients of its gradients were "
+                "asked for (create_graph=True) outside of its forward, where they "
+                "can't be told apart by sample. Compute them inside the forward."
+            )
+        run = ctx.part.run
+        if run.engine.collector is not None:
+            run.engine.collector.touch(run)
+        given = ctx.part.backward(grads)
+        return (ctx.anchor_like, None, None, *given, *(None for _ in grads))
+
+
+class _Part(NamedTuple):
+    """Tensors that left a scan together, and where each sample's begin."""
+
+    run: "ScanRun"
+    edges: List[List[Any]]  # [tensor][sample]
+    joins: List[Join]
+    shapes: List[torch.Size]
+
+    def backward(self, grads: Tuple[Optional[torch.Tensor], ...]) -> List:
+        """Each sample alone; returns the gradients of the inputs."""
+        run = self.run
+        found: List[List[Optional[torch.Tensor]]] = []
+        each = [
+            None if g is None else join.split(g, run.size, shape)
+            for g, join, shape in zip(grads, self.joins, self.shapes)
+        ]
+        for b in range(run.size):
+            roots = [e[b] for e, g in zip(self.edges, each) if g is not None]
+            weights = [g[b] for g in each if g is not None]
+            found.append(run.backward_of(b, roots, weights))
+        return [
+            None if all(x is None for x in column) else _put_back(column, dim, like)
+            for column, (dim, like) in zip(zip(*found), run.wanted)
+        ]
+
+
+class ScanRun:
+    """
+    A forward pass of samples one after the other.
+
+    Args:
+        engine: of the model
+        size: number of samples
+    """
+
+    def __init__(self, engine: "Engine", size: int):
+        self.engine, self.size, self.batch = engine, size, size
+        self.rows: Optional[torch.Tensor] = None
+        self.done = False
+        self.wanted: List[Tuple[Optional[int], torch.Tensor]] = []
+        self._given: List[List[torch.Tensor]] = []  # inputs with gradients, by sample
+
+    def forward(
+        self, part: "Part", joins: Optional[List[Optional[Join]]], raw: bool
+    ) -> Any:
+        """
+        The outputs of the batch; with ``raw`` its tensors, see ``Engine``.
+        """
+        tensors = [
+            (dim, x)
+            for x, dim in zip(part.leaves, part.batched)
+            if isinstance(x, torch.Tensor) and x.requires_grad
+        ]
+        self.wanted = tensors if torch.is_grad_enabled() else []
+        outputs: List[Any] = []
+        states = _States(self.engine)
+        for b in range(self.size):
+            states.begin()
+            alone = part.alone(b, leaf=bool(self.wanted))
+            self._given.append([x for x in alone.leaves if x is not None])
+            outputs.append(self.engine.forward(*alone.args, **alone.kwargs))
+            states.end()
+        if raw:
+            columns = zip(*(list(tensors_in(x)) for x in outputs))
+            return [(_side_by_side(c), True) for c in columns]
+        if not self.size:
+            raise RuntimeError(
+                f"{self.engine.describe()} can't run an empty batch: vmap can't, and "
+                "one sample after the other gives no output. Choose a batch size at "
+                "which none is drawn."
+            )
+        self._join(outputs, joins)
+        states.finish(self._join)
+        return outputs[0]
+
+    @torch.no_grad()
+    def _together(self, column: tuple, join: Join) -> torch.Tensor:
+        values = [x.detach() for x in column]
+        if len({x.shape for x in values}) > 1:
+            return torch.cat(values)
+        return join(torch.stack(values), self.engine)
+
+    def _join(
+        self, outputs: List[Any], joins: Optional[List[Optional[Join]]] = None
+    ) -> None:
+        """Makes of the tensors in ``outputs[0]`` those of the batch."""
+        leaves = [list(tensors_in(x)) for x in outputs]
+        if len(set(map(len, leaves))) > 1:
+            raise Refused(
+                f"{self.engine.describe()} returns {sorted(set(map(len, leaves)))} "
+                "tensors for single samples. Return the same from each."
+            )
+        columns = list(zip(*leaves))
+        if joins is None or len(joins) != len(columns):
+            joins = [None] * len(columns)
+        joins = [join or Join() for join in joins]
+        whole = [self._together(c, j) for c, j in zip(columns, joins)]
+        trained = [i for i, c in enumerate(columns) if any(x.requires_grad for x in c)]
+        if trained:
+            edge = torch.autograd.graph.get_gradient_edge
+            part = _Part(
+                self,
+                [
+                    [edge(x) if x.requires_grad else None for x in columns[i]]
+                    for i in trained
+                ],
+                [joins[i] for i in trained],
+                [columns[i][0].shape for i in trained],
+            )
+            inputs = [x for _, x in self.wanted]
+            found = _Samples.apply(
+                self.engine.anchor,
+                *(part, len(inputs), *inputs),
+                *(whole[i] for i in trained),
+            )
+            for i, x in zip(trained, found):
+                whole[i] = joins[i].guarded(x, self.engine)
+        for column, new in zip(columns, whole):
+            become(column[0], new)
+
+    def backward_of(
+        self, b: int, roots: List[Any], grads: List[torch.Tensor]
+    ) -> List[Optional[torch.Tensor]]:
+        """Hands on the gradients of sample ``b``; returns those of its inputs."""
+        pairs = [(r, g) for r, g in zip(roots, grads) if r is not None]
+        engine, inputs = self.engine, self._given[b]
+        params = list(engine.params.values())
+        kept = [p.grad for p in params]
+        for x in (*params, *inputs):
+            x.grad = None
+        with engine.own_backward():
+            if pairs:
+                # backward, as autograd.grad refuses reentrant checkpointing
+                torch.autograd.backward(*map(list, zip(*pairs)), retain_graph=True)
+        found = {p: p.grad for p in params}
+        for p, grad in zip(params, kept):
+            p.grad = grad
+        engine.deliver_sample(self, b, found)
+        return [x.grad for x in inputs]
+
+
+def _side_by_side(column: tuple) -> Any:
+    column = tuple(x.detach() for x in column)
+    same = len({x.shape for x in column}) == 1
+    return torch.stack(column) if same else list(column)
+
+
+def _put_back(
+    column: tuple, dim: Optional[int], like: torch.Tensor
+) -> torch.Tensor:
+    """The gradient of an input from those of the samples'."""
+    if dim is None:
+        return sum(x for x in column if x is not None)
+    zero = torch.zeros_like(like.narrow(dim, 0, 1))
+    return torch.cat([zero if x is None else x for x in column], dim)
+
+
+class _States:
+    """
+    What a model's forward leaves on its modules. Each sample finds it as it was before
+    the first; tensors that all leave are put together.
+    """
+
+    def __init__(self, engine: "Engine"):
+        self.engine = engine
+        self.modules = list(engine.module.named_modules())
+        self.before = [dict(vars(m)) for _, m in self.modules]
+        self.tables = [dict(m._buffers) for _, m in self.modules]
+        self.values = {
+            id(b): (n, b, b.detach().clone(), b._version)
+            for n, b in engine.module.named_buffers()
+        }
+        self.after: List[Dict[Tuple[int, str], Any]] = []
+        self.counters: Dict[int, torch.Tensor] = {}
+
+    def begin(self) -> None:
+        """Before each sample but the first: as it was."""
+        if not self.after:
+            return
+        for (_, m), kept, table in zip(self.modules, self.before, self.tables):
+            for name in set(vars(m)) - set(kept):
+                del vars(m)[name]
+            vars(m).update(kept)
+            m._buffers.clear()
+            m._buffers.update(table)
+        with torch.no_grad():
+            for name, buffer, value, version in self.values.values():
+                if buffer._version != version:
+                    buffer.copy_(value)
+
+    def end(self) -> None:
+        """After each sample: what it left."""
+        left = {}
+        for i, ((_, m), kept) in enumerate(zip(self.modules, self.before)):
+            for name, value in vars(m).items():
+                if value is not kept.get(name, self) and name != "forward":
+                    left[i, name] = value
+        for (module, m), table in zip(self.modules, self.tables):
+            for name, buffer in m._buffers.items():
+                if buffer is not table.get(name):
+                    self._changed(f"{module}.{name}".lstrip("."), buffer)
+        for name, buffer, value, version in self.values.values():
+            if buffer._version != version:
+                self._changed(name, buffer)
+        self.after.append(left)
+
+    def _changed(self, name: str, buffer: torch.Tensor) -> None:
+        now = buffer.detach().clone()
+        first = self.counters.setdefault(name, now)
+        if not torch.equal(first, now) or (now.is_floating_point() and now.dim()):
+            raise Refused(
+                f"{self.engine.describe()}: its forward changes its buffer {name}, "
+                "which would carry data from the batch without noise. Replace the "
+                "layer by one that keeps no running state, or put it in evaluation "
+                "mode if that leaves the buffer alone."
+            )
+
+    def finish(self, join: Callable) -> None:
+        """Tensors that samples left become those of the batch."""
+        for key in self.after[0]:
+            values = [left.get(key) for left in self.after]
+            if all(any(True for _ in tensors_in(v)) for v in values):
+                counts = {sum(1 for _ in tensors_in(v)) for v in values}
+                if len(counts) == 1:
+                    join(values)
+                    module = self.modules[key[0]][1]
+                    vars(module)[key[1]] = values[0]
