@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from opacus_ext.grad_sample.factors import Columns, wide, workspace
-from opacus_ext.grad_sample.linear import record_linear
+from opacus_ext.grad_sample.rules.linear import record_linear
 from opacus_ext.grad_sample.rules.registry import Factors, Record, register_forward
 
 Ops = Tuple[Tuple[str, Any], ...]
