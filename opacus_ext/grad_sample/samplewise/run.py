@@ -443,7 +443,7 @@ class Run(TorchFunctionMode):
         """
         inner = self.level.unwrap(x)
         if dim is None:
-            y = inner.flatten(0, 1) if inner.dim() > 1 else inner
+            y = inner.flatten(0, 1) if inner.dim() > 1 else inner.view_as(inner)
         else:
             y = inner.movedim(0, dim).flatten(dim, dim + 1)
         return self.let_go(y)
