@@ -357,6 +357,11 @@ class GradSample:
             ValueError: if the factors do not fit the parameter or the batch
         """
         blocks, ragged, rows = 1, None, self.batch_size
+        first = factors[0] if len(factors) == 1 else None
+        if type(first) is torch.Tensor and self._fits(first):
+            if rows:
+                self._add_flat(first)
+            return
         if factors and isinstance(factors[0], Blocks):
             blocks, factors = factors[0].size, factors[1:]
         elif factors and isinstance(factors[0], Ragged):
@@ -384,18 +389,43 @@ class GradSample:
             )
         if self.batch_size == 0:
             return
-        if len(factors) == 1 and blocks == 1 and isinstance(factors[0], torch.Tensor):
-            # One factor alone needs no rows: what is summed can be summed now.
+        if len(factors) == 1 and ragged is not None:
             summed = wide(factors[0])
-            if ragged is not None:
-                zeros = summed.new_zeros(self.batch_size, summed.shape[2])
-                summed = zeros.index_add_(0, ragged[0], summed[0])[:, None]
-                ragged = None
-            elif summed.shape[1] != 1:
-                summed = summed.sum(1, keepdim=True)
-            factors = (summed,)
+            zeros = summed.new_zeros(self.batch_size, summed.shape[2])
+            self._add_flat(zeros.index_add_(0, ragged[0], summed[0])[:, None])
+            return
         self._unkeep()
         self._terms.append(_Term(tuple(factors), blocks, ragged))
+
+    def _fits(self, x: torch.Tensor) -> bool:
+        numel = self.shape.numel()
+        return x.dim() == 3 and len(x) == self.batch_size and x.shape[2] == numel
+
+    def _add_flat(self, x: torch.Tensor) -> None:
+        """One factor alone needs no rows: what is summed can be summed now."""
+        x = wide(x)
+        x = x if x.shape[1] == 1 else x.sum(1, keepdim=True)
+        self._unkeep()
+        if len(self._terms) == 1 and len(self._terms[0].factors) == 1:
+            old = self._terms[0].factors[0]
+            if type(old) is torch.Tensor and old.shape == x.shape:
+                x = old + x
+                self._terms.clear()
+        self._terms.append(_Term((x,)))
+
+    def flat(self) -> Optional[torch.Tensor]:
+        """
+        ``[B, numel]``, if the gradients are there already and nothing is to be
+        computed; else None.
+        """
+        if self._kept is not None:
+            return self._kept
+        if len(self._terms) != 1 or len(self._terms[0].factors) != 1:
+            return None
+        (only,) = self._terms[0].factors
+        if type(only) is not torch.Tensor or self._terms[0].ragged is not None:
+            return None
+        return only.squeeze(1) if only.shape[1] == 1 else None
 
     def _unkeep(self) -> None:
         """What was kept is one more materialised use."""

@@ -53,7 +53,7 @@ CLIPPINGS: Dict[str, Clipping] = {}
 def clipping_factors(
     clipping: Clipping,
     bound: Bound,
-    norms: List[torch.Tensor],
+    norms: Union[torch.Tensor, List[torch.Tensor]],
     worlds: Sequence[Optional[World]],
 ) -> Tuple[List[torch.Tensor], Optional[torch.Tensor]]:
     """
@@ -62,8 +62,9 @@ def clipping_factors(
     squared norms, and clipping by parameter needs none.
 
     Args:
-        norms: for each parameter, of this process's samples ``[B]``; of a parameter
-            that is spread, of the samples of all processes
+        norms: for each parameter (or for several together, where clipping is not by
+            parameter), of this process's samples ``[B]``; of a parameter that is
+            spread, of the samples of all processes
         worlds: for each parameter, the processes it is spread over; None if it is not
 
     Returns:
@@ -73,9 +74,10 @@ def clipping_factors(
     """
     world = next((w for w in worlds if w is not None), None)
     if world is None:
-        factors = clipping.factors(torch.stack(norms), bound)
-        each = list(factors) if factors.dim() > 1 else [factors] * len(norms)
-        return each, _total(torch.stack(norms))
+        norms = norms if isinstance(norms, torch.Tensor) else torch.stack(norms)
+        factors = clipping.factors(norms, bound)
+        each = list(factors) if factors.dim() > 1 else [factors] * len(worlds)
+        return each, _total(norms)
     if clipping.per_parameter:
         pairs = zip(norms, bound)
         return [clipping.factors(n[None], [c])[0] for n, c in pairs], None
@@ -88,7 +90,9 @@ def clipping_factors(
     return each, total[world.own]
 
 
-def not_finite(norms: List[torch.Tensor]) -> Optional[torch.Tensor]:
+def not_finite(
+    norms: Union[torch.Tensor, List[torch.Tensor]]
+) -> Optional[torch.Tensor]:
     """
     Args:
         norms: for each parameter, of the samples' gradients ``[B]``
@@ -96,9 +100,11 @@ def not_finite(norms: List[torch.Tensor]) -> Optional[torch.Tensor]:
     Returns:
         which samples have a gradient that is not finite, ``[B]``; None if none has
     """
-    if not norms:
+    if not len(norms):
         return None
-    finite = torch.stack([n.to(norms[0]) for n in norms]).isfinite().all(0)
+    if not isinstance(norms, torch.Tensor):
+        norms = torch.stack([n.to(norms[0]) for n in norms])
+    finite = norms.isfinite().all(0)
     return None if bool(finite.all()) else ~finite
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Dict, List, Optional, Tuple
+from typing import Any, Dict, List, Optional, Tuple, Union
 
 import torch
 from opacus.grad_sample import (
@@ -30,6 +30,7 @@ from opacus_ext.optimizers.clipping import (
 )
 
 Sums = Dict[nn.Parameter, torch.Tensor]
+_SMALL = 2**16  # entries of a gradient that is worth to be copied beside others
 
 
 class _Ghost(Samplewise):
@@ -122,7 +123,7 @@ class _Step:
     def _begin(self) -> None:
         self.gather = Gather(self.engine)
         self.squares: Dict[nn.Parameter, torch.Tensor] = {}
-        self.early: Parts = {}
+        self.bundle: Optional[Tuple[List[nn.Parameter], torch.Tensor]] = None
         self.budget = workspace() if self.mode.one_pass else 0
         self.digests: Dict[int, Tuple[Any, torch.Tensor]] = {}
         self.second: Optional[torch.Tensor] = None  # the weights of a second pass
@@ -151,7 +152,7 @@ class _Step:
             parts, norms = self._norms()
         bad = not_finite(norms) if self.world is None else None
         if bad is not None:
-            tell_not_finite(norms, self._names(), self.mode.on_nonfinite)
+            self._tell(parts)
             if not self.keep:
                 # A second pass would spread what is not finite: take the sums from
                 # the factors instead.
@@ -160,7 +161,7 @@ class _Step:
                 self._first_pass()
                 with torch.no_grad():
                     parts, norms = self._norms()
-            norms = [n.masked_fill(bad, math.inf) for n in norms]
+            norms = norms.masked_fill(bad, math.inf)
         factors, total = clipping_factors(
             *(self.clipping, self.bound, norms), list(map(spread_over, self.params))
         )
@@ -169,6 +170,9 @@ class _Step:
             for each in parts.values():
                 for rows, sample in each:
                     sample.drop(bad if rows is None else bad[rows.to(bad.device)])
+            if self.bundle is not None:
+                params, rows = self.bundle
+                self.bundle = params, rows.masked_fill(bad[:, None], 0)
         if self.keep:
             with torch.no_grad():
                 sums = self._weighted_sums(parts, factors)
@@ -181,6 +185,18 @@ class _Step:
             sums = self._second_pass(own)
         self._done()
         return sums, total
+
+    def _tell(self, parts: Parts) -> None:
+        """Which parameter's gradients are not finite."""
+        norms = []
+        for p in self.params:
+            found = self.losses.new_zeros(self.size, dtype=self.dtype)
+            for rows, sample in parts.get(p, []):
+                each = sample.squared_norm().sqrt().to(found)
+                where = slice(None) if rows is None else rows.to(found.device)
+                found[where] = each
+            norms.append(found)
+        tell_not_finite(norms, self._names(), self.mode.on_nonfinite)
 
     def _done(self) -> None:
         for run in self.runs:
@@ -212,7 +228,9 @@ class _Step:
             self.digests[id(use)] = use, _digest(grad)
         for p in self.gather.add(use, grad, saved):
             if len(self.runs) == 1 and self.runs[0].rows is None:
-                self._square(p, self.gather.of_run[id(use.run)].samples[p])
+                sample = self.gather.of_run[id(use.run)].samples[p]
+                if sample.flat() is None:  # others together, in the end
+                    self._square(p, sample)
 
     def sample(self, run: Any, b: int, grads: Dict) -> None:
         """A sample of a scan."""
@@ -260,31 +278,65 @@ class _Step:
                     "inside the forward of the module that owns it."
                 )
 
-    def _norms(self) -> Tuple[Parts, List[torch.Tensor]]:
+    def _norms(self) -> Tuple[Parts, Union[torch.Tensor, List[torch.Tensor]]]:
         parts = by_parameter(self.gather.parts(), self.size)
         one_size(self.gather.sizes, self.engine)
-        norms = []
+        squares: List[torch.Tensor] = []
+        if self.world is None and not self.clipping.per_parameter:
+            squares += self._bundled(parts)
+        bundled = set() if self.bundle is None else set(self.bundle[0])
         for p in self.params:
-            size = p.world.batch_size if spread_over(p) else self.size
-            squares = self.losses.new_zeros(size, dtype=self.dtype)
-            for rows, sample in parts.get(p, []):
-                if p not in self.squares or rows is not None:
-                    self._square(p, sample)
-                found = self.squares[p].to(squares)
-                if rows is None:
-                    squares = squares + found
-                else:
-                    squares = squares.index_add(0, rows.to(squares.device), found)
-            norms.append(squares.sqrt() / self.scale)
-        return parts, norms
+            if p not in bundled:
+                squares.append(self._squares_of(p, parts.get(p, [])))
+        if self.world is not None:
+            return parts, [x.sqrt() / self.scale for x in squares]
+        norms = torch.stack(squares).sqrt_()
+        return parts, norms if self.scale == 1 else norms.div_(self.scale)
+
+    def _bundled(self, parts: Parts) -> List[torch.Tensor]:
+        """The small gradients that are there already, as one."""
+        params, rows = [], []
+        for p in self.params:
+            each = parts.get(p, [])
+            if len(each) == 1 and each[0][0] is None and p.numel() <= _SMALL:
+                flat = each[0][1].flat()
+                if flat is not None and flat.device == self.losses.device:
+                    params.append(p)
+                    rows.append(flat.to(self.dtype))
+        if len(params) < 2:
+            return []
+        whole = torch.cat(rows, dim=1)
+        self.bundle = params, whole
+        return [torch.linalg.vector_norm(whole, dim=1).square_()]
+
+    def _squares_of(self, p: nn.Parameter, parts: List) -> torch.Tensor:
+        """The squared norms of one parameter's gradients, ``[B]``."""
+        if len(parts) == 1 and parts[0][0] is None:
+            if p not in self.squares:
+                self._square(p, parts[0][1])
+            return self.squares[p].to(self.losses.device, self.dtype)
+        size = p.world.batch_size if spread_over(p) else self.size
+        squares = self.losses.new_zeros(size, dtype=self.dtype)
+        for rows, sample in parts:
+            self._square(p, sample)
+            found = self.squares[p].to(squares)
+            squares = squares.index_add(0, rows.to(squares.device), found)
+        return squares
 
     def _weighted_sums(self, parts: Parts, factors: List[torch.Tensor]) -> Sums:
         sums = {}
+        if self.bundle is not None:
+            params, rows = self.bundle
+            whole = (factors[0] / self.scale).to(rows) @ rows
+            for p, total in zip(params, whole.split([p.numel() for p in params])):
+                sums[p] = total.view(p.shape).to(p.dtype)
         for p, factor in zip(self.params, factors):
+            if p in sums:
+                continue
             total = None
             for rows, sample in parts.pop(p, []):
                 some = factor if rows is None else factor[rows.to(factor.device)]
-                new = sample.weighted_sum(some / self.scale)
+                new = sample.weighted_sum(some if self.scale == 1 else some / self.scale)
                 total = new if total is None else total + new
             if total is None:
                 total = torch.zeros_like(p, requires_grad=False)

@@ -349,8 +349,7 @@ class Engine:
     def deliver(self, use: Use, grad: torch.Tensor, saved: tuple) -> None:
         """Called by autograd, for each use of a parameter that it passes."""
         if self.collector is not None and self.enabled:
-            with torch.no_grad(), torch.autocast(grad.device.type, enabled=False):
-                self.collector.use(use, grad, saved)
+            self.collector.use(use, grad, saved)
 
     def deliver_sample(
         self, run: ScanRun, b: int, grads: Dict[nn.Parameter, Optional[torch.Tensor]]

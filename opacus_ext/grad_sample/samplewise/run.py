@@ -27,6 +27,7 @@ from typing import (
 )
 
 import torch
+from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
@@ -70,7 +71,8 @@ class Root:
 
     def __init__(self, tensor: torch.Tensor, attached: bool):
         self.tensor = tensor
-        self.edge = torch.autograd.graph.get_gradient_edge(tensor)
+        # Of what is changed in place later, as it is now.
+        self.edge = None if tensor.is_leaf else get_gradient_edge(tensor)
         self.shape = tensor.shape
         self.shared = tensor.detach()
         if attached:
@@ -212,9 +214,10 @@ class Run(TorchFunctionMode):
 
     def call(self, func: Callable, *args: Any, **kwargs: Any) -> Any:
         """An op on what samples see, as the mode takes it."""
-        roots = list(_roots(args))
+        roots: List[torch.Tensor] = []
+        batched = _look(args, roots)
         if kwargs:
-            roots += _roots(kwargs.values())
+            batched |= _look(kwargs.values(), roots)
         if self.engine.left:
             self._refuse_carried(args, kwargs)
         if not roots or not torch.is_grad_enabled():
@@ -223,50 +226,57 @@ class Run(TorchFunctionMode):
         if rule is not None:
             op = rule(*args, **kwargs)
             if op is not None:
-                return self._by_rule(func, op, args, kwargs)
-        if _any_batched(args) or _any_batched(kwargs.values()):
+                return self._by_rule(func, op, args, kwargs, batched)
+        if batched:
             if _is_composite(func):
                 with self:
                     return functorch.descend(func)(*args, **kwargs)
-            return self._by_copies(func, args, kwargs)
+            return self._by_copies(func, roots, args, kwargs)
         if func in _DRAWS:
-            return self._by_copies(func, args, kwargs)
+            return self._by_copies(func, roots, args, kwargs)
         made = func(*args, **kwargs)
-        if _any_batched((made,)):  # random numbers were drawn
-            return self._by_copies(func, args, kwargs)
+        if _look((made,), []):  # random numbers were drawn
+            return self._by_copies(func, roots, args, kwargs)
         if func in _KEEPS_ENTRIES and isinstance(made, torch.Tensor):
             if made is not roots[0] and made.shape == roots[0].shape:
                 self._same[id(made)] = (made, roots[0])
         return made
 
-    def _by_rule(self, func: Callable, op: Op, args: tuple, kwargs: dict) -> Any:
-        batched = _any_batched(op.saved) or (
-            not op.saved and (_any_batched(args) or _any_batched(kwargs.values()))
-        )
+    def _by_rule(
+        self, func: Callable, op: Op, args: tuple, kwargs: dict, batched: bool
+    ) -> Any:
+        if op.saved:
+            batched = _look(op.saved, [])
         if not batched:
             made = func(*args, **kwargs)
             if not any(x is not None and x.requires_grad for x in op.saved):
                 self._recipes[id(made)] = (made, op)
             return made
-        roots = tuple(
+        roots = self._roots_of(op)
+        swap = {id(r.tensor): r.shared for r in roots if r is not None}
+        # A root among the data is given a copy for each sample.
+        saved = op.saved
+        if any(x is not None and x.requires_grad for x in saved):
+            saved = tuple(self._copied(x) for x in saved)
+            swap.update((id(x), y) for x, y in zip(op.saved, saved) if y is not x)
+        y = func(*_swapped(args, swap), **_swapped_dict(kwargs, swap))
+        return self.note(y, roots, op.factors, op.event_dims, saved, op.saved_dims)
+
+    def _roots_of(self, op: Op) -> Tuple[Optional[Root], ...]:
+        return tuple(
             self.root(p) if p is not None and p.requires_grad else None
             for p in op.params
         )
-        shared = {id(r.tensor): r.shared for r in roots if r is not None}
-        # A root among the data is given a copy for each sample.
-        other = {
-            id(x): self.copy(self.root(x))
-            for x in op.saved
-            if x is not None and x.requires_grad
-        }
-        swap = {**shared, **other}
-        y = func(*_swapped(args, swap), **_swapped_dict(kwargs, swap))
-        saved = [other.get(id(x), x) for x in op.saved]
-        return self.note(y, roots, op.factors, op.event_dims, saved, op.saved_dims)
 
-    def _by_copies(self, func: Callable, args: tuple, kwargs: dict) -> Any:
-        roots = {id(x): x for x in (*_roots(args), *_roots(kwargs.values()))}
-        swap = {i: self.copy(self.root(x)) for i, x in roots.items()}
+    def _copied(self, x: Optional[torch.Tensor]) -> Optional[torch.Tensor]:
+        if x is None or not x.requires_grad:
+            return x
+        return self.copy(self.root(x))
+
+    def _by_copies(
+        self, func: Callable, roots: List[torch.Tensor], args: tuple, kwargs: dict
+    ) -> Any:
+        swap = {id(x): self.copy(self.root(x)) for x in roots}
         return func(*_swapped(args, swap), **_swapped_dict(kwargs, swap))
 
     # -- parameters ----------------------------------------------------------------
@@ -275,8 +285,14 @@ class Run(TorchFunctionMode):
         """What is known of something made of parameters."""
         found = self.roots.get(id(tensor))
         if found is None or found.tensor is not tensor:
-            with self.level.outside():
-                found = self.roots[id(tensor)] = Root(tensor, self.attached)
+            if self.attached:
+                with self.level.outside():
+                    found = Root(tensor, True)
+            else:
+                found = Root(tensor, False)
+            self.roots[id(tensor)] = found
+            if tensor.is_leaf:
+                return found
             same = self._same.get(id(tensor))
             if same is not None and same[0] is tensor:
                 found.same = self.root(same[1])
@@ -286,10 +302,7 @@ class Run(TorchFunctionMode):
         return found
 
     def _recipe(self, op: Op, made: torch.Tensor) -> Tuple[Use, List[torch.Tensor]]:
-        roots = tuple(
-            self.root(p) if p is not None and p.requires_grad else None
-            for p in op.params
-        )
+        roots = self._roots_of(op)
         rows = made.dim() - op.event_dims
         saved_rows = tuple(x.dim() - n for x, n in zip(op.saved, op.saved_dims))
         return Use(self, roots, op.factors, rows, saved_rows), list(op.saved)
@@ -482,39 +495,43 @@ def _tensors(args: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(x)
 
 
-def _roots(args: Any) -> Iterator[torch.Tensor]:
-    """What is shared by the samples and requires a gradient is made of parameters."""
+def _look(args: Any, roots: List[torch.Tensor]) -> bool:
+    """
+    Adds what is made of parameters to ``roots``: what is shared by the samples and
+    requires a gradient. Returns whether samples are among the arguments.
+    """
+    batched = False
     for x in args:
         if isinstance(x, torch.Tensor):
             # What samples see does not say that it requires a gradient.
-            if x.requires_grad and not is_batched(x):
-                yield x
-        elif type(x) in (list, tuple):
-            yield from _roots(x)
-
-
-def _any_batched(args: Any) -> bool:
-    for x in args:
-        if isinstance(x, torch.Tensor):
             if is_batched(x):
-                return True
-        elif type(x) in (list, tuple) and _any_batched(x):
-            return True
-    return False
+                batched = True
+            elif x.requires_grad:
+                roots.append(x)
+        elif type(x) in _NESTED:
+            batched |= _look(x, roots)
+    return batched
+
+
+_NESTED = (list, tuple)
 
 
 def _swapped(args: Any, swap: Dict[int, torch.Tensor]) -> Any:
     return type(args)(
-        (
-            swap.get(id(x), x)
-            if isinstance(x, torch.Tensor)
-            else _swapped(x, swap) if type(x) in (list, tuple) else x
-        )
-        for x in args
+        [
+            (
+                swap.get(id(x), x)
+                if isinstance(x, torch.Tensor)
+                else _swapped(x, swap) if type(x) in _NESTED else x
+            )
+            for x in args
+        ]
     )
 
 
 def _swapped_dict(kwargs: dict, swap: Dict[int, torch.Tensor]) -> dict:
+    if not kwargs:
+        return kwargs
     return dict(zip(kwargs, _swapped(list(kwargs.values()), swap)))
 
 
