@@ -75,7 +75,8 @@ class Engine:
         self._anchor: Optional[torch.Tensor] = None
         self.kinds: Dict[tuple, Dict[str, Any]] = {}  # what is known of each kind
         self.left = WeakIdKeyDictionary()  # what forwards have kept on modules
-        self.each = False  # whether numbers of the batch are given one a sample
+        # Calls the model's own forward where numbers are asked for one a sample.
+        self.each: Optional[Callable] = None
         self.returning: set = set()  # hooks of the user that change what they see
         self._own_backward = False
         self.world: Any = None  # the processes that experts are spread over
@@ -145,9 +146,10 @@ class Engine:
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own ``forward``."""
-        if self.own is not None:
-            return self.own(*args, **kwargs)
-        return type(self.module).forward(self.module, *args, **kwargs)
+        own = self.own or functools.partial(type(self.module).forward, self.module)
+        if self.each is not None:
+            return self.each(own, *args, **kwargs)
+        return own(*args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's ``forward``, sample by sample where gradients are asked for."""
@@ -162,7 +164,7 @@ class Engine:
         return self._run_all(inputs, known)
 
     def _known(self, inputs: Inputs) -> Dict[str, Any]:
-        kind = (inputs.kind, self.module.training)
+        kind = (inputs.kind, self.module.training, self.each is None)
         known = self.kinds.get(kind)
         if known is None:
             if inputs.size < 2 or not self.joins:
@@ -321,7 +323,8 @@ class Engine:
             return run.leave(x) if is_batched(x) else x
         if join.dim is None and join.how == "":
             return run.leave(x) if is_batched(x) else x
-        return run.let_go(join(run.inner(x), self))
+        dim = None if join.how == "shared" else join.dim or 0
+        return run.let_go(join(run.inner(x), self), dim)
 
     def _scan(self, part: Any, known: Dict[str, Any], raw: bool) -> Any:
         run = ScanRun(self, part.size)

@@ -141,11 +141,14 @@ class Capture(torch.autograd.Function):
 
 
 class Leave(torch.autograd.Function):
-    """Where a value leaves the run: what is outside of it is no longer by sample."""
+    """
+    Where a value leaves the run: what is outside of it is no longer by sample.
+    ``dim`` is that of the samples in it; None: they share it.
+    """
 
     @staticmethod
-    def forward(ctx, x, anchor, run):
-        ctx.run = run
+    def forward(ctx, x, anchor, run, dim):
+        ctx.run, ctx.dim = run, dim
         ctx.anchor_like = anchor.new_zeros(())
         return x.view_as(x)
 
@@ -165,7 +168,7 @@ class Leave(torch.autograd.Function):
             )
         if ctx.run.engine.collector is not None:
             ctx.run.engine.collector.touch(ctx.run)
-        return grad, ctx.anchor_like, None
+        return grad, ctx.anchor_like, None, None
 
 
 class Run(TorchFunctionMode):
@@ -459,12 +462,12 @@ class Run(TorchFunctionMode):
             y = inner.flatten(0, 1) if inner.dim() > 1 else inner.view_as(inner)
         else:
             y = inner.movedim(0, dim).flatten(dim, dim + 1)
-        return self.let_go(y)
+        return self.let_go(y, dim or 0)
 
-    def let_go(self, y: torch.Tensor) -> torch.Tensor:
-        """A tensor ``[B, ...]`` on its way out of the run."""
+    def let_go(self, y: torch.Tensor, dim: Optional[int]) -> torch.Tensor:
+        """A tensor on its way out of the run, with the samples along ``dim``."""
         if y.requires_grad:
-            y = Leave.apply(y, self.engine.anchor, self)
+            y = Leave.apply(y, self.engine.anchor, self, dim)
         return y
 
     def _refuse_carried(self, args: tuple, kwargs: dict) -> None:
