@@ -157,6 +157,9 @@ Activations = Union[torch.Tensor, Tuple[torch.Tensor, ...], None]
 class Record(Protocol):
     """What a stand-in (:func:`register_forward`) notes uses of parameters with."""
 
+    def value(self, param: Optional[torch.Tensor]) -> Optional[torch.Tensor]:
+        """What to compute with in the place of ``param``."""
+
     def __call__(
         self,
         output: torch.Tensor,

@@ -92,6 +92,12 @@ class Recorder:
     ):
         self.run, self.samples, self.size = run, samples, size
 
+    def value(self, param: Optional[T]) -> Optional[T]:
+        """What to compute with, so that ``param`` is shown no gradient of its own."""
+        if param is None or not param.requires_grad or not torch.is_grad_enabled():
+            return param
+        return self.run.root(param).shared
+
     def __call__(
         self,
         output: T,
