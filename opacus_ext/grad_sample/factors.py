@@ -318,6 +318,13 @@ def pad_rows(x: torch.Tensor, groups: torch.Tensor, size: int) -> torch.Tensor:
     return out.unflatten(0, (size, most))
 
 
+def resolved(factors: Tuple[Factor, ...]) -> Tuple[Union[torch.Tensor, OneHot], ...]:
+    """Rows that were to be computed later computed, blocks as :class:`OneHot`."""
+    if isinstance(factors[0], Blocks):
+        return _Term(tuple(factors[1:]), factors[0].size).resolved().factors
+    return _Term(tuple(factors)).resolved().factors
+
+
 class GradSample:
     """
     The per-sample gradients of one parameter, summed over all its uses in a step.

@@ -392,10 +392,12 @@ class _Step:
         """The second pass must give each row its weight times what the first gave."""
         first = self.digests.get(id(use))
         size = grad.shape[0]
-        if first is None or use.size is not None:
+        if first is None:
             return
         rows = use.run.rows
         weights = self.second if rows is None else self.second[rows.to(grad.device)]
+        if use.table is not None and use.size == len(weights):
+            weights = weights[use.table[0]]
         if size != len(weights):
             return
         expected = first[1] * weights.to(first[1])

@@ -155,16 +155,15 @@ class RunGradients:
         Yields:
             parameters of which all uses are known now
         """
-        size = self.run.size if use.size is None else use.size
         for root, factors in use.uses(grad, saved):
             root = self._resolved(root)
             view = self._view(root)
             if view is None:
                 if id(root) not in self._made:
-                    self._made[id(root)] = root, GradSample(root.shape, size)
+                    self._made[id(root)] = root, GradSample(root.shape, use.size)
                 self._made[id(root)][1].add(*factors)
                 continue
-            self._add(view, root, factors, size)
+            self._add(view, root, factors, use.size)
             self.left[view.param] -= 1
             if self.left[view.param] == 0 and not self.late:
                 yield view.param
