@@ -18,14 +18,15 @@ import inspect
 import traceback
 import warnings
 import weakref
-from contextlib import ExitStack, contextmanager
-from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Tuple
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any, Callable, ContextManager, Dict, Iterator, List, NamedTuple, Optional, Tuple
 
 import torch
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils.weak import WeakIdKeyDictionary
 
+from opacus_ext.grad_sample.parallel import Elsewhere
 from opacus_ext.grad_sample.samplewise import functorch
 from opacus_ext.grad_sample.samplewise.checkpoint import checkpointed
 from opacus_ext.grad_sample.samplewise.compare import (
@@ -41,6 +42,12 @@ from opacus_ext.grad_sample.samplewise.inputs import Inputs, read_inputs
 from opacus_ext.grad_sample.samplewise.run import Diverge, Refused, Run, Use
 from opacus_ext.grad_sample.samplewise.scan import ScanRun
 from opacus_ext.grad_sample.samplewise.walk import tensors_in
+
+
+_APART = (
+    "Where experts are spread over processes all samples must run at once, as all "
+    "processes must send tokens at the same time. Train it without expert_parallel."
+)
 
 
 class Engine:
@@ -159,16 +166,28 @@ class Engine:
 
     @torch.compiler.disable
     def _private(self, args: tuple, kwargs: dict) -> Any:
-        inputs = read_inputs(self, args, kwargs)
-        known = self._known(inputs)
-        return self._run_all(inputs, known)
+        with self._together():
+            inputs = read_inputs(self, args, kwargs)
+            known = self._known(inputs)
+            return self._run_all(inputs, known)
+
+    def _together(self) -> ContextManager:
+        """What one process refuses within, all do."""
+        if self.world is None:
+            return nullcontext()
+        return self.world.together(self.anchor.device)
 
     def _known(self, inputs: Inputs) -> Dict[str, Any]:
-        kind = (inputs.kind, self.module.training, self.each is None)
+        kind = (inputs.kind, self.module.training, self.each is None, inputs.size > 1)
         known = self.kinds.get(kind)
-        if known is None:
-            if inputs.size < 2 or not self.joins:
-                return {"scan": self.scan}  # nothing can be told of one sample
+        # Nothing can be told of one sample, but where experts see those of others.
+        least = 2 if self.world is None else 1
+        look = known is None and self.joins and inputs.size >= least
+        if self.world is not None:
+            look = self.world.begin(inputs.size, look, self.anchor.device)
+        if known is None and not look:
+            return {"scan": self.scan}
+        if look:
             known = self.kinds[kind] = {"scan": self.scan}
             try:
                 self._compare(inputs, known)
@@ -185,7 +204,8 @@ class Engine:
             stack.enter_context(without_hooks(self.module))
             own = list(tensors_in(self._plain(inputs)))
             raw = self._run_all(inputs, known, raw=True)
-            known["joins"] = joins_of(self, inputs, own, raw)
+            if inputs.size:  # an empty batch takes part where others look
+                known["joins"] = joins_of(self, inputs, own, raw)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -212,6 +232,8 @@ class Engine:
         todo = list(inputs.parts())
         whole = len(todo) == 1 and todo[0][0] is None
         self._new: List[Any] = []
+        if self.world is not None and len(todo) > 1:
+            raise Refused(f"{self.describe()}: samples of several shapes. {_APART}")
         while todo:
             rows, part = todo.pop(0)
             if known["scan"]:
@@ -220,15 +242,24 @@ class Engine:
             try:
                 parts.append((rows, self._at_once(part, known, raw)))
             except Diverge as found:
+                if self.world is not None:
+                    raise Refused(
+                        f"{self.describe()}: its samples take different branches on "
+                        f"data. {_APART}"
+                    ) from None
                 for value in range(int(found.groups.max()) + 1):
                     some = (found.groups == value).nonzero()[:, 0]
                     if len(some):
                         new = some if rows is None else rows[some]
                         todo.append((new, part.select(some)))
                 whole = False
-            except Refused:
+            except (Refused, Elsewhere):
                 raise
             except Exception as error:
+                if self.world is not None:
+                    raise Refused(
+                        f"{self.describe()}: vmap can't run it ({error}). {_APART}"
+                    ) from error
                 known["scan"] = True
                 try:
                     parts.append((rows, self._scan(part, known, raw)))
