@@ -38,6 +38,7 @@ from opacus_ext.grad_sample.samplewise.compare import (
 )
 from opacus_ext.grad_sample.samplewise.functorch import become, is_batched
 from opacus_ext.grad_sample.samplewise.hooks import seen_by_batch
+from opacus_ext.grad_sample.samplewise.functions import by_itself
 from opacus_ext.grad_sample.samplewise.inputs import Inputs, read_inputs
 from opacus_ext.grad_sample.samplewise.run import Diverge, Refused, Run, Use
 from opacus_ext.grad_sample.samplewise.scan import ScanRun
@@ -298,7 +299,7 @@ class Engine:
             with run.level:
                 samples = part.samples(run)
                 try:
-                    with seen_by_batch(run, self.module), checkpointed(run), run:
+                    with self._around(run), run:
                         output = self.forward(*samples[0], **samples[1])
                 except BaseException:
                     run.abandoned = True
@@ -317,6 +318,11 @@ class Engine:
         if not raw:
             self._new.append(run)
         return output
+
+    @contextmanager
+    def _around(self, run: Run) -> Iterator[None]:
+        with seen_by_batch(run, self.module), checkpointed(run), by_itself(run):
+            yield
 
     def _let_go(
         self, run: Run, output: Any, joins: Optional[List[Optional[Join]]]

@@ -23,6 +23,7 @@ from typing import (
 
 import torch
 
+from opacus_ext.grad_sample.samplewise.calm import restore, tables_of
 from opacus_ext.grad_sample.samplewise.compare import Join
 from opacus_ext.grad_sample.samplewise.functorch import become
 from opacus_ext.grad_sample.samplewise.run import Refused
@@ -225,7 +226,7 @@ class _States:
         self.engine = engine
         self.modules = list(engine.module.named_modules())
         self.before = [dict(vars(m)) for _, m in self.modules]
-        self.tables = [dict(m._buffers) for _, m in self.modules]
+        self.tables = tables_of([m for _, m in self.modules])
         self.values = {
             id(b): (n, b, b.detach().clone(), b._version)
             for n, b in engine.module.named_buffers()
@@ -237,12 +238,11 @@ class _States:
         """Before each sample but the first: as it was."""
         if not self.after:
             return
-        for (_, m), kept, table in zip(self.modules, self.before, self.tables):
+        for (_, m), kept in zip(self.modules, self.before):
             for name in set(vars(m)) - set(kept):
                 del vars(m)[name]
             vars(m).update(kept)
-            m._buffers.clear()
-            m._buffers.update(table)
+        restore(self.tables)
         with torch.no_grad():
             for name, buffer, value, version in self.values.values():
                 if buffer._version != version:
@@ -255,9 +255,9 @@ class _States:
             for name, value in vars(m).items():
                 if value is not kept.get(name, self) and name != "forward":
                     left[i, name] = value
-        for (module, m), table in zip(self.modules, self.tables):
-            for name, buffer in m._buffers.items():
-                if buffer is not table.get(name):
+        for (module, _), (table, kept) in zip(self.modules, self.tables[::3]):
+            for name, buffer in table.items():
+                if buffer is not kept.get(name):
                     self._changed(f"{module}.{name}".lstrip("."), buffer)
         for name, buffer, value, version in self.values.values():
             if buffer._version != version:
