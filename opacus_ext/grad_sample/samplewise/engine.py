@@ -307,7 +307,7 @@ class Engine:
                     raise
                 if raw:
                     found = [
-                        (run.level.unwrap(x).clone(), True) if is_batched(x) else (x, False)
+                        (run.level.unwrap(x), True) if is_batched(x) else (x, False)
                         for x in tensors_in(output)
                     ]
                     self._let_go(run, None, None)
