@@ -18,6 +18,7 @@ from typing import (
     Any,
     Callable,
     Dict,
+    Iterable,
     Iterator,
     List,
     NamedTuple,
@@ -199,6 +200,10 @@ class Run(TorchFunctionMode):
         self.pending: Counter = Counter()  # uses of each root, by id
         self.batch = size  # samples of all runs of one forward pass
         self.rows: Optional[torch.Tensor] = None  # which of these are here; None: all
+        self.joins: Optional[List[Any]] = None  # of its outputs
+        self.seen: List[Any] = []  # calls of hooks, to come
+        # What was handed to hooks as of the batch, and what it is to the samples.
+        self.handed: Dict[int, Tuple[torch.Tensor, torch.Tensor]] = {}
         self.abandoned = False
         self.done = False  # whether its gradients have been taken
         self._same: Dict[Tuple[int, int], Tuple[torch.Tensor, torch.Tensor]] = {}
@@ -220,6 +225,9 @@ class Run(TorchFunctionMode):
         kwargs = {} if kwargs is None else kwargs
         if self._away or func in _TELLS_NOTHING:
             return func(*args, **kwargs)
+        if self.handed:
+            swap = {i: x for i, (_, x) in self.handed.items()}
+            args, kwargs = _swapped(args, swap), _swapped_dict(kwargs, swap)
         handler = HANDLERS.get(func)
         try:
             if handler is not None:
@@ -244,7 +252,8 @@ class Run(TorchFunctionMode):
         if kwargs:
             batched |= _look(kwargs.values(), roots)
         if self.engine.left:
-            self._refuse_carried(args, kwargs)
+            refuse_carried(self.engine, args)
+            refuse_carried(self.engine, kwargs.values())
         if not roots or not torch.is_grad_enabled():
             return func(*args, **kwargs)
         rule = OPS.get(func)
@@ -253,7 +262,7 @@ class Run(TorchFunctionMode):
             if op is not None:
                 return self._by_rule(func, op, args, kwargs, batched)
         if batched:
-            if _is_composite(func):
+            if functorch.is_composite(func):
                 with self:
                     return functorch.descend(func)(*args, **kwargs)
             return self._by_copies(func, roots, args, kwargs)
@@ -320,10 +329,10 @@ class Run(TorchFunctionMode):
             for y in made.values()
             if not is_batched(y) and y.untyped_storage()._cdata == memory
         ]
-        if id(x) not in made or not functorch.is_memory_of(x, same):
+        if id(x) not in made:
             return False
         if x.requires_grad:
-            if len(same) > 1:
+            if x.is_leaf or x._base is not None or len(same) > 1:
                 return False
             root = self.root(x)
             inner = self.level.unwrap(self.copy(root))
@@ -332,6 +341,8 @@ class Run(TorchFunctionMode):
             functorch.become(x, wide)
             root.tensor = wide  # as it was, under the object that is left
             return True
+        if not functorch.is_memory_of(x, same):
+            return False
         with self.outside():
             flat = x.as_strided((x.untyped_storage().nbytes() // x.itemsize,), (1,), 0)
             flat = flat.expand(self.size, -1).clone()
@@ -556,17 +567,6 @@ class Run(TorchFunctionMode):
             y = Leave.apply(y, self.engine.anchor, self, dim)
         return y
 
-    def _refuse_carried(self, args: tuple, kwargs: dict) -> None:
-        for x in (*_tensors(args), *_tensors(kwargs.values())):
-            name = self.engine.left.get(x)
-            if name is not None and not is_batched(x):
-                raise Refused(
-                    f"{self.engine.describe()}: reads a value of shape "
-                    f"{tuple(x.shape)} that its forward has kept from an earlier "
-                    "batch. It would carry private data from batch to batch without "
-                    "noise: do not keep it, or reset it before each call."
-                )
-
 
 def _whole(backprops: torch.Tensor) -> List[Tuple[torch.Tensor]]:
     """The gradient of a copy for each sample, ``[B, 1, *shape]``."""
@@ -576,12 +576,24 @@ def _whole(backprops: torch.Tensor) -> List[Tuple[torch.Tensor]]:
 # -- arguments -----------------------------------------------------------------------
 
 
-def _tensors(args: Any) -> Iterator[torch.Tensor]:
+def refuse_carried(engine: "Engine", args: Iterable) -> None:
+    """
+    Raises:
+        Refused: if what an earlier batch has left is among the arguments of an op
+    """
     for x in args:
         if isinstance(x, torch.Tensor):
-            yield x
-        elif isinstance(x, (list, tuple)):
-            yield from _tensors(x)
+            if engine.left.holds(x) and not is_batched(x):
+                raise Refused(
+                    f"{engine.describe()}: reads a value of shape {tuple(x.shape)} "
+                    "that was computed from an earlier batch, or by a hook of the "
+                    "user from all samples of this one. It would carry private data "
+                    "from batch to batch, or from sample to sample, without noise: do "
+                    "not keep it, or reset it before each call; a state is given to "
+                    "the model as an argument."
+                )
+        elif type(x) in (list, tuple):
+            refuse_carried(engine, x)
 
 
 def _look(args: Any, roots: List[torch.Tensor]) -> bool:
@@ -627,10 +639,6 @@ def _swapped_dict(kwargs: dict, swap: Dict[int, torch.Tensor]) -> dict:
 def _writes(func: Callable) -> bool:
     name = getattr(func, "__name__", "")
     return name in _WRITES or (name[-1:] == "_" and name[-2:] != "__")
-
-
-def _is_composite(func: Callable) -> bool:
-    return getattr(func, "__module__", None) == F.__name__ and hasattr(func, "__code__")
 
 
 # -- tables --------------------------------------------------------------------------
