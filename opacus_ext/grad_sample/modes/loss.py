@@ -271,7 +271,7 @@ def _refuse_mixing(losses: torch.Tensor) -> None:
         for w in (torch.ones_like(losses), weights)
     )
     for (_, run, dim), a, b in zip(found, plain, weighted):
-        if a is None or run.batch != len(losses):
+        if a is None or run.batch != len(losses) or run.batch < 2:
             continue
         own: Optional[torch.Tensor] = None
         if dim is not None and a.dim():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Callable, Iterator, List, Optional
+from typing import Any, Callable, Iterator, List, Optional, Tuple
 
 import torch
 from torch import nn
@@ -12,16 +12,24 @@ from torch.nn.utils.rnn import PackedSequence
 _PLAIN = (str, bytes, int, float, complex, bool, type(None), type, torch.dtype)
 
 
-def tensors_in(value: Any, _seen: Optional[set] = None) -> Iterator[torch.Tensor]:
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     """
     The tensors in nested containers, dataclasses and other objects, each once, in an
     order that depends on the structure alone. Modules are not looked into.
     """
+    for _, x in named_tensors(value):
+        yield x
+
+
+def named_tensors(
+    value: Any, name: str = "", _seen: Optional[set] = None
+) -> Iterator[Tuple[str, torch.Tensor]]:
+    """The same with the names or positions they are found under: ``"aux.0"``."""
     seen = set() if _seen is None else _seen
     if isinstance(value, torch.Tensor):
         if id(value) not in seen:
             seen.add(id(value))
-            yield value
+            yield name, value
         return
     if isinstance(value, (*_PLAIN, nn.Module)) or callable(value):
         return
@@ -29,15 +37,15 @@ def tensors_in(value: Any, _seen: Optional[set] = None) -> Iterator[torch.Tensor
         return
     seen.add(id(value))
     if isinstance(value, Mapping):
-        parts = list(value.values())
+        parts = value.items()
     elif isinstance(value, (list, tuple, set, frozenset)):
-        parts = list(value)
+        parts = enumerate(value)
     elif hasattr(value, "__dict__") and not isinstance(value, torch.Generator):
-        parts = list(vars(value).values())
+        parts = vars(value).items()
     else:
         return
-    for part in parts:
-        yield from tensors_in(part, seen)
+    for key, part in list(parts):
+        yield from named_tensors(part, f"{name}.{key}" if name else f"{key}", seen)
 
 
 def map_tensors(fn: Callable[[torch.Tensor], Any], value: Any) -> Any:
