@@ -2,6 +2,7 @@
 
 from opacus_ext.grad_sample import parallel, rules  # noqa: F401
 from opacus_ext.grad_sample.samplewise import (  # noqa: F401
+    bags,
     branches,
     experts,
     native,

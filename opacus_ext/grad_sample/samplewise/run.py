@@ -235,7 +235,8 @@ class Run(TorchFunctionMode):
             else:
                 out = self.call(func, *args, **kwargs)
         except RuntimeError:
-            if not self._widened(func, args):
+            x = args[0] if args and _writes(func) else None
+            if not isinstance(x, torch.Tensor) or is_batched(x) or not self.widen(x):
                 raise
             return self.__torch_function__(func, types, args, kwargs)
         if isinstance(out, torch.Tensor):
@@ -313,15 +314,14 @@ class Run(TorchFunctionMode):
         swap = {id(x): self.copy(self.root(x)) for x in roots}
         return func(*_swapped(args, swap), **_swapped_dict(kwargs, swap))
 
-    def _widened(self, func: Callable, args: tuple) -> bool:
+    def widen(self, x: torch.Tensor) -> bool:
         """
-        Whether an op could not write into a tensor that samples share, and that is one
-        copy a sample now. It must have been made in this run, so that nobody else
-        finds data in it.
+        Makes of a tensor that samples share one of each, for what they write into it.
+        It must have been made in this run, so that nobody else finds data in it.
+
+        Returns:
+            whether it could be done
         """
-        x = args[0] if args else None
-        if not isinstance(x, torch.Tensor) or is_batched(x) or not _writes(func):
-            return False
         made = {id(y): y for y in (ref() for ref in self._made) if y is not None}
         memory = x.untyped_storage()._cdata
         same = [
@@ -340,6 +340,7 @@ class Run(TorchFunctionMode):
                 wide = self.level.wrap(inner.clone())
             functorch.become(x, wide)
             root.tensor = wide  # as it was, under the object that is left
+            self.roots[id(root)] = self.roots.pop(id(x))
             return True
         if not functorch.is_memory_of(x, same):
             return False
