@@ -40,6 +40,11 @@ def whole(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
+def wrapped_like(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """The values of all samples ``[B, *shape]`` as they see them, if they do ``x`` so."""
+    return _add_batch_dim(y, 0, maybe_get_level(x)) if is_batched(x) else y
+
+
 class Level:
     """
     A level of vmap, over ``size`` samples.
