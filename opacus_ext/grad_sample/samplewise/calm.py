@@ -285,6 +285,9 @@ def preserved(module: nn.Module) -> Iterator[None]:
         for name, value in attributes.items():
             if name not in _OWN:
                 kept.keep(value)
+            elif "hook" in name and isinstance(value, dict):
+                # The first call of a model of transformers registers some.
+                kept.held[id(value)] = value, copy.copy(value)
         for buffer in part._buffers.values():
             kept.keep(buffer)
         forward = attributes.get("forward")  # the user's own is behind the engine
