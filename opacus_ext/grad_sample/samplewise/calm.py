@@ -135,7 +135,10 @@ def without_dropout(module: nn.Module) -> Iterator[None]:
 
 # -- hooks ---------------------------------------------------------------------------
 
-_TORCH = ("torch.nn.utils", "torch.nn.modules", "accelerate.", "peft.", "opacus_ext.")
+_OWNERS = (
+    *("torch.nn.utils", "torch.nn.modules", "torch.distributed", "transformers."),
+    *("accelerate.", "peft.", "opacus_ext."),
+)
 TABLES = ("_forward_hooks", "_forward_pre_hooks")
 
 
@@ -143,7 +146,7 @@ def is_own_hook(hook: Any) -> bool:
     """Whether a forward hook belongs to how a layer computes, not to the user."""
     for part in (hook, getattr(hook, "func", None), getattr(hook, "__self__", None)):
         where = getattr(part, "__module__", None) or type(part).__module__
-        if isinstance(where, str) and where.startswith(_TORCH):
+        if isinstance(where, str) and where.startswith(_OWNERS):
             return True
     return False
 
