@@ -28,6 +28,7 @@ from typing import (
 )
 
 import torch
+from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
@@ -235,8 +236,13 @@ class Run(TorchFunctionMode):
             else:
                 out = self.call(func, *args, **kwargs)
         except RuntimeError:
-            x = args[0] if args and _writes(func) else None
-            if not isinstance(x, torch.Tensor) or is_batched(x) or not self.widen(x):
+            x = args[0] if args else kwargs.get("tensor")
+            if not _writes(func) or not isinstance(x, torch.Tensor) or is_batched(x):
+                raise
+            if isinstance(x, nn.Parameter) and not _look(args, []):
+                with self.outside():  # of a module that the forward makes for all
+                    return func(*args, **kwargs)
+            if not self.widen(x):
                 raise
             return self.__torch_function__(func, types, args, kwargs)
         if isinstance(out, torch.Tensor):
