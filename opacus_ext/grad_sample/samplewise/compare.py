@@ -146,7 +146,8 @@ def joins_of(
         values = found if isinstance(found, list) else _each(found, batched, inputs)
         join = join_of(whole, values)
         if join is None:
-            where = first_mixing(engine, inputs)
+            # Other processes do not run it once more.
+            where = first_mixing(engine, inputs) if engine.world is None else MIXED
             join = _by_shape(whole, values) if where is None else None
             if join is None:
                 _refuse(engine, inputs, name, whole, values, where or MIXED)

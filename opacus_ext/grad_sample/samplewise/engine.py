@@ -254,11 +254,13 @@ class Engine:
         Raises:
             NewOutput: if it has to be compared first
         """
-        if size == 1 and self.world is None:
+        if size == 1:
             return [ONLY] * sum(1 for _ in tensors_in(output))
         if "joins" not in known:
             return None
         found = known["joins"].get(kind_of(output))
+        if self.world is not None and known["joins"] and found is None:
+            found = next(iter(known["joins"].values()))  # others would not look again
         if found is None and size:
             raise NewOutput()
         return found
