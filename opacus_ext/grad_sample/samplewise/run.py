@@ -192,6 +192,7 @@ class Run(TorchFunctionMode):
         self.batch = size  # samples of all runs of one forward pass
         self.rows: Optional[torch.Tensor] = None  # which of these are here; None: all
         self.abandoned = False
+        self.half = False  # whether something is computed in half precision
         self.done = False  # whether its gradients have been taken
         self._same: Dict[int, Tuple[torch.Tensor, torch.Tensor]] = {}
         self._recipes: Dict[int, Tuple[torch.Tensor, Op]] = {}
@@ -339,7 +340,8 @@ class Run(TorchFunctionMode):
         if not self._quiet:
             for root in use.roots:
                 if root is not None:
-                    self.pending[id(root)] += 1
+                    self.pending[id(root.tensor)] += 1
+        self.half = self.half or inner.dtype.itemsize < 4
         kept = [x.detach() if x.requires_grad else x for x in saved]
         return self._capture(inner, self.engine.anchor, use, *kept)
 
