@@ -7,10 +7,10 @@ Importing this package beside ``opacus.PrivacyEngine`` extends the modes "hooks"
 
 from importlib import import_module
 
-#TMP from opacus_ext.checks import check_per_sample_gradients
-#TMP from opacus_ext.errors import ErrorTracker, track_errors
+from opacus_ext.checks import check_per_sample_gradients
+from opacus_ext.errors import ErrorTracker, track_errors
 from opacus_ext.grad_sample.factors import GradSample, OneHot, workspace
-#TMP from opacus_ext.grad_sample.leaks import Leak, find_leaks
+from opacus_ext.grad_sample.leaks import Leak, find_leaks
 from opacus_ext.grad_sample.rules.experts import expert_batching
 from opacus_ext.grad_sample.rules.registry import register_forward, register_rule
 from opacus_ext.grad_sample.samplewise.native import register_native
@@ -43,7 +43,7 @@ __all__ = [
 ]
 
 register()
-0 and when_imported(
+when_imported(
     "transformers.modeling_utils",
     lambda: import_module("opacus_ext.layers.transformers_attention"),
 )

@@ -19,8 +19,8 @@ from opacus.grad_sample import AbstractGradSampleModule
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from opacus_ext.grad_sample.independence import no_dropout
 from opacus_ext.grad_sample.parallel import world_of
+from opacus_ext.grad_sample.samplewise.calm import no_dropout
 
 LossFn = Callable[[nn.Module, Any], torch.Tensor]
 Grads = Dict[str, torch.Tensor]

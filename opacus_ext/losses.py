@@ -2,27 +2,32 @@
 
 A model's own ``loss`` is one number for the batch, mostly the mean over all of its
 tokens: how much a sample weighs in it depends on how long the others are, so clipping
-each sample bounds nothing. :func:`model_losses` runs the model's own code, label shift
-and all, with its loss functions computed sample by sample.
+each sample bounds nothing. :func:`model_losses` gives what the model's own code, label
+shift and all, computes for each sample alone.
 
 No other module of this package needs transformers, and neither does this one: it takes
-any model that computes its loss from its labels by torch's loss functions.
+any model that computes its loss from its labels.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
+from typing import Any, Callable, Dict, List, Optional, Tuple
 
 import torch
 from opacus.grad_sample import AbstractGradSampleModule
 from torch import nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from opacus_ext.grad_sample.factors import wide, workspace
+from opacus_ext.grad_sample.modes.loss import INDEPENDENT
+from opacus_ext.grad_sample.samplewise.engine import Engine
+from opacus_ext.grad_sample.samplewise.inputs import read_inputs
+from opacus_ext.grad_sample.samplewise.run import Refused
+from opacus_ext.grad_sample.samplewise.walk import map_tensors
 from opacus_ext.layers.linear_cross_entropy import LinearCrossEntropy, PendingLogits
 
 _REDUCTIONS = ("mean", "sum")
@@ -141,30 +146,34 @@ class PerSample(nn.Module):
         return losses.mean() if self.reduction == "mean" else losses.sum()
 
 
+INDEPENDENT.add(PerSample)
+
+
 def model_losses(
     model: nn.Module, batch: Mapping[str, Any], *, reduction: str = "mean"
 ) -> torch.Tensor:
     """
-    The losses that a model computes of its labels, one a sample.
+    The losses that a model computes of its labels: of each sample what the model gives
+    for it alone, as a batch of one.
 
     The model is called with the batch as it is, so labels are shifted, decoder inputs
-    made and problem types told by its own code. Where that calls one of torch's loss
-    functions, each sample gets its own mean.
+    made and problem types told by its own code. What that computes over the batch (the
+    balancing loss of a mixture of experts, a mean over tokens) is computed over each
+    sample. A private model runs all samples at once, others one after the other.
 
     Args:
         model: a model of transformers with a head, or any that gives ``loss`` for
             keyword arguments; wrapped by ``make_private``, PEFT or not at all
         batch: the model's keyword arguments, labels among them, the batch first
         reduction: "mean" over a sample's own labels that are not ignored, or their
-            "sum"
+            "sum": what torch's loss functions are asked for in the place of a mean
 
     Returns:
-        Losses ``[B]``; zero for a sample without labels.
+        Losses ``[B]``; zero where none of a sample's labels counts.
 
     Raises:
-        ValueError: without labels, or if the model's loss is not made of terms that
-            belong to one sample each: a balancing loss over the batch, a loss function
-            that is not known here
+        ValueError: if the model gives no loss, or not one number for a sample; with
+            "num_items_in_batch", by which the tokens of other samples would count
 
     Example:
         >>> import torch
@@ -191,20 +200,32 @@ def model_losses(
             "num_items_in_batch divides each sample's loss by a number of other "
             "samples' tokens. Leave it out of the batch."
         )
-    inner = next(m for m in model.modules() if not isinstance(m, _wrappers()))
-    with _Rebuild(inner, reduction) as rebuild:
-        output = model(**batch)
-    losses = _loss_of(output)
-    if losses is None or not rebuild.knows(losses):
-        name = type(inner).__name__
-        what = "gave no loss" if losses is None else "computes its loss by other means"
-        raise ValueError(
-            f"{name} {what}: what torch's loss functions made of the batch's labels "
-            f"({', '.join(_label_names(batch)) or 'there are none'}) is not its output "
-            '"loss". Compute one loss a sample from its other outputs, for example by '
-            "opacus_ext.losses.cross_entropy(logits, labels)."
-        )
-    return losses
+    engine, each = _engine_of(model), _Each(model, reduction, list(batch))
+    if engine is None or not engine.enabled or not torch.is_grad_enabled():
+        return _one_by_one(model, batch, each)
+    before, engine.each = engine.each, each
+    try:
+        return _find_loss(model(**batch))
+    finally:
+        engine.each = before
+
+
+def _engine_of(model: nn.Module) -> Optional[Engine]:
+    found = (vars(module).get("forward") for module in model.modules())
+    return next((x for x in found if isinstance(x, Engine)), None)
+
+
+def _one_by_one(
+    model: nn.Module, batch: Mapping[str, Any], each: "_Each"
+) -> torch.Tensor:
+    losses: Dict[int, torch.Tensor] = {}
+    for rows, part in read_inputs(Engine(model), (), dict(batch)).parts():
+        for b in range(part.size):
+            loss = _find_loss(each(model, **part.alone(b).kwargs))
+            losses[b if rows is None else int(rows[b])] = loss.reshape(())
+    if not losses:
+        return next(model.parameters()).new_zeros(0)
+    return torch.stack([losses[b] for b in range(len(losses))])
 
 
 class PerRecord(nn.Module):
@@ -241,7 +262,6 @@ class PerRecord(nn.Module):
     def __init__(self, model: nn.Module):
         super().__init__()
         self.model = model
-        self.rows_per_sample = 1  # of the call at work, for the tape
 
     def forward(self, **inputs: Any) -> Any:
         """See the class."""
@@ -255,15 +275,13 @@ class PerRecord(nn.Module):
             )
         (lead,) = shapes
         flat = {n: x.flatten(0, 1) if n in tensors else x for n, x in inputs.items()}
-        self.rows_per_sample = lead[1]
 
         def by_record(x: Any) -> Any:
-            x = settled(x)  # a model with parameters of its own may leave it open
             rows = isinstance(x, torch.Tensor) and x.shape[:1] == (lead.numel(),)
             return x.unflatten(0, lead) if rows else x
 
         output = self.model(**flat)
-        if _loss_of(output) is not None:
+        if _find_loss(output) is not None:
             return output
         return tree_map(by_record, output)
 
@@ -277,16 +295,12 @@ def _wrappers() -> Tuple[type, ...]:
     return AbstractGradSampleModule, nn.parallel.DistributedDataParallel
 
 
-def _loss_of(output: Any) -> Optional[torch.Tensor]:
+def _find_loss(output: Any) -> Optional[torch.Tensor]:
     if isinstance(output, Mapping):
         return output.get("loss")
     if isinstance(output, tuple):
         return output[0] if output else None
     return getattr(output, "loss", None)
-
-
-def _label_names(batch: Mapping[str, Any]) -> List[str]:
-    return [n for n in batch if "label" in n or n.endswith("_positions")]
 
 
 def _count(
@@ -313,14 +327,6 @@ def _reduce(
 def _by_rows(function: Callable, given: Dict[str, Any]) -> torch.Tensor:
     """A loss of logits ``[rows, V]``; without gradients, some rows at a time."""
     x, target = given["input"], given["target"]
-    if isinstance(x, PendingLogits):
-        plain = given["weight"] is None and not given.get("label_smoothing")
-        if function is not F.cross_entropy or x.dim() != 2 or not plain:
-            raise ValueError(
-                "a chunked head (chunked_head) takes cross_entropy of logits "
-                "[rows, V], without class weights and label smoothing"
-            )
-        return x.losses(target, given["ignore_index"])
     step = len(x)
     if x.dim() == 2 and not (torch.is_grad_enabled() and x.requires_grad):
         step = workspace() // max(1, 4 * x.shape[1])
@@ -337,218 +343,104 @@ def _by_sample(x: torch.Tensor, size: int) -> torch.Tensor:
 
 # -- the model's own loss, sample by sample ----------------------------------------
 
-_Losses = Callable[..., Tuple[torch.Tensor, Optional[torch.Tensor]]]
-_TABLE: Dict[Callable, _Losses] = {}
-
-
-def _rows_of(function: Callable) -> Callable[[_Losses], _Losses]:
-    """Registers how a loss function's rows, and what each counts, are computed."""
-
-    def decorator(rows: _Losses) -> _Losses:
-        _TABLE[function] = rows
-        return rows
-
-    return decorator
-
-
-@_rows_of(F.cross_entropy)
-@_rows_of(F.nll_loss)
-def _classes(function: Callable, given: Dict[str, Any]) -> tuple:
-    target = given["target"]
-    if target.is_floating_point():
-        raise ValueError("cross_entropy with a distribution as its target")
-    count = _count(target, given["ignore_index"], given["weight"])
-    return _by_rows(function, given), count
-
-
-@_rows_of(F.mse_loss)
-@_rows_of(F.l1_loss)
-@_rows_of(F.smooth_l1_loss)
-@_rows_of(F.huber_loss)
-@_rows_of(F.binary_cross_entropy)
-@_rows_of(F.binary_cross_entropy_with_logits)
-def _entries(function: Callable, given: Dict[str, Any]) -> tuple:
-    return function(**given, reduction="none"), None
-
-
-@_rows_of(F.ctc_loss)
-def _sequences(function: Callable, given: Dict[str, Any]) -> tuple:
-    return function(**given, reduction="none"), given["target_lengths"].clamp(min=1)
-
-
-# What a model does with its loss before it gives it out.
-_ARITHMETIC = {
-    *("add", "sub", "mul", "div", "true_divide", "neg", "__add__", "__radd__"),
-    *("__iadd__", "__sub__", "__rsub__", "__isub__", "__mul__", "__rmul__"),
-    *("__imul__", "__truediv__", "__itruediv__", "__neg__", "add_", "mul_", "div_"),
-    *("to", "float", "double", "type", "clone", "contiguous", "mean", "sum"),
+_CLASSES = {F.cross_entropy, F.nll_loss}
+_LOSSES = _CLASSES | {
+    *(F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.ctc_loss, F.kl_div),
+    *(F.binary_cross_entropy, F.binary_cross_entropy_with_logits),
 }
 
 
-class _Rebuild(TorchFunctionMode):
+class _Each(TorchFunctionMode):
     """
-    Within it, the loss functions that ``module`` calls give one loss a sample.
+    Calls a model for one sample: torch's loss functions give the reduction that is
+    asked for, and zero where no label counts.
 
     Args:
-        module: the model, in whose calls the labels are met
+        model: whose chunked heads wait for a loss function
         reduction: in the place of the model's "mean"
+        names: of what the batch holds
     """
 
-    def __init__(self, module: nn.Module, reduction: str):
+    def __init__(self, model: nn.Module, reduction: str, names: List[str]):
         super().__init__()
-        self.module, self.reduction = module, reduction
-        self._losses: List[torch.Tensor] = []
-        self._given: Optional[Dict[str, torch.Tensor]] = None  # None: outside of it
+        inner = next(m for m in model.modules() if not isinstance(m, _wrappers()))
+        self.model, self.names, self.reduction = type(inner).__name__, names, reduction
+        self._heads = [m for m in model.modules() if isinstance(m, LinearCrossEntropy)]
 
-    def __enter__(self) -> "_Rebuild":
-        begin = self.module.register_forward_pre_hook(self._begin, with_kwargs=True)
-        # First, as what follows may look at the losses by ops of any kind.
-        end = self.module.register_forward_hook(self._end, prepend=True)
-        self._handles = [begin, end]
-        self._pend(True)
-        return super().__enter__()
+    def __call__(self, forward: Callable, *args: Any, **kwargs: Any) -> Any:
+        """What ``forward`` gives, hidden states in the place of pending logits."""
+        for head in self._heads:
+            head.pending = True
+        try:
+            with self:
+                output = forward(*args, **kwargs)
+        finally:
+            for head in self._heads:
+                head.pending = False
+        self._check(_find_loss(output))
+        return map_tensors(_hidden, output) if self._heads else output
 
-    def __exit__(self, *exc: Any) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._pend(False)
-        super().__exit__(*exc)
-
-    def _pend(self, pending: bool) -> None:
-        for module in self.module.modules():
-            if isinstance(module, LinearCrossEntropy):
-                module.pending = pending
-
-    def _begin(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
-        self._given = {n: x for n, x in kwargs.items() if isinstance(x, torch.Tensor)}
-        names = _label_names(self._given)
-        if not names:
-            raise ValueError(
-                f"{type(module).__name__}: no labels among {', '.join(kwargs)}. Give "
-                'them as tensors by keyword, "labels" or what the model calls them.'
+    def _check(self, loss: Any) -> None:
+        instead = (
+            "compute one loss a sample from its other outputs, for example by "
+            "opacus_ext.losses.cross_entropy(logits, labels)."
+        )
+        if not isinstance(loss, torch.Tensor):
+            raise Refused(
+                f"{self.model} gave no loss for {', '.join(self.names)}. Give it "
+                f'labels by keyword, "labels" or what it calls them, or {instead}'
             )
-        self._size = len(self._given["labels" if "labels" in names else names[0]])
-
-    def _end(self, module: nn.Module, args: tuple, output: Any) -> Any:
-        self._given = None
-        losses = _loss_of(output)
-        # Nothing else is needed: the logits of a large vocabulary can go.
-        known = losses is not None and self.knows(losses)
-        return {"loss": losses} if known else output
-
-    def knows(self, x: torch.Tensor) -> bool:
-        """Whether these are losses of samples."""
-        return any(x is y for y in self._losses)
+        if loss.numel() != 1:
+            raise Refused(
+                f"{self.model} gives a loss of shape {tuple(loss.shape)}, which is not "
+                f"one number. Reduce it in the model, or {instead}"
+            )
 
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self._given is None:
-            return func(*args, **kwargs)
-        rows = _TABLE.get(func)
-        if rows is not None:
-            return self._rebuilt(func, rows, args, kwargs)
-        name = getattr(func, "__name__", "")
-        if name == "float" and args[0].dtype == torch.float64:
+        if func in _LOSSES:
+            return self._loss(func, args, kwargs)
+        if func is torch.Tensor.float and args[0].dtype == torch.float64:
             return args[0]  # many models widen half precision so
-        if any(self.knows(x) for x in args if isinstance(x, torch.Tensor)):
-            return self._arithmetic(name, func, args, kwargs)
         return func(*args, **kwargs)
 
-    def _arithmetic(self, name: str, func: Callable, args: tuple, kwargs: dict) -> Any:
-        tensors = [x for x in tree_leaves((args, kwargs)) if torch.is_tensor(x)]
-        if name in ("mean", "sum"):
-            return args[0]  # of one number, to the model
-        result = func(*args, **kwargs)
-        if name in _ARITHMETIC:
-            others = [x for x in tensors if not self.knows(x)]
-            if others:
-                raise ValueError(
-                    f"{type(self.module).__name__} adds to its loss a number computed "
-                    f"of the whole batch ({name} with a tensor of shape "
-                    f"{tuple(others[0].shape)}), such as the balancing loss of a "
-                    "mixture of experts. Turn it off (output_router_logits=False in "
-                    "the model's config or in the batch) and add opacus_ext.layers."
-                    "balancing_loss, one term a sample, to the losses."
-                )
-            self._losses.append(result)
-        return result
-
-    def _rebuilt(
-        self, func: Callable, rows: _Losses, args: tuple, kwargs: dict
-    ) -> torch.Tensor:
+    def _loss(self, func: Callable, args: tuple, kwargs: dict) -> torch.Tensor:
         bound = inspect.signature(func).bind(*args, **kwargs)
         bound.apply_defaults()
-        given = {
-            n: x
-            for n, x in bound.arguments.items()
-            if n not in ("size_average", "reduce", "reduction")
-        }
-        reduction = bound.arguments["reduction"]
-        if reduction == "none":
-            return func(*args, **kwargs)
-        where = f"{type(self.module).__name__}, {func.__name__}"
-        try:
-            self._check(given)
-            each, count = rows(func, given)
-        except ValueError as error:
-            raise ValueError(
-                f"{where}: {error}. Its rows can't be assigned to the {self._size} "
-                "samples: compute one loss a sample from the model's other outputs, "
-                "for example by opacus_ext.losses.cross_entropy(logits, labels)."
-            ) from error
-        if reduction == "mean":
-            reduction = self.reduction
-        losses = _reduce(each, count, self._size, reduction)
-        self._losses.append(losses)
-        return losses
-
-    def _check(self, given: Dict[str, Any]) -> None:
-        """
-        Raises:
-            ValueError: if the rows are not those of one sample after the other
-        """
-        if "target_lengths" in given:
-            if len(given["target_lengths"]) == self._size:
-                return
+        given = dict(bound.arguments)
+        asked = given.pop("reduction")
+        given.pop("size_average", None), given.pop("reduce", None)
+        reduction = self.reduction if asked == "mean" else asked
+        if func not in _CLASSES or given["target"].is_floating_point():
+            return func(**given, reduction=reduction)
+        if isinstance(given["input"], PendingLogits):
+            rows = _pending(func, given)
+            if reduction == "none":
+                return rows
+            total = rows.sum()
+        elif reduction == "none":
+            return func(**given, reduction="none")
         else:
-            target = given["target"]
-            ignore = given.get("ignore_index")
-            fits = target.numel() % max(self._size, 1) == 0
-            if fits and any(
-                _is_of(_by_sample(target, self._size), labels, ignore)
-                for labels in self._candidates()
-            ):
-                return
-        raise ValueError("its target is not a label tensor of the batch")
-
-    def _candidates(self) -> Iterator[torch.Tensor]:
-        """Labels ``[B, length]``, as they were given and as next tokens."""
-        for labels in self._given.values():
-            if not labels.dim() or labels.numel() % max(self._size, 1):
-                continue
-            yield _by_sample(labels, self._size)
-            if labels.dim() > 1 and not labels.is_floating_point():
-                yield _by_sample(labels[..., 1:], self._size)
-                shifted = F.pad(labels, (0, 1), value=-100)[..., 1:]
-                yield _by_sample(shifted, self._size)
+            total = func(**given, reduction="sum")
+        if reduction == "sum":
+            return total
+        count = _count(given["target"], given["ignore_index"], given["weight"]).sum()
+        return total / torch.where(count > 0, count, 1)
 
 
-def _is_of(
-    target: torch.Tensor, labels: torch.Tensor, ignore_index: Optional[int]
-) -> bool:
-    """Whether the rows of a target are some labels, each sample's in its place."""
-    labels = labels.to(target)
-    if target.shape == labels.shape:
-        same = target == labels
-        if ignore_index is not None:
-            same |= target == ignore_index
-        elif target.is_floating_point():
-            same |= target.isnan() & labels.isnan()
-        return bool(same.all())
-    if ignore_index is None:
-        return False
-    # With other ignored ones between them, such as those of a prompt.
-    a, b = target != ignore_index, labels != ignore_index
-    return torch.equal(a.sum(1), b.sum(1)) and torch.equal(target[a], labels[b])
+def _hidden(x: torch.Tensor) -> torch.Tensor:
+    return x.hidden if isinstance(x, PendingLogits) else x
+
+
+def _pending(function: Callable, given: Dict[str, Any]) -> torch.Tensor:
+    x = given["input"]
+    plain = given["weight"] is None and not given.get("label_smoothing")
+    if function is not F.cross_entropy or x.dim() != 2 or not plain:
+        raise ValueError(
+            "A chunked head (chunked_head) takes cross_entropy of logits [rows, V], "
+            "without class weights and label smoothing. Leave chunked_head(model) "
+            "away."
+        )
+    return x.losses(given["target"], given["ignore_index"])

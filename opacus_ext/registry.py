@@ -34,10 +34,8 @@ from opacus_ext.grad_sample.parallel import world_of
 from opacus_ext.grad_sample.rules.registry import (
     FALLBACKS,
     RULES,
-    STAND_INS,
     Factors,
     Rule,
-    find_forward,
 )
 from opacus_ext.optimizers.clipping import CLIPPINGS, find_clipping
 from opacus_ext.optimizers.optimizer import (
@@ -99,7 +97,7 @@ def register() -> None:
     )
     _replace(PrivacyEngine, "make_private", _make_private(PrivacyEngine.make_private))
     for name, table in (("validate", "VALIDATORS"), ("fix", "FIXERS")):
-        _replace(ModuleValidator, name, _without_stand_ins(name, table))
+        _replace(ModuleValidator, name, _without_kept(name, table))
     _add(
         opacus.accountants.registry._ACCOUNTANTS,
         PRVBoundsAccountant.mechanism(),
@@ -234,7 +232,7 @@ def _make_private(make_private: Callable) -> Callable:
         try:
             _refuse_spread(module, _stock, **kwargs)
             if _stock or kwargs.get("grad_sample_mode", "hooks") not in MODES:
-                _refuse_stand_ins(module, kwargs.get("grad_sample_mode", "hooks"))
+                _refuse_kept(module, kwargs.get("grad_sample_mode", "hooks"))
             if _stock:
                 return make_private(self, module=module, **kwargs)
             fresh = not hasattr(module, "autograd_grad_sample_hooks")
@@ -349,17 +347,18 @@ def _clean(module: nn.Module) -> None:
 # -- validators --------------------------------------------------------------------
 
 
-def _without_stand_ins(name: str, table: str) -> classmethod:
-    """
-    Opacus refuses or replaces layers such as ``nn.LSTM``, which are trained as they
-    are here. Its tables stay, for its own modes and for who looks into them.
-    """
+# Opacus refuses or replaces them, and here they are trained as they are.
+_KEPT = (nn.LSTM, nn.GRU, nn.MultiheadAttention)
+
+
+def _without_kept(name: str, table: str) -> classmethod:
+    """Opacus's tables stay, for its own modes and for who looks into them."""
     whole = vars(ModuleValidator)[name].__func__
 
     @functools.wraps(whole)
     def part(cls: type, module: nn.Module, **kwargs: Any) -> Any:
         entries = getattr(ModuleValidator, table)
-        hidden = {layer: entries[layer] for layer in STAND_INS if layer in entries}
+        hidden = [layer for layer in _KEPT if layer in entries]
         order = dict(entries)
         try:
             for layer in hidden:
@@ -373,10 +372,9 @@ def _without_stand_ins(name: str, table: str) -> classmethod:
     return classmethod(part)
 
 
-def _refuse_stand_ins(module: nn.Module, mode: str) -> None:
+def _refuse_kept(module: nn.Module, mode: str) -> None:
     for name, layer in module.named_modules():
-        known = type(layer) in ModuleValidator.VALIDATORS and find_forward(layer)
-        if known and any(p.requires_grad for p in layer.parameters()):
+        if type(layer) in _KEPT and any(p.requires_grad for p in layer.parameters()):
             raise ValueError(
                 f"{name or 'the model'} ({type(layer).__name__}) is trained as it is "
                 f"in the modes {', '.join(MODES)} of PrivacyEngine; got "

@@ -37,6 +37,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from opacus_ext.errors import _units
+from opacus_ext.grad_sample.samplewise.functorch import is_batched
 
 Number = Union[float, Tensor]
 
@@ -286,7 +287,8 @@ def _cubic(t: Tensor, a3: float, a2: float, a1: float, a0: float) -> Tensor:
     constant = partial(torch.full, (), dtype=t.dtype, device=t.device)
     y = torch.add(constant(a2), t, alpha=a3)
     for a in (a1, a0):
-        y = torch.addcmul(constant(a), y, t, out=None if y.requires_grad else y)
+        new = y.requires_grad or is_batched(y)
+        y = torch.addcmul(constant(a), y, t, out=None if new else y)
     return y
 
 

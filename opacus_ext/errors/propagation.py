@@ -12,9 +12,11 @@ possible because the noise of DP-SGD is isotropic. The formulas are those of
 operation are taken to err independently, residual sums included, and so is what a
 statistic over the width (a norm, a variance) has of its own.
 
-The batch is taken to be the first dimension, or in rows with the tokens: where it would
-become the last one, of which means are taken, the error is lost. In a model with the
-batch second, what drops the width (``[T, B]``) must not go through more than moves.
+In private training each sample runs by itself (samplewise/engine.py), and so do its
+variances. In evaluation the batch is taken to be the first dimension, or in rows with
+the tokens: where it would become the last one, of which means are taken, the error is
+lost. In a model with the batch second, what drops the width (``[T, B]``) must not go
+through more than moves.
 """
 
 from __future__ import annotations
@@ -37,15 +39,16 @@ from typing import (
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from opacus_ext.errors import moments
 from opacus_ext.errors.moments import Moments
+from opacus_ext.grad_sample.samplewise import native
+from opacus_ext.grad_sample.samplewise.functorch import is_batched, whole, wrapped_like
 
 # What is noted on tensors as attributes.
-NOTES = ("_spread", "_which", "_squares", "_of_weights")
+NOTES = ("_spread", "_which", "_squares", "_of_weights", "_of_view")
 
 
 class Spread(NamedTuple):
@@ -92,13 +95,17 @@ class Call(NamedTuple):
     args: Tuple[Any, ...]
     kwargs: Dict[str, Any]
     out: Any
-    spread: Callable[[Any], Optional[Spread]]
+    mode: "Propagation"
 
     def arg(self, position: int, name: str, default: Any = None) -> Any:
         """An argument by position or name."""
         if position < len(self.args):
             return self.args[position]
         return self.kwargs.get(name, default)
+
+    def spread(self, x: Any) -> Union[None, Spread, Lost]:
+        """What is known of an argument's variance; None for a known one."""
+        return self.mode.of(x)
 
     def token(self, x: Any) -> Optional[Tensor]:
         """The variance ``[*, 1]`` of an argument; None for a known one."""
@@ -239,7 +246,6 @@ class Propagation(TorchFunctionMode):
         if spread is not None or getattr(x, "_spread", None) is not None:
             x._spread = spread
 
-    @torch.compiler.disable
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         raw = getattr(func, "__name__", "")
@@ -271,16 +277,19 @@ class Propagation(TorchFunctionMode):
             self.set(kept, self.of(args[0]))
             given = (kept, *args[1:])
         out = func(*args, **kwargs)
-        outputs = [x for x in _tensors(out) if x.is_floating_point() or x.is_complex()]
-        if raw == "__setitem__":
-            outputs = [args[0]]
-        if not outputs:
-            return out
-        call = Call(name, func, given, kwargs, out, self.of)
-        if not written and any(x is y for x in outputs for y in inputs):
-            return out  # as it was, .contiguous() of what is
-        if outputs[0].dim() == 1 and all(map(self._weights, _tensors(inputs))):
-            outputs[0]._of_weights = True
+        with torch._C.DisableTorchFunction():
+            outputs = [args[0]] if raw == "__setitem__" else _inexact(out)
+            if not outputs:
+                return out
+            if not written and any(x is y for x in outputs for y in inputs):
+                return out  # as it was, .contiguous() of what is
+            if outputs[0].dim() == 1 and all(map(self._weights, _tensors(inputs))):
+                outputs[0]._of_weights = True
+            if RULES.get(name) is _moved:
+                for x in outputs:
+                    if is_batched(x) and whole(x)._is_view():
+                        x._of_view = True
+        call = Call(name, func, given, kwargs, out, self)
         if self.later and not written:
             # Not the output itself: what it carries must not lead back to it.
             apart = call._replace(out=_apart(out))
@@ -288,8 +297,8 @@ class Propagation(TorchFunctionMode):
             return out
         for x, result in zip(outputs, self._results(call, len(outputs))):
             self.set(x, result)
-            if written and x is args[0] and x._is_view():
-                self._set_base(x)
+            if written and x is args[0]:
+                self._set_base(x, noted=known[0] is not None)
         return out
 
     def _weights(self, x: Tensor) -> bool:
@@ -313,14 +322,25 @@ class Propagation(TorchFunctionMode):
                 with quietly(call.args[0]):
                     return [_turned_on(call, lost)]
             return [Lost(lost.operation)] * number
-        with quietly(_tensors(call.out)[0] if call.out is not None else call.args[0]):
+        like = call.args[0] if call.out is None else _tensors(call.out)[0]
+        # Which rows a mask takes is for the run to say, of all samples.
+        rest = _tensors(list(_flat(call.args[1:], call.kwargs)))
+        asks = call.name in _ASKS and any(map(is_batched, rest))
+        with quietly(like, alone=not asks):
             made = RULES[call.name](call)
         if made is None or isinstance(made, (Spread, Lost)):
             return [made] * number
         return list(made)
 
-    def _set_base(self, view: Tensor) -> None:
+    def _set_base(self, view: Tensor, noted: bool) -> None:
         """Says of a tensor what is known of a view of it that was changed in place."""
+        if not whole(view)._is_view():
+            return
+        if is_batched(view):
+            # Its base is not to be had. But what vmap makes are views as well.
+            if hasattr(view, "_of_view") or not noted:
+                raise NotImplementedError("a change in place of a view that has errors")
+            return
         base, known = view._base, self.of(view)
         before = self.of(base) if base.dtype == view.dtype else Lost("view")
         if isinstance(known, Lost) or isinstance(before, Lost):
@@ -328,12 +348,12 @@ class Propagation(TorchFunctionMode):
             return
         with quietly(base):
             new, old = self.token(view), self.token(base)
-            whole = torch.empty_strided(
+            every = torch.empty_strided(
                 *(base.shape, base.stride()), dtype=old.dtype, device=old.device
             ).copy_(old)
             at = view.storage_offset() - base.storage_offset()
-            whole.as_strided(view.shape, view.stride(), at).copy_(new)
-            self.set(base, Spread(_last_mean(whole)))
+            every.as_strided(view.shape, view.stride(), at).copy_(new)
+            self.set(base, Spread(_last_mean(every)))
 
 
 _WRITING = frozenset(
@@ -371,18 +391,29 @@ _BLIND = frozenset(
 )
 
 
-class quietly:
-    """Without gradients, autocast and modes such as these."""
+_ASKS = frozenset("getitem setitem masked_select repeat_interleave send".split())
 
-    def __init__(self, x: Tensor):
+
+class quietly:
+    """
+    Without gradients and autocast.
+
+    Args:
+        x: of the device
+        alone: without modes such as these as well
+    """
+
+    def __init__(self, x: Tensor, alone: bool = True):
         kind = x.device.type
         self._autocast = torch.is_autocast_enabled(kind) and torch.autocast(
             kind, enabled=False
         )
+        self._modes = torch._C.DisableTorchFunction() if alone else None
 
     def __enter__(self) -> None:
-        self._graph, self._modes = torch.no_grad(), torch._C.DisableTorchFunction()
-        self._modes.__enter__()
+        self._graph = torch.no_grad()
+        if self._modes:
+            self._modes.__enter__()
         self._graph.__enter__()
         if self._autocast:
             self._autocast.__enter__()
@@ -391,7 +422,8 @@ class quietly:
         if self._autocast:
             self._autocast.__exit__(*args)
         self._graph.__exit__(*args)
-        self._modes.__exit__(*args)
+        if self._modes:
+            self._modes.__exit__(*args)
 
 
 def _flat(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterable[Any]:
@@ -410,6 +442,11 @@ def _tensors(out: Any) -> List[Tensor]:
     return []
 
 
+def _inexact(out: Any) -> List[Tensor]:
+    """The tensors that may err."""
+    return [x for x in _tensors(out) if x.is_floating_point() or x.is_complex()]
+
+
 def _dtype(x: Tensor) -> torch.dtype:
     """Of its variance."""
     return torch.promote_types(x.dtype.to_real(), torch.float32)
@@ -422,7 +459,7 @@ def _zeros(x: Tensor, shape: Any) -> Tensor:
 def _apart(out: Any) -> Any:
     """The same values in tensors of their own."""
     if isinstance(out, Tensor):
-        return out.data
+        return out.detach()
     return [_apart(x) for x in out]
 
 
@@ -466,13 +503,14 @@ def _expected(call: Call, x: Any) -> Any:
 def _squares(x: Tensor) -> Tensor:
     """The sum of squares over the last dimension; kept, as several layers ask."""
     # What has no note is the user's, and inference tensors don't count versions.
-    keep = hasattr(x, "_spread") and not x.is_inference()
+    keep = hasattr(x, "_spread") and not whole(x).is_inference()
+    version = whole(x)._version if keep else None
     known = getattr(x, "_squares", None) if keep else None
-    if known is not None and known[0] == x._version:
+    if known is not None and known[0] == version:
         return known[1]
     total = torch.linalg.vector_norm(_wide(x), dim=-1, keepdim=True).square()
     if keep:
-        x._squares = x._version, total
+        x._squares = version, total
     return total
 
 
@@ -504,6 +542,29 @@ def _left(call: Call, x: Any, norm: Any) -> Optional[Tensor]:
     q = (1 + spread.excess / value).square()
     q = torch.minimum(q, 1 / q)  # a factor has the inverse of a divisor
     return 1 - q * (2 - q) / x.size(-1)
+
+
+def carry(x: Tensor, y: Tensor, move: Callable[[Tensor], Tensor]) -> None:
+    """Notes of ``y``, which is ``move(x)`` by other means, what is known of ``x``."""
+    known = getattr(x, "_spread", None)
+    if isinstance(known, Later):
+        known.mode.force()
+        known = known.make()[x._which]
+    if known is None:
+        return
+    if isinstance(known, Lost):
+        y._spread = Lost(known.operation)
+        return
+    with quietly(x):
+        parts = [
+            None if z is None else z[(None,) * (x.dim() - z.dim())] for z in known
+        ]
+        y._spread = Spread(
+            *(None if z is None else move(z.expand(x.shape[:1] + z.shape[1:])) for z in parts)
+        )
+
+
+native.CARRIED.append(carry)
 
 
 # -- moved, not changed ----------------------------------------------------------------
@@ -682,11 +743,11 @@ def _joined(call: Call) -> Result:
 def _set(call: Call) -> Result:
     x, index, value = call.args
     before, after = call.token(x), call.token(value)
-    whole = _zeros(x, x.shape)
+    every = _zeros(x, x.shape)
     if before is not None:
-        whole = whole + before
-    whole[index] = 0.0 if after is None else after
-    return Spread(_last_mean(whole))
+        every = every + before
+    every[index] = 0.0 if after is None else after
+    return Spread(_last_mean(every))
 
 
 @register_propagation("where")
@@ -751,7 +812,7 @@ def _placed(call: Call) -> Result:
         return Lost(call.name)
     by_row = call.name.startswith("index") and dim % x.dim() != x.dim() - 1
 
-    def whole(y: Any) -> Any:
+    def every(y: Any) -> Any:
         if not isinstance(y, Tensor):
             return 0.0
         variance = call.token(y)
@@ -760,7 +821,7 @@ def _placed(call: Call) -> Result:
         return variance.expand((*y.shape[:-1], 1) if by_row else y.shape)
 
     place = getattr(Tensor, call.name)
-    return Spread(_last_mean(place(whole(x), dim, index, whole(source))))
+    return Spread(_last_mean(place(every(x), dim, index, every(source))))
 
 
 @register_propagation("masked_scatter")
@@ -955,13 +1016,11 @@ def _elementwise(call: Call) -> Result:
     plain = call.func
     if plain.__name__.endswith("_"):  # in place, or an operator
         plain = getattr(Tensor, call.name, None) or getattr(F, call.name)
-    # Those hooks are for the graph of the model: activation checkpointing.
-    same = saved_tensors_hooks(lambda x: x, lambda x: x)
-    with torch.inference_mode(False), torch.enable_grad(), same:
-        value = _wide(_expected(call, x)).clone().requires_grad_()
-        y = plain(value, *rest, **kwargs)
-        (slope,) = torch.autograd.grad(y.sum(), value)
-    excess = None if spread.excess is None else y.detach() - _wide(call.out)
+    value = _wide(_expected(call, x))
+    y, slope = torch.func.jvp(
+        lambda value: plain(value, *rest, **kwargs), (value,), (torch.ones_like(value),)
+    )
+    excess = None if spread.excess is None else y - _wide(call.out)
     return Spread(variance * _mean_square(slope, slope), excess=excess)
 
 
@@ -1087,15 +1146,66 @@ def _grouped_mm(call: Call) -> Result:
         return Lost("grouped_mm")
     rows = torch.arange(len(x), device=x.device, dtype=ends.dtype)
     group = torch.searchsorted(ends, rows, right=True).clamp(max=len(weight) - 1)
+    return _by_group(call, x, group, weight, None, 1)
+
+
+@register_propagation("expert_linear")
+def _expert_linear(call: Call) -> Result:
+    """Of ``grad_sample.rules.experts``."""
+    x, routes, weight, bias, transposed = (*call.args, None, False)[:5]
+    # Its table is that of the whole batch.
+    group = wrapped_like(x, routes.index.view(whole(x).shape[:-1]))
+    return _by_group(call, x, group, weight, bias, 1 if transposed else 2)
+
+
+def _by_group(
+    call: Call,
+    x: Tensor,
+    group: Tensor,
+    weight: Tensor,
+    bias: Optional[Tensor],
+    inner: int,
+) -> Spread:
+    """
+    :func:`_product` with a matrix of each row's own.
+
+    Args:
+        x: ``[*rows, in]``
+        group: the number of the matrix, ``[*rows]``
+        weight: ``[groups, in, out]`` or ``[groups, out, in]``
+        bias: ``[groups, out]``
+        inner: the dimension that is summed over
+    """
     noise, passed, own = call.token(weight), call.token(x), None
-    gain = _wide(weight).square().sum((1, 2)) / weight.size(2)
+    gain = _wide(weight).square().sum(inner)[group] if passed is not None else None
     if noise is not None:
-        noise = noise.expand(*weight.shape[:2], 1).mean((1, 2))
-        gain = gain + noise * weight.size(1)
-        own = _squares(x) * noise[group][:, None]
-    if passed is not None:
-        own = _plus(own, passed * gain[group][:, None])
-    return Spread(own)
+        noise = noise.expand(*weight.shape[:2], 1).mean((1, 2))[group].unsqueeze(-1)
+        own = _squares(x) * noise
+        gain = None if gain is None else gain + weight.size(inner) * noise
+    if (offset := call.token(bias)) is not None:
+        own = _plus(own, offset.mean())
+    if passed is not None and own is None:
+        own = torch.zeros_like(passed)
+    return Spread(own, passed, gain)
+
+
+@register_propagation("send")
+def _sent(call: Call) -> Result:
+    """
+    Rows ``[*rows, width]`` through modules, each by itself: here all through each, as
+    which they go through differs from sample to sample.
+    """
+    x, index, experts = call.args
+    with call.mode:
+        rows = x.detach().flatten(0, -2)
+        every = [call.mode.token(expert(rows)) for expert in experts]
+    total = _zeros(x, (*index.shape, 1))
+    for i, variance in enumerate(every):
+        if isinstance(variance, Lost):
+            return variance
+        variance = variance.expand(len(rows), 1).view(*index.shape, 1)
+        total = torch.where((index == i).unsqueeze(-1), variance, total)
+    return Spread(total)
 
 
 @register_propagation("conv1d", "conv2d", "conv3d")
@@ -1258,7 +1368,7 @@ def attention_spread(
     q, k, v = (Moments(_wide(x.mean), x.variance) for x in (q, k, v))
     k, v = (Moments(x.mean, x.variance.expand(*x.mean.shape[:-1], 1)) for x in (k, v))
     chunk = _CHUNK if q.mean.is_cuda else _CHUNK_IN_CACHE
-    rows = max(chunk // max(q.mean[..., 0, 0].numel() * keys, 1), 8)
+    rows = max(chunk // max(whole(q.mean).numel() // (length * d) * keys, 1), 8)
     left, right = q.mean * scale, k.mean
     if correction is not None:  # one more element of both, as in the attention
         left = torch.cat([left, _squares(q.mean) * (-(scale**2) / 2)], -1)
@@ -1276,9 +1386,9 @@ def attention_spread(
             part = mask[..., at:to, :] if mask.size(-2) > 1 else mask
             part = part[..., :seen] if part.size(-1) > 1 else part
             if part.dtype == torch.bool:
-                logits.masked_fill_(~part, -torch.inf)
+                logits = logits.masked_fill(~part, -torch.inf)
             else:
-                logits += part
+                logits = logits + part
         p = torch.softmax(logits, -1)
         p = p if mask is None else p.nan_to_num_()
         queries = Moments(q.mean[..., at:to, :], s_q[..., at:to, :])

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 import warnings
 import weakref
-from collections import deque
+from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, Deque, Dict, List, Mapping, Optional, Set, Tuple, Union
+from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Set, Union
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from opacus_ext.errors.effective import SCALES, effective_errors, gradient_noise, inside
 from opacus_ext.errors.propagation import NOTES, Lost, Propagation, quietly
+from opacus_ext.grad_sample.modes.common import engine_of
+from opacus_ext.grad_sample.samplewise.checkpoint import arguments_of
+from opacus_ext.grad_sample.samplewise.functorch import checkpoints
+from opacus_ext.grad_sample.samplewise.run import Refused
 
 PREFIX = "re_attention."
 PLACES = ("logits", "scores")
 
 _local = threading.local()
-# Attention modules that were corrected, and by whom: see ErrorTracker.key_variance.
+# Attention modules that were corrected, and by whom.
 _corrected: "weakref.WeakKeyDictionary[nn.Module, ErrorTracker]"
 _corrected = weakref.WeakKeyDictionary()
 
@@ -159,16 +165,10 @@ class ErrorTracker:
         self._state: Any = None
         self._checked = False
         self._usual = 0  # attentions in the latest forward pass
-        self._remembered: Dict[nn.Module, Deque[Tuple[Tensor, Tensor]]]
-        self._remembered = weakref.WeakKeyDictionary()
-        self._versions: "weakref.WeakKeyDictionary[nn.Module, int]"
-        self._versions = weakref.WeakKeyDictionary()
         if optimizer is not None:
             self._variances(model)  # what can't be used is refused here
+        self._place = weakref.ref(_Tracked(self, model))  # the model keeps it
         self._handles = [
-            model.register_forward_pre_hook(self._enter),
-            # Before other hooks: Opacus's may run the graph backward.
-            model.register_forward_hook(self._exit, prepend=True, always_call=True),
             model.register_state_dict_post_hook(partial(self._save)),
             model._register_load_state_dict_pre_hook(self._load),
         ]
@@ -178,10 +178,13 @@ class ErrorTracker:
         """Ends the tracking: the model is as it was before."""
         for handle in self._handles:
             handle.remove()
+        if (place := self._place()) is not None:
+            place.remove()
         if (model := self._model()) is not None:
             vars(model).pop("_opacus_ext_errors", None)
-        for module in list(self._remembered):
-            _corrected.pop(module, None)
+        for module, tracker in list(_corrected.items()):
+            if tracker is self:
+                del _corrected[module]
 
     def acts(self, training: bool) -> bool:
         """Whether attention is corrected."""
@@ -249,44 +252,33 @@ class ErrorTracker:
             self._state = state
         return self._errors
 
-    # -- around the model's forward ------------------------------------------------
-    # torch.compile leaves out what tracks, and with it the operations that are tracked.
+    # -- the model's forward -------------------------------------------------------
 
-    @torch.compiler.disable
-    def _enter(self, module: nn.Module, args: Any) -> None:
-        stack = _stack()
-        _leave(module)  # an interrupt, of which no hook hears, has ended it before
-        if not self.acts(module.training):
-            stack.append((module, None))
-            return
-        known = self._variances(module)
+    def forward(self, model: nn.Module, plain: Callable[..., Any]) -> Any:
+        """The model's own forward, with its errors tracked."""
+        if not self.acts(model.training):
+            with tracked(None):
+                return plain()
+        known = self._variances(model)
         params = {
             id(p): known[n].to(p.device, torch.promote_types(p.dtype, torch.float32))
-            for n, p in module.named_parameters()
+            for n, p in model.named_parameters()
             if n in known
         }
-        if module.training:
-            self._forget(module)
-        mode = Propagation(params)
-        mode.tracker = self
-        mode.asked = []  # the attentions that were corrected
-        mode.__enter__()
-        stack.append((module, mode))
-
-    @torch.compiler.disable
-    def _exit(self, module: nn.Module, args: Any, output: Any) -> None:
-        mode = _leave(module)
-        if mode is None:
-            return  # it does not act, or was refused on the way in
+        mode = Tracking(self, params)
+        with tracked(mode):
+            output = plain()
         if not _stack():  # what the user gets, and may save, has no notes on it
             outs = list(output.values()) if isinstance(output, Mapping) else output
             for x in outs if isinstance(outs, (tuple, list)) else [output]:
                 _clean(x)
-        if output is None:
-            return
         self._usual = len(mode.asked)
-        if not mode.asked:
-            raise RuntimeError(
+        self._check(model, mode.asked)
+        return output
+
+    def _check(self, model: nn.Module, asked: List[Optional[nn.Module]]) -> None:
+        if not asked:
+            raise Refused(
                 "The errors of this model are tracked, but no attention asked for "
                 "them. Models of transformers need "
                 'set_attn_implementation("re_attention") (those that compute attention '
@@ -294,9 +286,9 @@ class ErrorTracker:
                 "opacus_ext.layers.re_attention in place of "
                 "scaled_dot_product_attention."
             )
-        if not self._checked and None not in mode.asked:
+        if not self._checked and None not in asked:
             self._checked = True
-            left = _attentions(module, {type(each) for each in mode.asked})
+            left = _attentions(model, {type(each) for each in asked})
             if left:
                 warnings.warn(
                     f"No attention of {', '.join(left)} was corrected in the first "
@@ -304,9 +296,9 @@ class ErrorTracker:
                 )
 
     def key_variance(
-        self, mode: Propagation, key: Tensor, module: Optional[nn.Module]
+        self, mode: "Tracking", key: Tensor, module: Optional[nn.Module]
     ) -> Tensor:
-        """The variance ``[*, U, 1]`` of keys, noted in case they are computed again."""
+        """The variance ``[*, U, 1]`` of keys."""
         mode.asked.append(module)
         spread = mode.of(key)
         if len(mode.asked) == self._usual:
@@ -317,42 +309,16 @@ class ErrorTracker:
             operation = (
                 "" if spread is None else f" by the operation {spread.operation!r}"
             )
-            raise RuntimeError(
+            raise Refused(
                 f"{name}: the errors of keys {list(key.shape)} can't be tracked: they "
                 f"are lost on the way{operation or ' (no operation led to them)'}. Add "
                 "a rule with opacus_ext.errors.register_propagation, or use another "
                 "attention."
             )
+        if module is not None:
+            _corrected[module] = self
         with quietly(key):
-            variance = spread.token()
-            if module is not None:
-                _corrected[module] = self
-                calls = self._remembered.setdefault(module, deque(maxlen=64))
-                if module.training:
-                    calls.append((_digest(key), variance))
-        return variance
-
-    def _forget(self, model: nn.Module) -> None:
-        """After a step nothing is computed again of what was before."""
-        version = sum(p._version for p in model.parameters())
-        if self._versions.get(model) != version:
-            self._versions[model] = version
-            for module in model.modules():
-                self._remembered.pop(module, None)
-
-    def remembered(self, key: Tensor, module: nn.Module) -> Tensor:
-        """The variance of keys that are computed again outside of a forward pass."""
-        if not torch._C._are_functorch_transforms_active():
-            digest = _digest(key)
-            for before, variance in reversed(self._remembered.get(module, ())):
-                if before.shape == digest.shape and torch.equal(before, digest):
-                    return variance
-        raise RuntimeError(
-            f"{type(module).__name__}: attention {list(key.shape)} is computed outside "
-            "of the model's forward pass, where errors are not tracked. Call the model "
-            "itself; if the attention owns parameters that no layer inside it holds, "
-            "move them into layers."
-        )
+            return spread.token()
 
     # -- state ---------------------------------------------------------------------
 
@@ -411,10 +377,122 @@ def tracker_of(model: nn.Module) -> Optional[ErrorTracker]:
     return getattr(model, "_opacus_ext_errors", None)
 
 
-def active() -> Optional[Propagation]:
+class Tracking(Propagation):
+    """
+    The propagation of one forward pass.
+
+    Args:
+        tracker: of the model
+        errors: see :class:`~opacus_ext.errors.propagation.Propagation`
+
+    Attributes:
+        asked: the attentions that were corrected
+    """
+
+    def __init__(self, tracker: ErrorTracker, errors: Mapping[int, Tensor]):
+        super().__init__(errors)
+        self.tracker = tracker
+        self.asked: List[Optional[nn.Module]] = []
+
+    def checkpoint(
+        self, checkpoint: Callable, function: Callable, *args: Any, **settings: Any
+    ) -> Any:
+        """
+        Activation checkpointing: what is known of the block's inputs goes into it, and
+        errors are tracked again where it is computed again.
+        """
+        function, args, kwargs, settings = arguments_of(function, args, settings)
+        notes = [_note(x) for x in _tensors(args, kwargs)]
+        found: List[Any] = []
+
+        def block(*args: Any, **kwargs: Any) -> Any:
+            for x, note in zip(_tensors(args, kwargs), notes):
+                if note is not None:
+                    x._spread, x._which = note
+            if active() is self:
+                output = function(*args, **kwargs)
+                found[:] = [_note(x) for x in _tensors(output)]
+                return output
+            self.later = False
+            with tracked(self):
+                return function(*args, **kwargs)
+
+        output = checkpoint(partial(block, **kwargs), *args, **settings)
+        for x, note in zip(_tensors(output), found):
+            if note is not None:
+                x._spread, x._which = note
+        found.clear()
+        return output
+
+
+def _tensors(args: Any, kwargs: Mapping[str, Any] = {}) -> List[Tensor]:
+    leaves = tree_leaves((args, [kwargs[name] for name in sorted(kwargs)]))
+    return [x for x in leaves if isinstance(x, Tensor)]
+
+
+def _note(x: Tensor) -> Any:
+    known = getattr(x, "_spread", None)
+    return None if known is None else (known, getattr(x, "_which", 0))
+
+
+class _Tracked:
+    """
+    In the place of a model's own ``forward``, inside of what runs it sample by sample.
+    """
+
+    def __init__(self, tracker: ErrorTracker, model: nn.Module):
+        self.tracker: Optional[ErrorTracker] = tracker
+        self.model = model
+        self.__signature__ = inspect.signature(model.forward)
+        engine = engine_of(model)
+        if engine is not None:
+            self.before, engine.own = engine.own, self
+        else:
+            self.before = vars(model).get("forward")
+            model.forward = self
+
+    def plain(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's own forward."""
+        if self.before is not None:
+            return self.before(*args, **kwargs)
+        return type(self.model).forward(self.model, *args, **kwargs)
+
+    @torch.compiler.disable
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        plain = partial(self.plain, *args, **kwargs)
+        return plain() if self.tracker is None else self.tracker.forward(self.model, plain)
+
+    def remove(self) -> None:
+        """Gives the model its forward back, or passes on if that has been wrapped."""
+        self.tracker = None
+        engine = engine_of(self.model)
+        if engine is not None and engine.own is self:
+            engine.own = self.before
+        elif vars(self.model).get("forward") is self:
+            del self.model.forward
+            if self.before is not None:
+                self.model.forward = self.before
+
+
+@contextmanager
+def tracked(mode: Optional[Tracking]) -> Iterator[None]:
+    """Errors are tracked within; with None they are not, whatever is around it."""
+    stack = _stack()
+    stack.append(mode)
+    try:
+        with ExitStack() as contexts:
+            if mode is not None:
+                contexts.enter_context(checkpoints(mode.checkpoint))
+                contexts.enter_context(mode)
+            yield
+    finally:
+        stack.pop()
+
+
+def active() -> Optional[Tracking]:
     """The propagation of the forward pass that runs, if errors are tracked in it."""
     stack = _stack()
-    return stack[-1][1] if stack else None
+    return stack[-1] if stack else None
 
 
 def corrected_by(module: Optional[nn.Module]) -> Optional[ErrorTracker]:
@@ -423,23 +501,9 @@ def corrected_by(module: Optional[nn.Module]) -> Optional[ErrorTracker]:
     return tracker if tracker and tracker.acts(module.training) else None
 
 
-def _stack() -> List[Tuple[nn.Module, Optional[Propagation]]]:
-    """The tracked models in whose forward passes this thread is."""
-    if not hasattr(_local, "stack"):
-        _local.stack = []
-    return _local.stack
-
-
-def _leave(module: nn.Module) -> Optional[Propagation]:
-    """Ends a model's propagation, and those inside it; None where there is none."""
-    stack, mode = _stack(), None
-    if any(entered is module for entered, _ in stack):
-        entered = None
-        while entered is not module:
-            entered, mode = stack.pop()
-            if mode is not None:
-                mode.__exit__(None, None, None)
-    return mode
+def _stack() -> List[Optional[Tracking]]:
+    """Of the tracked models in whose forward passes this thread is."""
+    return vars(_local).setdefault("stack", [])
 
 
 def _clean(x: Any) -> None:
@@ -458,13 +522,6 @@ def _attentions(model: nn.Module, corrected: Set[type]) -> List[str]:
         if "Attention" in type(module).__name__ and type(module) not in corrected:
             found[type(module).__name__] = None
     return list(found)
-
-
-def _digest(key: Tensor) -> Tensor:
-    key = key.detach()
-    if not key.numel():
-        return key.new_zeros(key.shape[:1])
-    return key.sum((-1, -2), dtype=torch.float64)
 
 
 def _by_name(

@@ -309,13 +309,20 @@ def pad_rows(x: torch.Tensor, groups: torch.Tensor, size: int) -> torch.Tensor:
     ``[size, most rows of one group, ...]``, zeros after them.
     """
     counts = torch.bincount(groups, minlength=size)
-    most = int(counts.max())
+    most = int(counts.max()) if size else 0
     ranked, order = groups.sort(stable=True)
     start = counts.cumsum(0) - counts
     place = torch.arange(len(x), device=x.device) - start[ranked]
     out = x.new_zeros(size * most, *x.shape[1:])
     out[ranked * most + place] = x[order]
-    return out.unflatten(0, (size, most))
+    return out.view(size, most, *x.shape[1:])
+
+
+def resolved(factors: Tuple[Factor, ...]) -> Tuple[Union[torch.Tensor, OneHot], ...]:
+    """Rows that were to be computed later computed, blocks as :class:`OneHot`."""
+    if isinstance(factors[0], Blocks):
+        return _Term(tuple(factors[1:]), factors[0].size).resolved().factors
+    return _Term(tuple(factors)).resolved().factors
 
 
 class GradSample:

@@ -7,8 +7,9 @@ there; what a sample's gradients amount to over all processes is found by one
 all-reduce of ``[B]`` squared norms (optimizers/clipping.py).
 
 All processes must take part in every exchange, forward and backward, a process whose
-batch is empty too. Where the tape would decide by itself to run the model once more,
-the processes agree on it first.
+batch is empty too. A forward pass is a row of meetings (:meth:`World.meet`): one at its
+start, one for each layer of experts, one at its end; and what a process refuses in
+between it tells the others at the next, wherever they are.
 
 Source: DP mixture of experts, "Per-sample gradients with expert parallelism" and
 appendix.
@@ -16,8 +17,8 @@ appendix.
 
 from __future__ import annotations
 
-import functools
-from typing import Any, Callable, Iterable, List, NamedTuple, Optional, Sequence, Union
+from contextlib import contextmanager
+from typing import Any, Callable, Iterable, Iterator, List, NamedTuple, Optional, Union
 
 import torch
 import torch.distributed as dist
@@ -25,11 +26,18 @@ from torch import nn
 
 from opacus_ext.grad_sample.rules.experts import (
     Routes,
-    experts_on_rows,
+    as_op,
+    chosen_of,
+    has_experts,
     is_experts,
-    unrecorded,
+    send_rows,
+    stacked_experts,
+    weighted,
 )
-from opacus_ext.grad_sample.rules.registry import STAND_IN_FALLBACKS, Record, StandIn
+
+
+class Elsewhere(RuntimeError):
+    """What went wrong in another process, or between them."""
 
 
 class World:
@@ -64,37 +72,68 @@ class World:
         start = sum(self.batch_sizes[: self.rank])
         return slice(start, start + self.batch_sizes[self.rank])
 
-    def each(self, values: Sequence[float], **kwargs: Any) -> torch.Tensor:
+    def each(self, values: Iterable[float], **kwargs: Any) -> torch.Tensor:
         """One value a process as one value a sample, ``[B of all]``."""
         repeats = torch.tensor(self.batch_sizes)
-        return torch.tensor(values).repeat_interleave(repeats).to(**kwargs)
+        return torch.tensor(list(values)).repeat_interleave(repeats).to(**kwargs)
 
-    def begin(self, batch_size: int, device: torch.device) -> None:
-        """Tells all others how many samples this process has."""
-        sizes = torch.zeros(self.size, dtype=torch.long, device=device)
-        sizes[self.rank] = batch_size
-        self.batch_sizes = self.sum(sizes).tolist()
+    @contextmanager
+    def together(self, device: torch.device) -> Iterator[None]:
+        """
+        A forward pass of all processes.
+
+        Raises:
+            RuntimeError: if another process refuses its own
+        """
+        nothing = torch.zeros(self.size, dtype=torch.long, device=device)
+        try:
+            yield
+        except Elsewhere:
+            raise
+        except BaseException:
+            self._told(nothing - 1)
+            raise
+        self.meet(nothing)
+
+    def begin(self, batch_size: int, look: bool, device: torch.device) -> bool:
+        """
+        Tells all others how many samples this process has.
+
+        Args:
+            look: whether it would compare the model with itself
+
+        Returns:
+            Whether one of them would.
+        """
+        told = torch.full((self.size,), 2 * batch_size + look, device=device)
+        found = self.meet(told)
+        self.batch_sizes = [n // 2 for n in found]
+        return any(n % 2 for n in found)
+
+    def meet(self, counts: torch.Tensor) -> List[int]:
+        """
+        Tells each process a count, ``[processes]``, and is told one by each.
+
+        Raises:
+            RuntimeError: if another process refuses this pass
+        """
+        found = self._told(counts)
+        if min(found) < 0:
+            raise Elsewhere(
+                "Another process refuses this step; its error says why. No weight was "
+                "changed."
+            )
+        return found
+
+    def _told(self, counts: torch.Tensor) -> List[int]:
+        ones = [1] * self.size
+        return self.exchange(counts, ones, ones).tolist()
 
     def largest(self, *values: int, device: torch.device) -> List[int]:
         """The largest of each value over all processes."""
         x = torch.tensor([int(value) for value in values], device=device)
         self._run(dist.all_reduce, x, op=dist.ReduceOp.MAX)
         return x.tolist()
-
-    def agree(self, value: int, refuses: bool, device: torch.device) -> int:
-        """
-        The largest value over all processes; what one of them refuses, all do.
-
-        Raises:
-            RuntimeError: if another process refuses
-        """
-        value, refused = self.largest(value, refuses, device=device)
-        if refused and not refuses:
-            raise RuntimeError(
-                "Another process refuses this step; its error says why. No weight was "
-                "changed."
-            )
-        return value
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         """The sum over all processes, in place."""
@@ -121,7 +160,7 @@ class World:
         try:
             collective(*args, group=self.group, **kwargs)
         except RuntimeError as error:  # DistBackendError is one
-            raise RuntimeError(
+            raise Elsewhere(
                 f"Process {self.rank} of {self.size} waited in vain for the others "
                 f"({error}). One of them has died, failed or come too late (see the "
                 "timeout of init_process_group). This step was not taken here: start "
@@ -130,10 +169,13 @@ class World:
 
 
 class _Exchange(torch.autograd.Function):
-    """Rows and numbers beside them travel together; the gradient travels back."""
+    """
+    Rows and numbers beside them travel together; the gradient travels back, in every
+    process or in none: so it hangs on the anchor of the run, whatever else it does.
+    """
 
     @staticmethod
-    def forward(ctx, world, rows, numbers, send, receive):
+    def forward(ctx, world, rows, numbers, send, receive, anchor):
         ctx.world, ctx.back = world, (receive, send)
         if numbers is None:
             return world.exchange(rows, send, receive), None
@@ -147,7 +189,8 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad, _):
-        return None, ctx.world.exchange(grad, *ctx.back), None, None, None
+        back = ctx.world.exchange(grad, *ctx.back)
+        return None, back, None, None, None, None
 
 
 def _packed(x: torch.Tensor) -> torch.Tensor:
@@ -163,13 +206,11 @@ class Dealt(NamedTuple):
     Attributes:
         rows: ``[received, width]``
         samples: of each row, counted through the samples of all processes
-        order: the index that has sorted the rows of this process by expert
         expert: of each row, counted through the experts of this process
     """
 
     rows: torch.Tensor
     samples: torch.Tensor
-    order: torch.Tensor
     expert: torch.Tensor
 
 
@@ -179,6 +220,7 @@ def deal(
     index: torch.Tensor,
     per_process: int,
     compute: Callable[[Dealt], torch.Tensor],
+    anchor: Optional[torch.Tensor] = None,
 ) -> torch.Tensor:
     """
     Sends rows to the processes that hold their experts, and the results back.
@@ -189,6 +231,7 @@ def deal(
             there are experts: such rows stay here and give zero
         per_process: number of experts a process holds
         compute: what the experts here do with the rows they are given
+        anchor: requires a gradient, in all processes or in none
 
     Returns:
         ``[tokens * choices, width]``
@@ -197,92 +240,100 @@ def deal(
     travels = (owner < world.size).nonzero()[:, 0]
     order = travels[owner[travels].argsort(stable=True)]
     counts = torch.bincount(owner[order], minlength=world.size)
-    receive = world.exchange(counts, [1] * world.size, [1] * world.size).tolist()
+    receive = world.meet(counts)
     send = counts.tolist()
     per_sample = max(1, len(x) // max(1, world.batch_sizes[world.rank]))
     numbers = torch.stack([order // per_sample, index[order] % per_process], dim=1)
-    rows, numbers = _Exchange.apply(world, x[order], numbers, send, receive)
+    rows, numbers = _Exchange.apply(world, x[order], numbers, send, receive, anchor)
     sizes = torch.tensor(world.batch_sizes)
     first = (sizes.cumsum(0) - sizes).repeat_interleave(torch.tensor(receive))
     samples, expert = numbers.unbind(1)
-    out = compute(Dealt(rows, samples + first.to(samples.device), order, expert))
-    out, _ = _Exchange.apply(world, out, None, receive, send)
+    out = compute(Dealt(rows, samples + first.to(samples.device), expert))
+    out, _ = _Exchange.apply(world, out, None, receive, send, anchor)
     return out.new_zeros(len(x), out.shape[1]).index_copy(0, order, out)
+
+
+OnRows = Callable[[Callable, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+@as_op
+def spread(x: torch.Tensor, index: torch.Tensor, layer: nn.Module) -> torch.Tensor:
+    """
+    Every row through its expert, wherever that is.
+
+    Args:
+        x: ``[*rows, width]``
+        index: ``[*rows]``; as many as there are experts, or more, for none
+
+    Returns:
+        ``[*rows, width]``, zero where there is no expert.
+    """
+
+    def on_rows(function: Callable, rows: torch.Tensor, _: Any) -> torch.Tensor:
+        return function(rows)
+
+    return spread_rows(x.flatten(0, -2), index.flatten(), layer, on_rows).view(x.shape)
+
+
+def spread_rows(
+    x: torch.Tensor,
+    index: torch.Tensor,
+    layer: nn.Module,
+    on_rows: OnRows,
+    anchor: Optional[torch.Tensor] = None,
+) -> torch.Tensor:
+    """
+    Args:
+        x: ``[rows, width]``, sample after sample
+        index: ``[rows]``
+        on_rows: calls a function, on rows, of these samples
+        anchor: see :func:`deal`
+
+    Returns:
+        ``[rows, width]``
+    """
+    per_process = layer.world_experts // layer.world.size
+
+    def compute(dealt: Dealt) -> torch.Tensor:
+        if is_experts(layer):
+            routes = Routes(dealt.expert, per_process)
+
+            def stacked(rows: torch.Tensor) -> torch.Tensor:
+                return stacked_experts(layer, rows, routes)
+
+            return on_rows(stacked, dealt.rows, dealt.samples)
+
+        def one(expert: nn.Module) -> Callable:
+            return lambda rows, i: on_rows(expert, rows, dealt.samples[i])
+
+        return send_rows(dealt.rows, dealt.expert, [one(e) for e in layer.values()])
+
+    return deal(layer.world, x, index, per_process, compute, anchor)
 
 
 def _stacked(
     layer: nn.Module,
-    record: Record,
     hidden_states: torch.Tensor,
     top_k_index: torch.Tensor,
     top_k_weights: torch.Tensor,
 ) -> torch.Tensor:
     """``forward`` of stacked experts that are spread; see ``experts_interface``."""
-
-    def compute(dealt: Dealt) -> torch.Tensor:
-        here = record.dealt(dealt.samples, dealt.order)
-        rows = here.mark(dealt.rows[:, None])
-        index = dealt.expert[:, None]
-        routes = Routes(dealt.expert, layer.world_experts // layer.world.size)
-        return experts_on_rows(layer, here, rows, index, routes)[:, 0]
-
-    return _spread(layer, record, hidden_states, top_k_index, top_k_weights, compute)
+    x = hidden_states.unsqueeze(1).expand(-1, top_k_index.shape[1], -1)
+    y = spread(x, top_k_index, layer)
+    weights = top_k_weights.masked_fill(top_k_index >= layer.world_experts, 0)
+    return weighted(y, weights, hidden_states)
 
 
 def _modules(
     layer: nn.Module,
-    record: Record,
     hidden_states: torch.Tensor,
     selected_experts: torch.Tensor,
     routing_weights: torch.Tensor,
 ) -> torch.Tensor:
-    """
-    ``forward`` of a ModuleDict of experts (Switch).
-
-    Args:
-        hidden_states: ``[tokens, width]``
-        selected_experts: one-hot, ``[tokens, choices, experts]``, zero for none
-        routing_weights: ``[tokens, choices]``
-    """
-    none = 1 - selected_experts.sum(-1, keepdim=True).clamp(max=1)
-    index = torch.cat([selected_experts, none], dim=-1).argmax(-1)
-
-    def compute(dealt: Dealt) -> torch.Tensor:
-        out = record.dealt(dealt.samples, dealt.order).mark(dealt.rows)
-        for i, expert in enumerate(layer.values()):
-            (where,) = (dealt.expert == i).nonzero(as_tuple=True)
-            if len(where):
-                here = record.dealt(dealt.samples[where], where)
-                rows = here.mark(dealt.rows[where])
-                out = out.index_copy(0, where, expert(rows).to(out.dtype))
-        return out
-
-    return _spread(layer, record, hidden_states, index, routing_weights, compute)
-
-
-def _spread(
-    layer: nn.Module,
-    record: Record,
-    x: torch.Tensor,
-    index: torch.Tensor,
-    weights: torch.Tensor,
-    compute: Callable[[Dealt], torch.Tensor],
-) -> torch.Tensor:
-    rows = x.unsqueeze(1).expand(-1, index.shape[1], -1)
-    rows = record.mark(rows).flatten(0, 1)
-    per_process = layer.world_experts // layer.world.size
-    y = deal(layer.world, rows, index.flatten(), per_process, compute)
-    weights = weights.masked_fill(index >= layer.world_experts, 0)
-    y = y.view(*index.shape, y.shape[1])
-    return (y * weights.unsqueeze(-1)).sum(1).to(x.dtype)
-
-
-def _has_experts(layer: nn.Module) -> bool:
-    """Whether it is a ModuleDict that sends tokens to its entries, as Switch has it."""
-    names = "hidden_states", "selected_experts", "routing_weights"
-    code = getattr(type(layer).forward, "__code__", None)
-    found = code is not None and code.co_varnames[1 : code.co_argcount] == names
-    return isinstance(layer, nn.ModuleDict) and found
+    """``forward`` of a ModuleDict that is spread; see ``switch_experts``."""
+    index = chosen_of(selected_experts)
+    x = hidden_states.unsqueeze(1).expand(-1, index.shape[1], -1)
+    return weighted(spread(x, index, layer), routing_weights, hidden_states)
 
 
 def spread_experts(
@@ -301,7 +352,7 @@ def spread_experts(
         ValueError: if the experts can't be shared out evenly; nothing is changed
     """
     stacked = is_experts(layer)
-    if not stacked and not _has_experts(layer):
+    if not stacked and not has_experts(layer):
         return False
     own = expert_parameters(layer)
     count = len(own[0]) if stacked else len(layer)
@@ -340,8 +391,7 @@ def spread_experts(
     layer.world, layer.world_experts = world, count
     forward = _stacked if stacked else _modules
     cls = type(layer)
-    plain = functools.partialmethod(forward, unrecorded)
-    layer.__class__ = type(cls.__name__, (cls,), {"forward": plain})
+    layer.__class__ = type(cls.__name__, (cls,), {"forward": forward})
     return True
 
 
@@ -349,17 +399,8 @@ def expert_parameters(layer: nn.Module) -> List[nn.Parameter]:
     """The parameters of a layer of experts that belong to one expert each."""
     if is_experts(layer):
         return [p for p in layer._parameters.values() if p is not None]
-    spread = _has_experts(layer) or spread_over(layer) is not None
+    spread = has_experts(layer) or spread_over(layer) is not None
     return list(layer.parameters()) if spread else []
-
-
-def _recognise(layer: nn.Module) -> Optional[StandIn]:
-    if spread_over(layer) is None:
-        return None
-    return _stacked if is_experts(layer) else _modules
-
-
-STAND_IN_FALLBACKS.insert(0, _recognise)
 
 
 def spread_over(part: Union[nn.Module, nn.Parameter]) -> Optional[World]:

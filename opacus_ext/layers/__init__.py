@@ -1,5 +1,10 @@
 """Modules for people who build models: they train in every mode."""
 
+from opacus_ext.layers.attention import (
+    SelfAttention,
+    corrected_attention,
+    re_attention,
+)
 from opacus_ext.layers.linear_cross_entropy import LinearCrossEntropy, chunked_head
 from opacus_ext.layers.moe import (
     Experts,

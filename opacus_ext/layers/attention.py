@@ -10,14 +10,9 @@ from torch.nn import functional as F
 from torch.overrides import handle_torch_function, has_torch_function
 
 from opacus_ext.errors.moments import Moments
-from opacus_ext.errors.propagation import (
-    Lost,
-    Propagation,
-    Spread,
-    attention_spread,
-    quietly,
-)
-from opacus_ext.errors.tracking import ErrorTracker, active, corrected_by
+from opacus_ext.errors.propagation import Lost, Spread, attention_spread, quietly
+from opacus_ext.errors.tracking import Tracking, active, corrected_by
+from opacus_ext.grad_sample.samplewise.run import Refused
 
 
 def corrected_attention(
@@ -75,7 +70,8 @@ def corrected_attention(
         tensor([[0.5000, 0.1839]])
     """
     given = query, key, value
-    if has_torch_function(given):  # for who measures attention, and for subclasses
+    if where == "scores" and has_torch_function(given):
+        # For who measures attention: there is no scaled_dot_product_attention in it.
         rest = attn_mask, dropout_p, is_causal, scale, where
         return handle_torch_function(
             corrected_attention, given, *given, variance, *rest
@@ -141,8 +137,7 @@ def _causal(query: Tensor, key: Tensor, mask: Optional[Tensor]) -> Tensor:
 class Errors(NamedTuple):
     """What is known of the errors in an attention."""
 
-    tracker: ErrorTracker
-    mode: Optional[Propagation]  # None where it is computed a second time
+    mode: Tracking
     variance: Tensor
 
 
@@ -150,12 +145,14 @@ def errors_of(key: Tensor, module: Optional[nn.Module]) -> Optional[Errors]:
     """Of these keys, or None where the errors of the model are not tracked."""
     mode = active()
     if mode is not None:
-        tracker = mode.tracker
-        return Errors(tracker, mode, tracker.key_variance(mode, key, module))
-    tracker = corrected_by(module)
-    if tracker is None:
-        return None
-    return Errors(tracker, None, tracker.remembered(key, module))
+        return Errors(mode, mode.tracker.key_variance(mode, key, module))
+    if corrected_by(module) is not None:
+        raise Refused(
+            f"{type(module).__name__}: attention {list(key.shape)} is computed outside "
+            "of the model's forward pass, where errors are not tracked. Call the model "
+            "itself."
+        )
+    return None
 
 
 def re_attention(
@@ -186,15 +183,13 @@ def re_attention(
         is_causal: the same
         scale: the same
         enable_gqa: the same
-        module: the module that computes this attention. With it, attention that is
-            computed a second time in the backward pass (activation checkpointing) is
-            corrected as it was the first time; without it that goes unnoticed
+        module: the module that computes this attention, for messages
 
     Returns:
         ``[*, H, T, e]``
 
     Raises:
-        RuntimeError: if the errors of the keys can't be tracked; it names the operation
+        Refused: if the errors of the keys can't be tracked; it names the operation
 
     Example:
         >>> x = torch.randn(1, 2, 5, 4)
@@ -222,10 +217,10 @@ def attend(
     errors: Errors,
 ) -> Tensor:
     """:func:`re_attention` with the errors at hand; notes those of the output."""
-    tracker, mode, variance = errors
+    mode, variance = errors
+    tracker = mode.tracker
     given, repeats = (query, value), query.size(-3) // max(key.size(-3), 1)
-    if mode is not None:
-        mode.paused = True
+    mode.paused = True
     try:
         if repeats > 1:  # a group of queries has one key
             key = key.repeat_interleave(repeats, -3)
@@ -240,10 +235,7 @@ def attend(
             where=tracker.where,
         )
     finally:
-        if mode is not None:
-            mode.paused = False
-    if mode is None:
-        return out
+        mode.paused = False
 
     def spread(out: Tensor) -> Union[Spread, Lost]:
         queries, values = (mode.token(x) for x in given)
@@ -263,7 +255,7 @@ def attend(
             )
 
     if mode.later:
-        apart = out.data  # what the output carries must not lead back to it
+        apart = out.detach()  # what the output carries must not lead back to it
         mode.defer([out], lambda: [spread(apart)])
     else:
         mode.set(out, spread(out))

@@ -10,15 +10,17 @@ x[b, t]``, and its first factor is computed some columns at a time
 
 from __future__ import annotations
 
-from typing import Any, Callable, Iterator, Optional, Tuple
+from typing import Any, Callable, Iterator, List, Optional, Tuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.overrides import handle_torch_function, has_torch_function
 
-from opacus_ext.grad_sample.factors import Columns, wide, workspace
-from opacus_ext.grad_sample.rules.linear import record_linear
-from opacus_ext.grad_sample.rules.registry import Factors, Record, register_forward
+from opacus_ext.grad_sample.factors import Columns, Factor, wide, workspace
+from opacus_ext.grad_sample.samplewise.functorch import is_batched
+from opacus_ext.grad_sample.samplewise.native import copies
+from opacus_ext.grad_sample.samplewise.run import Run, handles
 
 Ops = Tuple[Tuple[str, Any], ...]
 
@@ -89,48 +91,93 @@ class LinearCrossEntropy(nn.Linear):
         Raises:
             ValueError: if shapes do not fit, or a label is no class
         """
-        return _forward(self, lambda output, *args, **kwargs: output, x, labels, ops)
+        if labels is None and self.pending:
+            return PendingLogits.of(self, x)
+        if labels is None:
+            return super().forward(x)
+        if labels.shape != x.shape[:-1]:
+            raise ValueError(
+                f"LinearCrossEntropy takes hidden states [*rows, {self.in_features}] "
+                f"and labels [*rows], got shapes {tuple(x.shape)} and "
+                f"{tuple(labels.shape)}."
+            )
+        known = torch.where(labels < 0, self.out_features, labels)  # none is negative
+        target = torch.where(labels == self.ignore_index, -1, known)
+        return linear_cross_entropy(x, self.weight, self.bias, target, ops)
 
 
-@register_forward(LinearCrossEntropy)
-def _forward(
-    layer: LinearCrossEntropy,
-    record: Record,
+def linear_cross_entropy(
     x: torch.Tensor,
-    labels: Optional[torch.Tensor] = None,
+    weight: torch.Tensor,
+    bias: Optional[torch.Tensor],
+    target: torch.Tensor,
     ops: Ops = (),
 ) -> torch.Tensor:
-    weight, bias = layer.weight, layer.bias
-    if labels is None and layer.pending:
-        return PendingLogits.of(layer, x)
-    if labels is None:
-        return record_linear(record, x, weight, bias)
-    if labels.shape != x.shape[:-1]:
-        raise ValueError(
-            f"LinearCrossEntropy takes hidden states [*rows, {layer.in_features}] and "
-            f"labels [*rows], got shapes {tuple(x.shape)} and {tuple(labels.shape)}."
+    """
+    The losses ``[*rows]`` of hidden states ``[*rows, in]``, as one op to modes of torch
+    functions.
+
+    Args:
+        weight: ``[V, in]``
+        bias: ``[V]`` or None
+        target: labels ``[*rows]``, -1 for those that are ignored
+        ops: done to the output before the loss
+    """
+    given = x, weight, target
+    if has_torch_function(given):
+        return handle_torch_function(
+            linear_cross_entropy, given, x, weight, bias, target, ops
         )
-    other = (labels < 0) | (labels >= layer.out_features)
-    if bool((other & (labels != layer.ignore_index)).any()):
+    return _computed(x, weight, bias, target, ops)[0]
+
+
+def _computed(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: Optional[torch.Tensor],
+    target: torch.Tensor,
+    ops: Ops,
+) -> Tuple[torch.Tensor, torch.Tensor]:
+    """The losses, and the log of the sum of all exponentiated logits."""
+    if bool(((target < -1) | (target >= len(weight))).any()):
         raise ValueError(
-            f"LinearCrossEntropy takes labels below {layer.out_features}, or "
-            f"{layer.ignore_index} for those to ignore, got {labels.min()} to "
-            f"{labels.max()}."
+            f"LinearCrossEntropy takes labels below {len(weight)}, or its ignore_index "
+            f"for those to ignore, got {target.min()} to {target.max()}."
         )
     with torch.autocast(x.device.type, enabled=False):
-        rows = x.flatten(0, -2).to(weight.dtype)
-        target = labels.flatten()
-        target = torch.where(target == layer.ignore_index, -1, target)
+        rows, flat = x.flatten(0, -2).to(weight.dtype), target.flatten()
         fixed = None if bias is None else bias.detach()
-        losses, whole = _Losses.apply(rows, weight.detach(), fixed, target, ops)
+        losses, whole = _Losses.apply(rows, weight.detach(), fixed, flat, ops)
         if torch.is_grad_enabled() and (weight.requires_grad or _trained(bias)):
             losses = losses + _OfWeights.apply(
-                weight, bias, rows.detach(), target, whole, ops
+                weight, bias, rows.detach(), flat, whole, ops
             )
-    losses, whole = (y.view(labels.shape) for y in (losses, whole))
+    return losses.view(target.shape), whole.view(target.shape)
 
-    def factors(activations: Tuple[torch.Tensor, ...], g: torch.Tensor) -> Factors:
-        x, target, whole = activations
+
+@handles(linear_cross_entropy)
+def _by_sample(
+    run: Run,
+    func: Callable,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: Optional[torch.Tensor],
+    target: torch.Tensor,
+    ops: Ops,
+) -> torch.Tensor:
+    """On the whole batch: its rows are independent."""
+    if is_batched(weight) or (bias is not None and is_batched(bias)):
+        raise NotImplementedError("a chunked head with weights of each sample's own")
+    roots = [run.root(p) if _trained(p) else None for p in (weight, bias)]
+    params = [p if r is None else r.shared for r, p in zip(roots, (weight, bias))]
+    x = run.inner(copies(run, x))
+    target = run.inner(target)
+    with run.outside():
+        losses, whole = _computed(x, *params, target, ops)
+
+    def factors(
+        g: torch.Tensor, x: torch.Tensor, target: torch.Tensor, whole: torch.Tensor
+    ) -> List[Tuple[Factor, ...]]:
         x, (size, length) = x.to(weight.dtype), g.shape
 
         def rows(start: Any, stop: Any, columns: slice) -> torch.Tensor:
@@ -139,15 +186,15 @@ def _forward(
             return _backprops(*given, ops, columns)
 
         dlogits = Columns(rows, wide(x).dtype, x.device, (size, length, len(weight)))
-        return {weight: (dlogits, wide(x))} | (
-            {} if bias is None else {bias: (dlogits,)}
-        )
+        return [(dlogits, wide(x)), (dlogits,)]
 
-    given = (x, target.view(labels.shape), whole)
-    return record(losses, given, (weight, bias), factors, event_dims=0)
+    losses, *saved = map(run.level.wrap, (losses, x, target, whole))
+    if not any(r is not None for r in roots):
+        return losses
+    return run.note(losses, tuple(roots), factors, 0, saved, (1, 0, 0))
 
 
-def _trained(p: Optional[nn.Parameter]) -> bool:
+def _trained(p: Optional[torch.Tensor]) -> bool:
     return p is not None and p.requires_grad
 
 
@@ -290,7 +337,8 @@ class PendingLogits(torch.Tensor):
     ) -> "PendingLogits":
         """The logits of hidden states ``[*rows, in_features]``."""
         shape = *hidden.shape[:-1], layer.out_features
-        out = hidden.new_zeros(()).expand(shape).as_subclass(PendingLogits)
+        zero = torch.zeros((), dtype=hidden.dtype, device=hidden.device)
+        out = zero.expand(shape).as_subclass(PendingLogits)
         out.layer, out.hidden, out.ops = layer, hidden, ops
         return out
 
@@ -332,7 +380,7 @@ class PendingLogits(torch.Tensor):
         """A number, or one for each column; NotImplemented for anything else."""
         if other is None or isinstance(other, (int, float)):
             return other
-        if isinstance(other, PendingLogits) or other.requires_grad:
+        if isinstance(other, PendingLogits) or other.requires_grad or is_batched(other):
             return NotImplemented
         each = other.shape[-1:] == (self.layer.out_features,)
         if other.numel() == 1:

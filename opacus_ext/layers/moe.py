@@ -18,7 +18,6 @@ from torch import nn
 from opacus_ext.grad_sample.rules.experts import (
     experts_interface,
     is_experts,
-    unrecorded,
 )
 
 
@@ -77,7 +76,7 @@ class Experts(nn.Module):
         Returns:
             ``[tokens, width]``
         """
-        return experts_interface(self, unrecorded, x, index, weights)
+        return experts_interface(self, x, index, weights)
 
 
 def balancing_loss(

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from opacus_ext.grad_sample import experts as experts_module
+from opacus_ext.grad_sample.rules import experts as experts_module
 from opacus_ext.layers import Experts, balancing_loss
 from tests.common import (
     check,

@@ -145,6 +145,12 @@ class _Handle:
         self.engine.detach()
 
 
+def engine_of(module: nn.Module) -> Optional[Engine]:
+    """What runs the samples of a model in training; None if it is not private."""
+    handles = getattr(module, "autograd_grad_sample_hooks", ())
+    return next((h.engine for h in handles if isinstance(h, _Handle)), None)
+
+
 class Gather:
     """
     The per-sample gradients of one backward pass, over all runs that it meets.

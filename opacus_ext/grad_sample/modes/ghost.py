@@ -228,7 +228,7 @@ class _Step:
         if not self.keep:
             digest = _digest(grad)
             self.digests[id(use)] = use, digest
-            if use.size is None:
+            if use.table is None:
                 before = self.largest.get(use.run, digest[0])
                 self.largest[use.run] = torch.maximum(before, digest[0].to(before))
         for p in self.gather.add(use, grad, saved):
@@ -398,10 +398,13 @@ class _Step:
         """The second pass must give each row its weight times what the first gave."""
         first = self.digests.get(id(use))
         size = grad.shape[0]
-        if first is None or use.size is not None:
+        if first is None:
             return
         rows = use.run.rows
         weights = self.second if rows is None else self.second[rows.to(grad.device)]
+        largest = self.largest.get(use.run, first[1][0].new_zeros(len(weights)))
+        if use.table is not None and use.size == len(weights):
+            weights, largest = weights[use.table[0]], largest[use.table[0]]
         if size != len(weights):
             return
         expected = first[1] * weights.to(first[1])
@@ -409,9 +412,9 @@ class _Step:
         if use.run.half or grad.dtype.itemsize < 4:
             coarse, fine = 0.1, 1e-2
         else:  # there may be float32 inside of float64
-            coarse, fine = (1e-3, 1e-5) if grad.dtype.itemsize < 8 else (1e-5, 1e-10)
+            coarse, fine = 1e-3, 1e-5 if grad.dtype.itemsize < 8 else 1e-7
         # What cancels is the rounding of what is not that small elsewhere.
-        largest = self.largest[use.run] * weights.to(first[1])
+        largest = largest * weights.to(largest)
         if bool((gap > coarse * expected[0] + fine * largest).any()):
             raise Refused(
                 f"{self.engine.describe()}: its backward pass is not linear (a hook "

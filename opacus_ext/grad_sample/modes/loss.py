@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, NoReturn
+from typing import Any, Callable, Dict, Iterator, List, NoReturn, Optional, Set, Tuple
 
+import torch
 from opacus.utils.fast_gradient_clipping_utils import (
     DPLossFastGradientClipping,
     DPTensorFastGradientClipping,
 )
+from torch import nn
+from torch.autograd.graph import GradientEdge
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from opacus_ext.grad_sample.samplewise.run import Leave, Refused
+from opacus_ext.grad_sample.samplewise.scan import _Samples
+from opacus_ext.grad_sample.samplewise.walk import close
+
+# Criteria beside torch's own that are known to treat samples independently.
+INDEPENDENT: Set[type] = set()
 
 
 class ClippedLoss(DPTensorFastGradientClipping):
@@ -50,25 +61,231 @@ for _name in ("truediv", "mul", "rmul", "add", "radd", "sub", "rsub", "neg"):
         setattr(ClippedLoss, _name, _keeping_type(_name))
 
 
+def is_independent(criterion: Any) -> bool:
+    """Whether it is known to treat samples independently, without a reduction."""
+    kind = type(criterion)
+    of_torch = kind.__module__ == nn.modules.loss.__name__
+    # The one that is given a function of the user's.
+    return kind in INDEPENDENT or (
+        of_torch and kind is not nn.TripletMarginWithDistanceLoss
+    )
+
+
 class ClippedCriterion(DPLossFastGradientClipping):
     """
     A criterion whose loss clips per sample.
 
-    With its ``reduction`` set to "none" the user's criterion must give one loss a
-    sample, ``[B]``. Further dims ``[B, ...]`` are reduced per sample, by mean or sum
-    as ``loss_reduction`` says. Losses of flattened tokens ``[B * T]`` need
-    ``shape=[B, T]``, as in Opacus; positions at ``ignore_index`` do not count.
+    It is called with its ``reduction`` set to "none": torch's own criteria for the
+    batch, any other for each sample as a batch of one. What has more dims ``[B, ...]``
+    is reduced per sample, by mean or sum as ``loss_reduction`` says. Outputs and
+    targets of flattened tokens ``[B * T]`` need ``shape=[B, T]``, as in Opacus;
+    positions at ``ignore_index`` do not count then.
+
+    The first call for each kind of arguments compares a criterion's values with what
+    it gives for the batch, and the gradients of each sample's loss with those of all.
+
+    Raises:
+        Refused: if a sample's loss depends on other samples
     """
 
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self._by_vmap: Dict[tuple, bool] = {}  # of each kind that has been compared
+
     def __call__(self, *args: Any, shape: Any = None, **kwargs: Any) -> ClippedLoss:
-        before = self.criterion.reduction
+        call = _Call(self.criterion, args, kwargs, shape)
+        first = call.kind not in self._by_vmap and call.size > 1
+        before, self.criterion.reduction = self.criterion.reduction, "none"
         try:
-            loss = super().__call__(*args, shape=shape, **kwargs)
+            if is_independent(self.criterion):
+                losses, vmap = self.criterion(*args, **kwargs), True
+            else:
+                losses, vmap = call.by_sample(self._by_vmap.get(call.kind, True))
+                if first:
+                    self._compare(call, losses)
         finally:
             self.criterion.reduction = before
-        losses = loss.loss_per_sample
-        if losses.dim() > 1:
-            losses = losses.flatten(1)
-            mean = self.loss_reduction == "mean"
-            losses = losses.mean(1) if mean else losses.sum(1)
+        losses = self._one_a_sample(losses, call)
+        if first:
+            _refuse_mixing(losses)
+            self._by_vmap[call.kind] = vmap
         return ClippedLoss(self.module, self.optimizer, losses, self.loss_reduction)
+
+    def _one_a_sample(self, losses: torch.Tensor, call: "_Call") -> torch.Tensor:
+        mean, shape = self.loss_reduction == "mean", call.shape
+        if shape is not None and losses.shape[:1].numel() == shape.numel():
+            losses = losses.view(*shape, *losses.shape[1:])
+        if losses.dim() < 2:
+            return losses
+        losses = losses.flatten(1)
+        if not mean:
+            return losses.sum(1)
+        ignored = getattr(self.criterion, "ignore_index", None)
+        if shape is not None and ignored is not None and call.target is not None:
+            counts = (call.target.view(len(losses), -1) != ignored).sum(1)
+            return losses.sum(1) / counts.clamp(min=1)
+        return losses.mean(1)
+
+    @torch.no_grad()
+    def _compare(self, call: "_Call", losses: torch.Tensor) -> None:
+        """With what the criterion gives for the batch."""
+        losses = losses.detach()
+        with torch.random.fork_rng(
+            [losses.device] if losses.device.type == "cuda" else []
+        ):
+            whole, again = call.whole(), call.whole()
+        if not close(whole, again):
+            return  # it draws random numbers
+        name = getattr(self.criterion, "__name__", type(self.criterion).__name__)
+        text = (
+            f"The criterion {name} mixes samples: {{}} What depends on the batch "
+            "(its largest loss, class weights counted in it, negatives from other "
+            "samples, a mean over all of its tokens) is not private. Compute the loss "
+            "of each sample from that sample alone."
+        )
+        if not whole.dim():
+            mine = self._one_a_sample(losses, call)
+            mine = mine.mean() if self.loss_reduction == "mean" else mine.sum()
+            if not close(mine, whole):
+                raise Refused(
+                    text.format(
+                        f"it gives {float(whole):.6g} for the batch, and the "
+                        f"{self.loss_reduction} of what it gives for each sample alone "
+                        f"is {float(mine):.6g}."
+                    )
+                )
+            return
+        if whole.numel() != losses.numel():
+            raise Refused(
+                text.format(
+                    f"it gives shape {tuple(whole.shape)} for the batch, and "
+                    f"{tuple(losses.shape)} for all samples, each by itself."
+                )
+            )
+        mine = losses.reshape(whole.shape)
+        if not close(mine, whole):
+            b = int((mine - whole).abs().nan_to_num(0).argmax())
+            raise Refused(
+                text.format(
+                    f"a loss is {float(whole.flatten()[b]):.6g} in the batch of "
+                    f"{call.size}, and {float(mine.flatten()[b]):.6g} for the sample "
+                    "alone."
+                )
+            )
+
+
+class _Call:
+    """
+    One call of a criterion.
+
+    Args:
+        shape: ``[B, T]`` where tokens are flattened
+    """
+
+    def __init__(self, criterion: Callable, args: tuple, kwargs: dict, shape: Any):
+        self.criterion, self.args, self.kwargs = criterion, args, kwargs
+        self.shape = None if shape is None else torch.Size(shape[:2])
+        target = kwargs.get("target", args[1] if len(args) > 1 else None)
+        self.target = target if isinstance(target, torch.Tensor) else None
+        self.leaves, self.spec = tree_flatten((args, kwargs))
+        rows = [len(x) for x in self.leaves if isinstance(x, torch.Tensor) and x.dim()]
+        self.rows = self.shape.numel() if self.shape else rows[0] if rows else 0
+        self.size = self.shape[0] if self.shape else self.rows
+        self.kind = (str(self.spec), shape is None) + tuple(
+            (x.dim(), x.dtype) if isinstance(x, torch.Tensor) else type(x)
+            for x in self.leaves
+        )
+
+    def whole(self) -> torch.Tensor:
+        """What it gives for the batch."""
+        return self.criterion(*self.args, **self.kwargs)
+
+    def by_sample(self, vmap: bool) -> Tuple[torch.Tensor, bool]:
+        """
+        What it gives for each sample, ``[B, ...]``, and whether by vmap.
+
+        Args:
+            vmap: whether vmap is tried
+        """
+        at = [
+            i
+            for i, x in enumerate(self.leaves)
+            if isinstance(x, torch.Tensor) and x.dim() and len(x) == self.rows
+        ]
+        columns = [
+            self.leaves[i].unflatten(0, self.shape or (self.rows, 1)) for i in at
+        ]
+
+        def alone(*sample: torch.Tensor) -> torch.Tensor:
+            leaves = list(self.leaves)
+            for i, x in zip(at, sample):
+                leaves[i] = x
+            args, kwargs = tree_unflatten(leaves, self.spec)
+            found = self.criterion(*args, **kwargs)
+            one = self.shape is None and found.shape[:1] == (1,)
+            return found[0] if one else found
+
+        if not self.size:
+            return columns[0].new_zeros(0), vmap
+        if vmap:
+            try:
+                return torch.vmap(alone, randomness="different")(*columns), True
+            except Exception:  # an op that vmap doesn't know, or a mistake: told below
+                pass
+        return torch.stack([alone(*sample) for sample in zip(*columns)]), False
+
+
+# -- between the model and the losses ------------------------------------------------
+
+
+def _departures(losses: torch.Tensor) -> Iterator[Tuple[GradientEdge, Any, Any]]:
+    """Where values that losses depend on have left the model, their runs and dims."""
+    todo: List[Any] = [losses.grad_fn]
+    seen: Set[Any] = {None}
+    while todo:
+        node = todo.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        function = getattr(node, "_forward_cls", None)
+        if function is Leave:
+            yield GradientEdge(node, 0), node.run, node.dim
+        elif function is _Samples:
+            for i, join in enumerate(node.part.joins):
+                dim = None if join.how == "shared" else join.dim or 0
+                yield GradientEdge(node, i), node.part.run, dim
+        else:
+            todo += [parent for parent, _ in node.next_functions]
+
+
+def _refuse_mixing(losses: torch.Tensor) -> None:
+    """The loss of each sample must depend on what the model gave for it alone."""
+    found = list(_departures(losses)) if losses.dim() == 1 else []
+    if not found:
+        return
+    generator = torch.Generator().manual_seed(len(losses))
+    weights = torch.randn(len(losses), generator=generator).to(losses)
+    edges = [edge for edge, _, _ in found]
+    plain, weighted = (
+        torch.autograd.grad([losses], edges, [w], retain_graph=True, allow_unused=True)
+        for w in (torch.ones_like(losses), weights)
+    )
+    for (_, run, dim), a, b in zip(found, plain, weighted):
+        if a is None or run.batch != len(losses) or run.batch < 2:
+            continue
+        own: Optional[torch.Tensor] = None
+        if dim is not None and a.dim():
+            of = weights if run.rows is None else weights[run.rows.to(weights.device)]
+            a, b = (
+                x.movedim(dim, 0).unflatten(0, (run.size, -1)).flatten(1)
+                for x in (a, b)
+            )
+            own = a * of[:, None].to(a)
+        if not (close(b, own) if own is not None else not (a.any() or b.any())):
+            raise Refused(
+                f"{run.engine.describe()}: the loss of a sample depends on the outputs "
+                "of others, between the model and the criterion (a mean over the "
+                "batch, a number of the whole batch, rows in another order). Compute "
+                "the loss of each sample from that sample's outputs alone, in the "
+                "order of the batch."
+            )

@@ -1,8 +1,13 @@
-"""Experts whose weights are stacked in one parameter ``[experts, ...]``.
+"""Experts: linear maps of which each row takes one, and modules that rows are sent to.
 
-The routing table says which expert each token went to, and with one-hot(expert) as the
-first factor an expert's weight is a parameter like any other: no padding, and an
-expert that no token chose has a gradient of zero.
+Where weights are stacked in one parameter ``[experts, ...]`` the routing table says
+which expert each token went to, and with one-hot(expert) as the first factor an
+expert's weight is a parameter like any other: no padding, and an expert that no token
+chose has a gradient of zero. Where experts are modules, each is given the rows of all
+samples that chose it, and the table says the sample of each.
+
+The functions here that are marked as ops show themselves to a run of single samples
+(samplewise/experts.py), which calls them on the whole batch.
 
 Source: DP mixture of experts, appendix (per-sample gradients on the gathered tokens),
 and main text (padded, :func:`expert_batching`).
@@ -10,20 +15,22 @@ and main text (padded, :func:`expert_batching`).
 
 import functools
 import inspect
-from typing import Any, Iterable, List, Optional, Set, Tuple
+from typing import Any, Callable, List, Optional, Sequence, Tuple, Union
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.overrides import handle_torch_function, has_torch_function
 
-from opacus_ext.grad_sample.factors import Blocks, OneHot, pad_rows
-from opacus_ext.grad_sample.rules.registry import (
-    STAND_IN_FALLBACKS,
-    Factors,
-    Record,
-    StandIn,
+from opacus_ext.grad_sample.factors import (
+    Blocks,
+    Factor,
+    OneHot,
+    Ragged,
+    pad_rows,
+    resolved,
 )
-
+from opacus_ext.grad_sample.rules.registry import SUBSTITUTES
 
 _BATCHING = "gathered"
 
@@ -144,97 +151,232 @@ def _at_once(rows: torch.Tensor, weights: torch.Tensor) -> bool:
     return fits and torch.cuda.get_device_capability(rows.device) >= (8, 0)
 
 
-def _factors(
-    weight: nn.Parameter,
-    bias: Optional[nn.Parameter],
-    transposed: bool,
-    activations: Tuple[torch.Tensor, torch.Tensor],
-    backprops: torch.Tensor,
-) -> Factors:
+def as_op(function: Callable) -> Callable:
+    """Shows calls of a function to modes, as torch's own functions do."""
+
+    @functools.wraps(function)
+    def op(x: torch.Tensor, *args: Any) -> Any:
+        if has_torch_function((x,)):
+            return handle_torch_function(op, (x,), x, *args)
+        return function(x, *args)
+
+    return op
+
+
+@as_op
+def route(index: torch.Tensor, size: int) -> Routes:
     """
     Args:
-        activations: the expert of each row ``[B, T]``, and its input ``[B, T, in]``
-        backprops: ``[B, T, out]``
+        index: the expert of each row, ``[*rows]``, below ``size``
     """
-    index, x = activations
-    expert = OneHot(index.long(), len(weight))
-    factors: Factors = {} if bias is None else {bias: (expert, backprops)}
-    pair = (backprops, x.to(backprops.dtype))
-    lead = expert
-    if expert_batching() == "padded":
-        lead, pair = Blocks(len(weight)), _padded(expert, pair)
-    factors[weight] = (lead, *(pair[::-1] if transposed else pair))
-    return factors
+    return Routes(index.flatten(), size)
 
 
-def _padded(expert: OneHot, rows: Iterable[torch.Tensor]) -> Tuple[torch.Tensor, ...]:
-    """Rows ``[B, T, width]`` as ``[B, experts * C_max, width]``."""
-    batch_size, size = len(expert.index), expert.size
-    sample = torch.arange(batch_size, device=expert.index.device)[:, None]
-    groups = (sample * size + expert.index).flatten()
-    padded = (pad_rows(x.flatten(0, 1), groups, batch_size * size) for x in rows)
-    return tuple(x.unflatten(0, (batch_size, size)).flatten(1, 2) for x in padded)
-
-
-def record_experts(
-    record: Record,
+@as_op
+def expert_linear(
     x: torch.Tensor,
-    index: torch.Tensor,
     routes: Routes,
-    weight: nn.Parameter,
-    bias: Optional[nn.Parameter] = None,
+    weight: torch.Tensor,
+    bias: Optional[torch.Tensor] = None,
     transposed: bool = False,
 ) -> torch.Tensor:
     """
-    A linear map by each row's expert inside a stand-in.
+    Every row times the weight of its expert; see :meth:`Routes.linear`.
 
     Args:
-        x: ``[tokens, choices, in]``
-        index: ``[tokens, choices]``
+        x: ``[*rows, in]``, in the order of the index that ``routes`` was made of
 
     Returns:
-        ``[tokens, choices, out]``
+        ``[*rows, out]``
     """
-    y = routes.linear(x.flatten(0, 1), weight, bias, transposed)
-    factors = functools.partial(_factors, weight, bias, transposed)
-    y = y.unflatten(0, index.shape)
-    return record(y, (index, x), (weight, bias), factors, by_row=True)
+    y = routes.linear(x.flatten(0, -2), weight, bias, transposed)
+    return y.view(*x.shape[:-1], y.shape[-1])
 
 
-def experts_on_rows(
-    layer: nn.Module,
-    record: Record,
+@as_op
+def send(
     x: torch.Tensor,
     index: torch.Tensor,
-    routes: Routes,
+    experts: Sequence[Callable[[torch.Tensor], torch.Tensor]],
 ) -> torch.Tensor:
     """
-    What experts that follow the experts interface of transformers 5 make of tokens.
+    Every row through its expert, which takes each by itself.
 
     Args:
-        x: ``[tokens, choices, width]``
-        index: ``[tokens, choices]``, as in ``routes``
+        x: ``[*rows, width]``
+        index: ``[*rows]``; as many as there are experts for none: such rows are zero
 
     Returns:
-        ``[tokens, choices, width]``
+        ``[*rows, width]``
+    """
+    rows, index = x.flatten(0, -2), index.flatten()
+    return send_rows(rows, index, [lambda y, _: e(y) for e in experts]).view(x.shape)
+
+
+def send_rows(
+    rows: torch.Tensor,
+    index: torch.Tensor,
+    experts: Sequence[Callable[[torch.Tensor, torch.Tensor], torch.Tensor]],
+) -> torch.Tensor:
+    """
+    Args:
+        rows: ``[rows, width]``
+        index: the expert of each, ``[rows]``
+        experts: called with some rows and their numbers
+
+    Returns:
+        ``[rows, width]``, zero where no expert was called
+    """
+    out = 0 * rows  # in a graph, rows or not
+    for i, expert in enumerate(experts):
+        (where,) = (index == i).nonzero(as_tuple=True)
+        if len(where):
+            y = expert(rows[where], where)
+            out = out.index_copy(0, where, y.to(out.dtype))
+    return out
+
+
+# -- factors -------------------------------------------------------------------------
+
+
+def expert_factors(
+    size: int,
+    transposed: bool,
+    dealt: bool,
+    backprops: torch.Tensor,
+    index: torch.Tensor,
+    x: torch.Tensor,
+) -> List[Tuple[Factor, ...]]:
+    """
+    Of weights ``[experts, out, in]``, or ``[experts, in, out]`` if transposed, and
+    their bias.
+
+    Args:
+        size: number of experts
+        dealt: whether ``B`` counts rows that :func:`by_table` will be given
+        backprops: ``[B, T, out]``
+        index: the expert of each row ``[B, T]``
+        x: its input ``[B, T, in]``
+    """
+    expert = OneHot(index.long(), size)
+    pair = (backprops, x.to(backprops.dtype))
+    weight: Tuple[Factor, ...] = (expert, *(pair[::-1] if transposed else pair))
+    if expert_batching() == "padded" and not dealt:
+        samples = torch.arange(len(index), device=index.device)
+        samples = samples.repeat_interleave(index.shape[1])
+        weight = _padded([_flat(f) for f in weight], samples, len(index))
+    return [weight, (expert, backprops)]
+
+
+def by_table(
+    factors: Tuple[Factor, ...], samples: torch.Tensor, size: int
+) -> Tuple[Factor, ...]:
+    """
+    The factors of rows that were dealt out, as those of samples.
+
+    Args:
+        factors: ``[rows, T, width]``
+        samples: of each row, ``[rows]``
+        size: number of samples
+    """
+    flat = [_flat(f) for f in resolved(factors)]
+    first = flat[0].index if isinstance(flat[0], OneHot) else flat[0]
+    samples = samples.repeat_interleave(len(first) // max(1, len(samples)))
+    if expert_batching() == "padded" and len(flat) > 1 and len(samples):
+        return _padded(flat, samples, size)
+    rows = (
+        OneHot(f.index[None], f.size) if isinstance(f, OneHot) else f[None]
+        for f in flat
+    )
+    return (Ragged(samples), *rows)
+
+
+def _flat(factor: Union[torch.Tensor, OneHot]) -> Union[torch.Tensor, OneHot]:
+    """``[B, T, width]`` as ``[B * T, width]``"""
+    if isinstance(factor, OneHot):
+        return OneHot(factor.index.flatten(), factor.size)
+    return factor.flatten(0, 1)
+
+
+def _padded(
+    factors: Sequence[Union[torch.Tensor, OneHot]], samples: torch.Tensor, size: int
+) -> Tuple[Factor, ...]:
+    """
+    Rows by sample, and by expert where their first factor tells it, zeros between.
+
+    Args:
+        factors: ``[rows, width]``
+        samples: of each row
+        size: number of samples
+    """
+    lead, count = (), 1
+    if isinstance(factors[0], OneHot) and len(factors) > 2:
+        (index, count), *factors = factors
+        samples, lead = samples * count + index, (Blocks(count),)
+
+    def pad(x: torch.Tensor) -> torch.Tensor:
+        x = pad_rows(x, samples, size * count)
+        return x.unflatten(0, (size, count)).flatten(1, 2)
+
+    return (
+        *lead,
+        *(
+            OneHot(pad(f.index), f.size) if isinstance(f, OneHot) else pad(f)
+            for f in factors
+        ),
+    )
+
+
+# -- layers of transformers ----------------------------------------------------------
+
+
+def stacked_experts(
+    layer: nn.Module, x: torch.Tensor, routes: Routes
+) -> torch.Tensor:
+    """
+    What experts that follow the experts interface of transformers 5 make of rows.
+
+    Args:
+        x: ``[*rows, width]``
+
+    Returns:
+        ``[*rows, width]``
     """
     gated = getattr(layer, "has_gate", True)
     transposed = getattr(layer, "is_transposed", False)
 
     def linear(x: torch.Tensor, name: str) -> torch.Tensor:
-        weights = getattr(layer, name), getattr(layer, f"{name}_bias", None)
-        return record_experts(record, x, index, routes, *weights, transposed)
+        bias = getattr(layer, f"{name}_bias", None)
+        return expert_linear(x, routes, getattr(layer, name), bias, transposed)
 
     y = linear(x, "gate_up_proj" if gated else "up_proj")
-    y = layer._apply_gate(y) if gated else layer.act_fn(y)
+    if not gated:
+        y = layer.act_fn(y)
+    elif hasattr(layer, "_apply_gate"):
+        y = layer._apply_gate(y)
+    else:
+        gate, up = y.chunk(2, dim=-1)
+        y = layer.act_fn(gate) * up
     y = linear(y, "down_proj")
     normed = getattr(layer, "has_post_expert_norm", False)
     return layer.post_expert_norm(y) if normed else y
 
 
+def weighted(y: torch.Tensor, weights: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """
+    Args:
+        y: what experts gave, ``[tokens, choices, width]``
+        weights: ``[tokens, choices]``
+        like: of the type that is wanted
+
+    Returns:
+        ``[tokens, width]``
+    """
+    return (y * weights.unsqueeze(-1)).sum(1).to(like.dtype)
+
+
 def experts_interface(
     layer: nn.Module,
-    record: Record,
     hidden_states: torch.Tensor,
     top_k_index: torch.Tensor,
     top_k_weights: torch.Tensor,
@@ -252,75 +394,67 @@ def experts_interface(
     dropped = top_k_index >= size
     index = top_k_index.masked_fill(dropped, 0)
     x = hidden_states.unsqueeze(1).expand(-1, index.shape[1], -1)
-    y = experts_on_rows(layer, record, x, index, Routes(index.flatten(), size))
-    weights = top_k_weights.masked_fill(dropped, 0)
-    return (y * weights.unsqueeze(-1)).sum(1).to(hidden_states.dtype)
+    y = stacked_experts(layer, x, route(index, size))
+    return weighted(y, top_k_weights.masked_fill(dropped, 0), hidden_states)
 
 
-def sorted_experts(
-    layer: nn.Module, record: Record, inputs: torch.Tensor, expert_size: Any
+def chosen_of(selected_experts: torch.Tensor) -> torch.Tensor:
+    """The experts of one-hot rows ``[..., experts]``, their number for none."""
+    none = 1 - selected_experts.sum(-1, keepdim=True).clamp(max=1)
+    return torch.cat([selected_experts, none], dim=-1).argmax(-1)
+
+
+def switch_experts(
+    layer: nn.ModuleDict,
+    hidden_states: torch.Tensor,
+    selected_experts: torch.Tensor,
+    routing_weights: torch.Tensor,
 ) -> torch.Tensor:
     """
-    ``forward`` of stacked linear experts whose tokens come sorted by expert, as in
-    ScatterMoE and JetMoe.
+    ``forward`` of a ModuleDict of experts, as Switch has it.
 
     Args:
-        inputs: ``[tokens, in]``
-        expert_size: number of tokens of each expert
+        hidden_states: ``[tokens, width]``
+        selected_experts: one-hot, ``[tokens, choices, experts]``, zero for none
+        routing_weights: ``[tokens, choices]``
     """
-    return _sorted(record, inputs, expert_size, layer.weight)
+    index = chosen_of(selected_experts)
+    x = hidden_states.unsqueeze(1).expand(-1, index.shape[1], -1)
+    y = send(x, index, list(layer.values()))
+    return weighted(y, routing_weights, hidden_states)
 
 
-def dense_experts(
-    layer: nn.Module, record: Record, hidden_states: torch.Tensor
+def nllb_experts(
+    layer: nn.ModuleDict,
+    hidden_states: torch.Tensor,
+    router_mask: torch.Tensor,
+    router_probs: torch.Tensor,
 ) -> torch.Tensor:
     """
-    ``forward`` of gated experts that all see every token, one expert after the other,
-    as in Llama 4.
+    ``forward`` of the experts of NLLB-MoE.
 
     Args:
-        hidden_states: ``[experts * tokens, width]``
+        hidden_states: ``[tokens, width]``
+        router_mask: the experts, ``[tokens, choices]``
+        router_probs: ``[tokens, choices]``
     """
-    size = len(layer.gate_up_proj)
-    counts = [len(hidden_states) // size] * size
-    y = _sorted(record, hidden_states, counts, layer.gate_up_proj, True)
-    gate, up = y.chunk(2, dim=-1)
-    return _sorted(record, up * layer.act_fn(gate), counts, layer.down_proj, True)
-
-
-def _sorted(
-    record: Record,
-    x: torch.Tensor,
-    counts: Any,
-    weight: nn.Parameter,
-    transposed: bool = False,
-) -> torch.Tensor:
-    index = torch.arange(len(weight), device=x.device)
-    index = index.repeat_interleave(torch.as_tensor(counts, device=x.device))
-    args = (x.unsqueeze(1), index.unsqueeze(1), Routes(index, len(weight)), weight)
-    return record_experts(record, *args, transposed=transposed).squeeze(1)
-
-
-class _Unrecorded:
-    """In the place of ``record``: nothing is noted."""
-
-    def __call__(self, output: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return output
-
-    def dealt(self, samples: torch.Tensor, index: torch.Tensor) -> "_Unrecorded":
-        """See :class:`~opacus_ext.grad_sample.stand_in.Recorder`."""
-        return self
-
-    def mark(self, rows: torch.Tensor) -> torch.Tensor:
-        """See :class:`~opacus_ext.grad_sample.stand_in.Recorder`."""
-        return rows
-
-
-unrecorded = _Unrecorded()
+    x = hidden_states.unsqueeze(1).expand(-1, router_mask.shape[1], -1)
+    y = send(x, router_mask, list(layer.values())) * router_probs.unsqueeze(-1)
+    if layer.training:
+        y = layer.token_dropout(y)
+    else:
+        y = y * (1 - layer.moe_token_dropout)
+    return y.sum(1).to(hidden_states.dtype)
 
 
 _MARKS = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "_apply_gate")
-_GATED = {"gate_up_proj", "down_proj"}
+_INTERFACE = ["hidden_states", "top_k_index", "top_k_weights"]
+_SWITCH = ["hidden_states", "selected_experts", "routing_weights"]
+_NLLB = ["hidden_states", "router_mask", "router_probs"]
+
+
+def _takes(layer: nn.Module) -> List[str]:
+    return list(inspect.signature(type(layer).forward).parameters)[1:]
 
 
 def is_experts(layer: nn.Module) -> bool:
@@ -331,28 +465,30 @@ def is_experts(layer: nn.Module) -> bool:
     """
     if all(hasattr(layer, mark) for mark in _MARKS):
         return True
-    taken = ["hidden_states", "top_k_index", "top_k_weights"]
-    return hasattr(layer, "_apply_gate") and _is_stack(layer, _GATED, taken)
+    own = {n: p for n, p in layer._parameters.items() if p is not None}
+    stacked = set(own) == {"gate_up_proj", "down_proj"} and len(
+        {len(p) if p.dim() == 3 else None for p in own.values()} - {None}
+    ) == 1
+    known = type(layer).__module__.startswith("transformers.models.")
+    gates = hasattr(layer, "_apply_gate") or (known and hasattr(layer, "act_fn"))
+    return stacked and gates and _takes(layer) == _INTERFACE
 
 
-def _is_stack(layer: nn.Module, names: Set[str], taken: List[str]) -> bool:
-    """Whether a layer owns these 3-D parameters alone, and what its forward takes."""
-    own = dict(layer.named_parameters())
-    if set(own) != names or any(p.dim() != 3 for p in own.values()):
-        return False
-    return list(inspect.signature(type(layer).forward).parameters)[1:] == taken
+def has_experts(layer: nn.Module) -> bool:
+    """Whether it is a ModuleDict that sends tokens to its entries, as Switch has it."""
+    return isinstance(layer, nn.ModuleDict) and _takes(layer) == _SWITCH
 
 
-def _recognise(layer: nn.Module) -> Optional[StandIn]:
-    if getattr(layer, "_is_expert_parallel", False):
-        return None
+def _substitute(layer: nn.Module) -> Optional[Callable]:
+    if getattr(layer, "_is_expert_parallel", False) or hasattr(layer, "world_experts"):
+        return None  # spread over processes, by transformers or by us (parallel.py)
     if is_experts(layer):
         return experts_interface
-    if _is_stack(layer, {"weight"}, ["inputs", "expert_size"]):
-        return sorted_experts
-    if hasattr(layer, "act_fn") and _is_stack(layer, _GATED, ["hidden_states"]):
-        return dense_experts
+    if has_experts(layer):
+        return switch_experts
+    if isinstance(layer, nn.ModuleDict) and _takes(layer) == _NLLB:
+        return nllb_experts
     return None
 
 
-STAND_IN_FALLBACKS.append(_recognise)
+SUBSTITUTES.append(_substitute)

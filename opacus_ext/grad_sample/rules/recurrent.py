@@ -1,5 +1,5 @@
 """
-``nn.RNN``, ``nn.LSTM``, ``nn.GRU`` and their cells.
+``torch._VF.lstm``, ``gru`` and ``rnn``, that ``nn.LSTM``, ``nn.GRU`` and ``nn.RNN`` call.
 
 A recurrent layer multiplies by its weights at every step, and the per-sample gradients
 are sums over the steps of (gradient of the gates) (x) (what was multiplied). Torch's
@@ -14,23 +14,40 @@ own CPU kernels, and several times slower than cuDNN's fused ones.
 from __future__ import annotations
 
 import functools
-from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple, Union
+from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Tuple
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 from torch.autograd.function import once_differentiable
-from torch.nn.utils.rnn import (
-    PackedSequence,
-    pack_padded_sequence,
-    pad_packed_sequence,
-)
 
-from opacus_ext.grad_sample.rules.linear import linear_factors, record_linear
-from opacus_ext.grad_sample.rules.registry import Record, register_forward
+from opacus_ext.grad_sample.rules.linear import linear_factors
+from opacus_ext.grad_sample.rules.registry import Record
 
 Tensors = Tuple[torch.Tensor, ...]
-State = Union[torch.Tensor, Tuple[torch.Tensor, torch.Tensor], None]
+
+
+class Weights(NamedTuple):
+    """
+    Of one layer in one direction, by torch's names: ``[gates, in]``, ``[gates, width]``,
+    ``[gates]`` twice, and ``[proj, hidden]``.
+    """
+
+    w_ih: torch.Tensor
+    w_hh: torch.Tensor
+    b_ih: Optional[torch.Tensor] = None
+    b_hh: Optional[torch.Tensor] = None
+    w_hr: Optional[torch.Tensor] = None
+
+
+def weights_of(flat: List[torch.Tensor], bias: bool, proj: bool) -> List[Weights]:
+    """Torch's flat list of weights, layer by layer and direction by direction."""
+    count = 2 + 2 * bias + proj
+    found = []
+    for i in range(0, len(flat), count):
+        w = list(flat[i : i + count])
+        w_hr = w.pop() if proj else None
+        found.append(Weights(*w, *([] if bias else [None, None]), w_hr))
+    return found
 
 
 class _Steps(NamedTuple):
@@ -236,14 +253,20 @@ class _Scan(torch.autograd.Function):
         return (None,) * 5 + (*found, dh, dc)
 
 
-def _step(
+def step(
     mode: str, gx: torch.Tensor, gh: torch.Tensor, h: torch.Tensor, c: Any
 ) -> Tuple[torch.Tensor, Any]:
-    """One step in plain ops, from the two pre-activations and the state."""
+    """
+    One step in plain ops, from the two pre-activations and the state.
+
+    Args:
+        mode: "LSTM", "GRU", "RNN_TANH" or "RNN_RELU"
+    """
     if mode == "GRU":
         (rx, zx, nx), (rh, zh, nh) = gx.chunk(3, dim=-1), gh.chunk(3, dim=-1)
         r, z = (rx + rh).sigmoid(), (zx + zh).sigmoid()
-        return torch.lerp((nx + r * nh).tanh(), h, z), c
+        new = (nx + r * nh).tanh()
+        return new + z * (h - new), c
     if mode != "LSTM":
         return getattr(torch, mode[4:].lower())(gx + gh), c
     i, f, g, o = (gx + gh).chunk(4, dim=-1)
@@ -251,179 +274,120 @@ def _step(
     return o.sigmoid() * c.tanh(), c
 
 
-def _unrolled(
-    mode: str,
-    gx: torch.Tensor,
-    w_hh: torch.Tensor,
-    b_hh: Optional[torch.Tensor],
-    w_hr: Optional[torch.Tensor],
-    state: Tensors,
-    reverse: bool,
+# -- one direction of one layer ----------------------------------------------------
+
+Direction = Callable[..., Tuple[torch.Tensor, Tensors]]
+
+
+def unrolled(
+    mode: str, x: torch.Tensor, state: Tensors, w: Weights, reverse: bool
 ) -> Tuple[torch.Tensor, Tensors]:
-    """A scan in plain ops, for functorch: it can't see through ``_Scan``."""
+    """
+    A scan in plain ops, for what :class:`_Scan` can't do: weights that samples do not
+    share, transforms of the user's own.
+
+    Args:
+        x: ``[T, N, in]``
+        state: ``h0`` and ``c0``, ``[N, width]``
+    """
+    gx = F.linear(x, w.w_ih, w.b_ih)
     h, c = state
     out: List[torch.Tensor] = []
-    for g in reversed(gx) if reverse else gx:
-        h, c = _step(mode, g, F.linear(h, w_hh, b_hh), h, c)
-        h = h if w_hr is None else F.linear(h, w_hr)
+    for g in reversed(gx.unbind()) if reverse else gx.unbind():
+        h, c = step(mode, g, F.linear(h, w.w_hh, w.b_hh), h, c)
+        h = h if w.w_hr is None else F.linear(h, w.w_hr)
         out.append(h)
     return torch.stack(out[::-1] if reverse else out), (h, c)
 
 
-def _direction(
-    mode: str,
+def scanned(
     record: Record,
+    sizes: List[int],
+    order: Optional[torch.Tensor],
+    mode: str,
     x: torch.Tensor,
     state: Tensors,
-    weights: Dict[str, Optional[nn.Parameter]],
-    sizes: List[int],
+    w: Weights,
     reverse: bool,
-    order: Optional[torch.Tensor],
 ) -> Tuple[torch.Tensor, Tensors]:
     """
-    One layer in one direction.
+    A scan of whole batches, whose products ``record`` is told of.
 
     Args:
-        x: ``[T, B, in]``, samples in the order of the batch
-        state: ``h0`` and ``c0``, ``[B, width]``
-        weights: by torch's names, without the layer
-        sizes: how many samples run at each time
-        order: the samples by length, longest first; None if they are
+        sizes: how many sequences run at each time
+        order: the sequences by length, longest first; None if they are
+        x: ``[T, N, in]``, sequences of one sample after the other
+        state: ``h0`` and ``c0``, ``[N, width]``
 
     Returns:
-        The output ``[T, B, width]`` and the last state.
+        The output ``[T, N, width]`` and the last state.
     """
-    w_ih, w_hh, b_ih, b_hh, w_hr = (
-        weights[n]
-        for n in ("weight_ih", "weight_hh", "bias_ih", "bias_hh", "weight_hr")
-    )
+    own = Weights(*map(record.value, w))
     back = None if order is None else torch.argsort(order)
 
     def sort(y: torch.Tensor, dim: int, index: Optional[torch.Tensor]) -> torch.Tensor:
         return y if index is None else y.index_select(dim, index)
 
-    gx = record_linear(record, x, w_ih, b_ih).to(w_hh.dtype)
-    if torch._C._are_functorch_transforms_active() and len(set(sizes)) == 1:
-        return _unrolled(mode, gx, w_hh, b_hh, w_hr, state, reverse)
+    def noted(y: torch.Tensor, x: torch.Tensor, *params: Any) -> torch.Tensor:
+        factors = functools.partial(linear_factors, *params)
+        return record(y, x, params, factors, batch_dim=1)
+
+    gx = noted(F.linear(x, own.w_ih, own.b_ih), x, w.w_ih, w.b_ih).to(w.w_hh.dtype)
     cell, gx = CELLS[mode], sort(gx, 1, order)
-    h0, c0 = (sort(y.to(w_hh.dtype), 0, order) for y in state)
+    h0, c0 = (sort(y.to(w.w_hh.dtype), 0, order) for y in state)
     times = list(enumerate(sizes))
     steps = _Steps(times[::-1] if reverse else times)
-    fixed = [w.detach() for w in (w_hh, w_hr) if w is not None]
+    fixed = [y.detach() for y in (w.w_hh, w.w_hr) if y is not None]
     with torch.no_grad(), torch.autocast(gx.device.type, enabled=False):
         h, c = h0.clone(), c0.clone()
-        bias = None if b_hh is None else b_hh.detach()
-        proj = None if w_hr is None else fixed[1]
+        bias = None if w.b_hh is None else w.b_hh.detach()
+        proj = None if w.w_hr is None else fixed[1]
         out, saved = cell.run(gx.detach(), fixed[0], bias, proj, h, c, steps)
         previous = sort(steps.before(out, h0), 1, back)
-
-    def product(y: torch.Tensor, w: nn.Parameter, b: Any) -> torch.Tensor:
-        factors = functools.partial(linear_factors, w, b)
-        return sort(record(_Product.apply(y, w, b), y, (w, b), factors), 1, order)
-
-    gh = product(previous, w_hh, b_hh)
+    gh = _Product.apply(previous, own.w_hh, own.b_hh)
+    gh = sort(noted(gh, previous, w.w_hh, w.b_hh), 1, order)
     gp = None
-    if w_hr is not None:
-        gp = product(sort(saved[-1], 1, back), w_hr, None)
+    if w.w_hr is not None:
+        raw = sort(saved[-1], 1, back)
+        gp = noted(_Product.apply(raw, own.w_hr, None), raw, w.w_hr, None)
+        gp = sort(gp, 1, order)
     found = [out, h, c]
     out, h, c = _Scan.apply(cell, steps, found, fixed, saved, gx, gh, gp, h0, c0)
     return sort(out, 1, back), (sort(h, 0, back), sort(c, 0, back))
 
 
-@register_forward(nn.RNN, nn.LSTM, nn.GRU)
-def rnn(
-    layer: nn.RNNBase,
-    record: Record,
-    input: Union[torch.Tensor, PackedSequence],
-    hx: State = None,
-) -> Tuple[Union[torch.Tensor, PackedSequence], State]:
+def recurrent(
+    direction: Direction,
+    x: torch.Tensor,
+    state: Tensors,
+    weights: List[Weights],
+    layers: int,
+    dropout: float,
+) -> Tuple[torch.Tensor, Tensors]:
     """
-    ``forward`` of ``nn.RNN``, ``nn.LSTM`` and ``nn.GRU``: all layers, directions,
-    biases and projections, padded or packed.
+    All layers and directions.
 
     Args:
-        input: ``[T, B, in]``, ``[B, T, in]`` if batch_first, ``[T, in]``, or packed
-        hx: initial state ``[layers * directions, B, width]``, for an LSTM two of them
-    """
-    packed = isinstance(input, PackedSequence)
-    lengths = order = None
-    if packed:
-        x, lengths = pad_packed_sequence(input)
-        sizes, order = input.batch_sizes.tolist(), input.sorted_indices
-    else:
-        x = input.unsqueeze(1) if input.dim() == 2 else input
-        x = x.transpose(0, 1) if layer.batch_first and input.dim() == 3 else x
-        sizes = [x.shape[1]] * x.shape[0]
-    single = not packed and input.dim() == 2
-    directions = 2 if layer.bidirectional else 1
-    count, width = layer.num_layers * directions, layer.proj_size or layer.hidden_size
-    lstm = layer.mode == "LSTM"
-    if hx is None:
-        h0 = x.new_zeros(count, x.shape[1], width)
-        c0 = x.new_zeros(count, x.shape[1], layer.hidden_size)
-    else:
-        h0, c0 = hx if lstm else (hx, hx)
-        h0, c0 = (y.unsqueeze(1) if y.dim() == 2 else y for y in (h0, c0))
-        layer.check_hidden_size(h0, (count, x.shape[1], width))
-        layer.check_hidden_size(c0, (count, x.shape[1], layer.hidden_size))
-        c0 = c0 if lstm else torch.zeros_like(c0)
-    if x.shape[-1] != layer.input_size:
-        raise RuntimeError(
-            f"input.size(-1) must be equal to input_size. Expected {layer.input_size}, "
-            f"got {x.shape[-1]}"
-        )
+        direction: ``(x, state, weights, reverse)`` to the output and last state of one
+        x: ``[T, N, in]``
+        state: ``h0`` and ``c0``, ``[layers * directions, N, width]``
+        weights: of each layer and direction
+        dropout: between the layers
 
+    Returns:
+        The output ``[T, N, directions * width]`` and the last state.
+    """
+    directions = len(weights) // layers
+    given: Iterator = zip(*state, weights)
     last: List[Tensors] = []
-    for i in range(layer.num_layers):
+    for i in range(layers):
         outputs = []
-        for j in range(directions):
-            suffix = f"_l{i}{'_reverse' * j}"
-            names = ("weight_ih", "weight_hh", "bias_ih", "bias_hh", "weight_hr")
-            weights = {n: getattr(layer, n + suffix, None) for n in names}
-            state = h0[i * directions + j], c0[i * directions + j]
-            out, end = _direction(
-                *(layer.mode, record, x, state, weights, sizes, j == 1, order)
-            )
+        for j, (h, c, w) in zip(range(directions), given):
+            out, end = direction(x, (h, c), w, j == 1)
             outputs.append(out)
             last.append(end)
-        x = torch.cat(outputs, dim=2) if directions == 2 else outputs[0]
-        if layer.dropout and layer.training and i < layer.num_layers - 1:
-            x = F.dropout(x, layer.dropout)
-
+        x = torch.cat(outputs, dim=-1) if directions == 2 else outputs[0]
+        if dropout and i < layers - 1:
+            x = F.dropout(x, dropout)
     h, c = (torch.stack(y) for y in zip(*last))
-    output: Any = x.transpose(0, 1) if layer.batch_first and not single else x
-    if single:
-        output, h, c = x.squeeze(1), h.squeeze(1), c.squeeze(1)
-    if packed:
-        if order is not None:
-            x, lengths = x.index_select(1, order), lengths[order.to(lengths.device)]
-        data = pack_padded_sequence(x, lengths).data
-        output = PackedSequence(
-            data, input.batch_sizes, input.sorted_indices, input.unsorted_indices
-        )
-    return output, (h, c) if lstm else h
-
-
-@register_forward(nn.RNNCell, nn.LSTMCell, nn.GRUCell)
-def cell(
-    layer: nn.RNNCellBase, record: Record, input: torch.Tensor, hx: State = None
-) -> State:
-    """
-    ``forward`` of ``nn.RNNCell``, ``nn.LSTMCell`` and ``nn.GRUCell``.
-
-    Args:
-        input: ``[B, in]`` or ``[in]``
-        hx: ``[B, hidden_size]``, for an LSTM two of them
-    """
-    lstm = isinstance(layer, nn.LSTMCell)
-    if hx is None:
-        zeros = input.new_zeros(*input.shape[:-1], layer.hidden_size)
-        hx = (zeros, zeros) if lstm else zeros
-    h, c = hx if lstm else (hx, None)
-    gx = record_linear(record, input, layer.weight_ih, layer.bias_ih)
-    gh = record_linear(record, h, layer.weight_hh, layer.bias_hh)
-    mode = "LSTM" if lstm else "GRU" if isinstance(layer, nn.GRUCell) else "RNN_"
-    if mode == "RNN_":
-        mode += layer.nonlinearity.upper()
-    h, c = _step(mode, gx, gh, h, c)
-    return (h, c) if lstm else h
+    return x, (h, c)

@@ -157,6 +157,9 @@ Activations = Union[torch.Tensor, Tuple[torch.Tensor, ...], None]
 class Record(Protocol):
     """What a stand-in (:func:`register_forward`) notes uses of parameters with."""
 
+    def value(self, param: Optional[torch.Tensor]) -> Optional[torch.Tensor]:
+        """What to compute with in the place of ``param``."""
+
     def __call__(
         self,
         output: torch.Tensor,
@@ -186,8 +189,9 @@ class Record(Protocol):
 
 StandIn = Callable[..., Any]
 STAND_INS: Dict[type, StandIn] = {}
-# Asked in turn for what stands in for a layer that has nothing in STAND_INS.
-STAND_IN_FALLBACKS: List[Callable[[nn.Module], Optional[StandIn]]] = []
+# Asked in turn for what is run in the place of a layer's forward, sample by sample:
+# for one whose own branches on what the samples say.
+SUBSTITUTES: List[Callable[[nn.Module], Optional[Callable]]] = []
 
 
 def register_forward(*layers: type) -> Callable[[StandIn], StandIn]:
@@ -232,7 +236,14 @@ def find_forward(layer: nn.Module) -> Optional[StandIn]:
     for cls in type(layer).__mro__:
         if cls in STAND_INS:
             return STAND_INS[cls] if type(layer).forward is cls.forward else None
-    return next(filter(None, (find(layer) for find in STAND_IN_FALLBACKS)), None)
+    return None
+
+
+def find_substitute(layer: nn.Module) -> Optional[Callable]:
+    """What is called as ``fn(layer, *inputs)`` in the place of ``forward``, or None."""
+    if "forward" in vars(layer):
+        return None
+    return next(filter(None, (find(layer) for find in SUBSTITUTES)), None)
 
 
 def own_parameters(layer: nn.Module) -> Dict[str, nn.Parameter]:

@@ -59,6 +59,17 @@ def requires_grad(run: Run, func: Callable, x: T) -> bool:
     return func(x)
 
 
+@handles(T.requires_grad_)
+def requires_grad_(run: Run, func: Callable, x: T, wanted: bool = True) -> T:
+    """A leaf that samples have made, each its own."""
+    if not is_batched(x) and not run.widen(x):
+        return func(x, wanted)
+    inner = run.level.unwrap(x)
+    with run.outside():
+        inner.requires_grad_(wanted)
+    return x
+
+
 @handles(
     *(torch.nonzero, T.nonzero, torch.argwhere, T.argwhere, torch.bincount, T.bincount),
     *(torch.unique, T.unique, torch.unique_consecutive, T.unique_consecutive),

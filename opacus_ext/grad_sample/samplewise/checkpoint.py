@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Callable, Iterator, List, Tuple
+from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, Tuple
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
@@ -28,12 +28,25 @@ def checkpointed(run: "Run") -> Iterator[None]:
         yield
 
 
-def _inner_function(function: Any) -> Tuple[Any, List[Any]]:
-    """A partial as its function and all that it is given."""
-    if isinstance(function, functools.partial):
-        inner, given = _inner_function(function.func)
-        return inner, [(function.args, function.keywords), *given]
-    return function, []
+_SETTINGS = (
+    *("context_fn", "determinism_check", "debug", "early_stop"),
+    *("preserve_rng_state", "use_reentrant"),
+)
+
+
+def arguments_of(
+    function: Callable, args: tuple, kwargs: Dict[str, Any]
+) -> Tuple[Callable, tuple, Dict[str, Any], Dict[str, Any]]:
+    """
+    Of a call of ``checkpoint`` the function without its partials, all that it is
+    given, and the settings.
+    """
+    settings = {n: kwargs[n] for n in _SETTINGS if n in kwargs}
+    kwargs = {n: x for n, x in kwargs.items() if n not in settings}
+    while isinstance(function, functools.partial):
+        args, kwargs = function.args + args, {**function.keywords, **kwargs}
+        function = function.func
+    return function, args, kwargs, settings
 
 
 def _pin_closure(run: "Run", function: Any) -> None:
@@ -49,43 +62,29 @@ def _pin_closure(run: "Run", function: Any) -> None:
             _pin_closure(run, value)
 
 
-_SETTINGS = (
-    *("context_fn", "determinism_check", "debug", "early_stop"),
-    "preserve_rng_state",
-)
-
-
 def _checkpoint(
-    run: "Run",
-    checkpoint: Callable,
-    function: Callable,
-    *args: Any,
-    use_reentrant: Any = None,
-    **kwargs: Any,
+    run: "Run", checkpoint: Callable, function: Callable, *args: Any, **kwargs: Any
 ) -> Any:
-    settings = {name: kwargs.pop(name) for name in _SETTINGS if name in kwargs}
+    plain, args, kwargs, settings = arguments_of(function, args, kwargs)
     if not torch.is_grad_enabled() or run.away:
-        return function(*args, **kwargs)
-    plain, given = _inner_function(function)
+        return plain(*args, **kwargs)
     _pin_closure(run, plain)
-    leaves, spec = tree_flatten((args, kwargs, given))
+    leaves, spec = tree_flatten((args, kwargs))
     wrapped = [isinstance(x, torch.Tensor) and is_batched(x) for x in leaves]
     shapes: List[Any] = []
 
     def block(*whole: Any) -> Tuple[Any, ...]:
         with run.entered_again(recomputed=bool(shapes)) as level:
             inside = [level.wrap(x) if w else x for x, w in zip(whole, wrapped)]
-            args, kwargs, given = tree_unflatten(inside, spec)
-            call = plain
-            for more, named in reversed(given):
-                call = functools.partial(call, *more, **named)
-            out, shape = tree_flatten(call(*args, **kwargs))
+            args, kwargs = tree_unflatten(inside, spec)
+            out, shape = tree_flatten(plain(*args, **kwargs))
             shapes[:] = [shape, [is_batched(x) for x in out]]
             return tuple(level.unwrap(x) if b else x for x, b in zip(out, shapes[1]))
 
+    settings["use_reentrant"] = False
     with run.outside():
         whole = [run.level.unwrap(x) if w else x for x, w in zip(leaves, wrapped)]
-        out = checkpoint(block, *whole, use_reentrant=False, **settings)
+        out = checkpoint(block, *whole, **settings)
     shape, batched = shapes
     out = [run.track(run.level.wrap(x)) if b else x for x, b in zip(out, batched)]
     return tree_unflatten(out, shape)

@@ -1,21 +1,22 @@
 """Whether a model computes each sample by itself: its outputs, beside those by sample.
 
-Looked at once for each kind of input. It decides how outputs are put together, and
-refuses models whose samples are not independent, with the first module that mixes them.
+Looked at once for each kind of input and of output. It decides how outputs are put
+together, and refuses models whose samples are not independent, with the first module
+that mixes them.
 """
 
 from __future__ import annotations
 
-import copy
-from contextlib import contextmanager
 from typing import (
     TYPE_CHECKING,
     Any,
+    Callable,
     Dict,
     Iterator,
     List,
     NamedTuple,
     Optional,
+    Sequence,
     Tuple,
 )
 
@@ -23,11 +24,25 @@ import torch
 from torch import nn
 
 from opacus_ext.grad_sample.samplewise.run import Refused
-from opacus_ext.grad_sample.samplewise.walk import close, tensors_in
+from opacus_ext.grad_sample.samplewise.walk import close, named_tensors, tensors_in
 
 if TYPE_CHECKING:
     from opacus_ext.grad_sample.samplewise.engine import Engine
     from opacus_ext.grad_sample.samplewise.inputs import Inputs
+
+T = torch.Tensor
+
+
+class NewOutput(Exception):
+    """A run gave an output of a kind that was not compared yet."""
+
+
+def kind_of(output: Any) -> tuple:
+    """What outputs of one kind have in common: all but lengths and values."""
+    return tuple(
+        (name, x.dtype, tuple(n == 1 for n in x.shape))
+        for name, x in named_tensors(output)
+    )
 
 
 class _NotTrained(torch.autograd.Function):
@@ -49,62 +64,73 @@ class Join(NamedTuple):
 
     Attributes:
         dim: of the samples in it, if it has one
-        how: "" for along ``dim``; "mean", "sum" or "number" for one number; "shared"
-            for one that all samples agree on
+        how: "" for along ``dim``; "mean", "sum" or "number" for one value of the batch,
+            where "number" is none of the two; "shared" for one that all samples agree
+            on; "only" of a batch of one
+        name: of the output
     """
 
     dim: Optional[int] = None
     how: str = ""
+    name: str = ""
 
-    def __call__(self, inner: torch.Tensor, engine: "Engine") -> torch.Tensor:
+    def __call__(self, inner: T, engine: "Engine") -> T:
         """``[B, *shape]`` to the batch's."""
-        if self.how == "shared":
+        if self.how and engine.each is not None and (self != ONLY or inner.dim() < 2):
+            return inner
+        if self.how in ("shared", "only"):
             return inner[0]
-        if self.how == "mean":
-            return inner if engine.each else inner.mean(0)
         if self.how == "sum":
-            return inner if engine.each else inner.sum(0)
+            return inner.sum(0, dtype=inner.dtype)
+        if self.how == "mean":
+            return inner.mean(0)
         if self.how == "number":
-            return self.guarded(inner if engine.each else inner.mean(0), engine)
+            wide = inner if _is_real(inner) else inner.double()
+            return self.guarded(wide.mean(0).to(inner.dtype), engine)
         if self.dim is None:
             return inner.flatten(0, 1) if inner.dim() > 1 else inner
         return inner.movedim(0, self.dim).flatten(self.dim, self.dim + 1)
 
-    def guarded(self, x: torch.Tensor, engine: "Engine") -> torch.Tensor:
+    def guarded(self, x: T, engine: "Engine") -> T:
         """Refuses to be trained on, if it is what no sample has."""
-        if self.how == "number" and x.requires_grad and not x.dim():
+        if self.how == "number" and engine.each is None and x.requires_grad:
             return _NotTrained.apply(
                 x,
-                f"{engine.describe()}: trained on a number that it computes for the "
-                "whole batch, and that is neither the mean nor the sum of what it "
-                "computes for each sample alone (a mean over the tokens of all "
-                "samples, a balancing loss). Use opacus_ext.losses.model_losses, which "
-                "gives one loss a sample, or the model's other outputs.",
+                f"{engine.describe()}: output {self.name or '0'} is trained on, and it "
+                "is neither the mean nor the sum of what the model computes for each "
+                "sample alone (a mean over the tokens of all samples, a balancing "
+                "loss). Use opacus_ext.losses.model_losses, which gives one loss a "
+                "sample, or the model's other outputs.",
             )
         return x
 
-    def split(
-        self, grad: torch.Tensor, size: int, shape: torch.Size
-    ) -> List[torch.Tensor]:
-        """The gradient of each sample's own, ``[*shape]``, from the batch's."""
-        if self.how == "shared":
-            return [grad / size] * size
-        if self.how and not grad.dim():
-            return [grad / size if self.how != "sum" else grad] * size
+    def split(self, grad: T, shapes: List[torch.Size]) -> List[T]:
+        """The gradient of each sample's own, of these shapes, from the batch's."""
+        shape, size = shapes[0], len(shapes)
+        if self.how and grad.shape == shape:
+            return [grad if self.how == "sum" else grad / size] * size
         if self.how or not shape:
             return list(grad.unbind())
-        return list(grad.chunk(size, self.dim or 0))
+        dim = self.dim or 0
+        return list(grad.split([s[dim] for s in shapes], dim))
+
+
+ONLY = Join(how="only")  # what one sample gives is what its batch gives
+
+
+def _is_real(x: T) -> bool:
+    return x.is_floating_point() or x.is_complex()
+
+
+Raw = Tuple[Any, bool]  # the samples' values, and whether each has its own
 
 
 def joins_of(
-    engine: "Engine",
-    inputs: "Inputs",
-    own: List[torch.Tensor],
-    raw: List[Tuple[torch.Tensor, bool]],
-) -> List[Optional[Join]]:
+    engine: "Engine", inputs: "Inputs", own: Sequence[Tuple[str, T]], raw: List[Raw]
+) -> List[Join]:
     """
     Args:
-        own: the tensors of the model's output
+        own: the tensors of the model's output, and their names
         raw: of the output by sample, and whether each has one value a sample
 
     Raises:
@@ -115,246 +141,236 @@ def joins_of(
             f"{engine.describe()} returns {len(own)} tensors for a batch of "
             f"{inputs.size} and {len(raw)} for one sample. Return the same from each."
         )
-    joins: List[Optional[Join]] = []
-    for whole, (found, batched) in zip(own, raw):
-        join = _join(engine, inputs, whole, found, batched)
+    joins: List[Join] = []
+    for (name, whole), (found, batched) in zip(own, raw):
+        values = found if isinstance(found, list) else _each(found, batched, inputs)
+        join = join_of(whole, values)
         if join is None:
-            _refuse(engine, inputs, whole, found)
-        joins.append(join)
+            where = first_mixing(engine, inputs)
+            join = _by_shape(whole, values) if where is None else None
+            if join is None:
+                _refuse(engine, inputs, name, whole, values, where or MIXED)
+        joins.append(join._replace(name=name))
     return joins
 
 
-def _join(
-    engine: "Engine",
-    inputs: "Inputs",
-    own: torch.Tensor,
-    found: Any,
-    batched: bool,
-) -> Optional[Join]:
-    if isinstance(found, list):  # samples of several shapes
-        joined = torch.cat(found) if found[0].dim() else torch.stack(found)
-        return Join() if close(joined, own) else None
-    if not batched:
-        if close(found, own):
-            return Join(how="shared")
-        found = found.expand(inputs.size, *found.shape)
-    if found.dim() == 1 and own.dim() == 0:
-        if not found.is_floating_point():
-            same = bool((found == found[0]).all())
-            return Join(how="shared") if same else Join(how="number")
-        for how in ("mean", "sum"):
-            if close(getattr(found, how)(0), own):
-                return Join(how=how)
-        return Join(how="number")
-    if close(Join()(found, engine), own):
-        return Join()
-    for dim in range(found.dim() - 1):
-        join = Join(dim)
-        if close(join(found, engine), own):
-            return join
-    if found.shape[1:] == own.shape and all(close(x, own) for x in found):
+def _each(found: T, batched: bool, inputs: "Inputs") -> List[T]:
+    return list(found.unbind()) if batched else [found] * inputs.size
+
+
+def join_of(own: T, each: Sequence[T], same: Callable = close) -> Optional[Join]:
+    """
+    How a tensor of the batch is put together of those of its samples; None if it is
+    not.
+    """
+    shapes = {x.shape for x in each}
+    if len(shapes) > 1:  # samples of several lengths, one after the other
+        return Join() if _fits(Join(), own, each) and same(torch.cat(each), own) else None
+    # Losses of a new model are close to each other, and each is that of its sample.
+    number = _is_real(own) and not own.dim() and any(x is not each[0] for x in each)
+    if not number and all(same(x, own) for x in each):
         return Join(how="shared")
-    return None
+    (shape,) = shapes
+    if shape == own.shape:
+        if len(shape) > 1 and not _is_real(own):
+            return None
+        stacked = torch.stack(list(each))
+        wide = stacked if _is_real(stacked) else stacked.double()
+        for how in ("mean", "sum"):
+            if same(getattr(wide, how)(0).to(own.dtype), own):
+                return Join(how=how)
+        return Join(how="number") if len(shape) < 2 else None
+    found = _by_shape(own, each)
+    if found is None:
+        return None
+    joined = torch.stack(list(each)) if not shape else torch.cat(each, found.dim or 0)
+    return found if same(joined, own) else None
+
+
+def _by_shape(own: T, each: Sequence[T]) -> Optional[Join]:
+    """Where the samples are, as shapes tell."""
+    dims = max(1, own.dim())
+    fitting = [Join(dim or None) for dim in range(dims)]
+    return next((join for join in fitting if _fits(join, own, each)), None)
+
+
+def _fits(join: Join, own: T, each: Sequence[T]) -> bool:
+    dim = join.dim or 0
+    if not each[0].dim():
+        return own.shape == (len(each),)
+    rest = {x.shape[:dim] + x.shape[dim + 1 :] for x in each if x.dim() > dim}
+    return (
+        all(x.dim() == own.dim() for x in each)
+        and rest == {own.shape[:dim] + own.shape[dim + 1 :]}
+        and own.shape[dim] == sum(x.shape[dim] for x in each)
+    )
 
 
 def _refuse(
-    engine: "Engine", inputs: "Inputs", own: torch.Tensor, found: Any
+    engine: "Engine",
+    inputs: "Inputs",
+    name: str,
+    own: T,
+    each: Sequence[T],
+    where: str,
 ) -> None:
-    shape = [tuple(x.shape) for x in (found if isinstance(found, list) else [found])]
-    where = first_mixing(engine, inputs)
-    if where == "random":
-        return
+    shapes = sorted({tuple(x.shape) for x in each})
+    alone = " and ".join(map(str, shapes[:3])) + (", ..." if len(shapes) > 3 else "")
     raise Refused(
-        f"{engine.describe()}: its output of shape {tuple(own.shape)} for a batch of "
-        f"{inputs.size} is not what it gives for each sample alone "
-        f"({' and '.join(map(str, shape[:3]))} side by side). {where}"
+        f"{engine.describe()}: its output{f' {name}' if name else ''} of shape "
+        f"{tuple(own.shape)} for a batch of {inputs.size} is not what it gives for each "
+        f"sample alone, of shape {alone}. {where}"
     )
 
 
-def first_mixing(engine: "Engine", inputs: "Inputs") -> str:
-    """The first module whose output for the batch is not that for each sample."""
-    calls: List[Tuple[str, List[torch.Tensor]]] = []
-    handles = []
-
-    def note(name: str):
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            found = [x.detach().clone() for x in tensors_in(output)]
-            calls.append((f"{name or 'the model'} ({type(module).__name__})", found))
-
-        return hook
-
-    def run(args: tuple, kwargs: dict) -> List[Tuple[str, List[torch.Tensor]]]:
-        calls.clear()
-        with engine.paused():
-            engine.module(*args, **kwargs)
-        return list(calls)
-
-    try:
-        for name, module in engine.module.named_modules():
-            handles.append(module.register_forward_hook(note(name)))
-        whole = run(inputs.args, inputs.kwargs)
-        again = run(inputs.args, inputs.kwargs)
-        if any(
-            not close(x, y)
-            for (_, xs), (_, ys) in zip(whole, again)
-            for x, y in zip(xs, ys)
-        ):
-            return "random"
-        alone = [
-            run(*part.alone(b)[:2]) for _, part in inputs.parts() for b in range(part.size)
-        ]
-    except Exception as error:
-        return f"A sample can't be run alone ({type(error).__name__}: {error})."
-    finally:
-        for handle in handles:
-            handle.remove()
-    for i, (name, found) in enumerate(whole):
-        each = [a[i][1] if i < len(a) and a[i][0] == name else None for a in alone]
-        if any(x is None or len(x) != len(found) for x in each):
-            continue
-        for y, xs in zip(found, zip(*each)):
-            if not _is_joined(y, xs):
-                return (
-                    f"Samples are mixed first in {name}: a statistic over the batch "
-                    "(BatchNorm, a capacity or a loss counted over the batch), or an "
-                    "input that is no batch of samples. Compute it for each sample; "
-                    "give make_private take=..., which takes a sample out of the "
-                    "inputs, or shared=[...], the names of inputs that samples share."
-                )
-    return (
-        "Samples are mixed in the model's own forward, or an input is no batch of "
-        "samples. Compute each sample by itself; give make_private take=..., which "
-        "takes a sample out of the inputs, or shared=[...], the names of inputs that "
-        "samples share."
-    )
+MIXED = (
+    "Samples are mixed in the model's own forward, or an input is no batch of "
+    "samples. Compute each sample by itself; give make_private take=..., which "
+    "takes a sample out of the inputs, or shared=[...], the names of inputs that "
+    "samples share."
+)
 
 
-def _is_joined(y: torch.Tensor, xs: Tuple[torch.Tensor, ...]) -> bool:
-    if not y.dim():
-        return all(close(x, y) for x in xs) or not y.is_floating_point()
-    if all(close(x, y) for x in xs):
-        return True
-    for dim in range(y.dim()):
-        if all(x.dim() == y.dim() for x in xs):
-            same = [x.shape[:dim] + x.shape[dim + 1 :] for x in xs]
-            if all(s == y.shape[:dim] + y.shape[dim + 1 :] for s in same):
-                if close(torch.cat(xs, dim), y):
-                    return True
-    return False
+def first_mixing(engine: "Engine", inputs: "Inputs") -> Optional[str]:
+    """
+    In words, the first module whose output for the batch is not that for each sample.
+    None if the model gives other outputs each time that it is called.
+    """
 
+    def run(args: tuple, kwargs: dict) -> Trace:
+        with engine.paused(), Trace(engine.module) as trace:
+            engine.forward(*args, **kwargs)
+        return trace
 
-# -- running a model once more, as if it had not been --------------------------------
-
-
-@contextmanager
-def without_dropout(module: nn.Module) -> Iterator[None]:
-    """Within it, modules named ``*Drop*`` and numbers named ``*drop*`` are zero."""
-    before: List[Tuple[nn.Module, str, Any]] = []
-    for part in module.modules():
-        dropout = "Drop" in type(part).__name__
-        for name, value in list(vars(part).items()):
-            number = type(value) in (int, float) and value
-            if number and ("drop" in name.lower() or (dropout and name == "p")):
-                before.append((part, name, value))
-                setattr(part, name, type(value)(0))
-    try:
-        yield
-    finally:
-        for part, name, value in before:
-            setattr(part, name, value)
-
-
-_TORCH = ("torch.nn.utils", "torch.nn.modules", "accelerate.", "peft.", "opacus_ext.")
-
-
-def is_own_hook(hook: Any) -> bool:
-    """Whether a forward hook belongs to how a layer computes, not to the user."""
-    for part in (hook, getattr(hook, "func", None), getattr(hook, "__self__", None)):
-        where = getattr(part, "__module__", None) or type(part).__module__
-        if isinstance(where, str) and where.startswith(_TORCH):
-            return True
-    return False
-
-
-_TABLES = ("_forward_hooks", "_forward_pre_hooks")
-
-
-@contextmanager
-def without_hooks(module: nn.Module) -> Iterator[None]:
-    """Within it, the user's forward hooks see nothing."""
-    before = []
-    for part in module.modules():
-        for name in _TABLES:
-            table = vars(part)[name]
-            if table and not all(map(is_own_hook, table.values())):
-                kept = {i: h for i, h in table.items() if is_own_hook(h)}
-                before.append((table, dict(table)))
-                table.clear()
-                table.update(kept)
-    try:
-        yield
-    finally:
-        for table, hooks in before:
-            table.clear()
-            table.update(hooks)
-
-
-_CONTAINERS = (list, dict, set)
-
-
-def _reachable(module: nn.Module) -> Iterator[Any]:
-    """Lists and the like that a model's code may write to, its globals among them."""
-    for part in module.modules():
-        for name, value in vars(part).items():
-            if type(value) in _CONTAINERS and not name.startswith("_"):
-                yield value
-    for kind in {type(part) for part in module.modules()}:
-        code = getattr(kind.forward, "__code__", None)
-        if code is None or kind.__module__.startswith(("torch.", "transformers.")):
-            continue
-        scope = kind.forward.__globals__
-        names = set(code.co_names)
-        for inner in code.co_consts:
-            names.update(getattr(inner, "co_names", ()))
-        for name in names:
-            if type(scope.get(name)) in _CONTAINERS:
-                yield scope[name]
-        for cell in kind.forward.__closure__ or ():
+    whole, again = (run(inputs.args, inputs.kwargs) for _ in range(2))
+    if not whole.alike(again):
+        return None
+    alone = []
+    for rows, part in inputs.parts():
+        for b in range(part.size):
+            trace = Trace(engine.module)
             try:
-                value = cell.cell_contents
-            except ValueError:
-                continue
-            if type(value) in _CONTAINERS:
-                yield value
+                with engine.paused(), trace:
+                    one = part.alone(b)
+                    engine.forward(*one.args, **one.kwargs)
+            except Exception as error:
+                return (
+                    f"A sample can't be run alone: {trace.where} fails "
+                    f"({type(error).__name__}: {error})."
+                )
+            alone.append(trace)
+    found = mixing_call(whole, alone)
+    if found is None:
+        return MIXED
+    return (
+        f"Samples are mixed first in {found.where}: a statistic over the batch "
+        "(BatchNorm, a capacity or a loss counted over the batch), or an input that is "
+        "no batch of samples. Compute it for each sample; give make_private take=..., "
+        "which takes a sample out of the inputs, or shared=[...], the names of inputs "
+        "that samples share."
+    )
 
 
-@contextmanager
-def preserved(module: nn.Module) -> Iterator[None]:
-    """Afterwards the model is as it was: buffers, attributes, random numbers."""
-    parts = list(module.modules())
-    attributes = [dict(vars(part)) for part in parts]
-    buffers: Dict[int, Tuple[torch.Tensor, torch.Tensor]] = {
-        id(b): (b, b.detach().clone()) for b in module.buffers()
-    }
-    tables = [dict(part._buffers) for part in parts]
-    held = {id(value): (value, copy.copy(value)) for value in _reachable(module)}
-    devices = {p.device for p in module.parameters() if p.device.type == "cuda"}
-    with torch.random.fork_rng(devices=list(devices)):
-        try:
-            yield
-        finally:
-            for part, kept, table in zip(parts, attributes, tables):
-                vars(part).clear()
-                vars(part).update(kept)
-                part._buffers.clear()
-                part._buffers.update(table)
-            with torch.no_grad():
-                for buffer, value in buffers.values():
-                    if not torch.equal(buffer, value):
-                        buffer.copy_(value)
-            for value, kept in held.values():
-                if isinstance(value, list):
-                    value[:] = kept
-                else:
-                    value.clear()
-                    value.update(kept)
+class Call(NamedTuple):
+    """One call of a module."""
+
+    name: str
+    module: nn.Module
+    inputs: List[T]
+    outputs: List[T]
+
+    @property
+    def where(self) -> str:
+        """The module, in words."""
+        return f"{self.name or 'the model'} ({type(self.module).__name__})"
+
+
+class Trace:
+    """Within it the calls of modules are noted, in the order in which they end."""
+
+    def __init__(self, model: nn.Module):
+        self.model = model
+        self.calls: List[Call] = []
+        self.open: List[Call] = []
+
+    @property
+    def where(self) -> str:
+        """The innermost module that was called and did not return."""
+        return self.open[-1].where if self.open else f"{type(self.model).__name__}"
+
+    def alike(self, other: "Trace") -> bool:
+        """Whether the same calls gave the same."""
+        names = [[call.name for call in trace.calls] for trace in (self, other)]
+        return names[0] == names[1] and all(
+            len(a.outputs) == len(b.outputs)
+            and all(map(close, a.outputs, b.outputs))
+            for a, b in zip(self.calls, other.calls)
+        )
+
+    def __enter__(self) -> "Trace":
+        def copied(value: Any) -> List[T]:
+            return [x.detach().clone() for x in tensors_in(value)]
+
+        def before(name: str) -> Callable:
+            def hook(module: nn.Module, args: tuple, kwargs: dict) -> None:
+                self.open.append(Call(name, module, copied((args, kwargs)), []))
+
+            return hook
+
+        def after(module: nn.Module, args: Any, output: Any) -> None:
+            call = self.open.pop()
+            call.outputs.extend(copied(output))
+            self.calls.append(call)
+
+        self.handles = []
+        for name, m in self.model.named_modules():
+            self.handles += [
+                m.register_forward_pre_hook(before(name), with_kwargs=True),
+                m.register_forward_hook(after),
+            ]
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+
+def mixing_call(whole: Trace, alone: Sequence[Trace]) -> Optional[Call]:
+    """
+    The first call that was given the same values for the batch as for its samples one
+    by one, and gave others.
+    """
+    each: Dict[Tuple[str, int], List[Call]] = {}
+    for trace in alone:
+        for key, call in _numbered(trace):
+            each.setdefault(key, []).append(call)
+    for key, call in _numbered(whole):
+        calls = each.get(key, [])
+        if len(calls) == len(alone) and not _same(call.outputs, calls, "outputs"):
+            if _same(call.inputs, calls, "inputs"):
+                return call
+    return None
+
+
+def _numbered(trace: Trace) -> Iterator[Tuple[Tuple[str, int], Call]]:
+    times: Dict[str, int] = {}
+    for call in trace.calls:
+        times[call.name] = times.get(call.name, 0) + 1
+        yield (call.name, times[call.name]), call
+
+
+def _same(whole: List[T], calls: List[Call], what: str) -> bool:
+    columns = [getattr(call, what) for call in calls]
+    if {len(column) for column in columns} != {len(whole)}:
+        return True  # of another structure: nothing can be told
+    return all(_holds(y, xs) for y, xs in zip(whole, zip(*columns)))
+
+
+def _holds(y: T, xs: Sequence[T]) -> bool:
+    """Whether a tensor holds the values of others, in whatever order, or is each."""
+    if all(close(x, y) for x in xs) or not y.dim():
+        return True
+    flat = torch.cat([x.flatten() for x in xs])
+    return flat.shape == (y.numel(),) and close(
+        flat.to(y.dtype).sort().values, y.flatten().sort().values
+    )

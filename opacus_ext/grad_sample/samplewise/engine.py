@@ -18,29 +18,38 @@ import inspect
 import traceback
 import warnings
 import weakref
-from contextlib import ExitStack, contextmanager
-from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Tuple
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any, Callable, ContextManager, Dict, Iterator, List, NamedTuple, Optional, Tuple
 
 import torch
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils.weak import WeakIdKeyDictionary
 
+from opacus_ext.grad_sample.parallel import Elsewhere
 from opacus_ext.grad_sample.samplewise import functorch
 from opacus_ext.grad_sample.samplewise.checkpoint import checkpointed
+from opacus_ext.grad_sample.samplewise.calm import calmly, hook_tables
 from opacus_ext.grad_sample.samplewise.compare import (
+    ONLY,
     Join,
+    NewOutput,
     joins_of,
-    preserved,
-    without_dropout,
-    without_hooks,
+    kind_of,
 )
 from opacus_ext.grad_sample.samplewise.functorch import become, is_batched
-from opacus_ext.grad_sample.samplewise.hooks import seen_by_batch
+from opacus_ext.grad_sample.samplewise.hooks import Again, Seen, deliver, of_all, shown
+from opacus_ext.grad_sample.samplewise.functions import by_itself
 from opacus_ext.grad_sample.samplewise.inputs import Inputs, read_inputs
 from opacus_ext.grad_sample.samplewise.run import Diverge, Refused, Run, Use
 from opacus_ext.grad_sample.samplewise.scan import ScanRun
-from opacus_ext.grad_sample.samplewise.walk import tensors_in
+from opacus_ext.grad_sample.samplewise.states import Left, LeftBehind, States
+from opacus_ext.grad_sample.samplewise.walk import map_tensors, named_tensors, tensors_in
+
+
+_APART = (
+    "Where experts are spread over processes all samples must run at once, as all "
+    "processes must send tokens at the same time. Train it without expert_parallel."
+)
 
 
 class Engine:
@@ -74,7 +83,7 @@ class Engine:
         self.collector: Any = None  # who is shown gradients
         self._anchor: Optional[torch.Tensor] = None
         self.kinds: Dict[tuple, Dict[str, Any]] = {}  # what is known of each kind
-        self.left = WeakIdKeyDictionary()  # what forwards have kept on modules
+        self.left = LeftBehind()  # what runs have made of data
         # Calls the model's own forward where numbers are asked for one a sample.
         self.each: Optional[Callable] = None
         self.returning: set = set()  # hooks of the user that change what they see
@@ -109,7 +118,7 @@ class Engine:
 
     def __setstate__(self, state: dict) -> None:
         vars(self).update(state)
-        self._runs, self.left, self.current = [], WeakIdKeyDictionary(), None
+        self._runs, self.left, self.current = [], LeftBehind(), None
         self._params, self.kinds, self._anchor = {}, {}, None
 
     @property
@@ -125,6 +134,21 @@ class Engine:
             if complete is not None:
                 self._anchor.register_hook(complete)
         return self._anchor
+
+    @property
+    def modules(self) -> Tuple[List[str], List[nn.Module]]:
+        """The names and the modules of the model."""
+        found = dict(self.module.named_modules())
+        return list(found), list(found.values())
+
+    def hook_tables(self) -> Iterator[Dict[int, Callable]]:
+        """Of the model's parts: the hooks of the model itself are outside of it."""
+        return hook_tables(m for m in self.module.modules() if m is not self.module)
+
+    def name_of(self, module: nn.Module) -> str:
+        """A module, in an error's words."""
+        names = (n for n, m in self.module.named_modules() if m is module)
+        return f"{next(names, '?') or 'the model'} ({type(module).__name__})"
 
     def describe(self) -> str:
         """The model, in an error's words."""
@@ -159,17 +183,40 @@ class Engine:
 
     @torch.compiler.disable
     def _private(self, args: tuple, kwargs: dict) -> Any:
-        inputs = read_inputs(self, args, kwargs)
-        known = self._known(inputs)
-        return self._run_all(inputs, known)
+        with self._together():
+            inputs = read_inputs(self, args, kwargs)
+            for _ in range(8):
+                known = self._known(inputs)
+                try:
+                    return self._run_all(inputs, known)
+                except NewOutput:
+                    self._compare(inputs, known)
+                except Again:
+                    pass  # now with a hook that changes what the model computes
+            raise Refused(
+                f"{self.describe()}: its forward gives outputs of another structure at "
+                "each call, so that they can't be put together. Return the same from "
+                "each."
+            )
+
+    def _together(self) -> ContextManager:
+        """What one process refuses within, all do."""
+        if self.world is None:
+            return nullcontext()
+        return self.world.together(self.anchor.device)
 
     def _known(self, inputs: Inputs) -> Dict[str, Any]:
-        kind = (inputs.kind, self.module.training, self.each is None)
+        kind = (inputs.kind, self.module.training, self.each is None, inputs.size > 1)
         known = self.kinds.get(kind)
-        if known is None:
-            if inputs.size < 2 or not self.joins:
-                return {"scan": self.scan}  # nothing can be told of one sample
-            known = self.kinds[kind] = {"scan": self.scan}
+        # Nothing can be told of one sample, but where experts see those of others.
+        least = 2 if self.world is None else 1
+        look = known is None and self.joins and inputs.size >= least
+        if self.world is not None:
+            look = self.world.begin(inputs.size, look, self.anchor.device)
+        if known is None and not look:
+            return {"scan": self.scan}
+        if look:
+            known = self.kinds[kind] = {"scan": self.scan, "joins": {}}
             try:
                 self._compare(inputs, known)
             except BaseException:
@@ -178,14 +225,43 @@ class Engine:
         return known
 
     def _compare(self, inputs: Inputs, known: Dict[str, Any]) -> None:
-        with ExitStack() as stack:
-            stack.enter_context(torch.no_grad())
-            stack.enter_context(preserved(self.module))
-            stack.enter_context(without_dropout(self.module))
-            stack.enter_context(without_hooks(self.module))
-            own = list(tensors_in(self._plain(inputs)))
-            raw = self._run_all(inputs, known, raw=True)
-            known["joins"] = joins_of(self, inputs, own, raw)
+        def copied(x: torch.Tensor) -> torch.Tensor:
+            return x.detach().clone().requires_grad_(x.requires_grad)
+
+        def again() -> Inputs:  # a model may change its inputs in place
+            return read_inputs(self, *map_tensors(copied, (inputs.args, inputs.kwargs)))
+
+        with calmly(self.module, self.returning):
+            own = self._plain(again())
+            own = [(name, x.detach()) for name, x in named_tensors(own)]
+            known["met"] = set()
+            raw = self._run_all(again(), known, raw=True)
+            if inputs.size:  # an empty batch takes part where others look
+                joins = joins_of(self, again(), own, raw)
+                for kind in known["met"]:
+                    known["joins"][kind] = joins
+
+    def joins_for(
+        self, known: Dict[str, Any], output: Any, size: int
+    ) -> Optional[List[Join]]:
+        """
+        How the tensors of an output are put together.
+
+        Args:
+            output: as samples give it
+            size: of the batch
+
+        Raises:
+            NewOutput: if it has to be compared first
+        """
+        if size == 1 and self.world is None:
+            return [ONLY] * sum(1 for _ in tensors_in(output))
+        if "joins" not in known:
+            return None
+        found = known["joins"].get(kind_of(output))
+        if found is None and size:
+            raise NewOutput()
+        return found
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -211,38 +287,84 @@ class Engine:
         parts: List[Tuple[Optional[torch.Tensor], Any]] = []
         todo = list(inputs.parts())
         whole = len(todo) == 1 and todo[0][0] is None
+        if self.world is not None and len(todo) > 1:
+            raise Refused(f"{self.describe()}: samples of several shapes. {_APART}")
         self._new: List[Any] = []
+        self.left.sweep()
+        # Of a batch that is known to run in parts more has to be put back.
+        states = States(self, values=known["scan"] or known.get("split", not whole))
         while todo:
             rows, part = todo.pop(0)
-            if known["scan"]:
-                parts.append((rows, self._scan(part, known, raw)))
-                continue
+            run = self._scan if known["scan"] else self._at_once
+            if parts:
+                states.back()
             try:
-                parts.append((rows, self._at_once(part, known, raw)))
-            except Diverge as found:
-                for value in range(int(found.groups.max()) + 1):
-                    some = (found.groups == value).nonzero()[:, 0]
+                found = run(part, known, raw, inputs.size, rows is None)
+            except Diverge as diverge:
+                if self.world is not None:
+                    raise Refused(
+                        f"{self.describe()}: its samples take different branches on "
+                        f"data. {_APART}"
+                    ) from None
+                known["split"], whole = True, False
+                states.back()
+                for value in range(int(diverge.groups.max()) + 1):
+                    some = (diverge.groups == value).nonzero()[:, 0]
                     if len(some):
                         new = some if rows is None else rows[some]
                         todo.append((new, part.select(some)))
-                whole = False
-            except Refused:
+                continue
+            except (Refused, Elsewhere, NewOutput):
+                states.back()
                 raise
             except Exception as error:
-                known["scan"] = True
+                states.back()
+                if known["scan"]:
+                    raise
+                if self.world is not None:
+                    raise Refused(
+                        f"{self.describe()}: vmap can't run it ({error}). {_APART}"
+                    ) from error
                 try:
-                    parts.append((rows, self._scan(part, known, raw)))
+                    found = self._scan(part, known, raw, inputs.size, rows is None)
                 except Exception as own:
-                    known["scan"] = self.scan
                     raise own from None
+                known["scan"] = True
                 self._tell(error)
+            if not whole:
+                states.end()
+            parts.append((rows, found))
+        if raw:
+            return parts[0][1] if whole else inputs.join_raw(parts)
         self._runs = [r for r in self._runs if r() is not None]
-        if not raw:
-            for run, (rows, _) in zip(self._new, parts):
-                run.batch, run.rows = inputs.size, rows
-                self._runs.append(weakref.ref(run))
+        for run, (rows, _) in zip(self._new, parts):
+            run.batch, run.rows = inputs.size, rows
+            self._runs.append(weakref.ref(run))
+        seen = [run.seen for run in self._new]
+        if whole:
+            output, calls = parts[0][1], seen[0]
+        else:
+            output, calls = self._put_together(inputs, parts, seen, states)
         self._new = []
-        return parts[0][1] if whole else inputs.join(parts, raw)
+        for x in tensors_in((output, [call.values for call in calls])):
+            self.left.add(x)
+        states.check()
+        deliver(self, calls)
+        return output
+
+    def _put_together(
+        self,
+        inputs: Inputs,
+        parts: List[Tuple[torch.Tensor, Any]],
+        seen: List[List[Seen]],
+        states: States,
+    ) -> Tuple[Any, List[Seen]]:
+        """Of what parts of the batch gave, left and showed to hooks, that of all."""
+        left, seen = states.common(), of_all(self, seen)
+        all_ = [(r, (x, y, z)) for (r, x), y, z in zip(parts, seen, left)]
+        inputs.join(all_, self._new[0].joins, self)
+        states.put(left[0])
+        return parts[0][1], seen[0]
 
     def _tell(self, error: Exception) -> None:
         frames = traceback.extract_tb(error.__traceback__)
@@ -259,52 +381,55 @@ class Engine:
         )
 
     def _at_once(
-        self, part: Any, known: Dict[str, Any], raw: bool
+        self, part: Any, known: Dict[str, Any], raw: bool, size: int, whole: bool
     ) -> Any:
         run = Run(self, part.size, self.attached)
         self.current = run
         try:
             with run.level:
-                samples = part.samples(run)
+                args, kwargs = part.samples(run)
                 try:
-                    with seen_by_batch(run, self.module), checkpointed(run), run:
-                        output = self.forward(*samples[0], **samples[1])
+                    with self._around(run, whole), run:
+                        output = self.forward(*args, **kwargs)
+                    if not raw:
+                        run.joins = self.joins_for(known, output, size)
                 except BaseException:
                     run.abandoned = True
-                    self._let_go(run, None, None)
+                    self._let_go(run, None)
                     raise
+                del args, kwargs
                 if raw:
+                    known["met"].add(kind_of(output))
                     found = [
-                        (run.level.unwrap(x).clone(), True) if is_batched(x) else (x, False)
+                        (run.level.unwrap(x).detach().clone(), True)
+                        if is_batched(x)
+                        else (x.detach(), False)
                         for x in tensors_in(output)
                     ]
-                    self._let_go(run, None, None)
+                    self._let_go(run, None)
                     return found
-                self._let_go(run, output, known.get("joins"))
+                self._let_go(run, output)
         finally:
             self.current = None
-        if not raw:
-            self._new.append(run)
+        self._new.append(run)
         return output
 
-    def _let_go(
-        self, run: Run, output: Any, joins: Optional[List[Optional[Join]]]
-    ) -> None:
+    @contextmanager
+    def _around(self, run: Any, whole: bool) -> Iterator[None]:
+        with shown(run, whole), checkpointed(run), by_itself(run):
+            yield
+
+    def _let_go(self, run: Run, output: Any) -> None:
         """What is left of the samples becomes tensors of the batch."""
         with run.outside():
-            self._let_all_go(run, output, joins)
+            self._let_all_go(run, output)
 
-    def _let_all_go(
-        self, run: Run, output: Any, joins: Optional[List[Optional[Join]]]
-    ) -> None:
-        done = set()
-        ordinary = []
+    def _let_all_go(self, run: Run, output: Any) -> None:
+        run.handed.clear()
+        ordinary, done = [], set()
         if output is not None:
             leaves = list(tensors_in(output))
-            if joins is not None and len(joins) != len(leaves):
-                joins = None
-            for i, x in enumerate(leaves):
-                join = None if joins is None else joins[i]
+            for x, join in zip(leaves, run.joins or [None] * len(leaves)):
                 done.add(id(x))
                 new = self._joined(run, x, join)
                 if new is not x:
@@ -315,22 +440,25 @@ class Engine:
                 ordinary.append((x, run.leave(x)))
         for x, new in ordinary:
             become(x, new)
+            self.left.add(x)
 
     def _joined(
         self, run: Run, x: torch.Tensor, join: Optional[Join]
     ) -> torch.Tensor:
-        if join is None:
-            return run.leave(x) if is_batched(x) else x
-        if join.dim is None and join.how == "":
-            return run.leave(x) if is_batched(x) else x
-        dim = None if join.how == "shared" else join.dim or 0
-        return run.let_go(join(run.inner(x), self), dim)
+        if not is_batched(x) and (join is None or join.how in ("shared", "only")):
+            return x  # it may be a parameter or a buffer
+        if join is None or join == Join(name=join.name):
+            return run.leave(x) if is_batched(x) else join(run.inner(x), self)
+        alike = join.how == "shared" or (join.how == "only" and not x.dim())
+        return run.let_go(join(run.inner(x), self), None if alike else join.dim or 0)
 
-    def _scan(self, part: Any, known: Dict[str, Any], raw: bool) -> Any:
+    def _scan(
+        self, part: Any, known: Dict[str, Any], raw: bool, size: int, whole: bool
+    ) -> Any:
         run = ScanRun(self, part.size)
         self.current = run
         try:
-            output = run.forward(part, known.get("joins"), raw)
+            output = run.forward(part, known, raw, size)
         finally:
             self.current = None
         if not raw:

@@ -8,9 +8,10 @@ these functions exist and do what is relied on.
 from __future__ import annotations
 
 import functools
+import threading
 import types
 from contextlib import contextmanager
-from typing import Any, Callable, Iterator
+from typing import Any, Callable, Iterator, Sequence
 
 import torch
 import torch.utils.checkpoint
@@ -27,8 +28,21 @@ from torch._C._functorch import (
     push_dynamic_layer_stack,
 )
 from torch._functorch.vmap import lazy_load_decompositions
+from torch.nn import functional as F
 
 is_batched: Callable[[Any], bool] = is_batchedtensor
+
+
+def whole(x: torch.Tensor) -> torch.Tensor:
+    """The tensor that holds the values of all samples, or ``x`` if it is plain."""
+    while is_batched(x):
+        x = get_unwrapped(x)
+    return x
+
+
+def wrapped_like(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """The values of all samples ``[B, *shape]`` as they see them, if they do ``x`` so."""
+    return _add_batch_dim(y, 0, maybe_get_level(x)) if is_batched(x) else y
 
 
 class Level:
@@ -106,12 +120,46 @@ def apply_outside(level: Level, function: type) -> Callable[..., Any]:
 
 def become(x: torch.Tensor, y: torch.Tensor) -> None:
     """
-    Makes of the tensor ``x``, wherever it is referred to, the tensor ``y``.
-
-    Raises:
-        RuntimeError: if C++ code or a weak reference holds on to ``x``
+    Makes of the tensor ``x``, wherever Python refers to it, the tensor ``y``. Where
+    autograd has saved ``x`` it keeps what it has saved.
     """
-    torch.utils.swap_tensors(x, y)
+    # torch.utils.swap_tensors would refuse what autograd has saved.
+    x.__dict__, y.__dict__ = y.__dict__, x.__dict__
+    torch._C._swap_tensor_impl(x, y)
+
+
+def is_memory_of(x: torch.Tensor, tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether nothing but these tensors refers to the memory of ``x``."""
+    memory = x.untyped_storage()  # counted as well
+    if any(y.untyped_storage()._cdata != memory._cdata for y in tensors):
+        return False
+    return torch._C._storage_Use_Count(memory._cdata) == len(tensors) + 1
+
+
+@contextmanager
+def functions(handler: Callable) -> Iterator[None]:
+    """
+    Within it ``handler(function, apply, *args)`` is called in the place of
+    ``function.apply(*args)``, of every ``torch.autograd.Function``.
+    """
+    plain = vars(torch.autograd.Function)["apply"]
+
+    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+        own = functools.partial(plain.__get__(None, cls), **kwargs)
+        return handler(cls, own, *args)
+
+    torch.autograd.Function.apply = classmethod(apply)
+    try:
+        yield
+    finally:
+        torch.autograd.Function.apply = plain
+
+
+def is_composite(function: Callable) -> bool:
+    """Whether it is a Python function of ``torch.nn.functional``, made of other ops."""
+    return getattr(function, "__module__", None) == F.__name__ and hasattr(
+        function, "__code__"
+    )
 
 
 def descend(function: Callable) -> Callable:
@@ -141,20 +189,41 @@ def _no(*args: Any) -> bool:
     return False
 
 
+_handlers = threading.local()
+_lock = threading.Lock()
+_users = 0
+
+
 @contextmanager
 def checkpoints(handler: Callable) -> Iterator[None]:
     """
-    Within it ``torch.utils.checkpoint.checkpoint`` is ``handler``, also where it was
-    imported by name.
+    Within it, and in this thread, ``torch.utils.checkpoint.checkpoint`` is
+    ``handler(checkpoint, ...)``, also where it was imported by name. If several are
+    within another, the innermost is given the next one as ``checkpoint``.
     """
+    global _users
     wrapped = torch.utils.checkpoint.checkpoint.__wrapped__
-    name = "__dynamo_disable"
-    before = getattr(wrapped, name, None)
-    setattr(wrapped, name, functools.partial(handler, before or wrapped))
+    with _lock:
+        if not _users:
+            before = getattr(wrapped, _HIDDEN, wrapped)
+            setattr(wrapped, _HIDDEN, functools.partial(_checkpoint, before))
+        _users += 1
+    stack = vars(_handlers).setdefault("stack", [])
+    stack.append(handler)
     try:
         yield
     finally:
-        if before is None:
-            delattr(wrapped, name)
-        else:
-            setattr(wrapped, name, before)
+        stack.pop()
+        with _lock:
+            _users -= 1
+            if not _users:
+                delattr(wrapped, _HIDDEN)
+
+
+_HIDDEN = "__dynamo_disable"  # where torch keeps what it calls in its place
+
+
+def _checkpoint(plain: Callable, *args: Any, **kwargs: Any) -> Any:
+    for handler in getattr(_handlers, "stack", ()):
+        plain = functools.partial(handler, plain)
+    return plain(*args, **kwargs)

@@ -128,8 +128,11 @@ class RunGradients:
         # was computed of parameters.
         self.left: Dict[int, int] = {}
         self.late = False
-        for i, count in run.pending.items():
-            root = _resolved(run.roots[i])
+        for used in list(run.roots.values()):
+            count = run.pending[id(used)]
+            if not count:
+                continue
+            root = _resolved(used)
             i = id(root.tensor)
             if i not in params:
                 view = self._view(root)
@@ -153,7 +156,7 @@ class RunGradients:
         Returns:
             parameters of which all uses are known now
         """
-        size = self.run.size if use.size is None else use.size
+        size = use.size
         done = []
         for root, factors in use.uses(grad, saved):
             root = _resolved(root)

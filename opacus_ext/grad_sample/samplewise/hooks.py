@@ -1,67 +1,161 @@
-"""A user's forward hooks see the batch, as without privacy, and see it once."""
+"""A user's forward hooks see the batch, as without privacy, and see it once.
+
+Where all samples run at once a hook is called as always, with the tensors of the batch.
+Where they run in parts it is called when the last one has. A hook that returns
+something is part of what the model computes: it runs by sample.
+"""
 
 from __future__ import annotations
 
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, Tuple
+from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, NamedTuple, Tuple
 
 import torch
-from torch import nn
+from torch.overrides import TorchFunctionMode
 
-from opacus_ext.grad_sample.samplewise.compare import _TABLES, is_own_hook
+from opacus_ext.grad_sample.samplewise.calm import is_own_hook
 from opacus_ext.grad_sample.samplewise.functorch import is_batched
-from opacus_ext.grad_sample.samplewise.walk import map_tensors
+from opacus_ext.grad_sample.samplewise.run import Refused
+from opacus_ext.grad_sample.samplewise.walk import map_tensors, tensors_in
 
 if TYPE_CHECKING:
+    from opacus_ext.grad_sample.samplewise.engine import Engine
     from opacus_ext.grad_sample.samplewise.run import Run
 
 
-class _SeenByBatch:
-    """
-    A hook that is shown ordinary tensors ``[B, ...]`` through which gradients flow. One
-    that returns something is part of what the model computes: it runs by sample.
-    """
+class Seen(NamedTuple):
+    """A call of a hook, to come."""
 
-    def __init__(self, run: "Run", hook: Callable, returning: set):
-        self.run, self.hook, self.returning = run, hook, returning
+    hook: Callable
+    module: Any
+    values: tuple
+    more: dict
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.hook in self.returning or not torch.is_grad_enabled():
-            return self.hook(*args, **kwargs)
-        run = self.run
-        module, *values = args
+
+class Again(Exception):
+    """A hook was found to be part of what the model computes."""
+
+
+class _Noted(TorchFunctionMode):
+    """What a hook makes of the batch must not come back into the forward."""
+
+    def __init__(self, engine: "Engine"):
+        super().__init__()
+        self.engine = engine
+
+    def __torch_function__(
+        self, func: Callable, types: Any, args: tuple = (), kwargs: Any = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for x in tensors_in(out if isinstance(out, (list, tuple)) else [out]):
+            self.engine.left.add(x)
+        return out
+
+
+class _AtOnce:
+    """A hook that is shown ordinary tensors ``[B, ...]`` through which gradients flow."""
+
+    def __init__(self, run: "Run", hook: Callable):
+        self.run, self.hook = run, hook
+
+    def __call__(self, module: Any, *values: Any, **more: Any) -> Any:
+        run, engine = self.run, self.run.engine
 
         def batch(x: torch.Tensor) -> torch.Tensor:
-            return run.leave(x) if is_batched(x) else x
+            if not is_batched(x):
+                return x
+            whole = run.leave(x)
+            run.handed[id(whole)] = whole, x  # should the forward come across it
+            return whole
 
         with run.outside():
-            values, kwargs_seen = map_tensors(batch, (values, kwargs))
-            found = self.hook(module, *values, **kwargs_seen)
+            seen, named = map_tensors(batch, (values, more))
+            with _Noted(engine):
+                found = self.hook(module, *seen, **named)
         if found is None:
             return None
-        self.returning.add(self.hook)
-        return self.hook(*args, **kwargs)
+        engine.returning.add(self.hook)
+        engine.kinds.clear()  # what was compared was another model
+        return self.hook(module, *values, **more)
+
+
+class _Later:
+    """A hook whose calls are noted."""
+
+    def __init__(self, run: Any, hook: Callable):
+        self.run, self.hook = run, hook
+
+    def __call__(self, module: Any, *values: Any, **more: Any) -> None:
+        self.run.seen.append(Seen(self.hook, module, values, more))
 
 
 @contextmanager
-def seen_by_batch(run: "Run", module: nn.Module) -> Iterator[None]:
-    """Within it the user's forward hooks on parts of ``module`` are shown batches."""
-    before: List[Tuple[Dict, Dict]] = []
-    for part in module.modules():
-        if part is module:
-            continue  # its hooks are outside of the run
-        state = vars(part)
-        for name in _TABLES:
-            table = state[name]
-            if table:
-                before.append((table, dict(table)))
-                for i, hook in table.items():
-                    if not is_own_hook(hook):
-                        table[i] = _SeenByBatch(run, hook, run.engine.returning)
+def shown(run: Any, at_once: bool) -> Iterator[None]:
+    """
+    Within it the user's forward hooks on parts of the model are shown batches, at once
+    or later.
+    """
+    engine = run.engine
+    replaced: List[Tuple[Dict, int, Callable]] = []
+    for table in engine.hook_tables():
+        for i, hook in table.items():
+            if not is_own_hook(hook) and hook not in engine.returning:
+                replaced.append((table, i, hook))
+                table[i] = _AtOnce(run, hook) if at_once else _Later(run, hook)
     try:
         yield
     finally:
-        for table, hooks in before:
-            for i, hook in list(table.items()):
-                if isinstance(hook, _SeenByBatch):
-                    table[i] = hook.hook
+        for table, i, hook in replaced:
+            if i in table:
+                table[i] = hook
+
+
+def numbered(calls: List[Seen]) -> Dict[tuple, Seen]:
+    """The calls by hook, module and how often these had been called before."""
+    found: Dict[tuple, Seen] = {}
+    for call in calls:
+        n = 0
+        while (call.hook, call.module, n) in found:
+            n += 1
+        found[call.hook, call.module, n] = call
+    return found
+
+
+def of_all(engine: "Engine", parts: List[List[Seen]]) -> List[List[Seen]]:
+    """
+    The calls of each part, in one order.
+
+    Raises:
+        Refused: if a module ran for some samples only
+    """
+    found = [numbered(calls) for calls in parts]
+    keys = list(found[0])
+    for other in found[1:]:
+        for hook, module, _ in set(keys) ^ set(other):
+            raise Refused(
+                f"{engine.describe()}: a forward hook on {engine.name_of(module)} "
+                "can't be shown the batch, as only some of the samples pass that "
+                "module. Remove the hook, or return what it looks at from the forward."
+            )
+    return [[calls[key] for key in keys] for calls in found]
+
+
+def deliver(engine: "Engine", calls: List[Seen]) -> None:
+    """
+    Calls the hooks, with what is of the batch now.
+
+    Raises:
+        Again: if one returns something
+    """
+    again = False
+    for hook, module, values, more in calls:
+        if hook in engine.returning:
+            continue
+        with _Noted(engine):
+            found = hook(module, *values, **more)
+        if found is not None:
+            engine.returning.add(hook)
+            again = True
+    if again:
+        engine.kinds.clear()
+        raise Again()

@@ -19,6 +19,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from opacus_ext.grad_sample.samplewise.functorch import become
+from opacus_ext.grad_sample.samplewise.run import Refused
 from opacus_ext.grad_sample.samplewise.walk import tensors_in
 
 if TYPE_CHECKING:
@@ -144,7 +145,7 @@ class Inputs:
             (
                 (dim, x.dim(), x.dtype, x.requires_grad)
                 if isinstance(x, torch.Tensor)
-                else repr(x)[:80]
+                else (type(x).__name__ if type(x) in (int, float) else repr(x)[:80])
             )
             for x, dim in zip(part.leaves, part.batched)
         )
@@ -167,23 +168,37 @@ class Inputs:
             part = Stacked(leaves, flat[rows[0]][1], batched, len(rows))
             yield torch.tensor(rows), part
 
-    def join(self, parts: List[Tuple[torch.Tensor, Any]], raw: bool) -> Any:
-        """The outputs of the parts as one."""
-        if raw:
-            columns = list(zip(*(found for _, found in parts)))
-            return [_scattered_raw(parts, c, self.size) for c in columns]
-        whole = parts[0][1]
+    def join_raw(self, parts: List[Tuple[torch.Tensor, Any]]) -> List:
+        """What samples gave, of all parts."""
+        columns = list(zip(*(found for _, found in parts)))
+        return [_scattered_raw(parts, c, self.size) for c in columns]
+
+    def join(
+        self,
+        parts: List[Tuple[torch.Tensor, Any]],
+        joins: Optional[List[Any]],
+        engine: "Engine",
+    ) -> None:
+        """
+        Makes of the tensors in the first part those of all.
+
+        Args:
+            parts: which samples, and what they gave
+            joins: how the first tensors are put together of those of samples
+        """
+        rows = [r for r, _ in parts]
         leaves = [list(tensors_in(found)) for _, found in parts]
         if len({len(each) for each in leaves}) > 1:
-            raise RuntimeError(
-                "The model returns another number of tensors for some samples than "
-                "for others. Return the same from each."
+            raise Refused(
+                f"{engine.describe()} returns another number of tensors for some "
+                "samples than for others. Return the same from each."
             )
-        for column in zip(*leaves):
-            joined = _scattered([rows for rows, _ in parts], column, self.size)
-            if joined is not column[0]:
-                become(column[0], joined)
-        return whole
+        columns = list(zip(*leaves))
+        joins = list(joins or ()) + [None] * len(columns)
+        joined = [_scattered(rows, c, j, engine) for c, j in zip(columns, joins)]
+        for column, new in zip(columns, joined):
+            if new is not column[0]:
+                become(column[0], new)
 
 
 class Stacked(Part):
@@ -228,23 +243,38 @@ def _stacked(column: tuple) -> Tuple[Any, Optional[int]]:
     return first, None
 
 
-def _scattered(rows: List[torch.Tensor], column: tuple, size: int) -> torch.Tensor:
-    first = column[0]
-    fits = all(x.dim() and len(x) % max(1, len(r)) == 0 for r, x in zip(rows, column))
-    if not fits or any(x.shape[1:] != first.shape[1:] for x in column):
+def _scattered(
+    rows: List[torch.Tensor], column: tuple, join: Any, engine: "Engine"
+) -> torch.Tensor:
+    """One tensor of the parts, as the batch has it."""
+    first, how = column[0], join.how if join is not None else ""
+    if how == "shared" or all(x is first for x in column):
+        return first
+    if how and not (engine.each is not None and first.dim()):
+        shares = [x * (len(r) if how != "sum" else 1) for r, x in zip(rows, column)]
+        size = sum(map(len, rows)) if how != "sum" else 1
+        return join.guarded((sum(shares) / size).to(first.dtype), engine)
+    dim = join.dim or 0 if join is not None and not how else 0
+    each = [
+        x.movedim(dim, 0).unflatten(0, (len(r), -1))
+        for r, x in zip(rows, column)
+        if x.dim() > dim and x.shape[dim] % max(1, len(r)) == 0
+    ]
+    lengths = {x.shape[1] for x in each}
+    if len(each) < len(rows) or len({x.shape[2:] for x in each}) > 1:
         if all(x.shape == first.shape and torch.equal(x, first) for x in column):
             return first
-        raise RuntimeError(
-            "The model's outputs have other shapes for some samples than for others: "
-            f"{sorted({tuple(x.shape) for x in column})}. Pad them to one shape."
+        raise Refused(
+            f"{engine.describe()}: its outputs have other shapes for some samples than "
+            f"for others: {sorted({tuple(x.shape) for x in column})}. Pad them to one "
+            "shape."
         )
     order = torch.cat(rows).argsort()
-    each = [x.unflatten(0, (len(r), -1)) for r, x in zip(rows, column)]
-    if len({x.shape[1] for x in each}) > 1:
-        lists = torch.cat(rows).tolist()
+    if len(lengths) > 1:
         pieces = [piece for x in each for piece in x.unbind(0)]
-        return torch.cat([pieces[lists.index(i)] for i in range(size)])
-    return torch.cat(each)[order.to(first.device)].flatten(0, 1)
+        return torch.cat([pieces[i] for i in order.tolist()]).movedim(0, dim)
+    whole = torch.cat(each)[order.to(first.device)]
+    return whole.flatten(0, 1).movedim(0, dim)
 
 
 def _scattered_raw(parts: List, column: tuple, size: int) -> Tuple[torch.Tensor, bool]:

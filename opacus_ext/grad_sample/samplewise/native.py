@@ -7,18 +7,19 @@ They must be known to treat samples independently. Ordinary autograd sees them.
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING, Any, Callable, Dict, Iterable, List, Optional, Tuple
+from typing import TYPE_CHECKING, Any, Callable, Dict, Iterable, List, NamedTuple, Optional, Tuple
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from opacus_ext.grad_sample.factors import Factor, Ragged
+from opacus_ext.grad_sample.factors import Factor
 from opacus_ext.grad_sample.rules.registry import (
     Factors,
     Rule,
     find_forward,
     find_rule,
+    find_substitute,
     own_parameters,
 )
 from opacus_ext.grad_sample.samplewise.functorch import is_batched
@@ -29,6 +30,17 @@ if TYPE_CHECKING:
     from opacus_ext.grad_sample.samplewise.engine import Engine
 
 T = torch.Tensor
+
+# Where a value goes on as another tensor, ``carried(x, move(x), move)`` may take along
+# what is noted on it.
+CARRIED: List[Callable[[T, T, Callable[[T], T]], None]] = []
+
+
+def carry(x: T, y: T, move: Callable[[T], T] = lambda x: x) -> T:
+    """``y``, which is ``move(x)``, with what is noted on ``x``."""
+    for carried in CARRIED:
+        carried(x, y, move)
+    return y
 
 
 def copies(run: Run, x: Any) -> Any:
@@ -79,18 +91,16 @@ def attention(
 
 
 class Recorder:
-    """
-    What a stand-in is given as ``record``; see :class:`~rules.registry.Record`.
+    """What a stand-in is given as ``record``; see :class:`~rules.registry.Record`."""
 
-    Args:
-        samples: of each row, where rows are not those of one sample after the other
-        size: how many samples these are numbers of
-    """
+    def __init__(self, run: Run):
+        self.run = run
 
-    def __init__(
-        self, run: Run, samples: Optional[T] = None, size: Optional[int] = None
-    ):
-        self.run, self.samples, self.size = run, samples, size
+    def value(self, param: Optional[T]) -> Optional[T]:
+        """What to compute with, so that ``param`` is shown no gradient of its own."""
+        if param is None or not param.requires_grad or not torch.is_grad_enabled():
+            return param
+        return self.run.root(param).shared
 
     def __call__(
         self,
@@ -117,8 +127,6 @@ class Recorder:
             return [by_param.get(p) for p in trained]
 
         roots = tuple(run.root(p) for p in trained)
-        if self.samples is not None:
-            return self._by_table(output, kept, roots, found, event_dims)
 
         def by_sample(x: T) -> T:
             if batch_dim:
@@ -129,32 +137,8 @@ class Recorder:
         saved = [by_sample(x) for x in kept]
         rows = y.dim() - 1 - event_dims
         use = Use(run, roots, found, rows, tuple(rows for _ in saved))
-        y = run._note(y, use, saved).flatten(0, 1)
+        y = carry(y, run._note(y, use, saved)).flatten(0, 1)
         return y.movedim(0, batch_dim) if batch_dim else y
-
-    def _by_table(
-        self, output: T, kept: List[T], roots: tuple, found: Callable, event_dims: int
-    ) -> T:
-        samples = self.samples
-        rows = output.dim() - event_dims
-        repeats = max(1, output.shape[1:rows].numel())
-        table = samples.repeat_interleave(repeats)
-
-        def ragged(backprops: T, *saved: T) -> List[Optional[Tuple[Factor, ...]]]:
-            return [
-                None if f is None else (Ragged(table), *f)
-                for f in found(backprops, *saved)
-            ]
-
-        use = Use(
-            self.run, roots, ragged, rows, tuple(rows for _ in kept), self.size
-        )
-        y = self.run._note(output[None], use, [x[None] for x in kept])
-        return y[0]
-
-    def dealt(self, samples: T, size: int) -> "Recorder":
-        """For rows of these samples, of ``size`` in all processes."""
-        return Recorder(self.run, samples, size)
 
 
 NATIVE: Dict[type, bool] = {}
@@ -180,27 +164,6 @@ def register_native(*kinds: type) -> None:
     """
     for kind in kinds:
         NATIVE[kind] = True
-        if issubclass(kind, torch.autograd.Function):
-            _Function.declare(kind)
-
-
-class _Function:
-    """``apply`` of an autograd function that is declared native."""
-
-    current: List[Run] = []
-
-    @classmethod
-    def declare(cls, kind: type) -> None:
-        plain = kind.apply
-
-        def apply(*args: Any) -> Any:
-            run = cls.current[-1] if cls.current else None
-            batched = [isinstance(x, T) and is_batched(x) for x in args]
-            if run is None or not any(batched):
-                return plain(*args)
-            return call_outside(run, plain, args, {})
-
-        kind.apply = staticmethod(apply)
 
 
 def call_outside(
@@ -216,13 +179,16 @@ def call_outside(
     def down(x: T) -> T:
         x = copies(run, x)
         if is_batched(x) or all_:
-            inner = run.inner(x)
-            return inner.flatten(0, 1) if inner.dim() > 1 else inner
+            return carry(x, inner(x), inner)
         return x
+
+    def inner(x: T) -> T:
+        x = run.inner(x)
+        return x.flatten(0, 1) if x.dim() > 1 else x
 
     def up(y: T) -> T:
         if y.dim() and run.size and len(y) % run.size == 0:
-            return run.track(run.level.wrap(y.unflatten(0, (run.size, -1))))
+            return carry(y, run.track(samples(y)), samples)
         if y.dim() and not run.size:
             return run.track(run.level.wrap(y.unsqueeze(1)))
         raise Refused(
@@ -231,10 +197,19 @@ def call_outside(
             "independently. Do not declare it with register_native."
         )
 
+    def samples(y: T) -> T:
+        return run.level.wrap(y.unflatten(0, (run.size, -1)))
+
     args, kwargs = map_tensors(down, (args, kwargs))
     with run.outside():
         out = function(*args, **kwargs)
     return map_tensors(up, out)
+
+
+class _Substitute(NamedTuple):
+    """What is run in the place of a layer's forward, sample by sample."""
+
+    forward: Callable
 
 
 class NativeForward:
@@ -254,6 +229,8 @@ class NativeForward:
             return own(*args, **kwargs)
         if self.how is None:
             return call_outside(run, own, args, kwargs)
+        if isinstance(self.how, _Substitute):
+            return self.how.forward(layer, *args, **kwargs)
         if isinstance(self.how, Rule):
             return self._by_rule(run, own, self.how, args, kwargs)
         forward = self.how
@@ -298,7 +275,8 @@ class NativeForward:
 
         saved_dims = [x.dim() - rows for x in inputs]
         roots = tuple(run.root(p) for p in params)
-        return run.note(output, roots, factors, event, inputs, saved_dims)
+        noted = run.note(output, roots, factors, event, inputs, saved_dims)
+        return carry(output, noted)
 
     def remove(self) -> None:
         """Gives the layer its own ``forward`` back."""
@@ -319,7 +297,11 @@ def attach_natives(engine: "Engine") -> List[NativeForward]:
     for name, layer in engine.module.named_modules():
         forward = find_forward(layer)
         rule = find_rule(layer) if own_parameters(layer) else None
-        if forward is None and rule is None and type(layer) not in NATIVE:
+        how: Any = forward or rule
+        if how is None:
+            other = find_substitute(layer)
+            how = None if other is None else _Substitute(other)
+        if how is None and type(layer) not in NATIVE:
             continue
-        found.append(NativeForward(engine, name or "the model", layer, forward or rule))
+        found.append(NativeForward(engine, name or "the model", layer, how))
     return found

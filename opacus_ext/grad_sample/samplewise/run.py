@@ -18,6 +18,7 @@ from typing import (
     Any,
     Callable,
     Dict,
+    Iterable,
     Iterator,
     List,
     NamedTuple,
@@ -32,6 +33,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from opacus_ext.grad_sample.factors import Factor
+from opacus_ext.grad_sample.rules.experts import by_table
 from opacus_ext.grad_sample.rules.registry import OPS, Op
 from opacus_ext.grad_sample.samplewise import functorch
 from opacus_ext.grad_sample.samplewise.functorch import is_batched
@@ -70,7 +72,7 @@ class Root:
     """
 
     def __init__(self, tensor: torch.Tensor, attached: bool):
-        self.tensor = tensor
+        self.tensor, self.version = tensor, tensor._version
         # Of what is changed in place later, as it is now.
         self.edge = None if tensor.is_leaf else get_gradient_edge(tensor)
         self.shape = tensor.shape
@@ -79,7 +81,6 @@ class Root:
             self.shared.requires_grad_()
         self.recipe: Optional[Tuple[Use, List[torch.Tensor]]] = None
         self.same: Optional["Root"] = None  # whose entries it has
-        self.copy: Optional[torch.Tensor] = None  # one a sample
 
 
 FactorsFn = Callable[..., Sequence[Optional[Tuple[Factor, ...]]]]
@@ -95,7 +96,8 @@ class Use(NamedTuple):
             factors a root
         rows: how many dims of the output, behind that of the samples, are rows
         saved_rows: the same of each saved tensor
-        size: how many samples the rows belong to; None: those of the run
+        table: of rows that were dealt out (:meth:`Run.dealt`) the sample of each, and
+            the number of samples
     """
 
     run: "Run"
@@ -103,7 +105,12 @@ class Use(NamedTuple):
     factors: FactorsFn
     rows: int
     saved_rows: Tuple[int, ...]
-    size: Optional[int] = None
+    table: Optional[Tuple[torch.Tensor, int]] = None
+
+    @property
+    def size(self) -> int:
+        """The number of samples that are told apart."""
+        return self.run.size if self.table is None else self.table[1]
 
     def uses(
         self, backprops: torch.Tensor, saved: Sequence[torch.Tensor]
@@ -111,6 +118,8 @@ class Use(NamedTuple):
         """The factors of each root's per-sample gradients."""
         arranged = [by_sample(x, n) for x, n in zip(saved, self.saved_rows)]
         found = self.factors(by_sample(backprops, self.rows), *arranged)
+        if self.table is not None:
+            found = [f if f is None else by_table(f, *self.table) for f in found]
         return [(r, f) for r, f in zip(self.roots, found) if r is not None]
 
 
@@ -191,13 +200,19 @@ class Run(TorchFunctionMode):
         self.pending: Counter = Counter()  # uses of each root, by id
         self.batch = size  # samples of all runs of one forward pass
         self.rows: Optional[torch.Tensor] = None  # which of these are here; None: all
+        self.joins: Optional[List[Any]] = None  # of its outputs
+        self.seen: List[Any] = []  # calls of hooks, to come
+        # What was handed to hooks as of the batch, and what it is to the samples.
+        self.handed: Dict[int, Tuple[torch.Tensor, torch.Tensor]] = {}
         self.abandoned = False
         self.half = False  # whether something is computed in half precision
         self.done = False  # whether its gradients have been taken
-        self._same: Dict[int, Tuple[torch.Tensor, torch.Tensor]] = {}
-        self._recipes: Dict[int, Tuple[torch.Tensor, Op]] = {}
+        self._same: Dict[Tuple[int, int], Tuple[torch.Tensor, torch.Tensor]] = {}
+        self._recipes: Dict[Tuple[int, int], Tuple[torch.Tensor, Op]] = {}
         self._made: List[weakref.ref] = []
         self._pinned: Dict[int, torch.Tensor] = {}
+        self._copies: Dict[int, torch.Tensor] = {}  # of roots, by id
+        self._table: Optional[Tuple[torch.Tensor, int]] = None
         self._away = 0
         self._quiet = 0  # in a recomputation uses are known already
         self._capture = functorch.apply_outside(self.level, Capture)
@@ -211,10 +226,26 @@ class Run(TorchFunctionMode):
         kwargs = {} if kwargs is None else kwargs
         if self._away or func in _TELLS_NOTHING:
             return func(*args, **kwargs)
+        if self.handed:
+            swap = {i: x for i, (_, x) in self.handed.items()}
+            args, kwargs = _swapped(args, swap), _swapped_dict(kwargs, swap)
         handler = HANDLERS.get(func)
-        if handler is not None:
-            return self._track(handler(self, func, *args, **kwargs))
-        return self._track(self.call(func, *args, **kwargs))
+        try:
+            if handler is not None:
+                out = handler(self, func, *args, **kwargs)
+            else:
+                out = self.call(func, *args, **kwargs)
+        except RuntimeError:
+            x = args[0] if args and _writes(func) else None
+            if not isinstance(x, torch.Tensor) or is_batched(x) or not self.widen(x):
+                raise
+            return self.__torch_function__(func, types, args, kwargs)
+        if isinstance(out, torch.Tensor):
+            if is_batched(out) or not any(out is x for x in args):
+                self._made.append(weakref.ref(out))
+        elif isinstance(out, (tuple, list)):
+            self._made += [weakref.ref(x) for x in out if isinstance(x, torch.Tensor)]
+        return out
 
     def call(self, func: Callable, *args: Any, **kwargs: Any) -> Any:
         """An op on what samples see, as the mode takes it."""
@@ -223,7 +254,8 @@ class Run(TorchFunctionMode):
         if kwargs:
             batched |= _look(kwargs.values(), roots)
         if self.engine.left:
-            self._refuse_carried(args, kwargs)
+            refuse_carried(self.engine, args)
+            refuse_carried(self.engine, kwargs.values())
         if not roots or not torch.is_grad_enabled():
             return func(*args, **kwargs)
         rule = OPS.get(func)
@@ -232,7 +264,7 @@ class Run(TorchFunctionMode):
             if op is not None:
                 return self._by_rule(func, op, args, kwargs, batched)
         if batched:
-            if _is_composite(func):
+            if functorch.is_composite(func):
                 with self:
                     return functorch.descend(func)(*args, **kwargs)
             return self._by_copies(func, roots, args, kwargs)
@@ -243,7 +275,7 @@ class Run(TorchFunctionMode):
             return self._by_copies(func, roots, args, kwargs)
         if func in _KEEPS_ENTRIES and isinstance(made, torch.Tensor):
             if made is not roots[0] and made.shape == roots[0].shape:
-                self._same[id(made)] = (made, roots[0])
+                self._same[id(made), made._version] = (made, roots[0])
         return made
 
     def _by_rule(
@@ -254,7 +286,7 @@ class Run(TorchFunctionMode):
         if not batched:
             made = func(*args, **kwargs)
             if not any(x is not None and x.requires_grad for x in op.saved):
-                self._recipes[id(made)] = (made, op)
+                self._recipes[id(made), made._version] = (made, op)
             return made
         roots = self._roots_of(op)
         swap = {id(r.tensor): r.shared for r in roots if r is not None}
@@ -283,11 +315,53 @@ class Run(TorchFunctionMode):
         swap = {id(x): self.copy(self.root(x)) for x in roots}
         return func(*_swapped(args, swap), **_swapped_dict(kwargs, swap))
 
+    def widen(self, x: torch.Tensor) -> bool:
+        """
+        Makes of a tensor that samples share one of each, for what they write into it.
+        It must have been made in this run, so that nobody else finds data in it.
+
+        Returns:
+            whether it could be done
+        """
+        made = {id(y): y for y in (ref() for ref in self._made) if y is not None}
+        memory = x.untyped_storage()._cdata
+        same = [
+            y
+            for y in made.values()
+            if not is_batched(y) and y.untyped_storage()._cdata == memory
+        ]
+        if id(x) not in made:
+            return False
+        if x.requires_grad:
+            if x.is_leaf or x._base is not None or len(same) > 1:
+                return False
+            root = self.root(x)
+            inner = self.level.unwrap(self.copy(root))
+            with self.outside():
+                wide = self.level.wrap(inner.clone())
+            functorch.become(x, wide)
+            root.tensor = wide  # as it was, under the object that is left
+            self.roots[id(root)] = self.roots.pop(id(x))
+            return True
+        if not functorch.is_memory_of(x, same):
+            return False
+        with self.outside():
+            flat = x.as_strided((x.untyped_storage().nbytes() // x.itemsize,), (1,), 0)
+            flat = flat.expand(self.size, -1).clone()
+            for y in same:
+                strides = (flat.shape[1], *y.stride())
+                own = flat.as_strided((self.size, *y.shape), strides, y.storage_offset())
+                functorch.become(y, self.level.wrap(own))
+        return True
+
     # -- parameters ----------------------------------------------------------------
 
     def root(self, tensor: torch.Tensor) -> Root:
         """What is known of something made of parameters."""
         found = self.roots.get(id(tensor))
+        if found is not None and found.version != tensor._version:
+            self.roots[id(found)] = found  # written to since: what it was is kept
+            found = None
         if found is None or found.tensor is not tensor:
             if self.attached:
                 with self.level.outside():
@@ -297,10 +371,11 @@ class Run(TorchFunctionMode):
             self.roots[id(tensor)] = found
             if tensor.is_leaf:
                 return found
-            same = self._same.get(id(tensor))
+            key = id(tensor), tensor._version
+            same = self._same.get(key)
             if same is not None and same[0] is tensor:
                 found.same = self.root(same[1])
-            recipe = self._recipes.get(id(tensor))
+            recipe = self._recipes.get(key)
             if recipe is not None and recipe[0] is tensor:
                 found.recipe = self._recipe(recipe[1], tensor)
         return found
@@ -313,12 +388,13 @@ class Run(TorchFunctionMode):
 
     def copy(self, root: Root) -> torch.Tensor:
         """One copy of it for each sample, without memory; what they see of it."""
-        if root.copy is None:
+        copy = self._copies.get(id(root))
+        if copy is None:
             wide = root.shared.expand(self.size, *root.shape)
             use = Use(self, (root,), _whole, 0, ())
-            root.copy = self.level.wrap(self._note(wide, use, ()))
-            self.pin(root.copy)
-        return root.copy
+            copy = self._copies[id(root)] = self.level.wrap(self._note(wide, use, ()))
+            self.pin(copy)
+        return copy
 
     def note(
         self,
@@ -340,8 +416,10 @@ class Run(TorchFunctionMode):
         if not self._quiet:
             for root in use.roots:
                 if root is not None:
-                    self.pending[id(root.tensor)] += 1
+                    self.pending[id(root)] += 1
         self.half = self.half or inner.dtype.itemsize < 4
+        if self._table is not None:
+            use = use._replace(table=self._table)
         kept = [x.detach() if x.requires_grad else x for x in saved]
         return self._capture(inner, self.engine.anchor, use, *kept)
 
@@ -384,6 +462,34 @@ class Run(TorchFunctionMode):
         finally:
             self.level, self._away, self._quiet, self.engine.current = before
 
+    @contextmanager
+    def dealt(self, samples: torch.Tensor, size: int) -> Iterator[functorch.Level]:
+        """
+        Rows within, each by itself, from outside: an expert is given some of each
+        sample, of samples of other processes too.
+
+        Args:
+            samples: of each row, ``[rows]``
+            size: how many samples these are numbers of
+        """
+        names = "level", "size", "_away", "_table", "_copies", "_made"
+        before = {name: getattr(self, name) for name in names}
+        self.level, self.size = functorch.Level(len(samples)), len(samples)
+        self._away, self._table, self._copies = 0, (samples, size), {}
+        self._made = []
+        try:
+            with self.level, self:
+                yield self.level
+            for x in self.survivors():
+                functorch.become(x, self.leave(x))
+        finally:
+            vars(self).update(before)
+
+    @property
+    def dealing(self) -> bool:
+        """Whether rows are at work, not samples."""
+        return self._table is not None
+
     @property
     def away(self) -> bool:
         """Whether whole batches are at work, or nothing is noted."""
@@ -419,19 +525,11 @@ class Run(TorchFunctionMode):
             _, groups = torch.unique(flat, dim=0, return_inverse=True)
             if int(groups.max()) == 0:  # that can't be: not a number
                 groups = torch.arange(len(flat))
+        if self.dealing:
+            raise NotImplementedError("an expert's rows take different branches")
         raise Diverge(groups)
 
     # -- what stays ----------------------------------------------------------------
-
-    def _track(self, out: Any) -> Any:
-        if isinstance(out, torch.Tensor):
-            if is_batched(out):
-                self._made.append(weakref.ref(out))
-        elif isinstance(out, (tuple, list)):
-            for x in out:
-                if is_batched(x):
-                    self._made.append(weakref.ref(x))
-        return out
 
     def track(self, x: torch.Tensor) -> torch.Tensor:
         """Makes the run see to it that ``x`` is an ordinary tensor in the end."""
@@ -472,17 +570,6 @@ class Run(TorchFunctionMode):
             y = Leave.apply(y, self.engine.anchor, self, dim)
         return y
 
-    def _refuse_carried(self, args: tuple, kwargs: dict) -> None:
-        for x in (*_tensors(args), *_tensors(kwargs.values())):
-            name = self.engine.left.get(x)
-            if name is not None and not is_batched(x):
-                raise Refused(
-                    f"{self.engine.describe()}: reads a value of shape "
-                    f"{tuple(x.shape)} that its forward has kept from an earlier "
-                    "batch. It would carry private data from batch to batch without "
-                    "noise: do not keep it, or reset it before each call."
-                )
-
 
 def _whole(backprops: torch.Tensor) -> List[Tuple[torch.Tensor]]:
     """The gradient of a copy for each sample, ``[B, 1, *shape]``."""
@@ -492,12 +579,24 @@ def _whole(backprops: torch.Tensor) -> List[Tuple[torch.Tensor]]:
 # -- arguments -----------------------------------------------------------------------
 
 
-def _tensors(args: Any) -> Iterator[torch.Tensor]:
+def refuse_carried(engine: "Engine", args: Iterable) -> None:
+    """
+    Raises:
+        Refused: if what an earlier batch has left is among the arguments of an op
+    """
     for x in args:
         if isinstance(x, torch.Tensor):
-            yield x
-        elif isinstance(x, (list, tuple)):
-            yield from _tensors(x)
+            if engine.left.holds(x) and not is_batched(x):
+                raise Refused(
+                    f"{engine.describe()}: reads a value of shape {tuple(x.shape)} "
+                    "that was computed from an earlier batch, or by a hook of the "
+                    "user from all samples of this one. It would carry private data "
+                    "from batch to batch, or from sample to sample, without noise: do "
+                    "not keep it, or reset it before each call; a state is given to "
+                    "the model as an argument."
+                )
+        elif type(x) in (list, tuple):
+            refuse_carried(engine, x)
 
 
 def _look(args: Any, roots: List[torch.Tensor]) -> bool:
@@ -540,8 +639,9 @@ def _swapped_dict(kwargs: dict, swap: Dict[int, torch.Tensor]) -> dict:
     return dict(zip(kwargs, _swapped(list(kwargs.values()), swap)))
 
 
-def _is_composite(func: Callable) -> bool:
-    return getattr(func, "__module__", None) == F.__name__ and hasattr(func, "__code__")
+def _writes(func: Callable) -> bool:
+    name = getattr(func, "__name__", "")
+    return name in _WRITES or (name[-1:] == "_" and name[-2:] != "__")
 
 
 # -- tables --------------------------------------------------------------------------
@@ -576,6 +676,10 @@ _TELLS_NOTHING = {
     *(T.is_contiguous, T.__len__, T.__hash__, T.get_device, T.storage_offset),
     *(T.element_size, T.ndimension, T.nelement, T.is_signed),
     *(torch.is_floating_point, torch.is_complex, torch.numel, torch.is_tensor),
+}
+_WRITES = {
+    *("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__"),
+    *("__ifloordiv__", "__imod__", "__iand__", "__ior__", "__ixor__"),
 }
 _KEEPS_ENTRIES = {
     *(T.to, T.float, T.half, T.bfloat16, T.double, T.type, T.type_as),

@@ -10,6 +10,7 @@ gradient clipping" (Lee and Kifer 2021), with fused norms and sums.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import (
     TYPE_CHECKING,
     Any,
@@ -23,9 +24,11 @@ from typing import (
 
 import torch
 
-from opacus_ext.grad_sample.samplewise.compare import Join
+from opacus_ext.grad_sample.samplewise.compare import Join, kind_of
 from opacus_ext.grad_sample.samplewise.functorch import become
+from opacus_ext.grad_sample.samplewise.hooks import Seen, of_all, shown
 from opacus_ext.grad_sample.samplewise.run import Refused
+from opacus_ext.grad_sample.samplewise.states import States, Watch
 from opacus_ext.grad_sample.samplewise.walk import tensors_in
 
 if TYPE_CHECKING:
@@ -64,15 +67,15 @@ class _Part(NamedTuple):
     run: "ScanRun"
     edges: List[List[Any]]  # [tensor][sample]
     joins: List[Join]
-    shapes: List[torch.Size]
+    shapes: List[List[torch.Size]]
 
     def backward(self, grads: Tuple[Optional[torch.Tensor], ...]) -> List:
         """Each sample alone; returns the gradients of the inputs."""
         run = self.run
         found: List[List[Optional[torch.Tensor]]] = []
         each = [
-            None if g is None else join.split(g, run.size, shape)
-            for g, join, shape in zip(grads, self.joins, self.shapes)
+            None if g is None else join.split(g, shapes)
+            for g, join, shapes in zip(grads, self.joins, self.shapes)
         ]
         for b in range(run.size):
             roots = [e[b] for e, g in zip(self.edges, each) if g is not None]
@@ -96,15 +99,19 @@ class ScanRun:
     def __init__(self, engine: "Engine", size: int):
         self.engine, self.size, self.batch = engine, size, size
         self.rows: Optional[torch.Tensor] = None
+        self.joins: Optional[List[Join]] = None  # of its outputs
+        self.seen: List[Seen] = []  # calls of hooks, to come
         self.done = False
         self.wanted: List[Tuple[Optional[int], torch.Tensor]] = []
         self._given: List[List[torch.Tensor]] = []  # inputs with gradients, by sample
 
-    def forward(
-        self, part: "Part", joins: Optional[List[Optional[Join]]], raw: bool
-    ) -> Any:
+    def forward(self, part: "Part", known: Dict[str, Any], raw: bool, size: int) -> Any:
         """
         The outputs of the batch; with ``raw`` its tensors, see ``Engine``.
+
+        Args:
+            known: of this kind of input
+            size: of the batch that the samples are part of
         """
         tensors = [
             (dim, x)
@@ -112,32 +119,45 @@ class ScanRun:
             if isinstance(x, torch.Tensor) and x.requires_grad
         ]
         self.wanted = tensors if torch.is_grad_enabled() else []
+        engine = self.engine
         outputs: List[Any] = []
-        states = _States(self.engine)
-        for b in range(self.size):
-            states.begin()
-            alone = part.alone(b, leaf=bool(self.wanted))
-            self._given.append([x for x in alone.leaves if x is not None])
-            outputs.append(self.engine.forward(*alone.args, **alone.kwargs))
-            states.end()
+        seen: List[List[Seen]] = []
+        states = States(engine, values=True)
+        with shown(self, at_once=False):
+            for b in range(self.size):
+                if b:
+                    states.back()
+                alone = part.alone(b, leaf=bool(self.wanted))
+                self._given.append([x for x in alone.leaves if x is not None])
+                with Watch(engine) if engine.left else nullcontext():
+                    outputs.append(engine.forward(*alone.args, **alone.kwargs))
+                states.end()
+                seen.append(self.seen)
+                self.seen = []
         if raw:
+            known["met"] |= set(map(kind_of, outputs))
             columns = zip(*(list(tensors_in(x)) for x in outputs))
             return [(_side_by_side(c), True) for c in columns]
         if not self.size:
             raise RuntimeError(
-                f"{self.engine.describe()} can't run an empty batch: vmap can't, and "
+                f"{engine.describe()} can't run an empty batch: vmap can't, and "
                 "one sample after the other gives no output. Choose a batch size at "
                 "which none is drawn."
             )
-        self._join(outputs, joins)
-        states.finish(self._join)
+        self.joins = [engine.joins_for(known, x, size) for x in outputs][0]
+        left, seen = states.common(), of_all(engine, seen)
+        self._join(list(zip(outputs, seen, left)), self.joins)
+        states.put(left[0])
+        self.seen = seen[0]
         return outputs[0]
 
     @torch.no_grad()
     def _together(self, column: tuple, join: Join) -> torch.Tensor:
         values = [x.detach() for x in column]
+        if all(x is column[0] for x in column):  # no sample has made it
+            return column[0]
         if len({x.shape for x in values}) > 1:
-            return torch.cat(values)
+            return torch.cat(values, join.dim or 0)
         return join(torch.stack(values), self.engine)
 
     def _join(
@@ -151,11 +171,14 @@ class ScanRun:
                 "tensors for single samples. Return the same from each."
             )
         columns = list(zip(*leaves))
-        if joins is None or len(joins) != len(columns):
-            joins = [None] * len(columns)
-        joins = [join or Join() for join in joins]
+        joins = list(joins or ())
+        joins += [Join()] * (len(columns) - len(joins))
         whole = [self._together(c, j) for c, j in zip(columns, joins)]
-        trained = [i for i, c in enumerate(columns) if any(x.requires_grad for x in c)]
+        trained = [
+            i
+            for i, c in enumerate(columns)
+            if whole[i] is not c[0] and any(x.requires_grad for x in c)
+        ]
         if trained:
             edge = torch.autograd.graph.get_gradient_edge
             part = _Part(
@@ -165,7 +188,7 @@ class ScanRun:
                     for i in trained
                 ],
                 [joins[i] for i in trained],
-                [columns[i][0].shape for i in trained],
+                [[x.shape for x in columns[i]] for i in trained],
             )
             inputs = [x for _, x in self.wanted]
             found = _Samples.apply(
@@ -176,7 +199,8 @@ class ScanRun:
             for i, x in zip(trained, found):
                 whole[i] = joins[i].guarded(x, self.engine)
         for column, new in zip(columns, whole):
-            become(column[0], new)
+            if new is not column[0]:
+                become(column[0], new)
 
     def backward_of(
         self, b: int, roots: List[Any], grads: List[torch.Tensor]
@@ -213,75 +237,3 @@ def _put_back(
         return sum(x for x in column if x is not None)
     zero = torch.zeros_like(like.narrow(dim, 0, 1))
     return torch.cat([zero if x is None else x for x in column], dim)
-
-
-class _States:
-    """
-    What a model's forward leaves on its modules. Each sample finds it as it was before
-    the first; tensors that all leave are put together.
-    """
-
-    def __init__(self, engine: "Engine"):
-        self.engine = engine
-        self.modules = list(engine.module.named_modules())
-        self.before = [dict(vars(m)) for _, m in self.modules]
-        self.tables = [dict(m._buffers) for _, m in self.modules]
-        self.values = {
-            id(b): (n, b, b.detach().clone(), b._version)
-            for n, b in engine.module.named_buffers()
-        }
-        self.after: List[Dict[Tuple[int, str], Any]] = []
-        self.counters: Dict[int, torch.Tensor] = {}
-
-    def begin(self) -> None:
-        """Before each sample but the first: as it was."""
-        if not self.after:
-            return
-        for (_, m), kept, table in zip(self.modules, self.before, self.tables):
-            for name in set(vars(m)) - set(kept):
-                del vars(m)[name]
-            vars(m).update(kept)
-            m._buffers.clear()
-            m._buffers.update(table)
-        with torch.no_grad():
-            for name, buffer, value, version in self.values.values():
-                if buffer._version != version:
-                    buffer.copy_(value)
-
-    def end(self) -> None:
-        """After each sample: what it left."""
-        left = {}
-        for i, ((_, m), kept) in enumerate(zip(self.modules, self.before)):
-            for name, value in vars(m).items():
-                if value is not kept.get(name, self) and name != "forward":
-                    left[i, name] = value
-        for (module, m), table in zip(self.modules, self.tables):
-            for name, buffer in m._buffers.items():
-                if buffer is not table.get(name):
-                    self._changed(f"{module}.{name}".lstrip("."), buffer)
-        for name, buffer, value, version in self.values.values():
-            if buffer._version != version:
-                self._changed(name, buffer)
-        self.after.append(left)
-
-    def _changed(self, name: str, buffer: torch.Tensor) -> None:
-        now = buffer.detach().clone()
-        first = self.counters.setdefault(name, now)
-        if not torch.equal(first, now) or (now.is_floating_point() and now.dim()):
-            raise Refused(
-                f"{self.engine.describe()}: its forward changes its buffer {name}, "
-                "which would carry data from the batch without noise. Replace the "
-                "layer by one that keeps no running state, or put it in evaluation "
-                "mode if that leaves the buffer alone."
-            )
-
-    def finish(self, join: Callable) -> None:
-        """Tensors that samples left become those of the batch."""
-        for key in self.after[0]:
-            values = [left.get(key) for left in self.after]
-            if all(any(True for _ in tensors_in(v)) for v in values):
-                counts = {sum(1 for _ in tensors_in(v)) for v in values}
-                if len(counts) == 1:
-                    join(values)
-                    module = self.modules[key[0]][1]
-                    vars(module)[key[1]] = values[0]

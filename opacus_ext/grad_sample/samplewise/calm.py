@@ -1,0 +1,326 @@
+"""A model's forward once more, as if it had not been: no randomness, and no trace.
+
+For looks at what a model computes beside its training: the comparison of the first step
+(compare.py), and :func:`~opacus_ext.find_leaks`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import inspect
+import random
+import sys
+import types
+from collections import deque
+from contextlib import ExitStack, contextmanager
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Tuple
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from opacus_ext.grad_sample.samplewise import functorch
+from opacus_ext.grad_sample.samplewise.states import restore, tables_of
+
+T = torch.Tensor
+HALF = 0.5  # what is drawn where nothing is left to chance
+
+
+class NoRandomness(TorchFunctionMode):
+    """
+    Within it dropout does nothing and what is drawn is always the same number, of
+    whatever shape: so one sample is given what it is given in a batch.
+    """
+
+    def __torch_function__(
+        self, func: Callable, types: Any, args: tuple = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = {} if kwargs is None else kwargs
+        name = getattr(func, "__name__", "")
+        if func is F.scaled_dot_product_attention:
+            given = inspect.signature(_attention).bind(*args, **kwargs).arguments
+            more = given.pop("rest", {})
+            return func(**{**given, **more, "dropout_p": 0.0})
+        if "dropout" in name and name != "feature_dropout_":
+            return args[0] if args else kwargs["input"]
+        drawn = _DRAWN.get(func)
+        if drawn is not None:
+            return drawn(func, *args, **kwargs)
+        if functorch.is_composite(func):
+            with self:
+                return functorch.descend(func)(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def _attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=0, **rest):
+    """The arguments of ``scaled_dot_product_attention``."""
+
+
+def _filled(func: Callable, *args: Any, **kwargs: Any) -> T:
+    return func(*args, **kwargs).fill_(HALF)
+
+
+def _lowest(func: Callable, *args: Any, **kwargs: Any) -> T:
+    """Of ``randint`` and its like."""
+    given = [x for x in args if isinstance(x, int)]
+    low = kwargs.get("low", given[0] if len(given) > 1 else 0)
+    return func(*args, **kwargs).fill_(low)
+
+
+def _permuted(func: Callable, *args: Any, **kwargs: Any) -> T:
+    return func(*args, **kwargs).sort().values.flip(0)
+
+
+def _chances(func: Callable, x: T, p: Any = None, **kwargs: Any) -> T:
+    chance = x if p is None else torch.as_tensor(p)
+    new = (chance > HALF).to(x.dtype).expand_as(x)
+    return x.copy_(new) if func is T.bernoulli_ else new.clone()
+
+
+def _chosen(func: Callable, x: T, n: int, replacement: bool = False, **kwargs: Any) -> T:
+    if replacement:
+        return x.argmax(-1, keepdim=True).expand(*x.shape[:-1], n).clone()
+    return x.topk(n, -1).indices
+
+
+def _normal(func: Callable, mean: Any, std: Any = 1.0, *args: Any, **kwargs: Any) -> T:
+    if isinstance(mean, T) or isinstance(std, T):
+        return mean + std * HALF
+    return func(mean, std, *args, **kwargs).fill_(mean + std * HALF)
+
+
+_DRAWN: Dict[Callable, Callable] = {
+    **dict.fromkeys([torch.rand, torch.rand_like, torch.randn, torch.randn_like], _filled),
+    **dict.fromkeys([T.normal_, T.uniform_, T.exponential_, T.log_normal_], _filled),
+    **dict.fromkeys([T.cauchy_, T.geometric_, T.random_], _filled),
+    **dict.fromkeys([torch.randint, torch.randint_like], _lowest),
+    **dict.fromkeys([torch.bernoulli, T.bernoulli, T.bernoulli_], _chances),
+    **dict.fromkeys([torch.multinomial, T.multinomial], _chosen),
+    torch.randperm: _permuted,
+    torch.normal: _normal,
+    torch.poisson: lambda func, x, *_: x.clone(),
+}
+
+
+def no_dropout(module: nn.Module) -> List[Tuple[nn.Module, str, Any]]:
+    """
+    Sets numbers named ``*drop*``, and the rates of modules named ``*Drop*``, to zero.
+
+    Returns:
+        what they were, as ``(module, name, value)``
+    """
+    before = []
+    for part in module.modules():
+        dropout = "drop" in type(part).__name__.lower()
+        for name, value in list(vars(part).items()):
+            number = type(value) in (int, float) and value
+            if number and ("drop" in name.lower() or (dropout and name == "p")):
+                before.append((part, name, value))
+                setattr(part, name, type(value)(0))
+    return before
+
+
+@contextmanager
+def without_dropout(module: nn.Module) -> Iterator[None]:
+    """:func:`no_dropout` within."""
+    before = no_dropout(module)
+    try:
+        yield
+    finally:
+        for part, name, value in before:
+            setattr(part, name, value)
+
+
+# -- hooks ---------------------------------------------------------------------------
+
+_TORCH = ("torch.nn.utils", "torch.nn.modules", "accelerate.", "peft.", "opacus_ext.")
+TABLES = ("_forward_hooks", "_forward_pre_hooks")
+
+
+def is_own_hook(hook: Any) -> bool:
+    """Whether a forward hook belongs to how a layer computes, not to the user."""
+    for part in (hook, getattr(hook, "func", None), getattr(hook, "__self__", None)):
+        where = getattr(part, "__module__", None) or type(part).__module__
+        if isinstance(where, str) and where.startswith(_TORCH):
+            return True
+    return False
+
+
+def hook_tables(modules: Iterable[nn.Module]) -> Iterator[Dict[int, Callable]]:
+    """The tables of forward hooks that hold any, those for all modules among them."""
+    for part in modules:
+        own = vars(part)
+        for name in TABLES:
+            if own[name]:
+                yield own[name]
+    for name in TABLES:
+        table = getattr(torch.nn.modules.module, f"_global{name}")
+        if table:
+            yield table
+
+
+@contextmanager
+def without_hooks(module: nn.Module, but: Any = ()) -> Iterator[None]:
+    """Within it the user's forward hooks see nothing, ``but`` those given."""
+    before = []
+    for table in hook_tables(module.modules()):
+        before.append((table, dict(table)))
+        for i, hook in list(table.items()):
+            if not is_own_hook(hook) and hook not in but:
+                del table[i]
+    try:
+        yield
+    finally:
+        for table, hooks in before:
+            table.clear()
+            table.update(hooks)
+
+
+# -- no trace ------------------------------------------------------------------------
+
+_CONTAINERS = (list, dict, set, deque)
+_LIBRARIES = ("torch", "transformers", "opacus", "opacus_ext", "numpy", "peft")
+_STANDARD = getattr(sys, "stdlib_module_names", ("builtins", "logging", "threading"))
+_NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
+_OWN = frozenset(vars(nn.Module())) | {"_hf_hook"}
+
+
+class _Kept:
+    """Containers, objects and tensors as they are, to be put back."""
+
+    def __init__(self) -> None:
+        self.held: Dict[int, Tuple[Any, Any]] = {}
+        self.tensors: Dict[int, Tuple[T, T]] = {}
+
+    def keep(self, value: Any) -> None:
+        """Whatever can be reached from a value, but for modules and parameters."""
+        if id(value) in self.held or isinstance(value, (nn.Module, nn.Parameter)):
+            return
+        if isinstance(value, T):
+            if id(value) not in self.tensors and not functorch.is_batched(value):
+                self.tensors[id(value)] = value, value.detach().clone()
+            return
+        if isinstance(value, _CONTAINERS):
+            self.held[id(value)] = value, copy.copy(value)
+            parts = value.values() if isinstance(value, dict) else value
+            for part in list(parts):
+                self.keep(part)
+        elif isinstance(value, tuple):
+            for part in value:
+                self.keep(part)
+        elif isinstance(getattr(value, "__dict__", None), dict) and not (
+            callable(value) or _has_no_state(type(value))
+        ):
+            self.held[id(value)] = value, dict(vars(value))
+            for part in list(vars(value).values()):
+                self.keep(part)
+
+    def function(self, function: Any, seen: set) -> None:
+        """What a function of the user writes to: globals, closures, defaults."""
+        function = inspect.unwrap(getattr(function, "__func__", function))
+        if not isinstance(function, types.FunctionType) or function in seen:
+            return
+        if _is_library(function):
+            return
+        seen.add(function)
+        scope, names, codes = function.__globals__, set(), [function.__code__]
+        while codes:
+            code = codes.pop()
+            names.update(code.co_names)
+            codes += [c for c in code.co_consts if isinstance(c, types.CodeType)]
+        found = [scope[name] for name in names if name in scope]
+        found += list(function.__defaults__ or ())
+        for cell in function.__closure__ or ():
+            try:
+                found.append(cell.cell_contents)
+            except ValueError:  # not bound yet
+                continue
+        for value in found:
+            if isinstance(value, types.FunctionType):
+                self.function(value, seen)
+            elif not isinstance(value, (type, types.ModuleType)):
+                self.keep(value)
+
+    def put_back(self) -> None:
+        """Everything is as it was."""
+        for value, kept in self.held.values():
+            if isinstance(value, (list, deque)):
+                if len(value) != len(kept) or any(a is not b for a, b in zip(value, kept)):
+                    value.clear()
+                    value.extend(kept)
+            elif isinstance(value, (dict, set)):
+                value.clear()
+                value.update(kept)
+            else:
+                vars(value).clear()
+                vars(value).update(kept)
+        with torch.no_grad():
+            for tensor, kept in self.tensors.values():
+                if tensor.shape == kept.shape and not torch.equal(tensor, kept):
+                    tensor.copy_(kept)
+
+
+def _is_library(thing: Any) -> bool:
+    return str(getattr(thing, "__module__", "")).split(".")[0] in _LIBRARIES
+
+
+def _has_no_state(kind: type) -> bool:
+    root = kind.__module__.split(".")[0]
+    own = root in ("torch", "opacus_ext") or root in _STANDARD
+    return own and not issubclass(kind, _NAMESPACES)
+
+
+@contextmanager
+def preserved(module: nn.Module) -> Iterator[None]:
+    """
+    Afterwards nothing shows that the model has run: its attributes and buffers, lists
+    and the like that its code can reach, and random numbers are as they were.
+    """
+    kept, seen = _Kept(), set()
+    parts = [(part, dict(vars(part))) for part in module.modules()]
+    tables = tables_of([part for part, _ in parts])
+    for part, attributes in parts:
+        for name, value in attributes.items():
+            if name not in _OWN:
+                kept.keep(value)
+            elif "hook" in name and isinstance(value, dict):
+                # The first call of a model of transformers registers some.
+                kept.held[id(value)] = value, copy.copy(value)
+        for buffer in part._buffers.values():
+            kept.keep(buffer)
+        forward = attributes.get("forward")  # the user's own is behind the engine
+        kept.function(getattr(forward, "own", forward), seen)
+    for kind in {type(part) for part in module.modules()}:
+        for base in kind.__mro__:
+            for value in () if _is_library(base) else vars(base).values():
+                kept.function(value, seen)
+    devices = {p.device for p in module.parameters() if p.device.type == "cuda"}
+    drawn, numpy = random.getstate(), sys.modules.get("numpy")
+    drawn_by_numpy = numpy.random.get_state() if numpy is not None else None
+    with torch.random.fork_rng(devices=list(devices)):
+        try:
+            yield
+        finally:
+            for part, attributes in parts:
+                vars(part).clear()
+                vars(part).update(attributes)
+            restore(tables)
+            kept.put_back()
+            random.setstate(drawn)
+            if numpy is not None:
+                numpy.random.set_state(drawn_by_numpy)
+
+
+@contextmanager
+def calmly(module: nn.Module, hooks: Any = ()) -> Iterator[None]:
+    """
+    No randomness and no trace within; of the user's forward hooks only ``hooks`` run.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(preserved(module))
+        stack.enter_context(without_dropout(module))
+        stack.enter_context(without_hooks(module, hooks))
+        stack.enter_context(NoRandomness())
+        yield
