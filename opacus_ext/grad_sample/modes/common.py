@@ -19,7 +19,8 @@ from opacus_ext.grad_sample.samplewise.gather import Part, RunGradients
 from opacus_ext.grad_sample.samplewise.native import attach_natives
 from opacus_ext.grad_sample.samplewise.run import Refused
 
-Parts = Dict[nn.Parameter, List[Tuple[Optional[torch.Tensor], GradSample]]]
+# By the id of a parameter: which samples, None for all, and their gradients.
+Parts = Dict[int, List[Tuple[Optional[torch.Tensor], GradSample]]]
 
 # What make_private was given beyond Opacus's own arguments (registry.py).
 _settings: Dict[str, Any] = {}
@@ -171,13 +172,13 @@ class Gather:
         self.scanned: Dict[int, Tuple[Any, List[Dict]]] = {}
         self.touched: List[Any] = []  # runs that the loss depends on
 
-    def add(self, use: Any, grad: torch.Tensor, saved: tuple) -> Iterator[nn.Parameter]:
+    def add(self, use: Any, grad: torch.Tensor, saved: tuple) -> List[nn.Parameter]:
         """See :meth:`~samplewise.gather.RunGradients.add`."""
         found = self.of_run.get(id(use.run))
         if found is None:
             found = RunGradients(use.run, self.engine.params)
             self.of_run[id(use.run)] = found
-        yield from found.add(use, grad, saved)
+        return found.add(use, grad, saved)
 
     def add_sample(self, run: Any, b: int, grads: Dict) -> None:
         """The gradients of one sample of a scan."""
@@ -200,8 +201,8 @@ class Gather:
                 dense = torch.stack(
                     [row[p] if p in row else torch.zeros_like(p) for row in rows]
                 )
-                samples[p] = GradSample(p.shape, run.size)
-                samples[p].add(dense.detach().reshape(run.size, 1, -1))
+                samples[id(p)] = GradSample(p.shape, run.size)
+                samples[id(p)].add(dense.detach().reshape(run.size, 1, -1))
             found.append(Part(run.rows, samples))
         return found
 
@@ -222,29 +223,29 @@ def by_parameter(parts: List[Part], batch_size: int) -> Parts:
     """
     found: Parts = {}
     for part in parts:
-        for p, sample in part.samples.items():
-            found.setdefault(p, []).append((part.rows, sample))
-    for p, each in found.items():
+        for i, sample in part.samples.items():
+            found.setdefault(i, []).append((part.rows, sample))
+    for i, each in found.items():
         if len(each) == 1 or _disjoint([rows for rows, _ in each]):
             continue
         first = each[0][1]
         if all(rows is None for rows, _ in each):
             for _, more in each[1:]:
                 first.merge(more)
-            found[p] = [(None, first)]
+            found[i] = [(None, first)]
             continue
         whole = None
         for rows, sample in each:
             dense = sample.materialise()
             if whole is None:
-                whole = dense.new_zeros(batch_size, *p.shape)
+                whole = dense.new_zeros(batch_size, *first.shape)
             if rows is None:
                 whole += dense
             else:
                 whole.index_add_(0, rows.to(whole.device), dense)
-        joined = GradSample(p.shape, batch_size)
+        joined = GradSample(first.shape, batch_size)
         joined.add(whole.reshape(batch_size, 1, -1))
-        found[p] = [(None, joined)]
+        found[i] = [(None, joined)]
     return found
 
 
@@ -284,8 +285,7 @@ def layer_gradients(
 
     class Collector:
         def use(self, use: Any, grad: torch.Tensor, saved: tuple) -> None:
-            for _ in gather.add(use, grad, saved):
-                pass
+            gather.add(use, grad, saved)
 
         def touch(self, run: Any) -> None:
             pass
@@ -298,7 +298,7 @@ def layer_gradients(
     found = {}
     for _, samples in gather.parts():
         found.update(samples)
-    for p in engine.params.values():
-        if p not in found:
-            found[p] = GradSample(p.shape, len(backprops))
-    return found
+    return {
+        p: found[i] if i in found else GradSample(p.shape, len(backprops))
+        for i, p in engine.params.items()
+    }

@@ -62,7 +62,7 @@ class _Hooks(Samplewise):
             )
         for p in params:
             size = world.batch_size if spread_over(p) else batch_size or 0
-            new = _dense(found.pop(p, []), p, size)
+            new = _dense(found.pop(id(p), []), p, size)
             if self.loss_reduction == "mean":
                 new = new * self._scale(p, new, batch_size)
             new = new.to(p.dtype)
@@ -147,8 +147,7 @@ class _Collector:
                     gather.touched.append(what[0])
                 elif kind == "use":
                     with torch.autocast(what[1].device.type, enabled=False):
-                        for _ in gather.add(*what):
-                            pass
+                        gather.add(*what)
                 else:
                     gather.add_sample(*what)
             shown.clear()

@@ -7,8 +7,7 @@ what was computed is followed back by autograd, one gradient a sample.
 
 from __future__ import annotations
 
-from collections import Counter
-from typing import Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 from torch import nn
@@ -107,7 +106,7 @@ class Part(NamedTuple):
     """Per-sample gradients of some samples of the batch, by parameter."""
 
     rows: Optional[torch.Tensor]  # which samples; None: all
-    samples: Dict[nn.Parameter, GradSample]
+    samples: Dict[int, GradSample]  # by the parameter's id
 
 
 class RunGradients:
@@ -121,25 +120,27 @@ class RunGradients:
 
     def __init__(self, run: Run, params: Dict[int, nn.Parameter]):
         self.run = run
-        self.samples: Dict[nn.Parameter, GradSample] = {}
+        self.samples: Dict[int, GradSample] = {}
         self._params = params
         self._views: Dict[int, Optional[View]] = {}
         self._made: Dict[int, Tuple[Root, GradSample]] = {}
         # Of each parameter the uses that are still to come; late ones come with what
         # was computed of parameters.
-        self.left: Counter = Counter()
+        self.left: Dict[int, int] = {}
         self.late = False
-        for i, root in list(run.roots.items()):
-            view = self._view(self._resolved(root))
-            if view is None:
-                self.late = self.late or run.pending[i] > 0
-            else:
-                self.left[view.param] += run.pending[i]
-
-    def _resolved(self, root: Root) -> Root:
-        while root.same is not None:
-            root = root.same
-        return root
+        for used in list(run.roots.values()):
+            count = run.pending[id(used)]
+            if not count:
+                continue
+            root = _resolved(used)
+            i = id(root.tensor)
+            if i not in params:
+                view = self._view(root)
+                if view is None:
+                    self.late = True
+                    continue
+                i = id(view.param)
+            self.left[i] = self.left.get(i, 0) + count
 
     def _view(self, root: Root) -> Optional[View]:
         if id(root) not in self._views:
@@ -148,33 +149,36 @@ class RunGradients:
 
     def add(
         self, use: Use, grad: torch.Tensor, saved: Sequence[torch.Tensor]
-    ) -> Iterator[nn.Parameter]:
+    ) -> List[nn.Parameter]:
         """
         Takes what a use was shown.
 
-        Yields:
+        Returns:
             parameters of which all uses are known now
         """
+        size = use.size
+        done = []
         for root, factors in use.uses(grad, saved):
-            root = self._resolved(root)
-            view = self._view(root)
-            if view is None:
-                if id(root) not in self._made:
-                    self._made[id(root)] = root, GradSample(root.shape, use.size)
-                self._made[id(root)][1].add(*factors)
-                continue
-            self._add(view, root, factors, use.size)
-            self.left[view.param] -= 1
-            if self.left[view.param] == 0 and not self.late:
-                yield view.param
-
-    def _add(
-        self, view: View, root: Root, factors: Tuple[Factor, ...], size: int
-    ) -> None:
-        p = view.param
-        if p not in self.samples:
-            self.samples[p] = GradSample(p.shape, size)
-        self.samples[p].add(*_of_param(view, root.tensor, factors, size))
+            root = _resolved(root)
+            p = self._params.get(id(root.tensor))
+            if p is None:
+                view = self._view(root)
+                if view is None:
+                    if id(root) not in self._made:
+                        self._made[id(root)] = root, GradSample(root.shape, size)
+                    self._made[id(root)][1].add(*factors)
+                    continue
+                p = view.param
+                factors = _of_param(view, root.tensor, factors, size)
+            i = id(p)
+            sample = self.samples.get(i)
+            if sample is None:
+                sample = self.samples[i] = GradSample(p.shape, size)
+            sample.add(*factors)
+            self.left[i] = left = self.left.get(i, 0) - 1
+            if left == 0 and not self.late:
+                done.append(p)
+        return done
 
     def finish(self) -> None:
         """Follows what was computed of parameters back to them."""
@@ -184,9 +188,7 @@ class RunGradients:
             if root.recipe is not None:
                 use, saved = root.recipe
                 size = sample.batch_size
-                saved = [x.expand(size, *x.shape) for x in saved]
-                for _ in self.add(use, grads, saved):
-                    pass
+                self.add(use, grads, [x.expand(size, *x.shape) for x in saved])
                 continue
             params = list(self._params.values())
             found = torch.autograd.grad(
@@ -199,6 +201,12 @@ class RunGradients:
             )
             for p, g in zip(params, found):
                 if g is not None:
-                    if p not in self.samples:
-                        self.samples[p] = GradSample(p.shape, len(g))
-                    self.samples[p].add(g.reshape(len(g), 1, -1))
+                    if id(p) not in self.samples:
+                        self.samples[id(p)] = GradSample(p.shape, len(g))
+                    self.samples[id(p)].add(g.reshape(len(g), 1, -1))
+
+
+def _resolved(root: Root) -> Root:
+    while root.same is not None:
+        root = root.same
+    return root

@@ -206,6 +206,7 @@ class Run(TorchFunctionMode):
         # What was handed to hooks as of the batch, and what it is to the samples.
         self.handed: Dict[int, Tuple[torch.Tensor, torch.Tensor]] = {}
         self.abandoned = False
+        self.half = False  # whether something is computed in half precision
         self.done = False  # whether its gradients have been taken
         self._same: Dict[Tuple[int, int], Tuple[torch.Tensor, torch.Tensor]] = {}
         self._recipes: Dict[Tuple[int, int], Tuple[torch.Tensor, Op]] = {}
@@ -422,6 +423,7 @@ class Run(TorchFunctionMode):
             for root in use.roots:
                 if root is not None:
                     self.pending[id(root)] += 1
+        self.half = self.half or inner.dtype.itemsize < 4
         if self._table is not None:
             use = use._replace(table=self._table)
         kept = [x.detach() if x.requires_grad else x for x in saved]
