@@ -206,7 +206,7 @@ class TestRefused:
     @every_mode
     def test_names_the_module(self, mode):
         private = make_private(OverTheBatch().limit(), mode, batch_size=4)
-        with pytest.raises(RuntimeError, match=r"begins in moe.*capacity"):
+        with pytest.raises(RuntimeError, match=r"mixed first in moe.*capacity"):
             private.backward(torch.randn(4, 5, 4), square_loss)
 
     @every_mode
@@ -264,11 +264,12 @@ class TestRefused:
             return square_loss(lambda x: found, x) + own
 
         torch.manual_seed(0)
-        x = torch.randn(4, 5, 4)
-        private = make_private(Model(), mode, batch_size=4)
-        expected = "output kept" if isinstance(how, str) else "output 1"
-        if how == 4:
-            expected = "changes with another sample"
+        x = torch.randn(4, 5, 4).double()
+        if isinstance(how, str):  # what is kept is kept for each sample
+            check(mode, True, Model().double(), x, loss)
+            return
+        private = make_private(Model().double(), mode, batch_size=4)
+        expected = "output 1" if mode == "hooks" else "depends on the outputs of others"
         with pytest.raises(RuntimeError, match=expected):
             private.step(x, loss)
 

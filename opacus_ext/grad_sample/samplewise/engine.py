@@ -403,7 +403,7 @@ class Engine:
                 if raw:
                     known["met"].add(kind_of(output))
                     found = [
-                        (run.level.unwrap(x).detach().clone(), True)
+                        (run.level.unwrap(x).detach(), True)
                         if is_batched(x)
                         else (x.detach(), False)
                         for x in tensors_in(output)
@@ -451,8 +451,9 @@ class Engine:
             return x  # it may be a parameter or a buffer
         if join is None or join == Join(name=join.name):
             return run.leave(x) if is_batched(x) else join(run.inner(x), self)
-        alike = join.how == "shared" or (join.how == "only" and not x.dim())
-        return run.let_go(join(run.inner(x), self), None if alike else join.dim or 0)
+        y = join(run.inner(x), self)
+        one = join.how and self.each is None and (join.how != "only" or not y.dim())
+        return run.let_go(y, None if one else join.dim or 0)
 
     def _scan(
         self, part: Any, known: Dict[str, Any], raw: bool, size: int, whole: bool

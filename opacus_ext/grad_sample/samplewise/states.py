@@ -20,23 +20,33 @@ from opacus_ext.grad_sample.samplewise.walk import tensors_in
 if TYPE_CHECKING:
     from opacus_ext.grad_sample.samplewise.engine import Engine
 
-_TABLES = "_buffers", "_parameters", "_modules"  # the buffers first
+# Of buffers, parameters, modules and hooks.
+_TABLES = [name for name, x in vars(nn.Module()).items() if isinstance(x, dict)]
 _NOT_STATE = frozenset(vars(nn.Module())) | {"forward"}
 
 Left = Dict[Tuple[int, str], Any]  # by module and name, what a part left
 
 
-def tables_of(modules: List[nn.Module]) -> List[Tuple[dict, dict]]:
-    """Which buffers, parameters and modules each has, and the same as a copy."""
-    tables = [vars(m)[name] for m in modules for name in _TABLES]
-    return [(table, dict(table)) for table in tables]
+Tables = List[Tuple[dict, Dict[str, dict]]]
 
 
-def restore(tables: List[Tuple[dict, dict]]) -> None:
+def tables_of(modules: List[nn.Module]) -> Tables:
+    """Of each module its attributes, and copies of its tables that hold something."""
+    found = []
+    for m in modules:
+        own = vars(m)
+        found.append((own, {n: dict(own[n]) for n in _TABLES if own.get(n)}))
+    return found
+
+
+def restore(tables: Tables) -> None:
     """The tables as they were."""
-    for table, kept in tables:
-        table.clear()
-        table.update(kept)
+    for own, kept in tables:
+        for name in _TABLES:
+            table = own.get(name)
+            if table or name in kept:
+                table.clear()
+                table.update(kept.get(name, {}))
 
 
 class States:
@@ -52,7 +62,7 @@ class States:
         self.engine = engine
         self.names, self.modules = engine.modules
         self.before = [dict(vars(m)) for m in self.modules]
-        self.tables = tables_of(self.modules) if values else []
+        self.tables = tables_of(self.modules)
         self.values: Dict[int, Tuple[str, torch.Tensor, torch.Tensor, int]] = {}
         if values:
             for name, x in self._tensors():
@@ -92,9 +102,9 @@ class States:
             for name, value in vars(m).items():
                 if value is not kept.get(name, self) and name not in _NOT_STATE:
                     left[i, name] = value
-        for module, (table, kept) in zip(self.names, self.tables[:: len(_TABLES)]):
-            for name, x in table.items():
-                if x is not None and x is not kept.get(name):
+        for module, (own, kept) in zip(self.names, self.tables):
+            for name, x in own["_buffers"].items():
+                if x is not None and x is not kept.get("_buffers", {}).get(name):
                     self._changed(f"buffer {module}.{name}".replace(" .", " "), x)
         for name, x, _, version in self.values.values():
             if x._version != version:

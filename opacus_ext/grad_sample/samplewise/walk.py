@@ -77,14 +77,22 @@ def alike(a: List[torch.Tensor], b: List[torch.Tensor]) -> bool:
     return len(a) == len(b) and all(map(close, a, b))
 
 
-def close(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors are equal but for rounding, of the coarser of both types."""
+def close(
+    a: torch.Tensor, b: torch.Tensor, tolerance: Optional[float] = None
+) -> bool:
+    """
+    Whether two tensors are equal but for rounding.
+
+    Args:
+        tolerance: relative to the largest entry; None: as the coarser type is rounded
+    """
     if a.shape != b.shape:
         return False
     if not (a.is_floating_point() or a.is_complex()):
         return torch.equal(a, b)
     width = min(a.dtype.itemsize, b.dtype.itemsize)
-    tolerance = 0.1 if width < 4 else 1e-5 if width > 4 else 1e-3
+    if tolerance is None:
+        tolerance = 0.1 if width < 4 else 1e-5 if width > 4 else 1e-3
     # Some entries at a time: these may be the logits of a large vocabulary.
     a, b = (x.detach().reshape(-1).split(2**16) for x in (a, b))
     scale = max((_largest(y) for y in b), default=0.0)
