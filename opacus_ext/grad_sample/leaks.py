@@ -132,7 +132,7 @@ class _Ran(NamedTuple):
     What a run gave.
 
     Attributes:
-        output: of the model
+        output: of the model; None if ``loss_fn`` has called it several times
         losses: None if there is no loss function
     """
 
@@ -171,11 +171,10 @@ class _Subject:
         batch = tree_map(
             lambda x: x.clone() if isinstance(x, torch.Tensor) else x, batch
         )
-        trace, output, losses = Trace(self.model), None, None
+        trace, outputs, losses = Trace(self.model), [], None
 
         def note(module: nn.Module, args: Any, found: Any) -> None:
-            nonlocal output
-            output = found
+            outputs.append(found)
 
         handle = self.model.register_forward_hook(note)
         try:
@@ -191,7 +190,7 @@ class _Subject:
             raise
         finally:
             handle.remove()
-        return _Ran(trace, output, losses)
+        return _Ran(trace, outputs[0] if len(outputs) == 1 else None, losses)
 
     def leaks(self) -> List[Leak]:
         """What differs between the batch and its samples."""
@@ -203,6 +202,8 @@ class _Subject:
                 call = getattr(error, "where", None)
                 name, module = (call.name, call.module) if call else ("", self.model)
                 return [module_leak(name, module, f"it can't run one alone ({error}).")]
+        if whole.output is None:
+            return self._losses(whole, alone)
         mixed, numbers = self._outputs(whole, alone)
         if mixed or (whole.losses is not None and self._losses(whole, alone)):
             call = mixing_call(whole.trace, [ran.trace for ran in alone])
