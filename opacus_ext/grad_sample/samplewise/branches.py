@@ -140,11 +140,19 @@ def setitem(run: Run, func: Callable, x: T, index: Any, value: Any) -> Any:
 
 @handles(torch._VF._pack_padded_sequence, torch._C._VariableFunctions._pack_padded_sequence)
 def pack(run: Run, func: Callable, x: T, lengths: T, batch_first: bool) -> List[T]:
-    """A batch of one is packed by cutting it at its length."""
-    length = int(run.agree(lengths))
-    rows = x[0] if batch_first else x[:, 0]
+    """
+    A batch of one, or several sequences of one sample, of as many steps in each.
+    """
+    lengths = run.agree(lengths)
+    if not is_batched(x):
+        return func(x, lengths, batch_first)
+    size, length = (x.shape[0], x.shape[1]) if batch_first else x.shape[1::-1]
+    with run.outside():
+        every = torch.arange(size * length).view(size, length)
+        rows, sizes = func(every, lengths, True)
     with run:
-        return [rows[:length], torch.ones(length, dtype=torch.long)]
+        x = x if batch_first else x.transpose(0, 1)
+        return [x.flatten(0, 1)[rows.to(x.device)], sizes]
 
 
 @handles(torch._VF._pad_packed_sequence, torch._C._VariableFunctions._pad_packed_sequence)
@@ -157,13 +165,17 @@ def unpack(
     value: float,
     total_length: int,
 ) -> List[T]:
-    """A packed sequence of one is padded at its end."""
-    length = len(sizes)
+    """The sequences of one sample, padded at their ends."""
+    sizes = run.agree(sizes)
+    if not is_batched(data):
+        return func(data, sizes, batch_first, value, total_length)
+    with run.outside():
+        every = torch.arange(len(data))
+        rows, lengths = func(every, sizes, batch_first, len(data), total_length)
+        lengths = run.level.wrap(lengths.expand(run.size, -1))
     with run:
-        if total_length > length:
-            end = [0, 0] * (data.dim() - 1) + [0, total_length - length]
-            data = F.pad(data, end, value=value)
-        return [data.unsqueeze(0 if batch_first else 1), torch.tensor([length])]
+        end = torch.full_like(data[:1], value)
+        return [torch.cat([data, end])[rows.to(data.device)], run.track(lengths)]
 
 
 @handles(T.register_hook)

@@ -22,9 +22,11 @@ from typing import (
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 
+from opacus_ext.grad_sample.samplewise.packed import unpacked
 from opacus_ext.grad_sample.samplewise.run import Refused
-from opacus_ext.grad_sample.samplewise.walk import close, named_tensors, tensors_in
+from opacus_ext.grad_sample.samplewise.walk import close, leaves_in, named_tensors
 
 if TYPE_CHECKING:
     from opacus_ext.grad_sample.samplewise.engine import Engine
@@ -112,7 +114,25 @@ class Join(NamedTuple):
         if self.how or not shape:
             return list(grad.unbind())
         dim = self.dim or 0
-        return list(grad.split([s[dim] for s in shapes], dim))
+        each = grad.split([s[dim] for s in shapes], dim)
+        return [_cut(x, s) for x, s in zip(each, shapes)]
+
+
+def padded(values: Sequence[T], *dims: int) -> List[T]:
+    """With zeros at the ends of those that are shorter than others, but for ``dims``."""
+    longest = [max(sizes) for sizes in zip(*(x.shape for x in values))]
+    found = []
+    for x in values:
+        gaps = [n - m for n, m in zip(longest, x.shape)]
+        ends = [n for d in reversed(range(x.dim())) for n in (0, gaps[d])]
+        for d in dims:
+            ends[2 * (x.dim() - d) - 1] = 0
+        found.append(F.pad(x, ends) if any(ends) else x)
+    return found
+
+
+def _cut(x: T, shape: torch.Size) -> T:
+    return x if x.shape == shape else x[tuple(slice(n) for n in shape)]
 
 
 ONLY = Join(how="only")  # what one sample gives is what its batch gives
@@ -165,8 +185,8 @@ def join_of(own: T, each: Sequence[T], same: Callable = close) -> Optional[Join]
     not.
     """
     shapes = {x.shape for x in each}
-    if len(shapes) > 1:  # samples of several lengths, one after the other
-        return Join() if _fits(Join(), own, each) and same(torch.cat(each), own) else None
+    if len(shapes) > 1:
+        return _of_lengths(own, each, same)
     # Losses of a new model are close to each other, and each is that of its sample.
     number = _is_real(own) and not own.dim() and any(x is not each[0] for x in each)
     if not number and all(same(x, own) for x in each):
@@ -186,6 +206,23 @@ def join_of(own: T, each: Sequence[T], same: Callable = close) -> Optional[Join]
         return None
     joined = torch.stack(list(each)) if not shape else torch.cat(each, found.dim or 0)
     return found if same(joined, own) else None
+
+
+def _of_lengths(own: T, each: Sequence[T], same: Callable) -> Optional[Join]:
+    """
+    Of samples of several lengths: one after the other, or padded. What the batch has
+    there belongs to no sample, and is zero where they are put together.
+    """
+    if any(x.dim() != own.dim() for x in each):
+        return None
+    for dim in range(own.dim()):
+        joined = torch.cat(padded(each, dim), dim)
+        if joined.shape == own.shape:
+            own_places = [torch.ones_like(x, dtype=torch.bool) for x in each]
+            places = torch.cat(padded(own_places, dim), dim)
+            if same(joined, own.masked_fill(~places, 0)):
+                return Join(dim or None)
+    return None
 
 
 def _by_shape(own: T, each: Sequence[T]) -> Optional[Join]:
@@ -310,7 +347,7 @@ class Trace:
 
     def __enter__(self) -> "Trace":
         def copied(value: Any) -> List[T]:
-            return [x.detach().clone() for x in tensors_in(value)]
+            return [unpacked(x).detach().clone() for x in leaves_in(value)]
 
         def before(name: str) -> Callable:
             def hook(module: nn.Module, args: tuple, kwargs: dict) -> None:

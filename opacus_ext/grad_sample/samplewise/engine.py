@@ -40,10 +40,16 @@ from opacus_ext.grad_sample.samplewise.functorch import become, is_batched
 from opacus_ext.grad_sample.samplewise.hooks import Again, Seen, deliver, of_all, shown
 from opacus_ext.grad_sample.samplewise.functions import by_itself
 from opacus_ext.grad_sample.samplewise.inputs import Inputs, read_inputs
+from opacus_ext.grad_sample.samplewise.packed import agreed, of_batch, unpacked
 from opacus_ext.grad_sample.samplewise.run import Diverge, Refused, Run, Use
 from opacus_ext.grad_sample.samplewise.scan import ScanRun
 from opacus_ext.grad_sample.samplewise.states import Left, LeftBehind, States
-from opacus_ext.grad_sample.samplewise.walk import map_tensors, named_tensors, tensors_in
+from opacus_ext.grad_sample.samplewise.walk import (
+    leaves_in,
+    map_tensors,
+    named_leaves,
+    tensors_in,
+)
 
 
 _APART = (
@@ -233,7 +239,7 @@ class Engine:
 
         with calmly(self.module, self.returning):
             own = self._plain(again())
-            own = [(name, x.detach()) for name, x in named_tensors(own)]
+            own = [(name, unpacked(x).detach()) for name, x in named_leaves(own)]
             known["met"] = set()
             raw = self._run_all(again(), known, raw=True)
             if inputs.size:  # an empty batch takes part where others look
@@ -402,12 +408,15 @@ class Engine:
                 del args, kwargs
                 if raw:
                     known["met"].add(kind_of(output))
+                    with run.unseen():
+                        leaves = [unpacked(agreed(run, x)) for x in leaves_in(output)]
                     found = [
                         (run.level.unwrap(x).detach(), True)
                         if is_batched(x)
                         else (x.detach(), False)
-                        for x in tensors_in(output)
+                        for x in leaves
                     ]
+                    del leaves
                     self._let_go(run, None)
                     return found
                 self._let_go(run, output)
@@ -430,8 +439,13 @@ class Engine:
         run.handed.clear()
         ordinary, done = [], set()
         if output is not None:
-            leaves = list(tensors_in(output))
+            leaves = list(leaves_in(output))
             for x, join in zip(leaves, run.joins or [None] * len(leaves)):
+                if isinstance(x, PackedSequence):
+                    pairs = zip(x, of_batch(run, x))
+                    ordinary += [(a, b) for a, b in pairs if id(a) not in done]
+                    done.update(map(id, x))
+                    continue
                 done.add(id(x))
                 new = self._joined(run, x, join)
                 if new is not x:
@@ -441,8 +455,9 @@ class Engine:
             if id(x) not in done:
                 ordinary.append((x, run.leave(x)))
         for x, new in ordinary:
-            become(x, new)
-            self.left.add(x)
+            if x is not new:
+                become(x, new)
+                self.left.add(x)
 
     def _joined(
         self, run: Run, x: torch.Tensor, join: Optional[Join]

@@ -7,6 +7,7 @@ something is part of what the model computes: it runs by sample.
 
 from __future__ import annotations
 
+import functools
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, NamedTuple, Tuple
 
@@ -15,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from opacus_ext.grad_sample.samplewise.calm import is_own_hook
 from opacus_ext.grad_sample.samplewise.functorch import is_batched
+from opacus_ext.grad_sample.samplewise.packed import of_batch
 from opacus_ext.grad_sample.samplewise.run import Refused
 from opacus_ext.grad_sample.samplewise.walk import map_tensors, tensors_in
 
@@ -69,7 +71,8 @@ class _AtOnce:
             return whole
 
         with run.outside():
-            seen, named = map_tensors(batch, (values, more))
+            packed = functools.partial(of_batch, run)
+            seen, named = map_tensors(batch, (values, more), packed)
             with _Noted(engine):
                 found = self.hook(module, *seen, **named)
         if found is None:

@@ -11,6 +11,7 @@ from typing import (
     List,
     NamedTuple,
     Optional,
+    Set,
     Tuple,
 )
 
@@ -18,9 +19,11 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from opacus_ext.grad_sample.samplewise.compare import padded
 from opacus_ext.grad_sample.samplewise.functorch import become
+from opacus_ext.grad_sample.samplewise.packed import as_one, rows_of
 from opacus_ext.grad_sample.samplewise.run import Refused
-from opacus_ext.grad_sample.samplewise.walk import tensors_in
+from opacus_ext.grad_sample.samplewise.walk import leaves_in, tensors_in
 
 if TYPE_CHECKING:
     from opacus_ext.grad_sample.samplewise.engine import Engine
@@ -101,13 +104,17 @@ class _Packed(NamedTuple):
     """A packed sequence of one, as a plain structure."""
 
     data: torch.Tensor
-    rest: tuple
+    length: int
+    ordered: bool  # by an index
 
 
 def _repacked(value: Any) -> Any:
     if isinstance(value, _Packed):
-        sizes, order = value.rest
-        return PackedSequence(value.data, sizes, order, order)
+        index = [None, None]
+        if value.ordered:
+            index = list(torch.zeros(2, 1, dtype=torch.long, device=value.data.device))
+        sizes = torch.ones(value.length, dtype=torch.long)
+        return PackedSequence(value.data, sizes, *index)
     if isinstance(value, dict):
         return {name: _repacked(x) for name, x in value.items()}
     if type(value) in (list, tuple):
@@ -158,11 +165,13 @@ class Inputs:
             return
         groups: Dict[tuple, List[int]] = {}
         flat = [tree_flatten(each) for each in self._taken]
+        seen = Counter(id(x) for leaves, _ in flat for x in leaves)
+        shared = {i for i, n in seen.items() if n == self.size > 1}
         for i, (leaves, spec) in enumerate(flat):
             groups.setdefault((str(spec), _shapes(leaves)), []).append(i)
         for rows in groups.values():
             columns = list(zip(*(flat[i][0] for i in rows)))
-            stacked = [_stacked(column) for column in columns]
+            stacked = [_stacked(column, shared) for column in columns]
             leaves = [x for x, _ in stacked]
             batched = [dim for _, dim in stacked]
             part = Stacked(leaves, flat[rows[0]][1], batched, len(rows))
@@ -187,7 +196,7 @@ class Inputs:
             joins: how the first tensors are put together of those of samples
         """
         rows = [r for r, _ in parts]
-        leaves = [list(tensors_in(found)) for _, found in parts]
+        leaves = [list(leaves_in(found)) for _, found in parts]
         if len({len(each) for each in leaves}) > 1:
             raise Refused(
                 f"{engine.describe()} returns another number of tensors for some "
@@ -195,10 +204,23 @@ class Inputs:
             )
         columns = list(zip(*leaves))
         joins = list(joins or ()) + [None] * len(columns)
-        joined = [_scattered(rows, c, j, engine) for c, j in zip(columns, joins)]
-        for column, new in zip(columns, joined):
-            if new is not column[0]:
-                become(column[0], new)
+        joined = []
+        for column, join in zip(columns, joins):
+            if isinstance(column[0], PackedSequence):
+                joined += zip(column[0], self._one_packed(rows, column))
+            else:
+                joined.append((column[0], _scattered(rows, column, join, engine)))
+        for x, new in joined:
+            if new is not x:
+                become(x, new)
+
+    def _one_packed(
+        self, rows: List[torch.Tensor], packs: Tuple[PackedSequence, ...]
+    ) -> PackedSequence:
+        given = leaves_in((self.args, self.kwargs))
+        like = next((x for x in given if isinstance(x, PackedSequence)), None)
+        new = as_one(packs, [r.tolist() for r in rows], like)
+        return PackedSequence(torch.cat([x.data for x in packs])[new.data], *new[1:])
 
 
 class Stacked(Part):
@@ -232,13 +254,9 @@ def _shapes(leaves: List[Any]) -> tuple:
     )
 
 
-def _stacked(column: tuple) -> Tuple[Any, Optional[int]]:
+def _stacked(column: tuple, shared: Set[int]) -> Tuple[Any, Optional[int]]:
     first = column[0]
-    if isinstance(first, torch.Tensor):
-        if all(x is first for x in column) or not (
-            first.is_floating_point() or any(not torch.equal(x, first) for x in column)
-        ):
-            return first, None
+    if isinstance(first, torch.Tensor) and id(first) not in shared:
         return torch.stack(column), 0
     return first, None
 
@@ -261,7 +279,7 @@ def _scattered(
         if x.dim() > dim and x.shape[dim] % max(1, len(r)) == 0
     ]
     lengths = {x.shape[1] for x in each}
-    if len(each) < len(rows) or len({x.shape[2:] for x in each}) > 1:
+    if len(each) < len(rows) or len({x.dim() for x in each}) > 1:
         if all(x.shape == first.shape and torch.equal(x, first) for x in column):
             return first
         raise Refused(
@@ -269,6 +287,7 @@ def _scattered(
             f"for others: {sorted({tuple(x.shape) for x in column})}. Pad them to one "
             "shape."
         )
+    each = padded(each, 0, 1)
     order = torch.cat(rows).argsort()
     if len(lengths) > 1:
         pieces = [piece for x in each for piece in x.unbind(0)]
@@ -387,18 +406,12 @@ def _unpacked(
     leaves: List[Any], spec: Any, first: PackedSequence
 ) -> List[Tuple[tuple, dict]]:
     size = int(first.batch_sizes[0])
+    rows = {id(x): rows_of(x) for x in leaves if isinstance(x, PackedSequence)}
 
     def one(x: Any, i: int) -> Any:
         if isinstance(x, PackedSequence):
-            place = i if x.unsorted_indices is None else int(x.unsorted_indices[i])
-            counts = x.batch_sizes
-            starts = counts.cumsum(0) - counts
-            running = counts > place
-            data = x.data[(starts[running] + place).to(x.data.device)]
-            ones = torch.ones(len(data), dtype=torch.long)
-            index = torch.zeros(1, dtype=torch.long, device=data.device)
-            known = x.unsorted_indices is not None
-            return _Packed(data, (ones, index if known else None))
+            data = x.data[rows[id(x)][i].to(x.data.device)]
+            return _Packed(data, len(data), x.sorted_indices is not None)
         if isinstance(x, torch.Tensor):
             # States [layers, B, width] have the samples second.
             if x.dim() > 2 and x.shape[1] == size:

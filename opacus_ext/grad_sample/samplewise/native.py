@@ -6,8 +6,22 @@ They must be known to treat samples independently. Ordinary autograd sees them.
 
 from __future__ import annotations
 
+import functools
 import inspect
-from typing import TYPE_CHECKING, Any, Callable, Dict, Iterable, List, NamedTuple, Optional, Tuple
+from contextlib import contextmanager
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Callable,
+    Dict,
+    Iterable,
+    Iterator,
+    List,
+    NamedTuple,
+    Optional,
+    Sequence,
+    Tuple,
+)
 
 import torch
 from torch import nn
@@ -23,7 +37,7 @@ from opacus_ext.grad_sample.rules.registry import (
     own_parameters,
 )
 from opacus_ext.grad_sample.samplewise.functorch import is_batched
-from opacus_ext.grad_sample.samplewise.run import Refused, Run, Use, handles
+from opacus_ext.grad_sample.samplewise.run import Refused, Root, Run, Use, handles
 from opacus_ext.grad_sample.samplewise.walk import map_tensors
 
 if TYPE_CHECKING:
@@ -91,16 +105,27 @@ def attention(
 
 
 class Recorder:
-    """What a stand-in is given as ``record``; see :class:`~rules.registry.Record`."""
+    """
+    What a stand-in is given as ``record``; see :class:`~rules.registry.Record`.
 
-    def __init__(self, run: Run):
+    Args:
+        roots: of which it is given what samples share
+    """
+
+    def __init__(self, run: Run, roots: Sequence[Root] = ()):
         self.run = run
+        self.roots = {id(root.shared): root for root in roots}
 
     def value(self, param: Optional[T]) -> Optional[T]:
         """What to compute with, so that ``param`` is shown no gradient of its own."""
+        param = self._own(param)
         if param is None or not param.requires_grad or not torch.is_grad_enabled():
             return param
         return self.run.root(param).shared
+
+    def _own(self, param: Optional[T]) -> Optional[T]:
+        root = self.roots.get(id(param))
+        return param if root is None else root.tensor
 
     def __call__(
         self,
@@ -112,7 +137,7 @@ class Recorder:
         by_row: bool = False,
         batch_dim: int = 0,
     ) -> T:
-        params = list(params)
+        params = list(map(self._own, params))
         trained = [p for p in params if p is not None and p.requires_grad]
         if not trained or not torch.is_grad_enabled():
             return output
@@ -123,7 +148,8 @@ class Recorder:
         def found(backprops: T, *saved: T) -> List[Optional[Tuple[Factor, ...]]]:
             values = iter(saved)
             arranged = tuple(None if x is None else next(values) for x in given)
-            by_param = factors(arranged if several else arranged[0], backprops)
+            each = factors(arranged if several else arranged[0], backprops)
+            by_param = {self._own(p): f for p, f in each.items()}
             return [by_param.get(p) for p in trained]
 
         roots = tuple(run.root(p) for p in trained)
@@ -206,6 +232,25 @@ def call_outside(
     return map_tensors(up, out)
 
 
+@contextmanager
+def _on_shared(run: Run, layer: nn.Module) -> Iterator[List[Root]]:
+    """Within it a layer computes with what samples share of its parameters."""
+    before = [
+        (m._parameters, name, p)
+        for m in layer.modules()
+        for name, p in m._parameters.items()
+        if p is not None and p.requires_grad and torch.is_grad_enabled()
+    ]
+    roots = [run.root(p) for _, _, p in before]
+    for (table, name, _), root in zip(before, roots):
+        table[name] = root.shared
+    try:
+        yield roots
+    finally:
+        for table, name, p in before:
+            table[name] = p
+
+
 class _Substitute(NamedTuple):
     """What is run in the place of a layer's forward, sample by sample."""
 
@@ -233,19 +278,16 @@ class NativeForward:
             return self.how.forward(layer, *args, **kwargs)
         if isinstance(self.how, Rule):
             return self._by_rule(run, own, self.how, args, kwargs)
-        forward = self.how
-
-        def stand_in(*args: Any, **kwargs: Any) -> Any:
-            return forward(layer, Recorder(run), *args, **kwargs)
-
-        return call_outside(run, stand_in, args, kwargs, all_=True)
+        with _on_shared(run, layer) as roots:
+            forward = functools.partial(self.how, layer, Recorder(run, roots))
+            return call_outside(run, forward, args, kwargs, all_=True)
 
     def _by_rule(
         self, run: Run, own: Callable, rule: Rule, args: tuple, kwargs: dict
     ) -> Any:
         layer = self.layer
         params = [p for p in own_parameters(layer).values() if p.requires_grad]
-        with run.unseen():
+        with run.unseen(), _on_shared(run, layer):
             output = own(*args, **kwargs)
         if not torch.is_grad_enabled() or not params:
             return output

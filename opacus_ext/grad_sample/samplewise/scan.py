@@ -23,13 +23,15 @@ from typing import (
 )
 
 import torch
+from torch.nn.utils.rnn import PackedSequence
 
-from opacus_ext.grad_sample.samplewise.compare import Join, kind_of
+from opacus_ext.grad_sample.samplewise.compare import Join, kind_of, padded
 from opacus_ext.grad_sample.samplewise.functorch import become
 from opacus_ext.grad_sample.samplewise.hooks import Seen, of_all, shown
+from opacus_ext.grad_sample.samplewise.packed import as_one, unpacked
 from opacus_ext.grad_sample.samplewise.run import Refused
 from opacus_ext.grad_sample.samplewise.states import States, Watch
-from opacus_ext.grad_sample.samplewise.walk import tensors_in
+from opacus_ext.grad_sample.samplewise.walk import leaves_in
 
 if TYPE_CHECKING:
     from opacus_ext.grad_sample.samplewise.engine import Engine
@@ -136,7 +138,7 @@ class ScanRun:
                 self.seen = []
         if raw:
             known["met"] |= set(map(kind_of, outputs))
-            columns = zip(*(list(tensors_in(x)) for x in outputs))
+            columns = zip(*([unpacked(y) for y in leaves_in(x)] for x in outputs))
             return [(_side_by_side(c), True) for c in columns]
         if not self.size:
             raise RuntimeError(
@@ -154,23 +156,28 @@ class ScanRun:
     @torch.no_grad()
     def _together(self, column: tuple, join: Join) -> torch.Tensor:
         values = [x.detach() for x in column]
-        if all(x is column[0] for x in column):  # no sample has made it
+        alone = len(column) == 1 and not column[0].is_leaf
+        if not alone and all(x is column[0] for x in column):  # no sample has made it
             return column[0]
         if len({x.shape for x in values}) > 1:
-            return torch.cat(values, join.dim or 0)
+            dim = join.dim or 0
+            return torch.cat(padded(values, dim), dim)
         return join(torch.stack(values), self.engine)
 
     def _join(
         self, outputs: List[Any], joins: Optional[List[Optional[Join]]] = None
     ) -> None:
         """Makes of the tensors in ``outputs[0]`` those of the batch."""
-        leaves = [list(tensors_in(x)) for x in outputs]
+        leaves = [list(leaves_in(x)) for x in outputs]
         if len(set(map(len, leaves))) > 1:
             raise Refused(
                 f"{self.engine.describe()} returns {sorted(set(map(len, leaves)))} "
                 "tensors for single samples. Return the same from each."
             )
         columns = list(zip(*leaves))
+        packs = {i: c for i, c in enumerate(columns) if isinstance(c[0], PackedSequence)}
+        for i, packed in packs.items():
+            columns[i] = tuple(x.data for x in packed)
         joins = list(joins or ())
         joins += [Join()] * (len(columns) - len(joins))
         whole = [self._together(c, j) for c, j in zip(columns, joins)]
@@ -198,6 +205,11 @@ class ScanRun:
             )
             for i, x in zip(trained, found):
                 whole[i] = joins[i].guarded(x, self.engine)
+        for i, packed in packs.items():
+            one = as_one(packed, [[b] for b in range(self.size)])
+            columns += [(x,) for x in packed[0][1:]]
+            whole += one[1:]
+            whole[i] = whole[i][one.data]
         for column, new in zip(columns, whole):
             if new is not column[0]:
                 become(column[0], new)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Callable, Iterator, List, Optional, Tuple
+from typing import Any, Callable, Iterator, List, Optional, Tuple, Union
 
 import torch
 from torch import nn
@@ -12,20 +12,41 @@ from torch.nn.utils.rnn import PackedSequence
 _PLAIN = (str, bytes, int, float, complex, bool, type(None), type, torch.dtype)
 
 
+Leaf = Union[torch.Tensor, PackedSequence]
+
+
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     """
     The tensors in nested containers, dataclasses and other objects, each once, in an
-    order that depends on the structure alone. Modules are not looked into.
+    order that depends on the structure alone. Modules are not looked into; of packed
+    sequences it is the data.
     """
     for _, x in named_tensors(value):
         yield x
 
 
-def named_tensors(
-    value: Any, name: str = "", _seen: Optional[set] = None
-) -> Iterator[Tuple[str, torch.Tensor]]:
+def named_tensors(value: Any) -> Iterator[Tuple[str, torch.Tensor]]:
     """The same with the names or positions they are found under: ``"aux.0"``."""
+    for name, x in named_leaves(value):
+        yield name, x.data if isinstance(x, PackedSequence) else x
+
+
+def leaves_in(value: Any) -> Iterator[Leaf]:
+    """The same with the packed sequences as they are."""
+    for _, x in named_leaves(value):
+        yield x
+
+
+def named_leaves(
+    value: Any, name: str = "", _seen: Optional[set] = None
+) -> Iterator[Tuple[str, Leaf]]:
+    """The same with names."""
     seen = set() if _seen is None else _seen
+    if isinstance(value, PackedSequence):
+        if id(value.data) not in seen:
+            seen.update(map(id, value))
+            yield name, value
+        return
     if isinstance(value, torch.Tensor):
         if id(value) not in seen:
             seen.add(id(value))
@@ -45,20 +66,22 @@ def named_tensors(
     else:
         return
     for key, part in list(parts):
-        yield from named_tensors(part, f"{name}.{key}" if name else f"{key}", seen)
+        yield from named_leaves(part, f"{name}.{key}" if name else f"{key}", seen)
 
 
-def map_tensors(fn: Callable[[torch.Tensor], Any], value: Any) -> Any:
+def map_tensors(
+    fn: Callable[[torch.Tensor], Any], value: Any, packed: Callable = lambda x: x
+) -> Any:
     """
-    ``fn`` on every tensor of a nested structure. Lists, tuples and mappings keep their
-    types; other objects stay as they are.
+    ``fn`` on every tensor of a nested structure, and ``packed`` on packed sequences.
+    Lists, tuples and mappings keep their types; other objects stay as they are.
     """
     if isinstance(value, torch.Tensor):
         return fn(value)
     if isinstance(value, PackedSequence):
-        return value
+        return packed(value)
     if isinstance(value, Mapping):
-        items = {key: map_tensors(fn, part) for key, part in value.items()}
+        items = {key: map_tensors(fn, part, packed) for key, part in value.items()}
         if type(value) is dict:
             return items
         try:
@@ -66,9 +89,9 @@ def map_tensors(fn: Callable[[torch.Tensor], Any], value: Any) -> Any:
         except TypeError:
             return items
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(map_tensors(fn, part) for part in value))
+        return type(value)(*(map_tensors(fn, part, packed) for part in value))
     if isinstance(value, (list, tuple)):
-        return type(value)([map_tensors(fn, part) for part in value])
+        return type(value)([map_tensors(fn, part, packed) for part in value])
     return value
 
 
