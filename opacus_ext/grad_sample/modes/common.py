@@ -192,9 +192,8 @@ class Gather:
         found = []
         with self.engine.own_backward():
             for each in self.of_run.values():
-                if each.run.size:
-                    each.finish()
-                    found.append(Part(each.run.rows, each.samples))
+                each.finish()
+                found.append(Part(each.run.rows, each.samples))
         for run, rows in self.scanned.values():
             samples = {}
             for p in {p for row in rows for p in row}:

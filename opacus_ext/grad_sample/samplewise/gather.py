@@ -184,6 +184,8 @@ class RunGradients:
         """Follows what was computed of parameters back to them."""
         while self._made:
             _, (root, sample) = self._made.popitem()
+            if not sample.batch_size:
+                continue
             grads = sample.materialise().to(root.tensor.dtype)
             if root.recipe is not None:
                 use, saved = root.recipe
