@@ -8,7 +8,6 @@ whole batch (a loss, a balancing loss) mixes samples, and what to do.
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Mapping
 from typing import Any, Callable, List, NamedTuple, Optional, Tuple
 
@@ -17,7 +16,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from opacus_ext.grad_sample.samplewise.calm import calmly
-from opacus_ext.grad_sample.samplewise.compare import Trace, join_of, mixing_call
+from opacus_ext.grad_sample.samplewise.compare import Trace, fine_of, join_of, mixing_call
 from opacus_ext.grad_sample.samplewise.walk import close, named_tensors
 
 LossFn = Callable[[nn.Module, Any], torch.Tensor]
@@ -146,7 +145,6 @@ class _Subject:
 
     def __init__(self, model: nn.Module, batch: Any, loss_fn: Optional[LossFn]):
         self.model, self.loss_fn = model, loss_fn
-        self.fine = all(p.dtype.itemsize > 2 for p in model.parameters())
         tensors = [x for x in tree_leaves(batch) if isinstance(x, torch.Tensor)]
         self.rows = len(tensors[0]) if tensors and tensors[0].dim() else 0
         places = torch.linspace(0, self.rows - 1, min(self.rows, 8)).long()
@@ -222,10 +220,8 @@ class _Subject:
         found = list(named_tensors(whole.output))
         if any(len(column) != len(found) for column in columns):
             return True, []
-        # Means over samples and over their tokens differ by little.
-        same = functools.partial(close, tolerance=1e-5) if self.fine else close
         for (name, own), each in zip(found, zip(*columns)):
-            join = join_of(own, each, same)
+            join = join_of(own, each, fine_of(self.model))
             if join is None:
                 return True, []
             if join.how == "number" and own.requires_grad:

@@ -164,7 +164,7 @@ def joins_of(
     joins: List[Join] = []
     for (name, whole), (found, batched) in zip(own, raw):
         values = found if isinstance(found, list) else _each(found, batched, inputs)
-        join = join_of(whole, values)
+        join = join_of(whole, values, fine_of(engine.module))
         if join is None:
             # Other processes do not run it once more.
             where = first_mixing(engine, inputs) if engine.world is None else MIXED
@@ -175,21 +175,33 @@ def joins_of(
     return joins
 
 
+def fine_of(module: nn.Module) -> Optional[float]:
+    """For :func:`join_of`, by what the model computes in."""
+    wide = all(p.dtype.itemsize > 2 for p in module.parameters())
+    return None if torch.is_autocast_enabled() or not wide else 5e-5
+
+
 def _each(found: T, batched: bool, inputs: "Inputs") -> List[T]:
     return list(found.unbind()) if batched else [found] * inputs.size
 
 
-def join_of(own: T, each: Sequence[T], same: Callable = close) -> Optional[Join]:
+def join_of(
+    own: T, each: Sequence[T], fine: Optional[float] = None
+) -> Optional[Join]:
     """
     How a tensor of the batch is put together of those of its samples; None if it is
     not.
+
+    Args:
+        fine: relative error of a mean of the samples' numbers. One over their tokens,
+            say, differs by little.
     """
     shapes = {x.shape for x in each}
     if len(shapes) > 1:
-        return _of_lengths(own, each, same)
+        return _of_lengths(own, each)
     # Losses of a new model are close to each other, and each is that of its sample.
     number = _is_real(own) and not own.dim() and any(x is not each[0] for x in each)
-    if not number and all(same(x, own) for x in each):
+    if not number and all(close(x, own) for x in each):
         return Join(how="shared")
     (shape,) = shapes
     if shape == own.shape:
@@ -198,17 +210,17 @@ def join_of(own: T, each: Sequence[T], same: Callable = close) -> Optional[Join]
         stacked = torch.stack(list(each))
         wide = stacked if _is_real(stacked) else stacked.double()
         for how in ("mean", "sum"):
-            if same(getattr(wide, how)(0).to(own.dtype), own):
+            if close(getattr(wide, how)(0).to(own.dtype), own, fine):
                 return Join(how=how)
         return Join(how="number") if len(shape) < 2 else None
     found = _by_shape(own, each)
     if found is None:
         return None
     joined = torch.stack(list(each)) if not shape else torch.cat(each, found.dim or 0)
-    return found if same(joined, own) else None
+    return found if close(joined, own) else None
 
 
-def _of_lengths(own: T, each: Sequence[T], same: Callable) -> Optional[Join]:
+def _of_lengths(own: T, each: Sequence[T]) -> Optional[Join]:
     """
     Of samples of several lengths: one after the other, or padded. What the batch has
     there belongs to no sample, and is zero where they are put together.
@@ -220,7 +232,7 @@ def _of_lengths(own: T, each: Sequence[T], same: Callable) -> Optional[Join]:
         if joined.shape == own.shape:
             own_places = [torch.ones_like(x, dtype=torch.bool) for x in each]
             places = torch.cat(padded(own_places, dim), dim)
-            if same(joined, own.masked_fill(~places, 0)):
+            if close(joined, own.masked_fill(~places, 0)):
                 return Join(dim or None)
     return None
 
@@ -261,11 +273,13 @@ def _refuse(
     )
 
 
+HELP = (
+    "Compute each sample by itself; give make_private take=..., which takes a sample "
+    "out of the inputs, or shared=[...], the names of inputs that samples share."
+)
 MIXED = (
-    "Samples are mixed in the model's own forward, or an input is no batch of "
-    "samples. Compute each sample by itself; give make_private take=..., which "
-    "takes a sample out of the inputs, or shared=[...], the names of inputs that "
-    "samples share."
+    "Samples are mixed in the model's own forward, or an input is no batch of samples. "
+    f"{HELP}"
 )
 
 
@@ -294,7 +308,7 @@ def first_mixing(engine: "Engine", inputs: "Inputs") -> Optional[str]:
             except Exception as error:
                 return (
                     f"A sample can't be run alone: {trace.where} fails "
-                    f"({type(error).__name__}: {error})."
+                    f"({type(error).__name__}: {error}). {HELP}"
                 )
             alone.append(trace)
     found = mixing_call(whole, alone)
@@ -303,9 +317,7 @@ def first_mixing(engine: "Engine", inputs: "Inputs") -> Optional[str]:
     return (
         f"Samples are mixed first in {found.where}: a statistic over the batch "
         "(BatchNorm, a capacity or a loss counted over the batch), or an input that is "
-        "no batch of samples. Compute it for each sample; give make_private take=..., "
-        "which takes a sample out of the inputs, or shared=[...], the names of inputs "
-        "that samples share."
+        f"no batch of samples. {HELP}"
     )
 
 

@@ -30,6 +30,7 @@ from opacus_ext.grad_sample.samplewise import functorch
 from opacus_ext.grad_sample.samplewise.checkpoint import checkpointed
 from opacus_ext.grad_sample.samplewise.calm import calmly, hook_tables
 from opacus_ext.grad_sample.samplewise.compare import (
+    HELP,
     ONLY,
     Join,
     NewOutput,
@@ -241,7 +242,15 @@ class Engine:
             own = self._plain(again())
             own = [(name, unpacked(x).detach()) for name, x in named_leaves(own)]
             known["met"] = set()
-            raw = self._run_all(again(), known, raw=True)
+            try:
+                raw = self._run_all(again(), known, raw=True)
+            except (Refused, Elsewhere):
+                raise
+            except Exception as error:
+                raise Refused(
+                    f"{self.describe()} runs on the batch, and not on one sample alone "
+                    f"({type(error).__name__}: {error}). {HELP}"
+                ) from error
             if inputs.size:  # an empty batch takes part where others look
                 joins = joins_of(self, again(), own, raw)
                 for kind in known["met"]:
