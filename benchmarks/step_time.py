@@ -1,12 +1,15 @@
 """Time and memory of one DP-SGD step in every mode, as ratios to a non-private one.
 
-Run as ``python benchmarks/step_time.py``. Three sections, each printed as a table:
+Run as ``python benchmarks/step_time.py``. Four sections, each printed as a table:
 
 - time: all modes take turns in one process (A B C A B C ...), so that a busy machine
   slows all of them alike. ``ratio`` compares the minima over the repeats,
   ``ratio_median`` is the median of the ratios taken turn by turn.
 - memory: the peak of each mode in a process of its own.
 - growth: ghost_bk against the non-private step at a fixed number of tokens, B * T.
+- overhead: a GPT-2 of transformers so small that the Python around the kernels is most
+  of a step; process time of one thread, and microseconds beyond the non-private step for
+  each layer with parameters.
 
 Every step is forward, backward, noise and ``SGD.step()``. The non-private step draws
 the noise too, because drawing it costs every private mode the same. Set
@@ -38,7 +41,13 @@ from torch.utils.data import DataLoader, TensorDataset
 
 SIGMA, MAX_GRAD_NORM, LR = 1.0, 1.0, 1e-3
 BASELINE = "non-private"
-BARS = {"ghost_bk time": 1.30, "ghost speed-up": 1.2, "memory": 1.25, "growth": 1.2}
+BARS = {
+    "ghost_bk time": 1.25,
+    "ghost speed-up": 1.2,
+    "memory": 1.15,
+    "growth": 1.2,
+    "overhead": 300,
+}
 GIVE_BACK = {  # freed memory, by glibc's allocator
     "MALLOC_ARENA_MAX": "1",
     "MALLOC_MMAP_THRESHOLD_": "65536",
@@ -73,6 +82,7 @@ SHAPES = [
 ]
 GROWTH = [Shape(2, 128, 2048, length, 2048 // length) for length in (128, 512, 2048)]
 TINY = Shape(1, 32, 64, 8, 2)
+SMALL = Shape(12, 32, 100, 8, 2)  # of the section on overhead
 
 
 class Block(nn.Module):
@@ -225,6 +235,8 @@ MODES = {
     "functorch vmap": Mode(functorch_vmap),
     "ghost": Mode(private, "ghost", ours=True),
     "ghost_bk": Mode(private, "ghost_bk", ours=True),
+    "hooks": Mode(private, "hooks", ours=True),
+    "scan": Mode(private, "scan", ours=True),
 }
 
 
@@ -246,6 +258,64 @@ def build(name: str, shape: Shape, tied: bool, device: str) -> Step:
     ids, targets = torch.randint(shape.vocabulary, size, device=device)
     mode = MODES[name]
     return mode.build(model, TensorDataset(ids, targets), mode.grad_sample_mode)
+
+
+class GPT2(nn.Module):
+    """GPT-2 as transformers has it: token ids [B, T] -> logits [B, T, V]."""
+
+    def __init__(self, shape: Shape):
+        super().__init__()
+        from transformers import GPT2Config, GPT2LMHeadModel
+
+        config = GPT2Config(
+            vocab_size=shape.vocabulary,
+            n_embd=shape.width,
+            n_layer=shape.layers,
+            n_head=1,
+            n_positions=64,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+            use_cache=False,
+            tie_word_embeddings=False,
+            bos_token_id=0,
+            eos_token_id=0,
+        )
+        self.model = GPT2LMHeadModel(config)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.model(input_ids=ids).logits
+
+
+def overhead(names: List[str], repeats: int) -> List[Row]:
+    """What each layer with parameters costs beyond the non-private step, in Python."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    steps: Dict[str, Step] = {}
+    rows: List[Row] = []
+    for name in names:
+        row = {"shape": str(SMALL), "tied": False, "mode": name}
+        rows.append(row)
+        try:
+            select(MODES[name])
+            torch.manual_seed(0)
+            model = GPT2(SMALL)
+            layers = sum(1 for m in model.modules() if m._parameters)
+            data = torch.randint(SMALL.vocabulary, (2, SMALL.batch, SMALL.length))
+            mode = MODES[name]
+            step = mode.build(model, TensorDataset(*data), mode.grad_sample_mode)
+            step()
+            steps[name] = step
+        except Exception as error:
+            row["refused"] = refusal(name, error)
+    times = take_turns(steps, MODES, repeats, clock=time.process_time)
+    torch.set_num_threads(threads)
+    base = times[BASELINE]["min_ms"]
+    for row in rows:
+        row.update(times.get(row["mode"], {}))
+        if "min_ms" in row:
+            row["us_per_layer"] = 1e3 * (row["min_ms"] - base) / layers
+    return rows
 
 
 def synchronize(device: str) -> None:
@@ -446,6 +516,10 @@ def check_bars(results: Dict[str, List[Row]]) -> List[Row]:
             ratio = rows["ghost_bk"].get("ratio", nan)
             name = f"ghost_bk peak memory, {label(*case)}"
             bars.append(bar(name, ratio, BARS["memory"]))
+    for rows in cases("overhead").values():
+        if "ghost_bk" in rows:
+            cost = rows["ghost_bk"].get("us_per_layer", nan)
+            bars.append(bar("ghost_bk, us a layer", cost, BARS["overhead"]))
     for tied in (False, True):
         ratios = [
             rows["ghost_bk"].get("ratio", nan)
@@ -466,7 +540,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--device", choices=["cpu", "cuda"], default="cpu")
     add("--json", metavar="PATH", help="also write the results there")
     add("--modes", nargs="+", choices=list(MODES), default=list(MODES))
-    sections = ["time", "memory", "growth"]
+    sections = ["time", "memory", "growth", "overhead"]
     add("--sections", nargs="+", choices=sections, default=sections)
     add("--peak-of", choices=list(MODES), help=argparse.SUPPRESS)
     add("--tied", action="store_true", help=argparse.SUPPRESS)
@@ -501,6 +575,11 @@ def main() -> None:
                 rows = memory_of_modes(shape, tied, names, args.device)
                 print_rows(rows, ["ratio", "peak_mib"])
                 results["memory"] += rows
+    if "overhead" in results:
+        print_header("## Overhead of a layer", case + [*columns, "us_per_layer"])
+        rows = overhead(names, 5 * args.repeats)
+        print_rows(rows, [*columns, "us_per_layer"])
+        results["overhead"] += rows
     if "growth" in results:
         print_header("## Growth with T at fixed B * T", case + columns)
         names = [BASELINE, "ghost_bk"]
