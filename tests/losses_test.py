@@ -4,6 +4,7 @@ The oracle of a loss is the model's own number for each sample alone; that of a 
 the gradient of each sample (or record) alone.
 """
 
+import copy
 import warnings
 
 import pytest
@@ -189,6 +190,115 @@ class TestPerSample:
         private.optimizer.step()
         for name, p in trainable(model).items():
             assert torch.allclose((before[name] - p) * 4, expected[name])
+
+
+class Criterion(nn.Module):
+    """The user's own, by the kind of what it does."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind, self.reduction = kind, "mean"
+
+    def forward(self, logits, y):
+        losses = F.cross_entropy(logits, y, reduction="none")
+        if self.kind == "focal":
+            losses = (1 - (-losses).exp()).square() * losses
+        if self.kind == "branch" and float(logits.sum()) > 0:
+            losses = 2 * losses
+        if self.kind == "largest":
+            losses = losses / losses.max().detach()
+        if self.kind == "weights":
+            counts = torch.bincount(y, minlength=logits.shape[1]).to(logits)
+            losses = losses * (1 / (1 + counts))[y]
+        if self.kind == "negatives":
+            similar = logits @ logits.detach().T
+            losses = similar.logsumexp(1) - similar.diag()
+        return losses if self.reduction == "none" else losses.mean()
+
+
+def token_mean(logits, y):
+    return F.cross_entropy(logits, y)  # of the whole batch's labels that count
+
+
+ghost_modes = pytest.mark.parametrize("mode", ["ghost", "ghost_bk", "scan"])
+
+
+class TestCriterion:
+    """In the ghost modes a criterion runs sample by sample."""
+
+    def private(self, mode, criterion, *shape):
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+        self.x, self.y = torch.randn(*shape, 4).double(), torch.randint(3, shape)
+        return make_private(
+            *(copy.deepcopy(self.model), mode),
+            batch_size=shape[0],
+            criterion=criterion,
+            max_grad_norm=0.3,
+        )
+
+    def check(self, private, call, criterion):
+        """The update is the clipped sum of the gradients of samples alone."""
+        before = {n: p.detach().clone() for n, p in trainable(private.module).items()}
+        call(private.criterion, private.module(self.x), self.y).backward()
+        private.optimizer.step()
+
+        def alone(model, batch):
+            return call(criterion, model(batch[0]), batch[1])[None]
+
+        grads = oracle(self.model, (self.x, self.y), alone)
+        expected = clipped_sum(grads, "flat", 0.3).values()
+        got = trainable(private.module).items()
+        for (name, p), e in zip(got, expected):
+            assert torch.allclose((before[name] - p) * len(self.x), e)
+
+    @ghost_modes
+    @pytest.mark.parametrize("kind", ["focal", "branch", "function"])
+    def test_exact(self, mode, kind):
+        criterion = token_mean if kind == "function" else Criterion(kind)
+        private = self.private(mode, criterion, 5)
+        self.check(private, lambda c, *batch: c(*batch), criterion)
+
+    @ghost_modes
+    @pytest.mark.parametrize("kind", ["focal", "torch"])
+    def test_flattened_tokens(self, mode, kind):
+        """As in Opacus: ``shape`` says which tokens are whose."""
+
+        def call(criterion, logits, y):
+            shape = {} if criterion is plain else dict(shape=y.shape)
+            return criterion(logits.flatten(0, 1), y.flatten(), **shape)
+
+        plain = nn.CrossEntropyLoss() if kind == "torch" else Criterion(kind)
+        private = self.private(mode, copy.deepcopy(plain), 4, 4)
+        if kind == "torch":
+            self.y[0, 1:] = -100
+        self.check(private, call, plain)
+
+    @pytest.mark.parametrize("kind", ["largest", "weights", "negatives"])
+    def test_refused(self, kind):
+        private = self.private("ghost_bk", Criterion(kind), 5)
+        numbers = r"mixes samples: a loss is \d.* in the batch of 5, and \d.* alone"
+        with pytest.raises(ValueError, match=numbers):
+            private.criterion(private.module(self.x), self.y)
+        assert private.criterion.criterion.reduction == "mean"
+
+    def test_mean_over_the_tokens_of_all_is_refused(self):
+        private = self.private("ghost_bk", token_mean, 4)
+        self.y[0] = -100
+        with pytest.raises(ValueError, match="it gives .* for the batch, and the mean"):
+            private.criterion(private.module(self.x), self.y)
+
+    @ghost_modes
+    @pytest.mark.parametrize("kind", ["mean", "order", "centred"])
+    def test_what_mixes_between_model_and_criterion_is_refused(self, mode, kind):
+        private = self.private(mode, PerSample(), 5)
+        y = private.module(self.x)
+        y = y - y.mean(0) if kind == "centred" else y
+        losses = F.cross_entropy(y, self.y, reduction="none")
+        losses = losses - losses.mean() if kind == "mean" else losses
+        losses = losses.sort().values if kind == "order" else losses
+        with pytest.raises(ValueError, match="depends on the outputs of others"):
+            private.criterion(losses)
 
 
 class TestModelLosses:
