@@ -403,7 +403,9 @@ class _Step:
         rows = use.run.rows
         weights = self.second if rows is None else self.second[rows.to(grad.device)]
         largest = self.largest.get(use.run, first[1][0].new_zeros(len(weights)))
-        if use.table is not None and use.size == len(weights):
+        if use.table is not None:
+            if use.size != len(weights):
+                return  # samples of other processes are among them
             weights, largest = weights[use.table[0]], largest[use.table[0]]
         if size != len(weights):
             return
