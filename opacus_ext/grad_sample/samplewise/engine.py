@@ -346,8 +346,9 @@ class Engine:
                     found = self._scan(part, known, raw, inputs.size, rows is None)
                 except Exception as own:
                     raise own from None
-                known["scan"] = True
-                self._tell(error)
+                if part.size:  # else vmap may know the ops for some samples
+                    known["scan"] = True
+                    self._tell(error)
             if not whole:
                 states.end()
             parts.append((rows, found))

@@ -24,6 +24,7 @@ from typing import (
 
 import torch
 from torch.nn.utils.rnn import PackedSequence
+from torch.utils._pytree import tree_unflatten
 
 from opacus_ext.grad_sample.samplewise.compare import Join, kind_of, padded
 from opacus_ext.grad_sample.samplewise.functorch import become
@@ -74,6 +75,8 @@ class _Part(NamedTuple):
     def backward(self, grads: Tuple[Optional[torch.Tensor], ...]) -> List:
         """Each sample alone; returns the gradients of the inputs."""
         run = self.run
+        if not run.size:
+            return []
         found: List[List[Optional[torch.Tensor]]] = []
         each = [
             None if g is None else join.split(g, shapes)
@@ -124,8 +127,8 @@ class ScanRun:
         engine = self.engine
         outputs: List[Any] = []
         seen: List[List[Seen]] = []
-        states = States(engine, values=True)
         with shown(self, at_once=False):
+            states = States(engine, values=True)
             for b in range(self.size):
                 if b:
                     states.back()
@@ -141,17 +144,24 @@ class ScanRun:
             columns = zip(*([unpacked(y) for y in leaves_in(x)] for x in outputs))
             return [(_side_by_side(c), True) for c in columns]
         if not self.size:
-            raise RuntimeError(
-                f"{engine.describe()} can't run an empty batch: vmap can't, and "
-                "one sample after the other gives no output. Choose a batch size at "
-                "which none is drawn."
-            )
+            return self._of_none(part)
         self.joins = [engine.joins_for(known, x, size) for x in outputs][0]
         left, seen = states.common(), of_all(engine, seen)
         self._join(list(zip(outputs, seen, left)), self.joins)
         states.put(left[0])
         self.seen = seen[0]
         return outputs[0]
+
+    def _of_none(self, part: "Part") -> Any:
+        """What the model itself gives for a batch of none."""
+        args, kwargs = tree_unflatten(part.leaves, part.spec)
+        with torch.no_grad():
+            output = self.engine.forward(*args, **kwargs)
+        own = _Part(self, [], [], [])
+        for x in list(leaves_in(output)) if torch.is_grad_enabled() else ():
+            if isinstance(x, torch.Tensor) and x.is_floating_point():
+                become(x, _Samples.apply(self.engine.anchor, own, 0, x)[0])
+        return output
 
     @torch.no_grad()
     def _together(self, column: tuple, join: Join) -> torch.Tensor:
