@@ -16,6 +16,7 @@ from opacus_ext.grad_sample.rules.embedding import BY_FREQ, MAX_NORM, SPARSE
 from opacus_ext.grad_sample.rules.registry import find_rule, own_parameters
 from opacus_ext.grad_sample.samplewise.engine import Engine
 from opacus_ext.grad_sample.samplewise.gather import Part, RunGradients
+from opacus_ext.grad_sample.samplewise.hooks import BACKWARD_HOOK
 from opacus_ext.grad_sample.samplewise.native import attach_natives
 from opacus_ext.grad_sample.samplewise.run import Refused
 
@@ -73,11 +74,7 @@ def refuse(module: nn.Module) -> None:
         if reason is not None:
             raise Refused(f"{what}: {reason}.")
         if layer._backward_hooks or layer._backward_pre_hooks:
-            raise Refused(
-                f"{what} has a hook on its backward pass "
-                "(register_full_backward_hook), which would see the gradients of all "
-                "samples before they are clipped. Remove it."
-            )
+            raise Refused(f"{what} {BACKWARD_HOOK}")
 
 
 class Samplewise:

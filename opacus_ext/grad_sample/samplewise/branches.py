@@ -7,6 +7,7 @@ a shape that depends on the data.
 
 from __future__ import annotations
 
+import weakref
 from typing import Any, Callable, List
 
 import torch
@@ -183,12 +184,34 @@ def register_hook(run: Run, func: Callable, x: T, hook: Callable) -> Any:
     """A hook on an activation sees the gradient of each sample."""
     if not is_batched(x):
         return func(x, hook)
-    inner, level = run.level.unwrap(x), run.level
+    inner, level = _captured(run, x), run.level
 
     def by_sample(grad: T) -> Any:
         return torch.vmap(hook, randomness="different")(grad)
 
-    if inner is not torch._C._functorch.get_unwrapped(x):
-        raise NotImplementedError("a hook on an activation whose samples come later")
     with run.outside():
         return func(inner, by_sample)
+
+
+@handles(T.retain_grad)
+def retain_grad(run: Run, func: Callable, x: T) -> None:
+    """The gradient of an activation is kept as the batch has it."""
+    if not is_batched(x):
+        return func(x)
+    inner, kept = _captured(run, x), weakref.ref(x)
+
+    def keep(grad: T) -> None:
+        if kept() is not None:
+            kept().grad = grad.flatten(0, 1) if grad.dim() > 1 else grad
+
+    with run.outside():
+        inner.register_hook(keep)
+    return None
+
+
+def _captured(run: Run, x: T) -> T:
+    """The values of all samples, as autograd has them."""
+    inner = run.level.unwrap(x)
+    if inner is not torch._C._functorch.get_unwrapped(x):
+        raise NotImplementedError("a hook on an activation whose samples come later")
+    return inner

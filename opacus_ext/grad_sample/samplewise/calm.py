@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from opacus_ext.grad_sample.samplewise import functorch
-from opacus_ext.grad_sample.samplewise.states import restore, tables_of
+from opacus_ext.grad_sample.samplewise.states import Kept, restore, tables_of
 
 T = torch.Tensor
 HALF = 0.5  # what is drawn where nothing is left to chance
@@ -183,122 +183,15 @@ def without_hooks(module: nn.Module, but: Any = ()) -> Iterator[None]:
 
 # -- no trace ------------------------------------------------------------------------
 
-_CONTAINERS = (list, dict, set, deque)
-_LIBRARIES = ("torch", "transformers", "opacus", "opacus_ext", "numpy", "peft")
-_STANDARD = getattr(sys, "stdlib_module_names", ("builtins", "logging", "threading"))
-_NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
-_OWN = frozenset(vars(nn.Module())) | {"_hf_hook"}
-
-
-class _Kept:
-    """Containers, objects and tensors as they are, to be put back."""
-
-    def __init__(self) -> None:
-        self.held: Dict[int, Tuple[Any, Any]] = {}
-        self.tensors: Dict[int, Tuple[T, T]] = {}
-
-    def keep(self, value: Any) -> None:
-        """Whatever can be reached from a value, but for modules and parameters."""
-        if id(value) in self.held or isinstance(value, (nn.Module, nn.Parameter)):
-            return
-        if isinstance(value, T):
-            if id(value) not in self.tensors and not functorch.is_batched(value):
-                self.tensors[id(value)] = value, value.detach().clone()
-            return
-        if isinstance(value, _CONTAINERS):
-            self.held[id(value)] = value, copy.copy(value)
-            parts = value.values() if isinstance(value, dict) else value
-            for part in list(parts):
-                self.keep(part)
-        elif isinstance(value, tuple):
-            for part in value:
-                self.keep(part)
-        elif isinstance(getattr(value, "__dict__", None), dict) and not (
-            callable(value) or _has_no_state(type(value))
-        ):
-            self.held[id(value)] = value, dict(vars(value))
-            for part in list(vars(value).values()):
-                self.keep(part)
-
-    def function(self, function: Any, seen: set) -> None:
-        """What a function of the user writes to: globals, closures, defaults."""
-        function = inspect.unwrap(getattr(function, "__func__", function))
-        if not isinstance(function, types.FunctionType) or function in seen:
-            return
-        if _is_library(function):
-            return
-        seen.add(function)
-        scope, names, codes = function.__globals__, set(), [function.__code__]
-        while codes:
-            code = codes.pop()
-            names.update(code.co_names)
-            codes += [c for c in code.co_consts if isinstance(c, types.CodeType)]
-        found = [scope[name] for name in names if name in scope]
-        found += list(function.__defaults__ or ())
-        for cell in function.__closure__ or ():
-            try:
-                found.append(cell.cell_contents)
-            except ValueError:  # not bound yet
-                continue
-        for value in found:
-            if isinstance(value, types.FunctionType):
-                self.function(value, seen)
-            elif not isinstance(value, (type, types.ModuleType)):
-                self.keep(value)
-
-    def put_back(self) -> None:
-        """Everything is as it was."""
-        for value, kept in self.held.values():
-            if isinstance(value, (list, deque)):
-                if len(value) != len(kept) or any(a is not b for a, b in zip(value, kept)):
-                    value.clear()
-                    value.extend(kept)
-            elif isinstance(value, (dict, set)):
-                value.clear()
-                value.update(kept)
-            else:
-                vars(value).clear()
-                vars(value).update(kept)
-        with torch.no_grad():
-            for tensor, kept in self.tensors.values():
-                if tensor.shape == kept.shape and not torch.equal(tensor, kept):
-                    tensor.copy_(kept)
-
-
-def _is_library(thing: Any) -> bool:
-    return str(getattr(thing, "__module__", "")).split(".")[0] in _LIBRARIES
-
-
-def _has_no_state(kind: type) -> bool:
-    root = kind.__module__.split(".")[0]
-    own = root in ("torch", "opacus_ext") or root in _STANDARD
-    return own and not issubclass(kind, _NAMESPACES)
-
-
 @contextmanager
 def preserved(module: nn.Module) -> Iterator[None]:
     """
     Afterwards nothing shows that the model has run: its attributes and buffers, lists
     and the like that its code can reach, and random numbers are as they were.
     """
-    kept, seen = _Kept(), set()
     parts = [(part, dict(vars(part))) for part in module.modules()]
     tables = tables_of([part for part, _ in parts])
-    for part, attributes in parts:
-        for name, value in attributes.items():
-            if name not in _OWN:
-                kept.keep(value)
-            elif "hook" in name and isinstance(value, dict):
-                # The first call of a model of transformers registers some.
-                kept.held[id(value)] = value, copy.copy(value)
-        for buffer in part._buffers.values():
-            kept.keep(buffer)
-        forward = attributes.get("forward")  # the user's own is behind the engine
-        kept.function(getattr(forward, "own", forward), seen)
-    for kind in {type(part) for part in module.modules()}:
-        for base in kind.__mro__:
-            for value in () if _is_library(base) else vars(base).values():
-                kept.function(value, seen)
+    kept = Kept([part for part, _ in parts], tensors=True)
     devices = {p.device for p in module.parameters() if p.device.type == "cuda"}
     drawn, numpy = random.getstate(), sys.modules.get("numpy")
     drawn_by_numpy = numpy.random.get_state() if numpy is not None else None

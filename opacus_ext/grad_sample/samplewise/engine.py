@@ -38,7 +38,14 @@ from opacus_ext.grad_sample.samplewise.compare import (
     kind_of,
 )
 from opacus_ext.grad_sample.samplewise.functorch import become, is_batched
-from opacus_ext.grad_sample.samplewise.hooks import Again, Seen, deliver, of_all, shown
+from opacus_ext.grad_sample.samplewise.hooks import (
+    BACKWARD_HOOK,
+    Again,
+    Seen,
+    deliver,
+    of_all,
+    shown,
+)
 from opacus_ext.grad_sample.samplewise.functions import by_itself
 from opacus_ext.grad_sample.samplewise.inputs import Inputs, read_inputs
 from opacus_ext.grad_sample.samplewise.packed import agreed, of_batch, unpacked
@@ -149,8 +156,17 @@ class Engine:
         return list(found), list(found.values())
 
     def hook_tables(self) -> Iterator[Dict[int, Callable]]:
-        """Of the model's parts: the hooks of the model itself are outside of it."""
-        return hook_tables(m for m in self.module.modules() if m is not self.module)
+        """
+        Of forward hooks on the model's parts: those of the model itself are outside.
+
+        Raises:
+            Refused: if there is a hook on a part's backward pass
+        """
+        parts = [m for m in self.module.modules() if m is not self.module]
+        for m in parts:
+            if m._backward_hooks or m._backward_pre_hooks:
+                raise Refused(f"{self.name_of(m)} {BACKWARD_HOOK}")
+        return hook_tables(parts)
 
     def name_of(self, module: nn.Module) -> str:
         """A module, in an error's words."""
@@ -221,7 +237,8 @@ class Engine:
         if self.world is not None:
             look = self.world.begin(inputs.size, look, self.anchor.device)
         if known is None and not look:
-            return {"scan": self.scan}
+            # What is known of larger batches.
+            return dict(self.kinds.get((*kind[:-1], True), {"scan": self.scan}))
         if look:
             known = self.kinds[kind] = {"scan": self.scan, "joins": {}}
             try:
@@ -238,9 +255,14 @@ class Engine:
         def again() -> Inputs:  # a model may change its inputs in place
             return read_inputs(self, *map_tensors(copied, (inputs.args, inputs.kwargs)))
 
-        with calmly(self.module, self.returning):
-            own = self._plain(again())
-            own = [(name, unpacked(x).detach()) for name, x in named_leaves(own)]
+        hooks: Any = self.returning
+        try:
+            own = self._calm_outputs(again(), hooks)
+        except Exception:
+            # A forward may need what hooks keep: no trace is left in what can be seen.
+            hooks = {h for table in self.hook_tables() for h in table.values()}
+            own = self._calm_outputs(again(), hooks)
+        with calmly(self.module, hooks):
             known["met"] = set()
             try:
                 raw = self._run_all(again(), known, raw=True)
@@ -255,6 +277,14 @@ class Engine:
                 joins = joins_of(self, again(), own, raw)
                 for kind in known["met"]:
                     known["joins"][kind] = joins
+
+    def _calm_outputs(
+        self, inputs: Inputs, hooks: Any
+    ) -> List[Tuple[str, torch.Tensor]]:
+        """Those of the model on the batch, and their names."""
+        with calmly(self.module, hooks):
+            found = self._plain(inputs)
+            return [(name, unpacked(x).detach()) for name, x in named_leaves(found)]
 
     def joins_for(
         self, known: Dict[str, Any], output: Any, size: int
@@ -313,10 +343,12 @@ class Engine:
         while todo:
             rows, part = todo.pop(0)
             run = self._scan if known["scan"] else self._at_once
+            # Hooks that have been shown a batch can't be shown it in parts.
+            at_once = rows is None and "split" not in known
             if parts:
                 states.back()
             try:
-                found = run(part, known, raw, inputs.size, rows is None)
+                found = run(part, known, raw, inputs.size, at_once)
             except Diverge as diverge:
                 if self.world is not None:
                     raise Refused(
@@ -343,7 +375,7 @@ class Engine:
                         f"{self.describe()}: vmap can't run it ({error}). {_APART}"
                     ) from error
                 try:
-                    found = self._scan(part, known, raw, inputs.size, rows is None)
+                    found = self._scan(part, known, raw, inputs.size, False)
                 except Exception as own:
                     raise own from None
                 if part.size:  # else vmap may know the ops for some samples

@@ -25,6 +25,12 @@ if TYPE_CHECKING:
     from opacus_ext.grad_sample.samplewise.run import Run
 
 
+BACKWARD_HOOK = (
+    "has a hook on its backward pass (register_full_backward_hook), which would see the "
+    "gradients of all samples before they are clipped. Remove it."
+)
+
+
 class Seen(NamedTuple):
     """A call of a hook, to come."""
 

@@ -7,13 +7,20 @@ batch to batch.
 
 from __future__ import annotations
 
+import argparse
+import copy
+import inspect
+import sys
+import types
 import weakref
-from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, Tuple
+from collections import deque
+from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, Optional, Tuple
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from opacus_ext.grad_sample.samplewise.functorch import is_batched
 from opacus_ext.grad_sample.samplewise.run import Refused, refuse_carried
 from opacus_ext.grad_sample.samplewise.walk import tensors_in
 
@@ -24,7 +31,14 @@ if TYPE_CHECKING:
 _TABLES = [name for name, x in vars(nn.Module()).items() if isinstance(x, dict)]
 _NOT_STATE = frozenset(vars(nn.Module())) | {"forward"}
 
-Left = Dict[Tuple[int, str], Any]  # by module and name, what a part left
+_CONTAINERS = (list, dict, set, deque)
+_LIBRARIES = ("torch", "transformers", "opacus", "opacus_ext", "numpy", "peft")
+_STANDARD = getattr(sys, "stdlib_module_names", ("builtins", "logging", "threading"))
+_NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
+
+
+T = torch.Tensor
+Left = Dict[Any, Any]  # by place, what a part left there
 
 
 Tables = List[Tuple[dict, Dict[str, dict]]]
@@ -49,6 +63,125 @@ def restore(tables: Tables) -> None:
                 table.update(kept.get(name, {}))
 
 
+class Kept:
+    """
+    What modules and their code, hooks among it, can write to, to be put back:
+    containers, objects and, with ``tensors``, the values of tensors.
+    """
+
+    def __init__(self, modules: List[nn.Module], tensors: bool):
+        self.held: Dict[int, Tuple[Any, Any]] = {}
+        self.tensors: Dict[int, Tuple[T, T]] = {}
+        self._clone = tensors
+        seen: set = set()
+        for m in modules:
+            own = vars(m)
+            for name, value in own.items():
+                if name not in _NOT_STATE:
+                    self.keep(value)
+            for buffer in m._buffers.values():
+                self.keep(buffer)
+            forward = own.get("forward")  # the user's own is behind the engine
+            self.function(getattr(forward, "own", forward), seen)
+            for name in ("_forward_hooks", "_forward_pre_hooks"):
+                for hook in own[name].values():
+                    self.function(getattr(hook, "hook", hook), seen)
+        for kind in {type(m) for m in modules}:
+            for base in kind.__mro__:
+                for value in () if _is_library(base) else vars(base).values():
+                    self.function(value, seen)
+
+    def keep(self, value: Any) -> None:
+        """Whatever can be reached from a value, but for modules and parameters."""
+        if id(value) in self.held or isinstance(value, (nn.Module, nn.Parameter)):
+            return
+        if isinstance(value, T):
+            if self._clone and id(value) not in self.tensors and not is_batched(value):
+                self.tensors[id(value)] = value, value.detach().clone()
+            return
+        if isinstance(value, _CONTAINERS):
+            self.held[id(value)] = value, copy.copy(value)
+            parts = value.values() if isinstance(value, dict) else value
+            for part in list(parts):
+                self.keep(part)
+        elif isinstance(value, tuple):
+            for part in value:
+                self.keep(part)
+        elif isinstance(getattr(value, "__dict__", None), dict) and not (
+            callable(value) or _has_no_state(type(value))
+        ):
+            self.held[id(value)] = value, dict(vars(value))
+            for part in list(vars(value).values()):
+                self.keep(part)
+
+    def function(self, function: Any, seen: set) -> None:
+        """What a function of the user writes to: globals, closures, defaults."""
+        function = inspect.unwrap(getattr(function, "__func__", function))
+        if not isinstance(function, types.FunctionType) or function in seen:
+            return
+        if _is_library(function):
+            return
+        seen.add(function)
+        scope, names, codes = function.__globals__, set(), [function.__code__]
+        while codes:
+            code = codes.pop()
+            names.update(code.co_names)
+            codes += [c for c in code.co_consts if isinstance(c, types.CodeType)]
+        found = [scope[name] for name in names if name in scope]
+        found += list(function.__defaults__ or ())
+        for cell in function.__closure__ or ():
+            try:
+                found.append(cell.cell_contents)
+            except ValueError:  # not bound yet
+                continue
+        for value in found:
+            if isinstance(value, types.FunctionType):
+                self.function(value, seen)
+            elif not isinstance(value, (type, types.ModuleType)):
+                self.keep(value)
+
+    def put_back(self) -> None:
+        """Everything is as it was."""
+        for i, (_, kept) in self.held.items():
+            self.fill(i, kept)
+        with torch.no_grad():
+            for tensor, kept in self.tensors.values():
+                if tensor.shape == kept.shape and not torch.equal(tensor, kept):
+                    tensor.copy_(kept)
+
+    def fill(self, i: int, kept: Any) -> None:
+        """Makes the container with this id hold what another does."""
+        value = self.held[i][0]
+        if not isinstance(value, _CONTAINERS):
+            value = vars(value)
+        value.clear()
+        if isinstance(value, (list, deque)):
+            value.extend(kept)
+        else:
+            value.update(kept)
+
+    def now(self) -> Iterator[Tuple[int, Any]]:
+        """What containers and objects hold, by id."""
+        for i, (value, kept) in self.held.items():
+            own = value if isinstance(value, _CONTAINERS) else vars(value)
+            if isinstance(own, (list, dict)):
+                pairs = zip(own, kept)
+                if isinstance(own, dict):
+                    pairs = zip(own.values(), kept.values())
+                if len(own) != len(kept) or any(a is not b for a, b in pairs):
+                    yield i, copy.copy(own)
+
+
+def _is_library(thing: Any) -> bool:
+    return str(getattr(thing, "__module__", "")).split(".")[0] in _LIBRARIES
+
+
+def _has_no_state(kind: type) -> bool:
+    root = kind.__module__.split(".")[0]
+    own = root in ("torch", "opacus_ext") or root in _STANDARD
+    return own and not issubclass(kind, _NAMESPACES)
+
+
 class States:
     """
     What modules keep.
@@ -64,7 +197,9 @@ class States:
         self.before = [dict(vars(m)) for m in self.modules]
         self.tables = tables_of(self.modules)
         self.values: Dict[int, Tuple[str, torch.Tensor, torch.Tensor, int]] = {}
+        self.kept: Optional[Kept] = None
         if values:
+            self.kept = Kept(self.modules, tensors=False)
             for name, x in self._tensors():
                 self.values[id(x)] = name, x, x.detach().clone(), x._version
         self.after: List[Left] = []
@@ -90,6 +225,8 @@ class States:
                     del own[name]
             own.update(kept)
         restore(self.tables)
+        if self.kept is not None:
+            self.kept.put_back()
         with torch.no_grad():
             for _, x, value, version in self.values.values():
                 if x._version != version:
@@ -102,6 +239,8 @@ class States:
             for name, value in vars(m).items():
                 if value is not kept.get(name, self) and name not in _NOT_STATE:
                     left[i, name] = value
+        if self.kept is not None:
+            left.update(self.kept.now())
         for module, (own, kept) in zip(self.names, self.tables):
             for name, x in own["_buffers"].items():
                 if x is not None and x is not kept.get("_buffers", {}).get(name):
@@ -133,18 +272,22 @@ class States:
 
     def common(self) -> List[Left]:
         """Of each part the tensors that all of them left, in the same places."""
-        first, *others = self.after
         keys = [
             key
-            for key, value in first.items()
-            if all(_alike(value, other.get(key)) for other in others)
+            for key in self.after[0]
+            if _made_of_data([left.get(key) for left in self.after])
         ]
         return [{key: left[key] for key in keys} for left in self.after]
 
     def put(self, left: Left) -> None:
-        """These are what the modules keep."""
-        for (i, name), value in left.items():
-            vars(self.modules[i])[name] = value
+        """These, made of data, are what the modules keep."""
+        for x in tensors_in(left):
+            self.engine.left.add(x)
+        for key, value in left.items():
+            if isinstance(key, tuple):
+                vars(self.modules[key[0]])[key[1]] = value
+            else:
+                self.kept.fill(key, value)
 
     def check(self) -> None:
         """
@@ -158,9 +301,16 @@ class States:
                     self.refuse(f"buffer {name}.{key}".replace(" .", " "))
 
 
-def _alike(a: Any, b: Any) -> bool:
-    counts = [sum(1 for _ in tensors_in(x)) for x in (a, b)]
-    return counts[0] == counts[1] > 0
+def _made_of_data(values: List[Any]) -> bool:
+    """Whether parts have left as many tensors, and not the same (tables of places)."""
+    found = [list(tensors_in(value)) for value in values]
+    if len(set(map(len, found))) > 1:
+        return False
+    return any(
+        x.requires_grad or x.shape != column[0].shape or not torch.equal(x, column[0])
+        for column in zip(*found)
+        for x in column
+    )
 
 
 class LeftBehind:
