@@ -203,6 +203,9 @@ def model_losses(
     engine, each = _engine_of(model), _Each(model, reduction, list(batch))
     if engine is None or not engine.enabled or not torch.is_grad_enabled():
         return _one_by_one(model, batch, each)
+    empty = any(torch.is_tensor(x) and x.shape[:1] == (0,) for x in batch.values())
+    if empty and engine.world is None:
+        return engine.anchor.expand(0)  # few models run on no sample
     before, engine.each = engine.each, each
     try:
         return _find_loss(model(**batch))

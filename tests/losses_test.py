@@ -13,7 +13,6 @@ from torch import nn
 from torch.nn import functional as F
 
 import opacus_ext
-
 from opacus_ext.losses import PerRecord, PerSample, cross_entropy, model_losses
 from tests.common import (
     check,
@@ -396,6 +395,12 @@ class TestModelLosses:
         for name, p in model.named_parameters():
             p.requires_grad_("mlp" in name)
         check(mode, True, model, tokens(3, 6), model_losses)
+
+    @every_mode
+    def test_empty_batch(self, mode):
+        none = torch.zeros(0, 6).long()
+        batch = {"input_ids": none, "labels": none}
+        check(mode, True, gpt2(), batch, model_losses)
 
     def test_evaluation(self):
         model, batch = gpt2().eval(), tokens(3, 6)

@@ -40,8 +40,8 @@ class _Hooks(Samplewise):
     def finish(self, gather: Gather) -> None:
         """Sets ``p.grad_sample`` of every trainable parameter."""
         engine, world = self.engine, self.engine.world
-        batch_size = one_size(gather.sizes, engine)
-        found = by_parameter(gather.parts(), batch_size or 0)
+        batch_size = one_size(gather.sizes, engine) or 0
+        found = by_parameter(gather.parts(), batch_size)
         params = self.trainable()
         if not self.grad_accumulation_allowed and any(
             getattr(p, "grad_sample", None) is not None for p in params
