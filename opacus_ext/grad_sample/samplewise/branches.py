@@ -8,7 +8,7 @@ a shape that depends on the data.
 from __future__ import annotations
 
 import weakref
-from typing import Any, Callable, List
+from typing import Any, Callable, List, Sequence
 
 import torch
 from torch.nn import functional as F
@@ -177,6 +177,34 @@ def unpack(
     with run:
         end = torch.full_like(data[:1], value)
         return [torch.cat([data, end])[rows.to(data.device)], run.track(lengths)]
+
+
+@handles(torch._C._nn.pad_sequence)
+def pad_sequence(
+    run: Run,
+    func: Callable,
+    sequences: Sequence[T],
+    batch_first: bool = False,
+    padding_value: float = 0.0,
+    padding_side: str = "right",
+) -> T:
+    """The sequences of one sample."""
+    length = max(map(len, sequences))
+    with run:
+        padded = []
+        for x in sequences:
+            ends = [0, length - len(x)]
+            ends = ends if padding_side == "right" else ends[::-1]
+            ends = [0, 0] * (x.dim() - 1) + ends
+            padded.append(F.pad(x, ends, value=padding_value))
+        return torch.stack(padded, 0 if batch_first else 1)
+
+
+@handles(T.scatter_)
+def scatter_(run: Run, func: Callable, x: T, *args: Any, **kwargs: Any) -> T:
+    """vmap has a rule for ``scatter`` alone."""
+    with run:
+        return x.copy_(x.scatter(*args, **kwargs))
 
 
 @handles(T.register_hook)

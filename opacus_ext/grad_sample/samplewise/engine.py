@@ -100,6 +100,7 @@ class Engine:
         self.left = LeftBehind()  # what runs have made of data
         # Calls the model's own forward where numbers are asked for one a sample.
         self.each: Optional[Callable] = None
+        self.listed = False  # whether items of lists are samples
         self.returning: set = set()  # hooks of the user that change what they see
         self._own_backward = False
         self.world: Any = None  # the processes that experts are spread over
@@ -207,7 +208,7 @@ class Engine:
     @torch.compiler.disable
     def _private(self, args: tuple, kwargs: dict) -> Any:
         with self._together():
-            inputs = read_inputs(self, args, kwargs)
+            inputs = self._inputs(args, kwargs)
             for _ in range(8):
                 known = self._known(inputs)
                 try:
@@ -221,6 +222,29 @@ class Engine:
                 "each call, so that they can't be put together. Return the same from "
                 "each."
             )
+
+    def _inputs(self, args: tuple, kwargs: dict) -> Inputs:
+        """The arguments, with lists of samples told from others."""
+        inputs = read_inputs(self, args, kwargs)
+        if self.listed or self.world is not None or not inputs.lists:
+            return inputs
+        failure = None
+        try:
+            joins = self._known(inputs).get("joins", {}).values()
+            if not any(j.how in ("mean", "sum", "number") for each in joins for j in each):
+                return inputs
+        except Exception as error:
+            failure = error
+        self.listed = True
+        listed = read_inputs(self, args, kwargs)
+        try:
+            self._known(listed)
+            return listed
+        except Exception:
+            self.listed = False
+        if failure is not None:
+            raise failure
+        return inputs
 
     def _together(self) -> ContextManager:
         """What one process refuses within, all do."""

@@ -138,6 +138,8 @@ class Inputs:
         taken: Optional[List[Tuple[tuple, dict]]] = None,
     ):
         self.args, self.kwargs = args, kwargs
+        lists = _Lists(args, kwargs)
+        self.lists = bool(lists.tensors or lists.numbers)  # that may be samples
         self._part, self._taken = part, taken
         self.size = part.size if part is not None else len(taken)
 
@@ -346,9 +348,12 @@ def read_inputs(engine: "Engine", args: tuple, kwargs: dict) -> Inputs:
             "[B, ...]."
         )
     size = sizes.most_common(1)[0][0]
-    ragged = _ragged_list(args, kwargs)
-    if ragged is not None:
-        return Inputs(args, kwargs, None, ragged)
+    lists = _Lists(args, kwargs)
+    engine.listed = engine.listed or lists.ragged
+    if engine.listed and lists.tensors:
+        return Inputs(args, kwargs, None, lists.samples(len(lists.tensors[0])))
+    if engine.listed and any(len(x) == size for x in lists.numbers):
+        return Inputs(args, kwargs, None, lists.samples(size))
 
     def where(x: Any) -> Optional[int]:
         if not isinstance(x, torch.Tensor) or id(x) in names:
@@ -375,31 +380,39 @@ def _names(engine: "Engine", args: tuple, kwargs: dict) -> set:
     return {id(x) for each in found for x in each}
 
 
-def _ragged_list(args: tuple, kwargs: dict) -> Optional[List[Tuple[tuple, dict]]]:
-    """Of a list of tensors of several lengths each is a sample."""
-    lists = [
-        x
-        for x in (*args, *kwargs.values())
-        if isinstance(x, list) and x and all(isinstance(y, torch.Tensor) for y in x)
-    ]
-    sizes = {len(x) for x in lists}
-    if len(sizes) != 1 or not any(
-        len({tuple(y.shape[:1]) for y in x}) > 1 for x in lists
-    ):
-        return None
-    size = sizes.pop()
+class _Lists:
+    """
+    The lists among the arguments. Of tensors of several lengths each is a sample. Others
+    are several inputs, and numbers are settings, unless the model can't be run so.
+    """
 
-    def one(x: Any, i: int) -> Any:
-        if any(x is y for y in lists):
-            return [x[i]]
-        if isinstance(x, torch.Tensor) and x.dim() and len(x) == size:
-            return x[i : i + 1]
-        return x
+    def __init__(self, args: tuple, kwargs: dict):
+        self.args, self.kwargs = args, kwargs
+        lists = [x for x in (*args, *kwargs.values()) if type(x) is list and x]
+        tensor, number = torch.Tensor, (int, float)
+        self.tensors = [x for x in lists if all(isinstance(y, tensor) for y in x)]
+        self.numbers = [x for x in lists if all(type(y) in number for y in x)]
+        first = [{y.shape[:1] for y in x} for x in self.tensors]
+        same = len({len(x) for x in self.tensors}) == 1
+        self.ragged = same and any(len(sizes) > 1 for sizes in first)
 
-    return [
-        (tuple(one(x, i) for x in args), {n: one(x, i) for n, x in kwargs.items()})
-        for i in range(size)
-    ]
+    def samples(self, size: int) -> List[Tuple[tuple, dict]]:
+        """Each sample's arguments, of lists one."""
+
+        def one(x: Any, i: int) -> Any:
+            if any(x is y for y in (*self.tensors, *self.numbers)):
+                return x[i : i + 1] if len(x) == size else x
+            if isinstance(x, torch.Tensor) and x.dim() and len(x) == size:
+                return x[i : i + 1]
+            return x
+
+        return [
+            (
+                tuple(one(x, i) for x in self.args),
+                {name: one(x, i) for name, x in self.kwargs.items()},
+            )
+            for i in range(size)
+        ]
 
 
 def _unpacked(
