@@ -214,8 +214,11 @@ def model_losses(
 
 
 def _engine_of(model: nn.Module) -> Optional[Engine]:
-    found = (vars(module).get("forward") for module in model.modules())
-    return next((x for x in found if isinstance(x, Engine)), None)
+    for module in model.modules():  # its forward may have been wrapped again
+        for handle in vars(module).get("autograd_grad_sample_hooks", ()):
+            if isinstance(getattr(handle, "engine", None), Engine):
+                return handle.engine
+    return None
 
 
 def _one_by_one(

@@ -120,6 +120,7 @@ class Engine:
 
     def detach(self) -> None:
         """Gives the model its own ``forward`` back."""
+        self.enabled = False  # where somebody has wrapped it meanwhile
         if vars(self.module).get("forward") is self:
             del self.module.forward
             if self.own is not None:
