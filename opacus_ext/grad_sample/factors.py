@@ -29,6 +29,7 @@ import torch
 
 _WORKSPACE = 64 * 2**20
 _CACHE = 2**22  # bytes worked on at a time by a CPU
+_LARGE = 128  # rows of a group that is a product of its own
 _FEW = 2**23  # multiply-adds that take no longer than sorting rows by sample
 
 
@@ -915,7 +916,7 @@ def _gram(f: Factor, g: Factor, dtype: torch.dtype) -> torch.Tensor:
 def _groups(term: _Term) -> Iterator[Tuple[torch.Tensor, _Term]]:
     """
     The rows of each (sample, index) as a sample of their own: dense factors
-    ``[groups, rows, width]``, padded with zeros. Groups of about one size come
+    ``[groups, rows, width]``, padded with zeros. Small groups of about one size come
     together, so that at most half of it is padding however uneven they are.
 
     Yields:
@@ -924,13 +925,22 @@ def _groups(term: _Term) -> Iterator[Tuple[torch.Tensor, _Term]]:
     index, _ = _segments(term)
     sorted_, order = index.sort(stable=True)
     keys, counts = torch.unique_consecutive(sorted_, return_counts=True)
+    if len(order) >= _LARGE * len(keys):
+        dense = [f.flatten(0, 1).index_select(0, order) for f in term.dense]
+        parts = zip(*(f.split(counts.tolist()) for f in dense))
+        for key, part in zip(keys.split(1), parts):
+            yield key, _Term(tuple(f[None] for f in part))
+        return
     starts, level = counts.cumsum(0) - counts, counts.float().log2().ceil()
     for i in level.unique().tolist():
         chosen = level == i
         step = torch.arange(int(counts[chosen].max()), device=index.device)
         inside = step < counts[chosen, None]
         rows = order[(starts[chosen, None] + step).clamp(max=len(order) - 1)]
-        first, *rest = (f.flatten(0, 1)[rows] for f in term.dense)
+        first, *rest = (
+            f.flatten(0, 1).index_select(0, rows.flatten()).view(*rows.shape, -1)
+            for f in term.dense
+        )
         yield keys[chosen], _Term((first * inside[..., None], *rest))
 
 

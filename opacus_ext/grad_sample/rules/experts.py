@@ -86,7 +86,7 @@ class _Permute(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, order, back):
         ctx.save_for_backward(order, back)
-        return x[order]
+        return x.index_select(0, order)  # faster than x[order]
 
     @staticmethod
     def backward(ctx, grad):
