@@ -314,10 +314,11 @@ def _refuse_spread(
     world = world_of(module.modules())
     if world is None:
         return
-    if other_engine or grad_sample_mode not in MODES or clipping == "adaptive":
+    modes = [mode for mode in MODES if mode != "scan"]  # all samples send at once
+    if other_engine or grad_sample_mode not in modes or clipping == "adaptive":
         raise ValueError(
             "Experts spread over processes are trained in the modes "
-            f"{', '.join(MODES)} of PrivacyEngine, without adaptive clipping; got "
+            f"{', '.join(modes)} of PrivacyEngine, without adaptive clipping; got "
             f"grad_sample_mode={grad_sample_mode!r}, clipping={clipping!r}"
             f"{' of another engine' if other_engine else ''}."
         )

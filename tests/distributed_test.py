@@ -127,6 +127,25 @@ class Mixing(nn.Module):
         return x - x.mean(0, keepdim=True)
 
 
+class TimeFirst(nn.Module):
+    """Gives the experts the tokens of all samples at one time, then the next."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = TopKFeedForward(4, 6, 4)
+        self.first = nn.Linear(3, 4)
+
+    def forward(self, x):
+        return self.net(self.first(x).transpose(0, 1)).transpose(0, 1)
+
+
+class Branching(nn.Module):
+    """Does to one sample what it does not do to another."""
+
+    def forward(self, x):
+        return 2 * x if x.sum() > 0 else x
+
+
 def mixture():
     return Net(
         TopKFeedForward(4, 6, 4),
@@ -200,6 +219,7 @@ MODELS: Dict[str, Callable[[], nn.Module]] = {
     "frozen below": lambda: frozen(mixture(), "first", "router"),
     "only experts": lambda: frozen(mixture(), "first", "router", "last"),
     "checkpoint": recomputed,
+    "time first": TimeFirst,
     "plain": lambda: Net(nn.Linear(4, 4), nn.LayerNorm(4)),
     "switch": switch,
     "mixtral": mixtral,
@@ -308,6 +328,7 @@ TWO = [
         for model in ("frozen routers", "frozen below", "only experts", "checkpoint")
     ),
     *(Case("mixture", mode, [[0, 0], [2, 1]]) for mode in MODES),
+    Case("time first", "ghost", UNEVEN),
     Case("mixture", "ghost_bk", UNEVEN * 2, optimizer="Adam"),
     Case("rows", "hooks", UNEVEN, optimizer="Adam"),
     *(Case("plain", mode, UNEVEN, clipping="automatic") for mode in MODES),
@@ -484,6 +505,7 @@ def refusals() -> Dict[str, str]:
         target_unclipped_quantile=0.5,
     )
     found["mode"] = refusal(make_private, whole, "functorch", batch_size=2)
+    found["scan"] = refusal(make_private, whole, "scan", batch_size=2)
     batch = torch.randn(2, 5, 3), torch.randn(2, 5, 2)
     found["check"] = refusal(
         check_per_sample_gradients, whole, batch, nn.MSELoss(), verbose=False
@@ -509,35 +531,6 @@ def refused_step(model, mode, sizes, wrap=True, batch=None, **kwargs) -> str:
     found = refusal(private.step, batch, square_loss)
     assert unchanged(model, before) and not private.engine.accountant.history
     return found
-
-
-class TimeFirst(nn.Module):
-    """Gives the experts the tokens of all samples at one time, then the next."""
-
-    def __init__(self):
-        super().__init__()
-        self.net = mixture().layers[0]
-        self.first = nn.Linear(3, 4)
-
-    def forward(self, x):
-        return self.net(self.first(x).transpose(0, 1)).transpose(0, 1)
-
-
-class Second(nn.Module):
-    """The batch is not the first argument."""
-
-    def __init__(self):
-        super().__init__()
-        self.net = mixture()
-
-    def forward(self, scale, x):
-        return self.net(x * scale)
-
-
-def second_first(mode):
-    scale = torch.ones(1, 5, 1, dtype=torch.float64)
-    batch = scale, own_batch(0, [2, 3])
-    return refused_step(Second(), mode, [2, 3], batch=batch)
 
 
 def accumulated(mode) -> str:
@@ -569,8 +562,9 @@ REFUSED_STEPS: Dict[str, Callable[[str], str]] = {
     "mixing over processes": lambda mode: refused_step(
         Net(RowLayer(mixes=True)), mode, [1, 1]
     ),
-    "time first": lambda mode: refused_step(TimeFirst(), mode, [3, 1]),
-    "second": second_first,
+    "branches": lambda mode: refused_step(
+        nn.Sequential(Branching(), mixture()), mode, [3, 1]
+    ),
     "accumulated": accumulated,
     "unequal": unequal_batches,
 }
@@ -594,18 +588,6 @@ def in_parts(mode: str) -> Dict[str, torch.Tensor]:
             private.step(x, square_loss)
     assert sum(steps for _, _, steps in history) == 1
     return full_state_dict(private.module)
-
-
-def probes() -> List[int]:
-    """At which steps layouts are looked for: not at every one."""
-    model = expert_parallel(model_of("mixture"))
-    private = make_private(model, "ghost_bk", batch_size=4)
-    tape, found = private.module.tape, []
-    look_at = tape._look_at
-    tape._look_at = lambda *args: found.append(step) or look_at(*args)
-    for step in range(1, 9):
-        private.step(own_batch(step, [2, 2]), square_loss)
-    return found
 
 
 def half() -> Dict[str, Any]:
@@ -674,7 +656,6 @@ OTHERS: Dict[int, Dict[str, Callable[[], Any]]] = {
         "copied": copied,
         "refusals": refusals,
         **{f"in parts {mode}": lambda mode=mode: in_parts(mode) for mode in MODES},
-        "probes": probes,
         "half": half,
     },
     4: {"evaluation": evaluation},
@@ -854,16 +835,16 @@ REFUSALS = {
     "not wrapped": ("ValueError", "what expert_parallel has returned"),
     "adaptive": ("ValueError", "adaptive"),
     "mode": ("ValueError", "functorch"),
+    "scan": ("ValueError", "'scan'"),
     "group": ("ValueError", "over 1 of 2 processes"),
     "check": ("ValueError", "before expert_parallel"),
     "bounds": ("ValueError", "differ between processes"),
 }
 REFUSALS_OF_STEPS = {
-    "batch mean": "another sample",
-    "mixing expert": "another sample",
-    "mixing over processes": "another sample",
-    "time first": "tokens it is given",
-    "second": "batch dimension first",
+    "batch mean": "Samples are mixed",
+    "mixing expert": "Samples are mixed",
+    "mixing over processes": "Samples are mixed",
+    "branches": "take different branches",
     "accumulated": "second time",
     "unequal": "max_physical_batch_size",
 }
@@ -884,13 +865,9 @@ def test_refused_by_all_processes(name, mode, two):
     found = [refusals[f"{name} {mode}"] for refusals in two.of("refusals")]
     assert any(REFUSALS_OF_STEPS[name] in text for text in found), found
     for text in found:
-        assert text.startswith(("RuntimeError", "ValueError")), text
+        assert text.startswith(("Refused", "Elsewhere", "RuntimeError")), text
         said = REFUSALS_OF_STEPS[name] in text
         assert said or "Another process refuses this step" in text
-
-
-def test_not_probed_at_every_step(two):
-    assert two.of("probes") == [[1, 2, 4, 8]] * 2
 
 
 def test_half_precision(two):
@@ -900,7 +877,7 @@ def test_half_precision(two):
 
 
 def assert_nothing_done(result: Dict[str, Any], seconds: float) -> None:
-    assert result["refusal"].startswith("RuntimeError"), result["refusal"]
+    assert result["refusal"].startswith("Elsewhere"), result["refusal"]
     assert "One of them has died, failed or come too late" in result["refusal"]
     assert result["unchanged"] and result["still"]
     assert result["again"].startswith(("RuntimeError", "ValueError")), result["again"]

@@ -19,7 +19,6 @@ from tests.common import (
     check,
     clipped_sum,
     every_mode,
-    exact_or_refused,
     half_clipped,
     make_private,
     oracle,
@@ -216,12 +215,10 @@ def test_all_else_frozen(all_double, family, part):
 
 
 @every_mode
-def test_experts_as_modules_need_something_below(all_double, mode):
-    """Which rows went to an expert shows in no graph: refused, and said why."""
-    with pytest.raises(RuntimeError, match=r"experts\.expert_.*train something below"):
-        check_family(
-            "switch_transformers", mode, True, batch_of(3, 5), lambda n: "experts" in n
-        )
+@pytest.mark.parametrize("family", ["switch_transformers", "nllb_moe"])
+def test_experts_as_modules(all_double, mode, family):
+    """With nothing trained below them, too."""
+    check_family(family, mode, True, batch_of(3, 5), lambda n: "experts" in n)
 
 
 class Chosen(nn.Module):
@@ -288,16 +285,8 @@ def test_bfloat16(mode, family):
 def test_samples_mixed_by_the_model(family):
     """Doge's router reads its logits as [2, B * T]: tokens of different samples."""
     model = build(family, is_moe=True, num_experts=16).double()
-    with pytest.raises(RuntimeError, match="changes with another sample"):
+    with pytest.raises(RuntimeError, match="Samples are mixed"):
         check("ghost_bk", True, model, batch_of(3, 5), loss_fn)
-
-
-@every_mode
-def test_random_router(mode):
-    """Phi's router draws its experts: what can't be repeated is refused."""
-    model = build("phimoe", router_jitter_noise=0.5, input_jitter_noise=0.1)
-    with pytest.raises(RuntimeError, match=r"router|another sample"):
-        check(mode, True, model.double(), batch_of(3, 5), loss_fn)
 
 
 @wrapped_or_not
@@ -322,8 +311,3 @@ def test_checkpoint(family, wrap, tmp_path):
     torch.testing.assert_close(*losses)
     again = make_private(loaded.train(), "ghost_bk", wrap, batch_size=3)
     again.step(batch_of(3, 5), loss_fn)
-
-
-def test_phi_as_it_ships(all_double):
-    model = build("phimoe", router_jitter_noise=0.01).double()
-    exact_or_refused("hooks", True, model, batch_of(3, 5), loss_fn, ["router"])

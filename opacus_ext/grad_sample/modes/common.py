@@ -96,13 +96,6 @@ class Samplewise:
             raise ValueError("Trying to add hooks twice to the same model")
         module = self._module
         refuse(module)
-        world = world_of(module.modules())
-        if world is not None and self.scan:
-            raise Refused(
-                "Experts that are spread over processes need all samples at once, as "
-                "all processes must send tokens at the same time: choose another "
-                "grad_sample_mode."
-            )
         given = dict(_settings)
         self.on_nonfinite = given.pop("on_nonfinite", "drop")
         self.engine = Engine(
@@ -114,7 +107,7 @@ class Samplewise:
         handles += adapters.watch(module)
         module.autograd_grad_sample_hooks = handles
         self.autograd_grad_sample_hooks = handles
-        self.engine.world = world
+        self.engine.world = world_of(module.modules())
         self.enable_hooks()
 
     @classmethod
