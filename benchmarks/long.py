@@ -2,13 +2,13 @@
 
 Run as ``python benchmarks/long.py``. A small Llama of transformers with random weights
 is trained on next tokens: not privately (the model's own loss, and the same noise), in
-"ghost" and "ghost_bk", each with the model's own head and with a chunked one
+"ghost", "ghost_bk" and "scan", each with the model's own head and with a chunked one
 (``opacus_ext.layers.chunked_head``), which never holds all logits.
 
 Every cell is a process of its own. It prints
 
-- MiB: the peak above the process before the model was built, over all steps, those
-  that look at more (the first, second and fourth) among them;
+- MiB: the peak above the process before the model was built, over all steps, the
+  first, which looks at more, among them;
 - ms: the fastest step after the second. With one thread on a CPU it is the process's
   CPU time, which other work on the machine disturbs less than the time on the wall;
 - both as ratios to the non-private step with the model's own head, and how MiB grew
@@ -39,9 +39,11 @@ MODES = {  # the grad_sample_mode, and whether the head is chunked
     "non-private": ("", False),
     "ghost": ("ghost", False),
     "ghost_bk": ("ghost_bk", False),
+    "scan": ("scan", False),
     "non-private, chunked": ("", True),
     "ghost, chunked": ("ghost", True),
     "ghost_bk, chunked": ("ghost_bk", True),
+    "scan, chunked": ("scan", True),
 }
 
 

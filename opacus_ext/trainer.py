@@ -71,7 +71,7 @@ class PrivacyArguments:
             ``clipping="per_layer"`` a list, in the order of the optimizer's parameters
         clipping: "flat", "automatic", "normalised", "per_layer" or one that was
             registered
-        grad_sample_mode: "ghost_bk", "ghost" or "hooks"
+        grad_sample_mode: "ghost_bk", "ghost", "scan" or "hooks"
         accountant: "prv_bounds", "prv" or "rdp" ("gdp" of Opacus can report too little)
         poisson_sampling: False shuffles. No accountant's numbers hold for that: what
             they would be is logged under another name
@@ -93,7 +93,7 @@ class PrivacyArguments:
     noise_multiplier: Optional[float] = _field(None, "instead of a target epsilon")
     max_grad_norm: float = _field(1.0, "to which each record's gradient is clipped")
     clipping: str = _field("flat", "flat, automatic, normalised or per_layer")
-    grad_sample_mode: str = _field("ghost_bk", "ghost_bk, ghost or hooks")
+    grad_sample_mode: str = _field("ghost_bk", "ghost_bk, ghost, scan or hooks")
     accountant: str = _field("prv", "prv_bounds, prv or rdp")
     poisson_sampling: bool = _field(True, "False shuffles, for which nothing is proven")
     log_loss: bool = _field(True, "log the training loss, which is not private")
@@ -138,7 +138,7 @@ class PrivacyArguments:
 # Arguments that are refused unless they are off: why, and what to do.
 _REFUSED: Dict[str, str] = {
     "fp16": "scales the loss, and with it what is clipped; use bf16=True or float32",
-    "torch_compile": "compiles the model with the hooks that record it; leave it out",
+    "torch_compile": "compiles a model that runs samples by themselves; leave it out",
     "use_liger_kernel": "puts fused layers and losses over the whole batch in the "
     "place of the model's; leave it out",
     "neftune_noise_alpha": "scales its noise by the longest record of the batch, so "
@@ -149,7 +149,7 @@ _REFUSED: Dict[str, str] = {
     "include_num_input_tokens_seen": "counts the tokens of private draws; leave it out",
     "ignore_data_skip": "would draw batches again after resuming; leave it out",
     "data_seed": "would make the draws known; PrivacyArguments(seed=...) is for tests",
-    "debug": "looks into the forward pass while it is recorded; leave it out",
+    "debug": "looks into a forward pass of single samples; leave it out",
     "dataloader_drop_last": "has no meaning for batches that are drawn; leave it out",
     "parallelism_config": "splits a model or sequence; one process is supported",
     "deepspeed": "computes gradients by itself; one process is supported",

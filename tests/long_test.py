@@ -1,7 +1,7 @@
 """Long sequences and big vocabularies: what is in memory at once, at every step.
 
 Counted are the bytes of all tensors that are alive, by watching every operation of a
-step; the steps that look at more (1, 2, 4, ...) are among them.
+step; the first, which looks at more, is among them.
 """
 
 import weakref
