@@ -14,7 +14,7 @@ from torch.autograd.graph import GradientEdge
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from opacus_ext.grad_sample.samplewise.run import Leave, Refused
-from opacus_ext.grad_sample.samplewise.scan import _Samples
+from opacus_ext.grad_sample.samplewise.scan import Samples
 from opacus_ext.grad_sample.samplewise.walk import close
 
 # Criteria beside torch's own that are known to treat samples independently.
@@ -250,7 +250,7 @@ def _departures(losses: torch.Tensor) -> Iterator[Tuple[GradientEdge, Any, Any]]
         function = getattr(node, "_forward_cls", None)
         if function is Leave:
             yield GradientEdge(node, 0), node.run, node.dim
-        elif function is _Samples:
+        elif function is Samples:
             for i, join in enumerate(node.part.joins):
                 dim = None if join.how == "shared" else join.dim or 0
                 yield GradientEdge(node, i), node.part.run, dim

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from opacus_ext.grad_sample.samplewise.inputs import Part
 
 
-class _Samples(torch.autograd.Function):
+class Samples(torch.autograd.Function):
     """Of the samples' outputs those of the batch, and the way back to each."""
 
     @staticmethod
@@ -160,7 +160,7 @@ class ScanRun:
         own = _Part(self, [], [], [])
         for x in list(leaves_in(output)) if torch.is_grad_enabled() else ():
             if isinstance(x, torch.Tensor) and x.is_floating_point():
-                become(x, _Samples.apply(self.engine.anchor, own, 0, x)[0])
+                become(x, Samples.apply(self.engine.anchor, own, 0, x)[0])
         return output
 
     @torch.no_grad()
@@ -208,7 +208,7 @@ class ScanRun:
                 [[x.shape for x in columns[i]] for i in trained],
             )
             inputs = [x for _, x in self.wanted]
-            found = _Samples.apply(
+            found = Samples.apply(
                 self.engine.anchor,
                 *(part, len(inputs), *inputs),
                 *(whole[i] for i in trained),
