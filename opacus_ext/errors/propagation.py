@@ -285,7 +285,7 @@ class Propagation(TorchFunctionMode):
                 return out  # as it was, .contiguous() of what is
             if outputs[0].dim() == 1 and all(map(self._weights, _tensors(inputs))):
                 outputs[0]._of_weights = True
-            if RULES.get(name) is _moved:
+            if name in _VIEWS:
                 for x in outputs:
                     if is_batched(x) and whole(x)._is_view():
                         x._of_view = True
@@ -613,6 +613,13 @@ def _moved(call: Call) -> Result:
     return _tidy(Spread(*parts))
 
 
+# What these make may share memory with what they are given.
+_VIEWS = frozenset(
+    "view reshape flatten unflatten transpose t permute expand expand_as view_as "
+    "reshape_as unsqueeze squeeze chunk split split_with_sizes tensor_split unbind "
+    "getitem select narrow movedim moveaxis swapaxes swapdims T mT broadcast_to unfold "
+    "adjoint diagonal H mH".split()
+)
 _RESHAPED = frozenset(("view", "reshape", "flatten", "view_as", "reshape_as"))
 
 

@@ -47,6 +47,8 @@ from tests.common import (
 )
 
 D = torch.float64
+# Samples run at once, all that is tracked included.
+pytestmark = pytest.mark.filterwarnings("error:.*run one sample after the other")
 every_place = pytest.mark.parametrize("where", ["logits", "scores"])
 
 
@@ -142,6 +144,36 @@ def test_exact(mode, wrap, where):
     ids = sequences()
     ids[1, 2:] = 0  # padding
     check(mode, wrap, dpformer(), ids, square_loss, some_shares(), where=where)
+
+
+@every_place
+def test_exact_one_sample_after_the_other(where):
+    check("scan", True, dpformer(), sequences(), square_loss, some_shares(), where=where)
+
+
+class Splitting(nn.Module):
+    """Samples take different branches, and are changed in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(10, 8), nn.Linear(8, 3)
+        self.first, self.second = SelfAttention(8, 2), SelfAttention(8)
+
+    def forward(self, ids):
+        x = self.embedding(ids)
+        x = x + self.first(x)
+        if bool((ids == 1).any()):
+            x.masked_fill_((ids == 1).unsqueeze(-1), 0.0)
+        x[:, 0] = 2 * x[:, 1]
+        return self.head(self.second(x))
+
+
+@every_mode
+def test_exact_in_every_branch(mode):
+    ids = torch.tensor([[5, 6, 7], [1, 2, 6], [9, 5, 8], [1, 1, 3]])
+    torch.manual_seed(0)
+    model = Splitting().double()
+    check(mode, True, model, ids, square_loss, {"embedding.weight": some_shares()})
 
 
 BATCHES = {

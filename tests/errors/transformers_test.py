@@ -94,6 +94,8 @@ FAMILIES = {  # what is special, the model and its configuration
     ),
 }
 families = pytest.mark.parametrize("family", FAMILIES)
+# Samples run at once, all that is tracked included.
+pytestmark = pytest.mark.filterwarnings("error:.*run one sample after the other")
 
 
 def build(name, sizes):
@@ -175,7 +177,8 @@ def test_errors_reach_every_attention(family, padded, asked):
     eager = call(model, batch)[kept]
     model.set_attn_implementation("re_attention")
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # no attention is left out
+        # no attention is left out
+        warnings.simplefilter("error", UserWarning)
         tracker = tracked(model, 1e-7)
         torch.testing.assert_close(call(model, batch)[kept], eager)
     tracker.detach()
