@@ -65,3 +65,61 @@ def test_long_sequence(mode):
     """T large beside V and d, where a [T, T] table is not worth its memory."""
     model = nn.Embedding(11, 2).double()
     check(mode, True, model, torch.randint(0, 11, (3, 300)), square_loss)
+
+
+class Bag(nn.Module):
+    """Three bags of each sample, the second empty, or one of all its ids."""
+
+    def __init__(self, offsets, weighted=False, **kwargs):
+        super().__init__()
+        self.bag = nn.EmbeddingBag(7, 3, **kwargs)
+        self.offsets, self.weighted = offsets, weighted
+
+    def forward(self, ids, weights):
+        B, T = ids.shape
+        weights = weights if self.weighted else None
+        if not self.offsets:
+            return self.bag(ids, per_sample_weights=weights)
+        offsets = (torch.arange(B)[:, None] * T + torch.tensor([0, 3, 3])).flatten()
+        if self.bag.include_last_offset:
+            offsets = torch.cat([offsets, torch.tensor([B * T])])
+        if weights is not None:
+            weights = weights.flatten()
+        return self.bag(ids.flatten(), offsets, weights).view(B, -1)
+
+
+@every_mode
+@pytest.mark.parametrize("offsets", [True, False])
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        dict(mode="sum"),
+        dict(mode="mean", padding_idx=-4),
+        dict(mode="max", padding_idx=3),
+        dict(mode="max"),
+        dict(mode="sum", weighted=True, include_last_offset=True),
+        dict(mode="mean", include_last_offset=True),
+    ],
+    ids=lambda kwargs: " ".join(map(str, kwargs.values())),
+)
+def test_bags(mode, offsets, kwargs):
+    batch = torch.randint(0, 7, (4, 5)), torch.rand(4, 5).double()
+    check(mode, True, Bag(offsets, **kwargs).double(), batch, square_loss)
+
+
+@every_mode
+def test_bags_of_other_lengths_in_each_sample(mode):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.bag = nn.EmbeddingBag(7, 3, mode="max")
+
+        def forward(self, ids, first):
+            rows = [
+                self.bag(x, torch.stack([0 * n, n])).flatten()
+                for x, n in zip(ids, first)
+            ]
+            return torch.stack(rows)
+
+    batch = torch.randint(0, 7, (4, 5)), torch.tensor([1, 3, 1, 5])
+    check(mode, True, Model().double(), batch, square_loss)

@@ -174,3 +174,24 @@ def test_function_that_trains_a_module(mode):
 
     with pytest.warns(UserWarning, match="one sample after the other"):
         check(mode, True, Model().double(), torch.randn(4, 3).double(), square_loss)
+
+
+@every_mode
+def test_parts_of_a_batch(mode):
+    """Samples that take another branch: what is kept of each part is its own."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = nn.Conv1d(2, 2, 5, groups=2, bias=False)
+            self.fc = nn.Linear(2, 3)
+
+        def forward(self, x):
+            signs = [bool(row.sum() > 0) for row in x]
+            scale = torch.tensor(signs).to(x)[:, None, None] + 1
+            return self.fc((scale * self.conv(x)).transpose(1, 2))
+
+    x = torch.randn(5, 2, 12).double()
+    x[:3] = x[:3].abs()
+    x[3:] = -x[3:].abs()
+    check(mode, True, Model().double(), x, square_loss)

@@ -248,12 +248,18 @@ class _Step:
     def touch(self, run: Any) -> None:
         """A run that the losses depend on."""
 
-    def _square(self, p: nn.Parameter, sample: GradSample) -> None:
-        buffer = self.mode.kept_rows.get(p)
+    def _square(self, p: nn.Parameter, sample: GradSample, all_: bool = True) -> None:
+        """
+        Args:
+            all_: whether it holds all samples: rows of some must not take the place of
+                those of others
+        """
+        buffer = self.mode.kept_rows.get(p) if all_ else None
         self.squares[id(p)] = sample.squared_norm(keep=self.budget, reuse=buffer)
         self.budget -= sample.kept_bytes
         kept = sample.kept
-        if kept is not None and (buffer is None or buffer.numel() < kept.numel()):
+        more = kept is not None and (buffer is None or buffer.numel() < kept.numel())
+        if all_ and more:
             self.mode.kept_rows[p] = kept
         if not self.keep:
             sample.clear()
@@ -324,7 +330,7 @@ class _Step:
         size = p.world.batch_size if spread_over(p) else self.size
         squares = self.losses.new_zeros(size, dtype=self.dtype)
         for rows, sample in parts:
-            self._square(p, sample)
+            self._square(p, sample, all_=False)
             found = self.squares[id(p)].to(squares)
             squares = squares.index_add(0, rows.to(squares.device), found)
         return squares
