@@ -1,5 +1,5 @@
 """
-``torch._VF.lstm``, ``gru`` and ``rnn``, that ``nn.LSTM``, ``nn.GRU`` and ``nn.RNN`` call.
+The recurrent kernels of torch, that ``nn.LSTM``, ``nn.GRU`` and ``nn.RNN`` call.
 
 A recurrent layer multiplies by its weights at every step, and the per-sample gradients
 are sums over the steps of (gradient of the gates) (x) (what was multiplied). Torch's
@@ -28,8 +28,8 @@ Tensors = Tuple[torch.Tensor, ...]
 
 class Weights(NamedTuple):
     """
-    Of one layer in one direction, by torch's names: ``[gates, in]``, ``[gates, width]``,
-    ``[gates]`` twice, and ``[proj, hidden]``.
+    Of one layer in one direction, by torch's names: ``[gates, in]``,
+    ``[gates, width]``, ``[gates]`` twice, and ``[proj, hidden]``.
     """
 
     w_ih: torch.Tensor

@@ -382,8 +382,9 @@ def _names(engine: "Engine", args: tuple, kwargs: dict) -> set:
 
 class _Lists:
     """
-    The lists among the arguments. Of tensors of several lengths each is a sample. Others
-    are several inputs, and numbers are settings, unless the model can't be run so.
+    The lists among the arguments. Of tensors of several lengths each is a sample.
+    Others are several inputs, and numbers are settings, unless the model can't be run
+    so.
     """
 
     def __init__(self, args: tuple, kwargs: dict):

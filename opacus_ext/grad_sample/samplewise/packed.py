@@ -67,7 +67,8 @@ def as_one(
         first = [rows[i] for i in order.tolist()]
         if all(len(x) >= len(y) for x, y in zip(first, first[1:])):
             new = pack_sequence(first)
-            return PackedSequence(*new[:2], order, like.unsorted_indices)
+            own = order.clone(), like.unsorted_indices.clone()
+            return PackedSequence(*new.to(order.device)[:2], *own)
     return pack_sequence(rows, enforce_sorted=in_order).to(packs[0].data.device)
 
 

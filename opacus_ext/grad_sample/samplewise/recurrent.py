@@ -1,8 +1,8 @@
 """The fused recurrent kernels and cells of torch, inside a run.
 
 vmap has no rule for the kernels. They are computed for the whole batch by the scan of
-rules/recurrent.py, or by torch itself where no weight is trained. Whichever module calls
-them is covered.
+rules/recurrent.py, or by torch itself where no weight is trained, whichever module
+calls them.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ class _Kernel(NamedTuple):
     def of(cls, *args: Any, **kwargs: Any) -> "_Kernel":
         """As torch tells its two signatures apart."""
         names = list(cls._fields[:-1])
-        if "data" in kwargs or "batch_sizes" in kwargs or type(args[3]) in (list, tuple):
+        listed = len(args) > 3 and type(args[3]) in (list, tuple)
+        if listed or "data" in kwargs or "batch_sizes" in kwargs:
             names[:1] = ["data", "batch_sizes"]
         given = dict(zip(names, args), **kwargs)
         if "data" in given:
