@@ -553,7 +553,7 @@ def test_norm_counts_both_biases(mode, kind, build):
     assert float(norm) == pytest.approx(c, rel=1e-4)
 
 
-# -- beside the layer --------------------------------------------------------------------
+# -- beside the layer ----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", MODES)  # "scan" draws for one after the other
