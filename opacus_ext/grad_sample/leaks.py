@@ -16,7 +16,12 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from opacus_ext.grad_sample.samplewise.calm import calmly
-from opacus_ext.grad_sample.samplewise.compare import Trace, fine_of, join_of, mixing_call
+from opacus_ext.grad_sample.samplewise.compare import (
+    Trace,
+    fine_of,
+    join_of,
+    mixing_call,
+)
 from opacus_ext.grad_sample.samplewise.walk import close, named_tensors
 
 LossFn = Callable[[nn.Module, Any], torch.Tensor]

@@ -8,7 +8,6 @@ from torch.nn import functional as F
 from tests.common import (
     check,
     every_mode,
-    exact_or_refused,
     square_loss,
     wrapped_or_not,
 )
@@ -240,8 +239,7 @@ def test_in_place_on_frozen(mode, wrap, B, T):
 @every_mode
 def test_changed_in_place_later(mode):
     ids = torch.randint(0, 9, (3, 5))
-    with pytest.raises(RuntimeError, match="places.*changed in place"):
-        check(mode, True, ChangedLater().double(), ids, square_loss)
+    check(mode, True, ChangedLater().double(), ids, square_loss)
 
 
 class Root(nn.Module):
@@ -305,10 +303,7 @@ def test_the_model_sees_no_other_shape(mode, inner, after, B, T):
     inner = inner(D) if inner is nn.LayerNorm else inner()
     model = Along(inner, AFTER[after]).double()
     ids = torch.randint(0, 9, (B, T))
-    if B == T:  # before any other step it looks like a batch
-        exact_or_refused(mode, True, model, ids, square_loss, ["inner"])
-    else:
-        check(mode, True, model, ids, square_loss)
+    check(mode, True, model, ids, square_loss)
 
 
 @every_mode
@@ -317,7 +312,7 @@ def test_dims_counted_in_a_layer(mode, inner):
     torch.manual_seed(0)
     model = Along(inner(), AFTER["features"]).double()
     ids = torch.randint(0, 9, (3, 5))
-    exact_or_refused(mode, True, model, ids, square_loss, ["inner"])
+    check(mode, True, model, ids, square_loss)
 
 
 class Einsum(Along):
@@ -327,7 +322,6 @@ class Einsum(Along):
 
 
 @every_mode
-def test_says_what_could_not_be_computed(mode):
-    with pytest.raises(RuntimeError, match="places: saw no sample, and einsum"):
-        model = Einsum(nn.Identity(), None).double()
-        check(mode, True, model, torch.randint(0, 9, (3, 5)), square_loss)
+def test_einsum(mode):
+    model = Einsum(nn.Identity(), None).double()
+    check(mode, True, model, torch.randint(0, 9, (3, 5)), square_loss)

@@ -1,4 +1,4 @@
-"""Layers without a rule that draw random numbers: run again with the same ones.
+"""Models that draw random numbers: each sample is trained with those of its forward.
 
 The oracle is the batch's own forward, the random state reset: the gradient of one
 sample's loss by plain autograd, where no sample depends on another.
@@ -144,16 +144,3 @@ def test_dropout(mode, wrap, name, B, T):
         private.step(batch, seeded)
         got = {n: B * p.grad for n, p in trainable(model).items()}
         assert_same(got, clipped_sum(grads, "flat", c), 1e-8, mode)
-
-
-def test_other_numbers_are_refused():
-    """What is drawn by other means is not known, and never taken as if it were."""
-
-    class Other(Gate):
-        def forward(self, h):
-            return h * self.gate * torch.empty_like(h).geometric_(0.5)
-
-    model = nn.Sequential(nn.Linear(D, D), Other()).double()
-    private = make_private(model, "ghost_bk", True, batch_size=3)
-    with pytest.raises(RuntimeError, match="1 .Other.*draws random numbers"):
-        private.step(torch.randn(3, 5, D).double(), square_loss)

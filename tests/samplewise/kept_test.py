@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.common import make_private, oracle, square_loss, squares
+from tests.common import make_private, square_loss, squares
 from tests.samplewise.common import steps
 
 D = 3

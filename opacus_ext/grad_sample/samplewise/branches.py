@@ -139,7 +139,9 @@ def setitem(run: Run, func: Callable, x: T, index: Any, value: Any) -> Any:
     return run.call(func, x, _agreed(run, index), value)
 
 
-@handles(torch._VF._pack_padded_sequence, torch._C._VariableFunctions._pack_padded_sequence)
+@handles(
+    torch._VF._pack_padded_sequence, torch._C._VariableFunctions._pack_padded_sequence
+)
 def pack(run: Run, func: Callable, x: T, lengths: T, batch_first: bool) -> List[T]:
     """
     A batch of one, or several sequences of one sample, of as many steps in each.
@@ -156,7 +158,9 @@ def pack(run: Run, func: Callable, x: T, lengths: T, batch_first: bool) -> List[
         return [x.flatten(0, 1)[rows.to(x.device)], sizes]
 
 
-@handles(torch._VF._pad_packed_sequence, torch._C._VariableFunctions._pad_packed_sequence)
+@handles(
+    torch._VF._pad_packed_sequence, torch._C._VariableFunctions._pad_packed_sequence
+)
 def unpack(
     run: Run,
     func: Callable,

@@ -6,13 +6,9 @@ For looks at what a model computes beside its training: the comparison of the fi
 
 from __future__ import annotations
 
-import argparse
-import copy
 import inspect
 import random
 import sys
-import types
-from collections import deque
 from contextlib import ExitStack, contextmanager
 from typing import Any, Callable, Dict, Iterable, Iterator, List, Tuple
 
@@ -79,7 +75,9 @@ def _chances(func: Callable, x: T, p: Any = None, **kwargs: Any) -> T:
     return x.copy_(new) if func is T.bernoulli_ else new.clone()
 
 
-def _chosen(func: Callable, x: T, n: int, replacement: bool = False, **kwargs: Any) -> T:
+def _chosen(
+    func: Callable, x: T, n: int, replacement: bool = False, **kwargs: Any
+) -> T:
     if replacement:
         return x.argmax(-1, keepdim=True).expand(*x.shape[:-1], n).clone()
     return x.topk(n, -1).indices
@@ -92,7 +90,9 @@ def _normal(func: Callable, mean: Any, std: Any = 1.0, *args: Any, **kwargs: Any
 
 
 _DRAWN: Dict[Callable, Callable] = {
-    **dict.fromkeys([torch.rand, torch.rand_like, torch.randn, torch.randn_like], _filled),
+    **dict.fromkeys(
+        [torch.rand, torch.rand_like, torch.randn, torch.randn_like], _filled
+    ),
     **dict.fromkeys([T.normal_, T.uniform_, T.exponential_, T.log_normal_], _filled),
     **dict.fromkeys([T.cauchy_, T.geometric_, T.random_], _filled),
     **dict.fromkeys([torch.randint, torch.randint_like], _lowest),
@@ -182,6 +182,7 @@ def without_hooks(module: nn.Module, but: Any = ()) -> Iterator[None]:
 
 
 # -- no trace ------------------------------------------------------------------------
+
 
 @contextmanager
 def preserved(module: nn.Module) -> Iterator[None]:

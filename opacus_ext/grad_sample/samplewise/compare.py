@@ -178,16 +178,15 @@ def joins_of(
 def fine_of(module: nn.Module) -> Optional[float]:
     """For :func:`join_of`, by what the model computes in."""
     wide = all(p.dtype.itemsize > 2 for p in module.parameters())
-    return None if torch.is_autocast_enabled() or not wide else 5e-5
+    mixed = any(map(torch.is_autocast_enabled, ("cpu", "cuda")))
+    return None if mixed or not wide else 5e-5
 
 
 def _each(found: T, batched: bool, inputs: "Inputs") -> List[T]:
     return list(found.unbind()) if batched else [found] * inputs.size
 
 
-def join_of(
-    own: T, each: Sequence[T], fine: Optional[float] = None
-) -> Optional[Join]:
+def join_of(own: T, each: Sequence[T], fine: Optional[float] = None) -> Optional[Join]:
     """
     How a tensor of the batch is put together of those of its samples; None if it is
     not.
@@ -352,8 +351,7 @@ class Trace:
         """Whether the same calls gave the same."""
         names = [[call.name for call in trace.calls] for trace in (self, other)]
         return names[0] == names[1] and all(
-            len(a.outputs) == len(b.outputs)
-            and all(map(close, a.outputs, b.outputs))
+            len(a.outputs) == len(b.outputs) and all(map(close, a.outputs, b.outputs))
             for a, b in zip(self.calls, other.calls)
         )
 

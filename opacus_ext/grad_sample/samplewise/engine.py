@@ -19,7 +19,17 @@ import traceback
 import warnings
 import weakref
 from contextlib import ExitStack, contextmanager, nullcontext
-from typing import Any, Callable, ContextManager, Dict, Iterator, List, NamedTuple, Optional, Tuple
+from typing import (
+    Any,
+    Callable,
+    ContextManager,
+    Dict,
+    Iterator,
+    List,
+    NamedTuple,
+    Optional,
+    Tuple,
+)
 
 import torch
 from torch import nn
@@ -34,6 +44,7 @@ from opacus_ext.grad_sample.samplewise.compare import (
     ONLY,
     Join,
     NewOutput,
+    first_mixing,
     joins_of,
     kind_of,
 )
@@ -58,7 +69,6 @@ from opacus_ext.grad_sample.samplewise.walk import (
     named_leaves,
     tensors_in,
 )
-
 
 _APART = (
     "Where experts are spread over processes all samples must run at once, as all "
@@ -232,7 +242,9 @@ class Engine:
         failure = None
         try:
             joins = self._known(inputs).get("joins", {}).values()
-            if not any(j.how in ("mean", "sum", "number") for each in joins for j in each):
+            if not any(
+                j.how in ("mean", "sum", "number") for each in joins for j in each
+            ):
                 return inputs
         except Exception as error:
             failure = error
@@ -294,9 +306,12 @@ class Engine:
             except (Refused, Elsewhere):
                 raise
             except Exception as error:
+                where = None
+                if self.world is None:
+                    where = first_mixing(self, again())
                 raise Refused(
-                    f"{self.describe()} runs on the batch, and not on one sample alone "
-                    f"({type(error).__name__}: {error}). {HELP}"
+                    f"{self.describe()} runs on the batch, and not on one sample alone. "
+                    f"{where or f'{type(error).__name__}: {error}. {HELP}'}"
                 ) from error
             if inputs.size:  # an empty batch takes part where others look
                 joins = joins_of(self, again(), own, raw)
@@ -348,9 +363,7 @@ class Engine:
         with self.paused():
             return self.forward(*inputs.args, **inputs.kwargs)
 
-    def _run_all(
-        self, inputs: Inputs, known: Dict[str, Any], raw: bool = False
-    ) -> Any:
+    def _run_all(self, inputs: Inputs, known: Dict[str, Any], raw: bool = False) -> Any:
         """
         Args:
             raw: return the tensors of the output as samples give them, ``[B, *shape]``,
@@ -443,7 +456,11 @@ class Engine:
 
     def _tell(self, error: Exception) -> None:
         frames = traceback.extract_tb(error.__traceback__)
-        own = [f for f in frames if "/torch/" not in f.filename and "opacus_ext/grad_s" not in f.filename]
+        own = [
+            f
+            for f in frames
+            if "/torch/" not in f.filename and "opacus_ext/grad_s" not in f.filename
+        ]
         where = f"{own[-1].filename}:{own[-1].lineno}: {own[-1].line}" if own else ""
         reason = str(error).strip().split("\n")[0]
         warnings.warn(
@@ -478,9 +495,11 @@ class Engine:
                     with run.unseen():
                         leaves = [unpacked(agreed(run, x)) for x in leaves_in(output)]
                     found = [
-                        (run.level.unwrap(x).detach(), True)
-                        if is_batched(x)
-                        else (x.detach(), False)
+                        (
+                            (run.level.unwrap(x).detach(), True)
+                            if is_batched(x)
+                            else (x.detach(), False)
+                        )
                         for x in leaves
                     ]
                     del leaves
@@ -526,9 +545,7 @@ class Engine:
                 become(x, new)
                 self.left.add(x)
 
-    def _joined(
-        self, run: Run, x: torch.Tensor, join: Optional[Join]
-    ) -> torch.Tensor:
+    def _joined(self, run: Run, x: torch.Tensor, join: Optional[Join]) -> torch.Tensor:
         if not is_batched(x) and (join is None or join.how in ("shared", "only")):
             return x  # it may be a parameter or a buffer
         if join is None or join == Join(name=join.name):

@@ -247,11 +247,7 @@ class Stacked(Part):
 
 def _shapes(leaves: List[Any]) -> tuple:
     return tuple(
-        (
-            (tuple(x.shape), x.dtype)
-            if isinstance(x, torch.Tensor)
-            else repr(x)
-        )
+        ((tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else repr(x))
         for x in leaves
     )
 

@@ -14,7 +14,6 @@ from contextlib import nullcontext
 from typing import (
     TYPE_CHECKING,
     Any,
-    Callable,
     Dict,
     List,
     NamedTuple,
@@ -185,7 +184,9 @@ class ScanRun:
                 "tensors for single samples. Return the same from each."
             )
         columns = list(zip(*leaves))
-        packs = {i: c for i, c in enumerate(columns) if isinstance(c[0], PackedSequence)}
+        packs = {
+            i: c for i, c in enumerate(columns) if isinstance(c[0], PackedSequence)
+        }
         for i, packed in packs.items():
             columns[i] = tuple(x.data for x in packed)
         joins = list(joins or ())
@@ -251,9 +252,7 @@ def _side_by_side(column: tuple) -> Any:
     return torch.stack(column) if same else list(column)
 
 
-def _put_back(
-    column: tuple, dim: Optional[int], like: torch.Tensor
-) -> torch.Tensor:
+def _put_back(column: tuple, dim: Optional[int], like: torch.Tensor) -> torch.Tensor:
     """The gradient of an input from those of the samples'."""
     if dim is None:
         return sum(x for x in column if x is not None)

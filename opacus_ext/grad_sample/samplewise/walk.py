@@ -100,9 +100,7 @@ def alike(a: List[torch.Tensor], b: List[torch.Tensor]) -> bool:
     return len(a) == len(b) and all(map(close, a, b))
 
 
-def close(
-    a: torch.Tensor, b: torch.Tensor, tolerance: Optional[float] = None
-) -> bool:
+def close(a: torch.Tensor, b: torch.Tensor, tolerance: Optional[float] = None) -> bool:
     """
     Whether two tensors are equal but for rounding.
 
