@@ -141,13 +141,13 @@ class _Collector:
         if not (mode.hooks_enabled and mode.engine.enabled):
             return
         gather = Gather(mode.engine)
-        with torch.no_grad():
+        device = mode.engine.anchor.device.type
+        with torch.no_grad(), torch.autocast(device, enabled=False):
             for kind, what in shown:
                 if kind == "touch":
                     gather.touched.append(what[0])
                 elif kind == "use":
-                    with torch.autocast(what[1].device.type, enabled=False):
-                        gather.add(*what)
+                    gather.add(*what)
                 else:
                     gather.add_sample(*what)
             shown.clear()
