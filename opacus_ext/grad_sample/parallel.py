@@ -25,13 +25,15 @@ import torch.distributed as dist
 from torch import nn
 
 from opacus_ext.grad_sample.rules.experts import (
-    Routes,
+    OnRows,
+    all_at_once,
     as_op,
+    at_once,
     chosen_of,
     has_experts,
     is_experts,
+    one_by_one,
     send_rows,
-    stacked_experts,
     weighted,
 )
 
@@ -253,9 +255,6 @@ def deal(
     return out.new_zeros(len(x), out.shape[1]).index_copy(0, order, out)
 
 
-OnRows = Callable[[Callable, torch.Tensor, torch.Tensor], torch.Tensor]
-
-
 @as_op
 def spread(x: torch.Tensor, index: torch.Tensor, layer: nn.Module) -> torch.Tensor:
     """
@@ -268,11 +267,8 @@ def spread(x: torch.Tensor, index: torch.Tensor, layer: nn.Module) -> torch.Tens
     Returns:
         ``[*rows, width]``, zero where there is no expert.
     """
-
-    def on_rows(function: Callable, rows: torch.Tensor, _: Any) -> torch.Tensor:
-        return function(rows)
-
-    return spread_rows(x.flatten(0, -2), index.flatten(), layer, on_rows).view(x.shape)
+    rows = x.flatten(0, -2)
+    return spread_rows(rows, index.flatten(), layer, at_once).view(x.shape)
 
 
 def spread_rows(
@@ -286,27 +282,23 @@ def spread_rows(
     Args:
         x: ``[rows, width]``, sample after sample
         index: ``[rows]``
-        on_rows: calls a function, on rows, of these samples
+        on_rows: is told the sample of each row
         anchor: see :func:`deal`
 
     Returns:
         ``[rows, width]``
     """
     per_process = layer.world_experts // layer.world.size
+    if is_experts(layer):
+        experts = all_at_once(layer)
+    else:
+        experts = one_by_one(layer.values())
 
     def compute(dealt: Dealt) -> torch.Tensor:
-        if is_experts(layer):
-            routes = Routes(dealt.expert, per_process)
+        def here(function: Callable, rows: torch.Tensor, which: torch.Tensor):
+            return on_rows(function, rows, dealt.samples[which])
 
-            def stacked(rows: torch.Tensor) -> torch.Tensor:
-                return stacked_experts(layer, rows, routes)
-
-            return on_rows(stacked, dealt.rows, dealt.samples)
-
-        def one(expert: nn.Module) -> Callable:
-            return lambda rows, i: on_rows(expert, rows, dealt.samples[i])
-
-        return send_rows(dealt.rows, dealt.expert, [one(e) for e in layer.values()])
+        return send_rows(dealt.rows, dealt.expert, per_process, experts, here)
 
     return deal(layer.world, x, index, per_process, compute, anchor)
 

@@ -15,7 +15,7 @@ and main text (padded, :func:`expert_batching`).
 
 import functools
 import inspect
-from typing import Any, Callable, List, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Iterable, List, Optional, Sequence, Tuple, Union
 
 import torch
 import torch.nn.functional as F
@@ -96,20 +96,31 @@ class _Permute(torch.autograd.Function):
 
 class Routes:
     """
-    Which expert each row goes to.
+    Rows sorted by the expert that each goes to, those that go to none last.
 
     Args:
-        index: ``[rows]``, below ``size``
+        index: the expert of each row as it was, ``[rows]``; ``size`` or more for none
         size: number of experts
     """
 
     def __init__(self, index: torch.Tensor, size: int):
-        self.index, self.size = index, size
-        self.order = index.argsort(stable=True)
+        self.size = size
+        index = index.clamp(max=size)
+        self.index, self.order = index.sort(stable=True)
         self.back = self.order.argsort()
-        counts = torch.bincount(index, minlength=size)
+        counts = torch.bincount(index, minlength=size)[:size]
         self.ends = counts.cumsum(0, dtype=torch.int32)
         self.counts: List[int] = counts.tolist()
+        self.total = sum(self.counts)  # rows that go somewhere
+        self.index = self.index[: self.total]
+
+    def sort(self, rows: torch.Tensor) -> torch.Tensor:
+        """Rows ``[rows, width]`` by their expert."""
+        return _Permute.apply(rows, self.order, self.back)
+
+    def unsort(self, rows: torch.Tensor) -> torch.Tensor:
+        """And back."""
+        return _Permute.apply(rows, self.back, self.order)
 
     def linear(
         self,
@@ -122,24 +133,20 @@ class Routes:
         Every row times the weight of its expert.
 
         Args:
-            x: ``[rows, in]``
+            x: ``[total, in]``, sorted
             weight: ``[experts, out, in]``, or ``[experts, in, out]`` if transposed
             bias: ``[experts, out]``
 
         Returns:
-            ``[rows, out]``
+            ``[total, out]``
         """
         weights = weight if not transposed else weight.mT
-        rows = _Permute.apply(x, self.order, self.back)
-        if _at_once(rows, weights):
-            found = F.grouped_mm(rows, weights.mT, offs=self.ends)
-            if bias is not None:
-                found = found + bias[self.index[self.order]]
-        else:
-            biases = [None] * self.size if bias is None else bias.unbind()
-            each = zip(rows.split(self.counts), weights.unbind(), biases)
-            found = torch.cat([F.linear(*expert) for expert in each])
-        return _Permute.apply(found, self.back, self.order)
+        if _at_once(x, weights):
+            found = F.grouped_mm(x, weights.mT, offs=self.ends)
+            return found if bias is None else found + bias[self.index]
+        biases = [None] * self.size if bias is None else bias.unbind()
+        each = zip(x.split(self.counts), weights.unbind(), biases)
+        return torch.cat([F.linear(*expert) for expert in each])
 
 
 def _at_once(rows: torch.Tensor, weights: torch.Tensor) -> bool:
@@ -164,15 +171,6 @@ def as_op(function: Callable) -> Callable:
 
 
 @as_op
-def route(index: torch.Tensor, size: int) -> Routes:
-    """
-    Args:
-        index: the expert of each row, ``[*rows]``, below ``size``
-    """
-    return Routes(index.flatten(), size)
-
-
-@as_op
 def expert_linear(
     x: torch.Tensor,
     routes: Routes,
@@ -180,60 +178,81 @@ def expert_linear(
     bias: Optional[torch.Tensor] = None,
     transposed: bool = False,
 ) -> torch.Tensor:
-    """
-    Every row times the weight of its expert; see :meth:`Routes.linear`.
+    """See :meth:`Routes.linear`."""
+    return routes.linear(x, weight, bias, transposed)
 
-    Args:
-        x: ``[*rows, in]``, in the order of the index that ``routes`` was made of
 
-    Returns:
-        ``[*rows, out]``
-    """
-    y = routes.linear(x.flatten(0, -2), weight, bias, transposed)
-    return y.view(*x.shape[:-1], y.shape[-1])
+# Called as ``on_rows(function, rows, which)``: what a function makes of rows, each by
+# itself, and which of those that were sent they are.
+OnRows = Callable[
+    [Callable[[torch.Tensor], torch.Tensor], torch.Tensor, torch.Tensor], torch.Tensor
+]
+# What is done with rows that are sorted by expert.
+Experts = Callable[[torch.Tensor, Routes, OnRows], torch.Tensor]
+
+
+def all_at_once(layer: nn.Module) -> Experts:
+    """Experts whose weights are stacked."""
+
+    def call(rows: torch.Tensor, routes: Routes, on_rows: OnRows) -> torch.Tensor:
+        def stacked(rows: torch.Tensor) -> torch.Tensor:
+            return stacked_experts(layer, rows, routes)
+
+        return on_rows(stacked, rows, routes.order[: routes.total])
+
+    return call
+
+
+def one_by_one(experts: Iterable[nn.Module]) -> Experts:
+    """Experts that are modules."""
+    modules = list(experts)
+
+    def call(rows: torch.Tensor, routes: Routes, on_rows: OnRows) -> torch.Tensor:
+        parts = rows.split(routes.counts)
+        where = routes.order[: routes.total].split(routes.counts)
+        each = zip(modules, parts, where)
+        found = [on_rows(e, x, i).to(rows.dtype) for e, x, i in each if len(x)]
+        return torch.cat(found) if found else rows
+
+    return call
 
 
 @as_op
-def send(
-    x: torch.Tensor,
-    index: torch.Tensor,
-    experts: Sequence[Callable[[torch.Tensor], torch.Tensor]],
-) -> torch.Tensor:
+def send(x: torch.Tensor, index: torch.Tensor, size: int, experts: Experts) -> torch.Tensor:
     """
     Every row through its expert, which takes each by itself.
 
     Args:
         x: ``[*rows, width]``
-        index: ``[*rows]``; as many as there are experts for none: such rows are zero
+        index: ``[*rows]``; ``size`` or more for none
+        size: number of experts
 
     Returns:
-        ``[*rows, width]``
+        ``[*rows, width]``, zero where there is no expert
     """
-    rows, index = x.flatten(0, -2), index.flatten()
-    return send_rows(rows, index, [lambda y, _: e(y) for e in experts]).view(x.shape)
+    rows = x.flatten(0, -2)
+    return send_rows(rows, index.flatten(), size, experts, at_once).view(x.shape)
+
+
+def at_once(function: Callable, rows: torch.Tensor, which: Any) -> torch.Tensor:
+    """Outside of training each row need not be told apart."""
+    return function(rows)
 
 
 def send_rows(
     rows: torch.Tensor,
     index: torch.Tensor,
-    experts: Sequence[Callable[[torch.Tensor, torch.Tensor], torch.Tensor]],
+    size: int,
+    experts: Experts,
+    on_rows: OnRows,
 ) -> torch.Tensor:
-    """
-    Args:
-        rows: ``[rows, width]``
-        index: the expert of each, ``[rows]``
-        experts: called with some rows and their numbers
-
-    Returns:
-        ``[rows, width]``, zero where no expert was called
-    """
-    out = 0 * rows  # in a graph, rows or not
-    for i, expert in enumerate(experts):
-        (where,) = (index == i).nonzero(as_tuple=True)
-        if len(where):
-            y = expert(rows[where], where)
-            out = out.index_copy(0, where, y.to(out.dtype))
-    return out
+    """:func:`send` of rows ``[rows, width]``."""
+    routes = Routes(index, size)
+    here, rest = routes.sort(rows).tensor_split([routes.total])
+    found = experts(here, routes, on_rows)
+    if len(rest):
+        found = torch.cat([found, torch.zeros_like(rest)])
+    return routes.unsort(found)
 
 
 # -- factors -------------------------------------------------------------------------
@@ -242,7 +261,6 @@ def send_rows(
 def expert_factors(
     size: int,
     transposed: bool,
-    dealt: bool,
     backprops: torch.Tensor,
     index: torch.Tensor,
     x: torch.Tensor,
@@ -253,19 +271,13 @@ def expert_factors(
 
     Args:
         size: number of experts
-        dealt: whether ``B`` counts rows that :func:`by_table` will be given
-        backprops: ``[B, T, out]``
-        index: the expert of each row ``[B, T]``
-        x: its input ``[B, T, in]``
+        backprops: ``[rows, T, out]``
+        index: the expert of each row ``[rows, T]``
+        x: its input ``[rows, T, in]``
     """
     expert = OneHot(index.long(), size)
     pair = (backprops, x.to(backprops.dtype))
-    weight: Tuple[Factor, ...] = (expert, *(pair[::-1] if transposed else pair))
-    if expert_batching() == "padded" and not dealt:
-        samples = torch.arange(len(index), device=index.device)
-        samples = samples.repeat_interleave(index.shape[1])
-        weight = _padded([_flat(f) for f in weight], samples, len(index))
-    return [weight, (expert, backprops)]
+    return [(expert, *(pair[::-1] if transposed else pair)), (expert, backprops)]
 
 
 def by_table(
@@ -391,11 +403,10 @@ def experts_interface(
         top_k_weights: ``[tokens, choices]``
     """
     size = len(layer.down_proj)
-    dropped = top_k_index >= size
-    index = top_k_index.masked_fill(dropped, 0)
-    x = hidden_states.unsqueeze(1).expand(-1, index.shape[1], -1)
-    y = stacked_experts(layer, x, route(index, size))
-    return weighted(y, top_k_weights.masked_fill(dropped, 0), hidden_states)
+    x = hidden_states.unsqueeze(1).expand(-1, top_k_index.shape[1], -1)
+    y = send(x, top_k_index, size, all_at_once(layer))
+    weights = top_k_weights.masked_fill(top_k_index >= size, 0)
+    return weighted(y, weights, hidden_states)
 
 
 def chosen_of(selected_experts: torch.Tensor) -> torch.Tensor:
@@ -420,7 +431,7 @@ def switch_experts(
     """
     index = chosen_of(selected_experts)
     x = hidden_states.unsqueeze(1).expand(-1, index.shape[1], -1)
-    y = send(x, index, list(layer.values()))
+    y = send(x, index, len(layer), one_by_one(layer.values()))
     return weighted(y, routing_weights, hidden_states)
 
 
@@ -439,7 +450,8 @@ def nllb_experts(
         router_probs: ``[tokens, choices]``
     """
     x = hidden_states.unsqueeze(1).expand(-1, router_mask.shape[1], -1)
-    y = send(x, router_mask, list(layer.values())) * router_probs.unsqueeze(-1)
+    y = send(x, router_mask, len(layer), one_by_one(layer.values()))
+    y = y * router_probs.unsqueeze(-1)
     if layer.training:
         y = layer.token_dropout(y)
     else:
