@@ -20,10 +20,10 @@ train: $(VENV)/.installed
 test: $(VENV)/.installed
 	$(BIN)/python -m pytest -n auto --maxprocesses 8 $(ARGS)
 
-# torchvision is for the data of these tests; its kernels need not fit torch's build.
+# torchvision is for the data of these tests alone; its kernels need not fit torch's build.
 test-opacus: $(VENV)/.installed
-	$(INSTALL) --no-deps torchvision pillow
-	$(BIN)/python -m pytest -n auto --maxprocesses 8 -q -c /dev/null --rootdir . \
+	$(INSTALL) --no-deps --target $(VENV)/torchvision torchvision
+	PYTHONPATH=$(VENV)/torchvision $(BIN)/python -m pytest -n auto --maxprocesses 8 -q -c /dev/null --rootdir . \
 	    -p no:cacheprovider -p tests.opacus_suite --pyargs opacus.tests $(ARGS)
 
 benchmark: $(VENV)/.installed
