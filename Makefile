@@ -1,6 +1,7 @@
 # make train                                   train on the embedded data set
 # make train DATA=path/to/ml-1m/ratings.dat    train on MovieLens-1M
 # make test                                    run the tests
+# make test-opacus                             run Opacus's own tests with the package
 # ARGS=... is passed on: make test ARGS="-k linear", make train ARGS="--help"
 
 PYTHON ?= python3
@@ -11,13 +12,19 @@ DATA ?=
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet -c constraints.txt
 
-.PHONY: train test benchmark benchmark-moe lint clean
+.PHONY: train test test-opacus benchmark benchmark-moe lint clean
 
 train: $(VENV)/.installed
 	$(BIN)/python -m opacus_ext.train $(if $(DATA),--data "$(DATA)") $(ARGS)
 
 test: $(VENV)/.installed
 	$(BIN)/python -m pytest -n auto --maxprocesses 8 $(ARGS)
+
+# torchvision is for the data of these tests alone; its kernels need not fit torch's build.
+test-opacus: $(VENV)/.installed
+	$(INSTALL) --no-deps --target $(VENV)/torchvision torchvision
+	PYTHONPATH=$(VENV)/torchvision $(BIN)/python -m pytest -n auto --maxprocesses 8 -q -c /dev/null --rootdir . \
+	    -p no:cacheprovider -p tests.opacus_suite --pyargs opacus.tests $(ARGS)
 
 benchmark: $(VENV)/.installed
 	$(BIN)/python benchmarks/step_time.py $(ARGS)

@@ -12,11 +12,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from tests.common import (
     CRASHES,
+    MODES,
     PerSample,
     assert_same,
     check,
     clipped_sum,
-    every_mode,
     half_clipped,
     make_private,
     next_token_loss,
@@ -29,7 +29,8 @@ from tests.common import (
 )
 
 V, T, B = 13, 5, 6
-ghost_modes = pytest.mark.parametrize("mode", ["ghost", "ghost_bk"])
+every_mode = pytest.mark.parametrize("mode", [*MODES, "scan"])
+ghost_modes = pytest.mark.parametrize("mode", ["ghost", "ghost_bk", "scan"])
 
 
 class Block(nn.Module):

@@ -26,7 +26,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_unflatten
 
 from opacus_ext.grad_sample.samplewise.compare import Join, kind_of, padded
-from opacus_ext.grad_sample.samplewise.functorch import become
+from opacus_ext.grad_sample.samplewise.functorch import become, checkpoints
 from opacus_ext.grad_sample.samplewise.hooks import Seen, of_all, shown
 from opacus_ext.grad_sample.samplewise.packed import as_one, unpacked
 from opacus_ext.grad_sample.samplewise.run import Refused
@@ -126,7 +126,7 @@ class ScanRun:
         engine = self.engine
         outputs: List[Any] = []
         seen: List[List[Seen]] = []
-        with shown(self, at_once=False):
+        with shown(self, at_once=False), checkpoints(_not_reentrant):
             states = States(engine, values=True)
             for b in range(self.size):
                 if b:
@@ -244,6 +244,13 @@ class ScanRun:
             p.grad = grad
         engine.deliver_sample(self, b, found)
         return [x.grad for x in inputs]
+
+
+def _not_reentrant(
+    checkpoint: Callable, function: Callable, *args: Any, **kwargs: Any
+) -> Any:
+    """Each sample's backward pass is inside of another, which the other kind refuses."""
+    return checkpoint(function, *args, **{**kwargs, "use_reentrant": False})
 
 
 def _side_by_side(column: tuple) -> Any:
