@@ -206,7 +206,8 @@ class Run(TorchFunctionMode):
         # What was handed to hooks as of the batch, and what it is to the samples.
         self.handed: Dict[int, Tuple[torch.Tensor, torch.Tensor]] = {}
         self.abandoned = False
-        self.half = False  # whether something is computed in half precision
+        # Whether something is computed in half precision.
+        self.half = any(map(torch.is_autocast_enabled, ("cpu", "cuda")))
         self.done = False  # whether its gradients have been taken
         self._same: Dict[Tuple[int, int], Tuple[torch.Tensor, torch.Tensor]] = {}
         self._recipes: Dict[Tuple[int, int], Tuple[torch.Tensor, Op]] = {}
