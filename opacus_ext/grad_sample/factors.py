@@ -427,7 +427,7 @@ class GradSample:
         time than to start the kernels of any other way.
         """
         few = 0 < self.batch_size * self.shape.numel() <= entries
-        if few and self._kept is None and self._terms and not self._by_columns:
+        if few and self._terms and self.flat() is None and not self._by_columns:
             self._kept = self.materialise().flatten(1)
             self._terms = []
 

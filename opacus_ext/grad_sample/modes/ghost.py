@@ -234,8 +234,7 @@ class _Step:
         for p in self.gather.add(use, grad, saved):
             if len(self.runs) == 1 and self.runs[0].rows is None:
                 sample = self.gather.of_run[id(use.run)].samples[id(p)]
-                sample.settle(_SMALL)
-                if sample.flat() is None:  # others together, in the end
+                if not self._settled(sample):  # others together, in the end
                     self._square(p, sample)
 
     def sample(self, run: Any, b: int, grads: Dict) -> None:
@@ -247,6 +246,13 @@ class _Step:
 
     def touch(self, run: Any) -> None:
         """A run that the losses depend on."""
+
+    def _settled(self, sample: GradSample) -> bool:
+        """Whether a gradient is small, and there without more computation."""
+        if sample.shape.numel() > _SMALL:
+            return False
+        sample.settle(_SMALL)
+        return sample.flat() is not None
 
     def _square(self, p: nn.Parameter, sample: GradSample, all_: bool = True) -> None:
         """
@@ -310,11 +316,11 @@ class _Step:
         params, rows = [], []
         for p in self.params:
             each = parts.get(id(p), [])
-            if len(each) == 1 and each[0][0] is None and p.numel() <= _SMALL:
-                flat = each[0][1].flat()
-                if flat is not None and flat.device == self.losses.device:
-                    params.append(p)
-                    rows.append(flat.to(self.dtype))
+            if len(each) != 1 or each[0][0] is not None or id(p) in self.squares:
+                continue
+            if p.device == self.losses.device and self._settled(each[0][1]):
+                params.append(p)
+                rows.append(each[0][1].flat().to(self.dtype))
         if len(params) < 2:
             return []
         whole = torch.cat(rows, dim=1)

@@ -7,7 +7,7 @@ what was computed is followed back by autograd, one gradient a sample.
 
 from __future__ import annotations
 
-from typing import Dict, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Dict, List, NamedTuple, Optional, Sequence, Set, Tuple
 
 import torch
 from torch import nn
@@ -124,10 +124,10 @@ class RunGradients:
         self._params = params
         self._views: Dict[int, Optional[View]] = {}
         self._made: Dict[int, Tuple[Root, GradSample]] = {}
-        # Of each parameter the uses that are still to come; late ones come with what
-        # was computed of parameters.
+        # Of each parameter the uses that are still to come, and those of which more
+        # comes in the end, with what was computed of them.
         self.left: Dict[int, int] = {}
-        self.late = False
+        self.late: Set[int] = set()
         for used in list(run.roots.values()):
             count = run.pending[id(used)]
             if not count:
@@ -137,7 +137,7 @@ class RunGradients:
             if i not in params:
                 view = self._view(root)
                 if view is None:
-                    self.late = True
+                    self.late |= _made_of(root)
                     continue
                 i = id(view.param)
             self.left[i] = self.left.get(i, 0) + count
@@ -176,7 +176,7 @@ class RunGradients:
                 sample = self.samples[i] = GradSample(p.shape, size)
             sample.add(*factors)
             self.left[i] = left = self.left.get(i, 0) - 1
-            if left == 0 and not self.late:
+            if left == 0 and i not in self.late:
                 done.append(p)
         return done
 
@@ -206,6 +206,20 @@ class RunGradients:
                     if id(p) not in self.samples:
                         self.samples[id(p)] = GradSample(p.shape, len(g))
                     self.samples[id(p)].add(g.reshape(len(g), 1, -1))
+
+
+def _made_of(root: Root) -> Set[int]:
+    """The ids of the parameters that a root was computed of."""
+    found, todo, seen = set(), [root.edge.node], set()
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            found.add(id(node.variable))
+        todo += [parent for parent, _ in node.next_functions]
+    return found
 
 
 def _resolved(root: Root) -> Root:
