@@ -7,6 +7,7 @@ writes docs/compatibility.md; with names of classes, families or tasks it prints
 import collections
 import concurrent.futures
 import contextlib
+import copy
 import importlib
 import inspect
 import itertools
@@ -28,6 +29,7 @@ from tests.common import (
     assert_same,
     clipped_sum,
     half_clipped,
+    make_private,
     oracle,
     run_mode,
 )
@@ -142,23 +144,24 @@ def check_model(model, task, modes=MODES, wraps=(True, False), kinds=tuple(BATCH
     Trains a model for a step in every mode and compares it with single samples.
 
     Returns:
-        "exact", "refused", "wrong", "crash" or "not tried", and why.
+        "exact", "refused", "wrong", "crash" or "not tried"; why; and how its samples
+        are run, see :func:`way_of`.
     """
     errors = ModuleValidator.validate(model)
     if errors:
         fixed = ModuleValidator.fix(model).double()
         if not ModuleValidator.validate(fixed):
-            result, _ = check_model(fixed, task, modes, wraps, kinds)
+            result, _, how = check_model(fixed, task, modes, wraps, kinds)
             if result == "exact":
                 layer = str(errors[0]).split()[0]  # such as BatchNorm
-                return "refused", f"{layer}; exact after ModuleValidator.fix"
-        return "refused", str(errors[0])
+                return "refused", f"{layer}; exact after ModuleValidator.fix", how
+        return "refused", str(errors[0]), ""
     try:
         with all_double():
             batches = {kind: batch_of(model, task, kind) for kind in kinds}
             grads = {kind: oracle(model, b, loss_fn) for kind, b in batches.items()}
     except Exception as error:
-        return "not tried", f"{type(error).__name__}: {error}"
+        return "not tried", f"{type(error).__name__}: {error}", ""
     refusal = None
     for kind, batch in batches.items():
         c = half_clipped(grads[kind])
@@ -170,26 +173,42 @@ def check_model(model, task, modes=MODES, wraps=(True, False), kinds=tuple(BATCH
                     got = run_mode(mode, wrap, model, batch, loss_fn, "flat", c)
                 assert_same(got, expected, 1e-8, where)
             except AssertionError as error:
-                return "wrong", str(error) or where
+                return "wrong", str(error) or where, ""
             except CRASHES as error:
-                return "crash", f"{where}: {type(error).__name__}: {error}"
+                return "crash", f"{where}: {type(error).__name__}: {error}", ""
             except Exception as error:
                 refusal = refusal or str(error)
-    return ("refused", refusal) if refusal else ("exact", "")
+    if refusal:
+        return "refused", refusal, ""
+    return "exact", "", way_of(model, next(iter(batches.values())))
+
+
+def way_of(model, batch):
+    """How the samples of a batch are run: "at once", "split" or "scan", and why."""
+    private = make_private(copy.deepcopy(model), "ghost_bk", False, batch_size=1)
+    with warnings.catch_warnings(record=True) as said, all_double():
+        warnings.simplefilter("always")
+        loss_fn(private.module, batch)
+    known = private.handle.engine.kinds.values()
+    if any(each["scan"] for each in known):
+        told = [str(w.message) for w in said if "vmap can't run" in str(w.message)]
+        reason = told[0].partition("vmap can't run ")[2] if told else ""
+        return f"scan: {reason.partition('). That is exact')[0]})"
+    return "split" if any(each.get("split") for each in known) else "at once"
 
 
 def check_class(task, family, cls, form="whole", **kwargs):
     """:func:`check_model` of a class of transformers."""
     if family in NOT_ALONE:
-        return "not tried", NOT_ALONE[family]
+        return "not tried", NOT_ALONE[family], ""
     try:
         with all_double():
             model = tiny.build(task, family, cls).double()
             model = changed(model, form, len(cls))
     except ImportError as error:
-        return "not tried", " ".join(str(error).split(". ")[0].split())
+        return "not tried", " ".join(str(error).split(". ")[0].split()), ""
     except Exception as error:
-        return "not tried", f"{type(error).__name__}: {error}"
+        return "not tried", f"{type(error).__name__}: {error}", ""
     return check_model(model, task, **kwargs)
 
 
@@ -207,7 +226,9 @@ plain autograd, in float64, to 1e-8. Dropout is off. Models for several kinds of
 are given text, or images where they classify them.
 
 "Exact": all of them are equal. "Refused": at least one mode raises the error that is
-given; none of those that run is wrong. Written by `python -m tests.compatibility`.
+given; none of those that run is wrong. How the samples of a batch are run: "at once"
+under vmap; "split", at once in parts that take the same branches on data; or "scan",
+one after the other, with the line that vmap can't run. Written by `python -m tests.compatibility`.
 
 {counts}
 """
@@ -220,7 +241,12 @@ def _row(job):
     try:
         return (*job, *check_class(*job))
     except Exception as error:  # of the check itself
-        return (*job, "crash", f"{type(error).__name__}: {error}")
+        return (*job, "crash", f"{type(error).__name__}: {error}", "")
+
+
+def _in_a_cell(text):
+    text = " ".join(text.split()).replace("|", "\\|").replace("*", "\\*")
+    return text.replace(f"{pathlib.Path(transformers.__file__).parents[1]}/", "")
 
 
 def write_table(rows):
@@ -235,13 +261,13 @@ def write_table(rows):
     for task in tiny.TASKS:
         lines += [
             f"\n## {task}\n",
-            "| family | class | result |",
-            "| --- | --- | --- |",
+            "| family | class | result | how |",
+            "| --- | --- | --- | --- |",
         ]
-        for _, family, cls, result, reason in (r for r in rows if r[0] == task):
-            reason = " ".join(reason.split()).replace("|", "\\|").replace("*", "\\*")
+        for _, family, cls, result, *more in (r for r in rows if r[0] == task):
+            reason, how = (_in_a_cell(text) for text in more)
             tail = f": {reason}" if reason else ""
-            lines.append(f"| {family} | {cls} | {result}{tail} |")
+            lines.append(f"| {family} | {cls} | {result}{tail} | {how} |")
     TABLE.parent.mkdir(exist_ok=True)
     TABLE.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
@@ -254,8 +280,8 @@ def read_table():
         if line.startswith("## "):
             task = line[3:]
         elif line.startswith("| ") and task and not line.startswith(("| ---", "| fam")):
-            family, cls, result = (part.strip() for part in line[2:-1].split(" | ", 2))
-            found[task, family, cls] = result
+            family, cls, rest = (part.strip() for part in line[2:-1].split(" | ", 2))
+            found[task, family, cls] = rest.rpartition("|")[0].strip()
     return text.split()[4], found
 
 

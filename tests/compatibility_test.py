@@ -29,7 +29,7 @@ def test_drawn(i):
         pytest.importorskip("peft")
     kind = list(BATCHES)[i % 2]
     given = dict(modes=(MODES[i % 3],), wraps=(i % 4 < 2,), kinds=(kind,))
-    result, reason = check_class(*DRAWN[i], form, **given)
+    result, reason, _ = check_class(*DRAWN[i], form, **given)
     if form == "whole" and transformers.__version__ == read_table()[0]:
         assert read_table()[1][DRAWN[i]].startswith(result), reason
     assert result in ("exact", "refused", "not tried"), reason
@@ -38,7 +38,7 @@ def test_drawn(i):
 @pytest.mark.slow
 @pytest.mark.parametrize("job", CLASSES, ids=[f"{t}-{f}-{c}" for t, f, c in CLASSES])
 def test_every_class(job):
-    result, reason = check_class(*job)
+    result, reason, _ = check_class(*job)
     assert result in ("exact", "refused", "not tried"), reason
 
 
@@ -49,7 +49,7 @@ def test_table():
         assert list(found) == CLASSES
     results = [result.partition(":")[0] for result in found.values()]
     assert set(results) <= {"exact", "refused", "not tried"}
-    assert results.count("exact") >= 0.9 * len(results)
+    assert results.count("exact") >= 0.93 * len(results)
     assert all(
         result.partition(": ")[2] for result in found.values() if result != "exact"
     ), f"reasons are missing in {TABLE}"

@@ -269,7 +269,10 @@ class Propagation(TorchFunctionMode):
         inputs = list(_flat(args, kwargs))
         known = [self._noted(x) for x in inputs]
         if not any(x is not None for x in known) or raw in _SILENT:
-            return func(*args, **kwargs)
+            out = func(*args, **kwargs)
+            if raw == "__getitem__" and is_batched(out):
+                out._of_view = _place(args)  # errors may be written into it
+            return out
         given = args
         if name not in _BLIND and written:
             # What it changes in place is what the rule needs.
@@ -288,7 +291,7 @@ class Propagation(TorchFunctionMode):
             if name in _VIEWS:
                 for x in outputs:
                     if is_batched(x) and whole(x)._is_view():
-                        x._of_view = True
+                        x._of_view = _place(args) if raw == "__getitem__" else ()
         call = Call(name, func, given, kwargs, out, self)
         if self.later and not written:
             # Not the output itself: what it carries must not lead back to it.
@@ -337,9 +340,16 @@ class Propagation(TorchFunctionMode):
         if not whole(view)._is_view():
             return
         if is_batched(view):
-            # Its base is not to be had. But what vmap makes are views as well.
-            if hasattr(view, "_of_view") or not noted:
+            # There is no _base; and what vmap makes are views as well.
+            place = getattr(view, "_of_view", None if noted else ())
+            if place == ():
                 raise NotImplementedError("a change in place of a view that has errors")
+            if place is not None:
+                call = Call(
+                    "setitem", Tensor.__setitem__, (*place, view), {}, None, self
+                )
+                self.set(place[0], self._results(call, 1)[0])
+                self._set_base(place[0], noted=True)
             return
         base, known = view._base, self.of(view)
         before = self.of(base) if base.dtype == view.dtype else Lost("view")
@@ -445,6 +455,11 @@ def _tensors(out: Any) -> List[Tensor]:
 def _inexact(out: Any) -> List[Tensor]:
     """The tensors that may err."""
     return [x for x in _tensors(out) if x.is_floating_point() or x.is_complex()]
+
+
+def _place(args: Tuple[Any, ...]) -> Tuple[Any, ...]:
+    """Of what is a view, the arguments of ``x[index]``; nothing if it may be a copy."""
+    return () if len(_tensors(list(_flat(args, {})))) > 1 else args
 
 
 def _dtype(x: Tensor) -> torch.dtype:
@@ -556,11 +571,12 @@ def carry(x: Tensor, y: Tensor, move: Callable[[Tensor], Tensor]) -> None:
         y._spread = Lost(known.operation)
         return
     with quietly(x):
-        parts = [
-            None if z is None else z[(None,) * (x.dim() - z.dim())] for z in known
-        ]
+        parts = [None if z is None else z[(None,) * (x.dim() - z.dim())] for z in known]
         y._spread = Spread(
-            *(None if z is None else move(z.expand(x.shape[:1] + z.shape[1:])) for z in parts)
+            *(
+                None if z is None else move(z.expand(x.shape[:1] + z.shape[1:]))
+                for z in parts
+            )
         )
 
 

@@ -460,7 +460,9 @@ class _Tracked:
     @torch.compiler.disable
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         plain = partial(self.plain, *args, **kwargs)
-        return plain() if self.tracker is None else self.tracker.forward(self.model, plain)
+        return (
+            plain() if self.tracker is None else self.tracker.forward(self.model, plain)
+        )
 
     def remove(self) -> None:
         """Gives the model its forward back, or passes on if that has been wrapped."""

@@ -148,7 +148,9 @@ def test_exact(mode, wrap, where):
 
 @every_place
 def test_exact_one_sample_after_the_other(where):
-    check("scan", True, dpformer(), sequences(), square_loss, some_shares(), where=where)
+    check(
+        "scan", True, dpformer(), sequences(), square_loss, some_shares(), where=where
+    )
 
 
 class Splitting(nn.Module):

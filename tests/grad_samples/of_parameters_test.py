@@ -183,15 +183,15 @@ def test_parts_of_a_batch(mode):
     class Model(nn.Module):
         def __init__(self):
             super().__init__()
-            self.conv = nn.Conv1d(2, 2, 5, groups=2, bias=False)
+            self.conv = nn.Conv2d(2, 2, (65, 1), padding=(32, 0), groups=2, bias=False)
             self.fc = nn.Linear(2, 3)
 
         def forward(self, x):
             signs = [bool(row.sum() > 0) for row in x]
-            scale = torch.tensor(signs).to(x)[:, None, None] + 1
-            return self.fc((scale * self.conv(x)).transpose(1, 2))
+            scale = torch.tensor(signs).to(x)[:, None, None, None] + 1
+            return self.fc((scale * self.conv(x)).transpose(1, 3))
 
-    x = torch.randn(5, 2, 12).double()
+    x = torch.randn(5, 2, 12, 8).double()
     x[:3] = x[:3].abs()
     x[3:] = -x[3:].abs()
     check(mode, True, Model().double(), x, square_loss)
