@@ -258,7 +258,7 @@ def steps(run: Run, func: Callable, *args: Any, **kwargs: Any) -> T:
     return func(*args, **kwargs)
 
 
-@handles(T.new_zeros, T.new_ones, T.new_empty)
+@handles(T.new_zeros, T.new_ones, T.new_empty, T.narrow, torch.narrow)
 def sized(run: Run, func: Callable, x: T, *args: Any, **kwargs: Any) -> T:
     """A shape that samples give."""
     args, kwargs = map_tensors(lambda x: int(run.agree(x)), (args, kwargs))
