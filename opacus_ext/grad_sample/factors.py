@@ -30,6 +30,7 @@ import torch
 _WORKSPACE = 64 * 2**20
 _CACHE = 2**22  # bytes worked on at a time by a CPU
 _LARGE = 128  # rows of a group that is a product of its own
+_FEW_ROWS = 8  # of a group, below which groups are better taken together
 _FEW = 2**23  # multiply-adds that take no longer than sorting rows by sample
 
 
@@ -668,6 +669,9 @@ class GradSample:
         places, size = _segments(term)
         if _few(term, len(places)):
             return _square_of_few(term, places, size)
+        runs = _runs(places)
+        if runs is not None and len(term.dense) == 2 and places.device.type == "cpu":
+            return _square_of_runs(term, *runs, size)
         norm = torch.zeros(self.batch_size, dtype=_dtype(term))
         norm = norm.to(term.dense[0].device)
         for keys, rows in _groups(term):
@@ -861,6 +865,34 @@ def _square_of_few(term: _Term, places: torch.Tensor, size: int) -> torch.Tensor
     return norm.index_add_(0, places // size, product).clamp_(min=0)
 
 
+def _runs(places: torch.Tensor) -> Optional[Tuple[torch.Tensor, torch.Tensor]]:
+    """
+    Of rows that lie together by place the places and how many rows each has; None of
+    others, and of many places.
+    """
+    keys, counts = places.unique_consecutive(return_counts=True)
+    if len(places) < _FEW_ROWS * len(keys) or len(keys.unique()) < len(keys):
+        return None
+    return keys, counts
+
+
+def _square_of_runs(
+    term: _Term, keys: torch.Tensor, counts: torch.Tensor, size: int
+) -> torch.Tensor:
+    """Two dense factors, their rows together by place: no copies of them."""
+    left, right = (f.flatten(0, 1).to(_dtype(term)) for f in term.dense)
+    numel = left.shape[1] * right.shape[1]
+    found = []
+    for u, v in zip(left.split(counts.tolist()), right.split(counts.tolist())):
+        if len(u) * (left.shape[1] + right.shape[1]) < 2 * numel:
+            found.append(torch.dot((u @ u.mT).flatten(), (v @ v.mT).flatten()))
+        else:
+            whole = (u.mT @ v).flatten()
+            found.append(torch.dot(whole, whole))
+    norm = left.new_zeros(term.batch_size)
+    return norm.index_add_(0, keys // size, torch.stack(found)).clamp_(min=0)
+
+
 def _inner(u: _Term, v: _Term) -> torch.Tensor:
     """``sum_{t,t'} prod_k <u_k[t], v_k[t']>``, in chunks of t under the workspace."""
     if u.widths != v.widths:
@@ -926,7 +958,11 @@ def _groups(term: _Term) -> Iterator[Tuple[torch.Tensor, _Term]]:
     sorted_, order = index.sort(stable=True)
     keys, counts = torch.unique_consecutive(sorted_, return_counts=True)
     if len(order) >= _LARGE * len(keys):
-        dense = [f.flatten(0, 1).index_select(0, order) for f in term.dense]
+        dense = [f.flatten(0, 1) for f in term.dense]
+        if _runs(index) is None:
+            dense = [f.index_select(0, order) for f in dense]
+        else:
+            keys, counts = index.unique_consecutive(return_counts=True)
         parts = zip(*(f.split(counts.tolist()) for f in dense))
         for key, part in zip(keys.split(1), parts):
             yield key, _Term(tuple(f[None] for f in part))
@@ -994,7 +1030,12 @@ def _add_outer(
         width = math.prod(f.shape[2] for f in term.dense)
         table = places.new_zeros(batch_size * size, width, dtype=dtype)
         for keys, rows in _groups(term):
-            table[keys] = _add_outer(None, rows, dtype)
+            if len(keys) == 1 and len(rows.dense) == 2:
+                left, right = (f[0].to(dtype) for f in rows.dense)
+                place = table[int(keys)].view(left.shape[1], -1)
+                torch.mm(left.mT, right, out=place)
+            else:
+                table[keys] = _add_outer(None, rows, dtype)
     if not leading:
         # Axes back from (one-hot axes, dense axes) to the parameter's order.
         order = sorted(

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from opacus_ext.grad_sample.samplewise.functorch import is_batched
 from opacus_ext.grad_sample.samplewise.run import Run, handles
+from opacus_ext.grad_sample.samplewise.walk import map_tensors
 
 T = torch.Tensor
 
@@ -247,3 +248,18 @@ def _captured(run: Run, x: T) -> T:
     if inner is not torch._C._functorch.get_unwrapped(x):
         raise NotImplementedError("a hook on an activation whose samples come later")
     return inner
+
+
+@handles(torch.arange, torch.linspace)
+def steps(run: Run, func: Callable, *args: Any, **kwargs: Any) -> T:
+    """Where they begin and end decides the shape."""
+
+    args, kwargs = map_tensors(lambda x: run.agree(x).item(), (args, kwargs))
+    return func(*args, **kwargs)
+
+
+@handles(T.new_zeros, T.new_ones, T.new_empty, T.narrow, torch.narrow)
+def sized(run: Run, func: Callable, x: T, *args: Any, **kwargs: Any) -> T:
+    """A shape that samples give."""
+    args, kwargs = map_tensors(lambda x: int(run.agree(x)), (args, kwargs))
+    return run.call(func, x, *args, **kwargs)
