@@ -218,7 +218,9 @@ def one_by_one(experts: Iterable[nn.Module]) -> Experts:
 
 
 @as_op
-def send(x: torch.Tensor, index: torch.Tensor, size: int, experts: Experts) -> torch.Tensor:
+def send(
+    x: torch.Tensor, index: torch.Tensor, size: int, experts: Experts
+) -> torch.Tensor:
     """
     Every row through its expert, which takes each by itself.
 
@@ -342,9 +344,7 @@ def _padded(
 # -- layers of transformers ----------------------------------------------------------
 
 
-def stacked_experts(
-    layer: nn.Module, x: torch.Tensor, routes: Routes
-) -> torch.Tensor:
+def stacked_experts(layer: nn.Module, x: torch.Tensor, routes: Routes) -> torch.Tensor:
     """
     What experts that follow the experts interface of transformers 5 make of rows.
 
@@ -374,7 +374,9 @@ def stacked_experts(
     return layer.post_expert_norm(y) if normed else y
 
 
-def weighted(y: torch.Tensor, weights: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+def weighted(
+    y: torch.Tensor, weights: torch.Tensor, like: torch.Tensor
+) -> torch.Tensor:
     """
     Args:
         y: what experts gave, ``[tokens, choices, width]``
@@ -478,9 +480,10 @@ def is_experts(layer: nn.Module) -> bool:
     if all(hasattr(layer, mark) for mark in _MARKS):
         return True
     own = {n: p for n, p in layer._parameters.items() if p is not None}
-    stacked = set(own) == {"gate_up_proj", "down_proj"} and len(
-        {len(p) if p.dim() == 3 else None for p in own.values()} - {None}
-    ) == 1
+    stacked = (
+        set(own) == {"gate_up_proj", "down_proj"}
+        and len({len(p) if p.dim() == 3 else None for p in own.values()} - {None}) == 1
+    )
     known = type(layer).__module__.startswith("transformers.models.")
     gates = hasattr(layer, "_apply_gate") or (known and hasattr(layer, "act_fn"))
     return stacked and gates and _takes(layer) == _INTERFACE

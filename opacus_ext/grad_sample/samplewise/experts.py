@@ -1,4 +1,4 @@
-"""Experts in a run of samples: on the whole batch, with the sample of each row known."""
+"""Experts in a run of samples: on whole batches, with the sample of each row known."""
 
 from __future__ import annotations
 
