@@ -203,7 +203,7 @@ def test_grad_scaler(mode, wrap):
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
 @pytest.mark.parametrize("clipping", ["flat", "automatic", "per_layer"])
 def test_not_finite(mode, wrap, bad, clipping):
-    """One sample's would have poisoned all parameters; the next step goes on."""
+    """One sample's would have poisoned all parameters: it adds nothing."""
     model, batch = net(), batch_of()
     poison = torch.zeros(4)
     poison[2] = bad
@@ -212,11 +212,29 @@ def test_not_finite(mode, wrap, bad, clipping):
         x, poison = batch
         return square_loss(model, x) * (1 + poison)
 
-    before = copy.deepcopy(model.state_dict())
     c = [1.0] * len(trainable(model)) if clipping == "per_layer" else 1.0
+    grads = oracle(model, (batch, torch.zeros(4)), loss_fn)
+    good = {n: g[[0, 1, 3]] for n, g in grads.items()}
+    expected = clipped_sum(good, clipping, c)
+    before = {n: p.detach().clone() for n, p in trainable(model).items()}
     private = make_private(
         *(model, mode, wrap), batch_size=4, clipping=clipping, max_grad_norm=c
     )
+    with pytest.warns(RuntimeWarning, match="not finite"):
+        private.step((batch, poison), loss_fn)
+    got = {n: (before[n] - p.detach()) * 4 for n, p in trainable(model).items()}
+    assert_same(got, expected)
+
+
+@every_mode
+def test_not_finite_may_raise(mode):
+    """As an exception that depends on one person's data: nothing is changed."""
+    model, batch = net(), batch_of()
+    poison = torch.zeros(4)
+    poison[2] = math.inf
+    loss_fn = lambda m, b: square_loss(m, b[0]) * (1 + b[1])  # noqa: E731
+    before = copy.deepcopy(model.state_dict())
+    private = make_private(model, mode, batch_size=4, on_nonfinite="raise")
     with pytest.raises(RuntimeError, match="sample 2 .* not finite"):
         private.step((batch, poison), loss_fn)
     for name, x in model.state_dict().items():

@@ -258,13 +258,26 @@ def _departures(losses: torch.Tensor) -> Iterator[Tuple[GradientEdge, Any, Any]]
             todo += [parent for parent, _ in node.next_functions]
 
 
+def _weights(losses: torch.Tensor, powers: int) -> torch.Tensor:
+    """
+    One for each sample, by which multiplication is exact.
+
+    Args:
+        powers: of two; one in half precision, where what vanishes for one power does
+            not for another
+    """
+    generator = torch.Generator().manual_seed(len(losses))
+    draw = torch.randint(0, 2 * powers, losses.shape, generator=generator)
+    return (2.0 ** (draw // 2) * (1 - 2 * (draw % 2))).to(losses)
+
+
 def _refuse_mixing(losses: torch.Tensor) -> None:
     """The loss of each sample must depend on what the model gave for it alone."""
     found = list(_departures(losses)) if losses.dim() == 1 else []
     if not found:
         return
-    generator = torch.Generator().manual_seed(len(losses))
-    weights = torch.randn(len(losses), generator=generator).to(losses)
+    half = any(getattr(run, "half", False) for _, run, _ in found)
+    weights = _weights(losses, 1 if half else 8)
     edges = [edge for edge, _, _ in found]
     plain, weighted = (
         torch.autograd.grad([losses], edges, [w], retain_graph=True, allow_unused=True)
