@@ -76,14 +76,15 @@ def oracle(model, batch, loss_fn, batched=None):
         # backward, as autograd.grad refuses reentrant activation checkpointing
         loss.backward()
         rows.append(
-            [
-                torch.zeros_like(p) if p.grad is None else p.grad.to_dense()
-                for p in trainable(alone).values()
-            ]
+            {
+                name: torch.zeros_like(p) if p.grad is None else p.grad.to_dense()
+                for name, p in trainable(alone).items()
+            }
         )
     if not rows:
         return {name: p.new_zeros(0, *p.shape) for name, p in trainable(model).items()}
-    return {n: torch.stack(gs) for n, gs in zip(trainable(model), zip(*rows))}
+    # By name: a forward may take parameters out of a module, and put them back.
+    return {n: torch.stack([row[n] for row in rows]) for n in trainable(model)}
 
 
 def norms_of(grads):

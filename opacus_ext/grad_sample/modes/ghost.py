@@ -21,6 +21,7 @@ from opacus_ext.grad_sample.modes.common import (
     one_size,
 )
 from opacus_ext.grad_sample.parallel import spread_over
+from opacus_ext.grad_sample.samplewise.gather import leaves_of
 from opacus_ext.grad_sample.samplewise.run import Refused
 from opacus_ext.grad_sample.samplewise.scan import ScanRun
 from opacus_ext.optimizers.clipping import (
@@ -382,19 +383,17 @@ class _Step:
                 continue
             if root.tensor in total:
                 total[root.tensor] += grad
-            elif id(root.tensor) not in engine.params:
+            elif id(root.tensor) not in engine.params and root.edge is not None:
                 rest.append((root, grad))
         if rest:
+            edges = [root.edge for root, _ in rest]
+            leaves = leaves_of(edges, engine.params)
             with engine.own_backward():
                 grads = torch.autograd.grad(
-                    [root.edge for root, _ in rest],
-                    self.params,
-                    [grad for _, grad in rest],
-                    allow_unused=True,
+                    edges, [edge for _, edge in leaves], [grad for _, grad in rest]
                 )
-            for p, grad in zip(self.params, grads):
-                if grad is not None:
-                    total[p] += grad
+            for (p, _), grad in zip(leaves, grads):
+                total[p] += grad
         finite = [g.isfinite().all() for g in total.values()]
         if finite and not torch.stack(finite).all():
             raise Refused(

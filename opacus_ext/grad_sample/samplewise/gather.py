@@ -12,6 +12,7 @@ from typing import Dict, List, NamedTuple, Optional, Sequence, Set, Tuple
 import torch
 from torch import nn
 from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import GradientEdge
 from torch.nn import functional as F
 
 from opacus_ext.grad_sample.factors import Factor, GradSample, OneHot
@@ -192,20 +193,40 @@ class RunGradients:
                 size = sample.batch_size
                 self.add(use, grads, [x.expand(size, *x.shape) for x in saved])
                 continue
-            params = list(self._params.values())
+            if root.edge is None:  # a leaf that the forward has made
+                continue
+            leaves = leaves_of([root.edge], self._params)
             found = torch.autograd.grad(
                 [root.edge],
-                params,
+                [edge for _, edge in leaves],
                 [grads],
                 is_grads_batched=True,
                 retain_graph=True,
-                allow_unused=True,
             )
-            for p, g in zip(params, found):
-                if g is not None:
-                    if id(p) not in self.samples:
-                        self.samples[id(p)] = GradSample(p.shape, len(g))
-                    self.samples[id(p)].add(g.reshape(len(g), 1, -1))
+            for (p, _), g in zip(leaves, found):
+                if id(p) not in self.samples:
+                    self.samples[id(p)] = GradSample(p.shape, len(g))
+                self.samples[id(p)].add(g.reshape(len(g), 1, -1))
+
+
+def leaves_of(
+    edges: Sequence[GradientEdge], params: Dict[int, nn.Parameter]
+) -> List[Tuple[nn.Parameter, GradientEdge]]:
+    """
+    Where graphs end in parameters. One may have several ends: a forward that takes it
+    out of its module and puts it back (torch.nn.utils.parametrize) may give it another.
+    """
+    found, seen, todo = [], set(), [edge.node for edge in edges]
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        p = getattr(node, "variable", None)
+        if p is not None and id(p) in params:
+            found.append((params[id(p)], GradientEdge(node, 0)))
+        todo += [parent for parent, _ in node.next_functions]
+    return found
 
 
 def _made_of(root: Root) -> Set[int]:

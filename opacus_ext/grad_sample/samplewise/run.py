@@ -377,6 +377,7 @@ class Run(TorchFunctionMode):
                 found = Root(tensor, False)
             self.roots[id(tensor)] = found
             if tensor.is_leaf:
+                self._refuse_unknown(tensor)
                 return found
             key = id(tensor), tensor._version
             same = self._same.get(key)
@@ -386,6 +387,14 @@ class Run(TorchFunctionMode):
             if recipe is not None and recipe[0] is tensor:
                 found.recipe = self._recipe(recipe[1], tensor)
         return found
+
+    def _refuse_unknown(self, leaf: torch.Tensor) -> None:
+        if isinstance(leaf, nn.Parameter) and id(leaf) not in self.engine.params:
+            raise Refused(
+                f"{self.engine.describe()}: uses a trainable parameter of shape "
+                f"{tuple(leaf.shape)} that the model did not have at make_private. Add "
+                "adapters and layers before make_private."
+            )
 
     def _recipe(self, op: Op, made: torch.Tensor) -> Tuple[Use, List[torch.Tensor]]:
         roots = self._roots_of(op)
