@@ -27,6 +27,9 @@ MODES = ("hooks", "ghost", "ghost_bk")
 CLIPPINGS = ("flat", "automatic", "normalised", "per_layer")
 
 every_mode = pytest.mark.parametrize("mode", MODES)
+# Layers are tested in two modes, wrapped; all modes, wrapped and not, in modes_test.py.
+layer_modes = pytest.mark.parametrize("mode", ("hooks", "ghost_bk"))
+wrapped = pytest.mark.parametrize("wrap", [True], ids=["wrap"])
 every_clipping = pytest.mark.parametrize("clipping", CLIPPINGS)
 wrapped_or_not = pytest.mark.parametrize("wrap", [True, False], ids=["wrap", "nowrap"])
 

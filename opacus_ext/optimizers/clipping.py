@@ -91,7 +91,7 @@ def clipping_factors(
 
 
 def not_finite(
-    norms: Union[torch.Tensor, List[torch.Tensor]]
+    norms: Union[torch.Tensor, List[torch.Tensor]],
 ) -> Optional[torch.Tensor]:
     """
     Args:

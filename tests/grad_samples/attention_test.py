@@ -23,15 +23,15 @@ from tests.common import (
     assert_same,
     check,
     clipped_sum,
-    every_mode,
     half_clipped,
+    layer_modes,
     make_private,
     norms_of,
     oracle,
     run_mode,
     square_loss,
     squares,
-    wrapped_or_not,
+    wrapped,
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore:Support for mismatched")
@@ -173,8 +173,8 @@ def freeze_some(data, model):
         next(model.parameters()).requires_grad = True
 
 
-@every_mode
-@wrapped_or_not
+@layer_modes
+@wrapped
 @given(N=st.integers(0, 4), configuration=configurations(), data=st.data())
 def test_attention(mode, wrap, N, configuration, data):
     model, batch, mask = build(configuration, N)
@@ -182,7 +182,7 @@ def test_attention(mode, wrap, N, configuration, data):
     check(mode, wrap, model, batch, attend_loss(mask))
 
 
-@every_mode
+@layer_modes
 @pytest.mark.parametrize("B, T", [(4, 4), (4, 3)])
 def test_mask_of_each_sample_that_is_trained(mode, B, T):
     """Computed from the sample: the gradient goes through the mask."""
@@ -202,7 +202,7 @@ def test_mask_of_each_sample_that_is_trained(mode, B, T):
     check(mode, True, Model().double(), torch.randn(B, T, 4).double(), square_loss)
 
 
-@every_mode
+@layer_modes
 def test_positions_as_queries(mode):
     """Queries without a sample, ``[T, d]`` expanded to the batch (as in DETR)."""
 
@@ -223,7 +223,7 @@ def test_positions_as_queries(mode):
         check(mode, True, Model(T).double(), x, square_loss)
 
 
-@every_mode
+@layer_modes
 @pytest.mark.parametrize("table", ["embedding", "buffer"])
 @pytest.mark.parametrize("B, T", [(4, 4), (1, 3)])
 def test_of_constants(mode, table, B, T):
@@ -249,7 +249,7 @@ def test_of_constants(mode, table, B, T):
     check(mode, True, Model().double(), x, square_loss)
 
 
-@every_mode
+@layer_modes
 def test_samples_attend_to_each_other(mode):
     """``[B, d]`` is one unbatched sequence: refused."""
     model = nn.MultiheadAttention(4, 2).double()
@@ -262,7 +262,7 @@ def test_samples_attend_to_each_other(mode):
         run_mode(mode, True, model, x, loss_fn)
 
 
-@every_mode
+@layer_modes
 @pytest.mark.parametrize("B, k", [(4, 4), (1, 3)])
 def test_flattened(mode, B, k):
     """Windows of an image, ``[B * k, T, d]``."""
@@ -283,7 +283,7 @@ def test_flattened(mode, B, k):
     check(mode, True, Model().double(), x, square_loss)
 
 
-@every_mode
+@layer_modes
 @pytest.mark.parametrize("norm_first", [True, False])
 @pytest.mark.parametrize("bias", [True, False])
 def test_encoder_with_masks(mode, norm_first, bias):
@@ -304,8 +304,8 @@ def test_encoder_with_masks(mode, norm_first, bias):
     check(mode, True, model, (x, padding.bool()), loss_fn)
 
 
-@every_mode
-@wrapped_or_not
+@layer_modes
+@wrapped
 @pytest.mark.parametrize("norm_first", [True, False])
 @pytest.mark.parametrize("S, T", [(5, 3), (4, 5)])
 def test_decoder_layer(mode, wrap, norm_first, S, T):
@@ -350,7 +350,7 @@ class Seq2Seq(nn.Module):
         return self.head(y if self.batch_first else y.transpose(0, 1))
 
 
-@every_mode
+@layer_modes
 @pytest.mark.parametrize("batch_first", [True, False])
 @pytest.mark.parametrize("B, S, T", [(4, 4, 4), (3, 5, 2)])
 def test_transformer(mode, batch_first, B, S, T):
@@ -362,7 +362,7 @@ def test_transformer(mode, batch_first, B, S, T):
     check(mode, True, model, (source, target), square_loss)
 
 
-@every_mode
+@layer_modes
 def test_model_that_takes_time_first(mode):
     """``make_private(batch_first=False)`` and layers as torch has them by default."""
     model = nn.TransformerEncoderLayer(4, 2, 6, 0.0).double()
@@ -413,8 +413,8 @@ def test_other_modes_refuse_it(mode, wrap):
     assert "forward" not in vars(model.self_attn)
 
 
-@every_mode
-@wrapped_or_not
+@layer_modes
+@wrapped
 @pytest.mark.parametrize("separate", [False, True], ids=["packed", "separate"])
 def test_bf16_autocast(mode, wrap, separate):
     """Against the oracle under the same autocast, within bf16's resolution."""

@@ -7,9 +7,9 @@ from torch.nn import functional as F
 
 from tests.common import (
     check,
-    every_mode,
+    layer_modes,
     square_loss,
-    wrapped_or_not,
+    wrapped,
 )
 
 D, H, W = 4, 2, 3  # width, heads, rows of a window
@@ -210,15 +210,15 @@ MODELS = {
 }
 
 
-@every_mode
-@wrapped_or_not
+@layer_modes
+@wrapped
 @pytest.mark.parametrize("name", MODELS)
 def test_exact(mode, wrap, name):
     torch.manual_seed(0)
     check(mode, wrap, MODELS[name]().double(), rows(4, 6), square_loss)
 
 
-@every_mode
+@layer_modes
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("B, T", [(1, 6), (2, 3), (3, 3), (6, 6), (5, 3)])
 def test_coincidences(mode, name, B, T):
@@ -227,8 +227,8 @@ def test_coincidences(mode, name, B, T):
     check(mode, True, MODELS[name]().double(), rows(B, T), square_loss)
 
 
-@every_mode
-@wrapped_or_not
+@layer_modes
+@wrapped
 @pytest.mark.parametrize("B, T", [(3, 5), (4, 4), (1, 4)])
 def test_in_place_on_frozen(mode, wrap, B, T):
     torch.manual_seed(0)
@@ -236,7 +236,7 @@ def test_in_place_on_frozen(mode, wrap, B, T):
     check(mode, wrap, AddedInPlace().double(), ids, square_loss)
 
 
-@every_mode
+@layer_modes
 def test_changed_in_place_later(mode):
     ids = torch.randint(0, 9, (3, 5))
     check(mode, True, ChangedLater().double(), ids, square_loss)
@@ -294,7 +294,7 @@ class Along(nn.Module):
         return (self.words(ids) + self.after(places)).tanh()
 
 
-@every_mode
+@layer_modes
 @pytest.mark.parametrize("after", AFTER)
 @pytest.mark.parametrize("inner", [Root, Times, nn.LayerNorm])
 @pytest.mark.parametrize("B, T", [(3, 5), (4, 4)])
@@ -306,7 +306,7 @@ def test_the_model_sees_no_other_shape(mode, inner, after, B, T):
     check(mode, True, model, ids, square_loss)
 
 
-@every_mode
+@layer_modes
 @pytest.mark.parametrize("inner", [Softmax, Dropped])
 def test_dims_counted_in_a_layer(mode, inner):
     torch.manual_seed(0)
@@ -321,7 +321,7 @@ class Einsum(Along):
         return torch.einsum("td,btd->btd", places, self.words(ids))
 
 
-@every_mode
+@layer_modes
 def test_einsum(mode):
     model = Einsum(nn.Identity(), None).double()
     check(mode, True, model, torch.randint(0, 9, (3, 5)), square_loss)

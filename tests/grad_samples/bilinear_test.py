@@ -9,15 +9,15 @@ from torch import nn
 from opacus_ext import workspace
 from tests.common import (
     check,
-    every_mode,
     exact_or_refused,
+    layer_modes,
     square_loss,
-    wrapped_or_not,
+    wrapped,
 )
 
 
-@every_mode
-@wrapped_or_not
+@layer_modes
+@wrapped
 @given(
     N=st.integers(0, 4),
     inner=st.lists(st.integers(1, 4), max_size=2),
@@ -51,7 +51,7 @@ class Pairs(nn.Module):
         return first
 
 
-@every_mode
+@layer_modes
 @pytest.mark.parametrize("times", [1, 2])
 @pytest.mark.parametrize("flatten", [False, True])
 @pytest.mark.parametrize("B, T", [(4, 3), (4, 4), (1, 3), (3, 1)])
@@ -60,7 +60,7 @@ def test_inside(mode, flatten, times, B, T):
     check(mode, True, model, torch.randn(B, T, 3).double(), square_loss)
 
 
-@every_mode
+@layer_modes
 @pytest.mark.parametrize("frozen", ["weight", "bias", "both"])
 def test_frozen(mode, frozen):
     model = Pairs(times=2).double()
@@ -69,7 +69,7 @@ def test_frozen(mode, frozen):
     check(mode, True, model, torch.randn(4, 3, 3).double(), square_loss)
 
 
-@every_mode
+@layer_modes
 @pytest.mark.parametrize("T", [1, 3, 30])
 def test_long(mode, T):
     """T on both sides of where Grams are cheaper; in blocks and at once."""
@@ -83,7 +83,7 @@ def test_long(mode, T):
         workspace(before)
 
 
-@every_mode
+@layer_modes
 def test_same_input_twice(mode):
     """A quadratic form."""
 
@@ -99,7 +99,7 @@ def test_same_input_twice(mode):
     check(mode, True, Model().double(), torch.randn(4, 2, 3).double(), square_loss)
 
 
-@every_mode
+@layer_modes
 @pytest.mark.parametrize("T", [3, 4])
 def test_second_input_the_same_for_all_samples(mode, T):
     """A table of positions, expanded to the batch."""
@@ -117,7 +117,7 @@ def test_second_input_the_same_for_all_samples(mode, T):
     exact_or_refused(mode, True, Model().double(), x, square_loss, ["positions"])
 
 
-@every_mode
+@layer_modes
 def test_samples_in_pairs(mode):
     """A sample with its neighbour: no gradient belongs to one sample."""
 
@@ -140,7 +140,7 @@ def test_samples_in_pairs(mode):
         raise AssertionError("pairs of samples were taken for samples")
 
 
-@every_mode
+@layer_modes
 def test_float32(mode):
     x = torch.randn(5, 4, 3)
     check(mode, True, Pairs(times=2), x, square_loss, tolerance=1e-4)

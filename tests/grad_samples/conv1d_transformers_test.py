@@ -5,13 +5,13 @@ import pytest
 import torch
 from hypothesis import given
 
-from tests.common import check, every_mode, square_loss, wrapped_or_not
+from tests.common import check, layer_modes, square_loss, wrapped
 
 Conv1D = pytest.importorskip("transformers.pytorch_utils").Conv1D
 
 
-@every_mode
-@wrapped_or_not
+@layer_modes
+@wrapped
 @given(
     N=st.integers(0, 4),
     inner=st.lists(st.integers(1, 4), max_size=2),
@@ -23,7 +23,7 @@ def test_conv1d(mode, wrap, N, inner, W, out):
     check(mode, wrap, model, torch.randn(N, *inner, W).double(), square_loss)
 
 
-@every_mode
+@layer_modes
 def test_frozen_bias(mode):
     model = Conv1D(3, 4).double()
     model.bias.requires_grad = False

@@ -17,16 +17,16 @@ from tests.common import (
     assert_same,
     check,
     clipped_sum,
-    every_mode,
     exact_or_refused,
     half_clipped,
+    layer_modes,
     make_private,
     norms_of,
     oracle,
     run_mode,
     square_loss,
     squares,
-    wrapped_or_not,
+    wrapped,
 )
 
 CONV = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
@@ -91,8 +91,8 @@ def transposed_convs(draw, dims):
     return kwargs, tuple(space)
 
 
-@every_mode
-@wrapped_or_not
+@layer_modes
+@wrapped
 @pytest.mark.parametrize("dims", CONV)
 @given(N=st.integers(0, 4), data=st.data())
 def test_conv(mode, wrap, dims, N, data):
@@ -102,7 +102,7 @@ def test_conv(mode, wrap, dims, N, data):
     check(mode, wrap, model, x, square_loss)
 
 
-@every_mode
+@layer_modes
 @pytest.mark.parametrize("padding_mode", ["zeros", "reflect", "replicate", "circular"])
 @pytest.mark.parametrize("padding", [0, 1, (2, 1), "same", "valid"])
 def test_conv_settings(mode, padding, padding_mode):
@@ -119,7 +119,7 @@ def test_conv_settings(mode, padding, padding_mode):
         check(mode, True, model.double(), x, square_loss)
 
 
-@every_mode
+@layer_modes
 @pytest.mark.parametrize("kernel_size", [1, 2, 3])
 def test_conv_transpose_settings(mode, kernel_size):
     for groups, stride, dilation, padding, more in itertools.product(
@@ -134,8 +134,8 @@ def test_conv_transpose_settings(mode, kernel_size):
         check(mode, True, model.double(), torch.randn(3, 4, 3).double(), square_loss)
 
 
-@every_mode
-@wrapped_or_not
+@layer_modes
+@wrapped
 @pytest.mark.parametrize("dims", TRANSPOSED)
 @given(N=st.integers(0, 4), data=st.data())
 def test_conv_transpose(mode, wrap, dims, N, data):
@@ -145,7 +145,7 @@ def test_conv_transpose(mode, wrap, dims, N, data):
     check(mode, wrap, model, x, square_loss)
 
 
-@every_mode
+@layer_modes
 @given(N=st.integers(0, 4), channels=st.integers(1, 4), multiplier=st.integers(1, 2))
 def test_depthwise_separable(mode, N, channels, multiplier):
     wide = channels * multiplier
@@ -157,7 +157,7 @@ def test_depthwise_separable(mode, N, channels, multiplier):
     check(mode, True, model, torch.randn(N, channels, 4, 3).double(), square_loss)
 
 
-@every_mode
+@layer_modes
 def test_output_size_given_at_the_call(mode):
     """``output_size`` sets the output padding of one call."""
 
@@ -189,8 +189,8 @@ class Twice(nn.Module):
         return self.conv(x[..., ::2]) + x[..., ::2]
 
 
-@every_mode
-@wrapped_or_not
+@layer_modes
+@wrapped
 @pytest.mark.parametrize("groups", [1, 2, 4])
 @pytest.mark.parametrize("cls", [nn.Conv1d, nn.Conv2d, nn.ConvTranspose1d])
 def test_twice(mode, wrap, cls, groups):
@@ -199,7 +199,7 @@ def test_twice(mode, wrap, cls, groups):
     check(mode, wrap, model, x, square_loss)
 
 
-@every_mode
+@layer_modes
 @pytest.mark.parametrize("groups", [1, 2])
 def test_weight_of_an_autoencoder(mode, groups):
     """Encoder and decoder share a weight; biases and strides are their own."""
@@ -219,7 +219,7 @@ def test_weight_of_an_autoencoder(mode, groups):
     check(mode, True, Model().double(), torch.randn(4, 2, 5, 7).double(), square_loss)
 
 
-@every_mode
+@layer_modes
 def test_one_weight_at_two_dilations(mode):
     class Model(nn.Module):
         def __init__(self):
@@ -234,7 +234,7 @@ def test_one_weight_at_two_dilations(mode):
     check(mode, True, Model().double(), torch.randn(4, 2, 6).double(), square_loss)
 
 
-@every_mode
+@layer_modes
 def test_one_weight_of_different_groups(mode):
     """Of one shape: ``[4, 4 / 2, k]`` and ``[4, 2, k]``."""
 
@@ -252,7 +252,7 @@ def test_one_weight_of_different_groups(mode):
     exact_or_refused(mode, True, Model().double(), x, square_loss, names)
 
 
-@every_mode
+@layer_modes
 @pytest.mark.parametrize("cls", [nn.Conv1d, nn.ConvTranspose1d])
 @pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("B, T", [(4, 4), (3, 5), (1, 3)])
@@ -290,8 +290,8 @@ class OnPatches(nn.Module):
         return self.head(rows.transpose(0, 1) if self.inner else rows)
 
 
-@every_mode
-@wrapped_or_not
+@layer_modes
+@wrapped
 @pytest.mark.parametrize("B, k", [(4, 3), (4, 4), (1, 3), (3, 1), (2, 4)])
 @pytest.mark.parametrize("inner", [False, True])
 def test_flattened(mode, wrap, B, k, inner):
@@ -301,21 +301,21 @@ def test_flattened(mode, wrap, B, k, inner):
     check(mode, wrap, model, torch.randn(B, k, 2, 4, 4).double(), square_loss)
 
 
-@every_mode
+@layer_modes
 @pytest.mark.parametrize("B, k", [(4, 3), (4, 4), (1, 3), (2, 4)])
 def test_flattened_from_the_start(mode, B, k):
     x = torch.randn(B, k, 2, 4, 4).double()
     exact_or_refused(mode, True, OnPatches().double(), x, square_loss, ["first"])
 
 
-@every_mode
+@layer_modes
 def test_batch_of_one_on_every_axis(mode):
     """B = C = T = 4: a shape tells nothing."""
     model = nn.Sequential(nn.Conv1d(4, 4, 1), nn.Tanh(), nn.Conv1d(4, 4, 1)).double()
     check(mode, True, model, torch.randn(4, 4, 4).double(), square_loss)
 
 
-@every_mode
+@layer_modes
 def test_sample_by_sample(mode):
     """Unbatched inputs ``[C, T]`` in a loop: exact, or refused."""
 
@@ -331,7 +331,7 @@ def test_sample_by_sample(mode):
     exact_or_refused(mode, True, Model().double(), x, square_loss, ["conv"])
 
 
-@every_mode
+@layer_modes
 def test_samples_as_channels(mode):
     """``[B, T]`` is an unbatched input of B channels: the samples mix."""
     model = nn.Conv1d(4, 4, 1).double()
@@ -343,8 +343,8 @@ def test_samples_as_channels(mode):
 # -- parameters ----------------------------------------------------------------------
 
 
-@every_mode
-@wrapped_or_not
+@layer_modes
+@wrapped
 @pytest.mark.parametrize("frozen", ["weight", "bias", "both"])
 @pytest.mark.parametrize("cls", [nn.Conv2d, nn.ConvTranspose2d])
 def test_frozen(mode, wrap, cls, frozen):
@@ -357,7 +357,7 @@ def test_frozen(mode, wrap, cls, frozen):
     check(mode, wrap, model, torch.randn(4, 2, 5, 4).double(), square_loss)
 
 
-@every_mode
+@layer_modes
 def test_input_needs_no_gradient(mode):
     """The stem is frozen, and the first trained layer meets constants."""
     model = nn.Sequential(nn.Conv1d(2, 3, 2), nn.Tanh(), nn.Conv1d(3, 2, 2)).double()
@@ -368,8 +368,8 @@ def test_input_needs_no_gradient(mode):
 # -- memory formats ------------------------------------------------------------------
 
 
-@every_mode
-@wrapped_or_not
+@layer_modes
+@wrapped
 @pytest.mark.parametrize("dims", [2, 3])
 @pytest.mark.parametrize("groups", [1, 2])
 def test_channels_last(mode, wrap, dims, groups):
@@ -386,7 +386,7 @@ def test_channels_last(mode, wrap, dims, groups):
     check(mode, wrap, model, x, square_loss)
 
 
-@every_mode
+@layer_modes
 def test_not_contiguous(mode):
     """Permuted, strided and expanded inputs, as for a vision transformer's stem."""
     model = nn.Sequential(nn.Conv2d(2, 3, 2), nn.Tanh(), nn.Conv2d(3, 2, 1)).double()
@@ -433,15 +433,15 @@ def deep():
     ).double()
 
 
-@every_mode
-@wrapped_or_not
+@layer_modes
+@wrapped
 @pytest.mark.parametrize("T", [4, 60])
 def test_norms_in_parts(mode, wrap, T, tiny_workspace, kept):
     check(mode, wrap, deep(), torch.randn(5, 2, T).double(), square_loss)
     assert not any(kept)
 
 
-@every_mode
+@layer_modes
 @pytest.mark.parametrize("shared", [False, True])
 def test_norms_in_parts_of_a_shared_convolution(mode, shared, tiny_workspace):
     model = Twice(nn.Conv2d, groups=2 if shared else 1).double()
@@ -479,7 +479,7 @@ def test_kept_memory_is_used_again():
 # -- numbers -------------------------------------------------------------------------
 
 
-@every_mode
+@layer_modes
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("dims", CONV)
 def test_norm_under_a_mean_loss(mode, dims, reduction):
@@ -519,15 +519,15 @@ def test_norm_under_a_mean_loss(mode, dims, reduction):
     assert float(alone) == pytest.approx(c, rel=1e-3)
 
 
-@every_mode
+@layer_modes
 def test_float32(mode):
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Tanh(), nn.Conv2d(8, 2, 2, groups=2))
     x = torch.randn(5, 3, 8, 8)
     check(mode, True, model, x, square_loss, tolerance=1e-4)
 
 
-@every_mode
-@wrapped_or_not
+@layer_modes
+@wrapped
 def test_bf16_autocast(mode, wrap):
     """Against the oracle under the same autocast, within bf16's resolution."""
     model = nn.Sequential(
@@ -554,7 +554,7 @@ def test_bf16_autocast(mode, wrap):
     assert difference <= 0.02 * norms_of({n: e[None] for n, e in expected.items()})
 
 
-@every_mode
+@layer_modes
 @pytest.mark.parametrize("what", ["output", "relu", "input"])
 def test_changed_in_place(mode, what):
     class Model(nn.Module):

@@ -4,11 +4,11 @@ import torch
 from hypothesis import given
 from torch import nn
 
-from tests.common import check, every_mode, square_loss, wrapped_or_not
+from tests.common import check, layer_modes, square_loss, wrapped
 
 
-@every_mode
-@wrapped_or_not
+@layer_modes
+@wrapped
 @given(
     N=st.integers(0, 4),
     inner=st.lists(st.integers(1, 4), max_size=3),
@@ -21,8 +21,8 @@ def test_embedding(mode, wrap, N, inner, V, d):
     check(mode, wrap, model, torch.randint(0, V, (N, *inner)), square_loss)
 
 
-@every_mode
-@wrapped_or_not
+@layer_modes
+@wrapped
 @pytest.mark.parametrize("padding_idx", [0, 3, -1])
 def test_padding_idx(mode, wrap, padding_idx):
     """The padding row gets no gradient, also from a sample that is all padding.
@@ -40,7 +40,7 @@ def test_padding_idx(mode, wrap, padding_idx):
     check(mode, wrap, model, ids, square_loss)
 
 
-@every_mode
+@layer_modes
 def test_repeated_ids(mode):
     """<one-hot, one-hot> sums over pairs of positions, not positions."""
     model = nn.Embedding(4, 3).double()
@@ -48,19 +48,19 @@ def test_repeated_ids(mode):
     check(mode, True, model, ids, square_loss)
 
 
-@every_mode
+@layer_modes
 def test_non_contiguous_ids(mode):
     model = nn.Embedding(9, 3).double()
     check(mode, True, model, torch.randint(0, 9, (6, 4)).t(), square_loss)
 
 
-@every_mode
+@layer_modes
 def test_int32_ids(mode):
     model = nn.Embedding(9, 3).double()
     check(mode, True, model, torch.randint(0, 9, (4, 6)).int(), square_loss)
 
 
-@every_mode
+@layer_modes
 def test_long_sequence(mode):
     """T large beside V and d, where a [T, T] table is not worth its memory."""
     model = nn.Embedding(11, 2).double()
@@ -88,7 +88,7 @@ class Bag(nn.Module):
         return self.bag(ids.flatten(), offsets, weights).view(B, -1)
 
 
-@every_mode
+@layer_modes
 @pytest.mark.parametrize("offsets", [True, False])
 @pytest.mark.parametrize(
     "kwargs",
@@ -107,7 +107,7 @@ def test_bags(mode, offsets, kwargs):
     check(mode, True, Bag(offsets, **kwargs).double(), batch, square_loss)
 
 
-@every_mode
+@layer_modes
 def test_bags_of_other_lengths_in_each_sample(mode):
     class Model(nn.Module):
         def __init__(self):

@@ -9,10 +9,10 @@ from opacus_ext.layers import Experts, balancing_loss
 from tests.common import (
     check,
     every_batching,
-    every_mode,
+    layer_modes,
     next_token_loss,
     square_loss,
-    wrapped_or_not,
+    wrapped,
 )
 
 pytestmark = pytest.mark.usefixtures(every_batching.__name__)
@@ -34,8 +34,8 @@ class Model(nn.Module):
         return x + self.experts(flat, index, weights).view_as(x)
 
 
-@every_mode
-@wrapped_or_not
+@layer_modes
+@wrapped
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("B, T", [(4, 6), (5, 5), (1, 6), (6, 1), (0, 3), (3, 40)])
@@ -44,7 +44,7 @@ def test_exact(mode, wrap, gated, bias, B, T):
     check(mode, wrap, model, torch.randn(B, T, 3).double(), square_loss)
 
 
-@every_mode
+@layer_modes
 @pytest.mark.parametrize(
     "chosen",
     [
@@ -60,7 +60,7 @@ def test_loads(mode, chosen):
     check(mode, True, Model(1, bias=True).double(), batch, square_loss)
 
 
-@every_mode
+@layer_modes
 @pytest.mark.parametrize("frozen", ["router", "experts", "up", "down", "first"])
 def test_frozen(mode, frozen):
     model = Model(bias=True).double()
@@ -69,7 +69,7 @@ def test_frozen(mode, frozen):
     check(mode, True, model, torch.randn(4, 6, 3).double(), square_loss)
 
 
-@every_mode
+@layer_modes
 def test_experts_used_twice(mode):
     class Twice(Model):
         def forward(self, x):
@@ -120,7 +120,7 @@ def causal_loss(model, ids):
     return next_token_loss(model(input_ids=ids, use_cache=False).logits, ids)
 
 
-@every_mode
+@layer_modes
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("B, T", [(4, 6), (5, 5)])
 def test_language_models(mode, name, B, T):
@@ -128,7 +128,7 @@ def test_language_models(mode, name, B, T):
     check(mode, True, model, torch.randint(31, (B, T)), causal_loss, tolerance=1e-6)
 
 
-@every_mode
+@layer_modes
 @pytest.mark.parametrize("B, T", [(4, 6), (5, 5)])
 def test_balancing_from_router_logits(mode, B, T):
     """The logits that Mixtral returns, [B * T, experts], as terms of each sample."""
@@ -145,7 +145,7 @@ def test_balancing_from_router_logits(mode, B, T):
     check(mode, True, model, torch.randint(31, (B, T)), loss, tolerance=1e-6)
 
 
-@every_mode
+@layer_modes
 def test_default_implementation(mode):
     """Grouped products in float32, as the model ships."""
     model = language_model("Mixtral").float()
@@ -153,8 +153,8 @@ def test_default_implementation(mode):
     check(mode, True, model, torch.randint(31, (4, 6)), causal_loss, tolerance=1e-3)
 
 
-@every_mode
-@wrapped_or_not
+@layer_modes
+@wrapped
 @pytest.mark.parametrize("capacity", [2, 64])
 def test_switch(mode, wrap, capacity):
     """Tied three ways, relative position bias, experts in a ModuleDict."""
@@ -185,7 +185,7 @@ def test_switch(mode, wrap, capacity):
     check(mode, wrap, model, batch, loss, tolerance=1e-4)
 
 
-@every_mode
+@layer_modes
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("chosen", [None, "one"])
 def test_all_experts_in_one_product(mode, bias, chosen, monkeypatch):
@@ -209,7 +209,7 @@ class Wide(Model):
 
 
 @pytest.mark.gpu
-@every_mode
+@layer_modes
 def test_bfloat16_on_gpu(mode):
     torch.manual_seed(0)
     model = Wide(True).to("cuda", torch.bfloat16)

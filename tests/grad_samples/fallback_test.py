@@ -14,10 +14,10 @@ from torch.nn import functional as F
 
 from tests.common import (
     check,
-    every_mode,
+    layer_modes,
     square_loss,
     squares,
-    wrapped_or_not,
+    wrapped,
 )
 
 
@@ -77,16 +77,16 @@ class WithBuffer(nn.Module):
         return (x * self.weight * self.factor).sin()
 
 
-@every_mode
-@wrapped_or_not
+@layer_modes
+@wrapped
 @given(N=st.integers(0, 4), T=st.integers(1, 4), d=st.integers(1, 4))
 def test_unknown_leaf(mode, wrap, N, T, d):
     model = nn.Sequential(nn.Linear(d, d), Scale(d), nn.Linear(d, 2)).double()
     check(mode, wrap, model, torch.randn(N, T, d).double(), square_loss)
 
 
-@every_mode
-@wrapped_or_not
+@layer_modes
+@wrapped
 @pytest.mark.parametrize("B", [1, 3, 4, 5])
 def test_bare_parameters_beside_layers(mode, wrap, B):
     """T = 4, and T + 1 = 5 positions: the table's rows coincide with B in two cases."""
@@ -95,8 +95,8 @@ def test_bare_parameters_beside_layers(mode, wrap, B):
     check(mode, wrap, model, x, square_loss)
 
 
-@every_mode
-@wrapped_or_not
+@layer_modes
+@wrapped
 def test_several_inputs(mode, wrap):
     class Model(nn.Module):
         def __init__(self):
@@ -111,8 +111,8 @@ def test_several_inputs(mode, wrap):
     check(mode, wrap, Model().double(), x, square_loss)
 
 
-@every_mode
-@wrapped_or_not
+@layer_modes
+@wrapped
 @pytest.mark.parametrize("used", [(0,), (1,), (0, 1)])
 def test_several_outputs(mode, wrap, used):
     class Model(nn.Module):
@@ -129,16 +129,16 @@ def test_several_outputs(mode, wrap, used):
     check(mode, wrap, Model().double(), x, square_loss)
 
 
-@every_mode
-@wrapped_or_not
+@layer_modes
+@wrapped
 def test_buffer(mode, wrap):
     model = nn.Sequential(nn.Linear(3, 3), WithBuffer(3)).double()
     x = torch.randn(4, 5, 3).double()
     check(mode, wrap, model, x, square_loss)
 
 
-@every_mode
-@wrapped_or_not
+@layer_modes
+@wrapped
 def test_convolution(mode, wrap):
     """A layer that Opacus knows and this package has no rule for."""
     model = nn.Sequential(nn.Conv1d(2, 3, 2), nn.Tanh(), nn.Flatten(), nn.Linear(12, 2))
@@ -146,7 +146,7 @@ def test_convolution(mode, wrap):
     check(mode, wrap, model.double(), x, square_loss)
 
 
-@every_mode
+@layer_modes
 def test_padding_mode_of_a_convolution(mode):
     """Opacus pads with zeros whatever the padding mode; not to be wrong silently."""
     model = nn.Conv1d(2, 3, 3, padding=2, padding_mode="circular").double()
@@ -154,7 +154,7 @@ def test_padding_mode_of_a_convolution(mode):
     check(mode, True, model, x, square_loss)
 
 
-@every_mode
+@layer_modes
 @pytest.mark.parametrize("T", [3, 4])
 def test_parameter_that_meets_the_batch_late(mode, T):
     """A table that is processed by a layer of its own before it meets the batch."""
@@ -216,15 +216,15 @@ class Mixer(nn.Module):
         return x + self.outer(F.silu(y).mT)
 
 
-@every_mode
-@wrapped_or_not
+@layer_modes
+@wrapped
 @pytest.mark.parametrize("B, T", [(4, 5), (3, 3), (2, 4), (1, 3)])
 def test_lent_parameters(mode, wrap, B, T):
     model = nn.Sequential(nn.Linear(3, 3), Mixer(), Mixer()).double()
     check(mode, wrap, model, torch.randn(B, T, 3).double(), square_loss)
 
 
-@every_mode
+@layer_modes
 @pytest.mark.parametrize("frozen", ["conv", "conv.bias", "0", "inner"])
 def test_lent_parameters_beside_frozen_ones(mode, frozen):
     model = nn.Sequential(nn.Linear(3, 3), Mixer()).double()
@@ -233,7 +233,7 @@ def test_lent_parameters_beside_frozen_ones(mode, frozen):
     check(mode, True, model, torch.randn(4, 5, 3).double(), square_loss)
 
 
-@every_mode
+@layer_modes
 def test_lent_in_every_call(mode):
     """The same layer twice: each call accounts for its own use."""
     mixer = Mixer()
@@ -241,7 +241,7 @@ def test_lent_in_every_call(mode):
     check(mode, True, model, torch.randn(4, 5, 3).double(), square_loss)
 
 
-@every_mode
+@layer_modes
 @pytest.mark.parametrize("order", ["call first", "read first", "aside"])
 def test_lent_and_used_otherwise(mode, order):
     class Both(nn.Module):
@@ -303,8 +303,8 @@ class ByFunction(Scale):
         return Square.apply(super().forward(x))
 
 
-@every_mode
-@wrapped_or_not
+@layer_modes
+@wrapped
 @pytest.mark.parametrize("layer", [ByValue, ByFunction])
 @pytest.mark.parametrize("B, T", [(4, 5), (3, 3), (1, 2)])
 def test_branches_and_functions_that_vmap_cannot_run(mode, wrap, layer, B, T):
@@ -347,7 +347,7 @@ class With(nn.Module):
         return self.part(x, places) + self.gate(x)
 
 
-@every_mode
+@layer_modes
 @pytest.mark.parametrize("part", [Places, Gated])
 @pytest.mark.parametrize("B, T", [(4, 5), (3, 3), (2, 4)])
 def test_inputs_with_and_without_a_batch(mode, part, B, T):
@@ -355,7 +355,7 @@ def test_inputs_with_and_without_a_batch(mode, part, B, T):
     check(mode, True, model, torch.randn(B, T, 3).double(), square_loss)
 
 
-@every_mode
+@layer_modes
 @pytest.mark.parametrize("B", [3, 4])
 def test_inputs_that_the_output_does_not_tell_apart(mode, B):
     """T = 4. At a weight of zero the output is zero, whatever belongs to whom."""
@@ -386,7 +386,7 @@ class Table(nn.Module):
         return (x + self.table[places]) * mask[..., None]
 
 
-@every_mode
+@layer_modes
 @pytest.mark.parametrize("B", [3, 4])
 def test_inputs_with_and_without_a_batch_beside_a_table(mode, B):
     """T = 4. The mask has a batch, the places have none."""
@@ -399,7 +399,7 @@ class Normalised(Table):
         return super().forward(*inputs).softmax(-1)
 
 
-@every_mode
+@layer_modes
 def test_rows_of_equal_sums_are_told_apart(mode):
     model = Masked().double()
     model.part = Normalised().double()
@@ -407,7 +407,7 @@ def test_rows_of_equal_sums_are_told_apart(mode):
     check(mode, True, model, torch.randn(4, 4, 3).double(), square_loss)
 
 
-@every_mode
+@layer_modes
 @pytest.mark.parametrize("kind", [nn.RNN, nn.MultiheadAttention])
 def test_read_beside_a_stand_in(mode, kind):
     """The layer's own use is recorded by what stands in for its forward."""
@@ -428,7 +428,7 @@ def test_read_beside_a_stand_in(mode, kind):
     check(mode, True, Model().double(), x, square_loss)
 
 
-@every_mode
+@layer_modes
 def test_autocast(mode):
     """It is run again in the precision it ran in."""
 

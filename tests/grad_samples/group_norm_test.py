@@ -9,10 +9,10 @@ from torch import nn
 
 from tests.common import (
     check,
-    every_mode,
     exact_or_refused,
+    layer_modes,
     square_loss,
-    wrapped_or_not,
+    wrapped,
 )
 
 
@@ -23,8 +23,8 @@ def norm(groups, channels, **kwargs):
     return layer
 
 
-@every_mode
-@wrapped_or_not
+@layer_modes
+@wrapped
 @given(
     N=st.integers(0, 4),
     groups=st.integers(1, 3),
@@ -39,8 +39,8 @@ def test_group_norm(mode, wrap, N, groups, width, space, eps):
     check(mode, wrap, model, x, square_loss)
 
 
-@every_mode
-@wrapped_or_not
+@layer_modes
+@wrapped
 @pytest.mark.parametrize("groups", [1, 2, 4])
 def test_inside(mode, wrap, groups):
     """Inputs that need a gradient; T = C = B = 4."""
@@ -50,8 +50,8 @@ def test_inside(mode, wrap, groups):
     check(mode, wrap, model, torch.randn(4, 2, 4).double(), square_loss)
 
 
-@every_mode
-@wrapped_or_not
+@layer_modes
+@wrapped
 @pytest.mark.parametrize("frozen", ["weight", "bias", "both"])
 def test_frozen(mode, wrap, frozen):
     model = nn.Sequential(nn.Conv1d(2, 4, 2), norm(2, 4), nn.Tanh(), nn.Conv1d(4, 2, 1))
@@ -60,7 +60,7 @@ def test_frozen(mode, wrap, frozen):
     check(mode, wrap, model.double(), torch.randn(4, 2, 5).double(), square_loss)
 
 
-@every_mode
+@layer_modes
 def test_without_affine(mode):
     model = nn.Sequential(
         nn.Conv1d(2, 4, 2), nn.GroupNorm(2, 4, affine=False), nn.Conv1d(4, 2, 1)
@@ -68,7 +68,7 @@ def test_without_affine(mode):
     check(mode, True, model, torch.randn(4, 2, 5).double(), square_loss)
 
 
-@every_mode
+@layer_modes
 def test_twice(mode):
     """At two sizes, in between a residual."""
 
@@ -84,8 +84,8 @@ def test_twice(mode):
     check(mode, True, Model().double(), torch.randn(3, 4, 2, 4).double(), square_loss)
 
 
-@every_mode
-@wrapped_or_not
+@layer_modes
+@wrapped
 @pytest.mark.parametrize("B, k", [(4, 3), (4, 4), (1, 3), (2, 4)])
 def test_flattened(mode, wrap, B, k):
     class Model(nn.Module):
@@ -99,7 +99,7 @@ def test_flattened(mode, wrap, B, k):
     check(mode, wrap, Model().double(), torch.randn(B, k, 4, 3).double(), square_loss)
 
 
-@every_mode
+@layer_modes
 def test_flattened_from_the_start(mode):
     class Model(nn.Module):
         def __init__(self):
@@ -113,7 +113,7 @@ def test_flattened_from_the_start(mode):
     exact_or_refused(mode, True, Model(), x, square_loss, ["norm"])
 
 
-@every_mode
+@layer_modes
 @pytest.mark.parametrize("B, T", [(4, 4), (3, 5), (1, 3)])
 def test_of_constants(mode, B, T):
     """A table ``[1, C, T]`` that is no sample, added to every one."""
@@ -131,7 +131,7 @@ def test_of_constants(mode, B, T):
     exact_or_refused(mode, True, Model().double(), x, square_loss, ["norm"])
 
 
-@every_mode
+@layer_modes
 def test_channels_last(mode):
     # A GroupNorm on channels-last data that need no gradient is a crash of torch 2.13.
     model = nn.Sequential(nn.Conv2d(4, 4, 1), norm(2, 4), nn.Tanh(), norm(1, 4))
@@ -140,7 +140,7 @@ def test_channels_last(mode):
     check(mode, True, model.double(), x, square_loss)
 
 
-@every_mode
+@layer_modes
 def test_what_replaces_batch_norm(mode):
     """``ModuleValidator.fix`` puts GroupNorm there."""
     model = ModuleValidator.fix(
@@ -150,7 +150,7 @@ def test_what_replaces_batch_norm(mode):
     check(mode, True, model, torch.randn(4, 2, 3, 3).double(), square_loss)
 
 
-@every_mode
+@layer_modes
 def test_float32(mode):
     model = nn.Sequential(nn.Conv2d(2, 8, 2), nn.GroupNorm(4, 8), nn.Conv2d(8, 2, 1))
     check(mode, True, model, torch.randn(5, 2, 6, 6), square_loss, tolerance=1e-4)

@@ -9,11 +9,11 @@ from torch import nn
 
 from tests.common import (
     check,
-    every_mode,
     exact_or_refused,
+    layer_modes,
     run_mode,
     square_loss,
-    wrapped_or_not,
+    wrapped,
 )
 
 NORMS = {1: nn.InstanceNorm1d, 2: nn.InstanceNorm2d, 3: nn.InstanceNorm3d}
@@ -26,8 +26,8 @@ def norm(dims, channels, **kwargs):
     return layer
 
 
-@every_mode
-@wrapped_or_not
+@layer_modes
+@wrapped
 @pytest.mark.parametrize("dims", NORMS)
 @given(
     N=st.integers(1, 4),
@@ -42,8 +42,8 @@ def test_instance_norm(mode, wrap, dims, N, channels, space, eps):
     check(mode, wrap, model, x, square_loss)
 
 
-@every_mode
-@wrapped_or_not
+@layer_modes
+@wrapped
 @pytest.mark.parametrize("affine", [False, True])
 @pytest.mark.parametrize("B, T", [(4, 4), (3, 5)])
 def test_inside(mode, wrap, affine, B, T):
@@ -52,7 +52,7 @@ def test_inside(mode, wrap, affine, B, T):
     check(mode, wrap, model.double(), torch.randn(B, 2, T).double(), square_loss)
 
 
-@every_mode
+@layer_modes
 @pytest.mark.parametrize("frozen", ["weight", "bias", "both"])
 def test_frozen(mode, frozen):
     model = nn.Sequential(nn.Conv2d(2, 3, 1), norm(2, 3), nn.Tanh(), nn.Conv2d(3, 2, 1))
@@ -61,7 +61,7 @@ def test_frozen(mode, frozen):
     check(mode, True, model.double(), torch.randn(4, 2, 3, 2).double(), square_loss)
 
 
-@every_mode
+@layer_modes
 def test_twice(mode):
     class Model(nn.Module):
         def __init__(self):
@@ -74,7 +74,7 @@ def test_twice(mode):
     check(mode, True, Model().double(), torch.randn(4, 3, 6).double(), square_loss)
 
 
-@every_mode
+@layer_modes
 @pytest.mark.parametrize("B, k", [(4, 3), (4, 4), (2, 4)])
 def test_flattened(mode, B, k):
     class Model(nn.Module):
@@ -88,7 +88,7 @@ def test_flattened(mode, B, k):
     check(mode, True, Model().double(), torch.randn(B, k, 2, 3).double(), square_loss)
 
 
-@every_mode
+@layer_modes
 def test_sample_by_sample(mode):
     """Unbatched inputs ``[C, T]``."""
 
@@ -104,7 +104,7 @@ def test_sample_by_sample(mode):
     exact_or_refused(mode, True, Model(), x, square_loss, ["norm"])
 
 
-@every_mode
+@layer_modes
 def test_running_statistics(mode):
     """They are data of the batch without noise: refused."""
     model = norm(1, 3, track_running_stats=True)
@@ -112,7 +112,7 @@ def test_running_statistics(mode):
         run_mode(mode, True, model, torch.randn(4, 3, 5).double(), square_loss)
 
 
-@every_mode
+@layer_modes
 def test_channels_last(mode):
     model = nn.Sequential(norm(2, 4), nn.Conv2d(4, 4, 1), norm(2, 4)).double()
     x = torch.randn(4, 4, 3, 2).double().to(memory_format=torch.channels_last)

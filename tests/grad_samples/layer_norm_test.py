@@ -4,11 +4,11 @@ import torch
 from hypothesis import given
 from torch import nn
 
-from tests.common import check, every_mode, square_loss, wrapped_or_not
+from tests.common import check, layer_modes, square_loss, wrapped
 
 
-@every_mode
-@wrapped_or_not
+@layer_modes
+@wrapped
 @given(
     N=st.integers(0, 4),
     inner=st.lists(st.integers(1, 3), max_size=2),
@@ -21,20 +21,20 @@ def test_layer_norm(mode, wrap, N, inner, shape, eps):
     check(mode, wrap, model, torch.randn(N, *inner, *shape).double(), square_loss)
 
 
-@every_mode
-@wrapped_or_not
+@layer_modes
+@wrapped
 def test_without_bias(mode, wrap):
     model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4, bias=False)).double()
     check(mode, wrap, model, torch.randn(4, 5, 3).double(), square_loss)
 
 
-@every_mode
+@layer_modes
 def test_without_affine(mode):
     model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4, elementwise_affine=False))
     check(mode, True, model.double(), torch.randn(4, 5, 3).double(), square_loss)
 
 
-@every_mode
+@layer_modes
 @pytest.mark.parametrize("frozen", ["weight", "bias"])
 def test_one_parameter_frozen(mode, frozen):
     model = nn.LayerNorm(4).double()

@@ -12,20 +12,20 @@ from tests.common import (
     assert_same,
     check,
     clipped_sum,
-    every_mode,
     exact_or_refused,
+    layer_modes,
     make_private,
     oracle,
     square_loss,
-    wrapped_or_not,
+    wrapped,
 )
 
 SIZES = [(1, 3), (3, 1), (4, 4), (6, 2)]
 sizes = pytest.mark.parametrize("B, T", SIZES)
 
 
-@every_mode
-@wrapped_or_not
+@layer_modes
+@wrapped
 @sizes
 def test_batched(mode, wrap, B, T):
     model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 2)).double()
@@ -45,14 +45,14 @@ class Flattened(nn.Module):
         return self.inner(x.reshape(-1, x.size(-1))).view(*x.shape[:-1], -1)
 
 
-@every_mode
-@wrapped_or_not
+@layer_modes
+@wrapped
 @sizes
 def test_flattened(mode, wrap, B, T):
     check(mode, wrap, Flattened().double(), torch.randn(B, T, 3).double(), square_loss)
 
 
-@every_mode
+@layer_modes
 @sizes
 def test_flattened_from_the_start(mode, B, T):
     """The first layer of all sees [B*T, d]: B can be told by the loss alone."""
@@ -89,8 +89,8 @@ class Positions(nn.Module):
         return self.head((self.tokens(x) + self.positions(ids)).tanh())
 
 
-@every_mode
-@wrapped_or_not
+@layer_modes
+@wrapped
 @sizes
 @pytest.mark.parametrize("ids", ["[T]", "[1, T]", "[B, T]"])
 def test_positions_without_a_batch(mode, wrap, B, T, ids):
@@ -99,8 +99,8 @@ def test_positions_without_a_batch(mode, wrap, B, T, ids):
     check(mode, wrap, Positions(ids).double(), x, square_loss)
 
 
-@every_mode
-@wrapped_or_not
+@layer_modes
+@wrapped
 @pytest.mark.parametrize("B, T", [(1, 3), (3, 3), (3, 4)])
 def test_positions_given_by_the_caller(mode, wrap, B, T):
     """Position ids [T] as a keyword input of the whole model.
@@ -122,8 +122,8 @@ def test_positions_given_by_the_caller(mode, wrap, B, T):
         check(mode, wrap, model, batch, square_loss, batched=["x"])
 
 
-@every_mode
-@wrapped_or_not
+@layer_modes
+@wrapped
 @sizes
 def test_keyword_inputs(mode, wrap, B, T):
     """The model and its layers are called by keyword."""
@@ -142,8 +142,8 @@ def test_keyword_inputs(mode, wrap, B, T):
     check(mode, wrap, Model().double(), batch, square_loss)
 
 
-@every_mode
-@wrapped_or_not
+@layer_modes
+@wrapped
 @sizes
 def test_batch_second(mode, wrap, B, T):
     """Inner layers work on [T, B, d]: never to be taken for a batch of T.
@@ -165,7 +165,7 @@ def test_batch_second(mode, wrap, B, T):
     check(mode, wrap, Model().double(), x, square_loss)
 
 
-@every_mode
+@layer_modes
 @sizes
 def test_flattened_time_major(mode, B, T):
     """Rows [T*B, d], time first: as many rows as [B*T, d], in another order."""
@@ -185,7 +185,7 @@ def test_flattened_time_major(mode, B, T):
     check(mode, True, Model().double(), x, square_loss)
 
 
-@every_mode
+@layer_modes
 @pytest.mark.parametrize("B, T", [(3, 4), (4, 4), (2, 2), (1, 4)])
 def test_windows(mode, B, T):
     """[B*W, window, d] as in Swin, and heads before the batch [h*B, T, d]."""
@@ -208,8 +208,8 @@ def test_windows(mode, B, T):
     check(mode, True, Model().double(), x, square_loss)
 
 
-@every_mode
-@wrapped_or_not
+@layer_modes
+@wrapped
 def test_pooled(mode, wrap):
     """Layers before the pooling see [B, T, d], those behind it [B, d]."""
 
@@ -225,8 +225,8 @@ def test_pooled(mode, wrap):
     check(mode, wrap, Model().double(), torch.randn(4, 4, 3).double(), square_loss)
 
 
-@every_mode
-@wrapped_or_not
+@layer_modes
+@wrapped
 def test_two_inputs_of_different_lengths(mode, wrap):
     """Encoder and decoder: S = B in one, T = B in the next call."""
 
@@ -249,7 +249,7 @@ def test_two_inputs_of_different_lengths(mode, wrap):
         check(mode, wrap, Model().double(), batch, square_loss)
 
 
-@every_mode
+@layer_modes
 def test_layout_follows_the_batch_size(mode):
     """What was found for one batch is not applied blindly to the next.
 
@@ -268,7 +268,7 @@ def test_layout_follows_the_batch_size(mode):
         assert_same(got, expected, message=f"{mode} at B={B}, T={T}")
 
 
-@every_mode
+@layer_modes
 @pytest.mark.parametrize("silent", ["all", "all but the first", "none"])
 @pytest.mark.parametrize("major", ["time", "flattened time"])
 def test_first_batch_that_tells_nothing(mode, silent, major):

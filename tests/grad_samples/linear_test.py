@@ -3,11 +3,11 @@ import torch
 from hypothesis import given
 from torch import nn
 
-from tests.common import check, every_mode, square_loss, wrapped_or_not
+from tests.common import check, layer_modes, square_loss, wrapped
 
 
-@every_mode
-@wrapped_or_not
+@layer_modes
+@wrapped
 @given(
     N=st.integers(0, 4),
     inner=st.lists(st.integers(1, 4), max_size=3),
@@ -21,7 +21,7 @@ def test_linear(mode, wrap, N, inner, W, out, bias):
     check(mode, wrap, model, torch.randn(N, *inner, W).double(), square_loss)
 
 
-@every_mode
+@layer_modes
 @given(T=st.sampled_from([1, 3, 40]), bias=st.booleans())
 def test_stacked(mode, T, bias):
     """Inputs that need a gradient; T on both sides of where Grams are cheaper."""
@@ -31,8 +31,8 @@ def test_stacked(mode, T, bias):
     check(mode, True, model, torch.randn(4, T, 3).double(), square_loss)
 
 
-@every_mode
-@wrapped_or_not
+@layer_modes
+@wrapped
 def test_parts_frozen(mode, wrap):
     """A frozen weight beside a trainable bias, and the reverse."""
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 2))
@@ -42,7 +42,7 @@ def test_parts_frozen(mode, wrap):
     check(mode, wrap, model.double(), torch.randn(4, 6, 3).double(), square_loss)
 
 
-@every_mode
+@layer_modes
 def test_non_contiguous(mode):
     class Permuted(nn.Module):
         def __init__(self):
@@ -57,7 +57,7 @@ def test_non_contiguous(mode):
     )
 
 
-@every_mode
+@layer_modes
 def test_float32(mode):
     model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2))
     check(mode, True, model, torch.randn(5, 7, 3), square_loss, tolerance=1e-4)

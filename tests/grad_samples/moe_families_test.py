@@ -18,12 +18,12 @@ from tests.common import (
     assert_same,
     check,
     clipped_sum,
-    every_mode,
     half_clipped,
+    layer_modes,
     make_private,
     oracle,
     trainable,
-    wrapped_or_not,
+    wrapped,
 )
 
 transformers = pytest.importorskip("transformers")
@@ -179,15 +179,15 @@ def test_every_family(all_double, i, family):
     check_family(family, MODES[i % 3], i % 2 == 0, batch_of(*BATCHES["padded"]))
 
 
-@every_mode
+@layer_modes
 @pytest.mark.parametrize("family", MAIN)
 def test_modes(all_double, mode, family):
     check_family(family, mode, False, batch_of(*BATCHES["T=B"]))
 
 
 @pytest.mark.slow
-@every_mode
-@wrapped_or_not
+@layer_modes
+@wrapped
 @batches
 @pytest.mark.parametrize("family", FAMILIES)
 def test_all_combinations(all_double, mode, wrap, kind, family):
@@ -214,7 +214,7 @@ def test_all_else_frozen(all_double, family, part):
     check_family(family, "ghost_bk", True, batch_of(3, 5), change)
 
 
-@every_mode
+@layer_modes
 @pytest.mark.parametrize("family", ["switch_transformers", "nllb_moe"])
 def test_experts_as_modules(all_double, mode, family):
     """With nothing trained below them, too."""
@@ -236,7 +236,7 @@ class Chosen(nn.Module):
         return scores, scores.softmax(-1), index
 
 
-@every_mode
+@layer_modes
 @pytest.mark.parametrize("family", ["mixtral", "qwen2_moe"])
 @pytest.mark.parametrize(
     "chosen",
@@ -264,7 +264,7 @@ def test_experts_implementations(family, implementation):
     check("ghost_bk", True, model, batch_of(3, 5), loss_fn, tolerance=5e-3)
 
 
-@every_mode
+@layer_modes
 @pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "llama4"])
 def test_bfloat16(mode, family):
     """As close to single samples in bfloat16 (which choose the same experts)."""
@@ -289,7 +289,7 @@ def test_samples_mixed_by_the_model(family):
         check("ghost_bk", True, model, batch_of(3, 5), loss_fn)
 
 
-@wrapped_or_not
+@wrapped
 @pytest.mark.parametrize(
     "family", ["mixtral", "gpt_oss", "llama4", "jetmoe", "switch_transformers"]
 )

@@ -1,23 +1,27 @@
 """Weights that are computed of parameters, and what a forward writes and defines."""
 
-
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.nn.utils import parametrizations, parametrize, prune, spectral_norm
-from torch.nn.utils import weight_norm
+from torch.nn.utils import (
+    parametrizations,
+    parametrize,
+    prune,
+    spectral_norm,
+    weight_norm,
+)
 
 from tests.common import (
     assert_same,
     check,
     clipped_sum,
-    every_mode,
     half_clipped,
+    layer_modes,
     make_private,
     square_loss,
     trainable,
-    wrapped_or_not,
+    wrapped,
 )
 
 
@@ -46,7 +50,7 @@ WAYS = {
 }
 
 
-@every_mode
+@layer_modes
 @pytest.mark.parametrize("name", WAYS)
 @pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
 def test_parametrized(mode, name):
@@ -101,8 +105,8 @@ class Writes(nn.Module):
         return torch.cat([out.flatten(1), first, table.flatten(1), rest], dim=1)
 
 
-@every_mode
-@wrapped_or_not
+@layer_modes
+@wrapped
 @pytest.mark.filterwarnings("error:.*one sample after the other")
 def test_written_in_place(mode, wrap):
     check(mode, wrap, Writes().double(), torch.randn(4, 3).double(), square_loss)
@@ -134,8 +138,8 @@ class Defines(nn.Module):
         return torch.cat(Scaled.apply(self.fc(x), self.w, 3), dim=1)
 
 
-@every_mode
-@wrapped_or_not
+@layer_modes
+@wrapped
 @pytest.mark.filterwarnings("error:.*one sample after the other")
 def test_function_of_autograd(mode, wrap):
     """It is called for each sample, and the rest of the model is not."""
@@ -160,7 +164,7 @@ class Reversible(torch.autograd.Function):
         return x.grad, None
 
 
-@every_mode
+@layer_modes
 def test_function_that_trains_a_module(mode):
     """What it does to parameters is seen one sample after the other alone."""
 
@@ -176,7 +180,7 @@ def test_function_that_trains_a_module(mode):
         check(mode, True, Model().double(), torch.randn(4, 3).double(), square_loss)
 
 
-@every_mode
+@layer_modes
 def test_parts_of_a_batch(mode):
     """Samples that take another branch: what is kept of each part is its own."""
 

@@ -8,15 +8,15 @@ from torch import nn
 
 from tests.common import (
     check,
-    every_mode,
     exact_or_refused,
+    layer_modes,
     square_loss,
-    wrapped_or_not,
+    wrapped,
 )
 
 
-@every_mode
-@wrapped_or_not
+@layer_modes
+@wrapped
 @given(N=st.integers(0, 4), inner=st.lists(st.integers(1, 4), max_size=3))
 def test_one_slope(mode, wrap, N, inner):
     """``[N]`` to ``[N, C, H, W]``."""
@@ -24,8 +24,8 @@ def test_one_slope(mode, wrap, N, inner):
     check(mode, wrap, model, torch.randn(N, *inner).double(), square_loss)
 
 
-@every_mode
-@wrapped_or_not
+@layer_modes
+@wrapped
 @given(
     N=st.integers(0, 4),
     channels=st.integers(2, 4),
@@ -37,8 +37,8 @@ def test_slope_of_each_channel(mode, wrap, N, channels, space):
     check(mode, wrap, model, x, square_loss)
 
 
-@every_mode
-@wrapped_or_not
+@layer_modes
+@wrapped
 @pytest.mark.parametrize("slopes", [1, 4])
 @pytest.mark.parametrize("B, T", [(4, 4), (3, 5), (1, 4), (2, 4)])
 def test_inside(mode, wrap, slopes, B, T):
@@ -55,7 +55,7 @@ def test_inside(mode, wrap, slopes, B, T):
     check(mode, wrap, Model().double(), torch.randn(B, 4, T).double(), square_loss)
 
 
-@every_mode
+@layer_modes
 @pytest.mark.parametrize("slopes", [1, 4])
 def test_flattened(mode, slopes):
     class Model(nn.Module):
@@ -71,7 +71,7 @@ def test_flattened(mode, slopes):
         check(mode, True, Model().double(), x, square_loss)
 
 
-@every_mode
+@layer_modes
 @pytest.mark.parametrize("B, T", [(4, 4), (3, 5), (1, 3)])
 def test_of_constants(mode, B, T):
     """A table ``[1, C, T]`` that is no sample, added to every one."""
@@ -89,21 +89,21 @@ def test_of_constants(mode, B, T):
     exact_or_refused(mode, True, Model().double(), x, square_loss, ["curve"])
 
 
-@every_mode
+@layer_modes
 def test_frozen(mode):
     model = nn.Sequential(nn.Linear(3, 4), nn.PReLU(4), nn.Linear(4, 4), nn.PReLU())
     model[1].weight.requires_grad = False
     check(mode, True, model.double(), torch.randn(4, 3).double(), square_loss)
 
 
-@every_mode
+@layer_modes
 def test_only_the_slope(mode):
     model = nn.Sequential(nn.Linear(3, 4), nn.PReLU(), nn.Linear(4, 2)).double()
     model[0].requires_grad_(False), model[2].requires_grad_(False)
     check(mode, True, model, torch.randn(4, 5, 3).double(), square_loss)
 
 
-@every_mode
+@layer_modes
 def test_zeros(mode):
     """Inputs of exactly zero, and samples without a negative entry: norm zero."""
     model = nn.PReLU(2).double()

@@ -15,12 +15,12 @@ from torch.utils.checkpoint import checkpoint
 from tests.common import (
     assert_same,
     clipped_sum,
-    every_mode,
     half_clipped,
+    layer_modes,
     make_private,
     square_loss,
     trainable,
-    wrapped_or_not,
+    wrapped,
 )
 
 D = 4
@@ -128,8 +128,8 @@ def grads_of(model, batch):
     return {n: torch.stack(gs) for n, gs in zip(trainable(model), zip(*rows))}
 
 
-@every_mode
-@wrapped_or_not
+@layer_modes
+@wrapped
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("B, T", [(4, 6), (5, 5), (1, 6)])
 def test_dropout(mode, wrap, name, B, T):

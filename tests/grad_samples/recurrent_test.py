@@ -27,12 +27,12 @@ from tests.common import (
     square_loss,
     squares,
     trainable,
-    wrapped_or_not,
+    wrapped,
 )
 
 KINDS = ("tanh", "relu", "LSTM", "GRU")
 USES = ("output", "last", "h", "c", "all")
-every_mode = pytest.mark.parametrize("mode", (*MODES, "scan"))
+layer_modes = pytest.mark.parametrize("mode", (*MODES, "scan"))
 every_kind = pytest.mark.parametrize("kind", KINDS)
 
 
@@ -116,7 +116,7 @@ def freeze_some(data, model):
         model.requires_grad_(True)
 
 
-@every_mode
+@layer_modes
 @every_kind
 @given(N=st.integers(0, 4), T=st.integers(1, 4), data=st.data())
 def test_recurrent(mode, kind, N, T, data):
@@ -130,7 +130,7 @@ def test_recurrent(mode, kind, N, T, data):
 # -- uses of the output --------------------------------------------------------------
 
 
-@every_mode
+@layer_modes
 @pytest.mark.parametrize("proj_size", [0, 2])
 @pytest.mark.parametrize("bidirectional", [False, True])
 def test_only_the_cell_state(mode, proj_size, bidirectional):
@@ -142,7 +142,7 @@ def test_only_the_cell_state(mode, proj_size, bidirectional):
         check(mode, True, model, torch.randn(B, T, 2).double(), square_loss)
 
 
-@every_mode
+@layer_modes
 @pytest.mark.parametrize("kind", ["LSTM", "GRU"])
 @pytest.mark.parametrize("B, num_layers", [(4, 1), (2, 2), (1, 2)])
 def test_layer_as_the_model(mode, kind, B, num_layers):
@@ -156,7 +156,7 @@ def test_layer_as_the_model(mode, kind, B, num_layers):
     check(mode, True, model, x, loss_fn)
 
 
-@every_mode
+@layer_modes
 @pytest.mark.parametrize("kind", ["LSTM"])
 def test_unused(mode, kind):
     class Model(nn.Module):
@@ -173,7 +173,7 @@ def test_unused(mode, kind):
     check(mode, True, Model().double(), torch.randn(4, 3, 2).double(), square_loss)
 
 
-@every_mode
+@layer_modes
 @pytest.mark.parametrize("kind", ["LSTM"])
 def test_output_of_some_samples_only(mode, kind):
     """Masked losses: a row whose gradient is zero, a sample without any."""
@@ -190,7 +190,7 @@ def test_output_of_some_samples_only(mode, kind):
 # -- parameters ----------------------------------------------------------------------
 
 
-@every_mode
+@layer_modes
 @pytest.mark.parametrize("kind", ["GRU"])
 @pytest.mark.parametrize("frozen", ["weight_hh", "_l0", "rnn"])
 def test_frozen(mode, kind, frozen):
@@ -201,7 +201,7 @@ def test_frozen(mode, kind, frozen):
     check(mode, True, model, torch.randn(4, 3, 2).double(), square_loss)
 
 
-@every_mode
+@layer_modes
 @pytest.mark.parametrize("kind", ["tanh", "LSTM"])
 def test_two_layers_one_weight(mode, kind):
     """Input weights and states of two layers are one, biases their own."""
@@ -220,7 +220,7 @@ def test_two_layers_one_weight(mode, kind):
     check(mode, True, Model().double(), torch.randn(4, 3, 3).double(), square_loss)
 
 
-@every_mode
+@layer_modes
 def test_weights_that_are_computed(mode):
     """From parameters, by weight_norm; one of them of each sample, by dropout."""
 
@@ -265,7 +265,7 @@ def test_weights_that_are_computed(mode):
     assert_same(got, clipped_sum(grads, "flat", c))
 
 
-@every_mode
+@layer_modes
 def test_input_and_state_weights_are_one(mode):
     """One parameter in both places of one layer."""
 
@@ -301,7 +301,7 @@ class Again(nn.Module):
         return torch.cat([first, self.rnn(x[:, 2:], state)[0]], dim=1)
 
 
-@every_mode
+@layer_modes
 @pytest.mark.parametrize("kind", ["LSTM", "GRU"])
 @pytest.mark.parametrize("how", ["stacked", "two inputs", "chunks", "detached"])
 def test_called_twice(mode, kind, how):
@@ -330,7 +330,7 @@ class Loop(nn.Module):
         return torch.stack(outputs, dim=1)
 
 
-@every_mode
+@layer_modes
 @every_kind
 @given(
     N=st.integers(0, 4),
@@ -350,7 +350,7 @@ def test_cell(mode, kind, N, T, sizes, bias, start, data):
 # -- initial state -------------------------------------------------------------------
 
 
-@every_mode
+@layer_modes
 @pytest.mark.parametrize("kind", ["LSTM"])
 def test_initial_state_computed(mode, kind):
     """A decoder that starts from what an encoder ended with."""
@@ -375,7 +375,7 @@ def test_initial_state_computed(mode, kind):
         check(mode, True, Model().double(), x, square_loss)
 
 
-@every_mode
+@layer_modes
 @pytest.mark.parametrize("table", ["embedding", "buffer"])
 @pytest.mark.parametrize("B, T", [(4, 3), (4, 4), (1, 3)])
 def test_of_constants(mode, table, B, T):
@@ -403,7 +403,7 @@ def test_of_constants(mode, table, B, T):
 # -- where the batch is --------------------------------------------------------------
 
 
-@every_mode
+@layer_modes
 @pytest.mark.parametrize("kind", ["LSTM"])
 @pytest.mark.parametrize("B, T", [(4, 4), (1, 3), (3, 5)])
 def test_model_that_takes_time_first(mode, kind, B, T):
@@ -433,7 +433,7 @@ def test_model_that_takes_time_first(mode, kind, B, T):
     assert_same(got, clipped_sum(grads, "flat", c))
 
 
-@every_mode
+@layer_modes
 @pytest.mark.parametrize("kind", ["GRU"])
 def test_sample_by_sample(mode, kind):
     """Unbatched inputs ``[T, F]`` in a loop."""
@@ -450,7 +450,7 @@ def test_sample_by_sample(mode, kind):
     check(mode, True, Model().double(), x, square_loss)
 
 
-@every_mode
+@layer_modes
 @pytest.mark.parametrize("B, k", [(4, 3), (4, 4)])
 def test_flattened(mode, B, k):
     """k sequences a sample, ``[B * k, T, F]``: sentences of a document."""
@@ -470,8 +470,8 @@ def test_flattened(mode, B, k):
     check(mode, True, Model().double(), x, square_loss)
 
 
-@every_mode
-@wrapped_or_not
+@layer_modes
+@wrapped
 @pytest.mark.parametrize("kind", ["LSTM"])
 def test_steps(mode, wrap, kind):
     """Batches of all sizes, one after the other, the empty one included."""
@@ -500,7 +500,7 @@ def norms_in(mode, model, x, loss_fn):
     return private.handle.per_sample_gradient_norms
 
 
-@every_mode
+@layer_modes
 @pytest.mark.parametrize("kind", ["tanh", "LSTM"])
 def test_norm_through_time(mode, kind):
     """
@@ -529,7 +529,7 @@ def test_norm_through_time(mode, kind):
     check(mode, True, model, x, square_loss, max_grad_norm=c / 100)
 
 
-@every_mode
+@layer_modes
 @pytest.mark.parametrize("kind", ["LSTM"])
 @pytest.mark.parametrize("build", [Recurrent, Loop])
 def test_norm_counts_both_biases(mode, kind, build):
@@ -574,7 +574,7 @@ def test_gradient_under_dropout(mode, kind):
     assert_same(got, expected)
 
 
-@every_mode
+@layer_modes
 def test_hook_of_the_user(mode):
     """It sees what the layer returns, and may change it."""
     seen = []
@@ -589,7 +589,7 @@ def test_hook_of_the_user(mode):
     assert isinstance(seen[-1][1], tuple)
 
 
-@every_mode
+@layer_modes
 def test_weight_used_elsewhere(mode):
     """A penalty, or a product with a weight, outside of the layer."""
 
@@ -601,7 +601,7 @@ def test_weight_used_elsewhere(mode):
     check(mode, True, Model("tanh").double(), x, square_loss)
 
 
-@every_mode
+@layer_modes
 @pytest.mark.parametrize("kind", ["LSTM"])
 @pytest.mark.parametrize("what", ["output", "relu", "state", "input"])
 def test_changed_in_place(mode, kind, what):
@@ -680,14 +680,14 @@ def test_other_modes_refuse_it(mode, wrap, layer):
 # -- numbers -------------------------------------------------------------------------
 
 
-@every_mode
+@layer_modes
 @pytest.mark.parametrize("kind", ["LSTM", "GRU"])
 def test_float32(mode, kind):
     model = Between(kind, num_layers=2, bidirectional=True)
     check(mode, True, model, torch.randn(5, 8, 2), square_loss, tolerance=1e-4)
 
 
-@every_mode
+@layer_modes
 @pytest.mark.parametrize("kind", ["LSTM"])
 def test_bf16_autocast(mode, kind):
     """Against the oracle under the same autocast, within bf16's resolution."""
@@ -708,7 +708,7 @@ def test_bf16_autocast(mode, kind):
     assert difference <= 0.03 * norms_of({n: e[None] for n, e in expected.items()})
 
 
-@every_mode
+@layer_modes
 @pytest.mark.parametrize("kind", ["LSTM", "GRU"])
 def test_saturated_gates(mode, kind):
     """Gates at exactly 0 and 1, with gradients of zero: no NaN."""

@@ -11,14 +11,14 @@ from tests.common import (
     assert_same,
     check,
     clipped_sum,
-    every_mode,
     exact_or_refused,
+    layer_modes,
     make_private,
     oracle,
     run_mode,
     square_loss,
     squares,
-    wrapped_or_not,
+    wrapped,
 )
 
 
@@ -73,8 +73,8 @@ IDS = torch.tensor([[0, 1, 2], [3, 3, 1], [6, 5, 4], [1, 1, 1]])
 X = torch.linspace(-1, 1, 36).view(4, 3, 3).double().sin()
 
 
-@every_mode
-@wrapped_or_not
+@layer_modes
+@wrapped
 @pytest.mark.parametrize(
     "build, batch, names",
     [
@@ -100,8 +100,8 @@ def test_use_that_no_rule_sees(mode, wrap, build, batch, names):
     exact_or_refused(mode, wrap, build().double(), batch, square_loss, names)
 
 
-@every_mode
-@wrapped_or_not
+@layer_modes
+@wrapped
 def test_hook_of_the_user_that_reads_the_weight(mode, wrap):
     """A forward hook turns the output into a function of the weight once more."""
     model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 2)).double()
@@ -109,8 +109,8 @@ def test_hook_of_the_user_that_reads_the_weight(mode, wrap):
     exact_or_refused(mode, wrap, model, X, square_loss, ["0.weight"])
 
 
-@every_mode
-@wrapped_or_not
+@layer_modes
+@wrapped
 @pytest.mark.parametrize(
     "flags",
     [{"max_norm": 0.5}, {"sparse": True}, {"scale_grad_by_freq": True}],
@@ -151,15 +151,15 @@ class InPlace(nn.Module):
         return out + self.one(x)
 
 
-@every_mode
-@wrapped_or_not
+@layer_modes
+@wrapped
 @pytest.mark.parametrize("what", ["output", "relu", "residual"])
 def test_output_changed_in_place(mode, wrap, what):
     """Legal in PyTorch, as no layer needs its own output for the backward."""
     exact_or_refused(mode, wrap, InPlace(what).double(), X, square_loss, ["one", "two"])
 
 
-@every_mode
+@layer_modes
 def test_input_changed_in_place_after_use(mode):
     """PyTorch refuses this one by itself, where the layer's weight is trained."""
     model = InPlace("input").double()
@@ -168,7 +168,7 @@ def test_input_changed_in_place_after_use(mode):
     assert not isinstance(info.value, CRASHES), info.value
 
 
-@every_mode
+@layer_modes
 def test_ids_changed_in_place_after_use(mode):
     """The embedding's backward needs the ids: a change of them after the capture."""
 
@@ -188,8 +188,8 @@ def test_ids_changed_in_place_after_use(mode):
     assert not isinstance(info.value, CRASHES), info.value
 
 
-@every_mode
-@wrapped_or_not
+@layer_modes
+@wrapped
 def test_batch_norm(mode, wrap):
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double()
     with pytest.raises(UnsupportedModuleError, match="BatchNorm"):
@@ -228,8 +228,8 @@ def test_wrong_length_of_the_loss(mode, length):
     assert not isinstance(info.value, CRASHES), info.value
 
 
-@every_mode
-@wrapped_or_not
+@layer_modes
+@wrapped
 def test_detached_use(mode, wrap):
     """A forward without a backward of its own, as in a stop-gradient target."""
 
@@ -246,8 +246,8 @@ def test_detached_use(mode, wrap):
     exact_or_refused(mode, wrap, Model().double(), X, square_loss, ["fc"])
 
 
-@every_mode
-@wrapped_or_not
+@layer_modes
+@wrapped
 @pytest.mark.parametrize("discarded", [False, True])
 def test_forward_between_steps(mode, wrap, discarded):
     """An evaluation, or a forward whose loss is dropped, leaves nothing behind."""
@@ -281,7 +281,7 @@ def test_complex_weights(layer):
         make_private(nn.ModuleDict({"inner": layer}), "ghost_bk", batch_size=2)
 
 
-@every_mode
+@layer_modes
 def test_pruned_weights(mode):
     """They are computed before each call, of what is trained and a mask."""
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
@@ -306,7 +306,7 @@ class Aside(nn.Module):
         return y
 
 
-@every_mode
+@layer_modes
 @pytest.mark.parametrize("kind", ["norm", "layer", "input"])
 @pytest.mark.parametrize("where", ["model", "loss"])
 def test_kept_aside(mode, kind, where):

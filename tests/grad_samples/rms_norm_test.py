@@ -6,15 +6,15 @@ from torch import nn
 
 from tests.common import (
     check,
-    every_mode,
     exact_or_refused,
+    layer_modes,
     square_loss,
-    wrapped_or_not,
+    wrapped,
 )
 
 
-@every_mode
-@wrapped_or_not
+@layer_modes
+@wrapped
 @given(
     N=st.integers(0, 4),
     inner=st.lists(st.integers(1, 3), max_size=2),
@@ -60,7 +60,7 @@ class MeanLike(LlamaLike):
         return self.weight.sin() * x / (x.abs().mean(-1, keepdim=True) + 1)
 
 
-@every_mode
+@layer_modes
 @pytest.mark.parametrize("kind", [LlamaLike, GemmaLike, MeanLike])
 def test_recognised_by_what_it_computes(mode, kind):
     """In float32, as these classes compute their statistics in it."""
@@ -73,7 +73,7 @@ def test_recognised_by_what_it_computes(mode, kind):
     )
 
 
-@every_mode
+@layer_modes
 def test_transformers_rms_norm(mode):
     """transformers' own Llama RMSNorm is exact, not refused."""
     llama = pytest.importorskip("transformers.models.llama.modeling_llama")
@@ -83,7 +83,7 @@ def test_transformers_rms_norm(mode):
     check(mode, True, model, torch.randn(4, 5, 3), square_loss, tolerance=1e-4)
 
 
-@every_mode
+@layer_modes
 def test_elementwise_affine_false(mode):
     model = nn.Sequential(nn.Linear(3, 4), nn.RMSNorm(4, elementwise_affine=False))
     exact_or_refused(

@@ -9,13 +9,13 @@ from tests.common import (
     check,
     clipped_sum,
     every_batching,
-    every_mode,
+    layer_modes,
     make_private,
     oracle,
     run_mode,
     square_loss,
     trainable,
-    wrapped_or_not,
+    wrapped,
 )
 
 pytestmark = pytest.mark.usefixtures(every_batching.__name__)
@@ -100,7 +100,7 @@ class Model(nn.Module):
         return x
 
 
-@every_mode
+@layer_modes
 @ways
 @pytest.mark.parametrize("k", [1, 2])
 @pytest.mark.parametrize("B, T", [(4, 6), (5, 5), (1, 6), (6, 1), (0, 3), (3, 40)])
@@ -120,8 +120,8 @@ ROUTES = {
 }
 
 
-@every_mode
-@wrapped_or_not
+@layer_modes
+@wrapped
 @ways
 @pytest.mark.parametrize("chosen", ROUTES.values(), ids=ROUTES)
 def test_coincidences(mode, wrap, way, chosen):
@@ -130,7 +130,7 @@ def test_coincidences(mode, wrap, way, chosen):
     check(mode, wrap, Model(way, k=1).double(), batch, square_loss)
 
 
-@every_mode
+@layer_modes
 @ways
 def test_frozen(mode, way):
     model = Model(way).double()
@@ -140,7 +140,7 @@ def test_frozen(mode, way):
     check(mode, True, model, torch.randn(4, 6, 3).double(), square_loss)
 
 
-@every_mode
+@layer_modes
 @ways
 def test_every_step(mode, way):
     """The rows move from step to step; each is as exact as the first."""
@@ -162,7 +162,7 @@ def _copy(model):
     return fresh
 
 
-@every_mode
+@layer_modes
 def test_experts_over_the_batch_are_refused(mode):
     """A capacity counted over the batch: a sample's tokens drop another's."""
 
@@ -195,7 +195,7 @@ class Reordered(nn.Module):
         return self.last(y).view_as(x)
 
 
-@every_mode
+@layer_modes
 def test_order_that_begins_to_mix_samples_late(mode):
     """Steps 1 and 2 keep the rows of each sample together, step 3 does not."""
     torch.manual_seed(1)
@@ -272,7 +272,7 @@ MOVED += ["looked up", "multiplied", "multiplied and summed", "multiplied by exp
 MOVED += ["GShard"]
 
 
-@every_mode
+@layer_modes
 @pytest.mark.parametrize("how", MOVED)
 def test_moves_that_begin_late(mode, how):
     """Exact, or refused, in the step that shows them, which is not looked at."""

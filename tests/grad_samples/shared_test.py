@@ -10,12 +10,12 @@ from torch import nn
 
 from tests.common import (
     check,
-    every_mode,
+    layer_modes,
     next_token_loss,
     run_mode,
     square_loss,
     squares,
-    wrapped_or_not,
+    wrapped,
 )
 
 
@@ -35,15 +35,15 @@ def token_loss(model, ids):
     return next_token_loss(model(ids), ids)
 
 
-@every_mode
-@wrapped_or_not
+@layer_modes
+@wrapped
 @pytest.mark.parametrize("B, T", [(4, 6), (4, 4), (1, 5), (3, 40)])
 def test_tied_embedding(mode, wrap, B, T):
     """Phantom Clipping, DPFormer claim 4.1."""
     check(mode, wrap, Tied().double(), torch.randint(0, 11, (B, T)), token_loss)
 
 
-@every_mode
+@layer_modes
 @pytest.mark.parametrize("bias", [True, False])
 def test_tied_embedding_with_padding(mode, bias):
     """The padding row's gradient comes from the head alone."""
@@ -52,8 +52,8 @@ def test_tied_embedding_with_padding(mode, bias):
     check(mode, True, Tied(padding_idx=0, bias=bias).double(), ids, token_loss)
 
 
-@every_mode
-@wrapped_or_not
+@layer_modes
+@wrapped
 def test_tied_flattened_head(mode, wrap):
     class Model(Tied):
         def forward(self, ids):
@@ -63,8 +63,8 @@ def test_tied_flattened_head(mode, wrap):
     check(mode, wrap, Model().double(), torch.randint(0, 11, (4, 4)), token_loss)
 
 
-@every_mode
-@wrapped_or_not
+@layer_modes
+@wrapped
 def test_linear_twice(mode, wrap):
     class Model(nn.Module):
         def __init__(self):
@@ -77,8 +77,8 @@ def test_linear_twice(mode, wrap):
     check(mode, wrap, Model().double(), torch.randn(4, 5, 3).double(), square_loss)
 
 
-@every_mode
-@wrapped_or_not
+@layer_modes
+@wrapped
 def test_two_layers_one_weight(mode, wrap):
     """Two Linears of their own biases over one weight, at different lengths."""
 
@@ -109,16 +109,16 @@ class ThreeTimes(nn.Module):
         return self.head(self.shared(target) + context)
 
 
-@every_mode
-@wrapped_or_not
+@layer_modes
+@wrapped
 @pytest.mark.parametrize("S, T", [(5, 3), (4, 4), (3, 3)])
 def test_three_times(mode, wrap, S, T):
     batch = torch.randint(0, 9, (4, S)), torch.randint(0, 9, (4, T))
     check(mode, wrap, ThreeTimes().double(), batch, square_loss)
 
 
-@every_mode
-@wrapped_or_not
+@layer_modes
+@wrapped
 @pytest.mark.parametrize("repeats", [1, 2, 5])
 def test_block_repeated(mode, wrap, repeats):
     """One block L times, as ALBERT and universal transformers."""
@@ -138,7 +138,7 @@ def test_block_repeated(mode, wrap, repeats):
     check(mode, wrap, Model().double(), torch.randn(4, 4, 3).double(), square_loss)
 
 
-@every_mode
+@layer_modes
 def test_transposed_use(mode):
     """Autoencoder: a Linear, and transformers' Conv1D over the same matrix."""
     Conv1D = pytest.importorskip("transformers.pytorch_utils").Conv1D
@@ -166,7 +166,7 @@ class Cancelling(nn.Module):
         return self.fc(x) - self.fc(x), self.other(x)
 
 
-@every_mode
+@layer_modes
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_cancelling_to_zero(mode, dtype):
     """<G1, G1> + <G2, G2> + 2 <G1, G2> = 0, or a little below: never NaN."""
@@ -182,7 +182,7 @@ def test_cancelling_to_zero(mode, dtype):
     )
 
 
-@every_mode
+@layer_modes
 def test_all_gradients_cancel(mode):
     """Nothing left at all: the clipping factor of a norm of zero is finite."""
     model = Cancelling()

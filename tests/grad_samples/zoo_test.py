@@ -18,9 +18,9 @@ from tests.common import (
     assert_same,
     check,
     clipped_sum,
-    every_mode,
     exact_or_refused,
     half_clipped,
+    layer_modes,
     make_private,
     next_token_loss,
     norms_of,
@@ -28,7 +28,7 @@ from tests.common import (
     run_mode,
     square_loss,
     squares,
-    wrapped_or_not,
+    wrapped,
 )
 
 V = 9  # vocabulary
@@ -342,8 +342,8 @@ def build(name):
         return model().double(), batch
 
 
-@every_mode
-@wrapped_or_not
+@layer_modes
+@wrapped
 @every_model
 def test_model(mode, wrap, name):
     """B = 4 is also the width, the number of tokens or patches of many of them."""
@@ -351,7 +351,7 @@ def test_model(mode, wrap, name):
     check(mode, wrap, model, batch(4), square_loss)
 
 
-@every_mode
+@layer_modes
 @every_model
 @pytest.mark.parametrize("B", [0, 1, 2, 3])
 def test_batch_sizes(mode, name, B):
@@ -371,7 +371,7 @@ def test_check_finds_nothing(name):
     assert report.modes == MODES
 
 
-@every_mode
+@layer_modes
 def test_language_model_of_a_recurrent_layer(mode):
     """Cross-entropy over tokens, tied, with dropout switched off by its rate."""
 
@@ -393,7 +393,7 @@ def test_language_model_of_a_recurrent_layer(mode):
         check(mode, True, Model().double(), tokens(B, T), loss_fn)
 
 
-@every_mode
+@layer_modes
 @every_model
 def test_bf16(mode, name):
     """Weights and all in bf16: the norms, which are accumulated in float32."""
@@ -418,7 +418,7 @@ def test_bf16(mode, name):
     torch.testing.assert_close(got, norms, rtol=0.02, atol=0)
 
 
-@every_mode
+@layer_modes
 @pytest.mark.parametrize("name", ["video", "translation", "conformer"])
 @pytest.mark.parametrize("clipping", CLIPPINGS)
 def test_clipping(mode, name, clipping):
@@ -443,7 +443,7 @@ class Beside(nn.Module):
         return self.body(x)
 
 
-@every_mode
+@layer_modes
 @pytest.mark.parametrize("what", ["called", "penalised"])
 @pytest.mark.parametrize(
     "build",
@@ -474,7 +474,7 @@ def test_layer_used_after_the_model(mode, what, build):
 # -- several steps -------------------------------------------------------------------
 
 
-@every_mode
+@layer_modes
 @pytest.mark.parametrize("name", ["video", "translation", "separable", "reader"])
 def test_poisson_batches(mode, name):
     """Batches of any size from Poisson sampling, the empty one included."""
@@ -545,8 +545,8 @@ class Checkpointed(nn.Module):
         return torch.cat([x.flatten(1), h.transpose(0, 1).flatten(1)], dim=1)
 
 
-@every_mode
-@wrapped_or_not
+@layer_modes
+@wrapped
 @pytest.mark.parametrize("use_reentrant", [None, False, True])
 @pytest.mark.parametrize("B, T", [(4, 3), (4, 4), (1, 3)])
 def test_checkpointing(mode, wrap, use_reentrant, B, T):
@@ -554,7 +554,7 @@ def test_checkpointing(mode, wrap, use_reentrant, B, T):
     check(mode, wrap, model, torch.randn(B, 2, T).double(), square_loss)
 
 
-@every_mode
+@layer_modes
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("part", ["block", "lstm", "steps", "attention"])
 def test_checkpoint_of_one_part(mode, use_reentrant, part):
@@ -615,7 +615,7 @@ def weighted(output):
     return (flat * torch.linspace(1, 2, flat.size(1), dtype=flat.dtype)).sum(1)
 
 
-@every_mode
+@layer_modes
 @pytest.mark.parametrize("kind", CANCELLING)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_cancelling_to_zero(mode, kind, dtype):
@@ -629,7 +629,7 @@ def test_cancelling_to_zero(mode, kind, dtype):
     check(mode, True, model, x, loss_fn, tolerance=tolerance)
 
 
-@every_mode
+@layer_modes
 @pytest.mark.parametrize("kind", CANCELLING)
 def test_all_gradients_cancel(mode, kind):
     """Nothing left at all: the clipping factor of a norm of zero is finite."""
@@ -644,7 +644,7 @@ def test_all_gradients_cancel(mode, kind):
         assert total.abs().max() < 1e-4, name
 
 
-@every_mode
+@layer_modes
 @pytest.mark.parametrize("name", ["video", "vision transformer", "translation"])
 def test_gradients_of_zero(mode, name):
     """Samples with a weight of zero in the loss, and a batch of nothing else."""
@@ -661,7 +661,7 @@ def test_gradients_of_zero(mode, name):
         check(mode, True, copy.deepcopy(model), (*batch, weight), loss_fn)
 
 
-@every_mode
+@layer_modes
 @pytest.mark.parametrize("cls", [nn.RNN, nn.LSTM, nn.GRU])
 def test_recurrent_output_changed_in_place(mode, cls):
     class Model(nn.Module):
@@ -675,7 +675,7 @@ def test_recurrent_output_changed_in_place(mode, cls):
     check(mode, True, Model().double(), torch.randn(4, 3, 3).double(), square_loss)
 
 
-@every_mode
+@layer_modes
 def test_hook_on_out_proj(mode):
     """Torch never calls out_proj, so its hooks do not count."""
 
@@ -691,7 +691,7 @@ def test_hook_on_out_proj(mode):
     check(mode, True, Model().double(), torch.randn(4, 3, 4).double(), square_loss)
 
 
-@every_mode
+@layer_modes
 def test_unfrozen_later(mode):
     class Model(nn.Module):
         def __init__(self):

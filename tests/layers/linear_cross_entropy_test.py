@@ -11,7 +11,7 @@ from opacus_ext import GradSample, OneHot, workspace
 from opacus_ext.grad_sample.factors import Columns
 from opacus_ext.layers import LinearCrossEntropy, chunked_head
 from opacus_ext.losses import model_losses
-from tests.common import check, every_mode, oracle, wrapped_or_not
+from tests.common import check, layer_modes, oracle, wrapped
 from tests.losses_test import bert, gpt2, llama, of, t5, tokens
 
 V, D = 300, 8
@@ -114,8 +114,8 @@ class TestLosses:
 
 
 class TestModes:
-    @every_mode
-    @wrapped_or_not
+    @layer_modes
+    @wrapped
     @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
     @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
     @pytest.mark.parametrize("shape", [(3, 5), (4, 4), (1, 3)])
@@ -123,7 +123,7 @@ class TestModes:
         model, batch = Model(tied, bias).double(), batch_of(*shape)
         check(mode, wrap, model, batch, loss_fn)
 
-    @every_mode
+    @layer_modes
     def test_empty_batch(self, mode):
         check(mode, True, Model(True).double(), batch_of(0, 5), loss_fn)
 
@@ -135,13 +135,13 @@ class TestModes:
         for name, g in oracle(model, batch, loss_fn).items():
             assert torch.allclose(g, expected[name])
 
-    @every_mode
+    @layer_modes
     @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
     def test_capped_and_used_twice(self, mode, tied):
         model = Model(tied, True, CAP, twice=True).double()
         check(mode, True, model, batch_of(3, 5), loss_fn)
 
-    @every_mode
+    @layer_modes
     @pytest.mark.parametrize("frozen", ["head.weight", "head.bias", "head", "others"])
     def test_frozen_parts(self, mode, frozen):
         model = Model(False, True).double()
@@ -150,7 +150,7 @@ class TestModes:
             p.requires_grad_(name.startswith("head") if frozen == "others" else not hit)
         check(mode, True, model, batch_of(3, 5), loss_fn)
 
-    @every_mode
+    @layer_modes
     def test_half_precision(self, mode):
         torch.manual_seed(0)
         model = Model(True, True).bfloat16()
@@ -226,7 +226,7 @@ class TestChunkedHead:
         tied = model.config.get_text_config().tie_word_embeddings
         assert (head.weight is model.get_input_embeddings().weight) == tied
 
-    @every_mode
+    @layer_modes
     @pytest.mark.parametrize("build", [gpt2, bert, t5], ids=lambda b: b.__name__)
     def test_every_mode(self, build, mode, bound):
         torch.manual_seed(0)

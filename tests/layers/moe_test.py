@@ -13,7 +13,7 @@ from opacus_ext.layers import (
     freeze_routers,
     load_entropy,
 )
-from tests.common import check, every_mode, next_token_loss, wrapped_or_not
+from tests.common import check, layer_modes, next_token_loss, wrapped
 
 LAYERS = {
     "switch": lambda **k: SwitchFeedForward(6, 8, 4, **k),
@@ -44,8 +44,8 @@ def loss_with_balancing(model, ids):
     return next_token_loss(logits, ids) + 0.1 * balancing
 
 
-@every_mode
-@wrapped_or_not
+@layer_modes
+@wrapped
 @every_layer
 @pytest.mark.parametrize("B, T", [(4, 7), (5, 5), (1, 6), (0, 6), (6, 2)])
 def test_exact(mode, wrap, make, B, T):

@@ -104,7 +104,9 @@ class _Ghost(Samplewise):
 class _Step:
     """One backward pass, from the losses to the clipped sums."""
 
-    def __init__(self, mode: _Ghost, optimizer: Any, losses: torch.Tensor, scale: float):
+    def __init__(
+        self, mode: _Ghost, optimizer: Any, losses: torch.Tensor, scale: float
+    ):
         self.mode, self.engine, self.losses, self.scale = (
             mode,
             mode.engine,
@@ -116,9 +118,7 @@ class _Step:
         self.world = mode.engine.world
         self.runs = mode.engine.runs()
         self.size = len(losses)
-        self.dtype = (
-            torch.float64 if losses.dtype == torch.float64 else torch.float32
-        )
+        self.dtype = torch.float64 if losses.dtype == torch.float64 else torch.float32
         self._begin()
 
     def _begin(self) -> None:
@@ -355,7 +355,9 @@ class _Step:
             total = None
             for rows, sample in parts.pop(id(p), []):
                 some = factor if rows is None else factor[rows.to(factor.device)]
-                new = sample.weighted_sum(some if self.scale == 1 else some / self.scale)
+                new = sample.weighted_sum(
+                    some if self.scale == 1 else some / self.scale
+                )
                 total = new if total is None else total + new
             if total is None:
                 total = torch.zeros_like(p, requires_grad=False)
@@ -498,9 +500,7 @@ class _Stream:
         total = self.total or [None] * len(params)
         sums = {
             p: (
-                torch.zeros_like(p, requires_grad=False)
-                if t is None
-                else t.to(p.dtype)
+                torch.zeros_like(p, requires_grad=False) if t is None else t.to(p.dtype)
             )
             for p, t in zip(params, total)
         }

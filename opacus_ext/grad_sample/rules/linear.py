@@ -70,17 +70,13 @@ def _stack(backprops: torch.Tensor, activations: torch.Tensor) -> Found:
 
 def _stack_first(backprops: torch.Tensor, activations: torch.Tensor) -> Found:
     size = activations.shape[2]
-    x, g = (
-        _rows_of_blocks(y.mT) for y in (activations.to(backprops.dtype), backprops)
-    )
+    x, g = (_rows_of_blocks(y.mT) for y in (activations.to(backprops.dtype), backprops))
     return [(Blocks(size), g, x)]
 
 
 def _first(backprops: torch.Tensor, activations: torch.Tensor) -> Found:
     """Of ``W [out, in]`` in ``W x``, with ``x [in, n]``."""
-    x, g = (
-        y.mT.flatten(1, 2) for y in (activations.to(backprops.dtype), backprops)
-    )
+    x, g = (y.mT.flatten(1, 2) for y in (activations.to(backprops.dtype), backprops))
     return [(g, x)]
 
 

@@ -36,7 +36,9 @@ def embedding_bag(
         return func(input, weight, offsets, *given, *more)
     used: Optional[T] = None
     if input.dim() == 1:
-        index, used = _bags(run.agree(offsets).tolist(), len(input), include_last_offset)
+        index, used = _bags(
+            run.agree(offsets).tolist(), len(input), include_last_offset
+        )
         index, used = index.to(input.device), used.to(input.device)
     with run:
         if input.dim() == 1:

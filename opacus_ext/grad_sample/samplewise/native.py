@@ -85,11 +85,15 @@ def attention(
     inner = []
     for x in given[:3]:
         x = run.inner(x)
-        inner.append(x.reshape(x.shape[:1] + (1,) * (heads + 1 - x.dim()) + x.shape[1:]))
+        inner.append(
+            x.reshape(x.shape[:1] + (1,) * (heads + 1 - x.dim()) + x.shape[1:])
+        )
     mask = given[3]
     if mask is not None and is_batched(mask):
         mask = run.inner(mask)
-        mask = mask.reshape(mask.shape[:1] + (1,) * (heads + 1 - mask.dim()) + mask.shape[1:])
+        mask = mask.reshape(
+            mask.shape[:1] + (1,) * (heads + 1 - mask.dim()) + mask.shape[1:]
+        )
     merged = heads >= 3  # [1, heads, T, d] of each sample: the batch is dim 0
     with run.outside():
         if merged and all(x.shape[1] == inner[0].shape[1] for x in inner):

@@ -357,7 +357,9 @@ class Run(TorchFunctionMode):
             flat = flat.expand(self.size, -1).clone()
             for y in same:
                 strides = (flat.shape[1], *y.stride())
-                own = flat.as_strided((self.size, *y.shape), strides, y.storage_offset())
+                own = flat.as_strided(
+                    (self.size, *y.shape), strides, y.storage_offset()
+                )
                 functorch.become(y, self.level.wrap(own))
         return True
 
