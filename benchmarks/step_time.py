@@ -8,8 +8,8 @@ Run as ``python benchmarks/step_time.py``. Four sections, each printed as a tabl
 - memory: the peak of each mode in a process of its own.
 - growth: ghost_bk against the non-private step at a fixed number of tokens, B * T.
 - overhead: a GPT-2 of transformers so small that the Python around the kernels is most
-  of a step; process time of one thread, and microseconds beyond the non-private step for
-  each layer with parameters.
+  of a step; process time of one thread, and microseconds beyond the non-private step
+  for each layer with parameters.
 
 Every step is forward, backward, noise and ``SGD.step()``. The non-private step draws
 the noise too, because drawing it costs every private mode the same. Set

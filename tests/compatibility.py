@@ -228,7 +228,8 @@ are given text, or images where they classify them.
 "Exact": all of them are equal. "Refused": at least one mode raises the error that is
 given; none of those that run is wrong. How the samples of a batch are run: "at once"
 under vmap; "split", at once in parts that take the same branches on data; or "scan",
-one after the other, with the line that vmap can't run. Written by `python -m tests.compatibility`.
+one after the other, with the line that vmap can't run. Written by
+`python -m tests.compatibility`.
 
 {counts}
 """

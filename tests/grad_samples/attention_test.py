@@ -1,4 +1,4 @@
-"""nn.MultiheadAttention and torch's transformer layers, which need no code of their own.
+"""nn.MultiheadAttention and torch's transformer layers, which need no code here.
 
 ``F.multi_head_attention_forward`` is run as the ops that it is made of.
 """

@@ -7,7 +7,6 @@ from typing import Any, Dict, Iterator, List, Optional, Tuple
 
 import torch
 from torch import nn
-from torch.nn.utils.prune import BasePruningMethod
 
 from opacus_ext.grad_sample import adapters
 from opacus_ext.grad_sample.factors import GradSample

@@ -17,8 +17,8 @@ BY_FREQ = (
     "its tokens. Set scale_grad_by_freq=False"
 )
 SPARSE = (
-    "sparse=True gives a gradient whose pattern shows which tokens the batch holds, and "
-    "the noise is dense anyway. Set sparse=False"
+    "sparse=True gives a gradient whose pattern shows which tokens the batch holds, "
+    "and the noise is dense anyway. Set sparse=False"
 )
 
 

@@ -217,7 +217,7 @@ def register_hook(run: Run, func: Callable, x: T, hook: Callable) -> Any:
     """A hook on an activation sees the gradient of each sample."""
     if not is_batched(x):
         return func(x, hook)
-    inner, level = _captured(run, x), run.level
+    inner = _captured(run, x)
 
     def by_sample(grad: T) -> Any:
         return torch.vmap(hook, randomness="different")(grad)

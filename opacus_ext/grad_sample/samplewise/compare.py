@@ -119,7 +119,7 @@ class Join(NamedTuple):
 
 
 def padded(values: Sequence[T], *dims: int) -> List[T]:
-    """With zeros at the ends of those that are shorter than others, but for ``dims``."""
+    """With zeros at the ends of those that are shorter, but for ``dims``."""
     longest = [max(sizes) for sizes in zip(*(x.shape for x in values))]
     found = []
     for x in values:
@@ -267,7 +267,8 @@ def _refuse(
     alone = " and ".join(map(str, shapes[:3])) + (", ..." if len(shapes) > 3 else "")
     raise Refused(
         f"{engine.describe()}: its output{f' {name}' if name else ''} of shape "
-        f"{tuple(own.shape)} for a batch of {inputs.size} is not what it gives for each "
+        f"{tuple(own.shape)} for a batch of {inputs.size} is not what it gives for "
+        "each "
         f"sample alone, of shape {alone}. {where}"
     )
 

@@ -18,7 +18,7 @@ import inspect
 import traceback
 import warnings
 import weakref
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import (
     Any,
     Callable,
@@ -26,7 +26,6 @@ from typing import (
     Dict,
     Iterator,
     List,
-    NamedTuple,
     Optional,
     Tuple,
 )
@@ -36,9 +35,8 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
 from opacus_ext.grad_sample.parallel import Elsewhere
-from opacus_ext.grad_sample.samplewise import functorch
-from opacus_ext.grad_sample.samplewise.checkpoint import checkpointed
 from opacus_ext.grad_sample.samplewise.calm import calmly, hook_tables
+from opacus_ext.grad_sample.samplewise.checkpoint import checkpointed
 from opacus_ext.grad_sample.samplewise.compare import (
     HELP,
     ONLY,
@@ -48,6 +46,7 @@ from opacus_ext.grad_sample.samplewise.compare import (
     joins_of,
     kind_of,
 )
+from opacus_ext.grad_sample.samplewise.functions import by_itself
 from opacus_ext.grad_sample.samplewise.functorch import become, is_batched
 from opacus_ext.grad_sample.samplewise.hooks import (
     BACKWARD_HOOK,
@@ -57,12 +56,11 @@ from opacus_ext.grad_sample.samplewise.hooks import (
     of_all,
     shown,
 )
-from opacus_ext.grad_sample.samplewise.functions import by_itself
 from opacus_ext.grad_sample.samplewise.inputs import Inputs, read_inputs
 from opacus_ext.grad_sample.samplewise.packed import agreed, of_batch, unpacked
 from opacus_ext.grad_sample.samplewise.run import Diverge, Refused, Run, Use
 from opacus_ext.grad_sample.samplewise.scan import ScanRun
-from opacus_ext.grad_sample.samplewise.states import Left, LeftBehind, States
+from opacus_ext.grad_sample.samplewise.states import LeftBehind, States
 from opacus_ext.grad_sample.samplewise.walk import (
     leaves_in,
     map_tensors,
@@ -310,7 +308,7 @@ class Engine:
                 if self.world is None:
                     where = first_mixing(self, again())
                 raise Refused(
-                    f"{self.describe()} runs on the batch, and not on one sample alone. "
+                    f"{self.describe()} runs on the batch, and not on one sample. "
                     f"{where or f'{type(error).__name__}: {error}. {HELP}'}"
                 ) from error
             if inputs.size:  # an empty batch takes part where others look
@@ -465,7 +463,8 @@ class Engine:
         reason = str(error).strip().split("\n")[0]
         warnings.warn(
             f"{self.describe()} is run one sample after the other: vmap can't run "
-            f"{where or 'an op'} ({type(error).__name__}: {reason}). That is exact, and "
+            f"{where or 'an op'} ({type(error).__name__}: {reason}). That is exact, "
+            "and "
             "slower where samples are small. Replace that op by one that vmap knows, "
             "or declare its function or module with opacus_ext.register_native if it "
             "treats samples independently.",
@@ -575,7 +574,7 @@ class Engine:
         return self._own_backward
 
     def runs(self) -> List[Any]:
-        """The runs whose outputs somebody still has, and whose gradients nobody took."""
+        """The runs whose outputs somebody has, and whose gradients nobody took."""
         alive = [r() for r in self._runs]
         return [run for run in alive if run is not None and not run.done]
 

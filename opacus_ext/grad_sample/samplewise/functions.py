@@ -1,4 +1,4 @@
-"""Autograd functions of the user that vmap can't run: each sample by itself, stacked."""
+"""Autograd functions that vmap can't run: each sample by itself, stacked."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def whole(x: torch.Tensor) -> torch.Tensor:
 
 
 def wrapped_like(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """The values of all samples ``[B, *shape]`` as they see them, if they do ``x`` so."""
+    """The values of all samples ``[B, *shape]`` as they see them, if ``x`` is such."""
     return _add_batch_dim(y, 0, maybe_get_level(x)) if is_batched(x) else y
 
 

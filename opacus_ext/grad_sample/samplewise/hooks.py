@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
 
 BACKWARD_HOOK = (
-    "has a hook on its backward pass (register_full_backward_hook), which would see the "
+    "has a hook on its backward pass (register_full_backward_hook), which would see "
+    "the "
     "gradients of all samples before they are clipped. Remove it."
 )
 
@@ -61,7 +62,7 @@ class _Noted(TorchFunctionMode):
 
 
 class _AtOnce:
-    """A hook that is shown ordinary tensors ``[B, ...]`` through which gradients flow."""
+    """A hook that is shown tensors ``[B, ...]`` through which gradients flow."""
 
     def __init__(self, run: "Run", hook: Callable):
         self.run, self.hook = run, hook

@@ -14,6 +14,7 @@ from contextlib import nullcontext
 from typing import (
     TYPE_CHECKING,
     Any,
+    Callable,
     Dict,
     List,
     NamedTuple,
@@ -249,7 +250,7 @@ class ScanRun:
 def _not_reentrant(
     checkpoint: Callable, function: Callable, *args: Any, **kwargs: Any
 ) -> Any:
-    """Each sample's backward pass is inside of another, which the other kind refuses."""
+    """A sample's backward pass is inside of another, which the other kind refuses."""
     return checkpoint(function, *args, **{**kwargs, "use_reentrant": False})
 
 
