@@ -395,7 +395,8 @@ class _Step:
                     edges, [edge for _, edge in leaves], [grad for _, grad in rest]
                 )
             for (p, _), grad in zip(leaves, grads):
-                total[p] += grad
+                if p in total:  # not all are the optimizer's
+                    total[p] += grad
         finite = [g.isfinite().all() for g in total.values()]
         if finite and not torch.stack(finite).all():
             raise Refused(
