@@ -16,6 +16,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from opacus_ext.grad_sample.samplewise import functorch
 from opacus_ext.grad_sample.samplewise.functorch import is_batched
+from opacus_ext.grad_sample.samplewise.run import Refused
+from opacus_ext.grad_sample.samplewise.walk import map_tensors
 
 if TYPE_CHECKING:
     from opacus_ext.grad_sample.samplewise.run import Run
@@ -81,10 +83,40 @@ def _checkpoint(
             shapes[:] = [shape, [is_batched(x) for x in out]]
             return tuple(level.unwrap(x) if b else x for x, b in zip(out, shapes[1]))
 
+    reentrant = settings.get("use_reentrant") in (True, None)
     settings["use_reentrant"] = False
     with run.outside():
         whole = [run.level.unwrap(x) if w else x for x, w in zip(leaves, wrapped)]
         out = checkpoint(block, *whole, **settings)
+        if reentrant and not any(_is_trained(x) for x in whole):
+            if any(_is_trained(x) for x in out):
+                raise Refused(NOT_ENTERED.format(run.engine.describe()))
     shape, batched = shapes
     out = [run.track(run.level.wrap(x)) if b else x for x, b in zip(out, batched)]
-    return tree_unflatten(out, shape)
+    result = tree_unflatten(out, shape)
+    return _as_reentrant(run, result) if reentrant else result
+
+
+NOT_ENTERED = (
+    "{}: no gradient enters a reentrant checkpoint, so the parameters inside would get "
+    "none by plain autograd. Use use_reentrant=False, or let its inputs require "
+    "gradients (model.enable_input_require_grads() in transformers)."
+)
+
+
+def _is_trained(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and x.requires_grad
+
+
+def _as_reentrant(run: "Run", result: Any) -> Any:
+    """Of nested outputs those of the first level alone have gradients."""
+
+    def cut(x: torch.Tensor) -> torch.Tensor:
+        return run.track(x.detach()) if is_batched(x) else x.detach()
+
+    if isinstance(result, torch.Tensor):
+        return result
+    if type(result) is tuple:
+        parts = (x if isinstance(x, torch.Tensor) else map_tensors(cut, x) for x in result)
+        return tuple(parts)
+    return map_tensors(cut, result)

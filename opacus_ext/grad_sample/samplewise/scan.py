@@ -32,7 +32,7 @@ from opacus_ext.grad_sample.samplewise.hooks import Seen, of_all, shown
 from opacus_ext.grad_sample.samplewise.packed import as_one, unpacked
 from opacus_ext.grad_sample.samplewise.run import Refused
 from opacus_ext.grad_sample.samplewise.states import States, Watch
-from opacus_ext.grad_sample.samplewise.walk import leaves_in
+from opacus_ext.grad_sample.samplewise.walk import leaves_in, map_tensors
 
 if TYPE_CHECKING:
     from opacus_ext.grad_sample.samplewise.engine import Engine
@@ -153,10 +153,21 @@ class ScanRun:
         return outputs[0]
 
     def _of_none(self, part: "Part") -> Any:
-        """What the model itself gives for a batch of none."""
+        """What the model itself gives for a batch of none, or of one without it."""
         args, kwargs = tree_unflatten(part.leaves, part.spec)
         with torch.no_grad():
-            output = self.engine.forward(*args, **kwargs)
+            try:
+                output = self.engine.forward(*args, **kwargs)
+            except RuntimeError:  # shapes [0, -1]
+                zeros = [
+                    x if dim is None else x.new_zeros(*x.shape[:dim], 1, *x.shape[dim + 1 :])
+                    for x, dim in zip(part.leaves, part.batched)
+                ]
+                args, kwargs = tree_unflatten(zeros, part.spec)
+                output = map_tensors(
+                    lambda x: x[:0] if x.dim() else x,
+                    self.engine.forward(*args, **kwargs),
+                )
         own = _Part(self, [], [], [])
         for x in list(leaves_in(output)) if torch.is_grad_enabled() else ():
             if isinstance(x, torch.Tensor) and x.is_floating_point():
