@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from opacus_ext import GradSample, workspace
+from opacus_ext.grad_sample.modes import ghost
 from tests.common import (
     CRASHES,
     assert_same,
