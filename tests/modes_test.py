@@ -620,7 +620,7 @@ def test_buffers_and_flags_untouched(mode, wrap):
     assert model.training
 
 
-@every_mode
+@pytest.mark.parametrize("mode", MODES)  # "scan" draws one sample after the other
 @wrapped_or_not
 def test_dropout(mode, wrap):
     """The mask of the loss is the mask of the gradient: one forward, one mask."""

@@ -114,6 +114,7 @@ class Engine:
         self.world: Any = None  # the processes that experts are spread over
         self._runs: List[weakref.ref] = []
         self._params: Dict[int, nn.Parameter] = {}
+        self.half = False  # whether parts of the model are in half precision
         self.names: Dict[nn.Parameter, str] = {}
         self.own: Optional[Callable] = None
 
@@ -191,6 +192,10 @@ class Engine:
         """Looks which parameters the model has."""
         self.names = {p: n for n, p in self.module.named_parameters()}
         self._params = {id(p): p for p in self.names}
+        self.half = any(
+            x.is_floating_point() and x.itemsize < 4
+            for x in (*self.module.parameters(), *self.module.buffers())
+        )
 
     @property
     def params(self) -> Dict[int, nn.Parameter]:

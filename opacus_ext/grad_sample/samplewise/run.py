@@ -207,7 +207,8 @@ class Run(TorchFunctionMode):
         self.handed: Dict[int, Tuple[torch.Tensor, torch.Tensor]] = {}
         self.abandoned = False
         # Whether something is computed in half precision.
-        self.half = any(map(torch.is_autocast_enabled, ("cpu", "cuda")))
+        autocast = any(map(torch.is_autocast_enabled, ("cpu", "cuda")))
+        self.half = autocast or engine.half
         self.done = False  # whether its gradients have been taken
         self._same: Dict[Tuple[int, int], Tuple[torch.Tensor, torch.Tensor]] = {}
         self._recipes: Dict[Tuple[int, int], Tuple[torch.Tensor, Op]] = {}
