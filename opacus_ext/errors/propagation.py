@@ -44,6 +44,7 @@ from torch.overrides import TorchFunctionMode
 
 from opacus_ext.errors import moments
 from opacus_ext.errors.moments import Moments
+from opacus_ext.grad_sample.rules.experts import Routes, at_once
 from opacus_ext.grad_sample.samplewise import native
 from opacus_ext.grad_sample.samplewise.functorch import is_batched, whole, wrapped_like
 
@@ -329,6 +330,7 @@ class Propagation(TorchFunctionMode):
         # Which rows a mask takes is for the run to say, of all samples.
         rest = _tensors(list(_flat(call.args[1:], call.kwargs)))
         asks = call.name in _ASKS and any(map(is_batched, rest))
+        asks = asks or call.name == "send"  # it follows errors through modules
         with quietly(like, alone=not asks):
             made = RULES[call.name](call)
         if made is None or isinstance(made, (Spread, Lost)):
@@ -1218,10 +1220,18 @@ def _sent(call: Call) -> Result:
     Rows ``[*rows, width]`` through modules, each by itself: here all through each, as
     which they go through differs from sample to sample.
     """
-    x, index, experts = call.args
+    x, index, size, experts = call.args
     with call.mode:
         rows = x.detach().flatten(0, -2)
-        every = [call.mode.token(expert(rows)) for expert in experts]
+    # Stacked experts have one table for the whole batch.
+    count = whole(rows).shape[:-1].numel() if experts.stacked else len(rows)
+
+    def through(i: int) -> Any:
+        to_one = torch.full((count,), i, device=x.device)
+        return call.mode.token(experts(rows, Routes(to_one, size), at_once))
+
+    with call.mode:
+        every = [through(i) for i in range(size)]
     total = _zeros(x, (*index.shape, 1))
     for i, variance in enumerate(every):
         if isinstance(variance, Lost):

@@ -200,6 +200,7 @@ def all_at_once(layer: nn.Module) -> Experts:
 
         return on_rows(stacked, rows, routes.order[: routes.total])
 
+    call.stacked = True
     return call
 
 
@@ -214,6 +215,7 @@ def one_by_one(experts: Iterable[nn.Module]) -> Experts:
         found = [on_rows(e, x, i).to(rows.dtype) for e, x, i in each if len(x)]
         return torch.cat(found) if found else rows
 
+    call.stacked = False
     return call
 
 

@@ -9,7 +9,6 @@ from opacus_ext.grad_sample.factors import Blocks, Factor
 from opacus_ext.grad_sample.rules.registry import (
     Factors,
     Op,
-    Record,
     is_shared,
     register_op,
 )
@@ -148,17 +147,3 @@ def linear_factors(
     found = dict(zip((weight, bias), _linear(backprops, activations)))
     found.pop(None, None)
     return found
-
-
-def record_linear(
-    record: Record,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: Optional[torch.Tensor] = None,
-) -> torch.Tensor:
-    """``F.linear`` inside a stand-in: ``[*rows, in]`` -> ``[*rows, out]``."""
-
-    def factors(activations: torch.Tensor, backprops: torch.Tensor) -> Factors:
-        return linear_factors(weight, bias, activations, backprops)
-
-    return record(F.linear(x, weight, bias), x, (weight, bias), factors)

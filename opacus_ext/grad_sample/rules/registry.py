@@ -85,7 +85,6 @@ class Rule(NamedTuple):
     row_dims: Callable[[nn.Module, torch.Tensor], int]
     refuse: Callable[[nn.Module], Optional[str]] = lambda layer: None
     all_inputs: bool = False
-    by_row: bool = False
 
 
 RULES: Dict[Union[type, str], Rule] = {}
@@ -98,7 +97,6 @@ def register_rule(
     event_dims: Union[int, None, Callable[[nn.Module], Optional[int]]] = 1,
     refuse: Callable[[nn.Module], Optional[str]] = lambda layer: None,
     all_inputs: bool = False,
-    by_row: bool = False,
 ) -> Callable[[RuleFn], RuleFn]:
     """
     Registers the decorated function as the rule of one or more layer types, in every
@@ -121,8 +119,6 @@ def register_rule(
         refuse: returns the reason why a layer, as configured, can't be handled
         all_inputs: pass as ``activations`` a dict of all tensor arguments by name;
             those without the output's rows come as they are
-        by_row: every factor has one row for each row of the output, computed from that
-            row alone. Rows that were gathered then need no padding
 
     Example:
         >>> import torch
@@ -145,7 +141,7 @@ def register_rule(
 
     def decorator(fn: RuleFn) -> RuleFn:
         for layer in layers:
-            RULES[layer] = Rule(fn, row_dims, refuse, all_inputs, by_row)
+            RULES[layer] = Rule(fn, row_dims, refuse, all_inputs)
         return fn
 
     return decorator
@@ -167,7 +163,6 @@ class Record(Protocol):
         params: Iterable[Optional[nn.Parameter]],
         factors: Callable[[Any, torch.Tensor], Factors],
         event_dims: int = 1,
-        by_row: bool = False,
     ) -> torch.Tensor:
         """
         Notes that ``output`` was computed from ``params``, each used once.
@@ -180,7 +175,6 @@ class Record(Protocol):
             factors: called as ``factors(activations, backprops)``, both by sample
                 ``[B, T, ...]``; returns what a rule returns
             event_dims: how many trailing dims of ``output`` belong to one row
-            by_row: see :func:`register_rule`
 
         Returns:
             The output, to be used in its place.

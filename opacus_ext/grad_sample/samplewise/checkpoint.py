@@ -117,6 +117,8 @@ def _as_reentrant(run: "Run", result: Any) -> Any:
     if isinstance(result, torch.Tensor):
         return result
     if type(result) is tuple:
-        parts = (x if isinstance(x, torch.Tensor) else map_tensors(cut, x) for x in result)
+        parts = (
+            x if isinstance(x, torch.Tensor) else map_tensors(cut, x) for x in result
+        )
         return tuple(parts)
     return map_tensors(cut, result)

@@ -43,11 +43,12 @@ def _expert_linear(
         roots.append(run.root(p) if noted else None)
         shared.append(roots[-1].shared if noted else p)
     with run.outside():
-        y = func(inner.flatten(0, 1), routes, *shared, transposed).unsqueeze(1)
+        y = func(inner.flatten(0, 1), routes, *shared, transposed)
+        y = y.unflatten(0, inner.shape[:2])
     if any(roots):
         factors = functools.partial(expert_factors, len(weight), transposed)
         use = Use(run, tuple(roots), factors, 1, (1, 1))
-        y = run._note(y, use, [routes.index[:, None], inner])
+        y = run._note(y, use, [routes.index.view(inner.shape[:2]), inner])
     return run.level.wrap(y)
 
 

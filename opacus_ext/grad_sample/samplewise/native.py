@@ -138,7 +138,6 @@ class Recorder:
         params: Iterable[Optional[T]],
         factors: Callable[[Any, T], Factors],
         event_dims: int = 1,
-        by_row: bool = False,
         batch_dim: int = 0,
     ) -> T:
         params = list(map(self._own, params))

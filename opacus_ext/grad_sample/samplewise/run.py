@@ -219,7 +219,6 @@ class Run(TorchFunctionMode):
         self._away = 0
         self._quiet = 0  # in a recomputation uses are known already
         self._capture = functorch.apply_outside(self.level, Capture)
-        self._leave = functorch.apply_outside(self.level, Leave)
 
     # -- what the samples see ------------------------------------------------------
 

@@ -160,7 +160,11 @@ class ScanRun:
                 output = self.engine.forward(*args, **kwargs)
             except RuntimeError:  # shapes [0, -1]
                 zeros = [
-                    x if dim is None else x.new_zeros(*x.shape[:dim], 1, *x.shape[dim + 1 :])
+                    (
+                        x
+                        if dim is None
+                        else x.new_zeros(*x.shape[:dim], 1, *x.shape[dim + 1 :])
+                    )
                     for x, dim in zip(part.leaves, part.batched)
                 ]
                 args, kwargs = tree_unflatten(zeros, part.spec)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Callable, Iterator, List, Optional, Tuple, Union
+from typing import Any, Callable, Iterator, Optional, Tuple, Union
 
 import torch
 from torch import nn
@@ -93,11 +93,6 @@ def map_tensors(
     if isinstance(value, (list, tuple)):
         return type(value)([map_tensors(fn, part, packed) for part in value])
     return value
-
-
-def alike(a: List[torch.Tensor], b: List[torch.Tensor]) -> bool:
-    """Whether two lists hold equal values, to rounding."""
-    return len(a) == len(b) and all(map(close, a, b))
 
 
 def close(a: torch.Tensor, b: torch.Tensor, tolerance: Optional[float] = None) -> bool:
