@@ -207,14 +207,17 @@ class _Call:
         Args:
             vmap: whether vmap is tried
         """
-        at = [
-            i
-            for i, x in enumerate(self.leaves)
-            if isinstance(x, torch.Tensor) and x.dim() and len(x) == self.rows
-        ]
-        columns = [
-            self.leaves[i].unflatten(0, self.shape or (self.rows, 1)) for i in at
-        ]
+        at, columns = [], []
+        for i, x in enumerate(self.leaves):
+            if not isinstance(x, torch.Tensor) or not x.dim():
+                continue
+            if len(x) == self.rows:
+                at.append(i)
+                columns.append(x.unflatten(0, self.shape or (self.rows, 1)))
+            elif x.requires_grad and self.size and len(x) % self.size == 0:
+                # Of the model's, as a router's logits: rows sample after sample.
+                at.append(i)
+                columns.append(x.unflatten(0, (self.size, -1)))
 
         def alone(*sample: torch.Tensor) -> torch.Tensor:
             leaves = list(self.leaves)
