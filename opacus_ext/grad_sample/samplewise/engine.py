@@ -204,6 +204,12 @@ class Engine:
             self.learn()
         return {i: p for i, p in self._params.items() if p.requires_grad}
 
+    def knows(self, p: nn.Parameter) -> bool:
+        """Whether the model had this parameter when it was made private."""
+        if not self._params:
+            self.learn()
+        return id(p) in self._params
+
     # -- forward -------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

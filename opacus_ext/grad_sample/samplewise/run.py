@@ -391,7 +391,7 @@ class Run(TorchFunctionMode):
         return found
 
     def _refuse_unknown(self, leaf: torch.Tensor) -> None:
-        if isinstance(leaf, nn.Parameter) and id(leaf) not in self.engine.params:
+        if isinstance(leaf, nn.Parameter) and not self.engine.knows(leaf):
             raise Refused(
                 f"{self.engine.describe()}: uses a trainable parameter of shape "
                 f"{tuple(leaf.shape)} that the model did not have at make_private. Add "
