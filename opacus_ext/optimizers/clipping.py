@@ -129,7 +129,8 @@ def tell_not_finite(
     Raises:
         RuntimeError: with "raise"
     """
-    name, n = next((k, x) for k, x in zip(names, norms) if not x.isfinite().all())
+    pairs = ((k, x) for k, x in zip(names, norms) if not x.isfinite().all())
+    name, n = next(pairs, ("its parameters", norms[0] * math.nan))
     number = int((~n.isfinite()).nonzero()[0]) if sample is None else sample
     advice = (
         "Look for a division by zero or a log of zero in the model or the loss, and "

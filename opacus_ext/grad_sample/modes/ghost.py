@@ -194,7 +194,10 @@ class _Step:
         for p in self.params:
             found = self.losses.new_zeros(self.size, dtype=self.dtype)
             for rows, sample in parts.get(id(p), []):
-                each = sample.squared_norm().sqrt().to(found)
+                # Mode "ghost" has kept the norm alone.
+                known = rows is None and id(p) in self.squares
+                each = self.squares[id(p)] if known else sample.squared_norm()
+                each = each.sqrt().to(found)
                 where = slice(None) if rows is None else rows.to(found.device)
                 found[where] = each
             norms.append(found)
@@ -459,6 +462,12 @@ class _Stream:
     def sample(self, b: int, grads: Dict) -> None:
         """The gradients of sample ``b``."""
         step = self.step
+        if b != len(self.norms):
+            raise Refused(
+                f"{step.engine.describe()}: sample {b} has gradients in several parts, "
+                "which can't be clipped one after the other. Let the forward return "
+                "all that the loss uses."
+            )
         params = step.params
         found = [grads.get(p) for p in params]
         used = [i for i, g in enumerate(found) if g is not None]
