@@ -334,6 +334,7 @@ class GradSample:
     Args:
         shape: shape of the parameter
         batch_size: number of samples ``B``
+        rows: the gradients, if they are known, ``[B, numel]``
 
     Example:
         >>> import torch
@@ -344,12 +345,14 @@ class GradSample:
         True
     """
 
-    def __init__(self, shape: torch.Size, batch_size: int):
+    def __init__(
+        self, shape: torch.Size, batch_size: int, rows: Optional[torch.Tensor] = None
+    ):
         self.shape = torch.Size(shape)
         self.batch_size = batch_size
         self.kept_bytes = 0  # of gradients materialised to be kept
         self._terms: List[_Term] = []
-        self._kept: Optional[torch.Tensor] = None  # [B, numel], in place of all terms
+        self._kept = rows  # [B, numel], in place of all terms
 
     def add(self, *factors: Factor) -> None:
         """
@@ -421,16 +424,6 @@ class GradSample:
                 x = old + x
                 self._terms.clear()
         self._terms.append(_Term((x,)))
-
-    def settle(self, entries: int) -> None:
-        """
-        Materialises gradients of no more than ``entries`` entries: then that takes less
-        time than to start the kernels of any other way.
-        """
-        few = 0 < self.batch_size * self.shape.numel() <= entries
-        if few and self._terms and self.flat() is None and not self._by_columns:
-            self._kept = self.materialise().flatten(1)
-            self._terms = []
 
     def flat(self) -> Optional[torch.Tensor]:
         """
@@ -740,10 +733,11 @@ class GradSample:
         return cost
 
     def _worth_keeping(self, terms: Sequence[_Term], keep: int, cost: float) -> bool:
-        if len(terms) != 1 or terms[0].segmented or len(terms[0].dense) < 2:
-            return False  # nothing to gain, or a shared parameter
-        numel = self.shape.numel()
-        size = max(4, terms[0].dense[0].element_size())
+        if any(t.segmented and len(t.dense) > 1 for t in terms):
+            return False
+        if all(len(t.dense) < 2 for t in terms):
+            return False  # nothing to gain
+        numel, size = self.shape.numel(), _dtype(*terms).itemsize
         return self.batch_size * numel * size <= keep and 60 * numel <= cost
 
     def _materialise_into(self, reuse: Optional[torch.Tensor]) -> torch.Tensor:
@@ -768,7 +762,7 @@ class GradSample:
         size = self.batch_size * self.shape.numel() * 8
         on_cpu = _rows(terms[0].factors[0]).device.type == "cpu"
         bound = min(workspace(), _CACHE) if on_cpu else workspace()
-        # A shared parameter never has its per-sample gradients in memory at once.
+        # Those of a shared parameter are not in memory at once but to be kept.
         count = max(4 if len(terms) > 1 or terms[0].onehot else 1, size // bound)
         step = max(1, math.ceil(widths[axis] / count))
         norm, dtype = 0, _dtype(*terms)

@@ -102,15 +102,27 @@ class _ClippingOptimizer:
             _check_processed_flag(p.summed_grad)
             # In place: gradients and one noise tensor, as much as without privacy.
             if self._adds_noise(p):
-                noise = _generate_noise(
-                    std=multiplier * self.sensitivity,
-                    reference=p.summed_grad,
-                    generator=self._generator_of(p),
-                    secure_mode=self.secure_mode,
-                )
-                p.summed_grad.add_(noise)
+                p.summed_grad.add_(self._noise(p, multiplier * self.sensitivity))
             p.grad = p.summed_grad.view_as(p)
             _mark_as_processed(p.summed_grad)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """
+        Clears the gradients. ``p.grad`` is set to None in any case, as the sum of the
+        next backward pass takes its place.
+        """
+        super().zero_grad(True)
+
+    def _noise(self, p: torch.nn.Parameter, std: float) -> torch.Tensor:
+        generator = self._generator_of(p)
+        if self.secure_mode or not std:
+            return _generate_noise(std, p.summed_grad, generator, self.secure_mode)
+        # What Opacus draws, without the zeros that it sets up beside it.
+        shape, device = p.summed_grad.shape, p.summed_grad.device
+        dtype = p.summed_grad.dtype
+        return torch.normal(
+            0, std, shape, device=device, generator=generator, dtype=dtype
+        )
 
     def _adds_noise(self, p: torch.nn.Parameter) -> bool:
         """Whether it is this process that adds the noise to a parameter's gradient."""
@@ -196,7 +208,7 @@ class GhostDPOptimizer(_ClippingOptimizer, DPOptimizerFastGradientClipping):
             p.grad = None
         self.ready = False
 
-    def zero_grad(self, set_to_none: bool = False) -> None:
+    def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients; see ``DPOptimizerFastGradientClipping``."""
         super().zero_grad(set_to_none)
         self.ready, self._given = False, []
@@ -246,6 +258,24 @@ class _Distributed:
                     "max_physical_batch_size so that all split alike, or none splits."
                 )
         return super().pre_step(closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """
+        Clears the gradients. ``p.grad`` is set to None in any case, as the sum of the
+        next backward pass takes its place.
+        """
+        super().zero_grad(True)
+
+    def _noise(self, p: torch.nn.Parameter, std: float) -> torch.Tensor:
+        generator = self._generator_of(p)
+        if self.secure_mode or not std:
+            return _generate_noise(std, p.summed_grad, generator, self.secure_mode)
+        # What Opacus draws, without the zeros that it sets up beside it.
+        shape, device = p.summed_grad.shape, p.summed_grad.device
+        dtype = p.summed_grad.dtype
+        return torch.normal(
+            0, std, shape, device=device, generator=generator, dtype=dtype
+        )
 
     def _adds_noise(self, p: torch.nn.Parameter) -> bool:
         return self.rank == 0 or self._spread(p)

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from opacus_ext import GradSample, workspace
-from opacus_ext.grad_sample.modes import ghost
+from opacus_ext.grad_sample.samplewise import gather
 from tests.common import (
     CRASHES,
     assert_same,
@@ -421,7 +421,7 @@ def kept(monkeypatch):
         return norm
 
     monkeypatch.setattr(GradSample, "squared_norm", spy)
-    monkeypatch.setattr(ghost, "_SMALL", 0)  # or small ones are summed together
+    monkeypatch.setattr(gather, "SMALL", 0)  # or small ones are summed together
     return seen
 
 

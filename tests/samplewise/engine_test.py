@@ -3,13 +3,17 @@
 Each is trained for nine steps with fresh data, lengths, orders and batch sizes.
 """
 
+import gc
 import warnings
+import weakref
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
+from opacus_ext.grad_sample.modes.common import engine_of
 from tests.common import make_private, square_loss, squares
 from tests.samplewise.common import steps
 
@@ -409,3 +413,52 @@ def test_drop_path_that_begins_later():
         factors = (1 / (grads.norm(dim=1) + 1e-6)).clamp(max=1)
         got = torch.cat([p.grad.flatten() for p in model.parameters()]) * 4
         torch.testing.assert_close(got, factors @ grads, rtol=1e-7, atol=1e-9)
+
+
+class Alike(nn.Module):
+    """Layers of one shape, small enough to be taken together; one is used twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(7, D)
+        self.scale = nn.Parameter(torch.ones(D))
+        self.layers = nn.ModuleList(nn.Linear(D, D) for _ in range(4))
+        self.norms = nn.ModuleList(nn.LayerNorm(D) for _ in range(4))
+        self.late = nn.Parameter(torch.randn(D, D))
+
+    def forward(self, x):
+        h = x + self.table(torch.arange(x.shape[1]))
+        for layer, norm in zip(self.layers, self.norms):
+            h = norm(layer(h)).tanh() * self.scale
+
+        def block(y):
+            return self.layers[1](y * h.sigmoid()) @ self.late.exp()
+
+        return checkpoint(block, h, use_reentrant=False)
+
+
+@pytest.mark.parametrize("mode", ["hooks", "ghost", "ghost_bk"])
+def test_layers_alike(mode):
+    steps(Alike(), [(x,) for x in rows()], mode)
+
+
+@pytest.mark.parametrize("mode", ["hooks", "ghost", "ghost_bk", "scan"])
+def test_nothing_is_kept_from_step_to_step(mode):
+    private = make_private(Alike().double(), mode, batch_size=4)
+    batch = (rows()[0],)
+    private.step(batch, square_loss)
+    runs = []
+
+    def losses(model, batch):
+        found = square_loss(model, batch)
+        runs.extend(map(weakref.ref, engine_of(private.handle._module).runs()))
+        return found
+
+    gc.disable()  # what goes round through autograd Python never finds
+    try:
+        for _ in range(2):
+            private.step(batch, losses)
+        private.optimizer.zero_grad()
+        assert len(runs) == 2 and not any(run() for run in runs)
+    finally:
+        gc.enable()

@@ -21,7 +21,7 @@ from opacus_ext.grad_sample.modes.common import (
     one_size,
 )
 from opacus_ext.grad_sample.parallel import spread_over
-from opacus_ext.grad_sample.samplewise.gather import leaves_of
+from opacus_ext.grad_sample.samplewise.gather import SMALL, leaves_of
 from opacus_ext.grad_sample.samplewise.run import Refused
 from opacus_ext.grad_sample.samplewise.scan import ScanRun
 from opacus_ext.optimizers.clipping import (
@@ -31,7 +31,6 @@ from opacus_ext.optimizers.clipping import (
 )
 
 Sums = Dict[nn.Parameter, torch.Tensor]
-_SMALL = 2**16  # entries of a gradient that is worth to be copied beside others
 
 
 class _Ghost(Samplewise):
@@ -149,7 +148,8 @@ class _Step:
         self._first_pass()
         if self.stream is not None:
             self._done()
-            return self.stream.finish()
+            stream, self.stream = self.stream, None  # else they keep each other alive
+            return stream.finish()
         with torch.no_grad():
             parts, norms = self._norms()
         bad = not_finite(norms) if self.world is None else None
@@ -238,7 +238,7 @@ class _Step:
         for p in self.gather.add(use, grad, saved):
             if len(self.runs) == 1 and self.runs[0].rows is None:
                 sample = self.gather.of_run[id(use.run)].samples[id(p)]
-                if not self._settled(sample):  # others together, in the end
+                if not _is_small(sample):  # others together, in the end
                     self._square(p, sample)
 
     def sample(self, run: Any, b: int, grads: Dict) -> None:
@@ -250,13 +250,6 @@ class _Step:
 
     def touch(self, run: Any) -> None:
         """A run that the losses depend on."""
-
-    def _settled(self, sample: GradSample) -> bool:
-        """Whether a gradient is small, and there without more computation."""
-        if sample.shape.numel() > _SMALL:
-            return False
-        sample.settle(_SMALL)
-        return sample.flat() is not None
 
     def _square(self, p: nn.Parameter, sample: GradSample, all_: bool = True) -> None:
         """
@@ -322,7 +315,7 @@ class _Step:
             each = parts.get(id(p), [])
             if len(each) != 1 or each[0][0] is not None or id(p) in self.squares:
                 continue
-            if p.device == self.losses.device and self._settled(each[0][1]):
+            if p.device == self.losses.device and _is_small(each[0][1]):
                 params.append(p)
                 rows.append(each[0][1].flat().to(self.dtype))
         if len(params) < 2:
@@ -441,6 +434,11 @@ class _Step:
                 'pass of mode "ghost" gives other gradients than the first. Use '
                 'grad_sample_mode="ghost_bk" or "hooks".'
             )
+
+
+def _is_small(sample: GradSample) -> bool:
+    """Whether a gradient is small, and there without more computation."""
+    return sample.shape.numel() <= SMALL and sample.flat() is not None
 
 
 def _digest(grad: torch.Tensor) -> torch.Tensor:

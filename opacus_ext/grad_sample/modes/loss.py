@@ -13,6 +13,7 @@ from torch import nn
 from torch.autograd.graph import GradientEdge
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from opacus_ext.grad_sample.factors import wide
 from opacus_ext.grad_sample.samplewise.run import Leave, Refused
 from opacus_ext.grad_sample.samplewise.scan import Samples
 from opacus_ext.grad_sample.samplewise.walk import close
@@ -274,30 +275,52 @@ def _weights(losses: torch.Tensor, powers: int) -> torch.Tensor:
     return (2.0 ** (draw // 2) * (1 - 2 * (draw % 2))).to(losses)
 
 
+def _digests(
+    losses: torch.Tensor, found: List[Tuple[GradientEdge, Any, Any]], weights: Any
+) -> List[Optional[torch.Tensor]]:
+    """
+    Of each departure's gradient, with these weights of the losses, by sample the norm
+    and a sum with random weights, ``[2, B]``; the norm alone ``[1]`` where it has no
+    samples. Gradients of large outputs are not kept beside each other.
+    """
+    edges = [edge for edge, _, _ in found]
+    grads = torch.autograd.grad(
+        [losses], edges, [weights], retain_graph=True, allow_unused=True
+    )
+    digests: List[Optional[torch.Tensor]] = []
+    for (_, run, dim), grad in zip(found, grads):
+        if grad is None:
+            digests.append(None)
+        elif dim is None or not grad.dim():
+            digests.append(grad.norm()[None])
+        else:
+            rows = wide(grad).movedim(dim, 0).unflatten(0, (run.size, -1)).flatten(1)
+            generator = torch.Generator().manual_seed(rows.shape[1])
+            numbers = torch.randn(rows.shape[1:], generator=generator).to(rows)
+            digests.append(torch.stack([rows.norm(dim=1), rows @ numbers]))
+    return digests
+
+
 def _refuse_mixing(losses: torch.Tensor) -> None:
     """The loss of each sample must depend on what the model gave for it alone."""
-    found = list(_departures(losses)) if losses.dim() == 1 else []
+    size = len(losses)
+    found = list(_departures(losses)) if losses.dim() == 1 and size > 1 else []
+    found = [each for each in found if each[1].batch == size]
     if not found:
         return
     half = any(getattr(run, "half", False) for _, run, _ in found)
     weights = _weights(losses, 1 if half else 8)
-    edges = [edge for edge, _, _ in found]
-    plain, weighted = (
-        torch.autograd.grad([losses], edges, [w], retain_graph=True, allow_unused=True)
-        for w in (torch.ones_like(losses), weights)
-    )
-    for (_, run, dim), a, b in zip(found, plain, weighted):
-        if a is None or run.batch != len(losses) or run.batch < 2:
+    plain = _digests(losses, found, torch.ones_like(losses))
+    weighted = _digests(losses, found, weights)
+    for (_, run, _), a, b in zip(found, plain, weighted):
+        if a is None:
             continue
-        own: Optional[torch.Tensor] = None
-        if dim is not None and a.dim():
+        fine = not (a.any() or b.any())
+        if len(a) > 1:
             of = weights if run.rows is None else weights[run.rows.to(weights.device)]
-            a, b = (
-                x.movedim(dim, 0).unflatten(0, (run.size, -1)).flatten(1)
-                for x in (a, b)
-            )
-            own = a * of[:, None].to(a)
-        if not (close(b, own) if own is not None else not (a.any() or b.any())):
+            a = torch.stack([a[0], a[1] * of.sign().to(a)])
+            fine = close(b / of.abs().to(b), a, 0.1 if half else None)
+        if not fine:
             raise Refused(
                 f"{run.engine.describe()}: the loss of a sample depends on the outputs "
                 "of others, between the model and the criterion (a mean over the "

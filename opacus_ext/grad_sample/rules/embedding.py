@@ -1,6 +1,7 @@
 """Rows of a table, looked up by index."""
 
-from typing import List, Optional, Tuple
+import functools
+from typing import Callable, List, Optional, Sequence, Tuple
 
 import torch
 from torch.nn import functional as F
@@ -42,8 +43,16 @@ def embedding(
             raise ValueError(f"An embedding of shape {tuple(weight.shape)}: {reason}.")
     if not is_shared(weight):
         return None
-    size = len(weight)
-    padding = padding_idx
+
+    def whole(params: Sequence, ids: torch.Tensor) -> torch.Tensor:
+        return F.embedding(ids, params[0], padding_idx)
+
+    factors = _rows_of(len(weight), padding_idx)
+    return Op((weight,), (input,), factors, 1, (0,), whole)
+
+
+@functools.lru_cache(maxsize=None)  # one for all tables alike: taken together
+def _rows_of(size: int, padding: Optional[int]) -> Callable[..., List]:
     if padding is not None and padding < 0:
         padding += size
 
@@ -52,4 +61,4 @@ def embedding(
             backprops = backprops.masked_fill((ids == padding).unsqueeze(-1), 0)
         return [(OneHot(ids.long(), size), backprops)]
 
-    return Op((weight,), (input,), factors, 1, (0,))
+    return factors

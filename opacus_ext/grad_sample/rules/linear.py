@@ -1,6 +1,6 @@
 """Products with a matrix: linear layers, transformers' Conv1D, ``x @ w``."""
 
-from typing import List, Optional, Tuple
+from typing import List, Optional, Sequence, Tuple
 
 import torch
 import torch.nn.functional as F
@@ -36,7 +36,11 @@ def linear(
         return None
     if bias is not None and not is_shared(bias):
         return None
-    return Op((weight, bias), (input,), _linear, 1, (1,))
+    return Op((weight, bias), (input,), _linear, 1, (1,), _rows_by_weight)
+
+
+def _rows_by_weight(params: Sequence, x: torch.Tensor) -> torch.Tensor:
+    return F.linear(x, *params)
 
 
 @register_op(torch.addmm, torch.Tensor.addmm)
@@ -53,7 +57,12 @@ def addmm(
         return None
     if not is_shared(input) or input.dim() != 1 or mat1.requires_grad:
         return None
-    return Op((mat2, input), (mat1,), _product, 1, (1,))
+    return Op((mat2, input), (mat1,), _product, 1, (1,), _rows_by_matrix)
+
+
+def _rows_by_matrix(params: Sequence, x: torch.Tensor) -> torch.Tensor:
+    matrix, added = params
+    return F.linear(x, matrix.mT, added)
 
 
 def _rows_of_blocks(x: torch.Tensor) -> torch.Tensor:

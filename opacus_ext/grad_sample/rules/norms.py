@@ -4,7 +4,8 @@ The many copies of RMSNorm in other people's code need no rule: their scale is g
 each sample as a copy, which costs no more.
 """
 
-from typing import Any, List, Optional, Sequence, Tuple
+import functools
+from typing import Any, Callable, List, Optional, Sequence, Tuple
 
 import torch
 import torch.nn.functional as F
@@ -16,11 +17,11 @@ from opacus_ext.grad_sample.rules.registry import Op, is_shared, register_op
 def _both(normalised: torch.Tensor, backprops: torch.Tensor, dim: int) -> List:
     """
     Args:
-        normalised: the input without scale and shift, as ``backprops``
+        normalised: the input without scale and shift, as ``backprops``; written over
         backprops: ``[B, T, *event]``
         dim: where the event begins
     """
-    scale = (normalised * backprops).flatten(dim)
+    scale = normalised.mul_(backprops).flatten(dim)
     return [(scale,), (backprops.flatten(dim),)]
 
 
@@ -36,13 +37,21 @@ def layer_norm(
     if any(p is not None and not is_shared(p) for p in (weight, bias)):
         return None
 
+    count, factors = len(normalized_shape), _of_layer(tuple(normalized_shape), eps)
+
+    def whole(params: Sequence, x: torch.Tensor) -> torch.Tensor:
+        return F.layer_norm(x, normalized_shape, *params, eps)
+
+    return Op((weight, bias), (input,), factors, count, (count,), whole)
+
+
+@functools.lru_cache(maxsize=None)  # one for all layers alike: taken together
+def _of_layer(shape: Tuple[int, ...], eps: float) -> Callable[..., List]:
     def factors(backprops: torch.Tensor, x: torch.Tensor) -> List[Tuple[Factor, ...]]:
-        shape = list(normalized_shape)
         normalised = F.layer_norm(x, shape, eps=eps).to(backprops.dtype)
         return _both(normalised, backprops, 2)
 
-    count = len(normalized_shape)
-    return Op((weight, bias), (input,), factors, count, (count,))
+    return factors
 
 
 @register_op(F.rms_norm, torch.rms_norm)
@@ -56,12 +65,21 @@ def rms_norm(
     if weight is None or not is_shared(weight):
         return None
 
-    def factors(backprops: torch.Tensor, x: torch.Tensor) -> List[Tuple[Factor, ...]]:
-        normalised = F.rms_norm(x, list(normalized_shape), eps=eps)
-        return _both(normalised.to(backprops.dtype), backprops, 2)[:1]
+    count, factors = len(normalized_shape), _of_rms(tuple(normalized_shape), eps)
 
-    count = len(normalized_shape)
-    return Op((weight,), (input,), factors, count, (count,))
+    def whole(params: Sequence, x: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x, normalized_shape, *params, eps)
+
+    return Op((weight,), (input,), factors, count, (count,), whole)
+
+
+@functools.lru_cache(maxsize=None)
+def _of_rms(shape: Tuple[int, ...], eps: Optional[float]) -> Callable[..., List]:
+    def factors(backprops: torch.Tensor, x: torch.Tensor) -> List[Tuple[Factor, ...]]:
+        normalised = F.rms_norm(x, shape, eps=eps).to(backprops.dtype)
+        return _both(normalised, backprops, 2)[:1]
+
+    return factors
 
 
 def _over_space(x: torch.Tensor) -> torch.Tensor:
@@ -85,7 +103,7 @@ def group_norm(
     def factors(backprops: torch.Tensor, x: torch.Tensor) -> List[Tuple[Factor, ...]]:
         normalised = F.group_norm(x.flatten(0, 1), num_groups, eps=eps)
         normalised = normalised.view_as(backprops).to(backprops.dtype)
-        scale = _over_space(normalised * backprops)
+        scale = _over_space(normalised.mul_(backprops))
         return [(scale,), (_over_space(backprops),)]
 
     count = input.dim() - 1

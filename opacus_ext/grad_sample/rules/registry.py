@@ -42,6 +42,8 @@ class Op(NamedTuple):
             factors for each of ``params``
         event_dims: how many trailing dims of the output belong to one row
         saved_dims: the same of each of ``saved``
+        whole: ``(params, *saved)`` to the output, for all samples side by side: the op
+            itself, where it is given ``[B, *rows, *event]`` as well as one sample's
     """
 
     params: Tuple[Optional[torch.Tensor], ...]
@@ -49,6 +51,7 @@ class Op(NamedTuple):
     factors: Callable[..., Sequence[Tuple[Factor, ...]]]
     event_dims: int
     saved_dims: Tuple[int, ...]
+    whole: Optional[Callable[..., torch.Tensor]] = None
 
 
 OpRule = Callable[..., Optional[Op]]

@@ -114,6 +114,7 @@ class Engine:
         self.world: Any = None  # the processes that experts are spread over
         self._runs: List[weakref.ref] = []
         self._params: Dict[int, nn.Parameter] = {}
+        self._modules: Optional[Tuple[List[str], List[nn.Module]]] = None
         self.half = False  # whether parts of the model are in half precision
         self.names: Dict[nn.Parameter, str] = {}
         self.own: Optional[Callable] = None
@@ -139,7 +140,7 @@ class Engine:
         state = dict(vars(self))
         for name in ("_runs", "left", "current", "_params", "kinds", "_anchor"):
             state.pop(name, None)
-        return state
+        return {**state, "_modules": None}
 
     def __setstate__(self, state: dict) -> None:
         vars(self).update(state)
@@ -162,9 +163,11 @@ class Engine:
 
     @property
     def modules(self) -> Tuple[List[str], List[nn.Module]]:
-        """The names and the modules of the model."""
-        found = dict(self.module.named_modules())
-        return list(found), list(found.values())
+        """The names and the modules of the model, as one forward pass finds them."""
+        if self._modules is None:
+            found = dict(self.module.named_modules())
+            self._modules = list(found), list(found.values())
+        return self._modules
 
     def hook_tables(self) -> Iterator[Dict[int, Callable]]:
         """
@@ -173,7 +176,7 @@ class Engine:
         Raises:
             Refused: if there is a hook on a part's backward pass
         """
-        parts = [m for m in self.module.modules() if m is not self.module]
+        parts = self.modules[1][1:]
         for m in parts:
             if m._backward_hooks or m._backward_pre_hooks:
                 raise Refused(f"{self.name_of(m)} {BACKWARD_HOOK}")
@@ -227,6 +230,7 @@ class Engine:
 
     @torch.compiler.disable
     def _private(self, args: tuple, kwargs: dict) -> Any:
+        self._modules = None
         with self._together():
             inputs = self._inputs(args, kwargs)
             for _ in range(8):
@@ -518,6 +522,7 @@ class Engine:
                 self._let_go(run, output)
         finally:
             self.current = None
+            run.end()
         self._new.append(run)
         return output
 

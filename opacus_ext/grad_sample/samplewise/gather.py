@@ -103,6 +103,11 @@ def _of_param(
     return tuple(found)
 
 
+# Entries of what is worth being copied beside others of its kind: to start kernels takes
+# longer than to run them.
+SMALL = 2**16
+
+
 class Part(NamedTuple):
     """Per-sample gradients of some samples of the batch, by parameter."""
 
@@ -142,6 +147,14 @@ class RunGradients:
                     continue
                 i = id(view.param)
             self.left[i] = self.left.get(i, 0) + count
+        # Parameters with one small use, which those of others may be taken together
+        # with: what is done for each sample is done for n times as many.
+        self._alone = {
+            i
+            for i, count in self.left.items()
+            if count == 1 and run.size * params[i].numel() <= SMALL
+        } - self.late
+        self._alike: Dict[tuple, List[Tuple[Use, torch.Tensor, Sequence]]] = {}
 
     def _view(self, root: Root) -> Optional[View]:
         if id(root) not in self._views:
@@ -159,6 +172,12 @@ class RunGradients:
         """
         size = use.size
         done = []
+        if grad.numel() <= SMALL and use.table is None and size:
+            if all(r is None or id(r.tensor) in self._alone for r in use.roots):
+                self._alike.setdefault(_kind(use, grad, saved), []).append(
+                    (use, grad, saved)
+                )
+                return done
         for root, factors in use.uses(grad, saved):
             root = _resolved(root)
             p = self._params.get(id(root.tensor))
@@ -181,17 +200,37 @@ class RunGradients:
                 done.append(p)
         return done
 
+    def _together(self, uses: List[Tuple[Use, torch.Tensor, Sequence]]) -> None:
+        """Uses of one kind, as one use of n times as many samples."""
+        first, grad, saved = uses[0]
+        n, size = len(uses), first.size
+        if n > 1:
+            grad = torch.cat([g for _, g, _ in uses])
+            saved = [torch.cat(column) for column in zip(*(x for _, _, x in uses))]
+        roots = zip(*([r for r in use.roots if r is not None] for use, _, _ in uses))
+        for column, (root, factors) in zip(roots, first.uses(grad, saved)):
+            whole = GradSample(root.shape, n * size)
+            whole.add(*factors)
+            for root, rows in zip(column, whole.materialise().view(n, size, -1)):
+                i = id(root.tensor)
+                if i in self.samples:
+                    self.samples[i].add(rows.unsqueeze(1))
+                else:
+                    self.samples[i] = GradSample(root.shape, size, rows)
+
     def finish(self) -> None:
-        """Follows what was computed of parameters back to them."""
+        """What was put off: small uses, and what was computed of parameters."""
+        for uses in self._alike.values():
+            self._together(uses)
+        self._alike = {}
         while self._made:
             _, (root, sample) = self._made.popitem()
             if not sample.batch_size:
                 continue
             grads = sample.materialise().to(root.tensor.dtype)
             if root.recipe is not None:
-                use, saved = root.recipe
-                size = sample.batch_size
-                self.add(use, grads, [x.expand(size, *x.shape) for x in saved])
+                use, saved = self.run.recipe(root)
+                self.add(use, grads, saved)
                 continue
             if root.edge is None:  # a leaf that the forward has made
                 continue
@@ -207,6 +246,14 @@ class RunGradients:
                 if id(p) not in self.samples:
                     self.samples[id(p)] = GradSample(p.shape, len(g))
                 self.samples[id(p)].add(g.reshape(len(g), 1, -1))
+
+
+def _kind(use: Use, grad: torch.Tensor, saved: Sequence[torch.Tensor]) -> tuple:
+    """What uses have in common that can be taken together."""
+    of_roots = tuple(None if r is None else r.shape for r in use.roots)
+    of_saved = tuple((x.shape, x.dtype, x.device) for x in saved)
+    own = grad.shape, grad.dtype, grad.device
+    return (use.factors, use.rows, use.saved_rows, of_roots, own, of_saved)
 
 
 def leaves_of(
