@@ -492,17 +492,13 @@ class GradSample:
                 total = total.to(_rows(u.factors[0]).device) + _inner(u, v)
         return total
 
-    def squared_norm(
-        self, keep: int = 0, reuse: Optional[torch.Tensor] = None
-    ) -> torch.Tensor:
+    def squared_norm(self, keep: int = 0) -> torch.Tensor:
         """
         Squared norms, by the cheapest of three ways under :func:`workspace`: products
         of Gram matrices, sums over segments of equal index, or per-sample gradients
         materialised block by block. Never negative.
 
         Args:
-            reuse: what an earlier step's ``kept`` was, to be written again: fetching
-                memory from the system costs more than the product that fills it
             keep: bytes that may be spent on keeping materialised gradients for a
                 later :meth:`weighted_sum`; ``kept_bytes`` tells how many were
 
@@ -517,7 +513,7 @@ class GradSample:
         if not any(t.length for t in terms):
             return torch.zeros(self.batch_size)
         if self._deferred:
-            return self._squared_norm_by_parts(keep, reuse)
+            return self._squared_norm_by_parts(keep)
         if len(terms) == 1 and len(terms[0].factors) == 1 and terms[0].dense:
             # Materialised already: a bias, a scale, a gradient from functorch.
             self._kept, self._terms = terms[0].factors[0].flatten(1), []
@@ -531,7 +527,7 @@ class GradSample:
             return _own_square(alone)
         gram, blocks = self._gram_cost(terms), self._block_cost(terms)
         if self._worth_keeping(terms, keep, min(gram, blocks)):
-            self._kept, self._terms = self._materialise_into(reuse), []
+            self._kept, self._terms = self.materialise().flatten(1), []
             self.kept_bytes = self._kept.nbytes
             return _square_sum(self._kept)
         if alone and alone.onehot and len(alone.dense) > 1:
@@ -627,9 +623,7 @@ class GradSample:
             norm[samples] += new
         return norm
 
-    def _squared_norm_by_parts(
-        self, keep: int, reuse: Optional[torch.Tensor]
-    ) -> torch.Tensor:
+    def _squared_norm_by_parts(self, keep: int) -> torch.Tensor:
         (whole,) = self._terms
         numel, norms, kept = self.shape.numel(), [], []
         if self.batch_size * numel * max(4, whole.dense[0].dtype.itemsize) > keep:
@@ -640,8 +634,7 @@ class GradSample:
                 torch.Size((numel // whole.blocks,)), len(term.factors[0])
             )
             part.add(*term.factors)
-            again = None if reuse is None else reuse.flatten()[start * numel :]
-            norms.append(part.squared_norm(keep, again).view(stop - start, -1).sum(1))
+            norms.append(part.squared_norm(keep).view(stop - start, -1).sum(1))
             kept.append(part._kept)
         if keep and all(k is not None for k in kept):
             kept = [k.view(-1, numel) for k in kept]
@@ -672,11 +665,6 @@ class GradSample:
             group.add(*rows.factors)
             norm.index_add_(0, keys // size, group.squared_norm().to(norm.dtype))
         return norm
-
-    @property
-    def kept(self) -> Optional[torch.Tensor]:
-        """The gradients ``[B, numel]`` that ``kept_bytes`` counts."""
-        return self._kept if self.kept_bytes else None
 
     def merge(self, other: "GradSample") -> None:
         """Adds the uses of another one, of the same samples."""
@@ -739,21 +727,6 @@ class GradSample:
             return False  # nothing to gain
         numel, size = self.shape.numel(), _dtype(*terms).itemsize
         return self.batch_size * numel * size <= keep and 60 * numel <= cost
-
-    def _materialise_into(self, reuse: Optional[torch.Tensor]) -> torch.Tensor:
-        term, dtype = self._terms[0], _dtype(*self._terms)
-        numel = self.batch_size * self.shape.numel()
-        if (
-            len(self._terms) > 1
-            or term.segmented
-            or reuse is None
-            or reuse.numel() < numel
-            or (reuse.dtype, reuse.device) != (dtype, term.dense[0].device)
-        ):
-            return self.materialise().flatten(1)
-        right = _row_products(_Term(tuple(term.dense[1:])), dtype)
-        out = reuse.flatten()[:numel].view(self.batch_size, -1, right.shape[2])
-        return torch.bmm(term.dense[0].to(dtype).mT, right, out=out).flatten(1)
 
     def _blockwise_square(self, terms: Sequence[_Term]) -> torch.Tensor:
         widths = max((t.widths for t in terms), key=len)

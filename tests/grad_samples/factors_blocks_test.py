@@ -312,19 +312,6 @@ def test_use_after_keeping(name, late):
     assert_close(got.squared_norm(), squared(expected))
 
 
-@pytest.mark.parametrize("name", ["blocks", "blocks, lazy", "lazy", "all lazy"])
-@pytest.mark.parametrize("samples", [3, 4, 7])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_memory_of_an_earlier_step(name, samples, dtype, any_workspace):
-    """Of a smaller or a larger batch, or of another type: its values do not show."""
-    reuse = torch.full((samples, math.prod(SHAPE)), math.nan, dtype=dtype)
-    got, expected = build([DEFERRED[name]], lengths=(300,))
-    assert_close(got.squared_norm(2**20, reuse), squared(expected))
-    assert got.kept is not None
-    assert_close(got.kept, expected.flatten(1))
-    assert_close(got.materialise(), expected)
-
-
 # -- memory --------------------------------------------------------------------------
 
 

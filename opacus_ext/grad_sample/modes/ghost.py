@@ -20,6 +20,7 @@ from opacus_ext.grad_sample.modes.common import (
     by_parameter,
     one_size,
 )
+from opacus_ext.grad_sample.modes.loss import refuse_mixing
 from opacus_ext.grad_sample.parallel import spread_over
 from opacus_ext.grad_sample.samplewise.gather import SMALL, leaves_of
 from opacus_ext.grad_sample.samplewise.run import Refused
@@ -35,11 +36,11 @@ Sums = Dict[nn.Parameter, torch.Tensor]
 
 class _Ghost(Samplewise):
     one_pass = False
+    new_criterion = False  # whether it was given arguments of a new kind
 
     def add_hooks(self, **kwargs: Any) -> None:
         self.attached = not self.one_pass
         super().add_hooks(**kwargs)
-        self.kept_rows: Dict[nn.Parameter, torch.Tensor] = {}  # kept, step after step
 
     def get_norm_sample(self) -> torch.Tensor:
         """
@@ -94,6 +95,9 @@ class _Ghost(Samplewise):
                 "make_private criterion=opacus_ext.losses.PerSample() and call "
                 "criterion(opacus_ext.losses.model_losses(model, batch)).backward()."
             )
+        if self.new_criterion:
+            refuse_mixing(losses)
+            self.new_criterion = False
         with torch.autocast(losses.device.type, enabled=False):
             sums, total = _Step(self, optimizer, losses, scale).run()
         self.per_sample_gradient_norms = total
@@ -251,19 +255,9 @@ class _Step:
     def touch(self, run: Any) -> None:
         """A run that the losses depend on."""
 
-    def _square(self, p: nn.Parameter, sample: GradSample, all_: bool = True) -> None:
-        """
-        Args:
-            all_: whether it holds all samples: rows of some must not take the place of
-                those of others
-        """
-        buffer = self.mode.kept_rows.get(p) if all_ else None
-        self.squares[id(p)] = sample.squared_norm(keep=self.budget, reuse=buffer)
+    def _square(self, p: nn.Parameter, sample: GradSample) -> None:
+        self.squares[id(p)] = sample.squared_norm(keep=self.budget)
         self.budget -= sample.kept_bytes
-        kept = sample.kept
-        more = kept is not None and (buffer is None or buffer.numel() < kept.numel())
-        if all_ and more:
-            self.mode.kept_rows[p] = kept
         if not self.keep:
             sample.clear()
 
@@ -333,7 +327,7 @@ class _Step:
         size = p.world.batch_size if spread_over(p) else self.size
         squares = self.losses.new_zeros(size, dtype=self.dtype)
         for rows, sample in parts:
-            self._square(p, sample, all_=False)
+            self._square(p, sample)
             found = self.squares[id(p)].to(squares)
             squares = squares.index_add(0, rows.to(squares.device), found)
         return squares

@@ -83,7 +83,8 @@ class ClippedCriterion(DPLossFastGradientClipping):
     positions at ``ignore_index`` do not count then.
 
     The first call for each kind of arguments compares a criterion's values with what
-    it gives for the batch, and the gradients of each sample's loss with those of all.
+    it gives for the batch, and the first ``backward()`` after it the gradients of each
+    sample's loss with those of all.
 
     Raises:
         Refused: if a sample's loss depends on other samples
@@ -108,7 +109,7 @@ class ClippedCriterion(DPLossFastGradientClipping):
             self.criterion.reduction = before
         losses = self._one_a_sample(losses, call)
         if first:
-            _refuse_mixing(losses)
+            self.module.new_criterion = True  # to be looked at with less in memory
             self._by_vmap[call.kind] = vmap
         return ClippedLoss(self.module, self.optimizer, losses, self.loss_reduction)
 
@@ -301,8 +302,11 @@ def _digests(
     return digests
 
 
-def _refuse_mixing(losses: torch.Tensor) -> None:
-    """The loss of each sample must depend on what the model gave for it alone."""
+def refuse_mixing(losses: torch.Tensor) -> None:
+    """
+    Raises:
+        Refused: if the loss of a sample depends on what the model gave for others
+    """
     size = len(losses)
     found = list(_departures(losses)) if losses.dim() == 1 and size > 1 else []
     found = [each for each in found if each[1].batch == size]

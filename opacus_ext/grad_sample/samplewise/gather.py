@@ -103,8 +103,8 @@ def _of_param(
     return tuple(found)
 
 
-# Entries of what is worth being copied beside others of its kind: to start kernels takes
-# longer than to run them.
+# Entries of what is worth being copied beside others of its kind: to start kernels
+# takes longer than to run them.
 SMALL = 2**16
 
 

@@ -27,6 +27,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_unflatten
 
 from opacus_ext.grad_sample.samplewise.compare import Join, kind_of, padded
+from opacus_ext.grad_sample.samplewise import functorch
 from opacus_ext.grad_sample.samplewise.functorch import become, checkpoints
 from opacus_ext.grad_sample.samplewise.hooks import Seen, of_all, shown
 from opacus_ext.grad_sample.samplewise.packed import as_one, unpacked
@@ -254,7 +255,9 @@ class ScanRun:
         with engine.own_backward():
             if pairs:
                 # backward, as autograd.grad refuses reentrant checkpointing
-                torch.autograd.backward(*map(list, zip(*pairs)), retain_graph=True)
+                torch.autograd.backward(
+                    *map(list, zip(*pairs)), retain_graph=functorch.keeps_graph()
+                )
         found = {p: p.grad for p in params}
         for p, grad in zip(params, kept):
             p.grad = grad
