@@ -130,3 +130,35 @@ def test_autograd_functions_are_handed_over():
         assert torch.equal(Twice.apply(torch.ones(2)), torch.full((2,), 2.0))
     Twice.apply(torch.ones(2))
     assert seen == [Twice]
+
+
+def test_modes_are_counted():
+    class Mode(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            seen.append(functorch.modes())
+            return func(*args, **(kwargs or {}))
+
+    seen = []
+    assert functorch.modes() == 0
+    with Mode():
+        torch.ones(1).exp()
+        with Mode():
+            assert functorch.modes() == 2
+    assert functorch.modes() == 0 and set(seen) == {0}
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_whether_a_graph_is_kept(keeps):
+    seen = []
+    x = torch.ones(1, requires_grad=True)
+    x.register_hook(lambda g: seen.append(functorch.keeps_graph()))
+    (2 * x).sum().backward(retain_graph=keeps)
+    assert seen == [keeps]
+
+
+def test_whose_memory_it_is():
+    x = torch.ones(4)
+    y = x.view(2, 2)
+    assert not functorch.is_memory_of(x, [x])
+    assert functorch.is_memory_of(x, [x, y])
+    assert not functorch.is_memory_of(x, [x, y, torch.ones(4)])
