@@ -45,8 +45,8 @@ from torch.overrides import TorchFunctionMode
 from opacus_ext.errors import moments
 from opacus_ext.errors.moments import Moments
 from opacus_ext.grad_sample.rules.experts import Routes, at_once
-from opacus_ext.grad_sample.samplewise import native
 from opacus_ext.grad_sample.samplewise.functorch import is_batched, whole, wrapped_like
+from opacus_ext.grad_sample.samplewise.run import CARRIED
 
 # What is noted on tensors as attributes.
 NOTES = ("_spread", "_which", "_squares", "_of_weights", "_of_view")
@@ -582,7 +582,7 @@ def carry(x: Tensor, y: Tensor, move: Callable[[Tensor], Tensor]) -> None:
         )
 
 
-native.CARRIED.append(carry)
+CARRIED.append(carry)
 
 
 # -- moved, not changed ----------------------------------------------------------------

@@ -132,21 +132,6 @@ def test_autograd_functions_are_handed_over():
     assert seen == [Twice]
 
 
-def test_modes_are_counted():
-    class Mode(TorchFunctionMode):
-        def __torch_function__(self, func, types, args=(), kwargs=None):
-            seen.append(functorch.modes())
-            return func(*args, **(kwargs or {}))
-
-    seen = []
-    assert functorch.modes() == 0
-    with Mode():
-        torch.ones(1).exp()
-        with Mode():
-            assert functorch.modes() == 2
-    assert functorch.modes() == 0 and set(seen) == {0}
-
-
 @pytest.mark.parametrize("keeps", [False, True])
 def test_whether_a_graph_is_kept(keeps):
     seen = []

@@ -33,7 +33,6 @@ from torch.nn import functional as F
 is_batched: Callable[[Any], bool] = is_batchedtensor
 # Inside of a backward pass, whether its graph is to be kept.
 keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
-modes: Callable[[], int] = torch._C._len_torch_function_stack  # how many are at work
 
 
 def whole(x: torch.Tensor) -> torch.Tensor:

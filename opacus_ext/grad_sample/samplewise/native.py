@@ -37,24 +37,20 @@ from opacus_ext.grad_sample.rules.registry import (
     own_parameters,
 )
 from opacus_ext.grad_sample.samplewise.functorch import is_batched
-from opacus_ext.grad_sample.samplewise.run import Refused, Root, Run, Use, handles
+from opacus_ext.grad_sample.samplewise.run import (
+    Refused,
+    Root,
+    Run,
+    Use,
+    carry,
+    handles,
+)
 from opacus_ext.grad_sample.samplewise.walk import map_tensors
 
 if TYPE_CHECKING:
     from opacus_ext.grad_sample.samplewise.engine import Engine
 
 T = torch.Tensor
-
-# Where a value goes on as another tensor, ``carried(x, move(x), move)`` may take along
-# what is noted on it.
-CARRIED: List[Callable[[T, T, Callable[[T], T]], None]] = []
-
-
-def carry(x: T, y: T, move: Callable[[T], T] = lambda x: x) -> T:
-    """``y``, which is ``move(x)``, with what is noted on ``x``."""
-    for carried in CARRIED:
-        carried(x, y, move)
-    return y
 
 
 def copies(run: Run, x: Any) -> Any:

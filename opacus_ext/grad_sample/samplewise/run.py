@@ -310,20 +310,20 @@ class Run(TorchFunctionMode):
         return self.note(y, roots, op.factors, op.event_dims, saved, op.saved_dims)
 
     def _directly(self, saved: Tensors) -> bool:
-        """Whether nobody else looks on, and all data is the samples'."""
-        return functorch.modes() == 0 and all(map(self.level.owns, saved))
+        """Whether all data is the samples', and no other transform is at work."""
+        return self.level.innermost and all(map(self.level.owns, saved))
 
     def _on_whole(self, op: Op, roots: Tuple[Optional[Root], ...]) -> torch.Tensor:
         """The op on all samples side by side, which costs less than through vmap."""
         level = self.level
-        inner = [level.unwrap(x) for x in op.saved]
+        inner = [carry(x, level.unwrap(x), self.inner) for x in op.saved]
         rows = tuple(x.dim() - 1 - n for x, n in zip(inner, op.saved_dims))
         params = [p if r is None else r.shared for p, r in zip(op.params, roots)]
         with level.outside():
             y = op.whole(params, *inner)
             use = Use(self, roots, op.factors, y.dim() - 1 - op.event_dims, rows)
-            y = self._note(y, use, inner)
-        return level.wrap(y)
+            noted = self._note(y, use, inner)
+        return carry(y, level.wrap(noted), level.wrap)
 
     def _roots_of(self, op: Op) -> Tuple[Optional[Root], ...]:
         return tuple(
@@ -623,6 +623,20 @@ class Run(TorchFunctionMode):
         if y.requires_grad:
             y = Leave.apply(y, self.engine.anchor, self, dim)
         return y
+
+
+# Where a value goes on as another tensor, ``carried(x, move(x), move)`` may take along
+# what is noted on it.
+CARRIED: List[Callable[[torch.Tensor, torch.Tensor, Callable], None]] = []
+
+
+def carry(
+    x: torch.Tensor, y: torch.Tensor, move: Callable = lambda x: x
+) -> torch.Tensor:
+    """``y``, which is ``move(x)``, with what is noted on ``x``."""
+    for carried in CARRIED:
+        carried(x, y, move)
+    return y
 
 
 def _whole(backprops: torch.Tensor) -> List[Tuple[torch.Tensor]]:
