@@ -299,6 +299,52 @@ class TestCriterion:
         with pytest.raises(ValueError, match="depends on the outputs of others"):
             private.criterion(losses).backward()
 
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_what_mixes_a_little_is_refused_whatever_comes_between(self, dtype):
+        """A batch of one, of which nothing can be told; a sample of large gradients."""
+        private = self.private("ghost_bk", PerSample(), 4)
+        private.module.to(dtype)
+        for size, refused in ((4, True), (1, False), (4, True), (4, True)):
+            y = private.module(self.x[:size].to(dtype)).float()
+            losses = y.square().sum(1) * 1e3 ** (torch.arange(size) == 0)
+            loss = private.criterion(losses + 0.05 * losses.roll(1))
+            if not refused:
+                loss.backward()
+                private.optimizer.step()
+                private.optimizer.zero_grad()
+                continue
+            with pytest.raises(ValueError, match="depends on the outputs of others"):
+                loss.backward()
+
+    @ghost_modes
+    @pytest.mark.parametrize("kind", [nn.MSELoss, nn.L1Loss, nn.HuberLoss])
+    def test_shapes_that_broadcast_are_refused(self, mode, kind):
+        private = self.private(mode, kind(), 4)
+        y = private.module(self.x)[:, :1]
+        with pytest.warns(UserWarning), pytest.raises(ValueError, match="mixes sampl"):
+            private.criterion(y, torch.randn(4).double())
+
+    @ghost_modes
+    def test_weights_of_as_many_entries_as_samples(self, mode):
+        class Weighted(nn.Module):
+            reduction = "mean"
+
+            def forward(self, output, target, weight):
+                losses = ((output - target[:, None]) ** 2 * weight).sum(1)
+                return losses if self.reduction == "none" else losses.mean()
+
+        weight = torch.arange(3.0).double()
+        private = self.private(mode, Weighted(), 4)
+        call = lambda c, *batch: c(*batch, weight)  # noqa: E731
+        self.check(private, call, Weighted())
+        self.model = copy.deepcopy(private.module)
+        self.model = getattr(self.model, "_module", self.model)
+        self.x, self.y = self.x[:3], self.y[:3]
+        private.optimizer.zero_grad()
+        criterion = private.criterion(private.module(self.x), self.y, weight)
+        alone = ((private.module(self.x) - self.y[:, None]) ** 2 * weight).sum(1)
+        assert torch.allclose(criterion.loss_per_sample, alone)
+
 
 class TestModelLosses:
     @sequence_models

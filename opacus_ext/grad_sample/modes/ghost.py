@@ -96,8 +96,7 @@ class _Ghost(Samplewise):
                 "criterion(opacus_ext.losses.model_losses(model, batch)).backward()."
             )
         if self.new_criterion:
-            refuse_mixing(losses)
-            self.new_criterion = False
+            self.new_criterion = not refuse_mixing(losses)
         with torch.autocast(losses.device.type, enabled=False):
             sums, total = _Step(self, optimizer, losses, scale).run()
         self.per_sample_gradient_norms = total

@@ -72,6 +72,12 @@ def is_independent(criterion: Any) -> bool:
     )
 
 
+def _broadcasts(criterion: Any) -> bool:
+    """Whether outputs and targets of other shapes would meet those of other samples."""
+    of_torch = type(criterion).__module__ == nn.modules.loss.__name__
+    return of_torch and type(criterion) is not nn.CTCLoss  # where T comes first
+
+
 class ClippedCriterion(DPLossFastGradientClipping):
     """
     A criterion whose loss clips per sample.
@@ -93,14 +99,18 @@ class ClippedCriterion(DPLossFastGradientClipping):
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self._by_vmap: Dict[tuple, bool] = {}  # of each kind that has been compared
+        self._shared: Dict[tuple, Set[int]] = {}  # arguments that are no batch
 
     def __call__(self, *args: Any, shape: Any = None, **kwargs: Any) -> ClippedLoss:
-        call = _Call(self.criterion, args, kwargs, shape)
+        call = _Call(self.criterion, args, kwargs, shape, self._shared)
         first = call.kind not in self._by_vmap and call.size > 1
         before, self.criterion.reduction = self.criterion.reduction, "none"
         try:
             if is_independent(self.criterion):
                 losses, vmap = self.criterion(*args, **kwargs), True
+                if first and _broadcasts(self.criterion):
+                    with torch.no_grad():
+                        self._compare(call, call.by_sample(True)[0])
             else:
                 losses, vmap = call.by_sample(self._by_vmap.get(call.kind, True))
                 if first:
@@ -182,9 +192,18 @@ class _Call:
 
     Args:
         shape: ``[B, T]`` where tokens are flattened
+        shared: by kind the arguments that are known to be no batch, though they may
+            once have as many rows
     """
 
-    def __init__(self, criterion: Callable, args: tuple, kwargs: dict, shape: Any):
+    def __init__(
+        self,
+        criterion: Callable,
+        args: tuple,
+        kwargs: dict,
+        shape: Any,
+        shared: Dict[tuple, Set[int]],
+    ):
         self.criterion, self.args, self.kwargs = criterion, args, kwargs
         self.shape = None if shape is None else torch.Size(shape[:2])
         target = kwargs.get("target", args[1] if len(args) > 1 else None)
@@ -196,6 +215,12 @@ class _Call:
         self.kind = (str(self.spec), shape is None) + tuple(
             (x.dim(), x.dtype) if isinstance(x, torch.Tensor) else type(x)
             for x in self.leaves
+        )
+        self.shared = shared.setdefault(self.kind, set())
+        self.shared.update(
+            i
+            for i, x in enumerate(self.leaves)
+            if isinstance(x, torch.Tensor) and x.dim() and len(x) != self.rows
         )
 
     def whole(self) -> torch.Tensor:
@@ -213,7 +238,7 @@ class _Call:
         for i, x in enumerate(self.leaves):
             if not isinstance(x, torch.Tensor) or not x.dim():
                 continue
-            if len(x) == self.rows:
+            if i not in self.shared:
                 at.append(i)
                 columns.append(x.unflatten(0, self.shape or (self.rows, 1)))
             elif x.requires_grad and self.size and len(x) % self.size == 0:
@@ -263,17 +288,20 @@ def _departures(losses: torch.Tensor) -> Iterator[Tuple[GradientEdge, Any, Any]]
             todo += [parent for parent, _ in node.next_functions]
 
 
-def _weights(losses: torch.Tensor, powers: int) -> torch.Tensor:
+def _weights(losses: torch.Tensor, half: bool) -> Iterator[torch.Tensor]:
     """
-    One for each sample, by which multiplication is exact.
-
-    Args:
-        powers: of two; one in half precision, where what vanishes for one power does
-            not for another
+    One for each sample, by which multiplication is exact: two samples have the same
+    seldom, and in half precision, where powers of two may vanish, not in all of them.
     """
-    generator = torch.Generator().manual_seed(len(losses))
-    draw = torch.randint(0, 2 * powers, losses.shape, generator=generator)
-    return (2.0 ** (draw // 2) * (1 - 2 * (draw % 2))).to(losses)
+    size = len(losses)
+    if half:
+        index = torch.arange(size)
+        for bit in range(min(6, (size - 1).bit_length())):
+            yield (1 - 2 * (index >> bit & 1)).to(losses)
+        return
+    generator = torch.Generator().manual_seed(size)
+    draw = torch.randperm(max(size, 16), generator=generator)[:size] % 16
+    yield (2.0 ** (draw // 2) * (1 - 2 * (draw % 2))).to(losses)
 
 
 def _digests(
@@ -302,8 +330,11 @@ def _digests(
     return digests
 
 
-def refuse_mixing(losses: torch.Tensor) -> None:
+def refuse_mixing(losses: torch.Tensor) -> bool:
     """
+    Returns:
+        whether there was anything to be seen
+
     Raises:
         Refused: if the loss of a sample depends on what the model gave for others
     """
@@ -311,24 +342,34 @@ def refuse_mixing(losses: torch.Tensor) -> None:
     found = list(_departures(losses)) if losses.dim() == 1 and size > 1 else []
     found = [each for each in found if each[1].batch == size]
     if not found:
-        return
+        return False
     half = any(getattr(run, "half", False) for _, run, _ in found)
-    weights = _weights(losses, 1 if half else 8)
     plain = _digests(losses, found, torch.ones_like(losses))
-    weighted = _digests(losses, found, weights)
-    for (_, run, _), a, b in zip(found, plain, weighted):
-        if a is None:
-            continue
-        fine = not (a.any() or b.any())
-        if len(a) > 1:
-            of = weights if run.rows is None else weights[run.rows.to(weights.device)]
-            a = torch.stack([a[0], a[1] * of.sign().to(a)])
-            fine = close(b / of.abs().to(b), a, 0.1 if half else None)
-        if not fine:
-            raise Refused(
-                f"{run.engine.describe()}: the loss of a sample depends on the outputs "
-                "of others, between the model and the criterion (a mean over the "
-                "batch, a number of the whole batch, rows in another order). Compute "
-                "the loss of each sample from that sample's outputs alone, in the "
-                "order of the batch."
-            )
+    for weights in _weights(losses, half):
+        weighted = _digests(losses, found, weights)
+        for (_, run, _), a, b in zip(found, plain, weighted):
+            if a is not None and not _is_own(run, a, b, weights, half):
+                raise Refused(
+                    f"{run.engine.describe()}: the loss of a sample depends on the "
+                    "outputs of others, between the model and the criterion (a mean "
+                    "over the batch, a number of the whole batch, rows in another "
+                    "order). Compute the loss of each sample from that sample's "
+                    "outputs alone, in the order of the batch."
+                )
+    return True
+
+
+def _is_own(
+    run: Any, a: torch.Tensor, b: torch.Tensor, weights: torch.Tensor, half: bool
+) -> bool:
+    """Whether each sample's gradient has grown by its own weight, from digests."""
+    if len(a) == 1:
+        return not (a.any() or b.any())
+    if run.rows is not None:
+        weights = weights[run.rows.to(weights.device)]
+    gap = b / weights.abs().to(b) - a * torch.stack(
+        [torch.ones_like(weights), weights.sign()]
+    ).to(a)
+    largest = torch.stack([a[0], a[1].abs()]).nan_to_num(0, 0, 0)
+    bound = (5e-3 if half else 1e-3) * largest.amax(0) + 1e-7 * largest.max()
+    return not bool((gap.abs() > bound).any())

@@ -1,6 +1,16 @@
 """Convolutions, plain and transposed: a linear map of every window of the input."""
 
-from typing import List, NamedTuple, Optional, Sequence, Tuple, Union
+from typing import (
+    Any,
+    Callable,
+    Dict,
+    List,
+    NamedTuple,
+    Optional,
+    Sequence,
+    Tuple,
+    Union,
+)
 
 import torch
 import torch.nn.functional as F
@@ -117,6 +127,22 @@ def _settings(
     return _Settings(shared, kernel, _each(stride, dims), pad, dilation, groups)
 
 
+_PLAIN = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
+_TRANSPOSED = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
+
+
+def _whole(kinds: Dict[int, Callable], settings: Tuple[Any, ...]) -> Callable:
+    """A convolution of all samples at once."""
+
+    def whole(params: Sequence, x: torch.Tensor) -> torch.Tensor:
+        spatial = params[0].dim() - 2
+        rows = x.shape[: -1 - spatial]
+        y = kinds[spatial](x.flatten(0, len(rows) - 1), *params, *settings)
+        return y.unflatten(0, rows)
+
+    return whole
+
+
 @register_op(F.conv1d, F.conv2d, F.conv3d)
 def conv(
     input: torch.Tensor,
@@ -136,7 +162,8 @@ def conv(
         return _factors(layer, backprops, x, backprops)
 
     event = weight.dim() - 1
-    return Op((weight, bias), (input,), factors, event, (event,))
+    whole = _whole(_PLAIN, (stride, padding, dilation, groups))
+    return Op((weight, bias), (input,), factors, event, (event,), whole)
 
 
 @register_op(F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
@@ -162,4 +189,6 @@ def conv_transpose(
         return _factors(layer, x, backprops, backprops)
 
     event = weight.dim() - 1
-    return Op((weight, bias), (input,), factors, event, (event,))
+    settings = (stride, padding, output_padding, groups, dilation)
+    whole = _whole(_TRANSPOSED, settings)
+    return Op((weight, bias), (input,), factors, event, (event,), whole)

@@ -88,8 +88,8 @@ def _checkpoint(
     with run.outside():
         whole = [run.level.unwrap(x) if w else x for x, w in zip(leaves, wrapped)]
         out = checkpoint(block, *whole, **settings)
-        if reentrant and not any(_is_trained(x) for x in whole):
-            if any(_is_trained(x) for x in out):
+        if reentrant and not any(is_trained(x) for x in whole):
+            if any(is_trained(x) for x in out):
                 raise Refused(NOT_ENTERED.format(run.engine.describe()))
     shape, batched = shapes
     out = [run.track(run.level.wrap(x)) if b else x for x, b in zip(out, batched)]
@@ -104,7 +104,8 @@ NOT_ENTERED = (
 )
 
 
-def _is_trained(x: Any) -> bool:
+def is_trained(x: Any) -> bool:
+    """Whether gradients flow through it."""
     return isinstance(x, torch.Tensor) and x.requires_grad
 
 

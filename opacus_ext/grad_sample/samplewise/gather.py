@@ -143,7 +143,8 @@ class RunGradients:
             if i not in params:
                 view = self._view(root)
                 if view is None:
-                    self.late |= _made_of(root)
+                    if root.edge is not None:  # else a leaf that is not trained
+                        self.late |= _made_of(root)
                     continue
                 i = id(view.param)
             self.left[i] = self.left.get(i, 0) + count
@@ -245,7 +246,7 @@ class RunGradients:
             for (p, _), g in zip(leaves, found):
                 if id(p) not in self.samples:
                     self.samples[id(p)] = GradSample(p.shape, len(g))
-                self.samples[id(p)].add(g.reshape(len(g), 1, -1))
+                self.samples[id(p)].add(g.flatten(1).unsqueeze(1))
 
 
 def _kind(use: Use, grad: torch.Tensor, saved: Sequence[torch.Tensor]) -> tuple:

@@ -11,6 +11,7 @@ gradient clipping" (Lee and Kifer 2021), with fused norms and sums.
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 from typing import (
     TYPE_CHECKING,
     Any,
@@ -26,6 +27,11 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_unflatten
 
+from opacus_ext.grad_sample.samplewise.checkpoint import (
+    NOT_ENTERED,
+    arguments_of,
+    is_trained,
+)
 from opacus_ext.grad_sample.samplewise.compare import Join, kind_of, padded
 from opacus_ext.grad_sample.samplewise import functorch
 from opacus_ext.grad_sample.samplewise.functorch import become, checkpoints
@@ -128,7 +134,7 @@ class ScanRun:
         engine = self.engine
         outputs: List[Any] = []
         seen: List[List[Seen]] = []
-        with shown(self, at_once=False), checkpoints(_not_reentrant):
+        with shown(self, at_once=False), checkpoints(partial(_checkpoint, engine)):
             states = States(engine, values=True)
             for b in range(self.size):
                 if b:
@@ -265,10 +271,18 @@ class ScanRun:
         return [x.grad for x in inputs]
 
 
-def _not_reentrant(
-    checkpoint: Callable, function: Callable, *args: Any, **kwargs: Any
+def _checkpoint(
+    engine: "Engine",
+    checkpoint: Callable,
+    function: Callable,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     """A sample's backward pass is inside of another, which the other kind refuses."""
+    if kwargs.get("use_reentrant") in (True, None):
+        given = arguments_of(function, args, kwargs)[1]
+        if torch.is_grad_enabled() and not any(map(is_trained, given)):
+            raise Refused(NOT_ENTERED.format(engine.describe()))
     return checkpoint(function, *args, **{**kwargs, "use_reentrant": False})
 
 
