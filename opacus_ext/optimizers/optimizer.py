@@ -259,24 +259,6 @@ class _Distributed:
                 )
         return super().pre_step(closure)
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """
-        Clears the gradients. ``p.grad`` is set to None in any case, as the sum of the
-        next backward pass takes its place.
-        """
-        super().zero_grad(True)
-
-    def _noise(self, p: torch.nn.Parameter, std: float) -> torch.Tensor:
-        generator = self._generator_of(p)
-        if self.secure_mode or not std:
-            return _generate_noise(std, p.summed_grad, generator, self.secure_mode)
-        # What Opacus draws, without the zeros that it sets up beside it.
-        shape, device = p.summed_grad.shape, p.summed_grad.device
-        dtype = p.summed_grad.dtype
-        return torch.normal(
-            0, std, shape, device=device, generator=generator, dtype=dtype
-        )
-
     def _adds_noise(self, p: torch.nn.Parameter) -> bool:
         return self.rank == 0 or self._spread(p)
 

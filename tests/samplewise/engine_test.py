@@ -11,8 +11,10 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
 
+from opacus_ext import register_rule
 from opacus_ext.grad_sample.modes.common import engine_of
 from tests.common import make_private, square_loss, squares
 from tests.samplewise.common import steps
@@ -502,3 +504,51 @@ def test_autocast_reaches_what_runs_by_sample(kind):
         y = private.module(torch.randn(4, 3, 5))
         assert y.dtype == torch.bfloat16
     private.criterion(y.float().square().sum(1), None).backward()
+
+
+@pytest.mark.parametrize("mode", ["hooks", "ghost", "ghost_bk", "scan"])
+def test_reentrant_checkpoint_of_a_frozen_block(mode):
+    class Beginning(Frozen):
+        def forward(self, x):
+            return self.last(checkpoint(self.first, x, use_reentrant=True))
+
+    model = Beginning()
+    model.first.requires_grad_(False)
+    steps(model, [(x,) for x in rows()[:3]], mode)
+
+
+@pytest.mark.parametrize("mode", ["hooks", "ghost", "ghost_bk", "scan"])
+def test_a_weight_computed_once_for_all_samples(mode):
+    def cached(model, batch):
+        with parametrize.cached():
+            return square_loss(model, batch)
+
+    layer = parametrizations.weight_norm(nn.Linear(D, D))
+    batches = [(x,) for x in rows()[:4]]
+    steps(nn.Sequential(layer, nn.Tanh(), nn.Linear(D, 2)), batches, mode, True, cached)
+
+
+class Scaled(nn.Module):
+    """Has a rule, and a part with parameters of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.part = nn.Parameter(torch.randn(D)), nn.Linear(D, D)
+
+    def forward(self, x):
+        return self.weight * self.part(x)
+
+
+@register_rule(Scaled)
+def scaled(layer, activations, backprops):
+    return {layer.weight: (backprops * layer.part(activations),)}
+
+
+@pytest.mark.parametrize("mode", ["hooks", "ghost", "ghost_bk"])
+def test_rule_says_nothing_of_a_part(mode):
+    frozen, trained = (nn.Sequential(Scaled(), nn.Linear(D, 2)) for _ in range(2))
+    frozen[0].part.requires_grad_(False)
+    batches = [(x,) for x in rows()[:3]]
+    steps(frozen, batches, mode)
+    with pytest.raises(ValueError, match=r"no gradient for .* 0\.part\.weight"):
+        steps(trained, batches, mode)

@@ -132,15 +132,6 @@ def test_autograd_functions_are_handed_over():
     assert seen == [Twice]
 
 
-@pytest.mark.parametrize("keeps", [False, True])
-def test_whether_a_graph_is_kept(keeps):
-    seen = []
-    x = torch.ones(1, requires_grad=True)
-    x.register_hook(lambda g: seen.append(functorch.keeps_graph()))
-    (2 * x).sum().backward(retain_graph=keeps)
-    assert seen == [keeps]
-
-
 def test_whose_memory_it_is():
     x = torch.ones(4)
     y = x.view(2, 2)

@@ -296,7 +296,7 @@ def _weights(losses: torch.Tensor, half: bool) -> Iterator[torch.Tensor]:
     size = len(losses)
     if half:
         index = torch.arange(size)
-        for bit in range(min(6, (size - 1).bit_length())):
+        for bit in range((size - 1).bit_length()):
             yield (1 - 2 * (index >> bit & 1)).to(losses)
         return
     generator = torch.Generator().manual_seed(size)
@@ -343,7 +343,7 @@ def refuse_mixing(losses: torch.Tensor) -> bool:
     found = [each for each in found if each[1].batch == size]
     if not found:
         return False
-    half = any(getattr(run, "half", False) for _, run, _ in found)
+    half = any(run.half for _, run, _ in found)
     plain = _digests(losses, found, torch.ones_like(losses))
     for weights in _weights(losses, half):
         weighted = _digests(losses, found, weights)

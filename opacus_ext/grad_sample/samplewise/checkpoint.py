@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, Tuple
+from typing import TYPE_CHECKING, Any, Callable, Dict, Iterable, Iterator, List, Tuple
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
@@ -20,6 +20,7 @@ from opacus_ext.grad_sample.samplewise.run import Refused
 from opacus_ext.grad_sample.samplewise.walk import map_tensors
 
 if TYPE_CHECKING:
+    from opacus_ext.grad_sample.samplewise.engine import Engine
     from opacus_ext.grad_sample.samplewise.run import Run
 
 
@@ -83,37 +84,58 @@ def _checkpoint(
             shapes[:] = [shape, [is_batched(x) for x in out]]
             return tuple(level.unwrap(x) if b else x for x, b in zip(out, shapes[1]))
 
-    reentrant = settings.get("use_reentrant") in (True, None)
+    reentrant = is_reentrant(settings)
     settings["use_reentrant"] = False
     with run.outside():
         whole = [run.level.unwrap(x) if w else x for x, w in zip(leaves, wrapped)]
         out = checkpoint(block, *whole, **settings)
-        if reentrant and not any(is_trained(x) for x in whole):
-            if any(is_trained(x) for x in out):
-                raise Refused(NOT_ENTERED.format(run.engine.describe()))
+        if reentrant:
+            refuse_not_entered(run.engine, whole, out)
     shape, batched = shapes
     out = [run.track(run.level.wrap(x)) if b else x for x, b in zip(out, batched)]
     result = tree_unflatten(out, shape)
-    return _as_reentrant(run, result) if reentrant else result
+    return as_reentrant(result, run.track) if reentrant else result
 
 
-NOT_ENTERED = (
-    "{}: no gradient enters a reentrant checkpoint, so the parameters inside would get "
-    "none by plain autograd. Use use_reentrant=False, or let its inputs require "
-    "gradients (model.enable_input_require_grads() in transformers)."
-)
+# -- the reentrant kind, told apart from the other by what gets no gradient ------------
 
 
-def is_trained(x: Any) -> bool:
-    """Whether gradients flow through it."""
+def is_reentrant(settings: Dict[str, Any]) -> bool:
+    """Whether these arguments of ``checkpoint`` ask for the reentrant kind."""
+    return settings.get("use_reentrant") in (True, None)
+
+
+def refuse_not_entered(
+    engine: "Engine", inputs: Iterable[Any], outputs: Iterable[Any]
+) -> None:
+    """
+    Raises:
+        Refused: if parameters inside get gradients, and would get none by plain
+            autograd
+    """
+    if any(map(_is_trained, outputs)) and not any(map(_is_trained, inputs)):
+        raise Refused(
+            f"{engine.describe()}: no gradient enters a reentrant checkpoint, so the "
+            "parameters inside would get none by plain autograd. Use "
+            "use_reentrant=False, or let its inputs require gradients "
+            "(model.enable_input_require_grads() in transformers)."
+        )
+
+
+def _is_trained(x: Any) -> bool:
     return isinstance(x, torch.Tensor) and x.requires_grad
 
 
-def _as_reentrant(run: "Run", result: Any) -> Any:
-    """Of nested outputs those of the first level alone have gradients."""
+def as_reentrant(result: Any, track: Callable = lambda x: x) -> Any:
+    """
+    Of nested outputs those of the first level alone have gradients.
+
+    Args:
+        track: what is done with those of samples that are cut off
+    """
 
     def cut(x: torch.Tensor) -> torch.Tensor:
-        return run.track(x.detach()) if is_batched(x) else x.detach()
+        return track(x.detach()) if is_batched(x) else x.detach()
 
     if isinstance(result, torch.Tensor):
         return result

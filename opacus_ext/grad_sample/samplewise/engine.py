@@ -201,6 +201,11 @@ class Engine:
         )
 
     @property
+    def in_half(self) -> bool:
+        """Whether parts of the model are computed in half precision now."""
+        return self.half or any(map(torch.is_autocast_enabled, ("cpu", "cuda")))
+
+    @property
     def params(self) -> Dict[int, nn.Parameter]:
         """The trainable parameters, by id."""
         if not self._params:

@@ -31,8 +31,6 @@ from torch._functorch.vmap import lazy_load_decompositions
 from torch.nn import functional as F
 
 is_batched: Callable[[Any], bool] = is_batchedtensor
-# Inside of a backward pass, whether its graph is to be kept.
-keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
 
 
 def whole(x: torch.Tensor) -> torch.Tensor:

@@ -285,7 +285,8 @@ class NativeForward:
         self, run: Run, own: Callable, rule: Rule, args: tuple, kwargs: dict
     ) -> Any:
         layer = self.layer
-        params = [p for p in own_parameters(layer).values() if p.requires_grad]
+        # Those of its parts as well: what is done inside is not looked at.
+        params = [p for p in layer.parameters() if p.requires_grad]
         with run.unseen(), _on_shared(run, layer):
             output = own(*args, **kwargs)
         if not torch.is_grad_enabled() or not params:

@@ -207,9 +207,7 @@ class Run(TorchFunctionMode):
         # What was handed to hooks as of the batch, and what it is to the samples.
         self.handed: Dict[int, Tuple[torch.Tensor, torch.Tensor]] = {}
         self.abandoned = False
-        # Whether something is computed in half precision.
-        autocast = any(map(torch.is_autocast_enabled, ("cpu", "cuda")))
-        self.half = autocast or engine.half
+        self.half = engine.in_half  # whether something is computed in half precision
         self.done = False  # whether its gradients have been taken
         self._same: Dict[Tuple[int, int], Tuple[torch.Tensor, torch.Tensor]] = {}
         self._recipes: Dict[Tuple[int, int], Tuple[torch.Tensor, Op]] = {}

@@ -28,12 +28,12 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_unflatten
 
 from opacus_ext.grad_sample.samplewise.checkpoint import (
-    NOT_ENTERED,
     arguments_of,
-    is_trained,
+    as_reentrant,
+    is_reentrant,
+    refuse_not_entered,
 )
 from opacus_ext.grad_sample.samplewise.compare import Join, kind_of, padded
-from opacus_ext.grad_sample.samplewise import functorch
 from opacus_ext.grad_sample.samplewise.functorch import become, checkpoints
 from opacus_ext.grad_sample.samplewise.hooks import Seen, of_all, shown
 from opacus_ext.grad_sample.samplewise.packed import as_one, unpacked
@@ -113,7 +113,7 @@ class ScanRun:
         self.rows: Optional[torch.Tensor] = None
         self.joins: Optional[List[Join]] = None  # of its outputs
         self.seen: List[Seen] = []  # calls of hooks, to come
-        self.done = False
+        self.done, self.half = False, engine.in_half
         self.wanted: List[Tuple[Optional[int], torch.Tensor]] = []
         self._given: List[List[torch.Tensor]] = []  # inputs with gradients, by sample
 
@@ -261,9 +261,8 @@ class ScanRun:
         with engine.own_backward():
             if pairs:
                 # backward, as autograd.grad refuses reentrant checkpointing
-                torch.autograd.backward(
-                    *map(list, zip(*pairs)), retain_graph=functorch.keeps_graph()
-                )
+                # retained: samples may share what was computed of parameters once
+                torch.autograd.backward(*map(list, zip(*pairs)), retain_graph=True)
         found = {p: p.grad for p in params}
         for p, grad in zip(params, kept):
             p.grad = grad
@@ -279,11 +278,12 @@ def _checkpoint(
     **kwargs: Any,
 ) -> Any:
     """A sample's backward pass is inside of another, which the other kind refuses."""
-    if kwargs.get("use_reentrant") in (True, None):
-        given = arguments_of(function, args, kwargs)[1]
-        if torch.is_grad_enabled() and not any(map(is_trained, given)):
-            raise Refused(NOT_ENTERED.format(engine.describe()))
-    return checkpoint(function, *args, **{**kwargs, "use_reentrant": False})
+    result = checkpoint(function, *args, **{**kwargs, "use_reentrant": False})
+    if not is_reentrant(kwargs) or not torch.is_grad_enabled():
+        return result
+    given = arguments_of(function, args, kwargs)[1]
+    refuse_not_entered(engine, given, leaves_in(result))
+    return as_reentrant(result)
 
 
 def _side_by_side(column: tuple) -> Any:
