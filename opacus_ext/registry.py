@@ -439,7 +439,7 @@ def _sampler_rule(layer: nn.Module) -> Optional[Rule]:
     ) -> Factors:
         inputs = [natural(x) for x in activations.values()]
         found = sampler(layer, inputs, natural(backprops))
-        return {p: (g.flatten(1).unsqueeze(1),) for p, g in found.items()}
+        return {p: (g.reshape(len(g), 1, p.numel()),) for p, g in found.items()}
 
     row_dims = lambda layer, output: min(2, output.dim() - 1)  # noqa: E731
     return Rule(rule, row_dims, all_inputs=True)

@@ -552,3 +552,20 @@ def test_rule_says_nothing_of_a_part(mode):
     steps(frozen, batches, mode)
     with pytest.raises(ValueError, match=r"no gradient for .* 0\.part\.weight"):
         steps(trained, batches, mode)
+
+
+class Numbers(nn.Module):
+    """Parameters without dims: used as they are, and computed with."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = (nn.Parameter(torch.tensor(x)) for x in (0.5, -0.3))
+        self.fc = nn.Linear(D, 2)
+
+    def forward(self, x):
+        return self.fc(x * self.last.exp() + self.first).tanh()
+
+
+@pytest.mark.parametrize("mode", ["hooks", "ghost", "ghost_bk", "scan"])
+def test_parameters_without_dims(mode):
+    steps(Numbers(), [(x,) for x in rows()], mode)

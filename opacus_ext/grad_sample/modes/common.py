@@ -190,7 +190,7 @@ class Gather:
                     [row[p] if p in row else torch.zeros_like(p) for row in rows]
                 )
                 samples[id(p)] = GradSample(p.shape, run.size)
-                samples[id(p)].add(dense.detach().flatten(1).unsqueeze(1))
+                samples[id(p)].add(dense.detach().view(run.size, 1, p.numel()))
             found.append(Part(run.rows, samples))
         return found
 
@@ -232,7 +232,7 @@ def by_parameter(parts: List[Part], batch_size: int) -> Parts:
             else:
                 whole.index_add_(0, rows.to(whole.device), dense)
         joined = GradSample(first.shape, batch_size)
-        joined.add(whole.flatten(1).unsqueeze(1))
+        joined.add(whole.view(batch_size, 1, first.shape.numel()))
         found[i] = [(None, joined)]
     return found
 

@@ -221,9 +221,6 @@ class RunGradients:
 
     def finish(self) -> None:
         """What was put off: small uses, and what was computed of parameters."""
-        for uses in self._alike.values():
-            self._together(uses)
-        self._alike = {}
         while self._made:
             _, (root, sample) = self._made.popitem()
             if not sample.batch_size:
@@ -246,7 +243,10 @@ class RunGradients:
             for (p, _), g in zip(leaves, found):
                 if id(p) not in self.samples:
                     self.samples[id(p)] = GradSample(p.shape, len(g))
-                self.samples[id(p)].add(g.flatten(1).unsqueeze(1))
+                self.samples[id(p)].add(g.reshape(len(g), 1, p.numel()))
+        for uses in self._alike.values():
+            self._together(uses)
+        self._alike = {}
 
 
 def _kind(use: Use, grad: torch.Tensor, saved: Sequence[torch.Tensor]) -> tuple:
