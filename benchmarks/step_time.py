@@ -13,8 +13,9 @@ Run as ``python benchmarks/step_time.py``. Four sections, each printed as a tabl
 
 Every step is forward, backward, noise and ``SGD.step()``. The non-private step draws
 the noise too, because drawing it costs every private mode the same. Set
-``OMP_NUM_THREADS`` for the number of threads. The bars at the end use the minimum, the
-figure that other work on the machine disturbs least.
+``OMP_NUM_THREADS`` for the number of threads. ``--peers`` adds other libraries to the
+table of times (``peers.py``), with one core and process time for all. The bars at the
+end use the minimum, the figure that other work on the machine disturbs least.
 """
 
 import argparse
@@ -366,7 +367,12 @@ def take_turns(
 
 
 def time_modes(
-    shape: Shape, tied: bool, names: List[str], repeats: int, device: str
+    shape: Shape,
+    tied: bool,
+    names: List[str],
+    repeats: int,
+    device: str,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> List[Row]:
     """Interleave the modes; one row a mode, a refusal in place of times."""
     steps: Dict[str, Step] = {}
@@ -380,7 +386,7 @@ def time_modes(
             steps[name] = step
         except Exception as error:
             row["refused"] = refusal(name, error)
-    times = take_turns(steps, MODES, repeats, device)
+    times = take_turns(steps, MODES, repeats, device, clock=clock)
     for row in rows:
         row.update(times.get(row["mode"], {}))
     return rows
@@ -542,9 +548,13 @@ def parse_arguments() -> argparse.Namespace:
     add("--modes", nargs="+", choices=list(MODES), default=list(MODES))
     sections = ["time", "memory", "growth", "overhead"]
     add("--sections", nargs="+", choices=sections, default=sections)
+    add("--peers", action="store_true", help="also time other libraries (peers.py)")
     add("--peak-of", choices=list(MODES), help=argparse.SUPPRESS)
     add("--tied", action="store_true", help=argparse.SUPPRESS)
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.peers and args.device != "cpu":
+        parser.error("--peers is for the CPU")
+    return args
 
 
 def main() -> None:
@@ -555,6 +565,13 @@ def main() -> None:
     if args.peak_of:
         return print_peak(args.peak_of, args.shapes[0], args.tied, args.device)
     names = [n for n in MODES if n in args.modes or n == BASELINE]
+    timed, clock = names, time.perf_counter
+    if args.peers:
+        import peers
+
+        peers.use_one_core()
+        MODES.update(peers.MODES)
+        timed, clock = [*names, *peers.MODES], time.process_time
     results: Dict[str, List[Row]] = {section: [] for section in args.sections}
     device = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
     threads = torch.get_num_threads()
@@ -565,9 +582,11 @@ def main() -> None:
         print_header("## Time of a step", case + columns)
         for shape in args.shapes:
             for tied in (False, True):
-                rows = time_modes(shape, tied, names, args.repeats, args.device)
+                rows = time_modes(shape, tied, timed, args.repeats, args.device, clock)
                 print_rows(rows, columns)
                 results["time"] += rows
+        if args.peers:
+            peers.print_own_ratios(results["time"])
     if "memory" in results:
         print_header("## Peak memory", case + ["ratio", "peak_mib"])
         for shape in args.shapes:

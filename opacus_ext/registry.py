@@ -184,6 +184,7 @@ def _prepare_criterion(prepare: Callable) -> Callable:
     ) -> Any:
         cls = ClippedCriterion if hasattr(module, "clipped_backward") else None
         if cls is not None:
+            module.serve(optimizer)
             return cls(module, optimizer, criterion, loss_reduction)
         return prepare(
             self,

@@ -26,6 +26,7 @@ from typing import (
 )
 
 import torch
+from torch.nn import functional as F
 
 _WORKSPACE = 64 * 2**20
 _CACHE = 2**22  # bytes worked on at a time by a CPU
@@ -65,6 +66,17 @@ def workspace(num_bytes: Optional[int] = None) -> int:
             raise ValueError(f"The workspace must be positive, got {num_bytes} bytes.")
         _WORKSPACE = int(num_bytes)
     return before
+
+
+Size = Union[int, torch.SymInt]
+
+
+def known(size: Size) -> int:
+    """
+    A size, to choose by: in a program that is compiled for any batch what it is in the
+    first, so that choices don't bind the program to it.
+    """
+    return size.node.hint if isinstance(size, torch.SymInt) else size
 
 
 class OneHot(NamedTuple):
@@ -118,7 +130,7 @@ class Lazy:
         summed: Optional[Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = None,
     ):
         self._make, self._source, self._summed = make, source, summed
-        self.shape = torch.Size((len(source), length, width))
+        self.shape = torch.Size((source.shape[0], length, width))
         self.dtype, self.device = source.dtype, source.device
 
     def without(self, samples: torch.Tensor) -> "Lazy":
@@ -210,7 +222,7 @@ class _Term(NamedTuple):
             like = factors[0]
             index = torch.arange(like.shape[1], device=like.device)
             index = index // max(1, like.shape[1] // self.blocks)
-            factors.insert(0, OneHot(index.expand(len(like), -1), self.blocks))
+            factors.insert(0, OneHot(index.expand(like.shape[0], -1), self.blocks))
         return _Term(tuple(factors))
 
     def parts(self) -> Iterator[Tuple[int, int, "_Term"]]:
@@ -222,9 +234,8 @@ class _Term(NamedTuple):
             bound = min(bound, _CACHE)
         step = batch_size
         if widths:
-            step = max(1, bound // max(1, length * max(widths) * 4))
-        for start in range(0, batch_size, step):
-            stop = min(start + step, batch_size)
+            step = max(1, bound // max(1, known(length) * max(widths) * 4))
+        for start, stop in _steps(batch_size, step):
             yield start, stop, _Term(
                 tuple(
                     f.rows(start, stop) if isinstance(f, Lazy) else f[start:stop]
@@ -266,7 +277,9 @@ class _Term(NamedTuple):
 
     @property
     def batch_size(self) -> int:
-        return len(_rows(self.factors[0])) if self.ragged is None else self.ragged[1]
+        if self.ragged is not None:
+            return self.ragged[1]
+        return _rows(self.factors[0]).shape[0]
 
     @property
     def length(self) -> int:
@@ -305,6 +318,10 @@ def wide(x: torch.Tensor) -> torch.Tensor:
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
+def _bytes(x: torch.Tensor) -> int:
+    return known(x.numel()) * x.dtype.itemsize
+
+
 def pad_rows(x: torch.Tensor, groups: torch.Tensor, size: int) -> torch.Tensor:
     """
     Rows ``[N, ...]`` by their groups ``[N]``, below ``size``, in their order:
@@ -314,7 +331,7 @@ def pad_rows(x: torch.Tensor, groups: torch.Tensor, size: int) -> torch.Tensor:
     most = int(counts.max()) if size else 0
     ranked, order = groups.sort(stable=True)
     start = counts.cumsum(0) - counts
-    place = torch.arange(len(x), device=x.device) - start[ranked]
+    place = torch.arange(x.shape[0], device=x.device) - start[ranked]
     out = x.new_zeros(size * most, *x.shape[1:])
     out[ranked * most + place] = x[order]
     return out.view(size, most, *x.shape[1:])
@@ -370,7 +387,7 @@ class GradSample:
         """
         blocks, ragged, rows = 1, None, self.batch_size
         first = factors[0] if len(factors) == 1 else None
-        if type(first) is torch.Tensor and self._fits(first):
+        if isinstance(first, torch.Tensor) and self._fits(first):
             if rows:
                 self._add_flat(first)
             return
@@ -386,7 +403,7 @@ class GradSample:
             or [len(shape) for shape in shapes] != dims
             or any(shape[:2] != shapes[0][:2] for shape in shapes)
             or shapes[0][0] != rows
-            or (ragged and shapes[0][1] != len(ragged[0]))
+            or (ragged and shapes[0][1] != ragged[0].shape[0])
             or (ragged and not any(isinstance(f, torch.Tensor) for f in factors))
             or blocks * math.prod(_width(f) for f in factors) != self.shape.numel()
             or shapes[0][1] % blocks
@@ -411,7 +428,7 @@ class GradSample:
 
     def _fits(self, x: torch.Tensor) -> bool:
         numel = self.shape.numel()
-        return x.dim() == 3 and len(x) == self.batch_size and x.shape[2] == numel
+        return x.dim() == 3 and x.shape[0] == self.batch_size and x.shape[2] == numel
 
     def _add_flat(self, x: torch.Tensor) -> None:
         """One factor alone needs no rows: what is summed can be summed now."""
@@ -420,7 +437,7 @@ class GradSample:
         self._unkeep()
         if len(self._terms) == 1 and len(self._terms[0].factors) == 1:
             old = self._terms[0].factors[0]
-            if type(old) is torch.Tensor and old.shape == x.shape:
+            if isinstance(old, torch.Tensor) and old.shape == x.shape:
                 x = old + x
                 self._terms.clear()
         self._terms.append(_Term((x,)))
@@ -435,7 +452,7 @@ class GradSample:
         if len(self._terms) != 1 or len(self._terms[0].factors) != 1:
             return None
         (only,) = self._terms[0].factors
-        if type(only) is not torch.Tensor or self._terms[0].ragged is not None:
+        if not isinstance(only, torch.Tensor) or self._terms[0].ragged is not None:
             return None
         return only.squeeze(1) if only.shape[1] == 1 else None
 
@@ -528,7 +545,7 @@ class GradSample:
         gram, blocks = self._gram_cost(terms), self._block_cost(terms)
         if self._worth_keeping(terms, keep, min(gram, blocks)):
             self._kept, self._terms = self.materialise().flatten(1), []
-            self.kept_bytes = self._kept.nbytes
+            self.kept_bytes = _bytes(self._kept)
             return _square_sum(self._kept)
         if alone and alone.onehot and len(alone.dense) > 1:
             return self._squared_norm_by_groups(alone)
@@ -611,9 +628,9 @@ class GradSample:
                 yield samples, columns, part
 
     def _squared_norm_by_columns(self, keep: int) -> torch.Tensor:
-        if self.batch_size * self.shape.numel() * 8 <= keep:
+        if known(self.batch_size) * self.shape.numel() * 8 <= keep:
             self._kept, self._terms = self.materialise().flatten(1), []
-            self.kept_bytes = self._kept.nbytes
+            self.kept_bytes = _bytes(self._kept)
             return _square_sum(self._kept)
         norm = None
         for samples, _, part in self._slices():
@@ -626,20 +643,20 @@ class GradSample:
     def _squared_norm_by_parts(self, keep: int) -> torch.Tensor:
         (whole,) = self._terms
         numel, norms, kept = self.shape.numel(), [], []
-        if self.batch_size * numel * max(4, whole.dense[0].dtype.itemsize) > keep:
+        if known(self.batch_size) * numel * max(4, whole.dense[0].dtype.itemsize) > keep:
             keep = 0  # all samples or none
         for start, stop, term in whole.parts():
             term = term.blocks_as_samples()
             part = GradSample(
-                torch.Size((numel // whole.blocks,)), len(term.factors[0])
+                torch.Size((numel // whole.blocks,)), term.factors[0].shape[0]
             )
             part.add(*term.factors)
-            norms.append(part.squared_norm(keep).view(stop - start, -1).sum(1))
+            norms.append(part.squared_norm(keep).unflatten(0, (-1, whole.blocks)).sum(1))
             kept.append(part._kept)
         if keep and all(k is not None for k in kept):
             kept = [k.view(-1, numel) for k in kept]
             self._kept = torch.cat(kept) if len(kept) > 1 else kept[0]
-            self._terms, self.kept_bytes = [], self._kept.nbytes
+            self._terms, self.kept_bytes = [], _bytes(self._kept)
         return torch.cat(norms)
 
     def _summed_directly(self, weights: torch.Tensor) -> Optional[torch.Tensor]:
@@ -698,16 +715,18 @@ class GradSample:
         cost = 0.0
         for i, u in enumerate(terms):
             if _by_segments(u):
-                cost += u.length * (16 + sum(f.shape[2] for f in u.dense))
+                cost += known(u.length) * (16 + sum(f.shape[2] for f in u.dense))
             else:  # one triangle and the diagonal blocks
-                cost += 0.65 * u.length**2 * (8 + sum(f.shape[2] for f in u.dense))
+                widths = sum(f.shape[2] for f in u.dense)
+                cost += 0.65 * known(u.length) ** 2 * (8 + widths)
             for v in terms[:i]:
                 both = [
                     f.shape[2]
                     for f, g in zip(u.factors, v.factors)
                     if not isinstance(f, OneHot) and not isinstance(g, OneHot)
                 ]
-                cost += u.length * v.length * (8 * len(u.factors) + sum(both))
+                pairs = known(u.length) * known(v.length)
+                cost += pairs * (8 * len(u.factors) + sum(both))
         return cost
 
     def _block_cost(self, terms: Sequence[_Term]) -> float:
@@ -715,9 +734,10 @@ class GradSample:
         cost = 4.0 * numel
         for t in terms:
             if t.onehot:
-                cost += 2 * numel + t.length * math.prod(f.shape[2] for f in t.dense)
+                rows = math.prod(f.shape[2] for f in t.dense)
+                cost += 2 * numel + known(t.length) * rows
             else:
-                cost += t.length * numel
+                cost += known(t.length) * numel
         return cost
 
     def _worth_keeping(self, terms: Sequence[_Term], keep: int, cost: float) -> bool:
@@ -726,13 +746,13 @@ class GradSample:
         if all(len(t.dense) < 2 for t in terms):
             return False  # nothing to gain
         numel, size = self.shape.numel(), _dtype(*terms).itemsize
-        return self.batch_size * numel * size <= keep and 60 * numel <= cost
+        return known(self.batch_size) * numel * size <= keep and 60 * numel <= cost
 
     def _blockwise_square(self, terms: Sequence[_Term]) -> torch.Tensor:
         widths = max((t.widths for t in terms), key=len)
         terms = [_split(t, widths) for t in terms]
         axis = max(range(len(widths)), key=widths.__getitem__)
-        size = self.batch_size * self.shape.numel() * 8
+        size = known(self.batch_size) * self.shape.numel() * 8
         on_cpu = _rows(terms[0].factors[0]).device.type == "cpu"
         bound = min(workspace(), _CACHE) if on_cpu else workspace()
         # Those of a shared parameter are not in memory at once but to be kept.
@@ -792,7 +812,7 @@ def _segments(term: _Term) -> Tuple[torch.Tensor, int]:
     rows = _rows(term.factors[0])
     index, size = _combined_index(term) if term.onehot else (0, 1)
     if term.ragged is None:
-        sample = torch.arange(len(rows), device=rows.device)[:, None]
+        sample = torch.arange(rows.shape[0], device=rows.device)[:, None]
     else:
         sample = term.ragged[0][None]
     return (sample * size + index).flatten(), size
@@ -805,16 +825,21 @@ def _own_square(term: _Term) -> torch.Tensor:
         rows = _rows(term.factors[0])
         squares = [_square_sum(f.to(dtype)) for f in term.dense]
         if not squares:
-            return torch.ones(len(rows), dtype=dtype, device=rows.device)
+            return torch.ones(rows.shape[0], dtype=dtype, device=rows.device)
         return functools.reduce(torch.mul, squares)
     if not _by_segments(term):
         return _inner(term, term)
     places, size = _segments(term)
     rows = _row_products(term, _dtype(term)).flatten(0, 1)
-    keys, segment = torch.unique(places, return_inverse=True)
-    sums = rows.new_zeros(len(keys), rows.shape[1]).index_add_(0, segment, rows)
-    norm = rows.new_zeros(term.batch_size)
-    return norm.index_add_(0, keys // size, _square_sum(sums))
+    # Numbers of the segments: as many as there are rows at most, so that nobody has to
+    # know how many there are (which a device would have to be waited for).
+    ranked, order = places.sort()
+    new = F.pad((ranked[1:] != ranked[:-1]).long(), (1, 0))
+    number = new.cumsum(0)
+    segment = torch.empty_like(number).scatter_(0, order, number)
+    squares = _square_sum(torch.zeros_like(rows).index_add_(0, segment, rows))
+    sample = torch.zeros_like(number).scatter_(0, number, ranked // size)
+    return rows.new_zeros(term.batch_size).index_add_(0, sample, squares)
 
 
 def _few(term: _Term, rows: int) -> bool:
@@ -867,24 +892,33 @@ def _inner(u: _Term, v: _Term) -> torch.Tensor:
         u, v = _split(u, widths), _split(v, widths)
     dtype = _dtype(u, v)
     batch_size, itemsize = _rows(u.factors[0]).shape[0], dtype.itemsize
-    step = max(1, workspace() // max(1, 2 * batch_size * v.length * itemsize))
+    size = 2 * known(batch_size) * known(v.length) * itemsize
+    step = max(1, workspace() // max(1, size))
     symmetric = u is v
     if symmetric:
         # Only one of the triangles: a chunk meets itself and, twice, what follows.
-        step = min(step, max(64, math.ceil(u.length / 4)))
+        step = min(step, max(64, math.ceil(known(u.length) / 4)))
     total = 0
-    for start in range(0, u.length, step):
-        stop = start + step
+    for start, stop in _steps(u.length, step):
         product = None
         for f, g in zip(u.factors, v.factors):
             if symmetric:
                 g = _chunk(g, start, u.length)
             gram = _gram(_chunk(f, start, stop), g, dtype)
             product = gram if product is None else product.mul_(gram)
-        if symmetric:
-            product[:, :, step:] *= 2
+        if symmetric and product.shape[2] > product.shape[1]:
+            product[:, :, stop - start :] *= 2
         total = total + product.sum((1, 2))
     return total
+
+
+def _steps(size: Size, step: int) -> Iterator[Tuple[Size, Size]]:
+    """Where the parts of an axis begin and end; of one of any size there is one."""
+    if isinstance(size, torch.SymInt):
+        yield 0, size
+        return
+    for start in range(0, size, step):
+        yield start, min(start + step, size)
 
 
 def _chunk(f: Factor, start: int, stop: int) -> Factor:
@@ -961,7 +995,7 @@ def _row_products(term: _Term, dtype: torch.dtype) -> torch.Tensor:
 
 def _materialised(term: _Term) -> torch.Tensor:
     samples = term.blocks_as_samples()
-    return _add_outer(None, samples, _dtype(term)).view(len(term.factors[0]), -1)
+    return _add_outer(None, samples, _dtype(term)).flatten(1)
 
 
 def _add_outer(

@@ -210,7 +210,7 @@ def automatic(gamma: float = 0.01) -> Clipping:
 
 
 def _per_layer(norms: torch.Tensor, bound: List[float]) -> torch.Tensor:
-    bounds = torch.tensor(bound, dtype=norms.dtype, device=norms.device)
+    bounds = torch.as_tensor(bound, dtype=norms.dtype, device=norms.device)
     return (bounds[:, None] / (norms + 1e-6)).clamp(max=1.0)
 
 

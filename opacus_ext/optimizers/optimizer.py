@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Dict, List, NoReturn, Optional, Tuple, Type
+from typing import Any, Dict, List, NoReturn, Optional, Sequence, Tuple, Type
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,10 @@ from opacus_ext.optimizers.clipping import (
     not_finite,
     tell_not_finite,
 )
+
+
+# Entries of what is drawn together: to start kernels takes longer than to run them.
+_SMALL = 2**16
 
 
 class _ClippingOptimizer:
@@ -98,13 +102,35 @@ class _ClippingOptimizer:
     def add_noise(self) -> None:
         """Adds noise of std ``noise_multiplier * sensitivity``; sets ``p.grad``."""
         multiplier = getattr(self, "_adjusted_noise_multiplier", self.noise_multiplier)
-        for p in self.params:
+        std, params = multiplier * self.sensitivity, self.params
+        small: Dict[tuple, List[torch.Tensor]] = {}
+        for p in params:
             _check_processed_flag(p.summed_grad)
-            # In place: gradients and one noise tensor, as much as without privacy.
-            if self._adds_noise(p):
-                p.summed_grad.add_(self._noise(p, multiplier * self.sensitivity))
+        for p in filter(self._adds_noise, params):
+            total, generator = p.summed_grad, self._generator_of(p)
+            if total.numel() <= _SMALL:
+                kind = total.device, total.dtype, id(generator)
+                small.setdefault(kind, [generator]).append(total)
+            else:  # in place: gradients and one noise tensor, as without privacy
+                total.add_(self._noise(total, total.shape, std, generator))
+        for generator, *totals in small.values():
+            sizes = [x.numel() for x in totals]
+            noise = self._noise(totals[0], (sum(sizes),), std, generator)
+            each = [x.view_as(y) for x, y in zip(noise.split(sizes), totals)]
+            torch._foreach_add_(totals, each)
+        for p in params:
             p.grad = p.summed_grad.view_as(p)
             _mark_as_processed(p.summed_grad)
+
+    def scale_grad(self) -> None:
+        """Divides gradients by the expected batch size, if the loss is a mean."""
+        if self.loss_reduction == "mean":
+            size = self.expected_batch_size * self.accumulated_iterations
+            kinds: Dict[tuple, List[torch.Tensor]] = {}
+            for p in self.params:
+                kinds.setdefault((p.grad.device, p.grad.dtype), []).append(p.grad)
+            for grads in kinds.values():
+                torch._foreach_div_(grads, size)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """
@@ -113,15 +139,22 @@ class _ClippingOptimizer:
         """
         super().zero_grad(True)
 
-    def _noise(self, p: torch.nn.Parameter, std: float) -> torch.Tensor:
-        generator = self._generator_of(p)
+    def _noise(
+        self,
+        like: torch.Tensor,
+        shape: Sequence[int],
+        std: float,
+        generator: Optional[torch.Generator],
+    ) -> torch.Tensor:
         if self.secure_mode or not std:
-            return _generate_noise(std, p.summed_grad, generator, self.secure_mode)
+            like = like.new_empty(shape)
+            return _generate_noise(std, like, generator, self.secure_mode)
         # What Opacus draws, without the zeros that it sets up beside it.
-        shape, device = p.summed_grad.shape, p.summed_grad.device
-        dtype = p.summed_grad.dtype
         return torch.normal(
-            0, std, shape, device=device, generator=generator, dtype=dtype
+            *(0, std, shape),
+            device=like.device,
+            generator=generator,
+            dtype=like.dtype,
         )
 
     def _adds_noise(self, p: torch.nn.Parameter) -> bool:

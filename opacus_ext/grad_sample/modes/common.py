@@ -13,6 +13,7 @@ from opacus_ext.grad_sample.factors import GradSample
 from opacus_ext.grad_sample.parallel import world_of
 from opacus_ext.grad_sample.rules.embedding import BY_FREQ, MAX_NORM, SPARSE
 from opacus_ext.grad_sample.rules.registry import find_rule, own_parameters
+from opacus_ext.grad_sample.samplewise.compiled import skip
 from opacus_ext.grad_sample.samplewise.engine import Engine
 from opacus_ext.grad_sample.samplewise.gather import Part, RunGradients
 from opacus_ext.grad_sample.samplewise.hooks import BACKWARD_HOOK
@@ -101,6 +102,7 @@ class Samplewise:
             module, batch_first, self.attached, scan=self.scan, **given
         )
         handles: List[Any] = list(attach_natives(self.engine))
+        self.engine.natives = [each.name for each in handles]
         self.engine.attach()
         handles.append(_Handle(self.engine))
         handles += adapters.watch(module)
@@ -130,6 +132,21 @@ class Samplewise:
     def trainable(self) -> List[nn.Parameter]:
         """The parameters that are trained, each once."""
         return list(self.engine.params.values())
+
+
+class Wrapped:
+    """Mixed into Opacus's wrappers of a model."""
+
+    _module: nn.Module
+
+    @skip
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's; where the user compiles it, that begins there."""
+        return self._module(*args, **kwargs)
+
+    def compile(self, **kwargs: Any) -> None:
+        """See ``nn.Module.compile``."""
+        self._module.compile(**kwargs)
 
 
 class _Handle:
@@ -249,7 +266,7 @@ def one_size(sizes: List[int], engine: Engine) -> Optional[int]:
     Raises:
         RuntimeError: if batches of several sizes met in one backward pass
     """
-    if len(set(sizes)) > 1:
+    if any(size != sizes[0] for size in sizes):
         raise Refused(
             f"{engine.describe()} was called with batches of {sorted(set(sizes))} "
             "samples before one backward pass. Use one batch size a pass."

@@ -18,14 +18,22 @@ from opacus_ext.grad_sample.modes.common import (
     Parts,
     Samplewise,
     by_parameter,
+    Wrapped,
     one_size,
 )
-from opacus_ext.grad_sample.modes.loss import refuse_mixing
+from opacus_ext.grad_sample.modes.loss import (
+    outside_error,
+    refuse_mixing,
+    refuse_outside,
+    runs_of,
+)
 from opacus_ext.grad_sample.parallel import spread_over
+from opacus_ext.grad_sample.samplewise.compiled import CompiledRun
 from opacus_ext.grad_sample.samplewise.gather import SMALL, leaves_of
 from opacus_ext.grad_sample.samplewise.run import Refused
 from opacus_ext.grad_sample.samplewise.scan import ScanRun
 from opacus_ext.optimizers.clipping import (
+    Clipping,
     clipping_factors,
     not_finite,
     tell_not_finite,
@@ -41,6 +49,17 @@ class _Ghost(Samplewise):
     def add_hooks(self, **kwargs: Any) -> None:
         self.attached = not self.one_pass
         super().add_hooks(**kwargs)
+
+    def serve(self, optimizer: Any) -> None:
+        """Lets programs that are compiled clip as an optimizer says."""
+        if self.scan:
+            return
+
+        def step(engine: Any, leaves: Dict, probe: torch.Tensor) -> _Traced:
+            names = [self.engine.names[p] for p in optimizer.params]
+            return _Traced(engine, leaves, probe, names, optimizer.clipping)
+
+        self.engine.step = step
 
     def get_norm_sample(self) -> torch.Tensor:
         """
@@ -98,39 +117,173 @@ class _Ghost(Samplewise):
         if self.new_criterion:
             self.new_criterion = not refuse_mixing(losses)
         with torch.autocast(losses.device.type, enabled=False):
-            sums, total = _Step(self, optimizer, losses, scale).run()
+            step = _Program if self._is_compiled(losses) else _Step
+            sums, total = step(self, optimizer, losses, scale).run()
         self.per_sample_gradient_norms = total
         optimizer.take(sums)
 
+    def _is_compiled(self, losses: torch.Tensor) -> bool:
+        runs = runs_of(losses)
+        compiled = [run for run in runs if isinstance(run, CompiledRun)]
+        if compiled and len(runs) > 1:
+            raise Refused(
+                f"{self.engine.describe()}: the loss depends on {len(runs)} forward "
+                "passes, at least one of them compiled, whose gradients are clipped "
+                "within the program. Pass all that belongs to a sample in one call, or "
+                "train the model without torch.compile."
+            )
+        return bool(compiled)
 
-class _Step:
+
+class _Clip:
+    """
+    From what autograd shows to norms and clipped sums.
+
+    Args:
+        engine: of the model
+        params: those that are clipped
+        like: of the device and, if that is wide, the dtype of the norms
+        size: number of samples
+        one_pass: whether clipped sums will be asked for as well
+    """
+
+    one_run = True  # whether all samples have run side by side
+    keep = True  # whether gradients are kept from norms to sums
+
+    def __init__(
+        self,
+        engine: Any,
+        params: List[nn.Parameter],
+        like: torch.Tensor,
+        size: int,
+        one_pass: bool = True,
+    ):
+        self.engine, self.params, self.like, self.size = engine, params, like, size
+        self.world = engine.world
+        self.dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
+        self.one_pass = one_pass
+        self.begin()
+
+    def begin(self) -> None:
+        """Nothing is known yet."""
+        self.gather = Gather(self.engine)
+        self.squares: Dict[int, torch.Tensor] = {}
+        self.bundle: Optional[Tuple[List[nn.Parameter], torch.Tensor]] = None
+        self.budget = workspace() if self.one_pass else 0
+
+    def touch(self, run: Any) -> None:
+        """A run that the losses depend on."""
+
+    def use(self, use: Any, grad: torch.Tensor, saved: tuple) -> None:
+        """A use of a parameter, as autograd comes by it."""
+        for p in self.gather.add(use, grad, saved):
+            if self.one_run:
+                sample = self.gather.of_run[id(use.run)].samples[id(p)]
+                if not _is_small(sample):  # others together, in the end
+                    self._square(p, sample)
+
+    def _square(self, p: nn.Parameter, sample: GradSample) -> None:
+        self.squares[id(p)] = sample.squared_norm(keep=self.budget)
+        self.budget -= sample.kept_bytes
+        if not self.keep:
+            sample.clear()
+
+    def norms(self) -> Tuple[Parts, Union[torch.Tensor, List[torch.Tensor]]]:
+        """All parts, and for each parameter the samples' norms."""
+        parts = by_parameter(self.gather.parts(), self.size)
+        one_size(self.gather.sizes, self.engine)
+        squares: List[torch.Tensor] = []
+        if self.world is None and not self.clipping.per_parameter:
+            squares += self._bundled(parts)
+        bundled = () if self.bundle is None else set(map(id, self.bundle[0]))
+        for p in self.params:
+            if id(p) not in bundled:
+                squares.append(self._squares_of(p, parts.get(id(p), [])))
+        if self.world is not None:
+            return parts, [x.sqrt() for x in squares]
+        return parts, torch.stack(squares).sqrt_()
+
+    def _bundled(self, parts: Parts) -> List[torch.Tensor]:
+        """The small gradients that are there already, as one."""
+        params, rows = [], []
+        for p in self.params:
+            each = parts.get(id(p), [])
+            if len(each) != 1 or each[0][0] is not None or id(p) in self.squares:
+                continue
+            if p.device == self.like.device and _is_small(each[0][1]):
+                params.append(p)
+                rows.append(each[0][1].flat().to(self.dtype))
+        if len(params) < 2:
+            return []
+        whole = torch.cat(rows, dim=1)
+        self.bundle = params, whole
+        return [torch.linalg.vector_norm(whole, dim=1).square_()]
+
+    def _squares_of(self, p: nn.Parameter, parts: List) -> torch.Tensor:
+        """The squared norms of one parameter's gradients, ``[B]``."""
+        if len(parts) == 1 and parts[0][0] is None:
+            if id(p) not in self.squares:
+                self._square(p, parts[0][1])
+            return self.squares[id(p)].to(self.like.device, self.dtype)
+        size = p.world.batch_size if spread_over(p) else self.size
+        squares = self.like.new_zeros(size, dtype=self.dtype)
+        for rows, sample in parts:
+            self._square(p, sample)
+            found = self.squares[id(p)].to(squares)
+            squares = squares.index_add(0, rows.to(squares.device), found)
+        return squares
+
+    def drop(self, parts: Parts, bad: torch.Tensor) -> None:
+        """Makes the gradients of some samples zero, whatever they are."""
+        for each in parts.values():
+            for rows, sample in each:
+                sample.drop(bad if rows is None else bad[rows.to(bad.device)])
+        if self.bundle is not None:
+            params, rows = self.bundle
+            self.bundle = params, rows.masked_fill(bad[:, None], 0)
+
+    def weighted_sums(self, parts: Parts, factors: List[torch.Tensor]) -> Sums:
+        """The sum over the samples of each parameter's gradients times its factors."""
+        sums = {}
+        if self.bundle is not None:
+            params, rows = self.bundle
+            whole = factors[0].to(rows) @ rows
+            for p, total in zip(params, whole.split([p.numel() for p in params])):
+                sums[id(p)] = total.view(p.shape).to(p.dtype)
+        for p, factor in zip(self.params, factors):
+            if id(p) in sums:
+                continue
+            total = None
+            for rows, sample in parts.pop(id(p), []):
+                some = factor if rows is None else factor[rows.to(factor.device)]
+                new = sample.weighted_sum(some)
+                total = new if total is None else total + new
+            if total is None:
+                total = torch.zeros_like(p, requires_grad=False)
+            sums[id(p)] = total.to(p.device, p.dtype)
+        return {p: sums[id(p)] for p in self.params}
+
+
+class _Step(_Clip):
     """One backward pass, from the losses to the clipped sums."""
 
     def __init__(
         self, mode: _Ghost, optimizer: Any, losses: torch.Tensor, scale: float
     ):
-        self.mode, self.engine, self.losses, self.scale = (
-            mode,
-            mode.engine,
-            losses,
-            scale,
-        )
+        self.mode, self.losses, self.scale = mode, losses, scale
         self.clipping, self.bound = optimizer.clipping, optimizer.clipping_bound
-        self.params: List[nn.Parameter] = optimizer.params
-        self.world = mode.engine.world
         self.runs = mode.engine.runs()
-        self.size = len(losses)
-        self.dtype = torch.float64 if losses.dtype == torch.float64 else torch.float32
-        self._begin()
+        super().__init__(
+            mode.engine, optimizer.params, losses.detach(), len(losses), mode.one_pass
+        )
 
-    def _begin(self) -> None:
-        self.gather = Gather(self.engine)
-        self.squares: Dict[int, torch.Tensor] = {}
-        self.bundle: Optional[Tuple[List[nn.Parameter], torch.Tensor]] = None
-        self.budget = workspace() if self.mode.one_pass else 0
+    def begin(self) -> None:
+        """Nothing is known yet."""
+        super().begin()
         self.digests: Dict[int, Tuple[Any, torch.Tensor]] = {}
         self.largest: Dict[Any, torch.Tensor] = {}  # of a run's norms, by sample
         self.second: Optional[torch.Tensor] = None  # the weights of a second pass
+        self.other: List[torch.Tensor] = []  # whether it has given another gradient
         self.stream = (
             _Stream(self)
             if len(self.runs) == 1
@@ -154,7 +307,7 @@ class _Step:
             stream, self.stream = self.stream, None  # else they keep each other alive
             return stream.finish()
         with torch.no_grad():
-            parts, norms = self._norms()
+            parts, norms = self.norms()
         bad = not_finite(norms) if self.world is None else None
         if bad is not None:
             self._tell(parts)
@@ -162,25 +315,22 @@ class _Step:
                 # A second pass would spread what is not finite: take the sums from
                 # the factors instead.
                 self.keep = True
-                self._begin()
+                self.begin()
                 self._first_pass()
                 with torch.no_grad():
-                    parts, norms = self._norms()
+                    parts, norms = self.norms()
             norms = norms.masked_fill(bad, math.inf)
         factors, total = clipping_factors(
             *(self.clipping, self.bound, norms), list(map(spread_over, self.params))
         )
         if bad is not None:
             factors = [f.masked_fill(bad, 0) for f in factors]
-            for each in parts.values():
-                for rows, sample in each:
-                    sample.drop(bad if rows is None else bad[rows.to(bad.device)])
-            if self.bundle is not None:
-                params, rows = self.bundle
-                self.bundle = params, rows.masked_fill(bad[:, None], 0)
+            self.drop(parts, bad)
         if self.keep:
+            if self.scale != 1:
+                factors = [f / self.scale for f in factors]
             with torch.no_grad():
-                sums = self._weighted_sums(parts, factors)
+                sums = self.weighted_sums(parts, factors)
         else:
             world = self.world
             spread = next((w for w in map(spread_over, self.params) if w), None)
@@ -238,11 +388,21 @@ class _Step:
             if use.table is None:
                 before = self.largest.get(use.run, digest[0])
                 self.largest[use.run] = torch.maximum(before, digest[0].to(before))
-        for p in self.gather.add(use, grad, saved):
-            if len(self.runs) == 1 and self.runs[0].rows is None:
-                sample = self.gather.of_run[id(use.run)].samples[id(p)]
-                if not _is_small(sample):  # others together, in the end
-                    self._square(p, sample)
+        super().use(use, grad, saved)
+
+    @property
+    def one_run(self) -> bool:
+        """Whether all samples have run side by side."""
+        return len(self.runs) == 1 and self.runs[0].rows is None
+
+    def norms(self) -> Tuple[Parts, Union[torch.Tensor, List[torch.Tensor]]]:
+        """All parts, and for each parameter the samples' norms."""
+        parts, norms = super().norms()
+        if self.scale == 1:
+            return parts, norms
+        if isinstance(norms, torch.Tensor):
+            return parts, norms.div_(self.scale)
+        return parts, [x / self.scale for x in norms]
 
     def sample(self, run: Any, b: int, grads: Dict) -> None:
         """A sample of a scan."""
@@ -250,15 +410,6 @@ class _Step:
             self.stream.sample(b, grads)
         else:
             self.gather.add_sample(run, b, grads)
-
-    def touch(self, run: Any) -> None:
-        """A run that the losses depend on."""
-
-    def _square(self, p: nn.Parameter, sample: GradSample) -> None:
-        self.squares[id(p)] = sample.squared_norm(keep=self.budget)
-        self.budget -= sample.kept_bytes
-        if not self.keep:
-            sample.clear()
 
     # -- the passes ----------------------------------------------------------------
 
@@ -279,79 +430,7 @@ class _Step:
             engine.collector = before
         for p, grad in zip(outside, found[1:]):
             if grad is not None:
-                raise Refused(
-                    f"Parameter {engine.names[p]} of shape {tuple(p.shape)} is also "
-                    "used outside of the model's forward, for example in the loss "
-                    "itself, where its gradient can't be told apart by sample. Use it "
-                    "inside the forward of the module that owns it."
-                )
-
-    def _norms(self) -> Tuple[Parts, Union[torch.Tensor, List[torch.Tensor]]]:
-        parts = by_parameter(self.gather.parts(), self.size)
-        one_size(self.gather.sizes, self.engine)
-        squares: List[torch.Tensor] = []
-        if self.world is None and not self.clipping.per_parameter:
-            squares += self._bundled(parts)
-        bundled = () if self.bundle is None else set(map(id, self.bundle[0]))
-        for p in self.params:
-            if id(p) not in bundled:
-                squares.append(self._squares_of(p, parts.get(id(p), [])))
-        if self.world is not None:
-            return parts, [x.sqrt() / self.scale for x in squares]
-        norms = torch.stack(squares).sqrt_()
-        return parts, norms if self.scale == 1 else norms.div_(self.scale)
-
-    def _bundled(self, parts: Parts) -> List[torch.Tensor]:
-        """The small gradients that are there already, as one."""
-        params, rows = [], []
-        for p in self.params:
-            each = parts.get(id(p), [])
-            if len(each) != 1 or each[0][0] is not None or id(p) in self.squares:
-                continue
-            if p.device == self.losses.device and _is_small(each[0][1]):
-                params.append(p)
-                rows.append(each[0][1].flat().to(self.dtype))
-        if len(params) < 2:
-            return []
-        whole = torch.cat(rows, dim=1)
-        self.bundle = params, whole
-        return [torch.linalg.vector_norm(whole, dim=1).square_()]
-
-    def _squares_of(self, p: nn.Parameter, parts: List) -> torch.Tensor:
-        """The squared norms of one parameter's gradients, ``[B]``."""
-        if len(parts) == 1 and parts[0][0] is None:
-            if id(p) not in self.squares:
-                self._square(p, parts[0][1])
-            return self.squares[id(p)].to(self.losses.device, self.dtype)
-        size = p.world.batch_size if spread_over(p) else self.size
-        squares = self.losses.new_zeros(size, dtype=self.dtype)
-        for rows, sample in parts:
-            self._square(p, sample)
-            found = self.squares[id(p)].to(squares)
-            squares = squares.index_add(0, rows.to(squares.device), found)
-        return squares
-
-    def _weighted_sums(self, parts: Parts, factors: List[torch.Tensor]) -> Sums:
-        sums = {}
-        if self.bundle is not None:
-            params, rows = self.bundle
-            whole = (factors[0] / self.scale).to(rows) @ rows
-            for p, total in zip(params, whole.split([p.numel() for p in params])):
-                sums[id(p)] = total.view(p.shape).to(p.dtype)
-        for p, factor in zip(self.params, factors):
-            if id(p) in sums:
-                continue
-            total = None
-            for rows, sample in parts.pop(id(p), []):
-                some = factor if rows is None else factor[rows.to(factor.device)]
-                new = sample.weighted_sum(
-                    some if self.scale == 1 else some / self.scale
-                )
-                total = new if total is None else total + new
-            if total is None:
-                total = torch.zeros_like(p, requires_grad=False)
-            sums[id(p)] = total.to(p.device, p.dtype)
-        return {p: sums[id(p)] for p in self.params}
+                raise outside_error(p, engine)
 
     def _second_pass(self, weights: torch.Tensor) -> Sums:
         """Backpropagates the losses weighted with the clipping factors."""
@@ -386,8 +465,22 @@ class _Step:
             for (p, _), grad in zip(leaves, grads):
                 if p in total:  # not all are the optimizer's
                     total[p] += grad
-        finite = [g.isfinite().all() for g in total.values()]
-        if finite and not torch.stack(finite).all():
+        # A device is waited for once, for all that was looked at.
+        device = self.losses.device
+        finite = torch.stack(
+            [g.isfinite().all().to(device) for g in total.values()]
+            or [torch.ones((), dtype=torch.bool, device=device)]
+        ).all()
+        other = torch.stack([finite.logical_not(), *(x.to(device) for x in self.other)])
+        infinite, *differs = other.tolist()
+        if any(differs):
+            raise Refused(
+                f"{engine.describe()}: its backward pass is not linear (a hook "
+                "that clips or changes gradients of activations?), so that the second "
+                'pass of mode "ghost" gives other gradients than the first. Use '
+                'grad_sample_mode="ghost_bk" or "hooks".'
+            )
+        if infinite:
             raise Refused(
                 "The clipped gradients are not finite, where the gradients of the "
                 "samples were. Where float16 overflows, use bfloat16, or a smaller "
@@ -420,13 +513,113 @@ class _Step:
             coarse, fine = 1e-3, 1e-5 if grad.dtype.itemsize < 8 else 1e-7
         # What cancels is the rounding of what is not that small elsewhere.
         largest = largest * weights.to(largest)
-        if bool((gap > coarse * expected[0] + fine * largest).any()):
-            raise Refused(
-                f"{self.engine.describe()}: its backward pass is not linear (a hook "
-                "that clips or changes gradients of activations?), so that the second "
-                'pass of mode "ghost" gives other gradients than the first. Use '
-                'grad_sample_mode="ghost_bk" or "hooks".'
+        self.other.append((gap > coarse * expected[0] + fine * largest).any())
+
+
+class _Traced(_Clip):
+    """
+    What a compiled program does in its backward pass.
+
+    Args:
+        engine: that runs the samples in the program
+        leaves: of all trainable parameters, by name
+        probe: whose gradient are the norms, ``[parameters + 1, B]``
+        names: of the parameters that are clipped
+        clipping: as the optimizer has it
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        leaves: Dict[str, torch.Tensor],
+        probe: torch.Tensor,
+        names: List[str],
+        clipping: Clipping,
+    ):
+        self.leaves, self.names, self.clipping = leaves, names, clipping
+        self.rows = probe.shape[0] - 1
+        # The scale of the losses, and bounds.
+        self.settings = 1 + (len(names) if clipping.per_parameter else 1)
+        used = [leaves[name] for name in names if name in leaves]
+        super().__init__(engine, used, probe, probe.shape[1])
+
+    def finish(self, settings: torch.Tensor) -> Tuple[torch.Tensor, List]:
+        """
+        Args:
+            settings: the scale of the losses, and the clipping bound or bounds
+
+        Returns:
+            Norms by parameter and, in the last row, of all; and for each leaf its sum.
+        """
+        with torch.no_grad(), torch.autocast(settings.device.type, enabled=False):
+            parts, norms = self.norms()
+            scale, bounds = settings[0], settings[1:]
+            whole = self._by_name(norms / scale)
+            bad = ~whole.isfinite().all(0)
+            factors, total = clipping_factors(
+                self.clipping,
+                bounds if self.clipping.per_parameter else bounds[0],
+                whole.masked_fill(bad, math.inf),
+                [None] * len(self.names),
             )
+            known = dict(zip(self.names, factors))
+            names = [name for name in self.names if name in self.leaves]
+            own = [known[name].masked_fill(bad, 0) / scale for name in names]
+            self.drop(parts, bad)
+            sums = self.weighted_sums(parts, own)
+            rows = whole.new_zeros(self.rows - len(self.names), self.size)
+            norms = torch.cat([whole, rows, total.to(whole)[None]])
+        return norms, [sums.get(x) for x in self.leaves.values()]
+
+    def _by_name(self, norms: torch.Tensor) -> torch.Tensor:
+        """Of each parameter; where small ones are taken together, of their first."""
+        small = () if self.bundle is None else self.bundle[0]
+        order = [*small[:1], *(p for p in self.params if all(p is not x for x in small))]
+        row = {id(p): norm for p, norm in zip(order, norms)}
+        zero = torch.zeros_like(norms[0])
+        return torch.stack(
+            [row.get(id(self.leaves.get(name)), zero) for name in self.names]
+        )
+
+
+class _Program(_Step):
+    """One backward pass of a compiled program, which clips as well."""
+
+    def run(self) -> Tuple[Sums, Optional[torch.Tensor]]:
+        """The clipped sums, and the samples' norms ``[B]``."""
+        (self.run_,) = runs_of(self.losses)
+        engine, run = self.engine, self.run_
+        self.runs = [run]
+        self._check_size()
+        if run.done:
+            raise Refused(
+                f"{engine.describe()}: backward() a second time through the same "
+                "forward pass. Call the model again."
+            )
+        refuse_outside(self.losses, engine)
+        bounds = self.bound if self.clipping.per_parameter else [self.bound]
+        settings = torch.tensor([self.scale, *bounds], dtype=torch.float64)
+        run.done = True
+        norms, *found = torch.autograd.grad(
+            [self.losses, run.settings],
+            [run.probe, *self.params],
+            [
+                torch.full_like(self.losses, self.scale),
+                settings.to(self.losses.device),
+            ],
+            allow_unused=True,
+        )
+        run.end()
+        norms = norms[:, : self.size]
+        if not_finite(norms) is not None:
+            each = norms[: len(self.params)]
+            names = [f"{name} (or a small one beside it)" for name in self._names()]
+            tell_not_finite(each, names, self.mode.on_nonfinite)
+        sums = {
+            p: torch.zeros_like(p, requires_grad=False) if g is None else g
+            for p, g in zip(self.params, found)
+        }
+        return sums, norms[-1].to(self.dtype)
 
 
 def _is_small(sample: GradSample) -> bool:
@@ -518,7 +711,7 @@ class GhostHooks(_Ghost, GradSampleHooksFastGradientClipping):
     """Mode "ghost", attached to a model that is not wrapped."""
 
 
-class GhostModule(_Ghost, GradSampleModuleFastGradientClipping):
+class GhostModule(Wrapped, _Ghost, GradSampleModuleFastGradientClipping):
     """Mode "ghost", wrapped around a model."""
 
 

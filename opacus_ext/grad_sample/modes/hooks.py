@@ -11,6 +11,7 @@ from torch import nn
 from opacus_ext.grad_sample.modes.common import (
     Gather,
     Samplewise,
+    Wrapped,
     by_parameter,
     one_size,
 )
@@ -158,5 +159,5 @@ class RecordingHooks(_Hooks, GradSampleHooks):
     """Mode "hooks", attached to a model that is not wrapped."""
 
 
-class RecordingModule(_Hooks, GradSampleModule):
+class RecordingModule(Wrapped, _Hooks, GradSampleModule):
     """Mode "hooks", wrapped around a model."""

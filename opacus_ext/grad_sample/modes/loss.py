@@ -288,6 +288,41 @@ def _departures(losses: torch.Tensor) -> Iterator[Tuple[GradientEdge, Any, Any]]
             todo += [parent for parent, _ in node.next_functions]
 
 
+def runs_of(losses: torch.Tensor) -> List[Any]:
+    """The forward passes that losses depend on."""
+    runs = {id(run): run for _, run, _ in _departures(losses)}
+    return list(runs.values())
+
+
+def refuse_outside(losses: torch.Tensor, engine: Any) -> None:
+    """
+    Raises:
+        Refused: if losses depend on a parameter beside what the model gave
+    """
+    params, todo, seen = engine.params, [losses.grad_fn], {None}
+    while todo:
+        node = todo.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if getattr(node, "_forward_cls", None) is Leave:
+            continue
+        p = getattr(node, "variable", None)
+        if p is not None and id(p) in params:
+            raise outside_error(p, engine)
+        todo += [parent for parent, _ in node.next_functions]
+
+
+def outside_error(p: nn.Parameter, engine: Any) -> Refused:
+    """Of a parameter that is used where its gradient can't be told apart."""
+    return Refused(
+        f"Parameter {engine.names[p]} of shape {tuple(p.shape)} is also used outside "
+        "of the model's forward, for example in the loss itself, where its gradient "
+        "can't be told apart by sample. Use it inside the forward of the module that "
+        "owns it."
+    )
+
+
 def _weights(losses: torch.Tensor, half: bool) -> Iterator[torch.Tensor]:
     """
     One for each sample, by which multiplication is exact: two samples have the same

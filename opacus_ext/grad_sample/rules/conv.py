@@ -70,7 +70,7 @@ class _Conv:
         # Now [B * T, channels, *out, *kernel], a view.
         kernel = range(2 + spatial, 2 + 2 * spatial)
         x = x.permute(0, 1, *kernel, *range(2, 2 + spatial)).flatten(1, 1 + spatial)
-        return _by_group(x.unflatten(0, (len(large), -1)), layer.groups)
+        return _by_group(x.unflatten(0, (large.shape[0], -1)), layer.groups)
 
     def summed(self, large: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """The sum of all rows of ``small`` times their windows: the layer's weight."""

@@ -39,10 +39,15 @@ class NewOutput(Exception):
     """A run gave an output of a kind that was not compared yet."""
 
 
-def kind_of(output: Any) -> tuple:
-    """What outputs of one kind have in common: all but lengths and values."""
+def kind_of(output: Any, shape: Callable = lambda x: x.shape) -> tuple:
+    """
+    What outputs of one kind have in common: all but lengths and values.
+
+    Args:
+        shape: of a tensor, as samples give it
+    """
     return tuple(
-        (name, x.dtype, tuple(n == 1 for n in x.shape))
+        (name, x.dtype, tuple(n == 1 for n in shape(x)))
         for name, x in named_tensors(output)
     )
 

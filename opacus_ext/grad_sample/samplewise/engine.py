@@ -16,6 +16,7 @@ from __future__ import annotations
 import functools
 import inspect
 import traceback
+import types
 import warnings
 import weakref
 from contextlib import contextmanager, nullcontext
@@ -46,6 +47,19 @@ from opacus_ext.grad_sample.samplewise.compare import (
     joins_of,
     kind_of,
 )
+from opacus_ext.grad_sample.samplewise.compiled import (
+    CompiledRun,
+    NotCompiled,
+    Programs,
+    Settings,
+    settings_for,
+    settings_in_force,
+    settings_of,
+    skip,
+    uncompiled,
+    are_compiled,
+    eagerly,
+)
 from opacus_ext.grad_sample.samplewise.functions import by_itself
 from opacus_ext.grad_sample.samplewise.functorch import become, is_batched
 from opacus_ext.grad_sample.samplewise.hooks import (
@@ -58,7 +72,7 @@ from opacus_ext.grad_sample.samplewise.hooks import (
 )
 from opacus_ext.grad_sample.samplewise.inputs import Inputs, read_inputs
 from opacus_ext.grad_sample.samplewise.packed import agreed, of_batch, unpacked
-from opacus_ext.grad_sample.samplewise.run import Diverge, Refused, Run, Use
+from opacus_ext.grad_sample.samplewise.run import Diverge, Leave, Refused, Run, Use
 from opacus_ext.grad_sample.samplewise.scan import ScanRun
 from opacus_ext.grad_sample.samplewise.states import LeftBehind, States
 from opacus_ext.grad_sample.samplewise.walk import (
@@ -118,29 +132,51 @@ class Engine:
         self.half = False  # whether parts of the model are in half precision
         self.names: Dict[nn.Parameter, str] = {}
         self.own: Optional[Callable] = None
+        self._before: Optional[Callable] = None  # what the user had put in its place
+        self._in_place: Optional[Callable] = None
+        self._parts_compiled = False
+        # Makes what clips in a program, of ``(engine, leaves, probe)``; None: nothing is
+        # compiled.
+        self.step: Optional[Callable] = None
+        self.compiled: Optional[Settings] = None  # by the user
+        self.natives: List[str] = []  # of stand-ins in the place of layers
+        self._programs: List[Programs] = []
+        self._program: Optional[Programs] = None
 
     # -- attached to the model -----------------------------------------------------
 
     def attach(self) -> None:
         """Takes the place of the model's ``forward``."""
-        self.own = vars(self.module).get("forward")
+        self._before = vars(self.module).get("forward")
+        self.own = uncompiled(self.module) or self._before
         self.__signature__ = inspect.signature(self.module.forward)
         self.module.forward = self
+        self.compiled = settings_of(self.module)
+        # What the user has compiled in place would compile the engine.
+        self._in_place = vars(self.module).pop("_compiled_call_impl", None)
+        vars(self.module)["compile"] = self._compile
         self.learn()
+
+    def _compile(self, **arguments: Any) -> None:
+        """``model.compile()``: the next forward passes are compiled."""
+        self.compiled = settings_for(**arguments)
 
     def detach(self) -> None:
         """Gives the model its own ``forward`` back."""
         self.enabled = False  # where somebody has wrapped it meanwhile
+        vars(self.module).pop("compile", None)
         if vars(self.module).get("forward") is self:
             del self.module.forward
-            if self.own is not None:
-                self.module.forward = self.own
+            if self._before is not None:
+                self.module.forward = self._before
+            if self._in_place is not None:
+                self.module._compiled_call_impl = self._in_place
 
     def __getstate__(self) -> dict:
         state = dict(vars(self))
         for name in ("_runs", "left", "current", "_params", "kinds", "_anchor"):
             state.pop(name, None)
-        return {**state, "_modules": None}
+        return {**state, "_modules": None, "compiled": None, "_programs": [], "_program": None}
 
     def __setstate__(self, state: dict) -> None:
         vars(self).update(state)
@@ -189,12 +225,13 @@ class Engine:
 
     def describe(self) -> str:
         """The model, in an error's words."""
-        return type(self.module).__name__
+        return type(uncompiled(self.module) or self.module).__name__
 
     def learn(self) -> None:
         """Looks which parameters the model has."""
         self.names = {p: n for n, p in self.module.named_parameters()}
         self._params = {id(p): p for p in self.names}
+        self._parts_compiled = are_compiled(list(self.module.modules())[1:])
         self.half = any(
             x.is_floating_point() and x.itemsize < 4
             for x in (*self.module.parameters(), *self.module.buffers())
@@ -224,18 +261,31 @@ class Engine:
         """The model's own ``forward``."""
         own = self.own or functools.partial(type(self.module).forward, self.module)
         if self.each is not None:
-            return self.each(own, *args, **kwargs)
-        return own(*args, **kwargs)
+            own = functools.partial(self.each, own)
+        with eagerly() if self._parts_compiled and self.current else nullcontext():
+            return own(*args, **kwargs)
 
+    def plain_forward(self) -> Callable:
+        """The model's own ``forward``, of which the compiler reads the code."""
+        module = uncompiled(self.module) or self.module
+        if module is self.module and self.own is not None:
+            return self.own
+        return types.MethodType(type(module).forward, module)
+
+    @skip
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's ``forward``, sample by sample where gradients are asked for."""
         if not self.enabled or self.current is not None or not torch.is_grad_enabled():
             return self.forward(*args, **kwargs)
-        return self._private(args, kwargs)
+        return self._private(args, kwargs, settings_in_force())
 
     @torch.compiler.disable
-    def _private(self, args: tuple, kwargs: dict) -> Any:
-        self._modules = None
+    def _private(
+        self, args: tuple, kwargs: dict, settings: Optional[Settings] = None
+    ) -> Any:
+        self._program = self._programs_of(settings or self.compiled)
+        if self._program is None:
+            self._modules = None
         with self._together():
             inputs = self._inputs(args, kwargs)
             for _ in range(8):
@@ -345,7 +395,11 @@ class Engine:
             return [(name, unpacked(x).detach()) for name, x in named_leaves(found)]
 
     def joins_for(
-        self, known: Dict[str, Any], output: Any, size: int
+        self,
+        known: Dict[str, Any],
+        output: Any,
+        size: int,
+        shape: Callable = lambda x: x.shape,
     ) -> Optional[List[Join]]:
         """
         How the tensors of an output are put together.
@@ -353,6 +407,7 @@ class Engine:
         Args:
             output: as samples give it
             size: of the batch
+            shape: of a tensor, as samples give it
 
         Raises:
             NewOutput: if it has to be compared first
@@ -361,7 +416,7 @@ class Engine:
             return [ONLY] * sum(1 for _ in tensors_in(output))
         if "joins" not in known:
             return None
-        found = known["joins"].get(kind_of(output))
+        found = known["joins"].get(kind_of(output, shape))
         if self.world is not None and known["joins"] and found is None:
             found = next(iter(known["joins"].values()))  # others would not look again
         if found is None and size:
@@ -394,6 +449,12 @@ class Engine:
             raise Refused(f"{self.describe()}: samples of several shapes. {_APART}")
         self._new: List[Any] = []
         self.left.sweep()
+        if whole and not raw and self._program is not None:
+            try:
+                return self._by_program(todo[0][1], known)
+            except NotCompiled as error:
+                program, self._program, self._modules = self._program, None, None
+                program.tell(error)
         # Of a batch that is known to run in parts more has to be put back.
         states = States(self, values=known["scan"] or known.get("split", not whole))
         while todo:
@@ -531,8 +592,92 @@ class Engine:
         self._new.append(run)
         return output
 
+    def _programs_of(self, settings: Optional[Settings]) -> Optional[Programs]:
+        if settings is None or self.step is None or self.world is not None:
+            return None
+        for known in self._programs:
+            if known.settings == settings:
+                return known
+        self._programs.append(Programs(self, settings))
+        return self._programs[-1]
+
+    def _by_program(self, part: Any, known: Dict[str, Any]) -> Any:
+        """The output of a compiled program."""
+        if "not compiled" in known:
+            raise NotCompiled(known["not compiled"])
+        program = self._program
+        self.current = self  # the model's own forward within
+        try:
+            output, run = program.forward(part)
+        except NotCompiled as error:
+            known["not compiled"] = str(error)
+            raise
+        finally:
+            self.current = None
+        run.joins = self.joins_for(known, output, part.size, program.shape)
+        leaves = list(leaves_in(output))
+        for x, join in zip(leaves, run.joins or ()):
+            raw = program.raw(x)
+            if raw is not None and join != Join(name=join.name):
+                one = join.how and self.each is None
+                y = join(raw, self)
+                one = one and (join.how != "only" or not y.dim())
+                become(x, self.let_go(run, y, None if one else join.dim or 0))
+        self._runs = [r for r in self._runs if r() is not None]
+        self._runs.append(weakref.ref(run))
+        for x in tensors_in(output):
+            self.left.add(x)
+        self._check_buffers()
+        return output
+
+    def let_go(
+        self, run: CompiledRun, x: torch.Tensor, dim: Optional[int] = -1
+    ) -> torch.Tensor:
+        """
+        A tensor on its way out of a program.
+
+        Args:
+            dim: of the samples; -1: as samples give it, ``[B, *shape]``
+        """
+        if dim == -1:
+            x, dim = x.flatten(0, 1) if x.dim() > 1 else x, 0
+        if x.requires_grad:
+            x = Leave.apply(x, self.anchor, run, dim)
+        self.left.add(x)
+        return x
+
+    def _check_buffers(self) -> None:
+        for name, m in zip(*self.modules):
+            for key, x in m._buffers.items():
+                if x is not None and self.left.holds(x):
+                    m._buffers[key] = None
+                    raise Refused(
+                        f"{self.describe()}: its forward makes data of the batch its "
+                        f"buffer {f'{name}.{key}'.strip('.')}, which would carry it on "
+                        "without noise. Replace the layer by one that keeps none."
+                    )
+
+    def for_trace(
+        self, leaves: Dict[str, torch.Tensor], probe: torch.Tensor
+    ) -> Tuple["Engine", Any]:
+        """
+        What runs the samples of a program, and what clips their gradients.
+
+        Args:
+            leaves: what stands for the parameters, by name
+            probe: whose gradient are the norms
+        """
+        traced = object.__new__(Engine)
+        vars(traced).update(vars(self))
+        traced.left, traced.kinds, traced._runs = LeftBehind(), {}, []
+        traced.names = {x: name for name, x in leaves.items()}
+        traced._params = {id(x): x for x in leaves.values()}
+        traced.collector = step = self.step(traced, leaves, probe)
+        return traced, step
+
     @contextmanager
     def _around(self, run: Any, whole: bool) -> Iterator[None]:
+        """What is arranged for the samples' code."""
         with shown(run, whole), checkpointed(run), by_itself(run):
             yield
 

@@ -15,7 +15,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge
 from torch.nn import functional as F
 
-from opacus_ext.grad_sample.factors import Factor, GradSample, OneHot
+from opacus_ext.grad_sample.factors import Factor, GradSample, OneHot, known
 from opacus_ext.grad_sample.samplewise.run import Root, Run, Use
 
 
@@ -46,7 +46,7 @@ def view_of(root: Root, params: Dict[int, nn.Parameter]) -> Optional[View]:
     repeated = any(s == 0 and n > 1 for s, n in zip(x.stride(), x.shape))
     if repeated or not base.is_contiguous() or not _is_plain(x.grad_fn):
         return None
-    offset = x.storage_offset() - base.storage_offset()
+    offset = _offset(x, base)
     starts = []
     for size, stride in zip(base.shape, base.stride()):
         starts.append(offset // stride % size)
@@ -60,6 +60,12 @@ def view_of(root: Root, params: Dict[int, nn.Parameter]) -> Optional[View]:
         )
         axes = axes if fits and len(set(axes)) == len(axes) else None
     return View(base, axes, tuple(starts))
+
+
+def _offset(x: torch.Tensor, base: torch.Tensor) -> int:
+    # Not x.storage_offset(), which tensors of a compiler do not all have.
+    ends = (torch.ops.aten.sym_storage_offset(y) for y in (x, base))
+    return int(next(ends) - next(ends))
 
 
 def _is_plain(node: object) -> bool:
@@ -87,7 +93,7 @@ def _of_param(
         sample.add(*factors)
         whole = sample.materialise()
         out = whole.new_zeros(size, p.numel())
-        offset = x.storage_offset() - p.storage_offset()
+        offset = _offset(x, p)
         strides = (p.numel(), *x.stride())
         out.as_strided((size, *x.shape), strides, offset).copy_(whole)
         return (out.unsqueeze(1),)
@@ -153,7 +159,7 @@ class RunGradients:
         self._alone = {
             i
             for i, count in self.left.items()
-            if count == 1 and run.size * params[i].numel() <= SMALL
+            if count == 1 and known(run.size) * params[i].numel() <= SMALL
         } - self.late
         self._alike: Dict[tuple, List[Tuple[Use, torch.Tensor, Sequence]]] = {}
 
@@ -173,7 +179,7 @@ class RunGradients:
         """
         size = use.size
         done = []
-        if grad.numel() <= SMALL and use.table is None and size:
+        if known(grad.numel()) <= SMALL and use.table is None and size:
             if all(r is None or id(r.tensor) in self._alone for r in use.roots):
                 self._alike.setdefault(_kind(use, grad, saved), []).append(
                     (use, grad, saved)
@@ -233,27 +239,34 @@ class RunGradients:
             if root.edge is None:  # a leaf that the forward has made
                 continue
             leaves = leaves_of([root.edge], self._params)
-            found = torch.autograd.grad(
-                [root.edge],
-                [edge for _, edge in leaves],
-                [grads],
-                is_grads_batched=True,
-                retain_graph=True,
-            )
-            for (p, _), g in zip(leaves, found):
+            for (p, _), g in zip(leaves, _each_vjp(root.edge, leaves, grads)):
                 if id(p) not in self.samples:
-                    self.samples[id(p)] = GradSample(p.shape, len(g))
-                self.samples[id(p)].add(g.reshape(len(g), 1, p.numel()))
+                    self.samples[id(p)] = GradSample(p.shape, g.shape[0])
+                self.samples[id(p)].add(g.reshape(g.shape[0], 1, p.numel()))
         for uses in self._alike.values():
             self._together(uses)
         self._alike = {}
 
 
+def _each_vjp(
+    edge: GradientEdge,
+    leaves: List[Tuple[nn.Parameter, GradientEdge]],
+    grads: torch.Tensor,
+) -> Tuple[torch.Tensor, ...]:
+    """Of each sample's gradient ``grads[b]`` those of the leaves, ``[B, *shape]``."""
+    ends = [end for _, end in leaves]
+
+    def vjp(grad: torch.Tensor) -> Tuple[torch.Tensor, ...]:
+        return torch.autograd.grad([edge], ends, [grad], retain_graph=True)
+
+    return torch.vmap(vjp)(grads)
+
+
 def _kind(use: Use, grad: torch.Tensor, saved: Sequence[torch.Tensor]) -> tuple:
     """What uses have in common that can be taken together."""
     of_roots = tuple(None if r is None else r.shape for r in use.roots)
-    of_saved = tuple((x.shape, x.dtype, x.device) for x in saved)
-    own = grad.shape, grad.dtype, grad.device
+    of_saved = tuple((*map(known, x.shape), x.dtype, x.device) for x in saved)
+    own = (*map(known, grad.shape), grad.dtype, grad.device)
     return (use.factors, use.rows, use.saved_rows, of_roots, own, of_saved)
 
 

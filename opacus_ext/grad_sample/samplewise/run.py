@@ -38,6 +38,7 @@ from opacus_ext.grad_sample.factors import Factor
 from opacus_ext.grad_sample.rules.experts import by_table
 from opacus_ext.grad_sample.rules.registry import OPS, Op
 from opacus_ext.grad_sample.samplewise import functorch
+from opacus_ext.grad_sample.samplewise.beside import BESIDE
 from opacus_ext.grad_sample.samplewise.functorch import is_batched
 
 if TYPE_CHECKING:
@@ -264,6 +265,8 @@ class Run(TorchFunctionMode):
             refuse_carried(self.engine, args)
             refuse_carried(self.engine, kwargs.values())
         if not roots or not torch.is_grad_enabled():
+            if batched and self.traced:
+                return self._beside(func, args, kwargs)
             return func(*args, **kwargs)
         rule = OPS.get(func)
         if rule is not None:
@@ -271,6 +274,8 @@ class Run(TorchFunctionMode):
             if op is not None:
                 return self._by_rule(func, op, args, kwargs, batched)
         if batched:
+            if self.traced and func in BESIDE:
+                return self._by_copies(func, roots, args, kwargs)
             if functorch.is_composite(func):
                 with self:
                     return functorch.descend(func)(*args, **kwargs)
@@ -338,7 +343,28 @@ class Run(TorchFunctionMode):
         self, func: Callable, roots: List[torch.Tensor], args: tuple, kwargs: dict
     ) -> Any:
         swap = {id(x): self.copy(self.root(x)) for x in roots}
-        return func(*_swapped(args, swap), **_swapped_dict(kwargs, swap))
+        args, kwargs = _swapped(args, swap), _swapped_dict(kwargs, swap)
+        return self._beside(func, args, kwargs) if self.traced else func(*args, **kwargs)
+
+    @property
+    def traced(self) -> bool:
+        """Whether a compiler looks on, for any number of samples."""
+        return isinstance(self.size, torch.SymInt)
+
+    def _beside(self, func: Callable, args: tuple, kwargs: dict) -> Any:
+        """An op that made no use of parameters, on whole batches if need be."""
+        how = BESIDE.get(func)
+        if how is not None and self.level.innermost:
+            out = how(self._outside_of, func, *args, **kwargs)
+            if out is not None:
+                return out
+        return func(*args, **kwargs)
+
+    def _outside_of(self, function: Callable, *tensors: torch.Tensor) -> torch.Tensor:
+        inner = [self.inner(x) for x in tensors]
+        with self.level.outside():
+            y = function(*inner)
+        return self.level.wrap(y)
 
     def widen(self, x: torch.Tensor) -> bool:
         """
