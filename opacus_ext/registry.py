@@ -64,6 +64,7 @@ MODES: Dict[str, Mode] = {
     "ghost": Mode(modes.GhostModule, modes.GhostHooks, *_GHOST),
     "ghost_bk": Mode(modes.BookKeepingModule, modes.BookKeepingHooks, *_GHOST),
     "scan": Mode(modes.ScanModule, modes.ScanHooks, *_GHOST, True),
+    "auto": Mode(modes.AutoModule, modes.AutoHooks, *_GHOST, True),
 }
 
 _undo: List[Callable[[], None]] = []
@@ -153,7 +154,7 @@ def _lookup_optimizer(opacus_lookup: Callable) -> Callable:
     ) -> type:
         mode = MODES.get(grad_sample_mode)
         if mode is None or _stock or clipping == "adaptive":
-            if grad_sample_mode in ("ghost_bk", "scan"):
+            if grad_sample_mode in ("ghost_bk", "scan", "auto"):
                 raise ValueError(
                     f'grad_sample_mode="{grad_sample_mode}" has no adaptive clipping; '
                     f"got clipping={clipping!r}. "

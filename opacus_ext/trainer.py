@@ -71,7 +71,7 @@ class PrivacyArguments:
             ``clipping="per_layer"`` a list, in the order of the optimizer's parameters
         clipping: "flat", "automatic", "normalised", "per_layer" or one that was
             registered
-        grad_sample_mode: "ghost_bk", "ghost", "scan" or "hooks"
+        grad_sample_mode: "auto", "ghost_bk", "ghost", "scan" or "hooks"
         accountant: "prv_bounds", "prv" or "rdp" ("gdp" of Opacus can report too little)
         poisson_sampling: False shuffles. No accountant's numbers hold for that: what
             they would be is logged under another name
@@ -93,7 +93,7 @@ class PrivacyArguments:
     noise_multiplier: Optional[float] = _field(None, "instead of a target epsilon")
     max_grad_norm: float = _field(1.0, "to which each record's gradient is clipped")
     clipping: str = _field("flat", "flat, automatic, normalised or per_layer")
-    grad_sample_mode: str = _field("ghost_bk", "ghost_bk, ghost, scan or hooks")
+    grad_sample_mode: str = _field("auto", "auto, ghost_bk, ghost, scan or hooks")
     accountant: str = _field("prv", "prv_bounds, prv or rdp")
     poisson_sampling: bool = _field(True, "False shuffles, for which nothing is proven")
     log_loss: bool = _field(True, "log the training loss, which is not private")

@@ -26,7 +26,6 @@ from typing import (
 )
 
 import torch
-from torch.nn import functional as F
 
 _WORKSPACE = 64 * 2**20
 _CACHE = 2**22  # bytes worked on at a time by a CPU
@@ -834,7 +833,8 @@ def _own_square(term: _Term) -> torch.Tensor:
     # Numbers of the segments: as many as there are rows at most, so that nobody has to
     # know how many there are (which a device would have to be waited for).
     ranked, order = places.sort()
-    new = F.pad((ranked[1:] != ranked[:-1]).long(), (1, 0))
+    new = torch.zeros_like(ranked)
+    new[1:] = ranked[1:] != ranked[:-1]
     number = new.cumsum(0)
     segment = torch.empty_like(number).scatter_(0, order, number)
     squares = _square_sum(torch.zeros_like(rows).index_add_(0, segment, rows))

@@ -9,9 +9,11 @@ mode        passes per-sample gradients
 "ghost_bk"  1      norms, then the clipped sum, both from the factors
                    (book-keeping, Bu et al. 2023)
 "scan"      B      each sample alone by ordinary autograd, clipped and added
+"auto"             "ghost_bk" or "scan", by the time they take
 =========== ====== ==============================================================
 """
 
+from opacus_ext.grad_sample.modes.auto import AutoHooks, AutoModule
 from opacus_ext.grad_sample.modes.ghost import (
     BookKeepingHooks,
     BookKeepingModule,
@@ -23,6 +25,8 @@ from opacus_ext.grad_sample.modes.ghost import (
 from opacus_ext.grad_sample.modes.hooks import RecordingHooks, RecordingModule
 
 __all__ = [
+    "AutoHooks",
+    "AutoModule",
     "BookKeepingHooks",
     "BookKeepingModule",
     "GhostHooks",

@@ -139,6 +139,7 @@ class Engine:
         # compiled.
         self.step: Optional[Callable] = None
         self.compiled: Optional[Settings] = None  # by the user
+        self.chooser: Any = None  # whether samples run at once (modes/auto.py)
         self.natives: List[str] = []  # of stand-ins in the place of layers
         self._programs: List[Programs] = []
         self._program: Optional[Programs] = None
@@ -176,7 +177,8 @@ class Engine:
         state = dict(vars(self))
         for name in ("_runs", "left", "current", "_params", "kinds", "_anchor"):
             state.pop(name, None)
-        return {**state, "_modules": None, "compiled": None, "_programs": [], "_program": None}
+        programs = {"compiled": None, "_programs": [], "_program": None, "step": None}
+        return {**state, "_modules": None, **programs}
 
     def __setstate__(self, state: dict) -> None:
         vars(self).update(state)
@@ -455,11 +457,13 @@ class Engine:
             except NotCompiled as error:
                 program, self._program, self._modules = self._program, None, None
                 program.tell(error)
+        chooser = None if raw or self.world is not None else self.chooser
+        scan = known["scan"] or (chooser is not None and chooser.begin(inputs))
         # Of a batch that is known to run in parts more has to be put back.
-        states = States(self, values=known["scan"] or known.get("split", not whole))
+        states = States(self, values=scan or known.get("split", not whole))
         while todo:
             rows, part = todo.pop(0)
-            run = self._scan if known["scan"] else self._at_once
+            run = self._scan if scan else self._at_once
             # Hooks that have been shown a batch can't be shown it in parts.
             at_once = rows is None and "split" not in known
             if parts:
@@ -485,7 +489,7 @@ class Engine:
                 raise
             except Exception as error:
                 states.back()
-                if known["scan"]:
+                if scan:
                     raise
                 if self.world is not None:
                     raise Refused(
@@ -496,7 +500,7 @@ class Engine:
                 except Exception as own:
                     raise own from None
                 if part.size:  # else vmap may know the ops for some samples
-                    known["scan"] = True
+                    known["scan"] = scan = True
                     self._tell(error)
             if not whole:
                 states.end()
@@ -517,6 +521,8 @@ class Engine:
             self.left.add(x)
         states.check()
         deliver(self, calls)
+        if chooser is not None:
+            chooser.end()
         return output
 
     def _put_together(

@@ -255,6 +255,11 @@ def _each_vjp(
 ) -> Tuple[torch.Tensor, ...]:
     """Of each sample's gradient ``grads[b]`` those of the leaves, ``[B, *shape]``."""
     ends = [end for _, end in leaves]
+    if not isinstance(grads.shape[0], torch.SymInt):
+        # What checkpoints and others of autograd's own functions know of.
+        return torch.autograd.grad(
+            [edge], ends, [grads], is_grads_batched=True, retain_graph=True
+        )
 
     def vjp(grad: torch.Tensor) -> Tuple[torch.Tensor, ...]:
         return torch.autograd.grad([edge], ends, [grad], retain_graph=True)

@@ -160,6 +160,12 @@ class Inputs:
         )
         return (str(part.spec), told)
 
+    @property
+    def shapes(self) -> tuple:
+        """The sizes of the batch's tensors, roughly: as powers of two."""
+        given = tensors_in((self.args, self.kwargs))
+        return tuple(tuple(n.bit_length() for n in x.shape) for x in given)
+
     def parts(self) -> Iterator[Tuple[Optional[torch.Tensor], Part]]:
         """Samples of one shape together, and which of the batch they are."""
         if self._part is not None:
