@@ -1,17 +1,21 @@
 """torch.compile, of the model or parts of it, before make_private or after.
 
-The tape's hooks run between compiled parts, and autograd's graph shows what compiled
-parts use: exact, or refused. What is compiled matters here, not what compiles it, so
-the backends that need no C++ compiler serve for all but one test.
+In the ghost modes a whole step is compiled, for any batch size, and where it can't be
+the model is trained as if it were not. What is compiled matters here, not what compiles
+it, so the backends that need no C++ compiler serve for all but one test.
 """
 
 import copy
+import math
 import shutil
+import warnings
 
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
+from opacus_ext.grad_sample.modes.common import engine_of
 from tests.common import (
     assert_same,
     clipped_sum,
@@ -177,12 +181,268 @@ def test_weight_read_by_another_module(mode, used):
         assert "last.weight of shape (8, 8) has 2 use(s)" in str(error)
 
 
-@every_mode
-def test_whole_graph(mode):
-    """``fullgraph`` leaves no place for samples, and torch.compile says so."""
-    whole = lambda m: torch.compile(m, backend="eager", fullgraph=True)  # noqa: E731
-    with pytest.raises(torch._dynamo.exc.Unsupported):
-        compare(mode, True, Net, whole)
+ghost_modes = pytest.mark.parametrize("mode", ["ghost", "ghost_bk"])
+
+
+def programs_of(model):
+    """How many programs were made of a private model."""
+    return sum(each.count for each in engine_of(model)._programs)
+
+
+def train(model, batches, loss_fn=square_loss, mode="ghost_bk", how=None, **kwargs):
+    """
+    One private step for each batch, compiled, and what samples by themselves give.
+
+    Returns:
+        the model, with the warnings
+    """
+    how = how or dict(backend="aot_eager")
+    c = kwargs.pop("max_grad_norm", 0.3)
+    clipping = kwargs.get("clipping", "flat")
+    if clipping == "per_layer":
+        c = [c] * len(trainable(model))
+    plain = copy.deepcopy(model)
+    private = make_private(model, mode, batch_size=4, max_grad_norm=c, lr=0.1, **kwargs)
+    compiled = torch.compile(private.module, **how)
+    told = []
+    for batch in batches:
+        plain.load_state_dict(model.state_dict())
+        expected = clipped_sum(oracle(plain, batch, loss_fn), clipping, c)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            private.optimizer.zero_grad()
+            private.criterion(loss_fn(compiled, batch)).backward()
+        told += [str(w.message) for w in caught if "compiled" in str(w.message)]
+        got = {n: p.grad for n, p in trainable(model).items()}
+        assert_same(got, expected, 1e-8, mode)
+        private.optimizer.step()
+    return compiled, told
+
+
+@ghost_modes
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_sizes(mode, fullgraph):
+    """Poisson draws another batch size at each step: one program serves them all."""
+    model = model_of(Net)
+    how = dict(backend="aot_eager", fullgraph=fullgraph)
+    compiled, told = train(model, map(batch_of, (4, 6, 1, 5, 9)), mode=mode, how=how)
+    assert programs_of(model) == 1 and not told
+
+
+def test_lengths():
+    model = model_of(Net)
+    batches = [batch_of(B, T) for B, T in ((4, 5), (3, 7), (6, 6), (2, 8), (5, 5))]
+    _, told = train(model, batches)
+    assert programs_of(model) <= 3 and not told
+
+
+@pytest.mark.parametrize("clipping", ["automatic", "normalised", "per_layer"])
+def test_clippings(clipping):
+    train(model_of(Net), map(batch_of, (4, 5)), clipping=clipping)
+
+
+class Mixed(nn.Module):
+    """Ops that vmap knows for one number of samples, and parameters in them."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Conv1d(4, 6, 3, padding=1)
+        self.norm = nn.GroupNorm(2, 6)
+        self.token = nn.Parameter(torch.ones(1, 1, 6) * 0.3)
+        self.packed = nn.Parameter(torch.linspace(-1, 1, 108).view(18, 6))
+        self.adapter = nn.Parameter(torch.linspace(-1, 1, 12).view(6, 2))
+        self.unused = nn.Linear(2, 2)
+
+    def forward(self, x):
+        h = F.max_pool1d(self.norm(self.first(x.mT)), 2).mT
+        h = torch.cat((self.token.expand(len(x), -1, -1), h), 1)
+        q, k, v = (F.linear(h, w) for w in self.packed.chunk(3))
+        h = F.scaled_dot_product_attention(q, k, v) @ (self.adapter @ self.adapter.mT)
+        return F.layer_norm(h, (6,)).gather(1, h.argmax(1, keepdim=True)).flatten(1)
+
+
+def test_parameters_of_all_kinds():
+    model = model_of(Mixed)
+    _, told = train(model, [batch_of(B) for B in (4, 5, 1, 7)])
+    assert programs_of(model) == 1 and not told
+
+
+class Counter(nn.Module):
+    """Python decides, by a number that changes from step to step."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.other = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.register_buffer("steps", torch.zeros((), dtype=torch.long))
+        self.first = True
+
+    def forward(self, x):
+        self.steps += 1
+        h = self.one(x) if self.first else self.other(x)
+        self.aux = h.abs().mean((1, 2))
+        return {"out": h.mean(1), "norm": h.norm(dim=-1), "width": 4}
+
+
+def test_state_in_python():
+    model = model_of(Counter)
+
+    def loss_fn(m, x):
+        out = m(x)
+        own = getattr(getattr(m, "_orig_mod", m), "_module", m)
+        return out["out"].pow(2).sum(-1) + own.aux
+
+    plain = copy.deepcopy(model)
+    private = make_private(model, "ghost_bk", batch_size=4, max_grad_norm=0.3)
+    compiled = torch.compile(private.module, backend="aot_eager")
+    for step in range(4):
+        model.first = plain.first = step % 2 == 0
+        batch, before = batch_of(4 + step), int(model.steps)
+        expected = clipped_sum(oracle(plain, batch, loss_fn), "flat", 0.3)
+        private.optimizer.zero_grad()
+        private.criterion(loss_fn(compiled, batch)).backward()
+        got = {n: p.grad for n, p in trainable(model).items()}
+        assert_same(got, expected, 1e-8)
+        assert int(model.steps) == before + 1
+    assert programs_of(model) == 2
+
+
+class Branches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.other = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        if x.abs().max() < 99:
+            return self.one(x).mean(1)
+        return self.other(x).mean(1)
+
+
+class Squares(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 2 * ctx.saved_tensors[0] * grad
+
+
+class Custom(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return Squares.apply(self.one(x)).mean(1)
+
+
+class Hooked(Custom):
+    def __init__(self):
+        super().__init__()
+        self.one.register_forward_hook(lambda layer, args, out: 2 * out)
+
+    def forward(self, x):
+        return self.one(x).mean(1)
+
+
+@pytest.mark.parametrize(
+    "cls, reason",
+    [
+        (Branches, "x.abs().max() < 99"),
+        (Custom, "Squares.apply"),
+        (Hooked, "forward hooks"),
+        (Recurrent, "LSTM"),
+    ],
+)
+def test_what_is_not_compiled(cls, reason):
+    """Trained exactly all the same, with one warning that says why."""
+    _, told = train(model_of(cls), map(batch_of, (4, 5, 4)))
+    assert len(told) == 1 and reason in told[0], told
+    whole = dict(backend="aot_eager", fullgraph=True)
+    with pytest.raises(RuntimeError, match="fullgraph=True") as error:
+        train(model_of(cls), [batch_of()], how=whole)
+    assert reason in str(error.value)
+
+
+def test_samples_that_are_not_finite(recwarn):
+    model = model_of(Net)
+    c = dict(max_grad_norm=0.3, batch_size=4)
+    plain = copy.deepcopy(model)
+    private = make_private(model, "ghost_bk", **c)
+    compiled = torch.compile(private.module, backend="aot_eager")
+    batch = batch_of(5)
+    rest = batch[[0, 2, 3, 4]]
+    batch[1, 0, 0] = math.inf
+    expected = clipped_sum(oracle(plain, rest, square_loss), "flat", 0.3)
+    private.criterion(square_loss(compiled, batch)).backward()
+    got = {n: p.grad for n, p in trainable(model).items()}
+    assert_same(got, expected, 1e-8)
+    assert any("not finite" in str(w.message) for w in recwarn)
+    private = make_private(model_of(Net), "ghost_bk", on_nonfinite="raise", **c)
+    compiled = torch.compile(private.module, backend="aot_eager")
+    with pytest.raises(RuntimeError, match="not finite"):
+        private.criterion(square_loss(compiled, batch)).backward()
+
+
+def test_refused():
+    """What a program can't tell apart is not guessed."""
+    model = model_of(Net)
+    private = make_private(model, "ghost_bk", batch_size=4)
+    compiled = torch.compile(private.module, backend="aot_eager")
+    batch = batch_of()
+    losses = square_loss(compiled, batch) + square_loss(compiled, 2 * batch)
+    with pytest.raises(RuntimeError, match="2 forward passes"):
+        private.criterion(losses).backward()
+    del losses
+    losses = square_loss(compiled, batch) + model.scale.pow(2).sum()
+    with pytest.raises(RuntimeError, match="outside of the model's forward"):
+        private.criterion(losses).backward()
+    loss = private.criterion(square_loss(compiled, batch))
+    loss.backward()
+    private.optimizer.step()
+    with pytest.raises(RuntimeError, match="second time|Call the model again"):
+        loss.backward()
+
+
+class Remembers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.last = nn.Linear(4, 4), None
+
+    def forward(self, x):
+        h = self.one(x).mean(1)
+        if self.last is not None:
+            h = h + self.last.mean(0)
+        self.last = h.detach()
+        return h
+
+
+def test_what_an_earlier_batch_has_left():
+    with pytest.raises(RuntimeError, match="earlier batch"):
+        train(model_of(Remembers), [batch_of(), batch_of()])
+
+
+def test_dropout_draws_for_each_sample():
+    model = nn.Sequential(nn.Linear(4, 64), nn.Dropout(0.5)).double().train()
+    private = make_private(model, "ghost_bk", batch_size=4)
+    compiled = torch.compile(private.module, backend="aot_eager")
+    batch = batch_of(1, 1)[:, 0].expand(6, 4).clone()
+    masks = [compiled(batch) == 0 for _ in range(2)]
+    rows = torch.cat(masks).unique(dim=0)
+    assert len(rows) == 12 and 0.3 < rows.double().mean() < 0.7
+
+
+def test_evaluation_between(recwarn):
+    model = model_of(Net)
+    private = make_private(model, "ghost_bk", batch_size=4)
+    compiled = torch.compile(private.module, backend="aot_eager")
+    for _ in range(2):
+        private.step(batch_of(), square_loss)
+        compiled.eval()
+        with torch.no_grad():
+            torch.testing.assert_close(compiled(batch_of()), model(batch_of()))
+        compiled.train()
 
 
 @pytest.mark.slow

@@ -404,7 +404,7 @@ class GradSample:
             or shapes[0][0] != rows
             or (ragged and shapes[0][1] != ragged[0].shape[0])
             or (ragged and not any(isinstance(f, torch.Tensor) for f in factors))
-            or blocks * math.prod(_width(f) for f in factors) != self.shape.numel()
+            or blocks * math.prod(_width(f) for f in factors) != self.numel
             or shapes[0][1] % blocks
             or (blocks > 1 and any(isinstance(f, OneHot) for f in factors))
         ):
@@ -425,8 +425,13 @@ class GradSample:
         self._unkeep()
         self._terms.append(_Term(tuple(factors), blocks, ragged))
 
+    @property
+    def numel(self) -> Size:
+        """Entries of the parameter."""
+        return math.prod(self.shape)
+
     def _fits(self, x: torch.Tensor) -> bool:
-        numel = self.shape.numel()
+        numel = self.numel
         return x.dim() == 3 and x.shape[0] == self.batch_size and x.shape[2] == numel
 
     def _add_flat(self, x: torch.Tensor) -> None:
@@ -481,7 +486,7 @@ class GradSample:
             for term in sorted(terms, key=lambda t: len(t.onehot)):
                 dense = _add_outer(dense, term, _dtype(*self._terms))
         if dense is None:
-            dense = torch.zeros(self.batch_size, self.shape.numel())
+            dense = torch.zeros(self.batch_size, self.numel)
         return dense.view(self.batch_size, *self.shape)
 
     def inner(self, other: "GradSample") -> torch.Tensor:
@@ -627,7 +632,7 @@ class GradSample:
                 yield samples, columns, part
 
     def _squared_norm_by_columns(self, keep: int) -> torch.Tensor:
-        if known(self.batch_size) * self.shape.numel() * 8 <= keep:
+        if known(self.batch_size * self.numel) * 8 <= keep:
             self._kept, self._terms = self.materialise().flatten(1), []
             self.kept_bytes = _bytes(self._kept)
             return _square_sum(self._kept)
@@ -641,8 +646,8 @@ class GradSample:
 
     def _squared_norm_by_parts(self, keep: int) -> torch.Tensor:
         (whole,) = self._terms
-        numel, norms, kept = self.shape.numel(), [], []
-        if known(self.batch_size) * numel * max(4, whole.dense[0].dtype.itemsize) > keep:
+        numel, norms, kept = self.numel, [], []
+        if known(self.batch_size * numel) * max(4, whole.dense[0].dtype.itemsize) > keep:
             keep = 0  # all samples or none
         for start, stop, term in whole.parts():
             term = term.blocks_as_samples()
@@ -729,7 +734,7 @@ class GradSample:
         return cost
 
     def _block_cost(self, terms: Sequence[_Term]) -> float:
-        numel = self.shape.numel()
+        numel = known(self.numel)
         cost = 4.0 * numel
         for t in terms:
             if t.onehot:
@@ -744,14 +749,14 @@ class GradSample:
             return False
         if all(len(t.dense) < 2 for t in terms):
             return False  # nothing to gain
-        numel, size = self.shape.numel(), _dtype(*terms).itemsize
+        numel, size = known(self.numel), _dtype(*terms).itemsize
         return known(self.batch_size) * numel * size <= keep and 60 * numel <= cost
 
     def _blockwise_square(self, terms: Sequence[_Term]) -> torch.Tensor:
         widths = max((t.widths for t in terms), key=len)
         terms = [_split(t, widths) for t in terms]
         axis = max(range(len(widths)), key=widths.__getitem__)
-        size = known(self.batch_size) * self.shape.numel() * 8
+        size = known(self.batch_size * self.numel) * 8
         on_cpu = _rows(terms[0].factors[0]).device.type == "cpu"
         bound = min(workspace(), _CACHE) if on_cpu else workspace()
         # Those of a shared parameter are not in memory at once but to be kept.

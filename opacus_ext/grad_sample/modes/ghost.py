@@ -12,7 +12,7 @@ from opacus.grad_sample import (
 )
 from torch import nn
 
-from opacus_ext.grad_sample.factors import GradSample, workspace
+from opacus_ext.grad_sample.factors import GradSample, known, workspace
 from opacus_ext.grad_sample.modes.common import (
     Gather,
     Parts,
@@ -624,7 +624,7 @@ class _Program(_Step):
 
 def _is_small(sample: GradSample) -> bool:
     """Whether a gradient is small, and there without more computation."""
-    return sample.shape.numel() <= SMALL and sample.flat() is not None
+    return known(sample.numel) <= SMALL and sample.flat() is not None
 
 
 def _digest(grad: torch.Tensor) -> torch.Tensor:

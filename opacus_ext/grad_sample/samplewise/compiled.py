@@ -104,11 +104,14 @@ def settings_for(**arguments: Any) -> Settings:
     return _of_context(torch.compile(nn.Identity(), **arguments).dynamo_ctx)
 
 
+@skip
 def settings_in_force() -> Optional[Settings]:
     """How the caller is being compiled, if it is."""
-    callback = set_eval_frame(None)
-    set_eval_frame(callback)
-    return _of_callback(callback, None) if callable(callback) else None
+    callback = set_eval_frame(None)  # nothing of this is
+    try:
+        return _of_callback(callback, None) if callable(callback) else None
+    finally:
+        set_eval_frame(callback)
 
 
 def _of_context(context: Any) -> Optional[Settings]:

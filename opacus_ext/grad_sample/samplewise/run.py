@@ -309,7 +309,8 @@ class Run(TorchFunctionMode):
         if any(x is not None and x.requires_grad for x in saved):
             saved = tuple(self._copied(x) for x in saved)
             swap.update((id(x), y) for x, y in zip(op.saved, saved) if y is not x)
-        y = func(*_swapped(args, swap), **_swapped_dict(kwargs, swap))
+        args, kwargs = _swapped(args, swap), _swapped_dict(kwargs, swap)
+        y = self._beside(func, args, kwargs) if self.traced else func(*args, **kwargs)
         return self.note(y, roots, op.factors, op.event_dims, saved, op.saved_dims)
 
     def _directly(self, saved: Tensors) -> bool:
