@@ -18,11 +18,12 @@ with clipped per-sample gradients of plain autograd; one that deviates is refuse
 What is not installed has a row that says so. JAX-Privacy is on PyPI. Install it into an
 environment of its own, with torch constrained::
 
-    pip install -c constraints.txt . jax-privacy==2.0.0 jax==0.9.0 jaxlib==0.9.0
+    pip install -c constraints.txt . jax-privacy==2.0.0
 
-(It takes jax 0.10.2 too, whose XLA needs seconds, on a CPU, to scale and add some
-stacks of gradients: 12 s instead of 10 ms for 8 of [8192, 256], as vmap has them with
-tied weights.)
+This takes jax 0.10.2. On a CPU, its XLA needs seconds to scale and add some stacks of
+gradients (12 s for 8 of [8192, 256], as vmap has them with tied weights; 10 ms with jax
+and jaxlib 0.9.0, whose other steps are slower at long T), so say the version beside a
+ratio.
 
 fastDP (awslabs/fast-differential-privacy, version 2.0.0) and private-transformers
 (lxuechen/private-transformers, version 0.2.3) are not on PyPI: put a checkout of each

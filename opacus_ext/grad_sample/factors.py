@@ -647,7 +647,10 @@ class GradSample:
     def _squared_norm_by_parts(self, keep: int) -> torch.Tensor:
         (whole,) = self._terms
         numel, norms, kept = self.numel, [], []
-        if known(self.batch_size * numel) * max(4, whole.dense[0].dtype.itemsize) > keep:
+        if (
+            known(self.batch_size * numel) * max(4, whole.dense[0].dtype.itemsize)
+            > keep
+        ):
             keep = 0  # all samples or none
         for start, stop, term in whole.parts():
             term = term.blocks_as_samples()
@@ -655,7 +658,9 @@ class GradSample:
                 torch.Size((numel // whole.blocks,)), term.factors[0].shape[0]
             )
             part.add(*term.factors)
-            norms.append(part.squared_norm(keep).unflatten(0, (-1, whole.blocks)).sum(1))
+            norms.append(
+                part.squared_norm(keep).unflatten(0, (-1, whole.blocks)).sum(1)
+            )
             kept.append(part._kept)
         if keep and all(k is not None for k in kept):
             kept = [k.view(-1, numel) for k in kept]

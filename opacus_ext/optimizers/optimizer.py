@@ -29,7 +29,6 @@ from opacus_ext.optimizers.clipping import (
     tell_not_finite,
 )
 
-
 # Entries of what is drawn together: to start kernels takes longer than to run them.
 _SMALL = 2**16
 

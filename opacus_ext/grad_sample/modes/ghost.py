@@ -17,8 +17,8 @@ from opacus_ext.grad_sample.modes.common import (
     Gather,
     Parts,
     Samplewise,
-    by_parameter,
     Wrapped,
+    by_parameter,
     one_size,
 )
 from opacus_ext.grad_sample.modes.loss import (
@@ -574,7 +574,10 @@ class _Traced(_Clip):
     def _by_name(self, norms: torch.Tensor) -> torch.Tensor:
         """Of each parameter; where small ones are taken together, of their first."""
         small = () if self.bundle is None else self.bundle[0]
-        order = [*small[:1], *(p for p in self.params if all(p is not x for x in small))]
+        order = [
+            *small[:1],
+            *(p for p in self.params if all(p is not x for x in small)),
+        ]
         row = {id(p): norm for p, norm in zip(order, norms)}
         zero = torch.zeros_like(norms[0])
         return torch.stack(

@@ -65,7 +65,13 @@ def _index(
 
 @beside(*_named("scatter", "scatter_add"))
 def _scatter(
-    outside: Callable, func: Callable, input: T, dim: int, index: T, src: Any, *rest: Any
+    outside: Callable,
+    func: Callable,
+    input: T,
+    dim: int,
+    index: T,
+    src: Any,
+    *rest: Any,
 ) -> Optional[T]:
     name = func.__name__
     if rest or not isinstance(src, T) or not input.dim():

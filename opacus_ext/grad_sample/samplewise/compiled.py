@@ -266,9 +266,7 @@ class Programs:
         ]
         self._run, self._raw = run, {}
         try:
-            output, settings = self._read(
-                leaves, part.spec, tuple(part.batched), probe
-            )
+            output, settings = self._read(leaves, part.spec, tuple(part.batched), probe)
         except NotCompiled:
             raise
         except Exception as error:

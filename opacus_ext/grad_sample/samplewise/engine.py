@@ -52,13 +52,13 @@ from opacus_ext.grad_sample.samplewise.compiled import (
     NotCompiled,
     Programs,
     Settings,
+    are_compiled,
+    eagerly,
     settings_for,
     settings_in_force,
     settings_of,
     skip,
     uncompiled,
-    are_compiled,
-    eagerly,
 )
 from opacus_ext.grad_sample.samplewise.functions import by_itself
 from opacus_ext.grad_sample.samplewise.functorch import become, is_batched

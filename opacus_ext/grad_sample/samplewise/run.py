@@ -345,7 +345,9 @@ class Run(TorchFunctionMode):
     ) -> Any:
         swap = {id(x): self.copy(self.root(x)) for x in roots}
         args, kwargs = _swapped(args, swap), _swapped_dict(kwargs, swap)
-        return self._beside(func, args, kwargs) if self.traced else func(*args, **kwargs)
+        return (
+            self._beside(func, args, kwargs) if self.traced else func(*args, **kwargs)
+        )
 
     @property
     def traced(self) -> bool:
