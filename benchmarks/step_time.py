@@ -13,7 +13,9 @@ Run as ``python benchmarks/step_time.py``. Four sections, each printed as a tabl
 
 Every step is forward, backward, noise and ``SGD.step()``. The non-private step draws
 the noise too, because drawing it costs every private mode the same. Set
-``OMP_NUM_THREADS`` for the number of threads. ``--peers`` adds other libraries to the
+``OMP_NUM_THREADS`` for the number of threads. ``--compile`` adds compiled models, whose
+first step takes minutes; the bars say their ratios to the compiled and to the eager
+non-private step. ``--peers`` adds other libraries to the
 table of times (``peers.py``), with one core and process time for all. The bars at the
 end use the minimum, the figure that other work on the machine disturbs least.
 """
@@ -47,7 +49,10 @@ BARS = {
     "ghost speed-up": 1.2,
     "memory": 1.15,
     "growth": 1.2,
-    "overhead": 300,
+    "overhead": 150,
+    "eager": 1.0,
+    "compiled": 1.2,
+    "small": 1.3,
 }
 GIVE_BACK = {  # freed memory, by glibc's allocator
     "MALLOC_ARENA_MAX": "1",
@@ -221,6 +226,11 @@ def private(model: nn.Module, data: TensorDataset, mode: str) -> Step:
     return step
 
 
+def compiled(build: Callable, model: nn.Module, data: TensorDataset, mode: str) -> Step:
+    """The same with the model compiled, before it is made private."""
+    return build(torch.compile(model), data, mode)
+
+
 class Mode(NamedTuple):
     """How to build a step, the grad_sample_mode, and whether it is opacus_ext's."""
 
@@ -238,7 +248,9 @@ MODES = {
     "ghost_bk": Mode(private, "ghost_bk", ours=True),
     "hooks": Mode(private, "hooks", ours=True),
     "scan": Mode(private, "scan", ours=True),
+    "auto": Mode(private, "auto", ours=True),
 }
+COMPILED = (BASELINE, "ghost", "ghost_bk")  # what --compile adds
 
 
 def select(mode: Mode) -> None:
@@ -512,6 +524,11 @@ def check_bars(results: Dict[str, List[Row]]) -> List[Row]:
             ratio = rows["ghost_bk"].get("ratio", nan)
             name = f"ghost_bk time, {label(*case)}"
             bars.append(bar(name, ratio, BARS["ghost_bk time"]))
+        step = rows.get("ghost_bk, compiled", {}).get("min_ms")
+        for base, key in ((BASELINE, "eager"), (f"{BASELINE}, compiled", "compiled")):
+            if step is not None and base in rows:
+                name = f"ghost_bk compiled / {base}, {label(*case)}"
+                bars.append(bar(name, step / rows[base]["min_ms"], BARS[key]))
         stock = rows.get("Opacus ghost", {}).get("min_ms")
         if "ghost" in rows and stock is not None:
             faster = stock / rows["ghost"].get("min_ms", nan)
@@ -526,6 +543,11 @@ def check_bars(results: Dict[str, List[Row]]) -> List[Row]:
         if "ghost_bk" in rows:
             cost = rows["ghost_bk"].get("us_per_layer", nan)
             bars.append(bar("ghost_bk, us a layer", cost, BARS["overhead"]))
+        whole = [rows.get(f"{n}, compiled", {}) for n in (BASELINE, "ghost_bk")]
+        if all("min_ms" in row for row in whole):
+            ratio = whole[1]["min_ms"] / whole[0]["min_ms"]
+            name = "ghost_bk compiled / non-private, compiled, small layers"
+            bars.append(bar(name, ratio, BARS["small"]))
     for tied in (False, True):
         ratios = [
             rows["ghost_bk"].get("ratio", nan)
@@ -548,6 +570,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--modes", nargs="+", choices=list(MODES), default=list(MODES))
     sections = ["time", "memory", "growth", "overhead"]
     add("--sections", nargs="+", choices=sections, default=sections)
+    add("--compile", action="store_true", help="also time steps of compiled models")
     add("--peers", action="store_true", help="also time other libraries (peers.py)")
     add("--peak-of", choices=list(MODES), help=argparse.SUPPRESS)
     add("--tied", action="store_true", help=argparse.SUPPRESS)
@@ -565,13 +588,19 @@ def main() -> None:
     if args.peak_of:
         return print_peak(args.peak_of, args.shapes[0], args.tied, args.device)
     names = [n for n in MODES if n in args.modes or n == BASELINE]
-    timed, clock = names, time.perf_counter
+    if args.compile:
+        for name in set(COMPILED).intersection(names):
+            mode = MODES[name]
+            build = functools.partial(compiled, mode.build)
+            MODES[f"{name}, compiled"] = mode._replace(build=build)
+    timed = [*names, *(n for n in MODES if n.endswith(", compiled"))]
+    clock = time.perf_counter
     if args.peers:
         import peers
 
         peers.use_one_core()
         MODES.update(peers.MODES)
-        timed, clock = [*names, *peers.MODES], time.process_time
+        timed, clock = [*timed, *peers.MODES], time.process_time
     results: Dict[str, List[Row]] = {section: [] for section in args.sections}
     device = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
     threads = torch.get_num_threads()
@@ -596,7 +625,8 @@ def main() -> None:
                 results["memory"] += rows
     if "overhead" in results:
         print_header("## Overhead of a layer", case + [*columns, "us_per_layer"])
-        rows = overhead(names, 5 * args.repeats)
+        small = [n for n in timed if not args.peers or n not in peers.MODES]
+        rows = overhead(small, 5 * args.repeats)
         print_rows(rows, [*columns, "us_per_layer"])
         results["overhead"] += rows
     if "growth" in results:

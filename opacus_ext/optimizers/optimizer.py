@@ -118,7 +118,8 @@ class _ClippingOptimizer:
             each = [x.view_as(y) for x, y in zip(noise.split(sizes), totals)]
             torch._foreach_add_(totals, each)
         for p in params:
-            p.grad = p.summed_grad.view_as(p)
+            same = p.summed_grad.shape == p.shape
+            p.grad = p.summed_grad if same else p.summed_grad.view_as(p)
             _mark_as_processed(p.summed_grad)
 
     def scale_grad(self) -> None:

@@ -41,7 +41,7 @@ from torch.utils._pytree import tree_unflatten
 
 from opacus_ext.grad_sample.samplewise.calm import is_own_hook
 from opacus_ext.grad_sample.samplewise.functorch import is_batched
-from opacus_ext.grad_sample.samplewise.inputs import Part, Stacked
+from opacus_ext.grad_sample.samplewise.inputs import Part
 from opacus_ext.grad_sample.samplewise.run import Refused, Run
 
 if TYPE_CHECKING:

@@ -135,8 +135,8 @@ class Engine:
         self._before: Optional[Callable] = None  # what the user had put in its place
         self._in_place: Optional[Callable] = None
         self._parts_compiled = False
-        # Makes what clips in a program, of ``(engine, leaves, probe)``; None: nothing is
-        # compiled.
+        # Makes what clips in a program, of ``(engine, leaves, probe)``; None:
+        # nothing is compiled.
         self.step: Optional[Callable] = None
         self.compiled: Optional[Settings] = None  # by the user
         self.chooser: Any = None  # whether samples run at once (modes/auto.py)
