@@ -373,6 +373,11 @@ class _Each(TorchFunctionMode):
         self.model, self.names, self.reduction = type(inner).__name__, names, reduction
         self._heads = [m for m in model.modules() if isinstance(m, LinearCrossEntropy)]
 
+    @property
+    def key(self) -> Optional[str]:
+        """Equal for two that do the same as modes; None if modes are not all of it."""
+        return None if self._heads else self.reduction
+
     def __call__(self, forward: Callable, *args: Any, **kwargs: Any) -> Any:
         """What ``forward`` gives, hidden states in the place of pending logits."""
         for head in self._heads:

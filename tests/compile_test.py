@@ -6,9 +6,11 @@ it, so the backends that need no C++ compiler serve for all but one test.
 """
 
 import copy
+import gc
 import math
 import shutil
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from opacus_ext.grad_sample.modes.common import engine_of
+from opacus_ext.losses import model_losses
 from tests.common import (
     assert_same,
     clipped_sum,
@@ -403,6 +406,104 @@ def test_refused():
     private.optimizer.step()
     with pytest.raises(RuntimeError, match="second time|Call the model again"):
         loss.backward()
+
+
+def test_parameters_that_change_places():
+    """A program is made for parameters, and not for their places."""
+    model = model_of(Net)
+    c = [0.1 * (i + 1) for i in range(len(trainable(model)))]
+    private = make_private(
+        model, "ghost_bk", batch_size=4, max_grad_norm=c, clipping="per_layer"
+    )
+    compiled = torch.compile(private.module, backend="aot_eager")
+
+    def grads():
+        private.optimizer.zero_grad()
+        private.criterion(square_loss(compiled, batch_of())).backward()
+        return {p: p.grad for p in model.parameters()}
+
+    grads()
+    first, twice = model.norm, model.twice
+    first.weight, first.bias = first.bias, first.weight
+    found = grads()
+    expected = clipped_by_bound(model, batch_of(), dict(zip(found, c)))
+    for p, e in expected.items():
+        torch.testing.assert_close(found[p], e, rtol=0, atol=1e-9)
+    twice.weight = nn.Parameter(twice.weight.detach().clone())
+    with pytest.raises(RuntimeError, match="did not have at make_private"):
+        grads()
+
+
+def clipped_by_bound(model, batch, bounds):
+    """Clipped sums of single samples, each parameter by its own bound."""
+    total = {p: torch.zeros_like(p) for p in bounds}
+    engine = engine_of(model)
+    for b in range(len(batch)):
+        with engine.paused():
+            loss = square_loss(model, batch[b : b + 1]).sum()
+        for p, g in zip(bounds, torch.autograd.grad(loss, list(bounds))):
+            total[p] += g * min(1.0, bounds[p] / (float(g.norm()) + 1e-6))
+    return total
+
+
+def test_what_is_beside_the_criterion():
+    model = model_of(Net)
+    private = make_private(model, "ghost_bk", batch_size=4)
+    compiled = torch.compile(private.module, backend="aot_eager", fullgraph=True)
+    with pytest.raises(RuntimeError, match="backward\\(\\) of the loss"):
+        square_loss(compiled, batch_of()).sum().backward()
+    assert all(p.grad is None for p in model.parameters())
+    handle = model.scale.register_hook(lambda grad: 2 * grad)
+    with pytest.raises(RuntimeError, match="scale has a hook"):
+        private.criterion(square_loss(compiled, batch_of())).backward()
+    handle.remove()
+    with torch.compiler.set_stance("force_eager"):
+        private.step(batch_of(), square_loss)
+    private.module = compiled
+    private.step(batch_of()[:0], square_loss)  # Poisson may draw none
+
+
+def test_model_losses():
+    """A loss of the model's own, where one sample has no label."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        **dict(vocab_size=23, hidden_size=16, intermediate_size=24, use_cache=False),
+        **dict(num_hidden_layers=1, num_attention_heads=2),
+    )
+    torch.manual_seed(1)
+    plain = transformers.LlamaForCausalLM(config).double().train()
+    model = copy.deepcopy(plain)
+    private = make_private(model, "ghost_bk", batch_size=4, max_grad_norm=0.1)
+    compiled = torch.compile(private.module, backend="aot_eager")
+
+    def loss_fn(m, batch):
+        ids, labels = batch
+        found = {"input_ids": ids, "labels": labels}
+        return model_losses(m, found, reduction="sum")
+
+    for size in (4, 1, 5):
+        ids = torch.randint(1, 23, (size, 6))
+        labels = ids.masked_fill(torch.rand(size, 6) < 0.3, -100)
+        labels[0] = -100
+        expected = clipped_sum(oracle(plain, (ids, labels), loss_fn), "flat", 0.1)
+        private.optimizer.zero_grad()
+        private.criterion(loss_fn(compiled, (ids, labels))).backward()
+        got = {n: p.grad for n, p in trainable(model).items()}
+        assert_same(got, expected, 1e-6)  # it rotates in float32
+    assert programs_of(model) == 1
+
+
+def test_nothing_is_kept():
+    model = model_of(Net)
+    private = make_private(model, "ghost_bk", batch_size=4)
+    private.module = torch.compile(private.module, backend="aot_eager")
+    for size in (4, 5):
+        private.step(batch_of(size), square_loss)
+    kept = weakref.ref(model), weakref.ref(engine_of(model))
+    del model, private
+    torch._dynamo.reset()
+    gc.collect()
+    assert [ref() for ref in kept] == [None, None]
 
 
 class Remembers(nn.Module):

@@ -55,11 +55,7 @@ class _Ghost(Samplewise):
         if self.scan:
             return
 
-        def step(engine: Any, leaves: Dict, probe: torch.Tensor) -> _Traced:
-            names = [self.engine.names[p] for p in optimizer.params]
-            return _Traced(engine, leaves, probe, names, optimizer.clipping)
-
-        self.engine.step = step
+        self.engine.step = _Serve(self.engine, optimizer)
 
     def get_norm_sample(self) -> torch.Tensor:
         """
@@ -133,6 +129,22 @@ class _Ghost(Samplewise):
                 "train the model without torch.compile."
             )
         return bool(compiled)
+
+
+class _Serve:
+    """Makes what clips in a compiled program, as an optimizer says."""
+
+    def __init__(self, engine: Any, optimizer: Any):
+        self.engine, self.optimizer = engine, optimizer
+
+    @property
+    def key(self) -> tuple:
+        """What a program is made for."""
+        return tuple(map(id, self.optimizer.params)), self.optimizer.clipping
+
+    def __call__(self, engine: Any, leaves: Dict, probe: torch.Tensor) -> "_Traced":
+        names = [self.engine.names[p] for p in self.optimizer.params]
+        return _Traced(engine, leaves, probe, names, self.optimizer.clipping)
 
 
 class _Clip:
@@ -600,9 +612,15 @@ class _Program(_Step):
                 "forward pass. Call the model again."
             )
         refuse_outside(self.losses, engine)
+        for p in self.params:
+            if p._backward_hooks or p._post_accumulate_grad_hooks:
+                raise Refused(
+                    f"Parameter {engine.names[p]} has a hook, which would change or "
+                    "use its gradient before it is private. Remove the hook."
+                )
         bounds = self.bound if self.clipping.per_parameter else [self.bound]
         settings = torch.tensor([self.scale, *bounds], dtype=torch.float64)
-        run.done = True
+        run.done, run.closed = True, False
         norms, *found = torch.autograd.grad(
             [self.losses, run.settings],
             [run.probe, *self.params],
@@ -613,6 +631,7 @@ class _Program(_Step):
             allow_unused=True,
         )
         run.end()
+        run.closed = True
         norms = norms[:, : self.size]
         if not_finite(norms) is not None:
             each = norms[: len(self.params)]

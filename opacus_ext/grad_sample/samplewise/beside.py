@@ -114,6 +114,43 @@ def _group_norm(
     return y if bias is None else y + bias.view(shape)
 
 
+@beside(F.cross_entropy)
+def _cross_entropy(
+    outside: Callable,
+    func: Callable,
+    input: T,
+    target: T,
+    weight: Optional[T] = None,
+    size_average: Any = None,
+    ignore_index: int = -100,
+    reduce: Any = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Optional[T]:
+    old = (weight, size_average, reduce)
+    if any(x is not None for x in old) or target.is_floating_point():
+        return None
+    if input.dim() < 2 or target.dim() != input.dim() - 1:
+        return None
+
+    def rows(x: T, y: T) -> T:
+        losses = F.cross_entropy(
+            *(x.flatten(0, 1), y.flatten(0, 1)),
+            ignore_index=ignore_index,
+            reduction="none",
+            label_smoothing=label_smoothing,
+        )
+        losses = losses.unflatten(0, (y.shape[0], -1))
+        if reduction == "none":
+            return losses
+        total = losses.flatten(1).sum(1)
+        if reduction == "sum":
+            return total
+        return total / (y != ignore_index).flatten(1).sum(1)
+
+    return outside(rows, input, target)
+
+
 def _rows(outside: Callable, function: Callable, input: T) -> T:
     """What treats dim 0 of a sample, a batch of one, as the batch."""
     return outside(

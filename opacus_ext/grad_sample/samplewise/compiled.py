@@ -14,7 +14,8 @@ import operator
 import threading
 import types
 import warnings
-from contextlib import contextmanager
+import weakref
+from contextlib import contextmanager, nullcontext
 from typing import (
     TYPE_CHECKING,
     Any,
@@ -36,6 +37,8 @@ from torch._C._dynamo.eval_frame import set_eval_frame
 from torch._dynamo.convert_frame import ConvertFrameAssert
 from torch._dynamo.decorators import skip
 from torch._dynamo.eval_frame import OptimizeContext, OptimizedModule
+from torch._dynamo.exc import FailOnRecompileLimitHit
+from torch._higher_order_ops.wrap import tag_activation_checkpoint
 from torch._ops import HigherOrderOperator
 from torch.utils._pytree import tree_unflatten
 
@@ -49,13 +52,17 @@ if TYPE_CHECKING:
 
 T = torch.Tensor
 # What Dynamo makes of a checkpoint does what is inside, and tells what to recompute.
-_TRACED = {torch.ops.higher_order.tag_activation_checkpoint}
+_TRACED = {tag_activation_checkpoint}
 
 __all__ = ["CompiledRun", "NotCompiled", "Programs", "Settings", "settings_of", "skip"]
 
 
 class NotCompiled(Exception):
     """Why a model, or one kind of its inputs, is run as if it were not compiled."""
+
+
+class Changed(Exception):
+    """A program has met other parameters than it was made for."""
 
 
 class Settings(NamedTuple):
@@ -92,6 +99,11 @@ def uncompiled(module: nn.Module) -> Optional[Callable]:
 def are_compiled(modules: Iterable[nn.Module]) -> bool:
     """Whether ``torch.compile`` was used on some modules."""
     return any(map(settings_of, modules))
+
+
+def is_off() -> bool:
+    """Whether ``torch.compiler.set_stance`` asks for what is not compiled."""
+    return torch._dynamo.eval_frame._stance.stance != "default"
 
 
 def eagerly() -> ContextManager:
@@ -190,8 +202,8 @@ class CompiledRun:
         self.seen: List[Any] = []
         self.half = engine.in_half
         self.abandoned = self.done = False
+        self.closed = True  # to gradients, but in a backward pass that clips them
         self.settings: Optional[T] = None
-        self.order: Tuple[str, ...] = ()
 
     def end(self) -> None:
         """Lets go of the graph."""
@@ -205,13 +217,15 @@ class Programs:
     Args:
         engine: of the model
         settings: of ``torch.compile``
+        key: of the code and of how it is clipped, which other programs differ in
     """
 
-    def __init__(self, engine: "Engine", settings: Settings):
-        self.engine, self.settings = engine, settings
-        self.failed: set = set()  # reasons that were told
+    def __init__(self, engine: "Engine", settings: Settings, key: tuple):
+        self.engine, self.settings, self.key = engine, settings, key
+        self.failed: Dict[tuple, str] = {}  # why, by kind of input
+        self.told: set = set()
         self.count = 0  # of programs
-        forward = engine.plain_forward()
+        forward, self.each = engine.plain_forward(), engine.each
 
         def read(leaves: List[Any], spec: Any, dims: Tuple, probe: T) -> Any:
             leaves = [
@@ -231,25 +245,33 @@ class Programs:
         self._run: Optional[CompiledRun] = None
         self._raw: Dict[int, Tuple[T, T]] = {}  # outputs, as samples give them
 
-    def forward(self, part: Part) -> Tuple[Any, CompiledRun]:
+    def forward(self, part: Part, kind: tuple) -> Tuple[Any, CompiledRun]:
         """
         The model's output for some samples.
 
+        Args:
+            kind: of the inputs
+
         Raises:
             NotCompiled: where that can't be had
+            Changed: if parameters have taken the places of others
         """
         engine = self.engine
-        if type(part) is not Part or not part.size:
+        if kind in self.failed:
+            raise NotCompiled(self.failed[kind])
+        if type(part) is not Part:
             raise NotCompiled("its inputs are taken apart sample by sample")
         if any(isinstance(x, T) and x.requires_grad for x in part.leaves):
             raise NotCompiled("gradients of its inputs are asked for")
+        if self.each is not None and not getattr(self.each, "key", None):
+            raise NotCompiled("its loss is computed in chunks of the sequence")
         if engine.natives:
             raise NotCompiled(f"{engine.natives[0]} runs natively, on the whole batch")
         self._refuse_hooks()
-        size, leaves = part.size, part.leaves
-        if size == 1:  # so that one program serves all sizes; autograd gives zeros
-            part = part.select(torch.zeros(2, dtype=torch.long))
-            leaves = part.leaves
+        size = part.size
+        if size < 2:  # so that one program serves all sizes; autograd gives zeros
+            part = _two_of(part)
+        leaves = part.leaves
         params = engine.params.values()
         wide = any(p.dtype == torch.float64 for p in params)
         probe = torch.zeros(
@@ -267,14 +289,19 @@ class Programs:
         self._run, self._raw = run, {}
         try:
             output, settings = self._read(leaves, part.spec, tuple(part.batched), probe)
-        except NotCompiled:
+        except (NotCompiled, Changed):
             raise
         except Exception as error:
-            raise NotCompiled(_reason(error)) from error
+            self.failed[kind] = _reason(error)
+            raise NotCompiled(self.failed[kind]) from error
         finally:
             self._run = None
         run.settings = settings
         return output, run
+
+    def forget(self) -> None:
+        """What the samples gave."""
+        self._raw = {}
 
     def raw(self, x: T) -> Optional[T]:
         """What the samples gave for a tensor of the output, ``[B, *shape]``."""
@@ -310,8 +337,8 @@ class Programs:
                 "Leave fullgraph out, and it is trained exactly without being "
                 "compiled."
             ) from error.__cause__
-        if reason not in self.failed:
-            self.failed.add(reason)
+        if reason not in self.told:
+            self.told.add(reason)
             warnings.warn(
                 f"{name} is trained exactly, and not compiled: {reason}.",
                 stacklevel=8,
@@ -331,7 +358,14 @@ class _Program:
         given = [getattr(n.meta.get("grapharg"), "example", None) for n in nodes]
         trained = [isinstance(x, nn.Parameter) and x.requires_grad for x in given]
         self.names = [names.get(x) if t else None for x, t in zip(given, trained)]
-        for x, known, t in zip(given, self.names, trained):
+        self.params = [weakref.ref(x) if t else None for x, t in zip(given, trained)]
+        (self.probe,) = (i for i, n in enumerate(nodes) if _is_used_by(n, _settings))
+        for i, (x, known, t) in enumerate(zip(given, self.names, trained)):
+            if not t and isinstance(x, T) and x.requires_grad and i != self.probe:
+                raise NotCompiled(
+                    f"it uses a tensor of shape {tuple(x.shape)} that requires a "
+                    "gradient and is no parameter"
+                )
             if t and known is None:
                 raise NotCompiled(
                     f"it uses a trainable parameter of shape {tuple(x.shape)} that it "
@@ -350,7 +384,9 @@ class _Program:
         self.others = [
             i
             for i, n in enumerate(nodes)
-            if not trained[i] and isinstance(given[i], T) and not _is_batch(n)
+            if not trained[i]
+            and isinstance(given[i], T)
+            and not _is_used_by(n, _sample)
         ]
         self.run = programs.settings.backend(self._outer(nodes), inputs)
 
@@ -387,18 +423,15 @@ class _Program:
         for i, name in enumerate(self.names):
             if name is not None:
                 leaves[name] = given[i] = given[i].detach().requires_grad_()
-        (probe,) = (
-            x
-            for x, t in zip(inputs, self.trained)
-            if isinstance(x, T) and x.requires_grad and not t
-        )
+        probe = inputs[self.probe]
         traced, step = engine.for_trace(leaves, probe)
         before = [x for x, t in zip(inputs, self.trained) if t]
         traced._anchor, settings = Collect.apply(step, probe, *before)
         run = Run(traced, probe.shape[1])
         run.settings = settings
         with run.level:
-            with _running(run), traced._around(run, False), run:
+            each = self.programs.each or nullcontext()
+            with _running(run), traced._around(run, False), run, each:
                 outputs = self.graph(*given)
             found, self.sampled = [], []
             for x in outputs:
@@ -412,11 +445,15 @@ class _Program:
                 found.append(run.level.unwrap(x) if sampled else x)
             del outputs, x
         run.end()
+        traced._anchor = None  # a circle through autograd, which nobody finds
         return tuple(found)
 
     def __call__(self, *inputs: Any) -> List[Any]:
         programs = self.programs
         engine, run = programs.engine, programs._run
+        for x, p in zip(inputs, self.params):
+            if p is not None and p() is not x:
+                raise Changed()
         for i in self.others:
             if engine.left.holds(inputs[i]):
                 raise Refused(
@@ -440,8 +477,8 @@ def _line_of(node: torch.fx.Node) -> str:
     return f" at {' '.join(x.strip() for x in lines[-2:])}" if lines else ""
 
 
-def _is_batch(node: torch.fx.Node) -> bool:
-    return any(user.target is _sample for user in node.users)
+def _is_used_by(node: torch.fx.Node, function: Callable) -> bool:
+    return any(user.target is function for user in node.users)
 
 
 @contextmanager
@@ -452,6 +489,18 @@ def _running(run: Run) -> Iterator[None]:
         yield
     finally:
         _now.run = before
+
+
+def _two_of(part: Part) -> Part:
+    """Two samples in the place of one, or of none."""
+    if part.size:
+        return part.select(torch.zeros(2, dtype=torch.long))
+    leaves = list(part.leaves)
+    for i, dim in enumerate(part.batched):
+        if dim is not None:
+            x = leaves[i]
+            leaves[i] = x.new_zeros(*x.shape[:dim], 2, *x.shape[dim + 1 :])
+    return Part(leaves, part.spec, part.batched, 2)
 
 
 def _marked(x: T, dim: int) -> T:
@@ -465,6 +514,14 @@ def _reason(error: BaseException) -> str:
     """An error of the compiler, in a line, with the line of the user's code."""
     while isinstance(getattr(error, "inner_exception", None), BaseException):
         error = error.inner_exception
+    if isinstance(error, (NotCompiled, Refused)):
+        return str(error).rstrip(".")
+    if isinstance(error, FailOnRecompileLimitHit):
+        return (
+            "it would have to be compiled again at each step, as something that its "
+            "code depends on changes (TORCH_LOGS=recompiles says what; "
+            "torch._dynamo.config.recompile_limit is the number of times)"
+        )
     text = next((x for x in str(error).splitlines() if x.strip()), "")
     frames = list(getattr(error, "real_stack", None) or ())
     own = [f for f in frames if "/torch/" not in f.filename]

@@ -48,12 +48,14 @@ from opacus_ext.grad_sample.samplewise.compare import (
     kind_of,
 )
 from opacus_ext.grad_sample.samplewise.compiled import (
+    Changed,
     CompiledRun,
     NotCompiled,
     Programs,
     Settings,
     are_compiled,
     eagerly,
+    is_off,
     settings_for,
     settings_in_force,
     settings_of,
@@ -453,7 +455,11 @@ class Engine:
         self.left.sweep()
         if whole and not raw and self._program is not None:
             try:
-                return self._by_program(todo[0][1], known)
+                return self._by_program(todo[0][1], known, inputs.kind)
+            except Changed:
+                self._programs.remove(self._program)
+                self._program = self._programs_of(self._program.settings)
+                return self._run_all(inputs, known)
             except NotCompiled as error:
                 program, self._program, self._modules = self._program, None, None
                 program.tell(error)
@@ -599,25 +605,31 @@ class Engine:
         return output
 
     def _programs_of(self, settings: Optional[Settings]) -> Optional[Programs]:
-        if settings is None or self.step is None or self.world is not None:
+        if settings is None or is_off() or self.world is not None:
             return None
+        if self.step is None:
+            if settings.fullgraph:
+                raise Refused(
+                    f"{self.describe()}: torch.compile(fullgraph=True) is for modes "
+                    '"ghost" and "ghost_bk" and one process. Leave fullgraph out.'
+                )
+            return None
+        forward = self.plain_forward()
+        each = getattr(self.each, "key", None) or self.each
+        key = getattr(forward, "__func__", forward), each, self.step.key
         for known in self._programs:
-            if known.settings == settings:
+            if known.settings == settings and known.key == key:
                 return known
-        self._programs.append(Programs(self, settings))
+        self._programs = [p for p in self._programs if p.key[1] != each]
+        self._programs.append(Programs(self, settings, key))
         return self._programs[-1]
 
-    def _by_program(self, part: Any, known: Dict[str, Any]) -> Any:
+    def _by_program(self, part: Any, known: Dict[str, Any], kind: tuple) -> Any:
         """The output of a compiled program."""
-        if "not compiled" in known:
-            raise NotCompiled(known["not compiled"])
         program = self._program
         self.current = self  # the model's own forward within
         try:
-            output, run = program.forward(part)
-        except NotCompiled as error:
-            known["not compiled"] = str(error)
-            raise
+            output, run = program.forward(part, (kind, self.module.training))
         finally:
             self.current = None
         run.joins = self.joins_for(known, output, part.size, program.shape)
@@ -632,7 +644,9 @@ class Engine:
         self._runs = [r for r in self._runs if r() is not None]
         self._runs.append(weakref.ref(run))
         for x in tensors_in(output):
-            self.left.add(x)
+            if not isinstance(x, nn.Parameter):
+                self.left.add(x)
+        program.forget()
         self._check_buffers()
         return output
 

@@ -178,6 +178,13 @@ class Leave(torch.autograd.Function):
                 "kept from a forward pass that had to be begun again, as its samples "
                 "take different branches. Return it from the forward instead."
             )
+        if getattr(ctx.run, "closed", False):
+            raise Refused(
+                f"{ctx.run.engine.describe()}: gradients of what a compiled model "
+                "gives are those of samples, clipped. Call backward() of the loss that the "
+                "criterion returned by make_private gives, or train the model without "
+                "torch.compile."
+            )
         if ctx.run.engine.collector is not None:
             ctx.run.engine.collector.touch(ctx.run)
         return grad, ctx.anchor_like, None, None
