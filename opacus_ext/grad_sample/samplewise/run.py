@@ -181,9 +181,9 @@ class Leave(torch.autograd.Function):
         if getattr(ctx.run, "closed", False):
             raise Refused(
                 f"{ctx.run.engine.describe()}: gradients of what a compiled model "
-                "gives are those of samples, clipped. Call backward() of the loss that the "
-                "criterion returned by make_private gives, or train the model without "
-                "torch.compile."
+                "gives are those of samples, clipped. Call backward() of the loss that "
+                "the criterion returned by make_private gives, or train the model "
+                "without torch.compile."
             )
         if ctx.run.engine.collector is not None:
             ctx.run.engine.collector.touch(ctx.run)
