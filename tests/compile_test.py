@@ -589,3 +589,14 @@ def test_transformers(mode, family):
     private.step(ids, loss_fn)
     got = {n: (old[n] - p.detach()) * 4 for n, p in trainable(model).items()}
     assert_same(got, clipped_sum(grads, "flat", c), 1e-6, mode)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("kind", ["default", "reduce-overhead"])
+def test_on_a_gpu(kind):
+    """Several steps, so that CUDA graphs are recorded and replayed."""
+    model = model_of(Net).cuda()
+    batches = [batch_of(B).cuda() for B in (4, 4, 4, 6, 4)]
+    _, told = train(model, batches, how=dict(mode=kind))
+    assert programs_of(model) == 1 and not told

@@ -103,7 +103,7 @@ def are_compiled(modules: Iterable[nn.Module]) -> bool:
 
 def is_off() -> bool:
     """Whether ``torch.compiler.set_stance`` asks for what is not compiled."""
-    return torch._dynamo.eval_frame._stance.stance != "default"
+    return torch._dynamo.eval_frame._stance.stance.startswith(("force_eager", "eager"))
 
 
 def eagerly() -> ContextManager:
