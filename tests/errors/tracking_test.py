@@ -914,7 +914,7 @@ def test_accumulated_and_poisson_batches():
     with BatchMemoryManager(
         data_loader=loader, max_physical_batch_size=2, optimizer=optimizer
     ) as batches:
-        for _ in range(2):
+        for _ in range(6):
             for (ids,) in batches:
                 sizes.append(len(ids))
                 optimizer.zero_grad()
