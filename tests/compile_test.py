@@ -434,6 +434,22 @@ def test_parameters_that_change_places():
         grads()
 
 
+def test_parameter_that_the_optimizer_lets_go():
+    model, plain = model_of(Net), model_of(Net)
+    private = make_private(model, "ghost_bk", batch_size=4, max_grad_norm=0.3)
+    private.module = torch.compile(private.module, backend="aot_eager")
+    private.step(batch_of(), square_loss)
+    (group,) = private.optimizer.param_groups
+    group["params"] = [p for p in group["params"] if p is not model.scale]
+    plain.load_state_dict(model.state_dict())
+    plain.scale.requires_grad_(False)
+    expected = clipped_sum(oracle(plain, batch_of(5), square_loss), "flat", 0.3)
+    private.optimizer.zero_grad()
+    private.criterion(square_loss(private.module, batch_of(5))).backward()
+    got = {n: p.grad for n, p in trainable(model).items() if p is not model.scale}
+    assert_same(got, expected, 1e-8)
+
+
 def clipped_by_bound(model, batch, bounds):
     """Clipped sums of single samples, each parameter by its own bound."""
     total = {p: torch.zeros_like(p) for p in bounds}
