@@ -506,7 +506,8 @@ def test_model_losses():
         private.criterion(loss_fn(compiled, (ids, labels))).backward()
         got = {n: p.grad for n, p in trainable(model).items()}
         assert_same(got, expected, 1e-6)  # it rotates in float32
-    assert programs_of(model) == 1
+    if torch.__version__ >= "2.7":  # Dynamo of 2.6 can't read this model
+        assert programs_of(model) == 1
 
 
 def test_nothing_is_kept():
