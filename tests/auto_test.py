@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from opacus_ext.grad_sample.modes import auto
 from opacus_ext.grad_sample.modes.auto import AT_ONCE, ONE_BY_ONE, Plan
 from opacus_ext.grad_sample.modes.common import engine_of
 from tests.common import (
@@ -87,6 +88,21 @@ def test_step_that_failed_does_not_count():
     private.step(batch, square_loss)
     (plan,) = mode.plans.values()
     assert [len(t) for t in plan.times.values()] == [1, 0]
+
+
+def test_what_can_not_be_scanned(monkeypatch):
+    """The mode tries, and goes on with the other way."""
+    private = make_private(model_of(), "auto", batch_size=4)
+    engine = engine_of(private.module)
+    monkeypatch.setattr(auto, "_START", 0.0)
+
+    def fail(*args):
+        raise NotImplementedError
+
+    monkeypatch.setattr(engine, "_scan", fail)
+    for _ in range(4):
+        private.step(torch.randn(4, 4).double(), square_loss)
+    assert [plan.choice for plan in engine.chooser.plans.values()] == [AT_ONCE]
 
 
 def test_copies_choose_by_themselves():

@@ -270,6 +270,50 @@ def test_parameters_of_all_kinds():
     assert programs_of(model) == 1 and not told
 
 
+class Windows(nn.Module):
+    """Time first, and windows along it: the first dim of a sample is not the batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.one = nn.Linear(4, 4)
+
+    def forward(self, x):
+        h = self.one(x).permute(1, 0, 2)[..., None]
+        return h.unfold(0, 3, 1).square().sum((0, 2, 3, 4))[:, None]
+
+
+def test_windows_along_the_first_dim():
+    train(model_of(Windows), [batch_of(2, 6), batch_of(2, 6)])
+
+
+class FrozenNorms(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one = nn.Linear(4, 4)
+        self.norms = nn.ModuleList([nn.LayerNorm(4), nn.GroupNorm(2, 4)])
+        for p in self.norms.parameters():
+            p.data.uniform_(-1, 1)
+            p.requires_grad_(False)
+
+    def forward(self, x):
+        layer, group = self.norms
+        return group(layer(self.one(x)).mT).flatten(1)[:, ::3]
+
+
+def test_frozen_norms():
+    """Beside vmap as the model has them, rounded once in half precision."""
+    model = model_of(FrozenNorms)
+    train(model, [batch_of(4), batch_of(5)])
+    assert programs_of(model) == 1
+    plain = model_of(FrozenNorms).bfloat16()
+    model = copy.deepcopy(plain)
+    private = make_private(model, "ghost_bk", batch_size=4)
+    x = batch_of(3).bfloat16()
+    out = torch.compile(private.module, backend="aot_eager")(x)
+    assert programs_of(model) == 1
+    torch.testing.assert_close(out, plain(x), rtol=0, atol=0)
+
+
 class Counter(nn.Module):
     """Python decides, by a number that changes from step to step."""
 
@@ -521,6 +565,19 @@ def test_nothing_is_kept():
     torch._dynamo.reset()
     gc.collect()
     assert [ref() for ref in kept] == [None, None]
+
+
+def test_output_of_a_program_that_nobody_used():
+    """It is alive, and the loss of a batch that is run eagerly is not its."""
+    model, plain = model_of(Net), model_of(Net)
+    private = make_private(model, "ghost", batch_size=4, max_grad_norm=0.3)
+    compiled = torch.compile(private.module, backend="aot_eager")
+    batch = batch_of(4)
+    kept = compiled(batch)
+    expected = clipped_sum(oracle(plain, batch, square_loss), "flat", 0.3)
+    private.criterion(square_loss(private.module, batch)).backward()
+    assert_same({n: p.grad for n, p in trainable(model).items()}, expected, 1e-8)
+    assert kept.grad_fn is not None
 
 
 class Remembers(nn.Module):

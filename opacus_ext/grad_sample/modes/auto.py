@@ -83,6 +83,11 @@ class _Auto:
             self._trial = plan, way, inputs.size, self._now()
         return way == ONE_BY_ONE
 
+    def give_up(self) -> None:
+        """Samples can't be run one by one: at once they may."""
+        if self._trial is not None:
+            self._trial[0].choice, self._trial = AT_ONCE, None
+
     def end(self) -> None:
         """After the forward pass."""
         if self._trial is not None:

@@ -52,10 +52,8 @@ class _Ghost(Samplewise):
 
     def serve(self, optimizer: Any) -> None:
         """Lets programs that are compiled clip as an optimizer says."""
-        if self.scan:
-            return
-
-        self.engine.step = _Serve(self.engine, optimizer)
+        if not self.scan:
+            self.engine.step = _Serve(self.engine, optimizer)
 
     def get_norm_sample(self) -> torch.Tensor:
         """
@@ -284,7 +282,9 @@ class _Step(_Clip):
     ):
         self.mode, self.losses, self.scale = mode, losses, scale
         self.clipping, self.bound = optimizer.clipping, optimizer.clipping_bound
-        self.runs = mode.engine.runs()
+        # Those of programs that the losses do not depend on have nothing to show.
+        runs = mode.engine.runs()
+        self.runs = [run for run in runs if not isinstance(run, CompiledRun)]
         super().__init__(
             mode.engine, optimizer.params, losses.detach(), len(losses), mode.one_pass
         )
@@ -621,17 +621,19 @@ class _Program(_Step):
         bounds = self.bound if self.clipping.per_parameter else [self.bound]
         settings = torch.tensor([self.scale, *bounds], dtype=torch.float64)
         run.done, run.closed = True, False
-        norms, *found = torch.autograd.grad(
-            [self.losses, run.settings],
-            [run.probe, *self.params],
-            [
-                torch.full_like(self.losses, self.scale),
-                settings.to(self.losses.device),
-            ],
-            allow_unused=True,
-        )
-        run.end()
-        run.closed = True
+        try:
+            norms, *found = torch.autograd.grad(
+                [self.losses, run.settings],
+                [run.probe, *self.params],
+                [
+                    torch.full_like(self.losses, self.scale),
+                    settings.to(self.losses.device),
+                ],
+                allow_unused=True,
+            )
+        finally:
+            run.closed = True
+            run.end()
         norms = norms[:, : self.size]
         if not_finite(norms) is not None:
             each = norms[: len(self.params)]

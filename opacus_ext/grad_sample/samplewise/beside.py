@@ -6,7 +6,7 @@ number: it would be compiled again for each batch size.
 
 from __future__ import annotations
 
-from typing import Any, Callable, Dict, Optional, Sequence
+from typing import Any, Callable, Dict, List, Optional, Sequence
 
 import torch
 from torch.nn import functional as F
@@ -31,9 +31,12 @@ def beside(*functions: Optional[Callable]) -> Callable[[Beside], Beside]:
     return decorator
 
 
-def _named(*names: str) -> Sequence[Optional[Callable]]:
-    places = torch, T, F
+def _named(*names: str, places: Sequence = (torch, T, F)) -> List[Optional[Callable]]:
     return [getattr(place, name, None) for name in names for place in places]
+
+
+def _are_batched(*values: Any) -> bool:
+    return any(isinstance(x, T) and is_batched(x) for x in values)
 
 
 def _behind(dim: int) -> int:
@@ -92,7 +95,10 @@ def _layer_norm(
     eps: float = 1e-5,
     *rest: Any,
 ) -> T:
-    y = outside(lambda x: F.layer_norm(x, tuple(normalized_shape), eps=eps), input)
+    shape = tuple(normalized_shape)
+    if not _are_batched(weight, bias):
+        return outside(lambda x: F.layer_norm(x, shape, weight, bias, eps), input)
+    y = outside(lambda x: F.layer_norm(x, shape, eps=eps), input)
     y = y if weight is None else y * weight
     return y if bias is None else y + bias
 
@@ -108,6 +114,10 @@ def _group_norm(
     eps: float = 1e-5,
     *rest: Any,
 ) -> T:
+    if not _are_batched(weight, bias):
+        return _rows(
+            outside, lambda x: F.group_norm(x, num_groups, weight, bias, eps), input
+        )
     y = _rows(outside, lambda x: F.group_norm(x, num_groups, eps=eps), input)
     shape = (-1,) + (1,) * (input.dim() - 2)
     y = y if weight is None else y * weight.view(shape)
@@ -158,15 +168,18 @@ def _rows(outside: Callable, function: Callable, input: T) -> T:
     )
 
 
-def _spatial(dims: Optional[int], *functions: Optional[Callable]) -> None:
-    @beside(*functions)
+def _spatial(dims: int, *names: str) -> None:
+    # Not the methods of a tensor: its unfold is another function, which would see other
+    # samples along dim 0.
+    @beside(*_named(*names, places=(torch, F)))
     def run(
         outside: Callable, func: Callable, input: T, *args: Any, **kwargs: Any
     ) -> Optional[T]:
         others = (*args, *kwargs.values())
-        if any(isinstance(x, T) and (is_batched(x) or x.requires_grad) for x in others):
+        trained = any(isinstance(x, T) and x.requires_grad for x in others)
+        if trained or _are_batched(*others):
             return None
-        if input.dim() != (dims + 2 if dims else 4):
+        if input.dim() != dims + 2:
             return None
         return _rows(outside, lambda x: func(x, *args, **kwargs), input)
 
@@ -174,13 +187,11 @@ def _spatial(dims: Optional[int], *functions: Optional[Callable]) -> None:
 for _dims in (1, 2, 3):
     _spatial(
         _dims,
-        *_named(
-            *(f"{kind}_pool{_dims}d" for kind in ("max", "avg", "lp")),
-            *(f"adaptive_{kind}_pool{_dims}d" for kind in ("max", "avg")),
-            *(f"conv{_dims}d", f"conv_transpose{_dims}d"),
-        ),
+        *(f"{kind}_pool{_dims}d" for kind in ("max", "avg", "lp")),
+        *(f"adaptive_{kind}_pool{_dims}d" for kind in ("max", "avg")),
+        *(f"conv{_dims}d", f"conv_transpose{_dims}d"),
     )
-_spatial(None, *_named("unfold", "fold", "pixel_shuffle", "pixel_unshuffle"))
+_spatial(2, "unfold", "pixel_shuffle", "pixel_unshuffle")
 
 
 @beside(F.interpolate, F.instance_norm)

@@ -54,8 +54,6 @@ T = torch.Tensor
 # What Dynamo makes of a checkpoint does what is inside, and tells what to recompute.
 _TRACED = {tag_activation_checkpoint}
 
-__all__ = ["CompiledRun", "NotCompiled", "Programs", "Settings", "settings_of", "skip"]
-
 
 class NotCompiled(Exception):
     """Why a model, or one kind of its inputs, is run as if it were not compiled."""
@@ -199,7 +197,6 @@ class CompiledRun:
         self.engine, self.size, self.batch, self.probe = engine, size, size, probe
         self.rows: Optional[T] = None
         self.joins: Optional[List[Any]] = None
-        self.seen: List[Any] = []
         self.half = engine.in_half
         self.abandoned = self.done = False
         self.closed = True  # to gradients, but in a backward pass that clips them
@@ -360,12 +357,7 @@ class _Program:
         self.names = [names.get(x) if t else None for x, t in zip(given, trained)]
         self.params = [weakref.ref(x) if t else None for x, t in zip(given, trained)]
         (self.probe,) = (i for i, n in enumerate(nodes) if _is_used_by(n, _settings))
-        for i, (x, known, t) in enumerate(zip(given, self.names, trained)):
-            if not t and isinstance(x, T) and x.requires_grad and i != self.probe:
-                raise NotCompiled(
-                    f"it uses a tensor of shape {tuple(x.shape)} that requires a "
-                    "gradient and is no parameter"
-                )
+        for x, known, t in zip(given, self.names, trained):
             if t and known is None:
                 raise NotCompiled(
                     f"it uses a trainable parameter of shape {tuple(x.shape)} that it "
@@ -420,9 +412,14 @@ class _Program:
         """What is compiled: all samples under vmap, and what becomes of gradients."""
         engine, given = self.programs.engine, list(inputs)
         leaves: Dict[str, T] = {}
-        for i, name in enumerate(self.names):
+        for i, (x, name) in enumerate(zip(inputs, self.names)):
             if name is not None:
-                leaves[name] = given[i] = given[i].detach().requires_grad_()
+                leaves[name] = given[i] = x.detach().requires_grad_()
+            elif isinstance(x, T) and x.requires_grad and i != self.probe:
+                raise NotCompiled(
+                    f"it uses a tensor of shape {tuple(x.shape)} that requires a "
+                    "gradient and is no parameter of it"
+                )
         probe = inputs[self.probe]
         traced, step = engine.for_trace(leaves, probe)
         before = [x for x, t in zip(inputs, self.trained) if t]

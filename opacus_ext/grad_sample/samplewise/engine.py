@@ -76,7 +76,12 @@ from opacus_ext.grad_sample.samplewise.inputs import Inputs, read_inputs
 from opacus_ext.grad_sample.samplewise.packed import agreed, of_batch, unpacked
 from opacus_ext.grad_sample.samplewise.run import Diverge, Leave, Refused, Run, Use
 from opacus_ext.grad_sample.samplewise.scan import ScanRun
-from opacus_ext.grad_sample.samplewise.states import LeftBehind, States
+from opacus_ext.grad_sample.samplewise.states import (
+    LeftBehind,
+    States,
+    carries,
+    data_in_buffers,
+)
 from opacus_ext.grad_sample.samplewise.walk import (
     leaves_in,
     map_tensors,
@@ -495,6 +500,11 @@ class Engine:
                 raise
             except Exception as error:
                 states.back()
+                if scan and not known["scan"]:  # a choice, and others are left
+                    chooser.give_up()
+                    scan = False
+                    todo.insert(0, (rows, part))
+                    continue
                 if scan:
                     raise
                 if self.world is not None:
@@ -647,7 +657,8 @@ class Engine:
             if not isinstance(x, nn.Parameter):
                 self.left.add(x)
         program.forget()
-        self._check_buffers()
+        for name in data_in_buffers(self):
+            raise carries(self, name)
         return output
 
     def let_go(
@@ -666,17 +677,6 @@ class Engine:
         self.left.add(x)
         return x
 
-    def _check_buffers(self) -> None:
-        for name, m in zip(*self.modules):
-            for key, x in m._buffers.items():
-                if x is not None and self.left.holds(x):
-                    m._buffers[key] = None
-                    raise Refused(
-                        f"{self.describe()}: its forward makes data of the batch its "
-                        f"buffer {f'{name}.{key}'.strip('.')}, which would carry it on "
-                        "without noise. Replace the layer by one that keeps none."
-                    )
-
     def for_trace(
         self, leaves: Dict[str, torch.Tensor], probe: torch.Tensor
     ) -> Tuple["Engine", Any]:
@@ -690,6 +690,7 @@ class Engine:
         traced = object.__new__(Engine)
         vars(traced).update(vars(self))
         traced.left, traced.kinds, traced._runs = LeftBehind(), {}, []
+        traced.attached = False  # gradients of the whole batch are not asked for
         traced.names = {x: name for name, x in leaves.items()}
         traced._params = {id(x): x for x in leaves.values()}
         traced.collector = step = self.step(traced, leaves, probe)

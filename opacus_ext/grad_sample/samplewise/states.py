@@ -263,12 +263,7 @@ class States:
             Refused: as ``name`` holds data
         """
         self.back()
-        raise Refused(
-            f"{self.engine.describe()}: its forward changes its {name}, which would "
-            "carry data from the batch without noise. Replace the layer by one that "
-            "keeps no running state, or put it in evaluation mode if that leaves it "
-            "alone."
-        )
+        raise carries(self.engine, name)
 
     def common(self) -> List[Left]:
         """Of each part the tensors that all of them left, in the same places."""
@@ -294,11 +289,26 @@ class States:
         Raises:
             Refused: if data of this batch have become a buffer
         """
-        for name, m in zip(self.names, self.modules):
-            for key, x in m._buffers.items():
-                if x is not None and self.engine.left.holds(x):
-                    m._buffers[key] = None
-                    self.refuse(f"buffer {name}.{key}".replace(" .", " "))
+        for name in data_in_buffers(self.engine):
+            self.refuse(name)
+
+
+def data_in_buffers(engine: "Engine") -> Iterator[str]:
+    """The names of buffers that have become data of a batch, which are emptied."""
+    for name, m in zip(*engine.modules):
+        for key, x in m._buffers.items():
+            if x is not None and engine.left.holds(x):
+                m._buffers[key] = None
+                yield f"buffer {name}.{key}".replace(" .", " ")
+
+
+def carries(engine: "Engine", name: str) -> Refused:
+    """Of something that a forward pass would carry data in."""
+    return Refused(
+        f"{engine.describe()}: its forward changes its {name}, which would carry data "
+        "from the batch without noise. Replace the layer by one that keeps no running "
+        "state, or put it in evaluation mode if that leaves it alone."
+    )
 
 
 def _made_of_data(values: List[Any]) -> bool:
