@@ -14,11 +14,16 @@ import weakref
 
 import pytest
 import torch
+from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import TensorDataset
 
+from opacus_ext.errors import track_errors
 from opacus_ext.grad_sample.modes.common import engine_of
 from opacus_ext.losses import model_losses
+from opacus_ext.models.dpformer import DPFormer
 from tests.common import (
     assert_same,
     clipped_sum,
@@ -52,7 +57,8 @@ class Net(nn.Module):
         self.scale = nn.Parameter(torch.ones(8) * 0.7)
 
     def forward(self, x):
-        h = self.first(x) + self.positions(torch.arange(x.shape[1])[None])
+        places = torch.arange(x.shape[1], device=x.device)
+        h = self.first(x) + self.positions(places[None])
         h = self.twice(torch.tanh(self.twice(self.norm(h)))) * self.scale
         return torch.relu(h).mean(1) * self.scale
 
@@ -412,6 +418,84 @@ def test_what_is_not_compiled(cls, reason):
     assert reason in str(error.value)
 
 
+class Checkpointed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.inner = nn.Linear(4, 6), nn.Linear(6, 6)
+        self.last = nn.Linear(6, 3)
+
+    def forward(self, x):
+        h = checkpoint(
+            lambda h: torch.tanh(self.inner(h)), self.first(x), use_reentrant=False
+        )
+        return self.last(h).mean(1)
+
+
+def test_checkpoint():
+    model = model_of(Checkpointed)
+    how = dict(backend="aot_eager", fullgraph=True)
+    train(model, map(batch_of, (4, 6, 1)), how=how)
+    assert programs_of(model) == 1
+
+
+def beside(build, batches, loss_fn, amp=False, track=False):
+    """Compiled and not, step by step: the same sums; and what the compiler told."""
+    torch.manual_seed(1)
+    models = [build().train()]
+    models.append(copy.deepcopy(models[0]))
+    privates = [
+        make_private(m, "ghost_bk", batch_size=4, max_grad_norm=0.3, lr=0.1)
+        for m in models
+    ]
+    for private in privates if track else ():
+        private.optimizer.noise_multiplier = 0.5
+        track_errors(private.module, private.optimizer)
+    modules = privates[0].module, torch.compile(privates[1].module, backend="aot_eager")
+    told = []
+    for i, batch in enumerate(batches):
+        for module, private in zip(modules, privates):
+            private.optimizer.zero_grad()
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                with torch.autocast("cpu", torch.bfloat16, enabled=amp):
+                    losses = loss_fn(module, batch)
+                private.criterion(losses).backward()
+            told += [str(w.message) for w in caught if "compiled" in str(w.message)]
+        want, got = ({n: p.grad for n, p in trainable(m).items()} for m in models)
+        assert_same(got, want, 1e-6, "ghost_bk")
+        for private in privates:
+            torch.manual_seed(i)
+            private.optimizer.step()
+    return models[1], told
+
+
+@pytest.mark.parametrize("track", [False, True])
+def test_re_attention(track):
+    """Compiled until errors are tracked, as those can't be followed in a program."""
+
+    def loss_fn(model, ids):
+        return F.cross_entropy(model(ids).transpose(1, 2), ids, reduction="none").mean(
+            1
+        )
+
+    torch.manual_seed(3)
+    batches = [torch.randint(1, 12, (B, 6)) for B in (4, 5, 4)]
+
+    def build():
+        return DPFormer(11, 8, width=8, depth=1, dropout=0.0).double()
+
+    model, told = beside(build, batches, loss_fn, track=track)
+    assert programs_of(model) == (not track)
+    assert [t for t in told if "Re-Attention" in t] == told and len(told) == track
+
+
+def test_autocast():
+    """Rounded where eager rounds, and nowhere else."""
+    batches = [batch_of(B).float() for B in (4, 6, 1)]
+    model, told = beside(Checkpointed, batches, square_loss, amp=True)
+    assert programs_of(model) == 1 and not told
+
+
 def test_samples_that_are_not_finite(recwarn):
     model = model_of(Net)
     c = dict(max_grad_norm=0.3, batch_size=4)
@@ -665,8 +749,48 @@ def test_transformers(mode, family):
     assert_same(got, clipped_sum(grads, "flat", c), 1e-6, mode)
 
 
+def physical_batches(device, **how):
+    """Sums of several of a program's runs, which must not share their memory."""
+    torch.manual_seed(2)
+    data = TensorDataset(torch.randn(8, 5, 4, device=device).double())
+    model = model_of(Net).to(device)
+    grads = oracle(model, data[:][0], square_loss)
+    c = half_clipped(grads)
+    old = {n: p.detach().clone() for n, p in trainable(model).items()}
+    private = make_private(
+        model, "ghost_bk", batch_size=8, max_grad_norm=c, dataset=data, lr=8.0
+    )
+    compiled = torch.compile(private.module, **how)
+    with BatchMemoryManager(
+        data_loader=private.loader,
+        max_physical_batch_size=3,
+        optimizer=private.optimizer,
+    ) as loader:
+        for (batch,) in loader:
+            private.optimizer.zero_grad()
+            private.criterion(square_loss(compiled, batch)).backward()
+            private.optimizer.step()
+    got = {n: old[n] - p.detach() for n, p in trainable(model).items()}
+    assert_same(got, clipped_sum(grads, "flat", c), 1e-8, "ghost_bk")
+    assert programs_of(model) == 1
+
+
+def test_physical_batches():
+    physical_batches("cpu", backend="aot_eager")
+
+
+on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@on_gpu
+@pytest.mark.parametrize("kind", ["default", "reduce-overhead"])
+def test_physical_batches_on_a_gpu(kind):
+    physical_batches("cuda", mode=kind)
+
+
+@pytest.mark.gpu
+@on_gpu
 @pytest.mark.parametrize("kind", ["default", "reduce-overhead"])
 def test_on_a_gpu(kind):
     """Several steps, so that CUDA graphs are recorded and replayed."""

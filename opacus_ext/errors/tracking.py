@@ -440,6 +440,8 @@ class _Tracked:
     In the place of a model's own ``forward``, inside of what runs it sample by sample.
     """
 
+    not_compiled = "Re-Attention follows errors from its parameters to its keys"
+
     def __init__(self, tracker: ErrorTracker, model: nn.Module):
         self.tracker: Optional[ErrorTracker] = tracker
         self.model = model
@@ -497,6 +499,7 @@ def active() -> Optional[Tracking]:
     return stack[-1] if stack else None
 
 
+@torch.compiler.assume_constant_result  # what is tracked is not compiled
 def corrected_by(module: Optional[nn.Module]) -> Optional[ErrorTracker]:
     """Who has corrected this attention and would do so now."""
     tracker = None if module is None else _corrected.get(module)

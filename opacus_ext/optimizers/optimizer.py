@@ -233,9 +233,11 @@ class GhostDPOptimizer(_ClippingOptimizer, DPOptimizerFastGradientClipping):
                     "like. Leave that out; samples are clipped one by one already."
                 )
         del given
+        goes_on = self._check_skip_next_step(pop_next=False)
         for p in self.params:
             if p.summed_grad is None:
-                p.summed_grad = p.grad
+                # The next batch may be given the same memory, by CUDA graphs.
+                p.summed_grad = p.grad.clone() if goes_on else p.grad
             else:
                 p.summed_grad = p.summed_grad.add_(p.grad)
             p.grad = None

@@ -643,7 +643,7 @@ class _Program(_Step):
             p: torch.zeros_like(p, requires_grad=False) if g is None else g
             for p, g in zip(self.params, found)
         }
-        return sums, norms[-1].to(self.dtype)
+        return sums, norms[-1].to(self.dtype, copy=True)  # a program's memory
 
 
 def _is_small(sample: GradSample) -> bool:

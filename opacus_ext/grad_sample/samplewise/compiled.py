@@ -256,6 +256,8 @@ class Programs:
         engine = self.engine
         if kind in self.failed:
             raise NotCompiled(self.failed[kind])
+        if reason := getattr(engine.own, "not_compiled", None):
+            raise NotCompiled(reason)
         if type(part) is not Part:
             raise NotCompiled("its inputs are taken apart sample by sample")
         if any(isinstance(x, T) and x.requires_grad for x in part.leaves):
