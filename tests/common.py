@@ -269,7 +269,7 @@ def exact_or_refused(
 def squares(output):
     """A loss [B] that weighs every entry of ``output`` differently."""
     flat = output.flatten(1) if output.dim() > 1 else output.unsqueeze(1)
-    weights = torch.linspace(0.5, 1.5, flat.size(1), dtype=flat.dtype)
+    weights = torch.linspace(0.5, 1.5, flat.size(1)).to(flat)
     return (weights * flat * flat).sum(dim=1) + (weights * flat).sum(dim=1)
 
 
