@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from opacus_ext import train
 from opacus_ext.data import read_sequences
-from opacus_ext.errors import attention_mass
+from opacus_ext.re_attention import attention_mass
 
 
 def logits_std(attention: nn.Module, qkv: Tensor, real: Tensor) -> float:

@@ -28,7 +28,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import opacus_ext
-from opacus_ext.layers import attention
+from opacus_ext.re_attention import attention
 from opacus_ext.models import DPFormer
 from opacus_ext.train import SequenceLoss
 

@@ -8,15 +8,15 @@ Importing this package beside ``opacus.PrivacyEngine`` extends the modes "hooks"
 from importlib import import_module
 
 from opacus_ext.checks import check_per_sample_gradients
-from opacus_ext.errors import ErrorTracker, track_errors
 from opacus_ext.grad_sample.factors import GradSample, OneHot, workspace
 from opacus_ext.grad_sample.leaks import Leak, find_leaks
 from opacus_ext.grad_sample.rules.experts import expert_batching
 from opacus_ext.grad_sample.rules.registry import register_forward, register_rule
 from opacus_ext.grad_sample.samplewise.native import register_native
-from opacus_ext.grad_sample.samplewise.run import Refused
 from opacus_ext.lazy import when_imported
 from opacus_ext.optimizers.clipping import Clipping, automatic, register_clipping
+from opacus_ext.re_attention import ErrorTracker, track_errors
+from opacus_ext.refused import Refused
 from opacus_ext.registry import register, unregister
 
 __version__ = "0.1.0"
@@ -45,5 +45,5 @@ __all__ = [
 register()
 when_imported(
     "transformers.modeling_utils",
-    lambda: import_module("opacus_ext.layers.transformers_attention"),
+    lambda: import_module("opacus_ext.re_attention.transformers"),
 )

@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from opacus_ext.grad_sample.parallel import world_of
 from opacus_ext.grad_sample.samplewise.calm import no_dropout
+from opacus_ext.refused import Refused
 
 LossFn = Callable[[nn.Module, Any], torch.Tensor]
 Grads = Dict[str, torch.Tensor]
@@ -198,14 +199,12 @@ def check_per_sample_gradients(
     """
     names = [name for name, p in model.named_parameters() if p.requires_grad]
     if not names:
-        raise ValueError("the model has no trainable parameter")
+        raise Refused("the model has no trainable parameter")
     if _is_private(model):
-        raise ValueError(
-            "the model has been made private already: pass the plain module"
-        )
+        raise Refused("the model has been made private already: pass the plain module")
 
     if world_of(model.modules()) is not None:
-        raise ValueError(
+        raise Refused(
             "the model's experts are spread over processes: check the plain module, "
             "before expert_parallel"
         )
@@ -277,7 +276,7 @@ class _Subject:
         if isinstance(take, _Slicer):
             take.batch_size = subject.batch_size
             if not any(take.cuts(t) for t in _tensors(batch)):
-                raise ValueError(
+                raise Refused(
                     f"loss_fn gives {subject.batch_size} losses, but no tensor of the "
                     f"batch has that many rows: it must give one loss per sample"
                 )
@@ -297,7 +296,7 @@ class _Subject:
         losses = self.loss_fn(model, _clone(batch))
         if not isinstance(losses, torch.Tensor) or losses.dim() != 1:
             got = tuple(losses.shape) if isinstance(losses, torch.Tensor) else losses
-            raise ValueError(
+            raise Refused(
                 f"loss_fn must give one loss per sample, of shape [B]; got {got}"
             )
         return losses
@@ -384,7 +383,7 @@ def _oracle(subject: _Subject, report: PerSampleGradientReport) -> Optional[Grad
             )
             return None
         if len(loss) != 1:
-            raise ValueError(
+            raise Refused(
                 f"a batch of one sample gives {len(loss)} losses; give take_sample, "
                 f"which takes sample b out of the batch"
             )

@@ -13,6 +13,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence, Tuple
 
+from opacus_ext.refused import Refused
+
 EPILOG = {
     None: """examples:
   opacus-ext plan --users 1e6 --epsilon 4 --flops 1e19
@@ -325,7 +327,7 @@ def _fit(add: Callable) -> None:
         "--law",
         default="surface",
         help="surface (default), L1, L2 of private training; chinchilla, "
-        "kaplan_parameters_tokens and the others of opacus_ext.scaling.laws",
+        "kaplan_parameters_tokens and the others of opacus_ext.planner.laws",
     )
     add(
         "--hold-out",
@@ -374,7 +376,7 @@ def _check(add: Callable) -> None:
 
 def plan(args: argparse.Namespace) -> int:
     """Plans each budget of a grid of budgets."""
-    from opacus_ext.scaling.planner import Budget, Candidates
+    from opacus_ext.planner.plan import Budget, Candidates
 
     law, notes = _law(args)
     probed = _probe(args)
@@ -423,9 +425,9 @@ def plan(args: argparse.Namespace) -> int:
 
 
 def _law(args: argparse.Namespace) -> Tuple[Any, List[str]]:
-    from opacus_ext.scaling.laws import CHINCHILLA, LAWS, private_rows
-    from opacus_ext.scaling.planner import LossModel
-    from opacus_ext.scaling.surface import Surface, scaled_options
+    from opacus_ext.planner.laws import CHINCHILLA, LAWS, private_rows
+    from opacus_ext.planner.plan import LossModel
+    from opacus_ext.planner.surface import Surface, scaled_options
 
     if args.measurements is None:
         law = LossModel.bound(CHINCHILLA, args.tokens or 512, args.noise_norm)
@@ -450,7 +452,7 @@ def _law(args: argparse.Namespace) -> Tuple[Any, List[str]]:
 
 
 def _read(name: str) -> Any:
-    from opacus_ext.scaling.measurements import EXAMPLE, Measurements
+    from opacus_ext.planner.measurements import EXAMPLE, Measurements
 
     return Measurements.read(EXAMPLE if name == "example" else name)
 
@@ -458,8 +460,8 @@ def _read(name: str) -> Any:
 def _probe(args: argparse.Namespace) -> Any:
     if args.seconds is None and args.memory is None and args.text is None:
         return None
-    from opacus_ext.scaling.families import find_family
-    from opacus_ext.scaling.probe import probe
+    from opacus_ext.planner.families import find_family
+    from opacus_ext.planner.probe import probe
 
     return probe(find_family(args.family, args.text), device=args.device)
 
@@ -468,7 +470,7 @@ def _planned(args: argparse.Namespace, table: Any, flops: float) -> Dict[str, An
     """A plan and what belongs to it, as JSON has it."""
     from dataclasses import replace
 
-    from opacus_ext.scaling.planner import doubled_loss, doubled_noise
+    from opacus_ext.planner.plan import doubled_loss, doubled_noise
 
     found = table.best(flops)
     near = table.near(flops)
@@ -505,7 +507,7 @@ def _planned(args: argparse.Namespace, table: Any, flops: float) -> Dict[str, An
 
 def calibrate(args: argparse.Namespace) -> int:
     """Noise for each budget, batch size and number of steps."""
-    from opacus_ext.scaling import calibration
+    from opacus_ext.planner import calibration
 
     rows = []
     examples = args.records_per_user if args.sampling == "records" else 1
@@ -544,8 +546,8 @@ def calibrate(args: argparse.Namespace) -> int:
 
 def measure(args: argparse.Namespace) -> int:
     """Trains a grid of models, and fits a law to the losses."""
-    from opacus_ext.scaling.families import find_family
-    from opacus_ext.scaling.measure import measure as run
+    from opacus_ext.planner.families import find_family
+    from opacus_ext.planner.measure import measure as run
 
     measured = run(
         find_family(args.family, args.text),
@@ -590,16 +592,16 @@ def fit(args: argparse.Namespace) -> int:
             _read(args.measurements), args.hold_out, args.bootstrap
         )
     else:
-        from opacus_ext.scaling.laws import LAWS, private_rows
+        from opacus_ext.planner.laws import LAWS, private_rows
 
         if name not in LAWS:
-            raise ValueError(
+            raise Refused(
                 f"--law {args.law!r} is none of "
                 f"{', '.join(['surface', *PRIVATE, *LAWS])}."
             )
         law = LAWS[name]
         if args.hold_out:
-            raise ValueError("--hold-out is for --law surface.")
+            raise Refused("--hold-out is for --law surface.")
         if name.startswith("private"):
             loss, inputs, groups = private_rows(_read(args.measurements))
         else:
@@ -621,7 +623,7 @@ def fit(args: argparse.Namespace) -> int:
 def _fitted_surface(
     measured: Any, held: Sequence[Tuple[str, float]], bootstrap: int = 0
 ) -> Dict[str, Any]:
-    from opacus_ext.scaling.surface import Surface, hold_out, scaled_options
+    from opacus_ext.planner.surface import Surface, hold_out, scaled_options
 
     options = scaled_options(measured)
     surface = Surface.fit(measured, bootstrap=bootstrap, **options)
@@ -655,7 +657,7 @@ def _columns(path: str, law: Any, drop: int) -> Tuple[Any, Dict[str, Any]]:
     with Path(path).open(newline="") as file:
         rows = list(csv.DictReader(file))
     if not rows:
-        raise ValueError(f"{path} has no rows.")
+        raise Refused(f"{path} has no rows.")
     aliases = {"Model Size": "parameters", "Training FLOP": "flops"}
     table = {}
     for name in rows[0]:
@@ -667,14 +669,14 @@ def _columns(path: str, law: Any, drop: int) -> Tuple[Any, Dict[str, Any]]:
         table["tokens"] = table["flops"] / (6 * table["parameters"])
     missing = [n for n in (law.target, *law.inputs) if n not in table]
     if missing:
-        raise ValueError(
+        raise Refused(
             f"{path} has no column of numbers {', '.join(missing)}; {law.name} takes "
             f"{law.target} and {', '.join(law.inputs)}."
         )
     keep = slice(None)
     if drop:
         if not {"tokens", "parameters"} <= table.keys() or drop >= len(rows):
-            raise ValueError(f"--drop {drop}: not so many rows of tokens a parameter.")
+            raise Refused(f"--drop {drop}: not so many rows of tokens a parameter.")
         keep = np.argsort(table["tokens"] / table["parameters"])[drop:]
     inputs = {name: table[name][keep] for name in law.inputs}
     return table[law.target][keep], inputs
@@ -692,7 +694,7 @@ def check(args: argparse.Namespace) -> int:
     elif ":" in args.target:
         model, batch, loss = _case(args.target)
     else:
-        raise ValueError(
+        raise Refused(
             f"target {args.target!r} is neither a folder nor module:function."
         )
     report = check_per_sample_gradients(
@@ -735,11 +737,11 @@ def _case(name: str) -> Tuple[Any, Any, Any]:
     try:
         case = getattr(import_module(module), function)()
     except (ImportError, AttributeError, TypeError) as error:
-        raise ValueError(f"target {name!r} is not to be had: {error}.") from error
+        raise Refused(f"target {name!r} is not to be had: {error}.") from error
     finally:
         sys.path.remove("")
     if not isinstance(case, Iterable) or len(case := list(case)) != 3:
-        raise ValueError(f"target {name!r} must return a model, a batch and a loss_fn.")
+        raise Refused(f"target {name!r} must return a model, a batch and a loss_fn.")
     return tuple(case)
 
 
@@ -754,7 +756,7 @@ def _checkpoint(path: Path, batch_size: int, length: int) -> Tuple[Any, Any, Any
     names = config.architectures or []
     found = [getattr(transformers, n) for n in names if hasattr(transformers, n)]
     if not found:
-        raise ValueError(
+        raise Refused(
             f"target {path}: its config names no class of transformers under "
             f"architectures ({names})."
         )

@@ -18,6 +18,7 @@ from opacus_ext.grad_sample.parallel import (
     spread_over,
     world_of,
 )
+from opacus_ext.refused import Refused
 
 
 def expert_parallel(
@@ -70,7 +71,7 @@ def expert_parallel(
         >>> dist.destroy_process_group()
     """
     if not dist.is_initialized():
-        raise RuntimeError(
+        raise Refused(
             "expert_parallel needs the other processes: call "
             "torch.distributed.init_process_group first."
         )
@@ -80,7 +81,7 @@ def expert_parallel(
     for check in (True, False):
         found = [spread_experts(name, m, world, check) for name, m in modules]
         if not any(found):
-            raise ValueError(
+            raise Refused(
                 f"{type(module).__name__} has no experts that can be spread: stacked "
                 "ones of opacus_ext.layers or transformers, or a ModuleDict as in "
                 "Switch. Use DifferentiallyPrivateDistributedDataParallel for a model "
@@ -97,12 +98,12 @@ def _refuse(module: nn.Module) -> None:
         ValueError: if experts can't be spread as they are; nothing is changed
     """
     if any(hasattr(m, "autograd_grad_sample_hooks") for m in module.modules()):
-        raise ValueError(
+        raise Refused(
             "The model has been made private already. Call expert_parallel before "
             "make_private."
         )
     if world_of(module.modules()) is not None:
-        raise ValueError(
+        raise Refused(
             "The model's experts are spread over processes already. Call "
             "expert_parallel once, and use what it returns."
         )
@@ -112,7 +113,7 @@ def _refuse(module: nn.Module) -> None:
     for name, layer in module.named_modules():
         own = expert_parameters(layer)
         if any(owners[p] > 1 for p in own):
-            raise ValueError(
+            raise Refused(
                 f"{name} ({type(layer).__name__}): a parameter of its experts is "
                 "shared with another layer or expert, which may come to lie in another "
                 "process. Give each a parameter of its own."

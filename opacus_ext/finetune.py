@@ -63,6 +63,7 @@ from opacus_ext.models.labels import (
     learn_to_answer,
     scratch_switch,
 )
+from opacus_ext.refused import Refused
 from opacus_ext.runs import (
     find_checkpoint,
     learning_rate,
@@ -170,7 +171,7 @@ def load(
             args.model, dtype=torch.float32, **dropout
         )
         if len(tokenizer) > model.get_input_embeddings().num_embeddings:
-            raise ValueError(
+            raise Refused(
                 f"the tokenizer at {args.model} has {len(tokenizer)} tokens, more than "
                 f"the model's {model.get_input_embeddings().num_embeddings}: they do "
                 "not belong together."

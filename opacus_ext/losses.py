@@ -26,9 +26,9 @@ from opacus_ext.grad_sample.factors import wide, workspace
 from opacus_ext.grad_sample.modes.loss import INDEPENDENT
 from opacus_ext.grad_sample.samplewise.engine import Engine
 from opacus_ext.grad_sample.samplewise.inputs import read_inputs
-from opacus_ext.grad_sample.samplewise.run import Refused
 from opacus_ext.grad_sample.samplewise.walk import map_tensors
 from opacus_ext.layers.linear_cross_entropy import LinearCrossEntropy, PendingLogits
+from opacus_ext.refused import Refused
 
 _REDUCTIONS = ("mean", "sum")
 
@@ -74,7 +74,7 @@ def cross_entropy(
     """
     _check_reduction(reduction)
     if logits.dim() < 2 or logits.shape[:-1] != labels.shape:
-        raise ValueError(
+        raise Refused(
             "cross_entropy takes logits [B, ..., V] and labels [B, ...], got shapes "
             f"{tuple(logits.shape)} and {tuple(labels.shape)}."
         )
@@ -129,14 +129,14 @@ class PerSample(nn.Module):
             ValueError: for anything but one loss a sample
         """
         if losses.dim() != 1:
-            raise ValueError(
+            raise Refused(
                 f"PerSample takes one loss a sample, [B], got shape "
                 f"{tuple(losses.shape)}. A model's own loss is one number for the "
                 "batch: take opacus_ext.losses.model_losses(model, batch)."
             )
         if weights is not None:
             if weights.shape != losses.shape or weights.requires_grad:
-                raise ValueError(
+                raise Refused(
                     "PerSample takes weights [B] without gradient for losses [B], got "
                     f"shapes {tuple(weights.shape)} and {tuple(losses.shape)}."
                 )
@@ -196,7 +196,7 @@ def model_losses(
     """
     _check_reduction(reduction)
     if batch.get("num_items_in_batch") is not None:
-        raise ValueError(
+        raise Refused(
             "num_items_in_batch divides each sample's loss by a number of other "
             "samples' tokens. Leave it out of the batch."
         )
@@ -275,7 +275,7 @@ class PerRecord(nn.Module):
         shapes = {x.shape[:2] for x in tensors.values()}
         if len(shapes) != 1 or len(next(iter(shapes))) != 2:
             given = ", ".join(f"{n} {tuple(x.shape)}" for n, x in tensors.items())
-            raise ValueError(
+            raise Refused(
                 "PerRecord takes tensors [R, S, ...] with the same R and S, got "
                 f"{given or 'none'}."
             )
@@ -294,7 +294,7 @@ class PerRecord(nn.Module):
 
 def _check_reduction(reduction: str) -> None:
     if reduction not in _REDUCTIONS:
-        raise ValueError(f'reduction must be "mean" or "sum", got {reduction!r}.')
+        raise Refused(f'reduction must be "mean" or "sum", got {reduction!r}.')
 
 
 def _wrappers() -> Tuple[type, ...]:
@@ -449,7 +449,7 @@ def _pending(function: Callable, given: Dict[str, Any]) -> torch.Tensor:
     x = given["input"]
     plain = given["weight"] is None and not given.get("label_smoothing")
     if function is not F.cross_entropy or x.dim() != 2 or not plain:
-        raise ValueError(
+        raise Refused(
             "A chunked head (chunked_head) takes cross_entropy of logits [rows, V], "
             "without class weights and label smoothing. Leave chunked_head(model) "
             "away."

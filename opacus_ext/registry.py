@@ -45,6 +45,7 @@ from opacus_ext.optimizers.optimizer import (
     HooksDPOptimizer,
     optimizer_class,
 )
+from opacus_ext.refused import Refused
 
 
 class Mode(NamedTuple):
@@ -155,13 +156,13 @@ def _lookup_optimizer(opacus_lookup: Callable) -> Callable:
         mode = MODES.get(grad_sample_mode)
         if mode is None or _stock or clipping == "adaptive":
             if grad_sample_mode in ("ghost_bk", "scan", "auto"):
-                raise ValueError(
+                raise Refused(
                     f'grad_sample_mode="{grad_sample_mode}" has no adaptive clipping; '
                     f"got clipping={clipping!r}. "
                     'Use grad_sample_mode="ghost" or "hooks".'
                 )
             if clipping not in ("flat", "per_layer", "adaptive"):
-                raise ValueError(
+                raise Refused(
                     f"clipping={clipping!r} is for the modes {', '.join(MODES)}; got "
                     f"grad_sample_mode={grad_sample_mode!r}."
                 )
@@ -239,7 +240,7 @@ def _make_private(make_private: Callable) -> Callable:
                 return make_private(self, module=module, **kwargs)
             fresh = not hasattr(module, "autograd_grad_sample_hooks")
             if on_nonfinite not in ("drop", "raise"):
-                raise ValueError(
+                raise Refused(
                     f'on_nonfinite is "drop" or "raise", got {on_nonfinite!r}.'
                 )
             _check(module, fresh, **kwargs)
@@ -293,13 +294,13 @@ def _check(
         params = [p for g in optimizer.param_groups for p in g["params"]]
         adapters.refuse(module, params)
         if not any(p.requires_grad for p in params):
-            raise ValueError(
+            raise Refused(
                 "The optimizer has no trainable parameter: all of its parameters are "
                 "frozen. Build it from parameters that require gradients, after "
                 "adapters were added (get_peft_model, without inference_mode)."
             )
     elif clipping not in ("flat", "per_layer", "adaptive"):
-        raise ValueError(
+        raise Refused(
             f"clipping={clipping!r} is for the modes {', '.join(MODES)}; got "
             f"grad_sample_mode={grad_sample_mode!r}."
         )
@@ -318,19 +319,19 @@ def _refuse_spread(
         return
     modes = [mode for mode in MODES if mode != "scan"]  # all samples send at once
     if other_engine or grad_sample_mode not in modes or clipping == "adaptive":
-        raise ValueError(
+        raise Refused(
             "Experts spread over processes are trained in the modes "
             f"{', '.join(modes)} of PrivacyEngine, without adaptive clipping; got "
             f"grad_sample_mode={grad_sample_mode!r}, clipping={clipping!r}"
             f"{' of another engine' if other_engine else ''}."
         )
     if not isinstance(module, DPDDP):
-        raise ValueError(
+        raise Refused(
             f"{type(module).__name__} has experts that are spread over processes. Pass "
             "what expert_parallel has returned to make_private."
         )
     if world.size != dist.get_world_size():
-        raise ValueError(
+        raise Refused(
             f"The experts are spread over {world.size} of {dist.get_world_size()} "
             "processes. Call expert_parallel without a group."
         )
@@ -378,7 +379,7 @@ def _without_kept(name: str, table: str) -> classmethod:
 def _refuse_kept(module: nn.Module, mode: str) -> None:
     for name, layer in module.named_modules():
         if type(layer) in _KEPT and any(p.requires_grad for p in layer.parameters()):
-            raise ValueError(
+            raise Refused(
                 f"{name or 'the model'} ({type(layer).__name__}) is trained as it is "
                 f"in the modes {', '.join(MODES)} of PrivacyEngine; got "
                 f"grad_sample_mode={mode!r} of {'another' if _stock else 'this'} "

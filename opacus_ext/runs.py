@@ -15,6 +15,8 @@ from opacus.accountants.accountant import IAccountant
 from torch import nn
 from torch.utils.data import DataLoader
 
+from opacus_ext.refused import Refused
+
 
 def learning_rate(step: int, total: int, peak: float, warmup: float) -> float:
     """Linear warm-up to ``peak`` over a share ``warmup`` of the steps, then to zero."""
@@ -102,7 +104,7 @@ def noise_left(
     while (reached := spent(high)) > epsilon:
         low, high = high, 2 * high
         if high > 1e4:
-            raise ValueError(
+            raise Refused(
                 f"epsilon={epsilon:g} is spent before the first step: "
                 f"{dict(accountant.state_dict())}."
             )
@@ -172,13 +174,13 @@ def find_checkpoint(
     """
     if not resume:
         if path and Path(path).exists():
-            raise ValueError(
+            raise Refused(
                 f"{path} exists. Add --resume to go on from it; starting "
                 "anew over it would forget the privacy already spent."
             )
         return None
     if not path:
-        raise ValueError("--resume needs --checkpoint PATH.")
+        raise Refused("--resume needs --checkpoint PATH.")
     # weights_only: a file that would run code on loading is refused here already.
     saved = torch.load(path, map_location="cpu", weights_only=True)
     before = saved["config"]
@@ -188,7 +190,7 @@ def find_checkpoint(
         if before.get(key) != config.get(key)
     ]
     if changed:
-        raise ValueError(
+        raise Refused(
             f"{path} belongs to another run; these must be the same: "
             + "; ".join(changed)
         )

@@ -43,10 +43,11 @@ from tqdm import tqdm
 
 import opacus_ext  # noqa: F401  (registers the modes and clipping functions)
 from opacus_ext.data import SequenceData, read_sequences, synthetic_sequences
-from opacus_ext.errors import token_shares, track_errors
-from opacus_ext.errors.effective import SCALES
-from opacus_ext.errors.tracking import PLACES
 from opacus_ext.models import DPFormer, NextItemModel, RecurrentModel
+from opacus_ext.re_attention import token_shares, track_errors
+from opacus_ext.re_attention.effective import SCALES
+from opacus_ext.re_attention.tracking import PLACES
+from opacus_ext.refused import Refused
 from opacus_ext.runs import (
     find_checkpoint,
     learning_rate,
@@ -187,7 +188,7 @@ def train(args: argparse.Namespace) -> Dict[str, Any]:
     if args.data:
         data = read_sequences(args.data, max_users=args.users)
     elif args.users:
-        raise ValueError("--users needs --data: synthetic data is made whole.")
+        raise Refused("--users needs --data: synthetic data is made whole.")
     else:
         data = synthetic_sequences()
     users = len(data.histories)

@@ -46,6 +46,7 @@ from transformers.utils import find_labels
 from opacus_ext.data.logical import LogicalBatches, Part, logical_loader, number
 from opacus_ext.losses import PerRecord, PerSample, cross_entropy, model_losses
 from opacus_ext.optimizers.clipping import CLIPPINGS
+from opacus_ext.refused import Refused
 from opacus_ext.registry import MODES
 from opacus_ext.runs import noise_left
 
@@ -101,33 +102,33 @@ class PrivacyArguments:
 
     def __post_init__(self) -> None:
         if self.target_delta is None or not 0 < self.target_delta < 1:
-            raise ValueError(
+            raise Refused(
                 f"target_delta must be between 0 and 1, got {self.target_delta}. "
                 "Choose it below one over the number of records."
             )
         if (self.target_epsilon is None) == (self.noise_multiplier is None):
-            raise ValueError(
+            raise Refused(
                 "Give either target_epsilon or noise_multiplier; got "
                 f"{self.target_epsilon} and {self.noise_multiplier}."
             )
         if self.target_epsilon is not None and not self.target_epsilon > 0:
-            raise ValueError(f"target_epsilon={self.target_epsilon} is not positive.")
+            raise Refused(f"target_epsilon={self.target_epsilon} is not positive.")
         if self.noise_multiplier is not None and not self.noise_multiplier >= 0:
-            raise ValueError(f"noise_multiplier={self.noise_multiplier} is negative.")
+            raise Refused(f"noise_multiplier={self.noise_multiplier} is negative.")
         if self.seed is not None and self.seed < 0:
-            raise ValueError(f"seed={self.seed} is negative.")
+            raise Refused(f"seed={self.seed} is negative.")
         for name, known in (
             ("clipping", CLIPPINGS),
             ("grad_sample_mode", MODES),
             ("accountant", ("prv_bounds", "prv", "rdp")),
         ):
             if getattr(self, name) not in known:
-                raise ValueError(
+                raise Refused(
                     f"{name}={getattr(self, name)!r} is not one of "
                     f"{', '.join(map(repr, known))}."
                 )
         if self.target_epsilon is not None and not self.poisson_sampling:
-            raise ValueError(
+            raise Refused(
                 "No target_epsilon can be kept with poisson_sampling=False: "
                 "accountants know Poisson sampling alone. Give noise_multiplier."
             )
@@ -295,7 +296,7 @@ class PrivateTrainer(Trainer):
             self, model, args, *rest, **kwargs
         )
         for problem in self._unsupported(args, given.arguments):
-            raise ValueError(problem)
+            raise Refused(problem)
         super().__init__(model, args, *rest, **kwargs)
         self.privacy = privacy
         self.engine = PrivacyEngine(accountant=privacy.accountant)
@@ -406,7 +407,7 @@ class PrivateTrainer(Trainer):
             or self.is_model_parallel
             or str(accelerator.state.dynamo_plugin.backend.value).lower() != "no"
         ):
-            raise ValueError(
+            raise Refused(
                 "PrivateTrainer trains in one process on one device, without fp16, "
                 "DeepSpeed, FSDP, a model on several devices or torch.compile. One of "
                 "them is set by the environment (accelerate config) or by the model's "
@@ -455,7 +456,7 @@ class PrivateTrainer(Trainer):
         rate, steps = 1 / self.steps_per_epoch, self.state.max_steps
         # The noise was chosen to leave less than this.
         if self.get_epsilon() > privacy.target_epsilon - 0.01:
-            raise ValueError(
+            raise Refused(
                 f"target_epsilon={privacy.target_epsilon} is spent by what this "
                 f"trainer has trained before ({self.get_epsilon():.2f}). Make a new "
                 "one with a budget for what is to come: budgets of the same records "
@@ -535,7 +536,7 @@ class PrivateTrainer(Trainer):
             )
         losses = self.sample_losses(model, inputs)
         if losses.shape != (self._records,):
-            raise ValueError(
+            raise Refused(
                 f"{self._records} records gave losses of shape {tuple(losses.shape)} "
                 "instead of one loss a record, [B]. data_collator must make one sample "
                 "of each record (not pack, chunk or drop any), and compute_loss_func "
@@ -564,7 +565,7 @@ class PrivateTrainer(Trainer):
         if function is not None:
             return function(outputs, labels, num_items_in_batch=None)
         if labels is None or labels.is_floating_point():
-            raise ValueError(
+            raise Refused(
                 "label_smoothing_factor is for labels that are classes; the batch has "
                 f"{'none' if labels is None else labels.dtype}. Leave it out."
             )
@@ -684,7 +685,7 @@ class PrivateTrainer(Trainer):
         """The privacy state of a checkpoint, once it is known to fit."""
         path = os.path.join(checkpoint, PRIVACY_STATE)
         if not os.path.isfile(path):
-            raise ValueError(
+            raise Refused(
                 f"{checkpoint} has no {PRIVACY_STATE}: it was not written by "
                 "PrivateTrainer, or with save_only_model. How much privacy its weights "
                 "have spent is not known, so it can't go on. To train a model with "
@@ -698,7 +699,7 @@ class PrivateTrainer(Trainer):
             if before.get(name) != now.get(name)
         ]
         if changed:
-            raise ValueError(
+            raise Refused(
                 f"{checkpoint} belongs to another run; these must be the same: "
                 + "; ".join(changed)
             )

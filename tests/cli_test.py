@@ -90,7 +90,7 @@ def test_plan_within_time_and_memory(capsys, tmp_path):
     text.write_bytes(b"To be, or not to be, that is the question. " * 99)
     source = tmp_path / "own_family.py"
     source.write_text(
-        "from opacus_ext.scaling.families import byte_transformers\n"
+        "from opacus_ext.planner.families import byte_transformers\n"
         "def tiny(text):\n"
         "    return byte_transformers(text, 64, ['8x1', '16x1'])\n"
     )
@@ -147,7 +147,7 @@ def test_intervals(capsys):
 
 
 def test_fit_a_law_of_training_without_privacy(capsys, tmp_path):
-    from opacus_ext.scaling.laws import CHINCHILLA
+    from opacus_ext.planner.laws import CHINCHILLA
 
     lines = ["Model Size,Training FLOP,loss,color"]
     for size in (1e7, 1e8, 1e9, 3e9):

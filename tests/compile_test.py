@@ -20,10 +20,10 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
-from opacus_ext.errors import track_errors
 from opacus_ext.grad_sample.modes.common import engine_of
 from opacus_ext.losses import model_losses
 from opacus_ext.models.dpformer import DPFormer
+from opacus_ext.re_attention import track_errors
 from tests.common import (
     assert_same,
     clipped_sum,

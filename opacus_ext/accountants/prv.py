@@ -9,6 +9,8 @@ from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Tuple
 
 from opacus.accountants.accountant import IAccountant
 
+from opacus_ext.refused import Refused
+
 # Distinct mechanisms that are convolved. Beyond, they are rounded: see _rounded.
 _DISTINCT = 64
 
@@ -318,7 +320,7 @@ def _rounded(
 
 def _check(name: str, value: Any, allowed: bool, text: str) -> None:
     if not allowed:
-        raise ValueError(f"{name}={value!r} must be {text}.")
+        raise Refused(f"{name}={value!r} must be {text}.")
 
 
 def _check_step(noise: float, rate: float, steps: int) -> Tuple[float, float, int]:
@@ -339,7 +341,7 @@ def _check_mechanism(entry: Dict[str, Any]) -> None:
     _check("mechanism", name, name in MECHANISMS, f"one of {known}")
     given = set(entry) - {"mechanism", "participations"}
     if given != set(MECHANISMS[name]):
-        raise ValueError(
+        raise Refused(
             f"{name!r} takes {' and '.join(MECHANISMS[name])}; got "
             f"{', '.join(sorted(given)) or 'nothing'}."
         )

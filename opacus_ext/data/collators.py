@@ -6,6 +6,8 @@ from typing import Any, Callable, Dict, List, Mapping, Sequence, Union
 
 import torch
 
+from opacus_ext.refused import Refused
+
 Sequences = Union[Sequence[Mapping[str, Any]], Mapping[str, Sequence[Any]]]
 
 
@@ -48,7 +50,7 @@ class RecordCollator:
         """Tensors ``[R, S, ...]``."""
         records = [_sequences(record) for record in records]
         if not all(records):
-            raise ValueError(
+            raise Refused(
                 f"Record {[bool(r) for r in records].index(False)} of the batch has no "
                 "sequences. Leave such records out of the data set."
             )
@@ -56,7 +58,7 @@ class RecordCollator:
         rows = [x for r in records for x in [*r, *r[:1] * (longest - len(r))]]
         batch = self.collate(rows)
         if len(batch[self.labels]) != len(rows):
-            raise ValueError(
+            raise Refused(
                 f"The collator of the sequences made {len(batch[self.labels])} rows of "
                 f"{len(rows)} sequences. Use one that keeps them apart."
             )

@@ -9,6 +9,8 @@ from typing import Dict, List, NamedTuple, Sequence, Tuple, Union
 
 import torch
 
+from opacus_ext.refused import Refused
+
 
 class Task(NamedTuple):
     """
@@ -107,7 +109,7 @@ def read_glue(path: Union[str, Path], task: str) -> Examples:
         names = [form.also.get(name, name) for name in header]
         missing = [name for name in _needed(form) if name not in names]
         if missing:
-            raise ValueError(
+            raise Refused(
                 f"{path}: no column {' or '.join(missing)} in its first line, which "
                 f"has {', '.join(header)[:200]!r}. {task} needs the files of GLUE that "
                 "have labels."
@@ -117,7 +119,7 @@ def read_glue(path: Union[str, Path], task: str) -> Examples:
                 continue
             cells = _cells(text)
             if len(cells) != len(names):
-                raise ValueError(
+                raise Refused(
                     f"{path}, line {line}: {len(cells)} columns, but the first line "
                     f"has {len(names)}."
                 )
@@ -125,14 +127,14 @@ def read_glue(path: Union[str, Path], task: str) -> Examples:
             if row[form.label] == "-":
                 continue
             if row[form.label] not in number:
-                raise ValueError(
+                raise Refused(
                     f"{path}, line {line}: {form.label} is {row[form.label][:40]!r}, "
                     f"not one of {', '.join(form.classes)}."
                 )
             texts.append(form.prompt.format_map(row))
             classes.append(number[row[form.label]])
     if not texts:
-        raise ValueError(f"{path}: no rows.")
+        raise Refused(f"{path}: no rows.")
     return Examples(texts, torch.tensor(classes))
 
 

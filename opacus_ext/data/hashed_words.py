@@ -13,6 +13,8 @@ from typing import Any, Dict, List, Optional, Tuple
 
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizer
 
+from opacus_ext.refused import Refused
+
 
 class HashedWords(PreTrainedTokenizer):
     """
@@ -38,7 +40,7 @@ class HashedWords(PreTrainedTokenizer):
 
     def __init__(self, buckets: int = 8192, **kwargs: Any):
         if buckets < 1:
-            raise ValueError(f"buckets must be positive, got {buckets}.")
+            raise Refused(f"buckets must be positive, got {buckets}.")
         self.buckets = buckets
         self._special = {"<pad>": 0, "</s>": 1, "<unk>": 2}
         for kind, name in (("pad", "<pad>"), ("eos", "</s>"), ("unk", "<unk>")):

@@ -9,6 +9,8 @@ from typing import Dict, List, NamedTuple, Optional, Tuple, Union
 import torch
 from torch.utils.data import TensorDataset
 
+from opacus_ext.refused import Refused
+
 
 @dataclass(frozen=True)
 class SequenceData:
@@ -92,7 +94,7 @@ def read_sequences(
         ([tensor([1, 2, 1, 3])], tensor([4]))
     """
     if min_actions < 3:
-        raise ValueError(f"min_actions must be at least 3, not {min_actions}.")
+        raise Refused(f"min_actions must be at least 3, not {min_actions}.")
     actions, raw = _read_actions(Path(path))
     if raw:
         actions.sort(key=lambda action: action.time)  # stable
@@ -105,7 +107,7 @@ def read_sequences(
     kept = [by_user[u] for u in sorted(by_user) if len(by_user[u]) >= min_actions]
     kept = kept[:max_users]
     if not kept:
-        raise ValueError(f"{path}: no user has {min_actions} actions or more.")
+        raise Refused(f"{path}: no user has {min_actions} actions or more.")
 
     new_id: Dict[int, int] = {}
     sequences = [[new_id.setdefault(i, len(new_id) + 1) for i in seq] for seq in kept]
@@ -152,7 +154,7 @@ def synthetic_sequences(
         (100, 30)
     """
     if num_items % num_genres:
-        raise ValueError(f"{num_genres} genres can't share {num_items} items equally.")
+        raise Refused(f"{num_genres} genres can't share {num_items} items equally.")
     rng = torch.Generator().manual_seed(seed)
     size = num_items // num_genres
 
@@ -205,7 +207,7 @@ def _read_actions(path: Path) -> Tuple[List[_Action], bool]:
                 actions.append(_Action(int(user), int(item), int(time)))
             except ValueError:
                 form = "user::item::rating::timestamp" if raw else "user item"
-                raise ValueError(
+                raise Refused(
                     f"{path}, line {number}: expected '{form}' in whole numbers, "
                     f"found {line.rstrip()[:80]!r}."
                 ) from None

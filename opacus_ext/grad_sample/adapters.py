@@ -14,6 +14,8 @@ from typing import Any, Dict, Iterable, Iterator, List, Optional, Set, Tuple
 import torch
 from torch import nn
 
+from opacus_ext.refused import Refused
+
 State = Tuple[tuple, bool, tuple]
 
 
@@ -85,17 +87,17 @@ def refuse(module: nn.Module, params: Optional[Iterable[nn.Parameter]] = None) -
         what = f"{name} ({type(layer).__name__})"
         problem = _problem(layer, _state(layer))
         if problem is not None:
-            raise ValueError(f"{what} {problem} before make_private.")
+            raise Refused(f"{what} {problem} before make_private.")
         trained = [p for each in _trainable(layer).values() for p in each]
         if known is not None and not known.issuperset(trained):
-            raise ValueError(
+            raise Refused(
                 f"{what}: the optimizer does not have its adapters' parameters. Build "
                 "the optimizer after the adapters were added (get_peft_model), from "
                 "the model's trainable parameters."
             )
     for name, layer in module.named_modules():
         if hasattr(layer, "lstm_head") and any(_requires_grad(layer)):
-            raise ValueError(
+            raise Refused(
                 f"{name} ({type(layer).__name__}): makes one prompt for all samples by "
                 "an LSTM, which can't be told apart by sample. Use "
                 'encoder_reparameterization_type="MLP".'
@@ -106,7 +108,7 @@ def refuse(module: nn.Module, params: Optional[Iterable[nn.Parameter]] = None) -
         own = {p for n, p in _each(module) if n.startswith(inside) and p.requires_grad}
         own -= {p for n, p in _each(module) if not n.startswith(inside)}
         if own and not layer.disable_adapters:
-            raise ValueError(
+            raise Refused(
                 f"{name} ({type(layer).__name__}): original_module is trainable, but "
                 "its copy for the adapter is used instead, so it would get no "
                 "gradient. Freeze it before make_private: "
@@ -152,7 +154,7 @@ def watch(module: nn.Module) -> Iterator[Any]:
                 "has other adapters active than when the model was made private. Make "
                 "those active again, or call make_private with the new ones"
             )
-            raise RuntimeError(f"{name} ({type(layer).__name__}) {problem}.")
+            raise Refused(f"{name} ({type(layer).__name__}) {problem}.")
 
     def end(root: nn.Module, args: tuple, output: Any) -> None:
         if not (torch.is_grad_enabled() and root.training):
@@ -160,7 +162,7 @@ def watch(module: nn.Module) -> Iterator[Any]:
         for name, layer in layers.items():
             around = module.get_submodule(name.rpartition(".")[0])
             if around in called and layer not in called:
-                raise RuntimeError(
+                raise Refused(
                     f"{name} ({type(layer).__name__}): {type(around).__name__} ran "
                     "without calling it, so that its adapters get no gradient, or "
                     "none that can be seen (it reads the weight itself, as "

@@ -27,6 +27,8 @@ from typing import (
 
 import torch
 
+from opacus_ext.refused import Refused
+
 _WORKSPACE = 64 * 2**20
 _CACHE = 2**22  # bytes worked on at a time by a CPU
 _LARGE = 128  # rows of a group that is a product of its own
@@ -62,7 +64,7 @@ def workspace(num_bytes: Optional[int] = None) -> int:
     before = _WORKSPACE
     if num_bytes is not None:
         if num_bytes <= 0:
-            raise ValueError(f"The workspace must be positive, got {num_bytes} bytes.")
+            raise Refused(f"The workspace must be positive, got {num_bytes} bytes.")
         _WORKSPACE = int(num_bytes)
     return before
 
@@ -409,7 +411,7 @@ class GradSample:
             or (blocks > 1 and any(isinstance(f, OneHot) for f in factors))
         ):
             sizes = [f.size for f in factors if isinstance(f, OneHot)]
-            raise ValueError(
+            raise Refused(
                 f"Factors of shapes {shapes}{f', one-hot sizes {sizes}' * bool(sizes)} "
                 "do not describe the gradient of a parameter of shape "
                 f"{tuple(self.shape)} for a batch of {self.batch_size}: each must be "
@@ -500,7 +502,7 @@ class GradSample:
             ValueError: if shapes or batch sizes differ
         """
         if (self.shape, self.batch_size) != (other.shape, other.batch_size):
-            raise ValueError(
+            raise Refused(
                 f"Inner product of gradients of shapes {tuple(self.shape)} and "
                 f"{tuple(other.shape)}, batches of {self.batch_size} and "
                 f"{other.batch_size}."

@@ -23,6 +23,7 @@ from opacus_ext.grad_sample.samplewise.compare import (
     mixing_call,
 )
 from opacus_ext.grad_sample.samplewise.walk import close, named_tensors
+from opacus_ext.refused import Refused
 
 LossFn = Callable[[nn.Module, Any], torch.Tensor]
 
@@ -105,7 +106,7 @@ def find_leaks(
     model = copy.deepcopy(model)
     subject = _in_float64(model, batch, loss_fn) or _Subject(model, batch, loss_fn)
     if subject.size < 2 or not subject.differ():
-        raise ValueError(
+        raise Refused(
             "To look for leaks takes a batch of two samples or more that differ."
         )
     with calmly(subject.model), torch.enable_grad():

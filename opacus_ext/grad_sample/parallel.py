@@ -36,6 +36,7 @@ from opacus_ext.grad_sample.rules.experts import (
     send_rows,
     weighted,
 )
+from opacus_ext.refused import Refused
 
 
 class Elsewhere(RuntimeError):
@@ -350,18 +351,18 @@ def spread_experts(
     count = len(own[0]) if stacked else len(layer)
     inside = (p for child in layer.children() for p in child.parameters())
     if stacked and any(p.requires_grad for p in inside):
-        raise ValueError(
+        raise Refused(
             f"{name} ({type(layer).__name__}) has trainable layers that all experts "
             "share, which can't be spread over processes. Freeze them with "
             "requires_grad_(False)."
         )
     if stacked and any(not p.dim() or len(p) != count for p in own):
-        raise ValueError(
+        raise Refused(
             f"{name} ({type(layer).__name__}) has parameters that are not stacked by "
             "expert. Move them to another layer."
         )
     if count % world.size:
-        raise ValueError(
+        raise Refused(
             f"{name} ({type(layer).__name__}) has {count} experts, which "
             f"{world.size} processes can't share evenly. Use a number of processes "
             "that divides it."

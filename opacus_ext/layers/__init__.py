@@ -1,10 +1,5 @@
 """Modules for people who build models: they train in every mode."""
 
-from opacus_ext.layers.attention import (
-    SelfAttention,
-    corrected_attention,
-    re_attention,
-)
 from opacus_ext.layers.linear_cross_entropy import LinearCrossEntropy, chunked_head
 from opacus_ext.layers.moe import (
     Experts,
@@ -13,6 +8,11 @@ from opacus_ext.layers.moe import (
     balancing_loss,
     freeze_routers,
     load_entropy,
+)
+from opacus_ext.re_attention.attention import (
+    SelfAttention,
+    corrected_attention,
+    re_attention,
 )
 
 __all__ = [

@@ -21,6 +21,7 @@ from opacus_ext.grad_sample.factors import Columns, Factor, wide, workspace
 from opacus_ext.grad_sample.samplewise.functorch import is_batched
 from opacus_ext.grad_sample.samplewise.native import copies
 from opacus_ext.grad_sample.samplewise.run import Run, handles
+from opacus_ext.refused import Refused
 
 Ops = Tuple[Tuple[str, Any], ...]
 
@@ -96,7 +97,7 @@ class LinearCrossEntropy(nn.Linear):
         if labels is None:
             return super().forward(x)
         if labels.shape != x.shape[:-1]:
-            raise ValueError(
+            raise Refused(
                 f"LinearCrossEntropy takes hidden states [*rows, {self.in_features}] "
                 f"and labels [*rows], got shapes {tuple(x.shape)} and "
                 f"{tuple(labels.shape)}."
@@ -140,7 +141,7 @@ def _computed(
 ) -> Tuple[torch.Tensor, torch.Tensor]:
     """The losses, and the log of the sum of all exponentiated logits."""
     if bool(((target < -1) | (target >= len(weight))).any()):
-        raise ValueError(
+        raise Refused(
             f"LinearCrossEntropy takes labels below {len(weight)}, or its ignore_index "
             f"for those to ignore, got {target.min()} to {target.max()}."
         )
@@ -370,7 +371,7 @@ class PendingLogits(torch.Tensor):
             other = x._constant(*args[1:])
             if (other is None) == (name == "tanh") and other is not NotImplemented:
                 return PendingLogits.of(x.layer, x.hidden, (*x.ops, (name, other)))
-        raise ValueError(
+        raise Refused(
             f"The model computes {getattr(func, '__name__', func)} of its logits, "
             "which its chunked head does not have in memory at once. Leave "
             "chunked_head(model) away."
@@ -436,7 +437,7 @@ def chunked_head(model: nn.Module) -> nn.Module:
     find = getattr(model, "get_output_embeddings", lambda: None)
     head = find()
     if type(head) is not nn.Linear:
-        raise ValueError(
+        raise Refused(
             f"{type(model).__name__} has no output layer that can be computed in "
             "chunks: get_output_embeddings() must give an nn.Linear, and it gives "
             f"{'none' if head is None else type(head).__name__}."

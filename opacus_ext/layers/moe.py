@@ -19,6 +19,7 @@ from opacus_ext.grad_sample.rules.experts import (
     experts_interface,
     is_experts,
 )
+from opacus_ext.refused import Refused
 
 
 class Experts(nn.Module):
@@ -157,7 +158,7 @@ class _FeedForward(nn.Module):
     def __init__(self, width: int, num_experts: int, jitter: float, experts: Experts):
         super().__init__()
         if not 0 <= jitter < 1:
-            raise ValueError(f"jitter must be in [0, 1), got {jitter}.")
+            raise Refused(f"jitter must be in [0, 1), got {jitter}.")
         self.router = nn.Linear(width, num_experts, bias=False)
         self.experts = experts
         self.jitter = jitter
@@ -224,7 +225,7 @@ class SwitchFeedForward(_FeedForward):
         experts = Experts(width, hidden, num_experts, activation=activation)
         super().__init__(width, num_experts, jitter, experts)
         if capacity is not None and capacity < 1:
-            raise ValueError(f"capacity must be positive or None, got {capacity}.")
+            raise Refused(f"capacity must be positive or None, got {capacity}.")
         self.capacity = capacity
 
     def forward(
@@ -287,7 +288,7 @@ class TopKFeedForward(_FeedForward):
         experts = Experts(width, hidden, num_experts, gated, activation=activation)
         super().__init__(width, num_experts, jitter, experts)
         if not 1 <= top_k <= num_experts:
-            raise ValueError(f"top_k must be in 1 ... {num_experts}, got {top_k}.")
+            raise Refused(f"top_k must be in 1 ... {num_experts}, got {top_k}.")
         self.top_k = top_k
 
     def forward(
@@ -331,7 +332,7 @@ def freeze_routers(model: nn.Module) -> List[str]:
     names = {p: n for n, p in model.named_parameters()}
     frozen = [p for router in routers for p in router.parameters() if p in names]
     if not frozen:
-        raise ValueError(
+        raise Refused(
             "No router found: none of the modules has a child named router or gate "
             "beside experts. Freeze it yourself with requires_grad_(False)."
         )

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from opacus_ext.layers.attention import SelfAttention
+from opacus_ext.re_attention.attention import SelfAttention
+from opacus_ext.refused import Refused
 
 
 class Block(nn.Module):
@@ -71,8 +72,8 @@ class NextItemModel(nn.Module):
 
         Args:
             shares: p_i of the items, ``[num_items + 1]``, see
-                :func:`opacus_ext.errors.token_shares`. Zeros, as that of padding, count
-                as the smallest positive share
+                :func:`opacus_ext.re_attention.token_shares`. Zeros, as that of padding,
+                count as the smallest positive share
         """
         known = shares[shares > 0]
         floor = known.min() if len(known) else shares.new_ones(())
@@ -156,7 +157,7 @@ class DPFormer(NextItemModel):
         """Hidden states ``[B, T, width]`` of item ids ``[B, T]``."""
         batch, length = ids.shape
         if length > self.position.num_embeddings:
-            raise ValueError(
+            raise Refused(
                 f"A sequence of {length} items is longer than "
                 f"max_len={self.position.num_embeddings}."
             )
@@ -201,7 +202,7 @@ class RecurrentModel(NextItemModel):
         super().__init__(num_items, width, tied)
         cells = {"gru": nn.GRU, "lstm": nn.LSTM}
         if cell not in cells:
-            raise ValueError(f"cell must be one of {list(cells)}, not {cell!r}.")
+            raise Refused(f"cell must be one of {list(cells)}, not {cell!r}.")
         self.dropout = nn.Dropout(dropout)
         between = dropout if depth > 1 else 0.0
         self.layers = cells[cell](

@@ -15,6 +15,7 @@ from transformers import (
 )
 
 from opacus_ext.layers import balancing_loss
+from opacus_ext.refused import Refused
 from opacus_ext.runs import learning_rate
 
 IGNORED = -100
@@ -45,7 +46,7 @@ def encode_labels(
         names = [[*ids, end] for ids in names]
     for i, j in pairs:
         if _begins(names[i], names[j]):
-            raise ValueError(
+            raise Refused(
                 f"the tokenizer can't tell {words[i]!r} from {words[j]!r}: they become "
                 f"the tokens {names[i]} and {names[j]}. Take another one, or more "
                 "--buckets."
@@ -94,7 +95,7 @@ class LabelModel(nn.Module):
         start = getattr(model.config, "decoder_start_token_id", None)
         start = model.config.pad_token_id if start is None else start
         if start is None:
-            raise ValueError(
+            raise Refused(
                 "the model's config has no decoder_start_token_id: it is not an "
                 "encoder-decoder that answers in text, such as Switch or T5."
             )
@@ -239,7 +240,7 @@ def scratch_switch(
         ValueError: if the heads can't share the width
     """
     if width % heads:
-        raise ValueError(f"{heads} heads can't share a width of {width} equally.")
+        raise Refused(f"{heads} heads can't share a width of {width} equally.")
     config = SwitchTransformersConfig(
         vocab_size=vocabulary,
         d_model=width,

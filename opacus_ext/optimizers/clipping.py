@@ -22,6 +22,8 @@ from typing import (
 
 import torch
 
+from opacus_ext.refused import Refused
+
 if TYPE_CHECKING:
     from opacus_ext.grad_sample.parallel import World
 
@@ -138,7 +140,7 @@ def tell_not_finite(
         "loss.backward(scale=...)."
     )
     if on_nonfinite == "raise":
-        raise RuntimeError(
+        raise Refused(
             f"The gradient of sample {number} by {name} is not finite, so that it "
             f"can't be clipped. Nothing was changed. {advice}"
         )
@@ -174,7 +176,7 @@ def find_clipping(clipping: Union[str, Clipping]) -> Clipping:
     if isinstance(clipping, Clipping):
         return clipping
     if clipping not in CLIPPINGS:
-        raise ValueError(
+        raise Refused(
             f"Unknown clipping {clipping!r}. Known: {', '.join(sorted(CLIPPINGS))}."
         )
     return CLIPPINGS[clipping]
@@ -205,7 +207,7 @@ def automatic(gamma: float = 0.01) -> Clipping:
         'automatic'
     """
     if not gamma > 0:
-        raise ValueError(f"gamma must be positive, got {gamma}.")
+        raise Refused(f"gamma must be positive, got {gamma}.")
     return Clipping("automatic", lambda norms, bound: bound / (_total(norms) + gamma))
 
 

@@ -28,6 +28,7 @@ from opacus_ext.optimizers.clipping import (
     not_finite,
     tell_not_finite,
 )
+from opacus_ext.refused import Refused
 
 # Entries of what is drawn together: to start kernels takes longer than to run them.
 _SMALL = 2**16
@@ -41,7 +42,7 @@ class _ClippingOptimizer:
 
     @property
     def _step_supports_amp_scaling(self) -> NoReturn:  # asked by torch.amp.GradScaler
-        raise RuntimeError(
+        raise Refused(
             "GradScaler scales the loss, so that gradients would be clipped at another "
             "norm, and skips steps by what private data do. Use bfloat16 without it; "
             'for float16 modes "ghost" and "ghost_bk" have loss.backward(scale=...).'
@@ -61,7 +62,7 @@ class _ClippingOptimizer:
         if self.clipping.per_parameter:
             max_grad_norm = self._check_bounds(optimizer, max_grad_norm)
         elif isinstance(max_grad_norm, (list, tuple)) or not max_grad_norm > 0:
-            raise ValueError(
+            raise Refused(
                 f'clipping="{self.clipping.name}" takes one positive max_grad_norm, '
                 f"got {given}."
             )
@@ -77,13 +78,13 @@ class _ClippingOptimizer:
         trained = [p for group in optimizer.param_groups for p in group["params"]]
         count = sum(p.requires_grad for p in trained)
         if not isinstance(bounds, (list, tuple)) or len(bounds) != count:
-            raise ValueError(
+            raise Refused(
                 f'clipping="{self.clipping.name}" takes max_grad_norm as a list with '
                 f"one bound for each of the {count} trainable parameter tensors in the "
                 f"optimizer, in its order; got {bounds}."
             )
         if not all(b > 0 for b in bounds):
-            raise ValueError(f"Bounds must be positive, got {bounds}.")
+            raise Refused(f"Bounds must be positive, got {bounds}.")
         self._bounds = [float(b) for b in bounds]
         self.max_grad_norms = self._bounds
         return self.clipping.sensitivity(self._bounds)
@@ -219,7 +220,7 @@ class GhostDPOptimizer(_ClippingOptimizer, DPOptimizerFastGradientClipping):
                 changed since
         """
         if not self.ready:
-            raise RuntimeError(
+            raise Refused(
                 "optimizer.step() without clipped gradients. Call backward() once "
                 "before each step, on the loss that the criterion returned by "
                 "make_private gives: gradients of any other loss are not private."
@@ -227,7 +228,7 @@ class GhostDPOptimizer(_ClippingOptimizer, DPOptimizerFastGradientClipping):
         given, self._given = self._given, []
         for p, (grad, version) in zip(self.params, given):
             if p.grad is not grad or grad._version != version:
-                raise RuntimeError(
+                raise Refused(
                     "The clipped gradients were changed between backward() and step(), "
                     "before the noise: by clip_grad_norm_, a gradient scaler or the "
                     "like. Leave that out; samples are clipped one by one already."
@@ -273,7 +274,7 @@ class _Distributed:
         device = next((p.device for p in self.params), torch.device("cpu"))
         x = torch.tensor([*settings, len(bounds)], dtype=torch.float64, device=device)
         if bool((self._world.gather(x[None]) != x).any()):
-            raise ValueError(
+            raise Refused(
                 "noise_multiplier, max_grad_norm or the expected batch size (the "
                 "length of the data set and its loader) differ between processes; "
                 f"here they are {self.noise_multiplier}, {bounds} and {size}. Make "
@@ -287,7 +288,7 @@ class _Distributed:
         if spread is not None:
             skip = self._check_skip_next_step(pop_next=False)
             if all(self._world.largest(skip, not skip, device=spread.device)):
-                raise RuntimeError(
+                raise Refused(
                     "Some processes have another physical batch before the step, and "
                     "others have not. Where experts are spread over processes, choose "
                     "max_physical_batch_size so that all split alike, or none splits."

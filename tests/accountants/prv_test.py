@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import opacus_ext
 from opacus_ext.accountants import Bounds, PRVBoundsAccountant, numerical, prv
-from opacus_ext.errors import token_shares
+from opacus_ext.re_attention import token_shares
 from opacus_ext.runs import noise_left
 
 

@@ -18,7 +18,7 @@ from opacus_ext.grad_sample.samplewise.engine import Engine
 from opacus_ext.grad_sample.samplewise.gather import Part, RunGradients
 from opacus_ext.grad_sample.samplewise.hooks import BACKWARD_HOOK
 from opacus_ext.grad_sample.samplewise.native import attach_natives
-from opacus_ext.grad_sample.samplewise.run import Refused
+from opacus_ext.refused import Refused
 
 # By the id of a parameter: which samples, None for all, and their gradients.
 Parts = Dict[int, List[Tuple[Optional[torch.Tensor], GradSample]]]
@@ -93,7 +93,7 @@ class Samplewise:
     ) -> None:
         """Takes the place of the model's ``forward``, once."""
         if hasattr(self._module, "autograd_grad_sample_hooks"):
-            raise ValueError("Trying to add hooks twice to the same model")
+            raise Refused("Trying to add hooks twice to the same model")
         module = self._module
         refuse(module)
         given = dict(_settings)

@@ -30,7 +30,6 @@ from opacus_ext.grad_sample.modes.loss import (
 from opacus_ext.grad_sample.parallel import spread_over
 from opacus_ext.grad_sample.samplewise.compiled import CompiledRun
 from opacus_ext.grad_sample.samplewise.gather import SMALL, leaves_of
-from opacus_ext.grad_sample.samplewise.run import Refused
 from opacus_ext.grad_sample.samplewise.scan import ScanRun
 from opacus_ext.optimizers.clipping import (
     Clipping,
@@ -38,6 +37,7 @@ from opacus_ext.optimizers.clipping import (
     not_finite,
     tell_not_finite,
 )
+from opacus_ext.refused import Refused
 
 Sums = Dict[nn.Parameter, torch.Tensor]
 
@@ -64,7 +64,7 @@ class _Ghost(Samplewise):
                 and clipping is by parameter
         """
         if self.per_sample_gradient_norms is None:
-            raise RuntimeError(
+            raise Refused(
                 'clipping="per_layer" of experts that are spread over processes does '
                 "not compute norms over all parameters. Use another clipping function."
             )
@@ -93,9 +93,9 @@ class _Ghost(Samplewise):
                 a positive number
         """
         if not 0 < scale < math.inf:
-            raise ValueError(f"scale must be a positive number, got {scale}.")
+            raise Refused(f"scale must be a positive number, got {scale}.")
         if getattr(optimizer, "ready", False):
-            raise RuntimeError(
+            raise Refused(
                 "backward() a second time before optimizer.step(): the clipped sum of "
                 "the first batch would be lost. Call optimizer.step() after each "
                 "backward(), or use BatchMemoryManager to accumulate batches."

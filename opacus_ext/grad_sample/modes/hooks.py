@@ -16,7 +16,7 @@ from opacus_ext.grad_sample.modes.common import (
     one_size,
 )
 from opacus_ext.grad_sample.parallel import spread_over
-from opacus_ext.grad_sample.samplewise.run import Refused
+from opacus_ext.refused import Refused
 
 
 class _Hooks(Samplewise):
@@ -47,7 +47,7 @@ class _Hooks(Samplewise):
         if not self.grad_accumulation_allowed and any(
             getattr(p, "grad_sample", None) is not None for p in params
         ):
-            raise ValueError(
+            raise Refused(
                 "Poisson sampling is not compatible with grad accumulation. "
                 "You need to call optimizer.step() after every forward/backward pass "
                 "or consider using BatchMemoryManager"
@@ -55,7 +55,7 @@ class _Hooks(Samplewise):
         if world is not None and any(
             getattr(p, "grad_sample", None) is not None for p in params
         ):
-            raise RuntimeError(
+            raise Refused(
                 "backward() a second time before optimizer.step() and zero_grad(), "
                 "which experts that are spread over processes can't take. Call them "
                 "after each backward(), or use BatchMemoryManager to accumulate "

@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 from opacus_ext.grad_sample.factors import Factor, OneHot
 from opacus_ext.grad_sample.rules.registry import Op, is_shared, register_op
+from opacus_ext.refused import Refused
 
 MAX_NORM = (
     "max_norm rescales rows in place in the forward pass, by which tokens the batch "
@@ -40,7 +41,7 @@ def embedding(
         (sparse, SPARSE),
     ):
         if given:
-            raise ValueError(f"An embedding of shape {tuple(weight.shape)}: {reason}.")
+            raise Refused(f"An embedding of shape {tuple(weight.shape)}: {reason}.")
     if not is_shared(weight):
         return None
 

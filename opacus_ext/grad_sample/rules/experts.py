@@ -31,6 +31,7 @@ from opacus_ext.grad_sample.factors import (
     resolved,
 )
 from opacus_ext.grad_sample.rules.registry import SUBSTITUTES
+from opacus_ext.refused import Refused
 
 _BATCHING = "gathered"
 
@@ -73,9 +74,7 @@ def expert_batching(way: Optional[str] = None) -> str:
     before = _BATCHING
     if way is not None:
         if way not in ("gathered", "padded"):
-            raise ValueError(
-                f'expert_batching takes "gathered" or "padded", got {way!r}.'
-            )
+            raise Refused(f'expert_batching takes "gathered" or "padded", got {way!r}.')
         _BATCHING = way
     return before
 

@@ -16,8 +16,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from opacus_ext.grad_sample.samplewise import functorch
 from opacus_ext.grad_sample.samplewise.functorch import is_batched
-from opacus_ext.grad_sample.samplewise.run import Refused
 from opacus_ext.grad_sample.samplewise.walk import map_tensors
+from opacus_ext.refused import Refused
 
 if TYPE_CHECKING:
     from opacus_ext.grad_sample.samplewise.engine import Engine

@@ -25,8 +25,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from opacus_ext.grad_sample.samplewise.packed import unpacked
-from opacus_ext.grad_sample.samplewise.run import Refused
 from opacus_ext.grad_sample.samplewise.walk import close, leaves_in, named_tensors
+from opacus_ext.refused import Refused
 
 if TYPE_CHECKING:
     from opacus_ext.grad_sample.samplewise.engine import Engine

@@ -45,7 +45,8 @@ from torch.utils._pytree import tree_unflatten
 from opacus_ext.grad_sample.samplewise.calm import is_own_hook
 from opacus_ext.grad_sample.samplewise.functorch import is_batched
 from opacus_ext.grad_sample.samplewise.inputs import Part
-from opacus_ext.grad_sample.samplewise.run import Refused, Run
+from opacus_ext.grad_sample.samplewise.run import Run
+from opacus_ext.refused import Refused
 
 if TYPE_CHECKING:
     from opacus_ext.grad_sample.samplewise.engine import Engine

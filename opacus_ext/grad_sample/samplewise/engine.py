@@ -74,7 +74,7 @@ from opacus_ext.grad_sample.samplewise.hooks import (
 )
 from opacus_ext.grad_sample.samplewise.inputs import Inputs, read_inputs
 from opacus_ext.grad_sample.samplewise.packed import agreed, of_batch, unpacked
-from opacus_ext.grad_sample.samplewise.run import Diverge, Leave, Refused, Run, Use
+from opacus_ext.grad_sample.samplewise.run import Diverge, Leave, Run, Use
 from opacus_ext.grad_sample.samplewise.scan import ScanRun
 from opacus_ext.grad_sample.samplewise.states import (
     LeftBehind,
@@ -88,6 +88,7 @@ from opacus_ext.grad_sample.samplewise.walk import (
     named_leaves,
     tensors_in,
 )
+from opacus_ext.refused import Refused
 
 _APART = (
     "Where experts are spread over processes all samples must run at once, as all "

@@ -17,8 +17,8 @@ from torch.overrides import TorchFunctionMode
 from opacus_ext.grad_sample.samplewise.calm import is_own_hook
 from opacus_ext.grad_sample.samplewise.functorch import is_batched
 from opacus_ext.grad_sample.samplewise.packed import of_batch
-from opacus_ext.grad_sample.samplewise.run import Refused
 from opacus_ext.grad_sample.samplewise.walk import map_tensors, tensors_in
+from opacus_ext.refused import Refused
 
 if TYPE_CHECKING:
     from opacus_ext.grad_sample.samplewise.engine import Engine

@@ -22,8 +22,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from opacus_ext.grad_sample.samplewise.compare import padded
 from opacus_ext.grad_sample.samplewise.functorch import become
 from opacus_ext.grad_sample.samplewise.packed import as_one, rows_of
-from opacus_ext.grad_sample.samplewise.run import Refused
 from opacus_ext.grad_sample.samplewise.walk import leaves_in, tensors_in
+from opacus_ext.refused import Refused
 
 if TYPE_CHECKING:
     from opacus_ext.grad_sample.samplewise.engine import Engine
@@ -344,7 +344,7 @@ def read_inputs(engine: "Engine", args: tuple, kwargs: dict) -> Inputs:
         x.shape[dim] for x in tensors if x.dim() > dim and id(x) not in names
     )
     if not sizes:
-        raise RuntimeError(
+        raise Refused(
             f"{engine.describe()} was called without a tensor that has a batch "
             "dimension, so the batch size is unknown. Pass its inputs as tensors "
             "[B, ...]."

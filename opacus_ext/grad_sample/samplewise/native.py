@@ -38,7 +38,6 @@ from opacus_ext.grad_sample.rules.registry import (
 )
 from opacus_ext.grad_sample.samplewise.functorch import is_batched
 from opacus_ext.grad_sample.samplewise.run import (
-    Refused,
     Root,
     Run,
     Use,
@@ -46,6 +45,7 @@ from opacus_ext.grad_sample.samplewise.run import (
     handles,
 )
 from opacus_ext.grad_sample.samplewise.walk import map_tensors
+from opacus_ext.refused import Refused
 
 if TYPE_CHECKING:
     from opacus_ext.grad_sample.samplewise.engine import Engine

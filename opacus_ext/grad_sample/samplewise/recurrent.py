@@ -24,6 +24,7 @@ from opacus_ext.grad_sample.rules.recurrent import (
 from opacus_ext.grad_sample.samplewise.functorch import is_batched
 from opacus_ext.grad_sample.samplewise.native import Recorder, copies
 from opacus_ext.grad_sample.samplewise.run import Run, handles
+from opacus_ext.refused import Refused
 
 T = torch.Tensor
 
@@ -135,7 +136,7 @@ def kernel(run: Run, func: Callable, *args: Any, **kwargs: Any) -> Any:
         else:
             sizes = _Sizes([x.shape[1]] * x.shape[0], x.device)
     if any(y.shape[1] != x.shape[1] for y in state):
-        raise RuntimeError(
+        raise Refused(
             f"Expected hidden states of {x.shape[1]} sequences, got "
             f"{[tuple(y.shape) for y in state]}"
         )
@@ -239,7 +240,7 @@ def cell(
     if not any(map(is_batched, given)):
         return func(input, hx, w_ih, w_hh, b_ih, b_hh)
     if any(len(h) != len(input) for h in state):
-        raise RuntimeError(
+        raise Refused(
             f"Expected hidden states of {len(input)} rows, got "
             f"{[tuple(h.shape) for h in state]}"
         )

@@ -40,15 +40,12 @@ from opacus_ext.grad_sample.rules.registry import OPS, Op
 from opacus_ext.grad_sample.samplewise import functorch
 from opacus_ext.grad_sample.samplewise.beside import BESIDE
 from opacus_ext.grad_sample.samplewise.functorch import is_batched
+from opacus_ext.refused import Refused
 
 if TYPE_CHECKING:
     from opacus_ext.grad_sample.samplewise.engine import Engine
 
 Tensors = Sequence[Optional[torch.Tensor]]
-
-
-class Refused(ValueError, RuntimeError):
-    """What can't be trained exactly, with the reason and what to do."""
 
 
 class Diverge(Exception):

@@ -37,9 +37,9 @@ from opacus_ext.grad_sample.samplewise.compare import Join, kind_of, padded
 from opacus_ext.grad_sample.samplewise.functorch import become, checkpoints
 from opacus_ext.grad_sample.samplewise.hooks import Seen, of_all, shown
 from opacus_ext.grad_sample.samplewise.packed import as_one, unpacked
-from opacus_ext.grad_sample.samplewise.run import Refused
 from opacus_ext.grad_sample.samplewise.states import States, Watch
 from opacus_ext.grad_sample.samplewise.walk import leaves_in, map_tensors
+from opacus_ext.refused import Refused
 
 if TYPE_CHECKING:
     from opacus_ext.grad_sample.samplewise.engine import Engine

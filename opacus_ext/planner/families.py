@@ -1,0 +1,159 @@
+"""Model families: one architecture at several sizes, and what it is trained on."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Callable, Optional, Sequence, Tuple, Union
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.data import Dataset, TensorDataset
+
+from opacus_ext.models.dpformer import DPFormer
+from opacus_ext.refused import Refused
+
+
+@dataclass(frozen=True)
+class Family:
+    """
+    What :func:`opacus_ext.planner.measure.measure` trains.
+
+    Attributes:
+        name: written beside the measurements
+        sizes: names of the sizes, small to large
+        build: makes a model of a size, with new random weights
+        dataset: of (inputs, targets); one item is one example, the unit of clipping
+        criterion: one loss for each example, or their mean, by its ``reduction``
+        tokens: S, tokens of an example (6 M S operations a step and example)
+    """
+
+    name: str
+    sizes: Sequence[str]
+    build: Callable[[str], nn.Module]
+    dataset: Dataset
+    criterion: nn.Module
+    tokens: int
+
+
+class _TokenLoss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.reduction = "mean"
+
+    def forward(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        loss = nn.functional.cross_entropy(
+            logits.flatten(0, 1), targets.flatten(), reduction="none"
+        )
+        loss = loss.view(targets.shape).mean(1)
+        return loss.mean() if self.reduction == "mean" else loss
+
+
+SIZES = ("16x2", "32x2", "64x2", "128x2", "192x2")
+
+
+def byte_transformers(
+    text: Union[str, Path, bytes], length: int = 64, sizes: Sequence[str] = SIZES
+) -> Family:
+    """
+    Causal transformers on the bytes of a text: :class:`opacus_ext.models.DPFormer`.
+
+    Args:
+        text: a file, or the bytes themselves
+        length: S, bytes of an example; examples do not overlap
+        sizes: as "WIDTHxDEPTH"; heads are 32 wide
+
+    Raises:
+        OSError: if the file can't be read
+        ValueError: for another form of a size, or a text shorter than an example
+
+    Example:
+        >>> family = byte_transformers(b"To be, or not to be" * 20, length=8)
+        >>> sum(p.numel() for p in family.build("16x2").parameters())
+        10800
+    """
+    content = text if isinstance(text, bytes) else Path(text).read_bytes()
+    examples = (len(content) - 1) // length
+    if examples < 1:
+        raise Refused(f"A text of {len(content)} bytes has no example of {length}.")
+    for size in sizes:
+        _shape(size)
+    # Bytes are numbered from 1: DPFormer takes 0 for padding.
+    ids = torch.from_numpy(np.frombuffer(content, dtype=np.uint8).astype(np.int64)) + 1
+    inputs = ids[: examples * length].view(examples, length)
+    targets = ids[1 : examples * length + 1].view(examples, length)
+
+    def build(size: str) -> nn.Module:
+        width, depth = _shape(size)
+        heads = max(1, width // 32)
+        return DPFormer(256, length, width, depth, heads, dropout=0.0)
+
+    dataset = TensorDataset(inputs, targets)
+    return Family("bytes", tuple(sizes), build, dataset, _TokenLoss(), length)
+
+
+def closest_size(family: Family, parameters: float, sizes: Sequence[str]) -> str:
+    """
+    The size whose model has the nearest number of parameters, in logarithms.
+
+    Args:
+        sizes: to choose from; they need not be the ones that were measured
+
+    Example:
+        >>> family = byte_transformers(b"To be, or not to be" * 20, length=8)
+        >>> closest_size(family, 30_000, [f"{width}x2" for width in range(8, 33, 4)])
+        '28x2'
+    """
+
+    def distance(size: str) -> float:
+        with torch.device("meta"):
+            model = family.build(size)
+        count = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        return abs(math.log(count / parameters))
+
+    return min(sizes, key=distance)
+
+
+def _shape(size: str) -> Tuple[int, int]:
+    try:
+        width, depth = map(int, size.split("x"))
+    except ValueError:
+        width = depth = 0
+    if width < 1 or depth < 1 or (width > 32 and width % 32):
+        raise Refused(
+            f'A size is "WIDTHxDEPTH", with a width below 32 or a multiple of it; got '
+            f"{size!r}."
+        )
+    return width, depth
+
+
+def find_family(name: str, text: Optional[str] = None) -> Family:
+    """
+    A family by its dotted name.
+
+    Args:
+        name: "bytes", or "package.module:function", which is called without arguments
+            (with the text, if there is one) and returns a :class:`Family`
+        text: a file
+
+    Raises:
+        ValueError: if there is no such function, or it returns something else
+    """
+    if name == "bytes":
+        if text is None:
+            raise Refused("The family of byte transformers needs a text.")
+        return byte_transformers(text)
+    module, _, function = name.partition(":")
+    try:
+        make = getattr(import_module(module), function)
+    except (ImportError, AttributeError, TypeError, ValueError) as e:
+        raise Refused(f"{name!r} is not to be had as module:function: {e}.") from e
+    if not callable(make):
+        raise Refused(f"{name!r} is not a function.")
+    family = make(text) if text is not None else make()
+    if not isinstance(family, Family):
+        raise Refused(f"{name} returned a {type(family).__name__}, not a Family.")
+    return family

@@ -1,0 +1,224 @@
+"""Runs of private training, small, from which a scaling law is fitted."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import math
+import time
+from pathlib import Path
+from typing import Any, Dict, Iterator, List, Optional, Sequence, Union
+
+import torch
+from opacus import PrivacyEngine
+from torch.utils.data import DataLoader, Subset
+from tqdm import tqdm
+
+import opacus_ext  # noqa: F401  the modes
+from opacus_ext.planner.families import Family
+from opacus_ext.planner.measurements import Measurements, read_runs
+from opacus_ext.refused import Refused
+
+# What must be equal for a run to be one that is on file already.
+_KEY = (
+    "family size ratio learning_rate batch_size tokens total_steps every warmup "
+    "max_grad_norm data seed"
+).split()
+
+
+def measure(
+    family: Family,
+    path: Union[str, Path],
+    *,
+    ratios: Sequence[float] = (0, 2**-14, 2**-12, 2**-10, 2**-8, 2**-6, 2**-4),
+    learning_rates: Sequence[float] = (3e-3,),
+    sizes: Optional[Sequence[str]] = None,
+    steps: int = 1000,
+    every: int = 20,
+    batch_size: int = 32,
+    warmup: int = 20,
+    max_grad_norm: float = 0.1,
+    seed: int = 0,
+    progress: bool = True,
+) -> Measurements:
+    """
+    Trains a family at every size, noise-batch ratio and learning rate; reads each run's
+    loss as it goes.
+
+    The noise of each run is fixed by the ratio, whatever epsilon that would be at the
+    physical batch size: what could be had at other batch sizes is a matter of
+    accounting ("Scaling laws for differentially private language models", 3.1).
+    Clipping is "normalised", so that the ratio has the same meaning at any
+    ``max_grad_norm``. The learning rate rises in ``warmup`` steps and stays: where it
+    decayed by a plan, the loss halfway would not be that of a run of half the steps.
+
+    **These runs are not private in the text they are trained on** (nothing bounds the
+    epsilon of so many runs of high ratios and none): measure on public data.
+
+    Args:
+        family: see :mod:`opacus_ext.planner.families`
+        path: where runs are appended, one a line; those on file are not made again, so
+            the same call goes on where it was stopped
+        ratios: noise-batch ratios; 0 is noise-free
+        learning_rates: of Adam; where there are several, a law takes the best for each
+            size, ratio and number of steps
+        sizes: some of the family's, for all of them None
+        steps: T of a run
+        every: steps between two readings, each the mean loss of those steps
+        batch_size: the physical batch size
+        warmup: steps until the learning rate is reached
+        max_grad_norm: bound of a clipped gradient, to be lower than most norms
+        seed: of weights, order and noise
+        progress: whether to show a bar
+
+    Returns:
+        All measurements of this grid on file. A run whose loss stopped being finite
+        has the readings before that.
+
+    Raises:
+        ValueError: for an empty grid, a size that the family does not have, ratios
+            below 0, and a data set smaller than a batch
+
+    Example:
+        >>> from opacus_ext.planner.families import byte_transformers
+        >>> family = byte_transformers(b"To be, or not to be" * 20, 8, ["8x1"])
+        >>> grid = dict(ratios=[0, 0.01], steps=4, every=2, batch_size=4)
+        >>> runs = measure(family, "runs.jsonl", **grid, progress=False)
+        >>> len(runs), runs.steps
+        (2, array([2., 4., 2., 4.]))
+    """
+    sizes = list(family.sizes if sizes is None else sizes)
+    unknown = [s for s in sizes if s not in family.sizes]
+    if unknown:
+        raise Refused(f"{family.name} has the sizes {family.sizes}, not {unknown}.")
+    if not (sizes and ratios and learning_rates):
+        raise Refused("A grid needs a size, a ratio and a learning rate at least.")
+    if not all(0 <= r < math.inf for r in ratios):
+        raise Refused(f"ratios must be 0 or more; got {list(ratios)}.")
+    if not all(0 < r < math.inf for r in learning_rates):
+        raise Refused(f"learning_rates must be above 0; got {list(learning_rates)}.")
+    if min(steps, every, batch_size) < 1 or steps < every:
+        raise Refused(
+            "steps, every and batch_size are at least 1, and steps no fewer than "
+            f"every; got {steps}, {every} and {batch_size}."
+        )
+    if len(family.dataset) < batch_size:
+        raise Refused(
+            f"The data set has {len(family.dataset)} examples, fewer than a batch of "
+            f"{batch_size}."
+        )
+    path = Path(path)
+    _mend(path)
+    known = {_key(run): run for run in read_runs(path)}
+    settings = dict(
+        batch_size=batch_size,
+        tokens=family.tokens,
+        total_steps=steps,
+        every=every,
+        warmup=warmup,
+        max_grad_norm=max_grad_norm,
+        data=_digest(family.dataset),
+    )
+    grid: List[Dict[str, Any]] = [
+        dict(
+            family=family.name,
+            size=size,
+            ratio=float(ratio),
+            learning_rate=float(rate),
+            **settings,
+            seed=seed,
+        )
+        for rate, size, ratio in itertools.product(learning_rates, sizes, ratios)
+    ]
+    todo = [run for run in grid if _key(run) not in known]
+    with tqdm(total=steps * len(todo), unit="step", disable=not progress) as bar:
+        for run in todo:
+            bar.set_postfix_str(f"{run['size']}, ratio {run['ratio']:.2g}")
+            train(family, run, bar)
+            with path.open("a") as file:
+                file.write(json.dumps(run) + "\n")
+            known[_key(run)] = run
+    return Measurements.of_runs(known[_key(run)] for run in grid)
+
+
+def _mend(path: Path) -> None:
+    """
+    Makes the file, if there is none: what can't be written is known before hours of
+    training. A last line that was cut off where writing was stopped is taken away.
+    """
+    with path.open("a+b") as file:
+        file.seek(0)
+        whole, newline, last = file.read().rpartition(b"\n")
+        if not last:
+            return
+        try:
+            json.loads(last)
+            file.write(b"\n")
+        except ValueError:
+            file.truncate(len(whole) + len(newline))
+
+
+def _digest(dataset: Any) -> str:
+    """Of the number of examples and a hundred of them: another text is another file."""
+    digest = hashlib.sha256(str(len(dataset)).encode())
+    for i in range(0, len(dataset), max(1, len(dataset) // 100)):
+        for part in dataset[i]:
+            digest.update(torch.as_tensor(part).numpy().tobytes())
+    return digest.hexdigest()[:12]
+
+
+def _key(run: Dict[str, Any]) -> str:
+    return json.dumps([run.get(name) for name in _KEY])
+
+
+def train(family: Family, run: Dict[str, Any], bar: tqdm) -> None:
+    """One run; adds its size, readings and seconds to ``run``."""
+    every, warmup = run["every"], run["warmup"]
+    torch.manual_seed(run["seed"])
+    model = family.build(run["size"])
+    params = [p for p in model.parameters() if p.requires_grad]
+    run["parameters"] = sum(p.numel() for p in params)
+    batch_size = run["batch_size"]
+    # Whole batches, so that Opacus's expected batch size is the physical one.
+    whole = len(family.dataset) // batch_size * batch_size
+    loader = DataLoader(
+        Subset(family.dataset, range(whole)), batch_size=batch_size, shuffle=True
+    )
+    model, optimizer, criterion, loader = PrivacyEngine().make_private(
+        module=model,
+        optimizer=torch.optim.Adam(params, lr=run["learning_rate"]),
+        criterion=family.criterion,
+        data_loader=loader,
+        noise_multiplier=run["ratio"] * batch_size,
+        max_grad_norm=run["max_grad_norm"],
+        clipping="normalised",
+        grad_sample_mode="ghost_bk",
+        poisson_sampling=False,
+    )
+    run["steps"], run["loss"] = [], []
+    began, total = time.process_time(), torch.zeros(())
+    batches = _forever(loader)
+    for step in range(1, run["total_steps"] + 1):
+        for group in optimizer.param_groups:
+            group["lr"] = run["learning_rate"] * min(1.0, step / max(warmup, 1))
+        inputs, targets = next(batches)
+        optimizer.zero_grad()
+        loss = criterion(model(inputs), targets)
+        if not math.isfinite(loss.item()):
+            bar.update(run["total_steps"] - step + 1)
+            break
+        loss.backward()
+        optimizer.step()
+        total += loss.item()
+        if step % every == 0:
+            run["steps"].append(step)
+            run["loss"].append(round(total.item() / every, 5))
+            total.zero_()
+        bar.update()
+    run["cpu_seconds"] = round(time.process_time() - began, 1)
+
+
+def _forever(loader: DataLoader) -> Iterator[Any]:
+    while True:
+        yield from loader

@@ -1,0 +1,202 @@
+"""Losses of training runs at several sizes, steps and noise-batch ratios."""
+
+from __future__ import annotations
+
+import csv
+import json
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Dict, Iterable, List, Sequence, Union
+
+import numpy as np
+
+from opacus_ext.refused import Refused
+
+EXAMPLE = Path(__file__).parent / "data" / "tinyshakespeare.jsonl"
+_META = {"family": str, "tokens": int, "batch_size": int}
+
+
+@dataclass(frozen=True)
+class Measurements:
+    """
+    One row a measured loss. A run gives many rows: one for each time it was read.
+
+    Attributes:
+        parameters: M, trainable parameters of the model, ``[rows]``
+        steps: T, the optimizer's steps so far, ``[rows]``
+        ratio: noise-batch ratio, the std of the noise in the mean gradient of
+            clipped gradients of norm at most 1, ``[rows]``; 0 is noise-free
+        loss: in nats a token, the mean over the steps since the row before, ``[rows]``
+        learning_rate: ``[rows]``; nan where unknown
+        run: number of the run that the row is of, ``[rows]``
+        family: what was grown; planning for another family is guessing
+        tokens: S, tokens of an example
+        batch_size: the physical batch size of the runs; 0 where unknown
+
+    Raises:
+        ValueError: for arrays of different lengths, none at all, and values that are
+            not positive and finite (a ratio may be 0)
+
+    Example:
+        >>> runs = Measurements([1e4, 1e4], [10, 20], [0, 0], [5.0, 4.0])
+        >>> len(runs), runs.select(runs.steps > 10).loss
+        (1, array([4.]))
+    """
+
+    parameters: np.ndarray
+    steps: np.ndarray
+    ratio: np.ndarray
+    loss: np.ndarray
+    learning_rate: Any = None
+    run: Any = None
+    family: str = ""
+    tokens: int = 0
+    batch_size: int = 0
+
+    def __post_init__(self) -> None:
+        rows = len(self.loss)
+        if self.learning_rate is None:
+            object.__setattr__(self, "learning_rate", np.full(rows, np.nan))
+        if self.run is None:
+            columns = zip(self.parameters, self.ratio, map(str, self.learning_rate))
+            numbers: Dict[Any, int] = {}
+            run = [numbers.setdefault(key, len(numbers)) for key in columns]
+            object.__setattr__(self, "run", run)
+        for name in _COLUMNS:
+            values = np.asarray(getattr(self, name), dtype=float)
+            object.__setattr__(self, name, values)
+            if values.shape != (rows,):
+                raise Refused(f"{name} has shape {values.shape}; loss has {rows} rows.")
+        if rows == 0:
+            raise Refused("There are no measurements.")
+        for name in ("parameters", "steps", "ratio", "loss"):
+            values = getattr(self, name)
+            bad = ~np.isfinite(values) | (values < 0)
+            if name != "ratio":
+                bad |= values == 0
+            if bad.any():
+                raise Refused(
+                    f"{name} must be finite and positive; row {int(bad.argmax())} has "
+                    f"{values[bad.argmax()]}."
+                )
+
+    def __len__(self) -> int:
+        """Number of runs."""
+        return len(np.unique(self.run))
+
+    @property
+    def sizes(self) -> np.ndarray:
+        """The model sizes, ascending."""
+        return np.unique(self.parameters)
+
+    @property
+    def ratios(self) -> np.ndarray:
+        """The noise-batch ratios, ascending."""
+        return np.unique(self.ratio)
+
+    def select(self, rows: Any) -> Measurements:
+        """Those of some rows: a mask or indices."""
+        columns = {name: getattr(self, name)[rows] for name in _COLUMNS}
+        meta = {name: getattr(self, name) for name in _META}
+        return Measurements(**columns, **meta)
+
+    @classmethod
+    def of_runs(cls, runs: Iterable[Dict[str, Any]]) -> Measurements:
+        """
+        Of runs as :func:`opacus_ext.planner.measure.measure` writes them.
+
+        Raises:
+            ValueError: for runs of different families, lengths or batch sizes, which
+                no one law describes
+        """
+        columns: Dict[str, List[float]] = {name: [] for name in _COLUMNS}
+        meta: Dict[str, Any] = {}
+        for number, run in enumerate(runs):
+            for name in _META:
+                if meta.setdefault(name, run[name]) != run[name]:
+                    raise Refused(
+                        f"Runs of different {name} don't belong together: "
+                        f"{meta[name]!r} and {run[name]!r}. Write them to two files."
+                    )
+            rows = len(run["loss"])
+            columns["steps"] += run["steps"]
+            columns["loss"] += run["loss"]
+            columns["run"] += [number] * rows
+            for name in ("parameters", "ratio", "learning_rate"):
+                columns[name] += [run[name]] * rows
+        return cls(**columns, **meta)
+
+    @classmethod
+    def read(cls, path: Union[str, Path] = EXAMPLE) -> Measurements:
+        """
+        Reads runs (JSON, one a line) or a table with a header (CSV).
+
+        Args:
+            path: a file whose name ends in .csv has the columns parameters, steps,
+                ratio and loss, maybe learning_rate and run. The default are the runs
+                that come with the package: byte-level transformers on Shakespeare
+
+        Raises:
+            OSError: if the file can't be read
+            ValueError: if it is of another form; the message says what is missing
+
+        Example:
+            >>> runs = Measurements.read()
+            >>> runs.family
+            'bytes'
+        """
+        path = Path(path)
+        if path.suffix != ".csv":
+            return cls.of_runs(read_runs(path))
+        with path.open(newline="") as file:
+            rows = list(csv.DictReader(file))
+        known = [name for name in _COLUMNS if rows and name in rows[0]]
+        missing = [
+            n for n in ("parameters", "steps", "ratio", "loss") if n not in known
+        ]
+        if missing:
+            raise Refused(f"{path} has no column {', '.join(missing)}.")
+        try:
+            columns = {n: np.array([float(r[n]) for r in rows]) for n in known}
+        except (TypeError, ValueError) as e:
+            raise Refused(f"{path} holds something that is no number: {e}.") from e
+        return cls(**columns, family=path.stem)
+
+
+_COLUMNS = [f.name for f in fields(Measurements) if f.name not in _META]
+
+
+def read_runs(path: Union[str, Path]) -> List[Dict[str, Any]]:
+    """The runs of a file, one JSON object a line."""
+    runs = []
+    for number, line in enumerate(Path(path).read_text().splitlines(), 1):
+        try:
+            run = json.loads(line)
+            for name in (*_META, "parameters", "ratio", "learning_rate"):
+                run[name]
+            if len(run["loss"]) != len(run["steps"]):
+                raise Refused("loss and steps differ in length")
+        except (ValueError, KeyError, TypeError) as e:
+            raise Refused(f"{path}, line {number}, is no run: {e!r}.") from e
+        runs.append(run)
+    return runs
+
+
+def concatenate(parts: Sequence[Measurements]) -> Measurements:
+    """Several measurements of one family as one; runs stay apart."""
+    meta = [tuple(getattr(p, n) for n in _META) for p in parts]
+    if len(set(meta)) != 1:
+        raise Refused(f"Measurements of different kinds: {sorted(set(meta))}.")
+    first = 0
+    runs = []
+    for part in parts:
+        runs.append(part.run + first)
+        first = runs[-1].max() + 1
+    columns = {
+        n: np.concatenate([getattr(p, n) for p in parts])
+        for n in _COLUMNS
+        if n != "run"
+    }
+    return Measurements(
+        **columns, run=np.concatenate(runs), **dict(zip(_META, meta[0]))
+    )

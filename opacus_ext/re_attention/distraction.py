@@ -1,0 +1,187 @@
+"""Attention distraction, measured: how much attention noisy tokens attract."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, Callable, List, NamedTuple, Optional
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from opacus_ext.re_attention.attention import corrected_attention
+from opacus_ext.re_attention.effective import inside
+from opacus_ext.re_attention.tracking import tracker_of
+from opacus_ext.refused import Refused
+
+
+def attention_mass(
+    model: nn.Module,
+    ids: Tensor,
+    marked: Tensor,
+    forward: Optional[Callable[[nn.Module, Tensor], Any]] = None,
+) -> List[Tensor]:
+    """
+    The share of its attention that each position gives to marked positions.
+
+    Attention is linear in the values, so the share is what comes out of the same
+    attention with a value of 1 where marked and 0 elsewhere. It is asked of every
+    ``scaled_dot_product_attention`` of the model, corrected ones included.
+
+    Args:
+        model: any whose attention is PyTorch's or Re-Attention
+        ids: the model's input ``[B, T]``
+        marked: ``[B, T]`` of bools, such as the positions of rare tokens
+        forward: how to call the model, by default ``model(ids)``
+
+    Returns:
+        For each attention in the order of the calls, ``[B, T]``, the mean over heads.
+
+    Raises:
+        ValueError: if ``marked`` has another shape than the keys of an attention, or
+            the model computes attention in another way
+
+    Example:
+        >>> from opacus_ext.models import DPFormer
+        >>> model = DPFormer(num_items=5, max_len=3, dropout=0.0)
+        >>> ids = torch.tensor([[1, 2, 3]])
+        >>> first, second = attention_mass(model, ids, ids == 1)
+        >>> first[0, 0]  # the first position sees only itself
+        tensor(1.)
+    """
+    with torch.no_grad(), _Mass(marked) as mass:
+        model(ids) if forward is None else forward(model, ids)
+    if not mass.found:
+        raise Refused(
+            f"{type(model).__name__} calls no scaled_dot_product_attention. Models of "
+            'transformers do after set_attn_implementation("sdpa").'
+        )
+    return mass.found
+
+
+class _Mass(TorchFunctionMode):
+    def __init__(self, marked: Tensor):
+        super().__init__()
+        self.marked = marked
+        self.found: List[Tensor] = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if func in (F.scaled_dot_product_attention, corrected_attention):
+            names = ("query", "key", "value")
+            q, k, v = (
+                args[i] if i < len(args) else kwargs[n] for i, n in enumerate(names)
+            )
+            if self.marked.shape != (k.size(0), k.size(-2)):
+                raise Refused(
+                    f"marked is {list(self.marked.shape)}, the keys are "
+                    f"{list(k.shape)}."
+                )
+            value = self.marked[:, None, :, None].to(v.dtype)
+            value = value.expand(*v.shape[:-1], 1)
+            rest = {n: x for n, x in kwargs.items() if n not in names}
+            mass = func(q, k, value, *args[3:], **rest)
+            self.found.append(mass.squeeze(-1).mean(1))
+        return out
+
+
+class Distraction(NamedTuple):
+    """
+    Attention that goes to marked tokens, one number an attention layer.
+
+    Attributes:
+        noise_free: of the model as it is
+        noisy: the mean over draws of noise
+        corrected: the same with Re-Attention
+        uniform: if every visible token got the same
+    """
+
+    noise_free: Tensor
+    noisy: Tensor
+    corrected: Tensor
+    uniform: float
+
+
+def distraction(
+    model: nn.Module,
+    ids: Tensor,
+    tokens: Tensor,
+    draws: int = 20,
+    padding_idx: Optional[int] = 0,
+    generator: Optional[torch.Generator] = None,
+) -> Distraction:
+    """
+    Attention distraction, which the paper asserts (section 5.1) and does not show.
+
+    The model, which stands for the one without noise, is copied; Gaussian noise with
+    the effective errors that its tracker knows is added to the parameters, time and
+    again; and the attention that goes to the marked tokens is averaged over the draws,
+    with the correction and without. Equation 5.2 says that noise raises it where a
+    token should get little attention, and that the correction takes that back.
+
+    Args:
+        model: tracked by :func:`~opacus_ext.re_attention.track_errors`, or the wrapper
+            that
+            ``make_private`` returned; it is not changed
+        ids: input of the model ``[B, T]``
+        tokens: which tokens of the vocabulary count, ``[V]`` of bools, such as those
+            with the smallest shares
+        draws: of the noise
+        padding_idx: a token that asks for no attention; None if there is none
+        generator: for the noise
+
+    Raises:
+        ValueError: if the model is not tracked
+
+    Example:
+        >>> from opacus.optimizers import DPOptimizer
+        >>> from opacus_ext.re_attention import track_errors
+        >>> from opacus_ext.models import DPFormer
+        >>> model = DPFormer(num_items=5, max_len=8, dropout=0.0)
+        >>> private = DPOptimizer(
+        ...     torch.optim.SGD(model.parameters(), lr=1.0), noise_multiplier=1.0,
+        ...     max_grad_norm=1.0, expected_batch_size=100,
+        ... )
+        >>> shares = torch.tensor([0.0, 0.9, 0.9, 0.9, 0.9, 0.01])
+        >>> tracker = track_errors(model, private, shares)
+        >>> rare = torch.tensor([False] * 5 + [True])
+        >>> distraction(model, torch.tensor([[1, 2, 5, 3]]), rare).corrected.shape
+        torch.Size([2])
+    """
+    tracker = tracker_of(model)
+    if tracker is None:
+        raise Refused("Call track_errors for the model first.")
+    while (inner := inside(model)) is not None:
+        model = inner
+    errors = tracker.errors()  # by the names of the model inside
+    before = tracker.enabled, tracker.evaluate
+    noisy = copy.deepcopy(model).eval()
+    originals = {n: p.detach().clone() for n, p in noisy.named_parameters()}
+    marked = tokens.to(ids.device)[ids]
+    asking = torch.ones_like(marked) if padding_idx is None else ids != padding_idx
+
+    def mass(enabled: bool) -> Tensor:
+        tracker.enabled = enabled
+        found = attention_mass(noisy, ids, marked)
+        return torch.stack([x[asking].double().mean() for x in found])
+
+    try:
+        tracker.evaluate = True
+        noise_free = mass(False)
+        total = torch.zeros(2, len(noise_free), dtype=torch.float64)
+        for _ in range(draws):
+            with torch.no_grad():
+                for name, p in noisy.named_parameters():
+                    std = errors[name].to(p.device)
+                    std = std[:, None] if std.dim() else std
+                    noise = torch.randn(p.shape, generator=generator, dtype=p.dtype)
+                    p.copy_(originals[name] + std * noise.to(p.device))
+            total += torch.stack([mass(False), mass(True)]).cpu()
+    finally:
+        tracker.enabled, tracker.evaluate = before
+    seen = asking.double().cumsum(-1)
+    uniform = (marked & asking).double().cumsum(-1) / seen.clamp(min=1)
+    mean = total / max(draws, 1)
+    return Distraction(noise_free.cpu(), *mean, float(uniform[asking].mean()))

@@ -1,0 +1,356 @@
+"""Error instantiation: the effective error of every parameter in a DP-SGD run.
+
+Source: "DPFormer: Learning Differentially Private Transformer on Long-Tailed Data",
+section 5.2.1 and appendix C.
+"""
+
+import math
+import warnings
+from typing import Any, Dict, List, Mapping, Optional, Sequence
+
+import torch
+from opacus.distributed import DifferentiallyPrivateDistributedDataParallel as DPDDP
+from torch import Tensor, nn
+
+from opacus_ext.refused import Refused
+
+SCALES = ("step", "run")
+
+
+def gradient_noise(optimizer: Any) -> float:
+    """
+    Standard deviation of the noise in every element of an averaged gradient,
+    sigma_dp C / B, read from a DP optimizer.
+
+    Equation 3.1 as printed has the noise inside the clipping and without C. DP-SGD adds
+    noise of std sigma_dp C to the sum; here C is the sensitivity of the clipping
+    function (1 for "normalised"; the norm over all bounds for "per_layer") and B the
+    expected batch size, over all processes. If the optimizer sums
+    (``loss_reduction="sum"``), B is 1: what counts is the noise in ``p.grad``. Batches
+    accumulated outside ``BatchMemoryManager`` divide it by their number once more.
+
+    Args:
+        optimizer: of Opacus or this package, as ``make_private`` returns it
+
+    Raises:
+        TypeError: for an optimizer without noise
+
+    Example:
+        >>> from opacus.optimizers import DPOptimizer
+        >>> sgd = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+        >>> gradient_noise(DPOptimizer(
+        ...     sgd, noise_multiplier=2.0, max_grad_norm=0.5, expected_batch_size=4
+        ... ))
+        0.25
+    """
+    multiplier = getattr(optimizer, "noise_multiplier", None)
+    if multiplier is None:
+        raise TypeError(
+            f"{type(optimizer).__name__} adds no noise; pass the optimizer that "
+            "PrivacyEngine.make_private returns."
+        )
+    multiplier = getattr(optimizer, "_adjusted_noise_multiplier", multiplier)
+    clip = getattr(optimizer, "sensitivity", optimizer.max_grad_norm)
+    return float(multiplier) * float(clip) / _batch_size(optimizer)
+
+
+def _batch_size(optimizer: Any) -> float:
+    if optimizer.loss_reduction == "sum":
+        return 1.0
+    return float(optimizer.expected_batch_size * getattr(optimizer, "world_size", 1))
+
+
+def effective_errors(
+    model: nn.Module,
+    optimizer: Any,
+    shares: Optional[Mapping[str, Tensor]] = None,
+    *,
+    scale: str = "step",
+    steps: Optional[int] = None,
+    floor: Optional[float] = None,
+    cap: Optional[float] = None,
+) -> Dict[str, Tensor]:
+    """
+    The effective error (a standard deviation) of every parameter of a model.
+
+    With s = sigma_dp C / B of :func:`gradient_noise`: s for a parameter all samples
+    use (claim 5.3), s / p_i for row i of an embedding that a share p_i of the samples
+    uses (claim 5.4: sigma_dp / (B p_i)). The paper has C = 1. Parameters that the
+    optimizer doesn't train have an error of 0.
+
+    An embedding that is also the output layer gets a gradient in all rows from every
+    sample. The paper counts the input's use only, and so does this function if given
+    shares for it.
+
+    What the number means is ``scale``:
+
+    - "step", the paper's: the noise of one averaged gradient. Parameters are not
+      gradients, and what they have gathered over a run may be far more or far less.
+    - "run": the noise gathered in the parameter over ``steps`` steps K at the
+      optimizer's present learning rate, by which s is multiplied. SGD: noise is
+      independent over steps, so lr sqrt(K); with momentum m each is repeated,
+      lr (sum_(r=1..K) ((1 - m^r) / (1 - m))^2)^(1/2), r + 1 for r with Nesterov's.
+      Adam and AdamW: a step divides by the root of the second moment v, which has the
+      noise in it. With v as the optimizer has it, lr sqrt(K) rms(1 / (sqrt(v) + eps)),
+      over the elements of a parameter, or of a row where there are shares. Where noise
+      dominates the gradients, s times that is lr sqrt(K), whatever s is. For a
+      schedule pass the K for which lr^2 K is the sum of the squared rates.
+      Left out, in both: that later gradients pull a parameter back (true of weight
+      decay too), so it is an upper estimate.
+
+    Args:
+        model: the model, or the wrapper that ``make_private`` returned
+        optimizer: the DP optimizer, as ``make_private`` returned it
+        shares: by name of a parameter ``[rows, *]``, the shares ``[rows]`` of samples
+            that use each row, see :func:`token_shares`; for positions, the share of
+            samples of at least that length
+        scale: "step" or "run"
+        steps: of the run, for "run"
+        floor: the least share counted, so that p_i = 0 stays finite; by default the
+            smallest positive share of the table (a token that was never seen is as rare
+            as the rarest that was)
+        cap: the largest error returned
+
+    Returns:
+        By the model's names of parameters: a scalar, or ``[rows]`` where there are
+        shares. Squared, they are the variances that
+        ``opacus_ext.re_attention.moments`` takes.
+
+    Raises:
+        ValueError: for unknown names or scales, shares of a wrong length or outside
+            [0, 1], no positive share, "run" without steps, an optimizer whose steps
+            are not known
+        TypeError: for an optimizer without noise
+
+    Example:
+        >>> from opacus.optimizers import DPOptimizer
+        >>> model = nn.Embedding(3, 4)
+        >>> sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> private = DPOptimizer(
+        ...     sgd, noise_multiplier=2.0, max_grad_norm=1.0, expected_batch_size=10
+        ... )
+        >>> effective_errors(model, private)
+        {'weight': tensor(0.2000)}
+        >>> effective_errors(model, private, {"weight": torch.tensor([0.0, 0.1, 1.0])})
+        {'weight': tensor([2.0000, 2.0000, 0.2000])}
+        >>> effective_errors(model, private, scale="run", steps=100)
+        {'weight': tensor(0.2000)}
+    """
+    if scale not in SCALES:
+        raise Refused(f"scale must be one of {SCALES}, not {scale!r}.")
+    if scale == "run" and (steps is None or steps < 0):
+        raise Refused('scale="run" needs the number of steps.')
+    while (inner := inside(model)) is not None:
+        model = inner
+    params = dict(model.named_parameters())
+    shares = dict(shares or {})
+    if unknown := sorted(set(shares) - set(params)):
+        raise Refused(f"shares for {unknown}; the parameters are {list(params)}.")
+
+    noise = gradient_noise(optimizer)
+    groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+    errors = {}
+    for name, p in params.items():
+        rows = _checked_shares(name, p, shares[name], floor) if name in shares else None
+        if not p.requires_grad or id(p) not in groups:
+            error = torch.zeros((), device=p.device)
+        else:
+            error = torch.tensor(noise, device=p.device)
+            if scale == "run":
+                by_row = rows is not None
+                error = error * _travel(optimizer, groups[id(p)], p, steps, by_row)
+        if rows is not None:
+            error = error / rows
+        errors[name] = error if cap is None else error.clamp(max=cap)
+    return errors
+
+
+def inside(model: nn.Module) -> Optional[nn.Module]:
+    """The model in a wrapper of Opacus, its handle or a distributed wrapper."""
+    if hasattr(model, "_module"):
+        return model._module
+    wrapped = (nn.parallel.DistributedDataParallel, DPDDP)
+    return model.module if isinstance(model, wrapped) else None
+
+
+def _checked_shares(
+    name: str, p: Tensor, given: Tensor, floor: Optional[float]
+) -> Tensor:
+    shares = given.detach().to(p.device, torch.float32)
+    if shares.shape != p.shape[:1]:
+        raise Refused(
+            f"{name} {list(p.shape)} needs {p.shape[0]} shares, got "
+            f"{list(given.shape)}."
+        )
+    if not bool(((shares >= 0) & (shares <= 1)).all()):
+        raise Refused(f"The shares of {name} must lie between 0 and 1.")
+    if floor is None:
+        positive = shares[shares > 0]
+        if not len(positive):
+            raise Refused(f"No share of {name} is positive; pass floor.")
+        floor = float(positive.min())
+    elif not 0 < floor <= 1:
+        raise Refused(f"floor must lie in (0, 1], not {floor}.")
+    return shares.clamp(min=floor)
+
+
+def _travel(
+    optimizer: Any, group: Dict[str, Any], p: Tensor, steps: int, by_row: bool
+) -> Tensor:
+    """How far noise of std 1 in each gradient moves a parameter over the run."""
+    inner = getattr(optimizer, "original_optimizer", optimizer)
+    lr = float(group["lr"])
+    if isinstance(inner, torch.optim.SGD):
+        if group["momentum"] and group["dampening"]:
+            raise Refused('scale="run" does not know SGD with dampening.')
+        r = torch.arange(1, steps + 1, dtype=torch.float64)
+        m, r = group["momentum"], r + bool(group["nesterov"])
+        factors = (1 - m**r) / (1 - m) if m < 1 else r
+        if not m:
+            factors = torch.ones_like(r)
+        travel = lr * factors.square().sum().sqrt()
+    elif isinstance(inner, (torch.optim.Adam, torch.optim.AdamW)):
+        state = inner.state.get(p)
+        if not state:
+            raise Refused('scale="run" with Adam needs a step to have been made.')
+        v = state.get("max_exp_avg_sq", state["exp_avg_sq"]).detach().double()
+        v = v / (1 - float(group["betas"][1]) ** float(state["step"]))
+        squares = (1 / (v.sqrt() + group["eps"])).square()
+        squares = squares.flatten(1).mean(1) if by_row else squares.mean()
+        travel = lr * math.sqrt(steps) * squares.sqrt()
+    else:
+        raise Refused(
+            f'scale="run" knows SGD, Adam and AdamW, not {type(inner).__name__}.'
+        )
+    return travel.to(p.device, torch.float32)
+
+
+def token_shares(
+    sequences: Sequence[Tensor],
+    vocabulary: int,
+    *,
+    source: str,
+    max_tokens: Optional[int] = None,
+    noise_multiplier: Optional[float] = None,
+    accountant: Any = None,
+    padding_idx: Optional[int] = 0,
+    generator: Optional[torch.Generator] = None,
+) -> Tensor:
+    """
+    p_i: the share of *sequences* that contain token i, ``[vocabulary]``.
+
+    The paper calls it the frequency of the token, but claim 5.4 is derived (C.3) for
+    the chance that a sequence contains it, not for the share among all tokens. It
+    depends on the data, and the paper assumes it to be public (remark C.1). Where a
+    public table exists (an earlier release, another population), pass that to
+    :func:`effective_errors` and do without this function. Otherwise ``source``:
+
+    - "private": the Gaussian mechanism on the counts. Adding or removing one sequence
+      changes the number of sequences and the counts of its distinct tokens by 1 each.
+      With at most L = ``max_tokens`` of them (the last L; earlier ones aren't counted)
+      this is a sensitivity of sqrt(L + 1) in L2, and noise of std
+      ``noise_multiplier * sqrt(L + 1)`` is added. It is recorded in the accountant as a
+      step with that multiplier and a sample rate of 1. What follows is post-processing:
+      counts below the std of the noise, which can't be told from 0, become that std,
+      and shares above 1 become 1. The paper expects high accuracy at a tiny budget
+      (remark C.1). That holds for tokens that occur in many more sequences than the
+      std; all others get the same share. A smaller L lowers the noise.
+    - "exact": the counts as they are. This spends privacy that no accountant sees, and
+      says so in a warning.
+
+    Pass sequences as training sees them: cut to the same length. Call it once.
+    Choosing the noise of the training by ``make_private_with_epsilon`` ignores what has
+    been spent before, so leave a part of the budget for it.
+
+    Args:
+        sequences: token ids, one tensor ``[T]`` for each sequence, or ``[N, T]``
+        vocabulary: number of tokens, as in the embedding
+        source: "private" or "exact"
+        max_tokens: the most distinct tokens of a sequence that are counted, L
+        noise_multiplier: for "private"; 20 costs an epsilon of about 0.2 by itself, at
+            a delta of 1e-5
+        accountant: for "private", of Opacus: RDP or PRV; "gdp" can't take steps that
+            differ
+        padding_idx: not counted, its share is 0; None if there is no padding
+        generator: for the noise, which is drawn in float64 without protection from
+            attacks on floating-point numbers; whoever knows the seed knows the noise
+
+    Raises:
+        ValueError: for another source, ids outside the vocabulary, "private" without
+            its arguments
+
+    Warns:
+        UserWarning: for "exact"
+
+    Example:
+        >>> from opacus.accountants import RDPAccountant
+        >>> accountant = RDPAccountant()
+        >>> shares = token_shares(
+        ...     torch.tensor([[1, 2, 2], [1, 0, 0]]), 4, source="private",
+        ...     max_tokens=3, noise_multiplier=20.0, accountant=accountant,
+        ... )
+        >>> shares.shape, accountant.history
+        (torch.Size([4]), [(20.0, 1.0, 1)])
+    """
+    if source not in ("private", "exact"):
+        raise Refused(f'source must be "private" or "exact", not {source!r}.')
+    private = source == "private"
+    if private:
+        _check_release(max_tokens, noise_multiplier, accountant)
+    else:
+        warnings.warn(
+            "Token shares are taken from the data as they are. What is trained with "
+            "them is not covered by the privacy guarantee, unless they are public. "
+            'source="private" releases them within it.',
+            stacklevel=2,
+        )
+    counts = torch.zeros(vocabulary, dtype=torch.float64)
+    for ids in sequences:
+        tokens = _distinct(ids, padding_idx)
+        if max_tokens is not None:
+            tokens = tokens[len(tokens) - min(max_tokens, len(tokens)) :]
+        if tokens and not 0 <= min(tokens) <= max(tokens) < vocabulary:
+            raise Refused(
+                f"Token ids {min(tokens)} to {max(tokens)} in a vocabulary of "
+                f"{vocabulary}."
+            )
+        counts[tokens] += 1
+    total = torch.tensor(float(len(sequences)), dtype=torch.float64)
+
+    if private:
+        _record(accountant, noise_multiplier)
+        std = noise_multiplier * math.sqrt(max_tokens + 1)
+        noise = torch.randn(vocabulary + 1, dtype=torch.float64, generator=generator)
+        counts = (counts + std * noise[1:]).clamp(min=max(std, 1.0))
+        total = total + std * noise[0]
+    shares = (counts / total.clamp(min=1)).clamp(max=1).float()
+    if padding_idx is not None:
+        shares[padding_idx] = 0
+    return shares
+
+
+def _check_release(
+    max_tokens: Optional[int], noise_multiplier: Optional[float], accountant: Any
+) -> None:
+    if accountant is None or not (max_tokens or 0) > 0 or not noise_multiplier:
+        raise Refused(
+            'source="private" needs max_tokens, a positive noise_multiplier and the '
+            "accountant of the run, as PrivacyEngine has it."
+        )
+    if not noise_multiplier > 0:
+        raise Refused(f"noise_multiplier must be positive, not {noise_multiplier}.")
+
+
+def _record(accountant: Any, noise_multiplier: float) -> None:
+    history = list(accountant.history)
+    try:
+        accountant.step(noise_multiplier=noise_multiplier, sample_rate=1.0)
+    except ValueError:
+        accountant.history = history  # "gdp" drops a run's cost when it refuses
+        raise
+
+
+def _distinct(ids: Tensor, padding_idx: Optional[int]) -> List[int]:
+    """The distinct tokens of a sequence, by their last occurrence."""
+    latest = list(dict.fromkeys(reversed(torch.as_tensor(ids).tolist())))
+    return [token for token in reversed(latest) if token != padding_idx]

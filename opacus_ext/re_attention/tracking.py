@@ -1,0 +1,559 @@
+"""The errors of a model in private training, tracked in each of its forward passes."""
+
+from __future__ import annotations
+
+import inspect
+import threading
+import warnings
+import weakref
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Set, Union
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from opacus_ext.grad_sample.modes.common import engine_of
+from opacus_ext.grad_sample.samplewise.checkpoint import arguments_of
+from opacus_ext.grad_sample.samplewise.functorch import checkpoints
+from opacus_ext.re_attention.effective import (
+    SCALES,
+    effective_errors,
+    gradient_noise,
+    inside,
+)
+from opacus_ext.re_attention.propagation import NOTES, Lost, Propagation, quietly
+from opacus_ext.refused import Refused
+
+PREFIX = "re_attention."
+PLACES = ("logits", "scores")
+
+_local = threading.local()
+# Attention modules that were corrected, and by whom.
+_corrected: "weakref.WeakKeyDictionary[nn.Module, ErrorTracker]"
+_corrected = weakref.WeakKeyDictionary()
+
+
+def track_errors(
+    model: nn.Module,
+    optimizer: Any = None,
+    shares: Union[None, Tensor, Mapping[str, Tensor]] = None,
+    *,
+    where: str = "logits",
+    cap: Optional[float] = 1.0,
+    evaluate: bool = True,
+    scale: str = "step",
+    steps: Optional[int] = None,
+    floor: Optional[float] = None,
+) -> "ErrorTracker":
+    """
+    Turns Re-Attention on: one call after ``make_private``.
+
+    From then on every forward pass of the model tracks the error that the noise of
+    DP-SGD makes, from the parameters to the keys of each attention, and attention that
+    asks for it is corrected: :func:`opacus_ext.layers.re_attention`, ``SelfAttention``
+    and ``DPFormer``, and any model of transformers after
+    ``model.set_attn_implementation("re_attention")``. The noise multiplier, clipping
+    norm and batch size are the optimizer's, at each step anew. What is computed for a
+    sample depends on that sample only, so gradients stay exact in every mode.
+
+    The shares and the noise become part of the model's ``state_dict`` (keys that begin
+    with "re_attention."), so that they are in every checkpoint. A model that is not
+    tracked refuses these keys: without the correction it would be another function.
+    Call this function first, or ``detach`` before saving.
+
+    Args:
+        model: the model, or the wrapper that ``make_private`` returned
+        optimizer: the DP optimizer, as ``make_private`` returned it; None to evaluate a
+            model with the noise of a checkpoint that is loaded afterwards
+        shares: by name of a parameter the shares p_i of samples that use its rows, see
+            :func:`~opacus_ext.re_attention.token_shares`; a tensor if there is one
+            embedding
+            with that many rows. Without it all tokens have the same error
+        where: "logits": <q, k> / sqrt(d) - |q|^2 sigma^2 / (2 d), before the softmax,
+            so that weights sum to 1; "scores": the weights after the softmax are
+            divided by exp(|q|^2 sigma^2 / (2 d)) and not normalised again, the paper to
+            the letter
+        cap: the most a key's variance may be in terms of the mean square of the key's
+            elements: what is seen has the error in it and can't well be smaller. None
+            for no bound
+        evaluate: whether ``model.eval()`` keeps the correction
+        scale: what the error means, see
+            :func:`~opacus_ext.re_attention.effective_errors`
+        steps: for ``scale="run"``; by default Adam's steps so far
+        floor: the least share counted
+
+    Returns:
+        The tracker: ``enabled`` and ``evaluate`` may be set at any time, ``detach``
+        ends it.
+
+    Raises:
+        ValueError: for unknown options or names, or a model that is tracked already
+        TypeError: for an optimizer without noise
+
+    Example:
+        >>> from opacus.optimizers import DPOptimizer
+        >>> from opacus_ext.models import DPFormer
+        >>> model = DPFormer(num_items=3, max_len=8, dropout=0.0)
+        >>> _ = nn.init.normal_(model.embedding.weight)
+        >>> adam = torch.optim.Adam(model.parameters())
+        >>> private = DPOptimizer(
+        ...     adam, noise_multiplier=1.0, max_grad_norm=1.0, expected_batch_size=10
+        ... )
+        >>> ids = torch.tensor([[1, 2, 3]])
+        >>> plain = model(ids)
+        >>> shares = torch.tensor([0.0, 0.9, 0.1, 0.5])
+        >>> tracker = track_errors(model, private, shares)
+        >>> torch.equal(plain, model(ids))
+        False
+        >>> tracker.detach()
+        >>> torch.equal(plain, model(ids))
+        True
+    """
+    return ErrorTracker(
+        model,
+        optimizer,
+        shares,
+        where=where,
+        cap=cap,
+        evaluate=evaluate,
+        scale=scale,
+        steps=steps,
+        floor=floor,
+    )
+
+
+class ErrorTracker:
+    """
+    See :func:`track_errors`.
+
+    Attributes:
+        enabled: whether it acts at all
+        evaluate: whether it acts in evaluation
+        where: "logits" or "scores"
+        cap: the most a key's variance may be, in terms of the key's mean square
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Any,
+        shares: Union[None, Tensor, Mapping[str, Tensor]],
+        *,
+        where: str,
+        cap: Optional[float],
+        evaluate: bool,
+        scale: str,
+        steps: Optional[int],
+        floor: Optional[float],
+    ):
+        if where not in PLACES:
+            raise Refused(f"where must be one of {PLACES}, not {where!r}.")
+        if scale not in SCALES:
+            raise Refused(f"scale must be one of {SCALES}, not {scale!r}.")
+        if cap is not None and not cap > 0:
+            raise Refused(f"cap must be positive or None, not {cap}.")
+        while (inner := inside(model)) is not None:
+            model = inner
+        if tracker_of(model) is not None:
+            raise Refused(
+                "The errors of this model are tracked already; detach that tracker "
+                "first."
+            )
+        self.where, self.cap, self.evaluate, self.enabled = where, cap, evaluate, True
+        self._model = weakref.ref(model)
+        self._optimizer = optimizer
+        self._options = {"scale": scale, "floor": floor}
+        self._steps = steps
+        self._shares = _by_name(model, shares)
+        self._noise = None if optimizer is None else gradient_noise(optimizer)
+        self._errors: Dict[str, Tensor] = {}
+        self._state: Any = None
+        self._checked = False
+        self._usual = 0  # attentions in the latest forward pass
+        if optimizer is not None:
+            self._variances(model)  # what can't be used is refused here
+        self._place = weakref.ref(_Tracked(self, model))  # the model keeps it
+        self._handles = [
+            model.register_state_dict_post_hook(partial(self._save)),
+            model._register_load_state_dict_pre_hook(self._load),
+        ]
+        model._opacus_ext_errors = self
+
+    def detach(self) -> None:
+        """Ends the tracking: the model is as it was before."""
+        for handle in self._handles:
+            handle.remove()
+        if (place := self._place()) is not None:
+            place.remove()
+        if (model := self._model()) is not None:
+            vars(model).pop("_opacus_ext_errors", None)
+        for module, tracker in list(_corrected.items()):
+            if tracker is self:
+                del _corrected[module]
+
+    def acts(self, training: bool) -> bool:
+        """Whether attention is corrected."""
+        return self.enabled and (training or self.evaluate)
+
+    def errors(self) -> Dict[str, Tensor]:
+        """The effective errors at this moment, by names of parameters."""
+        model = self._model()
+        if self._optimizer is None or model is None:
+            raise Refused("There is no model in training whose errors are tracked.")
+        options = dict(self._options, shares=self._shares)
+        if options["scale"] == "run":
+            options["steps"] = self._steps_made()
+            if options["steps"] == 0:
+                zeros = {n: p.new_zeros(()) for n, p in model.named_parameters()}
+                return zeros
+        return effective_errors(model, self._optimizer, **options)
+
+    def _steps_made(self) -> int:
+        if self._steps is not None:
+            return self._steps
+        inner = getattr(self._optimizer, "original_optimizer", self._optimizer)
+        made = [state["step"] for state in inner.state.values() if "step" in state]
+        if not made and not isinstance(inner, (torch.optim.Adam, torch.optim.AdamW)):
+            raise Refused(
+                f'scale="run" needs steps with {type(inner).__name__}, which does not '
+                "count them."
+            )
+        return int(made[0]) if made else 0
+
+    def _variances(self, model: nn.Module) -> Dict[str, Tensor]:
+        """Of the parameters, computed again only where something has changed."""
+        trained = self._model()
+        if self._optimizer is not None:
+            if trained is None:
+                return self._errors  # a copy has outlived the model
+            self._noise = gradient_noise(self._optimizer)
+            state: Any = self._noise, [p.requires_grad for p in trained.parameters()]
+            if self._options["scale"] == "run":
+                state = object()
+        else:
+            if self._noise is None:
+                raise Refused(
+                    "No noise is known: pass the optimizer to track_errors, or load a "
+                    "state_dict of a tracked model."
+                )
+            if self._options["scale"] == "run":
+                raise Refused(
+                    'scale="run" needs the optimizer: pass it to track_errors.'
+                )
+            state = self._noise, None
+        if state != self._state:
+            if self._optimizer is None:
+                found = effective_errors(
+                    model, _Noise(self._noise, model), self._shares
+                )
+            else:
+                found = self.errors()
+            self._errors = {
+                name: error.square().reshape(-1, 1) if error.dim() else error.square()
+                for name, error in found.items()
+            }
+            self._state = state
+        return self._errors
+
+    # -- the model's forward -------------------------------------------------------
+
+    def forward(self, model: nn.Module, plain: Callable[..., Any]) -> Any:
+        """The model's own forward, with its errors tracked."""
+        if not self.acts(model.training):
+            with tracked(None):
+                return plain()
+        known = self._variances(model)
+        params = {
+            id(p): known[n].to(p.device, torch.promote_types(p.dtype, torch.float32))
+            for n, p in model.named_parameters()
+            if n in known
+        }
+        mode = Tracking(self, params)
+        with tracked(mode):
+            output = plain()
+        if not _stack():  # what the user gets, and may save, has no notes on it
+            outs = list(output.values()) if isinstance(output, Mapping) else output
+            for x in outs if isinstance(outs, (tuple, list)) else [output]:
+                _clean(x)
+        self._usual = len(mode.asked)
+        self._check(model, mode.asked)
+        return output
+
+    def _check(self, model: nn.Module, asked: List[Optional[nn.Module]]) -> None:
+        if not asked:
+            raise Refused(
+                "The errors of this model are tracked, but no attention asked for "
+                "them. Models of transformers need "
+                'set_attn_implementation("re_attention") (those that compute attention '
+                "in code of their own ignore it, and can't be corrected), others "
+                "opacus_ext.layers.re_attention in place of "
+                "scaled_dot_product_attention."
+            )
+        if not self._checked and None not in asked:
+            self._checked = True
+            left = _attentions(model, {type(each) for each in asked})
+            if left:
+                warnings.warn(
+                    f"No attention of {', '.join(left)} was corrected in the first "
+                    "forward pass: it was not used, or does not ask for it."
+                )
+
+    def key_variance(
+        self, mode: "Tracking", key: Tensor, module: Optional[nn.Module]
+    ) -> Tensor:
+        """The variance ``[*, U, 1]`` of keys."""
+        mode.asked.append(module)
+        spread = mode.of(key)
+        if len(mode.asked) == self._usual:
+            # The last one as it seems. Should there be more, what is put off is made.
+            mode.later = True
+        name = "an attention" if module is None else type(module).__name__
+        if spread is None or isinstance(spread, Lost):
+            operation = (
+                "" if spread is None else f" by the operation {spread.operation!r}"
+            )
+            raise Refused(
+                f"{name}: the errors of keys {list(key.shape)} can't be tracked: they "
+                f"are lost on the way{operation or ' (no operation led to them)'}. Add "
+                "a rule with opacus_ext.re_attention.register_propagation, or use "
+                "another attention."
+            )
+        if module is not None:
+            _corrected[module] = self
+        with quietly(key):
+            return spread.token()
+
+    # -- state ---------------------------------------------------------------------
+
+    def state_dict(self) -> Dict[str, Tensor]:
+        """What the model's ``state_dict`` has of it: the noise and the shares."""
+        if self._optimizer is not None:
+            self._noise = gradient_noise(self._optimizer)
+        noise = float("nan") if self._noise is None else self._noise
+        state = {"noise": torch.tensor(noise, dtype=torch.float64)}
+        return {**state, **{f"shares.{n}": s for n, s in self._shares.items()}}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Takes shares from a checkpoint, and the noise if there is no optimizer."""
+        shares = {n[7:]: s for n, s in state.items() if n.startswith("shares.")}
+        if shares:
+            self._shares = shares
+        if "noise" in state and self._optimizer is None:
+            self._noise = float(state["noise"])
+        self._state = None
+
+    def _save(self, module: nn.Module, state: Any, prefix: str, metadata: Any) -> None:
+        for name, value in self.state_dict().items():
+            state[prefix + PREFIX + name] = value
+
+    def _load(self, state: Any, prefix: str, *args: Any) -> None:
+        start = prefix + PREFIX
+        names = [name for name in state if name.startswith(start)]
+        if names:
+            self.load_state_dict({n[len(start) :]: state.pop(n) for n in names})
+
+    def __deepcopy__(self, memo: Any) -> "ErrorTracker":
+        # A copied model errs as the one in training does.
+        return self
+
+    def __getstate__(self) -> Dict[str, Any]:
+        raise TypeError(
+            "A model whose errors are tracked can't be pickled; save its state_dict, "
+            "or detach the tracker first."
+        )
+
+
+class _Noise:
+    """An optimizer's noise after the optimizer: all parameters were trained."""
+
+    loss_reduction, max_grad_norm, expected_batch_size = "mean", 1.0, 1
+
+    def __init__(self, noise: float, model: nn.Module):
+        self.noise_multiplier = noise
+        self.param_groups = [{"params": list(model.parameters())}]
+
+
+def tracker_of(model: nn.Module) -> Optional[ErrorTracker]:
+    """The tracker of a model, if its errors are tracked."""
+    while (inner := inside(model)) is not None:
+        model = inner
+    return getattr(model, "_opacus_ext_errors", None)
+
+
+class Tracking(Propagation):
+    """
+    The propagation of one forward pass.
+
+    Args:
+        tracker: of the model
+        errors: see :class:`~opacus_ext.re_attention.propagation.Propagation`
+
+    Attributes:
+        asked: the attentions that were corrected
+    """
+
+    def __init__(self, tracker: ErrorTracker, errors: Mapping[int, Tensor]):
+        super().__init__(errors)
+        self.tracker = tracker
+        self.asked: List[Optional[nn.Module]] = []
+
+    def checkpoint(
+        self, checkpoint: Callable, function: Callable, *args: Any, **settings: Any
+    ) -> Any:
+        """
+        Activation checkpointing: what is known of the block's inputs goes into it, and
+        errors are tracked again where it is computed again.
+        """
+        function, args, kwargs, settings = arguments_of(function, args, settings)
+        notes = [_note(x) for x in _tensors(args, kwargs)]
+        found: List[Any] = []
+
+        def block(*args: Any, **kwargs: Any) -> Any:
+            for x, note in zip(_tensors(args, kwargs), notes):
+                if note is not None:
+                    x._spread, x._which = note
+            if active() is self:
+                output = function(*args, **kwargs)
+                found[:] = [_note(x) for x in _tensors(output)]
+                return output
+            self.later = False
+            with tracked(self):
+                return function(*args, **kwargs)
+
+        output = checkpoint(partial(block, **kwargs), *args, **settings)
+        for x, note in zip(_tensors(output), found):
+            if note is not None:
+                x._spread, x._which = note
+        found.clear()
+        return output
+
+
+def _tensors(args: Any, kwargs: Mapping[str, Any] = {}) -> List[Tensor]:
+    leaves = tree_leaves((args, [kwargs[name] for name in sorted(kwargs)]))
+    return [x for x in leaves if isinstance(x, Tensor)]
+
+
+def _note(x: Tensor) -> Any:
+    known = getattr(x, "_spread", None)
+    return None if known is None else (known, getattr(x, "_which", 0))
+
+
+class _Tracked:
+    """
+    In the place of a model's own ``forward``, inside of what runs it sample by sample.
+    """
+
+    not_compiled = "Re-Attention follows errors from its parameters to its keys"
+
+    def __init__(self, tracker: ErrorTracker, model: nn.Module):
+        self.tracker: Optional[ErrorTracker] = tracker
+        self.model = model
+        self.__signature__ = inspect.signature(model.forward)
+        engine = engine_of(model)
+        if engine is not None:
+            self.before, engine.own = engine.own, self
+        else:
+            self.before = vars(model).get("forward")
+            model.forward = self
+
+    def plain(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's own forward."""
+        if self.before is not None:
+            return self.before(*args, **kwargs)
+        return type(self.model).forward(self.model, *args, **kwargs)
+
+    @torch.compiler.disable
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        plain = partial(self.plain, *args, **kwargs)
+        return (
+            plain() if self.tracker is None else self.tracker.forward(self.model, plain)
+        )
+
+    def remove(self) -> None:
+        """Gives the model its forward back, or passes on if that has been wrapped."""
+        self.tracker = None
+        engine = engine_of(self.model)
+        if engine is not None and engine.own is self:
+            engine.own = self.before
+        elif vars(self.model).get("forward") is self:
+            del self.model.forward
+            if self.before is not None:
+                self.model.forward = self.before
+
+
+@contextmanager
+def tracked(mode: Optional[Tracking]) -> Iterator[None]:
+    """Errors are tracked within; with None they are not, whatever is around it."""
+    stack = _stack()
+    stack.append(mode)
+    try:
+        with ExitStack() as contexts:
+            if mode is not None:
+                contexts.enter_context(checkpoints(mode.checkpoint))
+                contexts.enter_context(mode)
+            yield
+    finally:
+        stack.pop()
+
+
+def active() -> Optional[Tracking]:
+    """The propagation of the forward pass that runs, if errors are tracked in it."""
+    stack = _stack()
+    return stack[-1] if stack else None
+
+
+@torch.compiler.assume_constant_result  # what is tracked is not compiled
+def corrected_by(module: Optional[nn.Module]) -> Optional[ErrorTracker]:
+    """Who has corrected this attention and would do so now."""
+    tracker = None if module is None else _corrected.get(module)
+    return tracker if tracker and tracker.acts(module.training) else None
+
+
+def _stack() -> List[Optional[Tracking]]:
+    """Of the tracked models in whose forward passes this thread is."""
+    return vars(_local).setdefault("stack", [])
+
+
+def _clean(x: Any) -> None:
+    if isinstance(x, Tensor):
+        for name in NOTES:
+            vars(x).pop(name, None)
+
+
+def _attentions(model: nn.Module, corrected: Set[type]) -> List[str]:
+    """Classes of modules that seem to be attention and are not among these."""
+    found = {}
+    for module in model.modules():
+        inner = list(module.modules())[1:]
+        if any("Attention" in type(each).__name__ for each in inner):
+            continue  # the inner ones count
+        if "Attention" in type(module).__name__ and type(module) not in corrected:
+            found[type(module).__name__] = None
+    return list(found)
+
+
+def _by_name(
+    model: nn.Module, shares: Union[None, Tensor, Mapping[str, Tensor]]
+) -> Dict[str, Tensor]:
+    if shares is None:
+        return {}
+    if not isinstance(shares, Tensor):
+        return {name: table.detach() for name, table in shares.items()}
+    found = {
+        id(m.weight): f"{n}.weight" if n else "weight"
+        for n, m in model.named_modules()
+        if isinstance(m, nn.Embedding) and m.num_embeddings == len(shares)
+    }
+    if len(found) != 1:
+        names = [
+            f"{n}.weight"
+            for n, m in model.named_modules()
+            if isinstance(m, nn.Embedding)
+        ]
+        raise Refused(
+            f"{len(shares)} shares belong to one embedding of as many rows, and the "
+            f"model has {len(found)}. Pass them by name; the embeddings are {names}."
+        )
+    return {next(iter(found.values())): shares.detach()}

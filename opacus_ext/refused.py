@@ -1,0 +1,50 @@
+"""The one exception of the package."""
+
+from __future__ import annotations
+
+from typing import Any, Optional
+
+
+class Refused(ValueError, RuntimeError):
+    """
+    What can't be had exactly, or not at all: nothing has been changed, or all of it was
+    put back. It is a ValueError and a RuntimeError, so that handlers of either work.
+
+    Args:
+        reason: what was met, with its module or argument and the shape or value
+        module: the module that can't be trained, by name and class, if it is one
+        parameter: the parameter or argument that is meant, by name, if it is one
+        remedy: what to do about it, a sentence or more
+
+    Attributes:
+        reason: see above, as are ``module``, ``parameter`` and ``remedy``
+
+    Example:
+        >>> from opacus_ext import Refused
+        >>> try:
+        ...     raise Refused("sigma is -1.", parameter="sigma", remedy="Take 1.")
+        ... except ValueError as error:
+        ...     print(error, error.parameter)
+        sigma is -1. Take 1. sigma
+    """
+
+    def __init__(
+        self,
+        reason: str = "",
+        *,
+        module: Optional[str] = None,
+        parameter: Optional[str] = None,
+        remedy: Optional[str] = None,
+    ):
+        super().__init__(f"{reason} {remedy}" if remedy else reason)
+        self.reason, self.remedy = reason, remedy
+        self.module, self.parameter = module, parameter
+
+    def __reduce__(self) -> Any:
+        return _restored, (self.reason, self.module, self.parameter, self.remedy)
+
+
+def _restored(
+    reason: str, module: Optional[str], parameter: Optional[str], remedy: Optional[str]
+) -> Refused:
+    return Refused(reason, module=module, parameter=parameter, remedy=remedy)

@@ -1,0 +1,206 @@
+import json
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from opacus_ext.planner import measure as module
+from opacus_ext.planner.families import Family, byte_transformers, find_family
+from opacus_ext.planner.measure import measure
+from opacus_ext.planner.measurements import Measurements
+
+TEXT = b"To be, or not to be: that is the question. " * 20
+GRID = dict(ratios=[0, 0.1], steps=4, every=2, batch_size=4, progress=False)
+
+
+def family(sizes=("8x1", "16x1")):
+    return byte_transformers(TEXT, 8, sizes)
+
+
+def test_every_cell_is_measured_at_several_steps(tmp_path):
+    runs = measure(
+        family(), tmp_path / "runs.jsonl", learning_rates=[0.01, 0.1], **GRID
+    )
+    assert len(runs) == 2 * 2 * 2
+    np.testing.assert_array_equal(np.unique(runs.steps), [2, 4])
+    expected = [
+        sum(p.numel() for p in family().build(s).parameters()) for s in family().sizes
+    ]
+    np.testing.assert_array_equal(runs.sizes, expected)
+    assert runs.tokens == 8 and runs.batch_size == 4
+    assert (runs.loss < 7).all()  # log 257 is 5.5
+
+
+@pytest.mark.parametrize("cut", [1, 40])  # the end of the line; within it
+def test_a_line_that_was_cut_off_is_no_obstacle(cut, tmp_path):
+    path = tmp_path / "runs.jsonl"
+    whole = measure(family(), path, **GRID)
+    path.write_text(path.read_text()[:-cut])
+    again = measure(family(), path, **GRID)
+    np.testing.assert_array_equal(whole.loss, again.loss)
+    more = {**GRID, "ratios": [0, 0.1, 0.2]}
+    path.write_text(path.read_text()[:-cut])
+    assert len(measure(family(), path, **more)) == 6
+    assert len(path.read_text().splitlines()) == 6
+
+
+def test_what_cannot_be_written_is_not_trained(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "train", lambda *_: pytest.fail("trained"))
+    with pytest.raises(OSError):
+        measure(family(), tmp_path / "nowhere" / "runs.jsonl", **GRID)
+
+
+def test_stopped_it_goes_on_where_it_was(tmp_path, monkeypatch):
+    path = tmp_path / "runs.jsonl"
+    whole = measure(family(), path, **GRID)
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join(lines[:3]) + "\n")
+    trained = []
+    real = module.train
+
+    def counted(family, run, bar):
+        trained.append((run["size"], run["ratio"]))
+        real(family, run, bar)
+
+    monkeypatch.setattr(module, "train", counted)
+    again = measure(family(), path, **GRID)
+    assert trained == [("16x1", 0.1)]
+    np.testing.assert_allclose(again.loss, whole.loss)  # a seed fixes a run
+    measure(family(), path, **GRID)
+    assert len(trained) == 1
+    measure(family(), path, **{**GRID, "seed": 1})
+    assert len(trained) == 5  # another seed makes other runs
+    measure(family(), path, **{**GRID, "every": 1})
+    assert len(trained) == 9  # and so does whatever else changes a run
+    other = byte_transformers(TEXT[::-1], 8, family().sizes)
+    measure(other, path, **GRID)
+    assert len(trained) == 13
+    same = {"cpu_seconds"}
+    for old, new in zip(lines, path.read_text().splitlines()):
+        old, new = json.loads(old), json.loads(new)
+        assert all(old[k] == new[k] for k in old if k not in same)
+
+
+class Nothing(nn.Module):
+    """Its loss has no gradient: what a step sees is noise."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(100, 200)
+
+    def forward(self, x):
+        return 0.0 * self.head(x)
+
+
+class Total(nn.Module):
+    reduction = "mean"
+
+    def forward(self, outputs, targets):
+        loss = 1.0 + outputs.sum(1)
+        return loss.mean() if self.reduction == "mean" else loss
+
+
+def test_the_ratio_is_the_std_of_the_noise_in_the_mean_gradient(tmp_path, monkeypatch):
+    data = TensorDataset(torch.randn(19, 100), torch.zeros(19))
+    quiet = Family("nothing", ["only"], lambda size: Nothing(), data, Total(), 1)
+    seen = []
+    step = torch.optim.Adam.step
+
+    def watched(self, *args, **kwargs):
+        seen.append(self.param_groups[0]["params"][0].grad.std().item())
+        return step(self, *args, **kwargs)
+
+    monkeypatch.setattr(torch.optim.Adam, "step", watched)
+    settings = dict(steps=2, every=1, progress=False)
+    for batch_size, bound in ((4, 0.1), (8, 5.0)):
+        seen.clear()
+        path = tmp_path / f"{batch_size}.jsonl"
+        measure(
+            quiet,
+            path,
+            ratios=[0.25],
+            batch_size=batch_size,
+            max_grad_norm=bound,
+            **settings,
+        )
+        # 20,000 numbers: their std is known to half a percent.
+        np.testing.assert_allclose(seen, 0.25, rtol=0.03)
+
+
+def test_a_run_that_diverges_has_what_came_before(tmp_path):
+    class Diverging(Total):
+        calls = 0
+
+        def forward(self, outputs, targets):
+            Diverging.calls += 1
+            loss = super().forward(outputs, targets)
+            return loss * (float("nan") if Diverging.calls > 6 else 1.0)
+
+    data = TensorDataset(torch.randn(16, 100), torch.zeros(16))
+    grows = Family("grows", ["only"], lambda size: Nothing(), data, Diverging(), 1)
+    runs = measure(
+        grows,
+        tmp_path / "r",
+        ratios=[0],
+        steps=20,
+        every=2,
+        batch_size=4,
+        progress=False,
+    )
+    assert 0 < len(runs.loss) < 10
+
+
+@pytest.mark.parametrize(
+    "changed, message",
+    [
+        (dict(sizes=["99x1"]), "has the sizes"),
+        (dict(ratios=[]), "at least"),
+        (dict(ratios=[-1]), "ratios must be 0 or more"),
+        (dict(ratios=[float("nan")]), "ratios must be 0 or more"),
+        (dict(learning_rates=[0.0]), "above 0"),
+        (dict(steps=1), "no fewer than"),
+        (dict(batch_size=1000), "fewer than a batch"),
+    ],
+)
+def test_bad_grids_are_refused_before_a_run(tmp_path, changed, message):
+    path = tmp_path / "runs.jsonl"
+    with pytest.raises(ValueError, match=message):
+        measure(family(), path, **{**GRID, **changed})
+    assert not path.exists()
+
+
+def own_family(text=None):
+    return family(("8x1",))
+
+
+def no_family():
+    return 3
+
+
+def test_families_are_found_by_name(tmp_path):
+    here = "tests.planner.measure_test"
+    assert find_family(f"{here}:own_family").sizes == ("8x1",)
+    with pytest.raises(ValueError, match="not a Family"):
+        find_family(f"{here}:no_family")
+    with pytest.raises(ValueError, match="module:function"):
+        find_family("nowhere.at_all:family")
+    with pytest.raises(ValueError, match="needs a text"):
+        find_family("bytes")
+    with pytest.raises(ValueError, match="WIDTHxDEPTH"):
+        byte_transformers(TEXT, sizes=["wide"])
+    with pytest.raises(ValueError, match="no example"):
+        byte_transformers(b"short", 64)
+    text = tmp_path / "text"
+    text.write_bytes(TEXT)
+    inputs, targets = find_family("bytes", str(text)).dataset[0]
+    assert bytes((inputs - 1).tolist()) == TEXT[:64]
+    assert bytes((targets - 1).tolist()) == TEXT[1:65]
+
+
+def test_measurements_of_a_grid_are_those_on_file(tmp_path):
+    path = tmp_path / "runs.jsonl"
+    runs = measure(family(), path, **GRID)
+    on_file = Measurements.read(path)
+    np.testing.assert_array_equal(runs.loss, on_file.loss)

@@ -1,0 +1,351 @@
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from opacus import PrivacyEngine
+from torch import nn
+from torch.utils.data import DataLoader, Subset, TensorDataset
+
+import opacus_ext  # noqa: F401
+from opacus_ext.planner import plan as planner
+from opacus_ext.planner.laws import CHINCHILLA
+from opacus_ext.planner.plan import (
+    Budget,
+    Candidates,
+    LossModel,
+    certified,
+    compute,
+    doubled_loss,
+)
+from opacus_ext.planner.probe import Probe
+
+# Table 2 of the paper: N, epsilon, C, M, T, B, tokens a parameter.
+TABLE_2 = [
+    (1e5, 1, 1.3e16, 4.6e6, 1.8e3, 5.1e2, 1.0e2),
+    (1e5, 4, 1.1e17, 4.6e6, 1.8e3, 4.1e3, 8.5e2),
+    (1e5, 64, 7.5e18, 2.0e7, 6.3e3, 1.9e4, 3.2e3),
+    (1e6, 1, 2.8e17, 4.6e6, 2.5e3, 8.2e3, 2.3e3),
+    (1e6, 64, 3.2e20, 4.9e7, 1.2e4, 1.9e5, 2.2e4),
+    (1e7, 4, 3.8e20, 4.9e7, 1.1e4, 2.2e5, 2.6e4),
+    (1e8, 1, 5.2e21, 1.3e8, 5.8e4, 2.2e5, 4.9e4),
+    (1e8, 64, 1.0e23, 3.3e8, 1.1e5, 8.8e5, 1.5e5),
+]
+
+
+@pytest.mark.parametrize("users, epsilon, flops, size, steps, batch, ratio", TABLE_2)
+def test_compute_is_that_of_table_2(users, epsilon, flops, size, steps, batch, ratio):
+    """Its numbers have two digits."""
+    assert compute(size, batch, steps, 512) == pytest.approx(flops, rel=0.1)
+    assert batch * steps * 512 / size == pytest.approx(ratio, rel=0.1)
+
+
+def model_of(tokens=16, learning_rate=None):
+    """A law with what a real one has: noise hurts, and large models more."""
+
+    def loss(size, batch, steps, ratio):
+        found = (
+            1
+            + (1e4 / size) ** 0.3
+            + (1e3 / steps) ** 0.3
+            + np.sqrt(ratio * np.sqrt(size))
+        )
+        return np.where(np.asarray(ratio) < 0.25, found, np.nan)
+
+    ends = (1e4, 1e6), (100, 3200)
+    return LossModel(
+        loss, *ends, tokens, 32, True, "made up", learning_rate=learning_rate
+    )
+
+
+LAW = model_of()
+BUDGET = Budget(users=1e5, epsilon=4, delta=1e-6, flops=1e14, tokens=16)
+
+
+@pytest.fixture(scope="module")
+def table():
+    return Candidates(BUDGET, LAW)
+
+
+def test_the_best_is_the_best_of_all_configurations(table):
+    plan = table.best()
+    assert plan.flops <= BUDGET.flops
+    assert plan.flops == compute(plan.parameters, plan.batch_size, plan.steps, 16)
+    assert plan.ratio == pytest.approx(plan.noise_multiplier / plan.batch_size)
+    again = float(LAW.loss(plan.parameters, plan.batch_size, plan.steps, plan.ratio))
+    assert plan.loss == pytest.approx(again)
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        at = [rng.integers(n) for n in table.loss.shape]
+        if table.flops[tuple(at)] <= BUDGET.flops:
+            assert not table.loss[tuple(at)] < plan.loss
+    assert 0 < plan.advantage < 1
+    tokens = plan.batch_size * plan.steps * 16
+    assert plan.tokens_per_parameter == pytest.approx(tokens / plan.parameters)
+
+
+def test_more_compute_never_plans_worse(table):
+    plans = [p for p in table.frontier(np.geomspace(1e10, 1e19, 60)) if p]
+    losses = [p.loss for p in plans]
+    assert len(plans) > 40 and losses == sorted(losses, reverse=True)
+    assert table.frontier([1e3]) == [None]
+
+
+@settings(max_examples=4, deadline=None)
+@given(
+    users=st.floats(10, 1e7),
+    epsilon=st.floats(0.5, 50),
+    more=st.floats(1, 30),
+    which=st.sampled_from(["users", "epsilon"]),
+)
+def test_more_privacy_or_data_never_plans_worse(users, epsilon, more, which):
+    ends = dict(steps=(400, 1600), delta=1e-6, flops=1e14, tokens=16)
+    budget = Budget(users=users, epsilon=epsilon, **ends)
+    larger = dataclasses.replace(budget, **{which: getattr(budget, which) * more})
+    try:
+        plan = Candidates(budget, LAW).best()
+    except ValueError as error:
+        assert "noise-batch ratio" in str(error)
+        return
+    assert Candidates(larger, LAW).best().loss <= plan.loss * (1 + 1e-4)
+
+
+def test_near_optimal_and_saturating(table):
+    plan, near = table.best(), table.near()
+    for name in ("parameters", "batch_size", "steps"):
+        low, high = getattr(near, name)
+        assert low <= getattr(plan, name) <= high
+    assert near.count > 1 and table.near(within=0.1).count > near.count
+    enough, best = table.saturating(), table.best(math.inf)
+    assert enough.loss <= 1.012 * best.loss and enough.flops < best.flops
+    cheaper = table.best(0.99 * enough.flops)
+    assert cheaper.loss > 1.008 * best.loss
+
+
+def test_savings(table):
+    plan = table.best()
+    own = table.savings(plan.parameters, plan.batch_size, plan.steps)
+    assert own.loss == pytest.approx(plan.loss) and own.share < 0.05
+    wasteful = table.savings(1e6, 64, 1000)
+    assert wasteful.loss > wasteful.best_loss and 0 < wasteful.share < 1
+    instead = table.best(wasteful.needed_flops)
+    assert instead.loss <= wasteful.loss
+    with pytest.raises(ValueError, match="says nothing of a model"):
+        table.savings(1e6, 1, 3000)  # too noisy
+
+
+def test_equal_epsilon_is_not_equal_advantage(table):
+    plans = table.by_batch_size()
+    assert len({p.batch_size for p in plans}) == len(plans) > 5
+    assert all(p.flops <= BUDGET.flops * (1 + 1e-9) for p in plans)
+    advantages = [p.advantage for p in plans]
+    assert max(advantages) > 1.2 * min(advantages)
+    assert min(p.loss for p in plans) == table.best().loss
+
+
+def test_without_privacy_the_model_is_larger(table):
+    plan, free = table.best(1e13), table.not_private(1e13)
+    assert free.batch_size == 32 and free.parameters > plan.parameters
+    assert free.loss < plan.loss
+
+
+def test_twice_of_everything():
+    ends = dict(steps=(800, 800), parameters=(1e5, 1e5))
+    budget = dataclasses.replace(BUDGET, flops=1e13, **ends)
+    plan, more = doubled_loss(budget, LAW)
+    assert min(more) >= -1e-4 and max(more) > 0
+    twice = Candidates(dataclasses.replace(budget, epsilon=8), LAW).best()
+    assert more.epsilon == pytest.approx(1 - twice.loss / plan.loss)
+
+
+def test_settled_choices_are_kept():
+    budget = dataclasses.replace(
+        BUDGET, parameters=(123456, 123456), batch_size=(1000, 1000), steps=(700, 900)
+    )
+    plan = Candidates(budget, LAW).best(math.inf)
+    assert (plan.parameters, plan.batch_size) == (123456, 1000)
+    assert 700 <= plan.steps <= 900
+
+
+def test_bounds_on_time_and_memory():
+    one = np.array([1e4, 1e6])
+    probe = Probe(one, one * 1e-8, one * 1e-9, one * 100, 32, 16, "cpu")
+    free = Candidates(BUDGET, LAW, probe).best()
+    assert free.seconds == pytest.approx(
+        float(probe.seconds(free.parameters, free.batch_size, free.steps, 16))
+    )
+    tight = dataclasses.replace(
+        BUDGET, seconds=free.seconds / 3, memory=free.parameters * 50
+    )
+    plan = Candidates(tight, LAW, probe).best()
+    assert plan.seconds <= free.seconds / 3 and plan.loss > free.loss
+    assert plan.parameters <= free.parameters / 2
+    silent = dataclasses.replace(probe, bytes=one * np.nan)
+    assert Candidates(dataclasses.replace(tight, memory=np.inf), LAW, silent).best()
+    with pytest.raises(ValueError, match="does not tell"):
+        Candidates(tight, LAW, silent)
+    with pytest.raises(ValueError, match="needs a probe"):
+        Candidates(tight, LAW)
+    with pytest.raises(ValueError, match="keeps to seconds=1e-09"):
+        Candidates(dataclasses.replace(tight, seconds=1e-9), LAW, probe).best()
+
+
+def test_edges_of_budgets():
+    few = dict(steps=(100, 100), tokens=16, delta=1e-6)
+    for users, epsilon, batch in (
+        (1e3, 1e3, None),
+        (10, 1e3, None),
+        (10, 1e3, (10, 10)),
+        (1e9, 1e-3, None),
+        (1e5, 4, (1e5, 1e5)),
+    ):
+        plan = Candidates(Budget(users, epsilon, batch_size=batch, **few), LAW).best()
+        assert math.isfinite(plan.loss) and 1 <= plan.batch_size <= users
+        assert plan.noise_multiplier > 0 and 0 <= plan.advantage <= 1
+    with pytest.raises(ValueError, match="epsilon=0.001 with 10 users leaves"):
+        Candidates(Budget(10, 1e-3, **few), LAW).best()
+    with pytest.raises(ValueError, match="flops=1 is less than the smallest"):
+        Candidates(Budget(1e5, 4, flops=1, **few), LAW).best()
+
+
+@pytest.mark.parametrize(
+    "changed, message",
+    [
+        (dict(users=0), "users must be 1 or more"),
+        (dict(users=math.inf), "users must be"),
+        (dict(epsilon=0), "epsilon must be above 0"),
+        (dict(epsilon=math.nan), "epsilon must be above 0"),
+        (dict(delta=1), "delta must be between 0 and 1"),
+        (dict(flops=-1), "flops must be above 0"),
+        (dict(tokens=0), "tokens must be 1 or more"),
+        (dict(batch_size=(10, 5)), "batch_size must be a range"),
+        (dict(batch_size=(2e5, 3e5)), "batch_size must be at most 100000"),
+        (dict(steps=(0, 5)), "steps must be a range"),
+        (dict(steps=(1e6, 1e6)), "outside of what is known"),
+        (dict(parameters=(1e7, 1e8)), "outside of what is known"),
+        (dict(tokens=17), "measured on examples of 16 tokens"),
+    ],
+)
+def test_bad_budgets_are_refused(changed, message):
+    with pytest.raises(ValueError, match=message):
+        Candidates(dataclasses.replace(BUDGET, **changed), LAW)
+
+
+def test_without_measurements_the_loss_is_a_bound():
+    law = LossModel.bound(CHINCHILLA, 512)
+    budget = Budget(users=1e6, epsilon=4, flops=1e19)
+    plan = Candidates(budget, law).best()
+    assert not plan.private_law and "bound" in law.source
+    assert plan.noise_norm == pytest.approx(plan.ratio * plan.parameters**0.5)
+    assert plan.noise_norm <= 0.2 * 1.002
+    seen = plan.batch_size * plan.steps * 512
+    assert plan.loss == pytest.approx(
+        float(CHINCHILLA.predict(parameters=plan.parameters, tokens=seen))
+    )
+    free = CHINCHILLA.compute_optimal(1e19)
+    assert plan.loss >= free.loss * 0.999 and plan.parameters < free.parameters
+    assert plan.learning_rate is None and plan.interval is None
+    noisy = Candidates(Budget(users=1e4, epsilon=1, flops=1e19), law).best()
+    assert noisy.noise_norm > 0.2 and noisy.loss == math.inf
+
+
+def test_the_arguments_train_within_epsilon():
+    budget = Budget(
+        users=200, epsilon=8, delta=1e-3, tokens=16, steps=(100, 120), flops=1e11
+    )
+    plan = Candidates(budget, model_of(learning_rate=lambda m, t, r: 0.01)).best()
+    assert plan.learning_rate == 0.01
+    arguments = plan.arguments()
+    model = nn.Linear(4, 2)
+    data = TensorDataset(torch.randn(200, 4), torch.randint(0, 2, (200,)))
+    assert plan.examples <= 200 and plan.examples % plan.batch_size == 0
+    data = Subset(data, range(plan.examples))
+    engine = PrivacyEngine(accountant="prv_bounds")
+    model, optimizer, criterion, loader = engine.make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=plan.learning_rate),
+        criterion=nn.CrossEntropyLoss(),
+        data_loader=DataLoader(data, batch_size=plan.batch_size),
+        **arguments,
+    )
+    done = 0
+    while done < plan.steps:
+        for inputs, targets in loader:
+            optimizer.zero_grad()
+            criterion(model(inputs), targets).backward()
+            optimizer.step()
+            done += 1
+            if done == plan.steps:
+                break
+    if plan.amplified:
+        assert (
+            0.97 * budget.epsilon < engine.get_epsilon(budget.delta) <= budget.epsilon
+        )
+    assert isinstance(plan.as_dict()["make_private"]["noise_multiplier"], float)
+
+
+def test_noise_that_is_too_low_is_raised_or_refused():
+    enough = certified(1.0, 0.01, 100, 1.03, 1e-5)
+    assert enough >= 1.0
+    with pytest.raises(ArithmeticError, match="finds more"):
+        certified(0.5, 0.5, 1000, 1.0, 1e-5)
+
+
+def test_noise_between_the_knots_of_the_lattice():
+    for users, epsilon in ((1e6, 4), (1e4, 0.5), (300, 20)):
+        table = Candidates(Budget(users, epsilon, tokens=16), LAW)
+        rng = np.random.default_rng(0)
+        for _ in range(6):
+            j, k = (rng.integers(n) for n in table.ratio.shape)
+            exact = planner._noise(
+                table.budget, table.batch_size[j], table.steps[k]
+            ).noise_multiplier
+            assert table.noise_multiplier[j, k] == pytest.approx(exact, rel=1.5e-2)
+
+
+# From calibration.noise_multiplier, which takes seconds for each.
+@pytest.mark.parametrize(
+    "steps, parts, exact",
+    [
+        (100, 512, 0.05495556597150447),
+        (1000, 4096, 0.056089323082648156),
+        (8000, 1e5, 0.04890887190509542),
+        (100000, 1e6, 0.0495991875921554),
+        (1000, 64, 0.13560383011522933),
+    ],
+)
+def test_noise_of_a_large_epsilon_is_safe_and_not_far_off(steps, parts, exact):
+    quick = planner._by_counts(1000.0, 1e-8, float(steps), 1 / parts)
+    assert exact * 0.9999 <= quick <= 1.03 * exact
+
+
+def test_plans_that_the_engine_counts_otherwise_say_so():
+    ends = dict(steps=(100, 120), tokens=16, flops=1e11, delta=1e-5)
+    for changed, says in (
+        (dict(amplification="none"), "get_epsilon does not hold here"),
+        (dict(sampling="records", records_per_user=2), "is of one record"),
+        (dict(records_per_user=2), "An item of the data set must be a user"),
+    ):
+        plan = Candidates(Budget(1000, 8, **ends, **changed), LAW).best()
+        assert any(says in note for note in plan.notes())
+    plain = dict(amplification="poisson")
+    assert not Candidates(Budget(1000, 8, **ends, **plain), LAW).best().notes()
+
+
+def test_a_range_of_batches_is_the_same_for_more_users():
+    few, many = (
+        Candidates(Budget(n, 4, tokens=16, batch_size=(1, 694)), LAW).batch_size
+        for n in (347, 694)
+    )
+    assert set(few) <= set(many)
+
+
+def test_the_lattice_of_a_larger_range_has_that_of_a_smaller_one():
+    small = planner._lattice("batch_size", (1, 1000), None, 2, 4)
+    large = planner._lattice("batch_size", (1, 5000), None, 2, 4)
+    assert set(small) <= set(large)
+    few = planner._lattice("batch_size", (1, 10), None, 2, 4)
+    assert set(few) == {1, 2, 3, 4, 5, 6, 7, 8, 10}

@@ -1,0 +1,486 @@
+"""
+The semi-parametric surface. Oracles: data made from a known private law, and the two
+properties that any data must come out with: the loss never rises with steps and never
+falls with the noise-batch ratio.
+"""
+
+import json
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy.optimize import curve_fit
+
+from opacus_ext.planner import laws
+from opacus_ext.planner.measurements import Measurements, concatenate
+from opacus_ext.planner.surface import (
+    Surface,
+    _extrapolate,
+    _noise,
+    _rolling_mean,
+    hold_out,
+)
+
+LAW = laws.private_sigmoid.of(
+    E=1.2, A=2e3, B=2e3, C=4.0, a=0.47, b=0.42, g=0.95, a2=-0.07
+)
+BATCH = 1024
+SIZES = [4.5e6, 11.4e6, 29e6, 41e6, 109e6, 335e6, 778e6]
+RATIOS = [0.0] + [2.0**-k for k in range(23, 5, -1)]
+SMALL = dict(min_steps=20, window=1, fit_from=200)
+
+
+def truth(parameters, steps, ratio):
+    steps = np.asarray(steps, dtype=float)
+    return LAW.predict(parameters=parameters, examples=steps * BATCH, ratio=ratio)
+
+
+def measure(sizes, steps, ratios, noise=0.0, rates=(1.0,), seeds=1, seed=0, loss=truth):
+    """A grid of runs. A learning rate multiplies the loss, so that 1 is the best."""
+    rng = np.random.default_rng(seed)
+    columns = {n: [] for n in "parameters steps ratio loss learning_rate run".split()}
+    cells = [(m, r, q) for m in sizes for r in ratios for q in rates] * seeds
+    for number, (m, r, q) in enumerate(cells):
+        error = np.exp(noise * rng.standard_normal(len(steps)))
+        columns["steps"].extend(steps)
+        columns["loss"].extend(loss(m, steps, r) * q * error)
+        for name, value in [
+            ("parameters", m),
+            ("ratio", r),
+            ("learning_rate", q),
+            ("run", number),
+        ]:
+            columns[name].extend([value] * len(steps))
+    return Measurements(**{n: np.array(x) for n, x in columns.items()})
+
+
+@pytest.fixture(scope="module")
+def paper():
+    """The paper's grid, but read every 1000 steps rather than every 100."""
+    return measure(SIZES, np.arange(1000, 128_001, 1000), RATIOS)
+
+
+@pytest.fixture(scope="module")
+def study():
+    """A small study: readings every 20 steps, noisy."""
+    return measure([1e5, 1e6, 1e7], np.arange(20, 1001, 20), RATIOS[::6], noise=0.01)
+
+
+def between(surface, count=4000, seed=0):
+    rng = np.random.default_rng(seed)
+    ratio = surface.ratio[surface.ratio > 0]
+    ends = surface.parameters, surface.steps, ratio
+    return [
+        np.exp(rng.uniform(np.log(x[0]), np.log(x[-1]), count)).clip(x[0], x[-1])
+        for x in ends
+    ]
+
+
+def test_known_law_is_reproduced(paper):
+    """At grid points exactly, between them to 3 % (0.5 % on average)."""
+    surface = Surface.fit(paper, window=1)
+    rows = paper.parameters, paper.steps, paper.ratio
+    assert surface.loss(*rows) == pytest.approx(paper.loss, rel=1e-12)
+    points = between(surface)
+    error = np.abs(surface.loss(*points) / truth(*points) - 1)
+    assert error.max() < 0.03 and error.mean() < 5e-3
+    assert surface.ranges == {
+        "parameters": (4.5e6, 7.78e8),
+        "steps": (1000, 128_000),
+        "ratio": (0, 2**-6),
+        "measured_steps": (1000, 128_000),
+    }
+    assert not surface.warnings
+
+
+def test_extrapolation(paper):
+    """64 times beyond the last reading, of curves of the form that is fitted."""
+    surface = Surface.fit(paper, window=1, steps_to=8.2e6)
+    m, t, r = between(surface, 500)
+    t = np.geomspace(128_000, 8.2e6, 500)
+    # Of sizes and ratios on the grid, so that it is the only error.
+    m, r = surface.parameters[np.arange(500) % 7], surface.ratio[np.arange(500) % 19]
+    assert np.abs(surface.loss(m, t, r) / truth(m, t, r) - 1).max() < 1e-3
+    assert surface.ranges["steps"] == (1000, 8.2e6)
+    assert surface.ranges["measured_steps"] == (1000, 128_000)
+
+
+def monotone(surface):
+    by_steps = np.diff(surface.log_loss, axis=1)
+    by_ratio = np.diff(surface.log_loss, axis=2)
+    return by_steps.max() <= 0 <= by_ratio.min()
+
+
+@given(
+    seed=st.integers(0, 2**16),
+    noise=st.sampled_from([0.01, 0.3, 2.0]),
+    window=st.sampled_from([1, 3]),
+    steps_to=st.sampled_from([None, 5e3, 1e6]),
+    cut=st.integers(0, 6),
+)
+def test_monotone_whatever_the_data(seed, noise, window, steps_to, cut):
+    """Also where one run ended early, and between grid points."""
+    m = measure(
+        [1e5, 1e6],
+        np.arange(100, 1001, 100),
+        [0.0, 1e-4, 1e-3, 1e-2],
+        noise=noise,
+        rates=(1.0, 1.1),
+        seed=seed,
+    )
+    ends = np.where((m.parameters == 1e6) & (m.ratio == 1e-3), 1000 - 100 * cut, 1000)
+    m = m.select(m.steps <= ends)
+    surface = Surface.fit(
+        m, min_steps=100, window=window, fit_from=100, steps_to=steps_to
+    )
+    assert np.isfinite(surface.log_loss).all()
+    assert monotone(surface)
+    size, steps, ratio = between(surface, 200, seed)
+    loss = surface.loss(size, steps, ratio)
+    tolerance = 1 + 1e-9
+    assert (loss <= surface.loss(size, steps * 0.999 + 0.1, ratio) * tolerance).all()
+    assert (surface.loss(size, steps, 0) <= loss * tolerance).all()
+    assert (surface.loss(size, steps, ratio * 0.9) <= loss * tolerance).all()
+
+
+def test_noise_is_smoothed():
+    """Readings twice as noisy as the surface made of them, or more."""
+    m = measure(SIZES[:3], np.arange(100, 20_001, 100), RATIOS[::3], noise=0.05)
+    surface = Surface.fit(m)
+    late = m.steps > 5000  # where a window is short against the steps
+    rows = [x[late] for x in (m.parameters, m.steps, m.ratio)]
+    error = surface.loss(*rows) / truth(*rows) - 1
+    raw = m.loss[late] / truth(*rows) - 1
+    assert error.std() < raw.std() / 2
+    assert abs(error.mean()) < 0.02
+
+
+def test_rolling_mean():
+    assert _rolling_mean(np.array([4.0, 2, 3, 1]), 2).tolist() == [4, 3, 2.5, 2]
+    assert _rolling_mean(np.array([4.0, 2, 3]), 1).tolist() == [4, 2, 3]
+    assert _rolling_mean(np.array([4.0, 2, 3]), 9).tolist() == [4, 3, 3]
+
+
+def test_early_readings_are_dropped_before_the_mean():
+    """Or the first losses, far above all others, would be in it."""
+    m = measure([1e5], [10, 20, 30], [0.0, 1e-3])
+    first = m.loss[(m.steps == 20) & (m.ratio == 0)]
+    surface = Surface.fit(m, min_steps=20, window=2)
+    assert surface.loss(1e5, 20, 0) == pytest.approx(first[0])
+
+
+def test_isotonic_means_not_minima():
+    """One lucky reading does not become the curve."""
+    m = measure(
+        [1e5], np.arange(20, 201, 20), [0.0, 1e-3], loss=lambda *_: np.full(10, 2.0)
+    )
+    m.loss[3] = 1.0
+    surface = Surface.fit(m, min_steps=20, window=1)
+    assert surface.loss(1e5, 200, 1e-3) == pytest.approx(2)
+    assert surface.loss(1e5, 200, 0) == pytest.approx(13 / 7, abs=0.05)
+
+
+def test_best_learning_rate():
+    """The lowest loss at each size, steps and ratio, and the rate that gave it."""
+
+    def loss(m, steps, r):
+        return np.ones(len(steps))
+
+    m = measure([1e5, 1e6], [10, 100, 1000], [0.0, 1e-3, 1e-2], loss=loss, rates=(2, 3))
+    # Rate 3 is better for the larger model from 100 steps on.
+    better = (m.parameters == 1e6) & (m.steps >= 100) & (m.learning_rate == 3)
+    m.loss[better] = 1.5
+    surface = Surface.fit(m, min_steps=10, window=1)
+    rate = surface.learning_rate([1e5, 1e6, 1e6, 1e6], [100, 10, 100, 400], 1e-3)
+    assert rate.tolist() == [2, 2, 3, 3]
+    # Nearest in logs: 30 steps are nearer to 10, 40 to 100.
+    assert surface.learning_rate(1e6, [30, 40], 0).tolist() == [2, 3]
+    assert surface.learning_rate([3e5, 4e5], 100, 1e-2).tolist() == [2, 3]
+    assert surface.loss(1e6, [10, 100], 0) == pytest.approx([2, 1.5])
+
+
+def test_unknown_learning_rate():
+    m = measure([1e5], [10, 20], [0.0, 1e-3])
+    m.learning_rate[:] = np.nan
+    surface = Surface.fit(m, min_steps=10, window=1)
+    assert math.isnan(surface.learning_rate(1e5, 10, 0))
+    assert surface.loss(1e5, 20, 0) == pytest.approx(truth(1e5, 20, 0))
+
+
+def test_seeds_are_averaged():
+    m = measure([1e5], [10, 20], [0.0, 1e-3], seeds=2)
+    m.loss[m.run >= 2] *= 3
+    surface = Surface.fit(m, min_steps=10, window=1)
+    assert surface.loss(1e5, 20, 0) == pytest.approx(2 * truth(1e5, 20, 0))
+
+
+def test_ratios_between_zero_and_the_lowest(paper):
+    """Count as the lowest: too high a loss rather than too low a one."""
+    surface = Surface.fit(paper, window=1)
+    at = 29e6, 16_000
+    lowest = surface.loss(*at, 2**-23)
+    assert surface.loss(*at, 1e-30) == lowest
+    assert surface.loss(*at, 0) < lowest
+    assert surface.loss(*at, 0) == pytest.approx(truth(*at, 0))
+
+
+@pytest.mark.parametrize(
+    "point, name",
+    [
+        ((4e6, 2000, 1e-4), "parameters 4e"),
+        ((8e8, 2000, 1e-4), "parameters 8e"),
+        (
+            (29e6, 999, 1e-4),
+            "steps 999 is outside of what was measured, 1000 to 128000",
+        ),
+        ((29e6, 128_001, 1e-4), "steps 128001"),
+        ((29e6, 2000, 0.02), "ratio 0.02 is outside"),
+    ],
+)
+def test_outside(paper, point, name):
+    surface = Surface.fit(paper, window=1)
+    with pytest.raises(ValueError, match=name):
+        surface.loss(*point)
+    inside = (29e6, 2000, 1e-4)
+    both = [np.array(x) for x in zip(point, inside)]
+    found = surface.loss(*both, outside="nan")
+    assert np.isnan(found[0]) and found[1] == surface.loss(*inside)
+    assert np.isnan(surface.loss(*point, outside="nan"))
+
+
+def test_without_noise_free_runs():
+    m = measure([1e5, 1e6], [10, 20], [1e-3, 1e-2])
+    surface = Surface.fit(m, min_steps=10, window=1)
+    with pytest.raises(ValueError, match="ratio 0 is outside"):
+        surface.loss(1e5, 10, 0)
+
+
+def test_noise_free_runs_only():
+    surface = Surface.fit(measure([1e5, 1e6], [10, 20], [0.0]), min_steps=10, window=1)
+    assert surface.loss(1e5, [10, 20], 0) == pytest.approx(truth(1e5, [10, 20], 0))
+    assert surface.learning_rate(1e5, 10, 0) == 1
+    with pytest.raises(ValueError, match="ratio 0.001 is outside"):
+        surface.loss(1e5, 10, 1e-3)
+
+
+def test_curves_of_different_length():
+    """The short one is extrapolated, and that is told by the ranges."""
+    m = measure([1e5, 1e6], np.arange(20, 1001, 20), [0.0, 1e-3, 1e-2])
+    m = m.select((m.parameters < 1e6) | (m.steps <= 600))
+    surface = Surface.fit(m, **SMALL)
+    assert surface.ranges["measured_steps"] == (20, 600)
+    assert surface.ranges["steps"] == (20, 1000)
+    assert surface.measured_to.tolist() == [[1000] * 3, [600] * 3]
+    assert surface.loss(1e6, 1000, 1e-3) == pytest.approx(
+        truth(1e6, 1000, 1e-3), rel=1e-3
+    )
+
+
+def test_runs_read_at_different_steps():
+    """Between two readings, loss is a line in logs."""
+
+    def loss(m, steps, r):
+        return 100 * np.asarray(steps, dtype=float) ** -0.5
+
+    parts = [
+        measure([m], steps, [0.0, 1e-3], loss=loss)
+        for m, steps in [(1e5, [10, 100, 1000]), (1e6, [5, 30, 200, 1000])]
+    ]
+    surface = Surface.fit(concatenate(parts), min_steps=1, window=1)
+    assert surface.steps.tolist() == [10, 30, 100, 200, 1000]
+    steps = np.geomspace(10, 1000, 9)
+    assert surface.loss([[1e5], [1e6]], steps, 0) == pytest.approx(
+        np.stack([100 * steps**-0.5] * 2)
+    )
+
+
+def test_flat_and_odd_curves_are_reported():
+    def flat(m, steps, r):
+        return np.full(len(steps), 3.0)
+
+    m = measure([1e5], np.arange(20, 1001, 20), [0.0, 1e-3], loss=flat)
+    surface = Surface.fit(m, **SMALL, steps_to=1e5)
+    assert surface.loss(1e5, 1e5, 0) == pytest.approx(3)
+    assert len(surface.warnings) == 2 and "continued flat" in surface.warnings[0]
+
+    def falling_faster(m, steps, r):  # no power law with E >= 0
+        return 5 - 4 * (np.asarray(steps) / 1000) ** 2
+
+    m = measure([1e5], np.arange(20, 1001, 20), [0.0, 1e-3], loss=falling_faster)
+    surface = Surface.fit(m, **SMALL, steps_to=1e5)
+    assert "doesn't flatten" in surface.warnings[0]
+    assert monotone(surface)
+    assert 0 < surface.loss(1e5, 1e5, 0) <= 1
+
+
+def test_extrapolation_is_least_squares():
+    """Oracle: scipy's curve_fit, which the paper uses, where it works."""
+    steps = np.arange(1000.0, 20_001, 500)
+    noise = 0.01 * np.random.default_rng(0).standard_normal(len(steps))
+    loss = 40 * steps**-0.4 + 1.5 + noise
+    to = np.array([3e4, 1e6])
+
+    def curve(t, m, b, e):
+        return np.exp(m * np.log(t) + b) + e
+
+    found, _ = curve_fit(curve, steps, loss, (-0.5, 3.0, 1.0))
+    expected = curve(to, *found)
+    assert _extrapolate(steps, loss, to) == (pytest.approx(expected, rel=1e-5), "")
+
+
+def test_hold_out(paper):
+    """Interpolation over a gap twice as wide, of the known law: to 2 %."""
+    for which in ({"parameters": 29e6}, {"ratio": 2.0**-12}):
+        held = hold_out(paper, window=1, **which)
+        ((name, value),) = which.items()
+        assert set(getattr(held, name)) == {value}
+        assert held.measured == pytest.approx(
+            truth(held.parameters, held.steps, held.ratio)
+        )
+        assert len(held.error) == 128 * (7 if name == "ratio" else 19)
+        assert 0 < held.mean <= held.worst < 0.02
+    # It is not in the fit: other losses there, other errors.
+    at = paper.parameters == 29e6
+    changed = Measurements(
+        paper.parameters,
+        paper.steps,
+        paper.ratio,
+        np.where(at, 2 * paper.loss, paper.loss),
+        run=paper.run,
+    )
+    again = hold_out(changed, window=1, parameters=29e6)
+    expected = hold_out(paper, window=1, parameters=29e6)
+    assert again.predicted == pytest.approx(expected.predicted)
+    assert again.mean == pytest.approx(0.5, abs=0.02)
+
+
+@pytest.mark.parametrize(
+    "which, message",
+    [
+        ({"parameters": 4.5e6}, "parameters 4.5e.06 is at the edge of those measured"),
+        ({"parameters": 7.78e8}, "at the edge"),
+        ({"parameters": 5e6}, "not among"),
+        ({"ratio": 0}, "at the edge"),
+        ({"ratio": 2.0**-23}, "at the edge"),
+        ({"ratio": 2.0**-6}, "at the edge"),
+        ({}, "either"),
+        ({"parameters": 29e6, "ratio": 2.0**-12}, "either"),
+    ],
+)
+def test_refused_hold_outs(paper, which, message):
+    with pytest.raises(ValueError, match=message):
+        hold_out(paper, **which)
+
+
+def test_noise_of_readings():
+    """The estimate on a steep curve, where isotonic regression leaves no residual."""
+    steps = np.arange(20.0, 20_001, 20)
+    error = 0.001 * np.random.default_rng(0).standard_normal(len(steps))
+    found = _noise(np.log(steps), -0.5 * np.log(steps) + error)
+    assert found.std() == pytest.approx(0.001, rel=0.1)
+
+
+def test_intervals(study):
+    """At grid points: the truth of a known law is in most 95 % intervals."""
+    surface = Surface.fit(study, min_steps=20, window=1, bootstrap=60)
+    assert surface.resampled == "readings"
+    points = np.meshgrid(
+        surface.parameters, surface.steps[::3], surface.ratio, indexing="ij"
+    )
+    low, high = surface.interval(*points)
+    expected = truth(*points)
+    assert low.shape == expected.shape
+    assert 0.85 < ((low <= expected) & (expected <= high)).mean() < 0.995
+    assert (high / low - 1).mean() < 0.05  # four times the noise at most
+    narrow = surface.interval(1e6, 300, 1e-5, level=0.5)
+    wide = surface.interval(1e6, 300, 1e-5, level=0.99)
+    assert wide[0] < narrow[0] < narrow[1] < wide[1]
+    outside = surface.interval([1.0, 1e6], 300, 0, outside="nan")
+    assert np.isnan(outside[0][0]) and np.isfinite(outside[0][1])
+    assert np.isnan(surface.interval(1.0, 300, 0, outside="nan")).all()
+
+
+def test_intervals_of_seeds():
+    """Where runs are repeated, how they differ is what counts."""
+    m = measure([1e5, 1e6], np.arange(20, 201, 20), [0.0, 1e-3], seeds=4)
+    error = np.exp(0.05 * np.random.default_rng(0).standard_normal(len(m)))
+    m.loss[:] = m.loss * error[m.run.astype(int)]
+    surface = Surface.fit(m, min_steps=20, window=1, bootstrap=40)
+    assert surface.resampled == "runs"
+    low, high = surface.interval(surface.parameters, 200, 0)
+    assert (high / low - 1 > 0.03).all()
+
+
+def test_json(study):
+    surface = Surface.fit(study, min_steps=20, window=1, bootstrap=3)
+    again = Surface.from_dict(json.loads(json.dumps(surface.to_dict())))
+    points = between(surface, 50)
+    assert np.array_equal(again.loss(*points), surface.loss(*points))
+    assert np.array_equal(again.interval(*points), surface.interval(*points))
+    assert again.warnings == surface.warnings
+    plain = Surface.fit(study, min_steps=20, window=1).to_dict()
+    assert Surface.from_dict(plain).samples is None
+    with pytest.raises(ValueError, match="no surface: parameters"):
+        Surface.from_dict({})
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({}, "1000 steps .min_steps. or more"),
+        ({"min_steps": 20, "window": 0}, "window must be 1 or more; got 0"),
+        ({"min_steps": -1}, "min_steps must be 0 or more; got -1"),
+        ({"min_steps": float("nan")}, "min_steps must be"),
+        ({"min_steps": 20, "bootstrap": -1}, "bootstrap must be 0 or more"),
+        ({"min_steps": 20, "steps_to": 10}, "steps_to must be above 20"),
+        ({"min_steps": 20, "steps_to": 1e4}, "Lower fit_from or steps_to"),
+    ],
+)
+def test_refused_options(options, message):
+    m = measure([1e5], [20, 40, 60, 80, 100], [0.0, 1e-3])
+    with pytest.raises(ValueError, match=message):
+        Surface.fit(m, **options)
+
+
+def test_refused_measurements():
+    m = measure([1e5, 1e6], [20, 40, 60], [0.0, 1e-3])
+    hole = m.select((m.parameters < 1e6) | (m.ratio == 0))
+    with pytest.raises(ValueError, match="parameters 1e.06 with ratio 0.001"):
+        Surface.fit(hole, min_steps=20)
+    twice = measure([1e5], [20, 20, 40], [0.0])
+    with pytest.raises(ValueError, match="two losses at 20 steps"):
+        Surface.fit(twice, min_steps=20)
+    mixed = measure([1e5, 1e6], [20, 40], [0.0])
+    mixed.run[:] = 0
+    with pytest.raises(ValueError, match="several values of parameters"):
+        Surface.fit(mixed, min_steps=20)
+    bad = measure([1e5], [20, 40, 60], [0.0])
+    bad.loss[1] = np.inf
+    with pytest.raises(ValueError, match="loss must be positive and finite; got inf"):
+        Surface.fit(bad, min_steps=20)
+    two = measure([1e5], [20, 40], [0.0])
+    with pytest.raises(ValueError, match="bootstrap needs 3"):
+        Surface.fit(two, min_steps=20, bootstrap=2)
+
+
+@pytest.mark.parametrize(
+    "point, message",
+    [
+        ((float("nan"), 100, 0), "parameters must be positive and finite; got nan"),
+        ((1e5, 0, 0), "steps must be positive and finite; got 0"),
+        ((1e5, 100, -1), "ratio must be 0 or more and finite; got -1"),
+        ((1e5, float("inf"), 0), "steps must be positive and finite; got inf"),
+        (([1e5, 1e6], [20, 40, 60], 0), r"don't broadcast: parameters \(2,\)"),
+    ],
+)
+def test_refused_queries(study, point, message):
+    surface = Surface.fit(study, min_steps=20)
+    for outside in ("raise", "nan"):
+        with pytest.raises(ValueError, match=message):
+            surface.loss(*point, outside=outside)
+    with pytest.raises(ValueError, match="outside must be"):
+        surface.loss(1e6, 100, 0, outside="clip")
+    with pytest.raises(ValueError, match="no intervals without a bootstrap"):
+        surface.interval(1e6, 100, 0)

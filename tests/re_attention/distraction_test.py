@@ -1,0 +1,159 @@
+"""Attention distraction: weights written out, and what theory says of them."""
+
+import pytest
+import torch
+from opacus.optimizers import DPOptimizer
+from torch import nn
+
+from opacus_ext import track_errors
+from opacus_ext.layers import corrected_attention
+from opacus_ext.models import DPFormer
+from opacus_ext.re_attention import attention_mass, distraction
+
+
+def tiny_model(heads=1):
+    torch.manual_seed(0)
+    model = DPFormer(12, 8, width=8, heads=heads, dropout=0.0).double()
+    nn.init.normal_(model.embedding.weight, std=0.3)
+    return model.eval()
+
+
+def noise_of(model, std):
+    return DPOptimizer(
+        torch.optim.SGD(model.parameters(), lr=1.0),
+        noise_multiplier=std,
+        max_grad_norm=1.0,
+        expected_batch_size=1,
+    )
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+def test_mass_is_the_sum_of_weights(heads):
+    model = tiny_model(heads)
+    ids = torch.randint(1, 13, (3, 6))
+    marked = ids > 6
+    found = attention_mass(model, ids, marked)
+    assert len(found) == 2
+
+    block, x = model.blocks[0], model.embedding(ids) * 8**0.5
+    x = x + model.position(torch.arange(6))
+    q, k, _ = (
+        z.unflatten(-1, (heads, -1)).transpose(1, 2)
+        for z in block.attention.qkv(x).chunk(3, dim=-1)
+    )
+    logits = q @ k.mT / (8 / heads) ** 0.5
+    hidden = torch.ones(6, 6, dtype=torch.bool).triu(1)
+    weights = torch.softmax(logits.masked_fill(hidden, -torch.inf), -1)
+    expected = (weights * marked[:, None, None, :]).sum(-1).mean(1)
+    torch.testing.assert_close(found[0], expected)
+
+
+@pytest.mark.parametrize("where", ["logits", "scores"])
+def test_mass_of_corrected_attention(where):
+    """All marked: the weights sum to 1 on the logits, to less on the scores."""
+    model = tiny_model()
+    track_errors(
+        model,
+        noise_of(model, 0.05),
+        {"embedding.weight": torch.linspace(0.1, 1, 13)},
+        where=where,
+    )
+    ids = torch.randint(1, 13, (3, 6))
+    first, second = attention_mass(model, ids, torch.ones_like(ids, dtype=torch.bool))
+    if where == "logits":
+        torch.testing.assert_close(first, torch.ones_like(first))
+    else:
+        assert (first < 1).all() and (second < 1).all()
+    rare = attention_mass(model, ids, ids < 4)[0]
+    model._opacus_ext_errors.enabled = False
+    plain = attention_mass(model, ids, ids < 4)[0]
+    assert (rare <= plain + 1e-12).all() and (rare < plain - 1e-6).any()
+
+
+@pytest.mark.parametrize("variance", [0.07, 0.3, 1.0])
+def test_independent_errors_of_keys_are_taken_back(variance):
+    """Equation 5.2 as it stands: noise raises rare tokens, the correction lowers."""
+    torch.manual_seed(0)
+    q, k = torch.randn(1, 16), torch.randn(20, 16) / 2
+    rare = torch.arange(20) < 10
+    value, plain = rare[:, None].float(), torch.zeros(20, 1)
+    noise = variance * 16 / q.square().sum() * rare[:, None]
+    free = corrected_attention(q, k, value, plain)
+    keys = k + noise.sqrt() * torch.randn(4000, 20, 16)
+    many = q.expand(4000, 1, 16), keys, value.expand(4000, 20, 1)
+    raised = corrected_attention(*many, plain).mean() - free
+    left = corrected_attention(*many, noise).mean() - free
+    assert raised > variance / 20
+    assert left.abs() < raised / 3
+
+
+def test_distraction_by_the_parameters_noise():
+    """Errors of a query and of its own key are the same: nothing exact is left."""
+    torch.manual_seed(0)
+    model = DPFormer(40, 20, width=16, depth=1, dropout=0.0)
+    nn.init.normal_(model.embedding.weight, std=0.25)
+    shares = torch.cat(
+        [torch.zeros(1), torch.full((20,), 0.9), torch.full((20,), 0.05)]
+    )
+    track_errors(model, noise_of(model, 0.02), {"embedding.weight": shares}, cap=None)
+    ids = torch.randint(1, 41, (64, 20))
+    found = distraction(
+        model, ids, shares < 0.1, 20, generator=torch.Generator().manual_seed(0)
+    )
+    assert found.noisy > found.noise_free + 0.01
+    assert found.corrected < found.noisy - 0.01
+    assert 0.4 < found.uniform < 0.6
+
+
+def test_nothing_is_left_behind():
+    model = tiny_model()
+    tracker = track_errors(
+        model, noise_of(model, 0.1), {"embedding.weight": torch.ones(13)}
+    )
+    tracker.enabled = tracker.evaluate = False
+    before = {n: p.clone() for n, p in model.state_dict().items()}
+    ids = torch.randint(1, 13, (2, 5))
+    distraction(model, ids, torch.arange(13) < 5, draws=2)
+    assert not tracker.enabled and not tracker.evaluate
+    after = model.state_dict()
+    assert all(torch.equal(before[n], after[n]) for n in before)
+
+
+def test_no_noise_no_distraction():
+    model = tiny_model()
+    track_errors(model, noise_of(model, 1e-9), {"embedding.weight": torch.ones(13)})
+    found = distraction(model, torch.randint(1, 13, (2, 5)), torch.arange(13) < 5, 2)
+    torch.testing.assert_close(found.noisy, found.noise_free, atol=1e-6, rtol=0)
+    torch.testing.assert_close(found.corrected, found.noise_free, atol=1e-6, rtol=0)
+
+
+def test_transformers_models_are_measured():
+    from transformers import LlamaConfig, LlamaModel
+
+    model = LlamaModel(
+        LlamaConfig(
+            vocab_size=20,
+            hidden_size=16,
+            intermediate_size=16,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+        )
+    ).eval()
+    ids = torch.randint(0, 20, (2, 5))
+    found = attention_mass(model, ids, ids < 10)
+    model.set_attn_implementation("eager")
+    weights = model(ids, output_attentions=True).attentions
+    for mass, w in zip(found, weights):
+        expected = (w * (ids < 10)[:, None, None, :]).sum(-1).mean(1)
+        torch.testing.assert_close(mass, expected)
+    with pytest.raises(ValueError, match="scaled_dot_product_attention"):
+        attention_mass(model, ids, ids < 10)
+
+
+def test_errors():
+    model, ids = tiny_model(), torch.ones(2, 5, dtype=torch.long)
+    with pytest.raises(ValueError, match="track_errors"):
+        distraction(model, ids, torch.ones(13, dtype=torch.bool))
+    with pytest.raises(ValueError, match="marked is"):
+        attention_mass(model, ids, torch.ones(2, 4, dtype=torch.bool))

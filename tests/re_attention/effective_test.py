@@ -1,0 +1,341 @@
+"""Effective errors: the oracle is the noise that a private optimizer really adds.
+
+With zero gradients a step moves a parameter by the noise alone, so that the standard
+deviation of many parameters' moves is what ``effective_errors`` should have said.
+"""
+
+import math
+import warnings
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from opacus.accountants import GaussianAccountant, PRVAccountant, RDPAccountant
+from torch import nn
+
+from opacus_ext.re_attention import (
+    effective_errors,
+    gradient_noise,
+    moments,
+    token_shares,
+)
+from tests.common import MODES, make_private
+
+SIZE = 60  # 60 * 60 elements: a standard deviation within 1.2 % (one standard error)
+
+
+def still(model, batch):
+    """Losses without a gradient that would move anything."""
+    return 0 * model(batch).flatten(1).sum(1)
+
+
+def private(
+    model=None, optimizer=torch.optim.SGD, mode="hooks", loader_size=5, **kwargs
+):
+    model = model or nn.Linear(SIZE, SIZE, bias=False)
+    settings = {"noise_multiplier": 1.5, "max_grad_norm": 0.5, **kwargs}
+    options = settings.pop("options", {"lr": 0.1})
+    return make_private(
+        model,
+        mode,
+        batch_size=loader_size,
+        optimizer=optimizer(model.parameters(), **options),
+        **settings,
+    )
+
+
+def moved(run, steps):
+    """Standard deviation of how far the parameters move in ``steps`` steps."""
+    params = [p for p in run.module.parameters() if p.requires_grad]
+    before = [p.detach().clone() for p in params]
+    for _ in range(steps):
+        run.step(torch.zeros(5, SIZE), still)
+    gaps = [(p.detach() - b).flatten() for p, b in zip(params, before)]
+    return float(torch.cat(gaps).std())
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("clipping", ["flat", "normalised", "automatic", "per_layer"])
+def test_error_is_the_noise_of_an_averaged_gradient(mode, clipping):
+    bound = [0.5] if clipping == "per_layer" else 0.5
+    run = private(
+        mode=mode, clipping=clipping, max_grad_norm=bound, options={"lr": 1.0}
+    )
+    (error,) = effective_errors(run.module, run.optimizer).values()
+    clip = 1.0 if clipping == "normalised" else 0.5
+    assert float(error) == pytest.approx(1.5 * clip / 5)
+    assert gradient_noise(run.optimizer) == pytest.approx(1.5 * clip / 5)
+    assert moved(run, 1) == pytest.approx(float(error), rel=0.05)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"lr": 0.3},
+        {"lr": 0.3, "momentum": 0.5},
+        {"lr": 0.3, "momentum": 0.9},
+        {"lr": 0.3, "momentum": 0.9, "nesterov": True},
+    ],
+    ids=str,
+)
+def test_error_over_a_run_of_sgd(options):
+    run = private(options=options)
+    (error,) = effective_errors(
+        run.module, run.optimizer, scale="run", steps=12
+    ).values()
+    assert moved(run, 12) == pytest.approx(float(error), rel=0.06)
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.Adam, torch.optim.AdamW])
+def test_error_over_a_run_of_adam(optimizer):
+    """Where all is noise, the second moment is the noise's: lr sqrt(K)."""
+    run = private(optimizer=optimizer, options={"lr": 0.01, "weight_decay": 0.0})
+    with pytest.raises(ValueError, match="a step"):
+        effective_errors(run.module, run.optimizer, scale="run", steps=100)
+    # many samples of the second moment, or rms(1 / sqrt(v)) is larger
+    moved(run, 300)
+    (error,) = effective_errors(
+        run.module, run.optimizer, scale="run", steps=100
+    ).values()
+    assert float(error) == pytest.approx(0.01 * 10, rel=0.05)
+    assert moved(run, 100) == pytest.approx(float(error), rel=0.25)
+
+
+def test_rows_are_divided_by_their_shares():
+    model = nn.Embedding(4, 6)
+    run = private(model)
+    shares = torch.tensor([0.0, 0.01, 0.5, 1.0])
+    noise = 1.5 * 0.5 / 5
+
+    def errors(**kwargs):
+        given_shares = {"weight": shares}
+        return effective_errors(run.module, run.optimizer, given_shares, **kwargs)
+
+    expected = noise / torch.tensor([0.01, 0.01, 0.5, 1.0])
+    torch.testing.assert_close(errors()["weight"], expected)
+    floored = noise / torch.tensor([0.1, 0.1, 0.5, 1.0])
+    torch.testing.assert_close(errors(floor=0.1)["weight"], floored)
+    torch.testing.assert_close(errors(cap=0.2)["weight"], expected.clamp(max=0.2))
+    torch.testing.assert_close(
+        errors(scale="run", steps=9)["weight"], expected * 0.1 * 3
+    )
+    # and on to the moments
+    table = model.weight.detach()
+    x = moments.embed(torch.tensor([[0, 3]]), table, errors()["weight"] ** 2)
+    assert torch.isfinite(x.variance).all()
+
+
+def test_frozen_and_foreign_parameters_have_no_error():
+    model = nn.Sequential(nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE))
+    model[0].weight.requires_grad_(False)
+    first = [p for n, p in model.named_parameters() if n != "0.weight"]
+    run = make_private(
+        model,
+        "ghost_bk",
+        batch_size=5,
+        noise_multiplier=1.0,
+        optimizer=torch.optim.SGD(first, lr=1.0),
+    )
+    errors = effective_errors(run.handle, run.optimizer)
+    assert {name: bool(e > 0) for name, e in errors.items()} == {
+        "0.weight": False,
+        "0.bias": True,
+        "1.weight": True,
+        "1.bias": True,
+    }
+
+
+def test_summed_losses_are_not_divided_by_the_batch():
+    run = private(loss_reduction="sum", options={"lr": 1.0})
+    assert gradient_noise(run.optimizer) == pytest.approx(0.75)
+    assert moved(run, 1) == pytest.approx(0.75, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    "kwargs, message",
+    [
+        ({"scale": "epoch"}, "epoch"),
+        ({"scale": "run"}, "number of steps"),
+        ({"shares": {"bias": torch.ones(3)}}, "bias"),
+        ({"shares": {"weight": torch.ones(3)}}, "4 shares"),
+        ({"shares": {"weight": torch.full((4,), 1.5)}}, "between 0 and 1"),
+        ({"shares": {"weight": torch.full((4,), math.nan)}}, "between 0 and 1"),
+        ({"shares": {"weight": torch.zeros(4)}}, "positive"),
+        ({"shares": {"weight": torch.ones(4)}, "floor": 0.0}, "floor"),
+    ],
+)
+def test_refusals(kwargs, message):
+    run = private(nn.Embedding(4, 6))
+    with pytest.raises(ValueError, match=message):
+        effective_errors(run.module, run.optimizer, **kwargs)
+
+
+def test_unknown_optimizers():
+    layer = nn.Linear(2, 2)
+    with pytest.raises(TypeError, match="SGD adds no noise"):
+        effective_errors(layer, torch.optim.SGD(layer.parameters(), lr=0.1))
+    run = private(optimizer=torch.optim.RMSprop)
+    with pytest.raises(ValueError, match="RMSprop"):
+        effective_errors(run.module, run.optimizer, scale="run", steps=1)
+    run = private(options={"lr": 0.1, "momentum": 0.5, "dampening": 0.5})
+    with pytest.raises(ValueError, match="dampening"):
+        effective_errors(run.module, run.optimizer, scale="run", steps=1)
+
+
+# Token shares
+
+SEQUENCES = [torch.tensor(s) for s in ([1, 2, 2, 2], [2, 0, 0], [3, 1, 3], [2])]
+
+
+def exact(*args, **kwargs):
+    with pytest.warns(UserWarning, match="not covered by the privacy guarantee"):
+        return token_shares(*args, source="exact", **kwargs)
+
+
+def test_exact_shares_are_those_of_sequences_and_warn():
+    """Token 2: 5 of 9 tokens, but 3 of 4 sequences."""
+    shares = exact(SEQUENCES, 5)
+    torch.testing.assert_close(shares, torch.tensor([0, 0.5, 0.75, 0.25, 0]))
+    padded = torch.tensor([[1, 1, 0], [2, 1, 0]])
+    assert exact(padded, 3, padding_idx=None).tolist() == [1, 1, 0.5]
+    assert exact([], 3).tolist() == [0, 0, 0]
+    with pytest.raises(ValueError, match="1 to 7"):
+        released([torch.tensor([1, 7])], 5)
+
+
+def test_a_sequence_counts_its_last_distinct_tokens():
+    ids = torch.tensor([[1, 2, 3, 2, 0]])
+    assert exact(ids, 4, max_tokens=2).tolist() == [0, 0, 1, 1]
+    assert exact(ids, 4, max_tokens=1).tolist() == [0, 0, 1, 0]
+
+
+def released(sequences, vocabulary, noise_multiplier=1e-6, **kwargs):
+    accountant = RDPAccountant()
+    shares = token_shares(
+        sequences,
+        vocabulary,
+        source="private",
+        max_tokens=kwargs.pop("max_tokens", 3),
+        noise_multiplier=noise_multiplier,
+        accountant=accountant,
+        **kwargs,
+    )
+    assert accountant.history == [(noise_multiplier, 1.0, 1)]
+    return shares
+
+
+def test_private_shares_without_noise_are_exact():
+    """Only that nothing is rarer than one sequence."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        got = released(SEQUENCES, 5)
+    expected = exact(SEQUENCES, 5).clamp(min=0.25)
+    expected[0] = 0  # padding
+    torch.testing.assert_close(got, expected, atol=1e-5, rtol=0)
+
+
+@given(
+    users=st.lists(
+        st.lists(st.integers(0, 9), min_size=1, max_size=12), min_size=1, max_size=5
+    ),
+    length=st.integers(1, 6),
+)
+def test_one_user_moves_the_release_by_its_sensitivity_at_most(users, length):
+    """What is released, noise aside, in units of the noise's sensitivity."""
+
+    def counts(data):
+        shares = exact(data, 10, max_tokens=length, padding_idx=None)
+        return torch.cat([shares * len(data), torch.tensor([float(len(data))])])
+
+    data = [torch.tensor(ids) for ids in users]
+    gap = counts(data) - counts(data[1:])
+    assert float(gap.norm()) <= math.sqrt(length + 1) + 1e-4
+
+
+def test_private_noise_has_the_promised_deviation():
+    """1000 sequences with half of 4000 tokens each, L = 3 of them counted."""
+    ids = torch.arange(1, 4).repeat(1_000_000, 1)[:1000]
+    vocabulary = 4001
+    noise = 5.0 * math.sqrt(4)
+    got = released(ids, vocabulary, 5.0, generator=torch.Generator().manual_seed(3))
+    # untouched tokens: max(noise, std) / total
+    total = noise / float(got[4:].min())
+    assert abs(total - 1000) < 5 * noise
+    tail = got[4:] * total / noise
+    above = tail[tail > 1 + 1e-6]
+    # P(z > 1) = 0.1587, E[z | z > 1] = phi(1) / 0.1587 = 1.5251
+    assert len(above) / len(tail) == pytest.approx(0.1587, abs=0.02)
+    assert float(above.mean()) == pytest.approx(1.5251, abs=0.05)
+    assert ((got >= 0) & (got <= 1)).all() and got[0] == 0
+    assert (got[1:4] > 0.9).all()
+
+
+@pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore:Optimal order")
+@pytest.mark.parametrize("accountant", [RDPAccountant, PRVAccountant])
+def test_the_release_costs_what_a_gaussian_mechanism_does(accountant):
+    """Alone: the exact epsilon by Balle and Wang 2018; beside a run: more than it."""
+
+    def delta(epsilon, sigma):
+        phi = torch.special.ndtr
+        a, b = 1 / (2 * sigma), epsilon * sigma
+        first, second = phi(torch.tensor([a - b, -a - b], dtype=torch.float64))
+        return float(first - math.exp(epsilon) * second)
+
+    alone, run, both = accountant(), accountant(), accountant()
+    token_shares(
+        SEQUENCES,
+        5,
+        source="private",
+        max_tokens=4,
+        noise_multiplier=5.0,
+        accountant=alone,
+    )
+    epsilon = alone.get_epsilon(1e-5)
+    assert delta(epsilon, 5.0) <= 1e-5  # an upper bound,
+    assert delta(0.85 * epsilon, 5.0) > 1e-5  # and not a loose one
+    for _ in range(50):
+        run.step(noise_multiplier=2.0, sample_rate=0.05)
+        both.step(noise_multiplier=2.0, sample_rate=0.05)
+    token_shares(
+        SEQUENCES,
+        5,
+        source="private",
+        max_tokens=4,
+        noise_multiplier=5.0,
+        accountant=both,
+    )
+    assert both.get_epsilon(1e-5) > max(run.get_epsilon(1e-5), epsilon)
+    assert both.get_epsilon(1e-5) < run.get_epsilon(1e-5) + epsilon
+
+
+@pytest.mark.filterwarnings("ignore:GDP accounting")
+def test_releases_that_can_not_be_accounted_are_refused():
+    for missing in ("max_tokens", "noise_multiplier", "accountant"):
+        kwargs = {
+            "max_tokens": 3,
+            "noise_multiplier": 1.0,
+            "accountant": RDPAccountant(),
+            missing: None,
+        }
+        with pytest.raises(ValueError, match=missing):
+            token_shares(SEQUENCES, 5, source="private", **kwargs)
+    with pytest.raises(ValueError, match="positive"):
+        released(SEQUENCES, 5, -1.0)
+    with pytest.raises(ValueError, match="public"):
+        token_shares(SEQUENCES, 5, source="public")
+    gdp = GaussianAccountant()
+    gdp.step(noise_multiplier=1.0, sample_rate=0.1)
+    state = torch.get_rng_state()
+    with pytest.raises(ValueError, match="constant"):
+        token_shares(
+            SEQUENCES,
+            5,
+            source="private",
+            max_tokens=3,
+            noise_multiplier=2.0,
+            accountant=gdp,
+        )
+    assert torch.equal(state, torch.get_rng_state())  # refused before any draw
+    assert gdp.history == [(1.0, 0.1, 1)]  # and Opacus would have dropped this

@@ -1,0 +1,1005 @@
+"""Errors carried by operations, against sampling of the parameters' noise.
+
+Noise is small, so that what is compared is the first order, and sampled a few thousand
+times at once (vmap), which is good to a few per cent. Variances differ from token to
+token, so that a rule that takes one for the other is seen.
+"""
+
+import copy
+import math
+
+import pytest
+import torch
+from opacus.optimizers import DPOptimizer
+from torch import nn
+from torch.func import functional_call, vmap
+from torch.nn import functional as F
+
+import opacus_ext
+from opacus_ext.models import DPFormer
+from opacus_ext.re_attention import Propagation, Spread, moments
+from opacus_ext.re_attention import propagation as propagation_module
+from opacus_ext.re_attention import register_propagation
+from opacus_ext.re_attention.moments import Moments
+from opacus_ext.re_attention.propagation import RULES, Lost, attention_spread
+
+D = torch.float64
+STD = 1e-4
+
+
+def leaf(*shape, spread=True, shift=0.0):
+    """A parameter with a variance for each token, or one number."""
+    x = nn.Parameter(torch.randn(*shape, dtype=D) + shift)
+    if not spread or len(shape) < 2:
+        return x, torch.tensor(STD**2, dtype=D)
+    return x, STD**2 * (0.2 + 3 * torch.rand(*shape[:-1], 1, dtype=D))
+
+
+def errors_of(leaves):
+    return {id(x): variance for x, variance in leaves}
+
+
+def propagated(f, leaves):
+    """What is said of each tensor that ``f`` returns, one number a token."""
+    with Propagation(errors_of(leaves)) as errors:
+        outs = f(*(x for x, _ in leaves))
+    outs = [outs] if isinstance(outs, torch.Tensor) else list(outs)
+    outs = [x for x in outs if x.is_floating_point()]
+    # [B] is as many numbers as samples, not a token of width B
+    shapes = [(*x.shape[:-1], 1) if x.dim() > 1 else x.shape for x in outs]
+    return [errors.variance(x).expand(shape) for x, shape in zip(outs, shapes)]
+
+
+def sampled(f, leaves, draws=2000):
+    """The variance of the elements, and its mean over the last dimension."""
+
+    def once(*noises):
+        outs = f(*(x.detach() + noise for (x, _), noise in zip(leaves, noises)))
+        outs = [outs] if isinstance(outs, torch.Tensor) else list(outs)
+        return [x for x in outs if x.is_floating_point()]
+
+    noises = [
+        torch.randn(draws, *x.shape, dtype=D) * variance.sqrt()
+        for x, variance in leaves
+    ]
+    with torch.no_grad():
+        outs = vmap(once, randomness="different")(*noises)
+    return [x.var(0).mean(-1, True) if x.dim() > 2 else x.var(0) for x in outs]
+
+
+def agree(f, *leaves, tolerance=0.12, draws=2000):
+    got, expected = propagated(f, leaves), sampled(f, leaves, draws)
+    assert len(got) == len(expected)
+    for a, b in zip(got, expected):
+        torch.testing.assert_close(a, b, rtol=tolerance, atol=1e-30)
+
+
+def each(cases):
+    return pytest.mark.parametrize("case", cases)
+
+
+KNOWN = torch.linspace(-9, 9, 192, dtype=D).sin().view(2, 3, 32)
+IDS = torch.tensor([2, 0, 1])
+MASK = torch.tensor([[True, False, True], [True, True, False]])
+
+MOVED = {
+    "view": lambda x: x.view(2, 3, 2, 4),
+    "view merging": lambda x: x.view(2, 24),
+    "view of heads": lambda x: x.unflatten(-1, (2, 4)).transpose(1, 2).contiguous()
+    # [B, heads, T, width] put together again, as attention does
+    .transpose(1, 2).contiguous().view(2, 3, 8),
+    "view dtype": lambda x: x.view(x.shape),
+    "reshape": lambda x: x.reshape(3, 16),
+    "flatten": lambda x: x.flatten(1),
+    "unflatten": lambda x: x.unflatten(-1, (4, 2)),
+    "transpose": lambda x: x.transpose(0, 1),
+    "transpose width": lambda x: x.transpose(1, 2),
+    "permute": lambda x: x.permute(2, 0, 1),
+    "expand": lambda x: x[:, None].expand(2, 5, 3, 8),
+    "expand_as": lambda x: x.expand_as(torch.zeros(4, 2, 3, 8)),
+    "broadcast_to": lambda x: x.broadcast_to(4, 2, 3, 8),
+    "view_as": lambda x: x.view_as(torch.zeros(6, 8)),
+    "reshape_as": lambda x: x.reshape_as(torch.zeros(6, 8)),
+    "unsqueeze": lambda x: x.unsqueeze(-1),
+    "squeeze": lambda x: x[:1].squeeze(),
+    "chunk": lambda x: x.chunk(2, -1),
+    "chunk tokens": lambda x: x.chunk(3, 1),
+    "split": lambda x: x.split([2, 1], 1),
+    "split_with_sizes": lambda x: x.split_with_sizes([2, 6], -1),
+    "tensor_split": lambda x: x.tensor_split(2, 1),
+    "unbind": lambda x: x.unbind(1),
+    "getitem": lambda x: x[:, 1:],
+    "getitem ids": lambda x: x[:, IDS],
+    "getitem none": lambda x: x[..., None, :4],
+    "getitem width": lambda x: x[..., 0],
+    "select": lambda x: x.select(1, 2),
+    "narrow": lambda x: x.narrow(1, 1, 2),
+    "flip": lambda x: x.flip(1),
+    "roll": lambda x: x.roll(1, 1),
+    "movedim": lambda x: x.movedim(0, 1),
+    "swapaxes": lambda x: x.swapaxes(0, 1),
+    "swapdims": lambda x: x.swapdims(0, 1),
+    "mT": lambda x: x.mT,
+    "adjoint": lambda x: x.adjoint(),
+    "repeat": lambda x: x.repeat(2, 1, 2),
+    "tile": lambda x: x.tile(1, 2, 1),
+    "repeat_interleave": lambda x: x.repeat_interleave(2, 1),
+    "index_select": lambda x: x.index_select(1, IDS),
+    "unfold": lambda x: x.unfold(1, 2, 1),
+    "take_along_dim": lambda x: x.take_along_dim(IDS[None, :, None], 1),
+    "gather": lambda x: x.gather(1, IDS[None, :, None].expand(2, 3, 8)),
+    "take": lambda x: x.take(torch.tensor([[0, 9], [40, 23]])),
+    "tril": lambda x: x.tril(),
+    "triu": lambda x: x.triu(),
+    "diagonal": lambda x: x.diagonal(0, 1, 2),
+    "pad": lambda x: F.pad(x, (0, 0, 1, 1)),
+    "pad width": lambda x: F.pad(x, (0, 8), value=5.0),
+}
+
+
+@each(["t", "T"])
+def test_transposed_weights(case):
+    """Of all elements alike; rows that differ become columns that no mean is over."""
+    f = {"t": lambda x: x.t(), "T": lambda x: x.T}[case]
+    x, variance = leaf(3, 8, spread=False)
+    assert propagated(f, [(x, variance)])[0].unique() == variance
+
+
+@each(MOVED)
+def test_moved(case):
+    agree(MOVED[case], leaf(2, 3, 8))
+
+
+def test_moved_where_vmap_does_not_work():
+    x, variance = leaf(2, 3, 8)
+    chosen = x > 0
+    (got,) = propagated(lambda x: x.masked_select(chosen)[:, None], [(x, variance)])
+    expected = variance.expand_as(x)[chosen][:, None]
+    torch.testing.assert_close(got, expected)
+    (got,) = propagated(lambda x: x.moveaxis(0, 1), [(x, variance)])
+    torch.testing.assert_close(got, variance.transpose(0, 1))
+
+
+KEPT = {
+    "contiguous": lambda x: x.transpose(0, 1).contiguous(),
+    "clone": lambda x: x.clone(),
+    "detach": lambda x: x.detach(),
+    "data": lambda x: x.data,
+    "to": lambda x: x.to(torch.float32).to(D),
+    "float": lambda x: x.float(),
+    "double": lambda x: x.double(),
+    "half": lambda x: x.half(),
+    "bfloat16": lambda x: x.bfloat16(),
+    "type": lambda x: x.type(torch.float32),
+    "type_as": lambda x: x.type_as(torch.zeros(())),
+    "cpu": lambda x: x.cpu(),
+    "cuda": None,
+    "alias": lambda x: torch.ops.aten.alias(x),
+    "real": lambda x: torch.real(x),
+    "nan_to_num": lambda x: x.nan_to_num(),
+    "neg": lambda x: -x,
+    "negative": lambda x: x.negative(),
+    "positive": lambda x: +x,
+    "abs": lambda x: x.abs(),
+    "clamp": lambda x: x.clamp(-10, 10),
+    "clamp_min": lambda x: x.clamp_min(-10),
+    "clamp_max": lambda x: x.clamp_max(10),
+}
+
+
+@each(name for name, f in KEPT.items() if f)
+def test_kept(case):
+    x, variance = leaf(2, 3, 8)
+    (got,) = propagated(KEPT[case], [(x, variance)])
+    if case == "contiguous":
+        variance = variance.transpose(0, 1)
+    torch.testing.assert_close(got, variance, check_dtype=False)
+
+
+JOINED = {
+    "cat": lambda x, y: torch.cat([x, y], 1),
+    "cat width": lambda x, y: torch.cat([x, y[..., :4]], -1),
+    "cat known": lambda x, y: torch.cat([x, torch.ones(2, 2, 8, dtype=D)], 1),
+    "cat no width": lambda x, y: torch.cat([x[..., 8:], y[..., :8]], -1),
+    "cat no outputs": lambda x, y: torch.cat([(x @ KNOWN[0, :, :8].T)[..., 3:], y], -1),
+    "cat nothing": lambda x, y: torch.cat([torch.empty(0, dtype=D), x], 1),
+    "view_as_real": lambda x, y: torch.view_as_real(
+        torch.view_as_complex(x.unflatten(-1, (4, 2)))
+        * torch.polar(*KNOWN[:, :, :4].abs())
+    ).flatten(-2),
+    "concat": lambda x, y: torch.concat([x, y]),
+    "concatenate": lambda x, y: torch.concatenate([x, y], dim=1),
+    "stack": lambda x, y: torch.stack([x, y], 1),
+    "stack width": lambda x, y: torch.stack([x, y], -1),
+    "where": lambda x, y: torch.where(MASK[..., None], x, y),
+    "where width": lambda x, y: torch.where(x > 0, x, 0.0),
+    "where method": lambda x, y: x.where(MASK[..., None], y),
+    "masked_fill": lambda x, y: x.masked_fill(MASK[..., None], 3.0),
+    "masked_fill width": lambda x, y: x.masked_fill(torch.arange(8) < 2, 3.0),
+}
+
+
+@each(JOINED)
+def test_joined(case):
+    agree(JOINED[case], leaf(2, 3, 8), leaf(2, 3, 8))
+
+
+ARITHMETIC = {
+    "add": lambda x, y: x + y,
+    "add alpha": lambda x, y: torch.add(x, y, alpha=3),
+    "add number": lambda x, y: 2 + x,
+    "add vector": lambda x, y: x + y[0, 0],
+    "sub": lambda x, y: x - y,
+    "sub alpha": lambda x, y: x.sub(y, alpha=0.5),
+    "subtract": lambda x, y: x.subtract(y),
+    "rsub": lambda x, y: 1 - x,
+    "mul": lambda x, y: x * y,
+    "mul number": lambda x, y: 3 * x,
+    "mul known": lambda x, y: x * torch.linspace(0, 2, 8, dtype=D),
+    "multiply": lambda x, y: x.multiply(y),
+    "div": lambda x, y: x / (y.abs() + 1),
+    "div number": lambda x, y: x / 7,
+    "div known": lambda x, y: x / torch.linspace(1, 2, 8, dtype=D),
+    "divide": lambda x, y: x.divide(3),
+    "true_divide": lambda x, y: x.true_divide(3),
+    "rdiv": lambda x, y: 2 / (x.abs() + 1),
+    "addcmul": lambda x, y: torch.addcmul(x, y, KNOWN[:, :, :8], value=0.5),
+    "mean": lambda x, y: x.mean(-1, keepdim=True),
+    "mean tokens": lambda x, y: x.mean(1),
+    "mean both": lambda x, y: x.mean((1, 2)),
+    "mean all": lambda x, y: x.mean()[None],
+    "sum": lambda x, y: x.sum(-1),
+    "sum tokens": lambda x, y: x.sum(1, True),
+    "cumsum": lambda x, y: x.cumsum(1),
+    "topk": lambda x, y: x.topk(3),
+    "sort": lambda x, y: x.sort(-1),
+    "max": lambda x, y: x.max(-1, keepdim=True),
+    "max width": lambda x, y: x.max(-1).values,
+    "min": lambda x, y: x.min(-1, keepdim=True),
+    "amax": lambda x, y: x.amax(-1, keepdim=True),
+    "amin": lambda x, y: x.amin(-1),
+}
+
+
+@each(ARITHMETIC)
+def test_arithmetic(case):
+    agree(ARITHMETIC[case], leaf(2, 3, 8), leaf(2, 3, 8))
+
+
+@pytest.mark.parametrize("name", ["topk", "sort", "max", "amax"])
+def test_chosen_tokens(name):
+    """The mean over the tokens, of each sample by itself."""
+    x, variance = leaf(2, 3, 8)
+    f = {
+        "topk": lambda x: x.topk(2, 1).values,
+        "sort": lambda x: x.sort(1).values,
+        "max": lambda x: x.max(1).values,
+        "amax": lambda x: x.amax(1),
+    }[name]
+    (got,) = propagated(f, [(x, variance)])
+    mean = variance.mean(1, keepdim=name in ("topk", "sort"))
+    torch.testing.assert_close(got, mean.expand_as(got))
+
+
+POSITIVE = "log log2 log1p sqrt rsqrt reciprocal pow float_power"
+ELEMENTWISE = {
+    **{name: getattr(torch, name) for name in POSITIVE.split()[:6]},
+    "pow": lambda x: x**1.5,
+    "float_power": lambda x: torch.float_power(x, 0.5),
+    **{n: getattr(torch, n) for n in "tanh sigmoid exp exp2 expm1 square".split()},
+    **{n: getattr(torch, n) for n in "sin cos erf".split()},
+    **{n: getattr(F, n) for n in "softplus elu selu celu mish leaky_relu".split()},
+    **{n: getattr(F, n) for n in "hardtanh hardswish hardsigmoid relu6".split()},
+    **{n: getattr(F, n) for n in "logsigmoid softsign tanhshrink".split()},
+    "relu": F.relu,
+    "relu method": lambda x: x.relu(),
+    "gelu": F.gelu,
+    "gelu tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "silu": F.silu,
+}
+
+
+@each(ELEMENTWISE)
+def test_elementwise(case):
+    x, variance = leaf(2, 3, 32)
+    if case in POSITIVE:
+        x.data.abs_().add_(0.5)
+    agree(ELEMENTWISE[case], (x, variance))
+
+
+@pytest.mark.parametrize("name", ["relu", "gelu", "silu"])
+def test_activations_of_large_errors(name):
+    """Beyond first order they are those of ``moments``."""
+    x = nn.Parameter(torch.randn(2, 3, 64, dtype=D))
+    variance = torch.rand(2, 3, 1, dtype=D) * 2
+    (got,) = propagated(getattr(F, name), [(x, variance)])
+    exact = getattr(moments, name)(Moments(x.detach(), variance), scalar=True)
+    torch.testing.assert_close(got, exact.variance, rtol=0.05, atol=0)
+
+
+LAYERS = {
+    "linear": lambda x, w, b: F.linear(x, w, b),
+    "linear no bias": lambda x, w, b: F.linear(x, w),
+    "addmm": lambda x, w, b: torch.addmm(b, x[0], w.t()),
+    "matmul": lambda x, w, b: x @ w.t(),
+    "mm": lambda x, w, b: torch.mm(x[0], w.t()),
+    "bmm": lambda x, w, b: torch.bmm(x, KNOWN.mT),
+    "matmul right": lambda x, w, b: KNOWN @ x.mT,
+    "matmul both": lambda x, w, b: x @ torch.stack([w.t()] * 2),
+    "rmatmul": lambda x, w, b: KNOWN @ w.t(),
+    "embedding": lambda x, w, b: F.embedding(torch.tensor([[0, 5], [1, 1]]), w),
+    "softmax": lambda x, w, b: torch.softmax(x, -1),
+    "softmax method": lambda x, w, b: x.softmax(-1),
+    "softmax function": lambda x, w, b: F.softmax(3 * x, dim=-1),
+}
+
+
+@each(LAYERS)
+def test_layers(case):
+    rows = case == "embedding"
+    agree(LAYERS[case], leaf(2, 3, 32), leaf(64, 32, spread=rows), leaf(64), draws=2000)
+
+
+@pytest.mark.skipif(not hasattr(F, "grouped_mm"), reason="this torch has none")
+def test_grouped_products():
+    """Experts: each row with the matrix of its group, one of which has no rows."""
+    x, w = leaf(8, 16), leaf(4, 16, 32, spread=False)
+    x, w = ((p.float(), v.float()) for p, v in (x, w))
+    x, w = ((nn.Parameter(p.detach()), v) for p, v in (x, w))
+    w[0].data *= torch.tensor([1.0, 5.0, 2.0, 0.1])[:, None, None]
+    ends = torch.tensor([3, 3, 7, 8], dtype=torch.int32)
+    group = torch.tensor([0] * 3 + [2] * 4 + [3])
+    (got,) = propagated(lambda x, w: F.grouped_mm(x, w, offs=ends), [x, w])
+    x, w = ((p.detach().double(), v.double()) for p, v in (x, w))
+    (expected,) = sampled(
+        lambda x, w: torch.einsum("ni,nio->no", x, w[group])[None], [x, w], 1000
+    )
+    torch.testing.assert_close(got.double()[None], expected, rtol=0.15, atol=0)
+
+
+@pytest.mark.parametrize("norm", ["layer_norm", "rms_norm"])
+def test_norms(norm):
+    """The error of a norm's own statistics is of order 1 / width."""
+
+    def f(x, w, b):
+        if norm == "rms_norm":
+            return F.rms_norm(x, (64,), w, 1e-5)
+        return F.layer_norm(x, (64,), w, b)
+
+    agree(f, leaf(2, 3, 64), leaf(64), leaf(64), tolerance=0.12)
+
+
+def test_rms_norm_written_out():
+    """As in models of transformers; what the statistic errs is left out."""
+
+    def f(x, w):
+        return w * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5))
+
+    agree(f, leaf(2, 3, 128), leaf(128), tolerance=0.12)
+
+
+@pytest.mark.parametrize("name", ["var", "std", "norm", "vector_norm", "var_mean"])
+def test_statistics_have_no_error(name):
+    x, variance = leaf(2, 3, 8)
+    with Propagation({id(x): variance}) as errors:
+        outs = {
+            "var": lambda: x.var(-1),
+            "std": lambda: x.std(-1),
+            "norm": lambda: x.norm(dim=-1),
+            "vector_norm": lambda: torch.linalg.vector_norm(x, dim=-1),
+            "var_mean": lambda: torch.var_mean(x, -1)[0],
+        }[name]()
+        assert not errors.variance(outs).any()
+        assert errors.variance(x * outs[..., None]).all()
+
+
+def test_dropout():
+    """On average over the draw; the draw itself is known."""
+    x, variance = leaf(2, 3, 8)
+    for f, factor in (
+        (lambda x: F.dropout(x, 0.75), 4.0),
+        (lambda x: F.dropout(x, 0.75, training=False), 1.0),
+        (lambda x: nn.Dropout(0.5, inplace=True)(x.clone()), 2.0),
+        (lambda x: F.dropout(x, 1.0), 1.0),
+    ):
+        (got,) = propagated(f, [(x, variance)])
+        torch.testing.assert_close(got, variance * factor)
+
+
+def test_log_softmax_keeps():
+    """What all entries have in common hardly errs where there are many."""
+    agree(lambda x: F.log_softmax(x, -1), leaf(2, 3, 256), draws=1000)
+
+
+# Attention
+
+
+@pytest.mark.parametrize("kind", ["none", "causal", "bool", "added", "groups"])
+def test_attention(kind):
+    mask = torch.rand(2, 1, 5, 5) > 0.3
+    mask[..., 0] = True
+    kwargs = {
+        "none": {},
+        "causal": {"is_causal": True},
+        "bool": {"attn_mask": mask},
+        "added": {"attn_mask": torch.randn(2, 1, 5, 5, dtype=D)},
+        "groups": {"enable_gqa": True},
+    }[kind]
+    groups = 2 if kind == "groups" else 4
+
+    def f(q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, **kwargs)
+
+    leaves = leaf(2, 4, 5, 16), leaf(2, groups, 5, 16), leaf(2, groups, 5, 16)
+    (got,), (expected,) = propagated(f, leaves), sampled(f, leaves, 2000)
+    # Errors of a query are the same for all scores, and taken as independent.
+    torch.testing.assert_close(got, expected, rtol=0.35, atol=0)
+    torch.testing.assert_close(got.mean(), expected.mean(), rtol=0.15, atol=0)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_attention_some_queries_at_a_time(causal, monkeypatch):
+    """Memory is linear in T, and the numbers are those of moments.attention."""
+    q, k, v = (
+        Moments(torch.randn(2, 2, 7, 4, dtype=D), torch.rand(2, 2, 7, 1, dtype=D))
+        for _ in range(3)
+    )
+    whole = moments.attention(q, k, v, causal, scalar=True)
+    for chunk in (1 << 24, 7 * 4 * 3, 1):
+        monkeypatch.setattr(propagation_module, "_CHUNK", chunk)
+        got = attention_spread(
+            *(q, k, v), mask=None, causal=causal, scale=None, out=whole.mean
+        )
+        torch.testing.assert_close(got.own, whole.variance)
+
+
+# What goes through one matrix
+
+
+def test_fused_projections_have_their_own_variances():
+    """Queries, keys and values out of one matrix, whose parts differ in size."""
+    sizes = torch.tensor([1.0, 5.0, 0.1], dtype=D).repeat_interleave(16)
+    weight, variance = leaf(48, 16, spread=False)
+    weight.data *= sizes[:, None]
+
+    def f(x, w):
+        return F.linear(x, w).chunk(3, -1)
+
+    def heads(x, w):
+        # [B, T, heads, 3, width], as GPT-NeoX has it
+        y = F.linear(x, w).view(2, 3, 3, 2, 8).movedim(2, -2)
+        return [z.transpose(1, 2) for z in y.unbind(-2)]
+
+    for split in (f, heads):
+        agree(split, leaf(2, 3, 16), (weight, variance))
+    q, k, v = propagated(f, [leaf(2, 3, 16), (weight, variance)])
+    assert bool((k > 5 * q).all()) and bool((q > v).all())
+
+
+# In place, and views
+
+
+IN_PLACE = {
+    "add_": lambda x, y: x.clone().add_(y),
+    "__iadd__": lambda x, y: x.clone().__iadd__(y),
+    "sub_": lambda x, y: x.clone().sub_(y),
+    "mul_": lambda x, y: x.clone().mul_(y),
+    "__imul__": lambda x, y: x.clone().__imul__(3.0),
+    "div_": lambda x, y: x.clone().div_(y.abs() + 1),
+    "__itruediv__": lambda x, y: x.clone().__itruediv__(2.0),
+    "exp_": lambda x, y: x.clone().exp_(),
+    "tanh_": lambda x, y: x.clone().tanh_(),
+    "pow_": lambda x, y: x.clone().abs().pow_(2.0),
+    "neg_": lambda x, y: x.clone().neg_(),
+    "relu_": lambda x, y: x.clone().relu_(),
+    "relu inplace": lambda x, y: F.relu(x.clone(), inplace=True),
+    "silu inplace": lambda x, y: F.silu(x.clone(), inplace=True),
+    "elu inplace": lambda x, y: F.elu(x.clone(), inplace=True),
+    "elu_": lambda x, y: F.elu_(x.clone()),
+    "leaky_relu_": lambda x, y: F.leaky_relu_(x.clone(), 0.2),
+    "masked_fill_": lambda x, y: x.clone().masked_fill_(MASK[..., None], 0.0),
+    "clamp_": lambda x, y: x.clone().clamp_(-9, 9),
+    "transpose_": lambda x, y: x.clone().transpose_(0, 1),
+    "unsqueeze_": lambda x, y: x.clone().unsqueeze_(1),
+    "squeeze_": lambda x, y: x.clone()[:1].squeeze_(0),
+    "zero_": lambda x, y: x.clone().zero_() + y,
+    "fill_": lambda x, y: x.clone().fill_(2.0) + y,
+    "copy_": lambda x, y: x.clone().copy_(y),
+}
+
+
+@each(IN_PLACE)
+def test_in_place(case):
+    agree(IN_PLACE[case], leaf(2, 3, 32), leaf(2, 3, 32))
+
+
+BY_NAME = {
+    "cat": lambda x, y: torch.cat(tensors=[x, y], dim=1),
+    "stack": lambda x, y: torch.stack(dim=1, tensors=(x, y)),
+    "add": lambda x, y: torch.add(input=x, other=y, alpha=2),
+    "mul": lambda x, y: torch.mul(x, other=y),
+    "matmul": lambda x, y: torch.matmul(other=y.mT, input=KNOWN),
+    "linear": lambda x, y: F.linear(weight=y[0], input=x),
+    "addmm": lambda x, y: torch.addmm(input=y[0, 0, :3], mat1=x[0], mat2=KNOWN[0].T),
+    "addcmul": lambda x, y: torch.addcmul(x, tensor1=y, tensor2=KNOWN, value=2),
+    "where": lambda x, y: torch.where(input=x, other=y, condition=MASK[..., None]),
+    "softmax": lambda x, y: torch.softmax(dim=-1, input=x),
+    "layer_norm": lambda x, y: F.layer_norm(input=x, normalized_shape=(32,)),
+    "mean": lambda x, y: torch.mean(input=x, dim=1, keepdim=True),
+    "relu": lambda x, y: torch.relu(input=x),
+    "transpose": lambda x, y: torch.transpose(input=x, dim0=0, dim1=1),
+}
+
+
+@each(BY_NAME)
+def test_arguments_by_name(case):
+    agree(BY_NAME[case], leaf(2, 3, 32), leaf(2, 3, 32))
+
+
+def test_in_place_changes_what_it_changed():
+    """The tensor itself has the new variance, not the result of the call only."""
+    (x, s), (y, r) = leaf(2, 3, 8), leaf(2, 3, 8)
+    with Propagation(errors_of([(x, s), (y, r)])) as errors:
+        z = x * 1.0
+        z += y
+        torch.testing.assert_close(errors.variance(z), s + r)
+        z.mul_(2.0)
+        torch.testing.assert_close(errors.variance(z), 4 * (s + r))
+        assert torch.equal(errors.variance(x), s)
+
+
+def set_rows(x, y):
+    z = x.new_zeros(2, 5, 8)
+    z[:, 1:4] = x
+    z[:, 0] = y[:, 1]
+    return z
+
+
+def set_mask(x, y):
+    z = x.clone()
+    z[MASK] = 7.0
+    return z
+
+
+def add_rows(x, y):
+    z = x.clone()
+    z[:, 1] += y[:, 0]
+    return z
+
+
+def add_rows_of_a_view(x, y):
+    z = x.clone()
+    z[:, 1].add_(y[:, 0])
+    return z
+
+
+def add_to_a_view(x, y):
+    z = x.clone()
+    z.view(6, 8).add_(y.reshape(6, 8))
+    return z
+
+
+def index_add(x, y):
+    return x.clone().index_add_(1, torch.tensor([2, 2, 0]), y)
+
+
+def index_copy(x, y):
+    return x.clone().index_copy_(1, torch.tensor([2, 0]), y[:, 1:])
+
+
+def index_copy_to_known(x, y):
+    return x.new_zeros(2, 4, 8).index_copy(1, torch.tensor([3, 0, 1]), y)
+
+
+@each([set_rows, add_rows, index_add, index_copy, index_copy_to_known])
+def test_parts_that_are_set(case):
+    agree(case, leaf(2, 3, 8), leaf(2, 3, 8))
+
+
+def test_parts_that_are_masked():
+    x, variance = leaf(2, 3, 8)
+    (got,) = propagated(lambda x: set_mask(x, None), [(x, variance)])
+    torch.testing.assert_close(got, variance.masked_fill(MASK[..., None], 0))
+
+
+@each([add_rows_of_a_view, add_to_a_view])
+def test_views_that_are_changed_in_place(case):
+    """What is seen through the view is not forgotten: right, or refused."""
+    try:
+        agree(case, leaf(2, 3, 8), leaf(2, 3, 8))
+    except RuntimeError as error:
+        assert "add" in str(error)
+
+
+# What is not known
+
+
+def test_lost_operations_are_named():
+    x, variance = leaf(2, 3, 8)
+    with Propagation({id(x): variance}) as errors:
+        lost = torch.fft.fft(x).real
+        with pytest.raises(RuntimeError, match="'fft_fft'.*register_propagation"):
+            errors.variance(lost)
+        later = torch.cat([F.relu(lost + 1), x.float()], 1)
+        with pytest.raises(RuntimeError, match="'fft_fft'"):
+            errors.variance(later)
+        assert isinstance(errors.token(later), Lost)
+        lost.mul_(0.0)
+        assert isinstance(errors.of(lost), Lost)
+        torch.testing.assert_close(errors.variance(x + 1), variance)
+
+
+@each(["hstack", "matvec", "where", "einsum"])
+def test_lost_forms_of_known_operations(case):
+    x, variance = leaf(2, 8)
+    f, name = {
+        "hstack": (lambda: torch.hstack([x, x]), "hstack"),
+        "matvec": (lambda: x @ x[0], "matmul"),
+        "where": (lambda: torch.where(x > 0, x, x).prod(-1), "prod"),
+        "einsum": (lambda: torch.einsum("bi,ji->jb", x, x), "einsum"),
+    }[case]
+    with Propagation({id(x): variance}) as errors:
+        with pytest.raises(RuntimeError, match=f"'{name}'"):
+            errors.variance(f())
+
+
+def test_a_rule_can_be_added():
+    x, variance = leaf(2, 3, 8)
+    register_propagation("prelu")(lambda call: Spread(4 * call.token(call.args[0])))
+    try:
+        (got,) = propagated(
+            lambda x: F.prelu(x, torch.ones(1, dtype=D)), [(x, variance)]
+        )
+        torch.testing.assert_close(got, 4 * variance)
+    finally:
+        RULES.pop("prelu")
+
+
+def test_what_has_no_error_carries_none():
+    x, variance = leaf(2, 3, 8)
+    with Propagation({id(x): variance}) as errors:
+        known = torch.randn(2, 3, 8) * 2 + 1
+        assert errors.of(known) is None and not errors.variance(known).any()
+        for made in (torch.zeros_like(x), x.new_ones(3, 8), (x > 0).double()):
+            assert errors.of(made) is None
+        x.size(0), x.shape, x.dtype, bool((x > 0).any()), len(x), x.dim()
+        assert x.argmax(-1).dtype == torch.long
+    after = x * 2
+    assert getattr(after, "_spread", None) is None  # outside nothing is noted
+
+
+# Dtypes and contexts
+
+
+def test_inference_mode_and_no_grad():
+    x, variance = leaf(2, 3, 8)
+    w, noise = leaf(16, 8, spread=False)
+    expected = propagated(lambda x, w: F.linear(x * 2, w), [(x, variance), (w, noise)])
+    for context in (torch.no_grad, torch.inference_mode):
+        with context():
+            got = propagated(
+                lambda x, w: F.linear(x * 2, w), [(x, variance), (w, noise)]
+            )
+            torch.testing.assert_close(got, expected)
+
+
+def test_half_precision_keeps_variances_wide():
+    x = nn.Parameter(torch.randn(2, 3, 32).bfloat16())
+    w = nn.Parameter(torch.randn(64, 32).bfloat16())
+    f = lambda x, w: F.layer_norm(F.gelu(F.linear(x, w)), (64,))  # noqa: E731
+    tiny = torch.tensor(1e-12)
+    (got,) = propagated(f, [(x, tiny), (w, tiny)])
+    assert got.dtype == torch.float32 and bool((got > 0).all())
+    wide = [(nn.Parameter(p.detach().float()), tiny) for p in (x, w)]
+    torch.testing.assert_close(got, propagated(f, wide)[0], rtol=0.05, atol=0)
+
+
+def test_autocast():
+    x, w = nn.Parameter(torch.randn(2, 3, 32)), nn.Parameter(torch.randn(64, 32))
+    leaves = [(x, torch.tensor(1e-6)), (w, torch.tensor(1e-6))]
+    f = lambda x, w: F.gelu(F.linear(x, w))  # noqa: E731
+    (expected,) = propagated(f, leaves)
+    with torch.autocast("cpu", torch.bfloat16):
+        (got,) = propagated(f, leaves)
+    assert got.dtype == torch.float32
+    torch.testing.assert_close(got, expected, rtol=0.05, atol=0)
+
+
+def test_values_and_gradients_are_untouched():
+    model = DPFormer(10, 5, width=8, heads=2, dropout=0.0).double()
+    ids = torch.randint(1, 11, (2, 5))
+    params = list(model.parameters())
+    plain = model(ids)
+    grads = torch.autograd.grad(plain.square().sum(), params)
+    noise = torch.tensor(0.1, dtype=D)
+    # attention is not corrected here, as no tracker has asked for it
+    model.blocks[0].attention.forward = model.blocks[1].attention.forward = F.relu
+    plain = model(ids)
+    grads = torch.autograd.grad(plain.square().sum(), params, allow_unused=True)
+    with Propagation({id(p): noise for p in params}) as errors:
+        out = model(ids)
+        assert errors.variance(out).all()
+    assert torch.equal(out, plain)
+    for a, b in zip(
+        torch.autograd.grad(out.square().sum(), params, allow_unused=True), grads
+    ):
+        assert (a is None) == (b is None)
+        assert a is None or torch.equal(a, b)
+
+
+# One sample
+
+
+GATES = {
+    "per sample": lambda x: torch.sigmoid(x.mean((1, 2)))[:, None, None],
+    "relu": lambda x: F.relu(x.sum((1, 2)) + 3)[:, None, None],
+    "width": lambda x: x.amax(-1).amax(-1)[:, None, None],
+    "stacked": lambda x: torch.stack([x[:, 0, 0], x[:, 1, 1]], -1)[:, None, :1],
+    "tokens": lambda x: x.max(1).values[:, None],
+    "joined": lambda x: torch.cat([x.mean((1, 2)), x[:, 0, 0]])[: len(x), None, None],
+    "clipped": lambda x: (x[:, 0, 0] * x[:, 1, 0] / 3).clamp(-1, 1)[:, None, None],
+}
+
+
+@each(GATES)
+def test_a_sample_alone(case):
+    """One number a sample, ``[B]``, is not a token of width B."""
+    x, variance = leaf(4, 3, 8)
+    f = lambda x: x.detach() * GATES[case](x)  # noqa: E731
+    (batch,) = propagated(f, [(x, variance)])
+    for b in range(4):
+        one = nn.Parameter(x.detach()[b : b + 1])
+        (alone,) = propagated(f, [(one, variance[b : b + 1])])
+        torch.testing.assert_close(alone, batch[b : b + 1], rtol=1e-12, atol=0)
+
+
+@each(["permute", "transpose", "T", "movedim", "H", "mH", "adjoint"])
+def test_the_batch_is_no_width(case):
+    """Where it comes last, means over it are refused; weights have no batch."""
+    f = {
+        "H": lambda x: x[:, 0].H,
+        "mH": lambda x: x[:, 0].mH,
+        "adjoint": lambda x: x[:, 0].adjoint(),
+        "permute": lambda x: x.permute(1, 2, 0),
+        "transpose": lambda x: x.transpose(0, -1),
+        "T": lambda x: x[:, 0].T,
+        "movedim": lambda x: x.movedim(0, -1),
+    }[case]
+    x, variance = leaf(4, 3, 8)
+    with Propagation({id(x): variance}) as errors:
+        with pytest.raises(RuntimeError, match=case):
+            errors.variance(f(x))
+    one, noise = leaf(4, 3, 8, spread=False)
+    assert propagated(f, [(one, noise)])[0].unique() == noise
+
+
+LYING = {
+    "getitem": lambda v: v[None],
+    "unsqueeze": lambda v: v.unsqueeze(0),
+    "view": lambda v: v.view(1, -1),
+    "expand": lambda v: v.expand(2, -1),
+    "repeat": lambda v: v.repeat(2, 1),
+    "mul": lambda v: v * torch.ones(2, 4, dtype=D),
+    "add": lambda v: torch.zeros(2, 4, dtype=D) + v,
+    "where": lambda v: torch.where(torch.ones(2, 4) > 0, v, torch.zeros(2, 4)),
+    "stack": lambda v: torch.stack([v, v]),
+}
+
+
+@each(LYING)
+def test_a_number_a_sample_becomes_no_width(case):
+    x, variance = leaf(4, 3, 8)
+    with Propagation({id(x): variance}) as errors:
+        with pytest.raises(RuntimeError, match=f"'{case}'"):
+            errors.variance(LYING[case]((1 * x)[:, 0, 0]))
+        weights = (1 + x[0, 0]).exp()  # a vector that is made of weights only
+        assert errors.variance(weights * torch.ones(4, 8, dtype=D)).shape == (4, 1)
+
+
+TURNED = {
+    "reshape": lambda x: x[:, 0].transpose(0, 1).reshape(-1, 1),  # as in Llama 4
+    "transpose": lambda x: x[:, 0].transpose(0, 1).contiguous().transpose(0, 1),
+    "permute": lambda x: x.permute(1, 2, 0).permute(2, 0, 1),
+    "unsqueeze": lambda x: x[:, 0].T.unsqueeze(-1),
+}
+
+
+@each(TURNED)
+def test_a_batch_that_is_turned_back(case):
+    x, variance = leaf(4, 3, 8)
+    (got,) = propagated(TURNED[case], [(x, variance)])
+    expected = TURNED[case](variance.expand(4, 3, 8)).mean(-1, keepdim=True)
+    torch.testing.assert_close(got.expand_as(expected), expected)
+
+
+@each({"last": -1, "first": 1, "kept": (-1, True)})
+def test_logsumexp(case):
+    x, variance = leaf(2, 3, 8)
+    dims = {"last": (-1,), "first": (1,), "kept": (-1, True)}[case]
+    agree(lambda x: x.logsumexp(*dims), (x, variance))
+
+
+def test_another_dtype_has_variances_of_its_own():
+    x, variance = leaf(2, 3, 8)
+    f = lambda x: torch.ones(2, 5, 3) @ x.float() @ torch.ones(2, 8, 4)  # noqa: E731
+    (got,) = propagated(f, [(x, variance)])
+    assert got.dtype == torch.float32
+
+
+def test_one_token_without_batch():
+    """Tensors of one dimension, as weights have them, go through layers too."""
+
+    def f(x, w, b, c):
+        y = F.linear(F.gelu(x), w, b)
+        return torch.cat([F.layer_norm(y, (64,), 1 + c, c), x])[None]
+
+    leaves = leaf(32), leaf(64, 32, spread=False), leaf(64), leaf(64)
+    agree(f, *leaves, tolerance=0.2)
+
+
+# Whole models
+
+
+def private(model, noise=STD, **kwargs):
+    optimizer = DPOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        noise_multiplier=noise,
+        max_grad_norm=1.0,
+        expected_batch_size=1,
+    )
+    return opacus_ext.track_errors(model, optimizer, **kwargs)
+
+
+def key_variances(model, tracker, call):
+    """What is said of the keys of each attention, in order."""
+    found, ask = [], tracker.key_variance
+
+    def noted(mode, key, module):
+        found.append(ask(mode, key, module).expand(*key.shape[:-1], 1))
+        return found[-1]
+
+    tracker.key_variance = noted
+    with torch.no_grad():
+        call(model)
+    del tracker.key_variance
+    return found
+
+
+def sampled_keys(model, call, stds, place, draws=600):
+    """The variance of keys, with noise on the parameters of an untracked copy."""
+
+    def keys(noises):
+        params = {n: p + noises[n] for n, p in model.named_parameters()}
+        with place() as kept:
+            functional_call(model, params, *call)
+        return kept
+
+    noises = {
+        n: torch.randn(draws, *p.shape, dtype=p.dtype) * stds[n]
+        for n, p in model.named_parameters()
+    }
+    with torch.no_grad():
+        found = vmap(keys, randomness="same", chunk_size=100)(noises)
+    return [x.var(0).mean(-1, keepdim=True) for x in found]
+
+
+class Caught:
+    """Notes the keys of all ``scaled_dot_product_attention`` on the way."""
+
+    def __enter__(self):
+        self.kept, self.plain = [], F.scaled_dot_product_attention
+
+        def noting(q, k, v, *args, **kwargs):
+            self.kept.append(k)
+            return self.plain(q, k, v, *args, **kwargs)
+
+        torch.nn.functional.scaled_dot_product_attention = noting
+        return self.kept
+
+    def __exit__(self, *args):
+        torch.nn.functional.scaled_dot_product_attention = self.plain
+
+
+def close_keys(got, expected):
+    """
+    The first block's as good as sampling; in the second, errors that residual sums and
+    tokens share have been taken as independent.
+    """
+    for a, b, each_, mean in zip(got, expected, (0.25, 0.7), (0.1, 0.2)):
+        assert 1 - each_ < float((a / b).min()) < float((a / b).max()) < 1 + each_
+        torch.testing.assert_close(a.mean(), b.mean(), rtol=mean, atol=0)
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+def test_keys_of_dpformer(heads):
+    """Of both blocks, with rows of the embedding that err by their shares."""
+    torch.manual_seed(1)
+    model = DPFormer(12, 6, width=32, heads=heads, dropout=0.0).double().eval()
+    nn.init.normal_(model.embedding.weight)
+    ids = torch.randint(1, 13, (3, 6))
+    ids[2, 4:] = 0
+    shares = 0.05 + torch.rand(13) * 0.9
+    tracked = copy.deepcopy(model)
+    tracker = private(tracked, shares=shares, cap=None)
+    # so little noise that attention is hardly corrected
+    got = key_variances(tracked, tracker, lambda m: m(ids))
+    stds = {n: e.double() for n, e in tracker.errors().items()}
+    stds = {n: e[:, None] if e.dim() else e for n, e in stds.items()}
+    expected = sampled_keys(model, (ids,), stds, Caught)
+    assert len(got) == len(expected) == 2
+    close_keys(got, expected)
+
+
+def test_keys_of_dpformer_alone():
+    """A sample's variances are what they are in any batch."""
+    model = DPFormer(12, 6, width=16, heads=2, dropout=0.0).double()
+    ids = torch.randint(1, 13, (4, 6))
+    ids[2, 4:] = 0
+    tracker = private(model, 1.0, shares=0.1 + torch.rand(13) * 0.9)
+    batch = key_variances(model, tracker, lambda m: m(ids))
+    for b in range(4):
+        alone = key_variances(model, tracker, lambda m: m(ids[b : b + 1]))
+        for x, y in zip(batch, alone):
+            torch.testing.assert_close(x[b : b + 1], y, rtol=1e-12, atol=0)
+
+
+def test_keys_of_llama():
+    """RMSNorm, rotary positions, a gated MLP and grouped keys, all written out."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=20,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=16,
+        attn_implementation="re_attention",
+    )
+    model = transformers.LlamaModel(config).double().eval()
+    for name, p in model.named_parameters():
+        if p.dim() > 1:
+            nn.init.normal_(p, std=1.0 if "embed" in name else p.size(1) ** -0.5)
+    ids = torch.randint(0, 20, (2, 5))
+    tracked = copy.deepcopy(model)
+    tracker = private(tracked, cap=None)
+    got = key_variances(tracked, tracker, lambda m: m(input_ids=ids, use_cache=False))
+    stds = {n: e.double() for n, e in tracker.errors().items()}
+    # causal by hand: transformers can't build masks under vmap
+    mask = torch.ones(5, 5, dtype=torch.bool).tril().expand(2, 1, 5, 5)
+    call = ((), {"input_ids": ids, "attention_mask": mask, "use_cache": False})
+    # keys that are seen have been repeated for all heads
+    expected = [
+        x[:, ::2] if x.size(1) == 4 else x
+        for x in sampled_keys(model, call, stds, Caught)
+    ]
+    assert len(got) == len(expected) == 2
+    close_keys(got, expected)
+
+
+def test_keys_of_noise_in_one_parameter():
+    """An error in the first embedding only reaches the keys with the right size."""
+    model = DPFormer(12, 6, width=64, dropout=0.0).double().eval()
+    nn.init.normal_(model.embedding.weight)
+    ids = torch.randint(1, 13, (1, 6))
+    errors = {id(model.embedding.weight): torch.tensor(STD**2, dtype=D)}
+    attention = model.blocks[0].attention
+    with torch.no_grad(), Propagation(errors) as mode:
+        x = model.embedding(ids) * math.sqrt(64) + model.position.weight[:6]
+        key = attention.qkv(x).chunk(3, -1)[1]
+    gain = attention.qkv.weight[64:128].square().sum() / 64
+    expected = STD**2 * 64 * gain
+    torch.testing.assert_close(mode.variance(key), expected.expand(1, 1, 1))
+
+
+def test_what_addmm_adds_may_be_the_batch():
+    """Not a bias: each row keeps the variance of its own."""
+    x, variance = leaf(4, 8)
+    weight = torch.randn(8, 6, dtype=D)
+    rest = torch.zeros(4, 6, dtype=D)
+    with Propagation({id(x): variance}) as errors:
+        added = x[:, :6] * torch.arange(1.0, 5.0, dtype=D)[:, None]
+        whole = errors.variance(torch.addmm(added, rest @ weight.mT, weight))
+        assert whole.shape == (4, 1)
+        torch.testing.assert_close(whole, errors.variance(added))
+    assert (whole.diff(dim=0) != 0).all()

@@ -1,0 +1,1280 @@
+"""Models whose errors are tracked: exact in every mode, and a state that survives.
+
+The oracle is each sample alone through plain autograd, in a copy of the model whose
+errors are tracked with the same noise: a copy of a tracked model is tracked.
+"""
+
+import copy
+import gc
+import importlib
+import sys
+import threading
+import weakref
+
+import pytest
+import torch
+from opacus import PrivacyEngine
+from opacus.optimizers import DPOptimizer
+from opacus.validators import ModuleValidator
+from torch import nn
+from torch.nn import functional as F
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, TensorDataset
+
+import opacus_ext
+from opacus_ext.layers import (
+    SelfAttention,
+    SwitchFeedForward,
+    TopKFeedForward,
+    re_attention,
+)
+from opacus_ext.lazy import when_imported
+from opacus_ext.models import DPFormer
+from opacus_ext.re_attention import tracking
+from tests.common import (
+    MODES,
+    assert_same,
+    clipped_sum,
+    every_mode,
+    half_clipped,
+    make_private,
+    oracle,
+    size_of,
+    square_loss,
+    trainable,
+    wrapped_or_not,
+)
+
+D = torch.float64
+# Samples run at once, all that is tracked included.
+pytestmark = pytest.mark.filterwarnings("error:.*run one sample after the other")
+every_place = pytest.mark.parametrize("where", ["logits", "scores"])
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays_active():
+    yield
+    assert not tracking._stack() and not _get_current_function_mode_stack()
+
+
+def dpformer(width=8, depth=2, heads=1, items=9, length=4):
+    torch.manual_seed(0)
+    model = DPFormer(items, length, width, depth, heads, dropout=0.0).double()
+    nn.init.normal_(model.embedding.weight)
+    return model
+
+
+def sequences(batch=3, length=4, items=9):
+    return torch.randint(1, items + 1, (batch, length))
+
+
+def some_shares(rows=10):
+    """From common to never seen."""
+    shares = torch.linspace(1.0, 0.05, rows)
+    shares[0] = shares[3] = 0.0
+    return shares
+
+
+def optimizer_of(model, noise=0.1, c=1.0, batch=1, lr=0.1, inner=torch.optim.SGD):
+    """An optimizer by hand whose averaged gradients have noise of std ``noise``."""
+    return DPOptimizer(
+        inner([p for p in model.parameters() if p.requires_grad], lr=lr),
+        noise_multiplier=noise * batch / c,
+        max_grad_norm=c,
+        expected_batch_size=batch,
+    )
+
+
+def track(model, shares=None, noise=0.1, **options):
+    return opacus_ext.track_errors(model, optimizer_of(model, noise), shares, **options)
+
+
+def without_noise(optimizer):
+    """The noise is known to the tracker, but not added."""
+
+    def add():
+        for p in optimizer.params:
+            p.grad = p.summed_grad.view_as(p)
+
+    optimizer.add_noise = add
+
+
+def in_mode(mode, wrap, model, batch, loss_fn, c, noise, shares=None, **options):
+    """The clipped sums of a mode, with errors tracked."""
+    model, size = copy.deepcopy(model), max(size_of(batch), 1)
+    private = make_private(
+        *(model, mode, wrap),
+        batch_size=size,
+        max_grad_norm=c,
+        noise_multiplier=noise * size / c,
+    )
+    opacus_ext.track_errors(private.module, private.optimizer, shares, **options)
+    without_noise(private.optimizer)
+    private.step(batch, loss_fn)
+    return {name: p.grad.detach() * size for name, p in trainable(model).items()}
+
+
+def check(mode, wrap, model, batch, loss_fn, shares=None, noise=0.1, **options):
+    """A step equals the oracle, and is another one than without the correction."""
+    tolerance = options.pop("tolerance", 1e-8)
+    acts = options.pop("acts", True)
+    plain = oracle(model, batch, loss_fn)
+    c = half_clipped(plain)
+    size = max(size_of(batch), 1)
+    same = copy.deepcopy(model)
+    optimizer = optimizer_of(same, noise, c, size)
+    opacus_ext.track_errors(same, optimizer, shares, **options)
+    grads = oracle(same, batch, loss_fn)
+    got = in_mode(mode, wrap, model, batch, loss_fn, c, noise, shares, **options)
+    assert_same(got, clipped_sum(grads, "flat", c), tolerance, mode)
+    if acts:
+        before = torch.cat([g.flatten() for g in plain.values()])
+        after = torch.cat([g.flatten() for g in grads.values()])
+        assert float((after - before).norm() / before.norm()) > 1e-3
+
+
+# Exact in every mode
+
+
+@every_place
+@every_mode
+@wrapped_or_not
+def test_exact(mode, wrap, where):
+    ids = sequences()
+    ids[1, 2:] = 0  # padding
+    check(mode, wrap, dpformer(), ids, square_loss, some_shares(), where=where)
+
+
+@every_place
+def test_exact_one_sample_after_the_other(where):
+    check(
+        "scan", True, dpformer(), sequences(), square_loss, some_shares(), where=where
+    )
+
+
+class Splitting(nn.Module):
+    """Samples take different branches, and are changed in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(10, 8), nn.Linear(8, 3)
+        self.first, self.second = SelfAttention(8, 2), SelfAttention(8)
+
+    def forward(self, ids):
+        x = self.embedding(ids)
+        x = x + self.first(x)
+        if bool((ids == 1).any()):
+            x.masked_fill_((ids == 1).unsqueeze(-1), 0.0)
+        x[:, 0] = 2 * x[:, 1]
+        return self.head(self.second(x))
+
+
+@every_mode
+def test_exact_in_every_branch(mode):
+    ids = torch.tensor([[5, 6, 7], [1, 2, 6], [9, 5, 8], [1, 1, 3]])
+    torch.manual_seed(0)
+    model = Splitting().double()
+    check(mode, True, model, ids, square_loss, {"embedding.weight": some_shares()})
+
+
+BATCHES = {
+    "one token": lambda: sequences(3, 1),
+    "one sample": lambda: sequences(1, 4),
+    "as many samples as tokens": lambda: sequences(4, 4),
+    "as many samples as rows": lambda: sequences(10, 2),
+    "one of each": lambda: sequences(1, 1),
+    "the same token only": lambda: torch.full((3, 4), 3),
+    "padding only": lambda: torch.cat([sequences(2), torch.zeros(1, 4).long()]),
+}
+
+
+@every_mode
+@pytest.mark.parametrize("case", BATCHES)
+def test_exact_batches(mode, case):
+    batch, wrap = BATCHES[case](), case != "one sample"
+    acts = batch.size(1) > 1 and len(set(batch.flatten().tolist())) > 1
+    check(mode, wrap, dpformer(), batch, square_loss, some_shares(), acts=acts)
+
+
+@every_mode
+@wrapped_or_not
+def test_empty_batch(mode, wrap):
+    got = in_mode(
+        *(mode, wrap, dpformer(), sequences(0), square_loss),
+        *(1.0, 0.1, some_shares()),
+    )
+    assert all(not g.any() for g in got.values())
+
+
+OPTIONS = {
+    "heads": {},
+    "no shares": {"shares": None},
+    "no cap": {"cap": None},
+    "small cap": {"cap": 0.1},
+    "floor": {"floor": 0.3},
+    "loud": {"noise": 3.0},
+    "positions too": {"positions": True},
+}
+
+
+@every_mode
+@pytest.mark.parametrize("case", OPTIONS)
+def test_exact_options(mode, case):
+    options = {"shares": some_shares(), **OPTIONS[case]}
+    if options.pop("positions", False):
+        options["shares"] = {
+            "embedding.weight": some_shares(),
+            "position.weight": torch.linspace(1, 0.1, 4),
+        }
+    heads = 2 if case == "heads" else 1
+    check(mode, True, dpformer(heads=heads), sequences(), square_loss, **options)
+
+
+def frozen(name):
+    model = dpformer()
+    parts = {
+        "embedding": [model.embedding],
+        "position": [model.position],
+        "attention": [model.blocks[0].attention, model.blocks[1].attention],
+        "first block": [model.blocks[0]],
+        # keys of both blocks are known exactly
+        "all but the end": [model.embedding, model.position, model.blocks[0]],
+    }[name]
+    for part in parts:
+        part.requires_grad_(False)
+    if name == "all but the end":
+        model.blocks[1].attention.requires_grad_(False)
+    return model
+
+
+@every_mode
+@pytest.mark.parametrize(
+    "name", ["embedding", "position", "attention", "first block", "all but the end"]
+)
+def test_exact_with_frozen_parameters(mode, name):
+    acts = name != "all but the end"
+    shares = some_shares() if name not in ("embedding", "all but the end") else None
+    check(mode, True, frozen(name), sequences(), square_loss, shares, acts=acts)
+
+
+class Mixed(nn.Module):
+    """Tokens from features, two attentions in parallel, and a gate for each sample."""
+
+    def __init__(self):
+        super().__init__()
+        self.start = nn.Linear(5, 8)
+        self.left, self.right = SelfAttention(8, 2), SelfAttention(8, 1, causal=True)
+        self.norm, self.head = nn.RMSNorm(8), nn.Linear(8, 3)
+
+    def forward(self, x, mask=None):
+        x = F.gelu(self.start(x))
+        gate = torch.sigmoid(x.mean((1, 2)))[:, None, None]
+        x = x + gate * self.left(x, mask) + (1 - gate) * self.right(x)
+        return self.head(self.left(self.norm(x), mask))
+
+
+@every_mode
+@wrapped_or_not
+def test_exact_in_a_model_of_ones_own(mode, wrap):
+    """An attention that is used twice, its mask, numbers a sample, features."""
+    torch.manual_seed(0)
+    mask = torch.tensor([[1, 1, 0, 1], [1, 0, 1, 1], [1, 1, 1, 1]]).bool()
+    batch = torch.randn(3, 4, 5, dtype=D), mask
+    check(mode, wrap, Mixed().double(), batch, square_loss)
+
+
+class Routed(nn.Module):
+    def __init__(self, layer):
+        super().__init__()
+        self.embedding = nn.Embedding(10, 8)
+        self.first, self.second = SelfAttention(8, 2), SelfAttention(8)
+        self.experts, self.head = layer, nn.Linear(8, 3)
+
+    def forward(self, ids):
+        x = self.embedding(ids)
+        x = x + self.first(x)
+        out = self.experts(x)
+        x = x + (out[0] if isinstance(out, tuple) else out)
+        return self.head(self.second(x))
+
+
+@every_mode
+@pytest.mark.parametrize("kind", [SwitchFeedForward, TopKFeedForward])
+def test_exact_behind_experts(mode, kind):
+    torch.manual_seed(0)
+    model = Routed(kind(8, 12, num_experts=3)).double()
+    check(mode, True, model, sequences(), square_loss, some_shares())
+
+
+@every_mode
+def test_bfloat16(mode):
+    """As close to float64 as bfloat16 is without the correction."""
+    model, ids = dpformer(), sequences()
+    got = in_mode(
+        *(mode, True, copy.deepcopy(model).bfloat16(), ids, square_loss),
+        *(1e3, 0.1, some_shares()),
+    )
+    wide = in_mode(mode, True, model, ids, square_loss, 1e3, 0.1, some_shares())
+    for name, g in got.items():
+        assert g.dtype == torch.bfloat16
+        gap = (g.double() - wide[name]).norm() / wide[name].norm()
+        assert float(gap) < 0.15, name
+
+
+@every_mode
+def test_autocast(mode):
+    """As close to float64 as bfloat16 is; variances are kept wide."""
+
+    def loss(model, ids):
+        with torch.autocast("cpu", torch.bfloat16):
+            out = model(ids)
+        return square_loss(lambda _: out.double(), ids)
+
+    model, ids = dpformer(), sequences()
+    args = ids, loss, 1e3, 0.1, some_shares()
+    got = in_mode(mode, True, copy.deepcopy(model).float(), *args)
+    args = ids, square_loss, 1e3, 0.1, some_shares()
+    wide = in_mode(mode, True, model, *args)
+    for name, g in got.items():
+        assert g.dtype == torch.float32
+        gap = (g.double() - wide[name]).norm() / wide[name].norm()
+        assert float(gap) < 0.15, name
+
+
+# Activation checkpointing
+
+
+class Layer(nn.Module):
+    def __init__(self, reentrant):
+        super().__init__()
+        self.reentrant = reentrant
+        self.attention, self.norm = SelfAttention(8, 2, causal=True), nn.LayerNorm(8)
+
+    def inside(self, x):
+        return self.norm(x + self.attention(x))
+
+    def forward(self, x):
+        if self.reentrant is None or not self.training:
+            return self.inside(x)
+        return checkpoint(self.inside, x, use_reentrant=self.reentrant)
+
+
+class Deep(nn.Module):
+    def __init__(self, reentrant=None, shared=False, depth=2):
+        super().__init__()
+        self.embedding = nn.Embedding(10, 8)
+        first = Layer(reentrant)
+        self.layers = nn.ModuleList(
+            first if shared else Layer(reentrant) for _ in range(depth)
+        )
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, ids):
+        x = self.embedding(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def deep(reentrant=None, **kwargs):
+    torch.manual_seed(0)
+    return Deep(reentrant, **kwargs).double()
+
+
+@every_place
+@every_mode
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing(mode, reentrant, where):
+    """Attention that is computed again in the backward pass is corrected again."""
+    ids, shares = sequences(), some_shares()
+    check(mode, True, deep(reentrant), ids, square_loss, shares, where=where)
+    args = ids, square_loss, 0.5, 0.1, shares
+    plain = in_mode(mode, True, deep(), *args, where=where)
+    got = in_mode(mode, True, deep(reentrant), *args, where=where)
+    assert_same(got, plain, 1e-12)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing_of_several_forward_passes(reentrant):
+    """Losses of batches of different sizes, one backward pass; a shared layer."""
+    grads = []
+    for kind in (None, reentrant):
+        model = deep(kind, shared=True)
+        torch.manual_seed(1)
+        track(model, some_shares())
+        loss = sum(
+            square_loss(model, sequences(*size)).sum()
+            for size in ((3, 4), (2, 4), (3, 2), (1, 1), (3, 4))
+        )
+        loss.backward()
+        grads.append({n: p.grad for n, p in model.named_parameters()})
+    assert_same(grads[1], grads[0], 1e-12)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing_of_one_layer_many_times(reentrant):
+    grads = []
+    for kind in (None, reentrant):
+        model = deep(kind, shared=True, depth=20)
+        torch.manual_seed(1)
+        track(model, some_shares())
+        square_loss(model, sequences()).sum().backward()
+        grads.append({n: p.grad for n, p in model.named_parameters()})
+    assert_same(grads[1], grads[0], 1e-10)
+
+
+def test_attention_outside_of_the_model():
+    """Errors are not known there: it is refused, and plain for the untracked."""
+    model, ids = deep(), sequences()
+    x = torch.randn(2, 4, 8, dtype=D)
+    plain = model.layers[0].attention(x)
+    tracker = track(model, some_shares())
+    model(ids)
+    with pytest.raises(RuntimeError, match="outside of the model's forward pass"):
+        model.layers[0].attention(x)
+    tracker.detach()
+    assert torch.equal(model.layers[0].attention(x), plain)
+
+
+# Copies and state
+
+
+def test_copy_is_tracked():
+    model, ids = dpformer(), sequences()
+    plain = model(ids)
+    tracker = track(model, some_shares())
+    out = model(ids)
+    again = copy.deepcopy(model)
+    assert torch.equal(again(ids), out) and not torch.equal(out, plain)
+    tracker.enabled = False
+    assert torch.equal(again(ids), plain) and torch.equal(model(ids), plain)
+    tracker.enabled = True
+    tracker.detach()
+    assert torch.equal(model(ids), plain)
+
+
+def test_copy_outlives_the_model():
+    model, ids = dpformer(), sequences()
+    track(model, some_shares())
+    out, again = model(ids), copy.deepcopy(model)
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None  # the tracker does not keep it
+    assert torch.equal(again(ids), out)
+
+
+def test_state_dict():
+    model, ids = dpformer(), sequences()
+    names = set(model.state_dict())
+    tracker = track(model, some_shares(), where="scores")
+    state = model.state_dict()
+    added = {"re_attention.noise", "re_attention.shares.embedding.weight"}
+    assert set(state) - names == added
+    assert not list(model.buffers())
+
+    # to evaluate: no optimizer, the noise is that of the state
+    other = dpformer()
+    nn.init.normal_(other.embedding.weight)
+    opacus_ext.track_errors(other, where="scores")
+    with pytest.raises(RuntimeError, match="No noise is known"):
+        other(ids)
+    other.load_state_dict(state)
+    assert torch.equal(other(ids), model(ids))
+    # to train: shares come from the state, the noise from the optimizer
+    third = dpformer()
+    track(third, noise=0.1, where="scores").evaluate = False
+    third.load_state_dict(state)
+    assert torch.equal(third(ids), model(ids))
+    # and again
+    fourth = dpformer()
+    opacus_ext.track_errors(fourth, where="scores")
+    fourth.load_state_dict(other.state_dict())
+    assert torch.equal(fourth(ids), model(ids))
+
+    # an untracked model is another function
+    with pytest.raises(RuntimeError, match="re_attention.noise"):
+        dpformer().load_state_dict(state)
+    tracker.detach()
+    assert set(model.state_dict()) == names
+    dpformer().load_state_dict(model.state_dict())
+    # what was saved untracked can be loaded by who tracks
+    third.load_state_dict(model.state_dict())
+
+
+def test_state_dict_can_be_saved(tmp_path):
+    model, ids = dpformer(), sequences()
+    track(model, some_shares())
+    out = model(ids)
+    torch.save(model.state_dict(), tmp_path / "state.pt")
+    other = dpformer()
+    opacus_ext.track_errors(other)
+    other.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    assert torch.equal(other(ids), out)
+    with pytest.raises(TypeError, match="save its state_dict"):
+        torch.save(model, tmp_path / "model.pt")
+    # nor does the output have anything of it
+    torch.save(out, tmp_path / "out.pt")
+    assert torch.equal(torch.load(tmp_path / "out.pt", weights_only=True), out)
+
+
+def training(mode, wrap, resume=None):
+    """A model in training, and the function that makes steps."""
+    model = dpformer()
+    data = TensorDataset(sequences(8))
+    private = make_private(
+        *(model, mode, wrap),
+        batch_size=4,
+        noise_multiplier=0.5,
+        dataset=data,
+        optimizer=torch.optim.Adam(model.parameters(), lr=0.05),
+    )
+    opacus_ext.track_errors(private.module, private.optimizer, some_shares())
+
+    def steps(seeds):
+        for seed in seeds:
+            torch.manual_seed(seed)
+            private.step(sequences(4), square_loss)
+
+    return model, private, steps
+
+
+@every_mode
+@wrapped_or_not
+def test_resume(mode, wrap, tmp_path):
+    """Training goes on from a checkpoint as if it had not been interrupted."""
+    model, _, steps = training(mode, wrap)
+    steps(range(4))
+
+    _, private, steps = training(mode, wrap)
+    steps(range(2))
+    private.engine.save_checkpoint(
+        path=tmp_path / "c.pt", module=private.module, optimizer=private.optimizer
+    )
+    resumed, private, steps = training(mode, wrap)
+    with torch.no_grad():
+        for p in resumed.parameters():
+            p.add_(1.0)
+    private.engine.load_checkpoint(
+        path=tmp_path / "c.pt", module=private.module, optimizer=private.optimizer
+    )
+    steps(range(2, 4))
+    for (name, p), q in zip(model.named_parameters(), resumed.parameters()):
+        assert torch.equal(p, q), name
+
+
+def test_validators_accept():
+    model = dpformer()
+    track(model, some_shares())
+    assert ModuleValidator.is_valid(model)
+    assert ModuleValidator.validate(model, strict=True) == []
+    for mode in MODES:
+        private = make_private(dpformer(), mode, batch_size=2)
+        opacus_ext.track_errors(private.module, private.optimizer)
+        assert ModuleValidator.is_valid(private.module)
+
+
+# When it acts
+
+
+def test_evaluation():
+    model, ids = dpformer(), sequences()
+    plain = model(ids)
+    tracker = track(model, some_shares())
+    out = model(ids)
+    model.eval()
+    assert torch.equal(model(ids), out)
+    for context in (torch.no_grad, torch.inference_mode):
+        with context():
+            torch.testing.assert_close(model(ids), out, rtol=1e-12, atol=1e-12)
+    tracker.evaluate = False
+    assert torch.equal(model(ids), plain)
+    model.train()
+    assert torch.equal(model(ids), out)
+    tracker.enabled = False
+    assert torch.equal(model(ids), plain)
+    tracker.enabled = tracker.evaluate = True
+    assert torch.equal(model.eval()(ids), out)
+    tracker.where = "scores"
+    assert not torch.allclose(model(ids), out, rtol=1e-6)
+
+
+def test_detach_restores():
+    model, ids = dpformer(), sequences()
+    before, plain = dict(vars(model)), model(ids)
+    hooks = [len(h) for h in (model._forward_hooks, model._forward_pre_hooks)]
+    for _ in range(2):
+        tracker = track(model, some_shares())
+        assert not torch.equal(model(ids), plain)
+        tracker.detach()
+        assert torch.equal(model(ids), plain)
+    assert set(vars(model)) == set(before)
+    assert hooks == [len(h) for h in (model._forward_hooks, model._forward_pre_hooks)]
+
+
+@every_mode
+def test_noise_is_followed(mode):
+    """A schedule of the noise multiplier or the clipping norm; none is none."""
+    model, ids = dpformer(), sequences()
+    plain = model(ids).detach()
+    private = make_private(
+        model, mode, batch_size=4, noise_multiplier=1.0, max_grad_norm=1.0
+    )
+    tracker = opacus_ext.track_errors(private.module, private.optimizer, some_shares())
+    outs = []
+    for noise in (1.0, 0.5, 0.0, 1.0):
+        private.optimizer.noise_multiplier = noise
+        outs.append(model(ids).detach())
+        error = float(tracker.errors()["position.weight"])
+        assert error == pytest.approx(noise / 4)
+        assert float(model.state_dict()["re_attention.noise"]) == noise / 4
+    assert torch.equal(outs[0], outs[3]) and not torch.equal(outs[0], outs[1])
+    torch.testing.assert_close(outs[2], plain, rtol=1e-12, atol=1e-12)
+    model.zero_grad()
+
+
+def test_what_is_frozen_later_errs_no_more():
+    model, ids = dpformer(), sequences()
+    plain = model(ids)
+    tracker = track(model, some_shares())
+    out = model(ids)
+    model.requires_grad_(False)
+    assert not any(e.any() for e in tracker.errors().values())
+    torch.testing.assert_close(model(ids), plain, rtol=1e-12, atol=1e-12)
+    model.requires_grad_(True)
+    assert torch.equal(model(ids), out)
+
+
+def test_errors_of_the_run():
+    """With scale="run" errors grow by the steps; before the first there are none."""
+    model, ids = dpformer(), sequences()
+    plain = model(ids)
+    optimizer = optimizer_of(model, 0.1, inner=torch.optim.Adam)
+    optimizer.attach_step_hook(lambda _: None)
+    tracker = opacus_ext.track_errors(model, optimizer, some_shares(), scale="run")
+    torch.testing.assert_close(model(ids), plain, rtol=1e-12, atol=1e-12)
+    last = 0.0
+    for _ in range(3):
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        optimizer.original_optimizer.step()
+        error = float(tracker.errors()["position.weight"])
+        assert error > last
+        last = error
+        model(ids)
+    sgd = dpformer()
+    with pytest.raises(ValueError, match="needs steps with SGD"):
+        track(sgd, some_shares(), scale="run")
+    tracker = track(sgd, some_shares(), scale="run", steps=100)
+    assert float(tracker.errors()["position.weight"]) == pytest.approx(0.1)
+
+
+# Refusals
+
+
+def test_bad_arguments():
+    model = dpformer()
+    for options, message in (
+        ({"where": "keys"}, "where must be one of"),
+        ({"scale": "epoch"}, "scale must be one of"),
+        ({"cap": 0.0}, "cap must be positive or None"),
+        ({"cap": -1.0}, "cap must be positive or None"),
+        ({"shares": torch.ones(7)}, "7 shares belong to one embedding"),
+        ({"shares": torch.zeros(10)}, "No share of embedding.weight is positive"),
+        ({"shares": torch.full((10,), 2.0)}, "must lie between 0 and 1"),
+        ({"shares": {"embed": torch.ones(10)}}, r"shares for \['embed'\]"),
+        ({"shares": {"embedding.weight": torch.ones(3)}}, "needs 10 shares"),
+        ({"floor": 2.0, "shares": some_shares()}, "floor must lie in"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            track(model, **options)
+        assert tracking.tracker_of(model) is None  # it can be tried again
+    with pytest.raises(TypeError, match="SGD adds no noise"):
+        opacus_ext.track_errors(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    tracker = track(model)
+    with pytest.raises(ValueError, match="tracked already"):
+        track(model)
+    tracker.detach()
+    # two embeddings of as many rows
+    model = dpformer(length=10)
+    with pytest.raises(ValueError, match="the model has 2.*position.weight"):
+        track(model, some_shares())
+
+
+def test_no_attention_asks():
+    """A model that never uses re_attention is not corrected: that is said."""
+
+    class Plain(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.start = nn.Linear(4, 4)
+
+        def forward(self, x):
+            x = self.start(x)
+            return F.scaled_dot_product_attention(x, x, x)
+
+    model, x = Plain(), torch.randn(2, 3, 4)
+    tracker = track(model)
+    with pytest.raises(RuntimeError, match="no attention asked"):
+        model(x)
+    tracker.detach()
+    model(x)
+
+
+def test_lost_errors_are_refused():
+    class Odd(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.start = nn.Linear(4, 4)
+
+        def forward(self, x):
+            x = self.start(x)
+            return re_attention(
+                x, torch.fft.ifft(torch.fft.fft(x)).real, x, module=self
+            )
+
+    model = Odd()
+    track(model)
+    with pytest.raises(RuntimeError, match="Odd: .* by the operation 'fft_fft'"):
+        model(torch.randn(2, 1, 3, 4))
+
+
+# Around the forward pass
+
+
+class Failing(nn.Module):
+    def __init__(self, inner, error=None):
+        super().__init__()
+        self.inner, self.error = inner, error
+
+    def forward(self, ids):
+        out = self.inner(ids)
+        if self.error is not None:
+            raise self.error
+        return out
+
+
+def test_failing_forward():
+    model, ids = Failing(dpformer()), sequences()
+    track(model, {"inner.embedding.weight": some_shares()})
+    out = model(ids)
+    model.error = ZeroDivisionError()
+    with pytest.raises(ZeroDivisionError):
+        model(ids)
+    assert not tracking._stack() and not _get_current_function_mode_stack()
+    with pytest.raises(ValueError, match="longer than max_len"):
+        model(sequences(2, 7))
+    assert not tracking._stack() and not _get_current_function_mode_stack()
+    model.error = None
+    assert torch.equal(model(ids), out)
+
+
+def test_interrupted_forward():
+    """What an interrupt (which no hook hears of) leaves behind ends with the next."""
+    model, ids = Failing(dpformer()), sequences()
+    tracker = track(model, {"inner.embedding.weight": some_shares()})
+    out = model(ids)
+    model.error = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        model(ids)
+    model.error = None
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.0)
+    assert torch.equal(model(ids), out)
+    assert not tracking._stack() and not _get_current_function_mode_stack()
+    tracker.detach()
+
+
+def test_failing_hooks():
+    """Of the model itself, before and after."""
+    model, ids = dpformer(), sequences()
+
+    def fail(*args):
+        raise ZeroDivisionError
+
+    track(model, some_shares())
+    out = model(ids)
+    for handle in (
+        model.register_forward_pre_hook(fail, prepend=True),
+        model.register_forward_pre_hook(fail),
+        model.register_forward_hook(fail),
+        model.register_forward_hook(fail, prepend=True),
+    ):
+        with pytest.raises(ZeroDivisionError):
+            model(ids)
+        assert not tracking._stack() and not _get_current_function_mode_stack()
+        handle.remove()
+    assert torch.equal(model(ids), out)
+
+
+def test_a_tracked_model_in_another():
+    """The inner one has its own errors, and its failures are its own."""
+    inner, ids = dpformer(), sequences()
+
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.start = inner, nn.Linear(10, 8).double()
+            self.attention = SelfAttention(8).double()
+
+        def forward(self, ids):
+            try:
+                x = self.inner(ids)
+            except ZeroDivisionError:
+                x = torch.ones(*ids.shape, 10, dtype=D)
+            return self.attention(self.start(x))
+
+    outer = Outer()
+    track(outer)
+    alone = outer(ids)
+    tracker = track(inner, some_shares(), noise=0.3)
+    out, from_inner = outer(ids), inner(ids)
+    assert not torch.equal(out, alone)
+    with torch.no_grad():
+        handle = inner.register_forward_pre_hook(
+            lambda *args: 1 // 0, prepend=True  # before the errors are tracked
+        )
+        outer(ids)
+        handle.remove()
+    assert torch.equal(inner(ids), from_inner)
+    assert torch.equal(outer(ids), out)
+    tracker.detach()
+    assert torch.equal(outer(ids), alone)
+
+
+def test_two_models():
+    """One after the other, in turns, and in threads."""
+    ids = sequences()
+    models = [dpformer(), dpformer()]
+    for model, noise in zip(models, (0.1, 0.5)):
+        track(model, some_shares(), noise=noise)
+    one, two = (model(ids) for model in models)
+    assert not torch.equal(one, two)
+    assert torch.equal(models[0](ids), one) and torch.equal(models[1](ids), two)
+    outs = {}
+
+    def run(i):
+        outs[i] = [models[i](ids) for _ in range(5)]
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for i, out in ((0, one), (1, two)):
+        assert all(torch.equal(x, out) for x in outs[i])
+
+
+def test_values_of_one_pass_do_not_stay():
+    """What a forward pass notes is gone with it: parameters and inputs are clean."""
+    model, x = Mixed().double(), torch.randn(2, 4, 5, dtype=D)
+    tracker = track(model)
+    out = model(x)
+    x2 = model(x)
+    assert torch.equal(out, x2)
+    for y in (x, *model.parameters()):
+        assert not {"_spread", "_squares"} & set(vars(y)), set(vars(y))
+    tracker.detach()
+
+
+def test_several_in_data_parallel_wrappers():
+    """The name of a wrapper is no part of a parameter's."""
+    model, ids = dpformer(), sequences()
+    private = make_private(model, "hooks", batch_size=3, noise_multiplier=1.0)
+    tracker = opacus_ext.track_errors(
+        private.module, private.optimizer, {"embedding.weight": some_shares()}
+    )
+    assert tracking.tracker_of(private.module) is tracker
+    assert tracking.tracker_of(model) is tracker
+    assert set(tracker.errors()) == {n for n, _ in model.named_parameters()}
+    state = private.module.state_dict()
+    assert "_module.re_attention.noise" in state
+    private.module.load_state_dict(state)
+    assert torch.equal(private.module(ids), model(ids))
+
+
+def test_accumulated_and_poisson_batches():
+    """Through Opacus's loader and BatchMemoryManager; empty batches among them."""
+    from opacus.utils.batch_memory_manager import BatchMemoryManager
+
+    model = dpformer()
+    data = TensorDataset(sequences(12))
+    engine = PrivacyEngine()
+    wrapped, optimizer, loader = engine.make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.01),
+        data_loader=DataLoader(data, batch_size=2),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+    )
+    opacus_ext.track_errors(wrapped, optimizer, some_shares())
+    sizes = []
+    with BatchMemoryManager(
+        data_loader=loader, max_physical_batch_size=2, optimizer=optimizer
+    ) as batches:
+        for _ in range(6):
+            for (ids,) in batches:
+                sizes.append(len(ids))
+                optimizer.zero_grad()
+                square_loss(wrapped, ids.long()).mean().backward()
+                optimizer.step()
+    assert 0 in sizes and max(sizes) == 2
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
+def test_several_outputs_have_no_notes():
+    """Neither tuples nor dicts; and each batch is noted anew."""
+
+    class Both(nn.Module):
+        def __init__(self, kind):
+            super().__init__()
+            self.inner, self.kind = dpformer(), kind
+
+        def forward(self, ids):
+            x = self.inner.encode(ids)
+            return self.kind({"a": x, "b": x * 2}.items())
+
+    for kind in (dict, lambda items: tuple(x for _, x in items)):
+        model = Both(kind)
+        track(model, {"inner.embedding.weight": some_shares()})
+        out = model(sequences())
+        for x in out.values() if isinstance(out, dict) else out:
+            assert not vars(x)
+
+
+@pytest.mark.slow
+def test_compiled_model():
+    """What is tracked runs as if it were not compiled."""
+    model, x = SelfAttention(4), torch.randn(2, 3, 4)
+    track(model)
+    out = model(x)
+    compiled = torch.compile(model, backend="eager")
+    for _ in range(2):
+        torch.testing.assert_close(compiled(x), out)
+    assert torch.equal(model(x), out)
+
+
+# Registered when transformers is imported
+
+
+def test_when_imported(tmp_path, monkeypatch):
+    """Once, after the module has run; at once if it has been imported."""
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "late_package").mkdir()
+    (tmp_path / "late_package" / "__init__.py").write_text("")
+    (tmp_path / "late_package" / "part.py").write_text("value = 3")
+    seen, watching = [], len(sys.meta_path)
+
+    def action():
+        seen.append(sys.modules["late_package.part"].value)
+
+    when_imported("late_package.part", action)
+    importlib.import_module("late_package")
+    assert not seen
+    part = importlib.import_module("late_package.part")
+    assert seen == [3] and len(sys.meta_path) == watching
+    importlib.reload(part)
+    when_imported("late_package.part", action)
+    assert seen == [3, 3]
+    when_imported("late_package.missing", action)
+    with pytest.raises(ImportError):
+        importlib.import_module("late_package.missing")
+    assert seen == [3, 3] and len(sys.meta_path) == watching
+    for name in ("late_package", "late_package.part"):
+        del sys.modules[name]
+
+
+# Models of transformers
+
+transformers = pytest.importorskip("transformers")
+
+SMALL = {"num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 11}
+
+
+def llama():
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            **{**SMALL, "num_attention_heads": 4, "num_key_value_heads": 2},
+            hidden_size=8,
+            intermediate_size=12,
+            max_position_embeddings=16,
+            pad_token_id=0,
+        )
+    )
+
+
+def gpt2():
+    return transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(
+            vocab_size=11,
+            n_embd=8,
+            n_layer=2,
+            n_head=2,
+            n_positions=16,
+            **{f"{name}_pdrop": 0.0 for name in ("attn", "embd", "resid")},
+        )
+    )
+
+
+def bert():
+    return transformers.BertForSequenceClassification(
+        transformers.BertConfig(
+            **SMALL,
+            hidden_size=8,
+            intermediate_size=12,
+            max_position_embeddings=16,
+            hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0,
+        )
+    )
+
+
+def opt():
+    return transformers.OPTForCausalLM(
+        transformers.OPTConfig(
+            **SMALL,
+            hidden_size=8,
+            ffn_dim=12,
+            word_embed_proj_dim=8,
+            max_position_embeddings=16,
+            dropout=0.0,
+            pad_token_id=0,
+        )
+    )
+
+
+def t5():
+    return transformers.T5ForConditionalGeneration(
+        transformers.T5Config(
+            vocab_size=11,
+            d_model=8,
+            d_kv=4,
+            d_ff=12,
+            num_layers=2,
+            num_heads=2,
+            dropout_rate=0.0,
+            decoder_start_token_id=0,
+        )
+    )
+
+
+FAMILIES = {"llama": llama, "gpt2": gpt2, "bert": bert, "opt": opt, "t5": t5}
+tolerances = {"llama": 1e-6, "t5": 1e-6}  # their norms are computed in float32
+every_family = pytest.mark.parametrize("family", FAMILIES)
+
+
+def of_family(family, attention="re_attention"):
+    torch.manual_seed(0)
+    model = FAMILIES[family]().double()
+    for name, p in model.named_parameters():
+        if p.dim() > 1:  # the usual 0.02 attends to all tokens alike
+            nn.init.normal_(p, std=1.0 if "emb" in name or "wte" in name else 0.3)
+    model.set_attn_implementation(attention)
+    return model.train()
+
+
+def words(left=False):
+    """Ids and a mask; padding on either side."""
+    ids = torch.randint(1, 11, (3, 5))
+    mask = torch.ones_like(ids)
+    at = slice(0, 2) if left else slice(3, 5)
+    ids[1, at] = mask[1, at] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def batch_of(family, left=False):
+    batch = words(left)
+    if family == "t5":
+        batch["decoder_input_ids"] = batch["input_ids"].flip(1)
+    return batch
+
+
+def masked_loss(model, batch):
+    logits = model(**batch).logits
+    if logits.dim() == 3:
+        logits = logits * batch["attention_mask"][..., None]
+    return logits.square().flatten(1).sum(1) + logits.flatten(1).sum(1)
+
+
+def rows_of(model, shares):
+    """By the name of the parameter: another embedding may have as many rows."""
+    weight = model.get_input_embeddings().weight
+    return {n: shares for n, p in model.named_parameters() if p is weight}
+
+
+@every_family
+@every_mode
+def test_transformers_exact(family, mode):
+    wrap = family != "opt"
+    model = of_family(family)
+    shares = rows_of(model, some_shares(11))
+    batch = batch_of(family, left=family == "llama")
+    tolerance = tolerances.get(family, 1e-8)
+    check(mode, wrap, model, batch, masked_loss, shares, tolerance=tolerance)
+
+
+@every_mode
+def test_transformers_exact_without_padding(mode):
+    """No mask is made then; the kernel's causal one is used."""
+    model, batch = of_family("llama"), {"input_ids": words()["input_ids"] + 1}
+    batch["input_ids"] %= 11
+
+    def loss(model, batch):
+        return square_loss(lambda **kwargs: model(**kwargs).logits, batch)
+
+    shares, tolerance = rows_of(model, some_shares(11)), tolerances["llama"]
+    check(mode, mode != "ghost", model, batch, loss, shares, tolerance=tolerance)
+
+
+@every_mode
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_transformers_checkpointing(mode, reentrant):
+    model, batch = of_family("llama"), words()
+    shares = rows_of(model, some_shares(11))
+    args = batch, masked_loss, 0.5, 0.1, shares
+    plain = in_mode(mode, True, model, *args)
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    if reentrant:
+        model.enable_input_require_grads()
+    assert_same(in_mode(mode, True, model, *args), plain, 1e-12)
+
+
+@every_family
+def test_transformers_plain_where_not_tracked(family):
+    batch = batch_of(family)
+    out = of_family(family, "sdpa")(**batch).logits
+    model = of_family(family)
+    assert torch.equal(model(**batch).logits, out)
+    tracker = track(model, rows_of(model, some_shares(11)))
+    assert not torch.allclose(model(**batch).logits, out, rtol=1e-4)
+    tracker.detach()
+    assert torch.equal(model(**batch).logits, out)
+
+
+def test_transformers_need_the_implementation():
+    model = of_family("llama", "eager")
+    track(model)
+    with pytest.raises(
+        RuntimeError, match=r'set_attn_implementation\("re_attention"\)'
+    ):
+        model(**words())
+
+
+@every_place
+@pytest.mark.parametrize("family", ["llama", "gpt2", "opt"])
+def test_generation_with_a_cache(family, where):
+    """One token at a time, keys from the cache with their errors: as all at once."""
+    model = of_family(family).eval()
+    track(model, rows_of(model, some_shares(11)), where=where)
+    ids = torch.randint(1, 11, (2, 6))
+    with torch.no_grad():
+        whole = model(input_ids=ids, use_cache=False).logits
+        cache, parts = None, []
+        for part in (ids[:, :3], ids[:, 3:4], ids[:, 4:5], ids[:, 5:]):
+            out = model(input_ids=part, past_key_values=cache, use_cache=True)
+            cache = out.past_key_values
+            parts.append(out.logits)
+        torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-9, atol=1e-9)
+        # and by itself, greedily and with beams
+        for beams in (1, 2):
+            options = {"max_new_tokens": 4, "do_sample": False, "num_beams": beams}
+            options.update(pad_token_id=0, return_dict_in_generate=True)
+            with_cache = model.generate(ids, use_cache=True, **options)
+            without = model.generate(ids, use_cache=False, **options)
+            assert torch.equal(with_cache.sequences, without.sequences)
+
+
+def test_generation_goes_on_from_a_copied_cache():
+    """A prompt that is shared: its keys keep their errors."""
+    model = of_family("llama").eval()
+    track(model, rows_of(model, some_shares(11)))
+    ids = torch.randint(1, 11, (2, 6))
+    with torch.no_grad():
+        whole = model(input_ids=ids).logits[:, 4:]
+        cache = model(input_ids=ids[:, :4], use_cache=True).past_key_values
+        copied = copy.deepcopy(cache)
+        for past in (cache, copied):
+            out = model(input_ids=ids[:, 4:], past_key_values=past).logits
+            torch.testing.assert_close(out, whole, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("change", ["reorder", "crop", "repeat", "select"])
+def test_a_cache_that_was_changed(change):
+    """Between forward passes, as beams and guesses do."""
+    model = of_family("llama").eval()
+    track(model, rows_of(model, some_shares(11)))
+    ids = torch.randint(1, 11, (2, 6))
+    with torch.no_grad():
+        cache = model(input_ids=ids[:, :4], use_cache=True).past_key_values
+        if change == "reorder":
+            order = torch.tensor([1, 0])
+            cache.reorder_cache(order)
+            ids = ids[order]
+        elif change == "crop":
+            cache.crop(-1)
+            ids = torch.cat([ids[:, :3], ids[:, 4:]], 1)
+        elif change == "select":
+            cache.batch_select_indices(torch.tensor([1]))
+            ids = ids[1:]
+        else:
+            cache.batch_repeat_interleave(2)
+            ids = ids.repeat_interleave(2, 0)
+        kept = cache.get_seq_length()
+        whole = model(input_ids=ids).logits[:, kept:]
+        out = model(input_ids=ids[:, kept:], past_key_values=cache).logits
+        torch.testing.assert_close(out, whole, rtol=1e-9, atol=1e-9)
+
+
+def test_static_cache():
+    """Keys are copied into a buffer."""
+    model = of_family("llama").eval()
+    track(model, rows_of(model, some_shares(11)))
+    ids = torch.randint(1, 11, (2, 6))
+    with torch.no_grad():
+        whole = model(input_ids=ids).logits
+        cache = transformers.StaticCache(config=model.config, max_cache_len=8)
+        for part in (slice(0, 4), slice(4, 5), slice(5, 6)):
+            out = model(input_ids=ids[:, part], past_key_values=cache).logits
+            torch.testing.assert_close(out, whole[:, part], rtol=1e-6, atol=1e-6)
+
+
+@every_mode
+def test_transformers_experts(mode):
+    """Mixtral, whose experts are one grouped product; that has no float64."""
+    torch.manual_seed(0)
+    config = transformers.MixtralConfig(
+        **{**SMALL, "num_key_value_heads": 1, "num_local_experts": 4},
+        hidden_size=8,
+        intermediate_size=16,
+    )
+    model = transformers.MixtralForCausalLM(config).train()
+    for p in model.parameters():
+        if p.dim() > 1:
+            nn.init.normal_(p, std=0.3)
+    model.set_attn_implementation("re_attention")
+    batch = {"input_ids": torch.randint(1, 11, (3, 5))}
+
+    def loss(model, batch):
+        return square_loss(lambda **kwargs: model(**kwargs).logits, batch)
+
+    check(mode, True, model, batch, loss, tolerance=1e-4)
+
+
+def test_transformers_refusals():
+    """What the attention is passed and does not know."""
+    config = transformers.Gemma2Config(
+        vocab_size=11,
+        hidden_size=8,
+        intermediate_size=12,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=4,
+    )
+    model = transformers.Gemma2ForCausalLM(config)
+    model.set_attn_implementation("re_attention")
+    track(model)
+    with pytest.raises(ValueError, match="passes softcap to its attention"):
+        model(**words())

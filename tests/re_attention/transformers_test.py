@@ -1,0 +1,439 @@
+"""Re-Attention in models of transformers: tiny ones, each of a structure of its own."""
+
+import copy
+import gc
+import warnings
+import weakref
+
+import pytest
+import torch
+from opacus.optimizers import DPOptimizer
+
+from opacus_ext import track_errors
+from opacus_ext.re_attention import attention
+from tests.common import (
+    MODES,
+    assert_same,
+    clipped_sum,
+    make_private,
+    norms_of,
+    sample_of,
+)
+
+transformers = pytest.importorskip("transformers")
+ours = pytest.importorskip("opacus_ext.re_attention.transformers")
+
+V = 32
+LM = dict(
+    vocab_size=V,
+    hidden_size=16,
+    intermediate_size=12,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    max_position_embeddings=64,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=2,
+)
+GROUPED = dict(LM, num_key_value_heads=1, head_dim=8)
+T5 = dict(
+    **dict(vocab_size=V, d_model=16, d_kv=8, d_ff=12, num_layers=2, num_heads=2),
+    **dict(dropout_rate=0.0, decoder_start_token_id=1),
+)
+BART = dict(
+    **dict(vocab_size=V, d_model=16, encoder_layers=2, decoder_layers=2),
+    **dict(encoder_attention_heads=2, decoder_attention_heads=2),
+    **dict(encoder_ffn_dim=12, decoder_ffn_dim=12, max_position_embeddings=64),
+    **dict(dropout=0.0, pad_token_id=0, decoder_start_token_id=1),
+)
+PICTURES = dict(image_size=16, patch_size=4, hidden_dropout_prob=0.0)
+NO_DROPOUT = dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+LATENT = dict(
+    **dict(LM, num_key_value_heads=2, kv_lora_rank=8, q_lora_rank=8),
+    **dict(qk_rope_head_dim=4, qk_nope_head_dim=4, v_head_dim=8, head_dim=4),
+    **dict(n_routed_experts=4, n_group=2, topk_group=1, num_experts_per_tok=2),
+    **dict(moe_intermediate_size=8, n_shared_experts=1, first_k_dense_replace=1),
+)
+FAMILIES = {  # what is special, the model and its configuration
+    "rotary": ("LlamaForCausalLM", GROUPED),
+    "normed keys": ("Qwen3ForCausalLM", GROUPED),
+    "1 + weight, sliding": ("Gemma3ForCausalLM", dict(GROUPED, sliding_window=4)),
+    "one matrix": ("Phi3ForCausalLM", GROUPED),
+    "partly rotary": ("GPTNeoXForCausalLM", LM),
+    "Conv1D": (
+        "GPT2LMHeadModel",
+        dict(vocab_size=V, n_embd=16, n_head=2, n_layer=2, n_positions=64)
+        | dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0),
+    ),
+    "learned positions": (
+        "OPTForCausalLM",
+        dict(LM, ffn_dim=12, word_embed_proj_dim=16, dropout=0.0),
+    ),
+    "experts": (
+        "MixtralForCausalLM",
+        dict(GROUPED, num_local_experts=4, num_experts_per_tok=2),
+    ),
+    "latent keys": ("DeepseekV3ForCausalLM", LATENT),
+    "xIELU": ("ApertusForCausalLM", GROUPED),
+    "convolutions": (
+        "Lfm2ForCausalLM",
+        dict(GROUPED, layer_types=["conv", "full_attention"], block_multiple_of=4),
+    ),
+    "both sides": ("BertForMaskedLM", dict(LM, **NO_DROPOUT)),
+    "shifted positions": (
+        "RobertaForMaskedLM",
+        dict(LM, max_position_embeddings=66, **NO_DROPOUT),
+    ),
+    "position bias": ("T5ForConditionalGeneration", T5),
+    "two stacks": ("BartForConditionalGeneration", BART),
+    "patches": ("ViTForImageClassification", dict(LM, **PICTURES)),
+    "windows": (
+        "SwinForImageClassification",
+        dict(embed_dim=16, depths=[1, 1], num_heads=[2, 2], window_size=2)
+        | dict(image_size=16, patch_size=2, drop_path_rate=0.0),
+    ),
+}
+families = pytest.mark.parametrize("family", FAMILIES)
+# Samples run at once, all that is tracked included.
+pytestmark = pytest.mark.filterwarnings("error:.*run one sample after the other")
+
+
+def build(name, sizes):
+    model_class = getattr(transformers, name)
+    config = model_class.config_class(**sizes)
+    config._attn_implementation = "eager"
+    torch.manual_seed(3)
+    model = model_class(config)
+    if model_class._can_set_experts_implementation():
+        model.set_experts_implementation("eager")  # the kernels have no float64
+    with torch.no_grad():  # no zeros, no ones
+        for p in model.parameters():
+            p += 0.1 * torch.randn_like(p)
+    return model
+
+
+def batch_of(model, padded=False):
+    torch.manual_seed(5)
+    if "ImageClassification" in type(model).__name__:
+        return {"pixel_values": torch.randn(3, 3, 16, 16)}
+    batch = {"input_ids": torch.randint(3, V, (3, 6))}
+    if padded:
+        batch["attention_mask"] = torch.ones(3, 6, dtype=torch.long)
+        batch["attention_mask"][1, -2:] = 0
+    return batch
+
+
+def call(model, batch):
+    own = getattr(model, "_module", model)
+    batch = dict(batch)
+    if own.config.is_encoder_decoder:
+        batch["decoder_input_ids"] = batch["input_ids"][:, :5]
+    if "pixel_values" not in batch:
+        batch["use_cache"] = False
+    return model(**batch).logits
+
+
+def tracked(model, noise, **kwargs):
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    private = DPOptimizer(
+        sgd, noise_multiplier=noise, max_grad_norm=1.0, expected_batch_size=1
+    )
+    return track_errors(model, private, shares_of(model), **kwargs)
+
+
+def shares_of(model):
+    table = model.get_input_embeddings()
+    if not isinstance(table, torch.nn.Embedding):
+        return None
+    name = next(n for n, p in model.named_parameters() if p is table.weight)
+    torch.manual_seed(2)
+    return {name: 0.2 + 0.8 * torch.rand(table.num_embeddings)}
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """The variances of keys, one ``[*, U]`` for each attention."""
+    found = []
+
+    def spy(key, module):
+        errors = attention.errors_of(key, module)
+        if errors is not None:
+            found.append(errors.variance.expand(*key.shape[:-1], 1)[..., 0])
+        return errors
+
+    monkeypatch.setattr(ours, "errors_of", spy)
+    return found
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
+@families
+def test_errors_reach_every_attention(family, padded, asked):
+    """With hardly any noise the model is that of "eager", masks and all."""
+    model = build(*FAMILIES[family]).eval()
+    batch = batch_of(model, padded)
+    kept = ...
+    if "attention_mask" in batch and not model.config.is_encoder_decoder:
+        kept = batch["attention_mask"].bool()  # the others mean nothing
+    eager = call(model, batch)[kept]
+    model.set_attn_implementation("re_attention")
+    with warnings.catch_warnings():
+        # no attention is left out
+        warnings.simplefilter("error", UserWarning)
+        tracker = tracked(model, 1e-7)
+        torch.testing.assert_close(call(model, batch)[kept], eager)
+    tracker.detach()
+    number = len(asked)
+    assert number >= (1 if family == "convolutions" else 2)
+    tracked(model, 0.3)
+    assert not torch.allclose(call(model, batch)[kept], eager)
+    assert len(asked) == 2 * number
+    for variance in asked:
+        assert variance.isfinite().all() and (variance > 0).all()
+
+
+def loss_fn(model, batch):
+    logits = call(model, batch).flatten(1)
+    weights = torch.linspace(0.5, 1.5, logits.size(1), dtype=logits.dtype)
+    return (weights * (logits + logits**2)).sum(1)
+
+
+@pytest.mark.parametrize("i, family", list(enumerate(FAMILIES)), ids=FAMILIES)
+def test_gradients(i, family):
+    """Each in one of the modes: what each sample alone has, corrected as well."""
+    model = build(*FAMILIES[family]).double().train()
+    model.set_attn_implementation("re_attention")
+    batch = batch_of(model, padded=True)
+    if "pixel_values" in batch:
+        batch["pixel_values"] = batch["pixel_values"].double()
+    alone = copy.deepcopy(model)
+    tracker = tracked(alone, 0.05)
+    rows = []
+    for b in range(3):
+        alone.zero_grad()
+        loss_fn(alone, sample_of(batch, b)).sum().backward()
+        rows.append([copy.copy(p.grad) for p in alone.parameters()])
+    names = [n for n, _ in model.named_parameters()]
+    grads = {
+        n: torch.stack([p.new_zeros(p.shape) if g is None else g for g in gs])
+        for n, p, gs in zip(names, model.parameters(), zip(*rows))
+    }
+    c = float(norms_of(grads).median())
+
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    private = make_private(
+        *(model, MODES[i % 3], i % 2 == 0),
+        batch_size=3,
+        max_grad_norm=c,
+        noise_multiplier=0.05 * 3 / c,
+    )
+    # The noise that is tracked and not added.
+    private.optimizer.add_noise = lambda: [
+        setattr(p, "grad", p.summed_grad.view_as(p))
+        for p in private.optimizer.params
+        if p.summed_grad is not None
+    ]
+    both = track_errors(private.module, private.optimizer, shares_of(alone))
+    for name, error in tracker.errors().items():
+        torch.testing.assert_close(both.errors()[name], error)
+    private.step(batch, loss_fn)
+    after = dict(model.named_parameters())
+    got = {n: (before[n] - after[n].detach()) * 3 for n in before}
+    # The norms of some are in float32, whatever the type of the model.
+    assert_same(got, clipped_sum(grads, "flat", c), 1e-5)
+
+
+@pytest.mark.parametrize(
+    "family", ["rotary", "normed keys", "partly rotary", "both sides", "patches"]
+)
+def test_variances_are_those_of_samples(family, asked, monkeypatch):
+    """Of noise in all parameters, to 20 % on average over the tokens."""
+    model = build(*FAMILIES[family]).double().eval()
+    model.set_attn_implementation("re_attention")
+    batch = batch_of(model)
+    if "pixel_values" in batch:
+        batch["pixel_values"] = batch["pixel_values"].double()
+    tracker = tracked(model, 2e-3, cap=None)
+    keys = []
+    monkeypatch.setattr(
+        ours,
+        "errors_of",
+        lambda key, module, spy=ours.errors_of: keys.append(key) or spy(key, module),
+    )
+    with torch.no_grad():
+        call(model, batch)
+        errors = {
+            n: e.reshape(-1, 1) if e.dim() else e for n, e in tracker.errors().items()
+        }
+        tracker.detach()
+        keys.clear()
+        call(model, batch)
+        true, means = list(keys), {n: p.clone() for n, p in model.named_parameters()}
+        sums, draws = [0.0] * len(true), 300
+        torch.manual_seed(7)
+        for _ in range(draws):
+            keys.clear()
+            for n, p in model.named_parameters():
+                p.copy_(means[n] + errors[n] * torch.randn_like(p))
+            call(model, batch)
+            for i, (k, m) in enumerate(zip(keys, true)):
+                sums[i] += (k - m).square().mean() / draws
+    for variance, sampled in zip(asked, sums):
+        assert 0.8 < float(variance.mean() / sampled) < 1.25
+
+
+REFUSED = {
+    "soft cap": (("Gemma2ForCausalLM", GROUPED), "softcap"),
+    "sinks": (
+        (
+            "GptOssForCausalLM",
+            dict(GROUPED, num_local_experts=4, num_experts_per_tok=2),
+        ),
+        "s_aux",
+    ),
+    "ALiBi": (
+        ("BloomForCausalLM", dict(vocab_size=V, hidden_size=16, n_head=2, n_layer=2)),
+        "no attention asked.*code of their own",
+    ),
+    "own code": (("FalconForCausalLM", LM), "no attention asked"),
+    "no attention": (
+        ("FNetForMaskedLM", LM),
+        "no attention asked",
+    ),
+}
+
+
+@pytest.mark.parametrize("family", REFUSED)
+def test_refused(family):
+    which, message = REFUSED[family]
+    model = build(*which).eval()
+    model.set_attn_implementation("re_attention")
+    tracked(model, 0.05)
+    with pytest.raises((ValueError, RuntimeError), match=message):
+        (
+            call(model, batch_of(model))
+            if family != "no attention"
+            else model(**batch_of(model))
+        )
+
+
+def test_lost_operations_are_named(monkeypatch):
+    from opacus_ext.re_attention.propagation import RULES
+
+    monkeypatch.delitem(RULES, "rsqrt")
+    model = build(*FAMILIES["rotary"])
+    model.set_attn_implementation("re_attention")
+    tracked(model, 0.05)
+    with pytest.raises(RuntimeError, match="'rsqrt'.*register_propagation"):
+        call(model, batch_of(model))
+
+
+def test_attention_that_is_left_out_is_named():
+    """LongT5's decoder asks for the correction, its encoder does not."""
+    model = build("LongT5ForConditionalGeneration", dict(T5, local_radius=3))
+    model.set_attn_implementation("re_attention")
+    tracked(model, 0.05)
+    with pytest.warns(UserWarning, match="LongT5LocalAttention"):
+        call(model, batch_of(model))
+
+
+@pytest.mark.parametrize("family", ["rotary", "experts"])
+def test_another_attention_later(family):
+    """Correction that is switched off by accident does not go unnoticed."""
+    model = build(*FAMILIES[family])
+    model.set_attn_implementation("re_attention")
+    tracked(model, 0.05)
+    call(model, batch_of(model))
+    model.set_attn_implementation("sdpa")
+    with pytest.raises(RuntimeError, match="no attention asked"):
+        call(model, batch_of(model))
+
+
+def test_cache():
+    """Keys that are kept keep their variances."""
+    model = build(*FAMILIES["rotary"]).eval()
+    model.set_attn_implementation("re_attention")
+    tracked(model, 0.05)
+    ids = batch_of(model)["input_ids"]
+    with torch.inference_mode():
+        whole = model(ids).logits
+        first = model(ids[:, :4], use_cache=True)
+        rest = model(ids[:, 4:], past_key_values=first.past_key_values).logits
+    torch.testing.assert_close(torch.cat([first.logits, rest], 1), whole)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_activation_checkpointing(reentrant):
+    model = build(*FAMILIES["rotary"]).train()
+    model.set_attn_implementation("re_attention")
+    tracked(model, 0.05)
+    grads = []
+    for _ in range(2):
+        model.zero_grad()
+        call(model, batch_of(model)).square().sum().backward()
+        grads.append([p.grad.clone() for p in model.parameters()])
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    torch.testing.assert_close(*grads)
+
+
+class Layers(torch.nn.Module):
+    """As many layers as a call asks for, with changes in place behind attention."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(
+            attention.SelfAttention(8, heads=2) for _ in range(3)
+        )
+        self.norm = torch.nn.LayerNorm(8)
+
+    def forward(self, x, number):
+        for layer in self.layers[:number]:
+            x = self.norm(x + layer(x))
+            x[:, 0].mul_(0.5)
+            x.add_(0.1)
+            x = torch.relu_(x)
+        self.last = x
+        return x * 2
+
+
+@pytest.mark.parametrize("numbers", [(1, 3, 3), (3, 1, 2), (2, 2, 3)])
+def test_number_of_attentions_changes(numbers):
+    """What was put off after the last attention is made if it was not the last."""
+    torch.manual_seed(0)
+    model, x = Layers(), torch.randn(2, 5, 8)
+    outs = []
+    for fresh in (False, True):
+        other = Layers()
+        other.load_state_dict(model.state_dict())
+        noisy = _noisy(other)
+        tracker = track_errors(other, noisy, cap=None)
+        for number in numbers:
+            if fresh:
+                tracker.detach()
+                tracker = track_errors(other, noisy, cap=None)
+            out = other(x.clone(), number)
+        outs.append(out)
+    torch.testing.assert_close(*outs)
+
+
+def _noisy(model):
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    return DPOptimizer(
+        sgd, noise_multiplier=0.05, max_grad_norm=1.0, expected_batch_size=1
+    )
+
+
+def test_nothing_keeps_tensors_alive():
+    """No cycles: what a forward pass leaves goes with its output."""
+    model, x = Layers(), torch.randn(2, 5, 8)
+    track_errors(model, _noisy(model))
+    gc.disable()
+    try:
+        for _ in range(3):
+            out = model(x.clone(), 2)
+        ref = weakref.ref(model.last)
+        model.last = None
+        out.sum().backward()
+        del out
+        assert ref() is None
+    finally:
+        gc.enable()
