@@ -1,14 +1,20 @@
 import json
 import os
 import re
+import resource
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
-from opacus_ext.cli import EPILOG, build_parser, main
+from opacus_ext.planner.commands import parser
+from opacus_ext.planner.commands.main import main
+from opacus_ext.planner.commands.parser import COMMANDS, EPILOG, build_parser
 
+SCRIPT = Path(parser.__file__).parent / "opacus-ext"
 FEW = ["--parameters", "1e4:2e5", "--steps", "100:300"]  # small lattices: seconds
 EXAMPLE = ["--measurements", "example", *FEW]
 
@@ -181,7 +187,7 @@ def two_things():
 
 
 def test_check(capsys):
-    here = "tests.cli_test"
+    here = "tests.planner.commands_test"
     assert "ok" in output_of(capsys, "check", f"{here}:exact")
     out = output_of(capsys, "check", f"{here}:leaking", status=1)
     assert "BatchNorm" in out
@@ -256,7 +262,10 @@ PLAN = ["plan", "--users", "1e5", "--epsilon", "4"]
         (["fit", "example", "--hold-out", "ratio=0.25"], "at the edge"),
         (["check", "nothing-of-the-kind"], "neither a folder nor module:function"),
         (["check", "no.such:case"], "not to be had"),
-        (["check", "tests.cli_test:two_things"], "must return a model, a batch"),
+        (
+            ["check", "tests.planner.commands_test:two_things"],
+            "must return a model, a batch",
+        ),
     ],
 )
 def test_bad_arguments(args, message, capsys):
@@ -282,6 +291,56 @@ def test_help_has_examples_that_are_understood(capsys):
             main([command, "--help"])
         assert stopped.value.code == 0
         assert "examples:" in capsys.readouterr().out
+
+
+def cpu_seconds(arguments, environment):
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run(arguments, capture_output=True, text=True, env=environment)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    used = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return used, done
+
+
+@pytest.mark.parametrize(
+    "arguments, status, shown",
+    [
+        (["--help"], 0, "COMMAND"),
+        (["plan", "--help"], 0, "examples:"),
+        (["check", "--help"], 0, "examples:"),
+        (["plan", "--users", "-5"], 2, "--users: '-5' is not a number"),
+    ],
+)
+def test_help_and_wrong_arguments_are_answered_at_once(
+    arguments, status, shown, tmp_path
+):
+    """The script as it is installed; importing torch alone takes longer."""
+    script = shutil.copy(SCRIPT, tmp_path)
+    environment = {**os.environ, "PYTHONPATH": str(SCRIPT.parents[3])}
+    used, done = cpu_seconds([sys.executable, script, *arguments], environment)
+    assert done.returncode == status and shown in done.stdout + done.stderr
+    assert used < 1
+
+
+def test_the_script_runs_a_command(tmp_path):
+    script = shutil.copy(SCRIPT, tmp_path)
+    environment = {**os.environ, "PYTHONPATH": str(SCRIPT.parents[3])}
+    arguments = ["calibrate", "--users", "10", "--epsilon", "1", "--batch-size", "10"]
+    _, done = cpu_seconds(
+        [sys.executable, script, *arguments, "--steps", "1", "--json"], environment
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)[0]["noise_multiplier"] > 1
+    arguments[6] = "11"
+    _, done = cpu_seconds(
+        [sys.executable, script, *arguments, "--steps", "1"], environment
+    )
+    assert done.returncode == 2 and "batch_size must be at most" in done.stderr
+
+
+def test_there_is_a_file_for_each_command():
+    names = {path.stem for path in SCRIPT.parent.glob("*.py")}
+    assert set(COMMANDS) <= names
+    assert set(COMMANDS) == set(EPILOG) - {None}
 
 
 def test_it_runs_as_a_module():

@@ -1,0 +1,97 @@
+"""``opacus-ext check``: per-sample gradients of a model against single samples."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Iterable, Tuple
+
+import torch
+
+from opacus_ext import check_per_sample_gradients, find_leaks
+from opacus_ext.losses import model_losses
+from opacus_ext.planner.commands.output import print_json
+from opacus_ext.refused import Refused
+
+
+def run(args: argparse.Namespace) -> int:
+    """Per-sample gradients of a model against single samples; what mixes samples."""
+    path = Path(args.target)
+    if path.is_dir():
+        model, batch, loss = _checkpoint(path, args.batch_size, args.length)
+    elif ":" in args.target:
+        model, batch, loss = _case(args.target)
+    else:
+        raise Refused(
+            f"target {args.target!r} is neither a folder nor module:function."
+        )
+    report = check_per_sample_gradients(
+        model,
+        batch,
+        loss,
+        modes=tuple(args.modes),
+        dtype=torch.float32 if args.float32 else torch.float64,
+        verbose=False,
+    )
+    leaks = find_leaks(
+        model, batch, None if isinstance(loss, torch.nn.Module) else loss
+    )
+    if args.json:
+        cells = {
+            name: {mode: str(cell) for mode, cell in row.items()}
+            for name, row in report.cells.items()
+        }
+        print_json(
+            dict(
+                ok=report.ok and not leaks,
+                parameters=cells,
+                refused=report.refused,
+                findings=report.findings,
+                leaks=[str(leak) for leak in leaks],
+            )
+        )
+    else:
+        print(report)
+        for leak in leaks:
+            print(f"! {leak}")
+    return 0 if report.ok and not leaks else 1
+
+
+def _case(name: str) -> Tuple[Any, Any, Any]:
+    module, _, function = name.partition(":")
+    sys.path.insert(0, "")
+    try:
+        case = getattr(import_module(module), function)()
+    except (ImportError, AttributeError, TypeError) as error:
+        raise Refused(f"target {name!r} is not to be had: {error}.") from error
+    finally:
+        sys.path.remove("")
+    if not isinstance(case, Iterable) or len(case := list(case)) != 3:
+        raise Refused(f"target {name!r} must return a model, a batch and a loss_fn.")
+    return tuple(case)
+
+
+def _checkpoint(path: Path, batch_size: int, length: int) -> Tuple[Any, Any, Any]:
+    """A model of transformers from a folder, and random tokens of several lengths."""
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(path)
+    names = config.architectures or []
+    found = [getattr(transformers, n) for n in names if hasattr(transformers, n)]
+    if not found:
+        raise Refused(
+            f"target {path}: its config names no class of transformers under "
+            f"architectures ({names})."
+        )
+    model = found[0].from_pretrained(path)
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    ids = torch.randint(3, vocabulary, (batch_size, length))
+    if hasattr(model, "score") or "Classification" in names[0]:
+        labels = torch.arange(batch_size) % config.num_labels
+    else:
+        labels = ids.clone()
+        labels[-1, length // 2 :] = -100
+    batch = {"input_ids": ids, "labels": labels}
+    return model, batch, lambda model, batch: model_losses(model, batch)

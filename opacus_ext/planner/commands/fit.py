@@ -1,0 +1,84 @@
+"""``opacus-ext fit``: fit a scaling law, and predict what was held out."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+from pathlib import Path
+from typing import Any, Dict, Tuple
+
+import numpy as np
+
+from opacus_ext.planner.commands.measured import (
+    PRIVATE_LAWS,
+    fit_surface,
+    read_measurements,
+)
+from opacus_ext.planner.commands.output import print_json, show_pairs
+from opacus_ext.planner.laws import LAWS, private_rows
+from opacus_ext.refused import Refused
+
+
+def run(args: argparse.Namespace) -> int:
+    """Fits a law to measurements, and predicts what was held out."""
+    name = PRIVATE_LAWS.get(args.law, args.law)
+    if name == "surface":
+        result = fit_surface(
+            read_measurements(args.measurements), args.hold_out, args.bootstrap
+        )
+    else:
+
+        if name not in LAWS:
+            raise Refused(
+                f"--law {args.law!r} is none of "
+                f"{', '.join(['surface', *PRIVATE_LAWS, *LAWS])}."
+            )
+        law = LAWS[name]
+        if args.hold_out:
+            raise Refused("--hold-out is for --law surface.")
+        if name.startswith("private"):
+            loss, inputs, groups = private_rows(read_measurements(args.measurements))
+        else:
+            loss, inputs = _columns(args.measurements, law, args.drop)
+            groups = None
+        found = law.fit(loss, bootstrap=args.bootstrap, groups=groups, **inputs)
+        result = dict(law=name, rows=found.rows, objective=found.objective)
+        result |= found.parameters
+        if args.bootstrap:
+            result["intervals"] = found.intervals()
+        result["warnings"] = list(found.warnings)
+    if args.json:
+        print_json(result)
+    else:
+        print(show_pairs(result))
+    return 0
+
+
+def _columns(path: str, law: Any, drop: int) -> Tuple[Any, Dict[str, Any]]:
+    """A law's inputs from a table: by their names, or those of Chinchilla's data."""
+    with Path(path).open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    if not rows:
+        raise Refused(f"{path} has no rows.")
+    aliases = {"Model Size": "parameters", "Training FLOP": "flops"}
+    table = {}
+    for name in rows[0]:
+        try:
+            table[aliases.get(name, name)] = np.array([float(r[name]) for r in rows])
+        except (TypeError, ValueError):
+            continue  # a column of words
+    if "tokens" not in table and {"parameters", "flops"} <= table.keys():
+        table["tokens"] = table["flops"] / (6 * table["parameters"])
+    missing = [n for n in (law.target, *law.inputs) if n not in table]
+    if missing:
+        raise Refused(
+            f"{path} has no column of numbers {', '.join(missing)}; {law.name} takes "
+            f"{law.target} and {', '.join(law.inputs)}."
+        )
+    keep = slice(None)
+    if drop:
+        if not {"tokens", "parameters"} <= table.keys() or drop >= len(rows):
+            raise Refused(f"--drop {drop}: not so many rows of tokens a parameter.")
+        keep = np.argsort(table["tokens"] / table["parameters"])[drop:]
+    inputs = {name: table[name][keep] for name in law.inputs}
+    return table[law.target][keep], inputs

@@ -1,0 +1,48 @@
+"""``opacus-ext measure``: train a grid of small models, and fit a law to them."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any, Dict
+
+from opacus_ext.planner.commands.measured import fit_surface
+from opacus_ext.planner.commands.output import print_json, show_pairs, show_table
+from opacus_ext.planner.families import find_family
+from opacus_ext.planner.measure import measure
+
+
+def run(args: argparse.Namespace) -> int:
+    """Trains a grid of models, and fits a law to the losses."""
+    measured = measure(
+        find_family(args.family, args.text),
+        args.out,
+        sizes=args.sizes,
+        ratios=args.ratios,
+        learning_rates=args.learning_rates,
+        steps=args.steps,
+        every=args.every,
+        batch_size=args.batch_size,
+        warmup=args.warmup,
+        max_grad_norm=args.max_grad_norm,
+        seed=args.seed,
+        progress=not args.no_progress,
+    )
+    last = measured.select(measured.steps == measured.steps.max())
+    rows = [
+        dict(parameters=m, ratio=r, learning_rate=rate, steps=t, loss=loss)
+        for m, r, rate, t, loss in zip(
+            last.parameters, last.ratio, last.learning_rate, last.steps, last.loss
+        )
+    ]
+    summary: Dict[str, Any] = {"runs": len(measured), "file": args.out, "last": rows}
+    try:
+        summary["fit"] = fit_surface(measured, [])
+    except ValueError as error:
+        summary["fit"] = {"refused": str(error)}
+    if args.json:
+        print_json(summary)
+    else:
+        print(show_table(rows))
+        print(show_pairs(summary["fit"]))
+        print(f"Plan by them: opacus-ext plan --measurements {args.out} ...")
+    return 0

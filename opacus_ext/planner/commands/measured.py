@@ -1,0 +1,41 @@
+"""What several commands do with measurements: read them, fit a surface to them."""
+
+from __future__ import annotations
+
+from typing import Any, Dict, Sequence, Tuple
+
+from opacus_ext.planner.measurements import EXAMPLE, Measurements
+from opacus_ext.planner.surface import Surface, hold_out, scaled_options
+
+#: The paper's names of the laws of private training.
+PRIVATE_LAWS = {"L1": "private", "L2": "private_sigmoid"}
+
+
+def read_measurements(name: str) -> Any:
+    return Measurements.read(EXAMPLE if name == "example" else name)
+
+
+def fit_surface(
+    measured: Any, held: Sequence[Tuple[str, float]], bootstrap: int = 0
+) -> Dict[str, Any]:
+    options = scaled_options(measured)
+    surface = Surface.fit(measured, bootstrap=bootstrap, **options)
+    result: Dict[str, Any] = dict(law="surface", runs=len(measured))
+    result |= {name: list(ends) for name, ends in surface.ranges.items()}
+    if bootstrap:
+        last = surface.ranges["measured_steps"][1]
+        at = surface.parameters[:, None], last, surface.ratio
+        low, high = surface.interval(*at)
+        width = (high - low) / surface.loss(*at) / 2
+        result["95 % interval"] = (
+            f"+-{width.mean():.2%} of the loss in the mean, +-{width.max():.2%} at "
+            f"most (after {last:g} steps, of {surface.resampled})"
+        )
+    for name, value in held:
+        found = hold_out(measured, **{name: value}, **options)
+        result[f"without {name}={value:g}"] = {
+            "mean error": found.mean,
+            "worst error": found.worst,
+            "readings": len(found.measured),
+        }
+    return result

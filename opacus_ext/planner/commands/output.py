@@ -1,0 +1,54 @@
+"""How commands print: JSON for programs, columns for people."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any, Dict, Sequence
+
+
+def print_json(content: Any) -> None:
+    def plain(x: Any) -> Any:
+        if isinstance(x, dict):
+            return {str(k): plain(v) for k, v in x.items()}
+        if isinstance(x, (list, tuple)):
+            return [plain(v) for v in x]
+        if hasattr(x, "item"):
+            x = x.item()
+        if isinstance(x, float) and not math.isfinite(x):
+            return None  # JSON has no inf and no nan
+        return x
+
+    print(json.dumps(plain(content), indent=2))
+
+
+def show(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, (list, tuple)):
+        return " to ".join(map(show, value)) if len(value) == 2 else str(list(value))
+    if isinstance(value, dict):
+        return ", ".join(f"{k} {show(v)}" for k, v in value.items())
+    if not isinstance(value, (int, float)):
+        return "-" if value is None else str(value)
+    if not math.isfinite(value):
+        return "-"
+    if float(value).is_integer() and abs(value) < 1e6:
+        return f"{int(value):,}"
+    return f"{value:.4g}"
+
+
+def show_pairs(values: Dict[str, Any]) -> str:
+    width = max(map(len, values)) + 2
+    return "\n".join(f"{name:{width}}{show(v)}" for name, v in values.items())
+
+
+def show_table(rows: Sequence[Dict[str, Any]]) -> str:
+    if not rows:
+        return ""
+    lines = [list(rows[0])] + [[show(v) for v in row.values()] for row in rows]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+    return "\n".join(
+        "  ".join(cell.rjust(width) for cell, width in zip(line, widths))
+        for line in lines
+    )

@@ -1,0 +1,249 @@
+"""``opacus-ext plan``: model size, batch size, steps and noise for a budget."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from dataclasses import replace
+from itertools import product
+from typing import Any, Dict, List, Sequence, Tuple
+
+from opacus_ext.planner.commands.measured import PRIVATE_LAWS, read_measurements
+from opacus_ext.planner.commands.output import print_json, show, show_pairs, show_table
+from opacus_ext.planner.families import find_family
+from opacus_ext.planner.laws import CHINCHILLA, LAWS, private_rows
+from opacus_ext.planner.plan import (
+    Budget,
+    Candidates,
+    LossModel,
+    doubled_loss,
+    doubled_noise,
+)
+from opacus_ext.planner.probe import probe
+from opacus_ext.planner.surface import Surface, scaled_options
+
+
+def run(args: argparse.Namespace) -> int:
+    """Plans each budget of a grid of budgets."""
+    law, notes = _law(args)
+    probed = _probe(args)
+    tokens = args.tokens or law.tokens or 512
+    rows: List[Dict[str, Any]] = []
+    for users, epsilon in product(args.users, args.epsilon):
+        budget = Budget(
+            users=users,
+            epsilon=epsilon,
+            delta=args.delta,
+            tokens=tokens,
+            parameters=args.parameters,
+            batch_size=args.batch_size,
+            steps=args.steps,
+            seconds=args.seconds or math.inf,
+            memory=args.memory or math.inf,
+            records_per_user=args.records_per_user,
+            sampling=args.sampling,
+            amplification=args.amplification,
+        )
+        table = Candidates(budget, law, probed)
+        rows += [_planned(args, table, flops) for flops in args.flops]
+    if args.delta * max(args.users) > 1:
+        notes.append(
+            f"delta={args.delta:g} is more than one in {max(args.users):g} users; a "
+            "smaller one is usual."
+        )
+    if any(row["steps"] > law.measured_steps for row in rows):
+        notes.append(
+            f"Runs were measured for {law.measured_steps:g} steps; what is beyond is "
+            "extrapolated. Measure longer, or bound --steps."
+        )
+    if not law.private and any(r["noise_norm"] > args.noise_norm for r in rows):
+        notes.append(
+            "Where the noise norm is more than --noise-norm, no configuration has less "
+            "noise: the model will learn little. More epsilon, users or compute help."
+        )
+    if args.json:
+        print_json({"law": law.source, "notes": notes, "plans": rows})
+    elif len(rows) == 1:
+        print(_one_plan(rows[0], law, notes))
+    else:
+        print(_many_plans(rows, law, notes))
+    return 0
+
+
+def _law(args: argparse.Namespace) -> Tuple[Any, List[str]]:
+    if args.measurements is None:
+        law = LossModel.bound(CHINCHILLA, args.tokens or 512, args.noise_norm)
+        return law, [
+            "No private training of your family of models was measured. The loss "
+            "below is a bound: what is known of training without privacy, at a size "
+            "whose noise stays small. How much worse it is, only measuring tells: "
+            "opacus-ext measure --help"
+        ]
+    measured = read_measurements(args.measurements)
+    source = f"{args.measurements}, {len(measured)} runs of {measured.family!r}"
+    meta = measured.tokens, measured.batch_size
+    if args.law == "surface":
+        options = scaled_options(measured)
+        surface = Surface.fit(measured, bootstrap=args.bootstrap, **options)
+        return LossModel.of_surface(surface, source, *meta), []
+    loss, inputs, groups = private_rows(measured)
+    fitted = LAWS[PRIVATE_LAWS[args.law]].fit(loss, groups=groups, **inputs)
+    sizes = measured.sizes[0], measured.sizes[-1]
+    steps = measured.steps.min(), measured.steps.max()
+    return LossModel.of_fit(fitted, sizes, steps, *meta), list(fitted.warnings)
+
+
+def _probe(args: argparse.Namespace) -> Any:
+    if args.seconds is None and args.memory is None and args.text is None:
+        return None
+
+    return probe(find_family(args.family, args.text), device=args.device)
+
+
+def _planned(args: argparse.Namespace, table: Any, flops: float) -> Dict[str, Any]:
+    """A plan and what belongs to it, as JSON has it."""
+
+    found = table.best(flops)
+    near = table.near(flops)
+    saturating = table.saturating()
+    budget = replace(table.budget, flops=flops)
+    about = table.by_batch_size(flops, within=0.05, most=9)
+    row = found.as_dict()
+    row["near_optimal"] = near._asdict()
+    row["saturating"] = {
+        name: getattr(saturating, name)
+        for name in ("flops", "loss", "parameters", "batch_size", "steps")
+    }
+    row["doubling"] = {
+        "loss": doubled_loss(budget, table.law, table.probe)[1]._asdict(),
+        "noise_batch_ratio": doubled_noise(found),
+    }
+    without = table.not_private(found.flops)
+    row["not_private"] = without and without._asdict()
+    row["same_epsilon"] = [
+        {
+            name: getattr(p, name)
+            for name in ("parameters", "batch_size", "steps", "loss", "advantage")
+        }
+        for p in about
+    ]
+    row["baselines"] = [
+        dict(zip(("parameters", "batch_size", "steps"), b))
+        | (saved := table.savings(*b))._asdict()
+        | {"saved": saved.share}
+        for b in args.baseline
+    ]
+    return row
+
+
+def _one_plan(row: Dict[str, Any], law: Any, notes: Sequence[str]) -> str:
+    budget, near, more = row["budget"], row["near_optimal"], row["doubling"]
+    sampling = (
+        "Poisson samples" if row["amplified"] else "fixed, every one once an epoch"
+    )
+    least = "" if row["private_law"] else "at least "
+    interval = f", 95 %: {show(row['interval'])}" if row["interval"] else ""
+    sections: List[str] = [
+        show_pairs(
+            {
+                "budget": f"{show(budget['users'])} users, epsilon "
+                f"{show(budget['epsilon'])}, delta {show(budget['delta'])}, "
+                + (f"{budget['flops']:.3g} FLOPs" if budget["flops"] else "any compute")
+                + f", {budget['tokens']} tokens an example",
+                "law": law.source,
+            }
+        ),
+        *(f"! {note}" for note in notes),
+        "",
+        show_pairs(
+            {
+                "parameters": f"{row['parameters']:,}",
+                "batch size": f"{row['batch_size']:,} ({sampling})",
+                "steps": f"{row['steps']:,}",
+                "compute": f"{row['flops']:.3g} FLOPs",
+                "tokens a parameter": show(row["tokens_per_parameter"]),
+                "noise multiplier": show(row["noise_multiplier"]),
+                "noise-batch ratio": show(row["ratio"])
+                + f" (norm of the noise {show(row['noise_norm'])})",
+                "loss": (
+                    f"{least}{show(row['loss'])} nats a token{interval}"
+                    if row["loss"] < math.inf
+                    else "not to be told: too much noise"
+                ),
+                "membership advantage": f"{show(row['advantage'])} at most",
+                "learning rate": show(row["learning_rate"]),
+            }
+            | ({"time here": f"{row['seconds']:.3g} s"} if row["seconds"] else {})
+        ),
+        "",
+        show_pairs(
+            {
+                "about as good (1 %)": f"parameters {show(near['parameters'])}, batch "
+                f"size {show(near['batch_size'])}, steps {show(near['steps'])}",
+                "compute that helps": f"{row['saturating']['flops']:.3g} FLOPs reach "
+                f"{show(row['saturating']['loss'])}, within 1 % of what any do",
+                "loss with double the": show(
+                    {
+                        k: "-" if math.isnan(v) else f"{-100 * v:.2g} %"
+                        for k, v in more["loss"].items()
+                    }
+                ),
+                "noise with double the": show(
+                    {
+                        k: f"1/{1 + v:.3g}"
+                        for k, v in more["noise_batch_ratio"].items()
+                        if v == v  # no batch holds more than all
+                    }
+                ),
+            }
+            | (
+                {"without privacy": show(row["not_private"])}
+                if row["not_private"]
+                else {}
+            )
+        ),
+        "",
+        "equal epsilon, other batch sizes, same compute:",
+        show_table(row["same_epsilon"]),
+    ]
+    if row["baselines"]:
+        sections += ["", "baselines:", show_table(row["baselines"])]
+    settings = "".join(
+        f"\n    {name}={value!r}," for name, value in row["make_private"].items()
+    )
+    sections += [
+        "",
+        *(f"# {note}" for note in row["notes"]),
+        f"examples = Subset(dataset, range({row['examples']}))",
+        f"loader = DataLoader(examples, batch_size={row['batch_size']})"
+        f"  # {row['steps']} steps in all",
+        'engine = PrivacyEngine(accountant="prv_bounds")',
+        "model, optimizer, criterion, loader = engine.make_private(\n"
+        "    module=model,\n    optimizer=optimizer,\n    criterion=criterion,\n"
+        f"    data_loader=loader,{settings}\n)",
+    ]
+    return "\n".join(sections)
+
+
+def _many_plans(rows: Sequence[Dict[str, Any]], law: Any, notes: Sequence[str]) -> str:
+    bound = "loss" if law.private else "loss >="
+    shown = [
+        {
+            "users": row["budget"]["users"],
+            "epsilon": row["budget"]["epsilon"],
+            "FLOPs": f"{row['flops']:.2g}",
+            "parameters": row["parameters"],
+            "batch size": row["batch_size"],
+            "steps": row["steps"],
+            "noise": row["make_private"]["noise_multiplier"],
+            "noise norm": row["noise_norm"],
+            bound: row["loss"],
+            "tokens/param": row["tokens_per_parameter"],
+            "advantage": row["advantage"],
+            "Poisson": row["amplified"],
+        }
+        for row in rows
+    ]
+    return "\n".join(
+        [f"law  {law.source}", *(f"! {n}" for n in notes), "", show_table(shown)]
+    )
