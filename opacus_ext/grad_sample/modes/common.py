@@ -13,7 +13,7 @@ from opacus_ext.grad_sample.factors import GradSample
 from opacus_ext.grad_sample.parallel import world_of
 from opacus_ext.grad_sample.rules.embedding import BY_FREQ, MAX_NORM, SPARSE
 from opacus_ext.grad_sample.rules.registry import find_rule, own_parameters
-from opacus_ext.grad_sample.samplewise.compiled import skip
+from opacus_ext.grad_sample.samplewise.compiled.settings import skip
 from opacus_ext.grad_sample.samplewise.engine import Engine
 from opacus_ext.grad_sample.samplewise.gather import Part, RunGradients
 from opacus_ext.grad_sample.samplewise.hooks import BACKWARD_HOOK

@@ -15,7 +15,7 @@ from opacus_ext.grad_sample.modes.common import Samplewise, Wrapped
 from opacus_ext.grad_sample.modes.loss import refuse_mixing, runs_of
 from opacus_ext.grad_sample.modes.program import ProgramStep, TracedStep
 from opacus_ext.grad_sample.modes.step import Step
-from opacus_ext.grad_sample.samplewise.compiled import CompiledRun
+from opacus_ext.grad_sample.samplewise.compiled.programs import CompiledRun
 from opacus_ext.refused import Refused
 
 

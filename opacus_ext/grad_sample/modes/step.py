@@ -12,7 +12,7 @@ from opacus_ext.grad_sample.modes.common import Parts
 from opacus_ext.grad_sample.modes.loss import outside_error
 from opacus_ext.grad_sample.modes.stream import Stream
 from opacus_ext.grad_sample.parallel import spread_over
-from opacus_ext.grad_sample.samplewise.compiled import CompiledRun
+from opacus_ext.grad_sample.samplewise.compiled.programs import CompiledRun
 from opacus_ext.grad_sample.samplewise.gather import leaves_of
 from opacus_ext.grad_sample.samplewise.scan import ScanRun
 from opacus_ext.optimizers.clipping import clipping_factors, not_finite, tell_not_finite

@@ -47,11 +47,8 @@ from opacus_ext.grad_sample.samplewise.compare import (
     joins_of,
     kind_of,
 )
-from opacus_ext.grad_sample.samplewise.compiled import (
-    Changed,
-    CompiledRun,
-    NotCompiled,
-    Programs,
+from opacus_ext.grad_sample.samplewise.compiled.programs import CompiledRun, Programs
+from opacus_ext.grad_sample.samplewise.compiled.settings import (
     Settings,
     are_compiled,
     eagerly,
@@ -62,6 +59,7 @@ from opacus_ext.grad_sample.samplewise.compiled import (
     skip,
     uncompiled,
 )
+from opacus_ext.grad_sample.samplewise.compiled.trace import Changed, NotCompiled
 from opacus_ext.grad_sample.samplewise.functions import by_itself
 from opacus_ext.grad_sample.samplewise.functorch import become, is_batched
 from opacus_ext.grad_sample.samplewise.hooks import (
