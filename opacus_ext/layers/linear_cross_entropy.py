@@ -20,7 +20,8 @@ from torch.overrides import handle_torch_function, has_torch_function
 from opacus_ext.grad_sample.factors import Columns, Factor, wide, workspace
 from opacus_ext.grad_sample.samplewise.functorch import is_batched
 from opacus_ext.grad_sample.samplewise.native import copies
-from opacus_ext.grad_sample.samplewise.run import Run, handles
+from opacus_ext.grad_sample.samplewise.ops import handles
+from opacus_ext.grad_sample.samplewise.run import Run
 from opacus_ext.refused import Refused
 
 Ops = Tuple[Tuple[str, Any], ...]

@@ -44,7 +44,7 @@ from torch.overrides import TorchFunctionMode
 
 from opacus_ext.grad_sample.rules.experts import Routes, at_once
 from opacus_ext.grad_sample.samplewise.functorch import is_batched, whole, wrapped_like
-from opacus_ext.grad_sample.samplewise.run import CARRIED
+from opacus_ext.grad_sample.samplewise.ops import CARRIED
 from opacus_ext.re_attention import moments
 from opacus_ext.re_attention.moments import Moments
 from opacus_ext.refused import Refused

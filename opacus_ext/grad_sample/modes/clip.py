@@ -63,8 +63,8 @@ class Clip:
                     self._square(p, sample)
 
     def _square(self, p: nn.Parameter, sample: GradSample) -> None:
-        self.squares[id(p)] = sample.squared_norm(keep=self.budget)
-        self.budget -= sample.kept_bytes
+        self.squares[id(p)] = sample.squared_norm(cache=self.budget)
+        self.budget -= sample.cached_bytes
         if not self.keep:
             sample.clear()
 

@@ -14,7 +14,7 @@ from torch.autograd.graph import GradientEdge
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from opacus_ext.grad_sample.factors import wide
-from opacus_ext.grad_sample.samplewise.run import Leave
+from opacus_ext.grad_sample.samplewise.batch import Leave
 from opacus_ext.grad_sample.samplewise.scan import Samples
 from opacus_ext.grad_sample.samplewise.walk import close
 from opacus_ext.refused import Refused

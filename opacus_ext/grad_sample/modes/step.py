@@ -262,7 +262,7 @@ class Step(Clip):
         if use.table is not None:
             if use.size != len(weights):
                 return  # samples of other processes are among them
-            weights, largest = weights[use.table[0]], largest[use.table[0]]
+            weights, largest = weights[use.table.samples], largest[use.table.samples]
         if size != len(weights):
             return
         expected = first[1] * weights.to(first[1])

@@ -14,7 +14,8 @@ import torch
 from torch.nn import functional as F
 
 from opacus_ext.grad_sample.samplewise.functorch import is_batched
-from opacus_ext.grad_sample.samplewise.run import Run, handles
+from opacus_ext.grad_sample.samplewise.ops import handles
+from opacus_ext.grad_sample.samplewise.run import Run
 from opacus_ext.grad_sample.samplewise.walk import map_tensors
 
 T = torch.Tensor

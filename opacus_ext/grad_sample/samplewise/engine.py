@@ -36,6 +36,7 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
 from opacus_ext.grad_sample.parallel import Elsewhere
+from opacus_ext.grad_sample.samplewise.batch import Diverge, Leave
 from opacus_ext.grad_sample.samplewise.calm import calmly, hook_tables
 from opacus_ext.grad_sample.samplewise.checkpoint import checkpointed
 from opacus_ext.grad_sample.samplewise.compare import (
@@ -72,7 +73,7 @@ from opacus_ext.grad_sample.samplewise.hooks import (
 )
 from opacus_ext.grad_sample.samplewise.inputs import Inputs, read_inputs
 from opacus_ext.grad_sample.samplewise.packed import agreed, of_batch, unpacked
-from opacus_ext.grad_sample.samplewise.run import Diverge, Leave, Run, Use
+from opacus_ext.grad_sample.samplewise.run import Run
 from opacus_ext.grad_sample.samplewise.scan import ScanRun
 from opacus_ext.grad_sample.samplewise.states import (
     LeftBehind,
@@ -80,6 +81,7 @@ from opacus_ext.grad_sample.samplewise.states import (
     carries,
     data_in_buffers,
 )
+from opacus_ext.grad_sample.samplewise.uses import Use
 from opacus_ext.grad_sample.samplewise.walk import (
     leaves_in,
     map_tensors,

@@ -12,6 +12,7 @@ from opacus_ext.grad_sample.parallel import spread, spread_rows
 from opacus_ext.grad_sample.rules.experts import (
     Experts,
     Routes,
+    by_table,
     expert_factors,
     expert_linear,
     send,
@@ -19,7 +20,9 @@ from opacus_ext.grad_sample.rules.experts import (
 )
 from opacus_ext.grad_sample.samplewise.functorch import is_batched
 from opacus_ext.grad_sample.samplewise.native import copies
-from opacus_ext.grad_sample.samplewise.run import Run, Use, handles
+from opacus_ext.grad_sample.samplewise.ops import handles
+from opacus_ext.grad_sample.samplewise.run import Run
+from opacus_ext.grad_sample.samplewise.uses import RowTable, Use
 
 T = torch.Tensor
 
@@ -100,6 +103,6 @@ def on_rows(run: Run, function: Callable, rows: T, samples: T, size: int) -> T:
     Returns:
         ``[rows, width]``
     """
-    with run.dealt(samples, size) as level:
+    with run.dealt(RowTable(samples, size, by_table)) as level:
         y = level.unwrap(function(level.wrap(rows.unsqueeze(1))))
     return y.flatten(0, 1)

@@ -16,7 +16,8 @@ from torch.autograd.graph import GradientEdge
 from torch.nn import functional as F
 
 from opacus_ext.grad_sample.factors import Factor, GradSample, OneHot, known
-from opacus_ext.grad_sample.samplewise.run import Root, Run, Use
+from opacus_ext.grad_sample.samplewise.run import Run
+from opacus_ext.grad_sample.samplewise.uses import Root, Use
 
 
 class View(NamedTuple):

@@ -37,13 +37,9 @@ from opacus_ext.grad_sample.rules.registry import (
     own_parameters,
 )
 from opacus_ext.grad_sample.samplewise.functorch import is_batched
-from opacus_ext.grad_sample.samplewise.run import (
-    Root,
-    Run,
-    Use,
-    carry,
-    handles,
-)
+from opacus_ext.grad_sample.samplewise.ops import carry, handles
+from opacus_ext.grad_sample.samplewise.run import Run
+from opacus_ext.grad_sample.samplewise.uses import Root, Use
 from opacus_ext.grad_sample.samplewise.walk import map_tensors
 from opacus_ext.refused import Refused
 

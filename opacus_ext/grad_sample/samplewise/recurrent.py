@@ -23,7 +23,8 @@ from opacus_ext.grad_sample.rules.recurrent import (
 )
 from opacus_ext.grad_sample.samplewise.functorch import is_batched
 from opacus_ext.grad_sample.samplewise.native import Recorder, copies
-from opacus_ext.grad_sample.samplewise.run import Run, handles
+from opacus_ext.grad_sample.samplewise.ops import handles
+from opacus_ext.grad_sample.samplewise.run import Run
 from opacus_ext.refused import Refused
 
 T = torch.Tensor

@@ -21,7 +21,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from opacus_ext.grad_sample.samplewise.functorch import is_batched
-from opacus_ext.grad_sample.samplewise.run import refuse_carried
+from opacus_ext.grad_sample.samplewise.ops import refuse_carried
 from opacus_ext.grad_sample.samplewise.walk import tensors_in
 from opacus_ext.refused import Refused
 
