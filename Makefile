@@ -15,7 +15,7 @@ INSTALL := $(BIN)/python -m pip install --quiet -c constraints.txt
 .PHONY: train test test-opacus benchmark benchmark-moe lint clean
 
 train: $(VENV)/.installed
-	$(BIN)/python -m opacus_ext.train $(if $(DATA),--data "$(DATA)") $(ARGS)
+	$(BIN)/python -m examples.train $(if $(DATA),--data "$(DATA)") $(ARGS)
 
 test: $(VENV)/.installed
 	$(BIN)/python -m pytest -n auto --maxprocesses 8 $(ARGS)

@@ -2,7 +2,7 @@
 
     python benchmarks/attention_of.py run.pt --data ml-1m.txt
 
-The checkpoint is one of ``opacus_ext.train``. Prints, a layer each, the standard
+The checkpoint is one of ``examples.train``. Prints, a layer each, the standard
 deviation of the attention logits that a query sees and the share of attention that goes
 to the rarer half of the items, beside what it would be if every visible item got the
 same; and the size of the embedding's rows, of rare items and of popular ones. Rows that
@@ -10,14 +10,18 @@ were only moved by noise all have the same.
 """
 
 import argparse
+import sys
+from pathlib import Path
 from typing import List
 
 import torch
 from torch import Tensor, nn
 
-from opacus_ext import train
 from opacus_ext.data import read_sequences
 from opacus_ext.re_attention import attention_mass
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from examples import train  # noqa: E402
 
 
 def logits_std(attention: nn.Module, qkv: Tensor, real: Tensor) -> float:

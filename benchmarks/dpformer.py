@@ -18,7 +18,7 @@ draws tables and figures.
 - figure6: the curves of NDCG over the epochs, Transformer and DPFormer.
 
 Everything can be set (``--models``, ``--epsilons``, ``--seeds``, ``--batch-sizes``,
-``--lrs``); what follows after ``--`` goes to ``opacus_ext.train``, such as
+``--lrs``); what follows after ``--`` goes to ``examples.train``, such as
 ``-- --epochs 20 --threads 2``.
 """
 
@@ -31,7 +31,8 @@ import warnings
 from pathlib import Path
 from typing import Any, Dict, Iterator, List
 
-from opacus_ext import train
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from examples import train  # noqa: E402
 
 NAMES = {
     "gru": "GRU",

@@ -28,9 +28,9 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import opacus_ext
-from opacus_ext.re_attention import attention
+from opacus_ext.losses import PerSample, cross_entropy
 from opacus_ext.models import DPFormer
-from opacus_ext.train import SequenceLoss
+from opacus_ext.re_attention import attention
 
 BAR = 0.15
 
@@ -60,16 +60,16 @@ def measure(length: int, batch: int, args: argparse.Namespace) -> Dict[str, floa
         model = DPFormer(args.items, length, width=64, depth=2, heads=1)
         model.to(args.device).train()
         adam = torch.optim.Adam(model.parameters(), lr=1e-4)
-        loss_of: Any = SequenceLoss()
+        criterion: Any = PerSample()
         noise = {"noise_multiplier": 1.0, "max_grad_norm": 1.0}
         if mode == "plain":
             optimizer: Any = adam
             noisy = DPOptimizer(adam, expected_batch_size=batch, **noise)
         else:
-            model, optimizer, loss_of, _ = PrivacyEngine().make_private(
+            model, optimizer, criterion, _ = PrivacyEngine().make_private(
                 module=model,
                 optimizer=adam,
-                criterion=loss_of,
+                criterion=criterion,
                 data_loader=DataLoader(TensorDataset(ids, ids), batch_size=batch),
                 poisson_sampling=False,
                 grad_sample_mode=mode,
@@ -81,7 +81,8 @@ def measure(length: int, batch: int, args: argparse.Namespace) -> Dict[str, floa
 
         def step() -> None:
             optimizer.zero_grad()
-            loss_of(model(ids), ids).backward()
+            losses = cross_entropy(model(ids), ids, ignore_index=0)
+            criterion(losses).backward()
             optimizer.step()
 
         return step

@@ -55,11 +55,12 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
+from opacus_ext.losses import PerSample, cross_entropy
 from opacus_ext.models import DPFormer
-from opacus_ext.train import SequenceLoss
 
 CLIP, WIDTH = 1.0, 64
 Step = Callable[[], None]
+user_losses = partial(cross_entropy, ignore_index=0)  # 0 is padding
 
 
 class Size(NamedTuple):
@@ -115,7 +116,7 @@ class Ghost:
         out.register_hook(collect)
 
     def backward(self, inputs: torch.Tensor, targets: torch.Tensor) -> None:
-        losses = SequenceLoss(reduction="none")(self.model(inputs), targets)
+        losses = user_losses(self.model(inputs), targets)
         self.squares, self.listening = torch.zeros_like(losses.detach()), True
         # Nothing lies before the embeddings: all gradients of layers are on the way.
         torch.autograd.backward(losses.sum(), retain_graph=True, inputs=self.first)
@@ -151,7 +152,7 @@ def non_private(model: nn.Module, data: TensorDataset, mode: str, lr: float) -> 
     optimizer = torch.optim.SGD(model.parameters(), lr)
 
     def step() -> None:
-        SequenceLoss()(model(inputs), targets).backward()
+        user_losses(model(inputs), targets).mean().backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -174,7 +175,7 @@ def package(model: nn.Module, data: TensorDataset, mode: str, lr: float) -> Step
     model, optimizer, criterion, _ = PrivacyEngine().make_private(
         module=model,
         optimizer=torch.optim.SGD(model.parameters(), lr),
-        criterion=SequenceLoss(),
+        criterion=PerSample(),
         data_loader=DataLoader(data, batch_size=len(inputs)),
         noise_multiplier=0.0,
         max_grad_norm=CLIP,
@@ -183,7 +184,7 @@ def package(model: nn.Module, data: TensorDataset, mode: str, lr: float) -> Step
     )
 
     def step() -> None:
-        criterion(model(inputs), targets).backward()
+        criterion(user_losses(model(inputs), targets)).backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -244,7 +245,8 @@ def check() -> None:
         params = list(model.parameters())
         wanted = [torch.zeros_like(p) for p in params]
         for x, y in zip(ids, targets):
-            grads = torch.autograd.grad(SequenceLoss()(model(x[None]), y[None]), params)
+            (loss,) = user_losses(model(x[None]), y[None])
+            grads = torch.autograd.grad(loss, params)
             norm = torch.stack([g.norm() for g in grads]).norm()
             assert norm > CLIP, norm
             factor = 1.0 if method.build is non_private else CLIP / (norm + 1e-6)

@@ -48,7 +48,7 @@ from opacus_ext.losses import PerRecord, PerSample, cross_entropy, model_losses
 from opacus_ext.optimizers.clipping import CLIPPINGS
 from opacus_ext.refused import Refused
 from opacus_ext.registry import MODES
-from opacus_ext.runs import noise_left
+from opacus_ext.accountants.budget import noise_left
 
 PRIVACY_STATE = "privacy.pt"  # in a checkpoint's folder
 

@@ -1,5 +1,7 @@
 """The DPFormer paper's experiments: resumable, one line a run, and their report."""
 
+import doctest
+import importlib
 import json
 import os
 import subprocess
@@ -14,6 +16,14 @@ FOLDER = Path(__file__).parents[1] / "benchmarks"
 TINY = (
     "--epochs 2 --batch-size 32 --max-len 8 --width 8 --depth 1 --no-progress".split()
 )
+
+
+@pytest.mark.parametrize("name", ["glue", "hashed_words", "labels", "runs", "train"])
+def test_docstring_examples(name, tmp_path, monkeypatch):
+    """Those of the training programs in examples/."""
+    monkeypatch.chdir(tmp_path)  # examples may write files
+    failed, found = doctest.testmod(importlib.import_module(f"examples.{name}"))
+    assert found and not failed
 
 
 @pytest.fixture

@@ -10,10 +10,10 @@ import torch
 from opacus.accountants.utils import get_noise_multiplier
 from torch.nn import functional as F
 
-from opacus_ext import finetune
-from opacus_ext.data.glue import TASKS
-from opacus_ext.data.hashed_words import HashedWords
-from opacus_ext.models.labels import (
+from examples import finetune
+from examples.glue import TASKS
+from examples.hashed_words import HashedWords
+from examples.labels import (
     LabelModel,
     encode_labels,
     learn_to_answer,

@@ -11,10 +11,8 @@ from unittest.mock import patch
 import pytest
 import torch
 from opacus import PrivacyEngine
-from opacus.accountants import PRVAccountant, RDPAccountant
-from torch.nn import functional as F
 
-from opacus_ext import runs, train
+from examples import runs, train
 from opacus_ext.data import read_sequences, synthetic_sequences
 
 ML1M = os.environ.get("OPACUS_EXT_ML1M")
@@ -54,30 +52,6 @@ class MetricsTest(unittest.TestCase):
         self.assertAlmostEqual(hit, 1.62, places=2)
 
 
-class SequenceLossTest(unittest.TestCase):
-    def test_is_each_users_own_mean(self):
-        torch.manual_seed(0)
-        logits = torch.randn(3, 4, 6)
-        targets = torch.tensor([[1, 2, 3, 4], [5, 1, 0, 0], [2, 0, 0, 0]])
-        expected = torch.stack(
-            [
-                F.cross_entropy(logits[u, :n], targets[u, :n])
-                for u, n in enumerate([4, 2, 1])
-            ]
-        )
-        found = train.SequenceLoss(reduction="none")(logits, targets)
-        torch.testing.assert_close(found, expected)
-        found = train.SequenceLoss()(logits, targets)
-        torch.testing.assert_close(found, expected.mean())
-
-    def test_no_users_or_no_targets(self):
-        loss = train.SequenceLoss()
-        targets = torch.zeros(0, 4, dtype=torch.long)
-        self.assertEqual(loss(torch.randn(0, 4, 6), targets), 0)
-        targets = torch.zeros(2, 4, dtype=torch.long)
-        self.assertEqual(loss(torch.randn(2, 4, 6), targets), 0)
-
-
 class LearningRateTest(unittest.TestCase):
     def test_rises_then_falls(self):
         rates = [train.learning_rate(s, 10, 1.0, 0.2) for s in range(10)]
@@ -86,26 +60,6 @@ class LearningRateTest(unittest.TestCase):
         for warmup in (0.0, 1.0):
             rates = [train.learning_rate(s, 10, 1.0, warmup) for s in range(10)]
             self.assertTrue(0 < min(rates) and max(rates) == 1.0)
-
-
-class NoiseLeftTest(unittest.TestCase):
-    def test_together_they_spend_the_budget(self):
-        for accountant in (RDPAccountant(), PRVAccountant()):
-            accountant.history = [(5.0, 1.0, 1)]
-            noise = runs.noise_left(accountant, 4.0, 1e-5, 0.05, 60)
-            self.assertEqual(accountant.history, [(5.0, 1.0, 1)])
-            accountant.history.append((noise, 0.05, 60))
-            self.assertLessEqual(accountant.get_epsilon(1e-5), 4.0)
-            self.assertGreater(accountant.get_epsilon(1e-5), 3.98)
-            # More noise than if nothing had been spent.
-            alone = type(accountant)()
-            self.assertLess(runs.noise_left(alone, 4.0, 1e-5, 0.05, 60), noise)
-
-    def test_nothing_left(self):
-        accountant = RDPAccountant()
-        accountant.history = [(0.5, 1.0, 1)]
-        with self.assertRaisesRegex(ValueError, "epsilon=1 is spent"):
-            runs.noise_left(accountant, 1.0, 1e-5, 0.05, 60)
 
 
 class TrainTest(unittest.TestCase):
@@ -190,8 +144,12 @@ class TrainTest(unittest.TestCase):
         rows = torch.utils.data.TensorDataset(torch.zeros(75, 2))
         with patch.object(runs, "noise_left", return_value=1.0) as asked:
             runs.make_private(
-                *(engine, None),
-                **dict(epsilon=5.0, delta=1e-5, epochs=3, module=net),
+                engine,
+                None,
+                epsilon=5.0,
+                delta=1e-5,
+                epochs=3,
+                module=net,
                 optimizer=torch.optim.SGD(net.parameters(), lr=0.1),
                 data_loader=torch.utils.data.DataLoader(rows),
                 criterion=torch.nn.MSELoss(),

@@ -19,8 +19,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import opacus_ext
 from opacus_ext.accountants import Bounds, PRVBoundsAccountant, numerical, prv
+from opacus_ext.accountants.budget import noise_left
 from opacus_ext.re_attention import token_shares
-from opacus_ext.runs import noise_left
 
 
 def accountant(*history):

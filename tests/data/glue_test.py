@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from opacus_ext.data.glue import read_glue
-from opacus_ext.data.hashed_words import HashedWords
+from examples.glue import read_glue
+from examples.hashed_words import HashedWords
 
 SST2 = os.environ.get("OPACUS_EXT_SST2")  # the folder
 

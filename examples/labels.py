@@ -14,9 +14,9 @@ from transformers import (
     SwitchTransformersForConditionalGeneration,
 )
 
+from examples.runs import learning_rate
 from opacus_ext.layers import balancing_loss
 from opacus_ext.refused import Refused
-from opacus_ext.runs import learning_rate
 
 IGNORED = -100
 
@@ -34,7 +34,7 @@ def encode_labels(
         ValueError: if the tokenizer can't tell the names apart
 
     Example:
-        >>> from opacus_ext.data.hashed_words import HashedWords
+        >>> from examples.hashed_words import HashedWords
         >>> encode_labels(HashedWords(100), ["no", "not so"]).shape
         torch.Size([2, 2])
     """
@@ -78,7 +78,7 @@ class LabelModel(nn.Module):
         ValueError: if the model's config names no first token of an answer
 
     Example:
-        >>> from opacus_ext.data.hashed_words import HashedWords
+        >>> from examples.hashed_words import HashedWords
         >>> tokenizer = HashedWords(100)
         >>> labels = encode_labels(tokenizer, ["negative", "positive"])
         >>> model = LabelModel(scratch_switch(tokenizer.vocab_size, width=8), labels)

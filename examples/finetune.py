@@ -1,9 +1,9 @@
 """Fine-tunes a Switch model on SST-2 or MNLI with differential privacy.
 
-    python -m opacus_ext.finetune --model google/switch-base-8 --task sst2 --data SST-2
-    python -m opacus_ext.finetune --model path/to/a/switch --task mnli --data MNLI
-    python -m opacus_ext.finetune --non-private --model ... --task sst2 --data SST-2
-    python -m opacus_ext.finetune --scratch --task sst2 --data SST-2
+    python -m examples.finetune --model google/switch-base-8 --task sst2 --data SST-2
+    python -m examples.finetune --model path/to/a/switch --task mnli --data MNLI
+    python -m examples.finetune --non-private --model ... --task sst2 --data SST-2
+    python -m examples.finetune --scratch --task sst2 --data SST-2
 
 The experiment of the paper "DP mixture of experts", with its settings: epsilon 8,
 delta 1/N, batches of 1024 by Poisson sampling, 20 epochs, AdamW with learning rate 5e-4
@@ -43,7 +43,6 @@ from typing import Any, Dict, Iterator, List, Optional, Tuple
 import torch
 from opacus import PrivacyEngine
 from opacus.utils.batch_memory_manager import BatchMemoryManager
-from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from tqdm import tqdm
 from transformers import (
@@ -54,17 +53,15 @@ from transformers import (
 )
 
 import opacus_ext  # noqa: F401  (registers the modes and clipping functions)
-from opacus_ext.data.glue import TASKS, Examples, read_glue
-from opacus_ext.data.hashed_words import HashedWords
-from opacus_ext.layers import freeze_routers
-from opacus_ext.models.labels import (
+from examples.glue import TASKS, Examples, read_glue
+from examples.hashed_words import HashedWords
+from examples.labels import (
     LabelModel,
     encode_labels,
     learn_to_answer,
     scratch_switch,
 )
-from opacus_ext.refused import Refused
-from opacus_ext.runs import (
+from examples.runs import (
     find_checkpoint,
     learning_rate,
     make_private,
@@ -73,6 +70,9 @@ from opacus_ext.runs import (
     set_random_state,
     write_checkpoint,
 )
+from opacus_ext.layers import freeze_routers
+from opacus_ext.losses import PerSample
+from opacus_ext.refused import Refused
 
 # What may differ between a run and its resumption: none of it changes a step.
 FREE = (
@@ -85,26 +85,6 @@ PRIVATE = {"epochs": 20, "batch_size": 1024, "lr": 5e-4}
 PLAIN = {"epochs": 3, "batch_size": 32, "lr": 1e-4}
 
 Batch = Tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-
-
-class SampleMean(nn.Module):
-    """
-    The mean of losses ``[B]`` that the model has computed itself, or the losses.
-
-    Args:
-        reduction: "mean", or "none", which Opacus's loss wrapper sets
-
-    Example:
-        >>> SampleMean()(torch.tensor([1.0, 3.0]))
-        tensor(2.)
-    """
-
-    def __init__(self, reduction: str = "mean"):
-        super().__init__()
-        self.reduction = reduction
-
-    def forward(self, losses: torch.Tensor) -> torch.Tensor:
-        return losses if self.reduction == "none" else losses.mean()
 
 
 def encode(
@@ -224,7 +204,7 @@ def finetune(args: argparse.Namespace) -> Dict[str, Any]:
     data = encode(tokenizer, training, args.max_len)
     batch_size = min(args.batch_size, rows)
     loader = DataLoader(data, batch_size=batch_size)
-    model, criterion, engine = net, SampleMean(), None
+    model, criterion, engine = net, PerSample(), None
     # Without these, weights that get no gradient would be changed by weight decay.
     trained = [p for p in net.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=args.lr, weight_decay=args.weight_decay)
@@ -362,7 +342,7 @@ def _shuffled_batches(
 def parse_args(argv: Optional[List[str]] = None) -> argparse.Namespace:
     """The command line, or a list such as ``["--epsilon", "5"]``."""
     parser = argparse.ArgumentParser(
-        prog="python -m opacus_ext.finetune",
+        prog="python -m examples.finetune",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

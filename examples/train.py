@@ -1,9 +1,9 @@
 """Trains DPFormer, or what it is compared with, with user-level differential privacy.
 
-    python -m opacus_ext.train                            # synthetic data
-    python -m opacus_ext.train --data ratings.dat         # MovieLens-1M
-    python -m opacus_ext.train --data ml-1m.txt --checkpoint run.pt --time-limit 3000
-    python -m opacus_ext.train --data ml-1m.txt --checkpoint run.pt --resume
+    python -m examples.train                            # synthetic data
+    python -m examples.train --data ratings.dat         # MovieLens-1M
+    python -m examples.train --data ml-1m.txt --checkpoint run.pt --time-limit 3000
+    python -m examples.train --data ml-1m.txt --checkpoint run.pt --resume
 
 The share of users who have each item is what the models' output starts from, and what
 DPFormer's Re-Attention needs. It is released with noise, within the budget (``--shares
@@ -37,18 +37,11 @@ import torch
 from opacus import PrivacyEngine
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import nn
-from torch.nn import functional as F
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 import opacus_ext  # noqa: F401  (registers the modes and clipping functions)
-from opacus_ext.data import SequenceData, read_sequences, synthetic_sequences
-from opacus_ext.models import DPFormer, NextItemModel, RecurrentModel
-from opacus_ext.re_attention import token_shares, track_errors
-from opacus_ext.re_attention.effective import SCALES
-from opacus_ext.re_attention.tracking import PLACES
-from opacus_ext.refused import Refused
-from opacus_ext.runs import (
+from examples.runs import (
     find_checkpoint,
     learning_rate,
     make_private,
@@ -57,6 +50,13 @@ from opacus_ext.runs import (
     set_random_state,
     write_checkpoint,
 )
+from opacus_ext.data import SequenceData, read_sequences, synthetic_sequences
+from opacus_ext.losses import PerSample, cross_entropy
+from opacus_ext.models import DPFormer, NextItemModel, RecurrentModel
+from opacus_ext.re_attention import token_shares, track_errors
+from opacus_ext.re_attention.effective import SCALES
+from opacus_ext.re_attention.tracking import PLACES
+from opacus_ext.refused import Refused
 
 # What may differ between a run and its resumption: none of it changes a step.
 FREE = (
@@ -93,39 +93,6 @@ def release_shares(
         noise_multiplier=args.share_noise,
         accountant=engine.accountant,
     )
-
-
-class SequenceLoss(nn.Module):
-    """Cross entropy of the next item: the mean over each user's positions.
-
-    Each user counts the same, whatever the length of the others' sequences, so one
-    user's loss depends on nobody else (a mean over all positions of a batch would).
-
-    Args:
-        reduction: "mean" over users, or "none", which Opacus's loss wrapper sets.
-
-    Shape:
-        logits ``[B, T, V]`` and targets ``[B, T]``, 0 where padded, give a scalar or
-        ``[B]``.
-
-    Example:
-        >>> targets = torch.tensor([[1, 2, 0], [3, 0, 0]])
-        >>> SequenceLoss(reduction="none")(torch.zeros(2, 3, 8), targets)
-        tensor([2.0794, 2.0794])
-    """
-
-    def __init__(self, reduction: str = "mean"):
-        super().__init__()
-        self.reduction = reduction
-
-    def forward(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        losses = F.cross_entropy(
-            logits.flatten(0, 1), targets.flatten(), ignore_index=0, reduction="none"
-        ).view_as(targets)
-        per_user = losses.sum(dim=1) / (targets != 0).sum(dim=1).clamp(min=1)
-        if self.reduction == "none":
-            return per_user
-        return per_user.sum() / max(len(per_user), 1)  # a Poisson batch can be empty
 
 
 def ranks(scores: torch.Tensor, items: torch.Tensor) -> torch.Tensor:
@@ -227,7 +194,7 @@ def train(args: argparse.Namespace) -> Dict[str, Any]:
         data_loader=DataLoader(
             data.training_set(args.max_len), batch_size=min(args.batch_size, users)
         ),
-        criterion=SequenceLoss(),
+        criterion=PerSample(),
         max_grad_norm=args.max_grad_norm,
         poisson_sampling=True,
         grad_sample_mode=args.grad_sample_mode,
@@ -327,7 +294,10 @@ def _train_epoch(
             optimizer.zero_grad()
             filled = max(int(ids.any(dim=0).sum()), 1)  # the rest is padding
             ids, targets = (z[:, :filled].to(args.device) for z in (ids, targets))
-            loss = criterion(model(ids), targets)
+            # A user's loss is the mean over the user's own positions: it depends on
+            # nobody else. 0 is padding.
+            losses = cross_entropy(model(ids), targets, ignore_index=0)
+            loss = criterion(losses)
             loss.backward()
             optimizer.step()
             if not optimizer._is_last_step_skipped:  # the logical batch is complete
@@ -342,7 +312,7 @@ def _train_epoch(
 def parse_args(argv: Optional[List[str]] = None) -> argparse.Namespace:
     """The command line, or a list such as ``["--epsilon", "5"]``."""
     parser = argparse.ArgumentParser(
-        prog="python -m opacus_ext.train",
+        prog="python -m examples.train",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

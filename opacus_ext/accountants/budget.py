@@ -1,0 +1,64 @@
+"""Noise for what is left of a privacy budget."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+
+from opacus.accountants.accountant import IAccountant
+
+from opacus_ext.refused import Refused
+
+
+def noise_left(
+    accountant: IAccountant,
+    epsilon: float,
+    delta: float,
+    sample_rate: float,
+    steps: int,
+    tolerance: float = 0.01,
+) -> float:
+    """
+    The noise multiplier of a run whose budget is what others have left of it.
+
+    Args:
+        accountant: with what was spent before; it is not changed
+        epsilon: for all of it
+        delta: for all of it
+        sample_rate: of the run
+        steps: of the run
+        tolerance: by which less than epsilon may be spent
+
+    Raises:
+        Refused: if nothing is left
+
+    Example:
+        >>> from opacus.accountants import RDPAccountant
+        >>> accountant = RDPAccountant()
+        >>> accountant.step(noise_multiplier=20.0, sample_rate=1.0)
+        >>> f"{noise_left(accountant, 5.0, 1e-5, 0.1, 100):.2f}"
+        '1.29'
+    """
+    before = list(accountant.history)
+
+    def spent(noise: float) -> float:
+        trial = deepcopy(accountant)  # with all that it knows beside the history
+        trial.history = [*before, (noise, sample_rate, steps)]
+        return trial.get_epsilon(delta)
+
+    low, high = 0.0, 1.0
+    while (reached := spent(high)) > epsilon:
+        low, high = high, 2 * high
+        if high > 1e4:
+            raise Refused(
+                f"epsilon={epsilon:g} is spent before the first step: "
+                f"{dict(accountant.state_dict())}.",
+                parameter="epsilon",
+                remedy="Raise epsilon, or leave out what was spent before.",
+            )
+    while epsilon - reached > tolerance and high - low > 1e-4 * high:
+        middle = (low + high) / 2
+        if (found := spent(middle)) <= epsilon:
+            high, reached = middle, found
+        else:
+            low = middle
+    return high
