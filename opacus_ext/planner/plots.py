@@ -19,7 +19,9 @@ except ImportError as error:  # pragma: no cover
     ) from error
 
 from opacus_ext.planner import calibration
-from opacus_ext.planner.plan import DELTA, Budget, Candidates, LossModel
+from opacus_ext.planner.budget import DELTA, Budget
+from opacus_ext.planner.candidates import Candidates
+from opacus_ext.planner.loss_model import LossModel
 
 _OF = {"parameters": "parameters M", "batch_size": "batch size B", "steps": "steps T"}
 

@@ -5,8 +5,8 @@ matplotlib = pytest.importorskip("matplotlib")
 matplotlib.use("Agg")
 
 from opacus_ext.planner import plots  # noqa: E402
-from opacus_ext.planner.plan import Budget, Candidates  # noqa: E402
-from tests.planner.planner_test import LAW  # noqa: E402
+from opacus_ext.planner import Budget, Candidates  # noqa: E402
+from tests.planner.plan_test import LAW  # noqa: E402
 
 BUDGET = Budget(users=1e5, epsilon=4, delta=1e-6, flops=1e13, tokens=16)
 FLOPS = np.geomspace(1e10, 1e15, 6)

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import argparse
 import math
-from dataclasses import replace
 from itertools import product
 from typing import Any, Dict, List, Sequence, Tuple
 
+from opacus_ext.planner.budget import Budget
+from opacus_ext.planner.candidates import Candidates, doubled_loss, doubled_noise
 from opacus_ext.planner.commands.measured import PRIVATE_LAWS, read_measurements
 from opacus_ext.planner.commands.output import print_json, show, show_pairs, show_table
 from opacus_ext.planner.families import find_family
 from opacus_ext.planner.laws import CHINCHILLA, LAWS, private_rows
-from opacus_ext.planner.plan import (
-    Budget,
-    Candidates,
-    LossModel,
-    doubled_loss,
-    doubled_noise,
-)
+from opacus_ext.planner.loss_model import LossModel
+from opacus_ext.planner.plan import Plan
 from opacus_ext.planner.probe import probe
 from opacus_ext.planner.surface import Surface, scaled_options
 
@@ -28,7 +24,7 @@ def run(args: argparse.Namespace) -> int:
     law, notes = _law(args)
     probed = _probe(args)
     tokens = args.tokens or law.tokens or 512
-    rows: List[Dict[str, Any]] = []
+    found: List[Tuple[Plan, Dict[str, Any]]] = []
     for users, epsilon in product(args.users, args.epsilon):
         budget = Budget(
             users=users,
@@ -45,7 +41,8 @@ def run(args: argparse.Namespace) -> int:
             amplification=args.amplification,
         )
         table = Candidates(budget, law, probed)
-        rows += [_planned(args, table, flops) for flops in args.flops]
+        found += [_planned(args, table, flops) for flops in args.flops]
+    rows = [row for _, row in found]
     if args.delta * max(args.users) > 1:
         notes.append(
             f"delta={args.delta:g} is more than one in {max(args.users):g} users; a "
@@ -64,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print_json({"law": law.source, "notes": notes, "plans": rows})
     elif len(rows) == 1:
-        print(_one_plan(rows[0], law, notes))
+        print(_one_plan(found[0][0], rows[0], law, notes))
     else:
         print(_many_plans(rows, law, notes))
     return 0
@@ -100,13 +97,14 @@ def _probe(args: argparse.Namespace) -> Any:
     return probe(find_family(args.family, args.text), device=args.device)
 
 
-def _planned(args: argparse.Namespace, table: Any, flops: float) -> Dict[str, Any]:
-    """A plan and what belongs to it, as JSON has it."""
+def _planned(
+    args: argparse.Namespace, table: Candidates, flops: float
+) -> Tuple[Plan, Dict[str, Any]]:
+    """A plan, and with all that belongs to it as JSON has it."""
 
     found = table.best(flops)
     near = table.near(flops)
     saturating = table.saturating()
-    budget = replace(table.budget, flops=flops)
     about = table.by_batch_size(flops, within=0.05, most=9)
     row = found.as_dict()
     row["near_optimal"] = near._asdict()
@@ -115,7 +113,7 @@ def _planned(args: argparse.Namespace, table: Any, flops: float) -> Dict[str, An
         for name in ("flops", "loss", "parameters", "batch_size", "steps")
     }
     row["doubling"] = {
-        "loss": doubled_loss(budget, table.law, table.probe)[1]._asdict(),
+        "loss": doubled_loss(table, flops)._asdict(),
         "noise_batch_ratio": doubled_noise(found),
     }
     without = table.not_private(found.flops)
@@ -133,10 +131,12 @@ def _planned(args: argparse.Namespace, table: Any, flops: float) -> Dict[str, An
         | {"saved": saved.share}
         for b in args.baseline
     ]
-    return row
+    return found, row
 
 
-def _one_plan(row: Dict[str, Any], law: Any, notes: Sequence[str]) -> str:
+def _one_plan(
+    plan: Plan, row: Dict[str, Any], law: LossModel, notes: Sequence[str]
+) -> str:
     budget, near, more = row["budget"], row["near_optimal"], row["doubling"]
     sampling = (
         "Poisson samples" if row["amplified"] else "fixed, every one once an epoch"
@@ -208,20 +208,7 @@ def _one_plan(row: Dict[str, Any], law: Any, notes: Sequence[str]) -> str:
     ]
     if row["baselines"]:
         sections += ["", "baselines:", show_table(row["baselines"])]
-    settings = "".join(
-        f"\n    {name}={value!r}," for name, value in row["make_private"].items()
-    )
-    sections += [
-        "",
-        *(f"# {note}" for note in row["notes"]),
-        f"examples = Subset(dataset, range({row['examples']}))",
-        f"loader = DataLoader(examples, batch_size={row['batch_size']})"
-        f"  # {row['steps']} steps in all",
-        'engine = PrivacyEngine(accountant="prv_bounds")',
-        "model, optimizer, criterion, loader = engine.make_private(\n"
-        "    module=model,\n    optimizer=optimizer,\n    criterion=criterion,\n"
-        f"    data_loader=loader,{settings}\n)",
-    ]
+    sections += ["", plan.code()]
     return "\n".join(sections)
 
 

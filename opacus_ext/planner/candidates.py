@@ -1,0 +1,455 @@
+"""What to train, and how, with so many users, so much privacy and so much compute.
+
+The questions and their answers are those of "Scaling laws for differentially private
+language models": configurations of model size, batch size and steps are enumerated,
+noise is calibrated for each, a law tells the loss of each, and the best is the plan.
+
+Configurations lie on a fixed lattice, so that a larger budget has all that a smaller
+one has: more privacy, users or compute never plan a worse loss.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Dict, List, NamedTuple, Optional, Sequence, Tuple
+
+import numpy as np
+
+from opacus_ext.planner.budget import MOST_EPSILON, Budget, Range
+from opacus_ext.planner.loss_model import LossModel, compute
+from opacus_ext.planner.noise import (
+    advantage,
+    batches_per_epoch,
+    noise_grid,
+    noise_of,
+)
+from opacus_ext.planner.plan import Plan
+from opacus_ext.planner.probe import Probe
+from opacus_ext.refused import Refused
+
+SIZES_PER_DECADE, BATCHES_PER_OCTAVE, STEPS_PER_OCTAVE = 25, 4, 8
+
+
+class Near(NamedTuple):
+    """Configurations about as good as the best: least and largest of each."""
+
+    parameters: Tuple[int, int]
+    batch_size: Tuple[int, int]
+    steps: Tuple[int, int]
+    count: int
+
+
+class NotPrivate(NamedTuple):
+    """The best configuration without noise."""
+
+    parameters: int
+    batch_size: int
+    steps: int
+    loss: float
+
+
+class Candidates:
+    """
+    All configurations of a budget, with their noise and expected loss.
+
+    Args:
+        budget: its ``flops`` are not a bound here; :meth:`best` takes one
+        law: what tells the loss
+        probe: what tells time and memory; needed for a budget that bounds them
+
+    Attributes:
+        parameters: ``[M]``
+        batch_size: ``[B]``
+        steps: ``[T]``
+        ratio: ``[B, T]``
+        noise_multiplier: ``[B, T]``
+        amplified: ``[B, T]``
+        flops: ``[M, B, T]``
+        loss: ``[M, B, T]``; nan where the law says nothing, or a bound is broken; above
+            1000 where a bound on the loss has too much noise to mean anything
+
+    Raises:
+        Refused: for ranges that have nothing in common with the law's, tokens other
+            than those it was measured on, and bounds on time or memory without a probe
+    """
+
+    def __init__(self, budget: Budget, law: LossModel, probe: Optional[Probe] = None):
+        if law.tokens and law.tokens != budget.tokens:
+            raise Refused(
+                f"tokens={budget.tokens}: the law was measured on examples of "
+                f"{law.tokens} tokens, and says nothing of others.",
+                parameter="tokens",
+                remedy=f"Plan with tokens={law.tokens}, or measure.",
+            )
+        bounded = min(budget.seconds, budget.memory) < math.inf
+        if bounded and probe is None:
+            raise Refused(
+                "A bound on seconds or memory needs a probe of the machine.",
+                parameter="probe",
+                remedy="Pass what opacus_ext.planner.probe.probe returns.",
+            )
+        self.budget, self.law, self.probe = budget, law, probe
+        self.parameters = _lattice(
+            "parameters", law.parameters, budget.parameters, 10, SIZES_PER_DECADE
+        )
+        self.batch_size = _lattice(
+            "batch_size", (1, budget.examples), budget.batch_size, 2, BATCHES_PER_OCTAVE
+        )
+        self.steps = _lattice("steps", law.steps, budget.steps, 2, STEPS_PER_OCTAVE)
+        self.noise_multiplier, self.ratio, self.amplified = noise_grid(
+            budget, self.batch_size, self.steps
+        )
+        batch, steps = self.batch_size[:, None], self.steps[None, :]
+        size = self.parameters[:, None, None]
+        self.flops = compute(size, batch, steps, budget.tokens)
+        self.loss = np.array(law.loss(size, batch, steps, self.ratio), dtype=float)
+        self.loss = np.broadcast_to(self.loss, self.flops.shape).copy()
+        if law.noise_excess is not None:
+            noise_excess = law.noise_excess(size, self.ratio)
+            self.loss = np.where(noise_excess > 1, 1000 * noise_excess, self.loss)
+        if probe is not None:
+            late = probe.seconds(size, batch, steps, budget.tokens) > budget.seconds
+            self.loss[late] = np.nan
+            if budget.memory < math.inf:  # some systems don't tell memory
+                large = probe.memory(size) > budget.memory
+                self.loss[large.reshape(-1)] = np.nan
+
+    def best(self, flops: Optional[float] = None) -> Plan:
+        """
+        The configuration of the lowest loss within a compute budget.
+
+        Args:
+            flops: C at most; the budget's if not given
+
+        Raises:
+            Refused: if no configuration is left; the message says what stands in
+                the way
+        """
+        flops = self.budget.flops if flops is None else flops
+        within = self.flops <= flops * (1 + 1e-9)
+        if not within.any():
+            raise Refused(
+                f"flops={flops:.3g} is less than the smallest configuration takes, "
+                f"{self.flops.min():.3g} ({self.parameters[0]:.3g} parameters, a batch "
+                f"of {self.batch_size[0]:g}, {self.steps[0]:g} steps).",
+                parameter="flops",
+                remedy="Allow more compute, fewer steps or smaller models.",
+            )
+        loss = np.where(within & np.isfinite(self.loss), self.loss, np.inf)
+        if np.isinf(loss).all():
+            self._refuse(within)
+        # Of equal losses the cheapest.
+        least = loss.min()
+        same = np.where(loss <= least, self.flops, np.inf)
+        return self.plan(np.unravel_index(same.argmin(), same.shape), flops)
+
+    def _refuse(self, within: np.ndarray) -> None:
+        """Says what stands in the way of every configuration within the compute."""
+        budget = self.budget
+        if min(budget.seconds, budget.memory) < math.inf:
+            free = replace(budget, seconds=math.inf, memory=math.inf)
+            rest = Candidates(free, self.law, self.probe)
+            if np.isfinite(rest.loss[within]).any():
+                raise Refused(
+                    f"No configuration keeps to seconds={budget.seconds:g} and "
+                    f"memory={budget.memory:g} on this machine.",
+                    parameter="seconds" if budget.seconds < math.inf else "memory",
+                    remedy="Allow more of them, or smaller models and fewer steps.",
+                )
+        ratio = np.broadcast_to(self.ratio, within.shape)[within].min()
+        raise Refused(
+            f"epsilon={budget.epsilon:g} with {budget.users:g} users leaves a "
+            f"noise-batch ratio of {ratio:.2g} at the least within this compute, more "
+            f"than the law knows ({self.law.source}).",
+            parameter="epsilon",
+            remedy="More epsilon, users or compute are needed, or smaller models and "
+            "larger ratios measured.",
+        )
+
+    def plan(self, at: Tuple[int, int, int], flops: float = math.inf) -> Plan:
+        """The configuration at an index of ``loss``."""
+        i, j, k = (int(x) for x in at)
+        size, batch, steps = self.parameters[i], self.batch_size[j], self.steps[k]
+        law, budget = self.law, self.budget
+        parts = batches_per_epoch(budget, batch)
+        # Of the grid's noise, which is interpolated, nothing is reported.
+        noise, ratio, amplified = noise_of(budget, batch, steps)
+        loss = float(law.loss(size, batch, steps, ratio))
+        at_grid = float(self.loss[i, j, k])
+        if law.noise_excess is not None and at_grid >= 1000:
+            loss = at_grid = math.inf
+        known = law.learning_rate and float(law.learning_rate(size, steps, ratio))
+        between = law.interval and law.interval(size, steps, ratio)
+        return Plan(
+            parameters=int(size),
+            batch_size=int(batch),
+            steps=int(steps),
+            examples=int(batch * parts),
+            flops=float(self.flops[i, j, k]),
+            tokens_per_parameter=float(batch * steps * budget.tokens / size),
+            noise_multiplier=float(noise),
+            ratio=float(ratio),
+            noise_norm=float(ratio * math.sqrt(size)),
+            amplified=bool(amplified),
+            # At the very edge of what the law knows, the grid's noise is the lower one.
+            loss=loss if math.isfinite(loss) else at_grid,
+            private_law=law.private,
+            advantage=advantage(
+                budget, float(noise), float(parts), float(steps), bool(amplified)
+            ),
+            learning_rate=known if known and known > 0 else None,
+            seconds=(
+                float(self.probe.seconds(size, batch, steps, budget.tokens))
+                if self.probe
+                else None
+            ),
+            interval=tuple(map(float, between)) if between is not None else None,
+            budget=replace(budget, flops=float(flops)),
+        )
+
+    def near(self, flops: Optional[float] = None, within: float = 0.01) -> Near:
+        """
+        The region of configurations whose loss is almost the best one's.
+
+        Args:
+            flops: C at most; the budget's if not given
+            within: by what share their loss may be higher
+        """
+        flops = self.budget.flops if flops is None else flops
+        self.best(flops)  # or why there is none
+        loss = np.where(self.flops <= flops * (1 + 1e-9), self.loss, np.nan)
+        ok = loss <= np.nanmin(loss) * (1 + within)
+        i, j, k = np.nonzero(ok)
+        of = lambda axis, at: (int(axis[at.min()]), int(axis[at.max()]))  # noqa: E731
+        return Near(
+            of(self.parameters, i), of(self.batch_size, j), of(self.steps, k), len(i)
+        )
+
+    def by_batch_size(
+        self,
+        flops: Optional[float] = None,
+        within: float = math.inf,
+        most: Optional[int] = None,
+    ) -> List[Plan]:
+        """
+        The best plan of each batch size within a compute budget: equal in epsilon, not
+        in what a membership test gains (figure 15).
+
+        Args:
+            within: of the batch sizes whose loss is at most this share above the best
+            most: no more than so many of them, evenly spaced
+        """
+        flops = self.budget.flops if flops is None else flops
+        loss = np.where(self.flops <= flops * (1 + 1e-9), self.loss, np.nan)
+        loss = np.where(np.isfinite(loss), loss, np.inf)
+        lowest = loss.min(axis=(0, 2))
+        chosen = np.flatnonzero(
+            (lowest < np.inf) & (lowest <= lowest.min() * (1 + within))
+        )
+        if most and len(chosen) > most:
+            chosen = chosen[np.linspace(0, len(chosen) - 1, most).round().astype(int)]
+        found = [
+            np.unravel_index(loss[:, j].argmin(), loss[:, j].shape) for j in chosen
+        ]
+        return [self.plan((i, j, k), flops) for j, (i, k) in zip(chosen, found)]
+
+    def not_private(self, flops: Optional[float] = None) -> Optional[NotPrivate]:
+        """
+        The best configuration of training without noise, of this compute; None if
+        there is none, or the law knows no noise-free training.
+
+        Batches are the physical ones of the measurements, as in the paper: without
+        noise larger ones gain little. Of a bound, any batch is as good.
+        """
+        flops = self.budget.flops if flops is None else flops
+        batch = self.law.batch_size
+        if not batch:
+            return None
+        size, steps = self.parameters[:, None], self.steps[None, :]
+        loss = np.array(self.law.loss(size, batch, steps, 0.0), dtype=float)
+        spent = compute(size, batch, steps, self.budget.tokens)
+        loss = np.where((spent <= flops * (1 + 1e-9)) & np.isfinite(loss), loss, np.inf)
+        i, k = np.unravel_index(loss.argmin(), loss.shape)
+        if np.isinf(loss[i, k]):
+            return None
+        return NotPrivate(int(size[i, 0]), batch, int(steps[0, k]), float(loss[i, k]))
+
+    def saturating(self, within: float = 0.01) -> Plan:
+        """
+        The plan at the least compute whose loss is within a share of the best there is
+        (appendix C.1, table 2): beyond it compute hardly helps.
+        """
+        self.best(math.inf)  # or why there is none
+        enough = self.loss <= np.nanmin(self.loss) * (1 + within)
+        return self.best(float(self.flops[enough].min()))
+
+    def frontier(self, flops: Sequence[float]) -> List[Optional[Plan]]:
+        """The best plan at each compute budget; None where there is no plan."""
+        plans: List[Optional[Plan]] = []
+        for budget in flops:
+            try:
+                plans.append(self.best(float(budget)))
+            except ValueError:
+                plans.append(None)
+        return plans
+
+    def expected(self, parameters: float, batch_size: float, steps: float) -> float:
+        """The loss of one configuration, on the lattice or not."""
+        ratio = noise_of(self.budget, batch_size, steps)[1]
+        return float(self.law.loss(parameters, batch_size, steps, ratio))
+
+    def savings(self, parameters: float, batch_size: float, steps: float) -> Savings:
+        """
+        What planning saves, compared with a configuration that someone would choose.
+
+        Args:
+            parameters: of the baseline; so are the others
+
+        Raises:
+            Refused: if the law says nothing of the baseline, or its batch is larger
+                than all examples
+        """
+        if not 1 <= batch_size <= self.budget.examples:
+            raise Refused(
+                f"The baseline's batch_size must be from 1 to "
+                f"{self.budget.examples:g}, all examples; got {batch_size:g}.",
+                parameter="batch_size",
+                remedy="Compare with a smaller batch.",
+            )
+        loss = self.expected(parameters, batch_size, steps)
+        if not math.isfinite(loss):
+            raise Refused(
+                f"The law says nothing of a model of {parameters:g} parameters with "
+                f"batches of {batch_size:g} and {steps:g} steps at this budget: it "
+                f"knows {self.law.parameters} parameters and {self.law.steps} steps, "
+                "and ratios up to its largest.",
+                remedy="Compare with a configuration within these.",
+            )
+        spent = float(compute(parameters, batch_size, steps, self.budget.tokens))
+        enough = self.loss <= loss
+        needed = float(self.flops[enough].min()) if enough.any() else spent
+        try:
+            instead = self.best(spent).loss
+        except ValueError:
+            instead = loss
+        return Savings(loss, min(instead, loss), spent, min(needed, spent))
+
+
+class Savings(NamedTuple):
+    """
+    A baseline beside the best.
+
+    Attributes:
+        loss: of the baseline
+        best_loss: of the plan with the same compute
+        flops: of the baseline
+        needed_flops: of the cheapest plan that is no worse than the baseline
+    """
+
+    loss: float
+    best_loss: float
+    flops: float
+    needed_flops: float
+
+    @property
+    def share(self) -> float:
+        """Share of the baseline's compute that is saved at equal loss."""
+        return 1 - self.needed_flops / self.flops
+
+
+class DoubledLoss(NamedTuple):
+    """What twice of a budget would change: relative decrease of the loss."""
+
+    epsilon: float
+    users: float
+    flops: float
+
+
+def doubled_loss(table: Candidates, flops: Optional[float] = None) -> DoubledLoss:
+    """
+    How much lower the best loss would be (in shares of it) with twice the epsilon,
+    users or compute; nan where no loss is expected, and for an epsilon above 100.
+
+    Args:
+        table: of the budget
+        flops: C at most; the budget's if not given
+
+    Raises:
+        Refused: as :meth:`Candidates.best`
+    """
+    budget = table.budget
+    flops = budget.flops if flops is None else flops
+    loss = table.best(flops).loss
+
+    def less(other: Plan) -> float:
+        return 1 - other.loss / loss if loss < math.inf else math.nan
+
+    def gain(larger: Budget) -> float:
+        return less(Candidates(larger, table.law, table.probe).best(flops))
+
+    return DoubledLoss(
+        epsilon=(
+            gain(replace(budget, epsilon=2 * budget.epsilon))
+            if 2 * budget.epsilon <= MOST_EPSILON
+            else math.nan
+        ),
+        users=gain(replace(budget, users=2 * budget.users)),
+        flops=less(table.best(2 * flops)),
+    )
+
+
+def doubled_noise(plan: Plan) -> Dict[str, float]:
+    """
+    What twice the epsilon, batch or users would take off the plan's noise-batch ratio,
+    ``ratio(x) / ratio(2 x) - 1``; an epsilon above 100 is left out, and a batch of more
+    than all examples.
+    """
+    budget, batch = plan.budget, plan.batch_size
+    twice = {}
+    if 2 * budget.epsilon <= MOST_EPSILON:
+        twice["epsilon"] = replace(budget, epsilon=2 * budget.epsilon), batch
+    twice |= {
+        "batch_size": (budget, 2 * batch),
+        "users": (replace(budget, users=2 * budget.users), batch),
+    }
+    return {
+        name: plan.ratio / float(noise_of(other, size, plan.steps).ratio) - 1
+        for name, (other, size) in twice.items()
+        if size <= other.examples
+    }
+
+
+def _lattice(
+    name: str, known: Tuple[float, float], wanted: Range, base: int, points: int
+) -> np.ndarray:
+    """
+    Whole numbers, ``points`` to a factor ``base``, the same for every budget: a wider
+    range has all that a narrower one has. Ends that were asked for are in it.
+    """
+    low, high = known
+    if wanted is not None:
+        low, high = max(low, wanted[0]), min(high, wanted[1])
+        if low > high:
+            raise Refused(
+                f"{name} from {wanted[0]:g} to {wanted[1]:g} is outside of what is "
+                f"known: from {known[0]:g} to {known[1]:g}.",
+                parameter=name,
+                remedy="Take a range that has some of that.",
+            )
+    first = math.floor(points * math.log(low, base))
+    last = math.ceil(points * math.log(high, base))
+    values = np.round(base ** (np.arange(first, last + 1) / points))
+    values = values[(values >= low) & (values <= high)]
+    # An end that was asked for, not one that a budget set: a larger one moves that.
+    ends = [] if wanted is None else [math.ceil(wanted[0]), math.floor(wanted[1])]
+    if name == "parameters" and wanted is None:
+        ends = [math.ceil(low), math.floor(high)]
+    values = np.unique([*values, *(e for e in ends if low <= e <= high)])
+    if not len(values):
+        raise Refused(
+            f"There is no whole number of {name} in [{low:g}, {high:g}].",
+            parameter=name,
+            remedy="Take a wider range.",
+        )
+    return values
