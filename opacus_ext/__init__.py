@@ -5,15 +5,12 @@ Importing this package beside ``opacus.PrivacyEngine`` extends the modes "hooks"
 "ghost", and adds "ghost_bk".
 """
 
-from importlib import import_module
-
 from opacus_ext.checks import check_per_sample_gradients
 from opacus_ext.grad_sample.factors import GradSample, OneHot, workspace
 from opacus_ext.grad_sample.leaks import Leak, find_leaks
 from opacus_ext.grad_sample.rules.experts import expert_batching
 from opacus_ext.grad_sample.rules.registry import register_forward, register_rule
 from opacus_ext.grad_sample.samplewise.native import register_native
-from opacus_ext.lazy import when_imported
 from opacus_ext.optimizers.clipping import Clipping, automatic, register_clipping
 from opacus_ext.re_attention import ErrorTracker, track_errors
 from opacus_ext.refused import Refused
@@ -43,7 +40,3 @@ __all__ = [
 ]
 
 register()
-when_imported(
-    "transformers.modeling_utils",
-    lambda: import_module("opacus_ext.re_attention.transformers"),
-)

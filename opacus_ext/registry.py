@@ -9,6 +9,7 @@ before. :func:`unregister` undoes all of it.
 from __future__ import annotations
 
 import functools
+from importlib import import_module
 from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Type
 
 import opacus.accountants.registry
@@ -37,6 +38,7 @@ from opacus_ext.grad_sample.rules.registry import (
     Factors,
     Rule,
 )
+from opacus_ext.lazy import when_imported
 from opacus_ext.optimizers.clipping import CLIPPINGS, find_clipping
 from opacus_ext.optimizers.optimizer import (
     DistributedGhostDPOptimizer,
@@ -109,12 +111,20 @@ def register() -> None:
     _undo.append(lambda: FALLBACKS.remove(_sampler_rule))
     for layer in (*_LAYERS, *(k for k in RULES if isinstance(k, type))):
         _derive_samplers(layer)
+    _undo.append(when_imported("transformers.modeling_utils", _extend_transformers))
 
 
 def unregister() -> None:
-    """Leaves Opacus as it was before :func:`register`. Idempotent."""
+    """Leaves Opacus and transformers as they were before :func:`register`. Idempotent.
+
+    If transformers has not been imported yet, its import changes nothing any more.
+    """
     while _undo:
         _undo.pop()()
+
+
+def _extend_transformers() -> Callable[[], None]:
+    return import_module("opacus_ext.re_attention.transformers").register()
 
 
 def _replace(place: Any, name: str, new: Any) -> None:

@@ -1,6 +1,6 @@
 """Re-Attention in models of transformers: "re_attention" among their attentions.
 
-Imported when transformers is (opacus_ext/__init__.py), so that
+Imported when transformers is (opacus_ext/registry.py), so that
 ``model.set_attn_implementation("re_attention")`` works after ``import opacus_ext``.
 """
 
@@ -83,17 +83,6 @@ def _with_errors(plain: Callable) -> Callable:
     return changed
 
 
-for _name in (
-    "reorder_cache",
-    "crop",
-    "batch_repeat_interleave",
-    "batch_select_indices",
-):
-    if hasattr(Cache, _name):
-        setattr(Cache, _name, _with_errors(getattr(Cache, _name)))
-AttentionInterface.register("re_attention", re_attention_forward)
-
-
 def re_attention_mask(*args: Any, **kwargs: Any) -> Optional[Tensor]:
     """
     A mask that says all, causality included, as the one of "eager".
@@ -105,4 +94,28 @@ def re_attention_mask(*args: Any, **kwargs: Any) -> Optional[Tensor]:
     return sdpa_mask(*args, **kwargs)
 
 
-AttentionMaskInterface.register("re_attention", re_attention_mask)
+_NAME = "re_attention"
+_CHANGES = ("reorder_cache", "crop", "batch_repeat_interleave", "batch_select_indices")
+
+
+def register() -> Callable[[], None]:
+    """
+    Adds "re_attention" to the attentions and masks of transformers, and lets the errors
+    of cached keys follow the changes that are made to a cache between forward passes.
+
+    Returns:
+        A function that leaves transformers as it was.
+    """
+    AttentionInterface.register(_NAME, re_attention_forward)
+    AttentionMaskInterface.register(_NAME, re_attention_mask)
+    plain = {name: vars(Cache)[name] for name in _CHANGES if name in vars(Cache)}
+    for name, method in plain.items():
+        setattr(Cache, name, _with_errors(method))
+
+    def undo() -> None:
+        for interface in (AttentionInterface, AttentionMaskInterface):
+            interface._global_mapping.pop(_NAME, None)
+        for name, method in plain.items():
+            setattr(Cache, name, method)
+
+    return undo

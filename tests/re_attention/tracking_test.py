@@ -7,6 +7,7 @@ errors are tracked with the same noise: a copy of a tracked model is tracked.
 import copy
 import gc
 import importlib
+import subprocess
 import sys
 import threading
 import weakref
@@ -982,6 +983,17 @@ def test_when_imported(tmp_path, monkeypatch):
     with pytest.raises(ImportError):
         importlib.import_module("late_package.missing")
     assert seen == [3, 3] and len(sys.meta_path) == watching
+    # no more, or undone
+    for name in ("late_package", "late_package.part"):
+        del sys.modules[name]
+    undo = when_imported("late_package.part", lambda: seen.append)
+    undo()
+    assert len(sys.meta_path) == watching
+    undo = when_imported("late_package.part", lambda: lambda: seen.append("undone"))
+    importlib.import_module("late_package.part")
+    undo()
+    undo()
+    assert seen == [3, 3, "undone"] and len(sys.meta_path) == watching
     for name in ("late_package", "late_package.part"):
         del sys.modules[name]
 
@@ -989,6 +1001,37 @@ def test_when_imported(tmp_path, monkeypatch):
 # Models of transformers
 
 transformers = pytest.importorskip("transformers")
+
+UNREGISTERED = """
+import sys
+import opacus_ext
+if {first}:
+    import transformers.modeling_utils
+opacus_ext.unregister()
+from transformers.cache_utils import Cache
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+interfaces = ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS
+plain = dict(vars(Cache))
+for _ in range(2):
+    assert not any("re_attention" in each for each in interfaces)
+    assert not any(type(each).__name__ == "_Watch" for each in sys.meta_path)
+    for name, each in vars(Cache).items():
+        assert "opacus_ext" not in getattr(each, "__module__", ""), name
+        assert not hasattr(each, "__wrapped__") and plain[name] is each, name
+    opacus_ext.register()
+    assert all("re_attention" in each for each in interfaces)
+    assert Cache.crop is not plain["crop"]
+    opacus_ext.unregister()
+"""
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_transformers_is_left_as_it_was(first):
+    """By unregister(), before transformers is imported and after; register() redoes."""
+    code = UNREGISTERED.format(first=first)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
+
 
 SMALL = {"num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 11}
 
