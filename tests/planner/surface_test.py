@@ -14,14 +14,11 @@ from hypothesis import strategies as st
 from scipy.optimize import curve_fit
 
 from opacus_ext.planner import laws
+from opacus_ext.planner.curves import extrapolate
 from opacus_ext.planner.measurements import Measurements, concatenate
-from opacus_ext.planner.surface import (
-    Surface,
-    _extrapolate,
-    _noise,
-    _rolling_mean,
-    hold_out,
-)
+from opacus_ext.planner.prediction_error import hold_out
+from opacus_ext.planner.readings import _reading_noise, rolling_mean
+from opacus_ext.planner.surface import Surface
 
 LAW = laws.private_sigmoid.of(
     E=1.2, A=2e3, B=2e3, C=4.0, a=0.47, b=0.42, g=0.95, a2=-0.07
@@ -157,10 +154,10 @@ def test_noise_is_smoothed():
     assert abs(error.mean()) < 0.02
 
 
-def test_rolling_mean():
-    assert _rolling_mean(np.array([4.0, 2, 3, 1]), 2).tolist() == [4, 3, 2.5, 2]
-    assert _rolling_mean(np.array([4.0, 2, 3]), 1).tolist() == [4, 2, 3]
-    assert _rolling_mean(np.array([4.0, 2, 3]), 9).tolist() == [4, 3, 3]
+def testrolling_mean():
+    assert rolling_mean(np.array([4.0, 2, 3, 1]), 2).tolist() == [4, 3, 2.5, 2]
+    assert rolling_mean(np.array([4.0, 2, 3]), 1).tolist() == [4, 2, 3]
+    assert rolling_mean(np.array([4.0, 2, 3]), 9).tolist() == [4, 3, 3]
 
 
 def test_early_readings_are_dropped_before_the_mean():
@@ -327,7 +324,7 @@ def test_extrapolation_is_least_squares():
 
     found, _ = curve_fit(curve, steps, loss, (-0.5, 3.0, 1.0))
     expected = curve(to, *found)
-    assert _extrapolate(steps, loss, to) == (pytest.approx(expected, rel=1e-5), "")
+    assert extrapolate(steps, loss, to) == (pytest.approx(expected, rel=1e-5), "")
 
 
 def test_hold_out(paper):
@@ -378,7 +375,7 @@ def test_noise_of_readings():
     """The estimate on a steep curve, where isotonic regression leaves no residual."""
     steps = np.arange(20.0, 20_001, 20)
     error = 0.001 * np.random.default_rng(0).standard_normal(len(steps))
-    found = _noise(np.log(steps), -0.5 * np.log(steps) + error)
+    found = _reading_noise(np.log(steps), -0.5 * np.log(steps) + error)
     assert found.std() == pytest.approx(0.001, rel=0.1)
 
 

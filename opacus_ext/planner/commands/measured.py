@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any, Dict, Sequence, Tuple
 
 from opacus_ext.planner.measurements import EXAMPLE, Measurements
-from opacus_ext.planner.surface import Surface, hold_out, scaled_options
+from opacus_ext.planner.prediction_error import hold_out
+from opacus_ext.planner.surface import Surface, scaled_options
 
 #: The paper's names of the laws of private training.
 PRIVATE_LAWS = {"L1": "private", "L2": "private_sigmoid"}
