@@ -195,7 +195,7 @@ ghost_modes = pytest.mark.parametrize("mode", ["ghost", "ghost_bk"])
 
 def programs_of(model):
     """How many programs were made of a private model."""
-    return sum(each.count for each in engine_of(model)._programs)
+    return sum(each.count for each in engine_of(model).programs)
 
 
 def train(model, batches, loss_fn=square_loss, mode="ghost_bk", how=None, **kwargs):

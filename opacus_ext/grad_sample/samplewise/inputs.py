@@ -140,16 +140,17 @@ class Inputs:
         self.args, self.kwargs = args, kwargs
         lists = _Lists(args, kwargs)
         self.lists = bool(lists.tensors or lists.numbers)  # that may be samples
-        self._part, self._taken = part, taken
+        self.part = part  # all samples, where they are given side by side
+        self._taken = taken
         self.size = part.size if part is not None else len(taken)
 
     @property
     def kind(self) -> tuple:
         """What inputs of one kind have in common: all but sizes and values."""
-        if self._part is None:
+        if self.part is None:
             leaves, spec = tree_flatten(self._taken[0] if self._taken else ((), {}))
             return ("taken", str(spec))
-        part = self._part
+        part = self.part
         told = tuple(
             (
                 (dim, x.dim(), x.dtype, x.requires_grad)
@@ -168,8 +169,8 @@ class Inputs:
 
     def parts(self) -> Iterator[Tuple[Optional[torch.Tensor], Part]]:
         """Samples of one shape together, and which of the batch they are."""
-        if self._part is not None:
-            yield None, self._part
+        if self.part is not None:
+            yield None, self.part
             return
         groups: Dict[tuple, List[int]] = {}
         flat = [tree_flatten(each) for each in self._taken]

@@ -16,7 +16,6 @@ from typing import (
     TYPE_CHECKING,
     Any,
     Callable,
-    Dict,
     List,
     NamedTuple,
     Optional,
@@ -36,6 +35,7 @@ from opacus_ext.grad_sample.samplewise.checkpoint import (
 from opacus_ext.grad_sample.samplewise.compare import Join, kind_of, padded
 from opacus_ext.grad_sample.samplewise.functorch import become, checkpoints
 from opacus_ext.grad_sample.samplewise.hooks import Seen, of_all, shown
+from opacus_ext.grad_sample.samplewise.kinds import InputKind, joins_for
 from opacus_ext.grad_sample.samplewise.packed import as_one, unpacked
 from opacus_ext.grad_sample.samplewise.states import States, Watch
 from opacus_ext.grad_sample.samplewise.walk import leaves_in, map_tensors
@@ -117,7 +117,7 @@ class ScanRun:
         self.wanted: List[Tuple[Optional[int], torch.Tensor]] = []
         self._given: List[List[torch.Tensor]] = []  # inputs with gradients, by sample
 
-    def forward(self, part: "Part", known: Dict[str, Any], raw: bool, size: int) -> Any:
+    def forward(self, part: "Part", known: InputKind, raw: bool, size: int) -> Any:
         """
         The outputs of the batch; with ``raw`` its tensors, see ``Engine``.
 
@@ -147,12 +147,12 @@ class ScanRun:
                 seen.append(self.seen)
                 self.seen = []
         if raw:
-            known["met"] |= set(map(kind_of, outputs))
+            known.outputs.update(map(kind_of, outputs))
             columns = zip(*([unpacked(y) for y in leaves_in(x)] for x in outputs))
             return [(_side_by_side(c), True) for c in columns]
         if not self.size:
             return self._of_none(part)
-        self.joins = [engine.joins_for(known, x, size) for x in outputs][0]
+        self.joins = [joins_for(engine, known, x, size) for x in outputs][0]
         left, seen = states.common(), of_all(engine, seen)
         self._join(list(zip(outputs, seen, left)), self.joins)
         states.put(left[0])

@@ -10,6 +10,7 @@ import torch
 from torch._dynamo.exc import FailOnRecompileLimitHit
 from torch.utils._pytree import tree_unflatten
 
+from opacus_ext.grad_sample.samplewise.batch import Leave
 from opacus_ext.grad_sample.samplewise.calm import is_own_hook
 from opacus_ext.grad_sample.samplewise.compiled.settings import Settings
 from opacus_ext.grad_sample.samplewise.compiled.trace import (
@@ -43,6 +44,20 @@ class CompiledRun:
         self.abandoned = self.done = False
         self.closed = True  # to gradients, but in a backward pass that clips them
         self.settings: Optional[T] = None
+
+    def let_go(self, x: T, dim: Optional[int] = -1) -> T:
+        """
+        A tensor on its way out of a program.
+
+        Args:
+            dim: of the samples; -1: as samples give it, ``[B, *shape]``
+        """
+        if dim == -1:
+            x, dim = x.flatten(0, 1) if x.dim() > 1 else x, 0
+        if x.requires_grad:
+            x = Leave.apply(x, self.engine.anchor, self, dim)
+        self.engine.left.add(x)
+        return x
 
     def end(self) -> None:
         """Lets go of the graph."""
@@ -156,7 +171,7 @@ class Programs:
 
     def _backend(self, graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable:
         self.count += 1
-        self.engine._modules = None  # there may be others now
+        self.engine.forget_modules()
         self._refuse_hooks()
         return Program(self, graph, inputs)
 
@@ -182,7 +197,7 @@ class Programs:
             self.told.add(reason)
             warnings.warn(
                 f"{name} is trained exactly, and not compiled: {reason}.",
-                stacklevel=8,
+                stacklevel=7,
             )
 
 

@@ -13,6 +13,7 @@ from torch import nn
 from torch._higher_order_ops.wrap import tag_activation_checkpoint
 from torch._ops import HigherOrderOperator
 
+from opacus_ext.grad_sample.samplewise.at_once import sample_scope
 from opacus_ext.grad_sample.samplewise.functorch import is_batched
 from opacus_ext.grad_sample.samplewise.run import Run
 from opacus_ext.refused import Refused
@@ -160,7 +161,7 @@ class Program:
         run.settings = settings
         with run.level:
             each = self.programs.each or nullcontext()
-            with _running(run), traced._around(run, False), run, each:
+            with _running(run), sample_scope(run, False), run, each:
                 outputs = self.graph(*given)
             found, self.sampled = [], []
             for x in outputs:
@@ -195,7 +196,7 @@ class Program:
         for x, sampled in zip(self.run(*inputs), self.sampled):
             if sampled:
                 raw = x[: run.size] if x.shape[0] != run.size else x
-                x = engine.let_go(run, raw)
+                x = run.let_go(raw)
                 programs._raw[id(x)] = x, raw
             found.append(x)
         return found
