@@ -1,6 +1,7 @@
 # make train                                   train on the embedded data set
 # make train DATA=path/to/ml-1m/ratings.dat    train on MovieLens-1M
 # make test                                    run the tests
+# make docs                                    build the site of docs/ into site/, strictly
 # make test-opacus                             run Opacus's own tests with the package
 # ARGS=... is passed on: make test ARGS="-k linear", make train ARGS="--help"
 
@@ -10,15 +11,20 @@ ARGS ?=
 DATA ?=
 
 BIN := $(VENV)/bin
+DOCS := "mkdocs>=1.6,<2" "mkdocs-material>=9.7,<10" "mkdocstrings[python]>=1,<2" "mkdocs-jupyter>=0.25,<0.27"
 INSTALL := $(BIN)/python -m pip install --quiet -c constraints.txt
 
-.PHONY: train test test-opacus benchmark benchmark-moe lint clean
+.PHONY: train test docs test-opacus benchmark benchmark-moe lint clean
 
 train: $(VENV)/.installed
 	$(BIN)/python -m examples.train $(if $(DATA),--data "$(DATA)") $(ARGS)
 
 test: $(VENV)/.installed
 	$(BIN)/python -m pytest -n auto --maxprocesses 8 $(ARGS)
+
+# Nothing is imported, so torch need not be there: the code is parsed.
+docs: $(VENV)/.installed-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet $(ARGS)
 
 # torchvision is for the data of these tests alone; its kernels need not fit torch's build.
 test-opacus: $(VENV)/.installed
@@ -45,6 +51,10 @@ $(BIN)/python:
 
 $(VENV)/.installed: setup.cfg constraints.txt | $(BIN)/python
 	$(INSTALL) -e ".[test]"
+	@touch $@
+
+$(VENV)/.installed-docs: Makefile | $(BIN)/python
+	$(INSTALL) $(DOCS)
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed

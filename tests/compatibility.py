@@ -1,7 +1,7 @@
 """Which classes of transformers are trained exactly: the check, and the table of it.
 
 ``python -m tests.compatibility`` checks every class that the auto classes map and
-writes docs/compatibility.md; with names of classes, families or tasks it prints theirs.
+writes docs/reference/compatibility.md; with names of classes, families or tasks it prints theirs.
 """
 
 import collections
@@ -214,7 +214,7 @@ def check_class(task, family, cls, form="whole", **kwargs):
 
 # -- the table ---------------------------------------------------------------------
 
-TABLE = pathlib.Path(__file__).parents[1] / "docs" / "compatibility.md"
+TABLE = pathlib.Path(__file__).parents[1] / "docs" / "reference" / "compatibility.md"
 HEAD = """# Models of transformers {version}
 
 Every class that `AutoModelForCausalLM`, `AutoModelForMaskedLM`,
@@ -251,7 +251,7 @@ def _in_a_cell(text):
 
 
 def write_table(rows):
-    """Writes docs/compatibility.md from rows (task, family, class, result, reason)."""
+    """Writes docs/reference/compatibility.md from rows (task, family, class, result, reason)."""
     counts = collections.Counter(row[3] for row in rows)
     tried = len(rows) - counts["not tried"]
     said = ", ".join(f"{n} {result}" for result, n in counts.most_common())

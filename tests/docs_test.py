@@ -1,13 +1,24 @@
-"""The examples in the docstrings of all modules give what they say."""
+"""Examples run: those of docstrings, every Python block of README.md and of docs/."""
 
 import doctest
 import importlib
+import os
 import pkgutil
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 import opacus_ext
 
+from .blocks import FENCE, blocks_of, errors_of, programs_of
+
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+PAGES = sorted((ROOT / "docs").rglob("*.md"))
 MODULES = ["opacus_ext"] + [
     module.name
     for module in pkgutil.walk_packages(opacus_ext.__path__, "opacus_ext.")
@@ -31,6 +42,179 @@ def test_examples_are_found():
         for test in finder.find(importlib.import_module(name))
         if test.examples
     }
-    for public in ("GradSample", "workspace"):
-        assert f"opacus_ext.grad_sample.factors.{public}" in found
+    for public in (opacus_ext.GradSample, opacus_ext.workspace):
+        assert f"{public.__module__}.{public.__qualname__}" in found
     assert "opacus_ext.checks.check_per_sample_gradients" in found
+
+
+# -- blocks of pages ---------------------------------------------------------------
+
+PROGRAMS = [
+    pytest.param(
+        program,
+        id=f"{program[0].page.relative_to(ROOT)}:{program[0].line}",
+        marks=[pytest.mark.slow] if any("slow" in b.marks for b in program) else [],
+    )
+    for page in PAGES
+    for program in programs_of(page)
+    if program
+]
+
+
+@pytest.mark.parametrize(
+    "block",
+    [program[0] for program in programs_of(README)],
+    ids=lambda block: f"line {block.line}",
+)
+def test_block_of_readme(block, tmp_path):
+    """Pasted into a file, by a Python that was just started."""
+    path = tmp_path / "pasted.py"
+    path.write_text(block.source, encoding="utf-8")
+    places = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", str(path)],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": places, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert not done.returncode, done.stderr
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_blocks_of_page(program, tmp_path):
+    errors = errors_of(program, tmp_path)
+    assert not errors, errors
+
+
+def test_a_block_that_fails_is_told(tmp_path):
+    """By its page and line; and one block knows nothing of another."""
+    page = tmp_path / "page.md"
+    page.write_text("# Page\n\n```python\nx = 1\n```\n\n```python\nassert x\n```\n")
+    first, second = programs_of(page)
+    assert not errors_of(first, tmp_path)
+    errors = errors_of(second, tmp_path)
+    assert f'"{page}", line 8' in errors and "NameError" in errors
+    page.write_text(f"<!-- blocks: one interpreter -->\n{page.read_text()}")
+    (both,) = programs_of(page)
+    assert not errors_of(both, tmp_path)
+
+
+def test_blocks_are_found():
+    """Every fence is one of a block of a language that is run, or looked at."""
+    assert len(programs_of(README)) >= 2
+    pages = {block.values[0][0].page.stem for block in PROGRAMS}
+    assert {"trainer", "peft", "experts", "planning", "add-a-rule"} <= pages
+    for page in [README, *PAGES]:
+        text = page.read_text(encoding="utf-8")
+        fences = re.findall(r"^\s*```", text, re.M)
+        assert len(fences) == 2 * len(list(FENCE.finditer(text))), page
+        for block in blocks_of(page):
+            assert block.language in ("", "python", "mermaid"), block
+            assert set(block.marks) <= {"slow", "torchrun"}, block
+
+
+def commands():
+    """The lines of blocks without a language: page and command."""
+    for page in [README, *PAGES]:
+        for block in blocks_of(page):
+            if not block.language:
+                for line in block.source.replace("\\\n", " ").splitlines():
+                    words = shlex.split(line, comments=True)
+                    if words:
+                        yield page, words
+
+
+def test_commands_are_known():
+    """Targets of make, arguments of opacus-ext, modules and files that are there."""
+    from opacus_ext.planner.commands.parser import parse
+
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    names = set()
+    for page, (name, *args) in commands():
+        names.add(name)
+        if name == "make":
+            assert re.search(rf"^{args[0]}:", makefile, re.M), (page, args)
+        elif name == "opacus-ext":
+            assert parse(args).command == args[0]
+        elif name == "python" and args[0] == "-m":
+            module = ROOT.joinpath(*args[1].split("."))
+            assert module.with_suffix(".py").exists() or module.is_dir(), (page, args)
+        elif name == "python":
+            assert (ROOT / args[0]).exists(), (page, args)
+        else:
+            known = ("pip", "git", "torchrun")
+            assert name in known or name.startswith("SIZES="), (page, name)
+    assert {"make", "opacus-ext", "python"} <= names
+
+
+def test_readme():
+    """A newcomer reads it whole; its links lead somewhere."""
+    text = README.read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 150
+    for link in re.findall(r"\]\((?![a-z]+:|#)([^)#]+)", text):
+        assert (ROOT / link).exists(), link
+
+
+# -- the index of refusals ---------------------------------------------------------
+
+
+@pytest.fixture
+def refusals(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    return importlib.import_module("refusals")
+
+
+SOURCE = """
+from .refused import Refused
+LONG = "Too {} for {}."
+
+class Elsewhere(Refused):
+    pass
+
+class Layer:
+    def forward(self, x):
+        if x.dim() > 3:
+            raise Refused(
+                f"{self.name}: got {tuple(x.shape)}, "
+                f"{', '.join(str(n) for n in range(40) if f'{n}' != str(self.name))}.",
+                module=self.name,
+                remedy="Give it [B, T] " + f"or {self.other}.",
+            )
+
+def helper(n):
+    text = LONG.format(n, "us")
+    return Elsewhere(text)
+"""
+
+
+def test_refusals_are_read_off_the_code(refusals, tmp_path):
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "part.py").write_text(SOURCE)
+    first, second = refusals.find(package)
+    assert first[:2] == ("package.part", "Layer.forward")
+    assert first.reason == "{self.name}: got {tuple(x.shape)}, {...}."
+    assert first.remedy == "Give it [B, T] or {self.other}."
+    assert second[:4] == ("package.part", "helper", "Too {n} for us.", None)
+    page = refusals.page([first, second])
+    assert "These are all 2," in page
+    assert r"got <code>{tuple(x.shape)}</code>" in page
+    assert r"**What to do:** Give it \[B, T\] or" in page
+
+
+def test_all_refusals_are_in_the_index(refusals):
+    """As many as there are calls of the exception, counted in another way."""
+    found = refusals.find()
+    words = 0
+    for path in (ROOT / "opacus_ext").rglob("*.py"):
+        if path.name != "refused.py":
+            text = path.read_text(encoding="utf-8")
+            words += len(
+                re.findall(r"^[^#\n]*\b(?:raise|return) Refused\(", text, re.M)
+            )
+    assert words and len(found) >= words
+    page = refusals.page(found)
+    assert page.count("\n- ") == len(found)

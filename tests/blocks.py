@@ -1,0 +1,136 @@
+"""Python blocks of Markdown pages, and a process to run them in.
+
+A block has an interpreter of its own. Comments of a page change that:
+
+    <!-- blocks: one interpreter -->   those of the page run one after the other in one
+    <!-- block: slow -->               before a block: it takes minutes
+    <!-- block: torchrun -->           before a block: two processes run it, as by torchrun
+
+This module imports nothing of the package: processes that run a block import it too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import re
+import socket
+import traceback
+import warnings
+from pathlib import Path
+from typing import Dict, List, NamedTuple, Tuple
+
+FENCE = re.compile(
+    r"(?:^<!-- block: (?P<marks>[a-z ]+) -->\n)?"
+    r"^(?P<indent> *)```(?P<language>[^\n]*)\n(?P<source>.*?)^(?P=indent)```$",
+    re.M | re.S,
+)
+SHARED = "<!-- blocks: one interpreter -->"
+LOADED = ["torch", "opacus", "transformers"]  # by all that run a page, one time
+
+
+class Block(NamedTuple):
+    """
+    A fenced block.
+
+    Attributes:
+        page: the file it stands in
+        line: the number of its first line there
+        language: what follows its fence
+        source: its lines
+        marks: of the comment before it
+    """
+
+    page: Path
+    line: int
+    language: str
+    source: str
+    marks: Tuple[str, ...]
+
+
+def blocks_of(page: Path) -> List[Block]:
+    """All fenced blocks of a page, in their order."""
+    text = page.read_text(encoding="utf-8")
+    found = []
+    for match in FENCE.finditer(text):
+        line = text.count("\n", 0, match.start("source")) + 1
+        marks = tuple((match["marks"] or "").split())
+        found.append(Block(page, line, match["language"], match["source"], marks))
+    return found
+
+
+def programs_of(page: Path) -> List[List[Block]]:
+    """What is run by an interpreter each: the Python blocks of a page, or one of them."""
+    blocks = [block for block in blocks_of(page) if block.language == "python"]
+    if SHARED in page.read_text(encoding="utf-8"):
+        return [blocks]
+    return [[block] for block in blocks]
+
+
+def run(blocks: List[Block], folder: str, report: str) -> None:
+    """
+    Run blocks in this process, in the namespace of a program.
+
+    Args:
+        blocks: one after the other; a traceback names their page and line
+        folder: where they run
+        report: a file for all they print; it ends with the traceback of an error
+    """
+    import torch
+
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    os.chdir(folder)
+    namespace = {"__name__": "__main__"}
+    with open(report, "w", encoding="utf-8") as out:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+            try:
+                for block in blocks:
+                    source = "\n" * (block.line - 1) + block.source
+                    exec(compile(source, str(block.page), "exec"), namespace)
+            except BaseException:
+                traceback.print_exc(file=out)
+                out.flush()
+                os._exit(1)
+
+
+def run_as_rank(environment: Dict[str, str], *args: object) -> None:
+    """:func:`run` with these variables set."""
+    os.environ.update(environment)
+    run(*args)  # type: ignore[arg-type]
+
+
+def errors_of(blocks: List[Block], folder: Path, limit: float = 300) -> str:
+    """
+    Runs blocks in processes of their own, in which torch, Opacus and transformers are
+    imported already, and nothing else; what they printed if one failed, else "".
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(LOADED)
+    ranks = 2 if any("torchrun" in block.marks for block in blocks) else 1
+    environment: Dict[str, str] = {}
+    if ranks > 1:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = str(free.getsockname()[1])
+        environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        environment["WORLD_SIZE"] = str(ranks)
+    processes, reports = [], []
+    for rank in range(ranks):
+        own = {**environment, "RANK": str(rank)} if environment else {}
+        reports.append(folder / f"report-{rank}")
+        args = own, blocks, str(folder), str(reports[-1])
+        processes.append(context.Process(target=run_as_rank, args=args, daemon=True))
+    for process in processes:
+        process.start()
+    failed = False
+    for process in processes:
+        process.join(limit)
+        failed |= process.exitcode != 0  # None after the limit
+        process.kill()
+    return "\n".join(_text(path) for path in reports) if failed else ""
+
+
+def _text(report: Path) -> str:
+    return report.read_text(encoding="utf-8") if report.exists() else "(no output)"
