@@ -90,14 +90,14 @@ class LogicalBatches(Sampler):
         draws = iter(self.draws)
         for _ in range(len(self.draws)):
             draw, self.next = self.next, self.next + 1
-            self.generator.manual_seed(number(self.seed, "draw", draw))
+            self.generator.manual_seed(derive_seed(self.seed, "draw", draw))
             parts = self._split(next(draws))
             single = parts[max(len(parts) - self.items + 1, 0) :]
             items = [parts[: len(parts) - len(single)]]
             items += [[] for _ in range(self.items - len(single) - 1)]
             items += [[part] for part in single]
             for i, item in enumerate(items):
-                yield _Item(item, draw, number(self.seed, "records", draw, i))
+                yield _Item(item, draw, derive_seed(self.seed, "records", draw, i))
 
     def _split(self, drawn: List[int]) -> List[List[int]]:
         """As Opacus's BatchMemoryManager splits."""
@@ -161,13 +161,15 @@ def _as_it_is(item: List[Part]) -> List[Part]:
     return item
 
 
-def number(*key: Union[int, str]) -> int:
+def derive_seed(*key: Union[int, str]) -> int:
     """
     A seed made of others. Those of different keys tell nothing about each other.
 
     Example:
-        >>> number(1, "noise") == number(1, "noise"), number(1, 2) == number(2, 1)
-        (True, False)
+        >>> derive_seed(1, "noise") == derive_seed(1, "noise")
+        True
+        >>> derive_seed(1, 2) == derive_seed(2, 1)
+        False
     """
     digest = hashlib.sha256(repr(key).encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1

@@ -1,0 +1,110 @@
+"""What privacy a run of PrivateTrainer has."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Optional
+
+from opacus_ext.optimizers.clipping import CLIPPINGS
+from opacus_ext.refused import Refused
+from opacus_ext.registry import MODES
+
+
+def _field(default: Any, text: str) -> Any:
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass
+class PrivacyArguments:
+    """
+    What privacy a run has. ``HfArgumentParser`` takes it beside ``TrainingArguments``.
+
+    The unit of privacy is one record of the training set.
+
+    Attributes:
+        target_delta: delta of the guarantee, below one over the number of records
+        target_epsilon: what all steps of the run may spend; the noise is chosen for it
+        noise_multiplier: in the place of ``target_epsilon``
+        max_grad_norm: to which each record's gradient is clipped; for
+            ``clipping="per_layer"`` a list, in the order of the optimizer's parameters
+        clipping: "flat", "automatic", "normalised", "per_layer" or one that was
+            registered
+        grad_sample_mode: "auto", "ghost_bk", "ghost", "scan" or "hooks"
+        accountant: "prv_bounds", "prv" or "rdp" ("gdp" of Opacus can report too little)
+        poisson_sampling: False shuffles. No accountant's numbers hold for that: what
+            they would be is logged under another name
+        log_loss: whether the training loss is logged. It is the mean over private
+            records, without noise, and epsilon does not cover it
+        seed: of noise and batches, for tests. By default nobody knows it;
+            ``TrainingArguments.seed`` has no part in either
+
+    Raises:
+        Refused: for arguments that do not fit
+
+    Example:
+        >>> PrivacyArguments(target_epsilon=8, target_delta=1e-5).clipping
+        'flat'
+    """
+
+    target_delta: float = _field(None, "delta of the guarantee")
+    target_epsilon: Optional[float] = _field(None, "what all steps may spend")
+    noise_multiplier: Optional[float] = _field(None, "instead of a target epsilon")
+    max_grad_norm: float = _field(1.0, "to which each record's gradient is clipped")
+    clipping: str = _field("flat", "flat, automatic, normalised or per_layer")
+    grad_sample_mode: str = _field("auto", "auto, ghost_bk, ghost, scan or hooks")
+    accountant: str = _field("prv", "prv_bounds, prv or rdp")
+    poisson_sampling: bool = _field(True, "False shuffles, for which nothing is proven")
+    log_loss: bool = _field(True, "log the training loss, which is not private")
+    seed: Optional[int] = _field(None, "of noise and batches, for tests; secret")
+
+    def __post_init__(self) -> None:
+        if self.target_delta is None or not 0 < self.target_delta < 1:
+            raise Refused(
+                f"target_delta must be between 0 and 1, got {self.target_delta}.",
+                parameter="target_delta",
+                remedy="Choose it below one over the number of records.",
+            )
+        if (self.target_epsilon is None) == (self.noise_multiplier is None):
+            raise Refused(
+                "Give either target_epsilon or noise_multiplier; got "
+                f"{self.target_epsilon} and {self.noise_multiplier}.",
+                parameter="target_epsilon",
+                remedy="The noise is chosen for the one, or is the other.",
+            )
+        if self.target_epsilon is not None and not self.target_epsilon > 0:
+            raise Refused(
+                f"target_epsilon={self.target_epsilon} is not positive.",
+                parameter="target_epsilon",
+                remedy="Give a number above zero, such as 8.",
+            )
+        if self.noise_multiplier is not None and not self.noise_multiplier >= 0:
+            raise Refused(
+                f"noise_multiplier={self.noise_multiplier} is negative.",
+                parameter="noise_multiplier",
+                remedy="Give zero, which is no privacy, or more.",
+            )
+        if self.seed is not None and self.seed < 0:
+            raise Refused(
+                f"seed={self.seed} is negative.",
+                parameter="seed",
+                remedy="Give a whole number from zero, or none.",
+            )
+        for name, known in (
+            ("clipping", CLIPPINGS),
+            ("grad_sample_mode", MODES),
+            ("accountant", ("prv_bounds", "prv", "rdp")),
+        ):
+            if getattr(self, name) not in known:
+                raise Refused(
+                    f"{name}={getattr(self, name)!r} is not one of "
+                    f"{', '.join(map(repr, known))}.",
+                    parameter=name,
+                    remedy="Give one of these.",
+                )
+        if self.target_epsilon is not None and not self.poisson_sampling:
+            raise Refused(
+                "No target_epsilon can be kept with poisson_sampling=False: "
+                "accountants know Poisson sampling alone.",
+                parameter="poisson_sampling",
+                remedy="Give noise_multiplier.",
+            )

@@ -1,0 +1,29 @@
+"""What PrivateTrainer logs as training begins."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import TrainerCallback
+
+
+class NoiseLog(TrainerCallback):
+    """
+    Logs the noise as training begins.
+
+    Args:
+        trainer: a PrivateTrainer
+    """
+
+    def __init__(self, trainer: Any):
+        self.trainer = trainer
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        optimizer = self.trainer._run.optimizer
+        self.trainer.log(
+            {
+                "noise_multiplier": optimizer.noise_multiplier,
+                "sample_rate": 1 / self.trainer.steps_per_epoch,
+                "expected_batch_size": optimizer.expected_batch_size,
+            }
+        )

@@ -1,0 +1,509 @@
+"""The training loop of transformers' Trainer, made private.
+
+:class:`PrivateTrainer` is used as ``Trainer`` is, with one more argument. What makes it
+private is Opacus's ``PrivacyEngine.make_private``, called when training begins; what is
+overridden here is where Trainer would go round it: how batches are drawn, which loss is
+backpropagated, what is clipped, logged and saved.
+"""
+
+from __future__ import annotations
+
+import inspect
+import secrets
+from dataclasses import asdict, dataclass
+from itertools import islice
+from typing import Any, Dict, Iterator, List, Mapping, Optional, Tuple, Union
+
+import torch
+from opacus import PrivacyEngine
+from opacus.accountants.utils import get_noise_multiplier
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+from transformers import Trainer, TrainingArguments
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL_LMS,
+)
+from transformers.trainer_utils import get_last_checkpoint
+
+from opacus_ext.accountants.budget import noise_left
+from opacus_ext.data.logical import Part, derive_seed
+from opacus_ext.losses import PerSample, cross_entropy, model_losses
+from opacus_ext.refused import Refused
+from opacus_ext.trainer.arguments import PrivacyArguments
+from opacus_ext.trainer.batches import BatchTrainer
+from opacus_ext.trainer.callbacks import NoiseLog
+from opacus_ext.trainer.checkpoint import read_state, write_state
+from opacus_ext.trainer.refusals import refusals
+
+
+@dataclass
+class _PrivateRun:
+    """
+    What make_private has attached, from when training begins until it ends.
+
+    Attributes:
+        hooks: on the model
+        optimizer: Opacus's
+        criterion: for losses ``[B]``
+        noise: the random numbers of the noise
+    """
+
+    hooks: Any
+    optimizer: Any
+    criterion: Any
+    noise: torch.Generator
+
+
+class PrivateTrainer(BatchTrainer):
+    """
+    ``transformers.Trainer``, with differential privacy.
+
+    A step takes a logical batch: each record is in it with the same probability, one
+    over the steps of an epoch. These are the records divided by
+    ``per_device_train_batch_size * gradient_accumulation_steps``, rounded up. It is
+    computed in parts of at most ``per_device_train_batch_size`` records, each record's
+    gradient clipped, and noise is added once to their sum. Steps, epochs and the
+    learning rate's schedule count logical batches.
+
+    Args:
+        args: of these, Trainer's own ``max_grad_norm`` is off (its default, 1.0, is
+            taken for "not given"); what breaks privacy is refused
+        privacy: the privacy of the run
+        compute_loss_func: gets the model's outputs and the labels, and must return one
+            loss a record, ``[B]``
+        kwargs: of ``Trainer``
+
+    The loss is :func:`opacus_ext.losses.model_losses`, one a record. To train on
+    another override :meth:`sample_losses`; ``compute_loss`` is for evaluation.
+
+    For the privacy of people with several sequences each, make each person one record:
+    a model in :class:`~opacus_ext.losses.PerRecord` (what is saved is the model itself)
+    and :class:`~opacus_ext.data.collators.RecordCollator`.
+
+    What is logged with the training loss, and at the end: "epsilon" and "delta"; at the
+    start "noise_multiplier", "sample_rate" and "expected_batch_size". A checkpoint has
+    one more file, privacy.pt, with the accountant's history and the random state of the
+    noise: whoever has that can subtract the noise, so do not publish it. The model's
+    files are what epsilon is about.
+
+    Raises:
+        Refused: for arguments that break privacy or are not supported; nothing has
+            been changed then
+
+    Example:
+        >>> import torch
+        >>> from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments
+        >>> config = GPT2Config(
+        ...     vocab_size=20, n_embd=8, n_layer=1, n_head=1,
+        ...     bos_token_id=0, eos_token_id=0,
+        ... )
+        >>> ids = torch.randint(0, 20, (32, 6))
+        >>> trainer = PrivateTrainer(
+        ...     GPT2LMHeadModel(config),
+        ...     TrainingArguments(
+        ...         "out", max_steps=2, per_device_train_batch_size=8,
+        ...         report_to="none", disable_tqdm=True, save_strategy="no",
+        ...     ),
+        ...     train_dataset=[{"input_ids": x, "labels": x} for x in ids],
+        ...     privacy=PrivacyArguments(target_epsilon=8, target_delta=1e-3),
+        ... )
+        >>> output = trainer.train()  # doctest: +ELLIPSIS
+        {...}
+        >>> 0 < output.metrics["epsilon"] <= 8
+        True
+    """
+
+    # What compute_loss returns is not divided by the number of accumulation steps.
+    loss_is_scaled_for_ga = True
+
+    def __init__(
+        self,
+        model: Optional[nn.Module] = None,
+        args: Optional[TrainingArguments] = None,
+        *rest: Any,
+        privacy: PrivacyArguments,
+        **kwargs: Any,
+    ):
+        args = TrainingArguments("tmp_trainer") if args is None else args
+        given = inspect.signature(Trainer.__init__).bind(
+            self, model, args, *rest, **kwargs
+        )
+        for problem in self._refusals(args, given.arguments):
+            raise problem
+        super().__init__(model, args, *rest, **kwargs)
+        self.privacy = privacy
+        self.engine = PrivacyEngine(accountant=privacy.accountant)
+        self.add_callback(NoiseLog(self))
+        self._runs, self._records = 0, 0  # the latter of the part at work
+        self._seed, self._draw = 0, 0  # of this run, and its next draw
+        self._saved: Optional[Dict[str, Any]] = None  # the state it goes on from
+        self._run: Optional[_PrivateRun] = None  # None outside of training
+
+    def _refusals(
+        self, args: TrainingArguments, given: Mapping[str, Any]
+    ) -> Iterator[Refused]:
+        if type(self).compute_loss is not PrivateTrainer.compute_loss:
+            yield Refused(
+                f"{type(self).__name__} overrides compute_loss, whose loss is one "
+                "number for the batch.",
+                remedy="Override sample_losses(model, inputs), which returns one loss "
+                "a record, [B].",
+            )
+        yield from refusals(args, given)
+
+    # -- batches -------------------------------------------------------------------
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator, num_batches: int, device: torch.device
+    ) -> Tuple[List[List[Part]], int]:
+        """The items of a logical batch, and how many records it has."""
+        if self._run is not None:
+            self._forget_gradients(self._run.optimizer)
+        items = list(islice(epoch_iterator, num_batches))
+        if items:
+            self._draw = items[-1][-1].draw + 1
+        return items, sum(part.records for item in items for part in item)
+
+    # -- a step --------------------------------------------------------------------
+
+    def create_optimizer(self, model: Optional[nn.Module] = None) -> Any:
+        """The optimizer; as training begins, everything is made private here."""
+        optimizer = super().create_optimizer(model)
+        if self.is_in_train and self._run is None:
+            self._refuse_accelerator()
+            self._make_private(optimizer)
+        return self.optimizer
+
+    def _refuse_accelerator(self) -> None:
+        """What the environment can set as well as arguments."""
+        accelerator = self.accelerator
+        if (
+            accelerator.scaler is not None
+            or accelerator.num_processes > 1
+            or self.is_deepspeed_enabled
+            or self.is_fsdp_enabled
+            or self.is_model_parallel
+            or str(accelerator.state.dynamo_plugin.backend.value).lower() != "no"
+        ):
+            raise Refused(
+                "PrivateTrainer trains in one process on one device, without fp16, "
+                "DeepSpeed, FSDP, a model on several devices or torch.compile. One of "
+                "them is set by the environment (accelerate config) or by the model's "
+                "device_map.",
+                remedy="Leave it out there.",
+            )
+
+    def _make_private(self, optimizer: torch.optim.Optimizer) -> None:
+        privacy, saved = self.privacy, self._saved
+        size, steps = len(self.train_dataset), self.steps_per_epoch
+        noise_multiplier = self._noise_multiplier()
+        noise = torch.Generator(self.args.device)
+        if saved is None:
+            noise.manual_seed(derive_seed(self._seed, "noise"))
+        else:
+            noise.set_state(saved["noise"])
+            self.engine.accountant.load_state_dict(saved["accountant"])
+        made = self.engine.make_private(
+            module=self.model,
+            optimizer=optimizer,
+            criterion=PerSample(),
+            data_loader=DataLoader(self.train_dataset, batch_sampler=self._draws),
+            noise_multiplier=noise_multiplier,
+            max_grad_norm=privacy.max_grad_norm,
+            clipping=privacy.clipping,
+            grad_sample_mode=privacy.grad_sample_mode,
+            poisson_sampling=False,  # the loader does that already
+            noise_generator=noise,
+            wrap_model=False,
+        )
+        # Modes with a criterion of their own return it as the third of four.
+        hooks, self.optimizer, *criterion, _ = made
+        if privacy.poisson_sampling:
+            hooks.forbid_grad_accumulation()
+        self._run = _PrivateRun(
+            hooks=hooks,
+            optimizer=self.optimizer,
+            criterion=criterion[0] if criterion else PerSample(),
+            noise=noise,
+        )
+        # Not int(size * (1 / steps)), which may be one too few, and zero.
+        self.optimizer.expected_batch_size = size // steps
+
+    def _noise_multiplier(self) -> float:
+        privacy, accountant = self.privacy, self.engine.accountant
+        if self._saved is not None:
+            return self._saved["noise_multiplier"]
+        if privacy.noise_multiplier is not None:
+            return privacy.noise_multiplier
+        epsilon, delta = privacy.target_epsilon, privacy.target_delta
+        rate, steps = 1 / self.steps_per_epoch, self.state.max_steps
+        # The noise was chosen to leave less than this.
+        if self.get_epsilon() > epsilon - 0.01:
+            raise Refused(
+                f"target_epsilon={epsilon} is spent by what this trainer has trained "
+                f"before ({self.get_epsilon():.2f}).",
+                parameter="target_epsilon",
+                remedy="Make a new one with a budget for what is to come: budgets of "
+                "the same records add up.",
+            )
+        if len(accountant):
+            return noise_left(accountant, epsilon, delta, rate, steps)
+        return get_noise_multiplier(
+            target_epsilon=epsilon,
+            target_delta=delta,
+            sample_rate=rate,
+            steps=steps,
+            accountant=privacy.accountant,
+        )
+
+    def training_step(
+        self, model: nn.Module, inputs: List[Part], num_items_in_batch: Any = None
+    ) -> torch.Tensor:
+        """
+        Adds the clipped gradients of some parts of a logical batch.
+
+        Args:
+            model: as Trainer has prepared it
+            inputs: the parts
+            num_items_in_batch: the records of the logical batch
+
+        Returns:
+            The share of these parts in the logical batch's mean loss.
+        """
+        if not isinstance(inputs, list) or not all(isinstance(x, Part) for x in inputs):
+            raise Refused(
+                "PrivateTrainer trains on what its own get_train_dataloader draws, got "
+                f"{type(inputs).__name__}.",
+                remedy="Do not override it: change the data set or the collator.",
+            )
+        optimizer = self._run.optimizer
+        loss = torch.zeros((), device=self.args.device)
+        for i, part in enumerate(inputs):
+            optimizer.zero_grad(set_to_none=True)
+            if part.records:
+                self._records = part.records
+                mean = super().training_step(model, part.inputs)
+                loss += mean * (part.records / num_items_in_batch)
+            else:
+                self._contribute_nothing(optimizer)
+            if i < len(inputs) - 1 or not self.accelerator.sync_gradients:
+                optimizer.signal_skip_step()
+                optimizer.step()
+        return loss
+
+    @staticmethod
+    def _contribute_nothing(optimizer: Any) -> None:
+        """Of a draw without records the step is noise; few models run on B = 0."""
+        if hasattr(optimizer, "take"):
+            optimizer.take({p: torch.zeros_like(p) for p in optimizer.params})
+            return
+        for p in optimizer.params:
+            p.grad_sample = p.new_zeros(0, *p.shape)
+
+    @staticmethod
+    def _forget_gradients(optimizer: Any) -> None:
+        """Of a logical batch that was left in the middle, too."""
+        optimizer._step_skip_queue.clear()
+        optimizer._is_last_step_skipped = False
+        optimizer.zero_grad(set_to_none=True)
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: Dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
+    ) -> Any:
+        """The loss that clips per record; in evaluation that of ``Trainer``."""
+        if return_outputs or self._run is None:
+            return super().compute_loss(
+                model, inputs, return_outputs, num_items_in_batch=num_items_in_batch
+            )
+        losses = self.sample_losses(model, inputs)
+        if losses.shape != (self._records,):
+            raise Refused(
+                f"{self._records} records gave losses of shape {tuple(losses.shape)} "
+                "instead of one loss a record, [B].",
+                parameter="data_collator",
+                remedy="data_collator must make one sample of each record (not pack, "
+                "chunk or drop any), and compute_loss_func or sample_losses return "
+                "losses [B].",
+            )
+        return self._run.criterion(losses)
+
+    def sample_losses(self, model: nn.Module, inputs: Dict[str, Any]) -> torch.Tensor:
+        """
+        One loss a record. Override it to train on another loss; a record's loss must
+        not depend on other records.
+
+        Args:
+            model: to be called with some of the inputs
+            inputs: what the collator made of a part, on the device
+
+        Returns:
+            Losses ``[B]``.
+        """
+        function = self.compute_loss_func
+        if function is None and self.label_smoother is None:
+            return model_losses(model, inputs)
+        inputs = dict(inputs)
+        labels = inputs.pop("labels", None)
+        outputs = model(**inputs)
+        if function is not None:
+            return function(outputs, labels, num_items_in_batch=None)
+        if labels is None or labels.is_floating_point():
+            raise Refused(
+                "label_smoothing_factor is for labels that are classes; the batch has "
+                f"{'none' if labels is None else labels.dtype}.",
+                parameter="label_smoothing_factor",
+                remedy="Leave it out.",
+            )
+        if self._is_causal():
+            labels = F.pad(labels, (0, 1), value=-100)[..., 1:]
+        logits = outputs["logits"] if isinstance(outputs, Mapping) else outputs[0]
+        smoothing = self.args.label_smoothing_factor
+        return cross_entropy(logits, labels, label_smoothing=smoothing)
+
+    def _is_causal(self) -> bool:
+        model = self.model
+        if hasattr(model, "get_base_model"):  # PEFT
+            model = model.get_base_model()
+        return type(model).__name__ in CAUSAL_LMS.values()
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """As ``Trainer``; that it was evaluated changes nothing in what follows."""
+        device = self.args.device
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            return super().evaluation_loop(*args, **kwargs)
+
+    def _clip_grad_norm(self, model: nn.Module) -> None:
+        """Trainer would clip before the noise."""
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> None:
+        """Without noise it is not to be logged."""
+
+    # -- a run ---------------------------------------------------------------------
+
+    def train(
+        self,
+        resume_from_checkpoint: Union[str, bool, None] = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """
+        Trains. Afterwards, also if it fails, the model is an ordinary one again.
+
+        A second call adds to what the first has spent. With ``target_epsilon`` it has
+        what is left of that.
+
+        Args:
+            resume_from_checkpoint: a folder, or True for the last one; the run goes on
+                bit for bit
+            args: of ``Trainer.train``
+            kwargs: of ``Trainer.train``
+
+        Raises:
+            Refused: if the checkpoint has no privacy state, or belongs to a run with
+                other settings; nothing has been changed then
+        """
+        path = resume_from_checkpoint
+        if path is True:
+            path = get_last_checkpoint(self.args.output_dir)
+        self._config = self._settings()
+        self._saved = read_state(path, self._config) if path else None
+        if self._saved is not None:
+            self._runs, self._seed = self._saved["runs"], self._saved["seed"]
+            # Trainer skips those of the epoch that come before the checkpoint.
+            skipped = self._saved["step"] % self.steps_per_epoch
+            self._draw = self._saved["draw"] - skipped
+        else:
+            known = self.privacy.seed
+            self._seed = secrets.randbits(63) if known is None else known
+            self._seed = derive_seed(self._seed, self._runs)
+            self._runs, self._draw = self._runs + 1, 0
+        try:
+            return super().train(resume_from_checkpoint, *args, **kwargs)
+        finally:
+            self._make_ordinary()
+
+    def _make_ordinary(self) -> None:
+        """Takes away what make_private attached."""
+        run, self._run = self._run, None
+        self._saved = None
+        self.is_in_train = False
+        if run is None:
+            return
+        self._records = 0
+        run.hooks.cleanup()
+        self.optimizer = run.optimizer.original_optimizer
+        for p in run.hooks._module.parameters():
+            p.grad = None
+            if hasattr(p, "summed_grad"):
+                del p.summed_grad
+
+    def _settings(self) -> Dict[str, Any]:
+        """What a run that goes on must have as it was."""
+        loader, config = self.get_train_dataloader(), asdict(self.privacy)
+        for name in ("seed", "log_loss"):
+            del config[name]
+        config["records"] = len(self.train_dataset)
+        config["logical_batch_size"] = self.logical_batch_size
+        if self.privacy.target_epsilon is not None:  # for so many it chose the noise
+            values = self.set_initial_training_values(self.args, loader)
+            config["max_steps"] = values[-1]
+        return config
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        super()._save_optimizer_and_scheduler(output_dir)
+        run = self._run
+        state = {
+            "config": self._config,
+            "accountant": self.engine.accountant.state_dict(),
+            "noise_multiplier": run.optimizer.noise_multiplier,
+            "noise": run.noise.get_state(),
+            "seed": self._seed,
+            "runs": self._runs,
+            "draw": self._draw,
+            "step": self.state.global_step,
+        }
+        write_state(output_dir, state)
+
+    def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
+        """
+        Raises:
+            Refused: always
+        """
+        raise Refused(
+            "Each trial of a hyperparameter search trains on the private records and "
+            "spends privacy of its own.",
+            remedy="Search on public data.",
+        )
+
+    # -- what is logged ------------------------------------------------------------
+
+    def get_epsilon(self, delta: Optional[float] = None) -> float:
+        """
+        What has been spent.
+
+        Args:
+            delta: by default ``target_delta``
+        """
+        history = self.engine.accountant.history
+        if any(noise == 0 for noise, _, _ in history):
+            return float("inf")
+        if not len(self.engine.accountant):
+            return 0.0
+        return float(self.engine.get_epsilon(delta or self.privacy.target_delta))
+
+    def log(self, logs: Dict[str, float], start_time: Optional[float] = None) -> None:
+        """As ``Trainer``, with what has been spent."""
+        if "loss" in logs or "train_runtime" in logs:
+            poisson = self.privacy.poisson_sampling
+            name = "epsilon" if poisson else "epsilon_if_poisson"
+            logs[name] = self.get_epsilon()
+            logs["delta"] = self.privacy.target_delta
+            if not self.privacy.log_loss:
+                logs.pop("loss", None)
+                logs.pop("train_loss", None)
+        super().log(logs, start_time)
