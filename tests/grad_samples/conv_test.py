@@ -417,7 +417,7 @@ def kept(monkeypatch):
         norm = squared_norm(self, *args, **kwargs)
         running.pop()
         if not running:  # not a part of another norm
-            seen.append(self.kept_bytes)
+            seen.append(self.cached_bytes)
         return norm
 
     monkeypatch.setattr(GradSample, "squared_norm", spy)

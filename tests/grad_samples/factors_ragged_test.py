@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 
 from opacus_ext import GradSample, OneHot, workspace
-from opacus_ext.grad_sample import factors as factors_module
-from opacus_ext.grad_sample.factors import Ragged, pad_rows
+from opacus_ext.grad_sample.factors import Ragged, cost, pad_rows
+from tests.grad_samples.structure_case import StructureCase
 
 SHAPE = (4, 2, 3)
 KINDS = ["odd", "dod", "dd", "od", "d", "ood"]  # d: dense, o: one-hot, by axis
@@ -49,6 +49,43 @@ def dense(samples, factors, batch_size):
     return out
 
 
+class RaggedCase(StructureCase):
+    shape = SHAPE
+    kind = ""
+
+    def create(self, B, T, dtype=torch.float64):
+        count = B * T
+        factors = [
+            f if isinstance(f, OneHot) else f.to(dtype)
+            for f in factors_of(self.kind, count)
+        ]
+        return Ragged(torch.randint(max(1, B), (count,))), *factors
+
+
+class TestDenseRows(RaggedCase):
+    kind = "dd"
+
+
+class TestOneFactor(RaggedCase):
+    kind = "d"
+
+
+class TestEmbedding(RaggedCase):
+    kind = "od"
+
+
+class TestStackedExperts(RaggedCase):
+    kind = "odd"
+
+
+class TestOneHotBetween(RaggedCase):
+    kind = "dod"
+
+
+class TestTwoOneHot(RaggedCase):
+    kind = "ood"
+
+
 def assert_all(sample, expected, batch_size):
     weights = torch.rand(batch_size, dtype=torch.float64)
     squares = expected.flatten(1).square().sum(1)
@@ -78,13 +115,13 @@ def test_alone(kind, batch_size, rows, few, seed):
     factors = factors_of(kind, rows)
     sample = GradSample(torch.Size(SHAPE), batch_size)
     sample.add(Ragged(samples), *factors)
-    with patch.object(factors_module, "_few", lambda term, rows: few):
+    with patch.object(cost, "few", lambda *args: few):
         assert_all(sample, dense(samples, factors, batch_size), batch_size)
 
 
 @pytest.mark.parametrize("few", [True, False])
 def test_what_is_not_finite_stays_in_its_sample(few, monkeypatch):
-    monkeypatch.setattr(factors_module, "_few", lambda term, rows: few)
+    monkeypatch.setattr(cost, "few", lambda *args: few)
     samples, rows = torch.tensor([0, 1, 2, 1]), factors_of("dd", 4)
     rows[0][0, 0], rows[1][0, 2] = float("inf"), float("nan")
     sample = GradSample(torch.Size(SHAPE), 3)
@@ -92,7 +129,7 @@ def test_what_is_not_finite_stays_in_its_sample(few, monkeypatch):
     assert sample.squared_norm().isfinite().tolist() == [False, True, False]
 
 
-@pytest.mark.parametrize("first,second", itertools.product(KINDS, KINDS))
+@pytest.mark.parametrize("first,second", list(itertools.product(KINDS, KINDS)))
 def test_beside_another_ragged_use(first, second):
     torch.manual_seed(0)
     sample = GradSample(torch.Size(SHAPE), 5)
@@ -108,19 +145,16 @@ def test_beside_another_ragged_use(first, second):
 @pytest.mark.parametrize("bound", [2**27, 300, 8])
 def test_beside_a_batched_use(kind, bound):
     torch.manual_seed(0)
-    before = workspace(bound)
-    try:
-        samples, factors = torch.randint(5, (9,)), factors_of(kind, 9)
-        expected = dense(samples, factors, 5)
-        left = torch.randn(5, 2, 4, dtype=torch.float64)
-        right = torch.randn(5, 2, 6, dtype=torch.float64)
-        expected += torch.einsum("btx,bty->bxy", left, right).view(-1, *SHAPE)
-        sample = GradSample(torch.Size(SHAPE), 5)
-        sample.add(Ragged(samples), *factors)
-        sample.add(left, right)
+    samples, factors = torch.randint(5, (9,)), factors_of(kind, 9)
+    expected = dense(samples, factors, 5)
+    left = torch.randn(5, 2, 4, dtype=torch.float64)
+    right = torch.randn(5, 2, 6, dtype=torch.float64)
+    expected += torch.einsum("btx,bty->bxy", left, right).view(-1, *SHAPE)
+    sample = GradSample(torch.Size(SHAPE), 5)
+    sample.add(Ragged(samples), *factors)
+    sample.add(left, right)
+    with workspace(bound):
         assert_all(sample, expected, 5)
-    finally:
-        workspace(before)
 
 
 def test_samples_without_a_row_have_zero():
@@ -146,21 +180,6 @@ def test_pad_rows():
     x = torch.tensor([1.0, 2.0, 3.0, 4.0])[:, None]
     got = pad_rows(x, torch.tensor([2, 0, 2, 2]), 4)[..., 0]
     assert got.tolist() == [[2, 0, 0], [0, 0, 0], [1, 3, 4], [0, 0, 0]]
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision_is_accumulated_wide(dtype):
-    torch.manual_seed(0)
-    samples = torch.randint(3, (50,))
-    factors = [f.to(dtype) for f in factors_of("dd", 50)]
-    sample = GradSample(torch.Size(SHAPE), 3)
-    sample.add(Ragged(samples), *factors)
-    expected = dense(samples, [f.double() for f in factors], 3)
-    norm = sample.squared_norm()
-    assert norm.dtype == torch.float32
-    torch.testing.assert_close(
-        norm.double(), expected.flatten(1).square().sum(1), rtol=1e-5, atol=1e-5
-    )
 
 
 @pytest.mark.parametrize("empty", ["first", "last"])

@@ -13,19 +13,26 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from opacus_ext import GradSample, OneHot, workspace
-from opacus_ext.grad_sample import factors
+from opacus_ext.grad_sample.factors import cost, sums
+from tests.grad_samples.structure_case import (
+    StructureCase,
+    onehot,
+    products,
+)
+from tests.grad_samples.structure_case import rows as random_rows
+from tests.grad_samples.structure_case import squared
 
 SHAPES = {1: (7,), 2: (5, 6), 3: (3, 4, 5)}
 LENGTHS = (4, 9, 1)
 
-# By axes and number of uses, all multisets of uses; a use is one letter an axis,
-# "d"ense or "o"ne-hot.
+# By axes and number of uses, all multisets of uses (of three uses of three axes one in
+# five); a use is one letter an axis, "d"ense or "o"ne-hot.
 USES = {
     (axes, count): list(
         itertools.combinations_with_replacement(
             ["".join(kinds) for kinds in itertools.product("do", repeat=axes)], count
         )
-    )
+    )[:: 5 if (axes, count) == (3, 3) else 1]
     for axes in SHAPES
     for count in (1, 2, 3)
 }
@@ -37,9 +44,8 @@ every_use = pytest.mark.parametrize(
 
 @pytest.fixture(params=[2**27, 300], ids=["large", "tiny"])
 def any_workspace(request):
-    before = workspace(request.param)
-    yield
-    workspace(before)
+    with workspace(request.param):
+        yield
 
 
 def dense(factor):
@@ -80,10 +86,6 @@ def build(uses, B=3, lengths=LENGTHS, materialised=False, dtype=torch.float64):
     return got, expected
 
 
-def squared(x):
-    return x.flatten(1).square().sum(1)
-
-
 def assert_close(got, expected, exact=True):
     """Relative to the largest entry. Without a dense factor all is in float32."""
     assert got.shape == expected.shape
@@ -98,7 +100,79 @@ def is_exact(uses, materialised=False):
     return materialised or any("d" in kinds for kinds in uses)
 
 
-# -- the four operations -------------------------------------------------------------
+# -- each structure by itself ---------------------------------------------------------
+
+
+class TestFlat(StructureCase):
+    shape = (7,)
+
+    def create(self, B, T, dtype=torch.float64):
+        return (random_rows(B, T, 7, dtype),)
+
+
+class TestMaterialised(StructureCase):
+    """One factor for all axes."""
+
+    def create(self, B, T, dtype=torch.float64):
+        return (random_rows(B, T, 12, dtype),)
+
+
+class TestDense(StructureCase):
+    def create(self, B, T, dtype=torch.float64):
+        return random_rows(B, T, 3, dtype), random_rows(B, T, 4, dtype)
+
+
+class TestDenseOfThreeAxes(StructureCase):
+    shape = (3, 4, 5)
+
+    def create(self, B, T, dtype=torch.float64):
+        return tuple(random_rows(B, T, width, dtype) for width in self.shape)
+
+
+class TestNeighbouringAxesShareAFactor(StructureCase):
+    shape = (3, 4, 5)
+
+    def create(self, B, T, dtype=torch.float64):
+        return random_rows(B, T, 3, dtype), random_rows(B, T, 20, dtype)
+
+
+class TestOneHot(StructureCase):
+    """An embedding."""
+
+    def create(self, B, T, dtype=torch.float64):
+        return onehot(B, T, 3), random_rows(B, T, 4, dtype)
+
+
+class TestOneHotLast(StructureCase):
+    def create(self, B, T, dtype=torch.float64):
+        return random_rows(B, T, 3, dtype), onehot(B, T, 4)
+
+
+class TestOneHotOnly(StructureCase):
+    tolerance = 1e-5  # nothing says that it should be float64
+
+    def create(self, B, T, dtype=torch.float64):
+        return onehot(B, T, 3), onehot(B, T, 4)
+
+
+class TestOneHotWithTwo(StructureCase):
+    """Stacked experts."""
+
+    shape = (3, 4, 5)
+
+    def create(self, B, T, dtype=torch.float64):
+        return onehot(B, T, 3), *(random_rows(B, T, n, dtype) for n in (4, 5))
+
+
+class TestOneHotBetween(StructureCase):
+    shape = (3, 4, 5)
+
+    def create(self, B, T, dtype=torch.float64):
+        left, right = (random_rows(B, T, n, dtype) for n in (3, 5))
+        return left, onehot(B, T, 4), right
+
+
+# -- two and three uses of all kinds ---------------------------------------------------
 
 
 @every_use
@@ -115,97 +189,32 @@ def check_operations(uses, materialised):
     weights = torch.rand(3, dtype=torch.float64)
     weighted = torch.einsum("b,b...->...", weights, expected)
 
-    assert_close(got.inner(other), squared_inner(expected, other_expected), exact)
-    assert_close(other.inner(got), squared_inner(expected, other_expected), exact)
+    assert_close(got.inner(other), products(expected, other_expected), exact)
+    assert_close(other.inner(got), products(expected, other_expected), exact)
     assert_close(got.weighted_sum(weights), weighted, exact)
     assert_close(got.materialise(), expected, exact)
     assert_close(got.squared_norm(), squared(expected), exact)
     # The norm may have rearranged the uses: all the same after it.
     assert_close(got.weighted_sum(weights), weighted, exact)
     assert_close(got.materialise(), expected, exact)
-    assert_close(got.inner(other), squared_inner(expected, other_expected), exact)
-
-
-def squared_inner(a, b):
-    return (a * b).flatten(1).sum(1)
-
-
-@pytest.mark.parametrize("B, T", [(1, 1), (1, 5), (2, 1)])
-@pytest.mark.parametrize("materialised", [False, True], ids=["", "materialised"])
-def test_small_batches(B, T, materialised, any_workspace):
-    for uses in PAIRS:
-        check_all(uses, B, T, materialised)
-
-
-@pytest.mark.parametrize("B, T", [(0, 5), (0, 1)])
-@pytest.mark.parametrize("materialised", [False, True], ids=["", "materialised"])
-def test_empty_batch(B, T, materialised, any_workspace):
-    for uses in PAIRS:
-        check_all(uses, B, T, materialised)
-
-
-@pytest.mark.parametrize("B", [0, 2])
-def test_no_rows(B, any_workspace):
-    """A sequence without positions."""
-    for uses in PAIRS:
-        check_all(uses, B, 0, False)
-
-
-def check_all(uses, B, T, materialised):
-    exact = is_exact(uses, materialised)
-    got, expected = build(uses, B, (T, T), materialised)
-    weights = torch.rand(B, dtype=torch.float64)
-    weighted = torch.einsum("b,b...->...", weights, expected)
-    assert_close(got.inner(got), squared(expected), exact)
-    assert_close(got.squared_norm(), squared(expected), exact)
-    assert_close(got.materialise(), expected, exact)
-    assert_close(got.weighted_sum(weights), weighted, exact)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_is_accumulated_in_float32(dtype, any_workspace):
-    for uses in PAIRS:
-        got, expected = build(uses, lengths=(40, 40), dtype=dtype)
-        weights = torch.rand(3)
-        weighted = torch.einsum("b,b...->...", weights.double(), expected)
-        for result, wanted in (
-            (got.inner(got), squared(expected)),
-            (got.squared_norm(), squared(expected)),
-            (got.materialise(), expected),
-            (got.weighted_sum(weights), weighted),
-        ):
-            assert result.dtype is torch.float32
-            gap = (result.double() - wanted).abs().max()
-            assert gap <= 1e-4 * wanted.abs().max(), uses
-
-
-def test_neighbouring_axes_may_share_a_factor():
-    """A grouped convolution has few groups and one factor for all that follows."""
-    shape = (3, 4, 5)
-    got = GradSample(shape, 2)
-    use = torch.randn(2, 6, 3).double(), torch.randn(2, 6, 20).double()
-    got.add(*use)
-    expected = outer(use, shape)
-    assert_close(got.materialise(), expected)
-    assert_close(got.squared_norm(), squared(expected))
-    assert_close(got.weighted_sum(torch.ones(2).double()), expected.sum(0))
+    assert_close(got.inner(other), products(expected, other_expected), exact)
 
 
 # -- ways to compute a norm ----------------------------------------------------------
 
 
-@pytest.fixture(params=["gram", "segments", "few", "blocks", "keep"])
+@pytest.fixture(params=["gram", "segments", "few", "blocks", "cached"])
 def forced_way(request, monkeypatch):
     few = request.param == "few"
-    monkeypatch.setattr(factors, "_few", lambda term, rows: few)
-    costs = {"_gram_cost": 1.0, "_block_cost": 1.0}
-    costs["_gram_cost" if request.param == "blocks" else "_block_cost"] = math.inf
-    for name, cost in costs.items():
-        monkeypatch.setattr(GradSample, name, lambda self, terms, cost=cost: cost)
-    keep = request.param == "keep"
-    monkeypatch.setattr(GradSample, "_worth_keeping", lambda *args: keep)
+    monkeypatch.setattr(cost, "few", lambda *args: few)
+    costs = {"of_grams": 1.0, "of_blocks": 1.0}
+    costs["of_grams" if request.param == "blocks" else "of_blocks"] = math.inf
+    for name, value in costs.items():
+        monkeypatch.setattr(cost, name, lambda terms, value=value: value)
+    cached = request.param == "cached"
+    monkeypatch.setattr(cost, "worth_caching", lambda *args: cached)
     if request.param == "gram":  # also where sums by segment would do
-        monkeypatch.setattr(factors, "_by_segments", lambda term: False)
+        monkeypatch.setattr(cost, "by_segments", lambda term: False)
     return request.param
 
 
@@ -221,62 +230,62 @@ def check_norm(uses, materialised, forced_way):
     got, expected = build(uses, materialised=materialised)
     assert_close(got.squared_norm(), squared(expected), exact)
     summed = set(uses) == {"d"}  # a bias: materialised from the start
-    assert (got.kept_bytes > 0) == (forced_way == "keep" and not summed)
+    assert (got.cached_bytes > 0) == (forced_way == "cached" and not summed)
     weights = torch.rand(3, dtype=torch.float64)
     weighted = torch.einsum("b,b...->...", weights, expected)
     assert_close(got.weighted_sum(weights), weighted, exact)
 
 
 @pytest.mark.parametrize("uses", PAIRS, ids="+".join)
-def test_add_after_keeping(uses, monkeypatch):
-    """A use that comes after the norm (a recomputed block) joins what was kept."""
-    monkeypatch.setattr(GradSample, "_worth_keeping", lambda *args: True)
+def test_add_after_caching(uses, monkeypatch):
+    """A use that comes after the norm (a recomputed block) joins what was cached."""
+    monkeypatch.setattr(cost, "worth_caching", lambda *args: True)
     got, expected = build(uses[:1])
-    got.squared_norm(keep=2**20)
+    got.squared_norm(cache=2**20)
     summed = uses[0] == "d"  # a bias: materialised from the start
     size = expected.numel() * got.materialise().element_size()
-    assert got.kept_bytes == (0 if summed else size)
+    assert got.cached_bytes == (0 if summed else size)
     late = random_use(uses[1], SHAPES[len(uses[1])], 3, 2)
     got.add(*late)
     expected = expected + outer(late, expected.shape[1:])
     exact = is_exact(uses[:1]) and is_exact(uses[1:])
-    assert got.kept_bytes == 0
+    assert got.cached_bytes == 0
     assert_close(got.materialise(), expected, exact)
-    for _ in range(2):  # the second norm keeps again
-        assert_close(got.squared_norm(keep=2**20), squared(expected), exact)
+    for _ in range(2):  # the second norm caches again
+        assert_close(got.squared_norm(cache=2**20), squared(expected), exact)
         weights = torch.rand(3, dtype=torch.float64)
         weighted = torch.einsum("b,b...->...", weights, expected)
         assert_close(got.weighted_sum(weights), weighted, exact)
 
 
-def test_inner_after_keeping():
+def test_inner_after_caching():
     got, expected = build(["dd"], lengths=(300,))
     other, other_expected = build(["do"])
-    got.squared_norm(keep=2**20)
-    assert got.kept_bytes
-    assert_close(got.inner(other), squared_inner(expected, other_expected))
-    assert_close(other.inner(got), squared_inner(expected, other_expected))
+    got.squared_norm(cache=2**20)
+    assert got.cached_bytes
+    assert_close(got.inner(other), products(expected, other_expected))
+    assert_close(other.inner(got), products(expected, other_expected))
 
 
-def test_kept_only_within_the_bytes_allowed():
+def test_cached_only_within_the_bytes_allowed():
     size = 3 * 5 * 6 * 8
-    for keep, kept in ((0, 0), (size - 1, 0), (size, size)):
+    for cache, cached in ((0, 0), (size - 1, 0), (size, size)):
         got, expected = build(["dd"], lengths=(300,))
-        assert_close(got.squared_norm(keep), squared(expected))
-        assert got.kept_bytes == kept
+        assert_close(got.squared_norm(cache), squared(expected))
+        assert got.cached_bytes == cached
         got.clear()
-        assert got.kept_bytes == 0
+        assert got.cached_bytes == 0
         assert not got.materialise().any()
 
 
 def test_choice_follows_shape_and_results_do_not(monkeypatch, any_workspace):
     """Long sequences of narrow rows go by blocks, short ones of wide rows by Gram."""
     by_blocks = []
-    blockwise = GradSample._blockwise_square
+    blockwise = sums._square_by_blocks
     monkeypatch.setattr(
-        GradSample,
-        "_blockwise_square",
-        lambda self, terms: by_blocks.append(1) or blockwise(self, terms),
+        sums,
+        "_square_by_blocks",
+        lambda terms: by_blocks.append(1) or blockwise(terms),
     )
     for T, shape, expects_blocks in (
         (300, (4, 5), True),
@@ -379,7 +388,7 @@ def test_tied_table_is_never_materialised():
     got, other = tied(), tied()
     for operation in (
         lambda: got.squared_norm(),
-        lambda: got.squared_norm(keep=2**40),
+        lambda: got.squared_norm(cache=2**40),
         lambda: got.inner(other),
         lambda: got.weighted_sum(torch.rand(B)),
     ):
@@ -397,13 +406,9 @@ def test_gram_chunks_stay_in_the_workspace(monkeypatch):
     got = GradSample((30, 30), B)
     use = random_use("dd", (30, 30), B, T, torch.float32)
     got.add(*use)
-    monkeypatch.setattr(GradSample, "_block_cost", lambda self, terms: math.inf)
-    before = workspace(num_bytes)
-    try:
-        with Largest() as largest:
-            norm = got.squared_norm()
-    finally:
-        workspace(before)
+    monkeypatch.setattr(cost, "of_blocks", lambda terms: math.inf)
+    with workspace(num_bytes), Largest() as largest:
+        norm = got.squared_norm()
     assert largest.numel <= max(num_bytes // 4, B * T * 30)
     expected = squared(outer(use, (30, 30)))
     torch.testing.assert_close(norm.double(), expected, rtol=1e-4, atol=0)
@@ -468,4 +473,14 @@ def test_refuses_an_empty_workspace(num_bytes):
     before = workspace()
     with pytest.raises(ValueError, match="positive"):
         workspace(num_bytes)
+    assert workspace() == before
+
+
+def test_workspace_of_a_block():
+    before = workspace()
+    with workspace(123), workspace(45):
+        assert workspace() == 45
+    assert workspace() == before
+    with pytest.raises(KeyError), workspace(123):
+        raise KeyError
     assert workspace() == before

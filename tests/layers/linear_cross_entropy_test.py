@@ -187,7 +187,7 @@ class TestColumns:
         third = self.pair(terms)[1]
         assert torch.allclose(one.inner(third), other.inner(third))
         assert torch.allclose(one.squared_norm(keep), other.squared_norm())
-        assert bool(one.kept_bytes) == (keep > 0)
+        assert bool(one.cached_bytes) == (keep > 0)
         assert torch.allclose(one.weighted_sum(weights), other.weighted_sum(weights))
 
     def test_a_bias(self):

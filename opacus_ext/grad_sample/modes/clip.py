@@ -9,7 +9,7 @@ from torch import nn
 
 from opacus_ext.grad_sample.factors import GradSample, known, workspace
 from opacus_ext.grad_sample.modes.common import Gather, Parts, by_parameter, one_size
-from opacus_ext.grad_sample.parallel import spread_over
+from opacus_ext.grad_sample.parallel.sharding import group_of
 from opacus_ext.grad_sample.samplewise.gather import SMALL
 
 Sums = Dict[nn.Parameter, torch.Tensor]
@@ -39,7 +39,7 @@ class Clip:
         one_pass: bool = True,
     ):
         self.engine, self.params, self.like, self.size = engine, params, like, size
-        self.world = engine.world
+        self.expert_group = engine.expert_group
         self.dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
         self.one_pass = one_pass
         self.begin()
@@ -73,13 +73,13 @@ class Clip:
         parts = by_parameter(self.gather.parts(), self.size)
         one_size(self.gather.sizes, self.engine)
         squares: List[torch.Tensor] = []
-        if self.world is None and not self.clipping.per_parameter:
+        if self.expert_group is None and not self.clipping.per_parameter:
             squares += self._bundled(parts)
         bundled = () if self.bundle is None else set(map(id, self.bundle[0]))
         for p in self.params:
             if id(p) not in bundled:
                 squares.append(self._squares_of(p, parts.get(id(p), [])))
-        if self.world is not None:
+        if self.expert_group is not None:
             return parts, [x.sqrt() for x in squares]
         return parts, torch.stack(squares).sqrt_()
 
@@ -105,7 +105,7 @@ class Clip:
             if id(p) not in self.squares:
                 self._square(p, parts[0][1])
             return self.squares[id(p)].to(self.like.device, self.dtype)
-        size = p.world.batch_size if spread_over(p) else self.size
+        size = group_of(p).batch_size if group_of(p) else self.size
         squares = self.like.new_zeros(size, dtype=self.dtype)
         for rows, sample in parts:
             self._square(p, sample)
