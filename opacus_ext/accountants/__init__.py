@@ -1,5 +1,6 @@
 """Privacy accounting beside Opacus's: bounds on both sides, other mechanisms."""
 
+from opacus_ext.accountants.budget import noise_left
 from opacus_ext.accountants.prv import Bounds, PRVBoundsAccountant
 
-__all__ = ["Bounds", "PRVBoundsAccountant"]
+__all__ = ["Bounds", "PRVBoundsAccountant", "noise_left"]

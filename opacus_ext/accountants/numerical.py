@@ -16,15 +16,11 @@ result. Its grids and its reading are used here as they are. Four parts are not:
   one place only, and that is bounded.
 - The grid is as wide as Chernoff's bound says on both sides. The package takes at
   least 3, which makes millions of points where epsilon is small.
-
-A *profile* is a function of the loss ``t``, a float64 array: the hockey-stick
-divergence delta(t) less what it is for every mechanism, ``max(0, 1 - exp(t))``.
 """
 
 from __future__ import annotations
 
 import math
-from functools import partial
 from typing import Callable, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
@@ -35,11 +31,10 @@ from prv_accountant.discrete_privacy_random_variable import (
 from prv_accountant.domain import Domain
 from scipy.fft import irfft, next_fast_len, rfft
 from scipy.optimize import brentq
-from scipy.special import erfcx, logsumexp, ndtr
+from scipy.special import logsumexp
 
+from opacus_ext.accountants.profiles import Profile, total_variation
 from opacus_ext.accountants.prv import Bounds
-
-Profile = Callable[[np.ndarray], np.ndarray]
 
 #: Points of a grid: 2^20 of them take about 0.3 GB and a second for each mechanism.
 POINTS = 2**20
@@ -63,116 +58,6 @@ class Step(NamedTuple):
     count: int
     infinite: float = 0.0  # probability of an infinite loss, beside the profile
     greatest: float = math.inf  # of the finite losses
-
-
-# -- mechanisms --------------------------------------------------------------------
-
-
-def _symmetric(delta: Callable[[np.ndarray], np.ndarray], t: np.ndarray) -> np.ndarray:
-    """The profile where exchanging the two data sets changes nothing."""
-    return delta(np.abs(t)) * np.exp(np.minimum(t, 0))
-
-
-def _mills(x: np.ndarray) -> np.ndarray:
-    """Mills' ratio: the Gaussian's tail over its density."""
-    return math.sqrt(math.pi / 2) * erfcx(x * math.sqrt(0.5))
-
-
-def _gaussian_delta(mu: float, t: np.ndarray) -> np.ndarray:
-    # Phi(-x) - exp(t) Phi(-y) = phi(x) (R(x) - R(y)), R being Mills' ratio, keeps its
-    # digits where both terms are tiny.
-    x, y = t / mu - mu / 2, t / mu + mu / 2
-    density = np.exp(-x * x / 2) / math.sqrt(2 * math.pi)
-    with np.errstate(over="ignore", invalid="ignore"):
-        if mu < 0.02:  # nearly equal: the integral of -R'(s) = 1 - s R(s)
-            nodes, weights = np.polynomial.legendre.leggauss(4)
-            at = ((t / mu) + mu / 2 * node for node in nodes)
-            return (
-                density
-                * mu
-                / 2
-                * sum(w * (1 - s * _mills(s)) for w, s in zip(weights, at))
-            )
-        tail = density * (_mills(x) - _mills(y))
-        body = ndtr(-x) - density * _mills(y)
-    return np.where(x < 0, body, tail)
-
-
-def gaussian(noise_multiplier: float) -> Profile:
-    """
-    The Gaussian mechanism (Balle and Wang, 2018, theorem 8).
-
-    Example:
-        >>> f"{gaussian(1.0)(np.array([0.0]))[0]:.4f}"
-        '0.3829'
-    """
-    return partial(_symmetric, partial(_gaussian_delta, 1 / noise_multiplier))
-
-
-def _sampled(profile: Profile, sample_rate: float, t: np.ndarray) -> np.ndarray:
-    # P - e^t Q = q (M - e^s Q) for P = (1 - q) Q + q M and q e^s = e^t - 1 + q.
-    q = sample_rate
-    inside = t > np.log1p(-q)
-    t = np.where(inside, t, 0.0)
-    near = np.minimum(t, 1.0)
-    s = np.where(
-        t > 1,
-        t - math.log(q) + np.log1p(-(1 - q) * np.exp(-np.maximum(t, 1))),
-        np.log1p(np.maximum(np.expm1(near) / q, -1 + 1e-300)),
-    )
-    return np.where(inside, q * profile(s), 0.0)
-
-
-def sampled(profile: Profile, sample_rate: float) -> Profile:
-    """
-    A mechanism on a Poisson sample, for the removal of a record.
-
-    Args:
-        sample_rate: below 1
-
-    Example:
-        >>> f"{sampled(gaussian(1.0), 0.1)(np.array([0.0]))[0]:.5f}"
-        '0.03829'
-    """
-    return partial(_sampled, profile, sample_rate)
-
-
-def _reversed(profile: Profile, t: np.ndarray) -> np.ndarray:
-    found = profile(-t)
-    with np.errstate(over="ignore"):
-        return np.where(found > 0, found * np.exp(t), 0.0)
-
-
-def reversed_(profile: Profile) -> Profile:
-    """The same mechanism with the two data sets exchanged: a record is added."""
-    return partial(_reversed, profile)
-
-
-def laplace(noise_multiplier: float) -> Profile:
-    """
-    Laplace noise of scale ``noise_multiplier`` times the sensitivity.
-
-    Example:
-        >>> f"{laplace(1.0)(np.array([0.0]))[0]:.4f}"
-        '0.3935'
-    """
-    top = 1 / noise_multiplier
-    return partial(_symmetric, lambda t: -np.expm1(np.minimum(t - top, 0) / 2))
-
-
-def pure(epsilon: float) -> Profile:
-    """
-    The worst of all mechanisms with this epsilon and a delta of 0: randomised response.
-
-    Example:
-        >>> f"{pure(1.0)(np.array([0.0]))[0]:.4f}"
-        '0.4621'
-    """
-    scale = 1 / (1 + math.exp(-epsilon))
-    return partial(_symmetric, lambda t: -np.expm1(np.minimum(t - epsilon, 0)) * scale)
-
-
-# -- the grid ----------------------------------------------------------------------
 
 
 def connect_the_dots(
@@ -492,11 +377,6 @@ def _alone(steps: Sequence[Step]) -> Optional[Callable[[float], float]]:
 def _near(value: float) -> Bounds:
     """Bounds of what is known to about ten digits."""
     return Bounds(value * (1 - 1e-9), value, value * (1 + 1e-9))
-
-
-def total_variation(profile: Profile) -> float:
-    """The distance of the two output distributions: delta at epsilon 0."""
-    return float(profile(np.zeros(1))[0])
 
 
 def _mesh_error(scale: float, delta: float) -> float:

@@ -89,7 +89,7 @@ class PRVBoundsAccountant(IAccountant):
             sample_rate: the probability with which a record is in the batch
 
         Raises:
-            ValueError: for a negative noise, or a rate outside [0, 1]
+            Refused: for a negative noise, or a rate outside [0, 1]
         """
         new = _check_step(noise_multiplier, sample_rate, 1)
         if self.history and tuple(self.history[-1][:2]) == new[:2]:
@@ -111,7 +111,7 @@ class PRVBoundsAccountant(IAccountant):
                 releases of a series that one record can take part in
 
         Raises:
-            ValueError: for another mechanism or parameters out of range
+            Refused: for another mechanism or parameters out of range
 
         Example:
             >>> accountant = PRVBoundsAccountant()
@@ -169,7 +169,7 @@ class PRVBoundsAccountant(IAccountant):
                 default a thousandth of it
 
         Raises:
-            ValueError: for a delta outside (0, 1), errors that are not positive, and a
+            Refused: for a delta outside (0, 1), errors that are not positive, and a
                 history that is no list of steps
         """
         _check("delta", delta, 0 < delta < 1, "between 0 and 1, both excluded")
@@ -200,7 +200,7 @@ class PRVBoundsAccountant(IAccountant):
             epsilon: of the guarantee, 0 or more
 
         Raises:
-            ValueError: for a negative epsilon, and as :meth:`get_bounds`
+            Refused: for a negative epsilon, and as :meth:`get_bounds`
         """
         _check("epsilon", epsilon, 0 <= epsilon < math.inf, "0 or more, and finite")
         if self._revealing():
@@ -224,7 +224,7 @@ class PRVBoundsAccountant(IAccountant):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """
         Raises:
-            ValueError: if it is not of this accountant; nothing is changed then
+            Refused: if it is not of this accountant; nothing is changed then
         """
         trial = PRVBoundsAccountant()
         super(PRVBoundsAccountant, trial).load_state_dict(state_dict)
@@ -253,13 +253,14 @@ class PRVBoundsAccountant(IAccountant):
 
     def _steps(self) -> Tuple[List[Any], List[Any]]:
         """For the lower bound and for the upper; the same list unless rounded."""
-        from opacus_ext.accountants import numerical as n
+        from opacus_ext.accountants import profiles
+        from opacus_ext.accountants.numerical import Step
 
         counts = self._counts()
         sampled = {key: k for key, k in counts.items() if key[1] < 1}
         common = []
         if mu := _mu(counts):
-            common.append(n.Step(n.gaussian(1 / mu), 1))
+            common.append(Step(profiles.gaussian(1 / mu), 1))
         others: Counter = Counter()
         for entry in self.mechanisms:
             values = tuple(entry[name] for name in MECHANISMS[entry["mechanism"]])
@@ -267,14 +268,14 @@ class PRVBoundsAccountant(IAccountant):
         for (name, values), k in others.items():
             if name == "laplace":
                 greatest = 1 / values[0]
-                common.append(n.Step(n.laplace(*values), k, greatest=greatest))
+                common.append(Step(profiles.laplace(*values), k, greatest=greatest))
             elif name != "gaussian":
                 delta = (*values, 0.0)[1]
-                common.append(n.Step(n.pure(values[0]), k, delta, values[0]))
+                common.append(Step(profiles.pure(values[0]), k, delta, values[0]))
 
         def build(pairs: Mapping[Tuple[float, float], int]) -> List[Any]:
             return common + [
-                n.Step(n.sampled(n.gaussian(noise), rate), k)
+                Step(profiles.sampled(profiles.gaussian(noise), rate), k)
                 for (noise, rate), k in sorted(pairs.items())
             ]
 
@@ -320,7 +321,7 @@ def _rounded(
 
 def _check(name: str, value: Any, allowed: bool, text: str) -> None:
     if not allowed:
-        raise Refused(f"{name}={value!r} must be {text}.")
+        raise Refused(f"{name}={value!r} must be {text}.", parameter=name)
 
 
 def _check_step(noise: float, rate: float, steps: int) -> Tuple[float, float, int]:
@@ -343,7 +344,9 @@ def _check_mechanism(entry: Dict[str, Any]) -> None:
     if given != set(MECHANISMS[name]):
         raise Refused(
             f"{name!r} takes {' and '.join(MECHANISMS[name])}; got "
-            f"{', '.join(sorted(given)) or 'nothing'}."
+            f"{', '.join(sorted(given)) or 'nothing'}.",
+            parameter="mechanism",
+            remedy="Give these parameters, and no others.",
         )
     for parameter in given:
         value = entry[parameter]

@@ -290,7 +290,7 @@ class Candidates:
         for budget in flops:
             try:
                 plans.append(self.best(float(budget)))
-            except ValueError:
+            except Refused:
                 plans.append(None)
         return plans
 
@@ -331,7 +331,7 @@ class Candidates:
         needed = float(self.flops[enough].min()) if enough.any() else spent
         try:
             instead = self.best(spent).loss
-        except ValueError:
+        except Refused:
             instead = loss
         return Savings(loss, min(instead, loss), spent, min(needed, spent))
 

@@ -68,7 +68,7 @@ def byte_transformers(
 
     Raises:
         OSError: if the file can't be read
-        ValueError: for another form of a size, or a text shorter than an example
+        Refused: for another form of a size, or a text shorter than an example
 
     Example:
         >>> family = byte_transformers(b"To be, or not to be" * 20, length=8)
@@ -78,7 +78,11 @@ def byte_transformers(
     content = text if isinstance(text, bytes) else Path(text).read_bytes()
     examples = (len(content) - 1) // length
     if examples < 1:
-        raise Refused(f"A text of {len(content)} bytes has no example of {length}.")
+        raise Refused(
+            f"A text of {len(content)} bytes has no example of {length}.",
+            parameter="text",
+            remedy="Give a longer text, or a smaller length.",
+        )
     for size in sizes:
         _shape(size)
     # Bytes are numbered from 1: DPFormer takes 0 for padding.
@@ -125,7 +129,8 @@ def _shape(size: str) -> Tuple[int, int]:
     if width < 1 or depth < 1 or (width > 32 and width % 32):
         raise Refused(
             f'A size is "WIDTHxDEPTH", with a width below 32 or a multiple of it; got '
-            f"{size!r}."
+            f"{size!r}.",
+            parameter="sizes",
         )
     return width, depth
 
@@ -140,20 +145,36 @@ def find_family(name: str, text: Optional[str] = None) -> Family:
         text: a file
 
     Raises:
-        ValueError: if there is no such function, or it returns something else
+        Refused: if there is no such function, or it returns something else
     """
     if name == "bytes":
         if text is None:
-            raise Refused("The family of byte transformers needs a text.")
+            raise Refused(
+                "The family of byte transformers needs a text.",
+                parameter="text",
+                remedy="Give a file, or another family.",
+            )
         return byte_transformers(text)
     module, _, function = name.partition(":")
     try:
         make = getattr(import_module(module), function)
     except (ImportError, AttributeError, TypeError, ValueError) as e:
-        raise Refused(f"{name!r} is not to be had as module:function: {e}.") from e
+        raise Refused(
+            f"{name!r} is not to be had as module:function: {e}.",
+            parameter="family",
+            remedy="Name a function that can be imported.",
+        ) from e
     if not callable(make):
-        raise Refused(f"{name!r} is not a function.")
+        raise Refused(
+            f"{name!r} is not a function.",
+            parameter="family",
+            remedy="Name one that returns a Family.",
+        )
     family = make(text) if text is not None else make()
     if not isinstance(family, Family):
-        raise Refused(f"{name} returned a {type(family).__name__}, not a Family.")
+        raise Refused(
+            f"{name} returned a {type(family).__name__}, not a Family.",
+            parameter="family",
+            remedy="Return an opacus_ext.planner.Family.",
+        )
     return family

@@ -77,7 +77,7 @@ def measure(
         has the readings before that.
 
     Raises:
-        ValueError: for an empty grid, a size that the family does not have, ratios
+        Refused: for an empty grid, a size that the family does not have, ratios
             below 0, and a data set smaller than a batch
 
     Example:
@@ -91,22 +91,37 @@ def measure(
     sizes = list(family.sizes if sizes is None else sizes)
     unknown = [s for s in sizes if s not in family.sizes]
     if unknown:
-        raise Refused(f"{family.name} has the sizes {family.sizes}, not {unknown}.")
+        raise Refused(
+            f"{family.name} has the sizes {family.sizes}, not {unknown}.",
+            parameter="sizes",
+            remedy="Take some of its sizes.",
+        )
     if not (sizes and ratios and learning_rates):
-        raise Refused("A grid needs a size, a ratio and a learning rate at least.")
+        raise Refused(
+            "A grid needs a size, a ratio and a learning rate at least.",
+            remedy="Give one or more of each.",
+        )
     if not all(0 <= r < math.inf for r in ratios):
-        raise Refused(f"ratios must be 0 or more; got {list(ratios)}.")
+        raise Refused(
+            f"ratios must be 0 or more; got {list(ratios)}.", parameter="ratios"
+        )
     if not all(0 < r < math.inf for r in learning_rates):
-        raise Refused(f"learning_rates must be above 0; got {list(learning_rates)}.")
+        raise Refused(
+            f"learning_rates must be above 0; got {list(learning_rates)}.",
+            parameter="learning_rates",
+        )
     if min(steps, every, batch_size) < 1 or steps < every:
         raise Refused(
             "steps, every and batch_size are at least 1, and steps no fewer than "
-            f"every; got {steps}, {every} and {batch_size}."
+            f"every; got {steps}, {every} and {batch_size}.",
+            parameter="steps",
         )
     if len(family.dataset) < batch_size:
         raise Refused(
             f"The data set has {len(family.dataset)} examples, fewer than a batch of "
-            f"{batch_size}."
+            f"{batch_size}.",
+            parameter="batch_size",
+            remedy="Lower it, or give more examples.",
         )
     path = Path(path)
     _mend(path)

@@ -34,7 +34,7 @@ class Measurements:
         batch_size: the physical batch size of the runs; 0 where unknown
 
     Raises:
-        ValueError: for arrays of different lengths, none at all, and values that are
+        Refused: for arrays of different lengths, none at all, and values that are
             not positive and finite (a ratio may be 0)
 
     Example:
@@ -66,9 +66,15 @@ class Measurements:
             values = np.asarray(getattr(self, name), dtype=float)
             object.__setattr__(self, name, values)
             if values.shape != (rows,):
-                raise Refused(f"{name} has shape {values.shape}; loss has {rows} rows.")
+                raise Refused(
+                    f"{name} has shape {values.shape}; loss has {rows} rows.",
+                    parameter=name,
+                    remedy="Give each row one.",
+                )
         if rows == 0:
-            raise Refused("There are no measurements.")
+            raise Refused(
+                "There are no measurements.", parameter="loss", remedy="Measure some."
+            )
         for name in ("parameters", "steps", "ratio", "loss"):
             values = getattr(self, name)
             bad = ~np.isfinite(values) | (values < 0)
@@ -77,7 +83,9 @@ class Measurements:
             if bad.any():
                 raise Refused(
                     f"{name} must be finite and positive; row {int(bad.argmax())} has "
-                    f"{values[bad.argmax()]}."
+                    f"{values[bad.argmax()]}.",
+                    parameter=name,
+                    remedy="Leave such rows out.",
                 )
 
     def __len__(self) -> int:
@@ -106,7 +114,7 @@ class Measurements:
         Of runs as :func:`opacus_ext.planner.measure.measure` writes them.
 
         Raises:
-            ValueError: for runs of different families, lengths or batch sizes, which
+            Refused: for runs of different families, lengths or batch sizes, which
                 no one law describes
         """
         columns: Dict[str, List[float]] = {name: [] for name in _COLUMNS}
@@ -116,7 +124,9 @@ class Measurements:
                 if meta.setdefault(name, run[name]) != run[name]:
                     raise Refused(
                         f"Runs of different {name} don't belong together: "
-                        f"{meta[name]!r} and {run[name]!r}. Write them to two files."
+                        f"{meta[name]!r} and {run[name]!r}.",
+                        parameter=name,
+                        remedy="Write them to two files.",
                     )
             rows = len(run["loss"])
             columns["steps"] += run["steps"]
@@ -138,7 +148,7 @@ class Measurements:
 
         Raises:
             OSError: if the file can't be read
-            ValueError: if it is of another form; the message says what is missing
+            Refused: if it is of another form; the message says what is missing
 
         Example:
             >>> runs = Measurements.read()
@@ -155,11 +165,17 @@ class Measurements:
             n for n in ("parameters", "steps", "ratio", "loss") if n not in known
         ]
         if missing:
-            raise Refused(f"{path} has no column {', '.join(missing)}.")
+            raise Refused(
+                f"{path} has no column {', '.join(missing)}.",
+                remedy="Its first line names the columns.",
+            )
         try:
             columns = {n: np.array([float(r[n]) for r in rows]) for n in known}
         except (TypeError, ValueError) as e:
-            raise Refused(f"{path} holds something that is no number: {e}.") from e
+            raise Refused(
+                f"{path} holds something that is no number: {e}.",
+                remedy="Leave such rows out.",
+            ) from e
         return cls(**columns, family=path.stem)
 
 
@@ -177,7 +193,10 @@ def read_runs(path: Union[str, Path]) -> List[Dict[str, Any]]:
             if len(run["loss"]) != len(run["steps"]):
                 raise Refused("loss and steps differ in length")
         except (ValueError, KeyError, TypeError) as e:
-            raise Refused(f"{path}, line {number}, is no run: {e!r}.") from e
+            raise Refused(
+                f"{path}, line {number}, is no run: {e!r}.",
+                remedy="Take the line away, or a file that measure wrote.",
+            ) from e
         runs.append(run)
     return runs
 
@@ -186,7 +205,10 @@ def concatenate(parts: Sequence[Measurements]) -> Measurements:
     """Several measurements of one family as one; runs stay apart."""
     meta = [tuple(getattr(p, n) for n in _META) for p in parts]
     if len(set(meta)) != 1:
-        raise Refused(f"Measurements of different kinds: {sorted(set(meta))}.")
+        raise Refused(
+            f"Measurements of different kinds: {sorted(set(meta))}.",
+            remedy="Concatenate those of one family, length and batch size.",
+        )
     first = 0
     runs = []
     for part in parts:

@@ -10,8 +10,11 @@ from typing import Any, Optional, Tuple
 import numpy as np
 from scipy.interpolate import make_interp_spline
 
+from opacus_ext.accountants import PRVBoundsAccountant
 from opacus_ext.planner import calibration
 from opacus_ext.planner.budget import Budget
+from opacus_ext.planner.solver import central_limit
+from opacus_ext.refused import Refused
 
 
 def batches_per_epoch(budget: Budget, batch: Any) -> np.ndarray:
@@ -115,12 +118,9 @@ def _knots(values: np.ndarray) -> np.ndarray:
 
 
 def _central_limit(budget: Budget, parts: np.ndarray, steps: np.ndarray) -> np.ndarray:
-    """
-    The noise of many steps, mu = q sqrt(T (exp(1 / sigma^2) - 1)), ``[parts, T]`` (Bu
-    et al., "Deep learning with Gaussian differential privacy", 2020).
-    """
+    """The noise of many steps, ``[parts, T]``."""
     mu = 1 / calibration.gaussian_noise_multiplier(budget.epsilon, budget.delta)
-    return 1 / np.sqrt(np.log1p((mu * parts[:, None]) ** 2 / steps))
+    return central_limit(mu, 1 / parts[:, None], steps)
 
 
 @lru_cache(maxsize=1024)
@@ -151,10 +151,8 @@ def verified_noise(
         most: how much more than what was calibrated is still believed
 
     Raises:
-        ArithmeticError: if that much more is not enough: the accountants disagree
+        Refused: if that much more is not enough: the accountants disagree
     """
-    from opacus_ext.accountants import PRVBoundsAccountant
-
     factor, step = 1.0, 1e-3
     while factor <= most:
         accountant = PRVBoundsAccountant()
@@ -162,8 +160,10 @@ def verified_noise(
         if accountant.get_epsilon(delta) <= epsilon:
             return noise_multiplier * factor
         factor, step = factor + step, 2 * step
-    raise ArithmeticError(
+    raise Refused(
         f"noise_multiplier={noise_multiplier:g} was calibrated for epsilon={epsilon:g},"
         f" delta={delta:g}, {steps} steps at sample rate {sample_rate:g}; the "
-        f"accountant finds more, up to {most} times that noise. Please report it."
+        f"accountant finds more, up to {most} times that noise.",
+        parameter="noise_multiplier",
+        remedy="Please report it.",
     )

@@ -59,10 +59,14 @@ class Probe:
         Peak bytes at the physical batch.
 
         Raises:
-            ValueError: where the system does not tell memory
+            Refused: where the system does not tell memory
         """
         if np.isnan(self.bytes).any():
-            raise Refused(f"This system does not tell peak memory ({self.device}).")
+            raise Refused(
+                f"This system does not tell peak memory ({self.device}).",
+                parameter="memory",
+                remedy="Plan without a bound on memory.",
+            )
         return self._at(self.bytes, parameters)
 
     def _at(self, values: np.ndarray, parameters: Any) -> np.ndarray:
@@ -91,7 +95,7 @@ def probe(
         device: "cpu" or "cuda"
 
     Raises:
-        ValueError: for a data set of fewer examples than ``batch_size``
+        Refused: for a data set of fewer examples than ``batch_size``
 
     Example:
         >>> from opacus_ext.planner.families import byte_transformers
@@ -102,7 +106,8 @@ def probe(
     if not 2 <= batch_size <= len(family.dataset):
         raise Refused(
             f"batch_size must be between 2 and the data set's {len(family.dataset)} "
-            f"examples; got {batch_size}."
+            f"examples; got {batch_size}.",
+            parameter="batch_size",
         )
     rows: List[Tuple[float, ...]] = []
     for size in family.sizes if sizes is None else sizes:

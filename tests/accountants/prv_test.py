@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import opacus_ext
-from opacus_ext.accountants import Bounds, PRVBoundsAccountant, numerical, prv
+from opacus_ext.accountants import Bounds, PRVBoundsAccountant, numerical, profiles, prv
 from opacus_ext.accountants.budget import noise_left
 from opacus_ext.re_attention import token_shares
 
@@ -115,7 +115,7 @@ def test_without_sampling_it_is_the_gaussian_mechanism(noise, steps, delta):
     bounds = accountant((noise, 1.0, steps)).get_bounds(delta)
     holds(bounds, truth, 1e-6)
     if steps < 10**6:
-        halves = [numerical.Step(numerical.gaussian(noise * 2**0.5), steps)] * 2
+        halves = [numerical.Step(profiles.gaussian(noise * 2**0.5), steps)] * 2
         holds(numerical.epsilon_bounds(halves, delta), truth)
 
 
@@ -134,8 +134,8 @@ def test_one_sampled_step(noise, rate):
         if noise < 1:
             continue
         # The same on a grid, with a step that tells nothing.
-        step = numerical.Step(numerical.sampled(numerical.gaussian(noise), rate), 1)
-        nothing = numerical.Step(numerical.pure(0.0), 1)
+        step = numerical.Step(profiles.sampled(profiles.gaussian(noise), rate), 1)
+        nothing = numerical.Step(profiles.pure(0.0), 1)
         found = numerical.delta_bounds([step, nothing], epsilon)
         assert found.lower <= truth <= found.upper
         if epsilon:
@@ -303,7 +303,7 @@ def test_pure_mechanisms_upstream():
 )
 def test_adding_costs_no_more_than_removing(history, delta):
     _, steps = accountant(*history)._steps()
-    added = [s._replace(profile=numerical.reversed_(s.profile)) for s in steps]
+    added = [s._replace(profile=profiles.reversed_(s.profile)) for s in steps]
     found = numerical.epsilon_bounds(added, delta)
     assert found.upper <= accountant(*history).get_epsilon(delta)
     # At 0 both are the total variation.

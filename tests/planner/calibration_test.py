@@ -11,9 +11,11 @@ from opacus.accountants import PRVAccountant as OpacusPRV
 from opacus.accountants import RDPAccountant
 from prv_accountant import PoissonSubsampledGaussianMechanism
 from prv_accountant import PRVAccountant as MicrosoftPRV
-from scipy.special import ndtr, ndtri
+from scipy.special import log_ndtr, ndtr, ndtri
 from scipy.stats import binom
 
+from opacus_ext.accountants import PRVBoundsAccountant
+from opacus_ext.accountants.profiles import gaussian_log_delta, gaussian_sensitivity
 from opacus_ext.planner import calibration
 from opacus_ext.planner.calibration import (
     calibrate,
@@ -24,6 +26,8 @@ from opacus_ext.planner.calibration import (
     noise_batch_ratio,
     noise_multiplier,
 )
+from opacus_ext.planner.privacy_loss import SampledGaussian
+from opacus_ext.planner.saddle_point import log_delta_of_steps, log_profile
 
 # dp-accounting 0.6.0, PLD of the removal of a user, discretised at 1e-6 to 1e-4 (finer
 # for a small epsilon, to which its error is relative). epsilon, delta, T, q, sigma
@@ -139,14 +143,14 @@ def test_plain_composition_both_ways(noise, rate, records, steps, e):
 )
 def test_one_step_of_the_integral(noise, rate, e):
     """One step has a closed form, which the integral doesn't know of."""
-    step = calibration._Step(noise, rate, 1)
-    expected = calibration._log_profile(step, 1, e)[0]
-    assert calibration._log_delta(step, 1, e)[0] == pytest.approx(expected, abs=1e-7)
+    step = SampledGaussian(noise, rate, 1)
+    expected = log_profile(step, 1, e)[0]
+    assert log_delta_of_steps(step, 1, e)[0] == pytest.approx(expected, abs=1e-7)
 
 
 def test_all_sampled_is_a_gaussian_mechanism():
-    step = calibration._Step(30.0, 1 - 1e-12, 1)
-    found = calibration._log_delta(step, 1000, 2.0)[0]
+    step = SampledGaussian(30.0, 1 - 1e-12, 1)
+    found = log_delta_of_steps(step, 1000, 2.0)[0]
     assert math.exp(found) == pytest.approx(delta(30.0, 1.0, 1000, 2.0), rel=1e-7)
     whole = noise_multiplier(1.0, 1e-6, [1, 50, 10**6], 1.0)
     assert whole == pytest.approx(gaussian_noise_multiplier(1.0, 1e-6, [1, 50, 10**6]))
@@ -160,10 +164,28 @@ def test_gaussian_noise_spends_the_budget(e, d):
     mu = 1 / gaussian_noise_multiplier(e, d)
     upper, lower = mu / 2 - e / mu, -mu / 2 - e / mu
     # exp(e) Phi(lower) = phi(upper) Phi(lower) / phi(lower), without overflow
-    mills = math.exp(calibration.log_ndtr(lower) + lower**2 / 2)
+    mills = math.exp(log_ndtr(lower) + lower**2 / 2)
     spent = ndtr(upper) - mills * math.exp(-(upper**2) / 2)
     assert spent == pytest.approx(d, rel=1e-3)
     assert gaussian_noise_multiplier(e, d, 9) == pytest.approx(3 / mu)
+
+
+@pytest.mark.parametrize("e", [1e-3, 1.0, 100.0, 1e6])
+@pytest.mark.parametrize("d", [1e-250, 1e-12, 1e-5, 0.1, 0.999])
+def test_a_sensitivity_spends_no_more_than_the_budget(e, d):
+    """And a hundred-millionth more of it would."""
+    found = float(gaussian_sensitivity(e, math.log(d)))
+    assert gaussian_log_delta(found, e) <= math.log(d)
+    assert gaussian_log_delta(found * (1 + 1e-8), e) > math.log(d)
+
+
+@pytest.mark.parametrize("loss", [1e-3, 1.0, 10.0])
+@pytest.mark.parametrize("records", [1, 3])
+def test_the_inverse_of_a_loss(loss, records):
+    step = SampledGaussian(2.0, 0.05, records)
+    x = step.inverse(loss)
+    assert step.loss(np.array([x + 0j]))[0].real == pytest.approx(loss, rel=1e-9)
+    assert step.inverse(1e9) == pytest.approx(records + 38 * 2.0)
 
 
 def test_known_values():
@@ -334,7 +356,11 @@ def test_what_the_sums_cannot_do_the_accountant_does():
     """And says the same where both can."""
     cell = 4.0, 1e-6, 1.0, 200.0, 0.01
     ours = noise_multiplier(4.0, 1e-6, 200, 0.01)
-    assert calibration._by_the_accountant(*cell) == pytest.approx(ours, rel=2e-4)
+    found = calibration._by_the_accountant(*cell)
+    assert found == pytest.approx(ours, rel=2e-4)
+    accountant = PRVBoundsAccountant()
+    accountant.history = [(found, 0.01, 200)]
+    assert accountant.get_epsilon(1e-6) <= 4.0
 
 
 def test_what_cannot_be_computed_is_refused():

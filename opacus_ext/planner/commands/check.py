@@ -25,7 +25,8 @@ def run(args: argparse.Namespace) -> int:
         model, batch, loss = _case(args.target)
     else:
         raise Refused(
-            f"target {args.target!r} is neither a folder nor module:function."
+            f"target {args.target!r} is neither a folder nor module:function.",
+            parameter="target",
         )
     report = check_per_sample_gradients(
         model,
@@ -65,11 +66,18 @@ def _case(name: str) -> Tuple[Any, Any, Any]:
     try:
         case = getattr(import_module(module), function)()
     except (ImportError, AttributeError, TypeError) as error:
-        raise Refused(f"target {name!r} is not to be had: {error}.") from error
+        raise Refused(
+            f"target {name!r} is not to be had: {error}.",
+            parameter="target",
+            remedy="Name a function that can be imported and takes no arguments.",
+        ) from error
     finally:
         sys.path.remove("")
     if not isinstance(case, Iterable) or len(case := list(case)) != 3:
-        raise Refused(f"target {name!r} must return a model, a batch and a loss_fn.")
+        raise Refused(
+            f"target {name!r} must return a model, a batch and a loss_fn.",
+            parameter="target",
+        )
     return tuple(case)
 
 
@@ -83,7 +91,9 @@ def _checkpoint(path: Path, batch_size: int, length: int) -> Tuple[Any, Any, Any
     if not found:
         raise Refused(
             f"target {path}: its config names no class of transformers under "
-            f"architectures ({names})."
+            f"architectures ({names}).",
+            parameter="target",
+            remedy="Save the model with transformers, or write a module:function.",
         )
     model = found[0].from_pretrained(path)
     vocabulary = model.get_input_embeddings().weight.shape[0]

@@ -31,11 +31,16 @@ def run(args: argparse.Namespace) -> int:
         if name not in LAWS:
             raise Refused(
                 f"--law {args.law!r} is none of "
-                f"{', '.join(['surface', *PRIVATE_LAWS, *LAWS])}."
+                f"{', '.join(['surface', *PRIVATE_LAWS, *LAWS])}.",
+                parameter="--law",
             )
         law = LAWS[name]
         if args.hold_out:
-            raise Refused("--hold-out is for --law surface.")
+            raise Refused(
+                "--hold-out is for --law surface.",
+                parameter="--hold-out",
+                remedy="Leave one of the two out.",
+            )
         if name.startswith("private"):
             loss, inputs, groups = private_rows(read_measurements(args.measurements))
         else:
@@ -59,7 +64,11 @@ def _columns(path: str, law: Any, drop: int) -> Tuple[Any, Dict[str, Any]]:
     with Path(path).open(newline="") as file:
         rows = list(csv.DictReader(file))
     if not rows:
-        raise Refused(f"{path} has no rows.")
+        raise Refused(
+            f"{path} has no rows.",
+            parameter="measurements",
+            remedy="Give a table with a header and rows.",
+        )
     aliases = {"Model Size": "parameters", "Training FLOP": "flops"}
     table = {}
     for name in rows[0]:
@@ -73,12 +82,18 @@ def _columns(path: str, law: Any, drop: int) -> Tuple[Any, Dict[str, Any]]:
     if missing:
         raise Refused(
             f"{path} has no column of numbers {', '.join(missing)}; {law.name} takes "
-            f"{law.target} and {', '.join(law.inputs)}."
+            f"{law.target} and {', '.join(law.inputs)}.",
+            parameter="measurements",
+            remedy="Name the columns so.",
         )
     keep = slice(None)
     if drop:
         if not {"tokens", "parameters"} <= table.keys() or drop >= len(rows):
-            raise Refused(f"--drop {drop}: not so many rows of tokens a parameter.")
+            raise Refused(
+                f"--drop {drop}: not so many rows of tokens a parameter.",
+                parameter="--drop",
+                remedy="Leave out fewer.",
+            )
         keep = np.argsort(table["tokens"] / table["parameters"])[drop:]
     inputs = {name: table[name][keep] for name in law.inputs}
     return table[law.target][keep], inputs

@@ -9,6 +9,7 @@ from opacus_ext.planner.commands.measured import fit_surface
 from opacus_ext.planner.commands.output import print_json, show_pairs, show_table
 from opacus_ext.planner.families import find_family
 from opacus_ext.planner.measure import measure
+from opacus_ext.refused import Refused
 
 
 def run(args: argparse.Namespace) -> int:
@@ -37,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
     summary: Dict[str, Any] = {"runs": len(measured), "file": args.out, "last": rows}
     try:
         summary["fit"] = fit_surface(measured, [])
-    except ValueError as error:
+    except Refused as error:
         summary["fit"] = {"refused": str(error)}
     if args.json:
         print_json(summary)
