@@ -11,12 +11,12 @@ from opacus.distributed import DifferentiallyPrivateDistributedDataParallel as D
 from opacus.grad_sample import AbstractGradSampleModule, GradSampleHooks
 from torch import nn
 
-from opacus_ext.grad_sample.parallel import (
-    World,
+from opacus_ext.grad_sample.parallel.group import ExpertGroup
+from opacus_ext.grad_sample.parallel.sharding import (
     expert_parameters,
-    spread_experts,
-    spread_over,
-    world_of,
+    find_group,
+    group_of,
+    shard_experts,
 )
 from opacus_ext.refused import Refused
 
@@ -50,10 +50,10 @@ def expert_parallel(
         of process 0.
 
     Raises:
-        ValueError: if there are no such experts, their number is not a multiple of the
+        Refused: if there are no such experts, their number is not a multiple of the
             number of processes, or they share parameters with other layers; nothing
             is changed
-        RuntimeError: (in training) if another process is lost
+        ProcessFailure: (in training) if another process is lost
 
     Source:
         DP mixture of experts, "Per-sample gradients with expert parallelism" and
@@ -72,20 +72,23 @@ def expert_parallel(
     """
     if not dist.is_initialized():
         raise Refused(
-            "expert_parallel needs the other processes: call "
-            "torch.distributed.init_process_group first."
+            "expert_parallel needs the other processes:",
+            remedy="call torch.distributed.init_process_group first.",
         )
     _refuse(module)
-    world = World(group)
+    world = ExpertGroup(group)
     modules = list(module.named_modules())
     for check in (True, False):
-        found = [spread_experts(name, m, world, check) for name, m in modules]
+        found = [shard_experts(name, m, world, check) for name, m in modules]
         if not any(found):
             raise Refused(
                 f"{type(module).__name__} has no experts that can be spread: stacked "
                 "ones of opacus_ext.layers or transformers, or a ModuleDict as in "
-                "Switch. Use DifferentiallyPrivateDistributedDataParallel for a model "
-                "without."
+                "Switch.",
+                remedy=(
+                    "Use DifferentiallyPrivateDistributedDataParallel for a model "
+                    "without."
+                ),
             )
         if check:
             module = DPDDP(module)
@@ -95,17 +98,17 @@ def expert_parallel(
 def _refuse(module: nn.Module) -> None:
     """
     Raises:
-        ValueError: if experts can't be spread as they are; nothing is changed
+        Refused: if experts can't be spread as they are; nothing is changed
     """
     if any(hasattr(m, "autograd_grad_sample_hooks") for m in module.modules()):
         raise Refused(
-            "The model has been made private already. Call expert_parallel before "
-            "make_private."
+            "The model has been made private already.",
+            remedy="Call expert_parallel before make_private.",
         )
-    if world_of(module.modules()) is not None:
+    if find_group(module.modules()) is not None:
         raise Refused(
-            "The model's experts are spread over processes already. Call "
-            "expert_parallel once, and use what it returns."
+            "The model's experts are spread over processes already.",
+            remedy="Call expert_parallel once, and use what it returns.",
         )
     owners: Counter = Counter()
     for layer in module.modules():
@@ -115,8 +118,9 @@ def _refuse(module: nn.Module) -> None:
         if any(owners[p] > 1 for p in own):
             raise Refused(
                 f"{name} ({type(layer).__name__}): a parameter of its experts is "
-                "shared with another layer or expert, which may come to lie in another "
-                "process. Give each a parameter of its own."
+                "shared with another layer or expert, which may come to lie in "
+                "another process.",
+                remedy="Give each a parameter of its own.",
             )
 
 
@@ -135,22 +139,22 @@ def full_state_dict(module: nn.Module) -> Dict[str, torch.Tensor]:
         module = module.module if isinstance(module, DPDDP) else module._module
     state = module.state_dict()
     for name, layer in module.named_modules(remove_duplicate=False):
-        world = spread_over(layer)
+        world = group_of(layer)
         if world is not None:
             prefix = f"{name}." if name else ""
             _gather(state, prefix, layer, world)
     return state
 
 
-def _gather(state: Dict, prefix: str, layer: nn.Module, world: World) -> None:
+def _gather(state: Dict, prefix: str, layer: nn.Module, world: ExpertGroup) -> None:
     if not isinstance(layer, nn.ModuleDict):
         for key, p in layer.named_parameters(recurse=False):
             state[prefix + key] = world.gather(p.detach())
         return
     for i, expert in enumerate(list(layer.values())):
-        own = layer.world_names[world.rank * len(layer) + i]
+        own = layer.sharding.names[world.rank * len(layer) + i]
         for key in expert.state_dict():
             whole = world.gather(state[f"{prefix}{own}.{key}"][None])
             for rank, part in enumerate(whole):
-                name = layer.world_names[rank * len(layer) + i]
+                name = layer.sharding.names[rank * len(layer) + i]
                 state[f"{prefix}{name}.{key}"] = part.clone()

@@ -25,7 +25,7 @@ import torch
 from opacus_ext.refused import Refused
 
 if TYPE_CHECKING:
-    from opacus_ext.grad_sample.parallel import World
+    from opacus_ext.grad_sample.parallel.group import ExpertGroup
 
 Bound = Union[float, List[float]]
 
@@ -56,7 +56,7 @@ def clipping_factors(
     clipping: Clipping,
     bound: Bound,
     norms: Union[torch.Tensor, List[torch.Tensor]],
-    worlds: Sequence[Optional[World]],
+    groups: Sequence[Optional[ExpertGroup]],
 ) -> Tuple[List[torch.Tensor], Optional[torch.Tensor]]:
     """
     The factors of one step, also where a part of the parameters is spread over
@@ -67,29 +67,31 @@ def clipping_factors(
         norms: for each parameter (or for several together, where clipping is not by
             parameter), of this process's samples ``[B]``; of a parameter that is
             spread, of the samples of all processes
-        worlds: for each parameter, the processes it is spread over; None if it is not
+        groups: for each parameter, the processes it is spread over; None if it is not
 
     Returns:
         Factors for each parameter, as long as its norms, and the norms over all
         parameters of this process's samples ``[B]``; None where it would take an
         all-reduce that clipping by parameter does without.
     """
-    world = next((w for w in worlds if w is not None), None)
-    if world is None:
+    group = next((w for w in groups if w is not None), None)
+    if group is None:
         norms = norms if isinstance(norms, torch.Tensor) else torch.stack(norms)
         factors = clipping.factors(norms, bound)
-        each = list(factors) if factors.dim() > 1 else [factors] * len(worlds)
+        each = list(factors) if factors.dim() > 1 else [factors] * len(groups)
         return each, _total(norms)
     if clipping.per_parameter:
         pairs = zip(norms, bound)
         return [clipping.factors(n[None], [c])[0] for n, c in pairs], None
-    squares = norms[0].new_zeros(world.batch_size)
-    for n, spread in zip(norms, worlds):
-        (squares[world.own] if spread is None else squares).add_(n.to(squares) ** 2)
-    total = world.sum(squares).sqrt()
+    squares = norms[0].new_zeros(group.batch_size)
+    for n, spread in zip(norms, groups):
+        (squares[group.own_samples] if spread is None else squares).add_(
+            n.to(squares) ** 2
+        )
+    total = group.sum(squares).sqrt()
     factors = clipping.factors(total[None], bound)
-    each = [factors[world.own] if w is None else factors for w in worlds]
-    return each, total[world.own]
+    each = [factors[group.own_samples] if w is None else factors for w in groups]
+    return each, total[group.own_samples]
 
 
 def not_finite(
@@ -129,7 +131,7 @@ def tell_not_finite(
         RuntimeWarning: with the first parameter that has one
 
     Raises:
-        RuntimeError: with "raise"
+        Refused: with "raise"
     """
     pairs = ((k, x) for k, x in zip(names, norms) if not x.isfinite().all())
     name, n = next(pairs, ("its parameters", norms[0] * math.nan))
@@ -142,7 +144,9 @@ def tell_not_finite(
     if on_nonfinite == "raise":
         raise Refused(
             f"The gradient of sample {number} by {name} is not finite, so that it "
-            f"can't be clipped. Nothing was changed. {advice}"
+            f"can't be clipped. Nothing was changed.",
+            parameter=name,
+            remedy=advice,
         )
     warnings.warn(
         f"A sample's gradient by {name} is not finite. Such samples are clipped to "
@@ -171,13 +175,15 @@ def register_clipping(clipping: Clipping) -> Clipping:
 def find_clipping(clipping: Union[str, Clipping]) -> Clipping:
     """
     Raises:
-        ValueError: for a name that is not registered, with those that are
+        Refused: for a name that is not registered, with those that are
     """
     if isinstance(clipping, Clipping):
         return clipping
     if clipping not in CLIPPINGS:
         raise Refused(
-            f"Unknown clipping {clipping!r}. Known: {', '.join(sorted(CLIPPINGS))}."
+            f"Unknown clipping {clipping!r}.",
+            parameter="clipping",
+            remedy=f"Known: {', '.join(sorted(CLIPPINGS))}.",
         )
     return CLIPPINGS[clipping]
 
@@ -199,7 +205,7 @@ def automatic(gamma: float = 0.01) -> Clipping:
         gamma: keeps small gradients small; in the units of a gradient norm
 
     Raises:
-        ValueError: if gamma is not positive
+        Refused: if gamma is not positive
 
     Example:
         >>> from opacus_ext import automatic
@@ -207,7 +213,7 @@ def automatic(gamma: float = 0.01) -> Clipping:
         'automatic'
     """
     if not gamma > 0:
-        raise Refused(f"gamma must be positive, got {gamma}.")
+        raise Refused(f"gamma must be positive, got {gamma}.", parameter="gamma")
     return Clipping("automatic", lambda norms, bound: bound / (_total(norms) + gamma))
 
 

@@ -19,7 +19,8 @@ from opacus.optimizers.optimizer import (
 )
 from torch.optim import Optimizer
 
-from opacus_ext.grad_sample.parallel import World, spread_over
+from opacus_ext.grad_sample.parallel.group import ExpertGroup
+from opacus_ext.grad_sample.parallel.sharding import group_of
 from opacus_ext.optimizers.clipping import (
     CLIPPINGS,
     Bound,
@@ -43,9 +44,12 @@ class _ClippingOptimizer:
     @property
     def _step_supports_amp_scaling(self) -> NoReturn:  # asked by torch.amp.GradScaler
         raise Refused(
-            "GradScaler scales the loss, so that gradients would be clipped at another "
-            "norm, and skips steps by what private data do. Use bfloat16 without it; "
-            'for float16 modes "ghost" and "ghost_bk" have loss.backward(scale=...).'
+            "GradScaler scales the loss, so that gradients would be clipped at "
+            "another norm, and skips steps by what private data do.",
+            remedy=(
+                'Use bfloat16 without it; for float16 modes "ghost" and "ghost_bk" '
+                "have loss.backward(scale=...)."
+            ),
         )
 
     def __init__(
@@ -64,7 +68,8 @@ class _ClippingOptimizer:
         elif isinstance(max_grad_norm, (list, tuple)) or not max_grad_norm > 0:
             raise Refused(
                 f'clipping="{self.clipping.name}" takes one positive max_grad_norm, '
-                f"got {given}."
+                f"got {given}.",
+                parameter="max_grad_norm",
             )
         super().__init__(
             optimizer,
@@ -81,10 +86,13 @@ class _ClippingOptimizer:
             raise Refused(
                 f'clipping="{self.clipping.name}" takes max_grad_norm as a list with '
                 f"one bound for each of the {count} trainable parameter tensors in the "
-                f"optimizer, in its order; got {bounds}."
+                f"optimizer, in its order; got {bounds}.",
+                parameter="max_grad_norm",
             )
         if not all(b > 0 for b in bounds):
-            raise Refused(f"Bounds must be positive, got {bounds}.")
+            raise Refused(
+                f"Bounds must be positive, got {bounds}.", parameter="max_grad_norm"
+            )
         self._bounds = [float(b) for b in bounds]
         self.max_grad_norms = self._bounds
         return self.clipping.sensitivity(self._bounds)
@@ -176,7 +184,7 @@ class HooksDPOptimizer(_ClippingOptimizer, DPOptimizer):
             _check_processed_flag(p.grad_sample)
         norms = [_norms(g) for g in grad_samples]
         norms = [n.to(norms[0].device) for n in norms]
-        spread = any(spread_over(p) for p in params)
+        spread = any(group_of(p) for p in params)
         bad = None if spread else not_finite(norms)
         if bad is not None:
             names = [f"a parameter of {tuple(p.shape)}" for p in params]
@@ -185,7 +193,7 @@ class HooksDPOptimizer(_ClippingOptimizer, DPOptimizer):
         factors, _ = clipping_factors(
             *(self.clipping, self.clipping_bound),
             norms,
-            list(map(spread_over, params)),
+            list(map(group_of, params)),
         )
         for p, g, factor in zip(params, grad_samples, factors):
             factor = factor.to(g.device, _wide(g))
@@ -216,22 +224,26 @@ class GhostDPOptimizer(_ClippingOptimizer, DPOptimizerFastGradientClipping):
         Moves ``p.grad`` to ``p.summed_grad``.
 
         Raises:
-            RuntimeError: if no clipped backward pass has come before, or ``p.grad`` was
+            Refused: if no clipped backward pass has come before, or ``p.grad`` was
                 changed since
         """
         if not self.ready:
             raise Refused(
-                "optimizer.step() without clipped gradients. Call backward() once "
-                "before each step, on the loss that the criterion returned by "
-                "make_private gives: gradients of any other loss are not private."
+                "optimizer.step() without clipped gradients.",
+                remedy=(
+                    "Call backward() once before each step, on the loss that the "
+                    "criterion returned by make_private gives: gradients of any other "
+                    "loss are not private."
+                ),
             )
         given, self._given = self._given, []
         for p, (grad, version) in zip(self.params, given):
             if p.grad is not grad or grad._version != version:
                 raise Refused(
-                    "The clipped gradients were changed between backward() and step(), "
-                    "before the noise: by clip_grad_norm_, a gradient scaler or the "
-                    "like. Leave that out; samples are clipped one by one already."
+                    "The clipped gradients were changed between backward() and "
+                    "step(), before the noise: by clip_grad_norm_, a gradient scaler "
+                    "or the like.",
+                    remedy="Leave that out; samples are clipped one by one already.",
                 )
         del given
         goes_on = self._check_skip_next_step(pop_next=False)
@@ -260,7 +272,7 @@ class _Distributed:
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        self._world = World()
+        self._processes = ExpertGroup()
         self._refuse_differences()
         self._seed = 0
         self._shares: Dict[torch.device, torch.Generator] = {}
@@ -273,12 +285,12 @@ class _Distributed:
         settings = self.noise_multiplier, -1 if size is None else size, weighted
         device = next((p.device for p in self.params), torch.device("cpu"))
         x = torch.tensor([*settings, len(bounds)], dtype=torch.float64, device=device)
-        if bool((self._world.gather(x[None]) != x).any()):
+        if bool((self._processes.gather(x[None]) != x).any()):
             raise Refused(
                 "noise_multiplier, max_grad_norm or the expected batch size (the "
                 "length of the data set and its loader) differ between processes; "
-                f"here they are {self.noise_multiplier}, {bounds} and {size}. Make "
-                "them the same everywhere."
+                f"here they are {self.noise_multiplier}, {bounds} and {size}.",
+                remedy="Make them the same everywhere.",
             )
 
     def pre_step(self, closure: Optional[Any] = None) -> Optional[float]:
@@ -287,11 +299,15 @@ class _Distributed:
         spread = next(filter(self._spread, given), None)
         if spread is not None:
             skip = self._check_skip_next_step(pop_next=False)
-            if all(self._world.largest(skip, not skip, device=spread.device)):
+            if all(self._processes.largest(skip, not skip, device=spread.device)):
                 raise Refused(
                     "Some processes have another physical batch before the step, and "
-                    "others have not. Where experts are spread over processes, choose "
-                    "max_physical_batch_size so that all split alike, or none splits."
+                    "others have not.",
+                    remedy=(
+                        "Where experts are spread over processes, choose "
+                        "max_physical_batch_size so that all split alike, or none "
+                        "splits."
+                    ),
                 )
         return super().pre_step(closure)
 
@@ -319,7 +335,7 @@ class _Distributed:
 
     @staticmethod
     def _spread(p: torch.nn.Parameter) -> bool:
-        return spread_over(p) is not None
+        return group_of(p) is not None
 
     @property
     def sensitivity(self) -> float:
@@ -338,7 +354,7 @@ class _Distributed:
         super().add_noise()
         for p in self.params:
             if not self._spread(p):
-                self._world.sum(p.grad)
+                self._processes.sum(p.grad)
             if self.loss_reduction == "mean":
                 p.grad /= self.world_size  # the expected batch size is one process's
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from opacus_ext.grad_sample import adapters
 from opacus_ext.grad_sample.factors import GradSample
-from opacus_ext.grad_sample.parallel import world_of
+from opacus_ext.grad_sample.parallel.sharding import find_group
 from opacus_ext.grad_sample.rules.embedding import BY_FREQ, MAX_NORM, SPARSE
 from opacus_ext.grad_sample.rules.registry import find_rule, own_parameters
 from opacus_ext.grad_sample.samplewise.compiled.settings import skip
@@ -42,7 +42,7 @@ def settings(**given: Any) -> Iterator[None]:
 def refuse(module: nn.Module) -> None:
     """
     Raises:
-        ValueError: if ``module`` holds what can't be trained privately
+        Refused: if ``module`` holds what can't be trained privately
     """
     adapters.refuse(module)
     for name, p in module.named_parameters():
@@ -52,13 +52,18 @@ def refuse(module: nn.Module) -> None:
             raise Refused(
                 f"Parameter {name} has a hook (register_hook or "
                 "register_post_accumulate_grad_hook), which would change or use its "
-                "gradient before it is private. Remove the hook, or freeze the "
-                "parameter."
+                "gradient before it is private.",
+                parameter=name,
+                remedy="Remove the hook, or freeze the parameter.",
             )
         if p.is_complex():
             raise Refused(
-                f"Parameter {name} is complex. Use one real parameter for the real and "
-                "one for the imaginary part, or freeze it."
+                f"Parameter {name} is complex.",
+                parameter=name,
+                remedy=(
+                    "Use one real parameter for the real and one for the imaginary "
+                    "part, or freeze it."
+                ),
             )
     for name, layer in module.named_modules():
         what = f"{name or 'the model'} ({type(layer).__name__})"
@@ -72,9 +77,9 @@ def refuse(module: nn.Module) -> None:
             ):
                 reason = text if given else reason
         if reason is not None:
-            raise Refused(f"{what}: {reason}.")
+            raise Refused(f"{what}: {reason}.", module=what)
         if layer._backward_hooks or layer._backward_pre_hooks:
-            raise Refused(f"{what} {BACKWARD_HOOK}")
+            raise Refused(f"{what} {BACKWARD_HOOK}", module=what, remedy="Remove it.")
 
 
 class Samplewise:
@@ -108,7 +113,7 @@ class Samplewise:
         handles += adapters.watch(module)
         module.autograd_grad_sample_hooks = handles
         self.autograd_grad_sample_hooks = handles
-        self.engine.world = world_of(module.modules())
+        self.engine.expert_group = find_group(module.modules())
         self.enable_hooks()
 
     @classmethod
@@ -264,12 +269,14 @@ def _disjoint(rows: List[Optional[torch.Tensor]]) -> bool:
 def one_size(sizes: List[int], engine: Engine) -> Optional[int]:
     """
     Raises:
-        RuntimeError: if batches of several sizes met in one backward pass
+        Refused: if batches of several sizes met in one backward pass
     """
     if any(size != sizes[0] for size in sizes):
         raise Refused(
             f"{engine.describe()} was called with batches of {sorted(set(sizes))} "
-            "samples before one backward pass. Use one batch size a pass."
+            "samples before one backward pass.",
+            module=engine.describe(),
+            remedy="Use one batch size a pass.",
         )
     return sizes[0] if sizes else None
 

@@ -37,13 +37,14 @@ class GhostMode(Samplewise):
         Per-sample gradient norms ``[B]`` of the last backward pass.
 
         Raises:
-            RuntimeError: where no process knows them: experts are spread over processes
+            Refused: where no process knows them: experts are spread over processes
                 and clipping is by parameter
         """
         if self.per_sample_gradient_norms is None:
             raise Refused(
                 'clipping="per_layer" of experts that are spread over processes does '
-                "not compute norms over all parameters. Use another clipping function."
+                "not compute norms over all parameters.",
+                remedy="Use another clipping function.",
             )
         return self.per_sample_gradient_norms
 
@@ -64,26 +65,35 @@ class GhostMode(Samplewise):
             scale: what they are multiplied by on the way back, see loss.py
 
         Raises:
-            RuntimeError: for what can't be followed exactly, and with
+            Refused: for what can't be followed exactly, and with
                 ``on_nonfinite="raise"`` for gradients that are not finite
-            ValueError: if ``losses`` are not one a sample, or for a scale that is not
-                a positive number
+                and if ``losses`` are not one a sample, or for a scale that is not a
+                positive number
         """
         if not 0 < scale < math.inf:
-            raise Refused(f"scale must be a positive number, got {scale}.")
+            raise Refused(
+                f"scale must be a positive number, got {scale}.", parameter="scale"
+            )
         if getattr(optimizer, "ready", False):
             raise Refused(
-                "backward() a second time before optimizer.step(): the clipped sum of "
-                "the first batch would be lost. Call optimizer.step() after each "
-                "backward(), or use BatchMemoryManager to accumulate batches."
+                "backward() a second time before optimizer.step(): the clipped sum "
+                "of the first batch would be lost.",
+                remedy=(
+                    "Call optimizer.step() after each backward(), or use "
+                    "BatchMemoryManager to accumulate batches."
+                ),
             )
         if losses.dim() != 1:
             raise Refused(
                 f"The criterion must give one loss a sample, shape [B], when its "
                 f'reduction is "none"; got shape {tuple(losses.shape)}. What a model '
-                "computes as its own loss is one number for the batch: give "
-                "make_private criterion=opacus_ext.losses.PerSample() and call "
-                "criterion(opacus_ext.losses.model_losses(model, batch)).backward()."
+                "computes as its own loss is one number for the batch:",
+                parameter="criterion",
+                remedy=(
+                    "give make_private criterion=opacus_ext.losses.PerSample() and "
+                    "call criterion(opacus_ext.losses.model_losses(model, batch))"
+                    ".backward()."
+                ),
             )
         if self.new_criterion:
             self.new_criterion = not refuse_mixing(losses)
@@ -100,8 +110,12 @@ class GhostMode(Samplewise):
             raise Refused(
                 f"{self.engine.describe()}: the loss depends on {len(runs)} forward "
                 "passes, at least one of them compiled, whose gradients are clipped "
-                "within the program. Pass all that belongs to a sample in one call, or "
-                "train the model without torch.compile."
+                "within the program.",
+                module=self.engine.describe(),
+                remedy=(
+                    "Pass all that belongs to a sample in one call, or train the "
+                    "model without torch.compile."
+                ),
             )
         return bool(compiled)
 

@@ -15,7 +15,7 @@ from opacus_ext.grad_sample.modes.common import (
     by_parameter,
     one_size,
 )
-from opacus_ext.grad_sample.parallel import spread_over
+from opacus_ext.grad_sample.parallel.sharding import group_of
 from opacus_ext.refused import Refused
 
 
@@ -40,7 +40,7 @@ class _Hooks(Samplewise):
 
     def finish(self, gather: Gather) -> None:
         """Sets ``p.grad_sample`` of every trainable parameter."""
-        engine, world = self.engine, self.engine.world
+        engine, group = self.engine, self.engine.expert_group
         batch_size = one_size(gather.sizes, engine) or 0
         found = by_parameter(gather.parts(), batch_size)
         params = self.trainable()
@@ -48,21 +48,25 @@ class _Hooks(Samplewise):
             getattr(p, "grad_sample", None) is not None for p in params
         ):
             raise Refused(
-                "Poisson sampling is not compatible with grad accumulation. "
-                "You need to call optimizer.step() after every forward/backward pass "
-                "or consider using BatchMemoryManager"
+                "Poisson sampling is not compatible with grad accumulation.",
+                remedy=(
+                    "You need to call optimizer.step() after every forward/backward "
+                    "pass or consider using BatchMemoryManager"
+                ),
             )
-        if world is not None and any(
+        if group is not None and any(
             getattr(p, "grad_sample", None) is not None for p in params
         ):
             raise Refused(
                 "backward() a second time before optimizer.step() and zero_grad(), "
-                "which experts that are spread over processes can't take. Call them "
-                "after each backward(), or use BatchMemoryManager to accumulate "
-                "batches."
+                "which experts that are spread over processes can't take.",
+                remedy=(
+                    "Call them after each backward(), or use BatchMemoryManager to "
+                    "accumulate batches."
+                ),
             )
         for p in params:
-            size = world.batch_size if spread_over(p) else batch_size or 0
+            size = group.batch_size if group_of(p) else batch_size or 0
             new = _dense(found.pop(id(p), []), p, size)
             if self.loss_reduction == "mean":
                 new = new * self._scale(p, new, batch_size)
@@ -74,9 +78,10 @@ class _Hooks(Samplewise):
 
     def _scale(self, p: nn.Parameter, new: torch.Tensor, batch_size: int) -> Any:
         """What a mean over the batch has divided each sample's gradient by."""
-        if spread_over(p) is None:
+        group = group_of(p)
+        if group is None:
             return batch_size
-        scale = p.world.each(p.world.batch_sizes, device=new.device, dtype=new.dtype)
+        scale = group.per_sample(group.batch_sizes, device=new.device, dtype=new.dtype)
         return scale.view(-1, *(1 for _ in p.shape))
 
 
@@ -101,10 +106,11 @@ class _Watch:
         engine = self.engine
         if engine.enabled and not engine.in_own_backward:
             raise Refused(
-                f"Parameter {self.name} of shape {self.shape} is also used outside of "
-                "the model's forward, for example in the loss itself, where its "
-                "gradient can't be told apart by sample. Use it inside the forward of "
-                "the module that owns it."
+                f"Parameter {self.name} of shape {self.shape} is also used outside "
+                "of the model's forward, for example in the loss itself, where its "
+                "gradient can't be told apart by sample.",
+                parameter=self.name,
+                remedy="Use it inside the forward of the module that owns it.",
             )
 
 

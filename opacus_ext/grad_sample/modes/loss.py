@@ -38,9 +38,11 @@ class ClippedLoss(DPTensorFastGradientClipping):
         self.module.clipped_backward(self.optimizer, self.loss_per_sample, scale)
 
     def __iter__(self) -> NoReturn:
-        raise TypeError(  # where torch.amp.GradScaler ends up
-            "The loss of a ghost mode has no items, and no GradScaler can scale it. "
-            "Call loss.backward(scale=1024.0) for a model that computes in float16."
+        raise Refused(  # where torch.amp.GradScaler ends up
+            "The loss of a ghost mode has no items, and no GradScaler can scale it.",
+            remedy=(
+                "Call loss.backward(scale=1024.0) for a model that computes in float16."
+            ),
         )
 
 
@@ -150,41 +152,42 @@ class ClippedCriterion(DPLossFastGradientClipping):
         if not close(whole, again):
             return  # it draws random numbers
         name = getattr(self.criterion, "__name__", type(self.criterion).__name__)
-        text = (
-            f"The criterion {name} mixes samples: {{}} What depends on the batch "
-            "(its largest loss, class weights counted in it, negatives from other "
-            "samples, a mean over all of its tokens) is not private. Compute the loss "
-            "of each sample from that sample alone."
-        )
         if not whole.dim():
             mine = self._one_a_sample(losses, call)
             mine = mine.mean() if self.loss_reduction == "mean" else mine.sum()
             if not close(mine, whole):
-                raise Refused(
-                    text.format(
-                        f"it gives {float(whole):.6g} for the batch, and the "
-                        f"{self.loss_reduction} of what it gives for each sample alone "
-                        f"is {float(mine):.6g}."
-                    )
+                raise _mixing_error(
+                    name,
+                    f"it gives {float(whole):.6g} for the batch, and the "
+                    f"{self.loss_reduction} of what it gives for each sample alone is "
+                    f"{float(mine):.6g}.",
                 )
             return
         if whole.numel() != losses.numel():
-            raise Refused(
-                text.format(
-                    f"it gives shape {tuple(whole.shape)} for the batch, and "
-                    f"{tuple(losses.shape)} for all samples, each by itself."
-                )
+            raise _mixing_error(
+                name,
+                f"it gives shape {tuple(whole.shape)} for the batch, and "
+                f"{tuple(losses.shape)} for all samples, each by itself.",
             )
         mine = losses.reshape(whole.shape)
         if not close(mine, whole):
             b = int((mine - whole).abs().nan_to_num(0).argmax())
-            raise Refused(
-                text.format(
-                    f"a loss is {float(whole.flatten()[b]):.6g} in the batch of "
-                    f"{call.size}, and {float(mine.flatten()[b]):.6g} for the sample "
-                    "alone."
-                )
+            raise _mixing_error(
+                name,
+                f"a loss is {float(whole.flatten()[b]):.6g} in the batch of "
+                f"{call.size}, and {float(mine.flatten()[b]):.6g} for the sample "
+                "alone.",
             )
+
+
+def _mixing_error(name: str, found: str) -> Refused:
+    return Refused(
+        f"The criterion {name} mixes samples: {found} What depends on the batch (its "
+        "largest loss, class weights counted in it, negatives from other samples, a "
+        "mean over all of its tokens) is not private.",
+        parameter="criterion",
+        remedy="Compute the loss of each sample from that sample alone.",
+    )
 
 
 class _Call:
@@ -319,8 +322,9 @@ def outside_error(p: nn.Parameter, engine: Any) -> Refused:
     return Refused(
         f"Parameter {engine.names[p]} of shape {tuple(p.shape)} is also used outside "
         "of the model's forward, for example in the loss itself, where its gradient "
-        "can't be told apart by sample. Use it inside the forward of the module that "
-        "owns it."
+        "can't be told apart by sample.",
+        parameter=engine.names[p],
+        remedy="Use it inside the forward of the module that owns it.",
     )
 
 
@@ -389,8 +393,12 @@ def refuse_mixing(losses: torch.Tensor) -> bool:
                     f"{run.engine.describe()}: the loss of a sample depends on the "
                     "outputs of others, between the model and the criterion (a mean "
                     "over the batch, a number of the whole batch, rows in another "
-                    "order). Compute the loss of each sample from that sample's "
-                    "outputs alone, in the order of the batch."
+                    "order).",
+                    module=run.engine.describe(),
+                    remedy=(
+                        "Compute the loss of each sample from that sample's outputs "
+                        "alone, in the order of the batch."
+                    ),
                 )
     return True
 

@@ -100,14 +100,18 @@ class ProgramStep(Step):
         if run.done:
             raise Refused(
                 f"{engine.describe()}: backward() a second time through the same "
-                "forward pass. Call the model again."
+                "forward pass.",
+                module=engine.describe(),
+                remedy="Call the model again.",
             )
         refuse_outside(self.losses, engine)
         for p in self.params:
             if p._backward_hooks or p._post_accumulate_grad_hooks:
                 raise Refused(
                     f"Parameter {engine.names[p]} has a hook, which would change or "
-                    "use its gradient before it is private. Remove the hook."
+                    "use its gradient before it is private.",
+                    parameter=engine.names[p],
+                    remedy="Remove the hook.",
                 )
         bounds = self.bound if self.clipping.per_parameter else [self.bound]
         settings = torch.tensor([self.scale, *bounds], dtype=torch.float64)

@@ -11,7 +11,7 @@ from opacus_ext.grad_sample.modes.clip import Clip, Sums
 from opacus_ext.grad_sample.modes.common import Parts
 from opacus_ext.grad_sample.modes.loss import outside_error
 from opacus_ext.grad_sample.modes.stream import Stream
-from opacus_ext.grad_sample.parallel import spread_over
+from opacus_ext.grad_sample.parallel.sharding import group_of
 from opacus_ext.grad_sample.samplewise.compiled.programs import CompiledRun
 from opacus_ext.grad_sample.samplewise.gather import leaves_of
 from opacus_ext.grad_sample.samplewise.scan import ScanRun
@@ -49,14 +49,14 @@ class Step(Clip):
             if len(self.runs) == 1
             and isinstance(self.runs[0], ScanRun)
             and self.runs[0].rows is None
-            and self.world is None
+            and self.expert_group is None
             else None
         )
 
     def run(self) -> Tuple[Sums, Optional[torch.Tensor]]:
         """The clipped sums, and the samples' norms ``[B]``."""
         self._check_size()
-        if self.size == 0 and self.world is None:
+        if self.size == 0 and self.expert_group is None:
             zero = {p: torch.zeros_like(p, requires_grad=False) for p in self.params}
             self._done()
             return zero, self.losses.detach().new_zeros(0)
@@ -68,7 +68,7 @@ class Step(Clip):
             return stream.finish()
         with torch.no_grad():
             parts, norms = self.norms()
-        bad = not_finite(norms) if self.world is None else None
+        bad = not_finite(norms) if self.expert_group is None else None
         if bad is not None:
             self._tell(parts)
             if not self.keep:
@@ -81,7 +81,7 @@ class Step(Clip):
                     parts, norms = self.norms()
             norms = norms.masked_fill(bad, math.inf)
         factors, total = clipping_factors(
-            *(self.clipping, self.bound, norms), list(map(spread_over, self.params))
+            *(self.clipping, self.bound, norms), list(map(group_of, self.params))
         )
         if bad is not None:
             factors = [f.masked_fill(bad, 0) for f in factors]
@@ -92,11 +92,11 @@ class Step(Clip):
             with torch.no_grad():
                 sums = self.weighted_sums(parts, factors)
         else:
-            world = self.world
-            spread = next((w for w in map(spread_over, self.params) if w), None)
+            group = self.expert_group
+            spread = next((w for w in map(group_of, self.params) if w), None)
             own = factors[0]
-            if spread is not None and spread_over(self.params[0]) is not None:
-                own = factors[0][world.own]
+            if spread is not None and group_of(self.params[0]) is not None:
+                own = factors[0][group.own_samples]
             sums = self._second_pass(own)
         self._done()
         return sums, total
@@ -128,10 +128,13 @@ class Step(Clip):
         if sizes and self.size not in sizes:
             raise Refused(
                 f"The criterion gives {self.size} losses for a batch of "
-                f"{sorted(sizes)[0]} samples. The privacy unit is the sample: for "
-                "losses of flattened tokens call criterion(logits.flatten(0, 1), "
-                "targets.flatten(), shape=[B, T]), or let the criterion return [B] "
-                'when its reduction is "none".'
+                f"{sorted(sizes)[0]} samples.",
+                remedy=(
+                    "The privacy unit is the sample: for losses of flattened tokens "
+                    "call criterion(logits.flatten(0, 1), targets.flatten(), "
+                    "shape=[B, T]), or let the criterion return [B] when its "
+                    'reduction is "none".'
+                ),
             )
         self.runs = [run for run in self.runs if run.batch == self.size]
 
@@ -235,16 +238,20 @@ class Step(Clip):
         infinite, *differs = other.tolist()
         if any(differs):
             raise Refused(
-                f"{engine.describe()}: its backward pass is not linear (a hook "
-                "that clips or changes gradients of activations?), so that the second "
-                'pass of mode "ghost" gives other gradients than the first. Use '
-                'grad_sample_mode="ghost_bk" or "hooks".'
+                f"{engine.describe()}: its backward pass is not linear (a hook that "
+                "clips or changes gradients of activations?), so that the second "
+                'pass of mode "ghost" gives other gradients than the first.',
+                module=engine.describe(),
+                remedy='Use grad_sample_mode="ghost_bk" or "hooks".',
             )
         if infinite:
             raise Refused(
                 "The clipped gradients are not finite, where the gradients of the "
-                "samples were. Where float16 overflows, use bfloat16, or a smaller "
-                "scale in loss.backward(scale=...)."
+                "samples were.",
+                remedy=(
+                    "Where float16 overflows, use bfloat16, or a smaller scale in "
+                    "loss.backward(scale=...)."
+                ),
             )
         if self.scale != 1:
             total = {p: g / self.scale for p, g in total.items()}

@@ -28,9 +28,10 @@ class Stream:
         step = self.step
         if b != len(self.norms):
             raise Refused(
-                f"{step.engine.describe()}: sample {b} has gradients in several parts, "
-                "which can't be clipped one after the other. Let the forward return "
-                "all that the loss uses."
+                f"{step.engine.describe()}: sample {b} has gradients in several "
+                "parts, which can't be clipped one after the other.",
+                module=step.engine.describe(),
+                remedy="Let the forward return all that the loss uses.",
             )
         params = step.params
         found = [grads.get(p) for p in params]

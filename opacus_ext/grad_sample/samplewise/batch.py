@@ -53,20 +53,27 @@ class Leave(torch.autograd.Function):
             raise Refused(
                 f"{ctx.run.engine.describe()}: gradients of its gradients were asked "
                 "for (create_graph=True) outside of its forward, where they can't be "
-                "told apart by sample. Compute them inside the forward."
+                "told apart by sample.",
+                module=ctx.run.engine.describe(),
+                remedy="Compute them inside the forward.",
             )
         if ctx.run.abandoned:
             raise Refused(
                 f"{ctx.run.engine.describe()}: the loss uses an activation that was "
                 "kept from a forward pass that had to be begun again, as its samples "
-                "take different branches. Return it from the forward instead."
+                "take different branches.",
+                module=ctx.run.engine.describe(),
+                remedy="Return it from the forward instead.",
             )
         if getattr(ctx.run, "closed", False):
             raise Refused(
                 f"{ctx.run.engine.describe()}: gradients of what a compiled model "
-                "gives are those of samples, clipped. Call backward() of the loss that "
-                "the criterion returned by make_private gives, or train the model "
-                "without torch.compile."
+                "gives are those of samples, clipped.",
+                module=ctx.run.engine.describe(),
+                remedy=(
+                    "Call backward() of the loss that the criterion returned by "
+                    "make_private gives, or train the model without torch.compile."
+                ),
             )
         if ctx.run.engine.collector is not None:
             ctx.run.engine.collector.touch(ctx.run)

@@ -116,9 +116,12 @@ def refuse_not_entered(
     if any(map(_is_trained, outputs)) and not any(map(_is_trained, inputs)):
         raise Refused(
             f"{engine.describe()}: no gradient enters a reentrant checkpoint, so the "
-            "parameters inside would get none by plain autograd. Use "
-            "use_reentrant=False, or let its inputs require gradients "
-            "(model.enable_input_require_grads() in transformers)."
+            "parameters inside would get none by plain autograd.",
+            module=engine.describe(),
+            remedy=(
+                "Use use_reentrant=False, or let its inputs require gradients "
+                "(model.enable_input_require_grads() in transformers)."
+            ),
         )
 
 

@@ -56,13 +56,13 @@ class _NotTrained(torch.autograd.Function):
     """Behind a number that the batch has and no sample: nobody may train on it."""
 
     @staticmethod
-    def forward(ctx, x, text):
-        ctx.text = text
+    def forward(ctx, x, error):
+        ctx.error = error
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx, grad):
-        raise Refused(ctx.text)
+        raise ctx.error
 
 
 class Join(NamedTuple):
@@ -101,14 +101,18 @@ class Join(NamedTuple):
     def guarded(self, x: T, engine: "Engine") -> T:
         """Refuses to be trained on, if it is what no sample has."""
         if self.how == "number" and engine.each is None and x.requires_grad:
-            return _NotTrained.apply(
-                x,
+            error = Refused(
                 f"{engine.describe()}: output {self.name or '0'} is trained on, and it "
                 "is neither the mean nor the sum of what the model computes for each "
                 "sample alone (a mean over the tokens of all samples, a balancing "
-                "loss). Use opacus_ext.losses.model_losses, which gives one loss a "
-                "sample, or the model's other outputs.",
+                "loss).",
+                module=engine.describe(),
+                remedy=(
+                    "Use opacus_ext.losses.model_losses, which gives one loss a "
+                    "sample, or the model's other outputs."
+                ),
             )
+            return _NotTrained.apply(x, error)
         return x
 
     def split(self, grad: T, shapes: List[torch.Size]) -> List[T]:
@@ -164,7 +168,9 @@ def joins_of(
     if len(own) != len(raw):
         raise Refused(
             f"{engine.describe()} returns {len(own)} tensors for a batch of "
-            f"{inputs.size} and {len(raw)} for one sample. Return the same from each."
+            f"{inputs.size} and {len(raw)} for one sample.",
+            module=engine.describe(),
+            remedy="Return the same from each.",
         )
     joins: List[Join] = []
     for (name, whole), (found, batched) in zip(own, raw):
@@ -172,7 +178,9 @@ def joins_of(
         join = join_of(whole, values, fine_of(engine.module))
         if join is None:
             # Other processes do not run it once more.
-            where = first_mixing(engine, inputs) if engine.world is None else MIXED
+            where = (
+                first_mixing(engine, inputs) if engine.expert_group is None else MIXED
+            )
             join = _by_shape(whole, values) if where is None else None
             if join is None:
                 _refuse(engine, inputs, name, whole, values, where or MIXED)
@@ -273,8 +281,9 @@ def _refuse(
     raise Refused(
         f"{engine.describe()}: its output{f' {name}' if name else ''} of shape "
         f"{tuple(own.shape)} for a batch of {inputs.size} is not what it gives for "
-        "each "
-        f"sample alone, of shape {alone}. {where}"
+        f"each sample alone, of shape {alone}.",
+        module=engine.describe(),
+        remedy=where,
     )
 
 

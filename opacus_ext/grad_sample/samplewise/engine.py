@@ -91,7 +91,7 @@ class Engine:
         self.listed = False  # whether items of lists are samples
         self.returning: set = set()  # hooks of the user that change what they see
         self._own_backward = False
-        self.world: Any = None  # the processes that experts are spread over
+        self.expert_group: Any = None  # the processes that experts are spread over
         self._runs: List[weakref.ref] = []
         self._params: Dict[int, nn.Parameter] = {}
         self._modules: Optional[Tuple[List[str], List[nn.Module]]] = None
@@ -186,7 +186,10 @@ class Engine:
         parts = self.modules[1][1:]
         for m in parts:
             if m._backward_hooks or m._backward_pre_hooks:
-                raise Refused(f"{self.name_of(m)} {BACKWARD_HOOK}")
+                name = self.name_of(m)
+                raise Refused(
+                    f"{name} {BACKWARD_HOOK}", module=name, remedy="Remove it."
+                )
         return hook_tables(parts)
 
     def name_of(self, module: nn.Module) -> str:
@@ -286,9 +289,9 @@ class Engine:
 
     def _together(self) -> ContextManager:
         """What one process refuses within, all do."""
-        if self.world is None:
+        if self.expert_group is None:
             return nullcontext()
-        return self.world.together(self.anchor.device)
+        return self.expert_group.forward_pass(self.anchor.device)
 
     @contextmanager
     def paused(self) -> Iterator[None]:

@@ -8,7 +8,10 @@ from typing import Callable, Optional
 import torch
 from torch import nn
 
-from opacus_ext.grad_sample.parallel import spread, spread_rows
+from opacus_ext.grad_sample.parallel.dispatch import (
+    rows_through_experts,
+    through_experts,
+)
 from opacus_ext.grad_sample.rules.experts import (
     Experts,
     Routes,
@@ -68,15 +71,15 @@ def _send(run: Run, func: Callable, x: T, index: T, size: int, experts: Experts)
     return _outside(run, x, index, sent)
 
 
-@handles(spread)
-def _spread(run: Run, func: Callable, x: T, index: T, layer: nn.Module) -> T:
+@handles(through_experts)
+def _through_experts(run: Run, func: Callable, x: T, index: T, layer: nn.Module) -> T:
     anchor = run.engine.anchor if torch.is_grad_enabled() else None
 
     def here(function: Callable, rows: T, samples: T) -> T:
-        return on_rows(run, function, rows, samples, layer.world.batch_size)
+        return on_rows(run, function, rows, samples, layer.sharding.group.batch_size)
 
     def sent(rows: T, index: T) -> T:
-        return spread_rows(rows, index, layer, here, anchor)
+        return rows_through_experts(rows, index, layer, here, anchor)
 
     return _outside(run, x, index, sent)
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, List, Tuple
 
 import torch
 
-from opacus_ext.grad_sample.parallel import Elsewhere
+from opacus_ext.grad_sample.parallel.group import ProcessFailure
 from opacus_ext.grad_sample.samplewise.calm import calmly
 from opacus_ext.grad_sample.samplewise.compare import HELP, first_mixing, joins_of
 from opacus_ext.grad_sample.samplewise.inputs import Inputs, read_inputs
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 def inputs_of(engine: "Engine", args: tuple, kwargs: dict) -> Inputs:
     """The arguments of a call, with lists of samples told from others."""
     inputs = read_inputs(engine, args, kwargs)
-    if engine.listed or engine.world is not None or not inputs.lists:
+    if engine.listed or engine.expert_group is not None or not inputs.lists:
         return inputs
     failure = None
     try:
@@ -59,10 +59,10 @@ def known_of(engine: "Engine", inputs: Inputs) -> InputKind:
     kind = inputs.kind, engine.module.training, engine.each is None, inputs.size > 1
     known = engine.kinds.get(kind)
     # Nothing can be told of one sample, but where experts see those of others.
-    least = 2 if engine.world is None else 1
+    least = 2 if engine.expert_group is None else 1
     look = known is None and engine.joins and inputs.size >= least
-    if engine.world is not None:
-        look = engine.world.begin(inputs.size, look, engine.anchor.device)
+    if engine.expert_group is not None:
+        look = engine.expert_group.begin_pass(inputs.size, look, engine.anchor.device)
     if known is None and not look:
         # What is known of larger batches.
         larger = engine.kinds.get((*kind[:-1], True))
@@ -103,15 +103,16 @@ def compare(engine: "Engine", inputs: Inputs, known: InputKind) -> None:
         known.outputs = set()
         try:
             raw = Parts(engine, again(), known, raw=True).run()
-        except (Refused, Elsewhere):
+        except (Refused, ProcessFailure):
             raise
         except Exception as error:
             where = None
-            if engine.world is None:
+            if engine.expert_group is None:
                 where = first_mixing(engine, again())
             raise Refused(
-                f"{engine.describe()} runs on the batch, and not on one sample. "
-                f"{where or f'{type(error).__name__}: {error}. {HELP}'}"
+                f"{engine.describe()} runs on the batch, and not on one sample.",
+                module=engine.describe(),
+                remedy=where or f"{type(error).__name__}: {error}. {HELP}",
             ) from error
         if inputs.size:  # an empty batch takes part where others look
             joins = joins_of(engine, again(), own, raw)

@@ -11,7 +11,7 @@ import functools
 import threading
 import types
 from contextlib import contextmanager
-from typing import Any, Callable, Iterator, Sequence
+from typing import Any, Callable, Iterator, List, Sequence
 
 import torch
 import torch.utils.checkpoint
@@ -118,6 +118,10 @@ def apply_outside(level: Level, function: type) -> Callable[..., Any]:
     return apply
 
 
+# Called with two tensors that have changed places.
+EXCHANGED: List[Callable[[torch.Tensor, torch.Tensor], None]] = []
+
+
 def become(x: torch.Tensor, y: torch.Tensor) -> None:
     """
     Makes of the tensor ``x``, wherever Python refers to it, the tensor ``y``. Where
@@ -126,6 +130,8 @@ def become(x: torch.Tensor, y: torch.Tensor) -> None:
     # torch.utils.swap_tensors would refuse what autograd has saved.
     x.__dict__, y.__dict__ = y.__dict__, x.__dict__
     torch._C._swap_tensor_impl(x, y)
+    for exchanged in EXCHANGED:
+        exchanged(x, y)
 
 
 def is_memory_of(x: torch.Tensor, tensors: Sequence[torch.Tensor]) -> bool:

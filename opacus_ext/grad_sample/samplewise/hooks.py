@@ -27,8 +27,7 @@ if TYPE_CHECKING:
 
 BACKWARD_HOOK = (
     "has a hook on its backward pass (register_full_backward_hook), which would see "
-    "the "
-    "gradients of all samples before they are clipped. Remove it."
+    "the gradients of all samples before they are clipped."
 )
 
 
@@ -145,7 +144,9 @@ def of_all(engine: "Engine", parts: List[List[Seen]]) -> List[List[Seen]]:
             raise Refused(
                 f"{engine.describe()}: a forward hook on {engine.name_of(module)} "
                 "can't be shown the batch, as only some of the samples pass that "
-                "module. Remove the hook, or return what it looks at from the forward."
+                "module.",
+                module=engine.describe(),
+                remedy="Remove the hook, or return what it looks at from the forward.",
             )
     return [[calls[key] for key in keys] for calls in found]
 

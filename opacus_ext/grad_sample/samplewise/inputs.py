@@ -209,7 +209,9 @@ class Inputs:
         if len({len(each) for each in leaves}) > 1:
             raise Refused(
                 f"{engine.describe()} returns another number of tensors for some "
-                "samples than for others. Return the same from each."
+                "samples than for others.",
+                module=engine.describe(),
+                remedy="Return the same from each.",
             )
         columns = list(zip(*leaves))
         joins = list(joins or ()) + [None] * len(columns)
@@ -288,9 +290,10 @@ def _scattered(
         if all(x.shape == first.shape and torch.equal(x, first) for x in column):
             return first
         raise Refused(
-            f"{engine.describe()}: its outputs have other shapes for some samples than "
-            f"for others: {sorted({tuple(x.shape) for x in column})}. Pad them to one "
-            "shape."
+            f"{engine.describe()}: its outputs have other shapes for some samples "
+            f"than for others: {sorted({tuple(x.shape) for x in column})}.",
+            module=engine.describe(),
+            remedy="Pad them to one shape.",
         )
     each = padded(each, 0, 1)
     order = torch.cat(rows).argsort()
@@ -320,7 +323,7 @@ def _scattered_raw(parts: List, column: tuple, size: int) -> Tuple[torch.Tensor,
 def read_inputs(engine: "Engine", args: tuple, kwargs: dict) -> Inputs:
     """
     Raises:
-        RuntimeError: if there is no tensor to tell the number of samples from
+        Refused: if there is no tensor to tell the number of samples from
     """
     if engine.take is not None:
         given = kwargs if kwargs and not args else args
@@ -347,8 +350,9 @@ def read_inputs(engine: "Engine", args: tuple, kwargs: dict) -> Inputs:
     if not sizes:
         raise Refused(
             f"{engine.describe()} was called without a tensor that has a batch "
-            "dimension, so the batch size is unknown. Pass its inputs as tensors "
-            "[B, ...]."
+            "dimension, so the batch size is unknown.",
+            module=engine.describe(),
+            remedy="Pass its inputs as tensors [B, ...].",
         )
     size = sizes.most_common(1)[0][0]
     lists = _Lists(args, kwargs)

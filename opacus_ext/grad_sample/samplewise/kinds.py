@@ -56,7 +56,7 @@ def joins_for(
     if known.joins is None:
         return None
     found = known.joins.get(kind_of(output, shape))
-    if engine.world is not None and known.joins and found is None:
+    if engine.expert_group is not None and known.joins and found is None:
         found = next(iter(known.joins.values()))  # others would not look again
     if found is None and size:
         raise NewOutput()

@@ -29,6 +29,7 @@ from torch.nn import functional as F
 
 from opacus_ext.grad_sample.factors import Factor
 from opacus_ext.grad_sample.rules.registry import (
+    NATIVE,
     Factors,
     Rule,
     find_forward,
@@ -162,9 +163,6 @@ class Recorder:
         return y.movedim(0, batch_dim) if batch_dim else y
 
 
-NATIVE: Dict[type, bool] = {}
-
-
 def register_native(*kinds: type) -> None:
     """
     Declares modules, or autograd functions, that treat samples independently: they run
@@ -215,7 +213,8 @@ def call_outside(
         raise Refused(
             f"{getattr(function, '__name__', function)} gives a tensor of shape "
             f"{tuple(y.shape)} for {run.size} samples, so it does not treat them "
-            "independently. Do not declare it with register_native."
+            "independently.",
+            remedy="Do not declare it with register_native.",
         )
 
     def samples(y: T) -> T:
@@ -290,7 +289,9 @@ class NativeForward:
         if not isinstance(output, T):
             raise Refused(
                 f"{self.name} ({type(layer).__name__}) has a rule, and returns "
-                f"{type(output).__name__}, not a tensor."
+                f"{type(output).__name__}, not a tensor.",
+                module=self.name,
+                remedy="Let its forward return one tensor.",
             )
         names, inputs = _named_inputs(layer, args, kwargs)
         rows = rule.row_dims(layer, output)
@@ -306,8 +307,8 @@ class NativeForward:
                 lacking = [self.engine.names.get(p, "?") for p in missing]
                 raise Refused(
                     f"The rule for {self.name} ({type(layer).__name__}) gives no "
-                    f"gradient for its trainable parameter(s) {', '.join(lacking)}. "
-                    "Complete the rule, or freeze the parameter."
+                    f"gradient for its trainable parameter(s) {', '.join(lacking)}.",
+                    remedy="Complete the rule, or freeze the parameter.",
                 )
             return [found[p] for p in params]
 

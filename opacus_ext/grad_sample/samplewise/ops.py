@@ -57,9 +57,12 @@ def refuse_carried(engine: "Engine", args: Iterable) -> None:
                     f"{engine.describe()}: reads a value of shape {tuple(x.shape)} "
                     "that was computed from an earlier batch, or by a hook of the "
                     "user from all samples of this one. It would carry private data "
-                    "from batch to batch, or from sample to sample, without noise: do "
-                    "not keep it, or reset it before each call; a state is given to "
-                    "the model as an argument."
+                    "from batch to batch, or from sample to sample, without noise:",
+                    module=engine.describe(),
+                    remedy=(
+                        "do not keep it, or reset it before each call; a state is "
+                        "given to the model as an argument."
+                    ),
                 )
         elif type(x) in (list, tuple):
             refuse_carried(engine, x)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, List, Optional, Tuple
 
 import torch
 
-from opacus_ext.grad_sample.parallel import Elsewhere
+from opacus_ext.grad_sample.parallel.group import ProcessFailure
 from opacus_ext.grad_sample.samplewise.at_once import raw_at_once, run_at_once
 from opacus_ext.grad_sample.samplewise.batch import Diverge
 from opacus_ext.grad_sample.samplewise.compare import NewOutput
@@ -55,14 +55,16 @@ class Parts:
         self.engine, self.inputs, self.known, self.raw = engine, inputs, known, raw
         self.todo: List[Tuple[Rows, "Part"]] = list(inputs.parts())
         self.whole = len(self.todo) == 1 and self.todo[0][0] is None
-        if engine.world is not None and len(self.todo) > 1:
+        if engine.expert_group is not None and len(self.todo) > 1:
             raise Refused(
                 f"{engine.describe()}: samples of several shapes.", remedy=_APART
             )
         self.done: List[Tuple[Rows, Any]] = []  # what each part gave
         self.runs: List[Any] = []
         engine.left.sweep()
-        self.chooser = None if raw or engine.world is not None else engine.chooser
+        self.chooser = (
+            None if raw or engine.expert_group is not None else engine.chooser
+        )
         self.scan = known.scan or (
             self.chooser is not None and self.chooser.begin(inputs)
         )
@@ -92,7 +94,7 @@ class Parts:
         except Diverge as diverge:
             self._split(rows, part, diverge.groups)
             return
-        except (Refused, Elsewhere, NewOutput):
+        except (Refused, ProcessFailure, NewOutput):
             self.states.back()
             raise
         except Exception as error:
@@ -104,7 +106,7 @@ class Parts:
                 return
             if self.scan:
                 raise
-            if self.engine.world is not None:
+            if self.engine.expert_group is not None:
                 raise Refused(
                     f"{self.engine.describe()}: vmap can't run it ({error}).",
                     remedy=_APART,
@@ -141,7 +143,7 @@ class Parts:
 
     def _split(self, rows: Rows, part: "Part", groups: torch.Tensor) -> None:
         """Samples that take one branch run together, apart from the others."""
-        if self.engine.world is not None:
+        if self.engine.expert_group is not None:
             raise Refused(
                 f"{self.engine.describe()}: its samples take different branches on "
                 "data.",

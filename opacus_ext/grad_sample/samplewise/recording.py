@@ -69,8 +69,9 @@ class Recording(Batch):
         if isinstance(leaf, nn.Parameter) and not self.engine.knows(leaf):
             raise Refused(
                 f"{self.engine.describe()}: uses a trainable parameter of shape "
-                f"{tuple(leaf.shape)} that the model did not have at make_private. Add "
-                "adapters and layers before make_private."
+                f"{tuple(leaf.shape)} that the model did not have at make_private.",
+                module=self.engine.describe(),
+                remedy="Add adapters and layers before make_private.",
             )
 
     def _roots_of(self, op: Op) -> Tuple[Optional[Root], ...]:

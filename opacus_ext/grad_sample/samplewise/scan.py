@@ -62,7 +62,9 @@ class Samples(torch.autograd.Function):
             raise Refused(
                 f"{ctx.part.run.engine.describe()}: gradients of its gradients were "
                 "asked for (create_graph=True) outside of its forward, where they "
-                "can't be told apart by sample. Compute them inside the forward."
+                "can't be told apart by sample.",
+                module=ctx.part.run.engine.describe(),
+                remedy="Compute them inside the forward.",
             )
         run = ctx.part.run
         if run.engine.collector is not None:
@@ -204,7 +206,9 @@ class ScanRun:
         if len(set(map(len, leaves))) > 1:
             raise Refused(
                 f"{self.engine.describe()} returns {sorted(set(map(len, leaves)))} "
-                "tensors for single samples. Return the same from each."
+                "tensors for single samples.",
+                module=self.engine.describe(),
+                remedy="Return the same from each.",
             )
         columns = list(zip(*leaves))
         packs = {

@@ -306,9 +306,13 @@ def data_in_buffers(engine: "Engine") -> Iterator[str]:
 def carries(engine: "Engine", name: str) -> Refused:
     """Of something that a forward pass would carry data in."""
     return Refused(
-        f"{engine.describe()}: its forward changes its {name}, which would carry data "
-        "from the batch without noise. Replace the layer by one that keeps no running "
-        "state, or put it in evaluation mode if that leaves it alone."
+        f"{engine.describe()}: its forward changes its {name}, which would carry "
+        "data from the batch without noise.",
+        module=engine.describe(),
+        remedy=(
+            "Replace the layer by one that keeps no running state, or put it in "
+            "evaluation mode if that leaves it alone."
+        ),
     )
 
 

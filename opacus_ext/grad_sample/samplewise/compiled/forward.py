@@ -27,7 +27,7 @@ def programs_for(engine: "Engine", settings: Optional[Settings]) -> Optional[Pro
     Raises:
         Refused: with ``fullgraph=True`` where nothing can be compiled
     """
-    if settings is None or is_off() or engine.world is not None:
+    if settings is None or is_off() or engine.expert_group is not None:
         return None
     if engine.step is None:
         if settings.fullgraph:

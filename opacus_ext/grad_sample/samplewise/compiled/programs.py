@@ -189,9 +189,11 @@ class Programs:
         name = self.engine.describe()
         if self.settings.fullgraph:
             raise Refused(
-                f"{name} can't be compiled as a whole (fullgraph=True): {reason}. "
-                "Leave fullgraph out, and it is trained exactly without being "
-                "compiled."
+                f"{name} can't be compiled as a whole (fullgraph=True): {reason}.",
+                remedy=(
+                    "Leave fullgraph out, and it is trained exactly without being "
+                    "compiled."
+                ),
             ) from error.__cause__
         if reason not in self.told:
             self.told.add(reason)

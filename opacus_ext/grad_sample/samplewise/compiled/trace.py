@@ -190,7 +190,9 @@ class Program:
                     f"{engine.describe()}: reads a value of shape "
                     f"{tuple(inputs[i].shape)} that was computed from an earlier "
                     "batch. It would carry private data from batch to batch, without "
-                    "noise: do not keep it, or reset it before each call."
+                    "noise:",
+                    module=engine.describe(),
+                    remedy="do not keep it, or reset it before each call.",
                 )
         found = []
         for x, sampled in zip(self.run(*inputs), self.sampled):
