@@ -204,7 +204,7 @@ def model_losses(
     if engine is None or not engine.enabled or not torch.is_grad_enabled():
         return _one_by_one(model, batch, each)
     empty = any(torch.is_tensor(x) and x.shape[:1] == (0,) for x in batch.values())
-    if empty and engine.world is None:
+    if empty and engine.expert_group is None:
         return engine.anchor.expand(0)  # few models run on no sample
     before, engine.each = engine.each, each
     try:
