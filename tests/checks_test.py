@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-import opacus_ext.checks
+import opacus_ext.checks.check
 from opacus_ext import check_per_sample_gradients
 from tests.common import MODES, make_private, next_token_loss, square_loss
 
@@ -424,7 +424,7 @@ def test_public_name():
 
 
 def test_example_in_the_docstring():
-    assert doctest.testmod(opacus_ext.checks).failed == 0
+    assert doctest.testmod(opacus_ext.checks.check).failed == 0
 
 
 @pytest.mark.parametrize("kind", ["GPT2", "OPT"])

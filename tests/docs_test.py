@@ -44,7 +44,7 @@ def test_examples_are_found():
     }
     for public in (opacus_ext.GradSample, opacus_ext.workspace):
         assert f"{public.__module__}.{public.__qualname__}" in found
-    assert "opacus_ext.checks.check_per_sample_gradients" in found
+    assert "opacus_ext.checks.check.check_per_sample_gradients" in found
 
 
 # -- blocks of pages ---------------------------------------------------------------
@@ -183,6 +183,13 @@ class Layer:
                 remedy="Give it [B, T] " + f"or {self.other}.",
             )
 
+class Argument(NamedTuple):
+    name: str
+    reason: str
+    remedy: str = "Leave it out."
+
+TABLE = (Argument("fp16", "scales " "losses"), Argument("fsdp", "splits", "Don't."))
+
 def helper(n):
     text = LONG.format(n, "us")
     return Elsewhere(text)
@@ -194,11 +201,15 @@ def test_refusals_are_read_off_the_code(refusals, tmp_path):
     package.mkdir()
     (package / "__init__.py").write_text("")
     (package / "part.py").write_text(SOURCE)
-    first, second = refusals.find(package)
+    first, second, *table = refusals.find(package)
     assert first[:2] == ("package.part", "Layer.forward")
     assert first.reason == "{self.name}: got {tuple(x.shape)}, {...}."
     assert first.remedy == "Give it [B, T] or {self.other}."
     assert second[:4] == ("package.part", "helper", "Too {n} for us.", None)
+    assert [entry[2:4] for entry in table] == [
+        ("fp16 scales losses.", "Leave it out."),
+        ("fsdp splits.", "Don't."),
+    ]
     page = refusals.page([first, second])
     assert "These are all 2," in page
     assert r"got <code>{tuple(x.shape)}</code>" in page
