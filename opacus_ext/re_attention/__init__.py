@@ -8,19 +8,17 @@ from opacus_ext.re_attention.effective import (
     token_shares,
 )
 from opacus_ext.re_attention.moments import Moments
-from opacus_ext.re_attention.propagation import (
-    Propagation,
-    Spread,
-    register_propagation,
-)
+from opacus_ext.re_attention.propagation import Propagation
+from opacus_ext.re_attention.rules import register_propagation
 from opacus_ext.re_attention.tracking import ErrorTracker, track_errors
+from opacus_ext.re_attention.variances import Variance
 
 __all__ = [
     "Distraction",
     "ErrorTracker",
     "Moments",
     "Propagation",
-    "Spread",
+    "Variance",
     "attention_mass",
     "distraction",
     "effective_errors",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Optional, Tuple, Union
+from typing import NamedTuple, Optional, Tuple
 
 import torch
 from torch import Tensor, nn
@@ -10,8 +10,10 @@ from torch.nn import functional as F
 from torch.overrides import handle_torch_function, has_torch_function
 
 from opacus_ext.re_attention.moments import Moments
-from opacus_ext.re_attention.propagation import Lost, Spread, attention_spread, quietly
-from opacus_ext.re_attention.tracking import Tracking, active, corrected_by
+from opacus_ext.re_attention.passes import TrackedPass, active
+from opacus_ext.re_attention.rules.attention import attention_variance, repeat_heads
+from opacus_ext.re_attention.tracking import corrected_by
+from opacus_ext.re_attention.variances import Lost, quietly
 from opacus_ext.refused import Refused
 
 
@@ -59,7 +61,7 @@ def corrected_attention(
         ``[*, T, e]``
 
     Raises:
-        ValueError: for another ``where``
+        Refused: for another ``where``
 
     Example:
         >>> q, k, v = torch.ones(1, 4), torch.ones(2, 4), torch.eye(2)
@@ -94,7 +96,9 @@ def corrected_attention(
             weights = (torch.softmax(logits, -1) * correction).masked_fill(~seen, 0)
         return F.dropout(weights, dropout_p).to(value.dtype) @ value
     if where != "logits":
-        raise Refused(f'where must be "logits" or "scores", not {where!r}.')
+        raise Refused(
+            f'where must be "logits" or "scores", not {where!r}.', parameter="where"
+        )
     if right.size(-2):
         # What all keys have in common changes nothing, but would cost digits.
         right = right - right.amin(-2, keepdim=True)
@@ -108,7 +112,7 @@ def corrected_attention(
     if width == query.size(-1):
         value = F.pad(value, (0, queries.size(-1) - width))
     out = F.scaled_dot_product_attention(
-        *(queries, keys, value, attn_mask, dropout_p, is_causal), scale=scale
+        queries, keys, value, attn_mask, dropout_p, is_causal, scale=scale
     )
     return out[..., :width]
 
@@ -137,7 +141,7 @@ def _causal(query: Tensor, key: Tensor, mask: Optional[Tensor]) -> Tensor:
 class Errors(NamedTuple):
     """What is known of the errors in an attention."""
 
-    mode: Tracking
+    mode: TrackedPass
     variance: Tensor
 
 
@@ -149,8 +153,9 @@ def errors_of(key: Tensor, module: Optional[nn.Module]) -> Optional[Errors]:
     if corrected_by(module) is not None:
         raise Refused(
             f"{type(module).__name__}: attention {list(key.shape)} is computed outside "
-            "of the model's forward pass, where errors are not tracked. Call the model "
-            "itself."
+            "of the model's forward pass, where errors are not tracked.",
+            module=type(module).__name__,
+            remedy="Call the model itself.",
         )
     return None
 
@@ -199,11 +204,16 @@ def re_attention(
     errors = errors_of(key, module)
     if errors is None:
         return F.scaled_dot_product_attention(
-            *(query, key, value, attn_mask, dropout_p, is_causal),
+            query,
+            key,
+            value,
+            attn_mask,
+            dropout_p,
+            is_causal,
             scale=scale,
             enable_gqa=enable_gqa,
         )
-    return attend(*(query, key, value, attn_mask, dropout_p, is_causal, scale), errors)
+    return attend(query, key, value, attn_mask, dropout_p, is_causal, scale, errors)
 
 
 def attend(
@@ -219,52 +229,51 @@ def attend(
     """:func:`re_attention` with the errors at hand; notes those of the output."""
     mode, variance = errors
     tracker = mode.tracker
-    given, repeats = (query, value), query.size(-3) // max(key.size(-3), 1)
+    repeats = query.size(-3) // max(key.size(-3), 1)
+    known = None if mode.stopped else (mode.token(query), mode.token(value))
     mode.paused = True
     try:
         if repeats > 1:  # a group of queries has one key
             key = key.repeat_interleave(repeats, -3)
             value = value.repeat_interleave(repeats, -3)
-            variance = _repeated(variance, repeats)
+            variance = repeat_heads(variance, repeats)
         bounded = variance
         if tracker.cap is not None:
             size = key.detach().to(variance.dtype).square().mean(-1, keepdim=True)
             bounded = torch.minimum(variance, tracker.cap * size)
         out = corrected_attention(
-            *(query, key, value, bounded, attn_mask, dropout_p, is_causal, scale),
+            query,
+            key,
+            value,
+            bounded,
+            attn_mask,
+            dropout_p,
+            is_causal,
+            scale,
             where=tracker.where,
         )
     finally:
         mode.paused = False
-
-    def spread(out: Tensor) -> Union[Spread, Lost]:
-        queries, values = (mode.token(x) for x in given)
-        for x in (queries, values):
-            if isinstance(x, Lost):
-                return x
-        with quietly(query):
-            return attention_spread(
-                Moments(query.detach(), queries),
-                Moments(key.detach(), variance),
-                Moments(value.detach(), _repeated(values, repeats)),
-                mask=attn_mask,
-                causal=is_causal,
-                scale=scale,
-                out=out.detach(),
-                correction=bounded,
-            )
-
-    if mode.later:
-        apart = out.detach()  # what the output carries must not lead back to it
-        mode.defer([out], lambda: [spread(apart)])
-    else:
-        mode.set(out, spread(out))
+    if known is None:
+        return out
+    lost = [each for each in known if isinstance(each, Lost)]
+    if lost:
+        mode.set(out, lost[0])
+        return out
+    queries, values = known
+    with quietly(query):
+        made = attention_variance(
+            Moments(query.detach(), queries),
+            Moments(key.detach(), variance),
+            Moments(value.detach(), repeat_heads(values, repeats)),
+            mask=attn_mask,
+            causal=is_causal,
+            scale=scale,
+            out=out.detach(),
+            correction=bounded,
+        )
+    mode.set(out, made)
     return out
-
-
-def _repeated(variance: Tensor, repeats: int) -> Tensor:
-    one = repeats == 1 or variance.dim() < 3 or variance.size(-3) == 1
-    return variance if one else variance.repeat_interleave(repeats, -3)
 
 
 class SelfAttention(nn.Module):
@@ -281,7 +290,7 @@ class SelfAttention(nn.Module):
         bias: whether the two linear layers have biases
 
     Raises:
-        ValueError: if ``heads`` does not divide ``width``
+        Refused: if ``heads`` does not divide ``width``
 
     Example:
         >>> attention = SelfAttention(8, heads=2, causal=True)
@@ -299,7 +308,9 @@ class SelfAttention(nn.Module):
     ):
         super().__init__()
         if width % heads:
-            raise Refused(f"heads={heads} must divide width={width}.")
+            raise Refused(
+                f"heads={heads} must divide width={width}.", parameter="heads"
+            )
         self.heads, self.causal, self.dropout = heads, causal, dropout
         self.qkv = nn.Linear(width, 3 * width, bias)
         self.proj = nn.Linear(width, width, bias)

@@ -3,33 +3,40 @@
 from __future__ import annotations
 
 import inspect
-import threading
 import warnings
 import weakref
-from contextlib import ExitStack, contextmanager
+from collections import Counter
 from functools import partial
-from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Set, Union
+from typing import (
+    Any,
+    Callable,
+    Dict,
+    List,
+    Mapping,
+    MutableMapping,
+    Optional,
+    Set,
+    Union,
+)
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from opacus_ext.grad_sample.modes.common import engine_of
-from opacus_ext.grad_sample.samplewise.checkpoint import arguments_of
-from opacus_ext.grad_sample.samplewise.functorch import checkpoints
 from opacus_ext.re_attention.effective import (
     SCALES,
     effective_errors,
     gradient_noise,
     inside,
 )
-from opacus_ext.re_attention.propagation import NOTES, Lost, Propagation, quietly
+from opacus_ext.re_attention.passes import TrackedPass, around, none_runs, tracked
+from opacus_ext.re_attention.table import Table
+from opacus_ext.re_attention.variances import Lost, quietly
 from opacus_ext.refused import Refused
 
 PREFIX = "re_attention."
 PLACES = ("logits", "scores")
 
-_local = threading.local()
 # Attention modules that were corrected, and by whom.
 _corrected: "weakref.WeakKeyDictionary[nn.Module, ErrorTracker]"
 _corrected = weakref.WeakKeyDictionary()
@@ -89,7 +96,7 @@ def track_errors(
         ends it.
 
     Raises:
-        ValueError: for unknown options or names, or a model that is tracked already
+        Refused: for unknown options or names, or a model that is tracked already
         TypeError: for an optimizer without noise
 
     Example:
@@ -171,7 +178,11 @@ class ErrorTracker:
         self._errors: Dict[str, Tensor] = {}
         self._state: Any = None
         self._checked = False
-        self._usual = 0  # attentions in the latest forward pass
+        self._table = Table()  # also of what a cache keeps from pass to pass
+        # By the model or its copy: how often each attention asks in a forward pass,
+        # None if that is not to be foreseen.
+        self._expected: MutableMapping[nn.Module, Optional[MutableMapping]]
+        self._expected = weakref.WeakKeyDictionary()
         if optimizer is not None:
             self._variances(model)  # what can't be used is refused here
         self._place = weakref.ref(_Tracked(self, model))  # the model keeps it
@@ -270,16 +281,36 @@ class ErrorTracker:
             for n, p in model.named_parameters()
             if n in known
         }
-        mode = Tracking(self, params)
+        outer = around()  # the pass of a tracked model that this one is a part of
+        table = self._table if outer is None else outer.table
+        expected = self._expected.get(model) if outer is None else None
+        mode = TrackedPass(self, params, table, expected)
         with tracked(mode):
             output = plain()
-        if not _stack():  # what the user gets, and may save, has no notes on it
+        if none_runs():  # what the user gets has no errors any more
             outs = list(output.values()) if isinstance(output, Mapping) else output
             for x in outs if isinstance(outs, (tuple, list)) else [output]:
-                _clean(x)
-        self._usual = len(mode.asked)
+                if isinstance(x, Tensor):
+                    table.discard(x)
         self._check(model, mode.asked)
+        self._expect(model, mode.asked)
         return output
+
+    def _expect(self, model: nn.Module, asked: List[Optional[nn.Module]]) -> None:
+        """
+        Learns after how many attentions errors are needed no more: all that are of a
+        class that asks, each as often as it has asked at most.
+        """
+        counts = Counter(asked)
+        known = self._expected.setdefault(model, weakref.WeakKeyDictionary())
+        if known is None or None in counts:
+            self._expected[model] = None
+        elif any(known.get(module, 0) < number for module, number in counts.items()):
+            kinds = {type(module) for module in (*known, *counts)}
+            for module in model.modules():
+                if type(module) in kinds:
+                    number = max(counts[module], known.get(module, 0), 1)
+                    known[module] = number
 
     def _check(self, model: nn.Module, asked: List[Optional[nn.Module]]) -> None:
         if not asked:
@@ -301,29 +332,47 @@ class ErrorTracker:
                 )
 
     def key_variance(
-        self, mode: "Tracking", key: Tensor, module: Optional[nn.Module]
+        self, mode: TrackedPass, key: Tensor, module: Optional[nn.Module]
     ) -> Tensor:
         """The variance ``[*, U, 1]`` of keys."""
-        mode.asked.append(module)
-        spread = mode.of(key)
-        if len(mode.asked) == self._usual:
-            # The last one as it seems. Should there be more, what is put off is made.
-            mode.later = True
         name = "an attention" if module is None else type(module).__name__
-        if spread is None or isinstance(spread, Lost):
-            operation = (
-                "" if spread is None else f" by the operation {spread.operation!r}"
+        if mode.stopped:
+            self._expected = weakref.WeakKeyDictionary(dict.fromkeys(self._expected))
+            raise Refused(
+                f"{name}: attention {list(key.shape)} comes after what was the last "
+                "attention in earlier forward passes, up to which errors are tracked.",
+                module=self._path(module),
+                remedy="Call the model again: errors are now tracked to the end.",
             )
+        known = mode.of(key)
+        if known is None or isinstance(known, Lost):
+            way = (
+                "no operation led to them"
+                if known is None
+                else f"by the operation {known.operation!r}"
+            )
+            way = f" ({way})" if known is None else f" {way}"
             raise Refused(
                 f"{name}: the errors of keys {list(key.shape)} can't be tracked: they "
-                f"are lost on the way{operation or ' (no operation led to them)'}. Add "
-                "a rule with opacus_ext.re_attention.register_propagation, or use "
-                "another attention."
+                f"are lost on the way{way}.",
+                module=self._path(module),
+                remedy="Add a rule with opacus_ext.re_attention.register_propagation, "
+                "or use another attention.",
             )
+        mode.count(module)
         if module is not None:
             _corrected[module] = self
         with quietly(key):
-            return spread.token()
+            return known.token()
+
+    def _path(self, module: Optional[nn.Module]) -> Optional[str]:
+        """The name of a module in the model, or of its class if it is not in it."""
+        model = self._model()
+        modules = [] if model is None else model.named_modules()
+        names = [name for name, each in modules if each is module]
+        if names and names[0]:
+            return names[0]
+        return None if module is None else type(module).__name__
 
     # -- state ---------------------------------------------------------------------
 
@@ -382,64 +431,6 @@ def tracker_of(model: nn.Module) -> Optional[ErrorTracker]:
     return getattr(model, "_opacus_ext_errors", None)
 
 
-class Tracking(Propagation):
-    """
-    The propagation of one forward pass.
-
-    Args:
-        tracker: of the model
-        errors: see :class:`~opacus_ext.re_attention.propagation.Propagation`
-
-    Attributes:
-        asked: the attentions that were corrected
-    """
-
-    def __init__(self, tracker: ErrorTracker, errors: Mapping[int, Tensor]):
-        super().__init__(errors)
-        self.tracker = tracker
-        self.asked: List[Optional[nn.Module]] = []
-
-    def checkpoint(
-        self, checkpoint: Callable, function: Callable, *args: Any, **settings: Any
-    ) -> Any:
-        """
-        Activation checkpointing: what is known of the block's inputs goes into it, and
-        errors are tracked again where it is computed again.
-        """
-        function, args, kwargs, settings = arguments_of(function, args, settings)
-        notes = [_note(x) for x in _tensors(args, kwargs)]
-        found: List[Any] = []
-
-        def block(*args: Any, **kwargs: Any) -> Any:
-            for x, note in zip(_tensors(args, kwargs), notes):
-                if note is not None:
-                    x._spread, x._which = note
-            if active() is self:
-                output = function(*args, **kwargs)
-                found[:] = [_note(x) for x in _tensors(output)]
-                return output
-            self.later = False
-            with tracked(self):
-                return function(*args, **kwargs)
-
-        output = checkpoint(partial(block, **kwargs), *args, **settings)
-        for x, note in zip(_tensors(output), found):
-            if note is not None:
-                x._spread, x._which = note
-        found.clear()
-        return output
-
-
-def _tensors(args: Any, kwargs: Mapping[str, Any] = {}) -> List[Tensor]:
-    leaves = tree_leaves((args, [kwargs[name] for name in sorted(kwargs)]))
-    return [x for x in leaves if isinstance(x, Tensor)]
-
-
-def _note(x: Tensor) -> Any:
-    known = getattr(x, "_spread", None)
-    return None if known is None else (known, getattr(x, "_which", 0))
-
-
 class _Tracked:
     """
     In the place of a model's own ``forward``, inside of what runs it sample by sample.
@@ -483,43 +474,11 @@ class _Tracked:
                 self.model.forward = self.before
 
 
-@contextmanager
-def tracked(mode: Optional[Tracking]) -> Iterator[None]:
-    """Errors are tracked within; with None they are not, whatever is around it."""
-    stack = _stack()
-    stack.append(mode)
-    try:
-        with ExitStack() as contexts:
-            if mode is not None:
-                contexts.enter_context(checkpoints(mode.checkpoint))
-                contexts.enter_context(mode)
-            yield
-    finally:
-        stack.pop()
-
-
-def active() -> Optional[Tracking]:
-    """The propagation of the forward pass that runs, if errors are tracked in it."""
-    stack = _stack()
-    return stack[-1] if stack else None
-
-
 @torch.compiler.assume_constant_result  # what is tracked is not compiled
 def corrected_by(module: Optional[nn.Module]) -> Optional[ErrorTracker]:
     """Who has corrected this attention and would do so now."""
     tracker = None if module is None else _corrected.get(module)
     return tracker if tracker and tracker.acts(module.training) else None
-
-
-def _stack() -> List[Optional[Tracking]]:
-    """Of the tracked models in whose forward passes this thread is."""
-    return vars(_local).setdefault("stack", [])
-
-
-def _clean(x: Any) -> None:
-    if isinstance(x, Tensor):
-        for name in NOTES:
-            vars(x).pop(name, None)
 
 
 def _attentions(model: nn.Module, corrected: Set[type]) -> List[str]:

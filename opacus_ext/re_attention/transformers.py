@@ -1,24 +1,27 @@
 """Re-Attention in models of transformers: "re_attention" among their attentions.
 
-Imported when transformers is (opacus_ext/registry.py), so that
+opacus_ext/registry.py calls :func:`register` when transformers is imported, so that
 ``model.set_attn_implementation("re_attention")`` works after ``import opacus_ext``.
+This file itself does not import it.
 """
 
 from __future__ import annotations
 
+import copy
+from contextlib import ExitStack, contextmanager
 from functools import wraps
-from typing import Any, Callable, Optional, Tuple
+from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, Optional, Tuple
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
-from transformers.modeling_utils import AttentionInterface
 
 from opacus_ext.re_attention.attention import attend, errors_of
 from opacus_ext.re_attention.propagation import Propagation
+from opacus_ext.re_attention.table import all_tables
 from opacus_ext.refused import Refused
+
+if TYPE_CHECKING:
+    from transformers.cache_utils import Cache
 
 # Soft caps of logits, attention sinks, attention to chosen tokens, paged caches.
 UNKNOWN = ("softcap", "s_aux", "sinks", "indices", "block_indices", "cache")
@@ -40,20 +43,28 @@ def re_attention_forward(
     "re_attention" among the attention functions of transformers.
 
     Raises:
-        ValueError: for what it can't do (``UNKNOWN``)
+        Refused: for what it can't do (``UNKNOWN``)
     """
     for name in UNKNOWN:
         if kwargs.get(name) is not None:
             raise Refused(
                 f"{type(module).__name__} passes {name} to its attention, which "
-                '"re_attention" does not know. Use "eager" and do without track_errors.'
+                '"re_attention" does not know.',
+                module=type(module).__name__,
+                remedy='Use "eager" and do without track_errors.',
             )
     errors = errors_of(key, module)
     if errors is None:
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
         if position_bias is not None:
             kwargs["position_bias"] = position_bias
         return sdpa_attention_forward(
-            *(module, query, key, value, attention_mask),
+            module,
+            query,
+            key,
+            value,
+            attention_mask,
             dropout=dropout,
             scaling=scaling,
             is_causal=bool(is_causal),
@@ -72,15 +83,32 @@ def re_attention_forward(
     return out.transpose(1, 2).contiguous(), None
 
 
+@contextmanager
+def _followed() -> Iterator[None]:
+    """Errors of tensors that earlier forward passes have left move with the tensors."""
+    with ExitStack() as modes:
+        for table in all_tables():
+            modes.enter_context(Propagation({}, table))
+        yield
+
+
 def _with_errors(plain: Callable) -> Callable:
     """What changes a cache between forward passes moves the errors as well."""
 
     @wraps(plain)
     def changed(self: Cache, *args: Any, **kwargs: Any) -> Any:
-        with Propagation({}):
+        with _followed():
             return plain(self, *args, **kwargs)
 
     return changed
+
+
+def _deepcopy(self: Cache, memo: Dict[int, Any]) -> Cache:
+    """As ``copy.deepcopy`` does it, with the errors of what is copied."""
+    copied = memo[id(self)] = type(self).__new__(type(self))
+    with _followed():
+        vars(copied).update(copy.deepcopy(vars(self), memo))
+    return copied
 
 
 def re_attention_mask(*args: Any, **kwargs: Any) -> Optional[Tensor]:
@@ -90,6 +118,8 @@ def re_attention_mask(*args: Any, **kwargs: Any) -> Optional[Tensor]:
     With that of "sdpa" a model without a mask is causal if its attention says so, and
     not all attentions of transformers say what is right.
     """
+    from transformers.masking_utils import sdpa_mask
+
     kwargs["allow_is_causal_skip"] = False
     return sdpa_mask(*args, **kwargs)
 
@@ -106,16 +136,25 @@ def register() -> Callable[[], None]:
     Returns:
         A function that leaves transformers as it was.
     """
+    from transformers.cache_utils import Cache
+    from transformers.masking_utils import AttentionMaskInterface
+    from transformers.modeling_utils import AttentionInterface
+
     AttentionInterface.register(_NAME, re_attention_forward)
     AttentionMaskInterface.register(_NAME, re_attention_mask)
     plain = {name: vars(Cache)[name] for name in _CHANGES if name in vars(Cache)}
     for name, method in plain.items():
         setattr(Cache, name, _with_errors(method))
+    own_copies = hasattr(Cache, "__deepcopy__")
+    if not own_copies:
+        Cache.__deepcopy__ = _deepcopy
 
     def undo() -> None:
         for interface in (AttentionInterface, AttentionMaskInterface):
             interface._global_mapping.pop(_NAME, None)
         for name, method in plain.items():
             setattr(Cache, name, method)
+        if not own_copies:
+            del Cache.__deepcopy__
 
     return undo

@@ -17,11 +17,16 @@ from torch.nn import functional as F
 
 import opacus_ext
 from opacus_ext.models import DPFormer
-from opacus_ext.re_attention import Propagation, Spread, moments
-from opacus_ext.re_attention import propagation as propagation_module
-from opacus_ext.re_attention import register_propagation
+from opacus_ext.re_attention import (
+    Propagation,
+    Variance,
+    moments,
+    register_propagation,
+)
 from opacus_ext.re_attention.moments import Moments
-from opacus_ext.re_attention.propagation import RULES, Lost, attention_spread
+from opacus_ext.re_attention.rules import RULES
+from opacus_ext.re_attention.rules import attention as attention_rule
+from opacus_ext.re_attention.variances import Lost
 
 D = torch.float64
 STD = 1e-4
@@ -446,8 +451,8 @@ def test_attention_some_queries_at_a_time(causal, monkeypatch):
     )
     whole = moments.attention(q, k, v, causal, scalar=True)
     for chunk in (1 << 24, 7 * 4 * 3, 1):
-        monkeypatch.setattr(propagation_module, "_CHUNK", chunk)
-        got = attention_spread(
+        monkeypatch.setattr(attention_rule, "_CHUNK", chunk)
+        got = attention_rule.attention_variance(
             *(q, k, v), mask=None, causal=causal, scale=None, out=whole.mean
         )
         torch.testing.assert_close(got.own, whole.variance)
@@ -645,7 +650,7 @@ def test_lost_forms_of_known_operations(case):
 
 def test_a_rule_can_be_added():
     x, variance = leaf(2, 3, 8)
-    register_propagation("prelu")(lambda call: Spread(4 * call.token(call.args[0])))
+    register_propagation("prelu")(lambda call: Variance(4 * call.token(call.args[0])))
     try:
         (got,) = propagated(
             lambda x: F.prelu(x, torch.ones(1, dtype=D)), [(x, variance)]
@@ -665,7 +670,7 @@ def test_what_has_no_error_carries_none():
         x.size(0), x.shape, x.dtype, bool((x > 0).any()), len(x), x.dim()
         assert x.argmax(-1).dtype == torch.long
     after = x * 2
-    assert getattr(after, "_spread", None) is None  # outside nothing is noted
+    assert errors.of(after) is None  # outside nothing is noted
 
 
 # Dtypes and contexts

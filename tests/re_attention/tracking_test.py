@@ -32,7 +32,7 @@ from opacus_ext.layers import (
 )
 from opacus_ext.lazy import when_imported
 from opacus_ext.models import DPFormer
-from opacus_ext.re_attention import tracking
+from opacus_ext.re_attention import passes, tracking
 from tests.common import (
     MODES,
     assert_same,
@@ -56,7 +56,7 @@ every_place = pytest.mark.parametrize("where", ["logits", "scores"])
 @pytest.fixture(autouse=True)
 def nothing_stays_active():
     yield
-    assert not tracking._stack() and not _get_current_function_mode_stack()
+    assert passes.none_runs() and not _get_current_function_mode_stack()
 
 
 def dpformer(width=8, depth=2, heads=1, items=9, length=4):
@@ -763,10 +763,10 @@ def test_failing_forward():
     model.error = ZeroDivisionError()
     with pytest.raises(ZeroDivisionError):
         model(ids)
-    assert not tracking._stack() and not _get_current_function_mode_stack()
+    assert passes.none_runs() and not _get_current_function_mode_stack()
     with pytest.raises(ValueError, match="longer than max_len"):
         model(sequences(2, 7))
-    assert not tracking._stack() and not _get_current_function_mode_stack()
+    assert passes.none_runs() and not _get_current_function_mode_stack()
     model.error = None
     assert torch.equal(model(ids), out)
 
@@ -784,7 +784,7 @@ def test_interrupted_forward():
         for p in model.parameters():
             p.add_(0.0)
     assert torch.equal(model(ids), out)
-    assert not tracking._stack() and not _get_current_function_mode_stack()
+    assert passes.none_runs() and not _get_current_function_mode_stack()
     tracker.detach()
 
 
@@ -805,7 +805,7 @@ def test_failing_hooks():
     ):
         with pytest.raises(ZeroDivisionError):
             model(ids)
-        assert not tracking._stack() and not _get_current_function_mode_stack()
+        assert passes.none_runs() and not _get_current_function_mode_stack()
         handle.remove()
     assert torch.equal(model(ids), out)
 
@@ -876,7 +876,10 @@ def test_values_of_one_pass_do_not_stay():
     x2 = model(x)
     assert torch.equal(out, x2)
     for y in (x, *model.parameters()):
-        assert not {"_spread", "_squares"} & set(vars(y)), set(vars(y))
+        assert tracker._table.get(y) is None
+    del out, x2
+    gc.collect()
+    assert not len(tracker._table)  # and with its output all that it has computed
     tracker.detach()
 
 

@@ -317,7 +317,7 @@ def test_refused(family):
 
 
 def test_lost_operations_are_named(monkeypatch):
-    from opacus_ext.re_attention.propagation import RULES
+    from opacus_ext.re_attention.rules import RULES
 
     monkeypatch.delitem(RULES, "rsqrt")
     model = build(*FAMILIES["rotary"])

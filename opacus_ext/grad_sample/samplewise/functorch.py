@@ -122,7 +122,7 @@ def apply_outside(level: Level, function: type) -> Callable[..., Any]:
 EXCHANGED: List[Callable[[torch.Tensor, torch.Tensor], None]] = []
 
 
-def become(x: torch.Tensor, y: torch.Tensor) -> None:
+def replace_tensor(x: torch.Tensor, y: torch.Tensor) -> None:
     """
     Makes of the tensor ``x``, wherever Python refers to it, the tensor ``y``. Where
     autograd has saved ``x`` it keeps what it has saved.

@@ -1,0 +1,139 @@
+"""Operations that put tensors together, or choose from them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from opacus_ext.re_attention.rules.registry import Call, Result, register_propagation
+from opacus_ext.re_attention.variances import (
+    Lost,
+    Variance,
+    compact,
+    dims_of,
+    last_mean,
+    plus,
+    tensors,
+    without_dims,
+    zeros,
+)
+
+
+@register_propagation("cat", "stack", "hstack", "vstack")
+def _joined(call: Call) -> Result:
+    xs = [x for x in call.args[0] if x.shape != (0,)]  # those stand for nothing
+    out_dim = call.out.dim()
+    dim = call.arg(1, "dim", 0) % out_dim
+    last = out_dim - 1
+    variances = []
+    for x in xs:
+        variance = call.token(x)
+        if variance is None:
+            variance = zeros(x, (1,))
+        variances.append(variance)
+    upright = any(v.dim() == 1 and v.size(0) > 1 for v in variances)
+    if call.name in ("hstack", "vstack") or (upright and out_dim > 1 and dim < last):
+        return Lost(call.name)
+    if dim == last and out_dim == 1:
+        return Variance(torch.cat([v.expand(x.shape) for v, x in zip(variances, xs)]))
+    if dim == last and call.name == "cat":
+        # The mean over the new last dimension.
+        weights = [x.size(-1) / max(call.out.size(-1), 1) for x in xs]
+        return Variance(sum(w * v for w, v in zip(weights, variances)))
+    if dim == last:
+        return Variance(sum(v for v in variances).unsqueeze(-1) / len(xs))
+    wide = [v.expand(*x.shape[:-1], 1) for v, x in zip(variances, xs)]
+    return Variance(compact(call.func(wide, dim)))
+
+
+@register_propagation("setitem")
+def _set(call: Call) -> Result:
+    x, index, value = call.args
+    before, after = call.token(x), call.token(value)
+    every = zeros(x, x.shape)
+    if before is not None:
+        every = every + before
+    every[index] = 0.0 if after is None else after
+    return Variance(last_mean(every))
+
+
+@register_propagation("where")
+def _where(call: Call) -> Result:
+    names = ("condition", "input", "other")
+    condition, x, y = (call.arg(i, n) for i, n in enumerate(names))
+    if condition.dtype != torch.bool:  # the method x.where(condition, y)
+        condition, x = x, condition
+    a, b = call.token(x), call.token(y)
+    zero = torch.zeros((), device=call.out.device)
+    chosen = torch.where(condition, zero if a is None else a, zero if b is None else b)
+    return Variance(last_mean(chosen))
+
+
+@register_propagation("masked_fill")
+def _masked_fill(call: Call) -> Result:
+    variance = call.token(call.args[0])
+    if variance is None:
+        return None
+    left = call.arg(1, "mask").logical_not().to(variance.dtype)
+    return Variance(variance * last_mean(left))
+
+
+@register_propagation(
+    "topk", "sort", "max", "min", "amax", "amin", "maximum", "minimum"
+)
+def _chosen(call: Call) -> Result:
+    """Some of the elements along a dimension: on average as all of them."""
+    x, y, out = call.args[0], call.arg(1, "other"), tensors(call.out)[0]
+    if isinstance(y, Tensor):  # the larger one, whichever is chosen
+        one, two = call.token(x), call.token(y)
+        both = one is not None and two is not None
+        return Variance(torch.maximum(one, two) if both else plus(one, two))
+    at, default = {"topk": (2, -1), "sort": (1, -1)}.get(call.name, (1, None))
+    dims = dims_of(x, call.arg(at, "dim", default))
+    variance = call.token(x).expand(*x.shape[:-1], 1) if x.dim() > 1 else call.token(x)
+    for dim in dims:
+        variance = variance.mean(dim, keepdim=True)
+    return Variance(without_dims(variance, dims) if out.dim() < x.dim() else variance)
+
+
+@register_propagation("index_add", "index_copy", "scatter", "scatter_add")
+def _placed(call: Call) -> Result:
+    """Tokens, or elements, put or added where an index says."""
+    x, dim, index = (call.arg(i, n) for i, n in enumerate(("input", "dim", "index")))
+    source = call.arg(3, "source", call.arg(3, "src"))
+    if call.kwargs.get("alpha", 1) != 1:
+        return Lost(call.name)
+    by_row = call.name.startswith("index") and dim % x.dim() != x.dim() - 1
+
+    def every(y: Any) -> Any:
+        if not isinstance(y, Tensor):
+            return 0.0
+        variance = call.token(y)
+        if variance is None:
+            variance = zeros(y, (1,) * y.dim())
+        return variance.expand((*y.shape[:-1], 1) if by_row else y.shape)
+
+    place = getattr(Tensor, call.name)
+    return Variance(last_mean(place(every(x), dim, index, every(source))))
+
+
+@register_propagation("masked_scatter")
+def _masked_scatter(call: Call) -> Result:
+    x, mask, source = (
+        call.arg(i, n) for i, n in enumerate(("input", "mask", "source"))
+    )
+    a, b = (
+        zeros(y, 1) if v is None else v
+        for y, v in ((x, call.token(x)), (source, call.token(source)))
+    )
+    made = a.expand(x.shape).masked_scatter(mask, b.expand(source.shape).to(a.dtype))
+    return Variance(last_mean(made))
+
+
+@register_propagation("interpolate")
+def _interpolated(call: Call) -> Result:
+    variance = call.token(call.arg(0, "input"))
+    dims = tuple(range(1, variance.dim()))
+    return Variance(variance.mean(dims, keepdim=True) if dims else variance)

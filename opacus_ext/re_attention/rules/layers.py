@@ -1,0 +1,215 @@
+"""Embeddings, products of matrices, convolutions and norms."""
+
+from __future__ import annotations
+
+from typing import Any, Dict, Optional
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from opacus_ext.re_attention import moments
+from opacus_ext.re_attention.moments import Moments
+from opacus_ext.re_attention.rules.registry import Call, Result, register_propagation
+from opacus_ext.re_attention.variances import (
+    Lost,
+    Variance,
+    last_mean,
+    plus,
+    wide,
+)
+
+
+@register_propagation("embedding")
+def _embedding(call: Call) -> Result:
+    if not isinstance(call.args[0], Tensor) or call.args[0].is_floating_point():
+        return Lost("embedding")
+    ids, rows = call.args[0], call.token(call.arg(1, "weight"))
+    if rows.dim() < 2 or rows.size(0) == 1:
+        return Variance(rows.reshape((1,) * (ids.dim() + 1)))
+    return Variance(F.embedding(ids, rows))
+
+
+@register_propagation("linear")
+def _linear(call: Call) -> Result:
+    """``moments.linear``, with the gain of each output kept apart."""
+    x, weight, bias = (
+        call.arg(i, n) for i, n in enumerate(("input", "weight", "bias"))
+    )
+    return product(call, x, wide(weight), call.token(weight), bias, -1)
+
+
+def product(
+    call: Call,
+    x: Tensor,
+    weight: Tensor,
+    noise: Optional[Tensor],
+    bias: Optional[Tensor],
+    inner: int,
+) -> Variance:
+    """x times a matrix whose dimension ``inner`` is summed over."""
+    own = passed = gain = None
+    if noise is not None:
+        noise = noise.mean()
+        own = call.squares(x) * noise
+    if (offset := call.token(bias)) is not None:
+        # What addmm adds may be the batch's: only a vector is one of outputs.
+        own = plus(own, offset.mean() if bias.dim() < 2 else offset)
+    if (passed := call.token(x)) is not None:
+        passed = passed.mean(-1, keepdim=True) if x.dim() == 1 else passed
+        gain = weight.square().sum(inner)
+        if noise is not None:
+            gain = gain + weight.size(inner) * noise
+        if own is None:
+            own = torch.zeros_like(passed)
+    return Variance(own, passed, gain)
+
+
+@register_propagation("addmm")
+def _addmm(call: Call) -> Result:
+    names = ("input", "mat1", "mat2")
+    bias, x, weight = (call.arg(i, n) for i, n in enumerate(names))
+    if call.kwargs.get("alpha", 1) != 1 or call.kwargs.get("beta", 1) != 1:
+        return Lost("addmm")
+    return product(call, x, wide(weight), call.token(weight), bias, -2)
+
+
+@register_propagation("baddbmm")
+def _baddbmm(call: Call) -> Result:
+    """alpha x @ y + beta z"""
+    z, x, y = (call.arg(i, n) for i, n in enumerate(("input", "batch1", "batch2")))
+    alpha, beta = call.kwargs.get("alpha", 1), call.kwargs.get("beta", 1)
+    total = call.token(z)
+    total = None if total is None else total * beta**2
+    if call.variance(x) is not None or call.variance(y) is not None:
+        made = _matmul(call._replace(name="matmul", args=(x, y), kwargs={})).token()
+        total = plus(total, made * alpha**2)
+    return Variance(total)
+
+
+@register_propagation("einsum")
+def _einsum(call: Call) -> Result:
+    """Of a product, all errors being independent."""
+    equation, *xs = call.args
+    xs = list(xs[0]) if isinstance(xs[0], (list, tuple)) else xs
+    if not isinstance(equation, str) or len(xs) > 2:
+        return Lost("einsum")
+    terms, _, result = equation.replace(" ", "").partition("->")
+    if len(result) > 1 and result[-1] in [term[:1] for term in terms.split(",")]:
+        return Lost("einsum")  # what may be the batch becomes the width
+    spreads = [call.token(x) for x in xs]
+    variances = [s if s is None else s.expand(x.shape) for s, x in zip(spreads, xs)]
+    if len(xs) == 1:
+        return Variance(last_mean(torch.einsum(equation, variances[0])))
+    (x, y), (a, b) = (wide(z).square() for z in xs), variances
+    total = None
+    if a is not None:
+        total = torch.einsum(equation, a, y if b is None else y + b)
+    if b is not None:
+        total = plus(total, torch.einsum(equation, x, b))
+    return Variance(last_mean(total))
+
+
+@register_propagation("conv1d", "conv2d", "conv3d")
+def _conv(call: Call) -> Result:
+    """
+    A linear layer at every place: one variance ``[B, 1, *places]`` a place, the mean
+    over channels.
+    """
+    x, weight, bias = (
+        call.arg(i, n) for i, n in enumerate(("input", "weight", "bias"))
+    )
+    names = ("stride", "padding", "dilation")
+    options = {
+        n: v for i, n in enumerate(names) if (v := call.arg(3 + i, n)) is not None
+    }
+    groups = call.arg(6, "groups", 1)
+    if x.dim() != weight.dim():
+        return Lost(call.name)
+    noise, passed, offset = (call.token(z) for z in (weight, x, bias))
+    # The mean over a group's outputs, [groups, in / groups, *kernel].
+    gain = wide(weight).square().unflatten(0, (groups, -1)).mean(1)
+    total = None if offset is None else offset.mean()
+    if noise is not None:
+        ones = torch.ones_like(gain) * noise.mean()
+        gain = gain + noise.mean()
+        squares = wide(x).square()
+        total = plus(total, call.func(squares, ones, None, **options, groups=groups))
+    if passed is not None:
+        known = passed.expand(x.shape)
+        total = plus(total, call.func(known, gain, None, **options, groups=groups))
+    return Variance(total.mean(1, keepdim=True) if total.dim() else total)
+
+
+@register_propagation("matmul")
+def _matmul(call: Call) -> Result:
+    x, y = call.args[0], call.arg(1, "other", call.kwargs.get("mat2"))
+    if min(x.dim(), y.dim()) < 2:
+        return Lost("matmul")
+    if y.dim() == 2:
+        return product(call, x, wide(y), call.token(y), None, -2)
+    a, b = call.token(x), call.token(y)
+    total = None
+    if b is not None:  # [*, k, 1]
+        b = b.expand(*b.shape[:-2], y.size(-2), 1)
+        total = wide(x).square() @ b
+    if a is not None:
+        gain = wide(y).square().sum((-2, -1))[..., None, None] / max(y.size(-1), 1)
+        if b is not None:
+            gain = gain + b.sum(-2, keepdim=True)
+        total = plus(total, a * gain)
+    return Variance(total)
+
+
+@register_propagation("layer_norm", "rms_norm")
+def _norm(call: Call) -> Result:
+    x, shape, weight = (
+        call.args[0],
+        call.arg(1, "normalized_shape"),
+        call.arg(2, "weight"),
+    )
+    if len(shape) != 1:
+        return Lost(call.name)
+    kwargs: Dict[str, Any] = {"scalar": True, "mean": wide(call.out)}
+    noise = call.token(weight)
+    kwargs["weight_variance"] = 0.0 if noise is None else noise.mean()
+    if call.name == "rms_norm":
+        kwargs["eps"] = call.arg(3, "eps")
+        made = moments.rms_norm(call.moments(x), weight, **kwargs)
+    else:
+        offset = call.token(call.arg(3, "bias"))
+        kwargs["bias_variance"] = 0.0 if offset is None else offset.mean()
+        kwargs["eps"] = call.arg(4, "eps", 1e-5)
+        made = moments.layer_norm(call.moments(x), weight, None, **kwargs)
+    return Variance(made.variance)
+
+
+@register_propagation("group_norm")
+def _group_norm(call: Call) -> Result:
+    """``moments.layer_norm`` of each group."""
+    x, groups = call.args[:2]
+    weight, bias = call.arg(2, "weight"), call.arg(3, "bias")
+    s = call.token(x)
+    s = 0.0 if s is None else s.expand(*x.shape[:-1], 1).flatten(1).mean(1)
+    s = s.expand(len(x)) if isinstance(s, Tensor) else x.new_zeros(len(x))
+    noise = [call.token(z) for z in (weight, bias)]
+    noise = [0.0 if z is None else z.mean() for z in noise]
+    rows = wide(x).reshape(len(x), groups, -1)
+    made = moments.layer_norm(
+        *(Moments(rows, s[:, None, None]), weight, None, call.arg(4, "eps", 1e-5)),
+        *noise,
+        scalar=True,
+        mean=rows,
+    )
+    variance = made.variance.mean(1)
+    return Variance(variance.reshape(len(x), *(1,) * (x.dim() - 1)))
+
+
+@register_propagation("normalize")
+def _normalize(call: Call) -> Result:
+    x, p, dim = call.args[0], call.arg(1, "p", 2.0), call.arg(2, "dim", 1)
+    if p != 2 or dim % x.dim() != x.dim() - 1:
+        return Lost("normalize")
+    width = x.size(-1)
+    made = moments.rms_norm(call.moments(x), scalar=True, eps=0.0, mean=wide(call.out))
+    return Variance(made.variance / width)

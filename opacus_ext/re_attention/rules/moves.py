@@ -1,0 +1,105 @@
+"""Operations that move elements, or leave them as they are."""
+
+from __future__ import annotations
+
+from typing import Any, List
+
+import torch
+from torch import Tensor
+
+from opacus_ext.re_attention.rules.batch_dim import RESHAPED, TURNS, turned, turned_on
+from opacus_ext.re_attention.rules.registry import Call, Result, register_propagation
+from opacus_ext.re_attention.variances import (
+    Lost,
+    Variance,
+    last_mean,
+    tidy,
+    variance_dtype,
+)
+
+_MOVES = (
+    "view reshape flatten unflatten transpose t permute expand expand_as view_as "
+    "reshape_as unsqueeze squeeze chunk split split_with_sizes tensor_split unbind "
+    "getitem select narrow flip roll movedim moveaxis swapaxes swapdims T mT H mH "
+    "adjoint repeat tile repeat_interleave broadcast_to index_select unfold fold "
+    "take_along_dim gather take masked_select tril triu diagonal pixel_shuffle "
+    "pixel_unshuffle"
+).split()
+_COPIES = (
+    "contiguous clone deepcopy detach to float double half bfloat16 type type_as cpu "
+    "cuda alias neg negative positive data abs nan_to_num clamp clamp_min clamp_max "
+    "clip real imag"
+).split()
+
+
+@register_propagation(*_MOVES)
+def _moved(call: Call) -> Result:
+    x = call.args[0]
+    known = call.variance(x)
+    if known is None:
+        return None  # an index or a fill value has the error
+    if call.name in TURNS and turned(call, x, known):
+        samples = torch.arange(x.size(0), device=x.device)
+        samples = samples.reshape(-1, *(1,) * (x.dim() - 1))
+        return turned_on(call, Lost(call.name, (known, samples)))
+    move, args, kwargs = call.func, call.args[1:], call.kwargs
+    if call.name in ("view", "view_as"):
+        if args and isinstance(args[0], torch.dtype):
+            return Lost("view")
+        # What is expanded can't be viewed in every form that x can.
+        move = Tensor.reshape if call.name == "view" else Tensor.reshape_as
+    merged = call.out.dim() - 1 if isinstance(call.out, Tensor) else x.dim()
+    if known.passed is None and 0 < merged < x.dim() and call.name in RESHAPED:
+        if x.shape[:merged] == call.out.shape[:-1]:
+            # The last dimensions become one: their mean, of what is not repeated.
+            own = known.own[(None,) * (x.dim() - known.own.dim())]
+            return Variance(own.flatten(merged).mean(-1, keepdim=True))
+    parts: List[Any] = []
+    for part in known:
+        if part is None:
+            parts.append(None)
+            continue
+        moved = move(part.expand(x.shape), *args, **kwargs)
+        parts.append(list(moved) if isinstance(moved, (list, tuple)) else moved)
+    if isinstance(parts[0], list):
+        rest = [part or [None] * len(parts[0]) for part in parts[1:]]
+        return [tidy(Variance(*each)) for each in zip(parts[0], *rest)]
+    return tidy(Variance(*parts))
+
+
+@register_propagation("pad")
+def _pad(call: Call) -> Result:
+    kwargs = {k: v for k, v in call.kwargs.items() if k != "value"}
+    return _moved(call._replace(args=call.args[:3], kwargs=kwargs))
+
+
+@register_propagation("view_as_complex")
+def _as_complex(call: Call) -> Result:
+    """Of a complex number: the variance of its real part, and of its imaginary."""
+    x = call.args[0]
+    return Variance(last_mean(call.token(x).expand(*x.shape[:-1], 1).squeeze(-1)))
+
+
+@register_propagation("view_as_real")
+def _as_real(call: Call) -> Result:
+    return Variance(call.token(call.args[0]).unsqueeze(-1))
+
+
+@register_propagation("copy")
+def _copied(call: Call) -> Result:
+    return call.variance(call.arg(1, "src"))
+
+
+@register_propagation("zero", "fill", "normal", "uniform")
+def _filled(call: Call) -> Result:
+    return None
+
+
+@register_propagation(*_COPIES)
+def _unchanged(call: Call) -> Result:
+    # |x| and what is clamped far from its bounds, as it should be, err as x does.
+    known = call.variance(call.args[0])
+    dtype = variance_dtype(call.out)
+    if known is not None and known.own.dtype != dtype:
+        return Variance(*(None if z is None else z.to(dtype) for z in known))
+    return known

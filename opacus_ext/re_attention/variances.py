@@ -1,0 +1,183 @@
+"""The variance of a tensor's error, and the arithmetic that rules do with it."""
+
+from __future__ import annotations
+
+from typing import (
+    Any,
+    Iterable,
+    List,
+    Mapping,
+    NamedTuple,
+    Optional,
+    Sequence,
+    Tuple,
+)
+
+import torch
+from torch import Tensor
+
+
+class Variance(NamedTuple):
+    """
+    The variance of a tensor's error, ``own + passed * gain``.
+
+    All parts broadcast to the tensor. ``gain`` differs along the last dimension behind
+    a linear layer, one number an output, so that queries, keys and values that come out
+    of one matrix get their own variances when they are taken apart. ``excess`` is by
+    how much the expectation of a square, or of what is made of squares, exceeds the
+    value: a norm by hand divides by more than it shows, as those of ``moments`` do.
+    """
+
+    own: Tensor
+    passed: Optional[Tensor] = None
+    gain: Optional[Tensor] = None
+    excess: Optional[Tensor] = None
+
+    def token(self) -> Tensor:
+        """The mean over the last dimension, ``[*, 1]``."""
+        own = last_mean(self.own)
+        if self.passed is None:
+            return own
+        return torch.addcmul(own, last_mean(self.passed), mean(self.gain))
+
+
+class Lost(NamedTuple):
+    """
+    In the place of a variance: it is not known, and why.
+
+    Attributes:
+        operation: the operation for which no rule fits
+        turned: where only the batch came to the last place, the variance and of which
+            sample each element is, as another move may bring the batch back
+    """
+
+    operation: str
+    turned: Optional[Tuple[Variance, Tensor]] = None
+
+
+class quietly:
+    """
+    A context without gradients and autocast, in which rules compute variances.
+
+    Args:
+        x: a tensor of the device whose autocast is turned off
+        alone: whether function modes are turned off as well
+    """
+
+    def __init__(self, x: Tensor, alone: bool = True):
+        kind = x.device.type
+        self._autocast = torch.is_autocast_enabled(kind) and torch.autocast(
+            kind, enabled=False
+        )
+        self._modes = torch._C.DisableTorchFunction() if alone else None
+
+    def __enter__(self) -> None:
+        self._graph = torch.no_grad()
+        if self._modes:
+            self._modes.__enter__()
+        self._graph.__enter__()
+        if self._autocast:
+            self._autocast.__enter__()
+
+    def __exit__(self, *args: Any) -> None:
+        if self._autocast:
+            self._autocast.__exit__(*args)
+        self._graph.__exit__(*args)
+        if self._modes:
+            self._modes.__exit__(*args)
+
+
+def flat(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterable[Any]:
+    """The arguments of an operation, those in lists and tuples one by one."""
+    for x in (*args, *kwargs.values()):
+        if isinstance(x, (list, tuple)):
+            yield from x
+        else:
+            yield x
+
+
+def tensors(out: Any) -> List[Tensor]:
+    """The tensors that an operation returned."""
+    if isinstance(out, Tensor):
+        return [out]
+    if isinstance(out, (list, tuple)):
+        return [x for x in out if isinstance(x, Tensor)]
+    return []
+
+
+def variance_dtype(x: Tensor) -> torch.dtype:
+    """The dtype of a tensor's variance."""
+    return torch.promote_types(x.dtype.to_real(), torch.float32)
+
+
+def zeros(x: Tensor, shape: Any) -> Tensor:
+    """The variance of what is known, in the dtype of ``x``'s variances."""
+    return x.new_zeros(shape, dtype=variance_dtype(x))
+
+
+def wide(x: Tensor) -> Tensor:
+    """The value of a tensor, in float32 at least."""
+    return x.detach().to(torch.promote_types(x.dtype, torch.float32))
+
+
+def last_mean(x: Tensor) -> Tensor:
+    """The mean over the width; one dimension alone may well be the batch."""
+    return x if x.dim() < 2 or x.size(-1) == 1 else mean(x)
+
+
+def mean(x: Tensor) -> Tensor:
+    """The mean over the last dimension, ``[*, 1]``; 0 where that is empty."""
+    return x.sum(-1, keepdim=True) / max(x.size(-1), 1)
+
+
+def mean_square(x: Any, like: Tensor) -> Any:
+    """
+    The mean square over the width, ``[*, 1]``; of a number, its square.
+
+    Args:
+        like: what ``x`` is broadcast to; if that has one dimension, there is no width
+    """
+    if not isinstance(x, Tensor):
+        return abs(x) ** 2
+    if like.dim() < 2 or not x.dim() or x.size(-1) <= 1:
+        return wide(x).abs().square()
+    return squares(x) / x.size(-1)
+
+
+def squares(x: Tensor) -> Tensor:
+    """The sum of squares over the last dimension, ``[*, 1]``."""
+    return torch.linalg.vector_norm(wide(x), dim=-1, keepdim=True).square()
+
+
+def compact(x: Tensor) -> Tensor:
+    """A tensor that was expanded, without the repetitions."""
+    for dim, (stride, size) in enumerate(zip(x.stride(), x.shape)):
+        if stride == 0 and size > 1:
+            x = x.narrow(dim, 0, 1)
+    return x
+
+
+def plus(a: Optional[Tensor], b: Optional[Tensor]) -> Optional[Tensor]:
+    """A sum in which None is 0."""
+    if a is None or b is None:
+        return b if a is None else a
+    return a + b
+
+
+def dims_of(x: Tensor, dim: Any) -> List[int]:
+    """The dimensions that an operation works on, from the last to the first."""
+    dims = range(x.dim()) if dim is None else [dim] if isinstance(dim, int) else dim
+    return sorted({d % x.dim() for d in dims}, reverse=True)
+
+
+def without_dims(variance: Tensor, dims: List[int]) -> Tensor:
+    """A variance ``[*, 1]`` where dimensions, the last to the first, are gone."""
+    last = variance.dim() - 1 in dims
+    for dim in dims:
+        variance = variance.squeeze(dim)
+    return last_mean(variance) if last else variance
+
+
+def tidy(known: Variance) -> Variance:
+    """Without repetitions; what differs along the last dimension stays as it is."""
+    return Variance(*(None if part is None else compact(part) for part in known))
