@@ -78,6 +78,7 @@ def connect_the_dots(
         The probabilities of the points, the infinite part, and what was below.
 
     Example:
+        >>> from opacus_ext.accountants.profiles import pure
         >>> p, infinite, below = connect_the_dots(pure(1.0), np.linspace(-2, 2, 9))
         >>> [f"{x:.3f}" for x in p[[2, 6]]], bool(abs(p.sum() - 1) < 1e-15)
         (['0.269', '0.731'], True)
@@ -214,10 +215,10 @@ def _compose(
 ) -> Optional[_Composed]:
     part = delta_error / 6
     total = sum(step.count for step in steps)
-    spread = total / 2 * math.log(1 / part)
+    hoeffding = total / 2 * math.log(1 / part)
 
     half = max(_half(tails, part), 1.05 * tails.widest)
-    mesh = min(epsilon_error / math.sqrt(spread), half / 500)
+    mesh = min(epsilon_error / math.sqrt(hoeffding), half / 500)
     mesh = max(mesh, 2 * half / POINTS)
     if not half < _WIDEST:
         return None
@@ -239,7 +240,7 @@ def _compose(
     # Each loss is at most `mesh` from where it was, with exp(-difference) of mean 1:
     # by Hoeffding's lemma, then his inequality.
     grown = total * mesh**2 / 8
-    loss_error = min(grown + mesh * math.sqrt(spread), total * mesh)
+    loss_error = min(grown + mesh * math.sqrt(hoeffding), total * mesh)
     # The same lemma for the moments of the losses on the grid, which go around it.
     orders = _ORDERS * (1 + _ORDERS) * grown
     around = sum(
@@ -288,6 +289,7 @@ def epsilon_bounds(
             thousandth of it
 
     Example:
+        >>> from opacus_ext.accountants.profiles import gaussian, sampled
         >>> bounds = epsilon_bounds([Step(sampled(gaussian(1.0), 0.01), 1000)], 1e-5)
         >>> [f"{x:.2f}" for x in bounds]
         ['1.81', '1.83', '1.83']
@@ -335,6 +337,7 @@ def delta_bounds(steps: Sequence[Step], epsilon: float) -> Bounds:
     Lower bound, estimate and upper bound of delta, as :func:`epsilon_bounds`.
 
     Example:
+        >>> from opacus_ext.accountants.profiles import gaussian, sampled
         >>> bounds = delta_bounds([Step(sampled(gaussian(1.0), 0.01), 1000)], 0.0)
         >>> [f"{x:.2f}" for x in bounds]
         ['0.16', '0.16', '0.16']

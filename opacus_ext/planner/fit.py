@@ -61,6 +61,7 @@ class Fit:
                 that are not positive and finite (the noise-batch ratio may be 0)
 
         Example:
+            >>> from opacus_ext.planner import KAPLAN
             >>> KAPLAN["parameters"].predict(parameters=[1e6, 1e9]).round(2)
             array([4.02, 2.38])
         """
@@ -150,6 +151,7 @@ class Fit:
                 than it has
 
         Example:
+            >>> from opacus_ext.planner import CHINCHILLA
             >>> Fit.from_dict(CHINCHILLA.to_dict()) == CHINCHILLA
             True
         """
@@ -196,6 +198,7 @@ class Fit:
                 and finite, and if there is no best size between these
 
         Example:
+            >>> from opacus_ext.planner import CHINCHILLA
             >>> best = CHINCHILLA.compute_optimal(5.76e23)  # Gopher's
             >>> print(f"{best.parameters:.3g} {best.data:.3g} {best.loss:.3f}")
             3.22e+10 2.98e+12 1.931

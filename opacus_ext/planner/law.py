@@ -71,6 +71,7 @@ class Law:
             where these parameters have no such size
 
     Example:
+        >>> from opacus_ext.planner.laws import CHINCHILLA, chinchilla
         >>> size = np.array([1e6, 1e7, 1e8, 1e6, 1e7, 1e8])
         >>> tokens = np.array([1e8, 1e8, 1e8, 1e10, 1e9, 4e9])
         >>> loss = CHINCHILLA.predict(parameters=size, tokens=tokens)
@@ -184,8 +185,8 @@ class Law:
             found = []
             for rows in draws:
                 drawn = {n: x[rows] for n, x in logs.items()}
-                again = HuberProblem(self, drawn, outcome[rows], means, mean, huber)
-                tries = [again.descend(w.x) for w in warm]
+                resampled = HuberProblem(self, drawn, outcome[rows], means, mean, huber)
+                tries = [resampled.descend(w.x) for w in warm]
                 found.append(min(tries, key=lambda end: end.objective).x)
             samples = self._natural(np.stack(found), means, mean)
 
@@ -221,6 +222,7 @@ class Law:
                 are not finite, or not positive where they must be
 
         Example:
+            >>> from opacus_ext.planner.laws import chinchilla
             >>> law = chinchilla.of(E=1.69, A=406.4, B=410.7, a=0.34, b=0.28)
             >>> round(float(law.predict(parameters=70e9, tokens=1.4e12)), 3)
             1.937
@@ -365,9 +367,9 @@ class Law:
         low, high = np.array([p.starts for p in self.parameters]).T
         sobol = qmc.Sobol(len(low), scramble=False)
         # Without its first point, which is the lower corner.
-        spread = sobol.random(2 ** math.ceil(math.log2(starts + 1)))[1 : starts + 1]
-        spread = qmc.scale(spread, low, high)
-        return spread[np.argsort(data.objectives(spread), kind="stable")[:descents]]
+        points = sobol.random(2 ** math.ceil(math.log2(starts + 1)))[1 : starts + 1]
+        points = qmc.scale(points, low, high)
+        return points[np.argsort(data.objectives(points), kind="stable")[:descents]]
 
     def _natural(
         self, x: np.ndarray, means: Mapping[str, float], mean: float

@@ -451,16 +451,16 @@ def private_rows(
         )
     positive("batch_size", batch_size)
     m = measurements
-    keep = (
+    chosen = (
         (m.steps >= least_steps) & (m.ratio >= least_ratio) & (m.loss <= highest_loss)
     )
-    if not keep.any():
+    if not chosen.any():
         raise Refused(
             f"No row has {least_steps:g} steps or more, a ratio of {least_ratio:g} or "
             f"more and a loss of {highest_loss:g} or less.",
             remedy="Leave out fewer rows.",
         )
-    rows = np.flatnonzero(keep)
+    rows = np.flatnonzero(chosen)
     rows = rows[np.argsort(m.loss[rows], kind="stable")]
     key = np.stack([m.parameters[rows], m.steps[rows], m.ratio[rows]])
     rows = np.sort(rows[np.unique(key, axis=1, return_index=True)[1]])

@@ -140,10 +140,10 @@ class PrivacyLoss:
         """The losses, weights ~ exp(tilt L) that sum to 1, and what log they had."""
         log_weight = self.log_weight + tilt * self.loss
         top = log_weight.real.max()
-        kept = log_weight.real > top - 46
-        weight = np.exp(log_weight[kept] - top)
+        matters = log_weight.real > top - 46
+        weight = np.exp(log_weight[matters] - top)
         total = weight.sum().real  # as along the real axis, where all of it is real
-        return self.loss[kept], weight / total, top + math.log(total)
+        return self.loss[matters], weight / total, top + math.log(total)
 
     def moments(self, tilt: float) -> Tuple[float, float]:
         """Mean and variance under the tilted law."""

@@ -93,7 +93,7 @@ def repeats(runs: List[Run]) -> Dict[Tuple[Cell, Optional[float]], List[Run]]:
     return found
 
 
-def rolling_mean(x: np.ndarray, window: int) -> np.ndarray:
+def _rolling_mean(x: np.ndarray, window: int) -> np.ndarray:
     """Of each element and those before it, ``window`` of them where there are."""
     total = np.concatenate([[0.0], np.cumsum(x)])
     last = np.arange(1, len(x) + 1)
@@ -110,7 +110,7 @@ def best_curves(runs: List[Run], window: int) -> Dict[Cell, Curve]:
         for run in same[1:]:
             steps = np.intersect1d(steps, run.steps)
         smooth = [
-            rolling_mean(run.loss, window)[np.isin(run.steps, steps)] for run in same
+            _rolling_mean(run.loss, window)[np.isin(run.steps, steps)] for run in same
         ]
         rates = np.full(len(steps), np.nan if rate is None else rate)
         found.setdefault(cell, []).append(Curve(steps, np.mean(smooth, 0), rates))

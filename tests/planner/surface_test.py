@@ -17,7 +17,7 @@ from opacus_ext.planner import laws
 from opacus_ext.planner.curves import extrapolate
 from opacus_ext.planner.measurements import Measurements, concatenate
 from opacus_ext.planner.prediction_error import hold_out
-from opacus_ext.planner.readings import _reading_noise, rolling_mean
+from opacus_ext.planner.readings import _reading_noise, _rolling_mean
 from opacus_ext.planner.surface import Surface
 
 LAW = laws.private_sigmoid.of(
@@ -155,9 +155,9 @@ def test_noise_is_smoothed():
 
 
 def testrolling_mean():
-    assert rolling_mean(np.array([4.0, 2, 3, 1]), 2).tolist() == [4, 3, 2.5, 2]
-    assert rolling_mean(np.array([4.0, 2, 3]), 1).tolist() == [4, 2, 3]
-    assert rolling_mean(np.array([4.0, 2, 3]), 9).tolist() == [4, 3, 3]
+    assert _rolling_mean(np.array([4.0, 2, 3, 1]), 2).tolist() == [4, 3, 2.5, 2]
+    assert _rolling_mean(np.array([4.0, 2, 3]), 1).tolist() == [4, 2, 3]
+    assert _rolling_mean(np.array([4.0, 2, 3]), 9).tolist() == [4, 3, 3]
 
 
 def test_early_readings_are_dropped_before_the_mean():

@@ -86,7 +86,7 @@ def _columns(path: str, law: Any, drop: int) -> Tuple[Any, Dict[str, Any]]:
             parameter="measurements",
             remedy="Name the columns so.",
         )
-    keep = slice(None)
+    rows_of_law = slice(None)
     if drop:
         if not {"tokens", "parameters"} <= table.keys() or drop >= len(rows):
             raise Refused(
@@ -94,6 +94,6 @@ def _columns(path: str, law: Any, drop: int) -> Tuple[Any, Dict[str, Any]]:
                 parameter="--drop",
                 remedy="Leave out fewer.",
             )
-        keep = np.argsort(table["tokens"] / table["parameters"])[drop:]
-    inputs = {name: table[name][keep] for name in law.inputs}
-    return table[law.target][keep], inputs
+        rows_of_law = np.argsort(table["tokens"] / table["parameters"])[drop:]
+    inputs = {name: table[name][rows_of_law] for name in law.inputs}
+    return table[law.target][rows_of_law], inputs

@@ -17,7 +17,7 @@ def read_measurements(name: str) -> Any:
 
 
 def fit_surface(
-    measured: Any, held: Sequence[Tuple[str, float]], bootstrap: int = 0
+    measured: Any, left_out: Sequence[Tuple[str, float]], bootstrap: int = 0
 ) -> Dict[str, Any]:
     options = scaled_options(measured)
     surface = Surface.fit(measured, bootstrap=bootstrap, **options)
@@ -32,7 +32,7 @@ def fit_surface(
             f"+-{width.mean():.2%} of the loss in the mean, +-{width.max():.2%} at "
             f"most (after {last:g} steps, of {surface.resampled})"
         )
-    for name, value in held:
+    for name, value in left_out:
         found = hold_out(measured, **{name: value}, **options)
         result[f"without {name}={value:g}"] = {
             "mean error": found.mean,

@@ -65,7 +65,7 @@ COMMANDS = {
 }
 
 
-def bounded_number(
+def _bounded_number(
     low: float = 0, high: float = math.inf, *, whole: bool = False, above: bool = False
 ) -> Callable[[str], float]:
     """
@@ -77,7 +77,7 @@ def bounded_number(
         above: without its low end
 
     Example:
-        >>> bounded_number(1, whole=True)("1e6")
+        >>> _bounded_number(1, whole=True)("1e6")
         1000000
     """
 
@@ -98,15 +98,15 @@ def bounded_number(
     return parse
 
 
-def number_list(*args: Any, **kwargs: Any) -> Callable[[str], List[float]]:
+def _number_list(*args: Any, **kwargs: Any) -> Callable[[str], List[float]]:
     """
     A type for argparse: several numbers, as "1,4,16" or "LOW:HIGH:COUNT".
 
     Example:
-        >>> number_list()("1:64:4")
+        >>> _number_list()("1:64:4")
         [1.0, 4.0, 16.0, 64.0]
     """
-    one = bounded_number(*args, **kwargs)
+    one = _bounded_number(*args, **kwargs)
 
     def parse(text: str) -> List[float]:
         if ":" not in text:
@@ -115,7 +115,7 @@ def number_list(*args: Any, **kwargs: Any) -> Callable[[str], List[float]]:
         if len(parts) != 3:
             raise argparse.ArgumentTypeError(f"{text!r} is not LOW:HIGH:COUNT")
         low, high = one(parts[0]), one(parts[1])
-        count = int(bounded_number(2, 1000, whole=True)(parts[2]))
+        count = int(_bounded_number(2, 1000, whole=True)(parts[2]))
         if not 0 < low < high < math.inf:
             raise argparse.ArgumentTypeError(f"{text!r} does not go from low to high")
         ratio = (high / low) ** (1 / (count - 1))
@@ -126,15 +126,15 @@ def number_list(*args: Any, **kwargs: Any) -> Callable[[str], List[float]]:
     return parse
 
 
-def number_range(*args: Any, **kwargs: Any) -> Callable[[str], Tuple[float, float]]:
+def _number_range(*args: Any, **kwargs: Any) -> Callable[[str], Tuple[float, float]]:
     """
     A type for argparse: LOW:HIGH, or one number for both.
 
     Example:
-        >>> number_range()("1e3:1e5"), number_range()("7")
+        >>> _number_range()("1e3:1e5"), _number_range()("7")
         ((1000.0, 100000.0), (7.0, 7.0))
     """
-    one = bounded_number(*args, **kwargs)
+    one = _bounded_number(*args, **kwargs)
 
     def parse(text: str) -> Tuple[float, float]:
         parts = [one(part) for part in text.split(":")]
@@ -183,23 +183,23 @@ def parse(argv: Optional[Sequence[str]] = None) -> argparse.Namespace:
 
 
 def _budget(add: Callable) -> None:
-    add("--users", required=True, type=number_list(1, 1e15), help="N, people; ranges")
+    add("--users", required=True, type=_number_list(1, 1e15), help="N, people; ranges")
     add(
         "--epsilon",
         required=True,
-        type=number_list(0, 1e6, above=True),
+        type=_number_list(0, 1e6, above=True),
         help="of the whole run; ranges",
     )
     add(
         "--delta",
         default=1e-8,
-        type=bounded_number(0, 0.5, above=True),
+        type=_bounded_number(0, 0.5, above=True),
         help="of the whole run (default 1e-8)",
     )
     add(
         "--records-per-user",
         default=1,
-        type=bounded_number(1, whole=True),
+        type=_bounded_number(1, whole=True),
         help="examples that a user has (default 1)",
     )
     add(
@@ -221,12 +221,12 @@ def _plan(add: Callable) -> None:
     add(
         "--flops",
         default=[math.inf],
-        type=number_list(0, above=True),
+        type=_number_list(0, above=True),
         help="C, of the whole training; ranges (default: as much as helps)",
     )
     add(
         "--tokens",
-        type=bounded_number(1, whole=True),
+        type=_bounded_number(1, whole=True),
         help="S, tokens of an example (default: of the measurements, or 512)",
     )
     add(
@@ -243,16 +243,18 @@ def _plan(add: Callable) -> None:
     add(
         "--bootstrap",
         default=0,
-        type=bounded_number(0, 10000, whole=True),
+        type=_bounded_number(0, 10000, whole=True),
         help="resamples for a 95 %% interval of the loss (surface; default 0: none)",
     )
-    add("--parameters", type=number_range(1), help="M, bounds of the model size")
-    add("--batch-size", type=number_range(1, whole=True), help="B, bounds, in examples")
-    add("--steps", type=number_range(1, whole=True), help="T, bounds")
+    add("--parameters", type=_number_range(1), help="M, bounds of the model size")
+    add(
+        "--batch-size", type=_number_range(1, whole=True), help="B, bounds, in examples"
+    )
+    add("--steps", type=_number_range(1, whole=True), help="T, bounds")
     add(
         "--noise-norm",
         default=0.2,
-        type=bounded_number(0, above=True),
+        type=_bounded_number(0, above=True),
         help="without measurements: largest norm of the noise in the mean of clipped "
         "gradients, whose norm is 1 at most (default 0.2)",
     )
@@ -266,12 +268,12 @@ def _plan(add: Callable) -> None:
     )
     add(
         "--seconds",
-        type=bounded_number(0, above=True),
+        type=_bounded_number(0, above=True),
         help="bound on time, on this machine",
     )
     add(
         "--memory",
-        type=bounded_number(0, above=True),
+        type=_bounded_number(0, above=True),
         help="bound on bytes, on this machine",
     )
     add("--family", default="bytes", help="what to time: module:function")
@@ -280,7 +282,7 @@ def _plan(add: Callable) -> None:
 
 
 def _baseline(text: str) -> Tuple[float, ...]:
-    values = tuple(bounded_number(1)(part) for part in text.split(","))
+    values = tuple(_bounded_number(1)(part) for part in text.split(","))
     if len(values) != 3:
         raise argparse.ArgumentTypeError(f"{text!r} is not PARAMETERS,BATCH_SIZE,STEPS")
     return values
@@ -291,11 +293,14 @@ def _calibrate(add: Callable) -> None:
     add(
         "--batch-size",
         required=True,
-        type=number_list(1),
+        type=_number_list(1),
         help="B, expected, at most all users; ranges",
     )
     add(
-        "--steps", required=True, type=number_list(1, 1e9, whole=True), help="T; ranges"
+        "--steps",
+        required=True,
+        type=_number_list(1, 1e9, whole=True),
+        help="T; ranges",
     )
 
 
@@ -307,13 +312,13 @@ def _measure(add: Callable) -> None:
     add(
         "--ratios",
         default=[0.0] + [2.0**-k for k in (12, 10, 8, 6, 4, 2)],
-        type=number_list(0, 1e6),
+        type=_number_list(0, 1e6),
         help="noise-batch ratios, 0 for noise-free (default 0, 2^-12, 2^-10 ... 2^-2)",
     )
     add(
         "--learning-rates",
         default=[0.003],
-        type=number_list(0, 10, above=True),
+        type=_number_list(0, 10, above=True),
         help="of Adam (default 0.003)",
     )
     for flag, default, text in (
@@ -322,18 +327,18 @@ def _measure(add: Callable) -> None:
         ("--batch-size", 32, "the physical batch"),
         ("--warmup", 20, "steps until the learning rate is reached"),
     ):
-        kind = bounded_number(1, whole=True)
+        kind = _bounded_number(1, whole=True)
         add(flag, default=default, type=kind, help=f"{text} (default {default})")
     add(
         "--max-grad-norm",
         default=0.1,
-        type=bounded_number(0, 1e6, above=True),
+        type=_bounded_number(0, 1e6, above=True),
         help="(default .1)",
     )
     add(
         "--seed",
         default=0,
-        type=bounded_number(0, 2**63, whole=True),
+        type=_bounded_number(0, 2**63, whole=True),
         help="(default 0)",
     )
     add("--no-progress", action="store_true", help="no progress bar")
@@ -358,13 +363,13 @@ def _fit(add: Callable) -> None:
     add(
         "--bootstrap",
         default=0,
-        type=bounded_number(0, 10000, whole=True),
+        type=_bounded_number(0, 10000, whole=True),
         help="resamples for 95 %% intervals (default 0: none)",
     )
     add(
         "--drop",
         default=0,
-        type=bounded_number(0, whole=True),
+        type=_bounded_number(0, whole=True),
         help="leave out so many rows of the fewest tokens a parameter (default 0)",
     )
 
@@ -373,7 +378,7 @@ def _hold_out(text: str) -> Tuple[str, float]:
     name, _, value = text.partition("=")
     if name not in ("parameters", "ratio"):
         raise argparse.ArgumentTypeError(f"{text!r} is not parameters=... or ratio=...")
-    return name, bounded_number(0)(value)
+    return name, _bounded_number(0)(value)
 
 
 def _check(add: Callable) -> None:
@@ -387,13 +392,13 @@ def _check(add: Callable) -> None:
     add(
         "--batch-size",
         default=3,
-        type=bounded_number(1, 64, whole=True),
+        type=_bounded_number(1, 64, whole=True),
         help="(default 3)",
     )
     add(
         "--length",
         default=12,
-        type=bounded_number(2, whole=True),
+        type=_bounded_number(2, whole=True),
         help="tokens (default 12)",
     )
     add("--float32", action="store_true", help="compare in float32, not in float64")
