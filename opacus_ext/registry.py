@@ -10,7 +10,18 @@ from __future__ import annotations
 
 import functools
 from importlib import import_module
-from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Type
+from typing import (
+    Any,
+    Callable,
+    Dict,
+    Iterable,
+    List,
+    NamedTuple,
+    Optional,
+    Sequence,
+    Type,
+    Union,
+)
 
 import opacus.accountants.registry
 import opacus.grad_sample
@@ -31,13 +42,8 @@ from opacus_ext.grad_sample import adapters, modes
 from opacus_ext.grad_sample.modes import common
 from opacus_ext.grad_sample.modes.common import layer_gradients
 from opacus_ext.grad_sample.modes.loss import ClippedCriterion
-from opacus_ext.grad_sample.parallel import world_of
-from opacus_ext.grad_sample.rules.registry import (
-    FALLBACKS,
-    RULES,
-    Factors,
-    Rule,
-)
+from opacus_ext.grad_sample.parallel.sharding import find_group
+from opacus_ext.grad_sample.rules.registry import TABLE, Factors, Rule
 from opacus_ext.lazy import when_imported
 from opacus_ext.optimizers.clipping import CLIPPINGS, find_clipping
 from opacus_ext.optimizers.optimizer import (
@@ -107,10 +113,17 @@ def register() -> None:
         PRVBoundsAccountant.mechanism(),
         PRVBoundsAccountant,
     )
-    FALLBACKS.append(_sampler_rule)
-    _undo.append(lambda: FALLBACKS.remove(_sampler_rule))
-    for layer in (*_LAYERS, *(k for k in RULES if isinstance(k, type))):
+    TABLE.samplers.append(_sampler_rule)
+    _undo.append(lambda: TABLE.samplers.remove(_sampler_rule))
+    for layer in (*_LAYERS, *TABLE.rules):
         _derive_samplers(layer)
+    TABLE.listeners.append(_derive_samplers)
+    _undo.append(lambda: TABLE.listeners.remove(_derive_samplers))
+    _replace(
+        GradSampleHooks,
+        "iterate_submodules",
+        _iterate_submodules(GradSampleHooks.iterate_submodules),
+    )
     _undo.append(when_imported("transformers.modeling_utils", _extend_transformers))
 
 
@@ -135,12 +148,19 @@ def _replace(place: Any, name: str, new: Any) -> None:
     _undo.append(lambda: setattr(place, name, old))
 
 
-def _add(table: Dict[str, Any], name: str, new: Any) -> None:
-    old = table.get(name)
-    table[name] = new
-    _undo.append(
-        lambda: table.pop(name, None) if old is None else table.update({name: old})
-    )
+def _add(table: Dict[Any, Any], key: Any, new: Any) -> None:
+    old = table.get(key)
+    table[key] = new
+
+    def undo() -> None:
+        if table.get(key) is not new:  # somebody else's by now
+            return
+        if old is None:
+            del table[key]
+        else:
+            table[key] = old
+
+    _undo.append(undo)
 
 
 # -- modes -------------------------------------------------------------------------
@@ -324,7 +344,7 @@ def _refuse_spread(
     **kwargs: Any,
 ) -> None:
     """Experts that are spread over processes, where they can't be trained exactly."""
-    world = world_of(module.modules())
+    world = find_group(module.modules())
     if world is None:
         return
     modes = [mode for mode in MODES if mode != "scan"]  # all samples send at once
@@ -411,8 +431,16 @@ _LAYERS = (
 )
 
 
-def _derive_samplers(layer: type) -> None:
-    """Opacus's grad sampler and norm sampler of a layer, by a run of its samples."""
+def _derive_samplers(kind: Union[type, str]) -> None:
+    """
+    Opacus's grad sampler and norm sampler of a layer, by a run of its samples.
+
+    Args:
+        kind: its type; a name stands for a type that may not have been imported yet,
+            and counts when a layer of it is met (:func:`_iterate_submodules`)
+    """
+    if isinstance(kind, str):
+        return
 
     def grad_sampler(layer, activations, backprops):
         found = layer_gradients(layer, activations, backprops)
@@ -427,13 +455,21 @@ def _derive_samplers(layer: type) -> None:
         (GradSampleHooks.GRAD_SAMPLERS, grad_sampler),
         (GradSampleHooksFastGradientClipping.NORM_SAMPLERS, norm_sampler),
     ):
-        old = table.get(layer)
-        table[layer] = sampler
-        _undo.append(
-            lambda t=table, o=old: (
-                t.pop(layer, None) if o is None else t.__setitem__(layer, o)
-            )
-        )
+        if not getattr(table.get(kind), "_opacus_ext", False):
+            _add(table, kind, sampler)
+
+
+def _iterate_submodules(iterate: Callable) -> Callable:
+    """Where Opacus meets a layer whose rule is registered by name or for a base."""
+
+    @functools.wraps(iterate)
+    def iterate_submodules(self: GradSampleHooks, module: nn.Module) -> Iterable:
+        kind = type(module)
+        if kind not in self.GRAD_SAMPLERS and TABLE.rule_of(module, samplers=False):
+            _derive_samplers(kind)
+        return iterate(self, module)
+
+    return iterate_submodules
 
 
 def _sampler_rule(layer: nn.Module) -> Optional[Rule]:

@@ -11,11 +11,13 @@ from opacus.grad_sample import (
     GradSampleHooks,
     GradSampleHooksFastGradientClipping,
     GradSampleModule,
+    GradSampleModuleFastGradientClipping,
 )
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import opacus_ext
+from opacus_ext.grad_sample.rules.registry import TABLE
 from tests.common import check, every_mode, square_loss
 
 # Everything in Opacus that could be changed: functions and methods of its modules, and
@@ -185,3 +187,141 @@ def test_registered_again(mode):
 def test_other_modes_of_opacus_still_work(mode):
     model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 2)).double()
     check(mode, True, model, torch.randn(4, 3).double(), square_loss)
+
+
+# -- rules that are registered after the import ----------------------------------------
+
+
+class Scale(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(width))
+
+    def forward(self, x):
+        return self.weight * x
+
+
+class Wider(Scale):
+    """Keeps the ``forward``, so that it has the rule too."""
+
+
+class Other(Scale):
+    def forward(self, x):
+        return self.weight**2 * x
+
+
+NAME = f"{__name__}.Scale"
+TABLES = {
+    "grad": GradSampleHooks.GRAD_SAMPLERS,
+    "norm": GradSampleHooksFastGradientClipping.NORM_SAMPLERS,
+}
+
+
+@pytest.fixture(params=[Scale, NAME], ids=["type", "name"])
+def late_rule(request):
+    """A rule by type or by name; how often it was asked is noted."""
+    asked = []
+
+    @opacus_ext.register_rule(request.param)
+    def scale(layer, activations, backprops):
+        asked.append(1)
+        return {layer.weight: (backprops * activations,)}
+
+    yield asked
+    opacus_ext.unregister()
+    del TABLE.rules[request.param]
+    opacus_ext.register()
+
+
+def scales():
+    return nn.Sequential(nn.Linear(3, 3), Scale(3), nn.Tanh(), Wider(3)).double()
+
+
+@every_mode
+def test_late_rule_is_found_by_every_mode(mode, late_rule):
+    check(mode, True, scales(), torch.randn(4, 3).double(), square_loss)
+    assert late_rule or mode == "scan"  # which lets autograd compute each sample
+
+
+@pytest.mark.parametrize(
+    "stock", [GradSampleModule, GradSampleModuleFastGradientClipping]
+)
+def test_late_rule_reaches_the_tables_of_opacus(stock, late_rule):
+    model, x = scales(), torch.randn(4, 3).double()
+    other = nn.Sequential(Other(3)).double()
+    stock(model, loss_reduction="sum")
+    model(x).square().sum().backward()
+    assert late_rule
+    for kind in (Scale, Wider):
+        for table in TABLES.values():
+            assert table[kind]._opacus_ext
+    stock(other, loss_reduction="sum")
+    assert all(Other not in table for table in TABLES.values())
+    for b in range(4):
+        alone = scales()
+        alone.load_state_dict(model.state_dict())
+        alone(x[b : b + 1]).square().sum().backward()
+        for p, q in zip(model.parameters(), alone.parameters()):
+            if stock is GradSampleModule:
+                torch.testing.assert_close(p.grad_sample[b], q.grad)
+            else:
+                torch.testing.assert_close(p._norm_sample[b], q.grad.norm())
+
+
+def test_late_rule_leaves_with_unregister(late_rule):
+    GradSampleModule(scales())
+    opacus_ext.unregister()
+    for table in TABLES.values():
+        assert Scale not in table and Wider not in table
+    opacus_ext.register()
+    GradSampleModule(scales())
+    assert TABLES["grad"][Scale]._opacus_ext
+
+
+def test_late_rule_goes_before_a_sampler_of_opacus(late_rule):
+    """As the order of the table says; with ``unregister`` the sampler is back."""
+
+    def sampler(layer, activations, backprops):
+        raise AssertionError("the rule is first")
+
+    TABLES["grad"][Scale] = sampler
+    try:
+        opacus_ext.register_rule(Scale)(TABLE.rule_of(Scale(3)).fn)
+        check("hooks", True, scales(), torch.randn(4, 3).double(), square_loss)
+        assert TABLES["grad"][Scale] is not sampler
+        opacus_ext.unregister()
+        assert TABLES["grad"][Scale] is sampler
+    finally:
+        if NAME in TABLE.rules:
+            TABLE.rules.pop(Scale)
+        TABLES["grad"].pop(Scale, None)
+        opacus_ext.register()
+
+
+def test_rules_are_asked_in_the_order_of_the_table():
+    """A stand-in, a rule, a sampler of Opacus, a substitute; then functions."""
+    layer, rule = Scale(3), lambda layer, activations, backprops: {}
+    found = []
+
+    def order():
+        forward, of_layer = TABLE.forward_of(layer), TABLE.rule_of(layer)
+        return forward, of_layer, TABLE.substitute_of(layer)
+
+    @opacus_ext.register_forward(Scale)
+    def stand_in(layer, record, x):
+        found.append("forward")
+        w = layer.weight
+        return record(w * x, x, [w], lambda x, g: {w: (g * x,)})
+
+    opacus_ext.register_rule(Scale)(rule)
+    try:
+        assert order() == (stand_in, TABLE.rules[Scale], None)
+        model = nn.Sequential(Scale(3)).double()
+        check("ghost_bk", True, model, torch.randn(4, 3).double(), square_loss)
+        assert found  # and the rule, which gives nothing, was not asked
+        layer.forward = lambda x: x
+        assert order() == (None, None, None)
+    finally:
+        opacus_ext.unregister()
+        del TABLE.forwards[Scale], TABLE.rules[Scale]
+        opacus_ext.register()

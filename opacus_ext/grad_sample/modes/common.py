@@ -181,7 +181,7 @@ class Gather:
         self.engine = engine
         self.of_run: Dict[int, RunGradients] = {}
         self.scanned: Dict[int, Tuple[Any, List[Dict]]] = {}
-        self.touched: List[Any] = []  # runs that the loss depends on
+        self.noted_runs: List[Any] = []  # runs that the loss depends on
 
     def add(self, use: Any, grad: torch.Tensor, saved: tuple) -> List[nn.Parameter]:
         """See :meth:`~samplewise.gather.RunGradients.add`."""
@@ -220,7 +220,7 @@ class Gather:
     def sizes(self) -> List[int]:
         """Of the batches whose forward passes were met."""
         runs = [each.run for each in self.of_run.values()]
-        runs += [run for run, _ in self.scanned.values()] + self.touched
+        runs += [run for run, _ in self.scanned.values()] + self.noted_runs
         return [run.batch for run in runs]
 
 
@@ -299,13 +299,19 @@ def layer_gradients(
         def use(self, use: Any, grad: torch.Tensor, saved: tuple) -> None:
             gather.add(use, grad, saved)
 
-        def touch(self, run: Any) -> None:
+        def note_run(self, run: Any) -> None:
             pass
 
     engine.collector = Collector()
     given = [x.detach() if isinstance(x, torch.Tensor) else x for x in activations]
-    with torch.enable_grad():
-        output = engine(*given)
+    natives = attach_natives(engine)  # the layer's own rule counts here too
+    engine.own = next((each for each in natives if each.layer is layer), None)
+    try:
+        with torch.enable_grad():
+            output = engine(*given)
+    finally:
+        for native in natives:
+            native.remove()
     torch.autograd.grad([output], [engine.anchor], [backprops], allow_unused=True)
     found = {}
     for _, samples in gather.parts():

@@ -30,7 +30,7 @@ from opacus_ext.grad_sample.factors import (
     pad_rows,
     resolved,
 )
-from opacus_ext.grad_sample.rules.registry import SUBSTITUTES
+from opacus_ext.grad_sample.rules.registry import register_substitute
 from opacus_ext.refused import Refused
 
 _BATCHING = "gathered"
@@ -495,8 +495,9 @@ def has_experts(layer: nn.Module) -> bool:
     return isinstance(layer, nn.ModuleDict) and _takes(layer) == _SWITCH
 
 
+@register_substitute
 def _substitute(layer: nn.Module) -> Optional[Callable]:
-    if getattr(layer, "_is_expert_parallel", False) or hasattr(layer, "world_experts"):
+    if getattr(layer, "_is_expert_parallel", False) or hasattr(layer, "sharding"):
         return None  # spread over processes, by transformers or by us (parallel.py)
     if is_experts(layer):
         return experts_interface
@@ -505,6 +506,3 @@ def _substitute(layer: nn.Module) -> Optional[Callable]:
     if isinstance(layer, nn.ModuleDict) and _takes(layer) == _NLLB:
         return nllb_experts
     return None
-
-
-SUBSTITUTES.append(_substitute)

@@ -4,6 +4,8 @@ A rule is given the data and the gradient of what was made of them, both arrange
 sample, and returns the factors of the gradient of each parameter. It knows nothing of
 modes, clipping, batches that are flattened, or parameters that are shared. What has no
 rule is exact too: it is computed with a copy of the parameter for each sample.
+
+All of them are in one :class:`Table`, which states the order in which it is asked.
 """
 
 from __future__ import annotations
@@ -55,7 +57,6 @@ class Op(NamedTuple):
 
 
 OpRule = Callable[..., Optional[Op]]
-OPS: Dict[Callable, OpRule] = {}
 
 
 def register_op(*functions: Callable) -> Callable[[OpRule], OpRule]:
@@ -67,7 +68,7 @@ def register_op(*functions: Callable) -> Callable[[OpRule], OpRule]:
 
     def decorator(rule: OpRule) -> OpRule:
         for function in functions:
-            OPS[function] = rule
+            TABLE.ops[function] = rule
         return rule
 
     return decorator
@@ -88,11 +89,6 @@ class Rule(NamedTuple):
     row_dims: Callable[[nn.Module, torch.Tensor], int]
     refuse: Callable[[nn.Module], Optional[str]] = lambda layer: None
     all_inputs: bool = False
-
-
-RULES: Dict[Union[type, str], Rule] = {}
-# Asked in turn for the rule of a layer that has none in RULES.
-FALLBACKS: List[Callable[[nn.Module], Optional[Rule]]] = []
 
 
 def register_rule(
@@ -144,7 +140,7 @@ def register_rule(
 
     def decorator(fn: RuleFn) -> RuleFn:
         for layer in layers:
-            RULES[layer] = Rule(fn, row_dims, refuse, all_inputs)
+            TABLE.add_rule(layer, Rule(fn, row_dims, refuse, all_inputs))
         return fn
 
     return decorator
@@ -185,10 +181,7 @@ class Record(Protocol):
 
 
 StandIn = Callable[..., Any]
-STAND_INS: Dict[type, StandIn] = {}
-# Asked in turn for what is run in the place of a layer's forward, sample by sample:
-# for one whose own branches on what the samples say.
-SUBSTITUTES: List[Callable[[nn.Module], Optional[Callable]]] = []
+Finder = Callable[[nn.Module], Optional[Callable]]
 
 
 def register_forward(*layers: type) -> Callable[[StandIn], StandIn]:
@@ -220,27 +213,21 @@ def register_forward(*layers: type) -> Callable[[StandIn], StandIn]:
 
     def decorator(fn: StandIn) -> StandIn:
         for layer in layers:
-            STAND_INS[layer] = fn
+            TABLE.forwards[layer] = fn
         return fn
 
     return decorator
 
 
-def find_forward(layer: nn.Module) -> Optional[StandIn]:
-    """What stands in for the ``forward`` of a layer, or None; as :func:`find_rule`."""
-    if "forward" in vars(layer):
-        return None
-    for cls in type(layer).__mro__:
-        if cls in STAND_INS:
-            return STAND_INS[cls] if type(layer).forward is cls.forward else None
-    return None
-
-
-def find_substitute(layer: nn.Module) -> Optional[Callable]:
-    """What is called as ``fn(layer, *inputs)`` in the place of ``forward``, or None."""
-    if "forward" in vars(layer):
-        return None
-    return next(filter(None, (find(layer) for find in SUBSTITUTES)), None)
+def register_substitute(find: Finder) -> Finder:
+    """
+    Registers a function that is asked what runs in the place of a layer's ``forward``,
+    sample by sample, as ``fn(layer, *inputs)``: for layers that are known by what they
+    offer, and whose own ``forward`` branches on what the samples say. It returns None
+    for other layers.
+    """
+    TABLE.substitutes.append(find)
+    return find
 
 
 def own_parameters(layer: nn.Module) -> Dict[str, nn.Parameter]:
@@ -249,15 +236,96 @@ def own_parameters(layer: nn.Module) -> Dict[str, nn.Parameter]:
     return {n: p for n, p in own if p is not None and p.requires_grad}
 
 
-def find_rule(layer: nn.Module) -> Optional[Rule]:
+# -- the table -------------------------------------------------------------------------
+
+
+class Table:
     """
-    The rule of a layer, or None. A subclass whose ``forward`` differs from that of
-    the type with the rule, in its class or on the instance, has none.
+    All rules, in the order in which they are asked.
+
+    For a layer, the first of
+
+    1. a stand-in for its ``forward`` (:func:`register_forward`), by type;
+    2. a rule (:func:`register_rule`), by type or by name, if the layer has trainable
+       parameters of its own;
+    3. a grad sampler that was registered with Opacus (``register_grad_sampler``), as a
+       rule; see opacus_ext/registry.py;
+    4. a substitute (:func:`register_substitute`), by what the layer offers;
+    5. that it is native (:func:`~opacus_ext.register_native`), by its very type;
+    6. nothing: its own ``forward`` runs, and the functions in it are asked about.
+
+    Of 1 and 2 the nearest type along the layer's ``__mro__`` counts, and only where the
+    layer keeps that type's ``forward``. A layer with a ``forward`` of its own on the
+    instance has none of 1 to 4.
+
+    For a function of torch, the rule of :func:`register_op`; where it has none, or that
+    returns None, the general rule: a copy of the parameter for each sample. (How a
+    function *runs* on samples side by side is not said here but in samplewise.)
+
+    What is registered later counts from the next model that is made private on, in all
+    modes, and with Opacus's own tables from there on.
+
+    Attributes:
+        ops: by function
+        forwards: by type
+        rules: by type, or "package.module.Class"
+        samplers: asked in turn, as are ``substitutes``
+        native: types of modules and of autograd functions
+        listeners: called with the type or name of each rule that is added
     """
-    if "forward" in vars(layer):
+
+    def __init__(self) -> None:
+        self.ops: Dict[Callable, OpRule] = {}
+        self.forwards: Dict[type, StandIn] = {}
+        self.rules: Dict[Union[type, str], Rule] = {}
+        self.samplers: List[Callable[[nn.Module], Optional[Rule]]] = []
+        self.substitutes: List[Finder] = []
+        self.native: Dict[type, bool] = {}
+        self.listeners: List[Callable[[Union[type, str]], None]] = []
+
+    def add_rule(self, layer: Union[type, str], rule: Rule) -> None:
+        """Adds a rule, or puts it in the place of an earlier one."""
+        self.rules[layer] = rule
+        for listener in self.listeners:
+            listener(layer)
+
+    def forward_of(self, layer: nn.Module) -> Optional[StandIn]:
+        """What stands in for the ``forward`` of a layer, or None."""
+        if "forward" in vars(layer):
+            return None
+        for cls in type(layer).__mro__:
+            if cls in self.forwards:
+                same = type(layer).forward is cls.forward
+                return self.forwards[cls] if same else None
         return None
-    for cls in type(layer).__mro__:
-        rule = RULES.get(cls) or RULES.get(f"{cls.__module__}.{cls.__qualname__}")
-        if rule is not None:
-            return rule if type(layer).forward is cls.forward else None
-    return next(filter(None, (find(layer) for find in FALLBACKS)), None)
+
+    def rule_of(self, layer: nn.Module, samplers: bool = True) -> Optional[Rule]:
+        """
+        The rule of a layer, or None.
+
+        Args:
+            samplers: whether those made of samplers of Opacus count
+        """
+        if "forward" in vars(layer):
+            return None
+        for cls in type(layer).__mro__:
+            name = f"{cls.__module__}.{cls.__qualname__}"
+            rule = self.rules.get(cls) or self.rules.get(name)
+            if rule is not None:
+                return rule if type(layer).forward is cls.forward else None
+        found = (find(layer) for find in self.samplers if samplers)
+        return next(filter(None, found), None)
+
+    def substitute_of(self, layer: nn.Module) -> Optional[Callable]:
+        """What is called as ``fn(layer, *inputs)`` in place of ``forward``, or None."""
+        if "forward" in vars(layer):
+            return None
+        return next(filter(None, (find(layer) for find in self.substitutes)), None)
+
+
+TABLE = Table()
+OPS = TABLE.ops  # looked into at each call of a function
+NATIVE = TABLE.native
+find_forward = TABLE.forward_of
+find_rule = TABLE.rule_of
+find_substitute = TABLE.substitute_of

@@ -13,7 +13,6 @@ from typing import (
     TYPE_CHECKING,
     Any,
     Callable,
-    Dict,
     Iterable,
     Iterator,
     List,
@@ -159,7 +158,7 @@ class Recorder:
         saved = [by_sample(x) for x in kept]
         rows = y.dim() - 1 - event_dims
         use = Use(run, roots, found, rows, tuple(rows for _ in saved))
-        y = carry(y, run._note(y, use, saved)).flatten(0, 1)
+        y = carry(y, run.note_whole(y, use, saved)).flatten(0, 1)
         return y.movedim(0, batch_dim) if batch_dim else y
 
 
@@ -264,7 +263,7 @@ class NativeForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         layer, run = self.layer, self.engine.current
         own = type(layer).forward.__get__(layer)
-        if not isinstance(run, Run) or run.away:
+        if not isinstance(run, Run) or run.inactive:
             return own(*args, **kwargs)
         if self.how is None:
             return call_outside(run, own, args, kwargs)
@@ -282,7 +281,7 @@ class NativeForward:
         layer = self.layer
         # Those of its parts as well: what is done inside is not looked at.
         params = [p for p in layer.parameters() if p.requires_grad]
-        with run.unseen(), _on_shared(run, layer):
+        with run.unrecorded(), _on_shared(run, layer):
             output = own(*args, **kwargs)
         if not torch.is_grad_enabled() or not params:
             return output
