@@ -268,16 +268,18 @@ def noise_multiplier(
         checked("steps", steps, at_least=1, whole=True),
         checked("sample_rate", sample_rate, above=0, at_most=1),
     )
-    guess = Guess()
+    names = ("epsilon", "delta", "records", "steps", "rate")
+    return on_cells(_NoiseSearch(), names, columns)
 
-    def solve(*cell: float) -> float:
-        try:
-            return attempt(*cell)
-        except TooHardError:
-            return _by_the_accountant(*cell)
 
-    def attempt(
-        epsilon: float, delta: float, k: float, steps: float, q: float
+class _NoiseSearch:
+    """The noise of one cell after another, each found from the one before."""
+
+    def __init__(self) -> None:
+        self.guess = Guess()
+
+    def __call__(
+        self, epsilon: float, delta: float, k: float, steps: float, q: float
     ) -> float:
         # a hair's breadth: the rounding of a rate that is delta
         if sampled_ever(q, steps * k) <= delta * (1 + 1e-12):
@@ -286,34 +288,44 @@ def noise_multiplier(
         if q == 1:
             return k * math.sqrt(steps) / gaussian_sensitivity(epsilon, log_delta)[()]
         if steps == k == 1:
-            sampled = unsampled_epsilon(epsilon, q)
-            return 1 / gaussian_sensitivity(sampled, log_delta - math.log(q))[()]
-
-        def search(fineness: float) -> float:
-            if fineness > 1:
-                guess.forget()
-
-            def profile(x: float) -> float:
-                step = SampledGaussian(math.exp(x), q, int(k))
-                value, guess.tilt = log_delta_of_steps(
-                    step, steps, epsilon, guess.tilt, fineness
-                )
-                return value
-
-            excess = excess_of(profile, log_delta)
-            start = guess.start(epsilon, delta, k, steps, q)
-            log_noise, guess.slope = root(excess, start, guess.slope)
-            result = math.exp(log_noise)
-            check_budget(
-                SampledGaussian(result, q, int(k)), steps, epsilon, delta, guess.tilt
+            alone = unsampled_epsilon(epsilon, q)
+            return 1 / gaussian_sensitivity(alone, log_delta - math.log(q))[()]
+        try:
+            return surely(
+                lambda fineness: self._search(epsilon, delta, k, steps, q, fineness)
             )
-            guess.correct(log_noise)
-            return result
+        except TooHardError:
+            return _by_the_accountant(epsilon, delta, k, steps, q)
 
-        return surely(search)
+    def _search(
+        self,
+        epsilon: float,
+        delta: float,
+        k: float,
+        steps: float,
+        q: float,
+        fineness: float,
+    ) -> float:
+        guess = self.guess
+        if fineness > 1:
+            guess.forget()
 
-    names = ("epsilon", "delta", "records", "steps", "rate")
-    return on_cells(solve, names, columns)
+        def profile(log_noise: float) -> float:
+            step = SampledGaussian(math.exp(log_noise), q, int(k))
+            value, guess.tilt = log_delta_of_steps(
+                step, steps, epsilon, guess.tilt, fineness
+            )
+            return value
+
+        excess = excess_of(profile, log_target(delta))
+        start = guess.start(epsilon, delta, k, steps, q)
+        log_noise, guess.slope = root(excess, start, guess.slope)
+        noise = math.exp(log_noise)
+        check_budget(
+            SampledGaussian(noise, q, int(k)), steps, epsilon, delta, guess.tilt
+        )
+        guess.correct(log_noise)
+        return noise
 
 
 def _by_the_accountant(

@@ -6,8 +6,12 @@ import json
 import math
 from typing import Any, Dict, Sequence
 
+from opacus_ext.tables import text_table
+
 
 def print_json(content: Any) -> None:
+    """Prints it: numbers of numpy as plain ones, null where one is not finite."""
+
     def plain(x: Any) -> Any:
         if isinstance(x, dict):
             return {str(k): plain(v) for k, v in x.items()}
@@ -23,6 +27,7 @@ def print_json(content: Any) -> None:
 
 
 def show(value: Any) -> str:
+    """A value for people, in a few characters."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, (list, tuple)):
@@ -39,16 +44,14 @@ def show(value: Any) -> str:
 
 
 def show_pairs(values: Dict[str, Any]) -> str:
+    """A line a value, after its name."""
     width = max(map(len, values)) + 2
     return "\n".join(f"{name:{width}}{show(v)}" for name, v in values.items())
 
 
 def show_table(rows: Sequence[Dict[str, Any]]) -> str:
+    """Rows of equal keys, a column each."""
     if not rows:
         return ""
-    lines = [list(rows[0])] + [[show(v) for v in row.values()] for row in rows]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
-    return "\n".join(
-        "  ".join(cell.rjust(width) for cell, width in zip(line, widths))
-        for line in lines
-    )
+    shown = [[show(value) for value in row.values()] for row in rows]
+    return text_table(list(rows[0]), shown, right=True)
