@@ -24,7 +24,7 @@ test: $(VENV)/.installed
 
 # Nothing is imported, so torch need not be there: the code is parsed.
 docs: $(VENV)/.installed-docs
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet $(ARGS)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict $(ARGS)
 
 # torchvision is for the data of these tests alone; its kernels need not fit torch's build.
 test-opacus: $(VENV)/.installed
@@ -42,6 +42,7 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/black --check --diff .
 	$(BIN)/isort --check .
 	$(BIN)/flake8
+	$(BIN)/python tools/typed.py
 
 clean:
 	rm -rf $(VENV) build *.egg-info

@@ -4,7 +4,6 @@
   (refusals.py), so neither can be older than what it tells.
 - Links out of docs/ work here as they do in the repository: those to notebooks lead to
   their pages, which mkdocs-jupyter makes of tutorials/; other files come along.
-- ``:func:`name``` and the like of docstrings become code.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ sys.path.insert(0, str(ROOT / "docs"))
 from refusals import find, page  # noqa: E402
 
 LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#|<)([^)#\s]+)(?=[)#])")
-ROLE = re.compile(r":(?:py:)?(?:func|class|meth|mod|attr|data|exc):(?=<code>)")
 OUTSIDE = "repository"  # the folder of the site for what is not in docs/
 NOTEBOOKS = sorted((ROOT / "tutorials").glob("*.ipynb"))
 START, REFUSALS = "index.md", "reference/refusals.md"
+PAGES = {"README.md": START, "CHANGELOG.md": "changelog.md"}
 
 
 def place(path: Path) -> str:
@@ -38,7 +37,7 @@ def place(path: Path) -> str:
         return inside.relative_to("docs").as_posix()
     if inside.parts[0] == "tutorials":
         return inside.as_posix()
-    return START if inside.name == "README.md" else f"{OUTSIDE}/{inside.as_posix()}"
+    return PAGES.get(inside.as_posix(), f"{OUTSIDE}/{inside.as_posix()}")
 
 
 def moved(markdown: str, folder: Path, here: str) -> str:
@@ -97,7 +96,3 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
     if path is None or not path.endswith(".md"):
         return markdown
     return moved(markdown, Path(path).parent, page.file.src_uri)
-
-
-def on_page_content(html: str, page: Any, config: Any, files: Files) -> str:
-    return ROLE.sub("", html)

@@ -15,10 +15,10 @@ from typing import Dict, Iterator, List, NamedTuple, Optional
 PACKAGE = Path(__file__).parents[1] / "opacus_ext"
 HEAD = """# Refusals
 
-What can't be had exactly is refused by one exception, `opacus_ext.Refused`, before anything is
-changed. It is a `ValueError` and a `RuntimeError`; its fields are `reason`, `module`, `parameter`
-and `remedy`. These are all {count}, by the module that raises them, generated from the code.
-What stands in braces is filled in.
+What can't be had exactly is refused by one exception, `opacus_ext.Refused`, before
+anything is changed. It is a `ValueError` and a `RuntimeError`; its fields are `reason`,
+`module`, `parameter` and `remedy`. These are all {count}, by the module that raises
+them, generated from the code. What stands in braces is filled in.
 """
 TEXT_METHODS = ("format", "strip", "rstrip", "capitalize")
 LONGEST = 48  # characters of an expression in braces that are shown
@@ -112,6 +112,29 @@ def names_of(trees: Dict[str, ast.Module]) -> List[str]:
     return names
 
 
+def entries_in(module: str, tree: ast.Module) -> Iterator[Refusal]:
+    """
+    The entries of a table of refusals: calls of a class whose fields are ``name``,
+    ``reason`` and ``remedy``, in this order.
+    """
+    tables, fields = {}, ["name", "reason", "remedy"]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef):
+            own = [x for x in node.body if isinstance(x, ast.AnnAssign)]
+            if [ast.unparse(x.target) for x in own] == fields:
+                defaults = {ast.unparse(x.target): x.value for x in own if x.value}
+                tables[node.name] = defaults
+    for node in ast.walk(tree):
+        if is_call_of(node, list(tables)):
+            assert isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+            given = {**tables[node.func.id], **dict(zip(fields, node.args))}
+            given.update(
+                {keyword.arg or "": keyword.value for keyword in node.keywords}
+            )
+            name, reason, remedy = (template(given[field], {}) for field in fields)
+            yield Refusal(module, "", f"{name} {reason}.", remedy, node.lineno)
+
+
 def refusals_in(module: str, tree: ast.Module, names: List[str]) -> Iterator[Refusal]:
     """The refusals of one module, in the order of its lines."""
 
@@ -155,19 +178,20 @@ def find(package: Path = PACKAGE) -> List[Refusal]:
         refusal
         for module, tree in trees.items()
         if module != f"{package.name}.refused"
-        for refusal in refusals_in(module, tree, names)
+        for refusal in (*refusals_in(module, tree, names), *entries_in(module, tree))
     ]
 
 
 def marked(text: str) -> str:
     """Text as Markdown, its {expressions} as code, nothing else of it as markup."""
+
+    def plain(part: str) -> str:
+        part = html.escape(part, quote=False)
+        return re.sub(r"[\\`*_\[\]#|~$]", lambda found: f"&#{ord(found[0])};", part)
+
     parts = re.split(r"(\{[^{}]*\})", text)
     return "".join(
-        (
-            f"<code>{html.escape(part)}</code>"
-            if i % 2
-            else re.sub(r"([\\`*_\[\]#|~$])", r"\\\1", html.escape(part, quote=False))
-        )
+        f"<code>{plain(part)}</code>" if i % 2 else plain(part)
         for i, part in enumerate(parts)
     )
 

@@ -2,9 +2,9 @@
 
 A block has an interpreter of its own. Comments of a page change that:
 
-    <!-- blocks: one interpreter -->   those of the page run one after the other in one
+    <!-- blocks: one interpreter -->   those of the page run in one, in order
     <!-- block: slow -->               before a block: it takes minutes
-    <!-- block: torchrun -->           before a block: two processes run it, as by torchrun
+    <!-- block: torchrun -->           before a block: two processes run it
 
 This module imports nothing of the package: processes that run a block import it too.
 """
@@ -61,7 +61,7 @@ def blocks_of(page: Path) -> List[Block]:
 
 
 def programs_of(page: Path) -> List[List[Block]]:
-    """What is run by an interpreter each: the Python blocks of a page, or one of them."""
+    """What has an interpreter each: all Python blocks of a page, or one of them."""
     blocks = [block for block in blocks_of(page) if block.language == "python"]
     if SHARED in page.read_text(encoding="utf-8"):
         return [blocks]

@@ -1,7 +1,8 @@
 """Which classes of transformers are trained exactly: the check, and the table of it.
 
 ``python -m tests.compatibility`` checks every class that the auto classes map and
-writes docs/reference/compatibility.md; with names of classes, families or tasks it prints theirs.
+writes docs/reference/compatibility.md; with names of classes, families or tasks it
+prints theirs.
 """
 
 import collections
@@ -251,7 +252,7 @@ def _in_a_cell(text):
 
 
 def write_table(rows):
-    """Writes docs/reference/compatibility.md from rows (task, family, class, result, reason)."""
+    """Writes the table from rows (task, family, class, result, reason, how)."""
     counts = collections.Counter(row[3] for row in rows)
     tried = len(rows) - counts["not tried"]
     said = ", ".join(f"{n} {result}" for result, n in counts.most_common())

@@ -213,7 +213,7 @@ def test_refusals_are_read_off_the_code(refusals, tmp_path):
     page = refusals.page([first, second])
     assert "These are all 2," in page
     assert r"got <code>{tuple(x.shape)}</code>" in page
-    assert r"**What to do:** Give it \[B, T\] or" in page
+    assert "**What to do:** Give it &#91;B, T&#93; or" in page
 
 
 def test_all_refusals_are_in_the_index(refusals):
