@@ -155,7 +155,11 @@ def train(args: argparse.Namespace) -> Dict[str, Any]:
     if args.data:
         data = read_sequences(args.data, max_users=args.users)
     elif args.users:
-        raise Refused("--users needs --data: synthetic data is made whole.")
+        raise Refused(
+            "--users needs --data: synthetic data is made whole.",
+            parameter="--users",
+            remedy="Give --data FILE.",
+        )
     else:
         data = synthetic_sequences()
     users = len(data.histories)

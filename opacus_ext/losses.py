@@ -61,7 +61,7 @@ def cross_entropy(
         Losses ``[B]``. A sample none of whose labels count has loss zero.
 
     Raises:
-        ValueError: if shapes do not fit, or ``reduction`` is another one
+        Refused: if shapes do not fit, or ``reduction`` is another one
 
     Example:
         >>> import torch
@@ -76,7 +76,9 @@ def cross_entropy(
     if logits.dim() < 2 or logits.shape[:-1] != labels.shape:
         raise Refused(
             "cross_entropy takes logits [B, ..., V] and labels [B, ...], got shapes "
-            f"{tuple(logits.shape)} and {tuple(labels.shape)}."
+            f"{tuple(logits.shape)} and {tuple(labels.shape)}.",
+            parameter="labels",
+            remedy="Give a label for each row of logits, without reduction.",
         )
     given = {
         "input": logits.flatten(0, -2),
@@ -126,19 +128,23 @@ class PerSample(nn.Module):
                 bounded. A sample's weight must not depend on other samples.
 
         Raises:
-            ValueError: for anything but one loss a sample
+            Refused: for anything but one loss a sample
         """
         if losses.dim() != 1:
             raise Refused(
                 f"PerSample takes one loss a sample, [B], got shape "
-                f"{tuple(losses.shape)}. A model's own loss is one number for the "
-                "batch: take opacus_ext.losses.model_losses(model, batch)."
+                f"{tuple(losses.shape)}.",
+                parameter="losses",
+                remedy="A model's own loss is one number for the batch: take "
+                "opacus_ext.losses.model_losses(model, batch).",
             )
         if weights is not None:
             if weights.shape != losses.shape or weights.requires_grad:
                 raise Refused(
                     "PerSample takes weights [B] without gradient for losses [B], got "
-                    f"shapes {tuple(weights.shape)} and {tuple(losses.shape)}."
+                    f"shapes {tuple(weights.shape)} and {tuple(losses.shape)}.",
+                    parameter="weights",
+                    remedy="Give one weight a sample, detached.",
                 )
             losses = losses * weights
         if self.reduction == "none":
@@ -172,7 +178,7 @@ def model_losses(
         Losses ``[B]``; zero where none of a sample's labels counts.
 
     Raises:
-        ValueError: if the model gives no loss, or not one number for a sample; with
+        Refused: if the model gives no loss, or not one number for a sample; with
             "num_items_in_batch", by which the tokens of other samples would count
 
     Example:
@@ -198,7 +204,9 @@ def model_losses(
     if batch.get("num_items_in_batch") is not None:
         raise Refused(
             "num_items_in_batch divides each sample's loss by a number of other "
-            "samples' tokens. Leave it out of the batch."
+            "samples' tokens.",
+            parameter="num_items_in_batch",
+            remedy="Leave it out of the batch.",
         )
     engine, each = _engine_of(model), _Each(model, reduction, list(batch))
     if engine is None or not engine.enabled or not torch.is_grad_enabled():
@@ -206,11 +214,13 @@ def model_losses(
     empty = any(torch.is_tensor(x) and x.shape[:1] == (0,) for x in batch.values())
     if empty and engine.expert_group is None:
         return engine.anchor.expand(0)  # few models run on no sample
-    before, engine.each = engine.each, each
+    before, engine.per_sample = engine.per_sample, each
     try:
-        return _find_loss(model(**batch))
+        losses = _find_loss(model(**batch))
+        assert losses is not None  # _Each refuses a model that gives none
+        return losses
     finally:
-        engine.each = before
+        engine.per_sample = before
 
 
 def _engine_of(model: nn.Module) -> Optional[Engine]:
@@ -228,6 +238,7 @@ def _one_by_one(
     for rows, part in read_inputs(Engine(model), (), dict(batch)).parts():
         for b in range(part.size):
             loss = _find_loss(each(model, **part.alone(b).kwargs))
+            assert loss is not None  # _Each refuses a model that gives none
             losses[b if rows is None else int(rows[b])] = loss.reshape(())
     if not losses:
         return next(model.parameters()).new_zeros(0)
@@ -249,7 +260,7 @@ class PerRecord(nn.Module):
         model: takes ``[B, ...]``; it becomes ``self.model``
 
     Raises:
-        ValueError: when called with a tensor without these two dims
+        Refused: when called with a tensor without these two dims
 
     Example:
         >>> import torch
@@ -277,7 +288,8 @@ class PerRecord(nn.Module):
             given = ", ".join(f"{n} {tuple(x.shape)}" for n, x in tensors.items())
             raise Refused(
                 "PerRecord takes tensors [R, S, ...] with the same R and S, got "
-                f"{given or 'none'}."
+                f"{given or 'none'}.",
+                remedy="RecordCollator of opacus_ext.data.collators makes them.",
             )
         (lead,) = shapes
         flat = {n: x.flatten(0, 1) if n in tensors else x for n, x in inputs.items()}
@@ -294,7 +306,11 @@ class PerRecord(nn.Module):
 
 def _check_reduction(reduction: str) -> None:
     if reduction not in _REDUCTIONS:
-        raise Refused(f'reduction must be "mean" or "sum", got {reduction!r}.')
+        raise Refused(
+            f'reduction must be "mean" or "sum", got {reduction!r}.',
+            parameter="reduction",
+            remedy="Take one of these.",
+        )
 
 
 def _wrappers() -> Tuple[type, ...]:
@@ -398,13 +414,17 @@ class _Each(TorchFunctionMode):
         )
         if not isinstance(loss, torch.Tensor):
             raise Refused(
-                f"{self.model} gave no loss for {', '.join(self.names)}. Give it "
-                f'labels by keyword, "labels" or what it calls them, or {instead}'
+                f"{self.model} gave no loss for {', '.join(self.names)}.",
+                module=self.model,
+                remedy='Give it labels by keyword, "labels" or what it calls them, or '
+                f"{instead}",
             )
         if loss.numel() != 1:
             raise Refused(
                 f"{self.model} gives a loss of shape {tuple(loss.shape)}, which is not "
-                f"one number. Reduce it in the model, or {instead}"
+                "one number.",
+                module=self.model,
+                remedy=f"Reduce it in the model, or {instead}",
             )
 
     def __torch_function__(
@@ -451,7 +471,7 @@ def _pending(function: Callable, given: Dict[str, Any]) -> torch.Tensor:
     if function is not F.cross_entropy or x.dim() != 2 or not plain:
         raise Refused(
             "A chunked head (chunked_head) takes cross_entropy of logits [rows, V], "
-            "without class weights and label smoothing. Leave chunked_head(model) "
-            "away."
+            "without class weights and label smoothing.",
+            remedy="Leave chunked_head(model) away.",
         )
     return x.losses(given["target"], given["ignore_index"])

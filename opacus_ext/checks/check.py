@@ -301,8 +301,12 @@ def _run_mode(
                 )
                 samples[name] = grad_sample.detach().clone()
         optimizer.step()
-    # The optimizer divides by the expected batch size, here the batch's own.
-    return {name: p.grad.detach() * size for name, p in parameters.items()}, samples
+    sums = {}
+    for name, p in parameters.items():
+        assert p.grad is not None  # the optimizer has set it
+        # It divides by the expected batch size, here the batch's own.
+        sums[name] = p.grad.detach() * size
+    return sums, samples
 
 
 def _error(

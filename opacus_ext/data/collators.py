@@ -26,7 +26,7 @@ class RecordCollator:
         labels: name of the labels
 
     Raises:
-        ValueError: for a record without sequences
+        Refused: for a record without sequences
 
     Example:
         >>> from torch.utils.data import default_collate
@@ -46,24 +46,27 @@ class RecordCollator:
     ):
         self.collate, self.labels = collate, labels
 
-    def __call__(self, records: Sequence[Sequences]) -> Dict[str, torch.Tensor]:
-        """Tensors ``[R, S, ...]``."""
-        records = [_sequences(record) for record in records]
+    def __call__(self, batch: Sequence[Sequences]) -> Dict[str, torch.Tensor]:
+        """Tensors ``[R, S, ...]`` of a list of records."""
+        records = [_sequences(record) for record in batch]
         if not all(records):
             raise Refused(
                 f"Record {[bool(r) for r in records].index(False)} of the batch has no "
-                "sequences. Leave such records out of the data set."
+                "sequences.",
+                remedy="Leave such records out of the data set.",
             )
         longest = max(map(len, records))
         rows = [x for r in records for x in [*r, *r[:1] * (longest - len(r))]]
-        batch = self.collate(rows)
-        if len(batch[self.labels]) != len(rows):
+        flat = self.collate(rows)
+        if len(flat[self.labels]) != len(rows):
             raise Refused(
-                f"The collator of the sequences made {len(batch[self.labels])} rows of "
-                f"{len(rows)} sequences. Use one that keeps them apart."
+                f"The collator of the sequences made {len(flat[self.labels])} rows of "
+                f"{len(rows)} sequences.",
+                parameter="collate",
+                remedy="Use one that keeps them apart.",
             )
         lead = len(records), longest
-        made = {name: x.unflatten(0, lead) for name, x in batch.items()}
+        made = {name: x.unflatten(0, lead) for name, x in flat.items()}
         for i, record in enumerate(records):
             made[self.labels][i, len(record) :] = -100
         return made

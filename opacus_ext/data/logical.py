@@ -112,7 +112,7 @@ class _Parts(Dataset):
         self.dataset, self.collate = dataset, collate
 
     def __len__(self) -> int:
-        return len(self.dataset)
+        return len(self.dataset)  # type: ignore[arg-type]
 
     def __getitems__(self, item: _Item) -> List[Part]:
         # By its own seed: what is random in records and masks is the same in whatever

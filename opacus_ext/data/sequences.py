@@ -84,7 +84,7 @@ def read_sequences(
 
     Raises:
         OSError: if the file can't be read.
-        ValueError: if a line has another form (the error names it), or no user is left.
+        Refused: if a line has another form (the error names it), or no user is left.
 
     Example:
         >>> from pathlib import Path
@@ -94,7 +94,11 @@ def read_sequences(
         ([tensor([1, 2, 1, 3])], tensor([4]))
     """
     if min_actions < 3:
-        raise Refused(f"min_actions must be at least 3, not {min_actions}.")
+        raise Refused(
+            f"min_actions must be at least 3, not {min_actions}.",
+            parameter="min_actions",
+            remedy="A user has an input, a target and the held-out item.",
+        )
     actions, raw = _read_actions(Path(path))
     if raw:
         actions.sort(key=lambda action: action.time)  # stable
@@ -104,13 +108,17 @@ def read_sequences(
     by_user: Dict[int, List[int]] = {}
     for user, item, _ in actions:
         by_user.setdefault(user, []).append(item)
-    kept = [by_user[u] for u in sorted(by_user) if len(by_user[u]) >= min_actions]
-    kept = kept[:max_users]
-    if not kept:
-        raise Refused(f"{path}: no user has {min_actions} actions or more.")
+    chosen = [by_user[u] for u in sorted(by_user) if len(by_user[u]) >= min_actions]
+    chosen = chosen[:max_users]
+    if not chosen:
+        raise Refused(
+            f"{path}: no user has {min_actions} actions or more.",
+            parameter="path",
+            remedy="Lower min_actions, or give a file with longer sequences.",
+        )
 
     new_id: Dict[int, int] = {}
-    sequences = [[new_id.setdefault(i, len(new_id) + 1) for i in seq] for seq in kept]
+    sequences = [[new_id.setdefault(i, len(new_id) + 1) for i in seq] for seq in chosen]
     return SequenceData(
         name=Path(path).name,
         histories=[torch.tensor(seq[:-1]) for seq in sequences],
@@ -146,7 +154,7 @@ def synthetic_sequences(
         num_genres: number of genres.
 
     Raises:
-        ValueError: if ``num_genres`` doesn't divide ``num_items``.
+        Refused: if ``num_genres`` doesn't divide ``num_items``.
 
     Example:
         >>> data = synthetic_sequences(num_users=100, num_items=30, num_genres=3)
@@ -154,7 +162,11 @@ def synthetic_sequences(
         (100, 30)
     """
     if num_items % num_genres:
-        raise Refused(f"{num_genres} genres can't share {num_items} items equally.")
+        raise Refused(
+            f"{num_genres} genres can't share {num_items} items equally.",
+            parameter="num_genres",
+            remedy="Take a divisor of num_items.",
+        )
     rng = torch.Generator().manual_seed(seed)
     size = num_items // num_genres
 
@@ -190,7 +202,7 @@ class _Action(NamedTuple):
 
 def _read_actions(path: Path) -> Tuple[List[_Action], bool]:
     """All actions of a file, and whether it is a raw one (ratings.dat)."""
-    actions = []
+    actions: List[_Action] = []
     raw = False
     with path.open(encoding="utf-8", errors="replace") as lines:
         for number, line in enumerate(lines, start=1):
@@ -209,7 +221,9 @@ def _read_actions(path: Path) -> Tuple[List[_Action], bool]:
                 form = "user::item::rating::timestamp" if raw else "user item"
                 raise Refused(
                     f"{path}, line {number}: expected '{form}' in whole numbers, "
-                    f"found {line.rstrip()[:80]!r}."
+                    f"found {line.rstrip()[:80]!r}.",
+                    parameter="path",
+                    remedy="Put the file in this form, or leave the line out.",
                 ) from None
     return actions, raw
 

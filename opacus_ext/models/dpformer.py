@@ -125,7 +125,7 @@ class DPFormer(NextItemModel):
         tied: whether input and output share one embedding matrix.
 
     Raises:
-        ValueError: if ``heads`` does not divide ``width``, or an input sequence is
+        Refused: if ``heads`` does not divide ``width``, or an input sequence is
             longer than ``max_len``.
 
     Example:
@@ -159,7 +159,9 @@ class DPFormer(NextItemModel):
         if length > self.position.num_embeddings:
             raise Refused(
                 f"A sequence of {length} items is longer than "
-                f"max_len={self.position.num_embeddings}."
+                f"max_len={self.position.num_embeddings}.",
+                parameter="ids",
+                remedy="Cut it to its latest items, or build the model for more.",
             )
         # Expanded to [B, T], so that each sample has its own gradient for a position.
         positions = torch.arange(length, device=ids.device).expand(batch, length)
@@ -182,7 +184,7 @@ class RecurrentModel(NextItemModel):
         tied: whether input and output share one embedding matrix.
 
     Raises:
-        ValueError: for another ``cell``
+        Refused: for another ``cell``
 
     Example:
         >>> model = RecurrentModel(num_items=10, cell="lstm", width=8)
@@ -202,7 +204,11 @@ class RecurrentModel(NextItemModel):
         super().__init__(num_items, width, tied)
         cells = {"gru": nn.GRU, "lstm": nn.LSTM}
         if cell not in cells:
-            raise Refused(f"cell must be one of {list(cells)}, not {cell!r}.")
+            raise Refused(
+                f"cell must be one of {list(cells)}, not {cell!r}.",
+                parameter="cell",
+                remedy="Take one of these.",
+            )
         self.dropout = nn.Dropout(dropout)
         between = dropout if depth > 1 else 0.0
         self.layers = cells[cell](

@@ -17,6 +17,8 @@ class RecordTrainer(Trainer):
     columns of the data set it takes, and what is saved and loaded, is the model itself.
     """
 
+    model: Any
+
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         if isinstance(self.model, PerRecord):

@@ -237,6 +237,7 @@ class PrivateTrainer(BatchTrainer):
         if privacy.noise_multiplier is not None:
             return privacy.noise_multiplier
         epsilon, delta = privacy.target_epsilon, privacy.target_delta
+        assert epsilon is not None  # PrivacyArguments has one of the two
         rate, steps = 1 / self.steps_per_epoch, self.state.max_steps
         # The noise was chosen to leave less than this.
         if self.get_epsilon() > epsilon - 0.01:
@@ -277,6 +278,7 @@ class PrivateTrainer(BatchTrainer):
                 f"{type(inputs).__name__}.",
                 remedy="Do not override it: change the data set or the collator.",
             )
+        assert self._run is not None
         optimizer = self._run.optimizer
         loss = torch.zeros((), device=self.args.device)
         for i, part in enumerate(inputs):
@@ -457,6 +459,7 @@ class PrivateTrainer(BatchTrainer):
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)
         run = self._run
+        assert run is not None
         state = {
             "config": self._config,
             "accountant": self.engine.accountant.state_dict(),
