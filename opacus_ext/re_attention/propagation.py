@@ -215,11 +215,16 @@ class Propagation(TorchFunctionMode):
         if is_batched(view):
             self._set_batched_base(view, noted)
             return
-        base, known = view._base, self.of(view)
-        before = self.of(base) if base.dtype == view.dtype else Lost("view")
-        if isinstance(known, Lost) or isinstance(before, Lost):
-            self.set(base, known if isinstance(known, Lost) else before)
-            return
+        known = self.of(view)
+        for base in (view._base, *self.table.aliases(view)):
+            same = base.dtype == view.dtype
+            before = self.of(base) if same else Lost("view")
+            if isinstance(known, Lost) or isinstance(before, Lost):
+                self.set(base, known if isinstance(known, Lost) else before)
+            else:
+                self._set_part(base, view)
+
+    def _set_part(self, base: Tensor, view: Tensor) -> None:
         with quietly(base):
             new, old = self.token(view), self.token(base)
             every = torch.empty_strided(
@@ -251,9 +256,11 @@ class Propagation(TorchFunctionMode):
         if not isinstance(x, Tensor):
             return
         with torch._C.DisableTorchFunction():
-            base = None if is_batched(x) else x._base
-        for each in (x, base):
-            if each is not None and self.of(each) is not None:
+            changed = [x]
+            if not is_batched(x) and x._is_view():
+                changed += [x._base, *self.table.aliases(x)]
+        for each in changed:
+            if self.of(each) is not None:
                 self.set(each, Lost(operation))
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import weakref
 from typing import Any, Callable, Dict, List, Optional, Tuple, Union
 
+import torch
 from torch import Tensor
 
-from opacus_ext.grad_sample.samplewise.functorch import EXCHANGED, whole
+from opacus_ext.grad_sample.samplewise.functorch import EXCHANGED, is_batched, whole
 from opacus_ext.grad_sample.samplewise.ops import CARRIED
 from opacus_ext.re_attention.variances import Lost, Variance, quietly, squares
 
@@ -88,6 +89,25 @@ class Table:
         """Says what the variance of a tensor is."""
         if variance is not None or self.get(x) is not None:
             self.note(x).variance = variance
+
+    def aliases(self, x: Tensor) -> List[Tensor]:
+        """
+        Other tensors with notes that are all of what ``x`` is a view of. A view's
+        ``_base`` may be a tensor that nobody has seen: Linear makes of inputs ``[B, T,
+        width]`` a product of matrices, and returns a view of it.
+        """
+        found = []
+        memory, size = x.untyped_storage().data_ptr(), x._base.numel()
+        for ref, _ in list(self._notes.values()):
+            y = ref()
+            if y is None or y is x:
+                continue
+            y._fix_weakref()  # autograd may be the only one that has it
+            if is_batched(y) or y.layout != torch.strided or y.numel() != size:
+                continue
+            if y.untyped_storage().data_ptr() == memory and y is not x._base:
+                found.append(y)
+        return found
 
     def squares(self, x: Tensor) -> Tensor:
         """The sum of squares over the last dimension; kept, as several layers ask."""

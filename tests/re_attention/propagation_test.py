@@ -616,6 +616,17 @@ def test_views_that_are_changed_in_place(case):
         assert "add" in str(error)
 
 
+def test_views_of_what_a_layer_returns():
+    """Linear returns a view itself, of a product that nobody sees."""
+    (w, noise), known = leaf(4, 4, spread=False), torch.randn(2, 3, 4, dtype=D)
+    with Propagation({id(w): noise}) as errors:
+        y = F.linear(known, w, torch.zeros(4, dtype=D))
+        rows, same = y[:, 0], y.view(6, 4)
+        rows.mul_(0.0)
+        for z in (y, same.view(2, 3, 4)):
+            assert not errors.variance(z)[:, 0].any() and errors.variance(z)[:, 1].all()
+
+
 # What is not known
 
 

@@ -948,6 +948,40 @@ def test_several_outputs_have_no_notes():
             assert not vars(x)
 
 
+class WithoutBatch(nn.Module):
+    """Values that have errors and no batch, changed in place around the attention."""
+
+    def __init__(self):
+        super().__init__()
+        self.start, self.attention = nn.Linear(4, 4), SelfAttention(4)
+        self.scale = nn.Parameter(torch.rand(4) + 0.5)
+        self.register_buffer("known", torch.rand(4))
+
+    def forward(self, x):
+        x = self.start(x)
+        total = self.start.weight.sum(0)
+        total.mul_(0.5)
+        x = x + self.attention(x + total)
+        scale = self.scale * 2.0
+        scale.add_(0.5)
+        scale[0] = 1.0
+        total += scale
+        total.view(2, 2).mul_(2.0)
+        offset = torch.ones_like(self.known).mul_(self.known)
+        offset += total
+        rows = torch.zeros_like(x)
+        rows += offset
+        rows[:, 0].add_(scale)
+        return x * scale + 0.1 * rows
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_values_without_batch_change_in_place(mode):
+    model = WithoutBatch().double()
+    x = torch.randn(3, 5, 4, dtype=D)
+    check(mode, True, model, x, square_loss, noise=1.0, cap=None)
+
+
 @pytest.mark.slow
 def test_compiled_model():
     """What is tracked runs as if it were not compiled."""

@@ -11,6 +11,7 @@ from opacus.optimizers import DPOptimizer
 
 from opacus_ext import track_errors
 from opacus_ext.re_attention import attention
+from opacus_ext.refused import Refused
 from tests.common import (
     MODES,
     assert_same,
@@ -397,7 +398,7 @@ class Layers(torch.nn.Module):
 
 @pytest.mark.parametrize("numbers", [(1, 3, 3), (3, 1, 2), (2, 2, 3)])
 def test_number_of_attentions_changes(numbers):
-    """What was put off after the last attention is made if it was not the last."""
+    """Errors are tracked up to the last attention that there is in the model."""
     torch.manual_seed(0)
     model, x = Layers(), torch.randn(2, 5, 8)
     outs = []
@@ -413,6 +414,72 @@ def test_number_of_attentions_changes(numbers):
             out = other(x.clone(), number)
         outs.append(out)
     torch.testing.assert_close(*outs)
+
+
+class Again(torch.nn.Module):
+    """One layer, as many times as a call asks for."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = attention.SelfAttention(8, heads=2)
+
+    def forward(self, x, number):
+        for _ in range(number):
+            x = x + self.layer(x)
+        return x
+
+
+def test_an_attention_after_the_last():
+    """It is named and refused, and the next call tracks errors to the end."""
+    torch.manual_seed(0)
+    model, x = Again(), torch.randn(2, 5, 8)
+    tracker = track_errors(model, _noisy(model))
+    model(x, 1), model(x, 1)
+    with pytest.raises(Refused, match="SelfAttention: .*comes after") as caught:
+        model(x, 3)
+    assert caught.value.module == "layer" and "Call the model again" in str(
+        caught.value
+    )
+    out = [model(x, number) for number in (3, 1, 4)]
+    tracker.detach()
+    for number, got in zip((3, 1, 4), out):
+        tracker = track_errors(model, _noisy(model))
+        assert torch.equal(got, model(x, number))
+        tracker.detach()
+
+
+class Cached(torch.nn.Module):
+    """What it keeps from call to call, changed behind the last attention."""
+
+    def __init__(self):
+        super().__init__()
+        self.start = torch.nn.Linear(8, 8)
+        self.layer = attention.SelfAttention(8, heads=2)
+        self.before = None
+
+    def forward(self, x, change):
+        new = self.start(x)
+        old, self.before = self.before, new
+        y = self.layer(new if old is None else new + old)
+        if change == "itself":
+            self.before.mul_(0.5)
+        elif change == "view":
+            self.before[:, 0].mul_(0.5)
+        return y
+
+
+@pytest.mark.parametrize("change", ["itself", "view"])
+def test_what_changes_after_the_last_attention_is_not_known(change):
+    """Refused where an attention of a later pass would need it."""
+    torch.manual_seed(0)
+    model, x = Cached(), torch.randn(2, 5, 8)
+    track_errors(model, _noisy(model))
+    with torch.no_grad():
+        model(x, None), model(x, None)
+        model.before = None
+        model(x, change)
+        with pytest.raises(Refused, match="can't be tracked.*'mul_'"):
+            model(x, None)
 
 
 def _noisy(model):

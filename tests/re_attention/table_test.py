@@ -1,0 +1,60 @@
+"""Notes on tensors: as long as the tensor, and with it where it goes."""
+
+import gc
+
+import torch
+
+from opacus_ext.grad_sample.samplewise import functorch
+from opacus_ext.re_attention.table import Table
+from opacus_ext.re_attention.variances import Variance
+
+
+def noted(table, x, value):
+    table.set(x, Variance(torch.tensor(value)))
+    return x
+
+
+def test_a_note_goes_with_its_tensor():
+    table = Table()
+    x, y = (noted(table, torch.ones(2), value) for value in (0.1, 0.2))
+    assert float(table.variance(x).own) == float(torch.tensor(0.1))
+    del x
+    gc.collect()
+    assert len(table) == 1 and table.variance(torch.ones(2)) is None
+    assert table.variance(y) is not None
+
+
+def test_a_tensor_that_autograd_has_keeps_its_note():
+    """Python forgets it and gets it back."""
+    table = Table()
+    x = noted(table, torch.ones(2, requires_grad=True) * 2, 0.1)
+    out = x * x
+    del x
+    gc.collect()
+    assert len(table) == 1
+    assert table.variance(out.grad_fn._saved_self) is not None
+
+
+def test_tensors_that_change_places():
+    """A run of single samples puts one tensor in the place of another."""
+    become = getattr(functorch, "replace_tensor", None) or functorch.become
+    table, other = Table(), Table()
+    x = noted(table, torch.ones(2), 0.1)
+    y = noted(table, torch.zeros(2), 0.2)
+    z = torch.full((2,), 3.0)
+    noted(other, z, 0.3)
+    become(x, y)
+    assert float(table.variance(x).own) == float(torch.tensor(0.2))
+    assert float(table.variance(y).own) == float(torch.tensor(0.1))
+    become(x, z)
+    assert table.variance(x) is None and other.variance(z) is None
+    assert float(other.variance(x).own) == float(torch.tensor(0.3))
+
+
+def test_squares_are_computed_again_after_a_change():
+    table = Table()
+    x = noted(table, torch.ones(3, 4), 0.1)
+    first = table.squares(x)
+    assert table.squares(x) is first
+    x.mul_(2)
+    torch.testing.assert_close(table.squares(x), torch.full((3, 1), 16.0))
