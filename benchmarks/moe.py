@@ -1,8 +1,9 @@
 """Time and memory of a mixture of experts, by the number of experts and their load.
 
 Run as ``python benchmarks/moe.py``. A small transformer whose feed-forward layers are
-mixtures of experts, trained privately with the experts' tokens "gathered" or "padded"
-(``opacus_ext.expert_batching``), in "ghost" and "ghost_bk". Which expert a token goes
+mixtures of experts, trained privately in "ghost" and "ghost_bk", with the experts'
+tokens "gathered", as this package does it, or "padded" (:func:`padded_by_sample`), the
+baseline of the paper's main text. Which expert a token goes
 to is fixed by its id, so that the data set the load: the router is trained as always,
 but a number is added to the logit of the expert that is to win.
 
@@ -82,7 +83,15 @@ from transformers.models.switch_transformers.modeling_switch_transformers import
     SwitchTransformersSparseMLP,
 )
 
-from opacus_ext import expert_batching
+from opacus_ext.grad_sample.factors import (
+    Blocks,
+    Factor,
+    OneHot,
+    Ragged,
+    pad_rows,
+)
+from opacus_ext.grad_sample.rules.experts import by_table
+from opacus_ext.grad_sample.samplewise import experts as samplewise_experts
 from opacus_ext.layers import SwitchFeedForward, TopKFeedForward
 
 WIDTH, HIDDEN, LAYERS, VOCABULARY = 64, 256, 2, 256
@@ -250,6 +259,42 @@ def model_and_data(case: Case, device: str) -> Tuple[nn.Module, TensorDataset]:
 # -- modes -------------------------------------------------------------------------
 
 
+def padded_by_sample(
+    factors: Tuple[Factor, ...], samples: torch.Tensor, size: int
+) -> Tuple[Factor, ...]:
+    """
+    The factors of rows that were sent to experts, as of ``by_table``, but padded:
+    each expert's tokens as ``[B, C_max, width]``, zeros after the last one of a sample,
+    ``C_max`` the most that one expert was given of one sample. Products of one shape
+    only; the more uneven the load and the more experts, the more of them is padding.
+
+    Source: DP mixture of experts, "Expert per-sample gradient computation" (here only
+    the per-sample gradients see the padding, not the experts).
+    """
+    (samples,), *rows = by_table(factors, samples, size)
+    if len(rows) < 2 or not len(samples):
+        return (Ragged(samples), *rows)
+    lead, count = (), 1
+    if isinstance(rows[0], OneHot) and len(rows) > 2:
+        (index, count), *rows = rows
+        samples, lead = samples * count + index[0], (Blocks(count),)
+
+    def pad(x: torch.Tensor) -> torch.Tensor:
+        x = pad_rows(x[0], samples, size * count)
+        return x.unflatten(0, (size, count)).flatten(1, 2)
+
+    return (
+        *lead,
+        *(
+            OneHot(pad(f.index), f.size) if isinstance(f, OneHot) else pad(f)
+            for f in rows
+        ),
+    )
+
+
+WAYS = {"gathered": by_table, "padded": padded_by_sample}
+
+
 def batched(way: str) -> Callable[[nn.Module, TensorDataset, str], Step]:
     """A builder of private steps with the experts' tokens arranged in one way."""
 
@@ -257,8 +302,8 @@ def batched(way: str) -> Callable[[nn.Module, TensorDataset, str], Step]:
         inner = private(model, data, mode)
 
         def step() -> None:
-            expert_batching(way)
-            inner()
+            with patch.object(samplewise_experts, "by_table", WAYS[way]):
+                inner()
 
         return step
 
@@ -268,7 +313,7 @@ def batched(way: str) -> Callable[[nn.Module, TensorDataset, str], Step]:
 OURS = {
     f"{mode} {way}": Mode(batched(way), mode, ours=True)
     for mode in ("ghost", "ghost_bk")
-    for way in ("gathered", "padded")
+    for way in WAYS
 }
 OTHERS = {
     "nxBP": Mode(baselines.nx_bp),

@@ -8,7 +8,6 @@ Importing this package beside ``opacus.PrivacyEngine`` extends the modes "hooks"
 from opacus_ext.checks import check_per_sample_gradients
 from opacus_ext.grad_sample.factors import GradSample, OneHot, workspace
 from opacus_ext.grad_sample.leaks import Leak, find_leaks
-from opacus_ext.grad_sample.rules.experts import expert_batching
 from opacus_ext.grad_sample.rules.registry import register_forward, register_rule
 from opacus_ext.grad_sample.samplewise.native import register_native
 from opacus_ext.optimizers.clipping import Clipping, automatic, register_clipping
@@ -27,7 +26,6 @@ __all__ = [
     "Refused",
     "automatic",
     "check_per_sample_gradients",
-    "expert_batching",
     "find_leaks",
     "register",
     "register_clipping",

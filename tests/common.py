@@ -20,7 +20,6 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from opacus_ext import expert_batching
 from opacus_ext.losses import PerSample
 
 MODES = ("hooks", "ghost", "ghost_bk")
@@ -32,14 +31,6 @@ layer_modes = pytest.mark.parametrize("mode", ("hooks", "ghost_bk"))
 wrapped = pytest.mark.parametrize("wrap", [True], ids=["wrap"])
 every_clipping = pytest.mark.parametrize("clipping", CLIPPINGS)
 wrapped_or_not = pytest.mark.parametrize("wrap", [True, False], ids=["wrap", "nowrap"])
-
-
-@pytest.fixture(params=["gathered", "padded"])
-def every_batching(request):
-    """The tokens of experts arranged in either way."""
-    before = expert_batching(request.param)
-    yield request.param
-    expert_batching(before)
 
 
 # What a refusal may look like: an error that says so. An AttributeError or an

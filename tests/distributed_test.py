@@ -24,7 +24,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
-from opacus_ext import Clipping, check_per_sample_gradients, expert_batching
+from opacus_ext import Clipping, check_per_sample_gradients
 from opacus_ext.distributed import expert_parallel, full_state_dict
 from opacus_ext.layers import (
     Experts,
@@ -260,7 +260,6 @@ class Case:
     wrap: bool = True
     clipping: Any = "flat"
     optimizer: str = "SGD"
-    batching: str = "gathered"
     max_grad_norm: float = 0.3
 
     def bounds(self, model):
@@ -279,7 +278,9 @@ class Case:
         lr = 1.0 if self.optimizer == "SGD" else 0.01
         kwargs = {"max_grad_norm": self.bounds(model), **kwargs}
         return make_private(
-            *(model, self.mode, self.wrap),
+            model,
+            self.mode,
+            self.wrap,
             batch_size=size,
             clipping=self.clipping,
             optimizer=make(trainable(model).values(), lr=lr),
@@ -290,7 +291,7 @@ class Case:
         name = getattr(self.clipping, "name", self.clipping)
         wrap = "wrap" if self.wrap else "nowrap"
         sizes = "-".join("".join(map(str, s)) for s in self.sizes)
-        parts = (self.model, self.mode, wrap, name, self.optimizer, self.batching)
+        parts = (self.model, self.mode, wrap, name, self.optimizer)
         return ",".join((*parts, sizes))
 
 
@@ -306,16 +307,11 @@ TWO = [
     *(Case("rows", mode, UNEVEN, wrap=mode != "ghost") for mode in MODES),
     *(Case("last first", mode, [[2, 3], [1, 1]]) for mode in MODES),
     *(
-        Case("mixture", mode, [[3, 2]], clipping=clipping, batching=batching)
+        Case("mixture", mode, [[3, 2]], clipping=clipping)
         for mode in MODES
-        for clipping, batching in (
-            ("automatic", "padded"),
-            ("normalised", "gathered"),
-            ("per_layer", "padded"),
-        )
+        for clipping in ("automatic", "normalised", "per_layer")
     ),
     *(Case("rows", mode, [[3, 2]], clipping="per_layer") for mode in MODES),
-    Case("rows", "ghost_bk", UNEVEN, batching="padded"),
     Case("mixture", "ghost", UNEVEN, clipping=ROOTS),
     *(
         Case(model, mode, [[2, 3], [0, 4]])
@@ -352,14 +348,12 @@ def train(case: Case) -> Dict[str, Any]:
     """A case in this process, one of several."""
     model = model_of(case.model)
     model = DPDDP(model) if case.model == "plain" else expert_parallel(model)
-    before = expert_batching(case.batching)
     private = case.private(model, sum(case.sizes[0]))
     for step, sizes in enumerate(case.sizes):
         batch = batch_of(case.model, step, sum(sizes)).split(sizes)[dist.get_rank()]
         private.step(batch, case.loss)
-    expert_batching(before)
     named = model.named_parameters(remove_duplicate=False)
-    spread = [name for name, p in named if hasattr(p, "world")]
+    spread = [name for name, p in named if hasattr(p, "sharding")]
     return {
         "state": full_state_dict(private.module),
         "own": {n: p for n, p in model.state_dict().items() if n not in spread},
@@ -435,7 +429,8 @@ def noise(mode: str, clipping: str = "flat") -> Dict[str, Any]:
     bound = 0.5 if clipping != "per_layer" else [0.5] * count
     torch.manual_seed(7)  # the same everywhere
     private = make_private(
-        *(model, mode),
+        model,
+        mode,
         batch_size=8,
         max_grad_norm=bound,
         clipping=clipping,
@@ -446,7 +441,7 @@ def noise(mode: str, clipping: str = "flat") -> Dict[str, Any]:
     private.step(batch, lambda model, x: 0 * square_loss(model, x))
     return {
         "added": {n: (before[n] - p) * 8 for n, p in model.state_dict().items()},
-        "spread": [n for n, p in model.named_parameters() if hasattr(p, "world")],
+        "spread": [n for n, p in model.named_parameters() if hasattr(p, "sharding")],
         "sensitivity": private.optimizer.sensitivity,
         "history": private.engine.accountant.history,
     }
@@ -477,7 +472,7 @@ def copied() -> Dict[str, torch.Tensor]:
     case = Case("mixture", "ghost_bk", [[3, 2]])
     model = copy.deepcopy(expert_parallel(model_of("mixture")))
     private = case.private(model, 5)
-    assert any(private.optimizer._spread(p) for p in private.optimizer.params)
+    assert any(private.optimizer._is_sharded(p) for p in private.optimizer.params)
     private.step(own_batch(0, [3, 2]), square_loss)
     return full_state_dict(private.module)
 
@@ -489,7 +484,7 @@ def refusals() -> Dict[str, str]:
     before, names = weights(model), list(model.state_dict())
     found["uneven"] = refusal(expert_parallel, model)
     assert unchanged(model, before) and names == list(model.state_dict())
-    assert not any(hasattr(part, "world") for part in model.modules())
+    assert not any(hasattr(part, "sharding") for part in model.modules())
     found["none"] = refusal(expert_parallel, Net(nn.Linear(4, 4)))
     model = mixture()
     model.layers[0].experts.down_proj = model.layers[2].experts.down_proj
@@ -499,7 +494,9 @@ def refusals() -> Dict[str, str]:
     found["twice"] = refusal(expert_parallel, model)
     found["not wrapped"] = refusal(make_private, model, "ghost_bk", batch_size=2)
     found["adaptive"] = refusal(
-        *(make_private, whole, "hooks"),
+        make_private,
+        whole,
+        "hooks",
         batch_size=2,
         clipping="adaptive",
         target_unclipped_quantile=0.5,

@@ -8,14 +8,11 @@ from opacus_ext.grad_sample.rules import experts as experts_module
 from opacus_ext.layers import Experts, balancing_loss
 from tests.common import (
     check,
-    every_batching,
     layer_modes,
     next_token_loss,
     square_loss,
     wrapped,
 )
-
-pytestmark = pytest.mark.usefixtures(every_batching.__name__)
 
 
 class Model(nn.Module):

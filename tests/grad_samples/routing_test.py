@@ -8,7 +8,6 @@ from tests.common import (
     assert_same,
     check,
     clipped_sum,
-    every_batching,
     layer_modes,
     make_private,
     oracle,
@@ -17,8 +16,6 @@ from tests.common import (
     trainable,
     wrapped,
 )
-
-pytestmark = pytest.mark.usefixtures(every_batching.__name__)
 
 
 def by_where(experts, x, weights, chosen):

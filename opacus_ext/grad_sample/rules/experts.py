@@ -9,74 +9,21 @@ samples that chose it, and the table says the sample of each.
 The functions here that are marked as ops show themselves to a run of single samples
 (samplewise/experts.py), which calls them on the whole batch.
 
-Source: DP mixture of experts, appendix (per-sample gradients on the gathered tokens),
-and main text (padded, :func:`expert_batching`).
+Source: DP mixture of experts, appendix (per-sample gradients on the gathered tokens).
+The padded batches of its main text are measured in benchmarks/moe.py.
 """
 
 import functools
 import inspect
-from typing import Any, Callable, Iterable, List, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Iterable, List, Optional, Tuple, Union
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.overrides import handle_torch_function, has_torch_function
 
-from opacus_ext.grad_sample.factors import (
-    Blocks,
-    Factor,
-    OneHot,
-    Ragged,
-    pad_rows,
-    resolved,
-)
+from opacus_ext.grad_sample.factors import Factor, OneHot, Ragged, resolved
 from opacus_ext.grad_sample.rules.registry import register_substitute
-from opacus_ext.refused import Refused
-
-_BATCHING = "gathered"
-
-
-def expert_batching(way: Optional[str] = None) -> str:
-    """
-    How the tokens that experts were given are arranged for their per-sample gradients.
-    Both ways give the same numbers.
-
-    - "gathered": as they are, beside a table that names the sample (and, where experts
-      are stacked in one parameter, the expert) of each. Time and memory grow with the
-      number of tokens, whatever the experts' load (the paper's appendix).
-    - "padded": each expert's tokens as ``[B, C_max, width]``, zeros after the last one
-      of a sample, ``C_max`` the most that one expert was given of one sample (the
-      paper's main text). Products of one shape only; the more uneven the load and the
-      more experts, the more of them is padding. It wins, by a few percent, where
-      experts are stacked and each sample uses all of them alike (benchmarks/moe.py).
-
-    Args:
-        way: "gathered" or "padded"; None leaves it as it is
-
-    Returns:
-        The way in force before the call.
-
-    Raises:
-        ValueError: for another word
-
-    Source:
-        DP mixture of experts, "Expert per-sample gradient computation" (padded; here
-        only the per-sample gradients see the padding, not the experts) and appendix
-        (gathered).
-
-    Example:
-        >>> import opacus_ext
-        >>> before = opacus_ext.expert_batching("padded")
-        >>> opacus_ext.expert_batching(before)
-        'padded'
-    """
-    global _BATCHING
-    before = _BATCHING
-    if way is not None:
-        if way not in ("gathered", "padded"):
-            raise Refused(f'expert_batching takes "gathered" or "padded", got {way!r}.')
-        _BATCHING = way
-    return before
 
 
 class _Permute(torch.autograd.Function):
@@ -287,7 +234,7 @@ def by_table(
     factors: Tuple[Factor, ...], samples: torch.Tensor, size: int
 ) -> Tuple[Factor, ...]:
     """
-    The factors of rows that were dealt out, as those of samples.
+    The factors of rows that were sent to experts, as those of samples.
 
     Args:
         factors: ``[rows, T, width]``
@@ -297,8 +244,6 @@ def by_table(
     flat = [_flat(f) for f in resolved(factors)]
     first = flat[0].index if isinstance(flat[0], OneHot) else flat[0]
     samples = samples.repeat_interleave(len(first) // max(1, len(samples)))
-    if expert_batching() == "padded" and len(flat) > 1 and len(samples):
-        return _padded(flat, samples, size)
     rows = (
         OneHot(f.index[None], f.size) if isinstance(f, OneHot) else f[None]
         for f in flat
@@ -311,35 +256,6 @@ def _flat(factor: Union[torch.Tensor, OneHot]) -> Union[torch.Tensor, OneHot]:
     if isinstance(factor, OneHot):
         return OneHot(factor.index.flatten(), factor.size)
     return factor.flatten(0, 1)
-
-
-def _padded(
-    factors: Sequence[Union[torch.Tensor, OneHot]], samples: torch.Tensor, size: int
-) -> Tuple[Factor, ...]:
-    """
-    Rows by sample, and by expert where their first factor tells it, zeros between.
-
-    Args:
-        factors: ``[rows, width]``
-        samples: of each row
-        size: number of samples
-    """
-    lead, count = (), 1
-    if isinstance(factors[0], OneHot) and len(factors) > 2:
-        (index, count), *factors = factors
-        samples, lead = samples * count + index, (Blocks(count),)
-
-    def pad(x: torch.Tensor) -> torch.Tensor:
-        x = pad_rows(x, samples, size * count)
-        return x.unflatten(0, (size, count)).flatten(1, 2)
-
-    return (
-        *lead,
-        *(
-            OneHot(pad(f.index), f.size) if isinstance(f, OneHot) else pad(f)
-            for f in factors
-        ),
-    )
 
 
 # -- layers of transformers ----------------------------------------------------------
