@@ -76,10 +76,10 @@ def expert_parallel(
             remedy="call torch.distributed.init_process_group first.",
         )
     _refuse(module)
-    world = ExpertGroup(group)
+    processes = ExpertGroup(group)
     modules = list(module.named_modules())
     for check in (True, False):
-        found = [shard_experts(name, m, world, check) for name, m in modules]
+        found = [shard_experts(name, m, processes, check) for name, m in modules]
         if not any(found):
             raise Refused(
                 f"{type(module).__name__} has no experts that can be spread: stacked "
@@ -139,22 +139,22 @@ def full_state_dict(module: nn.Module) -> Dict[str, torch.Tensor]:
         module = module.module if isinstance(module, DPDDP) else module._module
     state = module.state_dict()
     for name, layer in module.named_modules(remove_duplicate=False):
-        world = group_of(layer)
-        if world is not None:
+        group = group_of(layer)
+        if group is not None:
             prefix = f"{name}." if name else ""
-            _gather(state, prefix, layer, world)
+            _gather(state, prefix, layer, group)
     return state
 
 
-def _gather(state: Dict, prefix: str, layer: nn.Module, world: ExpertGroup) -> None:
+def _gather(state: Dict, prefix: str, layer: nn.Module, group: ExpertGroup) -> None:
     if not isinstance(layer, nn.ModuleDict):
         for key, p in layer.named_parameters(recurse=False):
-            state[prefix + key] = world.gather(p.detach())
+            state[prefix + key] = group.gather(p.detach())
         return
     for i, expert in enumerate(list(layer.values())):
-        own = layer.sharding.names[world.rank * len(layer) + i]
+        own = layer.sharding.names[group.rank * len(layer) + i]
         for key in expert.state_dict():
-            whole = world.gather(state[f"{prefix}{own}.{key}"][None])
+            whole = group.gather(state[f"{prefix}{own}.{key}"][None])
             for rank, part in enumerate(whole):
                 name = layer.sharding.names[rank * len(layer) + i]
                 state[f"{prefix}{name}.{key}"] = part.clone()

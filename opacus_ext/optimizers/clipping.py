@@ -37,7 +37,7 @@ class Clipping(NamedTuple):
     Attributes:
         name: as passed to ``make_private(clipping=...)``
         factors: ``(norms [parameters, B], max_grad_norm)`` to factors ``[B]``, or
-            ``[parameters, B]`` if ``per_parameter``. Where experts are spread over
+            ``[parameters, B]`` if ``per_parameter``. Where experts are sharded over
             processes the norms are those over all parameters ``[1, B]``
         sensitivity: ``max_grad_norm`` to the largest norm of a clipped gradient
         per_parameter: whether every parameter has its own factor and bound
@@ -59,15 +59,15 @@ def clipping_factors(
     groups: Sequence[Optional[ExpertGroup]],
 ) -> Tuple[List[torch.Tensor], Optional[torch.Tensor]]:
     """
-    The factors of one step, also where a part of the parameters is spread over
+    The factors of one step, also where a part of the parameters is sharded over
     processes: then what a sample's gradients amount to is found by one all-reduce of
     squared norms, and clipping by parameter needs none.
 
     Args:
         norms: for each parameter (or for several together, where clipping is not by
             parameter), of this process's samples ``[B]``; of a parameter that is
-            spread, of the samples of all processes
-        groups: for each parameter, the processes it is spread over; None if it is not
+            sharded, of the samples of all processes
+        groups: for each parameter, the processes it is sharded over; None if it is not
 
     Returns:
         Factors for each parameter, as long as its norms, and the norms over all
@@ -84,8 +84,8 @@ def clipping_factors(
         pairs = zip(norms, bound)
         return [clipping.factors(n[None], [c])[0] for n, c in pairs], None
     squares = norms[0].new_zeros(group.batch_size)
-    for n, spread in zip(norms, groups):
-        (squares[group.own_samples] if spread is None else squares).add_(
+    for n, own in zip(norms, groups):
+        (squares[group.own_samples] if own is None else squares).add_(
             n.to(squares) ** 2
         )
     total = group.sum(squares).sqrt()
@@ -112,7 +112,7 @@ def not_finite(
     return None if bool(finite.all()) else ~finite
 
 
-def tell_not_finite(
+def report_not_finite(
     norms: List[torch.Tensor],
     names: Sequence[str],
     on_nonfinite: str = "drop",

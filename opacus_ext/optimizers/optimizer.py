@@ -27,7 +27,7 @@ from opacus_ext.optimizers.clipping import (
     Clipping,
     clipping_factors,
     not_finite,
-    tell_not_finite,
+    report_not_finite,
 )
 from opacus_ext.refused import Refused
 
@@ -160,7 +160,9 @@ class _ClippingOptimizer:
             return _generate_noise(std, like, generator, self.secure_mode)
         # What Opacus draws, without the zeros that it sets up beside it.
         return torch.normal(
-            *(0, std, shape),
+            0,
+            std,
+            shape,
             device=like.device,
             generator=generator,
             dtype=like.dtype,
@@ -184,14 +186,15 @@ class HooksDPOptimizer(_ClippingOptimizer, DPOptimizer):
             _check_processed_flag(p.grad_sample)
         norms = [_norms(g) for g in grad_samples]
         norms = [n.to(norms[0].device) for n in norms]
-        spread = any(group_of(p) for p in params)
-        bad = None if spread else not_finite(norms)
+        sharded = any(group_of(p) for p in params)
+        bad = None if sharded else not_finite(norms)
         if bad is not None:
             names = [f"a parameter of {tuple(p.shape)}" for p in params]
-            tell_not_finite(norms, names, self.on_nonfinite)
+            report_not_finite(norms, names, self.on_nonfinite)
             norms = [n.masked_fill(bad, math.inf) for n in norms]
         factors, _ = clipping_factors(
-            *(self.clipping, self.clipping_bound),
+            self.clipping,
+            self.clipping_bound,
             norms,
             list(map(group_of, params)),
         )
@@ -210,13 +213,13 @@ class GhostDPOptimizer(_ClippingOptimizer, DPOptimizerFastGradientClipping):
     """Takes over ``p.grad``, the clipped sum that one backward pass has left."""
 
     ready = False  # whether p.grad holds a clipped sum that no step has used
-    _given: List[Tuple[torch.Tensor, int]] = []  # these sums, with their versions
+    _taken: List[Tuple[torch.Tensor, int]] = []  # these sums, with their versions
 
     def take(self, sums: Dict[torch.nn.Parameter, torch.Tensor]) -> None:
         """Sets ``p.grad`` of each parameter to its clipped sum, for the next step."""
         for p, total in sums.items():
             p.grad = total.detach()
-        self._given = [(p.grad, p.grad._version) for p in self.params]
+        self._taken = [(p.grad, p.grad._version) for p in self.params]
         self.ready = True
 
     def accumulate(self) -> None:
@@ -236,8 +239,8 @@ class GhostDPOptimizer(_ClippingOptimizer, DPOptimizerFastGradientClipping):
                     "loss are not private."
                 ),
             )
-        given, self._given = self._given, []
-        for p, (grad, version) in zip(self.params, given):
+        taken, self._taken = self._taken, []
+        for p, (grad, version) in zip(self.params, taken):
             if p.grad is not grad or grad._version != version:
                 raise Refused(
                     "The clipped gradients were changed between backward() and "
@@ -245,7 +248,7 @@ class GhostDPOptimizer(_ClippingOptimizer, DPOptimizerFastGradientClipping):
                     "or the like.",
                     remedy="Leave that out; samples are clipped one by one already.",
                 )
-        del given
+        del taken
         goes_on = self._check_skip_next_step(pop_next=False)
         for p in self.params:
             if p.summed_grad is None:
@@ -259,14 +262,15 @@ class GhostDPOptimizer(_ClippingOptimizer, DPOptimizerFastGradientClipping):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients; see ``DPOptimizerFastGradientClipping``."""
         super().zero_grad(set_to_none)
-        self.ready, self._given = False, []
+        self.ready, self._taken = False, []
 
 
 class _Distributed:
     """
     Several processes with samples of their own, the gradients summed over them before
     the step counts. The noise of a parameter is added once: by process 0 where all have
-    it, else (experts that are spread, parallel.py) by the process that has it.
+    it, else (experts that are sharded, see grad_sample/parallel) by the process that
+    has it.
     """
 
     def __init__(self, *args: Any, **kwargs: Any):
@@ -275,7 +279,7 @@ class _Distributed:
         self._processes = ExpertGroup()
         self._refuse_differences()
         self._seed = 0
-        self._shares: Dict[torch.device, torch.Generator] = {}
+        self._generators: Dict[torch.device, torch.Generator] = {}
 
     def _refuse_differences(self) -> None:
         """Noise is added by one process, and must fit what all of them have clipped."""
@@ -296,10 +300,10 @@ class _Distributed:
     def pre_step(self, closure: Optional[Any] = None) -> Optional[float]:
         """See ``DPOptimizer``; all processes step, or all wait for another batch."""
         given = (p for group in self.param_groups for p in group["params"])
-        spread = next(filter(self._spread, given), None)
-        if spread is not None:
+        sharded = next(filter(self._is_sharded, given), None)
+        if sharded is not None:
             skip = self._check_skip_next_step(pop_next=False)
-            if all(self._processes.largest(skip, not skip, device=spread.device)):
+            if all(self._processes.largest(skip, not skip, device=sharded.device)):
                 raise Refused(
                     "Some processes have another physical batch before the step, and "
                     "others have not.",
@@ -312,15 +316,15 @@ class _Distributed:
         return super().pre_step(closure)
 
     def _adds_noise(self, p: torch.nn.Parameter) -> bool:
-        return self.rank == 0 or self._spread(p)
+        return self.rank == 0 or self._is_sharded(p)
 
     def _generator_of(self, p: torch.nn.Parameter) -> Optional[torch.Generator]:
-        if self.secure_mode or not self._spread(p):
+        if self.secure_mode or not self._is_sharded(p):
             return self.generator
-        if p.device not in self._shares:
+        if p.device not in self._generators:
             generator = torch.Generator(p.device).manual_seed(self._seed)
-            self._shares[p.device] = generator
-        return self._shares[p.device]
+            self._generators[p.device] = generator
+        return self._generators[p.device]
 
     def _draw_seed(self) -> None:
         """
@@ -331,10 +335,10 @@ class _Distributed:
         some = {} if self.generator is None else {"device": self.generator.device}
         draw = torch.randint(2**62, (1,), generator=self.generator, **some)
         self._seed = (int(draw) + (self.rank + 1) * 0x9E3779B97F4A7C15) % 2**63
-        self._shares.clear()
+        self._generators.clear()
 
     @staticmethod
-    def _spread(p: torch.nn.Parameter) -> bool:
+    def _is_sharded(p: torch.nn.Parameter) -> bool:
         return group_of(p) is not None
 
     @property
@@ -344,16 +348,16 @@ class _Distributed:
             return super().sensitivity
         bounds = []
         for p, bound in zip(self.params, self.clipping_bound):
-            bounds += [bound] * (self.world_size if self._spread(p) else 1)
+            bounds += [bound] * (self.world_size if self._is_sharded(p) else 1)
         return self.clipping.sensitivity(bounds)
 
     def add_noise(self) -> None:
         """Adds noise and sums over the processes; sets ``p.grad``."""
-        if any(map(self._spread, self.params)):
+        if any(map(self._is_sharded, self.params)):
             self._draw_seed()
         super().add_noise()
         for p in self.params:
-            if not self._spread(p):
+            if not self._is_sharded(p):
                 self._processes.sum(p.grad)
             if self.loss_reduction == "mean":
                 p.grad /= self.world_size  # the expected batch size is one process's

@@ -7,7 +7,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from opacus_ext.grad_sample.samplewise import functorch
-from opacus_ext.grad_sample.samplewise.functorch import Level, become, is_batched
+from opacus_ext.grad_sample.samplewise.functorch import (
+    Level,
+    is_batched,
+    replace_tensor,
+)
 
 
 def test_a_level_is_vmap():
@@ -75,7 +79,7 @@ def test_a_tensor_becomes_another_wherever_it_is_kept():
         saved = one.exp()  # autograd saves results, and one's values
         whole = level.unwrap(one)
         out = level.unwrap(saved)
-    become(one, whole.clone())
+    replace_tensor(one, whole.clone())
     assert kept[0] is one and not is_batched(one) and one.shape == (3, 4)
     (out.sum() + kept[0].sum()).backward()
     torch.testing.assert_close(x.grad, 2 * (2 * torch.ones(3, 4)).exp() + 2)

@@ -113,7 +113,10 @@ class _Auto:
             )
             logger.info(
                 '%s: mode "auto" is "%s" for batches like this one of %d samples (%s)',
-                *(self.engine.describe(), plan.choice, size, times),
+                self.engine.describe(),
+                plan.choice,
+                size,
+                times,
             )
 
     def _now(self) -> float:

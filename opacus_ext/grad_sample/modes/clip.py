@@ -27,8 +27,8 @@ class Clip:
         one_pass: whether clipped sums will be asked for as well
     """
 
-    one_run = True  # whether all samples have run side by side
-    keep = True  # whether gradients are kept from norms to sums
+    side_by_side = True  # whether all samples have run side by side
+    keep_gradients = True  # whether gradients are kept from norms to sums
 
     def __init__(
         self,
@@ -42,22 +42,22 @@ class Clip:
         self.expert_group = engine.expert_group
         self.dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
         self.one_pass = one_pass
-        self.begin()
+        self.reset()
 
-    def begin(self) -> None:
+    def reset(self) -> None:
         """Nothing is known yet."""
         self.gather = Gather(self.engine)
         self.squares: Dict[int, torch.Tensor] = {}
         self.bundle: Optional[Tuple[List[nn.Parameter], torch.Tensor]] = None
         self.budget = workspace() if self.one_pass else 0
 
-    def touch(self, run: Any) -> None:
+    def note_run(self, run: Any) -> None:
         """A run that the losses depend on."""
 
     def use(self, use: Any, grad: torch.Tensor, saved: tuple) -> None:
         """A use of a parameter, as autograd comes by it."""
         for p in self.gather.add(use, grad, saved):
-            if self.one_run:
+            if self.side_by_side:
                 sample = self.gather.of_run[id(use.run)].samples[id(p)]
                 if not _is_small(sample):  # others together, in the end
                     self._square(p, sample)
@@ -65,7 +65,7 @@ class Clip:
     def _square(self, p: nn.Parameter, sample: GradSample) -> None:
         self.squares[id(p)] = sample.squared_norm(cache=self.budget)
         self.budget -= sample.cached_bytes
-        if not self.keep:
+        if not self.keep_gradients:
             sample.clear()
 
     def norms(self) -> Tuple[Parts, Union[torch.Tensor, List[torch.Tensor]]]:

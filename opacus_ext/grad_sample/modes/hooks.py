@@ -136,9 +136,9 @@ class _Collector:
         """A sample of a scan."""
         self._add("sample", run, b, grads)
 
-    def touch(self, run: Any) -> None:
+    def note_run(self, run: Any) -> None:
         """A run that the loss depends on."""
-        self._add("touch", run)
+        self._add("run", run)
 
     def complete(self, grad: Optional[torch.Tensor]) -> None:
         """``backward()`` has passed all uses."""
@@ -151,8 +151,8 @@ class _Collector:
         device = mode.engine.anchor.device.type
         with torch.no_grad(), torch.autocast(device, enabled=False):
             for kind, what in shown:
-                if kind == "touch":
-                    gather.touched.append(what[0])
+                if kind == "run":
+                    gather.noted_runs.append(what[0])
                 elif kind == "use":
                     gather.add(*what)
                 else:

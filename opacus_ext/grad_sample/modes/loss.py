@@ -14,7 +14,7 @@ from torch.autograd.graph import GradientEdge
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from opacus_ext.grad_sample.factors import wide
-from opacus_ext.grad_sample.samplewise.batch import Leave
+from opacus_ext.grad_sample.samplewise.batch import LeaveRun
 from opacus_ext.grad_sample.samplewise.scan import Samples
 from opacus_ext.grad_sample.samplewise.walk import close
 from opacus_ext.refused import Refused
@@ -282,7 +282,7 @@ def _departures(losses: torch.Tensor) -> Iterator[Tuple[GradientEdge, Any, Any]]
             continue
         seen.add(node)
         function = getattr(node, "_forward_cls", None)
-        if function is Leave:
+        if function is LeaveRun:
             yield GradientEdge(node, 0), node.run, node.dim
         elif function is Samples:
             for i, join in enumerate(node.part.joins):
@@ -309,7 +309,7 @@ def refuse_outside(losses: torch.Tensor, engine: Any) -> None:
         if node in seen:
             continue
         seen.add(node)
-        if getattr(node, "_forward_cls", None) is Leave:
+        if getattr(node, "_forward_cls", None) is LeaveRun:
             continue
         p = getattr(node, "variable", None)
         if p is not None and id(p) in params:

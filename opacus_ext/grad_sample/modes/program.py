@@ -14,7 +14,7 @@ from opacus_ext.optimizers.clipping import (
     Clipping,
     clipping_factors,
     not_finite,
-    tell_not_finite,
+    report_not_finite,
 )
 from opacus_ext.refused import Refused
 
@@ -133,7 +133,7 @@ class ProgramStep(Step):
         if not_finite(norms) is not None:
             each = norms[: len(self.params)]
             names = [f"{name} (or a small one beside it)" for name in self._names()]
-            tell_not_finite(each, names, self.mode.on_nonfinite)
+            report_not_finite(each, names, self.mode.on_nonfinite)
         sums = {
             p: torch.zeros_like(p, requires_grad=False) if g is None else g
             for p, g in zip(self.params, found)

@@ -15,7 +15,11 @@ from opacus_ext.grad_sample.parallel.sharding import group_of
 from opacus_ext.grad_sample.samplewise.compiled.programs import CompiledRun
 from opacus_ext.grad_sample.samplewise.gather import leaves_of
 from opacus_ext.grad_sample.samplewise.scan import ScanRun
-from opacus_ext.optimizers.clipping import clipping_factors, not_finite, tell_not_finite
+from opacus_ext.optimizers.clipping import (
+    clipping_factors,
+    not_finite,
+    report_not_finite,
+)
 from opacus_ext.refused import Refused
 
 if TYPE_CHECKING:
@@ -37,13 +41,15 @@ class Step(Clip):
             mode.engine, optimizer.params, losses.detach(), len(losses), mode.one_pass
         )
 
-    def begin(self) -> None:
+    def reset(self) -> None:
         """Nothing is known yet."""
-        super().begin()
+        super().reset()
         self.digests: Dict[int, Tuple[Any, torch.Tensor]] = {}
-        self.largest: Dict[Any, torch.Tensor] = {}  # of a run's norms, by sample
-        self.second: Optional[torch.Tensor] = None  # the weights of a second pass
-        self.other: List[torch.Tensor] = []  # whether it has given another gradient
+        self.largest_norms: Dict[Any, torch.Tensor] = {}  # of a run's norms, by sample
+        self.second_weights: Optional[torch.Tensor] = (
+            None  # the weights of a second pass
+        )
+        self.differing: List[torch.Tensor] = []  # whether it has given another gradient
         self.stream = (
             Stream(self)
             if len(self.runs) == 1
@@ -60,7 +66,7 @@ class Step(Clip):
             zero = {p: torch.zeros_like(p, requires_grad=False) for p in self.params}
             self._done()
             return zero, self.losses.detach().new_zeros(0)
-        self.keep = self.mode.one_pass or self.clipping.per_parameter
+        self.keep_gradients = self.mode.one_pass or self.clipping.per_parameter
         self._first_pass()
         if self.stream is not None:
             self._done()
@@ -70,38 +76,38 @@ class Step(Clip):
             parts, norms = self.norms()
         bad = not_finite(norms) if self.expert_group is None else None
         if bad is not None:
-            self._tell(parts)
-            if not self.keep:
+            self._report_nonfinite(parts)
+            if not self.keep_gradients:
                 # A second pass would spread what is not finite: take the sums from
                 # the factors instead.
-                self.keep = True
-                self.begin()
+                self.keep_gradients = True
+                self.reset()
                 self._first_pass()
                 with torch.no_grad():
                     parts, norms = self.norms()
             norms = norms.masked_fill(bad, math.inf)
         factors, total = clipping_factors(
-            *(self.clipping, self.bound, norms), list(map(group_of, self.params))
+            self.clipping, self.bound, norms, list(map(group_of, self.params))
         )
         if bad is not None:
             factors = [f.masked_fill(bad, 0) for f in factors]
             self.drop(parts, bad)
-        if self.keep:
+        if self.keep_gradients:
             if self.scale != 1:
                 factors = [f / self.scale for f in factors]
             with torch.no_grad():
                 sums = self.weighted_sums(parts, factors)
         else:
             group = self.expert_group
-            spread = next((w for w in map(group_of, self.params) if w), None)
+            sharded = next((w for w in map(group_of, self.params) if w), None)
             own = factors[0]
-            if spread is not None and group_of(self.params[0]) is not None:
+            if sharded is not None and group_of(self.params[0]) is not None:
                 own = factors[0][group.own_samples]
             sums = self._second_pass(own)
         self._done()
         return sums, total
 
-    def _tell(self, parts: Parts) -> None:
+    def _report_nonfinite(self, parts: Parts) -> None:
         """Which parameter's gradients are not finite."""
         norms = []
         for p in self.params:
@@ -114,7 +120,7 @@ class Step(Clip):
                 where = slice(None) if rows is None else rows.to(found.device)
                 found[where] = each
             norms.append(found)
-        tell_not_finite(norms, self._names(), self.mode.on_nonfinite)
+        report_not_finite(norms, self._names(), self.mode.on_nonfinite)
 
     def _done(self) -> None:
         for run in self.runs:
@@ -142,19 +148,21 @@ class Step(Clip):
 
     def use(self, use: Any, grad: torch.Tensor, saved: tuple) -> None:
         """A use of a parameter."""
-        if self.second is not None:
+        if self.second_weights is not None:
             self._compare(use, grad)
             return
-        if not self.keep:
+        if not self.keep_gradients:
             digest = _digest(grad)
             self.digests[id(use)] = use, digest
             if use.table is None:
-                before = self.largest.get(use.run, digest[0])
-                self.largest[use.run] = torch.maximum(before, digest[0].to(before))
+                before = self.largest_norms.get(use.run, digest[0])
+                self.largest_norms[use.run] = torch.maximum(
+                    before, digest[0].to(before)
+                )
         super().use(use, grad, saved)
 
     @property
-    def one_run(self) -> bool:
+    def side_by_side(self) -> bool:
         """Whether all samples have run side by side."""
         return len(self.runs) == 1 and self.runs[0].rows is None
 
@@ -197,7 +205,7 @@ class Step(Clip):
 
     def _second_pass(self, weights: torch.Tensor) -> Sums:
         """Backpropagates the losses weighted with the clipping factors."""
-        engine, self.second = self.engine, weights
+        engine, self.second_weights = self.engine, weights
         roots = [root for run in self.runs for root in run.roots.values()]
         before, engine.collector = engine.collector, self
         try:
@@ -234,7 +242,9 @@ class Step(Clip):
             [g.isfinite().all().to(device) for g in total.values()]
             or [torch.ones((), dtype=torch.bool, device=device)]
         ).all()
-        other = torch.stack([finite.logical_not(), *(x.to(device) for x in self.other)])
+        other = torch.stack(
+            [finite.logical_not(), *(x.to(device) for x in self.differing)]
+        )
         infinite, *differs = other.tolist()
         if any(differs):
             raise Refused(
@@ -264,8 +274,12 @@ class Step(Clip):
         if first is None:
             return
         rows = use.run.rows
-        weights = self.second if rows is None else self.second[rows.to(grad.device)]
-        largest = self.largest.get(use.run, first[1][0].new_zeros(len(weights)))
+        weights = (
+            self.second_weights
+            if rows is None
+            else self.second_weights[rows.to(grad.device)]
+        )
+        largest = self.largest_norms.get(use.run, first[1][0].new_zeros(len(weights)))
         if use.table is not None:
             if use.size != len(weights):
                 return  # samples of other processes are among them
@@ -280,7 +294,7 @@ class Step(Clip):
             coarse, fine = 1e-3, 1e-5 if grad.dtype.itemsize < 8 else 1e-7
         # What cancels is the rounding of what is not that small elsewhere.
         largest = largest * weights.to(largest)
-        self.other.append((gap > coarse * expected[0] + fine * largest).any())
+        self.differing.append((gap > coarse * expected[0] + fine * largest).any())
 
 
 def _digest(grad: torch.Tensor) -> torch.Tensor:

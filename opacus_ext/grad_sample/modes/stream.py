@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Dict, List, Optional, Tuple
 import torch
 
 from opacus_ext.grad_sample.modes.clip import Sums
-from opacus_ext.optimizers.clipping import tell_not_finite
+from opacus_ext.optimizers.clipping import report_not_finite
 from opacus_ext.refused import Refused
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class Stream:
         bad = not bool(norms.isfinite().all())
         if bad:
             each = [n[None] for n in norms]
-            tell_not_finite(each, step._names(), step.mode.on_nonfinite, b)
+            report_not_finite(each, step._names(), step.mode.on_nonfinite, b)
             self.norms.append(norms.new_full((), math.inf))
             return
         factors = step.clipping.factors(norms[:, None], step.bound)

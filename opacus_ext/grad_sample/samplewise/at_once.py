@@ -10,9 +10,9 @@ from torch.nn.utils.rnn import PackedSequence
 
 from opacus_ext.grad_sample.samplewise.checkpoint import checkpointed
 from opacus_ext.grad_sample.samplewise.compare import Join, kind_of
-from opacus_ext.grad_sample.samplewise.functions import by_itself
-from opacus_ext.grad_sample.samplewise.functorch import become, is_batched
-from opacus_ext.grad_sample.samplewise.hooks import shown
+from opacus_ext.grad_sample.samplewise.functions import functions_by_sample
+from opacus_ext.grad_sample.samplewise.functorch import is_batched, replace_tensor
+from opacus_ext.grad_sample.samplewise.hooks import batch_hooks
 from opacus_ext.grad_sample.samplewise.kinds import InputKind, joins_for
 from opacus_ext.grad_sample.samplewise.packed import agreed, of_batch, unpacked
 from opacus_ext.grad_sample.samplewise.run import Run
@@ -57,7 +57,7 @@ def raw_at_once(
     with _started(engine, part) as run:
         output = _forward(run, part, whole)
         known.outputs.add(kind_of(output))
-        with run.unseen():
+        with run.unrecorded():
             leaves = [unpacked(agreed(run, x)) for x in leaves_in(output)]
         found = [
             (
@@ -75,7 +75,7 @@ def raw_at_once(
 @contextmanager
 def sample_scope(run: Any, whole: bool) -> Iterator[None]:
     """What is arranged for the samples' code: hooks, checkpoints, own functions."""
-    with shown(run, whole), checkpointed(run), by_itself(run):
+    with batch_hooks(run, whole), checkpointed(run), functions_by_sample(run):
         yield
 
 
@@ -111,7 +111,7 @@ def _forward(
 def _to_batch(run: Run, output: Any) -> None:
     """What is left of the samples becomes tensors of the batch."""
     with run.outside():
-        run.handed.clear()
+        run.shown_to_hooks.clear()
         left: List[Tuple[torch.Tensor, torch.Tensor]] = []
         done: set = set()
         if output is not None:
@@ -129,11 +129,11 @@ def _to_batch(run: Run, output: Any) -> None:
             del leaves
         for x in run.survivors():
             if id(x) not in done:
-                left.append((x, run.leave(x)))
+                left.append((x, run.as_batch(x)))
         for x, new in left:
             if x is not new:
-                become(x, new)
-                run.engine.left.add(x)
+                replace_tensor(x, new)
+                run.engine.made_of_data.add(x)
 
 
 def _joined(run: Run, x: torch.Tensor, join: Optional[Join]) -> torch.Tensor:
@@ -141,7 +141,7 @@ def _joined(run: Run, x: torch.Tensor, join: Optional[Join]) -> torch.Tensor:
     if not is_batched(x) and (join is None or join.how in ("shared", "only")):
         return x  # it may be a parameter or a buffer
     if join is None or join == Join(name=join.name):
-        return run.leave(x) if is_batched(x) else join(run.inner(x), engine)
+        return run.as_batch(x) if is_batched(x) else join(run.inner(x), engine)
     y = join(run.inner(x), engine)
-    one = join.how and engine.each is None and (join.how != "only" or not y.dim())
-    return run.let_go(y, None if one else join.dim or 0)
+    one = join.how and engine.per_sample is None and (join.how != "only" or not y.dim())
+    return run.release(y, None if one else join.dim or 0)

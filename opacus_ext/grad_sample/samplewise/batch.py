@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from opacus_ext.grad_sample.samplewise.engine import Engine
 
 
-class Diverge(Exception):
+class BranchesDiffer(Exception):
     """
     The samples take different branches.
 
@@ -35,7 +35,7 @@ class Diverge(Exception):
         self.groups = groups
 
 
-class Leave(torch.autograd.Function):
+class LeaveRun(torch.autograd.Function):
     """
     Where a value leaves the run: what is outside of it is no longer by sample.
     ``dim`` is that of the samples in it; None: they share it.
@@ -76,7 +76,7 @@ class Leave(torch.autograd.Function):
                 ),
             )
         if ctx.run.engine.collector is not None:
-            ctx.run.engine.collector.touch(ctx.run)
+            ctx.run.engine.collector.note_run(ctx.run)
         return grad, ctx.anchor_like, None, None
 
 
@@ -96,18 +96,18 @@ class Batch(TorchFunctionMode):
         self.batch = size  # samples of all runs of one forward pass
         self.rows: Optional[torch.Tensor] = None  # which of these are here; None: all
         self.joins: Optional[List[Any]] = None  # of its outputs
-        self.seen: List[Any] = []  # calls of hooks, to come
+        self.hook_calls: List[Any] = []  # calls of hooks, to come
         # What was handed to hooks as of the batch, and what it is to the samples.
-        self.handed: Dict[int, Tuple[torch.Tensor, torch.Tensor]] = {}
+        self.shown_to_hooks: Dict[int, Tuple[torch.Tensor, torch.Tensor]] = {}
         self.abandoned = False
         self.half = engine.in_half  # whether something is computed in half precision
         self.done = False  # whether its gradients have been taken
-        self._made: List[weakref.ref] = []
+        self._created: List[weakref.ref] = []
         self._pinned: Dict[int, weakref.ref] = {}
         self._copies: Dict[int, torch.Tensor] = {}  # of roots, by id
         self._table: Optional[RowTable] = None
-        self._away = 0
-        self._quiet = 0  # in a recomputation uses are known already
+        self._inactive = 0
+        self._recomputing = 0  # in a recomputation uses are known already
 
     def inner(self, x: torch.Tensor) -> torch.Tensor:
         """The samples' values side by side, ``[B, *shape]``, shared ones too."""
@@ -117,53 +117,53 @@ class Batch(TorchFunctionMode):
 
     @contextmanager
     def outside(self) -> Iterator[None]:
-        """Whole batches within, unseen by the mode."""
-        self._away += 1
+        """Whole batches within, unrecorded by the mode."""
+        self._inactive += 1
         try:
             with self.level.outside():
                 yield
         finally:
-            self._away -= 1
+            self._inactive -= 1
 
     @property
-    def away(self) -> bool:
+    def inactive(self) -> bool:
         """Whether whole batches are at work, or nothing is noted."""
-        return self._away > 0
+        return self._inactive > 0
 
     @contextmanager
-    def unseen(self) -> Iterator[None]:
+    def unrecorded(self) -> Iterator[None]:
         """Ops within are those of the samples, but their parameters are not noted."""
-        self._away += 1
+        self._inactive += 1
         try:
             yield
         finally:
-            self._away -= 1
+            self._inactive -= 1
 
     @contextmanager
-    def entered_again(self, recomputed: bool) -> Iterator[functorch.Level]:
+    def reentered(self, recomputed: bool) -> Iterator[functorch.Level]:
         """
         Samples within again, from outside.
 
         Args:
             recomputed: whether that is for the backward pass, when all is known
         """
-        before = self.level, self._away, self._quiet, self.engine.current
+        before = self.level, self._inactive, self._recomputing, self.engine.current
         copies = self._copies
-        self.level, self._away = functorch.Level(self.size), 0
+        self.level, self._inactive = functorch.Level(self.size), 0
         try:
             with self.level:
                 if not recomputed:
                     yield self.level
                     return
-                self._quiet, self.engine.current, self._copies = 1, self, {}
+                self._recomputing, self.engine.current, self._copies = 1, self, {}
                 with self:
                     yield self.level
         finally:
-            self.level, self._away, self._quiet, self.engine.current = before
+            self.level, self._inactive, self._recomputing, self.engine.current = before
             self._copies = copies
 
     @contextmanager
-    def dealt(self, table: RowTable) -> Iterator[functorch.Level]:
+    def dispatched(self, table: RowTable) -> Iterator[functorch.Level]:
         """
         Rows within, each by itself, from outside: an expert is given some of each
         sample, of samples of other processes too.
@@ -172,21 +172,21 @@ class Batch(TorchFunctionMode):
             table: whose they are
         """
         rows = len(table.samples)
-        names = "level", "size", "_away", "_table", "_copies", "_made"
+        names = "level", "size", "_inactive", "_table", "_copies", "_created"
         before = {name: getattr(self, name) for name in names}
         self.level, self.size = functorch.Level(rows), rows
-        self._away, self._table, self._copies = 0, table, {}
-        self._made = []
+        self._inactive, self._table, self._copies = 0, table, {}
+        self._created = []
         try:
             with self.level, self:
                 yield self.level
             for x in self.survivors():
-                functorch.become(x, self.leave(x))
+                functorch.replace_tensor(x, self.as_batch(x))
         finally:
             vars(self).update(before)
 
     @property
-    def dealing(self) -> bool:
+    def dispatching(self) -> bool:
         """Whether rows are at work, not samples."""
         return self._table is not None
 
@@ -195,7 +195,7 @@ class Batch(TorchFunctionMode):
         The one value of all samples, in a branch on data.
 
         Raises:
-            Diverge: if the samples do not have the same
+            BranchesDiffer: if the samples do not have the same
         """
         if not is_batched(x):
             return x
@@ -211,15 +211,15 @@ class Batch(TorchFunctionMode):
             _, groups = torch.unique(flat, dim=0, return_inverse=True)
             if int(groups.max()) == 0:  # that can't be: not a number
                 groups = torch.arange(len(flat))
-        if self.dealing:
+        if self.dispatching:
             raise NotImplementedError("an expert's rows take different branches")
-        raise Diverge(groups)
+        raise BranchesDiffer(groups)
 
     # -- what stays ----------------------------------------------------------------
 
     def track(self, x: torch.Tensor) -> torch.Tensor:
         """Makes the run see to it that ``x`` is an ordinary tensor in the end."""
-        self._made.append(weakref.ref(x))
+        self._created.append(weakref.ref(x))
         return x
 
     def pin(self, x: torch.Tensor) -> None:
@@ -229,17 +229,17 @@ class Batch(TorchFunctionMode):
     def survivors(self) -> List[torch.Tensor]:
         """What somebody still refers to of all that the samples have made."""
         found = {}
-        for ref in self._made:
+        for ref in self._created:
             x = ref()
             if x is None or not is_batched(x):
                 continue
             pinned = self._pinned.get(id(x))
             if pinned is None or pinned() is not x:
                 found[id(x)] = x
-        self._made = []
+        self._created = []
         return list(found.values())
 
-    def leave(self, x: torch.Tensor, dim: Optional[int] = None) -> torch.Tensor:
+    def as_batch(self, x: torch.Tensor, dim: Optional[int] = None) -> torch.Tensor:
         """
         A value of the samples as the whole batch has it.
 
@@ -251,10 +251,10 @@ class Batch(TorchFunctionMode):
             y = inner.flatten(0, 1) if inner.dim() > 1 else inner.view_as(inner)
         else:
             y = inner.movedim(0, dim).flatten(dim, dim + 1)
-        return self.let_go(y, dim or 0)
+        return self.release(y, dim or 0)
 
-    def let_go(self, y: torch.Tensor, dim: Optional[int]) -> torch.Tensor:
+    def release(self, y: torch.Tensor, dim: Optional[int]) -> torch.Tensor:
         """A tensor on its way out of the run, with the samples along ``dim``."""
         if y.requires_grad:
-            y = Leave.apply(y, self.engine.anchor, self, dim)
+            y = LeaveRun.apply(y, self.engine.anchor, self, dim)
         return y

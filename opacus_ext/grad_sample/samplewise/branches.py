@@ -1,8 +1,8 @@
 """Branches on data: what samples say is asked of all, and taken if they agree.
 
-If they don't, the batch is split by what they say (:class:`~run.Diverge`), and each
-part runs by itself. So it is with ``if`` and ``.item()``, and with ops whose output has
-a shape that depends on the data.
+If they don't, the batch is split by what they say (:class:`~batch.BranchesDiffer`), and
+each part runs by itself. So it is with ``if`` and ``.item()``, and with ops whose
+output has a shape that depends on the data.
 """
 
 from __future__ import annotations
@@ -22,8 +22,19 @@ T = torch.Tensor
 
 
 @handles(
-    *(T.__bool__, T.__int__, T.__float__, T.__index__, T.item, T.tolist, T.__complex__),
-    *(torch.is_nonzero, T.is_nonzero, T.__format__, T.__repr__, T.__str__, T.numpy),
+    T.__bool__,
+    T.__int__,
+    T.__float__,
+    T.__index__,
+    T.item,
+    T.tolist,
+    T.__complex__,
+    torch.is_nonzero,
+    T.is_nonzero,
+    T.__format__,
+    T.__repr__,
+    T.__str__,
+    T.numpy,
 )
 def ask(run: Run, func: Callable, x: T, *args: Any, **kwargs: Any) -> Any:
     """What Python makes of a tensor."""
@@ -74,8 +85,16 @@ def requires_grad_(run: Run, func: Callable, x: T, wanted: bool = True) -> T:
 
 
 @handles(
-    *(torch.nonzero, T.nonzero, torch.argwhere, T.argwhere, torch.bincount, T.bincount),
-    *(torch.unique, T.unique, torch.unique_consecutive, T.unique_consecutive),
+    torch.nonzero,
+    T.nonzero,
+    torch.argwhere,
+    T.argwhere,
+    torch.bincount,
+    T.bincount,
+    torch.unique,
+    T.unique,
+    torch.unique_consecutive,
+    T.unique_consecutive,
 )
 def shaped_by_data(run: Run, func: Callable, x: T, *args: Any, **kwargs: Any) -> Any:
     """Ops whose output has a shape that the data decide."""

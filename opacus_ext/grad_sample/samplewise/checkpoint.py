@@ -32,8 +32,12 @@ def checkpointed(run: "Run") -> Iterator[None]:
 
 
 _SETTINGS = (
-    *("context_fn", "determinism_check", "debug", "early_stop"),
-    *("preserve_rng_state", "use_reentrant"),
+    "context_fn",
+    "determinism_check",
+    "debug",
+    "early_stop",
+    "preserve_rng_state",
+    "use_reentrant",
 )
 
 
@@ -69,7 +73,7 @@ def _checkpoint(
     run: "Run", checkpoint: Callable, function: Callable, *args: Any, **kwargs: Any
 ) -> Any:
     plain, args, kwargs, settings = arguments_of(function, args, kwargs)
-    if not torch.is_grad_enabled() or run.away:
+    if not torch.is_grad_enabled() or run.inactive:
         return plain(*args, **kwargs)
     _pin_closure(run, plain)
     leaves, spec = tree_flatten((args, kwargs))
@@ -77,7 +81,7 @@ def _checkpoint(
     shapes: List[Any] = []
 
     def block(*whole: Any) -> Tuple[Any, ...]:
-        with run.entered_again(recomputed=bool(shapes)) as level:
+        with run.reentered(recomputed=bool(shapes)) as level:
             inside = [level.wrap(x) if w else x for x, w in zip(whole, wrapped)]
             args, kwargs = tree_unflatten(inside, spec)
             out, shape = tree_flatten(plain(*args, **kwargs))

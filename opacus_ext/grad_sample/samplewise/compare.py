@@ -83,7 +83,11 @@ class Join(NamedTuple):
 
     def __call__(self, inner: T, engine: "Engine") -> T:
         """``[B, *shape]`` to the batch's."""
-        if self.how and engine.each is not None and (self != ONLY or inner.dim() < 2):
+        if (
+            self.how
+            and engine.per_sample is not None
+            and (self != ONLY or inner.dim() < 2)
+        ):
             return inner
         if self.how in ("shared", "only"):
             return inner[0]
@@ -100,7 +104,7 @@ class Join(NamedTuple):
 
     def guarded(self, x: T, engine: "Engine") -> T:
         """Refuses to be trained on, if it is what no sample has."""
-        if self.how == "number" and engine.each is None and x.requires_grad:
+        if self.how == "number" and engine.per_sample is None and x.requires_grad:
             error = Refused(
                 f"{engine.describe()}: output {self.name or '0'} is trained on, and it "
                 "is neither the mean nor the sum of what the model computes for each "

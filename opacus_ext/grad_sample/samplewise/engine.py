@@ -28,7 +28,6 @@ from typing import (
 import torch
 from torch import nn
 
-from opacus_ext.grad_sample.samplewise.calm import hook_tables
 from opacus_ext.grad_sample.samplewise.compare import NewOutput
 from opacus_ext.grad_sample.samplewise.compiled.forward import programs_for, run_program
 from opacus_ext.grad_sample.samplewise.compiled.programs import Programs
@@ -44,12 +43,13 @@ from opacus_ext.grad_sample.samplewise.compiled.settings import (
 )
 from opacus_ext.grad_sample.samplewise.compiled.trace import Changed, NotCompiled
 from opacus_ext.grad_sample.samplewise.first_step import compare, inputs_of, known_of
-from opacus_ext.grad_sample.samplewise.hooks import BACKWARD_HOOK, Again
+from opacus_ext.grad_sample.samplewise.hooks import BACKWARD_HOOK, HookReturns
 from opacus_ext.grad_sample.samplewise.kinds import InputKind
 from opacus_ext.grad_sample.samplewise.parts import Parts
 from opacus_ext.grad_sample.samplewise.run import Run
+from opacus_ext.grad_sample.samplewise.sandbox import hook_tables
 from opacus_ext.grad_sample.samplewise.scan import ScanRun
-from opacus_ext.grad_sample.samplewise.states import LeftBehind
+from opacus_ext.grad_sample.samplewise.states import MadeOfData
 from opacus_ext.grad_sample.samplewise.uses import Use
 from opacus_ext.refused import Refused
 
@@ -85,11 +85,13 @@ class Engine:
         self.collector: Any = None  # who is shown gradients
         self._anchor: Optional[torch.Tensor] = None
         self.kinds: Dict[tuple, InputKind] = {}  # what is known of each
-        self.left = LeftBehind()  # what runs have made of data
+        self.made_of_data = MadeOfData()  # what runs have made of data
         # Calls the model's own forward where numbers are asked for one a sample.
-        self.each: Optional[Callable] = None
-        self.listed = False  # whether items of lists are samples
-        self.returning: set = set()  # hooks of the user that change what they see
+        self.per_sample: Optional[Callable] = None
+        self.lists_are_samples = False  # whether items of lists are samples
+        self.hooks_that_return: set = (
+            set()
+        )  # hooks of the user that change what they see
         self._own_backward = False
         self.expert_group: Any = None  # the processes that experts are spread over
         self._runs: List[weakref.ref] = []
@@ -140,14 +142,14 @@ class Engine:
 
     def __getstate__(self) -> dict:
         state = dict(vars(self))
-        for name in ("_runs", "left", "current", "_params", "kinds", "_anchor"):
+        for name in ("_runs", "made_of_data", "current", "_params", "kinds", "_anchor"):
             state.pop(name, None)
         programs = {"compiled": None, "programs": [], "step": None}
         return {**state, "_modules": None, **programs}
 
     def __setstate__(self, state: dict) -> None:
         vars(self).update(state)
-        self._runs, self.left, self.current = [], LeftBehind(), None
+        self._runs, self.made_of_data, self.current = [], MadeOfData(), None
         self._params, self.kinds, self._anchor = {}, {}, None
 
     @property
@@ -234,8 +236,8 @@ class Engine:
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own ``forward``."""
         own = self.own or functools.partial(type(self.module).forward, self.module)
-        if self.each is not None:
-            own = functools.partial(self.each, own)
+        if self.per_sample is not None:
+            own = functools.partial(self.per_sample, own)
         with eagerly() if self._parts_compiled and self.current else nullcontext():
             return own(*args, **kwargs)
 
@@ -273,13 +275,13 @@ class Engine:
                             programs = programs_for(self, programs.settings)
                             continue
                         except NotCompiled as error:
-                            programs.tell(error)
+                            programs.report(error)
                             programs = None
                             self.forget_modules()
                     return Parts(self, inputs, known).run()
                 except NewOutput:
                     compare(self, inputs, known)
-                except Again:
+                except HookReturns:
                     pass  # now with a hook that changes what the model computes
             raise Refused(
                 f"{self.describe()}: its forward gives outputs of another structure at "
@@ -314,7 +316,7 @@ class Engine:
         """
         traced = object.__new__(Engine)
         vars(traced).update(vars(self))
-        traced.left, traced.kinds, traced._runs = LeftBehind(), {}, []
+        traced.made_of_data, traced.kinds, traced._runs = MadeOfData(), {}, []
         traced.attached = False  # gradients of the whole batch are not asked for
         traced.names = {x: name for name, x in leaves.items()}
         traced._params = {id(x): x for x in leaves.values()}

@@ -54,7 +54,7 @@ def _expert_linear(
     if any(roots):
         factors = functools.partial(expert_factors, len(weight), transposed)
         use = Use(run, tuple(roots), factors, 1, (1, 1))
-        y = run._note(y, use, [routes.index.view(inner.shape[:2]), inner])
+        y = run.note_whole(y, use, [routes.index.view(inner.shape[:2]), inner])
     return run.level.wrap(y)
 
 
@@ -86,7 +86,7 @@ def _through_experts(run: Run, func: Callable, x: T, index: T, layer: nn.Module)
 
 def _outside(run: Run, x: T, index: T, sent: Callable[[T, T], T]) -> T:
     """Rows of all samples, one sample after the other."""
-    if run.dealing:
+    if run.dispatching:
         raise NotImplementedError("experts inside of experts")
     x, index = run.inner(copies(run, x)), run.inner(index)
     with run.outside():
@@ -106,6 +106,6 @@ def on_rows(run: Run, function: Callable, rows: T, samples: T, size: int) -> T:
     Returns:
         ``[rows, width]``
     """
-    with run.dealt(RowTable(samples, size, by_table)) as level:
+    with run.dispatched(RowTable(samples, size, by_table)) as level:
         y = level.unwrap(function(level.wrap(rows.unsqueeze(1))))
     return y.flatten(0, 1)

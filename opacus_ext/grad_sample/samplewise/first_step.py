@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any, List, Tuple
 import torch
 
 from opacus_ext.grad_sample.parallel.group import ProcessFailure
-from opacus_ext.grad_sample.samplewise.calm import calmly
 from opacus_ext.grad_sample.samplewise.compare import HELP, first_mixing, joins_of
 from opacus_ext.grad_sample.samplewise.inputs import Inputs, read_inputs
 from opacus_ext.grad_sample.samplewise.kinds import InputKind
 from opacus_ext.grad_sample.samplewise.packed import unpacked
 from opacus_ext.grad_sample.samplewise.parts import Parts
+from opacus_ext.grad_sample.samplewise.sandbox import sandboxed
 from opacus_ext.grad_sample.samplewise.walk import map_tensors, named_leaves
 from opacus_ext.refused import Refused
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 def inputs_of(engine: "Engine", args: tuple, kwargs: dict) -> Inputs:
     """The arguments of a call, with lists of samples told from others."""
     inputs = read_inputs(engine, args, kwargs)
-    if engine.listed or engine.expert_group is not None or not inputs.lists:
+    if engine.lists_are_samples or engine.expert_group is not None or not inputs.lists:
         return inputs
     failure = None
     try:
@@ -37,13 +37,13 @@ def inputs_of(engine: "Engine", args: tuple, kwargs: dict) -> Inputs:
             return inputs
     except Exception as error:
         failure = error
-    engine.listed = True
+    engine.lists_are_samples = True
     listed = read_inputs(engine, args, kwargs)
     try:
         known_of(engine, listed)
         return listed
     except Exception:
-        engine.listed = False
+        engine.lists_are_samples = False
     if failure is not None:
         raise failure
     return inputs
@@ -56,7 +56,12 @@ def known_of(engine: "Engine", inputs: Inputs) -> InputKind:
     Raises:
         Refused: if samples are not independent
     """
-    kind = inputs.kind, engine.module.training, engine.each is None, inputs.size > 1
+    kind = (
+        inputs.kind,
+        engine.module.training,
+        engine.per_sample is None,
+        inputs.size > 1,
+    )
     known = engine.kinds.get(kind)
     # Nothing can be told of one sample, but where experts see those of others.
     least = 2 if engine.expert_group is None else 1
@@ -92,14 +97,14 @@ def compare(engine: "Engine", inputs: Inputs, known: InputKind) -> None:
     def again() -> Inputs:  # a model may change its inputs in place
         return read_inputs(engine, *map_tensors(copied, (inputs.args, inputs.kwargs)))
 
-    hooks: Any = engine.returning
+    hooks: Any = engine.hooks_that_return
     try:
         own = _batch_outputs(engine, again(), hooks)
     except Exception:
         # A forward may need what hooks keep: no trace is left in what can be seen.
         hooks = {h for table in engine.hook_tables() for h in table.values()}
         own = _batch_outputs(engine, again(), hooks)
-    with calmly(engine.module, hooks):
+    with sandboxed(engine.module, hooks):
         known.outputs = set()
         try:
             raw = Parts(engine, again(), known, raw=True).run()
@@ -124,7 +129,7 @@ def _batch_outputs(
     engine: "Engine", inputs: Inputs, hooks: Any
 ) -> List[Tuple[str, torch.Tensor]]:
     """Those of the model on the batch, and their names."""
-    with calmly(engine.module, hooks):
+    with sandboxed(engine.module, hooks):
         with engine.paused():
             found = engine.forward(*inputs.args, **inputs.kwargs)
         return [(name, unpacked(x).detach()) for name, x in named_leaves(found)]

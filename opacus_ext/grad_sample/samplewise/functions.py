@@ -20,7 +20,7 @@ T = torch.Tensor
 
 
 @contextmanager
-def by_itself(run: "Run") -> Iterator[None]:
+def functions_by_sample(run: "Run") -> Iterator[None]:
     """Within it such functions are called for each sample."""
     with functorch.functions(functools.partial(_apply, run)):
         yield
@@ -35,7 +35,7 @@ def _is_known(function: type) -> bool:
 
 def _apply(run: "Run", function: type, apply: Callable, *args: Any) -> Any:
     leaves, spec = tree_flatten(args)
-    if run.away or not any(isinstance(x, T) and is_batched(x) for x in leaves):
+    if run.inactive or not any(isinstance(x, T) and is_batched(x) for x in leaves):
         return apply(*args)
     if function in NATIVE:
         return call_outside(run, apply, args, {})

@@ -139,8 +139,8 @@ class RunGradients:
         self._made: Dict[int, Tuple[Root, GradSample]] = {}
         # Of each parameter the uses that are still to come, and those of which more
         # comes in the end, with what was computed of them.
-        self.left: Dict[int, int] = {}
-        self.late: Set[int] = set()
+        self.uses_left: Dict[int, int] = {}
+        self.deferred: Set[int] = set()
         for used in list(run.roots.values()):
             count = run.pending[id(used)]
             if not count:
@@ -151,17 +151,17 @@ class RunGradients:
                 view = self._view(root)
                 if view is None:
                     if root.edge is not None:  # else a leaf that is not trained
-                        self.late |= _made_of(root)
+                        self.deferred |= _made_of(root)
                     continue
                 i = id(view.param)
-            self.left[i] = self.left.get(i, 0) + count
+            self.uses_left[i] = self.uses_left.get(i, 0) + count
         # Parameters with one small use, which those of others may be taken together
         # with: what is done for each sample is done for n times as many.
         self._alone = {
             i
-            for i, count in self.left.items()
+            for i, count in self.uses_left.items()
             if count == 1 and known(run.size) * params[i].numel() <= SMALL
-        } - self.late
+        } - self.deferred
         self._alike: Dict[tuple, List[Tuple[Use, torch.Tensor, Sequence]]] = {}
 
     def _view(self, root: Root) -> Optional[View]:
@@ -203,8 +203,8 @@ class RunGradients:
             if sample is None:
                 sample = self.samples[i] = GradSample(p.shape, size)
             sample.add(*factors)
-            self.left[i] = left = self.left.get(i, 0) - 1
-            if left == 0 and i not in self.late:
+            self.uses_left[i] = left = self.uses_left.get(i, 0) - 1
+            if left == 0 and i not in self.deferred:
                 done.append(p)
         return done
 

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, NamedTupl
 import torch
 from torch.overrides import TorchFunctionMode
 
-from opacus_ext.grad_sample.samplewise.calm import is_own_hook
 from opacus_ext.grad_sample.samplewise.functorch import is_batched
 from opacus_ext.grad_sample.samplewise.packed import of_batch
+from opacus_ext.grad_sample.samplewise.sandbox import is_own_hook
 from opacus_ext.grad_sample.samplewise.walk import map_tensors, tensors_in
 from opacus_ext.refused import Refused
 
@@ -31,7 +31,7 @@ BACKWARD_HOOK = (
 )
 
 
-class Seen(NamedTuple):
+class HookCall(NamedTuple):
     """A call of a hook, to come."""
 
     hook: Callable
@@ -40,11 +40,11 @@ class Seen(NamedTuple):
     more: dict
 
 
-class Again(Exception):
+class HookReturns(Exception):
     """A hook was found to be part of what the model computes."""
 
 
-class _Noted(TorchFunctionMode):
+class _MarksMadeOfData(TorchFunctionMode):
     """What a hook makes of the batch must not come back into the forward."""
 
     def __init__(self, engine: "Engine"):
@@ -56,11 +56,11 @@ class _Noted(TorchFunctionMode):
     ) -> Any:
         out = func(*args, **(kwargs or {}))
         for x in tensors_in(out if isinstance(out, (list, tuple)) else [out]):
-            self.engine.left.add(x)
+            self.engine.made_of_data.add(x)
         return out
 
 
-class _AtOnce:
+class _CalledNow:
     """A hook that is shown tensors ``[B, ...]`` through which gradients flow."""
 
     def __init__(self, run: "Run", hook: Callable):
@@ -72,34 +72,37 @@ class _AtOnce:
         def batch(x: torch.Tensor) -> torch.Tensor:
             if not is_batched(x):
                 return x
-            whole = run.leave(x)
-            run.handed[id(whole)] = whole, x  # should the forward come across it
+            whole = run.as_batch(x)
+            run.shown_to_hooks[id(whole)] = (
+                whole,
+                x,
+            )  # should the forward come across it
             return whole
 
         with run.outside():
             packed = functools.partial(of_batch, run)
             seen, named = map_tensors(batch, (values, more), packed)
-            with _Noted(engine):
+            with _MarksMadeOfData(engine):
                 found = self.hook(module, *seen, **named)
         if found is None:
             return None
-        engine.returning.add(self.hook)
+        engine.hooks_that_return.add(self.hook)
         engine.kinds.clear()  # what was compared was another model
         return self.hook(module, *values, **more)
 
 
-class _Later:
+class _CalledLater:
     """A hook whose calls are noted."""
 
     def __init__(self, run: Any, hook: Callable):
         self.run, self.hook = run, hook
 
     def __call__(self, module: Any, *values: Any, **more: Any) -> None:
-        self.run.seen.append(Seen(self.hook, module, values, more))
+        self.run.hook_calls.append(HookCall(self.hook, module, values, more))
 
 
 @contextmanager
-def shown(run: Any, at_once: bool) -> Iterator[None]:
+def batch_hooks(run: Any, at_once: bool) -> Iterator[None]:
     """
     Within it the user's forward hooks on parts of the model are shown batches, at once
     or later.
@@ -108,9 +111,9 @@ def shown(run: Any, at_once: bool) -> Iterator[None]:
     replaced: List[Tuple[Dict, int, Callable]] = []
     for table in engine.hook_tables():
         for i, hook in table.items():
-            if not is_own_hook(hook) and hook not in engine.returning:
+            if not is_own_hook(hook) and hook not in engine.hooks_that_return:
                 replaced.append((table, i, hook))
-                table[i] = _AtOnce(run, hook) if at_once else _Later(run, hook)
+                table[i] = _CalledNow(run, hook) if at_once else _CalledLater(run, hook)
     try:
         yield
     finally:
@@ -119,9 +122,9 @@ def shown(run: Any, at_once: bool) -> Iterator[None]:
                 table[i] = hook
 
 
-def numbered(calls: List[Seen]) -> Dict[tuple, Seen]:
+def numbered(calls: List[HookCall]) -> Dict[tuple, HookCall]:
     """The calls by hook, module and how often these had been called before."""
-    found: Dict[tuple, Seen] = {}
+    found: Dict[tuple, HookCall] = {}
     for call in calls:
         n = 0
         while (call.hook, call.module, n) in found:
@@ -130,7 +133,7 @@ def numbered(calls: List[Seen]) -> Dict[tuple, Seen]:
     return found
 
 
-def of_all(engine: "Engine", parts: List[List[Seen]]) -> List[List[Seen]]:
+def of_all(engine: "Engine", parts: List[List[HookCall]]) -> List[List[HookCall]]:
     """
     The calls of each part, in one order.
 
@@ -151,22 +154,22 @@ def of_all(engine: "Engine", parts: List[List[Seen]]) -> List[List[Seen]]:
     return [[calls[key] for key in keys] for calls in found]
 
 
-def deliver(engine: "Engine", calls: List[Seen]) -> None:
+def deliver(engine: "Engine", calls: List[HookCall]) -> None:
     """
     Calls the hooks, with what is of the batch now.
 
     Raises:
-        Again: if one returns something
+        HookReturns: if one returns something
     """
     again = False
     for hook, module, values, more in calls:
-        if hook in engine.returning:
+        if hook in engine.hooks_that_return:
             continue
-        with _Noted(engine):
+        with _MarksMadeOfData(engine):
             found = hook(module, *values, **more)
         if found is not None:
-            engine.returning.add(hook)
+            engine.hooks_that_return.add(hook)
             again = True
     if again:
         engine.kinds.clear()
-        raise Again()
+        raise HookReturns()

@@ -20,7 +20,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from opacus_ext.grad_sample.samplewise.compare import padded
-from opacus_ext.grad_sample.samplewise.functorch import become
+from opacus_ext.grad_sample.samplewise.functorch import replace_tensor
 from opacus_ext.grad_sample.samplewise.packed import as_one, rows_of
 from opacus_ext.grad_sample.samplewise.walk import leaves_in, tensors_in
 from opacus_ext.refused import Refused
@@ -151,7 +151,7 @@ class Inputs:
             leaves, spec = tree_flatten(self._taken[0] if self._taken else ((), {}))
             return ("taken", str(spec))
         part = self.part
-        told = tuple(
+        leaves = tuple(
             (
                 (dim, x.dim(), x.dtype, x.requires_grad)
                 if isinstance(x, torch.Tensor)
@@ -159,7 +159,7 @@ class Inputs:
             )
             for x, dim in zip(part.leaves, part.batched)
         )
-        return (str(part.spec), told)
+        return (str(part.spec), leaves)
 
     @property
     def shapes(self) -> tuple:
@@ -223,7 +223,7 @@ class Inputs:
                 joined.append((column[0], _scattered(rows, column, join, engine)))
         for x, new in joined:
             if new is not x:
-                become(x, new)
+                replace_tensor(x, new)
 
     def _one_packed(
         self, rows: List[torch.Tensor], packs: Tuple[PackedSequence, ...]
@@ -275,7 +275,7 @@ def _scattered(
     first, how = column[0], join.how if join is not None else ""
     if how == "shared" or all(x is first for x in column):
         return first
-    if how and not (engine.each is not None and first.dim()):
+    if how and not (engine.per_sample is not None and first.dim()):
         shares = [x * (len(r) if how != "sum" else 1) for r, x in zip(rows, column)]
         size = sum(map(len, rows)) if how != "sum" else 1
         return join.guarded((sum(shares) / size).to(first.dtype), engine)
@@ -356,10 +356,10 @@ def read_inputs(engine: "Engine", args: tuple, kwargs: dict) -> Inputs:
         )
     size = sizes.most_common(1)[0][0]
     lists = _Lists(args, kwargs)
-    engine.listed = engine.listed or lists.ragged
-    if engine.listed and lists.tensors:
+    engine.lists_are_samples = engine.lists_are_samples or lists.ragged
+    if engine.lists_are_samples and lists.tensors:
         return Inputs(args, kwargs, None, lists.samples(len(lists.tensors[0])))
-    if engine.listed and any(len(x) == size for x in lists.numbers):
+    if engine.lists_are_samples and any(len(x) == size for x in lists.numbers):
         return Inputs(args, kwargs, None, lists.samples(size))
 
     def where(x: Any) -> Optional[int]:

@@ -52,7 +52,7 @@ def refuse_carried(engine: "Engine", args: Iterable) -> None:
     """
     for x in args:
         if isinstance(x, torch.Tensor):
-            if engine.left.holds(x) and not is_batched(x):
+            if engine.made_of_data.holds(x) and not is_batched(x):
                 raise Refused(
                     f"{engine.describe()}: reads a value of shape {tuple(x.shape)} "
                     "that was computed from an earlier batch, or by a hook of the "
@@ -127,20 +127,60 @@ TELLS_NOTHING = {
     *_getters("shape", "dtype", "device", "ndim", "layout", "is_leaf", "grad_fn"),
     *_getters("is_cuda", "is_sparse", "names", "is_nested", "is_quantized", "is_meta"),
     *_getters("is_mkldnn", "is_cpu", "itemsize", "nbytes", "_version", "_base"),
-    *(T.dim, T.size, T.numel, T.stride, T.is_floating_point, T.is_complex),
-    *(T.is_contiguous, T.__len__, T.__hash__, T.get_device, T.storage_offset),
-    *(T.element_size, T.ndimension, T.nelement, T.is_signed),
-    *(torch.is_floating_point, torch.is_complex, torch.numel, torch.is_tensor),
+    T.dim,
+    T.size,
+    T.numel,
+    T.stride,
+    T.is_floating_point,
+    T.is_complex,
+    T.is_contiguous,
+    T.__len__,
+    T.__hash__,
+    T.get_device,
+    T.storage_offset,
+    T.element_size,
+    T.ndimension,
+    T.nelement,
+    T.is_signed,
+    torch.is_floating_point,
+    torch.is_complex,
+    torch.numel,
+    torch.is_tensor,
 }
 _WRITES = {
-    *("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__"),
-    *("__ifloordiv__", "__imod__", "__iand__", "__ior__", "__ixor__"),
+    "__setitem__",
+    "__iadd__",
+    "__isub__",
+    "__imul__",
+    "__itruediv__",
+    "__ipow__",
+    "__ifloordiv__",
+    "__imod__",
+    "__iand__",
+    "__ior__",
+    "__ixor__",
 }
 KEEPS_ENTRIES = {
-    *(T.to, T.float, T.half, T.bfloat16, T.double, T.type, T.type_as),
-    *(T.contiguous, T.clone, torch.clone, T.cuda, T.cpu),
+    T.to,
+    T.float,
+    T.half,
+    T.bfloat16,
+    T.double,
+    T.type,
+    T.type_as,
+    T.contiguous,
+    T.clone,
+    torch.clone,
+    T.cuda,
+    T.cpu,
 }
 DRAWS = {
-    *(F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout),
-    *(F.feature_alpha_dropout, torch.dropout, torch.feature_dropout),
+    F.dropout,
+    F.dropout1d,
+    F.dropout2d,
+    F.dropout3d,
+    F.alpha_dropout,
+    F.feature_alpha_dropout,
+    torch.dropout,
+    torch.feature_dropout,
 }

@@ -78,4 +78,4 @@ def of_batch(run: "Run", x: PackedSequence) -> PackedSequence:
         return x
     of_each = [agreed(run, x)] * run.size
     new = as_one(of_each, [[b] for b in range(run.size)])
-    return PackedSequence(run.leave(x.data)[new.data], *new[1:])
+    return PackedSequence(run.as_batch(x.data)[new.data], *new[1:])

@@ -17,9 +17,9 @@ import torch
 
 from opacus_ext.grad_sample.parallel.group import ProcessFailure
 from opacus_ext.grad_sample.samplewise.at_once import raw_at_once, run_at_once
-from opacus_ext.grad_sample.samplewise.batch import Diverge
+from opacus_ext.grad_sample.samplewise.batch import BranchesDiffer
 from opacus_ext.grad_sample.samplewise.compare import NewOutput
-from opacus_ext.grad_sample.samplewise.hooks import Seen, deliver, of_all
+from opacus_ext.grad_sample.samplewise.hooks import HookCall, deliver, of_all
 from opacus_ext.grad_sample.samplewise.kinds import InputKind
 from opacus_ext.grad_sample.samplewise.scan import ScanRun
 from opacus_ext.grad_sample.samplewise.states import States
@@ -61,7 +61,7 @@ class Parts:
             )
         self.done: List[Tuple[Rows, Any]] = []  # what each part gave
         self.runs: List[Any] = []
-        engine.left.sweep()
+        engine.made_of_data.sweep()
         self.chooser = (
             None if raw or engine.expert_group is not None else engine.chooser
         )
@@ -91,7 +91,7 @@ class Parts:
             self.states.back()
         try:
             found = self._run(part, self.scan, at_once)
-        except Diverge as diverge:
+        except BranchesDiffer as diverge:
             self._split(rows, part, diverge.groups)
             return
         except (Refused, ProcessFailure, NewOutput):
@@ -162,21 +162,21 @@ class Parts:
         for run, (rows, _) in zip(self.runs, self.done):
             run.batch, run.rows = self.inputs.size, rows
         engine.add_runs(self.runs)
-        seen = [run.seen for run in self.runs]
+        seen = [run.hook_calls for run in self.runs]
         if self.whole:
             output, calls = self.done[0][1], seen[0]
         else:
             output, calls = self._put_together(seen)
         self.runs = []
         for x in tensors_in((output, [call.values for call in calls])):
-            engine.left.add(x)
+            engine.made_of_data.add(x)
         self.states.check()
         deliver(engine, calls)
         if self.chooser is not None:
             self.chooser.end()
         return output
 
-    def _put_together(self, seen: List[List[Seen]]) -> Tuple[Any, List[Seen]]:
+    def _put_together(self, seen: List[List[HookCall]]) -> Tuple[Any, List[HookCall]]:
         """Of what parts of the batch gave, left and showed to hooks, that of all."""
         left, seen = self.states.common(), of_all(self.engine, seen)
         all_ = [(r, (x, y, z)) for (r, x), y, z in zip(self.done, seen, left)]

@@ -94,7 +94,9 @@ class Recording(Batch):
         if copy is None:
             wide = root.shared.expand(self.size, *root.shape)
             use = Use(self, (root,), _whole, 0, ())
-            copy = self._copies[id(root)] = self.level.wrap(self._note(wide, use, ()))
+            copy = self._copies[id(root)] = self.level.wrap(
+                self.note_whole(wide, use, ())
+            )
             self.pin(copy)
         return copy
 
@@ -117,10 +119,10 @@ class Recording(Batch):
         kept = [self.inner(x) for x in saved]
         rows = tuple(x.dim() - 1 - n for x, n in zip(kept, saved_dims))
         use = Use(self, roots, factors, inner.dim() - 1 - event_dims, rows)
-        return self.level.wrap(self._note(inner, use, kept))
+        return self.level.wrap(self.note_whole(inner, use, kept))
 
-    def _note(self, inner: torch.Tensor, use: Use, saved: Tensors) -> torch.Tensor:
-        if not self._quiet:
+    def note_whole(self, inner: torch.Tensor, use: Use, saved: Tensors) -> torch.Tensor:
+        if not self._recomputing:
             for root in use.roots:
                 if root is not None:
                     self.pending[id(root)] += 1
@@ -135,7 +137,7 @@ class Recording(Batch):
         Lets go of all that has a graph. Its captures refer to the run, and Python does
         not find circles that go through autograd.
         """
-        for kept in (self._copies, self._recipes, self._same, self.handed):
+        for kept in (self._copies, self._recipes, self._same, self.shown_to_hooks):
             kept.clear()
         self.roots = weakref.WeakValueDictionary(self.roots)
 

@@ -128,7 +128,7 @@ def kernel(run: Run, func: Callable, *args: Any, **kwargs: Any) -> Any:
         return func(*args, **kwargs)
     x, *state = (copies(run, x) for x in given)
     packed = call.batch_sizes is not None
-    with run.unseen():
+    with run.unrecorded():
         x = x.transpose(0, 1) if call.batch_first else x
         if packed:
             counts = run.agree(call.batch_sizes).tolist()
@@ -145,7 +145,7 @@ def kernel(run: Run, func: Callable, *args: Any, **kwargs: Any) -> Any:
         out, state = _whole(run, func, call, sizes, dropout, x, state)
     else:
         out, state = _by_ops(run, mode, call, sizes, dropout, x, state)
-    with run.unseen():
+    with run.unrecorded():
         if packed:
             out = sizes.unpad(out)
         elif call.batch_first:
@@ -182,8 +182,15 @@ def _whole(
             state = [y.contiguous() for y in state]
             hx = state if mode == "LSTM" else state[0]
             out, *state = func(
-                *(x, hx, call.params, call.has_biases, call.num_layers),
-                *(call.dropout, call.train, call.bidirectional, False),
+                x,
+                hx,
+                call.params,
+                call.has_biases,
+                call.num_layers,
+                call.dropout,
+                call.train,
+                call.bidirectional,
+                False,
             )
         else:
             steps = [n * run.size for n in sizes.counts]
@@ -191,8 +198,11 @@ def _whole(
                 functools.partial(
                     scanned, Recorder(run), steps, sizes.order(run.size), mode
                 ),
-                *(x, _pair(state), _weights(mode, call, state)),
-                *(call.num_layers, dropout),
+                x,
+                _pair(state),
+                _weights(mode, call, state),
+                call.num_layers,
+                dropout,
             )
         found = [
             y.unflatten(1, (run.size, sizes.most)).movedim(1, 0) for y in (out, *state)
@@ -216,13 +226,19 @@ def _by_ops(
     with run:
         return recurrent(
             functools.partial(unrolled, mode),
-            *(x, _pair(state), _weights(mode, call, state), call.num_layers, dropout),
+            x,
+            _pair(state),
+            _weights(mode, call, state),
+            call.num_layers,
+            dropout,
         )
 
 
 @handles(
-    *(torch._VF.lstm_cell, torch._VF.gru_cell),
-    *(torch._VF.rnn_tanh_cell, torch._VF.rnn_relu_cell),
+    torch._VF.lstm_cell,
+    torch._VF.gru_cell,
+    torch._VF.rnn_tanh_cell,
+    torch._VF.rnn_relu_cell,
 )
 def cell(
     run: Run,

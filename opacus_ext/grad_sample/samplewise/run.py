@@ -18,7 +18,6 @@ from torch import nn
 
 from opacus_ext.grad_sample.rules.registry import OPS, Op
 from opacus_ext.grad_sample.samplewise import functorch
-from opacus_ext.grad_sample.samplewise.beside import BESIDE
 from opacus_ext.grad_sample.samplewise.functorch import is_batched
 from opacus_ext.grad_sample.samplewise.ops import (
     DRAWS,
@@ -34,6 +33,7 @@ from opacus_ext.grad_sample.samplewise.ops import (
 )
 from opacus_ext.grad_sample.samplewise.recording import Recording, Tensors
 from opacus_ext.grad_sample.samplewise.uses import Root, Use
+from opacus_ext.grad_sample.samplewise.whole_batch import WHOLE_BATCH
 
 if TYPE_CHECKING:
     from opacus_ext.grad_sample.samplewise.engine import Engine
@@ -51,17 +51,17 @@ class Run(Recording):
 
     def __init__(self, engine: "Engine", size: int, attached: bool = False):
         super().__init__(engine, size, attached)
-        self.left = engine.left
+        self.made_of_data = engine.made_of_data
 
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: Any = None
     ) -> Any:
         if kwargs is None:
             kwargs = {}
-        if func in TELLS_NOTHING or self._away:
+        if func in TELLS_NOTHING or self._inactive:
             return func(*args, **kwargs)
-        if self.handed:
-            swap = {i: x for i, (_, x) in self.handed.items()}
+        if self.shown_to_hooks:
+            swap = {i: x for i, (_, x) in self.shown_to_hooks.items()}
             args, kwargs = swapped(args, swap), swapped_dict(kwargs, swap)
         handler = HANDLERS.get(func)
         try:
@@ -81,9 +81,11 @@ class Run(Recording):
             return self.__torch_function__(func, types, args, kwargs)
         if isinstance(out, torch.Tensor):
             if is_batched(out) or not any(out is x for x in args):
-                self._made.append(weakref.ref(out))
+                self._created.append(weakref.ref(out))
         elif isinstance(out, (tuple, list)):
-            self._made += [weakref.ref(x) for x in out if isinstance(x, torch.Tensor)]
+            self._created += [
+                weakref.ref(x) for x in out if isinstance(x, torch.Tensor)
+            ]
         return out
 
     def call(self, func: Callable, *args: Any, **kwargs: Any) -> Any:
@@ -92,12 +94,12 @@ class Run(Recording):
         batched = look(args, roots)
         if kwargs:
             batched |= look(kwargs.values(), roots)
-        if self.left:
+        if self.made_of_data:
             refuse_carried(self.engine, args)
             refuse_carried(self.engine, kwargs.values())
         if not roots or not torch.is_grad_enabled():
             if batched and self.traced:
-                return self._beside(func, args, kwargs)
+                return self._on_whole_batch(func, args, kwargs)
             return func(*args, **kwargs)
         rule = OPS.get(func)
         if rule is not None:
@@ -105,7 +107,7 @@ class Run(Recording):
             if op is not None:
                 return self._by_rule(func, op, args, kwargs, batched)
         if batched:
-            if self.traced and func in BESIDE:
+            if self.traced and func in WHOLE_BATCH:
                 return self._by_copies(func, roots, args, kwargs)
             if functorch.is_composite(func):
                 with self:
@@ -133,7 +135,7 @@ class Run(Recording):
             return made
         roots = self._roots_of(op)
         if op.whole is not None and self._directly(op.saved):
-            return self._on_whole(op, roots)
+            return self._rule_on_whole_batch(op, roots)
         swap = {id(r.tensor): r.shared for r in roots if r is not None}
         # A root among the data is given a copy for each sample.
         saved = op.saved
@@ -141,14 +143,20 @@ class Run(Recording):
             saved = tuple(self._copied(x) for x in saved)
             swap.update((id(x), y) for x, y in zip(op.saved, saved) if y is not x)
         args, kwargs = swapped(args, swap), swapped_dict(kwargs, swap)
-        y = self._beside(func, args, kwargs) if self.traced else func(*args, **kwargs)
+        y = (
+            self._on_whole_batch(func, args, kwargs)
+            if self.traced
+            else func(*args, **kwargs)
+        )
         return self.note(y, roots, op.factors, op.event_dims, saved, op.saved_dims)
 
     def _directly(self, saved: Tensors) -> bool:
         """Whether all data is the samples', and no other transform is at work."""
         return self.level.innermost and all(map(self.level.owns, saved))
 
-    def _on_whole(self, op: Op, roots: Tuple[Optional[Root], ...]) -> torch.Tensor:
+    def _rule_on_whole_batch(
+        self, op: Op, roots: Tuple[Optional[Root], ...]
+    ) -> torch.Tensor:
         """The op on all samples side by side, which costs less than through vmap."""
         level = self.level
         inner = [carry(x, level.unwrap(x), self.inner) for x in op.saved]
@@ -157,7 +165,7 @@ class Run(Recording):
         with level.outside():
             y = op.whole(params, *inner)
             use = Use(self, roots, op.factors, y.dim() - 1 - op.event_dims, rows)
-            noted = self._note(y, use, inner)
+            noted = self.note_whole(y, use, inner)
         return carry(y, level.wrap(noted), level.wrap)
 
     def _by_copies(
@@ -166,7 +174,9 @@ class Run(Recording):
         swap = {id(x): self.copy(self.root(x)) for x in roots}
         args, kwargs = swapped(args, swap), swapped_dict(kwargs, swap)
         return (
-            self._beside(func, args, kwargs) if self.traced else func(*args, **kwargs)
+            self._on_whole_batch(func, args, kwargs)
+            if self.traced
+            else func(*args, **kwargs)
         )
 
     @property
@@ -174,9 +184,9 @@ class Run(Recording):
         """Whether a compiler looks on, for any number of samples."""
         return isinstance(self.size, torch.SymInt)
 
-    def _beside(self, func: Callable, args: tuple, kwargs: dict) -> Any:
+    def _on_whole_batch(self, func: Callable, args: tuple, kwargs: dict) -> Any:
         """An op that made no use of parameters, on whole batches if need be."""
-        how = BESIDE.get(func)
+        how = WHOLE_BATCH.get(func)
         if how is not None and self.level.innermost:
             out = how(self._outside_of, func, *args, **kwargs)
             if out is not None:
@@ -197,7 +207,7 @@ class Run(Recording):
         Returns:
             whether it could be done
         """
-        made = {id(y): y for y in (ref() for ref in self._made) if y is not None}
+        made = {id(y): y for y in (ref() for ref in self._created) if y is not None}
         memory = x.untyped_storage()._cdata
         same = [
             y
@@ -213,7 +223,7 @@ class Run(Recording):
             inner = self.level.unwrap(self.copy(root))
             with self.outside():
                 wide = self.level.wrap(inner.clone())
-            functorch.become(x, wide)
+            functorch.replace_tensor(x, wide)
             root.tensor = wide  # as it was, under the object that is left
             self.roots[id(root)] = self.roots.pop(id(x))
             return True
@@ -227,5 +237,5 @@ class Run(Recording):
                 own = flat.as_strided(
                     (self.size, *y.shape), strides, y.storage_offset()
                 )
-                functorch.become(y, self.level.wrap(own))
+                functorch.replace_tensor(y, self.level.wrap(own))
         return True

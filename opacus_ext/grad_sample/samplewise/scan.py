@@ -33,8 +33,8 @@ from opacus_ext.grad_sample.samplewise.checkpoint import (
     refuse_not_entered,
 )
 from opacus_ext.grad_sample.samplewise.compare import Join, kind_of, padded
-from opacus_ext.grad_sample.samplewise.functorch import become, checkpoints
-from opacus_ext.grad_sample.samplewise.hooks import Seen, of_all, shown
+from opacus_ext.grad_sample.samplewise.functorch import checkpoints, replace_tensor
+from opacus_ext.grad_sample.samplewise.hooks import HookCall, batch_hooks, of_all
 from opacus_ext.grad_sample.samplewise.kinds import InputKind, joins_for
 from opacus_ext.grad_sample.samplewise.packed import as_one, unpacked
 from opacus_ext.grad_sample.samplewise.states import States, Watch
@@ -68,7 +68,7 @@ class Samples(torch.autograd.Function):
             )
         run = ctx.part.run
         if run.engine.collector is not None:
-            run.engine.collector.touch(run)
+            run.engine.collector.note_run(run)
         given = ctx.part.backward(grads)
         return (ctx.anchor_like, None, None, *given, *(None for _ in grads))
 
@@ -114,7 +114,7 @@ class ScanRun:
         self.engine, self.size, self.batch = engine, size, size
         self.rows: Optional[torch.Tensor] = None
         self.joins: Optional[List[Join]] = None  # of its outputs
-        self.seen: List[Seen] = []  # calls of hooks, to come
+        self.hook_calls: List[HookCall] = []  # calls of hooks, to come
         self.done, self.half = False, engine.in_half
         self.wanted: List[Tuple[Optional[int], torch.Tensor]] = []
         self._given: List[List[torch.Tensor]] = []  # inputs with gradients, by sample
@@ -135,19 +135,21 @@ class ScanRun:
         self.wanted = tensors if torch.is_grad_enabled() else []
         engine = self.engine
         outputs: List[Any] = []
-        seen: List[List[Seen]] = []
-        with shown(self, at_once=False), checkpoints(partial(_checkpoint, engine)):
+        seen: List[List[HookCall]] = []
+        with batch_hooks(self, at_once=False), checkpoints(
+            partial(_checkpoint, engine)
+        ):
             states = States(engine, values=True)
             for b in range(self.size):
                 if b:
                     states.back()
                 alone = part.alone(b, leaf=bool(self.wanted))
                 self._given.append([x for x in alone.leaves if x is not None])
-                with Watch(engine) if engine.left else nullcontext():
+                with Watch(engine) if engine.made_of_data else nullcontext():
                     outputs.append(engine.forward(*alone.args, **alone.kwargs))
                 states.end()
-                seen.append(self.seen)
-                self.seen = []
+                seen.append(self.hook_calls)
+                self.hook_calls = []
         if raw:
             known.outputs.update(map(kind_of, outputs))
             columns = zip(*([unpacked(y) for y in leaves_in(x)] for x in outputs))
@@ -158,7 +160,7 @@ class ScanRun:
         left, seen = states.common(), of_all(engine, seen)
         self._join(list(zip(outputs, seen, left)), self.joins)
         states.put(left[0])
-        self.seen = seen[0]
+        self.hook_calls = seen[0]
         return outputs[0]
 
     def _of_none(self, part: "Part") -> Any:
@@ -184,7 +186,7 @@ class ScanRun:
         own = _Part(self, [], [], [])
         for x in list(leaves_in(output)) if torch.is_grad_enabled() else ():
             if isinstance(x, torch.Tensor) and x.is_floating_point():
-                become(x, Samples.apply(self.engine.anchor, own, 0, x)[0])
+                replace_tensor(x, Samples.apply(self.engine.anchor, own, 0, x)[0])
         return output
 
     @torch.no_grad()
@@ -238,7 +240,9 @@ class ScanRun:
             inputs = [x for _, x in self.wanted]
             found = Samples.apply(
                 self.engine.anchor,
-                *(part, len(inputs), *inputs),
+                part,
+                len(inputs),
+                *inputs,
                 *(whole[i] for i in trained),
             )
             for i, x in zip(trained, found):
@@ -250,7 +254,7 @@ class ScanRun:
             whole[i] = whole[i][one.data]
         for column, new in zip(columns, whole):
             if new is not column[0]:
-                become(column[0], new)
+                replace_tensor(column[0], new)
 
     def backward_of(
         self, b: int, roots: List[Any], grads: List[torch.Tensor]

@@ -39,7 +39,7 @@ _NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
 
 
 T = torch.Tensor
-Left = Dict[Any, Any]  # by place, what a part left there
+LeftByPart = Dict[Any, Any]  # by place, what a part left there
 
 
 Tables = List[Tuple[dict, Dict[str, dict]]]
@@ -64,14 +64,14 @@ def restore(tables: Tables) -> None:
                 table.update(kept.get(name, {}))
 
 
-class Kept:
+class Snapshot:
     """
     What modules and their code, hooks among it, can write to, to be put back:
     containers, objects and, with ``tensors``, the values of tensors.
     """
 
     def __init__(self, modules: List[nn.Module], tensors: bool):
-        self.held: Dict[int, Tuple[Any, Any]] = {}
+        self.containers: Dict[int, Tuple[Any, Any]] = {}
         self.tensors: Dict[int, Tuple[T, T]] = {}
         self._clone = tensors
         seen: set = set()
@@ -79,9 +79,9 @@ class Kept:
             own = vars(m)
             for name, value in own.items():
                 if name not in _NOT_STATE:
-                    self.keep(value)
+                    self.add(value)
             for buffer in m._buffers.values():
-                self.keep(buffer)
+                self.add(buffer)
             forward = own.get("forward")  # the user's own is behind the engine
             self.function(getattr(forward, "own", forward), seen)
             for name in ("_forward_hooks", "_forward_pre_hooks"):
@@ -92,28 +92,28 @@ class Kept:
                 for value in () if _is_library(base) else vars(base).values():
                     self.function(value, seen)
 
-    def keep(self, value: Any) -> None:
+    def add(self, value: Any) -> None:
         """Whatever can be reached from a value, but for modules and parameters."""
-        if id(value) in self.held or isinstance(value, (nn.Module, nn.Parameter)):
+        if id(value) in self.containers or isinstance(value, (nn.Module, nn.Parameter)):
             return
         if isinstance(value, T):
             if self._clone and id(value) not in self.tensors and not is_batched(value):
                 self.tensors[id(value)] = value, value.detach().clone()
             return
         if isinstance(value, _CONTAINERS):
-            self.held[id(value)] = value, copy.copy(value)
+            self.containers[id(value)] = value, copy.copy(value)
             parts = value.values() if isinstance(value, dict) else value
             for part in list(parts):
-                self.keep(part)
+                self.add(part)
         elif isinstance(value, tuple):
             for part in value:
-                self.keep(part)
+                self.add(part)
         elif isinstance(getattr(value, "__dict__", None), dict) and not (
             callable(value) or _has_no_state(type(value))
         ):
-            self.held[id(value)] = value, dict(vars(value))
+            self.containers[id(value)] = value, dict(vars(value))
             for part in list(vars(value).values()):
-                self.keep(part)
+                self.add(part)
 
     def function(self, function: Any, seen: set) -> None:
         """What a function of the user writes to: globals, closures, defaults."""
@@ -139,11 +139,11 @@ class Kept:
             if isinstance(value, types.FunctionType):
                 self.function(value, seen)
             elif not isinstance(value, (type, types.ModuleType)):
-                self.keep(value)
+                self.add(value)
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         """Everything is as it was."""
-        for i, (_, kept) in self.held.items():
+        for i, (_, kept) in self.containers.items():
             self.fill(i, kept)
         with torch.no_grad():
             for tensor, kept in self.tensors.values():
@@ -152,7 +152,7 @@ class Kept:
 
     def fill(self, i: int, kept: Any) -> None:
         """Makes the container with this id hold what another does."""
-        value = self.held[i][0]
+        value = self.containers[i][0]
         if not isinstance(value, _CONTAINERS):
             value = vars(value)
         value.clear()
@@ -161,9 +161,9 @@ class Kept:
         else:
             value.update(kept)
 
-    def now(self) -> Iterator[Tuple[int, Any]]:
+    def changed(self) -> Iterator[Tuple[int, Any]]:
         """What containers and objects hold, by id."""
-        for i, (value, kept) in self.held.items():
+        for i, (value, kept) in self.containers.items():
             own = value if isinstance(value, _CONTAINERS) else vars(value)
             if isinstance(own, (list, dict)):
                 pairs = zip(own, kept)
@@ -198,12 +198,12 @@ class States:
         self.before = [dict(vars(m)) for m in self.modules]
         self.tables = tables_of(self.modules)
         self.values: Dict[int, Tuple[str, torch.Tensor, torch.Tensor, int]] = {}
-        self.kept: Optional[Kept] = None
+        self.snapshot: Optional[Snapshot] = None
         if values:
-            self.kept = Kept(self.modules, tensors=False)
+            self.snapshot = Snapshot(self.modules, tensors=False)
             for name, x in self._tensors():
                 self.values[id(x)] = name, x, x.detach().clone(), x._version
-        self.after: List[Left] = []
+        self.after: List[LeftByPart] = []
         self._first: Dict[str, torch.Tensor] = {}
 
     def _tensors(self) -> Iterator[Tuple[str, torch.Tensor]]:
@@ -226,8 +226,8 @@ class States:
                     del own[name]
             own.update(kept)
         restore(self.tables)
-        if self.kept is not None:
-            self.kept.put_back()
+        if self.snapshot is not None:
+            self.snapshot.restore()
         with torch.no_grad():
             for _, x, value, version in self.values.values():
                 if x._version != version:
@@ -235,13 +235,13 @@ class States:
 
     def end(self) -> None:
         """After each part: what it left."""
-        left: Left = {}
+        left: LeftByPart = {}
         for i, (m, kept) in enumerate(zip(self.modules, self.before)):
             for name, value in vars(m).items():
                 if value is not kept.get(name, self) and name not in _NOT_STATE:
                     left[i, name] = value
-        if self.kept is not None:
-            left.update(self.kept.now())
+        if self.snapshot is not None:
+            left.update(self.snapshot.changed())
         for module, (own, kept) in zip(self.names, self.tables):
             for name, x in own["_buffers"].items():
                 if x is not None and x is not kept.get("_buffers", {}).get(name):
@@ -266,7 +266,7 @@ class States:
         self.back()
         raise carries(self.engine, name)
 
-    def common(self) -> List[Left]:
+    def common(self) -> List[LeftByPart]:
         """Of each part the tensors that all of them left, in the same places."""
         keys = [
             key
@@ -275,15 +275,15 @@ class States:
         ]
         return [{key: left[key] for key in keys} for left in self.after]
 
-    def put(self, left: Left) -> None:
+    def put(self, left: LeftByPart) -> None:
         """These, made of data, are what the modules keep."""
         for x in tensors_in(left):
-            self.engine.left.add(x)
+            self.engine.made_of_data.add(x)
         for key, value in left.items():
             if isinstance(key, tuple):
                 vars(self.modules[key[0]])[key[1]] = value
             else:
-                self.kept.fill(key, value)
+                self.snapshot.fill(key, value)
 
     def check(self) -> None:
         """
@@ -298,7 +298,7 @@ def data_in_buffers(engine: "Engine") -> Iterator[str]:
     """The names of buffers that have become data of a batch, which are emptied."""
     for name, m in zip(*engine.modules):
         for key, x in m._buffers.items():
-            if x is not None and engine.left.holds(x):
+            if x is not None and engine.made_of_data.holds(x):
                 m._buffers[key] = None
                 yield f"buffer {name}.{key}".replace(" .", " ")
 
@@ -328,7 +328,7 @@ def _made_of_data(values: List[Any]) -> bool:
     )
 
 
-class LeftBehind:
+class MadeOfData:
     """Tensors that runs have made of data, for as long as somebody keeps them."""
 
     def __init__(self) -> None:

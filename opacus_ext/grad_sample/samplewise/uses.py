@@ -77,7 +77,7 @@ class Use(NamedTuple):
             factors a root
         rows: how many dims of the output, behind that of the samples, are rows
         saved_rows: the same of each saved tensor
-        table: of rows that were sent to experts (:meth:`Run.dealt`), whose they are
+        table: of rows that were sent to experts, whose they are
     """
 
     run: "Run"

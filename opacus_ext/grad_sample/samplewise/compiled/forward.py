@@ -9,7 +9,7 @@ from torch import nn
 from opacus_ext.grad_sample.samplewise.compare import Join
 from opacus_ext.grad_sample.samplewise.compiled.programs import Programs
 from opacus_ext.grad_sample.samplewise.compiled.settings import Settings, is_off
-from opacus_ext.grad_sample.samplewise.functorch import become
+from opacus_ext.grad_sample.samplewise.functorch import replace_tensor
 from opacus_ext.grad_sample.samplewise.inputs import Inputs
 from opacus_ext.grad_sample.samplewise.kinds import InputKind, joins_for
 from opacus_ext.grad_sample.samplewise.states import carries, data_in_buffers
@@ -34,11 +34,11 @@ def programs_for(engine: "Engine", settings: Optional[Settings]) -> Optional[Pro
             raise Refused(
                 f"{engine.describe()}: torch.compile(fullgraph=True) is for modes "
                 '"ghost" and "ghost_bk" and one process.',
-                remedy="Leave fullgraph out.",
+                remedy="LeaveRun fullgraph out.",
             )
         return None
     forward = engine.plain_forward()
-    each = getattr(engine.each, "key", None) or engine.each
+    each = getattr(engine.per_sample, "key", None) or engine.per_sample
     key = getattr(forward, "__func__", forward), each, engine.step.key
     for known in engine.programs:
         if known.settings == settings and known.key == key:
@@ -59,7 +59,7 @@ def run_program(
         Changed: if parameters have taken the places of others
     """
     part = inputs.part
-    engine.left.sweep()
+    engine.made_of_data.sweep()
     engine.current = engine  # the model's own forward within
     try:
         output, run = programs.forward(part, (inputs.kind, engine.module.training))
@@ -70,14 +70,14 @@ def run_program(
     for x, join in zip(leaves, run.joins or ()):
         raw = programs.raw(x)
         if raw is not None and join != Join(name=join.name):
-            one = join.how and engine.each is None
+            one = join.how and engine.per_sample is None
             y = join(raw, engine)
             one = one and (join.how != "only" or not y.dim())
-            become(x, run.let_go(y, None if one else join.dim or 0))
+            replace_tensor(x, run.release(y, None if one else join.dim or 0))
     engine.add_runs([run])
     for x in tensors_in(output):
         if not isinstance(x, nn.Parameter):
-            engine.left.add(x)
+            engine.made_of_data.add(x)
     programs.forget()
     for name in data_in_buffers(engine):
         raise carries(engine, name)

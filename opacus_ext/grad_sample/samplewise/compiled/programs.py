@@ -10,8 +10,7 @@ import torch
 from torch._dynamo.exc import FailOnRecompileLimitHit
 from torch.utils._pytree import tree_unflatten
 
-from opacus_ext.grad_sample.samplewise.batch import Leave
-from opacus_ext.grad_sample.samplewise.calm import is_own_hook
+from opacus_ext.grad_sample.samplewise.batch import LeaveRun
 from opacus_ext.grad_sample.samplewise.compiled.settings import Settings
 from opacus_ext.grad_sample.samplewise.compiled.trace import (
     Changed,
@@ -22,6 +21,7 @@ from opacus_ext.grad_sample.samplewise.compiled.trace import (
     one_sample,
 )
 from opacus_ext.grad_sample.samplewise.inputs import Part
+from opacus_ext.grad_sample.samplewise.sandbox import is_own_hook
 from opacus_ext.refused import Refused
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class CompiledRun:
         self.closed = True  # to gradients, but in a backward pass that clips them
         self.settings: Optional[T] = None
 
-    def let_go(self, x: T, dim: Optional[int] = -1) -> T:
+    def release(self, x: T, dim: Optional[int] = -1) -> T:
         """
         A tensor on its way out of a program.
 
@@ -55,8 +55,8 @@ class CompiledRun:
         if dim == -1:
             x, dim = x.flatten(0, 1) if x.dim() > 1 else x, 0
         if x.requires_grad:
-            x = Leave.apply(x, self.engine.anchor, self, dim)
-        self.engine.left.add(x)
+            x = LeaveRun.apply(x, self.engine.anchor, self, dim)
+        self.engine.made_of_data.add(x)
         return x
 
     def end(self) -> None:
@@ -77,9 +77,9 @@ class Programs:
     def __init__(self, engine: "Engine", settings: Settings, key: tuple):
         self.engine, self.settings, self.key = engine, settings, key
         self.failed: Dict[tuple, str] = {}  # why, by kind of input
-        self.told: set = set()
+        self.reported: set = set()
         self.count = 0  # of programs
-        forward, self.each = engine.plain_forward(), engine.each
+        forward, self.per_sample = engine.plain_forward(), engine.per_sample
 
         def read(leaves: List[Any], spec: Any, dims: Tuple, probe: T) -> Any:
             leaves = [
@@ -90,7 +90,10 @@ class Programs:
 
         # A code object of its own: Dynamo counts what it has compiled by these.
         own = types.FunctionType(
-            *(read.__code__.replace(), globals(), read.__name__, None),
+            read.__code__.replace(),
+            globals(),
+            read.__name__,
+            None,
             read.__closure__,
         )
         self._read = torch.compile(
@@ -119,7 +122,7 @@ class Programs:
             raise NotCompiled("its inputs are taken apart sample by sample")
         if any(isinstance(x, T) and x.requires_grad for x in part.leaves):
             raise NotCompiled("gradients of its inputs are asked for")
-        if self.each is not None and not getattr(self.each, "key", None):
+        if self.per_sample is not None and not getattr(self.per_sample, "key", None):
             raise NotCompiled("its loss is computed in chunks of the sequence")
         if engine.natives:
             raise NotCompiled(f"{engine.natives[0]} runs natively, on the whole batch")
@@ -131,7 +134,8 @@ class Programs:
         params = engine.params.values()
         wide = any(p.dtype == torch.float64 for p in params)
         probe = torch.zeros(
-            *(len(params) + 1, part.size),
+            len(params) + 1,
+            part.size,
             dtype=torch.float64 if wide else torch.float32,
             device=engine.anchor.device,
             requires_grad=True,
@@ -180,7 +184,7 @@ class Programs:
         if not all(is_own_hook(h) for table in tables for h in table.values()):
             raise NotCompiled("there are forward hooks on its parts")
 
-    def tell(self, error: NotCompiled) -> None:
+    def report(self, error: NotCompiled) -> None:
         """
         Raises:
             Refused: with ``fullgraph=True``; else it is a warning, once
@@ -191,12 +195,12 @@ class Programs:
             raise Refused(
                 f"{name} can't be compiled as a whole (fullgraph=True): {reason}.",
                 remedy=(
-                    "Leave fullgraph out, and it is trained exactly without being "
+                    "LeaveRun fullgraph out, and it is trained exactly without being "
                     "compiled."
                 ),
             ) from error.__cause__
-        if reason not in self.told:
-            self.told.add(reason)
+        if reason not in self.reported:
+            self.reported.add(reason)
             warnings.warn(
                 f"{name} is trained exactly, and not compiled: {reason}.",
                 stacklevel=7,

@@ -160,7 +160,7 @@ class Program:
         run = Run(traced, probe.shape[1])
         run.settings = settings
         with run.level:
-            each = self.programs.each or nullcontext()
+            each = self.programs.per_sample or nullcontext()
             with _running(run), sample_scope(run, False), run, each:
                 outputs = self.graph(*given)
             found, self.sampled = [], []
@@ -185,7 +185,7 @@ class Program:
             if p is not None and p() is not x:
                 raise Changed()
         for i in self.others:
-            if engine.left.holds(inputs[i]):
+            if engine.made_of_data.holds(inputs[i]):
                 raise Refused(
                     f"{engine.describe()}: reads a value of shape "
                     f"{tuple(inputs[i].shape)} that was computed from an earlier "
@@ -198,7 +198,7 @@ class Program:
         for x, sampled in zip(self.run(*inputs), self.sampled):
             if sampled:
                 raw = x[: run.size] if x.shape[0] != run.size else x
-                x = run.let_go(raw)
+                x = run.release(raw)
                 programs._raw[id(x)] = x, raw
             found.append(x)
         return found

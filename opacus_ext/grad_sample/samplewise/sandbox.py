@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from opacus_ext.grad_sample.samplewise import functorch
-from opacus_ext.grad_sample.samplewise.states import Kept, restore, tables_of
+from opacus_ext.grad_sample.samplewise.states import Snapshot, restore, tables_of
 
 T = torch.Tensor
 HALF = 0.5  # what is drawn where nothing is left to chance
@@ -136,8 +136,13 @@ def without_dropout(module: nn.Module) -> Iterator[None]:
 # -- hooks ---------------------------------------------------------------------------
 
 _OWNERS = (
-    *("torch.nn.utils", "torch.nn.modules", "torch.distributed", "transformers."),
-    *("accelerate.", "peft.", "opacus_ext."),
+    "torch.nn.utils",
+    "torch.nn.modules",
+    "torch.distributed",
+    "transformers.",
+    "accelerate.",
+    "peft.",
+    "opacus_ext.",
 )
 TABLES = ("_forward_hooks", "_forward_pre_hooks")
 
@@ -192,7 +197,7 @@ def preserved(module: nn.Module) -> Iterator[None]:
     """
     parts = [(part, dict(vars(part))) for part in module.modules()]
     tables = tables_of([part for part, _ in parts])
-    kept = Kept([part for part, _ in parts], tensors=True)
+    snapshot = Snapshot([part for part, _ in parts], tensors=True)
     devices = {p.device for p in module.parameters() if p.device.type == "cuda"}
     drawn, numpy = random.getstate(), sys.modules.get("numpy")
     drawn_by_numpy = numpy.random.get_state() if numpy is not None else None
@@ -204,14 +209,14 @@ def preserved(module: nn.Module) -> Iterator[None]:
                 vars(part).clear()
                 vars(part).update(attributes)
             restore(tables)
-            kept.put_back()
+            snapshot.restore()
             random.setstate(drawn)
             if numpy is not None:
                 numpy.random.set_state(drawn_by_numpy)
 
 
 @contextmanager
-def calmly(module: nn.Module, hooks: Any = ()) -> Iterator[None]:
+def sandboxed(module: nn.Module, hooks: Any = ()) -> Iterator[None]:
     """
     No randomness and no trace within; of the user's forward hooks only ``hooks`` run.
     """

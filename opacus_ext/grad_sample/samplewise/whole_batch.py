@@ -16,16 +16,18 @@ from opacus_ext.grad_sample.samplewise.functorch import is_batched
 T = torch.Tensor
 # Called as ``beside(outside, func, *args, **kwargs)``, where ``outside(function,
 # *tensors)`` calls a function of whole batches ``[B, *shape]``; None: not this way.
-Beside = Callable[..., Optional[T]]
-BESIDE: Dict[Callable, Beside] = {}
+WholeBatchOp = Callable[..., Optional[T]]
+WHOLE_BATCH: Dict[Callable, WholeBatchOp] = {}
 
 
-def beside(*functions: Optional[Callable]) -> Callable[[Beside], Beside]:
+def on_whole_batch(
+    *functions: Optional[Callable],
+) -> Callable[[WholeBatchOp], WholeBatchOp]:
     """Registers how some functions of torch are run on whole batches."""
 
-    def decorator(how: Beside) -> Beside:
+    def decorator(how: WholeBatchOp) -> WholeBatchOp:
         for function in filter(None, functions):
-            BESIDE[function] = how
+            WHOLE_BATCH[function] = how
         return how
 
     return decorator
@@ -44,7 +46,7 @@ def _behind(dim: int) -> int:
     return dim if dim < 0 else dim + 1
 
 
-@beside(*_named("cat", "concat", "concatenate"))
+@on_whole_batch(*_named("cat", "concat", "concatenate"))
 def _cat(
     outside: Callable, func: Callable, tensors: Sequence[T], dim: int = 0
 ) -> Optional[T]:
@@ -53,7 +55,7 @@ def _cat(
     return outside(lambda *each: torch.cat(each, _behind(dim)), *tensors)
 
 
-@beside(*_named("gather", "index_select"))
+@on_whole_batch(*_named("gather", "index_select"))
 def _index(
     outside: Callable, func: Callable, input: T, dim: int, index: T, **kwargs: Any
 ) -> Optional[T]:
@@ -66,7 +68,7 @@ def _index(
     return outside(lambda x, i: x.gather(_behind(dim), i), input, index)
 
 
-@beside(*_named("scatter", "scatter_add"))
+@on_whole_batch(*_named("scatter", "scatter_add"))
 def _scatter(
     outside: Callable,
     func: Callable,
@@ -84,7 +86,7 @@ def _scatter(
     )
 
 
-@beside(F.layer_norm, torch.layer_norm)
+@on_whole_batch(F.layer_norm, torch.layer_norm)
 def _layer_norm(
     outside: Callable,
     func: Callable,
@@ -103,7 +105,7 @@ def _layer_norm(
     return y if bias is None else y + bias
 
 
-@beside(F.group_norm, torch.group_norm)
+@on_whole_batch(F.group_norm, torch.group_norm)
 def _group_norm(
     outside: Callable,
     func: Callable,
@@ -124,7 +126,7 @@ def _group_norm(
     return y if bias is None else y + bias.view(shape)
 
 
-@beside(F.cross_entropy)
+@on_whole_batch(F.cross_entropy)
 def _cross_entropy(
     outside: Callable,
     func: Callable,
@@ -145,7 +147,8 @@ def _cross_entropy(
 
     def rows(x: T, y: T) -> T:
         losses = F.cross_entropy(
-            *(x.flatten(0, 1), y.flatten(0, 1)),
+            x.flatten(0, 1),
+            y.flatten(0, 1),
             ignore_index=ignore_index,
             reduction="none",
             label_smoothing=label_smoothing,
@@ -171,7 +174,7 @@ def _rows(outside: Callable, function: Callable, input: T) -> T:
 def _spatial(dims: int, *names: str) -> None:
     # Not the methods of a tensor: its unfold is another function, which would see other
     # samples along dim 0.
-    @beside(*_named(*names, places=(torch, F)))
+    @on_whole_batch(*_named(*names, places=(torch, F)))
     def run(
         outside: Callable, func: Callable, input: T, *args: Any, **kwargs: Any
     ) -> Optional[T]:
@@ -189,12 +192,13 @@ for _dims in (1, 2, 3):
         _dims,
         *(f"{kind}_pool{_dims}d" for kind in ("max", "avg", "lp")),
         *(f"adaptive_{kind}_pool{_dims}d" for kind in ("max", "avg")),
-        *(f"conv{_dims}d", f"conv_transpose{_dims}d"),
+        f"conv{_dims}d",
+        f"conv_transpose{_dims}d",
     )
 _spatial(2, "unfold", "pixel_shuffle", "pixel_unshuffle")
 
 
-@beside(F.interpolate, F.instance_norm)
+@on_whole_batch(F.interpolate, F.instance_norm)
 def _images(
     outside: Callable, func: Callable, input: T, *args: Any, **kwargs: Any
 ) -> Optional[T]:
