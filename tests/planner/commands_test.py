@@ -1,3 +1,4 @@
+import configparser
 import json
 import os
 import re
@@ -335,6 +336,16 @@ def test_the_script_runs_a_command(tmp_path):
         [sys.executable, script, *arguments, "--steps", "1"], environment
     )
     assert done.returncode == 2 and "batch_size must be at most" in done.stderr
+
+
+def test_the_script_is_what_is_installed():
+    """And nothing else of that name, which would import the package first."""
+    root = SCRIPT.parents[3]
+    settings = configparser.ConfigParser()
+    settings.read(root / "setup.cfg")
+    assert root / settings["options"]["scripts"].strip() == SCRIPT
+    assert SCRIPT.read_text().startswith("#!/usr/bin/env python\n")
+    assert "options.entry_points" not in settings
 
 
 def test_there_is_a_file_for_each_command():

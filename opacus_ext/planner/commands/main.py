@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from importlib import import_module
 from typing import Optional, Sequence
 
@@ -15,7 +16,8 @@ def run(args: argparse.Namespace) -> int:
     try:
         return command.run(args)
     except (OSError, ValueError, ArithmeticError) as error:
-        args.parser.exit(2, f"{args.parser.prog}: error: {error}\n")
+        print(f"{args.parser.prog}: error: {error}", file=sys.stderr)
+        raise SystemExit(2) from error
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
