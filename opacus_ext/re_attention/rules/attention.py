@@ -111,15 +111,6 @@ def attention_variance(
         p = torch.softmax(logits, -1)
         p = p if mask is None else p.nan_to_num_()
         queries = Moments(q.mean[..., at:to, :], s_q[..., at:to, :])
-        parts.append(
-            moments.attention(
-                queries,
-                k,
-                v,
-                scale=scale,
-                scalar=True,
-                mean=given[..., at:to, :],
-                weights=p,
-            ).variance
-        )
+        at_queries = given[..., at:to, :]
+        parts.append(moments.attention(queries, k, v, p, at_queries, scale))
     return Variance(torch.cat(parts, -2) if parts else s_q)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Dict, Optional
+from typing import Optional, Union
 
 import torch
 from torch import Tensor
@@ -170,18 +170,17 @@ def _norm(call: Call) -> Result:
     )
     if len(shape) != 1:
         return Lost(call.name)
-    kwargs: Dict[str, Any] = {"scalar": True, "mean": wide(call.out)}
-    noise = call.token(weight)
-    kwargs["weight_variance"] = 0.0 if noise is None else noise.mean()
+    noise = _average(call.token(weight))
     if call.name == "rms_norm":
-        kwargs["eps"] = call.arg(3, "eps")
-        made = moments.rms_norm(call.moments(x), weight, **kwargs)
-    else:
-        offset = call.token(call.arg(3, "bias"))
-        kwargs["bias_variance"] = 0.0 if offset is None else offset.mean()
-        kwargs["eps"] = call.arg(4, "eps", 1e-5)
-        made = moments.layer_norm(call.moments(x), weight, None, **kwargs)
-    return Variance(made.variance)
+        eps = call.arg(3, "eps")
+        return Variance(moments.rms_norm(call.moments(x), weight, eps, noise))
+    offset = _average(call.token(call.arg(3, "bias")))
+    eps = call.arg(4, "eps", 1e-5)
+    return Variance(moments.layer_norm(call.moments(x), weight, eps, noise, offset))
+
+
+def _average(variance: Optional[Tensor]) -> Union[float, Tensor]:
+    return 0.0 if variance is None else variance.mean()
 
 
 @register_propagation("group_norm")
@@ -192,17 +191,11 @@ def _group_norm(call: Call) -> Result:
     s = call.token(x)
     s = 0.0 if s is None else s.expand(*x.shape[:-1], 1).flatten(1).mean(1)
     s = s.expand(len(x)) if isinstance(s, Tensor) else x.new_zeros(len(x))
-    noise = [call.token(z) for z in (weight, bias)]
-    noise = [0.0 if z is None else z.mean() for z in noise]
-    rows = wide(x).reshape(len(x), groups, -1)
-    made = moments.layer_norm(
-        *(Moments(rows, s[:, None, None]), weight, None, call.arg(4, "eps", 1e-5)),
-        *noise,
-        scalar=True,
-        mean=rows,
-    )
-    variance = made.variance.mean(1)
-    return Variance(variance.reshape(len(x), *(1,) * (x.dim() - 1)))
+    rows = Moments(wide(x).reshape(len(x), groups, -1), s[:, None, None])
+    eps = call.arg(4, "eps", 1e-5)
+    noise, offset = (_average(call.token(z)) for z in (weight, bias))
+    made = moments.layer_norm(rows, weight, eps, noise, offset)
+    return Variance(made.mean(1).reshape(len(x), *(1,) * (x.dim() - 1)))
 
 
 @register_propagation("normalize")
@@ -211,5 +204,4 @@ def _normalize(call: Call) -> Result:
     if p != 2 or dim % x.dim() != x.dim() - 1:
         return Lost("normalize")
     width = x.size(-1)
-    made = moments.rms_norm(call.moments(x), scalar=True, eps=0.0, mean=wide(call.out))
-    return Variance(made.variance / width)
+    return Variance(moments.rms_norm(call.moments(x), eps=0.0) / width)
