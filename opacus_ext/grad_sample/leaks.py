@@ -15,13 +15,13 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from opacus_ext.grad_sample.samplewise.calm import calmly
 from opacus_ext.grad_sample.samplewise.compare import (
     Trace,
     fine_of,
     join_of,
     mixing_call,
 )
+from opacus_ext.grad_sample.samplewise.sandbox import sandboxed
 from opacus_ext.grad_sample.samplewise.walk import close, named_tensors
 from opacus_ext.refused import Refused
 
@@ -90,7 +90,7 @@ def find_leaks(
         What was found, nothing if all is well.
 
     Raises:
-        ValueError: for a batch of less than two different samples
+        Refused: for a batch of less than two different samples
 
     Example:
         >>> import torch
@@ -109,7 +109,7 @@ def find_leaks(
         raise Refused(
             "To look for leaks takes a batch of two samples or more that differ."
         )
-    with calmly(subject.model), torch.enable_grad():
+    with sandboxed(subject.model), torch.enable_grad():
         return subject.leaks()
 
 
@@ -125,7 +125,7 @@ def _in_float64(
     try:
         wide = copy.deepcopy(model).double()
         subject = _Subject(wide, tree_map(widened, batch), loss_fn)
-        with calmly(wide):
+        with sandboxed(wide):
             subject.run(subject.batch)
         return subject
     except Exception:  # a kernel that is not there, or the model's own error
