@@ -11,7 +11,6 @@ ARGS ?=
 DATA ?=
 
 BIN := $(VENV)/bin
-DOCS := "mkdocs>=1.6,<2" "mkdocs-material>=9.7,<10" "mkdocstrings[python]>=1,<2" "mkdocs-jupyter>=0.25,<0.27"
 INSTALL := $(BIN)/python -m pip install --quiet -c constraints.txt
 
 .PHONY: train test docs test-opacus benchmark benchmark-moe lint clean
@@ -54,8 +53,11 @@ $(VENV)/.installed: setup.cfg constraints.txt | $(BIN)/python
 	$(INSTALL) -e ".[test]"
 	@touch $@
 
-$(VENV)/.installed-docs: Makefile | $(BIN)/python
-	$(INSTALL) $(DOCS)
+# The extra "docs" without the package, which would bring torch.
+$(VENV)/.installed-docs: setup.cfg constraints.txt | $(BIN)/python
+	$(BIN)/python -c "import configparser; c = configparser.ConfigParser(); c.read('setup.cfg'); \
+	    print(c['options.extras_require']['docs'])" > $(VENV)/docs.txt
+	$(INSTALL) -r $(VENV)/docs.txt
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed

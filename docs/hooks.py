@@ -27,7 +27,12 @@ LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#|<)([^)#\s]+)(?=[)#])")
 OUTSIDE = "repository"  # the folder of the site for what is not in docs/
 NOTEBOOKS = sorted((ROOT / "tutorials").glob("*.ipynb"))
 START, REFUSALS = "index.md", "reference/refusals.md"
-PAGES = {"README.md": START, "CHANGELOG.md": "changelog.md"}
+PAGES = {
+    "README.md": START,
+    "CHANGELOG.md": "changelog.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "SECURITY.md": "security.md",
+}
 
 
 def place(path: Path) -> str:
