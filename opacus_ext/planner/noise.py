@@ -37,30 +37,34 @@ def noise_of(
         steps: T
         amplification: in the place of the budget's
     """
-    options = dict(
-        amplification=amplification or budget.amplification,
-        records_per_user=budget.records_per_user,
-        sampling=budget.sampling,
-    )
+    how = amplification or budget.amplification
     users = batch * batches_per_epoch(budget, batch)
     if budget.sampling == "records":
         users = users / budget.records_per_user
 
-    def calibrate(**options: Any) -> calibration.Calibration:
+    def calibrate(amplification: str) -> calibration.Calibration:
         return calibration.calibrate(
-            budget.epsilon, budget.delta, steps, batch, users, **options
+            budget.epsilon,
+            budget.delta,
+            steps,
+            batch,
+            users,
+            amplification=amplification,
+            records_per_user=budget.records_per_user,
+            sampling=budget.sampling,
         )
 
-    found = calibrate(**options)
+    found = calibrate(how)
     # No noise at all is within the letter of a delta that is more than the chance of
     # ever being sampled. It is not what anyone means by private.
     none = np.asarray(found.noise_multiplier) == 0
-    if none.any() and options["amplification"] == "lower":
-        fixed = calibrate(**{**options, "amplification": "none"})
-        noise, ratio = (
-            np.where(none, b, a) for a, b in zip(found[:2], fixed[:2], strict=True)
+    if none.any() and how == "lower":
+        fixed = calibrate("none")
+        found = calibration.Calibration(
+            np.where(none, fixed.noise_multiplier, found.noise_multiplier),
+            np.where(none, fixed.ratio, found.ratio),
+            found.amplified & ~none,
         )
-        found = calibration.Calibration(noise, ratio, found.amplified & ~none)
     return found
 
 
@@ -68,10 +72,10 @@ def noise_grid(
     budget: Budget, batch: np.ndarray, steps: np.ndarray
 ) -> Tuple[np.ndarray, np.ndarray, np.ndarray]:
     """
-    Noise multiplier, ratio and whether batches are Poisson samples, of a grid,
-    each ``[B, T]``. Calibrated at powers of two of rates and steps;
-    between, how far the noise is off its central limit is interpolated: to 1 % at
-    worst, mostly to 0.01 %. What is found is calibrated by itself.
+    Noise multiplier, ratio and whether batches are Poisson samples, of a grid, each
+    ``[B, T]``. Calibrated at powers of two of rates and steps; between, how far the
+    noise is off its central limit is interpolated: to 1 % at worst, mostly to 0.01 %.
+    What is found is calibrated by itself.
     """
     key = replace(budget, flops=1, seconds=1, memory=1, tokens=1)
     key = replace(key, parameters=None, batch_size=None, steps=None)
