@@ -1,9 +1,19 @@
-"""Where Opacus is touched, and nowhere else.
+"""Where Opacus is patched, and nowhere else.
 
 Opacus 1.6 chooses the classes of a ``grad_sample_mode`` in if-chains and fixes the
 criterion of the ghost modes. This file puts a registry in their place: modes and
 clipping functions are entries of tables, and what has no entry goes to Opacus as
 before. :func:`unregister` undoes all of it.
+
+What is replaced or added in Opacus: the lookups of classes (``get_gsm_class``,
+``get_hooks_class``, ``get_optimizer_class``), ``PrivacyEngine.make_private`` and
+``_prepare_criterion``, ``ModuleValidator.validate`` and ``fix``,
+``GradSampleHooks.iterate_submodules``, and entries of the tables of samplers and of
+accountants.
+
+Other files import Opacus without changing it: those of modes, optimizers, accountants,
+the trainer and distributed training extend its classes, and data, checks, examples and
+the planner call its public functions.
 """
 
 from __future__ import annotations
@@ -38,12 +48,11 @@ from opacus.validators import ModuleValidator
 from torch import nn
 
 from opacus_ext.accountants import PRVBoundsAccountant
-from opacus_ext.grad_sample import adapters, modes
+from opacus_ext.grad_sample import adapters, modes, samplers
 from opacus_ext.grad_sample.modes import common
-from opacus_ext.grad_sample.modes.common import layer_gradients
 from opacus_ext.grad_sample.modes.loss import ClippedCriterion
 from opacus_ext.grad_sample.parallel.sharding import find_group
-from opacus_ext.grad_sample.rules.registry import TABLE, Factors, Rule
+from opacus_ext.grad_sample.rules.registry import TABLE
 from opacus_ext.lazy import when_imported
 from opacus_ext.optimizers.clipping import CLIPPINGS, find_clipping
 from opacus_ext.optimizers.optimizer import (
@@ -76,6 +85,8 @@ MODES: Dict[str, Mode] = {
     "auto": Mode(modes.AutoModule, modes.AutoHooks, *_GHOST, True),
 }
 
+_OF_OPACUS = ("flat", "per_layer", "adaptive")  # its own clipping functions
+
 _undo: List[Callable[[], None]] = []
 
 
@@ -107,15 +118,15 @@ def register() -> None:
     )
     _replace(PrivacyEngine, "make_private", _make_private(PrivacyEngine.make_private))
     for name, table in (("validate", "VALIDATORS"), ("fix", "FIXERS")):
-        _replace(ModuleValidator, name, _without_kept(name, table))
+        _replace(ModuleValidator, name, _without_trained_as_is(name, table))
     _add(
         opacus.accountants.registry._ACCOUNTANTS,
         PRVBoundsAccountant.mechanism(),
         PRVBoundsAccountant,
     )
-    TABLE.samplers.append(_sampler_rule)
-    _undo.append(lambda: TABLE.samplers.remove(_sampler_rule))
-    for layer in (*_LAYERS, *TABLE.rules):
+    TABLE.samplers.append(samplers.rule_of_sampler)
+    _undo.append(lambda: TABLE.samplers.remove(samplers.rule_of_sampler))
+    for layer in (*samplers.LAYERS, *TABLE.rules):
         _derive_samplers(layer)
     TABLE.listeners.append(_derive_samplers)
     _undo.append(lambda: TABLE.listeners.remove(_derive_samplers))
@@ -188,19 +199,27 @@ def _lookup_optimizer(opacus_lookup: Callable) -> Callable:
             if grad_sample_mode in ("ghost_bk", "scan", "auto"):
                 raise Refused(
                     f'grad_sample_mode="{grad_sample_mode}" has no adaptive clipping; '
-                    f"got clipping={clipping!r}. "
-                    'Use grad_sample_mode="ghost" or "hooks".'
+                    f"got clipping={clipping!r}.",
+                    parameter="clipping",
+                    remedy='Use grad_sample_mode="ghost" or "hooks".',
                 )
-            if clipping not in ("flat", "per_layer", "adaptive"):
-                raise Refused(
-                    f"clipping={clipping!r} is for the modes {', '.join(MODES)}; got "
-                    f"grad_sample_mode={grad_sample_mode!r}."
-                )
+            if clipping not in _OF_OPACUS:
+                raise _not_of_opacus(clipping, grad_sample_mode)
             return opacus_lookup(clipping, distributed, grad_sample_mode)
         base = mode.distributed if distributed else mode.optimizer
         return optimizer_class(base, find_clipping(clipping))
 
     return lookup
+
+
+def _not_of_opacus(clipping: Any, mode: Optional[str]) -> Refused:
+    return Refused(
+        f"clipping={clipping!r} is for the modes {', '.join(MODES)}; got "
+        f"grad_sample_mode={mode!r}.",
+        parameter="clipping",
+        remedy="Choose one of these modes, or "
+        f"{', '.join(map(repr, _OF_OPACUS))} clipping.",
+    )
 
 
 def _prepare_criterion(prepare: Callable) -> Callable:
@@ -263,15 +282,17 @@ def _make_private(make_private: Callable) -> Callable:
         # that Opacus made for it.
         _stock = not hasattr(type(self)._prepare_criterion, "_opacus_ext")
         try:
-            _refuse_spread(module, _stock, **kwargs)
+            _refuse_sharded(module, _stock, **kwargs)
             if _stock or kwargs.get("grad_sample_mode", "hooks") not in MODES:
-                _refuse_kept(module, kwargs.get("grad_sample_mode", "hooks"))
+                _refuse_trained_as_is(module, kwargs.get("grad_sample_mode", "hooks"))
             if _stock:
                 return make_private(self, module=module, **kwargs)
             fresh = not hasattr(module, "autograd_grad_sample_hooks")
             if on_nonfinite not in ("drop", "raise"):
                 raise Refused(
-                    f'on_nonfinite is "drop" or "raise", got {on_nonfinite!r}.'
+                    f'on_nonfinite is "drop" or "raise", got {on_nonfinite!r}.',
+                    parameter="on_nonfinite",
+                    remedy='"drop" counts such a sample as zero, with a warning.',
                 )
             _check(module, fresh, **kwargs)
             dataset = self.dataset
@@ -326,26 +347,25 @@ def _check(
         if not any(p.requires_grad for p in params):
             raise Refused(
                 "The optimizer has no trainable parameter: all of its parameters are "
-                "frozen. Build it from parameters that require gradients, after "
-                "adapters were added (get_peft_model, without inference_mode)."
+                "frozen.",
+                parameter="optimizer",
+                remedy="Build it from parameters that require gradients, after "
+                "adapters were added (get_peft_model, without inference_mode).",
             )
-    elif clipping not in ("flat", "per_layer", "adaptive"):
-        raise Refused(
-            f"clipping={clipping!r} is for the modes {', '.join(MODES)}; got "
-            f"grad_sample_mode={grad_sample_mode!r}."
-        )
+    elif clipping not in _OF_OPACUS:
+        raise _not_of_opacus(clipping, grad_sample_mode)
 
 
-def _refuse_spread(
+def _refuse_sharded(
     module: nn.Module,
     other_engine: bool,
     grad_sample_mode: str = "hooks",
     clipping: Any = "flat",
     **kwargs: Any,
 ) -> None:
-    """Experts that are spread over processes, where they can't be trained exactly."""
-    world = find_group(module.modules())
-    if world is None:
+    """Refuses experts sharded over processes where they can't be trained exactly."""
+    group = find_group(module.modules())
+    if group is None:
         return
     modes = [mode for mode in MODES if mode != "scan"]  # all samples send at once
     if other_engine or grad_sample_mode not in modes or clipping == "adaptive":
@@ -353,17 +373,22 @@ def _refuse_spread(
             "Experts spread over processes are trained in the modes "
             f"{', '.join(modes)} of PrivacyEngine, without adaptive clipping; got "
             f"grad_sample_mode={grad_sample_mode!r}, clipping={clipping!r}"
-            f"{' of another engine' if other_engine else ''}."
+            f"{' of another engine' if other_engine else ''}.",
+            parameter="grad_sample_mode",
+            remedy="Choose one of these modes and another clipping, or train the model "
+            "without expert_parallel.",
         )
     if not isinstance(module, DPDDP):
         raise Refused(
-            f"{type(module).__name__} has experts that are spread over processes. Pass "
-            "what expert_parallel has returned to make_private."
+            f"{type(module).__name__} has experts that are spread over processes.",
+            module=type(module).__name__,
+            remedy="Pass what expert_parallel has returned to make_private.",
         )
-    if world.size != dist.get_world_size():
+    if group.size != dist.get_world_size():
         raise Refused(
-            f"The experts are spread over {world.size} of {dist.get_world_size()} "
-            "processes. Call expert_parallel without a group."
+            f"The experts are spread over {group.size} of {dist.get_world_size()} "
+            "processes.",
+            remedy="Call expert_parallel without a group.",
         )
 
 
@@ -381,18 +406,18 @@ def _clean(module: nn.Module) -> None:
 # -- validators --------------------------------------------------------------------
 
 
-# Opacus refuses or replaces them, and here they are trained as they are.
-_KEPT = (nn.LSTM, nn.GRU, nn.MultiheadAttention)
+# Opacus refuses or replaces these; here they are trained as they are.
+_TRAINED_AS_IS = (nn.LSTM, nn.GRU, nn.MultiheadAttention)
 
 
-def _without_kept(name: str, table: str) -> classmethod:
+def _without_trained_as_is(name: str, table: str) -> classmethod:
     """Opacus's tables stay, for its own modes and for who looks into them."""
     whole = vars(ModuleValidator)[name].__func__
 
     @functools.wraps(whole)
     def part(cls: type, module: nn.Module, **kwargs: Any) -> Any:
         entries = getattr(ModuleValidator, table)
-        hidden = [layer for layer in _KEPT if layer in entries]
+        hidden = [layer for layer in _TRAINED_AS_IS if layer in entries]
         order = dict(entries)
         try:
             for layer in hidden:
@@ -406,34 +431,29 @@ def _without_kept(name: str, table: str) -> classmethod:
     return classmethod(part)
 
 
-def _refuse_kept(module: nn.Module, mode: str) -> None:
+def _refuse_trained_as_is(module: nn.Module, mode: str) -> None:
     for name, layer in module.named_modules():
-        if type(layer) in _KEPT and any(p.requires_grad for p in layer.parameters()):
+        if type(layer) in _TRAINED_AS_IS and any(
+            p.requires_grad for p in layer.parameters()
+        ):
+            what = f"{name or 'the model'} ({type(layer).__name__})"
             raise Refused(
-                f"{name or 'the model'} ({type(layer).__name__}) is trained as it is "
+                f"{what} is trained as it is "
                 f"in the modes {', '.join(MODES)} of PrivacyEngine; got "
                 f"grad_sample_mode={mode!r} of {'another' if _stock else 'this'} "
-                "engine. Choose one of them, or replace the layer by that of "
-                f"opacus.layers, DP{type(layer).__name__}."
+                "engine.",
+                module=what,
+                remedy="Choose one of them, or replace the layer by that of "
+                f"opacus.layers, DP{type(layer).__name__}.",
             )
 
 
 # -- samplers ----------------------------------------------------------------------
 
 
-# Layers of torch for which the stock modes of Opacus take their samplers from here.
-_LAYERS = (
-    *(nn.Linear, nn.Bilinear, nn.Embedding, nn.EmbeddingBag, nn.PReLU),
-    *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
-    *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
-    *(nn.LayerNorm, nn.RMSNorm, nn.GroupNorm),
-    *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
-)
-
-
 def _derive_samplers(kind: Union[type, str]) -> None:
     """
-    Opacus's grad sampler and norm sampler of a layer, by a run of its samples.
+    Enters a layer in Opacus's tables of samplers.
 
     Args:
         kind: its type; a name stands for a type that may not have been imported yet,
@@ -441,21 +461,11 @@ def _derive_samplers(kind: Union[type, str]) -> None:
     """
     if isinstance(kind, str):
         return
-
-    def grad_sampler(layer, activations, backprops):
-        found = layer_gradients(layer, activations, backprops)
-        return {p: s.materialise() for p, s in found.items()}
-
-    def norm_sampler(layer, activations, backprops):
-        found = layer_gradients(layer, activations, backprops)
-        return {p: s.squared_norm().sqrt() for p, s in found.items()}
-
-    grad_sampler._opacus_ext = norm_sampler._opacus_ext = True
     for table, sampler in (
-        (GradSampleHooks.GRAD_SAMPLERS, grad_sampler),
-        (GradSampleHooksFastGradientClipping.NORM_SAMPLERS, norm_sampler),
+        (GradSampleHooks.GRAD_SAMPLERS, samplers.grad_sampler),
+        (GradSampleHooksFastGradientClipping.NORM_SAMPLERS, samplers.norm_sampler),
     ):
-        if not getattr(table.get(kind), "_opacus_ext", False):
+        if table.get(kind) is not sampler:
             _add(table, kind, sampler)
 
 
@@ -470,28 +480,6 @@ def _iterate_submodules(iterate: Callable) -> Callable:
         return iterate(self, module)
 
     return iterate_submodules
-
-
-def _sampler_rule(layer: nn.Module) -> Optional[Rule]:
-    """A rule from a grad sampler that a user has registered with Opacus."""
-    sampler = GradSampleHooks.GRAD_SAMPLERS.get(type(layer))
-    ours = getattr(sampler, "_opacus_ext", False)
-    if sampler is None or ours or type(layer).__module__.startswith("torch.nn."):
-        return None
-
-    # A sampler takes what a batch-first layer would see: [B, d] or [B, T, ...].
-    def natural(x: torch.Tensor) -> torch.Tensor:
-        return x.squeeze(1) if x.dim() == 3 and x.shape[1] == 1 else x
-
-    def rule(
-        layer: nn.Module, activations: Dict[str, torch.Tensor], backprops: torch.Tensor
-    ) -> Factors:
-        inputs = [natural(x) for x in activations.values()]
-        found = sampler(layer, inputs, natural(backprops))
-        return {p: (g.reshape(len(g), 1, p.numel()),) for p, g in found.items()}
-
-    row_dims = lambda layer, output: min(2, output.dim() - 1)  # noqa: E731
-    return Rule(rule, row_dims, all_inputs=True)
 
 
 __all__ = ["CLIPPINGS", "MODES", "Mode", "register", "unregister"]

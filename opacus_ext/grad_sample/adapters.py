@@ -9,7 +9,7 @@ recognised by what they offer, so that PEFT is not imported.
 from __future__ import annotations
 
 from operator import attrgetter
-from typing import Any, Dict, Iterable, Iterator, List, Optional, Set, Tuple
+from typing import Any, Dict, Iterable, Iterator, List, NamedTuple, Optional, Set, Tuple
 
 import torch
 from torch import nn
@@ -51,24 +51,31 @@ def _state(layer: nn.Module) -> State:
     return active, bool(layer.disable_adapters), tuple(layer.merged_adapters)
 
 
-def _problem(layer: nn.Module, state: State) -> Optional[str]:
+class _Problem(NamedTuple):
+    reason: str
+    remedy: str
+
+
+def _problem(layer: nn.Module, state: State) -> Optional[_Problem]:
+    """Why an adapter of a layer would get no gradient, and what to do; None if not."""
     active, disabled, merged = state
     if disabled:
-        return (
-            "is disabled, so its adapters would get no gradient. Leave "
-            "disable_adapter(), or call enable_adapter_layers()"
+        return _Problem(
+            "is disabled, so its adapters would get no gradient.",
+            "Leave disable_adapter(), or call enable_adapter_layers()",
         )
     for adapter, params in _trainable(layer).items():
         if params and adapter in merged:
-            return (
+            return _Problem(
                 f"has its adapter {adapter!r} merged into the base weights, so it "
-                "would get no gradient. Call unmerge_adapter()"
+                "would get no gradient.",
+                "Call unmerge_adapter()",
             )
         if params and adapter not in active:
-            return (
+            return _Problem(
                 f"has an adapter {adapter!r} that is trainable and not active "
-                f"({', '.join(active) or 'none'} is), so it would get no gradient. "
-                "Make it active (set_adapter), or freeze it"
+                f"({', '.join(active) or 'none'} is), so it would get no gradient.",
+                "Make it active (set_adapter), or freeze it",
             )
     return None
 
@@ -80,27 +87,35 @@ def refuse(module: nn.Module, params: Optional[Iterable[nn.Parameter]] = None) -
         params: those of the optimizer, if known
 
     Raises:
-        ValueError: if an adapter of ``module`` would be trained on noise alone
+        Refused: if an adapter of ``module`` would be trained on noise alone
     """
     known = None if params is None else set(params)
     for name, layer in adapters_in(module):
         what = f"{name} ({type(layer).__name__})"
         problem = _problem(layer, _state(layer))
         if problem is not None:
-            raise Refused(f"{what} {problem} before make_private.")
+            raise Refused(
+                f"{what} {problem.reason}",
+                module=what,
+                remedy=f"{problem.remedy} before make_private.",
+            )
         trained = [p for each in _trainable(layer).values() for p in each]
         if known is not None and not known.issuperset(trained):
             raise Refused(
-                f"{what}: the optimizer does not have its adapters' parameters. Build "
-                "the optimizer after the adapters were added (get_peft_model), from "
-                "the model's trainable parameters."
+                f"{what}: the optimizer does not have its adapters' parameters.",
+                module=what,
+                parameter="optimizer",
+                remedy="Build the optimizer after the adapters were added "
+                "(get_peft_model), from the model's trainable parameters.",
             )
     for name, layer in module.named_modules():
+        what = f"{name} ({type(layer).__name__})"
         if hasattr(layer, "lstm_head") and any(_requires_grad(layer)):
             raise Refused(
-                f"{name} ({type(layer).__name__}): makes one prompt for all samples by "
-                "an LSTM, which can't be told apart by sample. Use "
-                'encoder_reparameterization_type="MLP".'
+                f"{what}: makes one prompt for all samples by an LSTM, which can't be "
+                "told apart by sample.",
+                module=what,
+                remedy='Use encoder_reparameterization_type="MLP".',
             )
         if not isinstance(getattr(layer, "modules_to_save", None), nn.ModuleDict):
             continue
@@ -109,10 +124,12 @@ def refuse(module: nn.Module, params: Optional[Iterable[nn.Parameter]] = None) -
         own -= {p for n, p in _each(module) if not n.startswith(inside)}
         if own and not layer.disable_adapters:
             raise Refused(
-                f"{name} ({type(layer).__name__}): original_module is trainable, but "
+                f"{what}: original_module is trainable, but "
                 "its copy for the adapter is used instead, so it would get no "
-                "gradient. Freeze it before make_private: "
-                f"model.get_submodule({inside[:-1]!r}).requires_grad_(False)."
+                "gradient.",
+                module=what,
+                remedy="Freeze it before make_private: "
+                f"model.get_submodule({inside[:-1]!r}).requires_grad_(False).",
             )
 
 
@@ -131,7 +148,7 @@ def watch(module: nn.Module) -> Iterator[Any]:
     layer reads the layer's weight without calling it. Yields the hooks' handles.
 
     Raises (from the model's forward):
-        RuntimeError: which names the layer
+        Refused: which names the layer
     """
     layers = dict(adapters_in(module))
     if not layers:
@@ -150,11 +167,14 @@ def watch(module: nn.Module) -> Iterator[Any]:
             state = _state(layer)
             if state == before[layer]:
                 continue
-            problem = _problem(layer, state) or (
-                "has other adapters active than when the model was made private. Make "
-                "those active again, or call make_private with the new ones"
+            what = f"{name} ({type(layer).__name__})"
+            problem = _problem(layer, state) or _Problem(
+                "has other adapters active than when the model was made private.",
+                "Make those active again, or call make_private with the new ones",
             )
-            raise Refused(f"{name} ({type(layer).__name__}) {problem}.")
+            raise Refused(
+                f"{what} {problem.reason}", module=what, remedy=f"{problem.remedy}."
+            )
 
     def end(root: nn.Module, args: tuple, output: Any) -> None:
         if not (torch.is_grad_enabled() and root.training):
@@ -162,12 +182,15 @@ def watch(module: nn.Module) -> Iterator[Any]:
         for name, layer in layers.items():
             around = module.get_submodule(name.rpartition(".")[0])
             if around in called and layer not in called:
+                what = f"{name} ({type(layer).__name__})"
                 raise Refused(
-                    f"{name} ({type(layer).__name__}): {type(around).__name__} ran "
+                    f"{what}: {type(around).__name__} ran "
                     "without calling it, so that its adapters get no gradient, or "
                     "none that can be seen (it reads the weight itself, as "
-                    "nn.MultiheadAttention does with out_proj). Leave it out "
-                    "of target_modules (exclude_modules), or freeze its adapters."
+                    "nn.MultiheadAttention does with out_proj).",
+                    module=what,
+                    remedy="Leave it out of target_modules (exclude_modules), or "
+                    "freeze its adapters.",
                 )
 
     arounds = {module.get_submodule(name.rpartition(".")[0]) for name in layers}

@@ -107,7 +107,9 @@ def find_leaks(
     subject = _in_float64(model, batch, loss_fn) or _Subject(model, batch, loss_fn)
     if subject.size < 2 or not subject.differ():
         raise Refused(
-            "To look for leaks takes a batch of two samples or more that differ."
+            "To look for leaks takes a batch of two samples or more that differ.",
+            parameter="batch",
+            remedy="Pass more samples, of real data.",
         )
     with sandboxed(subject.model), torch.enable_grad():
         return subject.leaks()

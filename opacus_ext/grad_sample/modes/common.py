@@ -11,7 +11,7 @@ from torch import nn
 from opacus_ext.grad_sample import adapters
 from opacus_ext.grad_sample.factors import GradSample
 from opacus_ext.grad_sample.parallel.sharding import find_group
-from opacus_ext.grad_sample.rules.embedding import BY_FREQ, MAX_NORM, SPARSE
+from opacus_ext.grad_sample.rules.embedding import fault_of
 from opacus_ext.grad_sample.rules.registry import find_rule, own_parameters
 from opacus_ext.grad_sample.samplewise.compiled.settings import skip
 from opacus_ext.grad_sample.samplewise.engine import Engine
@@ -70,12 +70,14 @@ def refuse(module: nn.Module) -> None:
         rule = find_rule(layer) if own_parameters(layer) else None
         reason = rule.refuse(layer) if rule is not None else None
         if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and own_parameters(layer):
-            for given, text in (
-                (layer.max_norm is not None, MAX_NORM),
-                (layer.scale_grad_by_freq, BY_FREQ),
-                (layer.sparse, SPARSE),
-            ):
-                reason = text if given else reason
+            fault = fault_of(layer.max_norm, layer.scale_grad_by_freq, layer.sparse)
+            if fault is not None:
+                raise Refused(
+                    f"{what}: {fault.reason}",
+                    module=what,
+                    parameter=fault.parameter,
+                    remedy=fault.remedy,
+                )
         if reason is not None:
             raise Refused(f"{what}: {reason}.", module=what)
         if layer._backward_hooks or layer._backward_pre_hooks:

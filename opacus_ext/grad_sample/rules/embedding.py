@@ -1,7 +1,7 @@
 """Rows of a table, looked up by index."""
 
 import functools
-from typing import Callable, List, Optional, Sequence, Tuple
+from typing import Callable, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 from torch.nn import functional as F
@@ -10,18 +10,43 @@ from opacus_ext.grad_sample.factors import Factor, OneHot
 from opacus_ext.grad_sample.rules.registry import Op, is_shared, register_op
 from opacus_ext.refused import Refused
 
-MAX_NORM = (
-    "max_norm rescales rows in place in the forward pass, by which tokens the batch "
-    "holds: that step is not private. Set max_norm=None"
+
+class Fault(NamedTuple):
+    """An argument of an embedding that can't be private: why, and what to do."""
+
+    parameter: str
+    reason: str
+    remedy: str
+
+
+_FAULTS = (
+    Fault(
+        "max_norm",
+        "max_norm rescales rows in place in the forward pass, by which tokens the "
+        "batch holds: that step is not private.",
+        "Set max_norm=None.",
+    ),
+    Fault(
+        "scale_grad_by_freq",
+        "scale_grad_by_freq divides a sample's gradient by how often the other samples "
+        "use its tokens.",
+        "Set scale_grad_by_freq=False.",
+    ),
+    Fault(
+        "sparse",
+        "sparse=True gives a gradient whose pattern shows which tokens the batch "
+        "holds, and the noise is dense anyway.",
+        "Set sparse=False.",
+    ),
 )
-BY_FREQ = (
-    "scale_grad_by_freq divides a sample's gradient by how often the other samples use "
-    "its tokens. Set scale_grad_by_freq=False"
-)
-SPARSE = (
-    "sparse=True gives a gradient whose pattern shows which tokens the batch holds, "
-    "and the noise is dense anyway. Set sparse=False"
-)
+
+
+def fault_of(
+    max_norm: Optional[float], scale_grad_by_freq: bool, sparse: bool
+) -> Optional[Fault]:
+    """The first argument of an embedding that can't be private, or None."""
+    given = (max_norm is not None, scale_grad_by_freq, sparse)
+    return next((fault for fault, is_set in zip(_FAULTS, given) if is_set), None)
 
 
 @register_op(F.embedding)
@@ -35,13 +60,13 @@ def embedding(
     sparse: bool = False,
 ) -> Optional[Op]:
     """``weight [V, d]`` at ``input [*]``; rows at ``padding_idx`` get no gradient."""
-    for given, reason in (
-        (max_norm is not None, MAX_NORM),
-        (scale_grad_by_freq, BY_FREQ),
-        (sparse, SPARSE),
-    ):
-        if given:
-            raise Refused(f"An embedding of shape {tuple(weight.shape)}: {reason}.")
+    fault = fault_of(max_norm, scale_grad_by_freq, sparse)
+    if fault is not None:
+        raise Refused(
+            f"An embedding of shape {tuple(weight.shape)}: {fault.reason}",
+            parameter=fault.parameter,
+            remedy=fault.remedy,
+        )
     if not is_shared(weight):
         return None
 
