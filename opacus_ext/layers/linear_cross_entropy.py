@@ -91,7 +91,7 @@ class LinearCrossEntropy(nn.Linear):
             Losses ``[*rows]``, or logits ``[*rows, V]``.
 
         Raises:
-            ValueError: if shapes do not fit, or a label is no class
+            Refused: if shapes do not fit, or a label is no class
         """
         if labels is None and self.pending:
             return PendingLogits.of(self, x)
@@ -101,7 +101,9 @@ class LinearCrossEntropy(nn.Linear):
             raise Refused(
                 f"LinearCrossEntropy takes hidden states [*rows, {self.in_features}] "
                 f"and labels [*rows], got shapes {tuple(x.shape)} and "
-                f"{tuple(labels.shape)}."
+                f"{tuple(labels.shape)}.",
+                module=type(self).__name__,
+                remedy="Give a label for each row of the hidden states.",
             )
         known = torch.where(labels < 0, self.out_features, labels)  # none is negative
         target = torch.where(labels == self.ignore_index, -1, known)
@@ -144,7 +146,9 @@ def _computed(
     if bool(((target < -1) | (target >= len(weight))).any()):
         raise Refused(
             f"LinearCrossEntropy takes labels below {len(weight)}, or its ignore_index "
-            f"for those to ignore, got {target.min()} to {target.max()}."
+            f"for those to ignore, got {target.min()} to {target.max()}.",
+            module="LinearCrossEntropy",
+            parameter="labels",
         )
     with torch.autocast(x.device.type, enabled=False):
         rows, flat = x.flatten(0, -2).to(weight.dtype), target.flatten()
@@ -169,6 +173,7 @@ def _by_sample(
 ) -> torch.Tensor:
     """On the whole batch: its rows are independent."""
     if is_batched(weight) or (bias is not None and is_batched(bias)):
+        # No refusal: the run then goes on with one sample after the other.
         raise NotImplementedError("a chunked head with weights of each sample's own")
     roots = [run.root(p) if _trained(p) else None for p in (weight, bias)]
     params = [p if r is None else r.shared for r, p in zip(roots, (weight, bias))]
@@ -374,8 +379,9 @@ class PendingLogits(torch.Tensor):
                 return PendingLogits.of(x.layer, x.hidden, (*x.ops, (name, other)))
         raise Refused(
             f"The model computes {getattr(func, '__name__', func)} of its logits, "
-            "which its chunked head does not have in memory at once. Leave "
-            "chunked_head(model) away."
+            "which its chunked head does not have in memory at once.",
+            module="LinearCrossEntropy",
+            remedy="Leave chunked_head(model) away.",
         )
 
     def _constant(self, other: Any = None) -> Any:
@@ -421,7 +427,7 @@ def chunked_head(model: nn.Module) -> nn.Module:
         The model.
 
     Raises:
-        ValueError: if it has none, or another one; nothing is changed
+        Refused: if it has none, or another one; nothing is changed
 
     Example:
         >>> from torch import nn
@@ -441,7 +447,9 @@ def chunked_head(model: nn.Module) -> nn.Module:
         raise Refused(
             f"{type(model).__name__} has no output layer that can be computed in "
             "chunks: get_output_embeddings() must give an nn.Linear, and it gives "
-            f"{'none' if head is None else type(head).__name__}."
+            f"{'none' if head is None else type(head).__name__}.",
+            module=type(model).__name__,
+            remedy="Train it with the head that it has.",
         )
     new = LinearCrossEntropy.of(head)
     for module in list(model.modules()):

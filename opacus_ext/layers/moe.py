@@ -158,7 +158,9 @@ class _FeedForward(nn.Module):
     def __init__(self, width: int, num_experts: int, jitter: float, experts: Experts):
         super().__init__()
         if not 0 <= jitter < 1:
-            raise Refused(f"jitter must be in [0, 1), got {jitter}.")
+            raise Refused(
+                f"jitter must be in [0, 1), got {jitter}.", parameter="jitter"
+            )
         self.router = nn.Linear(width, num_experts, bias=False)
         self.experts = experts
         self.jitter = jitter
@@ -201,7 +203,7 @@ class SwitchFeedForward(_FeedForward):
         activation: applied inside an expert
 
     Raises:
-        ValueError: if jitter or capacity is out of range
+        Refused: if jitter or capacity is out of range
 
     Source:
         Fedus, Zoph, Shazeer 2022, as in DP mixture of experts.
@@ -225,7 +227,10 @@ class SwitchFeedForward(_FeedForward):
         experts = Experts(width, hidden, num_experts, activation=activation)
         super().__init__(width, num_experts, jitter, experts)
         if capacity is not None and capacity < 1:
-            raise Refused(f"capacity must be positive or None, got {capacity}.")
+            raise Refused(
+                f"capacity must be positive or None, got {capacity}.",
+                parameter="capacity",
+            )
         self.capacity = capacity
 
     def forward(
@@ -266,7 +271,7 @@ class TopKFeedForward(_FeedForward):
         activation: applied inside an expert
 
     Raises:
-        ValueError: if jitter or top_k is out of range
+        Refused: if jitter or top_k is out of range
 
     Example:
         >>> import torch
@@ -288,7 +293,9 @@ class TopKFeedForward(_FeedForward):
         experts = Experts(width, hidden, num_experts, gated, activation=activation)
         super().__init__(width, num_experts, jitter, experts)
         if not 1 <= top_k <= num_experts:
-            raise Refused(f"top_k must be in 1 ... {num_experts}, got {top_k}.")
+            raise Refused(
+                f"top_k must be in 1 ... {num_experts}, got {top_k}.", parameter="top_k"
+            )
         self.top_k = top_k
 
     def forward(
@@ -318,7 +325,7 @@ def freeze_routers(model: nn.Module) -> List[str]:
         The names of the parameters that were frozen.
 
     Raises:
-        ValueError: if no router was found
+        Refused: if no router was found
 
     Example:
         >>> freeze_routers(SwitchFeedForward(8, 16, num_experts=4))
@@ -334,7 +341,8 @@ def freeze_routers(model: nn.Module) -> List[str]:
     if not frozen:
         raise Refused(
             "No router found: none of the modules has a child named router or gate "
-            "beside experts. Freeze it yourself with requires_grad_(False)."
+            "beside experts.",
+            remedy="Freeze it yourself with requires_grad_(False).",
         )
     for p in frozen:
         p.requires_grad_(False)

@@ -39,7 +39,7 @@ def attention_mass(
         For each attention in the order of the calls, ``[B, T]``, the mean over heads.
 
     Raises:
-        ValueError: if ``marked`` has another shape than the keys of an attention, or
+        Refused: if ``marked`` has another shape than the keys of an attention, or
             the model computes attention in another way
 
     Example:
@@ -54,8 +54,10 @@ def attention_mass(
         model(ids) if forward is None else forward(model, ids)
     if not mass.found:
         raise Refused(
-            f"{type(model).__name__} calls no scaled_dot_product_attention. Models of "
-            'transformers do after set_attn_implementation("sdpa").'
+            f"{type(model).__name__} calls no scaled_dot_product_attention.",
+            module=type(model).__name__,
+            remedy="Models of transformers do after "
+            'set_attn_implementation("sdpa").',
         )
     return mass.found
 
@@ -77,7 +79,9 @@ class _Mass(TorchFunctionMode):
             if self.marked.shape != (k.size(0), k.size(-2)):
                 raise Refused(
                     f"marked is {list(self.marked.shape)}, the keys are "
-                    f"{list(k.shape)}."
+                    f"{list(k.shape)}.",
+                    parameter="marked",
+                    remedy="Mark the positions of the keys, [B, U].",
                 )
             value = self.marked[:, None, :, None].to(v.dtype)
             value = value.expand(*v.shape[:-1], 1)
@@ -133,7 +137,7 @@ def distraction(
         generator: for the noise
 
     Raises:
-        ValueError: if the model is not tracked
+        Refused: if the model is not tracked
 
     Example:
         >>> from opacus.optimizers import DPOptimizer
@@ -152,7 +156,11 @@ def distraction(
     """
     tracker = tracker_of(model)
     if tracker is None:
-        raise Refused("Call track_errors for the model first.")
+        raise Refused(
+            f"The errors of {type(model).__name__} are not tracked.",
+            module=type(model).__name__,
+            remedy="Call track_errors for the model first.",
+        )
     while (inner := inside(model)) is not None:
         model = inner
     errors = tracker.errors()  # by the names of the model inside

@@ -33,7 +33,7 @@ def gradient_noise(optimizer: Any) -> float:
         optimizer: of Opacus or this package, as ``make_private`` returns it
 
     Raises:
-        TypeError: for an optimizer without noise
+        Refused: for an optimizer without noise
 
     Example:
         >>> from opacus.optimizers import DPOptimizer
@@ -45,9 +45,10 @@ def gradient_noise(optimizer: Any) -> float:
     """
     multiplier = getattr(optimizer, "noise_multiplier", None)
     if multiplier is None:
-        raise TypeError(
-            f"{type(optimizer).__name__} adds no noise; pass the optimizer that "
-            "PrivacyEngine.make_private returns."
+        raise Refused(
+            f"{type(optimizer).__name__} adds no noise.",
+            parameter="optimizer",
+            remedy="Pass the optimizer that PrivacyEngine.make_private returned.",
         )
     multiplier = getattr(optimizer, "_adjusted_noise_multiplier", multiplier)
     clip = getattr(optimizer, "sensitivity", optimizer.max_grad_norm)
@@ -117,10 +118,10 @@ def effective_errors(
         :class:`~opacus_ext.re_attention.Propagation` takes.
 
     Raises:
-        ValueError: for unknown names or scales, shares of a wrong length or outside
+        Refused: for unknown names or scales, shares of a wrong length or outside
             [0, 1], no positive share, "run" without steps, an optimizer whose steps
             are not known
-        TypeError: for an optimizer without noise
+        Refused: for an optimizer without noise
 
     Example:
         >>> from opacus.optimizers import DPOptimizer
@@ -137,15 +138,24 @@ def effective_errors(
         {'weight': tensor(0.2000)}
     """
     if scale not in SCALES:
-        raise Refused(f"scale must be one of {SCALES}, not {scale!r}.")
+        raise Refused(
+            f"scale must be one of {SCALES}, not {scale!r}.", parameter="scale"
+        )
     if scale == "run" and (steps is None or steps < 0):
-        raise Refused('scale="run" needs the number of steps.')
+        raise Refused(
+            f'scale="run" needs the number of steps, got {steps}.',
+            parameter="steps",
+            remedy="Pass steps=, the steps of the run.",
+        )
     while (inner := inside(model)) is not None:
         model = inner
     params = dict(model.named_parameters())
     shares = dict(shares or {})
     if unknown := sorted(set(shares) - set(params)):
-        raise Refused(f"shares for {unknown}; the parameters are {list(params)}.")
+        raise Refused(
+            f"shares for {unknown}; the parameters are {list(params)}.",
+            parameter="shares",
+        )
 
     noise = gradient_noise(optimizer)
     groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
@@ -180,17 +190,22 @@ def _checked_shares(
     if shares.shape != p.shape[:1]:
         raise Refused(
             f"{name} {list(p.shape)} needs {p.shape[0]} shares, got "
-            f"{list(given.shape)}."
+            f"{list(given.shape)}.",
+            parameter=name,
         )
     if not bool(((shares >= 0) & (shares <= 1)).all()):
-        raise Refused(f"The shares of {name} must lie between 0 and 1.")
+        raise Refused(f"The shares of {name} must lie between 0 and 1.", parameter=name)
     if floor is None:
         positive = shares[shares > 0]
         if not len(positive):
-            raise Refused(f"No share of {name} is positive; pass floor.")
+            raise Refused(
+                f"No share of {name} is positive.",
+                parameter=name,
+                remedy="Pass floor, the least share counted.",
+            )
         floor = float(positive.min())
     elif not 0 < floor <= 1:
-        raise Refused(f"floor must lie in (0, 1], not {floor}.")
+        raise Refused(f"floor must lie in (0, 1], not {floor}.", parameter="floor")
     return shares.clamp(min=floor)
 
 
@@ -202,7 +217,11 @@ def _travel(
     lr = float(group["lr"])
     if isinstance(inner, torch.optim.SGD):
         if group["momentum"] and group["dampening"]:
-            raise Refused('scale="run" does not know SGD with dampening.')
+            raise Refused(
+                'scale="run" does not know SGD with dampening.',
+                parameter="scale",
+                remedy='Use scale="step", or set dampening to 0.',
+            )
         r = torch.arange(1, steps + 1, dtype=torch.float64)
         m, r = group["momentum"], r + bool(group["nesterov"])
         factors = (1 - m**r) / (1 - m) if m < 1 else r
@@ -212,7 +231,11 @@ def _travel(
     elif isinstance(inner, (torch.optim.Adam, torch.optim.AdamW)):
         state = inner.state.get(p)
         if not state:
-            raise Refused('scale="run" with Adam needs a step to have been made.')
+            raise Refused(
+                'scale="run" with Adam needs a step to have been made.',
+                parameter="scale",
+                remedy="Call it after the first step.",
+            )
         v = state.get("max_exp_avg_sq", state["exp_avg_sq"]).detach().double()
         v = v / (1 - float(group["betas"][1]) ** float(state["step"]))
         squares = (1 / (v.sqrt() + group["eps"])).square()
@@ -220,7 +243,9 @@ def _travel(
         travel = lr * math.sqrt(steps) * squares.sqrt()
     else:
         raise Refused(
-            f'scale="run" knows SGD, Adam and AdamW, not {type(inner).__name__}.'
+            f'scale="run" knows SGD, Adam and AdamW, not {type(inner).__name__}.',
+            parameter="optimizer",
+            remedy='Use scale="step".',
         )
     return travel.to(p.device, torch.float32)
 
@@ -276,7 +301,7 @@ def token_shares(
             attacks on floating-point numbers; whoever knows the seed knows the noise
 
     Raises:
-        ValueError: for another source, ids outside the vocabulary, "private" without
+        Refused: for another source, ids outside the vocabulary, "private" without
             its arguments
 
     Warns:
@@ -293,7 +318,9 @@ def token_shares(
         (torch.Size([4]), [(20.0, 1.0, 1)])
     """
     if source not in ("private", "exact"):
-        raise Refused(f'source must be "private" or "exact", not {source!r}.')
+        raise Refused(
+            f'source must be "private" or "exact", not {source!r}.', parameter="source"
+        )
     private = source == "private"
     if private:
         _check_release(max_tokens, noise_multiplier, accountant)
@@ -312,7 +339,9 @@ def token_shares(
         if tokens and not 0 <= min(tokens) <= max(tokens) < vocabulary:
             raise Refused(
                 f"Token ids {min(tokens)} to {max(tokens)} in a vocabulary of "
-                f"{vocabulary}."
+                f"{vocabulary}.",
+                parameter="sequences",
+                remedy="Pass vocabulary=, the number of rows of the embedding.",
             )
         counts[tokens] += 1
     total = torch.tensor(float(len(sequences)), dtype=torch.float64)
@@ -335,10 +364,14 @@ def _check_release(
     if accountant is None or not (max_tokens or 0) > 0 or not noise_multiplier:
         raise Refused(
             'source="private" needs max_tokens, a positive noise_multiplier and the '
-            "accountant of the run, as PrivacyEngine has it."
+            "accountant of the run, as PrivacyEngine has it.",
+            parameter="source",
         )
     if not noise_multiplier > 0:
-        raise Refused(f"noise_multiplier must be positive, not {noise_multiplier}.")
+        raise Refused(
+            f"noise_multiplier must be positive, not {noise_multiplier}.",
+            parameter="noise_multiplier",
+        )
 
 
 def _record(accountant: Any, noise_multiplier: float) -> None:

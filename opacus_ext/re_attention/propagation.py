@@ -241,11 +241,8 @@ class Propagation(TorchFunctionMode):
         if place is None and not noted:
             place = ()
         if place == ():
-            raise Refused(
-                f"A view {list(view.shape)} that has errors is changed in place, and "
-                "what it is a view of is not known.",
-                remedy="Compute a new tensor instead (x = x + y for x += y).",
-            )
+            # No refusal: the run then goes on with one sample after the other.
+            raise NotImplementedError("a change in place of a view that has errors")
         if place is not None:
             call = Call("setitem", Tensor.__setitem__, (*place, view), {}, None, self)
             self.set(place[0], self._results(call, 1)[0])

@@ -97,7 +97,7 @@ def track_errors(
 
     Raises:
         Refused: for unknown options or names, or a model that is tracked already
-        TypeError: for an optimizer without noise
+        Refused: for an optimizer without noise
 
     Example:
         >>> from opacus.optimizers import DPOptimizer
@@ -156,17 +156,22 @@ class ErrorTracker:
         floor: Optional[float],
     ):
         if where not in PLACES:
-            raise Refused(f"where must be one of {PLACES}, not {where!r}.")
+            raise Refused(
+                f"where must be one of {PLACES}, not {where!r}.", parameter="where"
+            )
         if scale not in SCALES:
-            raise Refused(f"scale must be one of {SCALES}, not {scale!r}.")
+            raise Refused(
+                f"scale must be one of {SCALES}, not {scale!r}.", parameter="scale"
+            )
         if cap is not None and not cap > 0:
-            raise Refused(f"cap must be positive or None, not {cap}.")
+            raise Refused(f"cap must be positive or None, not {cap}.", parameter="cap")
         while (inner := inside(model)) is not None:
             model = inner
         if tracker_of(model) is not None:
             raise Refused(
-                "The errors of this model are tracked already; detach that tracker "
-                "first."
+                "The errors of this model are tracked already.",
+                module=type(model).__name__,
+                remedy="Detach that tracker first (tracker.detach()).",
             )
         self.where, self.cap, self.evaluate, self.enabled = where, cap, evaluate, True
         self._model = weakref.ref(model)
@@ -212,7 +217,10 @@ class ErrorTracker:
         """The effective errors at this moment, by names of parameters."""
         model = self._model()
         if self._optimizer is None or model is None:
-            raise Refused("There is no model in training whose errors are tracked.")
+            raise Refused(
+                "There is no model in training whose errors are tracked.",
+                remedy="Pass the optimizer to track_errors, and keep the model.",
+            )
         options = dict(self._options, shares=self._shares)
         if options["scale"] == "run":
             options["steps"] = self._steps_made()
@@ -229,7 +237,9 @@ class ErrorTracker:
         if not made and not isinstance(inner, (torch.optim.Adam, torch.optim.AdamW)):
             raise Refused(
                 f'scale="run" needs steps with {type(inner).__name__}, which does not '
-                "count them."
+                "count them.",
+                parameter="steps",
+                remedy="Pass steps= to track_errors.",
             )
         return int(made[0]) if made else 0
 
@@ -246,12 +256,16 @@ class ErrorTracker:
         else:
             if self._noise is None:
                 raise Refused(
-                    "No noise is known: pass the optimizer to track_errors, or load a "
-                    "state_dict of a tracked model."
+                    "No noise is known.",
+                    parameter="optimizer",
+                    remedy="Pass the optimizer to track_errors, or load a state_dict "
+                    "of a tracked model.",
                 )
             if self._options["scale"] == "run":
                 raise Refused(
-                    'scale="run" needs the optimizer: pass it to track_errors.'
+                    'scale="run" needs the optimizer.',
+                    parameter="optimizer",
+                    remedy="Pass it to track_errors.",
                 )
             state = self._noise, None
         if state != self._state:
@@ -316,11 +330,13 @@ class ErrorTracker:
         if not asked:
             raise Refused(
                 "The errors of this model are tracked, but no attention asked for "
-                "them. Models of transformers need "
+                "them.",
+                module=type(model).__name__,
+                remedy="Models of transformers need "
                 'set_attn_implementation("re_attention") (those that compute attention '
                 "in code of their own ignore it, and can't be corrected), others "
                 "opacus_ext.layers.re_attention in place of "
-                "scaled_dot_product_attention."
+                "scaled_dot_product_attention.",
             )
         if not self._checked and None not in asked:
             self._checked = True
@@ -408,9 +424,9 @@ class ErrorTracker:
         return self
 
     def __getstate__(self) -> Dict[str, Any]:
-        raise TypeError(
-            "A model whose errors are tracked can't be pickled; save its state_dict, "
-            "or detach the tracker first."
+        raise Refused(
+            "A model whose errors are tracked can't be pickled.",
+            remedy="Please save its state_dict, or detach the tracker first.",
         )
 
 
@@ -513,6 +529,8 @@ def _by_name(
         ]
         raise Refused(
             f"{len(shares)} shares belong to one embedding of as many rows, and the "
-            f"model has {len(found)}. Pass them by name; the embeddings are {names}."
+            f"model has {len(found)}.",
+            parameter="shares",
+            remedy=f"Pass them by name; the embeddings are {names}.",
         )
     return {next(iter(found.values())): shares.detach()}

@@ -19,6 +19,7 @@ from opacus_ext.re_attention import (
     gradient_noise,
     token_shares,
 )
+from opacus_ext.refused import Refused
 from tests.common import MODES, make_private
 from tests.re_attention import oracle
 
@@ -173,7 +174,7 @@ def test_refusals(kwargs, message):
 
 def test_unknown_optimizers():
     layer = nn.Linear(2, 2)
-    with pytest.raises(TypeError, match="SGD adds no noise"):
+    with pytest.raises(Refused, match="SGD adds no noise"):
         effective_errors(layer, torch.optim.SGD(layer.parameters(), lr=0.1))
     run = private(optimizer=torch.optim.RMSprop)
     with pytest.raises(ValueError, match="RMSprop"):
