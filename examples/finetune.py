@@ -62,10 +62,10 @@ from examples.labels import (
     scratch_switch,
 )
 from examples.runs import (
+    bounded_number,
     find_checkpoint,
     learning_rate,
     make_private,
-    number,
     option,
     set_random_state,
     write_checkpoint,
@@ -76,8 +76,15 @@ from opacus_ext.refused import Refused
 
 # What may differ between a run and its resumption: none of it changes a step.
 FREE = (
-    *("data", "checkpoint", "resume", "stop_after_steps", "time_limit", "json"),
-    *("save", "no_progress", "threads"),
+    "data",
+    "checkpoint",
+    "resume",
+    "stop_after_steps",
+    "time_limit",
+    "json",
+    "save",
+    "no_progress",
+    "threads",
 )
 
 # The paper's settings, for arguments that are not given.
@@ -137,7 +144,7 @@ def load(
     """The model, in float32, and the tokenizer that the arguments name.
 
     Raises:
-        OSError, ValueError: if there is none, or it can't be used; the message says why
+        OSError, Refused: if there is none, or it can't be used; the message says why
     """
     if args.scratch:
         tokenizer = HashedWords(buckets=args.buckets)
@@ -154,7 +161,9 @@ def load(
             raise Refused(
                 f"the tokenizer at {args.model} has {len(tokenizer)} tokens, more than "
                 f"the model's {model.get_input_embeddings().num_embeddings}: they do "
-                "not belong together."
+                "not belong together.",
+                parameter="--model",
+                remedy="Give a folder that has both.",
             )
     return model, tokenizer
 
@@ -169,7 +178,7 @@ def finetune(args: argparse.Namespace) -> Dict[str, Any]:
         The summary: numbers and names, ready for JSON
 
     Raises:
-        OSError, ValueError: for files and arguments that can't be used; the message
+        OSError, Refused: for files and arguments that can't be used; the message
             says what to do
     """
     start = time.monotonic()
@@ -347,8 +356,8 @@ def parse_args(argv: Optional[List[str]] = None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = functools.partial(option, parser)
-    positive, count = number(float, 1e-12), number(int, 1)
-    share = number(float, 0, 1)
+    positive, count = bounded_number(float, 1e-12), bounded_number(int, 1)
+    share = bounded_number(float, 0, 1)
 
     def of(name: str) -> str:
         return f" (default {PRIVATE[name]}; with --non-private {PLAIN[name]})"
@@ -364,16 +373,31 @@ def parse_args(argv: Optional[List[str]] = None) -> argparse.Namespace:
         "--non-private", action="store_true", help="plain training, for comparison"
     )
     add("--epsilon", 8.0, positive, "privacy budget of the whole run")
-    add("--delta", None, number(float, 1e-300, 0.5), "of the guarantee (default 1/N)")
+    add(
+        "--delta",
+        None,
+        bounded_number(float, 1e-300, 0.5),
+        "of the guarantee (default 1/N)",
+    )
     add("--epochs", None, count, f"passes over the rows{of('epochs')}")
     add("--batch-size", None, count, f"rows a step, expected{of('batch_size')}")
     add("--physical-batch-size", 64, count, "rows in memory at once, if private")
     add("--lr", None, positive, f"peak learning rate of AdamW{of('lr')}")
-    add("--weight-decay", 0.01, number(float, 0), "of AdamW")
+    add("--weight-decay", 0.01, bounded_number(float, 0), "of AdamW")
     add("--warmup", 0.0, share, "share of the steps, then linear decay to zero")
-    add("--max-len", 128, number(int, 2), "tokens of a text; the rest is cut off")
+    add(
+        "--max-len",
+        128,
+        bounded_number(int, 2),
+        "tokens of a text; the rest is cut off",
+    )
     add("--dropout", None, share, "dropout probability (default: the model's own)")
-    add("--balancing", 0.0, number(float, 0), "weight of the per-sample balancing loss")
+    add(
+        "--balancing",
+        0.0,
+        bounded_number(float, 0),
+        "weight of the per-sample balancing loss",
+    )
     parser.add_argument(
         "--freeze-routers", action="store_true", help="keep the routers as they are"
     )
@@ -389,7 +413,7 @@ def parse_args(argv: Optional[List[str]] = None) -> argparse.Namespace:
     add("--buckets", 8192, count, "with --scratch: numbers that words are hashed to")
     add("--embedding-std", 1.0, positive, "with --scratch: of the random embedding")
     text = "with --scratch: steps on random texts first, to learn to answer"
-    add("--random-steps", 100, number(int, 0), text)
+    add("--random-steps", 100, bounded_number(int, 0), text)
     add("--seed", 0, int, "of weights, batches, dropout and noise")
     add("--device", "cpu", str, "such as cuda")
     add("--threads", 1, count, "CPU threads")

@@ -91,7 +91,7 @@ def read_glue(path: Union[str, Path], task: str) -> Examples:
 
     Raises:
         OSError: if the file can't be read
-        ValueError: if a column is missing, a row has another number of columns than the
+        Refused: if a column is missing, a row has another number of columns than the
             header, a class is unknown (test files have none), or there is no row; the
             message names the line
 
@@ -111,8 +111,9 @@ def read_glue(path: Union[str, Path], task: str) -> Examples:
         if missing:
             raise Refused(
                 f"{path}: no column {' or '.join(missing)} in its first line, which "
-                f"has {', '.join(header)[:200]!r}. {task} needs the files of GLUE that "
-                "have labels."
+                f"has {', '.join(header)[:200]!r}.",
+                parameter="path",
+                remedy=f"{task} needs the files of GLUE that have labels.",
             )
         for line, text in enumerate(lines, start=2):
             if not text.strip():
@@ -121,7 +122,9 @@ def read_glue(path: Union[str, Path], task: str) -> Examples:
             if len(cells) != len(names):
                 raise Refused(
                     f"{path}, line {line}: {len(cells)} columns, but the first line "
-                    f"has {len(names)}."
+                    f"has {len(names)}.",
+                    parameter="path",
+                    remedy="Mend the line, or leave it out.",
                 )
             row = dict(zip(names, cells))
             if row[form.label] == "-":
@@ -129,12 +132,16 @@ def read_glue(path: Union[str, Path], task: str) -> Examples:
             if row[form.label] not in number:
                 raise Refused(
                     f"{path}, line {line}: {form.label} is {row[form.label][:40]!r}, "
-                    f"not one of {', '.join(form.classes)}."
+                    f"not one of {', '.join(form.classes)}.",
+                    parameter="path",
+                    remedy="Mend the line, or leave it out.",
                 )
             texts.append(form.prompt.format_map(row))
             classes.append(number[row[form.label]])
     if not texts:
-        raise Refused(f"{path}: no rows.")
+        raise Refused(
+            f"{path}: no rows.", parameter="path", remedy="Give a file with some."
+        )
     return Examples(texts, torch.tensor(classes))
 
 

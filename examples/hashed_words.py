@@ -40,7 +40,11 @@ class HashedWords(PreTrainedTokenizer):
 
     def __init__(self, buckets: int = 8192, **kwargs: Any):
         if buckets < 1:
-            raise Refused(f"buckets must be positive, got {buckets}.")
+            raise Refused(
+                f"buckets must be positive, got {buckets}.",
+                parameter="buckets",
+                remedy="Give some thousands.",
+            )
         self.buckets = buckets
         self._special = {"<pad>": 0, "</s>": 1, "<unk>": 2}
         for kind, name in (("pad", "<pad>"), ("eos", "</s>"), ("unk", "<unk>")):

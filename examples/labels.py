@@ -31,7 +31,7 @@ def encode_labels(
     another: then all have it, so that their likelihoods can be compared.
 
     Raises:
-        ValueError: if the tokenizer can't tell the names apart
+        Refused: if the tokenizer can't tell the names apart
 
     Example:
         >>> from examples.hashed_words import HashedWords
@@ -48,8 +48,9 @@ def encode_labels(
         if _begins(names[i], names[j]):
             raise Refused(
                 f"the tokenizer can't tell {words[i]!r} from {words[j]!r}: they become "
-                f"the tokens {names[i]} and {names[j]}. Take another one, or more "
-                "--buckets."
+                f"the tokens {names[i]} and {names[j]}.",
+                parameter="tokenizer",
+                remedy="Take another one, or more --buckets.",
             )
     labels = torch.full((len(names), max(map(len, names))), IGNORED)
     for row, ids in zip(labels, names):
@@ -75,7 +76,7 @@ class LabelModel(nn.Module):
             and averaged over the layers with experts; 0 for none
 
     Raises:
-        ValueError: if the model's config names no first token of an answer
+        Refused: if the model's config names no first token of an answer
 
     Example:
         >>> from examples.hashed_words import HashedWords
@@ -97,7 +98,9 @@ class LabelModel(nn.Module):
         if start is None:
             raise Refused(
                 "the model's config has no decoder_start_token_id: it is not an "
-                "encoder-decoder that answers in text, such as Switch or T5."
+                "encoder-decoder that answers in text, such as Switch or T5.",
+                module=type(model).__name__,
+                remedy="Take one of these.",
             )
         self.model, self.balancing = model, balancing
         fill = labels.masked_fill(labels == IGNORED, start)
@@ -134,8 +137,8 @@ class LabelModel(nn.Module):
                 (output.decoder_router_logits, targets != IGNORED),
             )
             terms = [
-                _unevenness(logits, kept)
-                for layers, kept in sides
+                _unevenness(logits, real)
+                for layers, real in sides
                 for logits in layers or ()
             ]
             losses = losses + self.balancing * torch.stack(terms).mean(dim=0)
@@ -170,9 +173,9 @@ def _minus_log_likelihood(logits: torch.Tensor, targets: torch.Tensor) -> torch.
     return losses.view_as(targets).sum(dim=1)
 
 
-def _unevenness(logits: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+def _unevenness(logits: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
     chosen = logits.argmax(dim=-1, keepdim=True)
-    return balancing_loss(logits.softmax(dim=-1), chosen, kept)
+    return balancing_loss(logits.softmax(dim=-1), chosen, real)
 
 
 def learn_to_answer(
@@ -237,10 +240,14 @@ def scratch_switch(
         embedding_std: standard deviation of the encoder's embedding; T5 has 1
 
     Raises:
-        ValueError: if the heads can't share the width
+        Refused: if the heads can't share the width
     """
     if width % heads:
-        raise Refused(f"{heads} heads can't share a width of {width} equally.")
+        raise Refused(
+            f"{heads} heads can't share a width of {width} equally.",
+            parameter="heads",
+            remedy="Take a divisor of the width.",
+        )
     config = SwitchTransformersConfig(
         vocab_size=vocabulary,
         d_model=width,

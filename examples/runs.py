@@ -115,40 +115,49 @@ def find_checkpoint(
 
     Raises:
         OSError: if there is none to resume from
-        ValueError: if a new run would overwrite one, or it belongs to another run; the
+        Refused: if a new run would overwrite one, or it belongs to another run; the
             message says what differs
     """
     if not resume:
         if path and Path(path).exists():
             raise Refused(
-                f"{path} exists. Add --resume to go on from it; starting "
-                "anew over it would forget the privacy already spent."
+                f"{path} exists.",
+                parameter="--checkpoint",
+                remedy="Add --resume to go on from it; starting anew over it would "
+                "forget the privacy already spent.",
             )
         return None
     if not path:
-        raise Refused("--resume needs --checkpoint PATH.")
+        raise Refused(
+            "--resume needs --checkpoint PATH.",
+            parameter="--resume",
+            remedy="Give the file to go on from.",
+        )
     # weights_only: a file that would run code on loading is refused here already.
     saved = torch.load(path, map_location="cpu", weights_only=True)
     before = saved["config"]
-    changed = [
+    changed = "; ".join(
         f"{key}: {before.get(key)!r} there, {config.get(key)!r} here"
         for key in sorted(before.keys() | config.keys())
         if before.get(key) != config.get(key)
-    ]
+    )
     if changed:
         raise Refused(
-            f"{path} belongs to another run; these must be the same: "
-            + "; ".join(changed)
+            f"{path} belongs to another run; these must be the same: {changed}.",
+            parameter="--resume",
+            remedy="Give the arguments that it was written with, or another file.",
         )
     return saved
 
 
-def number(kind: type, low: float, high: float = math.inf) -> Callable[[str], Any]:
+def bounded_number(
+    kind: type, low: float, high: float = math.inf
+) -> Callable[[str], Any]:
     """
     A type for argparse: a number in ``[low, high]``.
 
     Example:
-        >>> number(int, 1)("3")
+        >>> bounded_number(int, 1)("3")
         3
     """
 

@@ -42,10 +42,10 @@ from tqdm import tqdm
 
 import opacus_ext  # noqa: F401  (registers the modes and clipping functions)
 from examples.runs import (
+    bounded_number,
     find_checkpoint,
     learning_rate,
     make_private,
-    number,
     option,
     set_random_state,
     write_checkpoint,
@@ -60,8 +60,14 @@ from opacus_ext.refused import Refused
 
 # What may differ between a run and its resumption: none of it changes a step.
 FREE = (
-    *("data", "checkpoint", "resume", "stop_after_epochs", "time_limit", "json"),
-    *("no_progress", "threads"),
+    "data",
+    "checkpoint",
+    "resume",
+    "stop_after_epochs",
+    "time_limit",
+    "json",
+    "no_progress",
+    "threads",
 )
 
 # For arguments that are not given: on synthetic data, and on --data.
@@ -207,7 +213,9 @@ def train(args: argparse.Namespace) -> Dict[str, Any]:
 
     if corrected:
         track_errors(
-            *(net, optimizer, {"embedding.weight": shares}),
+            net,
+            optimizer,
+            {"embedding.weight": shares},
             where=args.where,
             cap=args.cap or None,
             scale=args.error_scale,
@@ -320,7 +328,7 @@ def parse_args(argv: Optional[List[str]] = None) -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    positive, count = number(float, 1e-12), number(int, 1)
+    positive, count = bounded_number(float, 1e-12), bounded_number(int, 1)
 
     add = functools.partial(option, parser)
 
@@ -330,18 +338,23 @@ def parse_args(argv: Optional[List[str]] = None) -> argparse.Namespace:
     add("--data", None, str, "ratings.dat or SASRec text; without it, synthetic data")
     add("--users", None, count, "of --data, take only so many (for a small machine)")
     add("--epsilon", 8.0, positive, "privacy budget of the whole run")
-    add("--delta", 1e-5, number(float, 1e-300, 0.5), "of the guarantee")
+    add("--delta", 1e-5, bounded_number(float, 1e-300, 0.5), "of the guarantee")
     add("--epochs", None, count, f"passes over the users, in expectation{of('epochs')}")
     add("--batch-size", None, count, f"expected users a step{of('batch_size')}")
     add("--physical-batch-size", 64, count, "users in memory at once")
     add("--lr", None, positive, f"peak learning rate of Adam{of('lr')}")
-    add("--weight-decay", 1e-5, number(float, 0), "of Adam")
-    add("--warmup", 0.2, number(float, 0, 1), "share of the steps, then linear decay")
+    add("--weight-decay", 1e-5, bounded_number(float, 0), "of Adam")
+    add(
+        "--warmup",
+        0.2,
+        bounded_number(float, 0, 1),
+        "share of the steps, then linear decay",
+    )
     add("--max-len", None, count, f"latest items of a user to use{of('max_len')}")
     add("--width", 64, count, "model dimension")
     add("--depth", 2, count, "transformer blocks")
     add("--heads", 1, count, "attention heads")
-    add("--dropout", 0.2, number(float, 0, 1), "dropout probability")
+    add("--dropout", 0.2, bounded_number(float, 0, 1), "dropout probability")
     add("--model", "dpformer", str, f"one of {MODELS}", choices=MODELS)
     add("--shares", "private", str, "private or exact", choices=("private", "exact"))
     add("--share-noise", 5.0, positive, "noise multiplier of the release of shares")
@@ -349,7 +362,12 @@ def parse_args(argv: Optional[List[str]] = None) -> argparse.Namespace:
         "--no-prior", action="store_true", help="learn popularity, too, from gradients"
     )
     add("--where", "logits", str, "Re-Attention acts there", choices=PLACES)
-    add("--cap", 1.0, number(float, 0), "of keys' variances, by their squares; 0: none")
+    add(
+        "--cap",
+        1.0,
+        bounded_number(float, 0),
+        "of keys' variances, by their squares; 0: none",
+    )
     add("--error-scale", "step", str, "what an error is", choices=SCALES)
     modes = ("ghost_bk", "ghost", "hooks")
     add("--grad-sample-mode", "ghost_bk", str, f"one of {modes}", choices=modes)

@@ -30,6 +30,8 @@ from opacus_ext.grad_sample.samplewise.walk import map_tensors
 from opacus_ext.layers.linear_cross_entropy import LinearCrossEntropy, PendingLogits
 from opacus_ext.refused import Refused
 
+__all__ = ["PerRecord", "PerSample", "cross_entropy", "model_losses"]
+
 _REDUCTIONS = ("mean", "sum")
 
 
@@ -163,9 +165,9 @@ def model_losses(
     for it alone, as a batch of one.
 
     The model is called with the batch as it is, so labels are shifted, decoder inputs
-    made and problem types told by its own code. What that computes over the batch (the
-    balancing loss of a mixture of experts, a mean over tokens) is computed over each
-    sample. A private model runs all samples at once, others one after the other.
+    made and problem types recognised by its own code. What that computes over the batch
+    (the balancing loss of a mixture of experts, a mean over tokens) is computed over
+    each sample. A private model runs all samples at once, others one after the other.
 
     Args:
         model: a model of transformers with a head, or any that gives ``loss`` for
@@ -367,8 +369,14 @@ def _by_sample(x: torch.Tensor, size: int) -> torch.Tensor:
 
 _CLASSES = {F.cross_entropy, F.nll_loss}
 _LOSSES = _CLASSES | {
-    *(F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.ctc_loss, F.kl_div),
-    *(F.binary_cross_entropy, F.binary_cross_entropy_with_logits),
+    F.mse_loss,
+    F.l1_loss,
+    F.smooth_l1_loss,
+    F.huber_loss,
+    F.ctc_loss,
+    F.kl_div,
+    F.binary_cross_entropy,
+    F.binary_cross_entropy_with_logits,
 }
 
 

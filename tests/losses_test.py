@@ -70,7 +70,8 @@ def t5():
     sizes = dict(d_model=D, d_kv=8, d_ff=12, num_layers=1, num_heads=2)
     more = dict(relative_attention_num_buckets=8, dropout_rate=0.0)
     return of(
-        *("T5Config", "T5ForConditionalGeneration"),
+        "T5Config",
+        "T5ForConditionalGeneration",
         **{**sizes, **more, "decoder_start_token_id": 0, "use_cache": False},
     )
 
@@ -230,7 +231,8 @@ class TestCriterion:
         self.model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).double()
         self.x, self.y = torch.randn(*shape, 4).double(), torch.randint(3, shape)
         return make_private(
-            *(copy.deepcopy(self.model), mode),
+            copy.deepcopy(self.model),
+            mode,
             batch_size=shape[0],
             criterion=criterion,
             max_grad_norm=0.3,
@@ -404,7 +406,8 @@ class TestModelLosses:
 
     def test_images(self):
         vit = of(
-            *("ViTConfig", "ViTForImageClassification"),
+            "ViTConfig",
+            "ViTForImageClassification",
             **dict(image_size=8, patch_size=4, num_labels=3),
         )
         pixels, labels = torch.randn(3, 3, 8, 8).double(), torch.tensor([0, 2, 1])

@@ -163,8 +163,16 @@ class TrainTest(unittest.TestCase):
         for mode in ("ghost_bk", "hooks"):
             path = str(self.folder / mode)
             self.run_training(
-                *("--grad-sample-mode", mode, "--checkpoint", path),
-                *("--dropout", "0", "--clipping", "flat", "--epsilon", "50"),
+                "--grad-sample-mode",
+                mode,
+                "--checkpoint",
+                path,
+                "--dropout",
+                "0",
+                "--clipping",
+                "flat",
+                "--epsilon",
+                "50",
             )
             found.append(self.weights(mode))
         for one, two in zip(*(weights.values() for weights in found)):

@@ -210,8 +210,11 @@ def plain_loop(model, records, privacy, steps, logical=6, physical=3, lr=0.1):
 @pytest.mark.parametrize(
     "mode, clipping",
     [
-        *(("hooks", "flat"), ("ghost", "automatic"), ("ghost_bk", "flat")),
-        *(("ghost_bk", "automatic"), ("scan", "flat")),
+        ("hooks", "flat"),
+        ("ghost", "automatic"),
+        ("ghost_bk", "flat"),
+        ("ghost_bk", "automatic"),
+        ("scan", "flat"),
     ],
 )
 def test_a_run_is_that_of_a_plain_loop(mode, clipping, tmp_path):
@@ -266,7 +269,10 @@ def test_a_draw_without_records_is_a_step_of_noise(mode, tmp_path):
     """GPT-2 can't run on B = 0; 8 of 9 records are left out of most draws."""
     for seed in range(20):
         run = trainer(
-            *(tmp_path, gpt2(), texts(9), private(mode, seed=seed)),
+            tmp_path,
+            gpt2(),
+            texts(9),
+            private(mode, seed=seed),
             per_device_train_batch_size=1,
             gradient_accumulation_steps=1,
             max_steps=4,
@@ -324,7 +330,9 @@ def test_parts_are_the_same_whoever_makes_them():
         generator = torch.Generator()
         shuffled = RandomSampler(range(N), generator=generator)
         batches = LogicalBatches(
-            *(BatchSampler(shuffled, 10, False), generator, 4),
+            BatchSampler(shuffled, 10, False),
+            generator,
+            4,
             items=2,
             seed=5,
             first=first,
@@ -355,7 +363,9 @@ def test_sampling_is_poisson(tmp_path):
     assert 0.8 < sizes.var() / (N * variance) < 1.25
     # 93 steps, where int(1 / (1 / 93)) is 92.
     run = trainer(
-        *(tmp_path, gpt2(), texts(93)),
+        tmp_path,
+        gpt2(),
+        texts(93),
         per_device_train_batch_size=1,
         gradient_accumulation_steps=1,
     )
@@ -718,7 +728,9 @@ def test_label_smoothing_is_by_record(mode, tmp_path):
     regression = bert(num_labels=1)
     some = [{**x, "labels": 0.5} for x in sentences()]
     run = trainer(
-        *(tmp_path, regression, some),
+        tmp_path,
+        regression,
+        some,
         data_collator=DataCollatorWithPadding(tokenizer()),
         label_smoothing_factor=0.2,
     )
@@ -771,7 +783,9 @@ def test_records_of_several_sequences(mode, tmp_path):
 
     def make(model, **kwargs):
         return trainer(
-            *(tmp_path, PerRecord(model), people),
+            tmp_path,
+            PerRecord(model),
+            people,
             privacy=private(mode, noise_multiplier=0.0, max_grad_norm=0.3),
             data_collator=collate,
             eval_dataset=people[:5],
@@ -822,7 +836,9 @@ def test_a_resumed_run_is_the_one_that_was_not_stopped(mode, tmp_path):
 
     def make(**kwargs):
         return trainer(
-            *(tmp_path, bert("ForMaskedLM", dropout=0.2), data),
+            tmp_path,
+            bert("ForMaskedLM", dropout=0.2),
+            data,
             mode=mode,
             data_collator=DataCollatorForLanguageModeling(tokenizer()),
             eval_dataset=data[:5],
@@ -908,7 +924,7 @@ def test_a_checkpoint_resumed_in_other_parts(checkpoint, tmp_path):
     runs = []
     for physical, parts in ((3, 2), (2, 3), (6, 1)):
         run = trainer(
-            *(tmp_path,),
+            tmp_path,
             per_device_train_batch_size=physical,
             gradient_accumulation_steps=parts,
             max_steps=6,
@@ -988,7 +1004,9 @@ def test_evaluation_changes_nothing(tmp_path):
 
     def make(**kwargs):
         return trainer(
-            *(tmp_path, bert(dropout=0.2), sentences()),
+            tmp_path,
+            bert(dropout=0.2),
+            sentences(),
             data_collator=DataCollatorWithPadding(tokenizer()),
             eval_dataset=sentences(10),
             compute_metrics=accuracy,
@@ -1125,7 +1143,8 @@ def test_lora(mode, tmp_path):
             task_type="CAUSAL_LM", r=2, target_modules=["c_attn"], lora_dropout=0.0
         )
         return trainer(
-            *(tmp_path, peft.get_peft_model(gpt2(), config)),
+            tmp_path,
+            peft.get_peft_model(gpt2(), config),
             mode=mode,
             max_steps=4,
             save_strategy="steps",
@@ -1182,7 +1201,8 @@ def test_workers(tmp_path):
     found = []
     for workers in (0, 2):
         run = trainer(
-            *(tmp_path, bert("ForMaskedLM", dropout=0.1)),
+            tmp_path,
+            bert("ForMaskedLM", dropout=0.1),
             data_collator=DataCollatorForLanguageModeling(tokenizer()),
             data=[{"input_ids": x["input_ids"]} for x in texts()],
             dataloader_num_workers=workers,

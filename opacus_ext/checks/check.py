@@ -104,7 +104,7 @@ def check_per_sample_gradients(
 
     if find_group(model.modules()) is not None:
         raise Refused(
-            "the model's experts are spread over processes:",
+            "the model's experts are sharded over processes:",
             remedy="check the plain module, before expert_parallel.",
         )
 

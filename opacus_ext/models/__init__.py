@@ -1,5 +1,5 @@
 """Models for private training."""
 
-from .dpformer import DPFormer, NextItemModel, RecurrentModel
+from opacus_ext.models.dpformer import DPFormer, NextItemModel, RecurrentModel
 
 __all__ = ["DPFormer", "NextItemModel", "RecurrentModel"]
