@@ -36,6 +36,8 @@ def test_errors_may_only_become_fewer(errors, status, tmp_path, monkeypatch, cap
     assert ("3 errors, 2 allowed" in capsys.readouterr().out) == bool(status)
     assert typed.main(["--update"]) == status
     assert allowed.read_text() == ("2 a.py\n" if status else f"{errors} a.py\n")
+    assert typed.main(["--rewrite"]) == 0
+    assert allowed.read_text() == f"{errors} a.py\n"
 
 
 def test_a_mypy_that_fails_is_no_success(tmp_path, monkeypatch):

@@ -2,6 +2,7 @@
 
     python tools/typed.py             # what `make lint` runs
     python tools/typed.py --update    # after errors were mended: lowers the numbers
+    python tools/typed.py --rewrite   # after files were moved; look at the difference
 
 tools/typed.txt has the number of errors that a file of the package still has; files
 that it leaves out have none, and new ones must have none.
@@ -62,7 +63,7 @@ def main(argv: List[str]) -> int:
         return 2
     found = count_errors(lines)
     allowed = read_allowed(ALLOWED.read_text()) if ALLOWED.exists() else found
-    worse = grown(found, allowed)
+    worse = [] if "--rewrite" in argv else grown(found, allowed)
     for line in lines:
         match = ERROR.match(line)
         if match and match[1] in worse:
@@ -72,7 +73,7 @@ def main(argv: List[str]) -> int:
     if worse:
         return 1
     fewer = sum(allowed.values()) - sum(found.values())
-    if "--update" in argv:
+    if "--update" in argv or "--rewrite" in argv:
         rows = [f"{found[path]} {path}\n" for path in sorted(found)]
         ALLOWED.write_text("".join(rows))
     elif fewer:
