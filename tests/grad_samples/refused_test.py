@@ -5,6 +5,7 @@ import torch
 from opacus.validators.errors import UnsupportedModuleError
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.utils import prune
 
 from tests.common import (
     CRASHES,
@@ -285,7 +286,7 @@ def test_complex_weights(layer):
 def test_pruned_weights(mode):
     """They are computed before each call, of what is trained and a mask."""
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
-    torch.nn.utils.prune.random_unstructured(model[0], "weight", 0.5)
+    prune.random_unstructured(model[0], "weight", 0.5)
     model[0].weight = model[0].weight.detach()  # so that it can be copied
     check(mode, True, model, X, square_loss)
 

@@ -311,27 +311,24 @@ def add_by_place(
     """The gradients ``[B, numel]``, added to ``out`` if it is given."""
     batch_size, factors = term.batch_size, term.factors
     leading = all(isinstance(f, OneHot) for f in factors[: len(term.onehot)])
-    in_place = leading and out is not None
     if len(term.dense) <= 1:
         rows = _only_rows(term, dtype)
-        if in_place:
-            table = out.view(batch_size * size, rows.shape[1])
-        else:
-            table = rows.new_zeros(batch_size * size, rows.shape[1])
-        table.index_add_(0, places, rows)
-        if in_place:
+        if leading and out is not None:  # in place
+            out.view(batch_size * size, rows.shape[1]).index_add_(0, places, rows)
             return out
+        table = rows.new_zeros(batch_size * size, rows.shape[1])
+        table.index_add_(0, places, rows)
     else:
         width = math.prod(f.shape[2] for f in term.dense)
         table = places.new_zeros(batch_size * size, width, dtype=dtype)
         dense = [f.flatten(0, 1) for f in term.dense]
-        for keys, rows in segments.groups_of(dense, places):
-            if len(keys) == 1 and len(rows) == 2:
-                left, right = (f[0].to(dtype) for f in rows)
+        for keys, group in segments.groups_of(dense, places):
+            if len(keys) == 1 and len(group) == 2:
+                left, right = (f[0].to(dtype) for f in group)
                 place = table[int(keys)].view(left.shape[1], -1)
                 torch.mm(left.mT, right, out=place)
             else:
-                table[keys] = Dense(tuple(rows)).materialise(dtype)
+                table[keys] = Dense(tuple(group)).materialise(dtype)
     if not leading:
         # Axes back from (one-hot axes, dense axes) to the parameter's order.
         order = sorted(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Optional
+from typing import Any, Optional
 
 import torch
 
@@ -60,5 +60,5 @@ class ColumnRows(Term):
 
     @property
     def _shape(self) -> torch.Size:
-        first, *rest = self.widths
-        return torch.Size((first, math.prod(rest)))
+        widths: Any = self.widths
+        return torch.Size((widths[0], math.prod(widths[1:])))

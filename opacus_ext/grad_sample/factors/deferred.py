@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Iterator, List, Optional, Tuple
+from typing import Any, Iterator, Optional, Tuple
 
 import torch
 
@@ -34,7 +34,7 @@ class BlockedRows(Term):
 
     deferred = True
 
-    def __init__(self, factors: Tuple[torch.Tensor, ...], blocks: int):
+    def __init__(self, factors: Tuple[Rows, ...], blocks: int):
         super().__init__(factors)
         self.blocks = blocks
 
@@ -105,17 +105,17 @@ class LazyRows(Term):
         return whole if out is None else out.add_(whole.view_as(out))
 
     def squared_norm(self, cache: int = 0) -> Norms:
-        numel = self._blocks
+        numel: Size = self._blocks
         for width in self.widths:
             numel = numel * width
         itemsize = max(4, self.dense[0].dtype.itemsize)
         if known(self.batch_size * numel) * itemsize > cache:
             cache = 0  # all samples or none
         norms = [term.squared_norm(cache) for _, _, term in self._parts()]
-        squares = torch.cat([each.squares for each in norms])
-        if not cache or any(each.gradients is None for each in norms):
+        squares = torch.cat([part.squares for part in norms])
+        each = [part.gradients for part in norms if part.gradients is not None]
+        if not cache or len(each) < len(norms):
             return Norms(squares)
-        each = [each.gradients for each in norms]
         gradients = torch.cat(each) if len(each) > 1 else each[0]
         return Norms(squares, gradients, num_bytes(gradients))
 
@@ -142,7 +142,7 @@ class LazyRows(Term):
     def without(self, samples: torch.Tensor) -> LazyRows:
         where = samples[:, None, None]
 
-        def drop(f: Factor) -> Factor:
+        def drop(f: Any) -> Factor:
             if isinstance(f, OneHot):
                 return f
             return (
@@ -152,10 +152,8 @@ class LazyRows(Term):
         return LazyRows(tuple(map(drop, self.factors)), self._blocks)
 
     def _computed(self, start: Size, stop: Optional[Size]) -> Term:
-        rows: List[Rows] = [of_samples(f, start, stop) for f in self.factors]
-        if self._blocks > 1:
-            return BlockedRows(tuple(rows), self._blocks)
-        return batched(tuple(rows))
+        rows = tuple(of_samples(f, start, stop) for f in self.factors)
+        return BlockedRows(rows, self._blocks) if self._blocks > 1 else batched(rows)
 
     def _parts(self) -> Iterator[Tuple[Size, Size, Term]]:
         """Slices of the batch, rows computed: the first and last sample of each."""

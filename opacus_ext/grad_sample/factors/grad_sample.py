@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import List, Optional, Tuple
+from typing import Any, List, Optional, Tuple
 
 import torch
 
@@ -30,8 +30,8 @@ from opacus_ext.grad_sample.factors.term import Term
 from opacus_ext.refused import Refused
 
 
-def term_of(factors: Tuple[Factor, ...], batch_size: int) -> Term:
-    """The structure of the factors of one use."""
+def term_of(factors: Tuple[Any, ...], batch_size: int) -> Term:
+    """The structure of the factors (:data:`Factor`) of one use."""
     first = factors[0]
     if isinstance(first, Ragged):
         return RaggedRows(tuple(factors[1:]), first.samples, batch_size)

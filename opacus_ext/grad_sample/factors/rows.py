@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Callable, Iterator, NamedTuple, Optional, Tuple, Union
+from typing import Any, Callable, Iterator, NamedTuple, Optional, Tuple, Union
 
 import torch
 
@@ -153,7 +153,7 @@ def width_of(factor: Factor) -> Size:
     return factor.size if isinstance(factor, OneHot) else factor.shape[2]
 
 
-def of_samples(factor: Factor, start: Size, stop: Size) -> Rows:
+def of_samples(factor: Any, start: Size, stop: Optional[Size]) -> Rows:
     """The rows of the samples from ``start`` to ``stop``, computed."""
     if isinstance(factor, Lazy):
         return factor.rows(start, stop)

@@ -11,7 +11,7 @@ from typing import Iterator, List, Optional, Sequence, Tuple
 
 import torch
 
-from opacus_ext.grad_sample.factors.rows import OneHot, square_sum
+from opacus_ext.grad_sample.factors.rows import OneHot, Size, square_sum
 
 T = torch.Tensor
 Runs = Tuple[T, T]
@@ -35,7 +35,7 @@ def places_of(samples: T, onehot: Sequence[OneHot]) -> Tuple[T, int]:
     return (samples * size + index).flatten(), size
 
 
-def square_of_sums(rows: T, places: T, size: int, batch_size: int) -> T:
+def square_of_sums(rows: T, places: T, size: int, batch_size: Size) -> T:
     """
     Rows of one place are summed, and the sums squared.
 
@@ -57,7 +57,7 @@ def square_of_sums(rows: T, places: T, size: int, batch_size: int) -> T:
     return rows.new_zeros(batch_size).index_add_(0, sample, squares)
 
 
-def square_of_few(dense: List[T], places: T, size: int, batch_size: int) -> T:
+def square_of_few(dense: List[T], places: T, size: int, batch_size: Size) -> T:
     """
     All rows meet all rows, and those of one place count.
 
@@ -84,7 +84,7 @@ def runs_of(places: T) -> Optional[Runs]:
     return keys, counts
 
 
-def square_of_runs(dense: List[T], runs: Runs, size: int, batch_size: int) -> T:
+def square_of_runs(dense: List[T], runs: Runs, size: int, batch_size: Size) -> T:
     """
     Two dense factors, their rows together by place: no copies of them.
 

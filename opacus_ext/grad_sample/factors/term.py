@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, List, NamedTuple, Optional, Tuple
+from typing import TYPE_CHECKING, Any, List, NamedTuple, Optional, Tuple
 
 import torch
 
 from opacus_ext.grad_sample.factors.rows import (
-    Factor,
     OneHot,
     Size,
     entries,
@@ -48,8 +47,8 @@ class Term(ABC):
     # Whether not even the rows of one sample need fit into memory; see columns.py.
     sliced = False
 
-    def __init__(self, factors: Tuple[Factor, ...]):
-        self.factors = factors
+    def __init__(self, factors: Tuple[Any, ...]):
+        self.factors = factors  # of the kinds that the structure takes
         self.dense: List = [f for f in factors if not isinstance(f, OneHot)]
         self.onehot: List[OneHot] = [f for f in factors if isinstance(f, OneHot)]
 

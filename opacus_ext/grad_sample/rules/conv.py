@@ -1,5 +1,7 @@
 """Convolutions, plain and transposed: a linear map of every window of the input."""
 
+from __future__ import annotations
+
 from typing import (
     Any,
     Callable,
@@ -78,9 +80,17 @@ class _Conv:
         rows = rows.unflatten(1, (layer.groups, length, -1)).permute(0, 2, 1, 4, 3)
         small = rows.reshape(-1, channels, *self.out)
         return torch.ops.aten.convolution_backward(
-            *(small, self.padded(large).to(small), layer.weight.to(small), None),
-            *(layer.stride, [0] * len(self.out), layer.dilation),
-            *(False, [0] * len(self.out), layer.groups, [False, True, False]),
+            small,
+            self.padded(large).to(small),
+            layer.weight.to(small),
+            None,  # sizes of the bias
+            layer.stride,
+            [0] * len(self.out),  # padding, done above
+            layer.dilation,
+            False,  # transposed
+            [0] * len(self.out),  # output padding
+            layer.groups,
+            [False, True, False],  # the weight's gradient alone
         )[1]
 
 

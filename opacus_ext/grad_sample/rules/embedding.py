@@ -1,5 +1,7 @@
 """Rows of a table, looked up by index."""
 
+from __future__ import annotations
+
 import functools
 from typing import Callable, List, NamedTuple, Optional, Sequence, Tuple
 

@@ -13,6 +13,8 @@ Source: DP mixture of experts, appendix (per-sample gradients on the gathered to
 The padded batches of its main text are measured in benchmarks/moe.py.
 """
 
+from __future__ import annotations
+
 import functools
 import inspect
 from typing import Any, Callable, Iterable, List, Optional, Tuple, Union
@@ -226,8 +228,9 @@ def expert_factors(
         x: its input ``[rows, T, in]``
     """
     expert = OneHot(index.long(), size)
-    pair = (backprops, x.to(backprops.dtype))
-    return [(expert, *(pair[::-1] if transposed else pair)), (expert, backprops)]
+    x = x.to(backprops.dtype)
+    weight = (expert, x, backprops) if transposed else (expert, backprops, x)
+    return [weight, (expert, backprops)]
 
 
 def by_table(

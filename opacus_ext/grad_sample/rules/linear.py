@@ -1,5 +1,7 @@
 """Products with a matrix: linear layers, transformers' Conv1D, ``x @ w``."""
 
+from __future__ import annotations
+
 from typing import List, Optional, Sequence, Tuple
 
 import torch
@@ -89,8 +91,13 @@ def _first(backprops: torch.Tensor, activations: torch.Tensor) -> Found:
 
 
 @register_op(
-    *(torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__),
-    *(torch.mm, torch.Tensor.mm, torch.bmm, torch.Tensor.bmm),
+    torch.matmul,
+    torch.Tensor.matmul,
+    torch.Tensor.__matmul__,
+    torch.mm,
+    torch.Tensor.mm,
+    torch.bmm,
+    torch.Tensor.bmm,
 )
 def matmul(input: torch.Tensor, other: torch.Tensor, **kwargs: object) -> Optional[Op]:
     """``y = input other``, where one of them is made of parameters."""

@@ -4,6 +4,8 @@ The many copies of RMSNorm in other people's code need no rule: their scale is g
 each sample as a copy, which costs no more.
 """
 
+from __future__ import annotations
+
 import functools
 from typing import Any, Callable, List, Optional, Sequence, Tuple
 

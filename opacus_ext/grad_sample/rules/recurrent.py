@@ -46,7 +46,8 @@ def weights_of(flat: List[torch.Tensor], bias: bool, proj: bool) -> List[Weights
     for i in range(0, len(flat), count):
         w = list(flat[i : i + count])
         w_hr = w.pop() if proj else None
-        found.append(Weights(*w, *([] if bias else [None, None]), w_hr))
+        b_ih, b_hh = w[2:] if bias else (None, None)
+        found.append(Weights(w[0], w[1], b_ih, b_hh, w_hr))
     return found
 
 
@@ -247,8 +248,15 @@ class _Scan(torch.autograd.Function):
         dh, dc = dh.clone(), dc.clone()
         with torch.autocast(grad.device.type, enabled=False):
             found = ctx.cell.back(
-                *(tensors[fixed : fixed + saved], weight, proj, h0, c0),
-                *(ctx.steps, grad, dh, dc),
+                tensors[fixed : fixed + saved],
+                weight,
+                proj,
+                h0,
+                c0,
+                ctx.steps,
+                grad,
+                dh,
+                dc,
             )
         return (None,) * 5 + (*found, dh, dc)
 

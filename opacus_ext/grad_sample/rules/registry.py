@@ -289,7 +289,7 @@ class Table:
         for listener in self.listeners:
             listener(layer)
 
-    def forward_of(self, layer: nn.Module) -> Optional[StandIn]:
+    def forward_of(self, layer: Any) -> Optional[StandIn]:
         """What stands in for the ``forward`` of a layer, or None."""
         if "forward" in vars(layer):
             return None
@@ -299,7 +299,7 @@ class Table:
                 return self.forwards[cls] if same else None
         return None
 
-    def rule_of(self, layer: nn.Module, samplers: bool = True) -> Optional[Rule]:
+    def rule_of(self, layer: Any, samplers: bool = True) -> Optional[Rule]:
         """
         The rule of a layer, or None.
 
