@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -17,9 +18,11 @@ from typing import (
     Union,
 )
 
+import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from opacus_ext.grad_sample.modes.common import engine_of
 from opacus_ext.grad_sample.samplewise.checkpoint import arguments_of
 from opacus_ext.grad_sample.samplewise.functorch import checkpoints
 from opacus_ext.re_attention.propagation import Propagation
@@ -146,3 +149,46 @@ def around() -> Optional[TrackedPass]:
 def none_runs() -> bool:
     """Whether this thread is in no forward pass of a tracked model."""
     return not _running.passes
+
+
+class TrackedForward:
+    """
+    In the place of a model's own ``forward``, inside of what runs it sample by sample.
+    """
+
+    not_compiled = "Re-Attention follows errors from its parameters to its keys"
+
+    def __init__(self, tracker: "ErrorTracker", model: nn.Module):
+        self.tracker: Optional["ErrorTracker"] = tracker
+        self.model = model
+        self.__signature__ = inspect.signature(model.forward)
+        engine = engine_of(model)
+        if engine is not None:
+            self.before, engine.own = engine.own, self
+        else:
+            self.before = vars(model).get("forward")
+            model.forward = self
+
+    def plain(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's own forward."""
+        if self.before is not None:
+            return self.before(*args, **kwargs)
+        return type(self.model).forward(self.model, *args, **kwargs)
+
+    @torch.compiler.disable
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        plain = partial(self.plain, *args, **kwargs)
+        return (
+            plain() if self.tracker is None else self.tracker.forward(self.model, plain)
+        )
+
+    def remove(self) -> None:
+        """Gives the model its forward back, or passes on if that has been wrapped."""
+        self.tracker = None
+        engine = engine_of(self.model)
+        if engine is not None and engine.own is self:
+            engine.own = self.before
+        elif vars(self.model).get("forward") is self:
+            del self.model.forward
+            if self.before is not None:
+                self.model.forward = self.before

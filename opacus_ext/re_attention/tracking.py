@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import warnings
 import weakref
 from collections import Counter
@@ -22,14 +21,19 @@ from typing import (
 import torch
 from torch import Tensor, nn
 
-from opacus_ext.grad_sample.modes.common import engine_of
 from opacus_ext.re_attention.effective import (
     SCALES,
     effective_errors,
     gradient_noise,
     inside,
 )
-from opacus_ext.re_attention.passes import TrackedPass, around, none_runs, tracked
+from opacus_ext.re_attention.passes import (
+    TrackedForward,
+    TrackedPass,
+    around,
+    none_runs,
+    tracked,
+)
 from opacus_ext.re_attention.table import Table
 from opacus_ext.re_attention.variances import Lost, quietly
 from opacus_ext.refused import Refused
@@ -190,7 +194,7 @@ class ErrorTracker:
         self._expected = weakref.WeakKeyDictionary()
         if optimizer is not None:
             self._variances(model)  # what can't be used is refused here
-        self._place = weakref.ref(_Tracked(self, model))  # the model keeps it
+        self._place = weakref.ref(TrackedForward(self, model))  # the model keeps it
         self._handles = [
             model.register_state_dict_post_hook(partial(self._save)),
             model._register_load_state_dict_pre_hook(self._load),
@@ -445,49 +449,6 @@ def tracker_of(model: nn.Module) -> Optional[ErrorTracker]:
     while (inner := inside(model)) is not None:
         model = inner
     return getattr(model, "_opacus_ext_errors", None)
-
-
-class _Tracked:
-    """
-    In the place of a model's own ``forward``, inside of what runs it sample by sample.
-    """
-
-    not_compiled = "Re-Attention follows errors from its parameters to its keys"
-
-    def __init__(self, tracker: ErrorTracker, model: nn.Module):
-        self.tracker: Optional[ErrorTracker] = tracker
-        self.model = model
-        self.__signature__ = inspect.signature(model.forward)
-        engine = engine_of(model)
-        if engine is not None:
-            self.before, engine.own = engine.own, self
-        else:
-            self.before = vars(model).get("forward")
-            model.forward = self
-
-    def plain(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's own forward."""
-        if self.before is not None:
-            return self.before(*args, **kwargs)
-        return type(self.model).forward(self.model, *args, **kwargs)
-
-    @torch.compiler.disable
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        plain = partial(self.plain, *args, **kwargs)
-        return (
-            plain() if self.tracker is None else self.tracker.forward(self.model, plain)
-        )
-
-    def remove(self) -> None:
-        """Gives the model its forward back, or passes on if that has been wrapped."""
-        self.tracker = None
-        engine = engine_of(self.model)
-        if engine is not None and engine.own is self:
-            engine.own = self.before
-        elif vars(self.model).get("forward") is self:
-            del self.model.forward
-            if self.before is not None:
-                self.model.forward = self.before
 
 
 @torch.compiler.assume_constant_result  # what is tracked is not compiled

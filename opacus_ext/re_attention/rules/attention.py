@@ -26,15 +26,11 @@ _CHUNK_IN_CACHE = 1 << 18
 def _attention(call: Call) -> Result:
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
     q, k, v, mask, dropout_p, causal = (call.arg(i, n) for i, n in enumerate(names))
-    moments_of = [call.moments(x) for x in (q, k, v)]
-    if call.kwargs.get("enable_gqa"):
-        repeats = q.size(-3) // k.size(-3)
-        moments_of[1:] = [_repeated(x, repeats) for x in moments_of[1:]]
-    q, k, v = moments_of
+    repeats = q.size(-3) // k.size(-3) if call.kwargs.get("enable_gqa") else 1
     return attention_variance(
-        q,
-        k,
-        v,
+        call.moments(q),
+        _repeated(call.moments(k), repeats),
+        _repeated(call.moments(v), repeats),
         mask=mask,
         causal=bool(causal),
         scale=call.kwargs.get("scale"),
@@ -44,6 +40,8 @@ def _attention(call: Call) -> Result:
 
 def _repeated(x: Moments, repeats: int) -> Moments:
     """Keys or values ``[*, groups, U, d]`` repeated for all heads."""
+    if repeats == 1:
+        return x
     return Moments(
         x.mean.repeat_interleave(repeats, -3), repeat_heads(x.variance, repeats)
     )

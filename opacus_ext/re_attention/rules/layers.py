@@ -32,7 +32,7 @@ def _embedding(call: Call) -> Result:
 
 @register_propagation("linear")
 def _linear(call: Call) -> Result:
-    """``moments.linear``, with the gain of each output kept apart."""
+    """By lemma D.1, with the gain of each output kept apart."""
     x, weight, bias = (
         call.arg(i, n) for i, n in enumerate(("input", "weight", "bias"))
     )
@@ -97,8 +97,8 @@ def _einsum(call: Call) -> Result:
     terms, _, result = equation.replace(" ", "").partition("->")
     if len(result) > 1 and result[-1] in [term[:1] for term in terms.split(",")]:
         return Lost("einsum")  # what may be the batch becomes the width
-    spreads = [call.token(x) for x in xs]
-    variances = [s if s is None else s.expand(x.shape) for s, x in zip(spreads, xs)]
+    tokens = [call.token(x) for x in xs]
+    variances = [s if s is None else s.expand(x.shape) for s, x in zip(tokens, xs)]
     if len(xs) == 1:
         return Variance(last_mean(torch.einsum(equation, variances[0])))
     (x, y), (a, b) = (wide(z).square() for z in xs), variances
