@@ -862,7 +862,7 @@ def test_refused_by_all_processes(name, mode, two):
     found = [refusals[f"{name} {mode}"] for refusals in two.of("refusals")]
     assert any(REFUSALS_OF_STEPS[name] in text for text in found), found
     for text in found:
-        assert text.startswith(("Refused", "Elsewhere", "RuntimeError")), text
+        assert text.startswith(("Refused", "ProcessFailure", "RuntimeError")), text
         said = REFUSALS_OF_STEPS[name] in text
         assert said or "Another process refuses this step" in text
 
@@ -874,10 +874,10 @@ def test_half_precision(two):
 
 
 def assert_nothing_done(result: Dict[str, Any], seconds: float) -> None:
-    assert result["refusal"].startswith("Elsewhere"), result["refusal"]
+    assert result["refusal"].startswith("ProcessFailure"), result["refusal"]
     assert "One of them has died, failed or come too late" in result["refusal"]
     assert result["unchanged"] and result["still"]
-    assert result["again"].startswith(("Elsewhere", "ValueError")), result["again"]
+    assert result["again"].startswith(("ProcessFailure", "ValueError")), result["again"]
     assert result["steps"] == 1  # the one before
     assert result["seconds"] < seconds
 
