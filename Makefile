@@ -1,6 +1,7 @@
 # make train                                   train on the embedded data set
 # make train DATA=path/to/ml-1m/ratings.dat    train on MovieLens-1M
 # make test                                    run the tests
+# make test-thorough                           other modes, many models, notebooks: 15 minutes
 # make docs                                    build the site of docs/ into site/, strictly
 # make test-opacus                             run Opacus's own tests with the package
 # ARGS=... is passed on: make test ARGS="-k linear", make train ARGS="--help"
@@ -13,13 +14,16 @@ DATA ?=
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet -c constraints.txt
 
-.PHONY: train test docs test-opacus benchmark benchmark-moe lint clean
+.PHONY: train test test-thorough docs test-opacus benchmark benchmark-moe lint clean
 
 train: $(VENV)/.installed
 	$(BIN)/python -m examples.train $(if $(DATA),--data "$(DATA)") $(ARGS)
 
 test: $(VENV)/.installed
 	$(BIN)/python -m pytest -n auto --maxprocesses 8 $(ARGS)
+
+test-thorough: $(VENV)/.installed
+	$(BIN)/python -m pytest -n auto --maxprocesses 8 -m "thorough and not slow" $(ARGS)
 
 # Nothing is imported, so torch need not be there: the code is parsed.
 docs: $(VENV)/.installed-docs

@@ -19,11 +19,38 @@ settings.register_profile(
 settings.load_profile("opacus_ext")
 
 
+# Where modes and wrapping are what is tested. Elsewhere one mode stands for all, and the
+# others are thorough: "make test-thorough".
+ALL_MODES = ("modes_test.py", "clipping_test.py", "compile_test.py", "auto_test.py")
+# Many models, notebooks, training programs and processes.
+THOROUGH = (
+    "tutorials_test.py",
+    "compatibility_test.py",
+    "zoo_test.py",
+    "moe_families_test.py",
+    "finetune_test.py",
+    "device_cost_test.py",
+    "docs_test.py",
+)
+
+
+def is_thorough(item):
+    """Whether a test is run by "make test-thorough" and not by "make test"."""
+    if item.path.name in THOROUGH:
+        return True
+    if item.path.name in ALL_MODES or item.path.parent.name == "samplewise":
+        return False
+    given = item.callspec.params if hasattr(item, "callspec") else {}
+    other = given.get("mode", "ghost_bk") != "ghost_bk"
+    return other or given.get("wrap", True) is False
+
+
 def pytest_collection_modifyitems(items):
-    if not torch.cuda.is_available():
-        for item in items:
-            if item.get_closest_marker("gpu"):
-                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+    for item in items:
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+        if is_thorough(item):
+            item.add_marker(pytest.mark.thorough)
 
 
 @pytest.fixture(autouse=True)

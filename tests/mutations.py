@@ -1,0 +1,282 @@
+"""Breaks the core in one place at a time, and looks whether the tests find it.
+
+Run as ``python -m tests.mutations [NUMBER ...]``: each mutation is made in a copy of
+the package, the tests beside it are run there, and those that find nothing are listed.
+A mutation names no file: its text is looked for, and must be there once.
+"""
+
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import List, NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+class Mutation(NamedTuple):
+    """What is broken, the text, what takes its place, and the tests that must see it."""
+
+    name: str
+    before: str
+    after: str
+    tests: str
+
+
+LAYERS = "tests/grad_samples/"
+MUTATIONS: List[Mutation] = [
+    Mutation(
+        "a bias's gradient has the other sign",
+        "activations.to(backprops.dtype)), (backprops,)]",
+        "activations.to(backprops.dtype)), (-backprops,)]",
+        LAYERS + "linear_test.py",
+    ),
+    Mutation(
+        "a norm's scale adds where it multiplies",
+        "normalised.mul_(backprops).flatten(dim)",
+        "normalised.add_(backprops).flatten(dim)",
+        LAYERS + "layer_norm_test.py",
+    ),
+    Mutation(
+        "group norm over one group",
+        "F.group_norm(x.flatten(0, 1), num_groups, eps=eps)",
+        "F.group_norm(x.flatten(0, 1), 1, eps=eps)",
+        LAYERS + "group_norm_test.py",
+    ),
+    Mutation(
+        "padding counts in an embedding",
+        "backprops.masked_fill((ids == padding).unsqueeze(-1), 0)",
+        "backprops",
+        LAYERS + "embedding_test.py",
+    ),
+    Mutation(
+        "a negative padding index is taken as it is",
+        "        padding += size\n",
+        "        padding += 0\n",
+        LAYERS + "embedding_test.py",
+    ),
+    Mutation(
+        "a convolution's bias is averaged over space",
+        "(wide(backprops.flatten(3)).sum(3),)",
+        "(wide(backprops.flatten(3)).mean(3),)",
+        LAYERS + "conv_test.py",
+    ),
+    Mutation(
+        "dilation is left out of the windows of a convolution",
+        ", s)[..., ::d]",
+        ", s)[..., :k]",
+        LAYERS + "conv_test.py",
+    ),
+    Mutation(
+        "half of the Gram matrix is missing",
+        "product[:, :, stop - start :] *= 2",
+        "product[:, :, stop - start :] *= 1",
+        LAYERS + "factors_test.py",
+    ),
+    Mutation(
+        "tokens that repeat count as others",
+        "new[1:] = ranked[1:] != ranked[:-1]",
+        "new[1:] = ranked[1:] == ranked[1:]",
+        LAYERS + "factors_test.py " + LAYERS + "embedding_test.py",
+    ),
+    Mutation(
+        "rows of different places meet",
+        "product.masked_fill_(places[:, None] != places, 0).sum(1)",
+        "product.sum(1)",
+        LAYERS + "factors_test.py " + LAYERS + "factors_ragged_test.py",
+    ),
+    Mutation(
+        "of two uses of a parameter one is dropped",
+        "self._terms += other._terms",
+        "self._terms = other._terms",
+        LAYERS + "shared_test.py tests/samplewise " + LAYERS + "factors_test.py",
+    ),
+    Mutation(
+        "what is not finite stays in the sum",
+        "self._terms = [t.without(samples) for t in self._terms]",
+        "self._terms = list(self._terms)",
+        "tests/modes_test.py tests/precision_test.py tests/samplewise",
+    ),
+    Mutation(
+        "small gradients are made longer",
+        "return (bound / (_total(norms) + 1e-6)).clamp(max=1.0)",
+        "return bound / (_total(norms) + 1e-6)",
+        "tests/clipping_test.py",
+    ),
+    Mutation(
+        "all parameters have the bound of the first",
+        "(bounds[:, None] / (norms + 1e-6)).clamp(max=1.0)",
+        "(bounds[0] / (norms + 1e-6)).clamp(max=1.0)",
+        "tests/clipping_test.py",
+    ),
+    Mutation(
+        "the scale of the loss stays in the sums",
+        "factors = [f / self.scale for f in factors]",
+        "factors = list(factors)",
+        "tests/precision_test.py tests/modes_test.py",
+    ),
+    Mutation(
+        "noise without the sensitivity",
+        "multiplier * self.sensitivity, self.params",
+        "multiplier, self.params",
+        "tests/modes_test.py tests/clipping_test.py",
+    ),
+    Mutation(
+        "noise on one of the small parameters only",
+        "torch._foreach_add_(totals, each)",
+        "torch._foreach_add_(totals[:1], each[:1])",
+        "tests/modes_test.py tests/clipping_test.py",
+    ),
+    Mutation(
+        "a mean that forgets the accumulated batches",
+        "size = self.expected_batch_size * self.accumulated_iterations",
+        "size = self.expected_batch_size",
+        "tests/modes_test.py",
+    ),
+    Mutation(
+        "of several physical batches the last one counts",
+        "p.summed_grad = p.summed_grad.add_(p.grad)",
+        "p.summed_grad = p.grad",
+        "tests/modes_test.py",
+    ),
+    Mutation(
+        "a norm is taken before all uses are known",
+        "self.uses_left[i] = self.uses_left.get(i, 0) + count",
+        "self.uses_left[i] = count",
+        "tests/samplewise/sums_test.py",
+    ),
+    Mutation(
+        "the gradient of a slice goes to its other end",
+        "F.pad(f, (start, width - start - f.shape[2]))",
+        "F.pad(f, (width - start - f.shape[2], start))",
+        LAYERS + "of_parameters_test.py tests/samplewise",
+    ),
+    Mutation(
+        "layers that are taken together change places",
+        "zip(column, whole.materialise().view(n, size, -1))",
+        "zip(column[::-1], whole.materialise().view(n, size, -1))",
+        "tests/modes_test.py tests/samplewise",
+    ),
+    Mutation(
+        "a sample that runs in two parts keeps one",
+        "whole.index_add_(0, rows.to(whole.device), dense)",
+        "whole.index_copy_(0, rows.to(whole.device), dense)",
+        "tests/samplewise " + LAYERS + "routing_test.py tests/leaks_test.py",
+    ),
+    Mutation(
+        "parts of a batch take the factors of its first samples",
+        "some = factor if rows is None else factor[rows.to(factor.device)]",
+        "some = factor if rows is None else factor[: len(rows)]",
+        "tests/samplewise " + LAYERS + "routing_test.py",
+    ),
+    Mutation(
+        "parts of a batch have the norms of its first samples",
+        "squares.index_add(0, rows.to(squares.device), found)",
+        "squares.index_add(0, torch.arange(len(rows)), found)",
+        "tests/samplewise " + LAYERS + "routing_test.py",
+    ),
+    Mutation(
+        "the second pass of ghost is not looked at",
+        "(gap > coarse * expected[0] + fine * largest).any()",
+        "(gap > math.inf).any()",
+        LAYERS + "randomness_test.py tests/modes_test.py tests/samplewise",
+    ),
+    Mutation(
+        "clipped sums may be changed before the noise",
+        "if p.grad is not grad or grad._version != version:",
+        "if False:",
+        "tests/modes_test.py tests/clipping_test.py tests/accelerate_test.py",
+    ),
+    Mutation(
+        "a buffer carries data from batch to batch",
+        "        raise carries(engine, name)\n",
+        "        pass\n",
+        "tests/samplewise/kept_test.py",
+    ),
+    Mutation(
+        "a compiled program forgets the scale",
+        "own = [known[name].masked_fill(bad, 0) / scale for name in names]",
+        "own = [known[name].masked_fill(bad, 0) for name in names]",
+        "tests/compile_test.py",
+    ),
+    Mutation(
+        "a program is run with other parameters than its own",
+        "if p is not None and p() is not x:",
+        "if False:",
+        "tests/compile_test.py",
+    ),
+    Mutation(
+        "one after the other, without the scale",
+        "alpha = float(factors[0] / step.scale)",
+        "alpha = float(factors[0])",
+        "tests/precision_test.py tests/modes_test.py",
+    ),
+    Mutation(
+        "samples share what is drawn at random",
+        'randomness="different"',
+        'randomness="same"',
+        LAYERS + "randomness_test.py tests/modes_test.py",
+    ),
+    Mutation(
+        "a second backward pass loses the first one's sums",
+        'if getattr(optimizer, "ready", False):',
+        "if False:",
+        "tests/modes_test.py",
+    ),
+]
+
+
+def place_of(text: str, root: Path) -> Path:
+    """The one file of the package with a text; with several, the first by name."""
+    found = [
+        p for p in sorted(root.glob("opacus_ext/**/*.py")) if text in p.read_text()
+    ]
+    if not found:
+        raise SystemExit(f"Nothing in the package reads {text!r}: mend the mutation.")
+    return found[0]
+
+
+def survives(mutation: Mutation, root: Path) -> bool:
+    """Whether the tests pass all the same."""
+    place = place_of(mutation.before, root)
+    right = place.read_text()
+    place.write_text(right.replace(mutation.before, mutation.after))
+    command = [sys.executable, "-m", "pytest", "-qx", "-p", "no:cacheprovider"]
+    try:
+        done = subprocess.run(
+            [*command, *mutation.tests.split()],
+            cwd=root,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+    finally:
+        place.write_text(right)
+    if done.returncode not in (0, 1):
+        raise SystemExit(done.stdout[-2000:])
+    said = [x for x in done.stdout.splitlines() if x.startswith("FAILED")]
+    print(f"  {said[0] if said else 'nothing failed'}", flush=True)
+    return done.returncode == 0
+
+
+def main(numbers: List[int]) -> int:
+    """Tries some mutations, or all; the status is 1 if one survives."""
+    chosen = [MUTATIONS[i] for i in numbers] or MUTATIONS
+    alive = []
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder) / "copy"
+        skipped = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "out")
+        shutil.copytree(ROOT, root, ignore=skipped)
+        for mutation in chosen:
+            print(f"{MUTATIONS.index(mutation)} {mutation.name}", flush=True)
+            if survives(mutation, root):
+                alive.append(mutation.name)
+    print(f"{len(chosen) - len(alive)} of {len(chosen)} were found")
+    for name in alive:
+        print(f"not found: {name}")
+    return bool(alive)
+
+
+if __name__ == "__main__":
+    sys.exit(main([int(x) for x in sys.argv[1:]]))
