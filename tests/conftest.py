@@ -19,8 +19,8 @@ settings.register_profile(
 settings.load_profile("opacus_ext")
 
 
-# Where modes and wrapping are what is tested. Elsewhere one mode stands for all, and the
-# others are thorough: "make test-thorough".
+# Where modes and wrapping are what is tested. Elsewhere one mode stands for all, and
+# the others are thorough: "make test-thorough".
 ALL_MODES = ("modes_test.py", "clipping_test.py", "compile_test.py", "auto_test.py")
 # Many models, notebooks, training programs and processes.
 THOROUGH = (

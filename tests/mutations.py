@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 class Mutation(NamedTuple):
-    """What is broken, the text, what takes its place, and the tests that must see it."""
+    """What is broken, the text, what is put there, and the tests that must see it."""
 
     name: str
     before: str
