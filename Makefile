@@ -20,10 +20,10 @@ train: $(VENV)/.installed
 	$(BIN)/python -m examples.train $(if $(DATA),--data "$(DATA)") $(ARGS)
 
 test: $(VENV)/.installed
-	$(BIN)/python -m pytest -n auto --maxprocesses 8 $(ARGS)
+	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal $(ARGS)
 
 test-thorough: $(VENV)/.installed
-	$(BIN)/python -m pytest -n auto --maxprocesses 8 -m "thorough and not slow" $(ARGS)
+	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal -m "thorough and not slow" $(ARGS)
 
 # Nothing is imported, so torch need not be there: the code is parsed.
 docs: $(VENV)/.installed-docs

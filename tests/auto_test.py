@@ -10,6 +10,7 @@ from torch import nn
 from opacus_ext.grad_sample.modes import auto
 from opacus_ext.grad_sample.modes.auto import AT_ONCE, ONE_BY_ONE, Plan
 from opacus_ext.grad_sample.modes.common import engine_of
+from opacus_ext.grad_sample.samplewise.scan import ScanRun
 from tests.common import (
     assert_same,
     clipped_sum,
@@ -99,7 +100,7 @@ def test_what_can_not_be_scanned(monkeypatch):
     def fail(*args):
         raise NotImplementedError
 
-    monkeypatch.setattr(engine, "_scan", fail)
+    monkeypatch.setattr(ScanRun, "forward", fail)
     for _ in range(4):
         private.step(torch.randn(4, 4).double(), square_loss)
     assert [plan.choice for plan in engine.chooser.plans.values()] == [AT_ONCE]

@@ -31,6 +31,12 @@ THOROUGH = (
     "finetune_test.py",
     "device_cost_test.py",
     "docs_test.py",
+    "distributed_test.py",
+    "train_test.py",
+    "trainer_test.py",
+    "plan_test.py",
+    "commands_test.py",
+    "contributing_test.py",
 )
 
 

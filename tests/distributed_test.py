@@ -932,9 +932,9 @@ def test_noise_goes_on_with_the_random_state(group_of_one):
 
 
 class _Deaf:
-    """A world whose other processes do not answer."""
+    """A group whose other processes do not answer."""
 
-    batch_size, own = 3, slice(0, 2)
+    batch_size, own_samples = 3, slice(0, 2)
 
     def sum(self, x):
         raise AssertionError("an all-reduce")
