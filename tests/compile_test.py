@@ -496,6 +496,18 @@ def test_autocast():
     assert programs_of(model) == 1 and not told
 
 
+def test_scale_of_the_loss():
+    """Of the way back alone: norms and sums are those of the loss."""
+    model = model_of(Net)
+    grads = oracle(model, batch_of(), square_loss)
+    c = half_clipped(grads)
+    private = make_private(model, "ghost_bk", batch_size=4, max_grad_norm=c)
+    compiled = torch.compile(private.module, backend="aot_eager")
+    private.criterion(square_loss(compiled, batch_of())).backward(scale=64.0)
+    got = {n: p.grad for n, p in trainable(model).items()}
+    assert_same(got, clipped_sum(grads, "flat", c), 1e-8)
+
+
 def test_samples_that_are_not_finite(recwarn):
     model = model_of(Net)
     c = dict(max_grad_norm=0.3, batch_size=4)
@@ -680,6 +692,30 @@ class Remembers(nn.Module):
 def test_what_an_earlier_batch_has_left():
     with pytest.raises(RuntimeError, match="earlier batch"):
         train(model_of(Remembers), [batch_of(), batch_of()])
+
+
+class Writes(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.write = nn.Linear(4, 4), False
+        self.register_buffer("last", torch.zeros(4))
+
+    def forward(self, x):
+        h = self.one(x).mean(1)
+        if self.write:
+            self.last = h.detach().sum(0)
+        return h
+
+
+def test_data_in_a_buffer():
+    """Refused in the step that puts them there, and not before."""
+    model = model_of(Writes)
+    private = make_private(model, "ghost_bk", batch_size=4)
+    compiled = torch.compile(private.module, backend="aot_eager")
+    square_loss(compiled, batch_of())
+    model.write = True
+    with pytest.raises(RuntimeError, match="last"):
+        square_loss(compiled, batch_of())
 
 
 def test_dropout_draws_for_each_sample():

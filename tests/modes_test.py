@@ -154,6 +154,18 @@ def test_grad_after_backward_is_the_clipped_sum(mode, wrap):
 
 
 @ghost_modes
+def test_second_backward_before_the_step_is_refused(mode):
+    """It would lose the first one's sums, which stay as they are."""
+    model, ids = small(), ids_of()
+    private = make_private(model, mode, batch_size=B)
+    private.backward(ids, token_loss)
+    before = {n: p.grad.clone() for n, p in trainable(model).items()}
+    with pytest.raises(RuntimeError, match="second time before optimizer.step"):
+        private.backward(ids, token_loss)
+    assert_same({n: p.grad for n, p in trainable(model).items()}, before)
+
+
+@ghost_modes
 @pytest.mark.parametrize("bound", [1e-3, float("inf")])
 def test_gradients_changed_before_the_noise_are_refused(mode, bound):
     """Such as clip_grad_norm_, which would clip the sum without its noise."""

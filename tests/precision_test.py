@@ -29,7 +29,7 @@ from tests.common import (
     wrapped_or_not,
 )
 
-ghost_modes = pytest.mark.parametrize("mode", ["ghost", "ghost_bk"])
+ghost_modes = pytest.mark.parametrize("mode", ["ghost", "ghost_bk", "scan"])
 HALVES = [torch.bfloat16, torch.float16]
 half = pytest.mark.parametrize("dtype", HALVES, ids=["bf16", "fp16"])
 
