@@ -191,11 +191,11 @@ def way_of(model, batch):
         warnings.simplefilter("always")
         loss_fn(private.module, batch)
     known = private.handle.engine.kinds.values()
-    if any(each["scan"] for each in known):
+    if any(each.scan for each in known):
         told = [str(w.message) for w in said if "vmap can't run" in str(w.message)]
         reason = told[0].partition("vmap can't run ")[2] if told else ""
         return f"scan: {reason.partition('). That is exact')[0]})"
-    return "split" if any(each.get("split") for each in known) else "at once"
+    return "split" if any(each.split for each in known) else "at once"
 
 
 def check_class(task, family, cls, form="whole", **kwargs):
