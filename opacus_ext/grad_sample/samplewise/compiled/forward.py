@@ -34,7 +34,7 @@ def programs_for(engine: "Engine", settings: Optional[Settings]) -> Optional[Pro
             raise Refused(
                 f"{engine.describe()}: torch.compile(fullgraph=True) is for modes "
                 '"ghost" and "ghost_bk" and one process.',
-                remedy="LeaveRun fullgraph out.",
+                remedy="Leave fullgraph out.",
             )
         return None
     forward = engine.plain_forward()

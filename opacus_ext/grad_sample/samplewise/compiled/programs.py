@@ -195,7 +195,7 @@ class Programs:
             raise Refused(
                 f"{name} can't be compiled as a whole (fullgraph=True): {reason}.",
                 remedy=(
-                    "LeaveRun fullgraph out, and it is trained exactly without being "
+                    "Leave fullgraph out, and it is trained exactly without being "
                     "compiled."
                 ),
             ) from error.__cause__
