@@ -22,7 +22,7 @@ train: $(VENV)/.installed
 test: $(VENV)/.installed
 	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal $(ARGS)
 
-test-thorough: $(VENV)/.installed
+test-thorough: $(VENV)/.installed-examples
 	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal -m "thorough and not slow" $(ARGS)
 
 # Nothing is imported, so torch need not be there: the code is parsed.
@@ -62,6 +62,10 @@ $(VENV)/.installed-docs: setup.cfg constraints.txt | $(BIN)/python
 	$(BIN)/python -c "import configparser; c = configparser.ConfigParser(); c.read('setup.cfg'); \
 	    print(c['options.extras_require']['docs'])" > $(VENV)/docs.txt
 	$(INSTALL) -r $(VENV)/docs.txt
+	@touch $@
+
+$(VENV)/.installed-examples: $(VENV)/.installed
+	$(INSTALL) -e ".[test,examples]"
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed

@@ -25,6 +25,7 @@ ALL_MODES = ("modes_test.py", "clipping_test.py", "compile_test.py", "auto_test.
 # Many models, notebooks, training programs and processes.
 THOROUGH = (
     "tutorials_test.py",
+    "examples_test.py",
     "compatibility_test.py",
     "zoo_test.py",
     "moe_families_test.py",

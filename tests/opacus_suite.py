@@ -6,17 +6,10 @@ torch does for them, if the operators that it registers something for exist.
 """
 
 import pytest
-import torch
 
 import opacus_ext  # noqa: F401  (importing it registers)
 
-try:
-    import torchvision  # noqa: F401
-except RuntimeError:
-    library = torch.library.Library("torchvision", "FRAGMENT")
-    for name in ("nms", "qnms"):
-        library.define(f"{name}(Tensor dets, Tensor scores, float threshold) -> Tensor")
-
+from . import vision  # noqa: F401  (torchvision's operators)
 
 # Where this package is meant to do otherwise.
 OTHERWISE = {

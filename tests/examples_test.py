@@ -1,0 +1,79 @@
+"""The pairs of examples/: each runs, and is private by at most five statements.
+
+``examples/<name>/plain.py`` is how it is done without privacy, ``private.py`` the same
+with it. Each has ``main(arguments)`` and, without arguments, runs for seconds on data
+that it makes or that a package ships. The page docs/examples/<name>.md shows the
+difference, in a block that ``python -m tests.examples_test`` writes.
+"""
+
+import ast
+import difflib
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+
+from . import vision  # noqa: F401  (torchvision's operators)
+
+ROOT = Path(__file__).parents[1]
+NAMES = sorted(path.parent.name for path in ROOT.glob("examples/*/private.py"))
+BLOCK = re.compile(r"```diff\n.*?```", re.S)
+
+
+def page(name):
+    return ROOT / "docs" / "examples" / f"{name}.md"
+
+
+def sources(name):
+    return [
+        (ROOT / "examples" / name / f"{kind}.py").read_text(encoding="utf-8")
+        for kind in ("plain", "private")
+    ]
+
+
+def difference(name):
+    """The lines that differ, with one line around each."""
+    plain, private = (text.splitlines() for text in sources(name))
+    lines = list(difflib.unified_diff(plain, private, n=1, lineterm=""))[2:]
+    kept = [line if not line.startswith("@@") else "" for line in lines]
+    return "\n".join(["```diff", *kept[1:], "```"])
+
+
+def statements(source):
+    """The lines of a program as Python takes them: without docstring and wrapping."""
+    tree = ast.parse(source)
+    if ast.get_docstring(tree) is not None:
+        tree.body = tree.body[1:]
+    return ast.unparse(tree).splitlines()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_few_statements_differ(name):
+    plain, private = map(statements, sources(name))
+    changes = difflib.SequenceMatcher(None, plain, private, False).get_opcodes()
+    changed = sum(
+        max(i2 - i1, j2 - j1) for tag, i1, i2, j1, j2 in changes if tag != "equal"
+    )
+    assert 1 <= changed <= 5
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_page_shows_the_difference(name):
+    found = BLOCK.findall(page(name).read_text(encoding="utf-8"))
+    assert found[:1] == [difference(name)], "run python -m tests.examples_test"
+
+
+@pytest.mark.parametrize("kind", ["plain", "private"])
+@pytest.mark.parametrize("name", NAMES)
+def test_it_runs(name, kind, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    importlib.import_module(f"examples.{name}.{kind}").main([])
+
+
+if __name__ == "__main__":
+    for each in NAMES:
+        text = page(each).read_text(encoding="utf-8")
+        block = difference(each)
+        text = BLOCK.sub(lambda match: block, text, count=1)
+        page(each).write_text(text, encoding="utf-8")

@@ -1,0 +1,14 @@
+"""torchvision beside a build of torch that its kernels were not made for.
+
+Its data sets and transforms work then, and so does what imports it (timm); only its
+import fails, as it registers something for operators that no one has defined.
+"""
+
+import torch
+
+try:
+    import torchvision  # noqa: F401
+except RuntimeError:
+    library = torch.library.Library("torchvision", "FRAGMENT")
+    for name in ("nms", "qnms"):
+        library.define(f"{name}(Tensor dets, Tensor scores, float threshold) -> Tensor")
