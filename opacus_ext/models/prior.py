@@ -1,0 +1,127 @@
+"""What item comes next by two releases: no weights to train, or a handful."""
+
+from __future__ import annotations
+
+from typing import Optional
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from opacus_ext.refused import Refused
+from opacus_ext.releases import Popularity, Transitions
+
+
+class TransitionPrior(nn.Module):
+    """
+    Scores of the next item, from popularity and from which item follows which.
+
+    With p the shares of items, S the released transitions of the top M and q their
+    shares among themselves::
+
+        A = S - sum(S) q q^T                    what popularity does not explain
+        score_t = alpha log p + sum over l < L of w_l D (A + tau A^T)[s_(t - l)] D / rms
+
+    where s are the items before, D the diagonal of (p_i / mean(p) + 1)^beta, the
+    diagonal of the matrix is zero, and rms is the root mean square of its entries. The
+    scores are logits. An item outside of the top M adds nothing, and gets alpha log p.
+
+    The L + 3 numbers (w, alpha, beta, tau) are parameters: train them, with privacy, or
+    ``prior.requires_grad_(False)``. S and p are buffers. All is post-processing of the
+    two releases and costs no privacy.
+
+    Args:
+        popularity: of :func:`opacus_ext.releases.release_popularity`
+        transitions: of :func:`opacus_ext.releases.release_transitions`
+        length: L, how many of the latest items count
+
+    Raises:
+        Refused: if the two are not about the same items
+
+    Shape:
+        - ids: ``[B, T]``, from 1, padded with 0 on the right
+        - output: ``[B, T, num_items + 1]``, or ``[B, num_items + 1]`` with ``at``
+
+    Example:
+        >>> from opacus.accountants import RDPAccountant
+        >>> from opacus_ext.releases import release_popularity, release_transitions
+        >>> histories = [torch.tensor([1, 2, 3]), torch.tensor([3, 1, 2])]
+        >>> how = {"noise_multiplier": 0.01, "accountant": RDPAccountant()}
+        >>> popularity = release_popularity(histories, 3, **how)
+        >>> transitions = release_transitions(histories, popularity.top(3), **how)
+        >>> prior = TransitionPrior(popularity, transitions)
+        >>> prior(torch.tensor([[1, 0]]), at=torch.tensor([0])).argmax()
+        tensor(2)
+    """
+
+    shares: Tensor
+    place: Tensor
+    items: Tensor
+    counts: Tensor
+
+    def __init__(
+        self, popularity: Popularity, transitions: Transitions, length: int = 50
+    ):
+        super().__init__()
+        shares, items = popularity.shares, transitions.items
+        if int(items.max()) >= len(shares):
+            raise Refused(
+                f"The transitions are about item {int(items.max())}, the popularity "
+                f"about items up to {len(shares) - 1}.",
+                parameter="transitions",
+                remedy="Release both from the same data.",
+            )
+        if length < 1:
+            raise Refused(
+                f"length={length}.",
+                parameter="length",
+                remedy="At least the latest item must count.",
+            )
+        chosen = shares[items].double()
+        chosen = chosen / chosen.sum()
+        counts = transitions.counts
+        expected = counts.sum().clamp(min=1) * torch.outer(chosen, chosen)
+        counts = (counts - expected).float()
+        place = torch.full((len(shares),), len(items))  # the last row: no such item
+        place[items] = torch.arange(len(items))
+        self.register_buffer("shares", shares)
+        self.register_buffer("items", items)
+        self.register_buffer("place", place)
+        self.register_buffer("counts", F.pad(counts.fill_diagonal_(0), (0, 0, 0, 1)))
+        back = F.pad(counts.T.contiguous(), (0, 0, 0, 1))
+        self.register_buffer("back", back, persistent=False)
+        self.weights = nn.Parameter((1 + torch.arange(length)).float() ** -1.25)
+        self.alpha = nn.Parameter(torch.tensor(0.5))
+        self.beta = nn.Parameter(torch.tensor(-0.5))
+        self.tau = nn.Parameter(torch.tensor(0.3))
+        with torch.no_grad():
+            scale = self._scale()[self.items]
+            matrix = scale[:, None] * (counts + self.tau * counts.T) * scale
+            self.weights /= 1.55 * matrix.square().mean().sqrt()
+
+    def _scale(self) -> Tensor:
+        """``[num_items + 1]``"""
+        relative = self.shares / self.shares[1:].mean() + 1
+        return relative**self.beta
+
+    def forward(self, ids: Tensor, at: Optional[Tensor] = None) -> Tensor:
+        """See the class; ``at`` ``[B]`` is one position of each sequence."""
+        length = ids.shape[1]
+        times = torch.arange(length, device=ids.device)
+        asked = times.expand(len(ids), length) if at is None else at[:, None]
+        lags = asked[:, :, None] - times  # [B, Q, T]
+        near = (lags >= 0) & (lags < len(self.weights))
+        weights = self.weights[lags.clamp(0, len(self.weights) - 1)] * near
+        place, scale = self.place[ids], self._scale()
+        rows = F.embedding(place, self.counts) + self.tau * F.embedding(
+            place, self.back
+        )
+        known = (weights * scale[ids][:, None]) @ rows * scale[self.items]  # [B, Q, M]
+        log_shares = self.shares.clamp(min=self.shares[1:].min()).log()
+        scores = (self.alpha * log_shares).expand(*known.shape[:2], len(log_shares))
+        scores = scores.index_add(2, self.items, known)
+        return scores if at is None else scores[:, 0]
+
+    def score(self, ids: Tensor) -> Tensor:
+        """``[B, num_items + 1]`` of the item after each whole sequence."""
+        return self(ids, (ids != 0).sum(dim=1).sub(1).clamp(min=0))

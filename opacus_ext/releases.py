@@ -1,0 +1,333 @@
+"""Statistics of a user-level data set, released once with noise.
+
+A private training run learns from many noisy steps what some counts, released once,
+say at a small part of the budget: how popular items are, and which item follows which.
+Each release is one Gaussian mechanism, recorded in the accountant that the training
+goes on with; neighbouring data sets differ by one user, added or removed, with all that
+the user did. ``noise_for`` gives the noise of a release that may take some share of a
+budget, :func:`opacus_ext.accountants.noise_left` the training's for what is left.
+
+What is computed from a release (shares, the most popular items, a model's scores) is
+post-processing, and costs nothing more.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import (
+    Any,
+    Dict,
+    Iterator,
+    List,
+    Mapping,
+    Optional,
+    Sequence,
+    Tuple,
+    Type,
+    TypeVar,
+)
+
+import torch
+from opacus.accountants.accountant import IAccountant
+from torch import Tensor
+
+from opacus_ext.accountants.profiles import gaussian_sensitivity
+from opacus_ext.refused import Refused
+
+_Kind = TypeVar("_Kind", bound="_Release")
+_PAIRS = 2**22  # about as many are looked at in one go
+
+
+@dataclass(frozen=True)
+class _Release:
+    """
+    A statistic with noise.
+
+    Attributes:
+        counts: with noise of std ``noise_multiplier`` in each entry, float64
+        noise_multiplier: the std of the noise, over the sensitivity, which is 1
+    """
+
+    counts: Tensor
+    noise_multiplier: float
+
+    def state_dict(self) -> Dict[str, Any]:
+        """What ``from_state_dict`` makes it of again, with nothing but the release."""
+        return dict(vars(self))
+
+    @classmethod
+    def from_state_dict(cls: Type[_Kind], state: Mapping[str, Any]) -> _Kind:
+        """The release whose ``state_dict()`` this was."""
+        return cls(**state)
+
+
+@dataclass(frozen=True)
+class Popularity(_Release):
+    """
+    How popular items are, see :func:`release_popularity`.
+
+    Attributes:
+        counts: ``[num_items + 1]``; entry 0, padding, is zero
+    """
+
+    @property
+    def shares(self) -> Tensor:
+        """
+        ``[num_items + 1]``, float32, of sum 1. Counts below the noise's std, which can't
+        be told from zero, count as that; padding has none.
+        """
+        counts = self.counts.clamp(min=self.noise_multiplier)
+        counts[0] = 0
+        return (counts / counts.sum()).float()
+
+    def top(self, size: int) -> Tensor:
+        """
+        ``[size]``, the ids of the most popular items, the first first.
+
+        Raises:
+            Refused: if there are not so many items
+        """
+        if not 1 <= size < len(self.counts):
+            raise Refused(
+                f"size={size} of {len(self.counts) - 1} items.",
+                parameter="size",
+                remedy="Give a number from 1 to the number of items.",
+            )
+        return 1 + self.counts[1:].argsort(descending=True, stable=True)[:size]
+
+
+@dataclass(frozen=True)
+class Transitions(_Release):
+    """
+    Which item follows which, see :func:`release_transitions`.
+
+    Attributes:
+        counts: ``[M, M]``; entry ``[a, b]`` is about item ``items[b]`` after ``items[a]``
+        items: ``[M]``, the ids of the items that take part
+    """
+
+    items: Tensor
+
+
+def noise_for(epsilon: float, delta: float, share: float = 1.0) -> float:
+    """
+    The noise multiplier of a release that takes a share of a budget.
+
+    One Gaussian mechanism of noise multiplier s is mu-GDP with mu = 1 / s, and the
+    squares of mu add up over mechanisms (Dong, Roth and Su 2019, corollary 3.3). The mu
+    that spends (epsilon, delta) alone is Balle and Wang's (2018, theorem 8); the release
+    gets a share of its square. Releases whose shares sum to 1 spend the budget exactly.
+
+    Args:
+        epsilon: of the whole budget
+        delta: of the whole budget
+        share: of mu squared, above 0 and up to 1
+
+    Raises:
+        Refused: for numbers out of range
+
+    Example:
+        >>> f"{noise_for(5.0, 1e-5):.3f} {noise_for(5.0, 1e-5, share=0.0225):.3f}"
+        '0.890 5.935'
+    """
+    if not epsilon > 0 or not 0 < delta < 1 or not 0 < share <= 1:
+        raise Refused(
+            f"epsilon={epsilon}, delta={delta}, share={share}.",
+            parameter="share",
+            remedy="Give a positive epsilon, a delta between 0 and 1, and a share of "
+            "the budget above 0, up to 1.",
+        )
+    mu = float(gaussian_sensitivity(epsilon, math.log(delta)))
+    return 1 / (mu * math.sqrt(share))
+
+
+def release_popularity(
+    histories: Sequence[Tensor],
+    num_items: int,
+    *,
+    noise_multiplier: float,
+    accountant: IAccountant,
+    generator: Optional[torch.Generator] = None,
+) -> Popularity:
+    """
+    How often items occur, each user counting as one.
+
+    A user's contribution is the vector of how often the user had each item, divided by
+    its L2 norm. The released vector is the sum over users plus noise. Sensitivity:
+    adding or removing a user adds or removes one vector of norm 1 (or 0, of an empty
+    history), so it is 1, and noise of std ``noise_multiplier`` is a Gaussian mechanism
+    with that multiplier. It is recorded as one step of sample rate 1.
+
+    Args:
+        histories: for each user the item ids ``[T]``, from 1; zeros are padding
+        num_items: the largest id
+        noise_multiplier: std of the noise, see :func:`noise_for`
+        accountant: of the engine that trains afterwards; RDP, PRV or PRV bounds
+        generator: of the noise, which is drawn in float64 without protection from
+            attacks on floating-point numbers; whoever knows its seed knows the noise
+
+    Raises:
+        Refused: for ids out of range, or noise that is not positive; nothing has been
+            recorded then
+
+    Example:
+        >>> from opacus.accountants import RDPAccountant
+        >>> accountant = RDPAccountant()
+        >>> popularity = release_popularity(
+        ...     [torch.tensor([1, 2, 3]), torch.tensor([2])], 4,
+        ...     noise_multiplier=0.01, accountant=accountant,
+        ... )
+        >>> popularity.top(1), accountant.history
+        (tensor([2]), [(0.01, 1.0, 1)])
+    """
+    _check(histories, num_items, noise_multiplier)
+    total = torch.zeros(num_items + 1, dtype=torch.float64)
+    for users, ids in _chunks(histories, _PAIRS):
+        users, ids = users[ids > 0], ids[ids > 0]
+        _add_normalised(total, users, ids, torch.ones(len(ids), dtype=torch.float64))
+    noise = _noise(total, noise_multiplier, accountant, generator)
+    noise[0] = 0
+    return Popularity(total + noise, noise_multiplier)
+
+
+def release_transitions(
+    histories: Sequence[Tensor],
+    items: Tensor,
+    *,
+    noise_multiplier: float,
+    accountant: IAccountant,
+    window: int = 20,
+    generator: Optional[torch.Generator] = None,
+) -> Transitions:
+    """
+    How often item b comes after item a, each user counting as one.
+
+    A user's contribution is the matrix that has, for every two actions of the user at
+    most ``window`` apart and both of ``items``, one over their distance added at
+    (earlier item, later item): pairs that occur repeatedly are summed first. It is then
+    divided by its Frobenius norm. The released matrix is the sum over users plus noise.
+    Sensitivity: adding or removing a user adds or removes one matrix of norm 1 (or 0, of
+    a user without such pairs), so it is 1, and noise of std ``noise_multiplier`` is a
+    Gaussian mechanism with that multiplier. It is recorded as one step of sample rate 1.
+
+    Args:
+        histories: for each user the item ids ``[T]``, from 1, in the order of time;
+            zeros are padding and keep their place
+        items: ``[M]``, the ids that take part. They must be public or come from a
+            release, as :meth:`Popularity.top` does
+        noise_multiplier: std of the noise, see :func:`noise_for`
+        accountant: as in :func:`release_popularity`
+        window: how far apart two actions may be
+        generator: as in :func:`release_popularity`
+
+    Raises:
+        Refused: as :func:`release_popularity`, and for items given twice
+
+    Example:
+        >>> from opacus.accountants import RDPAccountant
+        >>> transitions = release_transitions(
+        ...     [torch.tensor([1, 2, 3])], torch.tensor([2, 3]),
+        ...     noise_multiplier=0.01, accountant=RDPAccountant(),
+        ... )
+        >>> transitions.counts.round()
+        tensor([[0., 1.],
+                [-0., 0.]], dtype=torch.float64)
+    """
+    size = len(items)
+    largest = max([int(items.max()) if size else 0] + [_largest(h) for h in histories])
+    _check(histories, largest, noise_multiplier)
+    if not size or len(items.unique()) < size or int(items.min()) < 1 or window < 1:
+        raise Refused(
+            f"{size} items, from {items.min() if size else '-'} on, "
+            f"{len(items.unique())} of them different, and window={window}.",
+            parameter="items",
+            remedy="Give each id once, from 1 on, and a positive window.",
+        )
+    place = torch.full((largest + 1,), -1)
+    place[items] = torch.arange(size)
+    total = torch.zeros(size * size, dtype=torch.float64)
+    for users, ids in _chunks(histories, max(_PAIRS // window, 1)):
+        at = place[ids]
+        found: List[Tuple[Tensor, Tensor, Tensor]] = []
+        for lag in range(1, min(window, len(ids) - 1) + 1):
+            a, b = at[:-lag], at[lag:]
+            pairs = (users[:-lag] == users[lag:]) & (a >= 0) & (b >= 0)
+            keys = a[pairs] * size + b[pairs]
+            weights = torch.full((len(keys),), 1 / lag, dtype=torch.float64)
+            found.append((users[lag:][pairs], keys, weights))
+        if found:
+            _add_normalised(total, *(torch.cat(each) for each in zip(*found)))
+    total = total.view(size, size)
+    noise = _noise(total, noise_multiplier, accountant, generator)
+    return Transitions(total + noise, noise_multiplier, items)
+
+
+def _largest(history: Tensor) -> int:
+    return int(history.max()) if len(history) else 0
+
+
+def _check(histories: Sequence[Tensor], num_items: int, noise: float) -> None:
+    if not 0 < noise < math.inf:
+        raise Refused(
+            f"noise_multiplier={noise} is no positive number.",
+            parameter="noise_multiplier",
+            remedy="noise_for(epsilon, delta, share) gives one for a budget.",
+        )
+    for user, ids in enumerate(histories):
+        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) <= num_items:
+            raise Refused(
+                f"User {user} has ids from {int(ids.min())} to {int(ids.max())}, and "
+                f"num_items is {num_items}.",
+                parameter="histories",
+                remedy="Number the items from 1 to num_items; 0 is padding.",
+            )
+
+
+def _chunks(
+    histories: Sequence[Tensor], actions: int
+) -> Iterator[Tuple[Tensor, Tensor]]:
+    """Users' numbers and their item ids, ``[N]`` each, of whole users at a time."""
+    users: List[Tensor] = []
+    ids: List[Tensor] = []
+    size = 0
+    for user, history in enumerate(histories):
+        history = torch.as_tensor(history)
+        users.append(torch.full((len(history),), user))
+        ids.append(history.long())
+        size += len(history)
+        if size >= actions or user == len(histories) - 1:
+            yield torch.cat(users), torch.cat(ids)
+            users, ids, size = [], [], 0
+
+
+def _add_normalised(
+    total: Tensor, users: Tensor, keys: Tensor, weights: Tensor
+) -> None:
+    """Adds each user's vector, which has the weights at the keys, divided by its norm."""
+    if not len(keys):
+        return
+    users, which = users.unique(return_inverse=True)
+    pairs, slot = (which * total.numel() + keys).unique(return_inverse=True)
+    sums = torch.zeros(len(pairs), dtype=torch.float64).index_add_(0, slot, weights)
+    owner, key = pairs // total.numel(), pairs % total.numel()
+    squares = torch.zeros(len(users), dtype=torch.float64)
+    squares.index_add_(0, owner, sums**2)
+    total.index_add_(0, key, sums / squares.sqrt()[owner])
+
+
+def _noise(
+    like: Tensor,
+    noise_multiplier: float,
+    accountant: IAccountant,
+    generator: Optional[torch.Generator],
+) -> Tensor:
+    """Recorded before it is drawn: a release that failed has been paid for."""
+    before = list(accountant.history)
+    try:
+        accountant.step(noise_multiplier=noise_multiplier, sample_rate=1.0)
+    except ValueError:
+        accountant.history = before  # "gdp" drops a run's cost when it refuses
+        raise
+    noise = torch.randn(like.shape, dtype=torch.float64, generator=generator)
+    return noise_multiplier * noise
