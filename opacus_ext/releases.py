@@ -74,8 +74,8 @@ class Popularity(_Release):
     @property
     def shares(self) -> Tensor:
         """
-        ``[num_items + 1]``, float32, of sum 1. Counts below the noise's std, which can't
-        be told from zero, count as that; padding has none.
+        ``[num_items + 1]``, float32, of sum 1. Counts below the noise's std, which
+        can't be told from zero, count as that; padding has none.
         """
         counts = self.counts.clamp(min=self.noise_multiplier)
         counts[0] = 0
@@ -103,7 +103,7 @@ class Transitions(_Release):
     Which item follows which, see :func:`release_transitions`.
 
     Attributes:
-        counts: ``[M, M]``; entry ``[a, b]`` is about item ``items[b]`` after ``items[a]``
+        counts: ``[M, M]``; entry ``[a, b]`` is about ``items[b]`` after ``items[a]``
         items: ``[M]``, the ids of the items that take part
     """
 
@@ -116,8 +116,9 @@ def noise_for(epsilon: float, delta: float, share: float = 1.0) -> float:
 
     One Gaussian mechanism of noise multiplier s is mu-GDP with mu = 1 / s, and the
     squares of mu add up over mechanisms (Dong, Roth and Su 2019, corollary 3.3). The mu
-    that spends (epsilon, delta) alone is Balle and Wang's (2018, theorem 8); the release
-    gets a share of its square. Releases whose shares sum to 1 spend the budget exactly.
+    that spends (epsilon, delta) alone is Balle and Wang's (2018, theorem 8); the
+    release gets a share of its square. Releases whose shares sum to 1 spend the budget
+    exactly.
 
     Args:
         epsilon: of the whole budget
@@ -207,9 +208,10 @@ def release_transitions(
     most ``window`` apart and both of ``items``, one over their distance added at
     (earlier item, later item): pairs that occur repeatedly are summed first. It is then
     divided by its Frobenius norm. The released matrix is the sum over users plus noise.
-    Sensitivity: adding or removing a user adds or removes one matrix of norm 1 (or 0, of
-    a user without such pairs), so it is 1, and noise of std ``noise_multiplier`` is a
-    Gaussian mechanism with that multiplier. It is recorded as one step of sample rate 1.
+    Sensitivity: adding or removing a user adds or removes one matrix of norm 1 (or 0,
+    of a user without such pairs), so it is 1, and noise of std ``noise_multiplier`` is
+    a Gaussian mechanism with that multiplier. It is recorded as one step of sample rate
+    1.
 
     Args:
         histories: for each user the item ids ``[T]``, from 1, in the order of time;
@@ -304,7 +306,7 @@ def _chunks(
 def _add_normalised(
     total: Tensor, users: Tensor, keys: Tensor, weights: Tensor
 ) -> None:
-    """Adds each user's vector, which has the weights at the keys, divided by its norm."""
+    """Adds each user's vector, with the weights at the keys, divided by its norm."""
     if not len(keys):
         return
     users, which = users.unique(return_inverse=True)
