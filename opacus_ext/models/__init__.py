@@ -1,5 +1,6 @@
 """Models for private training."""
 
 from opacus_ext.models.dpformer import DPFormer, NextItemModel, RecurrentModel
+from opacus_ext.models.prior import TransitionPrior
 
-__all__ = ["DPFormer", "NextItemModel", "RecurrentModel"]
+__all__ = ["DPFormer", "NextItemModel", "RecurrentModel", "TransitionPrior"]

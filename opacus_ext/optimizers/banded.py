@@ -84,7 +84,11 @@ def coefficients(bands: int, steps: int) -> Tuple[float, ...]:
     k = np.arange(1, bands)
     start = np.cumprod((2 * k - 1) / (2 * k))
     found = minimize(
-        objective, start, jac=slope, hess=curvature, method="trust-exact",
+        objective,
+        start,
+        jac=slope,
+        hess=curvature,
+        method="trust-exact",
         options={"gtol": 1e-7, "initial_trust_radius": 0.1},
     )
     c = np.concatenate([[1.0], found.x])
