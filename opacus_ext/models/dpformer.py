@@ -1,7 +1,7 @@
 """Models of item sequences: DPFormer, and the recurrent ones it is compared with."""
 
 import math
-from typing import Optional
+from typing import Optional, Union
 
 import torch
 from torch import nn
@@ -48,12 +48,35 @@ class NextItemModel(nn.Module):
         num_items: number of items; their ids are 1 to ``num_items``.
         width: model dimension.
         tied: whether input and output share one embedding matrix.
+        items: ``[M]``, the ids that have a row of their own; by default all. Of the
+            others, which share one, the prior alone knows how likely they are. Each row
+            of a private embedding gets the same noise, so that those of rare items are
+            noise alone. The choice must be public or released, as by
+            :meth:`opacus_ext.releases.Popularity.top`
     """
 
-    def __init__(self, num_items: int, width: int, tied: bool = True):
+    items: Optional[torch.Tensor]
+    row: Optional[torch.Tensor]
+
+    def __init__(
+        self,
+        num_items: int,
+        width: int,
+        tied: bool = True,
+        items: Optional[torch.Tensor] = None,
+    ):
         super().__init__()
-        self.embedding = nn.Embedding(num_items + 1, width, padding_idx=0)
-        self.head = nn.Linear(width, num_items + 1, bias=False)
+        self.num_items, self.prior = num_items, None
+        rows, row = num_items + 1, None
+        if items is not None:
+            rows = len(items) + 2  # of padding, and of all others
+            row = torch.full((num_items + 1,), rows - 1)
+            row[items] = torch.arange(1, rows - 1)
+            row[0] = 0
+        self.register_buffer("items", items)
+        self.register_buffer("row", row)
+        self.embedding = nn.Embedding(rows, width, padding_idx=0)
+        self.head = nn.Linear(width, rows, bias=False)
         if tied:
             self.head.weight = self.embedding.weight
         # Small rows: the last norm gives every hidden state the length sqrt(width), and
@@ -63,25 +86,40 @@ class NextItemModel(nn.Module):
         with torch.no_grad():
             self.embedding.weight[0].zero_()
 
-    def set_prior(self, shares: torch.Tensor) -> None:
-        """Starts from popularity: the output gets the bias log p_i, never trained.
+    def set_prior(self, prior: Union[torch.Tensor, nn.Module]) -> None:
+        """Starts from what is known: logits to which those of the model are added.
 
         What is public, or was released once, need not be learned from noisy gradients.
         Those of a model that starts from equal chances mostly say how popular items
         are, and clipping lets that take the place of everything else.
 
         Args:
-            shares: p_i of the items, ``[num_items + 1]``, see
-                :func:`opacus_ext.re_attention.token_shares`. Zeros, as that of padding,
-                count as the smallest positive share
+            prior: p_i of the items, ``[num_items + 1]``, see
+                :func:`opacus_ext.re_attention.token_shares` and
+                :attr:`opacus_ext.releases.Popularity.shares`, of which log p_i is
+                taken. Zeros, as that of padding, count as the smallest positive share.
+                Or a module that is called as the model is, such as
+                :class:`TransitionPrior`; its parameters are trained unless they are
+                frozen
         """
-        known = shares[shares > 0]
-        floor = known.min() if len(known) else shares.new_ones(())
-        bias = shares.clamp(min=float(floor)).log().to(self.head.weight)
-        self.head.bias = nn.Parameter(bias, requires_grad=False)
+        self.prior = prior if isinstance(prior, nn.Module) else _Shares(prior)
+
+    def shares_of_rows(self, shares: torch.Tensor) -> torch.Tensor:
+        """
+        How likely it is that a sequence meets a row of the embedding, ``[rows]``, for
+        :func:`opacus_ext.track_errors`. That of the shared row is at most the sum of
+        those of its items.
+
+        Args:
+            shares: of the items, ``[num_items + 1]``
+        """
+        if self.row is None:
+            return shares
+        rows = shares.new_zeros(self.embedding.num_embeddings)
+        return rows.index_add(0, self.row, shares).clamp(max=1)
 
     def encode(self, ids: torch.Tensor) -> torch.Tensor:
-        """Hidden states ``[B, T, width]`` of item ids ``[B, T]``."""
+        """Hidden states ``[B, T, width]`` of rows of the embedding, ``[B, T]``."""
         raise NotImplementedError(type(self).__name__)
 
     def forward(
@@ -93,14 +131,35 @@ class NextItemModel(nn.Module):
             ids: ``[B, T]``
             at: ``[B]``, one position of each sequence, for ``[B, num_items + 1]``
         """
-        hidden = self.encode(ids)
+        hidden = self.encode(ids if self.row is None else self.row[ids])
         if at is not None:
             hidden = hidden[torch.arange(len(ids), device=ids.device), at]
-        return self.head(hidden)
+        logits = self.head(hidden)
+        if self.items is not None:
+            known, shape = logits[..., 1:-1], (*logits.shape[:-1], self.num_items + 1)
+            logits = logits.new_zeros(shape).index_add(-1, self.items, known)
+        return logits if self.prior is None else logits + self.prior(ids, at)
 
     def score(self, ids: torch.Tensor) -> torch.Tensor:
         """Logits ``[B, num_items + 1]`` of the item after each whole sequence."""
         return self(ids, (ids != 0).sum(dim=1).sub(1).clamp(min=0))
+
+
+class _Shares(nn.Module):
+    """The prior that knows how popular items are."""
+
+    logits: torch.Tensor
+
+    def __init__(self, shares: torch.Tensor):
+        super().__init__()
+        known = shares[shares > 0]
+        floor = known.min() if len(known) else shares.new_ones(())
+        self.register_buffer("logits", shares.clamp(min=float(floor)).log())
+
+    def forward(
+        self, ids: torch.Tensor, at: Optional[torch.Tensor] = None
+    ) -> torch.Tensor:
+        return self.logits
 
 
 class DPFormer(NextItemModel):
@@ -123,6 +182,7 @@ class DPFormer(NextItemModel):
         heads: number of attention heads; must divide ``width``.
         dropout: dropout probability (the paper's: 0.2 MovieLens, 0.5 Amazon).
         tied: whether input and output share one embedding matrix.
+        items: those with rows of their own, see :class:`NextItemModel`.
 
     Raises:
         Refused: if ``heads`` does not divide ``width``, or an input sequence is
@@ -146,8 +206,9 @@ class DPFormer(NextItemModel):
         heads: int = 1,
         dropout: float = 0.2,
         tied: bool = True,
+        items: Optional[torch.Tensor] = None,
     ):
-        super().__init__(num_items, width, tied)
+        super().__init__(num_items, width, tied, items)
         self.position = nn.Embedding(max_len, width)
         self.blocks = nn.ModuleList(Block(width, heads, dropout) for _ in range(depth))
         self.dropout = nn.Dropout(dropout)
@@ -182,6 +243,7 @@ class RecurrentModel(NextItemModel):
         depth: layers.
         dropout: dropout probability, of the embedding and of each layer's output.
         tied: whether input and output share one embedding matrix.
+        items: those with rows of their own, see :class:`NextItemModel`.
 
     Raises:
         Refused: for another ``cell``
@@ -200,8 +262,9 @@ class RecurrentModel(NextItemModel):
         depth: int = 1,
         dropout: float = 0.2,
         tied: bool = True,
+        items: Optional[torch.Tensor] = None,
     ):
-        super().__init__(num_items, width, tied)
+        super().__init__(num_items, width, tied, items)
         cells = {"gru": nn.GRU, "lstm": nn.LSTM}
         if cell not in cells:
             raise Refused(

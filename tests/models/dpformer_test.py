@@ -93,13 +93,30 @@ class DPFormerTest(unittest.TestCase):
         ids = torch.randint(1, 13, (3, 5))
         plain = model(ids)
         model.set_prior(shares)
-        bias = model.head.bias
-        self.assertFalse(bias.requires_grad)
+        trained = [name for name, _ in model.named_parameters() if "prior" in name]
+        self.assertFalse(trained)
         expected = shares.clamp(min=0.1).log().double()
         torch.testing.assert_close(model(ids), plain + expected)
         model.set_prior(torch.zeros(13))
         torch.testing.assert_close(model(ids), plain)
-        self.assertIn("head.bias", model.state_dict())
+        self.assertIn("prior.logits", model.state_dict())
+
+    def test_rows_for_some_items_alone(self):
+        """As a model of all items whose others have one row, and no logits."""
+        items = torch.tensor([7, 2, 11])
+        model = DPFormer(12, max_len=8, width=8, items=items).double().eval()
+        whole = DPFormer(12, max_len=8, width=8, tied=False).double().eval()
+        state = {k: v for k, v in model.state_dict().items() if "." in k}
+        rows = state["embedding.weight"][model.row]
+        state["embedding.weight"] = rows
+        state["head.weight"] = torch.zeros_like(rows)
+        state["head.weight"][items] = rows[items]
+        whole.load_state_dict(state)
+        ids = torch.randint(0, 13, (3, 5))
+        torch.testing.assert_close(model(ids), whole(ids))
+        shares = torch.tensor([0.0, *[0.1] * 12])
+        expected = torch.tensor([0, 0.1, 0.1, 0.1, 0.9])
+        torch.testing.assert_close(model.shares_of_rows(shares), expected)
 
     def test_errors(self):
         with self.assertRaisesRegex(ValueError, "heads=3 must divide width=64"):
