@@ -12,6 +12,8 @@ import os
 
 import pytest
 import torch
+
+from . import vision  # noqa: F401  (before transformers)  isort: skip
 import transformers
 from opacus import PrivacyEngine
 from opacus.accountants.utils import get_noise_multiplier
@@ -120,7 +122,7 @@ def tokenizer():
 
 
 def private(mode="ghost_bk", **kwargs):
-    kwargs = {"noise_multiplier": 1.0, "target_delta": 1e-3, "seed": 3} | kwargs
+    kwargs = {"noise_multiplier": 1.0, "target_delta": 1e-3, "privacy_seed": 3} | kwargs
     kwargs.setdefault("accountant", "rdp")
     return PrivacyArguments(grad_sample_mode=mode, **kwargs)
 
@@ -166,7 +168,7 @@ def distance(a, b):
 
 def plain_loop(model, records, privacy, steps, logical=6, physical=3, lr=0.1):
     """PrivacyEngine and BatchMemoryManager over the draws of a run; the draws."""
-    rounds, seed = -(-len(records) // logical), derive_seed(privacy.seed, 0)
+    rounds, seed = -(-len(records) // logical), derive_seed(privacy.privacy_seed, 0)
     generator, draws = torch.Generator(), []
     for t in range(steps):
         generator.manual_seed(derive_seed(seed, "draw", t))
@@ -188,7 +190,7 @@ def plain_loop(model, records, privacy, steps, logical=6, physical=3, lr=0.1):
             collate_fn=lambda some: default_data_collator(some) if some else None,
         ),
         noise_multiplier=privacy.noise_multiplier,
-        max_grad_norm=privacy.max_grad_norm,
+        max_grad_norm=privacy.per_sample_max_grad_norm,
         clipping=privacy.clipping,
         grad_sample_mode=privacy.grad_sample_mode,
         poisson_sampling=False,
@@ -219,7 +221,7 @@ def plain_loop(model, records, privacy, steps, logical=6, physical=3, lr=0.1):
 )
 def test_a_run_is_that_of_a_plain_loop(mode, clipping, tmp_path):
     """With Trainer's max_grad_norm at its default; more steps than an epoch has."""
-    privacy = private(mode, max_grad_norm=0.5, clipping=clipping)
+    privacy = private(mode, per_sample_max_grad_norm=0.5, clipping=clipping)
     expected = gpt2()
     before = weights(expected)
     draws = plain_loop(expected, texts(), privacy, steps=9)
@@ -235,7 +237,7 @@ def test_a_run_is_that_of_a_plain_loop(mode, clipping, tmp_path):
 def test_a_step_sums_clipped_gradients_of_single_records(mode, tmp_path):
     model, bound = gpt2(), 0.3
     before = weights(model)
-    privacy = private(mode, noise_multiplier=0.0, max_grad_norm=bound)
+    privacy = private(mode, noise_multiplier=0.0, per_sample_max_grad_norm=bound)
     run = trainer(
         tmp_path, model, privacy=privacy, max_steps=1, lr_scheduler_type="constant"
     )
@@ -259,7 +261,7 @@ def test_a_step_sums_clipped_gradients_of_single_records(mode, tmp_path):
 
 def first_items(run, count):
     """What a run will draw, read before it begins."""
-    run._seed, run._draw = derive_seed(run.privacy.seed, 0), 0
+    run._seed, run._draw = derive_seed(run.privacy.privacy_seed, 0), 0
     items = iter(run.get_train_dataloader())
     return [next(items) for _ in range(count)]
 
@@ -272,7 +274,7 @@ def test_a_draw_without_records_is_a_step_of_noise(mode, tmp_path):
             tmp_path,
             gpt2(),
             texts(9),
-            private(mode, seed=seed),
+            private(mode, privacy_seed=seed),
             per_device_train_batch_size=1,
             gradient_accumulation_steps=1,
             max_steps=4,
@@ -374,7 +376,7 @@ def test_sampling_is_poisson(tmp_path):
 
 def test_nobody_knows_noise_and_draws(tmp_path):
     """TrainingArguments.seed, 42 for everybody, fixes neither."""
-    privacy = private(seed=None)
+    privacy = private(privacy_seed=None)
     runs = [trainer(tmp_path, privacy=privacy, max_steps=2) for _ in range(2)]
     for run in runs:
         run.train()
@@ -538,7 +540,7 @@ def test_shuffling_is_named_what_it_is(tmp_path):
         ({"noise_multiplier": None}, "either target_epsilon or noise_multiplier"),
         ({"noise_multiplier": None, "target_epsilon": 0.0}, "not positive"),
         ({"noise_multiplier": -1.0}, "negative"),
-        ({"seed": -1}, "negative"),
+        ({"privacy_seed": -1}, "negative"),
         ({"clipping": "adaptive"}, "'flat', 'automatic'"),
         ({"accountant": "gdp"}, "'prv', 'rdp'"),
         (
@@ -786,7 +788,7 @@ def test_records_of_several_sequences(mode, tmp_path):
             tmp_path,
             PerRecord(model),
             people,
-            privacy=private(mode, noise_multiplier=0.0, max_grad_norm=0.3),
+            privacy=private(mode, noise_multiplier=0.0, per_sample_max_grad_norm=0.3),
             data_collator=collate,
             eval_dataset=people[:5],
             lr_scheduler_type="constant",
@@ -887,7 +889,7 @@ def checkpoint(tmp_path_factory):
     [
         {"mode": "ghost"},
         {"noise_multiplier": 2.0},
-        {"max_grad_norm": 2.0},
+        {"per_sample_max_grad_norm": 2.0},
         {"clipping": "automatic"},
         {"target_delta": 1e-4},
         {"accountant": "prv"},
@@ -1187,7 +1189,7 @@ def test_optimizer_and_schedule_of_ones_own(tmp_path):
 
 def test_model_init_and_per_layer_bounds(tmp_path):
     count = len(list(gpt2().parameters()))
-    privacy = private(clipping="per_layer", max_grad_norm=[0.1] * count)
+    privacy = private(clipping="per_layer", per_sample_max_grad_norm=[0.1] * count)
     run = trainer(tmp_path, model_init=lambda: gpt2(), privacy=privacy, max_steps=2)
     run.train()
     first = run.model
