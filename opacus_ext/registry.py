@@ -47,6 +47,7 @@ from opacus.grad_sample.gsm_base import OPACUS_PARAM_MONKEYPATCH_ATTRS
 from opacus.validators import ModuleValidator
 from torch import nn
 
+from opacus_ext import validators
 from opacus_ext.accountants import PRVBoundsAccountant
 from opacus_ext.grad_sample import adapters, modes, samplers
 from opacus_ext.grad_sample.modes import common
@@ -117,8 +118,12 @@ def register() -> None:
         _prepare_criterion(PrivacyEngine._prepare_criterion),
     )
     _replace(PrivacyEngine, "make_private", _make_private(PrivacyEngine.make_private))
-    for name, table in (("validate", "VALIDATORS"), ("fix", "FIXERS")):
-        _replace(ModuleValidator, name, _without_trained_as_is(name, table))
+    for name, table, norms in (
+        ("validate", "VALIDATORS", validators.validate_norms),
+        ("fix", "FIXERS", validators.fix_norms),
+    ):
+        others = norms(_without_trained_as_is(name, table))
+        _replace(ModuleValidator, name, classmethod(others))
     _add(
         opacus.accountants.registry._ACCOUNTANTS,
         PRVBoundsAccountant.mechanism(),
@@ -410,14 +415,21 @@ def _clean(module: nn.Module) -> None:
 _TRAINED_AS_IS = (nn.LSTM, nn.GRU, nn.MultiheadAttention)
 
 
-def _without_trained_as_is(name: str, table: str) -> classmethod:
-    """Opacus's tables stay, for its own modes and for who looks into them."""
+def _without_trained_as_is(name: str, table: str) -> Callable:
+    """
+    Without norms either, which validators.py sees to. Opacus's tables stay, for its own
+    modes and for who looks into them.
+    """
     whole = vars(ModuleValidator)[name].__func__
 
     @functools.wraps(whole)
     def part(cls: type, module: nn.Module, **kwargs: Any) -> Any:
         entries = getattr(ModuleValidator, table)
-        hidden = [layer for layer in _TRAINED_AS_IS if layer in entries]
+        hidden = [
+            layer
+            for layer in entries
+            if layer in _TRAINED_AS_IS or validators.is_hidden(layer, entries)
+        ]
         order = dict(entries)
         try:
             for layer in hidden:
@@ -428,7 +440,7 @@ def _without_trained_as_is(name: str, table: str) -> classmethod:
             entries.clear()
             entries.update({**order, **new})
 
-    return classmethod(part)
+    return part
 
 
 def _refuse_trained_as_is(module: nn.Module, mode: str) -> None:
