@@ -409,7 +409,7 @@ def _quantile(norms: torch.Tensor, q: float) -> torch.Tensor:
     """As ``torch.quantile``, which takes no more than 2^24 numbers; some may be inf."""
     ordered, at = norms.sort().values, q * (len(norms) - 1)
     low, high = ordered[math.floor(at)], ordered[math.ceil(at)]
-    return low if low == high else low.lerp(high, at % 1)
+    return low if low == high else low + (high - low) * (at % 1)
 
 
 def _wide(g: torch.Tensor) -> torch.dtype:
