@@ -156,6 +156,12 @@ class PairLoss(ModelLoss):
     def __call__(self, model: nn.Module, inputs: Dict[str, Any]) -> torch.Tensor:
         """Losses ``[B]`` of B pairs, rows ``[chosen; rejected]``."""
         trainer = self.trainer
+        if trainer._is_vision_dataset:
+            raise Refused(
+                "Pairs with images are not known to be rows of one batch.",
+                parameter="train_dataset",
+                remedy="Train on text, or override sample_losses(model, inputs).",
+            )
         if trainer.aux_loss_enabled:
             raise Refused(
                 "The balancing loss of a mixture of experts is over all pairs here.",
@@ -185,8 +191,12 @@ class PairLoss(ModelLoss):
                 losses.append(trainer.batch_loss(lambda **_: outputs, pair))
         finally:
             trainer.precompute_ref_logps = before
-        if not trainer.privacy.log_loss:
-            trainer._metrics["train"].clear()  # of private records, as the loss
+        # Of private draws: the tokens are counted nowhere, as in PrivateTrainer, and
+        # the rest goes with the loss.
+        trainer._total_train_tokens = 0
+        metrics = trainer._metrics["train"]
+        for name in list(metrics if not trainer.privacy.log_loss else ["num_tokens"]):
+            del metrics[name]
         return torch.stack(losses)
 
     def _tokens(
