@@ -6,8 +6,9 @@ clipping functions are entries of tables, and what has no entry goes to Opacus a
 before. :func:`unregister` undoes all of it.
 
 What is replaced or added in Opacus: the lookups of classes (``get_gsm_class``,
-``get_hooks_class``, ``get_optimizer_class``), ``PrivacyEngine.make_private`` and
-``_prepare_criterion``, ``ModuleValidator.validate`` and ``fix``,
+``get_hooks_class``, ``get_optimizer_class``), ``PrivacyEngine.make_private``,
+``make_private_with_epsilon``, ``save_checkpoint``, ``load_checkpoint``,
+``privacy_statement`` and ``_prepare_criterion``, ``ModuleValidator.validate`` and ``fix``,
 ``GradSampleHooks.iterate_submodules``, and entries of the tables of samplers and of
 accountants.
 
@@ -49,6 +50,7 @@ from torch import nn
 
 from opacus_ext import validators
 from opacus_ext.accountants import PRVBoundsAccountant
+from opacus_ext.engine import WRAPPERS
 from opacus_ext.grad_sample import adapters, modes, samplers
 from opacus_ext.grad_sample.modes import common
 from opacus_ext.grad_sample.modes.loss import ClippedCriterion
@@ -64,6 +66,7 @@ from opacus_ext.optimizers.optimizer import (
     optimizer_class,
 )
 from opacus_ext.refused import Refused
+from opacus_ext.statement import privacy_statement
 
 
 class Mode(NamedTuple):
@@ -118,6 +121,10 @@ def register() -> None:
         _prepare_criterion(PrivacyEngine._prepare_criterion),
     )
     _replace(PrivacyEngine, "make_private", _make_private(PrivacyEngine.make_private))
+    for name, wrap in WRAPPERS.items():
+        _replace(PrivacyEngine, name, wrap(getattr(PrivacyEngine, name)))
+    PrivacyEngine.privacy_statement = privacy_statement
+    _undo.append(lambda: delattr(PrivacyEngine, "privacy_statement"))
     for name, table, norms in (
         ("validate", "VALIDATORS", validators.validate_norms),
         ("fix", "FIXERS", validators.fix_norms),

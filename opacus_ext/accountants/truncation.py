@@ -44,7 +44,7 @@ def tail(records: float, sample_rate: float, max_batch_size: float) -> float:
 
     Example:
         >>> f"{tail(999, 0.1, 140):.3e}"
-        '2.344e-05'
+        '2.424e-05'
     """
     if max_batch_size >= records + 1:
         return 0.0
@@ -70,7 +70,7 @@ def sufficient_batch_size(
 
     Example:
         >>> sufficient_batch_size(60_000, 0.01, 10_000, epsilon=4.0, delta=1e-5)
-        826
+        785
     """
     share = delta / 100 / steps / (1 + math.exp(min(epsilon, 600.0)))
     found = int(binom.isf(max(share, _LEAST), records + 1, sample_rate))
