@@ -169,8 +169,9 @@ class PairLoss(ModelLoss):
                 remedy="Set router_aux_loss_coef=0.0.",
             )
         count = len(inputs["input_ids"]) // 2
-        references = [inputs.get(name) for name in _REFERENCE]
-        if not trainer.precompute_ref_logps:
+        if trainer.precompute_ref_logps:
+            references = [inputs[name] for name in _REFERENCE]
+        else:
             reference = trainer.ref_model or model
             references = trainer.compute_ref_log_probs(reference, inputs)
         # The rows of a pair side by side.
@@ -201,7 +202,7 @@ class PairLoss(ModelLoss):
 
     def _tokens(
         self, logits: torch.Tensor, pairs: Mapping[str, torch.Tensor]
-    ) -> Dict[str, Optional[torch.Tensor]]:
+    ) -> Dict[str, torch.Tensor]:
         """What TRL's fused head gives of each token: the names are its own."""
         labels = pairs["input_ids"].masked_fill(pairs["completion_mask"] == 0, -100)
         labels = labels[:, 1:]

@@ -345,6 +345,7 @@ class PrivateTrainer(BatchTrainer):
             return super().compute_loss(
                 model, inputs, return_outputs, num_items_in_batch=num_items_in_batch
             )
+        assert self._run is not None  # a part is at work
         losses = self.sample_losses(model, inputs)
         if losses.shape != (self._records,):
             raise Refused(
