@@ -9,6 +9,8 @@ import copy
 import dataclasses
 import gc
 import os
+import warnings
+from typing import Optional
 
 import pytest
 import torch
@@ -561,11 +563,71 @@ def test_privacy_arguments_that_do_not_fit(kwargs, message):
 
 
 def test_privacy_arguments_from_a_command_line():
-    parser = HfArgumentParser((PrivacyArguments,))
-    (parsed,) = parser.parse_args_into_dataclasses(
-        ["--target_epsilon", "8", "--target_delta", "1e-5", "--clipping", "automatic"]
+    """Beside all that scripts of transformers and TRL have."""
+    trl = pytest.importorskip("trl")
+
+    @dataclasses.dataclass
+    class DataTrainingArguments:  # as in run_clm and run_glue
+        model_name_or_path: Optional[str] = None
+        task_name: Optional[str] = None
+        block_size: Optional[int] = None
+        max_seq_length: int = 128
+        max_train_samples: Optional[int] = None
+        streaming: bool = False
+
+    scripts = (trl.ScriptArguments, trl.ModelConfig, trl.DatasetMixtureConfig)
+    given = (
+        "--use_cpu --output_dir out --max_grad_norm 1.0 --seed 7 --target_epsilon 8 "
+        "--target_delta 1e-5 --clipping per_layer --per_sample_max_grad_norm 0.5 2 "
+        "--privacy_seed 3 --log_loss False --no_poisson_sampling"
     )
-    assert parsed == PrivacyArguments(1e-5, 8.0, clipping="automatic")
+    for others in (
+        (TrainingArguments, DataTrainingArguments),
+        (transformers.Seq2SeqTrainingArguments, DataTrainingArguments),
+        (trl.SFTConfig, *scripts),
+        (trl.DPOConfig, *scripts),
+    ):
+        parser = HfArgumentParser((PrivacyArguments, *others))
+        with pytest.raises(ValueError, match="poisson_sampling=False"):
+            parser.parse_args_into_dataclasses(given.split())
+        parsed, args, *_ = parser.parse_args_into_dataclasses(given.split()[:-1])
+        assert parsed == PrivacyArguments(
+            1e-5,
+            8.0,
+            clipping="per_layer",
+            per_sample_max_grad_norm=[0.5, 2.0],
+            privacy_seed=3,
+            log_loss=False,
+        )
+        assert args.seed == 7 and args.max_grad_norm == 1.0
+        assert "--per_sample_max_grad_norm" in parser.format_help()
+    parser = HfArgumentParser((PrivacyArguments,))
+    one = ["--target_delta", "1e-5", "--noise_multiplier", "1"]
+    (parsed,) = parser.parse_args_into_dataclasses(one)
+    assert parsed == PrivacyArguments(1e-5, noise_multiplier=1.0)
+    one += ["--per_sample_max_grad_norm", "0.1"]
+    (parsed,) = parser.parse_args_into_dataclasses(one)
+    assert parsed.per_sample_max_grad_norm == 0.1
+
+
+@pytest.mark.parametrize("name", ["max_grad_norm", "seed"])
+def test_names_that_are_training_arguments(name):
+    with pytest.raises(Refused, match=f"Write p.*{name}=2"):
+        PrivacyArguments(1e-5, 8.0, **{name: 2})
+
+
+def test_what_is_mostly_a_mistake_is_said(tmp_path):
+    def said(run):
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            run()
+        return [str(w.message) for w in found if "records" in str(w.message)]
+
+    assert not said(lambda: trainer(tmp_path))
+    (delta,) = said(lambda: trainer(tmp_path, privacy=private(target_delta=1 / N)))
+    assert f"one over the {N} records or more" in delta
+    (size,) = said(lambda: trainer(tmp_path, gradient_accumulation_steps=N))
+    assert f"A batch of {3 * N} " in size and f"more than the {N} records" in size
 
 
 # -- what is refused ---------------------------------------------------------------
@@ -1110,6 +1172,55 @@ def test_models_that_are_refused_stay_as_they_were(tmp_path):
         run.train()
     assert not any(hasattr(p, "grad_sample") for p in run.model.parameters())
     assert type(run.optimizer) is torch.optim.SGD
+
+
+# -- models as they come -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt2", "llama"])
+def test_models_of_from_pretrained(family, tmp_path):
+    """They are in evaluation mode, as is one that was evaluated before or between."""
+    if family == "bert":
+        model, data = bert(dropout=0.1), [
+            {**x, "labels": i % 2} for i, x in enumerate(texts())
+        ]
+    elif family == "gpt2":
+        model, data = gpt2(dropout=0.1), texts()
+    else:
+        config = transformers.LlamaConfig(
+            vocab_size=V,
+            hidden_size=16,
+            intermediate_size=24,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+        )
+        model, data = transformers.LlamaForCausalLM(config), texts()
+    model.save_pretrained(tmp_path / "model")
+    model = type(model).from_pretrained(tmp_path / "model")
+    assert not model.training
+    found = []
+    for evaluates in (False, True):
+        model = type(model).from_pretrained(tmp_path / "model")
+        run = trainer(
+            tmp_path,
+            model,
+            data,
+            eval_dataset=data[:4],
+            eval_strategy="steps" if evaluates else "no",
+            eval_steps=1,
+            max_steps=3,
+        )
+        if evaluates:
+            run.evaluate()
+        run.train()
+        if evaluates:
+            run.evaluate()
+            assert not run.model.training
+        found.append(weights(run.model))
+        before = weights(run.model)
+        run.train()  # from evaluation mode again
+        assert distance(before, weights(run.model)) > 1e-3
+    assert distance(*found) == 0
 
 
 # -- what works with it ------------------------------------------------------------

@@ -170,7 +170,7 @@ def check_steps(run, stock, steps=3):
 
 @every_mode
 def test_sft_steps_are_sums_of_clipped_gradients_of_records(mode, path, tmp_path):
-    """Completions only, padded to different lengths, with checkpointing (its default)."""
+    """Completions only, padded, with checkpointing (its default)."""
     data = records("prompt", "completion")
     args = arguments(trl.SFTConfig, tmp_path)
     given = {"train_dataset": data, "processing_class": tokenizer()}
