@@ -10,6 +10,7 @@ from opacus_ext.grad_sample.factors import GradSample, OneHot, workspace
 from opacus_ext.grad_sample.leaks import Leak, find_leaks
 from opacus_ext.grad_sample.rules.registry import register_forward, register_rule
 from opacus_ext.grad_sample.samplewise.native import register_native
+from opacus_ext.monitor import Monitor
 from opacus_ext.optimizers.clipping import Clipping, automatic, register_clipping
 from opacus_ext.re_attention import ErrorTracker, track_errors
 from opacus_ext.refused import Refused
@@ -22,6 +23,7 @@ __all__ = [
     "ErrorTracker",
     "GradSample",
     "Leak",
+    "Monitor",
     "OneHot",
     "Refused",
     "automatic",

@@ -6,8 +6,9 @@ clipping functions are entries of tables, and what has no entry goes to Opacus a
 before. :func:`unregister` undoes all of it.
 
 What is replaced or added in Opacus: the lookups of classes (``get_gsm_class``,
-``get_hooks_class``, ``get_optimizer_class``), ``PrivacyEngine.make_private`` and
-``_prepare_criterion``, ``ModuleValidator.validate`` and ``fix``,
+``get_hooks_class``, ``get_optimizer_class``), ``PrivacyEngine.make_private``,
+``make_private_with_epsilon``, ``save_checkpoint``, ``load_checkpoint``,
+``privacy_statement`` and ``_prepare_criterion``, ``ModuleValidator.validate`` and ``fix``,
 ``GradSampleHooks.iterate_submodules``, and entries of the tables of samplers and of
 accountants.
 
@@ -47,7 +48,9 @@ from opacus.grad_sample.gsm_base import OPACUS_PARAM_MONKEYPATCH_ATTRS
 from opacus.validators import ModuleValidator
 from torch import nn
 
+from opacus_ext import validators
 from opacus_ext.accountants import PRVBoundsAccountant
+from opacus_ext.engine import WRAPPERS
 from opacus_ext.grad_sample import adapters, modes, samplers
 from opacus_ext.grad_sample.modes import common
 from opacus_ext.grad_sample.modes.loss import ClippedCriterion
@@ -63,6 +66,7 @@ from opacus_ext.optimizers.optimizer import (
     optimizer_class,
 )
 from opacus_ext.refused import Refused
+from opacus_ext.statement import privacy_statement
 
 
 class Mode(NamedTuple):
@@ -117,8 +121,16 @@ def register() -> None:
         _prepare_criterion(PrivacyEngine._prepare_criterion),
     )
     _replace(PrivacyEngine, "make_private", _make_private(PrivacyEngine.make_private))
-    for name, table in (("validate", "VALIDATORS"), ("fix", "FIXERS")):
-        _replace(ModuleValidator, name, _without_trained_as_is(name, table))
+    for name, wrap in WRAPPERS.items():
+        _replace(PrivacyEngine, name, wrap(getattr(PrivacyEngine, name)))
+    PrivacyEngine.privacy_statement = privacy_statement
+    _undo.append(lambda: delattr(PrivacyEngine, "privacy_statement"))
+    for name, table, norms in (
+        ("validate", "VALIDATORS", validators.validate_norms),
+        ("fix", "FIXERS", validators.fix_norms),
+    ):
+        others = norms(_without_trained_as_is(name, table))
+        _replace(ModuleValidator, name, classmethod(others))
     _add(
         opacus.accountants.registry._ACCOUNTANTS,
         PRVBoundsAccountant.mechanism(),
@@ -410,14 +422,21 @@ def _clean(module: nn.Module) -> None:
 _TRAINED_AS_IS = (nn.LSTM, nn.GRU, nn.MultiheadAttention)
 
 
-def _without_trained_as_is(name: str, table: str) -> classmethod:
-    """Opacus's tables stay, for its own modes and for who looks into them."""
+def _without_trained_as_is(name: str, table: str) -> Callable:
+    """
+    Without norms either, which validators.py sees to. Opacus's tables stay, for its own
+    modes and for who looks into them.
+    """
     whole = vars(ModuleValidator)[name].__func__
 
     @functools.wraps(whole)
     def part(cls: type, module: nn.Module, **kwargs: Any) -> Any:
         entries = getattr(ModuleValidator, table)
-        hidden = [layer for layer in _TRAINED_AS_IS if layer in entries]
+        hidden = [
+            layer
+            for layer in entries
+            if layer in _TRAINED_AS_IS or validators.is_hidden(layer, entries)
+        ]
         order = dict(entries)
         try:
             for layer in hidden:
@@ -428,7 +447,7 @@ def _without_trained_as_is(name: str, table: str) -> classmethod:
             entries.clear()
             entries.update({**order, **new})
 
-    return classmethod(part)
+    return part
 
 
 def _refuse_trained_as_is(module: nn.Module, mode: str) -> None:

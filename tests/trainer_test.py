@@ -9,9 +9,13 @@ import copy
 import dataclasses
 import gc
 import os
+import warnings
+from typing import Optional
 
 import pytest
 import torch
+
+from . import vision  # noqa: F401  (before transformers)  isort: skip
 import transformers
 from opacus import PrivacyEngine
 from opacus.accountants.utils import get_noise_multiplier
@@ -120,7 +124,7 @@ def tokenizer():
 
 
 def private(mode="ghost_bk", **kwargs):
-    kwargs = {"noise_multiplier": 1.0, "target_delta": 1e-3, "seed": 3} | kwargs
+    kwargs = {"noise_multiplier": 1.0, "target_delta": 1e-3, "privacy_seed": 3} | kwargs
     kwargs.setdefault("accountant", "rdp")
     return PrivacyArguments(grad_sample_mode=mode, **kwargs)
 
@@ -166,7 +170,7 @@ def distance(a, b):
 
 def plain_loop(model, records, privacy, steps, logical=6, physical=3, lr=0.1):
     """PrivacyEngine and BatchMemoryManager over the draws of a run; the draws."""
-    rounds, seed = -(-len(records) // logical), derive_seed(privacy.seed, 0)
+    rounds, seed = -(-len(records) // logical), derive_seed(privacy.privacy_seed, 0)
     generator, draws = torch.Generator(), []
     for t in range(steps):
         generator.manual_seed(derive_seed(seed, "draw", t))
@@ -188,7 +192,7 @@ def plain_loop(model, records, privacy, steps, logical=6, physical=3, lr=0.1):
             collate_fn=lambda some: default_data_collator(some) if some else None,
         ),
         noise_multiplier=privacy.noise_multiplier,
-        max_grad_norm=privacy.max_grad_norm,
+        max_grad_norm=privacy.per_sample_max_grad_norm,
         clipping=privacy.clipping,
         grad_sample_mode=privacy.grad_sample_mode,
         poisson_sampling=False,
@@ -219,7 +223,7 @@ def plain_loop(model, records, privacy, steps, logical=6, physical=3, lr=0.1):
 )
 def test_a_run_is_that_of_a_plain_loop(mode, clipping, tmp_path):
     """With Trainer's max_grad_norm at its default; more steps than an epoch has."""
-    privacy = private(mode, max_grad_norm=0.5, clipping=clipping)
+    privacy = private(mode, per_sample_max_grad_norm=0.5, clipping=clipping)
     expected = gpt2()
     before = weights(expected)
     draws = plain_loop(expected, texts(), privacy, steps=9)
@@ -235,7 +239,7 @@ def test_a_run_is_that_of_a_plain_loop(mode, clipping, tmp_path):
 def test_a_step_sums_clipped_gradients_of_single_records(mode, tmp_path):
     model, bound = gpt2(), 0.3
     before = weights(model)
-    privacy = private(mode, noise_multiplier=0.0, max_grad_norm=bound)
+    privacy = private(mode, noise_multiplier=0.0, per_sample_max_grad_norm=bound)
     run = trainer(
         tmp_path, model, privacy=privacy, max_steps=1, lr_scheduler_type="constant"
     )
@@ -259,7 +263,7 @@ def test_a_step_sums_clipped_gradients_of_single_records(mode, tmp_path):
 
 def first_items(run, count):
     """What a run will draw, read before it begins."""
-    run._seed, run._draw = derive_seed(run.privacy.seed, 0), 0
+    run._seed, run._draw = derive_seed(run.privacy.privacy_seed, 0), 0
     items = iter(run.get_train_dataloader())
     return [next(items) for _ in range(count)]
 
@@ -272,7 +276,7 @@ def test_a_draw_without_records_is_a_step_of_noise(mode, tmp_path):
             tmp_path,
             gpt2(),
             texts(9),
-            private(mode, seed=seed),
+            private(mode, privacy_seed=seed),
             per_device_train_batch_size=1,
             gradient_accumulation_steps=1,
             max_steps=4,
@@ -374,7 +378,7 @@ def test_sampling_is_poisson(tmp_path):
 
 def test_nobody_knows_noise_and_draws(tmp_path):
     """TrainingArguments.seed, 42 for everybody, fixes neither."""
-    privacy = private(seed=None)
+    privacy = private(privacy_seed=None)
     runs = [trainer(tmp_path, privacy=privacy, max_steps=2) for _ in range(2)]
     for run in runs:
         run.train()
@@ -538,7 +542,7 @@ def test_shuffling_is_named_what_it_is(tmp_path):
         ({"noise_multiplier": None}, "either target_epsilon or noise_multiplier"),
         ({"noise_multiplier": None, "target_epsilon": 0.0}, "not positive"),
         ({"noise_multiplier": -1.0}, "negative"),
-        ({"seed": -1}, "negative"),
+        ({"privacy_seed": -1}, "negative"),
         ({"clipping": "adaptive"}, "'flat', 'automatic'"),
         ({"accountant": "gdp"}, "'prv', 'rdp'"),
         (
@@ -559,11 +563,71 @@ def test_privacy_arguments_that_do_not_fit(kwargs, message):
 
 
 def test_privacy_arguments_from_a_command_line():
-    parser = HfArgumentParser((PrivacyArguments,))
-    (parsed,) = parser.parse_args_into_dataclasses(
-        ["--target_epsilon", "8", "--target_delta", "1e-5", "--clipping", "automatic"]
+    """Beside all that scripts of transformers and TRL have."""
+    trl = pytest.importorskip("trl")
+
+    @dataclasses.dataclass
+    class DataTrainingArguments:  # as in run_clm and run_glue
+        model_name_or_path: Optional[str] = None
+        task_name: Optional[str] = None
+        block_size: Optional[int] = None
+        max_seq_length: int = 128
+        max_train_samples: Optional[int] = None
+        streaming: bool = False
+
+    scripts = (trl.ScriptArguments, trl.ModelConfig, trl.DatasetMixtureConfig)
+    given = (
+        "--use_cpu --output_dir out --max_grad_norm 1.0 --seed 7 --target_epsilon 8 "
+        "--target_delta 1e-5 --clipping per_layer --per_sample_max_grad_norm 0.5 2 "
+        "--privacy_seed 3 --log_loss False --no_poisson_sampling"
     )
-    assert parsed == PrivacyArguments(1e-5, 8.0, clipping="automatic")
+    for others in (
+        (TrainingArguments, DataTrainingArguments),
+        (transformers.Seq2SeqTrainingArguments, DataTrainingArguments),
+        (trl.SFTConfig, *scripts),
+        (trl.DPOConfig, *scripts),
+    ):
+        parser = HfArgumentParser((PrivacyArguments, *others))
+        with pytest.raises(ValueError, match="poisson_sampling=False"):
+            parser.parse_args_into_dataclasses(given.split())
+        parsed, args, *_ = parser.parse_args_into_dataclasses(given.split()[:-1])
+        assert parsed == PrivacyArguments(
+            1e-5,
+            8.0,
+            clipping="per_layer",
+            per_sample_max_grad_norm=[0.5, 2.0],
+            privacy_seed=3,
+            log_loss=False,
+        )
+        assert args.seed == 7 and args.max_grad_norm == 1.0
+        assert "--per_sample_max_grad_norm" in parser.format_help()
+    parser = HfArgumentParser((PrivacyArguments,))
+    one = ["--target_delta", "1e-5", "--noise_multiplier", "1"]
+    (parsed,) = parser.parse_args_into_dataclasses(one)
+    assert parsed == PrivacyArguments(1e-5, noise_multiplier=1.0)
+    one += ["--per_sample_max_grad_norm", "0.1"]
+    (parsed,) = parser.parse_args_into_dataclasses(one)
+    assert parsed.per_sample_max_grad_norm == 0.1
+
+
+@pytest.mark.parametrize("name", ["max_grad_norm", "seed"])
+def test_names_that_are_training_arguments(name):
+    with pytest.raises(Refused, match=f"Write p.*{name}=2"):
+        PrivacyArguments(1e-5, 8.0, **{name: 2})
+
+
+def test_what_is_mostly_a_mistake_is_said(tmp_path):
+    def said(run):
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            run()
+        return [str(w.message) for w in found if "records" in str(w.message)]
+
+    assert not said(lambda: trainer(tmp_path))
+    (delta,) = said(lambda: trainer(tmp_path, privacy=private(target_delta=1 / N)))
+    assert f"one over the {N} records or more" in delta
+    (size,) = said(lambda: trainer(tmp_path, gradient_accumulation_steps=N))
+    assert f"A batch of {3 * N} " in size and f"more than the {N} records" in size
 
 
 # -- what is refused ---------------------------------------------------------------
@@ -786,7 +850,7 @@ def test_records_of_several_sequences(mode, tmp_path):
             tmp_path,
             PerRecord(model),
             people,
-            privacy=private(mode, noise_multiplier=0.0, max_grad_norm=0.3),
+            privacy=private(mode, noise_multiplier=0.0, per_sample_max_grad_norm=0.3),
             data_collator=collate,
             eval_dataset=people[:5],
             lr_scheduler_type="constant",
@@ -887,7 +951,7 @@ def checkpoint(tmp_path_factory):
     [
         {"mode": "ghost"},
         {"noise_multiplier": 2.0},
-        {"max_grad_norm": 2.0},
+        {"per_sample_max_grad_norm": 2.0},
         {"clipping": "automatic"},
         {"target_delta": 1e-4},
         {"accountant": "prv"},
@@ -1110,6 +1174,55 @@ def test_models_that_are_refused_stay_as_they_were(tmp_path):
     assert type(run.optimizer) is torch.optim.SGD
 
 
+# -- models as they come -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt2", "llama"])
+def test_models_of_from_pretrained(family, tmp_path):
+    """They are in evaluation mode, as is one that was evaluated before or between."""
+    if family == "bert":
+        model, data = bert(dropout=0.1), [
+            {**x, "labels": i % 2} for i, x in enumerate(texts())
+        ]
+    elif family == "gpt2":
+        model, data = gpt2(dropout=0.1), texts()
+    else:
+        config = transformers.LlamaConfig(
+            vocab_size=V,
+            hidden_size=16,
+            intermediate_size=24,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+        )
+        model, data = transformers.LlamaForCausalLM(config), texts()
+    model.save_pretrained(tmp_path / "model")
+    model = type(model).from_pretrained(tmp_path / "model")
+    assert not model.training
+    found = []
+    for evaluates in (False, True):
+        model = type(model).from_pretrained(tmp_path / "model")
+        run = trainer(
+            tmp_path,
+            model,
+            data,
+            eval_dataset=data[:4],
+            eval_strategy="steps" if evaluates else "no",
+            eval_steps=1,
+            max_steps=3,
+        )
+        if evaluates:
+            run.evaluate()
+        run.train()
+        if evaluates:
+            run.evaluate()
+            assert not run.model.training
+        found.append(weights(run.model))
+        before = weights(run.model)
+        run.train()  # from evaluation mode again
+        assert distance(before, weights(run.model)) > 1e-3
+    assert distance(*found) == 0
+
+
 # -- what works with it ------------------------------------------------------------
 
 
@@ -1187,7 +1300,7 @@ def test_optimizer_and_schedule_of_ones_own(tmp_path):
 
 def test_model_init_and_per_layer_bounds(tmp_path):
     count = len(list(gpt2().parameters()))
-    privacy = private(clipping="per_layer", max_grad_norm=[0.1] * count)
+    privacy = private(clipping="per_layer", per_sample_max_grad_norm=[0.1] * count)
     run = trainer(tmp_path, model_init=lambda: gpt2(), privacy=privacy, max_steps=2)
     run.train()
     first = run.model

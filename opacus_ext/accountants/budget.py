@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from typing import Callable
 
 from opacus.accountants.accountant import IAccountant
 
@@ -40,9 +41,29 @@ def noise_left(
     """
     before = list(accountant.history)
 
+    def record(trial: IAccountant, noise: float) -> None:
+        trial.history = [*before, (noise, sample_rate, steps)]
+
+    return least_noise(accountant, record, epsilon, delta, tolerance)
+
+
+def least_noise(
+    accountant: IAccountant,
+    record: Callable[[IAccountant, float], None],
+    epsilon: float,
+    delta: float,
+    tolerance: float = 0.01,
+) -> float:
+    """
+    As :func:`noise_left`, for a run of any kind.
+
+    Args:
+        record: records the run with an accountant, at a noise multiplier
+    """
+
     def spent(noise: float) -> float:
         trial = deepcopy(accountant)  # with all that it knows beside the history
-        trial.history = [*before, (noise, sample_rate, steps)]
+        record(trial, noise)
         return trial.get_epsilon(delta)
 
     low, high = 0.0, 1.0

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections import Counter
 from copy import deepcopy
-from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Tuple
+from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Tuple
 
 from opacus.accountants.accountant import IAccountant
 
@@ -20,6 +21,13 @@ MECHANISMS: Dict[str, Tuple[str, ...]] = {
     "laplace": ("noise_multiplier",),
     "pure": ("epsilon",),
     "approximate": ("epsilon", "delta"),
+    "truncated_poisson": (
+        "noise_multiplier",
+        "sample_rate",
+        "records",
+        "max_batch_size",
+    ),
+    "fixed_size": ("noise_multiplier", "sample_rate"),
 }
 
 
@@ -51,8 +59,10 @@ class PRVBoundsAccountant(IAccountant):
     rate is below 1; epsilon was no greater in any of 59 random settings. That this is
     so for every composition is not proven.
 
-    ``history`` is Opacus's list of (noise_multiplier, sample_rate, steps); what else
-    was released about the same records goes to :meth:`compose`. The noise and the
+    ``history`` is Opacus's list of (noise_multiplier, sample_rate, steps), of Poisson
+    sampling; what else was released about the same records, and steps whose batches
+    were drawn in another way, go to :meth:`compose`. Of steps with batches of fixed
+    size the neighbours are data sets in which one record is another. The noise and the
     sampling rate may change from step to step. Up to 64 distinct pairs are composed as
     they are. More of them are rounded before, to less noise for the upper bound and to
     more for the lower.
@@ -92,6 +102,7 @@ class PRVBoundsAccountant(IAccountant):
             Refused: for a negative noise, or a rate outside [0, 1]
         """
         new = _check_step(noise_multiplier, sample_rate, 1)
+        _refuse_mixed([new], self.mechanisms)
         if self.history and tuple(self.history[-1][:2]) == new[:2]:
             new = (*new[:2], self.history.pop()[2] + 1)
         self.history.append(new)
@@ -106,12 +117,19 @@ class PRVBoundsAccountant(IAccountant):
             mechanism: "gaussian" or "laplace" with ``noise_multiplier``: the std, or
                 Laplace's scale, over the sensitivity (in L2, or L1) to one record;
                 "pure" with ``epsilon`` or "approximate" with ``epsilon`` and ``delta``:
-                any mechanism with this guarantee
+                any mechanism with this guarantee; "truncated_poisson" with
+                ``noise_multiplier``, ``sample_rate``, ``records`` and
+                ``max_batch_size``: steps with Poisson batches that were cut to this
+                size (``opacus_ext.accountants.truncation`` has the proof);
+                "fixed_size" with ``noise_multiplier`` (over the bound of clipping) and
+                ``sample_rate``: steps with batches of a fixed size
+                (:func:`~opacus_ext.accountants.profiles.exchanged`)
             participations: how often it was used on the same record, or the most
                 releases of a series that one record can take part in
 
         Raises:
-            Refused: for another mechanism or parameters out of range
+            Refused: for another mechanism or parameters out of range, and for
+                "fixed_size" beside anything else, whose neighbours are other ones
 
         Example:
             >>> accountant = PRVBoundsAccountant()
@@ -126,6 +144,7 @@ class PRVBoundsAccountant(IAccountant):
         }
         _check_mechanism(entry)
         entry["participations"] = int(participations)
+        _refuse_mixed(self.history, [*self.mechanisms[-1:], entry])
         last = self.mechanisms[-1] if self.mechanisms else {}
         if {**last, "participations": 0} == {**entry, "participations": 0}:
             entry["participations"] += self.mechanisms.pop()["participations"]
@@ -180,6 +199,25 @@ class PRVBoundsAccountant(IAccountant):
             _check("delta_error", delta_error, allowed, f"between 0 and delta={delta}")
         if self._revealing():
             return Bounds(0.0, math.inf, math.inf)
+        from opacus_ext.accountants import truncation
+
+        if not (tails := self._tails()):
+            return self._poisson_bounds(delta, eps_error, delta_error)
+
+        def poisson(delta: float) -> Bounds:
+            error = None if delta_error is None else min(delta_error, delta / 2)
+            return self._poisson_bounds(delta, eps_error, error)
+
+        found = truncation.truncated_bounds(poisson, sum(tails.values()), delta)
+        if found is None:
+            self._warn_of_truncation(tails, delta, poisson(0.99 * delta).upper)
+            return Bounds(0.0, math.inf, math.inf)
+        return found
+
+    def _poisson_bounds(
+        self, delta: float, eps_error: Optional[float], delta_error: Optional[float]
+    ) -> Bounds:
+        """As if no batch had been cut."""
         from opacus_ext.accountants import numerical
 
         low, high = self._steps()
@@ -213,6 +251,12 @@ class PRVBoundsAccountant(IAccountant):
             other = numerical.delta_bounds(low, epsilon)
             estimate = (bounds.estimate + other.estimate) / 2
             bounds = Bounds(other.lower, estimate, bounds.upper)
+        if tails := self._tails():
+            from opacus_ext.accountants import truncation
+
+            extra = truncation.extra_delta(sum(tails.values()), epsilon)
+            lower, upper = bounds.lower - extra, bounds.upper + extra
+            bounds = Bounds(max(lower, 0.0), bounds.estimate, min(upper, 1.0))
         return bounds
 
     def state_dict(self, destination: Any = None) -> Any:
@@ -232,6 +276,7 @@ class PRVBoundsAccountant(IAccountant):
         trial.mechanisms = deepcopy(list(state_dict.get("mechanisms", [])))
         for entry in trial.mechanisms:
             _check_mechanism(entry)
+        _refuse_mixed(trial.history, trial.mechanisms)
         self.history, self.mechanisms = trial.history, trial.mechanisms
 
     # -- what is composed ----------------------------------------------------------
@@ -244,9 +289,47 @@ class PRVBoundsAccountant(IAccountant):
             if rate > 0 and steps > 0 and noise < math.inf:
                 counts[noise, rate] += steps
         for entry in self.mechanisms:
-            if entry["mechanism"] == "gaussian":
-                counts[entry["noise_multiplier"], 1.0] += entry["participations"]
+            name, k = entry["mechanism"], entry["participations"]
+            if name == "gaussian":
+                counts[entry["noise_multiplier"], 1.0] += k
+            elif name in ("truncated_poisson", "fixed_size") and entry["sample_rate"]:
+                # To exchange a clipped gradient moves the sum by twice the bound.
+                noise = entry["noise_multiplier"] / (1 + (name == "fixed_size"))
+                counts[noise, entry["sample_rate"]] += k
         return counts
+
+    def _tails(self) -> Dict[int, float]:
+        """By number of the mechanism: how likely some batch of it was cut, at most."""
+        from opacus_ext.accountants.truncation import tail
+
+        names = MECHANISMS["truncated_poisson"][1:]
+        found = {
+            i: entry["participations"] * tail(**{name: entry[name] for name in names})
+            for i, entry in enumerate(self.mechanisms)
+            if entry["mechanism"] == "truncated_poisson"
+        }
+        return {i: p for i, p in found.items() if p > 0}
+
+    def _warn_of_truncation(
+        self, tails: Mapping[int, float], delta: float, epsilon: float
+    ) -> None:
+        from opacus_ext.accountants.truncation import sufficient_batch_size
+
+        entry = self.mechanisms[max(tails, key=lambda i: tails[i])]
+        enough = sufficient_batch_size(
+            entry["records"],
+            entry["sample_rate"],
+            entry["participations"],
+            epsilon,
+            delta,
+        )
+        warnings.warn(
+            f"Epsilon is infinite: batches are cut to {entry['max_batch_size']:.0f} "
+            f"records so often that it takes all of delta={delta:g}. With "
+            f"max_batch_size={enough} it would take a hundredth.",
+            RuntimeWarning,
+            stacklevel=4,
+        )
 
     def _revealing(self) -> bool:
         return any(noise == 0 for noise, _ in self._counts())
@@ -256,6 +339,8 @@ class PRVBoundsAccountant(IAccountant):
         from opacus_ext.accountants import profiles
         from opacus_ext.accountants.numerical import Step
 
+        _refuse_mixed(self.history, self.mechanisms)
+        exchange = any(e["mechanism"] == "fixed_size" for e in self.mechanisms)
         counts = self._counts()
         sampled = {key: k for key, k in counts.items() if key[1] < 1}
         common = []
@@ -269,21 +354,24 @@ class PRVBoundsAccountant(IAccountant):
             if name == "laplace":
                 greatest = 1 / values[0]
                 common.append(Step(profiles.laplace(*values), k, greatest=greatest))
-            elif name != "gaussian":
+            elif name in ("pure", "approximate"):
                 delta = (*values, 0.0)[1]
                 common.append(Step(profiles.pure(values[0]), k, delta, values[0]))
 
-        def build(pairs: Mapping[Tuple[float, float], int]) -> List[Any]:
+        def build(
+            pairs: Mapping[Tuple[float, float], int], of_step: Callable[[Any], Any]
+        ) -> List[Any]:
             return common + [
-                Step(profiles.sampled(profiles.gaussian(noise), rate), k)
+                Step(of_step(profiles.sampled(profiles.gaussian(noise), rate)), k)
                 for (noise, rate), k in sorted(pairs.items())
             ]
 
-        if len(sampled) <= _DISTINCT:
-            steps = build(sampled)
-            return steps, steps
-        low, high = _rounded(sampled)
-        return build(low), build(high)
+        few = len(sampled) <= _DISTINCT
+        low, high = (sampled, sampled) if few else _rounded(sampled)
+        lower = build(low, lambda profile: profile)
+        if exchange:  # a removal's profile is reached where all else is at -C
+            return lower, build(high, profiles.exchanged)
+        return lower, lower if few else build(high, lambda profile: profile)
 
 
 def _mu(counts: Mapping[Tuple[float, float], int]) -> float:
@@ -314,6 +402,19 @@ def _rounded(
         if max(len(low), len(high)) <= _DISTINCT:
             return low, high
         width *= 1.25
+
+
+def _refuse_mixed(history: List[Any], mechanisms: List[Dict[str, Any]]) -> None:
+    kinds = {entry["mechanism"] for entry in mechanisms}
+    if "fixed_size" in kinds and (history or len(kinds) > 1):
+        raise Refused(
+            "Steps with batches of fixed size are private for the exchange of a "
+            "record, and other releases for its addition or removal: they can't be "
+            "composed.",
+            parameter="sampling",
+            remedy="Draw all batches by FixedSize, or all by Poisson and "
+            "TruncatedPoisson, with a new engine; and release nothing else.",
+        )
 
 
 # -- checks ------------------------------------------------------------------------
@@ -354,6 +455,13 @@ def _check_mechanism(entry: Dict[str, Any]) -> None:
             _check("delta", value, 0 <= value < 1, "0 or more, and below 1")
         elif parameter == "epsilon":
             _check("epsilon", value, 0 <= value < math.inf, "0 or more, and finite")
+        elif parameter == "sample_rate":
+            _check_step(entry["noise_multiplier"], value, 1)
+        elif parameter in ("records", "max_batch_size"):
+            whole = value >= 1 and value == math.floor(value)
+            _check(parameter, value, whole, "a whole number, 1 or more")
+        elif "sample_rate" in given:
+            continue  # as in a history, the noise may be 0
         else:
             _check(parameter, value, 0 < value < math.inf, "positive and finite")
     count = entry["participations"]

@@ -1,10 +1,20 @@
-"""Data sets for private training."""
+"""Data sets for private training, and how batches are drawn from them."""
 
 from opacus_ext.data.collators import RecordCollator
+from opacus_ext.data.sampling import FixedSize, Poisson, Sampling, TruncatedPoisson
 from opacus_ext.data.sequences import (
     SequenceData,
     read_sequences,
     synthetic_sequences,
 )
 
-__all__ = ["RecordCollator", "SequenceData", "read_sequences", "synthetic_sequences"]
+__all__ = [
+    "FixedSize",
+    "Poisson",
+    "RecordCollator",
+    "Sampling",
+    "SequenceData",
+    "TruncatedPoisson",
+    "read_sequences",
+    "synthetic_sequences",
+]

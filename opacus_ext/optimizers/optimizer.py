@@ -7,7 +7,17 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Dict, List, NoReturn, Optional, Sequence, Tuple, Type
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Dict,
+    List,
+    NoReturn,
+    Optional,
+    Sequence,
+    Tuple,
+    Type,
+)
 
 import torch
 import torch.distributed as dist
@@ -31,6 +41,9 @@ from opacus_ext.optimizers.clipping import (
 )
 from opacus_ext.refused import Refused
 
+if TYPE_CHECKING:
+    from opacus_ext.monitor import Monitor
+
 # Entries of what is drawn together: to start kernels takes longer than to run them.
 _SMALL = 2**16
 
@@ -40,6 +53,7 @@ class _ClippingOptimizer:
 
     clipping: Clipping = CLIPPINGS["flat"]
     on_nonfinite = "drop"  # or "raise", set by make_private
+    monitor: Optional[Monitor] = None  # attaches itself
 
     @property
     def _step_supports_amp_scaling(self) -> NoReturn:  # asked by torch.amp.GradScaler
@@ -62,6 +76,8 @@ class _ClippingOptimizer:
         **kwargs: Any,
     ):
         self._bounds: Optional[List[float]] = None
+        # Of the samples in the sum so far, over all parameters: [B] a physical batch.
+        self.norms: List[Optional[torch.Tensor]] = []
         given = max_grad_norm
         if self.clipping.per_parameter:
             max_grad_norm = self._check_bounds(optimizer, max_grad_norm)
@@ -107,10 +123,28 @@ class _ClippingOptimizer:
         """The largest norm of one sample's clipped gradient."""
         return self.clipping.sensitivity(self.clipping_bound)
 
-    def add_noise(self) -> None:
-        """Adds noise of std ``noise_multiplier * sensitivity``; sets ``p.grad``."""
+    @property
+    def gradient_noise_multiplier(self) -> float:
+        """
+        The noise multiplier of the gradients: larger than ``noise_multiplier``, which
+        is accounted, where a monitor releases something beside them.
+        """
         multiplier = getattr(self, "_adjusted_noise_multiplier", self.noise_multiplier)
-        std, params = multiplier * self.sensitivity, self.params
+        return multiplier * (1.0 if self.monitor is None else self.monitor.noise_factor)
+
+    def pre_step(self, closure: Optional[Any] = None) -> Optional[float]:
+        """See ``DPOptimizer``; a monitor sees each logical batch once."""
+        goes_on = super().pre_step(closure)
+        if goes_on and self.monitor is not None:
+            self.monitor.observe(self.norms)
+        return goes_on
+
+    def add_noise(self) -> None:
+        """
+        Adds noise of std ``gradient_noise_multiplier * sensitivity``; sets ``p.grad``.
+        """
+        std = self.gradient_noise_multiplier * self.sensitivity
+        params = self.params
         small: Dict[tuple, List[torch.Tensor]] = {}
         for p in params:
             _check_processed_flag(p.summed_grad)
@@ -147,6 +181,8 @@ class _ClippingOptimizer:
         next backward pass takes its place.
         """
         super().zero_grad(True)
+        if not self._is_last_step_skipped:
+            self.norms = []
 
     def _noise(
         self,
@@ -192,12 +228,13 @@ class HooksDPOptimizer(_ClippingOptimizer, DPOptimizer):
             names = [f"a parameter of {tuple(p.shape)}" for p in params]
             report_not_finite(norms, names, self.on_nonfinite)
             norms = [n.masked_fill(bad, math.inf) for n in norms]
-        factors, _ = clipping_factors(
+        factors, total = clipping_factors(
             self.clipping,
             self.clipping_bound,
             norms,
             list(map(group_of, params)),
         )
+        self.norms.append(total)
         for p, g, factor in zip(params, grad_samples, factors):
             factor = factor.to(g.device, _wide(g))
             if bad is not None:
@@ -214,12 +251,25 @@ class GhostDPOptimizer(_ClippingOptimizer, DPOptimizerFastGradientClipping):
 
     ready = False  # whether p.grad holds a clipped sum that no step has used
     _taken: List[Tuple[torch.Tensor, int]] = []  # these sums, with their versions
+    _taken_norms: Optional[torch.Tensor] = None  # of the samples in them
 
-    def take(self, sums: Dict[torch.nn.Parameter, torch.Tensor]) -> None:
-        """Sets ``p.grad`` of each parameter to its clipped sum, for the next step."""
+    def take(
+        self,
+        sums: Dict[torch.nn.Parameter, torch.Tensor],
+        norms: Optional[torch.Tensor],
+    ) -> None:
+        """
+        Sets ``p.grad`` of each parameter to its clipped sum, for the next step.
+
+        Args:
+            sums: by parameter
+            norms: of the samples' gradients before clipping ``[B]``; None if no
+                process knows them
+        """
         for p, total in sums.items():
             p.grad = total.detach()
         self._taken = [(p.grad, p.grad._version) for p in self.params]
+        self._taken_norms = norms
         self.ready = True
 
     def accumulate(self) -> None:
@@ -257,6 +307,7 @@ class GhostDPOptimizer(_ClippingOptimizer, DPOptimizerFastGradientClipping):
             else:
                 p.summed_grad = p.summed_grad.add_(p.grad)
             p.grad = None
+        self.norms.append(self._taken_norms)
         self.ready = False
 
     def zero_grad(self, set_to_none: bool = True) -> None:

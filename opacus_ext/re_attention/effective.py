@@ -50,7 +50,8 @@ def gradient_noise(optimizer: Any) -> float:
             parameter="optimizer",
             remedy="Pass the optimizer that PrivacyEngine.make_private returned.",
         )
-    multiplier = getattr(optimizer, "_adjusted_noise_multiplier", multiplier)
+    for name in ("_adjusted_noise_multiplier", "gradient_noise_multiplier"):
+        multiplier = getattr(optimizer, name, multiplier)
     clip = getattr(optimizer, "sensitivity", optimizer.max_grad_norm)
     return float(multiplier) * float(clip) / _batch_size(optimizer)
 

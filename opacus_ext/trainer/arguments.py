@@ -10,8 +10,14 @@ from opacus_ext.refused import Refused
 from opacus_ext.registry import MODES
 
 
-def _field(default: Any, text: str) -> Any:
-    return field(default=default, metadata={"help": text})
+def _field(default: Any, text: str, count: Optional[str] = None) -> Any:
+    parsed = {"help": text} if count is None else {"help": text, "nargs": count}
+    return field(default=default, metadata=parsed)
+
+
+# What Opacus and PrivacyEngine call them; TrainingArguments has these names too, with
+# another meaning, and one command line can't have both.
+_TAKEN = {"max_grad_norm": "per_sample_max_grad_norm", "seed": "privacy_seed"}
 
 
 @dataclass
@@ -25,7 +31,7 @@ class PrivacyArguments:
         target_delta: delta of the guarantee, below one over the number of records
         target_epsilon: what all steps of the run may spend; the noise is chosen for it
         noise_multiplier: in the place of ``target_epsilon``
-        max_grad_norm: to which each record's gradient is clipped; for
+        per_sample_max_grad_norm: to which each record's gradient is clipped; for
             ``clipping="per_layer"`` a list, in the order of the optimizer's parameters
         clipping: "flat", "automatic", "normalised", "per_layer" or one that was
             registered
@@ -35,7 +41,7 @@ class PrivacyArguments:
             they would be is logged under another name
         log_loss: whether the training loss is logged. It is the mean over private
             records, without noise, and epsilon does not cover it
-        seed: of noise and batches, for tests. By default nobody knows it;
+        privacy_seed: of noise and batches, for tests. By default nobody knows it;
             ``TrainingArguments.seed`` has no part in either
 
     Raises:
@@ -49,15 +55,32 @@ class PrivacyArguments:
     target_delta: float = _field(None, "delta of the guarantee")
     target_epsilon: Optional[float] = _field(None, "what all steps may spend")
     noise_multiplier: Optional[float] = _field(None, "instead of a target epsilon")
-    max_grad_norm: float = _field(1.0, "to which each record's gradient is clipped")
+    per_sample_max_grad_norm: float = _field(
+        1.0, "to which each record's gradient is clipped; a list for per_layer", "+"
+    )
     clipping: str = _field("flat", "flat, automatic, normalised or per_layer")
     grad_sample_mode: str = _field("auto", "auto, ghost_bk, ghost, scan or hooks")
     accountant: str = _field("prv", "prv_bounds, prv or rdp")
     poisson_sampling: bool = _field(True, "False shuffles, for which nothing is proven")
     log_loss: bool = _field(True, "log the training loss, which is not private")
-    seed: Optional[int] = _field(None, "of noise and batches, for tests; secret")
+    privacy_seed: Optional[int] = _field(
+        None, "of noise and batches, for tests; secret"
+    )
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> "PrivacyArguments":
+        """Refuses names that TrainingArguments has."""
+        for name in _TAKEN.keys() & kwargs.keys():
+            raise Refused(
+                f"PrivacyArguments has no {name}, which is TrainingArguments'.",
+                parameter=name,
+                remedy=f"Write {_TAKEN[name]}={kwargs[name]!r}.",
+            )
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
+        bound: Any = self.per_sample_max_grad_norm
+        if isinstance(bound, (list, tuple)) and len(bound) == 1:  # a command line's
+            self.per_sample_max_grad_norm = bound[0]
         if self.target_delta is None or not 0 < self.target_delta < 1:
             raise Refused(
                 f"target_delta must be between 0 and 1, got {self.target_delta}.",
@@ -83,10 +106,10 @@ class PrivacyArguments:
                 parameter="noise_multiplier",
                 remedy="Give zero, which is no privacy, or more.",
             )
-        if self.seed is not None and self.seed < 0:
+        if self.privacy_seed is not None and self.privacy_seed < 0:
             raise Refused(
-                f"seed={self.seed} is negative.",
-                parameter="seed",
+                f"privacy_seed={self.privacy_seed} is negative.",
+                parameter="privacy_seed",
                 remedy="Give a whole number from zero, or none.",
             )
         for name, known in (

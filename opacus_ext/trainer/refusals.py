@@ -45,7 +45,7 @@ _ARGUMENTS = (
     _Argument(
         "data_seed",
         "would make the draws known",
-        "PrivacyArguments(seed=...) is for tests.",
+        "PrivacyArguments(privacy_seed=...) is for tests.",
     ),
     _Argument("debug", "looks into a forward pass of single samples"),
     _Argument("dataloader_drop_last", "has no meaning for batches that are drawn"),
@@ -94,8 +94,8 @@ def refusals(args: TrainingArguments, given: Mapping[str, Any]) -> Iterator[Refu
             f"max_grad_norm={args.max_grad_norm} is Trainer's clipping of the whole "
             "batch's gradient, which is off here.",
             parameter="max_grad_norm",
-            remedy="Each record's is clipped to PrivacyArguments(max_grad_norm=...); "
-            "leave the other at its default.",
+            remedy="Each record's is clipped to PrivacyArguments("
+            "per_sample_max_grad_norm=...); leave the other at its default.",
         )
     if args.train_sampling_strategy != "random":
         yield Refused(
@@ -148,4 +148,28 @@ def refusals(args: TrainingArguments, given: Mapping[str, Any]) -> Iterator[Refu
             "into one sequence, so they can't be clipped one by one.",
             parameter="data_collator",
             remedy="Use one that pads, such as DataCollatorWithPadding.",
+        )
+
+
+def warnings_about(trainer: Any) -> Iterator[str]:
+    """
+    What is allowed, and mostly a mistake.
+
+    Args:
+        trainer: a PrivateTrainer
+    """
+    if trainer.train_dataset is None:
+        return
+    records, delta = len(trainer.train_dataset), trainer.privacy.target_delta
+    if delta * records >= 1:
+        yield (
+            f"target_delta={delta} is one over the {records} records or more: a run "
+            "that publishes a record as it is can have that delta. Choose it well "
+            f"below {1 / records:.1e}."
+        )
+    if trainer.logical_batch_size > records:
+        yield (
+            f"A batch of {trainer.logical_batch_size} (per_device_train_batch_size * "
+            f"gradient_accumulation_steps) is more than the {records} records: each "
+            "step takes all of them."
         )

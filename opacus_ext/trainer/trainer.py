@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 import secrets
+import warnings
 from dataclasses import asdict, dataclass
 from itertools import islice
 from typing import Any, Dict, Iterator, List, Mapping, Optional, Tuple, Union
@@ -18,23 +19,21 @@ import torch
 from opacus import PrivacyEngine
 from opacus.accountants.utils import get_noise_multiplier
 from torch import nn
-from torch.nn import functional as F
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
-from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL_LMS,
-)
 from transformers.trainer_utils import get_last_checkpoint
 
 from opacus_ext.accountants.budget import noise_left
 from opacus_ext.data.logical import Part, derive_seed
-from opacus_ext.losses import PerSample, cross_entropy, model_losses
+from opacus_ext.losses import PerSample
 from opacus_ext.refused import Refused
 from opacus_ext.trainer.arguments import PrivacyArguments
 from opacus_ext.trainer.batches import BatchTrainer
 from opacus_ext.trainer.callbacks import NoiseLog
 from opacus_ext.trainer.checkpoint import read_state, write_state
-from opacus_ext.trainer.refusals import refusals
+from opacus_ext.trainer.objectives import ModelLoss, objective_of
+from opacus_ext.trainer.records import RecordTrainer
+from opacus_ext.trainer.refusals import refusals, warnings_about
 
 
 @dataclass
@@ -117,21 +116,27 @@ class PrivateTrainer(BatchTrainer):
     # What compute_loss returns is not divided by the number of accumulation steps.
     loss_is_scaled_for_ga = True
 
-    def __init__(
-        self,
-        model: Optional[nn.Module] = None,
-        args: Optional[TrainingArguments] = None,
-        *rest: Any,
-        privacy: PrivacyArguments,
-        **kwargs: Any,
-    ):
-        args = TrainingArguments("tmp_trainer") if args is None else args
-        given = inspect.signature(Trainer.__init__).bind(
-            self, model, args, *rest, **kwargs
-        )
-        for problem in self._refusals(args, given.arguments):
-            raise problem
-        super().__init__(model, args, *rest, **kwargs)
+    def __init_subclass__(cls, **kwargs: Any):
+        super().__init_subclass__(**kwargs)
+        for base in cls.__mro__[: cls.__mro__.index(PrivateTrainer)]:
+            if issubclass(base, Trainer) and not issubclass(base, PrivateTrainer):
+                raise Refused(
+                    f"{cls.__name__} has {base.__name__} before PrivateTrainer, whose "
+                    "methods would not be reached.",
+                    module=cls.__name__,
+                    remedy=f"Write class {cls.__name__}(PrivateTrainer, "
+                    f"{base.__name__}).",
+                )
+
+    def __init__(self, *args: Any, privacy: PrivacyArguments, **kwargs: Any):
+        values = (*args, *kwargs.values())
+        chosen = next((x for x in values if isinstance(x, TrainingArguments)), None)
+        if chosen is not None:
+            self._refuse(chosen, self._by_name(*args, **kwargs))
+        super().__init__(*args, **kwargs)
+        if chosen is None:
+            self._refuse(self.args, {})
+        self._objective = (objective_of(type(self)) or ModelLoss)(self)
         self.privacy = privacy
         self.engine = PrivacyEngine(accountant=privacy.accountant)
         self.add_callback(NoiseLog(self))
@@ -139,18 +144,32 @@ class PrivateTrainer(BatchTrainer):
         self._seed, self._draw = 0, 0  # of this run, and its next draw
         self._saved: Optional[Dict[str, Any]] = None  # the state it goes on from
         self._run: Optional[_PrivateRun] = None  # None outside of training
+        for warning in warnings_about(self):
+            warnings.warn(warning, stacklevel=2)
 
-    def _refusals(
-        self, args: TrainingArguments, given: Mapping[str, Any]
-    ) -> Iterator[Refused]:
-        if type(self).compute_loss is not PrivateTrainer.compute_loss:
-            yield Refused(
-                f"{type(self).__name__} overrides compute_loss, whose loss is one "
+    def _by_name(self, *args: Any, **kwargs: Any) -> Dict[str, Any]:
+        """What the Trainer is given."""
+        classes = type(self).__mro__[type(self).__mro__.index(RecordTrainer) + 1 :]
+        owner: Any = next(c for c in classes if "__init__" in vars(c))
+        bound = inspect.signature(owner.__init__).bind(self, *args, **kwargs)
+        return {**bound.arguments, **bound.arguments.get("kwargs", {})}
+
+    def _refuse(self, args: TrainingArguments, given: Mapping[str, Any]) -> None:
+        cls, objective = type(self), objective_of(type(self))
+        if cls.compute_loss is not PrivateTrainer.compute_loss or (
+            objective is None and cls.sample_losses is PrivateTrainer.sample_losses
+        ):
+            raise Refused(
+                f"{cls.__name__} has a compute_loss of its own, whose loss is one "
                 "number for the batch.",
                 remedy="Override sample_losses(model, inputs), which returns one loss "
-                "a record, [B].",
+                "a record, [B]. Of TRL's trainers SFTTrainer and DPOTrainer work by "
+                "themselves.",
             )
-        yield from refusals(args, given)
+        for problem in (objective or ModelLoss).refusals(args, given):
+            raise problem
+        for problem in refusals(args, given):
+            raise problem
 
     # -- batches -------------------------------------------------------------------
 
@@ -204,18 +223,20 @@ class PrivateTrainer(BatchTrainer):
         else:
             noise.set_state(saved["noise"])
             self.engine.accountant.load_state_dict(saved["accountant"])
+        self.model.train()  # from_pretrained leaves it in evaluation mode
         made = self.engine.make_private(
             module=self.model,
             optimizer=optimizer,
             criterion=PerSample(),
             data_loader=DataLoader(self.train_dataset, batch_sampler=self._draws),
             noise_multiplier=noise_multiplier,
-            max_grad_norm=privacy.max_grad_norm,
+            max_grad_norm=privacy.per_sample_max_grad_norm,
             clipping=privacy.clipping,
             grad_sample_mode=privacy.grad_sample_mode,
             poisson_sampling=False,  # the loader does that already
             noise_generator=noise,
             wrap_model=False,
+            take=self._objective.take,
         )
         # Modes with a criterion of their own return it as the third of four.
         hooks, self.optimizer, *criterion, _ = made
@@ -286,6 +307,7 @@ class PrivateTrainer(BatchTrainer):
             if part.records:
                 self._records = part.records
                 mean = super().training_step(model, part.inputs)
+                self._records = 0
                 loss += mean * (part.records / num_items_in_batch)
             else:
                 self._contribute_nothing(optimizer)
@@ -298,7 +320,8 @@ class PrivateTrainer(BatchTrainer):
     def _contribute_nothing(optimizer: Any) -> None:
         """Of a draw without records the step is noise; few models run on B = 0."""
         if hasattr(optimizer, "take"):
-            optimizer.take({p: torch.zeros_like(p) for p in optimizer.params})
+            zeros = {p: torch.zeros_like(p) for p in optimizer.params}
+            optimizer.take(zeros, next(iter(zeros)).new_zeros(0))
             return
         for p in optimizer.params:
             p.grad_sample = p.new_zeros(0, *p.shape)
@@ -318,10 +341,11 @@ class PrivateTrainer(BatchTrainer):
         num_items_in_batch: Any = None,
     ) -> Any:
         """The loss that clips per record; in evaluation that of ``Trainer``."""
-        if return_outputs or self._run is None:
+        if not self._records:
             return super().compute_loss(
                 model, inputs, return_outputs, num_items_in_batch=num_items_in_batch
             )
+        assert self._run is not None  # a part is at work
         losses = self.sample_losses(model, inputs)
         if losses.shape != (self._records,):
             raise Refused(
@@ -346,32 +370,11 @@ class PrivateTrainer(BatchTrainer):
         Returns:
             Losses ``[B]``.
         """
-        function = self.compute_loss_func
-        if function is None and self.label_smoother is None:
-            return model_losses(model, inputs)
-        inputs = dict(inputs)
-        labels = inputs.pop("labels", None)
-        outputs = model(**inputs)
-        if function is not None:
-            return function(outputs, labels, num_items_in_batch=None)
-        if labels is None or labels.is_floating_point():
-            raise Refused(
-                "label_smoothing_factor is for labels that are classes; the batch has "
-                f"{'none' if labels is None else labels.dtype}.",
-                parameter="label_smoothing_factor",
-                remedy="Leave it out.",
-            )
-        if self._is_causal():
-            labels = F.pad(labels, (0, 1), value=-100)[..., 1:]
-        logits = outputs["logits"] if isinstance(outputs, Mapping) else outputs[0]
-        smoothing = self.args.label_smoothing_factor
-        return cross_entropy(logits, labels, label_smoothing=smoothing)
+        return self._objective(model, inputs)
 
-    def _is_causal(self) -> bool:
-        model = self.model
-        if hasattr(model, "get_base_model"):  # PEFT
-            model = model.get_base_model()
-        return type(model).__name__ in CAUSAL_LMS.values()
+    def batch_loss(self, model: Any, inputs: Dict[str, Any]) -> torch.Tensor:
+        """What ``Trainer``, or the Trainer it is mixed with, has for a batch."""
+        return super().compute_loss(model, inputs)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """As ``Trainer``; that it was evaluated changes nothing in what follows."""
@@ -420,7 +423,7 @@ class PrivateTrainer(BatchTrainer):
             skipped = self._saved["step"] % self.steps_per_epoch
             self._draw = self._saved["draw"] - skipped
         else:
-            known = self.privacy.seed
+            known = self.privacy.privacy_seed
             self._seed = secrets.randbits(63) if known is None else known
             self._seed = derive_seed(self._seed, self._runs)
             self._runs, self._draw = self._runs + 1, 0
@@ -447,7 +450,7 @@ class PrivateTrainer(BatchTrainer):
     def _settings(self) -> Dict[str, Any]:
         """What a run that goes on must have as it was."""
         loader, config = self.get_train_dataloader(), asdict(self.privacy)
-        for name in ("seed", "log_loss"):
+        for name in ("privacy_seed", "log_loss"):
             del config[name]
         config["records"] = len(self.train_dataset)
         config["logical_batch_size"] = self.logical_batch_size

@@ -101,7 +101,7 @@ class GhostMode(Samplewise):
             step = ProgramStep if self._is_compiled(losses) else Step
             sums, total = step(self, optimizer, losses, scale).run()
         self.per_sample_gradient_norms = total
-        optimizer.take(sums)
+        optimizer.take(sums, total)
 
     def _is_compiled(self, losses: torch.Tensor) -> bool:
         runs = runs_of(losses)

@@ -1,19 +1,17 @@
-"""The criterion and the loss of the ghost modes: ``loss.backward()`` as always."""
+"""The criterion of the ghost modes, and what is between the model and its losses."""
 
 from __future__ import annotations
 
-from typing import Any, Callable, Dict, Iterator, List, NoReturn, Optional, Set, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Optional, Set, Tuple
 
 import torch
-from opacus.utils.fast_gradient_clipping_utils import (
-    DPLossFastGradientClipping,
-    DPTensorFastGradientClipping,
-)
+from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
 from torch import nn
 from torch.autograd.graph import GradientEdge
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from opacus_ext.grad_sample.factors import wide
+from opacus_ext.grad_sample.modes.clipped_loss import ClippedLoss
 from opacus_ext.grad_sample.samplewise.batch import LeaveRun
 from opacus_ext.grad_sample.samplewise.scan import Samples
 from opacus_ext.grad_sample.samplewise.walk import close
@@ -21,48 +19,6 @@ from opacus_ext.refused import Refused
 
 # Criteria beside torch's own that are known to treat samples independently.
 INDEPENDENT: Set[type] = set()
-
-
-class ClippedLoss(DPTensorFastGradientClipping):
-    """Per-sample losses; ``backward()`` leaves clipped sums in ``p.grad``."""
-
-    def backward(self, scale: float = 1.0) -> None:
-        """
-        See ``clipped_backward`` of the ghost modes (modes.py).
-
-        Args:
-            scale: the losses are multiplied by it on the way back, and the gradients
-                divided by it before they are clipped: for models that compute in
-                float16, where small gradients vanish
-        """
-        self.module.clipped_backward(self.optimizer, self.loss_per_sample, scale)
-
-    def __iter__(self) -> NoReturn:
-        raise Refused(  # where torch.amp.GradScaler ends up
-            "The loss of a ghost mode has no items, and no GradScaler can scale it.",
-            remedy=(
-                "Call loss.backward(scale=1024.0) for a model that computes in float16."
-            ),
-        )
-
-
-def _keeping_type(name: str) -> Callable:
-    arithmetic = getattr(DPTensorFastGradientClipping, name)
-
-    def method(self: ClippedLoss, *args: Any) -> ClippedLoss:
-        out = arithmetic(self, *args)
-        return ClippedLoss(
-            out.module, out.optimizer, out.loss_per_sample, out.loss_reduction
-        )
-
-    method.__doc__ = arithmetic.__doc__
-    return method
-
-
-for _name in ("truediv", "mul", "rmul", "add", "radd", "sub", "rsub", "neg"):
-    _name = f"__{_name}__"
-    if hasattr(DPTensorFastGradientClipping, _name):
-        setattr(ClippedLoss, _name, _keeping_type(_name))
 
 
 def is_independent(criterion: Any) -> bool:

@@ -79,8 +79,8 @@ class Stream:
             )
             for p, t in zip(params, total)
         }
-        norms = self.norms or [self.step.losses.detach().new_zeros(())]
-        return sums, torch.stack(norms)
+        norms = self.norms or [self.step.losses.detach().new_zeros(self.step.size)]
+        return sums, torch.stack(norms).view(-1)
 
 
 def _wide(g: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,310 @@
+"""
+What ``PrivacyEngine`` has besides modes: ways to draw batches, a record of what it made
+private, and the privacy statement. ``registry.py`` puts it there.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from importlib.metadata import version
+from typing import Any, Callable, Dict, List, Optional
+
+from opacus import PrivacyEngine
+from opacus.accountants.accountant import IAccountant
+from opacus.distributed import DifferentiallyPrivateDistributedDataParallel as DPDDP
+from opacus.utils.uniform_sampler import UniformWithReplacementSampler
+from torch.distributed._composable.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader
+
+from opacus_ext.accountants.budget import least_noise
+from opacus_ext.accountants.truncation import (
+    extra_delta,
+    sufficient_batch_size,
+    tail,
+)
+from opacus_ext.data.sampling import Sampling, TruncatedPoisson
+from opacus_ext.refused import Refused
+
+#: Of an engine and of its checkpoints: one entry for each ``make_private``.
+RUNS = "opacus_ext_runs"
+
+
+def with_sampling(make_private: Callable) -> Callable:
+    """``PrivacyEngine.make_private`` with the argument ``sampling``; it is recorded."""
+
+    @functools.wraps(make_private)
+    def make(
+        self: PrivacyEngine, *, sampling: Optional[Sampling] = None, **kwargs: Any
+    ) -> Any:
+        if sampling is None:
+            made = make_private(self, **kwargs)
+        else:
+            made = _drawn(self, make_private, sampling, **kwargs)
+        _note(self, sampling, made, **kwargs)
+        return made
+
+    return make
+
+
+def _drawn(
+    engine: PrivacyEngine,
+    make_private: Callable,
+    sampling: Sampling,
+    *,
+    data_loader: DataLoader,
+    poisson_sampling: bool = True,
+    batch_first: bool = True,
+    rand_on_empty: bool = False,
+    **kwargs: Any,
+) -> Any:
+    """
+    Raises:
+        Refused: before anything is changed, as :meth:`Sampling.check`; in several
+            processes; with ``poisson_sampling=False``
+    """
+    if not isinstance(sampling, Sampling):
+        raise Refused(
+            f"sampling={sampling!r} is no way to draw batches.",
+            parameter="sampling",
+            remedy="Give Poisson, TruncatedPoisson or FixedSize of opacus_ext.data.",
+        )
+    if not poisson_sampling:
+        raise Refused(
+            f"poisson_sampling=False leaves the loader as it is, and sampling="
+            f"{sampling} replaces it.",
+            parameter="poisson_sampling",
+            remedy="Leave one of them out.",
+        )
+    if isinstance(kwargs["module"], (DPDDP, DDP, FSDPModule)):
+        raise Refused(
+            f"{type(sampling).__name__} draws in one process, and "
+            f"{type(kwargs['module']).__name__} trains in several.",
+            parameter="sampling",
+            remedy="Leave sampling out: Opacus's Poisson sampling draws in each "
+            "process.",
+        )
+    loader = sampling.loader(
+        data_loader, batch_first=batch_first, rand_on_empty=rand_on_empty
+    )
+    records = len(data_loader.dataset)  # type: ignore[arg-type]
+    sampling.check(records, engine.accountant)
+
+    def prepare(stock: DataLoader, **options: Any) -> DataLoader:
+        options["poisson_sampling"] = False  # the loader does it already
+        return type(engine)._prepare_data_loader(engine, loader, **options)
+
+    engine._prepare_data_loader = prepare
+    try:
+        made = make_private(
+            engine, data_loader=data_loader, batch_first=batch_first, **kwargs
+        )
+    finally:
+        del engine._prepare_data_loader
+    optimizer = made[1]
+    optimizer.expected_batch_size = sampling.divisor(records)
+    optimizer.attach_step_hook(sampling.hook(engine.accountant, records))
+    return made
+
+
+def with_epsilon(make_private_with_epsilon: Callable) -> Callable:
+    """The same of ``PrivacyEngine.make_private_with_epsilon``."""
+
+    @functools.wraps(make_private_with_epsilon)
+    def make(
+        self: PrivacyEngine,
+        *,
+        sampling: Optional[Sampling] = None,
+        target_epsilon: float,
+        target_delta: float,
+        epochs: float,
+        **kwargs: Any,
+    ) -> Any:
+        if sampling is None:
+            made = make_private_with_epsilon(
+                self,
+                target_epsilon=target_epsilon,
+                target_delta=target_delta,
+                epochs=epochs,
+                **kwargs,
+            )
+        else:
+            noise_multiplier = calibrate(
+                sampling,
+                self.accountant,
+                len(kwargs["data_loader"].dataset),
+                epsilon=target_epsilon,
+                delta=target_delta,
+                epochs=epochs,
+            )
+            made = self.make_private(
+                sampling=sampling, noise_multiplier=noise_multiplier, **kwargs
+            )
+        runs_of(self)[-1]["target_delta"] = target_delta
+        return made
+
+    return make
+
+
+def calibrate(
+    sampling: Sampling,
+    accountant: IAccountant,
+    records: int,
+    *,
+    epsilon: float,
+    delta: float,
+    epochs: float,
+) -> float:
+    """
+    The noise multiplier of a run, for a budget.
+
+    Args:
+        sampling: how batches are drawn
+        accountant: what it has recorded is part of the budget; it is not changed
+        records: of the data set
+        epsilon, delta: of the whole budget
+        epochs: of the run
+
+    Raises:
+        Refused: if nothing is left of the budget, or truncation takes most of delta
+
+    Example:
+        >>> from opacus.accountants import create_accountant
+        >>> from opacus_ext.data import FixedSize
+        >>> accountant, sampling = create_accountant("prv_bounds"), FixedSize(batch_size=9)
+        >>> noise = calibrate(
+        ...     sampling, accountant, 900, epsilon=2.0, delta=1e-5, epochs=1
+        ... )
+        >>> sampling.account(accountant, 900, noise, steps=100)
+        >>> 1.98 < accountant.get_epsilon(1e-5) <= 2
+        True
+    """
+    sampling.check(records, accountant)
+    steps = max(math.ceil(epochs * sampling.steps_per_epoch(records)), 1)
+    if isinstance(sampling, TruncatedPoisson):
+        rate = sampling.rate(records)
+        tails = steps * tail(records, rate, sampling.max_batch_size)
+        if extra_delta(tails, epsilon) > delta / 2:
+            enough = sufficient_batch_size(records, rate, steps, epsilon, delta)
+            raise Refused(
+                f"Draws of more than max_batch_size={sampling.max_batch_size} are so "
+                f"likely in {steps} steps that cutting them takes more than half of "
+                f"delta={delta:g}.",
+                parameter="max_batch_size",
+                remedy=f"With {enough} it takes a hundredth.",
+            )
+
+    def record(trial: IAccountant, noise_multiplier: float) -> None:
+        sampling.account(trial, records, noise_multiplier, steps)
+
+    return least_noise(accountant, record, epsilon, delta)
+
+
+# -- the record of what was made private -----------------------------------------------
+
+
+def runs_of(engine: PrivacyEngine) -> List[Dict[str, Any]]:
+    """What each ``make_private`` of an engine was given: plain numbers and names."""
+    return engine.__dict__.setdefault(RUNS, [])
+
+
+def _note(
+    engine: PrivacyEngine,
+    sampling: Optional[Sampling],
+    made: Any,
+    *,
+    clipping: Any = "flat",
+    max_grad_norm: Any = None,
+    grad_sample_mode: str = "hooks",
+    poisson_sampling: bool = True,
+    noise_generator: Any = None,
+    **kwargs: Any,
+) -> None:
+    optimizer, loader = made[1], made[-1]
+    records = len(loader.dataset)
+    bounds = max_grad_norm if isinstance(max_grad_norm, (list, tuple)) else None
+    run = {
+        "grad_sample_mode": grad_sample_mode,
+        "clipping": getattr(clipping, "name", clipping),
+        "max_grad_norm": [*map(float, bounds)] if bounds else float(max_grad_norm),
+        "sensitivity": float(
+            getattr(optimizer, "sensitivity", math.hypot(*(bounds or [max_grad_norm])))
+        ),
+        "noise_multiplier": float(optimizer.noise_multiplier),
+        "records": records,
+        "sampling": (
+            sampling.describe(records)
+            if sampling is not None
+            else _describe_stock(loader, poisson_sampling, records)
+        ),
+        "secure_mode": bool(engine.secure_mode),
+        "seeded": noise_generator is not None,
+        "versions": installed_versions(),
+    }
+    add_runs(engine, [run])
+
+
+def installed_versions() -> Dict[str, str]:
+    """Of what a run's privacy depends on."""
+    return {name: version(name) for name in ("opacus", "opacus_ext", "torch")}
+
+
+def _describe_stock(
+    loader: DataLoader, poisson_sampling: bool, records: int
+) -> Dict[str, Any]:
+    """Of Opacus's own loader, or of one that draws Poisson batches by itself."""
+    rate, sampler = 1 / len(loader), loader.batch_sampler
+    drawn = isinstance(sampler, UniformWithReplacementSampler) and math.isclose(
+        sampler.sample_rate, rate, rel_tol=1e-9
+    )
+    if not (poisson_sampling or drawn):
+        return {"scheme": "none"}
+    return {
+        "scheme": "poisson",
+        "expected_batch_size": rate * records,
+        "sample_rate": rate,
+    }
+
+
+def add_runs(engine: PrivacyEngine, runs: List[Dict[str, Any]]) -> None:
+    """Adds what is not there yet."""
+    known = runs_of(engine)
+    known += [run for run in runs if run not in known]
+
+
+def with_runs_saved(save_checkpoint: Callable) -> Callable:
+    """``PrivacyEngine.save_checkpoint``; Opacus reads such a file as any of its own."""
+
+    @functools.wraps(save_checkpoint)
+    def save(
+        self: PrivacyEngine,
+        *,
+        checkpoint_dict: Optional[Dict[str, Any]] = None,
+        **kwargs: Any,
+    ) -> None:
+        content = {**(checkpoint_dict or {}), RUNS: runs_of(self)}
+        save_checkpoint(self, checkpoint_dict=content, **kwargs)
+
+    return save
+
+
+def with_runs_loaded(load_checkpoint: Callable) -> Callable:
+    """``PrivacyEngine.load_checkpoint``."""
+
+    @functools.wraps(load_checkpoint)
+    def load(self: PrivacyEngine, **kwargs: Any) -> Dict[str, Any]:
+        content = load_checkpoint(self, **kwargs)
+        add_runs(self, content.get(RUNS, []))
+        return content
+
+    return load
+
+
+#: Of ``PrivacyEngine``: what wraps each of its methods.
+WRAPPERS: Dict[str, Callable[[Callable], Callable]] = {
+    "make_private": with_sampling,
+    "make_private_with_epsilon": with_epsilon,
+    "save_checkpoint": with_runs_saved,
+    "load_checkpoint": with_runs_loaded,
+}

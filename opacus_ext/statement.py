@@ -1,0 +1,429 @@
+"""
+What may be said of a private run: ``engine.privacy_statement()`` and
+``opacus-ext statement``.
+
+It has what NIST SP 800-226 and Ponomareva et al., "How to DP-fy ML" (2023), section 5.3,
+ask of a guarantee: unit, neighbours, mechanism, sampling, epsilon and delta with the
+accountant, and what is not covered.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from dataclasses import dataclass
+from pickle import UnpicklingError
+from typing import Any, Dict, List, Mapping, Optional, Tuple, Union
+
+import torch
+from opacus import PrivacyEngine
+from opacus.accountants import create_accountant
+from opacus.accountants.accountant import IAccountant
+
+from opacus_ext.accountants import Bounds, PRVBoundsAccountant
+from opacus_ext.engine import RUNS, installed_versions, runs_of
+from opacus_ext.refused import Refused
+
+PRIVACY_STATE = "privacy.pt"  # of PrivateTrainer, in a checkpoint's folder
+
+_NEIGHBOURS = {
+    "add or remove one": "differ in one {unit} that is added or removed",
+    "replace one": "have the same size and differ in one {unit} that is another one",
+}
+
+_ERRORS = {
+    "prv": "an upper bound: 0.01 and what a thousandth of delta takes are in it",
+    "prv_bounds": "an upper bound: rounding and grid are in it",
+    "rdp": "an upper bound, by a closed form; often a third too large",
+    "gdp": "an approximation by the central limit theorem, no bound",
+}
+
+_NOT_COVERED = (
+    "Hyperparameters, stopping and the choice among runs, where private data were "
+    "looked at: each run that was tried spends as much again.",
+    "Losses, metrics, norms and progress bars that were shown or logged: they are "
+    "computed on private data without noise.",
+    "Data that was taken as public: pretraining, tokenizers, normalisation and the "
+    "number of records.",
+    "The random numbers: whoever has the seed, the generator's state or a checkpoint "
+    "with it can subtract the noise. Keep them secret.",
+    "People with several {unit}s: what is protected is one {unit}.",
+    "Attacks on the machine that trains, and floating-point effects of the noise.",
+)
+
+
+@dataclass(frozen=True)
+class PrivacyStatement:
+    """
+    What may be said of a private run.
+
+    Attributes:
+        content: numbers and text by name, as in :meth:`json`
+    """
+
+    content: Dict[str, Any]
+
+    @property
+    def text(self) -> str:
+        """A section for a model card, in Markdown; ``str()`` gives it, too."""
+        return _text(self.content)
+
+    def __str__(self) -> str:
+        return self.text
+
+    def json(self) -> str:
+        """Strict JSON: an epsilon that is infinite or unknown is null."""
+        return json.dumps(self.content, indent=2, allow_nan=False)
+
+
+def privacy_statement(
+    self: PrivacyEngine, delta: Optional[float] = None, *, unit: str = "record"
+) -> PrivacyStatement:
+    """
+    What may be said of what was trained so far.
+
+    Args:
+        delta: of the guarantee; by default that of ``make_private_with_epsilon``
+        unit: what a record of the data set is, such as "user", if one is all that there
+            is of a user
+
+    Raises:
+        Refused: without a delta, or for one that is not between 0 and 1
+
+    Example:
+        >>> from torch import nn
+        >>> from torch.utils.data import DataLoader, TensorDataset
+        >>> import opacus_ext
+        >>> model, engine = nn.Linear(3, 1), PrivacyEngine()
+        >>> model, optimizer, loader = engine.make_private(
+        ...     module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        ...     data_loader=DataLoader(TensorDataset(torch.ones(64, 3)), batch_size=8),
+        ...     noise_multiplier=2.0, max_grad_norm=1.0,
+        ... )
+        >>> for (x,) in loader:
+        ...     optimizer.zero_grad()
+        ...     model(x).mean().backward()
+        ...     optimizer.step()
+        >>> statement = engine.privacy_statement(delta=1e-3, unit="patient")
+        >>> print(statement.text.splitlines()[2])
+        After 8 steps the weights are (0.53, 0.001)-differentially private for one patient.
+    """
+    return state(self.accountant, runs_of(self), delta, unit)
+
+
+def read_statement(
+    path: Union[str, os.PathLike],
+    delta: Optional[float] = None,
+    *,
+    unit: str = "record",
+) -> PrivacyStatement:
+    """
+    The statement of a checkpoint.
+
+    Args:
+        path: a file of ``engine.save_checkpoint`` (such as ``examples.train`` writes),
+            or a checkpoint of ``PrivateTrainer``: its folder, or privacy.pt in it
+        delta, unit: as in :func:`privacy_statement`
+
+    Raises:
+        OSError: if there is no such file
+        Refused: if it has no accountant's history, and as :func:`privacy_statement`
+    """
+    path = os.fspath(path)
+    if os.path.isdir(path):
+        path = os.path.join(path, PRIVACY_STATE)
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except (UnpicklingError, RuntimeError, EOFError) as error:
+        raise Refused(
+            f"{path} can't be read as a checkpoint of tensors and plain values.",
+            parameter="path",
+            remedy="Give a file of engine.save_checkpoint; if yours holds other "
+            "objects, load it and call engine.privacy_statement().",
+        ) from error
+    found = dict(content) if isinstance(content, Mapping) else {}
+    config = found.get("config") or {}
+    if "privacy_accountant_state_dict" in found:
+        saved, runs = found["privacy_accountant_state_dict"], found.get(RUNS, [])
+        delta = delta or config.get("delta")
+    elif "accountant" in found:
+        saved, runs = found["accountant"], [_run_of_trainer(found)]
+        delta = delta or config.get("target_delta")
+    else:
+        raise Refused(
+            f"{path} has no accountant's history: how much privacy its weights have "
+            "spent is not known.",
+            parameter="path",
+            remedy="Give a file of engine.save_checkpoint, or privacy.pt of a "
+            "checkpoint of PrivateTrainer.",
+        )
+    try:
+        accountant = create_accountant(saved["mechanism"])
+        accountant.load_state_dict(saved)
+    except (KeyError, TypeError, ValueError) as error:
+        raise Refused(
+            f"The accountant's state in {path} can't be used: {error}.",
+            parameter="path",
+        ) from error
+    return state(accountant, runs, delta, unit)
+
+
+def _run_of_trainer(saved: Mapping[str, Any]) -> Dict[str, Any]:
+    config = saved.get("config") or {}
+    bound = config.get("max_grad_norm")
+    poisson = config.get("poisson_sampling", True)
+    return {
+        "grad_sample_mode": config.get("grad_sample_mode"),
+        "clipping": config.get("clipping"),
+        "max_grad_norm": bound,
+        "noise_multiplier": saved.get("noise_multiplier"),
+        "records": config.get("records"),
+        "sampling": {"scheme": "poisson" if poisson else "none"},
+        "secure_mode": False,
+        "target_delta": config.get("target_delta"),
+    }
+
+
+# -- what is stated --------------------------------------------------------------------
+
+
+def state(
+    accountant: IAccountant,
+    runs: List[Dict[str, Any]],
+    delta: Optional[float],
+    unit: str,
+) -> PrivacyStatement:
+    """
+    The statement of an accountant's history.
+
+    Args:
+        accountant: with the steps
+        runs: what ``make_private`` was given (:func:`opacus_ext.engine.runs_of`)
+        delta: by default the last one that a run was made for
+        unit: what a record is
+    """
+    targets = [run["target_delta"] for run in runs if run.get("target_delta")]
+    delta = delta or (targets[-1] if targets else None)
+    records = max((run.get("records") or 0 for run in runs), default=0) or None
+    if delta is None:
+        advice = f" {records} records: below {1 / records:.1g}." if records else ""
+        raise Refused(
+            "The delta of the guarantee is not known.",
+            parameter="delta",
+            remedy=f"Give one well below one over the number of {unit}s.{advice}",
+        )
+    if not 0 < delta < 1:
+        raise Refused(
+            f"delta={delta} is not between 0 and 1.",
+            parameter="delta",
+            remedy=f"Give one well below one over the number of {unit}s.",
+        )
+    phases, others = _phases(accountant)
+    epsilon, bounds, notes = _spent(accountant, delta)
+    if records and delta >= 1 / records:
+        notes.append(
+            f"delta={delta:g} is not below one over {records} {unit}s: such a guarantee "
+            f"allows to publish somebody's data."
+        )
+    holds = "yes"
+    if not runs and phases:
+        holds = "if every batch was drawn by Poisson sampling"
+        notes.append(
+            "How batches were drawn and clipped was not recorded: the run was made "
+            "private without opacus_ext."
+        )
+    if any(run["sampling"]["scheme"] == "none" for run in runs):
+        holds = "no"
+        notes.append(
+            "Batches were not drawn by a sampling scheme that accountants know "
+            "(poisson_sampling=False): no guarantee is known. epsilon_if_poisson is "
+            "what Poisson sampling would have spent; it is no bound for this run."
+        )
+    if math.isinf(epsilon):
+        holds = "no"
+    neighbours = (
+        "replace one"
+        if any(phase["sampling"] == "fixed_size" for phase in phases)
+        else "add or remove one"
+    )
+    mechanism = accountant.mechanism()
+    content: Dict[str, Any] = {
+        "statement": "privacy of a training run, opacus_ext, version 1",
+        "holds": holds,
+        "epsilon": _finite(epsilon) if holds != "no" else None,
+        "epsilon_lower": _finite(bounds.lower) if holds != "no" else None,
+        "epsilon_upper": _finite(bounds.upper) if holds != "no" else None,
+        "epsilon_if_poisson": _finite(epsilon) if holds == "no" else None,
+        "delta": delta,
+        "unit": unit,
+        "records": records,
+        "neighbouring_relation": neighbours,
+        "accountant": mechanism,
+        "numerical_error": _ERRORS.get(mechanism, "not known"),
+        "steps": sum(phase["steps"] for phase in phases),
+        "phases": phases,
+        "other_releases": others,
+        "runs": [
+            {k: v for k, v in run.items() if k not in ("versions", "target_delta")}
+            for run in runs
+        ],
+        "notes": notes,
+        "not_covered": [text.format(unit=unit) for text in _NOT_COVERED],
+        "versions": next(
+            (run["versions"] for run in reversed(runs) if "versions" in run),
+            installed_versions(),
+        ),
+    }
+    return PrivacyStatement(content)
+
+
+def _phases(
+    accountant: IAccountant,
+) -> Tuple[List[Dict[str, Any]], List[Dict[str, Any]]]:
+    """The steps, together where noise and sampling are the same; other releases."""
+    phases = [
+        {
+            "sampling": "poisson",
+            "sample_rate": float(rate),
+            "noise_multiplier": float(noise),
+            "steps": int(steps),
+        }
+        for noise, rate, steps in accountant.history
+    ]
+    others = []
+    for entry in getattr(accountant, "mechanisms", []):
+        if "sample_rate" not in entry:
+            others.append(dict(entry))
+            continue
+        phase = {"sampling": entry["mechanism"], "steps": entry["participations"]}
+        sizes = {
+            name: int(entry[name])
+            for name in ("records", "max_batch_size")
+            if name in entry
+        }
+        rates = {name: entry[name] for name in ("sample_rate", "noise_multiplier")}
+        phases.append({**phase, **rates, **sizes})
+    return phases, others
+
+
+def _spent(accountant: IAccountant, delta: float) -> Tuple[float, Bounds, List[str]]:
+    """Epsilon, its bounds, and what is to be said of it."""
+    other = accountant
+    if not isinstance(other, PRVBoundsAccountant):
+        other = PRVBoundsAccountant()
+        other.history = list(accountant.history)
+    bounds = other.get_bounds(delta)
+    if not len(other):
+        return 0.0, bounds, ["No step was taken: nothing was spent."]
+    if other is accountant or math.isinf(bounds.upper):
+        return bounds.upper, bounds, []
+    epsilon = float(accountant.get_epsilon(delta))
+    if epsilon < bounds.lower or not math.isfinite(epsilon):
+        return (
+            bounds.upper,
+            bounds,
+            [
+                f"The accountant {accountant.mechanism()!r} says {epsilon:.4g}, outside "
+                "of what is proven; the upper bound is stated in its place."
+            ],
+        )
+    return epsilon, bounds, []
+
+
+def _finite(value: float) -> Optional[float]:
+    return float(value) if math.isfinite(value) else None
+
+
+# -- as text ---------------------------------------------------------------------------
+
+_SCHEMES = {
+    "poisson": "Poisson: each {unit} with probability {sample_rate:.4g}",
+    "truncated_poisson": (
+        "Poisson: each {unit} with probability {sample_rate:.4g}, at most "
+        "{max_batch_size} of them"
+    ),
+    "fixed_size": (
+        "without replacement: a fixed size, {sample_rate:.4g} of all {unit}s"
+    ),
+}
+
+
+def _text(c: Mapping[str, Any]) -> str:
+    unit = c["unit"]
+    rows = [
+        ("Unit of privacy", f"one {unit}{_of(c['records'])}"),
+        (
+            "Neighbouring data sets",
+            _NEIGHBOURS[c["neighbouring_relation"]].format(unit=unit),
+        ),
+        ("Mechanism", "subsampled Gaussian: clipped gradients, summed, with noise"),
+        *(("Clipping", _clipping(run)) for run in c["runs"]),
+        *(
+            (
+                "Sampling and noise",
+                f"{phase['steps']:,} steps; "
+                + _SCHEMES[phase["sampling"]].format(unit=unit, **phase)
+                + f"; noise multiplier {phase['noise_multiplier']:.6g}",
+            )
+            for phase in c["phases"]
+        ),
+        *(("Other release", _release(entry)) for entry in c["other_releases"]),
+        ("Random numbers", _random(c["runs"])),
+        ("Delta", f"{c['delta']:g}"),
+        ("Epsilon", _epsilon(c)),
+        ("Accountant", f"{c['accountant']}: {c['numerical_error']}"),
+        ("Versions", ", ".join(f"{k} {v}" for k, v in c["versions"].items())),
+    ]
+    lines = ["# Privacy statement", "", _headline(c), "", "| | |", "| --- | --- |"]
+    lines += [f"| {name} | {value} |" for name, value in rows]
+    if c["notes"]:
+        lines += ["", "## To be known", "", *(f"- {note}" for note in c["notes"])]
+    lines += ["", "## What it does not cover", ""]
+    lines += [f"- {text}" for text in c["not_covered"]]
+    return "\n".join(lines) + "\n"
+
+
+def _headline(c: Mapping[str, Any]) -> str:
+    if c["holds"] == "no":
+        return f"No guarantee is known for the weights after {c['steps']:,} steps."
+    condition = "" if c["holds"] == "yes" else f", {c['holds']}"
+    return (
+        f"After {c['steps']:,} steps the weights are ({_up(c['epsilon'])}, "
+        f"{c['delta']:g})-differentially private for one {c['unit']}{condition}."
+    )
+
+
+def _up(value: float) -> str:
+    """Two decimals, rounded up: a guarantee is not to be rounded down."""
+    return f"{math.ceil(value * 100 - 1e-9) / 100:.2f}"
+
+
+def _epsilon(c: Mapping[str, Any]) -> str:
+    if c["epsilon"] is None:
+        spent = c["epsilon_if_poisson"]
+        return "none is known" + (f" ({spent:.4g} if Poisson)" if spent else "")
+    lower, upper = c["epsilon_lower"], c["epsilon_upper"]
+    return f"{c['epsilon']:.6g} (the true one is between {lower:.6g} and {upper:.6g})"
+
+
+def _of(records: Optional[int]) -> str:
+    return "" if records is None else f" of {records:,}"
+
+
+def _clipping(run: Mapping[str, Any]) -> str:
+    text = f"{run['clipping']}, max_grad_norm {run['max_grad_norm']}"
+    return f"{text}, mode {run['grad_sample_mode']}"
+
+
+def _release(entry: Mapping[str, Any]) -> str:
+    values = (f"{k} {v:g}" for k, v in entry.items() if k != "mechanism")
+    return f"{entry['mechanism']}: {', '.join(values)}"
+
+
+def _random(runs: List[Dict[str, Any]]) -> str:
+    if not runs:
+        return "not recorded"
+    if all(run["secure_mode"] for run in runs):
+        return "cryptographically secure (secure_mode)"
+    return "pseudo-random, by torch (no secure_mode)"

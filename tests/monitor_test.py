@@ -1,0 +1,370 @@
+"""The monitor: its numbers against samples alone, and the noise that pays for them."""
+
+import copy
+import math
+
+import pytest
+import torch
+from opacus import PrivacyEngine
+from opacus.optimizers import DPOptimizer
+from opacus.utils.batch_memory_manager import BatchMemoryManager
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from opacus_ext.losses import PerSample
+from opacus_ext.monitor import PREFIX, Monitor
+from opacus_ext.refused import Refused
+from tests.common import make_private, norms_of, oracle, square_loss
+
+MODES = ("hooks", "ghost", "ghost_bk", "scan", "auto")
+
+
+class Shared(nn.Module):
+    """A layer used twice, and one that is not used."""
+
+    def __init__(self):
+        super().__init__()
+        self.twice, self.last = nn.Linear(4, 4), nn.Linear(4, 2)
+        self.unused = nn.Linear(3, 3)
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.twice(torch.tanh(self.twice(x)))))
+
+
+def batches(count=3, size=6):
+    """Inputs whose gradients' norms differ by orders of magnitude."""
+    torch.manual_seed(3)
+    scale = 4.0 ** torch.randint(-3, 3, (count, size, 1))
+    return torch.randn(count, size, 4).double() * scale
+
+
+def norms_now(plain, model, x):
+    """By the oracle, on a copy of the model from before it was private."""
+    plain.load_state_dict(model.state_dict())
+    return norms_of(oracle(plain, x, square_loss))
+
+
+def exact(engine, optimizer, **kwargs):
+    with pytest.warns(UserWarning, match="no epsilon"):
+        return Monitor(engine, optimizer, private=False, **kwargs)
+
+
+@pytest.mark.parametrize("clipping", ["flat", "automatic", "normalised", "per_layer"])
+@pytest.mark.parametrize("mode", MODES)
+def test_exact_values(mode, clipping):
+    torch.manual_seed(0)
+    model = Shared().double()
+    plain = copy.deepcopy(model)
+    count = len(list(model.parameters()))
+    bound = 2.0 if clipping != "per_layer" else [2.0 / math.sqrt(count)] * count
+    steps = batches()
+    private = make_private(
+        model, mode, batch_size=6, max_grad_norm=bound, clipping=clipping, lr=1e-2
+    )
+    monitor = exact(private.engine, private.optimizer, quantiles=(0, 0.3, 0.5, 1))
+    norms = []
+    for x in steps:
+        norms.append(norms_now(plain, model, x))
+        private.step(x, square_loss)
+    norms = torch.cat(norms)
+    found = monitor.read()
+    assert found["steps"] == 3 and found["expected_batch_size"] == 6
+    assert found[PREFIX + "batch_size"] == 6
+    clipped = float((norms > 2).double().mean())
+    assert 0 < clipped < 1
+    assert found[PREFIX + "clipped_fraction"] == pytest.approx(clipped)
+    for q, name in ((0, "q0"), (0.3, "q30"), (0.5, "median"), (1, "q100")):
+        expected = float(norms.quantile(q))
+        assert found[f"{PREFIX}norm_{name}"] == pytest.approx(expected, rel=1e-8)
+    assert set(monitor.read()) == {"steps"}  # a new window
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_histogram_without_noise(mode):
+    """With noise multiplier 0 what is released is what the bins hold."""
+    model = Shared().double()
+    x = batches(1, 40)[0]
+    norms = norms_of(oracle(model, x, square_loss))
+    private = make_private(model, mode, batch_size=40, max_grad_norm=0.5)
+    monitor = Monitor(private.engine, private.optimizer, quantiles=(0.5,))
+    private.step(x, square_loss)
+    found = monitor.read()
+    assert found["batch_size"] == 40 and found["clipped_fraction_std"] == 0
+    assert found["clipped_fraction"] == pytest.approx(
+        float((norms > 0.5).double().mean())
+    )
+    # Within the octave of the exact median.
+    assert 0.5 < found["norm_median"] / float(norms.median()) < 2
+    assert found["noise_to_signal"] == 0
+
+
+def linear(noise_multiplier, max_grad_norm=2.0, size=8, mode="ghost_bk", **kwargs):
+    model = nn.Linear(50, 40)
+    return make_private(
+        model,
+        mode,
+        batch_size=size,
+        noise_multiplier=noise_multiplier,
+        max_grad_norm=max_grad_norm,
+        lr=1e-3,
+        **kwargs,
+    )
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("clipping", ["flat", "normalised"])
+def test_joint_noise(mode, clipping):
+    """Noise of gradients and of bins, each over its sensitivity, make the accounted."""
+    s, share = 3.0, 0.3
+    private = linear(s, mode=mode, clipping=clipping)
+    optimizer = private.optimizer
+    monitor = Monitor(private.engine, optimizer, share=share)
+    sensitivity = 1.0 if clipping == "normalised" else 2.0
+    x, grads, bins, before = torch.zeros(8, 50), [], [], torch.zeros(14).double()
+    for _ in range(120):  # the gradient of a loss that is constant is noise alone
+        optimizer.zero_grad()
+        private.backward(x, lambda model, x: model(x).sum(1) * 0)
+        optimizer.step()
+        grads += [
+            p.grad.flatten() * 8 / sensitivity for p in private.module.parameters()
+        ]
+        bins.append(monitor.state_dict()["_counts"] - before)
+        before = monitor.state_dict()["_counts"]
+    bins = torch.stack(bins)
+    bins[:, 0] -= 8  # all norms are 0
+    of_gradients, of_bins = float(torch.cat(grads).std()), float(bins.std())
+    assert float(bins.mean()) == pytest.approx(0, abs=4 * of_bins / math.sqrt(1680))
+    assert of_gradients == pytest.approx(s / math.sqrt(1 - share), rel=0.01)
+    assert of_bins == pytest.approx(s / math.sqrt(share), rel=0.06)
+    joint = (of_gradients**-2 + of_bins**-2) ** -0.5
+    assert joint == pytest.approx(s, rel=0.05)
+    # What is declared is that exactly, and what the accountant has.
+    declared = optimizer.gradient_noise_multiplier**-2 + share / s**2
+    assert declared**-0.5 == pytest.approx(s, rel=1e-12)
+    assert private.engine.accountant.history == [(s, 1.0, 120)]
+
+
+def test_one_record_changes_one_bin_by_one():
+    """What the proof says of the histogram, for samples with any norm, inf included."""
+    private = linear(0.0, size=3)
+    monitor = exact(private.engine, private.optimizer)
+    norms = torch.tensor([0.0, 1e-30, 0.1, 2.0, 2.0001, 1e30, math.inf, math.nan])
+    private.step(torch.randn(3, 50), square_loss)
+    for n in norms:
+        counts = []
+        for given in ([norms[:4], n[None]], [norms[:4]]):
+            monitor._reset()
+            monitor.observe(given)
+            counts.append(monitor.state_dict()["_counts"])
+        assert float((counts[0] - counts[1]).abs().sum()) == 1
+
+
+def test_noise_is_within_what_is_said():
+    """Over many runs the error of the clipped fraction has the std that it states."""
+    errors, stated = [], []
+    private = linear(1.0, size=64)
+    monitor = Monitor(private.engine, private.optimizer, share=0.1)
+    private.step(torch.randn(64, 50), square_loss)  # so that there is a gradient
+    norms = torch.tensor([1.0] * 32 + [3.0] * 32)
+    for _ in range(300):
+        monitor._reset()
+        monitor.observe([norms[:40], norms[40:]])
+        found = monitor.read()
+        errors.append(found["clipped_fraction"] - 0.5)
+        stated.append(found["clipped_fraction_std"])
+    errors = torch.tensor(errors)
+    assert float(errors.mean()) == pytest.approx(0, abs=0.02)
+    assert float(errors.std()) == pytest.approx(stated[0], rel=0.25)
+
+
+@pytest.mark.parametrize("mode", ["hooks", "ghost_bk"])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_noise_to_signal(mode, reduction):
+    """The estimate from gradients with noise is near the ratio of exact norms."""
+    s, c, size, share = 0.5, 1.0, 16, 0.5
+    torch.manual_seed(1)
+    private = linear(
+        s,
+        c,
+        size,
+        mode,
+        loss_reduction=reduction,
+        criterion=PerSample(reduction),
+    )
+    plain = nn.Linear(50, 40)
+    monitor = Monitor(private.engine, private.optimizer, share=share)
+    x = torch.randn(16, 50) + 3
+    noise = s / math.sqrt(1 - share) * c * math.sqrt(50 * 40 + 40)
+    signals = []
+    for _ in range(20):
+        plain.load_state_dict(private.module._module.state_dict())
+        grads = oracle(plain, x, square_loss)
+        factor = (c / norms_of(grads)).clamp(max=1)
+        sums = [torch.einsum("b,b...->...", factor, g) for g in grads.values()]
+        signals.append(sum(float(g.norm()) ** 2 for g in sums))
+        private.optimizer.zero_grad()
+        losses = square_loss(private.module, x)
+        if private.criterion is None:
+            getattr(losses, reduction)().backward()
+        else:
+            private.criterion(losses, None).backward()
+        private.optimizer.step()
+    expected = noise / math.sqrt(sum(signals) / len(signals))
+    assert monitor.read()["noise_to_signal"] == pytest.approx(expected, rel=0.1)
+
+
+def test_a_signal_below_its_resolution():
+    private = linear(4.0)
+    monitor = Monitor(private.engine, private.optimizer)
+    for _ in range(5):
+        private.step(torch.zeros(8, 50), lambda model, x: model(x).sum(1) * 0)
+    limit = (2040 * 5 / 2) ** 0.25
+    assert 0.3 * limit < monitor.read()["noise_to_signal"] <= limit * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("mode", ["hooks", "ghost", "ghost_bk"])
+def test_physical_batches_and_poisson(mode):
+    """One release a logical batch, of all its parts; draws may be empty."""
+    torch.manual_seed(0)
+    model, engine = nn.Linear(4, 2).double(), PrivacyEngine()
+    x = batches(1, 12)[0]
+    norms = norms_of(oracle(model, x, square_loss))
+    made = engine.make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.0),
+        criterion=PerSample(),
+        data_loader=DataLoader(TensorDataset(x), batch_size=2),
+        noise_multiplier=0.0,
+        max_grad_norm=0.5,
+        grad_sample_mode=mode,
+    )
+    module, optimizer, *criterion, loader = made
+    monitor = exact(engine, optimizer, quantiles=(0.5,))
+    seen = []
+    for _ in range(3):
+        with BatchMemoryManager(
+            data_loader=loader, max_physical_batch_size=2, optimizer=optimizer
+        ) as parts:
+            for (part,) in parts:
+                optimizer.zero_grad()
+                losses = square_loss(module, part)
+                (criterion[0](losses) if criterion else losses.mean()).backward()
+                optimizer.step()
+                seen += [float(n) for y in part for n in norms[(x == y).all(1)]]
+    found = monitor.read()
+    assert found["steps"] == 18 == engine.accountant.history[0][-1]
+    assert found[PREFIX + "batch_size"] == pytest.approx(len(seen) / 18)
+    median = float(torch.tensor(seen).double().quantile(0.5))
+    assert found[PREFIX + "norm_median"] == pytest.approx(median)
+
+
+def test_a_backward_pass_that_no_step_used_is_not_seen():
+    private = linear(0.0)
+    monitor = exact(private.engine, private.optimizer)
+    x = torch.randn(8, 50)
+    private.backward(x, square_loss)
+    private.step(x, square_loss)
+    private.step(x, square_loss)
+    assert monitor.read()[PREFIX + "batch_size"] == 8
+
+
+def test_compiled():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2)).double()
+    plain = copy.deepcopy(model)
+    private = make_private(model, "ghost_bk", batch_size=6, max_grad_norm=0.5)
+    private.module.compile(backend="aot_eager")
+    monitor, norms = exact(private.engine, private.optimizer, quantiles=(0.5,)), []
+    for x in batches():
+        norms.append(norms_now(plain, model, x))
+        private.step(x, square_loss)
+    expected = float(torch.cat(norms).quantile(0.5))
+    assert monitor.read()[PREFIX + "norm_median"] == pytest.approx(expected, rel=1e-8)
+
+
+def test_samples_that_are_not_finite_and_no_samples():
+    private = linear(0.0, size=4)
+    monitor = exact(private.engine, private.optimizer)
+    x = torch.randn(4, 50)
+    x[1] = math.inf
+    with pytest.warns(RuntimeWarning):
+        private.step(x, square_loss)
+    found = monitor.read()
+    assert found[PREFIX + "batch_size"] == 4
+    assert found[PREFIX + "norm_q90"] == math.inf
+    private.step(x[:0], square_loss)
+    found = monitor.read()
+    assert found[PREFIX + "batch_size"] == 0
+    assert PREFIX + "clipped_fraction" not in found
+
+
+def test_epsilon_is_the_accountants():
+    private = linear(2.0)
+    engine = private.engine
+    monitor = Monitor(engine, private.optimizer, delta=1e-3)
+    assert monitor.read() == {"epsilon": 0.0, "steps": 0}
+    private.step(torch.randn(8, 50), square_loss)
+    assert monitor.read()["epsilon"] == engine.get_epsilon(1e-3)
+    private.optimizer.noise_multiplier = 0.0
+    private.step(torch.randn(8, 50), square_loss)
+    assert monitor.read()["epsilon"] == math.inf
+
+
+def test_goes_on_from_a_state():
+    """Two windows in one, bit for bit."""
+    x = torch.randn(2, 8, 50)
+
+    def run(stop):
+        torch.manual_seed(0)
+        private = linear(1.0)
+        monitor = Monitor(private.engine, private.optimizer)
+        private.step(x[0], square_loss)
+        if stop:
+            state = copy.deepcopy(monitor.state_dict())
+            monitor.close()
+            monitor = Monitor(private.engine, private.optimizer)
+            monitor.load_state_dict(state)
+        private.step(x[1], square_loss)
+        return monitor.read()
+
+    assert run(False) == run(True)
+
+
+def test_close():
+    private = linear(1.0)
+    optimizer = private.optimizer
+    with Monitor(private.engine, optimizer, share=0.5) as monitor:
+        assert optimizer.gradient_noise_multiplier == pytest.approx(math.sqrt(2))
+        with pytest.raises(Refused, match="has a monitor"):
+            Monitor(private.engine, optimizer)
+    assert optimizer.gradient_noise_multiplier == 1.0
+    private.step(torch.randn(8, 50), square_loss)
+    assert monitor.read() == {"steps": 0}
+    monitor.close()
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        ({"share": 0.0}, "share=0.0"),
+        ({"share": 1.0}, "share=1.0"),
+        ({"delta": 1.0}, "delta=1.0"),
+        ({"quantiles": (0.5, 1.5)}, "got 1.5"),
+        ({"thresholds": (0.5, 2.0)}, "one of them"),
+        ({"thresholds": (1.0, 0.5)}, "increase"),
+    ],
+)
+def test_refusals(given, message):
+    private = linear(1.0)
+    with pytest.raises(Refused, match=message):
+        Monitor(private.engine, private.optimizer, **given)
+    assert private.optimizer.monitor is None
+
+
+def test_an_optimizer_of_opacus_is_refused():
+    sgd = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+    optimizer = DPOptimizer(
+        sgd, noise_multiplier=1.0, max_grad_norm=1.0, expected_batch_size=1
+    )
+    with pytest.raises(Refused, match="DPOptimizer is not"):
+        Monitor(PrivacyEngine(), optimizer)
