@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import math
 from importlib.metadata import version
-from typing import Any, Callable, Dict, List, Optional
+from typing import Any, Callable, Dict, List, Optional, Union
 
 from opacus import PrivacyEngine
 from opacus.accountants.accountant import IAccountant
@@ -24,28 +24,91 @@ from opacus_ext.accountants.truncation import (
     sufficient_batch_size,
     tail,
 )
-from opacus_ext.data.sampling import Sampling, TruncatedPoisson
+from opacus_ext.data.sampling import CyclicPoisson, Poisson, Sampling, TruncatedPoisson
+from opacus_ext.optimizers.banded import Banded, BandedNoise, coefficients, error
 from opacus_ext.refused import Refused
 
 #: Of an engine and of its checkpoints: one entry for each ``make_private``.
 RUNS = "opacus_ext_runs"
 
+INDEPENDENT = "independent"  # the noise of each step is
+
 
 def with_sampling(make_private: Callable) -> Callable:
-    """``PrivacyEngine.make_private`` with the argument ``sampling``; it is recorded."""
+    """
+    ``PrivacyEngine.make_private`` with the arguments ``sampling`` and ``noise``; what
+    it was given is recorded.
+    """
 
     @functools.wraps(make_private)
     def make(
-        self: PrivacyEngine, *, sampling: Optional[Sampling] = None, **kwargs: Any
+        self: PrivacyEngine,
+        *,
+        sampling: Optional[Sampling] = None,
+        noise: Union[str, Banded] = INDEPENDENT,
+        **kwargs: Any,
     ) -> Any:
+        correlated = _correlated(noise, **kwargs)
+        if correlated is not None:
+            sampling = _in_turn(sampling, correlated.bands, kwargs["data_loader"])
         if sampling is None:
             made = make_private(self, **kwargs)
         else:
             made = _drawn(self, make_private, sampling, **kwargs)
+        if correlated is not None:
+            made[1].correlated = correlated
+            made[-1].batch_sampler.taken = lambda: correlated.taken
         _note(self, sampling, made, **kwargs)
+        runs_of(self)[-1]["bands"] = 1 if correlated is None else correlated.bands
         return made
 
     return make
+
+
+def _correlated(
+    noise: Union[str, Banded], clipping: Any = "flat", **kwargs: Any
+) -> Optional[BandedNoise]:
+    if noise == INDEPENDENT:
+        return None
+    if not isinstance(noise, Banded):
+        raise Refused(
+            f"noise={noise!r} is neither {INDEPENDENT!r} nor a Banded.",
+            parameter="noise",
+            remedy="Give opacus_ext.optimizers.Banded(bands, steps), or leave it to "
+            'make_private_with_epsilon(noise="banded") to choose one.',
+        )
+    if clipping == "adaptive":
+        raise Refused(
+            "Adaptive clipping changes the noise from step to step, and correlated "
+            "noise is for the same at all.",
+            parameter="noise",
+            remedy="Choose another clipping.",
+        )
+    return BandedNoise(noise.bands, noise.steps)
+
+
+def _in_turn(
+    sampling: Optional[Sampling], bands: int, loader: DataLoader
+) -> CyclicPoisson:
+    """The sampling that correlated noise needs, of the same expected batch size."""
+    if isinstance(sampling, CyclicPoisson):
+        if sampling.bands != bands:
+            raise Refused(
+                f"The sampling has {sampling.bands} parts and the noise {bands} bands.",
+                parameter="sampling",
+                remedy="Give them the same number, or leave sampling out.",
+            )
+        return sampling
+    if sampling is None:
+        return CyclicPoisson(bands=bands, sample_rate=1 / len(loader))
+    if type(sampling) is not Poisson:
+        raise Refused(
+            f"Correlated noise is accounted for with CyclicPoisson, not with "
+            f"{type(sampling).__name__}.",
+            parameter="sampling",
+            remedy="Leave sampling out.",
+        )
+    return CyclicPoisson(bands=bands, **vars(sampling))
 
 
 def _drawn(
@@ -116,11 +179,24 @@ def with_epsilon(make_private_with_epsilon: Callable) -> Callable:
         self: PrivacyEngine,
         *,
         sampling: Optional[Sampling] = None,
+        noise: Union[str, Banded] = INDEPENDENT,
         target_epsilon: float,
         target_delta: float,
         epochs: float,
         **kwargs: Any,
     ) -> Any:
+        loader = kwargs["data_loader"]
+        if noise == "banded":
+            noise = choose_bands(
+                sampling or Poisson(sample_rate=1 / len(loader)),
+                self.accountant,
+                len(loader.dataset),
+                epsilon=target_epsilon,
+                delta=target_delta,
+                epochs=epochs,
+            )
+        if isinstance(noise, Banded):
+            sampling = _in_turn(sampling, noise.bands, loader)
         if sampling is None:
             made = make_private_with_epsilon(
                 self,
@@ -133,13 +209,16 @@ def with_epsilon(make_private_with_epsilon: Callable) -> Callable:
             noise_multiplier = calibrate(
                 sampling,
                 self.accountant,
-                len(kwargs["data_loader"].dataset),
+                len(loader.dataset),
                 epsilon=target_epsilon,
                 delta=target_delta,
                 epochs=epochs,
             )
             made = self.make_private(
-                sampling=sampling, noise_multiplier=noise_multiplier, **kwargs
+                sampling=sampling,
+                noise=noise,
+                noise_multiplier=noise_multiplier,
+                **kwargs,
             )
         runs_of(self)[-1]["target_delta"] = target_delta
         return made
@@ -199,6 +278,52 @@ def calibrate(
         sampling.account(trial, records, noise_multiplier, steps)
 
     return least_noise(accountant, record, epsilon, delta)
+
+
+def choose_bands(
+    sampling: Sampling,
+    accountant: IAccountant,
+    records: int,
+    *,
+    epsilon: float,
+    delta: float,
+    epochs: float,
+    max_bands: int = 64,
+) -> Banded:
+    """
+    The number of bands that leaves the least noise in the weights: the noise multiplier
+    that the budget asks for, times :func:`opacus_ext.optimizers.banded.error`. More
+    bands cancel more noise, and leave less of the privacy of sampling; 1 is independent
+    noise.
+
+    Args:
+        sampling: Poisson, of the run without correlated noise
+        accountant, records, epsilon, delta, epochs: as of :func:`calibrate`
+        max_bands: the optimizer keeps one less times the model's size
+
+    Returns:
+        The best of 1, 2, 4, ...; further ones are not looked at where one is worse.
+
+    Example:
+        >>> from opacus_ext.accountants import PRVBoundsAccountant
+        >>> choose_bands(
+        ...     Poisson(expected_batch_size=50), PRVBoundsAccountant(), 1000,
+        ...     epsilon=8.0, delta=1e-5, epochs=5,
+        ... )
+        Banded(bands=8, steps=100)
+    """
+    steps = max(math.ceil(epochs * sampling.steps_per_epoch(records)), 1)
+    best, bands = (math.inf, Banded(1, steps)), 1
+    while bands <= min(max_bands, steps) and bands * sampling.rate(records) <= 1:
+        cyclic = CyclicPoisson(bands=bands, sample_rate=sampling.rate(records))
+        noise = calibrate(
+            cyclic, accountant, records, epsilon=epsilon, delta=delta, epochs=epochs
+        )
+        left = noise * error(coefficients(bands, steps), steps)
+        if left > best[0]:
+            break
+        best, bands = (left, Banded(bands, steps)), 2 * bands
+    return best[1]
 
 
 # -- the record of what was made private -----------------------------------------------

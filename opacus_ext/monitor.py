@@ -138,6 +138,13 @@ class Monitor:
                 f"max_grad_norm, must be one of them; got {grid}.",
                 parameter="thresholds",
             )
+        if private and optimizer.correlated is not None:
+            raise Refused(
+                "A histogram beside gradients with correlated noise is not accounted "
+                "for.",
+                parameter="private",
+                remedy='Train with noise="independent" while you look for C.',
+            )
         if not private:
             warnings.warn(
                 "Monitor(private=False): exact norms of private records, and what is "

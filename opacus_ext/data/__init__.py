@@ -1,7 +1,13 @@
 """Data sets for private training, and how batches are drawn from them."""
 
 from opacus_ext.data.collators import RecordCollator
-from opacus_ext.data.sampling import FixedSize, Poisson, Sampling, TruncatedPoisson
+from opacus_ext.data.sampling import (
+    CyclicPoisson,
+    FixedSize,
+    Poisson,
+    Sampling,
+    TruncatedPoisson,
+)
 from opacus_ext.data.sequences import (
     SequenceData,
     read_sequences,
@@ -9,6 +15,7 @@ from opacus_ext.data.sequences import (
 )
 
 __all__ = [
+    "CyclicPoisson",
     "FixedSize",
     "Poisson",
     "RecordCollator",

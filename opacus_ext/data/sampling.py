@@ -44,8 +44,11 @@ class Sampling(ABC):
         """The probability that a record is drawn, of so many."""
 
     @abstractmethod
-    def draw(self, records: int, generator: Any) -> torch.Tensor:
-        """The numbers of the records of one batch, ascending, ``[B]``."""
+    def draw(self, records: int, generator: Any, step: int = 0) -> torch.Tensor:
+        """
+        The numbers of the records of one batch, ascending, ``[B]``; ``step`` counts the
+        batches of the run.
+        """
 
     def parameters(self, records: int) -> Dict[str, Any]:
         """What the accountant needs to know beside the noise."""
@@ -167,9 +170,11 @@ class Sampling(ABC):
             )
         records = len(dataset)  # type: ignore[arg-type]
         fields = list(dataset[0])
+        draws = Draws(self, records, stock.generator)
+        draws.ahead += stock.num_workers * (stock.prefetch_factor or 2)
         return DataLoader(
             dataset,
-            batch_sampler=Draws(self, records, stock.generator),
+            batch_sampler=draws,
             collate_fn=wrap_collate_with_empty(
                 collate_fn=stock.collate_fn,
                 batch_first=batch_first,
@@ -207,11 +212,33 @@ class Draws(UniformWithReplacementSampler):
             steps=sampling.steps_per_epoch(records),
         )
         self.sampling = sampling
+        #: How many steps of the run have been taken, where its batches depend on that.
+        self.taken: Optional[Callable[[], int]] = None
+        self.ahead = 1  # batches that are drawn before the step of the last one
+        self._last: Optional[int] = None  # the steps there must be after an epoch
 
     def __iter__(self) -> Iterator[List[int]]:
-        for _ in range(self.steps):
-            drawn = self.sampling.draw(self.num_samples, self.generator)
+        first = 0 if self.taken is None else self.taken()
+        if self._last is not None and self._last != first:
+            raise self._skipped(self._last - first)
+        self._last = None
+        for step in range(first, first + self.steps):
+            if self.taken is not None and step - self.taken() > self.ahead:
+                raise self._skipped(step - self.taken())
+            drawn = self.sampling.draw(self.num_samples, self.generator, step)
             yield drawn.tolist()
+        if self.taken is not None:
+            self._last = first + self.steps
+
+    def _skipped(self, batches: int) -> Refused:
+        return Refused(
+            f"{batches} batches were drawn of which no step was made. Those of "
+            f"{type(self.sampling).__name__} are drawn from parts of the data set in "
+            "turn, so that the records of one are in no other of as many steps.",
+            parameter="sampling",
+            remedy="Call optimizer.step() for each batch of the loader, or "
+            'use noise="independent".',
+        )
 
 
 def _keys(records: int, generator: Any) -> torch.Tensor:
@@ -266,8 +293,95 @@ class Poisson(Sampling):
             )
         super().check(records, accountant)
 
-    def draw(self, records: int, generator: Any) -> torch.Tensor:
+    def draw(self, records: int, generator: Any, step: int = 0) -> torch.Tensor:
         return (_keys(records, generator) < self.rate(records)).nonzero()[:, 0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CyclicPoisson(Poisson):
+    """
+    Poisson sampling from one part of the data set after the other.
+
+    Record i belongs to part ``i mod b``. Steps draw from the parts in turn, each record
+    of a part with b times the rate, so that no record takes part twice in b steps:
+    what correlated noise of b bands is accounted for ("(Amplified) Banded Matrix
+    Factorization", Choquette-Choo et al. 2023, theorem 4). Whatever b steps in a row
+    say about a record is one sampled Gaussian mechanism of b times the rate, and that
+    is what is recorded, at the first of them.
+
+    Each batch of the loader must be one step. ``make_private(noise=...)`` makes one.
+
+    Args:
+        bands: b, the number of parts
+        expected_batch_size: records of a batch on average
+        sample_rate: instead of it, its share of the records, at most 1 / b
+        steps: see :class:`Sampling`
+
+    Example:
+        >>> sampling = CyclicPoisson(bands=2, expected_batch_size=5)
+        >>> [sampling.draw(10, None, step).tolist() for step in range(2)]
+        [[0, 2, 4, 6, 8], [1, 3, 5, 7, 9]]
+    """
+
+    bands: int
+
+    def check(self, records: int, accountant: IAccountant) -> None:
+        super().check(records, accountant)
+        if self.bands != int(self.bands) or not 1 <= self.bands <= records:
+            raise Refused(
+                f"bands={self.bands} parts of {records} records.",
+                parameter="bands",
+                remedy="Give a whole number from 1 to the number of records.",
+            )
+        if self.bands * self.rate(records) > 1:
+            most = int(1 / self.rate(records))
+            raise Refused(
+                f"A part of 1/{self.bands} of the records is smaller than the expected "
+                f"batch, {self.divisor(records):g} of {records} records.",
+                parameter="bands",
+                remedy=f"Give at most {most} bands, or a smaller batch.",
+            )
+
+    def draw(self, records: int, generator: Any, step: int = 0) -> torch.Tensor:
+        part = torch.arange(step % self.bands, records, self.bands)
+        keys = _keys(len(part), generator)
+        return part[keys < self.bands * self.rate(records)]
+
+    def account(
+        self,
+        accountant: IAccountant,
+        records: int,
+        noise_multiplier: float,
+        steps: int = 1,
+    ) -> None:
+        rounds = -(-steps // self.bands)
+        rate = self.bands * self.rate(records)
+        if rounds == 1:
+            accountant.step(noise_multiplier=noise_multiplier, sample_rate=rate)
+        else:
+            accountant.history.append((noise_multiplier, rate, rounds))
+
+    def hook(
+        self, accountant: IAccountant, records: int
+    ) -> Callable[[DPOptimizer], None]:
+        record = super().hook(accountant, records)
+
+        def record_first(optimizer: DPOptimizer) -> None:
+            noise = getattr(optimizer, "correlated", None)
+            if noise is None or noise.bands > self.bands:
+                raise Refused(
+                    f"The batches are drawn for noise of {self.bands} bands.",
+                    parameter="sampling",
+                    remedy="Pass make_private(noise=...), which draws them so.",
+                )
+            # The hook comes after the noise of the step.
+            if (noise.taken - 1) % self.bands == 0:
+                record(optimizer)
+
+        return record_first
+
+    def describe(self, records: int) -> Dict[str, Any]:
+        return {**super().describe(records), "scheme": "cyclic_poisson"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -320,7 +434,7 @@ class TruncatedPoisson(Poisson):
             "max_batch_size": self.max_batch_size,
         }
 
-    def draw(self, records: int, generator: Any) -> torch.Tensor:
+    def draw(self, records: int, generator: Any, step: int = 0) -> torch.Tensor:
         keys = _keys(records, generator)
         drawn = (keys < self.rate(records)).nonzero()[:, 0]
         if len(drawn) <= self.max_batch_size:
@@ -374,6 +488,6 @@ class FixedSize(Sampling):
             )
         super().check(records, accountant)
 
-    def draw(self, records: int, generator: Any) -> torch.Tensor:
+    def draw(self, records: int, generator: Any, step: int = 0) -> torch.Tensor:
         keys = _keys(records, generator)
         return keys.topk(self.batch_size, largest=False).indices.sort().values

@@ -1,1 +1,5 @@
 """Clipping functions, and optimizers whose noise matches their sensitivity."""
+
+from opacus_ext.optimizers.banded import Banded
+
+__all__ = ["Banded"]

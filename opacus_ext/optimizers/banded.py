@@ -14,10 +14,12 @@ mechanism of its own with the noise multiplier of ``Z``.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Tuple
+from typing import Any, Dict, Hashable, Mapping, Optional, Tuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from scipy.optimize import minimize
 from scipy.signal import lfilter
@@ -110,3 +112,114 @@ def error(c: Tuple[float, ...], steps: int) -> float:
     """
     d = lfilter([1.0], np.array(c), np.ones(steps))
     return float(np.sqrt((np.arange(steps, 0, -1) / steps) @ d**2))
+
+
+@dataclass(frozen=True)
+class Banded:
+    """
+    Correlated noise for ``make_private(noise=...)``: that of each step takes back some
+    of that of the ``bands - 1`` steps before. Batches are drawn by
+    :class:`opacus_ext.data.CyclicPoisson`. ``choose_bands`` finds the best for a run.
+
+    Args:
+        bands: b; the more, the less noise is left in the weights, but each record is
+            drawn with b times the rate from 1/b of the data set. The optimizer keeps
+            b - 1 times the model's size
+        steps: of the run
+    """
+
+    bands: int
+    steps: int
+
+
+class BandedNoise:
+    """
+    The rows of ``C^-1 Z``, one a step, from those of ``Z``.
+
+    ``xi_t = (z_t - sum over 0 < i < b of c_i xi_(t - i)) / c_0``: the last b - 1 rows
+    are kept, that many times the size of the model in float32.
+
+    Args:
+        bands: b; 1 gives Z itself
+        steps: of the run, for which the coefficients are chosen. It may take less or
+            more steps; both are as private, and not quite as good
+    """
+
+    def __init__(self, bands: int, steps: int):
+        self.coefficients = coefficients(bands, steps)
+        self.bands, self.planned_steps = bands, steps
+        self.taken = 0  # steps
+        self.noise_multiplier: Optional[float] = None  # of the run, from its first step
+        self._past: Dict[Hashable, torch.Tensor] = {}  # [b - 1, ...], a ring
+
+    def __call__(self, name: Hashable, z: torch.Tensor) -> torch.Tensor:
+        """
+        The row for some parameters at this step.
+
+        Args:
+            name: of the parameters
+            z: independent noise of std 1
+
+        Returns:
+            Noise of the shape of ``z``, in float32 or wider.
+        """
+        z = z.to(torch.promote_types(z.dtype, torch.float32))
+        c0, *rest = self.coefficients
+        if not rest:
+            return z / c0
+        past = self._past.get(name)
+        if past is None:
+            past = self._past[name] = z.new_zeros(len(rest), *z.shape)
+        ring = [rest[(self.taken - 1 - i) % len(rest)] for i in range(len(rest))]
+        row = (z - torch.tensordot(past.new_tensor(ring), past, 1)) / c0
+        past[self.taken % len(rest)] = row
+        return row
+
+    def begin(self, noise_multiplier: float) -> None:
+        """
+        Of a step.
+
+        Raises:
+            Refused: if the noise multiplier is another than at the first step
+        """
+        known = self.noise_multiplier
+        if known is not None and known != noise_multiplier:
+            raise Refused(
+                f"The noise multiplier has changed from {known:g} to "
+                f"{noise_multiplier:g}, which correlated noise is not accounted for.",
+                parameter="noise",
+                remedy='Keep it, or train with noise="independent".',
+            )
+        self.noise_multiplier = noise_multiplier
+
+    @property
+    def std(self) -> float:
+        """Of the row of the last step, for ``Z`` of std 1."""
+        impulse = np.zeros(max(self.taken, 1))
+        impulse[0] = 1
+        inverse = lfilter([1.0], np.array(self.coefficients), impulse)
+        return float(np.sqrt(inverse @ inverse))
+
+    def state_dict(self) -> Dict[str, Any]:
+        """To go on with; whoever has it can take noise off the gradients."""
+        names = ("bands", "planned_steps", "taken", "noise_multiplier")
+        return {**{name: getattr(self, name) for name in names}, "past": self._past}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """
+        Raises:
+            Refused: for that of a run with other bands or steps
+        """
+        theirs, mine = (
+            (state["bands"], state["planned_steps"]),
+            (self.bands, self.planned_steps),
+        )
+        if theirs != mine:
+            raise Refused(
+                f"The checkpoint has noise of {theirs[0]} bands for {theirs[1]} steps, "
+                f"and the run has {mine[0]} for {mine[1]}.",
+                parameter="noise",
+                remedy="Go on with what the run began with.",
+            )
+        self.taken, self.noise_multiplier = state["taken"], state["noise_multiplier"]
+        self._past = {name: x.clone() for name, x in state["past"].items()}

@@ -12,6 +12,7 @@ from typing import (
     Any,
     Dict,
     List,
+    Mapping,
     NoReturn,
     Optional,
     Sequence,
@@ -31,6 +32,7 @@ from torch.optim import Optimizer
 
 from opacus_ext.grad_sample.parallel.group import ExpertGroup
 from opacus_ext.grad_sample.parallel.sharding import group_of
+from opacus_ext.optimizers.banded import BandedNoise
 from opacus_ext.optimizers.clipping import (
     CLIPPINGS,
     Bound,
@@ -46,6 +48,7 @@ if TYPE_CHECKING:
 
 # Entries of what is drawn together: to start kernels takes longer than to run them.
 _SMALL = 2**16
+_CORRELATED = "opacus_ext_correlated_noise"  # in checkpoints
 
 
 class _ClippingOptimizer:
@@ -53,6 +56,7 @@ class _ClippingOptimizer:
 
     clipping: Clipping = CLIPPINGS["flat"]
     on_nonfinite = "drop"  # or "raise", set by make_private
+    correlated: Optional[BandedNoise] = None  # set by make_private
     monitor: Optional[Monitor] = None  # attaches itself
 
     @property
@@ -143,8 +147,11 @@ class _ClippingOptimizer:
         """
         Adds noise of std ``gradient_noise_multiplier * sensitivity``; sets ``p.grad``.
         """
-        std = self.gradient_noise_multiplier * self.sensitivity
-        params = self.params
+        multiplier = self.gradient_noise_multiplier
+        std, params = multiplier * self.sensitivity, self.params
+        if self.correlated is not None:
+            self.correlated.begin(multiplier)
+        places = {p: i for i, p in enumerate(params)}
         small: Dict[tuple, List[torch.Tensor]] = {}
         for p in params:
             _check_processed_flag(p.summed_grad)
@@ -152,18 +159,63 @@ class _ClippingOptimizer:
             total, generator = p.summed_grad, self._generator_of(p)
             if total.numel() <= _SMALL:
                 kind = total.device, total.dtype, id(generator)
-                small.setdefault(kind, [generator]).append(total)
+                small.setdefault(kind, [generator]).append(p)
             else:  # in place: gradients and one noise tensor, as without privacy
-                total.add_(self._noise(total, total.shape, std, generator))
-        for generator, *totals in small.values():
+                noise = self._row([places[p]], total, total.shape, std, generator)
+                total.add_(noise)
+        for generator, *members in small.values():
+            at = [places[p] for p in members]
+            totals = [p.summed_grad for p in members]
             sizes = [x.numel() for x in totals]
-            noise = self._noise(totals[0], (sum(sizes),), std, generator)
+            noise = self._row(at, totals[0], (sum(sizes),), std, generator)
             each = [x.view_as(y) for x, y in zip(noise.split(sizes), totals)]
             torch._foreach_add_(totals, each)
         for p in params:
             same = p.summed_grad.shape == p.shape
             p.grad = p.summed_grad if same else p.summed_grad.view_as(p)
             _mark_as_processed(p.summed_grad)
+        if self.correlated is not None:
+            self.correlated.taken += 1
+
+    def _row(
+        self,
+        places: List[int],
+        like: torch.Tensor,
+        shape: Sequence[int],
+        std: float,
+        generator: Optional[torch.Generator],
+    ) -> torch.Tensor:
+        """The noise of this step for the parameters at some places."""
+        if self.correlated is None:
+            return self._noise(like, shape, std, generator)
+        noise = self._noise(like, shape, 1.0, generator)
+        return self.correlated(tuple(places), noise).mul_(std).to(like.dtype)
+
+    def state_dict(self) -> Dict[str, Any]:
+        """The optimizer's, with what correlated noise goes on from."""
+        state = super().state_dict()
+        if self.correlated is not None:
+            state = {**state, _CORRELATED: self.correlated.state_dict()}
+        return state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """
+        Raises:
+            Refused: if one of the two runs has correlated noise and the other has not
+        """
+        state = dict(state_dict)
+        noise = state.pop(_CORRELATED, None)
+        if (noise is None) != (self.correlated is None):
+            raise Refused(
+                "The checkpoint is of a run with "
+                f"{'independent' if noise is None else 'correlated'} noise, and this "
+                "one has the other kind.",
+                parameter="noise",
+                remedy="Pass make_private the noise that the run began with.",
+            )
+        super().load_state_dict(state)
+        if self.correlated is not None:
+            self.correlated.load_state_dict(noise)
 
     def scale_grad(self) -> None:
         """Divides gradients by the expected batch size, if the loss is a mean."""

@@ -28,6 +28,7 @@ def gradient_noise(optimizer: Any) -> float:
     expected batch size, over all processes. If the optimizer sums
     (``loss_reduction="sum"``), B is 1: what counts is the noise in ``p.grad``. Batches
     accumulated outside ``BatchMemoryManager`` divide it by their number once more.
+    Correlated noise has, at each step, a std of its own: that of the last is taken.
 
     Args:
         optimizer: of Opacus or this package, as ``make_private`` returns it
@@ -52,6 +53,9 @@ def gradient_noise(optimizer: Any) -> float:
         )
     for name in ("_adjusted_noise_multiplier", "gradient_noise_multiplier"):
         multiplier = getattr(optimizer, name, multiplier)
+    correlated = getattr(optimizer, "correlated", None)
+    if correlated is not None:
+        multiplier *= correlated.std
     clip = getattr(optimizer, "sensitivity", optimizer.max_grad_norm)
     return float(multiplier) * float(clip) / _batch_size(optimizer)
 
