@@ -18,6 +18,7 @@ from tqdm import tqdm
 import opacus_ext  # noqa: F401  the modes
 from opacus_ext.planner.families import Family
 from opacus_ext.planner.measurements import Measurements, read_runs
+from opacus_ext.progress import progress as show_progress
 from opacus_ext.refused import Refused
 
 # What must be equal for a run to be one that is on file already.
@@ -147,7 +148,8 @@ def measure(
         for rate, size, ratio in itertools.product(learning_rates, sizes, ratios)
     ]
     todo = [run for run in grid if _key(run) not in known]
-    with tqdm(total=steps * len(todo), unit="step", disable=not progress) as bar:
+    total = steps * len(todo)
+    with show_progress(total=total, unit="step", show=progress) as bar:
         for run in todo:
             bar.set_postfix_str(f"{run['size']}, ratio {run['ratio']:.2g}")
             train(family, run, bar)
