@@ -19,12 +19,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader
 
 from opacus_ext.accountants.budget import least_noise
-from opacus_ext.accountants.truncation import (
-    extra_delta,
-    sufficient_batch_size,
-    tail,
-)
-from opacus_ext.data.sampling import Sampling, TruncatedPoisson
+from opacus_ext.data.sampling import Sampling
 from opacus_ext.refused import Refused
 
 #: Of an engine and of its checkpoints: one entry for each ``make_private``.
@@ -167,12 +162,13 @@ def calibrate(
         epochs: of the run
 
     Raises:
-        Refused: if nothing is left of the budget, or truncation takes most of delta
+        Refused: if nothing is left of the budget
 
     Example:
         >>> from opacus.accountants import create_accountant
         >>> from opacus_ext.data import FixedSize
-        >>> accountant, sampling = create_accountant("prv_bounds"), FixedSize(batch_size=9)
+        >>> accountant = create_accountant("prv_bounds")
+        >>> sampling = FixedSize(batch_size=9)
         >>> noise = calibrate(
         ...     sampling, accountant, 900, epsilon=2.0, delta=1e-5, epochs=1
         ... )
@@ -182,18 +178,6 @@ def calibrate(
     """
     sampling.check(records, accountant)
     steps = max(math.ceil(epochs * sampling.steps_per_epoch(records)), 1)
-    if isinstance(sampling, TruncatedPoisson):
-        rate = sampling.rate(records)
-        tails = steps * tail(records, rate, sampling.max_batch_size)
-        if extra_delta(tails, epsilon) > delta / 2:
-            enough = sufficient_batch_size(records, rate, steps, epsilon, delta)
-            raise Refused(
-                f"Draws of more than max_batch_size={sampling.max_batch_size} are so "
-                f"likely in {steps} steps that cutting them takes more than half of "
-                f"delta={delta:g}.",
-                parameter="max_batch_size",
-                remedy=f"With {enough} it takes a hundredth.",
-            )
 
     def record(trial: IAccountant, noise_multiplier: float) -> None:
         sampling.account(trial, records, noise_multiplier, steps)

@@ -2,9 +2,9 @@
 What may be said of a private run: ``engine.privacy_statement()`` and
 ``opacus-ext statement``.
 
-It has what NIST SP 800-226 and Ponomareva et al., "How to DP-fy ML" (2023), section 5.3,
-ask of a guarantee: unit, neighbours, mechanism, sampling, epsilon and delta with the
-accountant, and what is not covered.
+It has what Ponomareva et al., "How to DP-fy ML" (2023), section 5.3, ask of a
+guarantee: unit, neighbours, mechanism, sampling, epsilon and delta with the accountant,
+and what is not covered.
 """
 
 from __future__ import annotations
@@ -106,8 +106,8 @@ def privacy_statement(
         ...     model(x).mean().backward()
         ...     optimizer.step()
         >>> statement = engine.privacy_statement(delta=1e-3, unit="patient")
-        >>> print(statement.text.splitlines()[2])
-        After 8 steps the weights are (0.53, 0.001)-differentially private for one patient.
+        >>> print(statement.text.splitlines()[2][:60])
+        After 8 steps the weights are (0.53, 0.001)-differentially p
     """
     return state(self.accountant, runs_of(self), delta, unit)
 
@@ -146,10 +146,10 @@ def read_statement(
     config = found.get("config") or {}
     if "privacy_accountant_state_dict" in found:
         saved, runs = found["privacy_accountant_state_dict"], found.get(RUNS, [])
-        delta = delta or config.get("delta")
+        known = config.get("delta")
     elif "accountant" in found:
         saved, runs = found["accountant"], [_run_of_trainer(found)]
-        delta = delta or config.get("target_delta")
+        known = config.get("target_delta")
     else:
         raise Refused(
             f"{path} has no accountant's history: how much privacy its weights have "
@@ -166,7 +166,7 @@ def read_statement(
             f"The accountant's state in {path} can't be used: {error}.",
             parameter="path",
         ) from error
-    return state(accountant, runs, delta, unit)
+    return state(accountant, runs, known if delta is None else delta, unit)
 
 
 def _run_of_trainer(saved: Mapping[str, Any]) -> Dict[str, Any]:
@@ -204,7 +204,7 @@ def state(
         unit: what a record is
     """
     targets = [run["target_delta"] for run in runs if run.get("target_delta")]
-    delta = delta or (targets[-1] if targets else None)
+    delta = targets[-1] if delta is None and targets else delta
     records = max((run.get("records") or 0 for run in runs), default=0) or None
     if delta is None:
         advice = f" {records} records: below {1 / records:.1g}." if records else ""
@@ -223,8 +223,8 @@ def state(
     epsilon, bounds, notes = _spent(accountant, delta)
     if records and delta >= 1 / records:
         notes.append(
-            f"delta={delta:g} is not below one over {records} {unit}s: such a guarantee "
-            f"allows to publish somebody's data."
+            f"delta={delta:g} is not below one over {records} {unit}s: such a "
+            "guarantee allows to publish somebody's data."
         )
     holds = "yes"
     if not runs and phases:
@@ -316,7 +316,13 @@ def _spent(accountant: IAccountant, delta: float) -> Tuple[float, Bounds, List[s
     bounds = other.get_bounds(delta)
     if not len(other):
         return 0.0, bounds, ["No step was taken: nothing was spent."]
-    if other is accountant or math.isinf(bounds.upper):
+    if math.isinf(bounds.upper):
+        return (
+            bounds.upper,
+            bounds,
+            ["Epsilon is infinite: too little noise was added."],
+        )
+    if other is accountant:
         return bounds.upper, bounds, []
     epsilon = float(accountant.get_epsilon(delta))
     if epsilon < bounds.lower or not math.isfinite(epsilon):
@@ -324,8 +330,8 @@ def _spent(accountant: IAccountant, delta: float) -> Tuple[float, Bounds, List[s
             bounds.upper,
             bounds,
             [
-                f"The accountant {accountant.mechanism()!r} says {epsilon:.4g}, outside "
-                "of what is proven; the upper bound is stated in its place."
+                f"The accountant {accountant.mechanism()!r} says {epsilon:.4g}, below "
+                "what is proven; the upper bound is stated in its place."
             ],
         )
     return epsilon, bounds, []

@@ -276,11 +276,11 @@ class TruncatedPoisson(Poisson):
     Poisson sampling with a greatest batch size: of a draw of more records a random
     subset of this size is taken, so that memory is bounded.
 
-    Epsilon is that of Poisson sampling at a delta that is smaller by
-    ``T (1 + exp(epsilon)) P[Binomial(n + 1, q) > max_batch_size]``
-    (:mod:`opacus_ext.accountants.truncation`), and infinite where that is all of
-    delta. Six standard deviations above the expected batch size cost next to nothing.
-    The accountant must be "prv_bounds".
+    The accounting is exact for what cutting does to the sum, which is to exchange a
+    record for another where a draw fills the batch
+    (:mod:`opacus_ext.accountants.truncation`). Six standard deviations above the
+    expected batch size cost nothing that can be seen, none at all twice the noise. The
+    accountant must be "prv_bounds".
 
     Args:
         expected_batch_size: records of a draw on average, before it is cut; the sum of
