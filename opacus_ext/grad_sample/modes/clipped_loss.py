@@ -209,7 +209,10 @@ def _without_samples(what: str) -> Refused:
 
 
 def _plain(x: Any) -> Any:
-    return x.as_subclass(torch.Tensor) if isinstance(x, ClippedLoss) else x
+    if not isinstance(x, ClippedLoss):
+        return x
+    value = x.as_subclass(torch.Tensor)
+    return value if x.lost is None else value.detach()
 
 
 def _detached(x: Any) -> Any:
