@@ -1,6 +1,7 @@
 """Examples run: those of docstrings, every Python block of README.md and of docs/."""
 
 import doctest
+import codeop
 import importlib
 import os
 import pkgutil
@@ -80,6 +81,23 @@ def test_block_of_readme(block, tmp_path):
         timeout=300,
     )
     assert not done.returncode, done.stderr
+
+
+@pytest.mark.parametrize("page", [README, *PAGES], ids=lambda page: page.name)
+def test_blocks_can_be_pasted_at_the_prompt(page):
+    """There a blank line ends what is indented, and nothing else does."""
+    for block in blocks_of(page):
+        if block.language != "python":
+            continue
+        lines = []
+        for n, line in enumerate([*block.source.splitlines(), ""], block.line):
+            lines.append(line)
+            try:
+                done = codeop.compile_command("\n".join(lines), symbol="single")
+            except SyntaxError as error:
+                pytest.fail(f"{page}, line {n}: {error.msg}: {line}")
+            lines = [] if done else lines
+        assert not any(lines), (page, block.line)
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
