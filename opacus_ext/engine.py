@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader
 
 from opacus_ext.accountants.budget import least_noise
-from opacus_ext.data.sampling import Sampling
+from opacus_ext.data.sampling import Sampling, count_records
 from opacus_ext.refused import Refused
 
 #: Of an engine and of its checkpoints: one entry for each ``make_private``.
@@ -80,11 +80,11 @@ def _drawn(
             remedy="Leave sampling out: Opacus's Poisson sampling draws in each "
             "process.",
         )
+    records = count_records(data_loader.dataset)
+    sampling.check(records, engine.accountant)
     loader = sampling.loader(
         data_loader, batch_first=batch_first, rand_on_empty=rand_on_empty
     )
-    records = len(data_loader.dataset)  # type: ignore[arg-type]
-    sampling.check(records, engine.accountant)
 
     def prepare(stock: DataLoader, **options: Any) -> DataLoader:
         options["poisson_sampling"] = False  # the loader does it already
@@ -128,7 +128,7 @@ def with_epsilon(make_private_with_epsilon: Callable) -> Callable:
             noise_multiplier = calibrate(
                 sampling,
                 self.accountant,
-                len(kwargs["data_loader"].dataset),
+                count_records(kwargs["data_loader"].dataset),
                 epsilon=target_epsilon,
                 delta=target_delta,
                 epochs=epochs,

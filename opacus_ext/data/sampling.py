@@ -17,7 +17,7 @@ from opacus.accountants.accountant import IAccountant
 from opacus.data_loader import dtype_safe, shape_safe, wrap_collate_with_empty
 from opacus.optimizers import DPOptimizer
 from opacus.utils.uniform_sampler import UniformWithReplacementSampler
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from opacus_ext.refused import Refused
 
@@ -159,13 +159,7 @@ class Sampling(ABC):
             Refused: for a data set whose records have no numbers
         """
         dataset = stock.dataset
-        if isinstance(dataset, IterableDataset):
-            raise Refused(
-                "The data set is an IterableDataset: its records can't be drawn.",
-                parameter="data_loader",
-                remedy="Use a data set with __getitem__ and __len__.",
-            )
-        records = len(dataset)  # type: ignore[arg-type]
+        records = count_records(dataset)
         fields = list(dataset[0])
         return DataLoader(
             dataset,
@@ -186,6 +180,20 @@ class Sampling(ABC):
             prefetch_factor=stock.prefetch_factor,
             persistent_workers=stock.persistent_workers,
         )
+
+
+def count_records(dataset: Dataset) -> int:
+    """
+    Raises:
+        Refused: for a data set whose records have no numbers
+    """
+    if isinstance(dataset, IterableDataset):
+        raise Refused(
+            "The data set is an IterableDataset: its records can't be drawn.",
+            parameter="data_loader",
+            remedy="Use a data set with __getitem__ and __len__.",
+        )
+    return len(dataset)  # type: ignore[arg-type]
 
 
 class Draws(UniformWithReplacementSampler):
