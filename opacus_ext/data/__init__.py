@@ -7,6 +7,7 @@ from opacus_ext.data.sequences import (
     read_sequences,
     synthetic_sequences,
 )
+from opacus_ext.data.users import UserRecords
 
 __all__ = [
     "FixedSize",
@@ -15,6 +16,7 @@ __all__ = [
     "Sampling",
     "SequenceData",
     "TruncatedPoisson",
+    "UserRecords",
     "read_sequences",
     "synthetic_sequences",
 ]
