@@ -1,4 +1,4 @@
-"""The privacy statement: its numbers, what it says of runs that prove nothing, files."""
+"""The privacy statement: numbers, runs that prove nothing, checkpoints."""
 
 import json
 import math
