@@ -543,6 +543,8 @@ def test_shuffling_is_named_what_it_is(tmp_path):
         ({"noise_multiplier": None, "target_epsilon": 0.0}, "not positive"),
         ({"noise_multiplier": -1.0}, "negative"),
         ({"privacy_seed": -1}, "negative"),
+        ({"per_sample_max_grad_norm": 0.0}, "not positive"),
+        ({"per_sample_max_grad_norm": [1.0, -1.0]}, "not positive"),
         ({"clipping": "adaptive"}, "'flat', 'automatic'"),
         ({"accountant": "gdp"}, "'prv', 'rdp'"),
         (
@@ -695,6 +697,40 @@ def test_data_that_has_no_numbered_records(tmp_path):
     for data in (Stream(), []):
         with pytest.raises(ValueError, match="a data set with a length"):
             trainer(tmp_path, data=data)
+    with pytest.raises(Refused, match="several data sets by name: 'train', 'test'"):
+        trainer(tmp_path, data={"train": texts(), "test": texts()})
+
+
+@pytest.mark.parametrize("privacy", [None, {"target_epsilon": 8.0}])
+def test_no_privacy_arguments(privacy, tmp_path):
+    with pytest.raises(Refused, match="privacy=PrivacyArguments"):
+        PrivateTrainer(
+            gpt2(), arguments(tmp_path), train_dataset=texts(), privacy=privacy
+        )
+
+
+def test_unusual_arguments(tmp_path):
+    """Each of which Trainer takes; a datasets.Dataset loses its other columns."""
+    datasets = pytest.importorskip("datasets")
+    columns = [{k: x.tolist() for k, x in row.items()} for row in texts()]
+    data = datasets.Dataset.from_list([{**x, "idx": 1} for x in columns])
+    model = gpt2()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = []
+    for change in (
+        {"model": model, "optimizers": (optimizer, None)},
+        {"model_init": lambda: gpt2()},
+        {"data": data, "processing_class": tokenizer()},
+        {"average_tokens_across_devices": False, "torch_empty_cache_steps": 1},
+        {"eval_dataset": {"a": texts(2), "b": texts(1)}, "eval_strategy": "steps"},
+    ):
+        given = {"max_steps": 2, "lr_scheduler_type": "constant", **change}
+        privacy = private(noise_multiplier=0.0)  # whose order is the optimizer's
+        run = trainer(tmp_path, privacy=privacy, eval_steps=1, **given)
+        run.train()
+        found.append(weights(run.model))
+    assert max(distance(found[0], other) for other in found) < 1e-6
+    assert distance(found[0], weights(gpt2())) > 1e-3
 
 
 def test_a_compute_loss_of_ones_own(tmp_path):

@@ -126,6 +126,13 @@ def refusals(args: TrainingArguments, given: Mapping[str, Any]) -> Iterator[Refu
             remedy="Set CUDA_VISIBLE_DEVICES to one.",
         )
     data = given.get("train_dataset")
+    if isinstance(data, Mapping):
+        yield Refused(
+            f"train_dataset ({type(data).__name__}) is several data sets by name: "
+            f"{', '.join(map(repr, data))}.",
+            parameter="train_dataset",
+            remedy="Give one of them.",
+        )
     if isinstance(data, IterableDataset) or (
         data is not None and not (hasattr(data, "__len__") and len(data))
     ):

@@ -26,6 +26,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from opacus_ext.accountants.budget import noise_left
 from opacus_ext.data.logical import Part, derive_seed
 from opacus_ext.losses import PerSample
+from opacus_ext.monitor import Monitor
 from opacus_ext.refused import Refused
 from opacus_ext.trainer.arguments import PrivacyArguments
 from opacus_ext.trainer.batches import BatchTrainer
@@ -46,12 +47,14 @@ class _PrivateRun:
         optimizer: Opacus's
         criterion: for losses ``[B]``
         noise: the random numbers of the noise
+        monitor: of the optimizer, if one was asked for
     """
 
     hooks: Any
     optimizer: Any
     criterion: Any
     noise: torch.Generator
+    monitor: Optional[Monitor] = None
 
 
 class PrivateTrainer(BatchTrainer):
@@ -128,7 +131,17 @@ class PrivateTrainer(BatchTrainer):
                     f"{base.__name__}).",
                 )
 
-    def __init__(self, *args: Any, privacy: PrivacyArguments, **kwargs: Any):
+    def __init__(
+        self, *args: Any, privacy: Optional[PrivacyArguments] = None, **kwargs: Any
+    ):
+        if not isinstance(privacy, PrivacyArguments):
+            raise Refused(
+                f"{type(self).__name__} was given no PrivacyArguments as privacy, but "
+                f"{type(privacy).__name__}.",
+                parameter="privacy",
+                remedy="Add privacy=PrivacyArguments(target_epsilon=8, "
+                "target_delta=1e-5), or what you need.",
+            )
         values = (*args, *kwargs.values())
         chosen = next((x for x in values if isinstance(x, TrainingArguments)), None)
         if chosen is not None:
@@ -250,6 +263,12 @@ class PrivateTrainer(BatchTrainer):
         )
         # Not int(size * (1 / steps)), which may be one too few, and zero.
         self.optimizer.expected_batch_size = size // steps
+        if privacy.monitor != "off":
+            private = privacy.monitor == "private"
+            monitor = Monitor(self.engine, self.optimizer, private=private)
+            if saved is not None:
+                monitor.load_state_dict(saved["monitor"])
+            self._run.monitor = monitor
 
     def _noise_multiplier(self) -> float:
         privacy, accountant = self.privacy, self.engine.accountant
@@ -473,6 +492,8 @@ class PrivateTrainer(BatchTrainer):
             "draw": self._draw,
             "step": self.state.global_step,
         }
+        if run.monitor is not None:
+            state["monitor"] = run.monitor.state_dict()
         write_state(output_dir, state)
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
@@ -509,6 +530,8 @@ class PrivateTrainer(BatchTrainer):
             name = "epsilon" if poisson else "epsilon_if_poisson"
             logs[name] = self.get_epsilon()
             logs["delta"] = self.privacy.target_delta
+            if self._run is not None and self._run.monitor is not None:
+                logs.update(self._run.monitor.read())
             if not self.privacy.log_loss:
                 logs.pop("loss", None)
                 logs.pop("train_loss", None)
