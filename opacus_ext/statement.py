@@ -48,7 +48,7 @@ _NOT_COVERED = (
     "number of records.",
     "The random numbers: whoever has the seed, the generator's state or a checkpoint "
     "with it can subtract the noise. Keep them secret.",
-    "People with several {unit}s: what is protected is one {unit}.",
+    "Whoever has several {unit}s in the data: what is protected is one {unit}.",
     "Attacks on the machine that trains, and floating-point effects of the noise.",
 )
 
@@ -123,7 +123,8 @@ def read_statement(
 
     Args:
         path: a file of ``engine.save_checkpoint`` (such as ``examples.train`` writes),
-            or a checkpoint of ``PrivateTrainer``: its folder, or privacy.pt in it
+            a checkpoint of ``PrivateTrainer`` (its folder, or privacy.pt in it), or one
+            of Lightning with this package's callback
         delta, unit: as in :func:`privacy_statement`
 
     Raises:
@@ -143,6 +144,9 @@ def read_statement(
             "objects, load it and call engine.privacy_statement().",
         ) from error
     found = dict(content) if isinstance(content, Mapping) else {}
+    # Of Lightning, whose callbacks have theirs.
+    for callback in (found.get("callbacks") or {}).values():
+        found = callback if "accountant" in callback else found
     config = found.get("config") or {}
     if "privacy_accountant_state_dict" in found:
         saved, runs = found["privacy_accountant_state_dict"], found.get(RUNS, [])
@@ -155,8 +159,8 @@ def read_statement(
             f"{path} has no accountant's history: how much privacy its weights have "
             "spent is not known.",
             parameter="path",
-            remedy="Give a file of engine.save_checkpoint, or privacy.pt of a "
-            "checkpoint of PrivateTrainer.",
+            remedy="Give a file of engine.save_checkpoint, privacy.pt of a "
+            "checkpoint of PrivateTrainer, or a checkpoint of Lightning.",
         )
     try:
         accountant = create_accountant(saved["mechanism"])
@@ -171,7 +175,7 @@ def read_statement(
 
 def _run_of_trainer(saved: Mapping[str, Any]) -> Dict[str, Any]:
     config = saved.get("config") or {}
-    bound = config.get("max_grad_norm")
+    bound = config.get("per_sample_max_grad_norm", config.get("max_grad_norm"))
     poisson = config.get("poisson_sampling", True)
     return {
         "grad_sample_mode": config.get("grad_sample_mode"),
@@ -367,8 +371,8 @@ def _text(c: Mapping[str, Any]) -> str:
         *(("Clipping", _clipping(run)) for run in c["runs"]),
         *(
             (
-                "Sampling and noise",
-                f"{phase['steps']:,} steps; "
+                "Sampling and noise" if c["holds"] != "no" else "Accounted as",
+                f"{_steps(phase['steps'])}; "
                 + _SCHEMES[phase["sampling"]].format(unit=unit, **phase)
                 + f"; noise multiplier {phase['noise_multiplier']:.6g}",
             )
@@ -392,12 +396,16 @@ def _text(c: Mapping[str, Any]) -> str:
 
 def _headline(c: Mapping[str, Any]) -> str:
     if c["holds"] == "no":
-        return f"No guarantee is known for the weights after {c['steps']:,} steps."
+        return f"No guarantee is known for the weights after {_steps(c['steps'])}."
     condition = "" if c["holds"] == "yes" else f", {c['holds']}"
     return (
-        f"After {c['steps']:,} steps the weights are ({_up(c['epsilon'])}, "
+        f"After {_steps(c['steps'])} the weights are ({_up(c['epsilon'])}, "
         f"{c['delta']:g})-differentially private for one {c['unit']}{condition}."
     )
+
+
+def _steps(count: int) -> str:
+    return f"{count:,} step{'s' * (count != 1)}"
 
 
 def _up(value: float) -> str:

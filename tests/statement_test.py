@@ -232,7 +232,7 @@ def test_a_folder_of_the_trainer(tmp_path, poisson, capsys):
     config = dict(
         target_delta=1e-4,
         target_epsilon=None,
-        max_grad_norm=1.0,
+        per_sample_max_grad_norm=0.25,
         clipping="flat",
         grad_sample_mode="auto",
         poisson_sampling=poisson,
@@ -248,6 +248,10 @@ def test_a_folder_of_the_trainer(tmp_path, poisson, capsys):
     assert (content["delta"], content["records"]) == (1e-4, 500)
     found = content["epsilon" if poisson else "epsilon_if_poisson"]
     assert found == accountant.get_epsilon(1e-4)
+    assert content["runs"][0]["max_grad_norm"] == 0.25
+    # Lightning has the same in the state of a callback.
+    torch.save({"callbacks": {"other": {}, "mine": saved}}, tmp_path / "last.ckpt")
+    assert read_statement(tmp_path / "last.ckpt").content == content
 
 
 def test_files_that_cannot_be_used(tmp_path, capsys):
