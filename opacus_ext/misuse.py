@@ -13,6 +13,7 @@ import functools
 import inspect
 import math
 import numbers
+import sys
 import warnings
 import weakref
 from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence
@@ -38,6 +39,7 @@ from opacus_ext.refused import Refused
 
 _POISSON = UniformWithReplacementSampler, DistributedUniformWithReplacementSampler
 _EVERY_RECORD = SequentialSampler, RandomSampler, DistributedSampler
+_INSIDE = "opacus", "torch.", "contextlib"
 _OF_OPACUS = ("hooks", "functorch", "ew", "ghost", "ghost_fsdp", "no_op")
 # Arguments of Opacus's that get through it by ``**kwargs``: of accountants, of adaptive
 # clipping; and those that this package adds.
@@ -48,12 +50,16 @@ _MORE_ARGUMENTS = (
 ).split()
 
 
-def tell(owner: Any, key: str, message: str, stacklevel: int = 3) -> None:
-    """Warns once for each ``owner``, an engine or an optimizer."""
+def tell(owner: Any, key: str, message: str) -> None:
+    """Warns once for each ``owner``, an engine or an optimizer, at the user's line."""
     told = owner.__dict__.setdefault("_opacus_ext_told", set())
-    if key not in told:
-        told.add(key)
-        warnings.warn(message, stacklevel=stacklevel)
+    if key in told:
+        return
+    told.add(key)
+    frame, level = sys._getframe(1), 2
+    while frame.f_back and frame.f_globals.get("__name__", "").startswith(_INSIDE):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, stacklevel=level)
 
 
 # -- arguments -------------------------------------------------------------------------
@@ -214,7 +220,6 @@ def _check_optimizer(
             f"{', ...' if len(left) > 1 else ''}): they are neither clipped nor noised "
             "nor updated. Their gradients are not private, so let no other optimizer "
             "train them; freeze them by requires_grad_(False).",
-            6,
         )
     guard = _guards.get(given)
     if guard is not None and guard.engine() not in (None, engine) and guard.active:
@@ -223,7 +228,6 @@ def _check_optimizer(
             "engines",
             "The model was made private before, by another PrivacyEngine: each counts "
             "its own steps, and the budgets add up. Use one engine for all of it.",
-            6,
         )
 
 
@@ -264,7 +268,6 @@ def _check_loader(
                 "records by chance, which a shuffled loader does not, and the true "
                 "epsilon may be larger. Leave it out, or take "
                 "sampling=opacus_ext.data.FixedSize(...) for batches of one size.",
-                6,
             )
         return
     if size is not None and size > records:
@@ -273,7 +276,6 @@ def _check_loader(
             "size",
             f"batch_size={size} is over the {records} records of the data set: every "
             "step takes all of them, and privacy gains nothing from sampling.",
-            6,
         )
     _check_sampler(engine, loader, batches, records)
 
@@ -303,7 +305,6 @@ def _check_sampler(
             f"The loader's {name} is replaced by Poisson sampling, which draws every "
             "record with the same probability: weights, order and buckets are lost. "
             "Pass the loader without it.",
-            6,
         )
 
 
@@ -333,7 +334,6 @@ def check_delta(engine: PrivacyEngine, delta: Any, name: str = "delta") -> None:
             "delta",
             f"{name}={delta:g} is over one over the {records} records: publishing a "
             "record would satisfy it. Take less.",
-            5,
         )
 
 
@@ -404,7 +404,6 @@ class Watch:
                 "A step is taken while the model is in evaluation mode: gradients are "
                 "private, but dropout and the like are off. Call model.train() after "
                 "evaluation.",
-                7,
             )
         if self.rate is not None:
             self._look_at(optimizer, sum(len(n) for n in norms if n is not None))
@@ -424,7 +423,6 @@ class Watch:
                 f"All batches so far had {size} samples, which Poisson sampling does "
                 "not draw: the loop seems to use another loader than the one that "
                 "make_private has returned, and epsilon does not hold for that.",
-                7,
             )
 
 

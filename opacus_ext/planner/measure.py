@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import time
+import warnings
 from pathlib import Path
 from typing import Any, Dict, Iterator, List, Optional, Sequence, Union
 
@@ -202,17 +203,19 @@ def train(family: Family, run: Dict[str, Any], bar: tqdm) -> None:
     loader = DataLoader(
         Subset(family.dataset, range(whole)), batch_size=batch_size, shuffle=True
     )
-    model, optimizer, criterion, loader = PrivacyEngine().make_private(
-        module=model,
-        optimizer=torch.optim.Adam(params, lr=run["learning_rate"]),
-        criterion=family.criterion,
-        data_loader=loader,
-        noise_multiplier=run["ratio"] * batch_size,
-        max_grad_norm=run["max_grad_norm"],
-        clipping="normalised",
-        grad_sample_mode="ghost_bk",
-        poisson_sampling=False,
-    )
+    with warnings.catch_warnings():  # about arguments that are meant here
+        warnings.simplefilter("ignore")
+        model, optimizer, criterion, loader = PrivacyEngine().make_private(
+            module=model,
+            optimizer=torch.optim.Adam(params, lr=run["learning_rate"]),
+            criterion=family.criterion,
+            data_loader=loader,
+            noise_multiplier=run["ratio"] * batch_size,
+            max_grad_norm=run["max_grad_norm"],
+            clipping="normalised",
+            grad_sample_mode="ghost_bk",
+            poisson_sampling=False,
+        )
     run["steps"], run["loss"] = [], []
     began, total = time.process_time(), torch.zeros(())
     batches = _forever(loader)
