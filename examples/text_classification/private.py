@@ -21,7 +21,8 @@ from opacus_ext.trainer import PrivacyArguments, PrivateTrainer
 
 DEFAULT = (
     "--num_train_epochs=3 --per_device_train_batch_size=250 --learning_rate=3e-3 "
-    "--eval_strategy=epoch --target_epsilon=8 --target_delta=1e-4"
+    "--eval_strategy=epoch --target_epsilon=8 --target_delta=1e-4 "
+    "--per_sample_max_grad_norm=5"
 ).split()
 
 
