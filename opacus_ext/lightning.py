@@ -313,7 +313,7 @@ class PrivacyCallback(Callback):
                     pl_module.optimizers().step()
                 if part is not parts[-1]:
                     _loss(output).backward()
-                    optimizer.step()
+                    optimizer.pre_step()  # its step() is at work: Lightning's closure
             if not automatic and steps_taken() - before != 1:
                 raise Refused(
                     f"training_step took {steps_taken() - before} steps with one "
