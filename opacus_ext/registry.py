@@ -279,9 +279,12 @@ def _make_private(make_private: Callable) -> Callable:
         **kwargs: Any,
     ) -> Any:
         """
-        ``PrivacyEngine.make_private``, with three more arguments.
+        ``PrivacyEngine.make_private``, with four more arguments.
 
         Args:
+            sampling: how batches are drawn: ``Poisson``, ``TruncatedPoisson`` or
+                ``FixedSize`` of ``opacus_ext.data``; ``make_private_with_epsilon``
+                takes it, too. Read by ``opacus_ext.engine``
             take: ``take(inputs, i)`` takes sample ``i`` out of the inputs of the model,
                 as a batch of one, for inputs that are no tensors ``[B, ...]``; it
                 raises IndexError when there is no such sample. ``inputs`` are the
