@@ -93,10 +93,22 @@ def check_arguments(
     """
     if clipping != "adaptive":
         _refuse_unknown(others, known)
-    _number("noise_multiplier", noise_multiplier, 0.0)
-    bounds = max_grad_norm if isinstance(max_grad_norm, (list, tuple)) else None
-    for bound in [max_grad_norm] if bounds is None else bounds:
-        _number("max_grad_norm", bound, None)
+    noise = _number("noise_multiplier", noise_multiplier)
+    if not (math.isfinite(noise) and noise >= 0):
+        raise Refused(
+            "noise_multiplier must be finite and zero or more, got "
+            f"{noise_multiplier}.",
+            parameter="noise_multiplier",
+            remedy="It is the noise's standard deviation over max_grad_norm; zero "
+            "trains without privacy.",
+        )
+    several = isinstance(max_grad_norm, (list, tuple))
+    for bound in max_grad_norm if several else [max_grad_norm]:
+        _check_positive(
+            "max_grad_norm",
+            bound,
+            "It is the norm to which each sample's gradient is clipped.",
+        )
     _check_model(module)
     _check_optimizer(engine, optimizer, module)
     _check_loader(engine, data_loader, poisson_sampling)
@@ -141,8 +153,7 @@ def check_mode(mode: Any, modes: Iterable[str]) -> None:
         )
 
 
-def _number(name: str, value: Any, least: Optional[float]) -> None:
-    """Refuses what is no finite number, at least ``least`` or else above zero."""
+def _number(name: str, value: Any) -> float:
     scalar = isinstance(value, torch.Tensor) and not value.dim()
     if isinstance(value, bool) or not (scalar or isinstance(value, numbers.Real)):
         raise Refused(
@@ -150,18 +161,15 @@ def _number(name: str, value: Any, least: Optional[float]) -> None:
             parameter=name,
             remedy=f"Give {name} as a float.",
         )
-    x = float(value)
-    if not math.isfinite(x) or (x <= 0 if least is None else x < least):
-        what = "above zero" if least is None else "zero or more"
+    return float(value)
+
+
+def _check_positive(name: str, value: Any, remedy: str) -> None:
+    if not (math.isfinite(_number(name, value)) and value > 0):
         raise Refused(
-            f"{name} must be finite and {what}, got {value}.",
+            f"{name} must be finite and above zero, got {value}.",
             parameter=name,
-            remedy=(
-                "It is the norm to which each sample's gradient is clipped."
-                if least is None
-                else "It is the noise's standard deviation over max_grad_norm; zero "
-                "trains without privacy."
-            ),
+            remedy=remedy,
         )
 
 
@@ -234,7 +242,7 @@ def _check_optimizer(
 def _check_loader(
     engine: PrivacyEngine, loader: DataLoader, poisson_sampling: bool
 ) -> None:
-    dataset = getattr(loader, "dataset", None)
+    dataset: Any = getattr(loader, "dataset", None)
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
         raise Refused(
             f"The data set ({type(dataset).__name__}) has no length, and records can't "
@@ -283,7 +291,7 @@ def _check_loader(
 def _check_sampler(
     engine: PrivacyEngine, loader: DataLoader, batches: Any, records: int
 ) -> None:
-    sampler = getattr(batches, "sampler", None)
+    sampler: Any = getattr(batches, "sampler", None)
     own = type(batches) is not BatchSampler
     try:
         covered = None if own else len(sampler)
@@ -316,11 +324,7 @@ def check_delta(engine: PrivacyEngine, delta: Any, name: str = "delta") -> None:
     Raises:
         Refused: if it is no probability
     """
-    if isinstance(delta, bool) or not isinstance(delta, numbers.Real):
-        raise Refused(
-            f"{name} must be a number, got {delta!r} ({type(delta).__name__}).",
-            parameter=name,
-        )
+    _number(name, delta)
     if not 0 < delta < 1:
         raise Refused(
             f"{name} must be above 0 and below 1, got {delta}.",
@@ -355,7 +359,7 @@ def checked_budget(make_private_with_epsilon: Callable) -> Callable:
     def make(self: PrivacyEngine, **kwargs: Any) -> Any:
         for name in ("target_epsilon", "epochs"):
             if name in kwargs:
-                _number(name, kwargs[name], None)
+                _check_positive(name, kwargs[name], "Give the budget of the run.")
         loader = kwargs.get("data_loader")
         if loader is not None:
             _check_loader(self, loader, kwargs.get("poisson_sampling", True))
@@ -406,15 +410,16 @@ class Watch:
                 "evaluation.",
             )
         if self.rate is not None:
-            self._look_at(optimizer, sum(len(n) for n in norms if n is not None))
+            size = sum(len(n) for n in norms if n is not None)
+            self._look_at(optimizer, size, self.rate)
 
-    def _look_at(self, optimizer: Any, size: int) -> None:
+    def _look_at(self, optimizer: Any, size: int, rate: float) -> None:
         """Poisson sampling hardly ever draws as many records each time."""
         if self.size not in (None, size):
             self.rate = None  # it varies: nothing more to see
             return
         self.size = size
-        self.chance += _log_binomial(self.records, self.rate, size)
+        self.chance += _log_binomial(self.records, rate, size)
         if self.chance < math.log(1e-12):
             self.rate = None
             tell(
@@ -462,7 +467,7 @@ def guard(engine: PrivacyEngine, module: nn.Module, made: Sequence[Any]) -> None
     if not hasattr(type(optimizer), "watch"):
         return  # one of Opacus's own
     module = getattr(module, "_module", module)  # it was wrapped before
-    batches = getattr(loader, "batch_sampler", None)
+    batches: Any = getattr(loader, "batch_sampler", None)
     rate = batches.sample_rate if type(batches) is _POISSON[0] else None
     optimizer.watch = Watch(module, len(loader.dataset), rate)
     original = optimizer.original_optimizer

@@ -45,11 +45,15 @@ if TYPE_CHECKING:
     from opacus_ext.misuse import Watch
     from opacus_ext.monitor import Monitor
 
+    _Base = DPOptimizer
+else:
+    _Base = object  # what is mixed in comes before one of Opacus's
+
 # Entries of what is drawn together: to start kernels takes longer than to run them.
 _SMALL = 2**16
 
 
-class _ClippingOptimizer:
+class _ClippingOptimizer(_Base):
     """What both share: the bound of a clipping function and noise to match it."""
 
     clipping: Clipping = CLIPPINGS["flat"]

@@ -82,7 +82,7 @@ class ClippedLoss(torch.Tensor, DPTensorFastGradientClipping):
         self.module, self.optimizer = module, optimizer
         self.loss_per_sample, self.loss_reduction = loss_per_sample, loss_reduction
 
-    def backward(
+    def backward(  # type: ignore[override]  # its first argument is a number
         self,
         scale: float = 1.0,
         retain_graph: Optional[bool] = None,

@@ -279,7 +279,7 @@ def refuse_other_models(runs: List[Any], engine: Any) -> None:
         Refused: if the inputs of forward passes were computed by what is not the
             private model and is trained, as by a generator: it gets no gradient
     """
-    todo = [node for run in runs for node in getattr(run, "fed_by", ())]
+    todo = [node for run in runs for node in run.fed_by]
     seen: Set[Any] = {None}
     while todo:
         node = todo.pop()

@@ -237,8 +237,9 @@ def join_of(own: T, each: Sequence[T], fine: Optional[float] = None) -> Optional
     found = _by_shape(own, each)
     if found is None:
         return None
-    stacked = found.squeezed or not shape
-    joined = torch.stack(list(each)) if stacked else torch.cat(each, found.dim or 0)
+    values = list(each)
+    apart = found.squeezed or not shape
+    joined = torch.stack(values) if apart else torch.cat(values, found.dim or 0)
     return found if close(joined, own) else None
 
 
