@@ -191,12 +191,11 @@ class Monitor:
         """
         optimizer, processes = self.optimizer, self._processes
         found = torch.cat([n.detach() for n in norms])
-        to = {"dtype": torch.float64, "device": found.device}
-        grid = torch.tensor(self.thresholds, **to)
+        grid = found.new_tensor(self.thresholds, dtype=torch.float64)
         bins = torch.bucketize(found.to(grid) / optimizer.max_grad_norm, grid)
         # Not bincount, nor one_hot: a GPU would be waited for.
         each = torch.arange(len(grid) + 1, device=found.device)
-        counts = (bins[:, None] == each).sum(0).to(**to)
+        counts = (bins[:, None] == each).sum(0).to(grid)
         variance = 0.0
         if self.private:
             std = optimizer.noise_multiplier / math.sqrt(self.share)
