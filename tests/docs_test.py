@@ -1,7 +1,7 @@
 """Examples run: those of docstrings, every Python block of README.md and of docs/."""
 
-import doctest
 import codeop
+import doctest
 import importlib
 import os
 import pkgutil
@@ -129,7 +129,7 @@ def test_blocks_are_found():
         fences = re.findall(r"^\s*```", text, re.M)
         assert len(fences) == 2 * len(list(FENCE.finditer(text))), page
         for block in blocks_of(page):
-            assert block.language in ("", "python", "mermaid"), block
+            assert block.language in ("", "python", "mermaid", "diff"), block
             assert set(block.marks) <= {"slow", "torchrun"}, block
 
 

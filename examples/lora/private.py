@@ -37,7 +37,7 @@ def main(argv: Optional[List[str]] = None) -> None:
     model = get_peft_model(model, peft_config)
     model.print_trainable_parameters()
 
-    data = Dataset.from_list(tiny.texts(400))
+    data = Dataset.from_list(tiny.texts(200))
     data = data.map(
         lambda examples: tokenizer(examples["text"], truncation=True, max_length=64),
         batched=True,
