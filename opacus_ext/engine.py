@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
-from importlib.metadata import version
+from importlib import import_module
 from typing import Any, Callable, Dict, List, Optional
 
 from opacus import PrivacyEngine
@@ -231,14 +231,15 @@ def _note(
 
 def installed_versions() -> Dict[str, str]:
     """Of what a run's privacy depends on."""
-    return {name: version(name) for name in ("opacus", "opacus_ext", "torch")}
+    packages = (import_module(name) for name in ("opacus", "opacus_ext", "torch"))
+    return {package.__name__: str(package.__version__) for package in packages}
 
 
 def _describe_stock(
     loader: DataLoader, poisson_sampling: bool, records: int
 ) -> Dict[str, Any]:
     """Of Opacus's own loader, or of one that draws Poisson batches by itself."""
-    rate, sampler = 1 / len(loader), loader.batch_sampler
+    rate, sampler = 1 / len(loader), getattr(loader, "batch_sampler", None)
     drawn = isinstance(sampler, UniformWithReplacementSampler) and math.isclose(
         sampler.sample_rate, rate, rel_tol=1e-9
     )
