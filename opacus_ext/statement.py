@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pickle import UnpicklingError
 from typing import Any, Dict, List, Mapping, Optional, Tuple, Union
 
+import numpy as np
 import torch
 from opacus import PrivacyEngine
 from opacus.accountants import create_accountant
@@ -32,12 +33,15 @@ _NEIGHBOURS = {
     "replace one": "have the same size and differ in one {unit} that is another one",
 }
 
+_REMOVAL = "; additions were found to cost no more than removals, in all cases tried"
 _ERRORS = {
-    "prv": "an upper bound: 0.01 and what a thousandth of delta takes are in it",
-    "prv_bounds": "an upper bound: rounding and grid are in it",
+    "prv": "an upper bound with 0.01 and a thousandth of delta in it",
+    "prv_bounds": "an upper bound, rounding and grid in it",
     "rdp": "an upper bound, by a closed form; often a third too large",
     "gdp": "an approximation by the central limit theorem, no bound",
 }
+
+_MOST_PHASES = 8  # that are shown in a table; JSON has all
 
 _NOT_COVERED = (
     "Hyperparameters, stopping and the choice among runs, where private data were "
@@ -252,6 +256,9 @@ def state(
         else "add or remove one"
     )
     mechanism = accountant.mechanism()
+    error = _ERRORS.get(mechanism, "not known")
+    if mechanism in ("prv", "prv_bounds") and neighbours == "add or remove one":
+        error += _REMOVAL
     content: Dict[str, Any] = {
         "statement": "privacy of a training run, opacus_ext, version 1",
         "holds": holds,
@@ -264,7 +271,7 @@ def state(
         "records": records,
         "neighbouring_relation": neighbours,
         "accountant": mechanism,
-        "numerical_error": _ERRORS.get(mechanism, "not known"),
+        "numerical_error": error,
         "steps": sum(phase["steps"] for phase in phases),
         "phases": phases,
         "other_releases": others,
@@ -328,7 +335,8 @@ def _spent(accountant: IAccountant, delta: float) -> Tuple[float, Bounds, List[s
         )
     if other is accountant:
         return bounds.upper, bounds, []
-    epsilon = float(accountant.get_epsilon(delta))
+    with np.errstate(all="ignore"):  # Opacus's logs of 0 at a rate of 1
+        epsilon = float(accountant.get_epsilon(delta))
     if epsilon < bounds.lower or not math.isfinite(epsilon):
         return (
             bounds.upper,
@@ -361,6 +369,7 @@ _SCHEMES = {
 
 def _text(c: Mapping[str, Any]) -> str:
     unit = c["unit"]
+    accounted = "Sampling and noise" if c["holds"] != "no" else "Accounted as"
     rows = [
         ("Unit of privacy", f"one {unit}{_of(c['records'])}"),
         (
@@ -369,15 +378,7 @@ def _text(c: Mapping[str, Any]) -> str:
         ),
         ("Mechanism", "subsampled Gaussian: clipped gradients, summed, with noise"),
         *(("Clipping", _clipping(run)) for run in c["runs"]),
-        *(
-            (
-                "Sampling and noise" if c["holds"] != "no" else "Accounted as",
-                f"{_steps(phase['steps'])}; "
-                + _SCHEMES[phase["sampling"]].format(unit=unit, **phase)
-                + f"; noise multiplier {phase['noise_multiplier']:.6g}",
-            )
-            for phase in c["phases"]
-        ),
+        *((accounted, row) for row in _rows_of_phases(c["phases"], unit)),
         *(("Other release", _release(entry)) for entry in c["other_releases"]),
         ("Random numbers", _random(c["runs"])),
         ("Delta", f"{c['delta']:g}"),
@@ -402,6 +403,23 @@ def _headline(c: Mapping[str, Any]) -> str:
         f"After {_steps(c['steps'])} the weights are ({_up(c['epsilon'])}, "
         f"{c['delta']:g})-differentially private for one {c['unit']}{condition}."
     )
+
+
+def _rows_of_phases(phases: List[Dict[str, Any]], unit: str) -> List[str]:
+    if len(phases) > _MOST_PHASES:
+        noises = [phase["noise_multiplier"] for phase in phases]
+        rates = [phase["sample_rate"] for phase in phases]
+        return [
+            f"{_steps(sum(phase['steps'] for phase in phases))} in {len(phases)} "
+            f"settings; noise multiplier {min(noises):.6g} to {max(noises):.6g}; rate "
+            f"{min(rates):.4g} to {max(rates):.4g} ({phases[0]['sampling']}, ...)"
+        ]
+    return [
+        f"{_steps(phase['steps'])}; "
+        + _SCHEMES[phase["sampling"]].format(unit=unit, **phase)
+        + f"; noise multiplier {phase['noise_multiplier']:.6g}"
+        for phase in phases
+    ]
 
 
 def _steps(count: int) -> str:

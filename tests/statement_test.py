@@ -111,6 +111,15 @@ def test_schemes_are_stated_with_their_neighbours():
     }
 
 
+def test_a_schedule_of_the_noise_is_one_row():
+    accountant = PRVBoundsAccountant()
+    accountant.history = [(2.0 + i / 10, 0.1, 3) for i in range(20)]
+    statement = state(accountant, [], 1e-3, "record")
+    assert len(statement.content["phases"]) == 20
+    text = "60 steps in 20 settings; noise multiplier 2 to 3.9; rate 0.1 to 0.1"
+    assert text in statement.text and statement.text.count("Sampling and noise") == 1
+
+
 def test_other_releases_are_in_it():
     engine = run("prv_bounds").engine
     before = engine.privacy_statement(1e-3).content["epsilon"]
