@@ -9,12 +9,14 @@ import warnings
 
 import pytest
 import torch
+from opacus import PrivacyEngine
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from opacus_ext import Refused
 from opacus_ext.data.logical import derive_seed
+from opacus_ext.losses import PerSample, model_losses
 
 from . import vision  # noqa: F401  (torchmetrics may import it)
 from .common import assert_same, clipped_sum, oracle
@@ -394,3 +396,89 @@ def test_the_older_name():
     model = type("Other", (Steps, package.LightningModule), {})()
     trainer(privacy("ghost_bk"), package=package, max_steps=3).fit(model, loader())
     assert_same(weights(model), expected(3, True))
+
+
+class Language(L.LightningModule):
+    """A model of transformers, whose loss is one a sample."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model, self.criterion = model, PerSample()
+
+    def training_step(self, batch, batch_idx):
+        return self.criterion(model_losses(self.model, batch))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.5)
+
+
+@pytest.mark.parametrize("mode", ["ghost_bk", "auto"])
+def test_a_model_of_transformers(mode):
+    transformers = pytest.importorskip("transformers")
+    off = {"embd_pdrop": 0, "attn_pdrop": 0, "resid_pdrop": 0}
+    torch.manual_seed(0)
+    model = transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(vocab_size=9, n_embd=8, n_layer=1, n_head=1, **off)
+    ).double()
+    ids = torch.randint(0, 9, (RECORDS, 6))
+    sums = clipped_sum(
+        oracle(
+            model.train(),
+            {"input_ids": ids[draw(0)], "labels": ids[draw(0)]},
+            lambda model, batch: model_losses(model, batch),
+        ),
+        "flat",
+        0.5,
+    )
+    step = 0.5 / (RECORDS // STEPS)
+    after = {name: p.detach() - step * sums[name] for name, p in weights(model).items()}
+    data = [{"input_ids": x, "labels": x} for x in ids]
+    trainer(privacy(mode, module="model"), max_steps=1).fit(
+        Language(model), DataLoader(data, batch_size=RECORDS // STEPS, shuffle=True)
+    )
+    assert_same(weights(model), after)
+
+
+@pytest.mark.parametrize("automatic", [True, False])
+@pytest.mark.parametrize("mode", ["hooks", "ghost_bk"])
+def test_without_the_callback(mode, automatic):
+    """make_private before fit: what a loop of one's own does, draw by draw."""
+
+    def made():
+        model = Classifier(automatic)
+        model.automatic_optimization = automatic
+        first = PrivacyEngine().make_private(
+            module=model,
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.5),
+            criterion=nn.CrossEntropyLoss(),
+            data_loader=DataLoader(
+                records(), batch_size=8, generator=torch.Generator().manual_seed(1)
+            ),
+            noise_multiplier=1.0,
+            max_grad_norm=0.5,
+            noise_generator=torch.Generator().manual_seed(2),
+            grad_sample_mode=mode,
+            wrap_model=False,
+        )
+        _, optimizer, *criterion, batches = first
+        return model, optimizer, criterion[0] if criterion else model.criterion, batches
+
+    model, optimizer, criterion, batches = made()
+    for x, y in batches:
+        optimizer.zero_grad()
+        criterion(model(x), y).backward()
+        optimizer.step()
+    other, private, clipping, batches = made()
+    other.configure_optimizers = lambda: private
+    del other.criterion
+    vars(other)["criterion"] = clipping
+    trainer(max_epochs=1).fit(other, batches)
+    assert_same(weights(other), weights(model))
+
+
+def test_workers_that_look_ahead(tmp_path):
+    """What a loader's processes have drawn in advance is drawn again, not left out."""
+    model = Classifier()
+    ahead = DataLoader(records(), batch_size=4, num_workers=1, prefetch_factor=3)
+    trainer(privacy("ghost_bk"), max_steps=5, limit_train_batches=3).fit(model, ahead)
+    assert_same(weights(model), expected(5, True))
