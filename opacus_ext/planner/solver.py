@@ -123,7 +123,8 @@ def on_cells(
     rows = np.stack([column.ravel() for column in columns], axis=1)
     rows, where = np.unique(rows, axis=0, return_inverse=True)
     values = np.empty(len(rows))
-    for i, row in enumerate(progress(rows, "calibrating noise")):
+    bar = progress(rows, "calibrating noise", show=len(rows) > 1)
+    for i, row in enumerate(bar):
         try:
             values[i] = solve(*row.tolist())
         except TooHardError:
