@@ -742,6 +742,40 @@ def test_a_compute_loss_of_ones_own(tmp_path):
         Own(gpt2(), arguments(tmp_path), train_dataset=texts(), privacy=private())
 
 
+def test_other_trainers_in_the_bases(tmp_path):
+    """One whose compute_loss is Trainer's, and one with sample_losses of its own."""
+
+    class Other(transformers.Trainer):
+        def __init__(self, *args, scale, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.scale = scale
+
+        def compute_loss(self, model, inputs, **kwargs):
+            return self.scale * model(**inputs).loss
+
+    class Scaled(PrivateTrainer, Other):
+        def sample_losses(self, model, inputs):
+            return self.scale * model_losses(model, inputs)
+
+    class Seq2Seq(PrivateTrainer, transformers.Seq2SeqTrainer):
+        pass
+
+    runs = []
+    for cls, more in ((Scaled, {"scale": 1.0}), (Seq2Seq, {}), (PrivateTrainer, {})):
+        args = arguments(tmp_path, max_steps=2)
+        if cls is Seq2Seq:
+            kept = {f.name for f in dataclasses.fields(args) if f.init}
+            given = {name: getattr(args, name) for name in kept}
+            args = transformers.Seq2SeqTrainingArguments(**given)
+        given = {"train_dataset": texts(), "privacy": private(), **more}
+        run = cls(gpt2(), args, **given)
+        run.train()
+        runs.append(weights(run.model))
+    assert distance(runs[0], runs[2]) == distance(runs[1], runs[2]) == 0
+    with pytest.raises(Refused, match="no records that can be drawn"):
+        Scaled(gpt2(), train_dataset=[], scale=1.0, privacy=private())
+
+
 def test_a_loader_of_ones_own(tmp_path):
     class Own(PrivateTrainer):
         def get_train_dataloader(self):
