@@ -299,6 +299,21 @@ def test_half_as_many_and_one_more():
     assert mine < stock * 1.02
 
 
+def test_secure_mode_draws_by_its_own_generator():
+    model, engine = nn.Linear(3, 2), PrivacyEngine(accountant="prv_bounds")
+    engine.secure_mode, engine.secure_rng = True, torch.Generator()  # as torchcsprng's
+    *_, loader = engine.make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
+        data_loader=DataLoader(data(), batch_size=4),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+        sampling=FixedSize(batch_size=5),
+    )
+    assert loader.batch_sampler.generator is engine.secure_rng
+    assert [len(x) for _, x in loader] == [5] * 5
+
+
 # -- what is refused -------------------------------------------------------------------
 
 
