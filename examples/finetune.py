@@ -18,8 +18,8 @@ a small random Switch model takes the place of a pretrained one, with a tokenize
 hashes words: a vocabulary made from the private texts would publish their words.
 
 What the guarantee covers: the weights, after any number of steps, with respect to
-adding or removing one row of the training file. It covers neither the loss in the
-progress bar nor a choice of hyperparameters made by looking at results. The seed and
+adding or removing one row of the training file. It covers neither the loss that is
+shown nor a choice of hyperparameters made by looking at results. The seed and
 the checkpoint determine the noise: keep both secret for a model that is released, with
 a seed nobody can guess.
 
@@ -44,7 +44,6 @@ import torch
 from opacus import PrivacyEngine
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch.utils.data import DataLoader, TensorDataset
-from tqdm import tqdm
 from transformers import (
     AutoModelForSeq2SeqLM,
     AutoTokenizer,
@@ -62,8 +61,11 @@ from examples.labels import (
     scratch_switch,
 )
 from examples.runs import (
+    Progress,
+    announce,
     bounded_number,
     find_checkpoint,
+    ignore_standing_warnings,
     learning_rate,
     make_private,
     option,
@@ -254,7 +256,10 @@ def finetune(args: argparse.Namespace) -> Dict[str, Any]:
 
     part = args.checkpoint_every or epoch_steps
     last = min(total, step + (args.stop_after_steps or total))
-    with tqdm(total=total, initial=step, disable=args.no_progress, unit="step") as bar:
+    show = not args.no_progress
+    if show and private:
+        announce(optimizer, args.epochs, epoch_steps, args.epsilon, delta)
+    with Progress(step, total, epoch_steps, show) as bar:
         while step < last:
             part_start = time.monotonic()
             steps = min(part, total - step)
@@ -276,8 +281,7 @@ def finetune(args: argparse.Namespace) -> Dict[str, Any]:
                 # Whether this was the last part of the batch.
                 if not private or not optimizer._is_last_step_skipped:
                     step += 1
-                    bar.set_postfix_str(f"loss {loss.item():.3f}", refresh=False)
-                    bar.update()
+                    bar.update(loss.item())
             if args.checkpoint:
                 content = {"config": config, "step": step}
                 write_checkpoint(args.checkpoint, net, optimizer, content, engine)
@@ -426,7 +430,7 @@ def parse_args(argv: Optional[List[str]] = None) -> argparse.Namespace:
     )
     add("--save", None, str, "folder for the trained model and its tokenizer")
     add("--json", None, str, "file to add the summary to, as one line")
-    parser.add_argument("--no-progress", action="store_true", help="no progress bar")
+    parser.add_argument("--no-progress", action="store_true", help="show no progress")
     args = parser.parse_args(argv)
     if bool(args.model) == args.scratch:
         parser.error("give either --model NAME or --scratch")
@@ -468,7 +472,9 @@ def main(argv: Optional[List[str]] = None) -> int:
     """Trains, prints the summary, adds it to a file on request; the exit status."""
     args = parse_args(argv)
     try:
-        summary = finetune(args)
+        with warnings.catch_warnings():
+            ignore_standing_warnings()
+            summary = finetune(args)
     except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -1,10 +1,13 @@
-"""What the training programs share: the schedule, checkpoints, numbers as arguments."""
+"""What the training programs share: the schedule, output, checkpoints, arguments."""
 
 from __future__ import annotations
 
 import argparse
 import math
 import os
+import sys
+import time
+import warnings
 from pathlib import Path
 from typing import Any, Callable, Dict, Optional, Tuple
 
@@ -14,6 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from opacus_ext.accountants.budget import noise_left
+from opacus_ext.progress import progress
 from opacus_ext.refused import Refused
 
 
@@ -61,6 +65,81 @@ def make_private(
     # Modes with a criterion of their own return it as the third of four.
     model, optimizer, *wrapped, loader = made
     return model, optimizer, wrapped[0] if wrapped else criterion, loader
+
+
+def ignore_standing_warnings() -> None:
+    """
+    Switches off what Opacus always warns of, and what says nothing of these runs: that
+    the noise is not of a secure generator (a seed is an argument, and the programs'
+    help says what that means), and the edges of the accountants' numerical grids.
+    """
+    for message in ("Secure RNG turned off", "Optimal order is the"):
+        warnings.filterwarnings("ignore", message)
+    warnings.filterwarnings(
+        "ignore", "divide by zero", RuntimeWarning, "opacus.accountants"
+    )
+
+
+def announce(
+    optimizer: Any, epochs: int, epoch_steps: int, epsilon: float, delta: float
+) -> None:
+    """Says on the standard error what is about to be done."""
+    print(
+        f"training {epochs} epochs of {epoch_steps} steps, noise multiplier "
+        f"{optimizer.noise_multiplier:.3f}, for epsilon {epsilon:g} at delta "
+        f"{delta:.3g}",
+        file=sys.stderr,
+    )
+
+
+class Progress:
+    """
+    On the standard error: a bar of the steps where that is a terminal, else a line an
+    epoch.
+
+    Args:
+        step: where the run begins
+        total: steps of the whole run
+        epoch_steps: of an epoch
+        show: False for neither
+
+    Example:
+        >>> from contextlib import redirect_stderr
+        >>> with redirect_stderr(sys.stdout), Progress(0, 4, 2) as bar:
+        ...     for loss in (3.0, 2.0, 1.5, 0.5):  # doctest: +ELLIPSIS
+        ...         bar.update(loss)
+        epoch 1 of 2, loss 2.500, ... s
+        epoch 2 of 2, loss 1.000, ... s
+    """
+
+    def __init__(self, step: int, total: int, epoch_steps: int, show: bool = True):
+        self.step, self.total, self.epoch_steps = step, total, epoch_steps
+        self.start, self.losses = time.monotonic(), []
+        bar = {"initial": step, "total": total, "unit": "step", "delay": 0}
+        self.bar = progress(show=show, leave=True, **bar)
+        self.lines = show and self.bar.disable
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.bar.close()
+
+    def update(self, loss: float) -> None:
+        """After a step; of a Poisson batch ``loss`` is that of its last part."""
+        self.step += 1
+        self.losses.append(loss)
+        epochs = math.ceil(self.total / self.epoch_steps)
+        epoch = f"epoch {math.ceil(self.step / self.epoch_steps)} of {epochs}"
+        self.bar.set_postfix_str(f"{epoch}, loss {loss:.3f}", refresh=False)
+        self.bar.update()
+        if self.step % self.epoch_steps and self.step != self.total:
+            return
+        if self.lines:
+            mean = sum(self.losses) / len(self.losses)
+            seconds = time.monotonic() - self.start
+            print(f"{epoch}, loss {mean:.3f}, {seconds:.0f} s", file=sys.stderr)
+        self.losses.clear()
 
 
 def write_checkpoint(

@@ -11,7 +11,7 @@ private``), or taken as it is, as the paper does, outside of the guarantee (``--
 exact``).
 
 What the guarantee covers: the weights, after any number of epochs, with respect to
-adding or removing one user. It does not cover the loss in the progress bar nor the
+adding or removing one user. It does not cover the loss that is shown nor the
 reported NDCG and HIT, which are computed on the users' own data, nor a choice of
 hyperparameters made by looking at them. The seed and the checkpoint determine the
 noise: whoever has either, and the data of all other users, can subtract it. Keep both
@@ -38,12 +38,14 @@ from opacus import PrivacyEngine
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import nn
 from torch.utils.data import DataLoader
-from tqdm import tqdm
 
 import opacus_ext  # noqa: F401  (registers the modes and clipping functions)
 from examples.runs import (
+    Progress,
+    announce,
     bounded_number,
     find_checkpoint,
+    ignore_standing_warnings,
     learning_rate,
     make_private,
     option,
@@ -234,12 +236,10 @@ def train(args: argparse.Namespace) -> Dict[str, Any]:
 
     total = args.epochs * len(loader)
     last = min(args.epochs, epoch + (args.stop_after_epochs or args.epochs))
-    with tqdm(
-        total=total,
-        initial=epoch * len(loader),
-        disable=args.no_progress,
-        unit="step",
-    ) as bar:
+    show = not args.no_progress
+    if show:
+        announce(optimizer, args.epochs, len(loader), args.epsilon, args.delta)
+    with Progress(epoch * len(loader), total, len(loader), show) as bar:
         while epoch < last:
             epoch_start = time.monotonic()
             _train_epoch(model, optimizer, criterion, loader, args, bar, epoch, total)
@@ -289,7 +289,7 @@ def _train_epoch(
     criterion: Any,
     loader: DataLoader,
     args: argparse.Namespace,
-    bar: tqdm,
+    bar: Progress,
     epoch: int,
     total: int,
 ) -> None:
@@ -314,11 +314,7 @@ def _train_epoch(
             optimizer.step()
             if not optimizer._is_last_step_skipped:  # the logical batch is complete
                 step += 1
-                bar.set_postfix_str(
-                    f"epoch {epoch + 1}/{args.epochs}, loss {loss.item():.3f}",
-                    refresh=False,
-                )
-                bar.update()
+                bar.update(loss.item())
 
 
 def parse_args(argv: Optional[List[str]] = None) -> argparse.Namespace:
@@ -384,7 +380,7 @@ def parse_args(argv: Optional[List[str]] = None) -> argparse.Namespace:
     add("--time-limit", None, positive, "seconds; stop at the last epoch that fits")
     add("--evaluate-every", None, count, "epochs, for the summary's curve")
     add("--json", None, str, "file for the summary")
-    parser.add_argument("--no-progress", action="store_true", help="no progress bar")
+    parser.add_argument("--no-progress", action="store_true", help="show no progress")
     args = parser.parse_args(argv)
     for name, value in (REAL if args.data else SYNTHETIC).items():
         if getattr(args, name) is None:
@@ -419,7 +415,9 @@ def main(argv: Optional[List[str]] = None) -> int:
     """Trains, prints the summary, writes it as JSON on request; the exit status."""
     args = parse_args(argv)
     try:
-        summary = train(args)
+        with warnings.catch_warnings():
+            ignore_standing_warnings()
+            summary = train(args)
     except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

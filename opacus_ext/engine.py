@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
-from importlib.metadata import version
+from importlib import import_module
 from typing import Any, Callable, Dict, List, Optional, Union
 
 from opacus import PrivacyEngine
@@ -19,12 +19,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader
 
 from opacus_ext.accountants.budget import least_noise
-from opacus_ext.accountants.truncation import (
-    extra_delta,
-    sufficient_batch_size,
-    tail,
-)
-from opacus_ext.data.sampling import CyclicPoisson, Poisson, Sampling, TruncatedPoisson
+from opacus_ext.data.sampling import CyclicPoisson, Poisson, Sampling, count_records
 from opacus_ext.optimizers.banded import Banded, BandedNoise, coefficients, error
 from opacus_ext.refused import Refused
 
@@ -148,11 +143,11 @@ def _drawn(
             remedy="Leave sampling out: Opacus's Poisson sampling draws in each "
             "process.",
         )
+    records = count_records(data_loader.dataset)
+    sampling.check(records, engine.accountant)
     loader = sampling.loader(
         data_loader, batch_first=batch_first, rand_on_empty=rand_on_empty
     )
-    records = len(data_loader.dataset)  # type: ignore[arg-type]
-    sampling.check(records, engine.accountant)
 
     def prepare(stock: DataLoader, **options: Any) -> DataLoader:
         options["poisson_sampling"] = False  # the loader does it already
@@ -190,7 +185,7 @@ def with_epsilon(make_private_with_epsilon: Callable) -> Callable:
             noise = choose_bands(
                 sampling or Poisson(sample_rate=1 / len(loader)),
                 self.accountant,
-                len(loader.dataset),
+                count_records(loader.dataset),
                 epsilon=target_epsilon,
                 delta=target_delta,
                 epochs=epochs,
@@ -209,7 +204,7 @@ def with_epsilon(make_private_with_epsilon: Callable) -> Callable:
             noise_multiplier = calibrate(
                 sampling,
                 self.accountant,
-                len(loader.dataset),
+                count_records(loader.dataset),
                 epsilon=target_epsilon,
                 delta=target_delta,
                 epochs=epochs,
@@ -246,12 +241,13 @@ def calibrate(
         epochs: of the run
 
     Raises:
-        Refused: if nothing is left of the budget, or truncation takes most of delta
+        Refused: if nothing is left of the budget
 
     Example:
         >>> from opacus.accountants import create_accountant
         >>> from opacus_ext.data import FixedSize
-        >>> accountant, sampling = create_accountant("prv_bounds"), FixedSize(batch_size=9)
+        >>> accountant = create_accountant("prv_bounds")
+        >>> sampling = FixedSize(batch_size=9)
         >>> noise = calibrate(
         ...     sampling, accountant, 900, epsilon=2.0, delta=1e-5, epochs=1
         ... )
@@ -261,18 +257,6 @@ def calibrate(
     """
     sampling.check(records, accountant)
     steps = max(math.ceil(epochs * sampling.steps_per_epoch(records)), 1)
-    if isinstance(sampling, TruncatedPoisson):
-        rate = sampling.rate(records)
-        tails = steps * tail(records, rate, sampling.max_batch_size)
-        if extra_delta(tails, epsilon) > delta / 2:
-            enough = sufficient_batch_size(records, rate, steps, epsilon, delta)
-            raise Refused(
-                f"Draws of more than max_batch_size={sampling.max_batch_size} are so "
-                f"likely in {steps} steps that cutting them takes more than half of "
-                f"delta={delta:g}.",
-                parameter="max_batch_size",
-                remedy=f"With {enough} it takes a hundredth.",
-            )
 
     def record(trial: IAccountant, noise_multiplier: float) -> None:
         sampling.account(trial, records, noise_multiplier, steps)
@@ -372,14 +356,15 @@ def _note(
 
 def installed_versions() -> Dict[str, str]:
     """Of what a run's privacy depends on."""
-    return {name: version(name) for name in ("opacus", "opacus_ext", "torch")}
+    packages = (import_module(name) for name in ("opacus", "opacus_ext", "torch"))
+    return {package.__name__: str(package.__version__) for package in packages}
 
 
 def _describe_stock(
     loader: DataLoader, poisson_sampling: bool, records: int
 ) -> Dict[str, Any]:
     """Of Opacus's own loader, or of one that draws Poisson batches by itself."""
-    rate, sampler = 1 / len(loader), loader.batch_sampler
+    rate, sampler = 1 / len(loader), getattr(loader, "batch_sampler", None)
     drawn = isinstance(sampler, UniformWithReplacementSampler) and math.isclose(
         sampler.sample_rate, rate, rel_tol=1e-9
     )

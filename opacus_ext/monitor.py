@@ -24,6 +24,7 @@ from opacus_ext.refused import Refused
 # In units of C. With one in each octave a histogram has few bins, and little noise.
 THRESHOLDS = tuple(2.0**i for i in range(-6, 7))
 PREFIX = "not_private/"
+NOISY = 0.2  # of a fraction: with more noise it says nothing
 
 
 class Monitor:
@@ -197,12 +198,11 @@ class Monitor:
         """
         optimizer, processes = self.optimizer, self._processes
         found = torch.cat([n.detach() for n in norms])
-        to = {"dtype": torch.float64, "device": found.device}
-        grid = torch.tensor(self.thresholds, **to)
+        grid = found.new_tensor(self.thresholds, dtype=torch.float64)
         bins = torch.bucketize(found.to(grid) / optimizer.max_grad_norm, grid)
         # Not bincount, nor one_hot: a GPU would be waited for.
         each = torch.arange(len(grid) + 1, device=found.device)
-        counts = (bins[:, None] == each).sum(0).to(**to)
+        counts = (bins[:, None] == each).sum(0).to(grid)
         variance = 0.0
         if self.private:
             std = optimizer.noise_multiplier / math.sqrt(self.share)
@@ -214,7 +214,7 @@ class Monitor:
             self._norms.append(found)
         if processes is not None:
             processes.sum(counts)
-        self._counts = counts if self._counts is None else self._counts + counts
+        self._counts = _plus(counts, self._counts)
         self._counts_variance += variance
         self._observe_gradient()
         self._steps += 1
@@ -225,7 +225,7 @@ class Monitor:
         norms = torch._foreach_norm([g.to(_wide(g)) for g in grads])
         squares = torch.stack([n.to(norms[0].device) for n in norms]).double()
         total = squares.square_().sum()
-        self._squares = total if self._squares is None else self._squares + total
+        self._squares = _plus(total, self._squares)
         std = gradient_noise(self.optimizer) / self._iterations
         size = sum(g.numel() for g in grads)
         self._noise_squares += size * std**2
@@ -268,13 +268,15 @@ class Monitor:
             - "clipped_fraction": of samples whose norm is above C; with
               ``clipping="per_layer"`` above the norm of all bounds, and so a lower
               bound
-            - "clipped_fraction_std": of the noise in it
+            - "clipped_fraction_std": of the noise in it. Above 0.2 the fraction and the
+              quantiles are left out: read after more steps, or raise ``share``
             - "norm_median", "norm_q25", ...: quantiles of the norms, in units of a
               norm; interpolated within a bin, and never beyond the outer thresholds
             - "batch_size": samples a step, over all processes
 
-            The last four with "not_private/" before their names if they are exact; then
-            quantiles are of this process's samples, and missing if there were none.
+            Exact ones, of the fraction, quantiles and batch size, have "not_private/"
+            before their names; then quantiles are of this process's samples, and
+            missing if there were none.
         """
         found: Dict[str, float] = {}
         if self.delta is not None:
@@ -290,10 +292,10 @@ class Monitor:
         return found
 
     def _epsilon(self) -> float:
-        history = self.engine.accountant.history
-        if not history:
+        accountant = self.engine.accountant
+        if not len(accountant):
             return 0.0
-        if any(noise == 0 for noise, _, _ in history):
+        if any(noise == 0 for noise, _, _ in accountant.history):
             return math.inf
         return float(self.engine.get_epsilon(self.delta))
 
@@ -314,17 +316,15 @@ class Monitor:
         # precisely as a Poisson number. What the noise adds to that is told from it.
         weight = self._expected / (self._expected + noise) if noise else 1.0
         total = self._expected + weight * (seen - self._expected)
-        if not total > 0:
-            return {"batch_size": seen / self._steps}
-        shares = (counts - (seen - total) / bins).cumsum(0)[:-1] / total
         below = self.thresholds.index(1.0) + 1
         variance = self._counts_variance * below * (bins - below) / bins
-        found = {
-            "clipped_fraction": min(max(1 - float(shares[below - 1]), 0.0), 1.0),
-            "clipped_fraction_std": math.sqrt(variance) / total,
-        }
-        found |= self._quantiles_of(shares)
-        return found | {"batch_size": seen / self._steps}
+        std = math.sqrt(variance) / total if total > 0 else math.inf
+        found = {"clipped_fraction_std": std, "batch_size": seen / self._steps}
+        if std > NOISY:
+            return found
+        shares = (counts - (seen - total) / bins).cumsum(0)[:-1] / total
+        found["clipped_fraction"] = min(max(1 - float(shares[below - 1]), 0.0), 1.0)
+        return found | self._quantiles_of(shares)
 
     def _quantiles_of(self, shares: torch.Tensor) -> Dict[str, float]:
         """From the shares of samples below each threshold."""
@@ -346,7 +346,7 @@ class Monitor:
 
     def _exact(self) -> Dict[str, float]:
         assert self._counts is not None
-        counts, norms = self._counts, torch.cat(self._norms)
+        counts, norms = self._counts, torch.cat([n.cpu() for n in self._norms])
         found, total = {}, float(counts.sum())
         if total:
             above = counts[self.thresholds.index(1.0) + 1 :].sum()
@@ -417,6 +417,10 @@ def _quantile(norms: torch.Tensor, q: float) -> torch.Tensor:
     ordered, at = norms.sort().values, q * (len(norms) - 1)
     low, high = ordered[math.floor(at)], ordered[math.ceil(at)]
     return low if low == high else low + (high - low) * (at % 1)
+
+
+def _plus(new: torch.Tensor, old: Optional[torch.Tensor]) -> torch.Tensor:
+    return new if old is None else new + old.to(new.device)  # that of a checkpoint
 
 
 def _wide(g: torch.Tensor) -> torch.dtype:

@@ -7,10 +7,10 @@ before. :func:`unregister` undoes all of it.
 
 What is replaced or added in Opacus: the lookups of classes (``get_gsm_class``,
 ``get_hooks_class``, ``get_optimizer_class``), ``PrivacyEngine.make_private``,
-``make_private_with_epsilon``, ``save_checkpoint``, ``load_checkpoint``,
-``privacy_statement`` and ``_prepare_criterion``, ``ModuleValidator.validate`` and ``fix``,
-``GradSampleHooks.iterate_submodules``, and entries of the tables of samplers and of
-accountants.
+``make_private_with_epsilon``, ``get_epsilon``, ``save_checkpoint``,
+``load_checkpoint``, ``privacy_statement`` and ``_prepare_criterion``,
+``ModuleValidator.validate`` and ``fix``, ``GradSampleHooks.iterate_submodules``, and
+entries of the tables of samplers and of accountants.
 
 Other files import Opacus without changing it: those of modes, optimizers, accountants,
 the trainer and distributed training extend its classes, and data, checks, examples and
@@ -20,6 +20,7 @@ the planner call its public functions.
 from __future__ import annotations
 
 import functools
+import inspect
 from importlib import import_module
 from typing import (
     Any,
@@ -48,7 +49,7 @@ from opacus.grad_sample.gsm_base import OPACUS_PARAM_MONKEYPATCH_ATTRS
 from opacus.validators import ModuleValidator
 from torch import nn
 
-from opacus_ext import validators
+from opacus_ext import misuse, validators
 from opacus_ext.accountants import PRVBoundsAccountant
 from opacus_ext.engine import WRAPPERS
 from opacus_ext.grad_sample import adapters, modes, samplers
@@ -121,7 +122,7 @@ def register() -> None:
         _prepare_criterion(PrivacyEngine._prepare_criterion),
     )
     _replace(PrivacyEngine, "make_private", _make_private(PrivacyEngine.make_private))
-    for name, wrap in WRAPPERS.items():
+    for name, wrap in (*WRAPPERS.items(), *misuse.WRAPPERS.items()):
         _replace(PrivacyEngine, name, wrap(getattr(PrivacyEngine, name)))
     PrivacyEngine.privacy_statement = privacy_statement
     _undo.append(lambda: delattr(PrivacyEngine, "privacy_statement"))
@@ -196,6 +197,7 @@ def _lookup(opacus_lookup: Callable, part: str) -> Callable:
     def lookup(grad_sample_mode: str) -> type:
         if grad_sample_mode in MODES and not _stock:
             return getattr(MODES[grad_sample_mode], part)
+        misuse.check_mode(grad_sample_mode, MODES)
         return opacus_lookup(grad_sample_mode)
 
     return lookup
@@ -264,6 +266,7 @@ def _prepare_criterion(prepare: Callable) -> Callable:
 
 def _make_private(make_private: Callable) -> Callable:
     """Refuses before anything is changed, and cleans up if something fails later."""
+    known = inspect.signature(make_private).parameters
 
     @functools.wraps(make_private)
     def make(
@@ -276,9 +279,12 @@ def _make_private(make_private: Callable) -> Callable:
         **kwargs: Any,
     ) -> Any:
         """
-        ``PrivacyEngine.make_private``, with three more arguments.
+        ``PrivacyEngine.make_private``, with four more arguments.
 
         Args:
+            sampling: how batches are drawn: ``Poisson``, ``TruncatedPoisson`` or
+                ``FixedSize`` of ``opacus_ext.data``; ``make_private_with_epsilon``
+                takes it, too. Read by ``opacus_ext.engine``
             take: ``take(inputs, i)`` takes sample ``i`` out of the inputs of the model,
                 as a batch of one, for inputs that are no tensors ``[B, ...]``; it
                 raises IndexError when there is no such sample. ``inputs`` are the
@@ -306,6 +312,7 @@ def _make_private(make_private: Callable) -> Callable:
                     parameter="on_nonfinite",
                     remedy='"drop" counts such a sample as zero, with a warning.',
                 )
+            misuse.check_arguments(self, known, module=module, **kwargs)
             _check(module, fresh, **kwargs)
             dataset = self.dataset
             try:
@@ -324,6 +331,7 @@ def _make_private(make_private: Callable) -> Callable:
                         loss_reduction=kwargs.get("loss_reduction", "mean"),
                     )
                     made = first, optimizer, criterion, loader
+                misuse.guard(self, module, made)
                 return made
             except BaseException:
                 self.dataset = dataset

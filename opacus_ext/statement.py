@@ -2,9 +2,9 @@
 What may be said of a private run: ``engine.privacy_statement()`` and
 ``opacus-ext statement``.
 
-It has what NIST SP 800-226 and Ponomareva et al., "How to DP-fy ML" (2023), section 5.3,
-ask of a guarantee: unit, neighbours, mechanism, sampling, epsilon and delta with the
-accountant, and what is not covered.
+It has what Ponomareva et al., "How to DP-fy ML" (2023), section 5.3, ask of a
+guarantee: unit, neighbours, mechanism, sampling, epsilon and delta with the accountant,
+and what is not covered.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pickle import UnpicklingError
 from typing import Any, Dict, List, Mapping, Optional, Tuple, Union
 
+import numpy as np
 import torch
 from opacus import PrivacyEngine
 from opacus.accountants import create_accountant
@@ -32,12 +33,15 @@ _NEIGHBOURS = {
     "replace one": "have the same size and differ in one {unit} that is another one",
 }
 
+_REMOVAL = "; additions were found to cost no more than removals, in all cases tried"
 _ERRORS = {
-    "prv": "an upper bound: 0.01 and what a thousandth of delta takes are in it",
-    "prv_bounds": "an upper bound: rounding and grid are in it",
+    "prv": "an upper bound with 0.01 and a thousandth of delta in it",
+    "prv_bounds": "an upper bound, rounding and grid in it",
     "rdp": "an upper bound, by a closed form; often a third too large",
     "gdp": "an approximation by the central limit theorem, no bound",
 }
+
+_MOST_PHASES = 8  # that are shown in a table; JSON has all
 
 _NOT_COVERED = (
     "Hyperparameters, stopping and the choice among runs, where private data were "
@@ -48,7 +52,7 @@ _NOT_COVERED = (
     "number of records.",
     "The random numbers: whoever has the seed, the generator's state or a checkpoint "
     "with it can subtract the noise. Keep them secret.",
-    "People with several {unit}s: what is protected is one {unit}.",
+    "Whoever has several {unit}s in the data: what is protected is one {unit}.",
     "Attacks on the machine that trains, and floating-point effects of the noise.",
 )
 
@@ -106,8 +110,8 @@ def privacy_statement(
         ...     model(x).mean().backward()
         ...     optimizer.step()
         >>> statement = engine.privacy_statement(delta=1e-3, unit="patient")
-        >>> print(statement.text.splitlines()[2])
-        After 8 steps the weights are (0.53, 0.001)-differentially private for one patient.
+        >>> print(statement.text.splitlines()[2][:60])
+        After 8 steps the weights are (0.53, 0.001)-differentially p
     """
     return state(self.accountant, runs_of(self), delta, unit)
 
@@ -123,7 +127,8 @@ def read_statement(
 
     Args:
         path: a file of ``engine.save_checkpoint`` (such as ``examples.train`` writes),
-            or a checkpoint of ``PrivateTrainer``: its folder, or privacy.pt in it
+            a checkpoint of ``PrivateTrainer`` (its folder, or privacy.pt in it), or one
+            of Lightning with this package's callback
         delta, unit: as in :func:`privacy_statement`
 
     Raises:
@@ -143,20 +148,23 @@ def read_statement(
             "objects, load it and call engine.privacy_statement().",
         ) from error
     found = dict(content) if isinstance(content, Mapping) else {}
+    # Of Lightning, whose callbacks have theirs.
+    for callback in (found.get("callbacks") or {}).values():
+        found = callback if "accountant" in callback else found
     config = found.get("config") or {}
     if "privacy_accountant_state_dict" in found:
         saved, runs = found["privacy_accountant_state_dict"], found.get(RUNS, [])
-        delta = delta or config.get("delta")
+        known = config.get("delta")
     elif "accountant" in found:
         saved, runs = found["accountant"], [_run_of_trainer(found)]
-        delta = delta or config.get("target_delta")
+        known = config.get("target_delta")
     else:
         raise Refused(
             f"{path} has no accountant's history: how much privacy its weights have "
             "spent is not known.",
             parameter="path",
-            remedy="Give a file of engine.save_checkpoint, or privacy.pt of a "
-            "checkpoint of PrivateTrainer.",
+            remedy="Give a file of engine.save_checkpoint, privacy.pt of a "
+            "checkpoint of PrivateTrainer, or a checkpoint of Lightning.",
         )
     try:
         accountant = create_accountant(saved["mechanism"])
@@ -166,12 +174,12 @@ def read_statement(
             f"The accountant's state in {path} can't be used: {error}.",
             parameter="path",
         ) from error
-    return state(accountant, runs, delta, unit)
+    return state(accountant, runs, known if delta is None else delta, unit)
 
 
 def _run_of_trainer(saved: Mapping[str, Any]) -> Dict[str, Any]:
     config = saved.get("config") or {}
-    bound = config.get("max_grad_norm")
+    bound = config.get("per_sample_max_grad_norm", config.get("max_grad_norm"))
     poisson = config.get("poisson_sampling", True)
     return {
         "grad_sample_mode": config.get("grad_sample_mode"),
@@ -204,7 +212,7 @@ def state(
         unit: what a record is
     """
     targets = [run["target_delta"] for run in runs if run.get("target_delta")]
-    delta = delta or (targets[-1] if targets else None)
+    delta = targets[-1] if delta is None and targets else delta
     records = max((run.get("records") or 0 for run in runs), default=0) or None
     if delta is None:
         advice = f" {records} records: below {1 / records:.1g}." if records else ""
@@ -223,8 +231,8 @@ def state(
     epsilon, bounds, notes = _spent(accountant, delta)
     if records and delta >= 1 / records:
         notes.append(
-            f"delta={delta:g} is not below one over {records} {unit}s: such a guarantee "
-            f"allows to publish somebody's data."
+            f"delta={delta:g} is not below one over {records} {unit}s: such a "
+            "guarantee allows to publish somebody's data."
         )
     holds = "yes"
     if not runs and phases:
@@ -248,6 +256,9 @@ def state(
         else "add or remove one"
     )
     mechanism = accountant.mechanism()
+    error = _ERRORS.get(mechanism, "not known")
+    if mechanism in ("prv", "prv_bounds") and neighbours == "add or remove one":
+        error += _REMOVAL
     content: Dict[str, Any] = {
         "statement": "privacy of a training run, opacus_ext, version 1",
         "holds": holds,
@@ -260,7 +271,7 @@ def state(
         "records": records,
         "neighbouring_relation": neighbours,
         "accountant": mechanism,
-        "numerical_error": _ERRORS.get(mechanism, "not known"),
+        "numerical_error": error,
         "steps": sum(phase["steps"] for phase in phases),
         "phases": phases,
         "other_releases": others,
@@ -316,16 +327,23 @@ def _spent(accountant: IAccountant, delta: float) -> Tuple[float, Bounds, List[s
     bounds = other.get_bounds(delta)
     if not len(other):
         return 0.0, bounds, ["No step was taken: nothing was spent."]
-    if other is accountant or math.isinf(bounds.upper):
+    if math.isinf(bounds.upper):
+        return (
+            bounds.upper,
+            bounds,
+            ["Epsilon is infinite: too little noise was added."],
+        )
+    if other is accountant:
         return bounds.upper, bounds, []
-    epsilon = float(accountant.get_epsilon(delta))
+    with np.errstate(all="ignore"):  # Opacus's logs of 0 at a rate of 1
+        epsilon = float(accountant.get_epsilon(delta))
     if epsilon < bounds.lower or not math.isfinite(epsilon):
         return (
             bounds.upper,
             bounds,
             [
-                f"The accountant {accountant.mechanism()!r} says {epsilon:.4g}, outside "
-                "of what is proven; the upper bound is stated in its place."
+                f"The accountant {accountant.mechanism()!r} says {epsilon:.4g}, below "
+                "what is proven; the upper bound is stated in its place."
             ],
         )
     return epsilon, bounds, []
@@ -351,6 +369,7 @@ _SCHEMES = {
 
 def _text(c: Mapping[str, Any]) -> str:
     unit = c["unit"]
+    accounted = "Sampling and noise" if c["holds"] != "no" else "Accounted as"
     rows = [
         ("Unit of privacy", f"one {unit}{_of(c['records'])}"),
         (
@@ -359,15 +378,7 @@ def _text(c: Mapping[str, Any]) -> str:
         ),
         ("Mechanism", "subsampled Gaussian: clipped gradients, summed, with noise"),
         *(("Clipping", _clipping(run)) for run in c["runs"]),
-        *(
-            (
-                "Sampling and noise",
-                f"{phase['steps']:,} steps; "
-                + _SCHEMES[phase["sampling"]].format(unit=unit, **phase)
-                + f"; noise multiplier {phase['noise_multiplier']:.6g}",
-            )
-            for phase in c["phases"]
-        ),
+        *((accounted, row) for row in _rows_of_phases(c["phases"], unit)),
         *(("Other release", _release(entry)) for entry in c["other_releases"]),
         ("Random numbers", _random(c["runs"])),
         ("Delta", f"{c['delta']:g}"),
@@ -386,12 +397,33 @@ def _text(c: Mapping[str, Any]) -> str:
 
 def _headline(c: Mapping[str, Any]) -> str:
     if c["holds"] == "no":
-        return f"No guarantee is known for the weights after {c['steps']:,} steps."
+        return f"No guarantee is known for the weights after {_steps(c['steps'])}."
     condition = "" if c["holds"] == "yes" else f", {c['holds']}"
     return (
-        f"After {c['steps']:,} steps the weights are ({_up(c['epsilon'])}, "
+        f"After {_steps(c['steps'])} the weights are ({_up(c['epsilon'])}, "
         f"{c['delta']:g})-differentially private for one {c['unit']}{condition}."
     )
+
+
+def _rows_of_phases(phases: List[Dict[str, Any]], unit: str) -> List[str]:
+    if len(phases) > _MOST_PHASES:
+        noises = [phase["noise_multiplier"] for phase in phases]
+        rates = [phase["sample_rate"] for phase in phases]
+        return [
+            f"{_steps(sum(phase['steps'] for phase in phases))} in {len(phases)} "
+            f"settings; noise multiplier {min(noises):.6g} to {max(noises):.6g}; rate "
+            f"{min(rates):.4g} to {max(rates):.4g} ({phases[0]['sampling']}, ...)"
+        ]
+    return [
+        f"{_steps(phase['steps'])}; "
+        + _SCHEMES[phase["sampling"]].format(unit=unit, **phase)
+        + f"; noise multiplier {phase['noise_multiplier']:.6g}"
+        for phase in phases
+    ]
+
+
+def _steps(count: int) -> str:
+    return f"{count:,} step{'s' * (count != 1)}"
 
 
 def _up(value: float) -> str:

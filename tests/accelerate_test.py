@@ -86,3 +86,125 @@ def test_clip_grad_norm(mode):
         return
     with pytest.raises(RuntimeError, match="clip_grad_norm_"):
         train(mode, True, True, clip=True)
+
+
+# -- what else Accelerate's users do -------------------------------------------------
+
+
+@pytest.fixture
+def fresh():
+    """Makes Accelerators with other settings than those before."""
+    from accelerate.state import AcceleratorState, GradientState
+
+    def make(**settings):
+        AcceleratorState._reset_state(True)
+        GradientState._reset_state()
+        return Accelerator(cpu=True, **settings)
+
+    yield make
+    make()
+
+
+class Run:
+    """
+    A run whose noise and draws come from torch's default generator, or from their own:
+    Accelerate looks a batch ahead, so that the default one's are used in another order.
+    """
+
+    def __init__(self, mode, accelerator=None, first=False, own=True):
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 2))
+        data = TensorDataset(torch.randn(40, 5), torch.randint(0, 2, (40,)))
+        optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+        draws, noise = (
+            torch.Generator().manual_seed(i) if own else None for i in (1, 2)
+        )
+        loader = DataLoader(data, batch_size=8, generator=draws)
+        model, self.accelerator = self.model, accelerator
+        if first:
+            model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        self.engine = PrivacyEngine(accountant="rdp")
+        self.net, self.optimizer, *criterion, self.loader = self.engine.make_private(
+            module=model,
+            optimizer=optimizer,
+            criterion=PerSample(),
+            data_loader=loader,
+            noise_multiplier=1.0,
+            max_grad_norm=1.0,
+            noise_generator=noise,
+            grad_sample_mode=mode,
+        )
+        self.criterion = criterion[0] if criterion else PerSample()
+        if accelerator and not first:
+            self.net, self.optimizer, self.loader = accelerator.prepare(
+                self.net, self.optimizer, self.loader
+            )
+
+    def epoch(self, half=False):
+        for x, y in self.loader:
+            self.optimizer.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16, enabled=half):
+                logits = self.net(x)
+            loss = self.criterion(F.cross_entropy(logits.float(), y, reduction="none"))
+            self.accelerator.backward(loss) if self.accelerator else loss.backward()
+            self.optimizer.step()
+        return torch.cat([p.detach().flatten() for p in self.model.parameters()])
+
+
+@every_mode
+def test_prepare_before_make_private(mode, fresh):
+    assert torch.equal(Run(mode, fresh(), first=True).epoch(), Run(mode).epoch())
+
+
+@every_mode
+def test_seedable_sampler(mode, fresh):
+    """It takes the place of a shuffling sampler, and not of Poisson sampling."""
+    from accelerate.utils import DataLoaderConfiguration
+
+    config = DataLoaderConfiguration(use_seedable_sampler=True)
+    accelerator = fresh(dataloader_config=config)
+    assert torch.equal(Run(mode, accelerator).epoch(), Run(mode).epoch())
+
+
+@every_mode
+def test_bf16(mode, fresh):
+    run = Run(mode, fresh(mixed_precision="bf16"))
+    weights = run.epoch()
+    assert torch.equal(weights, Run(mode).epoch(half=True))
+    assert not torch.equal(weights, Run(mode).epoch())
+
+
+@every_mode
+def test_state_that_is_loaded(mode, fresh, tmp_path):
+    """With the accountant registered: as if the run had not been stopped."""
+    run = Run(mode, fresh(), own=False)
+    run.accelerator.register_for_checkpointing(run.engine.accountant)
+    run.epoch()
+    run.accelerator.save_state(tmp_path)
+    whole = run.epoch()
+    other = Run(mode, fresh(), own=False)
+    other.accelerator.register_for_checkpointing(other.engine.accountant)
+    other.accelerator.load_state(tmp_path)
+    assert torch.equal(other.epoch(), whole)
+    assert other.engine.accountant.history == [(1.0, 0.2, 10)]
+    assert other.engine.get_epsilon(1e-3) == run.engine.get_epsilon(1e-3)
+
+
+@every_mode
+def test_evaluation_and_saving(mode, fresh, tmp_path):
+    """Metrics over a loader, and a file of the weights that the model itself loads."""
+    run = Run(mode, fresh())
+    run.epoch()
+    held_out = run.accelerator.prepare(DataLoader(run.loader.dataset, batch_size=16))
+    run.net.eval()
+    with torch.no_grad():
+        found = [
+            run.accelerator.gather_for_metrics((run.net(x).argmax(1), y))
+            for x, y in held_out
+        ]
+    assert sum(len(y) for _, y in found) == 40
+    run.accelerator.save_model(run.model, tmp_path, safe_serialization=False)
+    saved = torch.load(tmp_path / "pytorch_model.bin")
+    assert list(saved) == list(run.model.state_dict())
+    inner = run.accelerator.unwrap_model(run.net)
+    assert inner._module is run.model

@@ -11,6 +11,7 @@ first.
 """
 
 import copy
+import warnings
 from dataclasses import dataclass
 
 import pytest
@@ -151,19 +152,21 @@ def make_private(
     engine = PrivacyEngine()
     if dataset is None:
         dataset = TensorDataset(torch.zeros(max(batch_size, 1), 1))
-    first, *rest = engine.make_private(
-        module=model,
-        optimizer=optimizer or torch.optim.SGD(trainable(model).values(), lr=lr),
-        criterion=criterion or PerSample(),
-        data_loader=DataLoader(dataset, batch_size=max(batch_size, 1)),
-        noise_multiplier=noise_multiplier,
-        max_grad_norm=max_grad_norm,
-        poisson_sampling=poisson_sampling,
-        clipping=clipping,
-        grad_sample_mode=mode,
-        wrap_model=wrap,
-        **kwargs,
-    )
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="poisson_sampling=False")
+        first, *rest = engine.make_private(
+            module=model,
+            optimizer=optimizer or torch.optim.SGD(trainable(model).values(), lr=lr),
+            criterion=criterion or PerSample(),
+            data_loader=DataLoader(dataset, batch_size=max(batch_size, 1)),
+            noise_multiplier=noise_multiplier,
+            max_grad_norm=max_grad_norm,
+            poisson_sampling=poisson_sampling,
+            clipping=clipping,
+            grad_sample_mode=mode,
+            wrap_model=wrap,
+            **kwargs,
+        )
     dp_optimizer, *dp_criterion, loader = rest
     return Private(
         engine,

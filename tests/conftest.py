@@ -35,6 +35,7 @@ THOROUGH = (
     "distributed_test.py",
     "train_test.py",
     "trainer_test.py",
+    "trl_test.py",
     "plan_test.py",
     "commands_test.py",
     "contributing_test.py",

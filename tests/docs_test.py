@@ -1,5 +1,6 @@
 """Examples run: those of docstrings, every Python block of README.md and of docs/."""
 
+import codeop
 import doctest
 import importlib
 import os
@@ -82,6 +83,23 @@ def test_block_of_readme(block, tmp_path):
     assert not done.returncode, done.stderr
 
 
+@pytest.mark.parametrize("page", [README, *PAGES], ids=lambda page: page.name)
+def test_blocks_can_be_pasted_at_the_prompt(page):
+    """There a blank line ends what is indented, and nothing else does."""
+    for block in blocks_of(page):
+        if block.language != "python":
+            continue
+        lines = []
+        for n, line in enumerate([*block.source.splitlines(), ""], block.line):
+            lines.append(line)
+            try:
+                done = codeop.compile_command("\n".join(lines), symbol="single")
+            except SyntaxError as error:
+                pytest.fail(f"{page}, line {n}: {error.msg}: {line}")
+            lines = [] if done else lines
+        assert not any(lines), (page, block.line)
+
+
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_blocks_of_page(program, tmp_path):
     errors = errors_of(program, tmp_path)
@@ -111,7 +129,7 @@ def test_blocks_are_found():
         fences = re.findall(r"^\s*```", text, re.M)
         assert len(fences) == 2 * len(list(FENCE.finditer(text))), page
         for block in blocks_of(page):
-            assert block.language in ("", "python", "mermaid"), block
+            assert block.language in ("", "python", "mermaid", "diff"), block
             assert set(block.marks) <= {"slow", "torchrun"}, block
 
 

@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 from opacus import PrivacyEngine
+from opacus.distributed import DifferentiallyPrivateDistributedDataParallel as DPDDP
 from opacus.optimizers import DPOptimizer
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import nn
@@ -157,6 +158,15 @@ def test_one_record_changes_one_bin_by_one():
             monitor.observe(given)
             counts.append(monitor.state_dict()["_counts"])
         assert float((counts[0] - counts[1]).abs().sum()) == 1
+
+
+def test_what_says_nothing_is_left_out():
+    private = linear(100.0)
+    monitor = Monitor(private.engine, private.optimizer)
+    private.step(torch.randn(8, 50), square_loss)
+    found = monitor.read()
+    assert found["clipped_fraction_std"] > 0.2
+    assert not {"clipped_fraction", "norm_median"} & set(found)
 
 
 def test_noise_is_within_what_is_said():
@@ -368,3 +378,77 @@ def test_an_optimizer_of_opacus_is_refused():
     )
     with pytest.raises(Refused, match="DPOptimizer is not"):
         Monitor(PrivacyEngine(), optimizer)
+
+
+def one_of_two(rank, folder):
+    torch.distributed.init_process_group(
+        "gloo", f"file://{folder}/store", rank=rank, world_size=2
+    )
+    torch.manual_seed(rank)
+    found = {}
+    for private, s in ((True, 2.0), (True, 0.0), (False, 0.0)):
+        model = nn.Linear(50, 40)
+        made = make_private(
+            DPDDP(model),
+            "ghost_bk",
+            batch_size=4,
+            noise_multiplier=s,
+            max_grad_norm=2.0,
+        )
+        monitor = Monitor(made.engine, made.optimizer, private=private, share=0.3)
+        for _ in range(40 if s else 1):
+            made.step(torch.zeros(4 + 2 * rank, 50), lambda m, x: m(x).sum(1) * 0)
+        found[private, s] = monitor.state_dict()["_counts"], monitor.read()
+    torch.save(found, f"{folder}/{rank}")
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_two_processes(tmp_path):
+    """One noise for both, which know the same of the samples of both."""
+    torch.multiprocessing.spawn(one_of_two, (str(tmp_path),), nprocs=2)
+    first, second = (torch.load(tmp_path / str(rank)) for rank in range(2))
+    for key, (counts, read) in first.items():
+        assert torch.equal(counts, second[key][0])
+        assert str(second[key][1]) == str(read)  # with nan
+    for private, prefix in ((True, ""), (False, PREFIX)):
+        counts, read = first[private, 0.0]
+        assert counts.tolist() == [10.0] + [0.0] * 13  # 4 and 6 samples of norm 0
+        assert read[prefix + "batch_size"] == 10
+    counts, read = first[True, 2.0]
+    # Of 40 steps: each bin's noise has std 2 / sqrt(0.3), once.
+    std = float((counts - torch.tensor([400.0] + [0.0] * 13)).pow(2).mean().sqrt())
+    assert std == pytest.approx(2 * math.sqrt(40 / 0.3), rel=0.5)
+    # Nothing but noise in gradients that both have summed.
+    limit = (2040 * 40 / 2) ** 0.25
+    assert 0.4 * limit < read["noise_to_signal"] <= limit * (1 + 1e-9)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_trainer(tmp_path):
+    """What is logged, and the same from a checkpoint between two logs."""
+    from tests.trainer_test import private, trainer
+
+    def logs(folder, kind, resume=None):
+        given = {"max_steps": 4, "logging_steps": 3, "save_strategy": "steps"}
+        made = trainer(
+            tmp_path / folder,
+            privacy=private(monitor=kind, noise_multiplier=0.02),
+            save_steps=2,
+            **given,
+        )
+        made.train(resume_from_checkpoint=resume)
+        history = made.engine.accountant.history
+        assert [(s, n) for s, _, n in history] == [(0.02, 4)]
+        (found,) = [x for x in made.state.log_history if x["step"] == 3]
+        return {name: x for name, x in found.items() if name != "loss"}
+
+    first = logs("a", "private")
+    assert first["steps"] == 3 and "norm_median" in first
+    assert 0 <= first["clipped_fraction"] <= 1 and first["noise_to_signal"] > 0
+    assert logs("b", "private", str(tmp_path / "a" / "checkpoint-2")) == first
+    exact = logs("c", "not_private")
+    assert PREFIX + "norm_median" in exact and "norm_median" not in exact
+    off = logs("d", "off")
+    assert not any("norm" in name for name in off)

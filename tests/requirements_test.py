@@ -7,7 +7,8 @@ from pathlib import Path
 CODE = """
 import sys
 
-for name in ("transformers", "accelerate", "matplotlib", "peft"):
+lightning = "lightning", "pytorch_lightning"
+for name in ("transformers", "accelerate", "matplotlib", "peft", *lightning):
     sys.modules[name] = None  # an import of it fails
 
 import importlib
@@ -48,6 +49,7 @@ for mode in ("hooks", "ghost", "ghost_bk", "scan", "auto"):
 opacus_ext.unregister()
 """
 ALLOWED = {
+    "opacus_ext.lightning",
     "opacus_ext.planner.plots",
     "opacus_ext.re_attention.transformers",
     "opacus_ext.trainer",

@@ -1,10 +1,13 @@
 """Training from the command line's arguments, on tiny synthetic data."""
 
+import io
 import json
 import math
 import os
 import tempfile
 import unittest
+import warnings
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from unittest.mock import patch
 
@@ -121,6 +124,21 @@ class TrainTest(unittest.TestCase):
         self.assertTrue(torch.equal(shares, after))
         saved = torch.load(path, weights_only=True)["privacy_accountant_state_dict"]
         self.assertEqual([s for *_, s in saved["history"]], [1, 9])
+
+    def test_output_where_there_is_no_terminal(self):
+        """A line an epoch, and no warning that says nothing of the run."""
+        out, errors = io.StringIO(), io.StringIO()
+        arguments = [x for x in self.arguments() if x != "--no-progress"]
+        with redirect_stdout(out), redirect_stderr(errors):
+            with warnings.catch_warnings():
+                warnings.simplefilter("always")
+                self.assertEqual(train.main(arguments), 0)
+        first, *epochs = errors.getvalue().splitlines()
+        self.assertRegex(first, "^training 3 epochs of 3 steps, noise multiplier ")
+        self.assertEqual(len(epochs), 3)
+        for i, line in enumerate(epochs, 1):
+            self.assertRegex(line, rf"^epoch {i} of 3, loss \d\.\d{{3}}, \d+ s$")
+        self.assertIn("epsilon", out.getvalue())
 
     def test_exact_shares_are_warned_of(self):
         with self.assertWarnsRegex(UserWarning, "not covered by the privacy guarantee"):

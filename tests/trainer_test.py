@@ -543,6 +543,8 @@ def test_shuffling_is_named_what_it_is(tmp_path):
         ({"noise_multiplier": None, "target_epsilon": 0.0}, "not positive"),
         ({"noise_multiplier": -1.0}, "negative"),
         ({"privacy_seed": -1}, "negative"),
+        ({"per_sample_max_grad_norm": 0.0}, "not positive"),
+        ({"per_sample_max_grad_norm": [1.0, -1.0]}, "not positive"),
         ({"clipping": "adaptive"}, "'flat', 'automatic'"),
         ({"accountant": "gdp"}, "'prv', 'rdp'"),
         (
@@ -695,6 +697,40 @@ def test_data_that_has_no_numbered_records(tmp_path):
     for data in (Stream(), []):
         with pytest.raises(ValueError, match="a data set with a length"):
             trainer(tmp_path, data=data)
+    with pytest.raises(Refused, match="several data sets by name: 'train', 'test'"):
+        trainer(tmp_path, data={"train": texts(), "test": texts()})
+
+
+@pytest.mark.parametrize("privacy", [None, {"target_epsilon": 8.0}])
+def test_no_privacy_arguments(privacy, tmp_path):
+    with pytest.raises(Refused, match="privacy=PrivacyArguments"):
+        PrivateTrainer(
+            gpt2(), arguments(tmp_path), train_dataset=texts(), privacy=privacy
+        )
+
+
+def test_unusual_arguments(tmp_path):
+    """Each of which Trainer takes; a datasets.Dataset loses its other columns."""
+    datasets = pytest.importorskip("datasets")
+    columns = [{k: x.tolist() for k, x in row.items()} for row in texts()]
+    data = datasets.Dataset.from_list([{**x, "idx": 1} for x in columns])
+    model = gpt2()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = []
+    for change in (
+        {"model": model, "optimizers": (optimizer, None)},
+        {"model_init": lambda: gpt2()},
+        {"data": data, "processing_class": tokenizer()},
+        {"average_tokens_across_devices": False, "torch_empty_cache_steps": 1},
+        {"eval_dataset": {"a": texts(2), "b": texts(1)}, "eval_strategy": "steps"},
+    ):
+        given = {"max_steps": 2, "lr_scheduler_type": "constant", **change}
+        privacy = private(noise_multiplier=0.0)  # whose order is the optimizer's
+        run = trainer(tmp_path, privacy=privacy, eval_steps=1, **given)
+        run.train()
+        found.append(weights(run.model))
+    assert max(distance(found[0], other) for other in found) < 1e-6
+    assert distance(found[0], weights(gpt2())) > 1e-3
 
 
 def test_a_compute_loss_of_ones_own(tmp_path):
@@ -704,6 +740,40 @@ def test_a_compute_loss_of_ones_own(tmp_path):
 
     with pytest.raises(ValueError, match="Override sample_losses"):
         Own(gpt2(), arguments(tmp_path), train_dataset=texts(), privacy=private())
+
+
+def test_other_trainers_in_the_bases(tmp_path):
+    """One whose compute_loss is Trainer's, and one with sample_losses of its own."""
+
+    class Other(transformers.Trainer):
+        def __init__(self, *args, scale, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.scale = scale
+
+        def compute_loss(self, model, inputs, **kwargs):
+            return self.scale * model(**inputs).loss
+
+    class Scaled(PrivateTrainer, Other):
+        def sample_losses(self, model, inputs):
+            return self.scale * model_losses(model, inputs)
+
+    class Seq2Seq(PrivateTrainer, transformers.Seq2SeqTrainer):
+        pass
+
+    runs = []
+    for cls, more in ((Scaled, {"scale": 1.0}), (Seq2Seq, {}), (PrivateTrainer, {})):
+        args = arguments(tmp_path, max_steps=2)
+        if cls is Seq2Seq:
+            kept = {f.name for f in dataclasses.fields(args) if f.init}
+            given = {name: getattr(args, name) for name in kept}
+            args = transformers.Seq2SeqTrainingArguments(**given)
+        given = {"train_dataset": texts(), "privacy": private(), **more}
+        run = cls(gpt2(), args, **given)
+        run.train()
+        runs.append(weights(run.model))
+    assert distance(runs[0], runs[2]) == distance(runs[1], runs[2]) == 0
+    with pytest.raises(Refused, match="no records that can be drawn"):
+        Scaled(gpt2(), train_dataset=[], scale=1.0, privacy=private())
 
 
 def test_a_loader_of_ones_own(tmp_path):

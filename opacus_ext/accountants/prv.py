@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections import Counter
 from copy import deepcopy
-from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Tuple
+from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Tuple
 
 from opacus.accountants.accountant import IAccountant
 
@@ -199,25 +198,6 @@ class PRVBoundsAccountant(IAccountant):
             _check("delta_error", delta_error, allowed, f"between 0 and delta={delta}")
         if self._revealing():
             return Bounds(0.0, math.inf, math.inf)
-        from opacus_ext.accountants import truncation
-
-        if not (tails := self._tails()):
-            return self._poisson_bounds(delta, eps_error, delta_error)
-
-        def poisson(delta: float) -> Bounds:
-            error = None if delta_error is None else min(delta_error, delta / 2)
-            return self._poisson_bounds(delta, eps_error, error)
-
-        found = truncation.truncated_bounds(poisson, sum(tails.values()), delta)
-        if found is None:
-            self._warn_of_truncation(tails, delta, poisson(0.99 * delta).upper)
-            return Bounds(0.0, math.inf, math.inf)
-        return found
-
-    def _poisson_bounds(
-        self, delta: float, eps_error: Optional[float], delta_error: Optional[float]
-    ) -> Bounds:
-        """As if no batch had been cut."""
         from opacus_ext.accountants import numerical
 
         low, high = self._steps()
@@ -251,12 +231,6 @@ class PRVBoundsAccountant(IAccountant):
             other = numerical.delta_bounds(low, epsilon)
             estimate = (bounds.estimate + other.estimate) / 2
             bounds = Bounds(other.lower, estimate, bounds.upper)
-        if tails := self._tails():
-            from opacus_ext.accountants import truncation
-
-            extra = truncation.extra_delta(sum(tails.values()), epsilon)
-            lower, upper = bounds.lower - extra, bounds.upper + extra
-            bounds = Bounds(max(lower, 0.0), bounds.estimate, min(upper, 1.0))
         return bounds
 
     def state_dict(self, destination: Any = None) -> Any:
@@ -272,84 +246,61 @@ class PRVBoundsAccountant(IAccountant):
         """
         trial = PRVBoundsAccountant()
         super(PRVBoundsAccountant, trial).load_state_dict(state_dict)
-        trial.history = [_check_step(*entry) for entry in trial.history]
-        trial.mechanisms = deepcopy(list(state_dict.get("mechanisms", [])))
-        for entry in trial.mechanisms:
+        history = [_check_step(*entry) for entry in state_dict["history"]]
+        mechanisms = deepcopy(list(state_dict.get("mechanisms", [])))
+        for entry in mechanisms:
             _check_mechanism(entry)
-        _refuse_mixed(trial.history, trial.mechanisms)
-        self.history, self.mechanisms = trial.history, trial.mechanisms
+        _refuse_mixed(history, mechanisms)
+        self.history, self.mechanisms = history, mechanisms
 
     # -- what is composed ----------------------------------------------------------
 
-    def _counts(self) -> Counter:
-        """(noise_multiplier, sample_rate): steps. Opacus sets the history, too."""
-        counts: Counter = Counter()
-        for entry in self.history:
-            noise, rate, steps = _check_step(*entry)
+    def _pairs(self) -> Tuple[Counter, Counter]:
+        """
+        (noise_multiplier, sample_rate, cut): steps, for the lower bound and the upper;
+        ``cut`` is the probability of ``truncation``. Opacus sets the history, too.
+        """
+        low: Counter = Counter()
+        high: Counter = Counter()
+
+        def add(noise: float, rate: float, steps: int, kept: float, cut: float) -> None:
             if rate > 0 and steps > 0 and noise < math.inf:
-                counts[noise, rate] += steps
+                low[noise, kept, 0.0] += steps
+                high[noise, rate, cut] += steps
+
+        for history in self.history:
+            noise, rate, steps = _check_step(*history)
+            add(noise, rate, steps, rate, 0.0)
         for entry in self.mechanisms:
-            name, k = entry["mechanism"], entry["participations"]
+            name, steps = entry["mechanism"], entry["participations"]
+            rate = entry.get("sample_rate", 1.0)
             if name == "gaussian":
-                counts[entry["noise_multiplier"], 1.0] += k
-            elif name in ("truncated_poisson", "fixed_size") and entry["sample_rate"]:
+                add(entry["noise_multiplier"], rate, steps, rate, 0.0)
+            elif name == "fixed_size":
                 # To exchange a clipped gradient moves the sum by twice the bound.
-                noise = entry["noise_multiplier"] / (1 + (name == "fixed_size"))
-                counts[noise, entry["sample_rate"]] += k
-        return counts
+                add(entry["noise_multiplier"] / 2, rate, steps, rate, 0.0)
+            elif name == "truncated_poisson":
+                from opacus_ext.accountants.truncation import cut_probability, kept_rate
 
-    def _tails(self) -> Dict[int, float]:
-        """By number of the mechanism: how likely some batch of it was cut, at most."""
-        from opacus_ext.accountants.truncation import tail
-
-        names = MECHANISMS["truncated_poisson"][1:]
-        found = {
-            i: entry["participations"] * tail(**{name: entry[name] for name in names})
-            for i, entry in enumerate(self.mechanisms)
-            if entry["mechanism"] == "truncated_poisson"
-        }
-        return {i: p for i, p in found.items() if p > 0}
-
-    def _warn_of_truncation(
-        self, tails: Mapping[int, float], delta: float, epsilon: float
-    ) -> None:
-        from opacus_ext.accountants.truncation import sufficient_batch_size
-
-        entry = self.mechanisms[max(tails, key=lambda i: tails[i])]
-        enough = sufficient_batch_size(
-            entry["records"],
-            entry["sample_rate"],
-            entry["participations"],
-            epsilon,
-            delta,
-        )
-        warnings.warn(
-            f"Epsilon is infinite: batches are cut to {entry['max_batch_size']:.0f} "
-            f"records so often that it takes all of delta={delta:g}. With "
-            f"max_batch_size={enough} it would take a hundredth.",
-            RuntimeWarning,
-            stacklevel=4,
-        )
+                sizes = rate, entry["records"], entry["max_batch_size"]
+                chances = kept_rate(*sizes), cut_probability(*sizes)
+                add(entry["noise_multiplier"], rate, steps, *chances)
+        return low, high
 
     def _revealing(self) -> bool:
-        return any(noise == 0 for noise, _ in self._counts())
+        return any(noise == 0 for noise, *_ in self._pairs()[1])
 
     def _steps(self) -> Tuple[List[Any], List[Any]]:
-        """For the lower bound and for the upper; the same list unless rounded."""
+        """For the lower bound and for the upper; the same list where they agree."""
         from opacus_ext.accountants import profiles
         from opacus_ext.accountants.numerical import Step
 
         _refuse_mixed(self.history, self.mechanisms)
-        exchange = any(e["mechanism"] == "fixed_size" for e in self.mechanisms)
-        counts = self._counts()
-        sampled = {key: k for key, k in counts.items() if key[1] < 1}
-        common = []
-        if mu := _mu(counts):
-            common.append(Step(profiles.gaussian(1 / mu), 1))
         others: Counter = Counter()
         for entry in self.mechanisms:
             values = tuple(entry[name] for name in MECHANISMS[entry["mechanism"]])
             others[entry["mechanism"], values] += entry["participations"]
+        common = []
         for (name, values), k in others.items():
             if name == "laplace":
                 greatest = 1 / values[0]
@@ -358,49 +309,61 @@ class PRVBoundsAccountant(IAccountant):
                 delta = (*values, 0.0)[1]
                 common.append(Step(profiles.pure(values[0]), k, delta, values[0]))
 
-        def build(
-            pairs: Mapping[Tuple[float, float], int], of_step: Callable[[Any], Any]
-        ) -> List[Any]:
-            return common + [
-                Step(of_step(profiles.sampled(profiles.gaussian(noise), rate)), k)
-                for (noise, rate), k in sorted(pairs.items())
-            ]
+        def build(pairs: Counter, exchange: bool) -> List[Any]:
+            steps = list(common)
+            if mu := _mu(pairs):
+                steps.insert(0, Step(profiles.gaussian(1 / mu), 1))
+            for (noise, rate, cut), k in sorted(pairs.items()):
+                if (rate, cut) == (1, 0):
+                    continue  # in mu
+                profile = profiles.sampled(profiles.gaussian(noise), rate)
+                if cut:
+                    twice = profiles.sampled(profiles.gaussian(noise / 2), rate)
+                    profile = profiles.mixture(profile, twice, cut)
+                steps.append(
+                    Step(profiles.exchanged(profile) if exchange else profile, k)
+                )
+            return steps
 
-        few = len(sampled) <= _DISTINCT
-        low, high = (sampled, sampled) if few else _rounded(sampled)
-        lower = build(low, lambda profile: profile)
-        if exchange:  # a removal's profile is reached where all else is at -C
-            return lower, build(high, profiles.exchanged)
-        return lower, lower if few else build(high, lambda profile: profile)
+        low, high = self._pairs()
+        if max(len(low), len(high)) > _DISTINCT:
+            low, high = _rounded(low, -1), _rounded(high, 1)
+        # Of an exchange a removal's profile is reached, where all other gradients are
+        # the opposite of the removed one.
+        exchange = any(e["mechanism"] == "fixed_size" for e in self.mechanisms)
+        lower = build(low, False)
+        return lower, build(high, exchange) if exchange or low != high else lower
 
 
-def _mu(counts: Mapping[Tuple[float, float], int]) -> float:
-    squares = (k / noise**2 for (noise, rate), k in counts.items() if rate == 1)
+def _mu(pairs: Mapping[Tuple[float, float, float], int]) -> float:
+    squares = (k / n**2 for (n, rate, cut), k in pairs.items() if (rate, cut) == (1, 0))
     return math.sqrt(sum(squares))
 
 
-def _rounded(
-    counts: Mapping[Tuple[float, float], int],
-) -> Tuple[Counter, Counter]:
+def _rounded(pairs: Counter, side: int) -> Counter:
     """
-    At most 64 pairs for many, with more noise and lower rates, and the reverse.
+    At most 64 sampled pairs for many: for a lower bound (``side`` -1) with more noise,
+    lower rates and probabilities to be cut, for an upper one (1) the reverse.
 
-    Epsilon falls with the noise and rises with the rate, so these are bounds.
+    Epsilon falls with the noise and rises with the others, so these are bounds.
     """
+
+    def rounded(x: float, up: int) -> float:
+        to = math.ceil if up > 0 else math.floor
+        return math.exp(to(math.log(x) / width) * width) if x else 0.0
+
     width = 1e-4
     while True:
-        low, high = Counter(), Counter()
-        for (noise, rate), k in counts.items():
-            at, of = math.log(noise) / width, math.log(rate) / width
-            for side, a, b in (
-                (low, math.ceil(at), math.floor(of)),
-                (high, math.floor(at), math.ceil(of)),
-            ):
+        found: Counter = Counter()
+        for (noise, rate, cut), k in pairs.items():
+            if (rate, cut) != (1, 0):
                 # A rate is rounded up to what is still sampling.
-                rounded = math.exp(a * width), min(math.exp(b * width), (1 + rate) / 2)
-                side[rounded] += k
-        if max(len(low), len(high)) <= _DISTINCT:
-            return low, high
+                near = min(rounded(rate, side), (1 + rate) / 2)
+                noise, rate = rounded(noise, -side), near
+                cut = min(rounded(cut, side), 1.0)
+            found[noise, rate, cut] += k
+        if sum((rate, cut) != (1, 0) for _, rate, cut in found) <= _DISTINCT:
+            return found
         width *= 1.25
 
 

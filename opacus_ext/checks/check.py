@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from opacus_ext.checks.report import Cell, PerSampleGradientReport
 from opacus_ext.checks.subject import LossFn, ModelUnderTest
 from opacus_ext.grad_sample.parallel.sharding import find_group
+from opacus_ext.progress import progress
 from opacus_ext.refused import Refused
 
 Grads = Dict[str, torch.Tensor]
@@ -153,7 +154,7 @@ def _check(
     # The errors of all parameters are measured on one scale, see _FLOOR.
     floor = _FLOOR * max(float(g.abs().max()) for g in oracle.values())
 
-    for mode in report.modes:
+    for mode in progress(report.modes, "trying modes"):
         try:
             grads, samples = _run_mode(subject, mode, wrap_model, "flat", flat)
         except Exception as error:
@@ -195,7 +196,7 @@ def _oracle(
     together = subject.model()
     losses = subject.run(together, subject.batch)
     rows: List[List[torch.Tensor]] = []
-    for b in range(subject.batch_size):
+    for b in progress(range(subject.batch_size), "running samples alone"):
         alone = subject.model()
         try:
             loss = subject.run(alone, subject.take_sample(subject.batch, b))

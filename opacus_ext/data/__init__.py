@@ -13,6 +13,7 @@ from opacus_ext.data.sequences import (
     read_sequences,
     synthetic_sequences,
 )
+from opacus_ext.data.users import UserRecords
 
 __all__ = [
     "CyclicPoisson",
@@ -22,6 +23,7 @@ __all__ = [
     "Sampling",
     "SequenceData",
     "TruncatedPoisson",
+    "UserRecords",
     "read_sequences",
     "synthetic_sequences",
 ]

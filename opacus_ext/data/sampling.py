@@ -17,7 +17,7 @@ from opacus.accountants.accountant import IAccountant
 from opacus.data_loader import dtype_safe, shape_safe, wrap_collate_with_empty
 from opacus.optimizers import DPOptimizer
 from opacus.utils.uniform_sampler import UniformWithReplacementSampler
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from opacus_ext.refused import Refused
 
@@ -162,13 +162,7 @@ class Sampling(ABC):
             Refused: for a data set whose records have no numbers
         """
         dataset = stock.dataset
-        if isinstance(dataset, IterableDataset):
-            raise Refused(
-                "The data set is an IterableDataset: its records can't be drawn.",
-                parameter="data_loader",
-                remedy="Use a data set with __getitem__ and __len__.",
-            )
-        records = len(dataset)  # type: ignore[arg-type]
+        records = count_records(dataset)
         fields = list(dataset[0])
         draws = Draws(self, records, stock.generator)
         draws.ahead += stock.num_workers * (stock.prefetch_factor or 2)
@@ -191,6 +185,20 @@ class Sampling(ABC):
             prefetch_factor=stock.prefetch_factor,
             persistent_workers=stock.persistent_workers,
         )
+
+
+def count_records(dataset: Dataset) -> int:
+    """
+    Raises:
+        Refused: for a data set whose records have no numbers
+    """
+    if isinstance(dataset, IterableDataset):
+        raise Refused(
+            "The data set is an IterableDataset: its records can't be drawn.",
+            parameter="data_loader",
+            remedy="Use a data set with __getitem__ and __len__.",
+        )
+    return len(dataset)  # type: ignore[arg-type]
 
 
 class Draws(UniformWithReplacementSampler):
@@ -390,11 +398,11 @@ class TruncatedPoisson(Poisson):
     Poisson sampling with a greatest batch size: of a draw of more records a random
     subset of this size is taken, so that memory is bounded.
 
-    Epsilon is that of Poisson sampling at a delta that is smaller by
-    ``T (1 + exp(epsilon)) P[Binomial(n + 1, q) > max_batch_size]``
-    (:mod:`opacus_ext.accountants.truncation`), and infinite where that is all of
-    delta. Six standard deviations above the expected batch size cost next to nothing.
-    The accountant must be "prv_bounds".
+    The accounting is exact for what cutting does to the sum, which is to exchange a
+    record for another where a draw fills the batch
+    (:mod:`opacus_ext.accountants.truncation`). Six standard deviations above the
+    expected batch size cost nothing that can be seen, none at all twice the noise. The
+    accountant must be "prv_bounds".
 
     Args:
         expected_batch_size: records of a draw on average, before it is cut; the sum of

@@ -44,20 +44,26 @@ from opacus_ext.optimizers.clipping import (
 from opacus_ext.refused import Refused
 
 if TYPE_CHECKING:
+    from opacus_ext.misuse import Watch
     from opacus_ext.monitor import Monitor
+
+    _Base = DPOptimizer
+else:
+    _Base = object  # what is mixed in comes before one of Opacus's
 
 # Entries of what is drawn together: to start kernels takes longer than to run them.
 _SMALL = 2**16
 _CORRELATED = "opacus_ext_correlated_noise"  # in checkpoints
 
 
-class _ClippingOptimizer:
+class _ClippingOptimizer(_Base):
     """What both share: the bound of a clipping function and noise to match it."""
 
     clipping: Clipping = CLIPPINGS["flat"]
     on_nonfinite = "drop"  # or "raise", set by make_private
     correlated: Optional[BandedNoise] = None  # set by make_private
     monitor: Optional[Monitor] = None  # attaches itself
+    watch: Optional[Watch] = None  # set by make_private
 
     @property
     def _step_supports_amp_scaling(self) -> NoReturn:  # asked by torch.amp.GradScaler
@@ -139,9 +145,21 @@ class _ClippingOptimizer:
     def pre_step(self, closure: Optional[Any] = None) -> Optional[float]:
         """See ``DPOptimizer``; a monitor sees each logical batch once."""
         goes_on = super().pre_step(closure)
+        if goes_on and self.watch is not None:
+            self.watch.step(self, self.norms)
         if goes_on and self.monitor is not None:
             self.monitor.observe(self.norms)
         return goes_on
+
+    def step(self, closure: Optional[Any] = None) -> Optional[float]:
+        """See ``DPOptimizer``; only within it the optimizer that it wraps may step."""
+        if self.watch is None:
+            return super().step(closure)
+        self.watch.stepping = True
+        try:
+            return super().step(closure)
+        finally:
+            self.watch.stepping = False
 
     def add_noise(self) -> None:
         """
@@ -338,7 +356,9 @@ class GhostDPOptimizer(_ClippingOptimizer, DPOptimizerFastGradientClipping):
                 remedy=(
                     "Call backward() once before each step, on the loss that the "
                     "criterion returned by make_private gives: gradients of any other "
-                    "loss are not private."
+                    "loss are not private. In the place of a model's own output.loss "
+                    "take criterion=opacus_ext.losses.PerSample() and call criterion("
+                    "opacus_ext.losses.model_losses(model, batch)).backward()."
                 ),
             )
         taken, self._taken = self._taken, []

@@ -26,6 +26,7 @@ from opacus_ext.planner.noise import (
 )
 from opacus_ext.planner.plan import Plan
 from opacus_ext.planner.probe import Probe
+from opacus_ext.progress import progress
 from opacus_ext.refused import Refused
 
 SIZES_PER_DECADE, BATCHES_PER_OCTAVE, STEPS_PER_OCTAVE = 25, 4, 8
@@ -249,10 +250,11 @@ class Candidates:
         )
         if most and len(chosen) > most:
             chosen = chosen[np.linspace(0, len(chosen) - 1, most).round().astype(int)]
-        found = [
-            np.unravel_index(loss[:, j].argmin(), loss[:, j].shape) for j in chosen
-        ]
-        return [self.plan((i, j, k), flops) for j, (i, k) in zip(chosen, found)]
+        plans = []
+        for j in progress(chosen, "planning by batch size"):
+            i, k = np.unravel_index(loss[:, j].argmin(), loss[:, j].shape)
+            plans.append(self.plan((i, j, k), flops))
+        return plans
 
     def not_private(self, flops: Optional[float] = None) -> Optional[NotPrivate]:
         """

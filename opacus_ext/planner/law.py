@@ -13,6 +13,7 @@ from torch import Tensor
 
 from opacus_ext.planner.fit import Fit, Values, positive, transformed
 from opacus_ext.planner.huber import Descent, HuberProblem
+from opacus_ext.progress import progress
 from opacus_ext.refused import Refused
 
 # Stands for log 0 where gradients must stay finite: a power of it is 0 all the same.
@@ -183,7 +184,7 @@ class Law:
             warm = _distinct(ends, 2 * close)
             draws, redrawn = self._resamples(units, logs, outcome, bootstrap, rng)
             found = []
-            for rows in draws:
+            for rows in progress(draws, "resampling"):
                 drawn = {n: x[rows] for n, x in logs.items()}
                 resampled = HuberProblem(self, drawn, outcome[rows], means, mean, huber)
                 tries = [resampled.descend(w.x) for w in warm]

@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import time
+import warnings
 from pathlib import Path
 from typing import Any, Dict, Iterator, List, Optional, Sequence, Union
 
@@ -18,6 +19,7 @@ from tqdm import tqdm
 import opacus_ext  # noqa: F401  the modes
 from opacus_ext.planner.families import Family
 from opacus_ext.planner.measurements import Measurements, read_runs
+from opacus_ext.progress import progress as show_progress
 from opacus_ext.refused import Refused
 
 # What must be equal for a run to be one that is on file already.
@@ -147,7 +149,8 @@ def measure(
         for rate, size, ratio in itertools.product(learning_rates, sizes, ratios)
     ]
     todo = [run for run in grid if _key(run) not in known]
-    with tqdm(total=steps * len(todo), unit="step", disable=not progress) as bar:
+    total = steps * len(todo)
+    with show_progress(total=total, unit="step", show=progress) as bar:
         for run in todo:
             bar.set_postfix_str(f"{run['size']}, ratio {run['ratio']:.2g}")
             train(family, run, bar)
@@ -200,17 +203,19 @@ def train(family: Family, run: Dict[str, Any], bar: tqdm) -> None:
     loader = DataLoader(
         Subset(family.dataset, range(whole)), batch_size=batch_size, shuffle=True
     )
-    model, optimizer, criterion, loader = PrivacyEngine().make_private(
-        module=model,
-        optimizer=torch.optim.Adam(params, lr=run["learning_rate"]),
-        criterion=family.criterion,
-        data_loader=loader,
-        noise_multiplier=run["ratio"] * batch_size,
-        max_grad_norm=run["max_grad_norm"],
-        clipping="normalised",
-        grad_sample_mode="ghost_bk",
-        poisson_sampling=False,
-    )
+    with warnings.catch_warnings():  # about arguments that are meant here
+        warnings.simplefilter("ignore")
+        model, optimizer, criterion, loader = PrivacyEngine().make_private(
+            module=model,
+            optimizer=torch.optim.Adam(params, lr=run["learning_rate"]),
+            criterion=family.criterion,
+            data_loader=loader,
+            noise_multiplier=run["ratio"] * batch_size,
+            max_grad_norm=run["max_grad_norm"],
+            clipping="normalised",
+            grad_sample_mode="ghost_bk",
+            poisson_sampling=False,
+        )
     run["steps"], run["loss"] = [], []
     began, total = time.process_time(), torch.zeros(())
     batches = _forever(loader)

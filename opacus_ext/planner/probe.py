@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import time
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, List, Optional, Sequence, Tuple
@@ -132,16 +133,18 @@ def _steps(
     data: Dataset = Subset(family.dataset, range(batch_size))
     loader = DataLoader(data, batch_size=batch_size)
     inputs, targets = (x.to(device) for x in next(iter(loader)))
-    model, optimizer, criterion, _ = PrivacyEngine().make_private(
-        module=model,
-        optimizer=torch.optim.Adam(params, lr=1e-3),
-        criterion=family.criterion,
-        data_loader=loader,
-        noise_multiplier=1.0,
-        max_grad_norm=1.0,
-        grad_sample_mode="ghost_bk",
-        poisson_sampling=False,
-    )
+    with warnings.catch_warnings():  # about arguments that are meant here
+        warnings.simplefilter("ignore")
+        model, optimizer, criterion, _ = PrivacyEngine().make_private(
+            module=model,
+            optimizer=torch.optim.Adam(params, lr=1e-3),
+            criterion=family.criterion,
+            data_loader=loader,
+            noise_multiplier=1.0,
+            max_grad_norm=1.0,
+            grad_sample_mode="ghost_bk",
+            poisson_sampling=False,
+        )
     times = []
     # The first steps look into the model, and take longer.
     for _ in range(2 + repeats):

@@ -11,6 +11,7 @@ from numpy.typing import ArrayLike, NDArray
 from opacus_ext.accountants.profiles import gaussian_sensitivity
 from opacus_ext.planner.privacy_loss import SampledGaussian, TooHardError
 from opacus_ext.planner.saddle_point import log_profile
+from opacus_ext.progress import progress
 from opacus_ext.refused import Refused
 
 MARGIN = 5e-5  # of delta, relative, that a calibrated noise leaves unspent
@@ -122,7 +123,8 @@ def on_cells(
     rows = np.stack([column.ravel() for column in columns], axis=1)
     rows, where = np.unique(rows, axis=0, return_inverse=True)
     values = np.empty(len(rows))
-    for i, row in enumerate(rows):
+    bar = progress(rows, "calibrating noise", show=len(rows) > 1)
+    for i, row in enumerate(bar):
         try:
             values[i] = solve(*row.tolist())
         except TooHardError:

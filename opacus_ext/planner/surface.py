@@ -32,6 +32,7 @@ from opacus_ext.planner.readings import (
     resample_runs,
     runs_of,
 )
+from opacus_ext.progress import progress
 from opacus_ext.refused import Refused
 
 _LEAST_READINGS = 4  # to extrapolate from: one more than the curve has parameters
@@ -151,7 +152,7 @@ class Surface:
         rng = np.random.default_rng(seed)
         samples = [
             _fit(resample(runs, rng), **options, grid=surface.steps).log_loss
-            for _ in range(bootstrap)
+            for _ in progress(range(bootstrap), "resampling")
         ]
         return replace(
             surface,

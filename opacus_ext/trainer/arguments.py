@@ -41,6 +41,10 @@ class PrivacyArguments:
             they would be is logged under another name
         log_loss: whether the training loss is logged. It is the mean over private
             records, without noise, and epsilon does not cover it
+        monitor: "private" logs the share of records clipped, quantiles of the norms of
+            their gradients and the ratio of noise to signal, by
+            :class:`opacus_ext.monitor.Monitor`, within the same epsilon;
+            "not_private" logs exact ones, under names that say so; "off" none
         privacy_seed: of noise and batches, for tests. By default nobody knows it;
             ``TrainingArguments.seed`` has no part in either
 
@@ -63,6 +67,7 @@ class PrivacyArguments:
     accountant: str = _field("prv", "prv_bounds, prv or rdp")
     poisson_sampling: bool = _field(True, "False shuffles, for which nothing is proven")
     log_loss: bool = _field(True, "log the training loss, which is not private")
+    monitor: str = _field("off", "log clipping and norms: private, not_private or off")
     privacy_seed: Optional[int] = _field(
         None, "of noise and batches, for tests; secret"
     )
@@ -80,7 +85,13 @@ class PrivacyArguments:
     def __post_init__(self) -> None:
         bound: Any = self.per_sample_max_grad_norm
         if isinstance(bound, (list, tuple)) and len(bound) == 1:  # a command line's
-            self.per_sample_max_grad_norm = bound[0]
+            self.per_sample_max_grad_norm = bound = bound[0]
+        if not all(c > 0 for c in (bound if isinstance(bound, list) else [bound])):
+            raise Refused(
+                f"per_sample_max_grad_norm={bound} is not positive.",
+                parameter="per_sample_max_grad_norm",
+                remedy="Give a number above zero, such as 1.",
+            )
         if self.target_delta is None or not 0 < self.target_delta < 1:
             raise Refused(
                 f"target_delta must be between 0 and 1, got {self.target_delta}.",
@@ -116,6 +127,7 @@ class PrivacyArguments:
             ("clipping", CLIPPINGS),
             ("grad_sample_mode", MODES),
             ("accountant", ("prv_bounds", "prv", "rdp")),
+            ("monitor", ("off", "private", "not_private")),
         ):
             if getattr(self, name) not in known:
                 raise Refused(

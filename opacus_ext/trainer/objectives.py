@@ -181,13 +181,14 @@ class PairLoss(ModelLoss):
             if name not in _REFERENCE
         }
         rows = {name: x for name, x in pairs.items() if name != "completion_mask"}
-        tokens = self._tokens(model(**rows, use_cache=False).logits, pairs)
+        logits = model(**rows, use_cache=False).logits
         before, trainer.precompute_ref_logps = trainer.precompute_ref_logps, True
         losses = []
         try:
             for i in range(count):
-                outputs = SimpleNamespace(**self.take(tokens, i))
                 pair = self.take(pairs, i)
+                tokens = self._tokens(logits[2 * i : 2 * i + 2], pair)
+                outputs = SimpleNamespace(**tokens)
                 pair.update(zip(_REFERENCE, (x[i : i + 1] for x in references)))
                 losses.append(trainer.batch_loss(lambda **_: outputs, pair))
         finally:

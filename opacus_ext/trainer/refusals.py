@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Iterator, Mapping, NamedTuple
+import inspect
+from typing import Any, Dict, Iterator, Mapping, NamedTuple
 
 from torch.utils.data import IterableDataset
 from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
@@ -126,6 +127,13 @@ def refusals(args: TrainingArguments, given: Mapping[str, Any]) -> Iterator[Refu
             remedy="Set CUDA_VISIBLE_DEVICES to one.",
         )
     data = given.get("train_dataset")
+    if isinstance(data, Mapping):
+        yield Refused(
+            f"train_dataset ({type(data).__name__}) is several data sets by name: "
+            f"{', '.join(map(repr, data))}.",
+            parameter="train_dataset",
+            remedy="Give one of them.",
+        )
     if isinstance(data, IterableDataset) or (
         data is not None and not (hasattr(data, "__len__") and len(data))
     ):
@@ -148,6 +156,67 @@ def refusals(args: TrainingArguments, given: Mapping[str, Any]) -> Iterator[Refu
             "into one sequence, so they can't be clipped one by one.",
             parameter="data_collator",
             remedy="Use one that pads, such as DataCollatorWithPadding.",
+        )
+
+
+def by_name(
+    trainer: Any, base: type, args: tuple, kwargs: Mapping[str, Any]
+) -> Dict[str, Any]:
+    """
+    What a Trainer is given, by the names that its ``__init__`` has.
+
+    Args:
+        trainer: that is being made
+        base: the class of this package after which its own ``__init__`` comes
+        args: by position
+        kwargs: by keyword
+    """
+    after = type(trainer).__mro__[type(trainer).__mro__.index(base) + 1 :]
+    owner: Any = next(c for c in after if "__init__" in vars(c))
+    given = inspect.signature(owner.__init__).bind(trainer, *args, **kwargs).arguments
+    return {**given, **given.get("kwargs", {})}
+
+
+def refuse_order(cls: type, private: type) -> None:
+    """
+    Refuses bases in the wrong order.
+
+    Args:
+        cls: a subclass of PrivateTrainer
+        private: PrivateTrainer
+    """
+    for base in cls.__mro__[: cls.__mro__.index(private)]:
+        if issubclass(base, Trainer) and not issubclass(base, private):
+            raise Refused(
+                f"{cls.__name__} has {base.__name__} before PrivateTrainer, whose "
+                "methods would not be reached.",
+                module=cls.__name__,
+                remedy=f"Write class {cls.__name__}(PrivateTrainer, {base.__name__}).",
+            )
+
+
+def refuse_environment(trainer: Any) -> None:
+    """
+    Refuses what the environment can set as well as arguments.
+
+    Args:
+        trainer: a PrivateTrainer that begins to train
+    """
+    accelerator = trainer.accelerator
+    if (
+        accelerator.scaler is not None
+        or accelerator.num_processes > 1
+        or trainer.is_deepspeed_enabled
+        or trainer.is_fsdp_enabled
+        or trainer.is_model_parallel
+        or str(accelerator.state.dynamo_plugin.backend.value).lower() != "no"
+    ):
+        raise Refused(
+            "PrivateTrainer trains in one process on one device, without fp16, "
+            "DeepSpeed, FSDP, a model on several devices or torch.compile. One of "
+            "them is set by the environment (accelerate config) or by the model's "
+            "device_map.",
+            remedy="Leave it out there.",
         )
 
 

@@ -8,7 +8,6 @@ backpropagated, what is clipped, logged and saved.
 
 from __future__ import annotations
 
-import inspect
 import secrets
 import warnings
 from dataclasses import asdict, dataclass
@@ -20,12 +19,13 @@ from opacus import PrivacyEngine
 from opacus.accountants.utils import get_noise_multiplier
 from torch import nn
 from torch.utils.data import DataLoader
-from transformers import Trainer, TrainingArguments
+from transformers import TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
 from opacus_ext.accountants.budget import noise_left
 from opacus_ext.data.logical import Part, derive_seed
 from opacus_ext.losses import PerSample
+from opacus_ext.monitor import Monitor
 from opacus_ext.refused import Refused
 from opacus_ext.trainer.arguments import PrivacyArguments
 from opacus_ext.trainer.batches import BatchTrainer
@@ -33,7 +33,13 @@ from opacus_ext.trainer.callbacks import NoiseLog
 from opacus_ext.trainer.checkpoint import read_state, write_state
 from opacus_ext.trainer.objectives import ModelLoss, objective_of
 from opacus_ext.trainer.records import RecordTrainer
-from opacus_ext.trainer.refusals import refusals, warnings_about
+from opacus_ext.trainer.refusals import (
+    by_name,
+    refusals,
+    refuse_environment,
+    refuse_order,
+    warnings_about,
+)
 
 
 @dataclass
@@ -46,12 +52,14 @@ class _PrivateRun:
         optimizer: Opacus's
         criterion: for losses ``[B]``
         noise: the random numbers of the noise
+        monitor: of the optimizer, if one was asked for
     """
 
     hooks: Any
     optimizer: Any
     criterion: Any
     noise: torch.Generator
+    monitor: Optional[Monitor] = None
 
 
 class PrivateTrainer(BatchTrainer):
@@ -66,15 +74,18 @@ class PrivateTrainer(BatchTrainer):
     learning rate's schedule count logical batches.
 
     Args:
-        args: of these, Trainer's own ``max_grad_norm`` is off (its default, 1.0, is
-            taken for "not given"); what breaks privacy is refused
+        args: of ``Trainer``. Of its TrainingArguments, ``max_grad_norm`` is off (its
+            default, 1.0, is taken for "not given"); what breaks privacy is refused
         privacy: the privacy of the run
-        compute_loss_func: gets the model's outputs and the labels, and must return one
-            loss a record, ``[B]``
-        kwargs: of ``Trainer``
+        kwargs: of ``Trainer``. A ``compute_loss_func`` gets the model's outputs and the
+            labels, and must return one loss a record, ``[B]``
 
     The loss is :func:`opacus_ext.losses.model_losses`, one a record. To train on
     another override :meth:`sample_losses`; ``compute_loss`` is for evaluation.
+
+    Another Trainer is made private by ``class Private(PrivateTrainer, Other)``: TRL's
+    SFTTrainer and DPOTrainer, whose losses are known (objectives.py), those that leave
+    ``compute_loss`` as it is, and others with a ``sample_losses`` of one's own.
 
     For the privacy of people with several sequences each, make each person one record:
     a model in :class:`~opacus_ext.losses.PerRecord` (what is saved is the model itself)
@@ -118,24 +129,27 @@ class PrivateTrainer(BatchTrainer):
 
     def __init_subclass__(cls, **kwargs: Any):
         super().__init_subclass__(**kwargs)
-        for base in cls.__mro__[: cls.__mro__.index(PrivateTrainer)]:
-            if issubclass(base, Trainer) and not issubclass(base, PrivateTrainer):
-                raise Refused(
-                    f"{cls.__name__} has {base.__name__} before PrivateTrainer, whose "
-                    "methods would not be reached.",
-                    module=cls.__name__,
-                    remedy=f"Write class {cls.__name__}(PrivateTrainer, "
-                    f"{base.__name__}).",
-                )
+        refuse_order(cls, PrivateTrainer)
 
-    def __init__(self, *args: Any, privacy: PrivacyArguments, **kwargs: Any):
+    def __init__(
+        self, *args: Any, privacy: Optional[PrivacyArguments] = None, **kwargs: Any
+    ):
+        if not isinstance(privacy, PrivacyArguments):
+            raise Refused(
+                f"{type(self).__name__} was given no PrivacyArguments as privacy, but "
+                f"{type(privacy).__name__}.",
+                parameter="privacy",
+                remedy="Add privacy=PrivacyArguments(target_epsilon=8, "
+                "target_delta=1e-5), or what you need.",
+            )
         values = (*args, *kwargs.values())
         chosen = next((x for x in values if isinstance(x, TrainingArguments)), None)
+        given = by_name(self, RecordTrainer, args, kwargs)
         if chosen is not None:
-            self._refuse(chosen, self._by_name(*args, **kwargs))
+            self._refuse(chosen, given)
         super().__init__(*args, **kwargs)
         if chosen is None:
-            self._refuse(self.args, {})
+            self._refuse(self.args, given)
         self._objective = (objective_of(type(self)) or ModelLoss)(self)
         self.privacy = privacy
         self.engine = PrivacyEngine(accountant=privacy.accountant)
@@ -146,13 +160,6 @@ class PrivateTrainer(BatchTrainer):
         self._run: Optional[_PrivateRun] = None  # None outside of training
         for warning in warnings_about(self):
             warnings.warn(warning, stacklevel=2)
-
-    def _by_name(self, *args: Any, **kwargs: Any) -> Dict[str, Any]:
-        """What the Trainer is given."""
-        classes = type(self).__mro__[type(self).__mro__.index(RecordTrainer) + 1 :]
-        owner: Any = next(c for c in classes if "__init__" in vars(c))
-        bound = inspect.signature(owner.__init__).bind(self, *args, **kwargs)
-        return {**bound.arguments, **bound.arguments.get("kwargs", {})}
 
     def _refuse(self, args: TrainingArguments, given: Mapping[str, Any]) -> None:
         cls, objective = type(self), objective_of(type(self))
@@ -190,28 +197,9 @@ class PrivateTrainer(BatchTrainer):
         """The optimizer; as training begins, everything is made private here."""
         optimizer = super().create_optimizer(model)
         if self.is_in_train and self._run is None:
-            self._refuse_accelerator()
+            refuse_environment(self)
             self._make_private(optimizer)
         return self.optimizer
-
-    def _refuse_accelerator(self) -> None:
-        """What the environment can set as well as arguments."""
-        accelerator = self.accelerator
-        if (
-            accelerator.scaler is not None
-            or accelerator.num_processes > 1
-            or self.is_deepspeed_enabled
-            or self.is_fsdp_enabled
-            or self.is_model_parallel
-            or str(accelerator.state.dynamo_plugin.backend.value).lower() != "no"
-        ):
-            raise Refused(
-                "PrivateTrainer trains in one process on one device, without fp16, "
-                "DeepSpeed, FSDP, a model on several devices or torch.compile. One of "
-                "them is set by the environment (accelerate config) or by the model's "
-                "device_map.",
-                remedy="Leave it out there.",
-            )
 
     def _make_private(self, optimizer: torch.optim.Optimizer) -> None:
         privacy, saved = self.privacy, self._saved
@@ -250,6 +238,12 @@ class PrivateTrainer(BatchTrainer):
         )
         # Not int(size * (1 / steps)), which may be one too few, and zero.
         self.optimizer.expected_batch_size = size // steps
+        if privacy.monitor != "off":
+            private = privacy.monitor == "private"
+            monitor = Monitor(self.engine, self.optimizer, private=private)
+            if saved is not None:
+                monitor.load_state_dict(saved["monitor"])
+            self._run.monitor = monitor
 
     def _noise_multiplier(self) -> float:
         privacy, accountant = self.privacy, self.engine.accountant
@@ -473,6 +467,8 @@ class PrivateTrainer(BatchTrainer):
             "draw": self._draw,
             "step": self.state.global_step,
         }
+        if run.monitor is not None:
+            state["monitor"] = run.monitor.state_dict()
         write_state(output_dir, state)
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
@@ -509,6 +505,8 @@ class PrivateTrainer(BatchTrainer):
             name = "epsilon" if poisson else "epsilon_if_poisson"
             logs[name] = self.get_epsilon()
             logs["delta"] = self.privacy.target_delta
+            if self._run is not None and self._run.monitor is not None:
+                logs.update(self._run.monitor.read())
             if not self.privacy.log_loss:
                 logs.pop("loss", None)
                 logs.pop("train_loss", None)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any, Callable, Optional, Sequence
 
 import torch
 from opacus.utils.fast_gradient_clipping_utils import DPTensorFastGradientClipping
 from torch.utils._pytree import tree_map
 
+from opacus_ext.misuse import tell
 from opacus_ext.refused import Refused
 
 # Functions of tensors that are the same for each sample's loss, by their names, with
@@ -82,7 +82,7 @@ class ClippedLoss(torch.Tensor, DPTensorFastGradientClipping):
         self.module, self.optimizer = module, optimizer
         self.loss_per_sample, self.loss_reduction = loss_per_sample, loss_reduction
 
-    def backward(
+    def backward(  # type: ignore[override]  # its first argument is a number
         self,
         scale: float = 1.0,
         retain_graph: Optional[bool] = None,
@@ -110,15 +110,15 @@ class ClippedLoss(torch.Tensor, DPTensorFastGradientClipping):
             )
         if self.lost is not None:
             raise self.lost
-        if self.divisor != 1 and not getattr(self.optimizer, "told_divided", False):
-            self.optimizer.told_divided = True
-            warnings.warn(
+        if self.divisor != 1:
+            tell(
+                self.optimizer,
+                "divided",
                 f"The loss was divided by {self.divisor:g} before backward(). Each "
                 "sample's gradient is clipped after that: the guarantee holds, but "
                 f"gradients below max_grad_norm are {self.divisor:g} times smaller "
                 "against the same noise. To accumulate batches leave the division out "
                 "and use opacus.utils.batch_memory_manager.BatchMemoryManager.",
-                stacklevel=2,
             )
         self.module.clipped_backward(self.optimizer, self.loss_per_sample, scale)
         self.lost = Refused(
@@ -209,7 +209,10 @@ def _without_samples(what: str) -> Refused:
 
 
 def _plain(x: Any) -> Any:
-    return x.as_subclass(torch.Tensor) if isinstance(x, ClippedLoss) else x
+    if not isinstance(x, ClippedLoss):
+        return x
+    value = x.as_subclass(torch.Tensor)
+    return value if x.lost is None else value.detach()
 
 
 def _detached(x: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Dict
+from typing import Any, Dict, List
 
 import torch
 from opacus.grad_sample import (
@@ -12,7 +12,11 @@ from opacus.grad_sample import (
 )
 
 from opacus_ext.grad_sample.modes.common import Samplewise, Wrapped
-from opacus_ext.grad_sample.modes.loss import refuse_mixing, runs_of
+from opacus_ext.grad_sample.modes.loss import (
+    refuse_mixing,
+    refuse_other_models,
+    runs_of,
+)
 from opacus_ext.grad_sample.modes.program import ProgramStep, TracedStep
 from opacus_ext.grad_sample.modes.step import Step
 from opacus_ext.grad_sample.samplewise.compiled.programs import CompiledRun
@@ -98,13 +102,14 @@ class GhostMode(Samplewise):
         if self.new_criterion:
             self.new_criterion = not refuse_mixing(losses)
         with torch.autocast(losses.device.type, enabled=False):
-            step = ProgramStep if self._is_compiled(losses) else Step
+            runs = runs_of(losses)
+            refuse_other_models(runs, self.engine)
+            step = ProgramStep if self._is_compiled(runs) else Step
             sums, total = step(self, optimizer, losses, scale).run()
         self.per_sample_gradient_norms = total
         optimizer.take(sums, total)
 
-    def _is_compiled(self, losses: torch.Tensor) -> bool:
-        runs = runs_of(losses)
+    def _is_compiled(self, runs: List[Any]) -> bool:
         compiled = [run for run in runs if isinstance(run, CompiledRun)]
         if compiled and len(runs) > 1:
             raise Refused(

@@ -273,6 +273,34 @@ def refuse_outside(losses: torch.Tensor, engine: Any) -> None:
         todo += [parent for parent, _ in node.next_functions]
 
 
+def refuse_other_models(runs: List[Any], engine: Any) -> None:
+    """
+    Raises:
+        Refused: if the inputs of forward passes were computed by what is not the
+            private model and is trained, as by a generator: it gets no gradient
+    """
+    todo = [node for run in runs for node in run.fed_by]
+    seen: Set[Any] = {None}
+    while todo:
+        node = todo.pop()
+        if node in seen or getattr(node, "_forward_cls", None) in (LeaveRun, Samples):
+            continue
+        seen.add(node)
+        p = getattr(node, "variable", None)
+        if isinstance(p, nn.Parameter) and id(p) not in engine.params:
+            raise Refused(
+                f"{engine.describe()}: its input is computed by another model, with a "
+                f"parameter of shape {tuple(p.shape)}, which would get no gradient "
+                "from the private loss.",
+                module=engine.describe(),
+                remedy=(
+                    "To train the other model (a generator) take a criterion that "
+                    "make_private was not given; else detach() the input."
+                ),
+            )
+        todo += [parent for parent, _ in node.next_functions]
+
+
 def outside_error(p: nn.Parameter, engine: Any) -> Refused:
     """Of a parameter that is used where its gradient can't be told apart."""
     return Refused(

@@ -96,6 +96,7 @@ class Batch(TorchFunctionMode):
         self.batch = size  # samples of all runs of one forward pass
         self.rows: Optional[torch.Tensor] = None  # which of these are here; None: all
         self.joins: Optional[List[Any]] = None  # of its outputs
+        self.fed_by: List[Any] = []  # nodes of autograd that have made the inputs
         self.hook_calls: List[Any] = []  # calls of hooks, to come
         # What was handed to hooks as of the batch, and what it is to the samples.
         self.shown_to_hooks: Dict[int, Tuple[torch.Tensor, torch.Tensor]] = {}

@@ -75,11 +75,14 @@ class Join(NamedTuple):
             where "number" is none of the two; "shared" for one that all samples agree
             on; "only" of a batch of one
         name: of the output
+        squeezed: whether a sample alone gives it without its dim, as a forward with
+            ``squeeze()`` does
     """
 
     dim: Optional[int] = None
     how: str = ""
     name: str = ""
+    squeezed: bool = False
 
     def __call__(self, inner: T, engine: "Engine") -> T:
         """``[B, *shape]`` to the batch's."""
@@ -98,6 +101,8 @@ class Join(NamedTuple):
         if self.how == "number":
             wide = inner if _is_real(inner) else inner.double()
             return self.guarded(wide.mean(0).to(inner.dtype), engine)
+        if self.squeezed:
+            return inner
         if self.dim is None:
             return inner.flatten(0, 1) if inner.dim() > 1 else inner
         return inner.movedim(0, self.dim).flatten(self.dim, self.dim + 1)
@@ -124,7 +129,7 @@ class Join(NamedTuple):
         shape, size = shapes[0], len(shapes)
         if self.how and grad.shape == shape:
             return [grad if self.how == "sum" else grad / size] * size
-        if self.how or not shape:
+        if self.how or self.squeezed or not shape:
             return list(grad.unbind())
         dim = self.dim or 0
         each = grad.split([s[dim] for s in shapes], dim)
@@ -232,7 +237,9 @@ def join_of(own: T, each: Sequence[T], fine: Optional[float] = None) -> Optional
     found = _by_shape(own, each)
     if found is None:
         return None
-    joined = torch.stack(list(each)) if not shape else torch.cat(each, found.dim or 0)
+    values = list(each)
+    apart = found.squeezed or not shape
+    joined = torch.stack(values) if apart else torch.cat(values, found.dim or 0)
     return found if close(joined, own) else None
 
 
@@ -257,7 +264,10 @@ def _by_shape(own: T, each: Sequence[T]) -> Optional[Join]:
     """Where the samples are, as shapes tell."""
     dims = max(1, own.dim())
     fitting = [Join(dim or None) for dim in range(dims)]
-    return next((join for join in fitting if _fits(join, own, each)), None)
+    found = next((join for join in fitting if _fits(join, own, each)), None)
+    if found is None and own.shape == (len(each), *each[0].shape):
+        return Join(squeezed=True)
+    return found
 
 
 def _fits(join: Join, own: T, each: Sequence[T]) -> bool:

@@ -162,6 +162,12 @@ class Inputs:
         return (str(part.spec), leaves)
 
     @property
+    def made_by(self) -> List[Any]:
+        """The nodes of autograd that have computed what the model is given."""
+        given = tensors_in((self.args, self.kwargs))
+        return [x.grad_fn for x in given if x.grad_fn is not None]
+
+    @property
     def shapes(self) -> tuple:
         """The sizes of the batch's tensors, roughly: as powers of two."""
         given = tensors_in((self.args, self.kwargs))

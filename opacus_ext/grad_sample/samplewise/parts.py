@@ -161,6 +161,7 @@ class Parts:
         engine = self.engine
         for run, (rows, _) in zip(self.runs, self.done):
             run.batch, run.rows = self.inputs.size, rows
+            run.fed_by = self.inputs.made_by
         engine.add_runs(self.runs)
         seen = [run.hook_calls for run in self.runs]
         if self.whole:

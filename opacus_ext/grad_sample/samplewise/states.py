@@ -155,6 +155,8 @@ class Snapshot:
         value = self.containers[i][0]
         if not isinstance(value, _CONTAINERS):
             value = vars(value)
+        if _same(value, kept):
+            return  # some, that never change, refuse to be filled
         value.clear()
         if isinstance(value, (list, deque)):
             value.extend(kept)
@@ -165,12 +167,16 @@ class Snapshot:
         """What containers and objects hold, by id."""
         for i, (value, kept) in self.containers.items():
             own = value if isinstance(value, _CONTAINERS) else vars(value)
-            if isinstance(own, (list, dict)):
-                pairs = zip(own, kept)
-                if isinstance(own, dict):
-                    pairs = zip(own.values(), kept.values())
-                if len(own) != len(kept) or any(a is not b for a, b in pairs):
-                    yield i, copy.copy(own)
+            if isinstance(own, (list, dict)) and not _same(own, kept):
+                yield i, copy.copy(own)
+
+
+def _same(own: Any, kept: Any) -> bool:
+    """Whether a list or a dict holds the very same things, at the same places."""
+    if isinstance(own, dict):
+        own, kept = ([x for item in each.items() for x in item] for each in (own, kept))
+    both = isinstance(own, list) and len(own) == len(kept)
+    return both and all(a is b for a, b in zip(own, kept))
 
 
 def _is_library(thing: Any) -> bool:

@@ -7,15 +7,15 @@ from itertools import product
 
 from opacus_ext.planner import calibration
 from opacus_ext.planner.commands.output import print_json, show_table
+from opacus_ext.progress import progress
 
 
 def run(args: argparse.Namespace) -> int:
     """Noise for each budget, batch size and number of steps."""
     rows = []
     examples = args.records_per_user if args.sampling == "records" else 1
-    for users, epsilon, batch, steps in product(
-        args.users, args.epsilon, args.batch_size, args.steps
-    ):
+    cells = list(product(args.users, args.epsilon, args.batch_size, args.steps))
+    for users, epsilon, batch, steps in progress(cells, "calibrating noise"):
         found = calibration.calibrate(
             epsilon,
             args.delta,

@@ -17,6 +17,7 @@ EPILOG = {
   opacus-ext measure --text input.txt --out runs.jsonl
   opacus-ext fit runs.jsonl
   opacus-ext check ./my-checkpoint
+  opacus-ext statement run.pt
 
 Each command tells more: opacus-ext plan --help""",
     "plan": """examples:
@@ -53,6 +54,12 @@ Stopped, the same command goes on. The runs are not private in the text.""",
   opacus-ext check my_package.my_module:case    returns model, batch, loss_fn
 
 The status is 0 if every mode is exact, else 1.""",
+    "statement": """examples:
+  opacus-ext statement run.pt                   of engine.save_checkpoint
+  opacus-ext statement out/checkpoint-500       of PrivateTrainer
+  opacus-ext statement run.pt --delta 1e-6 --unit user --json
+
+The status is 1 if no guarantee is known, as with poisson_sampling=False.""",
 }
 
 #: Each command is a file beside this one, with a function ``run(args) -> int``.
@@ -62,6 +69,7 @@ COMMANDS = {
     "measure": "train a grid of small models with noise",
     "fit": "fit a scaling law to measurements",
     "check": "compare per-sample gradients with autograd",
+    "statement": "the privacy statement of a checkpoint",
 }
 
 
@@ -163,6 +171,7 @@ def build_parser() -> argparse.ArgumentParser:
         ("measure", _measure),
         ("fit", _fit),
         ("check", _check),
+        ("statement", _statement),
     ):
         sub = commands.add_parser(
             name,
@@ -402,3 +411,13 @@ def _check(add: Callable) -> None:
         help="tokens (default 12)",
     )
     add("--float32", action="store_true", help="compare in float32, not in float64")
+
+
+def _statement(add: Callable) -> None:
+    add("checkpoint", help="a file of save_checkpoint, or PrivateTrainer's folder")
+    add(
+        "--delta",
+        type=_bounded_number(0, 1, above=True),
+        help="of the guarantee (default: the one that the noise was chosen for)",
+    )
+    add("--unit", default="record", help="what a record is, as user (default record)")

@@ -66,6 +66,7 @@ def run_program(
     finally:
         engine.current = None
     run.joins = joins_for(engine, known, output, part.size, programs.shape)
+    run.fed_by = inputs.made_by
     leaves = list(leaves_in(output))
     for x, join in zip(leaves, run.joins or ()):
         raw = programs.raw(x)

@@ -40,6 +40,7 @@ class CompiledRun:
         self.engine, self.size, self.batch, self.probe = engine, size, size, probe
         self.rows: Optional[T] = None
         self.joins: Optional[List[Any]] = None
+        self.fed_by: List[Any] = []  # nodes of autograd that have made the inputs
         self.half = engine.in_half
         self.abandoned = self.done = False
         self.closed = True  # to gradients, but in a backward pass that clips them

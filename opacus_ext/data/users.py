@@ -1,0 +1,96 @@
+"""Data sets whose records belong to people, with a person as the unit of privacy."""
+
+from __future__ import annotations
+
+from typing import Any, Dict, Hashable, List, Mapping, Optional, Sequence, Union
+
+import torch
+from torch.utils.data import Dataset
+
+from opacus_ext.refused import Refused
+
+
+class UserRecords(Dataset):
+    """
+    One item a user: some of the user's records, drawn anew each time it is asked for.
+
+    Private training on it is private by user: a step draws users, each with the same
+    probability, and clips one gradient a user, whatever and however many the user's
+    records are. Which records they are depends on that user and on chance alone.
+
+    Chance is torch's default generator, as in random transforms: of a worker its own,
+    and in PrivateTrainer that of the run's seed, so that a run that goes on draws what
+    it would have drawn.
+
+    Args:
+        dataset: the records, by number
+        users: whose each record is, ``[len(dataset)]``; or the name of the key of a
+            record that says it, which is left out of what is given
+        records_per_step: how many of a user's records are drawn, without replacement.
+            With 1 an item is a record as ``dataset`` gives it, for any model and
+            collator. With more, or None for all of them, it is a list of records: for
+            :class:`~opacus_ext.data.collators.RecordCollator` and a model in
+            :class:`~opacus_ext.losses.PerRecord`
+
+    Attributes:
+        users: the users of the items, in order of first appearance
+
+    Raises:
+        Refused: if there are no records, or not one user a record
+
+    Example:
+        >>> texts = [{"text": "a", "by": 7}, {"text": "b", "by": 9},
+        ...          {"text": "c", "by": 9}]
+        >>> data = UserRecords(texts, "by", records_per_step=None)
+        >>> len(data), data.users, data[1]
+        (2, [7, 9], [{'text': 'b'}, {'text': 'c'}])
+        >>> UserRecords(texts, "by")[0]
+        {'text': 'a'}
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        users: Union[str, Sequence[Hashable], torch.Tensor],
+        records_per_step: Optional[int] = 1,
+    ):
+        self.dataset, self.key = dataset, users if isinstance(users, str) else None
+        if isinstance(users, str):
+            users = [dataset[i][users] for i in range(len(dataset))]
+        ids = users.tolist() if isinstance(users, torch.Tensor) else list(users)
+        if len(ids) != len(dataset) or not ids:
+            raise Refused(
+                f"{len(dataset)} records of {len(ids)} users, one for each record.",
+                parameter="users",
+                remedy="Give the user of each record, in the order of the records.",
+            )
+        if records_per_step is not None and records_per_step < 1:
+            raise Refused(
+                f"records_per_step={records_per_step} leaves nothing to train on.",
+                parameter="records_per_step",
+                remedy="Give 1 or more, or None for all records of a user.",
+            )
+        self.records_per_step = records_per_step
+        self._records: Dict[Hashable, List[int]] = {}  # their numbers, by user
+        for i, user in enumerate(ids):
+            self._records.setdefault(user, []).append(i)
+        self.users = list(self._records)
+
+    def __len__(self) -> int:
+        return len(self.users)
+
+    def __getitem__(self, index: int) -> Any:
+        """What user ``index`` contributes this time."""
+        own, count = self._records[self.users[index]], self.records_per_step
+        if count is None:
+            return [self._record(i) for i in own]
+        if count == 1:
+            return self._record(own[int(torch.randint(len(own), ()))])
+        some = torch.randperm(len(own))[:count].tolist()
+        return [self._record(own[i]) for i in some]
+
+    def _record(self, i: int) -> Any:
+        record = self.dataset[i]
+        if self.key is None or not isinstance(record, Mapping):
+            return record
+        return {name: x for name, x in record.items() if name != self.key}

@@ -1,0 +1,477 @@
+"""Mistakes that users make, and what each ends in: an error, one warning, or nothing.
+
+``REFUSED`` and ``TOLD`` hold the words that must be met; what is ``HARMLESS`` trains
+exactly, which is compared with the same loop without the mistake.
+"""
+
+import re
+import warnings
+
+import pytest
+import torch
+from opacus import PrivacyEngine
+from opacus.utils.batch_memory_manager import BatchMemoryManager
+from torch import nn
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
+
+
+RECORDS, SIZE = 32, 8
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Dropout(0.1), nn.Linear(4, 2))
+
+
+def records():
+    g = torch.Generator().manual_seed(1)
+    x = torch.randn(RECORDS, 3, generator=g)
+    return TensorDataset(x, torch.randint(0, 2, (RECORDS,), generator=g))
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(records())
+
+
+class NoLength(Dataset):
+    def __getitem__(self, i):
+        return records()[i]
+
+
+def loader(**kwargs):
+    kwargs = {"batch_size": SIZE, **kwargs}
+    return DataLoader(records(), **kwargs)
+
+
+class Setup:
+    """A model, its raw parts, and what ``make_private`` has made of them."""
+
+    def __init__(self, mode="ghost_bk", engine=None, sgd=None, **kwargs):
+        given = {
+            "module": net(),
+            "criterion": nn.CrossEntropyLoss(),
+            "data_loader": loader(),
+            "noise_multiplier": 1.0,
+            "max_grad_norm": 1.0,
+            "grad_sample_mode": mode,
+            **kwargs,
+        }
+        self.raw = given["module"]
+        made_of = sgd or (lambda params: torch.optim.SGD(params, lr=0.1))
+        given.setdefault("optimizer", made_of(list(self.raw.parameters())))
+        self.raw_optimizer = given["optimizer"]
+        self.engine = engine or PrivacyEngine()
+        self.model, self.optimizer, *criterion, self.loader = self.engine.make_private(
+            **given
+        )
+        self.criterion = criterion[0] if criterion else nn.CrossEntropyLoss()
+
+    def batch(self, size=SIZE):
+        x, y = records()[:size]
+        return x, y
+
+    def loss(self, size=SIZE, criterion=None):
+        x, y = self.batch(size)
+        return (criterion or self.criterion)(self.model(x), y)
+
+    def step(self, size=SIZE):
+        self.optimizer.zero_grad()
+        self.loss(size).backward()
+        self.optimizer.step()
+
+
+def with_epsilon(**kwargs):
+    model = net()
+    given = {
+        "module": model,
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+        "criterion": nn.CrossEntropyLoss(),
+        "data_loader": loader(),
+        "target_epsilon": 3.0,
+        "target_delta": 1e-3,
+        "epochs": 1,
+        "max_grad_norm": 1.0,
+        "grad_sample_mode": "ghost_bk",
+        **kwargs,
+    }
+    return PrivacyEngine(accountant="rdp").make_private_with_epsilon(**given)
+
+
+# -- loops -----------------------------------------------------------------------------
+
+
+def raw_step(s):
+    s.loss().backward()
+    s.raw_optimizer.step()
+
+
+def raw_criterion(s):
+    s.loss(criterion=nn.CrossEntropyLoss()).backward()
+    s.optimizer.step()
+
+
+def no_backward(s):
+    s.step()
+    s.optimizer.zero_grad()
+    s.optimizer.step()
+
+
+def no_zero_grad(s):
+    s.step()
+    s.loss().backward()
+    s.optimizer.step()
+
+
+def clip_grad_norm(s):
+    s.loss().backward()
+    nn.utils.clip_grad_norm_(s.model.parameters(), 0.01)
+    s.optimizer.step()
+
+
+def two_batches(s):
+    s.loss().backward()
+    s.loss().backward()
+    s.optimizer.step()
+
+
+def own_loss(s):
+    output = {"loss": nn.functional.cross_entropy(s.model(s.batch()[0]), s.batch()[1])}
+    output["loss"].backward()
+    s.optimizer.step()
+
+
+def with_regulariser(s):
+    loss = s.loss() + sum((p**2).sum() for p in s.model.parameters())
+    loss.backward()
+
+
+def later_regulariser(s):
+    s.loss().backward()
+    sum((p**2).sum() for p in s.model.parameters()).backward()
+    s.optimizer.step()
+
+
+def evaluated(s):
+    s.model.eval()
+    for _ in range(2):
+        s.step()
+
+
+def divided(s):
+    for _ in range(2):
+        s.optimizer.zero_grad()
+        (s.loss() / 4).backward()
+        s.optimizer.step()
+
+
+def raw_loader(s):
+    for _ in range(40):
+        s.step()
+
+
+def closure(s):
+    def loss():
+        s.optimizer.zero_grad()
+        value = s.loss()
+        value.backward()
+        return value
+
+    s.optimizer.step(loss)
+
+
+# -- what make_private is given --------------------------------------------------------
+
+SGD = torch.optim.SGD
+OTHER = net()
+
+
+def subset():
+    return loader(sampler=SubsetRandomSampler(range(10)))
+
+
+def few():
+    return loader(sampler=RandomSampler(records(), num_samples=8))
+
+
+def weighted():
+    return loader(sampler=WeightedRandomSampler([1.0] * RECORDS, RECORDS))
+
+
+def buckets():
+    return DataLoader(records(), batch_sampler=[[0, 1], [2, 3]])
+
+
+def replaced():
+    """The optimizer was built before a layer was replaced."""
+    model = net()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    model[3] = nn.Linear(4, 2)
+    return Setup(module=model, optimizer=optimizer)
+
+
+def loops(mode, do, **kwargs):
+    return lambda: do(Setup(mode, **kwargs))
+
+
+REFUSED = {
+    # by make_private
+    "mode misspelt": (lambda: Setup("ghost_kb"), "'ghost_kb'.*ghost_bk.*scan.*auto"),
+    "mode unwrapped": (
+        lambda: Setup("hook", wrap_model=False),
+        "'hook'.*Is 'hooks' meant",
+    ),
+    "argument misspelt": (
+        lambda: Setup(poisson_samplng=False),
+        "'poisson_samplng'.*Is 'poisson_sampling' meant",
+    ),
+    "noise below 0": (
+        lambda: Setup(noise_multiplier=-1.0),
+        "noise_multiplier.*zero or more, got -1",
+    ),
+    "noise nan": (
+        lambda: Setup(noise_multiplier=float("nan")),
+        "noise_multiplier.*nan",
+    ),
+    "noise text": (lambda: Setup(noise_multiplier="1.0"), "must be a number.*'1.0'"),
+    "noise none": (lambda: Setup(noise_multiplier=None), "must be a number.*None"),
+    "bound 0": (lambda: Setup("hooks", max_grad_norm=0), "max_grad_norm.*above zero"),
+    "bound below 0": (lambda: Setup(max_grad_norm=-1.0), "max_grad_norm.*above zero"),
+    "bound infinite": (
+        lambda: Setup(max_grad_norm=float("inf")),
+        "max_grad_norm must be finite",
+    ),
+    "bound text": (lambda: Setup(max_grad_norm="1"), "max_grad_norm must be a number"),
+    "bounds nan": (
+        lambda: Setup(
+            clipping="per_layer", max_grad_norm=[1.0, 1.0, 1.0, float("nan")]
+        ),
+        "max_grad_norm must be finite",
+    ),
+    "reductions": (
+        lambda: Setup(criterion=nn.CrossEntropyLoss(reduction="sum")),
+        "reduction='sum'.*loss_reduction='mean'",
+    ),
+    "LBFGS": (lambda: Setup(sgd=torch.optim.LBFGS), "LBFGS.*several times.*one grad"),
+    "SparseAdam": (lambda: Setup(sgd=torch.optim.SparseAdam), "SparseAdam.*sparse"),
+    "DataParallel": (
+        lambda: Setup(module=nn.DataParallel(net())),
+        "DataParallel.*one process each",
+    ),
+    "another model's": (
+        lambda: Setup(optimizer=SGD(OTHER.parameters(), lr=0.1)),
+        "4 of the 4 parameters.*are not the model's.*another",
+    ),
+    "layer replaced": (replaced, r"2 of the 4 .*shape \(2, 4\).*replaced"),
+    "all frozen": (
+        lambda: Setup(module=net().requires_grad_(False)),
+        "no trainable parameter",
+    ),
+    "stream": (
+        lambda: Setup(data_loader=DataLoader(Stream(), batch_size=SIZE)),
+        "Stream.*no length",
+    ),
+    "no length": (
+        lambda: Setup(
+            data_loader=DataLoader(NoLength(), batch_sampler=[[0, 1], [2, 3]])
+        ),
+        "NoLength.*no length",
+    ),
+    "no batches": (
+        lambda: Setup(data_loader=loader(batch_size=None)),
+        "batch_size=None",
+    ),
+    "no batch": (
+        lambda: Setup(data_loader=loader(batch_size=64, drop_last=True)),
+        "no batch: 32 records, batch_size=64",
+    ),
+    "subset by sampler": (
+        lambda: Setup(data_loader=subset()),
+        "SubsetRandomSampler draws 10 of the 32.*Subset",
+    ),
+    "fewer by sampler": (
+        lambda: Setup(data_loader=few()),
+        "RandomSampler draws 8 of the 32",
+    ),
+    "twice unwrapped": (
+        lambda: Setup(module=Setup(wrap_model=False).raw, wrap_model=False),
+        "private already|hooks twice",
+    ),
+    # the budget
+    "epsilon 0": (lambda: with_epsilon(target_epsilon=0), "target_epsilon.*above zero"),
+    "epochs 0": (lambda: with_epsilon(epochs=0), "epochs.*above zero"),
+    "target delta": (lambda: with_epsilon(target_delta=1.5), "target_delta.*below 1"),
+    "delta 0": (lambda: Setup().engine.get_epsilon(0), "delta must be above 0"),
+    "delta 1": (lambda: Setup().engine.get_epsilon(1.0), "delta must be.*below 1"),
+    "delta text": (lambda: Setup().engine.get_epsilon("1e-5"), "delta must be a num"),
+    # the loop
+    "raw optimizer": (loops("ghost_bk", raw_step), "SGD.step.*passed to make_private"),
+    "raw optimizer, hooks": (loops("hooks", raw_step), "SGD.step.*passed to make_priv"),
+    "raw criterion": (loops("ghost_bk", raw_criterion), "without clipped gradients"),
+    "a model's own loss": (loops("ghost", own_loss), "output.loss.*model_losses"),
+    "no backward": (loops("ghost_bk", no_backward), "without clipped gradients"),
+    "no backward, hooks": (loops("hooks", no_backward), "Per sample gradient"),
+    "no zero_grad": (loops("ghost_bk", no_zero_grad), "zero_grad"),
+    "no zero_grad, hooks": (loops("hooks", no_zero_grad), "zero_grad|accumulat"),
+    "clip_grad_norm_": (loops("ghost_bk", clip_grad_norm), "clip_grad_norm_"),
+    "two batches": (loops("ghost_bk", two_batches), "BatchMemoryManager"),
+    "two batches, hooks": (loops("hooks", two_batches), "accumulation"),
+    "regulariser": (loops("ghost_bk", with_regulariser), "outside of the model"),
+    "regulariser later": (loops("ghost_bk", later_regulariser), "changed between"),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name):
+    do, words = REFUSED[name]
+    with pytest.raises((ValueError, RuntimeError), match=f"(?s){words}"):
+        do()
+
+
+def two_engines():
+    first = Setup()
+    Setup(module=first.model, optimizer=first.optimizer)
+
+
+def half_an_optimizer():
+    model = net()
+    Setup(module=model, optimizer=SGD(model[0].parameters(), lr=0.1))
+
+
+TOLD = {
+    "batch over the data": (
+        lambda: Setup(data_loader=loader(batch_size=64)),
+        "batch_size=64 is over the 32 records",
+    ),
+    "no Poisson": (
+        lambda: Setup(poisson_sampling=False),
+        "poisson_sampling=False.*may be larger",
+    ),
+    "weights": (
+        lambda: Setup(data_loader=weighted()),
+        "WeightedRandomSampler is replaced",
+    ),
+    "buckets": (lambda: Setup(data_loader=buckets()), "list is replaced"),
+    "delta": (lambda: Setup().engine.get_epsilon(0.5), "delta=0.5 is over one over"),
+    "target delta": (
+        lambda: with_epsilon(target_delta=0.1),
+        "target_delta=0.1 is over one over",
+    ),
+    "two engines": (two_engines, "another PrivacyEngine.*add up"),
+    "left out": (half_an_optimizer, r"2 trainable parameters.*3.weight, \.\.\."),
+    "evaluation mode": (loops("ghost_bk", evaluated), "in evaluation mode"),
+    "evaluation mode, hooks": (loops("hooks", evaluated), "in evaluation mode"),
+    "divided": (loops("ghost_bk", divided), "divided by 4"),
+    "raw loader": (loops("ghost_bk", raw_loader), "another loader"),
+    "raw loader, hooks": (loops("hooks", raw_loader), "another loader"),
+}
+
+
+@pytest.mark.parametrize("name", TOLD)
+def test_told_once(name):
+    do, words = TOLD[name]
+    with warnings.catch_warnings(record=True) as met:
+        warnings.simplefilter("always")
+        do()
+    ours = [w for w in met if "Secure RNG" not in str(w.message)]
+    (told,) = [w for w in ours if w.category is UserWarning]
+    assert re.search(words, str(told.message), re.DOTALL)
+    assert told.filename == __file__  # the line of the user's
+
+
+# -- what is fine ----------------------------------------------------------------------
+
+
+def evaluated_between(s):
+    s.model.eval()
+    with torch.no_grad():
+        s.loss()
+    s.model.train()
+
+
+def validation_in_training(s):
+    s.loss(4)
+
+
+def second_forward(s):
+    s.model(s.batch()[0])
+
+
+HARMLESS = {
+    "evaluation": evaluated_between,
+    "validation loss": validation_in_training,
+    "second forward": second_forward,
+    "inputs want gradients": lambda s: s.model(s.batch()[0].requires_grad_()),
+    "item": lambda s: f"{s.loss().item():.3f}",
+}
+
+
+@pytest.mark.parametrize("mode", ["hooks", "ghost_bk"])
+@pytest.mark.parametrize("name", HARMLESS)
+def test_harmless(name, mode):
+    results = []
+    for do in (HARMLESS[name], lambda s: None):
+        model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+        torch.manual_seed(3)
+        for p in model.parameters():
+            nn.init.normal_(p)
+        s = Setup(mode, module=model, noise_multiplier=0.0)
+        for _ in range(3):
+            s.optimizer.zero_grad()
+            loss = s.loss()
+            do(s)
+            loss.backward()
+            s.optimizer.step()
+        results.append([p.detach().clone() for p in model.parameters()])
+    assert all(map(torch.equal, *results))
+
+
+@pytest.mark.parametrize("mode", ["hooks", "ghost_bk"])
+def test_right_loops_are_quiet(mode):
+    """The loader of make_private, physical batches, schedulers, a step by closure."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", message="Secure RNG")
+        warnings.filterwarnings("ignore", category=RuntimeWarning)
+        s = Setup(mode, engine=None)
+        schedule = torch.optim.lr_scheduler.StepLR(s.raw_optimizer, 1, gamma=0.5)
+        with BatchMemoryManager(
+            data_loader=s.loader, max_physical_batch_size=3, optimizer=s.optimizer
+        ) as batches:
+            for _ in range(3):
+                for x, y in batches:
+                    s.optimizer.zero_grad()
+                    s.criterion(s.model(x), y).backward()
+                    s.optimizer.step()
+        schedule.step()
+        assert s.optimizer.param_groups[0]["lr"] == 0.05
+        s.optimizer.zero_grad()
+        closure(s)
+        assert 0 < s.engine.get_epsilon(1e-3) < 100
+
+
+def test_raw_optimizer_is_free_again():
+    """After ``cleanup()`` the model is not private any more, nor is its optimizer."""
+    s = Setup(wrap_model=False)
+    s.model.cleanup()
+    nn.functional.cross_entropy(s.raw(s.batch()[0]), s.batch()[1]).backward()
+    s.raw_optimizer.step()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_epsilon_is_never_below_zero():
+    engine = Setup().engine
+    assert engine.get_epsilon(0.01) == 0  # before any step
+    s = Setup(noise_multiplier=5.0)
+    s.step()
+    assert s.engine.get_epsilon(0.5) == 0
+    assert s.engine.get_epsilon(1e-6) > 0

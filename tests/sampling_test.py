@@ -1,0 +1,410 @@
+"""Ways to draw batches: their distribution, what a step does, and what is refused.
+
+Counts are compared with the exact distribution by a bound that a right sampler breaks
+once in a million runs; seeds are fixed.
+"""
+
+import io
+import itertools
+import math
+from collections import Counter
+from unittest.mock import patch
+
+import pytest
+import torch
+from opacus import PrivacyEngine
+from opacus.utils.batch_memory_manager import BatchMemoryManager
+from scipy.stats import binom, chi2
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+import opacus_ext
+from opacus_ext import Refused
+from opacus_ext.accountants import PRVBoundsAccountant
+from opacus_ext.data import FixedSize, Poisson, TruncatedPoisson
+from opacus_ext.data.sampling import Draws
+from opacus_ext.losses import PerSample
+from tests.common import oracle
+
+RECORDS = 24
+
+
+def data(records=RECORDS):
+    torch.manual_seed(1)
+    x = torch.randn(records, 3, dtype=torch.float64)
+    return TensorDataset(torch.arange(records), x)
+
+
+def make(sampling, accountant="prv_bounds", mode="auto", loader=None, **kwargs):
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2, dtype=torch.float64)
+    engine = PrivacyEngine(accountant=accountant)
+    stock = DataLoader(data(), batch_size=4, generator=torch.Generator().manual_seed(3))
+    settings = dict(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
+        data_loader=stock if loader is None else loader,
+        criterion=PerSample(),
+        max_grad_norm=0.5,
+        grad_sample_mode=mode,
+        sampling=sampling,
+        **kwargs,
+    )
+    if "target_epsilon" in kwargs:
+        made = engine.make_private_with_epsilon(**settings)
+    else:
+        made = engine.make_private(**{"noise_multiplier": 0.0, **settings})
+    model, optimizer, *criterion, loader = made
+    return engine, model, optimizer, criterion[0] if criterion else PerSample(), loader
+
+
+def draws(sampling, count, records=6):
+    generator = torch.Generator().manual_seed(5)
+    return [tuple(sampling.draw(records, generator).tolist()) for _ in range(count)]
+
+
+def fits(found, expected, count):
+    """Pearson's test of counts by outcome against probabilities."""
+    assert set(found) <= set(expected)
+    assert math.isclose(sum(expected.values()), 1, rel_tol=1e-9)
+    value = sum((found[k] - count * p) ** 2 / (count * p) for k, p in expected.items())
+    assert value < chi2.isf(1e-6, len(expected) - 1), value
+
+
+# -- distributions ---------------------------------------------------------------------
+
+
+def subsets(n):
+    return [s for k in range(n + 1) for s in itertools.combinations(range(n), k)]
+
+
+def test_poisson_draws_every_set_as_often_as_it_should():
+    q, found = 0.3, Counter(draws(Poisson(sample_rate=0.3), 20_000))
+    fits(found, {s: q ** len(s) * (1 - q) ** (6 - len(s)) for s in subsets(6)}, 20_000)
+
+
+def test_truncation_leaves_a_uniform_subset():
+    q, most = 0.4, 2
+    sampling = TruncatedPoisson(sample_rate=q, max_batch_size=most)
+    expected = {s: q ** len(s) * (1 - q) ** (6 - len(s)) for s in subsets(6)}
+    cut = binom.sf(most, 6, q) / math.comb(6, most)
+    kept = {
+        s: p + cut * (len(s) == most) for s, p in expected.items() if len(s) <= most
+    }
+    fits(Counter(draws(sampling, 20_000)), kept, 20_000)
+
+
+def test_fixed_size_draws_every_set_of_its_size_as_often():
+    found = Counter(draws(FixedSize(batch_size=2), 20_000))
+    fits(found, {s: 1 / 15 for s in itertools.combinations(range(6), 2)}, 20_000)
+
+
+def test_small_rates_are_not_rounded():
+    """float32 has no numbers between 16 and 17 times 2^-24: a rate of 1e-6 is lost."""
+    keys = (torch.arange(2**16, dtype=torch.float64) + 0.5) / 2**16 * 2e-7
+    with patch("torch.rand", return_value=keys):
+        drawn = Poisson(sample_rate=1e-7).draw(2**16, None)
+    assert len(drawn) == 2**15
+    assert torch.rand(1, dtype=torch.float64).dtype == torch.float64
+    with patch("torch.rand", return_value=keys) as rand:
+        FixedSize(batch_size=1).draw(2**16, None)
+    assert rand.call_args.kwargs["dtype"] == torch.float64
+
+
+def test_draws_follow_the_generator_alone():
+    sampling = FixedSize(batch_size=3)
+    one, other = (Draws(sampling, 9, torch.Generator().manual_seed(2)) for _ in "ab")
+    assert list(one) == list(other) and len({*map(tuple, one)}) > 1
+
+
+@pytest.mark.parametrize(
+    "sampling, steps, size",
+    [
+        (Poisson(expected_batch_size=10), 2, 10),
+        (Poisson(expected_batch_size=13), 2, 13),  # 24 / 13 is 1.85
+        (Poisson(expected_batch_size=0.5, steps=7), 7, 0.5),
+        (TruncatedPoisson(sample_rate=0.25, max_batch_size=20), 4, 6),
+        (FixedSize(batch_size=5), 5, 5),  # 24 / 5 is 4.8
+        (FixedSize(batch_size=24), 1, 24),
+    ],
+)
+def test_length_of_an_epoch_and_what_the_sum_is_divided_by(sampling, steps, size):
+    engine, _, optimizer, _, loader = make(sampling)
+    assert len(loader) == steps == len([*loader.batch_sampler])
+    assert optimizer.expected_batch_size == size
+    assert isinstance(optimizer.expected_batch_size, int) == (size == int(size))
+
+
+# -- training --------------------------------------------------------------------------
+
+SCHEMES = [
+    Poisson(expected_batch_size=5),
+    TruncatedPoisson(expected_batch_size=5, max_batch_size=6),
+    FixedSize(batch_size=5),
+]
+
+
+@pytest.mark.parametrize("mode", ["auto", "hooks"])
+@pytest.mark.parametrize("sampling", SCHEMES, ids=lambda s: type(s).__name__)
+def test_steps_equal_the_oracle_and_are_recorded(sampling, mode):
+    """Each record alone through autograd, clipped, over the expected batch size."""
+    engine, model, optimizer, criterion, loader = make(sampling, mode=mode)
+    optimizer.noise_multiplier = 1e-12  # nothing that is seen, and yet finite
+    steps = 0
+    for _ in range(2):
+        for numbers, x in loader:
+            optimizer.zero_grad()
+            plain = nn.Linear(3, 2, dtype=torch.float64)
+            plain.load_state_dict(getattr(model, "_module", model).state_dict())
+            rows = oracle(plain, x, lambda m, z: m(z).pow(2).sum(1))
+            norms = sum(g.flatten(1).pow(2).sum(1) for g in rows.values()).sqrt()
+            factors = (0.5 / (norms + 1e-6)).clamp(max=1)
+            loss = criterion(model(x).pow(2).sum(1))
+            (loss.mean() if mode == "hooks" and loss.dim() else loss).backward()
+            optimizer.step()
+            for name, p in plain.named_parameters():
+                total = torch.einsum("b,b...->...", factors, rows[name])
+                now = dict(getattr(model, "_module", model).named_parameters())[name]
+                assert torch.allclose(now, p - total / 5, atol=1e-9), name
+            steps += 1
+    trial = PRVBoundsAccountant()
+    sampling.account(trial, RECORDS, 1e-12, steps)
+    assert engine.accountant.state_dict() == trial.state_dict()
+    assert steps == 10
+
+
+def test_batches_keep_to_their_sizes():
+    *_, loader = make(TruncatedPoisson(expected_batch_size=5, max_batch_size=6))
+    sizes = {len(x) for _ in range(60) for _, x in loader}
+    assert max(sizes) == 6 and min(sizes) < 4
+    *_, loader = make(FixedSize(batch_size=5))
+    assert {len(x) for _ in range(5) for _, x in loader} == {5}
+
+
+def test_the_loader_keeps_what_is_not_about_batches():
+    def collate(rows):
+        return torch.stack([x for _, x in rows]), "mine"
+
+    stock = DataLoader(
+        data(), batch_size=4, collate_fn=collate, num_workers=1, timeout=60
+    )
+    *_, loader = make(Poisson(sample_rate=1.0, steps=2), loader=stock)
+    assert (loader.num_workers, loader.timeout) == (1, 60)
+    assert [(len(x), text) for x, text in loader] == [(24, "mine")] * 2
+
+
+def test_empty_draws_are_empty_batches_and_noise():
+    engine, model, optimizer, criterion, loader = make(
+        Poisson(expected_batch_size=0.5, steps=12), noise_multiplier=1.0
+    )
+    sizes = []
+    for _, x in loader:
+        optimizer.zero_grad()
+        criterion(model(x).pow(2).sum(1)).backward()
+        before = [p.clone() for p in model.parameters()]
+        optimizer.step()
+        assert all(not torch.equal(a, b) for a, b in zip(before, model.parameters()))
+        sizes.append(len(x))
+    assert 0 in sizes and max(sizes) > 0
+    assert engine.accountant.history == [(1.0, 0.5 / 24, 12)]
+
+
+def test_memory_manager_splits_a_draw_of_fixed_size():
+    engine, model, optimizer, criterion, loader = make(FixedSize(batch_size=5))
+    sizes = []
+    with BatchMemoryManager(
+        data_loader=loader, max_physical_batch_size=2, optimizer=optimizer
+    ) as batches:
+        for _, x in batches:
+            optimizer.zero_grad()
+            criterion(model(x).pow(2).sum(1)).backward()
+            optimizer.step()
+            sizes.append(len(x))
+    assert sizes == [2, 2, 1] * 5
+    assert [e["participations"] for e in engine.accountant.mechanisms] == [5]
+
+
+def test_two_batches_are_not_one_draw():
+    engine, model, optimizer, criterion, loader = make(
+        FixedSize(batch_size=5), mode="hooks"
+    )
+    model.allow_grad_accumulation()
+    for (_, x), _ in zip(loader, "ab"):
+        model(x).pow(2).sum(1).mean().backward()
+    with pytest.raises(Refused, match="2 batches were accumulated"):
+        optimizer.step()
+    assert not len(engine.accountant)
+
+
+@pytest.mark.parametrize("sampling", SCHEMES, ids=lambda s: type(s).__name__)
+def test_noise_is_chosen_for_the_scheme(sampling):
+    budget = dict(target_epsilon=2.0, target_delta=1e-3, epochs=3)
+    engine, _, optimizer, _, loader = make(sampling, **budget)
+    sampling.account(engine.accountant, RECORDS, optimizer.noise_multiplier, 15)
+    assert 1.97 < engine.get_epsilon(1e-3) <= 2
+
+
+def test_noise_of_a_second_run_is_for_what_is_left():
+    engine = PrivacyEngine(accountant="prv_bounds")
+    model = nn.Linear(3, 2, dtype=torch.float64)
+    FixedSize(batch_size=5).account(engine.accountant, RECORDS, 8.0, 10)
+    _, optimizer, _, loader = engine.make_private_with_epsilon(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
+        data_loader=DataLoader(data(), batch_size=4),
+        max_grad_norm=1.0,
+        sampling=FixedSize(batch_size=6),
+        grad_sample_mode="auto",
+        target_epsilon=4.0,
+        target_delta=1e-3,
+        epochs=2,
+    )
+    FixedSize(batch_size=6).account(
+        engine.accountant, RECORDS, optimizer.noise_multiplier, 8
+    )
+    assert 3.97 < engine.get_epsilon(1e-3) <= 4
+
+
+def test_a_checkpoint_has_the_scheme():
+    engine, model, optimizer, criterion, loader = make(
+        FixedSize(batch_size=5), noise_multiplier=2.0
+    )
+    for _, x in loader:
+        optimizer.zero_grad()
+        criterion(model(x).pow(2).sum(1)).backward()
+        optimizer.step()
+    file = io.BytesIO()
+    engine.save_checkpoint(path=file, module=model)
+    other, model, *_ = make(FixedSize(batch_size=5), noise_multiplier=2.0)
+    file.seek(0)
+    other.load_checkpoint(path=file, module=model)
+    assert other.get_epsilon(1e-3) == engine.get_epsilon(1e-3) > 0
+    assert other.accountant.mechanisms == engine.accountant.mechanisms != []
+
+
+def test_poisson_at_any_rate_has_every_accountant():
+    for name in ("prv", "rdp", "prv_bounds"):
+        engine, *_ = make(Poisson(expected_batch_size=13), accountant=name)
+        Poisson(expected_batch_size=13).account(engine.accountant, RECORDS, 3.0)
+        assert engine.accountant.history == [(3.0, 13 / 24, 1)]
+
+
+def test_half_as_many_and_one_more():
+    """What Opacus draws of a loader whose batch is more than a half: everything."""
+    records = 1001
+    loader = DataLoader(data(records), batch_size=501)
+    budget = dict(target_epsilon=2.0, target_delta=1e-4, epochs=2, loader=loader)
+    stock = make(Poisson(sample_rate=0.5), **budget)[2].noise_multiplier
+    mine = make(Poisson(expected_batch_size=501), **budget)[2].noise_multiplier
+    assert mine < stock * 1.02
+
+
+def test_secure_mode_draws_by_its_own_generator():
+    model, engine = nn.Linear(3, 2), PrivacyEngine(accountant="prv_bounds")
+    engine.secure_mode, engine.secure_rng = True, torch.Generator()  # as torchcsprng's
+    *_, loader = engine.make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
+        data_loader=DataLoader(data(), batch_size=4),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+        sampling=FixedSize(batch_size=5),
+    )
+    assert loader.batch_sampler.generator is engine.secure_rng
+    assert [len(x) for _, x in loader] == [5] * 5
+
+
+# -- what is refused -------------------------------------------------------------------
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        yield torch.zeros(3)
+
+    def __len__(self):
+        return 5
+
+
+@pytest.mark.parametrize(
+    "sampling, settings, message",
+    [
+        (Poisson(), {}, "either expected_batch_size or sample_rate"),
+        (Poisson(expected_batch_size=2, sample_rate=0.1), {}, "either"),
+        (Poisson(expected_batch_size=25), {}, "at most 24"),
+        (Poisson(sample_rate=0.0), {}, "probability 0"),
+        (Poisson(sample_rate=0.1, steps=0), {}, "steps=0"),
+        (TruncatedPoisson(sample_rate=0.5, max_batch_size=11), {}, "at least 33"),
+        (FixedSize(batch_size=25), {}, "from 1 to 24"),
+        (FixedSize(batch_size=2.5), {}, "from 1 to 24"),
+        (FixedSize(batch_size=2), {"accountant": "prv"}, 'accountant="prv_bounds"'),
+        (
+            TruncatedPoisson(sample_rate=0.1, max_batch_size=9),
+            {"accountant": "rdp"},
+            'accountant="prv_bounds"',
+        ),
+        (Poisson(sample_rate=0.1), {"poisson_sampling": False}, "Leave one of them"),
+        ("poisson", {}, "Give Poisson, TruncatedPoisson or FixedSize"),
+        (
+            Poisson(sample_rate=0.1),
+            {"loader": DataLoader(Stream(), batch_size=2)},
+            "IterableDataset",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_is_changed(
+    sampling, settings, message
+):
+    with patch.object(nn.Module, "register_forward_hook") as hooked:
+        with pytest.raises(Refused, match=message):
+            make(sampling, **settings)
+    assert not hooked.called
+
+
+def test_several_processes_are_refused():
+    class DDP(nn.parallel.DistributedDataParallel):
+        def __init__(self, module):
+            nn.Module.__init__(self)
+            self.module = module
+
+        def forward(self, x):
+            return self.module(x)
+
+    model = DDP(nn.Linear(3, 2))
+    with pytest.raises(Refused, match="FixedSize draws in one process, and DDP"):
+        PrivacyEngine(accountant="prv_bounds").make_private(
+            module=model,
+            optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
+            data_loader=DataLoader(data(), batch_size=4),
+            noise_multiplier=1.0,
+            max_grad_norm=1.0,
+            sampling=FixedSize(batch_size=2),
+        )
+
+
+def test_neighbours_are_not_mixed():
+    engine = PrivacyEngine(accountant="prv_bounds")
+    engine.accountant.step(noise_multiplier=1.0, sample_rate=0.1)
+    model = nn.Linear(3, 2)
+    with pytest.raises(Refused, match="can't be composed"):
+        engine.make_private(
+            module=model,
+            optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
+            data_loader=DataLoader(data(), batch_size=4),
+            noise_multiplier=1.0,
+            max_grad_norm=1.0,
+            sampling=FixedSize(batch_size=2),
+        )
+    assert (
+        engine.accountant.history == [(1.0, 0.1, 1)]
+        and not engine.accountant.mechanisms
+    )
+
+
+def test_without_the_package_the_argument_is_unknown():
+    opacus_ext.unregister()
+    try:
+        assert not hasattr(PrivacyEngine, "privacy_statement")
+        with pytest.warns(UserWarning), pytest.raises(AttributeError):
+            PrivacyEngine().privacy_statement()
+    finally:
+        opacus_ext.register()
