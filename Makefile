@@ -2,6 +2,7 @@
 # make train DATA=path/to/ml-1m/ratings.dat    train on MovieLens-1M
 # make test                                    run the tests
 # make test-thorough                           other modes, many models, notebooks: 15 minutes
+# make test-examples                           with timm, TRL, Lightning, diffusers: 5 minutes
 # make docs                                    build the site of docs/ into site/, strictly
 # make test-opacus                             run Opacus's own tests with the package
 # ARGS=... is passed on: make test ARGS="-k linear", make train ARGS="--help"
@@ -14,7 +15,7 @@ DATA ?=
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet -c constraints.txt
 
-.PHONY: train test test-thorough docs test-opacus benchmark benchmark-moe lint clean
+.PHONY: train test test-thorough test-examples docs test-opacus benchmark benchmark-moe lint clean
 
 train: $(VENV)/.installed
 	$(BIN)/python -m examples.train $(if $(DATA),--data "$(DATA)") $(ARGS)
@@ -22,8 +23,11 @@ train: $(VENV)/.installed
 test: $(VENV)/.installed
 	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal $(ARGS)
 
-test-thorough: $(VENV)/.installed-examples
+test-thorough: $(VENV)/.installed
 	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal -m "thorough and not slow" $(ARGS)
+
+test-examples: $(VENV)/.installed-examples
+	$(VENV)/examples/bin/python -m pytest -n auto --maxprocesses 8 --dist worksteal -m "examples and not slow" $(ARGS)
 
 # Nothing is imported, so torch need not be there: the code is parsed.
 docs: $(VENV)/.installed-docs
@@ -64,8 +68,13 @@ $(VENV)/.installed-docs: setup.cfg constraints.txt | $(BIN)/python
 	$(INSTALL) -r $(VENV)/docs.txt
 	@touch $@
 
+# An environment on top of the other: torchvision, which timm asks for, breaks the import
+# of transformers where its kernels do not fit torch's build (tests/vision.py).
 $(VENV)/.installed-examples: $(VENV)/.installed
-	$(INSTALL) -e ".[test,examples]"
+	$(PYTHON) -m venv $(VENV)/examples
+	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" \
+	    > $$($(VENV)/examples/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/parent.pth
+	$(VENV)/examples/bin/python -m pip install --quiet -c constraints.txt -e ".[test,examples]"
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed

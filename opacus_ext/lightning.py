@@ -490,7 +490,8 @@ def _data_refusals(loader: Any, optimizers: List[Any]) -> Iterator[Refused]:
             f"{type(sampler).__name__}) can't be replaced by Poisson sampling.",
             parameter="train_dataloaders",
             remedy="Give one DataLoader with a batch_size, shuffled or not, of a data "
-            "set with a length.",
+            "set with a length; not one that is private already (DPDataLoader, "
+            "DPLightningDataModule).",
         )
     if len(optimizers) != 1:
         yield Refused(

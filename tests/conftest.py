@@ -1,12 +1,16 @@
 """Settings of every test: one thread, fixed seeds, Opacus's standing warnings off."""
 
 import warnings
+from importlib.util import find_spec
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
 import opacus_ext  # noqa: F401  (importing it registers, which the tests rely on)
+
+if find_spec("torchvision"):
+    from . import vision  # noqa: F401  (before transformers)
 
 # Derandomised, so that a failure in one run is a failure in the next.
 settings.register_profile(
@@ -25,7 +29,6 @@ ALL_MODES = ("modes_test.py", "clipping_test.py", "compile_test.py", "auto_test.
 # Many models, notebooks, training programs and processes.
 THOROUGH = (
     "tutorials_test.py",
-    "examples_test.py",
     "compatibility_test.py",
     "zoo_test.py",
     "moe_families_test.py",
@@ -35,11 +38,14 @@ THOROUGH = (
     "distributed_test.py",
     "train_test.py",
     "trainer_test.py",
-    "trl_test.py",
+    "lightning_test.py",
     "plan_test.py",
     "commands_test.py",
     "contributing_test.py",
 )
+# Of other libraries' ways to train, which "make test-examples" installs.
+EXAMPLES = ("examples_test.py", "trl_test.py", "vision_test.py")
+collect_ignore = [] if find_spec("trl") else list(EXAMPLES)
 
 
 def is_thorough(item):
@@ -57,7 +63,9 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
-        if is_thorough(item):
+        if item.path.name in EXAMPLES:
+            item.add_marker(pytest.mark.examples)
+        elif not item.get_closest_marker("examples") and is_thorough(item):
             item.add_marker(pytest.mark.thorough)
 
 

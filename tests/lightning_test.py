@@ -10,6 +10,7 @@ import warnings
 import pytest
 import torch
 from opacus import PrivacyEngine
+from opacus.data_loader import DPDataLoader
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -385,6 +386,7 @@ def test_loaders_that_are_refused():
     for given in (
         {"a": loader(), "b": loader()},
         DataLoader(data, batch_size=4, sampler=weighted),
+        DPDataLoader.from_data_loader(loader()),
     ):
         with pytest.raises(Refused, match="training loader"):
             trainer(privacy("hooks"), max_steps=1).fit(Classifier(), given)

@@ -22,7 +22,6 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-
 RECORDS, SIZE = 32, 8
 
 

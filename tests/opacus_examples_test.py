@@ -1,4 +1,4 @@
-"""Models of Opacus's own examples that need more than a mode: as they are written there.
+"""Models of Opacus's own examples that need more than a mode: as written there.
 
 Oracle: each sample alone through plain autograd, over several steps.
 """

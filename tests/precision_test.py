@@ -12,7 +12,6 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from opacus_ext.refused import Refused
 from tests.common import (
     assert_same,
     check,

@@ -564,6 +564,7 @@ def test_privacy_arguments_that_do_not_fit(kwargs, message):
         private("ew")
 
 
+@pytest.mark.examples
 def test_privacy_arguments_from_a_command_line():
     """Beside all that scripts of transformers and TRL have."""
     trl = pytest.importorskip("trl")
@@ -709,6 +710,7 @@ def test_no_privacy_arguments(privacy, tmp_path):
         )
 
 
+@pytest.mark.examples
 def test_unusual_arguments(tmp_path):
     """Each of which Trainer takes; a datasets.Dataset loses its other columns."""
     datasets = pytest.importorskip("datasets")

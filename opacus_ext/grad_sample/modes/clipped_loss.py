@@ -141,15 +141,16 @@ class ClippedLoss(torch.Tensor, DPTensorFastGradientClipping):
             return args[0]._become(function(*args, **kwargs))
         with torch._C.DisableTorchFunctionSubclass():
             if name in _NUMBER:
-                args = tree_map(_detached, args)
-            value = func(*tree_map(_plain, args), **tree_map(_plain, kwargs))
+                args = _each(_detached, args)
+            given = tree_map(_plain, kwargs) if kwargs else kwargs
+            value = func(*_each(_plain, args), **given)
             if not losses or not torch.is_grad_enabled():
                 return value
             if name in _SAME and isinstance(value, torch.Tensor) and not value.dim():
                 return losses[0]._like(losses[0].loss_per_sample, value)
             if name in _LINEAR and _knows_samples(name, losses, args):
-                given = tree_map(_per_sample, args)
-                found = losses[0]._like(func(*given, **kwargs), value)
+                each = _each(_per_sample, args)
+                found = losses[0]._like(func(*each, **kwargs), value)
                 found.divisor = max(x.divisor for x in losses)
                 if name in _QUOTIENTS and isinstance(args[1], int) and args[1] > 1:
                     found.divisor *= args[1]
@@ -206,6 +207,12 @@ def _without_samples(what: str) -> Refused:
             "number to log take loss.item() or loss.detach()."
         ),
     )
+
+
+def _each(function: Callable, args: tuple) -> tuple:
+    if any(isinstance(x, (list, tuple, dict)) for x in args):
+        return tree_map(function, args)
+    return tuple(map(function, args))  # seldom anything else, and faster
 
 
 def _plain(x: Any) -> Any:

@@ -100,7 +100,11 @@ class Samplewise:
     ) -> None:
         """Takes the place of the model's ``forward``, once."""
         if hasattr(self._module, "autograd_grad_sample_hooks"):
-            raise Refused("Trying to add hooks twice to the same model")
+            raise Refused(
+                "Trying to add hooks twice to the same model: it is private already.",
+                remedy="Pass what make_private returned first, or call its cleanup() "
+                "before.",
+            )
         module = self._module
         refuse(module)
         given = dict(_settings)
