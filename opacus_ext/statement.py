@@ -248,6 +248,12 @@ def state(
             "(poisson_sampling=False): no guarantee is known. epsilon_if_poisson is "
             "what Poisson sampling would have spent; it is no bound for this run."
         )
+    for bands in sorted({run.get("bands", 1) for run in runs} - {1}):
+        notes.append(
+            f"The noise of {bands} steps in a row is correlated, and they draw from "
+            f"{bands} parts of the data set in turn: a step below stands for a round "
+            f"of {bands}, as it is accounted."
+        )
     if math.isinf(epsilon):
         holds = "no"
     neighbours = (
