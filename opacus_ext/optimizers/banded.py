@@ -43,7 +43,7 @@ def coefficients(bands: int, steps: int) -> Tuple[float, ...]:
         >>> coefficients(1, 100)
         (1.0,)
         >>> [round(c, 3) for c in coefficients(2, 100)]
-        [0.725, 0.689]
+        [0.796, 0.606]
     """
     if not 1 <= bands <= steps:
         raise Refused(
