@@ -47,6 +47,7 @@ def with_sampling(make_private: Callable) -> Callable:
         if correlated is not None:
             sampling = _in_turn(sampling, correlated.bands, kwargs["data_loader"])
         if sampling is None:
+            _check_drawn(**kwargs)
             made = make_private(self, **kwargs)
         else:
             made = _drawn(self, make_private, sampling, **kwargs)
@@ -104,6 +105,34 @@ def _in_turn(
             remedy="Leave sampling out.",
         )
     return CyclicPoisson(bands=bands, **vars(sampling))
+
+
+def _check_drawn(
+    *, data_loader: Any, poisson_sampling: bool = True, **kwargs: Any
+) -> None:
+    """
+    Raises:
+        Refused: for a loader that draws by chance, but not as would be accounted for
+    """
+    draws = getattr(data_loader, "batch_sampler", None)
+    if not isinstance(draws, UniformWithReplacementSampler):
+        return
+    drawn, rate, steps = getattr(draws, "sampling", None), draws.sample_rate, len(draws)
+    if drawn is not None:
+        raise Refused(
+            f"The loader draws by {drawn}, and would be accounted for as Poisson "
+            f"sampling with probability 1/{steps}.",
+            parameter="sampling",
+            remedy="Give make_private the same sampling=... as before.",
+        )
+    if not poisson_sampling and rate * steps > 1 + 1e-6:
+        raise Refused(
+            f"The loader draws with probability {rate:g} in each of {steps} steps, and "
+            f"poisson_sampling=False would have it accounted for as 1/{steps}.",
+            parameter="sampling",
+            remedy="Leave poisson_sampling out, and give "
+            f"sampling=opacus_ext.data.Poisson(sample_rate={rate:g}, steps={steps}).",
+        )
 
 
 def _drawn(

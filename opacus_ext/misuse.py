@@ -342,11 +342,13 @@ def check_delta(engine: PrivacyEngine, delta: Any, name: str = "delta") -> None:
 
 
 def checked_epsilon(get_epsilon: Callable) -> Callable:
-    """``PrivacyEngine.get_epsilon``, which is never below 0."""
+    """``PrivacyEngine.get_epsilon``, never below 0, and infinite without noise."""
 
     @functools.wraps(get_epsilon)
     def get(self: PrivacyEngine, delta: float) -> float:
         check_delta(self, delta)
+        if any(noise == 0 for noise, *_ in self.accountant.history):
+            return math.inf  # of which some accountants raise an error
         return max(get_epsilon(self, delta), 0.0) if len(self.accountant) else 0.0
 
     return get

@@ -9,8 +9,7 @@ from hypothesis import HealthCheck, settings
 
 import opacus_ext  # noqa: F401  (importing it registers, which the tests rely on)
 
-if find_spec("torchvision"):
-    from . import vision  # noqa: F401  (before transformers)
+from . import vision  # noqa: F401  (torchvision, before transformers)
 
 # Derandomised, so that a failure in one run is a failure in the next.
 settings.register_profile(

@@ -14,8 +14,6 @@ from pathlib import Path
 
 import pytest
 
-from . import vision  # noqa: F401  (torchvision's operators)
-
 ROOT = Path(__file__).parents[1]
 NAMES = sorted(path.parent.name for path in ROOT.glob("examples/*/private.py"))
 BLOCK = re.compile(r"```diff\n.*?```", re.S)

@@ -19,7 +19,6 @@ from opacus_ext import Refused
 from opacus_ext.data.logical import derive_seed
 from opacus_ext.losses import PerSample, model_losses
 
-from . import vision  # noqa: F401  (torchmetrics may import it)
 from .common import assert_same, clipped_sum, oracle
 
 L = pytest.importorskip("lightning.pytorch")

@@ -154,6 +154,8 @@ LOST = {
     "stack": lambda loss, p: torch.stack([loss, loss]).sum().backward(),
     "function": lambda loss, p: loss.exp().backward(),
     "product": lambda loss, p: (loss * loss).backward(),
+    "focal": lambda loss, p: ((1 - torch.exp(-loss)) ** 2 * loss).backward(),
+    "weight of the batch": lambda loss, p: (loss * (loss / 2).tanh()).backward(),
     "quotient": lambda loss, p: (1 / loss).backward(),
     "autograd.grad": lambda loss, p: torch.autograd.grad(loss, p),
     "autograd.grad of several": lambda loss, p: torch.autograd.grad([loss], p),
@@ -174,6 +176,21 @@ def test_lost_samples_are_refused(name):
         LOST[name](loss_of(private), params)
     if name != "twice":
         assert all(p.grad is None for p in params)
+
+
+@pytest.mark.parametrize("mode", ["ghost_bk", "ghost"])
+def test_a_trained_head_outside_of_the_model_is_refused(mode):
+    """It would get no gradient, without a word; a frozen one is fine."""
+    private, head = private_net(mode), nn.Linear(2, 2).double()
+    x, y = batch_of()
+    for loss in (
+        private.criterion(head(private.module(x)), y),
+        loss_of(private) * nn.Parameter(torch.ones(())),
+    ):
+        with pytest.raises(Refused, match="the loss is computed by another model"):
+            loss.backward()
+    head.requires_grad_(False)
+    private.criterion(head(private.module(x)), y).backward()
 
 
 def test_losses_of_two_models():

@@ -11,6 +11,7 @@ import pytest
 import torch
 from opacus import PrivacyEngine
 from opacus.utils.batch_memory_manager import BatchMemoryManager
+from opacus.utils.uniform_sampler import UniformWithReplacementSampler
 from torch import nn
 from torch.utils.data import (
     DataLoader,
@@ -21,6 +22,8 @@ from torch.utils.data import (
     TensorDataset,
     WeightedRandomSampler,
 )
+
+from opacus_ext.data import FixedSize
 
 RECORDS, SIZE = 32, 8
 
@@ -217,6 +220,21 @@ def replaced():
     return Setup(module=model, optimizer=optimizer)
 
 
+def drawn_already():
+    """A loader that an earlier ``make_private`` made for batches of one size."""
+    first = Setup(
+        engine=PrivacyEngine(accountant="prv_bounds"), sampling=FixedSize(batch_size=4)
+    )
+    return first.loader
+
+
+def drawn_often():
+    draws = UniformWithReplacementSampler(
+        num_samples=RECORDS, sample_rate=0.5, steps=100
+    )
+    return DataLoader(records(), batch_sampler=draws)
+
+
 def loops(mode, do, **kwargs):
     return lambda: do(Setup(mode, **kwargs))
 
@@ -277,6 +295,22 @@ REFUSED = {
     "stream": (
         lambda: Setup(data_loader=DataLoader(Stream(), batch_size=SIZE)),
         "Stream.*no length",
+    ),
+    "another's sampling": (
+        lambda: Setup(data_loader=drawn_already(), poisson_sampling=False),
+        "draws by FixedSize.*same sampling",
+    ),
+    "another's sampling, by default": (
+        lambda: Setup(data_loader=drawn_already()),
+        "draws by FixedSize.*same sampling",
+    ),
+    "another's sampling, to a budget": (
+        lambda: with_epsilon(data_loader=drawn_already()),
+        "draws by FixedSize.*same sampling",
+    ),
+    "rate over one a step": (
+        lambda: Setup(data_loader=drawn_often(), poisson_sampling=False),
+        r"probability 0.5.*1/100.*Poisson\(sample_rate=0.5, steps=100\)",
     ),
     "no length": (
         lambda: Setup(
@@ -474,3 +508,27 @@ def test_epsilon_is_never_below_zero():
     s.step()
     assert s.engine.get_epsilon(0.5) == 0
     assert s.engine.get_epsilon(1e-6) > 0
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("accountant", ["prv", "rdp", "gdp", "prv_bounds"])
+def test_epsilon_without_noise_is_infinite(accountant):
+    engine = PrivacyEngine(accountant=accountant)
+    Setup(engine=engine, noise_multiplier=0.0).step()
+    assert engine.get_epsilon(1e-3) == float("inf")
+
+
+def test_a_loader_is_used_again_with_its_sampling():
+    """Two models on batches of one size: each is accounted for."""
+    sampling = FixedSize(batch_size=4)
+    s = Setup(
+        engine=PrivacyEngine(accountant="prv_bounds"),
+        data_loader=drawn_already(),
+        sampling=sampling,
+    )
+    for x, y in s.loader:
+        s.optimizer.zero_grad()
+        s.criterion(s.model(x), y).backward()
+        s.optimizer.step()
+    (entry,) = s.engine.accountant.mechanisms
+    assert (entry["mechanism"], entry["participations"]) == ("fixed_size", 8)

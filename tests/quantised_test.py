@@ -9,8 +9,6 @@ import warnings
 
 import pytest
 import torch
-
-from . import vision  # noqa: F401  (before transformers)  isort: skip
 import transformers
 from torch import nn
 from torch.nn import functional as F

@@ -14,8 +14,6 @@ from typing import Optional
 
 import pytest
 import torch
-
-from . import vision  # noqa: F401  (before transformers)  isort: skip
 import transformers
 from opacus import PrivacyEngine
 from opacus.accountants.utils import get_noise_multiplier

@@ -9,8 +9,6 @@ import os
 
 import pytest
 import torch
-
-from . import vision  # noqa: F401  (before transformers)  isort: skip
 import transformers
 
 from opacus_ext.data.logical import derive_seed

@@ -4,10 +4,13 @@ Its data sets and transforms work then, and so does what imports it (timm); only
 import fails, as it registers something for operators that no one has defined.
 """
 
+from importlib.util import find_spec
+
 import torch
 
 try:
-    import torchvision  # noqa: F401
+    if find_spec("torchvision"):
+        import torchvision  # noqa: F401
 except RuntimeError:
     library = torch.library.Library("torchvision", "FRAGMENT")
     for name in ("nms", "qnms"):

@@ -8,7 +8,6 @@ import torch
 from opacus.validators import ModuleValidator
 from torch import nn
 
-from tests import vision  # noqa: F401  (torchvision's operators)
 from tests.common import check, square_loss
 
 timm = pytest.importorskip("timm")

@@ -12,7 +12,6 @@ from opacus_ext import Refused
 from opacus_ext.data import RecordCollator, UserRecords
 from opacus_ext.losses import PerRecord, PerSample, model_losses
 
-from .. import vision  # noqa: F401  (before transformers)
 from ..common import make_private
 
 

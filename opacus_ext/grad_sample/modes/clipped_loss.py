@@ -197,6 +197,19 @@ class _WithoutSamples(torch.autograd.Function):
 _anchor = torch.zeros((), requires_grad=True)
 
 
+def refuse_reduced(function: Any) -> None:
+    """
+    Args:
+        function: of a node that losses depend on
+
+    Raises:
+        Refused: if a loss was multiplied by what was computed from one, as in
+            ``(1 - torch.exp(-loss)) ** 2 * loss``
+    """
+    if function is _WithoutSamples:
+        raise _without_samples("A product with what was computed from a loss")
+
+
 def _without_samples(what: str) -> Refused:
     return Refused(
         f"{what} would not know the samples, whose gradients are clipped one by one.",

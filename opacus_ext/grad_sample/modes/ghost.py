@@ -103,7 +103,7 @@ class GhostMode(Samplewise):
             self.new_criterion = not refuse_mixing(losses)
         with torch.autocast(losses.device.type, enabled=False):
             runs = runs_of(losses)
-            refuse_other_models(runs, self.engine)
+            refuse_other_models(losses, runs, self.engine)
             step = ProgramStep if self._is_compiled(runs) else Step
             sums, total = step(self, optimizer, losses, scale).run()
         self.per_sample_gradient_norms = total

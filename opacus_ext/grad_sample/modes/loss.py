@@ -11,7 +11,7 @@ from torch.autograd.graph import GradientEdge
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from opacus_ext.grad_sample.factors import wide
-from opacus_ext.grad_sample.modes.clipped_loss import ClippedLoss
+from opacus_ext.grad_sample.modes.clipped_loss import ClippedLoss, refuse_reduced
 from opacus_ext.grad_sample.samplewise.batch import LeaveRun
 from opacus_ext.grad_sample.samplewise.scan import Samples
 from opacus_ext.grad_sample.samplewise.walk import close
@@ -238,6 +238,7 @@ def _departures(losses: torch.Tensor) -> Iterator[Tuple[GradientEdge, Any, Any]]
             continue
         seen.add(node)
         function = getattr(node, "_forward_cls", None)
+        refuse_reduced(function)
         if function is LeaveRun:
             yield GradientEdge(node, 0), node.run, node.dim
         elif function is Samples:
@@ -273,13 +274,34 @@ def refuse_outside(losses: torch.Tensor, engine: Any) -> None:
         todo += [parent for parent, _ in node.next_functions]
 
 
-def refuse_other_models(runs: List[Any], engine: Any) -> None:
+def refuse_other_models(losses: torch.Tensor, runs: List[Any], engine: Any) -> None:
     """
     Raises:
-        Refused: if the inputs of forward passes were computed by what is not the
-            private model and is trained, as by a generator: it gets no gradient
+        Refused: if the inputs of forward passes, or losses of their outputs, were
+            computed by what is not the private model and is trained, as by a generator
+            or a head: it gets no gradient
     """
-    todo = [node for run in runs for node in run.fed_by]
+    of_input = _foreign([node for run in runs for node in run.fed_by], engine)
+    found = of_input if of_input is not None else _foreign([losses.grad_fn], engine)
+    if found is None:
+        return
+    what = "its input is" if of_input is not None else "the loss is"
+    raise Refused(
+        f"{engine.describe()}: {what} computed by another model, with a parameter of "
+        f"shape {tuple(found.shape)}, which would get no gradient from the private "
+        "loss.",
+        module=engine.describe(),
+        remedy=(
+            "To train the other model (a generator) take a criterion that make_private "
+            "was not given; else detach() the input."
+            if of_input is not None
+            else "Make it part of the model that make_private is given, or freeze it."
+        ),
+    )
+
+
+def _foreign(todo: List[Any], engine: Any) -> Optional[nn.Parameter]:
+    """A parameter that is met from some nodes, outside of forward passes."""
     seen: Set[Any] = {None}
     while todo:
         node = todo.pop()
@@ -288,17 +310,9 @@ def refuse_other_models(runs: List[Any], engine: Any) -> None:
         seen.add(node)
         p = getattr(node, "variable", None)
         if isinstance(p, nn.Parameter) and id(p) not in engine.params:
-            raise Refused(
-                f"{engine.describe()}: its input is computed by another model, with a "
-                f"parameter of shape {tuple(p.shape)}, which would get no gradient "
-                "from the private loss.",
-                module=engine.describe(),
-                remedy=(
-                    "To train the other model (a generator) take a criterion that "
-                    "make_private was not given; else detach() the input."
-                ),
-            )
+            return p
         todo += [parent for parent, _ in node.next_functions]
+    return None
 
 
 def outside_error(p: nn.Parameter, engine: Any) -> Refused:
