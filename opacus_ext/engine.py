@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader
 
 from opacus_ext.accountants.budget import least_noise
+from opacus_ext.accountants.prv import PRVBoundsAccountant
 from opacus_ext.data.sampling import CyclicPoisson, Poisson, Sampling, count_records
 from opacus_ext.optimizers.banded import Banded, BandedNoise, coefficients, error
 from opacus_ext.refused import Refused
@@ -326,6 +327,9 @@ def choose_bands(
         Banded(bands=8, steps=100)
     """
     steps = max(math.ceil(epochs * sampling.steps_per_epoch(records)), 1)
+    if not isinstance(accountant, PRVBoundsAccountant):  # by a quick one: a choice
+        accountant, before = PRVBoundsAccountant(), accountant.history
+        accountant.history = list(before)
     best, bands = (math.inf, Banded(1, steps)), 1
     while bands <= min(max_bands, steps) and bands * sampling.rate(records) <= 1:
         cyclic = CyclicPoisson(bands=bands, sample_rate=sampling.rate(records))

@@ -228,7 +228,7 @@ def test_batches_without_a_step_are_refused():
 def test_with_epsilon():
     torch.manual_seed(0)
     data = TensorDataset(torch.randn(400, 5), torch.randint(0, 3, (400,)))
-    model, engine = nn.Linear(5, 3), PrivacyEngine(accountant="rdp")
+    model, engine = nn.Linear(5, 3), PrivacyEngine(accountant="prv_bounds")
     module, optimizer, criterion, loader = engine.make_private_with_epsilon(
         module=model,
         optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
