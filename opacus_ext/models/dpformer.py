@@ -57,6 +57,7 @@ class NextItemModel(nn.Module):
 
     items: Optional[torch.Tensor]
     row: Optional[torch.Tensor]
+    prior: Optional[nn.Module]
 
     def __init__(
         self,

@@ -58,6 +58,7 @@ class TransitionPrior(nn.Module):
     place: Tensor
     items: Tensor
     counts: Tensor
+    back: Tensor
 
     def __init__(
         self, popularity: Popularity, transitions: Transitions, length: int = 50
@@ -97,7 +98,7 @@ class TransitionPrior(nn.Module):
         with torch.no_grad():
             scale = self._scale()[self.items]
             matrix = scale[:, None] * (counts + self.tau * counts.T) * scale
-            self.weights /= 1.55 * matrix.square().mean().sqrt()
+            self.weights.div_(1.55 * matrix.square().mean().sqrt())
 
     def _scale(self) -> Tensor:
         """``[num_items + 1]``"""

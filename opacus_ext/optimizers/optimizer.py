@@ -170,18 +170,18 @@ class _ClippingOptimizer(_Base):
         if self.correlated is not None:
             self.correlated.begin(multiplier)
         places = {p: i for i, p in enumerate(params)}
-        small: Dict[tuple, List[torch.Tensor]] = {}
+        small: Dict[tuple, Tuple[Optional[torch.Generator], list]] = {}
         for p in params:
             _check_processed_flag(p.summed_grad)
         for p in filter(self._adds_noise, params):
             total, generator = p.summed_grad, self._generator_of(p)
             if total.numel() <= _SMALL:
                 kind = total.device, total.dtype, id(generator)
-                small.setdefault(kind, [generator]).append(p)
+                small.setdefault(kind, (generator, []))[1].append(p)
             else:  # in place: gradients and one noise tensor, as without privacy
                 noise = self._row([places[p]], total, total.shape, std, generator)
                 total.add_(noise)
-        for generator, *members in small.values():
+        for generator, members in small.values():
             at = [places[p] for p in members]
             totals = [p.summed_grad for p in members]
             sizes = [x.numel() for x in totals]
