@@ -152,6 +152,7 @@ class PrivacyCallback(Callback):
             "records": size,
             "steps_per_epoch": steps,
             "target_epsilon": self.target_epsilon,
+            "noise_multiplier": self.noise_multiplier,
             **{name: str(value) for name, value in self._kwargs.items()},
         }
         self._sigma = self._restore(trainer, pl_module.device)

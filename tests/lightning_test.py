@@ -203,10 +203,14 @@ def test_checkpoints_of_other_runs_are_refused(tmp_path):
     private = trainer(privacy("hooks"), max_steps=1)
     private.fit(Classifier(), loader())
     private.save_checkpoint(path)
-    with pytest.raises(Refused, match="max_grad_norm: '0.5' there, '2.0' here"):
-        trainer(privacy("hooks", max_grad_norm=2.0), max_steps=2).fit(
-            Classifier(), loader(), ckpt_path=path
-        )
+    for changed, words in (
+        ({"max_grad_norm": 2.0}, "max_grad_norm: '0.5' there, '2.0' here"),
+        ({"noise_multiplier": 9.0}, "noise_multiplier: .* there, 9.0 here"),
+    ):
+        with pytest.raises(Refused, match=words):
+            trainer(privacy("hooks", **changed), max_steps=2).fit(
+                Classifier(), loader(), ckpt_path=path
+            )
 
 
 def test_what_is_around_training():

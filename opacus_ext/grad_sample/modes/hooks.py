@@ -110,7 +110,8 @@ class _Watch:
                 "of the model's forward, for example in the loss itself, where its "
                 "gradient can't be told apart by sample.",
                 parameter=self.name,
-                remedy="Use it inside the forward of the module that owns it.",
+                remedy="Use it inside the forward of the module that owns it; if only "
+                "a part of the model is called, make that part private.",
             )
 
 
