@@ -55,8 +55,8 @@ def with_sampling(make_private: Callable) -> Callable:
         if correlated is not None:
             made[1].correlated = correlated
             made[-1].batch_sampler.taken = lambda: correlated.taken
-        _note(self, sampling, made, **kwargs)
-        runs_of(self)[-1]["bands"] = 1 if correlated is None else correlated.bands
+        bands = 1 if correlated is None else correlated.bands
+        _note(self, sampling, made, bands, **kwargs)
         return made
 
     return make
@@ -355,6 +355,7 @@ def _note(
     engine: PrivacyEngine,
     sampling: Optional[Sampling],
     made: Any,
+    bands: int,
     *,
     clipping: Any = "flat",
     max_grad_norm: Any = None,
@@ -380,6 +381,7 @@ def _note(
             if sampling is not None
             else _describe_stock(loader, poisson_sampling, records)
         ),
+        "bands": bands,
         "secure_mode": bool(engine.secure_mode),
         "seeded": noise_generator is not None,
         "versions": installed_versions(),
