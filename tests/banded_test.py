@@ -272,3 +272,15 @@ def test_another_noise_multiplier_and_a_monitor_are_refused():
     optimizer.noise_multiplier = 0.5
     with pytest.raises(Refused, match="from 1 to 0.5"):
         step(module, optimizer, criterion, next(batches))
+
+
+def test_two_batches_in_one_step_are_refused_in_the_middle_of_a_round():
+    _, module, optimizer, criterion, loader = private("hooks")
+    batches = iter(loader)
+    step(module, optimizer, criterion, next(batches))
+    optimizer.zero_grad()
+    with pytest.raises(Refused, match="accumulat"):
+        for _ in range(2):
+            x, y = next(batches)
+            nn.functional.cross_entropy(module(x), y).backward()
+        optimizer.step()

@@ -123,17 +123,20 @@ class Sampling(ABC):
         """What the optimizer calls at each step, to record it."""
 
         def record(optimizer: DPOptimizer) -> None:
-            if optimizer.accumulated_iterations != 1:
-                raise Refused(
-                    f"{optimizer.accumulated_iterations} batches were accumulated to "
-                    f"one step, which are not one draw of {type(self).__name__}.",
-                    parameter="sampling",
-                    remedy="Call optimizer.step() and zero_grad() after each batch, "
-                    "and split large ones by BatchMemoryManager.",
-                )
+            self._refuse_accumulated(optimizer)
             self.account(accountant, records, optimizer.noise_multiplier)
 
         return record
+
+    def _refuse_accumulated(self, optimizer: DPOptimizer) -> None:
+        if optimizer.accumulated_iterations != 1:
+            raise Refused(
+                f"{optimizer.accumulated_iterations} batches were accumulated to "
+                f"one step, which are not one draw of {type(self).__name__}.",
+                parameter="sampling",
+                remedy="Call optimizer.step() and zero_grad() after each batch, "
+                "and split large ones by BatchMemoryManager.",
+            )
 
     def describe(self, records: int) -> Dict[str, Any]:
         """For the privacy statement: plain numbers and names."""
@@ -375,6 +378,7 @@ class CyclicPoisson(Poisson):
         record = super().hook(accountant, records)
 
         def record_first(optimizer: DPOptimizer) -> None:
+            self._refuse_accumulated(optimizer)
             noise = getattr(optimizer, "correlated", None)
             if noise is None or noise.bands > self.bands:
                 raise Refused(

@@ -155,11 +155,11 @@ class _ClippingOptimizer(_Base):
         """See ``DPOptimizer``; only within it the optimizer that it wraps may step."""
         if self.watch is None:
             return super().step(closure)
-        self.watch.stepping = True
+        before, self.watch.stepping = self.watch.stepping, True
         try:
             return super().step(closure)
         finally:
-            self.watch.stepping = False
+            self.watch.stepping = before  # it may be within another one's
 
     def add_noise(self) -> None:
         """
