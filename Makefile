@@ -13,7 +13,10 @@ ARGS ?=
 DATA ?=
 
 BIN := $(VENV)/bin
-INSTALL := $(BIN)/python -m pip install --quiet -c constraints.txt
+# What is never imported is never compiled, which is most of it; what is, once: every
+# process of the tests would otherwise compile the package anew.
+INSTALL := $(BIN)/python -m pip install --quiet --no-compile -c constraints.txt
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: train test test-thorough test-examples docs test-opacus benchmark benchmark-moe lint clean
 
@@ -74,7 +77,7 @@ $(VENV)/.installed-examples: $(VENV)/.installed
 	$(PYTHON) -m venv $(VENV)/examples
 	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" \
 	    > $$($(VENV)/examples/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/parent.pth
-	$(VENV)/examples/bin/python -m pip install --quiet -c constraints.txt -e ".[test,examples]"
+	$(VENV)/examples/bin/python -m pip install --quiet --no-compile -c constraints.txt -e ".[test,examples]"
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed

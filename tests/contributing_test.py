@@ -13,27 +13,23 @@ RULE, TEST = re.findall(
 FACTORS = "backprops * activations"
 
 
-def run(folder, rule, *options):
-    path = folder / "template_test.py"
-    path.write_text(f"{rule}\n\n{TEST}", encoding="utf-8")
+def test_template(tmp_path):
+    """It is right; and its test fails for a rule with another sign."""
+    assert RULE.count(FACTORS) == 1
+    wrong = RULE.replace(FACTORS, f"-{FACTORS}")
+    for name, rule in {"right": RULE, "wrong": wrong}.items():
+        path = tmp_path / f"{name}_test.py"
+        path.write_text(f"{rule}\n\n{TEST}", encoding="utf-8")
     command = "-m pytest -q -p no:cacheprovider -p tests.conftest -c /dev/null".split()
-    return subprocess.run(
-        [sys.executable, *command, *options, "--rootdir", folder, path],
-        cwd=folder,
+    done = subprocess.run(
+        [sys.executable, *command, "--rootdir", tmp_path, *sorted(tmp_path.iterdir())],
+        cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
     )
-
-
-def test_template(tmp_path):
-    done = run(tmp_path, RULE)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "7 passed" in done.stdout
-
-
-def test_template_fails_for_a_wrong_rule(tmp_path):
-    assert RULE.count(FACTORS) == 1
-    done = run(tmp_path, RULE.replace(FACTORS, f"-{FACTORS}"), "-x")
-    assert done.returncode == 1
-    assert "FAILED template_test.py::test_shapes" in done.stdout
+    said = done.stdout + done.stderr
+    assert done.returncode == 1, said
+    assert "FAILED wrong_test.py::test_shapes" in said
+    assert "FAILED right_test.py" not in said
+    assert re.search(r"^\.{7}", done.stdout), said  # those of right_test.py
