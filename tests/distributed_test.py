@@ -33,6 +33,7 @@ from opacus_ext.layers import (
     freeze_routers,
 )
 from opacus_ext.optimizers.clipping import CLIPPINGS, clipping_factors
+from tests.blocks import LOADED
 from tests.common import (
     MODES,
     make_private,
@@ -717,7 +718,8 @@ def work(rank: int, size: int, folder: str) -> None:
 
 
 def run(size: int, folder: str, seconds: float = 400) -> Group:
-    context = mp.get_context("spawn")
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(LOADED)  # so that they need not import it all
     given = [(rank, size, folder) for rank in range(size)]
     processes = [context.Process(target=work, args=args) for args in given]
     for process in processes:
