@@ -68,6 +68,7 @@ from examples.runs import (
     ignore_standing_warnings,
     learning_rate,
     make_private,
+    moving_average,
     option,
     set_random_state,
     write_checkpoint,
@@ -212,6 +213,7 @@ def finetune(args: argparse.Namespace) -> Dict[str, Any]:
         # answer into features; the third is unused. Training them would add noise only.
         for layer in (inner.lm_head, inner.decoder.embed_tokens, inner.shared):
             layer.requires_grad_(False)
+    average = moving_average(net, args.ema) if args.ema else None
     data = encode(tokenizer, training, args.max_len)
     batch_size = min(args.batch_size, rows)
     loader = DataLoader(data, batch_size=batch_size)
@@ -252,6 +254,8 @@ def finetune(args: argparse.Namespace) -> Dict[str, Any]:
         else:
             net.load_state_dict(saved["module_state_dict"])
             optimizer.load_state_dict(saved["optimizer_state_dict"])
+        if average:
+            average.load_state_dict(saved["average"])
         set_random_state(saved["random_state"])
 
     part = args.checkpoint_every or epoch_steps
@@ -281,16 +285,24 @@ def finetune(args: argparse.Namespace) -> Dict[str, Any]:
                 # Whether this was the last part of the batch.
                 if not private or not optimizer._is_last_step_skipped:
                     step += 1
+                    if average:
+                        average.update_parameters(net)
                     bar.update(loss.item())
             if args.checkpoint:
                 content = {"config": config, "step": step}
+                if average:
+                    content["average"] = average.state_dict()
                 write_checkpoint(args.checkpoint, net, optimizer, content, engine)
             now = time.monotonic()
             # Stop where the next part would end too late.
             if args.time_limit and 2 * now - part_start - start > args.time_limit:
                 break
 
-    accuracy = evaluate(net, encode(tokenizer, dev, args.max_len), args.device)
+    dev_data = encode(tokenizer, dev, args.max_len)
+    last_accuracy = accuracy = evaluate(net, dev_data, args.device)
+    if average:
+        inner = average.module.model
+        accuracy = evaluate(average.module, dev_data, args.device)
     if args.save:
         inner.save_pretrained(args.save)
         tokenizer.save_pretrained(args.save)
@@ -308,7 +320,9 @@ def finetune(args: argparse.Namespace) -> Dict[str, Any]:
         "epochs": step / epoch_steps,
         "epochs_planned": args.epochs,
         "steps": step,
+        "ema": args.ema,
         "accuracy": accuracy,
+        "last_accuracy": last_accuracy,
         "majority": 100 * dev.classes.bincount().max().item() / len(dev.texts),
         "seed": args.seed,
         "seconds": time.monotonic() - start,
@@ -389,6 +403,8 @@ def parse_args(argv: Optional[List[str]] = None) -> argparse.Namespace:
     add("--lr", None, positive, f"peak learning rate of AdamW{of('lr')}")
     add("--weight-decay", 0.01, bounded_number(float, 0), "of AdamW")
     add("--warmup", 0.0, share, "share of the steps, then linear decay to zero")
+    text = "decay of the moving average of the weights that is measured and saved; 0: "
+    add("--ema", 0.0, share, text + "the last weights")
     add(
         "--max-len",
         128,
@@ -465,6 +481,10 @@ def summary_table(summary: Dict[str, Any]) -> str:
     lines.append(
         f"accuracy     {s['accuracy']:.1f}% (largest class {s['majority']:.1f}%)"
     )
+    if s["ema"]:
+        lines.append(
+            f"             of averaged weights; of the last {s['last_accuracy']:.1f}%"
+        )
     return "\n".join(lines)
 
 

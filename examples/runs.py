@@ -9,11 +9,12 @@ import sys
 import time
 import warnings
 from pathlib import Path
-from typing import Any, Callable, Dict, Optional, Tuple
+from typing import Any, Callable, Dict, List, Optional, Tuple
 
 import torch
 from opacus import PrivacyEngine
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader
 
 from opacus_ext.accountants.budget import noise_left
@@ -25,6 +26,39 @@ def learning_rate(step: int, total: int, peak: float, warmup: float) -> float:
     """Linear warm-up to ``peak`` over a share ``warmup`` of the steps, then to zero."""
     rising = max(round(total * warmup), 1)
     return peak * min((step + 1) / rising, (total - step) / max(total - rising + 1, 1))
+
+
+def moving_average(module: nn.Module, decay: float) -> AveragedModel:
+    """
+    A copy of a model with moving averages of its weights ("Unlocking high-accuracy
+    differentially private image classification through scale", 2022, section 3).
+
+    Call ``update_parameters(module)`` after each step, and evaluate and release
+    ``.module``. Averages of what is private are as private: they cost no epsilon. Their
+    ``state_dict`` belongs into the checkpoints.
+
+    Args:
+        module: the model itself, not what ``make_private`` returns
+        decay: of the average, below 1. It begins lower, (1 + t) / (10 + t) after t
+            steps, or short runs would average their first weights
+
+    Example:
+        >>> model = nn.Linear(1, 1, bias=False)
+        >>> average = moving_average(model, 0.9)
+        >>> for weight in (0.0, 1.0):
+        ...     _ = nn.init.constant_(model.weight, weight)
+        ...     average.update_parameters(model)
+        >>> round(average.module.weight.item(), 3)  # 1 - 2 / 11
+        0.818
+    """
+
+    def average(
+        averages: List[torch.Tensor], weights: List[torch.Tensor], t: Any
+    ) -> None:
+        kept = min(decay, (1 + int(t)) / (10 + int(t)))
+        torch._foreach_lerp_(averages, weights, 1 - kept)
+
+    return AveragedModel(module, multi_avg_fn=average)
 
 
 def make_private(

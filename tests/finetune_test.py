@@ -108,8 +108,8 @@ def run(folder, *more, task="sst2"):
     return finetune.finetune(args)
 
 
-def weights(path):
-    return torch.load(path, weights_only=True)["module_state_dict"]
+def weights(path, which="module_state_dict"):
+    return torch.load(path, weights_only=True)[which]
 
 
 # -- losses and scores -------------------------------------------------------------
@@ -313,7 +313,11 @@ def test_saved_after_private_training(folder, tmp_path):
 
 @pytest.mark.parametrize(
     "more",
-    [(), ("--checkpoint-every", "2"), ("--non-private", "--checkpoint-every", "2")],
+    [
+        (),
+        ("--checkpoint-every", "2", "--ema", "0.9"),
+        ("--non-private", "--checkpoint-every", "2"),
+    ],
 )
 def test_resumed_is_bit_identical(folder, tmp_path, more):
     """Stopped after each part and resumed, against one run in one piece."""
@@ -328,14 +332,33 @@ def test_resumed_is_bit_identical(folder, tmp_path, more):
     assert [s["steps"] for s in found] == list(range(size, 7, size))
     for key in expected.keys() - {"seconds"}:
         assert expected[key] == found[-1][key], key
-    one, two = weights(whole), weights(parts)
-    assert all(torch.equal(one[key], two[key]) for key in one)
+    for which in ("module_state_dict", *(("average",) if "--ema" in more else ())):
+        one, two = weights(whole, which), weights(parts, which)
+        assert all(torch.equal(one[key], two[key]) for key in one)
     if "--non-private" not in more:
         spent = [s["epsilon_spent"] for s in found]
         assert spent == sorted(set(spent))
         # Resuming a finished run spends nothing.
         again = run(folder, *more, "--checkpoint", parts, "--resume")
         assert again["epsilon_spent"] == expected["epsilon_spent"]
+
+
+def test_averaged_weights_are_saved(folder, tmp_path):
+    """Against a loop over the weights after each step."""
+    path, saved = str(tmp_path / "run"), tmp_path / "saved"
+    more = ("--ema", "0.2", "--epochs", "1", "--lr", "1e-1", "--save", str(saved))
+    more = (*more, "--checkpoint", path, "--checkpoint-every", "1")
+    expected = None
+    for step, decay in enumerate((0, 2 / 11, 0.2)):  # 3 / 12 is over 0.2
+        found = run(folder, *more, "--stop-after-steps", "1", *step * ["--resume"])
+        now = weights(path)
+        expected = expected or now
+        expected = {k: decay * x + (1 - decay) * now[k] for k, x in expected.items()}
+    assert found["steps"] == 3 and found["ema"] == 0.2
+    model = transformers.AutoModelForSeq2SeqLM.from_pretrained(saved)
+    for name, x in model.state_dict().items():
+        torch.testing.assert_close(x, expected[f"model.{name}"])
+        assert not torch.allclose(x, now[f"model.{name}"], atol=1e-3), name
 
 
 def test_cut_off_between_checkpoints(folder, tmp_path):
