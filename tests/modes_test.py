@@ -530,8 +530,8 @@ def test_checkpoint_of_training(mode, wrap, tmp_path):
     assert_same(snapshot(other.module), snapshot(private.module))
 
 
-@every_mode
-@wrapped_or_not
+# The search for a noise multiplier takes seconds, and knows nothing of modes.
+@pytest.mark.parametrize("mode, wrap", [("hooks", True), ("ghost_bk", False)])
 def test_make_private_with_epsilon(mode, wrap):
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
     x = torch.randn(32, 3)

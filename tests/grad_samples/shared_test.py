@@ -197,7 +197,7 @@ def test_all_gradients_cancel(mode):
         assert total.abs().max() < 1e-5, name
 
 
-_PEAK = """
+_PEAKS = """
 import resource, sys, warnings
 warnings.simplefilter("ignore")
 import torch
@@ -206,33 +206,25 @@ from tests.common import make_private
 from tests.grad_samples.shared_test import Tied
 
 V, d, T, B = 200_000, 64, 4, 8
-mode = sys.argv[1]
 torch.set_num_threads(1)
-model = Tied(V, d)
 ids = torch.randint(0, V, (B, T))
 
 def loss_fn(model, ids):
     return model(ids).flatten(1).logsumexp(dim=1)
 
-if mode == "plain":
+def plain():
+    model = Tied(V, d)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     loss_fn(model, ids).mean().backward()
     optimizer.step()
-else:
-    make_private(model, mode, batch_size=B).step(ids, loss_fn)
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+
+def private():
+    make_private(Tied(V, d), sys.argv[1], batch_size=B).step(ids, loss_fn)
+
+for step in (plain, private):
+    step()
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
 """
-
-
-def _peak(mode):
-    run = subprocess.run(
-        [sys.executable, "-c", _PEAK, mode],
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parents[2],
-    )
-    assert run.returncode == 0, run.stderr
-    return int(run.stdout)
 
 
 @pytest.mark.parametrize(
@@ -241,11 +233,19 @@ def _peak(mode):
 def test_memory_of_a_large_vocabulary(mode):
     """Never [B, V, d] nor [V, V]: a few [V, d] and [B, T, V] beyond a plain step.
 
-    Plain and private step run in processes of their own; logits, weight and gradient
+    A process runs a plain step and then a private one; logits, weight and gradient
     are in both, so that the difference is what the mode adds. [B, V, d] is 410 MB; a
     copy of the summed gradient, the noise and the step take [V, d], 51 MB, each, and
     the recorded gradient of the logits [B, T, V] takes 26 MB.
     """
-    extra = _peak(mode) - _peak("plain")
+    run = subprocess.run(
+        [sys.executable, "-c", _PEAKS, mode],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[2],
+    )
+    assert run.returncode == 0, run.stderr
+    plain, private = map(int, run.stdout.split())
+    extra = private - plain
     table = 200_000 * 64 * 4
     assert extra < 6 * table, f"{extra / 2**20:.0f} MiB beyond a plain step"
