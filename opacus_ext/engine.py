@@ -10,6 +10,9 @@ import math
 from importlib import import_module
 from typing import Any, Callable, Dict, List, Optional, Union
 
+import opacus.optimizers
+import torch
+import torch.distributed as dist
 from opacus import PrivacyEngine
 from opacus.accountants.accountant import IAccountant
 from opacus.distributed import DifferentiallyPrivateDistributedDataParallel as DPDDP
@@ -44,7 +47,7 @@ def with_sampling(make_private: Callable) -> Callable:
         noise: Union[str, Banded] = INDEPENDENT,
         **kwargs: Any,
     ) -> Any:
-        correlated = _correlated(noise, **kwargs)
+        correlated = _correlated(self, noise, **kwargs)
         if correlated is not None:
             sampling = _in_turn(sampling, correlated.bands, kwargs["data_loader"])
         if sampling is None:
@@ -63,7 +66,12 @@ def with_sampling(make_private: Callable) -> Callable:
 
 
 def _correlated(
-    noise: Union[str, Banded], clipping: Any = "flat", **kwargs: Any
+    engine: PrivacyEngine,
+    noise: Union[str, Banded],
+    *,
+    clipping: Any = "flat",
+    grad_sample_mode: str = "hooks",
+    **kwargs: Any,
 ) -> Optional[BandedNoise]:
     if noise == INDEPENDENT:
         return None
@@ -81,7 +89,17 @@ def _correlated(
             parameter="noise",
             remedy="Choose another clipping.",
         )
-    return BandedNoise(noise.bands, noise.steps)
+    own = hasattr(type(engine)._prepare_criterion, "_opacus_ext")
+    made = opacus.optimizers.get_optimizer_class(clipping, False, grad_sample_mode)
+    if not own or not hasattr(made, "correlated"):
+        raise Refused(
+            f"grad_sample_mode={grad_sample_mode!r} of {type(engine).__name__} adds "
+            "independent noise.",
+            parameter="noise",
+            remedy='Take grad_sample_mode="ghost_bk" or "hooks" of PrivacyEngine, or '
+            'noise="independent".',
+        )
+    return BandedNoise(noise)
 
 
 def _in_turn(
@@ -149,8 +167,9 @@ def _drawn(
 ) -> Any:
     """
     Raises:
-        Refused: before anything is changed, as :meth:`Sampling.check`; in several
-            processes; with ``poisson_sampling=False``
+        Refused: before anything is changed, as :meth:`Sampling.check`; for DDP and
+            FSDP, and in secure mode in several processes; with
+            ``poisson_sampling=False``
     """
     if not isinstance(sampling, Sampling):
         raise Refused(
@@ -165,18 +184,24 @@ def _drawn(
             parameter="poisson_sampling",
             remedy="Leave one of them out.",
         )
-    if isinstance(kwargs["module"], (DPDDP, DDP, FSDPModule)):
+    module = kwargs["module"]
+    distributed = isinstance(module, DPDDP)
+    if isinstance(module, (DDP, FSDPModule)) or (distributed and engine.secure_mode):
         raise Refused(
-            f"{type(sampling).__name__} draws in one process, and "
-            f"{type(kwargs['module']).__name__} trains in several.",
+            f"{type(sampling).__name__} does not draw for {type(module).__name__}"
+            f"{' in secure mode' if distributed else ''}.",
             parameter="sampling",
-            remedy="Leave sampling out: Opacus's Poisson sampling draws in each "
-            "process.",
+            remedy="Leave sampling and noise out (Opacus's Poisson sampling draws in "
+            "each process), or use DifferentiallyPrivateDistributedDataParallel "
+            "without secure mode.",
         )
     records = count_records(data_loader.dataset)
     sampling.check(records, engine.accountant)
     loader = sampling.loader(
-        data_loader, batch_first=batch_first, rand_on_empty=rand_on_empty
+        data_loader,
+        batch_first=batch_first,
+        rand_on_empty=rand_on_empty,
+        distributed=distributed,
     )
 
     def prepare(stock: DataLoader, **options: Any) -> DataLoader:
@@ -192,6 +217,8 @@ def _drawn(
         del engine._prepare_data_loader
     optimizer = made[1]
     optimizer.expected_batch_size = sampling.divisor(records)
+    if distributed:  # of one process
+        optimizer.expected_batch_size /= dist.get_world_size()
     optimizer.attach_step_hook(sampling.hook(engine.accountant, records))
     return made
 
@@ -219,6 +246,7 @@ def with_epsilon(make_private_with_epsilon: Callable) -> Callable:
                 epsilon=target_epsilon,
                 delta=target_delta,
                 epochs=epochs,
+                momentum=_momentum(kwargs["optimizer"]),
             )
         if isinstance(noise, Banded):
             sampling = _in_turn(sampling, noise.bands, loader)
@@ -249,6 +277,13 @@ def with_epsilon(make_private_with_epsilon: Callable) -> Callable:
         return made
 
     return make
+
+
+def _momentum(optimizer: torch.optim.Optimizer) -> float:
+    """Of SGD, and that of the gradients in Adam and its like."""
+    groups = optimizer.param_groups
+    found = [g.get("momentum", g.get("betas", (0.0,))[0]) for g in groups]
+    return max((float(m) for m in found if 0 <= m < 1), default=0.0)
 
 
 def calibrate(
@@ -302,6 +337,7 @@ def choose_bands(
     epsilon: float,
     delta: float,
     epochs: float,
+    momentum: float = 0.0,
     max_bands: int = 64,
 ) -> Banded:
     """
@@ -313,6 +349,7 @@ def choose_bands(
     Args:
         sampling: Poisson, of the run without correlated noise
         accountant, records, epsilon, delta, epochs: as of :func:`calibrate`
+        momentum: of SGD, or the first of Adam's betas
         max_bands: the optimizer keeps one less times the model's size
 
     Returns:
@@ -324,22 +361,22 @@ def choose_bands(
         ...     Poisson(expected_batch_size=50), PRVBoundsAccountant(), 1000,
         ...     epsilon=8.0, delta=1e-5, epochs=5,
         ... )
-        Banded(bands=8, steps=100)
+        Banded(bands=8, steps=100, momentum=0.0)
     """
     steps = max(math.ceil(epochs * sampling.steps_per_epoch(records)), 1)
     if not isinstance(accountant, PRVBoundsAccountant):  # by a quick one: a choice
         accountant, before = PRVBoundsAccountant(), accountant.history
         accountant.history = list(before)
-    best, bands = (math.inf, Banded(1, steps)), 1
+    best, bands = (math.inf, Banded(1, steps, momentum)), 1
     while bands <= min(max_bands, steps) and bands * sampling.rate(records) <= 1:
         cyclic = CyclicPoisson(bands=bands, sample_rate=sampling.rate(records))
         noise = calibrate(
             cyclic, accountant, records, epsilon=epsilon, delta=delta, epochs=epochs
         )
-        left = noise * error(coefficients(bands, steps), steps)
+        left = noise * error(coefficients(bands, steps, momentum), steps, momentum)
         if left > best[0]:
             break
-        best, bands = (left, Banded(bands, steps)), 2 * bands
+        best, bands = (left, Banded(bands, steps, momentum)), 2 * bands
     return best[1]
 
 

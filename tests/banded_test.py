@@ -13,13 +13,20 @@ from opacus import PrivacyEngine
 from opacus.accountants import create_accountant
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from scipy.linalg import toeplitz
+from scipy.optimize import minimize
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from opacus_ext.data import CyclicPoisson, FixedSize
 from opacus_ext.losses import PerSample
 from opacus_ext.monitor import Monitor
-from opacus_ext.optimizers.banded import Banded, BandedNoise, coefficients, error
+from opacus_ext.optimizers.banded import (
+    Banded,
+    BandedNoise,
+    _fit,
+    coefficients,
+    error,
+)
 from opacus_ext.refused import Refused
 
 # (steps, bands): error, and first two coefficients, by JAX-Privacy.
@@ -33,8 +40,8 @@ PUBLISHED = {
 }
 
 
-def dense(bands, steps):
-    c = coefficients(bands, steps)
+def dense(bands, steps, momentum=0.0):
+    c = coefficients(bands, steps, momentum)
     return np.tril(toeplitz(np.pad(c, (0, steps - bands)), np.zeros(steps)))
 
 
@@ -55,6 +62,56 @@ def test_matrix(steps, bands):
     assert found == pytest.approx(np.linalg.norm(sums) / math.sqrt(steps))
 
 
+def sgd(steps, momentum, rates):
+    """The weights after each step of torch's SGD, a column for each gradient."""
+    found = np.zeros((steps, steps))
+    for j in range(steps):
+        p = nn.Parameter(torch.zeros((), dtype=torch.float64))
+        optimizer = torch.optim.SGD([p], lr=1.0, momentum=momentum)
+        for t in range(steps):
+            optimizer.param_groups[0]["lr"] = rates[t]
+            p.grad = torch.tensor(-float(t == j), dtype=torch.float64)
+            optimizer.step()
+            found[t, j] = p.item()
+    return found
+
+
+def optimum(start, matrix):
+    """The least error of any Toeplitz C with as many bands, by finite differences."""
+
+    def objective(c):
+        c = np.pad(c / np.linalg.norm(c), (0, len(matrix) - len(c)))
+        inverse = np.linalg.inv(np.tril(toeplitz(c, 0 * c)))
+        return np.linalg.norm(matrix @ inverse) / math.sqrt(len(matrix))
+
+    return objective(start), minimize(objective, start, options={"gtol": 1e-6}).fun
+
+
+def test_momentum():
+    """The weights of SGD; the optimum for them, and nearly that of a schedule."""
+    bands, n, momentum = 5, 30, 0.8
+    matrix = sgd(n, momentum, np.ones(n))
+    c = coefficients(bands, n, momentum)
+    found, least = optimum(c, matrix)
+    assert error(c, n, momentum) == pytest.approx(found, rel=1e-12)
+    assert found == pytest.approx(least, rel=1e-8)
+    assert optimum(coefficients(bands, n), matrix)[0] > 1.01 * least
+    found, least = optimum(c, sgd(n, momentum, 1 - np.arange(n) / n))
+    assert found < 1.003 * least
+
+
+def test_a_long_run():
+    """What the first steps say of a run is what all of its steps say."""
+    c = coefficients(8, 3000, 0.5)
+    short, expected = _fit(8, 3000, 0.5, 500)
+    assert short == pytest.approx(c, abs=1e-5)
+    assert expected == pytest.approx(error(c, 3000, 0.5), rel=1e-8)
+    with pytest.raises(Refused, match="MiB"):
+        coefficients(10_000, 10_000)
+    with pytest.raises(Refused, match="momentum of 1"):
+        coefficients(2, 10, 1.0)
+
+
 def test_more_bands_leave_less():
     errors = [error(coefficients(2**k, 300), 300) for k in range(8)]
     assert errors == sorted(errors, reverse=True)
@@ -69,7 +126,7 @@ def test_bands_are_refused(bands):
 
 @pytest.mark.parametrize("bands", [1, 2, 5, 9])
 def test_stream_is_the_inverse(bands):
-    noise = BandedNoise(bands, 9)
+    noise = BandedNoise(Banded(bands, 9))
     z = torch.randn(9, 3, dtype=torch.float64)
     rows = []
     for row in z:
@@ -81,7 +138,9 @@ def test_stream_is_the_inverse(bands):
     assert noise.std == pytest.approx(np.linalg.norm(last))
 
 
-def private(mode="ghost_bk", noise=Banded(4, 12), multiplier=1.0, seed=0, **kwargs):
+def private(
+    mode="ghost_bk", noise=Banded(4, 12), multiplier=1.0, seed=0, workers=0, **kwargs
+):
     torch.manual_seed(0)
     data = TensorDataset(torch.randn(60, 5), torch.randint(0, 3, (60,)))
     model, engine = nn.Linear(5, 3), PrivacyEngine(accountant="rdp")
@@ -89,7 +148,9 @@ def private(mode="ghost_bk", noise=Banded(4, 12), multiplier=1.0, seed=0, **kwar
         module=model,
         optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
         criterion=PerSample(),
-        data_loader=DataLoader(data, batch_size=5, generator=torch.Generator()),
+        data_loader=DataLoader(
+            data, batch_size=5, generator=torch.Generator(), num_workers=workers
+        ),
         noise_multiplier=multiplier,
         max_grad_norm=1.0,
         grad_sample_mode=mode,
@@ -206,23 +267,47 @@ def test_resume(tmp_path):
         independent[2].load_state_dict(optimizer.state_dict())
     with pytest.raises(Refused, match="independent noise"):
         rest[2].load_state_dict(independent[2].state_dict())
-    with pytest.raises(Refused, match="noise of 4 bands for 12 steps"):
+    with pytest.raises(Refused, match=r"noise of Banded\(bands=4, steps=12, mom"):
         private(noise=Banded(2, 12))[2].load_state_dict(optimizer.state_dict())
+    state = optimizer.state_dict()
+    state["opacus_ext_correlated_noise"]["past"] = {}  # as of another process
+    rest[2].load_state_dict(state)
+    with pytest.raises(Refused, match="no noise of 5 steps before"):
+        step(*rest[1:4], batches[0])
 
 
 def test_batches_without_a_step_are_refused():
+    """At the next draw, whatever is drawn ahead; a draw that is given up is fine."""
+    for ahead in (0, 1):
+        _, module, optimizer, criterion, loader = private()
+        loader.batch_sampler.ahead = ahead
+        batches, queue, seen = iter(loader), [], []
+        with pytest.raises(Refused, match="3 steps.*ask for 4"):
+            for i in range(12):
+                while len(queue) <= ahead:
+                    queue.append(next(batches))
+                if i != 3:
+                    step(module, optimizer, criterion, queue[0])
+                seen.append(queue.pop(0))
+        assert len(seen) == 4
     _, module, optimizer, criterion, loader = private()
-    batches = iter(loader)
-    next(batches)
-    next(batches)  # one may be ahead
-    with pytest.raises(Refused, match="2 batches were drawn of which no step"):
-        next(batches)
-    _, module, optimizer, criterion, loader = private()
-    for i, batch in enumerate(loader):
-        if i != 3:
+    for given_up in (5, 2, 12):
+        for i, batch in enumerate(loader):
+            if i == given_up:
+                break
             step(module, optimizer, criterion, batch)
-    with pytest.raises(Refused, match="1 batches were drawn of which no step"):
+    step(module, optimizer, criterion, batch)  # of no new batch
+    with pytest.raises(Refused, match="20 steps.*ask for 19"):
         next(iter(loader))
+
+
+def test_workers_draw_ahead():
+    _, module, optimizer, criterion, loader = private(workers=1)
+    with pytest.raises(Refused, match="5 steps.*ask for 6"):
+        for i, batch in enumerate(loader):
+            if i != 5:
+                step(module, optimizer, criterion, batch)
+    assert i == 5
 
 
 def test_with_epsilon():
@@ -231,7 +316,7 @@ def test_with_epsilon():
     model, engine = nn.Linear(5, 3), PrivacyEngine(accountant="prv_bounds")
     module, optimizer, criterion, loader = engine.make_private_with_epsilon(
         module=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.7),
         criterion=PerSample(),
         data_loader=DataLoader(data, batch_size=20),
         target_epsilon=8.0,
@@ -242,6 +327,7 @@ def test_with_epsilon():
         noise="banded",
     )
     assert optimizer.correlated.bands > 1
+    assert optimizer.correlated.plan.momentum == 0.7
     for _ in range(3):
         for batch in loader:
             step(module, optimizer, criterion, batch)
@@ -256,6 +342,7 @@ def test_with_epsilon():
         ({"sampling": FixedSize(batch_size=5)}, "CyclicPoisson"),
         ({"sampling": CyclicPoisson(bands=3, expected_batch_size=5)}, "3 parts"),
         ({"noise": Banded(24, 30)}, "smaller than the expected batch"),
+        ({"mode": "functorch"}, "'functorch' of PrivacyEngine adds independent"),
     ],
 )
 def test_refused(kwargs, match):
@@ -272,6 +359,10 @@ def test_another_noise_multiplier_and_a_monitor_are_refused():
     optimizer.noise_multiplier = 0.5
     with pytest.raises(Refused, match="from 1 to 0.5"):
         step(module, optimizer, criterion, next(batches))
+    optimizer.noise_multiplier = 1.0
+    optimizer.params[-1].requires_grad_(False)
+    with pytest.raises(Refused, match="Other parameters"):
+        step(module, optimizer, criterion, (torch.ones(1, 5), torch.ones(1).long()))
 
 
 def test_two_batches_in_one_step_are_refused_in_the_middle_of_a_round():
@@ -279,8 +370,8 @@ def test_two_batches_in_one_step_are_refused_in_the_middle_of_a_round():
     batches = iter(loader)
     step(module, optimizer, criterion, next(batches))
     optimizer.zero_grad()
+    x, y = next(batches)
     with pytest.raises(Refused, match="accumulat"):
         for _ in range(2):
-            x, y = next(batches)
             nn.functional.cross_entropy(module(x), y).backward()
         optimizer.step()

@@ -32,6 +32,7 @@ from opacus_ext.layers import (
     TopKFeedForward,
     freeze_routers,
 )
+from opacus_ext.optimizers import Banded
 from opacus_ext.optimizers.clipping import CLIPPINGS, clipping_factors
 from tests.blocks import LOADED
 from tests.common import (
@@ -448,6 +449,55 @@ def noise(mode: str, clipping: str = "flat") -> Dict[str, Any]:
     }
 
 
+PLAN = Banded(bands=3, steps=16, momentum=0.5)
+
+
+def correlated_run():
+    """A run with correlated noise, its records known by their first entry."""
+    torch.manual_seed(0)
+    x = torch.randn(48, 5, dtype=torch.float64)
+    x[:, 0] = torch.arange(48)
+    model = nn.Linear(5, 3).double()
+    private = make_private(
+        DPDDP(model) if dist.is_initialized() else model,
+        "ghost_bk",
+        batch_size=6,
+        dataset=TensorDataset(x),
+        poisson_sampling=True,
+        noise=PLAN,
+        noise_multiplier=2.0,
+        noise_generator=torch.Generator().manual_seed(3),
+        lr=0.1,
+    )
+    return private, model
+
+
+def correlated() -> Dict[str, Any]:
+    """Two epochs, and the last eleven steps again from what process 0 has saved."""
+    private, model = correlated_run()
+    torch.manual_seed(dist.get_rank())  # process 0 says what is drawn
+    batches, saved = [], []
+    for _ in range(2):
+        for (batch,) in private.loader:
+            if len(batches) == 5:
+                saved = [model.state_dict(), private.optimizer.state_dict()]
+                saved = copy.deepcopy([*saved, private.optimizer.generator.get_state()])
+                dist.broadcast_object_list(saved)
+            batches.append(batch)
+            private.step(batch, square_loss)
+    again, resumed = correlated_run()
+    resumed.load_state_dict(saved[0])
+    again.optimizer.load_state_dict(saved[1])
+    again.optimizer.generator.set_state(saved[2])
+    for batch in batches[5:]:
+        again.step(batch, square_loss)
+    return {
+        "batches": batches,
+        "states": [weights(model), weights(resumed)],
+        "history": private.engine.accountant.history,
+    }
+
+
 def evaluation() -> torch.Tensor:
     """Before training, after some, and after the hooks are gone."""
     model = expert_parallel(model_of("mixture")).eval()
@@ -655,6 +705,7 @@ OTHERS: Dict[int, Dict[str, Callable[[], Any]]] = {
         "refusals": refusals,
         **{f"in parts {mode}": lambda mode=mode: in_parts(mode) for mode in MODES},
         "half": half,
+        "correlated": correlated,
     },
     4: {"evaluation": evaluation},
 }
@@ -805,6 +856,24 @@ def test_noise_once(mode, two):
             assert torch.equal(added, other)
     values = [x.flatten()[:40] for x in first["added"].values()]
     assert not any(torch.equal(values[0], x) for x in values[1:])
+
+
+def test_correlated_noise(two):
+    """Batches of parts in turn, a share for each; the noise of one process."""
+    first, second = two.of("correlated")
+    private, model = correlated_run()
+    for t, shares in enumerate(zip(first["batches"], second["batches"])):
+        drawn = torch.cat(shares)
+        assert len(set(drawn[:, 0].tolist())) == len(drawn)
+        assert (drawn[:, 0] % 3 == t % 3).all()
+        assert len(shares[0]) - len(shares[1]) in (0, 1)
+        private.step(drawn, square_loss)
+    assert sum(map(len, first["batches"])) > 20
+    for found in (first, second):
+        assert found["history"] == private.engine.accountant.history
+        for state in found["states"]:
+            for name, value in model.state_dict().items():
+                torch.testing.assert_close(state[name], value, rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("size", [2, 4])

@@ -370,7 +370,7 @@ def test_several_processes_are_refused():
             return self.module(x)
 
     model = DDP(nn.Linear(3, 2))
-    with pytest.raises(Refused, match="FixedSize draws in one process, and DDP"):
+    with pytest.raises(Refused, match="FixedSize does not draw for DDP"):
         PrivacyEngine(accountant="prv_bounds").make_private(
             module=model,
             optimizer=torch.optim.SGD(model.parameters(), lr=1.0),

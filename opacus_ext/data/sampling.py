@@ -10,15 +10,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, Callable, Dict, Iterator, List, Optional
+from typing import Any, Callable, Dict, Optional
 
 import torch
 from opacus.accountants.accountant import IAccountant
 from opacus.data_loader import dtype_safe, shape_safe, wrap_collate_with_empty
 from opacus.optimizers import DPOptimizer
-from opacus.utils.uniform_sampler import UniformWithReplacementSampler
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from opacus_ext.data.draws import Draws
 from opacus_ext.refused import Refused
 
 
@@ -152,6 +152,7 @@ class Sampling(ABC):
         *,
         batch_first: bool = True,
         rand_on_empty: bool = False,
+        distributed: bool = False,
     ) -> DataLoader:
         """
         A loader that draws this way; all but the batches is that of another one.
@@ -160,6 +161,7 @@ class Sampling(ABC):
             stock: its data set, collator, workers, generator and so on are taken
             batch_first: of an empty batch, as in Opacus's ``DPDataLoader``
             rand_on_empty: see there
+            distributed: whether it gives each process its share of the batch
 
         Raises:
             Refused: for a data set whose records have no numbers
@@ -167,8 +169,8 @@ class Sampling(ABC):
         dataset = stock.dataset
         records = count_records(dataset)
         fields = list(dataset[0])
-        draws = Draws(self, records, stock.generator)
-        draws.ahead += stock.num_workers * (stock.prefetch_factor or 2)
+        draws = Draws(self, records, stock.generator, distributed)
+        draws.ahead = stock.num_workers * (stock.prefetch_factor or 2)
         return DataLoader(
             dataset,
             batch_sampler=draws,
@@ -202,54 +204,6 @@ def count_records(dataset: Dataset) -> int:
             remedy="Use a data set with __getitem__ and __len__.",
         )
     return len(dataset)  # type: ignore[arg-type]
-
-
-class Draws(UniformWithReplacementSampler):
-    """
-    The batches of an epoch, as lists of record numbers. Opacus's
-    ``BatchMemoryManager`` splits them, and in secure mode gives them its generator.
-
-    Example:
-        >>> draws = Draws(FixedSize(batch_size=3), 12, torch.Generator())
-        >>> [len(batch) for batch in draws]
-        [3, 3, 3, 3]
-    """
-
-    def __init__(self, sampling: Sampling, records: int, generator: Any = None):
-        super().__init__(
-            num_samples=records,
-            sample_rate=sampling.rate(records),
-            generator=generator,
-            steps=sampling.steps_per_epoch(records),
-        )
-        self.sampling = sampling
-        #: How many steps of the run have been taken, where its batches depend on that.
-        self.taken: Optional[Callable[[], int]] = None
-        self.ahead = 1  # batches that are drawn before the step of the last one
-        self._last: Optional[int] = None  # the steps there must be after an epoch
-
-    def __iter__(self) -> Iterator[List[int]]:
-        first = 0 if self.taken is None else self.taken()
-        if self._last is not None and self._last != first:
-            raise self._skipped(self._last - first)
-        self._last = None
-        for step in range(first, first + self.steps):
-            if self.taken is not None and step - self.taken() > self.ahead:
-                raise self._skipped(step - self.taken())
-            drawn = self.sampling.draw(self.num_samples, self.generator, step)
-            yield drawn.tolist()
-        if self.taken is not None:
-            self._last = first + self.steps
-
-    def _skipped(self, batches: int) -> Refused:
-        return Refused(
-            f"{batches} batches were drawn of which no step was made. Those of "
-            f"{type(self.sampling).__name__} are drawn from parts of the data set in "
-            "turn, so that the records of one are in no other of as many steps.",
-            parameter="sampling",
-            remedy="Call optimizer.step() for each batch of the loader, or "
-            'use noise="independent".',
-        )
 
 
 def _keys(records: int, generator: Any) -> torch.Tensor:

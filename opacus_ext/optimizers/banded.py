@@ -14,9 +14,10 @@ mechanism of its own with the noise multiplier of ``Z``.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import asdict, dataclass
 from functools import lru_cache
-from typing import Any, Dict, Hashable, Mapping, Optional, Tuple
+from typing import Any, Dict, Hashable, List, Mapping, Optional, Tuple
 
 import numpy as np
 import torch
@@ -26,24 +27,34 @@ from scipy.signal import lfilter
 
 from opacus_ext.refused import Refused
 
+#: Most entries of a Jacobian, 256 MiB.
+_ENTRIES = 2**25
+
 
 @lru_cache(maxsize=256)
-def coefficients(bands: int, steps: int) -> Tuple[float, ...]:
+def coefficients(bands: int, steps: int, momentum: float = 0.0) -> Tuple[float, ...]:
     """
     The b coefficients of C that minimise :func:`error`, of L2 norm 1.
+
+    Time and memory grow with b, and hardly with steps: what a gradient adds to the
+    weights settles, and only the steps until then are looked at one by one.
 
     Args:
         bands: b, at least 1, which is independent noise
         steps: of the run, n
+        momentum: of SGD, from 0 to below 1
 
     Raises:
-        Refused: unless 1 <= bands <= steps
+        Refused: unless 1 <= bands <= steps and 0 <= momentum < 1; if it would take
+            more than 256 MiB
 
     Example:
         >>> coefficients(1, 100)
         (1.0,)
         >>> [round(c, 3) for c in coefficients(2, 100)]
         [0.796, 0.606]
+        >>> [round(c, 3) for c in coefficients(2, 1_000_000, momentum=0.9)]
+        [0.708, 0.706]
     """
     if not 1 <= bands <= steps:
         raise Refused(
@@ -51,40 +62,78 @@ def coefficients(bands: int, steps: int) -> Tuple[float, ...]:
             parameter="bands",
             remedy="Give at least one band, and at most one a step.",
         )
+    if not 0 <= momentum < 1:
+        raise Refused(
+            f"A momentum of {momentum:g}.",
+            parameter="momentum",
+            remedy="Give that of the optimizer, from 0 to below 1.",
+        )
     if bands == 1:
         return (1.0,)
-    weights = np.sqrt(np.arange(steps, 0, -1) / steps)
+    head = min(steps, max(bands, 2**20 // bands))
+    while head * bands <= _ENTRIES:
+        c, expected = _fit(bands, steps, momentum, head)
+        if math.isclose(error(c, steps, momentum), expected, rel_tol=1e-6):
+            return c
+        head = min(steps, 4 * head)  # it had not settled
+    raise Refused(
+        f"{bands} bands for {steps} steps would take {8 * head * bands >> 20} MiB to "
+        "find their coefficients.",
+        parameter="bands",
+        remedy="Give fewer bands: the optimizer keeps one less times the model's size.",
+    )
+
+
+def _fit(
+    bands: int, steps: int, momentum: float, head: int
+) -> Tuple[Tuple[float, ...], float]:
+    """
+    Coefficients, and their error if the columns of A C^-1 have settled after ``head``
+    steps, which the caller has to see to.
+    """
+    column = _sums(head, momentum)
+    limit = 1 / (1 - momentum)
+    rest = steps - head
+    weights = np.append(np.arange(steps, rest, -1.0), rest * (rest + 1) / 2) / steps
 
     @lru_cache(maxsize=2)
     def residuals(rest: bytes) -> Tuple[NDArray, NDArray]:
         """Weighted diagonals of A C^-1, times the norm of C; and their slopes."""
         c = np.concatenate([[1.0], np.frombuffer(rest)])
-        norm = np.sqrt(c @ c)
-        d = lfilter([1.0], c, np.ones(steps))
+        norm, total = np.sqrt(c @ c), c.sum()
+        d = lfilter([1.0], c, column)
         moved = lfilter([1.0], c, d)
-        slopes = np.zeros((steps, bands - 1))
+        slopes = np.zeros((bands - 1, head + 1))
         if not max(abs(d[-1]), abs(moved[-1])) < 1e50:  # C^-1 explodes: not there
-            return np.full(steps, 1e50), slopes
-        for i in range(1, bands):
-            slopes[i:, i - 1] = -norm * moved[: steps - i]
-            slopes[:, i - 1] += d * c[i] / norm
-        return weights * d * norm, weights[:, None] * slopes
-
-    def objective(rest: NDArray) -> float:
-        return float(np.sum(residuals(rest.tobytes())[0] ** 2)) / steps
-
-    def slope(rest: NDArray) -> NDArray:
-        r, jacobian = residuals(rest.tobytes())
-        return 2 / steps * (r @ jacobian)
-
-    def curvature(rest: NDArray) -> NDArray:
-        jacobian = residuals(rest.tobytes())[1]
-        return 2 / steps * (jacobian.T @ jacobian)
+            return np.full(head + 1, 1e50), slopes
+        d = np.append(d, limit / total)
+        for i, row in enumerate(slopes, 1):
+            row[i:-1] = -norm * moved[: head - i]
+            row[-1] = -norm * limit / total**2
+            row += d * (c[i] / norm)
+        slopes *= scale
+        return scale * d * norm, slopes
 
     # 1 / sqrt(1 - x), the square root of A, which is optimal up to a constant for b = n
     # (Fichtenberger, Henzinger and Upadhyay 2023).
     k = np.arange(1, bands)
     start = np.cumprod((2 * k - 1) / (2 * k))
+    scale = np.sqrt(weights)
+    first = np.linalg.norm(residuals(start.tobytes())[0])
+    scale = scale / first  # so that the least slope means the same in long runs
+    residuals.cache_clear()
+
+    def objective(rest: NDArray) -> float:
+        return float(np.sum(residuals(rest.tobytes())[0] ** 2))
+
+    def slope(rest: NDArray) -> NDArray:
+        r, jacobian = residuals(rest.tobytes())
+        return 2 * (jacobian @ r)
+
+    def curvature(rest: NDArray) -> NDArray:
+        jacobian = residuals(rest.tobytes())[1]
+        return 2 * (jacobian @ jacobian.T)
+
     found = minimize(
         objective,
         start,
@@ -94,23 +143,34 @@ def coefficients(bands: int, steps: int) -> Tuple[float, ...]:
         options={"gtol": 1e-7, "initial_trust_radius": 0.1},
     )
     c = np.concatenate([[1.0], found.x])
-    return tuple(map(float, c / np.sqrt(c @ c)))
+    return tuple(map(float, c / np.sqrt(c @ c))), float(first * np.sqrt(found.fun))
 
 
-def error(c: Tuple[float, ...], steps: int) -> float:
+def _sums(steps: int, momentum: float) -> NDArray:
+    """The first column of A: what a gradient adds to the weights of later steps."""
+    return lfilter([1.0], [1.0, -momentum], np.ones(steps))
+
+
+def error(c: Tuple[float, ...], steps: int, momentum: float = 0.0) -> float:
     """
-    The root mean square, over the steps, of the noise in the sum of all gradients so
-    far, for ``Z`` of std 1: ``||A C^-1||_F / sqrt(n)``.
+    The root mean square, over the steps, of the noise in the weights, for a learning
+    rate of 1 and ``Z`` of std 1: ``||A C^-1||_F / sqrt(n)``.
+
+    ``A`` has the sums of all gradients so far, each with weight 1; with momentum
+    ``1 + momentum + ... + momentum^k`` after k further steps (Kalinin and Lampert
+    2024, "Banded square root matrix factorization for differentially private model
+    training").
 
     Args:
         c: the coefficients of C
         steps: of the run, n
+        momentum: of SGD
 
     Example:
         >>> f"{error((1.0,), 100):.3f}"
         '7.106'
     """
-    d = lfilter([1.0], np.array(c), np.ones(steps))
+    d = lfilter([1.0], np.array(c), _sums(steps, momentum))
     return float(np.sqrt((np.arange(steps, 0, -1) / steps) @ d**2))
 
 
@@ -126,10 +186,13 @@ class Banded:
             drawn with b times the rate from 1/b of the data set. The optimizer keeps
             b - 1 times the model's size
         steps: of the run
+        momentum: of SGD, or the first of Adam's betas: the noise is chosen to leave
+            the least in weights that such steps have moved. Any is as private
     """
 
     bands: int
     steps: int
+    momentum: float = 0.0
 
 
 class BandedNoise:
@@ -139,17 +202,19 @@ class BandedNoise:
     ``xi_t = (z_t - sum over 0 < i < b of c_i xi_(t - i)) / c_0``: the last b - 1 rows
     are kept, that many times the size of the model in float32.
 
+    Of several processes, that which adds the noise of a parameter keeps its rows.
+
     Args:
-        bands: b; 1 gives Z itself
-        steps: of the run, for which the coefficients are chosen. It may take less or
-            more steps; both are as private, and not quite as good
+        plan: 1 band gives Z itself. The run may take less or more steps than planned,
+            which is as private and not quite as good
     """
 
-    def __init__(self, bands: int, steps: int):
-        self.coefficients = coefficients(bands, steps)
-        self.bands, self.planned_steps = bands, steps
+    def __init__(self, plan: Banded):
+        self.coefficients = coefficients(plan.bands, plan.steps, plan.momentum)
+        self.plan, self.bands = plan, plan.bands
         self.taken = 0  # steps
         self.noise_multiplier: Optional[float] = None  # of the run, from its first step
+        self.trained: Optional[List[int]] = None  # the same
         self._past: Dict[Hashable, torch.Tensor] = {}  # [b - 1, ...], a ring
 
     def __call__(self, name: Hashable, z: torch.Tensor) -> torch.Tensor:
@@ -162,6 +227,9 @@ class BandedNoise:
 
         Returns:
             Noise of the shape of ``z``, in float32 or wider.
+
+        Raises:
+            Refused: if the rows of the steps before are missing
         """
         z = z.to(torch.promote_types(z.dtype, torch.float32))
         c0, *rest = self.coefficients
@@ -169,18 +237,30 @@ class BandedNoise:
             return z / c0
         past = self._past.get(name)
         if past is None:
+            if self.taken:
+                raise Refused(
+                    f"There is no noise of {self.taken} steps before to take back: the "
+                    "checkpoint is of a process that did not add it.",
+                    parameter="noise",
+                    remedy="Load that of process 0, or with experts spread over "
+                    "processes that of each its own.",
+                )
             past = self._past[name] = z.new_zeros(len(rest), *z.shape)
         ring = [rest[(self.taken - 1 - i) % len(rest)] for i in range(len(rest))]
         row = (z - torch.tensordot(past.new_tensor(ring), past, 1)) / c0
         past[self.taken % len(rest)] = row
         return row
 
-    def begin(self, noise_multiplier: float) -> None:
+    def begin(self, noise_multiplier: float, trained: List[int]) -> None:
         """
         Of a step.
 
+        Args:
+            noise_multiplier: of the step
+            trained: the places of the parameters with gradients
+
         Raises:
-            Refused: if the noise multiplier is another than at the first step
+            Refused: if they are others than at the first step
         """
         known = self.noise_multiplier
         if known is not None and known != noise_multiplier:
@@ -190,7 +270,15 @@ class BandedNoise:
                 parameter="noise",
                 remedy='Keep it, or train with noise="independent".',
             )
-        self.noise_multiplier = noise_multiplier
+        if self.trained not in (None, trained):
+            raise Refused(
+                "Other parameters are trained than at the first step, and correlated "
+                "noise would take back what was added to those.",
+                parameter="noise",
+                remedy="Freeze and unfreeze before make_private, or train with "
+                'noise="independent".',
+            )
+        self.noise_multiplier, self.trained = noise_multiplier, trained
 
     @property
     def std(self) -> float:
@@ -202,24 +290,22 @@ class BandedNoise:
 
     def state_dict(self) -> Dict[str, Any]:
         """To go on with; whoever has it can take noise off the gradients."""
-        names = ("bands", "planned_steps", "taken", "noise_multiplier")
-        return {**{name: getattr(self, name) for name in names}, "past": self._past}
+        names = ("taken", "noise_multiplier", "trained")
+        kept = {name: getattr(self, name) for name in names}
+        return {"plan": asdict(self.plan), **kept, "past": self._past}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """
         Raises:
-            Refused: for that of a run with other bands or steps
+            Refused: for that of a run with another plan
         """
-        theirs, mine = (
-            (state["bands"], state["planned_steps"]),
-            (self.bands, self.planned_steps),
-        )
-        if theirs != mine:
+        if Banded(**state["plan"]) != self.plan:
             raise Refused(
-                f"The checkpoint has noise of {theirs[0]} bands for {theirs[1]} steps, "
-                f"and the run has {mine[0]} for {mine[1]}.",
+                f"The checkpoint has noise of {Banded(**state['plan'])}, and the run "
+                f"has {self.plan}.",
                 parameter="noise",
                 remedy="Go on with what the run began with.",
             )
         self.taken, self.noise_multiplier = state["taken"], state["noise_multiplier"]
+        self.trained = state["trained"]
         self._past = {name: x.clone() for name, x in state["past"].items()}

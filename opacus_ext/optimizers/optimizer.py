@@ -61,6 +61,7 @@ class _ClippingOptimizer(_Base):
 
     clipping: Clipping = CLIPPINGS["flat"]
     on_nonfinite = "drop"  # or "raise", set by make_private
+    rank = 0  # of the process
     correlated: Optional[BandedNoise] = None  # set by make_private
     monitor: Optional[Monitor] = None  # attaches itself
     watch: Optional[Watch] = None  # set by make_private
@@ -167,9 +168,10 @@ class _ClippingOptimizer(_Base):
         """
         multiplier = self.gradient_noise_multiplier
         std, params = multiplier * self.sensitivity, self.params
+        given = (p for group in self.param_groups for p in group["params"])
+        places = {p: i for i, p in enumerate(given)}
         if self.correlated is not None:
-            self.correlated.begin(multiplier)
-        places = {p: i for i, p in enumerate(params)}
+            self.correlated.begin(multiplier, [places[p] for p in params])
         small: Dict[tuple, Tuple[Optional[torch.Generator], list]] = {}
         for p in params:
             _check_processed_flag(p.summed_grad)
@@ -207,7 +209,8 @@ class _ClippingOptimizer(_Base):
         if self.correlated is None:
             return self._noise(like, shape, std, generator)
         noise = self._noise(like, shape, 1.0, generator)
-        return self.correlated(tuple(places), noise).mul_(std).to(like.dtype)
+        row = self.correlated((self.rank, *places), noise)
+        return row.mul_(std).to(like.dtype)
 
     def state_dict(self) -> Dict[str, Any]:
         """The optimizer's, with what correlated noise goes on from."""
