@@ -229,14 +229,25 @@ def half_clipped(grads):
 
 
 def check(
-    mode, wrap, model, batch, loss_fn, batched=None, max_grad_norm=None, tolerance=1e-8
+    mode,
+    wrap,
+    model,
+    batch,
+    loss_fn,
+    batched=None,
+    max_grad_norm=None,
+    tolerance=1e-8,
+    grads=None,
 ):
     """One step of a mode equals the oracle. C clips half the samples by default.
+
+    Several checks of one model and batch are given the oracle's ``grads``.
 
     A wrong norm shows as a wrong factor, and a wrong gradient of one parameter shows
     even where it does not move the norm by much, as it is compared by itself as well.
     """
-    grads = oracle(model, batch, loss_fn, batched)
+    if grads is None:
+        grads = oracle(model, batch, loss_fn, batched)
     c = half_clipped(grads) if max_grad_norm is None else max_grad_norm
     got = run_mode(mode, wrap, model, batch, loss_fn, "flat", c, batched)
     assert_same(got, clipped_sum(grads, "flat", c), tolerance, f"{mode}")
