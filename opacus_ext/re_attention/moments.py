@@ -171,7 +171,9 @@ def gelu(
             have variances that agree to 1 % where the standard deviation is 0.01 or
             more and the mean between -2 and 2
         scalar: one variance ``[*, 1]``, the mean over elements; if ``mean`` is given
-            too, from the first two terms of the expansion, at most 0.015 s^2 too low
+            too, from the first two terms of the expansion: at most 0.0182 s^2 too low
+            (at a mean of -1.73 and s = 2.11) and 0.0011 s^2 too high, for all means
+            and all s from 1e-4 to 1000
         mean: of the output, if known
 
     Raises:
@@ -188,7 +190,7 @@ def gelu(
             parameter="approximate",
         )
     if scalar and mean is not None:
-        return _gelu_scalar(*_open(x), 1.0, mean)
+        return _gelu_scalar(*_open(x), mean)
     if approximate == "tanh":
         return _activation(x, _tanh_units, scalar, mean)
     return _activation(x, gaussian_integrals.gelu, scalar, mean)
@@ -202,15 +204,31 @@ def _silu_units(m: Tensor, s: Tensor) -> gaussian_integrals.Triple:
     return gaussian_integrals.smooth(m, s, gaussian_integrals.SILU)
 
 
-def _gelu_scalar(m: Tensor, s: Tensor, stretch: float, given: Tensor) -> Moments:
-    """Two terms of the expansion for ``stretch * gelu(x / stretch)``."""
-    total = 1 + s / stretch**2
+def _gelu_scalar(m: Tensor, s: Tensor, given: Tensor) -> Moments:
+    """Two terms of the expansion."""
+    total = 1 + s
     root = total.sqrt()
-    a = (m / (stretch * root)).clamp(-40.0, 40.0)
+    a = (m / root).clamp(-40.0, 40.0)
     phi = gaussian_integrals.density(a)
     first = torch.addcmul(_cubic(a, *_PHI_FIT).sigmoid_(), a, phi / total)
     second = phi * (1 + (1 - a.square()) / total) / root
-    variance = s * first.square() + (s / stretch).square() / 2 * second.square()
+    variance = s * first.square() + s.square() / 2 * second.square()
+    return _close(m, variance, True, given)
+
+
+def _silu_scalar(m: Tensor, s: Tensor, given: Tensor) -> Moments:
+    """
+    The same with S in the place of Phi and S' = S (1 - S) in that of phi. The logistic
+    distribution has the variance pi^2 / 3; 3.05 in its place has the least error.
+    """
+    total = 1 + s / 3.05
+    root = total.sqrt()
+    a = m / root
+    share = torch.sigmoid(a)
+    slope = share * (1 - share)
+    first = share + a * slope / total
+    second = slope * (1 + (1 + a * (1 - 2 * share)) / total) / root
+    variance = s * first.square() + s.square() / 2 * second.square()
     return _close(m, variance, True, given)
 
 
@@ -228,7 +246,9 @@ def silu(x: Moments, *, scalar: bool = False, mean: Optional[Tensor] = None) -> 
     Args:
         x: ``[*, width]``
         scalar: one variance ``[*, 1]``, the mean over elements; if ``mean`` is given
-            too, that of 1.702 GELU(x / 1.702), within 0.04 s^2
+            too, from the two terms of GELU's expansion with S in the place of Phi:
+            within 0.0281 s^2, for all means and all s from 1e-4 to 1000, and exact
+            for s -> 0
         mean: of the output, if known
 
     Example:
@@ -236,7 +256,7 @@ def silu(x: Moments, *, scalar: bool = False, mean: Optional[Tensor] = None) -> 
         tensor([2.5001e-05])
     """
     if scalar and mean is not None:
-        return _gelu_scalar(*_open(x), 1.702, mean)
+        return _silu_scalar(*_open(x), mean)
     return _activation(x, _silu_units, scalar, mean)
 
 
@@ -250,22 +270,26 @@ def layer_norm(
     """
     The variance after LayerNorm over the last dimension, of independent elements.
 
-    The sum of squares in the denominator runs over the width d and hardly fluctuates:
-    it is replaced by its expectation, which has the error's own share in it,
+    With v(m) the variance over the means and s the mean error, the shares of signal and
+    error in the expected square that divides, and how many dimensions there are,
 
-        tau^2 = v(m) + (1 - 1/d) mean_i(s_i) + eps,     v(m) the variance over the means
+        tau^2 = v(m) + (1 - 1/d) s + eps,   q = v(m) / tau^2,   r = (1 - 1/d) s / tau^2,
+        D = d - 1
 
-    and h = (m - mean(m)) / tau. To first order, with the Jacobian of the normalisation
-    J_ij = (delta_ij - 1/d - h_i h_j / d) / tau, which takes the error's parts along
-    the constant vector and along h away,
+    The square that divides has the variance tau^4 (4 q r + 2 r^2) / D. To first order in
+    it, that is in 1 / D,
 
-        Var[y_i] = w_i^2 / tau^2 (s_i (1 - 2 (1 + h_i^2) / d)
-                                  + sum_j (1 + h_i h_j)^2 s_j / d^2)
+        E[y] = h (1 + r (3 q / 2 + 3 r / 4 - 1) / D),       h = (m - mean(m)) / tau
+        mean_i E[y_i^2] = 1 - (1 - q - r) (1 + (4 q r + 2 r^2) / D)
+        mean_i Var[y_i] = r (1 - (q (2 - q) + r (2 - 9 q / 2 - 2 r)) / D)
 
-    of which this is the mean over i, with the weight's mean square for all w_i^2. Small
-    errors: first order, exact for s -> 0. Large ones: variance 1. The relative error in
-    between is of order 1/d: measured against sampling, below 2 % at width 64 and 5 % at
-    width 16. An error in weight and bias adds s_w E[h_i^2] + s_b (lemma D.1).
+    (weights multiply it by their mean square). Small errors: first order, exact for
+    s -> 0. Large ones: variance 1. Against sampling, with signals spread evenly or in
+    one element alone and errors from 0.01 to 100 times the signal: within 1 % from width
+    16 on (8: 3 %) where all elements err alike, and where their variances differ by up
+    to a factor of 9, 4 % at width 16 (64: 1 %). It is a token's average: single elements
+    differ, and one that carries all of the signal
+    errs the least. An error in weight and bias adds s_w E[h_i^2] + s_b (lemma D.1).
 
     Args:
         x: ``[*, width]``
@@ -293,12 +317,9 @@ def rms_norm(
 ) -> Tensor:
     """
     The variance after RMSNorm over the last dimension: :func:`layer_norm` without its
-    centring.
+    centring, and as close.
 
-    tau^2 = mean(m^2) + mean(s) + eps, h = m / tau, and, with 1 + h_i h_j replaced by
-    h_i h_j, as nothing is taken away along the constant vector,
-
-        Var[y_i] = w_i^2 / tau^2 (s_i (1 - 2 h_i^2 / d) + sum_j (h_i h_j)^2 s_j / d^2)
+    tau^2 = mean(m^2) + s + eps, q = mean(m^2) / tau^2, r = s / tau^2 and D = d.
 
     Args:
         x: ``[*, width]``
@@ -328,21 +349,19 @@ def _norm(
     centred: bool,
 ) -> Tensor:
     m, s = x
-    d = m.size(-1)
-    kept = 1 - 1 / d if centred else 1.0
-    average = s.mean(-1, keepdim=True)
+    width = m.size(-1)
+    free = width - 1 if centred else width
+    noise = s.mean(-1, keepdim=True) * (free / width)
     centre = m - m.mean(-1, keepdim=True) if centred else m
-    signal = squares(centre) / d
-    squared = signal + kept * average + eps
-    w2 = torch.ones(1, dtype=m.dtype, device=m.device)
+    signal = squares(centre) / width
+    squared = signal + noise + eps
+    q, r = signal / squared, noise / squared
+    less = q * (2 - q) + r * (2 - 4.5 * q - 2 * r)
+    variance = r * (1 - less / max(free, 1))
     if weight is not None:
-        w2 = wide(weight).square()
-    q = signal / squared
-    share = kept - q * (2 - q) / d
-    variance = w2.mean() * share * average / squared
+        variance = variance * wide(weight).square().mean()
     if _is_noise(weight_variance) or _is_noise(bias_variance):
-        total = q + kept * average / squared
-        variance = variance + total * _average(weight_variance)
+        variance = variance + (q + r) * _average(weight_variance)
         variance = variance + _average(bias_variance)
     return variance.clamp(min=0)
 

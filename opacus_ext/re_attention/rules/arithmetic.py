@@ -39,7 +39,7 @@ def _left(call: Call, x: Any, norm: Any) -> Optional[Tensor]:
     value = wide(norm)
     q = (1 + known.excess / value).square()
     q = torch.minimum(q, 1 / q)  # a factor has the inverse of a divisor
-    return 1 - q * (2 - q) / x.size(-1)
+    return 1 - q * (1.5 * q - 0.5) / x.size(-1)
 
 
 @register_propagation("add", "sub", "rsub")
