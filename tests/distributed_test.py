@@ -25,6 +25,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 from opacus_ext import Clipping, check_per_sample_gradients
+from opacus_ext.data import Poisson
+from opacus_ext.data.draws import Draws
 from opacus_ext.distributed import expert_parallel, full_state_dict
 from opacus_ext.layers import (
     Experts,
@@ -491,7 +493,9 @@ def correlated() -> Dict[str, Any]:
     again.optimizer.generator.set_state(saved[2])
     for batch in batches[5:]:
         again.step(batch, square_loss)
+    other = Draws(Poisson(expected_batch_size=5 + dist.get_rank()), 48, None, True)
     return {
+        "other": refusal(next, iter(other)),
         "batches": batches,
         "states": [weights(model), weights(resumed)],
         "history": private.engine.accountant.history,
@@ -869,6 +873,8 @@ def test_correlated_noise(two):
         assert len(shares[0]) - len(shares[1]) in (0, 1)
         private.step(drawn, square_loss)
     assert sum(map(len, first["batches"])) > 20
+    assert first["other"] == "not refused"
+    assert "This process draws by Poisson(steps=None, expected" in second["other"]
     for found in (first, second):
         assert found["history"] == private.engine.accountant.history
         for state in found["states"]:

@@ -13,9 +13,11 @@ from unittest.mock import patch
 import pytest
 import torch
 from opacus import PrivacyEngine
+from opacus.distributed import DifferentiallyPrivateDistributedDataParallel as DPDDP
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from scipy.stats import binom, chi2
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import opacus_ext
@@ -360,8 +362,9 @@ def test_what_cannot_be_is_refused_before_anything_is_changed(
     assert not hooked.called
 
 
-def test_several_processes_are_refused():
-    class DDP(nn.parallel.DistributedDataParallel):
+@pytest.mark.parametrize("base, secure", [(DDP, False), (DPDDP, True)])
+def test_several_processes_are_refused(base, secure):
+    class Parallel(base):
         def __init__(self, module):
             nn.Module.__init__(self)
             self.module = module
@@ -369,9 +372,10 @@ def test_several_processes_are_refused():
         def forward(self, x):
             return self.module(x)
 
-    model = DDP(nn.Linear(3, 2))
-    with pytest.raises(Refused, match="FixedSize does not draw for DDP"):
-        PrivacyEngine(accountant="prv_bounds").make_private(
+    model, engine = Parallel(nn.Linear(3, 2)), PrivacyEngine(accountant="prv_bounds")
+    engine.secure_mode = secure
+    with pytest.raises(Refused, match="FixedSize does not draw for Parallel"):
+        engine.make_private(
             module=model,
             optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
             data_loader=DataLoader(data(), batch_size=4),
