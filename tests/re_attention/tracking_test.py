@@ -602,6 +602,51 @@ def test_evaluation():
     assert not torch.allclose(model(ids), out, rtol=1e-6)
 
 
+class Dropping(nn.Module):
+    """Blocks whose dropout is called by its function, as other models do."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(10, 8), nn.Linear(8, 10)
+        self.blocks = nn.ModuleList(SelfAttention(8, causal=True) for _ in range(2))
+
+    def forward(self, ids):
+        x = F.dropout(self.embedding(ids), 0.3, self.training)
+        for block in self.blocks:
+            x = x + F.dropout(block(x), p=0.3, training=self.training)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("functional", [False, True])
+def test_the_first_pass_is_as_all_others(functional):
+    """
+    Beside the first pass with gradients the model runs without dropout, to be compared;
+    of that nothing stays, neither in training nor after looks in between.
+    """
+    torch.manual_seed(0)
+    model = Dropping() if functional else DPFormer(9, 4, 8, dropout=0.3)
+    nn.init.normal_(model.embedding.weight)
+    private = make_private(model.double(), "ghost_bk", batch_size=3)
+    private.optimizer.noise_multiplier = 0.3
+    tracker = opacus_ext.track_errors(private.module, private.optimizer, some_shares())
+    ids = sequences()
+
+    def outputs():
+        torch.manual_seed(1)  # of the masks
+        return private.module(ids).detach()
+
+    first = outputs()
+    assert torch.equal(outputs(), first)
+    with torch.no_grad():  # of the batch at once
+        torch.testing.assert_close(outputs(), first, rtol=0, atol=1e-10)
+    private.module.eval()
+    outputs()
+    private.module.train()
+    assert torch.equal(outputs(), first)
+    tracker.enabled = False
+    assert float((outputs() - first).abs().max()) > 1e-3
+
+
 def test_detach_restores():
     model, ids = dpformer(), sequences()
     before, plain = dict(vars(model)), model(ids)
