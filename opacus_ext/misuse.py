@@ -413,7 +413,25 @@ class Watch:
             )
         if self.rate is not None:
             size = sum(len(n) for n in norms if n is not None)
+            drawn = min(self.rate * optimizer.accumulated_iterations, 1.0)
+            self._look_for_views(optimizer, size, drawn)
+        if self.rate is not None:
             self._look_at(optimizer, size, self.rate)
+
+    def _look_for_views(self, optimizer: Any, size: int, rate: float) -> None:
+        """More samples than can have been drawn: a record is several of them."""
+        usual = self.records * rate
+        surely = _log_binomial(self.records, rate, size) < math.log(1e-15)
+        if size > usual and surely:
+            self.rate = None
+            tell(
+                optimizer,
+                "views",
+                f"A step had {size} samples, where {usual:.0f} records are drawn on "
+                "average: if a record makes several, its gradients are clipped one by "
+                "one and epsilon does not hold. Views or sequences of a record are one "
+                "sample with opacus_ext.losses.PerRecord.",
+            )
 
     def _look_at(self, optimizer: Any, size: int, rate: float) -> None:
         """Poisson sampling hardly ever draws as many records each time."""
@@ -434,8 +452,8 @@ class Watch:
 
 
 def _log_binomial(n: int, p: float, k: int) -> float:
-    if not 0 <= k <= n:
-        return -math.inf
+    if not 0 <= k <= n or p >= 1:
+        return 0.0 if k == n else -math.inf
     ways = math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1)
     return ways + k * math.log(p) + (n - k) * math.log1p(-p)
 

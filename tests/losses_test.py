@@ -15,6 +15,8 @@ from torch.nn import functional as F
 import opacus_ext
 from opacus_ext.losses import PerRecord, PerSample, cross_entropy, model_losses
 from tests.common import (
+    MODES,
+    assert_same,
     check,
     clipped_sum,
     every_mode,
@@ -549,6 +551,19 @@ class ClassToken(nn.Module):
         return self.out(torch.cat([token, self.words(input_ids)], 1).tanh())
 
 
+def small_images():
+    torch.manual_seed(0)
+    layers = nn.Conv2d(1, 4, 3, stride=2), nn.GroupNorm(2, 4), nn.Tanh(), nn.Flatten()
+    return nn.Sequential(*layers, nn.Linear(36, 3)).double()
+
+
+def loss_of_views(model, batch):
+    (views,), label = batch
+    return torch.stack([F.cross_entropy(model(x[None]), label) for x in views]).mean(
+        dim=0, keepdim=True
+    )
+
+
 class TestPerRecord:
     @every_mode
     @sequence_models
@@ -593,6 +608,31 @@ class TestPerRecord:
         torch.manual_seed(0)
         batch = {"input_ids": torch.randint(V, shape)}
         check(mode, True, PerRecord(ClassToken()).double(), batch, square_loss)
+
+    @pytest.mark.parametrize("mode", [*MODES, "scan", "auto"])
+    def test_views_of_images(self, mode):
+        """Their mean gradient is clipped, of batches of any size, none included."""
+        model, private = small_images(), None
+        for size in (0, 3, 1, 2):
+            x = torch.randn(size, 4, 1, 8, 8).double()
+            y = torch.randint(3, (size,))
+            # Each view alone, by the plain model.
+            clean = small_images()
+            clean.load_state_dict(model.state_dict())
+            before = copy.deepcopy(clean.state_dict())
+            expected = clipped_sum(oracle(clean, (x, y), loss_of_views), "flat", 0.2)
+            private = private or make_private(
+                PerRecord(model), mode, batch_size=2, max_grad_norm=0.2
+            )
+
+            def loss(model, batch):
+                labels = batch[1][:, None].expand(-1, 4)
+                return cross_entropy(model(input=batch[0]), labels)
+
+            private.step((x, y), loss)
+            after = model.state_dict()
+            got = {n: 2 * (before[n] - after[n]) for n in before}
+            assert_same(got, expected, message=f"{size}")
 
     def test_refused(self):
         model = PerRecord(gpt2())

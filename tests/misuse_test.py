@@ -175,6 +175,14 @@ def divided(s):
         s.optimizer.step()
 
 
+def views(s):
+    """Four of each record, as if they were records."""
+    for x, y in s.loader:
+        s.optimizer.zero_grad()
+        s.criterion(s.model(x.repeat(4, 1)), y.repeat(4)).backward()
+        s.optimizer.step()
+
+
 def raw_loader(s):
     for _ in range(40):
         s.step()
@@ -404,6 +412,7 @@ TOLD = {
     "evaluation mode": (loops("ghost_bk", evaluated), "in evaluation mode"),
     "evaluation mode, hooks": (loops("hooks", evaluated), "in evaluation mode"),
     "divided": (loops("ghost_bk", divided), "divided by 4"),
+    "views": (loops("ghost_bk", views), "samples, where 8 records.*PerRecord"),
     "raw loader": (loops("ghost_bk", raw_loader), "another loader"),
     "raw loader, hooks": (loops("hooks", raw_loader), "another loader"),
 }

@@ -125,6 +125,8 @@ class Parts:
     def _run(self, part: "Part", scan: bool, at_once: bool) -> Any:
         """What the samples of a part give, by one of the two ways."""
         engine, known, size = self.engine, self.known, self.inputs.size
+        # Of no samples vmap gives other shapes (torch's rules for convolutions, ...).
+        scan = scan or not part.size and engine.expert_group is None
         if not scan and self.raw:
             return raw_at_once(engine, part, known, at_once)
         if not scan:

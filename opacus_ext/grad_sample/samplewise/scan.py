@@ -169,7 +169,7 @@ class ScanRun:
         with torch.no_grad():
             try:
                 output = self.engine.forward(*args, **kwargs)
-            except RuntimeError:  # shapes [0, -1]
+            except Exception:  # shapes [0, -1], the longest of none
                 zeros = [
                     (
                         x
