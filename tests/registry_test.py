@@ -57,65 +57,55 @@ def _python(code):
     return run.stdout.strip().splitlines()[-1]
 
 
-def test_unregister_restores_opacus():
+def test_unregister_restores_opacus_and_register_comes_back():
     changed = json.loads(_python(_STATE + """
 import opacus.privacy_engine, opacus.utils.fast_gradient_clipping_utils
 import opacus.utils.batch_memory_manager, opacus.validators, opacus.accountants
 before = state()
 import opacus_ext
 during = state()
+opacus_ext.register()
+again = state()
 opacus_ext.unregister()
 opacus_ext.unregister()
 after = state()
+opacus_ext.register()
+samplers = lambda s: sorted(k for k in s if "SAMPLERS" in k)
 print(json.dumps({
     "during": [k for k in before if during.get(k) != before[k]],
+    "idempotent": during == again,
     "after": [k for k in before if after.get(k) != before[k]],
     "left": [k for k in after if k not in before and "SAMPLERS" in k],
+    "comes back": samplers(state()) == samplers(during),
 }))
 """))
     assert changed["during"], "importing changes nothing: this test sees nothing"
     assert changed["after"] == []
     assert changed["left"] == []
+    assert changed["idempotent"] and changed["comes back"]
 
 
-def test_register_is_idempotent_and_comes_back():
-    assert _python(_STATE + """
-import opacus_ext
-one = state()
-opacus_ext.register()
-two = state()
-opacus_ext.unregister()
-opacus_ext.register()
-three = state()
-samplers = lambda s: sorted(k for k in s if "SAMPLERS" in k)
-print(one == two and samplers(one) == samplers(three))
-""") == "True"
-
-
-def test_import_is_light():
+def test_import_is_light_and_leaves_settings_alone():
     """transformers takes seconds to import; most users of this package have no need."""
-    assert (
-        _python(
-            "import sys, warnings; warnings.simplefilter('ignore'); import opacus_ext; "
-            "heavy = 'transformers', 'lightning', 'matplotlib', 'prv_accountant'; "
-            "print([m for m in heavy if m in sys.modules])"
-        )
-        == "[]"
-    )
+    found = json.loads(_python("""
+import json, sys, warnings
+warnings.simplefilter("ignore")
+import torch, opacus
+torch.set_num_threads(2)
+torch.manual_seed(3)
 
+def settings():
+    return [
+        torch.get_rng_state().tolist(), torch.get_num_threads(),
+        str(torch.get_default_dtype()), torch.is_grad_enabled(),
+    ]
 
-def test_import_leaves_random_state_and_threads_alone():
-    assert (
-        _python(
-            "import torch, opacus; a = torch.get_rng_state(), torch.get_num_threads(), "
-            "torch.get_default_dtype(), torch.is_grad_enabled()\n"
-            "import opacus_ext\n"
-            "b = torch.get_rng_state(), torch.get_num_threads(), "
-            "torch.get_default_dtype(), torch.is_grad_enabled()\n"
-            "print(torch.equal(a[0], b[0]) and a[1:] == b[1:])"
-        )
-        == "True"
-    )
+before = settings()
+import opacus_ext
+heavy = "transformers", "lightning", "matplotlib", "prv_accountant"
+print(json.dumps([before == settings(), [m for m in heavy if m in sys.modules]]))
+"""))
+    assert found == [True, []]
 
 
 @pytest.fixture
