@@ -21,7 +21,7 @@ from opacus_ext.data import read_sequences
 from opacus_ext.re_attention import attention_mass
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from examples import train  # noqa: E402
+from examples import recommender  # noqa: E402
 
 
 def logits_std(attention: nn.Module, qkv: Tensor, real: Tensor) -> float:
@@ -50,11 +50,11 @@ def main() -> None:
     saved = torch.load(args.checkpoint, map_location="cpu", weights_only=True)
     config = argparse.Namespace(**saved["config"])
     data = read_sequences(args.data)
-    model = train.build(config, data.num_items).eval()
-    if not config.no_prior:
-        model.set_prior(torch.ones(data.num_items + 1))
-    state = saved["module_state_dict"].items()
-    model.load_state_dict({n: x for n, x in state if not n.startswith("re_attention")})
+    state = saved["module_state_dict"]
+    releases = recommender.blank(config, data.num_items, state)
+    model = recommender.build(config, data.num_items, *releases).eval()
+    kept = {n: x for n, x in state.items() if not n.startswith("re_attention")}
+    model.load_state_dict(kept)
 
     ids = data.contexts(config.max_len)[: args.users]
     popularity = data.popularity()[1:].float()

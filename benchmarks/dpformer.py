@@ -15,6 +15,7 @@ draws tables and figures.
   epsilon 5, 8 and 10, several seeds.
 - figure2: Transformer with sharing, without, and without at half the width, at epsilon
   5, over batch sizes and learning rates.
+- releases: what is released once, and no training, at epsilon 1, 2, 5, 8 and 10.
 - figure6: the curves of NDCG over the epochs, Transformer and DPFormer.
 
 Everything can be set (``--models``, ``--epsilons``, ``--seeds``, ``--batch-sizes``,
@@ -41,23 +42,27 @@ NAMES = {
     "transformer-untied-half": "Transformer w/o PS, half width",
     "transformer": "Transformer",
     "dpformer": "DPFormer",
+    "transitions": "Transitions, not trained",
 }
-TABLE = {
+# The paper's models, which start from popularity.
+TABLE: Dict[str, Any] = {
     "models": ["gru", "lstm", "transformer-untied", "transformer", "dpformer"],
     "epsilons": [5.0, 8.0, 10.0],
     "seeds": [0, 1, 2],
     "batch_sizes": [2048],
     "lrs": [9e-3],
+    "more": ["--prior", "popularity"],
 }
 EXPERIMENTS: Dict[str, Dict[str, Any]] = {
     "table1": TABLE,
-    "table2": {**TABLE, "more": ["--dropout", "0.5"]},
+    "table2": {**TABLE, "more": [*TABLE["more"], "--dropout", "0.5"]},
     "figure2": {
         "models": ["transformer", "transformer-untied", "transformer-untied-half"],
         "epsilons": [5.0],
         "seeds": [0],
         "batch_sizes": [256, 512, 1024, 2048, 4096],
         "lrs": [1e-3, 3e-3, 5e-3, 7e-3, 9e-3],
+        "more": ["--prior", "popularity"],
     },
     "figure6": {
         "models": ["transformer", "dpformer"],
@@ -65,7 +70,15 @@ EXPERIMENTS: Dict[str, Dict[str, Any]] = {
         "seeds": [0],
         "batch_sizes": [2048],
         "lrs": [9e-3],
-        "more": ["--evaluate-every", "5"],
+        "more": ["--prior", "popularity", "--evaluate-every", "5"],
+    },
+    "releases": {
+        "models": ["transitions"],
+        "epsilons": [1.0, 2.0, 5.0, 8.0, 10.0],
+        "seeds": [0, 1, 2],
+        "batch_sizes": [2048],
+        "lrs": [9e-3],
+        "more": ["--train-share", "0"],
     },
 }
 
@@ -141,7 +154,7 @@ def main() -> None:
         line = {"key": name, "experiment": args.experiment, **config, **summary}
         with args.out.open("a") as file:
             file.write(json.dumps(line) + "\n")
-        checkpoint.unlink()
+        checkpoint.unlink(missing_ok=True)
         print(train.summary_table(summary), flush=True)
     if not any(checkpoints.iterdir()):
         checkpoints.rmdir()

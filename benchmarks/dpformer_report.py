@@ -34,6 +34,7 @@ EPSILONS = (5.0, 8.0, 10.0)
 SETTING = (
     *("batch_size", "lr", "epochs_planned", "max_len", "dropout", "width", "depth"),
     *("clipping", "no_prior", "shares", "where", "cap", "error_scale", "share_noise"),
+    *("prior", "popularity_share", "train_share", "ema"),
 )
 Row = Dict[str, Any]
 
@@ -74,6 +75,21 @@ def best(rows: List[Row]) -> Dict[Tuple[str, float], List[Row]]:
 def shown(values: List[float]) -> str:
     spread = f"{stdev(values):.2f}" if len(values) > 1 else "--"
     return f"{mean(values):5.2f} +-{spread:>5}"
+
+
+def releases(rows: List[Row]) -> str:
+    """NDCG@10 and HIT@10 of what is released once, as a table in Markdown."""
+    lines = [
+        "| epsilon | top | NDCG@10 | HIT@10 | NDCG@10, new items | HIT@10, new items |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for epsilon in sorted({row["epsilon"] for row in rows}):
+        group = [row for row in rows if row["epsilon"] == epsilon]
+        cells = [f"{epsilon:g}", f"{mean(row['top'] for row in group):.0f}"]
+        for name in ("ndcg", "hit", "unseen_ndcg", "unseen_hit"):
+            cells.append(shown([row[f"{name}_at_10"] for row in group]))
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def table(rows: List[Row], experiment: str) -> str:
@@ -289,6 +305,8 @@ def main() -> None:
             print(figure2(rows))
         elif name == "figure3":
             print(figure3(rows))
+        elif name == "releases":
+            print(releases(rows))
         else:
             print(table(rows, name))
     if args.figures:

@@ -5,10 +5,15 @@
     python -m examples.train --data ml-1m.txt --checkpoint run.pt --time-limit 3000
     python -m examples.train --data ml-1m.txt --checkpoint run.pt --resume
 
-The share of users who have each item is what the models' output starts from, and what
-DPFormer's Re-Attention needs. It is released with noise, within the budget (``--shares
-private``), or taken as it is, as the paper does, outside of the guarantee (``--shares
-exact``).
+What some counts say is released once, with noise, within the budget: how popular items
+are (``--popularity-share`` of it, which DPFormer's Re-Attention needs, too), and which
+item follows which (what is left to it by ``--train-share``). The model adds to the
+scores that these make, and has embeddings for the ``--top`` items alone. ``--model
+transitions`` is those scores and nothing else, of which a handful of numbers is
+trained, or nothing at all with ``--train-share 0``. ``--prior popularity`` releases no
+transitions, ``--prior none`` learns popularity from gradients, too.
+``--shares exact`` takes popularity as it is, as the paper does, outside of the
+guarantee.
 
 What the guarantee covers: the weights, after any number of epochs, with respect to
 adding or removing one user. It does not cover the loss that is shown nor the
@@ -31,7 +36,7 @@ import sys
 import time
 import warnings
 from pathlib import Path
-from typing import Any, Dict, List, Optional, Tuple
+from typing import Any, Dict, Iterator, List, Optional
 
 import torch
 from opacus import PrivacyEngine
@@ -40,6 +45,15 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import opacus_ext  # noqa: F401  (registers the modes and clipping functions)
+from examples.ranking import evaluate, ndcg_and_hit, ranks
+from examples.recommender import (
+    MODELS,
+    PRIORS,
+    blank,
+    build,
+    of_sequences,
+    release,
+)
 from examples.runs import (
     Progress,
     announce,
@@ -48,14 +62,14 @@ from examples.runs import (
     ignore_standing_warnings,
     learning_rate,
     make_private,
+    moving_average,
     option,
     set_random_state,
     write_checkpoint,
 )
 from opacus_ext.data import SequenceData, read_sequences, synthetic_sequences
 from opacus_ext.losses import PerSample, cross_entropy
-from opacus_ext.models import DPFormer, NextItemModel, RecurrentModel
-from opacus_ext.re_attention import token_shares, track_errors
+from opacus_ext.re_attention import track_errors
 from opacus_ext.re_attention.effective import SCALES
 from opacus_ext.re_attention.tracking import PLACES
 from opacus_ext.refused import Refused
@@ -74,76 +88,9 @@ FREE = (
 
 # For arguments that are not given: on synthetic data, and on --data.
 SYNTHETIC = {"epochs": 10, "batch_size": 256, "max_len": 30, "lr": 3e-3}
+SYNTHETIC["train_share"] = 0.5
 REAL = {"epochs": 100, "batch_size": 1024, "max_len": 50, "lr": 9e-3}
-
-
-MODELS = ("dpformer", "transformer", "transformer-untied", "gru", "lstm")
-
-
-def build(args: argparse.Namespace, num_items: int) -> NextItemModel:
-    """The model that ``--model`` names."""
-    width, depth, dropout = args.width, args.depth, args.dropout
-    if args.model in ("gru", "lstm"):
-        return RecurrentModel(num_items, args.model, width, depth, dropout)
-    tied = args.model != "transformer-untied"
-    return DPFormer(num_items, args.max_len, width, depth, args.heads, dropout, tied)
-
-
-def release_shares(
-    args: argparse.Namespace, data: SequenceData, engine: PrivacyEngine
-) -> torch.Tensor:
-    """The share of users with each item, as ``--shares`` says."""
-    return token_shares(
-        data.training_set(args.max_len).tensors[0],
-        data.num_items + 1,
-        source=args.shares,
-        max_tokens=args.max_len,
-        noise_multiplier=args.share_noise,
-        accountant=engine.accountant,
-    )
-
-
-def ranks(scores: torch.Tensor, items: torch.Tensor) -> torch.Tensor:
-    """Where each user's item stands among all items, from 0.
-
-    Every item takes part, also those the user had before, as in the full rankings of
-    the SASRec and DPFormer papers. Items with the same score go before it, and NaN
-    scores put it last, so that a broken model can't look good.
-
-    Args:
-        scores: ``[B, V]``; column 0 is padding and takes no part.
-        items: ``[B]``, ids 1 to ``V - 1``.
-
-    Example:
-        >>> ranks(torch.tensor([[9.0, 0.1, 0.3, 0.2]]), torch.tensor([3]))
-        tensor([1])
-    """
-    own = scores.gather(1, items[:, None])
-    return scores.shape[1] - 2 - (scores[:, 1:] < own).sum(dim=1)
-
-
-def ndcg_and_hit(rank: torch.Tensor, k: int = 10) -> Tuple[float, float]:
-    """NDCG@k and HIT@k in percent, for one relevant item a user at ``rank`` ``[B]``.
-
-    Example:
-        >>> ndcg_and_hit(torch.tensor([0, 12]))
-        (50.0, 50.0)
-    """
-    hit = (rank < k).double()
-    ndcg = hit / torch.log2(rank.double() + 2)
-    return 100 * ndcg.mean().item(), 100 * hit.mean().item()
-
-
-@torch.no_grad()
-def evaluate(
-    model: NextItemModel, data: SequenceData, max_len: int
-) -> Tuple[float, float]:
-    """NDCG@10 and HIT@10 in percent of a model on the held-out items."""
-    model.eval()
-    device = model.embedding.weight.device
-    batches = zip(data.contexts(max_len).split(512), data.held_out.split(512))
-    found = [ranks(model.score(x.to(device)).cpu(), y) for x, y in batches]
-    return ndcg_and_hit(torch.cat(found))
+REAL["train_share"] = 0.05
 
 
 def train(args: argparse.Namespace) -> Dict[str, Any]:
@@ -170,6 +117,8 @@ def train(args: argparse.Namespace) -> Dict[str, Any]:
         )
     else:
         data = synthetic_sequences()
+    if args.validate:
+        data = data.without_last()
     users = len(data.histories)
     config = {k: v for k, v in vars(args).items() if k not in FREE}
     config["data_fingerprint"] = data.fingerprint()
@@ -182,17 +131,19 @@ def train(args: argparse.Namespace) -> Dict[str, Any]:
 
     torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed)
-    net = build(args, data.num_items).to(args.device)
     # The global generator draws batches, dropout and noise: one state to save.
-    engine = PrivacyEngine(accountant="prv")
-    corrected = args.model == "dpformer"
-    shares = None
-    if corrected or not args.no_prior:
+    engine = PrivacyEngine(accountant="prv_bounds")
+    releases = (
         # Going on from a checkpoint, what was released is in it.
-        ones = torch.ones(data.num_items + 1, device=args.device)
-        shares = ones if saved else release_shares(args, data, engine).to(args.device)
-    if not args.no_prior:
-        net.set_prior(shares)
+        blank(args, data.num_items, saved["module_state_dict"])
+        if saved
+        else release(args, data, engine)
+    )
+    net = build(args, data.num_items, *releases).to(args.device)
+    if not args.train_share and args.prior == "transitions":
+        return summary_of(args, start, data, net, engine)
+    average = moving_average(net, args.ema) if args.ema else None
+    trained = [p for p in net.parameters() if p.requires_grad]
     model, optimizer, criterion, loader = make_private(
         engine,
         saved,
@@ -200,9 +151,7 @@ def train(args: argparse.Namespace) -> Dict[str, Any]:
         delta=args.delta,
         epochs=args.epochs,
         module=net.train(),
-        optimizer=torch.optim.Adam(
-            net.parameters(), lr=args.lr, weight_decay=args.weight_decay
-        ),
+        optimizer=torch.optim.Adam(trained, lr=args.lr, weight_decay=args.weight_decay),
         data_loader=DataLoader(
             data.training_set(args.max_len), batch_size=min(args.batch_size, users)
         ),
@@ -213,11 +162,12 @@ def train(args: argparse.Namespace) -> Dict[str, Any]:
         clipping=args.clipping,
     )
 
-    if corrected:
+    if args.model == "dpformer":
+        shares = of_sequences(args, releases[0], users).to(args.device)
         track_errors(
             net,
             optimizer,
-            {"embedding.weight": shares},
+            {"embedding.weight": net.shares_of_rows(shares)},
             where=args.where,
             cap=args.cap or None,
             scale=args.error_scale,
@@ -232,6 +182,8 @@ def train(args: argparse.Namespace) -> Dict[str, Any]:
             torch_load_kwargs={"map_location": args.device},
         )
         epoch, curve = state["epoch"], state["curve"]
+        if average:
+            average.load_state_dict(state["average"])
         set_random_state(state["random_state"])
 
     total = args.epochs * len(loader)
@@ -242,19 +194,51 @@ def train(args: argparse.Namespace) -> Dict[str, Any]:
     with Progress(epoch * len(loader), total, len(loader), show) as bar:
         while epoch < last:
             epoch_start = time.monotonic()
-            _train_epoch(model, optimizer, criterion, loader, args, bar, epoch, total)
+            for loss in _steps(model, optimizer, criterion, loader, args, epoch, total):
+                if average:
+                    average.update_parameters(net)
+                bar.update(loss)
             epoch += 1
             if args.evaluate_every and epoch % args.evaluate_every == 0:
-                curve.append([epoch, *evaluate(net, data, args.max_len)])
+                measured = average.module if average else net
+                curve.append([epoch, *evaluate(measured, data, args.max_len)])
             if args.checkpoint:
                 content = {"config": config, "epoch": epoch, "curve": curve}
+                if average:
+                    content["average"] = average.state_dict()
                 write_checkpoint(args.checkpoint, net, optimizer, content, engine)
             now = time.monotonic()
             # Stop where the next epoch would end too late.
             if args.time_limit and 2 * now - epoch_start - start > args.time_limit:
                 break
 
+    net = average.module if average else net
+    return summary_of(
+        args,
+        start,
+        data,
+        net,
+        engine,
+        epochs=epoch,
+        epochs_planned=args.epochs,
+        steps=epoch * len(loader),
+        noise_multiplier=optimizer.noise_multiplier,
+        curve=curve,
+    )
+
+
+def summary_of(
+    args: argparse.Namespace,
+    start: float,
+    data: SequenceData,
+    net: nn.Module,
+    engine: PrivacyEngine,
+    **training: Any,
+) -> Dict[str, Any]:
+    """What :func:`train` returns, measured."""
+    users, items = len(data.histories), getattr(net, "items", None)
     ndcg, hit = evaluate(net, data, args.max_len)
+    unseen = evaluate(net, data, args.max_len, unseen=True)
     popularity = data.popularity()
     popularity[0] = 0
     popular = ndcg_and_hit(ranks(popularity.expand(users, -1), data.held_out))
@@ -265,17 +249,19 @@ def train(args: argparse.Namespace) -> Dict[str, Any]:
         "items": data.num_items,
         "actions": sum(map(len, data.histories)) + users,
         "parameters": sum(p.numel() for p in net.parameters()),
+        "prior": args.prior,
+        "top": data.num_items if items is None else len(items),
+        "train_share": args.train_share,
         "grad_sample_mode": args.grad_sample_mode,
         "clipping": args.clipping,
-        "epochs": epoch,
-        "epochs_planned": args.epochs,
-        "steps": epoch * len(loader),
-        "noise_multiplier": optimizer.noise_multiplier,
+        "ema": args.ema,
+        **{"epochs": 0, "epochs_planned": 0, "steps": 0, "curve": [], **training},
         "epsilon_spent": engine.get_epsilon(args.delta),
         "delta": args.delta,
         "ndcg_at_10": ndcg,
         "hit_at_10": hit,
-        "curve": curve,
+        "unseen_ndcg_at_10": unseen[0],
+        "unseen_hit_at_10": unseen[1],
         "popularity_ndcg_at_10": popular[0],
         "popularity_hit_at_10": popular[1],
         "seed": args.seed,
@@ -283,16 +269,16 @@ def train(args: argparse.Namespace) -> Dict[str, Any]:
     }
 
 
-def _train_epoch(
+def _steps(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     criterion: Any,
     loader: DataLoader,
     args: argparse.Namespace,
-    bar: Progress,
     epoch: int,
     total: int,
-) -> None:
+) -> Iterator[float]:
+    """Makes an epoch's steps, and yields the loss after each."""
     model.train()
     step = epoch * len(loader)
     with BatchMemoryManager(
@@ -314,7 +300,7 @@ def _train_epoch(
             optimizer.step()
             if not optimizer._is_last_step_skipped:  # the logical batch is complete
                 step += 1
-                bar.update(loss.item())
+                yield loss.item()
 
 
 def parse_args(argv: Optional[List[str]] = None) -> argparse.Namespace:
@@ -353,10 +339,13 @@ def parse_args(argv: Optional[List[str]] = None) -> argparse.Namespace:
     add("--dropout", 0.2, bounded_number(float, 0, 1), "dropout probability")
     add("--model", "dpformer", str, f"one of {MODELS}", choices=MODELS)
     add("--shares", "private", str, "private or exact", choices=("private", "exact"))
-    add("--share-noise", 5.0, positive, "noise multiplier of the release of shares")
-    parser.add_argument(
-        "--no-prior", action="store_true", help="learn popularity, too, from gradients"
-    )
+    part = bounded_number(float, 0, 1)
+    add("--prior", "transitions", str, f"one of {PRIORS}", choices=PRIORS)
+    text = "items with transitions and embeddings; by default those that stand out"
+    add("--top", None, count, text)
+    add("--popularity-share", 0.0225, part, "of the budget (mu squared)")
+    text = "of the budget (mu squared) where transitions are released"
+    add("--train-share", None, part, text + of("train_share"))
     add("--where", "logits", str, "Re-Attention acts there", choices=PLACES)
     add(
         "--cap",
@@ -369,6 +358,14 @@ def parse_args(argv: Optional[List[str]] = None) -> argparse.Namespace:
     add("--grad-sample-mode", "ghost_bk", str, f"one of {modes}", choices=modes)
     add("--clipping", "automatic", str, "flat, automatic or normalised")
     add("--max-grad-norm", 1.0, positive, "norm of a user's clipped gradient")
+    text = "decay of the moving average of the weights that is measured; 0: the last"
+    add("--ema", 0.0, part, text + " weights")
+    parser.add_argument(
+        "--validate",
+        action="store_true",
+        help="leave out each user's last item, and measure on the one before it: to "
+        "choose settings by",
+    )
     add("--seed", 0, int, "of weights, batches, dropout and noise")
     add("--device", "cpu", str, "such as cuda")
     # The default model is so small that a second thread gains little, and where another
@@ -391,20 +388,28 @@ def parse_args(argv: Optional[List[str]] = None) -> argparse.Namespace:
 def summary_table(summary: Dict[str, Any]) -> str:
     """The summary as text."""
     s = summary
+    lines = [f"prior        {s['prior']}, top {s['top']:,} items"]
+    if s["steps"]:
+        lines.append(
+            f"training     {s['epochs']} of {s['epochs_planned']} epochs, "
+            f"{s['steps']} steps, {s['grad_sample_mode']}, {s['clipping']} clipping, "
+            f"noise multiplier {s['noise_multiplier']:.3f}"
+        )
     return "\n".join(
         [
             f"data         {s['data']}: {s['users']:,} users, {s['items']:,} items, "
             f"{s['actions']:,} actions",
             f"model        {s['model']}, {s['parameters']:,} parameters",
-            f"training     {s['epochs']} of {s['epochs_planned']} epochs, "
-            f"{s['steps']} steps, {s['seconds']:.0f} s, {s['grad_sample_mode']}, "
-            f"{s['clipping']} clipping, seed {s['seed']}",
+            *lines,
             f"privacy      epsilon {s['epsilon_spent']:.2f} spent at delta "
-            f"{s['delta']:g}, user-level, noise multiplier {s['noise_multiplier']:.3f}",
+            f"{s['delta']:g}, user-level",
+            f"run          {s['seconds']:.0f} s, seed {s['seed']}",
             "",
             "held-out item, full ranking     NDCG@10     HIT@10",
             f"  this model                    {s['ndcg_at_10']:6.2f}%    "
             f"{s['hit_at_10']:6.2f}%",
+            f"  without the user's own items  {s['unseen_ndcg_at_10']:6.2f}%    "
+            f"{s['unseen_hit_at_10']:6.2f}%",
             f"  popularity                    {s['popularity_ndcg_at_10']:6.2f}%    "
             f"{s['popularity_hit_at_10']:6.2f}%",
         ]

@@ -81,6 +81,15 @@ class Popularity(_Release):
         counts[0] = 0
         return (counts / counts.sum()).float()
 
+    def relative(self, power: float) -> Tensor:
+        """
+        ``[num_items + 1]``, ``(p_i / mean(p) + 1)^power`` of the shares p: weights that
+        favour rare items where the power is negative, and hardly tell apart those that
+        are rarer than the mean.
+        """
+        shares = self.shares
+        return (shares / shares[1:].mean() + 1) ** power
+
     def top(self, size: int) -> Tensor:
         """
         ``[size]``, the ids of the most popular items, the first first.
@@ -96,6 +105,10 @@ class Popularity(_Release):
             )
         return 1 + self.counts[1:].argsort(descending=True, stable=True)[:size]
 
+    def above(self, count: float) -> Tensor:
+        """``[M]``, the ids of the items of at least this count, the first first."""
+        return self.top(max(int((self.counts[1:] >= count).sum()), 1))
+
 
 @dataclass(frozen=True)
 class Transitions(_Release):
@@ -105,9 +118,22 @@ class Transitions(_Release):
     Attributes:
         counts: ``[M, M]``; entry ``[a, b]`` is about ``items[b]`` after ``items[a]``
         items: ``[M]``, the ids of the items that take part
+        weights: ``[M]``, of the items
+        back: the part of a pair that was counted in the other direction
     """
 
     items: Tensor
+    weights: Tensor
+    back: float
+
+    @property
+    def unweighted(self) -> Tensor:
+        """
+        ``[M, M]``, ``counts`` without weights and with no pair counted backwards:
+        unbiased, with noise that is larger where the weights are small.
+        """
+        forward = (self.counts - self.back * self.counts.T) / (1 - self.back**2)
+        return forward / torch.outer(self.weights, self.weights)
 
 
 def noise_for(epsilon: float, delta: float, share: float = 1.0) -> float:
@@ -199,19 +225,28 @@ def release_transitions(
     noise_multiplier: float,
     accountant: IAccountant,
     window: int = 20,
+    decay: float = 0.75,
+    back: float = 0.2,
+    weights: Optional[Tensor] = None,
     generator: Optional[torch.Generator] = None,
 ) -> Transitions:
     """
     How often item b comes after item a, each user counting as one.
 
     A user's contribution is the matrix that has, for every two actions of the user at
-    most ``window`` apart and both of ``items``, one over their distance added at
-    (earlier item, later item): pairs that occur repeatedly are summed first. It is then
-    divided by its Frobenius norm. The released matrix is the sum over users plus noise.
-    Sensitivity: adding or removing a user adds or removes one matrix of norm 1 (or 0,
-    of a user without such pairs), so it is 1, and noise of std ``noise_multiplier`` is
-    a Gaussian mechanism with that multiplier. It is recorded as one step of sample rate
-    1.
+    most ``window`` apart and both of ``items``, ``distance ** -decay`` added at
+    (earlier item, later item), and ``back`` times as much at (later, earlier), each
+    times the weights of both items: pairs that occur repeatedly are summed first. It is
+    then divided by its Frobenius norm. The released matrix is the sum over users plus
+    noise. Sensitivity: adding or removing a user adds or removes one matrix of norm 1
+    (or 0, of a user without such pairs), so it is 1, and noise of std
+    ``noise_multiplier`` is a Gaussian mechanism with that multiplier. It is recorded as
+    one step of sample rate 1.
+
+    The noise is the same in each entry, so that the norm should go where it tells most:
+    ``weights=popularity.relative(-0.25)`` gives rare items more of it, and ``back`` the
+    direction less. :attr:`Transitions.unweighted` undoes both. The defaults are those
+    that did best on MovieLens-1M (docs/how-to/releases.md).
 
     Args:
         histories: for each user the item ids ``[T]``, from 1, in the order of time;
@@ -221,10 +256,15 @@ def release_transitions(
         noise_multiplier: std of the noise, see :func:`noise_for`
         accountant: as in :func:`release_popularity`
         window: how far apart two actions may be
+        decay: how fast pairs count less with their distance
+        back: from 0 to below 1; near 1, the direction is lost
+        weights: ``[num_items + 1]``, positive, of all items; by default ones. They must
+            be public or come from a release, as :meth:`Popularity.relative` does
         generator: as in :func:`release_popularity`
 
     Raises:
-        Refused: as :func:`release_popularity`, and for items given twice
+        Refused: as :func:`release_popularity`, for items given twice, and for weights
+            that are not positive or not one for each item
 
     Example:
         >>> from opacus.accountants import RDPAccountant
@@ -232,7 +272,7 @@ def release_transitions(
         ...     [torch.tensor([1, 2, 3])], torch.tensor([2, 3]),
         ...     noise_multiplier=0.01, accountant=RDPAccountant(),
         ... )
-        >>> f"{transitions.counts[0, 1]:.1f}"
+        >>> f"{transitions.unweighted[0, 1]:.1f}"
         '1.0'
     """
     size = len(items)
@@ -245,6 +285,27 @@ def release_transitions(
             parameter="items",
             remedy="Give each id once, from 1 on, and a positive window.",
         )
+    if not 0 <= back < 1 or not math.isfinite(decay):
+        raise Refused(
+            f"back={back}, decay={decay}.",
+            parameter="back",
+            remedy="Give a part from 0 to below 1, and a finite decay.",
+        )
+    chosen = torch.ones(size, dtype=torch.float64)
+    if weights is not None:
+        if weights.dim() != 1 or len(weights) <= int(items.max()):
+            raise Refused(
+                f"weights are {list(weights.shape)}, and items go up to {items.max()}.",
+                parameter="weights",
+                remedy="Give one for each item, [num_items + 1].",
+            )
+        chosen = weights[items].double()
+    if not bool(((chosen > 0) & chosen.isfinite()).all()):
+        raise Refused(
+            f"weights from {chosen.min()} to {chosen.max()}.",
+            parameter="weights",
+            remedy="Give positive ones: an item of weight 0 belongs out of items.",
+        )
     place = torch.full((largest + 1,), -1)
     place[items] = torch.arange(size)
     total = torch.zeros(size * size, dtype=torch.float64)
@@ -254,14 +315,16 @@ def release_transitions(
         for lag in range(1, min(window, len(ids) - 1) + 1):
             a, b = at[:-lag], at[lag:]
             pairs = (users[:-lag] == users[lag:]) & (a >= 0) & (b >= 0)
-            keys = a[pairs] * size + b[pairs]
-            weights = torch.full((len(keys),), 1 / lag, dtype=torch.float64)
-            found.append((users[lag:][pairs], keys, weights))
+            a, b, owners = a[pairs], b[pairs], users[lag:][pairs]
+            weight = chosen[a] * chosen[b] * lag**-decay
+            found.append((owners, a * size + b, weight))
+            if back:
+                found.append((owners, b * size + a, back * weight))
         if found:
             _add_normalised(total, *(torch.cat(each) for each in zip(*found)))
     total = total.view(size, size)
     noise = _noise(total, noise_multiplier, accountant, generator)
-    return Transitions(total + noise, noise_multiplier, items)
+    return Transitions(total + noise, noise_multiplier, items, chosen, back)
 
 
 def _largest(history: Tensor) -> int:

@@ -38,23 +38,32 @@ def popularity_of(users, num_items=6, noise=TINY):
     )
 
 
-def transitions_of(users, items, window=3, noise=TINY):
+WEIGHTS = torch.linspace(0.5, 2, 10)
+
+
+def transitions_of(users, items, window=3, noise=TINY, weights=WEIGHTS, **how):
     return release_transitions(
         tensors(users),
         torch.tensor(items),
         noise_multiplier=noise,
         accountant=RDPAccountant(),
         window=window,
+        weights=weights,
+        **how,
     )
 
 
 def pairs_of(user, items, window):
     """One user's matrix, pair by pair."""
+    place = {item: k for k, item in enumerate(items)}
     found = torch.zeros(len(items), len(items), dtype=torch.float64)
     for i, a in enumerate(user):
         for j in range(i + 1, min(i + window + 1, len(user))):
             if a in items and user[j] in items:
-                found[items.index(a), items.index(user[j])] += 1 / (j - i)
+                x, y = place[a], place[user[j]]
+                weight = WEIGHTS[a] * WEIGHTS[user[j]] * (j - i) ** -0.75
+                found[x, y] += weight
+                found[y, x] += 0.2 * weight
     return found / found.norm().clamp(min=1e-300)
 
 
@@ -84,6 +93,15 @@ def test_a_user_moves_a_release_by_at_most_one(users, more):
     for release in (popularity_of, lambda u: transitions_of(u, [4, 2, 6, 1])):
         moved = release(users + [more]).counts - release(users).counts
         assert moved.norm() < 1 + 1e-6
+
+
+def test_weights_and_the_way_back_can_be_undone():
+    plain = transitions_of([[1, 2, 3, 1]], [3, 1, 2], weights=None, back=0.0)
+    found = transitions_of([[1, 2, 3, 1]], [3, 1, 2])
+    ratio = (found.unweighted / plain.counts)[plain.counts > 0.01]
+    # Each was divided by a norm of its own, and nothing else differs.
+    torch.testing.assert_close(ratio, ratio[:1].expand_as(ratio), atol=1e-6, rtol=0)
+    assert found.unweighted[plain.counts < 0.01].abs().max() < 1e-6
 
 
 def test_many_users_in_parts(monkeypatch):
@@ -157,6 +175,20 @@ def test_items_are_refused(items):
         transitions_of([[1, 2]], torch.tensor(items, dtype=torch.long).tolist())
 
 
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"back": 1.0},
+        {"decay": math.nan},
+        {"weights": torch.ones(2)},
+        {"weights": torch.zeros(7)},
+    ],
+)
+def test_weights_are_refused(how):
+    with pytest.raises(Refused, match="|".join(how)):
+        transitions_of([[1, 2]], [1, 2], **how)
+
+
 def test_shares_and_budgets_are_refused():
     with pytest.raises(Refused, match="share"):
         noise_for(1.0, 1e-5, 0.0)
@@ -193,6 +225,7 @@ def test_scores_are_those_of_the_formula():
     p, items = prior.shares, prior.items.tolist()
     scale = (p / p[1:].mean() + 1) ** prior.beta
     matrix = prior.counts[:5] + prior.tau * prior.counts[:5].T
+    torch.testing.assert_close(prior.counts[:5].T, prior.back[:5])
     matrix = scale[items][:, None] * matrix * scale[items]
     assert not matrix.diagonal().any()
     for ids in torch.randint(1, 8, (4, 6)):
@@ -212,6 +245,13 @@ def test_later_items_and_padding_change_nothing():
     torch.testing.assert_close(prior(longer)[:, :6], prior(ids))
     padded = torch.cat([ids, torch.zeros(2, 3, dtype=torch.long)], 1)
     torch.testing.assert_close(prior.score(padded), prior.score(ids))
+
+
+def test_one_item_alone():
+    popularity = popularity_of([[1, 2]], 3)
+    prior = TransitionPrior(popularity, transitions_of([[1, 1]], [1]))
+    expected = 0.5 * prior.shares.clamp(min=prior.shares[1:].min()).log()
+    torch.testing.assert_close(prior.score(torch.tensor([[1, 0]]))[0], expected)
 
 
 def test_its_numbers_are_trained_exactly():

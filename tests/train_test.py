@@ -15,7 +15,7 @@ import pytest
 import torch
 from opacus import PrivacyEngine
 
-from examples import runs, train
+from examples import ranking, recommender, runs, train
 from opacus_ext.data import read_sequences, synthetic_sequences
 
 ML1M = os.environ.get("OPACUS_EXT_ML1M")
@@ -37,20 +37,20 @@ class MetricsTest(unittest.TestCase):
             if item in order[:10]:
                 hit += 1 / 200
                 ndcg += 1 / math.log2(order.index(item) + 2) / 200
-        found = train.ndcg_and_hit(train.ranks(scores, items))
+        found = ranking.ndcg_and_hit(ranking.ranks(scores, items))
         self.assertAlmostEqual(found[0], 100 * ndcg)
         self.assertAlmostEqual(found[1], 100 * hit)
 
     def test_useless_scores_rank_last(self):
         for value in (0.0, math.nan):
-            rank = train.ranks(torch.full((2, 31), value), torch.tensor([1, 30]))
+            rank = ranking.ranks(torch.full((2, 31), value), torch.tensor([1, 30]))
             self.assertEqual(rank.tolist(), [29, 29])
 
     @unittest.skipUnless(ML1M, "OPACUS_EXT_ML1M names no file")
     def test_popularity_on_movielens(self):
         data = read_sequences(ML1M)
         scores = data.popularity().expand(len(data.histories), -1)
-        ndcg, hit = train.ndcg_and_hit(train.ranks(scores, data.held_out))
+        ndcg, hit = ranking.ndcg_and_hit(ranking.ranks(scores, data.held_out))
         self.assertAlmostEqual(ndcg, 0.79, places=2)
         self.assertAlmostEqual(hit, 1.62, places=2)
 
@@ -63,6 +63,9 @@ class LearningRateTest(unittest.TestCase):
         for warmup in (0.0, 1.0):
             rates = [train.learning_rate(s, 10, 1.0, warmup) for s in range(10)]
             self.assertTrue(0 < min(rates) and max(rates) == 1.0)
+
+
+POPULARITY, NO_PRIOR = ("--prior", "popularity"), ("--prior", "none")
 
 
 class TrainTest(unittest.TestCase):
@@ -98,9 +101,9 @@ class TrainTest(unittest.TestCase):
     @pytest.mark.slow
     def test_every_model(self):
         found = {}
-        for model in train.MODELS:
+        for model in set(train.MODELS) - {"transitions"}:
             both = model in ("transformer", "dpformer")
-            for more in ((), ("--no-prior",)) if both else ((),):
+            for more in (POPULARITY, NO_PRIOR) if both else (POPULARITY,):
                 with self.subTest(model, more=more):
                     summary = self.run_training("--model", model, *more)
                     self.assertEqual(summary["model"], model)
@@ -108,22 +111,43 @@ class TrainTest(unittest.TestCase):
                     self.assertGreater(summary["epsilon_spent"], 7.9)
                     found[model, more] = summary["noise_multiplier"]
         # What nothing was released for needs less noise.
-        spent = found["transformer", ()]
-        self.assertLess(found["transformer", ("--no-prior",)], spent)
-        self.assertAlmostEqual(found["dpformer", ("--no-prior",)], spent)
+        spent = found["transformer", POPULARITY]
+        self.assertLess(found["transformer", NO_PRIOR], spent)
+        self.assertAlmostEqual(found["dpformer", NO_PRIOR], spent)
 
-    def test_shares_are_released_once(self):
-        path = str(self.folder / "run")
-        pause = ("--checkpoint", path, "--stop-after-epochs", "1")
-        self.run_training(*pause)
-        shares = self.weights("run")["re_attention.shares.embedding.weight"]
-        self.assertEqual(shares.shape, (21,))
-        with patch.object(train, "token_shares", side_effect=AssertionError):
-            self.run_training("--checkpoint", path, "--resume")
-        after = self.weights("run")["re_attention.shares.embedding.weight"]
-        self.assertTrue(torch.equal(shares, after))
-        saved = torch.load(path, weights_only=True)["privacy_accountant_state_dict"]
-        self.assertEqual([s for *_, s in saved["history"]], [1, 9])
+    def test_releases_are_made_once(self):
+        for model, items in (("dpformer", "prior.items"), ("transitions", "items")):
+            path = str(self.folder / model)
+            more = ("--checkpoint", path, "--model", model, "--ema", "0.5")
+            self.run_training(*more, "--stop-after-epochs", "1")
+            before = self.weights(model)
+            with patch.object(recommender, "release_popularity", None):
+                after = self.run_training(*more, "--resume")
+            self.assertEqual(after["top"], len(before[items]))
+            whole = self.run_training("--model", model, "--ema", "0.5")
+            self.assertEqual(whole["ndcg_at_10"], after["ndcg_at_10"])
+            for name, saved in self.weights(model).items():
+                if "prior" in name or "re_attention.shares" in name:
+                    self.assertTrue(torch.equal(saved, before[name]), name)
+            saved = torch.load(path, weights_only=True)
+            steps = saved["privacy_accountant_state_dict"]["history"]
+            self.assertEqual([s for *_, s in steps], [1, 1, 9])
+
+    def test_nothing_is_trained(self):
+        """All of the budget is spent on the releases; settings chosen on other items."""
+        more = ("--model", "transitions", "--train-share", "0")
+        summary = self.run_training(*more)
+        self.assertAlmostEqual(summary["epsilon_spent"], 8.0, places=4)
+        self.assertEqual(summary["steps"], 0)
+        for name in ("ndcg", "hit"):  # fewer items are before the held-out one
+            name = f"{name}_at_10"
+            self.assertGreaterEqual(summary[f"unseen_{name}"], summary[name])
+        other = self.run_training(*more, "--validate")
+        self.assertNotEqual(other["actions"], summary["actions"])
+        with self.assertRaisesRegex(ValueError, "leave nothing"):
+            self.run_training("--train-share", "0.99")
+        with self.assertRaisesRegex(ValueError, "--prior popularity"):
+            self.run_training("--model", "transitions", "--prior", "popularity")
 
     def test_output_where_there_is_no_terminal(self):
         """A line an epoch, and no warning that says nothing of the run."""

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Dict, List, NamedTuple, Optional, Tuple, Union
 
@@ -46,6 +46,15 @@ class SequenceData:
     def contexts(self, max_len: int) -> torch.Tensor:
         """What precedes each held-out item: ``[users, max_len]``, 0-padded right."""
         return _pad(self.histories, max_len)
+
+    def without_last(self) -> "SequenceData":
+        """
+        The same without the items that are held out: each user's last but one is, in
+        their place. Settings chosen on it have not seen what is reported on.
+        """
+        histories = [h[:-1] for h in self.histories]
+        held_out = torch.stack([h[-1] for h in self.histories])
+        return replace(self, histories=histories, held_out=held_out)
 
     def popularity(self) -> torch.Tensor:
         """``[num_items + 1]``, how often each item occurs in the histories."""

@@ -16,10 +16,10 @@ class TransitionPrior(nn.Module):
     """
     Scores of the next item, from popularity and from which item follows which.
 
-    With p the shares of items, S the released transitions of the top M and q their
-    shares among themselves::
+    With p the shares of items, S the released transitions of the top M, unweighted, and
+    q their shares among themselves::
 
-        A = S - sum(S) q q^T                    what popularity does not explain
+        A = S - c q q^T                    what popularity does not explain
         score_t = alpha log p + sum over l < L of w_l D (A + tau A^T)[s_(t - l)] D / rms
 
     where s are the items before, D the diagonal of (p_i / mean(p) + 1)^beta, the
@@ -80,9 +80,10 @@ class TransitionPrior(nn.Module):
             )
         chosen = shares[items].double()
         chosen = chosen / chosen.sum()
-        counts = transitions.counts
-        expected = counts.sum().clamp(min=1) * torch.outer(chosen, chosen)
-        counts = (counts - expected).float()
+        weights = transitions.weights * chosen
+        known = transitions.counts.sum().clamp(min=1) / (1 + transitions.back)
+        expected = known * torch.outer(chosen, chosen) / weights.sum() ** 2
+        counts = (transitions.unweighted - expected).float()
         place = torch.full((len(shares),), len(items))  # the last row: no such item
         place[items] = torch.arange(len(items))
         self.register_buffer("shares", shares)
@@ -90,7 +91,7 @@ class TransitionPrior(nn.Module):
         self.register_buffer("place", place)
         self.register_buffer("counts", F.pad(counts.fill_diagonal_(0), (0, 0, 0, 1)))
         back = F.pad(counts.T.contiguous(), (0, 0, 0, 1))
-        self.register_buffer("back", back, persistent=False)
+        self.register_buffer("back", back)
         self.weights = nn.Parameter((1 + torch.arange(length)).float() ** -1.25)
         self.alpha = nn.Parameter(torch.tensor(0.5))
         self.beta = nn.Parameter(torch.tensor(-0.5))
@@ -98,7 +99,8 @@ class TransitionPrior(nn.Module):
         with torch.no_grad():
             scale = self._scale()[self.items]
             matrix = scale[:, None] * (counts + self.tau * counts.T) * scale
-            self.weights.div_(1.55 * matrix.square().mean().sqrt())
+            size = matrix.square().mean().sqrt()  # 0 of one item alone
+            self.weights.div_(1.2 * torch.where(size > 0, size, 1.0))
 
     def _scale(self) -> Tensor:
         """``[num_items + 1]``"""

@@ -1,0 +1,68 @@
+"""How well a recommender ranks the items that were held out."""
+
+from __future__ import annotations
+
+from typing import Tuple
+
+import torch
+from torch import nn
+
+from opacus_ext.data import SequenceData
+
+
+def ranks(scores: torch.Tensor, items: torch.Tensor) -> torch.Tensor:
+    """Where each user's item stands among all items, from 0.
+
+    Every item takes part, also those the user had before, as in the full rankings of
+    the SASRec and DPFormer papers. Items with the same score go before it, and NaN
+    scores put it last, so that a broken model can't look good.
+
+    Args:
+        scores: ``[B, V]``; column 0 is padding and takes no part.
+        items: ``[B]``, ids 1 to ``V - 1``.
+
+    Example:
+        >>> ranks(torch.tensor([[9.0, 0.1, 0.3, 0.2]]), torch.tensor([3]))
+        tensor([1])
+    """
+    own = scores.gather(1, items[:, None])
+    return scores.shape[1] - 2 - (scores[:, 1:] < own).sum(dim=1)
+
+
+def ndcg_and_hit(rank: torch.Tensor, k: int = 10) -> Tuple[float, float]:
+    """NDCG@k and HIT@k in percent, for one relevant item a user at ``rank`` ``[B]``.
+
+    Example:
+        >>> ndcg_and_hit(torch.tensor([0, 12]))
+        (50.0, 50.0)
+    """
+    hit = (rank < k).double()
+    ndcg = hit / torch.log2(rank.double() + 2)
+    return 100 * ndcg.mean().item(), 100 * hit.mean().item()
+
+
+@torch.no_grad()
+def evaluate(
+    model: nn.Module, data: SequenceData, max_len: int, unseen: bool = False
+) -> Tuple[float, float]:
+    """
+    NDCG@10 and HIT@10 in percent of a model on the held-out items.
+
+    Args:
+        unseen: leave the user's own earlier items out of the ranking, as part of the
+            literature does; by default all items take part
+    """
+    model.eval()
+    device = next(model.parameters()).device
+    found = []
+    users = torch.arange(len(data.histories)).split(512)
+    for chosen, ids in zip(users, data.contexts(max_len).split(512)):
+        scores = model.score(ids.to(device)).cpu()
+        target = data.held_out[chosen]
+        if unseen:
+            own = scores.gather(1, target[:, None])
+            for row, user in zip(scores, chosen):
+                row[data.histories[user]] = -torch.inf
+            scores.scatter_(1, target[:, None], own)
+        found.append(ranks(scores, target))
+    return ndcg_and_hit(torch.cat(found))
