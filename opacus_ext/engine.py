@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader
 
 from opacus_ext.accountants.budget import least_noise
 from opacus_ext.accountants.prv import PRVBoundsAccountant
+from opacus_ext.data.draws import Draws
 from opacus_ext.data.sampling import CyclicPoisson, Poisson, Sampling, count_records
 from opacus_ext.optimizers.banded import Banded, BandedNoise, coefficients, error
 from opacus_ext.refused import Refused
@@ -197,12 +198,16 @@ def _drawn(
         )
     records = count_records(data_loader.dataset)
     sampling.check(records, engine.accountant)
-    loader = sampling.loader(
-        data_loader,
-        batch_first=batch_first,
-        rand_on_empty=rand_on_empty,
-        distributed=distributed,
-    )
+    draws = getattr(data_loader, "batch_sampler", None)
+    if isinstance(draws, Draws) and draws.sampling == sampling and not distributed:
+        loader = data_loader  # it draws so already
+    else:
+        loader = sampling.loader(
+            data_loader,
+            batch_first=batch_first,
+            rand_on_empty=rand_on_empty,
+            distributed=distributed,
+        )
 
     def prepare(stock: DataLoader, **options: Any) -> DataLoader:
         options["poisson_sampling"] = False  # the loader does it already

@@ -7,18 +7,21 @@ imports either.
 from __future__ import annotations
 
 import functools
+import math
 import secrets
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Callable, Dict, Iterator, List, Optional
 
 import torch
 from opacus import PrivacyEngine
-from opacus.accountants.utils import get_noise_multiplier
-from opacus.utils.uniform_sampler import UniformWithReplacementSampler
+from opacus.accountants.accountant import IAccountant
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
-from opacus_ext.accountants.budget import noise_left
+from opacus_ext.accountants.budget import least_noise
+from opacus_ext.data.draws import Draws
 from opacus_ext.data.logical import LogicalBatches, Part, derive_seed, logical_loader
+from opacus_ext.data.sampling import Poisson, Sampling
 from opacus_ext.grad_sample.modes.loss import ClippedLoss
 from opacus_ext.refused import Refused
 
@@ -35,8 +38,9 @@ class PrivacyCallback(Callback):
     Trains a LightningModule with differential privacy: ``Trainer(callbacks=[...])``.
 
     Optimisation is automatic or manual. A step draws each record of the training
-    loader's data set with the same probability, one over the length of the loader;
-    steps, epochs, schedules and checkpoints count these logical batches. A draw without
+    loader's data set with the same probability B / N, for the loader's batch size B and
+    N records; an epoch has as many steps as the loader. Steps, epochs, schedules and
+    checkpoints count these logical batches. A draw without
     records is a step of noise, for which ``training_step`` is not called.
 
     "epsilon" is logged after each epoch. Checkpoints hold the accountant's history and
@@ -57,6 +61,8 @@ class PrivacyCallback(Callback):
             the LightningModule itself, ``self(...)``
         max_physical_batch_size: the most records ``training_step`` is given at once
         accountant: "prv", "prv_bounds" or "rdp"
+        sampling: another way to draw batches, of ``opacus_ext.data``, such as
+            ``TruncatedPoisson`` where memory is fixed; its ``steps`` are the loader's
         seed: of noise and batches, for tests. By default nobody knows it
         kwargs: of ``make_private``, such as ``clipping``
 
@@ -91,6 +97,7 @@ class PrivacyCallback(Callback):
         module: str = "",
         max_physical_batch_size: Optional[int] = None,
         accountant: str = "prv",
+        sampling: Optional[Sampling] = None,
         seed: Optional[int] = None,
         **kwargs: Any,
     ):
@@ -106,6 +113,7 @@ class PrivacyCallback(Callback):
         self.criterion, self.module = criterion, module
         self.max_physical_batch_size = max_physical_batch_size
         self.engine = PrivacyEngine(accountant=accountant)
+        self.sampling = sampling
         self._kwargs = dict(
             kwargs, max_grad_norm=max_grad_norm, grad_sample_mode=grad_sample_mode
         )
@@ -148,20 +156,23 @@ class PrivacyCallback(Callback):
         for problem in _data_refusals(loader, trainer.optimizers):
             raise problem
         size, steps = len(loader.dataset), len(loader)
+        sampling = replace(
+            self.sampling or Poisson(expected_batch_size=min(loader.batch_size, size)),
+            steps=steps,
+        )
+        sampling.check(size, self.engine.accountant)
         self._config = {
             "records": size,
-            "steps_per_epoch": steps,
+            "sampling": repr(sampling),
             "target_epsilon": self.target_epsilon,
             "noise_multiplier": self.noise_multiplier,
             **{name: str(value) for name, value in self._kwargs.items()},
         }
         self._sigma = self._restore(trainer, pl_module.device)
         if self._sigma is None:
-            self._sigma = self._choose_noise(trainer, 1 / steps)
+            self._sigma = self._choose_noise(trainer, sampling, size)
         generator = torch.Generator()
-        draws = UniformWithReplacementSampler(
-            num_samples=size, sample_rate=1 / steps, steps=steps, generator=generator
-        )
+        draws = Draws(sampling, size, generator)
         (plain,) = trainer.optimizers
         hooks, optimizer, *criterion, _ = self.engine.make_private(
             module=pl_module.get_submodule(self.module),
@@ -169,15 +180,12 @@ class PrivacyCallback(Callback):
             criterion=getattr(pl_module, self.criterion, None),
             data_loader=DataLoader(loader.dataset, batch_sampler=draws),
             noise_multiplier=self._sigma,
-            poisson_sampling=False,  # the loader does that already
+            sampling=sampling,
             noise_generator=self._noise,
             wrap_model=False,
             **self._kwargs,
         )
         self._undo.append(functools.partial(_make_ordinary, hooks, optimizer))
-        hooks.forbid_grad_accumulation()
-        # Not int(size * (1 / steps)), which may be one too few, and zero.
-        optimizer.expected_batch_size = size // steps
         trainer.strategy.optimizers = [optimizer]
         self._batches = LogicalBatches(
             draws,
@@ -223,27 +231,23 @@ class PrivacyCallback(Callback):
         self.engine.accountant.load_state_dict(saved["accountant"])
         return saved["noise_multiplier"]
 
-    def _choose_noise(self, trainer: Any, rate: float) -> float:
+    def _choose_noise(self, trainer: Any, sampling: Sampling, size: int) -> float:
         if self.noise_multiplier is not None:
             return self.noise_multiplier
         epsilon, delta = self.target_epsilon, self.target_delta
         assert epsilon is not None  # one of the two was given
-        steps, accountant = trainer.estimated_stepping_batches, self.engine.accountant
-        if not 0 < steps < float("inf"):
+        steps = trainer.estimated_stepping_batches
+        if not 0 < steps < math.inf:
             raise Refused(
                 "target_epsilon needs to know how many steps there will be.",
                 parameter="target_epsilon",
                 remedy="Give the Trainer max_epochs or max_steps.",
             )
-        if len(accountant):
-            return noise_left(accountant, epsilon, delta, rate, steps)
-        return get_noise_multiplier(
-            target_epsilon=epsilon,
-            target_delta=delta,
-            sample_rate=rate,
-            steps=steps,
-            accountant=accountant.mechanism(),
-        )
+
+        def record(trial: IAccountant, noise_multiplier: float) -> None:
+            sampling.account(trial, size, noise_multiplier, steps)
+
+        return least_noise(self.engine.accountant, record, epsilon, delta)
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         """Draws go on where training is, not where the loader has looked ahead to."""
@@ -288,7 +292,11 @@ class PrivacyCallback(Callback):
         stock, automatic = pl_module.training_step, pl_module.automatic_optimization
 
         def steps_taken() -> int:
-            return sum(steps for *_, steps in self.engine.accountant.history)
+            accountant = self.engine.accountant
+            others = getattr(accountant, "mechanisms", [])
+            return sum(steps for *_, steps in accountant.history) + sum(
+                entry["participations"] for entry in others
+            )
 
         def output_of(part: Part, *rest: Any) -> Any:
             if criterion is None:

@@ -16,7 +16,6 @@ import pytest
 import torch
 import transformers
 from opacus import PrivacyEngine
-from opacus.accountants.utils import get_noise_multiplier
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
@@ -168,11 +167,12 @@ def distance(a, b):
 
 def plain_loop(model, records, privacy, steps, logical=6, physical=3, lr=0.1):
     """PrivacyEngine and BatchMemoryManager over the draws of a run; the draws."""
-    rounds, seed = -(-len(records) // logical), derive_seed(privacy.privacy_seed, 0)
+    rate, seed = logical / len(records), derive_seed(privacy.privacy_seed, 0)
     generator, draws = torch.Generator(), []
     for t in range(steps):
         generator.manual_seed(derive_seed(seed, "draw", t))
-        drawn = torch.rand(len(records), generator=generator) < 1 / rounds
+        keys = torch.rand(len(records), generator=generator, dtype=torch.float64)
+        drawn = keys < rate
         draws.append(drawn.nonzero().flatten().tolist())
     engine = PrivacyEngine(accountant="rdp")
     model.train()
@@ -198,7 +198,7 @@ def plain_loop(model, records, privacy, steps, logical=6, physical=3, lr=0.1):
     )
     model, optimizer, *criterion, loader = made
     criterion = criterion[0] if criterion else PerSample()
-    optimizer.expected_batch_size = len(records) // rounds
+    optimizer.expected_batch_size = logical
     with BatchMemoryManager(
         data_loader=loader, max_physical_batch_size=physical, optimizer=optimizer
     ) as loader:
@@ -230,7 +230,7 @@ def test_a_run_is_that_of_a_plain_loop(mode, clipping, tmp_path):
     assert distance(weights(run.model), weights(expected)) < 1e-6
     assert distance(weights(run.model), before) > 1e-3
     assert max(map(len, draws)) > 6 and len(draws[0]) != len(draws[1])
-    assert run.engine.accountant.history == [(1.0, 1 / 7, 9)]
+    assert run.engine.accountant.history == [(1.0, 6 / N, 9)]
 
 
 @every_mode
@@ -350,7 +350,7 @@ def test_parts_are_the_same_whoever_makes_them():
 
 
 def test_sampling_is_poisson(tmp_path):
-    """Each record with probability 1 / 7, for itself."""
+    """Each record with probability 6 / N, for itself."""
     run, steps = trainer(tmp_path), 420
     drawn = torch.zeros(steps, N)
     sampler = run.get_train_dataloader().batch_sampler
@@ -360,10 +360,9 @@ def test_sampling_is_poisson(tmp_path):
                 assert len(part) <= 3
                 drawn[item.draw, part] += 1
     assert drawn.max() == 1
-    rate, sizes, variance = drawn.mean(0), drawn.sum(1), 1 / 7 * 6 / 7
-    assert (rate - 1 / 7).abs().max() < 4 * (variance / steps) ** 0.5
+    rate, sizes, variance = drawn.mean(0), drawn.sum(1), 6 / N * (1 - 6 / N)
+    assert (rate - 6 / N).abs().max() < 4 * (variance / steps) ** 0.5
     assert 0.8 < sizes.var() / (N * variance) < 1.25
-    # 93 steps, where int(1 / (1 / 93)) is 92.
     run = trainer(
         tmp_path,
         gpt2(),
@@ -448,16 +447,10 @@ def test_target_epsilon_is_kept_and_logged(tmp_path):
         tmp_path, privacy=privacy, max_steps=-1, num_train_epochs=2, logging_steps=5
     )
     output = run.train()
-    expected = get_noise_multiplier(
-        target_epsilon=4.0,
-        target_delta=1e-3,
-        sample_rate=1 / 7,
-        steps=14,
-        accountant="rdp",
-    )
     begin, *rest, end = run.state.log_history
-    assert begin["noise_multiplier"] == expected
-    assert begin["sample_rate"] == 1 / 7 and begin["expected_batch_size"] == 5
+    entry = begin["noise_multiplier"], 6 / N, 14
+    assert run.engine.accountant.history == [entry]
+    assert begin["sample_rate"] == 6 / N and begin["expected_batch_size"] == 6
     assert [entry["step"] for entry in rest] == [5, 10]
     assert 0 < rest[0]["epsilon"] < rest[1]["epsilon"] < end["epsilon"] <= 4.0
     assert end["epsilon"] == output.metrics["epsilon"] == run.get_epsilon() > 3.9
@@ -509,7 +502,7 @@ def test_training_again_adds_up(tmp_path):
     run.train()
     once, before = run.get_epsilon(), weights(run.model)
     run.train()
-    assert run.engine.accountant.history == [(1.0, 1 / 7, 6)]
+    assert run.engine.accountant.history == [(1.0, 6 / N, 6)]
     assert run.get_epsilon() > once and distance(before, weights(run.model)) > 1e-3
 
 
@@ -827,7 +820,7 @@ def test_collators_that_keep_records_apart(tmp_path):
         run = trainer(tmp_path, model, data, data_collator=collator, max_steps=2)
         run.train()
         assert distance(before, weights(model)) > 1e-3
-        assert run.engine.accountant.history == [(1.0, 1 / 7, 2)]
+        assert run.engine.accountant.history == [(1.0, 6 / N, 2)]
 
 
 def test_collators_that_pack(tmp_path):
@@ -1002,7 +995,7 @@ def test_a_resumed_run_is_the_one_that_was_not_stopped(mode, tmp_path):
         other.train(resume_from_checkpoint=checkpoint)
         assert distance(weights(whole.model), weights(other.model)) == 0
         assert other.get_epsilon() == whole.get_epsilon()
-        assert other.engine.accountant.history == [(1.0, 1 / 7, 9)]
+        assert other.engine.accountant.history == [(1.0, 6 / N, 9)]
         again = [x for x in other.state.log_history if "loss" in x]
         assert [x["loss"] for x in again] == [x["loss"] for x in losses]
         assert other._draw == whole._draw == 9
@@ -1178,7 +1171,7 @@ def test_the_best_model_is_loaded(tmp_path):
     assert run.state.best_model_checkpoint == str(best)
     saved = transformers.GPT2LMHeadModel.from_pretrained(best)
     assert distance(weights(saved), weights(run.model)) == 0
-    assert run.engine.accountant.history == [(1.0, 1 / 7, 6)]
+    assert run.engine.accountant.history == [(1.0, 6 / N, 6)]
 
 
 # -- errors ------------------------------------------------------------------------
@@ -1220,10 +1213,10 @@ def test_an_error_in_a_step_leaves_no_trace(mode, tmp_path):
     for key, entry in state["state"].items():
         for name, x in entry.items():
             assert torch.equal(torch.as_tensor(x), torch.as_tensor(now[key][name]))
-    assert run.engine.accountant.history == [(1.0, 1 / 7, steps)]
+    assert run.engine.accountant.history == [(1.0, 6 / N, steps)]
     assert not any(hasattr(p, "summed_grad") for p in run.model.parameters())
     run.train()
-    assert run.engine.accountant.history == [(1.0, 1 / 7, steps + 4)]
+    assert run.engine.accountant.history == [(1.0, 6 / N, steps + 4)]
 
 
 def test_models_that_are_refused_stay_as_they_were(tmp_path):
@@ -1376,7 +1369,7 @@ def test_model_init_and_per_layer_bounds(tmp_path):
     first = run.model
     run.train()
     assert run.model is not first
-    assert run.engine.accountant.history == [(1.0, 1 / 7, 4)]
+    assert run.engine.accountant.history == [(1.0, 6 / N, 4)]
 
 
 @pytest.mark.slow

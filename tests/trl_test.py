@@ -150,7 +150,7 @@ def check_steps(run, stock, steps=3):
             clipped += norm > bound
             for sum_, g in zip(total, grads):
                 sum_ += g * min(1, bound / (norm + 1e-6))
-        expected = len(stock.train_dataset) // run.steps_per_epoch
+        expected = run.sampling.divisor(len(stock.train_dataset))
         with torch.no_grad():
             for p, sum_ in zip(params, total):
                 p -= RATE * sum_ / expected

@@ -37,6 +37,10 @@ class PrivacyArguments:
             registered
         grad_sample_mode: "auto", "ghost_bk", "ghost", "scan" or "hooks"
         accountant: "prv_bounds", "prv" or "rdp" ("gdp" of Opacus can report too little)
+        max_batch_size: the most records of a step, where memory is fixed: of larger
+            draws a random subset is taken, which is accounted for (the accountant must
+            be "prv_bounds"). Six standard deviations above the logical batch size cost
+            nothing that can be seen
         poisson_sampling: False shuffles. No accountant's numbers hold for that: what
             they would be is logged under another name
         log_loss: whether the training loss is logged. It is the mean over private
@@ -65,6 +69,7 @@ class PrivacyArguments:
     clipping: str = _field("flat", "flat, automatic, normalised or per_layer")
     grad_sample_mode: str = _field("auto", "auto, ghost_bk, ghost, scan or hooks")
     accountant: str = _field("prv", "prv_bounds, prv or rdp")
+    max_batch_size: Optional[int] = _field(None, "the most records of a step")
     poisson_sampling: bool = _field(True, "False shuffles, for which nothing is proven")
     log_loss: bool = _field(True, "log the training loss, which is not private")
     monitor: str = _field("off", "log clipping and norms: private, not_private or off")
@@ -136,6 +141,13 @@ class PrivacyArguments:
                     parameter=name,
                     remedy="Give one of these.",
                 )
+        if self.max_batch_size is not None and not self.poisson_sampling:
+            raise Refused(
+                f"max_batch_size={self.max_batch_size} with poisson_sampling=False, "
+                "whose batches are all of one size.",
+                parameter="max_batch_size",
+                remedy="Leave one of them out.",
+            )
         if self.target_epsilon is not None and not self.poisson_sampling:
             raise Refused(
                 "No target_epsilon can be kept with poisson_sampling=False: "

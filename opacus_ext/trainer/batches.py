@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import torch
-from opacus.utils.uniform_sampler import UniformWithReplacementSampler
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler
 
+from opacus_ext.data.draws import Draws
 from opacus_ext.data.logical import LogicalBatches, logical_loader
+from opacus_ext.data.sampling import Poisson, TruncatedPoisson
 from opacus_ext.trainer.arguments import PrivacyArguments
 from opacus_ext.trainer.records import RecordTrainer
 
@@ -30,14 +31,23 @@ class BatchTrainer(RecordTrainer):
 
     @property
     def logical_batch_size(self) -> int:
-        """What a step has of records, at most, in expectation."""
+        """What a step has of records, in expectation; at most all of them are."""
         args = self.args
         return args.per_device_train_batch_size * args.gradient_accumulation_steps
 
     @property
     def steps_per_epoch(self) -> int:
-        """One over the probability with which a step draws a record."""
+        """Records over the logical batch size, rounded up, as Trainer counts them."""
         return -(-len(self.train_dataset) // self.logical_batch_size)
+
+    @property
+    def sampling(self) -> Poisson:
+        """Each record with the probability B / N, whatever the two are."""
+        size = min(self.logical_batch_size, len(self.train_dataset))
+        drawn = {"expected_batch_size": size, "steps": self.steps_per_epoch}
+        if self.privacy.max_batch_size is None:
+            return Poisson(**drawn)
+        return TruncatedPoisson(**drawn, max_batch_size=self.privacy.max_batch_size)
 
     def get_train_dataloader(self) -> DataLoader:
         """
@@ -67,11 +77,8 @@ class BatchTrainer(RecordTrainer):
         )
 
     def _sampler(self, generator: torch.Generator) -> Sampler:
-        size, steps = len(self.train_dataset), self.steps_per_epoch
+        size = len(self.train_dataset)
         if not self.privacy.poisson_sampling:
             shuffled = RandomSampler(range(size), generator=generator)
             return BatchSampler(shuffled, self.logical_batch_size, drop_last=False)
-        # Opacus's loader would take int(1 / (1 / steps)), 92 of 93.
-        return UniformWithReplacementSampler(
-            num_samples=size, sample_rate=1 / steps, steps=steps, generator=generator
-        )
+        return Draws(self.sampling, size, generator)

@@ -23,7 +23,9 @@ class NoiseLog(TrainerCallback):
         self.trainer.log(
             {
                 "noise_multiplier": optimizer.noise_multiplier,
-                "sample_rate": 1 / self.trainer.steps_per_epoch,
+                "sample_rate": self.trainer.sampling.rate(
+                    len(self.trainer.train_dataset)
+                ),
                 "expected_batch_size": optimizer.expected_batch_size,
             }
         )

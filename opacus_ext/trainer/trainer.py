@@ -16,13 +16,13 @@ from typing import Any, Dict, Iterator, List, Mapping, Optional, Tuple, Union
 
 import torch
 from opacus import PrivacyEngine
-from opacus.accountants.utils import get_noise_multiplier
+from opacus.accountants.accountant import IAccountant
 from torch import nn
 from torch.utils.data import DataLoader
 from transformers import TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
-from opacus_ext.accountants.budget import noise_left
+from opacus_ext.accountants.budget import least_noise
 from opacus_ext.data.logical import Part, derive_seed
 from opacus_ext.losses import PerSample
 from opacus_ext.monitor import Monitor
@@ -66,9 +66,9 @@ class PrivateTrainer(BatchTrainer):
     """
     ``transformers.Trainer``, with differential privacy.
 
-    A step takes a logical batch: each record is in it with the same probability, one
-    over the steps of an epoch. These are the records divided by
-    ``per_device_train_batch_size * gradient_accumulation_steps``, rounded up. It is
+    A step takes a logical batch: each record is in it with the same probability B / N,
+    for N records and a logical batch size B of ``per_device_train_batch_size *
+    gradient_accumulation_steps``. An epoch is N / B steps, rounded up. A batch is
     computed in parts of at most ``per_device_train_batch_size`` records, each record's
     gradient clipped, and noise is added once to their sum. Steps, epochs and the
     learning rate's schedule count logical batches.
@@ -203,7 +203,11 @@ class PrivateTrainer(BatchTrainer):
 
     def _make_private(self, optimizer: torch.optim.Optimizer) -> None:
         privacy, saved = self.privacy, self._saved
-        size, steps = len(self.train_dataset), self.steps_per_epoch
+        drawn = (
+            {"sampling": self.sampling}
+            if privacy.poisson_sampling
+            else {"poisson_sampling": False}
+        )
         noise_multiplier = self._noise_multiplier()
         noise = torch.Generator(self.args.device)
         if saved is None:
@@ -221,23 +225,21 @@ class PrivateTrainer(BatchTrainer):
             max_grad_norm=privacy.per_sample_max_grad_norm,
             clipping=privacy.clipping,
             grad_sample_mode=privacy.grad_sample_mode,
-            poisson_sampling=False,  # the loader does that already
             noise_generator=noise,
             wrap_model=False,
             take=self._objective.take,
+            **drawn,
         )
         # Modes with a criterion of their own return it as the third of four.
         hooks, self.optimizer, *criterion, _ = made
-        if privacy.poisson_sampling:
-            hooks.forbid_grad_accumulation()
         self._run = _PrivateRun(
             hooks=hooks,
             optimizer=self.optimizer,
             criterion=criterion[0] if criterion else PerSample(),
             noise=noise,
         )
-        # Not int(size * (1 / steps)), which may be one too few, and zero.
-        self.optimizer.expected_batch_size = size // steps
+        # Where batches are shuffled, Opacus has int(N / steps).
+        self.optimizer.expected_batch_size = self.sampling.expected_batch_size
         if privacy.monitor != "off":
             private = privacy.monitor == "private"
             monitor = Monitor(self.engine, self.optimizer, private=private)
@@ -253,7 +255,8 @@ class PrivateTrainer(BatchTrainer):
             return privacy.noise_multiplier
         epsilon, delta = privacy.target_epsilon, privacy.target_delta
         assert epsilon is not None  # PrivacyArguments has one of the two
-        rate, steps = 1 / self.steps_per_epoch, self.state.max_steps
+        records, steps = len(self.train_dataset), self.state.max_steps
+        self.sampling.check(records, accountant)
         # The noise was chosen to leave less than this.
         if self.get_epsilon() > epsilon - 0.01:
             raise Refused(
@@ -263,15 +266,11 @@ class PrivateTrainer(BatchTrainer):
                 remedy="Make a new one with a budget for what is to come: budgets of "
                 "the same records add up.",
             )
-        if len(accountant):
-            return noise_left(accountant, epsilon, delta, rate, steps)
-        return get_noise_multiplier(
-            target_epsilon=epsilon,
-            target_delta=delta,
-            sample_rate=rate,
-            steps=steps,
-            accountant=privacy.accountant,
-        )
+
+        def record(trial: IAccountant, noise_multiplier: float) -> None:
+            self.sampling.account(trial, records, noise_multiplier, steps)
+
+        return least_noise(accountant, record, epsilon, delta)
 
     def training_step(
         self, model: nn.Module, inputs: List[Part], num_items_in_batch: Any = None
@@ -448,6 +447,7 @@ class PrivateTrainer(BatchTrainer):
             del config[name]
         config["records"] = len(self.train_dataset)
         config["logical_batch_size"] = self.logical_batch_size
+        config["sample_rate"] = self.sampling.rate(config["records"])
         if self.privacy.target_epsilon is not None:  # for so many it chose the noise
             values = self.set_initial_training_values(self.args, loader)
             config["max_steps"] = values[-1]
