@@ -111,4 +111,5 @@ class Budget:
     @property
     def examples(self) -> float:
         """Of these a batch is drawn: users, or all of their records."""
-        return self.users * (self.records_per_user if self.sampling == "records" else 1)
+        records = self.records_per_user if self.sampling == "records" else 1
+        return float(math.floor(self.users) * records)

@@ -20,7 +20,6 @@ from opacus_ext.planner.budget import MOST_EPSILON, Budget, Range
 from opacus_ext.planner.loss_model import LossModel, compute
 from opacus_ext.planner.noise import (
     advantage,
-    batches_per_epoch,
     noise_grid,
     noise_of,
 )
@@ -173,7 +172,6 @@ class Candidates:
         i, j, k = (int(x) for x in at)
         size, batch, steps = self.parameters[i], self.batch_size[j], self.steps[k]
         law, budget = self.law, self.budget
-        parts = batches_per_epoch(budget, batch)
         # Of the grid's noise, which is interpolated, nothing is reported.
         noise, ratio, amplified = noise_of(budget, batch, steps)
         loss = float(law.loss(size, batch, steps, ratio))
@@ -186,7 +184,7 @@ class Candidates:
             parameters=int(size),
             batch_size=int(batch),
             steps=int(steps),
-            examples=int(batch * parts),
+            examples=int(budget.examples),
             flops=float(self.flops[i, j, k]),
             tokens_per_parameter=float(batch * steps * budget.tokens / size),
             noise_multiplier=float(noise),
@@ -197,7 +195,7 @@ class Candidates:
             loss=loss if math.isfinite(loss) else at_grid,
             private_law=law.private,
             advantage=advantage(
-                budget, float(noise), float(parts), float(steps), bool(amplified)
+                budget, float(noise), float(batch), float(steps), bool(amplified)
             ),
             learning_rate=known if known and known > 0 else None,
             seconds=(

@@ -13,15 +13,14 @@ from scipy.interpolate import make_interp_spline
 from opacus_ext.accountants import PRVBoundsAccountant
 from opacus_ext.planner import calibration
 from opacus_ext.planner.budget import Budget
-from opacus_ext.planner.solver import central_limit
+from opacus_ext.planner.solver import central_limit, plain
 from opacus_ext.refused import Refused
 
 
 def batches_per_epoch(budget: Budget, batch: Any) -> np.ndarray:
     """
-    Batches of an epoch. Opacus samples at rates of 1 / whole number: so many whole
-    batches are made of the examples, and what is over stays out. More users then never
-    mean more noise.
+    Whole batches of an epoch, where they are not Poisson samples: what is over stays
+    out of this epoch. More users then never mean more noise.
     """
     return np.floor(budget.examples / np.asarray(batch, dtype=float) * (1 + 1e-12))
 
@@ -38,34 +37,34 @@ def noise_of(
         amplification: in the place of the budget's
     """
     how = amplification or budget.amplification
-    users = batch * batches_per_epoch(budget, batch)
-    if budget.sampling == "records":
-        users = users / budget.records_per_user
-
-    def calibrate(amplification: str) -> calibration.Calibration:
-        return calibration.calibrate(
-            budget.epsilon,
-            budget.delta,
-            steps,
-            batch,
-            users,
-            amplification=amplification,
-            records_per_user=budget.records_per_user,
-            sampling=budget.sampling,
+    batch, steps = np.asarray(batch, dtype=float), np.asarray(steps, dtype=float)
+    poisson: Any = np.inf
+    if how != "none":
+        rate = batch / budget.examples
+        poisson = np.asarray(
+            calibration.noise_multiplier(
+                budget.epsilon, budget.delta, steps, rate, records_of(budget)
+            )
         )
-
-    found = calibrate(how)
+    fixed: Any = np.inf
+    if how != "poisson":
+        times = np.maximum(np.ceil(steps / batches_per_epoch(budget, batch)), 1)
+        fixed = records_of(budget) * np.asarray(
+            calibration.gaussian_noise_multiplier(budget.epsilon, budget.delta, times)
+        )
     # No noise at all is within the letter of a delta that is more than the chance of
     # ever being sampled. It is not what anyone means by private.
-    none = np.asarray(found.noise_multiplier) == 0
-    if none.any() and how == "lower":
-        fixed = calibrate("none")
-        found = calibration.Calibration(
-            np.where(none, fixed.noise_multiplier, found.noise_multiplier),
-            np.where(none, fixed.ratio, found.ratio),
-            found.amplified & ~none,
-        )
-    return found
+    amplified = (poisson <= fixed) & ((poisson > 0) | (how == "poisson"))
+    least = np.where(amplified, poisson, fixed)
+    shape = np.broadcast_shapes(least.shape, batch.shape)
+    return calibration.Calibration(
+        *(plain(np.broadcast_to(x, shape)) for x in (least, least / batch, amplified))
+    )
+
+
+def records_of(budget: Budget) -> int:
+    """How many of a user's records steps draw, each for itself."""
+    return budget.records_per_user if budget.sampling == "records" else 1
 
 
 def noise_grid(
@@ -73,9 +72,9 @@ def noise_grid(
 ) -> Tuple[np.ndarray, np.ndarray, np.ndarray]:
     """
     Noise multiplier, ratio and whether batches are Poisson samples, of a grid, each
-    ``[B, T]``. Calibrated at powers of two of rates and steps; between, how far the
-    noise is off its central limit is interpolated: to 1 % at worst, mostly to 0.01 %.
-    What is found is calibrated by itself.
+    ``[B, T]``. Calibrated at powers of two of rates and of four of steps; between, how
+    far the noise is off its central limit is interpolated: to 1 % at worst, mostly to
+    0.1 %. What is found is calibrated by itself.
     """
     key = replace(budget, flops=1, seconds=1, memory=1, tokens=1)
     key = replace(key, parameters=None, batch_size=None, steps=None)
@@ -90,12 +89,11 @@ def _cached_grid(
     noise = noise_of(budget, b[:, None], t, amplification="none").noise_multiplier
     amplified = np.zeros(noise.shape, dtype=bool)
     if budget.amplification != "none":
-        parts = batches_per_epoch(budget, b)
-        axes = (parts, _knots(parts)), (t, _knots(t))
-        kp, kt = axes[0][1], axes[1][1]
-        known = noise_of(
-            budget, (budget.examples / kp)[:, None], kt, amplification="poisson"
-        ).noise_multiplier
+        parts = budget.examples / b
+        kp, kt = _knots(parts, 2), _knots(t, 4)
+        axes = (parts, kp), (t, kt)
+        privacy = budget.epsilon, budget.delta, records_of(budget)
+        known = np.array([_knot(*privacy, part, tuple(kt)) for part in kp])
         limit = _central_limit(budget, kp, kt)
         off = np.log(np.where(known > 0, known, limit) / limit)
         for axis, (wanted, knots) in enumerate(axes):
@@ -113,12 +111,22 @@ def _cached_grid(
     return noise, noise / b[:, None], amplified
 
 
-def _knots(values: np.ndarray) -> np.ndarray:
-    """Powers of two, the same for every range but for its ends."""
-    inner = 2.0 ** np.arange(100)
-    low, high = values.min(), values.max()
-    inside = (inner > 1.2 * low) & (inner < high / 1.2)
-    return np.unique([low, *inner[inside], high])
+def _knots(values: np.ndarray, base: int) -> np.ndarray:
+    """Powers of a base around a range: the same for every budget."""
+    low, high = np.log([values.min(), values.max()]) / math.log(base)
+    return base ** np.arange(math.floor(low + 1e-9), math.ceil(high - 1e-9) + 1.0)
+
+
+@lru_cache(maxsize=1024)
+def _knot(
+    epsilon: float, delta: float, records: int, part: float, steps: Tuple[float, ...]
+) -> np.ndarray:
+    """The noise at one rate, which more users have too, after so many steps."""
+    return np.asarray(
+        calibration.noise_multiplier(
+            epsilon, delta, steps, 1 / part, records, rough=True
+        )
+    )
 
 
 def _central_limit(budget: Budget, parts: np.ndarray, steps: np.ndarray) -> np.ndarray:
@@ -129,14 +137,15 @@ def _central_limit(budget: Budget, parts: np.ndarray, steps: np.ndarray) -> np.n
 
 @lru_cache(maxsize=1024)
 def advantage(
-    budget: Budget, noise: float, parts: float, steps: float, amplified: bool
+    budget: Budget, noise: float, batch: float, steps: float, amplified: bool
 ) -> float:
-    """Of membership inference at most, with so many batches an epoch."""
-    records = budget.records_per_user if budget.sampling == "records" else 1
+    """Of membership inference at most."""
+    records = records_of(budget)
     if amplified:
-        return float(calibration.delta(noise, 1 / parts, steps, 0.0, records))
+        rate = batch / budget.examples
+        return float(calibration.delta(noise, rate, steps, 0.0, records))
     # In fixed batches all records of a user are in the same one at worst.
-    times = math.ceil(steps / parts)
+    times = math.ceil(steps / batches_per_epoch(budget, batch))
     return float(calibration.delta(noise / records, 1.0, times, 0.0))
 
 

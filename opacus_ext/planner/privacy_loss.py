@@ -5,6 +5,7 @@ The privacy loss of one step of DP-SGD, as a law that can be integrated exactly.
 from __future__ import annotations
 
 import math
+import threading
 from typing import NamedTuple, Tuple
 
 import numpy as np
@@ -25,6 +26,27 @@ class TooHardError(ArithmeticError):
 
     Its argument, if any, is a rough value of what was asked for.
     """
+
+
+class Work(threading.local):
+    """
+    What may still be computed for an answer, in entries of arrays; each takes a tenth of
+    a microsecond or so. Not a clock: an answer that is had is had on every machine.
+    """
+
+    left = math.inf
+
+    def spend(self, entries: float) -> None:
+        """
+        Raises:
+            TooHardError: before so many are computed, if they are too many
+        """
+        self.left -= entries
+        if self.left < 0:
+            raise TooHardError
+
+
+WORK = Work()
 
 
 class SampledGaussian(NamedTuple):
@@ -55,6 +77,7 @@ class SampledGaussian(NamedTuple):
 
     def loss(self, x: NDArray) -> NDArray:
         """``L(x)``, [n] complex, precise where it is small."""
+        WORK.spend(len(x) * self.records)
         rows = max(1, _CHUNK // self.records)
         parts = [self._loss(x[i : i + rows]) for i in range(0, len(x), rows)]
         return np.concatenate(parts)

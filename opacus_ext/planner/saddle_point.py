@@ -25,6 +25,7 @@ from scipy.special import erfc, log_ndtr, logsumexp
 from opacus_ext.accountants.profiles import gaussian_log_delta, unsampled_epsilon
 from opacus_ext.planner.privacy_loss import (
     FAR,
+    WORK,
     PrivacyLoss,
     SampledGaussian,
     TooHardError,
@@ -107,6 +108,7 @@ def log_delta_of_steps(
     def integrand(u: NDArray) -> NDArray:
         y = scale * np.sinh(u / _GRADING)
         z = t + 1j * y
+        WORK.spend(len(y) * len(loss))
         rows = max(1, _CHUNK // len(loss))
         excess = [
             np.expm1(1j * np.outer(y[i : i + rows], loss)) @ weight
