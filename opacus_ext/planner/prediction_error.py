@@ -1,4 +1,4 @@
-"""How well a surface predicts a size, or a ratio, that it was fitted without."""
+"""How well a surface predicts a size, a ratio or steps that it was fitted without."""
 
 from __future__ import annotations
 
@@ -40,28 +40,56 @@ class HoldOut(NamedTuple):
         return float(np.abs(self.error).max())
 
 
+def continued(measurements: Any, **options: Any) -> Optional[HoldOut]:
+    """
+    What continuing curves to four times their length is worth: the first quarter of the
+    runs, continued, against the rest; None if a quarter is too short for it.
+
+    Args:
+        measurements: as of :meth:`Surface.fit`
+        **options: that the whole surface was fitted with
+
+    Example:
+        >>> from opacus_ext.planner import Measurements, scaled_options
+        >>> runs = Measurements.read()
+        >>> f"{continued(runs, **scaled_options(runs)).mean:.0%}"
+        '7%'
+    """
+    quarter = float(np.max(measurements.steps)) / 4
+    options = {**options, "fit_from": options.get("fit_from", 16_000) / 4}
+    try:
+        return hold_out(measurements, steps=quarter, **options)
+    except Refused:
+        return None
+
+
 def hold_out(
     measurements: Any,
     *,
     parameters: Optional[float] = None,
     ratio: Optional[float] = None,
+    steps: Optional[float] = None,
     **options: Any,
 ) -> HoldOut:
     """
-    Fits a surface without one model size, or without one ratio, and predicts it.
+    Fits a surface without one model size, one ratio or the steps beyond some, and
+    predicts them.
 
     That shows the error of interpolating between sizes (ratios), over twice the
-    distance of what the whole surface does.
+    distance of what the whole surface does; and of continuing curves. The lowest ratio
+    can be left out where there are noise-free runs.
 
     Args:
         measurements: as of :meth:`Surface.fit`
         parameters: the size to leave out, or
-        ratio: the ratio to leave out
+        ratio: the ratio to leave out, or
+        steps: all readings of more than these are left out
         **options: of :meth:`Surface.fit`
 
     Raises:
-        Refused: unless one of the two is given, and for one that was not measured or
-            is at the edge of the grid: nothing could be interpolated to there
+        Refused: unless one of the three is given, for a size or ratio that was not
+            measured or is at the edge of the grid: nothing could be interpolated to
+            there; and for steps beyond which nothing was read
 
     Example:
         >>> from opacus_ext.planner.measurements import Measurements
@@ -72,23 +100,36 @@ def hold_out(
         >>> print(f"{hold_out(runs, parameters=3e4, min_steps=10, window=1).worst:.4f}")
         0.0142
     """
-    if (parameters is None) == (ratio is None):
-        raise Refused("Hold out either parameters or a ratio.", parameter="parameters")
-    name, value = ("ratio", ratio) if parameters is None else ("parameters", parameters)
+    given = dict(parameters=parameters, ratio=ratio, steps=steps)
+    chosen = [(n, float(v)) for n, v in given.items() if v is not None]
+    if len(chosen) != 1:
+        raise Refused(
+            "Hold out either parameters, a ratio or steps.", parameter="parameters"
+        )
+    ((name, value),) = chosen
     column = np.asarray(getattr(measurements, name), dtype=float)
-    known = np.unique(column[column > 0])
-    if value not in known[1:-1]:
+    known = np.unique(column)
+    if name == "steps":
+        options = {**options, "steps_to": known[-1]}
+    elif value not in known[1:-1]:
         values = ", ".join(f"{x:g}" for x in known)
-        why = "at the edge of" if value in known or value == 0 else "not among"
+        why = "at the edge of" if value in known else "not among"
         raise Refused(
             f"{name} {value:g} is {why} those measured ({values}): only one between "
             "two others can be interpolated.",
             parameter=name,
         )
-    out = column == value
+    out = column > value if name == "steps" else column == value
+    if not out.any():
+        raise Refused(
+            f"Nothing was read after {value:g} steps, the last of the longest run.",
+            parameter="steps",
+            remedy="Leave out the steps beyond fewer.",
+        )
     surface = Surface.fit(measurements.select(~out), **options)
     min_steps, window = options.get("min_steps", 1000), options.get("window", 10)
-    curves = best_curves(runs_of(measurements.select(out), min_steps), int(window))
+    seen = measurements if name == "steps" else measurements.select(out)
+    curves = best_curves(runs_of(seen, min_steps), int(window))
     rows = np.concatenate(
         [
             np.stack(
@@ -98,6 +139,8 @@ def hold_out(
         ],
         axis=1,
     )
+    if name == "steps":
+        rows = rows[:, rows[1] > value]
     predicted = surface.loss(*rows[:3], outside="nan")
     inside = np.isfinite(predicted)
     if not inside.any():

@@ -192,9 +192,10 @@ class Surface:
         Args:
             parameters: model size
             steps: of training
-            ratio: noise-batch ratio. One between 0 and the lowest that was measured
-                counts as that one, which expects too high a loss rather than too low a
-                one. 0 is noise-free
+            ratio: noise-batch ratio, 0 for noise-free. Between 0 and the lowest that
+                was measured, log loss is linear in the ratio; without noise-free runs
+                such a ratio counts as the lowest, which expects too high a loss rather
+                than too low a one
             outside: what to do where nothing was measured, beyond :attr:`ranges`:
                 ``"raise"`` or ``"nan"``
 
@@ -288,24 +289,37 @@ class Surface:
     ) -> np.ndarray:
         m, t, r = self._arguments(parameters, steps, ratio, outside)
         inside = np.isfinite(m)
-        free = inside & (r == 0)
-        noisy = inside & (r > 0)
-        parts = []
-        for at, interpolate in zip((free, noisy), interpolators):
-            if at.any():
-                points = np.log([m[at], t[at], *([] if at is free else [r[at]])])
-                parts.append((at, interpolate(points.T)))
-        of_grid = next(i for i in interpolators if i is not None)
+        of_free, of_noisy = interpolators
+        share = np.ones(m.shape)  # of the noisy ones
+        if of_free is not None:
+            share = np.minimum(r / self.least_ratio, 1.0) if of_noisy else 0 * r
+        of_grid = of_free or of_noisy
         tail = of_grid.values.shape[len(of_grid.grid) :]
-        found = np.full(m.shape + tail, np.nan)
-        for at, values in parts:
-            found[at] = values
+        found = np.where(inside, 0.0, np.nan).reshape(m.shape + (1,) * len(tail))
+        found = np.broadcast_to(found, m.shape + tail).copy()
+        for weight, interpolate in ((1 - share, of_free), (share, of_noisy)):
+            at = inside & (weight > 0)
+            if not at.any():
+                continue
+            points = [m[at], t[at]]
+            if interpolate is of_noisy:
+                points.append(np.maximum(r[at], self.least_ratio))
+            values = interpolate(np.log(points).T)
+            found[at] += weight[at].reshape((-1,) + (1,) * len(tail)) * values
         return found
+
+    @property
+    def least_ratio(self) -> float:
+        """The lowest ratio with noise that was measured; inf if none was."""
+        return float(self.ratio[self.ratio > 0].min(initial=math.inf))
 
     def _arguments(
         self, parameters: ArrayLike, steps: ArrayLike, ratio: ArrayLike, outside: str
     ) -> Tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Broadcast and checked; nan where outside, ratios not below the lowest."""
+        """
+        Broadcast and checked; nan where outside, ratios not below the lowest of the
+        grid.
+        """
         if outside not in ("raise", "nan"):
             raise Refused(
                 f"outside must be 'raise' or 'nan'; got {outside!r}.",
@@ -328,9 +342,7 @@ class Surface:
             raise Refused(
                 f"Shapes don't broadcast: {shapes}.", remedy="Give shapes that do."
             ) from e
-        positive = self.ratio[self.ratio > 0]
-        if len(positive):
-            r = np.where(r > 0, np.maximum(r, positive[0]), r)
+        r = np.where(r > 0, np.maximum(r, self.ratio[0]), r)
         beyond = np.zeros(m.shape, dtype=bool)
         for name, x in zip(names, (m, t, r)):
             low, high = self.ranges[name]
