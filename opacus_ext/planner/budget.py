@@ -35,6 +35,10 @@ class Budget:
             draws examples, and a user is protected in all of theirs
         amplification: "lower" of Poisson sampling ("poisson") and fixed batches
             ("none")
+        max_batch_size: examples of a batch at most, where memory is fixed: of larger
+            Poisson samples a random subset is taken (``TruncatedPoisson``). Batches are
+            planned that have room for six standard deviations, which costs nothing that
+            can be seen; None for no bound
 
     Raises:
         Refused: for what is not positive, an epsilon above 100, a delta of 1 or more,
@@ -58,6 +62,7 @@ class Budget:
     records_per_user: int = 1
     sampling: str = "users"
     amplification: str = "lower"
+    max_batch_size: Optional[int] = None
 
     def __post_init__(self) -> None:
         for name, least in (
@@ -107,9 +112,38 @@ class Budget:
                 parameter="batch_size",
                 remedy="Lower it, or plan for more users.",
             )
+        if self.max_batch_size is not None:
+            self._check_max_batch_size(self.max_batch_size)
+
+    def _check_max_batch_size(self, most: int) -> None:
+        least = self.batch_size[0] if self.batch_size else 1
+        if most != int(most) or self.largest_batch < least:
+            needed = math.ceil(least + 6 * math.sqrt(least))
+            raise Refused(
+                f"max_batch_size={most:g} has no room for batches of {least:g}, which "
+                "vary by chance.",
+                parameter="max_batch_size",
+                remedy=f"Take a whole number of {needed} or more, six standard "
+                "deviations above, or smaller batches.",
+            )
+        if self.sampling == "records" and self.records_per_user > 1:
+            raise Refused(
+                "max_batch_size with several records of a user: what cutting costs is "
+                "known for one record.",
+                parameter="max_batch_size",
+                remedy="Leave it out, or draw users.",
+            )
 
     @property
     def examples(self) -> float:
         """Of these a batch is drawn: users, or all of their records."""
         records = self.records_per_user if self.sampling == "records" else 1
         return float(math.floor(self.users) * records)
+
+    @property
+    def largest_batch(self) -> float:
+        """In expectation, with room for its deviations below ``max_batch_size``."""
+        most = self.max_batch_size
+        if most is None or most >= self.examples:
+            return self.examples
+        return (math.sqrt(9 + max(most, 0)) - 3) ** 2  # B + 6 sqrt(B) = most

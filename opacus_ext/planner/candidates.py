@@ -94,7 +94,11 @@ class Candidates:
             "parameters", law.parameters, budget.parameters, 10, SIZES_PER_DECADE
         )
         self.batch_size = _lattice(
-            "batch_size", (1, budget.examples), budget.batch_size, 2, BATCHES_PER_OCTAVE
+            "batch_size",
+            (1, budget.largest_batch),
+            budget.batch_size,
+            2,
+            BATCHES_PER_OCTAVE,
         )
         self.steps = _lattice("steps", law.steps, budget.steps, 2, STEPS_PER_OCTAVE)
         self.noise_multiplier, self.ratio, self.amplified = noise_grid(

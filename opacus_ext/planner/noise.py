@@ -11,6 +11,7 @@ import numpy as np
 from scipy.interpolate import make_interp_spline
 
 from opacus_ext.accountants import PRVBoundsAccountant
+from opacus_ext.data.sampling import Sampling
 from opacus_ext.planner import calibration
 from opacus_ext.planner.budget import Budget
 from opacus_ext.planner.solver import central_limit, plain
@@ -78,6 +79,7 @@ def noise_grid(
     """
     key = replace(budget, flops=1, seconds=1, memory=1, tokens=1)
     key = replace(key, parameters=None, batch_size=None, steps=None)
+    key = replace(key, max_batch_size=None)
     return _cached_grid(key, tuple(batch), tuple(steps))
 
 
@@ -151,7 +153,8 @@ def advantage(
 
 def verified_noise(
     noise_multiplier: float,
-    sample_rate: float,
+    sampling: Sampling,
+    records: int,
     steps: int,
     epsilon: float,
     delta: float,
@@ -161,6 +164,7 @@ def verified_noise(
     The noise multiplier, raised until the accountant's upper bound is epsilon at most.
 
     Args:
+        sampling: how batches are drawn, of so many records
         most: how much more than what was calibrated is still believed
 
     Raises:
@@ -169,13 +173,13 @@ def verified_noise(
     factor, step = 1.0, 1e-3
     while factor <= most:
         accountant = PRVBoundsAccountant()
-        accountant.history = [(noise_multiplier * factor, sample_rate, int(steps))]
+        sampling.account(accountant, records, noise_multiplier * factor, int(steps))
         if accountant.get_epsilon(delta) <= epsilon:
             return noise_multiplier * factor
         factor, step = factor + step, 2 * step
     raise Refused(
         f"noise_multiplier={noise_multiplier:g} was calibrated for epsilon={epsilon:g},"
-        f" delta={delta:g}, {steps} steps at sample rate {sample_rate:g}; the "
+        f" delta={delta:g}, {steps} steps with {sampling} of {records} records; the "
         f"accountant finds more, up to {most} times that noise.",
         parameter="noise_multiplier",
         remedy="Please report it.",

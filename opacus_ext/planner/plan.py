@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any, Dict, List, Optional, Tuple
 
+from opacus_ext.planner import snippet
 from opacus_ext.planner.budget import Budget
-from opacus_ext.planner.noise import verified_noise
 
 
 @dataclass(frozen=True)
@@ -20,8 +20,7 @@ class Plan:
         parameters: M
         batch_size: B
         steps: T
-        examples: to train on, a multiple of B: Opacus makes as many batches an epoch
-            as a loader has, and samples at that rate
+        examples: N, of which each is in a batch with probability B / N
         flops: C = 6 M B T S
         tokens_per_parameter: B T S / M
         noise_multiplier: sigma, relative to the bound of a clipped gradient
@@ -60,8 +59,8 @@ class Plan:
     def arguments(self) -> Dict[str, Any]:
         """
         For ``PrivacyEngine(accountant="prv_bounds").make_private``, beside module,
-        optimizer, criterion and a loader of ``examples`` with batches of
-        ``batch_size``.
+        optimizer, criterion and a loader of ``examples``; ``sampling`` draws batches of
+        ``batch_size`` in expectation, all ``steps`` of them in one epoch.
 
         The noise of Poisson samples of users is checked by the accountant, whose upper
         bound is no more than epsilon, and raised a little if it must be. See
@@ -71,67 +70,15 @@ class Plan:
 
     @cached_property
     def _make_private(self) -> Dict[str, Any]:
-        noise = self.noise_multiplier
-        if self.amplified and self.budget.sampling == "users":
-            noise = verified_noise(
-                noise,
-                self.batch_size / self.examples,
-                self.steps,
-                self.budget.epsilon,
-                self.budget.delta,
-            )
-        return dict(
-            noise_multiplier=noise,
-            # As measured: gradients brought to norm 1, whatever they were.
-            max_grad_norm=0.1,
-            clipping="normalised",
-            grad_sample_mode="ghost_bk",
-            poisson_sampling=self.amplified,
-        )
+        return snippet.arguments(self)
 
     def notes(self) -> List[str]:
         """What must hold for epsilon to be that of the budget, for people."""
-        budget, found = self.budget, []
-        if not self.amplified:
-            found.append(
-                f"Batches are fixed: epsilon {budget.epsilon:g} is that of each example"
-                " once an epoch. The engine counts Poisson samples: its get_epsilon "
-                "does not hold here. Keep the batches whole (shuffle, drop_last)."
-            )
-        if budget.sampling == "records":
-            found.append(
-                f"Epsilon {budget.epsilon:g} is of a user with all of "
-                f"{budget.records_per_user} records; the engine's get_epsilon is of "
-                "one record."
-            )
-        elif budget.records_per_user > 1:
-            found.append(
-                "An item of the data set must be a user, and give one of their "
-                "records, drawn anew each time."
-            )
-        return found
+        return snippet.notes(self)
 
     def code(self) -> str:
-        """What to paste: the data, the engine, and :meth:`arguments`."""
-        settings = [
-            f"    {name}={value!r}," for name, value in self.arguments().items()
-        ]
-        return "\n".join(
-            [
-                *(f"# {note}" for note in self.notes()),
-                f"examples = Subset(dataset, range({self.examples}))",
-                f"loader = DataLoader(examples, batch_size={self.batch_size})"
-                f"  # {self.steps} steps in all",
-                'engine = PrivacyEngine(accountant="prv_bounds")',
-                "model, optimizer, criterion, loader = engine.make_private(",
-                "    module=model,",
-                "    optimizer=optimizer,",
-                "    criterion=criterion,",
-                "    data_loader=loader,",
-                *settings,
-                ")",
-            ]
-        )
+        """What to paste: imports, the engine, :meth:`arguments`, and the loop."""
+        return snippet.code(self)
 
     def as_dict(self) -> Dict[str, Any]:
         """For JSON; what is unlimited is None."""
@@ -139,6 +86,6 @@ class Plan:
         found["budget"] = {
             k: None if v == math.inf else v for k, v in found["budget"].items()
         }
-        found["make_private"] = self.arguments()
+        found["make_private"] = snippet.plain(self.arguments())
         found["notes"] = self.notes()
         return found

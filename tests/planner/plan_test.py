@@ -1,4 +1,5 @@
 import dataclasses
+import json
 import math
 
 import numpy as np
@@ -6,11 +7,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from opacus import PrivacyEngine
 from torch import nn
-from torch.utils.data import DataLoader, Subset, TensorDataset
+from torch.utils.data import TensorDataset
 
 import opacus_ext  # noqa: F401
+from opacus_ext.data import Poisson
 from opacus_ext.planner import CHINCHILLA, Budget, Candidates, LossModel, Probe
 from opacus_ext.planner.budget import MOST_EPSILON
 from opacus_ext.planner.candidates import _lattice, doubled_loss, doubled_noise
@@ -170,15 +171,6 @@ def test_an_epsilon_above_100_is_no_privacy():
     assert set(doubled_noise(table.best())) == {"batch_size", "users"}
 
 
-def test_the_code_of_a_plan_is_its_arguments(table):
-    plan = table.best()
-    code = plan.code()
-    compile(code, "plan", "exec")
-    for name, value in plan.arguments().items():
-        assert f"    {name}={value!r},\n" in code
-    assert f"range({plan.examples})" in code and f"# {plan.steps} steps" in code
-
-
 def test_settled_choices_are_kept():
     budget = dataclasses.replace(
         BUDGET, parameters=(123456, 123456), batch_size=(1000, 1000), steps=(700, 900)
@@ -270,46 +262,79 @@ def test_without_measurements_the_loss_is_a_bound():
     assert noisy.noise_norm > 0.2 and noisy.loss == math.inf
 
 
-def test_the_arguments_train_within_epsilon():
-    budget = Budget(
-        users=200, epsilon=8, delta=1e-3, tokens=16, steps=(100, 120), flops=1e11
-    )
-    plan = Candidates(budget, model_of(learning_rate=lambda m, t, r: 0.01)).best()
-    assert plan.learning_rate == 0.01
-    arguments = plan.arguments()
+@pytest.mark.parametrize(
+    "changed, batch",
+    [
+        (dict(amplification="poisson"), 101),  # not 1 / k of them
+        (dict(amplification="poisson", max_batch_size=150), 90),
+        (dict(amplification="none"), 90),
+    ],
+)
+def test_the_code_runs_as_it_is_and_trains_within_epsilon(changed, batch):
+    ends = dict(steps=(100, 100), batch_size=(batch, batch), delta=1e-3, tokens=16)
+    plan = Candidates(Budget(200, 8, **ends, **changed), LAW).best(math.inf)
+    drawn, sizes = [], []
     model = nn.Linear(4, 2)
-    data = TensorDataset(torch.randn(200, 4), torch.randint(0, 2, (200,)))
-    assert plan.examples <= 200 and plan.examples % plan.batch_size == 0
-    data = Subset(data, range(plan.examples))
-    engine = PrivacyEngine(accountant="prv_bounds")
-    model, optimizer, criterion, loader = engine.make_private(
-        module=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=plan.learning_rate),
+    model.register_forward_hook(lambda module, inputs, _: sizes.append(len(inputs[0])))
+
+    class Data(TensorDataset):
+        def __getitem__(self, index):
+            drawn.append(index)
+            return super().__getitem__(index)
+
+    names = dict(
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.01),
         criterion=nn.CrossEntropyLoss(),
-        data_loader=DataLoader(data, batch_size=plan.batch_size),
-        **arguments,
+        dataset=Data(torch.randn(200, 4), torch.randint(0, 2, (200,))),
     )
-    done = 0
-    while done < plan.steps:
-        for inputs, targets in loader:
-            optimizer.zero_grad()
-            criterion(model(inputs), targets).backward()
-            optimizer.step()
-            done += 1
-            if done == plan.steps:
-                break
-    if plan.amplified:
-        assert (
-            0.97 * budget.epsilon < engine.get_epsilon(budget.delta) <= budget.epsilon
-        )
-    assert isinstance(plan.as_dict()["make_private"]["noise_multiplier"], float)
+    exec(plan.code(), names)
+    assert plan.examples == 200 and set(range(200)) <= set(drawn)
+    assert names["optimizer"].expected_batch_size == batch
+    mean = len(drawn) / 100
+    if not plan.amplified:
+        assert mean == pytest.approx(batch, abs=0.1) and "get_epsilon" in plan.code()
+        return
+    assert abs(mean - batch) < 4 * math.sqrt(batch / 2 / 100)
+    engine = names["engine"]
+    assert 7.7 < engine.get_epsilon(1e-3) <= 8
+    cut = "max_batch_size" in changed
+    assert len(engine.accountant.mechanisms) == cut
+    if not cut:
+        assert engine.accountant.history == [
+            (plan.arguments()["noise_multiplier"], batch / 200, 100)
+        ]
+    json.dumps(plan.as_dict()["make_private"], allow_nan=False)
+
+
+def test_any_batch_size_has_the_noise_of_its_rate():
+    """A hair more than a half of the users, which was twice the noise of the half."""
+    half, more = (
+        noise_of(Budget(1e6, 4), size, 100).noise_multiplier for size in (5e5, 500_001)
+    )
+    assert half < more < half * (1 + 1e-4)
+
+
+def test_room_for_batches_that_vary():
+    budget = dataclasses.replace(BUDGET, max_batch_size=1000)
+    table = Candidates(budget, LAW)
+    largest = table.batch_size[-1]
+    assert 700 < largest and largest + 6 * math.sqrt(largest) <= 1000
+    assert Candidates(dataclasses.replace(BUDGET, max_batch_size=10**5), LAW)
+    for changed, message in (
+        (dict(batch_size=(990, 2000)), "max_batch_size=1000 has no room for .* 990"),
+        (dict(sampling="records", records_per_user=2), "several records of a user"),
+    ):
+        with pytest.raises(Refused, match=message):
+            dataclasses.replace(budget, **changed)
 
 
 def test_noise_that_is_too_low_is_raised_or_refused():
-    enough = verified_noise(1.0, 0.01, 100, 1.03, 1e-5)
+    some = Poisson(expected_batch_size=10)
+    enough = verified_noise(1.0, some, 1000, 100, 1.03, 1e-5)
     assert enough >= 1.0
     with pytest.raises(Refused, match="finds more"):
-        verified_noise(0.5, 0.5, 1000, 1.0, 1e-5)
+        verified_noise(0.5, Poisson(sample_rate=0.5), 1000, 1000, 1.0, 1e-5)
 
 
 def test_noise_between_the_knots_of_the_lattice():

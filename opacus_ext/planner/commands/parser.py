@@ -259,6 +259,12 @@ def _plan(add: Callable) -> None:
     add(
         "--batch-size", type=_number_range(1, whole=True), help="B, bounds, in examples"
     )
+    add(
+        "--max-batch-size",
+        type=_bounded_number(8, whole=True),
+        help="examples of a batch at most, where memory is fixed: larger samples are "
+        "cut (default: no bound)",
+    )
     add("--steps", type=_number_range(1, whole=True), help="T, bounds")
     add(
         "--noise-norm",

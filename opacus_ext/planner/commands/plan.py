@@ -39,6 +39,7 @@ def run(args: argparse.Namespace) -> int:
             records_per_user=args.records_per_user,
             sampling=args.sampling,
             amplification=args.amplification,
+            max_batch_size=args.max_batch_size,
         )
         table = Candidates(budget, law, probed)
         found += [_planned(args, table, flops) for flops in args.flops]

@@ -1,0 +1,152 @@
+"""How a plan is trained: the arguments of ``make_private``, and code to paste."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Dict, List, Tuple
+
+from opacus_ext.data.sampling import Poisson, TruncatedPoisson
+from opacus_ext.planner.noise import verified_noise
+
+if TYPE_CHECKING:
+    from opacus_ext.planner.plan import Plan
+
+PHYSICAL_BATCH_SIZE = 32  # of the code; what fits into memory is not known
+
+
+def sampling_of(plan: Plan) -> Poisson:
+    """How the batches of a plan with Poisson samples are drawn: all steps at once."""
+    drawn = {"expected_batch_size": plan.batch_size, "steps": plan.steps}
+    most = plan.budget.max_batch_size
+    if most is None or most >= plan.examples:
+        return Poisson(**drawn)
+    return TruncatedPoisson(**drawn, max_batch_size=most)
+
+
+def arguments(plan: Plan) -> Dict[str, Any]:
+    """See :meth:`~opacus_ext.planner.plan.Plan.arguments`."""
+    noise, drawn = plan.noise_multiplier, {"poisson_sampling": False}
+    if plan.amplified:
+        drawn = {"sampling": sampling_of(plan)}
+        if plan.budget.sampling == "users":
+            noise = verified_noise(
+                noise,
+                drawn["sampling"],
+                plan.examples,
+                plan.steps,
+                plan.budget.epsilon,
+                plan.budget.delta,
+            )
+    return dict(
+        noise_multiplier=noise,
+        # As measured: gradients brought to norm 1, whatever they were.
+        max_grad_norm=0.1,
+        clipping="normalised",
+        grad_sample_mode="ghost_bk",
+        **drawn,
+    )
+
+
+def notes(plan: Plan) -> List[str]:
+    """What must hold for epsilon to be that of the budget, for people."""
+    budget, found = plan.budget, []
+    if not plan.amplified:
+        found.append(
+            f"Batches are fixed: epsilon {budget.epsilon:g} is that of each example "
+            "once an epoch at most. The engine counts Poisson samples: its get_epsilon "
+            "does not hold here. Keep the batches whole (shuffle, drop_last)."
+        )
+    if budget.sampling == "records":
+        found.append(
+            f"Epsilon {budget.epsilon:g} is of a user with all of "
+            f"{budget.records_per_user} records; the engine's get_epsilon is of "
+            "one record."
+        )
+    elif budget.records_per_user > 1:
+        found.append(
+            "An item of the data set must be a user, and give one of their "
+            "records, drawn anew each time."
+        )
+    return found
+
+
+def code(plan: Plan) -> str:
+    """See :meth:`~opacus_ext.planner.plan.Plan.code`."""
+    given = plan.arguments()
+    if plan.amplified:
+        imports, loader, loop = _poisson_code(plan)
+        ours = [f"from opacus_ext.data import {type(given['sampling']).__name__}"]
+    else:
+        imports, loader, loop = _fixed_code(plan)
+        ours = []
+    imports += [
+        "from opacus import PrivacyEngine",
+        "from torch.utils.data import DataLoader",
+        "",
+        "import opacus_ext  # the modes and arguments of make_private",
+        *ours,
+    ]
+    return "\n".join(
+        [
+            *imports,
+            "",
+            *(f"# {note}" for note in notes(plan)),
+            f"# Yours: model, optimizer, criterion, a dataset of {plan.examples:,} "
+            "(inputs, targets).",
+            'engine = PrivacyEngine(accountant="prv_bounds")',
+            "model, optimizer, criterion, loader = engine.make_private(",
+            "    module=model,",
+            "    optimizer=optimizer,",
+            "    criterion=criterion,",
+            f"    data_loader={loader},",
+            *(f"    {name}={value!r}," for name, value in given.items()),
+            ")",
+            *loop,
+        ]
+    )
+
+
+_STEP = [
+    "    optimizer.zero_grad()",
+    "    criterion(model(inputs), targets).backward()",
+    "    optimizer.step()",
+]
+
+
+def _poisson_code(plan: Plan) -> Tuple[List[str], str, List[str]]:
+    """Imports, the loader that is given, and the loop: its loader has all steps."""
+    physical = min(PHYSICAL_BATCH_SIZE, plan.batch_size)
+    loop = [
+        "with BatchMemoryManager(",
+        "    data_loader=loader,",
+        f"    max_physical_batch_size={physical},  # what fits into memory",
+        "    optimizer=optimizer,",
+        ") as batches:",
+        f"    for inputs, targets in batches:  # {plan.steps:,} steps in all",
+        *(f"    {line}" for line in _STEP),
+    ]
+    manager = "from opacus.utils.batch_memory_manager import BatchMemoryManager"
+    return [manager], "DataLoader(dataset)", loop
+
+
+def _fixed_code(plan: Plan) -> Tuple[List[str], str, List[str]]:
+    """The same, of batches that are whole in each epoch."""
+    loader = (
+        f"DataLoader(\n        dataset, batch_size={plan.batch_size}, shuffle=True, "
+        "drop_last=True\n    )"
+    )
+    loop = [
+        f"optimizer.expected_batch_size = {plan.batch_size}",
+        "batches = chain.from_iterable(repeat(loader))",
+        f"for inputs, targets in islice(batches, {plan.steps}):",
+        *_STEP,
+    ]
+    return ["from itertools import chain, islice, repeat", ""], loader, loop
+
+
+def plain(arguments: Dict[str, Any]) -> Dict[str, Any]:
+    """:func:`arguments` in numbers and words, for JSON."""
+    drawn = arguments.get("sampling")
+    if drawn is None:
+        return arguments
+    given = {name: value for name, value in vars(drawn).items() if value is not None}
+    return arguments | {"sampling": {"name": type(drawn).__name__} | given}
