@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Dict, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
 
@@ -29,6 +29,7 @@ from opacus_ext.progress import progress
 from opacus_ext.refused import Refused
 
 SIZES_PER_DECADE, BATCHES_PER_OCTAVE, STEPS_PER_OCTAVE = 25, 4, 8
+_NEAR_END = 1.1  # a point of the lattice of sizes, and of steps
 
 
 class Near(NamedTuple):
@@ -66,8 +67,7 @@ class Candidates:
         noise_multiplier: ``[B, T]``
         amplified: ``[B, T]``
         flops: ``[M, B, T]``
-        loss: ``[M, B, T]``; nan where the law says nothing, or a bound is broken; above
-            1000 where a bound on the loss has too much noise to mean anything
+        loss: ``[M, B, T]``; nan where the law says nothing, or a bound is broken
 
     Raises:
         Refused: for ranges that have nothing in common with the law's, tokens other
@@ -109,9 +109,6 @@ class Candidates:
         self.flops = compute(size, batch, steps, budget.tokens)
         self.loss = np.array(law.loss(size, batch, steps, self.ratio), dtype=float)
         self.loss = np.broadcast_to(self.loss, self.flops.shape).copy()
-        if law.noise_excess is not None:
-            noise_excess = law.noise_excess(size, self.ratio)
-            self.loss = np.where(noise_excess > 1, 1000 * noise_excess, self.loss)
         if probe is not None:
             late = probe.seconds(size, batch, steps, budget.tokens) > budget.seconds
             self.loss[late] = np.nan
@@ -180,8 +177,8 @@ class Candidates:
         noise, ratio, amplified = noise_of(budget, batch, steps)
         loss = float(law.loss(size, batch, steps, ratio))
         at_grid = float(self.loss[i, j, k])
-        if law.noise_excess is not None and at_grid >= 1000:
-            loss = at_grid = math.inf
+        # At the very edge of what the law knows, the grid's noise is the lower one.
+        loss = loss if math.isfinite(loss) else at_grid
         known = law.learning_rate and float(law.learning_rate(size, steps, ratio))
         between = law.interval and law.interval(size, steps, ratio)
         return Plan(
@@ -195,9 +192,10 @@ class Candidates:
             ratio=float(ratio),
             noise_norm=float(ratio * math.sqrt(size)),
             amplified=bool(amplified),
-            # At the very edge of what the law knows, the grid's noise is the lower one.
-            loss=loss if math.isfinite(loss) else at_grid,
-            private_law=law.private,
+            loss=loss if law.tells_loss else None,
+            kind=law.kind,
+            ends=self._ends((i, j, k)),
+            caveats=tuple(self._caveats((i, j, k), float(ratio))),
             advantage=advantage(
                 budget, float(noise), float(batch), float(steps), bool(amplified)
             ),
@@ -210,6 +208,56 @@ class Candidates:
             interval=tuple(map(float, between)) if between is not None else None,
             budget=replace(budget, flops=float(flops)),
         )
+
+    def _ends(self, at: Sequence[int]) -> Dict[str, str]:
+        """
+        Which ends of their ranges a configuration is at, "lower" or "upper", or less
+        than a point of the lattice from it: compute may not allow the very end.
+        """
+        found = {}
+        for name, i in zip(("parameters", "batch_size", "steps"), at):
+            axis = getattr(self, name)
+            # A batch of one, or of all examples, is no end of what is known.
+            settled = axis[-1] <= axis[0] * _NEAR_END**2
+            if settled or name == "batch_size" and self.budget.batch_size is None:
+                continue
+            if axis[i] <= axis[0] * _NEAR_END:
+                found[name] = "lower"
+            elif axis[i] >= axis[-1] / _NEAR_END:
+                found[name] = "upper"
+        return found
+
+    def _caveats(self, at: Tuple[int, int, int], ratio: float) -> Iterator[str]:
+        """What is at the end of a range, or extrapolated, for people."""
+        law = self.law
+        size, steps = self.parameters[at[0]], self.steps[at[2]]
+        for name, end in self._ends(at).items():
+            value = getattr(self, name)[-1 if end == "upper" else 0]
+            given = getattr(self.budget, name) is not None
+            yield (
+                f"{name} {'is' if name == 'batch_size' else 'are'} at the {end} end of "
+                f"the range{' given' if given else ''}, {value:,.0f}: the optimum lies "
+                "there or beyond."
+            )
+        low, high = law.known_steps
+        if steps > high:
+            yield (
+                f"Runs were measured to {high:,.0f} steps; {steps:,.0f} are extrapolated: "
+                f"{law.continuation}."
+            )
+        elif steps < low:
+            yield f"{steps:,.0f} steps are fewer than the {low:,.0f} that were measured."
+        low, high = law.known_parameters
+        if not low <= size <= high:
+            yield (
+                f"{size:,.0f} parameters are outside of the measured sizes, {low:,.0f} to "
+                f"{high:,.0f}: extrapolated."
+            )
+        if ratio < law.least_ratio:
+            yield (
+                f"The noise-batch ratio {ratio:.2g} is below the lowest measured one, "
+                f"{law.least_ratio:.2g}: extrapolated."
+            )
 
     def near(self, flops: Optional[float] = None, within: float = 0.01) -> Near:
         """
@@ -264,7 +312,7 @@ class Candidates:
         there is none, or the law knows no noise-free training.
 
         Batches are the physical ones of the measurements, as in the paper: without
-        noise larger ones gain little. Of a bound, any batch is as good.
+        noise larger ones gain little.
         """
         flops = self.budget.flops if flops is None else flops
         batch = self.law.batch_size
@@ -314,6 +362,13 @@ class Candidates:
             Refused: if the law says nothing of the baseline, or its batch is larger
                 than all examples
         """
+        if not self.law.tells_loss:
+            raise Refused(
+                "Baselines are compared by their loss, and a rule of thumb has none.",
+                parameter="baseline",
+                remedy="Measure your models (opacus-ext measure), or plan by the "
+                "paper's law if they are BERT-like masked language models.",
+            )
         if not 1 <= batch_size <= self.budget.examples:
             raise Refused(
                 f"The baseline's batch_size must be from 1 to "
@@ -385,9 +440,11 @@ def doubled_loss(table: Candidates, flops: Optional[float] = None) -> DoubledLos
     budget = table.budget
     flops = budget.flops if flops is None else flops
     loss = table.best(flops).loss
+    if loss is None:
+        return DoubledLoss(math.nan, math.nan, math.nan)
 
     def less(other: Plan) -> float:
-        return 1 - other.loss / loss if loss < math.inf else math.nan
+        return 1 - other.loss / loss
 
     def gain(larger: Budget) -> float:
         return less(Candidates(larger, table.law, table.probe).best(flops))
@@ -447,7 +504,7 @@ def _lattice(
     values = values[(values >= low) & (values <= high)]
     # An end that was asked for, not one that a budget set: a larger one moves that.
     ends = [] if wanted is None else [math.ceil(wanted[0]), math.floor(wanted[1])]
-    if name == "parameters" and wanted is None:
+    if name != "batch_size" and wanted is None:
         ends = [math.ceil(low), math.floor(high)]
     values = np.unique([*values, *(e for e in ends if low <= e <= high)])
     if not len(values):

@@ -1,4 +1,4 @@
-"""What a plan expects of a configuration: a law of the loss, or a bound on it."""
+"""What a plan rests on: measured losses, the paper's law, or a rule of thumb."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ from typing import Any, Callable, Optional, Tuple
 
 import numpy as np
 
-from opacus_ext.planner.laws import Fit
-from opacus_ext.planner.surface import Surface
+from opacus_ext.planner import paper
+from opacus_ext.planner.fit import Fit
+from opacus_ext.planner.prediction_error import continued
+from opacus_ext.planner.surface import Surface, scaled_options
 
-PAPER_STEPS = 1e3, 8.2e6
-NOISE_NORM = 0.2
+#: The kinds of answer that a plan can be; of a rule of thumb no loss is given.
+MEASURED, PAPER, RULE = "measured", "paper's law", "rule of thumb"
+RULE_STEPS = 100.0, paper.STEPS[1]
 
 
 def compute(parameters: Any, batch_size: Any, steps: Any, tokens: Any) -> Any:
@@ -39,19 +42,20 @@ class LossModel:
 
     Attributes:
         loss: of (parameters, batch_size, steps, ratio), which broadcast; nan where the
-            law says nothing
+            law says nothing. Of a rule of thumb it is an order, and never shown
         parameters: the sizes it may be asked for, least and most
         steps: the steps it may be asked for
         tokens: S, of the examples that it was measured on; 0 for any
         batch_size: the physical batch that it was measured with; 0 if that is unknown
-        private: whether its losses are of private training. If not they are a bound:
-            no private run is expected to get below
+        kind: of the answer: :data:`MEASURED`, :data:`PAPER` or :data:`RULE`
         source: what it rests on, for people
-        noise_excess: of a bound: of (parameters, ratio), how much more noise there is
-            than a plan should have; above 1 the least of it is planned
-        measured_steps: up to which its curves were measured; beyond, extrapolated
         learning_rate: of (parameters, steps, ratio), if that is known
         interval: of (parameters, steps, ratio), low and high, if that is known
+        known_parameters: the sizes that were measured; others are extrapolated
+        known_steps: the steps that were measured
+        least_ratio: the lowest ratio that was measured: 0 with noise-free runs
+        continuation: how wrong steps beyond ``known_steps`` are, for people
+        warnings: of the fit, for people: curves continued without a floor
     """
 
     loss: Callable[..., np.ndarray]
@@ -59,16 +63,59 @@ class LossModel:
     steps: Tuple[float, float]
     tokens: int
     batch_size: int
-    private: bool
+    kind: str
     source: str
-    measured_steps: float = math.inf
     learning_rate: Optional[Callable[..., float]] = None
     interval: Optional[Callable[..., Tuple[float, float]]] = None
-    noise_excess: Optional[Callable[..., np.ndarray]] = None
+    known_parameters: Tuple[float, float] = (0.0, math.inf)
+    known_steps: Tuple[float, float] = (0.0, math.inf)
+    least_ratio: float = 0.0
+    continuation: str = "how wrong that is was not measured"
+    warnings: Tuple[str, ...] = ()
+
+    @property
+    def tells_loss(self) -> bool:
+        return self.kind != RULE
+
+    @property
+    def answer(self) -> str:
+        """The kind of answer and what it rests on, in a line."""
+        return f"{self.kind}: {self.source}"
+
+    @classmethod
+    def of_measurements(
+        cls, measurements: Any, source: str, bootstrap: int = 0, **options: Any
+    ) -> LossModel:
+        """
+        A surface fitted to measured runs, and how wrong its continuation is.
+
+        Args:
+            measurements: as of :meth:`Surface.fit`
+            source: what they are, for people
+            bootstrap: resamples for intervals
+            **options: of :meth:`Surface.fit`; by default :func:`scaled_options`
+        """
+        options = options or scaled_options(measurements)
+        surface = Surface.fit(measurements, bootstrap=bootstrap, **options)
+        held = continued(measurements, **options)
+        said = {}
+        if held is not None:
+            said["continuation"] = (
+                f"continued from their first quarter, the rest of the runs was missed "
+                f"by {held.mean:.1%} of the loss in the mean and {held.worst:.1%} at "
+                "most"
+            )
+        meta = measurements.tokens, measurements.batch_size
+        return cls.of_surface(surface, source, *meta, **said)
 
     @classmethod
     def of_surface(
-        cls, surface: Surface, source: str, tokens: int = 0, batch_size: int = 0
+        cls,
+        surface: Surface,
+        source: str,
+        tokens: int = 0,
+        batch_size: int = 0,
+        **said: Any,
     ) -> LossModel:
         """A fitted surface: between and within what was measured."""
 
@@ -78,15 +125,18 @@ class LossModel:
         ranges = surface.ranges
         return cls(
             loss,
-            tuple(ranges["parameters"]),
-            tuple(ranges["steps"]),
+            ranges["parameters"],
+            ranges["steps"],
             tokens=tokens,
             batch_size=batch_size,
-            private=True,
+            kind=MEASURED,
             source=source,
-            measured_steps=ranges["measured_steps"][1],
             learning_rate=surface.learning_rate,
             interval=None if surface.samples is None else surface.interval,
+            known_steps=ranges["measured_steps"],
+            least_ratio=ranges["ratio"][0],
+            warnings=surface.warnings,
+            **said,
         )
 
     @classmethod
@@ -94,74 +144,86 @@ class LossModel:
         cls,
         fit: Fit,
         parameters: Tuple[float, float],
-        steps: Tuple[float, float] = PAPER_STEPS,
+        steps: Tuple[float, float] = paper.STEPS,
         tokens: int = 0,
         batch_size: int = 0,
     ) -> LossModel:
         """
-        A parametric law of private training: ``private`` or ``private_sigmoid`` of
-        :mod:`opacus_ext.planner.laws` (L1 and L2 of the paper's appendix E).
+        A parametric law of private training fitted to measured runs: ``private`` or
+        ``private_sigmoid`` of :mod:`opacus_ext.planner.laws` (L1 and L2 of the paper's
+        appendix E).
+
+        Args:
+            batch_size: the physical one: the law's examples are steps of it, whatever
+                the batch that is planned, which changes the ratio alone. 0 if unknown:
+                then they are steps of the planned one
         """
 
-        def loss(parameters: Any, batch_size: Any, steps: Any, ratio: Any) -> Any:
+        def loss(parameters: Any, batch: Any, steps: Any, ratio: Any) -> Any:
             return fit.predict(
-                parameters=parameters, examples=batch_size * steps, ratio=ratio
+                parameters=parameters,
+                examples=(batch_size or batch) * steps,
+                ratio=ratio,
             )
 
-        source = f"{fit.law.name}, fitted to {fit.rows} rows"
         return cls(
             loss,
             parameters,
             steps,
             tokens=tokens,
             batch_size=batch_size,
-            private=True,
-            source=source,
+            kind=MEASURED,
+            source=f"{fit.law.name}, fitted to {fit.rows} rows",
+            warnings=fit.warnings,
         )
 
     @classmethod
-    def bound(
-        cls,
-        fit: Fit,
-        tokens: int,
-        noise_norm: float = NOISE_NORM,
-        parameters: Tuple[float, float] = (1e4, 1e12),
-        steps: Tuple[float, float] = PAPER_STEPS,
-    ) -> LossModel:
+    def of_paper(cls) -> LossModel:
         """
-        Where no private run was measured: a law of non-private training, as a bound.
-
-        The noise in the mean gradient has the norm ratio * sqrt(parameters), and the
-        gradient's is at most 1. Of the configurations whose noise is no larger than
-        ``noise_norm`` the one with the lowest bound is planned; where there is none,
-        the one with the least noise. How much loss the noise costs, only measurements
-        can tell.
-
-        Args:
-            fit: of Chinchilla's form, in parameters and training tokens
-            tokens: S, of an example
-            noise_norm: the largest norm of the noise; the default is about what the
-                best plans of the paper's table 2 have (median 0.18)
+        :data:`opacus_ext.planner.paper.PAPER`, for masked language models of the
+        paper's family (BERT, examples of 512 tokens) and no other.
         """
-
-        def loss(parameters: Any, batch_size: Any, steps: Any, ratio: Any) -> Any:
-            seen = np.multiply(batch_size, steps) * float(tokens)
-            return fit.predict(parameters=parameters, tokens=seen)
-
-        def noise_excess(parameters: Any, ratio: Any) -> Any:
-            return ratio * np.sqrt(parameters) / noise_norm
-
-        source = (
-            f"a bound only: {fit.law.name}, without privacy, where the noise's norm is "
-            f"at most {noise_norm:g} (the gradient's is 1 at most)"
-        )
+        error = np.abs(paper.errors())
         return cls(
-            loss,
-            parameters,
-            steps,
+            _paper_loss,
+            paper.SIZES,
+            paper.STEPS,
+            tokens=paper.TOKENS,
+            batch_size=0,  # without noise nothing was published
+            kind=PAPER,
+            source=f"L2, fitted to {len(error)} published runs of BERT-like masked "
+            f"language models; their losses to {error.mean():.1%} in the mean, "
+            f"{error.max():.1%} at most. Of no other models",
+            known_steps=(paper.STEPS[0], paper.MEASURED_STEPS),
+            least_ratio=paper.RATIOS[0],
+        )
+
+    @classmethod
+    def rule_of_thumb(cls) -> LossModel:
+        """
+        Where nothing was measured: the configuration that the paper's law would choose,
+        for any model and length. No loss is given: that of other models and data is
+        another one.
+        """
+        return cls(
+            _paper_loss,
+            (1e4, 1e12),
+            RULE_STEPS,
             tokens=0,
             batch_size=0,
-            private=False,
-            source=source,
-            noise_excess=noise_excess,
+            kind=RULE,
+            source="what is best for BERT-like masked language models (the paper's "
+            "law), taken for any model. No loss is given",
+            known_parameters=paper.SIZES,
+            known_steps=(paper.STEPS[0], paper.MEASURED_STEPS),
+            least_ratio=paper.RATIOS[0],
         )
+
+
+def _paper_loss(parameters: Any, batch_size: Any, steps: Any, ratio: Any) -> np.ndarray:
+    found = paper.PAPER.predict(
+        parameters=parameters,
+        examples=np.multiply(steps, float(paper.PHYSICAL_BATCH)),
+        ratio=np.minimum(ratio, 1.0),  # of no steps at all there may be inf
+    )
+    return np.where(np.asarray(ratio) <= paper.RATIOS[1], found, np.nan)

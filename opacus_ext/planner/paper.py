@@ -80,45 +80,34 @@ PAPER = private_sigmoid.of(
 )
 
 
-class _Noise(NamedTuple):
-    """log s' of rows, and how it changes by log B and log T, each ``[rows]``."""
-
-    log: np.ndarray
-    by_batch: np.ndarray
-    by_steps: np.ndarray
-
-
-@lru_cache(maxsize=4)
-def _noise(rows: Tuple[Row, ...]) -> _Noise:
+@lru_cache(maxsize=64)
+def _log_squashed(
+    rows: Tuple[Row, ...], more_batch: float = 1.0, more_steps: float = 1.0
+) -> np.ndarray:
+    """log s' of rows, ``[rows]``, or of as much more of a batch and of steps."""
     table = np.array(rows).T
-    users, epsilon, batch, steps = (table[i] for i in (0, 1, 6, 5))
-
-    def log(more_batch: float = 1.0, more_steps: float = 1.0) -> np.ndarray:
-        found = calibrate(
-            epsilon, DELTA, np.round(steps * more_steps), batch * more_batch, users
-        )
-        return private_sigmoid.transforms["ratio"](found.ratio)
-
-    e_folds = 2 * math.log(_STEP)
-    by_batch = (log(more_batch=_STEP) - log(more_batch=1 / _STEP)) / e_folds
-    by_steps = (log(more_steps=_STEP) - log(more_steps=1 / _STEP)) / e_folds
-    return _Noise(log(), by_batch, by_steps)
+    steps, batch = np.round(table[5] * more_steps), table[6] * more_batch
+    ratio = calibrate(table[1], DELTA, steps, batch, table[0]).ratio
+    return private_sigmoid.transforms["ratio"](ratio)
 
 
 def _solve(
     rows: Tuple[Row, ...], exponents: Dict[str, float], slopes: float
 ) -> Tuple[np.ndarray, float]:
     """E, A, B and C of the least squares, and what is left."""
-    table, noise = np.array(rows).T, _noise(rows)
+    table = np.array(rows).T
+    log, less, more = _log_squashed(rows), 1 / _STEP, 2 * math.log(_STEP)
+    by_b = (_log_squashed(rows, _STEP) - _log_squashed(rows, less)) / more
+    by_t = (_log_squashed(rows, 1.0, _STEP) - _log_squashed(rows, 1.0, less)) / more
     loss, size, steps = (table[i] for i in (3, 4, 5))
     a, b, g, a2 = (exponents[n] for n in ("a", "b", "g", "a2"))
     zero = np.zeros(len(rows))
     data = (PHYSICAL_BATCH * steps) ** -b
-    harm = np.exp(g * noise.log) * size**-a2
+    harm = np.exp(g * log) * size**-a2
     of_loss = np.stack([zero + 1, size**-a, data, harm], 1)
     by_size = np.stack([zero, -a * size**-a, zero, -a2 * harm], 1)
-    by_batch = np.stack([zero, zero, zero, g * noise.by_batch * harm], 1)
-    by_steps = np.stack([zero, zero, -b * data, g * noise.by_steps * harm], 1)
+    by_batch = np.stack([zero, zero, zero, g * by_b * harm], 1)
+    by_steps = np.stack([zero, zero, -b * data, g * by_t * harm], 1)
     inside = (size > min(row.parameters for row in TABLE_2))[:, None]
     relative = [
         of_loss,
@@ -177,13 +166,13 @@ def errors(fit: Fit = PAPER, rows: Sequence[Row] = TABLE_2) -> np.ndarray:
     """
     rows = tuple(rows)
     table = np.array(rows).T
-    harm = _noise(rows).log
+    log = _log_squashed(rows)
     values = fit.parameters
     loss = (
         values["E"]
         + values["A"] * table[4] ** -values["a"]
         + values["B"] * (PHYSICAL_BATCH * table[5]) ** -values["b"]
-        + values["C"] * np.exp(values["g"] * harm) * table[4] ** -values["a2"]
+        + values["C"] * np.exp(values["g"] * log) * table[4] ** -values["a2"]
     )
     return loss / table[3] - 1
 

@@ -28,9 +28,11 @@ class Plan:
         amplified: whether batches are Poisson samples; if not, fixed batches of every
             epoch, whose noise is lower here
         noise_norm: of the noise in the mean gradient, whose own is at most 1
-        loss: in nats a token; of a law that is not private, a lower bound, and inf
-            where there is too much noise for it to mean anything
-        private_law: whether ``loss`` was fitted to private training
+        loss: in nats a token; None of a rule of thumb
+        kind: of the answer: "measured", "paper's law" or "rule of thumb"
+        ends: which of parameters, batch_size and steps are at an end of their range,
+            "lower" or "upper": the optimum lies there or beyond
+        caveats: that, and what is extrapolated, for people
         advantage: of membership inference at most, delta at epsilon 0
         learning_rate: None where the law does not know
         seconds: on the probed machine; None without a probe
@@ -48,8 +50,10 @@ class Plan:
     ratio: float
     noise_norm: float
     amplified: bool
-    loss: float
-    private_law: bool
+    loss: Optional[float]
+    kind: str
+    ends: Dict[str, str]
+    caveats: Tuple[str, ...]
     advantage: float
     learning_rate: Optional[float]
     seconds: Optional[float]

@@ -44,7 +44,7 @@ def test_plan_for_people(capsys):
         "noise_multiplier=",
     ):
         assert text in out
-    assert "a bound only" not in out
+    assert "measured: example, 70 runs" in out
 
 
 def test_plan_of_batches_of_records(capsys):
@@ -62,8 +62,12 @@ def test_plan_of_batches_of_records(capsys):
 def test_plan_without_measurements_says_so(capsys):
     args = ["plan", "--users", "1e6", "--epsilon", "4", "--flops", "1e18"]
     out = output_of(capsys, *args, "--parameters", "1e6:1e8", "--steps", "1000:2000")
-    assert "No private training of your family of models was measured" in out
-    assert "at least" in out and "opacus-ext measure" in out
+    assert "rule of thumb: " in out and "opacus-ext measure" in out
+    assert "not given by a rule of thumb" in out and "end of the range given" in out
+    args += ["--parameters", "1e7:1e8", "--steps", "1000:4000", "--json"]
+    found = json.loads(output_of(capsys, *args, "--law", "paper"))
+    assert found["answer"] == "paper's law" and found["plans"][0]["loss"] > 1
+    assert "masked language models" in found["law"]
 
 
 def test_plan_for_programs(capsys):

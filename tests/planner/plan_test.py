@@ -12,31 +12,21 @@ from torch.utils.data import TensorDataset
 
 import opacus_ext  # noqa: F401
 from opacus_ext.data import Poisson
-from opacus_ext.planner import CHINCHILLA, Budget, Candidates, LossModel, Probe
+from opacus_ext.planner import Budget, Candidates, LossModel, Probe, paper
 from opacus_ext.planner.budget import MOST_EPSILON
 from opacus_ext.planner.candidates import _lattice, doubled_loss, doubled_noise
-from opacus_ext.planner.loss_model import compute
+from opacus_ext.planner.loss_model import MEASURED, compute
 from opacus_ext.planner.noise import noise_of, verified_noise
 from opacus_ext.refused import Refused
 
-# Table 2 of the paper: N, epsilon, C, M, T, B, tokens a parameter.
-TABLE_2 = [
-    (1e5, 1, 1.3e16, 4.6e6, 1.8e3, 5.1e2, 1.0e2),
-    (1e5, 4, 1.1e17, 4.6e6, 1.8e3, 4.1e3, 8.5e2),
-    (1e5, 64, 7.5e18, 2.0e7, 6.3e3, 1.9e4, 3.2e3),
-    (1e6, 1, 2.8e17, 4.6e6, 2.5e3, 8.2e3, 2.3e3),
-    (1e6, 64, 3.2e20, 4.9e7, 1.2e4, 1.9e5, 2.2e4),
-    (1e7, 4, 3.8e20, 4.9e7, 1.1e4, 2.2e5, 2.6e4),
-    (1e8, 1, 5.2e21, 1.3e8, 5.8e4, 2.2e5, 4.9e4),
-    (1e8, 64, 1.0e23, 3.3e8, 1.1e5, 8.8e5, 1.5e5),
-]
 
-
-@pytest.mark.parametrize("users, epsilon, flops, size, steps, batch, ratio", TABLE_2)
-def test_compute_is_that_of_table_2(users, epsilon, flops, size, steps, batch, ratio):
+@pytest.mark.parametrize("row", paper.TABLE_2)
+def test_compute_is_that_of_table_2(row):
     """Its numbers have two digits."""
-    assert compute(size, batch, steps, 512) == pytest.approx(flops, rel=0.1)
-    assert batch * steps * 512 / size == pytest.approx(ratio, rel=0.1)
+    flops = compute(row.parameters, row.batch_size, row.steps, 512)
+    assert flops == pytest.approx(row.flops, rel=0.1)
+    tokens = row.batch_size * row.steps * 512
+    assert tokens / row.parameters == pytest.approx(row.tokens_per_parameter, rel=0.1)
 
 
 def model_of(tokens=16, learning_rate=None):
@@ -53,7 +43,7 @@ def model_of(tokens=16, learning_rate=None):
 
     ends = (1e4, 1e6), (100, 3200)
     return LossModel(
-        loss, *ends, tokens, 32, True, "made up", learning_rate=learning_rate
+        loss, *ends, tokens, 32, MEASURED, "made up", learning_rate=learning_rate
     )
 
 
@@ -242,24 +232,6 @@ def test_edges_of_budgets():
 def test_bad_budgets_are_refused(changed, message):
     with pytest.raises(ValueError, match=message):
         Candidates(dataclasses.replace(BUDGET, **changed), LAW)
-
-
-def test_without_measurements_the_loss_is_a_bound():
-    law = LossModel.bound(CHINCHILLA, 512)
-    budget = Budget(users=1e6, epsilon=4, flops=1e19)
-    plan = Candidates(budget, law).best()
-    assert not plan.private_law and "bound" in law.source
-    assert plan.noise_norm == pytest.approx(plan.ratio * plan.parameters**0.5)
-    assert plan.noise_norm <= 0.2 * 1.002
-    seen = plan.batch_size * plan.steps * 512
-    assert plan.loss == pytest.approx(
-        float(CHINCHILLA.predict(parameters=plan.parameters, tokens=seen))
-    )
-    free = CHINCHILLA.compute_optimal(1e19)
-    assert plan.loss >= free.loss * 0.999 and plan.parameters < free.parameters
-    assert plan.learning_rate is None and plan.interval is None
-    noisy = Candidates(Budget(users=1e4, epsilon=1, flops=1e19), law).best()
-    assert noisy.noise_norm > 0.2 and noisy.loss == math.inf
 
 
 @pytest.mark.parametrize(

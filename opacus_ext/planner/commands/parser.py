@@ -21,8 +21,10 @@ EPILOG = {
 
 Each command tells more: opacus-ext plan --help""",
     "plan": """examples:
-  no private run was measured: noise, and a bound on the loss
+  no private run was measured: a rule of thumb, without a loss
     opacus-ext plan --users 1e6 --epsilon 4 --flops 1e19
+  masked language models like BERT: the paper's law
+    opacus-ext plan --users 1e6 --epsilon 4 --flops 1e19 --law paper
   by the measurements that come with the package (tiny models of bytes)
     opacus-ext plan --users 1e6 --epsilon 4 --flops 1e15 --measurements example
   by your own; a table over budgets, for a program
@@ -245,9 +247,9 @@ def _plan(add: Callable) -> None:
     )
     add(
         "--law",
-        default="surface",
-        choices=("surface", "L1", "L2"),
-        help="what is fitted to them (default surface)",
+        choices=("surface", "L1", "L2", "paper", "rule"),
+        help="with measurements: surface (default), L1 or L2 is fitted; without: rule "
+        "of thumb, no loss (default), or paper, for masked language models",
     )
     add(
         "--bootstrap",
@@ -266,13 +268,6 @@ def _plan(add: Callable) -> None:
         "cut (default: no bound)",
     )
     add("--steps", type=_number_range(1, whole=True), help="T, bounds")
-    add(
-        "--noise-norm",
-        default=0.2,
-        type=_bounded_number(0, above=True),
-        help="without measurements: largest norm of the noise in the mean of clipped "
-        "gradients, whose norm is 1 at most (default 0.2)",
-    )
     add(
         "--baseline",
         action="append",

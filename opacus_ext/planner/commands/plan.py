@@ -12,11 +12,11 @@ from opacus_ext.planner.candidates import Candidates, doubled_loss, doubled_nois
 from opacus_ext.planner.commands.measured import PRIVATE_LAWS, read_measurements
 from opacus_ext.planner.commands.output import print_json, show, show_pairs, show_table
 from opacus_ext.planner.families import find_family
-from opacus_ext.planner.laws import CHINCHILLA, LAWS, private_rows
+from opacus_ext.planner.laws import LAWS, private_rows
 from opacus_ext.planner.loss_model import LossModel
 from opacus_ext.planner.plan import Plan
 from opacus_ext.planner.probe import probe
-from opacus_ext.planner.surface import Surface, scaled_options
+from opacus_ext.refused import Refused
 
 
 def run(args: argparse.Namespace) -> int:
@@ -49,18 +49,19 @@ def run(args: argparse.Namespace) -> int:
             f"delta={args.delta:g} is more than one in {max(args.users):g} users; a "
             "smaller one is usual."
         )
-    if any(row["steps"] > law.measured_steps for row in rows):
-        notes.append(
-            f"Runs were measured for {law.measured_steps:g} steps; what is beyond is "
-            "extrapolated. Measure longer, or bound --steps."
-        )
-    if not law.private and any(r["noise_norm"] > args.noise_norm for r in rows):
-        notes.append(
-            "Where the noise norm is more than --noise-norm, no configuration has less "
-            "noise: the model will learn little. More epsilon, users or compute help."
-        )
+    notes += dict.fromkeys(caveat for plan, _ in found for caveat in plan.caveats)
+    if any(row["steps"] > law.known_steps[1] for row in rows):
+        notes += _continued(law.warnings)
     if args.json:
-        print_json({"law": law.source, "notes": notes, "plans": rows})
+        print_json(
+            {
+                "answer": law.kind,
+                "law": law.answer,
+                "notes": notes,
+                "warnings": law.warnings,
+                "plans": rows,
+            }
+        )
     elif len(rows) == 1:
         print(_one_plan(found[0][0], rows[0], law, notes))
     else:
@@ -68,27 +69,46 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _law(args: argparse.Namespace) -> Tuple[Any, List[str]]:
-    if args.measurements is None:
-        law = LossModel.bound(CHINCHILLA, args.tokens or 512, args.noise_norm)
-        return law, [
-            "No private training of your family of models was measured. The loss "
-            "below is a bound: what is known of training without privacy, at a size "
-            "whose noise stays small. How much worse it is, only measuring tells: "
-            "opacus-ext measure --help"
+def _law(args: argparse.Namespace) -> Tuple[LossModel, List[str]]:
+    chosen = args.law or ("rule" if args.measurements is None else "surface")
+    if (args.measurements is None) != (chosen in ("paper", "rule")):
+        needs = "takes no" if args.measurements else "needs"
+        raise Refused(
+            f"--law {chosen} {needs} measurements.",
+            parameter="--law",
+            remedy="surface, L1 and L2 are fitted to --measurements; paper and rule go "
+            "without.",
+        )
+    if chosen == "paper":
+        return LossModel.of_paper(), []
+    if chosen == "rule":
+        return LossModel.rule_of_thumb(), [
+            "For a loss, measure your models: opacus-ext measure --help. If they are "
+            "masked language models like BERT: --law paper."
         ]
     measured = read_measurements(args.measurements)
     source = f"{args.measurements}, {len(measured)} runs of {measured.family!r}"
-    meta = measured.tokens, measured.batch_size
-    if args.law == "surface":
-        options = scaled_options(measured)
-        surface = Surface.fit(measured, bootstrap=args.bootstrap, **options)
-        return LossModel.of_surface(surface, source, *meta), []
+    if chosen == "surface":
+        return LossModel.of_measurements(measured, source, args.bootstrap), []
     loss, inputs, groups = private_rows(measured)
-    fitted = LAWS[PRIVATE_LAWS[args.law]].fit(loss, groups=groups, **inputs)
+    fitted = LAWS[PRIVATE_LAWS[chosen]].fit(loss, groups=groups, **inputs)
     sizes = measured.sizes[0], measured.sizes[-1]
     steps = measured.steps.min(), measured.steps.max()
+    meta = measured.tokens, measured.batch_size
     return LossModel.of_fit(fitted, sizes, steps, *meta), list(fitted.warnings)
+
+
+def _continued(warnings: Sequence[str]) -> List[str]:
+    """Of curves that were continued in an odd way, a line for each way."""
+    curves: Dict[str, List[str]] = {}
+    for warning in warnings:
+        curve, _, how = warning.partition(": ")
+        curves.setdefault(how, []).append(curve)
+    return [
+        f"{len(of)} curve{'s' * (len(of) > 1)}: {how} ({'; '.join(of)})"
+        for how, of in curves.items()
+        if how
+    ]
 
 
 def _probe(args: argparse.Namespace) -> Any:
@@ -111,7 +131,7 @@ def _planned(
     row["near_optimal"] = near._asdict()
     row["saturating"] = {
         name: getattr(saturating, name)
-        for name in ("flops", "loss", "parameters", "batch_size", "steps")
+        for name in ("flops", "loss", "parameters", "batch_size", "steps", "ends")
     }
     row["doubling"] = {
         "loss": doubled_loss(table, flops)._asdict(),
@@ -135,6 +155,13 @@ def _planned(
     return found, row
 
 
+def _saturating(row: Dict[str, Any]) -> str:
+    loss = "come" if row["loss"] is None else f"reach {show(row['loss'])},"
+    ends = ", ".join(f"{name} at the {end} end" for name, end in row["ends"].items())
+    more = f"; {ends} of the range there, so more may help" if ends else ""
+    return f"{row['flops']:.3g} FLOPs {loss} within 1 % of what any do{more}"
+
+
 def _one_plan(
     plan: Plan, row: Dict[str, Any], law: LossModel, notes: Sequence[str]
 ) -> str:
@@ -142,7 +169,6 @@ def _one_plan(
     sampling = (
         "Poisson samples" if row["amplified"] else "fixed, every one once an epoch"
     )
-    least = "" if row["private_law"] else "at least "
     interval = f", 95 %: {show(row['interval'])}" if row["interval"] else ""
     sections: List[str] = [
         show_pairs(
@@ -151,7 +177,7 @@ def _one_plan(
                 f"{show(budget['epsilon'])}, delta {show(budget['delta'])}, "
                 + (f"{budget['flops']:.3g} FLOPs" if budget["flops"] else "any compute")
                 + f", {budget['tokens']} tokens an example",
-                "law": law.source,
+                "answer": law.answer,
             }
         ),
         *(f"! {note}" for note in notes),
@@ -167,9 +193,9 @@ def _one_plan(
                 "noise-batch ratio": show(row["ratio"])
                 + f" (norm of the noise {show(row['noise_norm'])})",
                 "loss": (
-                    f"{least}{show(row['loss'])} nats a token{interval}"
-                    if row["loss"] < math.inf
-                    else "not to be told: too much noise"
+                    f"{show(row['loss'])} nats a token{interval}"
+                    if law.tells_loss
+                    else "not given by a rule of thumb"
                 ),
                 "membership advantage": f"{show(row['advantage'])} at most",
                 "learning rate": show(row["learning_rate"]),
@@ -181,13 +207,14 @@ def _one_plan(
             {
                 "about as good (1 %)": f"parameters {show(near['parameters'])}, batch "
                 f"size {show(near['batch_size'])}, steps {show(near['steps'])}",
-                "compute that helps": f"{row['saturating']['flops']:.3g} FLOPs reach "
-                f"{show(row['saturating']['loss'])}, within 1 % of what any do",
+                "compute that helps": _saturating(row["saturating"]),
                 "loss with double the": show(
                     {
                         k: "-" if math.isnan(v) else f"{-100 * v:.2g} %"
                         for k, v in more["loss"].items()
+                        if law.tells_loss
                     }
+                    or None
                 ),
                 "noise with double the": show(
                     {
@@ -214,7 +241,6 @@ def _one_plan(
 
 
 def _many_plans(rows: Sequence[Dict[str, Any]], law: Any, notes: Sequence[str]) -> str:
-    bound = "loss" if law.private else "loss >="
     shown = [
         {
             "users": row["budget"]["users"],
@@ -225,13 +251,14 @@ def _many_plans(rows: Sequence[Dict[str, Any]], law: Any, notes: Sequence[str]) 
             "steps": row["steps"],
             "noise": row["make_private"]["noise_multiplier"],
             "noise norm": row["noise_norm"],
-            bound: row["loss"],
+            "loss": row["loss"],
             "tokens/param": row["tokens_per_parameter"],
             "advantage": row["advantage"],
             "Poisson": row["amplified"],
+            "at the end": ", ".join(row["ends"]),
         }
         for row in rows
     ]
     return "\n".join(
-        [f"law  {law.source}", *(f"! {n}" for n in notes), "", show_table(shown)]
+        [f"answer  {law.answer}", *(f"! {n}" for n in notes), "", show_table(shown)]
     )
