@@ -39,6 +39,7 @@ THOROUGH = (
     "trainer_test.py",
     "lightning_test.py",
     "plan_test.py",
+    "answers_test.py",
     "commands_test.py",
     "contributing_test.py",
 )

@@ -242,16 +242,16 @@ class Candidates:
         low, high = law.known_steps
         if steps > high:
             yield (
-                f"Runs were measured to {high:,.0f} steps; {steps:,.0f} are extrapolated: "
-                f"{law.continuation}."
+                f"Runs were measured to {high:,.0f} steps; {steps:,.0f} are "
+                f"extrapolated: {law.continuation}."
             )
         elif steps < low:
-            yield f"{steps:,.0f} steps are fewer than the {low:,.0f} that were measured."
+            yield f"{steps:,.0f} steps are fewer than were measured, {low:,.0f}."
         low, high = law.known_parameters
         if not low <= size <= high:
             yield (
-                f"{size:,.0f} parameters are outside of the measured sizes, {low:,.0f} to "
-                f"{high:,.0f}: extrapolated."
+                f"{size:,.0f} parameters are outside of the measured sizes, {low:,.0f} "
+                f"to {high:,.0f}: extrapolated."
             )
         if ratio < law.least_ratio:
             yield (

@@ -92,9 +92,9 @@ def _log_squashed(
 
 
 def _solve(
-    rows: Tuple[Row, ...], exponents: Dict[str, float], slopes: float
+    rows: Tuple[Row, ...], used: np.ndarray, exponents: Dict[str, float], slopes: float
 ) -> Tuple[np.ndarray, float]:
-    """E, A, B and C of the least squares, and what is left."""
+    """E, A, B and C of the least squares over the rows used, and what is left."""
     table = np.array(rows).T
     log, less, more = _log_squashed(rows), 1 / _STEP, 2 * math.log(_STEP)
     by_b = (_log_squashed(rows, _STEP) - _log_squashed(rows, less)) / more
@@ -114,9 +114,26 @@ def _solve(
         slopes * inside * (by_size - by_batch),
         slopes * (by_steps - by_batch),
     ]
-    matrix = np.concatenate([part / loss[:, None] for part in relative])
-    found, left = nnls(matrix, np.concatenate([zero + 1, zero, zero]))
+    matrix = np.concatenate([(part / loss[:, None])[used] for part in relative])
+    wanted = np.repeat([1.0, 0.0, 0.0], int(used.sum()))
+    found, left = nnls(matrix, wanted)
     return found, float(left)
+
+
+def _fit(rows: Tuple[Row, ...], used: np.ndarray, slopes: float) -> Fit:
+    def exponents(log_b: float) -> Dict[str, float]:
+        return {**PUBLISHED, "b": math.exp(log_b)}
+
+    log_b = minimize_scalar(
+        lambda x: _solve(rows, used, exponents(x), slopes)[1],
+        bounds=(math.log(0.05), math.log(2.0)),
+        method="bounded",
+    ).x
+    found = np.maximum(_solve(rows, used, exponents(log_b), slopes)[0], 1e-12)
+    coefficients = dict(zip(("E", "A", "B", "C"), map(float, found)))  # E may be 0
+    return Fit(
+        private_sigmoid, {**coefficients, **exponents(log_b)}, rows=int(used.sum())
+    )
 
 
 def refit(rows: Sequence[Row] = TABLE_2, slopes: float = 2.0) -> Fit:
@@ -143,16 +160,7 @@ def refit(rows: Sequence[Row] = TABLE_2, slopes: float = 2.0) -> Fit:
             parameter="rows",
             remedy="Give five rows or more.",
         )
-
-    def left(log_b: float) -> float:
-        return _solve(rows, {**PUBLISHED, "b": math.exp(log_b)}, slopes)[1]
-
-    ends = math.log(0.05), math.log(2.0)
-    log_b = minimize_scalar(left, bounds=ends, method="bounded").x
-    exponents = {**PUBLISHED, "b": math.exp(log_b)}
-    found = np.maximum(_solve(rows, exponents, slopes)[0], 1e-12)  # E may be 0
-    parameters = dict(zip(("E", "A", "B", "C"), map(float, found)))
-    return Fit(private_sigmoid, {**parameters, **exponents}, rows=len(rows))
+    return _fit(rows, np.ones(len(rows), dtype=bool), slopes)
 
 
 def errors(fit: Fit = PAPER, rows: Sequence[Row] = TABLE_2) -> np.ndarray:
@@ -194,7 +202,6 @@ def left_out(by: Optional[str] = None) -> np.ndarray:
     keys = [tuple(getattr(row, name) for name in names) for row in TABLE_2]
     found = np.empty(len(TABLE_2))
     for key in set(keys):
-        out = [k == key for k in keys]
-        fit = refit([row for row, is_out in zip(TABLE_2, out) if not is_out])
-        found[out] = errors(fit, [r for r, is_out in zip(TABLE_2, out) if is_out])
+        out = np.array([k == key for k in keys])
+        found[out] = errors(_fit(TABLE_2, ~out, slopes=2.0))[out]
     return found

@@ -16,7 +16,7 @@ from scipy.optimize import curve_fit
 from opacus_ext.planner import laws
 from opacus_ext.planner.curves import extrapolate
 from opacus_ext.planner.measurements import Measurements, concatenate
-from opacus_ext.planner.prediction_error import hold_out
+from opacus_ext.planner.prediction_error import continued, hold_out
 from opacus_ext.planner.readings import _reading_noise, _rolling_mean
 from opacus_ext.planner.surface import Surface
 
@@ -214,13 +214,18 @@ def test_seeds_are_averaged():
 
 
 def test_ratios_between_zero_and_the_lowest(paper):
-    """Count as the lowest: too high a loss rather than too low a one."""
+    """Between the noise-free runs and the lowest: continuous, monotone, a line."""
     surface = Surface.fit(paper, window=1)
     at = 29e6, 16_000
-    lowest = surface.loss(*at, 2**-23)
-    assert surface.loss(*at, 1e-30) == lowest
-    assert surface.loss(*at, 0) < lowest
-    assert surface.loss(*at, 0) == pytest.approx(truth(*at, 0))
+    free, lowest = surface.loss(*at, 0), surface.loss(*at, 2**-23)
+    assert free == pytest.approx(truth(*at, 0)) and free < lowest
+    found = surface.loss(*at, np.linspace(0, 2**-23, 9))
+    assert np.log(found) == pytest.approx(np.linspace(*np.log([free, lowest]), 9))
+    assert surface.loss(*at, 1e-30) == pytest.approx(free, rel=1e-12)
+    assert surface.loss(*at, 2**-23 * (1 - 1e-9)) == pytest.approx(lowest, rel=1e-9)
+    assert surface.learning_rate(*at, 1e-30) == 1
+    without = Surface.fit(paper.select(paper.ratio > 0), window=1)
+    assert without.loss(*at, 1e-30) == lowest  # too high rather than too low
 
 
 @pytest.mark.parametrize(
@@ -353,6 +358,18 @@ def test_hold_out(paper):
     assert again.mean == pytest.approx(0.5, abs=0.02)
 
 
+def test_held_out_ratios_and_steps(study):
+    """The lowest ratio beside noise-free runs; and what continuing curves is worth."""
+    held = hold_out(study, ratio=2.0**-18, min_steps=20, window=1)
+    assert held.mean < 0.05 and set(held.ratio) == {2.0**-18}
+    held = hold_out(study, steps=250, **{**SMALL, "fit_from": 50})
+    assert held.steps.min() == 260 and held.steps.max() == 1000
+    assert 0 < held.mean < 0.03
+    quarter = continued(study, **SMALL)
+    assert quarter.mean == held.mean
+    assert continued(study, min_steps=300, window=1, fit_from=400) is None
+
+
 @pytest.mark.parametrize(
     "which, message",
     [
@@ -360,7 +377,7 @@ def test_hold_out(paper):
         ({"parameters": 7.78e8}, "at the edge"),
         ({"parameters": 5e6}, "not among"),
         ({"ratio": 0}, "at the edge"),
-        ({"ratio": 2.0**-23}, "at the edge"),
+        ({"steps": 128_000}, "Nothing was read after 128000"),
         ({"ratio": 2.0**-6}, "at the edge"),
         ({}, "either"),
         ({"parameters": 29e6, "ratio": 2.0**-12}, "either"),
