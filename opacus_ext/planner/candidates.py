@@ -16,7 +16,7 @@ from typing import Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
 
-from opacus_ext.planner.budget import MOST_EPSILON, Budget, Range
+from opacus_ext.planner.budget import MOST_EPSILON, Budget, HopelessError, Range
 from opacus_ext.planner.loss_model import LossModel, compute
 from opacus_ext.planner.noise import (
     advantage,
@@ -159,7 +159,8 @@ class Candidates:
                     remedy="Allow more of them, or smaller models and fewer steps.",
                 )
         ratio = np.broadcast_to(self.ratio, within.shape)[within].min()
-        raise Refused(
+        raise HopelessError(
+            "Nothing can be learnt with this budget: "
             f"epsilon={budget.epsilon:g} with {budget.users:g} users leaves a "
             f"noise-batch ratio of {ratio:.2g} at the least within this compute, more "
             f"than the law knows ({self.law.source}).",
@@ -347,7 +348,18 @@ class Candidates:
         return plans
 
     def expected(self, parameters: float, batch_size: float, steps: float) -> float:
-        """The loss of one configuration, on the lattice or not."""
+        """
+        The loss of one configuration, on the lattice or not.
+
+        Raises:
+            Refused: of a rule of thumb, which has none
+        """
+        if not self.law.tells_loss:
+            raise Refused(
+                "A rule of thumb has no loss to compare configurations by.",
+                remedy="Measure your models (opacus-ext measure), or plan by the "
+                "paper's law if they are BERT-like masked language models.",
+            )
         ratio = noise_of(self.budget, batch_size, steps)[1]
         return float(self.law.loss(parameters, batch_size, steps, ratio))
 
@@ -362,13 +374,6 @@ class Candidates:
             Refused: if the law says nothing of the baseline, or its batch is larger
                 than all examples
         """
-        if not self.law.tells_loss:
-            raise Refused(
-                "Baselines are compared by their loss, and a rule of thumb has none.",
-                parameter="baseline",
-                remedy="Measure your models (opacus-ext measure), or plan by the "
-                "paper's law if they are BERT-like masked language models.",
-            )
         if not 1 <= batch_size <= self.budget.examples:
             raise Refused(
                 f"The baseline's batch_size must be from 1 to "

@@ -107,7 +107,7 @@ def test_a_rule_of_thumb_gives_no_loss():
     plan, by_paper = table.best(), Candidates(budget, LossModel.of_paper()).best()
     assert plan.kind == RULE and plan.loss is None and table.not_private() is None
     assert all(math.isnan(x) for x in doubled_loss(table))
-    with pytest.raises(Refused, match="a rule of thumb has none"):
+    with pytest.raises(Refused, match="A rule of thumb has no loss"):
         table.savings(1e7, 1e4, 1000)
     # The same choice, where the paper's law knows; and any length of examples.
     assert by_paper.kind == PAPER and by_paper.loss > 0

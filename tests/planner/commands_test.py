@@ -25,6 +25,15 @@ def output_of(capsys, *args, status=0):
     return capsys.readouterr().out
 
 
+def strict(text):
+    """JSON without NaN and Infinity, which are none."""
+
+    def refuse(constant):
+        raise ValueError(constant)
+
+    return json.loads(text, parse_constant=refuse)
+
+
 def test_plan_for_people(capsys):
     out = output_of(
         capsys,
@@ -53,7 +62,7 @@ def test_plan_of_batches_of_records(capsys):
     out = output_of(
         capsys, *args, *records, "--batch-size", "1500", "--steps", "100", "--json"
     )
-    plan = json.loads(out)["plans"][0]
+    plan = strict(out)["plans"][0]
     assert plan["batch_size"] == 1500  # more than there are users
     saved = plan["doubling"]["noise_batch_ratio"]
     assert saved["users"] > 0 and "batch_size" not in saved
@@ -65,7 +74,7 @@ def test_plan_without_measurements_says_so(capsys):
     assert "rule of thumb: " in out and "opacus-ext measure" in out
     assert "not given by a rule of thumb" in out and "end of the range given" in out
     args += ["--parameters", "1e7:1e8", "--steps", "1000:4000", "--json"]
-    found = json.loads(output_of(capsys, *args, "--law", "paper"))
+    found = strict(output_of(capsys, *args, "--law", "paper"))
     assert found["answer"] == "paper's law" and found["plans"][0]["loss"] > 1
     assert "masked language models" in found["law"]
 
@@ -76,7 +85,7 @@ def test_plan_for_programs(capsys):
         *["plan", "--users", "1e4,1e5", "--epsilon", "8", "--flops", "1e12:1e13:2"],
         *["--json", *EXAMPLE],
     )
-    found = json.loads(out)
+    found = strict(out)
     plans = found["plans"]
     assert len(plans) == 4
     for plan in plans:
@@ -90,10 +99,27 @@ def test_plan_for_programs(capsys):
     assert few[1]["loss"] <= few[0]["loss"]
 
 
+def test_a_budget_with_which_nothing_can_be_learnt(capsys):
+    args = ["plan", "--users", "10", "--flops", "1e13", *EXAMPLE, "--epsilon"]
+    with pytest.raises(SystemExit) as stopped:
+        main([*args, "0.01"])
+    assert stopped.value.code == 3
+    assert "Nothing can be learnt with this budget" in capsys.readouterr().err
+    some = strict(output_of(capsys, *args, "0.01,100", "--json"))
+    assert len(some["plans"]) == 1 and any("0.01" in n for n in some["notes"])
+
+
+def test_a_delta_that_is_hardly_a_number(capsys, recwarn):
+    args = ["calibrate", "--users", "1e6", "--epsilon", "4", "--delta", "1e-300"]
+    args += ["--batch-size", "1000", "--steps", "1000", "--json"]
+    assert strict(output_of(capsys, *args))[0]["noise_multiplier"] > 3
+    assert not recwarn.list and not capsys.readouterr().err
+
+
 def test_a_table_over_budgets(capsys):
     args = ["plan", "--users", "1e5", "--epsilon", "1,16", "--flops", "1e13"]
     out = output_of(capsys, *args, *EXAMPLE)
-    assert out.count("\n") == 5 and "advantage" in out
+    assert out.count("\n") == 6 and "advantage" in out and "at the end" in out
 
 
 def test_plan_within_time_and_memory(capsys, tmp_path):
@@ -110,7 +136,7 @@ def test_plan_within_time_and_memory(capsys, tmp_path):
         args = ["plan", "--users", "1e5", "--epsilon", "4", *EXAMPLE]
         args += ["--family", "own_family:tiny", "--text", str(text)]
         out = output_of(capsys, *args, "--seconds", "3600", "--json")
-        assert 0 < json.loads(out)["plans"][0]["seconds"] <= 3600
+        assert 0 < strict(out)["plans"][0]["seconds"] <= 3600
     finally:
         sys.path.remove(str(tmp_path))
 
@@ -118,7 +144,7 @@ def test_plan_within_time_and_memory(capsys, tmp_path):
 def test_calibrate(capsys):
     args = ["calibrate", "--users", "1e6", "--epsilon", "1,4", "--batch-size", "4096"]
     args += ["--steps", "1000"]
-    rows = json.loads(output_of(capsys, *args, "--json"))
+    rows = strict(output_of(capsys, *args, "--json"))
     assert len(rows) == 2
     assert rows[0]["noise_multiplier"] > rows[1]["noise_multiplier"] > 0
     for row in rows:
@@ -132,17 +158,17 @@ def test_measure_then_fit(capsys, tmp_path):
     text.write_bytes(b"To be, or not to be, that is the question. " * 99)
     args = ["measure", "--text", str(text), "--out", runs, "--sizes", "16x2,32x2"]
     args += ["--ratios", "0,0.1", "--steps", "4", "--every", "1", "--batch-size", "2"]
-    found = json.loads(output_of(capsys, *args, "--no-progress", "--json"))
+    found = strict(output_of(capsys, *args, "--no-progress", "--json"))
     assert found["runs"] == 4 and found["fit"]["law"] == "surface"
     shown = output_of(capsys, *args, "--no-progress")
     assert "opacus-ext plan --measurements" in shown
-    fitted = json.loads(output_of(capsys, "fit", runs, "--json"))
+    fitted = strict(output_of(capsys, "fit", runs, "--json"))
     assert fitted["runs"] == 4 and len(fitted["parameters"]) == 2
 
 
 def test_fit(capsys):
     args = ["fit", "example", "--hold-out", "ratio=0.0625", "--json"]
-    found = json.loads(output_of(capsys, *args))
+    found = strict(output_of(capsys, *args))
     assert found["without ratio=0.0625"]["mean error"] < 0.1
 
 
@@ -150,7 +176,7 @@ def test_intervals(capsys):
     out = output_of(capsys, "fit", "example", "--bootstrap", "5")
     assert "95 % interval" in out and "of readings" in out
     args = ["plan", "--users", "1e5", "--epsilon", "4", "--flops", "1e13", *EXAMPLE]
-    plan = json.loads(output_of(capsys, *args, "--bootstrap", "5", "--json"))["plans"][
+    plan = strict(output_of(capsys, *args, "--bootstrap", "5", "--json"))["plans"][
         0
     ]
     low, high = plan["interval"]
@@ -168,9 +194,9 @@ def test_fit_a_law_of_training_without_privacy(capsys, tmp_path):
     path = tmp_path / "runs.csv"
     path.write_text("\n".join(lines))
     args = ["fit", str(path), "--law", "chinchilla", "--json"]
-    found = json.loads(output_of(capsys, *args))
+    found = strict(output_of(capsys, *args))
     assert found["E"] == pytest.approx(1.69, rel=1e-3) and found["rows"] == 12
-    found = json.loads(output_of(capsys, *args, "--drop", "2"))
+    found = strict(output_of(capsys, *args, "--drop", "2"))
     assert found["rows"] == 10
 
 
@@ -196,7 +222,7 @@ def test_check(capsys):
     assert "ok" in output_of(capsys, "check", f"{here}:exact")
     out = output_of(capsys, "check", f"{here}:leaking", status=1)
     assert "BatchNorm" in out
-    found = json.loads(output_of(capsys, "check", f"{here}:exact", "--json"))
+    found = strict(output_of(capsys, "check", f"{here}:exact", "--json"))
     assert found["ok"] and not found["leaks"] and found["parameters"]
 
 
@@ -265,6 +291,27 @@ PLAN = ["plan", "--users", "1e5", "--epsilon", "4"]
         (["fit", "example", "--law", "murphy"], "'murphy' is none of"),
         (["fit", "example", "--hold-out", "size=3"], "--hold-out: 'size=3' is not"),
         (["fit", "example", "--hold-out", "ratio=0.25"], "at the edge"),
+        ([*PLAN[:3], "--epsilon", "101"], "epsilon=101 is above 100"),
+        ([*PLAN, "--epsilon", "4,500"], "epsilon=500 is above 100"),
+        ([*PLAN, "--max-batch-size", "7"], "--max-batch-size: '7' is not a whole"),
+        (
+            [*PLAN, "--max-batch-size", "100", "--batch-size", "90"],
+            "max_batch_size=100 has no room for batches of 90",
+        ),
+        (["calibrate", *PLAN[1:], "--steps", "1e12", "--batch-size", "1"], "--steps"),
+        (["calibrate", *PLAN[1:], "--steps", "9", "--batch-size", "-1"], "--batch-size"),
+        (
+            ["calibrate", *PLAN[1:3], "--epsilon", "500", "--records-per-user", "1000"]
+            + ["--sampling", "records", "--steps", "1000", "--batch-size", "1000"],
+            "too extreme",
+        ),
+        (
+            ["calibrate", *PLAN[1:], "--records-per-user", "1e12"]
+            + ["--sampling", "records", "--steps", "10", "--batch-size", "1"],
+            "too extreme",
+        ),
+        (["statement", "no-such-checkpoint"], "no-such-checkpoint"),
+        (["fit", "no-such-file"], "no-such-file"),
         (["check", "nothing-of-the-kind"], "neither a folder nor module:function"),
         (["check", "no.such:case"], "not to be had"),
         (
@@ -313,6 +360,9 @@ def cpu_seconds(arguments, environment):
         (["plan", "--help"], 0, "examples:"),
         (["check", "--help"], 0, "examples:"),
         (["plan", "--users", "-5"], 2, "--users: '-5' is not a number"),
+        ([*PLAN, "--epsilon", "500"], 2, "above 100"),
+        ([*PLAN, "--batch-size", "2e5"], 2, "batch_size must be at most 100000"),
+        (["fit", "no-such-file"], 2, "there is no no-such-file"),
     ],
 )
 def test_help_and_wrong_arguments_are_answered_at_once(
@@ -334,7 +384,7 @@ def test_the_script_runs_a_command(tmp_path):
         [sys.executable, script, *arguments, "--steps", "1", "--json"], environment
     )
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)[0]["noise_multiplier"] > 1
+    assert strict(done.stdout)[0]["noise_multiplier"] > 1
     arguments[6] = "11"
     _, done = cpu_seconds(
         [sys.executable, script, *arguments, "--steps", "1"], environment
