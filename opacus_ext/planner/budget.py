@@ -14,6 +14,12 @@ DELTA = 1e-8  # the paper's, for any number of users
 MOST_EPSILON = 100.0  # above, there is no privacy to plan for
 
 
+class HopelessError(Refused):
+    """Nothing can be learnt with a budget: the noise is more than any law knows."""
+
+    status = 3  # of the command
+
+
 @dataclass(frozen=True)
 class Budget:
     """

@@ -343,7 +343,8 @@ def _by_the_accountant(
 
     def excess(log_noise: float) -> float:
         accountant.history = [(math.exp(log_noise), q, int(steps))]
-        return math.log(max(accountant.get_epsilon(delta), 1e-12) / epsilon)
+        with np.errstate(over="ignore"):  # of a delta that is hardly a number
+            return math.log(max(accountant.get_epsilon(delta), 1e-12) / epsilon)
 
     low = high = Guess().start(epsilon, delta, k, steps, q)
     while excess(high) > 0:

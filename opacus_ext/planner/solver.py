@@ -15,7 +15,7 @@ from opacus_ext.progress import progress
 from opacus_ext.refused import Refused
 
 MARGIN = 5e-5  # of delta, relative, that a calibrated noise leaves unspent
-_WORK = 2.0**28  # of a cell: half a minute, where most take a fiftieth of a second
+_WORK = 2.0**27  # of a cell: 10 seconds, where most take a fiftieth of one
 
 
 def central_limit(mu: ArrayLike, sample_rate: ArrayLike, steps: ArrayLike) -> Any:
@@ -135,7 +135,7 @@ def on_cells(
             cell = ", ".join(f"{name} = {x:g}" for name, x in zip(names, row))
             raise Refused(
                 f"{cell}: too extreme for an answer that is certain to a part in "
-                "10,000, in half a minute.",
+                "10,000, in seconds.",
                 remedy="Take an epsilon, delta, rate or number of steps less so.",
             ) from None
         finally:

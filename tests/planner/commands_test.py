@@ -109,13 +109,6 @@ def test_a_budget_with_which_nothing_can_be_learnt(capsys):
     assert len(some["plans"]) == 1 and any("0.01" in n for n in some["notes"])
 
 
-def test_a_delta_that_is_hardly_a_number(capsys, recwarn):
-    args = ["calibrate", "--users", "1e6", "--epsilon", "4", "--delta", "1e-300"]
-    args += ["--batch-size", "1000", "--steps", "1000", "--json"]
-    assert strict(output_of(capsys, *args))[0]["noise_multiplier"] > 3
-    assert not recwarn.list and not capsys.readouterr().err
-
-
 def test_a_table_over_budgets(capsys):
     args = ["plan", "--users", "1e5", "--epsilon", "1,16", "--flops", "1e13"]
     out = output_of(capsys, *args, *EXAMPLE)
@@ -176,9 +169,7 @@ def test_intervals(capsys):
     out = output_of(capsys, "fit", "example", "--bootstrap", "5")
     assert "95 % interval" in out and "of readings" in out
     args = ["plan", "--users", "1e5", "--epsilon", "4", "--flops", "1e13", *EXAMPLE]
-    plan = strict(output_of(capsys, *args, "--bootstrap", "5", "--json"))["plans"][
-        0
-    ]
+    plan = strict(output_of(capsys, *args, "--bootstrap", "5", "--json"))["plans"][0]
     low, high = plan["interval"]
     assert low < plan["loss"] * 1.02 and plan["loss"] < high * 1.02 and low < high
 
@@ -253,7 +244,8 @@ PLAN = ["plan", "--users", "1e5", "--epsilon", "4"]
             ["plan", "--users", "-5", "--epsilon", "4"],
             "--users: '-5' is not a number, 1",
         ),
-        ([*PLAN, "--delta", "2"], "--delta: '2' is not a number, above 0, at most 0.5"),
+        ([*PLAN, "--delta", "2"], "--delta: '2' is not a number, 1e-100 or more"),
+        ([*PLAN, "--delta", "1e-300"], "--delta: '1e-300' is not a number, 1e-100"),
         ([*PLAN, "--flops", "1:2"], "--flops: '1:2' is not LOW:HIGH:COUNT"),
         ([*PLAN, "--flops", "9:2:3"], "does not go from low to high"),
         ([*PLAN, "--batch-size", "1.5"], "--batch-size: '1.5' is not a whole number"),
@@ -299,7 +291,10 @@ PLAN = ["plan", "--users", "1e5", "--epsilon", "4"]
             "max_batch_size=100 has no room for batches of 90",
         ),
         (["calibrate", *PLAN[1:], "--steps", "1e12", "--batch-size", "1"], "--steps"),
-        (["calibrate", *PLAN[1:], "--steps", "9", "--batch-size", "-1"], "--batch-size"),
+        (
+            ["calibrate", *PLAN[1:], "--steps", "9", "--batch-size", "-1"],
+            "--batch-size",
+        ),
         (
             ["calibrate", *PLAN[1:3], "--epsilon", "500", "--records-per-user", "1000"]
             + ["--sampling", "records", "--steps", "1000", "--batch-size", "1000"],

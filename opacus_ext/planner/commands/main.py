@@ -11,13 +11,16 @@ from opacus_ext.planner.commands.parser import parse
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs a parsed command; the exit status: 2 for arguments that can't be."""
+    """
+    Runs a parsed command; the exit status: 2 for arguments that can't be, 3 for a
+    budget with which nothing can be learnt.
+    """
     command = import_module(f"opacus_ext.planner.commands.{args.command}")
     try:
         return command.run(args)
     except (OSError, ValueError, ArithmeticError) as error:
         print(f"{args.parser.prog}: error: {error}", file=sys.stderr)
-        raise SystemExit(2) from error
+        raise SystemExit(getattr(error, "status", 2)) from error
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:

@@ -17,13 +17,13 @@ def print_json(content: Any) -> None:
             return {str(k): plain(v) for k, v in x.items()}
         if isinstance(x, (list, tuple)):
             return [plain(v) for v in x]
-        if hasattr(x, "item"):
-            x = x.item()
+        if hasattr(x, "tolist"):
+            return plain(x.tolist())
         if isinstance(x, float) and not math.isfinite(x):
             return None  # JSON has no inf and no nan
         return x
 
-    print(json.dumps(plain(content), indent=2))
+    print(json.dumps(plain(content), indent=2, allow_nan=False))
 
 
 def show(value: Any) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 from typing import Any, Callable, List, Optional, Sequence, Tuple
 
 EPILOG = {
@@ -190,7 +191,36 @@ def build_parser() -> argparse.ArgumentParser:
 
 def parse(argv: Optional[Sequence[str]] = None) -> argparse.Namespace:
     """The arguments of a command, or an exit with help (0) or an error (2)."""
-    return build_parser().parse_args(argv)
+    args = build_parser().parse_args(argv)
+    problem = _problem(args)
+    if problem:
+        args.parser.error(problem)
+    return args
+
+
+def _problem(args: argparse.Namespace) -> Optional[str]:
+    """What can be said before anything is imported, of arguments that don't fit."""
+    given = vars(args)
+    if args.command in ("plan", "calibrate"):
+        each = args.records_per_user if args.sampling == "records" else 1
+        fewest, batches = int(min(args.users)) * each, args.batch_size or [1]
+        least = batches[0] if args.command == "plan" else max(batches)
+        if least > fewest:
+            return f"batch_size must be at most {fewest}, all examples; got {least:g}"
+    if args.command == "plan" and max(args.epsilon) > 100:
+        return f"epsilon={max(args.epsilon):g} is above 100: that is no privacy"
+    timed = args.command == "plan" and (args.seconds or args.memory)
+    if (timed or args.command == "measure") and not args.text:
+        if args.family == "bytes":
+            return "the family of byte transformers needs a text: --text FILE"
+    for name in ("measurements", "text", "checkpoint"):
+        path = given.get(name)
+        if path and path != "example" and not os.path.exists(path):
+            return f"there is no {path}"
+    target = given.get("target")
+    if target and ":" not in target and not os.path.isdir(target):
+        return f"target {target!r} is neither a folder nor module:function"
+    return None
 
 
 def _budget(add: Callable) -> None:
@@ -204,7 +234,7 @@ def _budget(add: Callable) -> None:
     add(
         "--delta",
         default=1e-8,
-        type=_bounded_number(0, 0.5, above=True),
+        type=_bounded_number(1e-100, 0.5),
         help="of the whole run (default 1e-8)",
     )
     add(

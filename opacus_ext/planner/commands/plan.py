@@ -7,7 +7,7 @@ import math
 from itertools import product
 from typing import Any, Dict, List, Sequence, Tuple
 
-from opacus_ext.planner.budget import Budget
+from opacus_ext.planner.budget import Budget, HopelessError
 from opacus_ext.planner.candidates import Candidates, doubled_loss, doubled_noise
 from opacus_ext.planner.commands.measured import PRIVATE_LAWS, read_measurements
 from opacus_ext.planner.commands.output import print_json, show, show_pairs, show_table
@@ -20,8 +20,14 @@ from opacus_ext.refused import Refused
 
 
 def run(args: argparse.Namespace) -> int:
-    """Plans each budget of a grid of budgets."""
+    """
+    Plans each budget of a grid of budgets.
+
+    Raises:
+        HopelessError: if nothing can be learnt with any of them
+    """
     law, notes = _law(args)
+    hopeless: List[HopelessError] = []
     probed = _probe(args)
     tokens = args.tokens or law.tokens or 512
     found: List[Tuple[Plan, Dict[str, Any]]] = []
@@ -42,7 +48,14 @@ def run(args: argparse.Namespace) -> int:
             max_batch_size=args.max_batch_size,
         )
         table = Candidates(budget, law, probed)
-        found += [_planned(args, table, flops) for flops in args.flops]
+        for flops in args.flops:
+            try:
+                found.append(_planned(args, table, flops))
+            except HopelessError as error:
+                hopeless.append(error)
+    if not found:
+        raise hopeless[0]
+    notes += dict.fromkeys(map(str, hopeless))
     rows = [row for _, row in found]
     if args.delta * max(args.users) > 1:
         notes.append(
