@@ -394,7 +394,8 @@ class Candidates:
         enough = self.loss <= loss
         needed = float(self.flops[enough].min()) if enough.any() else spent
         try:
-            instead = self.best(spent).loss
+            best = self.best(spent).loss
+            instead = loss if best is None else best
         except Refused:
             instead = loss
         return Savings(loss, min(instead, loss), spent, min(needed, spent))
@@ -445,10 +446,12 @@ def doubled_loss(table: Candidates, flops: Optional[float] = None) -> DoubledLos
     budget = table.budget
     flops = budget.flops if flops is None else flops
     loss = table.best(flops).loss
-    if loss is None:
+    if not table.law.tells_loss:
         return DoubledLoss(math.nan, math.nan, math.nan)
 
     def less(other: Plan) -> float:
+        if loss is None or other.loss is None:
+            return math.nan
         return 1 - other.loss / loss
 
     def gain(larger: Budget) -> float:

@@ -293,11 +293,12 @@ class Surface:
         share = np.ones(m.shape)  # of the noisy ones
         if of_free is not None:
             share = np.minimum(r / self.least_ratio, 1.0) if of_noisy else 0 * r
-        of_grid = of_free or of_noisy
+        of_grid: Any = of_free or of_noisy
         tail = of_grid.values.shape[len(of_grid.grid) :]
         found = np.where(inside, 0.0, np.nan).reshape(m.shape + (1,) * len(tail))
         found = np.broadcast_to(found, m.shape + tail).copy()
-        for weight, interpolate in ((1 - share, of_free), (share, of_noisy)):
+        parts: List[Tuple[np.ndarray, Any]] = [(1 - share, of_free), (share, of_noisy)]
+        for weight, interpolate in parts:
             at = inside & (weight > 0)
             if not at.any():
                 continue
