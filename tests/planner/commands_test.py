@@ -161,8 +161,12 @@ def test_measure_then_fit(capsys, tmp_path):
 
 def test_fit(capsys):
     args = ["fit", "example", "--hold-out", "ratio=0.0625", "--json"]
+    args += ["--hold-out", "steps=350"]
     found = strict(output_of(capsys, *args))
     assert found["without ratio=0.0625"]["mean error"] < 0.1
+    assert found["without steps=350"]["mean error"] < 0.1
+    assert found["first quarter continued"]["mean error"] < 0.1
+    assert any("without E" in warning for warning in found["warnings"])
 
 
 def test_intervals(capsys):

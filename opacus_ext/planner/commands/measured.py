@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Dict, Sequence, Tuple
 
 from opacus_ext.planner.measurements import EXAMPLE, Measurements
-from opacus_ext.planner.prediction_error import hold_out
+from opacus_ext.planner.prediction_error import continued, hold_out
 from opacus_ext.planner.surface import Surface, scaled_options
 
 #: The paper's names of the laws of private training.
@@ -32,6 +32,14 @@ def fit_surface(
             f"+-{width.mean():.2%} of the loss in the mean, +-{width.max():.2%} at "
             f"most (after {last:g} steps, of {surface.resampled})"
         )
+    held = continued(measured, **options)
+    if held is not None:
+        result["first quarter continued"] = {
+            "mean error": held.mean,
+            "worst error": held.worst,
+            "readings": len(held.measured),
+        }
+    result["warnings"] = list(surface.warnings)
     for name, value in left_out:
         found = hold_out(measured, **{name: value}, **options)
         result[f"without {name}={value:g}"] = {

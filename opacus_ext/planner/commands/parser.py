@@ -398,7 +398,8 @@ def _fit(add: Callable) -> None:
         default=[],
         type=_hold_out,
         metavar="NAME=VALUE",
-        help="fit without a model size (parameters) or ratio, and predict it",
+        help="fit without a model size (parameters), a ratio or later steps, and "
+        "predict them",
     )
     add(
         "--bootstrap",
@@ -416,8 +417,10 @@ def _fit(add: Callable) -> None:
 
 def _hold_out(text: str) -> Tuple[str, float]:
     name, _, value = text.partition("=")
-    if name not in ("parameters", "ratio"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not parameters=... or ratio=...")
+    if name not in ("parameters", "ratio", "steps"):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not parameters=..., ratio=... or steps=..."
+        )
     return name, _bounded_number(0)(value)
 
 
