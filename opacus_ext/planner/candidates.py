@@ -160,13 +160,13 @@ class Candidates:
                 )
         ratio = np.broadcast_to(self.ratio, within.shape)[within].min()
         raise HopelessError(
-            "Nothing can be learnt with this budget: "
+            f"Nothing can be learnt with this budget, by the {self.law.name}: "
             f"epsilon={budget.epsilon:g} with {budget.users:g} users leaves a "
             f"noise-batch ratio of {ratio:.2g} at the least within this compute, more "
-            f"than the law knows ({self.law.source}).",
+            "than the law knows.",
             parameter="epsilon",
-            remedy="More epsilon, users or compute are needed, or smaller models and "
-            "larger ratios measured.",
+            remedy="More epsilon, users or compute are needed, or small models of yours "
+            "measured at larger ratios (opacus-ext measure), which may learn.",
         )
 
     def plan(self, at: Tuple[int, int, int], flops: float = math.inf) -> Plan:

@@ -78,6 +78,11 @@ class LossModel:
         return self.kind != RULE
 
     @property
+    def name(self) -> str:
+        """The kind of law, as people call it."""
+        return "measured law" if self.kind == MEASURED else self.kind
+
+    @property
     def answer(self) -> str:
         """The kind of answer and what it rests on, in a line."""
         return f"{self.kind}: {self.source}"
