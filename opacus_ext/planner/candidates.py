@@ -165,8 +165,8 @@ class Candidates:
             f"noise-batch ratio of {ratio:.2g} at the least within this compute, more "
             "than the law knows.",
             parameter="epsilon",
-            remedy="More epsilon, users or compute are needed, or small models of yours "
-            "measured at larger ratios (opacus-ext measure), which may learn.",
+            remedy="More epsilon, users or compute are needed; or measure small models "
+            "of yours at larger ratios (opacus-ext measure): they may learn.",
         )
 
     def plan(self, at: Tuple[int, int, int], flops: float = math.inf) -> Plan:
