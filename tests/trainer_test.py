@@ -476,6 +476,33 @@ def test_what_is_left_of_a_budget_is_for_the_next_run(tmp_path):
     assert once < 3.5 < 3.9 < run.get_epsilon() <= 4.0
 
 
+def test_a_greatest_batch_is_kept_and_accounted_for(tmp_path):
+    privacy = private(
+        noise_multiplier=None,
+        target_epsilon=4.0,
+        accountant="prv_bounds",
+        max_batch_size=7,
+    )
+    run = trainer(tmp_path, privacy=privacy, max_steps=7)
+    sizes = [sum(p.records for p in item) for item in first_items(run, 14)]
+    sizes = [a + b for a, b in zip(sizes[::2], sizes[1::2])]
+    run.train()
+    assert max(sizes) == 7 and run.optimizer is not None
+    (entry,) = run.engine.accountant.mechanisms
+    assert entry["max_batch_size"] == 7 and entry["participations"] == 7
+    assert entry["sample_rate"] == 6 / N and not run.engine.accountant.history
+    assert 3.9 < run.get_epsilon() <= 4
+    for changed, message in (
+        ({"accountant": "rdp"}, "knows Poisson sampling alone"),
+        ({"max_batch_size": 5}, "below the expected batch size"),
+    ):
+        refused = dataclasses.replace(privacy, **changed)
+        with pytest.raises(Refused, match=message):
+            trainer(tmp_path, privacy=refused).train()
+    with pytest.raises(Refused, match="max_batch_size=7 with poisson_sampling=False"):
+        private(max_batch_size=7, poisson_sampling=False)
+
+
 def test_all_records_in_each_step(tmp_path):
     privacy = private(accountant="prv")
     run = trainer(tmp_path, gpt2(), texts(5), privacy, max_steps=2)

@@ -79,7 +79,6 @@ def code(plan: Plan) -> str:
         imports, loader, loop = _fixed_code(plan)
         ours = []
     imports += [
-        "from opacus import PrivacyEngine",
         "from torch.utils.data import DataLoader",
         "",
         "import opacus_ext  # the modes and arguments of make_private",
@@ -98,13 +97,21 @@ def code(plan: Plan) -> str:
             "    optimizer=optimizer,",
             "    criterion=criterion,",
             f"    data_loader={loader},",
-            *(f"    {name}={value!r}," for name, value in given.items()),
+            *(f"    {name}={_shown(value)}," for name, value in given.items()),
             ")",
             *loop,
         ]
     )
 
 
+def _shown(value: Any) -> str:
+    if not isinstance(value, Poisson):
+        return repr(value)
+    given = [f"{k}={v}" for k, v in vars(value).items() if v is not None]
+    return f"{type(value).__name__}({', '.join(given)})"
+
+
+_ENGINE = "from opacus import PrivacyEngine"
 _STEP = [
     "    optimizer.zero_grad()",
     "    criterion(model(inputs), targets).backward()",
@@ -124,8 +131,11 @@ def _poisson_code(plan: Plan) -> Tuple[List[str], str, List[str]]:
         f"    for inputs, targets in batches:  # {plan.steps:,} steps in all",
         *(f"    {line}" for line in _STEP),
     ]
-    manager = "from opacus.utils.batch_memory_manager import BatchMemoryManager"
-    return [manager], "DataLoader(dataset)", loop
+    imports = [
+        _ENGINE,
+        "from opacus.utils.batch_memory_manager import BatchMemoryManager",
+    ]
+    return imports, "DataLoader(dataset)", loop
 
 
 def _fixed_code(plan: Plan) -> Tuple[List[str], str, List[str]]:
@@ -140,7 +150,8 @@ def _fixed_code(plan: Plan) -> Tuple[List[str], str, List[str]]:
         f"for inputs, targets in islice(batches, {plan.steps}):",
         *_STEP,
     ]
-    return ["from itertools import chain, islice, repeat", ""], loader, loop
+    imports = ["from itertools import chain, islice, repeat", "", _ENGINE]
+    return imports, loader, loop
 
 
 def plain(arguments: Dict[str, Any]) -> Dict[str, Any]:

@@ -99,6 +99,12 @@ def test_plan_for_programs(capsys):
     assert few[1]["loss"] <= few[0]["loss"]
 
 
+def test_what_a_search_costs(capsys):
+    args = ["plan", "--users", "1e5", "--epsilon", "4", "--flops", "1e13", *EXAMPLE]
+    out = output_of(capsys, *args, "--trials", "9")
+    assert "all 9 composed" in out and "random stopping, geometric" in out
+
+
 def test_a_budget_with_which_nothing_can_be_learnt(capsys):
     args = ["plan", "--users", "10", "--flops", "1e13", *EXAMPLE, "--epsilon"]
     with pytest.raises(SystemExit) as stopped:

@@ -299,6 +299,11 @@ def _plan(add: Callable) -> None:
     )
     add("--steps", type=_number_range(1, whole=True), help="T, bounds")
     add(
+        "--trials",
+        type=_bounded_number(2, 1e4, whole=True),
+        help="tell the noise of each run, if the best of so many is chosen",
+    )
+    add(
         "--baseline",
         action="append",
         default=[],

@@ -16,6 +16,7 @@ from opacus_ext.planner.laws import LAWS, private_rows
 from opacus_ext.planner.loss_model import LossModel
 from opacus_ext.planner.plan import Plan
 from opacus_ext.planner.probe import probe
+from opacus_ext.planner.search_cost import ways
 from opacus_ext.refused import Refused
 
 
@@ -159,6 +160,7 @@ def _planned(
         }
         for p in about
     ]
+    row["trials"] = args.trials and _search(args.trials, found)
     row["baselines"] = [
         dict(zip(("parameters", "batch_size", "steps"), b))
         | (saved := table.savings(*b))._asdict()
@@ -173,6 +175,18 @@ def _saturating(row: Dict[str, Any]) -> str:
     ends = ", ".join(f"{name} at the {end} end" for name, end in row["ends"].items())
     more = f"; {ends} of the range there, so more may help" if ends else ""
     return f"{row['flops']:.3g} FLOPs {loss} within 1 % of what any do{more}"
+
+
+def _search(trials: int, plan: Plan) -> Any:
+    """What choosing the best of several runs of a plan costs."""
+    if not plan.amplified or plan.budget.sampling != "users":
+        raise Refused(
+            "--trials is for Poisson samples of users.",
+            parameter="--trials",
+            remedy="Add --amplification poisson, and leave --sampling out.",
+        )
+    rate = plan.batch_size / plan.examples
+    return ways(plan.budget.epsilon, plan.budget.delta, plan.steps, rate, trials)
 
 
 def _one_plan(
@@ -249,6 +263,9 @@ def _one_plan(
     ]
     if row["baselines"]:
         sections += ["", "baselines:", show_table(row["baselines"])]
+    if row["trials"]:
+        sections += ["", "noise of each run, if one of several is chosen:"]
+        sections += [show_table(row["trials"])]
     sections += ["", plan.code()]
     return "\n".join(sections)
 

@@ -1,0 +1,330 @@
+"""
+What a search for settings costs, and other ways to say what a run costs.
+
+Whoever trains several times on the private data and keeps the best model spends more
+than one run. Three ways to account for it:
+
+- a plain split: all trials are composed, each has the noise of one run of as many
+  times the steps;
+- random stopping (Papernot and Steinke 2022, "Hyperparameter Tuning with Renyi
+  Differential Privacy"): the number of trials is drawn from a distribution, the
+  settings of each at random, and only the best result is ever looked at. The cost hardly
+  grows with the number of trials. A trial's result includes its score, which must be
+  private as well, or of public data;
+- a search on public data, which costs nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Callable, Dict, Sequence
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from opacus.accountants.analysis.rdp import compute_rdp
+from scipy.optimize import brentq
+
+from opacus_ext.planner import calibration
+from opacus_ext.planner.solver import checked, plain
+from opacus_ext.refused import Refused
+
+#: Orders of Renyi divergence that are tried.
+ORDERS = np.unique(
+    np.concatenate(
+        [1 + np.geomspace(0.05, 10, 40), np.arange(12, 64), 2.0 ** np.arange(6, 13)]
+    )
+)
+
+
+def mean_trials(gamma: float, eta: float) -> float:
+    """
+    The expected number of trials of the truncated negative binomial distribution
+    (Papernot and Steinke, definition 1); eta 1 is the geometric distribution, 0 the
+    logarithmic.
+
+    Example:
+        >>> mean_trials(0.25, 1.0), round(mean_trials(0.25, 0.0), 4)
+        (4.0, 2.164)
+    """
+    if eta == 0:
+        return (1 / gamma - 1) / math.log(1 / gamma)
+    return eta * (1 - gamma) / (gamma * -math.expm1(eta * math.log(gamma)))
+
+
+def gamma_of(trials: float, eta: float) -> float:
+    """
+    The gamma of so many trials in the mean; more than 1.
+
+    Example:
+        >>> round(gamma_of(4.0, 1.0), 6), round(gamma_of(2.164, 0.0), 3)
+        (0.25, 0.25)
+    """
+    _check_trials(trials)
+    if not eta > -1:
+        raise Refused(f"eta must be above -1, not {eta:g}.", parameter="eta")
+    least = 1e-300 if eta >= 0 else 1e-15
+
+    def excess(log_gamma: float) -> float:
+        return math.log(mean_trials(math.exp(log_gamma), eta) / trials)
+
+    low, high = math.log(least), -1e-9
+    if excess(low) < 0:
+        raise Refused(
+            f"{trials:g} trials in the mean are out of reach of eta={eta:g}.",
+            parameter="trials",
+            remedy="Take fewer, or eta=1.",
+        )
+    return math.exp(brentq(excess, low, high, xtol=1e-13)) if excess(high) < 0 else 1.0
+
+
+def random_stopping(
+    orders: NDArray, rdp: NDArray, trials: float, eta: float = 1.0
+) -> NDArray:
+    """
+    Renyi divergence of the best of a truncated negative binomial number of trials
+    (Papernot and Steinke, theorem 2): for every order l' of the trial's, of which the
+    best is taken,
+
+        rdp(l) + (1 + eta) (1 - 1 / l') rdp(l') + (1 + eta) log(1 / gamma) / l'
+        + log E[K] / (l - 1).
+
+    Args:
+        orders: above 1, ``[n]``
+        rdp: of one trial at these orders, ``[n]``
+        trials: E[K], more than 1
+        eta: 1 for the geometric distribution, 0 for the logarithmic
+
+    Returns:
+        ``[n]``, at the same orders
+
+    Example:
+        >>> orders = np.array([2.0, 8.0, 32.0])
+        >>> random_stopping(orders, 0.01 * orders, trials=10).round(3).tolist()
+        [3.038, 1.125, 1.11]
+    """
+    orders, rdp = np.asarray(orders, float), np.asarray(rdp, float)
+    gamma = gamma_of(trials, eta)
+    other = (1 - 1 / orders) * rdp + math.log(1 / gamma) / orders
+    return rdp + (1 + eta) * other.min() + math.log(trials) / (orders - 1)
+
+
+def poisson_stopping(
+    orders: NDArray,
+    rdp: NDArray,
+    trials: float,
+    delta_of: Callable[[NDArray], NDArray],
+) -> NDArray:
+    """
+    The same for a Poisson number of trials (theorem 6): with delta^ that of one trial
+    at epsilon^ = log(1 + 1 / (l - 1)),
+
+        rdp(l) + E[K] delta^ + log E[K] / (l - 1).
+
+    Of a draw of no trials there is no result.
+
+    Args:
+        orders, rdp: as of :func:`random_stopping`
+        trials: E[K], more than 1
+        delta_of: the privacy profile of one trial, of arrays of epsilon
+    """
+    _check_trials(trials)
+    orders = np.asarray(orders, float)
+    found = delta_of(-np.log1p(-1 / orders))
+    return rdp + trials * found + math.log(trials) / (orders - 1)
+
+
+def epsilon_of(orders: NDArray, rdp: NDArray, delta: float) -> float:
+    """
+    Epsilon of a Renyi divergence (Canonne, Kamath and Steinke 2020, proposition 12; as
+    Opacus has it): the least over l of
+
+        rdp(l) + log((l - 1) / l) - (log(delta) + log(l)) / (l - 1).
+
+    Example:
+        >>> orders = np.array([4.0, 8.0, 16.0])
+        >>> round(epsilon_of(orders, orders / 50, 1e-5), 3)
+        0.838
+    """
+    orders = np.asarray(orders, float)
+    found = rdp + np.log1p(-1 / orders)
+    found = found - (math.log(delta) + np.log(orders)) / (orders - 1)
+    return max(float(np.min(found)), 0.0)
+
+
+def search_noise(
+    epsilon: float,
+    delta: float,
+    steps: int,
+    sample_rate: float,
+    trials: float,
+    eta: float = 1.0,
+) -> float:
+    """
+    The noise multiplier of each trial of a search with random stopping, such that the
+    whole search keeps to a budget.
+
+    Args:
+        epsilon, delta: of the search
+        steps: of a trial
+        sample_rate: of a trial
+        trials: in the mean, more than 1
+        eta: see :func:`random_stopping`
+
+    Raises:
+        Refused: for arguments out of range, and budgets that no noise keeps to: the
+            price of choosing alone, log E[K] / (l - 1) + ..., is more
+
+    Example:
+        >>> alone = calibration.noise_multiplier(4.0, 1e-6, 1000, 0.01)
+        >>> noise = search_noise(4.0, 1e-6, 1000, 0.01, trials=20)
+        >>> 1.2 < noise / alone < 2.5
+        True
+    """
+    checked("epsilon", epsilon, above=0)
+    checked("delta", delta, above=0, below=1)
+
+    def excess(log_noise: float) -> float:
+        rdp = _rdp(math.exp(log_noise), sample_rate, steps)
+        spent = epsilon_of(ORDERS, random_stopping(ORDERS, rdp, trials, eta), delta)
+        return min(spent / epsilon, 1e6) - 1
+
+    low, high = math.log(0.1), math.log(1e5)
+    if excess(high) > 0:
+        raise Refused(
+            f"epsilon={epsilon:g} at delta={delta:g} is less than choosing the best of "
+            f"{trials:g} trials costs, whatever their noise.",
+            parameter="epsilon",
+            remedy="Search among fewer trials, or on public data.",
+        )
+    if excess(low) <= 0:
+        return math.exp(low)
+    found = brentq(excess, low, high, xtol=1e-4)
+    return math.exp(found + 1e-4)  # brentq may end on either side
+
+
+def _rdp(noise: float, sample_rate: float, steps: int) -> NDArray:
+    with np.errstate(all="ignore"):
+        found = compute_rdp(
+            q=sample_rate, noise_multiplier=noise, steps=int(steps), orders=ORDERS
+        )
+    return np.where(np.isfinite(found), found, np.inf)  # of orders that overflow
+
+
+def _check_trials(trials: float) -> None:
+    if not 1 < trials < math.inf:
+        raise Refused(
+            f"trials must be more than 1 in the mean, not {trials:g}.",
+            parameter="trials",
+            remedy="One run needs no search.",
+        )
+
+
+def ways(
+    epsilon: float, delta: float, steps: int, sample_rate: float, trials: int
+) -> Sequence[Dict[str, Any]]:
+    """
+    The noise of each trial by each way to search, and how much more than that of one
+    run it is: rows for :mod:`opacus_ext.planner.commands`. None where no noise will do.
+    """
+    one = calibration.noise_multiplier(epsilon, delta, steps, sample_rate)
+
+    def stopping(eta: float) -> Any:
+        try:
+            return search_noise(epsilon, delta, steps, sample_rate, trials, eta)
+        except Refused:
+            return None
+
+    found = {
+        "on public data": one,
+        "random stopping, geometric": stopping(1.0),
+        "random stopping, logarithmic": stopping(0.0),
+        f"all {trials} composed": calibration.noise_multiplier(
+            epsilon, delta, steps * trials, sample_rate
+        ),
+    }
+    return [
+        {
+            "search": name,
+            "noise_multiplier": noise,
+            "times": None if noise is None or not one else noise / one,
+        }
+        for name, noise in found.items()
+    ]
+
+
+# -- other ways to say what a run costs ------------------------------------------------
+
+
+def group_epsilon(
+    noise_multiplier: float, sample_rate: float, steps: int, delta: float, group: int
+) -> float:
+    """
+    Epsilon of a group of so many records together, drawn independently: exact, by the
+    law of their sum, and below the group property of (epsilon, delta), k epsilon at
+    delta (exp(k epsilon) - 1) / (exp(epsilon) - 1) (Vadhan 2017, lemma 2.2).
+
+    Example:
+        >>> one = group_epsilon(2.0, 0.01, 1000, 1e-5, 1)
+        >>> one < group_epsilon(2.0, 0.01, 1000, 1e-5, 3) < 3.5 * one
+        True
+    """
+    return float(
+        calibration.epsilon(noise_multiplier, sample_rate, steps, delta, group)
+    )
+
+
+def zero_concentrated(noise_multiplier: float, steps: int) -> float:
+    """
+    The rho of zero-concentrated privacy, T / (2 sigma^2) (Bun and Steinke 2016,
+    proposition 1.6 and lemma 1.7). Poisson sampling does not lower it: at high orders
+    the divergence of a sampled Gaussian is that of one that is not sampled (Bun et al.
+    2018, "Composable and versatile privacy via truncated CDP").
+
+    Example:
+        >>> zero_concentrated(10.0, 100)
+        0.5
+    """
+    noise = float(checked("noise_multiplier", noise_multiplier, above=0))
+    return float(checked("steps", steps, at_least=1, whole=True)) / (2 * noise**2)
+
+
+def gaussian_limit(noise_multiplier: float, sample_rate: float, steps: int) -> float:
+    """
+    The mu of Gaussian privacy that many steps tend to, q sqrt(T (exp(1 / sigma^2) - 1))
+    (Bu, Dong, Long and Su 2020, corollary 5.4): a limit and no bound.
+
+    Example:
+        >>> round(gaussian_limit(1.0, 0.01, 1000), 4)
+        0.4145
+    """
+    noise = float(checked("noise_multiplier", noise_multiplier, above=0))
+    return sample_rate * math.sqrt(steps * math.expm1(1 / noise**2))
+
+
+def trade_off(
+    noise_multiplier: float, sample_rate: float, steps: int, false_alarms: ArrayLike
+) -> Any:
+    """
+    The f-DP curve: the least rate of misses of any membership test, by its rate of
+    false alarms alpha. It is the conjugate of the privacy profile (Dong, Roth and Su
+    2022, proposition 2.5 with 2.12), for both directions,
+
+        f(alpha) = max over epsilon >= 0 of max(0, 1 - delta - exp(epsilon) alpha,
+        exp(-epsilon) (1 - delta - alpha)),
+
+    here over a grid of epsilon, and so never above the true curve.
+
+    Example:
+        >>> trade_off(10.0, 1.0, 100, [0.0, 0.5, 1.0]).round(3).tolist()
+        [1.0, 0.159, 0.0]
+    """
+    alpha = checked("false_alarms", false_alarms, at_least=0, at_most=1)
+    one = calibration.epsilon(noise_multiplier, sample_rate, steps, 1e-9)
+    epsilon = np.linspace(0, max(float(one), 1e-3), 60)
+    lost = np.asarray(calibration.delta(noise_multiplier, sample_rate, steps, epsilon))
+    at = alpha[..., None]
+    found = np.maximum(
+        1 - lost - np.exp(epsilon) * at, np.exp(-epsilon) * (1 - lost - at)
+    ).max(-1)
+    # Only where no epsilon of the grid is large enough for alpha = 0.
+    return plain(np.where(alpha == 0, 1.0 - lost.min(), np.maximum(found, 0)))

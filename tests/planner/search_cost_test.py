@@ -1,0 +1,100 @@
+"""What a search costs, against the best of a mechanism's results, summed up exactly."""
+
+import numpy as np
+import pytest
+from scipy.special import ndtri
+from scipy.stats import norm
+
+from opacus_ext.accountants.profiles import gaussian_log_delta
+from opacus_ext.planner import calibration, search_cost
+from opacus_ext.refused import Refused
+
+ORDERS = np.array([1.5, 2.0, 4.0, 9.0, 30.0])
+
+
+def divergence(order, p, q):
+    """Renyi's, of two laws on a few results; the larger direction."""
+    return max(
+        np.log(np.sum(a**order * b ** (1 - order))) / (order - 1)
+        for a, b in ((p, q), (q, p))
+    )
+
+
+def best_of(law, generating):
+    """The law of the best result: G(F(y)) - G(F(y) - p(y)), with K's G(x) = E[x^K]."""
+    below = np.concatenate([[0.0], np.cumsum(law)])
+    return np.diff(generating(np.minimum(below, 1.0)))
+
+
+@pytest.mark.parametrize("eta", [1.0, 0.0, 0.5])
+@pytest.mark.parametrize("trials", [1.001, 3.0, 40.0])
+def test_random_stopping_bounds_the_best_of_a_random_number(eta, trials):
+    gamma = search_cost.gamma_of(trials, eta)
+    assert search_cost.mean_trials(gamma, eta) == pytest.approx(trials)
+
+    def generating(x):  # Papernot and Steinke, definition 1
+        if eta == 0:
+            return np.log1p(-(1 - gamma) * x) / np.log(gamma)
+        top = (1 - (1 - gamma) * x) ** -eta - 1
+        return top / (gamma**-eta - 1)
+
+    rng, tight = np.random.default_rng(0), 0.0
+    for _ in range(30):
+        p = rng.dirichlet(np.ones(4))
+        q = p * np.exp(0.3 * rng.uniform(-1, 1, 4))
+        q /= q.sum()
+        rdp = np.array([divergence(order, p, q) for order in ORDERS])
+        bound = search_cost.random_stopping(ORDERS, rdp, trials, eta)
+        one, other = best_of(p, generating), best_of(q, generating)
+        found = np.array([divergence(order, one, other) for order in ORDERS])
+        assert (found <= bound + 1e-12).all()
+        tight = max(tight, (found / rdp).max())
+    assert trials < 2 or tight > 1.2  # choosing does cost something
+
+
+def test_poisson_stopping_bounds_the_best_too():
+    p, q = np.array([0.5, 0.3, 0.2]), np.array([0.45, 0.3, 0.25])
+    rdp = np.array([divergence(order, p, q) for order in ORDERS])
+
+    def delta_of(epsilon):
+        return np.array([np.maximum(p - np.exp(e) * q, 0).sum() for e in epsilon])
+
+    bound = search_cost.poisson_stopping(ORDERS, rdp, 5.0, delta_of)
+    laws = [
+        np.append(best_of(law, lambda x: np.exp(5 * (x - 1))), np.exp(-5.0))
+        for law in (p, q)
+    ]
+    found = np.array([divergence(order, *laws) for order in ORDERS])
+    assert (found <= bound).all()
+
+
+def test_a_search_costs_little_more_for_more_trials():
+    budget = 4.0, 1e-6, 1000, 0.01
+    rows = {row["search"]: row for row in search_cost.ways(*budget, trials=50)}
+    alone, geometric, _, composed = (row["noise_multiplier"] for row in rows.values())
+    assert alone < geometric < composed
+    few = search_cost.search_noise(*budget, trials=5)
+    assert few < geometric < 1.5 * few
+    rdp = search_cost._rdp(geometric, 0.01, 1000)
+    spent = search_cost.random_stopping(search_cost.ORDERS, rdp, 50)
+    assert 3.98 < search_cost.epsilon_of(search_cost.ORDERS, spent, 1e-6) <= 4
+    with pytest.raises(Refused, match="whatever their noise"):
+        search_cost.search_noise(0.001, 1e-6, 1000, 0.01, trials=50)
+    with pytest.raises(Refused, match="more than 1"):
+        search_cost.search_noise(*budget, trials=1)
+
+
+def test_what_a_run_costs_in_other_words():
+    """Without sampling a run is one Gaussian mechanism of mu = sqrt(T) / sigma."""
+    noise, steps, mu = 20.0, 100, 0.5
+    alpha = np.array([0.01, 0.2, 0.5, 0.9])
+    exact = norm.cdf(ndtri(1 - alpha) - mu)  # Dong, Roth and Su, equation 6
+    found = search_cost.trade_off(noise, 1.0, steps, alpha)
+    assert (found <= exact + 1e-6).all() and np.abs(found - exact).max() < 1e-3
+    assert search_cost.zero_concentrated(noise, steps) == mu**2 / 2
+    group = search_cost.group_epsilon(noise, 1.0, steps, 1e-5, 3)
+    log_delta = float(gaussian_log_delta(3 * mu, group))
+    assert np.exp(log_delta) == pytest.approx(1e-5, rel=1e-3)
+    limit = search_cost.gaussian_limit(5.0, 0.01, 10**5)
+    profile = calibration.delta(5.0, 0.01, 10**5, 1.0)
+    assert profile == pytest.approx(np.exp(gaussian_log_delta(limit, 1.0)), rel=0.02)
