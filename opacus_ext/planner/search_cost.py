@@ -9,8 +9,8 @@ than one run. Three ways to account for it:
 - random stopping (Papernot and Steinke 2022, "Hyperparameter Tuning with Renyi
   Differential Privacy"): the number of trials is drawn from a distribution, the
   settings of each at random, and only the best result is ever looked at. The cost
-  hardly grows with the number of trials. A trial's result includes its score, which must be
-  private as well, or of public data;
+  hardly grows with the number of trials. A trial's result includes its score, which
+  must be private as well, or of public data;
 - a search on public data, which costs nothing.
 """
 

@@ -24,13 +24,15 @@ def sampling_of(plan: Plan) -> Poisson:
 
 def arguments(plan: Plan) -> Dict[str, Any]:
     """See :meth:`~opacus_ext.planner.plan.Plan.arguments`."""
-    noise, drawn = plan.noise_multiplier, {"poisson_sampling": False}
+    noise = plan.noise_multiplier
+    drawn: Dict[str, Any] = {"poisson_sampling": False}
     if plan.amplified:
-        drawn = {"sampling": sampling_of(plan)}
+        sampling = sampling_of(plan)
+        drawn = {"sampling": sampling}
         if plan.budget.sampling == "users":
             noise = verified_noise(
                 noise,
-                drawn["sampling"],
+                sampling,
                 plan.examples,
                 plan.steps,
                 plan.budget.epsilon,
