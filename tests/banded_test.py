@@ -17,7 +17,8 @@ from scipy.optimize import minimize
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from opacus_ext.data import CyclicPoisson, FixedSize
+from opacus_ext.data import CyclicPoisson, FixedSize, Poisson
+from opacus_ext.engine import calibrate, choose_bands
 from opacus_ext.losses import PerSample
 from opacus_ext.monitor import Monitor
 from opacus_ext.optimizers.banded import (
@@ -375,3 +376,19 @@ def test_two_batches_in_one_step_are_refused_in_the_middle_of_a_round():
         for _ in range(2):
             nn.functional.cross_entropy(module(x), y).backward()
         optimizer.step()
+
+
+def test_the_bands_that_leave_the_least_noise():
+    """By the accountant of the run; what was spent before leaves fewer."""
+    sampling, accountant = Poisson(sample_rate=0.02), create_accountant("prv_bounds")
+    budget = {"epsilon": 4.0, "delta": 1e-5, "epochs": 4}
+    chosen = choose_bands(sampling, accountant, 1000, **budget)
+    left = []
+    for bands in (chosen.bands, chosen.bands // 2, chosen.bands * 2):
+        cyclic = CyclicPoisson(bands=bands, sample_rate=0.02)
+        noise = calibrate(cyclic, accountant, 1000, **budget)
+        left.append(noise * error(coefficients(bands, 200), 200))
+    assert min(left) == left[0]
+    accountant.compose("gaussian", noise_multiplier=1.15)
+    rest = choose_bands(sampling, accountant, 1000, **budget)
+    assert 1 <= rest.bands < chosen.bands
