@@ -165,7 +165,8 @@ def noise_for(epsilon: float, delta: float, share: float = 1.0) -> float:
             remedy="Give a positive epsilon, a delta between 0 and 1, and a share of "
             "the budget above 0, up to 1.",
         )
-    mu = float(gaussian_sensitivity(epsilon, math.log(delta)))
+    # A little below: what an accountant adds for its own rounding stays within.
+    mu = float(gaussian_sensitivity(epsilon * (1 - 1e-8), math.log(delta)))
     return 1 / (mu * math.sqrt(share))
 
 

@@ -149,7 +149,7 @@ def test_shares_of_a_budget_spend_it(epsilon):
     for share in (0.1, 0.3, 0.6):
         noise = noise_for(epsilon, 1e-5, share)
         accountant.step(noise_multiplier=noise, sample_rate=1.0)
-    assert accountant.get_epsilon(1e-5) == pytest.approx(epsilon, rel=1e-6)
+    assert epsilon * (1 - 1e-6) < accountant.get_epsilon(1e-5) <= epsilon
 
 
 @pytest.mark.parametrize(
