@@ -87,9 +87,9 @@ FREE = (
 )
 
 # For arguments that are not given: on synthetic data, and on --data.
-SYNTHETIC = {"epochs": 10, "batch_size": 256, "max_len": 30, "lr": 3e-3}
+SYNTHETIC = {"epochs": 5, "batch_size": 256, "max_len": 30, "lr": 3e-3}
 SYNTHETIC["train_share"] = 0.5
-REAL = {"epochs": 100, "batch_size": 1024, "max_len": 50, "lr": 9e-3}
+REAL = {"epochs": 20, "batch_size": 1024, "max_len": 50, "lr": 9e-3}
 REAL["train_share"] = 0.05
 
 
