@@ -304,6 +304,13 @@ def test_batches_without_a_step_are_refused():
 
 def test_workers_draw_ahead():
     _, module, optimizer, criterion, loader = private(workers=1)
+    with BatchMemoryManager(
+        data_loader=loader, max_physical_batch_size=2, optimizer=optimizer
+    ) as parts:
+        for batch in parts:
+            step(module, optimizer, criterion, batch)
+    assert optimizer.correlated.taken == 12
+    _, module, optimizer, criterion, loader = private(workers=1)
     with pytest.raises(Refused, match="5 steps.*ask for 6"):
         for i, batch in enumerate(loader):
             if i != 5:
