@@ -385,6 +385,7 @@ def test_two_batches_in_one_step_are_refused_in_the_middle_of_a_round():
         optimizer.step()
 
 
+@pytest.mark.thorough
 def test_the_bands_that_leave_the_least_noise():
     """By the accountant of the run; what was spent before leaves fewer."""
     sampling, accountant = Poisson(sample_rate=0.02), create_accountant("prv_bounds")
