@@ -142,7 +142,6 @@ def train(args: argparse.Namespace) -> Dict[str, Any]:
     net = build(args, data.num_items, *releases).to(args.device)
     if not args.train_share and args.prior == "transitions":
         return summary_of(args, start, data, net, engine)
-    average = moving_average(net, args.ema) if args.ema else None
     trained = [p for p in net.parameters() if p.requires_grad]
     model, optimizer, criterion, loader = make_private(
         engine,
@@ -173,6 +172,8 @@ def train(args: argparse.Namespace) -> Dict[str, Any]:
             scale=args.error_scale,
         )
 
+    # With the correction of attention, which is part of the model now.
+    average = moving_average(net, args.ema) if args.ema else None
     epoch, curve = 0, []
     if saved:
         state = engine.load_checkpoint(
