@@ -182,6 +182,9 @@ def test_items_are_refused(items):
         {"decay": math.nan},
         {"weights": torch.ones(2)},
         {"weights": torch.zeros(7)},
+        {"weights": torch.full((7,), 1e-90, dtype=torch.float64)},  # squares are 0
+        {"decay": 600.0, "window": 9, "weights": None},
+        {"decay": -1000.0, "window": 9, "weights": None},
     ],
 )
 def test_weights_are_refused(how):
