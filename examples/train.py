@@ -117,6 +117,14 @@ def train(args: argparse.Namespace) -> Dict[str, Any]:
         )
     else:
         data = synthetic_sequences()
+    untrained = not args.train_share and args.prior == "transitions"
+    if untrained and (args.model != "transitions" or args.checkpoint):
+        raise Refused(
+            f"--train-share 0 trains nothing: --model {args.model} is of random "
+            "weights, and --checkpoint of no epoch.",
+            parameter="--train-share",
+            remedy="Take --model transitions without --checkpoint, or give a share.",
+        )
     if args.validate:
         data = data.without_last()
     users = len(data.histories)
@@ -140,7 +148,7 @@ def train(args: argparse.Namespace) -> Dict[str, Any]:
         else release(args, data, engine)
     )
     net = build(args, data.num_items, *releases).to(args.device)
-    if not args.train_share and args.prior == "transitions":
+    if untrained:
         return summary_of(args, start, data, net, engine)
     trained = [p for p in net.parameters() if p.requires_grad]
     model, optimizer, criterion, loader = make_private(

@@ -144,6 +144,9 @@ class TrainTest(unittest.TestCase):
             self.assertGreaterEqual(summary[f"unseen_{name}"], summary[name])
         other = self.run_training(*more, "--validate")
         self.assertNotEqual(other["actions"], summary["actions"])
+        for change in (("--model", "gru"), ("--checkpoint", "run")):
+            with self.assertRaisesRegex(ValueError, "trains nothing"):
+                self.run_training(*more, *change)
         with self.assertRaisesRegex(ValueError, "leave nothing"):
             self.run_training("--train-share", "0.99")
         with self.assertRaisesRegex(ValueError, "--prior popularity"):
