@@ -274,6 +274,9 @@ class CyclicPoisson(Poisson):
     say about a record is one sampled Gaussian mechanism of b times the rate, and that
     is what is recorded, at the first of them.
 
+    To remove a record means here that its gradients are left out and all others stay
+    in their parts. A data set without it, numbered anew, has other parts.
+
     Each batch of the loader must be one step. ``make_private(noise=...)`` makes one.
 
     Args:

@@ -282,13 +282,17 @@ def layer_norm(
         mean_i E[y_i^2] = 1 - (1 - q - r) (1 + (4 q r + 2 r^2) / D)
         mean_i Var[y_i] = r (1 - (q (2 - q) + r (2 - 9 q / 2 - 2 r)) / D)
 
-    times the weight's mean square. Small errors: first order, exact for s -> 0. Large
-    ones: variance 1. Against sampling, with the signal spread evenly or in one element
-    alone and errors of 0.01 to 100 times the signal, it is within 1 % from width 16 on
-    (8: 3 %) where all elements err alike, and within 4 % at width 16 (64: 1 %) where
-    their variances differ by up to a factor of 9. It is a token's average: an element
-    that has all of the signal errs less than the others. An error in weight and bias
-    adds s_w E[h_i^2] + s_b (lemma D.1).
+    times the weight's mean square. Small errors: first order, exact for s -> 0 where
+    all elements err alike. Large ones: variance 1. Against sampling, with errors of
+    0.01 to 100 times the signal, it is within 1 % from width 16 on (8: 3 %) where all
+    elements err alike, with the signal spread evenly or in one element alone; and
+    within 4 % at width 16 (64: 1 %) where their variances differ by up to a factor of 9
+    and the signal is spread evenly. A signal in one element takes the error of that
+    one away, not a mean one: 5 % too low to 8 % too high at width 16 (64: 2 %) for
+    standard deviations that rise evenly to three times the first, 50 % too high
+    (64: 13 %) if its element alone has 9 times the variance. It is a token's average:
+    an element that has all of the signal errs less than the others. An error in weight
+    and bias adds s_w E[h_i^2] + s_b (lemma D.1).
 
     Args:
         x: ``[*, width]``
