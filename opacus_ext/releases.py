@@ -147,7 +147,8 @@ def noise_for(epsilon: float, delta: float, share: float = 1.0) -> float:
     squares of mu add up over mechanisms (Dong, Roth and Su 2019, corollary 3.3). The mu
     that spends (epsilon, delta) alone is Balle and Wang's (2018, theorem 8); the
     release gets a share of its square. Releases whose shares sum to 1 spend the budget
-    exactly.
+    exactly: "prv_bounds" says so. Opacus's accountants bound it less closely, and say
+    more ("prv" 8.01 of 8, "rdp" 8.6): with them give shares that sum to less.
 
     Args:
         epsilon: of the whole budget

@@ -17,6 +17,7 @@ from scipy.optimize import minimize
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from opacus_ext.accountants import PRVBoundsAccountant
 from opacus_ext.data import CyclicPoisson, FixedSize, Poisson
 from opacus_ext.engine import calibrate, choose_bands
 from opacus_ext.losses import PerSample
@@ -119,10 +120,16 @@ def test_more_bands_leave_less():
     assert errors[0] == pytest.approx(math.sqrt(301 / 2))
 
 
-@pytest.mark.parametrize("bands", [0, 11])
+@pytest.mark.parametrize("bands", [0, 11, 2.5])
 def test_bands_are_refused(bands):
     with pytest.raises(Refused, match="bands for 10 steps"):
         coefficients(bands, 10)
+
+
+def test_parts_smaller_than_a_batch_are_refused_whatever_the_accountant():
+    sampling = CyclicPoisson(bands=3, expected_batch_size=5)
+    with pytest.raises(Refused, match="at most 2 bands"):
+        sampling.check(12, PRVBoundsAccountant())
 
 
 @pytest.mark.parametrize("bands", [1, 2, 5, 9])

@@ -294,7 +294,8 @@ class CyclicPoisson(Poisson):
     bands: int
 
     def check(self, records: int, accountant: IAccountant) -> None:
-        super().check(records, accountant)
+        given = {k: v for k, v in vars(self).items() if k != "bands"}
+        Poisson(**given).check(records, accountant)
         if self.bands != int(self.bands) or not 1 <= self.bands <= records:
             raise Refused(
                 f"bands={self.bands} parts of {records} records.",
@@ -309,6 +310,7 @@ class CyclicPoisson(Poisson):
                 parameter="bands",
                 remedy=f"Give at most {most} bands, or a smaller batch.",
             )
+        super().check(records, accountant)
 
     def draw(self, records: int, generator: Any, step: int = 0) -> torch.Tensor:
         part = torch.arange(step % self.bands, records, self.bands)
