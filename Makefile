@@ -64,11 +64,13 @@ $(VENV)/.installed: setup.cfg constraints.txt | $(BIN)/python
 	$(INSTALL) -e ".[test]"
 	@touch $@
 
-# The extra "docs" without the package, which would bring torch.
-$(VENV)/.installed-docs: setup.cfg constraints.txt | $(BIN)/python
+# The extras "docs" and "dev" without the package, which would bring torch, or be built
+# again.
+$(VENV)/.installed-dev: $(VENV)/.installed
+$(VENV)/.installed-docs $(VENV)/.installed-dev: $(VENV)/.installed-%: setup.cfg constraints.txt | $(BIN)/python
 	$(BIN)/python -c "import configparser; c = configparser.ConfigParser(); c.read('setup.cfg'); \
-	    print(c['options.extras_require']['docs'])" > $(VENV)/docs.txt
-	$(INSTALL) -r $(VENV)/docs.txt
+	    print(c['options.extras_require']['$*'])" > $(VENV)/$*.txt
+	$(INSTALL) -r $(VENV)/$*.txt
 	@touch $@
 
 # An environment on top of the other: torchvision, which timm asks for, breaks the import
@@ -78,8 +80,4 @@ $(VENV)/.installed-examples: $(VENV)/.installed
 	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" \
 	    > $$($(VENV)/examples/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/parent.pth
 	$(VENV)/examples/bin/python -m pip install --quiet --no-compile -c constraints.txt -e ".[test,examples]"
-	@touch $@
-
-$(VENV)/.installed-dev: $(VENV)/.installed
-	$(INSTALL) -e ".[test,dev]"
 	@touch $@

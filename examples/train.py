@@ -87,9 +87,9 @@ FREE = (
 )
 
 # For arguments that are not given: on synthetic data, and on --data.
-SYNTHETIC = {"epochs": 10, "batch_size": 256, "max_len": 30, "lr": 3e-3}
+SYNTHETIC = {"epochs": 5, "batch_size": 256, "max_len": 30, "lr": 3e-3}
 SYNTHETIC["train_share"] = 0.5
-REAL = {"epochs": 100, "batch_size": 1024, "max_len": 50, "lr": 9e-3}
+REAL = {"epochs": 20, "batch_size": 1024, "max_len": 50, "lr": 9e-3}
 REAL["train_share"] = 0.05
 
 
@@ -117,6 +117,14 @@ def train(args: argparse.Namespace) -> Dict[str, Any]:
         )
     else:
         data = synthetic_sequences()
+    untrained = not args.train_share and args.prior == "transitions"
+    if untrained and (args.model != "transitions" or args.checkpoint):
+        raise Refused(
+            f"--train-share 0 trains nothing: --model {args.model} is of random "
+            "weights, and --checkpoint of no epoch.",
+            parameter="--train-share",
+            remedy="Take --model transitions without --checkpoint, or give a share.",
+        )
     if args.validate:
         data = data.without_last()
     users = len(data.histories)
@@ -140,9 +148,8 @@ def train(args: argparse.Namespace) -> Dict[str, Any]:
         else release(args, data, engine)
     )
     net = build(args, data.num_items, *releases).to(args.device)
-    if not args.train_share and args.prior == "transitions":
+    if untrained:
         return summary_of(args, start, data, net, engine)
-    average = moving_average(net, args.ema) if args.ema else None
     trained = [p for p in net.parameters() if p.requires_grad]
     model, optimizer, criterion, loader = make_private(
         engine,
@@ -173,6 +180,8 @@ def train(args: argparse.Namespace) -> Dict[str, Any]:
             scale=args.error_scale,
         )
 
+    # With the correction of attention, which is part of the model now.
+    average = moving_average(net, args.ema) if args.ema else None
     epoch, curve = 0, []
     if saved:
         state = engine.load_checkpoint(

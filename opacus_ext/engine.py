@@ -368,20 +368,29 @@ def choose_bands(
         ... )
         Banded(bands=8, steps=100, momentum=0.0)
     """
+    from opacus_ext.planner import calibration  # which imports this package
+
     steps = max(math.ceil(epochs * sampling.steps_per_epoch(records)), 1)
-    if not isinstance(accountant, PRVBoundsAccountant):  # by a quick one: a choice
-        accountant, before = PRVBoundsAccountant(), accountant.history
-        accountant.history = list(before)
-    best, bands = (math.inf, Banded(1, steps, momentum)), 1
-    while bands <= min(max_bands, steps) and bands * sampling.rate(records) <= 1:
-        cyclic = CyclicPoisson(bands=bands, sample_rate=sampling.rate(records))
+    rate = sampling.rate(records)
+    if len(accountant):  # what it leaves is as much as this epsilon, for a run alone
+        if not isinstance(accountant, PRVBoundsAccountant):  # a quick one
+            accountant, before = PRVBoundsAccountant(), accountant.history
+            accountant.history = list(before)
         noise = calibrate(
-            cyclic, accountant, records, epsilon=epsilon, delta=delta, epochs=epochs
+            sampling, accountant, records, epsilon=epsilon, delta=delta, epochs=epochs
         )
+        epsilon = calibration.epsilon(noise, rate, steps, delta)
+    counts = [2**k for k in range(max_bands.bit_length())]
+    counts = [b for b in counts if b <= min(max_bands, steps) and b * rate <= 1]
+    noises = calibration.noise_multiplier(
+        epsilon, delta, [-(-steps // b) for b in counts], [b * rate for b in counts]
+    )
+    best = (math.inf, Banded(1, steps, momentum))
+    for bands, noise in zip(counts, noises):
         left = noise * error(coefficients(bands, steps, momentum), steps, momentum)
-        if left > best[0]:
+        if left >= best[0]:
             break
-        best, bands = (left, Banded(bands, steps, momentum)), 2 * bands
+        best = (left, Banded(bands, steps, momentum))
     return best[1]
 
 

@@ -106,7 +106,10 @@ class Popularity(_Release):
         return 1 + self.counts[1:].argsort(descending=True, stable=True)[:size]
 
     def above(self, count: float) -> Tensor:
-        """``[M]``, the ids of the items of at least this count, the first first."""
+        """
+        ``[M]``, the ids of the items of at least this count, the first first; of none,
+        that of the first alone.
+        """
         return self.top(max(int((self.counts[1:] >= count).sum()), 1))
 
 
@@ -144,7 +147,8 @@ def noise_for(epsilon: float, delta: float, share: float = 1.0) -> float:
     squares of mu add up over mechanisms (Dong, Roth and Su 2019, corollary 3.3). The mu
     that spends (epsilon, delta) alone is Balle and Wang's (2018, theorem 8); the
     release gets a share of its square. Releases whose shares sum to 1 spend the budget
-    exactly.
+    exactly: "prv_bounds" says so. Opacus's accountants bound it less closely, and say
+    more ("prv" 8.01 of 8, "rdp" 8.6): with them give shares that sum to less.
 
     Args:
         epsilon: of the whole budget
@@ -158,14 +162,15 @@ def noise_for(epsilon: float, delta: float, share: float = 1.0) -> float:
         >>> f"{noise_for(5.0, 1e-5):.3f} {noise_for(5.0, 1e-5, share=0.0225):.3f}"
         '0.892 5.946'
     """
-    if not epsilon > 0 or not 0 < delta < 1 or not 0 < share <= 1:
+    if not 0 < epsilon < math.inf or not 0 < delta < 1 or not 0 < share <= 1:
         raise Refused(
             f"epsilon={epsilon}, delta={delta}, share={share}.",
             parameter="share",
-            remedy="Give a positive epsilon, a delta between 0 and 1, and a share of "
-            "the budget above 0, up to 1.",
+            remedy="Give a positive, finite epsilon, a delta between 0 and 1, and a "
+            "share of the budget above 0, up to 1.",
         )
-    mu = float(gaussian_sensitivity(epsilon, math.log(delta)))
+    # A little below: what an accountant adds for its own rounding stays within.
+    mu = float(gaussian_sensitivity(epsilon * (1 - 1e-8), math.log(delta)))
     return 1 / (mu * math.sqrt(share))
 
 
@@ -264,7 +269,7 @@ def release_transitions(
 
     Raises:
         Refused: as :func:`release_popularity`, for items given twice, and for weights
-            that are not positive or not one for each item
+            that are not positive, not one for each item, or out of float64's range
 
     Example:
         >>> from opacus.accountants import RDPAccountant
@@ -278,12 +283,13 @@ def release_transitions(
     size = len(items)
     largest = max([int(items.max()) if size else 0] + [_largest(h) for h in histories])
     _check(histories, largest, noise_multiplier)
-    if not size or len(items.unique()) < size or int(items.min()) < 1 or window < 1:
+    different = items.dim() == 1 and len(items.unique()) == size > 0
+    if not different or int(items.min()) < 1 or window < 1:
         raise Refused(
-            f"{size} items, from {items.min() if size else '-'} on, "
+            f"items {list(items.shape)}, from {items.min() if size else '-'} on, "
             f"{len(items.unique())} of them different, and window={window}.",
             parameter="items",
-            remedy="Give each id once, from 1 on, and a positive window.",
+            remedy="Give each id once, from 1 on, [M], and a positive window.",
         )
     if not 0 <= back < 1 or not math.isfinite(decay):
         raise Refused(
@@ -305,6 +311,14 @@ def release_transitions(
             f"weights from {chosen.min()} to {chosen.max()}.",
             parameter="weights",
             remedy="Give positive ones: an item of weight 0 belongs out of items.",
+        )
+    lags = torch.tensor([1.0, window], dtype=torch.float64) ** -decay
+    pair = chosen.min() ** 2 * lags.min(), chosen.max() ** 2 * lags.max()
+    if not 1e-100 < pair[0] <= pair[1] < 1e100:  # squares of float64 end at 1e-308
+        raise Refused(
+            f"Pairs weigh from {pair[0]:g} to {pair[1]:g}: norms would not be exact.",
+            parameter="weights",
+            remedy="Bring weights nearer to 1, or decay nearer to 0.",
         )
     place = torch.full((largest + 1,), -1)
     place[items] = torch.arange(size)

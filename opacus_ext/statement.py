@@ -252,7 +252,8 @@ def state(
         notes.append(
             f"The noise of {bands} steps in a row is correlated, and they draw from "
             f"{bands} parts of the data set in turn: a step below stands for a round "
-            f"of {bands}, as it is accounted."
+            f"of {bands}, as it is accounted. A record that is removed leaves all "
+            "others in their parts."
         )
     if math.isinf(epsilon):
         holds = "no"

@@ -17,7 +17,9 @@ from scipy.optimize import minimize
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from opacus_ext.data import CyclicPoisson, FixedSize
+from opacus_ext.accountants import PRVBoundsAccountant
+from opacus_ext.data import CyclicPoisson, FixedSize, Poisson
+from opacus_ext.engine import calibrate, choose_bands
 from opacus_ext.losses import PerSample
 from opacus_ext.monitor import Monitor
 from opacus_ext.optimizers.banded import (
@@ -118,10 +120,16 @@ def test_more_bands_leave_less():
     assert errors[0] == pytest.approx(math.sqrt(301 / 2))
 
 
-@pytest.mark.parametrize("bands", [0, 11])
+@pytest.mark.parametrize("bands", [0, 11, 2.5])
 def test_bands_are_refused(bands):
     with pytest.raises(Refused, match="bands for 10 steps"):
         coefficients(bands, 10)
+
+
+def test_parts_smaller_than_a_batch_are_refused_whatever_the_accountant():
+    sampling = CyclicPoisson(bands=3, expected_batch_size=5)
+    with pytest.raises(Refused, match="at most 2 bands"):
+        sampling.check(12, PRVBoundsAccountant())
 
 
 @pytest.mark.parametrize("bands", [1, 2, 5, 9])
@@ -303,6 +311,13 @@ def test_batches_without_a_step_are_refused():
 
 def test_workers_draw_ahead():
     _, module, optimizer, criterion, loader = private(workers=1)
+    with BatchMemoryManager(
+        data_loader=loader, max_physical_batch_size=2, optimizer=optimizer
+    ) as parts:
+        for batch in parts:
+            step(module, optimizer, criterion, batch)
+    assert optimizer.correlated.taken == 12
+    _, module, optimizer, criterion, loader = private(workers=1)
     with pytest.raises(Refused, match="5 steps.*ask for 6"):
         for i, batch in enumerate(loader):
             if i != 5:
@@ -375,3 +390,20 @@ def test_two_batches_in_one_step_are_refused_in_the_middle_of_a_round():
         for _ in range(2):
             nn.functional.cross_entropy(module(x), y).backward()
         optimizer.step()
+
+
+@pytest.mark.thorough
+def test_the_bands_that_leave_the_least_noise():
+    """By the accountant of the run; what was spent before leaves fewer."""
+    sampling, accountant = Poisson(sample_rate=0.02), create_accountant("prv_bounds")
+    budget = {"epsilon": 4.0, "delta": 1e-5, "epochs": 4}
+    chosen = choose_bands(sampling, accountant, 1000, **budget)
+    left = []
+    for bands in (chosen.bands, chosen.bands // 2, chosen.bands * 2):
+        cyclic = CyclicPoisson(bands=bands, sample_rate=0.02)
+        noise = calibrate(cyclic, accountant, 1000, **budget)
+        left.append(noise * error(coefficients(bands, 200), 200))
+    assert min(left) == left[0]
+    accountant.compose("gaussian", noise_multiplier=1.15)
+    rest = choose_bands(sampling, accountant, 1000, **budget)
+    assert 1 <= rest.bands < chosen.bands

@@ -27,7 +27,8 @@ FENCE = re.compile(
     re.M | re.S,
 )
 SHARED = "<!-- blocks: one interpreter -->"
-LOADED = ["torch", "opacus", "transformers"]  # by all that run a page, one time
+# By all that run a page, one time. The package, which they import, needs Dynamo.
+LOADED = ["torch", "torch._dynamo", "opacus", "transformers"]
 
 
 class Block(NamedTuple):
@@ -103,8 +104,8 @@ def run_as_rank(environment: Dict[str, str], *args: object) -> None:
 
 def errors_of(blocks: List[Block], folder: Path, limit: float = 300) -> str:
     """
-    Runs blocks in processes of their own, in which torch, Opacus and transformers are
-    imported already, and nothing else; what they printed if one failed, else "".
+    Runs blocks in processes of their own, in which ``LOADED`` is imported already, and
+    nothing else; what they printed if one failed, else "".
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(LOADED)

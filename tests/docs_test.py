@@ -57,19 +57,15 @@ PROGRAMS = [
         id=f"{program[0].page.relative_to(ROOT)}:{program[0].line}",
         marks=[pytest.mark.slow] if any("slow" in b.marks for b in program) else [],
     )
-    for page in PAGES
-    for program in programs_of(page)
+    for page in [README, *PAGES]
+    for program in programs_of(page)[page == README :]
     if program
 ]
 
 
-@pytest.mark.parametrize(
-    "block",
-    [program[0] for program in programs_of(README)],
-    ids=lambda block: f"line {block.line}",
-)
-def test_block_of_readme(block, tmp_path):
+def test_first_block_of_readme(tmp_path):
     """Pasted into a file, by a Python that was just started."""
+    block = programs_of(README)[0][0]
     path = tmp_path / "pasted.py"
     path.write_text(block.source, encoding="utf-8")
     places = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"

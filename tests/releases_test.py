@@ -149,7 +149,7 @@ def test_shares_of_a_budget_spend_it(epsilon):
     for share in (0.1, 0.3, 0.6):
         noise = noise_for(epsilon, 1e-5, share)
         accountant.step(noise_multiplier=noise, sample_rate=1.0)
-    assert accountant.get_epsilon(1e-5) == pytest.approx(epsilon, rel=1e-6)
+    assert epsilon * (1 - 1e-6) < accountant.get_epsilon(1e-5) <= epsilon
 
 
 @pytest.mark.parametrize(
@@ -182,6 +182,9 @@ def test_items_are_refused(items):
         {"decay": math.nan},
         {"weights": torch.ones(2)},
         {"weights": torch.zeros(7)},
+        {"weights": torch.full((7,), 1e-90, dtype=torch.float64)},  # squares are 0
+        {"decay": 600.0, "window": 9, "weights": None},
+        {"decay": -1000.0, "window": 9, "weights": None},
     ],
 )
 def test_weights_are_refused(how):

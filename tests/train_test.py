@@ -134,7 +134,7 @@ class TrainTest(unittest.TestCase):
             self.assertEqual([s for *_, s in steps], [1, 1, 9])
 
     def test_nothing_is_trained(self):
-        """All of the budget is spent on the releases; settings chosen on other items."""
+        """All of the budget is spent on the releases; and on other held-out items."""
         more = ("--model", "transitions", "--train-share", "0")
         summary = self.run_training(*more)
         self.assertAlmostEqual(summary["epsilon_spent"], 8.0, places=4)
@@ -144,6 +144,9 @@ class TrainTest(unittest.TestCase):
             self.assertGreaterEqual(summary[f"unseen_{name}"], summary[name])
         other = self.run_training(*more, "--validate")
         self.assertNotEqual(other["actions"], summary["actions"])
+        for change in (("--model", "gru"), ("--checkpoint", "run")):
+            with self.assertRaisesRegex(ValueError, "trains nothing"):
+                self.run_training(*more, *change)
         with self.assertRaisesRegex(ValueError, "leave nothing"):
             self.run_training("--train-share", "0.99")
         with self.assertRaisesRegex(ValueError, "--prior popularity"):

@@ -984,7 +984,7 @@ def test_records_of_several_sequences(mode, tmp_path):
 # -- checkpoints -------------------------------------------------------------------
 
 
-@every_mode
+@pytest.mark.parametrize("mode", ["hooks", "ghost_bk"])
 def test_a_resumed_run_is_the_one_that_was_not_stopped(mode, tmp_path):
     """In the middle of an epoch, with dropout, random masks, Adam and evaluation."""
 

@@ -45,17 +45,18 @@ class Draws(UniformWithReplacementSampler):
             self.rank, self.processes = dist.get_rank(), dist.get_world_size()
         #: How many steps of the run have been taken, where its batches depend on that.
         self.taken: Optional[Callable[[], int]] = None
-        #: How many batches are drawn before the step of the first of them.
+        #: How many batches are drawn before the step of the first of them, at most.
         self.ahead = 0
         self._last: Optional[int] = None  # the steps there must be after an epoch
 
     def __iter__(self) -> Iterator[List[int]]:
         first = 0 if self.taken is None else self.taken()
-        self._check_steps(first if self._last is None else self._last)
+        last = first if self._last is None else self._last
+        self._check_steps(last, last)
         self._last = None
         generator = self._shared() if self.processes > 1 else self.generator
         for step in range(first, first + self.steps):
-            self._check_steps(max(first, step - self.ahead))
+            self._check_steps(max(first, step - self.ahead), step)
             drawn = self.sampling.draw(self.num_samples, generator, step)
             yield drawn[self.rank :: self.processes].tolist()
         if self.taken is not None:
@@ -78,13 +79,14 @@ class Draws(UniformWithReplacementSampler):
             )
         return torch.Generator().manual_seed(given[0])
 
-    def _check_steps(self, expected: int) -> None:
+    def _check_steps(self, least: int, most: int) -> None:
         """
         Raises:
             Refused: unless so many steps have been taken
         """
-        if self.taken is None or self.taken() == expected:
+        if self.taken is None or least <= self.taken() <= most:
             return
+        expected = least if self.taken() < least else most
         raise Refused(
             f"{self.taken()} steps were made, where the batches drawn so far ask for "
             f"{expected}. Those of {type(self.sampling).__name__} are drawn from parts "

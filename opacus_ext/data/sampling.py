@@ -274,6 +274,9 @@ class CyclicPoisson(Poisson):
     say about a record is one sampled Gaussian mechanism of b times the rate, and that
     is what is recorded, at the first of them.
 
+    To remove a record means here that its gradients are left out and all others stay
+    in their parts. A data set without it, numbered anew, has other parts.
+
     Each batch of the loader must be one step. ``make_private(noise=...)`` makes one.
 
     Args:
@@ -291,7 +294,8 @@ class CyclicPoisson(Poisson):
     bands: int
 
     def check(self, records: int, accountant: IAccountant) -> None:
-        super().check(records, accountant)
+        given = {k: v for k, v in vars(self).items() if k != "bands"}
+        Poisson(**given).check(records, accountant)
         if self.bands != int(self.bands) or not 1 <= self.bands <= records:
             raise Refused(
                 f"bands={self.bands} parts of {records} records.",
@@ -306,6 +310,7 @@ class CyclicPoisson(Poisson):
                 parameter="bands",
                 remedy=f"Give at most {most} bands, or a smaller batch.",
             )
+        super().check(records, accountant)
 
     def draw(self, records: int, generator: Any, step: int = 0) -> torch.Tensor:
         part = torch.arange(step % self.bands, records, self.bands)

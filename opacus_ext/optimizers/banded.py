@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass
 from functools import lru_cache
+from numbers import Integral
 from typing import Any, Dict, Hashable, List, Mapping, Optional, Tuple
 
 import numpy as np
@@ -45,8 +46,8 @@ def coefficients(bands: int, steps: int, momentum: float = 0.0) -> Tuple[float, 
         momentum: of SGD, from 0 to below 1
 
     Raises:
-        Refused: unless 1 <= bands <= steps and 0 <= momentum < 1; if it would take
-            more than 256 MiB
+        Refused: unless 1 <= bands <= steps, whole numbers, and 0 <= momentum < 1; if it
+            would take more than 256 MiB
 
     Example:
         >>> coefficients(1, 100)
@@ -56,11 +57,12 @@ def coefficients(bands: int, steps: int, momentum: float = 0.0) -> Tuple[float, 
         >>> [round(c, 3) for c in coefficients(2, 1_000_000, momentum=0.9)]
         [0.708, 0.706]
     """
-    if not 1 <= bands <= steps:
+    whole = isinstance(bands, Integral) and isinstance(steps, Integral)
+    if not (whole and 1 <= bands <= steps):
         raise Refused(
             f"{bands} bands for {steps} steps.",
             parameter="bands",
-            remedy="Give at least one band, and at most one a step.",
+            remedy="Give whole numbers, at least one band, and at most one a step.",
         )
     if not 0 <= momentum < 1:
         raise Refused(

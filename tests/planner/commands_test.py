@@ -16,7 +16,7 @@ from opacus_ext.planner.commands.main import main
 from opacus_ext.planner.commands.parser import COMMANDS, EPILOG, build_parser
 
 SCRIPT = Path(parser.__file__).parent / "opacus-ext"
-FEW = ["--parameters", "1e4:2e5", "--steps", "100:300"]  # small lattices: seconds
+FEW = ["--parameters", "1e4:2e5", "--steps", "100:200"]  # small lattices: seconds
 EXAMPLE = ["--measurements", "example", *FEW]
 
 
@@ -82,7 +82,7 @@ def test_plan_without_measurements_says_so(capsys):
 def test_plan_for_programs(capsys):
     out = output_of(
         capsys,
-        *["plan", "--users", "1e4,1e5", "--epsilon", "8", "--flops", "1e12:1e13:2"],
+        *["plan", "--users", "2e3,2e4", "--epsilon", "8", "--flops", "1e12:1e13:2"],
         *["--json", *EXAMPLE],
     )
     found = strict(out)
@@ -116,7 +116,7 @@ def test_a_budget_with_which_nothing_can_be_learnt(capsys):
 
 
 def test_a_table_over_budgets(capsys):
-    args = ["plan", "--users", "1e5", "--epsilon", "1,16", "--flops", "1e13"]
+    args = ["plan", "--users", "1e4", "--epsilon", "1,16", "--flops", "1e13"]
     out = output_of(capsys, *args, *EXAMPLE)
     assert out.count("\n") == 6 and "advantage" in out and "at the end" in out
 
@@ -390,11 +390,6 @@ def test_the_script_runs_a_command(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert strict(done.stdout)[0]["noise_multiplier"] > 1
-    arguments[6] = "11"
-    _, done = cpu_seconds(
-        [sys.executable, script, *arguments, "--steps", "1"], environment
-    )
-    assert done.returncode == 2 and "batch_size must be at most" in done.stderr
 
 
 def test_the_script_is_what_is_installed():

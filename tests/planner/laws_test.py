@@ -68,7 +68,10 @@ def test_known_law_is_recovered(name):
     assert fit.objective < 1e-12
 
 
-@pytest.mark.parametrize("name", KNOWN)
+# Each kind: with noise, of two inputs, of one, and without a logarithm of its own.
+@pytest.mark.parametrize(
+    "name", ["private", "kaplan_parameters_tokens", "critical_batch", "power"]
+)
 def test_intervals_cover_a_known_law(name):
     """One draw of noise, 99 %: fails if intervals are off or far too narrow."""
     known, ranges = KNOWN[name]
@@ -88,10 +91,10 @@ def test_intervals_cover_a_known_law(name):
 
 
 def test_coverage():
-    """90 % intervals of 20 draws cover about 90 %: between 70 and 99."""
+    """90 % intervals of 12 draws cover about 90 %: between 70 and 99."""
     known, ranges = KNOWN["kaplan_parameters"]
     covered = []
-    for seed in range(20):
+    for seed in range(12):
         inputs = sample(ranges, 40, seed)
         noise = np.exp(0.02 * np.random.default_rng(seed).standard_normal(40))
         fit = known.law.fit(
@@ -311,11 +314,11 @@ def test_degenerate_fits_are_reported():
     size, tokens = inputs["parameters"], inputs["tokens"]
     # Data that matter in no way but at the very smallest: b runs away.
     steep = 2 + 400 / size**0.34 + (tokens / tokens.min()) ** -13.0
-    fit = laws.chinchilla.fit(steep, descents=6, **inputs)
+    fit = laws.chinchilla.fit(steep, descents=2, **inputs)
     assert any(w.startswith("b = ") and "degenerate" in w for w in fit.warnings)
     # No constant: E is lost.
     fit = laws.chinchilla.fit(
-        400 / size**0.34 + 400 / tokens**0.28, descents=6, **inputs
+        400 / size**0.34 + 400 / tokens**0.28, descents=2, **inputs
     )
     assert any(w.startswith("E = ") and "no effect" in w for w in fit.warnings)
     # Noise only.

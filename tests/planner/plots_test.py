@@ -8,7 +8,8 @@ from opacus_ext.planner import plots  # noqa: E402
 from opacus_ext.planner import Budget, Candidates  # noqa: E402
 from tests.planner.plan_test import LAW  # noqa: E402
 
-BUDGET = Budget(users=1e5, epsilon=4, delta=1e-6, flops=1e13, tokens=16)
+ENDS = dict(delta=1e-6, flops=1e13, tokens=16, steps=(100, 800))
+BUDGET = Budget(users=1e4, epsilon=4, **ENDS)
 FLOPS = np.geomspace(1e10, 1e15, 6)
 
 

@@ -101,8 +101,11 @@ def on_tensors(model, batch):
     return squares(model(*batch))
 
 
-@every_mode
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "mode, kind",
+    [*(("ghost_bk", kind) for kind in KINDS)]
+    + [("hooks", DPLSTM), ("ghost", nn.LSTM), ("scan", DPGRU), ("hooks", nn.GRU)],
+)
 def test_packed_inside(mode, kind):
     check_steps(mode, Packs(kind), padded_batches(), on_tensors, rows)
 
@@ -171,8 +174,11 @@ class OnPacked(nn.Module):
         return output, state
 
 
-@every_mode
-@pytest.mark.parametrize("kind", [nn.RNN, nn.LSTM, DPLSTM])
+@pytest.mark.parametrize(
+    "mode, kind",
+    [("ghost_bk", nn.RNN), ("ghost_bk", DPLSTM), ("ghost", nn.LSTM)]
+    + [("hooks", nn.LSTM), ("scan", DPLSTM)],
+)
 def test_packed_outside(mode, kind):
     def loss_fn(model, batch):
         output, state = model(pack(*batch))
