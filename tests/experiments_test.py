@@ -18,7 +18,7 @@ TINY = (
 )
 
 
-@pytest.mark.parametrize("name", ["glue", "hashed_words", "labels", "runs", "train"])
+@pytest.mark.parametrize("name", ["glue", "hashed_words", "labels", "ranking", "runs"])
 def test_docstring_examples(name, tmp_path, monkeypatch):
     """Those of the training programs in examples/."""
     monkeypatch.chdir(tmp_path)  # examples may write files
