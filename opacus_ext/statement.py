@@ -30,6 +30,8 @@ PRIVACY_STATE = "privacy.pt"  # of PrivateTrainer, in a checkpoint's folder
 
 _NEIGHBOURS = {
     "add or remove one": "differ in one {unit} that is added or removed",
+    "leave one out in its place": "differ in one {unit} that adds nothing to any "
+    "step, while all others are drawn as before",
     "replace one": "have the same size and differ in one {unit} that is another one",
 }
 
@@ -257,14 +259,14 @@ def state(
         )
     if math.isinf(epsilon):
         holds = "no"
-    neighbours = (
-        "replace one"
-        if any(phase["sampling"] == "fixed_size" for phase in phases)
-        else "add or remove one"
-    )
+    neighbours = "add or remove one"
+    if any(phase["sampling"] == "fixed_size" for phase in phases):
+        neighbours = "replace one"
+    elif any(run.get("bands", 1) > 1 for run in runs):
+        neighbours = "leave one out in its place"
     mechanism = accountant.mechanism()
     error = _ERRORS.get(mechanism, "not known")
-    if mechanism in ("prv", "prv_bounds") and neighbours == "add or remove one":
+    if mechanism in ("prv", "prv_bounds") and neighbours != "replace one":
         error += _REMOVAL
     content: Dict[str, Any] = {
         "statement": "privacy of a training run, opacus_ext, version 1",
