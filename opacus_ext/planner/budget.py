@@ -32,6 +32,9 @@ class Budget:
         flops: C at most; inf for as much as it takes
         tokens: S, tokens of an example
         parameters: the least and largest model size; None for the law's range
+        trainable: m, where a model of M parameters is fine-tuned and the others are
+            frozen: noise falls on these, compute on all. ``parameters`` is then one
+            size, (M, M). None for models that are trained whole
         batch_size: the least and largest batch, in examples; None for 1 to all users
         steps: the fewest and most steps; None for the law's range
         seconds: of training on the probed machine at most
@@ -45,6 +48,8 @@ class Budget:
             Poisson samples a random subset is taken (``TruncatedPoisson``). Batches are
             planned that have room for six standard deviations, which costs nothing that
             can be seen; None for no bound
+        physical_batch_size: examples that fit into memory at once: a batch is taken in
+            parts of so many, which changes nothing but time
 
     Raises:
         Refused: for what is not positive, an epsilon above 100, a delta of 1 or more,
@@ -61,6 +66,7 @@ class Budget:
     flops: float = math.inf
     tokens: int = 512
     parameters: Range = None
+    trainable: Optional[float] = None
     batch_size: Range = None
     steps: Range = None
     seconds: float = math.inf
@@ -69,6 +75,7 @@ class Budget:
     sampling: str = "users"
     amplification: str = "lower"
     max_batch_size: Optional[int] = None
+    physical_batch_size: int = 32
 
     def __post_init__(self) -> None:
         for name, least in (
@@ -79,6 +86,7 @@ class Budget:
             ("seconds", 0),
             ("memory", 0),
             ("records_per_user", 1),
+            ("physical_batch_size", 1),
         ):
             value = getattr(self, name)
             unlimited = name in ("flops", "seconds", "memory")
@@ -111,6 +119,8 @@ class Budget:
                     parameter=name,
                     remedy="Pass (low, high), or None for all that is known.",
                 )
+        if self.trainable is not None:
+            self._check_trainable(self.trainable)
         if self.batch_size and self.batch_size[0] > self.examples:
             raise Refused(
                 f"batch_size must be at most {self.examples:g}, all examples; got "
@@ -120,6 +130,23 @@ class Budget:
             )
         if self.max_batch_size is not None:
             self._check_max_batch_size(self.max_batch_size)
+
+    def _check_trainable(self, trainable: float) -> None:
+        low, high = self.parameters or (0.0, 0.0)
+        if low != high or not low:
+            raise Refused(
+                f"trainable={trainable:g} is of one model; parameters are "
+                f"{self.parameters}.",
+                parameter="parameters",
+                remedy="Pass the model's size, (M, M).",
+            )
+        if not 1 <= trainable <= high:
+            raise Refused(
+                f"trainable must be from 1 to {high:g}, the model's parameters; got "
+                f"{trainable!r}.",
+                parameter="trainable",
+                remedy="Count those of which requires_grad is set.",
+            )
 
     def _check_max_batch_size(self, most: int) -> None:
         least = self.batch_size[0] if self.batch_size else 1
@@ -139,6 +166,11 @@ class Budget:
                 parameter="max_batch_size",
                 remedy="Leave it out, or draw users.",
             )
+
+    @property
+    def trained(self) -> Range:
+        """Of trainable parameters: one number, or that of the model sizes."""
+        return self.parameters if self.trainable is None else (self.trainable,) * 2
 
     @property
     def examples(self) -> float:

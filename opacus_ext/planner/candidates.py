@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
 
-from opacus_ext.planner.budget import MOST_EPSILON, Budget, HopelessError, Range
+from opacus_ext.planner.budget import Budget, HopelessError, Range
 from opacus_ext.planner.loss_model import LossModel, compute
 from opacus_ext.planner.noise import (
     advantage,
@@ -61,6 +61,7 @@ class Candidates:
 
     Attributes:
         parameters: ``[M]``
+        trainable: of them, ``[M]``
         batch_size: ``[B]``
         steps: ``[T]``
         ratio: ``[B, T]``
@@ -90,9 +91,12 @@ class Candidates:
                 remedy="Pass what opacus_ext.planner.probe.probe returns.",
             )
         self.budget, self.law, self.probe = budget, law, probe
-        self.parameters = _lattice(
-            "parameters", law.parameters, budget.parameters, 10, SIZES_PER_DECADE
+        tuned = budget.trainable is not None
+        name = "trainable" if tuned else "parameters"
+        self.trainable = _lattice(
+            name, law.parameters, budget.trained, 10, SIZES_PER_DECADE
         )
+        self.parameters = np.full(1, budget.parameters[0]) if tuned else self.trainable
         self.batch_size = _lattice(
             "batch_size",
             (1, budget.largest_batch),
@@ -105,10 +109,11 @@ class Candidates:
             budget, self.batch_size, self.steps
         )
         batch, steps = self.batch_size[:, None], self.steps[None, :]
-        size = self.parameters[:, None, None]
-        self.flops = compute(size, batch, steps, budget.tokens)
-        self.loss = np.array(law.loss(size, batch, steps, self.ratio), dtype=float)
+        size, trained = (x[:, None, None] for x in (self.parameters, self.trainable))
+        self.flops = compute(size, batch, steps, budget.tokens, trained)
+        self.loss = np.array(law.loss(trained, batch, steps, self.ratio), dtype=float)
         self.loss = np.broadcast_to(self.loss, self.flops.shape).copy()
+        self._known = np.isfinite(self.loss)
         if probe is not None:
             late = probe.seconds(size, batch, steps, budget.tokens) > budget.seconds
             self.loss[late] = np.nan
@@ -172,18 +177,20 @@ class Candidates:
     def plan(self, at: Tuple[int, int, int], flops: float = math.inf) -> Plan:
         """The configuration at an index of ``loss``."""
         i, j, k = (int(x) for x in at)
-        size, batch, steps = self.parameters[i], self.batch_size[j], self.steps[k]
+        size, trained = self.parameters[i], self.trainable[i]
+        batch, steps = self.batch_size[j], self.steps[k]
         law, budget = self.law, self.budget
         # Of the grid's noise, which is interpolated, nothing is reported.
         noise, ratio, amplified = noise_of(budget, batch, steps)
-        loss = float(law.loss(size, batch, steps, ratio))
+        loss = float(law.loss(trained, batch, steps, ratio))
         at_grid = float(self.loss[i, j, k])
         # At the very edge of what the law knows, the grid's noise is the lower one.
         loss = loss if math.isfinite(loss) else at_grid
-        known = law.learning_rate and float(law.learning_rate(size, steps, ratio))
-        between = law.interval and law.interval(size, steps, ratio)
+        known = law.learning_rate and float(law.learning_rate(trained, steps, ratio))
+        between = law.interval and law.interval(trained, steps, ratio)
         return Plan(
             parameters=int(size),
+            trainable=int(trained),
             batch_size=int(batch),
             steps=int(steps),
             examples=int(budget.examples),
@@ -191,11 +198,11 @@ class Candidates:
             tokens_per_parameter=float(batch * steps * budget.tokens / size),
             noise_multiplier=float(noise),
             ratio=float(ratio),
-            noise_norm=float(ratio * math.sqrt(size)),
+            noise_norm=float(ratio * math.sqrt(trained)),
             amplified=bool(amplified),
             loss=loss if law.tells_loss else None,
             kind=law.kind,
-            ends=self._ends((i, j, k)),
+            ends={name: end for name, end, _ in self._ends((i, j, k))},
             caveats=tuple(self._caveats((i, j, k), float(ratio))),
             advantage=advantage(
                 budget, float(noise), float(batch), float(steps), bool(amplified)
@@ -210,37 +217,38 @@ class Candidates:
             budget=replace(budget, flops=float(flops)),
         )
 
-    def _ends(self, at: Sequence[int]) -> Dict[str, str]:
+    def _ends(self, at: Sequence[int]) -> Iterator[Tuple[str, str, float]]:
         """
         Which ends of their ranges a configuration is at, "lower" or "upper", or less
-        than a point of the lattice from it: compute may not allow the very end.
+        than a point of the lattice from it: compute may not allow the very end. And
+        where that is.
         """
-        found = {}
         for name, i in zip(("parameters", "batch_size", "steps"), at):
-            axis = getattr(self, name)
+            axis, value = getattr(self, name), getattr(self, name)[i]
+            if name == "steps":  # the law may know fewer of this size and noise
+                axis = axis[self._known[at[0], at[1]]]
             # A batch of one, or of all examples, is no end of what is known.
             settled = axis[-1] <= axis[0] * _NEAR_END**2
             if settled or name == "batch_size" and self.budget.batch_size is None:
                 continue
-            if axis[i] <= axis[0] * _NEAR_END:
-                found[name] = "lower"
-            elif axis[i] >= axis[-1] / _NEAR_END:
-                found[name] = "upper"
-        return found
+            if value <= axis[0] * _NEAR_END:
+                yield name, "lower", axis[0]
+            elif value >= axis[-1] / _NEAR_END:
+                yield name, "upper", axis[-1]
 
     def _caveats(self, at: Tuple[int, int, int], ratio: float) -> Iterator[str]:
         """What is at the end of a range, or extrapolated, for people."""
         law = self.law
-        size, steps = self.parameters[at[0]], self.steps[at[2]]
-        for name, end in self._ends(at).items():
-            value = getattr(self, name)[-1 if end == "upper" else 0]
+        size, steps = self.trainable[at[0]], self.steps[at[2]]
+        what = "" if self.budget.trainable is None else "trainable "
+        for name, end, value in self._ends(at):
             given = getattr(self.budget, name) is not None
             yield (
                 f"{name} {'is' if name == 'batch_size' else 'are'} at the {end} end of "
                 f"the range{' given' if given else ''}, {value:,.0f}: the optimum lies "
                 "there or beyond."
             )
-        low, high = law.known_steps
+        low, high = law.known_steps[0], float(law.measured_to(size, ratio))
         if steps > high:
             yield (
                 f"Runs were measured to {high:,.0f} steps; {steps:,.0f} are "
@@ -251,8 +259,8 @@ class Candidates:
         low, high = law.known_parameters
         if not low <= size <= high:
             yield (
-                f"{size:,.0f} parameters are outside of the measured sizes, {low:,.0f} "
-                f"to {high:,.0f}: extrapolated."
+                f"{size:,.0f} {what}parameters are outside of the measured sizes, "
+                f"{low:,.0f} to {high:,.0f}: extrapolated."
             )
         if ratio < law.least_ratio:
             yield (
@@ -319,9 +327,10 @@ class Candidates:
         batch = self.law.batch_size
         if not batch:
             return None
-        size, steps = self.parameters[:, None], self.steps[None, :]
-        loss = np.array(self.law.loss(size, batch, steps, 0.0), dtype=float)
-        spent = compute(size, batch, steps, self.budget.tokens)
+        size, trained = self.parameters[:, None], self.trainable[:, None]
+        steps = self.steps[None, :]
+        loss = np.array(self.law.loss(trained, batch, steps, 0.0), dtype=float)
+        spent = compute(size, batch, steps, self.budget.tokens, trained)
         loss = np.where((spent <= flops * (1 + 1e-9)) & np.isfinite(loss), loss, np.inf)
         i, k = np.unravel_index(loss.argmin(), loss.shape)
         if np.isinf(loss[i, k]):
@@ -361,7 +370,8 @@ class Candidates:
                 "paper's law if they are BERT-like masked language models.",
             )
         ratio = noise_of(self.budget, batch_size, steps)[1]
-        return float(self.law.loss(parameters, batch_size, steps, ratio))
+        trained = self.budget.trainable or parameters
+        return float(self.law.loss(trained, batch_size, steps, ratio))
 
     def savings(self, parameters: float, batch_size: float, steps: float) -> Savings:
         """
@@ -390,7 +400,8 @@ class Candidates:
                 "and ratios up to its largest.",
                 remedy="Compare with a configuration within these.",
             )
-        spent = float(compute(parameters, batch_size, steps, self.budget.tokens))
+        tuned = self.budget.trainable
+        spent = float(compute(parameters, batch_size, steps, self.budget.tokens, tuned))
         enough = self.loss <= loss
         needed = float(self.flops[enough].min()) if enough.any() else spent
         try:
@@ -421,72 +432,6 @@ class Savings(NamedTuple):
     def share(self) -> float:
         """Share of the baseline's compute that is saved at equal loss."""
         return 1 - self.needed_flops / self.flops
-
-
-class DoubledLoss(NamedTuple):
-    """What twice of a budget would change: relative decrease of the loss."""
-
-    epsilon: float
-    users: float
-    flops: float
-
-
-def doubled_loss(table: Candidates, flops: Optional[float] = None) -> DoubledLoss:
-    """
-    How much lower the best loss would be (in shares of it) with twice the epsilon,
-    users or compute; nan where no loss is expected, and for an epsilon above 100.
-
-    Args:
-        table: of the budget
-        flops: C at most; the budget's if not given
-
-    Raises:
-        Refused: as :meth:`Candidates.best`
-    """
-    budget = table.budget
-    flops = budget.flops if flops is None else flops
-    loss = table.best(flops).loss
-    if not table.law.tells_loss:
-        return DoubledLoss(math.nan, math.nan, math.nan)
-
-    def less(other: Plan) -> float:
-        if loss is None or other.loss is None:
-            return math.nan
-        return 1 - other.loss / loss
-
-    def gain(larger: Budget) -> float:
-        return less(Candidates(larger, table.law, table.probe).best(flops))
-
-    return DoubledLoss(
-        epsilon=(
-            gain(replace(budget, epsilon=2 * budget.epsilon))
-            if 2 * budget.epsilon <= MOST_EPSILON
-            else math.nan
-        ),
-        users=gain(replace(budget, users=2 * budget.users)),
-        flops=less(table.best(2 * flops)),
-    )
-
-
-def doubled_noise(plan: Plan) -> Dict[str, float]:
-    """
-    What twice the epsilon, batch or users would take off the plan's noise-batch ratio,
-    ``ratio(x) / ratio(2 x) - 1``; an epsilon above 100 is left out, and a batch of more
-    than all examples.
-    """
-    budget, batch = plan.budget, plan.batch_size
-    twice = {}
-    if 2 * budget.epsilon <= MOST_EPSILON:
-        twice["epsilon"] = replace(budget, epsilon=2 * budget.epsilon), batch
-    twice |= {
-        "batch_size": (budget, 2 * batch),
-        "users": (replace(budget, users=2 * budget.users), batch),
-    }
-    return {
-        name: plan.ratio / float(noise_of(other, size, plan.steps).ratio) - 1
-        for name, (other, size) in twice.items()
-        if size <= other.examples
-    }
 
 
 def _lattice(

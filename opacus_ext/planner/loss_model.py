@@ -1,4 +1,7 @@
-"""What a plan rests on: measured losses, the paper's law, or a rule of thumb."""
+"""
+What a plan rests on: measured losses, the paper's law, a run without noise, or a rule
+of thumb.
+"""
 
 from __future__ import annotations
 
@@ -8,31 +11,44 @@ from typing import Any, Callable, Optional, Tuple
 
 import numpy as np
 
-from opacus_ext.planner import paper
+from opacus_ext.planner import noise_free, paper
 from opacus_ext.planner.fit import Fit
+from opacus_ext.planner.noise_free import NoiseFree
 from opacus_ext.planner.prediction_error import continued
 from opacus_ext.planner.surface import Surface, scaled_options
 
 #: The kinds of answer that a plan can be; of a rule of thumb no loss is given.
 MEASURED, PAPER, RULE = "measured", "paper's law", "rule of thumb"
+NOISE_FREE = "run without noise"
 RULE_STEPS = 100.0, paper.STEPS[1]
 
 
-def compute(parameters: Any, batch_size: Any, steps: Any, tokens: Any) -> Any:
+def compute(
+    parameters: Any, batch_size: Any, steps: Any, tokens: Any, trainable: Any = None
+) -> Any:
     """
-    Floating-point operations of a training run: C = 6 M B T S.
+    Floating-point operations of a training run: C = (4 M + 2 m) B T S, and 6 M B T S
+    of a model that is trained whole.
+
+    A parameter and token take 2 of the forward, 2 of the gradient of what came in, and
+    2 of the parameter's own gradient if it is trained. What a frozen model saves where
+    no gradient passes (below the lowest trained layer) is not subtracted.
 
     Args:
-        parameters: M
+        parameters: M, of the whole model
         batch_size: B, examples a step
         steps: T
         tokens: S, tokens of an example
+        trainable: m, of them; None for all
 
     Example:
         >>> f"{compute(4.6e6, 510, 1.8e3, 512):.1e}"  # table 2: N = 1e5, epsilon 1
         '1.3e+16'
+        >>> compute(7e9, 1, 1, 1, trainable=4e6) / compute(7e9, 1, 1, 1)  # an adapter
+        0.666...
     """
-    return 6.0 * parameters * batch_size * steps * tokens
+    trained = parameters if trainable is None else trainable
+    return (4.0 * parameters + 2.0 * trained) * batch_size * steps * tokens
 
 
 @dataclass(frozen=True)
@@ -47,13 +63,16 @@ class LossModel:
         steps: the steps it may be asked for
         tokens: S, of the examples that it was measured on; 0 for any
         batch_size: the physical batch that it was measured with; 0 if that is unknown
-        kind: of the answer: :data:`MEASURED`, :data:`PAPER` or :data:`RULE`
+        kind: of the answer: :data:`MEASURED`, :data:`PAPER`, :data:`NOISE_FREE` or
+            :data:`RULE`
         source: what it rests on, for people
         learning_rate: of (parameters, steps, ratio), if that is known
         interval: of (parameters, steps, ratio), low and high, if that is known
         known_parameters: the sizes that were measured; others are extrapolated
-        known_steps: the steps that were measured
+        known_steps: the steps that were measured; see :meth:`measured_to`
         least_ratio: the lowest ratio that was measured: 0 with noise-free runs
+        measured: of (parameters, ratio), the steps to which they were measured, if they
+            differ; a loss is told to four times as many
         continuation: how wrong steps beyond ``known_steps`` are, for people
         warnings: of the fit, for people: curves continued without a floor
     """
@@ -70,12 +89,19 @@ class LossModel:
     known_parameters: Tuple[float, float] = (0.0, math.inf)
     known_steps: Tuple[float, float] = (0.0, math.inf)
     least_ratio: float = 0.0
+    measured: Optional[Callable[..., np.ndarray]] = None
     continuation: str = "how wrong that is was not measured"
     warnings: Tuple[str, ...] = ()
 
     @property
     def tells_loss(self) -> bool:
         return self.kind != RULE
+
+    def measured_to(self, parameters: Any, ratio: Any) -> Any:
+        """Steps to which a size and ratio was measured."""
+        if self.measured is None:
+            return self.known_steps[1]
+        return self.measured(parameters, ratio)
 
     @property
     def name(self) -> str:
@@ -125,7 +151,9 @@ class LossModel:
         """A fitted surface: between and within what was measured."""
 
         def loss(parameters: Any, batch_size: Any, steps: Any, ratio: Any) -> Any:
-            return surface.loss(parameters, steps, ratio, outside="nan")
+            found = surface.loss(parameters, steps, ratio, outside="nan")
+            most = 4 * surface.measured_steps(parameters, ratio)
+            return np.where(np.asarray(steps) <= most, found, np.nan)
 
         ranges = surface.ranges
         return cls(
@@ -139,6 +167,7 @@ class LossModel:
             learning_rate=surface.learning_rate,
             interval=None if surface.samples is None else surface.interval,
             known_steps=ranges["measured_steps"],
+            measured=surface.measured_steps,
             least_ratio=ranges["ratio"][0],
             warnings=surface.warnings,
             **said,
@@ -201,6 +230,38 @@ class LossModel:
             f"{error.max():.1%} at most. Of no other models",
             known_steps=(paper.STEPS[0], paper.MEASURED_STEPS),
             least_ratio=paper.RATIOS[0],
+        )
+
+    @classmethod
+    def of_noise_free(cls, run: NoiseFree, source: str) -> LossModel:
+        """
+        One run of one model without noise, and what noise makes of it by
+        :mod:`opacus_ext.planner.noise_free`. Sizes are trainable parameters: of others
+        than the run's, as of adapters of another rank, the curve is taken for the same.
+
+        Args:
+            source: what was run, for people
+        """
+        told = noise_free.ERRORS
+        most = noise_free.SLOWEST * run.end
+
+        def loss(parameters: Any, batch_size: Any, steps: Any, ratio: Any) -> Any:
+            found = run.after(steps, ratio * np.sqrt(parameters))
+            return np.where(np.asarray(ratio) <= noise_free.RATIOS[1], found, np.nan)
+
+        return cls(
+            loss,
+            (1.0, 1e12),
+            (max(1.0, run.end / 32), most),
+            tokens=run.tokens,
+            batch_size=run.batch_size,
+            kind=NOISE_FREE,
+            source=f"{source}: {run.start:.3g} at the start, {run.loss[-1]:.3g} after "
+            f"{run.end:g} steps; noise slows it down as it did small models, whose "
+            f"losses are told to {told[0]:.1%} in the mean, {told[1]:.0%} at most",
+            known_steps=(1.0, run.end),
+            measured=lambda size, ratio: run.needed(ratio * np.sqrt(size)),
+            continuation="they are expected to gain nothing more",
         )
 
     @classmethod

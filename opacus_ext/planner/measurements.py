@@ -29,6 +29,8 @@ class Measurements:
         loss: in nats a token, the mean over the steps since the row before, ``[rows]``
         learning_rate: ``[rows]``; nan where unknown
         run: number of the run that the row is of, ``[rows]``
+        planned: steps that the run was to take, ``[rows]``; nan where unknown. One that
+            ended before stands for steps with no loss that is finite
         family: what was grown; planning for another family is guessing
         tokens: S, tokens of an example
         batch_size: the physical batch size of the runs; 0 where unknown
@@ -49,14 +51,16 @@ class Measurements:
     loss: np.ndarray
     learning_rate: Any = None
     run: Any = None
+    planned: Any = None
     family: str = ""
     tokens: int = 0
     batch_size: int = 0
 
     def __post_init__(self) -> None:
         rows = len(self.loss)
-        if self.learning_rate is None:
-            object.__setattr__(self, "learning_rate", np.full(rows, np.nan))
+        for name in ("learning_rate", "planned"):
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, np.full(rows, np.nan))
         if self.run is None:
             columns = zip(self.parameters, self.ratio, map(str, self.learning_rate))
             numbers: Dict[Any, int] = {}
@@ -134,6 +138,7 @@ class Measurements:
             columns["run"] += [number] * rows
             for name in ("parameters", "ratio", "learning_rate"):
                 columns[name] += [run[name]] * rows
+            columns["planned"] += [run.get("total_steps", np.nan)] * rows
         return cls(**columns, **meta)
 
     @classmethod

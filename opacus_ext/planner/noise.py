@@ -78,8 +78,8 @@ def noise_grid(
     0.1 %. What is found is calibrated by itself.
     """
     key = replace(budget, flops=1, seconds=1, memory=1, tokens=1)
-    key = replace(key, parameters=None, batch_size=None, steps=None)
-    key = replace(key, max_batch_size=None)
+    key = replace(key, parameters=None, trainable=None, batch_size=None, steps=None)
+    key = replace(key, max_batch_size=None, physical_batch_size=1)
     return _cached_grid(key, tuple(batch), tuple(steps))
 
 

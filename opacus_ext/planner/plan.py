@@ -18,10 +18,11 @@ class Plan:
 
     Attributes:
         parameters: M
+        trainable: m, of them: M, if the model is trained whole
         batch_size: B
         steps: T
         examples: N, of which each is in a batch with probability B / N
-        flops: C = 6 M B T S
+        flops: C = (4 M + 2 m) B T S
         tokens_per_parameter: B T S / M
         noise_multiplier: sigma, relative to the bound of a clipped gradient
         ratio: the noise-batch ratio, sigma / B
@@ -41,6 +42,7 @@ class Plan:
     """
 
     parameters: int
+    trainable: int
     batch_size: int
     steps: int
     examples: int
@@ -91,5 +93,6 @@ class Plan:
             k: None if v == math.inf else v for k, v in found["budget"].items()
         }
         found["make_private"] = snippet.plain(self.arguments())
+        found["parts"] = snippet.parts(self)
         found["notes"] = self.notes()
         return found

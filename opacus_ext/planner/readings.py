@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import reduce
 from typing import Any, Dict, List, NamedTuple, Optional, Tuple
 
 import numpy as np
@@ -20,6 +21,7 @@ class Run(NamedTuple):
     rate: Optional[float]  # None where unknown, as nan isn't equal to itself
     steps: np.ndarray
     loss: np.ndarray
+    whole: bool  # as long as it was to be; if not, its loss was not finite any more
 
 
 class Curve(NamedTuple):
@@ -46,6 +48,9 @@ def runs_of(measurements: Any, min_steps: float) -> List[Run]:
                 parameter=name,
                 remedy="Leave such readings out.",
             )
+    planned = np.asarray(
+        getattr(measurements, "planned", np.full(len(columns["run"]), np.nan))
+    )
     runs = []
     for number in np.unique(columns["run"]):
         at = np.flatnonzero(columns["run"] == number)
@@ -71,7 +76,11 @@ def runs_of(measurements: Any, min_steps: float) -> List[Run]:
             )
         late = t >= min_steps
         known = None if math.isnan(rate[0]) else float(rate[0])
-        runs.append(Run((float(m[0]), float(r[0])), known, t[late], loss[late]))
+        # The last reading may be some steps before the end: up to one more.
+        each = np.diff(t).max() if len(t) > 1 else t[0]
+        whole = not planned[at[0]] >= t[-1] + each
+        cell = float(m[0]), float(r[0])
+        runs.append(Run(cell, known, t[late], loss[late], whole))
     with_readings = {run.cell for run in runs if len(run.steps)}
     sizes, ratios = (sorted({run.cell[i] for run in runs}) for i in (0, 1))
     for cell in ((m, r) for m in sizes for r in ratios):
@@ -101,19 +110,41 @@ def _rolling_mean(x: np.ndarray, window: int) -> np.ndarray:
     return (total[last] - total[first]) / (last - first)
 
 
+def _mean_of_seeds(same: List[Run], window: int) -> Tuple[np.ndarray, np.ndarray]:
+    """
+    Steps that all runs have, and their mean loss.
+
+    Where a run was shorter from the first, longer ones go on from the mean: a step of
+    the curve there would be the seed's. Where one has no more loss that is finite the
+    curve ends: the survivors' would look too good.
+    """
+    end = min((r.steps[-1] for r in same if not r.whole), default=math.inf)
+    parts = [(np.empty(0), np.empty(0))]
+    for last in sorted({min(run.steps[-1], end) for run in same}):
+        longer = [run for run in same if run.steps[-1] >= last]
+        steps = reduce(np.intersect1d, [run.steps for run in longer])
+        smooth = [
+            _rolling_mean(run.loss, window)[np.isin(run.steps, steps)] for run in longer
+        ]
+        loss = np.mean(smooth, axis=0)
+        known, mean = parts[-1]
+        at = np.isin(steps, known[-1:])
+        if at.any():
+            loss = loss * mean[-1] / loss[at]
+        new = steps <= last
+        if len(known):
+            new &= steps > known[-1]
+        parts.append((steps[new], loss[new]))
+    return tuple(np.concatenate(x) for x in zip(*parts))
+
+
 def best_curves(runs: List[Run], window: int) -> Dict[Cell, Curve]:
     """Of each size and ratio: rolling mean, mean over seeds, best learning rate."""
     found: Dict[Cell, List[Curve]] = {}
     for (cell, rate), same in repeats(runs).items():
-        # Steps that all have: those of the survivors only would look too good.
-        steps = same[0].steps
-        for run in same[1:]:
-            steps = np.intersect1d(steps, run.steps)
-        smooth = [
-            _rolling_mean(run.loss, window)[np.isin(run.steps, steps)] for run in same
-        ]
+        steps, loss = _mean_of_seeds(same, window)
         rates = np.full(len(steps), np.nan if rate is None else rate)
-        found.setdefault(cell, []).append(Curve(steps, np.mean(smooth, 0), rates))
+        found.setdefault(cell, []).append(Curve(steps, loss, rates))
     best = {}
     for cell, curves in found.items():
         steps, loss, rate = (np.concatenate(x) for x in zip(*curves))

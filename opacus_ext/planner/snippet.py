@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any, Dict, List, Tuple
 
 from opacus_ext.data.sampling import Poisson, TruncatedPoisson
@@ -9,8 +10,6 @@ from opacus_ext.planner.noise import verified_noise
 
 if TYPE_CHECKING:
     from opacus_ext.planner.plan import Plan
-
-PHYSICAL_BATCH_SIZE = 32  # of the code; what fits into memory is not known
 
 
 def sampling_of(plan: Plan) -> Poisson:
@@ -91,8 +90,8 @@ def code(plan: Plan) -> str:
             *imports,
             "",
             *(f"# {note}" for note in notes(plan)),
-            f"# Yours: model, optimizer, criterion, a dataset of {plan.examples:,} "
-            "(inputs, targets).",
+            f"# Yours: {_model(plan)}, optimizer, criterion, a dataset of "
+            f"{plan.examples:,} (inputs, targets).",
             'engine = PrivacyEngine(accountant="prv_bounds")',
             "model, optimizer, criterion, loader = engine.make_private(",
             "    module=model,",
@@ -106,6 +105,17 @@ def code(plan: Plan) -> str:
     )
 
 
+def _model(plan: Plan) -> str:
+    if plan.trainable == plan.parameters:
+        return "model"
+    return f"model (all but {plan.trainable:,} parameters frozen)"
+
+
+def parts(plan: Plan) -> int:
+    """Physical batches of a logical one, in expectation."""
+    return math.ceil(plan.batch_size / plan.budget.physical_batch_size)
+
+
 def _shown(value: Any) -> str:
     if not isinstance(value, Poisson):
         return repr(value)
@@ -113,31 +123,32 @@ def _shown(value: Any) -> str:
     return f"{type(value).__name__}({', '.join(given)})"
 
 
-_ENGINE = "from opacus import PrivacyEngine"
-_STEP = [
-    "    optimizer.zero_grad()",
-    "    criterion(model(inputs), targets).backward()",
-    "    optimizer.step()",
+_IMPORTS = [
+    "from opacus import PrivacyEngine",
+    "from opacus.utils.batch_memory_manager import BatchMemoryManager",
 ]
+
+
+def _loop(plan: Plan, batches: str, why: str) -> List[str]:
+    """Takes each batch in parts that fit into memory."""
+    return [
+        "with BatchMemoryManager(",
+        "    data_loader=loader,",
+        f"    max_physical_batch_size={plan.budget.physical_batch_size},  "
+        "# what fits into memory",
+        "    optimizer=optimizer,",
+        ") as parts:",
+        f"    for inputs, targets in {batches}:  # {why}",
+        "        optimizer.zero_grad()",
+        "        criterion(model(inputs), targets).backward()",
+        "        optimizer.step()",
+    ]
 
 
 def _poisson_code(plan: Plan) -> Tuple[List[str], str, List[str]]:
     """Imports, the loader that is given, and the loop: its loader has all steps."""
-    physical = min(PHYSICAL_BATCH_SIZE, plan.batch_size)
-    loop = [
-        "with BatchMemoryManager(",
-        "    data_loader=loader,",
-        f"    max_physical_batch_size={physical},  # what fits into memory",
-        "    optimizer=optimizer,",
-        ") as batches:",
-        f"    for inputs, targets in batches:  # {plan.steps:,} steps in all",
-        *(f"    {line}" for line in _STEP),
-    ]
-    imports = [
-        _ENGINE,
-        "from opacus.utils.batch_memory_manager import BatchMemoryManager",
-    ]
-    return imports, "DataLoader(dataset)", loop
+    why = f"{plan.steps:,} steps of about {parts(plan):,} parts"
+    return [*_IMPORTS], "DataLoader(dataset)", _loop(plan, "parts", why)
 
 
 def _fixed_code(plan: Plan) -> Tuple[List[str], str, List[str]]:
@@ -148,11 +159,13 @@ def _fixed_code(plan: Plan) -> Tuple[List[str], str, List[str]]:
     )
     loop = [
         f"optimizer.expected_batch_size = {plan.batch_size}",
-        "batches = chain.from_iterable(repeat(loader))",
-        f"for inputs, targets in islice(batches, {plan.steps}):",
-        *_STEP,
+        *_loop(
+            plan,
+            f"islice(chain.from_iterable(repeat(parts)), {plan.steps * parts(plan)})",
+            f"{plan.steps:,} steps of {parts(plan):,} parts",
+        ),
     ]
-    imports = ["from itertools import chain, islice, repeat", "", _ENGINE]
+    imports = ["from itertools import chain, islice, repeat", "", *_IMPORTS]
     return imports, loader, loop
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import product
 from typing import Any, Dict, List, Mapping, Optional, Tuple
 
 import numpy as np
@@ -122,7 +123,8 @@ class Surface:
                 :class:`~opacus_ext.planner.measurements.Measurements`
             min_steps: readings of fewer are dropped
             window: readings in a rolling mean
-            fit_from: steps from which curves are fitted for extrapolation
+            fit_from: steps from which curves are fitted for extrapolation; a quarter
+                of a curve's own, if that is less
             steps_to: end of the grid; by default that of the longest run
             bootstrap: number of resamples, for :meth:`interval`
             seed: of resampling
@@ -177,6 +179,28 @@ class Surface:
         first, last = ends["steps"]
         measured = (first, min(last, float(self.measured_to.min())))
         return {**ends, "measured_steps": measured}
+
+    def measured_steps(self, parameters: ArrayLike, ratio: ArrayLike) -> np.ndarray:
+        """
+        Steps to which the curves were measured that a loss lies between: the fewest of
+        the next sizes and ratios, and of the outermost beyond those.
+
+        Example:
+            >>> from opacus_ext.planner.measurements import Measurements
+            >>> runs = Measurements.read()
+            >>> surface = Surface.fit(runs, **scaled_options(runs))
+            >>> surface.measured_steps([1e4, 9e5], 0.01)
+            array([700., 700.])
+        """
+        below, above = (
+            np.broadcast_arrays(
+                _beside(self.parameters, parameters, side),
+                _beside(self.ratio, ratio, side),
+            )
+            for side in ("right", "left")
+        )
+        corners = product(*zip(below, above))
+        return np.minimum.reduce([self.measured_to[at] for at in corners])
 
     def loss(
         self,
@@ -390,13 +414,20 @@ class Surface:
         return cls(**{**fields, "warnings": tuple(plain["warnings"])})
 
 
+def _beside(axis: np.ndarray, values: ArrayLike, side: Any) -> np.ndarray:
+    """Indices of the axis' last value not above ("right"), or first not below."""
+    at = np.searchsorted(axis, values, side) - (side == "right")
+    return np.clip(at, 0, len(axis) - 1)
+
+
 def scaled_options(measurements: Any) -> Dict[str, float]:
     """
     Options of :meth:`Surface.fit` for measurements of any length.
 
     The paper's are for runs of 128,000 steps, read 1280 times. For shorter ones they
     are here in proportion, but for the window, a tenth of a run's readings at most, and
-    the start of extrapolation, at a quarter; it goes to four times the longest run.
+    the start of extrapolation, at a quarter; it goes to four times the longest run, and
+    what a plan takes of it to four times the runs of its size and ratio.
 
     Example:
         >>> from opacus_ext.planner.measurements import Measurements
@@ -447,12 +478,13 @@ def _fit(
             known = measured[:, j]
             if known.all():
                 continue
-            used = known & (grid >= fit_from)
+            start = min(fit_from, last[i, j] / 4)
+            used = known & (grid >= start)
             if used.sum() < _LEAST_READINGS:
                 raise Refused(
                     f"Runs of parameters {m:g}, ratio {ratios[j]:g} end at "
                     f"{last[i, j]:g} steps with {used.sum()} readings from "
-                    f"{fit_from:g} steps on; to extrapolate to {grid[-1]:g}, "
+                    f"{start:g} steps on; to extrapolate to {grid[-1]:g}, "
                     f"{_LEAST_READINGS} are needed.",
                     parameter="fit_from",
                     remedy="Lower fit_from or steps_to, or measure longer.",

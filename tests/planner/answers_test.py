@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from opacus_ext.planner import Budget, Candidates, LossModel, Measurements, paper
-from opacus_ext.planner.candidates import doubled_loss
+from opacus_ext.planner.changes import doubled_loss
 from opacus_ext.planner.loss_model import MEASURED, PAPER, RULE
 from opacus_ext.refused import Refused
 

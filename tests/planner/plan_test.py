@@ -11,7 +11,8 @@ from torch.utils.data import TensorDataset
 import opacus_ext  # noqa: F401
 from opacus_ext.data import Poisson
 from opacus_ext.planner import Budget, Candidates, LossModel, Probe, paper
-from opacus_ext.planner.candidates import _lattice, doubled_loss, doubled_noise
+from opacus_ext.planner.candidates import _lattice
+from opacus_ext.planner.changes import doubled_loss, doubled_noise
 from opacus_ext.planner.loss_model import MEASURED, compute
 from opacus_ext.planner.noise import noise_of, verified_noise
 from opacus_ext.refused import Refused

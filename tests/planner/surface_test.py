@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.optimize import curve_fit
 
-from opacus_ext.planner import laws
+from opacus_ext.planner import Budget, Candidates, LossModel, laws
 from opacus_ext.planner.curves import extrapolate
 from opacus_ext.planner.measurements import Measurements, concatenate
 from opacus_ext.planner.prediction_error import continued, hold_out
@@ -211,6 +211,41 @@ def test_seeds_are_averaged():
     m.loss[m.run >= 2] *= 3
     surface = Surface.fit(m, min_steps=10, window=1)
     assert surface.loss(1e5, 20, 0) == pytest.approx(2 * truth(1e5, 20, 0))
+
+
+@pytest.mark.parametrize("planned, end", [(100, 400), (400, 100), (109, 400)])
+def test_a_longer_seed_goes_on_from_the_mean(planned, end):
+    """Unless the shorter one was to be as long: what it met there was no loss."""
+    steps = np.arange(10, 401, 10)
+    m = measure([1e5], steps, [0.0, 1e-3], seeds=2)
+    m.loss[m.run >= 2] *= 1.2
+    m = m.select((m.run < 2) | (m.steps <= 100))
+    m.planned[:] = np.where(m.run < 2, 400, planned)
+    surface = Surface.fit(m, min_steps=10, window=1)
+    assert (surface.measured_to == end).all() and surface.ranges["steps"][1] == end
+    known = surface.steps <= end
+    mean = 1.1 * truth(1e5, surface.steps, 1e-3)
+    assert surface.loss(1e5, surface.steps[known], 1e-3) == pytest.approx(mean[known])
+
+
+def test_steps_measured_of_a_size_and_ratio(tmp_path):
+    """Of what a loss lies between the shortest; and a law tells four times as far."""
+    m = measure([1e4, 1e5, 1e6], np.arange(20, 1001, 20), [0.0, 1e-3, 1e-2])
+    m = m.select((m.parameters < 1e6) & (m.ratio < 1e-2) | (m.steps <= 200))
+    options = dict(min_steps=20, window=1, fit_from=200, steps_to=4000)
+    surface = Surface.fit(m, **options)
+    found = surface.measured_steps([1e4, 5e4, 1e5, 2e5, 9e9], [[0.0], [5e-4], [2e-3]])
+    assert found.tolist() == [[1000, 1000, 1000, 200, 200]] * 2 + [[200] * 5]
+    law = LossModel.of_surface(surface, "made up")
+    assert np.isfinite(law.loss(5e4, 1, 4000, 1e-4))
+    assert np.isfinite(law.loss(2e5, 1, 800, 1e-4))
+    assert np.isnan(law.loss(2e5, 1, 801, 1e-4))
+    # A plan of this size is at its end there.
+    ends = dict(parameters=(2e5, 2e5), amplification="none", steps=(100, 4000))
+    plan = Candidates(Budget(1e9, 50, 1e-6, **ends), law).best()
+    assert plan.steps <= 800 and plan.ends == {"steps": "upper"}
+    assert "upper end of the range given, 790" in plan.caveats[0]
+    assert "measured to 200 steps" in plan.caveats[1]
 
 
 def test_ratios_between_zero_and_the_lowest(paper):
@@ -453,7 +488,7 @@ def test_json(study):
     ],
 )
 def test_refused_options(options, message):
-    m = measure([1e5], [20, 40, 60, 80, 100], [0.0, 1e-3])
+    m = measure([1e5], [20, 40, 60], [0.0, 1e-3])
     with pytest.raises(ValueError, match=message):
         Surface.fit(m, **options)
 

@@ -30,6 +30,12 @@ Each command tells more: opacus-ext plan --help""",
     opacus-ext plan --users 1e6 --epsilon 4 --flops 1e15 --measurements example
   by your own; a table over budgets, for a program
     opacus-ext plan --users 1e5:1e7:3 --epsilon 1,4,16 --measurements runs.jsonl --json
+  an adapter of 4.2 million parameters, and other ranks; what it costs
+    opacus-ext plan --users 50000 --epsilon 8 --delta 1e-6 --parameters 6.7e9 \\
+        --trainable 4.2e6 --rank 8 --flops 1e19 --device-flops 3e14 --price 2.5
+  its loss too, from the losses of one run without noise (columns steps, loss)
+    opacus-ext plan --users 50000 --epsilon 8 --delta 1e-6 --parameters 6.7e9 \\
+        --trainable 4.2e6 --noise-free run.csv
   what a choice that someone made would lose
     opacus-ext plan --users 1e7 --epsilon 4 --flops 1e15 --measurements example \\
         --baseline 1e6,256,700
@@ -209,17 +215,42 @@ def _problem(args: argparse.Namespace) -> Optional[str]:
             return f"batch_size must be at most {fewest}, all examples; got {least:g}"
     if args.command == "plan" and max(args.epsilon) > 100:
         return f"epsilon={max(args.epsilon):g} is above 100: that is no privacy"
+    if args.command == "plan" and (problem := _problem_of_tuning(args)):
+        return problem
     timed = args.command == "plan" and (args.seconds or args.memory)
     if (timed or args.command == "measure") and not args.text:
         if args.family == "bytes":
             return "the family of byte transformers needs a text: --text FILE"
-    for name in ("measurements", "text", "checkpoint"):
+    for name in ("measurements", "noise_free", "text", "checkpoint"):
         path = given.get(name)
         if path and path != "example" and not os.path.exists(path):
             return f"there is no {path}"
     target = given.get("target")
     if target and ":" not in target and not os.path.isdir(target):
         return f"target {target!r} is neither a folder nor module:function"
+    return None
+
+
+def _problem_of_tuning(args: argparse.Namespace) -> Optional[str]:
+    one = args.parameters and args.parameters[0] == args.parameters[1]
+    for name in ("trainable", "noise_free"):
+        flag = "--" + name.replace("_", "-")
+        if getattr(args, name) is None:
+            continue
+        if not one:
+            return f"{flag} is of one model: --parameters is its size, one number"
+        if args.measurements or args.law not in (None, "rule"):
+            return f"{flag} goes without --measurements and --law"
+        if args.seconds or args.memory:
+            return f"{flag} goes without --seconds and --memory; see --device-flops"
+    if args.noise_free and args.law:
+        return "--noise-free goes without --law"
+    if args.trainable and args.trainable > args.parameters[0]:
+        return f"--trainable is at most {args.parameters[0]:g}, the model's parameters"
+    if args.rank and args.trainable is None:
+        return "--rank needs --trainable, the parameters of adapters of this rank"
+    if (args.price or args.devices > 1) and args.device_flops is None:
+        return "--price and --devices need --device-flops"
     return None
 
 
@@ -289,6 +320,22 @@ def _plan(add: Callable) -> None:
     )
     add("--parameters", type=_number_range(1), help="M, bounds of the model size")
     add(
+        "--trainable",
+        type=_bounded_number(1, whole=True),
+        help="m, if a model of M parameters is fine-tuned and the others are frozen",
+    )
+    add(
+        "--rank",
+        type=_bounded_number(1, whole=True),
+        help="of the adapters that have these m parameters: tells what others cost",
+    )
+    add(
+        "--noise-free",
+        metavar="FILE",
+        help="losses of one run of this model without noise, from its start: a table "
+        '(CSV) with columns steps and loss, or a file of "measure"',
+    )
+    add(
         "--batch-size", type=_number_range(1, whole=True), help="B, bounds, in examples"
     )
     add(
@@ -297,7 +344,35 @@ def _plan(add: Callable) -> None:
         help="examples of a batch at most, where memory is fixed: larger samples are "
         "cut (default: no bound)",
     )
+    add(
+        "--physical-batch-size",
+        default=32,
+        type=_bounded_number(1, whole=True),
+        help="examples that fit into memory at once (default 32)",
+    )
     add("--steps", type=_number_range(1, whole=True), help="T, bounds")
+    add(
+        "--device-flops",
+        type=_bounded_number(0, 1e30, above=True),
+        help="FLOP/s of a device at its peak: tells device hours",
+    )
+    add(
+        "--utilisation",
+        default=0.3,
+        type=_bounded_number(0, 1, above=True),
+        help="share of it that private training reaches (default 0.3)",
+    )
+    add(
+        "--price",
+        type=_bounded_number(0, 1e9, above=True),
+        help="of a device hour: tells what a run costs",
+    )
+    add(
+        "--devices",
+        default=1,
+        type=_bounded_number(1, 1e9, whole=True),
+        help="that share the work (default 1)",
+    )
     add(
         "--trials",
         type=_bounded_number(2, 1e4, whole=True),

@@ -5,15 +5,18 @@ from __future__ import annotations
 import argparse
 import math
 from itertools import product
-from typing import Any, Dict, List, Sequence, Tuple
+from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 from opacus_ext.planner.budget import Budget, HopelessError
-from opacus_ext.planner.candidates import Candidates, doubled_loss, doubled_noise
+from opacus_ext.planner.candidates import Candidates
+from opacus_ext.planner.changes import by_rank, doubled_loss, doubled_noise
 from opacus_ext.planner.commands.measured import PRIVATE_LAWS, read_measurements
 from opacus_ext.planner.commands.output import print_json, show, show_pairs, show_table
+from opacus_ext.planner.cost import Device
 from opacus_ext.planner.families import find_family
 from opacus_ext.planner.laws import LAWS, private_rows
 from opacus_ext.planner.loss_model import LossModel
+from opacus_ext.planner.noise_free import NoiseFree
 from opacus_ext.planner.plan import Plan
 from opacus_ext.planner.probe import probe
 from opacus_ext.planner.search_cost import ways
@@ -39,6 +42,7 @@ def run(args: argparse.Namespace) -> int:
             delta=args.delta,
             tokens=tokens,
             parameters=args.parameters,
+            trainable=args.trainable,
             batch_size=args.batch_size,
             steps=args.steps,
             seconds=args.seconds or math.inf,
@@ -47,6 +51,7 @@ def run(args: argparse.Namespace) -> int:
             sampling=args.sampling,
             amplification=args.amplification,
             max_batch_size=args.max_batch_size,
+            physical_batch_size=args.physical_batch_size,
         )
         table = Candidates(budget, law, probed)
         for flops in args.flops:
@@ -64,7 +69,9 @@ def run(args: argparse.Namespace) -> int:
             "smaller one is usual."
         )
     notes += dict.fromkeys(caveat for plan, _ in found for caveat in plan.caveats)
-    if any(row["steps"] > law.known_steps[1] for row in rows):
+    if any(
+        row["steps"] > law.measured_to(row["trainable"], row["ratio"]) for row in rows
+    ):
         notes += _continued(law.warnings)
     if args.json:
         print_json(
@@ -84,6 +91,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _law(args: argparse.Namespace) -> Tuple[LossModel, List[str]]:
+    if args.noise_free is not None:
+        run = NoiseFree.read(args.noise_free)
+        return LossModel.of_noise_free(run, args.noise_free), []
     chosen = args.law or ("rule" if args.measurements is None else "surface")
     if (args.measurements is None) != (chosen in ("paper", "rule")):
         needs = "takes no" if args.measurements else "needs"
@@ -96,10 +106,14 @@ def _law(args: argparse.Namespace) -> Tuple[LossModel, List[str]]:
     if chosen == "paper":
         return LossModel.of_paper(), []
     if chosen == "rule":
-        return LossModel.rule_of_thumb(), [
-            "For a loss, measure your models: opacus-ext measure --help. If they are "
-            "masked language models like BERT: --law paper."
-        ]
+        if args.trainable:
+            more = "give the losses of one run without noise: --noise-free FILE."
+        else:
+            more = (
+                "measure your models: opacus-ext measure --help. If they are masked "
+                "language models like BERT: --law paper."
+            )
+        return LossModel.rule_of_thumb(), [f"For a loss, {more}"]
     measured = read_measurements(args.measurements)
     source = f"{args.measurements}, {len(measured)} runs of {measured.family!r}"
     if chosen == "surface":
@@ -147,6 +161,14 @@ def _planned(
         name: getattr(saturating, name)
         for name in ("flops", "loss", "parameters", "batch_size", "steps", "ends")
     }
+    row["cost"] = _cost(args, found)
+    row["saturating"]["cost"] = _cost(args, saturating)
+    row["ranks"] = args.rank and [
+        {"rank": rank}
+        | {name: getattr(p, name) for name in _OF_RANKS}
+        | (_cost(args, p) or {})
+        for rank, p in by_rank(table, args.rank, flops).items()
+    ]
     row["doubling"] = {
         "loss": doubled_loss(table, flops)._asdict(),
         "noise_batch_ratio": doubled_noise(found),
@@ -170,11 +192,29 @@ def _planned(
     return found, row
 
 
+_OF_RANKS = "trainable batch_size steps noise_multiplier noise_norm loss".split()
+
+
+def _cost(args: argparse.Namespace, plan: Plan) -> Optional[Dict[str, Any]]:
+    if args.device_flops is None:
+        return None
+    device = Device(args.device_flops, args.utilisation, args.price, args.devices)
+    return device.cost(plan.flops)._asdict()
+
+
+def _shown_cost(cost: Dict[str, Any]) -> str:
+    said = f"{show(cost['device_hours'])} device hours"
+    if cost["hours"] != cost["device_hours"]:
+        said += f", {show(cost['hours'])} on the clock"
+    return said if cost["money"] is None else f"{said}, a price of {cost['money']:,.2f}"
+
+
 def _saturating(row: Dict[str, Any]) -> str:
     loss = "come" if row["loss"] is None else f"reach {show(row['loss'])},"
     ends = ", ".join(f"{name} at the {end} end" for name, end in row["ends"].items())
     more = f"; {ends} of the range there, so more may help" if ends else ""
-    return f"{row['flops']:.3g} FLOPs {loss} within 1 % of what any do{more}"
+    cost = f" ({_shown_cost(row['cost'])})" if row["cost"] else ""
+    return f"{row['flops']:.3g} FLOPs{cost} {loss} within 1 % of what any do{more}"
 
 
 def _search(trials: int, plan: Plan) -> Any:
@@ -192,6 +232,7 @@ def _search(trials: int, plan: Plan) -> Any:
 def _one_plan(
     plan: Plan, row: Dict[str, Any], law: LossModel, notes: Sequence[str]
 ) -> str:
+    tuned = plan.budget.trainable is not None
     budget, near, more = row["budget"], row["near_optimal"], row["doubling"]
     sampling = (
         "Poisson samples" if row["amplified"] else "fixed, every one once an epoch"
@@ -211,8 +252,10 @@ def _one_plan(
         "",
         show_pairs(
             {
-                "parameters": f"{row['parameters']:,}",
-                "batch size": f"{row['batch_size']:,} ({sampling})",
+                "parameters": f"{row['parameters']:,}"
+                + (f", {plan.trainable:,} of them trained" if tuned else ""),
+                "batch size": f"{row['batch_size']:,} ({sampling}), {row['parts']:,} "
+                f"times {budget['physical_batch_size']:,}",
                 "steps": f"{row['steps']:,}",
                 "compute": f"{row['flops']:.3g} FLOPs",
                 "tokens a parameter": show(row["tokens_per_parameter"]),
@@ -228,6 +271,7 @@ def _one_plan(
                 "learning rate": show(row["learning_rate"]),
             }
             | ({"time here": f"{row['seconds']:.3g} s"} if row["seconds"] else {})
+            | ({"cost": _shown_cost(row["cost"])} if row["cost"] else {})
         ),
         "",
         show_pairs(
@@ -261,6 +305,9 @@ def _one_plan(
         "equal epsilon, other batch sizes, same compute:",
         show_table(row["same_epsilon"]),
     ]
+    if row["ranks"]:
+        sections += ["", "adapters of other ranks, same compute:"]
+        sections += [show_table(row["ranks"])]
     if row["baselines"]:
         sections += ["", "baselines:", show_table(row["baselines"])]
     if row["trials"]:
@@ -282,6 +329,7 @@ def _many_plans(rows: Sequence[Dict[str, Any]], law: Any, notes: Sequence[str]) 
             "noise": row["make_private"]["noise_multiplier"],
             "noise norm": row["noise_norm"],
             "loss": row["loss"],
+            **(row["cost"] or {}),
             "tokens/param": row["tokens_per_parameter"],
             "advantage": row["advantage"],
             "Poisson": row["amplified"],

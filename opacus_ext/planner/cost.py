@@ -1,0 +1,71 @@
+"""What a training run costs in device hours and money."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple, Optional
+
+from opacus_ext.refused import Refused
+
+
+class Cost(NamedTuple):
+    """
+    Of a run.
+
+    Attributes:
+        device_hours: of all devices together
+        hours: on the clock, if they share the work evenly
+        money: in the price's currency; None without a price
+    """
+
+    device_hours: float
+    hours: float
+    money: Optional[float]
+
+
+@dataclass(frozen=True)
+class Device:
+    """
+    What a run is made on.
+
+    Attributes:
+        flops: floating-point operations a second of one device, its peak
+        utilisation: the share of it that *private* training reaches: that of plain
+            training, divided by how much longer a private step takes
+        price: of an hour of one device; None if it is not known
+        count: devices
+
+    Raises:
+        Refused: for numbers that are not positive and finite, and a utilisation
+            above 1
+
+    Example:
+        >>> Device(flops=3e14, utilisation=0.4, price=2.5, count=8).cost(8.64e20)
+        Cost(device_hours=2000.0, hours=250.0, money=5000.0)
+    """
+
+    flops: float
+    utilisation: float = 0.3
+    price: Optional[float] = None
+    count: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("flops", "utilisation", "price", "count"):
+            value = getattr(self, name)
+            most = 1 if name == "utilisation" else math.inf
+            if value is not None and not (0 < value <= most and value < math.inf):
+                raise Refused(
+                    f"{name} must be above 0 and "
+                    f"{'1 at most' if most == 1 else 'finite'}; got {value!r}.",
+                    parameter=name,
+                )
+
+    def cost(self, flops: float) -> Cost:
+        """Of a run of so many floating-point operations."""
+        hours = flops / (self.flops * self.utilisation) / 3600
+        return Cost(
+            device_hours=hours,
+            hours=hours / self.count,
+            money=None if self.price is None else hours * self.price,
+        )

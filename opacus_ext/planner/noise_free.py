@@ -1,0 +1,255 @@
+"""What noise would cost a run that was made once without it.
+
+A model that is fine-tuned, or is too large to be trained many times, has no surface of
+measured losses. One run without noise tells how its loss falls, L(n) after n steps.
+Noise slows that down: in small studies (:func:`refit`) a step of private training
+counted
+
+    dn / dT = 1 / (1 + C nu s(n)^-W),    s = -dL / dn,
+
+of a step without noise, nu being the norm of the noise in the mean gradient, ratio x
+sqrt(trainable parameters): the flatter the curve already is, the less of a gradient
+there is for the noise to hide. T steps reach the loss of the n of
+
+    n + nu K(n) = T,    K(n) = C int_0^n s^-W.
+
+Source: our own. That noise acts as a loss of steps is argued for batches in McCandlish
+et al., "An empirical model of large-batch training" (2018), section 2.
+"""
+
+from __future__ import annotations
+
+import csv
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, List, NamedTuple, Tuple, Union
+
+import numpy as np
+from numpy.typing import ArrayLike
+from scipy.optimize import isotonic_regression, least_squares
+
+from opacus_ext.planner.measurements import Measurements
+from opacus_ext.planner.surface import Surface, scaled_options
+from opacus_ext.refused import Refused
+
+#: C and W, of :func:`refit`, with slopes in units of ``UNIT`` nats a step.
+CONSTANTS = 1.98, 1.367
+UNIT = 3e-3
+RATIOS = 0.0, 2.0**-4  # that the constants were fitted to
+ERRORS = 0.037, 0.19  # of the losses they were fitted to: mean and largest
+SLOWEST = 4.0  # of private steps, how many may stand for a step without noise
+_POINTS = 512  # of the curve
+_FLATTEST = 1e-3  # a slope, in shares of the mean one
+
+
+@dataclass(frozen=True)
+class NoiseFree:
+    """
+    The losses of one run without noise, and what noise would make of it.
+
+    Attributes:
+        steps: T of the readings, ascending, from the start: 0 has the loss before
+            training, ``[readings]``
+        loss: in nats a token (or an example), ``[readings]``
+        constants: C and W
+        tokens: S, tokens of an example; 0 if that is unknown
+        batch_size: the run's; 0 if that is unknown. As in the paper, larger private
+            batches count for their lower noise alone
+
+    Raises:
+        Refused: for fewer than 4 readings, ones that are not finite, steps that are
+            not ascending, and losses that don't fall
+
+    Example:
+        >>> steps = np.arange(0, 301, 20)
+        >>> run = NoiseFree(steps, 2 + (1 + steps / 20) ** -0.5)
+        >>> run.after(300, 0.0).round(3), run.after(300, 0.1).round(3)
+        (2.25, 2.2...)
+    """
+
+    steps: np.ndarray
+    loss: np.ndarray
+    constants: Tuple[float, float] = CONSTANTS
+    tokens: int = 0
+    batch_size: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "loss"):
+            values = np.asarray(getattr(self, name), dtype=float)
+            object.__setattr__(self, name, values)
+            bad = ~np.isfinite(values) | (values < 0)
+            if bad.any():
+                raise Refused(
+                    f"{name} of a run without noise must be finite and 0 or more; got "
+                    f"{values[bad][0]}.",
+                    parameter=name,
+                    remedy="Leave such readings out.",
+                )
+        if len(self.steps) < 4 or len(self.steps) != len(self.loss):
+            raise Refused(
+                f"{len(self.steps)} steps and {len(self.loss)} losses are no curve.",
+                remedy="Give 4 readings or more of steps and loss.",
+            )
+        if (np.diff(self.steps) <= 0).any():
+            raise Refused(
+                "The steps of a run without noise don't ascend.",
+                parameter="steps",
+                remedy="Give the readings of one run, in order.",
+            )
+        if self._curve[1][-1] >= self._curve[1][0]:
+            raise Refused(
+                f"The loss of the run without noise does not fall: {self.loss[0]:g} "
+                f"before, {self.loss[-1]:g} after {self.steps[-1]:g} steps.",
+                parameter="loss",
+                remedy="Train longer or at another learning rate: what is not learnt "
+                "without noise is not learnt with it.",
+            )
+
+    @classmethod
+    def read(cls, path: Union[str, Path]) -> NoiseFree:
+        """
+        From a table (CSV) with the columns steps and loss, or the one noise-free run of
+        a file that :func:`~opacus_ext.planner.measure.measure` wrote.
+
+        Raises:
+            OSError: if the file can't be read
+            Refused: if it has no such columns, or not one such run
+        """
+        path = Path(path)
+        if path.suffix != ".csv":
+            runs = Measurements.read(path)
+            runs = runs.select(runs.ratio == 0) if (runs.ratio == 0).any() else runs
+            if len(runs) != 1 or runs.ratio[0] != 0:
+                raise Refused(
+                    f"{path} holds {len(runs)} runs, not one without noise.",
+                    remedy="Write it to a file of its own.",
+                )
+            meta = dict(tokens=runs.tokens, batch_size=runs.batch_size)
+            return cls(runs.steps, runs.loss, **meta)
+        with path.open(newline="") as file:
+            rows = list(csv.DictReader(file))
+        try:
+            columns = [[float(row[n]) for row in rows] for n in ("steps", "loss")]
+        except (KeyError, TypeError, ValueError) as e:
+            raise Refused(
+                f"{path} is no table of numbers with the columns steps and loss: "
+                f"{e!r}.",
+                remedy="Its first line names the columns.",
+            ) from e
+        return cls(*columns)
+
+    @property
+    def start(self) -> float:
+        """The loss before training: where it was not read, the first two go back."""
+        return float(self._curve[1][0])
+
+    @property
+    def end(self) -> float:
+        """Steps of the run."""
+        return float(self.steps[-1])
+
+    @cached_property
+    def _curve(self) -> Tuple[np.ndarray, np.ndarray]:
+        """Steps from 0, and the loss, which does not rise."""
+        steps, loss = self.steps, isotonic_regression(self.loss, increasing=False).x
+        if steps[0] > 0:  # the start: as steep as what follows
+            before = loss[0] + (loss[0] - loss[1]) / (steps[1] - steps[0]) * steps[0]
+            steps, loss = np.append(0.0, steps), np.append(before, loss)
+        n = np.unique([0.0, *np.geomspace(1, max(self.end, 2), _POINTS), *steps])
+        n = n[n <= self.end]
+        return n, np.interp(n, steps, loss)
+
+    @cached_property
+    def _delay(self) -> np.ndarray:
+        """K at the curve's steps: what noise of norm 1 adds to them."""
+        n, loss = self._curve
+        # Around n in logs, as far as a factor 2; less where the run ends.
+        after = np.clip(2 * n, self.steps[1], self.end)
+        before = np.minimum(n**2 / after, n / 1.3)
+        fallen = np.interp(before, n, loss) - np.interp(after, n, loss)
+        slope = np.minimum.accumulate(fallen / (after - before))
+        flattest = _FLATTEST * (loss[0] - loss[-1]) / self.end
+        c, w = self.constants
+        each = c * (np.maximum(slope, flattest) / UNIT) ** -w
+        return np.append(0, np.cumsum(np.diff(n) * (each[1:] + each[:-1]) / 2))
+
+    def reached(self, steps: ArrayLike, noise_norm: ArrayLike) -> np.ndarray:
+        """
+        Steps without noise that so many private ones come to; the run's at most.
+
+        Args:
+            steps: T; broadcasts
+            noise_norm: of the noise in the mean gradient, ratio x sqrt(trainable)
+        """
+        steps, norm = np.broadcast_arrays(*np.atleast_1d(steps, noise_norm))
+        n = self._curve[0]
+        low, high = np.zeros(steps.shape), np.full(steps.shape, self.end)
+        for _ in range(50):
+            middle = (low + high) / 2
+            late = middle + norm * np.interp(middle, n, self._delay) > steps
+            low, high = np.where(late, low, middle), np.where(late, middle, high)
+        return high
+
+    def needed(self, noise_norm: ArrayLike) -> np.ndarray:
+        """Private steps that reach the end of the run."""
+        return self.end + np.asarray(noise_norm, dtype=float) * self._delay[-1]
+
+    def after(self, steps: ArrayLike, noise_norm: ArrayLike) -> np.ndarray:
+        """Loss after so many private steps; arguments as of :meth:`reached`."""
+        shape = np.broadcast_shapes(np.shape(steps), np.shape(noise_norm))
+        found = np.interp(self.reached(steps, noise_norm), *self._curve)
+        return found.reshape(shape)[()]
+
+
+class Refit(NamedTuple):
+    """
+    The law fitted to measured runs.
+
+    Attributes:
+        constants: C and W
+        error: relative, of each reading of private runs, ``[readings]``
+    """
+
+    constants: Tuple[float, float]
+    error: np.ndarray
+
+
+def refit(measurements: Any = None, most: float = RATIOS[1]) -> Refit:
+    """
+    Fits C and W to private runs of sizes that were run without noise too.
+
+    Args:
+        measurements: of several ratios, 0 among them; None for those of the package
+        most: ratios above are left out: of what they lose, much is the learning rate's,
+            which was best for less noise
+
+    Example:
+        >>> f"{np.abs(refit().error).mean():.1%}"
+        '3...%'
+    """
+    runs = Measurements.read() if measurements is None else measurements
+    options = {**scaled_options(runs), "window": 1, "steps_to": None}
+    surface = Surface.fit(runs, **options)
+    cells: List[Tuple[int, int, np.ndarray]] = []
+    for i, j in np.ndindex(surface.measured_to.shape):
+        if 0 < surface.ratio[j] <= most:
+            to = min(surface.measured_to[i, j], surface.measured_to[i, 0])
+            cells.append((i, j, surface.steps <= to))
+
+    def errors(logs: np.ndarray) -> np.ndarray:
+        constants = tuple(np.exp(logs))
+        found = []
+        for i, j, at in cells:
+            size, ratio = surface.parameters[i], surface.ratio[j]
+            curve = NoiseFree(
+                surface.steps[at], np.exp(surface.log_loss[i, at, 0]), constants
+            )
+            told = curve.after(curve.steps, ratio * np.sqrt(size))
+            found.append(np.log(told) - surface.log_loss[i, at, j])
+        return np.concatenate(found)
+
+    # Bends of single curves are no more than that.
+    fit = least_squares(errors, np.log(CONSTANTS), loss="soft_l1", f_scale=0.02)
+    c, w = np.exp(fit.x)
+    return Refit((float(c), float(w)), np.expm1(errors(fit.x)))

@@ -1,0 +1,228 @@
+"""
+Fine-tuning: frozen parameters cost compute and no noise, ranks cost noise, one run
+without noise tells a loss; and what a run costs.
+"""
+
+import json
+import math
+import re
+
+import numpy as np
+import pytest
+
+from opacus_ext.planner import Budget, Candidates, LossModel, Measurements, noise_free
+from opacus_ext.planner.changes import by_rank
+from opacus_ext.planner.commands.main import main
+from opacus_ext.planner.cost import Device
+from opacus_ext.planner.loss_model import NOISE_FREE, RULE, compute
+from opacus_ext.planner.noise import noise_of
+from opacus_ext.planner.noise_free import NoiseFree, refit
+from opacus_ext.refused import Refused
+
+WHOLE, ADAPTERS = 6.7e9, 4_194_304  # rank 8 of query and value of 32 layers of 4,096
+BUDGET = Budget(
+    users=50_000,
+    epsilon=8,
+    delta=1e-6,
+    flops=1e19,
+    parameters=(WHOLE, WHOLE),
+    trainable=ADAPTERS,
+    steps=(500, 2000),
+    physical_batch_size=8,
+)
+STEPS = np.arange(0, 601, 20)
+RUN = NoiseFree(STEPS, 1.6 + 0.8 / (1 + STEPS / 40))
+
+
+@pytest.fixture(scope="module")
+def table():
+    return Candidates(BUDGET, LossModel.of_noise_free(RUN, "made up"))
+
+
+def test_frozen_parameters_cost_compute_and_no_noise(table):
+    for found in (table, Candidates(BUDGET, LossModel.rule_of_thumb())):
+        plan = found.best()
+        assert (plan.parameters, plan.trainable) == (WHOLE, ADAPTERS)
+        tokens = plan.batch_size * plan.steps * plan.budget.tokens
+        assert plan.flops == pytest.approx((4 * WHOLE + 2 * ADAPTERS) * tokens)
+        assert plan.flops <= BUDGET.flops
+        assert plan.noise_norm == pytest.approx(plan.ratio * math.sqrt(ADAPTERS))
+        # Noise depends on the data and the batches, not on what is trained.
+        same = noise_of(Budget(50_000, 8, 1e-6), plan.batch_size, plan.steps)
+        assert plan.noise_multiplier == pytest.approx(float(same.noise_multiplier))
+        code = plan.code()
+        assert "all but 4,194,304 parameters frozen" in code
+        assert f"about {math.ceil(plan.batch_size / 8):,} parts" in code
+    assert plan.kind == RULE and plan.loss is None
+    whole = compute(WHOLE, 100, 10, 512)
+    assert whole == 6 * WHOLE * 512_000 == compute(WHOLE, 100, 10, 512, trainable=WHOLE)
+
+
+def test_a_higher_rank_is_more_noise(table):
+    plans = by_rank(table, rank=8)
+    assert list(plans) == [2, 4, 8, 16, 32]
+    assert plans[8] == table.best()
+    assert [p.trainable for p in plans.values()] == [
+        ADAPTERS * rank // 8 for rank in plans
+    ]
+    losses = [p.loss for p in plans.values()]
+    assert losses == sorted(losses) and losses[0] < losses[-1]
+    assert list(by_rank(table, rank=1)) == [1, 2, 4]
+    whole = Candidates(Budget(1e5, 8, steps=(1000, 1100)), LossModel.rule_of_thumb())
+    with pytest.raises(Refused, match="Ranks are of adapters"):
+        by_rank(whole, rank=1)
+
+
+@pytest.mark.parametrize(
+    "changed, message",
+    [
+        (dict(parameters=None), "trainable=4.1943e.06 is of one model"),
+        (dict(parameters=(1e9, 2e9)), "is of one model"),
+        (dict(trainable=7e9), "trainable must be from 1 to 6.7e.09"),
+        (dict(trainable=0), "trainable must be from 1"),
+        (dict(trainable=math.nan), "trainable must be from 1"),
+        (dict(trainable=20.5), "no whole number of trainable"),
+        (dict(physical_batch_size=0), "physical_batch_size must be 1 or more"),
+    ],
+)
+def test_bad_tunings_are_refused(changed, message):
+    given = {**vars(BUDGET), **changed}
+    with pytest.raises(Refused, match=message):
+        Candidates(Budget(**given), LossModel.of_noise_free(RUN, "made up"))
+
+
+def test_noise_slows_a_run_down():
+    assert RUN.start == pytest.approx(2.4) and RUN.end == 600
+    assert RUN.after(STEPS, 0.0) == pytest.approx(RUN.loss, rel=1e-4)
+    norms = np.geomspace(1e-3, 30, 9)[:, None]
+    loss = RUN.after(np.arange(1, 3000, 50), norms)
+    assert (np.diff(loss, axis=0) >= 0).all() and (np.diff(loss, axis=1) <= 0).all()
+    assert (loss >= RUN.loss[-1]).all() and (loss <= RUN.start).all()
+    reached = RUN.reached(RUN.needed(0.3), 0.3)
+    assert reached == pytest.approx(RUN.end)
+    assert RUN.reached(0.9 * RUN.needed(0.3), 0.3) < 0.99 * RUN.end
+    # Without a loss at the start, the first two go back to it.
+    late = NoiseFree(STEPS[1:], RUN.loss[1:])
+    assert late.start == pytest.approx(2 * RUN.loss[1] - RUN.loss[2])
+
+
+def slowed(curve, slope, norm, constants, steps, unit):
+    """Step by step: each counts the less, the flatter the curve is."""
+    n, found = 0.0, []
+    for step in range(1, steps + 1):
+        s = slope(n)
+        n += 1 / (1 + constants[0] * norm * (s / unit) ** -constants[1])
+        found.append(curve(n))
+    return np.array(found)
+
+
+def test_a_fit_of_runs_of_a_known_law_finds_it():
+    known, at = (0.8, 1.1), np.arange(10, 801, 10)
+    rows = {name: [] for name in ("parameters", "steps", "ratio", "loss")}
+    for size in (1e4, 1e5):
+        curve = lambda n: 1.5 + 3 / (1 + n / 60)  # noqa: E731
+        slope = lambda n: 0.05 / (1 + n / 60) ** 2  # noqa: E731
+        for ratio in (0, 2**-10, 2**-8, 2**-6):
+            norm = ratio * math.sqrt(size)
+            loss = slowed(curve, slope, norm, known, 800, noise_free.UNIT)[at - 1]
+            rows["loss"] += list(loss)
+            rows["steps"] += list(at)
+            rows["ratio"] += [ratio] * len(at)
+            rows["parameters"] += [size] * len(at)
+    found = refit(Measurements(**rows))
+    # Slopes are of a curve from half to twice the steps, and means lag.
+    assert found.constants == pytest.approx(known, rel=0.25)
+    assert np.abs(found.error).mean() < 0.01
+
+
+def test_the_constants_are_those_of_the_study():
+    found = refit()
+    assert noise_free.CONSTANTS == pytest.approx(found.constants, rel=1e-2)
+    mean, most = np.abs(found.error).mean(), np.abs(found.error).max()
+    assert noise_free.ERRORS == (round(mean, 3), round(most, 2))
+
+
+@pytest.mark.parametrize(
+    "steps, loss, message",
+    [
+        ([0, 1, 2], [3, 2, 1], "3 steps and 3 losses are no curve"),
+        ([0, 1, 2, 3], [3, 2, 1], "no curve"),
+        ([0, 1, 2, 2], [4, 3, 2, 1], "don't ascend"),
+        ([0, 1, 2, 3], [4, 3, math.nan, 1], "finite and 0 or more; got nan"),
+        ([0, 1, 2, 3], [1, 2, 3, 4], "does not fall: 1 before, 4 after 3 steps"),
+    ],
+)
+def test_what_is_no_run_is_refused(steps, loss, message):
+    with pytest.raises(Refused, match=message):
+        NoiseFree(steps, loss)
+
+
+def test_device_hours_and_money():
+    cost = Device(flops=3e14, utilisation=0.4, price=2.5, count=8).cost(8.64e20)
+    assert cost == (2000, 250, 5000)
+    assert Device(1e15, 1).cost(3.6e18) == (1, 1, None)
+    for wrong in (
+        dict(flops=0),
+        dict(flops=1, utilisation=1.1),
+        dict(flops=1, price=0),
+    ):
+        with pytest.raises(Refused, match="must be above 0"):
+            Device(**wrong)
+
+
+ARGS = ["plan", "--users", "50000", "--epsilon", "8", "--delta", "1e-6"]
+ARGS += ["--parameters", "6.7e9", "--trainable", "4194304", "--flops", "1e19"]
+ARGS += ["--steps", "500:1000"]
+
+
+def test_a_plan_of_adapters(capsys, tmp_path):
+    run = tmp_path / "run.csv"
+    lines = [f"{t},{loss}" for t, loss in zip(RUN.steps, RUN.loss)]
+    run.write_text("\n".join(["steps,loss", *lines]))
+    args = [*ARGS, "--rank", "8", "--device-flops", "3e14", "--price", "2.5"]
+    args += ["--devices", "4", "--physical-batch-size", "8"]
+    assert main([*args, "--noise-free", str(run), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    (plan,) = found["plans"]
+    assert found["answer"] == NOISE_FREE and RUN.loss[-1] < plan["loss"] < RUN.start
+    hours = plan["flops"] / (3e14 * 0.3) / 3600
+    assert plan["cost"]["device_hours"] == pytest.approx(hours)
+    assert plan["cost"]["hours"] == pytest.approx(hours / 4)
+    assert plan["cost"]["money"] == pytest.approx(2.5 * hours)
+    assert [row["rank"] for row in plan["ranks"]] == [2, 4, 8, 16, 32]
+    assert plan["parts"] == math.ceil(plan["batch_size"] / 8)
+    assert main(args) == 0
+    out = capsys.readouterr().out
+    for text in ("4,194,304 of them trained", "device hours", "a price of", "--noise-"):
+        assert text in out
+    assert "not given by a rule of thumb" in out and "adapters of other ranks" in out
+
+
+@pytest.mark.parametrize(
+    "more, message",
+    [
+        (["--parameters", "1e9:2e9"], "--trainable is of one model"),
+        (["--parameters", "1e6"], "--trainable is at most 1e.06"),
+        (["--measurements", "example"], "goes without --measurements"),
+        (["--law", "paper"], "goes without --measurements and --law"),
+        (["--noise-free", "nowhere.csv"], "there is no nowhere.csv"),
+        (["--price", "2"], "need --device-flops"),
+        (["--utilisation", "1.5"], "at most 1"),
+        (["--memory", "1e9"], "goes without --seconds and --memory"),
+    ],
+)
+def test_arguments_that_do_not_fit(capsys, more, message):
+    with pytest.raises(SystemExit) as stopped:
+        main([*ARGS, *more])
+    assert stopped.value.code == 2
+    assert re.search(message, capsys.readouterr().err)
+
+
+def test_what_is_no_table_of_a_run(tmp_path):
+    path = tmp_path / "run.csv"
+    for text, message in (("a,b\n1,2\n", "columns steps and loss"), ("", "no curve")):
+        path.write_text(text)
+        with pytest.raises(Refused, match=message):
+            NoiseFree.read(path)
+    with pytest.raises(Refused, match="runs, not one without noise"):
+        NoiseFree.read(Measurements.read.__defaults__[0])
