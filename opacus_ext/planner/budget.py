@@ -168,9 +168,15 @@ class Budget:
             )
 
     @property
+    def tuned(self) -> Optional[float]:
+        """M of a model that is fine-tuned; None for models that are trained whole."""
+        return self.parameters[0] if self.trainable and self.parameters else None
+
+    @property
     def trained(self) -> Range:
         """Of trainable parameters: one number, or that of the model sizes."""
-        return self.parameters if self.trainable is None else (self.trainable,) * 2
+        only = self.trainable
+        return self.parameters if only is None else (only, only)
 
     @property
     def examples(self) -> float:

@@ -91,12 +91,12 @@ class Candidates:
                 remedy="Pass what opacus_ext.planner.probe.probe returns.",
             )
         self.budget, self.law, self.probe = budget, law, probe
-        tuned = budget.trainable is not None
-        name = "trainable" if tuned else "parameters"
+        whole = budget.tuned
+        name = "parameters" if whole is None else "trainable"
         self.trainable = _lattice(
             name, law.parameters, budget.trained, 10, SIZES_PER_DECADE
         )
-        self.parameters = np.full(1, budget.parameters[0]) if tuned else self.trainable
+        self.parameters = self.trainable if whole is None else np.full(1, whole)
         self.batch_size = _lattice(
             "batch_size",
             (1, budget.largest_batch),

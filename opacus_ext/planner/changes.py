@@ -96,7 +96,7 @@ def by_rank(
     """
     budget = table.budget
     flops = budget.flops if flops is None else flops
-    if budget.trainable is None:
+    if budget.trainable is None or budget.tuned is None:
         raise Refused(
             "Ranks are of adapters: the budget has no trainable parameters.",
             parameter="trainable",
@@ -105,7 +105,7 @@ def by_rank(
     plans = {}
     for other in (rank // 4, rank // 2, rank, 2 * rank, 4 * rank):
         trainable = round(budget.trainable * other / rank)
-        if not 1 <= trainable <= budget.parameters[0]:
+        if not 1 <= trainable <= budget.tuned:
             continue
         try:
             one = replace(budget, trainable=trainable)

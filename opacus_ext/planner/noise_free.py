@@ -125,19 +125,22 @@ class NoiseFree:
                     f"{path} holds {len(runs)} runs, not one without noise.",
                     remedy="Write it to a file of its own.",
                 )
-            meta = dict(tokens=runs.tokens, batch_size=runs.batch_size)
-            return cls(runs.steps, runs.loss, **meta)
+            return cls(
+                runs.steps, runs.loss, tokens=runs.tokens, batch_size=runs.batch_size
+            )
         with path.open(newline="") as file:
             rows = list(csv.DictReader(file))
         try:
-            columns = [[float(row[n]) for row in rows] for n in ("steps", "loss")]
+            steps, loss = (
+                np.array([float(row[n]) for row in rows]) for n in ("steps", "loss")
+            )
         except (KeyError, TypeError, ValueError) as e:
             raise Refused(
                 f"{path} is no table of numbers with the columns steps and loss: "
                 f"{e!r}.",
                 remedy="Its first line names the columns.",
             ) from e
-        return cls(*columns)
+        return cls(steps, loss)
 
     @property
     def start(self) -> float:
@@ -229,7 +232,8 @@ def refit(measurements: Any = None, most: float = RATIOS[1]) -> Refit:
         '3...%'
     """
     runs = Measurements.read() if measurements is None else measurements
-    options = {**scaled_options(runs), "window": 1, "steps_to": None}
+    # A mean over readings would lag, and more where the curve is steep.
+    options: Any = {**scaled_options(runs), "window": 1, "steps_to": None}
     surface = Surface.fit(runs, **options)
     cells: List[Tuple[int, int, np.ndarray]] = []
     for i, j in np.ndindex(surface.measured_to.shape):

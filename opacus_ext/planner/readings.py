@@ -135,7 +135,8 @@ def _mean_of_seeds(same: List[Run], window: int) -> Tuple[np.ndarray, np.ndarray
         if len(known):
             new &= steps > known[-1]
         parts.append((steps[new], loss[new]))
-    return tuple(np.concatenate(x) for x in zip(*parts))
+    steps, loss = (np.concatenate(x) for x in zip(*parts))
+    return steps, loss
 
 
 def best_curves(runs: List[Run], window: int) -> Dict[Cell, Curve]:
