@@ -171,7 +171,8 @@ class Candidates:
             "than the law knows.",
             parameter="epsilon",
             remedy="More epsilon, users or compute are needed; or measure small models "
-            "of yours at larger ratios (opacus-ext measure): they may learn.",
+            "of yours at larger ratios (opacus-ext measure): they may learn. A model "
+            "that is fine-tuned may, too: give a run without noise (--noise-free).",
         )
 
     def plan(self, at: Tuple[int, int, int], flops: float = math.inf) -> Plan:
@@ -445,11 +446,12 @@ def _lattice(
     if wanted is not None:
         low, high = max(low, wanted[0]), min(high, wanted[1])
         if low > high:
+            given = " to ".join(f"{end:g}" for end in sorted(set(wanted)))
             raise Refused(
-                f"{name} from {wanted[0]:g} to {wanted[1]:g} is outside of what is "
-                f"known: from {known[0]:g} to {known[1]:g}.",
+                f"{name}={given} is outside of what is known, {known[0]:g} to "
+                f"{known[1]:g}.",
                 parameter=name,
-                remedy="Take a range that has some of that.",
+                remedy="Take some of that, or measure your models.",
             )
     first = math.floor(points * math.log(low, base))
     last = math.ceil(points * math.log(high, base))

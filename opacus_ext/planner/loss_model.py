@@ -259,6 +259,7 @@ class LossModel:
             source=f"{source}: {run.start:.3g} at the start, {run.loss[-1]:.3g} after "
             f"{run.end:g} steps; noise slows it down as it did small models, whose "
             f"losses are told to {told[0]:.1%} in the mean, {told[1]:.0%} at most",
+            known_parameters=noise_free.SIZES,
             known_steps=(1.0, run.end),
             measured=lambda size, ratio: run.needed(ratio * np.sqrt(size)),
             continuation="they are expected to gain nothing more",

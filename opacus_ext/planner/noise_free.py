@@ -2,16 +2,15 @@
 
 A model that is fine-tuned, or is too large to be trained many times, has no surface of
 measured losses. One run without noise tells how its loss falls, L(n) after n steps.
-Noise slows that down: in small studies (:func:`refit`) a step of private training
-counted
+Noise slows that down: in small studies (:func:`refit`) a private step counted
 
-    dn / dT = 1 / (1 + C nu s(n)^-W),    s = -dL / dn,
+    dn / dT = s / (s + kappa nu),    s = -dL / dn,
 
 of a step without noise, nu being the norm of the noise in the mean gradient, ratio x
 sqrt(trainable parameters): the flatter the curve already is, the less of a gradient
 there is for the noise to hide. T steps reach the loss of the n of
 
-    n + nu K(n) = T,    K(n) = C int_0^n s^-W.
+    n + nu K(n) = T,    K(n) = kappa int_0^n dn / s.
 
 Source: our own. That noise acts as a loss of steps is argued for batches in McCandlish
 et al., "An empirical model of large-batch training" (2018), section 2.
@@ -33,10 +32,10 @@ from opacus_ext.planner.measurements import Measurements
 from opacus_ext.planner.surface import Surface, scaled_options
 from opacus_ext.refused import Refused
 
-#: C and W, of :func:`refit`, with slopes in units of ``UNIT`` nats a step.
-CONSTANTS = 1.98, 1.367
-UNIT = 3e-3
-RATIOS = 0.0, 2.0**-4  # that the constants were fitted to
+#: In nats a step, of :func:`refit`: what noise of norm 1 hides of the loss's fall.
+KAPPA = 4.58e-3
+RATIOS = 0.0, 2.0**-4  # that it was fitted to
+SIZES = 2_369.0, 951_360.0  # trainable parameters of what the law was tried on
 ERRORS = 0.037, 0.19  # of the losses they were fitted to: mean and largest
 SLOWEST = 4.0  # of private steps, how many may stand for a step without noise
 _POINTS = 512  # of the curve
@@ -52,7 +51,7 @@ class NoiseFree:
         steps: T of the readings, ascending, from the start: 0 has the loss before
             training, ``[readings]``
         loss: in nats a token (or an example), ``[readings]``
-        constants: C and W
+        kappa: in nats a step
         tokens: S, tokens of an example; 0 if that is unknown
         batch_size: the run's; 0 if that is unknown. As in the paper, larger private
             batches count for their lower noise alone
@@ -70,7 +69,7 @@ class NoiseFree:
 
     steps: np.ndarray
     loss: np.ndarray
-    constants: Tuple[float, float] = CONSTANTS
+    kappa: float = KAPPA
     tokens: int = 0
     batch_size: int = 0
 
@@ -173,8 +172,7 @@ class NoiseFree:
         fallen = np.interp(before, n, loss) - np.interp(after, n, loss)
         slope = np.minimum.accumulate(fallen / (after - before))
         flattest = _FLATTEST * (loss[0] - loss[-1]) / self.end
-        c, w = self.constants
-        each = c * (np.maximum(slope, flattest) / UNIT) ** -w
+        each = self.kappa / np.maximum(slope, flattest)
         return np.append(0, np.cumsum(np.diff(n) * (each[1:] + each[:-1]) / 2))
 
     def reached(self, steps: ArrayLike, noise_norm: ArrayLike) -> np.ndarray:
@@ -210,17 +208,17 @@ class Refit(NamedTuple):
     The law fitted to measured runs.
 
     Attributes:
-        constants: C and W
+        kappa: in nats a step
         error: relative, of each reading of private runs, ``[readings]``
     """
 
-    constants: Tuple[float, float]
+    kappa: float
     error: np.ndarray
 
 
 def refit(measurements: Any = None, most: float = RATIOS[1]) -> Refit:
     """
-    Fits C and W to private runs of sizes that were run without noise too.
+    Fits kappa to private runs of sizes that were run without noise too.
 
     Args:
         measurements: of several ratios, 0 among them; None for those of the package
@@ -241,19 +239,18 @@ def refit(measurements: Any = None, most: float = RATIOS[1]) -> Refit:
             to = min(surface.measured_to[i, j], surface.measured_to[i, 0])
             cells.append((i, j, surface.steps <= to))
 
-    def errors(logs: np.ndarray) -> np.ndarray:
-        constants = tuple(np.exp(logs))
+    def errors(log_kappa: Any) -> np.ndarray:
+        kappa = float(np.exp(log_kappa).item())
         found = []
         for i, j, at in cells:
             size, ratio = surface.parameters[i], surface.ratio[j]
             curve = NoiseFree(
-                surface.steps[at], np.exp(surface.log_loss[i, at, 0]), constants
+                surface.steps[at], np.exp(surface.log_loss[i, at, 0]), kappa
             )
             told = curve.after(curve.steps, ratio * np.sqrt(size))
             found.append(np.log(told) - surface.log_loss[i, at, j])
         return np.concatenate(found)
 
     # Bends of single curves are no more than that.
-    fit = least_squares(errors, np.log(CONSTANTS), loss="soft_l1", f_scale=0.02)
-    c, w = np.exp(fit.x)
-    return Refit((float(c), float(w)), np.expm1(errors(fit.x)))
+    fit = least_squares(errors, np.log(KAPPA), loss="soft_l1", f_scale=0.02)
+    return Refit(float(np.exp(fit.x[0])), np.expm1(errors(fit.x)))

@@ -235,7 +235,8 @@ def test_more_of_anything_never_plans_worse(of):
             axis = table.steps
             at_end = plan.steps in (axis[0], axis[-1])
             assert not at_end or "steps" in plan.ends
-            assert (plan.steps > law.known_steps[1]) == any(
+            to = float(law.measured_to(plan.parameters, plan.ratio))
+            assert (plan.steps > to) == any(
                 "extrapolated" in caveat and "steps" in caveat
                 for caveat in plan.caveats
             )
