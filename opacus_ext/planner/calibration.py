@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 from scipy.optimize import brentq
 
-from opacus_ext.accountants import PRVBoundsAccountant
+from opacus_ext.accountants.composition import Composition
 from opacus_ext.accountants.profiles import (
     gaussian_log_delta,
     gaussian_sensitivity,
@@ -339,7 +339,7 @@ def _by_the_accountant(
     """Seconds a cell: noise at which the accountant's upper bound is ``epsilon``."""
     if k > 1 or epsilon > 100:  # its grid would be too large
         raise TooHardError
-    accountant = PRVBoundsAccountant()
+    accountant = Composition()
 
     def excess(log_noise: float) -> float:
         accountant.history = [(math.exp(log_noise), q, int(steps))]

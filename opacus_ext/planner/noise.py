@@ -5,17 +5,19 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any, Optional, Tuple
+from typing import TYPE_CHECKING, Any, Optional, Tuple
 
 import numpy as np
 from scipy.interpolate import make_interp_spline
 
-from opacus_ext.accountants import PRVBoundsAccountant
-from opacus_ext.data.sampling import Sampling
+from opacus_ext.accountants.composition import Composition
 from opacus_ext.planner import calibration
 from opacus_ext.planner.budget import Budget
 from opacus_ext.planner.solver import central_limit, plain
 from opacus_ext.refused import Refused
+
+if TYPE_CHECKING:
+    from opacus_ext.data.sampling import Sampling
 
 
 def batches_per_epoch(budget: Budget, batch: Any) -> np.ndarray:
@@ -172,7 +174,7 @@ def verified_noise(
     """
     factor, step = 1.0, 1e-3
     while factor <= most:
-        accountant = PRVBoundsAccountant()
+        accountant = Composition()
         sampling.account(accountant, records, noise_multiplier * factor, int(steps))
         if accountant.get_epsilon(delta) <= epsilon:
             return noise_multiplier * factor

@@ -20,7 +20,7 @@ from typing import Tuple
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import erfc, log_ndtr, logsumexp
+from scipy.special import erfc, log_ndtr
 
 from opacus_ext.accountants.profiles import gaussian_log_delta, unsampled_epsilon
 from opacus_ext.planner.privacy_loss import (
@@ -163,8 +163,7 @@ def _log_beyond(
     j = np.arange(step.records + 1)
     log_tails = log_ndtr((j - cut) / step.noise)
     log_binomial = step.log_binomial()
-    with np.errstate(over="ignore"):  # of tails that are hardly numbers
-        of_one = np.array([logsumexp(log_tails + log_binomial), log_tails[0]])
+    of_one = np.array([np.logaddexp.reduce(log_tails + log_binomial), log_tails[0]])
     # log(1 - (1 - p)^T), of a p that may be too small to be a number
     none = steps * np.log1p(-np.exp(np.minimum(of_one, -1e-16)))
     some = np.where(none < -1e-300, np.log(-np.expm1(none - 1e-300)), -np.inf)

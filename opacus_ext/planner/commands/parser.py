@@ -198,6 +198,15 @@ def parse(argv: Optional[Sequence[str]] = None) -> argparse.Namespace:
     return args
 
 
+def needs_torch(args: argparse.Namespace) -> bool:
+    """Whether a command trains or reads a model; a plan does if it is to be timed."""
+    return args.command in ("measure", "check", "statement") or _timed(args)
+
+
+def _timed(args: argparse.Namespace) -> bool:
+    return args.command == "plan" and bool(args.seconds or args.memory or args.text)
+
+
 def _problem(args: argparse.Namespace) -> Optional[str]:
     """What can be said before anything is imported, of arguments that don't fit."""
     given = vars(args)
@@ -209,8 +218,7 @@ def _problem(args: argparse.Namespace) -> Optional[str]:
             return f"batch_size must be at most {fewest}, all examples; got {least:g}"
     if args.command == "plan" and max(args.epsilon) > 100:
         return f"epsilon={max(args.epsilon):g} is above 100: that is no privacy"
-    timed = args.command == "plan" and (args.seconds or args.memory)
-    if (timed or args.command == "measure") and not args.text:
+    if (_timed(args) or args.command == "measure") and not args.text:
         if args.family == "bytes":
             return "the family of byte transformers needs a text: --text FILE"
     for name in ("measurements", "text", "checkpoint"):

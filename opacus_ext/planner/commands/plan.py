@@ -11,11 +11,9 @@ from opacus_ext.planner.budget import Budget, HopelessError
 from opacus_ext.planner.candidates import Candidates, doubled_loss, doubled_noise
 from opacus_ext.planner.commands.measured import PRIVATE_LAWS, read_measurements
 from opacus_ext.planner.commands.output import print_json, show, show_pairs, show_table
-from opacus_ext.planner.families import find_family
 from opacus_ext.planner.laws import LAWS, private_rows
 from opacus_ext.planner.loss_model import LossModel
 from opacus_ext.planner.plan import Plan
-from opacus_ext.planner.probe import probe
 from opacus_ext.planner.search_cost import ways
 from opacus_ext.refused import Refused
 
@@ -128,6 +126,8 @@ def _continued(warnings: Sequence[str]) -> List[str]:
 def _probe(args: argparse.Namespace) -> Any:
     if args.seconds is None and args.memory is None and args.text is None:
         return None
+    from opacus_ext.planner.families import find_family
+    from opacus_ext.planner.probe import probe
 
     return probe(find_family(args.family, args.text), device=args.device)
 
