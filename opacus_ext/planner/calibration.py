@@ -298,6 +298,8 @@ class _NoiseSearch:
                 lambda fineness: self._search(epsilon, delta, k, steps, q, fineness)
             )
         except TooHardError:
+            if self.rough:
+                raise
             return _by_the_accountant(epsilon, delta, k, steps, q)
 
     def _search(
