@@ -164,7 +164,8 @@ def _tails(steps: Sequence[Step], mass: float) -> _Tails:
         widest = max(widest, top)
         for orders, sums in ((_ORDERS, above), (-1 - _ORDERS, under)):
             # Signed: rounding makes some of them negative, and adds up to nothing.
-            grown = logsumexp(np.multiply.outer(orders, losses), b=p, axis=1)
+            with np.errstate(over="ignore"):  # an order at which it is inf is no use
+                grown = logsumexp(np.multiply.outer(orders, losses), b=p, axis=1)
             sums += count * np.maximum(np.nan_to_num(grown, nan=np.inf), 0)
     return _Tails(above, under, -math.expm1(finite), widest, cut)
 

@@ -31,8 +31,9 @@ class TooHardError(ArithmeticError):
 
 class Work(threading.local):
     """
-    What may still be computed for an answer, in entries of arrays; each takes a tenth
-    of a microsecond or so. It is no clock: what is answered is so on every machine.
+    What may still be computed for an answer, in entries of arrays; each takes a
+    hundredth of a microsecond or so. It is no clock: what is answered is so on every
+    machine.
     """
 
     left = math.inf

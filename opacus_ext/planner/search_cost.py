@@ -38,8 +38,8 @@ ORDERS = np.unique(
 
 def mean_trials(gamma: float, eta: float) -> float:
     """
-    The expected number of trials of the truncated negative binomial distribution
-    (Papernot and Steinke, definition 1); eta 1 is the geometric distribution, 0 the
+    The expected number of trials of the truncated negative binomial distribution, as
+    Papernot and Steinke define it; eta 1 is the geometric distribution, 0 the
     logarithmic.
 
     Example:

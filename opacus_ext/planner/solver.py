@@ -15,7 +15,7 @@ from opacus_ext.progress import progress
 from opacus_ext.refused import Refused
 
 MARGIN = 5e-5  # of delta, relative, that a calibrated noise leaves unspent
-_WORK = 2.0**27  # of a cell: 2 seconds, where most take a hundredth of one
+_WORK = 2.0**30  # of a cell: 10 seconds, where most take a thousandth of it
 
 
 def central_limit(mu: ArrayLike, sample_rate: ArrayLike, steps: ArrayLike) -> Any:

@@ -83,14 +83,6 @@ def run(args: argparse.Namespace) -> int:
 
 def _law(args: argparse.Namespace) -> Tuple[LossModel, List[str]]:
     chosen = args.law or ("rule" if args.measurements is None else "surface")
-    if (args.measurements is None) != (chosen in ("paper", "rule")):
-        needs = "takes no" if args.measurements else "needs"
-        raise Refused(
-            f"--law {chosen} {needs} measurements.",
-            parameter="--law",
-            remedy="surface, L1 and L2 are fitted to --measurements; paper and rule go "
-            "without.",
-        )
     if chosen == "paper":
         return LossModel.of_paper(), []
     if chosen == "rule":
