@@ -94,9 +94,11 @@ def by_the_accountant(
         with np.errstate(over="ignore"):  # of a delta that is hardly a number
             return math.log(max(accountant.get_epsilon(delta), 1e-12) / epsilon)
 
-    low = high = Guess().start(epsilon, delta, k, steps, q)
+    low = high = start = Guess().start(epsilon, delta, k, steps, q)
     while excess(high) > 0:
         high += 0.5
+        if high > start + 10:
+            raise TooHardError
     while excess(low) <= 0:
         low -= 0.5
         if low < -20:
