@@ -35,10 +35,10 @@ class NoiseSearch:
             return 0.0
         log_delta = log_target(delta)
         if q == 1:
-            return k * math.sqrt(steps) / gaussian_sensitivity(epsilon, log_delta)[()]
+            return k * math.sqrt(steps) / float(gaussian_sensitivity(epsilon, log_delta))
         if steps == k == 1:
             alone = unsampled_epsilon(epsilon, q)
-            return 1 / gaussian_sensitivity(alone, log_delta - math.log(q))[()]
+            return 1 / float(gaussian_sensitivity(alone, log_delta - math.log(q)))
         try:
             return surely(
                 lambda fineness: self._search(epsilon, delta, k, steps, q, fineness)
