@@ -35,7 +35,8 @@ class NoiseSearch:
             return 0.0
         log_delta = log_target(delta)
         if q == 1:
-            return k * math.sqrt(steps) / float(gaussian_sensitivity(epsilon, log_delta))
+            mu = float(gaussian_sensitivity(epsilon, log_delta))
+            return k * math.sqrt(steps) / mu
         if steps == k == 1:
             alone = unsampled_epsilon(epsilon, q)
             return 1 / float(gaussian_sensitivity(alone, log_delta - math.log(q)))
