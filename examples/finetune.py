@@ -33,7 +33,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 import sys
 import time
 import warnings
@@ -75,6 +74,7 @@ from examples.runs import (
 )
 from opacus_ext.layers import freeze_routers
 from opacus_ext.losses import PerSample
+from opacus_ext.planner.commands.output import strict_json
 from opacus_ext.refused import Refused
 
 # What may differ between a run and its resumption: none of it changes a step.
@@ -501,7 +501,7 @@ def main(argv: Optional[List[str]] = None) -> int:
     print(summary_table(summary))
     if args.json:
         with Path(args.json).open("a") as file:
-            file.write(json.dumps(summary) + "\n")
+            file.write(strict_json(summary) + "\n")
     return 0
 
 

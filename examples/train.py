@@ -31,7 +31,6 @@ the same release, counted once.
 
 import argparse
 import functools
-import json
 import sys
 import time
 import warnings
@@ -69,6 +68,7 @@ from examples.runs import (
 )
 from opacus_ext.data import SequenceData, read_sequences, synthetic_sequences
 from opacus_ext.losses import PerSample, cross_entropy
+from opacus_ext.planner.commands.output import strict_json
 from opacus_ext.re_attention import track_errors
 from opacus_ext.re_attention.effective import SCALES
 from opacus_ext.re_attention.tracking import PLACES
@@ -437,7 +437,7 @@ def main(argv: Optional[List[str]] = None) -> int:
         return 2
     print(summary_table(summary))
     if args.json:
-        Path(args.json).write_text(json.dumps(summary, indent=2) + "\n")
+        Path(args.json).write_text(strict_json(summary, indent=2) + "\n")
     return 0
 
 

@@ -24,7 +24,7 @@ import opacus_ext
 from opacus_ext import Refused
 from opacus_ext.accountants import PRVBoundsAccountant
 from opacus_ext.data import FixedSize, Poisson, TruncatedPoisson
-from opacus_ext.data.sampling import Draws
+from opacus_ext.data.draws import Draws
 from opacus_ext.losses import PerSample
 from tests.common import oracle
 

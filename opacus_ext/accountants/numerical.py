@@ -24,7 +24,6 @@ import math
 from typing import Callable, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
-from opacus.accountants import RDPAccountant
 from prv_accountant.discrete_privacy_random_variable import (
     DiscretePrivacyRandomVariable,
 )
@@ -33,8 +32,8 @@ from scipy.fft import irfft, next_fast_len, rfft
 from scipy.optimize import brentq
 from scipy.special import logsumexp
 
+from opacus_ext.accountants.composition import Bounds
 from opacus_ext.accountants.profiles import Profile, total_variation
-from opacus_ext.accountants.prv import Bounds
 
 #: Points of a grid: 2^20 of them take about 0.3 GB and a second for each mechanism.
 POINTS = 2**20
@@ -46,7 +45,8 @@ _ROUNDING = float(np.finfo(np.longdouble).eps)
 # Orders for Chernoff's bound, and losses on which it is computed.
 # Opacus's (less 1) are among the orders, so that its bound is never the better one.
 _ORDERS = np.union1d(
-    np.geomspace(1e-3, 1e10, 120), np.array(RDPAccountant.DEFAULT_ALPHAS) - 1
+    np.geomspace(1e-3, 1e10, 120),
+    [*(1 + x / 10.0 - 1 for x in range(1, 100)), *range(11, 63)],
 )
 _LOSSES = np.geomspace(1e-14, 1e14, 2800)
 
@@ -164,7 +164,8 @@ def _tails(steps: Sequence[Step], mass: float) -> _Tails:
         widest = max(widest, top)
         for orders, sums in ((_ORDERS, above), (-1 - _ORDERS, under)):
             # Signed: rounding makes some of them negative, and adds up to nothing.
-            grown = logsumexp(np.multiply.outer(orders, losses), b=p, axis=1)
+            with np.errstate(over="ignore"):  # an order at which it is inf is no use
+                grown = logsumexp(np.multiply.outer(orders, losses), b=p, axis=1)
             sums += count * np.maximum(np.nan_to_num(grown, nan=np.inf), 0)
     return _Tails(above, under, -math.expm1(finite), widest, cut)
 

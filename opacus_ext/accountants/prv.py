@@ -2,43 +2,20 @@
 
 from __future__ import annotations
 
-import math
-from collections import Counter
 from copy import deepcopy
-from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Tuple
+from typing import Any, Mapping
 
 from opacus.accountants.accountant import IAccountant
 
-from opacus_ext.refused import Refused
-
-# Distinct mechanisms that are convolved. Beyond, they are rounded: see _rounded.
-_DISTINCT = 64
-
-#: The mechanisms of :meth:`PRVBoundsAccountant.compose` and their parameters.
-MECHANISMS: Dict[str, Tuple[str, ...]] = {
-    "gaussian": ("noise_multiplier",),
-    "laplace": ("noise_multiplier",),
-    "pure": ("epsilon",),
-    "approximate": ("epsilon", "delta"),
-    "truncated_poisson": (
-        "noise_multiplier",
-        "sample_rate",
-        "records",
-        "max_batch_size",
-    ),
-    "fixed_size": ("noise_multiplier", "sample_rate"),
-}
+from opacus_ext.accountants.composition import (
+    Composition,
+    check_mechanism,
+    check_step,
+    refuse_mixed,
+)
 
 
-class Bounds(NamedTuple):
-    """What is surely reached, what is likely, and what is surely not exceeded."""
-
-    lower: float
-    estimate: float
-    upper: float
-
-
-class PRVBoundsAccountant(IAccountant):
+class PRVBoundsAccountant(Composition, IAccountant):
     """
     Epsilon and delta with bounds on both sides: ``PrivacyEngine(accountant=
     "prv_bounds")``.
@@ -77,161 +54,9 @@ class PRVBoundsAccountant(IAccountant):
         '0.166'
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.mechanisms: List[Dict[str, Any]] = []
-
     @classmethod
     def mechanism(cls) -> str:
         return "prv_bounds"
-
-    def __len__(self) -> int:
-        """0 if nothing was released."""
-        return len(self.history) + len(self.mechanisms)
-
-    def step(self, *, noise_multiplier: float, sample_rate: float) -> None:
-        """
-        Records one step of DP-SGD.
-
-        Args:
-            noise_multiplier: std of the noise over the norm that a record is clipped to
-            sample_rate: the probability with which a record is in the batch
-
-        Raises:
-            Refused: for a negative noise, or a rate outside [0, 1]
-        """
-        new = _check_step(noise_multiplier, sample_rate, 1)
-        _refuse_mixed([new], self.mechanisms)
-        if self.history and tuple(self.history[-1][:2]) == new[:2]:
-            new = (*new[:2], self.history.pop()[2] + 1)
-        self.history.append(new)
-
-    def compose(
-        self, mechanism: str, *, participations: int = 1, **parameters: float
-    ) -> None:
-        """
-        Records another release about the same records.
-
-        Args:
-            mechanism: "gaussian" or "laplace" with ``noise_multiplier``: the std, or
-                Laplace's scale, over the sensitivity (in L2, or L1) to one record;
-                "pure" with ``epsilon`` or "approximate" with ``epsilon`` and ``delta``:
-                any mechanism with this guarantee; "truncated_poisson" with
-                ``noise_multiplier``, ``sample_rate``, ``records`` and
-                ``max_batch_size``: steps with Poisson batches that were cut to this
-                size (``opacus_ext.accountants.truncation`` has the proof);
-                "fixed_size" with ``noise_multiplier`` (over the bound of clipping) and
-                ``sample_rate``: steps with batches of a fixed size
-                (:func:`~opacus_ext.accountants.profiles.exchanged`)
-            participations: how often it was used on the same record, or the most
-                releases of a series that one record can take part in
-
-        Raises:
-            Refused: for another mechanism or parameters out of range, and for
-                "fixed_size" beside anything else, whose neighbours are other ones
-
-        Example:
-            >>> accountant = PRVBoundsAccountant()
-            >>> accountant.compose("gaussian", noise_multiplier=2.0, participations=4)
-            >>> f"{accountant.get_epsilon(delta=1e-5):.2f}"
-            '4.38'
-        """
-        entry = {
-            "mechanism": mechanism,
-            **{name: float(value) for name, value in parameters.items()},
-            "participations": participations,
-        }
-        _check_mechanism(entry)
-        entry["participations"] = int(participations)
-        _refuse_mixed(self.history, [*self.mechanisms[-1:], entry])
-        last = self.mechanisms[-1] if self.mechanisms else {}
-        if {**last, "participations": 0} == {**entry, "participations": 0}:
-            entry["participations"] += self.mechanisms.pop()["participations"]
-        self.mechanisms.append(entry)
-
-    def get_epsilon(
-        self,
-        delta: float,
-        *,
-        eps_error: Optional[float] = None,
-        delta_error: Optional[float] = None,
-    ) -> float:
-        """
-        The upper bound of :meth:`get_bounds`: no run of these steps spends more.
-
-        Example:
-            >>> accountant = PRVBoundsAccountant()
-            >>> accountant.history = [(1.0, 0.01, 1000)]
-            >>> f"{accountant.get_epsilon(1e-5):.3f}"
-            '1.828'
-        """
-        bounds = self.get_bounds(delta, eps_error=eps_error, delta_error=delta_error)
-        return bounds.upper
-
-    def get_bounds(
-        self,
-        delta: float,
-        *,
-        eps_error: Optional[float] = None,
-        delta_error: Optional[float] = None,
-    ) -> Bounds:
-        """
-        Lower bound, estimate and upper bound of epsilon.
-
-        Args:
-            delta: of the guarantee
-            eps_error: distance of the lower bound from the estimate; by default 1 % of
-                epsilon, and more where that would take more than a million points. The
-                upper bound is nearer, mostly by a factor of 100
-            delta_error: the part of delta that is spent on what the grid cuts off; by
-                default a thousandth of it
-
-        Raises:
-            Refused: for a delta outside (0, 1), errors that are not positive, and a
-                history that is no list of steps
-        """
-        _check("delta", delta, 0 < delta < 1, "between 0 and 1, both excluded")
-        if eps_error is not None:
-            _check("eps_error", eps_error, 0 < eps_error < math.inf, "positive")
-        if delta_error is not None:
-            allowed = 0 < delta_error < delta
-            _check("delta_error", delta_error, allowed, f"between 0 and delta={delta}")
-        if self._revealing():
-            return Bounds(0.0, math.inf, math.inf)
-        from opacus_ext.accountants import numerical
-
-        low, high = self._steps()
-        bounds = numerical.epsilon_bounds(high, delta, eps_error, delta_error)
-        if low is not high:
-            other = numerical.epsilon_bounds(low, delta, eps_error, delta_error)
-            estimate = (bounds.estimate + other.estimate) / 2
-            bounds = Bounds(other.lower, estimate, bounds.upper)
-        return bounds
-
-    def get_delta(self, epsilon: float) -> Bounds:
-        """
-        Lower bound, estimate and upper bound of delta. At an epsilon of 0 it is the
-        membership advantage: by how much the rate of true alarms of an attack that
-        tells whether a record was used can exceed that of false ones.
-
-        Args:
-            epsilon: of the guarantee, 0 or more
-
-        Raises:
-            Refused: for a negative epsilon, and as :meth:`get_bounds`
-        """
-        _check("epsilon", epsilon, 0 <= epsilon < math.inf, "0 or more, and finite")
-        if self._revealing():
-            return Bounds(0.0, 1.0, 1.0)
-        from opacus_ext.accountants import numerical
-
-        low, high = self._steps()
-        bounds = numerical.delta_bounds(high, epsilon)
-        if low is not high:
-            other = numerical.delta_bounds(low, epsilon)
-            estimate = (bounds.estimate + other.estimate) / 2
-            bounds = Bounds(other.lower, estimate, bounds.upper)
-        return bounds
 
     def state_dict(self, destination: Any = None) -> Any:
         """As Opacus's, with the other mechanisms; plain Python throughout."""
@@ -246,187 +71,9 @@ class PRVBoundsAccountant(IAccountant):
         """
         trial = PRVBoundsAccountant()
         super(PRVBoundsAccountant, trial).load_state_dict(state_dict)
-        history = [_check_step(*entry) for entry in state_dict["history"]]
+        history = [check_step(*entry) for entry in state_dict["history"]]
         mechanisms = deepcopy(list(state_dict.get("mechanisms", [])))
         for entry in mechanisms:
-            _check_mechanism(entry)
-        _refuse_mixed(history, mechanisms)
+            check_mechanism(entry)
+        refuse_mixed(history, mechanisms)
         self.history, self.mechanisms = history, mechanisms
-
-    # -- what is composed ----------------------------------------------------------
-
-    def _pairs(self) -> Tuple[Counter, Counter]:
-        """
-        (noise_multiplier, sample_rate, cut): steps, for the lower bound and the upper;
-        ``cut`` is the probability of ``truncation``. Opacus sets the history, too.
-        """
-        low: Counter = Counter()
-        high: Counter = Counter()
-
-        def add(noise: float, rate: float, steps: int, kept: float, cut: float) -> None:
-            if rate > 0 and steps > 0 and noise < math.inf:
-                low[noise, kept, 0.0] += steps
-                high[noise, rate, cut] += steps
-
-        for history in self.history:
-            noise, rate, steps = _check_step(*history)
-            add(noise, rate, steps, rate, 0.0)
-        for entry in self.mechanisms:
-            name, steps = entry["mechanism"], entry["participations"]
-            rate = entry.get("sample_rate", 1.0)
-            if name == "gaussian":
-                add(entry["noise_multiplier"], rate, steps, rate, 0.0)
-            elif name == "fixed_size":
-                # To exchange a clipped gradient moves the sum by twice the bound.
-                add(entry["noise_multiplier"] / 2, rate, steps, rate, 0.0)
-            elif name == "truncated_poisson":
-                from opacus_ext.accountants.truncation import cut_probability, kept_rate
-
-                sizes = rate, entry["records"], entry["max_batch_size"]
-                chances = kept_rate(*sizes), cut_probability(*sizes)
-                add(entry["noise_multiplier"], rate, steps, *chances)
-        return low, high
-
-    def _revealing(self) -> bool:
-        return any(noise == 0 for noise, *_ in self._pairs()[1])
-
-    def _steps(self) -> Tuple[List[Any], List[Any]]:
-        """For the lower bound and for the upper; the same list where they agree."""
-        from opacus_ext.accountants import profiles
-        from opacus_ext.accountants.numerical import Step
-
-        _refuse_mixed(self.history, self.mechanisms)
-        others: Counter = Counter()
-        for entry in self.mechanisms:
-            values = tuple(entry[name] for name in MECHANISMS[entry["mechanism"]])
-            others[entry["mechanism"], values] += entry["participations"]
-        common = []
-        for (name, values), k in others.items():
-            if name == "laplace":
-                greatest = 1 / values[0]
-                common.append(Step(profiles.laplace(*values), k, greatest=greatest))
-            elif name in ("pure", "approximate"):
-                delta = (*values, 0.0)[1]
-                common.append(Step(profiles.pure(values[0]), k, delta, values[0]))
-
-        def build(pairs: Counter, exchange: bool) -> List[Any]:
-            steps = list(common)
-            if mu := _mu(pairs):
-                steps.insert(0, Step(profiles.gaussian(1 / mu), 1))
-            for (noise, rate, cut), k in sorted(pairs.items()):
-                if (rate, cut) == (1, 0):
-                    continue  # in mu
-                profile = profiles.sampled(profiles.gaussian(noise), rate)
-                if cut:
-                    twice = profiles.sampled(profiles.gaussian(noise / 2), rate)
-                    profile = profiles.mixture(profile, twice, cut)
-                steps.append(
-                    Step(profiles.exchanged(profile) if exchange else profile, k)
-                )
-            return steps
-
-        low, high = self._pairs()
-        if max(len(low), len(high)) > _DISTINCT:
-            low, high = _rounded(low, -1), _rounded(high, 1)
-        # Of an exchange a removal's profile is reached, where all other gradients are
-        # the opposite of the removed one.
-        exchange = any(e["mechanism"] == "fixed_size" for e in self.mechanisms)
-        lower = build(low, False)
-        return lower, build(high, exchange) if exchange or low != high else lower
-
-
-def _mu(pairs: Mapping[Tuple[float, float, float], int]) -> float:
-    squares = (k / n**2 for (n, rate, cut), k in pairs.items() if (rate, cut) == (1, 0))
-    return math.sqrt(sum(squares))
-
-
-def _rounded(pairs: Counter, side: int) -> Counter:
-    """
-    At most 64 sampled pairs for many: for a lower bound (``side`` -1) with more noise,
-    lower rates and probabilities to be cut, for an upper one (1) the reverse.
-
-    Epsilon falls with the noise and rises with the others, so these are bounds.
-    """
-
-    def rounded(x: float, up: int) -> float:
-        to = math.ceil if up > 0 else math.floor
-        return math.exp(to(math.log(x) / width) * width) if x else 0.0
-
-    width = 1e-4
-    while True:
-        found: Counter = Counter()
-        for (noise, rate, cut), k in pairs.items():
-            if (rate, cut) != (1, 0):
-                # A rate is rounded up to what is still sampling.
-                near = min(rounded(rate, side), (1 + rate) / 2)
-                noise, rate = rounded(noise, -side), near
-                cut = min(rounded(cut, side), 1.0)
-            found[noise, rate, cut] += k
-        if sum((rate, cut) != (1, 0) for _, rate, cut in found) <= _DISTINCT:
-            return found
-        width *= 1.25
-
-
-def _refuse_mixed(history: List[Any], mechanisms: List[Dict[str, Any]]) -> None:
-    kinds = {entry["mechanism"] for entry in mechanisms}
-    if "fixed_size" in kinds and (history or len(kinds) > 1):
-        raise Refused(
-            "Steps with batches of fixed size are private for the exchange of a "
-            "record, and other releases for its addition or removal: they can't be "
-            "composed.",
-            parameter="sampling",
-            remedy="Draw all batches by FixedSize, or all by Poisson and "
-            "TruncatedPoisson, with a new engine; and release nothing else.",
-        )
-
-
-# -- checks ------------------------------------------------------------------------
-
-
-def _check(name: str, value: Any, allowed: bool, text: str) -> None:
-    if not allowed:
-        raise Refused(f"{name}={value!r} must be {text}.", parameter=name)
-
-
-def _check_step(noise: float, rate: float, steps: int) -> Tuple[float, float, int]:
-    _check("noise_multiplier", noise, noise >= 0, "0 or more")
-    _check(
-        "sample_rate",
-        rate,
-        0 <= rate <= 1,
-        "between 0 and 1: it is the probability of a record to be in a batch",
-    )
-    _check("steps", steps, steps >= 0 and int(steps) == steps, "a whole number")
-    return float(noise), float(rate), int(steps)
-
-
-def _check_mechanism(entry: Dict[str, Any]) -> None:
-    name = entry["mechanism"]
-    known = ", ".join(map(repr, MECHANISMS))
-    _check("mechanism", name, name in MECHANISMS, f"one of {known}")
-    given = set(entry) - {"mechanism", "participations"}
-    if given != set(MECHANISMS[name]):
-        raise Refused(
-            f"{name!r} takes {' and '.join(MECHANISMS[name])}; got "
-            f"{', '.join(sorted(given)) or 'nothing'}.",
-            parameter="mechanism",
-            remedy="Give these parameters, and no others.",
-        )
-    for parameter in given:
-        value = entry[parameter]
-        if parameter == "delta":
-            _check("delta", value, 0 <= value < 1, "0 or more, and below 1")
-        elif parameter == "epsilon":
-            _check("epsilon", value, 0 <= value < math.inf, "0 or more, and finite")
-        elif parameter == "sample_rate":
-            _check_step(entry["noise_multiplier"], value, 1)
-        elif parameter in ("records", "max_batch_size"):
-            whole = value >= 1 and value == math.floor(value)
-            _check(parameter, value, whole, "a whole number, 1 or more")
-        elif "sample_rate" in given:
-            continue  # as in a history, the noise may be 0
-        else:
-            _check(parameter, value, 0 < value < math.inf, "positive and finite")
-    count = entry["participations"]
-    whole = isinstance(count, int) and not isinstance(count, bool) and count > 0
-    _check("participations", count, whole, "a whole number, 1 or more")

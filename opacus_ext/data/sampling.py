@@ -10,16 +10,18 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, Callable, Dict, Optional
+from typing import TYPE_CHECKING, Any, Callable, Dict, Optional, Union
 
-import torch
-from opacus.accountants.accountant import IAccountant
-from opacus.data_loader import dtype_safe, shape_safe, wrap_collate_with_empty
-from opacus.optimizers import DPOptimizer
-from torch.utils.data import DataLoader, Dataset, IterableDataset
-
-from opacus_ext.data.draws import Draws
 from opacus_ext.refused import Refused
+
+# A plan only names a way to draw, and is made without torch: it takes seconds to load.
+if TYPE_CHECKING:
+    import torch
+    from opacus.accountants.accountant import IAccountant
+    from opacus.optimizers import DPOptimizer
+    from torch.utils.data import DataLoader, Dataset
+
+    from opacus_ext.accountants.composition import Composition
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +98,7 @@ class Sampling(ABC):
 
     def account(
         self,
-        accountant: IAccountant,
+        accountant: Union[IAccountant, Composition],
         records: int,
         noise_multiplier: float,
         steps: int = 1,
@@ -166,6 +168,11 @@ class Sampling(ABC):
         Raises:
             Refused: for a data set whose records have no numbers
         """
+        from opacus.data_loader import dtype_safe, shape_safe, wrap_collate_with_empty
+        from torch.utils.data import DataLoader
+
+        from opacus_ext.data.draws import Draws
+
         dataset = stock.dataset
         records = count_records(dataset)
         fields = list(dataset[0])
@@ -197,6 +204,8 @@ def count_records(dataset: Dataset) -> int:
     Raises:
         Refused: for a data set whose records have no numbers
     """
+    from torch.utils.data import IterableDataset
+
     if isinstance(dataset, IterableDataset):
         raise Refused(
             "The data set is an IterableDataset: its records can't be drawn.",
@@ -208,6 +217,8 @@ def count_records(dataset: Dataset) -> int:
 
 def _keys(records: int, generator: Any) -> torch.Tensor:
     """Of 53 bits: by those of float32 a rate of 1e-6 would be wrong by a percent."""
+    import torch
+
     return torch.rand(records, generator=generator, dtype=torch.float64)
 
 
@@ -313,13 +324,15 @@ class CyclicPoisson(Poisson):
         super().check(records, accountant)
 
     def draw(self, records: int, generator: Any, step: int = 0) -> torch.Tensor:
+        import torch
+
         part = torch.arange(step % self.bands, records, self.bands)
         keys = _keys(len(part), generator)
         return part[keys < self.bands * self.rate(records)]
 
     def account(
         self,
-        accountant: IAccountant,
+        accountant: Union[IAccountant, Composition],
         records: int,
         noise_multiplier: float,
         steps: int = 1,
@@ -375,6 +388,8 @@ class TruncatedPoisson(Poisson):
         steps: see :class:`Sampling`
 
     Example:
+        >>> import torch
+        >>> from opacus_ext.data.draws import Draws
         >>> sampling = TruncatedPoisson(expected_batch_size=50, max_batch_size=52)
         >>> max(len(batch) for batch in Draws(sampling, 1000, torch.Generator()))
         52
@@ -437,6 +452,7 @@ class FixedSize(Sampling):
         steps: see :class:`Sampling`
 
     Example:
+        >>> import torch
         >>> FixedSize(batch_size=3).draw(5, torch.Generator().manual_seed(0))
         tensor([1, 2, 4])
     """

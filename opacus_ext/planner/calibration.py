@@ -20,23 +20,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
-from scipy.optimize import brentq
 
-from opacus_ext.accountants import PRVBoundsAccountant
-from opacus_ext.accountants.profiles import (
-    gaussian_log_delta,
-    gaussian_sensitivity,
-    unsampled_epsilon,
-)
+from opacus_ext.accountants.profiles import gaussian_log_delta, gaussian_sensitivity
+from opacus_ext.planner.noise_search import NoiseSearch
 from opacus_ext.planner.privacy_loss import SampledGaussian, TooHardError
-from opacus_ext.planner.saddle_point import (
-    log_delta_of_steps,
-    log_profile,
-    sampled_ever,
-)
+from opacus_ext.planner.saddle_point import log_profile
 from opacus_ext.planner.solver import (
     MARGIN,
-    Guess,
     check_budget,
     checked,
     excess_of,
@@ -272,91 +262,7 @@ def noise_multiplier(
         checked("sample_rate", sample_rate, above=0, at_most=1),
     )
     names = ("epsilon", "delta", "records", "steps", "rate")
-    return on_cells(_NoiseSearch(rough), names, columns)
-
-
-class _NoiseSearch:
-    """The noise of one cell after another, each found from the one before."""
-
-    def __init__(self, rough: bool = False) -> None:
-        self.guess, self.rough = Guess(), rough
-
-    def __call__(
-        self, epsilon: float, delta: float, k: float, steps: float, q: float
-    ) -> float:
-        # a hair's breadth: the rounding of a rate that is delta
-        if sampled_ever(q, steps * k) <= delta * (1 + 1e-12):
-            return 0.0
-        log_delta = log_target(delta)
-        if q == 1:
-            return k * math.sqrt(steps) / gaussian_sensitivity(epsilon, log_delta)[()]
-        if steps == k == 1:
-            alone = unsampled_epsilon(epsilon, q)
-            return 1 / gaussian_sensitivity(alone, log_delta - math.log(q))[()]
-        try:
-            return surely(
-                lambda fineness: self._search(epsilon, delta, k, steps, q, fineness)
-            )
-        except TooHardError:
-            return _by_the_accountant(epsilon, delta, k, steps, q)
-
-    def _search(
-        self,
-        epsilon: float,
-        delta: float,
-        k: float,
-        steps: float,
-        q: float,
-        fineness: float,
-    ) -> float:
-        guess = self.guess
-        if fineness > 1:
-            guess.forget()
-
-        def profile(log_noise: float) -> float:
-            step = SampledGaussian(math.exp(log_noise), q, int(k))
-            value, guess.tilt = log_delta_of_steps(
-                step, steps, epsilon, guess.tilt, fineness
-            )
-            return value
-
-        excess = excess_of(profile, log_target(delta))
-        start = guess.start(epsilon, delta, k, steps, q)
-        tolerance = 3e-3 if self.rough else 3e-6
-        log_noise, guess.slope = root(excess, start, guess.slope, tolerance)
-        noise = math.exp(log_noise)
-        if not self.rough:
-            check_budget(
-                SampledGaussian(noise, q, int(k)), steps, epsilon, delta, guess.tilt
-            )
-        guess.correct(log_noise)
-        return noise
-
-
-def _by_the_accountant(
-    epsilon: float, delta: float, k: float, steps: float, q: float
-) -> float:
-    """Seconds a cell: noise at which the accountant's upper bound is ``epsilon``."""
-    if k > 1 or epsilon > 100:  # its grid would be too large
-        raise TooHardError
-    accountant = PRVBoundsAccountant()
-
-    def excess(log_noise: float) -> float:
-        accountant.history = [(math.exp(log_noise), q, int(steps))]
-        with np.errstate(over="ignore"):  # of a delta that is hardly a number
-            return math.log(max(accountant.get_epsilon(delta), 1e-12) / epsilon)
-
-    low = high = Guess().start(epsilon, delta, k, steps, q)
-    while excess(high) > 0:
-        high += 0.5
-    while excess(low) <= 0:
-        low -= 0.5
-        if low < -20:
-            raise TooHardError
-    found = brentq(excess, low, high, xtol=2e-5)
-    while excess(found) > 0:  # brentq may end on either side
-        found += 2e-5
-    return math.exp(found)
+    return on_cells(NoiseSearch(rough), names, columns)
 
 
 def calibrate(

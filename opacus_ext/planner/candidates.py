@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Iterator, List, NamedTuple, Optional, Sequence, Tuple
+from typing import TYPE_CHECKING, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
 
@@ -24,9 +24,11 @@ from opacus_ext.planner.noise import (
     noise_of,
 )
 from opacus_ext.planner.plan import Plan
-from opacus_ext.planner.probe import Probe
 from opacus_ext.progress import progress
 from opacus_ext.refused import Refused
+
+if TYPE_CHECKING:
+    from opacus_ext.planner.probe import Probe
 
 SIZES_PER_DECADE, BATCHES_PER_OCTAVE, STEPS_PER_OCTAVE = 25, 4, 8
 _NEAR_END = 1.1  # a point of the lattice of sizes, and of steps

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Dict, Mapping, NamedTuple, Optional, Tuple
 
 import numpy as np
-import torch
 from numpy.typing import ArrayLike
 from scipy.optimize import minimize_scalar
 
@@ -68,15 +67,15 @@ class Fit:
         return self._predict(transformed(self), inputs)
 
     def _predict(self, values: Values, inputs: Mapping[str, ArrayLike]) -> np.ndarray:
-        logs = {n: torch.tensor(x) for n, x in self.law.logs(inputs).items()}
+        logs = self.law.logs(inputs)
         try:
-            torch.broadcast_shapes(*(x.shape for x in logs.values()))
-        except RuntimeError as e:
-            shapes = ", ".join(f"{n} {tuple(x.shape)}" for n, x in logs.items())
+            np.broadcast_shapes(*(x.shape for x in logs.values()))
+        except ValueError as e:
+            shapes = ", ".join(f"{n} {x.shape}" for n, x in logs.items())
             raise Refused(
                 f"Shapes don't broadcast: {shapes}.", remedy="Give shapes that do."
             ) from e
-        return self.law.log_target(values, logs).exp().numpy()
+        return np.asarray(np.exp(self.law.log_target(values, logs)))
 
     def intervals(self, level: float = 0.95) -> Dict[str, Tuple[float, float]]:
         """
@@ -258,14 +257,7 @@ def transformed(fit: Fit) -> Values:
     """Parameters as a law's function takes them."""
     with np.errstate(divide="ignore"):
         return {
-            p.key: torch.as_tensor(
-                (
-                    np.log(fit.parameters[p.name])
-                    if p.positive
-                    else fit.parameters[p.name]
-                ),
-                dtype=torch.float64,
-            )
+            p.key: (np.log if p.positive else np.asarray)(fit.parameters[p.name])
             for p in fit.law.parameters
         }
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Mapping, NamedTuple, Tuple
+from typing import TYPE_CHECKING, Any, Mapping, NamedTuple, Tuple
 
 import numpy as np
-import torch
 from scipy.optimize import minimize
-from torch import Tensor
+
+from opacus_ext.planner.dual import Dual
 
 if TYPE_CHECKING:
     from opacus_ext.planner.law import Law
@@ -33,35 +33,36 @@ class HuberProblem:
         huber: float,
     ) -> None:
         self.law, self.huber = law, huber
-        self.logs = {n: torch.tensor(x - means[n]) for n, x in logs.items()}
-        self.outcome = torch.tensor(outcome - mean)
+        self.logs = {n: x - means[n] for n, x in logs.items()}
+        self.outcome = outcome - mean
 
-    def log_target(self, x: Tensor) -> Tensor:
-        """Of parameters ``[*, parameters]``: ``[*, rows]``."""
-        values = dict(zip(self.law.keys, x.unsqueeze(-1).unbind(-2)))
-        return self.law.log_target(values, self.logs)
+    def _log_target(self, values: Any) -> Any:
+        return self.law.log_target(dict(zip(self.law.keys, values)), self.logs)
 
-    def objective(self, x: Tensor) -> Tensor:
-        error = self.log_target(x) - self.outcome
-        return torch.nn.functional.huber_loss(
-            error, torch.zeros_like(error), reduction="none", delta=self.huber
-        ).sum(-1)
+    def _huber(self, error: np.ndarray) -> np.ndarray:
+        size, limit = np.abs(error), self.huber
+        near = np.minimum(size, limit)
+        return near * (size - near / 2)
 
     def objectives(self, x: np.ndarray) -> np.ndarray:
         """Of many starts ``[starts, parameters]``, in parts that fit in memory."""
         part = max(1, 10**6 // len(self.outcome))
-        with torch.no_grad():
-            found = [
-                self.objective(torch.tensor(x[i : i + part]))
-                for i in range(0, len(x), part)
-            ]
-        found = torch.cat(found).nan_to_num(math.inf, math.inf)
-        return found.numpy()
+        found = []
+        with np.errstate(all="ignore"):
+            for i in range(0, len(x), part):
+                error = self._log_target(x[i : i + part].T[..., None]) - self.outcome
+                found.append(self._huber(error).sum(-1))
+        return np.nan_to_num(np.concatenate(found), nan=math.inf)
+
+    def _dual(self, x: np.ndarray) -> Dual:
+        slopes = np.eye(len(x))[..., None]
+        with np.errstate(all="ignore"):  # of a start that is far off
+            return self._log_target([Dual(v[None], s) for v, s in zip(x, slopes)])
 
     def jacobian(self, x: np.ndarray) -> np.ndarray:
         """Of log target by parameters, ``[rows, parameters]``."""
-        function = torch.autograd.functional.jacobian
-        return function(self.log_target, torch.tensor(x), vectorize=True).numpy()
+        slope = self._dual(x).slope
+        return np.broadcast_to(slope, (len(x), len(self.outcome))).T
 
     def descend(
         self, start: np.ndarray, tolerance: float = 1e-10, evaluations: int = 500
@@ -69,12 +70,13 @@ class HuberProblem:
         def scaled(x: np.ndarray) -> Tuple[float, np.ndarray]:
             # In units of |error|: the objective itself is so small that L-BFGS would
             # take its first value for a minimum.
-            point = torch.tensor(x, requires_grad=True)
-            value = self.objective(point) / self.huber
-            (slope,) = torch.autograd.grad(value, point)
-            if not (torch.isfinite(value) and torch.isfinite(slope).all()):
+            found = self._dual(x)
+            error = found.value - self.outcome
+            value = self._huber(error).sum() / self.huber
+            slope = found.slope @ (np.clip(error, -self.huber, self.huber) / self.huber)
+            if not (np.isfinite(value) and np.isfinite(slope).all()):
                 return math.inf, np.zeros_like(x)
-            return value.item(), slope.numpy()
+            return float(value), slope
 
         options = dict(
             maxiter=evaluations,

@@ -8,8 +8,6 @@ from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
 
 import numpy as np
 from numpy.typing import ArrayLike
-from scipy.stats import qmc
-from torch import Tensor
 
 from opacus_ext.planner.fit import Fit, Values, positive, transformed
 from opacus_ext.planner.huber import Descent, HuberProblem
@@ -57,9 +55,9 @@ class Law:
         inputs: names of its inputs, and the number of distinct values below which they
             can't tell the law's parameters apart
         parameters: see :class:`Parameter`
-        log_target: function of ``(parameters, inputs)``, both dicts of float64 tensors
-            that broadcast, to the log of the target. Positive parameters come as
-            logs, and inputs as theirs
+        log_target: function of ``(parameters, inputs)``, both dicts of arrays (or
+            :class:`~opacus_ext.planner.dual.Dual`) that broadcast, to the log of the
+            target. Positive parameters come as logs, and inputs as theirs
         in_units: function of ``(parameters, means, mean)``: parameters of a law fitted
             in units in which inputs and target have geometric mean 1, to those in the
             user's units; ``means`` and ``mean`` are logs
@@ -85,7 +83,7 @@ class Law:
     target: str
     inputs: Mapping[str, int]
     parameters: Tuple[Parameter, ...]
-    log_target: Callable[[Mapping[str, Any], Mapping[str, Any]], Tensor]
+    log_target: Callable[[Mapping[str, Any], Mapping[str, Any]], Any]
     in_units: Callable[[Values, Mapping[str, float], float], Values]
     transforms: Mapping[str, Callable[[np.ndarray], np.ndarray]] = field(
         default_factory=dict
@@ -365,6 +363,8 @@ class Law:
             minus = {n: -m for n, m in means.items()}
             inner = [self.in_units(p, minus, -mean) for p in given]
             return np.array([[p[key] for key in self.keys] for p in inner])
+        from scipy.stats import qmc  # half a second, which only fits need
+
         low, high = np.array([p.starts for p in self.parameters]).T
         sobol = qmc.Sobol(len(low), scramble=False)
         # Without its first point, which is the lower corner.

@@ -32,11 +32,10 @@ import math
 from typing import Any, Callable, Dict, Mapping, Optional, Tuple, Union
 
 import numpy as np
-import torch
 from numpy.typing import ArrayLike
 from scipy.optimize import brentq
-from torch import Tensor
 
+from opacus_ext.planner.dual import exp, log_sum
 from opacus_ext.planner.fit import LAWS, Fit, Values, positive
 from opacus_ext.planner.law import Law, Parameter
 from opacus_ext.refused import Refused
@@ -51,14 +50,6 @@ def _coefficient(name: str) -> Parameter:
 
 def _exponent(name: str) -> Parameter:
     return Parameter(name, (0.05, 1.5), positive=False, usual=(0.01, 3.0))
-
-
-def _exp(x: Any) -> Any:
-    return x.exp() if isinstance(x, Tensor) else np.exp(x)
-
-
-def _log_sum(*logs: Tensor) -> Tensor:
-    return torch.logsumexp(torch.stack(torch.broadcast_tensors(*logs)), 0)
 
 
 Power = Union[str, float]
@@ -95,8 +86,8 @@ def _sum_of_powers(
             value = value + sign * (p[e] if isinstance(e, str) else e) * x[n]
         return value
 
-    def log_target(p: Mapping[str, Any], x: Mapping[str, Any]) -> Tensor:
-        return _log_sum(*(log_term(p, x, c) for c in terms))
+    def log_target(p: Mapping[str, Any], x: Mapping[str, Any]) -> Any:
+        return log_sum(*(log_term(p, x, c) for c in terms))
 
     def in_units(p: Values, means: Mapping[str, float], mean: float) -> Values:
         minus = {n: -m for n, m in means.items()}
@@ -119,7 +110,7 @@ def _sum_of_powers(
 def _kaplan(
     name: str,
     scales: Mapping[str, Tuple[str, str]],
-    log_target: Callable[[Mapping[str, Any], Mapping[str, Any]], Tensor],
+    log_target: Callable[[Mapping[str, Any], Mapping[str, Any]], Any],
     **options: Any,
 ) -> Law:
     """
@@ -131,7 +122,7 @@ def _kaplan(
 
     def in_units(p: Values, means: Mapping[str, float], mean: float) -> Values:
         moved = {
-            f"log_{c}": p[f"log_{c}"] + means[n] + mean / _exp(p[f"log_{alpha}"])
+            f"log_{c}": p[f"log_{c}"] + means[n] + mean / exp(p[f"log_{alpha}"])
             for n, (c, alpha) in scales.items()
         }
         return {**p, **moved}
@@ -211,26 +202,26 @@ power = _sum_of_powers(
 kaplan_parameters = _kaplan(
     "kaplan_parameters",
     {"parameters": ("N_c", "alpha_N")},
-    lambda p, x: p["log_alpha_N"].exp() * (p["log_N_c"] - x["parameters"]),
+    lambda p, x: exp(p["log_alpha_N"]) * (p["log_N_c"] - x["parameters"]),
 )
 kaplan_tokens = _kaplan(
     "kaplan_tokens",
     {"tokens": ("D_c", "alpha_D")},
-    lambda p, x: p["log_alpha_D"].exp() * (p["log_D_c"] - x["tokens"]),
+    lambda p, x: exp(p["log_alpha_D"]) * (p["log_D_c"] - x["tokens"]),
 )
 kaplan_flops = _kaplan(
     "kaplan_flops",
     {"flops": ("C_c", "alpha_C")},
-    lambda p, x: p["log_alpha_C"].exp() * (p["log_C_c"] - x["flops"]),
+    lambda p, x: exp(p["log_alpha_C"]) * (p["log_C_c"] - x["flops"]),
 )
 
 
-def _parameters_tokens(p: Mapping[str, Any], x: Mapping[str, Any]) -> Tensor:
-    ratio = (p["log_alpha_N"] - p["log_alpha_D"]).exp()
-    inner = _log_sum(
+def _parameters_tokens(p: Mapping[str, Any], x: Mapping[str, Any]) -> Any:
+    ratio = exp(p["log_alpha_N"] - p["log_alpha_D"])
+    inner = log_sum(
         ratio * (p["log_N_c"] - x["parameters"]), p["log_D_c"] - x["tokens"]
     )
-    return p["log_alpha_D"].exp() * inner
+    return exp(p["log_alpha_D"]) * inner
 
 
 kaplan_parameters_tokens = _kaplan(
@@ -242,9 +233,9 @@ kaplan_parameters_tokens = _kaplan(
 kaplan_parameters_steps = _kaplan(
     "kaplan_parameters_steps",
     {"parameters": ("N_c", "alpha_N"), "steps": ("S_c", "alpha_S")},
-    lambda p, x: _log_sum(
-        p["log_alpha_N"].exp() * (p["log_N_c"] - x["parameters"]),
-        p["log_alpha_S"].exp() * (p["log_S_c"] - x["steps"]),
+    lambda p, x: log_sum(
+        exp(p["log_alpha_N"]) * (p["log_N_c"] - x["parameters"]),
+        exp(p["log_alpha_S"]) * (p["log_S_c"] - x["steps"]),
     ),
     data="steps",
 )
@@ -257,10 +248,10 @@ critical_batch = Law(
         Parameter("B_star", (-3.0, 3.0)),
         Parameter("alpha_B", (math.log(0.05), math.log(1.0)), usual=(0.01, 5.0)),
     ),
-    lambda p, x: p["log_B_star"] - x["loss"] * (-p["log_alpha_B"]).exp(),
+    lambda p, x: p["log_B_star"] - x["loss"] * exp(-p["log_alpha_B"]),
     lambda p, means, mean: {
         **p,
-        "log_B_star": p["log_B_star"] + mean + means["loss"] / _exp(p["log_alpha_B"]),
+        "log_B_star": p["log_B_star"] + mean + means["loss"] / exp(p["log_alpha_B"]),
     },
 )
 

@@ -155,7 +155,7 @@ def measure(
             bar.set_postfix_str(f"{run['size']}, ratio {run['ratio']:.2g}")
             train(family, run, bar)
             with path.open("a") as file:
-                file.write(json.dumps(run) + "\n")
+                file.write(json.dumps(run, allow_nan=False) + "\n")
             known[_key(run)] = run
     return Measurements.of_runs(known[_key(run)] for run in grid)
 

@@ -187,19 +187,35 @@ class Measurements:
 _COLUMNS = [f.name for f in fields(Measurements) if f.name not in _META]
 
 
+def _no_number(constant: str) -> None:
+    raise ValueError(f"{constant} is no number of JSON")
+
+
 def read_runs(path: Union[str, Path]) -> List[Dict[str, Any]]:
     """The runs of a file, one JSON object a line."""
     runs = []
-    for number, line in enumerate(Path(path).read_text().splitlines(), 1):
+    try:
+        lines = Path(path).read_text().splitlines()
+    except UnicodeDecodeError as e:
+        raise Refused(
+            f"{path} is no text: {e}.",
+            parameter="measurements",
+            remedy="Give a file that measure wrote, or a table (CSV).",
+        ) from e
+    for number, line in enumerate(lines, 1):
         try:
-            run = json.loads(line)
+            run = json.loads(line, parse_constant=_no_number)
             for name in (*_META, "parameters", "ratio", "learning_rate"):
                 run[name]
+            numbers = [run["parameters"], run["ratio"], *run["loss"], *run["steps"]]
+            if not all(isinstance(x, (int, float)) for x in numbers):
+                raise Refused("something in it is no number")
             if len(run["loss"]) != len(run["steps"]):
                 raise Refused("loss and steps differ in length")
         except (ValueError, KeyError, TypeError) as e:
+            what = f"it has no {e}" if isinstance(e, KeyError) else str(e).rstrip(".")
             raise Refused(
-                f"{path}, line {number}, is no run: {e!r}.",
+                f"{path}, line {number}, is no run: {what}.",
                 remedy="Take the line away, or a file that measure wrote.",
             ) from e
         runs.append(run)

@@ -5,17 +5,22 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any, Optional, Tuple
+from typing import TYPE_CHECKING, Any, Optional, Tuple
 
 import numpy as np
 from scipy.interpolate import make_interp_spline
 
-from opacus_ext.accountants import PRVBoundsAccountant
-from opacus_ext.data.sampling import Sampling
+from opacus_ext.accountants.composition import Composition
 from opacus_ext.planner import calibration
 from opacus_ext.planner.budget import Budget
+from opacus_ext.planner.privacy_loss import WORK
 from opacus_ext.planner.solver import central_limit, plain
 from opacus_ext.refused import Refused
+
+if TYPE_CHECKING:
+    from opacus_ext.data.sampling import Sampling
+
+_WORK = 1.5 * 2.0**27  # of a grid: 4 seconds, where most take a fifth of it
 
 
 def batches_per_epoch(budget: Budget, batch: Any) -> np.ndarray:
@@ -94,8 +99,7 @@ def _cached_grid(
         parts = budget.examples / b
         kp, kt = _knots(parts, 2), _knots(t, 4)
         axes = (parts, kp), (t, kt)
-        privacy = budget.epsilon, budget.delta, records_of(budget)
-        known = np.array([_knot(*privacy, part, tuple(kt)) for part in kp])
+        known = _known(budget, kp, kt)
         limit = _central_limit(budget, kp, kt)
         off = np.log(np.where(known > 0, known, limit) / limit)
         for axis, (wanted, knots) in enumerate(axes):
@@ -117,6 +121,30 @@ def _knots(values: np.ndarray, base: int) -> np.ndarray:
     """Powers of a base around a range: the same for every budget."""
     low, high = np.log([values.min(), values.max()]) / math.log(base)
     return base ** np.arange(math.floor(low + 1e-9), math.ceil(high - 1e-9) + 1.0)
+
+
+def _known(budget: Budget, parts: np.ndarray, steps: np.ndarray) -> np.ndarray:
+    """
+    Calibrated noise, ``[parts, T]``.
+
+    Raises:
+        Refused: where that would take long
+    """
+    privacy = budget.epsilon, budget.delta, records_of(budget)
+    with WORK.bounded(_WORK):
+        try:
+            return np.array([_knot(*privacy, part, tuple(steps)) for part in parts])
+        except Refused as error:
+            if WORK.rest > 0:
+                raise
+            raise Refused(
+                f"A plan for epsilon={budget.epsilon:g}, delta={budget.delta:g} and "
+                f"{records_of(budget)} records of a user in {len(parts)} batch sizes "
+                "takes too long to calibrate.",
+                parameter="batch_size",
+                remedy="Bound batch_size and steps to narrower ranges, or take a "
+                "larger delta or fewer records of a user.",
+            ) from error
 
 
 @lru_cache(maxsize=1024)
@@ -172,7 +200,7 @@ def verified_noise(
     """
     factor, step = 1.0, 1e-3
     while factor <= most:
-        accountant = PRVBoundsAccountant()
+        accountant = Composition()
         sampling.account(accountant, records, noise_multiplier * factor, int(steps))
         if accountant.get_epsilon(delta) <= epsilon:
             return noise_multiplier * factor

@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import math
 import threading
-from typing import NamedTuple, Tuple
+from contextlib import contextmanager
+from typing import Iterator, NamedTuple, Tuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,11 +31,22 @@ class TooHardError(ArithmeticError):
 
 class Work(threading.local):
     """
-    What may still be computed for an answer, in entries of arrays; each takes a tenth
-    of a microsecond or so. It is no clock: what is answered is so on every machine.
+    What may still be computed for an answer, in entries of arrays; each takes a
+    hundredth of a microsecond or so. It is no clock: what is answered is so on every
+    machine.
     """
 
     left = math.inf
+    rest = math.inf  # for several answers together
+
+    @contextmanager
+    def bounded(self, entries: float) -> Iterator[None]:
+        """For all answers within it together; then each raises as :meth:`spend`."""
+        self.rest = entries
+        try:
+            yield
+        finally:
+            self.rest = math.inf
 
     def spend(self, entries: float) -> None:
         """
@@ -77,7 +89,7 @@ class SampledGaussian(NamedTuple):
 
     def loss(self, x: NDArray) -> NDArray:
         """``L(x)``, [n] complex, precise where it is small."""
-        WORK.spend(len(x) * self.records)
+        WORK.spend(8 * len(x) * self.records)  # complex ones take longer
         rows = max(1, _CHUNK // self.records)
         parts = [self._loss(x[i : i + rows]) for i in range(0, len(x), rows)]
         return np.concatenate(parts)

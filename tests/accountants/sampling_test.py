@@ -14,7 +14,7 @@ from scipy.special import comb
 from scipy.stats import binom, norm
 
 from opacus_ext import Refused
-from opacus_ext.accountants import PRVBoundsAccountant, prv
+from opacus_ext.accountants import PRVBoundsAccountant, composition
 from opacus_ext.accountants.truncation import cut_probability, kept_rate
 from opacus_ext.data import FixedSize, Poisson, TruncatedPoisson
 
@@ -231,7 +231,7 @@ def test_many_noises_of_a_schedule_are_rounded_to_bounds():
     for noise in np.linspace(2.0, 2.2, 12):
         made.compose("fixed_size", noise_multiplier=noise, sample_rate=0.05)
     exact = made.get_bounds(1e-5)
-    with patch.object(prv, "_DISTINCT", 3):
+    with patch.object(composition, "_DISTINCT", 3):
         bounds = made.get_bounds(1e-5)
     assert exact.upper < bounds.upper < 1.1 * exact.upper
     assert 0.9 * exact.lower < bounds.lower < exact.lower

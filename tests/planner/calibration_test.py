@@ -16,7 +16,7 @@ from scipy.stats import binom
 
 from opacus_ext.accountants import PRVBoundsAccountant
 from opacus_ext.accountants.profiles import gaussian_log_delta, gaussian_sensitivity
-from opacus_ext.planner import calibration
+from opacus_ext.planner import calibration, noise_search
 from opacus_ext.planner.calibration import (
     calibrate,
     delta,
@@ -356,7 +356,7 @@ def test_what_the_sums_cannot_do_the_accountant_does():
     """And says the same where both can."""
     cell = 4.0, 1e-6, 1.0, 200.0, 0.01
     ours = noise_multiplier(4.0, 1e-6, 200, 0.01)
-    found = calibration._by_the_accountant(*cell)
+    found = noise_search.by_the_accountant(*cell)
     assert found == pytest.approx(ours, rel=2e-4)
     accountant = PRVBoundsAccountant()
     accountant.history = [(found, 0.01, 200)]

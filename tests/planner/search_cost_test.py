@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from opacus.accountants.analysis.rdp import compute_rdp
 from scipy.special import ndtri
 from scipy.stats import norm
 
@@ -68,6 +69,14 @@ def test_poisson_stopping_bounds_the_best_too():
     assert (found <= bound).all()
 
 
+@pytest.mark.parametrize("noise, rate", [(0.2, 0.3), (1.0, 0.01), (9.0, 1.0)])
+def test_divergences_are_those_of_opacus(noise, rate):
+    orders = np.array([1.05, 1.7, 2.0, 10.9, 63.0])
+    theirs = compute_rdp(q=rate, noise_multiplier=noise, steps=100, orders=orders)
+    found = search_cost.renyi(orders, noise, rate, 100)
+    assert found == pytest.approx(theirs, rel=1e-7)
+
+
 def test_a_search_costs_little_more_for_more_trials():
     budget = 4.0, 1e-6, 1000, 0.01
     rows = {row["search"]: row for row in search_cost.ways(*budget, trials=50)}
@@ -75,7 +84,7 @@ def test_a_search_costs_little_more_for_more_trials():
     assert alone < geometric < composed
     few = search_cost.search_noise(*budget, trials=5)
     assert few < geometric < 1.5 * few
-    rdp = search_cost._rdp(geometric, 0.01, 1000)
+    rdp = search_cost.renyi(search_cost.ORDERS, geometric, 0.01, 1000)
     spent = search_cost.random_stopping(search_cost.ORDERS, rdp, 50)
     assert 3.98 < search_cost.epsilon_of(search_cost.ORDERS, spent, 1e-6) <= 4
     with pytest.raises(Refused, match="whatever their noise"):

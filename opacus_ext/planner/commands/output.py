@@ -9,8 +9,17 @@ from typing import Any, Dict, Sequence
 from opacus_ext.tables import text_table
 
 
-def print_json(content: Any) -> None:
-    """Prints it: numbers of numpy as plain ones, null where one is not finite."""
+def strict_json(content: Any, **options: Any) -> str:
+    """
+    JSON of it: numbers of numpy as plain ones, null where one is not finite.
+
+    Args:
+        **options: of ``json.dumps``
+
+    Example:
+        >>> strict_json({"loss": float("nan"), "steps": [1, 2]})
+        '{"loss": null, "steps": [1, 2]}'
+    """
 
     def plain(x: Any) -> Any:
         if isinstance(x, dict):
@@ -23,7 +32,12 @@ def print_json(content: Any) -> None:
             return None  # JSON has no inf and no nan
         return x
 
-    print(json.dumps(plain(content), indent=2, allow_nan=False))
+    return json.dumps(plain(content), allow_nan=False, **options)
+
+
+def print_json(content: Any) -> None:
+    """Prints :func:`strict_json`."""
+    print(strict_json(content, indent=2))
 
 
 def show(value: Any) -> str:

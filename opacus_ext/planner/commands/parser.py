@@ -38,7 +38,7 @@ Each command tells more: opacus-ext plan --help""",
         --trainable 4.2e6 --noise-free run.csv
   what a choice that someone made would lose
     opacus-ext plan --users 1e7 --epsilon 4 --flops 1e15 --measurements example \\
-        --baseline 1e6,256,700
+        --baseline 4e5,256,700
 
 A number is a list (1,4,16) or a range (1:64:4, four values from 1 to 64 in equal
 ratios), where "ranges" is said; a bound is LOW:HIGH, or one number.""",
@@ -204,6 +204,15 @@ def parse(argv: Optional[Sequence[str]] = None) -> argparse.Namespace:
     return args
 
 
+def needs_torch(args: argparse.Namespace) -> bool:
+    """Whether a command trains or reads a model; a plan does if it is to be timed."""
+    return args.command in ("measure", "check", "statement") or _timed(args)
+
+
+def _timed(args: argparse.Namespace) -> bool:
+    return args.command == "plan" and bool(args.seconds or args.memory or args.text)
+
+
 def _problem(args: argparse.Namespace) -> Optional[str]:
     """What can be said before anything is imported, of arguments that don't fit."""
     given = vars(args)
@@ -217,8 +226,14 @@ def _problem(args: argparse.Namespace) -> Optional[str]:
         return f"epsilon={max(args.epsilon):g} is above 100: that is no privacy"
     if args.command == "plan" and (problem := _problem_of_tuning(args)):
         return problem
-    timed = args.command == "plan" and (args.seconds or args.memory)
-    if (timed or args.command == "measure") and not args.text:
+    if args.command == "plan" and args.law:
+        if bool(args.measurements) == (args.law in ("paper", "rule")):
+            return (
+                f"--law {args.law} {'takes no' if args.measurements else 'needs'} "
+                "measurements; surface, L1 and L2 are fitted to --measurements, paper "
+                "and rule go without"
+            )
+    if (_timed(args) or args.command == "measure") and not args.text:
         if args.family == "bytes":
             return "the family of byte transformers needs a text: --text FILE"
     for name in ("measurements", "noise_free", "text", "checkpoint"):
@@ -298,7 +313,7 @@ def _plan(add: Callable) -> None:
     )
     add(
         "--tokens",
-        type=_bounded_number(1, whole=True),
+        type=_bounded_number(1, 1e9, whole=True),
         help="S, tokens of an example (default: of the measurements, or 512)",
     )
     add(
@@ -318,7 +333,11 @@ def _plan(add: Callable) -> None:
         type=_bounded_number(0, 10000, whole=True),
         help="resamples for a 95 %% interval of the loss (surface; default 0: none)",
     )
-    add("--parameters", type=_number_range(1), help="M, bounds of the model size")
+    add(
+        "--parameters",
+        type=_number_range(1, 1e18),
+        help="M, bounds of the model size",
+    )
     add(
         "--trainable",
         type=_bounded_number(1, whole=True),
@@ -402,7 +421,7 @@ def _plan(add: Callable) -> None:
 
 
 def _baseline(text: str) -> Tuple[float, ...]:
-    values = tuple(_bounded_number(1)(part) for part in text.split(","))
+    values = tuple(_bounded_number(1, 1e18)(part) for part in text.split(","))
     if len(values) != 3:
         raise argparse.ArgumentTypeError(f"{text!r} is not PARAMETERS,BATCH_SIZE,STEPS")
     return values

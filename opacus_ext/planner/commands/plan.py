@@ -13,12 +13,10 @@ from opacus_ext.planner.changes import by_rank, doubled_loss, doubled_noise
 from opacus_ext.planner.commands.measured import PRIVATE_LAWS, read_measurements
 from opacus_ext.planner.commands.output import print_json, show, show_pairs, show_table
 from opacus_ext.planner.cost import Device
-from opacus_ext.planner.families import find_family
 from opacus_ext.planner.laws import LAWS, private_rows
 from opacus_ext.planner.loss_model import LossModel
 from opacus_ext.planner.noise_free import NoiseFree
 from opacus_ext.planner.plan import Plan
-from opacus_ext.planner.probe import probe
 from opacus_ext.planner.search_cost import ways
 from opacus_ext.refused import Refused
 
@@ -95,14 +93,6 @@ def _law(args: argparse.Namespace) -> Tuple[LossModel, List[str]]:
         run = NoiseFree.read(args.noise_free)
         return LossModel.of_noise_free(run, args.noise_free), []
     chosen = args.law or ("rule" if args.measurements is None else "surface")
-    if (args.measurements is None) != (chosen in ("paper", "rule")):
-        needs = "takes no" if args.measurements else "needs"
-        raise Refused(
-            f"--law {chosen} {needs} measurements.",
-            parameter="--law",
-            remedy="surface, L1 and L2 are fitted to --measurements; paper and rule go "
-            "without.",
-        )
     if chosen == "paper":
         return LossModel.of_paper(), []
     if chosen == "rule":
@@ -142,6 +132,8 @@ def _continued(warnings: Sequence[str]) -> List[str]:
 def _probe(args: argparse.Namespace) -> Any:
     if args.seconds is None and args.memory is None and args.text is None:
         return None
+    from opacus_ext.planner.families import find_family
+    from opacus_ext.planner.probe import probe
 
     return probe(find_family(args.family, args.text), device=args.device)
 
