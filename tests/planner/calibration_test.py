@@ -16,7 +16,7 @@ from scipy.stats import binom
 
 from opacus_ext.accountants import PRVBoundsAccountant
 from opacus_ext.accountants.profiles import gaussian_log_delta, gaussian_sensitivity
-from opacus_ext.planner import calibration, noise_search
+from opacus_ext.planner import noise_search
 from opacus_ext.planner.calibration import (
     calibrate,
     delta,
