@@ -17,7 +17,13 @@ from typing import TYPE_CHECKING, Iterator, List, NamedTuple, Optional, Sequence
 import numpy as np
 
 from opacus_ext.planner.budget import Budget, HopelessError, Range
-from opacus_ext.planner.loss_model import LossModel, compute
+from opacus_ext.planner.loss_model import (
+    MEASURED,
+    NOISE_FREE,
+    PAPER,
+    LossModel,
+    compute,
+)
 from opacus_ext.planner.noise import (
     advantage,
     noise_grid,
@@ -84,6 +90,20 @@ class Candidates:
                 f"{law.tokens} tokens, and says nothing of others.",
                 parameter="tokens",
                 remedy=f"Plan with tokens={law.tokens}, or measure.",
+            )
+        if budget.tuned is not None and law.kind == PAPER:
+            raise Refused(
+                "The paper's law is of models that are trained whole.",
+                parameter="trainable",
+                remedy="Plan one that is fine-tuned by a rule of thumb, or by a run "
+                "without noise.",
+            )
+        sizes = budget.trained
+        if law.kind == NOISE_FREE and not (sizes and sizes[0] == sizes[1]):
+            raise Refused(
+                "A run without noise is of one model.",
+                parameter="parameters",
+                remedy="Pass its size, (M, M).",
             )
         bounded = min(budget.seconds, budget.memory) < math.inf
         if bounded and probe is None:
@@ -166,15 +186,26 @@ class Candidates:
                     remedy="Allow more of them, or smaller models and fewer steps.",
                 )
         ratio = np.broadcast_to(self.ratio, within.shape)[within].min()
+        few = self.law.loss(
+            self.trainable[:, None, None], 1.0, self.law.steps[0], ratio
+        )
+        if np.isfinite(few).any():
+            raise Refused(
+                "Of no configuration within these bounds the "
+                f"{self.law.name} knows so many steps ({self.steps[0]:g} and more) at "
+                "its size and noise.",
+                parameter="steps",
+                remedy="Allow fewer steps, or measure longer.",
+            )
         raise HopelessError(
             f"Nothing can be learnt with this budget, by the {self.law.name}: "
             f"epsilon={budget.epsilon:g} with {budget.users:g} users leaves a "
             f"noise-batch ratio of {ratio:.2g} at the least within this compute, more "
             "than the law knows.",
             parameter="epsilon",
-            remedy="More epsilon, users or compute are needed; or measure small models "
-            "of yours at larger ratios (opacus-ext measure): they may learn. A model "
-            "that is fine-tuned may, too: give a run without noise (--noise-free).",
+            remedy="More epsilon, users or compute are needed, or larger batches, if "
+            "these are bounded. By measurements of yours it may look otherwise: "
+            "opacus-ext measure at larger ratios, or --noise-free.",
         )
 
     def plan(self, at: Tuple[int, int, int], flops: float = math.inf) -> Plan:
@@ -228,8 +259,11 @@ class Candidates:
         """
         for name, i in zip(("parameters", "batch_size", "steps"), at):
             axis, value = getattr(self, name), getattr(self, name)[i]
-            if name == "steps":  # the law may know fewer of this size and noise
+            # The law may know fewer steps of this size, and of these steps fewer sizes.
+            if name == "steps":
                 axis = axis[self._known[at[0], at[1]]]
+            elif name == "parameters":
+                axis = axis[self._known[:, at[1], at[2]]]
             # A batch of one, or of all examples, is no end of what is known.
             settled = axis[-1] <= axis[0] * _NEAR_END**2
             if settled or name == "batch_size" and self.budget.batch_size is None:
@@ -245,7 +279,8 @@ class Candidates:
         size, steps = self.trainable[at[0]], self.steps[at[2]]
         what = "" if self.budget.trainable is None else "trainable "
         for name, end, value in self._ends(at):
-            given = getattr(self.budget, name) is not None
+            wanted = getattr(self.budget, name) or (0.0, 0.0)
+            given = value in (math.ceil(wanted[0]), math.floor(wanted[1]))
             yield (
                 f"{name} {'is' if name == 'batch_size' else 'are'} at the {end} end of "
                 f"the range{' given' if given else ''}, {value:,.0f}: the optimum lies "
@@ -264,6 +299,17 @@ class Candidates:
             yield (
                 f"{size:,.0f} {what}parameters are outside of the measured sizes, "
                 f"{low:,.0f} to {high:,.0f}: extrapolated."
+            )
+        batch = self.batch_size[at[1]]
+        if batch < law.batch_size:
+            yield (
+                f"The batch of {batch:,.0f} is smaller than the {law.batch_size:,} of "
+                "the measurements: what fewer examples a step lose is not counted."
+            )
+        if law.kind == MEASURED and self.budget.tuned is not None:
+            yield (
+                "Sizes of the measurements are taken for trainable parameters of this "
+                "model: they must be runs of adapters on it."
             )
         if ratio < law.least_ratio:
             yield (
@@ -371,6 +417,14 @@ class Candidates:
                 "A rule of thumb has no loss to compare configurations by.",
                 remedy="Measure your models (opacus-ext measure), or plan by the "
                 "paper's law if they are BERT-like masked language models.",
+            )
+        whole = self.budget.tuned
+        if whole not in (None, parameters):
+            raise Refused(
+                f"A baseline of {parameters:g} parameters is not the model of "
+                f"{whole:g} that is fine-tuned.",
+                parameter="parameters",
+                remedy="Compare other batches and steps of it.",
             )
         ratio = noise_of(self.budget, batch_size, steps)[1]
         trained = self.budget.trainable or parameters

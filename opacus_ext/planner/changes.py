@@ -45,7 +45,10 @@ def doubled_loss(table: Candidates, flops: Optional[float] = None) -> DoubledLos
         return 1 - other.loss / loss
 
     def gain(larger: Budget) -> float:
-        return less(Candidates(larger, table.law, table.probe).best(flops))
+        try:
+            return less(Candidates(larger, table.law, table.probe).best(flops))
+        except Refused:  # as when its noise would take too long
+            return math.nan
 
     return DoubledLoss(
         epsilon=(
@@ -92,8 +95,25 @@ def by_rank(
         flops: C at most; the budget's if not given
 
     Returns:
-        of the rank, 4 and 2 times less and more, where that is whole and possible
+        of the rank, 4 and 2 times less and more, where that is whole and the law knows
+        so few parameters
+
+    Raises:
+        Refused: for a rank that is not a whole number of 1 or more, and a budget
+            without trainable parameters
+
+    Example:
+        >>> from opacus_ext.planner import LossModel
+        >>> ends = dict(parameters=(1e9, 1e9), steps=(1000, 1100), flops=1e18)
+        >>> budget = Budget(5e4, 8, 1e-6, trainable=1e6, **ends)
+        >>> list(by_rank(Candidates(budget, LossModel.rule_of_thumb()), rank=2))
+        [1, 2, 4, 8]
     """
+    if not (rank >= 1 and rank == int(rank)):
+        raise Refused(
+            f"rank must be a whole number of 1 or more; got {rank!r}.",
+            parameter="rank",
+        )
     budget = table.budget
     flops = budget.flops if flops is None else flops
     if budget.trainable is None or budget.tuned is None:
@@ -103,7 +123,8 @@ def by_rank(
             remedy="Pass how many parameters the adapters have.",
         )
     plans = {}
-    for other in (rank // 4, rank // 2, rank, 2 * rank, 4 * rank):
+    fewer = [int(rank) // by for by in (4, 2) if rank % by == 0]
+    for other in (*fewer, int(rank), 2 * int(rank), 4 * int(rank)):
         trainable = round(budget.trainable * other / rank)
         if not 1 <= trainable <= budget.tuned:
             continue

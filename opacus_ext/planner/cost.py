@@ -62,7 +62,14 @@ class Device:
                 )
 
     def cost(self, flops: float) -> Cost:
-        """Of a run of so many floating-point operations."""
+        """
+        Of a run of so many floating-point operations.
+
+        Raises:
+            Refused: if they are negative or nan
+        """
+        if not flops >= 0:
+            raise Refused(f"flops must be 0 or more; got {flops}.", parameter="flops")
         hours = flops / (self.flops * self.utilisation) / 3600
         return Cost(
             device_hours=hours,

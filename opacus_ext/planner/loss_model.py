@@ -246,13 +246,16 @@ class LossModel:
         most = noise_free.SLOWEST * run.end
 
         def loss(parameters: Any, batch_size: Any, steps: Any, ratio: Any) -> Any:
-            found = run.after(steps, ratio * np.sqrt(parameters))
-            return np.where(np.asarray(ratio) <= noise_free.RATIOS[1], found, np.nan)
+            norm = np.minimum(ratio * np.sqrt(parameters), 1e12)
+            found = run.after(steps, norm)
+            return np.where(
+                (norm <= noise_free.NORM) & run.learns(found), found, np.nan
+            )
 
         return cls(
             loss,
             (1.0, 1e12),
-            (max(1.0, run.end / 32), most),
+            (max(1.0, run.end / 32), max(most, 1.0)),
             tokens=run.tokens,
             batch_size=run.batch_size,
             kind=NOISE_FREE,
@@ -260,9 +263,6 @@ class LossModel:
             f"{run.end:g} steps; noise slows it down as it did small models, whose "
             f"losses are told to {told[0]:.1%} in the mean, {told[1]:.0%} at most",
             known_parameters=noise_free.SIZES,
-            known_steps=(1.0, run.end),
-            measured=lambda size, ratio: run.needed(ratio * np.sqrt(size)),
-            continuation="they are expected to gain nothing more",
         )
 
     @classmethod

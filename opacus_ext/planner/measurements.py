@@ -123,7 +123,13 @@ class Measurements:
         """
         columns: Dict[str, List[float]] = {name: [] for name in _COLUMNS}
         meta: Dict[str, Any] = {}
-        for number, run in enumerate(runs):
+        runs = list(runs)
+        # Where one had no loss at all its seeds don't count: they'd look too good.
+        cells = [(r["parameters"], r["ratio"], r["learning_rate"]) for r in runs]
+        lost = {cell for run, cell in zip(runs, cells) if not run["loss"]}
+        for number, (run, cell) in enumerate(zip(runs, cells)):
+            if cell in lost:
+                continue
             for name in _META:
                 if meta.setdefault(name, run[name]) != run[name]:
                     raise Refused(
@@ -205,9 +211,9 @@ def read_runs(path: Union[str, Path]) -> List[Dict[str, Any]]:
     for number, line in enumerate(lines, 1):
         try:
             run = json.loads(line, parse_constant=_no_number)
-            for name in (*_META, "parameters", "ratio", "learning_rate"):
-                run[name]
-            numbers = [run["parameters"], run["ratio"], *run["loss"], *run["steps"]]
+            run["family"]
+            names = "tokens batch_size parameters ratio learning_rate".split()
+            numbers = [*(run[name] for name in names), *run["loss"], *run["steps"]]
             if not all(isinstance(x, (int, float)) for x in numbers):
                 raise Refused("something in it is no number")
             if len(run["loss"]) != len(run["steps"]):

@@ -19,6 +19,7 @@ et al., "An empirical model of large-batch training" (2018), section 2.
 from __future__ import annotations
 
 import csv
+import math
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -33,12 +34,14 @@ from opacus_ext.planner.surface import Surface, scaled_options
 from opacus_ext.refused import Refused
 
 #: In nats a step, of :func:`refit`: what noise of norm 1 hides of the loss's fall.
-KAPPA = 4.58e-3
+KAPPA = 5.88e-3
 RATIOS = 0.0, 2.0**-4  # that it was fitted to
+NORM = 61.0  # of the noise, the largest that it was fitted to
 SIZES = 2_369.0, 951_360.0  # trainable parameters of what the law was tried on
-ERRORS = 0.037, 0.19  # of the losses they were fitted to: mean and largest
+ERRORS = 0.024, 0.19  # of the losses they were fitted to: mean and largest
 SLOWEST = 4.0  # of private steps, how many may stand for a step without noise
 _POINTS = 512  # of the curve
+_PER_E_FOLD = 12  # readings, at most
 _FLATTEST = 1e-2  # a slope, in shares of the mean one
 
 
@@ -57,8 +60,8 @@ class NoiseFree:
             batches count for their lower noise alone
 
     Raises:
-        Refused: for fewer than 4 readings, ones that are not finite, steps that are
-            not ascending, and losses that don't fall
+        Refused: for fewer than 4 readings, losses that are not positive and finite,
+            steps that don't ascend or begin late, and losses that don't fall
 
     Example:
         >>> steps = np.arange(0, 301, 20)
@@ -77,14 +80,21 @@ class NoiseFree:
         for name in ("steps", "loss"):
             values = np.asarray(getattr(self, name), dtype=float)
             object.__setattr__(self, name, values)
-            bad = ~np.isfinite(values) | (values < 0)
+            if values.ndim != 1:
+                raise Refused(f"{name} has shape {values.shape}, not [readings].")
+            bad = ~np.isfinite(values) | (values < 0) | (values > 1e12)
+            if name == "loss":
+                bad |= values == 0
             if bad.any():
                 raise Refused(
-                    f"{name} of a run without noise must be finite and 0 or more; got "
+                    f"{name} of a run without noise must be finite and "
+                    f"{'positive' if name == 'loss' else '0 or more'}; got "
                     f"{values[bad][0]}.",
                     parameter=name,
                     remedy="Leave such readings out.",
                 )
+        if not 0 < self.kappa < math.inf:
+            raise Refused(f"kappa must be above 0; got {self.kappa}.")
         if len(self.steps) < 4 or len(self.steps) != len(self.loss):
             raise Refused(
                 f"{len(self.steps)} steps and {len(self.loss)} losses are no curve.",
@@ -95,6 +105,13 @@ class NoiseFree:
                 "The steps of a run without noise don't ascend.",
                 parameter="steps",
                 remedy="Give the readings of one run, in order.",
+            )
+        if self.steps[0] > 2 * (self.steps[1] - self.steps[0]):
+            raise Refused(
+                f"The losses of the run without noise begin at {self.steps[0]:g} "
+                "steps.",
+                parameter="steps",
+                remedy="Give the loss before training, as of step 0.",
             )
         if self._curve[1][-1] >= self._curve[1][0]:
             raise Refused(
@@ -124,16 +141,21 @@ class NoiseFree:
                     f"{path} holds {len(runs)} runs, not one without noise.",
                     remedy="Write it to a file of its own.",
                 )
+            if runs.planned[-1] >= 2 * runs.steps[-1] - runs.steps[-2]:
+                raise Refused(
+                    f"The run of {path} ended at {runs.steps[-1]:g} of "
+                    f"{runs.planned[-1]:g} steps: its loss was not finite any more.",
+                    remedy="Give one that ended as planned.",
+                )
             return cls(
                 runs.steps, runs.loss, tokens=runs.tokens, batch_size=runs.batch_size
             )
-        with path.open(newline="") as file:
-            rows = list(csv.DictReader(file))
         try:
-            steps, loss = (
-                np.array([float(row[n]) for row in rows]) for n in ("steps", "loss")
-            )
-        except (KeyError, TypeError, ValueError) as e:
+            with path.open(newline="", encoding="utf-8-sig") as file:
+                names, *lines = csv.reader(file)
+            columns = dict(zip((name.strip() for name in names), zip(*lines)))
+            steps, loss = (np.array(columns[n], dtype=float) for n in ("steps", "loss"))
+        except (KeyError, ValueError, csv.Error) as e:
             raise Refused(
                 f"{path} is no table of numbers with the columns steps and loss: "
                 f"{e!r}.",
@@ -154,12 +176,19 @@ class NoiseFree:
     @cached_property
     def _curve(self) -> Tuple[np.ndarray, np.ndarray]:
         """Steps from 0, and the loss, which does not rise."""
-        steps, loss = self.steps, isotonic_regression(self.loss, increasing=False).x
+        # Where there are many readings, means of those that lie close in logs.
+        group = np.unique(
+            np.round(_PER_E_FOLD * np.log(np.maximum(self.steps, 0.1))),
+            return_inverse=True,
+        )[1]
+        count = np.bincount(group)
+        steps, loss = (np.bincount(group, x) / count for x in (self.steps, self.loss))
+        loss = isotonic_regression(loss, weights=count, increasing=False).x
         if steps[0] > 0:  # the start: as steep as what follows
             before = loss[0] + (loss[0] - loss[1]) / (steps[1] - steps[0]) * steps[0]
             steps, loss = np.append(0.0, steps), np.append(before, loss)
-        n = np.unique([0.0, *np.geomspace(1, max(self.end, 2), _POINTS), *steps])
-        n = n[n <= self.end]
+        end = self.end
+        n = np.unique([0.0, *np.geomspace(min(1, end / 2), end, _POINTS), *steps])
         return n, np.interp(n, steps, loss)
 
     @cached_property
@@ -171,6 +200,8 @@ class NoiseFree:
         before = np.minimum(n**2 / after, n / 1.3)
         fallen = np.interp(before, n, loss) - np.interp(after, n, loss)
         slope = fallen / (after - before)
+        # What falls later is no lack of gradient now, as in a warm-up.
+        slope = np.maximum.accumulate(slope[::-1])[::-1]
         flattest = _FLATTEST * (loss[0] - loss[-1]) / self.end
         each = self.kappa / np.maximum(slope, flattest)
         return np.append(0, np.cumsum(np.diff(n) * (each[1:] + each[:-1]) / 2))
@@ -182,7 +213,13 @@ class NoiseFree:
         Args:
             steps: T; broadcasts
             noise_norm: of the noise in the mean gradient, ratio x sqrt(trainable)
+
+        Raises:
+            Refused: for what is negative or nan
         """
+        for name, x in (("steps", steps), ("noise_norm", noise_norm)):
+            if not (np.asarray(x) >= 0).all():
+                raise Refused(f"{name} must be 0 or more; got {x!r}.", parameter=name)
         steps, norm = np.broadcast_arrays(*np.atleast_1d(steps, noise_norm))
         n = self._curve[0]
         low, high = np.zeros(steps.shape), np.full(steps.shape, self.end)
@@ -192,12 +229,20 @@ class NoiseFree:
             low, high = np.where(late, low, middle), np.where(late, middle, high)
         return high
 
-    def needed(self, noise_norm: ArrayLike) -> np.ndarray:
-        """Private steps that reach the end of the run."""
-        return self.end + np.asarray(noise_norm, dtype=float) * self._delay[-1]
+    def learns(self, loss: ArrayLike) -> np.ndarray:
+        """Whether a loss is a hundredth of what the run learnt below its start."""
+        last = self._curve[1][-1]
+        return np.asarray(loss) <= self.start - (self.start - last) / 100
 
     def after(self, steps: ArrayLike, noise_norm: ArrayLike) -> np.ndarray:
-        """Loss after so many private steps; arguments as of :meth:`reached`."""
+        """
+        Loss after so many private steps; arguments as of :meth:`reached`.
+
+        Example:
+            >>> run = NoiseFree([0, 100, 200, 300], [2.4, 1.8, 1.7, 1.65])
+            >>> run.after([100, 300, 900], 1.0).round(2)
+            array([2.05, 1.8..., 1.7...])
+        """
         shape = np.broadcast_shapes(np.shape(steps), np.shape(noise_norm))
         found = np.interp(self.reached(steps, noise_norm), *self._curve)
         return found.reshape(shape)[()]
@@ -227,7 +272,7 @@ def refit(measurements: Any = None, most: float = RATIOS[1]) -> Refit:
 
     Example:
         >>> f"{np.abs(refit().error).mean():.1%}"
-        '3...%'
+        '2...%'
     """
     runs = Measurements.read() if measurements is None else measurements
     # A mean over readings would lag, and more where the curve is steep.

@@ -30,7 +30,8 @@ class Plan:
             epoch, whose noise is lower here
         noise_norm: of the noise in the mean gradient, whose own is at most 1
         loss: in nats a token; None of a rule of thumb
-        kind: of the answer: "measured", "paper's law" or "rule of thumb"
+        kind: of the answer: "measured", "paper's law", "run without noise" or "rule of
+            thumb"
         ends: which of parameters, batch_size and steps are at an end of their range,
             "lower" or "upper": the optimum lies there or beyond
         caveats: that, and what is extrapolated, for people

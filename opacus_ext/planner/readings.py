@@ -81,6 +81,9 @@ def runs_of(measurements: Any, min_steps: float) -> List[Run]:
         whole = not planned[at[0]] >= t[-1] + each
         cell = float(m[0]), float(r[0])
         runs.append(Run(cell, known, t[late], loss[late], whole))
+    # One whose loss was not finite from the start stands for all of its kind.
+    lost = {(r.cell, r.rate) for r in runs if not (r.whole or len(r.steps))}
+    runs = [run for run in runs if (run.cell, run.rate) not in lost]
     with_readings = {run.cell for run in runs if len(run.steps)}
     sizes, ratios = (sorted({run.cell[i] for run in runs}) for i in (0, 1))
     for cell in ((m, r) for m in sizes for r in ratios):
@@ -119,7 +122,7 @@ def _mean_of_seeds(same: List[Run], window: int) -> Tuple[np.ndarray, np.ndarray
     curve ends: the survivors' would look too good.
     """
     end = min((r.steps[-1] for r in same if not r.whole), default=math.inf)
-    parts = [(np.empty(0), np.empty(0))]
+    parts, known, mean = [(np.empty(0), np.empty(0))], None, 0.0
     for last in sorted({min(run.steps[-1], end) for run in same}):
         longer = [run for run in same if run.steps[-1] >= last]
         steps = reduce(np.intersect1d, [run.steps for run in longer])
@@ -127,28 +130,37 @@ def _mean_of_seeds(same: List[Run], window: int) -> Tuple[np.ndarray, np.ndarray
             _rolling_mean(run.loss, window)[np.isin(run.steps, steps)] for run in longer
         ]
         loss = np.mean(smooth, axis=0)
-        known, mean = parts[-1]
-        at = np.isin(steps, known[-1:])
-        if at.any():
-            loss = loss * mean[-1] / loss[at]
-        new = steps <= last
-        if len(known):
-            new &= steps > known[-1]
-        parts.append((steps[new], loss[new]))
+        at, new = np.isin(steps, known), steps <= last
+        if known is not None:
+            loss = loss * mean / loss[at] if at.any() else loss
+            new &= steps > known
+        if new.any():
+            known, mean = steps[new][-1], loss[new][-1]
+            parts.append((steps[new], loss[new]))
     steps, loss = (np.concatenate(x) for x in zip(*parts))
     return steps, loss
 
 
-def best_curves(runs: List[Run], window: int) -> Dict[Cell, Curve]:
-    """Of each size and ratio: rolling mean, mean over seeds, best learning rate."""
+def best_curves(
+    runs: List[Run], window: int, falling: bool = False
+) -> Dict[Cell, Curve]:
+    """
+    Of each size and ratio: rolling mean, mean over seeds, best learning rate.
+
+    Args:
+        falling: makes each learning rate's curve one that does not rise, and holds the
+            best loss so far where the one that reached it ends
+    """
     found: Dict[Cell, List[Curve]] = {}
     for (cell, rate), same in repeats(runs).items():
         steps, loss = _mean_of_seeds(same, window)
+        if falling and len(loss):
+            loss = isotonic_regression(loss, increasing=False).x
         rates = np.full(len(steps), np.nan if rate is None else rate)
         found.setdefault(cell, []).append(Curve(steps, loss, rates))
     best = {}
     for cell, curves in found.items():
-        steps, loss, rate = (np.concatenate(x) for x in zip(*curves))
+        steps, loss, rates = (np.concatenate(x) for x in zip(*curves))
         if len(steps) == 0:
             raise Refused(
                 f"Runs of parameters {cell[0]:g}, ratio {cell[1]:g} have no steps in "
@@ -156,9 +168,14 @@ def best_curves(runs: List[Run], window: int) -> Dict[Cell, Curve]:
                 remedy="Read them at the same steps.",
             )
         order = np.lexsort((loss, steps))
-        steps, loss, rate = steps[order], loss[order], rate[order]
+        steps, loss, rates = steps[order], loss[order], rates[order]
         first = np.concatenate([[True], np.diff(steps) > 0])
-        best[cell] = Curve(steps[first], loss[first], rate[first])
+        steps, loss, rates = steps[first], loss[first], rates[first]
+        if falling:
+            low = np.minimum.accumulate(loss)
+            held = np.maximum.accumulate(np.where(loss <= low, np.arange(len(loss)), 0))
+            loss, rates = low, rates[held]
+        best[cell] = Curve(steps, loss, rates)
     return best
 
 

@@ -17,7 +17,6 @@ from typing import Any, Dict, List, Mapping, Optional, Tuple
 import numpy as np
 from numpy.typing import ArrayLike
 from scipy.interpolate import RegularGridInterpolator
-from scipy.optimize import isotonic_regression
 
 from opacus_ext.planner.curves import (
     extrapolate,
@@ -97,10 +96,10 @@ class Surface:
         1. Readings before ``min_steps`` are dropped.
         2. Each reading becomes the mean of the ``window`` last ones of its run. Runs
            that differ in nothing but their number (seeds) are averaged.
-        3. At each size, ratio and number of steps, the learning rate of the lowest loss
-           is taken.
-        4. Isotonic regression: loss does not rise with steps, then not fall with the
-           ratio.
+        3. Isotonic regression: loss does not rise with steps. At each size, ratio and
+           number of steps, the learning rate of the lowest loss is taken, or the lowest
+           loss so far, if the runs of its learning rate were shorter.
+        4. Isotonic regression: loss does not fall with the ratio.
         5. Curves shorter than the grid follow L = exp(m log T + b) + E with m <= 0 and
            E >= 0, fitted for each size and ratio to the steps from ``fit_from`` on,
            never above their last value, and again made not to fall with the ratio.
@@ -183,7 +182,8 @@ class Surface:
     def measured_steps(self, parameters: ArrayLike, ratio: ArrayLike) -> np.ndarray:
         """
         Steps to which the curves were measured that a loss lies between: the fewest of
-        the next sizes and ratios, and of the outermost beyond those.
+        the next sizes and ratios, and of the outermost beyond those. Of a ratio those
+        of higher ones count too: with less noise no loss is higher.
 
         Example:
             >>> from opacus_ext.planner.measurements import Measurements
@@ -200,7 +200,8 @@ class Surface:
             for side in ("right", "left")
         )
         corners = product(*zip(below, above))
-        return np.minimum.reduce([self.measured_to[at] for at in corners])
+        known = np.maximum.accumulate(self.measured_to[:, ::-1], axis=1)[:, ::-1]
+        return np.minimum.reduce([known[at] for at in corners])
 
     def loss(
         self,
@@ -452,10 +453,7 @@ def _fit(
     steps_to: Optional[float],
     grid: Optional[np.ndarray] = None,
 ) -> Surface:
-    curves = {
-        cell: c._replace(loss=isotonic_regression(c.loss, increasing=False).x)
-        for cell, c in best_curves(runs, window).items()
-    }
+    curves = best_curves(runs, window, falling=True)
     sizes, ratios = (np.array(sorted({cell[i] for cell in curves})) for i in (0, 1))
     if grid is None:
         grid = grid_of_steps(curves, steps_to)

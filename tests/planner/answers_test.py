@@ -134,7 +134,7 @@ def one_optimum(sizes, steps, **known):
         away = np.log(size / 1e5) ** 2 + np.log(steps / 1000) ** 2
         return 2 + away + 0 * np.asarray(ratio) * batch
 
-    return LossModel(loss, sizes, steps, 16, 32, MEASURED, "made up", **known)
+    return LossModel(loss, sizes, steps, 16, 0, MEASURED, "made up", **known)
 
 
 def test_ends_of_ranges_and_extrapolations_are_told():

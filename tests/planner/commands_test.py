@@ -53,7 +53,7 @@ def test_plan_for_people(capsys):
         "noise_multiplier=",
     ):
         assert text in out
-    assert "measured: example, 70 runs" in out
+    assert "measured: example, 113 runs" in out
 
 
 def test_plan_of_batches_of_records(capsys):

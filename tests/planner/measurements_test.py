@@ -80,11 +80,13 @@ def test_runs_that_do_not_belong_together_are_refused(tmp_path):
 
 
 def test_the_example_is_what_was_promised():
-    """At least 4 sizes, 6 ratios and noise-free, several readings of each run."""
+    """5 sizes, 9 ratios and noise-free, 4 sizes to 2,800 steps, most cells twice."""
     measured = Measurements.read(EXAMPLE)
-    assert len(measured.sizes) >= 4
     assert measured.sizes[0] < 2e4 and measured.sizes[-1] > 9e5
-    assert measured.ratios[0] == 0 and len(measured.ratios) == 7
+    assert measured.ratios[0] == 0 and measured.ratios[1] == 2**-18
+    assert len(measured.sizes) == 5 and len(measured.ratios) == 10
+    longest = [measured.steps[measured.parameters == m].max() for m in measured.sizes]
+    assert longest == [2800, 2800, 2800, 2800, 700]
     assert len(np.unique(measured.steps)) >= 10
     for size in measured.sizes:
         of_size = measured.select(measured.parameters == size)

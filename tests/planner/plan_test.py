@@ -144,6 +144,37 @@ def test_twice_of_everything():
     assert more.epsilon == pytest.approx(1 - twice.loss / plan.loss)
 
 
+def test_what_is_not_known_of_more_is_left_out(monkeypatch):
+    """A plan does not fail as twice its epsilon would take too long."""
+    ends = dict(steps=(800, 800), parameters=(1e5, 1e5))
+    table = Candidates(dataclasses.replace(BUDGET, flops=1e13, **ends), LAW)
+
+    def refuse(*args):
+        raise Refused("takes too long")
+
+    monkeypatch.setattr("opacus_ext.planner.changes.Candidates", refuse)
+    more = doubled_loss(table)
+    assert math.isnan(more.epsilon) and math.isnan(more.users) and more.flops >= 0
+
+
+def test_sizes_of_which_so_many_steps_are_not_known():
+    """Are an end, and no lack of privacy."""
+
+    def loss(size, batch, steps, ratio):
+        found = 1 + (1e4 / size) ** 0.3 + (1e3 / steps) ** 0.3 + 0 * batch * ratio
+        return np.where((size <= 1e5) | (steps <= 500), found, np.nan)
+
+    law = LossModel(loss, (1e4, 1e6), (100, 3200), 16, 0, MEASURED, "made up")
+    budget = dataclasses.replace(BUDGET, steps=(1000, 2000), amplification="none")
+    plan = Candidates(budget, law).best(math.inf)
+    assert plan.ends == {"parameters": "upper", "steps": "upper"}
+    assert "parameters are at the upper end of the range, 100,000" in plan.caveats[0]
+    large = dataclasses.replace(budget, parameters=(2e5, 1e6))
+    with pytest.raises(Refused, match="knows so many steps .1000 and more") as error:
+        Candidates(large, law).best(math.inf)
+    assert error.value.parameter == "steps"
+
+
 def test_an_epsilon_above_100_is_no_privacy():
     with pytest.raises(Refused, match="epsilon=101 is above 100: that is no") as error:
         dataclasses.replace(BUDGET, epsilon=101)

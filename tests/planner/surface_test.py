@@ -228,6 +228,47 @@ def test_a_longer_seed_goes_on_from_the_mean(planned, end):
     assert surface.loss(1e5, surface.steps[known], 1e-3) == pytest.approx(mean[known])
 
 
+def test_three_seeds_of_three_lengths():
+    """Their readings apart, and each goes on from the mean of those before."""
+    parts = []
+    for last, every, factor in ((700, 20, 1.0), (710, 10, 1.2), (2800, 20, 0.8)):
+        m = measure([1e5], np.arange(every, last + 1, every), [0.0, 1e-3])
+        m.loss[:] *= factor
+        m.planned[:] = last
+        parts.append(m)
+    m = concatenate(parts)
+    surface = Surface.fit(m, min_steps=20, window=1)
+    steps = np.arange(20, 2801, 20)
+    assert np.unique(surface.steps).tolist() == surface.steps.tolist()
+    assert surface.loss(1e5, steps, 1e-3) == pytest.approx(truth(1e5, steps, 1e-3))
+
+
+def test_a_shorter_learning_rate_holds_its_best():
+    steps = np.arange(20, 2801, 20)
+    m = measure([1e5], steps, [0.0, 1e-3], rates=(0.9, 1.1))
+    m = m.select((m.learning_rate == 1.1) | (m.steps <= 700))
+    surface = Surface.fit(m, min_steps=20, window=1)
+    best = np.minimum(
+        0.9 * truth(1e5, np.minimum(steps, 700), 1e-3), 1.1 * truth(1e5, steps, 1e-3)
+    )
+    assert surface.loss(1e5, steps, 1e-3) == pytest.approx(best)
+    assert surface.learning_rate(1e5, 720, 1e-3) == 0.9
+
+
+@pytest.mark.parametrize("readings", [0, 1])
+def test_of_seeds_that_had_no_loss_none_counts(readings):
+    """Whether it was not finite from the start, or before the first reading kept."""
+    run = dict(family="x", tokens=1, batch_size=1, parameters=1e5, total_steps=400)
+    steps = list(range(10, 401, 10))
+    runs = []
+    for ratio in (0.0, 1e-3):
+        for rate, loss, last in ((1.0, 3.0, 40), (2.0, 2.0, 40), (2.0, 2.0, readings)):
+            kept = dict(steps=steps[:last], loss=[loss] * last)
+            runs.append({**run, "ratio": ratio, "learning_rate": rate, **kept})
+    surface = Surface.fit(Measurements.of_runs(runs), min_steps=20, window=1)
+    assert surface.loss(1e5, 300, 1e-3) == pytest.approx(3)
+
+
 def test_steps_measured_of_a_size_and_ratio(tmp_path):
     """Of what a loss lies between the shortest; and a law tells four times as far."""
     m = measure([1e4, 1e5, 1e6], np.arange(20, 1001, 20), [0.0, 1e-3, 1e-2])
@@ -240,11 +281,16 @@ def test_steps_measured_of_a_size_and_ratio(tmp_path):
     assert np.isfinite(law.loss(5e4, 1, 4000, 1e-4))
     assert np.isfinite(law.loss(2e5, 1, 800, 1e-4))
     assert np.isnan(law.loss(2e5, 1, 801, 1e-4))
+    # With less noise no loss is higher: what is known of more noise is of it, too.
+    m = measure([1e4, 1e5], np.arange(20, 1001, 20), [0.0, 1e-3, 1e-2])
+    m = m.select((m.ratio != 1e-3) | (m.steps <= 200))
+    few = Surface.fit(m, **options)
+    assert (few.measured_steps(1e4, [0, 1e-4, 1e-3, 5e-3]) == 1000).all()
     # A plan of this size is at its end there.
     ends = dict(parameters=(2e5, 2e5), amplification="none", steps=(100, 4000))
     plan = Candidates(Budget(1e9, 50, 1e-6, **ends), law).best()
     assert plan.steps <= 800 and plan.ends == {"steps": "upper"}
-    assert "upper end of the range given, 790" in plan.caveats[0]
+    assert "upper end of the range, 790" in plan.caveats[0]
     assert "measured to 200 steps" in plan.caveats[1]
 
 

@@ -256,16 +256,22 @@ def _problem_of_tuning(args: argparse.Namespace) -> Optional[str]:
             return f"{flag} is of one model: --parameters is its size, one number"
         if args.measurements or args.law not in (None, "rule"):
             return f"{flag} goes without --measurements and --law"
-        if args.seconds or args.memory:
-            return f"{flag} goes without --seconds and --memory; see --device-flops"
+        if args.seconds or args.memory or args.text:
+            return f"{flag} goes without --seconds, --memory and --text"
     if args.noise_free and args.law:
         return "--noise-free goes without --law"
     if args.trainable and args.trainable > args.parameters[0]:
         return f"--trainable is at most {args.parameters[0]:g}, the model's parameters"
     if args.rank and args.trainable is None:
         return "--rank needs --trainable, the parameters of adapters of this rank"
-    if (args.price or args.devices > 1) and args.device_flops is None:
-        return "--price and --devices need --device-flops"
+    if args.device_flops is None and (
+        args.price or args.devices > 1 or args.utilisation
+    ):
+        return "--price, --devices and --utilisation need --device-flops"
+    if args.bootstrap and (
+        args.measurements is None or args.law not in (None, "surface")
+    ):
+        return "--bootstrap is of the surface, which is fitted to --measurements"
     return None
 
 
@@ -372,12 +378,11 @@ def _plan(add: Callable) -> None:
     add("--steps", type=_number_range(1, whole=True), help="T, bounds")
     add(
         "--device-flops",
-        type=_bounded_number(0, 1e30, above=True),
+        type=_bounded_number(1, 1e30),
         help="FLOP/s of a device at its peak: tells device hours",
     )
     add(
         "--utilisation",
-        default=0.3,
         type=_bounded_number(0, 1, above=True),
         help="share of it that private training reaches (default 0.3)",
     )

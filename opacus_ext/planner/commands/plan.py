@@ -61,6 +61,8 @@ def run(args: argparse.Namespace) -> int:
         raise hopeless[0]
     notes += dict.fromkeys(map(str, hopeless))
     rows = [row for _, row in found]
+    if len(rows) > 1 and (args.rank or args.trials or args.baseline) and not args.json:
+        notes.append("Of several budgets ranks, trials and baselines are in --json.")
     if args.delta * max(args.users) > 1:
         notes.append(
             f"delta={args.delta:g} is more than one in {max(args.users):g} users; a "
@@ -190,7 +192,9 @@ _OF_RANKS = "trainable batch_size steps noise_multiplier noise_norm loss".split(
 def _cost(args: argparse.Namespace, plan: Plan) -> Optional[Dict[str, Any]]:
     if args.device_flops is None:
         return None
-    device = Device(args.device_flops, args.utilisation, args.price, args.devices)
+    device = Device(
+        args.device_flops, args.utilisation or 0.3, args.price, args.devices
+    )
     return device.cost(plan.flops)._asdict()
 
 
@@ -246,8 +250,8 @@ def _one_plan(
             {
                 "parameters": f"{row['parameters']:,}"
                 + (f", {plan.trainable:,} of them trained" if tuned else ""),
-                "batch size": f"{row['batch_size']:,} ({sampling}), {row['parts']:,} "
-                f"times {budget['physical_batch_size']:,}",
+                "batch size": f"{row['batch_size']:,} ({sampling}), in "
+                f"{row['parts']:,} parts of {budget['physical_batch_size']:,} at most",
                 "steps": f"{row['steps']:,}",
                 "compute": f"{row['flops']:.3g} FLOPs",
                 "tokens a parameter": show(row["tokens_per_parameter"]),
