@@ -306,8 +306,8 @@ def group_epsilon(
 
 def zero_concentrated(noise_multiplier: float, steps: int) -> float:
     """
-    The rho of zero-concentrated privacy, T / (2 sigma^2) (Bun and Steinke 2016,
-    proposition 1.6 and lemma 1.7). Poisson sampling does not lower it: at high orders
+    The rho of zero-concentrated privacy, T / (2 sigma^2) (Bun and Steinke 2016:
+    the Gaussian mechanism, composed). Poisson sampling does not lower it: at high orders
     the divergence of a sampled Gaussian is that of one that is not sampled (Bun et al.
     2018, "Composable and versatile privacy via truncated CDP").
 
@@ -322,7 +322,8 @@ def zero_concentrated(noise_multiplier: float, steps: int) -> float:
 def gaussian_limit(noise_multiplier: float, sample_rate: float, steps: int) -> float:
     """
     The mu of Gaussian privacy that many steps tend to, q sqrt(T (exp(1 / sigma^2) - 1))
-    (Bu, Dong, Long and Su 2020, corollary 5.4): a limit and no bound.
+    (Bu, Dong, Long and Su 2020, "Deep learning with Gaussian differential privacy"): a
+    limit and no bound.
 
     Example:
         >>> round(gaussian_limit(1.0, 0.01, 1000), 4)
@@ -338,7 +339,7 @@ def trade_off(
     """
     The f-DP curve: the least rate of misses of any membership test, by its rate of
     false alarms alpha. It is the conjugate of the privacy profile (Dong, Roth and Su
-    2022, proposition 2.5 with 2.12), for both directions,
+    2022, "Gaussian differential privacy", section 2), for both directions,
 
         f(alpha) = max over epsilon >= 0 of max(0, 1 - delta - exp(epsilon) alpha,
         exp(-epsilon) (1 - delta - alpha)),
