@@ -66,8 +66,8 @@ class NoiseFree:
     Example:
         >>> steps = np.arange(0, 301, 20)
         >>> run = NoiseFree(steps, 2 + (1 + steps / 20) ** -0.5)
-        >>> run.after(300, 0.0).round(3), run.after(300, 0.1).round(3)
-        (2.25, 2.2...)
+        >>> run.after([300, 300, 900], [0.0, 0.1, 0.1]).round(3)
+        array([2.254, 2.295, 2.254])
     """
 
     steps: np.ndarray
@@ -241,7 +241,7 @@ class NoiseFree:
         Example:
             >>> run = NoiseFree([0, 100, 200, 300], [2.4, 1.8, 1.7, 1.65])
             >>> run.after([100, 300, 900], 1.0).round(2)
-            array([2.05, 1.8..., 1.7...])
+            array([2.1 , 1.78, 1.7 ])
         """
         shape = np.broadcast_shapes(np.shape(steps), np.shape(noise_norm))
         found = np.interp(self.reached(steps, noise_norm), *self._curve)
@@ -272,7 +272,7 @@ def refit(measurements: Any = None, most: float = RATIOS[1]) -> Refit:
 
     Example:
         >>> f"{np.abs(refit().error).mean():.1%}"
-        '2...%'
+        '2.4%'
     """
     runs = Measurements.read() if measurements is None else measurements
     # A mean over readings would lag, and more where the curve is steep.

@@ -53,7 +53,7 @@ def continued(measurements: Any, **options: Any) -> Optional[HoldOut]:
         >>> from opacus_ext.planner import Measurements, scaled_options
         >>> runs = Measurements.read()
         >>> f"{continued(runs, **scaled_options(runs)).mean:.0%}"
-        '7%'
+        '3%'
     """
     quarter = float(np.max(measurements.steps)) / 4
     options = {**options, "fit_from": options.get("fit_from", 16_000) / 4}

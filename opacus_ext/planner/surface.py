@@ -189,8 +189,8 @@ class Surface:
             >>> from opacus_ext.planner.measurements import Measurements
             >>> runs = Measurements.read()
             >>> surface = Surface.fit(runs, **scaled_options(runs))
-            >>> surface.measured_steps([1e4, 9e5], 0.01)
-            array([700., 700.])
+            >>> surface.measured_steps([2e4, 9e5], 0.01)
+            array([2800.,  700.])
         """
         below, above = (
             np.broadcast_arrays(
@@ -434,7 +434,7 @@ def scaled_options(measurements: Any) -> Dict[str, float]:
         >>> from opacus_ext.planner.measurements import Measurements
         >>> surface = Surface.fit(runs := Measurements.read(), **scaled_options(runs))
         >>> surface.ranges["steps"][1]
-        2800.0
+        11200.0
     """
     longest = float(measurements.steps.max())
     readings = len(measurements.steps) / len(np.unique(measurements.run))
