@@ -306,8 +306,8 @@ def group_epsilon(
 
 def zero_concentrated(noise_multiplier: float, steps: int) -> float:
     """
-    The rho of zero-concentrated privacy, T / (2 sigma^2) (Bun and Steinke 2016:
-    the Gaussian mechanism, composed). Poisson sampling does not lower it: at high orders
+    The rho of zero-concentrated privacy, T / (2 sigma^2) (Bun and Steinke 2016: the
+    Gaussian mechanism, composed). Poisson sampling does not lower it: at high orders
     the divergence of a sampled Gaussian is that of one that is not sampled (Bun et al.
     2018, "Composable and versatile privacy via truncated CDP").
 
