@@ -80,7 +80,7 @@ def test_runs_that_do_not_belong_together_are_refused(tmp_path):
 
 
 def test_the_example_is_what_was_promised():
-    """5 sizes, 9 ratios and noise-free, 4 sizes to 2,800 steps, most cells twice."""
+    """5 sizes, 9 ratios and noise-free, 4 sizes to 2,800 steps."""
     measured = Measurements.read(EXAMPLE)
     assert measured.sizes[0] < 2e4 and measured.sizes[-1] > 9e5
     assert measured.ratios[0] == 0 and measured.ratios[1] == 2**-18
