@@ -154,8 +154,9 @@ class Measurements:
 
         Args:
             path: a file whose name ends in .csv has the columns parameters, steps,
-                ratio and loss, maybe learning_rate and run. The default are the runs
-                that come with the package: byte-level transformers on Shakespeare
+                ratio and loss, maybe learning_rate, run and planned. The default are
+                the runs that come with the package: byte-level transformers on
+                Shakespeare
 
         Raises:
             OSError: if the file can't be read

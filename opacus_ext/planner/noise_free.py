@@ -178,7 +178,7 @@ class NoiseFree:
         """Steps from 0, and the loss, which does not rise."""
         # Where there are many readings, means of those that lie close in logs.
         group = np.unique(
-            np.round(_PER_E_FOLD * np.log(np.maximum(self.steps, 0.1))),
+            np.round(_PER_E_FOLD * np.log(np.maximum(self.steps, self.steps[1] / 2))),
             return_inverse=True,
         )[1]
         count = np.bincount(group)

@@ -130,8 +130,9 @@ def _mean_of_seeds(same: List[Run], window: int) -> Tuple[np.ndarray, np.ndarray
             _rolling_mean(run.loss, window)[np.isin(run.steps, steps)] for run in longer
         ]
         loss = np.mean(smooth, axis=0)
-        at, new = np.isin(steps, known), steps <= last
+        new = steps <= last
         if known is not None:
+            at = np.isin(steps, known)
             loss = loss * mean / loss[at] if at.any() else loss
             new &= steps > known
         if new.any():
