@@ -4,7 +4,7 @@
 # make test-thorough                           other modes, many models, notebooks: 15 minutes
 # make test-examples                           with timm, TRL, Lightning, diffusers: 5 minutes
 # make docs                                    build the site of docs/ into site/, strictly
-# make test-opacus                             run Opacus's own tests with the package
+# make test-opacus                             run Opacus's own tests with the package: 2 minutes
 # ARGS=... is passed on: make test ARGS="-k linear", make train ARGS="--help"
 
 PYTHON ?= python3

@@ -224,7 +224,7 @@ def main(argv: Optional[List[str]] = None) -> None:
     add("--epochs", type=float, default=20)
     add("--lr", type=float, default=2.0)
     add("--adam", action="store_true", help="in the place of SGD")
-    add("--clipping", default="normalised")
+    add("--clipping", default="normalized")
     add("--views", type=int, default=0, help="of each image; 0: the image")
     add("--ema", type=float, default=0.99, help="decay of the moving average")
     add("--buckets", type=int, default=16384, help="for words")

@@ -83,15 +83,8 @@ from transformers.models.switch_transformers.modeling_switch_transformers import
     SwitchTransformersSparseMLP,
 )
 
-from opacus_ext.grad_sample.factors import (
-    Blocks,
-    Factor,
-    OneHot,
-    Ragged,
-    pad_rows,
-)
-from opacus_ext.grad_sample.rules.experts import by_table
-from opacus_ext.grad_sample.samplewise import experts as samplewise_experts
+from opacus_ext.grad_sample.factors import Factor
+from opacus_ext.grad_sample.rules.experts import OfExperts
 from opacus_ext.layers import SwitchFeedForward, TopKFeedForward
 
 WIDTH, HIDDEN, LAYERS, VOCABULARY = 64, 256, 2, 256
@@ -138,6 +131,8 @@ class Case(NamedTuple):
 
 class Steered(nn.Module):
     """A router whose decision is forced by what is added to its logits."""
+
+    transient = ("pull",)  # set by each forward of the model
 
     def __init__(self, experts: int):
         super().__init__()
@@ -259,40 +254,36 @@ def model_and_data(case: Case, device: str) -> Tuple[nn.Module, TensorDataset]:
 # -- modes -------------------------------------------------------------------------
 
 
+GATHERED = OfExperts.__call__
+
+
 def padded_by_sample(
-    factors: Tuple[Factor, ...], samples: torch.Tensor, size: int
-) -> Tuple[Factor, ...]:
+    self: OfExperts, backprops: torch.Tensor, x: torch.Tensor, index: torch.Tensor
+) -> List[Tuple[Factor, ...]]:
     """
-    The factors of rows that were sent to experts, as of ``by_table``, but padded:
-    each expert's tokens as ``[B, C_max, width]``, zeros after the last one of a sample,
-    ``C_max`` the most that one expert was given of one sample. Products of one shape
-    only; the more uneven the load and the more experts, the more of them is padding.
+    The factors of rows that were sent to experts, but padded: each expert's tokens as
+    ``[B, C_max, width]``, zeros after the last one of a sample, ``C_max`` the most that
+    one expert was given of one sample. One product of one shape; the more uneven the
+    load and the more experts, the more of it is padding.
 
     Source: DP mixture of experts, "Expert per-sample gradient computation" (here only
     the per-sample gradients see the padding, not the experts).
     """
-    (samples,), *rows = by_table(factors, samples, size)
-    if len(rows) < 2 or not len(samples):
-        return (Ragged(samples), *rows)
-    lead, count = (), 1
-    if isinstance(rows[0], OneHot) and len(rows) > 2:
-        (index, count), *rows = rows
-        samples, lead = samples * count + index[0], (Blocks(count),)
+    ((expert, *rows),) = GATHERED(self, backprops, x, index)
+    chosen = F.one_hot(expert.index, self.size)
+    place = chosen.cumsum(1).sub(1).gather(2, expert.index[..., None]).squeeze(2)
+    sample = torch.arange(len(index), device=index.device)[:, None]
+    most = int(chosen.sum(1).max()) if index.numel() else 0
 
     def pad(x: torch.Tensor) -> torch.Tensor:
-        x = pad_rows(x[0], samples, size * count)
-        return x.unflatten(0, (size, count)).flatten(1, 2)
+        wide = x.new_zeros(len(x), self.size, most, x.shape[2])
+        return wide.index_put((sample, expert.index, place), x)
 
-    return (
-        *lead,
-        *(
-            OneHot(pad(f.index), f.size) if isinstance(f, OneHot) else pad(f)
-            for f in rows
-        ),
-    )
+    grads = torch.einsum("beci,beco->beio", *map(pad, rows))
+    return [(grads.flatten(1).unsqueeze(1),)]
 
 
-WAYS = {"gathered": by_table, "padded": padded_by_sample}
+WAYS = {"gathered": GATHERED, "padded": padded_by_sample}
 
 
 def batched(way: str) -> Callable[[nn.Module, TensorDataset, str], Step]:
@@ -302,7 +293,7 @@ def batched(way: str) -> Callable[[nn.Module, TensorDataset, str], Step]:
         inner = private(model, data, mode)
 
         def step() -> None:
-            with patch.object(samplewise_experts, "by_table", WAYS[way]):
+            with patch.object(OfExperts, "__call__", WAYS[way]):
                 inner()
 
         return step
@@ -324,6 +315,12 @@ OTHERS = {
 }
 MODES = {BASELINE: Mode(non_private), **OURS, **OTHERS}
 SLOW, SLOW_EVERY = ("nxBP", "multiLoss"), 5
+
+
+def ours(case: Case) -> List[str]:
+    """Modes of ours; where experts are modules their tokens are always gathered."""
+    every = case.model != "modules"
+    return [name for name in OURS if every or name.endswith("gathered")]
 
 
 def build(name: str, case: Case, device: str) -> Step:
@@ -407,9 +404,11 @@ def run_time(cases: List[Case], args: argparse.Namespace) -> List[Row]:
     print_header("## Time of a step", columns + ["largest deviation"])
     results: List[Row] = []
     for case in cases:
-        base, *rows = time_case(case, [BASELINE, *OURS], args.repeats, args.device)
+        names = [BASELINE, *ours(case)]
+        base, *rows = time_case(case, names, args.repeats, args.device)
         cells = [*case_cells(case), f"{base['padded_rows']:.1f}", milliseconds(base)]
-        cells += [f"{row['ratio']:.2f} / {row['ratio_median']:.2f}" for row in rows]
+        timed = {r["mode"]: f"{r['ratio']:.2f} / {r['ratio_median']:.2f}" for r in rows}
+        cells += [timed.get(name, "-") for name in OURS]
         worst = max(row["deviation"] for row in rows)
         print_cells([*cells, f"{worst:.0e}"])
         results += [base, *rows]
@@ -461,13 +460,14 @@ def run_memory(cases: List[Case], args: argparse.Namespace) -> List[Row]:
     with patch.dict(os.environ, GIVE_BACK), context.Pool(1, maxtasksperchild=1) as pool:
         for case in cases:
             rows: List[Row] = []
-            for name in (BASELINE, *OURS):
+            for name in (BASELINE, *ours(case)):
                 mib = pool.apply(peak, (name, case, args.device, args.threads))
                 rows.append({**case._asdict(), "mode": name, "peak_mib": mib})
                 rows[-1]["ratio"] = mib / rows[0]["peak_mib"]
             cells = [*case_cells(case), f"{padded_rows(case):.1f}"]
             cells.append(f"{rows[0]['peak_mib']:.1f}")
-            print_cells(cells + [f"{row['ratio']:.2f}" for row in rows[1:]])
+            ratios = {row["mode"]: f"{row['ratio']:.2f}" for row in rows[1:]}
+            print_cells(cells + [ratios.get(name, "-") for name in OURS])
             results += rows
     return results
 
@@ -492,10 +492,13 @@ def growth(rows: List[Row]) -> List[Row]:
         found: List[Row] = []
         for mode in (BASELINE, *OURS):
             times = series(rows, "min_ms", model=model, load=load, mode=mode)
+            if not times:
+                continue
             few, many = min(times), max(times)
             grown = {"from": few, "to": many, "growth": times[many] / times[few]}
             found.append({"model": model, "load": load, "mode": mode, **grown})
-        cells = [f"{row['growth']:.2f}" for row in found]
+        grew = {row["mode"]: f"{row['growth']:.2f}" for row in found}
+        cells = [grew.get(mode, "-") for mode in (BASELINE, *OURS)]
         print_cells([model, load, f"{few} to {many}", *cells])
         results += found
     return results
@@ -521,6 +524,8 @@ def plot(results: Dict[str, List[Row]], path: str) -> None:
             axes.set_title(f"{model}: {section}, load: {load}")
             for i, mode in enumerate(OURS):
                 ratios = series(rows, "ratio", model=model, load=load, mode=mode)
+                if not ratios:
+                    continue
                 style = f"C{i}{'o--' if 'padded' in mode else 'o-'}"
                 axes.plot(*zip(*ratios.items()), style, markersize=4, label=mode)
                 axes.set_xscale("log", base=2)
@@ -532,10 +537,11 @@ def plot(results: Dict[str, List[Row]], path: str) -> None:
             axes.set_title(f"{model}: {section}, {most} experts")
             loads = list(dict.fromkeys(row["load"] for row in rows))
             for i, mode in enumerate(OURS):
-                ratios = [
-                    series(rows, "ratio", model=model, load=load, mode=mode)[most]
+                found = [
+                    series(rows, "ratio", model=model, load=load, mode=mode)
                     for load in loads
                 ]
+                ratios = [ratio.get(most, 0.0) for ratio in found]
                 places = [k + 0.2 * (i - 1.5) for k in range(len(loads))]
                 hatch = "//" if "padded" in mode else None
                 axes.bar(places, ratios, 0.2, color=f"C{i}", hatch=hatch)

@@ -82,6 +82,7 @@ FREE = (
     "data",
     "checkpoint",
     "resume",
+    "repeat_noise",
     "stop_after_steps",
     "time_limit",
     "json",
@@ -200,7 +201,7 @@ def finetune(args: argparse.Namespace) -> Dict[str, Any]:
         )
 
     torch.set_num_threads(args.threads)
-    # The global generator draws weights, batches, dropout and noise: one state to save.
+    # The global generator draws weights, batches and dropout.
     torch.manual_seed(args.seed)
     inner, tokenizer = load(args)
     frozen = freeze_routers(inner) if args.freeze_routers else []
@@ -249,6 +250,7 @@ def finetune(args: argparse.Namespace) -> Dict[str, Any]:
                 path=args.checkpoint,
                 module=net,
                 optimizer=optimizer,
+                repeat_noise=args.repeat_noise,
                 torch_load_kwargs={"map_location": args.device},
             )
         else:
@@ -440,6 +442,12 @@ def parse_args(argv: Optional[List[str]] = None) -> argparse.Namespace:
     add("--checkpoint", None, str, "file to save to after each epoch")
     add("--checkpoint-every", None, count, "steps between checkpoints, not an epoch")
     parser.add_argument("--resume", action="store_true", help="go on from --checkpoint")
+    parser.add_argument(
+        "--repeat-noise",
+        action="store_true",
+        help="go on with the noise that the run would have had: bit for bit, and never "
+        "twice from one checkpoint",
+    )
     add("--stop-after-steps", None, count, "stop at a checkpoint, to be resumed")
     add(
         "--time-limit", None, positive, "seconds; stop at the last checkpoint that fits"

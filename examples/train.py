@@ -79,6 +79,7 @@ FREE = (
     "data",
     "checkpoint",
     "resume",
+    "repeat_noise",
     "stop_after_epochs",
     "time_limit",
     "json",
@@ -139,7 +140,7 @@ def train(args: argparse.Namespace) -> Dict[str, Any]:
 
     torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed)
-    # The global generator draws batches, dropout and noise: one state to save.
+    # The global generator draws batches and dropout.
     engine = PrivacyEngine(accountant="prv_bounds")
     releases = (
         # Going on from a checkpoint, what was released is in it.
@@ -188,6 +189,7 @@ def train(args: argparse.Namespace) -> Dict[str, Any]:
             path=args.checkpoint,
             module=net,
             optimizer=optimizer,
+            repeat_noise=args.repeat_noise,
             torch_load_kwargs={"map_location": args.device},
         )
         epoch, curve = state["epoch"], state["curve"]
@@ -382,6 +384,12 @@ def parse_args(argv: Optional[List[str]] = None) -> argparse.Namespace:
     add("--threads", 1, count, "CPU threads")
     add("--checkpoint", None, str, "file to save to after each epoch")
     parser.add_argument("--resume", action="store_true", help="go on from --checkpoint")
+    parser.add_argument(
+        "--repeat-noise",
+        action="store_true",
+        help="go on with the noise that the run would have had: bit for bit, and never "
+        "twice from one checkpoint",
+    )
     add("--stop-after-epochs", None, count, "stop early, to be resumed")
     add("--time-limit", None, positive, "seconds; stop at the last epoch that fits")
     add("--evaluate-every", None, count, "epochs, for the summary's curve")

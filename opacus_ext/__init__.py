@@ -1,17 +1,31 @@
 """
 Opacus for the models people train today.
 
-Importing this package beside ``opacus.PrivacyEngine`` extends the modes "hooks" and
-"ghost", and adds "ghost_bk".
+Importing this package beside ``opacus.PrivacyEngine`` extends its modes, and adds
+"ghost_bk", "scan" and "auto"; :class:`PrivacyEngine` shows its new arguments.
+:func:`clipped_grads` is what all modes stand on.
 """
 
+from opacus_ext import take
 from opacus_ext.checks import check_per_sample_gradients
+from opacus_ext.checks.leaks import Leak, find_leaks
+from opacus_ext.clipping import (
+    Clipping,
+    ClippingFunction,
+    NeighboringRelation,
+    automatic,
+    register_clipping,
+)
+from opacus_ext.engine import PrivacyEngine
+from opacus_ext.grad_sample.core.clipped_grads import (
+    ClippedGrads,
+    PerSampleGrads,
+    clipped_grads,
+    per_sample_grads,
+)
 from opacus_ext.grad_sample.factors import GradSample, OneHot, workspace
-from opacus_ext.grad_sample.leaks import Leak, find_leaks
-from opacus_ext.grad_sample.rules.registry import register_forward, register_rule
-from opacus_ext.grad_sample.samplewise.native import register_native
+from opacus_ext.grad_sample.rules import Op, as_op, register_rule
 from opacus_ext.monitor import Monitor
-from opacus_ext.optimizers.clipping import Clipping, automatic, register_clipping
 from opacus_ext.re_attention import ErrorTracker, track_errors
 from opacus_ext.refused import Refused
 from opacus_ext.registry import register, unregister
@@ -19,21 +33,29 @@ from opacus_ext.registry import register, unregister
 __version__ = "0.1.0"
 
 __all__ = [
+    "ClippedGrads",
     "Clipping",
+    "ClippingFunction",
     "ErrorTracker",
     "GradSample",
     "Leak",
     "Monitor",
+    "NeighboringRelation",
     "OneHot",
+    "Op",
+    "PerSampleGrads",
+    "PrivacyEngine",
     "Refused",
+    "as_op",
     "automatic",
     "check_per_sample_gradients",
+    "clipped_grads",
     "find_leaks",
+    "per_sample_grads",
     "register",
     "register_clipping",
-    "register_forward",
-    "register_native",
     "register_rule",
+    "take",
     "track_errors",
     "unregister",
     "workspace",

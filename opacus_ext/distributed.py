@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Dict, Optional
+from typing import Any, Dict, List, Optional
 
 import torch
 import torch.distributed as dist
@@ -13,10 +13,14 @@ from torch import nn
 
 from opacus_ext.grad_sample.parallel.group import ExpertGroup
 from opacus_ext.grad_sample.parallel.sharding import (
+    Sharding,
     expert_parameters,
     find_group,
     group_of,
-    shard_experts,
+    has_experts,
+    is_experts,
+    mark,
+    run_sharded,
 )
 from opacus_ext.refused import Refused
 
@@ -29,9 +33,11 @@ def expert_parallel(
 
     To be called in every process, on the same model, before the optimizer is made. What
     it returns goes to ``make_private`` like any model under Opacus's data parallelism;
-    each process then reads its own samples. Clipping is exact: flat clipping takes one
-    all-reduce of as many squared norms as there are samples. ``clipping="per_layer"``
-    takes none, and clips the share of each process as a layer of its own.
+    each process then reads its own samples, in the modes "ghost" and "ghost_bk".
+    Clipping is exact, by one all-reduce of as many squared norms as there are samples;
+    ``clipping="per_layer"`` clips the share of each process as a layer of its own. All
+    samples of a process run at once, or are refused (a branch on data that they answer
+    differently, activation checkpointing).
 
     Every process must take part in every step: the same number of forward and backward
     passes, of empty batches too (so with ``BatchMemoryManager`` the physical batches
@@ -75,30 +81,20 @@ def expert_parallel(
             "expert_parallel needs the other processes:",
             remedy="call torch.distributed.init_process_group first.",
         )
-    _refuse(module)
     processes = ExpertGroup(group)
-    modules = list(module.named_modules())
-    for check in (True, False):
-        found = [shard_experts(name, m, processes, check) for name, m in modules]
-        if not any(found):
-            raise Refused(
-                f"{type(module).__name__} has no experts that can be spread: stacked "
-                "ones of opacus_ext.layers or transformers, or a ModuleDict as in "
-                "Switch.",
-                remedy=(
-                    "Use DifferentiallyPrivateDistributedDataParallel for a model "
-                    "without."
-                ),
-            )
-        if check:
-            module = DPDDP(module)
-    return module
+    layers = _layers_of_experts(module, processes)
+    wrapped = DPDDP(module)
+    for place, layer in enumerate(layers):
+        _shard(layer, place, processes)
+    return wrapped
 
 
-def _refuse(module: nn.Module) -> None:
+def _layers_of_experts(module: nn.Module, group: ExpertGroup) -> List[nn.Module]:
     """
+    The layers whose experts are to be spread.
+
     Raises:
-        Refused: if experts can't be spread as they are; nothing is changed
+        Refused: if they can't be spread as they are
     """
     if any(hasattr(m, "autograd_grad_sample_hooks") for m in module.modules()):
         raise Refused(
@@ -110,18 +106,65 @@ def _refuse(module: nn.Module) -> None:
             "The model's experts are spread over processes already.",
             remedy="Call expert_parallel once, and use what it returns.",
         )
+    found: List[nn.Module] = []
     owners: Counter = Counter()
     for layer in module.modules():
         owners.update(p for p in layer._parameters.values() if p is not None)
     for name, layer in module.named_modules():
-        own = expert_parameters(layer)
-        if any(owners[p] > 1 for p in own):
-            raise Refused(
-                f"{name} ({type(layer).__name__}): a parameter of its experts is "
-                "shared with another layer or expert, which may come to lie in "
-                "another process.",
-                remedy="Give each a parameter of its own.",
-            )
+        if is_experts(layer) or has_experts(layer):
+            _check(f"{name} ({type(layer).__name__})", layer, group.size, owners)
+            found.append(layer)
+    if not found:
+        raise Refused(
+            f"{type(module).__name__} has no experts that can be spread: stacked ones "
+            "of opacus_ext.layers or transformers, or a ModuleDict as in Switch.",
+            remedy="Use DifferentiallyPrivateDistributedDataParallel for a model "
+            "without.",
+        )
+    return found
+
+
+def _check(name: str, layer: Any, size: int, owners: Counter) -> None:
+    own = expert_parameters(layer)
+    stacked = is_experts(layer)
+    count = len(own[0]) if stacked else len(layer)
+    inside = (p for child in layer.children() for p in child.parameters())
+    why = remedy = None
+    if any(owners[p] > 1 for p in own):
+        why = (
+            "a parameter of its experts is shared with another layer or expert, which "
+            "may come to lie in another process"
+        )
+        remedy = "Give each a parameter of its own."
+    elif stacked and any(p.requires_grad for p in inside):
+        why = "its experts share trainable layers, which can't be spread"
+        remedy = "Freeze them with requires_grad_(False)."
+    elif stacked and any(not p.dim() or len(p) != count for p in own):
+        why = "it has parameters that are not stacked by expert"
+        remedy = "Move them to another layer."
+    elif count % size:
+        why = f"it has {count} experts, which {size} processes can't share evenly"
+        remedy = "Use a number of processes that divides it."
+    if why is not None:
+        raise Refused(f"{name}: {why}.", module=name, remedy=remedy)
+
+
+def _shard(layer: Any, place: int, group: ExpertGroup) -> None:
+    """Leaves a layer the experts of this process, in place."""
+    stacked = is_experts(layer)
+    count = len(expert_parameters(layer)[0]) if stacked else len(layer)
+    names = () if stacked else tuple(layer)
+    each = count // group.size
+    mine = slice(group.rank * each, (group.rank + 1) * each)
+    run_sharded(layer)
+    if stacked:
+        for key, p in layer._parameters.items():
+            if p is not None:
+                part = p.detach()[mine].clone()
+                setattr(layer, key, nn.Parameter(part, requires_grad=p.requires_grad))
+    for key in set(names) - set(names[mine]):
+        del layer[key]
+    mark(layer, Sharding(group, place, count, names))
 
 
 def full_state_dict(module: nn.Module) -> Dict[str, torch.Tensor]:
@@ -146,15 +189,16 @@ def full_state_dict(module: nn.Module) -> Dict[str, torch.Tensor]:
     return state
 
 
-def _gather(state: Dict, prefix: str, layer: nn.Module, group: ExpertGroup) -> None:
-    if not isinstance(layer, nn.ModuleDict):
+def _gather(state: Dict, prefix: str, layer: Any, group: ExpertGroup) -> None:
+    names = layer.sharding.names
+    if not names:
         for key, p in layer.named_parameters(recurse=False):
             state[prefix + key] = group.gather(p.detach())
         return
     for i, expert in enumerate(list(layer.values())):
-        own = layer.sharding.names[group.rank * len(layer) + i]
+        own = names[group.rank * len(layer) + i]
         for key in expert.state_dict():
             whole = group.gather(state[f"{prefix}{own}.{key}"][None])
             for rank, part in enumerate(whole):
-                name = layer.sharding.names[rank * len(layer) + i]
+                name = names[rank * len(layer) + i]
                 state[f"{prefix}{name}.{key}"] = part.clone()

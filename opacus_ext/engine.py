@@ -8,15 +8,16 @@ from __future__ import annotations
 import functools
 import math
 from importlib import import_module
-from typing import Any, Callable, Dict, List, Optional, Union
+from typing import Any, Callable, Dict, List, Optional, Sequence, Union
 
+import opacus
 import opacus.optimizers
 import torch
 import torch.distributed as dist
-from opacus import PrivacyEngine
 from opacus.accountants.accountant import IAccountant
 from opacus.distributed import DifferentiallyPrivateDistributedDataParallel as DPDDP
 from opacus.utils.uniform_sampler import UniformWithReplacementSampler
+from torch import nn
 from torch.distributed._composable.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader
@@ -30,6 +31,8 @@ from opacus_ext.refused import Refused
 
 #: Of an engine and of its checkpoints: one entry for each ``make_private``.
 RUNS = "opacus_ext_runs"
+#: Of checkpoints: what the noise is drawn from.
+NOISE = "opacus_ext_noise"
 
 INDEPENDENT = "independent"  # the noise of each step is
 
@@ -42,7 +45,7 @@ def with_sampling(make_private: Callable) -> Callable:
 
     @functools.wraps(make_private)
     def make(
-        self: PrivacyEngine,
+        self: opacus.PrivacyEngine,
         *,
         sampling: Optional[Sampling] = None,
         noise: Union[str, Banded] = INDEPENDENT,
@@ -67,7 +70,7 @@ def with_sampling(make_private: Callable) -> Callable:
 
 
 def _correlated(
-    engine: PrivacyEngine,
+    engine: opacus.PrivacyEngine,
     noise: Union[str, Banded],
     *,
     clipping: Any = "flat",
@@ -156,7 +159,7 @@ def _check_drawn(
 
 
 def _drawn(
-    engine: PrivacyEngine,
+    engine: opacus.PrivacyEngine,
     make_private: Callable,
     sampling: Sampling,
     *,
@@ -224,7 +227,8 @@ def _drawn(
     optimizer.expected_batch_size = sampling.divisor(records)
     if distributed:  # of one process
         optimizer.expected_batch_size /= dist.get_world_size()
-    optimizer.attach_step_hook(sampling.hook(engine.accountant, records))
+    # In the place of the one of Poisson sampling.
+    optimizer.step_hook = sampling.hook(engine.accountant, records)
     return made
 
 
@@ -233,7 +237,7 @@ def with_epsilon(make_private_with_epsilon: Callable) -> Callable:
 
     @functools.wraps(make_private_with_epsilon)
     def make(
-        self: PrivacyEngine,
+        self: opacus.PrivacyEngine,
         *,
         sampling: Optional[Sampling] = None,
         noise: Union[str, Banded] = INDEPENDENT,
@@ -397,13 +401,13 @@ def choose_bands(
 # -- the record of what was made private -----------------------------------------------
 
 
-def runs_of(engine: PrivacyEngine) -> List[Dict[str, Any]]:
+def runs_of(engine: opacus.PrivacyEngine) -> List[Dict[str, Any]]:
     """What each ``make_private`` of an engine was given: plain numbers and names."""
     return engine.__dict__.setdefault(RUNS, [])
 
 
 def _note(
-    engine: PrivacyEngine,
+    engine: opacus.PrivacyEngine,
     sampling: Optional[Sampling],
     made: Any,
     bands: int,
@@ -463,7 +467,7 @@ def _describe_stock(
     }
 
 
-def add_runs(engine: PrivacyEngine, runs: List[Dict[str, Any]]) -> None:
+def add_runs(engine: opacus.PrivacyEngine, runs: List[Dict[str, Any]]) -> None:
     """Adds what is not there yet."""
     known = runs_of(engine)
     known += [run for run in runs if run not in known]
@@ -474,23 +478,61 @@ def with_runs_saved(save_checkpoint: Callable) -> Callable:
 
     @functools.wraps(save_checkpoint)
     def save(
-        self: PrivacyEngine,
+        self: opacus.PrivacyEngine,
         *,
+        optimizer: Any = None,
         checkpoint_dict: Optional[Dict[str, Any]] = None,
         **kwargs: Any,
     ) -> None:
+        """
+        ``PrivacyEngine.save_checkpoint``, with the record of what was made private, and
+        with what the optimizer's noise is drawn from: whoever has the file can subtract
+        the noise, so publish weights alone.
+        """
         content = {**(checkpoint_dict or {}), RUNS: runs_of(self)}
-        save_checkpoint(self, checkpoint_dict=content, **kwargs)
+        if hasattr(optimizer, "noise_state"):
+            content[NOISE] = optimizer.noise_state()
+        save_checkpoint(self, optimizer=optimizer, checkpoint_dict=content, **kwargs)
 
     return save
 
 
 def with_runs_loaded(load_checkpoint: Callable) -> Callable:
-    """``PrivacyEngine.load_checkpoint``."""
+    """``PrivacyEngine.load_checkpoint`` with the argument ``repeat_noise``."""
 
     @functools.wraps(load_checkpoint)
-    def load(self: PrivacyEngine, **kwargs: Any) -> Dict[str, Any]:
-        content = load_checkpoint(self, **kwargs)
+    def load(
+        self: opacus.PrivacyEngine,
+        *,
+        optimizer: Any = None,
+        repeat_noise: bool = False,
+        **kwargs: Any,
+    ) -> Dict[str, Any]:
+        """
+        ``PrivacyEngine.load_checkpoint``, with one more argument.
+
+        Args:
+            repeat_noise: whether the run goes on bit for bit, with the noise that it
+                would have had. Two runs that go on from one checkpoint then have the
+                same noise: the difference of their weights has none, and no epsilon
+                covers that. By default noise is drawn afresh
+
+        Raises:
+            Refused: with ``repeat_noise`` for a checkpoint without the noise's state
+        """
+        content = load_checkpoint(self, optimizer=optimizer, **kwargs)
+        noise = content.pop(NOISE, None)
+        if repeat_noise:
+            if noise is None or not hasattr(optimizer, "repeat_noise"):
+                raise Refused(
+                    "The checkpoint was saved, or is loaded, without a DP optimizer, "
+                    "so that its noise can't be repeated.",
+                    parameter="repeat_noise",
+                    remedy="Pass optimizer= to save_checkpoint and load_checkpoint.",
+                )
+            optimizer.repeat_noise(noise)
+        elif hasattr(optimizer, "mix_noise"):
+            optimizer.mix_noise()
         add_runs(self, content.get(RUNS, []))
         return content
 
@@ -504,3 +546,196 @@ WRAPPERS: Dict[str, Callable[[Callable], Callable]] = {
     "save_checkpoint": with_runs_saved,
     "load_checkpoint": with_runs_loaded,
 }
+
+
+# -- the engine with all of it in its signatures ---------------------------------------
+
+
+class PrivacyEngine(opacus.PrivacyEngine):
+    """
+    Opacus's ``PrivacyEngine``, whose methods show the arguments that this package adds.
+    Opacus's own takes them as well.
+
+    Args:
+        accountant: "prv", "rdp", "gdp" or "prv_bounds"
+        secure_mode: whether noise and batches are drawn by a secure generator, which
+            needs the package torchcsprng
+
+    Example:
+        >>> import inspect, opacus_ext
+        >>> make_private = opacus_ext.PrivacyEngine.make_private
+        >>> "take" in inspect.signature(make_private).parameters
+        True
+    """
+
+    def make_private(
+        self,
+        *,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        criterion: Callable = nn.CrossEntropyLoss(),
+        data_loader: DataLoader,
+        noise_multiplier: float,
+        max_grad_norm: Union[float, List[float]],
+        batch_first: bool = True,
+        loss_reduction: str = "mean",
+        poisson_sampling: bool = True,
+        clipping: Any = "flat",
+        noise_generator: Optional[torch.Generator] = None,
+        grad_sample_mode: str = "hooks",
+        wrap_model: bool = True,
+        rand_on_empty: bool = False,
+        sampling: Optional[Sampling] = None,
+        noise: Union[str, Banded] = INDEPENDENT,
+        take: Optional[Callable[[Any, int], Any]] = None,
+        shared: Sequence[str] = (),
+        on_nonfinite: str = "drop",
+        **kwargs: Any,
+    ) -> Any:
+        """
+        Makes a model, its optimizer and its loader private. Nothing is changed if it
+        fails.
+
+        Args:
+            module: the model
+            optimizer: of its parameters, with one gradient a step
+            criterion: the loss function, for the modes that return one
+            data_loader: its batch size is the expected one of a step
+            noise_multiplier: standard deviation of the noise, over the sensitivity
+            max_grad_norm: the norm to which each sample's gradient is clipped; a list
+                for "per_layer" clipping
+            batch_first: whether dim 0 of the model's inputs and outputs is the batch,
+                else dim 1
+            loss_reduction: "mean" or "sum", of the loss over samples
+            poisson_sampling: whether the loader draws each record by chance, as the
+                accountant takes it to do; else it stays as it is
+            clipping: "flat", "per_layer", "automatic", "adaptive", or one of
+                :func:`~opacus_ext.register_clipping`
+            noise_generator: of the noise
+            grad_sample_mode: "hooks", "functorch", "ghost", "ghost_bk", "scan", "auto",
+                or another of Opacus's; all give the same update
+            wrap_model: whether a wrapper is returned in the model's place; else what is
+                returned has only ``cleanup()``, and the model itself is private
+            rand_on_empty: whether a batch that nothing was drawn for holds random
+                numbers, not weighed at all, in the place of no samples
+            sampling: how batches are drawn in the place of ``poisson_sampling``:
+                ``Poisson``, ``TruncatedPoisson``, ``FixedSize`` or ``CyclicPoisson`` of
+                :mod:`opacus_ext.data`
+            noise: "independent" from step to step, or
+                :class:`~opacus_ext.optimizers.banded.Banded`, correlated noise
+            take: ``take(inputs, i)`` takes sample ``i`` out of the inputs of the model,
+                as a batch of one, for inputs that are no tensors ``[B, ...]``; it
+                raises IndexError when there is no such sample. ``inputs`` are the
+                positional arguments, a tuple, or those by keyword, a dict.
+                :mod:`opacus_ext.take` has some
+            shared: names of inputs of the model that all samples share, where their
+                first dim may be the batch size
+            on_nonfinite: what becomes of a sample whose gradient is not finite: "drop"
+                (it counts as zero, with a warning) or "raise"
+            kwargs: of the optimizer of "adaptive" clipping
+
+        Returns:
+            ``(model, optimizer, loader)``, or ``(model, optimizer, criterion, loader)``
+            in the modes "ghost", "ghost_bk", "scan" and "auto".
+
+        Raises:
+            Refused: for what can't be trained exactly, or not with these arguments
+        """
+        return super().make_private(**_given(locals()))
+
+    def make_private_with_epsilon(
+        self,
+        *,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        criterion: Callable = nn.CrossEntropyLoss(),
+        data_loader: DataLoader,
+        target_epsilon: float,
+        target_delta: float,
+        epochs: float,
+        max_grad_norm: Union[float, List[float]],
+        batch_first: bool = True,
+        loss_reduction: str = "mean",
+        poisson_sampling: bool = True,
+        clipping: Any = "flat",
+        noise_generator: Optional[torch.Generator] = None,
+        grad_sample_mode: str = "hooks",
+        wrap_model: bool = True,
+        rand_on_empty: bool = False,
+        sampling: Optional[Sampling] = None,
+        noise: Union[str, Banded] = INDEPENDENT,
+        take: Optional[Callable[[Any, int], Any]] = None,
+        shared: Sequence[str] = (),
+        on_nonfinite: str = "drop",
+        **kwargs: Any,
+    ) -> Any:
+        """
+        :meth:`make_private` with the least noise for a budget.
+
+        Args:
+            target_epsilon: of the whole run
+            target_delta: the same
+            epochs: of the run
+            noise: see :meth:`make_private`, as are all others; "banded" chooses the
+                number of bands
+            kwargs: of the accountant as well
+
+        Returns:
+            See :meth:`make_private`.
+
+        Raises:
+            Refused: see :meth:`make_private`; if nothing is left of the budget
+        """
+        return super().make_private_with_epsilon(**_given(locals()))
+
+    def load_checkpoint(
+        self,
+        *,
+        path: Any,
+        module: nn.Module,
+        optimizer: Any = None,
+        noise_scheduler: Any = None,
+        grad_clip_scheduler: Any = None,
+        module_load_dict_kwargs: Optional[Dict[str, Any]] = None,
+        torch_load_kwargs: Optional[Dict[str, Any]] = None,
+        repeat_noise: bool = False,
+    ) -> Dict[str, Any]:
+        """
+        Loads what ``save_checkpoint`` has saved.
+
+        Args:
+            path: of the file
+            module, optimizer: as ``make_private`` has returned them
+            noise_scheduler, grad_clip_scheduler: of Opacus
+            module_load_dict_kwargs: of ``module.load_state_dict``
+            torch_load_kwargs: of ``torch.load``
+            repeat_noise: whether the run goes on bit for bit, with the noise that it
+                would have had. Two runs that go on from one checkpoint then have the
+                same noise: the difference of their weights has none, and no epsilon
+                covers that. By default noise is drawn afresh
+
+        Returns:
+            What else the checkpoint holds.
+
+        Raises:
+            Refused: with ``repeat_noise`` for a checkpoint without the noise's state
+        """
+        return super().load_checkpoint(**_given(locals()))
+
+
+def _given(variables: Dict[str, Any]) -> Dict[str, Any]:
+    """
+    The arguments of a method of :class:`PrivacyEngine`, by its local variables.
+
+    Raises:
+        Refused: after :func:`opacus_ext.unregister`
+    """
+    if not hasattr(opacus.PrivacyEngine._prepare_criterion, "_opacus_ext"):
+        raise Refused(
+            "opacus_ext.PrivacyEngine needs what opacus_ext.unregister() has undone.",
+            remedy="Call opacus_ext.register() before, or take opacus.PrivacyEngine.",
+        )
+    given = {**variables, **variables.get("kwargs", {})}
+    for name in ("self", "kwargs", "__class__"):
+        given.pop(name, None)
+    return given

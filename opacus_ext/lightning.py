@@ -22,7 +22,7 @@ from opacus_ext.accountants.budget import least_noise
 from opacus_ext.data.draws import Draws
 from opacus_ext.data.logical import LogicalBatches, Part, derive_seed, logical_loader
 from opacus_ext.data.sampling import Poisson, Sampling
-from opacus_ext.grad_sample.modes.loss import ClippedLoss
+from opacus_ext.grad_sample.modes.clipped_loss import ClippedLoss
 from opacus_ext.refused import Refused
 
 try:
@@ -37,7 +37,7 @@ class PrivacyCallback(Callback):
     """
     Trains a LightningModule with differential privacy: ``Trainer(callbacks=[...])``.
 
-    Optimisation is automatic or manual. A step draws each record of the training
+    Optimization is automatic or manual. A step draws each record of the training
     loader's data set with the same probability B / N, for the loader's batch size B and
     N records; an epoch has as many steps as the loader. Steps, epochs, schedules and
     checkpoints count these logical batches. A draw without
@@ -45,8 +45,8 @@ class PrivacyCallback(Callback):
 
     "epsilon" is logged after each epoch. Checkpoints hold the accountant's history and
     the random state of the noise: whoever has one can subtract the noise, so publish
-    weights alone. A run that goes on from one is what it would have been, in the middle
-    of an epoch too (but for dropout, whose random state Lightning does not keep).
+    weights alone. A run that goes on from one has the same draws, in the middle of an
+    epoch too, and noise that is drawn afresh.
 
     Args:
         target_delta: delta of the guarantee, below one over the number of records
@@ -64,6 +64,11 @@ class PrivacyCallback(Callback):
         sampling: another way to draw batches, of ``opacus_ext.data``, such as
             ``TruncatedPoisson`` where memory is fixed; its ``steps`` are the loader's
         seed: of noise and batches, for tests. By default nobody knows it
+        repeat_noise: whether a run that goes on from a checkpoint has the noise that it
+            would have had, and is what it would have been (but for dropout, whose
+            random state Lightning does not keep). Two runs that go on from one
+            checkpoint then have the same noise: the difference of their weights has
+            none, and no epsilon covers that
         kwargs: of ``make_private``, such as ``clipping``
 
     Raises:
@@ -99,6 +104,7 @@ class PrivacyCallback(Callback):
         accountant: str = "prv",
         sampling: Optional[Sampling] = None,
         seed: Optional[int] = None,
+        repeat_noise: bool = False,
         **kwargs: Any,
     ):
         if (target_epsilon is None) == (noise_multiplier is None):
@@ -113,7 +119,7 @@ class PrivacyCallback(Callback):
         self.criterion, self.module = criterion, module
         self.max_physical_batch_size = max_physical_batch_size
         self.engine = PrivacyEngine(accountant=accountant)
-        self.sampling = sampling
+        self.sampling, self.repeat_noise = sampling, repeat_noise
         self._kwargs = dict(
             kwargs, max_grad_norm=max_grad_norm, grad_sample_mode=grad_sample_mode
         )
@@ -205,7 +211,7 @@ class PrivacyCallback(Callback):
 
     def _restore(self, trainer: Any, device: torch.device) -> Optional[float]:
         """Reads the state of a checkpoint, if there is one, and gives its noise."""
-        saved, self._saved = self._saved, {}
+        saved = self._saved
         if self._noise is None:
             self._noise = torch.Generator(device)
             self._noise.manual_seed(derive_seed(self._seed, "noise"))
@@ -227,7 +233,7 @@ class PrivacyCallback(Callback):
                 "its weights anew, load it by load_from_checkpoint.",
             )
         self._seed, self._draw = saved["seed"], saved["draw"]
-        self._noise.set_state(saved["noise"].cpu())
+        self._noise.seed()
         self.engine.accountant.load_state_dict(saved["accountant"])
         return saved["noise_multiplier"]
 
@@ -248,6 +254,12 @@ class PrivacyCallback(Callback):
             sampling.account(trial, size, noise_multiplier, steps)
 
         return least_noise(self.engine.accountant, record, epsilon, delta)
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """The optimizer's state is loaded, which draws noise afresh."""
+        saved, self._saved = self._saved, {}
+        if trainer.ckpt_path and self.repeat_noise:
+            self._noise.set_state(saved["noise"].cpu())
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         """Draws go on where training is, not where the loader has looked ahead to."""

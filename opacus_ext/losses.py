@@ -12,8 +12,9 @@ any model that computes its loss from its labels.
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Mapping
-from typing import Any, Callable, Dict, List, Optional, Tuple
+from typing import Any, Callable, Dict, Optional, Tuple
 
 import torch
 from opacus.grad_sample import AbstractGradSampleModule
@@ -22,15 +23,15 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
+from opacus_ext.grad_sample.adapter.criterion import AT_ONCE
+from opacus_ext.grad_sample.adapter.forward import PrivateModel
+from opacus_ext.grad_sample.core.vmap import is_batched
 from opacus_ext.grad_sample.factors import wide, workspace
-from opacus_ext.grad_sample.modes.loss import INDEPENDENT
-from opacus_ext.grad_sample.samplewise.engine import Engine
-from opacus_ext.grad_sample.samplewise.inputs import read_inputs
-from opacus_ext.grad_sample.samplewise.walk import map_tensors
+from opacus_ext.grad_sample.modes.common import private_model_of
 from opacus_ext.layers.linear_cross_entropy import LinearCrossEntropy, PendingLogits
 from opacus_ext.refused import Refused
 
-__all__ = ["PerRecord", "PerSample", "cross_entropy", "model_losses"]
+__all__ = ["PerRecord", "PerSample", "cross_entropy", "model_losses", "sample_loss"]
 
 _REDUCTIONS = ("mean", "sum")
 
@@ -154,7 +155,20 @@ class PerSample(nn.Module):
         return losses.mean() if self.reduction == "mean" else losses.sum()
 
 
-INDEPENDENT.add(PerSample)
+def _per_sample(
+    criterion: PerSample,
+    shape: Any,
+    losses: torch.Tensor,
+    weights: Optional[torch.Tensor] = None,
+) -> torch.Tensor:
+    before, criterion.reduction = criterion.reduction, "none"
+    try:
+        return criterion(losses, weights)
+    finally:
+        criterion.reduction = before
+
+
+AT_ONCE[PerSample] = _per_sample
 
 
 def model_losses(
@@ -165,7 +179,7 @@ def model_losses(
     for it alone, as a batch of one.
 
     The model is called with the batch as it is, so labels are shifted, decoder inputs
-    made and problem types recognised by its own code. What that computes over the batch
+    made and problem types recognized by its own code. What that computes over the batch
     (the balancing loss of a mixture of experts, a mean over tokens) is computed over
     each sample. A private model runs all samples at once, others one after the other.
 
@@ -210,41 +224,56 @@ def model_losses(
             parameter="num_items_in_batch",
             remedy="Leave it out of the batch.",
         )
-    engine, each = _engine_of(model), _Each(model, reduction, list(batch))
-    if engine is None or not engine.enabled or not torch.is_grad_enabled():
-        return _one_by_one(model, batch, each)
-    empty = any(torch.is_tensor(x) and x.shape[:1] == (0,) for x in batch.values())
-    if empty and engine.expert_group is None:
-        return engine.anchor.expand(0)  # few models run on no sample
-    before, engine.per_sample = engine.per_sample, each
-    try:
-        losses = _find_loss(model(**batch))
-        assert losses is not None  # _Each refuses a model that gives none
-        return losses
-    finally:
-        engine.per_sample = before
+    each = _Each(model, reduction)
 
+    def loss_of(forward: Callable, **sample: Any) -> torch.Tensor:
+        return each(forward, **sample)
 
-def _engine_of(model: nn.Module) -> Optional[Engine]:
-    for module in model.modules():  # its forward may have been wrapped again
-        for handle in vars(module).get("autograd_grad_sample_hooks", ()):
-            if isinstance(getattr(handle, "engine", None), Engine):
-                return handle.engine
-    return None
+    private = next(filter(None, map(private_model_of, model.modules())), None)
+    if private is not None and private.enabled and torch.is_grad_enabled():
+        return private.losses(dict(batch), loss_of)
+    if model not in _plain:
+        _plain[model] = PrivateModel(model)
 
+    def forward(inputs: Any) -> torch.Tensor:
+        return loss_of(model, **inputs[1])
 
-def _one_by_one(
-    model: nn.Module, batch: Mapping[str, Any], each: "_Each"
-) -> torch.Tensor:
+    inputs = _plain[model].inputs.read(forward, (), dict(batch))
     losses: Dict[int, torch.Tensor] = {}
-    for rows, part in read_inputs(Engine(model), (), dict(batch)).parts():
-        for b in range(part.size):
-            loss = _find_loss(each(model, **part.alone(b).kwargs))
-            assert loss is not None  # _Each refuses a model that gives none
-            losses[b if rows is None else int(rows[b])] = loss.reshape(())
+    for some in inputs.samples:
+        for i in range(some.size):
+            loss = loss_of(model, **some.alone(i)[1])
+            losses[i if some.rows is None else int(some.rows[i])] = loss
     if not losses:
         return next(model.parameters()).new_zeros(0)
-    return torch.stack([losses[b] for b in range(len(losses))])
+    return torch.stack([losses[i] for i in range(len(losses))])
+
+
+def sample_loss(
+    model: nn.Module, sample: Mapping[str, Any], *, reduction: str = "mean"
+) -> torch.Tensor:
+    """
+    The loss that a model computes of the labels of one sample, as :func:`model_losses`
+    does of each: what :func:`opacus_ext.clipped_grads` takes.
+
+    Args:
+        model: see :func:`model_losses`; not a private one
+        sample: the model's keyword arguments, a batch of one
+        reduction: see :func:`model_losses`
+
+    Returns:
+        A number; zero where no label counts.
+
+    Raises:
+        Refused: if the model gives no loss, or not one number
+    """
+    _check_reduction(reduction)
+    return _Each(model, reduction)(model, **sample)
+
+
+# Readers of the inputs of models that are not private.
+_plain: "weakref.WeakKeyDictionary[nn.Module, PrivateModel]"
+_plain = weakref.WeakKeyDictionary()
 
 
 class PerRecord(nn.Module):
@@ -313,6 +342,10 @@ def _check_reduction(reduction: str) -> None:
             parameter="reduction",
             remedy="Take one of these.",
         )
+
+
+def _is_batched(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and is_batched(x)
 
 
 def _wrappers() -> Tuple[type, ...]:
@@ -388,41 +421,39 @@ class _Each(TorchFunctionMode):
     Args:
         model: whose chunked heads wait for a loss function
         reduction: in the place of the model's "mean"
-        names: of what the batch holds
     """
 
-    def __init__(self, model: nn.Module, reduction: str, names: List[str]):
+    def __init__(self, model: nn.Module, reduction: str):
         super().__init__()
         inner = next(m for m in model.modules() if not isinstance(m, _wrappers()))
-        self.model, self.names, self.reduction = type(inner).__name__, names, reduction
+        self.model, self.reduction = type(inner).__name__, reduction
         self._heads = [m for m in model.modules() if isinstance(m, LinearCrossEntropy)]
+        exact = any(p.dtype == torch.float64 for p in model.parameters())
+        self._is_quick = reduction == "mean" and not self._heads and not exact
 
-    @property
-    def key(self) -> Optional[str]:
-        """Equal for two that do the same as modes; None if modes are not all of it."""
-        return None if self._heads else self.reduction
-
-    def __call__(self, forward: Callable, *args: Any, **kwargs: Any) -> Any:
-        """What ``forward`` gives, hidden states in the place of pending logits."""
+    def __call__(self, forward: Callable, **sample: Any) -> torch.Tensor:
+        """The loss of a sample that ``forward`` gives."""
+        if self._is_quick and not any(map(_is_batched, sample.values())):
+            # Mostly the model's own mean is a number, and what is asked for.
+            loss = _find_loss(forward(**sample))
+            if isinstance(loss, torch.Tensor) and loss.numel() == 1:
+                if bool(loss.isfinite()):
+                    return loss.reshape(())
         for head in self._heads:
             head.pending = True
         try:
             with self:
-                output = forward(*args, **kwargs)
+                loss = _find_loss(forward(**sample))
         finally:
             for head in self._heads:
                 head.pending = False
-        self._check(_find_loss(output))
-        return map_tensors(_hidden, output) if self._heads else output
-
-    def _check(self, loss: Any) -> None:
         instead = (
             "compute one loss a sample from its other outputs, for example by "
             "opacus_ext.losses.cross_entropy(logits, labels)."
         )
         if not isinstance(loss, torch.Tensor):
             raise Refused(
-                f"{self.model} gave no loss for {', '.join(self.names)}.",
+                f"{self.model} gave no loss for {', '.join(sample)}.",
                 module=self.model,
                 remedy='Give it labels by keyword, "labels" or what it calls them, or '
                 f"{instead}",
@@ -434,6 +465,7 @@ class _Each(TorchFunctionMode):
                 module=self.model,
                 remedy=f"Reduce it in the model, or {instead}",
             )
+        return loss.reshape(())
 
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: Any = None
@@ -467,10 +499,6 @@ class _Each(TorchFunctionMode):
             return total
         count = _count(given["target"], given["ignore_index"], given["weight"]).sum()
         return total / torch.where(count > 0, count, 1)
-
-
-def _hidden(x: torch.Tensor) -> torch.Tensor:
-    return x.hidden if isinstance(x, PendingLogits) else x
 
 
 def _pending(function: Callable, given: Dict[str, Any]) -> torch.Tensor:

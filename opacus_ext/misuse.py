@@ -13,8 +13,6 @@ import functools
 import inspect
 import math
 import numbers
-import sys
-import warnings
 import weakref
 from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence
 
@@ -35,11 +33,10 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from opacus_ext.refused import Refused
+from opacus_ext.refused import Refused, tell
 
 _POISSON = UniformWithReplacementSampler, DistributedUniformWithReplacementSampler
 _EVERY_RECORD = SequentialSampler, RandomSampler, DistributedSampler
-_INSIDE = "opacus", "torch.", "contextlib"
 _OF_OPACUS = ("hooks", "functorch", "ew", "ghost", "ghost_fsdp", "no_op")
 # Arguments of Opacus's that get through it by ``**kwargs``: of accountants, of adaptive
 # clipping; and those that this package adds.
@@ -48,18 +45,6 @@ _MORE_ARGUMENTS = (
     "clipbound_learning_rate max_clipbound min_clipbound unclipped_num_std "
     "take shared on_nonfinite sampling"
 ).split()
-
-
-def tell(owner: Any, key: str, message: str) -> None:
-    """Warns once for each ``owner``, an engine or an optimizer, at the user's line."""
-    told = owner.__dict__.setdefault("_opacus_ext_told", set())
-    if key in told:
-        return
-    told.add(key)
-    frame, level = sys._getframe(1), 2
-    while frame.f_back and frame.f_globals.get("__name__", "").startswith(_INSIDE):
-        frame, level = frame.f_back, level + 1
-    warnings.warn(message, stacklevel=level)
 
 
 # -- arguments -------------------------------------------------------------------------
@@ -211,10 +196,11 @@ def _check_optimizer(
     strange = [p for p in held if p not in names]
     if strange:
         raise Refused(
-            f"{len(strange)} of the {len(held)} parameters in the optimizer are not "
-            f"the model's, the first of shape {tuple(strange[0].shape)}. It is another "
-            "model's, or layers were replaced after it was made (by ModuleValidator.fix"
-            ", get_peft_model, an assignment).",
+            "Module parameters are different than optimizer Parameters: "
+            f"{len(strange)} of the {len(held)} in the optimizer are not the model's, "
+            f"the first of shape {tuple(strange[0].shape)}. It is another model's, or "
+            "layers were replaced after it was made (by ModuleValidator.fix, "
+            "get_peft_model, an assignment).",
             parameter="optimizer",
             remedy="Build it from the parameters of the model that is passed.",
         )
@@ -488,7 +474,8 @@ def guard(engine: PrivacyEngine, module: nn.Module, made: Sequence[Any]) -> None
         return  # one of Opacus's own
     module = getattr(module, "_module", module)  # it was wrapped before
     batches: Any = getattr(loader, "batch_sampler", None)
-    rate = batches.sample_rate if type(batches) is _POISSON[0] else None
+    drawn = isinstance(batches, _POISSON[0]) and not hasattr(batches, "sampling")
+    rate = batches.sample_rate if drawn else None
     optimizer.watch = Watch(module, len(loader.dataset), rate)
     original = optimizer.original_optimizer
     if not hasattr(original, "_optimizer_step_pre_hooks"):

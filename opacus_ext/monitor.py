@@ -208,7 +208,7 @@ class Monitor:
             std = optimizer.noise_multiplier / math.sqrt(self.share)
             variance = std**2
             if processes is None or optimizer.rank == 0:
-                generator = optimizer.generator
+                generator = optimizer._generator_for(counts.device)
                 counts += optimizer._noise(counts, counts.shape, std, generator)
         else:
             self._norms.append(found)

@@ -1,14 +1,17 @@
-"""The one exception of the package."""
+"""What users are told: the one exception of the package, and warnings."""
 
 from __future__ import annotations
 
+import sys
+import warnings
 from typing import Any, Optional
 
 
 class Refused(ValueError, RuntimeError):
     """
-    What can't be had exactly, or not at all: nothing has been changed, or all of it was
-    put back. It is a ValueError and a RuntimeError, so that handlers of either work.
+    Raised when exact per-sample gradients can't be computed, or an argument can't be
+    right. The model and the optimizer are unchanged. It is a ValueError and a
+    RuntimeError, so that handlers of either work.
 
     Args:
         reason: what was met, with its module or argument and the shape or value
@@ -48,3 +51,18 @@ def _restored(
     reason: str, module: Optional[str], parameter: Optional[str], remedy: Optional[str]
 ) -> Refused:
     return Refused(reason, module=module, parameter=parameter, remedy=remedy)
+
+
+_INSIDE = "opacus", "torch.", "contextlib"
+
+
+def tell(owner: Any, key: str, message: str) -> None:
+    """Warns once for each ``owner``, an engine or an optimizer, at the user's line."""
+    told = owner.__dict__.setdefault("_opacus_ext_told", set())
+    if key in told:
+        return
+    told.add(key)
+    frame, level = sys._getframe(1), 2
+    while frame.f_back and frame.f_globals.get("__name__", "").startswith(_INSIDE):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, stacklevel=level)

@@ -9,8 +9,8 @@ What is replaced or added in Opacus: the lookups of classes (``get_gsm_class``,
 ``get_hooks_class``, ``get_optimizer_class``), ``PrivacyEngine.make_private``,
 ``make_private_with_epsilon``, ``get_epsilon``, ``save_checkpoint``,
 ``load_checkpoint``, ``privacy_statement`` and ``_prepare_criterion``,
-``ModuleValidator.validate`` and ``fix``, ``GradSampleHooks.iterate_submodules``, and
-entries of the tables of samplers and of accountants.
+``ModuleValidator.validate`` and ``fix``, and entries of the tables of samplers and of
+accountants.
 
 Other files import Opacus without changing it: those of modes, optimizers, accountants,
 the trainer and distributed training extend its classes, and data, checks, examples and
@@ -26,13 +26,11 @@ from typing import (
     Any,
     Callable,
     Dict,
-    Iterable,
     List,
     NamedTuple,
     Optional,
     Sequence,
     Type,
-    Union,
 )
 
 import opacus.accountants.registry
@@ -49,16 +47,17 @@ from opacus.grad_sample.gsm_base import OPACUS_PARAM_MONKEYPATCH_ATTRS
 from opacus.validators import ModuleValidator
 from torch import nn
 
-from opacus_ext import misuse, validators
+from opacus_ext import misuse, peft, validators
 from opacus_ext.accountants import PRVBoundsAccountant
+from opacus_ext.clipping import CLIPPINGS, find_clipping
 from opacus_ext.engine import WRAPPERS
-from opacus_ext.grad_sample import adapters, modes, samplers
-from opacus_ext.grad_sample.modes import common
-from opacus_ext.grad_sample.modes.loss import ClippedCriterion
+from opacus_ext.grad_sample import modes, samplers
+from opacus_ext.grad_sample.core.vmap import is_batched
+from opacus_ext.grad_sample.modes import ClippedCriterion, common
 from opacus_ext.grad_sample.parallel.sharding import find_group
-from opacus_ext.grad_sample.rules.registry import TABLE
+from opacus_ext.grad_sample.rules import experts
 from opacus_ext.lazy import when_imported
-from opacus_ext.optimizers.clipping import CLIPPINGS, find_clipping
+from opacus_ext.loop import watch_loader
 from opacus_ext.optimizers.optimizer import (
     DistributedGhostDPOptimizer,
     DistributedHooksDPOptimizer,
@@ -84,6 +83,7 @@ _HOOKS = HooksDPOptimizer, DistributedHooksDPOptimizer
 _GHOST = GhostDPOptimizer, DistributedGhostDPOptimizer
 MODES: Dict[str, Mode] = {
     "hooks": Mode(modes.RecordingModule, modes.RecordingHooks, *_HOOKS),
+    "functorch": Mode(modes.RecordingModule, modes.RecordingHooks, *_HOOKS),
     "ghost": Mode(modes.GhostModule, modes.GhostHooks, *_GHOST),
     "ghost_bk": Mode(modes.BookKeepingModule, modes.BookKeepingHooks, *_GHOST),
     "scan": Mode(modes.ScanModule, modes.ScanHooks, *_GHOST, True),
@@ -137,17 +137,10 @@ def register() -> None:
         PRVBoundsAccountant.mechanism(),
         PRVBoundsAccountant,
     )
-    TABLE.samplers.append(samplers.rule_of_sampler)
-    _undo.append(lambda: TABLE.samplers.remove(samplers.rule_of_sampler))
-    for layer in (*samplers.LAYERS, *TABLE.rules):
-        _derive_samplers(layer)
-    TABLE.listeners.append(_derive_samplers)
-    _undo.append(lambda: TABLE.listeners.remove(_derive_samplers))
-    _replace(
-        GradSampleHooks,
-        "iterate_submodules",
-        _iterate_submodules(GradSampleHooks.iterate_submodules),
-    )
+    for layer in samplers.LAYERS:
+        _add(GradSampleHooks.GRAD_SAMPLERS, layer, samplers.grad_sampler)
+        norms = GradSampleHooksFastGradientClipping.NORM_SAMPLERS
+        _add(norms, layer, samplers.norm_sampler)
     _undo.append(when_imported("transformers.modeling_utils", _extend_transformers))
 
 
@@ -161,7 +154,15 @@ def unregister() -> None:
 
 
 def _extend_transformers() -> Callable[[], None]:
-    return import_module("opacus_ext.re_attention.transformers").register()
+    re_attention = import_module("opacus_ext.re_attention.transformers").register()
+    functions = import_module("transformers.integrations.moe").ALL_EXPERTS_FUNCTIONS
+    moe = experts.register_with(functions, is_batched)
+
+    def undo() -> None:
+        moe()
+        re_attention()
+
+    return undo
 
 
 def _replace(place: Any, name: str, new: Any) -> None:
@@ -247,10 +248,8 @@ def _prepare_criterion(prepare: Callable) -> Callable:
         loss_reduction: str = "mean",
         **kwargs: Any,
     ) -> Any:
-        cls = ClippedCriterion if hasattr(module, "clipped_backward") else None
-        if cls is not None:
-            module.serve(optimizer)
-            return cls(module, optimizer, criterion, loss_reduction)
+        if hasattr(module, "clipped_backward"):
+            return ClippedCriterion(module, optimizer, criterion, loss_reduction)
         return prepare(
             self,
             module=module,
@@ -320,7 +319,7 @@ def _make_private(make_private: Callable) -> Callable:
                     take=take, shared=tuple(shared), on_nonfinite=on_nonfinite
                 ):
                     made = make_private(self, module=module, **kwargs)
-                made[1].on_nonfinite = on_nonfinite
+                _attach(module, *made, on_nonfinite=on_nonfinite)
                 mode = kwargs.get("grad_sample_mode", "hooks")
                 if mode in MODES and MODES[mode].criterion and len(made) == 3:
                     first, optimizer, loader = made
@@ -344,6 +343,18 @@ def _make_private(make_private: Callable) -> Callable:
     return make
 
 
+def _attach(
+    module: nn.Module, first: Any, optimizer: Any, *rest: Any, on_nonfinite: str
+) -> None:
+    """Lets what was made know of each other."""
+    optimizer.on_nonfinite = on_nonfinite
+    optimizer.mode = first
+    private = common.private_model_of(module)
+    if private is not None:
+        module.autograd_grad_sample_hooks.extend(peft.watch(module))
+        watch_loader(rest[-1], optimizer, private.inputs)
+
+
 def _check(
     module: nn.Module,
     fresh: bool,
@@ -363,7 +374,7 @@ def _check(
         if fresh:
             common.refuse(module)
         params = [p for g in optimizer.param_groups for p in g["params"]]
-        adapters.refuse(module, params)
+        peft.refuse(module, params)
         if not any(p.requires_grad for p in params):
             raise Refused(
                 "The optimizer has no trainable parameter: all of its parameters are "
@@ -387,7 +398,7 @@ def _refuse_sharded(
     group = find_group(module.modules())
     if group is None:
         return
-    modes = [mode for mode in MODES if mode != "scan"]  # all samples send at once
+    modes = ["ghost", "ghost_bk"]  # all samples send at once
     if other_engine or grad_sample_mode not in modes or clipping == "adaptive":
         raise Refused(
             "Experts spread over processes are trained in the modes "
@@ -473,40 +484,6 @@ def _refuse_trained_as_is(module: nn.Module, mode: str) -> None:
                 remedy="Choose one of them, or replace the layer by that of "
                 f"opacus.layers, DP{type(layer).__name__}.",
             )
-
-
-# -- samplers ----------------------------------------------------------------------
-
-
-def _derive_samplers(kind: Union[type, str]) -> None:
-    """
-    Enters a layer in Opacus's tables of samplers.
-
-    Args:
-        kind: its type; a name stands for a type that may not have been imported yet,
-            and counts when a layer of it is met (:func:`_iterate_submodules`)
-    """
-    if isinstance(kind, str):
-        return
-    for table, sampler in (
-        (GradSampleHooks.GRAD_SAMPLERS, samplers.grad_sampler),
-        (GradSampleHooksFastGradientClipping.NORM_SAMPLERS, samplers.norm_sampler),
-    ):
-        if table.get(kind) is not sampler:
-            _add(table, kind, sampler)
-
-
-def _iterate_submodules(iterate: Callable) -> Callable:
-    """Where Opacus meets a layer whose rule is registered by name or for a base."""
-
-    @functools.wraps(iterate)
-    def iterate_submodules(self: GradSampleHooks, module: nn.Module) -> Iterable:
-        kind = type(module)
-        if kind not in self.GRAD_SAMPLERS and TABLE.rule_of(module, samplers=False):
-            _derive_samplers(kind)
-        return iterate(self, module)
-
-    return iterate_submodules
 
 
 __all__ = ["CLIPPINGS", "MODES", "Mode", "register", "unregister"]

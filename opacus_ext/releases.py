@@ -3,7 +3,7 @@
 A private training run learns from many noisy steps what some counts, released once,
 say at a small part of the budget: how popular items are, and which item follows which.
 Each release is one Gaussian mechanism, recorded in the accountant that the training
-goes on with; neighbouring data sets differ by one user, added or removed, with all that
+goes on with; neighboring data sets differ by one user, added or removed, with all that
 the user did. ``noise_for`` gives the noise of a release that may take some share of a
 budget, :func:`opacus_ext.accountants.noise_left` the training's for what is left.
 
@@ -84,7 +84,7 @@ class Popularity(_Release):
     def relative(self, power: float) -> Tensor:
         """
         ``[num_items + 1]``, ``(p_i / mean(p) + 1)^power`` of the shares p: weights that
-        favour rare items where the power is negative, and hardly tell apart those that
+        favor rare items where the power is negative, and hardly tell apart those that
         are rarer than the mean.
         """
         shares = self.shares
@@ -217,7 +217,7 @@ def release_popularity(
     total = torch.zeros(num_items + 1, dtype=torch.float64)
     for users, ids in _chunks(histories, _PAIRS):
         users, ids = users[ids > 0], ids[ids > 0]
-        _add_normalised(total, users, ids, torch.ones(len(ids), dtype=torch.float64))
+        _add_normalized(total, users, ids, torch.ones(len(ids), dtype=torch.float64))
     noise = _noise(total, noise_multiplier, accountant, generator)
     noise[0] = 0
     return Popularity(total + noise, noise_multiplier)
@@ -335,7 +335,7 @@ def release_transitions(
             if back:
                 found.append((owners, b * size + a, back * weight))
         if found:
-            _add_normalised(total, *(torch.cat(each) for each in zip(*found)))
+            _add_normalized(total, *(torch.cat(each) for each in zip(*found)))
     total = total.view(size, size)
     noise = _noise(total, noise_multiplier, accountant, generator)
     return Transitions(total + noise, noise_multiplier, items, chosen, back)
@@ -379,7 +379,7 @@ def _chunks(
             users, ids, size = [], [], 0
 
 
-def _add_normalised(
+def _add_normalized(
     total: Tensor, users: Tensor, keys: Tensor, weights: Tensor
 ) -> None:
     """Adds each user's vector, with the weights at the keys, divided by its norm."""

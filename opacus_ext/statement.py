@@ -3,7 +3,7 @@ What may be said of a private run: ``engine.privacy_statement()`` and
 ``opacus-ext statement``.
 
 It has what Ponomareva et al., "How to DP-fy ML" (2023), section 5.3, ask of a
-guarantee: unit, neighbours, mechanism, sampling, epsilon and delta with the accountant,
+guarantee: unit, neighbors, mechanism, sampling, epsilon and delta with the accountant,
 and what is not covered.
 """
 
@@ -28,7 +28,7 @@ from opacus_ext.refused import Refused
 
 PRIVACY_STATE = "privacy.pt"  # of PrivateTrainer, in a checkpoint's folder
 
-_NEIGHBOURS = {
+_NEIGHBORS = {
     "add or remove one": "differ in one {unit} that is added or removed",
     "leave one out in its place": "differ in one {unit} that adds nothing to any "
     "step, while all others are drawn as before",
@@ -50,7 +50,7 @@ _NOT_COVERED = (
     "looked at: each run that was tried spends as much again.",
     "Losses, metrics, norms and progress bars that were shown or logged: they are "
     "computed on private data without noise.",
-    "Data that was taken as public: pretraining, tokenizers, normalisation and the "
+    "Data that was taken as public: pretraining, tokenizers, normalization and the "
     "number of records.",
     "The random numbers: whoever has the seed, the generator's state or a checkpoint "
     "with it can subtract the noise. Keep them secret.",
@@ -259,14 +259,14 @@ def state(
         )
     if math.isinf(epsilon):
         holds = "no"
-    neighbours = "add or remove one"
+    neighbors = "add or remove one"
     if any(phase["sampling"] == "fixed_size" for phase in phases):
-        neighbours = "replace one"
+        neighbors = "replace one"
     elif any(run.get("bands", 1) > 1 for run in runs):
-        neighbours = "leave one out in its place"
+        neighbors = "leave one out in its place"
     mechanism = accountant.mechanism()
     error = _ERRORS.get(mechanism, "not known")
-    if mechanism in ("prv", "prv_bounds") and neighbours != "replace one":
+    if mechanism in ("prv", "prv_bounds") and neighbors != "replace one":
         error += _REMOVAL
     content: Dict[str, Any] = {
         "statement": "privacy of a training run, opacus_ext, version 1",
@@ -278,7 +278,7 @@ def state(
         "delta": delta,
         "unit": unit,
         "records": records,
-        "neighbouring_relation": neighbours,
+        "neighboring_relation": neighbors,
         "accountant": mechanism,
         "numerical_error": error,
         "steps": sum(phase["steps"] for phase in phases),
@@ -382,8 +382,8 @@ def _text(c: Mapping[str, Any]) -> str:
     rows = [
         ("Unit of privacy", f"one {unit}{_of(c['records'])}"),
         (
-            "Neighbouring data sets",
-            _NEIGHBOURS[c["neighbouring_relation"]].format(unit=unit),
+            "Neighboring data sets",
+            _NEIGHBORS[c["neighboring_relation"]].format(unit=unit),
         ),
         ("Mechanism", "subsampled Gaussian: clipped gradients, summed, with noise"),
         *(("Clipping", _clipping(run)) for run in c["runs"]),

@@ -142,9 +142,9 @@ def _irreplaceable(layer: nn.Module) -> str:
         )
     if isinstance(layer, nn.SyncBatchNorm) and type(layer) is not nn.SyncBatchNorm:
         return (
-            "normalises over the batches of all processes. Use "
+            "normalizes over the batches of all processes. Use "
             "ModuleValidator.fix(model) on the model before its BatchNorms are "
-            "converted: GroupNorm has nothing to synchronise."
+            "converted: GroupNorm has nothing to synchronize."
         )
     return ""
 
@@ -169,7 +169,7 @@ def errors_of(module: nn.Module) -> List[UnsupportedModuleError]:
         ...         return super().forward(x).relu()
         >>> for error in errors_of(nn.Sequential(nn.Conv2d(1, 4, 3), WithReLU(4))):
         ...     print(str(error).split(",")[0])
-        1 (WithReLU) normalises over the batch
+        1 (WithReLU) normalizes over the batch
     """
     found: List[UnsupportedModuleError] = []
     for name, layer in _norms(module, ModuleValidator.VALIDATORS):
@@ -192,7 +192,7 @@ def errors_of(module: nn.Module) -> List[UnsupportedModuleError]:
                 continue
             found.append(
                 ShouldReplaceModuleError(
-                    f"{what} normalises over the batch, so that a sample's output "
+                    f"{what} normalizes over the batch, so that a sample's output "
                     "depends on the other samples. Use ModuleValidator.fix(model) "
                     "before make_private, which puts GroupNorm in its place, or call "
                     "eval() on this layer: it trains with the statistics that it has."

@@ -357,7 +357,6 @@ def test_with_epsilon():
         ({"sampling": FixedSize(batch_size=5)}, "CyclicPoisson"),
         ({"sampling": CyclicPoisson(bands=3, expected_batch_size=5)}, "3 parts"),
         ({"noise": Banded(24, 30)}, "smaller than the expected batch"),
-        ({"mode": "functorch"}, "'functorch' of PrivacyEngine adds independent"),
     ],
 )
 def test_refused(kwargs, match):

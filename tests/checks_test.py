@@ -451,3 +451,65 @@ def test_transformers_model_with_its_dropout(kind):
     report = run(model, batch, loss_fn)
     assert report.ok, str(report)
     assert model.config.to_dict() == before
+
+
+# -- two batches that share a sample ---------------------------------------------------
+
+
+class Keeps(nn.Module):
+    """Adds what it has seen of the batch before."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.last = nn.Linear(4, 3), 0.0
+
+    def forward(self, x):
+        y = self.layer(x) + self.last
+        self.last = x.detach().mean()
+        return y
+
+
+def closure():
+    seen = []
+
+    def loss(model, batch):
+        seen.append(batch[0].detach().mean())
+        return square_loss(model, batch[0]) * (1 + sum(seen))
+
+    return nn.Linear(4, 3), loss
+
+
+def by_the_largest(model, batch):
+    losses = square_loss(model, batch[0])
+    return losses / losses.max()
+
+
+@pytest.mark.parametrize(
+    "model, loss, words",
+    [
+        (*closure(), "a global, a closure"),
+        (Keeps(), lambda model, x: square_loss(model, x[0]), "the batch before"),
+        (nn.Linear(4, 3), by_the_largest, "changes with the other samples"),
+    ],
+    ids=["closure", "attribute", "largest"],
+)
+def test_what_reaches_a_sample_from_others(model, loss, words):
+    batch = (torch.randn(5, 4),)
+    report = check_per_sample_gradients(
+        model, batch, loss, modes=["hooks"], verbose=False
+    )
+    assert not report.ok
+    assert any(words in finding for finding in report.findings), report
+
+
+def test_what_is_made_of_parameters_may_change():
+    """From call to call, as the vectors of a spectral norm do."""
+    model = nn.utils.spectral_norm(nn.Linear(4, 3))
+    report = check_per_sample_gradients(
+        model,
+        (torch.randn(5, 4),),
+        lambda m, x: square_loss(m, x[0]),
+        modes=[],
+        verbose=False,
+    )
+    assert not report.findings, report

@@ -46,7 +46,7 @@ def sensitivity_of(clipping, bound):
     """The largest norm that one sample can add to the sum."""
     if clipping == "per_layer":
         return sum(c * c for c in bound) ** 0.5
-    return 1.0 if clipping == "normalised" else bound
+    return 1.0 if clipping == "normalized" else bound
 
 
 @every_mode

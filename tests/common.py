@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from opacus_ext.losses import PerSample
 
 MODES = ("hooks", "ghost", "ghost_bk")
-CLIPPINGS = ("flat", "automatic", "normalised", "per_layer")
+CLIPPINGS = ("flat", "automatic", "normalized", "per_layer")
 
 every_mode = pytest.mark.parametrize("mode", MODES)
 # Layers are tested in two modes, wrapped; all modes, wrapped and not, in modes_test.py.
@@ -94,7 +94,7 @@ def factors(clipping, norms, max_grad_norm):
     if clipping == "automatic":
         return max_grad_norm / (norms + 0.01)
     clip = (max_grad_norm / (norms + 1e-6)).clamp(max=1)
-    return clip / max_grad_norm if clipping == "normalised" else clip
+    return clip / max_grad_norm if clipping == "normalized" else clip
 
 
 def clipped_sum(grads, clipping="flat", max_grad_norm=1.0):

@@ -9,6 +9,7 @@ import collections
 import concurrent.futures
 import contextlib
 import copy
+import functools
 import importlib
 import inspect
 import itertools
@@ -16,6 +17,7 @@ import pathlib
 import random
 import sys
 import warnings
+from unittest import mock
 
 import torch
 import tqdm
@@ -23,14 +25,14 @@ import transformers
 from opacus.validators import ModuleValidator
 from torch.nn import functional as F
 
+from opacus_ext import clipped_grads
+from opacus_ext.grad_sample.core.clipped_grads import _Run
 from tests import tiny
 from tests.common import (
     CRASHES,
-    MODES,
     assert_same,
     clipped_sum,
     half_clipped,
-    make_private,
     oracle,
     run_mode,
 )
@@ -140,13 +142,14 @@ def changed(model, form, seed=0):
     return model
 
 
-def check_model(model, task, modes=MODES, wraps=(True, False), kinds=tuple(BATCHES)):
+def check_model(model, task, modes=("ghost_bk",), wraps=(True,), kinds=tuple(BATCHES)):
     """
-    Trains a model for a step in every mode and compares it with single samples.
+    Compares the clipped sums of a model with single samples, by ``clipped_grads`` and
+    by a step in some modes.
 
     Returns:
         "exact", "refused", "wrong", "crash" or "not tried"; why; and how its samples
-        are run, see :func:`way_of`.
+        are run: "at once", "split" or "one by one", and why.
     """
     errors = ModuleValidator.validate(model)
     if errors:
@@ -163,39 +166,68 @@ def check_model(model, task, modes=MODES, wraps=(True, False), kinds=tuple(BATCH
             grads = {kind: oracle(model, b, loss_fn) for kind, b in batches.items()}
     except Exception as error:
         return "not tried", f"{type(error).__name__}: {error}", ""
-    refusal = None
+    refusals, hows = {}, []
     for kind, batch in batches.items():
         c = half_clipped(grads[kind])
         expected = clipped_sum(grads[kind], "flat", c)
+
+        def by_function():
+            sums, how = clipped(model, batch, c)
+            hows.append(how)
+            return sums
+
+        ways = {f"clipped_grads, {kind}": by_function}
         for mode, wrap in itertools.product(modes, wraps):
             where = f"{mode}, {kind}, {'wrapped' if wrap else 'not wrapped'}"
+            ways[where] = functools.partial(
+                run_mode, mode, wrap, model, batch, loss_fn, "flat", c
+            )
+        for where, run in ways.items():
             try:
                 with all_double():
-                    got = run_mode(mode, wrap, model, batch, loss_fn, "flat", c)
-                assert_same(got, expected, 1e-8, where)
+                    assert_same(run(), expected, 1e-8, where)
             except AssertionError as error:
                 return "wrong", str(error) or where, ""
             except CRASHES as error:
                 return "crash", f"{where}: {type(error).__name__}: {error}", ""
             except Exception as error:
-                refusal = refusal or str(error)
-    if refusal:
-        return "refused", refusal, ""
-    return "exact", "", way_of(model, next(iter(batches.values())))
+                refusals.setdefault(run is by_function, str(error))
+    if True in refusals:
+        return "refused", refusals[True], ""
+    order = "one by one", "split", "at once"
+    how = min(hows, key=lambda how: order.index(how.partition(":")[0]))
+    if refusals:
+        return (
+            "exact",
+            f"by clipped_grads; make_private refuses: {refusals[False]}",
+            how,
+        )
+    return "exact", "", how
 
 
-def way_of(model, batch):
-    """How the samples of a batch are run: "at once", "split" or "scan", and why."""
-    private = make_private(copy.deepcopy(model), "ghost_bk", False, batch_size=1)
-    with warnings.catch_warnings(record=True) as said, all_double():
+def clipped(model, batch, bound):
+    """The clipped sums of a batch, and how its samples have run."""
+    model = copy.deepcopy(model)  # its forward may leave something on it
+    at_once, sizes = _Run.at_once, []
+
+    def noted(run, samples):
+        at_once(run, samples)
+        sizes.append(samples.size)
+
+    def loss(sample):
+        return loss_fn(model, sample)[0]
+
+    with mock.patch.object(_Run, "at_once", noted), warnings.catch_warnings(
+        record=True
+    ) as said:
         warnings.simplefilter("always")
-        loss_fn(private.module, batch)
-    known = private.handle.engine.kinds.values()
-    if any(each.scan for each in known):
-        told = [str(w.message) for w in said if "vmap can't run" in str(w.message)]
-        reason = told[0].partition("vmap can't run ")[2] if told else ""
-        return f"scan: {reason.partition('). That is exact')[0]})"
-    return "split" if any(each.split for each in known) else "at once"
+        found = clipped_grads(loss, dict(model.named_parameters()), batch, bound)
+    told = [str(w.message) for w in said if "vmap can't run" in str(w.message)]
+    if told:
+        reason = told[0].partition("vmap can't run ")[2].partition(". That is exact")[0]
+        return found.sums, f"one by one: {reason}"
+    size = len(found.norms)
+    return found.sums, "at once" if size == 1 or size in sizes else "split"
 
 
 def check_class(task, family, cls, form="whole", **kwargs):
@@ -220,17 +252,17 @@ HEAD = """# Models of transformers {version}
 
 Every class that `AutoModelForCausalLM`, `AutoModelForMaskedLM`,
 `AutoModelForSeq2SeqLM`, `AutoModelForSequenceClassification` and
-`AutoModelForImageClassification` map, tiny and with random weights, trained for a step
-in "hooks", "ghost" and "ghost_bk", wrapped and not, on a padded batch, on one whose
-length is the batch size and on a single sample, and compared with single samples by
+`AutoModelForImageClassification` map, tiny and with random weights: the clipped sums of
+`opacus_ext.clipped_grads` and of a step in "ghost_bk", on a padded batch, on one whose
+length is the batch size and on a single sample, compared with single samples by
 plain autograd, in float64, to 1e-8. Dropout is off. Models for several kinds of input
 are given text, or images where they classify them.
 
-"Exact": all of them are equal. "Refused": at least one mode raises the error that is
-given; none of those that run is wrong. How the samples of a batch are run: "at once"
-under vmap; "split", at once in parts that take the same branches on data; or "scan",
-one after the other, with the line that vmap can't run. Written by
-`python -m tests.compatibility`.
+"Exact": all of them are equal, or `clipped_grads` is and `make_private` raises the
+error that is given. "Refused": `clipped_grads` does, too; none of those that run is
+wrong. How the samples of a batch are run: "at once"
+under vmap; "split", at once in parts that take the same branches on data; or "one by
+one", with the line that vmap can't run. Written by `python -m tests.compatibility`.
 
 {counts}
 """
@@ -275,7 +307,7 @@ def write_table(rows):
 
 
 def read_table():
-    """Version of transformers, and the result of each (task, family, class)."""
+    """Version of transformers; result and way of each (task, family, class)."""
     text = TABLE.read_text(encoding="utf-8")
     found, task = {}, None
     for line in text.splitlines():
@@ -283,7 +315,8 @@ def read_table():
             task = line[3:]
         elif line.startswith("| ") and task and not line.startswith(("| ---", "| fam")):
             family, cls, rest = (part.strip() for part in line[2:-1].split(" | ", 2))
-            found[task, family, cls] = rest.rpartition("|")[0].strip()
+            result, _, way = rest.rpartition("|")
+            found[task, family, cls] = result.strip(), way.strip()
     return text.split()[4], found
 
 

@@ -52,7 +52,7 @@ def is_thorough(item):
     """Whether a test is run by "make test-thorough" and not by "make test"."""
     if item.path.name in THOROUGH:
         return True
-    if item.path.name in ALL_MODES or item.path.parent.name == "samplewise":
+    if item.path.name in ALL_MODES or item.path.parent.name == "adapter":
         return False
     given = item.callspec.params if hasattr(item, "callspec") else {}
     other = given.get("mode", "ghost_bk") != "ghost_bk"

@@ -2,7 +2,7 @@
 
 Starting a process takes seconds, so two groups of processes run all cases, one after
 the other, and save what they have found. The oracle is the same training in a single
-process, on the samples of all.
+process, from the gradients of each sample alone by plain autograd.
 """
 
 import copy
@@ -35,16 +35,18 @@ from opacus_ext.layers import (
     freeze_routers,
 )
 from opacus_ext.optimizers import Banded
-from opacus_ext.optimizers.clipping import CLIPPINGS, clipping_factors
-from tests.blocks import LOADED
 from tests.common import (
-    MODES,
+    clipped_sum,
     make_private,
     next_token_loss,
+    norms_of,
+    oracle,
     square_loss,
     trainable,
 )
 
+MODES = ("ghost", "ghost_bk")  # of experts that are spread
+PLAIN = ("hooks", "ghost", "ghost_bk", "scan")  # of data parallelism alone
 LATE = 5  # seconds that the cases about lost processes wait
 
 
@@ -124,13 +126,6 @@ class RowLayer(nn.Module):
         return self.experts(*rows).view_as(x)
 
 
-class Mixing(nn.Module):
-    """Takes from each sample the mean of its batch."""
-
-    def forward(self, x):
-        return x - x.mean(0, keepdim=True)
-
-
 class TimeFirst(nn.Module):
     """Gives the experts the tokens of all samples at one time, then the next."""
 
@@ -143,11 +138,11 @@ class TimeFirst(nn.Module):
         return self.net(self.first(x).transpose(0, 1)).transpose(0, 1)
 
 
-class Branching(nn.Module):
+class Branching(Net):
     """Does to one sample what it does not do to another."""
 
     def forward(self, x):
-        return 2 * x if x.sum() > 0 else x
+        return super().forward(x) if x.sum() > 0 else self.last(self.first(x))
 
 
 def mixture():
@@ -222,7 +217,7 @@ MODELS: Dict[str, Callable[[], nn.Module]] = {
     "frozen routers": without_routers,
     "frozen below": lambda: frozen(mixture(), "first", "router"),
     "only experts": lambda: frozen(mixture(), "first", "router", "last"),
-    "checkpoint": recomputed,
+    "rows that mix": lambda: Net(RowLayer(mixes=True)),
     "time first": TimeFirst,
     "plain": lambda: Net(nn.Linear(4, 4), nn.LayerNorm(4)),
     "switch": switch,
@@ -251,7 +246,7 @@ def token_loss(model, ids):
 
 # -- cases -------------------------------------------------------------------------
 
-ROOTS = Clipping("roots", lambda norms, bound: bound / (1e-3 + norms.norm(dim=0)))
+ROOTS = Clipping("roots", lambda norms, bound: bound / (1e-3 + norms))
 
 
 @dataclass(frozen=True)
@@ -277,9 +272,12 @@ class Case:
     def loss(self):
         return token_loss if self.model in ("switch", "mixtral") else square_loss
 
-    def private(self, model, size, **kwargs):
+    def plain_optimizer(self, model):
         make = getattr(torch.optim, self.optimizer)
         lr = 1.0 if self.optimizer == "SGD" else 0.01
+        return make(trainable(model).values(), lr=lr)
+
+    def private(self, model, size, **kwargs):
         kwargs = {"max_grad_norm": self.bounds(model), **kwargs}
         return make_private(
             model,
@@ -287,7 +285,7 @@ class Case:
             self.wrap,
             batch_size=size,
             clipping=self.clipping,
-            optimizer=make(trainable(model).values(), lr=lr),
+            optimizer=self.plain_optimizer(model),
             **kwargs,
         )
 
@@ -306,6 +304,7 @@ def kind_of(name):
 
 
 UNEVEN = [[3, 3], [4, 1], [0, 5]]  # one step each
+BOTH = [[2, 3], [4, 0]]
 TWO = [
     *(Case("mixture", mode, UNEVEN, wrap) for mode in MODES for wrap in (True, False)),
     *(Case("rows", mode, UNEVEN, wrap=mode != "ghost") for mode in MODES),
@@ -317,33 +316,29 @@ TWO = [
     ),
     *(Case("rows", mode, [[3, 2]], clipping="per_layer") for mode in MODES),
     Case("mixture", "ghost", UNEVEN, clipping=ROOTS),
-    *(
-        Case(model, mode, [[2, 3], [0, 4]])
-        for mode in MODES
-        for model in ("one chosen by all", "none chosen", "frozen experts")
-    ),
-    *(
-        Case(model, mode, [[2, 3], [4, 0]])
-        for mode in MODES
-        for model in ("frozen routers", "frozen below", "only experts", "checkpoint")
-    ),
+    Case("one chosen by all", "ghost_bk", BOTH),
+    *(Case("none chosen", mode, BOTH) for mode in MODES),
+    *(Case("frozen experts", mode, BOTH) for mode in MODES),
+    Case("frozen routers", "ghost_bk", BOTH),
+    Case("frozen below", "ghost", BOTH),
+    *(Case("only experts", mode, BOTH) for mode in MODES),
+    *(Case("rows that mix", mode, UNEVEN) for mode in MODES),
     *(Case("mixture", mode, [[0, 0], [2, 1]]) for mode in MODES),
     Case("time first", "ghost", UNEVEN),
     Case("mixture", "ghost_bk", UNEVEN * 2, optimizer="Adam"),
-    Case("rows", "hooks", UNEVEN, optimizer="Adam"),
-    *(Case("plain", mode, UNEVEN, clipping="automatic") for mode in MODES),
-    *(Case("plain", mode, [[3, 1]], clipping=ROOTS) for mode in MODES),
+    Case("rows", "ghost_bk", UNEVEN, optimizer="Adam"),
+    *(Case("plain", mode, UNEVEN, clipping="automatic") for mode in PLAIN),
+    Case("plain", "hooks", [[3, 1]], clipping=ROOTS),
     Case("plain", "ghost_bk", [[3, 1]], clipping="per_layer"),
-    *(Case("switch", mode, [[2, 1], [3, 2]], mode == "hooks") for mode in MODES),
-    *(Case("mixtral", mode, [[2, 1], [3, 2]], mode != "hooks") for mode in MODES),
+    *(Case("switch", mode, [[2, 1], [3, 2]]) for mode in MODES),
+    *(Case("mixtral", mode, [[2, 1], [3, 2]], wrap=False) for mode in MODES),
     Case("switch", "ghost_bk", [[2, 2]], clipping="per_layer"),
 ]
 FOUR = [
     *(Case("mixture", mode, [[2, 1, 0, 3], [1, 1, 1, 1]]) for mode in MODES),
     *(Case("rows", mode, [[0, 2, 0, 1], [2, 2, 2, 2]], False) for mode in MODES),
-    *(Case("mixture", mode, [[1, 2, 2, 0]], clipping="per_layer") for mode in MODES),
+    Case("mixture", "ghost_bk", [[1, 2, 2, 0]], clipping="per_layer"),
     Case("last first", "ghost_bk", [[1, 1, 1, 1]] * 5, optimizer="Adam"),
-    Case("checkpoint", "ghost_bk", [[2, 0, 1, 1]]),
     Case("plain", "ghost_bk", [[2, 0, 1, 1]]),
 ]
 
@@ -367,37 +362,34 @@ def train(case: Case) -> Dict[str, Any]:
 
 
 def alone(case: Case, size: int) -> Dict[str, torch.Tensor]:
-    """The same training in one process. Each share is clipped as a layer."""
+    """The same training from the gradients of single samples, by plain autograd."""
     model = model_of(case.model)
-    if case.clipping == "per_layer" and case.model != "plain":
-        return shares_alone(case, model, size)
-    private = case.private(model, sum(case.sizes[0]))
+    names, optimizer = trainable(model), case.plain_optimizer(model)
     for step, sizes in enumerate(case.sizes):
-        private.step(batch_of(case.model, step, sum(sizes)), case.loss)
+        batch = batch_of(case.model, step, sum(sizes))
+        grads = oracle(model, batch, case.loss)
+        for name, total in clipped(case, model, grads, size).items():
+            names[name].grad = total / max(1, sum(case.sizes[0]))
+        optimizer.step()
     return model.state_dict()
 
 
-def shares_alone(case: Case, model: nn.Module, size: int) -> Dict[str, torch.Tensor]:
-    """One step of per-layer clipping, from the gradients of single samples."""
-    (sizes,) = case.sizes
-    batch, names = batch_of(case.model, 0, sum(sizes)), trainable(model)
-    bounds = dict(zip(names, case.bounds(model)))
-    total = {name: torch.zeros_like(p) for name, p in names.items()}
-    for b in range(len(batch)):
-        model.zero_grad()
-        case.loss(model, batch[b : b + 1]).sum().backward()
-        for name, p in names.items():
-            if p.grad is None:
-                continue
-            stacked = ".experts." in name and "expert_" not in name
-            parts = p.grad.chunk(size) if stacked else [p.grad]
-            c = bounds[name]
-            clipped = [(c / (g.norm() + 1e-6)).clamp(max=1) * g for g in parts]
-            total[name] += torch.cat(clipped) if stacked else clipped[0]
-    with torch.no_grad():
-        for name, p in names.items():
-            p -= total[name] / len(batch)
-    return model.state_dict()
+def clipped(
+    case: Case, model: nn.Module, grads: Dict[str, torch.Tensor], size: int
+) -> Dict[str, torch.Tensor]:
+    """The clipped sums. By layer, the share of each process is one."""
+    if case.clipping == ROOTS:
+        factors = case.max_grad_norm / (1e-3 + norms_of(grads))
+        return {n: torch.einsum("b,b...->...", factors, g) for n, g in grads.items()}
+    bounds, total = case.bounds(model), {}
+    if case.clipping != "per_layer":
+        return clipped_sum(grads, case.clipping, bounds)
+    for (name, g), bound in zip(grads.items(), bounds):
+        stacked = ".experts." in name and "expert_" not in name
+        parts = [{name: x} for x in (g.chunk(size, dim=1) if stacked else [g])]
+        sums = [clipped_sum(x, "per_layer", [bound])[name] for x in parts]
+        total[name] = torch.cat(sums) if stacked else sums[0]
+    return total
 
 
 # -- what is not a comparison of weights ---------------------------------------------
@@ -556,8 +548,8 @@ def refusals() -> Dict[str, str]:
         clipping="adaptive",
         target_unclipped_quantile=0.5,
     )
-    found["mode"] = refusal(make_private, whole, "functorch", batch_size=2)
-    found["scan"] = refusal(make_private, whole, "scan", batch_size=2)
+    for mode in ("hooks", "functorch", "scan", "auto"):
+        found[mode] = refusal(make_private, whole, mode, batch_size=2)
     batch = torch.randn(2, 5, 3), torch.randn(2, 5, 2)
     found["check"] = refusal(
         check_per_sample_gradients, whole, batch, nn.MSELoss(), verbose=False
@@ -605,17 +597,15 @@ def unequal_batches(mode) -> str:
 
 
 REFUSED_STEPS: Dict[str, Callable[[str], str]] = {
-    "batch mean": lambda mode: refused_step(
-        nn.Sequential(Mixing(), mixture()), mode, [3, 1]
-    ),
-    "mixing expert": lambda mode: refused_step(
-        Net(RowLayer(mixes=True)), mode, [3, 3], wrap=False
-    ),
-    "mixing over processes": lambda mode: refused_step(
-        Net(RowLayer(mixes=True)), mode, [1, 1]
-    ),
+    "checkpoint": lambda mode: refused_step(recomputed(), mode, [3, 0]),
     "branches": lambda mode: refused_step(
-        nn.Sequential(Branching(), mixture()), mode, [3, 1]
+        Branching(TopKFeedForward(4, 6, 4)), mode, [3, 1]
+    ),
+    "elsewhere": lambda mode: refused_step(
+        Branching(TopKFeedForward(4, 6, 4)),
+        mode,
+        [2, 2],
+        batch=torch.full((2, 5, 3), dist.get_rank() - 0.5).double(),
     ),
     "accumulated": accumulated,
     "unequal": unequal_batches,
@@ -714,7 +704,7 @@ OTHERS: Dict[int, Dict[str, Callable[[], Any]]] = {
     4: {"evaluation": evaluation},
 }
 CASES = {2: TWO, 4: FOUR}
-LAST = {2: {"late": late, "killed": killed}, 4: {"killed": killed}}
+LAST = {2: {"late": late, "killed": killed}, 4: {}}
 
 
 # -- groups of processes -----------------------------------------------------------
@@ -774,7 +764,7 @@ def work(rank: int, size: int, folder: str) -> None:
 
 def run(size: int, folder: str, seconds: float = 400) -> Group:
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(LOADED)  # so that they need not import it all
+    context.set_forkserver_preload(["opacus_ext", "opacus_ext.distributed"])
     given = [(rank, size, folder) for rank in range(size)]
     processes = [context.Process(target=work, args=args) for args in given]
     for process in processes:
@@ -908,17 +898,18 @@ REFUSALS = {
     "twice": ("Refused", "already"),
     "not wrapped": ("Refused", "what expert_parallel has returned"),
     "adaptive": ("Refused", "adaptive"),
-    "mode": ("Refused", "functorch"),
+    "hooks": ("Refused", "'hooks'"),
+    "functorch": ("Refused", "'functorch'"),
     "scan": ("Refused", "'scan'"),
+    "auto": ("Refused", "'auto'"),
     "group": ("Refused", "over 1 of 2 processes"),
     "check": ("Refused", "before expert_parallel"),
     "bounds": ("Refused", "differ between processes"),
 }
 REFUSALS_OF_STEPS = {
-    "batch mean": "Samples are mixed",
-    "mixing expert": "Samples are mixed",
-    "mixing over processes": "Samples are mixed",
+    "checkpoint": "activation checkpointing",
     "branches": "take different branches",
+    "elsewhere": "leave out a layer of experts",
     "accumulated": "second time",
     "unequal": "max_physical_batch_size",
 }
@@ -964,66 +955,8 @@ def test_late_process(two):
         assert_nothing_done(result, LATE + 10)
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_killed_process(size, request):
-    group = request.getfixturevalue({2: "two", 4: "four"}[size])
-    assert group.codes == [0] * (size - 1) + [1]
-    for found in group.found[:-1]:
-        assert "killed" in found, found["error"]
-        assert_nothing_done(found["killed"], 40)
-
-
-@pytest.fixture
-def group_of_one():
-    """A group of this process only."""
-    store = dist.HashStore()
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-def test_noise_goes_on_with_the_random_state(group_of_one):
-    """Begun again from a checkpoint's random state, no noise comes twice."""
-
-    def begin():
-        model = expert_parallel(TopKFeedForward(4, 6, num_experts=2).double())
-        return make_private(model, "ghost_bk", batch_size=2, noise_multiplier=1.0)
-
-    def noise(private):
-        before = {n: p.detach().clone() for n, p in private.module.named_parameters()}
-        private.step(torch.zeros(0, 3, 4).double(), square_loss)
-        after = private.module.named_parameters()
-        return {n: before[n] - p.detach() for n, p in after}
-
-    private = begin()
-    first, state = noise(private), torch.get_rng_state()
-    second = noise(private)
-    torch.manual_seed(0)
-    private = begin()
-    torch.set_rng_state(state)
-    again = noise(private)
-    for name in first:
-        # What is left of a weight of any size: sums with it are rounded.
-        torch.testing.assert_close(again[name], second[name], rtol=0, atol=1e-12)
-        assert not torch.allclose(again[name], first[name])
-
-
-class _Deaf:
-    """A group whose other processes do not answer."""
-
-    batch_size, own_samples = 3, slice(0, 2)
-
-    def sum(self, x):
-        raise AssertionError("an all-reduce")
-
-
-def test_clipping_by_parameter_takes_no_all_reduce():
-    norms = [torch.tensor([1.0, 4.0]), torch.tensor([2.0, 0.5, 8.0])]
-    worlds, clipping = [None, _Deaf()], CLIPPINGS["per_layer"]
-    factors, total = clipping_factors(clipping, [2.0, 1.0], norms, worlds)
-    assert total is None
-    expected = [torch.tensor([1.0, 0.5]), torch.tensor([0.5, 1.0, 0.125])]
-    for got, e in zip(factors, expected):
-        torch.testing.assert_close(got, e, rtol=1e-5, atol=0)
-    with pytest.raises(AssertionError, match="all-reduce"):
-        clipping_factors(CLIPPINGS["flat"], 1.0, norms, worlds)
+def test_killed_process(two):
+    assert two.codes == [0, 1]
+    found = two.found[0]
+    assert "killed" in found, found["error"]
+    assert_nothing_done(found["killed"], 40)

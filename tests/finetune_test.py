@@ -327,7 +327,7 @@ def test_resumed_is_bit_identical(folder, tmp_path, more):
     found = [run(folder, *pause)]
     while found[-1]["steps"] < expected["steps"]:
         torch.rand(7)  # whatever happens in between
-        found.append(run(folder, *pause, "--resume"))
+        found.append(run(folder, *pause, "--resume", "--repeat-noise"))
     size = 2 if "--checkpoint-every" in more else 3
     assert [s["steps"] for s in found] == list(range(size, 7, size))
     for key in expected.keys() - {"seconds"}:
@@ -339,7 +339,7 @@ def test_resumed_is_bit_identical(folder, tmp_path, more):
         spent = [s["epsilon_spent"] for s in found]
         assert spent == sorted(set(spent))
         # Resuming a finished run spends nothing.
-        again = run(folder, *more, "--checkpoint", parts, "--resume")
+        again = run(folder, *more, "--checkpoint", parts, "--resume", "--repeat-noise")
         assert again["epsilon_spent"] == expected["epsilon_spent"]
 
 
@@ -376,7 +376,7 @@ def test_cut_off_between_checkpoints(folder, tmp_path):
     with patch.object(finetune, "learning_rate", fail):
         with pytest.raises(KeyboardInterrupt):
             run(folder, "--checkpoint", parts)
-    found = run(folder, "--checkpoint", parts, "--resume")
+    found = run(folder, "--checkpoint", parts, "--resume", "--repeat-noise")
     assert found["epsilon_spent"] == expected["epsilon_spent"]
     one, two = weights(whole), weights(parts)
     assert all(torch.equal(one[key], two[key]) for key in one)

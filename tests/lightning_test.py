@@ -172,13 +172,17 @@ def test_max_steps_and_limits():
 @pytest.mark.parametrize("mode", ["hooks", "ghost_bk"])
 @pytest.mark.parametrize("stop", [4, 6, 8])
 def test_resume(mode, stop, tmp_path):
-    """From a checkpoint, in an epoch or between: as if it had not been stopped."""
+    """
+    From a checkpoint, in an epoch or between: as if it had not been stopped, or by
+    default with other noise.
+    """
 
-    def fit(path=None, **limit):
+    def fit(path=None, repeat_noise=True, **limit):
         checkpoint = L.callbacks.ModelCheckpoint(
             tmp_path, every_n_train_steps=stop, save_top_k=-1, filename="{step}"
         )
-        model, callback = Classifier(), privacy(mode, noise_multiplier=1.0)
+        model = Classifier()
+        callback = privacy(mode, noise_multiplier=1.0, repeat_noise=repeat_noise)
         lightning = trainer(callback, checkpoint, enable_checkpointing=True, **limit)
         lightning.fit(model, loader(), ckpt_path=path)
         return weights(model), callback
@@ -190,6 +194,10 @@ def test_resume(mode, stop, tmp_path):
     assert not torch.equal(whole["net.0.weight"], part["net.0.weight"])
     assert other.engine.accountant.history == one.engine.accountant.history
     assert other.get_epsilon() == one.get_epsilon()
+    path = str(tmp_path / f"step={stop}.ckpt")
+    fresh = [fit(path, False, max_epochs=2)[0]["net.0.weight"] for _ in range(2)]
+    for a, b in (fresh, [fresh[0], whole["net.0.weight"]]):
+        assert (a - b).abs().max() > 1e-2
 
 
 def test_checkpoints_of_other_runs_are_refused(tmp_path):

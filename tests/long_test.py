@@ -117,8 +117,11 @@ def test_logits_as_often_as_the_model_itself(mode, tied, small_workspace):
     logits = B * T * V * 4
     own = peaks(None, model_of(V, T, tied=tied), B, T, 1, logits // 3)[0]
     assert own.most == 3 * logits
-    for alive in peaks(mode, model_of(V, T, tied=tied), B, T, 3, logits // 3):
-        assert alive.most <= own.most and alive.largest <= logits
+    found = peaks(mode, model_of(V, T, tied=tied), B, T, 3, logits // 3)
+    for step, alive in enumerate(found):
+        # At first three samples are tried, without a graph, as two are given.
+        largest = logits if step else logits * 3 / 2
+        assert alive.most <= own.most and alive.largest <= largest
 
 
 @pytest.mark.parametrize("mode", ["ghost", "ghost_bk"])

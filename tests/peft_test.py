@@ -327,15 +327,15 @@ def test_stacked_experts(parameters):
     exact(model, batch_of(moe, 1, 5), ["ghost_bk"], wraps=[False])
 
 
-@every_mode
-def test_trained_experts_under_adapters(mode):
-    """Weights that are computed of adapters and of trained experts."""
+def test_trained_experts_under_adapters():
+    """A parametrization comes and goes in the forward, and sets the experts anew."""
     parameters = ["experts.gate_up_proj"]
     config = lora(moe, target_modules=[], target_parameters=parameters)
     model = adapted(moe, config)
     for name, p in model.named_parameters():
         p.requires_grad_(p.requires_grad or "experts" in name)
-    exact(model, batch_of(moe), [mode])
+    private = make_private(model, "ghost_bk", batch_size=4)
+    refused("changes a parameter of shape", step_of(private, batch_of(moe)))
 
 
 def test_two_adapters():
@@ -519,18 +519,15 @@ def test_original_of_a_saved_module():
 
 
 @every_mode
-@pytest.mark.parametrize("head", [False, True])
-def test_checkpoints_that_no_gradient_enters(mode, head):
-    """All adapters get zero: the embeddings are frozen, and reentrant checkpoints."""
+def test_checkpoints_that_no_gradient_enters(mode):
+    """Autograd gives zero: the embeddings are frozen, the checkpoints reentrant."""
     model = llama()
-    options = dict(modules_to_save=["lm_head"]) if head else {}
+    options = dict(modules_to_save=["lm_head"])
     model.gradient_checkpointing_enable({"use_reentrant": True})
     model.get_input_embeddings()._forward_hooks.clear()
     model = peft.get_peft_model(model, lora(llama, **options)).double().train()
     model.get_input_embeddings()._forward_hooks.clear()
-    private = make_private(perturbed(model), mode, batch_size=4)
-    step = step_of(private, batch_of(llama))
-    refused("reentrant checkpoint.*enable_input_require_grads", step)
+    exact(perturbed(model), batch_of(llama), [mode])
 
 
 class Attends(nn.Module):
@@ -575,8 +572,6 @@ def test_p_tuning_with_an_lstm():
 
 @every_mode
 def test_samples_that_meet_in_an_adapter(mode):
-    """LILY's router averages over the batch."""
+    """LILY's router averages over the batch, which is the sample itself."""
     config = peft.LilyConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")
-    private = make_private(adapted(llama, config), mode, batch_size=4)
-    step = step_of(private, batch_of(llama))
-    refused("mixed first in .*q_proj", step)
+    exact(adapted(llama, config), batch_of(llama), [mode])

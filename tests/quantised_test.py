@@ -5,16 +5,11 @@ state that is no tensor, which dequantises in forward and backward. These are su
 layers in plain torch. The oracle is each sample alone through plain autograd.
 """
 
-import warnings
-
 import pytest
 import torch
 import transformers
 from torch import nn
 from torch.nn import functional as F
-
-from opacus_ext import register_native
-from opacus_ext.grad_sample.rules.registry import NATIVE
 
 from .common import check, trainable
 from .compatibility import all_double
@@ -90,7 +85,25 @@ class MatMul8bit(torch.autograd.Function):
         return grad @ (weight.to(grad.dtype) * scale.to(grad.dtype)), None, None
 
 
+class MatMul8bitAtOnce(torch.autograd.Function):
+    """The same for torch.func: all samples in one call."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x, weight, scale):
+        return x @ (weight.to(x.dtype) * scale.to(x.dtype)).t()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs[1:])
+
+    backward = MatMul8bit.backward
+
+
 class Linear8bit(nn.Linear):
+    function = MatMul8bit
+
     def __init__(self, layer):
         super().__init__(layer.in_features, layer.out_features, False)
         weight = layer.weight.detach().double()
@@ -100,7 +113,11 @@ class Linear8bit(nn.Linear):
         self.weight = nn.Parameter(levels, requires_grad=False)
 
     def forward(self, x):
-        return MatMul8bit.apply(x, self.weight, self.scale)
+        return self.function.apply(x, self.weight, self.scale)
+
+
+class Linear8bitAtOnce(Linear8bit):
+    function = MatMul8bitAtOnce
 
 
 def quantised(layer, checkpointing=False):
@@ -170,25 +187,9 @@ def test_lora_on_quantised_layers_with_checkpointing(mode):
         check(mode, True, model, batch(), loss_fn)
 
 
-@pytest.fixture
-def natives():
-    before = dict(NATIVE)
-    yield
-    NATIVE.clear()
-    NATIVE.update(before)
-
-
-@pytest.mark.parametrize("kind", [Linear4bit, MatMul4Bit])
+@pytest.mark.filterwarnings("error:.*one sample after the other")
 @pytest.mark.parametrize("mode", ["ghost_bk", "hooks"])
-def test_all_samples_at_once(mode, kind, natives):
-    """vmap knows no such function; the remedy that the warning names."""
-
-    def one_by_one():
-        with warnings.catch_warnings(record=True) as found, all_double():
-            warnings.simplefilter("always")
-            check(mode, True, quantised(Linear4bit), batch(), loss_fn)
-        return any("one sample after the other" in str(w.message) for w in found)
-
-    assert one_by_one()
-    register_native(kind)
-    assert not one_by_one()
+def test_all_samples_at_once(mode):
+    """A function that vmap has a rule for."""
+    with all_double():
+        check(mode, True, quantised(Linear8bitAtOnce), batch(), loss_fn)

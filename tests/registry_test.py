@@ -1,6 +1,9 @@
 """Registering and its undoing: after ``unregister`` Opacus is as it was shipped."""
 
+import copy
+import inspect
 import json
+import pydoc
 import subprocess
 import sys
 
@@ -17,8 +20,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import opacus_ext
-from opacus_ext.grad_sample import samplers
-from opacus_ext.grad_sample.rules.registry import TABLE
+from opacus_ext.grad_sample.rules.registry import RULES
+from opacus_ext.registry import MODES
 from tests.common import check, every_mode, square_loss
 
 # Everything in Opacus that could be changed: functions and methods of its modules, and
@@ -116,7 +119,10 @@ def unregistered():
 
 
 def _make_private(mode, **kwargs):
-    model = nn.Linear(3, 2)
+    return _of(nn.Linear(3, 2), mode, **kwargs)
+
+
+def _of(model, mode, **kwargs):
     return PrivacyEngine().make_private(
         module=model,
         optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
@@ -183,136 +189,141 @@ def test_other_modes_of_opacus_still_work(mode):
 # -- rules that are registered after the import ----------------------------------------
 
 
+@opacus_ext.as_op
+def scale(x, weight):
+    return weight * x
+
+
 class Scale(nn.Module):
     def __init__(self, width):
         super().__init__()
         self.weight = nn.Parameter(torch.rand(width))
 
     def forward(self, x):
-        return self.weight * x
-
-
-class Wider(Scale):
-    """Keeps the ``forward``, so that it has the rule too."""
-
-
-class Other(Scale):
-    def forward(self, x):
-        return self.weight**2 * x
-
-
-NAME = f"{__name__}.Scale"
-TABLES = {
-    "grad": GradSampleHooks.GRAD_SAMPLERS,
-    "norm": GradSampleHooksFastGradientClipping.NORM_SAMPLERS,
-}
-
-
-@pytest.fixture(params=[Scale, NAME], ids=["type", "name"])
-def late_rule(request):
-    """A rule by type or by name; how often it was asked is noted."""
-    asked = []
-
-    @opacus_ext.register_rule(request.param)
-    def scale(layer, activations, backprops):
-        asked.append(1)
-        return {layer.weight: (backprops * activations,)}
-
-    yield asked
-    opacus_ext.unregister()
-    del TABLE.rules[request.param]
-    opacus_ext.register()
+        return scale(x, self.weight)
 
 
 def scales():
-    return nn.Sequential(nn.Linear(3, 3), Scale(3), nn.Tanh(), Wider(3)).double()
+    return nn.Sequential(nn.Linear(3, 3), Scale(3), nn.Tanh(), Scale(3)).double()
 
 
 @every_mode
-def test_late_rule_is_found_by_every_mode(mode, late_rule):
+def test_late_rule_is_found_by_every_mode(mode):
+    """Without the rule the op is exact as well."""
+    asked = []
     check(mode, True, scales(), torch.randn(4, 3).double(), square_loss)
-    assert late_rule or mode == "scan"  # which lets autograd compute each sample
+
+    @opacus_ext.register_rule(scale)
+    def of_scale(x, weight):
+        asked.append(1)
+        return opacus_ext.Op((weight,), (x,), lambda backprops, x: [(backprops * x,)])
+
+    try:
+        check(mode, True, scales(), torch.randn(4, 3).double(), square_loss)
+        assert asked
+    finally:
+        del RULES[scale]
 
 
 @pytest.mark.parametrize(
     "stock", [GradSampleModule, GradSampleModuleFastGradientClipping]
 )
-def test_late_rule_reaches_the_tables_of_opacus(stock, late_rule):
-    model, x = scales(), torch.randn(4, 3).double()
-    other = nn.Sequential(Other(3)).double()
+@pytest.mark.parametrize("layer", [nn.PReLU, lambda n: nn.Bilinear(n, n, n)])
+def test_samplers_of_layers_that_opacus_has_none_for(stock, layer):
+    """The stock classes of Opacus look into its tables."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.layer = nn.Linear(3, 3), layer(3)
+
+        def forward(self, x):
+            x = self.first(x)
+            return self.layer(x, x) if isinstance(self.layer, nn.Bilinear) else x
+
+    torch.manual_seed(0)
+    model, x = Model().double(), torch.randn(4, 3).double()
+    alone = copy.deepcopy(model)
     stock(model, loss_reduction="sum")
     model(x).square().sum().backward()
-    assert late_rule
-    for kind in (Scale, Wider):
-        for table in TABLES.values():
-            assert table[kind].__module__ == samplers.__name__
-    stock(other, loss_reduction="sum")
-    assert all(Other not in table for table in TABLES.values())
     for b in range(4):
-        alone = scales()
-        alone.load_state_dict(model.state_dict())
+        alone.zero_grad()
         alone(x[b : b + 1]).square().sum().backward()
         for p, q in zip(model.parameters(), alone.parameters()):
+            if q.grad is None:
+                continue
             if stock is GradSampleModule:
                 torch.testing.assert_close(p.grad_sample[b], q.grad)
             else:
                 torch.testing.assert_close(p._norm_sample[b], q.grad.norm())
 
 
-def test_late_rule_leaves_with_unregister(late_rule):
-    GradSampleModule(scales())
-    opacus_ext.unregister()
-    for table in TABLES.values():
-        assert Scale not in table and Wider not in table
-    opacus_ext.register()
-    GradSampleModule(scales())
-    assert TABLES["grad"][Scale] is samplers.grad_sampler
+# -- the engine ------------------------------------------------------------------------
+
+ADDED = {"sampling", "noise", "take", "shared", "on_nonfinite"}
 
 
-def test_late_rule_goes_before_a_sampler_of_opacus(late_rule):
-    """As the order of the table says; with ``unregister`` the sampler is back."""
-
-    def sampler(layer, activations, backprops):
-        raise AssertionError("the rule is first")
-
-    TABLES["grad"][Scale] = sampler
-    try:
-        opacus_ext.register_rule(Scale)(TABLE.rule_of(Scale(3)).fn)
-        check("hooks", True, scales(), torch.randn(4, 3).double(), square_loss)
-        assert TABLES["grad"][Scale] is not sampler
-        opacus_ext.unregister()
-        assert TABLES["grad"][Scale] is sampler
-    finally:
-        if NAME in TABLE.rules:
-            TABLE.rules.pop(Scale)
-        TABLES["grad"].pop(Scale, None)
-        opacus_ext.register()
+@pytest.mark.parametrize("name", ["make_private", "make_private_with_epsilon"])
+def test_signatures(name):
+    """All arguments of Opacus's with its defaults, and those that are added."""
+    own, stock = (
+        inspect.signature(getattr(engine, name)).parameters
+        for engine in (opacus_ext.PrivacyEngine, PrivacyEngine)
+    )
+    known = {p.name: repr(p.default) for p in stock.values()}
+    given = {p.name: repr(p.default) for p in own.values()}
+    assert set(given) - set(known) - {"rand_on_empty"} == ADDED
+    assert known.items() <= given.items()
+    text = pydoc.plain(pydoc.render_doc(getattr(opacus_ext.PrivacyEngine, name)))
+    assert all(f"{argument}:" in text for argument in ADDED)
 
 
-def test_rules_are_asked_in_the_order_of_the_table():
-    """A stand-in, a rule, a sampler of Opacus, a substitute; then functions."""
-    layer, rule = Scale(3), lambda layer, activations, backprops: {}
-    found = []
+@pytest.mark.parametrize("accountant", ["rdp", "prv_bounds"])
+@pytest.mark.parametrize("engine", [PrivacyEngine, opacus_ext.PrivacyEngine])
+def test_added_arguments_with_epsilon(engine, accountant):
+    """Both engines take them, whatever the accountant."""
+    model = nn.Linear(3, 2)
+    made = engine(accountant=accountant).make_private_with_epsilon(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
+        data_loader=DataLoader(TensorDataset(torch.zeros(80, 3)), batch_size=4),
+        target_epsilon=3.0,
+        target_delta=1e-5,
+        epochs=2,
+        max_grad_norm=1.0,
+        grad_sample_mode="auto",
+        on_nonfinite="raise",
+        shared=("mask",),
+        rand_on_empty=True,
+    )
+    assert len(made) == 4 and made[1].on_nonfinite == "raise"
+    assert set(made[0].private.inputs.shared) == {"mask"}
 
-    def order():
-        forward, of_layer = TABLE.forward_of(layer), TABLE.rule_of(layer)
-        return forward, of_layer, TABLE.substitute_of(layer)
 
-    @opacus_ext.register_forward(Scale)
-    def stand_in(layer, record, x):
-        found.append("forward")
-        w = layer.weight
-        return record(w * x, x, [w], lambda x, g: {w: (g * x,)})
+def test_the_engine_without_the_registry(unregistered):
+    model = nn.Linear(3, 2)
+    with pytest.raises(opacus_ext.Refused, match="unregister"):
+        opacus_ext.PrivacyEngine().make_private(
+            module=model,
+            optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
+            data_loader=DataLoader(TensorDataset(torch.zeros(4, 3))),
+            noise_multiplier=0.0,
+            max_grad_norm=1.0,
+        )
 
-    opacus_ext.register_rule(Scale)(rule)
-    try:
-        assert order() == (stand_in, TABLE.rules[Scale], None)
-        model = nn.Sequential(Scale(3)).double()
-        check("ghost_bk", True, model, torch.randn(4, 3).double(), square_loss)
-        assert found  # and the rule, which gives nothing, was not asked
-        layer.forward = lambda x: x
-        assert order() == (None, None, None)
-    finally:
-        opacus_ext.unregister()
-        del TABLE.forwards[Scale], TABLE.rules[Scale]
-        opacus_ext.register()
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_wrapper_has_what_the_model_has(mode):
+    class Model(nn.Linear):
+        config = {"width": 3}
+
+        def generate(self, x):
+            return self(x)
+
+    model = Model(3, 2)
+    made = _of(model, mode)[0]
+    assert made.config is model.config and made.bias is model.bias
+    with torch.no_grad():
+        assert made.generate(torch.zeros(1, 3)).shape == (1, 2)
+    with pytest.raises(AttributeError, match="nothing_like_this"):
+        made.nothing_like_this

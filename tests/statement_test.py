@@ -60,7 +60,7 @@ def test_numbers_are_those_of_the_accountant():
     assert content["epsilon_lower"] == bounds.lower <= content["epsilon"]
     assert content["epsilon_upper"] == bounds.upper
     assert content["holds"] == "yes"
-    assert content["neighbouring_relation"] == "add or remove one"
+    assert content["neighboring_relation"] == "add or remove one"
     assert (content["unit"], content["records"], content["steps"]) == ("user", 64, 4)
     assert content["phases"] == [
         {
@@ -93,7 +93,7 @@ def test_bounds_hold_what_the_accountant_says(accountant):
 def test_schemes_are_stated_with_their_neighbours():
     fixed = run("prv_bounds", sampling=FixedSize(batch_size=16)).engine
     content = fixed.privacy_statement(1e-3).content
-    assert content["neighbouring_relation"] == "replace one"
+    assert content["neighboring_relation"] == "replace one"
     assert content["phases"][0]["sampling"] == "fixed_size"
     assert content["epsilon"] == fixed.get_epsilon(1e-3)
     assert "a fixed size, 0.25 of all records" in str(fixed.privacy_statement(1e-3))

@@ -587,6 +587,8 @@ def build(task, family, cls, **kwargs):
             config._attn_implementation = "eager"
             if task == "causal-lm" and hasattr(config, "is_decoder"):
                 config.is_decoder = True
+            if family == "encoder-decoder":  # or the decoder sees no encoder
+                config.decoder.is_decoder = config.decoder.add_cross_attention = True
             with torch.device("meta"):
                 probe = model_class(copy.deepcopy(config))
             size = sum(p.numel() for p in probe.parameters())

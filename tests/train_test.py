@@ -230,8 +230,8 @@ class TrainTest(unittest.TestCase):
         pause = ("--checkpoint", parts, "--stop-after-epochs", "1")
         first = self.run_training(*pause)
         torch.rand(7)  # whatever happens in between
-        second = self.run_training(*pause, "--resume")
-        third = self.run_training("--checkpoint", parts, "--resume")
+        second = self.run_training(*pause, "--resume", "--repeat-noise")
+        third = self.run_training("--checkpoint", parts, "--resume", "--repeat-noise")
 
         self.assertEqual([s["epochs"] for s in (first, second, third)], [1, 2, 3])
         self.assertLess(first["epsilon_spent"], second["epsilon_spent"])
@@ -240,7 +240,7 @@ class TrainTest(unittest.TestCase):
         one, two = self.weights("whole"), self.weights("parts")
         self.assertTrue(all(torch.equal(one[key], two[key]) for key in one))
         # Resuming a finished run spends nothing.
-        again = self.run_training("--checkpoint", parts, "--resume")
+        again = self.run_training("--checkpoint", parts, "--resume", "--repeat-noise")
         self.assertEqual(again["epsilon_spent"], expected["epsilon_spent"])
 
     def test_cut_off_between_checkpoints(self):
@@ -259,7 +259,7 @@ class TrainTest(unittest.TestCase):
         with patch.object(train, "learning_rate", fail):
             with self.assertRaises(KeyboardInterrupt):
                 self.run_training("--checkpoint", parts)
-        found = self.run_training("--checkpoint", parts, "--resume")
+        found = self.run_training("--checkpoint", parts, "--resume", "--repeat-noise")
         self.assertEqual(found["epsilon_spent"], expected["epsilon_spent"])
         one, two = self.weights("whole"), self.weights("parts")
         self.assertTrue(all(torch.equal(one[key], two[key]) for key in one))

@@ -122,7 +122,7 @@ def tokenizer():
 
 def private(mode="ghost_bk", **kwargs):
     kwargs = {"noise_multiplier": 1.0, "target_delta": 1e-3, "privacy_seed": 3} | kwargs
-    kwargs.setdefault("accountant", "rdp")
+    kwargs = {"accountant": "rdp", "repeat_noise": True} | kwargs
     return PrivacyArguments(grad_sample_mode=mode, **kwargs)
 
 
@@ -142,13 +142,21 @@ def arguments(out, **kwargs):
     return TrainingArguments(str(out), **(chosen | kwargs))
 
 
-def trainer(out, model=None, data=None, privacy=None, mode="ghost_bk", **kwargs):
+def trainer(
+    out,
+    model=None,
+    data=None,
+    privacy=None,
+    mode="ghost_bk",
+    cls=PrivateTrainer,
+    **kwargs,
+):
     ours = ("data_collator", "eval_dataset", "callbacks", "optimizers", "model_init")
     ours += ("compute_loss_func", "processing_class", "compute_metrics")
     given = {name: kwargs.pop(name) for name in ours if name in kwargs}
     if model is None and "model_init" not in given:
         model = gpt2()
-    return PrivateTrainer(
+    return cls(
         model,
         arguments(out, **kwargs),
         train_dataset=texts() if data is None else data,
@@ -753,17 +761,8 @@ def test_unusual_arguments(tmp_path):
     assert distance(found[0], weights(gpt2())) > 1e-3
 
 
-def test_a_compute_loss_of_ones_own(tmp_path):
-    class Own(PrivateTrainer):
-        def compute_loss(self, model, inputs, **kwargs):
-            return model(**inputs).loss
-
-    with pytest.raises(ValueError, match="Override sample_losses"):
-        Own(gpt2(), arguments(tmp_path), train_dataset=texts(), privacy=private())
-
-
 def test_other_trainers_in_the_bases(tmp_path):
-    """One whose compute_loss is Trainer's, and one with sample_losses of its own."""
+    """A compute_loss of one's own is given single records; it need not be known."""
 
     class Other(transformers.Trainer):
         def __init__(self, *args, scale, **kwargs):
@@ -771,11 +770,14 @@ def test_other_trainers_in_the_bases(tmp_path):
             self.scale = scale
 
         def compute_loss(self, model, inputs, **kwargs):
-            return self.scale * model(**inputs).loss
+            assert len(inputs["input_ids"]) == 1
+            logits = model(input_ids=inputs["input_ids"]).logits[:, :-1]
+            labels = inputs["labels"][:, 1:]
+            loss = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+            return self.scale * loss
 
     class Scaled(PrivateTrainer, Other):
-        def sample_losses(self, model, inputs):
-            return self.scale * model_losses(model, inputs)
+        pass
 
     class Seq2Seq(PrivateTrainer, transformers.Seq2SeqTrainer):
         pass
@@ -791,9 +793,25 @@ def test_other_trainers_in_the_bases(tmp_path):
         run = cls(gpt2(), args, **given)
         run.train()
         runs.append(weights(run.model))
-    assert distance(runs[0], runs[2]) == distance(runs[1], runs[2]) == 0
+    assert distance(runs[0], runs[2]) < 1e-6 and distance(runs[1], runs[2]) == 0
     with pytest.raises(Refused, match="no records that can be drawn"):
         Scaled(gpt2(), train_dataset=[], scale=1.0, privacy=private())
+
+
+def test_what_is_no_longer_called_and_what_is_no_loss(tmp_path):
+    class Old(PrivateTrainer):
+        def sample_losses(self, model, inputs):
+            return model_losses(model, inputs)
+
+    class Rows(PrivateTrainer):
+        def compute_loss(self, model, inputs, **kwargs):
+            return model(**inputs).logits
+
+    given = {"train_dataset": texts(), "privacy": private()}
+    with pytest.raises(Refused, match="Override compute_loss"):
+        Old(gpt2(), arguments(tmp_path), **given)
+    with pytest.raises(Refused, match="The loss of a record is not one number"):
+        Rows(gpt2(), arguments(tmp_path), **given).train()
 
 
 def test_a_loader_of_ones_own(tmp_path):
@@ -861,71 +879,69 @@ def test_collators_that_pack(tmp_path):
     model = gpt2()
     before = weights(model)
     run = trainer(tmp_path, model, data_collator=halves)
-    with pytest.raises(ValueError, match=r"3 records gave losses of shape \(6,\)"):
+    with pytest.raises(ValueError, match="made 6 samples of 3 records"):
         run.train()
     assert distance(before, weights(model)) == 0
 
 
+@pytest.mark.parametrize("setting", ["smoothed", "summed", "own"])
 @every_mode
-def test_label_smoothing_is_by_record(mode, tmp_path):
-    """As Trainer's, of each record alone."""
-    cases = [(gpt2(), texts()), (bert("ForMaskedLM"), texts())]
-    for model, data in cases:
-        run = trainer(tmp_path, model, data, mode=mode, label_smoothing_factor=0.2)
-        batch = default_data_collator(data[:4])
-        alone = [
-            run.compute_loss(model, {k: x[i : i + 1] for k, x in batch.items()})
-            for i in range(4)
-        ]
-        torch.testing.assert_close(run.sample_losses(model, batch), torch.stack(alone))
-    run.train()
-    regression = bert(num_labels=1)
-    some = [{**x, "labels": 0.5} for x in sentences()]
-    run = trainer(
-        tmp_path,
-        regression,
-        some,
-        data_collator=DataCollatorWithPadding(tokenizer()),
-        label_smoothing_factor=0.2,
-    )
-    with pytest.raises(ValueError, match="labels that are classes"):
-        run.train()
+def test_losses_of_single_records(mode, setting, tmp_path):
+    """Trainer's own code for each record alone: label smoothing, functions, methods."""
 
-
-@every_mode
-def test_a_loss_function_of_ones_own(mode, tmp_path):
-    def losses(outputs, labels, num_items_in_batch=None):
-        assert num_items_in_batch is None or not torch.is_grad_enabled()
-        return cross_entropy(outputs.logits, labels, reduction="sum")
-
-    def mean(outputs, labels, num_items_in_batch=None):
-        return losses(outputs, labels).mean()
+    def summed(outputs, labels, num_items_in_batch=None):
+        return cross_entropy(outputs.logits, labels, reduction="sum").mean()
 
     class Own(PrivateTrainer):
-        def sample_losses(self, model, inputs):
-            labels = inputs["labels"]
-            logits = model(input_ids=inputs["input_ids"]).logits
-            return cross_entropy(logits, labels, reduction="sum")
+        def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
+            loss, outputs = super().compute_loss(model, inputs, True, **kwargs)
+            return (2 * loss, outputs) if return_outputs else 2 * loss
 
+    more = {
+        "smoothed": {"label_smoothing_factor": 0.2},
+        "summed": {"compute_loss_func": summed},
+        "own": {},
+    }[setting]
+    model, bound = bert("ForMaskedLM"), 0.3
+    before = weights(model)
     run = trainer(
         tmp_path,
-        mode=mode,
-        compute_loss_func=losses,
+        model,
+        privacy=private(mode, noise_multiplier=0.0, per_sample_max_grad_norm=bound),
+        cls=Own if setting == "own" else PrivateTrainer,
         eval_dataset=texts(5),
-        max_steps=2,
+        max_steps=1,
+        lr_scheduler_type="constant",
+        **more,
     )
+    parts = [part for item in first_items(run, 2) for part in item if part.records]
+    total = {name: torch.zeros_like(p) for name, p in before.items()}
+    for part in parts:
+        for i in range(part.records):
+            model.zero_grad()
+            record = {name: x[i : i + 1] for name, x in part.inputs.items()}
+            run.compute_loss(model, record).backward()
+            norm = sum(
+                p.grad.pow(2).sum() for p in model.parameters() if p.grad is not None
+            ).sqrt()
+            for name, p in model.named_parameters():
+                if p.grad is not None:
+                    total[name] += p.grad * min(1, bound / (float(norm) + 1e-6))
+    model.zero_grad()
     run.train()
+    for name, p in model.named_parameters():
+        update = (before[name] - p) * 6 / 0.1
+        torch.testing.assert_close(update, total[name], rtol=1e-4, atol=1e-5)
     assert run.evaluate()["eval_loss"] > 0
-    other = Own(
-        gpt2(),
-        arguments(tmp_path, max_steps=2),
-        train_dataset=texts(),
-        privacy=private(mode),
-    )
-    other.train()
-    assert distance(weights(run.model), weights(other.model)) < 1e-6
-    with pytest.raises(ValueError, match="instead of one loss a record"):
-        trainer(tmp_path, mode=mode, compute_loss_func=mean).train()
+
+
+def test_records_without_labels_count_as_zero(tmp_path):
+    data = [{**x, "labels": torch.full_like(x["labels"], -100)} for x in texts()]
+    privacy = private(noise_multiplier=0.0)
+    run = trainer(tmp_path, data=data, privacy=privacy, max_steps=2)
+    before = weights(run.model)
+    assert run.train().training_loss == 0
+    assert distance(before, weights(run.model)) == 0
 
 
 @every_mode
@@ -1026,6 +1042,28 @@ def test_a_resumed_run_is_the_one_that_was_not_stopped(mode, tmp_path):
         again = [x for x in other.state.log_history if "loss" in x]
         assert [x["loss"] for x in again] == [x["loss"] for x in losses]
         assert other._draw == whole._draw == 9
+
+
+def test_a_checkpoint_resumed_twice(tmp_path):
+    """The same draws; other noise, unless it is asked to be the same."""
+
+    def make(repeat_noise):
+        privacy = private(repeat_noise=repeat_noise)
+        saving = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
+        return trainer(tmp_path, privacy=privacy, **saving)
+
+    whole = make(False)
+    whole.train()
+    found = []
+    for repeat_noise in (False, False, True, True):
+        run = make(repeat_noise)
+        run.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+        assert run.engine.accountant.history == [(1.0, 6 / N, 4)]
+        found.append(weights(run.model))
+    first, second, same, again = found
+    for other in (second, same):
+        assert distance(first, other) > 1e-2
+    assert distance(same, again) == distance(same, weights(whole.model)) == 0
 
 
 @pytest.fixture(scope="module")
@@ -1211,12 +1249,11 @@ def test_an_error_in_a_step_leaves_no_trace(mode, tmp_path):
     class Failing(PrivateTrainer):
         calls = 0
 
-        def sample_losses(self, model, inputs):
-            losses = super().sample_losses(model, inputs)
+        def _prepare_inputs(self, inputs):
             Failing.calls += 1
             if Failing.calls == 4:
                 raise OSError("disk")
-            return losses
+            return super()._prepare_inputs(inputs)
 
     kept = []
 

@@ -113,6 +113,7 @@ def privacy(mode="ghost_bk", **kwargs):
         "noise_multiplier": 0.0,
         "per_sample_max_grad_norm": BOUND,
         "privacy_seed": 1,
+        "repeat_noise": True,
         "accountant": "rdp",
     }
     return PrivacyArguments(grad_sample_mode=mode, **(chosen | kwargs))
@@ -283,8 +284,11 @@ def test_dpo_losses_are_those_of_pairs_alone(path, tmp_path):
         for p in run.model.parameters():
             p += 0.02 * torch.randn_like(p)
     rows = [run.train_dataset[i] for i in range(4)]
-    losses = run.sample_losses(run.model, run.data_collator(rows))
-    alone = [run.batch_loss(run.model, run.data_collator([row])) for row in rows]
+    objective, batch = run._objective, run.data_collator(rows)
+    batch = objective.prepare(run.model, batch)
+    pairs = [objective.take(batch, i) for i in range(4)]
+    losses = torch.stack([objective(run.model, pair) for pair in pairs])
+    alone = [run.compute_loss(run.model, run.data_collator([row])) for row in rows]
     assert losses.shape == (4,) and len(set(losses.tolist())) == 4
     torch.testing.assert_close(losses, torch.stack(alone))
 
@@ -346,17 +350,22 @@ def test_dpo_arguments_that_break_privacy(kwargs, path, tmp_path):
         dpo(PrivateDPO, path, tmp_path, privacy=privacy(), **kwargs)
 
 
-def test_trainers_whose_loss_is_not_known(path, tmp_path):
+def test_batches_that_are_not_records(path, tmp_path):
+    """RewardTrainer's pairs are rows one after the other, and it is not known."""
+
     class Reward(PrivateTrainer, trl.RewardTrainer):
         pass
 
-    class Own(transformers.Trainer):
-        def compute_loss(self, model, inputs, **kwargs):
-            return model(**inputs).loss
-
-    class PrivateOwn(PrivateTrainer, Own):
-        pass
-
-    for cls, config in ((Reward, trl.RewardConfig), (PrivateOwn, trl.SFTConfig)):
-        with pytest.raises(Refused, match="Override sample_losses"):
-            cls(load(path), args=arguments(config, tmp_path), privacy=privacy())
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(
+        path, num_labels=1
+    )
+    model.config.pad_token_id = V - 3
+    run = Reward(
+        model,
+        args=arguments(trl.RewardConfig, tmp_path),
+        train_dataset=records("prompt", "chosen", "rejected"),
+        processing_class=tokenizer(),
+        privacy=privacy(),
+    )
+    with pytest.raises(Refused, match="samples of . records"):
+        run.train()

@@ -192,7 +192,7 @@ def test_what_can_not_be_replaced():
     errors = ModuleValidator.validate(ModuleValidator.fix(model))
     assert [str(e).split(".")[0][:30] for e in errors] == [
         "0 (LazyBatchNorm2d) does not k",
-        "1 (Synchronised) normalises ov",
+        "1 (Synchronised) normalizes ov",
     ]
     assert type(ModuleValidator.fix(nn.SyncBatchNorm(4))) is nn.GroupNorm
     model = ModuleValidator.fix(images(ByHand(4)))
@@ -209,13 +209,16 @@ def test_in_evaluation_mode_it_trains_as_it_is():
     check("ghost_bk", True, model, torch.randn(3, 2, 5, 5).double(), square_loss)
 
 
-def test_frozen_stays():
-    model = images(Written(4))
+@pytest.mark.parametrize("norm", [Written, nn.BatchNorm2d])
+@pytest.mark.parametrize("size", [1, 3])
+def test_frozen_stays(norm, size):
+    """And is refused for what it keeps of the data."""
+    model = images(norm(4))
     model[1].requires_grad_(False)
-    assert type(ModuleValidator.fix(model)[1]) is Written
-    with pytest.raises(Refused, match=r"1 \(Written\)"):
-        private = make_private(model, "ghost_bk", batch_size=3)
-        private.step(torch.randn(3, 2, 5, 5).double(), square_loss)
+    assert type(ModuleValidator.fix(model)[1]) is norm
+    private = make_private(model, "ghost_bk", batch_size=size)
+    with pytest.raises(Refused, match=r"changes 1\.running_mean"):
+        private.step(torch.randn(size, 2, 5, 5).double(), square_loss)
 
 
 def test_what_a_user_registers_counts():

@@ -95,7 +95,7 @@ class Composition:
 
         Raises:
             Refused: for another mechanism or parameters out of range, and for
-                "fixed_size" beside anything else, whose neighbours are other ones
+                "fixed_size" beside anything else, whose neighbors are other ones
 
         Example:
             >>> accountant = Composition()
@@ -122,9 +122,11 @@ class Composition:
         *,
         eps_error: Optional[float] = None,
         delta_error: Optional[float] = None,
+        **others: Any,
     ) -> float:
         """
         The upper bound of :meth:`get_bounds`: no run of these steps spends more.
+        As Opacus's accountants it takes no notice of arguments that it does not know.
 
         Example:
             >>> accountant = Composition()

@@ -176,7 +176,7 @@ def exchanged(profile: Profile) -> Profile:
 
         H_alpha(D, D') <= q H_(1 + (alpha - 1) / q)(P, Q) = H_alpha((1 - q) Q + q P, Q),
 
-    the profile of a removal under Poisson sampling. Neighbours can change places, so
+    the profile of a removal under Poisson sampling. Neighbors can change places, so
     for alpha < 1 ``H_alpha(D, D') = alpha H_(1 / alpha)(D', D) + 1 - alpha`` is bounded
     by the same. Both together are what is returned (Zhu, Dong and Wang, 2022, theorem
     11), and profiles that dominate each step dominate the composition (there, theorem
@@ -209,7 +209,7 @@ def laplace(noise_multiplier: float) -> Profile:
 
 def pure(epsilon: float) -> Profile:
     """
-    The worst of all mechanisms with this epsilon and a delta of 0: randomised response.
+    The worst of all mechanisms with this epsilon and a delta of 0: randomized response.
 
     Example:
         >>> f"{pure(1.0)(np.array([0.0]))[0]:.4f}"

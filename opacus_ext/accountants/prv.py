@@ -29,7 +29,7 @@ class PRVBoundsAccountant(Composition, IAccountant):
     where ``numpy.longdouble`` has 64 bits of precision, 1e-15 times them where it has
     53). The lower bound is 0 there.
 
-    Neighbours are data sets that differ by one record more or less, in batches that
+    Neighbors are data sets that differ by one record more or less, in batches that
     are drawn by Poisson sampling. The losses are those of a removal, as in Opacus and
     in ``prv-accountant``. For an addition they are other ones wherever the sampling
     rate is below 1; epsilon was no greater in any of 59 random settings. That this is
@@ -38,7 +38,7 @@ class PRVBoundsAccountant(Composition, IAccountant):
     ``history`` is Opacus's list of (noise_multiplier, sample_rate, steps), of Poisson
     sampling; what else was released about the same records, and steps whose batches
     were drawn in another way, go to :meth:`compose`. Of steps with batches of fixed
-    size the neighbours are data sets in which one record is another. The noise and the
+    size the neighbors are data sets in which one record is another. The noise and the
     sampling rate may change from step to step. Up to 64 distinct pairs are composed as
     they are. More of them are rounded before, to less noise for the upper bound and to
     more for the lower.

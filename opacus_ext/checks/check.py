@@ -16,6 +16,7 @@ from opacus.grad_sample import AbstractGradSampleModule
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from opacus_ext.checks.batch import Slicer, map_tensors
 from opacus_ext.checks.report import Cell, PerSampleGradientReport
 from opacus_ext.checks.subject import LossFn, ModelUnderTest
 from opacus_ext.grad_sample.parallel.sharding import find_group
@@ -43,7 +44,9 @@ def check_per_sample_gradients(
     verbose: bool = True,
 ) -> PerSampleGradientReport:
     """
-    Compares each mode's clipped gradients with every sample run alone.
+    Compares each mode's clipped gradients with every sample run alone, and looks for
+    losses that depend on other samples, in the batch or in the batch before: two
+    batches that share a sample must give it the same loss.
 
     Works on copies: the model, its gradients, its buffers, its train/eval modes and the
     state of torch's random generators are as before, also after an error. The copies
@@ -130,15 +133,25 @@ def _check(
     subject: ModelUnderTest, report: PerSampleGradientReport, wrap_model: bool
 ) -> None:
     names = list(report.cells)
+    again = subject.run(subject.model(), subject.batch).detach()
     other = subject.run(subject.model(), subject.batch, seed=1).detach()
-    if not torch.equal(subject.losses, other):
+    if not torch.equal(subject.losses, again):
+        report.random = True
+        report.findings.append(
+            "the loss of the same batch changes from run to run, with the same random "
+            "numbers: something outside of the model keeps what it has seen (a global, "
+            "a closure), or draws numbers of its own"
+        )
+    elif not torch.equal(subject.losses, other):
         report.random = True
         report.findings.append(
             "the loss is random (dropout through F.dropout, sampled routing, ...): "
             "switch that off in the model to compare"
         )
     oracle = None if report.random else _oracle(subject, report)
-    if oracle is None:
+    if oracle is not None:
+        _look_at_a_shared_sample(subject, report)
+    else:
         for row in report.cells.values():
             row.update({mode: Cell("not run") for mode in report.modes})
         return
@@ -238,6 +251,45 @@ def _oracle(
             f"per-sample clipping is valid for this model"
         )
     return {name: torch.stack(grads) for name, grads in zip(names, zip(*rows))}
+
+
+def _look_at_a_shared_sample(
+    subject: ModelUnderTest, report: PerSampleGradientReport
+) -> None:
+    """
+    Runs two batches that share a sample, and the first again. What its loss is must
+    depend neither on the samples around it nor on the batch before.
+    """
+    take, last = subject.take_sample, subject.batch_size - 1
+    if not isinstance(take, Slicer):
+        return
+    rows = torch.tensor([0, last if last > 1 else 0])
+    other = map_tensors(
+        lambda x: x[rows.to(x.device)] if take.cuts(x) else x, subject.batch
+    )
+    found: List[List[torch.Tensor]] = []
+    for batch in (subject.batch, other):  # in a model of its own each
+        model, first = subject.model(), subject.batch
+        with suppress(Exception):  # it may take batches of one size only
+            runs = [subject.run(model, x)[0].detach() for x in (first, batch, first)]
+            found.append(runs)
+    if len(found) < 2:
+        return
+    around, before = (
+        float((a - b).abs()) > report.tolerance * max(float(a.abs()), 1e-3)
+        for a, b in list(zip(*found))[1:]
+    )
+    if before:
+        report.findings.append(
+            "the loss of sample 0 changes with the batch before: the model keeps "
+            "something of it, which would carry data from batch to batch without noise"
+        )
+    elif around and not report.cross_sample:
+        report.cross_sample.append(0)
+        report.findings.append(
+            "the loss of sample 0 is another one in another batch: no per-sample "
+            "clipping is valid for this model"
+        )
 
 
 def _gradients(

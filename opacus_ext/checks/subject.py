@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from opacus_ext.checks.batch import Slicer, cast, clone, map_tensors, tensors_of
-from opacus_ext.grad_sample.samplewise.sandbox import no_dropout
 from opacus_ext.refused import Refused
 
 LossFn = Callable[[nn.Module, Any], torch.Tensor]
@@ -94,6 +93,18 @@ class ModelUnderTest:
                 remedy='Give it a reduction of "none", and average within samples.',
             )
         return losses
+
+
+def no_dropout(module: nn.Module) -> None:
+    """
+    Sets numbers named ``*drop*``, and the rates of modules named ``*Drop*``, to zero.
+    """
+    for part in module.modules():
+        dropout = "drop" in type(part).__name__.lower()
+        for name, value in list(vars(part).items()):
+            number = type(value) in (int, float) and value
+            if number and ("drop" in name.lower() or (dropout and name == "p")):
+                setattr(part, name, type(value)(0))
 
 
 def _lowest(losses: torch.Tensor, dtype: torch.dtype) -> torch.dtype:

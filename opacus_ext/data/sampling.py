@@ -38,8 +38,8 @@ class Sampling(ABC):
 
     #: What the entries of an accountant call it.
     name = ""
-    #: What neighbouring data sets differ by.
-    neighbours = "add or remove one"
+    #: What neighboring data sets differ by.
+    neighbors = "add or remove one"
 
     @abstractmethod
     def rate(self, records: int) -> float:
@@ -440,7 +440,7 @@ class FixedSize(Sampling):
     Every batch has the same size; each set of so many records is as likely. For
     accelerators with static shapes.
 
-    Neighbours are data sets of the same size in which one record is another one, so
+    Neighbors are data sets of the same size in which one record is another one, so
     that the sum of clipped gradients moves by up to twice the bound of clipping. At the
     same noise epsilon is more than twice that of Poisson sampling, which adds or
     removes a record. Its accounting is exact for one step
@@ -460,7 +460,7 @@ class FixedSize(Sampling):
     batch_size: int
 
     name = "fixed_size"
-    neighbours = "replace one"
+    neighbors = "replace one"
 
     def rate(self, records: int) -> float:
         return self.batch_size / records

@@ -73,7 +73,7 @@ def read_sequences(
 ) -> SequenceData:
     """Reads user sequences from SASRec's text form or MovieLens's ratings.dat.
 
-    The form is recognised by the first line:
+    The form is recognized by the first line:
 
     - ``user item``, a user's lines in time order (SASRec). This form is what the
       filter below leaves, so its items are not filtered a second time;

@@ -4,8 +4,7 @@ With a vocabulary of 200,000 and sequences of 8,192 tokens, the logits of one se
 take 6.5 GB, and autograd keeps them three times. Here they are computed some rows at a
 time in the forward pass, and again in the backward pass. The gradient of each sample is
 the same as that of a linear layer, ``G[b] = sum_t (p[b, t] - onehot(y[b, t])) (x)
-x[b, t]``, and its first factor is computed some columns at a time
-(:class:`~opacus_ext.grad_sample.factors.Columns`).
+x[b, t]``, and its first factor is computed some columns at a time (:class:`Columns`).
 """
 
 from __future__ import annotations
@@ -15,13 +14,17 @@ from typing import Any, Callable, Iterator, List, Optional, Tuple
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.overrides import handle_torch_function, has_torch_function
 
-from opacus_ext.grad_sample.factors import Columns, Factor, wide, workspace
-from opacus_ext.grad_sample.samplewise.functorch import is_batched
-from opacus_ext.grad_sample.samplewise.native import copies
-from opacus_ext.grad_sample.samplewise.ops import handles
-from opacus_ext.grad_sample.samplewise.run import Run
+from opacus_ext.grad_sample.core.vmap import is_batched
+from opacus_ext.grad_sample.factors import (
+    Batched,
+    Term,
+    dtype_of,
+    term_of,
+    wide,
+    workspace,
+)
+from opacus_ext.grad_sample.rules import Op, as_op, register_rule
 from opacus_ext.refused import Refused
 
 Ops = Tuple[Tuple[str, Any], ...]
@@ -110,6 +113,7 @@ class LinearCrossEntropy(nn.Linear):
         return linear_cross_entropy(x, self.weight, self.bias, target, ops)
 
 
+@as_op
 def linear_cross_entropy(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -127,11 +131,6 @@ def linear_cross_entropy(
         target: labels ``[*rows]``, -1 for those that are ignored
         ops: done to the output before the loss
     """
-    given = x, weight, target
-    if has_torch_function(given):
-        return handle_torch_function(
-            linear_cross_entropy, given, x, weight, bias, target, ops
-        )
     return _computed(x, weight, bias, target, ops)[0]
 
 
@@ -161,44 +160,76 @@ def _computed(
     return losses.view(target.shape), whole.view(target.shape)
 
 
-@handles(linear_cross_entropy)
-def _by_sample(
-    run: Run,
-    func: Callable,
+@register_rule(linear_cross_entropy)
+def _of_head(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: Optional[torch.Tensor],
     target: torch.Tensor,
     ops: Ops,
-) -> torch.Tensor:
-    """On the whole batch: its rows are independent."""
-    if is_batched(weight) or (bias is not None and is_batched(bias)):
-        # No refusal: the run then goes on with one sample after the other.
-        raise NotImplementedError("a chunked head with weights of each sample's own")
-    roots = [run.root(p) if _trained(p) else None for p in (weight, bias)]
-    params = [p if r is None else r.shared for r, p in zip(roots, (weight, bias))]
-    x = run.inner(copies(run, x))
-    target = run.inner(target)
-    with run.outside():
-        losses, whole = _computed(x, *params, target, ops)
+) -> Op:
+    """The factors of the layer, whose first one is computed when it is needed."""
+    sums: List[torch.Tensor] = []  # of exponentiated logits, as the forward had them
+
+    def whole(params: Any, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        losses, of_rows = _computed(x, *params, target, ops)
+        sums.append(of_rows.detach())
+        return losses
 
     def factors(
-        g: torch.Tensor, x: torch.Tensor, target: torch.Tensor, whole: torch.Tensor
-    ) -> List[Tuple[Factor, ...]]:
+        g: torch.Tensor, x: torch.Tensor, target: torch.Tensor
+    ) -> List[Tuple[Columns]]:
+        fixed = weight.detach(), None if bias is None else bias.detach()
         x, (size, length) = x.to(weight.dtype), g.shape
+        known = sums[0] if sums else _computed(x, *fixed, target, ops)[1]
+        known = known.reshape(size, length)
 
-        def rows(start: Any, stop: Any, columns: slice) -> torch.Tensor:
-            at = slice(start, stop)
-            given = (x[at], weight, bias, target[at], whole[at], g[at])
+        def rows(samples: slice, columns: slice) -> torch.Tensor:
+            given = (x[samples], *fixed, target[samples], known[samples], g[samples])
             return _backprops(*given, ops, columns)
 
-        dlogits = Columns(rows, wide(x).dtype, x.device, (size, length, len(weight)))
-        return [(dlogits, wide(x)), (dlogits,)]
+        shape, right = (size, length, len(weight)), wide(x)
+        return [(Columns(rows, shape, right, right),), (Columns(rows, shape, right),)]
 
-    losses, *saved = map(run.level.wrap, (losses, x, target, whole))
-    if not any(r is not None for r in roots):
-        return losses
-    return run.note(losses, tuple(roots), factors, 0, saved, (1, 0, 0))
+    return Op((weight, bias), (x, target), factors, 0, (1, 0), whole)
+
+
+class Columns(Term):
+    """
+    Rows ``[B, T, V]`` of which some samples and some columns are computed at a time, as
+    not even those of one sample need fit into memory: the first factor, with others.
+
+    Args:
+        make: ``make(samples, columns)`` computes ``[b, T, columns]``; both are slices
+        shape: ``[B, T, V]``
+        like: of the type and on the device of the rows
+        others: the factors behind it, ``[B, T, width]``
+    """
+
+    sliced = True
+
+    def __init__(
+        self,
+        make: Callable[[slice, slice], torch.Tensor],
+        shape: Tuple[int, int, int],
+        like: torch.Tensor,
+        *others: torch.Tensor,
+    ):
+        self.make, self.shape, self.like, self.others = make, shape, like, others
+        self.batch_size, self.length = shape[:2]
+        self.device, self.dtype = like.device, dtype_of(like.dtype)
+
+    def part(self, shape: torch.Size, samples: slice, rows: slice) -> Batched:
+        others = (f[samples] for f in self.others)
+        return term_of((self.make(samples, rows), *others))
+
+    def without(self, samples: torch.Tensor) -> Columns:
+        def make(some: slice, columns: slice) -> torch.Tensor:
+            rows = self.make(some, columns)
+            return rows.masked_fill(samples[some, None, None], 0)
+
+        others = (f.masked_fill(samples[:, None, None], 0) for f in self.others)
+        return Columns(make, self.shape, self.like, *others)
 
 
 def _trained(p: Optional[torch.Tensor]) -> bool:

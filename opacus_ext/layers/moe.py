@@ -15,10 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from opacus_ext.grad_sample.rules.experts import (
-    experts_interface,
-    is_experts,
-)
+from opacus_ext.grad_sample.parallel.sharding import is_experts
+from opacus_ext.grad_sample.rules.experts import experts_interface
 from opacus_ext.refused import Refused
 
 
@@ -151,9 +149,13 @@ class _FeedForward(nn.Module):
 
     After each call ``balancing`` holds :func:`balancing_loss` ``[B]`` of that call, and
     ``chosen`` the experts that the router chose, ``[B, T, choices]``, before a capacity
-    drops tokens; the number of experts stands for none. Copies and files leave both
-    out.
+    drops tokens; the number of experts stands for none. They are for the forward of the
+    model around it, which returns what of them is wanted: in private training they are
+    gone behind it. Copies and files leave both out.
     """
+
+    # Attributes that a forward sets for what is around it, and that it never reads.
+    transient = ("balancing", "chosen")
 
     def __init__(self, width: int, num_experts: int, jitter: float, experts: Experts):
         super().__init__()

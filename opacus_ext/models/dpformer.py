@@ -14,7 +14,7 @@ from opacus_ext.refused import Refused
 class Block(nn.Module):
     """One encoder layer: attention, then a feed-forward layer four times as wide.
 
-    The normalisation follows each residual sum (post-norm) and dropout acts on each
+    The normalization follows each residual sum (post-norm) and dropout acts on each
     sub-layer's output, as in "Attention Is All You Need" (sections 3.1, 3.3, 5.4).
 
     Args:

@@ -35,7 +35,7 @@ _ENTRIES = 2**25
 @lru_cache(maxsize=256)
 def coefficients(bands: int, steps: int, momentum: float = 0.0) -> Tuple[float, ...]:
     """
-    The b coefficients of C that minimise :func:`error`, of L2 norm 1.
+    The b coefficients of C that minimize :func:`error`, of L2 norm 1.
 
     Time and memory grow with b, and hardly with steps: what a gradient adds to the
     weights settles, and only the steps until then are looked at one by one.

@@ -6,16 +6,19 @@
 
 from __future__ import annotations
 
-import math
+import hashlib
+import secrets
 from typing import (
     TYPE_CHECKING,
     Any,
+    Callable,
     Dict,
     List,
     Mapping,
     NoReturn,
     Optional,
     Sequence,
+    Set,
     Tuple,
     Type,
 )
@@ -30,17 +33,12 @@ from opacus.optimizers.optimizer import (
 )
 from torch.optim import Optimizer
 
+from opacus_ext.clipping import CLIPPINGS, Bound, Clipping, ClippingFunction
+from opacus_ext.grad_sample.core.clip import ClippedSum
+from opacus_ext.grad_sample.factors import GradSample
 from opacus_ext.grad_sample.parallel.group import ExpertGroup
 from opacus_ext.grad_sample.parallel.sharding import group_of
 from opacus_ext.optimizers.banded import BandedNoise
-from opacus_ext.optimizers.clipping import (
-    CLIPPINGS,
-    Bound,
-    Clipping,
-    clipping_factors,
-    not_finite,
-    report_not_finite,
-)
 from opacus_ext.refused import Refused
 
 if TYPE_CHECKING:
@@ -53,7 +51,8 @@ else:
 
 # Entries of what is drawn together: to start kernels takes longer than to run them.
 _SMALL = 2**16
-_CORRELATED = "opacus_ext_correlated_noise"  # in checkpoints
+# In checkpoints.
+_CORRELATED, _NOISE = "opacus_ext_correlated_noise", "opacus_ext_noise_of"
 
 
 class _ClippingOptimizer(_Base):
@@ -87,6 +86,10 @@ class _ClippingOptimizer(_Base):
         **kwargs: Any,
     ):
         self._bounds: Optional[List[float]] = None
+        self._noise_seed = _seed_of_now()
+        self._noise_of = secrets.randbits(63)  # tells this optimizer's states apart
+        self._noise_generators: Dict[torch.device, torch.Generator] = {}
+        self._noise_states: Set[int] = set()  # of generators, at earlier steps
         # Of the samples in the sum so far, over all parameters: [B] a physical batch.
         self.norms: List[Optional[torch.Tensor]] = []
         given = max_grad_norm
@@ -122,7 +125,7 @@ class _ClippingOptimizer(_Base):
             )
         self._bounds = [float(b) for b in bounds]
         self.max_grad_norms = self._bounds
-        return self.clipping.sensitivity(self._bounds)
+        return self.clipping.largest_norm(self._bounds)
 
     @property
     def clipping_bound(self) -> Bound:
@@ -130,9 +133,14 @@ class _ClippingOptimizer(_Base):
         return self.max_grad_norm if self._bounds is None else self._bounds
 
     @property
+    def clipping_function(self) -> ClippingFunction:
+        """The clipping function at its bound."""
+        return self.clipping.at(self.clipping_bound)
+
+    @property
     def sensitivity(self) -> float:
         """The largest norm of one sample's clipped gradient."""
-        return self.clipping.sensitivity(self.clipping_bound)
+        return self.clipping_function.sensitivity("add_or_remove_one")
 
     @property
     def gradient_noise_multiplier(self) -> float:
@@ -145,7 +153,10 @@ class _ClippingOptimizer(_Base):
 
     def pre_step(self, closure: Optional[Any] = None) -> Optional[float]:
         """See ``DPOptimizer``; a monitor sees each logical batch once."""
+        noise_state = self._state_of_noise()
         goes_on = super().pre_step(closure)
+        if noise_state is not None:
+            self._noise_states.add(noise_state)
         if goes_on and self.watch is not None:
             self.watch.step(self, self.norms)
         if goes_on and self.monitor is not None:
@@ -161,6 +172,106 @@ class _ClippingOptimizer(_Base):
             return super().step(closure)
         finally:
             self.watch.stepping = before  # it may be within another one's
+
+    def attach_step_hook(self, fn: Callable[[Any], None]) -> None:
+        """
+        Adds a function that is called after each step that counts, behind those that
+        there are: the accountant's is one.
+        """
+        before = self.step_hook
+
+        def both(optimizer: Any) -> None:
+            before(optimizer)
+            fn(optimizer)
+
+        self.step_hook = fn if before is None else both
+
+    def drop_logical_batch(self) -> None:
+        """Forgets a logical batch that was left in the middle."""
+        if not self._step_skip_queue and not self._is_last_step_skipped:
+            if all(getattr(p, "summed_grad", None) is None for p in self.params):
+                return
+        self._step_skip_queue.clear()
+        self._is_last_step_skipped = False
+        self.zero_grad(True)
+
+    # -- noise -------------------------------------------------------------------------
+
+    def mix_noise(self) -> None:
+        """
+        Begins the noise that is to come with fresh randomness: of a run that goes on
+        from a checkpoint, which may have gone on from it before.
+        """
+        self._noise_seed = secrets.randbits(63)
+        self._noise_generators.clear()
+        if self.generator is not None and not self.secure_mode:
+            self.generator.manual_seed(self._noise_seed)
+
+    def noise_state(self) -> Dict[str, Any]:
+        """What the noise that is to come is drawn from; whoever has it knows that."""
+        given = None if self.secure_mode else self.generator
+        return {
+            "seed": self._noise_seed,
+            "generators": {
+                str(device): generator.get_state()
+                for device, generator in self._noise_generators.items()
+            },
+            "given": None if given is None else given.get_state(),
+        }
+
+    def repeat_noise(self, state: Mapping[str, Any]) -> None:
+        """
+        Sets what the noise is drawn from. Two runs that go on from one state add the
+        same noise: subtracted from each other, their weights have none.
+
+        Args:
+            state: of :meth:`noise_state`
+        """
+        self._noise_seed = state["seed"]
+        self._noise_generators = {
+            torch.device(name): torch.Generator(name).set_state(generator.cpu())
+            for name, generator in state["generators"].items()
+        }
+        if state["given"] is not None and self.generator is not None:
+            self.generator.set_state(state["given"].cpu())
+
+    def _generator_for(self, device: torch.device) -> torch.Generator:
+        """
+        Of the noise alone: what else is drawn, and ``torch.manual_seed`` in the loop,
+        do not reach it.
+        """
+        if self.generator is not None:
+            return self.generator
+        if device not in self._noise_generators:
+            generator = torch.Generator(device).manual_seed(self._noise_seed)
+            self._noise_generators[device] = generator
+        return self._noise_generators[device]
+
+    def _state_of_noise(self) -> Optional[int]:
+        """
+        Of the generator of this step's noise; None if it draws none.
+
+        Raises:
+            Refused: if the noise would be that of an earlier step, which can be
+                subtracted
+        """
+        if self.secure_mode or not self.noise_multiplier:
+            return None
+        if not any(map(self._adds_noise, self.params)):
+            return None  # another process draws it
+        if self._check_skip_next_step(pop_next=False):
+            return None
+        generator = self._generator_for(self.params[0].device)
+        state = hash(generator.get_state().numpy().tobytes())
+        if state in self._noise_states:
+            raise Refused(
+                "The generator of the noise is in the state of an earlier step, so "
+                "that both steps would have the same noise: subtracted from each other "
+                "they have none.",
+                parameter="noise_generator",
+                remedy="Seed it once, before make_private, and not in the loop.",
+            )
+        return state
 
     def add_noise(self) -> None:
         """
@@ -214,7 +325,7 @@ class _ClippingOptimizer(_Base):
 
     def state_dict(self) -> Dict[str, Any]:
         """The optimizer's, with what correlated noise goes on from."""
-        state = super().state_dict()
+        state = {**super().state_dict(), _NOISE: self._noise_of}
         if self.correlated is not None:
             state = {**state, _CORRELATED: self.correlated.state_dict()}
         return state
@@ -225,7 +336,7 @@ class _ClippingOptimizer(_Base):
             Refused: if one of the two runs has correlated noise and the other has not
         """
         state = dict(state_dict)
-        noise = state.pop(_CORRELATED, None)
+        noise, own = state.pop(_CORRELATED, None), state.pop(_NOISE, None)
         if (noise is None) != (self.correlated is None):
             raise Refused(
                 "The checkpoint is of a run with "
@@ -235,6 +346,8 @@ class _ClippingOptimizer(_Base):
                 remedy="Pass make_private the noise that the run began with.",
             )
         super().load_state_dict(state)
+        if own != self._noise_of:  # Accelerate loads an optimizer's own state
+            self.mix_noise()
         if self.correlated is not None:
             self.correlated.load_state_dict(noise)
 
@@ -282,39 +395,55 @@ class _ClippingOptimizer(_Base):
         return True
 
     def _generator_of(self, p: torch.nn.Parameter) -> Optional[torch.Generator]:
-        return self.generator
+        return self._generator_for(p.device)
+
+
+def _seed_of_now() -> int:
+    """A seed that goes with torch's, and draws nothing from it."""
+    state = torch.get_rng_state().numpy().tobytes()
+    return int.from_bytes(hashlib.sha256(state).digest()[:8], "big") >> 1
 
 
 class HooksDPOptimizer(_ClippingOptimizer, DPOptimizer):
     """Clips ``p.grad_sample`` with any clipping function; norms in float32 or wider."""
+
+    mode: Any = None  # of the model, set by make_private
+
+    def pre_step(self, closure: Optional[Any] = None) -> Optional[float]:
+        """
+        Raises:
+            Refused: if the gradients have gone on to another model as well
+        """
+        if getattr(self.mode, "fed", False):
+            raise Refused(
+                "The input of the private model was computed by another model that is "
+                "trained, and got gradients that are not clipped.",
+                remedy="Make it part of the model that make_private is given, detach() "
+                "its output, or call zero_grad() before the private loss: a generator "
+                "is trained by a loss of its own.",
+            )
+        return super().pre_step(closure)
 
     def clip_and_accumulate(self) -> None:
         """Stores the sum of clipped gradients in ``p.summed_grad``."""
         params, grad_samples = self.params, self.grad_samples
         for p in params:
             _check_processed_flag(p.grad_sample)
-        norms = [_norms(g) for g in grad_samples]
-        norms = [n.to(norms[0].device) for n in norms]
-        sharded = any(group_of(p) for p in params)
-        bad = None if sharded else not_finite(norms)
-        if bad is not None:
-            names = [f"a parameter of {tuple(p.shape)}" for p in params]
-            report_not_finite(norms, names, self.on_nonfinite)
-            norms = [n.masked_fill(bad, math.inf) for n in norms]
-        factors, total = clipping_factors(
-            self.clipping,
-            self.clipping_bound,
-            norms,
-            list(map(group_of, params)),
+        size = len(grad_samples[0])
+        total = ClippedSum(
+            dict(zip(map(str, range(len(params))), params)),
+            size,
+            self.clipping_function,
+            self.on_nonfinite,
         )
-        self.norms.append(total)
-        for p, g, factor in zip(params, grad_samples, factors):
-            factor = factor.to(g.device, _wide(g))
-            if bad is not None:
-                dropped = bad.to(g.device)
-                factor = factor.masked_fill(dropped, 0)
-                g = g.masked_fill(dropped.view(-1, *(1 for _ in p.shape)), 0)
-            grad = torch.einsum("i,i...", factor, g.to(factor.dtype)).to(p.dtype)
+        if size:
+            samples = {
+                id(p): GradSample(p.shape, size, g.reshape(size, -1))
+                for p, g in zip(params, grad_samples)
+            }
+            total.add_samples(samples)
+        self.norms.append(total.norms)
+        for p, grad in zip(params, total.sums().values()):
             p.summed_grad = grad if p.summed_grad is None else p.summed_grad.add_(grad)
             _mark_as_processed(p.grad_sample)
 
@@ -429,7 +558,8 @@ class _Distributed:
         sharded = next(filter(self._is_sharded, given), None)
         if sharded is not None:
             skip = self._check_skip_next_step(pop_next=False)
-            if all(self._processes.largest(skip, not skip, device=sharded.device)):
+            here = torch.tensor([skip], device=sharded.device)
+            if bool((self._processes.gather(here) != here).any()):
                 raise Refused(
                     "Some processes have another physical batch before the step, and "
                     "others have not.",
@@ -446,7 +576,7 @@ class _Distributed:
 
     def _generator_of(self, p: torch.nn.Parameter) -> Optional[torch.Generator]:
         if self.secure_mode or not self._is_sharded(p):
-            return self.generator
+            return self.generator or self._generator_for(p.device)
         if p.device not in self._generators:
             generator = torch.Generator(p.device).manual_seed(self._seed)
             self._generators[p.device] = generator
@@ -458,8 +588,8 @@ class _Distributed:
         shares of different processes equal noise; and drawn anew for each step, it
         goes on with the random state of a checkpoint and repeats no noise.
         """
-        some = {} if self.generator is None else {"device": self.generator.device}
-        draw = torch.randint(2**62, (1,), generator=self.generator, **some)
+        generator = self._generator_for(torch.device("cpu"))
+        draw = torch.randint(2**62, (1,), generator=generator, device=generator.device)
         self._seed = (int(draw) + (self.rank + 1) * 0x9E3779B97F4A7C15) % 2**63
         self._generators.clear()
 
@@ -475,7 +605,7 @@ class _Distributed:
         bounds = []
         for p, bound in zip(self.params, self.clipping_bound):
             bounds += [bound] * (self.world_size if self._is_sharded(p) else 1)
-        return self.clipping.sensitivity(bounds)
+        return self.clipping.at(bounds).sensitivity("add_or_remove_one")
 
     def add_noise(self) -> None:
         """Adds noise and sums over the processes; sets ``p.grad``."""
@@ -487,14 +617,6 @@ class _Distributed:
                 self._processes.sum(p.grad)
             if self.loss_reduction == "mean":
                 p.grad /= self.world_size  # the expected batch size is one process's
-
-
-def _wide(g: torch.Tensor) -> torch.dtype:
-    return torch.promote_types(g.dtype, torch.float32)
-
-
-def _norms(g: torch.Tensor) -> torch.Tensor:
-    return torch.linalg.vector_norm(g.unsqueeze(-1).flatten(1), dim=1, dtype=_wide(g))
 
 
 class DistributedHooksDPOptimizer(_Distributed, HooksDPOptimizer):

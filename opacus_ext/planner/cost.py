@@ -31,29 +31,29 @@ class Device:
 
     Attributes:
         flops: floating-point operations a second of one device, its peak
-        utilisation: the share of it that *private* training reaches: that of plain
+        utilization: the share of it that *private* training reaches: that of plain
             training, divided by how much longer a private step takes
         price: of an hour of one device; None if it is not known
         count: devices
 
     Raises:
-        Refused: for numbers that are not positive and finite, and a utilisation
+        Refused: for numbers that are not positive and finite, and a utilization
             above 1
 
     Example:
-        >>> Device(flops=3e14, utilisation=0.4, price=2.5, count=8).cost(8.64e20)
+        >>> Device(flops=3e14, utilization=0.4, price=2.5, count=8).cost(8.64e20)
         Cost(device_hours=2000.0, hours=250.0, money=5000.0)
     """
 
     flops: float
-    utilisation: float = 0.3
+    utilization: float = 0.3
     price: Optional[float] = None
     count: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("flops", "utilisation", "price", "count"):
+        for name in ("flops", "utilization", "price", "count"):
             value = getattr(self, name)
-            most = 1 if name == "utilisation" else math.inf
+            most = 1 if name == "utilization" else math.inf
             if value is not None and not (0 < value <= most and value < math.inf):
                 raise Refused(
                     f"{name} must be above 0 and "
@@ -70,7 +70,7 @@ class Device:
         """
         if not flops >= 0:
             raise Refused(f"flops must be 0 or more; got {flops}.", parameter="flops")
-        hours = flops / (self.flops * self.utilisation) / 3600
+        hours = flops / (self.flops * self.utilization) / 3600
         return Cost(
             device_hours=hours,
             hours=hours / self.count,

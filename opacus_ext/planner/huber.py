@@ -1,4 +1,4 @@
-"""The objective of a fit, Huber's loss of log predictions, and its minimisation."""
+"""The objective of a fit, Huber's loss of log predictions, and its minimization."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Parametric scaling laws: one way to fit, to bound and to use them all.
 
 A :class:`Law` is a name, parameters, inputs and a function of them to the log of what
-is predicted (a loss, mostly). :meth:`Law.fit` minimises the Huber loss of log
+is predicted (a loss, mostly). :meth:`Law.fit` minimizes the Huber loss of log
 predictions with L-BFGS from many starts (Hoffmann et al., 2022, section D.2), and gives
 a :class:`Fit`. Laws of this module, M being parameters, D tokens, N examples, s the
 noise-batch ratio, C compute in FLOPs, S steps:

@@ -51,7 +51,7 @@ def measure(
     The noise of each run is fixed by the ratio, whatever epsilon that would be at the
     physical batch size: what could be had at other batch sizes is a matter of
     accounting ("Scaling laws for differentially private language models", 3.1).
-    Clipping is "normalised", so that the ratio has the same meaning at any
+    Clipping is "normalized", so that the ratio has the same meaning at any
     ``max_grad_norm``. The learning rate rises in ``warmup`` steps and stays: where it
     decayed by a plan, the loss halfway would not be that of a run of half the steps.
 
@@ -212,7 +212,7 @@ def train(family: Family, run: Dict[str, Any], bar: tqdm) -> None:
             data_loader=loader,
             noise_multiplier=run["ratio"] * batch_size,
             max_grad_norm=run["max_grad_norm"],
-            clipping="normalised",
+            clipping="normalized",
             grad_sample_mode="ghost_bk",
             poisson_sampling=False,
         )

@@ -107,7 +107,7 @@ def synergy(
 ) -> Figure:
     """
     Figure 4: how much twice of a budget lowers the noise-batch ratio (longer arrows:
-    more), and the ratio itself (colour).
+    more), and the ratio itself (color).
 
     Args:
         steps: T

@@ -210,7 +210,7 @@ def resample_readings(runs: List[Run], rng: np.random.Generator) -> List[Run]:
 
 def _reading_noise(x: np.ndarray, y: np.ndarray) -> np.ndarray:
     """
-    Distances of readings to the line between their neighbours, of the noise's variance.
+    Distances of readings to the line between their neighbors, of the noise's variance.
 
     Of independent noise, (y_i - w y_{i-1} - (1 - w) y_{i+1}) has 1 + w^2 + (1 - w)^2
     times the variance (Gasser, Sroka and Jennen-Steinmetz, 1986). Residuals of isotonic

@@ -41,7 +41,7 @@ def arguments(plan: Plan) -> Dict[str, Any]:
         noise_multiplier=noise,
         # As measured: gradients brought to norm 1, whatever they were.
         max_grad_norm=0.1,
-        clipping="normalised",
+        clipping="normalized",
         grad_sample_mode="ghost_bk",
         **drawn,
     )

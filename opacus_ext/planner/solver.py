@@ -80,7 +80,7 @@ def root(
     """
     Zero of an increasing function, by secants within a bracket, and its slope.
 
-    Not by ``scipy.optimize.brentq``: ``f`` is an integral, a neighbour's slope makes
+    Not by ``scipy.optimize.brentq``: ``f`` is an integral, a neighbor's slope makes
     three evaluations enough, and far from the zero a rough value is all there is.
     """
     low, high, value = -math.inf, math.inf, f(x)
@@ -121,7 +121,7 @@ def surely(attempt: Callable[[float], float]) -> float:
 def on_cells(
     solve: Callable[..., float], names: Sequence[str], columns: Sequence[NDArray]
 ) -> Any:
-    """``solve`` for each distinct row of the broadcast columns, neighbours in turn."""
+    """``solve`` for each distinct row of the broadcast columns, neighbors in turn."""
     columns = np.broadcast_arrays(*columns)
     rows = np.stack([column.ravel() for column in columns], axis=1)
     rows, where = np.unique(rows, axis=0, return_inverse=True)

@@ -111,7 +111,7 @@ class Surface:
 
         Intervals: where each size, ratio and learning rate has several runs, these are
         resampled. Otherwise the noise of readings about their curve is, estimated from
-        each reading's distance to the line between its neighbours. That sees the noise
+        each reading's distance to the line between its neighbors. That sees the noise
         of measuring and what follows from it (choosing learning rates, isotonic
         regression, extrapolation), **not** how another seed would have differed, nor
         the error of interpolating between sizes: :func:`hold_out` shows that one.

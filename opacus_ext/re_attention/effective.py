@@ -24,7 +24,7 @@ def gradient_noise(optimizer: Any) -> float:
 
     Equation 3.1 as printed has the noise inside the clipping and without C. DP-SGD adds
     noise of std sigma_dp C to the sum; here C is the sensitivity of the clipping
-    function (1 for "normalised"; the norm over all bounds for "per_layer") and B the
+    function (1 for "normalized"; the norm over all bounds for "per_layer") and B the
     expected batch size, over all processes. If the optimizer sums
     (``loss_reduction="sum"``), B is 1: what counts is the noise in ``p.grad``. Batches
     accumulated outside ``BatchMemoryManager`` divide it by their number once more.

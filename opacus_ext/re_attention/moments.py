@@ -32,7 +32,7 @@ from typing import Callable, NamedTuple, Optional, Union
 import torch
 from torch import Tensor
 
-from opacus_ext.grad_sample.samplewise.functorch import is_batched
+from opacus_ext.grad_sample.core.vmap import is_batched
 from opacus_ext.re_attention import gaussian_integrals
 from opacus_ext.re_attention.variances import squares, wide
 from opacus_ext.refused import Refused
@@ -349,14 +349,14 @@ def _norm(
     eps: float,
     weight_variance: Number,
     bias_variance: Number,
-    centred: bool,
+    centered: bool,
 ) -> Tensor:
     m, s = x
     width = m.size(-1)
-    free = width - 1 if centred else width
+    free = width - 1 if centered else width
     noise = s.mean(-1, keepdim=True) * (free / width)
-    centre = m - m.mean(-1, keepdim=True) if centred else m
-    signal = squares(centre) / width
+    center = m - m.mean(-1, keepdim=True) if centered else m
+    signal = squares(center) / width
     squared = signal + noise + eps
     q, r = signal / squared, noise / squared
     less = q * (2 - q) + r * (2 - 4.5 * q - 2 * r)

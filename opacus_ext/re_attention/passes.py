@@ -4,30 +4,25 @@ from __future__ import annotations
 
 import inspect
 import threading
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import (
     TYPE_CHECKING,
     Any,
-    Callable,
     Dict,
     Iterator,
     List,
     Mapping,
     Optional,
-    Union,
 )
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
-from opacus_ext.grad_sample.modes.common import engine_of
-from opacus_ext.grad_sample.samplewise.checkpoint import arguments_of
-from opacus_ext.grad_sample.samplewise.functorch import checkpoints
+from opacus_ext.grad_sample.core.vmap import saved_tensor_hooks
 from opacus_ext.re_attention.propagation import Propagation
 from opacus_ext.re_attention.table import Table
-from opacus_ext.re_attention.variances import Lost, Variance
+from opacus_ext.refused import Refused
 
 if TYPE_CHECKING:
     from opacus_ext.re_attention.tracking import ErrorTracker
@@ -60,10 +55,24 @@ class TrackedPass(Propagation):
         super().__init__(errors, table)
         self.tracker = tracker
         self.asked: List[Optional[nn.Module]] = []
+        self._packing = torch.is_grad_enabled(), saved_tensor_hooks()
         self._left: Optional[Dict[nn.Module, int]] = expected and dict(expected)
 
     def count(self, module: Optional[nn.Module]) -> None:
-        """Counts an attention; the pass stops when all have asked."""
+        """
+        Counts an attention; the pass stops when all have asked.
+
+        Raises:
+            Refused: under activation checkpointing, which would compute the attention
+                again where errors are not tracked
+        """
+        if self._packing != (torch.is_grad_enabled(), saved_tensor_hooks()):
+            raise Refused(
+                "Re-Attention under activation checkpointing: the attention would be "
+                "computed again without its correction.",
+                module=None if module is None else type(module).__name__,
+                remedy="Turn gradient checkpointing off, or detach the tracker.",
+            )
         self.asked.append(module)
         if self._left is None or module not in self._left:
             return
@@ -72,44 +81,9 @@ class TrackedPass(Propagation):
             del self._left[module]
         self.stopped = not self._left
 
-    def checkpoint(
-        self, checkpoint: Callable, function: Callable, *args: Any, **settings: Any
-    ) -> Any:
-        """
-        Activation checkpointing: what is known of the block's inputs goes into it, and
-        errors are tracked again where it is computed again.
-        """
-        function, args, kwargs, settings = arguments_of(function, args, settings)
-        known = [self.table.variance(x) for x in _tensors(args, kwargs)]
-        found: List[Union[None, Variance, Lost]] = []
-
-        def block(*args: Any, **kwargs: Any) -> Any:
-            for x, variance in zip(_tensors(args, kwargs), known):
-                if variance is not None:
-                    self.set(x, variance)
-            if active() is self:
-                output = function(*args, **kwargs)
-                found[:] = [self.table.variance(x) for x in _tensors(output)]
-                return output
-            self.stopped, self._left = False, None
-            with tracked(self):
-                return function(*args, **kwargs)
-
-        output = checkpoint(partial(block, **kwargs), *args, **settings)
-        for x, variance in zip(_tensors(output), found):
-            if variance is not None:
-                self.set(x, variance)
-        found.clear()
-        return output
-
     def _forget(self, x: Any, operation: str) -> None:
         if active() is self:  # else a tracked model inside of this one follows it
             super()._forget(x, operation)
-
-
-def _tensors(args: Any, kwargs: Mapping[str, Any] = {}) -> List[Tensor]:
-    leaves = tree_leaves((args, [kwargs[name] for name in sorted(kwargs)]))
-    return [x for x in leaves if isinstance(x, Tensor)]
 
 
 class _Running(threading.local):
@@ -127,10 +101,7 @@ def tracked(mode: Optional[TrackedPass]) -> Iterator[None]:
     """Errors are tracked within; with None they are not, whatever is around it."""
     _running.passes.append(mode)
     try:
-        with ExitStack() as contexts:
-            if mode is not None:
-                contexts.enter_context(checkpoints(mode.checkpoint))
-                contexts.enter_context(mode)
+        with mode if mode is not None else nullcontext():
             yield
     finally:
         _running.passes.pop()
@@ -156,18 +127,12 @@ class TrackedForward:
     In the place of a model's own ``forward``, inside of what runs it sample by sample.
     """
 
-    not_compiled = "Re-Attention follows errors from its parameters to its keys"
-
     def __init__(self, tracker: "ErrorTracker", model: nn.Module):
         self.tracker: Optional["ErrorTracker"] = tracker
         self.model = model
         self.__signature__ = inspect.signature(model.forward)
-        engine = engine_of(model)
-        if engine is not None:
-            self.before, engine.own = engine.own, self
-        else:
-            self.before = vars(model).get("forward")
-            model.forward = self
+        self.before = vars(model).get("forward")
+        model.forward = self
 
     def plain(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own forward."""
@@ -185,10 +150,7 @@ class TrackedForward:
     def remove(self) -> None:
         """Gives the model its forward back, or passes on if that has been wrapped."""
         self.tracker = None
-        engine = engine_of(self.model)
-        if engine is not None and engine.own is self:
-            engine.own = self.before
-        elif vars(self.model).get("forward") is self:
+        if vars(self.model).get("forward") is self:
             del self.model.forward
             if self.before is not None:
                 self.model.forward = self.before

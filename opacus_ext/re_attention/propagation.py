@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from opacus_ext.grad_sample.samplewise.functorch import is_batched, whole
+from opacus_ext.grad_sample.core.vmap import is_batched, whole
 from opacus_ext.re_attention.rules import RULES, Call
 from opacus_ext.re_attention.rules.batch_dim import BACK, TURNS, lies_down, turned_on
 from opacus_ext.re_attention.table import Table

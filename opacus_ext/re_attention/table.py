@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any, Callable, Dict, List, Optional, Tuple, Union
+from typing import Any, Dict, List, Optional, Tuple, Union
 
 import torch
 from torch import Tensor
 
-from opacus_ext.grad_sample.samplewise.functorch import EXCHANGED, is_batched, whole
-from opacus_ext.grad_sample.samplewise.ops import CARRIED
-from opacus_ext.re_attention.variances import Lost, Variance, quietly, squares
+from opacus_ext.grad_sample.core.vmap import is_batched, whole
+from opacus_ext.re_attention.variances import Lost, Variance, squares
 
 
 class Note:
@@ -120,35 +119,8 @@ class Table:
             found.squares = version, squares(x)
         return found.squares[1]
 
-    def exchange(self, x: Tensor, y: Tensor) -> None:
-        """Two tensors have changed places, and so do the notes on them."""
-        of_x, of_y = self.get(x), self.get(y)
-        for tensor, note in ((x, of_y), (y, of_x)):
-            if note is None:
-                self.discard(tensor)
-            else:
-                self._put(tensor, note)
 
-    def carry(self, x: Tensor, y: Tensor, move: Callable[[Tensor], Tensor]) -> None:
-        """Notes of ``y``, which is ``move(x)`` by other means, what is known of x."""
-        known = self.variance(x)
-        if isinstance(known, Lost):
-            self.set(y, Lost(known.operation))
-        elif known is not None:
-            with quietly(x):
-                self.set(y, Variance(*(_moved(part, x, move) for part in known)))
-
-
-def _moved(
-    part: Optional[Tensor], x: Tensor, move: Callable[[Tensor], Tensor]
-) -> Optional[Tensor]:
-    if part is None:
-        return None
-    part = part[(None,) * (x.dim() - part.dim())]
-    return move(part.expand(x.shape[:1] + part.shape[1:]))
-
-
-# All tables: runs of single samples say of no model which tensors they move.
+# All tables: what changes a cache between forward passes says of no model which it is.
 _tables: "weakref.WeakValueDictionary[int, Table]" = weakref.WeakValueDictionary()
 
 
@@ -156,17 +128,3 @@ def all_tables() -> List[Table]:
     """Those that know of some tensor."""
     found = [ref() for ref in _tables.valuerefs()]
     return [table for table in found if table]
-
-
-def _carry(x: Tensor, y: Tensor, move: Callable[[Tensor], Tensor]) -> None:
-    for table in all_tables():
-        table.carry(x, y, move)
-
-
-def _exchange(x: Tensor, y: Tensor) -> None:
-    for table in all_tables():
-        table.exchange(x, y)
-
-
-CARRIED.append(_carry)
-EXCHANGED.append(_exchange)

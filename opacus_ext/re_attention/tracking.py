@@ -84,7 +84,7 @@ def track_errors(
             with that many rows. Without it all tokens have the same error
         where: "logits": <q, k> / sqrt(d) - |q|^2 sigma^2 / (2 d), before the softmax,
             so that weights sum to 1; "scores": the weights after the softmax are
-            divided by exp(|q|^2 sigma^2 / (2 d)) and not normalised again, the paper to
+            divided by exp(|q|^2 sigma^2 / (2 d)) and not normalized again, the paper to
             the letter
         cap: the most a key's variance may be in terms of the mean square of the key's
             elements: what is seen has the error in it and can't well be smaller. None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Optional
 
-from opacus_ext.optimizers.clipping import CLIPPINGS
+from opacus_ext.clipping import CLIPPINGS
 from opacus_ext.refused import Refused
 from opacus_ext.registry import MODES
 
@@ -33,7 +33,7 @@ class PrivacyArguments:
         noise_multiplier: in the place of ``target_epsilon``
         per_sample_max_grad_norm: to which each record's gradient is clipped; for
             ``clipping="per_layer"`` a list, in the order of the optimizer's parameters
-        clipping: "flat", "automatic", "normalised", "per_layer" or one that was
+        clipping: "flat", "automatic", "normalized", "per_layer" or one that was
             registered
         grad_sample_mode: "auto", "ghost_bk", "ghost", "scan" or "hooks"
         accountant: "prv_bounds", "prv" or "rdp" ("gdp" of Opacus can report too little)
@@ -51,6 +51,10 @@ class PrivacyArguments:
             "not_private" logs exact ones, under names that say so; "off" none
         privacy_seed: of noise and batches, for tests. By default nobody knows it;
             ``TrainingArguments.seed`` has no part in either
+        repeat_noise: whether a run that goes on from a checkpoint has the noise that it
+            would have had, and is bit for bit what it would have been. Two runs that go
+            on from one checkpoint then have the same noise: the difference of their
+            weights has none, and no epsilon covers that
 
     Raises:
         Refused: for arguments that do not fit
@@ -66,7 +70,7 @@ class PrivacyArguments:
     per_sample_max_grad_norm: float = _field(
         1.0, "to which each record's gradient is clipped; a list for per_layer", "+"
     )
-    clipping: str = _field("flat", "flat, automatic, normalised or per_layer")
+    clipping: str = _field("flat", "flat, automatic, normalized or per_layer")
     grad_sample_mode: str = _field("auto", "auto, ghost_bk, ghost, scan or hooks")
     accountant: str = _field("prv", "prv_bounds, prv or rdp")
     max_batch_size: Optional[int] = _field(None, "the most records of a step")
@@ -76,6 +80,7 @@ class PrivacyArguments:
     privacy_seed: Optional[int] = _field(
         None, "of noise and batches, for tests; secret"
     )
+    repeat_noise: bool = _field(False, "of a run that goes on from a checkpoint")
 
     def __new__(cls, *args: Any, **kwargs: Any) -> "PrivacyArguments":
         """Refuses names that TrainingArguments has."""

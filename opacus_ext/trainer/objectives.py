@@ -1,37 +1,35 @@
-"""The losses of records, for each Trainer that PrivateTrainer is put before.
+"""The loss of a record, for each Trainer that PrivateTrainer is put before.
 
-Trainer and its subclasses have one number for a batch, ``compute_loss``. What stands
-here gives one loss a record in its place, computed of that record alone. TRL's trainers
-are known by name, so nothing here imports TRL.
+It is what ``compute_loss`` gives for a record alone, a batch of one. TRL's trainers,
+which keep numbers of the batch beside it, are known by name, so nothing here imports
+TRL.
 """
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any, Callable, Dict, Iterator, Mapping, Optional, Type
 
 import torch
 from torch import nn
-from torch.nn import functional as F
-from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL_LMS,
-)
+from transformers import Trainer
 
-from opacus_ext.grad_sample.factors import wide
-from opacus_ext.losses import PerRecord, cross_entropy, model_losses
+from opacus_ext.losses import PerRecord, sample_loss
 from opacus_ext.refused import Refused
 
+T = torch.Tensor
 
-class ModelLoss:
+
+class OwnLoss:
     """
-    Trainer's: the model's own loss, or one of its outputs and labels.
+    ``compute_loss`` of a subclass.
 
     Args:
         trainer: a PrivateTrainer
     """
 
-    # Which of the model's inputs are a record, where that is not one row.
-    take: Optional[Callable[[Mapping[str, torch.Tensor], int], Any]] = None
+    # take(inputs, i) gives record i of what the collator made; None: row i.
+    take: Optional[Callable[[Mapping[str, T], int], Any]] = None
+    one_by_one = False  # whether it can't run for several records at once
 
     def __init__(self, trainer: Any):
         self.trainer = trainer
@@ -41,35 +39,24 @@ class ModelLoss:
         """What Trainer was given that leaves no loss to a record."""
         yield from ()
 
-    def __call__(self, model: nn.Module, inputs: Dict[str, Any]) -> torch.Tensor:
-        """Losses ``[B]`` of what the collator made."""
-        trainer = self.trainer
-        function = trainer.compute_loss_func
-        if function is None and trainer.label_smoother is None:
-            return model_losses(model, inputs)
-        inputs = dict(inputs)
-        labels = inputs.pop("labels", None)
-        outputs = model(**inputs)
-        if function is not None:
-            return function(outputs, labels, num_items_in_batch=None)
-        if labels is None or labels.is_floating_point():
-            raise Refused(
-                "label_smoothing_factor is for labels that are classes; the batch has "
-                f"{'none' if labels is None else labels.dtype}.",
-                parameter="label_smoothing_factor",
-                remedy="Leave it out.",
-            )
-        if self._is_causal():
-            labels = F.pad(labels, (0, 1), value=-100)[..., 1:]
-        logits = outputs["logits"] if isinstance(outputs, Mapping) else outputs[0]
-        smoothing = trainer.args.label_smoothing_factor
-        return cross_entropy(logits, labels, label_smoothing=smoothing)
+    def prepare(self, model: nn.Module, inputs: Dict[str, Any]) -> Dict[str, Any]:
+        """What the collator made, with what is computed of it without gradients."""
+        return inputs
 
-    def _is_causal(self) -> bool:
-        model = self.trainer.model
-        if hasattr(model, "get_base_model"):  # PEFT
-            model = model.get_base_model()
-        return type(model).__name__ in CAUSAL_LMS.values()
+    def __call__(self, model: nn.Module, record: Dict[str, Any]) -> T:
+        """The loss of a record, a batch of one."""
+        return self.trainer.compute_loss(model, record)
+
+
+class ModelLoss(OwnLoss):
+    """Trainer's: the model's own loss, or one of its outputs and labels."""
+
+    def __call__(self, model: nn.Module, record: Dict[str, Any]) -> T:
+        """See the base."""
+        trainer = self.trainer
+        if trainer.compute_loss_func is None and trainer.label_smoother is None:
+            return sample_loss(model, record)
+        return Trainer.compute_loss(trainer, model, record)
 
 
 def _of_trl(args: Any, given: Mapping[str, Any]) -> Iterator[Refused]:
@@ -107,28 +94,29 @@ class SupervisedLoss(ModelLoss):
             yield Refused(
                 f"loss_type={args.loss_type!r} is not computed record by record.",
                 parameter="loss_type",
-                remedy='Use "nll", or override sample_losses(model, inputs).',
+                remedy='Use "nll".',
             )
 
 
 _REFERENCE = "ref_chosen_logps", "ref_rejected_logps"
 
 
-class PairLoss(ModelLoss):
+class PairLoss(OwnLoss):
     """
-    DPOTrainer's: a record is a pair, chosen and rejected, and its loss is what TRL's
-    own code computes for a batch of that pair alone. The model runs once on all of
-    them, two rows a sample; the reference runs before, without gradients.
+    DPOTrainer's: a record is a pair, chosen and rejected. The reference runs before, on
+    all pairs at once.
     """
 
+    one_by_one = True  # TRL's code reads numbers to log
+
     @staticmethod
-    def take(inputs: Mapping[str, torch.Tensor], i: int) -> Dict[str, torch.Tensor]:
-        """The ``i``-th pair: rows ``2 * i`` and ``2 * i + 1``."""
-        tensors = [x for x in inputs.values() if isinstance(x, torch.Tensor)]
-        if 2 * i >= len(tensors[0]):
+    def take(inputs: Mapping[str, T], i: int) -> Dict[str, T]:
+        """The ``i``-th pair of rows ``[chosen; rejected]``."""
+        count = len(inputs["input_ids"]) // 2
+        if i >= count:
             raise IndexError(i)
         return {
-            name: x[2 * i : 2 * i + 2] if isinstance(x, torch.Tensor) else x
+            name: x[i : i + 1] if name in _REFERENCE else x[i::count]
             for name, x in inputs.items()
         }
 
@@ -153,93 +141,54 @@ class PairLoss(ModelLoss):
                 remedy="Leave it out.",
             )
 
-    def __call__(self, model: nn.Module, inputs: Dict[str, Any]) -> torch.Tensor:
-        """Losses ``[B]`` of B pairs, rows ``[chosen; rejected]``."""
+    def prepare(self, model: nn.Module, inputs: Dict[str, Any]) -> Dict[str, Any]:
+        """See the base."""
         trainer = self.trainer
         if trainer._is_vision_dataset:
             raise Refused(
                 "Pairs with images are not known to be rows of one batch.",
                 parameter="train_dataset",
-                remedy="Train on text, or override sample_losses(model, inputs).",
+                remedy="Train on text.",
             )
-        if trainer.aux_loss_enabled:
-            raise Refused(
-                "The balancing loss of a mixture of experts is over all pairs here.",
-                parameter="router_aux_loss_coef",
-                remedy="Set router_aux_loss_coef=0.0.",
-            )
-        count = len(inputs["input_ids"]) // 2
         if trainer.precompute_ref_logps:
-            references = [inputs[name] for name in _REFERENCE]
-        else:
-            reference = trainer.ref_model or model
-            references = trainer.compute_ref_log_probs(reference, inputs)
-        # The rows of a pair side by side.
-        pairs = {
-            name: x.unflatten(0, (2, count)).transpose(0, 1).flatten(0, 1)
-            for name, x in inputs.items()
-            if name not in _REFERENCE
-        }
-        rows = {name: x for name, x in pairs.items() if name != "completion_mask"}
-        logits = model(**rows, use_cache=False).logits
+            return inputs
+        reference = trainer.ref_model or model
+        found = trainer.compute_ref_log_probs(reference, inputs)
+        return {**inputs, **dict(zip(_REFERENCE, found))}
+
+    def __call__(self, model: nn.Module, record: Dict[str, Any]) -> T:
+        """See the base."""
+        trainer = self.trainer
+        if not record["attention_mask"].any():  # of zeros, before the first step
+            return model(input_ids=record["input_ids"]).logits.sum()
         before, trainer.precompute_ref_logps = trainer.precompute_ref_logps, True
-        losses = []
         try:
-            for i in range(count):
-                pair = self.take(pairs, i)
-                tokens = self._tokens(logits[2 * i : 2 * i + 2], pair)
-                outputs = SimpleNamespace(**tokens)
-                pair.update(zip(_REFERENCE, (x[i : i + 1] for x in references)))
-                losses.append(trainer.batch_loss(lambda **_: outputs, pair))
+            return trainer.compute_loss(model, record)
         finally:
             trainer.precompute_ref_logps = before
-        # Of private draws: the tokens are counted nowhere, as in PrivateTrainer, and
-        # the rest goes with the loss.
-        trainer._total_train_tokens = 0
-        metrics = trainer._metrics["train"]
-        for name in list(metrics if not trainer.privacy.log_loss else ["num_tokens"]):
-            del metrics[name]
-        return torch.stack(losses)
-
-    def _tokens(
-        self, logits: torch.Tensor, pairs: Mapping[str, torch.Tensor]
-    ) -> Dict[str, torch.Tensor]:
-        """What TRL's fused head gives of each token: the names are its own."""
-        labels = pairs["input_ids"].masked_fill(pairs["completion_mask"] == 0, -100)
-        labels = labels[:, 1:]
-        # Virtual tokens of prompt tuning come before the real ones.
-        logits = wide(logits[:, -labels.shape[1] - 1 : -1])
-        found = {"log_probs": -F.cross_entropy(logits.mT, labels, reduction="none")}
-        with torch.no_grad():
-            log_probs = logits.log_softmax(-1)
-            measured = {
-                "entropy": -(log_probs.exp() * log_probs).sum(-1),
-                "mean_logits": logits.mean(-1),
-                "is_top1": logits.argmax(-1) == labels,
-                "log_sum_sq_probs": (2 * log_probs).logsumexp(-1),
-            }
-        for name, x in measured.items():
-            found[name] = x.masked_fill(labels == -100, 0)
-        return found
+            # Of private draws: the tokens are counted nowhere, as in PrivateTrainer,
+            # and the rest goes with the loss.
+            trainer._total_train_tokens = 0
+            metrics = trainer._metrics["train"]
+            for name in list(
+                metrics if not trainer.privacy.log_loss else ["num_tokens"]
+            ):
+                metrics.pop(name, None)
 
 
-_OBJECTIVES: Dict[str, Type[ModelLoss]] = {
+_OBJECTIVES: Dict[str, Type[OwnLoss]] = {
     "transformers.trainer.Trainer": ModelLoss,
     "trl.trainer.sft_trainer.SFTTrainer": SupervisedLoss,
     "trl.trainer.dpo_trainer.DPOTrainer": PairLoss,
 }
 
 
-def objective_of(trainer: Type[Any]) -> Optional[Type[ModelLoss]]:
+def objective_of(trainer: Type[Any]) -> Type[OwnLoss]:
     """
-    What is trained in the place of a Trainer's ``compute_loss``.
+    Whose loss of a record is trained.
 
     Args:
         trainer: a subclass of PrivateTrainer, or it
-
-    Returns:
-        None if that ``compute_loss`` is not known.
     """
-    after = [c for c in trainer.__mro__ if not hasattr(c, "sample_losses")]
-    owner = next(c for c in after if "compute_loss" in vars(c))
-    return _OBJECTIVES.get(f"{owner.__module__}.{owner.__qualname__}")
+    owner = next(c for c in trainer.__mro__ if "compute_loss" in vars(c))
+    return _OBJECTIVES.get(f"{owner.__module__}.{owner.__qualname__}", OwnLoss)

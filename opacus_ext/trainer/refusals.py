@@ -63,6 +63,7 @@ _RELIED_ON = (
     "_clip_grad_norm",
     "_get_grad_norm",
     "_save_optimizer_and_scheduler",
+    "_load_optimizer_and_scheduler",
     "_save",
     "_load_from_checkpoint",
     "_load_best_model",

@@ -24,14 +24,14 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from opacus_ext.accountants.budget import least_noise
 from opacus_ext.data.logical import Part, derive_seed
-from opacus_ext.losses import PerSample
+from opacus_ext.grad_sample.core.batch import Samples, samples_of
 from opacus_ext.monitor import Monitor
 from opacus_ext.refused import Refused
 from opacus_ext.trainer.arguments import PrivacyArguments
 from opacus_ext.trainer.batches import BatchTrainer
 from opacus_ext.trainer.callbacks import NoiseLog
 from opacus_ext.trainer.checkpoint import read_state, write_state
-from opacus_ext.trainer.objectives import ModelLoss, objective_of
+from opacus_ext.trainer.objectives import objective_of
 from opacus_ext.trainer.records import RecordTrainer
 from opacus_ext.trainer.refusals import (
     by_name,
@@ -50,14 +50,12 @@ class _PrivateRun:
     Attributes:
         hooks: on the model
         optimizer: Opacus's
-        criterion: for losses ``[B]``
         noise: the random numbers of the noise
         monitor: of the optimizer, if one was asked for
     """
 
     hooks: Any
     optimizer: Any
-    criterion: Any
     noise: torch.Generator
     monitor: Optional[Monitor] = None
 
@@ -78,14 +76,15 @@ class PrivateTrainer(BatchTrainer):
             default, 1.0, is taken for "not given"); what breaks privacy is refused
         privacy: the privacy of the run
         kwargs: of ``Trainer``. A ``compute_loss_func`` gets the model's outputs and the
-            labels, and must return one loss a record, ``[B]``
+            labels of one record, in evaluation of a batch
 
-    The loss is :func:`opacus_ext.losses.model_losses`, one a record. To train on
-    another override :meth:`sample_losses`; ``compute_loss`` is for evaluation.
+    The loss of a record is what ``compute_loss`` gives for it alone, as a batch of one
+    (:func:`opacus_ext.clipped_grads`). To train on another loss override that, as with
+    ``Trainer``; it must keep nothing of the record.
 
-    Another Trainer is made private by ``class Private(PrivateTrainer, Other)``: TRL's
-    SFTTrainer and DPOTrainer, whose losses are known (objectives.py), those that leave
-    ``compute_loss`` as it is, and others with a ``sample_losses`` of one's own.
+    Another Trainer is made private by ``class Private(PrivateTrainer, Other)``. TRL's
+    SFTTrainer and DPOTrainer, which log numbers of the batch, are known
+    (objectives.py).
 
     For the privacy of people with several sequences each, make each person one record:
     a model in :class:`~opacus_ext.losses.PerRecord` (what is saved is the model itself)
@@ -124,9 +123,6 @@ class PrivateTrainer(BatchTrainer):
         True
     """
 
-    # What compute_loss returns is not divided by the number of accumulation steps.
-    loss_is_scaled_for_ga = True
-
     def __init_subclass__(cls, **kwargs: Any):
         super().__init_subclass__(**kwargs)
         refuse_order(cls, PrivateTrainer)
@@ -150,11 +146,11 @@ class PrivateTrainer(BatchTrainer):
         super().__init__(*args, **kwargs)
         if chosen is None:
             self._refuse(self.args, given)
-        self._objective = (objective_of(type(self)) or ModelLoss)(self)
+        self._objective = objective_of(type(self))(self)
         self.privacy = privacy
         self.engine = PrivacyEngine(accountant=privacy.accountant)
         self.add_callback(NoiseLog(self))
-        self._runs, self._records = 0, 0  # the latter of the part at work
+        self._runs = 0
         self._seed, self._draw = 0, 0  # of this run, and its next draw
         self._saved: Optional[Dict[str, Any]] = None  # the state it goes on from
         self._run: Optional[_PrivateRun] = None  # None outside of training
@@ -162,18 +158,13 @@ class PrivateTrainer(BatchTrainer):
             warnings.warn(warning, stacklevel=2)
 
     def _refuse(self, args: TrainingArguments, given: Mapping[str, Any]) -> None:
-        cls, objective = type(self), objective_of(type(self))
-        if cls.compute_loss is not PrivateTrainer.compute_loss or (
-            objective is None and cls.sample_losses is PrivateTrainer.sample_losses
-        ):
+        if hasattr(self, "sample_losses"):
             raise Refused(
-                f"{cls.__name__} has a compute_loss of its own, whose loss is one "
-                "number for the batch.",
-                remedy="Override sample_losses(model, inputs), which returns one loss "
-                "a record, [B]. Of TRL's trainers SFTTrainer and DPOTrainer work by "
-                "themselves.",
+                f"{type(self).__name__}.sample_losses would not be called.",
+                remedy="Override compute_loss(model, inputs): in training it is called "
+                "with one record, a batch of one.",
             )
-        for problem in (objective or ModelLoss).refusals(args, given):
+        for problem in objective_of(type(self)).refusals(args, given):
             raise problem
         for problem in refusals(args, given):
             raise problem
@@ -213,13 +204,12 @@ class PrivateTrainer(BatchTrainer):
         if saved is None:
             noise.manual_seed(derive_seed(self._seed, "noise"))
         else:
-            noise.set_state(saved["noise"])
+            noise.seed()
             self.engine.accountant.load_state_dict(saved["accountant"])
         self.model.train()  # from_pretrained leaves it in evaluation mode
         made = self.engine.make_private(
             module=self.model,
             optimizer=optimizer,
-            criterion=PerSample(),
             data_loader=DataLoader(self.train_dataset, batch_sampler=self._draws),
             noise_multiplier=noise_multiplier,
             max_grad_norm=privacy.per_sample_max_grad_norm,
@@ -227,17 +217,10 @@ class PrivateTrainer(BatchTrainer):
             grad_sample_mode=privacy.grad_sample_mode,
             noise_generator=noise,
             wrap_model=False,
-            take=self._objective.take,
             **drawn,
         )
-        # Modes with a criterion of their own return it as the third of four.
-        hooks, self.optimizer, *criterion, _ = made
-        self._run = _PrivateRun(
-            hooks=hooks,
-            optimizer=self.optimizer,
-            criterion=criterion[0] if criterion else PerSample(),
-            noise=noise,
-        )
+        hooks, self.optimizer, *_ = made
+        self._run = _PrivateRun(hooks, self.optimizer, noise)
         # Where batches are shuffled, Opacus has int(N / steps).
         self.optimizer.expected_batch_size = self.sampling.expected_batch_size
         if privacy.monitor != "off":
@@ -297,27 +280,47 @@ class PrivateTrainer(BatchTrainer):
         loss = torch.zeros((), device=self.args.device)
         for i, part in enumerate(inputs):
             optimizer.zero_grad(set_to_none=True)
-            if part.records:
-                self._records = part.records
-                mean = super().training_step(model, part.inputs)
-                self._records = 0
-                loss += mean * (part.records / num_items_in_batch)
-            else:
-                self._contribute_nothing(optimizer)
+            losses = self._clip(model, part)
+            loss += losses.sum() / num_items_in_batch
             if i < len(inputs) - 1 or not self.accelerator.sync_gradients:
                 optimizer.signal_skip_step()
                 optimizer.step()
         return loss
 
-    @staticmethod
-    def _contribute_nothing(optimizer: Any) -> None:
-        """Of a draw without records the step is noise; few models run on B = 0."""
-        if hasattr(optimizer, "take"):
-            zeros = {p: torch.zeros_like(p) for p in optimizer.params}
-            optimizer.take(zeros, next(iter(zeros)).new_zeros(0))
-            return
-        for p in optimizer.params:
-            p.grad_sample = p.new_zeros(0, *p.shape)
+    def _clip(self, model: nn.Module, part: Part) -> torch.Tensor:
+        """Leaves the clipped gradients of a part's records; their losses."""
+        run = self._run
+        assert run is not None
+        samples: List[Samples] = []
+        if part.records:  # of a draw without records the step is noise
+            model.train()
+            inputs = dict(self._prepare_inputs(part.inputs))
+            inputs = self._objective.prepare(model, inputs)
+            samples, size = samples_of(inputs, self._objective.take)
+            if size != part.records:
+                raise Refused(
+                    f"data_collator made {size} samples of {part.records} records.",
+                    parameter="data_collator",
+                    remedy="It must make one of each record, and not pack, chunk or "
+                    "drop any.",
+                )
+            if self._objective.one_by_one:
+                rows = [(some, torch.arange(some.size).split(1)) for some in samples]
+                samples = [some.select(i) for some, each in rows for i in each]
+
+        def loss(record: Dict[str, Any]) -> torch.Tensor:
+            found = self._objective(model, record)
+            if not isinstance(found, torch.Tensor) or found.numel() != 1:
+                raise Refused(
+                    "The loss of a record is not one number.",
+                    parameter="compute_loss",
+                    remedy="compute_loss and compute_loss_func are called with one "
+                    "record, a batch of one: reduce over it.",
+                )
+            return found.reshape(())
+
+        with self.compute_loss_context_manager():
+            return run.hooks.clip(run.optimizer, samples, loss).detach()
 
     @staticmethod
     def _forget_gradients(optimizer: Any) -> None:
@@ -325,49 +328,6 @@ class PrivateTrainer(BatchTrainer):
         optimizer._step_skip_queue.clear()
         optimizer._is_last_step_skipped = False
         optimizer.zero_grad(set_to_none=True)
-
-    def compute_loss(
-        self,
-        model: nn.Module,
-        inputs: Dict[str, Any],
-        return_outputs: bool = False,
-        num_items_in_batch: Any = None,
-    ) -> Any:
-        """The loss that clips per record; in evaluation that of ``Trainer``."""
-        if not self._records:
-            return super().compute_loss(
-                model, inputs, return_outputs, num_items_in_batch=num_items_in_batch
-            )
-        assert self._run is not None  # a part is at work
-        losses = self.sample_losses(model, inputs)
-        if losses.shape != (self._records,):
-            raise Refused(
-                f"{self._records} records gave losses of shape {tuple(losses.shape)} "
-                "instead of one loss a record, [B].",
-                parameter="data_collator",
-                remedy="data_collator must make one sample of each record (not pack, "
-                "chunk or drop any), and compute_loss_func or sample_losses return "
-                "losses [B].",
-            )
-        return self._run.criterion(losses)
-
-    def sample_losses(self, model: nn.Module, inputs: Dict[str, Any]) -> torch.Tensor:
-        """
-        One loss a record. Override it to train on another loss; a record's loss must
-        not depend on other records.
-
-        Args:
-            model: to be called with some of the inputs
-            inputs: what the collator made of a part, on the device
-
-        Returns:
-            Losses ``[B]``.
-        """
-        return self._objective(model, inputs)
-
-    def batch_loss(self, model: Any, inputs: Dict[str, Any]) -> torch.Tensor:
-        """What ``Trainer``, or the Trainer it is mixed with, has for a batch."""
-        return super().compute_loss(model, inputs)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """As ``Trainer``; that it was evaluated changes nothing in what follows."""
@@ -397,7 +357,8 @@ class PrivateTrainer(BatchTrainer):
 
         Args:
             resume_from_checkpoint: a folder, or True for the last one; the run goes on
-                bit for bit
+                with the same draws, and with noise drawn afresh (see
+                ``PrivacyArguments.repeat_noise``)
             args: of ``Trainer.train``
             kwargs: of ``Trainer.train``
 
@@ -432,7 +393,6 @@ class PrivateTrainer(BatchTrainer):
         self.is_in_train = False
         if run is None:
             return
-        self._records = 0
         run.hooks.cleanup()
         self.optimizer = run.optimizer.original_optimizer
         for p in run.hooks._module.parameters():
@@ -443,7 +403,7 @@ class PrivateTrainer(BatchTrainer):
     def _settings(self) -> Dict[str, Any]:
         """What a run that goes on must have as it was."""
         loader, config = self.get_train_dataloader(), asdict(self.privacy)
-        for name in ("privacy_seed", "log_loss"):
+        for name in ("privacy_seed", "log_loss", "repeat_noise"):
             del config[name]
         config["records"] = len(self.train_dataset)
         config["logical_batch_size"] = self.logical_batch_size
@@ -470,6 +430,12 @@ class PrivateTrainer(BatchTrainer):
         if run.monitor is not None:
             state["monitor"] = run.monitor.state_dict()
         write_state(output_dir, state)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: Optional[str]) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if self._saved is not None and self._run is not None:
+            if self.privacy.repeat_noise:
+                self._run.noise.set_state(self._saved["noise"])
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
         """

@@ -1,4 +1,4 @@
-"""The four operations of GradSample against dense einsum in float64.
+"""The operations of GradSample against dense einsum in float64.
 
 The oracle writes every factor out as dense rows, one-hot ones included, sums their
 outer products to ``[B, *shape]``, and adds up the uses.
@@ -13,12 +13,8 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from opacus_ext import GradSample, OneHot, workspace
-from opacus_ext.grad_sample.factors import cost, sums
-from tests.grad_samples.structure_case import (
-    StructureCase,
-    onehot,
-    products,
-)
+from opacus_ext.grad_sample.factors import cost
+from tests.grad_samples.structure_case import StructureCase, onehot, outer
 from tests.grad_samples.structure_case import rows as random_rows
 from tests.grad_samples.structure_case import squared
 
@@ -48,20 +44,6 @@ def any_workspace(request):
         yield
 
 
-def dense(factor):
-    if isinstance(factor, OneHot):
-        return F.one_hot(factor.index, factor.size).double()
-    return factor.double()
-
-
-def outer(use, shape):
-    """``[B, *shape]`` of one use."""
-    axes = "xyz"[: len(use)]
-    rows = ",".join(f"bt{axis}" for axis in axes)
-    full = torch.einsum(f"{rows}->b{axes}", *map(dense, use))
-    return full.reshape(len(full), *shape)
-
-
 def random_use(kinds, shape, B, T, dtype=torch.float64):
     return tuple(
         (
@@ -73,12 +55,12 @@ def random_use(kinds, shape, B, T, dtype=torch.float64):
     )
 
 
-def build(uses, B=3, lengths=LENGTHS, materialised=False, dtype=torch.float64):
+def build(uses, B=3, lengths=LENGTHS, materialized=False, dtype=torch.float64):
     """A GradSample of random uses, and what it stands for: ``[B, *shape]``."""
     shape = SHAPES[len(uses[0])]
     got, expected = GradSample(shape, B), torch.zeros(B, *shape, dtype=torch.float64)
     added = [random_use(k, shape, B, T, dtype) for k, T in zip(uses, lengths)]
-    if materialised:
+    if materialized:
         added.insert(1, (torch.randn(B, 1, math.prod(shape), dtype=dtype),))
     for use in added:
         got.add(*use)
@@ -96,8 +78,8 @@ def assert_close(got, expected, exact=True):
         assert gap <= (1e-10 if exact else 1e-5) * scale
 
 
-def is_exact(uses, materialised=False):
-    return materialised or any("d" in kinds for kinds in uses)
+def is_exact(uses, materialized=False):
+    return materialized or any("d" in kinds for kinds in uses)
 
 
 # -- each structure by itself ---------------------------------------------------------
@@ -110,7 +92,7 @@ class TestFlat(StructureCase):
         return (random_rows(B, T, 7, dtype),)
 
 
-class TestMaterialised(StructureCase):
+class TestMaterialized(StructureCase):
     """One factor for all axes."""
 
     def create(self, B, T, dtype=torch.float64):
@@ -129,7 +111,7 @@ class TestDenseOfThreeAxes(StructureCase):
         return tuple(random_rows(B, T, width, dtype) for width in self.shape)
 
 
-class TestNeighbouringAxesShareAFactor(StructureCase):
+class TestNeighboringAxesShareAFactor(StructureCase):
     shape = (3, 4, 5)
 
     def create(self, B, T, dtype=torch.float64):
@@ -176,28 +158,24 @@ class TestOneHotBetween(StructureCase):
 
 
 @every_use
-@pytest.mark.parametrize("materialised", [False, True], ids=["", "materialised"])
-def test_operations(group, materialised, any_workspace):
+@pytest.mark.parametrize("materialized", [False, True], ids=["", "materialized"])
+def test_operations(group, materialized, any_workspace):
     for uses in group:
-        check_operations(uses, materialised)
+        check_operations(uses, materialized)
 
 
-def check_operations(uses, materialised):
-    exact = is_exact(uses, materialised)
-    got, expected = build(uses, materialised=materialised)
-    other, other_expected = build([kinds[::-1] for kinds in uses], lengths=(2, 6, 3))
+def check_operations(uses, materialized):
+    exact = is_exact(uses, materialized)
+    got, expected = build(uses, materialized=materialized)
     weights = torch.rand(3, dtype=torch.float64)
     weighted = torch.einsum("b,b...->...", weights, expected)
 
-    assert_close(got.inner(other), products(expected, other_expected), exact)
-    assert_close(other.inner(got), products(expected, other_expected), exact)
     assert_close(got.weighted_sum(weights), weighted, exact)
-    assert_close(got.materialise(), expected, exact)
+    assert_close(got.materialize(), expected, exact)
     assert_close(got.squared_norm(), squared(expected), exact)
     # The norm may have rearranged the uses: all the same after it.
     assert_close(got.weighted_sum(weights), weighted, exact)
-    assert_close(got.materialise(), expected, exact)
-    assert_close(got.inner(other), products(expected, other_expected), exact)
+    assert_close(got.materialize(), expected, exact)
 
 
 # -- ways to compute a norm ----------------------------------------------------------
@@ -207,10 +185,13 @@ def check_operations(uses, materialised):
 def forced_way(request, monkeypatch):
     few = request.param == "few"
     monkeypatch.setattr(cost, "few", lambda *args: few)
-    costs = {"of_grams": 1.0, "of_blocks": 1.0}
-    costs["of_grams" if request.param == "blocks" else "of_blocks"] = math.inf
-    for name, value in costs.items():
-        monkeypatch.setattr(cost, name, lambda terms, value=value: value)
+    grams = cost.of_grams  # infinite where terms do not fit each other
+    blocks = request.param == "blocks"
+    monkeypatch.setattr(
+        cost, "of_grams", lambda terms: math.inf if blocks else grams(terms)
+    )
+    value = 1.0 if blocks else 1e300
+    monkeypatch.setattr(cost, "of_blocks", lambda terms: value)
     cached = request.param == "cached"
     monkeypatch.setattr(cost, "worth_caching", lambda *args: cached)
     if request.param == "gram":  # also where sums by segment would do
@@ -219,17 +200,17 @@ def forced_way(request, monkeypatch):
 
 
 @every_use
-@pytest.mark.parametrize("materialised", [False, True], ids=["", "materialised"])
-def test_every_way_gives_the_same_norm(group, materialised, forced_way, any_workspace):
+@pytest.mark.parametrize("materialized", [False, True], ids=["", "materialized"])
+def test_every_way_gives_the_same_norm(group, materialized, forced_way, any_workspace):
     for uses in group:
-        check_norm(uses, materialised, forced_way)
+        check_norm(uses, materialized, forced_way)
 
 
-def check_norm(uses, materialised, forced_way):
-    exact = is_exact(uses, materialised)
-    got, expected = build(uses, materialised=materialised)
+def check_norm(uses, materialized, forced_way):
+    exact = is_exact(uses, materialized)
+    got, expected = build(uses, materialized=materialized)
     assert_close(got.squared_norm(), squared(expected), exact)
-    summed = set(uses) == {"d"}  # a bias: materialised from the start
+    summed = set(uses) == {"d"}  # a bias: materialized from the start
     assert (got.cached_bytes > 0) == (forced_way == "cached" and not summed)
     weights = torch.rand(3, dtype=torch.float64)
     weighted = torch.einsum("b,b...->...", weights, expected)
@@ -242,29 +223,20 @@ def test_add_after_caching(uses, monkeypatch):
     monkeypatch.setattr(cost, "worth_caching", lambda *args: True)
     got, expected = build(uses[:1])
     got.squared_norm(cache=2**20)
-    summed = uses[0] == "d"  # a bias: materialised from the start
-    size = expected.numel() * got.materialise().element_size()
+    summed = uses[0] == "d"  # a bias: materialized from the start
+    size = expected.numel() * got.materialize().element_size()
     assert got.cached_bytes == (0 if summed else size)
     late = random_use(uses[1], SHAPES[len(uses[1])], 3, 2)
     got.add(*late)
     expected = expected + outer(late, expected.shape[1:])
     exact = is_exact(uses[:1]) and is_exact(uses[1:])
     assert got.cached_bytes == 0
-    assert_close(got.materialise(), expected, exact)
+    assert_close(got.materialize(), expected, exact)
     for _ in range(2):  # the second norm caches again
         assert_close(got.squared_norm(cache=2**20), squared(expected), exact)
         weights = torch.rand(3, dtype=torch.float64)
         weighted = torch.einsum("b,b...->...", weights, expected)
         assert_close(got.weighted_sum(weights), weighted, exact)
-
-
-def test_inner_after_caching():
-    got, expected = build(["dd"], lengths=(300,))
-    other, other_expected = build(["do"])
-    got.squared_norm(cache=2**20)
-    assert got.cached_bytes
-    assert_close(got.inner(other), products(expected, other_expected))
-    assert_close(other.inner(got), products(expected, other_expected))
 
 
 def test_cached_only_within_the_bytes_allowed():
@@ -275,17 +247,17 @@ def test_cached_only_within_the_bytes_allowed():
         assert got.cached_bytes == cached
         got.clear()
         assert got.cached_bytes == 0
-        assert not got.materialise().any()
+        assert not got.materialize().any()
 
 
 def test_choice_follows_shape_and_results_do_not(monkeypatch, any_workspace):
     """Long sequences of narrow rows go by blocks, short ones of wide rows by Gram."""
     by_blocks = []
-    blockwise = sums._square_by_blocks
+    blockwise = GradSample._square_by_blocks
     monkeypatch.setattr(
-        sums,
+        GradSample,
         "_square_by_blocks",
-        lambda terms: by_blocks.append(1) or blockwise(terms),
+        lambda self: by_blocks.append(1) or blockwise(self),
     )
     for T, shape, expects_blocks in (
         (300, (4, 5), True),
@@ -347,15 +319,10 @@ def test_results_do_not_depend_on_the_order_of_uses(any_workspace):
 
 def test_parameter_without_uses():
     """It has a defined contribution: zero."""
-    got, (other, _) = GradSample((5, 6), 3), build(["dd"])
-    assert torch.equal(got.materialise(), torch.zeros(3, 5, 6))
+    got = GradSample((5, 6), 3)
+    assert torch.equal(got.materialize(), torch.zeros(3, 5, 6))
     assert torch.equal(got.weighted_sum(torch.ones(3)), torch.zeros(5, 6))
-    assert torch.equal(got.inner(other), torch.zeros(3))
-    assert torch.equal(other.inner(got), torch.zeros(3))
-
-
-def test_norm_of_parameter_without_uses():
-    assert torch.equal(GradSample((5, 6), 3).squared_norm(), torch.zeros(3))
+    assert torch.equal(got.squared_norm(), torch.zeros(3))
 
 
 # -- memory --------------------------------------------------------------------------
@@ -376,7 +343,7 @@ class Largest(TorchDispatchMode):
         return out
 
 
-def test_tied_table_is_never_materialised():
+def test_tied_table_is_never_materialized():
     V, d, B, T = 20000, 16, 4, 8
 
     def tied():
@@ -385,18 +352,17 @@ def test_tied_table_is_never_materialised():
         got.add(torch.randn(B, T, V), torch.randn(B, T, d))
         return got
 
-    got, other = tied(), tied()
+    got = tied()
     for operation in (
         lambda: got.squared_norm(),
         lambda: got.squared_norm(cache=2**40),
-        lambda: got.inner(other),
         lambda: got.weighted_sum(torch.rand(B)),
     ):
         with Largest() as largest:
             operation()
         assert 0 < largest.numel < B * V * d
     with Largest() as largest:  # and the recorder sees it where it is asked for
-        got.materialise()
+        got.materialize()
     assert largest.numel >= B * V * d
 
 
@@ -445,7 +411,7 @@ def test_refuses_factors_that_do_not_fit(use):
     got = GradSample((3, 4), 2)
     with pytest.raises(ValueError, match=r"parameter of shape \(3, 4\).*batch of 2"):
         got.add(*use)
-    assert not got.materialise().any()
+    assert not got.materialize().any()
 
 
 @pytest.mark.parametrize(
@@ -460,12 +426,6 @@ def test_refuses_factors_that_do_not_fit(use):
 def test_refuses_factors_of_other_dims(use):
     with pytest.raises(ValueError, match=r"parameter of shape \(3, 4\)"):
         GradSample((3, 4), 2).add(*use)
-
-
-@pytest.mark.parametrize("shape, B", [((4, 3), 2), ((12,), 2), ((3, 4), 3)])
-def test_refuses_inner_product_of_different_shapes(shape, B):
-    with pytest.raises(ValueError, match="Inner product"):
-        GradSample((3, 4), 2).inner(GradSample(shape, B))
 
 
 @pytest.mark.parametrize("num_bytes", [0, -1])

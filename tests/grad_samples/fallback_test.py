@@ -4,11 +4,6 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given
-from opacus.grad_sample import (
-    GradSampleHooks,
-    GradSampleHooksFastGradientClipping,
-    register_grad_sampler,
-)
 from torch import nn
 from torch.nn import functional as F
 
@@ -171,31 +166,6 @@ def test_parameter_that_meets_the_batch_late(mode, T):
 
     x = torch.randn(4, T, 3).double()
     check(mode, True, Model().double(), x, lambda m, b: squares(m(b)))
-
-
-def test_sampler_that_the_user_registered():
-    """Opacus's register_grad_sampler keeps its meaning for a layer without a rule."""
-    calls = []
-
-    class Mine(Scale):
-        pass
-
-    @register_grad_sampler(Mine)
-    def sampler(layer, activations, backprops):
-        calls.append(layer)
-        x = activations[0]
-        return {
-            layer.scale: (backprops * x * layer.scale.exp()).flatten(1, -2).sum(1),
-            layer.shift: (backprops / layer.shift.cosh() ** 2).flatten(1, -2).sum(1),
-        }
-
-    try:
-        model = nn.Sequential(nn.Linear(3, 3), Mine(3)).double()
-        check("hooks", True, model, torch.randn(4, 5, 3).double(), square_loss)
-        assert calls
-    finally:
-        GradSampleHooks.GRAD_SAMPLERS.pop(Mine, None)
-        GradSampleHooksFastGradientClipping.GRAD_SAMPLERS.pop(Mine, None)
 
 
 # -- parameters that a module lends ------------------------------------------------

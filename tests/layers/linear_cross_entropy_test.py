@@ -1,6 +1,7 @@
 """The head that never holds all logits: against a linear layer and its loss."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -8,8 +9,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from opacus_ext import GradSample, OneHot, workspace
-from opacus_ext.grad_sample.factors import Columns
 from opacus_ext.layers import LinearCrossEntropy, chunked_head
+from opacus_ext.layers.linear_cross_entropy import Columns
 from opacus_ext.losses import model_losses
 from tests.common import check, layer_modes, oracle, wrapped
 from tests.losses_test import bert, gpt2, llama, of, t5, tokens
@@ -158,44 +159,42 @@ class TestModes:
 
 
 class TestColumns:
-    def pair(self, terms=1, shape=(V, D)):
-        """The same gradients, computed by columns and held."""
+    """Computed in slices they are what they are when held, alone and tied."""
+
+    @pytest.mark.parametrize("shape", [(V, D), (V,)])
+    @pytest.mark.parametrize("tied", [False, True])
+    @pytest.mark.parametrize("num_bytes", [300, 2**20])
+    @pytest.mark.parametrize("keep", [0, 2**20])
+    def test_operations(self, shape, tied, num_bytes, keep):
         torch.manual_seed(0)
         B, T = 3, 4
         one, other = (GradSample(torch.Size(shape), B) for _ in range(2))
-        for i in range(terms):
+        for _ in range(1 + tied):
             g, x = torch.randn(B, T, V).double(), torch.randn(B, T, D).double()
             rest = (x,) if len(shape) == 2 else ()
-            make = lambda start, stop, columns, g=g: g[start:stop, :, columns]  # noqa
-            one.add(Columns(make, g.dtype, g.device, g.shape), *rest)
+            make = lambda samples, columns, g=g: g[samples, :, columns]  # noqa
+            one.add(Columns(make, g.shape, g, *rest))
             other.add(g, *rest)
-        if terms == 2:
+        if tied:
             ids, x = torch.randint(V, (B, 6)), torch.randn(B, 6, D).double()
-            whole = torch.randn(B, 1, V * D).double()
+            use = (OneHot(ids, V), x) if rest else (OneHot(ids, V),)
+            whole = torch.randn(B, 1, math.prod(shape)).double()
             for sample in (one, other):
-                sample.add(OneHot(ids, V), x)
+                sample.add(*use)
                 sample.add(whole)
-        return one, other
-
-    @pytest.mark.parametrize("terms", [1, 2])
-    @pytest.mark.parametrize("keep", [0, 2**20])
-    def test_operations(self, terms, keep):
-        one, other = self.pair(terms)
-        weights = torch.rand(3).double()
-        assert torch.allclose(one.materialise(), other.materialise())
-        assert torch.allclose(one.weighted_sum(weights), other.weighted_sum(weights))
-        third = self.pair(terms)[1]
-        assert torch.allclose(one.inner(third), other.inner(third))
-        assert torch.allclose(one.squared_norm(keep), other.squared_norm())
-        assert bool(one.cached_bytes) == (keep > 0)
-        assert torch.allclose(one.weighted_sum(weights), other.weighted_sum(weights))
-
-    def test_a_bias(self):
-        one, other = self.pair(1, (V,))
-        assert torch.allclose(one.squared_norm(), other.squared_norm())
-        weights = torch.rand(3).double()
-        assert torch.allclose(one.weighted_sum(weights), other.weighted_sum(weights))
-        assert torch.allclose(one.materialise(), other.materialise())
+        weights = torch.rand(B).double()
+        with workspace(num_bytes):
+            for drop in (False, True):
+                if drop:
+                    for sample in (one, other):
+                        sample.drop(torch.tensor([True, False, False]))
+                assert torch.allclose(one.materialize(), other.materialize())
+                for _ in range(2):
+                    sums = [s.weighted_sum(weights) for s in (one, other)]
+                    assert torch.allclose(*sums)
+                    norms = one.squared_norm(keep), other.squared_norm()
+                    assert torch.allclose(*norms)
+                assert bool(one.cached_bytes) == (keep > 0)
 
 
 def gemma2():

@@ -198,12 +198,12 @@ def test_bad_ranks_are_refused(table, rank):
 
 
 def test_device_hours_and_money():
-    cost = Device(flops=3e14, utilisation=0.4, price=2.5, count=8).cost(8.64e20)
+    cost = Device(flops=3e14, utilization=0.4, price=2.5, count=8).cost(8.64e20)
     assert cost == (2000, 250, 5000)
     assert Device(1e15, 1).cost(3.6e18) == (1, 1, None)
     for wrong in (
         dict(flops=0),
-        dict(flops=1, utilisation=1.1),
+        dict(flops=1, utilization=1.1),
         dict(flops=1, price=0),
     ):
         with pytest.raises(Refused, match="must be above 0"):
@@ -247,7 +247,7 @@ def test_a_plan_of_adapters(capsys, tmp_path):
         (["--law", "paper"], "goes without --measurements and --law"),
         (["--noise-free", "nowhere.csv"], "there is no nowhere.csv"),
         (["--price", "2"], "need --device-flops"),
-        (["--utilisation", "1.5"], "at most 1"),
+        (["--utilization", "1.5"], "at most 1"),
         (["--memory", "1e9"], "goes without --seconds, --memory"),
     ],
 )

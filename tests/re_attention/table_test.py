@@ -4,7 +4,6 @@ import gc
 
 import torch
 
-from opacus_ext.grad_sample.samplewise import functorch
 from opacus_ext.re_attention.table import Table
 from opacus_ext.re_attention.variances import Variance
 
@@ -33,22 +32,6 @@ def test_a_tensor_that_autograd_has_keeps_its_note():
     gc.collect()
     assert len(table) == 1
     assert table.variance(out.grad_fn._saved_self) is not None
-
-
-def test_tensors_that_change_places():
-    """A run of single samples puts one tensor in the place of another."""
-    become = getattr(functorch, "replace_tensor", None) or functorch.become
-    table, other = Table(), Table()
-    x = noted(table, torch.ones(2), 0.1)
-    y = noted(table, torch.zeros(2), 0.2)
-    z = torch.full((2,), 3.0)
-    noted(other, z, 0.3)
-    become(x, y)
-    assert float(table.variance(x).own) == float(torch.tensor(0.2))
-    assert float(table.variance(y).own) == float(torch.tensor(0.1))
-    become(x, z)
-    assert table.variance(x) is None and other.variance(z) is None
-    assert float(other.variance(x).own) == float(torch.tensor(0.3))
 
 
 def test_squares_are_computed_again_after_a_change():

@@ -363,17 +363,14 @@ def test_cache():
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_activation_checkpointing(reentrant):
+def test_activation_checkpointing_is_refused(reentrant):
     model = build(*FAMILIES["rotary"]).train()
     model.set_attn_implementation("re_attention")
     tracked(model, 0.05)
-    grads = []
-    for _ in range(2):
-        model.zero_grad()
-        call(model, batch_of(model)).square().sum().backward()
-        grads.append([p.grad.clone() for p in model.parameters()])
-        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    torch.testing.assert_close(*grads)
+    call(model, batch_of(model))
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    with pytest.raises(Refused, match="under activation checkpointing"):
+        call(model, batch_of(model))
 
 
 class Layers(torch.nn.Module):

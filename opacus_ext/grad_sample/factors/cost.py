@@ -9,63 +9,58 @@ by timing on CPU; only speed depends on them.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Sequence
+from typing import Any, Sequence
 
-import torch
-
-from opacus_ext.grad_sample.factors.rows import OneHot, known
+from opacus_ext.grad_sample.factors.rows import OneHot, dtype_of, product
 from opacus_ext.grad_sample.factors.settings import workspace
-from opacus_ext.grad_sample.factors.term import dtype_of
 
-if TYPE_CHECKING:
-    from opacus_ext.grad_sample.factors.batched import Batched
-
-_FEW = 2**23  # multiply-adds that take no longer than sorting rows by sample
+_FEW = 2**23  # multiply-adds that take no longer than sorting rows by index
 
 
-def by_segments(term: Batched) -> bool:
-    """Whether rows of equal index are summed: only one-hot factors, or one dense."""
-    return bool(term.onehot) and len(term.dense) <= 1
+def by_segments(term: Any) -> bool:
+    """
+    Whether rows of equal index are summed: only one-hot factors, or one dense, and so
+    many rows that sorting them takes less than to let all meet.
+    """
+    return bool(term.onehot) and len(term.dense) <= 1 and term.length > 32
 
 
-def of_grams(terms: Sequence[Batched]) -> float:
+def of_grams(terms: Sequence[Any]) -> float:
     """Of the squared norm by Gram matrices of the terms, and of each two of them."""
     if len({t.widths for t in terms}) > 1:
         return math.inf
     cost = 0.0
     for i, u in enumerate(terms):
+        widths = sum(f.shape[2] for f in u.dense)
         if by_segments(u):
-            cost += known(u.length) * (16 + sum(f.shape[2] for f in u.dense))
+            cost += u.length * (16 + widths)
         else:  # one triangle and the diagonal blocks
-            widths = sum(f.shape[2] for f in u.dense)
-            cost += 0.65 * known(u.length) ** 2 * (8 + widths)
+            cost += 0.65 * u.length**2 * (8 + widths)
         for v in terms[:i]:
             both = [
                 f.shape[2]
                 for f, g in zip(u.factors, v.factors)
                 if not isinstance(f, OneHot) and not isinstance(g, OneHot)
             ]
-            pairs = known(u.length) * known(v.length)
-            cost += pairs * (8 * len(u.factors) + sum(both))
+            cost += u.length * v.length * (8 * len(u.factors) + sum(both))
     return cost
 
 
-def of_blocks(terms: Sequence[Batched]) -> float:
-    """Of the squared norm by gradients that are materialised block by block."""
-    numel = known(math.prod(terms[0].widths))
+def of_blocks(terms: Sequence[Any]) -> float:
+    """Of the squared norm by gradients that are materialized block by block."""
+    numel = product(terms[0].widths)
     cost = 4.0 * numel
     for t in terms:
         if t.onehot:
-            rows = math.prod(f.shape[2] for f in t.dense)
-            cost += 2 * numel + known(t.length) * rows
+            cost += 2 * numel + t.length * product(f.shape[2] for f in t.dense)
         else:
-            cost += known(t.length) * numel
+            cost += t.length * numel
     return cost
 
 
-def worth_caching(terms: Sequence[Batched], cache: int, cost: float) -> bool:
+def worth_caching(terms: Sequence[Any], cache: int, cost: float) -> bool:
     """
-    Whether gradients are materialised for their norm and cached for the clipped sum.
+    Whether gradients are materialized for their norm and cached for the clipped sum.
 
     Args:
         cache: bytes that may be spent
@@ -75,12 +70,13 @@ def worth_caching(terms: Sequence[Batched], cache: int, cost: float) -> bool:
         return False
     if all(len(t.dense) < 2 for t in terms):
         return False  # nothing to gain
-    numel, size = known(math.prod(terms[0].widths)), dtype_of(*terms).itemsize
-    return known(terms[0].batch_size) * numel * size <= cache and 60 * numel <= cost
+    numel = product(terms[0].widths)
+    size = terms[0].batch_size * numel * dtype_of(*(t.dtype for t in terms)).itemsize
+    return size <= cache and 60 * numel <= cost
 
 
-def few(dense: Sequence[torch.Tensor], rows: int, dtype: torch.dtype) -> bool:
-    """Whether rows are so few that all of them may meet, and most in vain."""
-    width = 64 + sum(f.shape[2] for f in dense)  # 64: the passes over the product
-    size = 3 * rows**2 * dtype.itemsize
-    return rows**2 * width <= _FEW and size <= workspace()
+def few(term: Any) -> bool:
+    """Whether rows are so few that all of a sample may meet, and most in vain."""
+    width = 64 + sum(f.shape[2] for f in term.dense)  # 64: passes over the product
+    size = term.batch_size * term.length**2
+    return size * width <= _FEW and 3 * size * term.dtype.itemsize <= workspace()

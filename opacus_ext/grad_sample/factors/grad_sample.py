@@ -3,50 +3,34 @@
 from __future__ import annotations
 
 import math
-from typing import Any, List, Optional, Tuple
+from typing import Iterator, List, Optional, Sequence, Tuple, Union
 
 import torch
 
-from opacus_ext.grad_sample.factors import sums
-from opacus_ext.grad_sample.factors.batched import Flat, batched
-from opacus_ext.grad_sample.factors.columns import ColumnRows
-from opacus_ext.grad_sample.factors.deferred import BlockedRows, LazyRows
-from opacus_ext.grad_sample.factors.ragged import RaggedRows
+from opacus_ext.grad_sample.factors import cost, gram
 from opacus_ext.grad_sample.factors.rows import (
-    Blocks,
-    Columns,
     Factor,
-    Lazy,
     OneHot,
-    Ragged,
-    Rows,
-    Size,
+    dtype_of,
     entries,
+    product,
     square_sum,
-    wide,
+    steps,
     width_of,
 )
-from opacus_ext.grad_sample.factors.term import Term
+from opacus_ext.grad_sample.factors.segments import groups_of
+from opacus_ext.grad_sample.factors.settings import bound_on, workspace
+from opacus_ext.grad_sample.factors.terms import (
+    Batched,
+    Flat,
+    Indexed,
+    Norms,
+    Term,
+    term_of,
+)
 from opacus_ext.refused import Refused
 
-
-def term_of(factors: Tuple[Any, ...], batch_size: int) -> Term:
-    """The structure of the factors (:data:`Factor`) of one use."""
-    first = factors[0]
-    if isinstance(first, Ragged):
-        return RaggedRows(tuple(factors[1:]), first.samples, batch_size)
-    blocks = first.size if isinstance(first, Blocks) else 1
-    factors = tuple(factors[1:] if isinstance(first, Blocks) else factors)
-    if isinstance(factors[0], Columns):
-        return ColumnRows(factors)
-    if any(isinstance(f, Lazy) for f in factors):
-        return LazyRows(factors, blocks)
-    return BlockedRows(factors, blocks) if blocks > 1 else batched(factors)
-
-
-def resolved(factors: Tuple[Factor, ...]) -> Tuple[Rows, ...]:
-    """Rows that were to be computed later computed, blocks as :class:`OneHot`."""
-    return term_of(factors, 0).resolved().factors
+T = torch.Tensor
 
 
 class GradSample:
@@ -63,68 +47,51 @@ class GradSample:
         >>> g = GradSample(torch.Size([3, 4]), batch_size=2)
         >>> g.add(torch.randn(2, 5, 3), torch.randn(2, 5, 4))       # a Linear
         >>> g.add(OneHot(torch.randint(3, (2, 7)), 3), torch.randn(2, 7, 4))  # tied
-        >>> torch.allclose(g.squared_norm(), g.materialise().pow(2).sum((1, 2)))
+        >>> torch.allclose(g.squared_norm(), g.materialize().pow(2).sum((1, 2)))
         True
     """
 
-    def __init__(
-        self, shape: torch.Size, batch_size: int, rows: Optional[torch.Tensor] = None
-    ):
+    def __init__(self, shape: torch.Size, batch_size: int, rows: Optional[T] = None):
         self.shape = torch.Size(shape)
+        self.numel = product(shape)
         self.batch_size = batch_size
-        self.cached_bytes = 0  # of gradients materialised to be cached
-        self._terms: List[Term] = []
-        self._cached = rows  # [B, numel], in place of all terms
+        self.cached_bytes = 0  # of gradients materialized to be cached
+        self._terms: List[Term] = [] if rows is None else [Flat(rows)]
 
-    def add(self, *factors: Factor) -> None:
+    def add(self, *factors: Union[Factor, Term]) -> None:
         """
         Adds one use of the parameter.
 
         Args:
             factors: one a parameter axis, left to right: dense ``[B, T, width]`` or
-                :class:`OneHot` with index ``[B, T]``. Neighbouring axes may share one
-                factor, so ``[B, 1, numel]`` is a materialised per-sample gradient.
-                Dense rows may be :class:`Lazy`; :class:`Blocks` or :class:`Ragged`
-                may lead.
+                :class:`OneHot` with index ``[B, T]``. Neighboring axes may share one
+                factor, so ``[B, 1, numel]`` is a materialized per-sample gradient. Or
+                one :class:`Term`.
 
         Raises:
             Refused: if the factors do not fit the parameter or the batch
         """
-        first = factors[0] if len(factors) == 1 else None
-        if isinstance(first, torch.Tensor) and self._fits(first):
-            if self.batch_size:
-                self._add_flat(first)
-            return
-        self._check(factors)
-        if self.batch_size == 0:
-            return
-        term = term_of(factors, self.batch_size)
-        if isinstance(term, RaggedRows) and len(term.factors) == 1:
-            self._add_flat(term.materialise(wide(term.dense[0]).dtype)[:, None])
-            return
-        self._uncache()
-        self._terms.append(term)
+        self.cached_bytes = 0
+        if factors and isinstance(factors[0], Term):
+            term = factors[0]
+        else:
+            self._check(factors)
+            term = term_of(factors)
+        last = self._terms[-1] if self._terms else None
+        if isinstance(term, Flat) and isinstance(last, Flat):  # added at once
+            self._terms[-1] = last.joined([last, term])
+        elif self.batch_size:
+            self._terms.append(term)
 
     def _check(self, factors: Tuple[Factor, ...]) -> None:
-        blocks, ragged, rows = 1, None, self.batch_size
-        if factors and isinstance(factors[0], Blocks):
-            blocks, factors = factors[0].size, factors[1:]
-        elif factors and isinstance(factors[0], Ragged):
-            ragged, factors, rows = factors[0].samples, factors[1:], 1
         shapes = [tuple(entries(f).shape) for f in factors]
         dims = [2 if isinstance(f, OneHot) else 3 for f in factors]
         if (
             not factors
             or [len(shape) for shape in shapes] != dims
             or any(shape[:2] != shapes[0][:2] for shape in shapes)
-            or shapes[0][0] != rows
-            or (ragged is not None and shapes[0][1] != ragged.shape[0])
-            or (ragged is not None and any(isinstance(f, Lazy) for f in factors))
-            or (ragged is not None and all(isinstance(f, OneHot) for f in factors))
-            or blocks * math.prod(width_of(f) for f in factors) != self.numel
-            or shapes[0][1] % blocks
-            or (blocks > 1 and any(isinstance(f, OneHot) for f in factors))
-            or (blocks > 1 and isinstance(factors[0], Columns))
+            or shapes[0][0] != self.batch_size
+            or product(map(width_of, factors)) != self.numel
         ):
             sizes = [f.size for f in factors if isinstance(f, OneHot)]
             raise Refused(
@@ -135,101 +102,51 @@ class GradSample:
                 "for each axis.",
             )
 
-    @property
-    def numel(self) -> Size:
-        """Entries of the parameter."""
-        return math.prod(self.shape)
-
-    def _fits(self, x: torch.Tensor) -> bool:
-        numel = self.numel
-        return x.dim() == 3 and x.shape[0] == self.batch_size and x.shape[2] == numel
-
-    def _add_flat(self, x: torch.Tensor) -> None:
-        """One factor alone needs no rows: what is summed can be summed now."""
-        x = wide(x)
-        x = x if x.shape[1] == 1 else x.sum(1, keepdim=True)
-        self._uncache()
-        if len(self._terms) == 1 and isinstance(self._terms[0], Flat):
-            old = self._terms[0].factors[0]
-            if old.shape == x.shape:
-                x = old + x
-                self._terms.clear()
-        self._terms.append(Flat((x,)))
-
-    def flat(self) -> Optional[torch.Tensor]:
+    def flat(self) -> Optional[T]:
         """
         ``[B, numel]``, if the gradients are there already and nothing is to be
         computed; else None.
         """
-        if self._cached is not None:
-            return self._cached
         return self._terms[0].flat() if len(self._terms) == 1 else None
 
-    def _uncache(self) -> None:
-        """What was cached is one more materialised use."""
-        if self._cached is not None:
-            self._terms.append(Flat((self._cached[:, None],)))
-            self._cached, self.cached_bytes = None, 0
+    def materialize(self) -> T:
+        """The per-sample gradients ``[B, *shape]``."""
+        if not self._terms:
+            return torch.zeros(self.batch_size, *self.shape)
+        out = None
+        if not self._sliced:
+            for term in self._in_order():
+                out = term.materialize(self._dtype, out)
+            return out.reshape(self.batch_size, *self.shape)
+        for samples, rows, part in self._slices():
+            new = part.materialize()
+            if out is None:
+                out = new.new_zeros(self.batch_size, *self.shape)
+            out[samples, rows] = new
+        return out
 
-    def materialise(self) -> torch.Tensor:
-        """
-        Returns:
-            The per-sample gradients ``[B, *shape]``.
-        """
-        dense = self._cached
-        if dense is None and self._terms:
-            dense = sums.materialise(self._terms, self.shape)
-        elif dense is None:
-            dense = torch.zeros(self.batch_size, self.numel)
-        return dense.view(self.batch_size, *self.shape)
-
-    def inner(self, other: GradSample) -> torch.Tensor:
-        """
-        The inner product with other per-sample gradients of the same shape.
-
-        Returns:
-            ``[B]``, the sum over the entries of ``self[b] * other[b]``.
-
-        Raises:
-            Refused: if shapes or batch sizes differ
-        """
-        if (self.shape, self.batch_size) != (other.shape, other.batch_size):
-            raise Refused(
-                f"Inner product of gradients of shapes {tuple(self.shape)} and "
-                f"{tuple(other.shape)}, batches of {self.batch_size} and "
-                f"{other.batch_size}.",
-                remedy="Both must be of one shape and of the same samples.",
-            )
-        self._uncache()
-        other._uncache()
-        return sums.inner(self._terms, other._terms, self.batch_size)
-
-    def squared_norm(self, cache: int = 0) -> torch.Tensor:
+    def squared_norm(self, cache: int = 0) -> T:
         """
         Squared norms, by the cheapest of three ways under :func:`workspace`: products
         of Gram matrices, sums over segments of equal index, or per-sample gradients
-        materialised block by block. Never negative.
+        materialized block by block. Never negative.
 
         Args:
-            cache: bytes that may be spent on caching materialised gradients for a
+            cache: bytes that may be spent on caching materialized gradients for a
                 later :meth:`weighted_sum`; ``cached_bytes`` tells how many were
 
         Returns:
             ``[B]``, in float32 or wider.
         """
-        if self._cached is not None:
-            return square_sum(self._cached)
         if not self._terms:
             return torch.zeros(self.batch_size)
-        if not any(t.sliced for t in self._terms):
-            self._terms = sums.merged(self._terms)
-        norms = sums.squared_norm(self._terms, self.shape, cache)
+        norms = self._norms(cache)
         if norms.gradients is not None:
-            self._cached, self._terms = norms.gradients, []
-            self.cached_bytes = norms.num_bytes
+            self._terms = [Flat(norms.gradients)]
+            self.cached_bytes = self.cached_bytes or norms.num_bytes
         return norms.squares
 
-    def weighted_sum(self, weights: torch.Tensor) -> torch.Tensor:
+    def weighted_sum(self, weights: T) -> T:
         """
         The sum over the batch of ``weights[b] * G[b]``, without per-sample gradients.
 
@@ -239,29 +156,133 @@ class GradSample:
         Returns:
             ``[*shape]``
         """
-        if self._cached is not None:
-            return (weights.to(self._cached.dtype) @ self._cached).view(self.shape)
         if not self._terms:
             return torch.zeros(self.shape)
-        return sums.weighted_sum(self._terms, self.shape, weights)
+        total = None
+        if not self._sliced:
+            for term in self._in_order():
+                total = term.weighted_sum(weights, self._dtype, total)
+            return total.reshape(self.shape)
+        for samples, rows, part in self._slices():
+            new = part.weighted_sum(weights[samples])
+            if total is None:
+                total = new.new_zeros(self.shape)
+            total[rows] += new
+        return total
 
-    def merge(self, other: GradSample) -> None:
-        """Adds the uses of another one, of the same samples."""
-        self._uncache()
-        other._uncache()
-        self._terms += other._terms
-
-    def drop(self, samples: torch.Tensor) -> None:
+    def drop(self, samples: T) -> None:
         """
         Makes the gradients of some samples zero, whatever they are.
 
         Args:
             samples: which, ``[B]`` of bool
         """
-        if self._cached is not None:
-            self._cached = self._cached.masked_fill(samples[:, None], 0)
         self._terms = [t.without(samples) for t in self._terms]
 
     def clear(self) -> None:
-        """Forgets the uses; what was computed from them stays valid."""
-        self._terms, self._cached, self.cached_bytes = [], None, 0
+        """Forgets the gradients; norms that were computed stay valid."""
+        self._terms, self.cached_bytes = [], 0
+
+    # -- the sum of several terms ------------------------------------------------------
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return dtype_of(*(t.dtype for t in self._terms))
+
+    @property
+    def _sliced(self) -> bool:
+        return any(t.sliced for t in self._terms)
+
+    def _in_order(self) -> Sequence[Term]:
+        """One-hot terms come last: they add into the entries that they touch."""
+        if len(self._terms) == 1:
+            return self._terms
+        return sorted((t.resolved() for t in self._terms), key=lambda t: len(t.onehot))
+
+    def _norms(self, cache: int) -> Norms:
+        if self._sliced:
+            if self.batch_size * self.numel * 8 <= cache:
+                return Norms.of(self.materialize().flatten(1))
+            squares = torch.zeros(self.batch_size, dtype=self._dtype)
+            squares = squares.to(self._terms[0].device)
+            for samples, _, part in self._slices():
+                squares[samples] += part.squared_norm()
+            return Norms(squares)
+        terms = self._merged() if len(self._terms) > 1 else self._terms
+        if len(terms) > 1:
+            return _sum_of(terms, self.shape, self.batch_size)._norms_of_rows(cache)
+        own = terms[0].squared_norm(cache)
+        return self._norms_of_rows(cache) if own is None else own
+
+    def _merged(self) -> List[Batched]:
+        """The terms of one kind as one, so that products between them vanish."""
+        kinds: dict = {}
+        for term in (t.resolved() for t in self._terms):
+            kinds.setdefault(term.kind, []).append(term)
+        return [
+            same[0].joined(same) if len(same) > 1 else same[0]
+            for same in kinds.values()
+        ]
+
+    def _norms_of_rows(self, cache: int) -> Norms:
+        terms: Sequence[Batched] = self._terms
+        grams, blocks = cost.of_grams(terms), cost.of_blocks(terms)
+        if cost.worth_caching(terms, cache, min(grams, blocks)):
+            return Norms.of(self.materialize().flatten(1))
+        if len(terms) == 1 and terms[0].onehot and len(terms[0].dense) > 1:
+            if not torch.compiler.is_compiling() and not cost.few(terms[0]):
+                return Norms(_square_by_groups(terms[0]))
+        if grams <= blocks:
+            squares = sum(t.square_by_grams() for t in terms)
+            for i, u in enumerate(terms):
+                for v in terms[:i]:
+                    squares = squares + 2 * gram.inner(
+                        u.factors, v.factors, self._dtype
+                    )
+        else:
+            squares = self._square_by_blocks()
+        return Norms(squares.clamp(min=0))
+
+    def _square_by_blocks(self) -> T:
+        terms: Sequence[Batched] = self._terms
+        bound = bound_on(terms[0].device.type)
+        # Those of a shared parameter are not in memory at once but to be cached.
+        several = len(terms) > 1 or bool(terms[0].onehot)
+        count = max(4 if several else 1, self.batch_size * self.numel * 8 // bound)
+        step = max(1, math.ceil(self.shape[0] / count))
+        parts = self._parts(step, self.batch_size)
+        return sum(square_sum(part.materialize()) for _, _, part in parts)
+
+    def _slices(self) -> Iterator[Tuple[slice, slice, GradSample]]:
+        """Parts of which the workspace holds the rows."""
+        first = next(t for t in self._terms if t.sliced)
+        count = max(1, workspace() // (max(1, first.length) * first.dtype.itemsize))
+        step = min(self.shape[0], max(64, count))
+        return self._parts(step, max(1, count // step))
+
+    def _parts(self, step: int, some: int) -> Iterator[Tuple[slice, slice, GradSample]]:
+        """The gradients of ``some`` samples, for ``step`` rows of the parameter."""
+        for start, stop in steps(self.shape[0], step):
+            shape = torch.Size((stop - start, *self.shape[1:]))
+            for first, last in steps(self.batch_size, some):
+                samples, rows = slice(first, last), slice(start, stop)
+                terms = [t.part(self.shape, samples, rows) for t in self._terms]
+                yield samples, rows, _sum_of(terms, shape, last - first)
+
+
+def _sum_of(terms: Sequence[Term], shape: torch.Size, size: int) -> GradSample:
+    found = GradSample(shape, size)
+    found._terms = list(terms)
+    return found
+
+
+def _square_by_groups(term: Indexed) -> T:
+    """Squared norms ``[B]``, where rows of one sample and one index meet."""
+    places, size = term.places()
+    squares = torch.zeros(term.batch_size, dtype=term.dtype, device=term.device)
+    shape = torch.Size(f.shape[2] for f in term.dense)
+    for keys, group in groups_of(term.dense, places):
+        each = GradSample(shape, len(keys))
+        each.add(*group)
+        squares.index_add_(0, keys // size, each.squared_norm().to(squares))
+    return squares

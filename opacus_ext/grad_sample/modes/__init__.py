@@ -3,9 +3,10 @@
 =========== ====== ==============================================================
 mode        passes per-sample gradients
 =========== ====== ==============================================================
-"hooks"     1      materialised into ``p.grad_sample`` (Opacus's interface)
-"ghost"     2      norms only; then the losses, weighted with the clipping factors,
-                   are backpropagated (Lee & Kifer)
+"hooks"     1      materialized into ``p.grad_sample`` (Opacus's interface);
+                   "functorch" is the same
+"ghost"     2      norms only; then the gradients of the outputs, scaled with the
+                   clipping factors, are backpropagated (Lee & Kifer)
 "ghost_bk"  1      norms, then the clipped sum, both from the factors
                    (book-keeping, Bu et al. 2023)
 "scan"      B      each sample alone by ordinary autograd, clipped and added
@@ -17,6 +18,7 @@ from opacus_ext.grad_sample.modes.auto import AutoHooks, AutoModule
 from opacus_ext.grad_sample.modes.ghost import (
     BookKeepingHooks,
     BookKeepingModule,
+    ClippedCriterion,
     GhostHooks,
     GhostModule,
     ScanHooks,
@@ -29,6 +31,7 @@ __all__ = [
     "AutoModule",
     "BookKeepingHooks",
     "BookKeepingModule",
+    "ClippedCriterion",
     "GhostHooks",
     "GhostModule",
     "RecordingHooks",

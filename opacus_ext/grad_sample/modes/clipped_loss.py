@@ -8,20 +8,18 @@ import torch
 from opacus.utils.fast_gradient_clipping_utils import DPTensorFastGradientClipping
 from torch.utils._pytree import tree_map
 
-from opacus_ext.misuse import tell
-from opacus_ext.refused import Refused
+from opacus_ext.refused import Refused, tell
 
-# Functions of tensors that are the same for each sample's loss, by their names, with
-# what they are called otherwise; those of two arguments know at most one loss, but for
-# sums and differences.
-_SUMS = {"add", "__add__", "__radd__", "sub", "subtract", "__sub__", "__rsub__", "rsub"}
-_PRODUCTS = {"mul", "multiply", "__mul__", "__rmul__"}
-_QUOTIENTS = {"div", "divide", "true_divide", "__div__", "__truediv__"}
-_SIGNS = {"neg", "negative", "__neg__", "positive", "__pos__"}
-_LINEAR = _SUMS | _PRODUCTS | _QUOTIENTS | _SIGNS
+T = torch.Tensor
+# Functions of tensors that are the same for each sample's loss; products and quotients
+# are with numbers.
+_SUMS = {"add", "__add__", "__radd__", "sub", "__sub__", "__rsub__", "rsub"}
+_PRODUCTS = {"mul", "__mul__", "__rmul__", "neg", "__neg__"}
+_QUOTIENTS = {"div", "__div__", "__truediv__"}
+_LINEAR = _SUMS | _PRODUCTS | _QUOTIENTS
 _IN_PLACE = {f"{name}_" for name in ("add", "sub", "mul", "div")}
 # What leaves the one number that a loss is as it is.
-_SAME = set("mean sum clone squeeze contiguous to cpu cuda float double".split())
+_SAME = {"mean", "sum", "clone", "squeeze", "to", "cpu", "cuda", "float", "double"}
 # What gives a number, as of a tensor that needs no gradient.
 _NUMBER = {"__float__", "__int__", "__array__", "numpy", "__format__"}
 _NO_SAMPLES = {"grad", "register_hook", "retain_grad"}
@@ -50,7 +48,7 @@ class ClippedLoss(torch.Tensor, DPTensorFastGradientClipping):
         ('3.0', [2.0, 4.0], tensor(True))
     """
 
-    loss_per_sample: torch.Tensor
+    loss_per_sample: T
     divisor: float = 1.0  # by what number it was divided
     lost: Optional[Refused] = None  # why it is but a number, after backward()
 
@@ -58,9 +56,9 @@ class ClippedLoss(torch.Tensor, DPTensorFastGradientClipping):
         cls,
         module: Any,
         optimizer: Any,
-        loss_per_sample: torch.Tensor,
+        loss_per_sample: T,
         loss_reduction: str = "mean",
-        value: Optional[torch.Tensor] = None,
+        value: Optional[T] = None,
     ) -> "ClippedLoss":
         """``value`` is that of the loss, if it is known."""
         if value is None:
@@ -75,9 +73,9 @@ class ClippedLoss(torch.Tensor, DPTensorFastGradientClipping):
         self,
         module: Any,
         optimizer: Any,
-        loss_per_sample: torch.Tensor,
+        loss_per_sample: T,
         loss_reduction: str = "mean",
-        value: Optional[torch.Tensor] = None,
+        value: Optional[T] = None,
     ):
         self.module, self.optimizer = module, optimizer
         self.loss_per_sample, self.loss_reduction = loss_per_sample, loss_reduction
@@ -87,8 +85,8 @@ class ClippedLoss(torch.Tensor, DPTensorFastGradientClipping):
         scale: float = 1.0,
         retain_graph: Optional[bool] = None,
         create_graph: bool = False,
-        inputs: Optional[Sequence[torch.Tensor]] = None,
-        gradient: Optional[torch.Tensor] = None,
+        inputs: Optional[Sequence[T]] = None,
+        gradient: Optional[T] = None,
     ) -> None:
         """
         See ``clipped_backward`` of the ghost modes (ghost.py).
@@ -137,76 +135,61 @@ class ClippedLoss(torch.Tensor, DPTensorFastGradientClipping):
         if name in _NO_SAMPLES:
             raise _without_samples(f"{name} of a private loss")
         if name in _IN_PLACE and isinstance(args[0], ClippedLoss):
-            function = getattr(torch.Tensor, name[:-1])
-            return args[0]._become(function(*args, **kwargs))
+            return getattr(T, name[:-1])(*args, **kwargs)  # a new one
         with torch._C.DisableTorchFunctionSubclass():
-            if name in _NUMBER:
-                args = _each(_detached, args)
-            given = tree_map(_plain, kwargs) if kwargs else kwargs
-            value = func(*_each(_plain, args), **given)
-            if not losses or not torch.is_grad_enabled():
+            plain = _detached if name in _NUMBER else _plain
+            value = func(*tree_map(plain, args), **tree_map(plain, kwargs))
+            keeps = losses and torch.is_grad_enabled() and isinstance(value, T)
+            if not keeps or value.dim():
                 return value
-            if name in _SAME and isinstance(value, torch.Tensor) and not value.dim():
-                return losses[0]._like(losses[0].loss_per_sample, value)
+            first = losses[0]
+            if name in _SAME:
+                return first._like(first.loss_per_sample, value, first.divisor)
             if name in _LINEAR and _knows_samples(name, losses, args):
-                each = _each(_per_sample, args)
-                found = losses[0]._like(func(*each, **kwargs), value)
-                found.divisor = max(x.divisor for x in losses)
+                divisor = max(x.divisor for x in losses)
                 if name in _QUOTIENTS and isinstance(args[1], int) and args[1] > 1:
-                    found.divisor *= args[1]
-                return found
+                    divisor *= args[1]
+                each = func(*tree_map(_per_sample, args), **kwargs)
+                return first._like(each, value, divisor)
         return value
 
-    def _like(self, losses: torch.Tensor, value: torch.Tensor) -> "ClippedLoss":
-        known = None if value.dim() else value  # each sample has its own weight
-        new = ClippedLoss(
-            self.module, self.optimizer, losses, self.loss_reduction, known
-        )
-        new.divisor = self.divisor
+    def _like(self, losses: T, value: T, divisor: float) -> "ClippedLoss":
+        reduction = self.loss_reduction
+        new = ClippedLoss(self.module, self.optimizer, losses, reduction, value)
+        new.divisor = divisor
         return new
-
-    def _become(self, other: torch.Tensor) -> "ClippedLoss":
-        """Takes over another's value and samples, as operations in place do."""
-        with torch._C.DisableTorchFunctionSubclass():
-            _plain(self).data.copy_(_detached(other))  # autograd does not look
-        if isinstance(other, ClippedLoss):
-            self.loss_per_sample, self.divisor = other.loss_per_sample, other.divisor
-            self.lost = None
-        elif torch.is_grad_enabled():
-            self.lost = _without_samples("A total of losses")
-        return self
 
 
 # Opacus's arithmetic is reached as that of tensors is.
 for _name in ("item", "detach", "__repr__", "__str__"):
-    setattr(ClippedLoss, _name, getattr(torch.Tensor, _name))
+    setattr(ClippedLoss, _name, getattr(T, _name))
 
 
 class _WithoutSamples(torch.autograd.Function):
     """A value through which no gradient goes back."""
 
     @staticmethod
-    def forward(ctx: Any, value: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, value: T, anchor: T) -> T:
         return value.view_as(value)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+    def backward(ctx: Any, grad: T) -> Any:
         raise _without_samples("A backward pass through what was computed from a loss")
 
 
 _anchor = torch.zeros((), requires_grad=True)
 
 
-def refuse_reduced(function: Any) -> None:
+def refuse_reduced(leaf: T) -> None:
     """
     Args:
-        function: of a node that losses depend on
+        leaf: that losses depend on
 
     Raises:
         Refused: if a loss was multiplied by what was computed from one, as in
             ``(1 - torch.exp(-loss)) ** 2 * loss``
     """
-    if function is _WithoutSamples:
+    if leaf is _anchor:
         raise _without_samples("A product with what was computed from a loss")
 
 
@@ -222,21 +205,15 @@ def _without_samples(what: str) -> Refused:
     )
 
 
-def _each(function: Callable, args: tuple) -> tuple:
-    if any(isinstance(x, (list, tuple, dict)) for x in args):
-        return tree_map(function, args)
-    return tuple(map(function, args))  # seldom anything else, and faster
-
-
 def _plain(x: Any) -> Any:
     if not isinstance(x, ClippedLoss):
         return x
-    value = x.as_subclass(torch.Tensor)
+    value = x.as_subclass(T)
     return value if x.lost is None else value.detach()
 
 
 def _detached(x: Any) -> Any:
-    return _plain(x).detach() if isinstance(x, torch.Tensor) else x
+    return _plain(x).detach() if isinstance(x, T) else x
 
 
 def _per_sample(x: Any) -> Any:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
-from typing import Any, Callable, Iterable, Iterator, List, Optional
+from typing import Any, Callable, List, Optional, Sequence
 
 import torch
 import torch.distributed as dist
 
 from opacus_ext.refused import Refused
+
+# Places in a forward pass beside the layers, which have numbers of their own.
+BEGIN, END, FAILED = -1, -2, -3
 
 
 class ProcessFailure(Refused):
@@ -25,13 +27,16 @@ class ExpertGroup:
     Attributes:
         rank: number of this process in the group
         size: number of processes
-        batch_sizes: samples that each process has in this step
+        batch_sizes: samples that each process has in this pass
+        silent: whether layers of experts give zeros, without an exchange
     """
 
     def __init__(self, group: Optional[dist.ProcessGroup] = None):
         self.group = group
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self.device = "cuda" if "nccl" in dist.get_backend(group) else "cpu"
         self.batch_sizes: List[int] = [0] * self.size
+        self.silent = False
 
     def __deepcopy__(self, memo: dict) -> "ExpertGroup":
         return self  # a process group can't be copied
@@ -47,68 +52,32 @@ class ExpertGroup:
         start = sum(self.batch_sizes[: self.rank])
         return slice(start, start + self.batch_sizes[self.rank])
 
-    def per_sample(self, values: Iterable[float], **kwargs: Any) -> torch.Tensor:
-        """One value a process as one value a sample, ``[B of all]``."""
-        repeats = torch.tensor(self.batch_sizes)
-        return torch.tensor(list(values)).repeat_interleave(repeats).to(**kwargs)
-
-    @contextmanager
-    def forward_pass(self, device: torch.device) -> Iterator[None]:
+    def meet(self, place: int, counts: Sequence[int] = ()) -> List[int]:
         """
-        A forward pass of all processes.
-
-        Raises:
-            ProcessFailure: if another process refuses its own
-        """
-        nothing = torch.zeros(self.size, dtype=torch.long, device=device)
-        try:
-            yield
-        except ProcessFailure:
-            raise
-        except BaseException:
-            self._each_count(nothing - 1)
-            raise
-        self.exchange_counts(nothing)
-
-    def begin_pass(self, batch_size: int, compare: bool, device: torch.device) -> bool:
-        """
-        Tells all others how many samples this process has.
+        Tells each process a count, and is told one by each.
 
         Args:
-            compare: whether it would compare the model with itself
-
-        Returns:
-            Whether one of them would.
-        """
-        counts = torch.full((self.size,), 2 * batch_size + compare, device=device)
-        found = self.exchange_counts(counts)
-        self.batch_sizes = [n // 2 for n in found]
-        return any(n % 2 for n in found)
-
-    def exchange_counts(self, counts: torch.Tensor) -> List[int]:
-        """
-        Tells each process a count, ``[processes]``, and is told one by each.
+            place: in the forward pass, at which all must be
+            counts: one for each process; zeros if empty
 
         Raises:
-            ProcessFailure: if another process refuses this pass
+            ProcessFailure: if another process refuses this pass, or is elsewhere
         """
-        found = self._each_count(counts)
-        if min(found) < 0:
+        given = [[count, place] for count in counts or [0] * self.size]
+        ones, x = [1] * self.size, torch.tensor(given, device=self.device)
+        found, places = zip(*self.exchange(x, ones, ones).tolist())
+        if place == FAILED or set(places) == {place}:
+            return list(found)
+        if FAILED in places:
             raise ProcessFailure(
                 "Another process refuses this step; its error says why. No weight was "
                 "changed."
             )
-        return found
-
-    def _each_count(self, counts: torch.Tensor) -> List[int]:
-        ones = [1] * self.size
-        return self.exchange(counts, ones, ones).tolist()
-
-    def largest(self, *values: int, device: torch.device) -> List[int]:
-        """The largest of each value over all processes."""
-        x = torch.tensor([int(value) for value in values], device=device)
-        self._run(dist.all_reduce, x, op=dist.ReduceOp.MAX)
-        return x.tolist()
+        raise ProcessFailure(
+            "Some processes leave out a layer of experts, or repeat one, by what their "
+            "samples hold. No weight was changed.",
+            remedy="Run each layer for all samples.",
+        )
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         """The sum over all processes, in place."""
@@ -131,9 +100,9 @@ class ExpertGroup:
         self._run(dist.all_to_all_single, out, x.contiguous(), receive, send)
         return out
 
-    def _run(self, collective: Callable, *args: Any, **kwargs: Any) -> None:
+    def _run(self, collective: Callable, *args: Any) -> None:
         try:
-            collective(*args, group=self.group, **kwargs)
+            collective(*args, group=self.group)
         except RuntimeError as error:  # DistBackendError is one
             raise ProcessFailure(
                 f"Process {self.rank} of {self.size} waited in vain for the others "

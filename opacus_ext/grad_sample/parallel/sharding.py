@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Iterable, List, NamedTuple, Optional, Union
+import inspect
+from typing import Any, Iterable, List, NamedTuple, Optional, Tuple
 
 import torch
 from torch import nn
 
 from opacus_ext.grad_sample.parallel.dispatch import through_experts
 from opacus_ext.grad_sample.parallel.group import ExpertGroup
-from opacus_ext.grad_sample.rules.experts import (
-    chosen_of,
-    has_experts,
-    is_experts,
-    weighted,
-)
-from opacus_ext.refused import Refused
+
+T = torch.Tensor
+
+# What the decorator use_experts_implementation of transformers 5 leaves on a class.
+_MARKS = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "_apply_gate")
+_SWITCH = ["hidden_states", "selected_experts", "routing_weights"]
 
 
 class Sharding(NamedTuple):
@@ -24,102 +24,29 @@ class Sharding(NamedTuple):
 
     Attributes:
         group: the processes that hold the experts
-        count: number of experts in all of them
+        place: of the layer in the model
+        experts: how many there are in all processes
         names: of all experts, where these are modules
     """
 
     group: ExpertGroup
-    count: int
-    names: List[str]
+    place: int
+    experts: int
+    names: Tuple[str, ...]
 
 
-def _stacked(
-    layer: nn.Module,
-    hidden_states: torch.Tensor,
-    top_k_index: torch.Tensor,
-    top_k_weights: torch.Tensor,
-) -> torch.Tensor:
-    """``forward`` of stacked experts that are sharded; see ``experts_interface``."""
-    x = hidden_states.unsqueeze(1).expand(-1, top_k_index.shape[1], -1)
-    y = through_experts(x, top_k_index, layer)
-    weights = top_k_weights.masked_fill(top_k_index >= layer.sharding.count, 0)
-    return weighted(y, weights, hidden_states)
-
-
-def _modules(
-    layer: nn.Module,
-    hidden_states: torch.Tensor,
-    selected_experts: torch.Tensor,
-    routing_weights: torch.Tensor,
-) -> torch.Tensor:
-    """``forward`` of a ModuleDict that is sharded; see ``switch_experts``."""
-    index = chosen_of(selected_experts)
-    x = hidden_states.unsqueeze(1).expand(-1, index.shape[1], -1)
-    return weighted(through_experts(x, index, layer), routing_weights, hidden_states)
-
-
-def shard_experts(
-    name: str, layer: nn.Module, group: ExpertGroup, check: bool = False
-) -> bool:
+def is_experts(layer: nn.Module) -> bool:
     """
-    Leaves a layer of experts those of this process, in place.
-
-    Args:
-        check: only look whether it can be done
-
-    Returns:
-        Whether it is such a layer.
-
-    Raises:
-        Refused: if the experts can't be shared out evenly; nothing is changed
+    Whether a layer follows the experts interface of transformers 5, as
+    :class:`opacus_ext.layers.Experts` does: weights are stacked by expert.
     """
-    stacked = is_experts(layer)
-    if not stacked and not has_experts(layer):
-        return False
-    own = expert_parameters(layer)
-    count = len(own[0]) if stacked else len(layer)
-    inside = (p for child in layer.children() for p in child.parameters())
-    if stacked and any(p.requires_grad for p in inside):
-        raise Refused(
-            f"{name} ({type(layer).__name__}) has trainable layers that all experts "
-            "share, which can't be spread over processes.",
-            module=name,
-            remedy="Freeze them with requires_grad_(False).",
-        )
-    if stacked and any(not p.dim() or len(p) != count for p in own):
-        raise Refused(
-            f"{name} ({type(layer).__name__}) has parameters that are not stacked by "
-            "expert.",
-            module=name,
-            remedy="Move them to another layer.",
-        )
-    if count % group.size:
-        raise Refused(
-            f"{name} ({type(layer).__name__}) has {count} experts, which "
-            f"{group.size} processes can't share evenly.",
-            module=name,
-            remedy="Use a number of processes that divides it.",
-        )
-    if check:
-        return True
-    each = count // group.size
-    names = [] if stacked else list(layer)
-    mine = slice(group.rank * each, (group.rank + 1) * each)
-    if stacked:
-        for key, p in layer._parameters.items():
-            if p is not None:
-                part = p.detach()[mine].clone()
-                setattr(layer, key, nn.Parameter(part, requires_grad=p.requires_grad))
-    else:
-        for key in set(layer) - set(names[mine]):
-            del layer[key]
-    sharding = Sharding(group, count, names)
-    _mark_parameters(layer, sharding)
-    layer.sharding = sharding
-    forward = _stacked if stacked else _modules
-    cls = type(layer)
-    layer.__class__ = type(cls.__name__, (cls,), {"forward": forward})
-    return True
+    return all(hasattr(layer, mark) for mark in _MARKS)
+
+
+def has_experts(layer: nn.Module) -> bool:
+    """Whether it is a ModuleDict that sends tokens to its entries, as Switch has it."""
+    takes = list(inspect.signature(type(layer).forward).parameters)[1:]
+    return isinstance(layer, nn.ModuleDict) and takes == _SWITCH
 
 
 def expert_parameters(layer: nn.Module) -> List[nn.Parameter]:
@@ -130,7 +57,39 @@ def expert_parameters(layer: nn.Module) -> List[nn.Parameter]:
     return list(layer.parameters()) if as_modules else []
 
 
-def group_of(part: Union[nn.Module, nn.Parameter]) -> Optional[ExpertGroup]:
+def _stacked(layer: Any, hidden_states: T, top_k_index: T, top_k_weights: T) -> T:
+    """``forward`` of stacked experts that are sharded; see ``experts_interface``."""
+    weights = top_k_weights.masked_fill(top_k_index >= layer.sharding.experts, 0)
+    rows = hidden_states.unsqueeze(1).expand(-1, top_k_index.shape[1], -1)
+    y = through_experts(rows.flatten(0, 1), top_k_index.flatten(), layer)
+    y = y.view(rows.shape) * weights.unsqueeze(-1)
+    return y.sum(1).to(hidden_states.dtype)
+
+
+def _modules(
+    layer: Any, hidden_states: T, selected_experts: T, routing_weights: T
+) -> T:
+    """``forward`` of a ModuleDict that is sharded; experts are one-hot rows."""
+    none = 1 - selected_experts.sum(-1, keepdim=True).clamp(max=1)
+    index = torch.cat([selected_experts, none], dim=-1).argmax(-1)
+    return _stacked(layer, hidden_states, index, routing_weights)
+
+
+def mark(layer: Any, sharding: Sharding) -> None:
+    """Notes that a layer is sharded, there and on its experts' parameters."""
+    layer.sharding = sharding
+    for p in expert_parameters(layer):
+        setattr(p, "sharding", sharding)
+
+
+def run_sharded(layer: nn.Module) -> None:
+    """Puts a forward in the place of the layer's that sends tokens to their experts."""
+    forward = _stacked if is_experts(layer) else _modules
+    cls = type(layer)
+    layer.__class__ = type(cls.__name__, (cls,), {"forward": forward})
+
+
+def group_of(part: Any) -> Optional[ExpertGroup]:
     """The processes that a layer's experts or a parameter of theirs are spread over."""
     sharding = getattr(part, "sharding", None)
     return sharding.group if isinstance(sharding, Sharding) else None
@@ -141,15 +100,7 @@ def find_group(layers: Iterable[nn.Module]) -> Optional[ExpertGroup]:
     The processes that experts among ``layers`` are spread over, if they are. Their
     parameters are marked, as copies of parameters lose such marks.
     """
-    found = None
-    for layer in layers:
-        group = group_of(layer)
-        if group is not None:
-            found = found or group
-            _mark_parameters(layer, layer.sharding)
-    return found
-
-
-def _mark_parameters(layer: nn.Module, sharding: Sharding) -> None:
-    for p in expert_parameters(layer):
-        p.sharding = sharding
+    sharded: List[Any] = [x for x in layers if group_of(x) is not None]
+    for layer in sharded:
+        mark(layer, layer.sharding)
+    return group_of(sharded[0]) if sharded else None

@@ -1,11 +1,11 @@
-"""
-Rules, one file a family of functions or layers; importing this package registers them.
+"""Rules, one file a family of functions; importing this package registers them.
 
-How to write one: :func:`register_rule` and :func:`register_op`. In which order they are
-asked: :class:`Table`.
+How to write one: :func:`register_rule`. A function that is computed in another way for
+samples that run at once has a handler, :func:`handles`.
 """
 
 from opacus_ext.grad_sample.rules import (  # noqa: F401
+    attention,
     conv,
     embedding,
     experts,
@@ -14,23 +14,21 @@ from opacus_ext.grad_sample.rules import (  # noqa: F401
     recurrent,
 )
 from opacus_ext.grad_sample.rules.registry import (
-    TABLE,
+    HANDLERS,
+    RULES,
+    NotAtOnce,
     Op,
-    Rule,
-    Table,
-    register_forward,
-    register_op,
+    as_op,
+    handles,
     register_rule,
-    register_substitute,
 )
 
 __all__ = [
-    "TABLE",
+    "HANDLERS",
+    "RULES",
+    "NotAtOnce",
     "Op",
-    "Rule",
-    "Table",
-    "register_forward",
-    "register_op",
+    "as_op",
+    "handles",
     "register_rule",
-    "register_substitute",
 ]

@@ -2,91 +2,119 @@
 
 from __future__ import annotations
 
-import functools
-from typing import Callable, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Callable, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 from torch.nn import functional as F
 
 from opacus_ext.grad_sample.factors import Factor, OneHot
-from opacus_ext.grad_sample.rules.registry import Op, is_shared, register_op
+from opacus_ext.grad_sample.rules.registry import Op, handles, register_rule
 from opacus_ext.refused import Refused
 
-
-class Fault(NamedTuple):
-    """An argument of an embedding that can't be private: why, and what to do."""
-
-    parameter: str
-    reason: str
-    remedy: str
+T = torch.Tensor
 
 
-_FAULTS = (
-    Fault(
-        "max_norm",
-        "max_norm rescales rows in place in the forward pass, by which tokens the "
-        "batch holds: that step is not private.",
-        "Set max_norm=None.",
-    ),
-    Fault(
-        "scale_grad_by_freq",
-        "scale_grad_by_freq divides a sample's gradient by how often the other samples "
-        "use its tokens.",
-        "Set scale_grad_by_freq=False.",
-    ),
-    Fault(
-        "sparse",
-        "sparse=True gives a gradient whose pattern shows which tokens the batch "
-        "holds, and the noise is dense anyway.",
-        "Set sparse=False.",
-    ),
-)
+def refuse_embedding(
+    what: str, max_norm: Optional[float], scale_grad_by_freq: bool, sparse: bool
+) -> None:
+    """
+    Raises:
+        Refused: for an argument of an embedding with which it can't be private
+    """
+    if max_norm is not None:
+        name, reason = "max_norm=None", (
+            "max_norm rescales rows in place in the forward pass, by which tokens the "
+            "batch holds: that step is not private."
+        )
+    elif scale_grad_by_freq:
+        name, reason = "scale_grad_by_freq=False", (
+            "scale_grad_by_freq divides a sample's gradient by how often the other "
+            "samples use its tokens."
+        )
+    elif sparse:
+        name, reason = "sparse=False", (
+            "sparse=True gives a gradient whose pattern shows which tokens the batch "
+            "holds, and the noise is dense anyway."
+        )
+    else:
+        return
+    raise Refused(
+        f"{what}: {reason}",
+        module=what,
+        parameter=name.partition("=")[0],
+        remedy=f"Set {name}.",
+    )
 
 
-def fault_of(
-    max_norm: Optional[float], scale_grad_by_freq: bool, sparse: bool
-) -> Optional[Fault]:
-    """The first argument of an embedding that can't be private, or None."""
-    given = (max_norm is not None, scale_grad_by_freq, sparse)
-    return next((fault for fault, is_set in zip(_FAULTS, given) if is_set), None)
-
-
-@register_op(F.embedding)
+@register_rule(F.embedding)
 def embedding(
-    input: torch.Tensor,
-    weight: torch.Tensor,
+    input: T,
+    weight: T,
     padding_idx: Optional[int] = None,
     max_norm: Optional[float] = None,
     norm_type: float = 2.0,
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
-) -> Optional[Op]:
+) -> Op:
     """``weight [V, d]`` at ``input [*]``; rows at ``padding_idx`` get no gradient."""
-    fault = fault_of(max_norm, scale_grad_by_freq, sparse)
-    if fault is not None:
-        raise Refused(
-            f"An embedding of shape {tuple(weight.shape)}: {fault.reason}",
-            parameter=fault.parameter,
-            remedy=fault.remedy,
-        )
-    if not is_shared(weight):
+    what = f"An embedding of shape {tuple(weight.shape)}"
+    refuse_embedding(what, max_norm, scale_grad_by_freq, sparse)
+    if padding_idx is not None and padding_idx < 0:
+        padding_idx += len(weight)
+    op = OfRows(len(weight), padding_idx)
+    return Op((weight,), (input,), op, 1, (0,), op.whole)
+
+
+@handles(F.embedding)
+def padded(
+    group: Any,
+    func: Callable,
+    input: T,
+    weight: T,
+    padding_idx: Optional[int] = None,
+    *args: Any,
+    **kwargs: Any,
+) -> T:
+    """Of tables that are one a sample vmap forgets ``padding_idx``."""
+    if padding_idx is None or not group.is_batched(weight):
+        return group.call(func, input, weight, padding_idx, *args, **kwargs)
+    rows = group.call(func, input, weight, None, *args, **kwargs)
+    with group:
+        return torch.where((input == padding_idx).unsqueeze(-1), rows.detach(), rows)
+
+
+@handles(torch.embedding)
+def _embedding(
+    group: Any, func: Callable, weight: T, input: T, padding_idx: int = -1, *args: Any
+) -> T:
+    padding = None if padding_idx < 0 else padding_idx
+    return padded(group, F.embedding, input, weight, padding, None, 2.0, *args)
+
+
+@register_rule(T.__getitem__)
+def getitem(table: T, index: Any) -> Optional[Op]:
+    """``table [V, *]`` at ``index [*]``, a tensor of integers."""
+    if not isinstance(index, T) or index.is_floating_point() or table.dim() < 1:
         return None
-
-    def whole(params: Sequence, ids: torch.Tensor) -> torch.Tensor:
-        return F.embedding(ids, params[0], padding_idx)
-
-    factors = _rows_of(len(weight), padding_idx)
-    return Op((weight,), (input,), factors, 1, (0,), whole)
+    if index.dtype in (torch.bool, torch.uint8):
+        return None
+    factors, event = OfRows(len(table)), table.dim() - 1
+    return Op((table,), (index,), factors, event, (0,), lambda p, index: p[0][index])
 
 
-@functools.lru_cache(maxsize=None)  # one for all tables alike: taken together
-def _rows_of(size: int, padding: Optional[int]) -> Callable[..., List]:
-    if padding is not None and padding < 0:
-        padding += size
+# Equal for tables alike, by which uses of one kind are found.
+class OfRows(NamedTuple):
+    """The factors of a table ``[size, *]``, whose index may be negative."""
 
-    def factors(backprops: torch.Tensor, ids: torch.Tensor) -> List[Tuple[Factor, ...]]:
-        if padding is not None:
-            backprops = backprops.masked_fill((ids == padding).unsqueeze(-1), 0)
-        return [(OneHot(ids.long(), size), backprops)]
+    size: int
+    padding: Optional[int] = None
 
-    return factors
+    def whole(self, params: Sequence, ids: T) -> T:
+        """The rows for all samples."""
+        return F.embedding(ids, params[0], self.padding)
+
+    def __call__(self, backprops: T, ids: T) -> List[Tuple[Factor, ...]]:
+        rows = backprops.reshape(*backprops.shape[:2], -1)
+        if self.padding is not None:
+            rows = rows.masked_fill((ids == self.padding).unsqueeze(-1), 0)
+        return [(OneHot(ids.long() % self.size, self.size), rows)]

@@ -1,4 +1,4 @@
-"""LayerNorm, RMSNorm, GroupNorm and InstanceNorm: scale and shift what is normalised.
+"""LayerNorm, RMSNorm and GroupNorm: scale and shift what is normalized.
 
 The many copies of RMSNorm in other people's code need no rule: their scale is given to
 each sample as a copy, which costs no more.
@@ -6,107 +6,92 @@ each sample as a copy, which costs no more.
 
 from __future__ import annotations
 
-import functools
-from typing import Any, Callable, List, Optional, Sequence, Tuple
+from typing import Any, Callable, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
-import torch.nn.functional as F
+from torch.nn import functional as F
 
 from opacus_ext.grad_sample.factors import Factor, wide
-from opacus_ext.grad_sample.rules.registry import Op, is_shared, register_op
+from opacus_ext.grad_sample.rules.registry import Op, register_rule
+
+T = torch.Tensor
 
 
-def _both(normalised: torch.Tensor, backprops: torch.Tensor, dim: int) -> List:
-    """
-    Args:
-        normalised: the input without scale and shift, as ``backprops``; written over
-        backprops: ``[B, T, *event]``
-        dim: where the event begins
-    """
-    scale = normalised.mul_(backprops).flatten(dim)
-    return [(scale,), (backprops.flatten(dim),)]
+# Equal for layers alike, by which uses of one kind are found.
+class OfNorm(NamedTuple):
+    """The factors of LayerNorm, and of RMSNorm, which has the first of them."""
+
+    function: Callable
+    shape: Tuple[int, ...]
+    eps: Optional[float]
+
+    def op(self, params: Tuple[Optional[T], ...], x: T) -> Op:
+        """What the rule says."""
+        dims = len(self.shape)
+        return Op(params, (x,), self, dims, (dims,), self.whole)
+
+    def whole(self, params: Sequence, x: T) -> T:
+        """The layer for all samples."""
+        return self.function(x, self.shape, *params, self.eps)
+
+    def __call__(self, backprops: T, x: T) -> List[Tuple[Factor, ...]]:
+        normalized = self.function(x, self.shape, eps=self.eps).to(backprops.dtype)
+        return [((normalized * backprops).flatten(2),), (backprops.flatten(2),)]
 
 
-@register_op(F.layer_norm)
+@register_rule(F.layer_norm)
 def layer_norm(
-    input: torch.Tensor,
+    input: T,
     normalized_shape: Sequence[int],
-    weight: Optional[torch.Tensor] = None,
-    bias: Optional[torch.Tensor] = None,
+    weight: Optional[T] = None,
+    bias: Optional[T] = None,
     eps: float = 1e-5,
-) -> Optional[Op]:
+) -> Op:
     """Scale and shift ``[*normalized_shape]``."""
-    if any(p is not None and not is_shared(p) for p in (weight, bias)):
-        return None
-
-    count, factors = len(normalized_shape), _of_layer(tuple(normalized_shape), eps)
-
-    def whole(params: Sequence, x: torch.Tensor) -> torch.Tensor:
-        return F.layer_norm(x, normalized_shape, *params, eps)
-
-    return Op((weight, bias), (input,), factors, count, (count,), whole)
+    return OfNorm(F.layer_norm, tuple(normalized_shape), eps).op((weight, bias), input)
 
 
-@functools.lru_cache(maxsize=None)  # one for all layers alike: taken together
-def _of_layer(shape: Tuple[int, ...], eps: float) -> Callable[..., List]:
-    def factors(backprops: torch.Tensor, x: torch.Tensor) -> List[Tuple[Factor, ...]]:
-        normalised = F.layer_norm(x, shape, eps=eps).to(backprops.dtype)
-        return _both(normalised, backprops, 2)
-
-    return factors
-
-
-@register_op(F.rms_norm, torch.rms_norm)
+@register_rule(F.rms_norm, torch.rms_norm)
 def rms_norm(
-    input: torch.Tensor,
+    input: T,
     normalized_shape: Sequence[int],
-    weight: Optional[torch.Tensor] = None,
+    weight: Optional[T] = None,
     eps: Optional[float] = None,
-) -> Optional[Op]:
+) -> Op:
     """Scale ``[*normalized_shape]``."""
-    if weight is None or not is_shared(weight):
-        return None
-
-    count, factors = len(normalized_shape), _of_rms(tuple(normalized_shape), eps)
-
-    def whole(params: Sequence, x: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x, normalized_shape, *params, eps)
-
-    return Op((weight,), (input,), factors, count, (count,), whole)
+    return OfNorm(F.rms_norm, tuple(normalized_shape), eps).op((weight,), input)
 
 
-@functools.lru_cache(maxsize=None)
-def _of_rms(shape: Tuple[int, ...], eps: Optional[float]) -> Callable[..., List]:
-    def factors(backprops: torch.Tensor, x: torch.Tensor) -> List[Tuple[Factor, ...]]:
-        normalised = F.rms_norm(x, shape, eps=eps).to(backprops.dtype)
-        return _both(normalised, backprops, 2)[:1]
-
-    return factors
-
-
-def _over_space(x: torch.Tensor) -> torch.Tensor:
-    """``[B, T, channels, *space]`` -> ``[B, T, channels]``"""
-    return wide(x.flatten(3)).sum(3) if x.dim() > 3 else x
-
-
-@register_op(F.group_norm, torch.group_norm)
+@register_rule(F.group_norm, torch.group_norm)
 def group_norm(
-    input: torch.Tensor,
+    input: T,
     num_groups: int,
-    weight: Optional[torch.Tensor] = None,
-    bias: Optional[torch.Tensor] = None,
+    weight: Optional[T] = None,
+    bias: Optional[T] = None,
     eps: float = 1e-5,
     *unused: Any,
-) -> Optional[Op]:
+) -> Op:
     """Scale and shift ``[channels]`` of an input ``[N, channels, *space]``."""
-    if any(p is not None and not is_shared(p) for p in (weight, bias)):
-        return None
+    given, event = OfGroups(num_groups, eps), input.dim() - 1
+    return Op((weight, bias), (input,), given, event, (event,), given.whole)
 
-    def factors(backprops: torch.Tensor, x: torch.Tensor) -> List[Tuple[Factor, ...]]:
-        normalised = F.group_norm(x.flatten(0, 1), num_groups, eps=eps)
-        normalised = normalised.view_as(backprops).to(backprops.dtype)
-        scale = _over_space(normalised.mul_(backprops))
-        return [(scale,), (_over_space(backprops),)]
 
-    count = input.dim() - 1
-    return Op((weight, bias), (input,), factors, count, (count,))
+class OfGroups(NamedTuple):
+    """The factors of GroupNorm."""
+
+    groups: int
+    eps: float
+
+    def whole(self, params: Sequence, x: T) -> T:
+        """The layer for all samples."""
+        y = F.group_norm(x.flatten(0, 1), self.groups, *params, self.eps)
+        return y.unflatten(0, x.shape[:2])
+
+    def __call__(self, backprops: T, x: T) -> List[Tuple[Factor, ...]]:
+        scale = self.whole((None, None), x).to(backprops.dtype) * backprops
+        return [(_over_space(scale),), (_over_space(backprops),)]
+
+
+def _over_space(x: T) -> T:
+    """``[B, T, channels, *space]`` to ``[B, T, channels]``."""
+    return wide(x.flatten(3)).sum(3) if x.dim() > 3 else x

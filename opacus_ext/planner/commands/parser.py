@@ -265,9 +265,9 @@ def _problem_of_tuning(args: argparse.Namespace) -> Optional[str]:
     if args.rank and args.trainable is None:
         return "--rank needs --trainable, the parameters of adapters of this rank"
     if args.device_flops is None and (
-        args.price or args.devices > 1 or args.utilisation
+        args.price or args.devices > 1 or args.utilization
     ):
-        return "--price, --devices and --utilisation need --device-flops"
+        return "--price, --devices and --utilization need --device-flops"
     if args.bootstrap and (
         args.measurements is None or args.law not in (None, "surface")
     ):
@@ -382,6 +382,7 @@ def _plan(add: Callable) -> None:
         help="FLOP/s of a device at its peak: tells device hours",
     )
     add(
+        "--utilization",
         "--utilisation",
         type=_bounded_number(0, 1, above=True),
         help="share of it that private training reaches (default 0.3)",

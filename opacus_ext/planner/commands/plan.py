@@ -193,7 +193,7 @@ def _cost(args: argparse.Namespace, plan: Plan) -> Optional[Dict[str, Any]]:
     if args.device_flops is None:
         return None
     device = Device(
-        args.device_flops, args.utilisation or 0.3, args.price, args.devices
+        args.device_flops, args.utilization or 0.3, args.price, args.devices
     )
     return device.cost(plan.flops)._asdict()
 

@@ -7,7 +7,7 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-from opacus_ext.grad_sample.samplewise.functorch import whole
+from opacus_ext.grad_sample.core.vmap import whole
 from opacus_ext.re_attention import moments
 from opacus_ext.re_attention.moments import Moments
 from opacus_ext.re_attention.rules.registry import Call, Result, register_propagation

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, Optional
+from typing import Optional
 
 import torch
 from torch import Tensor
 
-from opacus_ext.grad_sample.rules.experts import Routes, at_once
-from opacus_ext.grad_sample.samplewise.functorch import whole, wrapped_like
 from opacus_ext.re_attention.rules.registry import Call, Result, register_propagation
 from opacus_ext.re_attention.variances import (
     Lost,
     Variance,
     plus,
     wide,
-    zeros,
 )
 
 
@@ -31,13 +28,16 @@ def _grouped_mm(call: Call) -> Result:
     return _by_group(call, x, group, weight, None, 1)
 
 
-@register_propagation("expert_linear")
-def _expert_linear(call: Call) -> Result:
-    """Of ``grad_sample.rules.experts``."""
-    x, routes, weight, bias, transposed = (*call.args, None, False)[:5]
-    # Its table is that of the whole batch.
-    group = wrapped_like(x, routes.index.view(whole(x).shape[:-1]))
-    return _by_group(call, x, group, weight, bias, 1 if transposed else 2)
+@register_propagation("grouped_linear")
+def _grouped_linear(call: Call) -> Result:
+    """Of ``grad_sample.rules.experts``; rows without an expert have no error."""
+    x, index, weight = call.args
+    group = index.clamp(max=len(weight) - 1)
+    found = _by_group(call, x, group, weight, None, 1)
+    none = (index >= len(weight)).unsqueeze(-1)
+    return Variance(
+        *(None if part is None else part.masked_fill(none, 0) for part in found)
+    )
 
 
 def _by_group(
@@ -69,30 +69,3 @@ def _by_group(
     if passed is not None and own is None:
         own = torch.zeros_like(passed)
     return Variance(own, passed, gain)
-
-
-@register_propagation("send")
-def _sent(call: Call) -> Result:
-    """
-    Rows ``[*rows, width]`` through modules, each by itself: here all through each, as
-    which they go through differs from sample to sample.
-    """
-    x, index, size, experts = call.args
-    with call.mode:
-        rows = x.detach().flatten(0, -2)
-    # Stacked experts have one table for the whole batch.
-    count = whole(rows).shape[:-1].numel() if experts.stacked else len(rows)
-
-    def through(i: int) -> Any:
-        to_one = torch.full((count,), i, device=x.device)
-        return call.mode.token(experts(rows, Routes(to_one, size), at_once))
-
-    with call.mode:
-        every = [through(i) for i in range(size)]
-    total = zeros(x, (*index.shape, 1))
-    for i, variance in enumerate(every):
-        if isinstance(variance, Lost):
-            return variance
-        variance = variance.expand(len(rows), 1).view(*index.shape, 1)
-        total = torch.where((index == i).unsqueeze(-1), variance, total)
-    return Variance(total)

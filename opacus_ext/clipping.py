@@ -1,0 +1,217 @@
+"""Clipping functions: from the norms of per-sample gradients to their factors.
+
+Each states its sensitivity, the most that one record can change the clipped sum; the
+noise is the noise multiplier times that.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from enum import Enum
+from typing import Any, Callable, Dict, List, NamedTuple, Union
+
+import torch
+
+from opacus_ext.refused import Refused
+
+Bound = Union[float, List[float]]
+
+
+class NeighboringRelation(str, Enum):
+    """
+    Which data sets are neighbors: those that differ in one record.
+
+    Attributes:
+        ADD_OR_REMOVE_ONE: one of them has a record more
+        REPLACE_ONE: one record is another one
+        REPLACE_SPECIAL: one record is replaced by one whose gradient is zero
+    """
+
+    ADD_OR_REMOVE_ONE = "add_or_remove_one"
+    REPLACE_ONE = "replace_one"
+    REPLACE_SPECIAL = "replace_special"
+
+
+class Clipping(NamedTuple):
+    """
+    A kind of clipping, the same for all modes; :meth:`at` gives it a bound.
+
+    Attributes:
+        name: as passed to ``make_private(clipping=...)``
+        factors: ``(norms [B], max_grad_norm)`` to factors ``[B]``; both
+            ``[parameters, B]`` if ``per_parameter``. The factor of a sample must depend
+            on that sample's norms only
+        largest_norm: ``max_grad_norm`` to the largest norm of a clipped gradient
+        per_parameter: whether every parameter has its own factor and bound
+    """
+
+    name: str
+    factors: Callable[[torch.Tensor, Bound], torch.Tensor]
+    largest_norm: Callable[[Bound], float] = lambda bound: bound
+    per_parameter: bool = False
+
+    def at(self, bound: Bound) -> ClippingFunction:
+        """The clipping function with this ``max_grad_norm``."""
+        return ClippingFunction(self, bound)
+
+
+class ClippingFunction(NamedTuple):
+    """
+    A clipping function: called with norms it gives the factors of the gradients.
+
+    Args:
+        clipping: which kind
+        bound: ``max_grad_norm``; a list if it is by parameter
+
+    Example:
+        >>> clip = find_clipping("flat").at(1.0)
+        >>> clip(torch.tensor([0.5, 2.0]))
+        tensor([1.0000, 0.5000])
+        >>> clip.sensitivity("replace_one")
+        2.0
+    """
+
+    clipping: Clipping
+    bound: Bound
+
+    @property
+    def per_parameter(self) -> bool:
+        """Whether norms and factors are ``[parameters, B]`` instead of ``[B]``."""
+        return self.clipping.per_parameter
+
+    def __call__(self, norms: torch.Tensor) -> torch.Tensor:
+        """Factors of gradients with these norms."""
+        return self.clipping.factors(norms, self.bound)
+
+    def sensitivity(
+        self, relation: Union[str, NeighboringRelation] = "add_or_remove_one"
+    ) -> float:
+        """
+        The most that the clipped sums of neighbors differ, in L2 norm.
+
+        Args:
+            relation: a :class:`NeighboringRelation`, its name, or dp-accounting's
+        """
+        return _times(relation) * float(self.clipping.largest_norm(self.bound))
+
+
+def _times(relation: Any) -> int:
+    name = str(getattr(relation, "name", relation)).lower()
+    if name not in [each.value for each in NeighboringRelation]:
+        raise Refused(
+            f"Unknown neighboring relation {relation!r}.",
+            parameter="relation",
+            remedy=f"Known: {', '.join(each.value for each in NeighboringRelation)}.",
+        )
+    return 2 if name == "replace_one" else 1
+
+
+def as_clipping_function(clipping: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    """
+    What :func:`~opacus_ext.clipped_grads` was given as ``clipping``.
+
+    Args:
+        clipping: a number C for flat clipping at C, or a function of norms with a
+            method ``sensitivity(relation)``
+
+    Raises:
+        Refused: for anything else, and for a sensitivity that is no positive number
+    """
+    if isinstance(clipping, numbers.Real) and not isinstance(clipping, bool):
+        clipping = CLIPPINGS["flat"].at(float(clipping))
+    if not callable(clipping) or not callable(getattr(clipping, "sensitivity", None)):
+        raise Refused(
+            f"clipping={clipping!r} is neither a number nor a function of norms with a "
+            "method sensitivity(relation).",
+            parameter="clipping",
+            remedy="Give the bound C as a number for flat clipping, or "
+            'opacus_ext.clipping.find_clipping("automatic").at(1.0); a function of '
+            "your own states the largest norm that it leaves as its sensitivity.",
+        )
+    largest = clipping.sensitivity(NeighboringRelation.ADD_OR_REMOVE_ONE)
+    if not (isinstance(largest, numbers.Real) and 0 < largest < math.inf):
+        raise Refused(
+            f"The sensitivity of {clipping!r} is {largest!r}.",
+            parameter="clipping",
+            remedy="It must be a positive number, to which the noise is scaled.",
+        )
+    return clipping
+
+
+CLIPPINGS: Dict[str, Clipping] = {}
+
+
+def register_clipping(clipping: Clipping) -> Clipping:
+    """
+    Makes a kind of clipping known by its name, to all modes.
+
+    Example:
+        >>> from opacus_ext import Clipping, register_clipping
+        >>> def sign(norms, bound):
+        ...     return bound / norms.clamp(min=1e-12)
+        >>> _ = register_clipping(Clipping("sign", sign))
+        >>> import opacus_ext.clipping
+        >>> _ = opacus_ext.clipping.CLIPPINGS.pop("sign")
+    """
+    CLIPPINGS[clipping.name] = clipping
+    return clipping
+
+
+def find_clipping(clipping: Union[str, Clipping]) -> Clipping:
+    """
+    Raises:
+        Refused: for a name that is not registered, with those that are
+    """
+    if isinstance(clipping, Clipping):
+        return clipping
+    if clipping not in CLIPPINGS:
+        raise Refused(
+            f"Unknown clipping {clipping!r}.",
+            parameter="clipping",
+            remedy=f"Known: {', '.join(sorted(CLIPPINGS))}.",
+        )
+    return CLIPPINGS[clipping]
+
+
+def _flat(norms: torch.Tensor, bound: float) -> torch.Tensor:
+    return (bound / (norms + 1e-6)).clamp(max=1.0)
+
+
+def automatic(gamma: float = 0.01) -> Clipping:
+    """
+    AUTO-S: every gradient is scaled to just below ``max_grad_norm``, with factor
+    ``C / (norm + gamma)``. Source: Bu et al. 2022, "Automatic Clipping".
+
+    Args:
+        gamma: keeps small gradients small; in the units of a gradient norm
+
+    Raises:
+        Refused: if gamma is not positive
+
+    Example:
+        >>> from opacus_ext import automatic
+        >>> automatic(gamma=0.1).name
+        'automatic'
+    """
+    if not gamma > 0:
+        raise Refused(f"gamma must be positive, got {gamma}.", parameter="gamma")
+    return Clipping("automatic", lambda norms, bound: bound / (norms + gamma))
+
+
+def _per_layer(norms: torch.Tensor, bound: List[float]) -> torch.Tensor:
+    bounds = torch.as_tensor(bound, dtype=norms.dtype, device=norms.device)
+    return (bounds[:, None] / (norms + 1e-6)).clamp(max=1.0)
+
+
+register_clipping(Clipping("flat", _flat))
+register_clipping(automatic())
+# De et al. 2022: clipped to C and divided by C, so that the learning rate does not
+# depend on C.
+register_clipping(
+    Clipping("normalized", lambda n, bound: _flat(n, bound) / bound, lambda bound: 1.0)
+)
+CLIPPINGS["normalised"] = CLIPPINGS["normalized"]
+register_clipping(
+    Clipping("per_layer", _per_layer, lambda bound: math.hypot(*bound), True)
+)

@@ -1,0 +1,414 @@
+"""The clipped sum of per-sample gradients, as one function."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple, Union
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.weak import WeakIdKeyDictionary
+
+from opacus_ext.clipping import as_clipping_function
+from opacus_ext.grad_sample.core import branches  # noqa: F401  (handlers)
+from opacus_ext.grad_sample.core.batch import Samples, Take, samples_of
+from opacus_ext.grad_sample.core.clip import (
+    ClippedSum,
+    DenseGrads,
+    GroupNorms,
+)
+from opacus_ext.grad_sample.core.group import EagerGroup
+from opacus_ext.grad_sample.core.groups import (
+    gradients_alone,
+    in_groups,
+    no_autocast,
+    warn_one_by_one,
+)
+from opacus_ext.grad_sample.core.traced import (
+    TracedGroup,
+    collect,
+    find_uses,
+    run_with_slots,
+)
+from opacus_ext.grad_sample.rules import NotAtOnce
+from opacus_ext.refused import Refused
+
+T = torch.Tensor
+Loss = Callable[[Any], Any]
+
+
+class ClippedGrads(NamedTuple):
+    """
+    What :func:`clipped_grads` returns.
+
+    Attributes:
+        sums: by name, the sum over samples of the clipped gradients ``[*shape]``
+        norms: of the samples' gradients over all parameters, before clipping ``[B]``
+        losses: ``[B]``, detached
+        aux: what the loss returned beside itself, ``[B, ...]``, detached; None if
+            nothing
+    """
+
+    sums: Dict[str, T]
+    norms: T
+    losses: T
+    aux: Any = None
+
+
+class PerSampleGrads(NamedTuple):
+    """
+    What :func:`per_sample_grads` returns.
+
+    Attributes:
+        grads: by name, the gradients ``[B, *shape]``
+        losses: ``[B]``, detached
+        aux: see :class:`ClippedGrads`
+    """
+
+    grads: Dict[str, T]
+    losses: T
+    aux: Any = None
+
+
+def clipped_grads(
+    loss: Loss,
+    params: Dict[str, T],
+    batch: Any,
+    clipping: Any,
+    *,
+    take: Optional[Take] = None,
+    microbatch: Optional[int] = None,
+    on_nonfinite: str = "drop",
+) -> ClippedGrads:
+    """
+    The sum over samples of their clipped gradients.
+
+    The gradient of a sample is that of ``loss(sample)``, where ``sample`` is a batch of
+    one; nothing else is asked of the loss. The sum of a batch ``D`` is
+
+        S(D) = sum over i of c(|g_i|) g_i,   g_i = gradient of loss(sample i)
+
+    with the factors ``c`` of the clipping function. Noise is not added.
+
+    **Guarantees.** (1) A sample's term depends on that sample, the parameters and the
+    random numbers that the loss draws, and on no other sample, as long as the loss
+    reads and writes nothing but its argument, the parameters and constants: samples run
+    apart, whether together under ``torch.vmap`` or one by one. (2) No term is longer
+    than ``clipping.sensitivity("add_or_remove_one")``, so ``S`` of two batches that
+    differ in one sample differs by no more, and by ``sensitivity("replace_one")`` where
+    one is replaced, up to rounding. Gaussian noise of standard deviation ``sigma *
+    sensitivity`` on all of ``sums`` is the Gaussian mechanism with noise multiplier
+    sigma. (3) What can't be computed so is refused. ``norms``, ``losses`` and ``aux``
+    are not private.
+
+    ================================= ================================================
+    case                              result
+    ================================= ================================================
+    no samples (``B = 0``)            zeros; norms and losses ``[0]``; no aux
+    one sample                        the same as a batch of one elsewhere
+    a parameter that is not used      its sum is zero
+    a frozen parameter                is a constant; it has no entry in ``sums``
+    a tensor that is not in params    is a constant, whether it is trainable or not
+    one tensor under two names        refused
+    gradients that cancel to zero     norm 0, factor ``c(0)``
+    a gradient that is not finite     the term is zero, the norm infinite, with a
+                                      warning; ``on_nonfinite="raise"`` refuses
+    a branch on data                  the samples are split by their answers
+    what vmap can't run               one by one, with one warning that says what
+    bfloat16, float16                 norms in float32; sums in the parameter's type
+    a complex parameter               refused; complex activations are exact
+    random numbers in the loss        drawn for each sample by itself
+    a loss that keeps state           not seen: it is the caller's word
+    a loss of more than one number    refused
+    tensors whose first dims differ   refused: close over what is shared, or ``take``
+    ================================= ================================================
+
+    Under ``torch.compile(fullgraph=True)`` the same code is compiled: samples run at
+    once, branches on data, ``take`` and ``microbatch`` are errors, and a gradient that
+    is not finite is dropped without a warning (its norm is infinite). A batch of
+    another size is compiled anew: draw few sizes.
+
+    Args:
+        loss: of a sample, a tree of tensors ``[1, ...]``: one number, or a pair of it
+            and of auxiliary values, a tree of tensors
+        params: tensors that the loss reads, by name
+        batch: a tree of tensors ``[B, ...]``; anything, with ``take``
+        clipping: a number C for flat clipping, ``min(1, C / |g|)``, or a clipping
+            function (clipping.py): of norms ``[B]``, with ``sensitivity(relation)``
+        take: ``take(batch, i)`` gives sample ``i`` as a tree of tensors ``[1, ...]``,
+            and raises IndexError where there is none
+        microbatch: the most samples that run at once, which bounds memory
+        on_nonfinite: "drop" or "raise"
+
+    Raises:
+        Refused: see the table; nothing is changed
+
+    Source: "one pass" is book-keeping, Bu et al. 2023, over the ghost norms of
+    factors (factors/).
+
+    Example:
+        >>> import torch
+        >>> from opacus_ext import clipped_grads
+        >>> weight = torch.ones(2, requires_grad=True)
+        >>> x = torch.tensor([[3.0, 4.0], [0.3, 0.4]])
+        >>> found = clipped_grads(lambda x: (x @ weight).sum(), {"w": weight}, x, 1.0)
+        >>> found.sums["w"], found.norms
+        (tensor([0.9000, 1.2000]), tensor([5.0000, 0.5000]))
+    """
+    trained = _trained(params)
+    clip = as_clipping_function(clipping)
+    _check_microbatch(microbatch)
+    if on_nonfinite not in ("drop", "raise"):
+        raise Refused(
+            f'on_nonfinite is "drop" or "raise", got {on_nonfinite!r}.',
+            parameter="on_nonfinite",
+        )
+    samples, size = samples_of(batch, take)
+    if torch.compiler.is_compiling():
+        if take is not None or microbatch is not None:
+            raise Refused("take= and microbatch= can't be compiled.", parameter="take")
+        return _clipped_traced(loss, trained, samples[0], clip)
+    total = ClippedSum(trained, size, clip, on_nonfinite)
+    run = _Run(loss, trained, size, total)
+    run.all(samples, microbatch)
+    return ClippedGrads(total.sums(), total.norms, run.losses(), run.aux())
+
+
+def per_sample_grads(
+    loss: Loss,
+    params: Dict[str, T],
+    batch: Any,
+    *,
+    take: Optional[Take] = None,
+    microbatch: Optional[int] = None,
+) -> PerSampleGrads:
+    """
+    The gradients of all samples, materialized.
+
+    See :func:`clipped_grads` for the arguments and edge cases; gradients that are not
+    finite are returned as they are.
+
+    Example:
+        >>> import torch
+        >>> from opacus_ext import per_sample_grads
+        >>> weight = torch.ones(2, requires_grad=True)
+        >>> x = torch.tensor([[3.0, 4.0], [0.3, 0.4]])
+        >>> per_sample_grads(lambda x: (x @ weight).sum(), {"w": weight}, x).grads["w"]
+        tensor([[3.0000, 4.0000],
+                [0.3000, 0.4000]])
+    """
+    trained = _trained(params)
+    _check_microbatch(microbatch)
+    samples, size = samples_of(batch, take)
+    total = DenseGrads(trained, size)
+    run = _Run(loss, trained, size, total)
+    run.all(samples, microbatch)
+    return PerSampleGrads(total.grads(), run.losses(), run.aux())
+
+
+def _trained(params: Dict[str, T]) -> Dict[str, T]:
+    trained = {n: p for n, p in params.items() if p.requires_grad}
+    names: Dict[int, str] = {}
+    for name, p in trained.items():
+        if id(p) in names:
+            raise Refused(
+                f"{names[id(p)]} and {name} are one tensor, whose gradient would be "
+                "clipped and released twice.",
+                parameter=name,
+                remedy="Leave one of the names out: dict(model.named_parameters()) has "
+                "each tensor once.",
+            )
+        names[id(p)] = name
+        if p.is_complex() or not p.is_leaf:
+            raise Refused(
+                f"{name} is {'complex' if p.is_complex() else 'no leaf'}.",
+                parameter=name,
+                remedy="Give the leaves that it is computed from, all of them real.",
+            )
+    if not trained:
+        raise Refused(
+            "No parameter requires a gradient.",
+            parameter="params",
+            remedy="Give dict(model.named_parameters()) of a model that is not frozen.",
+        )
+    return trained
+
+
+def _check_microbatch(microbatch: Optional[int]) -> None:
+    if microbatch is not None and not (isinstance(microbatch, int) and microbatch > 0):
+        raise Refused(
+            f"microbatch is a number of samples, got {microbatch!r}.",
+            parameter="microbatch",
+        )
+
+
+class _Run:
+    """
+    The samples of one call.
+
+    Args:
+        loss: of a sample
+        params: by name
+        size: number of samples
+        total: takes the gradients
+    """
+
+    def __init__(
+        self,
+        loss: Loss,
+        params: Dict[str, T],
+        size: int,
+        total: Union[ClippedSum, DenseGrads],
+    ):
+        self.loss, self.params, self.size = loss, list(params.values()), size
+        self.total = total
+        self._code = getattr(loss, "__code__", type(loss))
+        self._losses: Optional[T] = None
+        self._aux: Optional[Tuple[List[T], Any]] = None
+
+    def all(self, samples: List[Samples], microbatch: Optional[int]) -> None:
+        alone = self._code in _alone.get(self.params[0], ())
+        in_groups(
+            samples,
+            self.at_once,
+            self.one,
+            microbatch=microbatch,
+            one_by_one=alone,
+            tell=self._tell,
+        )
+
+    def _tell(self, reason: str) -> None:
+        _alone.setdefault(self.params[0], set()).add(self._code)
+        warn_one_by_one("The loss", reason)
+
+    def at_once(self, samples: Samples) -> None:
+        """Some samples under vmap."""
+        group = EagerGroup(self.params, samples.size)
+        with torch.enable_grad(), group.level:
+            sample = samples.tree(group.level.wrap)
+            with group:
+                value, aux = _loss_and_aux(self.loss(sample))
+            losses = group.inner(value)
+            leaves, spec = tree_flatten(aux)
+            leaves = [group.inner(_as_tensor(x)).detach() for x in leaves]
+            del sample, value, aux
+        with no_autocast():
+            ones = torch.ones_like(losses)
+            self.total.add_group(samples.rows, group, [losses], [ones], self.params)
+        self._keep(samples.rows, losses.detach(), leaves, spec)
+
+    def one(self, samples: Samples, i: int) -> None:
+        """One sample by ordinary autograd."""
+        row = i if samples.rows is None else int(samples.rows[i])
+        with torch.enable_grad():
+            value, aux = _loss_and_aux(self.loss(samples.alone(i)))
+        with no_autocast():
+            found = gradients_alone([value], [torch.ones_like(value)], self.params)
+            self.total.add_one(row, found)
+        leaves, spec = tree_flatten(aux)
+        leaves = [_as_tensor(x).detach()[None] for x in leaves]
+        self._keep(torch.tensor([row]), value.detach()[None], leaves, spec)
+
+    def _keep(self, rows: Optional[T], losses: T, aux: List[T], spec: Any) -> None:
+        if rows is None:
+            self._losses, self._aux = losses, (aux, spec)
+            return
+        if self._losses is None:
+            self._losses = losses.new_zeros(self.size)
+            self._aux = [x.new_zeros(self.size, *x.shape[1:]) for x in aux], spec
+        self._losses[rows.to(losses.device)] = losses
+        whole, known = self._aux
+        if spec != known or any(x.shape[1:] != y.shape[1:] for x, y in zip(aux, whole)):
+            raise Refused(
+                "The auxiliary values of some samples have another structure or shape "
+                "than those of others.",
+                parameter="loss",
+                remedy="Return the same from each sample, padded if need be.",
+            )
+        for x, y in zip(aux, whole):
+            y[rows.to(y.device)] = x
+
+    def losses(self) -> T:
+        """``[B]``."""
+        if self._losses is None:
+            return self.params[0].new_zeros(0)
+        return self._losses
+
+    def aux(self) -> Any:
+        """A tree ``[B, ...]``."""
+        if self._aux is None or not self._aux[0]:
+            return None
+        return tree_unflatten(*self._aux)
+
+
+def _clipped_traced(
+    loss: Loss, params: Dict[str, T], samples: Samples, clipping: Callable[[T], T]
+) -> ClippedGrads:
+    """The same in a function that is compiled."""
+    values, size = list(params.values()), samples.size
+    places = [i for i, own in enumerate(samples.by_sample) if own]
+    specs = []
+
+    def run(leaves: List[T]) -> List[T]:
+        every = list(samples.leaves)
+        for i, x in zip(places, leaves):
+            every[i] = x
+        value, aux = _loss_and_aux(loss(tree_unflatten(every, samples.spec)))
+        found, spec = tree_flatten(aux)
+        specs.append(spec)
+        return [value, *(_as_tensor(x) for x in found)]
+
+    leaves = [samples.leaves[i] for i in places]
+    first = TracedGroup(values, size)
+    find_uses(run, leaves, first)
+    box = []
+
+    def total(slots: List[T]) -> Tuple[T, Any]:
+        traced = run_with_slots(run, leaves, values, size, slots, first.tracked)
+        if traced.group.uses_in_words() != first.uses_in_words():
+            raise NotAtOnce("a loss that uses parameters in another way each time")
+        box.append(traced.group.uses)
+        losses, *aux = traced.output
+        return losses.sum(), (losses, aux, traced.kept)
+
+    with torch.no_grad():
+        grads, (losses, aux, kept) = torch.func.grad(total, has_aux=True)(
+            first.make_slots()
+        )
+        group = GroupNorms(values, size, getattr(clipping, "per_parameter", False))
+        group.finish(collect(box[0], kept, grads, values, size))
+        finite = group.norms.isfinite()
+        finite = finite.all(0) if finite.dim() > 1 else finite
+        norms = group.norms.masked_fill(~finite, math.inf)
+        group.drop(~finite)
+        sums = group.weighted_sums(clipping(norms).masked_fill(~finite, 0))
+        norms = norms.norm(dim=0) if norms.dim() > 1 else norms
+    sums = {
+        n: torch.zeros_like(p) if total is None else total.to(p.dtype)
+        for (n, p), total in zip(params.items(), sums)
+    }
+    return ClippedGrads(
+        sums, norms, losses, tree_unflatten(aux, specs[0]) if aux else None
+    )
+
+
+# By the first parameter, losses whose samples run one by one as vmap can't run them.
+_alone = WeakIdKeyDictionary()
+
+
+def _as_tensor(x: Any) -> T:
+    return x if isinstance(x, T) else torch.as_tensor(x)
+
+
+def _loss_and_aux(found: Any) -> Tuple[T, Any]:
+    loss, aux = found if isinstance(found, tuple) and len(found) == 2 else (found, ())
+    if not isinstance(loss, T) or loss.numel() != 1:
+        what = (
+            f"shape {tuple(loss.shape)}" if isinstance(loss, T) else type(loss).__name__
+        )
+        raise Refused(
+            f"The loss of a sample is one number, got {what}.",
+            parameter="loss",
+            remedy="Reduce it over the sample, by mean() or sum().",
+        )
+    return loss.reshape(()), aux

@@ -1,0 +1,71 @@
+"""How ``torch.compile`` was used on a model, which private names of torch say."""
+
+from __future__ import annotations
+
+from typing import Any, Callable, NamedTuple, Optional
+
+import torch
+from torch import nn
+from torch._C._dynamo.eval_frame import set_eval_frame
+from torch._dynamo.decorators import skip
+from torch._dynamo.eval_frame import OptimizeContext, OptimizedModule
+
+#: Sets what compiles the code that runs next, or None; returns what did so before.
+set_compiler: Callable[[Any], Any] = set_eval_frame
+
+
+class Settings(NamedTuple):
+    """
+    What ``torch.compile`` was given.
+
+    Attributes:
+        backend: called with a graph and its inputs
+        fullgraph: whether what can't be compiled is an error
+    """
+
+    backend: Callable
+    fullgraph: bool
+
+
+def settings_of(module: nn.Module) -> Optional[Settings]:
+    """How a model was compiled, by ``torch.compile(model)`` or ``model.compile()``."""
+    if isinstance(module, OptimizedModule):
+        return settings_from(module.dynamo_ctx.callback)
+    call = vars(module).get("_compiled_call_impl")
+    for cell in getattr(call, "__closure__", None) or ():
+        if isinstance(cell.cell_contents, OptimizeContext):
+            return settings_from(cell.cell_contents.callback)
+    return None
+
+
+def settings_from(compiler: Any) -> Optional[Settings]:
+    """The settings of what compiles code, see :data:`set_compiler`."""
+    whole, backend = False, compiler
+    while callable(backend):
+        whole = whole or "Assert" in type(backend).__name__  # ConvertFrameAssert
+        names = "_torchdynamo_orig_backend", "_torchdynamo_orig_callable"
+        inner = next((x for n in names if (x := getattr(backend, n, None))), None)
+        if inner is None:
+            break
+        backend = inner
+    found = callable(compiler) and backend is not compiler
+    return Settings(backend, whole) if found else None
+
+
+def count_a_frame() -> None:
+    """With ``fullgraph=True`` torch asks for one that is compiled where it looks."""
+    _frame(torch.zeros(()))
+
+
+def _frame(x: torch.Tensor) -> torch.Tensor:
+    return x + 1
+
+
+__all__ = [
+    "Settings",
+    "count_a_frame",
+    "set_compiler",
+    "settings_from",
+    "settings_of",
+    "skip",
+]

@@ -1,0 +1,206 @@
+"""A private model whose experts are sharded, and the clipped sum of its gradients."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
+
+import torch
+
+from opacus_ext.grad_sample.adapter.forward import ModelGroup, PrivateModel
+from opacus_ext.grad_sample.adapter.outputs import Leaf
+from opacus_ext.grad_sample.core.clip import ClippedSum, GroupNorms
+from opacus_ext.grad_sample.core.groups import why
+from opacus_ext.grad_sample.core.two_passes import TwoPassSum
+from opacus_ext.grad_sample.core.uses import ParameterUse
+from opacus_ext.grad_sample.factors import GradSample
+from opacus_ext.grad_sample.parallel import group as places
+from opacus_ext.grad_sample.parallel.group import ExpertGroup, ProcessFailure
+from opacus_ext.grad_sample.parallel.sharding import find_group, group_of
+from opacus_ext.refused import Refused
+
+T = torch.Tensor
+
+
+class ParallelModel(PrivateModel):
+    """
+    A model with sharded experts. The samples of each process run at once, as all must
+    send tokens at the same time; a process without any runs one of zeros, which sends
+    none and returns nothing.
+    """
+
+    def __init__(self, module: Any, *args: Any, **kwargs: Any):
+        super().__init__(module, *args, **kwargs)
+        self.processes: Any = find_group(module.modules())
+        self.begin = self._begin
+
+    def _begin(self, size: int) -> None:
+        processes = self.processes
+        sizes = [size] * processes.size
+        processes.batch_sizes = processes.meet(places.BEGIN, sizes)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """See :class:`~adapter.forward.PrivateModel`."""
+        if not self.enabled or self.running or not torch.is_grad_enabled():
+            return super().__call__(*args, **kwargs)
+        try:
+            found = super().__call__(*args, **kwargs)
+        except ProcessFailure:
+            raise
+        except BaseException:
+            self.processes.meet(places.FAILED)
+            raise
+        self.processes.meet(places.END)
+        return found
+
+    def tried(self, *args: Any) -> Any:
+        """Tries of one process are no pass of all."""
+        self.processes.silent = True
+        try:
+            return super().tried(*args)
+        finally:
+            self.processes.silent = False
+
+    def run(self, forward: Any) -> None:
+        """Runs the samples at once, or refuses."""
+        samples, *others = forward.inputs.samples
+        if not samples.size:
+            leaves = [
+                x.new_zeros(1, *x.shape[1:]) if own else x
+                for x, own in zip(samples.leaves, samples.by_sample)
+            ]
+            samples = samples._replace(leaves=leaves, size=1)
+        try:
+            if others:
+                raise ValueError("take= gives samples of several shapes")
+            forward.at_once(samples)
+        except Refused:
+            raise
+        except Exception as error:  # what vmap can't run, or the code's own
+            raise Refused(
+                f"{self.describe()}: samples can't run at once ({why(error)}), which "
+                "they must where experts are spread over processes.",
+                module=self.describe(),
+                remedy="Change that line, or train the model without expert_parallel.",
+            ) from error
+
+    def group(self, size: int) -> ModelGroup:
+        """In which the samples run."""
+        return _ParallelGroup(self, size, self.attached)
+
+    def sum_of(self, kind: type) -> Callable[..., ClippedSum]:
+        """A kind of clipped sum, as it is for sharded parameters."""
+        return functools.partial(_SUMS[kind], self.processes)
+
+
+class _ParallelGroup(ModelGroup):
+    model: ParallelModel
+
+    def read(self, x: Any) -> Leaf:
+        """A value that the samples returned."""
+        processes, leaf = self.model.processes, super().read(x)
+        if leaf.by_sample and not processes.batch_sizes[processes.rank]:
+            return leaf._replace(value=leaf.value[:0])
+        return leaf
+
+
+class ParallelNorms(GroupNorms):
+    """
+    The norms of the samples of all processes, of which each knows a part: those of its
+    own samples by all parameters but the sharded ones, those of all samples by its
+    share of these.
+
+    Attributes:
+        norms: ``[B of all]``, or ``[parameters, B of all]``
+        total: over all parameters, ``[B of all]``
+    """
+
+    def __init__(self, processes: ExpertGroup, params: Sequence[T], *args: Any):
+        super().__init__(params, *args)
+        self.processes = processes
+        self._part_of: Dict[int, GroupNorms] = {}
+        # Which parameters, of which samples, and their norms.
+        self.parts: List[Tuple[List[int], slice, GroupNorms]] = []
+        every = slice(0, processes.batch_size)
+        for sharded, rows in ((False, processes.own_samples), (True, every)):
+            at = [i for i, p in enumerate(params) if bool(group_of(p)) == sharded]
+            size = rows.stop - rows.start
+            if at and size:
+                part = GroupNorms([params[i] for i in at], size, *args[1:])
+                self.parts.append((at, rows, part))
+                self._part_of.update((id(params[i]), part) for i in at)
+
+    def take(self, p: T, sample: GradSample) -> None:
+        """All gradients of a parameter are known."""
+        if id(p) in self._part_of:
+            self._part_of[id(p)].take(p, sample)
+
+    def finish(self, samples: Dict[int, GradSample]) -> T:
+        """The norms, by one sum over all processes."""
+        like, size = self.params[0], self.processes.batch_size
+        each = like.new_zeros(len(self.params), size, dtype=self.dtype)
+        squares = each.new_zeros(size)
+        for at, rows, part in self.parts:
+            found = part.finish(samples)
+            if self.per_parameter:
+                each[at, rows] = found
+                found = found.norm(dim=0)
+            squares[rows] += found.square()
+        self.total = self.processes.sum(squares).sqrt()
+        self.norms = self.total
+        if self.per_parameter:
+            self.norms = each.masked_fill(~self.total.isfinite(), torch.inf)
+        return self.norms
+
+    def drop(self, bad: T) -> None:
+        """Makes the gradients of some samples zero, whatever they are."""
+        for _, rows, part in self.parts:
+            part.drop(bad[rows])
+
+    def weighted_sums(self, factors: T) -> List[Optional[T]]:
+        """See :class:`~core.clip.GroupNorms`."""
+        found: List[Optional[T]] = [None] * len(self.params)
+        for at, rows, part in self.parts:
+            own = factors[at][:, rows] if self.per_parameter else factors[rows]
+            for i, total in zip(at, part.weighted_sums(own)):
+                found[i] = total
+        return found
+
+
+class ParallelSum(ClippedSum):
+    """
+    The clipped sum over this process's samples, of sharded parameters over those of all
+    processes.
+    """
+
+    def __init__(self, processes: ExpertGroup, *args: Any):
+        super().__init__(*args)
+        self.processes = processes
+
+    def group_norms(self, size: int, keep: bool = True) -> GroupNorms:
+        """See :class:`~core.clip.ClippedSum`."""
+        given = self.params, size, self.per_parameter, keep
+        self._found = ParallelNorms(self.processes, *given)
+        return self._found
+
+    def factors_of(self, use: Optional[ParameterUse], factors: T) -> T:
+        """Of the factors of all samples those of a use's; None for this process's."""
+        if use is None or use.size is None:
+            return factors[self.processes.own_samples]
+        return factors if use.samples is None else factors[use.samples]
+
+    def _set_norms(self, rows: Optional[T], norms: T) -> None:
+        total = self._found.total[self.processes.own_samples] / self.scale
+        self.norms = total.masked_fill(~total.isfinite(), torch.inf)
+
+    def _add(self, sums: Sequence[Optional[T]]) -> None:
+        if not len(self.norms):  # what has run was no sample
+            sums = [x if group_of(p) else None for p, x in zip(self.params, sums)]
+        super()._add(sums)
+
+
+class ParallelTwoPassSum(ParallelSum, TwoPassSum):
+    """The same by two passes."""
+
+
+_SUMS: Dict[type, type] = {ClippedSum: ParallelSum, TwoPassSum: ParallelTwoPassSum}

@@ -1,0 +1,104 @@
+"""Ready-made functions for ``make_private(take=...)`` and ``clipped_grads(take=...)``.
+
+Each is called as ``take(inputs, i)`` and gives sample ``i`` of what can't be cut along
+a dim, as a batch of one; it raises IndexError where there is none. ``inputs`` are the
+positional arguments of the model, a tuple, or those by keyword, a dict.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Callable, List
+
+import torch
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
+from torch.utils._pytree import tree_leaves, tree_map
+
+T = torch.Tensor
+
+
+def items(inputs: Any, i: int) -> Any:
+    """
+    Lists, tuples, dicts and ``*args`` of samples: item ``i`` of each.
+
+    Example:
+        >>> sequences = [torch.ones(3, 2), torch.ones(5, 2)]
+        >>> [x.shape for x in items((sequences,), 1)[0]]
+        [torch.Size([5, 2])]
+    """
+    values = list(inputs.values()) if isinstance(inputs, dict) else list(inputs)
+    containers = [x for x in values if isinstance(x, (list, tuple, dict))]
+    if not containers:  # *args, each a sample
+        return _item(inputs, i)
+    return _map(inputs, lambda x: _item(x, i) if not isinstance(x, T) else x[i : i + 1])
+
+
+def _item(x: Any, i: int) -> Any:
+    if isinstance(x, dict):
+        key = list(x)[i]
+        return {key: x[key]}
+    if isinstance(x, (list, tuple)):
+        return type(x)([x[i]])
+    return x
+
+
+def bags(inputs: Any, i: int) -> Any:
+    """
+    Values of bags one after the other, and where each bag begins: ``(values [N],
+    offsets [B])``, and weights ``[N]`` if there are some, as ``nn.EmbeddingBag`` takes
+    them. Other tensors ``[B, ...]`` are cut.
+
+    Example:
+        >>> values, offsets = torch.arange(5), torch.tensor([0, 2])
+        >>> bags((values, offsets), 1)
+        (tensor([2, 3, 4]), tensor([0]))
+    """
+    named = isinstance(inputs, dict)
+    given = list(inputs.values()) if named else list(inputs)
+    values, offsets, *rest = given
+    ends = [*offsets.tolist(), len(values)]
+    if i >= len(offsets):
+        raise IndexError(i)
+    own = slice(ends[i], ends[i + 1])
+    found: List[Any] = [values[own], offsets.new_zeros(1)]
+    for x in rest:
+        if isinstance(x, T):
+            x = x[own] if len(x) == len(values) else x[i : i + 1]
+        found.append(x)
+    return dict(zip(inputs, found)) if named else tuple(found)
+
+
+def packed(inputs: Any, i: int) -> Any:
+    """
+    Packed sequences: sequence ``i`` of each. Tensors ``[layers, B, width]`` beside them
+    are recurrent states; others ``[B, ...]`` are cut.
+
+    Example:
+        >>> from torch.nn.utils.rnn import pack_sequence
+        >>> sequences = pack_sequence([torch.ones(3, 2), torch.ones(1, 2)])
+        >>> packed((sequences,), 1)[0].batch_sizes
+        tensor([1])
+    """
+    leaves = tree_leaves(inputs, is_leaf=lambda x: isinstance(x, PackedSequence))
+    first = next(x for x in leaves if isinstance(x, PackedSequence))
+    size = int(first.batch_sizes[0]) if len(first.batch_sizes) else 0
+    if i >= size:
+        raise IndexError(i)
+
+    def own(x: Any) -> Any:
+        if isinstance(x, PackedSequence):
+            padded, lengths = pad_packed_sequence(x, batch_first=True)
+            some = padded[i : i + 1, : int(lengths[i])]
+            return pack_padded_sequence(some, lengths[i : i + 1], batch_first=True)
+        if not isinstance(x, T):
+            return x
+        if x.dim() == 3 and x.shape[1] == size:
+            return x[:, i : i + 1]
+        return x[i : i + 1] if x.dim() and len(x) == size else x
+
+    return tree_map(own, inputs, is_leaf=lambda x: isinstance(x, PackedSequence))
+
+
+def _map(inputs: Any, function: Callable[[Any], Any]) -> Any:
+    if isinstance(inputs, dict):
+        return {key: function(x) for key, x in inputs.items()}
+    return tuple(function(x) for x in inputs)

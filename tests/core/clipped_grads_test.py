@@ -1,0 +1,396 @@
+"""``clipped_grads``: what it promises, against each sample alone by plain autograd."""
+
+import warnings
+from typing import Any, Callable, Dict, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from opacus_ext import Refused, clipped_grads, per_sample_grads
+from opacus_ext.clipping import CLIPPINGS
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+class Case(NamedTuple):
+    """
+    A loss of a sample, the parameters that it reads, and batches of some sizes.
+
+    Attributes:
+        build: of the case, gives ``(loss, params)``
+        batch: of a number of samples
+        compiled: whether it compiles as a whole
+    """
+
+    build: Callable[[], Any]
+    batch: Callable[[int], Any]
+    compiled: bool = True
+
+
+def rows(size):
+    return torch.randn(size, 4).double()
+
+
+def ids(size):
+    return torch.randint(0, 7, (size, 5))
+
+
+def pair(size):
+    return {"x": rows(size), "y": torch.randint(0, 3, (size,))}
+
+
+def params_of(model: nn.Module) -> Dict[str, torch.Tensor]:
+    return dict(model.named_parameters())
+
+
+def _model(*layers):
+    torch.manual_seed(0)
+    return nn.Sequential(*layers).double()
+
+
+def mlp():
+    model = _model(nn.Linear(4, 8), nn.Tanh(), nn.LayerNorm(8), nn.Linear(8, 3))
+
+    def loss(sample):
+        return F.cross_entropy(model(sample["x"]), sample["y"])
+
+    return loss, params_of(model)
+
+
+def tied():
+    torch.manual_seed(0)
+    table = torch.randn(7, 6).double().requires_grad_()
+    scale = torch.ones(6).double().requires_grad_()
+
+    def loss(x):
+        h = F.embedding(x, table) * scale
+        return F.cross_entropy(F.linear(h, table)[0], x[0])
+
+    return loss, {"table": table, "scale": scale}
+
+
+def made_of_parameters():
+    torch.manual_seed(0)
+    w, b = (torch.randn(*n).double().requires_grad_() for n in ((3, 4), (3,)))
+
+    def loss(x):
+        first, last = w.chunk(2, 1)
+        h = F.linear(x, w * 2, b) + x @ w.t().contiguous()
+        both = torch.cat([first, last.detach()], 1)
+        return (h * b.exp()).pow(2).sum() + F.linear(x, both).sum() * w.sum()
+
+    return loss, {"w": w, "b": b}
+
+
+def views():
+    torch.manual_seed(0)
+    w = torch.randn(12).double().requires_grad_()
+
+    def loss(x):
+        windows = w.unfold(0, 4, 2)  # overlap
+        strided = w.as_strided((2, 4), (1, 2))
+        return (x @ windows.t()).square().sum() + (x @ strided.t()).sum()
+
+    return loss, {"w": w}
+
+
+def complex_numbers():
+    torch.manual_seed(0)
+    w = torch.randn(4, 4, 2).double().requires_grad_()
+
+    def loss(x):
+        found = x.to(torch.complex128) @ torch.view_as_complex(w)
+        return found.abs().sum()
+
+    return loss, {"w": w}
+
+
+def unused_frozen_twice():
+    layer = _model(nn.Linear(4, 4))
+    frozen = torch.randn(4).double()
+    unused = torch.ones(3).double().requires_grad_()
+    params = {**params_of(layer), "unused": unused, "frozen": frozen}
+    return lambda x: (layer(layer(x)) * frozen).square().sum(), params
+
+
+def cancels():
+    layer = _model(nn.Linear(4, 2))
+    return lambda x: (layer(x) - layer(x)).sum(), params_of(layer)
+
+
+def branches():
+    model = _model(nn.Linear(4, 4), nn.Linear(4, 4))
+
+    def loss(x):
+        first, second = model
+        h = first(x) if x.sum() > 0 else second(x)
+        return h[h > 0].sum()
+
+    return loss, params_of(model)
+
+
+class Square(torch.autograd.Function):
+    """vmap can't run it."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 2 * ctx.saved_tensors[0] * grad
+
+
+def one_by_one():
+    layer = _model(nn.Linear(4, 3))
+    return lambda x: Square.apply(layer(x)).sum(), params_of(layer)
+
+
+CASES = {
+    "mlp": Case(mlp, pair),
+    "tied": Case(tied, ids),
+    "made of parameters": Case(made_of_parameters, rows),
+    "views": Case(views, rows),
+    "complex": Case(complex_numbers, rows),
+    "unused, frozen, twice": Case(unused_frozen_twice, rows),
+    "cancels": Case(cancels, rows),
+    "branches": Case(branches, rows, compiled=False),
+    "one by one": Case(one_by_one, rows, compiled=False),
+}
+every_case = pytest.mark.parametrize("name", CASES)
+
+
+def sample_of(batch, i):
+    if isinstance(batch, dict):
+        return {name: x[i : i + 1] for name, x in batch.items()}
+    return batch[i : i + 1]
+
+
+def alone(loss, params, batch, size):
+    """By name, the gradients ``[B, *shape]``, and the losses."""
+    trained = {n: p for n, p in params.items() if p.requires_grad}
+    grads = {n: p.new_zeros(size, *p.shape) for n, p in trained.items()}
+    losses = []
+    for i in range(size):
+        value = loss(sample_of(batch, i))
+        losses.append(value.detach())
+        found = torch.autograd.grad(value, list(trained.values()), allow_unused=True)
+        for name, g in zip(trained, found):
+            if g is not None:
+                grads[name][i] = g
+    return grads, losses
+
+
+def check(found, grads, losses, bound):
+    norms = sum(g.flatten(1).square().sum(1) for g in grads.values()).sqrt()
+    c = (bound / (norms + 1e-6)).clamp(max=1)
+    close = dict(rtol=1e-8, atol=1e-9)
+    # What cancels leaves the rounding of squares, under the root.
+    torch.testing.assert_close(found.norms, norms, rtol=1e-8, atol=1e-6)
+    torch.testing.assert_close(list(found.losses), losses, **close)
+    for name, g in grads.items():
+        expected = torch.einsum("b,b...->...", c, g)
+        torch.testing.assert_close(found.sums[name], expected, **close)
+    assert set(found.sums) == set(grads)
+
+
+@every_case
+def test_sums(name):
+    """Over steps with other data, numbers of samples, orders and groups."""
+    case = CASES[name]
+    loss, params = case.build()
+    torch.manual_seed(1)
+    for size, microbatch in (
+        (4, None),
+        (1, None),
+        (5, 2),
+        (0, None),
+        (7, 3),
+        (4, None),
+    ):
+        batch = case.batch(size)
+        grads, losses = alone(loss, params, batch, size)
+        norms = sum(g.flatten(1).square().sum(1) for g in grads.values()).sqrt()
+        bound = float(norms.median()) + 0.01 if size else 1.0
+        found = clipped_grads(loss, params, batch, bound, microbatch=microbatch)
+        check(found, grads, losses, bound)
+        dense = per_sample_grads(loss, params, batch, microbatch=microbatch)
+        for n, g in grads.items():
+            torch.testing.assert_close(dense.grads[n], g, rtol=1e-8, atol=1e-9)
+        with torch.no_grad():
+            for p in params.values():
+                p.add_(0.01 * torch.randn_like(p))
+
+
+@pytest.mark.parametrize("name", [n for n in CASES if CASES[n].compiled])
+def test_compiled(name):
+    case = CASES[name]
+    loss, params = case.build()
+    torch._dynamo.reset()
+    step = torch.compile(
+        lambda batch: clipped_grads(loss, params, batch, 0.5),
+        backend="aot_eager",
+        fullgraph=True,
+    )
+    torch.manual_seed(1)
+    for _ in range(2):
+        batch = case.batch(3)
+        check(step(batch), *alone(loss, params, batch, 3), 0.5)
+        with torch.no_grad():
+            for p in params.values():
+                p.add_(0.01 * torch.randn_like(p))
+
+
+def test_a_branch_is_not_compiled():
+    loss, params = branches()
+    torch._dynamo.reset()
+    step = torch.compile(
+        lambda batch: clipped_grads(loss, params, batch, 0.5),
+        backend="eager",
+        fullgraph=True,
+    )
+    with pytest.raises(Exception, match="[Bb]ranch"):
+        step(rows(3))
+
+
+@every_case
+def test_one_record_more_moves_no_more_than_the_bound(name):
+    case = CASES[name]
+    loss, params = case.build()
+    torch.manual_seed(2)
+    batch = case.batch(6)
+    whole = clipped_grads(loss, params, batch, 0.1).sums
+    less = {k: x[:5] for k, x in batch.items()} if name == "mlp" else batch[:5]
+    less = clipped_grads(loss, params, less, 0.1).sums
+    moved = sum((whole[n] - less[n]).square().sum() for n in whole).sqrt()
+    assert moved <= 0.1 + 1e-9
+
+
+@pytest.mark.parametrize("kind", ["flat", "automatic", "normalized", "per_layer"])
+def test_sensitivity(kind):
+    loss, params = mlp()
+    bound = [0.1] * 6 if kind == "per_layer" else 0.1
+    clipping = CLIPPINGS[kind].at(bound)
+    batch = pair(5)
+    for size in range(1, 6):
+        rows_of = {n: x[:size] for n, x in batch.items()}
+        sums = clipped_grads(loss, params, rows_of, clipping).sums
+        total = torch.cat([s.flatten() for s in sums.values()]).norm()
+        assert total <= size * clipping.sensitivity("add_or_remove_one") + 1e-9
+    assert clipping.sensitivity("replace_one") == 2 * clipping.sensitivity()
+
+
+def test_a_clipping_of_ones_own():
+    class Sign:
+        def __call__(self, norms):
+            return 1 / norms.clamp(min=1e-9)
+
+        def sensitivity(self, relation):
+            return 1.0
+
+    loss, params = mlp()
+    batch = pair(4)
+    found = clipped_grads(loss, params, batch, Sign())
+    grads, _ = alone(loss, params, batch, 4)
+    for name, g in grads.items():
+        expected = torch.einsum("b,b...->...", 1 / found.norms, g)
+        torch.testing.assert_close(found.sums[name], expected, rtol=1e-8, atol=1e-9)
+
+
+def test_aux_and_take():
+    """Sequences of other lengths, taken out of a list, with what the loss tells."""
+    layer = _model(nn.Linear(4, 2))
+    batch = [rows(n) for n in (3, 1, 3, 2)]
+
+    def loss(x):
+        y = layer(x)
+        return y.square().mean(), {"mean": y.mean(), "length": x.shape[1]}
+
+    found = clipped_grads(
+        loss, params_of(layer), batch, 0.3, take=lambda b, i: b[i][None]
+    )
+    assert found.aux["length"].tolist() == [3, 1, 3, 2]
+    for x, mean in zip(batch, found.aux["mean"]):
+        torch.testing.assert_close(layer(x).mean().detach(), mean)
+    one = clipped_grads(loss, params_of(layer), batch[1][None], 0.3)
+    torch.testing.assert_close(one.norms, found.norms[1:2])
+
+
+def test_permuting_the_batch_permutes_the_result():
+    loss, params = tied()
+    batch = ids(6)
+    order = torch.randperm(6)
+    found = clipped_grads(loss, params, batch, 0.1)
+    other = clipped_grads(loss, params, batch[order], 0.1)
+    torch.testing.assert_close(found.norms[order], other.norms, rtol=1e-9, atol=0)
+    for name in params:
+        torch.testing.assert_close(found.sums[name], other.sums[name])
+
+
+def test_not_finite():
+    loss, params = mlp()
+    batch = pair(4)
+    batch["x"][1, 0] = float("inf")
+    with pytest.warns(RuntimeWarning, match="sample 1 is not finite"):
+        found = clipped_grads(loss, params, batch, 0.3)
+    rest = {n: x[[0, 2, 3]] for n, x in batch.items()}
+    expected = clipped_grads(loss, params, rest, 0.3)
+    for name in params:
+        torch.testing.assert_close(found.sums[name], expected.sums[name])
+    assert found.norms[1] == float("inf")
+    with pytest.raises(Refused, match="sample 1 is not finite"):
+        clipped_grads(loss, params, batch, 0.3, on_nonfinite="raise")
+
+
+def test_half_precision():
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3).bfloat16()
+    batch = torch.randn(5, 4).bfloat16()
+    found = clipped_grads(
+        lambda x: model(x).float().square().sum(), params_of(model), batch, 0.5
+    )
+    assert found.norms.dtype == torch.float32
+    assert found.sums["weight"].dtype == torch.bfloat16
+
+
+def test_one_warning_says_what_runs_one_by_one():
+    loss, params = one_by_one()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            clipped_grads(loss, params, rows(3), 1.0)
+    told = [str(w.message) for w in caught if "one sample after the other" in str(w)]
+    assert len(told) == 1 and "Square.apply" in told[0]
+
+
+@pytest.mark.parametrize(
+    "change, match",
+    [
+        (dict(batch=[torch.ones(3, 4), torch.ones(2)]), "one first dim"),
+        (dict(batch=3), "no tensor"),
+        (dict(params={}), "No parameter"),
+        (dict(clipping=-1.0), "sensitivity"),
+        (dict(clipping=lambda norms: norms), "sensitivity"),
+        (dict(clipping=True), "neither a number"),
+        (dict(microbatch=0), "microbatch"),
+        (dict(on_nonfinite="ignore"), "on_nonfinite"),
+        (dict(loss=lambda x: x), "one number"),
+        (dict(take=lambda batch, i: 3), "without a tensor"),
+    ],
+)
+def test_refused(change, match):
+    layer = _model(nn.Linear(4, 2))
+    given = dict(
+        loss=lambda x: layer(x).sum(),
+        params=params_of(layer),
+        batch=rows(3),
+        clipping=1.0,
+    )
+    with pytest.raises(Refused, match=match):
+        clipped_grads(**{**given, **change})
+    w = given["params"]["0.weight"]
+    with pytest.raises(Refused, match="one tensor"):
+        clipped_grads(**{**given, "params": {"a": w, "b": w}})

@@ -1,0 +1,93 @@
+"""The noise of runs that go on from a checkpoint: afresh, or repeated when asked."""
+
+import pytest
+import torch
+from opacus import PrivacyEngine
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from opacus_ext.losses import PerSample
+from opacus_ext.refused import Refused
+
+from .common import every_mode
+
+
+class Run:
+    """Five records, all of them in each step."""
+
+    def __init__(self, mode="ghost_bk", noise_generator=None):
+        torch.manual_seed(0)
+        self.model, self.engine = nn.Linear(3, 2), PrivacyEngine(accountant="rdp")
+        self.net, self.optimizer, *criterion, _ = self.engine.make_private(
+            module=self.model,
+            optimizer=torch.optim.SGD(self.model.parameters(), lr=0.1),
+            criterion=PerSample(),
+            data_loader=DataLoader(TensorDataset(torch.ones(5, 3)), batch_size=5),
+            noise_multiplier=1.0,
+            max_grad_norm=1.0,
+            poisson_sampling=False,
+            noise_generator=noise_generator,
+            grad_sample_mode=mode,
+        )
+        self.criterion = criterion[0] if criterion else PerSample()
+
+    def step(self):
+        self.optimizer.zero_grad()
+        self.criterion(self.net(torch.ones(5, 3)).sum(1)).backward()
+        self.optimizer.step()
+        return self.model.weight.detach().clone()
+
+    def given(self, path):
+        return {"path": path, "module": self.model, "optimizer": self.optimizer}
+
+
+@every_mode
+@pytest.mark.parametrize("own", [False, True], ids=["ours", "generator"])
+def test_a_checkpoint_resumed_twice(mode, own, tmp_path):
+    def make():
+        return Run(mode, torch.Generator().manual_seed(1) if own else None)
+
+    run, path = make(), tmp_path / "run.pt"
+    first = run.step()
+    run.engine.save_checkpoint(**run.given(path))
+    whole, found = run.step(), []
+    for repeat_noise in (False, False, True, True):
+        other = make()
+        content = other.engine.load_checkpoint(
+            **other.given(path), repeat_noise=repeat_noise
+        )
+        assert not any("noise" in name for name in content)
+        assert torch.equal(other.model.weight, first)
+        found.append(other.step())
+    once, again, same, same_again = found
+    for a, b in ((once, again), (once, whole)):
+        assert (a - b).abs().max() > 1e-3
+    assert torch.equal(same, whole) and torch.equal(same_again, whole)
+
+
+def test_optimizers_alone(tmp_path):
+    """A state of another optimizer draws noise afresh; its own one changes nothing."""
+    run, alike = Run(), Run()
+    run.optimizer.load_state_dict(run.optimizer.state_dict())
+    assert torch.equal(run.step(), alike.step())
+    state, found = run.optimizer.state_dict(), []
+    for _ in range(2):
+        other = Run()
+        other.optimizer.load_state_dict(state)
+        found.append(other.step())
+    assert not torch.equal(*found)
+
+
+def test_nothing_to_repeat(tmp_path):
+    run, path = Run(), tmp_path / "run.pt"
+    run.engine.save_checkpoint(path=path, module=run.model)
+    with pytest.raises(Refused, match="its noise can't be repeated"):
+        run.engine.load_checkpoint(path=path, module=run.model, repeat_noise=True)
+
+
+def test_a_step_that_failed_used_no_noise():
+    run = Run()
+    run.step()
+    with pytest.raises(Refused, match="without clipped gradients"):
+        run.optimizer.step()
+    run.step()
