@@ -327,7 +327,7 @@ class SelfAttention(nn.Module):
         """
         # [B, T, 3 * width] -> three of [B, heads, T, width / heads]
         q, k, v = (
-            z.reshape(*z.shape[:-1], self.heads, -1).transpose(1, 2)
+            z.unflatten(-1, (self.heads, z.shape[-1] // self.heads)).transpose(1, 2)
             for z in self.qkv(x).chunk(3, dim=-1)
         )
         if mask is not None and mask.dim() == 2:

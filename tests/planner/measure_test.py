@@ -130,23 +130,33 @@ def test_the_ratio_is_the_std_of_the_noise_in_the_mean_gradient(tmp_path, monkey
 
 
 def test_a_run_that_diverges_has_what_came_before(tmp_path):
-    class Diverging(Total):
-        calls = 0
+    class Falling(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.height = nn.Parameter(torch.ones(()))
+
+        def forward(self, x):
+            return self.height + 0.0 * x
+
+    class Root(nn.Module):
+        """Not a number once the model is below zero."""
+
+        reduction = "mean"
 
         def forward(self, outputs, targets):
-            Diverging.calls += 1
-            loss = super().forward(outputs, targets)
-            return loss * (float("nan") if Diverging.calls > 6 else 1.0)
+            losses = 1.0 + outputs.mean(1) + 0.0 * outputs.mean(1).detach().sqrt()
+            return losses.mean() if self.reduction == "mean" else losses
 
     data = TensorDataset(torch.randn(16, 100), torch.zeros(16))
-    grows = Family("grows", ["only"], lambda size: Nothing(), data, Diverging(), 1)
+    falls = Family("falls", ["only"], lambda size: Falling(), data, Root(), 1)
     runs = measure(
-        grows,
+        falls,
         tmp_path / "r",
         ratios=[0],
         steps=20,
         every=2,
         batch_size=4,
+        learning_rates=[0.2],
         progress=False,
     )
     assert 0 < len(runs.loss) < 10

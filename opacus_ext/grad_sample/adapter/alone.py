@@ -135,7 +135,9 @@ class AloneSample(TorchFunctionMode):
 def _writes(func: Callable) -> bool:
     name = getattr(func, "__name__", "")
     in_place = name[-1:] == "_" and name[-2:] != "__" and name != "requires_grad_"
-    return in_place or name in ("__setitem__", "__set__")
+    # Other memory is seen by its place, and ``p.data = p.data.to(...)`` has the same.
+    is_set = name == "__set__" and func != T.data.__set__
+    return in_place or name == "__setitem__" or is_set
 
 
 def _tensors(values: Iterable) -> Iterator[T]:
