@@ -234,11 +234,7 @@ def model_losses(
         return private.losses(dict(batch), loss_of)
     if model not in _plain:
         _plain[model] = PrivateModel(model)
-
-    def forward(inputs: Any) -> torch.Tensor:
-        return loss_of(model, **inputs[1])
-
-    inputs = _plain[model].inputs.read(forward, (), dict(batch))
+    inputs = _plain[model].read_losses(dict(batch), loss_of)
     losses: Dict[int, torch.Tensor] = {}
     for some in inputs.samples:
         for i in range(some.size):

@@ -312,7 +312,7 @@ TWO = [
     *(
         Case("mixture", mode, [[3, 2]], clipping=clipping)
         for mode in MODES
-        for clipping in ("automatic", "normalised", "per_layer")
+        for clipping in ("automatic", "normalized", "per_layer")
     ),
     *(Case("rows", mode, [[3, 2]], clipping="per_layer") for mode in MODES),
     Case("mixture", "ghost", UNEVEN, clipping=ROOTS),

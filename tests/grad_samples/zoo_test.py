@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 from opacus_ext import check_per_sample_gradients
+from opacus_ext.refused import Refused
 from tests.common import (
     CLIPPINGS,
     MODES,
@@ -728,7 +729,7 @@ def _plain(model):
 @pytest.mark.parametrize("mode", ["ghost", "ghost_bk"])
 @pytest.mark.parametrize("T", [3, 4])
 def test_output_time_first(mode, T):
-    """Where T = B the second dim may be the batch as well."""
+    """Inputs [B, T, d] and outputs [T, B, d]: where T = B the batch may be either."""
 
     class Model(nn.Module):
         def __init__(self):
@@ -741,4 +742,5 @@ def test_output_time_first(mode, T):
     def loss(model, x):
         return squares(model(x).transpose(0, 1))
 
-    check(mode, True, Model().double(), torch.randn(4, T, 3).double(), loss)
+    with pytest.raises(Refused, match="dim 0 should be the samples'"):
+        check(mode, True, Model().double(), torch.randn(4, T, 3).double(), loss)

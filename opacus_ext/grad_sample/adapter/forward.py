@@ -239,10 +239,24 @@ class PrivateModel:
         def loss(sample: Any) -> T:
             return loss_of(self.module._call_impl, **sample[1])
 
-        run = _Forward(self, self.inputs.read(loss, (), kwargs), loss)
+        run = _Forward(self, self.read_losses(kwargs, loss_of), loss)
         joined = run.joined(losses=True)
         tensors = leave(run.record, list(joined.tensors.values()))
         return tensors[0] if tensors else joined.values[0]
+
+    def read_losses(self, kwargs: Dict[str, Any], loss_of: Callable) -> Inputs:
+        """The inputs of :meth:`losses`, told apart by all that the model returns."""
+
+        def forward(sample: Any) -> Any:
+            found = []
+
+            def model(**given: Any) -> Any:
+                found.append(self.module._call_impl(**given))
+                return found[-1]
+
+            return loss_of(model, **sample[1]), found
+
+        return self.inputs.read(forward, (), kwargs)
 
     def clip(self, samples: List[Samples], loss: Callable[[Any], T], total: Any) -> T:
         """
@@ -381,7 +395,6 @@ class _Forward:
         self.groups = 0
         self.clean = False  # whether the last group has left all as it was
         self.compiled: Optional[CompiledModel] = None
-        self.public = {id(x): x for x in model.state.tensors}
 
     def joined(self, losses: bool) -> Joined:
         """The outputs of all samples."""
@@ -512,7 +525,8 @@ class _Forward:
             return self.call(samples.tree(lambda x: next(given)))
 
         # What is made of data must be known of outputs, and of state that has changed.
-        mode, watch = AloneSample(self.public), self.total is None
+        public = {id(x): x for x in self.model.state.tensors}
+        mode, watch = AloneSample(public), self.total is None
         if not watch:
             output = call()
             self.clean = not self.model.state.changes()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections import deque
+from copy import deepcopy
 from typing import (
     Any,
     Container,
@@ -79,6 +80,12 @@ class State:
         self.root = root
         self._copied: Set[int] = set()  # large ones that have changed in place
         self._look()
+
+    def __deepcopy__(self, memo: dict) -> State:
+        new = State(None)  # what there is in a copy is found when it is whole
+        memo[id(self)] = new
+        new.root = deepcopy(self.root, memo)
+        return new
 
     def _look(self) -> None:
         """Finds what there is to compare."""
