@@ -24,6 +24,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import (
     TreeSpec,
     keystr,
+    tree_flatten,
     tree_flatten_with_path,
     tree_unflatten,
 )
@@ -81,9 +82,14 @@ def read_output(
     Args:
         read: makes a leaf of a value
     """
-    paths, spec = tree_flatten_with_path(_open(output), is_leaf=_is_whole)
-    names = [f"output{keystr(path)}" for path, _ in paths]
-    return Returned(rows, size, [read(x) for _, x in paths], names, spec)
+    output = _open(output)
+    leaves, spec = tree_flatten(output, is_leaf=_is_whole)
+    try:
+        paths, _ = tree_flatten_with_path(output, is_leaf=_is_whole)
+        names = [f"output{keystr(path)}" for path, _ in paths]
+    except ValueError:  # a class of others that has no names for its parts
+        names = [f"output, part {i}" for i in range(len(leaves))]
+    return Returned(rows, size, [read(x) for x in leaves], names, spec)
 
 
 def _is_whole(x: Any) -> bool:
