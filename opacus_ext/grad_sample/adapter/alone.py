@@ -25,6 +25,7 @@ _ASKING = {
     *(branches.getitem, branches.setitem, branches.equal, branches.allclose),
     *(branches.contains, branches.backward_inside),
 }
+_SET_DATA = getattr(T.data, "__set__")
 _KEEP = {T.detach, T.clone, T.contiguous, torch.clone}
 
 
@@ -136,7 +137,7 @@ def _writes(func: Callable) -> bool:
     name = getattr(func, "__name__", "")
     in_place = name[-1:] == "_" and name[-2:] != "__" and name != "requires_grad_"
     # Other memory is seen by its place, and ``p.data = p.data.to(...)`` has the same.
-    is_set = name == "__set__" and func != T.data.__set__
+    is_set = name == "__set__" and func != _SET_DATA
     return in_place or name == "__setitem__" or is_set
 
 
