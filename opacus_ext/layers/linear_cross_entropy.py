@@ -17,10 +17,9 @@ from torch import nn
 
 from opacus_ext.grad_sample.core.vmap import is_batched
 from opacus_ext.grad_sample.factors import (
-    Batched,
+    OuterProducts,
     Term,
     dtype_of,
-    term_of,
     wide,
     workspace,
 )
@@ -219,9 +218,9 @@ class Columns(Term):
         self.batch_size, self.length = shape[:2]
         self.device, self.dtype = like.device, dtype_of(like.dtype)
 
-    def part(self, shape: torch.Size, samples: slice, rows: slice) -> Batched:
+    def part(self, shape: torch.Size, samples: slice, rows: slice) -> OuterProducts:
         others = (f[samples] for f in self.others)
-        return term_of((self.make(samples, rows), *others))
+        return OuterProducts(self.make(samples, rows), *others)
 
     def without(self, samples: torch.Tensor) -> Columns:
         def make(some: slice, columns: slice) -> torch.Tensor:

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from opacus_ext import GradSample, OneHot, workspace
-from opacus_ext.grad_sample.factors import cost
+from opacus_ext.grad_sample.factors import grad_sample
 from tests.grad_samples.structure_case import StructureCase, onehot, outer
 from tests.grad_samples.structure_case import rows as random_rows
 from tests.grad_samples.structure_case import squared
@@ -184,18 +184,18 @@ def check_operations(uses, materialized):
 @pytest.fixture(params=["gram", "segments", "few", "blocks", "cached"])
 def forced_way(request, monkeypatch):
     few = request.param == "few"
-    monkeypatch.setattr(cost, "few", lambda *args: few)
-    grams = cost.of_grams  # infinite where terms do not fit each other
+    monkeypatch.setattr(grad_sample, "few", lambda *args: few)
+    grams = grad_sample.of_grams  # infinite where terms do not fit each other
     blocks = request.param == "blocks"
     monkeypatch.setattr(
         cost, "of_grams", lambda terms: math.inf if blocks else grams(terms)
     )
     value = 1.0 if blocks else 1e300
-    monkeypatch.setattr(cost, "of_blocks", lambda terms: value)
+    monkeypatch.setattr(grad_sample, "of_blocks", lambda terms: value)
     cached = request.param == "cached"
-    monkeypatch.setattr(cost, "worth_caching", lambda *args: cached)
+    monkeypatch.setattr(grad_sample, "worth_caching", lambda *args: cached)
     if request.param == "gram":  # also where sums by segment would do
-        monkeypatch.setattr(cost, "by_segments", lambda term: False)
+        monkeypatch.setattr(grad_sample, "by_segments", lambda term: False)
     return request.param
 
 
@@ -220,7 +220,7 @@ def check_norm(uses, materialized, forced_way):
 @pytest.mark.parametrize("uses", PAIRS, ids="+".join)
 def test_add_after_caching(uses, monkeypatch):
     """A use that comes after the norm (a recomputed block) joins what was cached."""
-    monkeypatch.setattr(cost, "worth_caching", lambda *args: True)
+    monkeypatch.setattr(grad_sample, "worth_caching", lambda *args: True)
     got, expected = build(uses[:1])
     got.squared_norm(cache=2**20)
     summed = uses[0] == "d"  # a bias: materialized from the start
@@ -372,7 +372,7 @@ def test_gram_chunks_stay_in_the_workspace(monkeypatch):
     got = GradSample((30, 30), B)
     use = random_use("dd", (30, 30), B, T, torch.float32)
     got.add(*use)
-    monkeypatch.setattr(cost, "of_blocks", lambda terms: math.inf)
+    monkeypatch.setattr(grad_sample, "of_blocks", lambda terms: math.inf)
     with workspace(num_bytes), Largest() as largest:
         norm = got.squared_norm()
     assert largest.numel <= max(num_bytes // 4, B * T * 30)

@@ -6,35 +6,26 @@ of the parameter. A factor is either dense rows ``[B, T, width]`` or one-hot row
 given by an index ``[B, T]`` (:class:`OneHot`). Every mode of DP-SGD is one of three
 operations on that object, :class:`GradSample`: materialize, squared norm, weighted sum.
 
-====================  ================================================================
-file                  holds
-====================  ================================================================
-``settings``          :func:`workspace`, the one setting
-``rows``              the factors: what a rule returns
-``terms``             one use each: what its factors can do, :class:`~terms.Term`
-``segments, gram``    how rows meet: by equal index, or all with all
-``cost``              which way is cheaper
-``grad_sample``       :class:`GradSample`, the sum of terms
-====================  ================================================================
-
 Source: ghost norms for dense layers (Lee & Kifer 2020; Li et al. 2021), for a tied
 embedding (DPFormer, claim 4.1, whose printed square on the first term is a misprint).
 """
 
-from opacus_ext.grad_sample.factors.grad_sample import GradSample
-from opacus_ext.grad_sample.factors.rows import Factor, OneHot, dtype_of, wide
-from opacus_ext.grad_sample.factors.settings import workspace
-from opacus_ext.grad_sample.factors.terms import Batched, Norms, Term, term_of
+from opacus_ext.grad_sample.factors.grad_sample import GradSample, OuterProducts, Term
+from opacus_ext.grad_sample.factors.rows import (
+    Factor,
+    OneHot,
+    dtype_of,
+    wide,
+    workspace,
+)
 
 __all__ = [
-    "Batched",
     "Factor",
     "GradSample",
-    "Norms",
     "OneHot",
+    "OuterProducts",
     "Term",
     "dtype_of",
-    "term_of",
     "wide",
     "workspace",
 ]

@@ -1,36 +1,311 @@
-"""The per-sample gradients of one parameter."""
+"""The per-sample gradients of one parameter: terms, what they cost, and their sum."""
 
 from __future__ import annotations
 
+import functools
 import math
-from typing import Iterator, List, Optional, Sequence, Tuple, Union
+from typing import Iterator, Sequence
 
 import torch
 
-from opacus_ext.grad_sample.factors import cost, gram
 from opacus_ext.grad_sample.factors.rows import (
     Factor,
     OneHot,
+    bound_on,
     dtype_of,
     entries,
+    groups_of,
+    inner,
+    joined,
+    places_of,
     product,
+    square_of_sums,
     square_sum,
     steps,
+    wide,
     width_of,
-)
-from opacus_ext.grad_sample.factors.segments import groups_of
-from opacus_ext.grad_sample.factors.settings import bound_on, workspace
-from opacus_ext.grad_sample.factors.terms import (
-    Batched,
-    Flat,
-    Indexed,
-    Norms,
-    Term,
-    term_of,
+    with_entries,
+    workspace,
 )
 from opacus_ext.refused import Refused
 
 T = torch.Tensor
+_FEW = 2**23  # multiply-adds that take no longer than sorting rows by index
+
+
+class Term:
+    """
+    Per-sample gradients ``[B, numel]`` of one use of a parameter.
+
+    Attributes:
+        batch_size: number of samples
+        dtype: that norms are accumulated in, float32 or wider
+        flat: the gradients, if they are there and nothing is to be computed; else None
+        onehot: its one-hot factors
+        sliced: whether not even the rows of one sample need fit into memory, so that
+            all is done by parts. Such a term has ``length``, :meth:`part` and
+            :meth:`without`
+    """
+
+    batch_size: int
+    device: torch.device
+    dtype: torch.dtype
+    flat: T | None = None
+    onehot: Sequence[OneHot] = ()
+    sliced = False
+
+    def materialize(self, dtype: torch.dtype, out: T | None = None) -> T:
+        """
+        The gradients ``[B, numel]``, added to ``out`` in place if it is given, which
+        may have any shape.
+        """
+        raise NotImplementedError
+
+    def weighted_sum(self, weights: T, dtype: torch.dtype, out: T | None = None) -> T:
+        """
+        The sum over samples of ``weights[b]`` times the gradient, ``numel`` entries of
+        any shape, added to ``out`` in place if it is given.
+        """
+        raise NotImplementedError
+
+    def squared_norm(self) -> T:
+        """The squared norms ``[B]``."""
+        raise NotImplementedError
+
+    def without(self, samples: T) -> Term:
+        """Zeros in the place of some samples, ``[B]`` of bool."""
+        raise NotImplementedError
+
+    def resolved(self) -> OuterProducts:
+        """The same gradients as rows that are in memory."""
+        return OuterProducts(self.materialize(self.dtype).unsqueeze(1))
+
+    def part(self, shape: torch.Size, samples: slice, rows: slice) -> OuterProducts:
+        """
+        The gradients of some samples for some rows of the parameter.
+
+        Args:
+            shape: of the parameter
+        """
+        return self.resolved().part(shape, samples, rows)
+
+
+class OuterProducts(Term):
+    """
+    Sums over rows of outer products of the factors of each row. One dense factor alone
+    needs no rows: what is summed is summed at once.
+
+    Args:
+        factors: one or more axes of the parameter each, left to right
+    """
+
+    def __init__(self, *factors: Factor):
+        first = entries(factors[0])
+        if len(factors) == 1 and not isinstance(factors[0], OneHot):
+            if first.shape[1] != 1:
+                first = wide(first).sum(1, keepdim=True)
+            factors, self.flat = (first,), first.squeeze(1)
+        self.factors = factors
+        self.dense: list[T] = [f for f in factors if not isinstance(f, OneHot)]
+        self.onehot = [f for f in factors if isinstance(f, OneHot)]
+        self.widths = tuple(map(width_of, factors))
+        self.batch_size, self.length = first.shape[:2]
+        self.device = first.device
+        self.dtype = dtype_of(*(f.dtype for f in self.dense))
+
+    def materialize(self, dtype: torch.dtype, out: T | None = None) -> T:
+        if self.onehot:
+            return self._by_index(dtype, out)
+        left, *others = [f.to(dtype) for f in self.dense]
+        if not others:
+            new = left.squeeze(1)
+            return new.clone() if out is None else out.add_(new.view_as(out))
+        right = others[0]
+        for f in others[1:]:  # multiplied out: [B, T, product of widths]
+            right = (right[..., None] * f[:, :, None, :]).flatten(2)
+        if out is None:
+            return torch.bmm(left.mT, right).flatten(1)
+        out.view(self.batch_size, left.shape[2], -1).baddbmm_(left.mT, right)
+        return out
+
+    def _by_index(self, dtype: torch.dtype, out: T | None) -> T:
+        places, size = places_of(self.onehot)
+        kinds = [not isinstance(f, OneHot) for f in self.factors]
+        order = sorted(range(len(kinds)), key=kinds.__getitem__)
+        leading = kinds == sorted(kinds)
+        if len(self.dense) > 1:
+            width = product(f.shape[2] for f in self.dense)
+            table = places.new_zeros(self.batch_size * size, width, dtype=dtype)
+            for keys, group in groups_of(self.dense, places):
+                table[keys] = OuterProducts(*group).materialize(dtype)
+        else:
+            rows, into = self._only_rows(dtype), out if leading else None
+            if into is None:
+                into = rows.new_zeros(self.batch_size, size, rows.shape[1])
+            table = into.view(-1, rows.shape[1]).index_add_(0, places, rows)
+            if into is out:
+                return out
+        if not leading:  # axes back from (one-hot, dense) to the parameter's order
+            table = table.view(self.batch_size, *(self.widths[i] for i in order))
+            table = table.permute(0, *(1 + order.index(i) for i in range(len(order))))
+        new = table.reshape(self.batch_size, product(self.widths))
+        return new if out is None else out.add_(new.view_as(out))
+
+    def _only_rows(self, dtype: torch.dtype) -> T:
+        """``[rows, width]`` of the only dense factor, or ones."""
+        if self.dense:
+            return self.dense[0].to(dtype).flatten(0, 1)
+        count = self.batch_size * self.length
+        return torch.ones(count, 1, dtype=dtype, device=self.device)
+
+    def weighted_sum(self, weights: T, dtype: torch.dtype, out: T | None = None) -> T:
+        # All rows as those of one sample, the narrowest factor scaled.
+        at = None  # no min() with a key, which the compiler does not know
+        for f in self.dense:
+            if at is None or f.shape[2] < at.shape[2]:
+                at = f
+        if self.flat is not None:
+            at = None
+        weights, scaled = weights.to(dtype)[:, None, None], at is not None
+        factors: list[Factor] = []
+        for f in self.factors:
+            if isinstance(f, OneHot):
+                factors.append(OneHot(f.index.reshape(1, -1), f.size))
+                continue
+            rows = f.to(dtype)
+            if f is at:
+                rows, at = rows * weights, None
+            factors.append(rows.reshape(1, -1, f.shape[2]))
+        if not scaled:
+            factors.append(weights.expand(-1, self.length, 1).reshape(1, -1, 1))
+        if len(factors) == 2 and not self.onehot and out is None:
+            left, right = factors
+            return left[0].mT @ right[0]  # one product
+        return OuterProducts(*factors).materialize(dtype, out)
+
+    def without(self, samples: T) -> OuterProducts:
+        where = samples[:, None, None]
+        factors = [
+            f if isinstance(f, OneHot) else f.masked_fill(where, 0)
+            for f in self.factors
+        ]
+        if not self.dense:  # rows that count as one
+            ones = self._only_rows(self.dtype).view(*self.onehot[0].index.shape, 1)
+            factors.append(ones.masked_fill(where, 0))
+        return OuterProducts(*factors)
+
+    def resolved(self) -> OuterProducts:
+        return self
+
+    def squared_norm(self) -> T:
+        """By products of Gram matrices, or sums of rows of one index."""
+        if self.length == 1:  # the norm of a product of rows is the product of theirs
+            squares = [square_sum(f.to(self.dtype)) for f in self.dense]
+            ones = torch.ones(self.batch_size, dtype=self.dtype, device=self.device)
+            return functools.reduce(torch.mul, squares) if squares else ones
+        if by_segments(self):
+            rows, (places, size) = self._only_rows(self.dtype), places_of(self.onehot)
+            return square_of_sums(rows, places, size, self.batch_size)
+        return inner(self.factors, None, self.dtype)
+
+    @property
+    def kind(self) -> tuple:
+        """Terms of one kind can be concatenated along T."""
+        each = zip(self.factors, self.widths)
+        return tuple((isinstance(f, OneHot), n, entries(f).dtype) for f, n in each)
+
+    def part(self, shape: torch.Size, samples: slice, rows: slice) -> OuterProducts:
+        some = [with_entries(f, entries(f)[samples]) for f in self.factors]
+        first = some[0]
+        if self.widths[0] != shape[0]:  # it has several axes
+            whole = OuterProducts(*some).materialize(self.dtype)
+            return OuterProducts(whole.view(-1, 1, *shape)[:, :, rows].flatten(2))
+        if not isinstance(first, OneHot):
+            return OuterProducts(first[:, :, rows], *some[1:])
+        inside = (first.index >= rows.start) & (first.index < rows.stop)
+        some[0] = OneHot(
+            torch.where(inside, first.index - rows.start, 0), rows.stop - rows.start
+        )
+        for i, f in enumerate(some):
+            if not isinstance(f, OneHot):
+                some[i] = torch.where(inside.unsqueeze(-1), f, 0)
+                return OuterProducts(*some)
+        return OuterProducts(*some, inside.unsqueeze(-1).to(self.dtype))
+
+
+# -- what it costs ---------------------------------------------------------------------
+#
+# Multiply-adds a sample. The constants weigh in memory traffic: about 4 for an entry in
+# cache; 60 for one that is written, read twice and takes memory. They were set by
+# timing on CPU; only speed depends on them.
+
+
+def by_segments(term: OuterProducts) -> bool:
+    """
+    Whether rows of equal index are summed: only one-hot factors, or one dense, and so
+    many rows that sorting them takes less than to let all meet.
+    """
+    return bool(term.onehot) and len(term.dense) <= 1 and term.length > 32
+
+
+def of_grams(terms: Sequence[OuterProducts]) -> float:
+    """Of the squared norm by Gram matrices of the terms, and of each two of them."""
+    if len({t.widths for t in terms}) > 1:
+        return math.inf
+    cost = 0.0
+    for i, u in enumerate(terms):
+        widths = sum(f.shape[2] for f in u.dense)
+        if by_segments(u):
+            cost += u.length * (16 + widths)
+        else:  # one triangle and the diagonal blocks
+            cost += 0.65 * u.length**2 * (8 + widths)
+        for v in terms[:i]:
+            both = [
+                f.shape[2]
+                for f, g in zip(u.factors, v.factors)
+                if not isinstance(f, OneHot) and not isinstance(g, OneHot)
+            ]
+            cost += u.length * v.length * (8 * len(u.factors) + sum(both))
+    return cost
+
+
+def of_blocks(terms: Sequence[OuterProducts]) -> float:
+    """Of the squared norm by gradients that are materialized block by block."""
+    numel = product(terms[0].widths)
+    cost = 4.0 * numel
+    for t in terms:
+        if t.onehot:
+            cost += 2 * numel + t.length * product(f.shape[2] for f in t.dense)
+        else:
+            cost += t.length * numel
+    return cost
+
+
+def worth_caching(terms: Sequence[OuterProducts], cache: int, cost: float) -> bool:
+    """
+    Whether gradients are materialized for their norm and cached for the clipped sum.
+
+    Args:
+        cache: bytes that may be spent
+        cost: of the norm in another way
+    """
+    if any(t.onehot and len(t.dense) > 1 for t in terms):
+        return False
+    if all(len(t.dense) < 2 for t in terms):
+        return False  # nothing to gain
+    numel = product(terms[0].widths)
+    size = terms[0].batch_size * numel * dtype_of(*(t.dtype for t in terms)).itemsize
+    return size <= cache and 60 * numel <= cost
+
+
+def few(term: OuterProducts) -> bool:
+    """Whether rows are so few that all of a sample may meet, and most in vain."""
+    width = 64 + sum(f.shape[2] for f in term.dense)  # 64: passes over the product
+    size = term.batch_size * term.length**2
+    return size * width <= _FEW and 3 * size * term.dtype.itemsize <= workspace()
+
+
+# -- their sum -------------------------------------------------------------------------
 
 
 class GradSample:
@@ -51,14 +326,16 @@ class GradSample:
         True
     """
 
-    def __init__(self, shape: torch.Size, batch_size: int, rows: Optional[T] = None):
+    def __init__(self, shape: torch.Size, batch_size: int, rows: T | None = None):
         self.shape = torch.Size(shape)
         self.numel = product(shape)
         self.batch_size = batch_size
         self.cached_bytes = 0  # of gradients materialized to be cached
-        self._terms: List[Term] = [] if rows is None else [Flat(rows)]
+        self._terms: list[Term] = (
+            [] if rows is None else [OuterProducts(rows.unsqueeze(1))]
+        )
 
-    def add(self, *factors: Union[Factor, Term]) -> None:
+    def add(self, *factors: Factor | Term) -> None:
         """
         Adds one use of the parameter.
 
@@ -76,14 +353,14 @@ class GradSample:
             term = factors[0]
         else:
             self._check(factors)
-            term = term_of(factors)
-        last = self._terms[-1] if self._terms else None
-        if isinstance(term, Flat) and isinstance(last, Flat):  # added at once
-            self._terms[-1] = last.joined([last, term])
+            term = OuterProducts(*factors)
+        last = self._terms[-1].flat if self._terms else None
+        if last is not None and term.flat is not None:  # added at once
+            self._terms[-1] = OuterProducts((wide(last) + wide(term.flat)).unsqueeze(1))
         elif self.batch_size:
             self._terms.append(term)
 
-    def _check(self, factors: Tuple[Factor, ...]) -> None:
+    def _check(self, factors: Sequence[Factor]) -> None:
         shapes = [tuple(entries(f).shape) for f in factors]
         dims = [2 if isinstance(f, OneHot) else 3 for f in factors]
         if (
@@ -102,28 +379,44 @@ class GradSample:
                 "for each axis.",
             )
 
-    def flat(self) -> Optional[T]:
+    def flat(self) -> T | None:
         """
         ``[B, numel]``, if the gradients are there already and nothing is to be
         computed; else None.
         """
-        return self._terms[0].flat() if len(self._terms) == 1 else None
+        return self._terms[0].flat if len(self._terms) == 1 else None
 
     def materialize(self) -> T:
         """The per-sample gradients ``[B, *shape]``."""
-        if not self._terms:
-            return torch.zeros(self.batch_size, *self.shape)
         out = None
-        if not self._sliced:
-            for term in self._in_order():
-                out = term.materialize(self._dtype, out)
-            return out.reshape(self.batch_size, *self.shape)
-        for samples, rows, part in self._slices():
-            new = part.materialize()
-            if out is None:
-                out = new.new_zeros(self.batch_size, *self.shape)
-            out[samples, rows] = new
-        return out
+        if self._by_parts:
+            out = self._zeros(self.batch_size, *self.shape)
+            for samples, rows, part in self._slices():
+                out[samples, rows] = part.materialize()
+            return out
+        for term in self._in_order():
+            out = term.materialize(self._dtype, out)
+        return out.reshape(self.batch_size, *self.shape)
+
+    def weighted_sum(self, weights: T) -> T:
+        """
+        The sum over the batch of ``weights[b] * G[b]``, without per-sample gradients.
+
+        Args:
+            weights: ``[B]``, for example clipping factors
+
+        Returns:
+            ``[*shape]``
+        """
+        total = None
+        if self._by_parts:
+            total = self._zeros(*self.shape)
+            for samples, rows, part in self._slices():
+                total[rows] += part.weighted_sum(weights[samples])
+            return total
+        for term in self._in_order():
+            total = term.weighted_sum(weights, self._dtype, total)
+        return total.reshape(self.shape)
 
     def squared_norm(self, cache: int = 0) -> T:
         """
@@ -138,37 +431,33 @@ class GradSample:
         Returns:
             ``[B]``, in float32 or wider.
         """
-        if not self._terms:
-            return torch.zeros(self.batch_size)
-        norms = self._norms(cache)
-        if norms.gradients is not None:
-            self._terms = [Flat(norms.gradients)]
-            self.cached_bytes = self.cached_bytes or norms.num_bytes
-        return norms.squares
-
-    def weighted_sum(self, weights: T) -> T:
-        """
-        The sum over the batch of ``weights[b] * G[b]``, without per-sample gradients.
-
-        Args:
-            weights: ``[B]``, for example clipping factors
-
-        Returns:
-            ``[*shape]``
-        """
-        if not self._terms:
-            return torch.zeros(self.shape)
-        total = None
-        if not self._sliced:
-            for term in self._in_order():
-                total = term.weighted_sum(weights, self._dtype, total)
-            return total.reshape(self.shape)
-        for samples, rows, part in self._slices():
-            new = part.weighted_sum(weights[samples])
-            if total is None:
-                total = new.new_zeros(self.shape)
-            total[rows] += new
-        return total
+        if not all(isinstance(t, OuterProducts) for t in self._terms):
+            if self.batch_size * self.numel * self._dtype.itemsize <= cache:
+                return self._cache(self)
+            if not self._by_parts and len(self._terms) == 1:
+                return self._terms[0].squared_norm()
+        if self._by_parts:
+            squares = self._zeros(self.batch_size)
+            for samples, _, part in self._slices():
+                squares[samples] += part.squared_norm()
+            return squares
+        merged = self._merged() if len(self._terms) > 1 else self
+        terms: Sequence[OuterProducts] = merged._terms
+        if len(terms) == 1 and terms[0].length == 1:
+            return terms[0].squared_norm()
+        grams, blocks = of_grams(terms), of_blocks(terms)
+        if worth_caching(terms, cache, min(grams, blocks)):
+            return self._cache(merged)
+        if len(terms) == 1 and terms[0].onehot and len(terms[0].dense) > 1:
+            if not torch.compiler.is_compiling() and not few(terms[0]):
+                return _square_by_groups(terms[0])
+        if grams > blocks:
+            return merged._square_by_blocks()
+        squares = sum(t.squared_norm() for t in terms)
+        for i, u in enumerate(terms):
+            for v in terms[:i]:
+                squares = squares + 2 * inner(u.factors, v.factors, self._dtype)
+        return squares.clamp(min=0)
 
     def drop(self, samples: T) -> None:
         """
@@ -183,84 +472,62 @@ class GradSample:
         """Forgets the gradients; norms that were computed stay valid."""
         self._terms, self.cached_bytes = [], 0
 
-    # -- the sum of several terms ------------------------------------------------------
-
     @property
     def _dtype(self) -> torch.dtype:
         return dtype_of(*(t.dtype for t in self._terms))
 
-    @property
-    def _sliced(self) -> bool:
-        return any(t.sliced for t in self._terms)
+    def _zeros(self, *shape: int) -> T:
+        device = self._terms[0].device if self._terms else None
+        return torch.zeros(shape, dtype=self._dtype, device=device)
 
     def _in_order(self) -> Sequence[Term]:
         """One-hot terms come last: they add into the entries that they touch."""
-        if len(self._terms) == 1:
-            return self._terms
-        return sorted((t.resolved() for t in self._terms), key=lambda t: len(t.onehot))
+        return sorted(self._terms, key=lambda t: len(t.onehot))
 
-    def _norms(self, cache: int) -> Norms:
-        if self._sliced:
-            if self.batch_size * self.numel * 8 <= cache:
-                return Norms.of(self.materialize().flatten(1))
-            squares = torch.zeros(self.batch_size, dtype=self._dtype)
-            squares = squares.to(self._terms[0].device)
-            for samples, _, part in self._slices():
-                squares[samples] += part.squared_norm()
-            return Norms(squares)
-        terms = self._merged() if len(self._terms) > 1 else self._terms
-        if len(terms) > 1:
-            return _sum_of(terms, self.shape, self.batch_size)._norms_of_rows(cache)
-        own = terms[0].squared_norm(cache)
-        return self._norms_of_rows(cache) if own is None else own
+    def _cache(self, same: GradSample) -> T:
+        """Materializes the same gradients to be used from now on; squared norms."""
+        flat = same.materialize().flatten(1)
+        self._terms = [OuterProducts(flat.unsqueeze(1))]
+        self.cached_bytes = flat.numel() * flat.dtype.itemsize
+        return square_sum(flat)
 
-    def _merged(self) -> List[Batched]:
+    def _merged(self) -> GradSample:
         """The terms of one kind as one, so that products between them vanish."""
-        kinds: dict = {}
+        kinds: dict[tuple, list[OuterProducts]] = {}
         for term in (t.resolved() for t in self._terms):
             kinds.setdefault(term.kind, []).append(term)
-        return [
-            same[0].joined(same) if len(same) > 1 else same[0]
-            for same in kinds.values()
-        ]
-
-    def _norms_of_rows(self, cache: int) -> Norms:
-        terms: Sequence[Batched] = self._terms
-        grams, blocks = cost.of_grams(terms), cost.of_blocks(terms)
-        if cost.worth_caching(terms, cache, min(grams, blocks)):
-            return Norms.of(self.materialize().flatten(1))
-        if len(terms) == 1 and terms[0].onehot and len(terms[0].dense) > 1:
-            if not torch.compiler.is_compiling() and not cost.few(terms[0]):
-                return Norms(_square_by_groups(terms[0]))
-        if grams <= blocks:
-            squares = sum(t.square_by_grams() for t in terms)
-            for i, u in enumerate(terms):
-                for v in terms[:i]:
-                    squares = squares + 2 * gram.inner(
-                        u.factors, v.factors, self._dtype
-                    )
-        else:
-            squares = self._square_by_blocks()
-        return Norms(squares.clamp(min=0))
+        merged = []
+        for same in kinds.values():
+            columns = zip(*(t.factors for t in same))
+            one = len(same) == 1
+            merged.append(same[0] if one else OuterProducts(*map(joined, columns)))
+        return _sum_of(merged, self.shape, self.batch_size)
 
     def _square_by_blocks(self) -> T:
-        terms: Sequence[Batched] = self._terms
-        bound = bound_on(terms[0].device.type)
+        first, bound = self._terms[0], bound_on(self._terms[0].device.type)
         # Those of a shared parameter are not in memory at once but to be cached.
-        several = len(terms) > 1 or bool(terms[0].onehot)
+        several = len(self._terms) > 1 or bool(first.onehot)
         count = max(4 if several else 1, self.batch_size * self.numel * 8 // bound)
         step = max(1, math.ceil(self.shape[0] / count))
         parts = self._parts(step, self.batch_size)
         return sum(square_sum(part.materialize()) for _, _, part in parts)
 
-    def _slices(self) -> Iterator[Tuple[slice, slice, GradSample]]:
-        """Parts of which the workspace holds the rows."""
-        first = next(t for t in self._terms if t.sliced)
-        count = max(1, workspace() // (max(1, first.length) * first.dtype.itemsize))
-        step = min(self.shape[0], max(64, count))
-        return self._parts(step, max(1, count // step))
+    # -- parts -------------------------------------------------------------------------
 
-    def _parts(self, step: int, some: int) -> Iterator[Tuple[slice, slice, GradSample]]:
+    @property
+    def _by_parts(self) -> bool:
+        """Whether all is done by parts, of which there are none without terms."""
+        return not self._terms or any(t.sliced for t in self._terms)
+
+    def _slices(self) -> Iterator[tuple[slice, slice, GradSample]]:
+        """Parts of which the workspace holds the rows."""
+        for term in (t for t in self._terms if t.sliced):
+            count = max(1, workspace() // (max(1, term.length) * term.dtype.itemsize))
+            step = min(self.shape[0], max(64, count))
+            yield from self._parts(step, max(1, count // step))
+            break
+
+    def _parts(self, step: int, some: int) -> Iterator[tuple[slice, slice, GradSample]]:
         """The gradients of ``some`` samples, for ``step`` rows of the parameter."""
         for start, stop in steps(self.shape[0], step):
             shape = torch.Size((stop - start, *self.shape[1:]))
@@ -276,9 +543,9 @@ def _sum_of(terms: Sequence[Term], shape: torch.Size, size: int) -> GradSample:
     return found
 
 
-def _square_by_groups(term: Indexed) -> T:
+def _square_by_groups(term: OuterProducts) -> T:
     """Squared norms ``[B]``, where rows of one sample and one index meet."""
-    places, size = term.places()
+    places, size = places_of(term.onehot)
     squares = torch.zeros(term.batch_size, dtype=term.dtype, device=term.device)
     shape = torch.Size(f.shape[2] for f in term.dense)
     for keys, group in groups_of(term.dense, places):

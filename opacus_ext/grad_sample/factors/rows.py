@@ -1,12 +1,23 @@
-"""Factors: the rows of which per-sample gradients are outer products."""
+"""Factors: rows of which per-sample gradients are outer products, and how they meet.
+
+Rows meet all with all, in Gram matrices (:func:`inner`), or by their place: those of
+one sample and of one index. A place is ``sample * size + index``, one for each row;
+``size`` is the number of indices.
+"""
 
 from __future__ import annotations
 
-from typing import Iterable, Iterator, NamedTuple, Tuple, Union
+import math
+from typing import Any, Iterable, Iterator, NamedTuple, Sequence, Union
 
 import torch
 
+from opacus_ext.refused import Refused
+
 T = torch.Tensor
+CPU_CACHE = 2**22  # bytes worked on at a time by a CPU
+_LARGE = 128  # rows of a group that is a product of its own
+_workspace = 64 * 2**20
 
 
 class OneHot(NamedTuple):
@@ -27,6 +38,11 @@ def entries(factor: Factor) -> T:
 def with_entries(factor: Factor, rows: T) -> Factor:
     """A factor of the same kind with other rows."""
     return OneHot(rows, factor.size) if isinstance(factor, OneHot) else rows
+
+
+def joined(factors: Sequence[Factor]) -> Factor:
+    """The rows of some factors of one kind behind one another."""
+    return with_entries(factors[0], torch.cat([entries(f) for f in factors], dim=1))
 
 
 def width_of(factor: Factor) -> int:
@@ -55,7 +71,7 @@ def product(sizes: Iterable[int]) -> int:
     return found
 
 
-def steps(size: int, step: int) -> Iterator[Tuple[int, int]]:
+def steps(size: int, step: int) -> Iterator[tuple[int, int]]:
     """Where the parts of an axis begin and end."""
     for start in range(0, size, step):
         yield start, min(start + step, size)
@@ -65,3 +81,185 @@ def square_sum(x: T) -> T:
     """Squared norms ``[B]`` of what each sample has, ``[B, ...]``."""
     x = x if x.dim() == 2 else x.flatten(1)
     return torch.linalg.vector_norm(x, dim=1).square_()
+
+
+# -- memory ----------------------------------------------------------------------------
+
+
+class _Bound(int):
+    """A bound that comes back into force where a ``with`` block ends."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *exception: Any) -> None:
+        workspace(self)
+
+
+def workspace(num_bytes: int | None = None) -> int:
+    """
+    The one setting that trades memory for time: how many bytes the per-sample
+    gradients may occupy for a while beside what training needs anyway.
+
+    It bounds the blocks in which norms are computed, and in "ghost_bk" also the sum
+    of all per-sample gradients that are cached from the norm to the clipped sum.
+    Results do not depend on it.
+
+    Args:
+        num_bytes: new bound in bytes, for good or for a ``with`` block; None leaves it
+            as it is
+
+    Returns:
+        The bound in force before the call, in bytes.
+
+    Raises:
+        Refused: if ``num_bytes`` is not positive
+
+    Example:
+        >>> import opacus_ext
+        >>> before = opacus_ext.workspace(256 * 2**20)
+        >>> opacus_ext.workspace(before) == 256 * 2**20
+        True
+        >>> with opacus_ext.workspace(2**20):
+        ...     print(opacus_ext.workspace())
+        1048576
+        >>> opacus_ext.workspace() == before
+        True
+    """
+    global _workspace
+    if num_bytes is None:
+        return _workspace
+    if num_bytes <= 0:
+        raise Refused(
+            f"The workspace must be positive, got {num_bytes} bytes.",
+            parameter="num_bytes",
+            remedy="Results do not depend on it; the default is 64 MiB.",
+        )
+    before, _workspace = _workspace, int(num_bytes)
+    return _Bound(before)
+
+
+def bound_on(device_type: str) -> int:
+    """Bytes to work on at a time: on a CPU what fits its cache, if that is less."""
+    return min(_workspace, CPU_CACHE) if device_type == "cpu" else _workspace
+
+
+# -- rows that meet --------------------------------------------------------------------
+
+
+def inner(
+    left: tuple[Factor, ...], right: tuple[Factor, ...] | None, dtype: torch.dtype
+) -> T:
+    """
+    ``sum_{t,t'} prod_k <left_k[t], right_k[t']>``, in chunks of t under the workspace.
+
+    Args:
+        left: factors ``[B, T, width]``
+        right: factors of the same widths; None: the same
+        dtype: to compute in
+
+    Returns:
+        ``[B]``
+    """
+    batch_size, rows = entries(left[0]).shape[:2]
+    symmetric = right is None
+    right = left if right is None else right
+    others = entries(right[0]).shape[1]
+    size = 2 * batch_size * others * dtype.itemsize
+    step = max(1, workspace() // max(1, size))
+    if symmetric:
+        # Only one of the triangles: a chunk meets itself and, twice, what follows.
+        step = min(step, max(64, math.ceil(rows / 4)))
+    total = torch.zeros(batch_size, dtype=dtype, device=entries(left[0]).device)
+    for start, stop in steps(rows, step):
+        product = None
+        for f, g in zip(left, right):
+            if symmetric:
+                g = _places(g, start, rows)
+            gram = _gram(_places(f, start, stop), g, dtype)
+            product = gram if product is None else product.mul_(gram)
+        if symmetric and product.shape[2] > product.shape[1]:
+            product[:, :, stop - start :] *= 2
+        total = total + product.sum((1, 2))
+    return total
+
+
+def _places(factor: Factor, start: int, stop: int) -> Factor:
+    return with_entries(factor, entries(factor)[:, start:stop])
+
+
+def _gram(f: Factor, g: Factor, dtype: torch.dtype) -> T:
+    """``[B, T, T']`` of ``<f[t], g[t']>``."""
+    if isinstance(f, OneHot) and isinstance(g, OneHot):
+        return (f.index[:, :, None] == g.index[:, None, :]).to(dtype)
+    if isinstance(f, OneHot):
+        return _gram(g, f, dtype).mT.contiguous()
+    if isinstance(g, OneHot):
+        index = g.index[:, None, :].expand(-1, f.shape[1], -1)
+        return f.gather(2, index).to(dtype)
+    return torch.bmm(f.to(dtype), g.to(dtype).mT)
+
+
+def places_of(onehot: Sequence[OneHot]) -> tuple[T, int]:
+    """The place of each row, flattened, and ``size``, by all one-hot factors."""
+    index, size = onehot[0]
+    for other in onehot[1:]:
+        index, size = index * other.size + other.index, size * other.size
+    samples = torch.arange(len(index), device=index.device)[:, None]
+    return (samples * size + index).flatten(), size
+
+
+def square_of_sums(rows: T, places: T, size: int, batch_size: int) -> T:
+    """
+    Rows of one place are summed, and the sums squared.
+
+    Args:
+        rows: ``[rows, width]``
+
+    Returns:
+        ``[B]``
+    """
+    # Numbers of the segments: as many as there are rows at most, so that nobody has to
+    # know how many there are (which a device would have to be waited for).
+    ranked, order = places.sort()
+    new = torch.zeros_like(ranked)
+    new[1:] = ranked[1:] != ranked[:-1]
+    number = new.cumsum(0)
+    segment = torch.empty_like(number).scatter_(0, order, number)
+    squares = square_sum(torch.zeros_like(rows).index_add_(0, segment, rows))
+    sample = torch.zeros_like(number).scatter_(0, number, ranked // size)
+    return rows.new_zeros(batch_size).index_add_(0, sample, squares)
+
+
+def groups_of(dense: Sequence[T], places: T) -> Iterator[tuple[T, list[T]]]:
+    """
+    The rows of each place as a sample of their own: factors ``[groups, rows, width]``,
+    padded with zeros. Small groups of about one size come together, so that at most
+    half of it is padding however uneven they are.
+
+    Args:
+        dense: ``[B, T, width]``
+
+    Yields:
+        The place of each group, and its factors.
+    """
+    flat = [f.flatten(0, 1) for f in dense]
+    ranked, order = places.sort(stable=True)
+    keys, counts = torch.unique_consecutive(ranked, return_counts=True)
+    starts = counts.cumsum(0) - counts
+    if len(order) >= _LARGE * len(keys):
+        for key, *ends in zip(keys.split(1), starts.tolist(), counts.tolist()):
+            start, count = ends
+            rows = order[start : start + count]
+            yield key, [f.index_select(0, rows)[None] for f in flat]
+        return
+    level = counts.float().log2().ceil()
+    for i in level.unique().tolist():
+        chosen = level == i
+        step = torch.arange(int(counts[chosen].max()), device=places.device)
+        inside = step < counts[chosen, None]
+        rows = order[(starts[chosen, None] + step).clamp(max=len(order) - 1)]
+        first, *rest = (
+            f.index_select(0, rows.flatten()).view(*rows.shape, -1) for f in flat
+        )
+        yield keys[chosen], [first * inside[..., None], *rest]

@@ -12,7 +12,7 @@ from typing import Iterator, List, NamedTuple, Optional, Sequence, Tuple, Union
 import torch
 from torch.nn import functional as F
 
-from opacus_ext.grad_sample.factors import Norms, Term, dtype_of, wide
+from opacus_ext.grad_sample.factors import Term, dtype_of, wide
 from opacus_ext.grad_sample.rules.registry import Op, register_rule
 
 T = torch.Tensor
@@ -113,7 +113,7 @@ class ConvGradients(Term):
 
     def __init__(self, conv: OfConv, backprops: T, x: T):
         self.conv, self.backprops, self.x = conv, backprops, x
-        self.batch_size = len(x)
+        self.batch_size, self.device = len(x), x.device
         self.dtype = dtype_of(backprops.dtype)
 
     def _each(self) -> Iterator[T]:
@@ -124,12 +124,8 @@ class ConvGradients(Term):
         new = torch.stack(list(self._each())).to(dtype)
         return new if out is None else out.add_(new.view_as(out))
 
-    def squared_norm(self, cache: int = 0) -> Norms:
-        numel = self.batch_size * self.conv.shape.numel()
-        if numel * self.dtype.itemsize <= cache:
-            return Norms.of(self.materialize(self.dtype))
-        each = (torch.dot(g, g) for g in map(wide, self._each()))
-        return Norms(torch.stack(list(each)))
+    def squared_norm(self) -> T:
+        return torch.stack([torch.dot(g, g) for g in map(wide, self._each())])
 
     def weighted_sum(
         self, weights: T, dtype: torch.dtype, out: Optional[T] = None
