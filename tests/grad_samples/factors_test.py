@@ -188,7 +188,7 @@ def forced_way(request, monkeypatch):
     grams = grad_sample.of_grams  # infinite where terms do not fit each other
     blocks = request.param == "blocks"
     monkeypatch.setattr(
-        cost, "of_grams", lambda terms: math.inf if blocks else grams(terms)
+        grad_sample, "of_grams", lambda terms: math.inf if blocks else grams(terms)
     )
     value = 1.0 if blocks else 1e300
     monkeypatch.setattr(grad_sample, "of_blocks", lambda terms: value)

@@ -11,7 +11,7 @@ import torch
 from opacus_ext.grad_sample.factors.rows import (
     Factor,
     OneHot,
-    bound_on,
+    cut,
     dtype_of,
     entries,
     groups_of,
@@ -24,12 +24,12 @@ from opacus_ext.grad_sample.factors.rows import (
     steps,
     wide,
     width_of,
-    with_entries,
     workspace,
 )
 from opacus_ext.refused import Refused
 
 T = torch.Tensor
+_CPU_CACHE = 2**22  # bytes worked on at a time by a CPU
 _FEW = 2**23  # multiply-adds that take no longer than sorting rows by index
 
 
@@ -50,6 +50,7 @@ class Term:
     batch_size: int
     device: torch.device
     dtype: torch.dtype
+    length: int
     flat: T | None = None
     onehot: Sequence[OneHot] = ()
     sliced = False
@@ -81,12 +82,7 @@ class Term:
         return OuterProducts(self.materialize(self.dtype).unsqueeze(1))
 
     def part(self, shape: torch.Size, samples: slice, rows: slice) -> OuterProducts:
-        """
-        The gradients of some samples for some rows of the parameter.
-
-        Args:
-            shape: of the parameter
-        """
+        """Of some samples, for some rows of the parameter, which has that shape."""
         return self.resolved().part(shape, samples, rows)
 
 
@@ -102,12 +98,15 @@ class OuterProducts(Term):
     def __init__(self, *factors: Factor):
         first = entries(factors[0])
         if len(factors) == 1 and not isinstance(factors[0], OneHot):
+            first = wide(first)
             if first.shape[1] != 1:
-                first = wide(first).sum(1, keepdim=True)
+                first = first.sum(1, keepdim=True)
             factors, self.flat = (first,), first.squeeze(1)
+        self.onehot = [f for f in factors if isinstance(f, OneHot)]
+        if len(self.onehot) == len(factors):  # each row counts as one
+            factors = (*factors, torch.ones(*first.shape, 1, device=first.device))
         self.factors = factors
         self.dense: list[T] = [f for f in factors if not isinstance(f, OneHot)]
-        self.onehot = [f for f in factors if isinstance(f, OneHot)]
         self.widths = tuple(map(width_of, factors))
         self.batch_size, self.length = first.shape[:2]
         self.device = first.device
@@ -116,12 +115,11 @@ class OuterProducts(Term):
     def materialize(self, dtype: torch.dtype, out: T | None = None) -> T:
         if self.onehot:
             return self._by_index(dtype, out)
-        left, *others = [f.to(dtype) for f in self.dense]
-        if not others:
-            new = left.squeeze(1)
-            return new.clone() if out is None else out.add_(new.view_as(out))
-        right = others[0]
-        for f in others[1:]:  # multiplied out: [B, T, product of widths]
+        if self.flat is not None:
+            new = self.flat.to(dtype, copy=out is None)
+            return new if out is None else out.add_(new.view_as(out))
+        left, right, *others = [f.to(dtype) for f in self.dense]
+        for f in others:  # multiplied out: [B, T, product of widths]
             right = (right[..., None] * f[:, :, None, :]).flatten(2)
         if out is None:
             return torch.bmm(left.mT, right).flatten(1)
@@ -139,7 +137,8 @@ class OuterProducts(Term):
             for keys, group in groups_of(self.dense, places):
                 table[keys] = OuterProducts(*group).materialize(dtype)
         else:
-            rows, into = self._only_rows(dtype), out if leading else None
+            rows = self.dense[0].to(dtype).flatten(0, 1)
+            into = out if leading else None
             if into is None:
                 into = rows.new_zeros(self.batch_size, size, rows.shape[1])
             table = into.view(-1, rows.shape[1]).index_add_(0, places, rows)
@@ -151,22 +150,16 @@ class OuterProducts(Term):
         new = table.reshape(self.batch_size, product(self.widths))
         return new if out is None else out.add_(new.view_as(out))
 
-    def _only_rows(self, dtype: torch.dtype) -> T:
-        """``[rows, width]`` of the only dense factor, or ones."""
-        if self.dense:
-            return self.dense[0].to(dtype).flatten(0, 1)
-        count = self.batch_size * self.length
-        return torch.ones(count, 1, dtype=dtype, device=self.device)
-
     def weighted_sum(self, weights: T, dtype: torch.dtype, out: T | None = None) -> T:
+        weights = weights.to(dtype)
+        if self.flat is not None:
+            new = weights @ self.flat.to(dtype)
+            return new if out is None else out.add_(new.view_as(out))
         # All rows as those of one sample, the narrowest factor scaled.
-        at = None  # no min() with a key, which the compiler does not know
-        for f in self.dense:
+        at, weights = None, weights[:, None, None]
+        for f in self.dense:  # no min() with a key, which the compiler does not know
             if at is None or f.shape[2] < at.shape[2]:
                 at = f
-        if self.flat is not None:
-            at = None
-        weights, scaled = weights.to(dtype)[:, None, None], at is not None
         factors: list[Factor] = []
         for f in self.factors:
             if isinstance(f, OneHot):
@@ -176,8 +169,6 @@ class OuterProducts(Term):
             if f is at:
                 rows, at = rows * weights, None
             factors.append(rows.reshape(1, -1, f.shape[2]))
-        if not scaled:
-            factors.append(weights.expand(-1, self.length, 1).reshape(1, -1, 1))
         if len(factors) == 2 and not self.onehot and out is None:
             left, right = factors
             return left[0].mT @ right[0]  # one product
@@ -185,14 +176,12 @@ class OuterProducts(Term):
 
     def without(self, samples: T) -> OuterProducts:
         where = samples[:, None, None]
-        factors = [
-            f if isinstance(f, OneHot) else f.masked_fill(where, 0)
-            for f in self.factors
-        ]
-        if not self.dense:  # rows that count as one
-            ones = self._only_rows(self.dtype).view(*self.onehot[0].index.shape, 1)
-            factors.append(ones.masked_fill(where, 0))
-        return OuterProducts(*factors)
+        return OuterProducts(
+            *(
+                f if isinstance(f, OneHot) else f.masked_fill(where, 0)
+                for f in self.factors
+            )
+        )
 
     def resolved(self) -> OuterProducts:
         return self
@@ -201,21 +190,14 @@ class OuterProducts(Term):
         """By products of Gram matrices, or sums of rows of one index."""
         if self.length == 1:  # the norm of a product of rows is the product of theirs
             squares = [square_sum(f.to(self.dtype)) for f in self.dense]
-            ones = torch.ones(self.batch_size, dtype=self.dtype, device=self.device)
-            return functools.reduce(torch.mul, squares) if squares else ones
+            return functools.reduce(torch.mul, squares)
         if by_segments(self):
-            rows, (places, size) = self._only_rows(self.dtype), places_of(self.onehot)
-            return square_of_sums(rows, places, size, self.batch_size)
+            rows = self.dense[0].to(self.dtype).flatten(0, 1)
+            return square_of_sums(rows, *places_of(self.onehot), self.batch_size)
         return inner(self.factors, None, self.dtype)
 
-    @property
-    def kind(self) -> tuple:
-        """Terms of one kind can be concatenated along T."""
-        each = zip(self.factors, self.widths)
-        return tuple((isinstance(f, OneHot), n, entries(f).dtype) for f, n in each)
-
     def part(self, shape: torch.Size, samples: slice, rows: slice) -> OuterProducts:
-        some = [with_entries(f, entries(f)[samples]) for f in self.factors]
+        some = [cut(f, samples) for f in self.factors]
         first = some[0]
         if self.widths[0] != shape[0]:  # it has several axes
             whole = OuterProducts(*some).materialize(self.dtype)
@@ -229,8 +211,8 @@ class OuterProducts(Term):
         for i, f in enumerate(some):
             if not isinstance(f, OneHot):
                 some[i] = torch.where(inside.unsqueeze(-1), f, 0)
-                return OuterProducts(*some)
-        return OuterProducts(*some, inside.unsqueeze(-1).to(self.dtype))
+                break
+        return OuterProducts(*some)
 
 
 # -- what it costs ---------------------------------------------------------------------
@@ -242,10 +224,10 @@ class OuterProducts(Term):
 
 def by_segments(term: OuterProducts) -> bool:
     """
-    Whether rows of equal index are summed: only one-hot factors, or one dense, and so
+    Whether rows of equal index are summed: one-hot factors, with one dense, and so
     many rows that sorting them takes less than to let all meet.
     """
-    return bool(term.onehot) and len(term.dense) <= 1 and term.length > 32
+    return bool(term.onehot) and len(term.dense) == 1 and term.length > 32
 
 
 def of_grams(terms: Sequence[OuterProducts]) -> float:
@@ -283,15 +265,11 @@ def of_blocks(terms: Sequence[OuterProducts]) -> float:
 
 def worth_caching(terms: Sequence[OuterProducts], cache: int, cost: float) -> bool:
     """
-    Whether gradients are materialized for their norm and cached for the clipped sum.
-
-    Args:
-        cache: bytes that may be spent
-        cost: of the norm in another way
+    Whether gradients are materialized for their norm and cached for the clipped sum,
+    in so many bytes at most, where another way to the norm has a cost.
     """
-    if any(t.onehot and len(t.dense) > 1 for t in terms):
-        return False
-    if all(len(t.dense) < 2 for t in terms):
+    several = [len(t.dense) > 1 for t in terms]
+    if not any(several) or any(t.onehot and n for t, n in zip(terms, several)):
         return False  # nothing to gain
     numel = product(terms[0].widths)
     size = terms[0].batch_size * numel * dtype_of(*(t.dtype for t in terms)).itemsize
@@ -327,13 +305,12 @@ class GradSample:
     """
 
     def __init__(self, shape: torch.Size, batch_size: int, rows: T | None = None):
-        self.shape = torch.Size(shape)
-        self.numel = product(shape)
+        self.shape, self.numel = torch.Size(shape), product(shape)
         self.batch_size = batch_size
         self.cached_bytes = 0  # of gradients materialized to be cached
-        self._terms: list[Term] = (
-            [] if rows is None else [OuterProducts(rows.unsqueeze(1))]
-        )
+        self._terms: list[Term] = []
+        if rows is not None:
+            self._terms.append(OuterProducts(rows.unsqueeze(1)))
 
     def add(self, *factors: Factor | Term) -> None:
         """
@@ -356,7 +333,7 @@ class GradSample:
             term = OuterProducts(*factors)
         last = self._terms[-1].flat if self._terms else None
         if last is not None and term.flat is not None:  # added at once
-            self._terms[-1] = OuterProducts((wide(last) + wide(term.flat)).unsqueeze(1))
+            self._terms[-1] = OuterProducts((last + term.flat).unsqueeze(1))
         elif self.batch_size:
             self._terms.append(term)
 
@@ -495,16 +472,16 @@ class GradSample:
         """The terms of one kind as one, so that products between them vanish."""
         kinds: dict[tuple, list[OuterProducts]] = {}
         for term in (t.resolved() for t in self._terms):
-            kinds.setdefault(term.kind, []).append(term)
-        merged = []
-        for same in kinds.values():
-            columns = zip(*(t.factors for t in same))
-            one = len(same) == 1
-            merged.append(same[0] if one else OuterProducts(*map(joined, columns)))
+            kind = tuple((width_of(f), entries(f).dtype) for f in term.factors)
+            kinds.setdefault(kind, []).append(term)
+        each = (zip(*(t.factors for t in same)) for same in kinds.values())
+        merged = [OuterProducts(*map(joined, columns)) for columns in each]
         return _sum_of(merged, self.shape, self.batch_size)
 
     def _square_by_blocks(self) -> T:
-        first, bound = self._terms[0], bound_on(self._terms[0].device.type)
+        first, bound = self._terms[0], workspace()
+        if first.device.type == "cpu":
+            bound = min(bound, _CPU_CACHE)
         # Those of a shared parameter are not in memory at once but to be cached.
         several = len(self._terms) > 1 or bool(first.onehot)
         count = max(4 if several else 1, self.batch_size * self.numel * 8 // bound)

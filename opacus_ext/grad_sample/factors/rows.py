@@ -15,7 +15,6 @@ import torch
 from opacus_ext.refused import Refused
 
 T = torch.Tensor
-CPU_CACHE = 2**22  # bytes worked on at a time by a CPU
 _LARGE = 128  # rows of a group that is a product of its own
 _workspace = 64 * 2**20
 
@@ -35,14 +34,18 @@ def entries(factor: Factor) -> T:
     return factor.index if isinstance(factor, OneHot) else factor
 
 
-def with_entries(factor: Factor, rows: T) -> Factor:
-    """A factor of the same kind with other rows."""
+def cut(factor: Factor, where: Any) -> Factor:
+    """Some of its rows."""
+    rows = entries(factor)[where]
     return OneHot(rows, factor.size) if isinstance(factor, OneHot) else rows
 
 
 def joined(factors: Sequence[Factor]) -> Factor:
     """The rows of some factors of one kind behind one another."""
-    return with_entries(factors[0], torch.cat([entries(f) for f in factors], dim=1))
+    if len(factors) == 1:
+        return factors[0]
+    rows = torch.cat([entries(f) for f in factors], dim=1)
+    return OneHot(rows, width_of(factors[0])) if rows.dim() == 2 else rows
 
 
 def width_of(factor: Factor) -> int:
@@ -139,11 +142,6 @@ def workspace(num_bytes: int | None = None) -> int:
     return _Bound(before)
 
 
-def bound_on(device_type: str) -> int:
-    """Bytes to work on at a time: on a CPU what fits its cache, if that is less."""
-    return min(_workspace, CPU_CACHE) if device_type == "cpu" else _workspace
-
-
 # -- rows that meet --------------------------------------------------------------------
 
 
@@ -151,41 +149,28 @@ def inner(
     left: tuple[Factor, ...], right: tuple[Factor, ...] | None, dtype: torch.dtype
 ) -> T:
     """
-    ``sum_{t,t'} prod_k <left_k[t], right_k[t']>``, in chunks of t under the workspace.
-
-    Args:
-        left: factors ``[B, T, width]``
-        right: factors of the same widths; None: the same
-        dtype: to compute in
-
-    Returns:
-        ``[B]``
+    ``sum_{t,t'} prod_k <left_k[t], right_k[t']>``, for each sample, in chunks of t
+    under the workspace; without ``right`` those of ``left`` with each other.
     """
-    batch_size, rows = entries(left[0]).shape[:2]
-    symmetric = right is None
+    first, symmetric = entries(left[0]), right is None
+    batch_size, rows = first.shape[:2]
     right = left if right is None else right
-    others = entries(right[0]).shape[1]
-    size = 2 * batch_size * others * dtype.itemsize
+    size = 2 * batch_size * entries(right[0]).shape[1] * dtype.itemsize
     step = max(1, workspace() // max(1, size))
     if symmetric:
         # Only one of the triangles: a chunk meets itself and, twice, what follows.
         step = min(step, max(64, math.ceil(rows / 4)))
-    total = torch.zeros(batch_size, dtype=dtype, device=entries(left[0]).device)
+    total = torch.zeros(batch_size, dtype=dtype, device=first.device)
     for start, stop in steps(rows, step):
         product = None
         for f, g in zip(left, right):
-            if symmetric:
-                g = _places(g, start, rows)
-            gram = _gram(_places(f, start, stop), g, dtype)
+            g = cut(g, (slice(None), slice(start, None))) if symmetric else g
+            gram = _gram(cut(f, (slice(None), slice(start, stop))), g, dtype)
             product = gram if product is None else product.mul_(gram)
         if symmetric and product.shape[2] > product.shape[1]:
             product[:, :, stop - start :] *= 2
         total = total + product.sum((1, 2))
     return total
-
-
-def _places(factor: Factor, start: int, stop: int) -> Factor:
-    return with_entries(factor, entries(factor)[:, start:stop])
 
 
 def _gram(f: Factor, g: Factor, dtype: torch.dtype) -> T:
@@ -210,15 +195,7 @@ def places_of(onehot: Sequence[OneHot]) -> tuple[T, int]:
 
 
 def square_of_sums(rows: T, places: T, size: int, batch_size: int) -> T:
-    """
-    Rows of one place are summed, and the sums squared.
-
-    Args:
-        rows: ``[rows, width]``
-
-    Returns:
-        ``[B]``
-    """
+    """Rows ``[rows, width]`` of one place are summed, and the sums squared: ``[B]``."""
     # Numbers of the segments: as many as there are rows at most, so that nobody has to
     # know how many there are (which a device would have to be waited for).
     ranked, order = places.sort()
@@ -234,22 +211,15 @@ def square_of_sums(rows: T, places: T, size: int, batch_size: int) -> T:
 def groups_of(dense: Sequence[T], places: T) -> Iterator[tuple[T, list[T]]]:
     """
     The rows of each place as a sample of their own: factors ``[groups, rows, width]``,
-    padded with zeros. Small groups of about one size come together, so that at most
-    half of it is padding however uneven they are.
-
-    Args:
-        dense: ``[B, T, width]``
-
-    Yields:
-        The place of each group, and its factors.
+    padded with zeros, behind their places. Small groups of about one size come
+    together, so that at most half of it is padding however uneven they are.
     """
     flat = [f.flatten(0, 1) for f in dense]
     ranked, order = places.sort(stable=True)
     keys, counts = torch.unique_consecutive(ranked, return_counts=True)
     starts = counts.cumsum(0) - counts
     if len(order) >= _LARGE * len(keys):
-        for key, *ends in zip(keys.split(1), starts.tolist(), counts.tolist()):
-            start, count = ends
+        for key, start, count in zip(keys.split(1), starts.tolist(), counts.tolist()):
             rows = order[start : start + count]
             yield key, [f.index_select(0, rows)[None] for f in flat]
         return

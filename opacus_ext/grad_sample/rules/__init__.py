@@ -10,10 +10,9 @@ from opacus_ext.grad_sample.rules import (  # noqa: F401
     embedding,
     experts,
     linear,
-    norms,
     recurrent,
 )
-from opacus_ext.grad_sample.rules.registry import (
+from opacus_ext.grad_sample.rules.registry import (  # noqa: F401
     HANDLERS,
     RULES,
     NotAtOnce,
@@ -22,13 +21,3 @@ from opacus_ext.grad_sample.rules.registry import (
     handles,
     register_rule,
 )
-
-__all__ = [
-    "HANDLERS",
-    "RULES",
-    "NotAtOnce",
-    "Op",
-    "as_op",
-    "handles",
-    "register_rule",
-]

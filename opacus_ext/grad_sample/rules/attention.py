@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
-from typing import Any, Callable, Optional
+from typing import Any, Callable
 
 import torch
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from opacus_ext.grad_sample.rules.registry import handles
 
@@ -20,7 +20,7 @@ def attention(
     query: T,
     key: T,
     value: T,
-    attn_mask: Optional[T] = None,
+    attn_mask: T | None = None,
     *args: Any,
     **kwargs: Any,
 ) -> T:
@@ -29,7 +29,8 @@ def attention(
     if not any(map(group.is_batched, given)):
         return func(*given, *args, **kwargs)
     if not group.eager:
-        return _in_steps(*given, *args, **kwargs)
+        with sdpa_kernel(SDPBackend.MATH):  # ops that vmap and the compiler know
+            return func(*given, *args, **kwargs)
     dims = max(x.dim() for x in given[:3])
     inner = [None if x is None else _with_dims(group, x, dims) for x in given]
     with group.outside():
@@ -41,39 +42,6 @@ def attention(
             for x in inner
         ]
         return group.wrap(func(*inner, *args, **kwargs).unflatten(0, lead))
-
-
-def _in_steps(
-    query: T,
-    key: T,
-    value: T,
-    attn_mask: Optional[T],
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: Optional[float] = None,
-    enable_gqa: bool = False,
-) -> T:
-    """The same by ops that vmap and the compiler know."""
-    if enable_gqa:
-        repeats = query.shape[-3] // key.shape[-3]
-        key = key.repeat_interleave(repeats, -3)
-        value = value.repeat_interleave(repeats, -3)
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
-    scores = (query * scale) @ key.transpose(-2, -1)
-    if is_causal:
-        attn_mask = torch.ones(
-            scores.shape[-2:], dtype=torch.bool, device=scores.device
-        ).tril()
-    if attn_mask is not None and attn_mask.dtype == torch.bool:
-        scores = scores.masked_fill(~attn_mask, -math.inf)
-    elif attn_mask is not None:
-        scores = scores + attn_mask
-    if attn_mask is not None and not is_causal:  # what sees nothing gives zeros
-        blind = (scores == -math.inf).all(-1, keepdim=True)
-        weights = scores.masked_fill(blind, 0).softmax(-1).masked_fill(blind, 0)
-    else:
-        weights = scores.softmax(-1)
-    return F.dropout(weights, dropout_p) @ value
 
 
 def _with_dims(group: Any, x: T, dims: int) -> T:
