@@ -7,29 +7,35 @@ windows, and torch's own kernel computes it (:class:`ConvGradients`).
 
 from __future__ import annotations
 
-from typing import Iterator, List, NamedTuple, Optional, Sequence, Tuple, Union
+from typing import Iterator, NamedTuple, Sequence, Union
 
 import torch
 from torch.nn import functional as F
+from torch.nn import grad
 
 from opacus_ext.grad_sample.factors import Term, dtype_of, wide
 from opacus_ext.grad_sample.rules.registry import Op, register_rule
 
 T = torch.Tensor
 Size = Union[int, Sequence[int]]
-_PLAIN = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
+#: By dims of space; the second gives the gradient of the weight.
+_FUNCTIONS = {
+    1: (F.conv1d, grad.conv1d_weight),
+    2: (F.conv2d, grad.conv2d_weight),
+    3: (F.conv3d, grad.conv3d_weight),
+}
 
 
-@register_rule(*_PLAIN.values())
+@register_rule(F.conv1d, F.conv2d, F.conv3d)
 def conv(
     input: T,
     weight: T,
-    bias: Optional[T] = None,
+    bias: T | None = None,
     stride: Size = 1,
     padding: Union[str, Size] = 0,
     dilation: Size = 1,
     groups: int = 1,
-) -> Optional[Op]:
+) -> Op | None:
     """``weight [out, in / groups, *kernel]`` over ``input [*, in, *space]``."""
     dims = weight.dim() - 2
     dilation = _each(dilation, dims)
@@ -43,35 +49,32 @@ def conv(
     return Op((weight, bias), (input,), given, dims + 1, (dims + 1,), given.whole)
 
 
-def _each(value: Size, dims: int) -> Tuple[int, ...]:
+def _each(value: Size, dims: int) -> tuple[int, ...]:
     value = (value,) if isinstance(value, int) else tuple(value)
     return value * dims if len(value) == 1 else value
 
 
 class OfConv(NamedTuple):
-    """
-    The factors of a convolution's weight and bias; a setting has one entry a dim of
-    space.
-    """
+    """The factors of a weight and bias; settings have one entry a dim of space."""
 
     shape: torch.Size  # of the weight
-    stride: Tuple[int, ...]
-    padding: Tuple[int, ...]
-    dilation: Tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
     groups: int
 
     def whole(self, params: Sequence, x: T) -> T:
         """The layer for all samples."""
         dims = len(self.stride)
         rows = x.shape[: -1 - dims]
-        y = _PLAIN[dims](x.flatten(0, len(rows) - 1), *params, *self[1:])
+        y = _FUNCTIONS[dims][0](x.flatten(0, len(rows) - 1), *params, *self[1:])
         return y.unflatten(0, rows)
 
-    def __call__(self, backprops: T, x: T) -> List[Tuple]:
+    def __call__(self, backprops: T, x: T) -> list[tuple]:
         x, width = x.to(backprops.dtype), self.shape[1:].numel()
         places = backprops.shape[1] * backprops.shape[3:].numel()
         few = places * (self.shape[0] + width) < self.shape.numel()
-        factors: Tuple = (ConvGradients(self, backprops, x),)
+        factors: tuple = (ConvGradients(self, backprops, x),)
         if few and self.groups == 1:
             windows = self.windows(x.flatten(0, 1)).unflatten(0, x.shape[:2])
             factors = (backprops.flatten(3).mT.flatten(1, 2), windows.flatten(1, 2))
@@ -88,27 +91,14 @@ class OfConv(NamedTuple):
 
     def gradient(self, backprops: T, x: T) -> T:
         """The gradient of the weight, summed over ``N`` and all places."""
-        return torch.ops.aten.convolution_backward(
-            backprops,
-            x,
-            backprops.new_empty(self.shape),
-            None,  # sizes of the bias
-            *self[1:4],
-            False,  # transposed
-            [0] * len(self.stride),  # output padding
-            self.groups,
-            [False, True, False],  # the weight's gradient alone
-        )[1]
+        of_weight = _FUNCTIONS[len(self.stride)][1]
+        return of_weight(x, self.shape, backprops, *self[1:])
 
 
 class ConvGradients(Term):
     """
-    The gradients of a weight, each computed when it is needed.
-
-    Args:
-        conv: its settings
-        backprops: ``[B, n, out, *space]``
-        x: ``[B, n, in, *space]``
+    The gradients of a weight, each computed when it is needed, by ``backprops [B, n,
+    out, *space]`` and ``x [B, n, in, *space]``.
     """
 
     def __init__(self, conv: OfConv, backprops: T, x: T):
@@ -120,16 +110,14 @@ class ConvGradients(Term):
         for g, x in zip(self.backprops, self.x):
             yield self.conv.gradient(g, x).flatten()
 
-    def materialize(self, dtype: torch.dtype, out: Optional[T] = None) -> T:
+    def materialize(self, dtype: torch.dtype, out: T | None = None) -> T:
         new = torch.stack(list(self._each())).to(dtype)
         return new if out is None else out.add_(new.view_as(out))
 
     def squared_norm(self) -> T:
         return torch.stack([torch.dot(g, g) for g in map(wide, self._each())])
 
-    def weighted_sum(
-        self, weights: T, dtype: torch.dtype, out: Optional[T] = None
-    ) -> T:
+    def weighted_sum(self, weights: T, dtype: torch.dtype, out: T | None = None) -> T:
         weights = weights.to(dtype).view((-1,) + (1,) * (self.x.dim() - 1))
         backprops = (self.backprops.to(dtype) * weights).flatten(0, 1)
         new = self.conv.gradient(backprops, self.x.flatten(0, 1).to(dtype))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Callable, NamedTuple, Sequence
 
 import torch
 from torch.nn import functional as F
@@ -14,44 +14,40 @@ from opacus_ext.refused import Refused
 T = torch.Tensor
 
 
+_PRIVATE = {
+    "max_norm=None": "max_norm rescales rows in place in the forward pass, by which "
+    "tokens the batch holds: that step is not private.",
+    "scale_grad_by_freq=False": "scale_grad_by_freq divides a sample's gradient by how "
+    "often the other samples use its tokens.",
+    "sparse=False": "sparse=True gives a gradient whose pattern shows which tokens the "
+    "batch holds, and the noise is dense anyway.",
+}
+
+
 def refuse_embedding(
-    what: str, max_norm: Optional[float], scale_grad_by_freq: bool, sparse: bool
+    what: str, max_norm: float | None, scale_grad_by_freq: bool, sparse: bool
 ) -> None:
     """
     Raises:
         Refused: for an argument of an embedding with which it can't be private
     """
-    if max_norm is not None:
-        name, reason = "max_norm=None", (
-            "max_norm rescales rows in place in the forward pass, by which tokens the "
-            "batch holds: that step is not private."
-        )
-    elif scale_grad_by_freq:
-        name, reason = "scale_grad_by_freq=False", (
-            "scale_grad_by_freq divides a sample's gradient by how often the other "
-            "samples use its tokens."
-        )
-    elif sparse:
-        name, reason = "sparse=False", (
-            "sparse=True gives a gradient whose pattern shows which tokens the batch "
-            "holds, and the noise is dense anyway."
-        )
-    else:
-        return
-    raise Refused(
-        f"{what}: {reason}",
-        module=what,
-        parameter=name.partition("=")[0],
-        remedy=f"Set {name}.",
-    )
+    given = max_norm is not None, scale_grad_by_freq, sparse
+    for is_set, (setting, reason) in zip(given, _PRIVATE.items()):
+        if is_set:
+            raise Refused(
+                f"{what}: {reason}",
+                module=what,
+                parameter=setting.partition("=")[0],
+                remedy=f"Set {setting}.",
+            )
 
 
 @register_rule(F.embedding)
 def embedding(
     input: T,
     weight: T,
-    padding_idx: Optional[int] = None,
-    max_norm: Optional[float] = None,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
     norm_type: float = 2.0,
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
@@ -71,7 +67,7 @@ def padded(
     func: Callable,
     input: T,
     weight: T,
-    padding_idx: Optional[int] = None,
+    padding_idx: int | None = None,
     *args: Any,
     **kwargs: Any,
 ) -> T:
@@ -92,7 +88,7 @@ def _embedding(
 
 
 @register_rule(T.__getitem__)
-def getitem(table: T, index: Any) -> Optional[Op]:
+def getitem(table: T, index: Any) -> Op | None:
     """``table [V, *]`` at ``index [*]``, a tensor of integers."""
     if not isinstance(index, T) or index.is_floating_point() or table.dim() < 1:
         return None
@@ -107,13 +103,13 @@ class OfRows(NamedTuple):
     """The factors of a table ``[size, *]``, whose index may be negative."""
 
     size: int
-    padding: Optional[int] = None
+    padding: int | None = None
 
     def whole(self, params: Sequence, ids: T) -> T:
         """The rows for all samples."""
         return F.embedding(ids, params[0], self.padding)
 
-    def __call__(self, backprops: T, ids: T) -> List[Tuple[Factor, ...]]:
+    def __call__(self, backprops: T, ids: T) -> list[tuple[Factor, ...]]:
         rows = backprops.reshape(*backprops.shape[:2], -1)
         if self.padding is not None:
             rows = rows.masked_fill((ids == self.padding).unsqueeze(-1), 0)

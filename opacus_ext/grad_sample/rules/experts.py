@@ -11,7 +11,7 @@ The padded batches of its main text are measured in benchmarks/moe.py.
 
 from __future__ import annotations
 
-from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Callable, NamedTuple, Sequence
 
 import torch
 from torch import nn
@@ -77,7 +77,7 @@ class OfExperts(NamedTuple):
 
     size: int
 
-    def __call__(self, backprops: T, x: T, index: T) -> List[Tuple[Factor, ...]]:
+    def __call__(self, backprops: T, x: T, index: T) -> list[tuple[Factor, ...]]:
         none = (index >= self.size).unsqueeze(-1)
         rows = x.to(backprops.dtype).masked_fill(none, 0)
         expert = OneHot(index.long().clamp(max=self.size - 1), self.size)
@@ -122,28 +122,20 @@ def experts_interface(
     if getattr(layer, "has_post_expert_norm", False):
         y = layer.post_expert_norm(y)
     weights = torch.where(index < size, top_k_weights.flatten()[order], 0)
-    y = y * weights.unsqueeze(-1)
-    back = order.argsort()
-    y = y[back].unflatten(0, (-1, choices)).sum(1)
-    return y.to(hidden_states.dtype)
+    y = (y * weights.unsqueeze(-1))[order.argsort()]
+    return y.unflatten(0, (-1, choices)).sum(1).to(hidden_states.dtype)
 
 
 def register_with(
-    experts_functions: Dict[str, Callable], is_one_a_sample: Callable[[T], bool]
+    experts_functions: dict[str, Callable], is_one_a_sample: Callable[[T], bool]
 ) -> Callable[[], None]:
     """
-    Puts :func:`experts_interface` in the place of transformers' implementations, for
-    samples that run at once; for all others they stay.
-
-    Args:
-        experts_functions: ``ALL_EXPERTS_FUNCTIONS`` of transformers
-        is_one_a_sample: whether a tensor is, in samples that run at once
-
-    Returns:
-        What undoes it.
+    Puts :func:`experts_interface` in the place of transformers' implementations, which
+    are ``ALL_EXPERTS_FUNCTIONS``, for samples that run at once; for all others they
+    stay. Returns what undoes it.
     """
 
-    def dispatched(plain: Optional[Callable]) -> Callable:
+    def dispatched(plain: Callable | None) -> Callable:
         def forward(layer: nn.Module, hidden_states: T, *args: Any, **kwargs: Any) -> T:
             spread = getattr(layer, "_is_expert_parallel", False)
             own = plain or type(layer).forward.__wrapped__

@@ -10,7 +10,7 @@ of them (Lee & Kifer 2020, sections on RNN and LSTM).
 
 from __future__ import annotations
 
-from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple
+from typing import Any, Callable, NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from opacus_ext.grad_sample.rules.registry import NotAtOnce, handles
 
 T = torch.Tensor
-Tensors = Tuple[T, ...]
+Tensors = tuple[T, ...]
 
 # -- cells -----------------------------------------------------------------------------
 #
@@ -36,7 +36,7 @@ def _lstm(gates: T, h: T, c: T) -> Tensors:
     return o * c.tanh(), c
 
 
-def _of_lstm(gates: T, h: T, c: T) -> Tuple[T, T]:
+def _of_lstm(gates: T, h: T, c: T) -> tuple[T, T]:
     y = gates.sigmoid()
     (i, f, _, o), (di, df, _, do) = y.chunk(4, dim=-1), (y - y * y).chunk(4, dim=-1)
     g = gates.chunk(4, dim=-1)[2].tanh()
@@ -45,40 +45,36 @@ def _of_lstm(gates: T, h: T, c: T) -> Tuple[T, T]:
     return torch.stack(each, dim=-2), o - o * new * new
 
 
+def _gru_gates(of_input: T, of_state: T, h: T) -> Tensors:
+    sizes = [2 * h.shape[-1], h.shape[-1]]
+    (x, new), (y, inner) = of_input.split(sizes, -1), of_state.split(sizes, -1)
+    r, z = (x + y).sigmoid().chunk(2, dim=-1)
+    return r, z, torch.addcmul(new, r, inner).tanh(), inner
+
+
 def _gru(of_input: T, of_state: T, h: T) -> Tensors:
-    sizes = [2 * h.shape[-1], h.shape[-1]]
-    (x, new), (y, inner) = of_input.split(sizes, -1), of_state.split(sizes, -1)
-    r, z = (x + y).sigmoid().chunk(2, dim=-1)
-    return (torch.lerp(torch.addcmul(new, r, inner).tanh(), h, z),)
+    _, z, new, _ = _gru_gates(of_input, of_state, h)
+    return (torch.lerp(new, h, z),)
 
 
-def _of_gru(of_input: T, of_state: T, h: T) -> Tuple[T, None]:
-    sizes = [2 * h.shape[-1], h.shape[-1]]
-    (x, new), (y, inner) = of_input.split(sizes, -1), of_state.split(sizes, -1)
-    r, z = (x + y).sigmoid().chunk(2, dim=-1)
-    new = torch.addcmul(new, r, inner).tanh()
+def _of_gru(of_input: T, of_state: T, h: T) -> tuple[T, None]:
+    r, z, new, inner = _gru_gates(of_input, of_state, h)
     of_new = (1 - z) * (1 - new * new)
     of_r, of_z = of_new * inner * (r - r * r), (h - new) * (z - z * z)
     each = [z, of_r, of_z, of_new, of_r, of_z, of_new * r]
     return torch.stack(each, dim=-2), None
 
 
-def _of_rnn(slope: T) -> Tuple[T, None]:
+def _of_rnn(slope: T) -> tuple[T, None]:
     return torch.stack([torch.zeros_like(slope), slope], dim=-2), None
 
 
 class Cell(NamedTuple):
-    """
-    Attributes:
-        run: see above
-        slopes: see above
-        apart: whether the products of inputs and of states are two gates, and not one
-            that is their sum
-    """
+    """A cell's functions, see above."""
 
     run: Callable[..., Tensors]
-    slopes: Callable[..., Tuple[T, Optional[T]]]
-    apart: bool = False
+    slopes: Callable[..., tuple[T, T | None]]
+    apart: bool = False  # two gates, of inputs and of states, not one that is their sum
 
     def gates(self, of_input: T, of_state: T) -> Tensors:
         """Of the products of inputs and of states."""
@@ -94,7 +90,7 @@ _CELLS = {
 KERNELS = {getattr(torch._VF, name): cell for name, cell in _CELLS.items()}
 STEPS = {getattr(torch._VF, f"{name}_cell"): cell for name, cell in _CELLS.items()}
 #: By function of torch that gives states ``[layers, B, width]`` or ``[B, width]``.
-MODES: Dict[Callable, Cell] = {**KERNELS, **STEPS}
+MODES: dict[Callable, Cell] = {**KERNELS, **STEPS}
 
 
 # -- over time -------------------------------------------------------------------------
@@ -117,11 +113,11 @@ class _Scan(torch.autograd.Function):
         size = len(weight)
         with torch.autocast(grad.device.type, enabled=False):
             slopes, inner = ctx.cell.slopes(*ctx.cell.gates(gx, gh), *before)
-            d = [y.clone() for y in ends]
+            d, lstm = [y.clone() for y in ends], inner is not None
             for t in reversed(range(len(grad))):
                 d[0] += grad[t]
                 each = slopes[t]  # becomes gradients
-                if inner is not None:
+                if lstm:
                     d[1].addcmul_(d[0], inner[t])
                     each[:, :-1].mul_(d[1].unsqueeze(1))
                     each[:, -1].mul_(d[0])
@@ -129,23 +125,17 @@ class _Scan(torch.autograd.Function):
                     each.mul_(d[0].unsqueeze(1))
                 d[-1] = each[:, 0]
                 gates = each[:, 1:].flatten(1)[:, -size:]
-                d[0] = (
-                    gates @ weight if inner is not None else d[0].addmm_(gates, weight)
-                )
+                d[0] = gates @ weight if lstm else d[0].addmm_(gates, weight)
         gates = slopes[:, :, 1:].flatten(2)
         return (None,) * 4 + (gates[..., :size], gates[..., -size:], *d)
 
 
 def _direction(
-    group: Any, cell: Cell, x: T, state: Tensors, w: List[T], reverse: bool
-) -> Tuple[T, Tensors]:
+    group: Any, cell: Cell, x: T, state: Tensors, w: list[T], reverse: bool
+) -> tuple[T, Tensors]:
     """
-    A layer in one direction.
-
-    Args:
-        x: ``[T, n, in]``, as a sample sees it
-        state: the first ``h`` and ``c``, ``[n, width]``
-        w: weights of inputs and of states, and their biases
+    A layer in one direction, of ``x [T, n, in]`` as a sample sees it and the first
+    states ``[n, width]``, by weights of inputs and of states, and their biases.
     """
     w_ih, w_hh, b_ih, b_hh = w if len(w) == 4 else (*w, None, None)
     with group:
@@ -156,7 +146,7 @@ def _direction(
         gx = gx.to(w_hh.dtype).transpose(0, 1).flatten(1, 2)
         first = [y.flatten(0, 1) for y in first]
         with torch.no_grad(), torch.autocast(gx.device.type, enabled=False):
-            found: List[Tensors] = [tuple(first)]  # those of each step behind them
+            found: list[Tensors] = [tuple(first)]  # those of each step behind them
             added = gx.new_zeros(()) if b_hh is None else b_hh
             for each in gx.unbind():
                 gates = cell.gates(each, torch.addmm(added, found[-1][0], w_hh.mT))
@@ -185,7 +175,7 @@ def kernel(group: Any, func: Callable, *args: Any, **kwargs: Any) -> Any:
         raise NotAtOnce("a recurrent layer with weights one a sample, or proj_size")
     directions, count = 1 + bidirectional, 2 + 2 * bias
     x = x.transpose(0, 1) if batch_first else x
-    last: List[Tensors] = []
+    last: list[Tensors] = []
     for i in range(layers):
         outputs = []
         for reverse in range(directions):
@@ -209,8 +199,8 @@ def step(
     hx: Any,
     w_ih: T,
     w_hh: T,
-    b_ih: Optional[T] = None,
-    b_hh: Optional[T] = None,
+    b_ih: T | None = None,
+    b_hh: T | None = None,
 ) -> Any:
     """One step, in ops that have rules."""
     state = (hx,) if isinstance(hx, T) else tuple(hx)

@@ -9,7 +9,7 @@ has no rule is exact too: it is computed with a copy of the parameter for each s
 from __future__ import annotations
 
 import functools
-from typing import Any, Callable, Dict, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Callable, NamedTuple, Optional, Sequence
 
 import torch
 from torch.overrides import handle_torch_function, has_torch_function
@@ -33,18 +33,18 @@ class Op(NamedTuple):
             ``[B, *rows, *event]``; None: the op itself under vmap
     """
 
-    params: Tuple[Optional[torch.Tensor], ...]
-    data: Tuple[torch.Tensor, ...]
-    factors: Callable[..., Sequence[Tuple[Factor, ...]]]
+    params: tuple[Optional[torch.Tensor], ...]
+    data: tuple[torch.Tensor, ...]
+    factors: Callable[..., Sequence[tuple[Factor, ...]]]
     event_dims: int = 1
-    data_dims: Tuple[int, ...] = (1,)
-    whole: Optional[Callable[..., torch.Tensor]] = None
+    data_dims: tuple[int, ...] = (1,)
+    whole: Callable[..., torch.Tensor] | None = None
 
 
 Rule = Callable[..., Optional[Op]]
 
 #: By function of torch, or one marked by :func:`as_op`; the first that holds counts.
-RULES: Dict[Callable, Tuple[Rule, ...]] = {}
+RULES: dict[Callable, tuple[Rule, ...]] = {}
 
 
 def register_rule(*functions: Callable) -> Callable[[Rule], Rule]:
@@ -97,7 +97,7 @@ Handler = Callable[..., Any]
 
 #: By function of torch: what a group of samples calls in its place, as
 #: ``handler(group, function, *args, **kwargs)``.
-HANDLERS: Dict[Callable, Handler] = {}
+HANDLERS: dict[Callable, Handler] = {}
 
 
 def handles(*functions: Callable) -> Callable[[Handler], Handler]:
