@@ -91,13 +91,9 @@ def experts_interface(
     layer: nn.Module, hidden_states: T, top_k_index: T, top_k_weights: T
 ) -> T:
     """
-    ``forward`` of experts that follow the experts interface of transformers 5.
-
-    Args:
-        hidden_states: ``[tokens, width]``
-        top_k_index: the experts of each token, ``[tokens, choices]``; as many as there
-            are experts or more for none
-        top_k_weights: ``[tokens, choices]``
+    ``forward`` of experts that follow the experts interface of transformers 5, of
+    ``hidden_states [tokens, width]``, and indices and weights ``[tokens, choices]``; an
+    index as large as there are experts, or larger, is none.
     """
     size, choices = len(layer.down_proj), top_k_index.shape[-1]
     transposed = getattr(layer, "is_transposed", False)

@@ -192,19 +192,11 @@ def kernel(group: Any, func: Callable, *args: Any, **kwargs: Any) -> Any:
 
 
 @handles(*STEPS)
-def step(
-    group: Any,
-    func: Callable,
-    input: T,
-    hx: Any,
-    w_ih: T,
-    w_hh: T,
-    b_ih: T | None = None,
-    b_hh: T | None = None,
-) -> Any:
-    """One step, in ops that have rules."""
-    state = (hx,) if isinstance(hx, T) else tuple(hx)
+def step(group: Any, func: Callable, input: T, hx: Any, *weights: T | None) -> Any:
+    """One step, in ops that have rules; weights of inputs and of states in turn."""
+    state, cell = (hx,) if isinstance(hx, T) else tuple(hx), STEPS[func]
     with group:
-        gates = F.linear(input, w_ih, b_ih), F.linear(state[0], w_hh, b_hh)
-        found = STEPS[func].run(*STEPS[func].gates(*gates), *state)
+        of_input = F.linear(input, *weights[::2])
+        of_state = F.linear(state[0], *weights[1::2])
+        found = cell.run(*cell.gates(of_input, of_state), *state)
     return found if len(found) > 1 else found[0]
