@@ -162,7 +162,7 @@ def inner(
         step = min(step, max(64, math.ceil(rows / 4)))
     total = torch.zeros(batch_size, dtype=dtype, device=first.device)
     for start, stop in steps(rows, step):
-        product = None
+        product: Any = None
         for f, g in zip(left, right):
             g = cut(g, (slice(None), slice(start, None))) if symmetric else g
             gram = _gram(cut(f, (slice(None), slice(start, stop))), g, dtype)

@@ -40,8 +40,8 @@ def _stack(backprops: T, activations: T) -> Found:
     x, g = activations.to(backprops.dtype), backprops
     size, rows = x.shape[2:4]
     place = torch.arange(size, device=x.device).repeat_interleave(rows)
-    place = OneHot(place.repeat(x.shape[1]).expand(len(x), -1), size)
-    return [(place, x.flatten(1, 3), g.flatten(1, 3))]
+    which = OneHot(place.repeat(x.shape[1]).expand(len(x), -1), size)
+    return [(which, x.flatten(1, 3), g.flatten(1, 3))]
 
 
 @register_rule(F.linear)

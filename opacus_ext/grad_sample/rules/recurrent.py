@@ -192,7 +192,7 @@ def kernel(group: Any, func: Callable, *args: Any, **kwargs: Any) -> Any:
 
 
 @handles(*STEPS)
-def step(group: Any, func: Callable, input: T, hx: Any, *weights: T | None) -> Any:
+def step(group: Any, func: Callable, input: T, hx: Any, *weights: Any) -> Any:
     """One step, in ops that have rules; weights of inputs and of states in turn."""
     state, cell = (hx,) if isinstance(hx, T) else tuple(hx), STEPS[func]
     with group:
