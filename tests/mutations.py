@@ -82,14 +82,14 @@ MUTATIONS: List[Mutation] = [
     ),
     Mutation(
         "a norm's scale adds where it multiplies",
-        "((normalized * backprops).flatten(2),)",
-        "((normalized + backprops).flatten(2),)",
+        "(self._rows(normalized * backprops),)",
+        "(self._rows(normalized + backprops),)",
         LAYERS + "layer_norm_test.py",
     ),
     Mutation(
         "group norm over one group",
-        "F.group_norm(x.flatten(0, 1), self.groups, *params, self.eps)",
-        "F.group_norm(x.flatten(0, 1), 1, *params, self.eps)",
+        "OfNorm(_groups, num_groups, eps)",
+        "OfNorm(_groups, 1, eps)",
         LAYERS + "group_norm_test.py",
     ),
     Mutation(

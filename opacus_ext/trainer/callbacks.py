@@ -19,6 +19,7 @@ class NoiseLog(TrainerCallback):
         self.trainer = trainer
 
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        """Logs the noise, and how batches are drawn."""
         optimizer = self.trainer._run.optimizer
         self.trainer.log(
             {

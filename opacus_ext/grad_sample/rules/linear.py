@@ -49,11 +49,7 @@ def linear(input: T, weight: T, bias: T | None = None) -> Op | None:
     """``y [*, out] = input [*, in] W^T + b``"""
     if weight.dim() != 2:
         return None
-    return Op((weight, bias), (input,), _linear, whole=_rows_by_weight)
-
-
-def _rows_by_weight(params: Sequence, x: T) -> T:
-    return F.linear(x, *params)
+    return Op((weight, bias), (input,), _linear, whole=lambda p, x: F.linear(x, *p))
 
 
 @register_rule(torch.addmm, T.addmm)
@@ -63,12 +59,9 @@ def addmm(
     """``y [*, out] = input [out] + mat1 [*, in] mat2 [in, out]``"""
     if beta != 1 or alpha != 1 or input.dim() != 1:
         return None
-    return Op((mat2, input), (mat1,), _product, whole=_rows_by_matrix)
-
-
-def _rows_by_matrix(params: Sequence, x: T) -> T:
-    matrix, added = params
-    return F.linear(x, matrix.mT, added)
+    return Op(
+        (mat2, input), (mat1,), _product, whole=lambda p, x: F.linear(x, p[0].mT, p[1])
+    )
 
 
 @register_rule(torch.matmul, T.matmul, T.__matmul__, torch.mm, T.mm)
