@@ -325,9 +325,10 @@ class SelfAttention(nn.Module):
         Returns:
             ``[B, T, width]``
         """
+        width = self.proj.in_features // self.heads
         # [B, T, 3 * width] -> three of [B, heads, T, width / heads]
         q, k, v = (
-            z.unflatten(-1, (self.heads, z.shape[-1] // self.heads)).transpose(1, 2)
+            z.reshape(*z.shape[:-1], self.heads, width).transpose(1, 2)
             for z in self.qkv(x).chunk(3, dim=-1)
         )
         if mask is not None and mask.dim() == 2:

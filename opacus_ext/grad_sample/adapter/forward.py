@@ -19,6 +19,7 @@ from typing import (
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from opacus_ext.grad_sample.adapter.alone import AloneSample, Known, Notes
 from opacus_ext.grad_sample.adapter.compiled import CompiledModel, NotCompiled
@@ -254,7 +255,9 @@ class PrivateModel:
                 found.append(self.module._call_impl(**given))
                 return found[-1]
 
-            return loss_of(model, **sample[1]), found
+            loss = loss_of(model, **sample[1])
+            # But logits that are computed part by part, by the loss alone.
+            return loss, [x for x in tree_leaves(found) if type(x) is T]
 
         return self.inputs.read(forward, (), kwargs)
 
