@@ -13,7 +13,7 @@ from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
 
 from opacus_ext import Refused
-from opacus_ext.grad_sample.adapter.record import ForwardRecord
+from opacus_ext.grad_sample.adapter.forward import ForwardRecord
 from tests.adapter.common import EVERY_MODE, steps
 from tests.common import make_private, square_loss, squares
 
@@ -326,6 +326,23 @@ def test_ragged_tokens_taken_apart():
         return [one_bag(batch, i) for i in range(len(batch[0]))]
 
     steps(Bag(), bags(), alone=alone, take=one_bag)
+
+
+def test_a_batch_of_none_with_take():
+    """After one with samples: their shapes are known."""
+
+    def alone(batch):
+        return [one_bag(batch, i) for i in range(len(batch[0]))]
+
+    none = torch.zeros(0, dtype=torch.long), torch.zeros(0, dtype=torch.long)
+    first, *rest = bags()[:3]
+    private = make_private(Bag().double(), "ghost_bk", batch_size=4, take=one_bag)
+    with pytest.raises(Refused, match="Begin with a batch that is not empty"):
+        private.step(none, square_loss)
+    private.step(first, square_loss)
+    private.step(none, square_loss)
+    assert all(not p.grad.any() for p in private.optimizer.params)
+    steps(Bag(), [first, *rest], alone=alone, take=one_bag)
 
 
 def test_ragged_tokens_are_refused_without_help():

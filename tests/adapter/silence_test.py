@@ -182,11 +182,26 @@ def carries_a_shape(m, h, x):
     return m.two(h) * m.scale
 
 
+def carries_in_a_list_that_was_replaced(m, h, x):
+    m.scale += 1
+    if m.scale == 3:
+        m.kept = list(m.kept)  # equal, but another
+    if m.scale > 3:
+        m.kept.append(h.detach().mean((0, 1)))
+    return m.two(h + (m.kept[0] if m.kept else 0))
+
+
 class Held:
     """A plain object on a module."""
 
     def __init__(self):
         self.value = torch.zeros(D).double()
+        self.lists = {"a": [[]]}
+
+
+def carries_deep_in_an_object(m, h, x):
+    m.held.lists["a"][0].append(h.detach().mean((0, 1)))
+    return m.two(h + m.held.lists["a"][0][0])
 
 
 def carries_in_an_object(m, h, x):
@@ -226,6 +241,8 @@ STATE = {
         (carries_in_an_attribute, "old"),
         (carries_a_shape, "scale"),
         (carries_in_an_object, "held"),
+        (carries_in_a_list_that_was_replaced, "kept"),
+        (carries_deep_in_an_object, "held"),
         (carries_in_a_parameter, "frozen"),
         (carries_in_data, "frozen"),
         (carries_on_the_class, "Model.total"),

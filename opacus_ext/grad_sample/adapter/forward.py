@@ -3,37 +3,36 @@
 from __future__ import annotations
 
 import warnings
-from contextlib import contextmanager, nullcontext, suppress
-from typing import (
-    Any,
-    Callable,
-    ContextManager,
-    Dict,
-    Iterator,
-    List,
-    Optional,
-    Sequence,
-    Set,
-    Tuple,
-)
+from contextlib import nullcontext, suppress
+from typing import Any, Callable, ContextManager, NamedTuple, Sequence
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from opacus_ext.grad_sample.adapter.alone import AloneSample, Known, Notes
-from opacus_ext.grad_sample.adapter.compiled import CompiledModel, NotCompiled
+from opacus_ext.grad_sample.adapter.compiled import (
+    CompiledGroup,
+    CompiledModel,
+    NotCompiled,
+)
 from opacus_ext.grad_sample.adapter.inputs import InputReader, Inputs
 from opacus_ext.grad_sample.adapter.outputs import (
+    Boundary,
     Joined,
     Leaf,
     Returned,
     join,
     read_output,
 )
-from opacus_ext.grad_sample.adapter.record import ForwardRecord, Part, leave
-from opacus_ext.grad_sample.adapter.state import State, is_opaque, tensors_in
+from opacus_ext.grad_sample.adapter.state import (
+    AloneSample,
+    Known,
+    Notes,
+    State,
+    holds_data,
+)
 from opacus_ext.grad_sample.core.batch import Samples
+from opacus_ext.grad_sample.core.clip import DenseGrads
 from opacus_ext.grad_sample.core.dynamo import (
     Settings,
     count_a_frame,
@@ -51,6 +50,7 @@ from opacus_ext.grad_sample.core.groups import (
     warn_one_by_one,
 )
 from opacus_ext.grad_sample.core.vmap import is_batched
+from opacus_ext.grad_sample.rules import NotAtOnce
 from opacus_ext.refused import Refused, tell
 
 T = torch.Tensor
@@ -80,9 +80,8 @@ class ModelGroup(EagerGroup):
 
     def read(self, x: Any) -> Leaf:
         """A value that the samples returned."""
-        if not isinstance(x, T) or not is_batched(x):
-            return Leaf(x, False)
-        return Leaf(self.level.unwrap(x), True, int(self.model.is_state(x, self.notes)))
+        own = isinstance(x, T) and is_batched(x)
+        return Leaf(self.level.unwrap(x) if own else x, own)
 
 
 class PrivateModel:
@@ -90,23 +89,23 @@ class PrivateModel:
     Runs the samples of a model one at a time.
 
     Args:
-        module: the user's model
-        batch_first: whether dim 0 of inputs and outputs is the batch, else dim 1
-        take: ``take(inputs, i)`` gives sample ``i`` as a batch of one
-        shared: names of inputs that all samples share
+        batch_first: as ``take`` and ``shared`` of make_private
         one_by_one: whether none run at once
         attached: whether gradients of whole groups will be asked for as well
 
     Attributes:
         backward: called with a record and the gradients of its outputs by an ordinary
-            ``backward()``; returns those of the record's inputs
+            ``backward()``; returns those of the record's leaves
+        begin: called with the number of samples before a pass
+        size: number of samples of the last call
+        compiles: whether programs can clip
     """
 
     def __init__(
         self,
         module: nn.Module,
         batch_first: bool = True,
-        take: Optional[Callable[[Any, int], Any]] = None,
+        take: Callable[[Any, int], Any] | None = None,
         shared: Sequence[str] = (),
         one_by_one: bool = False,
         attached: bool = False,
@@ -114,20 +113,19 @@ class PrivateModel:
         self.module = module
         self.batch_dim = 0 if batch_first else 1
         self.one_by_one, self.attached = one_by_one, attached
-        self.enabled, self.running = True, False
+        self.enabled, self.running, self.compiles = True, False, False
         self.names = {p: n for n, p in module.named_parameters()}
         self.inputs = InputReader(module, self.tried, self.batch_dim, take, shared)
         self.state = State(module)
-        self.first_dim: Set[str] = set()  # see outputs.join
         self.backward: Callable = _no_backward
-        self.begin: Callable[[int], None] = lambda size: None  # called before a pass
-        self.size = 0  # number of samples of the last call
-        self._vmap_fails = False
+        self.begin: Callable[[int], None] = lambda size: None
+        self.size = 0
+        self.output_dims: dict[tuple[str, torch.Size], int] = {}  # see ForwardRecord
+        self.known = False  # whether what a forward sets once is set
+        self.vmap_fails = False
         self.settings = settings_of(module)
         self.has_compiled = any(map(settings_of, module.modules()))
-        self.compiles = False  # whether programs can clip
-        self._compiled: Optional[CompiledModel] = None
-        self.known = False  # whether what a forward sets once is set
+        self._compiled: CompiledModel | None = None
 
     # -- the model ---------------------------------------------------------------------
 
@@ -135,21 +133,20 @@ class PrivateModel:
         """The model, in an error's words."""
         return type(self.module).__name__
 
+    def refused(self, what: str, remedy: str, name: str | None = None) -> Refused:
+        """An error of this model."""
+        given = dict(module=self.describe(), parameter=name, remedy=remedy)
+        return Refused(f"{self.describe()}: {what}", **given)
+
     @property
-    def params(self) -> Dict[str, nn.Parameter]:
+    def params(self) -> dict[str, nn.Parameter]:
         """The trainable parameters by name, of those that there were at the start."""
         return {n: p for p, n in self.names.items() if p.requires_grad}
 
-    def is_state(self, x: T, notes: Notes) -> bool:
-        """Whether an output is a recurrent state, ``[layers, 1, width]``."""
-        kind = (x.shape[0], x.shape[2]) if x.dim() == 3 and x.shape[1] == 1 else ()
-        return x in notes.states or kind in self.inputs.states and x.shape[0] > 1
-
-    def check_leaf(self, x: T, made: Optional[Known]) -> None:
+    def check_leaf(self, x: T, made: Known | None) -> None:
         """
-        Raises:
-            Refused: if something with a gradient of its own is neither a parameter that
-                the model had at make_private nor made in the forward
+        Refuses a leaf that gets a gradient and is neither a parameter that the model
+        had at make_private nor made in the forward.
         """
         if x in self.names or made is not None and x in made:
             return
@@ -159,40 +156,54 @@ class PrivateModel:
             memory = x.untyped_storage().data_ptr()
             if any(memory == p.untyped_storage().data_ptr() for p in self.names):
                 return
-        raise Refused(
-            f"{self.describe()}: its forward uses a trainable parameter of shape "
-            f"{tuple(x.shape)} that the model did not have at make_private.",
-            module=self.describe(),
-            remedy="Add adapters and layers before make_private, or freeze it.",
+        raise self.refused(
+            f"its forward uses a trainable parameter of shape {tuple(x.shape)} that "
+            "the model did not have at make_private.",
+            "Add adapters and layers before make_private, or freeze it.",
         )
-
-    def plain(self, module: nn.Module, args: tuple, kwargs: dict) -> Any:
-        """The user's own model, with its hooks."""
-        return module._call_impl(*args, **kwargs)
 
     def tried(self, call: Callable[[Any], Any], inputs: Any) -> Any:
         """What a call would give; it leaves no trace."""
-        devices = (
-            range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
-        )
+        cuda = torch.cuda.is_initialized()
+        devices = list(range(torch.cuda.device_count())) if cuda else []
         self.state.remember()
         self.running = True
         try:
-            with torch.random.fork_rng(list(devices)), warnings.catch_warnings():
+            with torch.random.fork_rng(devices), warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 return call(inputs)
         finally:
             self.running = False
             self.state.restore()
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """The model is as it was, within."""
-        before, self.enabled = self.enabled, False
-        try:
-            yield
-        finally:
-            self.enabled = before
+    def group(self, size: int) -> ModelGroup:
+        """In which some samples run at once."""
+        return ModelGroup(self, size, self.attached)
+
+    def run(self, forward: ForwardRecord) -> None:
+        """Runs the samples of a forward pass."""
+        if not forward.size:
+            forward.without_samples()
+            return
+        in_groups(
+            forward.inputs.samples,
+            forward.at_once,
+            forward.alone,
+            one_by_one=self.one_by_one or self.vmap_fails,
+            tell=forward.tell,
+        )
+
+    def check_hooks(self) -> None:
+        """Refuses hooks on parameters, which would be shown raw gradients."""
+        for name, p in self.params.items():
+            if p._backward_hooks or p._post_accumulate_grad_hooks:
+                raise Refused(
+                    f"Parameter {name} has a hook (register_hook or "
+                    "register_post_accumulate_grad_hook), which would change or use "
+                    "its gradient before it is private.",
+                    parameter=name,
+                    remedy="Remove the hook, or freeze the parameter.",
+                )
 
     # -- a call ------------------------------------------------------------------------
 
@@ -200,52 +211,35 @@ class PrivateModel:
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """The model, or the wrapper around it, called by the user."""
         if not self.enabled or self.running or not torch.is_grad_enabled():
-            return self.plain(module, args, kwargs)
+            return module._call_impl(*args, **kwargs)
         compiler = set_compiler(None)  # what is compiled is said below
         settings = settings_from(compiler) or self.settings
+
+        def forward(sample: Any) -> Any:
+            return module._call_impl(*sample[0], **sample[1])
+
         try:
-            return self._output(module, args, kwargs, settings)
+            self.check_hooks()
+            inputs = self.inputs.read(forward, args, kwargs)
+            record = ForwardRecord(self, inputs, forward)
+            if settings is not None:
+                record.compiled = self._compiled_for(settings, module, inputs)
+            return record.output()
         finally:
             set_compiler(compiler)
             if settings is not None and settings.fullgraph:
                 count_a_frame()
 
-    def _output(
-        self, module: nn.Module, args: tuple, kwargs: dict, settings: Any
-    ) -> Any:
-        self.check_hooks()
-
-        def forward(sample: Any) -> Any:
-            return self.plain(module, *sample)
-
-        inputs = self.inputs.read(forward, args, kwargs)
-        run = _Forward(self, inputs, forward)
-        if settings is not None:
-            run.compiled = self._compiled_for(settings, module, inputs)
-        joined = run.joined(losses=False)
-        tensors = leave(run.record, list(joined.tensors.values()))
-        return joined.with_tensors(tensors)
-
-    def losses(self, kwargs: Dict[str, Any], loss_of: Callable) -> T:
-        """
-        The loss of each sample, ``[B]``.
-
-        Args:
-            kwargs: of the model
-            loss_of: called as ``loss_of(model, **kwargs)`` with a sample's; returns a
-                number
-        """
-        self.check_hooks()
+    def losses(self, kwargs: dict[str, Any], loss_of: Callable) -> T:
+        """The losses ``[B]`` that ``loss_of(model, **kwargs)`` gives of samples."""
 
         def loss(sample: Any) -> T:
             return loss_of(self.module._call_impl, **sample[1])
 
-        run = _Forward(self, self.read_losses(kwargs, loss_of), loss)
-        joined = run.joined(losses=True)
-        tensors = leave(run.record, list(joined.tensors.values()))
-        return tensors[0] if tensors else joined.values[0]
+        self.check_hooks()
+        return ForwardRecord(self, self.read_losses(kwargs, loss_of), loss).losses()
 
-    def read_losses(self, kwargs: Dict[str, Any], loss_of: Callable) -> Inputs:
+    def read_losses(self, kwargs: dict[str, Any], loss_of: Callable) -> Inputs:
         """The inputs of :meth:`losses`, told apart by all that the model returns."""
 
         def forward(sample: Any) -> Any:
@@ -261,123 +255,69 @@ class PrivateModel:
 
         return self.inputs.read(forward, (), kwargs)
 
-    def clip(self, samples: List[Samples], loss: Callable[[Any], T], total: Any) -> T:
+    def clip(self, samples: list[Samples], loss: Callable[[Any], T], total: Any) -> T:
         """
         Adds the gradients of the samples' losses to a total, as ``clipped_grads`` does:
-        those of each group as soon as it has run.
-
-        Args:
-            samples: all of a batch
-            loss: of a sample; it calls the model
-            total: a ClippedSum, TwoPassSum or DenseGrads (core/)
-
-        Returns:
-            the losses ``[B]``, detached
+        those of each group as soon as it has run. Returns the losses ``[B]``.
         """
         self.check_hooks()
         size = sum(some.size for some in samples)
         if not size:
             return torch.zeros(0)
         inputs = Inputs(samples, size, [], samples[0].zeros)
-        return _Forward(self, inputs, loss, total).joined(losses=True).values[0]
+        return ForwardRecord(self, inputs, loss, total).losses()
 
     def _compiled_for(
         self, settings: Settings, module: nn.Module, inputs: Inputs
-    ) -> Optional[CompiledModel]:
-        """
-        The programs for a call; None where there are none.
-
-        Raises:
-            Refused: with ``fullgraph=True`` where nothing can be compiled
-        """
+    ) -> CompiledModel | None:
+        """The programs for a call; None where there are none."""
         self.has_compiled = True
         reason = None
         if not self.compiles:
             reason = 'it is for modes "ghost", "ghost_bk" and "auto", of one process'
         elif inputs.trained:
             reason = "gradients of its inputs are asked for"
-        elif module is not self.module and has_hooks(module):
+        elif module is not self.module and (
+            module._forward_hooks or module._forward_pre_hooks
+        ):
             reason = "there are forward hooks on what make_private has returned"
         if reason is not None:
             self.not_compiled(settings, reason)
             return None
-        known, params = self._compiled, list(map(id, self.params.values()))
-        if (
-            known is None
-            or known.settings != settings
-            or list(map(id, known.params)) != params
-        ):
+        known, params = self._compiled, [id(p) for p in self.params.values()]
+        same = known is not None and known.settings == settings
+        if not same or [id(p) for p in known.params] != params:
             self._compiled = CompiledModel(self, settings)
         return self._compiled
 
     def not_compiled(self, settings: Settings, reason: str) -> None:
-        """
-        Warns, once.
-
-        Raises:
-            Refused: with ``fullgraph=True``
-        """
-        name = self.describe()
+        """Warns, once; with ``fullgraph=True`` it is refused."""
         if settings.fullgraph:
-            raise Refused(
-                f"{name} can't be compiled as a whole (fullgraph=True): {reason}.",
-                module=name,
-                remedy="Leave fullgraph out, and it is trained exactly without being "
-                "compiled.",
+            raise self.refused(
+                f"can't be compiled as a whole (fullgraph=True): {reason}.",
+                "Leave fullgraph out, and it is trained exactly, not compiled.",
             )
-        text = f"{name} is trained exactly, and not compiled: {reason}."
+        text = f"{self.describe()} is trained exactly, and not compiled: {reason}."
         tell(self, text, text)
 
-    def run(self, forward: _Forward) -> None:
-        """Runs the samples of a forward pass."""
-        if not forward.inputs.size:
-            forward.without_samples()
-            return
-        in_groups(
-            forward.inputs.samples,
-            forward.at_once,
-            forward.alone,
-            one_by_one=self.one_by_one or self._vmap_fails,
-            tell=forward.tell,
-        )
 
-    def group(self, size: int) -> ModelGroup:
-        """In which some samples run at once."""
-        return ModelGroup(self, size, self.attached)
-
-    def check_hooks(self) -> None:
-        """
-        Raises:
-            Refused: if a parameter has a hook, which would change or use its gradient
-                before it is private
-        """
-        for name, p in self.params.items():
-            if p._backward_hooks or p._post_accumulate_grad_hooks:
-                raise Refused(
-                    f"Parameter {name} has a hook (register_hook or "
-                    "register_post_accumulate_grad_hook), which would change or use "
-                    "its gradient before it is private.",
-                    parameter=name,
-                    remedy="Remove the hook, or freeze the parameter.",
-                )
+def _no_backward(record: ForwardRecord, grads: Sequence[T | None]) -> list[None]:
+    return [None] * len(record.leaves)
 
 
-def has_hooks(module: nn.Module) -> bool:
-    """Whether there are forward hooks on a module."""
-    return bool(module._forward_hooks or module._forward_pre_hooks)
+class Part(NamedTuple):
+    """Samples of a forward pass that have run together, or one that has run alone."""
+
+    rows: T | None  # which of the batch they are; None for all
+    group: Any  # None for one alone
+    outputs: dict[int, T]  # with a graph, by leaf: ``[B, *shape]``, of one ``[*shape]``
 
 
-def _no_backward(record: ForwardRecord, grads: Sequence[Optional[T]]) -> List[None]:
-    return [None] * len(record.inputs)
-
-
-class _Forward:
+class ForwardRecord:
     """
-    One call of a private model.
+    One call of a private model, and the gradients that come back through it.
 
     Args:
-        model: the private model
-        inputs: of the call
         call: what is called with each sample
         total: takes the gradients of the losses that ``call`` returns; None if a
             ``backward()`` follows
@@ -390,95 +330,126 @@ class _Forward:
         call: Callable[[Any], Any],
         total: Any = None,
     ):
-        self.model, self.inputs, self.call = model, inputs, call
-        self.total = total
-        trained, leaves = zip(*inputs.trained) if inputs.trained else ((), ())
-        self.record = ForwardRecord(model, inputs.size, model.params, trained, leaves)
-        self.returned: List[Returned] = []
-        self.groups = 0
-        self.clean = False  # whether the last group has left all as it was
-        self.compiled: Optional[CompiledModel] = None
+        self.model, self.inputs, self.call, self.total = model, inputs, call, total
+        self.size, self.params = inputs.size, model.params
+        self.trained = [x for x, _ in inputs.trained]  # inputs with a graph
+        self.leaves = [leaf for _, leaf in inputs.trained]  # in their places
+        self.parts: list[Part] = []  # together all samples
+        self.dims: dict[int, int | None] = {}  # see Joined
+        self.done = False  # whether its gradients have been taken
+        self.compiled: CompiledModel | None = None  # programs that may run samples
+        self._returned: list[Returned] = []
+        self._groups = 0
+        self._clean = False  # whether the last group has left all as it was
 
-    def joined(self, losses: bool) -> Joined:
-        """The outputs of all samples."""
+    # -- forward -----------------------------------------------------------------------
+
+    def output(self) -> Any:
+        """Runs the samples, and gives what the model would for the batch."""
+        joined = self._run(losses=False)
+        return joined.with_tensors(self._with_graph(joined))
+
+    def losses(self) -> T:
+        """Runs the samples, each of which gives a loss."""
+        joined = self._run(losses=True)
+        return joined.values[0] if joined.tensors == {} else self._with_graph(joined)[0]
+
+    def _with_graph(self, joined: Joined) -> list[T]:
+        tensors = list(joined.tensors.values())
+        if not tensors:
+            return []
+        anchor = torch.zeros((), requires_grad=True)
+        return list(Boundary.apply(self, anchor, len(tensors), *tensors, *self.trained))
+
+    def _run(self, losses: bool) -> Joined:
         model = self.model
-        model.size = self.inputs.size
-        model.begin(model.size)
-        grads = [p.grad for p in self.record.params.values()]
+        model.size = self.size
+        model.begin(self.size)
+        grads = [p.grad for p in self.params.values()]
         if not model.known:
             self._learn()
         model.running = True
         try:
             model.run(self)
         except BaseException:
-            if self.groups:
+            if self._groups:
                 model.state.restore()
             raise
         finally:
             model.running = False
-        for name, p, grad in zip(model.params, self.record.params.values(), grads):
+        for (name, p), grad in zip(self.params.items(), grads):
             if p.grad is not grad:
                 p.grad = grad
-                raise self._backward_inside(name)
-        joined = join(
-            model.describe(),
-            self.returned,
-            model.batch_dim,
-            self.inputs.size,
-            losses,
-            model.first_dim,
-        )
-        self.record.dims = joined.dims
+                raise model.refused(
+                    "backward() within the forward pass adds to the gradient of "
+                    f"{name}, without clipping.",
+                    "Take torch.autograd.grad(..., create_graph=True) there, or call "
+                    "backward() outside.",
+                )
+        joined = join(self, self._returned, losses)
+        self._returned, self.dims = [], joined.dims
         return joined
 
     def _learn(self) -> None:
         """
-        A sample of zeros, before the first batch of a model with objects that can't be
-        put back: what it sets once (a problem type in its config) is not of data.
+        A sample of zeros, before the first batch of a model with objects: what it sets
+        once (a problem type in its config) is not of data.
         """
         self.model.known = self.model.running = True
         try:
             if self.model.state.has_objects:
-                with torch.no_grad(), torch.random.fork_rng(devices=[]):
-                    with warnings.catch_warnings(), self._eagerly():
-                        warnings.simplefilter("ignore")
-                        for value in (0, 1):  # zeros may stand for padding
-                            with suppress(Exception):
-                                self.call(self.inputs.zeros(value))
-                                break
+                with suppress(Exception), torch.no_grad(), warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    self._of_zeros()
         finally:
             self.model.running = False
 
+    def _of_zeros(self) -> Any:
+        """What a sample of zeros gives, or one of ones: zeros may stand for padding."""
+        with torch.random.fork_rng(devices=[]), self._eagerly():
+            try:
+                return self.call(self.inputs.zeros())
+            except Refused:
+                raise
+            except Exception:
+                return self.call(self.inputs.zeros(1))
+
+    def look(self, name: str, shape: torch.Size) -> int | None:
+        """
+        Where the samples are in an output ``[1, 1, ...]`` of a sample: where the model
+        has them when it is called once with the whole batch; None if that fails.
+        """
+        known, given = self.model.output_dims, self.inputs.given
+        if (name, shape) not in known and self.size > 1 and given is not None:
+            with suppress(Exception), torch.no_grad(), self._eagerly():
+                whole = self.model.tried(self.call, given)
+                paths = read_output(whole, lambda x: Leaf(x, False), None, self.size)
+                found = dict(zip(paths.names, paths.leaves))[name].value.shape[:2]
+                if sorted(found) == [1, self.size]:
+                    known[name, shape] = found.index(self.size)
+        return known.get((name, shape))
+
     def tell(self, reason: str) -> None:
-        self.model._vmap_fails = True
+        """Warns that vmap fails."""
+        self.model.vmap_fails = True
         if not self.model.one_by_one:
             warn_one_by_one(self.model.describe(), reason)
-
-    def _backward_inside(self, name: str) -> Refused:
-        return Refused(
-            f"{self.model.describe()}: backward() within the forward pass adds to the "
-            f"gradient of {name}, without clipping.",
-            module=self.model.describe(),
-            remedy="Take torch.autograd.grad(..., create_graph=True) there, or call "
-            "backward() outside.",
-        )
 
     # -- groups ------------------------------------------------------------------------
 
     def _eagerly(self) -> ContextManager:
         """Parts that torch.compile was used on run as if it were not."""
-        if not self.model.has_compiled:
-            return nullcontext()
-        return torch.compiler.set_stance("force_eager")
+        stance = torch.compiler.set_stance
+        return stance("force_eager") if self.model.has_compiled else nullcontext()
 
     def _begin(self) -> None:
         """Each group of samples finds the state that the first has found."""
-        if not self.groups:
+        if not self._groups:
             self.model.state.remember()
-        elif not self.clean:
+        elif not self._clean:
             self._restore()
-        self.groups += 1
-        self.clean = False
+        self._groups += 1
+        self._clean = False
 
     def _restore(self) -> None:
         name = self.model.state.restore()
@@ -495,8 +466,7 @@ class _Forward:
             self.model.not_compiled(self.compiled.settings, str(error))
             self.compiled = None
             return False
-        outputs = {i: leaf.value for i, leaf in _with_graph(returned)}
-        self._keep(returned, Part(samples.rows, program, outputs))
+        self._keep(returned, Part(samples.rows, program, returned.with_graph()))
         return True
 
     def at_once(self, samples: Samples) -> None:
@@ -513,8 +483,7 @@ class _Forward:
             del sample, output
             self._check_state(group.told_data, is_batched, group.notes.written)
         group.forget()
-        outputs = {i: leaf.value for i, leaf in _with_graph(returned)}
-        self._keep(returned, Part(samples.rows, group, outputs))
+        self._keep(returned, Part(samples.rows, group, returned.with_graph()))
 
     def alone(self, samples: Samples, i: int) -> None:
         """Runs one sample by ordinary autograd."""
@@ -528,104 +497,149 @@ class _Forward:
             return self.call(samples.tree(lambda x: next(given)))
 
         # What is made of data must be known of outputs, and of state that has changed.
-        public = {id(x): x for x in self.model.state.tensors}
-        mode, watch = AloneSample(public), self.total is None
+        mode, watch = AloneSample(self.model.state), self.total is None
         if not watch:
             output = call()
-            self.clean = not self.model.state.changes()
-            watch = not self.clean
-        if watch:
-            if self.total is not None:
+            self._clean = not self.model.state.changes()
+            watch = not self._clean
+            if watch:
                 self._restore()
+        if watch:
             with mode:
                 output = call()
-            self._check_state(
-                mode.told_data, mode.is_data, mode.written | mode.notes.written
-            )
+            written = mode.written | mode.notes.written
+            self._check_state(mode.told_data, mode.is_data, written)
 
         def read(x: Any) -> Leaf:
-            by_sample = isinstance(x, T) and (
-                mode.is_data(x) or (x.requires_grad and not x.is_leaf)
-            )
-            if not by_sample:
-                return Leaf(x, False)
-            return Leaf(x[None], True, int(self.model.is_state(x, mode.notes)))
+            made = isinstance(x, T) and x.requires_grad and not x.is_leaf
+            if made or isinstance(x, T) and mode.is_data(x):
+                return Leaf(x[None], True)
+            return Leaf(x, False)
 
         row = torch.tensor(i) if samples.rows is None else samples.rows[i]
         returned = read_output(output, read, row[None], 1)
-        outputs = {i: leaf.value[0] for i, leaf in _with_graph(returned)}
-        known = {id(x) for x in self.record.inputs}
+        outputs = {k: y[0] for k, y in returned.with_graph().items()}
+        known = {id(x) for x in self.leaves}
         for leaf in graph_of(list(outputs.values()))[0]:
             if id(leaf) not in known:
                 self.model.check_leaf(leaf, mode.notes.leaves if watch else None)
         self._keep(returned, Part(row, None, outputs))
 
-    def _keep(self, returned: Returned, part: Part) -> None:
-        """Samples have run: for a ``backward()``, or their gradients are taken now."""
-        if self.total is None:
-            self.record.parts.append(part)
-        else:
-            self._add(part)
-            leaves = [x._replace(value=x.value.detach()) for x in returned.leaves]
-            returned = returned._replace(leaves=leaves)
-        self.returned.append(returned)
-
-    def _add(self, part: Part) -> None:
-        """Adds the gradients of the losses of some samples."""
-        outputs, params = list(part.outputs.values()), list(self.model.params.values())
-        ones = [torch.ones_like(y) for y in outputs]
-        with no_autocast():
-            if part.group is None:
-                found = gradients_alone(outputs, ones, params)
-                self.total.add_one(int(part.rows), found)
-            else:
-                self.total.add_group(part.rows, part.group, outputs, ones, params)
-
     def without_samples(self) -> None:
         """A batch of none: the outputs of a sample of zeros, of which none is taken."""
-        sample = self.inputs.zeros()
         self._begin()
-        with torch.random.fork_rng(devices=[]), self._eagerly():
-            output = self.call(sample)
+        output = self._of_zeros()
         self.model.state.restore()
 
         def read(x: Any) -> Leaf:
-            if not isinstance(x, T):
-                return Leaf(x, False)
-            return Leaf(x[None][:0], True)
+            return Leaf(x[None][:0], True) if isinstance(x, T) else Leaf(x, False)
 
-        self.returned.append(read_output(output, read, None, 0))
+        self._returned.append(read_output(output, read, None, 0))
+
+    def _keep(self, returned: Returned, part: Part) -> None:
+        """Samples have run: for a ``backward()``, or their gradients are taken now."""
+        if self.total is None:
+            self.parts.append(part)
+        else:
+            outputs = list(part.outputs.values())
+            with no_autocast():
+                self._add(self.total, part, outputs, [*map(torch.ones_like, outputs)])
+            leaves = [x._replace(value=x.value.detach()) for x in returned.leaves]
+            returned = returned._replace(leaves=leaves)
+        self._returned.append(returned)
 
     def _check_state(
-        self, told_data: bool, is_data: Callable[[T], bool], written: Set[int] = set()
+        self, told_data: bool, is_data: Callable[[T], bool], written: set[int]
     ) -> None:
-        """
-        Raises:
-            Refused: if the forward has left something made of data
-        """
-        for change in self.model.state.changes(written):
-            told = told_data and not isinstance(change.value, _NO_DATA)
-            if (
-                told
-                or change.hidden
-                or any(map(is_data, tensors_in(change.value)))
-                or is_opaque(change.value)
-            ):
-                raise self._changes(change.name, "by what samples hold, and ")
+        """Refuses what the forward has left that is made of data."""
+        for name, value, hidden in self.model.state.changes(written):
+            told = told_data and not isinstance(value, _NO_DATA)
+            if told or hidden or holds_data(value, is_data):
+                raise self._changes(name, "by what samples hold, and ")
 
     def _changes(self, name: str, how: str) -> Refused:
-        model = self.model.describe()
-        return Refused(
-            f"{model}: its forward changes {name}, {how}would carry data from sample "
-            "to sample or from batch to batch without noise.",
-            module=model,
-            parameter=name,
-            remedy="Return what is computed, or give it to the model as an argument, "
-            "in the place of keeping it; replace layers with running statistics.",
+        return self.model.refused(
+            f"its forward changes {name}, {how}would carry data from sample to sample "
+            "or from batch to batch without noise.",
+            "Return what is computed, or give it to the model as an argument, in the "
+            "place of keeping it; replace layers with running statistics.",
+            name,
         )
 
+    # -- backward ----------------------------------------------------------------------
 
-def _with_graph(returned: Returned) -> Iterator[Tuple[int, Leaf]]:
-    for i, leaf in enumerate(returned.leaves):
-        if leaf.by_sample and leaf.value.requires_grad:
-            yield i, leaf
+    def take(self) -> None:
+        """Refuses a second time, and more samples than the loader has drawn."""
+        most = self.model.inputs.most
+        if most is not None and self.size > most:
+            raise self.model.refused(
+                f"was called on {self.size} samples, and the loader drew at most "
+                f"{most} records: some would count several times.",
+                "Call it on the records that were drawn: views of a record belong into "
+                "one sample, of which the loss is the mean.",
+            )
+        if self.done:
+            raise self.model.refused(
+                "a second backward pass of one batch. Each would be clipped by itself, "
+                "so that a sample counts twice.",
+                "Add the losses and call backward() once, or call the model again.",
+            )
+        self.model.check_hooks()
+        self.done = True
+
+    def add_gradients(self, total: Any, grads: Sequence[T | None]) -> list[T | None]:
+        """
+        Adds the samples' gradients to a ClippedSum, TwoPassSum or DenseGrads (core/),
+        and returns those of the leaves; ``grads`` are of the outputs with a graph.
+        """
+        of_leaves: list[T | None] = [None] * len(self.leaves)
+        for part in self.parts:
+            outputs, own = self._own(part, grads)
+            try:
+                with no_autocast():
+                    found = self._add(total, part, outputs, own)
+            except NotAtOnce as error:
+                raise self.model.refused(
+                    f"{error} uses a parameter, so that its per-sample gradients are "
+                    "not known.",
+                    'Train one sample after the other: grad_sample_mode="scan".',
+                ) from error
+            of_leaves = [
+                g if old is None else old if g is None else old + g
+                for old, g in zip(of_leaves, found)
+            ]
+        return of_leaves
+
+    def of_inputs(self, grads: Sequence[T | None]) -> list[T | None]:
+        """The gradients of the leaves alone."""
+        return self.add_gradients(DenseGrads({}, self.size), grads)
+
+    def _add(
+        self, total: Any, part: Part, outputs: list[T], grads: list[T]
+    ) -> list[T | None]:
+        """Adds the gradients of some samples; returns those of the leaves."""
+        params = list(self.params.values())
+        if part.group is None:
+            by_id = gradients_alone(outputs, grads, [*params, *self.leaves])
+            total.add_one(int(part.rows), by_id)
+            return [by_id.get(id(x)) for x in self.leaves]
+        if isinstance(part.group, CompiledGroup):
+            part.group.add_to(total, part.rows, outputs, grads)
+            return [None] * len(self.leaves)
+        given = part.rows, part.group, outputs, grads, params, self.leaves
+        return total.add_group(*given)
+
+    def _own(self, part: Part, grads: Sequence[T | None]) -> tuple[list[T], list[T]]:
+        """The outputs of a part and their gradients, both as the part has them."""
+        outputs, own = [], []
+        for (i, dim), g in zip(self.dims.items(), grads):
+            y = part.outputs.get(i)
+            if g is None or y is None:
+                continue
+            if dim is not None:  # [.., B, ..] as [B, .., 1, ..]
+                g = g.unflatten(dim, (self.size, 1)).movedim(dim, 0)
+            if part.rows is not None:
+                g = g[part.rows.to(g.device)]
+            outputs.append(y)
+            own.append(g.to(y.dtype))
+        return outputs, own

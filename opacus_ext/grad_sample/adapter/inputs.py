@@ -11,106 +11,53 @@ refused.
 
 from __future__ import annotations
 
-import enum
 import inspect
 import itertools
-from typing import (
-    Any,
-    Callable,
-    Dict,
-    Iterator,
-    List,
-    NamedTuple,
-    NoReturn,
-    Optional,
-    Sequence,
-    Set,
-    Tuple,
-)
+from contextlib import suppress
+from typing import Any, Callable, NamedTuple, NoReturn, Sequence
 
-import numpy as np
 import torch
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils._pytree import (
-    TreeSpec,
-    keystr,
-    tree_flatten,
-    tree_flatten_with_path,
-    tree_unflatten,
-)
+from torch.utils._pytree import TreeSpec, keystr, tree_leaves, tree_unflatten
 
+from opacus_ext.grad_sample.adapter.outputs import flatten
+from opacus_ext.grad_sample.adapter.state import PLAIN
 from opacus_ext.grad_sample.core.batch import Samples, samples_of
 from opacus_ext.refused import Refused
 
 T = torch.Tensor
 Take = Callable[[Any, int], Any]
 Call = Callable[[Any], Any]
-_POSITIONAL = (
-    inspect.Parameter.POSITIONAL_ONLY,
-    inspect.Parameter.POSITIONAL_OR_KEYWORD,
-)
 _DOUBTS = 5  # tensors of which every choice is tried
 _PRIMES = [n for n in range(2, 2**12) if all(n % k for k in range(2, min(n, 64)))]
-_PLAIN = (
-    *(int, float, complex, bool, str, bytes, type(None), enum.Enum, np.generic),
-    *(torch.dtype, torch.device, torch.Size, slice, range, nn.Module, torch.Generator),
-    *(torch.layout, torch.memory_format, T),
-)
 
 
 class Inputs(NamedTuple):
-    """
-    The inputs of a call.
+    """The inputs of a call."""
 
-    Attributes:
-        samples: those of one kind each
-        size: number of samples
-        trained: inputs that require a gradient, and the leaves in their places
-        zeros: makes a sample of zeros, or of another number, for a batch of none
-    """
-
-    samples: List[Samples]
+    samples: list[Samples]  # those of one kind each
     size: int
-    trained: List[Tuple[T, T]]
-    zeros: Callable[..., Any]
+    trained: list[tuple[T, T]]  # that require a gradient, and leaves in their places
+    zeros: Callable[..., Any]  # makes a sample of zeros, or of another number
+    given: Any = None  # the call's ``(args, kwargs)``
 
 
 class Reading(NamedTuple):
-    """
-    A way to read a call.
-
-    Attributes:
-        size: number of samples
-        dims: for each tensor where the samples are in it; None if all share it
-    """
+    """A way to read a call."""
 
     size: int
-    dims: Tuple[Optional[int], ...]
+    dims: tuple[int | None, ...]  # of the samples in each tensor; None if it is shared
 
 
 class Given(NamedTuple):
-    """
-    What a call was given.
+    """What a call was given, a tree."""
 
-    Attributes:
-        names: of the leaves
-        leaves: of the arguments
-        spec: of their tree
-        tensors: which leaves are tensors that may be samples
-        lists: by name, how many items arguments have; ``*args`` are one
-    """
-
-    names: List[str]
-    leaves: List[Any]
+    names: list[str]  # of the leaves
+    leaves: list[Any]
     spec: TreeSpec
-    tensors: List[int]
-    lists: Dict[str, int]
-
-    @property
-    def shapes(self) -> List[torch.Size]:
-        """Of the tensors."""
-        return [self.leaves[i].shape for i in self.tensors]
+    tensors: list[tuple[int, str, T]]  # that may be samples: places, names and values
+    lists: dict[str, int]  # by name, how many items arguments have; ``*args`` are one
 
 
 class InputReader:
@@ -134,44 +81,44 @@ class InputReader:
         module: nn.Module,
         run: Callable[[Call, Any], Any],
         batch_dim: int = 0,
-        take: Optional[Take] = None,
+        take: Take | None = None,
         shared: Sequence[str] = (),
     ):
         self.name, self.run, self.batch_dim = type(module).__name__, run, batch_dim
         self.take, self.shared = take, set(shared)
-        self.drawn: Set[int] = set()
-        self.most: Optional[int] = None
-        parameters = inspect.signature(module.forward).parameters
-        kinds = [(p.name, p.kind) for p in parameters.values()]
-        self._known = set(parameters)
-        self._named = [name for name, kind in kinds if kind in _POSITIONAL]
-        rest = [
-            name for name, kind in kinds if kind == inspect.Parameter.VAR_POSITIONAL
+        self.drawn: set[int] = set()
+        self.most: int | None = None
+        parameters = inspect.signature(module.forward).parameters.values()
+        self._known = {p.name for p in parameters}
+        self._named = [
+            p.name
+            for p in parameters
+            if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
         ]
+        rest = [p.name for p in parameters if p.kind == p.VAR_POSITIONAL]
         self._rest = rest[0] if rest else "args"
-        self._dims: Dict[str, int] = {}  # inputs that are samples, and where
-        self._tables: Dict[str, Set[torch.Size]] = {}  # shapes that all samples share
-        self._sizes: Dict[str, Set[int]] = {}  # at which an input was taken for samples
-        self._refused: Optional[Refused] = None  # in the last tries
-        self._more: Optional[bool] = None  # whether any number of ``*args`` is taken
-        layers = [m for m in module.modules() if hasattr(m, "bidirectional")]
+        self._dims: dict[str, int] = {}  # inputs that are samples, and where
+        self._tables: dict[str, set[torch.Size]] = {}  # shapes that all samples share
+        self._sizes: dict[str, set[int]] = {}  # at which an input was taken for samples
+        self._more: bool | None = None  # whether any number of ``*args`` is taken
+        self._zeros: Callable[..., Any] = self._no_zeros  # with take
         self.states = {
             (m.num_layers * (1 + m.bidirectional), width)
-            for m in layers
+            for m in module.modules()
+            if hasattr(m, "bidirectional")
             for width in (m.hidden_size, getattr(m, "proj_size", 0))
         }
 
     def read(self, call: Call, args: tuple, kwargs: dict) -> Inputs:
         """
-        Args:
-            call: is called with ``(args, kwargs)`` of some samples
-
-        Raises:
-            Refused: if it can't be told how many samples there are and which they are
+        Finds the samples of a call, or refuses it; ``call`` is called with ``(args,
+        kwargs)`` of some samples.
         """
         if self.take is not None:
             samples, size = samples_of((args, kwargs), self._taken)
-            return Inputs(samples, size, [], self._no_zeros)
+            if samples:
+                self._zeros = _without_data(samples[0])
+            return Inputs(samples, size, [], self._zeros, (args, kwargs))
         given = self._given(args, kwargs)
         if not given.tensors:
             self._refuse(
@@ -180,12 +127,13 @@ class InputReader:
                 "Pass tensors [B, ...], or make_private(take=function), where "
                 "function(inputs, i) gives sample i as a batch of one.",
             )
-        readings = [r for n in self._counts(given) for r in self._readings(given, n)]
+        readings = self._readings(given)
         reading = readings[0]
         if len(readings) > 1:
             reading = self._decide(call, given, readings)
-        self._check_lists(call, given, reading)
-        self._learn(given, reading, sure=False)
+        if reading.size > 1:
+            self._check_lists(call, given, reading)
+            self._learn(given, reading, sure=False)
         return self._inputs(given, reading)
 
     def _taken(self, given: Any, i: int) -> Any:
@@ -195,20 +143,25 @@ class InputReader:
             dict(self.take(kwargs, i)) if kwargs else {},
         )
 
+    def _no_zeros(self, value: int = 0) -> NoReturn:
+        self._refuse(
+            "was called without samples before it was called with some, and take= "
+            "knows nothing of these",
+            "Begin with a batch that is not empty.",
+        )
+
     # -- what there is -----------------------------------------------------------------
 
     def _given(self, args: tuple, kwargs: dict) -> Given:
-        paths, spec = tree_flatten_with_path((args, kwargs), is_leaf=_is_whole)
-        names, leaves, tensors = [], [], []
+        paths, spec = flatten((args, kwargs))
+        names, tensors = [], []
         for (place, which, *inner), x in paths:
             top = str(which.key) if place.idx else self._name(which.idx)
-            name = top + keystr(tuple(inner))
-            if not {name, top, top.partition("[")[0]} & self.shared:
-                self._refuse_kind(name, x)
+            names.append(top + keystr(tuple(inner)))
+            if not {names[-1], top, top.partition("[")[0]} & self.shared:
+                self._refuse_kind(names[-1], x)
                 if isinstance(x, T) and x.dim():
-                    tensors.append(len(leaves))
-            names.append(name)
-            leaves.append(x)
+                    tensors.append((len(names) - 1, names[-1], x))
         rest = args[len(self._named) :]
         every = [*zip(self._named, args), (self._rest, rest), *kwargs.items()]
         lists = {
@@ -224,7 +177,7 @@ class InputReader:
                 parameter="shared",
                 remedy=f"Its inputs are {', '.join(sorted(self._known))}.",
             )
-        return Given(names, leaves, spec, tensors, lists)
+        return Given(names, [x for _, x in paths], spec, tensors, lists)
 
     def _name(self, place: int) -> str:
         """Of a positional argument."""
@@ -233,108 +186,96 @@ class InputReader:
         return f"{self._rest}[{place - len(self._named)}]"
 
     def _refuse_kind(self, name: str, x: Any) -> None:
-        kind, take = None, "items"
+        take = "items"
         if isinstance(x, PackedSequence):
             kind, take = "a PackedSequence", "packed"
-        elif isinstance(x, T) and (x.is_nested or x.layout is not torch.strided):
+        elif isinstance(x, T):
+            if x.layout is torch.strided and not x.is_nested:
+                return
             kind = "a nested or sparse tensor"
-        elif not isinstance(x, _PLAIN) and not inspect.isroutine(x):
+        elif isinstance(x, PLAIN) or inspect.isroutine(x):
+            return
+        else:
             kind = f"of type {type(x).__name__}"
-        if kind is not None:
-            self._refuse(
-                f"input {name} is {kind}, of which it is not known where its samples "
-                "are",
-                f"Give make_private(take=opacus_ext.take.{take}), or a function "
-                "take(inputs, i) of your own that gives sample i as a batch of one; "
-                f'where all samples share it, shared=["{name}"].',
-                name,
-            )
+        self._refuse(
+            f"input {name} is {kind}, of which it is not known where its samples are",
+            f"Give make_private(take=opacus_ext.take.{take}), or a function "
+            "take(inputs, i) of your own that gives sample i as a batch of one; "
+            f'where all samples share it, shared=["{name}"].',
+            name,
+        )
 
     # -- readings ----------------------------------------------------------------------
 
-    def _options(self, name: str, x: T) -> List[int]:
+    def _is_state(self, x: T) -> bool:
+        return x.dim() == 3 and (x.shape[0], x.shape[2]) in self.states
+
+    def _options(self, name: str, x: T) -> list[int]:
         """Where the samples of a tensor may be."""
         if x.shape in self._tables.get(name, ()):
             return []
         if name in self._dims and x.dim() > self._dims[name]:
             return [self._dims[name]]
         dim = min(self.batch_dim, x.dim() - 1)
-        if x.dim() == 3 and dim == 0 and (x.shape[0], x.shape[2]) in self.states:
-            return [1, 0]
-        return [dim]
+        return [1, 0] if dim == 0 and self._is_state(x) else [dim]
 
-    def _counts(self, given: Given) -> List[int]:
-        """How many samples there may be."""
-        known, sizes = set(), {}
-        for i in given.tensors:
-            name, x = given.names[i], given.leaves[i]
-            for dim in self._options(name, x):
-                sizes[x.shape[dim]] = None
-                if name in self._dims:
-                    known.add(x.shape[dim])
-        drawn = [n for n in sizes if n in self.drawn]
-        self._refuse_other_dim(given, set(sizes))
-        found = [n for n in sizes if n in known] or drawn or list(sizes)
-        return [0] if 0 in found else found or [0]
+    def _readings(self, given: Given) -> list[Reading]:
+        """In which ways a call can be read, those with the most samples first."""
+        options = [self._options(name, x) for _, name, x in given.tensors]
+        sizes: dict[int, bool] = {}  # whether they are known to be of samples
+        for (_, name, x), dims in zip(given.tensors, options):
+            for d in dims:
+                sizes[x.shape[d]] = sizes.get(x.shape[d], False) or name in self._dims
+        if not (self.batch_dim or sizes.keys() & self.drawn):
+            self._refuse_other_dim(given)
+        found = [n for n, known in sizes.items() if known]
+        found = found or [n for n in sizes if n in self.drawn] or list(sizes) or [0]
+        readings = []
+        for size in [0] if 0 in found else found:
+            choices: list[list[int | None]] = []
+            for (_, name, x), every in zip(given.tensors, options):
+                dims = [d for d in every if x.shape[d] == size]
+                sure = dims and (name in self._dims or size < 2)
+                choices.append(dims[:1] if sure else [*dims, None])
+            doubtful = [i for i, dims in enumerate(choices) if len(dims) > 1]
+            if len(choices) == 1:
+                choices = [[d for d in choices[0] if d == self.batch_dim] or choices[0]]
+            for places in itertools.product(*choices):
+                shared = sum(places[i] is None for i in doubtful)
+                if set(places) != {None} and (len(doubtful) <= _DOUBTS or shared <= 2):
+                    readings.append(Reading(size, places))
+        return readings
 
-    def _refuse_other_dim(self, given: Given, sizes: Set[int]) -> None:
-        """
-        Raises:
-            Refused: if not dim 0 but dim 1 is as long as a batch of the loader
-        """
-        if self.batch_dim or not self.drawn or sizes & self.drawn:
-            return
-        for i, shape in zip(given.tensors, given.shapes):
-            if len(shape) > 1 and shape[1] in self.drawn:
+    def _refuse_other_dim(self, given: Given) -> None:
+        """Refuses tensors of which not dim 0 but dim 1 is as long as a batch."""
+        for _, name, x in given.tensors:
+            if x.dim() > 1 and x.shape[1] in self.drawn:
                 self._refuse(
-                    f"input {given.names[i]} of shape {tuple(shape)} has as many "
-                    "entries in dim 1 as the loader drew records, and not in dim 0",
+                    f"input {name} of shape {tuple(x.shape)} has as many entries in "
+                    "dim 1 as the loader drew records, and not in dim 0",
                     "Give make_private(batch_first=False), or call the model on the "
                     "records that were drawn.",
-                    given.names[i],
+                    name,
                 )
-
-    def _readings(self, given: Given, size: int) -> Iterator[Reading]:
-        """Which tensors may be the samples, the most first."""
-        choices: List[List[Optional[int]]] = []
-        for i in given.tensors:
-            name, x = given.names[i], given.leaves[i]
-            dims = [d for d in self._options(name, x) if x.shape[d] == size]
-            sure = dims and (name in self._dims or size < 2)
-            choices.append(dims[:1] if sure else [*dims, None])
-        doubtful = [i for i, dims in enumerate(choices) if len(dims) > 1]
-        if len(choices) == 1:
-            choices = [[d for d in choices[0] if d == self.batch_dim] or choices[0]]
-        for dims in itertools.product(*choices):
-            shared = sum(dims[i] is None for i in doubtful)
-            if set(dims) != {None} and (len(doubtful) <= _DOUBTS or shared <= 2):
-                yield Reading(size, dims)
 
     def _check_lists(self, call: Call, given: Given, reading: Reading) -> None:
         """
-        Raises:
-            Refused: if the items of a list, dict or ``*args`` may be samples: it is not
-                known from elsewhere how many there are, or there are as many
+        Refuses a list, dict or ``*args`` whose items may be samples: it is not known
+        from elsewhere how many there are, or there are as many.
         """
-        if reading.size < 2:
-            return
-        known: Dict[str, bool] = {}  # by list, whether all its tensors are samples
+        known: dict[str, bool] = {}  # by list, whether all its tensors are samples
         outside = reading.size in self.drawn
-        for i, d in zip(given.tensors, reading.dims):
-            name, x = given.names[i], given.leaves[i]
+        for (_, name, x), d in zip(given.tensors, reading.dims):
             top = name.partition("[")[0]
             if top not in given.lists:
                 outside = outside or d is not None
                 continue
             sure = name in self._dims or x.shape in self._tables.get(name, ())
-            sure = sure or d == 1 and (x.shape[0], x.shape[2]) in self.states
+            sure = sure or d == 1 and self._is_state(x)
             known[top] = known.get(top, True) and sure
         for name, count in given.lists.items():
-            if (
-                known.get(name, False)
-                or count != reading.size
-                and (outside or name not in known)
-            ):
+            fits = count == reading.size or name in known and not outside
+            if known.get(name, False) or not fits:
                 continue
             if name != self._rest or self._takes_more(call, given):
                 self._refuse_items(given, name)
@@ -342,56 +283,51 @@ class InputReader:
     def _takes_more(self, call: Call, given: Given) -> bool:
         """Whether the model takes more ``*args`` than it was given."""
         if self._more is None:
+            self._more = False
             args, kwargs = tree_unflatten(given.leaves, given.spec)
-            try:
-                with torch.no_grad():
-                    self.run(call, ((*args, args[-1], args[-1]), kwargs))
+            with torch.no_grad(), suppress(Exception):
+                self.run(call, ((*args, args[-1], args[-1]), kwargs))
                 self._more = True
-            except Exception:
-                self._more = False
         return self._more
 
     # -- decisions ---------------------------------------------------------------------
 
-    def _decide(self, call: Call, given: Given, readings: List[Reading]) -> Reading:
-        taken = set(itertools.chain(*given.shapes)) - {0}
+    def _decide(self, call: Call, given: Given, readings: list[Reading]) -> Reading:
+        taken = {n for _, _, x in given.tensors for n in x.shape} - {0}
         count = next(n for n in _PRIMES if all(m % n for m in taken))
-        self._refused = None
-        ran: List[Tuple[Reading, List[T]]] = []
+        ran: list[tuple[Reading, list[T]]] = []
+        refused: Refused | None = None
         for grad in (False, True):  # where code asks for gradients it needs a graph
-            with torch.set_grad_enabled(grad):
-                for r in readings if not ran else ():
-                    output = self._try(call, given, r, count)
-                    ran += [] if output is None else [(r, output)]
+            for r in readings if not ran else ():
+                with torch.set_grad_enabled(grad):
+                    try:
+                        ran.append((r, self._try(call, given, r, count)))
+                    except Refused as error:
+                        refused = error
+                    except Exception:
+                        pass
         found = [x for x in ran if self._fits(x[1], count)] or ran
         if len(found) == 1:
             self._learn(given, found[0][0], sure=True)
+        elif not found and refused is not None:  # not for its inputs
+            raise refused
         elif not found or not all(_same(y, found[0][1]) for _, y in found):
-            if not found and self._refused is not None:  # not for its inputs
-                raise self._refused
             self._refuse_doubtful(given, [r for r, _ in found] or readings)
         return found[0][0]
 
-    def _try(
-        self, call: Call, given: Given, reading: Reading, count: int
-    ) -> Optional[List[T]]:
-        """What the model gives for ``count`` samples, if it takes them."""
+    def _try(self, call: Call, given: Given, reading: Reading, count: int) -> list[T]:
+        """What the model gives for ``count`` samples."""
         leaves = list(given.leaves)
-        for i, d in zip(given.tensors, reading.dims):
-            x = leaves[i].detach()
+        for (i, _, x), d in zip(given.tensors, reading.dims):
+            x = x.detach()
             if d is not None:
                 index = torch.arange(count, device=x.device) % max(1, x.shape[d])
                 x = x.index_select(d, index)
             leaves[i] = x.clone()
-        try:
-            output = self.run(call, tree_unflatten(leaves, given.spec))
-        except Exception as error:
-            if isinstance(error, Refused):
-                self._refused = error
-            return None
-        return [y.detach() for y in tree_flatten(output)[0] if isinstance(y, T)]
+        output = self.run(call, tree_unflatten(leaves, given.spec))
+        return [y.detach() for y in tree_leaves(output) if isinstance(y, T)]
 
-    def _fits(self, output: List[T], count: int) -> bool:
+    def _fits(self, output: list[T], count: int) -> bool:
         """Whether the first output has as many rows as samples, or flattened ones."""
         first = next((y for y in output if y.is_floating_point() and y.dim()), None)
         return first is None or (
@@ -399,20 +335,14 @@ class InputReader:
         )
 
     def _learn(self, given: Given, reading: Reading, sure: bool) -> None:
-        """
-        Args:
-            sure: whether no other reading is possible
-        """
-        if reading.size < 2:
-            return
+        """Of inputs by their names; ``sure`` if no other reading is possible."""
         others = {
             n
-            for shape, at in zip(given.shapes, reading.dims)
-            for axis, n in enumerate(shape)
+            for (_, _, x), at in zip(given.tensors, reading.dims)
+            for axis, n in enumerate(x.shape)
             if axis != at
         }
-        for i, d in zip(given.tensors, reading.dims):
-            name, x = given.names[i], given.leaves[i]
+        for (_, name, x), d in zip(given.tensors, reading.dims):
             if d is None:
                 if sure or reading.size not in x.shape:
                     self._tables.setdefault(name, set()).add(x.shape)
@@ -436,32 +366,25 @@ class InputReader:
             name,
         )
 
-    def _refuse_doubtful(self, given: Given, readings: List[Reading]) -> NoReturn:
-        names = [given.names[i] for i in given.tensors]
-        columns = zip(names, given.shapes, zip(*(r.dims for r in readings)))
-        doubtful = {n: tuple(shape) for n, shape, dims in columns if len(set(dims)) > 1}
-        shapes = ", ".join(f"{name} {shape}" for name, shape in doubtful.items())
-        last = list(doubtful)[-1:]
-        if last[0].partition("[")[0] in given.lists:
-            self._refuse_items(given, last[0].partition("[")[0])
+    def _refuse_doubtful(self, given: Given, readings: list[Reading]) -> NoReturn:
+        columns = zip(given.tensors, zip(*(r.dims for r in readings)))
+        doubtful = [(n, x.shape) for (_, n, x), dims in columns if len(set(dims)) > 1]
+        shapes = ", ".join(f"{name} {tuple(shape)}" for name, shape in doubtful)
+        last = doubtful[-1][0]
+        if last.partition("[")[0] in given.lists:
+            self._refuse_items(given, last.partition("[")[0])
         self._refuse(
             f"it can't be told which of {shapes} are samples, and which all samples "
             "share: the model runs in several ways, or with one number of samples only",
-            f"Name those that all samples share: make_private(shared={last}); or give "
-            "make_private(take=function), where function(inputs, i) gives sample i as "
-            "a batch of one.",
-            last[0],
+            f"Name those that all samples share: make_private(shared={[last]}); or "
+            "give make_private(take=function), where function(inputs, i) gives sample "
+            "i as a batch of one.",
+            last,
         )
 
-    def _refuse(self, what: str, remedy: str, name: Optional[str] = None) -> NoReturn:
+    def _refuse(self, what: str, remedy: str, name: str | None = None) -> NoReturn:
         raise Refused(
             f"{self.name}: {what}.", module=self.name, parameter=name, remedy=remedy
-        )
-
-    def _no_zeros(self, value: int = 0) -> NoReturn:
-        self._refuse(
-            "was called without samples, which take= knows nothing of",
-            "Skip the forward of an empty batch.",
         )
 
     # -- samples -----------------------------------------------------------------------
@@ -469,8 +392,7 @@ class InputReader:
     def _inputs(self, given: Given, reading: Reading) -> Inputs:
         leaves, trained = list(given.leaves), []
         by_sample = [False] * len(leaves)
-        for i, d in zip(given.tensors, reading.dims):
-            x = leaves[i]
+        for (i, _, x), d in zip(given.tensors, reading.dims):
             if d is None:
                 continue
             if x.requires_grad:
@@ -488,18 +410,19 @@ class InputReader:
                     name,
                 )
         samples = Samples(None, leaves, by_sample, given.spec, reading.size)
-
-        def zeros(value: int = 0) -> Any:
-            return samples.tree(lambda x: x.new_full(x.shape[1:], value))
-
-        return Inputs([samples], reading.size, trained, zeros)
+        whole = tree_unflatten(given.leaves, given.spec)
+        return Inputs([samples], reading.size, trained, samples.zeros, whole)
 
 
-def _is_whole(x: Any) -> bool:
-    return isinstance(x, PackedSequence)
+def _without_data(samples: Samples) -> Callable[..., Any]:
+    """What makes a sample of zeros, of the shapes of some."""
+    pairs = zip(samples.leaves, samples.by_sample)
+    return samples._replace(
+        leaves=[x[:0].clone() if own else x for x, own in pairs]
+    ).zeros
 
 
-def _same(output: List[T], other: List[T]) -> bool:
+def _same(output: list[T], other: list[T]) -> bool:
     """Whether two calls gave the same."""
     return len(output) == len(other) and all(
         a.shape == b.shape and torch.allclose(a, b, 1e-6, 0.0, equal_nan=True)

@@ -1,25 +1,13 @@
-"""What single samples return, put together as the batch's."""
+"""What single samples return, put together as the batch's, and the graph behind it."""
 
 from __future__ import annotations
 
 import dataclasses
-import enum
-from typing import (
-    Any,
-    Callable,
-    Dict,
-    List,
-    NamedTuple,
-    NoReturn,
-    Optional,
-    Sequence,
-    Set,
-    Tuple,
-)
+import operator
+from typing import Any, Callable, NamedTuple, NoReturn, Sequence
 
 import numpy as np
 import torch
-from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import (
     TreeSpec,
@@ -29,105 +17,70 @@ from torch.utils._pytree import (
     tree_unflatten,
 )
 
+from opacus_ext.grad_sample.adapter.state import PLAIN
+from opacus_ext.grad_sample.core.vmap import will_run
 from opacus_ext.refused import Refused
 
 T = torch.Tensor
 
-_SAFE = (
-    *(int, float, complex, bool, str, bytes, type(None), type, enum.Enum, np.generic),
-    *(torch.dtype, torch.device, torch.Size, slice, range, nn.Module),
-)
+_KIND = "__dataclass__"
 
 
-class Leaf(NamedTuple):
-    """
-    One value that samples of a group returned.
-
-    Attributes:
-        value: as samples see it, or of all of them ``[B, *shape]`` if ``by_sample``
-        by_sample: whether it is a tensor that is one a sample
-        dim: where in a sample's tensor the samples are: 0, or 1 of recurrent states
-    """
-
-    value: Any
-    by_sample: bool
-    dim: int = 0
-
-
-class Returned(NamedTuple):
-    """
-    What the samples of a group returned.
-
-    Attributes:
-        rows: which samples of the batch they are; None for all
-        size: number of samples
-        leaves: the values
-        names: of the leaves
-        spec: of their tree
-    """
-
-    rows: Optional[T]
-    size: int
-    leaves: List[Leaf]
-    names: List[str]
-    spec: TreeSpec
-
-
-def read_output(
-    output: Any, read: Callable[[Any], Leaf], rows: Optional[T], size: int
-) -> Returned:
-    """
-    Takes apart what a model returned.
-
-    Args:
-        read: makes a leaf of a value
-    """
-    output = _open(output)
-    leaves, spec = tree_flatten(output, is_leaf=_is_whole)
-    try:
-        paths, _ = tree_flatten_with_path(output, is_leaf=_is_whole)
-        names = [f"output{keystr(path)}" for path, _ in paths]
-    except ValueError:  # a class of others that has no names for its parts
-        names = [f"output, part {i}" for i in range(len(leaves))]
-    return Returned(rows, size, [read(x) for x in leaves], names, spec)
+def flatten(tree: Any) -> tuple[list[tuple[Any, Any]], TreeSpec]:
+    """The paths and leaves of a tree; packed sequences are leaves."""
+    return tree_flatten_with_path(tree, is_leaf=_is_whole)
 
 
 def _is_whole(x: Any) -> bool:
     return isinstance(x, PackedSequence)
 
 
-def _open(output: Any) -> Any:
+class Leaf(NamedTuple):
+    """One value that samples of a group returned."""
+
+    value: Any  # as samples see it, or of all of them ``[B, *shape]`` if ``by_sample``
+    by_sample: bool
+
+
+class Returned(NamedTuple):
+    """What the samples of a group returned, a tree."""
+
+    rows: T | None  # which samples of the batch they are; None for all
+    size: int
+    leaves: list[Leaf]
+    names: list[str]  # of the leaves
+    spec: TreeSpec
+
+    def with_graph(self) -> dict[int, T]:
+        """By their numbers, leaves that gradients go back through."""
+        return {
+            i: leaf.value
+            for i, leaf in enumerate(self.leaves)
+            if leaf.by_sample and leaf.value.requires_grad
+        }
+
+
+def read_output(
+    output: Any, read: Callable[[Any], Leaf], rows: T | None, size: int
+) -> Returned:
+    """Takes apart what a model returned; ``read`` makes a leaf of a value."""
     if dataclasses.is_dataclass(output) and not isinstance(output, (type, dict)):
-        found = {f.name: getattr(output, f.name) for f in dataclasses.fields(output)}
-        return {_KIND: type(output), **found}
-    return output
-
-
-_KIND = "__dataclass__"
-
-
-def _close(output: Any) -> Any:
-    if isinstance(output, dict) and _KIND in output:
-        found = {k: v for k, v in output.items() if k != _KIND}
-        return output[_KIND](**found)
-    return output
+        fields = {f.name: getattr(output, f.name) for f in dataclasses.fields(output)}
+        output = {_KIND: type(output), **fields}
+    leaves, spec = tree_flatten(output, is_leaf=_is_whole)
+    try:
+        names = [f"output{keystr(path)}" for path, _ in flatten(output)[0]]
+    except ValueError:  # a class of others that has no names for its parts
+        names = [f"output, part {i}" for i in range(len(leaves))]
+    return Returned(rows, size, [read(x) for x in leaves], names, spec)
 
 
 class Joined(NamedTuple):
-    """
-    The outputs of all samples.
+    """The outputs of all samples, a tree."""
 
-    Attributes:
-        values: the leaves; in the place of those of ``tensors`` None
-        tensors: by the number of the leaf, what goes to the user with a gradient:
-            detached, the samples in dim ``dims``
-        dims: of each, the dim of the samples; None for a loss, ``[B]``
-        spec: of the tree
-    """
-
-    values: List[Any]
-    tensors: Dict[int, T]
-    dims: Dict[int, Optional[int]]
+    values: list[Any]  # the leaves; in the place of those of ``tensors`` None
+    tensors: dict[int, T]  # by their numbers, detached, those that get a graph
+    dims: dict[int, int | None]  # of the samples in these; None for a loss, ``[B]``
     spec: TreeSpec
 
     def with_tensors(self, tensors: Sequence[T]) -> Any:
@@ -135,136 +88,106 @@ class Joined(NamedTuple):
         values = list(self.values)
         for i, x in zip(self.tensors, tensors):
             values[i] = x.mean() if self.dims[i] is None else x
-        return _close(tree_unflatten(values, self.spec))
+        output = tree_unflatten(values, self.spec)
+        if isinstance(output, dict) and _KIND in output:
+            return output.pop(_KIND)(**output)
+        return output
 
 
-def join(
-    model: str,
-    returned: Sequence[Returned],
-    batch_dim: int,
-    size: int,
-    losses: bool,
-    first_dim: Set[str],
-) -> Joined:
+def join(record: Any, returned: Sequence[Returned], losses: bool) -> Joined:
     """
+    Puts together what groups returned that are all samples.
+
     Args:
-        model: what it is called in errors
-        returned: by groups, together all samples
-        batch_dim: where the samples are in tensors
-        size: number of samples
-        losses: whether a number that requires a gradient is wanted one a sample
-        first_dim: outputs that have their samples in dim 0, whatever ``batch_dim``; it
-            is added to
+        record: of the pass (forward.py)
+        losses: whether a number is wanted one a sample
     """
-    first = returned[0]
+    first, model = returned[0], record.model.describe()
     if any(r.spec != first.spec for r in returned):
-        whole = NotEqual(model, "output", "has another structure for other samples")
-        spec = tree_flatten_with_path(whole)[1]
-        return Joined([whole], {}, {}, spec)
-    values, tensors, dims = [], {}, {}
+        reason = "has another structure for other samples"
+        values, spec = tree_flatten(NotEqual(model, "output", reason))
+        return Joined(values, {}, {}, spec)
+    joined = Joined([], {}, {}, first.spec)
     for i, name in enumerate(first.names):
-        column = [(r.rows, r.size, r.leaves[i]) for r in returned]
-        value, dim = _join(model, name, column, batch_dim, size, losses, first_dim)
-        if isinstance(value, T) and _needs_grad(column):
-            tensors[i], dims[i] = value, dim
+        column = [(r.rows, r.size, *r.leaves[i]) for r in returned]
+        trained = any(by_sample and x.requires_grad for _, _, x, by_sample in column)
+        if losses or any(by_sample for *_, by_sample in column):
+            value, found = _tensor(record, name, column, losses, trained)
+        else:
+            value, found = _shared([x for _, _, x, _ in column])
+        if isinstance(found, str):  # why it can't be put together
+            value = NotEqual(model, name, found)
+        elif trained:
+            joined.tensors[i], joined.dims[i] = value, found
             value = None
-        values.append(value)
-    return Joined(values, tensors, dims, first.spec)
+        joined.values.append(value)
+    return joined
 
 
-Column = List[Tuple[Optional[T], int, Leaf]]
-
-
-def _needs_grad(column: Column) -> bool:
-    return any(leaf.by_sample and leaf.value.requires_grad for _, _, leaf in column)
-
-
-def _join(
-    model: str,
-    name: str,
-    column: Column,
-    batch_dim: int,
-    size: int,
-    losses: bool,
-    first_dim: Set[str],
-) -> Tuple[Any, Optional[int]]:
-    """The value of all samples, and the dim of the samples in it."""
-    leaves = [leaf for _, _, leaf in column]
-    if not (losses or any(leaf.by_sample for leaf in leaves)):
-        return _shared(model, name, [leaf.value for leaf in leaves]), None
-    if not all(isinstance(leaf.value, T) for leaf in leaves):
-        return NotEqual(model, name, "is a tensor for some samples only"), None
-    dim = max(leaf.dim for leaf in leaves) or batch_dim
-    whole: List[T] = []
-    for rows, n, leaf in column:
-        x = leaf.value if leaf.by_sample else leaf.value.expand(n, *leaf.value.shape)
-        whole.append(x.detach())
+def _tensor(
+    record: Any, name: str, column: list[tuple], losses: bool, trained: bool
+) -> tuple[Any, int | None | str]:
+    """The value of all samples, and their dim in it, or why there is none."""
+    if not all(isinstance(x, T) for _, _, x, _ in column):
+        return None, "is a tensor for some samples only"
+    whole = [
+        (x if by_sample else x.expand(n, *x.shape)).detach()
+        for _, n, x, by_sample in column
+    ]
     shapes = {x.shape[1:] for x in whole}
     if len(shapes) > 1:
         found = ", ".join(str(tuple(shape)) for shape in sorted(shapes))
-        return NotEqual(model, name, f"has shapes {found} for single samples"), None
+        return None, f"has shapes {found} for single samples"
     (shape,) = shapes
-    if not shape and (losses or _needs_grad(column)):
-        return _in_order(column, whole, size), None
-    if dim == batch_dim == 1 and shape[:1] == (1,):
-        if shape[1:2] != (1,) or name in first_dim:
-            first_dim.add(name)
-            dim = 0
-    if len(shape) > dim and shape[dim] == 1:
-        found = _in_order(column, whole, size).movedim(0, dim).flatten(dim, dim + 1)
-        return found.contiguous(), dim
-    if _needs_grad(column):
-        reason = (
-            f"has shape {tuple(shape)} for a sample alone, where dim {dim} should be "
-            "the samples': rows of all samples can't be told apart"
+    every = whole[0]
+    if len(whole) > 1 or column[0][0] is not None:  # in order
+        every = every.new_empty(record.size, *shape)
+        for (rows, *_), x in zip(column, whole):
+            every[rows.to(every.device)] = x.to(every)
+    if not shape and (losses or trained):
+        return every, None
+    dim = _dim(record, name, shape)
+    if dim is not None:
+        return every.movedim(0, dim).flatten(dim, dim + 1).contiguous(), dim
+    if trained:
+        return None, (
+            f"has shape {tuple(shape)} for a sample alone, where dim "
+            f"{record.model.batch_dim} should be the samples': rows of all samples "
+            "can't be told apart"
         )
-        return NotEqual(model, name, reason), None
-    every = _in_order(column, whole, size)
-    if size and bool((every == every[:1]).all()):
+    if record.size and bool((every == every[:1]).all()):
         return every[0], None
-    return NotEqual(model, name, "differs from sample to sample"), None
+    return None, "differs from sample to sample"
 
 
-def _in_order(column: Column, whole: List[T], size: int) -> T:
-    """``[B, *shape]``."""
-    if len(whole) == 1 and column[0][0] is None:
-        return whole[0]
-    found = whole[0].new_empty(size, *whole[0].shape[1:])
-    for (rows, _, _), x in zip(column, whole):
-        found[rows.to(found.device)] = x.to(found)
-    return found
+def _dim(record: Any, name: str, shape: torch.Size) -> int | None:
+    """Where the samples are in a tensor that has this shape for one."""
+    batch_dim, states = record.model.batch_dim, record.model.inputs.states
+    is_state = len(shape) == 3 and (shape[0], shape[2]) in states
+    either = batch_dim == 1 or is_state
+    dims = [d for d, n in enumerate(shape[:2]) if n == 1]
+    if dims == [0, 1] and (either or len(shape) > 2):
+        found = record.look(name, shape)
+        return batch_dim if found is None and (record.size < 2 or not either) else found
+    return dims[0] if dims and (dims[0] == 0 or either) else None
 
 
-def _shared(model: str, name: str, values: List[Any]) -> Any:
-    """What is not one a sample must be equal for all."""
+def _shared(values: list[Any]) -> tuple[Any, str | None]:
+    """What is not one a sample must be equal for all; why it is not."""
     first = values[0]
-    if isinstance(first, T):
-        same = all(
-            x is first
-            or (isinstance(x, T) and x.shape == first.shape and torch.equal(x, first))
-            for x in values
-        )
-    elif isinstance(first, np.ndarray):
-        same = all(
-            isinstance(x, np.ndarray) and np.array_equal(x, first) for x in values
-        )
-    elif isinstance(first, _SAFE) or callable(first):
-        same = all(x is first or type(x) is type(first) and x == first for x in values)
-    else:
-        reason = f"is a {type(first).__name__}, which may hold values of single samples"
-        return NotEqual(model, name, reason)
-    return first if same else NotEqual(model, name, "differs from sample to sample")
+    equal: Callable = operator.eq
+    if isinstance(first, (T, np.ndarray)):
+        equal = torch.equal if isinstance(first, T) else np.array_equal
+    elif not (isinstance(first, PLAIN) or callable(first)):
+        return None, f"is a {type(first).__name__}, which may hold values of samples"
+    same = (x is first or type(x) is type(first) and equal(x, first) for x in values)
+    return first, None if all(same) else "differs from sample to sample"
 
 
 class NotEqual:
     """
     In the place of an output that is not the same for all samples and has no dim of
     samples: any use of it is refused.
-
-    Args:
-        model: what it is called in errors
-        name: of the output
-        reason: why it can't be put together
     """
 
     def __init__(self, model: str, name: str, reason: str):
@@ -310,3 +233,58 @@ for _name in (
     "array and or xor invert round format hash"
 ).split():
     setattr(NotEqual, f"__{_name}__", NotEqual._refuse)
+
+
+# -- the graph behind outputs ----------------------------------------------------------
+
+
+class Boundary(torch.autograd.Function):
+    """
+    Between the graphs of the samples and the graph of the user: gradients of outputs
+    come here, and are handed to the record of the pass.
+    """
+
+    @staticmethod
+    def forward(ctx, record, anchor, count, *tensors):
+        ctx.record, ctx.count = record, count
+        ctx.set_materialize_grads(False)
+        return tuple(x.detach() for x in tensors[:count])
+
+    @staticmethod
+    def backward(ctx, *grads):
+        # autograd.grad() of inputs alone does not come to the anchor.
+        if will_run(ctx.next_functions[0][0]):
+            found = ctx.record.model.backward(ctx.record, grads)
+        else:
+            found = ctx.record.of_inputs(grads)
+        return (None, None, None, *[None] * ctx.count, *found)
+
+
+class Met(NamedTuple):
+    """What a loss depends on."""
+
+    nodes: list[Any]  # of the outputs of private models
+    leaves: list[T]  # that would get a gradient besides
+
+    @property
+    def records(self) -> list[Any]:
+        """The forward passes (forward.py), each once."""
+        return list({id(node.record): node.record for node in self.nodes}.values())
+
+
+def met_by(tensors: Sequence[T]) -> Met:
+    """What tensors depend on, as far as the outputs of private models."""
+    nodes, leaves, seen = [], [], set()
+    todo = [x.grad_fn for x in tensors]
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if getattr(node, "_forward_cls", None) is Boundary:
+            nodes.append(node)
+            continue
+        if hasattr(node, "variable"):
+            leaves.append(node.variable)
+        todo += [parent for parent, _ in node.next_functions]
+    return Met(nodes, leaves)

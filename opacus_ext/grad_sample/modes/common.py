@@ -9,8 +9,7 @@ from typing import Any, Dict, Iterator, List, Optional
 import torch
 from torch import nn
 
-from opacus_ext.grad_sample.adapter.forward import PrivateModel
-from opacus_ext.grad_sample.adapter.record import ForwardRecord
+from opacus_ext.grad_sample.adapter.forward import ForwardRecord, PrivateModel
 from opacus_ext.grad_sample.core.dynamo import settings_of
 from opacus_ext.grad_sample.parallel.model import ParallelModel
 from opacus_ext.grad_sample.parallel.sharding import find_group

@@ -16,7 +16,8 @@ from torch import nn
 from torch.autograd.graph import GradientEdge
 
 from opacus_ext.grad_sample.adapter.criterion import SampleCriterion
-from opacus_ext.grad_sample.adapter.record import ForwardRecord, Met, met_by
+from opacus_ext.grad_sample.adapter.forward import ForwardRecord
+from opacus_ext.grad_sample.adapter.outputs import Met, met_by
 from opacus_ext.grad_sample.core.batch import Samples
 from opacus_ext.grad_sample.core.clip import ClippedSum, DenseGrads
 from opacus_ext.grad_sample.core.groups import no_autocast

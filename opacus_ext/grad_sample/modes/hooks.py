@@ -9,7 +9,8 @@ import torch
 from opacus.grad_sample import GradSampleHooks, GradSampleModule
 from torch import nn
 
-from opacus_ext.grad_sample.adapter.record import ForwardRecord, met_by
+from opacus_ext.grad_sample.adapter.forward import ForwardRecord
+from opacus_ext.grad_sample.adapter.outputs import met_by
 from opacus_ext.grad_sample.core.batch import Samples
 from opacus_ext.grad_sample.core.clip import DenseGrads
 from opacus_ext.grad_sample.modes.common import PrivateMode, Wrapper
