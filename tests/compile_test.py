@@ -11,6 +11,7 @@ import math
 import shutil
 import warnings
 import weakref
+from unittest import mock
 
 import pytest
 import torch
@@ -578,7 +579,7 @@ def clipped_by_bound(model, batch, bounds):
     total = {p: torch.zeros_like(p) for p in bounds}
     engine = private_model_of(model)
     for b in range(len(batch)):
-        with engine.paused():
+        with mock.patch.object(engine, "enabled", False):
             loss = square_loss(model, batch[b : b + 1]).sum()
         for p, g in zip(bounds, torch.autograd.grad(loss, list(bounds))):
             total[p] += g * min(1.0, bounds[p] / (float(g.norm()) + 1e-6))

@@ -17,7 +17,7 @@ from collections import deque
 from copy import deepcopy
 from operator import is_
 from types import MappingProxyType
-from typing import Any, Callable, Container, Iterable, Iterator, NamedTuple
+from typing import Any, Callable, Iterable, Iterator, NamedTuple
 
 import numpy as np
 import torch
@@ -78,7 +78,7 @@ class _Held(NamedTuple):
         for key in () if self.name is None else {**self.before, **self.value}:
             new, old = self.value.get(key, _GONE), self.before.get(key, _GONE)
             if not (key in _HOOKS or key.startswith("__") or equal(new, old)):
-                yield Change(_join(self.name, key), new)
+                yield Change(_join(self.name or "", key), new)
 
 
 class State:
@@ -185,7 +185,7 @@ class State:
         self._kinds = [type(module) for module in self._modules]
         self._copies = {i: view.clone() for i, view in self._views.items()}
 
-    def changes(self, written: Container[int] = ()) -> list[Change]:
+    def changes(self, written: Iterable[int] = ()) -> list[Change]:
         """What has changed since :meth:`remember`; ``written``: memory known to be."""
         self._forget_transient()
         self._written |= set(written)
@@ -367,7 +367,7 @@ def _vars(value: Any) -> dict[str, Any] | None:
 
 
 @functools.cache
-def _slots(kind: type) -> list[str]:
+def _slots(kind: Any) -> list[str]:
     slots = (vars(cls).get("__slots__", ()) for cls in kind.__mro__)
     names = [n for some in slots for n in ((some,) if type(some) is str else some)]
     return [name for name in names if name not in ("__dict__", "__weakref__")]
