@@ -22,7 +22,7 @@ from opacus_ext.accountants.budget import least_noise
 from opacus_ext.data.draws import Draws
 from opacus_ext.data.logical import LogicalBatches, Part, derive_seed, logical_loader
 from opacus_ext.data.sampling import Poisson, Sampling
-from opacus_ext.grad_sample.modes.clipped_loss import ClippedLoss
+from opacus_ext.grad_sample.modes.ghost import ClippedLoss
 from opacus_ext.refused import Refused
 
 try:

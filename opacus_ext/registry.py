@@ -42,18 +42,32 @@ import torch
 import torch.distributed as dist
 from opacus import PrivacyEngine
 from opacus.distributed import DifferentiallyPrivateDistributedDataParallel as DPDDP
-from opacus.grad_sample import GradSampleHooks, GradSampleHooksFastGradientClipping
+from opacus.grad_sample import (
+    GradSampleHooks,
+    GradSampleHooksFastGradientClipping,
+    GradSampleModule,
+    GradSampleModuleFastGradientClipping,
+)
 from opacus.grad_sample.gsm_base import OPACUS_PARAM_MONKEYPATCH_ATTRS
 from opacus.validators import ModuleValidator
 from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from opacus_ext import misuse, peft, validators
 from opacus_ext.accountants import PRVBoundsAccountant
 from opacus_ext.clipping import CLIPPINGS, find_clipping
 from opacus_ext.engine import WRAPPERS
-from opacus_ext.grad_sample import modes, samplers
+from opacus_ext.grad_sample import samplers
 from opacus_ext.grad_sample.core.vmap import is_batched
-from opacus_ext.grad_sample.modes import ClippedCriterion, common
+from opacus_ext.grad_sample.modes import common
+from opacus_ext.grad_sample.modes.auto import Auto
+from opacus_ext.grad_sample.modes.ghost import (
+    BookKeeping,
+    ClippedCriterion,
+    Ghost,
+    Scan,
+)
+from opacus_ext.grad_sample.modes.hooks import Recording, note_parameter
 from opacus_ext.grad_sample.parallel.sharding import find_group
 from opacus_ext.grad_sample.rules import experts
 from opacus_ext.lazy import when_imported
@@ -79,15 +93,17 @@ class Mode(NamedTuple):
     criterion: bool = False  # whether the mode returns one that Opacus does not know of
 
 
+_RECORDING = common.classes(Recording, GradSampleHooks, GradSampleModule)
+_FAST = GradSampleHooksFastGradientClipping, GradSampleModuleFastGradientClipping
 _HOOKS = HooksDPOptimizer, DistributedHooksDPOptimizer
 _GHOST = GhostDPOptimizer, DistributedGhostDPOptimizer
 MODES: Dict[str, Mode] = {
-    "hooks": Mode(modes.RecordingModule, modes.RecordingHooks, *_HOOKS),
-    "functorch": Mode(modes.RecordingModule, modes.RecordingHooks, *_HOOKS),
-    "ghost": Mode(modes.GhostModule, modes.GhostHooks, *_GHOST),
-    "ghost_bk": Mode(modes.BookKeepingModule, modes.BookKeepingHooks, *_GHOST),
-    "scan": Mode(modes.ScanModule, modes.ScanHooks, *_GHOST, True),
-    "auto": Mode(modes.AutoModule, modes.AutoHooks, *_GHOST, True),
+    "hooks": Mode(*_RECORDING, *_HOOKS),
+    "functorch": Mode(*_RECORDING, *_HOOKS),
+    "ghost": Mode(*common.classes(Ghost, *_FAST), *_GHOST),
+    "ghost_bk": Mode(*common.classes(BookKeeping, *_FAST), *_GHOST),
+    "scan": Mode(*common.classes(Scan, *_FAST), *_GHOST, True),
+    "auto": Mode(*common.classes(Auto, *_FAST), *_GHOST, True),
 }
 
 _OF_OPACUS = ("flat", "per_layer", "adaptive")  # its own clipping functions
@@ -141,6 +157,7 @@ def register() -> None:
         _add(GradSampleHooks.GRAD_SAMPLERS, layer, samplers.grad_sampler)
         norms = GradSampleHooksFastGradientClipping.NORM_SAMPLERS
         _add(norms, layer, samplers.norm_sampler)
+    _undo.append(register_module_parameter_registration_hook(note_parameter).remove)
     _undo.append(when_imported("transformers.modeling_utils", _extend_transformers))
 
 
@@ -314,11 +331,11 @@ def _make_private(make_private: Callable) -> Callable:
             misuse.check_arguments(self, known, module=module, **kwargs)
             _check(module, fresh, **kwargs)
             dataset = self.dataset
+            given = common.settings.set(
+                dict(take=take, shared=tuple(shared), on_nonfinite=on_nonfinite)
+            )
             try:
-                with common.settings(
-                    take=take, shared=tuple(shared), on_nonfinite=on_nonfinite
-                ):
-                    made = make_private(self, module=module, **kwargs)
+                made = make_private(self, module=module, **kwargs)
                 _attach(module, *made, on_nonfinite=on_nonfinite)
                 mode = kwargs.get("grad_sample_mode", "hooks")
                 if mode in MODES and MODES[mode].criterion and len(made) == 3:
@@ -337,6 +354,8 @@ def _make_private(make_private: Callable) -> Callable:
                 if fresh:
                     _clean(module)
                 raise
+            finally:
+                common.settings.reset(given)
         finally:
             _stock = before
 

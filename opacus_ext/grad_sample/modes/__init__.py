@@ -13,29 +13,3 @@ mode        passes per-sample gradients
 "auto"             "ghost_bk" or "scan", by the time they take
 =========== ====== ==============================================================
 """
-
-from opacus_ext.grad_sample.modes.auto import AutoHooks, AutoModule
-from opacus_ext.grad_sample.modes.ghost import (
-    BookKeepingHooks,
-    BookKeepingModule,
-    ClippedCriterion,
-    GhostHooks,
-    GhostModule,
-    ScanHooks,
-    ScanModule,
-)
-from opacus_ext.grad_sample.modes.hooks import RecordingHooks, RecordingModule
-
-__all__ = [
-    "AutoHooks",
-    "AutoModule",
-    "BookKeepingHooks",
-    "BookKeepingModule",
-    "ClippedCriterion",
-    "GhostHooks",
-    "GhostModule",
-    "RecordingHooks",
-    "RecordingModule",
-    "ScanHooks",
-    "ScanModule",
-]

@@ -9,20 +9,15 @@ first steps tell, and all that follow are run in the same way.
 from __future__ import annotations
 
 import logging
+import math
 import time
-from typing import Any, Callable, Dict, List, Optional
+from typing import Any
 
 import torch
-from opacus.grad_sample import (
-    GradSampleHooksFastGradientClipping,
-    GradSampleModuleFastGradientClipping,
-)
 
-from opacus_ext.grad_sample.core.batch import Samples
-from opacus_ext.grad_sample.modes.common import Wrapper
+from opacus_ext.grad_sample.core.clip import ClippedSum
 from opacus_ext.grad_sample.modes.ghost import BookKeeping
 
-T = torch.Tensor
 logger = logging.getLogger(__name__)
 
 AT_ONCE, ONE_BY_ONE = "ghost_bk", "scan"
@@ -33,49 +28,40 @@ _START = 20 * 5e-6
 
 
 class Choice:
-    """
-    Which way takes less time.
-
-    Args:
-        layers: of the model, with parameters
-    """
+    """Which way takes less time, of a model with so many layers with parameters."""
 
     def __init__(self, layers: int):
         self.layers = layers
-        self.times: Dict[str, List[float]] = {AT_ONCE: [], ONE_BY_ONE: []}
-        self.way: Optional[str] = None
+        self.times: dict[str, list[float]] = {AT_ONCE: [], ONE_BY_ONE: []}
+        self.way: str | None = None
 
     @property
     def next(self) -> str:
         """How the next batch is run."""
         return self.way or _TRIALS[sum(map(len, self.times.values()))]
 
+    @property
+    def best(self) -> dict[str, float]:
+        """The least time of a sample so far, in each way."""
+        return {w: min(x[1:], default=math.inf) for w, x in self.times.items()}
+
     def add(self, seconds: float, size: int) -> None:
         """The time that a step took, of one sample, and perhaps the choice."""
         self.times[self.next].append(seconds / size)
-        once, each = (self._best(way) for way in (AT_ONCE, ONE_BY_ONE))
-        trials = sum(map(len, self.times.values()))
-        if once is not None and self.layers * _START > once:
+        best = self.best
+        if best[AT_ONCE] < self.layers * _START:
             self.way = AT_ONCE  # one by one, starting kernels alone takes longer
-        elif trials == len(_TRIALS):
-            self.way = AT_ONCE if once <= each else ONE_BY_ONE
-
-    def _best(self, way: str) -> Optional[float]:
-        return min(self.times[way][1:], default=None)
-
-    def __str__(self) -> str:
-        known = ((way, self._best(way)) for way in self.times)
-        return ", ".join(f"{w} {1e3 * t:.1f} ms" for w, t in known if t is not None)
+        elif sum(map(len, self.times.values())) == len(_TRIALS):
+            self.way = min(best, key=best.__getitem__)
 
 
 class Auto(BookKeeping):
-    """At once or one after the other."""
+    """Mode "auto"."""
 
     def add_hooks(self, **kwargs: Any) -> None:
         super().add_hooks(**kwargs)
-        layers = sum(1 for m in self._module.modules() if m._parameters)
-        self.choice = Choice(layers)
-        self._start: Optional[float] = None
+        self.choice = Choice(sum(1 for m in self._module.modules() if m._parameters))
+        self._start: float | None = None
         self.private.begin = self._begin
 
     def _begin(self, size: int) -> None:
@@ -83,31 +69,19 @@ class Auto(BookKeeping):
         self.private.one_by_one = self.choice.next == ONE_BY_ONE
         self._start = self._now() if self.choice.way is None and size else None
 
-    def clipped_backward(self, optimizer: Any, losses: T, scale: float = 1.0) -> None:
-        """See mode "ghost_bk"."""
-        super().clipped_backward(optimizer, losses, scale)
-        self._end(len(losses))
-
-    def clip(
-        self, optimizer: Any, samples: List[Samples], loss: Callable[[Any], T]
-    ) -> T:
-        """See mode "ghost_bk"."""
-        losses = super().clip(optimizer, samples, loss)
-        self._end(len(losses))
-        return losses
-
-    def _end(self, size: int) -> None:
+    def _give(self, optimizer: Any, total: ClippedSum) -> None:
         """The gradients of a batch are there."""
-        if self._start is None or not size:
+        super()._give(optimizer, total)
+        if self._start is None or not len(total.norms):
             return
-        self.choice.add(self._now() - self._start, size)
+        self.choice.add(self._now() - self._start, len(total.norms))
         self._start = None
         if self.choice.way is not None:
             logger.info(
-                '%s: mode "auto" is "%s" (of a sample, %s)',
+                '%s: mode "auto" is "%s" (milliseconds of a sample: %s)',
                 self.private.describe(),
                 self.choice.way,
-                self.choice,
+                {way: round(1e3 * t, 1) for way, t in self.choice.best.items()},
             )
 
     def _now(self) -> float:
@@ -115,11 +89,3 @@ class Auto(BookKeeping):
         if device.type == "cuda":  # for the first steps alone
             torch.cuda.synchronize(device)
         return time.perf_counter()
-
-
-class AutoHooks(Auto, GradSampleHooksFastGradientClipping):
-    """Mode "auto", attached to a model that is not wrapped."""
-
-
-class AutoModule(Wrapper, Auto, GradSampleModuleFastGradientClipping):
-    """Mode "auto", wrapped around a model."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from typing import Any, Dict, Iterator, List, Optional
+from contextvars import ContextVar
+from typing import Any, Callable
 
 import torch
 from torch import nn
@@ -16,20 +16,8 @@ from opacus_ext.grad_sample.parallel.sharding import find_group
 from opacus_ext.grad_sample.rules.embedding import refuse_embedding
 from opacus_ext.refused import Refused
 
-# What make_private was given beyond Opacus's own arguments (registry.py).
-_settings: Dict[str, Any] = {}
-
-
-@contextlib.contextmanager
-def settings(**given: Any) -> Iterator[None]:
-    """Models made private within take these arguments."""
-    before = dict(_settings)
-    _settings.update(given)
-    try:
-        yield
-    finally:
-        _settings.clear()
-        _settings.update(before)
+#: What make_private was given beyond Opacus's own arguments, while it runs.
+settings: ContextVar[dict[str, Any]] = ContextVar("settings", default={})
 
 
 def refuse(module: nn.Module) -> None:
@@ -64,6 +52,8 @@ class PrivateMode:
     """Mixed into Opacus's classes of a mode."""
 
     private: PrivateModel
+    # Called in an ordinary backward(), see PrivateModel.
+    plain_backward: Callable[[ForwardRecord, Any], list[Any]]
     attached = False  # whether gradients of whole groups are asked for as well
     one_by_one = False  # whether no samples run at once
     compiles = False  # whether what torch.compile was used on is compiled
@@ -84,8 +74,8 @@ class PrivateMode:
                 "before.",
             )
         refuse(module)
-        given = dict(_settings)
-        self.on_nonfinite = given.pop("on_nonfinite", "drop")
+        given = {"on_nonfinite": "drop", **settings.get()}
+        self.on_nonfinite = given.pop("on_nonfinite")
         sharded = find_group(module.modules()) is not None
         self.private = (ParallelModel if sharded else PrivateModel)(
             module,
@@ -98,21 +88,14 @@ class PrivateMode:
         self.private.backward = self.plain_backward
         self.private.compiles = self.compiles and not sharded
         called = [module, self] if isinstance(self, nn.Module) else [module]
-        handles: List[Any] = [Attachment(self.private, each) for each in called]
+        handles: list[Any] = [Attachment(self.private, each) for each in called]
         module.autograd_grad_sample_hooks = handles
         self.autograd_grad_sample_hooks = handles
         self.enable_hooks()
 
-    def plain_backward(self, record: ForwardRecord, grads: Any) -> List[Any]:
-        """See :class:`~adapter.forward.PrivateModel`."""
-        raise NotImplementedError
-
     @classmethod
-    def validate(cls, module: nn.Module, *, strict: bool = False) -> List[Exception]:
-        """
-        Buffers are fine where the forward pass does not write data into them, and the
-        others are refused when that is seen.
-        """
+    def validate(cls, module: nn.Module, *, strict: bool = False) -> list[Exception]:
+        """Finds nothing: buffers that data are written into are refused when seen."""
         return []
 
     def disable_hooks(self) -> None:
@@ -131,12 +114,17 @@ class PrivateMode:
             torch.compile(nn.Identity(), *args, **kwargs)
         )
 
-    def trainable(self) -> List[nn.Parameter]:
-        """The parameters that are trained, each once."""
-        return list(self.private.params.values())
+
+def classes(mode: type, hooks: type, module: type) -> tuple[type, type]:
+    """A mode as Opacus's classes: wrapped around a model, and attached to one."""
+    name, about = mode.__name__, {"__doc__": mode.__doc__}
+    return (
+        type(f"{name}Module", (_Wrapper, mode, module), about),
+        type(f"{name}Hooks", (mode, hooks), about),
+    )
 
 
-class Wrapper:
+class _Wrapper:
     """Mixed into what takes the place of a model: it has what its model has."""
 
     def __getattr__(self, name: str) -> Any:
@@ -150,13 +138,7 @@ class Wrapper:
 
 
 class Attachment:
-    """
-    A module whose calls go to a private model.
-
-    Args:
-        private: the private model
-        module: its module, or a wrapper around it
-    """
+    """A module, or a wrapper around it, whose calls go to a private model."""
 
     def __init__(self, private: PrivateModel, module: nn.Module):
         self.private, self.module = private, module
@@ -172,7 +154,27 @@ class Attachment:
             vars(self.module)["_compiled_call_impl"] = self._before
 
 
-def private_model_of(module: nn.Module) -> Optional[PrivateModel]:
+def private_model_of(module: nn.Module) -> PrivateModel | None:
     """What runs the samples of a model in training; None if it is not private."""
     handles = getattr(module, "autograd_grad_sample_hooks", ())
     return next((h.private for h in handles if isinstance(h, Attachment)), None)
+
+
+def not_private(private: PrivateModel, p: torch.Tensor, what: str) -> Refused:
+    """Of a parameter that would get a gradient beside those that are clipped."""
+    name = private.names.get(p)
+    if name is not None:
+        return Refused(
+            f"Parameter {name} of shape {tuple(p.shape)} is also used outside of the "
+            "model's forward, for example in the loss itself, where its gradient can't "
+            "be told apart by sample.",
+            parameter=name,
+            remedy="Use it inside the forward of the module that owns it; if only a "
+            "part of the model is called, make that part private.",
+        )
+    return Refused(
+        f"{private.describe()}: {what} computed by another model, with a parameter of "
+        f"shape {tuple(p.shape)}, whose gradient would not be private.",
+        module=private.describe(),
+        remedy="Make it part of the model that make_private is given, or freeze it.",
+    )

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Sequence
 
 import torch
-from opacus.grad_sample import (
-    GradSampleHooksFastGradientClipping,
-    GradSampleModuleFastGradientClipping,
+from opacus.utils.fast_gradient_clipping_utils import (
+    DPLossFastGradientClipping,
+    DPTensorFastGradientClipping,
 )
-from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
 from torch import nn
 from torch.autograd.graph import GradientEdge
+from torch.utils._pytree import tree_map
 
 from opacus_ext.grad_sample.adapter.criterion import SampleCriterion
 from opacus_ext.grad_sample.adapter.forward import ForwardRecord
@@ -23,31 +23,223 @@ from opacus_ext.grad_sample.core.clip import ClippedSum, DenseGrads
 from opacus_ext.grad_sample.core.groups import no_autocast
 from opacus_ext.grad_sample.core.two_passes import TwoPassSum, digest
 from opacus_ext.grad_sample.factors import GradSample
-from opacus_ext.grad_sample.modes.clipped_loss import ClippedLoss, refuse_reduced
-from opacus_ext.grad_sample.modes.common import PrivateMode, Wrapper
-from opacus_ext.grad_sample.modes.hooks import other_model, outside
+from opacus_ext.grad_sample.modes.common import PrivateMode, not_private
 from opacus_ext.grad_sample.parallel.model import ParallelModel
 from opacus_ext.refused import Refused, tell
 
 T = torch.Tensor
 
+# Functions of losses that are the same for each sample's loss; products and quotients
+# are with numbers.
+_SUMS = {"add", "__add__", "__radd__", "sub", "__sub__", "__rsub__", "rsub"}
+_PRODUCTS = {"mul", "__mul__", "__rmul__", "neg", "__neg__"}
+_QUOTIENTS = {"div", "__div__", "__truediv__"}
+_IN_PLACE = {"add_", "sub_", "mul_", "div_"}
+# What leaves the one number that a loss is as it is.
+_SAME = {"mean", "sum", "clone", "squeeze", "to", "cpu", "cuda", "float", "double"}
+# What gives a number, as of a tensor that needs no gradient.
+_NUMBER = {"__float__", "__int__", "__array__", "numpy", "__format__"}
+_NO_SAMPLES = {"grad", "register_hook", "retain_grad"}
 
-class GhostMode(PrivateMode):
-    """The modes in which ``loss.backward()`` leaves clipped sums."""
+
+class ClippedLoss(torch.Tensor, DPTensorFastGradientClipping):
+    """
+    The mean or sum of per-sample losses, whose ``backward()`` leaves clipped sums in
+    ``p.grad``.
+
+    It is a tensor without dims and goes where one goes: it is formatted, compared,
+    logged, moved, stacked. Sums and differences of such losses, and their products with
+    numbers, are such losses again. Of anything else that is computed from it the
+    samples are lost, and a backward pass through that is refused.
+
+    Example:
+        >>> losses = torch.tensor([1.0, 2.0])
+        >>> loss = ClippedLoss(None, None, losses) * 2
+        >>> f"{loss:.1f}", loss.loss_per_sample.tolist(), loss > 2
+        ('3.0', [2.0, 4.0], tensor(True))
+    """
+
+    divisor: float = 1.0  # by what number it was divided
+    done = False  # whether backward() was called: it is but a number then
+
+    def __new__(
+        cls,
+        module: Any,
+        optimizer: Any,
+        loss_per_sample: T,
+        loss_reduction: str = "mean",
+        value: T | None = None,
+    ) -> ClippedLoss:
+        """As Opacus's, of losses ``[B]``; with the value of the loss if it is known."""
+        if value is None:
+            losses = loss_per_sample.detach()
+            value = losses.sum() if loss_reduction == "sum" else losses.mean()
+        value = value.detach()
+        if loss_per_sample.requires_grad and torch.is_grad_enabled():
+            value = _WithoutSamples.apply(value, _anchor)
+        return value.as_subclass(cls)
+
+    def __init__(self, *args: Any, value: T | None = None, **kwargs: Any):
+        DPTensorFastGradientClipping.__init__(self, *args, **kwargs)
+
+    def backward(  # type: ignore[override]  # its first argument is a number
+        self,
+        scale: float = 1.0,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        inputs: Sequence[T] | None = None,
+        gradient: T | None = None,
+    ) -> None:
+        """
+        See ``clipped_backward`` of the ghost modes.
+
+        Args:
+            scale: the losses are multiplied by it on the way back, and the gradients
+                divided by it before they are clipped: for models that compute in
+                float16, where small gradients vanish
+            retain_graph: allowed; a second ``backward()`` before the step is refused
+
+        Raises:
+            Refused: with any other argument of ``Tensor.backward``
+        """
+        if create_graph or inputs is not None or gradient is not None:
+            raise Refused(
+                "backward() of a private loss takes no gradient, inputs or "
+                "create_graph: it clips the gradients of all parameters by sample.",
+                remedy="Call loss.backward(), and multiply the loss itself by numbers.",
+            )
+        if self.done:
+            raise Refused(
+                "backward() a second time through the same loss.",
+                remedy="Compute the loss anew, with a forward pass.",
+            )
+        if self.divisor != 1:
+            tell(
+                self.optimizer,
+                "divided",
+                f"The loss was divided by {self.divisor:g} before backward(). Each "
+                "sample's gradient is clipped after that: the guarantee holds, but "
+                f"gradients below max_grad_norm are {self.divisor:g} times smaller "
+                "against the same noise. To accumulate batches leave the division out "
+                "and use opacus.utils.batch_memory_manager.BatchMemoryManager.",
+            )
+        self.module.clipped_backward(self.optimizer, self.loss_per_sample, scale)
+        self.done = True
+        self.loss_per_sample = self.loss_per_sample.detach()  # the graph can go
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable, types: Any, args: tuple = (), kwargs: Any = None
+    ) -> Any:
+        """Of what is done to losses the samples are kept, where they can be."""
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        losses = [x for x in args if isinstance(x, ClippedLoss) and not x.done]
+        if name in _NO_SAMPLES:
+            raise _without_samples(f"{name} of a private loss")
+        if name in _IN_PLACE and isinstance(args[0], ClippedLoss):
+            name = name[:-1]
+            func = getattr(T, name)  # a new one
+
+        def plain(x: Any) -> Any:
+            if not isinstance(x, ClippedLoss):
+                return x
+            value = x.as_subclass(T)
+            return value.detach() if x.done or name in _NUMBER else value
+
+        def of_samples(x: Any) -> Any:
+            return x.loss_per_sample if any(x is y for y in losses) else plain(x)
+
+        with torch._C.DisableTorchFunctionSubclass():
+            value = func(*tree_map(plain, args), **tree_map(plain, kwargs))
+            keeps = losses and torch.is_grad_enabled() and isinstance(value, T)
+            if not keeps or value.dim():
+                return value
+            if name in _SAME:
+                each = losses[0].loss_per_sample
+            elif _knows_samples(name, losses, args):
+                each = func(*map(of_samples, args), **kwargs)
+            else:
+                return value
+            first = losses[0]
+            given = first.module, first.optimizer, each, first.loss_reduction
+            new = ClippedLoss(*given, value=value)
+            new.divisor = max(x.divisor for x in losses)
+            if name in _QUOTIENTS and isinstance(args[-1], int) and args[-1] > 1:
+                new.divisor *= args[-1]
+            return new
+
+    __str__ = torch.Tensor.__str__  # not Opacus's
+
+
+def _knows_samples(name: str, losses: Sequence[ClippedLoss], args: tuple) -> bool:
+    """Whether a function of losses is the same for each sample's."""
+    kinds = {(x.module, x.loss_reduction, x.loss_per_sample.shape) for x in losses}
+    if len(losses) > 1:
+        return name in _SUMS and len(kinds) == 1
+    return name in _SUMS | _PRODUCTS or name in _QUOTIENTS and args[0] is losses[0]
+
+
+class _WithoutSamples(torch.autograd.Function):
+    """A value through which no gradient goes back."""
+
+    @staticmethod
+    def forward(ctx: Any, value: T, anchor: T) -> T:
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, grad: T) -> Any:
+        raise _without_samples("A backward pass through what was computed from a loss")
+
+
+_anchor = torch.zeros((), requires_grad=True)
+
+
+def _without_samples(what: str) -> Refused:
+    return Refused(
+        f"{what} would not know the samples, whose gradients are clipped one by one.",
+        remedy=(
+            "Call backward() on the loss that the private criterion returns. It can be "
+            "multiplied by numbers and added (total = total + loss) to losses of the "
+            "same samples and model; anything else belongs into the criterion. For a "
+            "number to log take loss.item() or loss.detach()."
+        ),
+    )
+
+
+class ClippedCriterion(DPLossFastGradientClipping):
+    """
+    A criterion whose loss clips per sample: it runs for each sample alone, with its own
+    reduction. Outputs and targets of flattened tokens ``[B * T]`` need
+    ``shape=[B, T]``, as in Opacus.
+
+    Raises:
+        Refused: if a sample's loss depends on other samples
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        told = functools.partial(tell, self.optimizer)
+        self.by_sample = SampleCriterion(self.criterion, self.loss_reduction, told)
+
+    def __call__(self, *args: Any, shape: Any = None, **kwargs: Any) -> ClippedLoss:
+        size = self.module.private.size if shape is None else shape[0]
+        losses = self.by_sample(args, kwargs, shape, size)
+        return ClippedLoss(self.module, self.optimizer, losses, self.loss_reduction)
+
+
+class Ghost(PrivateMode):
+    """Mode "ghost", and what those have in common that leave clipped sums."""
 
     attached = compiles = True
     sum_of: type = TwoPassSum
     calls = 0  # of backward(), with several samples
 
     def plain_backward(
-        self, record: ForwardRecord, grads: Sequence[Optional[T]]
-    ) -> List[Optional[T]]:
+        self, record: ForwardRecord, grads: Sequence[T | None]
+    ) -> list[T | None]:
         """
         An ordinary ``backward()``, of a loss that is not the private one: gradients go
-        on to the inputs, and none to the model.
-
-        Raises:
-            Refused: if no input wants one
+        on to the inputs, and none to the model. It is refused if no input wants one.
         """
         if not record.trained:
             raise Refused(
@@ -69,57 +261,36 @@ class GhostMode(PrivateMode):
 
     def clipped_backward(self, optimizer: Any, losses: T, scale: float = 1.0) -> None:
         """
-        Sets ``p.grad`` of every trainable parameter to the sum of the clipped
-        per-sample gradients. Nothing is changed if it fails.
-
-        Args:
-            optimizer: the DP optimizer, whose clipping is applied
-            losses: per-sample losses ``[B]``
-            scale: what they are multiplied by on the way back, see clipped_loss.py
-
-        Raises:
-            Refused: for what can't be followed exactly, and with
-                ``on_nonfinite="raise"`` for gradients that are not finite; for losses
-                that are not one a sample; for a scale that is not a positive number
+        Sets ``p.grad`` of every trainable parameter to the sum of the per-sample
+        gradients of losses ``[B]``, clipped as the DP optimizer says. Nothing is
+        changed if that is refused. See :meth:`ClippedLoss.backward` for ``scale``.
         """
         if not 0 < scale < math.inf:
             raise Refused(
                 f"scale must be a positive number, got {scale}.", parameter="scale"
             )
-        self._check_ready(optimizer)
+        total = self._total(optimizer, losses.numel(), scale)
         met = met_by([losses])
-        records = self._records(met, losses)
-        total = self._total(optimizer, len(losses), scale)
+        self._check(met, losses)
         with no_autocast():
-            self._add(total, records, met, losses * scale)
-        for record in records:
+            self._add(total, met, losses * scale)
+        for record in met.records:
             record.take()
         self._give(optimizer, total)
 
     def clip(
-        self, optimizer: Any, samples: List[Samples], loss: Callable[[Any], T]
+        self, optimizer: Any, samples: list[Samples], loss: Callable[[Any], T]
     ) -> T:
         """
-        Sets ``p.grad`` as :meth:`clipped_backward` does, of the losses of samples,
-        without outputs of a batch.
-
-        Args:
-            optimizer: the DP optimizer, whose clipping is applied
-            samples: of a batch, see ``samples_of`` (core/batch.py); none are a batch
-                of none
-            loss: of a sample; it calls the model
-
-        Returns:
-            the losses ``[B]``, detached
+        Sets ``p.grad`` as :meth:`clipped_backward` does, without outputs of a batch:
+        ``loss`` calls the model with a sample. Returns the losses ``[B]``, detached.
         """
-        self._check_ready(optimizer)
         total = self._total(optimizer, sum(some.size for some in samples))
         losses = self.private.clip(samples, loss, total)
         self._give(optimizer, total)
         return losses
 
-    @staticmethod
-    def _check_ready(optimizer: Any) -> None:
+    def _total(self, optimizer: Any, size: int, scale: float = 1.0) -> ClippedSum:
         if optimizer.ready:
             raise Refused(
                 "backward() a second time before optimizer.step(): the clipped sum "
@@ -127,26 +298,20 @@ class GhostMode(PrivateMode):
                 remedy="Call optimizer.step() after each backward(), or use "
                 "BatchMemoryManager to accumulate batches.",
             )
-
-    def _total(self, optimizer: Any, size: int, scale: float = 1.0) -> ClippedSum:
         names, kind = self.private.names, self.sum_of
         if isinstance(self.private, ParallelModel):
             kind = self.private.sum_of(kind)
-        return kind(
-            {names[p]: p for p in optimizer.params},
-            size,
-            optimizer.clipping_function,
-            self.on_nonfinite,
-            scale,
-        )
+        params = {names[p]: p for p in optimizer.params}
+        clipping = optimizer.clipping_function
+        return kind(params, size, clipping, self.on_nonfinite, scale)
 
     def _give(self, optimizer: Any, total: ClippedSum) -> None:
         names, sums = self.private.names, total.sums()
         self.per_sample_gradient_norms = total.norms
         optimizer.take({p: sums[names[p]] for p in optimizer.params}, total.norms)
 
-    def _records(self, met: Met, losses: T) -> List[ForwardRecord]:
-        """The forward passes that losses depend on."""
+    def _check(self, met: Met, losses: T) -> None:
+        """Refuses losses that are not one a sample, or depend on other models."""
         private = self.private
         if losses.dim() != 1:
             raise Refused(
@@ -157,22 +322,19 @@ class GhostMode(PrivateMode):
                 "call criterion(opacus_ext.losses.model_losses(model, batch))"
                 ".backward().",
             )
-        own = {id(p): name for p, name in private.names.items()}
         for leaf in met.leaves:
-            refuse_reduced(leaf)
-            if id(leaf) in own:
-                raise outside(own[id(leaf)], leaf)
-            raise other_model(private, leaf, "the loss is")
+            if leaf is _anchor:  # as in (1 - torch.exp(-loss)) ** 2 * loss
+                raise _without_samples("A product with what was computed from a loss")
+            raise not_private(private, leaf, "the loss is")
         for record in met.records:
             if record.model is not private:
                 p = next(iter(record.params.values()), losses)
-                raise other_model(private, p, "the loss is")
+                raise not_private(private, p, "the loss is")
             if record.done:
                 record.take()  # which refuses
-            for x in record.trained:
-                for p in met_by([x]).leaves:
-                    if isinstance(p, nn.Parameter):
-                        raise other_model(private, p, "its input is")
+            for p in met_by(record.trained).leaves:
+                if isinstance(p, nn.Parameter):
+                    raise not_private(private, p, "its input is")
             if record.size != len(losses):
                 raise Refused(
                     f"The criterion gives {len(losses)} losses for a batch of "
@@ -182,25 +344,19 @@ class GhostMode(PrivateMode):
                     "tokens call criterion(logits.flatten(0, 1), targets.flatten(), "
                     "shape=[B, T]).",
                 )
-        return met.records
 
-    def _add(
-        self, total: ClippedSum, records: List[ForwardRecord], met: Met, losses: T
-    ) -> None:
-        edges: List[GradientEdge] = []
-        dims: List[Optional[int]] = []
-        places: List[Tuple[ForwardRecord, List[int]]] = []
-        for node in met.nodes:
-            count = len(node.record.dims)
-            places.append((node.record, list(range(len(edges), len(edges) + count))))
-            edges += [GradientEdge(node, i) for i in range(count)]
-            dims += node.record.dims.values()
-        if not edges or not losses.requires_grad:
+    def _add(self, total: ClippedSum, met: Met, losses: T) -> None:
+        if not met.nodes:
             return
-        found = self._of_outputs(losses, edges, dims)
-        if len(records) == 1:
-            (record, at), *_ = places
-            record.add_gradients(total, [found[i] for i in at])
+        edges = [
+            GradientEdge(n, i) for n in met.nodes for i in range(len(n.record.dims))
+        ]
+        dims = [dim for n in met.nodes for dim in n.record.dims.values()]
+        found = iter(self._of_outputs(losses, edges, dims))
+        own = [(n.record, [next(found) for _ in n.record.dims]) for n in met.nodes]
+        if len(own) == 1:
+            (record, grads), *_ = own
+            record.add_gradients(total, grads)
             return
         if isinstance(self.private, ParallelModel):
             raise Refused(
@@ -211,9 +367,9 @@ class GhostMode(PrivateMode):
             )
         # Several passes of one batch: the gradient of a sample is their sum.
         whole = DenseGrads(dict(zip(total.names, total.params)), total.norms.shape[0])
-        for record, at in places:
+        for record, grads in own:
             each = DenseGrads(whole.params, record.size)
-            record.add_gradients(each, [found[i] for i in at])
+            record.add_gradients(each, grads)
             whole.merge(each)
         samples = {
             id(p): GradSample(p.shape, whole.size, rows.flatten(1))
@@ -222,33 +378,33 @@ class GhostMode(PrivateMode):
         total.add_samples(samples)
 
     def _of_outputs(
-        self, losses: T, edges: List[GradientEdge], places: List[Optional[int]]
-    ) -> Sequence[Optional[T]]:
+        self, losses: T, edges: list[GradientEdge], places: list[int | None]
+    ) -> Sequence[T | None]:
         """
-        The gradients of the models' outputs.
-
-        Args:
-            edges: of the outputs
-            places: the dim of the samples in each
-
-        Raises:
-            Refused: if a loss depends on the outputs of another sample, which is looked
-                at now and then
+        The gradients of the model's outputs, given their edges and the dim of the
+        samples in each. Now and then it is looked at whether a loss depends on the
+        outputs of another sample, which is refused.
         """
-        look = len(losses) > 1 and self.calls & (self.calls + 1) == 0
-        weights = torch.ones_like(losses)
-        if look:
-            weights[::2] = -1
-            weights *= 1 + torch.arange(len(losses)).to(losses) / len(losses)
-        grads = functools.partial(torch.autograd.grad, [losses], edges)
-        expected = []
-        if look:
-            found = grads([weights], retain_graph=True, allow_unused=True)
-            expected = [_rows(g, dim) for g, dim in zip(found, places)]
-            del found
-        found = grads([torch.ones_like(losses)], allow_unused=True)
-        for g, dim, rows in zip(found, places, expected):
-            if g is not None and not _scaled(_rows(g, dim), weights, rows, g.dtype):
+
+        def backward(weights: T, keep: bool = False) -> Sequence[T | None]:
+            return torch.autograd.grad(
+                [losses], edges, [weights], retain_graph=keep, allow_unused=True
+            )
+
+        def digests(found: Sequence[T | None]) -> list[T | None]:
+            pairs = zip(found, places)
+            return [g if g is None else digest(g.movedim(d or 0, 0)) for g, d in pairs]
+
+        several, ones = len(losses) > 1, torch.ones_like(losses)
+        if not several or self.calls & (self.calls + 1):
+            self.calls += several
+            return backward(ones)
+        weights = 1 + torch.arange(len(losses)).to(losses) / len(losses)
+        weights[::2] *= -1
+        expected = digests(backward(weights, keep=True))
+        found = backward(ones)
+        for g, known, rows in zip(found, digests(found), expected):
+            if g is not None and not _scaled(known, weights, rows, g.dtype):
                 raise Refused(
                     "The loss of a sample depends on the outputs of others: what is "
                     "computed between the model and the criterion, or by it, mixes "
@@ -256,13 +412,8 @@ class GhostMode(PrivateMode):
                     parameter="criterion",
                     remedy="Compute the loss of each sample from that sample alone.",
                 )
-        self.calls += len(losses) > 1
+        self.calls += 1
         return found
-
-
-def _rows(g: Optional[T], dim: Optional[int]) -> Optional[T]:
-    """What is compared of each sample's gradient, ``[2, B]``."""
-    return None if g is None else digest(g.movedim(dim or 0, 0))
 
 
 def _scaled(rows: T, weights: T, expected: T, dtype: torch.dtype) -> bool:
@@ -275,68 +426,15 @@ def _scaled(rows: T, weights: T, expected: T, dtype: torch.dtype) -> bool:
     return bool((gaps <= coarse * norms + 1e-6 * norms.sum() + least).all())
 
 
-class BookKeeping(GhostMode):
-    """Norms and sums from one pass."""
+class BookKeeping(Ghost):
+    """Mode "ghost_bk": norms and sums from one pass."""
 
     attached = False
     sum_of = ClippedSum
 
 
 class Scan(BookKeeping):
-    """One sample after the other."""
+    """Mode "scan": one sample after the other."""
 
     one_by_one = True
     compiles = False
-
-
-class ClippedCriterion(DPLossFastGradientClipping):
-    """
-    A criterion whose loss clips per sample: it runs for each sample alone, with its own
-    reduction. Outputs and targets of flattened tokens ``[B * T]`` need
-    ``shape=[B, T]``, as in Opacus.
-
-    Raises:
-        Refused: if a sample's loss depends on other samples
-    """
-
-    def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__(*args, **kwargs)
-        self.by_sample = SampleCriterion(
-            self.criterion, self.loss_reduction, self._tell
-        )
-
-    def _tell(self, key: str, text: str) -> None:
-        tell(self.optimizer, key, text)
-
-    def __call__(self, *args: Any, shape: Any = None, **kwargs: Any) -> ClippedLoss:
-        private = self.module.private
-        size = private.size if shape is None else shape[0]
-        losses = self.by_sample(args, kwargs, shape, size)
-        return ClippedLoss(self.module, self.optimizer, losses, self.loss_reduction)
-
-
-class GhostHooks(GhostMode, GradSampleHooksFastGradientClipping):
-    """Mode "ghost", attached to a model that is not wrapped."""
-
-
-class GhostModule(Wrapper, GhostMode, GradSampleModuleFastGradientClipping):
-    """Mode "ghost", wrapped around a model."""
-
-
-class BookKeepingHooks(BookKeeping, GradSampleHooksFastGradientClipping):
-    """Mode "ghost_bk", attached to a model that is not wrapped."""
-
-
-class BookKeepingModule(Wrapper, BookKeeping, GradSampleModuleFastGradientClipping):
-    """Mode "ghost_bk", wrapped around a model."""
-
-
-class ScanHooks(Scan, GradSampleHooksFastGradientClipping):
-    """Mode "scan", attached to a model that is not wrapped."""
-
-
-class ScanModule(Wrapper, Scan, GradSampleModuleFastGradientClipping):
-    """Mode "scan", wrapped around a model."""
-
-
-__all__ = ["Dict"]
