@@ -1,12 +1,8 @@
-"""Samplers of Opacus for its stock modes: the gradients of a layer, sample by sample.
-
-Opacus asks a sampler for the per-sample gradients of a layer, given its inputs and the
-gradient of its output.
-"""
+"""Samplers of Opacus for its stock modes: gradients of a layer, sample by sample."""
 
 from __future__ import annotations
 
-from typing import Any, Dict, List
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,44 +22,38 @@ LAYERS = (
 
 
 def grad_sampler(
-    layer: nn.Module, activations: List[T], backprops: T
-) -> Dict[nn.Parameter, T]:
+    layer: nn.Module, activations: list[T], backprops: T
+) -> dict[nn.Parameter, T]:
     """As Opacus calls it: per-sample gradients ``[B, *shape]``."""
-    params = _trained(layer)
-    found = per_sample_grads(_loss(layer), params, (activations, backprops))
+    loss, params = _loss_of(layer)
+    found = per_sample_grads(loss, params, (activations, backprops))
     return {params[name]: g for name, g in found.grads.items()}
 
 
 def norm_sampler(
-    layer: nn.Module, activations: List[T], backprops: T
-) -> Dict[nn.Parameter, T]:
+    layer: nn.Module, activations: list[T], backprops: T
+) -> dict[nn.Parameter, T]:
     """As Opacus calls it: norms ``[B]`` of the per-sample gradients."""
-    params, seen = _trained(layer), _Norms()
+    (loss, params), seen = _loss_of(layer), _Norms()
     if params:
-        clipped_grads(_loss(layer), params, (activations, backprops), seen)
+        clipped_grads(loss, params, (activations, backprops), seen)
     norms = torch.cat([backprops.new_zeros(len(params), 0), *seen.found], dim=1)
     return dict(zip(params.values(), norms.to(backprops)))
 
 
-def _trained(layer: nn.Module) -> Dict[str, nn.Parameter]:
-    return {n: p for n, p in layer.named_parameters() if p.requires_grad}
-
-
-def _loss(layer: nn.Module) -> Any:
-    """
-    A loss whose gradients are those that the gradient of the output goes on to; without
-    the hooks by which Opacus asks.
-    """
-    return lambda sample: (layer.forward(*sample[0]) * sample[1]).sum()
+def _loss_of(layer: nn.Module) -> tuple[Any, dict[str, nn.Parameter]]:
+    """The output times its gradient, without the hooks by which Opacus asks."""
+    params = {n: p for n, p in layer.named_parameters() if p.requires_grad}
+    return lambda sample: (layer.forward(*sample[0]) * sample[1]).sum(), params
 
 
 class _Norms:
-    """A clipping function that notes norms, in the order of the samples."""
+    """A clipping function that notes norms ``[parameters, B]``."""
 
     per_parameter = True
 
     def __init__(self) -> None:
-        self.found: List[T] = []  # [parameters, samples]
+        self.found: list[T] = []
 
     def __call__(self, norms: T) -> T:
         self.found.append(norms)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, Dict, List, Optional, Sequence, Set, Tuple
+from typing import Any, Callable
 
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import TreeSpec, tree_flatten
 
 from opacus_ext.grad_sample.adapter.state import State
 from opacus_ext.grad_sample.core.batch import Samples
@@ -20,10 +20,10 @@ T = torch.Tensor
 #: By type of criterion: what computes its losses ``[B]`` at once, as ``function(
 #: criterion, shape, *args)``, with ``shape`` as a criterion is given it; None: not in
 #: this call.
-AT_ONCE: Dict[type, Callable[..., Optional[T]]] = {}
+AT_ONCE: dict[type, Callable[..., T | None]] = {}
 
 # Where the samples of each argument are, if not in dim 0.
-_DIMS: Dict[type, Tuple[int, ...]] = {nn.CTCLoss: (1, 0, 0, 0)}
+_DIMS: dict[type, tuple[int, ...]] = {nn.CTCLoss: (1, 0, 0, 0)}
 
 
 class SampleCriterion:
@@ -35,9 +35,6 @@ class SampleCriterion:
         criterion: the user's
         reduction: "mean" or "sum", of the losses of samples
         tell: warns once, called with a key and a text
-
-    Attributes:
-        looks: how often a call was compared with the value for the whole batch
     """
 
     def __init__(
@@ -49,84 +46,68 @@ class SampleCriterion:
         self.criterion, self.reduction, self.tell = criterion, reduction, tell
         self.state = State(criterion)
         self.name = getattr(criterion, "__name__", type(criterion).__name__)
-        self._calls: Dict[tuple, int] = {}  # by kind of arguments
-        self._tables: Dict[tuple, Set[int]] = {}  # arguments that are no samples
-        self.looks = 0
+        self._calls: dict[tuple, int] = {}  # by kind of arguments
+        self._tables: dict[tuple, set[int]] = {}  # arguments that are no samples
 
     def __call__(self, args: tuple, kwargs: dict, shape: Any, size: int) -> T:
         """
-        Args:
-            args: of the criterion
-            kwargs: the same
-            shape: ``[B, T]`` where outputs and targets are of flattened tokens
-            size: number of samples of the model's last call
-
-        Returns:
-            ``[B]``
+        The losses ``[B]`` of as many samples as the model was called on; with a shape
+        ``[B, T]`` where outputs and targets are of flattened tokens.
 
         Raises:
             Refused: if the loss of a sample depends on other samples, if arguments are
                 no samples, or if the criterion keeps something
         """
-        direct = AT_ONCE.get(type(self.criterion))
-        losses = None
-        if direct is not None and not kwargs:
-            losses = direct(self.criterion, shape, *args)
-        kind = _kind(args, kwargs)
+        direct = None if kwargs else AT_ONCE.get(type(self.criterion))
+        losses = None if direct is None else direct(self.criterion, shape, *args)
+        leaves, spec = tree_flatten((args, kwargs))
+        kind = str(spec), *(
+            (x.dim(), x.dtype) if isinstance(x, T) else type(x) for x in leaves
+        )
         if losses is None:
-            losses = self._by_sample(kind, args, kwargs, shape, size)
+            tables = self._tables.setdefault(kind, set())
+            losses = self._run(self._samples(leaves, spec, tables, shape, size))
         if losses.shape != (size,):
-            raise self._not_samples(args, size)
+            raise self._not_samples(leaves, size)
         count = self._calls.get(kind, 0)
         if count & (count + 1) == 0 and len(losses):  # now and then
             self._compare(losses.detach(), args, kwargs)
         self._calls[kind] = count + 1
         return losses
 
-    # -- samples -----------------------------------------------------------------------
-
-    def _by_sample(
-        self, kind: tuple, args: tuple, kwargs: dict, shape: Any, size: int
-    ) -> T:
-        leaves, spec = tree_flatten((args, kwargs))
+    def _samples(
+        self, leaves: list, spec: TreeSpec, tables: set[int], shape: Any, size: int
+    ) -> Samples:
         dims = _DIMS.get(type(self.criterion), ())
-        rows = size if shape is None else torch.Size(shape[:2]).numel()
-        by_sample, tables = [], self._tables.setdefault(kind, set())
+        tokens = torch.Size([size]) if shape is None else torch.Size(shape[:2])
+        by_sample, samples = [], list(leaves)
         for i, x in enumerate(leaves):
             dim = dims[i] if i < len(dims) else 0
-            own = isinstance(x, T) and x.dim() > dim and x.shape[dim] == rows
+            own = isinstance(x, T) and x.dim() > dim and x.shape[dim] == tokens.numel()
             if isinstance(x, T) and x.requires_grad and not own:
-                raise self._not_samples(args, size)
+                raise self._not_samples(leaves, size)
             if isinstance(x, T) and x.dim() and not own:
                 tables.add(i)
-            own = own and i not in tables
-            by_sample.append(own)
-            if own:
+            by_sample.append(own and i not in tables)
+            if by_sample[i]:
                 x = x.movedim(dim, 0)
-                leaves[i] = (
-                    x.unsqueeze(1 + dim)
-                    if shape is None
-                    else x.unflatten(0, torch.Size(shape[:2]))
+                samples[i] = (
+                    x.unsqueeze(1 + dim) if shape is None else x.unflatten(0, tokens)
                 )
-        count = size if shape is None else shape[0]
-        samples = Samples(None, leaves, by_sample, spec, count)
-        return self._run(samples)
+        return Samples(None, samples, by_sample, spec, size)
 
     def _run(self, samples: Samples) -> T:
-        found: List[Tuple[Optional[T], T]] = []
-        state = self.state
-        state.remember()
+        found: list[tuple[T | None, T]] = []
+        self.state.remember()
 
         def call(sample: Any) -> T:
             args, kwargs = sample
             loss = self.criterion(*args, **kwargs)
             if not isinstance(loss, T) or loss.numel() != 1:
-                raise Refused(
-                    f"The criterion {self.name} gives "
-                    f"{tuple(loss.shape) if isinstance(loss, T) else loss!r} for a "
-                    "sample alone, which is not one number.",
-                    parameter="criterion",
-                    remedy='Give it reduction="mean" or "sum".',
+                raise self._refused(
+                    f"gives {tuple(loss.shape) if isinstance(loss, T) else loss!r} for "
+                    "a sample alone, which is not one number.",
+                    'Give it reduction="mean" or "sum".',
                 )
             return loss.reshape(())
 
@@ -146,39 +127,21 @@ class SampleCriterion:
             like = next(x for x, own in zip(samples.leaves, samples.by_sample) if own)
             return like.sum() + like.new_zeros(0)
         in_groups([samples], at_once, alone)
-        changes = state.changes()
+        changes = self.state.changes()
         if changes:
-            state.restore()
-            raise Refused(
-                f"The criterion {self.name} changes {changes[0].name} when it is "
-                "called: what it keeps of one batch would reach the next without "
-                "noise.",
-                parameter="criterion",
-                remedy="Compute the loss of a sample from that sample alone.",
+            self.state.restore()
+            raise self._refused(
+                f"changes {changes[0].name} when it is called: what it keeps of one "
+                "batch would reach the next without noise."
             )
-        if len(found) == 1 and found[0][0] is None:
-            return found[0][1]
-        order = torch.cat([rows for rows, _ in found]).argsort()
-        return torch.cat([losses for _, losses in found])[order.to(found[0][1].device)]
-
-    def _not_samples(self, args: Sequence[Any], size: int) -> Refused:
-        shapes = [tuple(x.shape) for x in args if isinstance(x, T)]
-        return Refused(
-            f"The criterion {self.name} was given shapes {shapes} for a batch of "
-            f"{size} samples.",
-            parameter="criterion",
-            remedy="The privacy unit is the sample: give outputs and targets [B, ...], "
-            "or for losses of flattened tokens call criterion(logits.flatten(0, 1), "
-            "targets.flatten(), shape=[B, T]); for a model's own loss, "
-            "criterion(opacus_ext.losses.model_losses(model, batch)).",
-        )
-
-    # -- the whole batch ---------------------------------------------------------------
+        rows, losses = zip(*found)
+        if rows == (None,):
+            return losses[0]
+        return torch.cat(losses)[torch.cat(rows).argsort().to(losses[0].device)]
 
     @torch.no_grad()
     def _compare(self, losses: T, args: tuple, kwargs: dict) -> None:
         """With what the criterion gives for the batch."""
-        self.looks += 1
         self.state.remember()
         devices = [losses.device] if losses.device.type == "cuda" else []
         try:
@@ -213,44 +176,50 @@ class SampleCriterion:
             "what the others have in the one and not in the other.",
         )
 
-    def _mixes(self, found: str) -> Refused:
-        return Refused(
-            f"The criterion {self.name} mixes samples: {found} What depends on the "
-            "batch (its largest loss, class weights counted in it, negatives from "
-            "other samples, a mean over all of its tokens) is not private.",
-            parameter="criterion",
-            remedy="Compute the loss of each sample from that sample alone.",
+    def _not_samples(self, leaves: list, size: int) -> Refused:
+        shapes = [tuple(x.shape) for x in leaves if isinstance(x, T)]
+        return self._refused(
+            f"was given shapes {shapes} for a batch of {size} samples.",
+            "The privacy unit is the sample: give outputs and targets [B, ...], or for "
+            "losses of flattened tokens call criterion(logits.flatten(0, 1), "
+            "targets.flatten(), shape=[B, T]); for a model's own loss, "
+            "criterion(opacus_ext.losses.model_losses(model, batch)).",
         )
 
+    def _mixes(self, found: str) -> Refused:
+        return self._refused(
+            f"mixes samples: {found} What depends on the batch (its largest loss, "
+            "class weights counted in it, negatives from other samples, a mean over "
+            "all of its tokens) is not private."
+        )
 
-def _kind(args: tuple, kwargs: dict) -> tuple:
-    leaves, spec = tree_flatten((args, kwargs))
-    return str(spec), *(
-        (x.dim(), x.dtype) if isinstance(x, T) else type(x) for x in leaves
-    )
+    def _refused(self, what: str, remedy: str = "") -> Refused:
+        remedy = remedy or "Compute the loss of a sample from that sample alone."
+        reason = f"The criterion {self.name} {what}"
+        return Refused(reason, parameter="criterion", remedy=remedy)
 
 
 def _cross_entropy(
     criterion: nn.CrossEntropyLoss, shape: Any, input: T, target: T
-) -> Optional[T]:
+) -> T | None:
     """Of labels without class weights: by rows, then over each sample's own."""
     if criterion.weight is not None or target.is_floating_point():
         return None
     if criterion.reduction not in ("mean", "sum") or input.dim() < 2:
         return None
+    ignored, smoothing = criterion.ignore_index, criterion.label_smoothing
     rows = F.cross_entropy(
-        input,
-        target,
-        ignore_index=criterion.ignore_index,
+        *(input, target),
+        ignore_index=ignored,
         reduction="none",
-        label_smoothing=criterion.label_smoothing,
+        label_smoothing=smoothing,
     )
     size = len(target) if shape is None else shape[0]
-    losses = rows.reshape(size, rows.numel() // max(size, 1)).sum(1)
+    by_sample = size, rows.numel() // max(size, 1)
+    losses = rows.reshape(by_sample).sum(1)
     if criterion.reduction == "sum":
         return losses
-    counts = (target != criterion.ignore_index).reshape(rows.shape)
-    return losses / counts.reshape(size, rows.numel() // max(size, 1)).sum(1)
+    return losses / (target != ignored).reshape(by_sample).sum(1)
 
 
 AT_ONCE[nn.CrossEntropyLoss] = _cross_entropy
