@@ -330,6 +330,19 @@ class TestCriterion:
             loss = private.criterion(y, target)
         assert torch.allclose(loss.detach(), kind()(y[:, 0], target))
 
+    @pytest.mark.parametrize("criterion", [nn.MultiMarginLoss(), nn.CrossEntropyLoss()])
+    def test_evaluation_on_batches_of_other_sizes(self, criterion):
+        """It gives the value, and training goes on sample by sample."""
+        private = self.private("ghost_bk", criterion, 4)
+        for _ in range(4):
+            self.model.load_state_dict(private.module._module.state_dict())
+            self.check(private, lambda c, *batch: c(*batch), criterion)
+            private.optimizer.zero_grad()
+            with torch.no_grad():
+                y, labels = private.module(torch.randn(7, 4).double()), torch.ones(7)
+                value = private.criterion(y, labels.long())
+                assert torch.allclose(value, criterion(y, labels.long()))
+
     @ghost_modes
     def test_weights_of_as_many_entries_as_samples(self, mode):
         class Weighted(nn.Module):

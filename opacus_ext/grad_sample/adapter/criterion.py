@@ -29,25 +29,17 @@ _DIMS: dict[type, tuple[int, ...]] = {nn.CTCLoss: (1, 0, 0, 0)}
 class SampleCriterion:
     """
     A criterion, sample by sample: its value for a sample alone, with its own reduction,
-    is the loss of that sample.
-
-    Args:
-        criterion: the user's
-        reduction: "mean" or "sum", of the losses of samples
-        tell: warns once, called with a key and a text
+    is the loss of that sample. ``reduction`` is that of the losses of samples, and
+    ``tell`` warns once, called with a key and a text.
     """
 
-    def __init__(
-        self,
-        criterion: Callable,
-        reduction: str = "mean",
-        tell: Callable[[str, str], None] = lambda key, text: None,
-    ):
+    def __init__(self, criterion: Callable, reduction: str, tell: Callable[..., None]):
         self.criterion, self.reduction, self.tell = criterion, reduction, tell
         self.state = State(criterion)
+        self.dims = dict(enumerate(_DIMS.get(type(criterion), ())))
         self.name = getattr(criterion, "__name__", type(criterion).__name__)
         self._calls: dict[tuple, int] = {}  # by kind of arguments
-        self._tables: dict[tuple, set[int]] = {}  # arguments that are no samples
+        self._tables: set[tuple] = set()  # arguments that are no samples
 
     def __call__(self, args: tuple, kwargs: dict, shape: Any, size: int) -> T:
         """
@@ -61,12 +53,20 @@ class SampleCriterion:
         direct = None if kwargs else AT_ONCE.get(type(self.criterion))
         losses = None if direct is None else direct(self.criterion, shape, *args)
         leaves, spec = tree_flatten((args, kwargs))
-        kind = str(spec), *(
-            (x.dim(), x.dtype) if isinstance(x, T) else type(x) for x in leaves
-        )
+        kinds = [(x.dim(), x.dtype) if isinstance(x, T) else type(x) for x in leaves]
+        kind = str(spec), *kinds
+        if (
+            shape is None and not torch.is_grad_enabled()
+        ):  # the model's batch is unknown
+            dims = ((self.dims.get(i, 0), x) for i, x in enumerate(leaves))
+            sizes = (x.shape[d] for d, x in dims if isinstance(x, T) and x.dim() > d)
+            size = next(sizes, size)
         if losses is None:
-            tables = self._tables.setdefault(kind, set())
-            losses = self._run(self._samples(leaves, spec, tables, shape, size))
+            samples = self._samples(kind, leaves, spec, shape, size)
+            losses = self._run(samples)
+            if torch.is_grad_enabled():
+                whole = (i for i, own in enumerate(samples.by_sample) if not own)
+                self._tables.update((kind, i) for i in whole)
         if losses.shape != (size,):
             raise self._not_samples(leaves, size)
         count = self._calls.get(kind, 0)
@@ -76,24 +76,18 @@ class SampleCriterion:
         return losses
 
     def _samples(
-        self, leaves: list, spec: TreeSpec, tables: set[int], shape: Any, size: int
+        self, kind: tuple, leaves: list, spec: TreeSpec, shape: Any, size: int
     ) -> Samples:
-        dims = _DIMS.get(type(self.criterion), ())
-        tokens = torch.Size([size]) if shape is None else torch.Size(shape[:2])
+        tokens = torch.Size([size, 1] if shape is None else shape[:2])
         by_sample, samples = [], list(leaves)
         for i, x in enumerate(leaves):
-            dim = dims[i] if i < len(dims) else 0
+            dim = self.dims.get(i, 0)
             own = isinstance(x, T) and x.dim() > dim and x.shape[dim] == tokens.numel()
             if isinstance(x, T) and x.requires_grad and not own:
                 raise self._not_samples(leaves, size)
-            if isinstance(x, T) and x.dim() and not own:
-                tables.add(i)
-            by_sample.append(own and i not in tables)
+            by_sample.append(own and (x.requires_grad or (kind, i) not in self._tables))
             if by_sample[i]:
-                x = x.movedim(dim, 0)
-                samples[i] = (
-                    x.unsqueeze(1 + dim) if shape is None else x.unflatten(0, tokens)
-                )
+                samples[i] = x.unflatten(dim, tokens).movedim(dim, 0)
         return Samples(None, samples, by_sample, spec, size)
 
     def _run(self, samples: Samples) -> T:
@@ -151,15 +145,12 @@ class SampleCriterion:
             return  # it takes single samples only
         finally:
             self.state.restore()
-        if not isinstance(whole, T) or whole.shape != again.shape:
-            return
-        if not torch.allclose(whole, again, equal_nan=True):
+        same = isinstance(whole, T) and whole.shape == again.shape
+        if not same or not torch.allclose(whole, again, equal_nan=True):
             return  # it draws random numbers
-        mine = losses
-        if not whole.dim():
-            mine = losses.mean() if self.reduction == "mean" else losses.sum()
-        elif whole.shape != losses.shape:
+        if whole.dim() and whole.shape != losses.shape:
             raise self._mixes(f"it gives shape {tuple(whole.shape)} for the batch")
+        mine = losses if whole.dim() else getattr(losses, self.reduction)()
         if torch.allclose(mine, whole.to(mine), rtol=1e-3, atol=1e-5, equal_nan=True):
             return
         values = (
@@ -203,17 +194,12 @@ def _cross_entropy(
     criterion: nn.CrossEntropyLoss, shape: Any, input: T, target: T
 ) -> T | None:
     """Of labels without class weights: by rows, then over each sample's own."""
-    if criterion.weight is not None or target.is_floating_point():
+    labels = criterion.weight is None and not target.is_floating_point()
+    if not labels or input.dim() < 2 or criterion.reduction == "none":
         return None
-    if criterion.reduction not in ("mean", "sum") or input.dim() < 2:
-        return None
-    ignored, smoothing = criterion.ignore_index, criterion.label_smoothing
-    rows = F.cross_entropy(
-        *(input, target),
-        ignore_index=ignored,
-        reduction="none",
-        label_smoothing=smoothing,
-    )
+    ignored = criterion.ignore_index
+    given = {"ignore_index": ignored, "label_smoothing": criterion.label_smoothing}
+    rows = F.cross_entropy(input, target, reduction="none", **given)
     size = len(target) if shape is None else shape[0]
     by_sample = size, rows.numel() // max(size, 1)
     losses = rows.reshape(by_sample).sum(1)
