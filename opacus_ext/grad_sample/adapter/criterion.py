@@ -17,9 +17,8 @@ from opacus_ext.refused import Refused
 
 T = torch.Tensor
 
-#: By type of criterion: what computes its losses ``[B]`` at once, as ``function(
-#: criterion, shape, *args)``, with ``shape`` as a criterion is given it; None: not in
-#: this call.
+#: By type of criterion: ``function(criterion, shape, *args)`` gives its losses ``[B]``
+#: at once, or None where it can't.
 AT_ONCE: dict[type, Callable[..., T | None]] = {}
 
 # Where the samples of each argument are, if not in dim 0.
@@ -29,8 +28,7 @@ _DIMS: dict[type, tuple[int, ...]] = {nn.CTCLoss: (1, 0, 0, 0)}
 class SampleCriterion:
     """
     A criterion, sample by sample: its value for a sample alone, with its own reduction,
-    is the loss of that sample. ``reduction`` is that of the losses of samples, and
-    ``tell`` warns once, called with a key and a text.
+    is the loss of that sample. ``tell`` warns once, called with a key and a text.
     """
 
     def __init__(self, criterion: Callable, reduction: str, tell: Callable[..., None]):
@@ -44,11 +42,8 @@ class SampleCriterion:
     def __call__(self, args: tuple, kwargs: dict, shape: Any, size: int) -> T:
         """
         The losses ``[B]`` of as many samples as the model was called on; with a shape
-        ``[B, T]`` where outputs and targets are of flattened tokens.
-
-        Raises:
-            Refused: if the loss of a sample depends on other samples, if arguments are
-                no samples, or if the criterion keeps something
+        ``[B, T]`` where outputs and targets are of flattened tokens. Refuses arguments
+        that are no samples, losses that depend on other samples, and what is kept.
         """
         direct = None if kwargs else AT_ONCE.get(type(self.criterion))
         losses = None if direct is None else direct(self.criterion, shape, *args)
@@ -95,8 +90,7 @@ class SampleCriterion:
         self.state.remember()
 
         def call(sample: Any) -> T:
-            args, kwargs = sample
-            loss = self.criterion(*args, **kwargs)
+            loss = self.criterion(*sample[0], **sample[1])
             if not isinstance(loss, T) or loss.numel() != 1:
                 raise self._refused(
                     f"gives {tuple(loss.shape) if isinstance(loss, T) else loss!r} for "
@@ -148,18 +142,23 @@ class SampleCriterion:
         same = isinstance(whole, T) and whole.shape == again.shape
         if not same or not torch.allclose(whole, again, equal_nan=True):
             return  # it draws random numbers
-        if whole.dim() and whole.shape != losses.shape:
-            raise self._mixes(f"it gives shape {tuple(whole.shape)} for the batch")
         mine = losses if whole.dim() else getattr(losses, self.reduction)()
-        if torch.allclose(mine, whole.to(mine), rtol=1e-3, atol=1e-5, equal_nan=True):
-            return
-        values = (
-            f"it gives {float(whole.flatten()[0]):.6g} for the batch, and the "
-            f"{self.reduction} of what it gives for each sample alone is "
-            f"{float(mine.flatten()[0]):.6g}."
-        )
-        if type(self.criterion).__module__ != nn.modules.loss.__name__:
-            raise self._mixes(values)
+        values = f"it gives shape {tuple(whole.shape)} for the batch."
+        if mine.shape == whole.shape:
+            if torch.allclose(mine, whole.to(mine), 1e-3, 1e-5, equal_nan=True):
+                return
+            values = (
+                f"it gives {float(whole.flatten()[0]):.6g} for the batch, and the "
+                f"{self.reduction} of what it gives for each sample alone is "
+                f"{float(mine.flatten()[0]):.6g}."
+            )
+        own = type(self.criterion).__module__ != nn.modules.loss.__name__
+        if own or mine.shape != whole.shape:
+            raise self._refused(
+                f"mixes samples: {values} What depends on the batch (its largest loss, "
+                "class weights counted in it, negatives from other samples, a mean "
+                "over all of its tokens) is not private."
+            )
         self.tell(
             "criterion",
             f"The loss of {self.name} is the {self.reduction} over samples: {values} "
@@ -171,17 +170,9 @@ class SampleCriterion:
         shapes = [tuple(x.shape) for x in leaves if isinstance(x, T)]
         return self._refused(
             f"was given shapes {shapes} for a batch of {size} samples.",
-            "The privacy unit is the sample: give outputs and targets [B, ...], or for "
-            "losses of flattened tokens call criterion(logits.flatten(0, 1), "
-            "targets.flatten(), shape=[B, T]); for a model's own loss, "
-            "criterion(opacus_ext.losses.model_losses(model, batch)).",
-        )
-
-    def _mixes(self, found: str) -> Refused:
-        return self._refused(
-            f"mixes samples: {found} What depends on the batch (its largest loss, "
-            "class weights counted in it, negatives from other samples, a mean over "
-            "all of its tokens) is not private."
+            "The privacy unit is the sample: give outputs and targets [B, ...]; for "
+            "flattened tokens criterion(logits.flatten(0, 1), targets.flatten(), shape="
+            "[B, T]), for a model's own loss criterion(model_losses(model, batch)).",
         )
 
     def _refused(self, what: str, remedy: str = "") -> Refused:
@@ -203,9 +194,8 @@ def _cross_entropy(
     size = len(target) if shape is None else shape[0]
     by_sample = size, rows.numel() // max(size, 1)
     losses = rows.reshape(by_sample).sum(1)
-    if criterion.reduction == "sum":
-        return losses
-    return losses / (target != ignored).reshape(by_sample).sum(1)
+    counts = (target != ignored).reshape(by_sample).sum(1)
+    return losses if criterion.reduction == "sum" else losses / counts
 
 
 AT_ONCE[nn.CrossEntropyLoss] = _cross_entropy
