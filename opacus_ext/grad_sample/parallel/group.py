@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, List, Optional, Sequence
+from typing import Any, Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -19,10 +19,8 @@ class ProcessFailure(Refused):
 
 class ExpertGroup:
     """
-    The processes that share the experts, as one of them sees it.
-
-    Args:
-        group: a process group; None for all processes
+    The processes that share the experts, as one of them sees it: a process group, or
+    all processes.
 
     Attributes:
         rank: number of this process in the group
@@ -31,14 +29,14 @@ class ExpertGroup:
         silent: whether layers of experts give zeros, without an exchange
     """
 
-    def __init__(self, group: Optional[dist.ProcessGroup] = None):
+    def __init__(self, group: dist.ProcessGroup | None = None):
         self.group = group
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.device = "cuda" if "nccl" in dist.get_backend(group) else "cpu"
-        self.batch_sizes: List[int] = [0] * self.size
+        self.batch_sizes: list[int] = [0] * self.size
         self.silent = False
 
-    def __deepcopy__(self, memo: dict) -> "ExpertGroup":
+    def __deepcopy__(self, memo: dict) -> ExpertGroup:
         return self  # a process group can't be copied
 
     @property
@@ -52,16 +50,10 @@ class ExpertGroup:
         start = sum(self.batch_sizes[: self.rank])
         return slice(start, start + self.batch_sizes[self.rank])
 
-    def meet(self, place: int, counts: Sequence[int] = ()) -> List[int]:
+    def meet(self, place: int, counts: Sequence[int] = ()) -> list[int]:
         """
-        Tells each process a count, and is told one by each.
-
-        Args:
-            place: in the forward pass, at which all must be
-            counts: one for each process; zeros if empty
-
-        Raises:
-            ProcessFailure: if another process refuses this pass, or is elsewhere
+        Tells each process a count (zeros if there are none), and is told one by each.
+        All must be at the same place of a forward pass.
         """
         given = [[count, place] for count in counts or [0] * self.size]
         ones, x = [1] * self.size, torch.tensor(given, device=self.device)
@@ -87,13 +79,12 @@ class ExpertGroup:
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         """The same shape from all processes, along dim 0."""
-        x = x.contiguous()
-        parts = [torch.empty_like(x) for _ in range(self.size)]
-        self._run(dist.all_gather, parts, x)
+        parts = [torch.empty_like(x.contiguous()) for _ in range(self.size)]
+        self._run(dist.all_gather, parts, x.contiguous())
         return torch.cat(parts)
 
     def exchange(
-        self, x: torch.Tensor, send: List[int], receive: List[int]
+        self, x: torch.Tensor, send: list[int], receive: list[int]
     ) -> torch.Tensor:
         """Sends ``send[i]`` rows to process i, which come one after the other."""
         out = x.new_empty(sum(receive), *x.shape[1:])

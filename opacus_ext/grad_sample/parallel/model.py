@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Sequence
 
 import torch
 
@@ -35,9 +35,8 @@ class ParallelModel(PrivateModel):
         self.begin = self._begin
 
     def _begin(self, size: int) -> None:
-        processes = self.processes
-        sizes = [size] * processes.size
-        processes.batch_sizes = processes.meet(places.BEGIN, sizes)
+        sizes = [size] * self.processes.size
+        self.processes.batch_sizes = self.processes.meet(places.BEGIN, sizes)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """See :class:`~adapter.forward.PrivateModel`."""
@@ -65,11 +64,9 @@ class ParallelModel(PrivateModel):
         """Runs the samples at once, or refuses."""
         samples, *others = forward.inputs.samples
         if not samples.size:
-            leaves = [
-                x.new_zeros(1, *x.shape[1:]) if own else x
-                for x, own in zip(samples.leaves, samples.by_sample)
-            ]
-            samples = samples._replace(leaves=leaves, size=1)
+            pairs = zip(samples.leaves, samples.by_sample)
+            zeros = [x.new_zeros(1, *x.shape[1:]) if own else x for x, own in pairs]
+            samples = samples._replace(leaves=zeros, size=1)
         try:
             if others:
                 raise ValueError("take= gives samples of several shapes")
@@ -108,19 +105,15 @@ class ParallelNorms(GroupNorms):
     """
     The norms of the samples of all processes, of which each knows a part: those of its
     own samples by all parameters but the sharded ones, those of all samples by its
-    share of these.
-
-    Attributes:
-        norms: ``[B of all]``, or ``[parameters, B of all]``
-        total: over all parameters, ``[B of all]``
+    share of these. ``total`` is over all parameters, ``[B of all]``.
     """
 
     def __init__(self, processes: ExpertGroup, params: Sequence[T], *args: Any):
         super().__init__(params, *args)
         self.processes = processes
-        self._part_of: Dict[int, GroupNorms] = {}
+        self._part_of: dict[int, GroupNorms] = {}
         # Which parameters, of which samples, and their norms.
-        self.parts: List[Tuple[List[int], slice, GroupNorms]] = []
+        self.parts: list[tuple[list[int], slice, GroupNorms]] = []
         every = slice(0, processes.batch_size)
         for sharded, rows in ((False, processes.own_samples), (True, every)):
             at = [i for i, p in enumerate(params) if bool(group_of(p)) == sharded]
@@ -135,7 +128,7 @@ class ParallelNorms(GroupNorms):
         if id(p) in self._part_of:
             self._part_of[id(p)].take(p, sample)
 
-    def finish(self, samples: Dict[int, GradSample]) -> T:
+    def finish(self, samples: dict[int, GradSample]) -> T:
         """The norms, by one sum over all processes."""
         like, size = self.params[0], self.processes.batch_size
         each = like.new_zeros(len(self.params), size, dtype=self.dtype)
@@ -157,9 +150,9 @@ class ParallelNorms(GroupNorms):
         for _, rows, part in self.parts:
             part.drop(bad[rows])
 
-    def weighted_sums(self, factors: T) -> List[Optional[T]]:
+    def weighted_sums(self, factors: T) -> list[T | None]:
         """See :class:`~core.clip.GroupNorms`."""
-        found: List[Optional[T]] = [None] * len(self.params)
+        found: list[T | None] = [None] * len(self.params)
         for at, rows, part in self.parts:
             own = factors[at][:, rows] if self.per_parameter else factors[rows]
             for i, total in zip(at, part.weighted_sums(own)):
@@ -183,17 +176,17 @@ class ParallelSum(ClippedSum):
         self._found = ParallelNorms(self.processes, *given)
         return self._found
 
-    def factors_of(self, use: Optional[ParameterUse], factors: T) -> T:
+    def factors_of(self, use: ParameterUse | None, factors: T) -> T:
         """Of the factors of all samples those of a use's; None for this process's."""
         if use is None or use.size is None:
             return factors[self.processes.own_samples]
         return factors if use.samples is None else factors[use.samples]
 
-    def _set_norms(self, rows: Optional[T], norms: T) -> None:
+    def _set_norms(self, rows: T | None, norms: T) -> None:
         total = self._found.total[self.processes.own_samples] / self.scale
         self.norms = total.masked_fill(~total.isfinite(), torch.inf)
 
-    def _add(self, sums: Sequence[Optional[T]]) -> None:
+    def _add(self, sums: Sequence[T | None]) -> None:
         if not len(self.norms):  # what has run was no sample
             sums = [x if group_of(p) else None for p, x in zip(self.params, sums)]
         super()._add(sums)
@@ -203,4 +196,4 @@ class ParallelTwoPassSum(ParallelSum, TwoPassSum):
     """The same by two passes."""
 
 
-_SUMS: Dict[type, type] = {ClippedSum: ParallelSum, TwoPassSum: ParallelTwoPassSum}
+_SUMS: dict[type, type] = {ClippedSum: ParallelSum, TwoPassSum: ParallelTwoPassSum}

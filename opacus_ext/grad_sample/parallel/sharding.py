@@ -1,15 +1,17 @@
-"""Layers of experts of which each process holds its share."""
+"""Layers of experts of which each process holds its share, and the way to them."""
 
 from __future__ import annotations
 
+import functools
 import inspect
-from typing import Any, Iterable, List, NamedTuple, Optional, Tuple
+from typing import Any, Callable, Iterable, NamedTuple
 
 import torch
 from torch import nn
 
-from opacus_ext.grad_sample.parallel.dispatch import through_experts
 from opacus_ext.grad_sample.parallel.group import ExpertGroup
+from opacus_ext.grad_sample.rules import as_op, handles
+from opacus_ext.grad_sample.rules.experts import experts_interface
 
 T = torch.Tensor
 
@@ -32,7 +34,7 @@ class Sharding(NamedTuple):
     group: ExpertGroup
     place: int
     experts: int
-    names: Tuple[str, ...]
+    names: tuple[str, ...]
 
 
 def is_experts(layer: nn.Module) -> bool:
@@ -49,12 +51,43 @@ def has_experts(layer: nn.Module) -> bool:
     return isinstance(layer, nn.ModuleDict) and takes == _SWITCH
 
 
-def expert_parameters(layer: nn.Module) -> List[nn.Parameter]:
+def expert_parameters(layer: nn.Module) -> list[nn.Parameter]:
     """The parameters of a layer of experts that belong to one expert each."""
     if is_experts(layer):
         return [p for p in layer._parameters.values() if p is not None]
     as_modules = has_experts(layer) or group_of(layer) is not None
     return list(layer.parameters()) if as_modules else []
+
+
+def group_of(part: Any) -> ExpertGroup | None:
+    """The processes that a layer's experts or a parameter of theirs are spread over."""
+    sharding = getattr(part, "sharding", None)
+    return sharding.group if isinstance(sharding, Sharding) else None
+
+
+def find_group(layers: Iterable[nn.Module]) -> ExpertGroup | None:
+    """
+    The processes that experts among ``layers`` are spread over, if they are. Their
+    parameters are marked, as copies of parameters lose such marks.
+    """
+    sharded: list[Any] = [x for x in layers if group_of(x) is not None]
+    for layer in sharded:
+        mark(layer, layer.sharding)
+    return group_of(sharded[0]) if sharded else None
+
+
+def mark(layer: Any, sharding: Sharding) -> None:
+    """Notes that a layer is sharded, there and on its experts' parameters."""
+    layer.sharding = sharding
+    for p in expert_parameters(layer):
+        setattr(p, "sharding", sharding)
+
+
+def run_sharded(layer: nn.Module) -> None:
+    """Puts a forward in the place of the layer's that sends tokens to their experts."""
+    forward = _stacked if is_experts(layer) else _modules
+    cls = type(layer)
+    layer.__class__ = type(cls.__name__, (cls,), {"forward": forward})
 
 
 def _stacked(layer: Any, hidden_states: T, top_k_index: T, top_k_weights: T) -> T:
@@ -75,32 +108,101 @@ def _modules(
     return _stacked(layer, hidden_states, index, routing_weights)
 
 
-def mark(layer: Any, sharding: Sharding) -> None:
-    """Notes that a layer is sharded, there and on its experts' parameters."""
-    layer.sharding = sharding
-    for p in expert_parameters(layer):
-        setattr(p, "sharding", sharding)
-
-
-def run_sharded(layer: nn.Module) -> None:
-    """Puts a forward in the place of the layer's that sends tokens to their experts."""
-    forward = _stacked if is_experts(layer) else _modules
-    cls = type(layer)
-    layer.__class__ = type(cls.__name__, (cls,), {"forward": forward})
-
-
-def group_of(part: Any) -> Optional[ExpertGroup]:
-    """The processes that a layer's experts or a parameter of theirs are spread over."""
-    sharding = getattr(part, "sharding", None)
-    return sharding.group if isinstance(sharding, Sharding) else None
-
-
-def find_group(layers: Iterable[nn.Module]) -> Optional[ExpertGroup]:
+@as_op
+def through_experts(x: T, index: T, layer: Any) -> T:
     """
-    The processes that experts among ``layers`` are spread over, if they are. Their
-    parameters are marked, as copies of parameters lose such marks.
+    Every row ``[rows, width]`` through its expert, wherever that is; zero where there
+    is none, which is an index from the number of experts on.
     """
-    sharded: List[Any] = [x for x in layers if group_of(x) is not None]
-    for layer in sharded:
-        mark(layer, layer.sharding)
-    return group_of(sharded[0]) if sharded else None
+    if layer.sharding.group.silent:
+        return torch.zeros_like(x)
+    return _dispatch(x, index, layer, lambda run, samples, *given: run(*given))
+
+
+@handles(through_experts)
+def _by_sample(group: Any, func: Callable, x: T, index: T, layer: Any) -> T:
+    """The samples of this process, and here the gradients of all that came."""
+    x, index = group.own(x), group.inner(index)
+    processes, count = layer.sharding.group, layer.sharding.experts
+    size = processes.batch_size
+
+    def call(run: Callable[..., T], samples: T, rows: T, *index: T) -> T:
+        counts = torch.bincount(samples, minlength=size)
+        first = counts.cumsum(0) - counts
+        at = samples, torch.arange(len(samples)).to(first) - first[samples]
+        x = rows.new_zeros(size, int(counts.max()), rows.shape[1]).index_put(at, rows)
+        if index:  # rows that fill up go to no expert
+            every = index[0].new_full(x.shape[:2], count).index_put(at, index[0])
+            return group.of_others(run, (x, every), size)[at]
+        for n in set(counts.tolist()) - {0}:  # a sample's rows, and no others
+            some = (counts == n).nonzero()[:, 0]
+            found = group.of_others(run, (x[some, :n],), size, some).to(x.dtype)
+            x = x.index_put((some[:, None], torch.arange(n).to(some)), found)
+        return x[at]
+
+    with group.outside():
+        x = group.inner(x)
+        if not processes.batch_sizes[processes.rank]:  # what runs is no sample
+            index = torch.full_like(index, count)
+        # A use of no parameter, to which the gradient goes all the same.
+        anchor = group.note(x.new_zeros(group.size), (), tuple, 0, (), ())
+        rows = x.flatten(0, 1), index.flatten()
+        y = _dispatch(*rows, layer, call, group.inner(anchor))
+        return group.wrap(y.view(x.shape))
+
+
+def _dispatch(
+    x: T, index: T, layer: Any, call: Callable[..., T], anchor: T | None = None
+) -> T:
+    """
+    Sends rows, sample after sample, to the processes that hold their experts, and the
+    results back; rows of no expert stay here and give zero. Experts there run by
+    ``call(run, samples, *given)``, with the numbers of the samples among those of all
+    processes. The anchor requires a gradient, in all processes or in none.
+    """
+    group, place, count, _ = layer.sharding
+    each = count // group.size
+    owner = index // each
+    travels = (owner < group.size).nonzero()[:, 0]
+    order = travels[owner[travels].argsort(stable=True)]
+    send = torch.bincount(owner[order], minlength=group.size).tolist()
+    receive = group.meet(place, send)
+    per_sample = max(1, len(x) // max(1, group.batch_sizes[group.rank]))
+    sample = order // per_sample + group.own_samples.start
+    numbers = torch.stack([sample, index[order] % each], dim=1)
+    samples, expert = group.exchange(numbers, send, receive).unbind(1)
+    rows = _Exchange.apply(group, x[order], send, receive, anchor)
+    y = torch.zeros_like(rows)
+    if isinstance(layer, nn.ModuleDict):
+        for i, run in enumerate(layer.values()):
+            mine = (expert == i).nonzero()[:, 0]
+            if len(mine):
+                found = call(run, samples[mine], rows[mine])
+                y = y.index_copy(0, mine, found.to(y.dtype))
+    elif len(rows):
+        run = functools.partial(_stacked_here, layer)
+        y = call(run, samples, rows, expert).to(rows.dtype)
+    group.meet(place)
+    y = _Exchange.apply(group, y, receive, send, rows)
+    return y.new_zeros(x.shape).index_copy(0, order, y)
+
+
+def _stacked_here(layer: Any, rows: T, expert: T) -> T:
+    ones = torch.ones_like(rows[..., :1])
+    return experts_interface(layer, rows, expert[..., None], ones)
+
+
+class _Exchange(torch.autograd.Function):
+    """
+    Rows travel, and their gradient travels back, in every process or in none: so it
+    hangs on an anchor, whatever else it does.
+    """
+
+    @staticmethod
+    def forward(ctx, group, rows, send, receive, anchor):
+        ctx.group, ctx.back = group, (receive, send)
+        return group.exchange(rows, send, receive)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return None, ctx.group.exchange(grad, *ctx.back), None, None, None
