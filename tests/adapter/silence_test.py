@@ -4,6 +4,8 @@ Each case is a model, and batches that are fine or that look so at first. The or
 each sample alone through plain autograd.
 """
 
+import copy
+import pickle
 from typing import Any, Callable, NamedTuple, Optional
 
 import numpy as np
@@ -692,6 +694,48 @@ def test_g_other_models(mode, where):
             y = other(private.module(x))
         loss_of(private, y).backward()
         private.optimizer.step()
+
+
+HEADS = {
+    "made later": lambda: nn.Linear(2, 2),
+    "copied": lambda: copy.deepcopy(HEAD),
+    "unpickled": lambda: pickle.loads(pickle.dumps(HEAD)),
+}
+BACKWARD = {
+    "loss": lambda loss: loss.backward(),
+    "loss, graph kept": lambda loss: loss.backward(retain_graph=True),
+    "autograd": lambda loss: torch.autograd.backward([loss.clone()]),
+}
+HEAD = nn.Linear(2, 2)
+
+
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("backward", BACKWARD)
+def test_g_heads(backward, head):
+    """Behind the model, whichever way they came to be; frozen ones are fine."""
+    before = None if head == "made later" else HEADS[head]()
+    private, (x, y) = private_model("hooks"), rows(4, 4)
+    if head == "made later":
+        private.module(y).square().mean().backward()
+        private.optimizer.zero_grad()
+    behind = (before or HEADS[head]()).double()
+    with pytest.raises(Refused, match="the loss is computed by another model"):
+        BACKWARD[backward](behind(private.module(x)).square().mean())
+    assert not hasattr(behind.weight, "grad_sample")
+    behind.requires_grad_(False)
+    BACKWARD[backward](behind(private.module(y)).square().mean())
+    private.optimizer.step()
+
+
+@pytest.mark.parametrize("where", ["before", "behind", "beside"])
+def test_g_own_parameters_outside(where):
+    private, (x,) = private_model("hooks"), rows(4)
+    weight = next(p for p in private.module.parameters() if p.requires_grad)
+    with pytest.raises(Refused, match="outside of the model's forward"):
+        y = private.module(x * weight.mean() if where == "before" else x)
+        y = y * weight.mean() if where == "behind" else y
+        loss = y.square().mean()
+        (loss + weight.sum() if where == "beside" else loss).backward()
 
 
 @pytest.mark.parametrize("mode", EVERY_MODE)
