@@ -1,9 +1,8 @@
 """
-What is said of arguments and of training loops that are mistakes.
+What is said of arguments that are mistakes; of training loops, see Watch (optimizers).
 
 What would void the guarantee, or can't work, is refused; what holds but is seldom meant
-is told once. All of it is looked at in ``make_private``, or by numbers of a step that
-are at hand.
+is told once. All of it is looked at in ``make_private``.
 """
 
 from __future__ import annotations
@@ -13,8 +12,7 @@ import functools
 import inspect
 import math
 import numbers
-import weakref
-from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence
+from typing import Any, Callable, Dict, Iterable, Optional
 
 import torch
 from opacus import PrivacyEngine
@@ -33,6 +31,7 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
+from opacus_ext.optimizers.optimizer import WATCHES
 from opacus_ext.refused import Refused, tell
 
 _POISSON = UniformWithReplacementSampler, DistributedUniformWithReplacementSampler
@@ -215,8 +214,8 @@ def _check_optimizer(
             "nor updated. Their gradients are not private, so let no other optimizer "
             "train them; freeze them by requires_grad_(False).",
         )
-    guard = _guards.get(given)
-    if guard is not None and guard.engine() not in (None, engine) and guard.active:
+    watch = WATCHES.get(given)
+    if watch is not None and watch.engine() not in (None, engine) and watch.active:
         tell(
             engine,
             "engines",
@@ -361,133 +360,6 @@ def checked_budget(make_private_with_epsilon: Callable) -> Callable:
         return make_private_with_epsilon(self, **kwargs)
 
     return make
-
-
-# -- the loop --------------------------------------------------------------------------
-
-_guards: "weakref.WeakKeyDictionary[Any, _Guard]" = weakref.WeakKeyDictionary()
-
-
-class Watch:
-    """
-    What a DP optimizer notes of its steps; :func:`guard` gives it one.
-
-    Args:
-        module: the model
-        records: of the data set
-        rate: of Poisson sampling; None if batches are drawn in another way
-    """
-
-    def __init__(self, module: nn.Module, records: int, rate: Optional[float]):
-        self.module = weakref.ref(module)
-        self.records = records
-        self.rate = rate if rate is not None and 0 < rate < 1 else None
-        self.stepping = False  # whether the DP optimizer is in its step
-        self.size: Optional[int] = None
-        self.chance = 0.0  # log of the probability that all batches have this size
-
-    def step(self, optimizer: Any, norms: List[Optional[torch.Tensor]]) -> None:
-        """Called once a logical batch, with the norms of its samples."""
-        module = self.module()
-        if module is not None and not module.training:
-            tell(
-                optimizer,
-                "eval",
-                "A step is taken while the model is in evaluation mode: gradients are "
-                "private, but dropout and the like are off. Call model.train() after "
-                "evaluation.",
-            )
-        if self.rate is not None:
-            size = sum(len(n) for n in norms if n is not None)
-            drawn = min(self.rate * optimizer.accumulated_iterations, 1.0)
-            self._look_for_views(optimizer, size, drawn)
-        if self.rate is not None:
-            self._look_at(optimizer, size, self.rate)
-
-    def _look_for_views(self, optimizer: Any, size: int, rate: float) -> None:
-        """More samples than can have been drawn: a record is several of them."""
-        usual = self.records * rate
-        surely = _log_binomial(self.records, rate, size) < math.log(1e-15)
-        if size > usual and surely:
-            self.rate = None
-            tell(
-                optimizer,
-                "views",
-                f"A step had {size} samples, where {usual:.0f} records are drawn on "
-                "average: if a record makes several, its gradients are clipped one by "
-                "one and epsilon does not hold. Views or sequences of a record are one "
-                "sample with opacus_ext.losses.PerRecord.",
-            )
-
-    def _look_at(self, optimizer: Any, size: int, rate: float) -> None:
-        """Poisson sampling hardly ever draws as many records each time."""
-        if self.size not in (None, size):
-            self.rate = None  # it varies: nothing more to see
-            return
-        self.size = size
-        self.chance += _log_binomial(self.records, rate, size)
-        if self.chance < math.log(1e-12):
-            self.rate = None
-            tell(
-                optimizer,
-                "loader",
-                f"All batches so far had {size} samples, which Poisson sampling does "
-                "not draw: the loop seems to use another loader than the one that "
-                "make_private has returned, and epsilon does not hold for that.",
-            )
-
-
-def _log_binomial(n: int, p: float, k: int) -> float:
-    if not 0 <= k <= n or p >= 1:
-        return 0.0 if k == n else -math.inf
-    ways = math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1)
-    return ways + k * math.log(p) + (n - k) * math.log1p(-p)
-
-
-class _Guard:
-    """Before each step of an optimizer whose model is private."""
-
-    def __init__(self, engine: PrivacyEngine, watch: Watch):
-        self.engine, self.watch = weakref.ref(engine), watch
-
-    @property
-    def active(self) -> bool:
-        """Whether the model is still private."""
-        module = self.watch.module()
-        return hasattr(module, "autograd_grad_sample_hooks")
-
-    def __call__(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if not self.watch.stepping and self.active:
-            raise Refused(
-                f"{type(optimizer).__name__}.step() of the optimizer that was passed "
-                "to make_private: its gradients are not private.",
-                parameter="optimizer",
-                remedy="Call step() of the optimizer that make_private has returned; "
-                "to train without privacy make another optimizer.",
-            )
-
-
-def guard(engine: PrivacyEngine, module: nn.Module, made: Sequence[Any]) -> None:
-    """Watches the loop that trains what ``make_private`` has returned."""
-    optimizer, loader = made[1], made[-1]
-    if not hasattr(type(optimizer), "watch"):
-        return  # one of Opacus's own
-    module = getattr(module, "_module", module)  # it was wrapped before
-    batches: Any = getattr(loader, "batch_sampler", None)
-    drawn = isinstance(batches, _POISSON[0]) and not hasattr(batches, "sampling")
-    rate = batches.sample_rate if drawn else None
-    optimizer.watch = Watch(module, len(loader.dataset), rate)
-    original = optimizer.original_optimizer
-    if not hasattr(original, "_optimizer_step_pre_hooks"):
-        return
-    if original not in _guards:
-        original.register_step_pre_hook(_of_guard)
-    _guards[original] = _Guard(engine, optimizer.watch)
-
-
-def _of_guard(optimizer: Any, args: Any, kwargs: Any) -> None:
-    if optimizer in _guards:
-        _guards[optimizer](optimizer, args, kwargs)
 
 
 #: Of ``PrivacyEngine``: what wraps each of its methods.

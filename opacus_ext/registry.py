@@ -78,6 +78,7 @@ from opacus_ext.optimizers.optimizer import (
     GhostDPOptimizer,
     HooksDPOptimizer,
     optimizer_class,
+    watch_steps,
 )
 from opacus_ext.refused import Refused
 from opacus_ext.statement import privacy_statement
@@ -347,7 +348,7 @@ def _make_private(make_private: Callable) -> Callable:
                         loss_reduction=kwargs.get("loss_reduction", "mean"),
                     )
                     made = first, optimizer, criterion, loader
-                misuse.guard(self, module, made)
+                watch_steps(self, module, made)
                 return made
             except BaseException:
                 self.dataset = dataset

@@ -7,7 +7,9 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import secrets
+import weakref
 from typing import (
     TYPE_CHECKING,
     Any,
@@ -25,12 +27,15 @@ from typing import (
 
 import torch
 import torch.distributed as dist
+from opacus import PrivacyEngine
 from opacus.optimizers import DPOptimizer, DPOptimizerFastGradientClipping
 from opacus.optimizers.optimizer import (
     _check_processed_flag,
     _generate_noise,
     _mark_as_processed,
 )
+from opacus.utils.uniform_sampler import UniformWithReplacementSampler
+from torch import nn
 from torch.optim import Optimizer
 
 from opacus_ext.clipping import CLIPPINGS, Bound, Clipping, ClippingFunction
@@ -39,10 +44,9 @@ from opacus_ext.grad_sample.factors import GradSample
 from opacus_ext.grad_sample.parallel.group import ExpertGroup
 from opacus_ext.grad_sample.parallel.sharding import group_of
 from opacus_ext.optimizers.banded import BandedNoise
-from opacus_ext.refused import Refused
+from opacus_ext.refused import Refused, tell
 
 if TYPE_CHECKING:
-    from opacus_ext.misuse import Watch
     from opacus_ext.monitor import Monitor
 
     _Base = DPOptimizer
@@ -633,3 +637,131 @@ def optimizer_class(base: Type[_ClippingOptimizer], clipping: Clipping) -> type:
         return base
     name = f"{base.__name__}_{clipping.name}"
     return type(name, (base,), {"clipping": clipping, "__doc__": base.__doc__})
+
+
+# -- what is looked at in the loop -----------------------------------------------------
+
+
+class Watch:
+    """
+    What a DP optimizer notes of its steps: what would void the guarantee, by numbers
+    that are at hand.
+
+    Args:
+        engine: that has made the model private
+        module: the model
+        records: of the data set
+        rate: of Poisson sampling; None if batches are drawn in another way
+    """
+
+    def __init__(
+        self,
+        engine: PrivacyEngine,
+        module: nn.Module,
+        records: int,
+        rate: Optional[float],
+    ):
+        self.engine, self.module = weakref.ref(engine), weakref.ref(module)
+        self.records = records
+        self.rate = rate if rate is not None and 0 < rate < 1 else None
+        self.stepping = False  # whether the DP optimizer is in its step
+        self.size: Optional[int] = None
+        self.chance = 0.0  # log of the probability that all batches have this size
+
+    @property
+    def active(self) -> bool:
+        """Whether the model is still private."""
+        return hasattr(self.module(), "autograd_grad_sample_hooks")
+
+    def step(self, optimizer: Any, norms: List[Optional[torch.Tensor]]) -> None:
+        """Called once a logical batch, with the norms of its samples."""
+        module = self.module()
+        if module is not None and not module.training:
+            tell(
+                optimizer,
+                "eval",
+                "A step is taken while the model is in evaluation mode: gradients are "
+                "private, but dropout and the like are off. Call model.train() after "
+                "evaluation.",
+            )
+        size = sum(len(n) for n in norms if n is not None)
+        if self.rate is not None:
+            drawn = min(self.rate * optimizer.accumulated_iterations, 1.0)
+            self._look_for_views(optimizer, size, drawn)
+        if self.rate is not None:
+            self._look_at(optimizer, size, self.rate)
+
+    def _look_for_views(self, optimizer: Any, size: int, rate: float) -> None:
+        """More samples than can have been drawn: a record is several of them."""
+        usual = self.records * rate
+        surely = _log_binomial(self.records, rate, size) < math.log(1e-15)
+        if size > usual and surely:
+            self.rate = None
+            tell(
+                optimizer,
+                "views",
+                f"A step had {size} samples, where {usual:.0f} records are drawn on "
+                "average: if a record makes several, its gradients are clipped one by "
+                "one and epsilon does not hold. Views or sequences of a record are one "
+                "sample with opacus_ext.losses.PerRecord.",
+            )
+
+    def _look_at(self, optimizer: Any, size: int, rate: float) -> None:
+        """Poisson sampling hardly ever draws as many records each time."""
+        if self.size not in (None, size):
+            self.rate = None  # it varies: nothing more to see
+            return
+        self.size = size
+        self.chance += _log_binomial(self.records, rate, size)
+        if self.chance < math.log(1e-12):
+            self.rate = None
+            tell(
+                optimizer,
+                "loader",
+                f"All batches so far had {size} samples, which Poisson sampling does "
+                "not draw: the loop seems to use another loader than the one that "
+                "make_private has returned, and epsilon does not hold for that.",
+            )
+
+
+def _log_binomial(n: int, p: float, k: int) -> float:
+    if not 0 <= k <= n or p >= 1:
+        return 0.0 if k == n else -math.inf
+    ways = math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1)
+    return ways + k * math.log(p) + (n - k) * math.log1p(-p)
+
+
+#: By the optimizer that a DP optimizer wraps.
+WATCHES: weakref.WeakKeyDictionary[Any, Watch] = weakref.WeakKeyDictionary()
+
+
+def watch_steps(engine: PrivacyEngine, module: nn.Module, made: Sequence[Any]) -> None:
+    """Watches the loop that trains what ``make_private`` has returned."""
+    optimizer, loader = made[1], made[-1]
+    if not isinstance(optimizer, _ClippingOptimizer):
+        return  # one of Opacus's own
+    module = getattr(module, "_module", module)  # it was wrapped before
+    batches: Any = getattr(loader, "batch_sampler", None)
+    poisson = isinstance(batches, UniformWithReplacementSampler)
+    drawn = poisson and not hasattr(batches, "sampling")
+    rate = batches.sample_rate if drawn else None
+    optimizer.watch = Watch(engine, module, len(loader.dataset), rate)
+    original = optimizer.original_optimizer
+    if not hasattr(original, "_optimizer_step_pre_hooks"):
+        return
+    if original not in WATCHES:
+        original.register_step_pre_hook(_refuse_step)
+    WATCHES[original] = optimizer.watch
+
+
+def _refuse_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+    """Before each step of an optimizer whose model is private."""
+    watch = WATCHES.get(optimizer)
+    if watch is not None and watch.active and not watch.stepping:
+        raise Refused(
+            f"{type(optimizer).__name__}.step() of the optimizer that was passed to "
+            "make_private: its gradients are not private.",
+            parameter="optimizer",
+            remedy="Call step() of the optimizer that make_private has returned; to "
+            "train without privacy make another optimizer.",
+        )
