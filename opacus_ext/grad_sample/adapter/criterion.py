@@ -48,7 +48,7 @@ class SampleCriterion:
         direct = None if kwargs else AT_ONCE.get(type(self.criterion))
         losses = None if direct is None else direct(self.criterion, shape, *args)
         leaves, spec = tree_flatten((args, kwargs))
-        kinds = [(x.dim(), x.dtype) if isinstance(x, T) else type(x) for x in leaves]
+        kinds = ((x.dim(), x.dtype) if isinstance(x, T) else type(x) for x in leaves)
         kind = str(spec), *kinds
         if (
             shape is None and not torch.is_grad_enabled()
@@ -131,9 +131,8 @@ class SampleCriterion:
     def _compare(self, losses: T, args: tuple, kwargs: dict) -> None:
         """With what the criterion gives for the batch."""
         self.state.remember()
-        devices = [losses.device] if losses.device.type == "cuda" else []
         try:
-            with torch.random.fork_rng(devices):
+            with torch.random.fork_rng([losses.device] if losses.is_cuda else []):
                 whole, again = (self.criterion(*args, **kwargs) for _ in range(2))
         except Exception:
             return  # it takes single samples only
@@ -189,7 +188,7 @@ def _cross_entropy(
     if not labels or input.dim() < 2 or criterion.reduction == "none":
         return None
     ignored = criterion.ignore_index
-    given = {"ignore_index": ignored, "label_smoothing": criterion.label_smoothing}
+    given: Any = dict(ignore_index=ignored, label_smoothing=criterion.label_smoothing)
     rows = F.cross_entropy(input, target, reduction="none", **given)
     size = len(target) if shape is None else shape[0]
     by_sample = size, rows.numel() // max(size, 1)

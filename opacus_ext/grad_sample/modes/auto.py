@@ -60,7 +60,7 @@ class Auto(BookKeeping):
 
     def add_hooks(self, **kwargs: Any) -> None:
         super().add_hooks(**kwargs)
-        self.choice = Choice(sum(1 for m in self._module.modules() if m._parameters))
+        self.choice = Choice(sum(bool(m._parameters) for m in self._module.modules()))
         self._start: float | None = None
         self.private.begin = self._begin
 

@@ -21,10 +21,7 @@ settings: ContextVar[dict[str, Any]] = ContextVar("settings", default={})
 
 
 def refuse(module: nn.Module) -> None:
-    """
-    Raises:
-        Refused: if ``module`` holds what can't be trained privately
-    """
+    """Refuses a module that holds what can't be trained privately."""
     for name, p in module.named_parameters():
         if p.requires_grad and p.is_complex():
             raise Refused(
@@ -160,7 +157,7 @@ def private_model_of(module: nn.Module) -> PrivateModel | None:
     return next((h.private for h in handles if isinstance(h, Attachment)), None)
 
 
-def not_private(private: PrivateModel, p: torch.Tensor, what: str) -> Refused:
+def not_private(private: PrivateModel, p: Any, what: str) -> Refused:
     """Of a parameter that would get a gradient beside those that are clipped."""
     name = private.names.get(p)
     if name is not None:

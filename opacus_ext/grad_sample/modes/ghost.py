@@ -7,10 +7,7 @@ import math
 from typing import Any, Callable, Sequence
 
 import torch
-from opacus.utils.fast_gradient_clipping_utils import (
-    DPLossFastGradientClipping,
-    DPTensorFastGradientClipping,
-)
+from opacus.utils import fast_gradient_clipping_utils as stock
 from torch import nn
 from torch.autograd.graph import GradientEdge
 from torch.utils._pytree import tree_map
@@ -42,7 +39,7 @@ _NUMBER = {"__float__", "__int__", "__array__", "numpy", "__format__"}
 _NO_SAMPLES = {"grad", "register_hook", "retain_grad"}
 
 
-class ClippedLoss(torch.Tensor, DPTensorFastGradientClipping):
+class ClippedLoss(torch.Tensor, stock.DPTensorFastGradientClipping):
     """
     The mean or sum of per-sample losses, whose ``backward()`` leaves clipped sums in
     ``p.grad``.
@@ -59,6 +56,7 @@ class ClippedLoss(torch.Tensor, DPTensorFastGradientClipping):
         ('3.0', [2.0, 4.0], tensor(True))
     """
 
+    loss_per_sample: T
     divisor: float = 1.0  # by what number it was divided
     done = False  # whether backward() was called: it is but a number then
 
@@ -80,7 +78,7 @@ class ClippedLoss(torch.Tensor, DPTensorFastGradientClipping):
         return value.as_subclass(cls)
 
     def __init__(self, *args: Any, value: T | None = None, **kwargs: Any):
-        DPTensorFastGradientClipping.__init__(self, *args, **kwargs)
+        stock.DPTensorFastGradientClipping.__init__(self, *args, **kwargs)
 
     def backward(  # type: ignore[override]  # its first argument is a number
         self,
@@ -97,10 +95,8 @@ class ClippedLoss(torch.Tensor, DPTensorFastGradientClipping):
             scale: the losses are multiplied by it on the way back, and the gradients
                 divided by it before they are clipped: for models that compute in
                 float16, where small gradients vanish
-            retain_graph: allowed; a second ``backward()`` before the step is refused
-
-        Raises:
-            Refused: with any other argument of ``Tensor.backward``
+            retain_graph: allowed; a second ``backward()`` before the step is refused,
+                and so is any other argument of ``Tensor.backward``
         """
         if create_graph or inputs is not None or gradient is not None:
             raise Refused(
@@ -197,23 +193,18 @@ _anchor = torch.zeros((), requires_grad=True)
 def _without_samples(what: str) -> Refused:
     return Refused(
         f"{what} would not know the samples, whose gradients are clipped one by one.",
-        remedy=(
-            "Call backward() on the loss that the private criterion returns. It can be "
-            "multiplied by numbers and added (total = total + loss) to losses of the "
-            "same samples and model; anything else belongs into the criterion. For a "
-            "number to log take loss.item() or loss.detach()."
-        ),
+        remedy="Call backward() on the loss that the private criterion returns. It can "
+        "be multiplied by numbers and added (total = total + loss) to losses of the "
+        "same samples and model; anything else belongs into the criterion. For a "
+        "number to log take loss.item() or loss.detach().",
     )
 
 
-class ClippedCriterion(DPLossFastGradientClipping):
+class ClippedCriterion(stock.DPLossFastGradientClipping):
     """
     A criterion whose loss clips per sample: it runs for each sample alone, with its own
     reduction. Outputs and targets of flattened tokens ``[B * T]`` need
     ``shape=[B, T]``, as in Opacus.
-
-    Raises:
-        Refused: if a sample's loss depends on other samples
     """
 
     def __init__(self, *args: Any, **kwargs: Any):
@@ -266,9 +257,7 @@ class Ghost(PrivateMode):
         changed if that is refused. See :meth:`ClippedLoss.backward` for ``scale``.
         """
         if not 0 < scale < math.inf:
-            raise Refused(
-                f"scale must be a positive number, got {scale}.", parameter="scale"
-            )
+            raise Refused(f"scale must be positive, got {scale}.", parameter="scale")
         total = self._total(optimizer, losses.numel(), scale)
         met = met_by([losses])
         self._check(met, losses)
@@ -298,12 +287,12 @@ class Ghost(PrivateMode):
                 remedy="Call optimizer.step() after each backward(), or use "
                 "BatchMemoryManager to accumulate batches.",
             )
-        names, kind = self.private.names, self.sum_of
-        if isinstance(self.private, ParallelModel):
-            kind = self.private.sum_of(kind)
-        params = {names[p]: p for p in optimizer.params}
+        private, kind = self.private, self.sum_of
+        sharded = isinstance(private, ParallelModel)
+        clipped_sum = private.sum_of(kind) if sharded else kind
+        params = {private.names[p]: p for p in optimizer.params}
         clipping = optimizer.clipping_function
-        return kind(params, size, clipping, self.on_nonfinite, scale)
+        return clipped_sum(params, size, clipping, self.on_nonfinite, scale)
 
     def _give(self, optimizer: Any, total: ClippedSum) -> None:
         names, sums = self.private.names, total.sums()
@@ -319,8 +308,7 @@ class Ghost(PrivateMode):
                 f"{tuple(losses.shape)}.",
                 parameter="criterion",
                 remedy="Give make_private criterion=opacus_ext.losses.PerSample() and "
-                "call criterion(opacus_ext.losses.model_losses(model, batch))"
-                ".backward().",
+                "call criterion(model_losses(model, batch)).backward().",
             )
         for leaf in met.leaves:
             if leaf is _anchor:  # as in (1 - torch.exp(-loss)) ** 2 * loss
@@ -395,11 +383,11 @@ class Ghost(PrivateMode):
             pairs = zip(found, places)
             return [g if g is None else digest(g.movedim(d or 0, 0)) for g, d in pairs]
 
-        several, ones = len(losses) > 1, torch.ones_like(losses)
-        if not several or self.calls & (self.calls + 1):
-            self.calls += several
+        size, ones = len(losses), torch.ones_like(losses)
+        if size < 2 or self.calls & (self.calls + 1):
+            self.calls += size > 1
             return backward(ones)
-        weights = 1 + torch.arange(len(losses)).to(losses) / len(losses)
+        weights = 1 + torch.arange(size).to(losses) / size
         weights[::2] *= -1
         expected = digests(backward(weights, keep=True))
         found = backward(ones)

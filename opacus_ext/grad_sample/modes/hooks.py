@@ -24,9 +24,7 @@ _known = WeakIdKeyDictionary()
 
 
 def note_parameter(module: Any, name: str, p: nn.Parameter) -> None:
-    """
-    A hook on the registration of parameters: another model's may get gradients, too.
-    """
+    """A hook on registration: parameters of other models may get gradients, too."""
     _known[p] = None
 
 
@@ -63,8 +61,10 @@ class Recording(PrivateMode):
         super().add_hooks(**kwargs)
         # Of the backward pass that runs: what was found for each forward pass.
         self._found: list[tuple[ForwardRecord, DenseGrads]] = []
-        # What is left at the next one is of a backward pass that failed.
-        self.private.begin = lambda size: self._found.clear()
+        self.private.begin = self._begin
+
+    def _begin(self, size: int) -> None:
+        self._found.clear()  # of a backward pass that failed
 
     def plain_backward(
         self, record: ForwardRecord, grads: Sequence[T | None]

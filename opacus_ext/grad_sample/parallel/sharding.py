@@ -180,8 +180,8 @@ def _dispatch(
                 found = call(run, samples[mine], rows[mine])
                 y = y.index_copy(0, mine, found.to(y.dtype))
     elif len(rows):
-        run = functools.partial(_stacked_here, layer)
-        y = call(run, samples, rows, expert).to(rows.dtype)
+        here = functools.partial(_stacked_here, layer)
+        y = call(here, samples, rows, expert).to(rows.dtype)
     group.meet(place)
     y = _Exchange.apply(group, y, receive, send, rows)
     return y.new_zeros(x.shape).index_copy(0, order, y)
