@@ -243,7 +243,7 @@ class Ghost(PrivateMode):
         return record.of_inputs(grads)
 
     def get_norm_sample(self) -> T:
-        """Per-sample gradient norms ``[B]`` of the last backward pass."""
+        """Gradient norms ``[B]`` of the samples of the last backward pass."""
         return self.per_sample_gradient_norms
 
     def get_clipping_coef(self) -> T:
@@ -257,7 +257,8 @@ class Ghost(PrivateMode):
         changed if that is refused. See :meth:`ClippedLoss.backward` for ``scale``.
         """
         if not 0 < scale < math.inf:
-            raise Refused(f"scale must be positive, got {scale}.", parameter="scale")
+            reason = f"scale must be a positive number, got {scale}."
+            raise Refused(reason, parameter="scale")
         total = self._total(optimizer, losses.numel(), scale)
         met = met_by([losses])
         self._check(met, losses)
@@ -295,9 +296,9 @@ class Ghost(PrivateMode):
         return clipped_sum(params, size, clipping, self.on_nonfinite, scale)
 
     def _give(self, optimizer: Any, total: ClippedSum) -> None:
-        names, sums = self.private.names, total.sums()
         self.per_sample_gradient_norms = total.norms
-        optimizer.take({p: sums[names[p]] for p in optimizer.params}, total.norms)
+        sums = dict(zip(optimizer.params, total.sums().values()))
+        optimizer.take(sums, total.norms)
 
     def _check(self, met: Met, losses: T) -> None:
         """Refuses losses that are not one a sample, or depend on other models."""

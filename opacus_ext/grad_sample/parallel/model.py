@@ -95,10 +95,9 @@ class _ParallelGroup(ModelGroup):
 
     def read(self, x: Any) -> Leaf:
         """A value that the samples returned."""
-        processes, leaf = self.model.processes, super().read(x)
-        if leaf.by_sample and not processes.batch_sizes[processes.rank]:
-            return leaf._replace(value=leaf.value[:0])
-        return leaf
+        leaf = super().read(x)
+        nothing = leaf.by_sample and not self.model.size
+        return leaf._replace(value=leaf.value[:0]) if nothing else leaf
 
 
 class ParallelNorms(GroupNorms):

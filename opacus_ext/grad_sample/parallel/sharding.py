@@ -38,10 +38,7 @@ class Sharding(NamedTuple):
 
 
 def is_experts(layer: nn.Module) -> bool:
-    """
-    Whether a layer follows the experts interface of transformers 5, as
-    :class:`opacus_ext.layers.Experts` does: weights are stacked by expert.
-    """
+    """Whether weights are stacked by expert, by transformers 5's experts interface."""
     return all(hasattr(layer, mark) for mark in _MARKS)
 
 
