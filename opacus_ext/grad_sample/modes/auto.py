@@ -59,6 +59,7 @@ class Auto(BookKeeping):
     """Mode "auto"."""
 
     def add_hooks(self, **kwargs: Any) -> None:
+        """Takes the place of the model's calls, and times them."""
         super().add_hooks(**kwargs)
         self.choice = Choice(sum(bool(m._parameters) for m in self._module.modules()))
         self._start: float | None = None

@@ -49,8 +49,7 @@ class PrivateMode:
     """Mixed into Opacus's classes of a mode."""
 
     private: PrivateModel
-    # Called in an ordinary backward(), see PrivateModel.
-    plain_backward: Callable[[ForwardRecord, Any], list[Any]]
+    plain_backward: Callable[[ForwardRecord, Any], list[Any]]  # see PrivateModel
     attached = False  # whether gradients of whole groups are asked for as well
     one_by_one = False  # whether no samples run at once
     compiles = False  # whether what torch.compile was used on is compiled
@@ -86,8 +85,7 @@ class PrivateMode:
         self.private.compiles = self.compiles and not sharded
         called = [module, self] if isinstance(self, nn.Module) else [module]
         handles: list[Any] = [Attachment(self.private, each) for each in called]
-        module.autograd_grad_sample_hooks = handles
-        self.autograd_grad_sample_hooks = handles
+        module.autograd_grad_sample_hooks = self.autograd_grad_sample_hooks = handles
         self.enable_hooks()
 
     @classmethod

@@ -58,9 +58,9 @@ class Recording(PrivateMode):
     passes = 0  # backward passes so far
 
     def add_hooks(self, **kwargs: Any) -> None:
+        """Takes the place of the model's calls, and takes gradients in its stead."""
         super().add_hooks(**kwargs)
-        # Of the backward pass that runs: what was found for each forward pass.
-        self._found: list[tuple[ForwardRecord, DenseGrads]] = []
+        self._found: list[tuple[ForwardRecord, DenseGrads]] = []  # by forward pass
         self.private.begin = self._begin
 
     def _begin(self, size: int) -> None:

@@ -44,10 +44,9 @@ class ParallelModel(PrivateModel):
             return super().__call__(*args, **kwargs)
         try:
             found = super().__call__(*args, **kwargs)
-        except ProcessFailure:
-            raise
-        except BaseException:
-            self.processes.meet(places.FAILED)
+        except BaseException as error:
+            if not isinstance(error, ProcessFailure):
+                self.processes.meet(places.FAILED)
             raise
         self.processes.meet(places.END)
         return found
@@ -87,7 +86,8 @@ class ParallelModel(PrivateModel):
 
     def sum_of(self, kind: type) -> Callable[..., ClippedSum]:
         """A kind of clipped sum, as it is for sharded parameters."""
-        return functools.partial(_SUMS[kind], self.processes)
+        own = ParallelTwoPassSum if kind is TwoPassSum else ParallelSum
+        return functools.partial(own, self.processes)
 
 
 class _ParallelGroup(ModelGroup):
@@ -193,6 +193,3 @@ class ParallelSum(ClippedSum):
 
 class ParallelTwoPassSum(ParallelSum, TwoPassSum):
     """The same by two passes."""
-
-
-_SUMS: dict[type, type] = {ClippedSum: ParallelSum, TwoPassSum: ParallelTwoPassSum}

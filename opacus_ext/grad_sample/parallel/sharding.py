@@ -63,12 +63,9 @@ def group_of(part: Any) -> ExpertGroup | None:
 
 
 def find_group(layers: Iterable[nn.Module]) -> ExpertGroup | None:
-    """
-    The processes that experts among ``layers`` are spread over, if they are. Their
-    parameters are marked, as copies of parameters lose such marks.
-    """
+    """The processes that experts among ``layers`` are spread over, if they are."""
     sharded: list[Any] = [x for x in layers if group_of(x) is not None]
-    for layer in sharded:
+    for layer in sharded:  # copies of parameters have lost their marks
         mark(layer, layer.sharding)
     return group_of(sharded[0]) if sharded else None
 
