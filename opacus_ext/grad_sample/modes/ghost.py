@@ -288,12 +288,12 @@ class Ghost(PrivateMode):
                 remedy="Call optimizer.step() after each backward(), or use "
                 "BatchMemoryManager to accumulate batches.",
             )
-        private, kind = self.private, self.sum_of
-        sharded = isinstance(private, ParallelModel)
-        clipped_sum = private.sum_of(kind) if sharded else kind
-        params = {private.names[p]: p for p in optimizer.params}
+        kind: Any = self.sum_of
+        if isinstance(self.private, ParallelModel):
+            kind = self.private.sum_of(kind)
+        params = {self.private.names[p]: p for p in optimizer.params}
         clipping = optimizer.clipping_function
-        return clipped_sum(params, size, clipping, self.on_nonfinite, scale)
+        return kind(params, size, clipping, self.on_nonfinite, scale)
 
     def _give(self, optimizer: Any, total: ClippedSum) -> None:
         self.per_sample_gradient_norms = total.norms
@@ -380,7 +380,7 @@ class Ghost(PrivateMode):
                 [losses], edges, [weights], retain_graph=keep, allow_unused=True
             )
 
-        def digests(found: Sequence[T | None]) -> list[T | None]:
+        def digests(found: Sequence[T | None]) -> list[Any]:
             pairs = zip(found, places)
             return [g if g is None else digest(g.movedim(d or 0, 0)) for g, d in pairs]
 
