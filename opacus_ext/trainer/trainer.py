@@ -24,7 +24,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from opacus_ext.accountants.budget import least_noise
 from opacus_ext.data.logical import Part, derive_seed
-from opacus_ext.grad_sample.core.batch import Samples, samples_of
+from opacus_ext.grad_sample.core.groups import Samples, samples_of
 from opacus_ext.monitor import Monitor
 from opacus_ext.refused import Refused
 from opacus_ext.trainer.arguments import PrivacyArguments

@@ -10,9 +10,8 @@ from torch.nn import functional as F
 from torch.utils._pytree import TreeSpec, tree_flatten
 
 from opacus_ext.grad_sample.adapter.state import State
-from opacus_ext.grad_sample.core.batch import Samples
-from opacus_ext.grad_sample.core.group import EagerGroup
-from opacus_ext.grad_sample.core.groups import in_groups
+from opacus_ext.grad_sample.core.group import SampleGroup
+from opacus_ext.grad_sample.core.groups import Samples, in_groups
 from opacus_ext.refused import Refused
 
 T = torch.Tensor
@@ -100,7 +99,7 @@ class SampleCriterion:
             return loss.reshape(())
 
         def at_once(some: Samples) -> None:
-            group = EagerGroup((), some.size)
+            group = SampleGroup((), some.size)
             with group.level:
                 sample = some.tree(group.wrap)
                 with group:

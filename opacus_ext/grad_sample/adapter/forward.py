@@ -31,7 +31,6 @@ from opacus_ext.grad_sample.adapter.state import (
     State,
     holds_data,
 )
-from opacus_ext.grad_sample.core.batch import Samples
 from opacus_ext.grad_sample.core.clip import DenseGrads
 from opacus_ext.grad_sample.core.dynamo import (
     Settings,
@@ -41,14 +40,9 @@ from opacus_ext.grad_sample.core.dynamo import (
     settings_of,
     skip,
 )
-from opacus_ext.grad_sample.core.group import EagerGroup
-from opacus_ext.grad_sample.core.groups import (
-    gradients_alone,
-    graph_of,
-    in_groups,
-    no_autocast,
-    warn_one_by_one,
-)
+from opacus_ext.grad_sample.core.gradients import gradients_alone, graph_of, no_autocast
+from opacus_ext.grad_sample.core.group import SampleGroup
+from opacus_ext.grad_sample.core.groups import Samples, in_groups, warn_one_by_one
 from opacus_ext.grad_sample.core.vmap import is_batched
 from opacus_ext.grad_sample.rules import NotAtOnce
 from opacus_ext.refused import Refused, tell
@@ -58,7 +52,7 @@ T = torch.Tensor
 _NO_DATA = (torch.dtype, torch.device)  # kinds of values that do not tell of data
 
 
-class ModelGroup(EagerGroup):
+class ModelGroup(SampleGroup):
     """Samples of a private model that run at once."""
 
     def __init__(self, model: PrivateModel, size: int, attached: bool):
@@ -212,8 +206,9 @@ class PrivateModel:
         """The model, or the wrapper around it, called by the user."""
         if not self.enabled or self.running or not torch.is_grad_enabled():
             return module._call_impl(*args, **kwargs)
-        compiler = set_compiler(None)  # what is compiled is said below
-        settings = settings_from(compiler) or self.settings
+        compiler, settings = set_compiler(None), self.settings
+        if compiler is not None:  # what is compiled is said below
+            settings = settings_from(compiler) or settings
 
         def forward(sample: Any) -> Any:
             return module._call_impl(*sample[0], **sample[1])

@@ -23,7 +23,7 @@ from torch.utils._pytree import TreeSpec, keystr, tree_leaves, tree_unflatten
 
 from opacus_ext.grad_sample.adapter.outputs import flatten
 from opacus_ext.grad_sample.adapter.state import PLAIN
-from opacus_ext.grad_sample.core.batch import Samples, samples_of
+from opacus_ext.grad_sample.core.groups import Samples, samples_of
 from opacus_ext.refused import Refused
 
 T = torch.Tensor

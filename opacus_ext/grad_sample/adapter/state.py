@@ -24,7 +24,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from opacus_ext.grad_sample.core import branches
+from opacus_ext.grad_sample.core.groups import ASKING
 from opacus_ext.grad_sample.core.vmap import is_batched
 from opacus_ext.grad_sample.rules import HANDLERS
 
@@ -402,12 +402,6 @@ def holds_data(value: Any, is_data: Callable[[T], bool]) -> bool:
 
 # -- what is made of data --------------------------------------------------------------
 
-# Of a group's ways to handle functions, those that ask for a number.
-_ASKING = {
-    *(branches.ask, branches.ask_all, branches.ask_rest, branches.where),
-    *(branches.getitem, branches.setitem, branches.equal, branches.allclose),
-    *(branches.contains, branches.backward_inside),
-}
 _SET_DATA = getattr(T.data, "__set__")
 
 
@@ -485,7 +479,7 @@ class AloneSample(TorchFunctionMode):
         self, func: Callable, types: Any, args: tuple = (), kwargs: Any = None
     ) -> Any:
         handler = HANDLERS.get(func)
-        if handler in _ASKING:
+        if handler in ASKING:
             found = handler(self, func, *args, **(kwargs or {}))
         else:
             found = self.call(func, *args, **(kwargs or {}))

@@ -2,34 +2,30 @@
 
 from __future__ import annotations
 
-import math
-from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple, Union
+from typing import Any, Callable, NamedTuple
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.weak import WeakIdKeyDictionary
 
 from opacus_ext.clipping import as_clipping_function
-from opacus_ext.grad_sample.core import branches  # noqa: F401  (handlers)
-from opacus_ext.grad_sample.core.batch import Samples, Take, samples_of
 from opacus_ext.grad_sample.core.clip import (
     ClippedSum,
     DenseGrads,
     GroupNorms,
+    by_name,
+    norms_and_sums,
 )
-from opacus_ext.grad_sample.core.group import EagerGroup
+from opacus_ext.grad_sample.core.gradients import gradients_alone, no_autocast
+from opacus_ext.grad_sample.core.group import SampleGroup
 from opacus_ext.grad_sample.core.groups import (
-    gradients_alone,
+    Samples,
+    Take,
     in_groups,
-    no_autocast,
+    samples_of,
     warn_one_by_one,
 )
-from opacus_ext.grad_sample.core.traced import (
-    TracedGroup,
-    collect,
-    find_uses,
-    run_with_slots,
-)
+from opacus_ext.grad_sample.core.traced import TracedGroup
 from opacus_ext.grad_sample.rules import NotAtOnce
 from opacus_ext.refused import Refused
 
@@ -49,7 +45,7 @@ class ClippedGrads(NamedTuple):
             nothing
     """
 
-    sums: Dict[str, T]
+    sums: dict[str, T]
     norms: T
     losses: T
     aux: Any = None
@@ -65,19 +61,19 @@ class PerSampleGrads(NamedTuple):
         aux: see :class:`ClippedGrads`
     """
 
-    grads: Dict[str, T]
+    grads: dict[str, T]
     losses: T
     aux: Any = None
 
 
 def clipped_grads(
     loss: Loss,
-    params: Dict[str, T],
+    params: dict[str, T],
     batch: Any,
     clipping: Any,
     *,
-    take: Optional[Take] = None,
-    microbatch: Optional[int] = None,
+    take: Take | None = None,
+    microbatch: int | None = None,
     on_nonfinite: str = "drop",
 ) -> ClippedGrads:
     """
@@ -155,9 +151,8 @@ def clipped_grads(
         >>> found.sums["w"], found.norms
         (tensor([0.9000, 1.2000]), tensor([5.0000, 0.5000]))
     """
-    trained = _trained(params)
+    trained = _trained(params, microbatch)
     clip = as_clipping_function(clipping)
-    _check_microbatch(microbatch)
     if on_nonfinite not in ("drop", "raise"):
         raise Refused(
             f'on_nonfinite is "drop" or "raise", got {on_nonfinite!r}.',
@@ -169,18 +164,18 @@ def clipped_grads(
             raise Refused("take= and microbatch= can't be compiled.", parameter="take")
         return _clipped_traced(loss, trained, samples[0], clip)
     total = ClippedSum(trained, size, clip, on_nonfinite)
-    run = _Run(loss, trained, size, total)
-    run.all(samples, microbatch)
-    return ClippedGrads(total.sums(), total.norms, run.losses(), run.aux())
+    run = _Run(loss, list(trained.values()), size, total)
+    losses, aux = run.all(samples, microbatch)
+    return ClippedGrads(total.sums(), total.norms, losses, aux)
 
 
 def per_sample_grads(
     loss: Loss,
-    params: Dict[str, T],
+    params: dict[str, T],
     batch: Any,
     *,
-    take: Optional[Take] = None,
-    microbatch: Optional[int] = None,
+    take: Take | None = None,
+    microbatch: int | None = None,
 ) -> PerSampleGrads:
     """
     The gradients of all samples, materialized.
@@ -197,20 +192,25 @@ def per_sample_grads(
         tensor([[3.0000, 4.0000],
                 [0.3000, 0.4000]])
     """
-    trained = _trained(params)
-    _check_microbatch(microbatch)
+    trained = _trained(params, microbatch)
     samples, size = samples_of(batch, take)
     total = DenseGrads(trained, size)
-    run = _Run(loss, trained, size, total)
-    run.all(samples, microbatch)
-    return PerSampleGrads(total.grads(), run.losses(), run.aux())
+    run = _Run(loss, list(trained.values()), size, total)
+    losses, aux = run.all(samples, microbatch)
+    return PerSampleGrads(total.grads(), losses, aux)
 
 
-def _trained(params: Dict[str, T]) -> Dict[str, T]:
+def _trained(params: dict[str, T], microbatch: int | None) -> dict[str, T]:
+    """The parameters to be trained, looked at, and the size of groups."""
+    if microbatch is not None and not (isinstance(microbatch, int) and microbatch > 0):
+        raise Refused(
+            f"microbatch is a number of samples, got {microbatch!r}.",
+            parameter="microbatch",
+        )
     trained = {n: p for n, p in params.items() if p.requires_grad}
-    names: Dict[int, str] = {}
+    names: dict[int, str] = {}
     for name, p in trained.items():
-        if id(p) in names:
+        if names.setdefault(id(p), name) != name:
             raise Refused(
                 f"{names[id(p)]} and {name} are one tensor, whose gradient would be "
                 "clipped and released twice.",
@@ -218,7 +218,6 @@ def _trained(params: Dict[str, T]) -> Dict[str, T]:
                 remedy="Leave one of the names out: dict(model.named_parameters()) has "
                 "each tensor once.",
             )
-        names[id(p)] = name
         if p.is_complex() or not p.is_leaf:
             raise Refused(
                 f"{name} is {'complex' if p.is_complex() else 'no leaf'}.",
@@ -234,173 +233,112 @@ def _trained(params: Dict[str, T]) -> Dict[str, T]:
     return trained
 
 
-def _check_microbatch(microbatch: Optional[int]) -> None:
-    if microbatch is not None and not (isinstance(microbatch, int) and microbatch > 0):
-        raise Refused(
-            f"microbatch is a number of samples, got {microbatch!r}.",
-            parameter="microbatch",
-        )
-
-
 class _Run:
-    """
-    The samples of one call.
-
-    Args:
-        loss: of a sample
-        params: by name
-        size: number of samples
-        total: takes the gradients
-    """
+    """The samples of one call, whose gradients go to ``total``."""
 
     def __init__(
-        self,
-        loss: Loss,
-        params: Dict[str, T],
-        size: int,
-        total: Union[ClippedSum, DenseGrads],
+        self, loss: Loss, params: list[T], size: int, total: ClippedSum | DenseGrads
     ):
-        self.loss, self.params, self.size = loss, list(params.values()), size
-        self.total = total
-        self._code = getattr(loss, "__code__", type(loss))
-        self._losses: Optional[T] = None
-        self._aux: Optional[Tuple[List[T], Any]] = None
+        self.loss, self.params, self.size, self.total = loss, params, size, total
+        # Which samples, their losses and auxiliary values, and the tree of these.
+        self._parts: list[tuple[T | None, list[T], Any]] = []
 
-    def all(self, samples: List[Samples], microbatch: Optional[int]) -> None:
-        alone = self._code in _alone.get(self.params[0], ())
-        in_groups(
-            samples,
-            self.at_once,
-            self.one,
-            microbatch=microbatch,
-            one_by_one=alone,
-            tell=self._tell,
-        )
+    def all(self, samples: list[Samples], microbatch: int | None) -> tuple[T, Any]:
+        """Runs all samples; the losses ``[B]``, and auxiliary values ``[B, ...]``."""
+        code = getattr(self.loss, "__code__", type(self.loss))
+        alone = _alone.setdefault(self.params[0], set())
 
-    def _tell(self, reason: str) -> None:
-        _alone.setdefault(self.params[0], set()).add(self._code)
-        warn_one_by_one("The loss", reason)
+        def tell(reason: str) -> None:
+            alone.add(code)
+            warn_one_by_one("The loss", reason)
 
-    def at_once(self, samples: Samples) -> None:
-        """Some samples under vmap."""
-        group = EagerGroup(self.params, samples.size)
-        with torch.enable_grad(), group.level:
-            sample = samples.tree(group.level.wrap)
-            with group:
-                value, aux = _loss_and_aux(self.loss(sample))
-            losses = group.inner(value)
-            leaves, spec = tree_flatten(aux)
-            leaves = [group.inner(_as_tensor(x)).detach() for x in leaves]
-            del sample, value, aux
-        with no_autocast():
-            ones = torch.ones_like(losses)
-            self.total.add_group(samples.rows, group, [losses], [ones], self.params)
-        self._keep(samples.rows, losses.detach(), leaves, spec)
-
-    def one(self, samples: Samples, i: int) -> None:
-        """One sample by ordinary autograd."""
-        row = i if samples.rows is None else int(samples.rows[i])
-        with torch.enable_grad():
-            value, aux = _loss_and_aux(self.loss(samples.alone(i)))
-        with no_autocast():
-            found = gradients_alone([value], [torch.ones_like(value)], self.params)
-            self.total.add_one(row, found)
-        leaves, spec = tree_flatten(aux)
-        leaves = [_as_tensor(x).detach()[None] for x in leaves]
-        self._keep(torch.tensor([row]), value.detach()[None], leaves, spec)
-
-    def _keep(self, rows: Optional[T], losses: T, aux: List[T], spec: Any) -> None:
-        if rows is None:
-            self._losses, self._aux = losses, (aux, spec)
-            return
-        if self._losses is None:
-            self._losses = losses.new_zeros(self.size)
-            self._aux = [x.new_zeros(self.size, *x.shape[1:]) for x in aux], spec
-        self._losses[rows.to(losses.device)] = losses
-        whole, known = self._aux
-        if spec != known or any(x.shape[1:] != y.shape[1:] for x, y in zip(aux, whole)):
+        way: dict = dict(microbatch=microbatch, one_by_one=code in alone, tell=tell)
+        in_groups(samples, self.at_once, self.one, **way)
+        if not self._parts:
+            return self.params[0].new_zeros(0), None
+        kinds = [(spec, [x.shape[1:] for x in xs]) for _, xs, spec in self._parts]
+        if any(kind != kinds[0] for kind in kinds):
             raise Refused(
                 "The auxiliary values of some samples have another structure or shape "
                 "than those of others.",
                 parameter="loss",
                 remedy="Return the same from each sample, padded if need be.",
             )
-        for x, y in zip(aux, whole):
-            y[rows.to(y.device)] = x
+        rows, found, specs = zip(*self._parts)
+        whole = list(found[0])
+        if rows[0] is not None:
+            order = torch.cat([x.cpu() for x in rows]).argsort()
+            whole = [torch.cat(xs)[order.to(xs[0].device)] for xs in zip(*found)]
+        return whole[0], tree_unflatten(whole[1:], specs[0]) if whole[1:] else None
 
-    def losses(self) -> T:
-        """``[B]``."""
-        if self._losses is None:
-            return self.params[0].new_zeros(0)
-        return self._losses
+    def at_once(self, samples: Samples) -> None:
+        """Some samples under vmap."""
+        group = SampleGroup(self.params, samples.size)
+        with torch.enable_grad(), group.level:
+            sample = samples.tree(group.wrap)
+            with group:
+                found, spec = _loss_and_aux(self.loss(sample))
+            losses, *aux = map(group.inner, found)
+            del sample, found
+        with no_autocast():
+            ones = torch.ones_like(losses)
+            self.total.add_group(samples.rows, group, [losses], [ones], self.params)
+        self._keep(samples.rows, [losses, *aux], spec)
 
-    def aux(self) -> Any:
-        """A tree ``[B, ...]``."""
-        if self._aux is None or not self._aux[0]:
-            return None
-        return tree_unflatten(*self._aux)
+    def one(self, samples: Samples, i: int) -> None:
+        """One sample by ordinary autograd."""
+        row = i if samples.rows is None else int(samples.rows[i])
+        with torch.enable_grad():
+            found, spec = _loss_and_aux(self.loss(samples.alone(i)))
+        with no_autocast():
+            ones = [torch.ones_like(found[0])]
+            self.total.add_one(row, gradients_alone(found[:1], ones, self.params))
+        self._keep(torch.tensor([row]), [x[None] for x in found], spec)
+
+    def _keep(self, rows: T | None, found: list[T], spec: Any) -> None:
+        self._parts.append((rows, [x.detach() for x in found], spec))
 
 
 def _clipped_traced(
-    loss: Loss, params: Dict[str, T], samples: Samples, clipping: Callable[[T], T]
+    loss: Loss, params: dict[str, T], samples: Samples, clipping: Callable[[T], T]
 ) -> ClippedGrads:
     """The same in a function that is compiled."""
     values, size = list(params.values()), samples.size
-    places = [i for i, own in enumerate(samples.by_sample) if own]
     specs = []
 
-    def run(leaves: List[T]) -> List[T]:
-        every = list(samples.leaves)
-        for i, x in zip(places, leaves):
-            every[i] = x
-        value, aux = _loss_and_aux(loss(tree_unflatten(every, samples.spec)))
-        found, spec = tree_flatten(aux)
+    def call(sample: Any) -> list[T]:
+        found, spec = _loss_and_aux(loss(sample))
         specs.append(spec)
-        return [value, *(_as_tensor(x) for x in found)]
+        return found
 
-    leaves = [samples.leaves[i] for i in places]
     first = TracedGroup(values, size)
-    find_uses(run, leaves, first)
-    box = []
+    with torch.enable_grad():
+        first.run(call, samples)
 
-    def total(slots: List[T]) -> Tuple[T, Any]:
-        traced = run_with_slots(run, leaves, values, size, slots, first.tracked)
-        if traced.group.uses_in_words() != first.uses_in_words():
+    def total(slots: list[T]) -> tuple[T, Any]:
+        group = TracedGroup(values, size)
+        (losses, *aux), kept = group.run(call, samples, slots)
+        if group.uses_in_words() != first.uses_in_words():
             raise NotAtOnce("a loss that uses parameters in another way each time")
-        box.append(traced.group.uses)
-        losses, *aux = traced.output
-        return losses.sum(), (losses, aux, traced.kept)
+        return losses.sum(), (losses, aux, kept)
 
     with torch.no_grad():
-        grads, (losses, aux, kept) = torch.func.grad(total, has_aux=True)(
-            first.make_slots()
-        )
+        grad = torch.func.grad(total, has_aux=True)
+        grads, (losses, aux, kept) = grad(first.make_slots())
         group = GroupNorms(values, size, getattr(clipping, "per_parameter", False))
-        group.finish(collect(box[0], kept, grads, values, size))
-        finite = group.norms.isfinite()
-        finite = finite.all(0) if finite.dim() > 1 else finite
-        norms = group.norms.masked_fill(~finite, math.inf)
-        group.drop(~finite)
-        sums = group.weighted_sums(clipping(norms).masked_fill(~finite, 0))
+        group.finish(first.collect(kept, grads, size))
+        norms, sums = norms_and_sums(group, clipping)
         norms = norms.norm(dim=0) if norms.dim() > 1 else norms
-    sums = {
-        n: torch.zeros_like(p) if total is None else total.to(p.dtype)
-        for (n, p), total in zip(params.items(), sums)
-    }
-    return ClippedGrads(
-        sums, norms, losses, tree_unflatten(aux, specs[0]) if aux else None
-    )
+    found = tree_unflatten(aux, specs[0]) if aux else None
+    return ClippedGrads(by_name(params, sums), norms, losses, found)
 
 
 # By the first parameter, losses whose samples run one by one as vmap can't run them.
 _alone = WeakIdKeyDictionary()
 
 
-def _as_tensor(x: Any) -> T:
-    return x if isinstance(x, T) else torch.as_tensor(x)
-
-
-def _loss_and_aux(found: Any) -> Tuple[T, Any]:
+def _loss_and_aux(found: Any) -> tuple[list[T], Any]:
+    """The loss of a sample and tensors beside it, and their tree."""
     loss, aux = found if isinstance(found, tuple) and len(found) == 2 else (found, ())
     if not isinstance(loss, T) or loss.numel() != 1:
         what = (
@@ -411,4 +349,6 @@ def _loss_and_aux(found: Any) -> Tuple[T, Any]:
             parameter="loss",
             remedy="Reduce it over the sample, by mean() or sum().",
         )
-    return loss.reshape(()), aux
+    leaves, spec = tree_flatten(aux)
+    others = [x if isinstance(x, T) else torch.as_tensor(x) for x in leaves]
+    return [loss.reshape(()), *others], spec

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, NamedTuple, Optional
+from typing import Any, Callable, ContextManager, NamedTuple
 
 import torch
 from torch import nn
 from torch._C._dynamo.eval_frame import set_eval_frame
-from torch._dynamo.decorators import skip
+from torch._dynamo import config
+from torch._dynamo.decorators import skip  # noqa: F401
 from torch._dynamo.eval_frame import OptimizeContext, OptimizedModule
 
 #: Sets what compiles the code that runs next, or None; returns what did so before.
@@ -15,19 +16,13 @@ set_compiler: Callable[[Any], Any] = set_eval_frame
 
 
 class Settings(NamedTuple):
-    """
-    What ``torch.compile`` was given.
+    """What ``torch.compile`` was given."""
 
-    Attributes:
-        backend: called with a graph and its inputs
-        fullgraph: whether what can't be compiled is an error
-    """
-
-    backend: Callable
-    fullgraph: bool
+    backend: Callable  # called with a graph and its inputs
+    fullgraph: bool  # whether what can't be compiled is an error
 
 
-def settings_of(module: nn.Module) -> Optional[Settings]:
+def settings_of(module: nn.Module) -> Settings | None:
     """How a model was compiled, by ``torch.compile(model)`` or ``model.compile()``."""
     if isinstance(module, OptimizedModule):
         return settings_from(module.dynamo_ctx.callback)
@@ -38,7 +33,7 @@ def settings_of(module: nn.Module) -> Optional[Settings]:
     return None
 
 
-def settings_from(compiler: Any) -> Optional[Settings]:
+def settings_from(compiler: Any) -> Settings | None:
     """The settings of what compiles code, see :data:`set_compiler`."""
     whole, backend = False, compiler
     while callable(backend):
@@ -52,6 +47,11 @@ def settings_from(compiler: Any) -> Optional[Settings]:
     return Settings(backend, whole) if found else None
 
 
+def programs(most: int) -> ContextManager:
+    """Within, as many programs may be made of one function."""
+    return config.patch(recompile_limit=most)
+
+
 def count_a_frame() -> None:
     """With ``fullgraph=True`` torch asks for one that is compiled where it looks."""
     _frame(torch.zeros(()))
@@ -59,13 +59,3 @@ def count_a_frame() -> None:
 
 def _frame(x: torch.Tensor) -> torch.Tensor:
     return x + 1
-
-
-__all__ = [
-    "Settings",
-    "count_a_frame",
-    "set_compiler",
-    "settings_from",
-    "settings_of",
-    "skip",
-]

@@ -1,70 +1,139 @@
-"""From the gradients at the uses to the per-sample gradients of each parameter.
+"""From a run of samples to the per-sample gradients of each parameter.
 
-A use may be of a parameter itself, of a view of it, or of what was computed from
-several. The factors of a view are those of the parameter in another order or place;
-what was computed is followed back by autograd, one gradient a sample.
+An op that makes something of a parameter and of data is one *use* of the parameter. The
+gradient of the op's output, with the data that were kept, are the factors of the
+per-sample gradients (factors/). What is used may be a parameter itself, a view of it,
+or what was computed from several. The factors of a view are those of the parameter in
+another order or place; what was computed is followed back by autograd.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any, Callable, Iterable, Iterator, NamedTuple, Sequence
 
 import torch
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import functional as F
 
-from opacus_ext.grad_sample.core.uses import ParameterUse, ParameterValue, View
 from opacus_ext.grad_sample.factors import Factor, GradSample, OneHot
+from opacus_ext.grad_sample.rules import NotAtOnce
+from opacus_ext.refused import Refused
 
 T = torch.Tensor
+GradSamples = dict[
+    int, GradSample
+]  # by the id of a parameter; zero where there is none
+FactorsFn = Callable[..., Sequence[tuple[Factor, ...]]]
 
 # Entries up to which a gradient is handled beside others of its kind: to start kernels
 # takes longer than to run them.
 SMALL = 2**16
+UNSEEN = "a use of a parameter that is not seen (an autograd function)"
+
+
+class ParameterValue:
+    """A parameter, a view of one, or what was computed from parameters without data."""
+
+    def __init__(self, tensor: T):
+        self.tensor, self.shape = tensor, tensor.shape
+        self.version = tensor._version  # it may be changed in place later
+        # Where the gradient of the value goes on to parameters; None of a leaf.
+        self.edge = None if tensor.is_leaf else get_gradient_edge(tensor)
+        self.shared = tensor.detach()  # which the samples compute with
+
+    def leaves(self) -> list[T]:
+        """What it was computed from; itself if it is a leaf."""
+        return [self.tensor] if self.edge is None else graph_of([self.edge])[0]
+
+    def pull(self, leaves: list[T], grads: T) -> Sequence[T | None]:
+        """Follows gradients ``[B, *shape]`` back to some of the leaves."""
+        edges: Any = [self.edge]
+        kw = dict(is_grads_batched=True, retain_graph=True, allow_unused=True)
+        return torch.autograd.grad(edges, leaves, [grads], **kw)
+
+
+class ParameterUse(NamedTuple):
+    """One use of parameters."""
+
+    values: tuple[ParameterValue | None, ...]  # of what; None for an argument left out
+    # (backprops, *data), all [B, T, *event], to the factors of each of the values.
+    factors: FactorsFn
+    rows: int  # how many dims of the output, behind that of the samples, are rows
+    data: Sequence[T]  # what the factors need, [B, *rows, *event]
+    data_rows: tuple[int, ...]  # the same as rows, of each of the data
+    versions: tuple[int, ...] = ()  # of the data when they were kept
+    edge: GradientEdge | None = None  # where the gradient of the op's output arrives
+    source: GradientEdge | None = None  # behind the edge, if the graph ends there
+    size: int | None = None  # of samples, if others than those of the group (parallel/)
+    samples: T | None = None  # which of these they are, if not all
+
+    def of(self, backprops: T) -> list[tuple[ParameterValue, tuple[Factor, ...]]]:
+        """The factors of each value's per-sample gradients."""
+        given = (backprops, *self.data)
+        if self.samples is not None:  # the others are zero
+            given = tuple(
+                x.new_zeros(self.size, *x.shape[1:]).index_copy(0, self.samples, x)
+                for x in given
+            )
+        pairs = zip(given, (self.rows, *self.data_rows))
+        found = self.factors(
+            *(x.flatten(1, n) if n else x.unsqueeze(1) for x, n in pairs)
+        )
+        return [(v, f) for v, f in zip(self.values, found) if v is not None]
+
+
+def of_copies(backprops: T) -> list[tuple[T]]:
+    """The gradient of one copy a sample, ``[B, 1, *shape]``, as factors."""
+    return [(backprops.flatten(1).unsqueeze(1),)]
 
 
 class Collector:
     """
-    The per-sample gradients of one group of samples.
-
-    Args:
-        params: by id
-        size: number of samples
-        uses: of the parameters, in the order of the forward pass
-        done: called with a parameter and its gradients when all of its uses are known
-
-    Attributes:
-        found: by the id of a parameter; those that are missing are zero
+    The per-sample gradients of one group of samples, of some parameters with their
+    uses. ``done`` is called with a parameter and its gradients when all are known.
     """
 
     def __init__(
         self,
-        params: Dict[int, T],
+        params: Iterable[T],
         size: int,
         uses: Sequence[ParameterUse],
-        done: Optional[Callable[[T, GradSample], None]] = None,
+        done: Callable[[T, GradSample], None] | None = None,
     ):
-        self.params, self.size, self.done = params, size, done
-        self.found: Dict[int, GradSample] = {}
-        self._views: Dict[int, Optional[View]] = {}  # by the id of the value
-        self._computed: Dict[int, Tuple[ParameterValue, GradSample]] = {}
-        self._alike: Dict[tuple, List[Tuple[ParameterUse, T]]] = {}
-        self._left: Dict[int, float] = {}  # uses of each parameter that are to come
+        self.params, self.size, self.done = {id(p): p for p in params}, size, done
+        self.found: GradSamples = {}
+        self._views: dict[int, View | None] = {}  # by the id of the value
+        self._computed: dict[int, tuple[ParameterValue, GradSample]] = {}
+        self._alike: dict[tuple, list[tuple[ParameterUse, T]]] = {}
+        self._left: dict[int, float] = {}  # uses of each parameter that are to come
         for value in (v for use in uses for v in use.values if v is not None):
-            view = self._view(value)
-            for i in [id(view.param)] if view else self._params_of(value):
-                more = 1 if view else math.inf  # known in the end
-                self._left[i] = self._left.get(i, 0) + more
+            i = id(value.tensor)
+            if i in self.params:
+                self._left[i] = self._left.get(i, 0) + 1
+                continue
+            view = self._views[id(value)] = view_of(value, self.params)
+            for i in [id(view[0])] if view else map(id, value.leaves()):
+                self._left[i] = self._left.get(i, 0) + (1 if view else math.inf)
         # Small parameters with one use, by themselves.
         self._alone = {
             i
             for i, count in self._left.items()
-            if count == 1 and size * params[i].numel() <= SMALL
+            if count == 1 and size * self.params[i].numel() <= SMALL
         }
 
     def add(self, use: ParameterUse, backprops: T) -> None:
         """Takes the gradient that arrived at a use."""
-        use.check()
+        if any(x._version != n for x, n in zip(use.data, use.versions)):
+            raise Refused(  # as autograd does
+                "What a layer was called with has been changed in place since, but its "
+                "gradient needs it as it was.",
+                remedy="Compute without changing it in place: y = 2 * x in the place "
+                "of x.mul_(2), inplace=False.",
+            )
         if (
             backprops.numel() <= SMALL
             and use.size is None
@@ -72,217 +141,246 @@ class Collector:
         ):
             self._alike.setdefault(_kind(use, backprops), []).append((use, backprops))
             return
+        size = self.size if use.size is None else use.size
         for value, factors in use.of(backprops):
-            self._add(value, factors, self.size if use.size is None else use.size)
-
-    def _add(
-        self, value: ParameterValue, factors: Tuple[Factor, ...], size: int
-    ) -> None:
-        view = self._view(value)
-        if view is None:
-            if id(value) not in self._computed:
+            p: T | None = value.tensor
+            if id(p) not in self.params:
+                view = self._views[id(value)]
+                p = None
+                if view is not None and len(view[1]) in (0, len(factors)):
+                    p, factors = view[0], _of_param(view, factors)
+            if p is None:  # known in the end
                 sample = GradSample(value.shape, size)
-                self._computed[id(value)] = value, sample
-            self._computed[id(value)][1].add(*factors)
-            return
-        if value.tensor is not view.param:
-            factors = _of_param(view, value.tensor, factors, size)
-        p = view.param
-        self._sample(p, size).add(*factors)
-        self._left[id(p)] -= 1
-        if self.done is not None and not self._left[id(p)]:
-            self.done(p, self.found[id(p)])
-
-    def _params_of(self, value: ParameterValue) -> List[int]:
-        """The ids of the parameters that a value was computed from."""
-        return list(
-            dict.fromkeys(id(x) for x in value.leaves() if id(x) in self.params)
-        )
+                self._computed.setdefault(id(value), (value, sample))[1].add(*factors)
+                continue
+            self._sample(p, size).add(*factors)
+            self._left[id(p)] -= 1
+            if self.done is not None and not self._left[id(p)]:
+                self.done(p, self.found[id(p)])
 
     def _sample(self, p: T, size: int) -> GradSample:
         if id(p) not in self.found:
             self.found[id(p)] = GradSample(p.shape, size)
         return self.found[id(p)]
 
-    def _view(self, value: ParameterValue) -> Optional[View]:
-        if id(value) not in self._views:
-            self._views[id(value)] = view_of(value, self.params)
-        return self._views[id(value)]
-
-    def finish(self) -> Dict[int, GradSample]:
-        """The per-sample gradients by the ids of parameters; none of those not used."""
+    def finish(self) -> GradSamples:
+        """The gradients; none of parameters that were not used."""
         for uses in self._alike.values():
             self._add_together(uses)
         for value, sample in self._computed.values():
             grads = sample.materialize().to(value.tensor.dtype)
-            leaves = [self.params[i] for i in self._params_of(value)]
+            leaves = [x for x in value.leaves() if id(x) in self.params]
             for p, g in zip(leaves, value.pull(leaves, grads) if leaves else ()):
                 if g is not None:
                     self._sample(p, len(g)).add(g.reshape(len(g), 1, -1))
-        self._alike, self._computed = {}, {}
         return self.found
 
-    def _add_together(self, uses: List[Tuple[ParameterUse, T]]) -> None:
+    def _add_together(self, uses: list[tuple[ParameterUse, T]]) -> None:
         """Uses of one kind, as one use of n times as many samples."""
         n, first = len(uses), uses[0][0]
         backprops = torch.cat([g for _, g in uses])
         data = [torch.cat(column) for column in zip(*(use.data for use, _ in uses))]
-        given = (v for v in first.values if v is not None)
         places = [i for i, v in enumerate(first.values) if v is not None]
-        whole = first._replace(data=data).of(backprops)
-        for i, value, (_, factors) in zip(places, given, whole):
+        found = first._replace(data=data).of(backprops)
+        for i, (value, factors) in zip(places, found):
             sample = GradSample(value.shape, n * self.size)
             sample.add(*factors)
             rows = sample.materialize().view(n, self.size, -1)
-            for (use, _), each in zip(uses, rows):
+            for (use, _), each in zip(uses, rows.unbind()):
                 p = use.values[i].tensor
                 self.found[id(p)] = GradSample(p.shape, self.size, each)
 
 
 def _kind(use: ParameterUse, backprops: T) -> tuple:
     """What uses have in common that are handled together."""
-    of_values = tuple(None if v is None else v.shape for v in use.values)
-    of_data = tuple((x.shape, x.dtype, x.device) for x in use.data)
-    own = (backprops.shape, backprops.dtype, backprops.device)
-    return (use.factors, use.rows, use.data_rows, of_values, own, of_data)
+    given = [(x.shape, x.dtype, x.device) for x in (backprops, *use.data)]
+    shapes = [None if v is None else v.shape for v in use.values]
+    return (use.factors, use.rows, use.data_rows, *shapes, *given)
 
 
 # -- views -----------------------------------------------------------------------------
 
-# Casts and copies: entry by entry the same.
-_SAME = ("ToCopyBackward0", "CloneBackward0")
+
+# A parameter, of which axis each axis of a view is (none of a cast), and where on
+# each axis of the parameter the view begins. No entry is repeated in it.
+View = tuple[T, tuple[int, ...], tuple[int, ...]]
 
 
-def view_of(value: ParameterValue, params: Dict[int, T]) -> Optional[View]:
+def view_of(value: ParameterValue, params: dict[int, T]) -> View | None:
     """How a value is a view of a parameter; None if it is something else."""
-    x = value.tensor
-    if id(x) in params:
-        return View(x, tuple(range(x.dim())), (0,) * x.dim())
-    if value.edge is None or not _is_plain(value.edge.node):
+    if value.edge is None:
         return None
-    p = next(iter(value.leaves()))
-    if id(p) not in params:
+    leaves, own_functions = graph_of([value.edge])
+    if len(leaves) != 1 or own_functions or id(leaves[0]) not in params:
         return None
-    if value.edge.node.name() in _SAME and x.shape == p.shape:
-        direct = hasattr(value.edge.node.next_functions[0][0], "variable")
-        return View(p, tuple(range(x.dim())), (0,) * x.dim()) if direct else None
-    if x._base is not p or x.dtype != p.dtype or not p.is_contiguous():
-        return None
-    if _overlaps(x):
+    x, node, p = value.tensor, value.edge.node, leaves[0]
+    if node.name() in ("ToCopyBackward0", "CloneBackward0") and x.shape == p.shape:
+        direct = hasattr(node.next_functions[0][0], "variable")
+        return (p, (), ()) if direct else None
+    plain = x._base is p and x.dtype == p.dtype and p.is_contiguous() and p.numel()
+    strides = [s if n > 1 else -1 for s, n in zip(p.stride(), p.shape)]
+    if not plain or x.dim() != p.dim() or not {*x.stride()} <= {*strides}:
         return None
     offset = x.storage_offset() - p.storage_offset()
-    starts = tuple(offset // stride % size for size, stride in zip(p.shape, p.stride()))
-    strides = [s if n > 1 else -1 for s, n in zip(p.stride(), p.shape)]
-    axes = None
-    if x.dim() == p.dim() and all(
-        n > 1 and s in strides for s, n in zip(x.stride(), x.shape)
-    ):
-        axes = tuple(strides.index(s) for s in x.stride())
-        inside = all(starts[a] + n <= p.shape[a] for a, n in zip(axes, x.shape))
-        if not inside or len(set(axes)) < len(axes):
-            axes = None
-    return View(p, axes, starts)
+    starts = tuple(offset // s % n for s, n in zip(p.stride(), p.shape))
+    axes = tuple(strides.index(s) for s in x.stride())
+    inside = all(n > 1 and starts[a] + n <= p.shape[a] for a, n in zip(axes, x.shape))
+    return (p, axes, starts) if inside and len({*axes}) == len(axes) else None
 
 
-def _overlaps(x: T) -> bool:
-    """Whether an entry of memory is in a view more than once, as by ``unfold``."""
-    end = 1
-    for stride, size in sorted(zip(x.stride(), x.shape)):
-        if size > 1:
-            if stride < end:
-                return True
-            end = stride * (size - 1) + end
-    return False
-
-
-def _is_plain(node: Any) -> bool:
-    """Whether only torch's own ops of one argument lie between it and a leaf."""
-    while not hasattr(node, "variable"):
-        if isinstance(node, torch.autograd.function.BackwardCFunction):
-            return False
-        parents = [n for n, _ in node.next_functions if n is not None]
-        if len(parents) != 1:
-            return False
-        node = parents[0]
-    return True
-
-
-def _of_param(
-    view: View, x: T, factors: Tuple[Factor, ...], size: int
-) -> Tuple[Factor, ...]:
+def _of_param(view: View, factors: tuple[Factor, ...]) -> tuple[Factor, ...]:
     """The factors of a view's gradients as those of the parameter's."""
-    p = view.param
-    if view.axes is None or len(factors) != x.dim():
-        sample = GradSample(x.shape, size)
-        sample.add(*factors)
-        whole = sample.materialize()
-        if x.shape == p.shape and x._base is None:
-            return (whole.flatten(1).unsqueeze(1),)
-        out = whole.new_zeros(size, p.numel())
-        offset = x.storage_offset() - p.storage_offset()
-        out.as_strided((size, *x.shape), (p.numel(), *x.stride()), offset).copy_(whole)
-        return (out.unsqueeze(1),)
-    found: List[Optional[Factor]] = [None] * p.dim()
-    for axis, f in zip(view.axes, factors):
-        start, width = view.starts[axis], p.shape[axis]
+    p, axes, starts = view
+    found: dict[int, Factor] = {}
+    for axis, f in zip(axes, factors):
+        start, width = starts[axis], p.shape[axis]
         if isinstance(f, OneHot):
             found[axis] = OneHot(f.index + start if start else f.index, width)
-        elif f.shape[2] == width:
-            found[axis] = f
         else:
-            found[axis] = F.pad(f, (start, width - start - f.shape[2]))
-    return tuple(found)
+            rest = width - start - f.shape[2]
+            found[axis] = F.pad(f, (start, rest)) if start or rest else f
+    return tuple(found[axis] for axis in sorted(found)) or factors
 
 
 # -- backward --------------------------------------------------------------------------
 
 
-def backward(
+def gradients_of_group(
+    group: Any,
     outputs: Sequence[T],
-    grads: Sequence[Optional[T]],
-    uses: Sequence[ParameterUse],
-    take: Callable[[ParameterUse, T], None],
-    others: Sequence[T] = (),
-    retain_graph: bool = False,
-) -> List[Optional[T]]:
+    grads: Sequence[T | None],
+    params: Sequence[T],
+    inputs: Sequence[T] = (),
+    done: Callable[[T, GradSample], None] | None = None,
+    seen: Callable[[ParameterUse, T], None] | None = None,
+) -> tuple[GradSamples, list[T | None]]:
     """
-    One backward pass of a group of samples that have run at once, without gradients of
-    parameters.
+    The gradients of samples that have run at once: of the parameters, and of inputs.
 
     Args:
-        outputs: of all samples, with their graph
+        group: in which they ran
+        outputs: of all of them, with their graph
         grads: of these
-        uses: of parameters
-        take: called with each use and the gradient that arrives there
-        others: leaves whose gradients are wanted, too
-
-    Returns:
-        the gradients of the others
+        params: of the model, of which gradients may be wanted
+        inputs: leaves whose gradients are wanted, too
+        done: called with a parameter and its gradients when all of these are known
+        seen: called with each use and the gradient that arrives there; the graph stays
     """
-    pairs = [
-        (y, g) for y, g in zip(outputs, grads) if y.requires_grad and g is not None
-    ]
+    collector = Collector(params, group.size, group.uses, done)
+
+    def take(use: ParameterUse, backprops: T) -> None:
+        if seen is not None:
+            seen(use, backprops)
+        collector.add(use, backprops)
+
+    others, keep = [*params, *inputs], seen is not None
+    found = backward(outputs, grads, group.uses, take, others, retain_graph=keep)
+    if any(g is not None for g in found[: len(params)]):
+        raise NotAtOnce(UNSEEN)
+    with torch.no_grad():
+        return collector.finish(), found[len(params) :]
+
+
+def backward(
+    outputs: Sequence[T],
+    grads: Sequence[T | None],
+    uses: Sequence[ParameterUse],
+    take: Callable[[ParameterUse, T], None],
+    others: Sequence[T],
+    retain_graph: bool = False,
+) -> list[T | None]:
+    """
+    One backward pass of samples that have run at once: calls ``take`` with each use and
+    the gradient that arrives there, and returns the gradients of the others.
+    """
+    pairs = [(y, g) for y, g in zip(outputs, grads) if g is not None]
+    pairs = [(y, g) for y, g in pairs if y.requires_grad]
     if not pairs:
         return [None] * len(others)
+
+    def arrive(use: ParameterUse, grads: tuple[T | None, ...]) -> None:
+        if grads[0] is not None:
+            take(use, grads[0])
+
+    handles = [u.edge.node.register_prehook(partial(arrive, u)) for u in uses]
+    leaves: list[Any] = [
+        *others,
+        *(use.source for use in uses if use.source is not None),
+    ]
     ys, gs = zip(*pairs)
-    handles = []
-    for use in uses:
-        handles.append(use.edge.node.register_prehook(_Arrival(use, take)))
-    sources = [use.source for use in uses if use.source is not None]
     try:
         found = torch.autograd.grad(
-            ys, [*sources, *others], gs, allow_unused=True, retain_graph=retain_graph
+            ys, leaves, gs, allow_unused=True, retain_graph=retain_graph
         )
     finally:
         for handle in handles:
             handle.remove()
-    return list(found[len(sources) :])
+    return list(found[: len(others)])
 
 
-class _Arrival:
-    def __init__(self, use: ParameterUse, take: Callable[[ParameterUse, T], None]):
-        self.use, self.take = use, take
+def gradients_alone(
+    outputs: Sequence[T], grads: Sequence[T | None], leaves: Sequence[T]
+) -> dict[int, T]:
+    """
+    The gradients of one sample, by ordinary autograd: dense, by the ids of leaves; none
+    for those that were not used.
+    """
+    pairs = [(y, g) for y, g in zip(outputs, grads) if y.requires_grad]
+    if not pairs or not leaves:
+        return {}
+    found: Sequence[T | None]
+    ys, gs = zip(*pairs)
+    reached, own_functions = graph_of(ys)
+    if not own_functions:
+        found = torch.autograd.grad(ys, leaves, gs, allow_unused=True)
+    else:
+        # A function of the user's may call backward() in its own, as checkpoints do,
+        # which autograd.grad would not see.
+        everywhere = list({id(x): x for x in (*leaves, *reached)}.values())
+        before = [x.grad for x in everywhere]
+        for x in everywhere:
+            x.grad = None
+        try:
+            torch.autograd.backward(ys, gs)
+            found = [x.grad for x in leaves]
+        finally:
+            for x, grad in zip(everywhere, before):
+                x.grad = grad
+    return {
+        id(x): g.to_dense() if g.is_sparse else g
+        for x, g in zip(leaves, found)
+        if g is not None
+    }
 
-    def __call__(self, grads: Tuple[Optional[T], ...]) -> None:
-        if grads[0] is not None:
-            self.take(self.use, grads[0])
+
+def nodes_of(roots: Iterable[T | GradientEdge]) -> Iterator[Any]:
+    """The nodes of the graph of some tensors."""
+    edges = (get_gradient_edge(x) if isinstance(x, T) else x for x in roots)
+    todo: list[Any] = [edge.node for edge in edges]
+    seen = set()
+    while todo:
+        node = todo.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            todo += [parent for parent, _ in node.next_functions]
+            yield node
+
+
+def graph_of(roots: Iterable[T | GradientEdge]) -> tuple[list[T], bool]:
+    """
+    The leaves that the graph of some tensors ends in, and whether there are autograd
+    functions of the user's in it.
+    """
+    nodes = list(nodes_of(roots))
+    leaves = [node.variable for node in nodes if hasattr(node, "variable")]
+    return leaves, any(isinstance(node, BackwardCFunction) for node in nodes)
+
+
+@contextmanager
+def no_autocast() -> Iterator[None]:
+    """Gradients, norms and sums are computed in the types that they have."""
+    with ExitStack() as stack:
+        for kind in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        yield

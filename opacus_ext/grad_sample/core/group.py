@@ -11,21 +11,21 @@ value for each sample, expanded without memory, whose gradient is the answer.
 from __future__ import annotations
 
 import copy
-from contextlib import contextmanager
-from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Sequence
+from functools import partial
+from typing import Any, Callable, ContextManager, Iterable, Sequence
 
 import torch
 from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
-from opacus_ext.grad_sample.core.uses import (
-    FactorsFn,
+from opacus_ext.grad_sample.core.gradients import (
     ParameterUse,
     ParameterValue,
     of_copies,
 )
 from opacus_ext.grad_sample.core.vmap import (
     Level,
+    Outside,
     is_batched,
     is_composite,
     opened,
@@ -37,37 +37,8 @@ T = torch.Tensor
 _unsafe_view = torch.ops.aten._unsafe_view.default
 
 
-def is_shared(x: Any) -> bool:
-    """Whether it is made of parameters, the same for all samples."""
-    return isinstance(x, T) and x.requires_grad and not is_batched(x)
-
-
-def find_shared(args: Iterable, found: List[T]) -> bool:
-    """
-    Adds what is made of parameters to ``found``.
-
-    Returns:
-        whether something is one a sample
-    """
-    batched = False
-    for x in args:
-        if isinstance(x, T):
-            if is_batched(x):
-                batched = True
-            elif x.requires_grad:
-                found.append(x)
-        elif type(x) in (list, tuple):
-            batched |= find_shared(x, found)
-    return batched
-
-
 class BranchesDiffer(Exception):
-    """
-    Samples take different branches.
-
-    Args:
-        answers: the number of the answer of each sample, ``[B]``
-    """
+    """Samples take different branches: ``answers [B]`` says which."""
 
     def __init__(self, answers: T):
         super().__init__("samples take different branches")
@@ -76,144 +47,25 @@ class BranchesDiffer(Exception):
 
 class SampleGroup(TorchFunctionMode):
     """
-    Samples that run at once. What is done with a use is said by subclasses:
-    :class:`EagerGroup`, and one for functions that are compiled (traced.py).
-
-    Args:
-        params: of which per-sample gradients are wanted
-        size: number of samples
-
-    Attributes:
-        uses: of parameters, as the code came by them
+    Samples that run at once, and their uses of the parameters whose gradients are
+    wanted; ``attached`` where gradients of the whole group will be asked for as well.
     """
 
     eager = True  # whether code can step out of vmap
     is_batched = staticmethod(is_batched)
-    is_shared = staticmethod(is_shared)
-    find_shared = staticmethod(find_shared)
-
-    def __init__(self, params: Iterable[T], size: int):
-        super().__init__()
-        self.params = {id(p) for p in params}
-        self.size = size
-        self.uses: List[ParameterUse] = []
-        self._values: Dict[int, ParameterValue] = {}
-        self._copies: Dict[int, T] = {}
-
-    def agree(self, x: T) -> T:
-        """
-        The one value that all samples have, where the code asks for it.
-
-        Raises:
-            BranchesDiffer: if they have several
-        """
-        raise NotImplementedError
-
-    def by_rule(self, func: Callable, op: Op, args: tuple, kwargs: dict) -> T:
-        """An op whose rule states the factors."""
-        raise NotImplementedError
-
-    def copy(self, x: T) -> T:
-        """One copy for each sample, without memory, as samples see it."""
-        raise NotImplementedError
-
-    def __torch_function__(
-        self, func: Callable, types: Any, args: tuple = (), kwargs: Any = None
-    ) -> Any:
-        handler = HANDLERS.get(func)
-        if handler is not None:
-            return handler(self, func, *args, **(kwargs or {}))
-        return self.call(func, *args, **(kwargs or {}))
-
-    def call(self, func: Callable, *args: Any, **kwargs: Any) -> Any:
-        """An op on what samples see."""
-        shared: List[T] = []
-        batched = self.find_shared(args, shared)
-        if kwargs:
-            batched |= self.find_shared(kwargs.values(), shared)
-        if not shared or not torch.is_grad_enabled():
-            return func(*args, **kwargs)
-        constants = {id(x): x.detach() for x in shared if self._is_constant(x)}
-        if constants:
-            args, kwargs = swapped(args, constants), swapped_dict(kwargs, constants)
-            return self.call(func, *args, **kwargs)
-        op = self.rule_for(func, args, kwargs)
-        if op is not None:
-            return self.by_rule(func, op, args, kwargs)
-        if batched:
-            if is_composite(func):
-                with self:
-                    return opened(func)(*args, **kwargs)
-            return self._by_copies(func, shared, args, kwargs)
-        made = func(*args, **kwargs)
-        if self.find_shared((made,), []):  # random numbers were drawn for each sample
-            return self._by_copies(func, shared, args, kwargs)
-        self.made(func, args, kwargs, made)
-        return made
-
-    def made(self, func: Callable, args: tuple, kwargs: dict, made: Any) -> None:
-        """Is told what was made of parameters without data."""
-
-    def _by_copies(
-        self, func: Callable, shared: Sequence[T], args: tuple, kwargs: dict
-    ) -> Any:
-        """The general rule: one copy a sample of what is made of parameters."""
-        swap = {id(x): self.copy(x) for x in shared}
-        return func(*swapped(args, swap), **swapped_dict(kwargs, swap))
-
-    def rule_for(self, func: Callable, args: tuple, kwargs: dict) -> Optional[Op]:
-        """What the rule of an op says of a call; None where there is none for it."""
-        for rule in RULES.get(func, ()):
-            op = rule(*args, **kwargs)
-            if op is not None and self._holds(op):
-                return op
-        return None
-
-    def _holds(self, op: Op) -> bool:
-        params = [p for p in op.params if p is not None]
-        if not any(map(self.is_shared, params)) or any(map(is_batched, params)):
-            return False
-        if any(x.is_complex() for x in (*params, *op.data)):
-            return False
-        return not all(self.is_shared(x) for x in op.data)  # made of parameters alone
-
-    def own(self, x: Optional[T]) -> Optional[T]:
-        """What is made of parameters, as a copy for each sample; else as it is."""
-        return self.copy(x) if self.is_shared(x) and torch.is_grad_enabled() else x
-
-    def value(self, x: T) -> ParameterValue:
-        """What is known of something made of parameters."""
-        found = self._values.get(id(x))
-        if found is None:
-            found = self._values[id(x)] = ParameterValue(x)
-        return found
-
-    def _is_constant(self, x: T) -> bool:
-        """Whether it is a leaf whose gradient is not wanted."""
-        return x.is_leaf and id(x) not in self.params
-
-
-class EagerGroup(SampleGroup):
-    """
-    Samples that run at once, op by op: autograd's graph is there at each use.
-
-    Args:
-        params: of which per-sample gradients are wanted
-        size: number of samples
-        attached: whether gradients of the whole group will be asked for as well
-
-    Attributes:
-        told_data: whether the code was told a number of the data
-    """
 
     def __init__(self, params: Iterable[T], size: int, attached: bool = False):
-        super().__init__(params, size)
-        self.attached = attached
+        super().__init__()
+        self.params = {id(p) for p in params}
+        self.size, self.attached = size, attached
+        self.uses: list[ParameterUse] = []
+        self.told_data = False  # whether the code was told a number of the data
+        self._values: dict[int, ParameterValue] = {}
+        self._earlier: list[ParameterValue] = []  # of tensors changed in place since
+        self._copies: dict[int, T] = {}
         self.level = Level(size)
         self.wrap = self.level.wrap
-        self.told_data = False
-        self._earlier: List[ParameterValue] = []  # of tensors changed in place since
-        self._packing = saved_tensor_hooks()
+        self._packing = saved_tensor_hooks() if self.eager else None
 
     # -- what samples see and what they are --------------------------------------------
 
@@ -221,20 +73,14 @@ class EagerGroup(SampleGroup):
         """The values of all samples, ``[B, *shape]``, also of what they share."""
         return self.level.unwrap(x) if is_batched(x) else x.expand(self.size, *x.shape)
 
-    @contextmanager
-    def outside(self) -> Iterator[None]:
-        """
-        Within, tensors are those of all samples; see :meth:`inner`.
-
-        Raises:
-            NotAtOnce: inside another transform of torch.func
-        """
+    def outside(self) -> ContextManager:
+        """Within, tensors are those of all samples; see :meth:`inner`."""
         if not self.level.innermost:
             raise NotAtOnce("a parameter or a branch inside another transform")
-        with self.level.outside():
-            yield
+        return Outside()
 
     def agree(self, x: T) -> T:
+        """The one value that all samples have, where the code asks for it."""
         if not is_batched(x):
             return x
         self.told_data = True
@@ -248,110 +94,152 @@ class EagerGroup(SampleGroup):
                 answers = torch.arange(self.size)
             raise BranchesDiffer(answers)
 
+    def is_shared(self, x: Any) -> bool:
+        """Whether it is made of parameters, the same for all samples."""
+        return isinstance(x, T) and x.requires_grad and not is_batched(x)
+
+    def find_shared(self, args: Iterable, found: list[T]) -> None:
+        """Adds what is made of parameters to ``found``."""
+        for x in args:
+            if isinstance(x, T):
+                if x.requires_grad and not is_batched(x):
+                    found.append(x)
+            elif type(x) in (list, tuple):
+                self.find_shared(x, found)
+
+    # -- ops ---------------------------------------------------------------------------
+
+    def __torch_function__(
+        self, func: Callable, types: Any, args: tuple = (), kwargs: Any = None
+    ) -> Any:
+        handler = HANDLERS.get(func)
+        if handler is not None:
+            return handler(self, func, *args, **(kwargs or {}))
+        return self._call(func, args, kwargs or {})
+
+    def call(self, func: Callable, *args: Any, **kwargs: Any) -> Any:
+        """An op on what samples see."""
+        return self._call(func, args, kwargs)
+
+    def _call(self, func: Callable, args: tuple, kwargs: dict) -> Any:
+        shared: list[T] = []  # made of parameters
+        self.find_shared(args, shared)
+        if kwargs:
+            self.find_shared(kwargs.values(), shared)
+        if not shared or not torch.is_grad_enabled():
+            return func(*args, **kwargs)
+        constants = {id(x): x.detach() for x in shared if self._is_constant(x)}
+        if constants:
+            return call_with(constants, partial(self.call, func), args, kwargs)
+        for rule in RULES.get(func, ()):
+            op = rule(*args, **kwargs)
+            if op is not None and self._holds(op):
+                return self.by_rule(func, op, args, kwargs)
+        batched = _any_batched((*args, *kwargs.values()))
+        if batched and is_composite(func):
+            with self:
+                return opened(func)(*args, **kwargs)
+        if not batched:
+            made = func(*args, **kwargs)
+            if not _any_batched((made,)):
+                self.made(func, args, kwargs, made)
+                return made
+            # random numbers were drawn for each sample
+        return call_with({id(x): self.copy(x) for x in shared}, func, args, kwargs)
+
+    def made(self, func: Callable, args: tuple, kwargs: dict, made: Any) -> None:
+        """Is told what was made of parameters without data."""
+
+    def _holds(self, op: Op) -> bool:
+        params = [p for p in op.params if p is not None]
+        return (
+            any(map(self.is_shared, params))
+            and not any(map(is_batched, params))
+            and not any(x.is_complex() for x in (*params, *op.data))
+            and not all(map(self.is_shared, op.data))  # made of parameters alone
+        )
+
+    def _is_constant(self, x: T) -> bool:
+        """Whether it is a leaf whose gradient is not wanted."""
+        return x.is_leaf and id(x) not in self.params
+
     # -- uses --------------------------------------------------------------------------
 
+    def value(self, x: T) -> ParameterValue:
+        """What is known of something made of parameters."""
+        found = self._values.get(id(x))
+        if found is None or found.version != x._version:
+            if found is not None:
+                self._earlier.append(found)
+            found = self._values[id(x)] = ParameterValue(x)
+            if self.attached:
+                with self.outside():
+                    found.shared.requires_grad_()
+        return found
+
     def by_rule(self, func: Callable, op: Op, args: tuple, kwargs: dict) -> T:
-        values = [self.value(p) if is_shared(p) else None for p in op.params]
-        data = [self.copy(x) if is_shared(x) else x for x in op.data]
-        kept = [self.inner(x) for x in data]
-        if op.whole is None or not any(map(is_batched, data)):
+        """An op whose rule states the factors."""
+        values = tuple(self.value(p) if self.is_shared(p) else None for p in op.params)
+        data = [self.copy(x) if self.is_shared(x) else x for x in op.data]
+        whole = op.whole if self.eager and any(map(is_batched, data)) else None
+        if whole is None:
             swap = {id(v.tensor): v.shared for v in values if v is not None}
             swap.update((id(x), y) for x, y in zip(op.data, data) if y is not x)
-            y = func(*swapped(args, swap), **swapped_dict(kwargs, swap))
-            with self.outside():
-                return self._note(self.inner(y), values, op, kept)
-        params = [p if v is None else v.shared for p, v in zip(op.params, values)]
+            y = call_with(swap, func, args, kwargs)
         with self.outside():
-            return self._note(op.whole(params, *kept), values, op, kept)
+            data = [self.inner(x) for x in data]
+            if whole is None:
+                y = self.inner(y)
+            else:
+                params = zip(op.params, values)
+                y = whole([p if v is None else v.shared for p, v in params], *data)
+            first = 1 if self.eager else 0  # dims of samples
+            rows = tuple(x.dim() - first - n for x, n in zip(data, op.data_dims))
+            at = y.dim() - first - op.event_dims
+            return self.note(y, values, op.factors, at, data, rows)
 
-    def _note(
-        self,
-        y: T,
-        values: Sequence[Optional[ParameterValue]],
-        op: Op,
-        kept: Sequence[T],
-    ) -> T:
-        rows = y.dim() - 1 - op.event_dims
-        data_rows = tuple(x.dim() - 1 - n for x, n in zip(kept, op.data_dims))
-        return self.note(y, values, op.factors, rows, kept, data_rows)
+    def own(self, x: T | None) -> T | None:
+        """What is made of parameters, as a copy for each sample; else as it is."""
+        return self.copy(x) if self.is_shared(x) and torch.is_grad_enabled() else x
 
     def copy(self, x: T) -> T:
+        """One copy for each sample, without memory, as samples see it."""
         value = self.value(x)
         found = self._copies.get(id(value))
         if found is None:
             with self.outside():
-                wide = value.shared.expand(self.size, *value.shape)
-                found = self.note(wide, [value], of_copies, 0, (), ())
+                use = (value,), of_copies, 0, (), ()
+                found = self.note(self.inner(value.shared), *use)
             self._copies[id(value)] = found
         return found
 
-    def value(self, x: T) -> ParameterValue:
-        found = self._values.get(id(x))
-        if found is not None and found.version != x._version:
-            self._earlier.append(self._values.pop(id(x)))
-        found = super().value(x)
-        if found.version is None:
-            found.version = x._version
-            found.edge = None if x.is_leaf else get_gradient_edge(x)
-        if self.attached and not found.shared.requires_grad:
-            with self.outside():
-                found.shared.requires_grad_()
-        return found
-
-    def note(
-        self,
-        y: T,
-        values: Sequence[Optional[ParameterValue]],
-        factors: FactorsFn,
-        rows: int,
-        kept: Sequence[T],
-        data_rows: tuple,
-    ) -> T:
+    def note(self, y: T, *use: Any) -> T:
         """
-        Notes what an op made of parameters; called outside.
-
-        Args:
-            y: what it returned, ``[B, *rows, *event]``
-            values: what it was made of
-            factors: see :class:`~uses.ParameterUse`, as are the others
-
-        Returns:
-            ``y`` as samples see it.
+        Notes an op's use of parameters, as far as it is known; called outside. Gives
+        what the op returned, ``y [B, *rows, *event]``, as samples see it.
         """
         if saved_tensor_hooks() != self._packing:
             raise NotAtOnce("activation checkpointing")
+        data = use[3]
         if not y.requires_grad:
             y.requires_grad_()
-        # Not a view, so that a later change in place leaves the edge where it is.
-        is_source = not any(x.requires_grad for x in kept)
-        source = get_gradient_edge(y) if is_source else None
-        y = _unsafe_view(y, y.shape)
+        source = None if any(x.requires_grad for x in data) else get_gradient_edge(y)
+        y = _unsafe_view(y, y.shape)  # a node of its own, that changes in place leave
         edge = get_gradient_edge(y)
-        use = ParameterUse(
-            *(edge, source, tuple(values), factors, rows, kept, data_rows),
-            versions=tuple(x._version for x in kept),
-        )
-        self.uses.append(use)
-        return self.level.wrap(y)
+        versions = tuple(x._version for x in data)
+        given: Any = (*use, versions, edge, source)
+        self.uses.append(ParameterUse(*given))
+        return self.wrap(y)
 
     def of_others(
-        self,
-        run: Callable[..., T],
-        given: Sequence[T],
-        size: int,
-        samples: Optional[T] = None,
+        self, run: Callable, given: Sequence[T], size: int, samples: T | None = None
     ) -> T:
         """
-        What ``run`` makes of samples that are others than this group's; called outside.
-
-        Args:
-            run: called as one of them sees what is given
-            given: of all that run, ``[n, ...]``
-            size: the number of samples that they are among
-            samples: which of these they are; None for all
+        What ``run`` makes of others than this group's samples, of what is given of them
+        ``[n, ...]``; called outside. ``samples`` says which they are, of ``size``.
         """
         inner = copy.copy(self)
-        EagerGroup.__init__(inner, (), len(given[0]), self.attached)
+        SampleGroup.__init__(inner, (), len(given[0]), self.attached)
         inner.params = self.params
         with inner.level:
             wrapped = [inner.wrap(x) for x in given]
@@ -364,28 +252,39 @@ class EagerGroup(SampleGroup):
         return y
 
     def forget(self) -> None:
-        """Lets go of what samples see, which has no meaning after the run."""
+        """Lets go of what samples see, after the run."""
         self._copies.clear()
 
-    def values(self) -> List[ParameterValue]:
+    def values(self) -> list[ParameterValue]:
         """All values made of parameters that have met data."""
         return [*self._values.values(), *self._earlier]
 
 
-def swapped(args: Any, swap: Dict[int, T]) -> Any:
-    """Arguments with some tensors in the place of others, by their ids."""
-    return type(args)(
-        [
-            (
-                swap.get(id(x), x)
-                if isinstance(x, T)
-                else swapped(x, swap) if type(x) in (list, tuple) else x
-            )
-            for x in args
-        ]
+def _any_batched(args: Iterable) -> bool:
+    """Whether something is one a sample."""
+    return any(
+        (
+            is_batched(x)
+            if isinstance(x, T)
+            else type(x) in (list, tuple) and _any_batched(x)
+        )
+        for x in args
     )
 
 
-def swapped_dict(kwargs: dict, swap: Dict[int, T]) -> dict:
-    """The same of keyword arguments."""
-    return dict(zip(kwargs, swapped(list(kwargs.values()), swap)))
+def call_with(swap: dict[int, T], func: Callable, args: tuple, kwargs: dict) -> Any:
+    """Calls a function with some tensors in the place of others, by their ids."""
+    if kwargs:
+        kwargs = dict(zip(kwargs, _swapped(list(kwargs.values()), swap)))
+    return func(*_swapped(args, swap), **kwargs)
+
+
+def _swapped(args: Any, swap: dict[int, T]) -> Any:
+    found = []
+    for x in args:
+        if isinstance(x, T):
+            x = swap.get(id(x), x)
+        elif type(x) in (list, tuple):
+            x = _swapped(x, swap)
+        found.append(x)
+    return type(args)(found)

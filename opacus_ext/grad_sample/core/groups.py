@@ -1,21 +1,132 @@
-"""Samples in groups: at once, split by their branches, or one by one."""
+"""Samples of a batch, and how they run: at once, split by branches, or one by one.
+
+What the code asks of one sample, with ``if`` or ``.item()``, is asked of all. If all
+give one answer it is taken; if not, the group is split by their answers and each part
+runs anew (:class:`~group.BranchesDiffer`). So it is with ops whose result has a shape
+that depends on data.
+"""
 
 from __future__ import annotations
 
 import traceback
 import warnings
 from collections import deque
-from contextlib import ExitStack, contextmanager
-from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
+from typing import Any, Callable, NamedTuple, Sequence
 
 import torch
+from torch import nn
+from torch.nn import init
+from torch.utils import _pytree as pytree
 
-from opacus_ext.grad_sample.core.batch import Samples
-from opacus_ext.grad_sample.core.group import BranchesDiffer
-from opacus_ext.grad_sample.rules import NotAtOnce
+from opacus_ext.grad_sample.core.group import BranchesDiffer, SampleGroup
+from opacus_ext.grad_sample.core.vmap import is_batched
+from opacus_ext.grad_sample.rules import NotAtOnce, handles
 from opacus_ext.refused import Refused
 
 T = torch.Tensor
+Take = Callable[[Any, int], Any]
+
+
+class Samples(NamedTuple):
+    """Some samples of one kind, each a batch of one."""
+
+    rows: T | None  # which of the batch they are; None for all
+    leaves: list[Any]  # tensors [B, 1, ...], or what all samples share
+    by_sample: list[bool]  # whether each leaf is one a sample
+    spec: pytree.TreeSpec  # of the tree that a sample is
+    size: int  # number of samples
+
+    def select(self, index: T) -> Samples:
+        """Those at some places."""
+        if len(index) == self.size and bool((index[1:] > index[:-1]).all()):
+            return self
+        pairs = zip(self.leaves, self.by_sample)
+        leaves = [x[index.to(x.device)] if own else x for x, own in pairs]
+        rows = index if self.rows is None else self.rows[index]
+        return self._replace(rows=rows, leaves=leaves, size=len(index))
+
+    def alone(self, i: int) -> Any:
+        """Sample ``i`` as a tree of tensors ``[1, ...]``."""
+        return self.tree(lambda x: x[i])
+
+    def zeros(self, value: int = 0) -> Any:
+        """A sample of zeros, or of another number."""
+        return self.tree(lambda x: x.new_full(x.shape[1:], value))
+
+    def tree(self, function: Callable[[T], Any]) -> Any:
+        """The tree of a sample, with a function of what is one a sample."""
+        pairs = zip(self.leaves, self.by_sample)
+        leaves = [function(x) if own else x for x, own in pairs]
+        return pytree.tree_unflatten(leaves, self.spec)
+
+
+def samples_of(batch: Any, take: Take | None = None) -> tuple[list[Samples], int]:
+    """
+    A batch as samples, those of one kind together, and how many there are; see
+    :func:`~opacus_ext.clipped_grads` for the arguments.
+    """
+    if take is not None:
+        return _taken(batch, take)
+    paths, spec = pytree.tree_flatten_with_path(batch)
+    sizes: dict[int, str] = {}
+    for path, x in paths:
+        if isinstance(x, T):
+            sizes.setdefault(
+                x.shape[0] if x.dim() else -1, pytree.keystr(path) or "batch"
+            )
+    if len(sizes) != 1 or -1 in sizes:
+        found = ", ".join(
+            f"{name} {f'has first dim {n}' if n >= 0 else 'has no dims'}"
+            for n, name in sizes.items()
+        )
+        raise Refused(
+            "A batch is a tree of tensors [B, ...] with one first dim, got "
+            f"{found or 'no tensor'}.",
+            parameter="batch",
+            remedy="Close over what all samples share in the loss, or give "
+            "take=function, where function(batch, i) gives sample i.",
+        )
+    (size,) = sizes
+    by_sample = [isinstance(x, T) for _, x in paths]
+    leaves = [x.detach().unsqueeze(1) if isinstance(x, T) else x for _, x in paths]
+    return [Samples(None, leaves, by_sample, spec, size)], size
+
+
+def _taken(batch: Any, take: Take) -> tuple[list[Samples], int]:
+    kinds: dict[Any, list[tuple[int, list[Any], pytree.TreeSpec]]] = {}
+    size = 0
+    while True:  # until there is none: an IndexError, or slices that are empty
+        try:
+            leaves, spec = pytree.tree_flatten(take(batch, size))
+        except IndexError:
+            break
+        tensors = [x for x in leaves if isinstance(x, T)]
+        if tensors and all(x.dim() and not len(x) for x in tensors):
+            break
+        if not tensors:
+            raise Refused(
+                f"take(batch, {size}) gave a sample without a tensor.",
+                parameter="take",
+                remedy="It must give sample i as a tree of tensors [1, ...], and raise "
+                "IndexError where there is none.",
+            )
+        key = str(spec), *(
+            (x.shape, x.dtype) if isinstance(x, T) else (type(x), repr(x))
+            for x in leaves
+        )
+        kinds.setdefault(key, []).append((size, leaves, spec))
+        size += 1
+    samples = []
+    for some in kinds.values():
+        rows, found, (spec, *_) = zip(*some)
+        leaves = [
+            torch.stack([x.detach() for x in column]) if isinstance(x, T) else x
+            for x, column in zip(found[0], zip(*found))
+        ]
+        by_sample = [isinstance(x, T) for x in leaves]
+        at = torch.tensor(rows) if len(kinds) > 1 else None
+        samples.append(Samples(at, leaves, by_sample, spec, len(rows)))
+    return samples, size
 
 
 def in_groups(
@@ -23,17 +134,17 @@ def in_groups(
     at_once: Callable[[Samples], None],
     one: Callable[[Samples, int], None],
     *,
-    microbatch: Optional[int] = None,
+    microbatch: int | None = None,
     one_by_one: bool = False,
-    tell: Optional[Callable[[str], None]] = None,
+    tell: Callable[[str], None] | None = None,
 ) -> None:
     """
     Runs all samples.
 
     Args:
         samples: those of one kind each
-        at_once: runs some at once; raises BranchesDiffer where they must be split, and
-            any error where vmap can't run them. It has no effect if it fails
+        at_once: runs some at once, without effect if it fails: by BranchesDiffer where
+            they must be split, by any other error where vmap can't run them
         one: runs one of some samples, alone
         microbatch: the most that run at once
         one_by_one: whether none run at once
@@ -41,7 +152,7 @@ def in_groups(
     """
     todo = deque(samples)
     while todo:
-        some = todo.popleft()
+        some, reason = todo.popleft(), None
         if microbatch is not None and some.size > microbatch:
             every = torch.arange(some.size)
             todo.extendleft(some.select(i) for i in reversed(every.split(microbatch)))
@@ -59,8 +170,6 @@ def in_groups(
                 raise
             except Exception as error:  # what vmap can't run, or the code's own
                 reason = why(error)
-        else:
-            reason = None
         for i in range(some.size):
             one(some, i)
         if reason and tell is not None:
@@ -69,8 +178,9 @@ def in_groups(
 
 def why(error: BaseException) -> str:
     """An error in a line, with the line of the user's code."""
+    inside = ("/torch/", "opacus_ext/grad_sample/")
     frames = traceback.extract_tb(error.__traceback__)
-    own = [f for f in frames if not any(part in f.filename for part in _INSIDE)]
+    own = [f for f in frames if not any(part in f.filename for part in inside)]
     text = next((x for x in str(error).splitlines() if x.strip()), "").strip()
     what = text if isinstance(error, NotAtOnce) else f"{type(error).__name__}: {text}"
     if not own:
@@ -78,90 +188,152 @@ def why(error: BaseException) -> str:
     return f"{own[-1].filename}:{own[-1].lineno}: {own[-1].line} ({what[:200]})"
 
 
-_INSIDE = ("/torch/", "opacus_ext/grad_sample/")
-
-
 def warn_one_by_one(name: str, reason: str) -> None:
     """Warns that samples run one by one, and why."""
-    warnings.warn(
-        f"{name} runs one sample after the other, as vmap can't run {reason}. That is "
-        "exact, and slower where samples are short.",
-        stacklevel=3,
+    text = (
+        f"{name} runs one sample after the other, as vmap can't run {reason}. That is"
+    )
+    warnings.warn(f"{text} exact, and slower where samples are short.", stacklevel=3)
+
+
+# -- branches: what is called in the place of functions whose result data decide -------
+
+
+def _both(*names: str) -> list[Callable]:
+    """Methods of tensors, and functions of torch of the same names."""
+    return [f for name in names for x in (T, torch) if (f := getattr(x, name, None))]
+
+
+@handles(
+    *_both("item", "tolist", "numpy", "is_nonzero", "nonzero", "argwhere", "bincount"),
+    *_both("unique", "unique_consecutive"),
+    *(T.__bool__, T.__int__, T.__float__, T.__index__, T.__complex__),
+    *(T.__format__, T.__repr__, T.__str__),
+)
+def ask(group: SampleGroup, func: Callable, x: T, *args: Any, **kwargs: Any) -> Any:
+    """What Python makes of a tensor, and results whose shape the data decide."""
+    return func(group.agree(x), *args, **kwargs)
+
+
+@handles(
+    *_both("new_zeros", "new_ones", "new_empty", "arange", "linspace"),
+    *_both("narrow", "masked_select", "repeat_interleave"),
+)
+def ask_rest(group: SampleGroup, func: Callable, *args: Any, **kwargs: Any) -> T:
+    """The arguments decide the shape, but for a first one that has one."""
+    first = 0 if func in (torch.arange, torch.linspace) else 1
+    given = *args[:first], *_agreed(group, args[first:])
+    return group.call(func, *given, **_agreed(group, kwargs))
+
+
+def _agreed(group: SampleGroup, given: Any) -> Any:
+    return pytree.tree_map(lambda x: group.agree(x) if isinstance(x, T) else x, given)
+
+
+@handles(*_both("where"))
+def where(group: SampleGroup, func: Callable, x: T, *args: Any) -> Any:
+    """With a condition alone it is ``nonzero``."""
+    return group.call(func, x, *args) if args else func(group.agree(x))
+
+
+@handles(T.__getitem__)
+def getitem(group: SampleGroup, func: Callable, x: T, index: Any) -> Any:
+    """``x[mask]`` has as many rows as the mask says, ``x[i:j]`` as the tensors say."""
+    return group.call(func, x, _agreed_index(group, index))
+
+
+@handles(T.__setitem__)
+def setitem(group: SampleGroup, func: Callable, x: T, index: Any, value: Any) -> Any:
+    """``x[mask] = value``."""
+    if _is_mask(index) and not (isinstance(value, T) and value.dim()):
+        with group:  # one value: how often it is written does not matter
+            wide = index.reshape(index.shape + (1,) * (x.dim() - index.dim()))
+            return x.masked_fill_(wide, value)
+    return group.call(func, x, _agreed_index(group, index), value)
+
+
+def _is_mask(x: Any) -> bool:
+    return isinstance(x, T) and x.dtype in (torch.bool, torch.uint8)
+
+
+def _agreed_index(group: SampleGroup, index: Any) -> Any:
+    if _is_mask(index):
+        return group.agree(index)
+    if isinstance(index, slice):
+        ends = (index.start, index.stop, index.step)
+        return slice(*(int(group.agree(x)) if isinstance(x, T) else x for x in ends))
+    if type(index) in (tuple, list):
+        return type(index)([_agreed_index(group, x) for x in index])
+    return index
+
+
+@handles(*_both("equal", "allclose"), T.__contains__)
+def compare(group: SampleGroup, func: Callable, *args: Any, **kwargs: Any) -> bool:
+    """Whether tensors are equal or close, or one holds a number, in each sample."""
+    with group:
+        if func is T.__contains__:
+            return bool((args[0] == args[1]).any())
+        if func in (torch.allclose, T.allclose):
+            return bool(torch.isclose(*args, **kwargs).all())
+        a, b = args
+        return a.shape == b.shape and bool((a == b).all())
+
+
+# -- autograd, asked within the forward ------------------------------------------------
+
+
+@handles(T.requires_grad.__get__)
+def requires_grad(group: SampleGroup, func: Callable, x: T) -> bool:
+    """vmap hides it."""
+    return func(group.level.unwrap(x) if is_batched(x) else x)
+
+
+@handles(T.requires_grad_, init.uniform_, init.normal_, init.kaiming_uniform_)
+def of_leaf(group: SampleGroup, func: Callable, tensor: T, *args: Any, **kw: Any) -> T:
+    """A layer that the forward makes is one for all samples."""
+    if func is T.requires_grad_:
+        if is_batched(tensor) or not group.eager:
+            return autograd_inside(group, func)
+    elif is_batched(tensor) or not isinstance(tensor, nn.Parameter):
+        return func(tensor, *args, **kw)
+    with group.outside():
+        return func(tensor, *args, **kw)
+
+
+@handles(torch.autograd.grad, T.retain_grad)
+def autograd_inside(group: SampleGroup, func: Callable, *args: Any, **kw: Any) -> Any:
+    """A gradient is taken in the forward, of which the uses are not seen."""
+    raise NotAtOnce(f"{func.__name__} in the forward")
+
+
+@handles(T.backward)
+def backward_inside(group: SampleGroup, func: Callable, *args: Any, **kw: Any) -> Any:
+    """It is refused."""
+    raise Refused(
+        "backward() within the forward pass adds gradients that are not clipped.",
+        remedy="Take torch.autograd.grad(..., create_graph=True) there, or call "
+        "backward() outside.",
     )
 
 
-@contextmanager
-def no_autocast() -> Iterator[None]:
-    """Gradients, norms and sums are computed in the types that they have."""
-    kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
-    with ExitStack() as stack:
-        for kind in kinds:
-            stack.enter_context(torch.autocast(kind, enabled=False))
-        yield
+@handles(T.register_hook)
+def register_hook(group: SampleGroup, func: Callable, x: T, hook: Callable) -> Any:
+    """A hook on an activation is shown the gradients of all samples of the group."""
+    if not is_batched(x):
+        return func(x, hook)
+
+    def shown(grad: T) -> None:
+        if hook(grad) is not None:
+            raise Refused(
+                f"A hook on a tensor ({getattr(hook, '__name__', hook)}) changes the "
+                "gradient of an activation.",
+                remedy="Remove it, or train one sample after the other: "
+                'grad_sample_mode="scan".',
+            )
+
+    with group.outside():
+        return func(group.level.unwrap(x), shown)
 
 
-def gradients_alone(
-    outputs: Sequence[T], grads: Sequence[Optional[T]], leaves: Sequence[T]
-) -> Dict[int, T]:
-    """
-    The gradients of one sample, by ordinary autograd.
-
-    Args:
-        outputs: of the sample
-        grads: of these
-        leaves: parameters, and inputs
-
-    Returns:
-        Dense gradients by the ids of leaves; none for those that were not used.
-    """
-    pairs = [(y, g) for y, g in zip(outputs, grads) if y.requires_grad]
-    if not pairs or not leaves:
-        return {}
-    ys, gs = zip(*pairs)
-    reached, own_functions = graph_of(ys)
-    if not own_functions:
-        found = torch.autograd.grad(ys, leaves, gs, allow_unused=True)
-    else:
-        # A function of the user's may call backward() in its own, as checkpoints do,
-        # which autograd.grad would not see.
-        everywhere = list({id(x): x for x in (*leaves, *reached)}.values())
-        before = [x.grad for x in everywhere]
-        for x in everywhere:
-            x.grad = None
-        try:
-            torch.autograd.backward(ys, gs)
-            found = [x.grad for x in leaves]
-        finally:
-            for x, grad in zip(everywhere, before):
-                x.grad = grad
-    return {
-        id(x): g.to_dense() if g.is_sparse else g
-        for x, g in zip(leaves, found)
-        if g is not None
-    }
-
-
-def graph_of(outputs: Sequence[T]) -> Tuple[List[T], bool]:
-    """
-    The leaves that the graph of some tensors ends in, and whether there are autograd
-    functions of the user's in it.
-    """
-    leaves: List[T] = [y for y in outputs if y.grad_fn is None and y.requires_grad]
-    own, seen = False, set()
-    todo = [y.grad_fn for y in outputs]
-    while todo:
-        node = todo.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        leaf = getattr(node, "variable", None)
-        if leaf is not None:
-            leaves.append(leaf)
-        elif isinstance(node, torch.autograd.function.BackwardCFunction):
-            own = True
-        for parent, _ in node.next_functions:
-            todo.append(parent)
-    return leaves, own
-
-
-__all__: List[Any] = ["gradients_alone", "in_groups", "no_autocast", "warn_one_by_one"]
+#: Those that ask for a value of the data, and what can be called for a sample alone.
+ASKING = {ask, ask_rest, where, getitem, setitem, compare, backward_inside}

@@ -7,14 +7,19 @@ autograd gives it.
 
 from __future__ import annotations
 
-import math
-from typing import Any, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Sequence
 
 import torch
+from torch.autograd.graph import get_gradient_edge
 
-from opacus_ext.grad_sample.core.clip import ClippedSum, gradients_of_group
-from opacus_ext.grad_sample.core.gradients import backward
-from opacus_ext.grad_sample.core.uses import ParameterUse
+from opacus_ext.grad_sample.core.clip import ClippedSum, digest
+from opacus_ext.grad_sample.core.gradients import (
+    ParameterUse,
+    backward,
+    gradients_of_group,
+    nodes_of,
+)
+from opacus_ext.grad_sample.factors import wide
 from opacus_ext.refused import Refused
 
 T = torch.Tensor
@@ -23,49 +28,40 @@ T = torch.Tensor
 class TwoPassSum(ClippedSum):
     """The clipped sum of gradients, by two passes; see :class:`~clip.ClippedSum`."""
 
-    def add_group(
-        self,
-        rows: Optional[T],
-        group: Any,
-        outputs: Sequence[T],
-        grads: Sequence[Optional[T]],
-        params: Sequence[T],
-        inputs: Sequence[T] = (),
-    ) -> List[Optional[T]]:
+    def add_group(self, rows: T | None, group: Any, *given: Any) -> list[T | None]:
         if self.per_parameter:  # each parameter has factors of its own
-            given = (rows, group, outputs, grads, params, inputs)
-            return super().add_group(*given)
+            return super().add_group(rows, group, *given)
         norms = self.group_norms(group.size, keep=False)
-        digests: Dict[int, T] = {}
+        digests: dict[int, T] = {}
 
         def note(use: ParameterUse, backprops: T) -> None:
             digests[id(use)] = digest(backprops)
 
-        given = (group, outputs, grads, params, inputs)
-        samples, of_inputs = gradients_of_group(
-            *given, norms.take, note, retain_graph=True
-        )
+        done = norms.take
+        samples, of_inputs = gradients_of_group(group, *given, done=done, seen=note)
         with torch.no_grad():
             norms.finish(samples)
-            finite = bool(norms.norms.isfinite().all())
-        if not finite:  # a second pass would spread what is not
-            return super().add_group(rows, *given)
+        if not bool(norms.norms.isfinite().all()):
+            return super().add_group(rows, group, *given)  # two would spread it
         factors, _ = self._clip(rows, norms.norms)
         own = self.factors_of(None, factors)
-        scaled = [None if g is None else _times(g, own) for g in grads]
-        self._add(self._second_pass(group, outputs, scaled, digests, factors))
+        scaled = [
+            None if g is None else g * own.to(g).view(-1, *[1] * (g.dim() - 1))
+            for g in given[1]
+        ]
+        self._add(self._second_pass(group, given[0], scaled, digests, factors))
         return of_inputs
 
     def _second_pass(
         self,
         group: Any,
         outputs: Sequence[T],
-        grads: Sequence[Optional[T]],
-        digests: Dict[int, T],
+        grads: Sequence[T | None],
+        digests: dict[int, T],
         factors: T,
-    ) -> List[Optional[T]]:
-        gaps: List[Tuple[T, T]] = []  # and what was expected
-        dtypes: List[torch.dtype] = []
+    ) -> list[T | None]:
+        gaps: list[tuple[T, T]] = []  # and what was expected
+        dtypes: list[torch.dtype] = []
 
         def compare(use: ParameterUse, backprops: T) -> None:
             if id(use) in digests:
@@ -87,69 +83,31 @@ class TwoPassSum(ClippedSum):
                 'the second pass of mode "ghost" gives other gradients than the first.',
                 remedy='Use grad_sample_mode="ghost_bk" or "hooks".',
             )
-        by_id = dict(zip(map(id, self.params), range(len(self.params))))
-        sums: List[Optional[T]] = [None] * len(self.params)
-        computed: List[Tuple[Any, T]] = []
-        for value, g in zip(values, found):
-            if g is None:
-                continue
-            if id(value.tensor) in by_id:
-                _add_at(sums, by_id[id(value.tensor)], g)
-            elif value.edge is not None:
-                computed.append((value.edge, g))
-        if computed:
-            edges, gs = zip(*computed)
-            rest = torch.autograd.grad(
-                edges, self.params, gs, allow_unused=True, retain_graph=True
-            )
-            for i, g in enumerate(rest):
-                if g is not None:
-                    _add_at(sums, i, g)
-        return sums
-
-
-def _add_at(sums: List[Optional[T]], i: int, g: T) -> None:
-    old = sums[i]
-    sums[i] = g.float() if g.dtype.itemsize < 4 else g
-    if old is not None:
-        sums[i] = old + sums[i]
-
-
-def _times(g: T, factors: T) -> T:
-    """``[B, ...]`` times ``[B]``."""
-    return g * factors.to(g).view((-1,) + (1,) * (g.dim() - 1))
+        pairs = [(v, g) for v, g in zip(values, found) if g is not None]
+        if not pairs:
+            return [None] * len(self.params)
+        edges = [v.edge or get_gradient_edge(v.tensor) for v, _ in pairs]
+        given = edges, self.params, [g for _, g in pairs]
+        sums = torch.autograd.grad(*given, retain_graph=True, allow_unused=True)
+        return [None if g is None else wide(g) for g in sums]
 
 
 def _differ(
-    gaps: Sequence[Tuple[T, T]], largest: float, dtypes: Sequence[torch.dtype]
+    gaps: Sequence[tuple[T, T]], largest: float, dtypes: Sequence[torch.dtype]
 ) -> bool:
     """
-    Whether gradients differ by more than by rounding in these types.
-
-    Args:
-        gaps: and what each is a gap of
-        largest: norm of a gradient that there is
+    Whether gradients differ by more than by rounding in these types: gaps, with what
+    each is a gap of, beside the largest norm that there is.
     """
     width = min((dtype.itemsize for dtype in dtypes), default=8)
     fine, coarse = (1e-2, 0.1) if width < 4 else (1e-5 if width < 8 else 1e-7, 1e-3)
     return any(bool((gap > coarse * x + fine * largest).any()) for gap, x in gaps)
 
 
-def _dtypes_in(outputs: Sequence[T]) -> List[torch.dtype]:
+def _dtypes_in(outputs: Sequence[T]) -> list[torch.dtype]:
     """The types that a graph computes in."""
-    found, seen, todo = [], set(), [y.grad_fn for y in outputs]
-    while todo:
-        node = todo.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            found += [x.dtype for x in getattr(node, "_input_metadata", ())]
-            todo += [parent for parent, _ in node.next_functions]
-    return [dtype for dtype in found if dtype.is_floating_point]
-
-
-def digest(backprops: T) -> T:
-    """``[2, B]``: the norm of each sample's gradient, and a sum of its entries."""
-    flat = backprops.flatten(1) if backprops.dim() > 1 else backprops[:, None]
-    flat = flat if flat.dtype.itemsize >= 4 else flat.float()
-    norm = torch.linalg.vector_norm(flat, dim=1)
-    return torch.stack([norm, flat.sum(1) / math.sqrt(max(1, flat.shape[1]))])
+    given = (
+        getattr(node, "_input_metadata", ())
+        for node in nodes_of(y for y in outputs if y.requires_grad)
+    )
+    return [x.dtype for each in given for x in each if x.dtype.is_floating_point]

@@ -1,14 +1,9 @@
-"""The private functions of torch that are needed, all of them here.
-
-Samples run under ``torch.vmap``. Some kernels are better called for all samples at
-once, so the mode steps out of vmap and back; that takes these functions.
-"""
+"""The private functions of torch that are needed, here and in dynamo.py."""
 
 from __future__ import annotations
 
 import types
-from contextlib import contextmanager
-from typing import Any, Callable, Dict, Iterator, Optional
+from typing import Any, Callable
 
 import torch
 from torch._C._functorch import (
@@ -29,20 +24,10 @@ is_batched: Callable[[Any], bool] = is_batchedtensor
 
 
 class Level:
-    """
-    A level of vmap over ``size`` samples, entered and left by hand.
-
-    Example:
-        >>> level = Level(3)
-        >>> with level:
-        ...     y = 2 * level.wrap(torch.ones(3, 4))
-        ...     tuple(y.shape), tuple(level.unwrap(y).shape)
-        ((4,), (3, 4))
-    """
+    """A level of vmap over ``size`` samples, entered and left by hand."""
 
     def __init__(self, size: int):
-        self.size = size
-        self.number = 0
+        self.size, self.number = size, 0
 
     def __enter__(self) -> Level:
         lazy_load_decompositions()
@@ -67,17 +52,18 @@ class Level:
         inner, dim = get_unwrapped(x), maybe_get_bdim(x)
         return inner if dim == 0 else inner.movedim(dim, 0)
 
-    @contextmanager
-    def outside(self) -> Iterator[None]:
-        """Steps out of vmap: tensors within are those of all samples."""
-        layer = pop_dynamic_layer_stack()
-        try:
-            yield
-        finally:
-            push_dynamic_layer_stack(layer)
+
+class Outside:
+    """A step out of vmap: tensors within are those of all samples."""
+
+    def __enter__(self) -> None:
+        self.layer = pop_dynamic_layer_stack()
+
+    def __exit__(self, *exception: Any) -> None:
+        push_dynamic_layer_stack(self.layer)
 
 
-def saved_tensor_hooks() -> Optional[tuple]:
+def saved_tensor_hooks() -> tuple | None:
     """The hooks that pack what autograd saves, as activation checkpointing sets."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
@@ -92,22 +78,17 @@ def is_composite(function: Callable) -> bool:
     return getattr(function, "__globals__", None) is vars(F)
 
 
-_open: Dict[Callable, Callable] = {}
+_open: dict[Callable, Callable] = {}
 
 
 def opened(function: Callable) -> Callable:
     """A composite function that modes see op by op, and not as one op."""
     if function not in _open:
-        names = (n for n in vars(F) if n.startswith("has_torch_function"))
-        hidden = dict.fromkeys(names, lambda *args: False)
-        found = types.FunctionType(
-            function.__code__,
-            {**vars(F), **hidden},
-            function.__name__,
-            function.__defaults__,
-        )
-        found.__kwdefaults__ = function.__kwdefaults__
-        _open[function] = found
+        names = [n for n in vars(F) if n.startswith("has_torch_function")]
+        inside = {**vars(F), **dict.fromkeys(names, lambda *args: False)}
+        given = function.__code__, inside, function.__name__, function.__defaults__
+        _open[function] = types.FunctionType(*given)
+        _open[function].__kwdefaults__ = function.__kwdefaults__
     return _open[function]
 
 

@@ -15,10 +15,10 @@ from torch.utils._pytree import tree_map
 from opacus_ext.grad_sample.adapter.criterion import SampleCriterion
 from opacus_ext.grad_sample.adapter.forward import ForwardRecord
 from opacus_ext.grad_sample.adapter.outputs import Met, met_by
-from opacus_ext.grad_sample.core.batch import Samples
-from opacus_ext.grad_sample.core.clip import ClippedSum, DenseGrads
-from opacus_ext.grad_sample.core.groups import no_autocast
-from opacus_ext.grad_sample.core.two_passes import TwoPassSum, digest
+from opacus_ext.grad_sample.core.clip import ClippedSum, DenseGrads, digest
+from opacus_ext.grad_sample.core.gradients import no_autocast
+from opacus_ext.grad_sample.core.groups import Samples
+from opacus_ext.grad_sample.core.two_passes import TwoPassSum
 from opacus_ext.grad_sample.factors import GradSample
 from opacus_ext.grad_sample.modes.common import PrivateMode, not_private
 from opacus_ext.grad_sample.parallel.model import ParallelModel
@@ -357,9 +357,7 @@ class Ghost(PrivateMode):
         # Several passes of one batch: the gradient of a sample is their sum.
         whole = DenseGrads(dict(zip(total.names, total.params)), total.norms.shape[0])
         for record, grads in own:
-            each = DenseGrads(whole.params, record.size)
-            record.add_gradients(each, grads)
-            whole.merge(each)
+            record.add_gradients(whole, grads)
         samples = {
             id(p): GradSample(p.shape, whole.size, rows.flatten(1))
             for p, rows in whole.found()

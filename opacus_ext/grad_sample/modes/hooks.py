@@ -11,8 +11,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from opacus_ext.grad_sample.adapter.forward import ForwardRecord
 from opacus_ext.grad_sample.adapter.outputs import met_by
-from opacus_ext.grad_sample.core.batch import Samples
 from opacus_ext.grad_sample.core.clip import DenseGrads
+from opacus_ext.grad_sample.core.groups import Samples
 from opacus_ext.grad_sample.core.vmap import will_run
 from opacus_ext.grad_sample.modes.common import PrivateMode, not_private
 from opacus_ext.refused import Refused

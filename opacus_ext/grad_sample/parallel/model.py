@@ -10,9 +10,9 @@ import torch
 from opacus_ext.grad_sample.adapter.forward import ModelGroup, PrivateModel
 from opacus_ext.grad_sample.adapter.outputs import Leaf
 from opacus_ext.grad_sample.core.clip import ClippedSum, GroupNorms
+from opacus_ext.grad_sample.core.gradients import ParameterUse
 from opacus_ext.grad_sample.core.groups import why
 from opacus_ext.grad_sample.core.two_passes import TwoPassSum
-from opacus_ext.grad_sample.core.uses import ParameterUse
 from opacus_ext.grad_sample.factors import GradSample
 from opacus_ext.grad_sample.parallel import group as places
 from opacus_ext.grad_sample.parallel.group import ExpertGroup, ProcessFailure
