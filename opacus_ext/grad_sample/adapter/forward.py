@@ -245,8 +245,8 @@ class PrivateModel:
                 return found[-1]
 
             loss = loss_of(model, **sample[1])
-            # But logits that are computed part by part, by the loss alone.
-            return loss, [x for x in tree_leaves(found) if type(x) is T]
+            leaves = [x for x in tree_leaves(found) if isinstance(x, T)]
+            return loss, [torch.zeros(x.shape[:2]) for x in leaves if x.dim()]
 
         return self.inputs.read(forward, (), kwargs)
 
