@@ -2,7 +2,7 @@
 
 What a configuration has of the names in ``SMALL`` is set so, in parts of it too; what a
 family needs beside that stands in ``FAMILIES``. ``build`` makes a model of any class
-that the auto classes map, and ``inputs_of`` what it takes.
+that the auto classes map.
 """
 
 import copy

@@ -12,10 +12,10 @@ possible because the noise of DP-SGD is isotropic. The formulas are those of
 operation are taken to err independently, residual sums included, and so is what a
 statistic over the width (a norm, a variance) has of its own.
 
-In private training each sample runs by itself (samplewise/engine.py), and so do its
-variances. In evaluation the batch is taken to be the first dimension, or in rows with
-the tokens: where it would become the last one, of which means are taken, the error is
-lost. In a model with the batch second, what drops the width (``[T, B]``) must not go
+In private training each sample runs by itself (grad_sample/core/group.py), and so do
+its variances. In evaluation the batch is taken to be the first dimension, or in rows
+with the tokens: where it would become the last one, of which means are taken, the error
+is lost. In a model with the batch second, what drops the width (``[T, B]``) must not go
 through more than moves.
 """
 
