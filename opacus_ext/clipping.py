@@ -81,7 +81,7 @@ class ClippingFunction(NamedTuple):
         return self.clipping.per_parameter
 
     def __call__(self, norms: torch.Tensor) -> torch.Tensor:
-        """Factors of gradients with these norms."""
+        """The factors of gradients with these norms."""
         return self.clipping.factors(norms, self.bound)
 
     def sensitivity(
@@ -109,7 +109,7 @@ def _times(relation: Any) -> int:
 
 def as_clipping_function(clipping: Any) -> Callable[[torch.Tensor], torch.Tensor]:
     """
-    What :func:`~opacus_ext.clipped_grads` was given as ``clipping``.
+    Makes a clipping function of what :func:`~opacus_ext.clipped_grads` was given.
 
     Args:
         clipping: a number C for flat clipping at C, or a function of norms with a
@@ -160,8 +160,10 @@ def register_clipping(clipping: Clipping) -> Clipping:
 
 def find_clipping(clipping: Union[str, Clipping]) -> Clipping:
     """
+    The clipping that is registered by a name; a :class:`Clipping` as it is.
+
     Raises:
-        Refused: for a name that is not registered, with those that are
+        Refused: for a name that is not registered
     """
     if isinstance(clipping, Clipping):
         return clipping

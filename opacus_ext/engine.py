@@ -608,16 +608,16 @@ class PrivacyEngine(opacus.PrivacyEngine):
                 else dim 1
             loss_reduction: "mean" or "sum", of the loss over samples
             poisson_sampling: whether the loader draws each record by chance, as the
-                accountant takes it to do; else it stays as it is
+                accountant assumes; else the loader stays as it is
             clipping: "flat", "per_layer", "automatic", "adaptive", or one of
                 :func:`~opacus_ext.register_clipping`
-            noise_generator: of the noise
+            noise_generator: draws the noise
             grad_sample_mode: "hooks", "functorch", "ghost", "ghost_bk", "scan", "auto",
                 or another of Opacus's; all give the same update
             wrap_model: whether a wrapper is returned in the model's place; else what is
                 returned has only ``cleanup()``, and the model itself is private
-            rand_on_empty: whether a batch that nothing was drawn for holds random
-                numbers, not weighed at all, in the place of no samples
+            rand_on_empty: whether a batch without samples is filled with random
+                numbers, which add nothing to the gradient
             sampling: how batches are drawn in the place of ``poisson_sampling``:
                 ``Poisson``, ``TruncatedPoisson``, ``FixedSize`` or ``CyclicPoisson`` of
                 :mod:`opacus_ext.data`

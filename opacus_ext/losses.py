@@ -123,6 +123,8 @@ class PerSample(nn.Module):
         self, losses: torch.Tensor, weights: Optional[torch.Tensor] = None
     ) -> torch.Tensor:
         """
+        The mean, the sum, or the losses themselves, by ``reduction``.
+
         Args:
             losses: ``[B]``
             weights: of the samples, ``[B]``, without gradient. They multiply the
@@ -308,7 +310,7 @@ class PerRecord(nn.Module):
         self.model = model
 
     def forward(self, **inputs: Any) -> Any:
-        """See the class."""
+        """Runs the model on all sequences; see the class."""
         tensors = {n: x for n, x in inputs.items() if isinstance(x, torch.Tensor)}
         shapes = {x.shape[:2] for x in tensors.values()}
         if len(shapes) != 1 or len(next(iter(shapes))) != 2:
@@ -359,7 +361,7 @@ def _find_loss(output: Any) -> Optional[torch.Tensor]:
 def _count(
     labels: torch.Tensor, ignore_index: int, weight: Optional[torch.Tensor]
 ) -> torch.Tensor:
-    """What each label counts in a mean."""
+    """How much each label counts in a mean."""
     counts = labels != ignore_index
     return counts if weight is None else weight[labels * counts] * counts
 

@@ -18,7 +18,7 @@ T = torch.Tensor
 
 def items(inputs: Any, i: int) -> Any:
     """
-    Lists, tuples, dicts and ``*args`` of samples: item ``i`` of each.
+    Takes item ``i`` of each list, tuple or dict of samples, or of ``*args``.
 
     Example:
         >>> sequences = [torch.ones(3, 2), torch.ones(5, 2)]
@@ -43,9 +43,9 @@ def _item(x: Any, i: int) -> Any:
 
 def bags(inputs: Any, i: int) -> Any:
     """
-    Values of bags one after the other, and where each bag begins: ``(values [N],
-    offsets [B])``, and weights ``[N]`` if there are some, as ``nn.EmbeddingBag`` takes
-    them. Other tensors ``[B, ...]`` are cut.
+    Takes bag ``i`` of ``(values [N], offsets [B])``, and of weights ``[N]`` if there
+    are some, as ``nn.EmbeddingBag`` has them: ``offsets`` say where each bag begins.
+    Other tensors ``[B, ...]`` are cut.
 
     Example:
         >>> values, offsets = torch.arange(5), torch.tensor([0, 2])
@@ -69,8 +69,8 @@ def bags(inputs: Any, i: int) -> Any:
 
 def packed(inputs: Any, i: int) -> Any:
     """
-    Packed sequences: sequence ``i`` of each. Tensors ``[layers, B, width]`` beside them
-    are recurrent states; others ``[B, ...]`` are cut.
+    Takes sequence ``i`` of packed sequences. Tensors ``[layers, B, width]`` beside them
+    are recurrent states, cut in dim 1; others ``[B, ...]`` are cut in dim 0.
 
     Example:
         >>> from torch.nn.utils.rnn import pack_sequence

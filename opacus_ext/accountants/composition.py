@@ -317,6 +317,7 @@ def _rounded(pairs: Counter, side: int) -> Counter:
 
 
 def refuse_mixed(history: List[Any], mechanisms: List[Dict[str, Any]]) -> None:
+    """Refuses batches of fixed size beside mechanisms of another relation."""
     kinds = {entry["mechanism"] for entry in mechanisms}
     if "fixed_size" in kinds and (history or len(kinds) > 1):
         raise Refused(
@@ -338,6 +339,7 @@ def _check(name: str, value: Any, allowed: bool, text: str) -> None:
 
 
 def check_step(noise: float, rate: float, steps: int) -> Tuple[float, float, int]:
+    """Refuses numbers that no step can have; gives them as plain numbers."""
     _check("noise_multiplier", noise, noise >= 0, "0 or more")
     _check(
         "sample_rate",
@@ -350,6 +352,7 @@ def check_step(noise: float, rate: float, steps: int) -> Tuple[float, float, int
 
 
 def check_mechanism(entry: Dict[str, Any]) -> None:
+    """Refuses an entry that describes no known mechanism."""
     name = entry["mechanism"]
     known = ", ".join(map(repr, MECHANISMS))
     _check("mechanism", name, name in MECHANISMS, f"one of {known}")

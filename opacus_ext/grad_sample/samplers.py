@@ -1,4 +1,4 @@
-"""Samplers of Opacus for its stock modes: gradients of a layer, sample by sample."""
+"""Grad samplers and norm samplers for the stock modes of Opacus, by the core."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LAYERS = (
 def grad_sampler(
     layer: nn.Module, activations: list[T], backprops: T
 ) -> dict[nn.Parameter, T]:
-    """As Opacus calls it: per-sample gradients ``[B, *shape]``."""
+    """Gives the per-sample gradients ``[B, *shape]`` of a layer, as Opacus asks."""
     loss, params = _loss_of(layer)
     found = per_sample_grads(loss, params, (activations, backprops))
     return {params[name]: g for name, g in found.grads.items()}
@@ -33,7 +33,7 @@ def grad_sampler(
 def norm_sampler(
     layer: nn.Module, activations: list[T], backprops: T
 ) -> dict[nn.Parameter, T]:
-    """As Opacus calls it: norms ``[B]`` of the per-sample gradients."""
+    """Gives the norms ``[B]`` of the per-sample gradients, as Opacus asks."""
     (loss, params), seen = _loss_of(layer), _Norms()
     if params:
         clipped_grads(loss, params, (activations, backprops), seen)
@@ -42,13 +42,13 @@ def norm_sampler(
 
 
 def _loss_of(layer: nn.Module) -> tuple[Any, dict[str, nn.Parameter]]:
-    """The output times its gradient, without the hooks by which Opacus asks."""
+    """The output times its gradient, past Opacus's hooks; and the parameters."""
     params = {n: p for n, p in layer.named_parameters() if p.requires_grad}
     return lambda sample: (layer.forward(*sample[0]) * sample[1]).sum(), params
 
 
 class _Norms:
-    """A clipping function that notes norms ``[parameters, B]``."""
+    """A clipping function that only records norms ``[parameters, B]``."""
 
     per_parameter = True
 

@@ -94,6 +94,7 @@ class Law:
 
     @property
     def keys(self) -> List[str]:
+        """The names of the parameters."""
         return [p.key for p in self.parameters]
 
     def fit(

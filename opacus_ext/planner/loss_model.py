@@ -95,6 +95,7 @@ class LossModel:
 
     @property
     def tells_loss(self) -> bool:
+        """Whether it predicts a loss; a rule of thumb does not."""
         return self.kind != RULE
 
     def measured_to(self, parameters: Any, ratio: Any) -> Any:

@@ -1,0 +1,1 @@
+"""The adapter: a model that runs one sample at a time, and is called as before."""

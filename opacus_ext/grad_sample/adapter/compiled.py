@@ -81,7 +81,7 @@ class CompiledModel:
         return self.settings.backend(graph, inputs)
 
     def run(self, samples: Samples) -> tuple[Returned, CompiledGroup]:
-        """Runs some samples. Where that can't be had, nothing has changed."""
+        """Runs some samples, or raises NotCompiled with nothing changed."""
         count, size = samples.size, padded(samples.size)
         if size > count:  # with samples that nothing is asked of
             samples = samples.select(torch.arange(size).clamp(max=count - 1))
@@ -217,8 +217,8 @@ def _reason(error: BaseException) -> str:
 
 class CompiledGroup:
     """
-    Samples that have run in a program: what its model and the first run know, by use
-    what the factors need, and how many samples are meant; the others fill up.
+    Samples that have run in a compiled program. ``kept`` has what the factors of each
+    use need; samples from ``size`` on only fill up the program's batch.
     """
 
     def __init__(

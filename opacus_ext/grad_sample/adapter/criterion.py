@@ -128,7 +128,7 @@ class SampleCriterion:
 
     @torch.no_grad()
     def _compare(self, losses: T, args: tuple, kwargs: dict) -> None:
-        """With what the criterion gives for the batch."""
+        """Compares the losses with what the criterion gives for the batch."""
         self.state.remember()
         try:
             with torch.random.fork_rng([losses.device] if losses.is_cuda else []):

@@ -83,7 +83,7 @@ class PrivateModel:
     Runs the samples of a model one at a time.
 
     Args:
-        batch_first: as ``take`` and ``shared`` of make_private
+        batch_first, take, shared: as given to make_private
         one_by_one: whether none run at once
         attached: whether gradients of whole groups will be asked for as well
 
@@ -92,7 +92,7 @@ class PrivateModel:
             ``backward()``; returns those of the record's leaves
         begin: called with the number of samples before a pass
         size: number of samples of the last call
-        compiles: whether programs can clip
+        compiles: whether samples may run in compiled programs
     """
 
     def __init__(
@@ -124,17 +124,17 @@ class PrivateModel:
     # -- the model ---------------------------------------------------------------------
 
     def describe(self) -> str:
-        """The model, in an error's words."""
+        """The name of the model in errors."""
         return type(self.module).__name__
 
     def refused(self, what: str, remedy: str, name: str | None = None) -> Refused:
-        """An error of this model."""
+        """An error that names this model."""
         given = dict(module=self.describe(), parameter=name, remedy=remedy)
         return Refused(f"{self.describe()}: {what}", **given)
 
     @property
     def params(self) -> dict[str, nn.Parameter]:
-        """The trainable parameters by name, of those that there were at the start."""
+        """Trainable parameters by name, of those that there were at make_private."""
         return {n: p for p, n in self.names.items() if p.requires_grad}
 
     def check_leaf(self, x: T, made: Known | None) -> None:
@@ -157,7 +157,7 @@ class PrivateModel:
         )
 
     def tried(self, call: Callable[[Any], Any], inputs: Any) -> Any:
-        """What a call would give; it leaves no trace."""
+        """What a call gives; state and random numbers are put back."""
         cuda = torch.cuda.is_initialized()
         devices = list(range(torch.cuda.device_count())) if cuda else []
         self.state.remember()
@@ -171,7 +171,7 @@ class PrivateModel:
             self.state.restore()
 
     def group(self, size: int) -> ModelGroup:
-        """In which some samples run at once."""
+        """A new group, in which some samples run at once."""
         return ModelGroup(self, size, self.attached)
 
     def run(self, forward: ForwardRecord) -> None:
@@ -203,7 +203,7 @@ class PrivateModel:
 
     @skip
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """The model, or the wrapper around it, called by the user."""
+        """Runs when the user calls the model, or the wrapper around it."""
         if not self.enabled or self.running or not torch.is_grad_enabled():
             return module._call_impl(*args, **kwargs)
         compiler, settings = set_compiler(None), self.settings
@@ -226,7 +226,7 @@ class PrivateModel:
                 count_a_frame()
 
     def losses(self, kwargs: dict[str, Any], loss_of: Callable) -> T:
-        """The losses ``[B]`` that ``loss_of(model, **kwargs)`` gives of samples."""
+        """The losses ``[B]`` that ``loss_of(model, **kwargs)`` gives for samples."""
 
         def loss(sample: Any) -> T:
             return loss_of(self.module._call_impl, **sample[1])
@@ -235,7 +235,7 @@ class PrivateModel:
         return ForwardRecord(self, self.read_losses(kwargs, loss_of), loss).losses()
 
     def read_losses(self, kwargs: dict[str, Any], loss_of: Callable) -> Inputs:
-        """The inputs of :meth:`losses`, told apart by all that the model returns."""
+        """The inputs of :meth:`losses`, read by all that the model returns."""
 
         def forward(sample: Any) -> Any:
             found = []
@@ -265,7 +265,7 @@ class PrivateModel:
     def _compiled_for(
         self, settings: Settings, module: nn.Module, inputs: Inputs
     ) -> CompiledModel | None:
-        """The programs for a call; None where there are none."""
+        """The compiled programs for a call; None if it can't be compiled."""
         self.has_compiled = True
         reason = None
         if not self.compiles:
@@ -286,7 +286,7 @@ class PrivateModel:
         return self._compiled
 
     def not_compiled(self, settings: Settings, reason: str) -> None:
-        """Warns, once; with ``fullgraph=True`` it is refused."""
+        """Warns once that the model is not compiled; refuses ``fullgraph=True``."""
         if settings.fullgraph:
             raise self.refused(
                 f"can't be compiled as a whole (fullgraph=True): {reason}.",
@@ -425,7 +425,7 @@ class ForwardRecord:
         return known.get((name, shape))
 
     def tell(self, reason: str) -> None:
-        """Warns that vmap fails."""
+        """Warns that vmap fails; from now on samples run one by one."""
         self.model.vmap_fails = True
         if not self.model.one_by_one:
             warn_one_by_one(self.model.describe(), reason)
@@ -452,7 +452,7 @@ class ForwardRecord:
             raise self._changes(name, "and single samples of a batch would each ")
 
     def _by_program(self, samples: Samples) -> bool:
-        """Runs some samples by a program, where there is one for them."""
+        """Runs samples in a compiled program; whether there is one for them."""
         if self.compiled is None:
             return False
         try:
@@ -532,7 +532,7 @@ class ForwardRecord:
         self._returned.append(read_output(output, read, None, 0))
 
     def _keep(self, returned: Returned, part: Part) -> None:
-        """Samples have run: for a ``backward()``, or their gradients are taken now."""
+        """Keeps samples that have run for ``backward()``, or takes gradients now."""
         if self.total is None:
             self.parts.append(part)
         else:
@@ -564,7 +564,7 @@ class ForwardRecord:
     # -- backward ----------------------------------------------------------------------
 
     def take(self) -> None:
-        """Refuses a second time, and more samples than the loader has drawn."""
+        """Marks it as taken; refuses a second time, or more samples than drawn."""
         most = self.model.inputs.most
         if most is not None and self.size > most:
             raise self.model.refused(
@@ -606,7 +606,7 @@ class ForwardRecord:
         return of_leaves
 
     def of_inputs(self, grads: Sequence[T | None]) -> list[T | None]:
-        """The gradients of the leaves alone."""
+        """The gradients of the inputs alone."""
         return self.add_gradients(DenseGrads({}, self.size), grads)
 
     def _add(

@@ -68,7 +68,7 @@ class InputReader:
         module: the model
         run: ``run(call, inputs)`` gives what a call would, and leaves no trace
         batch_dim: where the samples of tensors are
-        take: as given to make_private, as is ``shared``
+        take, shared: as given to make_private
 
     Attributes:
         drawn: numbers of records in the batches that the loader made so far
@@ -220,7 +220,7 @@ class InputReader:
         return [1, 0] if dim == 0 and self._is_state(x) else [dim]
 
     def _readings(self, given: Given) -> list[Reading]:
-        """In which ways a call can be read, those with the most samples first."""
+        """All ways to read a call, those with most tensors of samples first."""
         options = [self._options(name, x) for _, name, x in given.tensors]
         sizes: dict[int, bool] = {}  # whether they are known to be of samples
         for (_, name, x), dims in zip(given.tensors, options):
@@ -335,7 +335,7 @@ class InputReader:
         )
 
     def _learn(self, given: Given, reading: Reading, sure: bool) -> None:
-        """Of inputs by their names; ``sure`` if no other reading is possible."""
+        """Remembers inputs by name; ``sure`` if no other reading is possible."""
         others = {
             n
             for (_, _, x), at in zip(given.tensors, reading.dims)
@@ -415,7 +415,7 @@ class InputReader:
 
 
 def _without_data(samples: Samples) -> Callable[..., Any]:
-    """What makes a sample of zeros, of the shapes of some."""
+    """A function that makes a sample of zeros, of the shapes of these samples."""
     pairs = zip(samples.leaves, samples.by_sample)
     return samples._replace(
         leaves=[x[:0].clone() if own else x for x, own in pairs]

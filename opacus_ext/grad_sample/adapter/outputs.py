@@ -52,7 +52,7 @@ class Returned(NamedTuple):
     spec: TreeSpec
 
     def with_graph(self) -> dict[int, T]:
-        """By their numbers, leaves that gradients go back through."""
+        """Leaves through which gradients go back, by their numbers."""
         return {
             i: leaf.value
             for i, leaf in enumerate(self.leaves)
@@ -96,11 +96,11 @@ class Joined(NamedTuple):
 
 def join(record: Any, returned: Sequence[Returned], losses: bool) -> Joined:
     """
-    Puts together what groups returned that are all samples.
+    Puts together what the groups of a batch returned.
 
     Args:
         record: of the pass (forward.py)
-        losses: whether a number is wanted one a sample
+        losses: whether each sample returned its loss
     """
     first, model = returned[0], record.model.describe()
     if any(r.spec != first.spec for r in returned):
@@ -173,7 +173,7 @@ def _dim(record: Any, name: str, shape: torch.Size) -> int | None:
 
 
 def _shared(values: list[Any]) -> tuple[Any, str | None]:
-    """What is not one a sample must be equal for all; why it is not."""
+    """The value that all samples have in common, or why they have none."""
     first = values[0]
     equal: Callable = operator.eq
     if isinstance(first, (T, np.ndarray)):

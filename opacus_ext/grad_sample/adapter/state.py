@@ -82,7 +82,7 @@ class _Held(NamedTuple):
 
 
 class State:
-    """What the modules of one, or another object, hold."""
+    """What all modules of a model hold, or what another object holds."""
 
     def __init__(self, root: Any):
         self.root = root
@@ -166,7 +166,7 @@ class State:
     # -- before and after --------------------------------------------------------------
 
     def remember(self) -> None:
-        """What is there now is what is compared with."""
+        """Copies what there is now, to compare with it later."""
         self._forget_transient()
         before, self._marks = self._marks, [_mark(x) for x in self.tensors]
         replaced = self._replaced()
@@ -421,14 +421,14 @@ class Known:
 
 
 class Notes:
-    """What is noted of a run, of several samples or of one."""
+    """Leaves that a run has made, and memory that it has written to."""
 
     def __init__(self) -> None:
         self.leaves = Known()  # that the code has made, with a gradient of their own
         self.written: set[int] = set()  # where memory begins that was written to
 
     def take(self, func: Callable, args: tuple, found: Any) -> None:
-        """Called with each function, its arguments and what it gave."""
+        """Notes a function that was called, by its arguments and its result."""
         if args and isinstance(args[0], T) and _writes(func):
             if not is_batched(args[0]):
                 self.written.add(memory(args[0]))
@@ -458,12 +458,12 @@ class AloneSample(TorchFunctionMode):
         return not known or bool(self.written) and memory(x) in self.written
 
     def agree(self, x: T) -> T:
-        """The code asks for the value of a tensor."""
+        """Notes that the code asks for the value of a tensor."""
         self.told_data = self.told_data or isinstance(x, T) and self.is_data(x)
         return x
 
     def call(self, func: Callable, *args: Any, **kwargs: Any) -> Any:
-        """A function, with what it tells."""
+        """Calls a function, and notes what is made of data."""
         given = list(_tensors((*args, *kwargs.values())))
         into = [(x, x._version) for x in given if not self.is_data(x)]
         found = func(*args, **kwargs)

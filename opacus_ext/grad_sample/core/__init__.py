@@ -1,0 +1,1 @@
+"""The core: samples in groups, uses of parameters, gradients, clipped sums."""

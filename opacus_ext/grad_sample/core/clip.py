@@ -44,7 +44,7 @@ class GroupNorms:
         self._budget = workspace() if keep else 0
 
     def take(self, p: T, sample: GradSample) -> None:
-        """All gradients of a parameter are known; those of small ones can wait."""
+        """Takes all gradients of a parameter; small ones wait for :meth:`finish`."""
         if sample.numel > SMALL or sample.flat() is None:
             self._square(p, sample)
 
@@ -119,7 +119,7 @@ class GroupNorms:
 def clipping_factors(
     clipping: Callable[[T], T], norms: T, scale: Any, bad: T | None
 ) -> T:
-    """What gradients of these norms, times ``scale``, are multiplied by; bad by 0."""
+    """Factors of gradients ``scale`` times as long as these norms; 0 where bad."""
     factors = clipping(norms)
     if not isinstance(factors, T) or factors.shape != norms.shape:
         raise Refused(
@@ -135,8 +135,8 @@ def norms_and_sums(
     group: GroupNorms, clipping: Callable[[T], T], scale: Any = 1.0, own: Any = True
 ) -> tuple[T, list[T | None]]:
     """
-    Norms and clipped sums of a group whose norms are known, in code that is compiled:
-    samples whose gradient is not finite count as zero, and as those not in ``own``.
+    Norms and clipped sums of a group that knows its norms, in code that is compiled.
+    Samples that are not in ``own``, or have a gradient that is not finite, add zero.
     """
     norms = group.norms / scale
     finite = norms.isfinite() & own
@@ -201,11 +201,11 @@ class ClippedSum:
         return of_inputs
 
     def group_norms(self, size: int, keep: bool = True) -> GroupNorms:
-        """Of a group, to be computed; see :class:`GroupNorms`."""
+        """New norms for a group of this size; see :class:`GroupNorms`."""
         return GroupNorms(self.params, size, self.per_parameter, keep)
 
     def factors_of(self, use: ParameterUse | None, factors: T) -> T:
-        """Of all factors those of a use's samples; None for the group's."""
+        """The factors of a use's samples, or of the group's if ``use`` is None."""
         return factors
 
     def add_samples(self, samples: GradSamples) -> None:
@@ -227,7 +227,7 @@ class ClippedSum:
         self._add(sums)
 
     def _clip(self, rows: T | None, norms: T) -> tuple[T, T | None]:
-        """The factors for some norms, and which of these are not finite, or None."""
+        """The factors for some norms, and which norms are not finite, or None."""
         norms, bad = self._or_infinite(norms / self.scale, rows)
         self._set_norms(rows, norms)
         return clipping_factors(self.clipping, norms, self.scale, bad), bad

@@ -114,7 +114,7 @@ def clipped_grads(
     bfloat16, float16                 norms in float32; sums in the parameter's type
     a complex parameter               refused; complex activations are exact
     random numbers in the loss        drawn for each sample by itself
-    a loss that keeps state           not seen: it is the caller's word
+    a loss that keeps state           not seen: the caller vouches for that
     a loss of more than one number    refused
     tensors whose first dims differ   refused: close over what is shared, or ``take``
     ================================= ================================================
@@ -139,8 +139,8 @@ def clipped_grads(
     Raises:
         Refused: see the table; nothing is changed
 
-    Source: "one pass" is book-keeping, Bu et al. 2023, over the ghost norms of
-    factors (factors/).
+    Source: norms and sums from one backward pass are book-keeping (Bu et al. 2023),
+    over the ghost norms of factors/.
 
     Example:
         >>> import torch
@@ -201,7 +201,7 @@ def per_sample_grads(
 
 
 def _trained(params: dict[str, T], microbatch: int | None) -> dict[str, T]:
-    """The parameters to be trained, looked at, and the size of groups."""
+    """The parameters that require a gradient; refuses what can't be clipped."""
     if microbatch is not None and not (isinstance(microbatch, int) and microbatch > 0):
         raise Refused(
             f"microbatch is a number of samples, got {microbatch!r}.",
@@ -244,7 +244,7 @@ class _Run:
         self._parts: list[tuple[T | None, list[T], Any]] = []
 
     def all(self, samples: list[Samples], microbatch: int | None) -> tuple[T, Any]:
-        """Runs all samples; the losses ``[B]``, and auxiliary values ``[B, ...]``."""
+        """Runs all samples; gives losses ``[B]`` and auxiliary values ``[B, ...]``."""
         code = getattr(self.loss, "__code__", type(self.loss))
         alone = _alone.setdefault(self.params[0], set())
 
@@ -272,7 +272,7 @@ class _Run:
         return whole[0], tree_unflatten(whole[1:], specs[0]) if whole[1:] else None
 
     def at_once(self, samples: Samples) -> None:
-        """Some samples under vmap."""
+        """Runs some samples under vmap."""
         group = SampleGroup(self.params, samples.size)
         with torch.enable_grad(), group.level:
             sample = samples.tree(group.wrap)
@@ -286,7 +286,7 @@ class _Run:
         self._keep(samples.rows, [losses, *aux], spec)
 
     def one(self, samples: Samples, i: int) -> None:
-        """One sample by ordinary autograd."""
+        """Runs one sample by ordinary autograd."""
         row = i if samples.rows is None else int(samples.rows[i])
         with torch.enable_grad():
             found, spec = _loss_and_aux(self.loss(samples.alone(i)))

@@ -1,4 +1,4 @@
-"""How ``torch.compile`` was used on a model, which private names of torch say."""
+"""How ``torch.compile`` was used on a model, read from private names of torch."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ def settings_from(compiler: Any) -> Settings | None:
 
 
 def programs(most: int) -> ContextManager:
-    """Within, as many programs may be made of one function."""
+    """A block in which torch makes at most so many programs of one function."""
     return config.patch(recompile_limit=most)
 
 
 def count_a_frame() -> None:
-    """With ``fullgraph=True`` torch asks for one that is compiled where it looks."""
+    """Calls a function that torch may compile, as ``fullgraph=True`` expects one."""
     _frame(torch.zeros(()))
 
 

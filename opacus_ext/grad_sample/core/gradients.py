@@ -29,8 +29,8 @@ GradSamples = dict[
 ]  # by the id of a parameter; zero where there is none
 FactorsFn = Callable[..., Sequence[tuple[Factor, ...]]]
 
-# Entries up to which a gradient is handled beside others of its kind: to start kernels
-# takes longer than to run them.
+# Entries up to which gradients of one kind are handled together: starting kernels for
+# each would take longer than running them.
 SMALL = 2**16
 UNSEEN = "a use of a parameter that is not seen (an autograd function)"
 
@@ -57,9 +57,9 @@ class ParameterValue:
 
 
 class ParameterUse(NamedTuple):
-    """One use of parameters."""
+    """One use of parameters by an op, with all that its per-sample gradients need."""
 
-    values: tuple[ParameterValue | None, ...]  # of what; None for an argument left out
+    values: tuple[ParameterValue | None, ...]  # what is used; None if left out
     # (backprops, *data), all [B, T, *event], to the factors of each of the values.
     factors: FactorsFn
     rows: int  # how many dims of the output, behind that of the samples, are rows
@@ -93,7 +93,7 @@ def of_copies(backprops: T) -> list[tuple[T]]:
 
 class Collector:
     """
-    The per-sample gradients of one group of samples, of some parameters with their
+    Collects the per-sample gradients of a group, from the gradients that arrive at its
     uses. ``done`` is called with a parameter and its gradients when all are known.
     """
 
@@ -255,13 +255,13 @@ def gradients_of_group(
     seen: Callable[[ParameterUse, T], None] | None = None,
 ) -> tuple[GradSamples, list[T | None]]:
     """
-    The gradients of samples that have run at once: of the parameters, and of inputs.
+    The gradients of samples that have run at once, for the parameters and the inputs.
 
     Args:
         group: in which they ran
-        outputs: of all of them, with their graph
-        grads: of these
-        params: of the model, of which gradients may be wanted
+        outputs: of all samples, with their graph
+        grads: the gradients of the outputs
+        params: whose per-sample gradients are wanted
         inputs: leaves whose gradients are wanted, too
         done: called with a parameter and its gradients when all of these are known
         seen: called with each use and the gradient that arrives there; the graph stays
@@ -378,7 +378,7 @@ def graph_of(roots: Iterable[T | GradientEdge]) -> tuple[list[T], bool]:
 
 @contextmanager
 def no_autocast() -> Iterator[None]:
-    """Gradients, norms and sums are computed in the types that they have."""
+    """A block without autocast: gradients, norms and sums keep their types."""
     with ExitStack() as stack:
         for kind in ("cpu", "cuda"):
             if torch.is_autocast_enabled(kind):

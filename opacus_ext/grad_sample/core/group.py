@@ -1,11 +1,11 @@
-"""Samples that run at once, each by itself, and the uses they make of parameters.
+"""Samples that run at once, each by itself, and their uses of parameters.
 
-The code runs under vmap, so what is one a sample and what all samples share is known at
-each op. :class:`SampleGroup` is the mode that sees the ops in which something made of
-parameters meets data. An op with a rule (rules/) is computed with the value that all
-samples share, and what it returns is noted with the data: the gradient that arrives
-there is a factor of the per-sample gradients. Any other op is given one copy of the
-value for each sample, expanded without memory, whose gradient is the answer.
+The code runs under vmap, so it is known at each op what there is once for each sample
+and what all samples share. :class:`SampleGroup` sees each op in which a parameter, or a
+value computed from parameters, meets data. An op with a rule (rules/) is computed with
+the shared value; the data are kept, and with the gradient that arrives at the output
+they give the factors of the per-sample gradients. Any other op is given one copy of the
+value for each sample, expanded without memory, whose gradient is the per-sample one.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _unsafe_view = torch.ops.aten._unsafe_view.default
 
 
 class BranchesDiffer(Exception):
-    """Samples take different branches: ``answers [B]`` says which."""
+    """Raised when samples take different branches; ``answers [B]`` says which."""
 
     def __init__(self, answers: T):
         super().__init__("samples take different branches")
@@ -47,8 +47,8 @@ class BranchesDiffer(Exception):
 
 class SampleGroup(TorchFunctionMode):
     """
-    Samples that run at once, and their uses of the parameters whose gradients are
-    wanted; ``attached`` where gradients of the whole group will be asked for as well.
+    Samples that run at once; it notes each use of the parameters ``params``. With
+    ``attached``, gradients summed over the group can be asked for as well.
     """
 
     eager = True  # whether code can step out of vmap
@@ -70,17 +70,17 @@ class SampleGroup(TorchFunctionMode):
     # -- what samples see and what they are --------------------------------------------
 
     def inner(self, x: T) -> T:
-        """The values of all samples, ``[B, *shape]``, also of what they share."""
+        """The values of all samples ``[B, *shape]``; what they share is expanded."""
         return self.level.unwrap(x) if is_batched(x) else x.expand(self.size, *x.shape)
 
     def outside(self) -> ContextManager:
-        """Within, tensors are those of all samples; see :meth:`inner`."""
+        """A block outside of vmap, where tensors hold the values of all samples."""
         if not self.level.innermost:
             raise NotAtOnce("a parameter or a branch inside another transform")
         return Outside()
 
     def agree(self, x: T) -> T:
-        """The one value that all samples have, where the code asks for it."""
+        """The value that the code asks for; raises if samples have different ones."""
         if not is_batched(x):
             return x
         self.told_data = True
@@ -95,11 +95,11 @@ class SampleGroup(TorchFunctionMode):
             raise BranchesDiffer(answers)
 
     def is_shared(self, x: Any) -> bool:
-        """Whether it is made of parameters, the same for all samples."""
+        """Whether ``x`` is a parameter or computed from parameters alone."""
         return isinstance(x, T) and x.requires_grad and not is_batched(x)
 
     def find_shared(self, args: Iterable, found: list[T]) -> None:
-        """Adds what is made of parameters to ``found``."""
+        """Adds parameters, and what is computed from them alone, to ``found``."""
         for x in args:
             if isinstance(x, T):
                 if x.requires_grad and not is_batched(x):
@@ -118,7 +118,7 @@ class SampleGroup(TorchFunctionMode):
         return self._call(func, args, kwargs or {})
 
     def call(self, func: Callable, *args: Any, **kwargs: Any) -> Any:
-        """An op on what samples see."""
+        """Runs an op on what samples see, and notes its uses of parameters."""
         return self._call(func, args, kwargs)
 
     def _call(self, func: Callable, args: tuple, kwargs: dict) -> Any:
@@ -148,7 +148,7 @@ class SampleGroup(TorchFunctionMode):
         return call_with({id(x): self.copy(x) for x in shared}, func, args, kwargs)
 
     def made(self, func: Callable, args: tuple, kwargs: dict, made: Any) -> None:
-        """Is told what was made of parameters without data."""
+        """Called with each op that takes parameters and no data, and its result."""
 
     def _holds(self, op: Op) -> bool:
         params = [p for p in op.params if p is not None]
@@ -166,7 +166,7 @@ class SampleGroup(TorchFunctionMode):
     # -- uses --------------------------------------------------------------------------
 
     def value(self, x: T) -> ParameterValue:
-        """What is known of something made of parameters."""
+        """What is known of a parameter, or of what is computed from parameters."""
         found = self._values.get(id(x))
         if found is None or found.version != x._version:
             if found is not None:
@@ -178,7 +178,7 @@ class SampleGroup(TorchFunctionMode):
         return found
 
     def by_rule(self, func: Callable, op: Op, args: tuple, kwargs: dict) -> T:
-        """An op whose rule states the factors."""
+        """Runs an op that has a rule, and notes its uses of parameters."""
         values = tuple(self.value(p) if self.is_shared(p) else None for p in op.params)
         data = [self.copy(x) if self.is_shared(x) else x for x in op.data]
         whole = op.whole if self.eager and any(map(is_batched, data)) else None
@@ -199,7 +199,7 @@ class SampleGroup(TorchFunctionMode):
             return self.note(y, values, op.factors, at, data, rows)
 
     def own(self, x: T | None) -> T | None:
-        """What is made of parameters, as a copy for each sample; else as it is."""
+        """Copies for each sample, if ``x`` is computed from parameters; else ``x``."""
         return self.copy(x) if self.is_shared(x) and torch.is_grad_enabled() else x
 
     def copy(self, x: T) -> T:
@@ -215,8 +215,8 @@ class SampleGroup(TorchFunctionMode):
 
     def note(self, y: T, *use: Any) -> T:
         """
-        Notes an op's use of parameters, as far as it is known; called outside. Gives
-        what the op returned, ``y [B, *rows, *event]``, as samples see it.
+        Notes an op's use of parameters, by the first fields of ``ParameterUse``; called
+        outside. Gives the op's result ``y [B, *rows, *event]`` as samples see it.
         """
         if saved_tensor_hooks() != self._packing:
             raise NotAtOnce("activation checkpointing")
@@ -235,8 +235,8 @@ class SampleGroup(TorchFunctionMode):
         self, run: Callable, given: Sequence[T], size: int, samples: T | None = None
     ) -> T:
         """
-        What ``run`` makes of others than this group's samples, of what is given of them
-        ``[n, ...]``; called outside. ``samples`` says which they are, of ``size``.
+        Runs samples of other processes, given as ``[n, ...]``, and notes their uses;
+        called outside. ``samples`` says which of ``size`` samples they are.
         """
         inner = copy.copy(self)
         SampleGroup.__init__(inner, (), len(given[0]), self.attached)
@@ -252,16 +252,16 @@ class SampleGroup(TorchFunctionMode):
         return y
 
     def forget(self) -> None:
-        """Lets go of what samples see, after the run."""
+        """Drops the copies that samples see, after the run."""
         self._copies.clear()
 
     def values(self) -> list[ParameterValue]:
-        """All values made of parameters that have met data."""
+        """All parameters, and values computed from them, that have met data."""
         return [*self._values.values(), *self._earlier]
 
 
 def _any_batched(args: Iterable) -> bool:
-    """Whether something is one a sample."""
+    """Whether some argument has a value for each sample."""
     return any(
         (
             is_batched(x)

@@ -62,7 +62,7 @@ class Samples(NamedTuple):
 
 def samples_of(batch: Any, take: Take | None = None) -> tuple[list[Samples], int]:
     """
-    A batch as samples, those of one kind together, and how many there are; see
+    Takes a batch apart into samples, those of one kind together, and counts them; see
     :func:`~opacus_ext.clipped_grads` for the arguments.
     """
     if take is not None:
@@ -139,7 +139,7 @@ def in_groups(
     tell: Callable[[str], None] | None = None,
 ) -> None:
     """
-    Runs all samples.
+    Runs all samples: at once, split by branches, or one by one.
 
     Args:
         samples: those of one kind each
@@ -177,7 +177,7 @@ def in_groups(
 
 
 def why(error: BaseException) -> str:
-    """An error in a line, with the line of the user's code."""
+    """An error as one line of text, with the line of the user's code."""
     inside = ("/torch/", "opacus_ext/grad_sample/")
     frames = traceback.extract_tb(error.__traceback__)
     own = [f for f in frames if not any(part in f.filename for part in inside)]
@@ -211,7 +211,7 @@ def _both(*names: str) -> list[Callable]:
     *(T.__format__, T.__repr__, T.__str__),
 )
 def ask(group: SampleGroup, func: Callable, x: T, *args: Any, **kwargs: Any) -> Any:
-    """What Python makes of a tensor, and results whose shape the data decide."""
+    """Asks all samples for a value, or for what decides the shape of a result."""
     return func(group.agree(x), *args, **kwargs)
 
 
@@ -220,7 +220,7 @@ def ask(group: SampleGroup, func: Callable, x: T, *args: Any, **kwargs: Any) -> 
     *_both("narrow", "masked_select", "repeat_interleave"),
 )
 def ask_rest(group: SampleGroup, func: Callable, *args: Any, **kwargs: Any) -> T:
-    """The arguments decide the shape, but for a first one that has one."""
+    """Asks all samples for the later arguments, which decide the shape."""
     first = 0 if func in (torch.arange, torch.linspace) else 1
     given = *args[:first], *_agreed(group, args[first:])
     return group.call(func, *given, **_agreed(group, kwargs))
@@ -284,13 +284,13 @@ def compare(group: SampleGroup, func: Callable, *args: Any, **kwargs: Any) -> bo
 
 @handles(T.requires_grad.__get__)
 def requires_grad(group: SampleGroup, func: Callable, x: T) -> bool:
-    """vmap hides it."""
+    """Reads the flag below vmap, which hides it."""
     return func(group.level.unwrap(x) if is_batched(x) else x)
 
 
 @handles(T.requires_grad_, init.uniform_, init.normal_, init.kaiming_uniform_)
 def of_leaf(group: SampleGroup, func: Callable, tensor: T, *args: Any, **kw: Any) -> T:
-    """A layer that the forward makes is one for all samples."""
+    """Lets all samples share a leaf that the forward makes, as in a new layer."""
     if func is T.requires_grad_:
         if is_batched(tensor) or not group.eager:
             return autograd_inside(group, func)
@@ -302,13 +302,13 @@ def of_leaf(group: SampleGroup, func: Callable, tensor: T, *args: Any, **kw: Any
 
 @handles(torch.autograd.grad, T.retain_grad)
 def autograd_inside(group: SampleGroup, func: Callable, *args: Any, **kw: Any) -> Any:
-    """A gradient is taken in the forward, of which the uses are not seen."""
+    """Sends samples one by one: uses in a gradient of the forward are not seen."""
     raise NotAtOnce(f"{func.__name__} in the forward")
 
 
 @handles(T.backward)
 def backward_inside(group: SampleGroup, func: Callable, *args: Any, **kw: Any) -> Any:
-    """It is refused."""
+    """Refuses ``backward()`` in the forward."""
     raise Refused(
         "backward() within the forward pass adds gradients that are not clipped.",
         remedy="Take torch.autograd.grad(..., create_graph=True) there, or call "
@@ -318,7 +318,7 @@ def backward_inside(group: SampleGroup, func: Callable, *args: Any, **kw: Any) -
 
 @handles(T.register_hook)
 def register_hook(group: SampleGroup, func: Callable, x: T, hook: Callable) -> Any:
-    """A hook on an activation is shown the gradients of all samples of the group."""
+    """Shows a hook on an activation the gradients of all samples of the group."""
     if not is_batched(x):
         return func(x, hook)
 

@@ -1,4 +1,4 @@
-"""The private functions of torch that are needed, here and in dynamo.py."""
+"""Private functions of torch that the core needs; for compilers see dynamo.py."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Level:
 
 
 class Outside:
-    """A step out of vmap: tensors within are those of all samples."""
+    """A block outside of vmap, where tensors hold the values of all samples."""
 
     def __enter__(self) -> None:
         self.layer = pop_dynamic_layer_stack()

@@ -3,8 +3,8 @@
 For every layer that matters here the gradient of sample ``b`` with respect to one
 parameter is ``G[b] = sum_t f1[b, t] (x) f2[b, t] (x) ...``, one factor for each axis
 of the parameter. A factor is either dense rows ``[B, T, width]`` or one-hot rows,
-given by an index ``[B, T]`` (:class:`OneHot`). Every mode of DP-SGD is one of three
-operations on that object, :class:`GradSample`: materialize, squared norm, weighted sum.
+given by an index ``[B, T]`` (:class:`OneHot`). Every mode of DP-SGD uses the operations
+of this object, :class:`GradSample`: materialize, squared norm, weighted sum.
 
 Source: ghost norms for dense layers (Lee & Kifer 2020; Li et al. 2021), for a tied
 embedding (DPFormer, claim 4.1, whose printed square on the first term is a misprint).

@@ -74,7 +74,7 @@ class Term:
         raise NotImplementedError
 
     def without(self, samples: T) -> Term:
-        """Zeros in the place of some samples, ``[B]`` of bool."""
+        """The same with zeros for some samples, ``[B]`` of bool."""
         raise NotImplementedError
 
     def resolved(self) -> OuterProducts:
@@ -82,7 +82,7 @@ class Term:
         return OuterProducts(self.materialize(self.dtype).unsqueeze(1))
 
     def part(self, shape: torch.Size, samples: slice, rows: slice) -> OuterProducts:
-        """Of some samples, for some rows of the parameter, which has that shape."""
+        """The gradients of some samples, for some rows of a parameter of this shape."""
         return self.resolved().part(shape, samples, rows)
 
 
@@ -231,7 +231,7 @@ def by_segments(term: OuterProducts) -> bool:
 
 
 def of_grams(terms: Sequence[OuterProducts]) -> float:
-    """Of the squared norm by Gram matrices of the terms, and of each two of them."""
+    """Cost of the squared norm by Gram matrices of the terms and of each pair."""
     if len({t.widths for t in terms}) > 1:
         return math.inf
     cost = 0.0
@@ -252,7 +252,7 @@ def of_grams(terms: Sequence[OuterProducts]) -> float:
 
 
 def of_blocks(terms: Sequence[OuterProducts]) -> float:
-    """Of the squared norm by gradients that are materialized block by block."""
+    """Cost of the squared norm by gradients materialized block by block."""
     numel = product(terms[0].widths)
     cost = 4.0 * numel
     for t in terms:
@@ -277,7 +277,7 @@ def worth_caching(terms: Sequence[OuterProducts], cache: int, cost: float) -> bo
 
 
 def few(term: OuterProducts) -> bool:
-    """Whether rows are so few that all of a sample may meet, and most in vain."""
+    """Whether rows are so few that all pairs may meet, most of them in vain."""
     width = 64 + sum(f.shape[2] for f in term.dense)  # 64: passes over the product
     size = term.batch_size * term.length**2
     return size * width <= _FEW and 3 * size * term.dtype.itemsize <= workspace()

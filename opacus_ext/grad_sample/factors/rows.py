@@ -54,7 +54,7 @@ def width_of(factor: Factor) -> int:
 
 
 def wide(x: T) -> T:
-    """Half precision is widened: norms are accumulated in float32 or better."""
+    """Widens half precision: norms are accumulated in float32 or better."""
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
@@ -67,7 +67,7 @@ def dtype_of(*dtypes: torch.dtype) -> torch.dtype:
 
 
 def product(sizes: Iterable[int]) -> int:
-    """Of sizes; ``math.prod`` is not known to compilers."""
+    """The product of sizes; compilers do not know ``math.prod``."""
     found = 1
     for size in sizes:
         found *= size
@@ -75,7 +75,7 @@ def product(sizes: Iterable[int]) -> int:
 
 
 def steps(size: int, step: int) -> Iterator[tuple[int, int]]:
-    """Where the parts of an axis begin and end."""
+    """Yields where each part of an axis begins and ends."""
     for start in range(0, size, step):
         yield start, min(start + step, size)
 

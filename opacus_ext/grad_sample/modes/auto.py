@@ -2,8 +2,8 @@
 
 Both give the same update. Short samples are run at once ("ghost_bk"), as starting
 kernels takes longer than running them; of long ones each fills the machine by itself,
-and "scan" has no norm to compute beside the gradient. Where it is not plain which, the
-first steps tell, and all that follow are run in the same way.
+and "scan" has no norm to compute beside the gradient. If it is not clear which way is
+faster, the first steps are timed, and all later ones run in the faster way.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ logger = logging.getLogger(__name__)
 AT_ONCE, ONE_BY_ONE = "ghost_bk", "scan"
 # The first time counts for neither: what is learned of a model is learned then.
 _TRIALS = AT_ONCE, AT_ONCE, ONE_BY_ONE, ONE_BY_ONE, AT_ONCE, ONE_BY_ONE
-# A layer takes some 20 kernels, there and back, and each takes some seconds to start.
+# A layer takes some 20 kernels, forward and backward, each 5 microseconds to start.
 _START = 20 * 5e-6
 
 
 class Choice:
-    """Which way takes less time, of a model with so many layers with parameters."""
+    """Chooses the faster way for a model with so many layers with parameters."""
 
     def __init__(self, layers: int):
         self.layers = layers
@@ -46,7 +46,7 @@ class Choice:
         return {w: min(x[1:], default=math.inf) for w, x in self.times.items()}
 
     def add(self, seconds: float, size: int) -> None:
-        """The time that a step took, of one sample, and perhaps the choice."""
+        """Takes the time of a step of ``size`` samples, and chooses if it can."""
         self.times[self.next].append(seconds / size)
         best = self.best
         if best[AT_ONCE] < self.layers * _START:

@@ -46,7 +46,7 @@ def refuse(module: nn.Module) -> None:
 
 
 class PrivateMode:
-    """Mixed into Opacus's classes of a mode."""
+    """What all modes do; mixed into Opacus's classes."""
 
     private: PrivateModel
     plain_backward: Callable[[ForwardRecord, Any], list[Any]]  # see PrivateModel
@@ -94,12 +94,12 @@ class PrivateMode:
         return []
 
     def disable_hooks(self) -> None:
-        """The model is as it was, for a while."""
+        """Lets the model run as it was, for a while."""
         super().disable_hooks()
         self.private.enabled = False
 
     def enable_hooks(self) -> None:
-        """Samples run by themselves again."""
+        """Lets samples run by themselves again."""
         super().enable_hooks()
         self.private.enabled = True
 
@@ -120,7 +120,7 @@ def classes(mode: type, hooks: type, module: type) -> tuple[type, type]:
 
 
 class _Wrapper:
-    """Mixed into what takes the place of a model: it has what its model has."""
+    """Gives what takes the place of a model the attributes of the model."""
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -156,7 +156,7 @@ def private_model_of(module: nn.Module) -> PrivateModel | None:
 
 
 def not_private(private: PrivateModel, p: Any, what: str) -> Refused:
-    """Of a parameter that would get a gradient beside those that are clipped."""
+    """The error for a parameter that would get a gradient that is not clipped."""
     name = private.names.get(p)
     if name is not None:
         return Refused(

@@ -127,7 +127,7 @@ class ClippedLoss(torch.Tensor, stock.DPTensorFastGradientClipping):
     def __torch_function__(
         cls, func: Callable, types: Any, args: tuple = (), kwargs: Any = None
     ) -> Any:
-        """Of what is done to losses the samples are kept, where they can be."""
+        """Keeps the losses of samples through sums and products, where it can."""
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
         losses = [x for x in args if isinstance(x, ClippedLoss) and not x.done]
         if name in _NO_SAMPLES:
@@ -176,7 +176,7 @@ def _knows_samples(name: str, losses: Sequence[ClippedLoss], args: tuple) -> boo
 
 
 class _WithoutSamples(torch.autograd.Function):
-    """A value through which no gradient goes back."""
+    """Passes a value on, and refuses any gradient that comes back."""
 
     @staticmethod
     def forward(ctx: Any, value: T, anchor: T) -> T:
@@ -219,7 +219,7 @@ class ClippedCriterion(stock.DPLossFastGradientClipping):
 
 
 class Ghost(PrivateMode):
-    """Mode "ghost", and what those have in common that leave clipped sums."""
+    """Mode "ghost", and what it shares with the modes that leave clipped sums."""
 
     attached = compiles = True
     sum_of: type = TwoPassSum

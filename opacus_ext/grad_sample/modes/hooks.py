@@ -24,7 +24,7 @@ _known = WeakIdKeyDictionary()
 
 
 def note_parameter(module: Any, name: str, p: nn.Parameter) -> None:
-    """A hook on registration: parameters of other models may get gradients, too."""
+    """Notes each parameter that is registered: other models may get gradients."""
     _known[p] = None
 
 
@@ -58,7 +58,7 @@ class Recording(PrivateMode):
     passes = 0  # backward passes so far
 
     def add_hooks(self, **kwargs: Any) -> None:
-        """Takes the place of the model's calls, and takes gradients in its stead."""
+        """Takes the place of the model's calls, and collects their gradients."""
         super().add_hooks(**kwargs)
         self._found: list[tuple[ForwardRecord, DenseGrads]] = []  # by forward pass
         self.private.begin = self._begin
@@ -80,7 +80,7 @@ class Recording(PrivateMode):
     def clip(
         self, optimizer: Any, samples: list[Samples], loss: Callable[[Any], T]
     ) -> T:
-        """Sets ``p.grad_sample``; see :meth:`~modes.ghost.GhostMode.clip`."""
+        """Sets ``p.grad_sample``; see :meth:`~modes.ghost.Ghost.clip`."""
         params = self.private.params
         total = DenseGrads(params, sum(some.size for some in samples))
         losses = self.private.clip(samples, loss, total)

@@ -14,7 +14,7 @@ BEGIN, END, FAILED = -1, -2, -3
 
 
 class ProcessFailure(Refused):
-    """What went wrong in another process, or between them."""
+    """Raised for what went wrong in another process, or between processes."""
 
 
 class ExpertGroup:

@@ -52,7 +52,7 @@ class ParallelModel(PrivateModel):
         return found
 
     def tried(self, *args: Any) -> Any:
-        """Tries of one process are no pass of all."""
+        """Tries a call in this process alone, without an exchange."""
         self.processes.silent = True
         try:
             return super().tried(*args)
@@ -81,11 +81,11 @@ class ParallelModel(PrivateModel):
             ) from error
 
     def group(self, size: int) -> ModelGroup:
-        """In which the samples run."""
+        """A new group, in which the samples run."""
         return _ParallelGroup(self, size, self.attached)
 
     def sum_of(self, kind: type) -> Callable[..., ClippedSum]:
-        """A kind of clipped sum, as it is for sharded parameters."""
+        """A clipped sum of this kind, for sharded parameters."""
         own = ParallelTwoPassSum if kind is TwoPassSum else ParallelSum
         return functools.partial(own, self.processes)
 
@@ -123,7 +123,7 @@ class ParallelNorms(GroupNorms):
                 self._part_of.update((id(params[i]), part) for i in at)
 
     def take(self, p: T, sample: GradSample) -> None:
-        """All gradients of a parameter are known."""
+        """Takes all gradients of a parameter."""
         if id(p) in self._part_of:
             self._part_of[id(p)].take(p, sample)
 
@@ -192,4 +192,4 @@ class ParallelSum(ClippedSum):
 
 
 class ParallelTwoPassSum(ParallelSum, TwoPassSum):
-    """The same by two passes."""
+    """The same sum, by two passes."""

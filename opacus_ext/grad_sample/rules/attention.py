@@ -1,4 +1,4 @@
-"""Attention, by torch's fused kernels: they have no parameters, and vmap no kernel."""
+"""Attention has no parameters, and vmap does not know torch's fused kernels."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def attention(
     *args: Any,
     **kwargs: Any,
 ) -> T:
-    """The fused kernels on the batch of all samples."""
+    """Runs the fused kernels on the batch of all samples."""
     given = [group.own(x) for x in (query, key, value, attn_mask)]
     if not any(map(group.is_batched, given)):
         return func(*given, *args, **kwargs)

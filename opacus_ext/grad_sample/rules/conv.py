@@ -64,7 +64,7 @@ class OfConv(NamedTuple):
     groups: int
 
     def whole(self, params: Sequence, x: T) -> T:
-        """The layer for all samples."""
+        """Runs the layer for all samples."""
         dims = len(self.stride)
         rows = x.shape[: -1 - dims]
         y = _FUNCTIONS[dims][0](x.flatten(0, len(rows) - 1), *params, *self[1:])

@@ -27,10 +27,7 @@ _PRIVATE = {
 def refuse_embedding(
     what: str, max_norm: float | None, scale_grad_by_freq: bool, sparse: bool
 ) -> None:
-    """
-    Raises:
-        Refused: for an argument of an embedding with which it can't be private
-    """
+    """Refuses arguments of an embedding with which it can't be private."""
     given = max_norm is not None, scale_grad_by_freq, sparse
     for is_set, (setting, reason) in zip(given, _PRIVATE.items()):
         if is_set:
@@ -71,7 +68,7 @@ def padded(
     *args: Any,
     **kwargs: Any,
 ) -> T:
-    """Of tables that are one a sample vmap forgets ``padding_idx``."""
+    """Applies ``padding_idx`` where each sample has its own table: vmap forgets it."""
     if padding_idx is None or not group.is_batched(weight):
         return group.call(func, input, weight, padding_idx, *args, **kwargs)
     rows = group.call(func, input, weight, None, *args, **kwargs)
@@ -106,7 +103,7 @@ class OfRows(NamedTuple):
     padding: int | None = None
 
     def whole(self, params: Sequence, ids: T) -> T:
-        """The rows for all samples."""
+        """Looks up the rows of all samples."""
         return F.embedding(ids, params[0], self.padding)
 
     def __call__(self, backprops: T, ids: T) -> list[tuple[Factor, ...]]:

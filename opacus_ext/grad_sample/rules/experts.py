@@ -63,7 +63,7 @@ def _rows_by_expert(params: Sequence, x: T, index: T) -> T:
 
 @handles(grouped_linear)
 def _frozen(group: Any, func: Callable, x: T, index: T, weight: T) -> T:
-    """A weight that is not trained needs no rule, and the rows of all samples too."""
+    """Takes the rows of all samples together where the weight is not trained."""
     trained = weight.requires_grad and torch.is_grad_enabled()
     if trained or not group.eager or group.is_batched(weight):
         return group.call(func, x, index, weight)

@@ -19,24 +19,24 @@ Found = list[tuple[Factor, ...]]
 
 
 def _linear(backprops: T, activations: T) -> Found:
-    """Of ``W [out, in]`` and its bias."""
+    """Factors of ``W [out, in]`` and its bias."""
     # Under autocast the op computed with the cast input.
     return [(backprops, activations.to(backprops.dtype)), (backprops,)]
 
 
 def _product(backprops: T, activations: T) -> Found:
-    """Of ``w [in, out]`` and what is added."""
+    """Factors of ``w [in, out]`` and what is added."""
     return [(activations.to(backprops.dtype), backprops), (backprops,)]
 
 
 def _first(backprops: T, activations: T) -> Found:
-    """Of ``W [out, in]`` in ``W x``, with ``x [in, n]``."""
+    """Factors of ``W [out, in]`` in ``W x``, with ``x [in, n]``."""
     x, g = (y.mT.flatten(1, 2) for y in (activations.to(backprops.dtype), backprops))
     return [(g, x)]
 
 
 def _stack(backprops: T, activations: T) -> Found:
-    """Of ``w [E, in, out]``, with ``x [E, rows, in]``."""
+    """Factors of ``w [E, in, out]``, with ``x [E, rows, in]``."""
     x, g = activations.to(backprops.dtype), backprops
     size, rows = x.shape[2:4]
     place = torch.arange(size, device=x.device).repeat_interleave(rows)
@@ -93,7 +93,7 @@ def bmm(input: T, mat2: T) -> Op | None:
 
 # Equal for layers alike, by which uses of one kind are found.
 class OfNorm(NamedTuple):
-    """The factors of a norm, of RMSNorm the first of them."""
+    """The factors of a norm's scale and shift; RMSNorm has the first alone."""
 
     function: Callable
     of: tuple[int, ...] | int  # the shape that is normalized, or the number of groups
@@ -104,7 +104,7 @@ class OfNorm(NamedTuple):
         return Op(params, (x,), self, dims, (dims,), self.whole)
 
     def whole(self, params: Sequence, x: T) -> T:
-        """The layer for all samples."""
+        """Runs the layer for all samples."""
         return self.function(x, self.of, *params, self.eps)
 
     def __call__(self, backprops: T, x: T) -> Found:

@@ -164,7 +164,7 @@ def _direction(
 
 @handles(*KERNELS)
 def kernel(group: Any, func: Callable, *args: Any, **kwargs: Any) -> Any:
-    """All layers over all of time: ``(output, h)``, for an LSTM also ``c``."""
+    """Runs all layers over all steps: ``(output, h)``, for an LSTM also ``c``."""
     if not group.eager:
         raise NotAtOnce("a recurrent kernel in a function that is compiled")
     if kwargs or (len(args) > 3 and type(args[3]) in (list, tuple)):
@@ -193,7 +193,7 @@ def kernel(group: Any, func: Callable, *args: Any, **kwargs: Any) -> Any:
 
 @handles(*STEPS)
 def step(group: Any, func: Callable, input: T, hx: Any, *weights: Any) -> Any:
-    """One step, in ops that have rules; weights of inputs and of states in turn."""
+    """Runs one step, in ops that have rules; inputs' and states' weights in turn."""
     state, cell = (hx,) if isinstance(hx, T) else tuple(hx), STEPS[func]
     with group:
         of_input = F.linear(input, *weights[::2])

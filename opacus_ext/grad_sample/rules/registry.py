@@ -111,4 +111,4 @@ def handles(*functions: Callable) -> Callable[[Handler], Handler]:
 
 
 class NotAtOnce(Exception):
-    """What samples can't do at once, so that they run one by one."""
+    """Raised for what samples can't do at once, so that they run one by one."""
