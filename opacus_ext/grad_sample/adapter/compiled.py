@@ -33,7 +33,7 @@ class NotCompiled(Exception):
 
 
 class First(NamedTuple):
-    """What a first run has found, of samples of one kind."""
+    """What the first run of samples of one kind has found."""
 
     group: TracedGroup  # the uses of parameters
     slots: list[T]  # leaves, zero
@@ -45,7 +45,7 @@ class First(NamedTuple):
 
 
 class CompiledModel:
-    """The programs of a private model (forward.py)."""
+    """The compiled programs of a private model (forward.py)."""
 
     def __init__(self, model: Any, settings: Settings):
         self.model, self.settings = model, settings
@@ -112,7 +112,7 @@ class CompiledModel:
         return returned, CompiledGroup(self, first, kept, count)
 
     def _first(self, key: tuple, samples: Samples) -> First:
-        """The first run of a kind, eagerly."""
+        """Runs samples of a new kind for the first time, eagerly."""
         state, (call, returned) = self.model.state, _caller(self.module)
         state.remember()
         group = _Group(self.params, samples.size)
@@ -133,8 +133,8 @@ class CompiledModel:
 
     def _call(self, samples: Samples, first: First, look: bool) -> Found | None:
         """
-        The program's run; None if it is not what was found first. What it leaves
-        changed is looked at where that is asked for, and with any new program.
+        Runs the program; None if it does not do what was found first. Looks at what
+        it leaves changed with ``look``, and with any new program.
         """
         state = self.model.state
         if look:
@@ -159,8 +159,8 @@ class CompiledModel:
 
 def _caller(module: nn.Module) -> tuple[Callable, list[Any]]:
     """
-    What gives a sample's outputs that are tensors, and a list to which is added what
-    all were: None for tensors, and the tree.
+    A function that runs a sample and gives its outputs that are tensors, and a list
+    that it fills with the outputs, None for tensors, and their tree.
     """
     returned: list[Any] = []
 
@@ -180,12 +180,12 @@ def _caller(module: nn.Module) -> tuple[Callable, list[Any]]:
 
 
 def _in_words(returned: list[Any], group: TracedGroup) -> str:
-    """What must be the same in each run, but for numbers of data."""
+    """The outputs and uses of a run in words, which must not change."""
     return " ".join([str(x) for x in returned[0][0]]) + "; " + group.uses_in_words()
 
 
 class _Group(TracedGroup):
-    """A first run, of a model."""
+    """The group of a model's first run."""
 
     def _is_constant(self, x: T) -> bool:
         constant = super()._is_constant(x)
@@ -195,7 +195,7 @@ class _Group(TracedGroup):
 
 
 def padded(size: int) -> int:
-    """How many samples run in the place of some: four sizes up to each power of two."""
+    """How many samples a program has for some: four sizes up to each power of two."""
     step = 2 ** max(0, size.bit_length() - 3)
     return max(2, -(-size // step) * step)
 
@@ -209,7 +209,7 @@ def _kind(samples: Samples, training: bool) -> tuple:
 
 
 def _reason(error: BaseException) -> str:
-    """An error of the compiler, in a line."""
+    """An error of the compiler as one line of text."""
     while isinstance(getattr(error, "inner_exception", None), BaseException):
         error = error.inner_exception
     return why(error)

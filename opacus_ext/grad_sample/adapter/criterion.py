@@ -182,7 +182,7 @@ class SampleCriterion:
 def _cross_entropy(
     criterion: nn.CrossEntropyLoss, shape: Any, input: T, target: T
 ) -> T | None:
-    """Of labels without class weights: by rows, then over each sample's own."""
+    """Losses of labels without class weights, at once; None for other arguments."""
     labels = criterion.weight is None and not target.is_floating_point()
     if not labels or input.dim() < 2 or criterion.reduction == "none":
         return None

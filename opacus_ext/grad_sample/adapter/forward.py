@@ -235,7 +235,7 @@ class PrivateModel:
         return ForwardRecord(self, self.read_losses(kwargs, loss_of), loss).losses()
 
     def read_losses(self, kwargs: dict[str, Any], loss_of: Callable) -> Inputs:
-        """The inputs of :meth:`losses`, read by all that the model returns."""
+        """Reads the inputs of :meth:`losses`, by all that the model returns."""
 
         def forward(sample: Any) -> Any:
             found = []
@@ -387,8 +387,8 @@ class ForwardRecord:
 
     def _learn(self) -> None:
         """
-        A sample of zeros, before the first batch of a model with objects: what it sets
-        once (a problem type in its config) is not of data.
+        Runs a sample of zeros before the first batch of a model with objects: what it
+        sets once (a problem type in its config) is not of data.
         """
         self.model.known = self.model.running = True
         try:
@@ -411,8 +411,8 @@ class ForwardRecord:
 
     def look(self, name: str, shape: torch.Size) -> int | None:
         """
-        Where the samples are in an output ``[1, 1, ...]`` of a sample: where the model
-        has them when it is called once with the whole batch; None if that fails.
+        Finds the dim of the samples in an output ``[1, 1, ...]`` of a sample: the one
+        that it has if the model is called with the whole batch; None if that fails.
         """
         known, given = self.model.output_dims, self.inputs.given
         if (name, shape) not in known and self.size > 1 and given is not None:
@@ -433,12 +433,12 @@ class ForwardRecord:
     # -- groups ------------------------------------------------------------------------
 
     def _eagerly(self) -> ContextManager:
-        """Parts that torch.compile was used on run as if it were not."""
+        """A block in which parts that are compiled run as if they were not."""
         stance = torch.compiler.set_stance
         return stance("force_eager") if self.model.has_compiled else nullcontext()
 
     def _begin(self) -> None:
-        """Each group of samples finds the state that the first has found."""
+        """Gives each group of samples the state that the first has found."""
         if not self._groups:
             self.model.state.remember()
         elif not self._clean:
@@ -521,7 +521,7 @@ class ForwardRecord:
         self._keep(returned, Part(row, None, outputs))
 
     def without_samples(self) -> None:
-        """A batch of none: the outputs of a sample of zeros, of which none is taken."""
+        """Runs a batch of none: a sample of zeros, of whose outputs none is taken."""
         self._begin()
         output = self._of_zeros()
         self.model.state.restore()

@@ -180,7 +180,7 @@ class InputReader:
         return Given(names, [x for _, x in paths], spec, tensors, lists)
 
     def _name(self, place: int) -> str:
-        """Of a positional argument."""
+        """The name of a positional argument."""
         if place < len(self._named):
             return self._named[place]
         return f"{self._rest}[{place - len(self._named)}]"

@@ -186,8 +186,8 @@ def _shared(values: list[Any]) -> tuple[Any, str | None]:
 
 class NotEqual:
     """
-    In the place of an output that is not the same for all samples and has no dim of
-    samples: any use of it is refused.
+    Takes the place of an output that differs from sample to sample and has no dim of
+    samples; refuses any use.
     """
 
     def __init__(self, model: str, name: str, reason: str):
@@ -240,8 +240,8 @@ for _name in (
 
 class Boundary(torch.autograd.Function):
     """
-    Between the graphs of the samples and the graph of the user: gradients of outputs
-    come here, and are handed to the record of the pass.
+    Lies between the graphs of the samples and the graph of the user; hands the
+    gradients of outputs, which come here, to the record of the pass.
     """
 
     @staticmethod

@@ -74,7 +74,7 @@ class _Held(NamedTuple):
     before: Any = None  # of modules, classes and hooks a dict, else a list of items
 
     def changes(self, equal: Callable[[Any, Any], bool]) -> Iterator[Change]:
-        """Of a module or a class."""
+        """What has changed of a module or a class."""
         for key in () if self.name is None else {**self.before, **self.value}:
             new, old = self.value.get(key, _GONE), self.before.get(key, _GONE)
             if not (key in _HOOKS or key.startswith("__") or equal(new, old)):
@@ -274,7 +274,7 @@ class State:
 
 
 def _mark(x: T) -> tuple[int, int, bool]:
-    """Its version, where it is, and whether it is trained."""
+    """A tensor's version, where it is, and whether it is trained."""
     place = x.data_ptr() if x.layout is torch.strided else 0
     return x._version, place, x.requires_grad
 
@@ -412,7 +412,7 @@ class Known:
         self._refs: dict[int, weakref.ref] = {}
 
     def add(self, x: T) -> None:
-        """From now on it is known."""
+        """Makes a tensor known."""
         self._refs[id(x)] = weakref.ref(x)
 
     def __contains__(self, x: Any) -> bool:
@@ -438,8 +438,8 @@ class Notes:
 
 class AloneSample(TorchFunctionMode):
     """
-    Follows a sample that runs alone, by ordinary autograd, and what is made of its
-    data: all but what is known not to be, as the tensors that the model holds.
+    Follows a sample that runs alone, by ordinary autograd. Every tensor counts as made
+    of its data but those known not to be, such as the tensors that the model holds.
 
     Attributes:
         told_data: whether the code was told a number of the data

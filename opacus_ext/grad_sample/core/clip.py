@@ -334,7 +334,7 @@ class DenseGrads:
             yield self.params[name], rows
 
     def grads(self) -> dict[str, T]:
-        """By name, in the types of the parameters."""
+        """The gradients by name, in the types of the parameters."""
         return by_name(self.params, [*map(self._found.get, self.params)], self.size)
 
 

@@ -302,7 +302,7 @@ class _Run:
 def _clipped_traced(
     loss: Loss, params: dict[str, T], samples: Samples, clipping: Callable[[T], T]
 ) -> ClippedGrads:
-    """The same in a function that is compiled."""
+    """Does what :func:`clipped_grads` does, in a function that is compiled."""
     values, size = list(params.values()), samples.size
     specs = []
 

@@ -37,7 +37,7 @@ class Samples(NamedTuple):
     size: int  # number of samples
 
     def select(self, index: T) -> Samples:
-        """Those at some places."""
+        """The samples at some places."""
         if len(index) == self.size and bool((index[1:] > index[:-1]).all()):
             return self
         pairs = zip(self.leaves, self.by_sample)
@@ -54,7 +54,7 @@ class Samples(NamedTuple):
         return self.tree(lambda x: x.new_full(x.shape[1:], value))
 
     def tree(self, function: Callable[[T], Any]) -> Any:
-        """The tree of a sample, with a function of what is one a sample."""
+        """The tree of a sample, a function applied to what is its own."""
         pairs = zip(self.leaves, self.by_sample)
         leaves = [function(x) if own else x for x, own in pairs]
         return pytree.tree_unflatten(leaves, self.spec)
@@ -232,7 +232,7 @@ def _agreed(group: SampleGroup, given: Any) -> Any:
 
 @handles(*_both("where"))
 def where(group: SampleGroup, func: Callable, x: T, *args: Any) -> Any:
-    """With a condition alone it is ``nonzero``."""
+    """Asks all samples for a condition without values, which is ``nonzero``."""
     return group.call(func, x, *args) if args else func(group.agree(x))
 
 
@@ -244,7 +244,7 @@ def getitem(group: SampleGroup, func: Callable, x: T, index: Any) -> Any:
 
 @handles(T.__setitem__)
 def setitem(group: SampleGroup, func: Callable, x: T, index: Any, value: Any) -> Any:
-    """``x[mask] = value``."""
+    """Asks all samples for a mask, unless one value is written."""
     if _is_mask(index) and not (isinstance(value, T) and value.dim()):
         with group:  # one value: how often it is written does not matter
             wide = index.reshape(index.shape + (1,) * (x.dim() - index.dim()))

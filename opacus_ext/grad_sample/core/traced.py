@@ -40,8 +40,8 @@ _UNCHANGED = (T.to, T.type_as, T.contiguous, T.float, T.double, T.half, T.bfloat
 
 class TracedValue(ParameterValue):
     """
-    A parameter, or what a recipe has made, by ids: as there is no graph yet, it is made
-    again to follow gradients back.
+    A parameter, or what a recipe has made of parameters. There is no graph yet, so it
+    is made again to follow gradients back.
     """
 
     edge = None
@@ -150,7 +150,7 @@ class TracedGroup(SampleGroup):
         return " ".join(words)
 
     def make_slots(self) -> list[T]:
-        """Zeros, which take no memory."""
+        """Makes slots of zeros, which take no memory."""
         device = self.all[0].device
         return [
             torch.zeros((), dtype=dtype, device=device).expand(self.size, *shape)

@@ -96,8 +96,8 @@ def _differ(
     gaps: Sequence[tuple[T, T]], largest: float, dtypes: Sequence[torch.dtype]
 ) -> bool:
     """
-    Whether gradients differ by more than by rounding in these types: gaps, with what
-    each is a gap of, beside the largest norm that there is.
+    Whether gradients differ by more than rounding in these types: by gaps, each with
+    the norm that was expected, beside the largest norm that there is.
     """
     width = min((dtype.itemsize for dtype in dtypes), default=8)
     fine, coarse = (1e-2, 0.1) if width < 4 else (1e-5 if width < 8 else 1e-7, 1e-3)

@@ -497,7 +497,7 @@ class GradSample:
         return not self._terms or any(t.sliced for t in self._terms)
 
     def _slices(self) -> Iterator[tuple[slice, slice, GradSample]]:
-        """Parts of which the workspace holds the rows."""
+        """Yields parts whose rows fit into the workspace."""
         for term in (t for t in self._terms if t.sliced):
             count = max(1, workspace() // (max(1, term.length) * term.dtype.itemsize))
             step = min(self.shape[0], max(64, count))

@@ -35,13 +35,13 @@ def entries(factor: Factor) -> T:
 
 
 def cut(factor: Factor, where: Any) -> Factor:
-    """Some of its rows."""
+    """Some rows of a factor."""
     rows = entries(factor)[where]
     return OneHot(rows, factor.size) if isinstance(factor, OneHot) else rows
 
 
 def joined(factors: Sequence[Factor]) -> Factor:
-    """The rows of some factors of one kind behind one another."""
+    """The rows of factors of one kind, one factor after the other."""
     if len(factors) == 1:
         return factors[0]
     rows = torch.cat([entries(f) for f in factors], dim=1)
@@ -49,7 +49,7 @@ def joined(factors: Sequence[Factor]) -> Factor:
 
 
 def width_of(factor: Factor) -> int:
-    """Size of a row."""
+    """The size of a row."""
     return factor.size if isinstance(factor, OneHot) else factor.shape[2]
 
 
@@ -195,7 +195,7 @@ def places_of(onehot: Sequence[OneHot]) -> tuple[T, int]:
 
 
 def square_of_sums(rows: T, places: T, size: int, batch_size: int) -> T:
-    """Rows ``[rows, width]`` of one place are summed, and the sums squared: ``[B]``."""
+    """Sums the rows ``[rows, width]`` of each place; squared norms of these ``[B]``."""
     # Numbers of the segments: as many as there are rows at most, so that nobody has to
     # know how many there are (which a device would have to be waited for).
     ranked, order = places.sort()

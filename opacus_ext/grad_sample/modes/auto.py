@@ -56,7 +56,7 @@ class Choice:
 
 
 class Auto(BookKeeping):
-    """Mode "auto"."""
+    """Mode "auto": "ghost_bk" or "scan", whichever takes less time."""
 
     def add_hooks(self, **kwargs: Any) -> None:
         """Takes the place of the model's calls, and times them."""

@@ -68,7 +68,7 @@ class ClippedLoss(torch.Tensor, stock.DPTensorFastGradientClipping):
         loss_reduction: str = "mean",
         value: T | None = None,
     ) -> ClippedLoss:
-        """As Opacus's, of losses ``[B]``; with the value of the loss if it is known."""
+        """Makes it as Opacus does, of losses ``[B]``, and its value if it is known."""
         if value is None:
             losses = loss_per_sample.detach()
             value = losses.sum() if loss_reduction == "sum" else losses.mean()
@@ -89,7 +89,7 @@ class ClippedLoss(torch.Tensor, stock.DPTensorFastGradientClipping):
         gradient: T | None = None,
     ) -> None:
         """
-        See ``clipped_backward`` of the ghost modes.
+        Leaves clipped sums in ``p.grad``, as ``clipped_backward`` of the ghost modes.
 
         Args:
             scale: the losses are multiplied by it on the way back, and the gradients

@@ -29,14 +29,14 @@ def note_parameter(module: Any, name: str, p: nn.Parameter) -> None:
 
 
 def _look_for_parameters() -> None:
-    """Finds those that were not registered: of copied and of unpickled models."""
+    """Finds parameters that were not registered, as of copied, unpickled models."""
     for x in gc.get_objects():
         if issubclass(type(x), T) and isinstance(x, nn.Parameter):
             _known[x] = None
 
 
 class _Edges(torch.autograd.Function):
-    """Has the edges that lead to its inputs in the graph."""
+    """A node of the graph whose edges lead to its inputs."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: T) -> T:
@@ -44,7 +44,7 @@ class _Edges(torch.autograd.Function):
 
 
 def _reached(params: Iterable[T]) -> list[T]:
-    """Those that the backward pass that runs gives a gradient."""
+    """The parameters that the running backward pass gives a gradient."""
     leaves = [p for p in params if p.requires_grad and p.is_leaf]
     with torch.enable_grad():
         edges = _Edges.apply(*leaves).grad_fn.next_functions
@@ -52,7 +52,7 @@ def _reached(params: Iterable[T]) -> list[T]:
 
 
 class Recording(PrivateMode):
-    """Modes "hooks" and "functorch"."""
+    """Modes "hooks" and "functorch": ``backward()`` leaves ``p.grad_sample``."""
 
     fed = False  # whether gradients went on to another model since the last step
     passes = 0  # backward passes so far
@@ -110,7 +110,7 @@ class Recording(PrivateMode):
         return feeds
 
     def _finish(self) -> None:
-        """The backward pass is over: sets ``p.grad_sample`` of every parameter."""
+        """Sets ``p.grad_sample`` of every parameter, after the backward pass."""
         names = self.private.params
         kept = any(getattr(p, "grad_sample", None) is not None for p in names.values())
         self.fed = self._feeds() or (self.fed and kept)

@@ -22,7 +22,7 @@ _SWITCH = ["hidden_states", "selected_experts", "routing_weights"]
 
 class Sharding(NamedTuple):
     """
-    On a layer of experts that is sharded, and on its experts' parameters.
+    Marks a layer of experts that is sharded, and its experts' parameters.
 
     Attributes:
         group: the processes that hold the experts
@@ -115,7 +115,7 @@ def through_experts(x: T, index: T, layer: Any) -> T:
 
 @handles(through_experts)
 def _by_sample(group: Any, func: Callable, x: T, index: T, layer: Any) -> T:
-    """The samples of this process, and here the gradients of all that came."""
+    """Runs the samples of a group, and notes uses by the rows that come here."""
     x, index = group.own(x), group.inner(index)
     processes, count = layer.sharding.group, layer.sharding.experts
     size = processes.batch_size

@@ -100,7 +100,7 @@ class OfNorm(NamedTuple):
     eps: float | None
 
     def op(self, params: tuple[T | None, ...], x: T, dims: int) -> Op:
-        """What the rule says."""
+        """What the rule returns."""
         return Op(params, (x,), self, dims, (dims,), self.whole)
 
     def whole(self, params: Sequence, x: T) -> T:

@@ -77,7 +77,7 @@ class Cell(NamedTuple):
     apart: bool = False  # two gates, of inputs and of states, not one that is their sum
 
     def gates(self, of_input: T, of_state: T) -> Tensors:
-        """Of the products of inputs and of states."""
+        """The gates, from the products of inputs and of states."""
         return (of_input, of_state) if self.apart else (of_input + of_state,)
 
 
