@@ -106,7 +106,8 @@ class CompiledModel:
         whole = tree_unflatten([next(rest) if x is None else x for x in others], spec)
 
         def read(x: Any) -> Leaf:
-            return Leaf(x[:count], True) if isinstance(x, T) else Leaf(x, False)
+            own = isinstance(x, T)  # a slice would be copied on the way back
+            return Leaf(x[:count] if own and len(x) > count else x, own)
 
         returned = read_output(whole, read, None, count)
         return returned, CompiledGroup(self, first, kept, count)
