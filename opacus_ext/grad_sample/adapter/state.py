@@ -487,6 +487,7 @@ class AloneSample(TorchFunctionMode):
         return found
 
 
+@functools.lru_cache(1024)
 def _writes(func: Callable) -> bool:
     name = getattr(func, "__name__", "")
     in_place = name[-1:] == "_" and name[-2:] != "__" and name != "requires_grad_"

@@ -102,15 +102,24 @@ class OuterProducts(Term):
             if first.shape[1] != 1:
                 first = first.sum(1, keepdim=True)
             factors, self.flat = (first,), first.squeeze(1)
+        self.dense: list[T] = [f for f in factors if isinstance(f, T)]
         self.onehot = [f for f in factors if isinstance(f, OneHot)]
-        if len(self.onehot) == len(factors):  # each row counts as one
-            factors = (*factors, torch.ones(*first.shape, 1, device=first.device))
+        if not self.dense:  # each row counts as one
+            self.dense = [torch.ones(*first.shape, 1, device=first.device)]
+            factors = (*factors, *self.dense)
         self.factors = factors
-        self.dense: list[T] = [f for f in factors if not isinstance(f, OneHot)]
-        self.widths = tuple(map(width_of, factors))
         self.batch_size, self.length = first.shape[:2]
         self.device = first.device
-        self.dtype = dtype_of(*(f.dtype for f in self.dense))
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Of the factors."""
+        return tuple(map(width_of, self.factors))
+
+    @property
+    def dtype(self) -> torch.dtype:  # type: ignore[override]
+        """That norms are accumulated in."""
+        return dtype_of(*(f.dtype for f in self.dense))
 
     def materialize(self, dtype: torch.dtype, out: T | None = None) -> T:
         if self.onehot:

@@ -37,19 +37,9 @@ def attention(
         return group.wrap(_of_all(None, (0,) * 4, *inner, *others)[0])
 
 
-def _attention(
-    query: T,
-    key: T,
-    value: T,
-    mask: T | None,
-    dropout: float,
-    causal: bool,
-    scale: float | None,
-    gqa: bool,
-) -> T:
-    return F.scaled_dot_product_attention(
-        query, key, value, mask, dropout, causal, scale=scale, enable_gqa=gqa
-    )
+def _attention(*given: Any) -> T:
+    *first, scale, gqa = given
+    return F.scaled_dot_product_attention(*first, scale=scale, enable_gqa=gqa)
 
 
 def _of_all(info: Any, in_dims: tuple, *given: Any) -> tuple[T, int]:
@@ -61,7 +51,8 @@ def _of_all(info: Any, in_dims: tuple, *given: Any) -> tuple[T, int]:
             dims = max(dims, x.dim() - 1)
             x = x.reshape(len(x), *[1] * (5 - x.dim()), *x.shape[1:])
         tensors.append(x)
-    lead = torch.broadcast_shapes(*(x.shape[:2] for x in tensors if x is not None))
+    leads = {x.shape[:2] for x in tensors if x is not None}
+    lead = leads.pop() if len(leads) == 1 else torch.broadcast_shapes(*leads)
     wide = [
         None if x is None else x.expand(*lead, *x.shape[2:]).flatten(0, 1)
         for x in tensors
