@@ -131,6 +131,36 @@ def branches():
     return loss, params_of(model)
 
 
+def changed_in_place():
+    """What is made of a parameter, by data and without."""
+    w = torch.randn(3, 4).double().requires_grad_()
+
+    def loss(x):
+        first, second = w * 2, w * 3
+        first.masked_fill_(x > 0, 0)
+        second[0] = w[1] * 3
+        return F.linear(x, first).square().sum() * F.linear(x, second).cos().sum()
+
+    return loss, {"w": w}
+
+
+def hooks():
+    w = torch.randn(4, 4).double().requires_grad_()
+
+    def loss(x):
+        view, copied = w.t(), w.clone()
+        view.register_hook(lambda g: 2 * g)
+        copied.register_hook(lambda g: g * g)
+        return (x @ view).square().sum() + (x @ copied).sum()
+
+    return loss, {"w": w}
+
+
+def padding_from_the_end():
+    w = torch.randn(7, 4).double().requires_grad_()
+    return lambda x: F.embedding(x, w * x.sum(), -1).square().sum(), {"w": w}
+
+
 class Square(torch.autograd.Function):
     """vmap can't run it."""
 
@@ -158,6 +188,9 @@ CASES = {
     "unused, frozen, twice": Case(unused_frozen_twice, rows),
     "cancels": Case(cancels, rows),
     "branches": Case(branches, rows, compiled=False),
+    "changed in place": Case(changed_in_place, rows, compiled=False),
+    "hooks": Case(hooks, rows, compiled=False),
+    "padding from the end": Case(padding_from_the_end, ids),
     "one by one": Case(one_by_one, rows, compiled=False),
 }
 every_case = pytest.mark.parametrize("name", CASES)
@@ -253,6 +286,24 @@ def test_a_branch_is_not_compiled():
         fullgraph=True,
     )
     with pytest.raises(Exception, match="[Bb]ranch"):
+        step(rows(3))
+
+
+def test_what_is_changed_in_place_is_not_compiled():
+    w = torch.randn(3, 4).double().requires_grad_()
+
+    def loss(x):
+        changed = w * 2
+        changed[0] = w[1] * 3
+        return F.linear(x, changed).square().sum()
+
+    torch._dynamo.reset()
+    step = torch.compile(
+        lambda batch: clipped_grads(loss, {"w": w}, batch, 0.5),
+        backend="eager",
+        fullgraph=True,
+    )
+    with pytest.raises(Exception, match="NotAtOnce"):
         step(rows(3))
 
 
@@ -371,6 +422,7 @@ def test_one_warning_says_what_runs_one_by_one():
     [
         (dict(batch=[torch.ones(3, 4), torch.ones(2)]), "one first dim"),
         (dict(batch=3), "no tensor"),
+        (dict(batch=(rows(3), [1, 2, 3])), r"\[1\]\[0\] of type int is no tensor"),
         (dict(params={}), "No parameter"),
         (dict(clipping=-1.0), "sensitivity"),
         (dict(clipping=lambda norms: norms), "sensitivity"),
@@ -392,5 +444,9 @@ def test_refused(change, match):
     with pytest.raises(Refused, match=match):
         clipped_grads(**{**given, **change})
     w = given["params"]["0.weight"]
+    with pytest.raises(Refused, match="weight has a hook"):
+        handle = w.register_hook(lambda g: 2 * g)
+        clipped_grads(**given)
+    handle.remove()
     with pytest.raises(Refused, match="one tensor"):
         clipped_grads(**{**given, "params": {"a": w, "b": w}})

@@ -308,9 +308,10 @@ class DenseGrads:
     @torch.no_grad()
     def add(self, rows: T | None, samples: GradSamples) -> None:
         """Adds the gradients of a group."""
-        for name, p in self.params.items():
-            if id(p) in samples:
-                self._put(name, rows, samples[id(p)].materialize())
+        known = {n: samples[id(p)] for n, p in self.params.items() if id(p) in samples}
+        # All first: a group that fails has no effect.
+        for name, new in [(n, g.materialize()) for n, g in known.items()]:
+            self._put(name, rows, new)
 
     @torch.no_grad()
     def add_one(self, row: int, grads: dict[int, T]) -> None:

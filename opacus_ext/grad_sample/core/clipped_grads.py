@@ -106,6 +106,7 @@ def clipped_grads(
     a frozen parameter                is a constant; it has no entry in ``sums``
     a tensor that is not in params    is a constant, whether it is trainable or not
     one tensor under two names        refused
+    a hook on a parameter             refused
     gradients that cancel to zero     norm 0, factor ``c(0)``
     a gradient that is not finite     the term is zero, the norm infinite, with a
                                       warning; ``on_nonfinite="raise"`` refuses
@@ -117,6 +118,7 @@ def clipped_grads(
     a loss that keeps state           not seen: the caller vouches for that
     a loss of more than one number    refused
     tensors whose first dims differ   refused: close over what is shared, or ``take``
+    numbers, lists, arrays in batch   refused, as above: each sample would see them all
     ================================= ================================================
 
     Under ``torch.compile(fullgraph=True)`` the same code is compiled: samples run at
@@ -218,6 +220,9 @@ def _trained(params: dict[str, T], microbatch: int | None) -> dict[str, T]:
                 remedy="Leave one of the names out: dict(model.named_parameters()) has "
                 "each tensor once.",
             )
+        if p._backward_hooks:
+            what = f"{name} has a hook, which would see or change its gradient."
+            raise Refused(what, parameter=name, remedy="Remove the hook, or freeze it.")
         if p.is_complex() or not p.is_leaf:
             raise Refused(
                 f"{name} is {'complex' if p.is_complex() else 'no leaf'}.",

@@ -145,6 +145,8 @@ class SampleGroup(TorchFunctionMode):
                 self.made(func, args, kwargs, made)
                 return made
             # random numbers were drawn for each sample
+        if self.eager and changes_in_place(func) and self.is_shared(args[0]):
+            raise NotAtOnce("a parameter, or what is made of some, changed by data")
         return call_with({id(x): self.copy(x) for x in shared}, func, args, kwargs)
 
     def made(self, func: Callable, args: tuple, kwargs: dict, made: Any) -> None:
@@ -270,6 +272,13 @@ def _any_batched(args: Iterable) -> bool:
         )
         for x in args
     )
+
+
+def changes_in_place(func: Callable) -> bool:
+    """Whether it changes its first argument, by its name."""
+    name = getattr(func, "__name__", "")
+    plain = name.endswith("_") and not name.endswith("__")
+    return plain or name == "__setitem__" or name.startswith("__i")
 
 
 def call_with(swap: dict[int, T], func: Callable, args: tuple, kwargs: dict) -> Any:

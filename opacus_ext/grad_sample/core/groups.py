@@ -11,6 +11,7 @@ from __future__ import annotations
 import traceback
 import warnings
 from collections import deque
+from types import NoneType
 from typing import Any, Callable, NamedTuple, Sequence
 
 import torch
@@ -69,15 +70,15 @@ def samples_of(batch: Any, take: Take | None = None) -> tuple[list[Samples], int
         return _taken(batch, take)
     paths, spec = pytree.tree_flatten_with_path(batch)
     sizes: dict[int, str] = {}
-    for path, x in paths:
+    for name, x in ((pytree.keystr(path) or "batch", x) for path, x in paths):
         if isinstance(x, T):
-            sizes.setdefault(
-                x.shape[0] if x.dim() else -1, pytree.keystr(path) or "batch"
-            )
-    if len(sizes) != 1 or -1 in sizes:
+            sizes.setdefault(x.shape[0] if x.dim() else -1, name)
+        elif not isinstance(x, (bool, NoneType)):  # would be shown to each sample
+            sizes.setdefault(-2, f"{name} of type {type(x).__name__}")
+    if len(sizes) != 1 or min(sizes) < 0:
+        what = {-1: "has no dims", -2: "is no tensor"}
         found = ", ".join(
-            f"{name} {f'has first dim {n}' if n >= 0 else 'has no dims'}"
-            for n, name in sizes.items()
+            f"{name} {what.get(n, f'has first dim {n}')}" for n, name in sizes.items()
         )
         raise Refused(
             "A batch is a tree of tensors [B, ...] with one first dim, got "
@@ -319,6 +320,8 @@ def backward_inside(group: SampleGroup, func: Callable, *args: Any, **kw: Any) -
 @handles(T.register_hook)
 def register_hook(group: SampleGroup, func: Callable, x: T, hook: Callable) -> Any:
     """Shows a hook on an activation the gradients of all samples of the group."""
+    if group.is_shared(x):
+        raise NotAtOnce("a hook on a parameter, or on what is made of some")
     if not is_batched(x):
         return func(x, hook)
 

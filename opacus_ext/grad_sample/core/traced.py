@@ -117,6 +117,8 @@ class TracedGroup(SampleGroup):
         parts: list[T] = []
         self.find_shared((*args, *kwargs.values()), parts)
         several = isinstance(made, (tuple, list))
+        if func is T.__setitem__:  # which gives None
+            made = args[0]
         for place, x in enumerate(made if several else [made]):
             if not (isinstance(x, T) and (x.is_floating_point() or x.is_complex())):
                 continue

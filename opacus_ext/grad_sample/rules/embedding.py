@@ -71,6 +71,7 @@ def padded(
     """Applies ``padding_idx`` where each sample has its own table: vmap forgets it."""
     if padding_idx is None or not group.is_batched(weight):
         return group.call(func, input, weight, padding_idx, *args, **kwargs)
+    padding_idx %= len(weight)
     rows = group.call(func, input, weight, None, *args, **kwargs)
     with group:
         return torch.where((input == padding_idx).unsqueeze(-1), rows.detach(), rows)
