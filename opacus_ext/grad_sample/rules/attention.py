@@ -39,7 +39,8 @@ def attention(
 
 def _attention(*given: Any) -> T:
     *first, scale, gqa = given
-    return F.scaled_dot_product_attention(*first, scale=scale, enable_gqa=gqa)
+    run: Callable = F.scaled_dot_product_attention
+    return run(*first, scale=scale, enable_gqa=gqa)
 
 
 def _of_all(info: Any, in_dims: tuple, *given: Any) -> tuple[T, int]:
