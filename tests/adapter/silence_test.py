@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrizations, parametrize
 
 import opacus_ext
 from opacus_ext import Refused
@@ -77,6 +78,7 @@ class Model(nn.Module):
         self.register_buffer("ema", torch.zeros(D))
         self.frozen = nn.Parameter(torch.zeros(D), requires_grad=False)
         self.held, self.queue = Held(), iter(())
+        self.hidden, self.many = [nn.BatchNorm1d(4, affine=False)], [0.0] * 20_000
 
     total = 0.0
 
@@ -143,6 +145,14 @@ LEAVE = {
     ),
     "as long as the longest": Case(model(trimmed), LENGTHS, "Model: output"),
 }
+
+
+LEAVE["function"] = Case(
+    model(lambda m, h, x: (m.two(h), lambda: h)),
+    X,
+    r"output\[1\]",
+    lambda m, batch: squares(m(*batch)[1]()),
+)
 
 
 @every(LEAVE)
@@ -232,6 +242,26 @@ def carries_in_an_iterator(m, h, x):
     return m.two(h + torch.tensor(old).sum(0))
 
 
+def carries_in_a_hidden_module(m, h, x):
+    return m.two(h + m.hidden[0].to(h)(h).detach())
+
+
+def carries_in_a_long_list(m, h, x):
+    old, m.many[7] = m.many[7], float(h.detach().mean())
+    return m.two(h + old)
+
+
+def centred_at_the_first(m, h, x):
+    m.old = getattr(m, "old", h.detach().mean((0, 1)))
+    return m.two(h - m.old)
+
+
+def scaled_by_the_first(m, h, x):
+    if m.scale == 1:
+        m.scale = float(h.detach().std())
+    return m.two(h / m.scale)
+
+
 STATE = {
     f"{f.__name__} {size}": Case(model(f), batches, rf"Model.*changes {name}")
     for size, batches in (("of some", X), ("of one", ONES))
@@ -249,6 +279,10 @@ STATE = {
         (carries_in_data, "frozen"),
         (carries_on_the_class, "Model.total"),
         (carries_in_an_iterator, "queue"),
+        (carries_in_a_hidden_module, "hidden"),
+        (carries_in_a_long_list, "many"),
+        (centred_at_the_first, "old"),
+        (scaled_by_the_first, "scale"),
     )
 }
 
@@ -326,7 +360,42 @@ def looks_up(m, h, x, one, two):
 
 FULL, TRIL = torch.ones(4, 4).bool(), torch.ones(4, 4).tril().bool()
 MASKS = [(x, mask) for x, mask in zip(rows(4, 4, 3, 4), (FULL, TRIL, TRIL, TRIL))]
+BANK = torch.randn(4, D).double()
 SEQUENCES = [list(x) for x in rows(4, 4, 3)]  # as many as they are long, at first
+
+
+class Gated(Model):
+    """Attends to rows that all samples share, behind a gate that is zero at first."""
+
+    def __init__(self):
+        super().__init__(None)
+        self.gate = nn.Parameter(torch.zeros(()))
+
+    def forward(self, x, bank):
+        h = self.one(x)
+        found = (h @ bank.mT).softmax(-1) @ bank
+        return self.two(h + self.gate * found)
+
+
+def writes(m, h, x, bank):
+    bank.mul_(0.9).add_(h.detach().mean((0, 1)))
+    return m.two(h + bank.mean(0))
+
+
+def masked(*shapes):
+    """``x [B, T, D]`` and masks of shapes that change."""
+    found = []
+    for x, shape in zip((torch.randn(n, t, D).double() for n, t in shapes), shapes):
+        n, t = shape
+        mask = torch.rand(n, 1, t) < 0.7 if n != t else torch.ones(t, t).bool()
+        found.append((x, mask.tril() if n == t else mask | (torch.arange(t) == 0)))
+    return found
+
+
+def one_masked(batch):
+    x, mask = batch
+    own = [mask[b : b + 1] if mask.dim() == 3 else mask for b in range(len(x))]
+    return [(x[b : b + 1], own[b]) for b in range(len(x))]
 
 
 class Sequences(nn.Module):
@@ -416,6 +485,18 @@ INPUTS = {
         batched=[0],
     ),
     "T = B": Case(model(attends), MASKS, batched=[0]),
+    "masks [B, 1, T], then [T, T]": Case(
+        model(attends), masked((4, 5), (3, 5), (2, 3), (4, 4)), alone=one_masked
+    ),
+    "behind a gate of zero": Case(
+        Gated, [(x, BANK) for x in rows(4, 4)], "which of bank", batched=[0]
+    ),
+    "written to": Case(
+        model(writes),
+        [(x, BANK.clone()) for x in rows(3, 3)],
+        "changes an input that all",
+        batched=[0],
+    ),
     "hidden states": Case(
         Hidden, with_states((4, 3, 2, 1)), loss=state_loss, alone=one_with_state
     ),
@@ -439,6 +520,61 @@ INPUTS = {
 @every(INPUTS)
 def test_c_inputs(case, mode, wrap):
     run(case, mode, wrap)
+
+
+class Opaque(torch.autograd.Function):
+    """What vmap has no rule for."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 2 * grad
+
+
+def on_a_copy(m, batch):
+    return squares(m(*(x.clone() for x in batch)))
+
+
+def doubles(then):
+    """Code that writes to its inputs, and what may follow in the forward."""
+
+    class Doubles(Model):
+        def forward(self, x):
+            return then(self, self.one(x.mul_(2)).tanh())
+
+    return lambda: Doubles(None)
+
+
+def branches(m, h):
+    return m.two(2 * h if h.sum() > 0 else h)
+
+
+IN_PLACE = {
+    "plain": Case(doubles(lambda m, h: m.two(h)), X, loss=on_a_copy),
+    "branches": Case(doubles(branches), X, loss=on_a_copy),
+    "no vmap": Case(doubles(lambda m, h: m.two(Opaque.apply(h))), X, loss=on_a_copy),
+}
+
+
+@every(IN_PLACE)
+def test_c_inputs_that_are_written_to(case, mode, wrap):
+    run(case, mode, wrap)
+
+
+@pytest.mark.parametrize("mode", ["hooks", "ghost", "ghost_bk"])
+def test_b_weights_that_are_computed_once(mode):
+    """What is tried beforehand, without gradients, is not what they are."""
+    net = Model(plain)
+    parametrizations.weight_norm(net.one)
+
+    def cached(m, batch):
+        with parametrize.cached():
+            return squares(m(*batch))
+
+    steps(net, X, mode, loss_fn=cached)
 
 
 # -- (d) hooks -------------------------------------------------------------------------
@@ -469,7 +605,26 @@ def centred(module, args, output):
     return output - output.mean(0, keepdim=True).detach() / 2
 
 
+class Drifts:
+    """A hook with state."""
+
+    mean = 0.0
+
+    def __call__(self, module, args, output):
+        old, self.mean = self.mean, float(output.detach().mean())
+        return output + old
+
+    def method(self, module, args, output):
+        return self(module, args, output)
+
+
 HOOKS = {
+    "an object": Case(
+        hooked(lambda m: m.two.register_forward_hook(Drifts())), X, "changes"
+    ),
+    "its method": Case(
+        hooked(lambda m: m.two.register_forward_hook(Drifts().method)), X, "changes"
+    ),
     "on the model": Case(hooked(lambda m: m.register_forward_hook(centred)), X),
     "reads numbers": Case(hooked(lambda m: m.two.register_forward_hook(scaled)), X),
     "reads, on the model": Case(hooked(lambda m: m.register_forward_hook(scaled)), X),
@@ -484,6 +639,15 @@ HOOKS = {
 @every(HOOKS)
 def test_d_hooks(case, mode, wrap):
     run(case, mode, wrap)
+
+
+@pytest.mark.parametrize("mode", EVERY_MODE)
+def test_d_backward_hooks_added_later(mode):
+    private, (x,) = private_model(mode), rows(4)
+    layer = next(m for m in private.module.modules() if type(m) is nn.Linear)
+    layer.register_full_backward_hook(lambda m, given, found: None)
+    with pytest.raises(Refused, match="Linear has a hook on its backward pass"):
+        private.module(x)
 
 
 class Clips(torch.autograd.Function):
@@ -617,18 +781,6 @@ def test_f_ctc(mode):
 
 
 # -- (g) parameters --------------------------------------------------------------------
-
-
-class Opaque(torch.autograd.Function):
-    """What vmap has no rule for."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x * 2
-
-    @staticmethod
-    def backward(ctx, grad):
-        return 2 * grad
 
 
 def comes_later(m, h, x):

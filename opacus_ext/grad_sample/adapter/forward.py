@@ -8,7 +8,7 @@ from typing import Any, Callable, ContextManager, NamedTuple, Sequence
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from opacus_ext.grad_sample.adapter.compiled import (
     CompiledGroup,
@@ -42,8 +42,13 @@ from opacus_ext.grad_sample.core.dynamo import (
 )
 from opacus_ext.grad_sample.core.gradients import gradients_alone, graph_of, no_autocast
 from opacus_ext.grad_sample.core.group import SampleGroup
-from opacus_ext.grad_sample.core.groups import Samples, in_groups, warn_one_by_one
-from opacus_ext.grad_sample.core.vmap import is_batched
+from opacus_ext.grad_sample.core.groups import (
+    Samples,
+    in_groups,
+    version,
+    warn_one_by_one,
+)
+from opacus_ext.grad_sample.core.vmap import cache_kept, is_batched
 from opacus_ext.grad_sample.rules import NotAtOnce
 from opacus_ext.refused import Refused, tell
 
@@ -163,9 +168,11 @@ class PrivateModel:
         self.state.remember()
         self.running = True
         try:
-            with torch.random.fork_rng(devices), warnings.catch_warnings():
+            with torch.random.fork_rng(
+                devices
+            ), warnings.catch_warnings(), cache_kept():
                 warnings.simplefilter("ignore")
-                return call(inputs)
+                return call(tree_map_only(T, T.clone, inputs))
         finally:
             self.running = False
             self.state.restore()
@@ -188,7 +195,14 @@ class PrivateModel:
         )
 
     def check_hooks(self) -> None:
-        """Refuses hooks on parameters, which would be shown raw gradients."""
+        """Refuses hooks that would be shown gradients of single samples."""
+        for layer in self.state.modules:
+            if layer._backward_hooks or layer._backward_pre_hooks:
+                raise self.refused(
+                    f"{type(layer).__name__} has a hook on its backward pass, which "
+                    "would be shown, and could change, gradients of single samples.",
+                    "Remove it.",
+                )
         for name, p in self.params.items():
             if p._backward_hooks or p._post_accumulate_grad_hooks:
                 raise Refused(
@@ -336,6 +350,12 @@ class ForwardRecord:
         self._returned: list[Returned] = []
         self._groups = 0
         self._clean = False  # whether the last group has left all as it was
+        self._shared = [
+            (x, version(x))
+            for some in inputs.samples
+            for x, own in zip(some.leaves, some.by_sample)
+            if isinstance(x, T) and not own
+        ]
 
     # -- forward -----------------------------------------------------------------------
 
@@ -388,16 +408,28 @@ class ForwardRecord:
     def _learn(self) -> None:
         """
         Runs a sample of zeros before the first batch of a model with objects: what it
-        sets once (a problem type in its config) is not of data.
+        sets once (a problem type in its config) is not of data. Keeps nothing if numbers
+        are: what is computed of the first batch is refused, not computed of zeros.
         """
-        self.model.known = self.model.running = True
+        self.model.known, state = True, self.model.state
+        if not state.has_objects:
+            return
+        mode, self.model.running = AloneSample(state), True
+        state.remember()
         try:
-            if self.model.state.has_objects:
-                with suppress(Exception), torch.no_grad(), warnings.catch_warnings():
-                    warnings.simplefilter("ignore")
+            with suppress(Exception), torch.no_grad(), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                with mode, cache_kept():
                     self._of_zeros()
         finally:
             self.model.running = False
+        for name, value, hidden in state.changes(mode.written | mode.notes.written):
+            told = mode.told_data and float in map(type, tree_leaves(value))
+            in_place = hidden or isinstance(value, T) and state.holds(value)
+            if told or in_place or holds_data(value, mode.is_data):
+                if state.restore() is not None:
+                    raise self._changes(name, "by what samples hold, and ")
+                break
 
     def _of_zeros(self) -> Any:
         """What a sample of zeros gives, or one of ones: zeros may stand for padding."""
@@ -449,7 +481,7 @@ class ForwardRecord:
     def _restore(self) -> None:
         name = self.model.state.restore()
         if name is not None:
-            raise self._changes(name, "and single samples of a batch would each ")
+            raise self._changes(name, "and each sample of a batch ")
 
     def _by_program(self, samples: Samples) -> bool:
         """Runs samples in a compiled program; whether there is one for them."""
@@ -485,11 +517,13 @@ class ForwardRecord:
         if samples.size == 1 and self._by_program(samples):
             return
         self._begin()
-        own = [x[i] for x, by in zip(samples.leaves, samples.by_sample) if by]
+        own: list[T] = []
 
-        def call() -> Any:
-            given = iter(own)
-            return self.call(samples.tree(lambda x: next(given)))
+        def call() -> Any:  # of copies: code may write to its inputs
+            own[:] = []
+            return self.call(
+                samples.tree(lambda x: own.append(x[i].clone()) or own[-1])
+            )
 
         # What is made of data must be known of outputs, and of state that has changed.
         mode, watch = AloneSample(self.model.state), self.total is None
@@ -511,6 +545,10 @@ class ForwardRecord:
                 return Leaf(x[None], True)
             return Leaf(x, False)
 
+        leaves = (x for x, by in zip(samples.leaves, samples.by_sample) if by)
+        for x, copy in zip(leaves, own):
+            if version(copy):
+                x.detach()[i].copy_(copy.detach())
         row = torch.tensor(i) if samples.rows is None else samples.rows[i]
         returned = read_output(output, read, row[None], 1)
         outputs = {k: y[0] for k, y in returned.with_graph().items()}
@@ -533,6 +571,8 @@ class ForwardRecord:
 
     def _keep(self, returned: Returned, part: Part) -> None:
         """Keeps samples that have run for ``backward()``, or takes gradients now."""
+        if any(version(x) != before for x, before in self._shared):
+            raise self._changes("an input that all samples share", "in place, and ")
         if self.total is None:
             self.parts.append(part)
         else:

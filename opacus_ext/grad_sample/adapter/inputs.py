@@ -85,7 +85,7 @@ class InputReader:
         shared: Sequence[str] = (),
     ):
         self.name, self.run, self.batch_dim = type(module).__name__, run, batch_dim
-        self.take, self.shared = take, set(shared)
+        self.take, self.shared, self.module = take, set(shared), module
         self.drawn: set[int] = set()
         self.most: int | None = None
         parameters = inspect.signature(module.forward).parameters.values()
@@ -97,9 +97,11 @@ class InputReader:
         ]
         rest = [p.name for p in parameters if p.kind == p.VAR_POSITIONAL]
         self._rest = rest[0] if rest else "args"
-        self._dims: dict[str, int] = {}  # inputs that are samples, and where
+        # By name and number of dims, inputs that are samples, and where.
+        self._dims: dict[tuple[str, int], int] = {}
         self._tables: dict[str, set[torch.Size]] = {}  # shapes that all samples share
-        self._sizes: dict[str, set[int]] = {}  # at which an input was taken for samples
+        # At which an input was taken for samples.
+        self._sizes: dict[tuple[str, int], set[int]] = {}
         self._more: bool | None = None  # whether any number of ``*args`` is taken
         self._zeros: Callable[..., Any] = self._no_zeros  # with take
         self.states = {
@@ -214,8 +216,8 @@ class InputReader:
         """Where the samples of a tensor may be."""
         if x.shape in self._tables.get(name, ()):
             return []
-        if name in self._dims and x.dim() > self._dims[name]:
-            return [self._dims[name]]
+        if (name, x.dim()) in self._dims:
+            return [self._dims[name, x.dim()]]
         dim = min(self.batch_dim, x.dim() - 1)
         return [1, 0] if dim == 0 and self._is_state(x) else [dim]
 
@@ -225,7 +227,8 @@ class InputReader:
         sizes: dict[int, bool] = {}  # whether they are known to be of samples
         for (_, name, x), dims in zip(given.tensors, options):
             for d in dims:
-                sizes[x.shape[d]] = sizes.get(x.shape[d], False) or name in self._dims
+                sizes[x.shape[d]] = sizes.get(x.shape[d], False)
+                sizes[x.shape[d]] |= (name, x.dim()) in self._dims
         if not (self.batch_dim or sizes.keys() & self.drawn):
             self._refuse_other_dim(given)
         found = [n for n, known in sizes.items() if known]
@@ -235,7 +238,7 @@ class InputReader:
             choices: list[list[int | None]] = []
             for (_, name, x), every in zip(given.tensors, options):
                 dims = [d for d in every if x.shape[d] == size]
-                sure = dims and (name in self._dims or size < 2)
+                sure = dims and ((name, x.dim()) in self._dims or size < 2)
                 choices.append(dims[:1] if sure else [*dims, None])
             doubtful = [i for i, dims in enumerate(choices) if len(dims) > 1]
             if len(choices) == 1:
@@ -270,7 +273,9 @@ class InputReader:
             if top not in given.lists:
                 outside = outside or d is not None
                 continue
-            sure = name in self._dims or x.shape in self._tables.get(name, ())
+            sure = (name, x.dim()) in self._dims or x.shape in self._tables.get(
+                name, ()
+            )
             sure = sure or d == 1 and self._is_state(x)
             known[top] = known.get(top, True) and sure
         for name, count in given.lists.items():
@@ -307,11 +312,15 @@ class InputReader:
                     except Exception:
                         pass
         found = [x for x in ran if self._fits(x[1], count)] or ran
+        same = all(_same(y, found[0][1]) for _, y in found)
+        if same and len(found) > 1:  # behind a gate of zero gradients differ
+            grads = [self._gradients(call, given, r, count) for r, _ in found]
+            same = all(_same(g, grads[0], 1e-3, 1e-5) for g in grads)
         if len(found) == 1:
             self._learn(given, found[0][0], sure=True)
         elif not found and refused is not None:  # not for its inputs
             raise refused
-        elif not found or not all(_same(y, found[0][1]) for _, y in found):
+        elif not found or not same:
             self._refuse_doubtful(given, [r for r, _ in found] or readings)
         return found[0][0]
 
@@ -323,9 +332,21 @@ class InputReader:
             if d is not None:
                 index = torch.arange(count, device=x.device) % max(1, x.shape[d])
                 x = x.index_select(d, index)
-            leaves[i] = x.clone()
+            leaves[i] = x
         output = self.run(call, tree_unflatten(leaves, given.spec))
-        return [y.detach() for y in tree_leaves(output) if isinstance(y, T)]
+        return [y for y in tree_leaves(output) if isinstance(y, T)]
+
+    def _gradients(self, *given: Any) -> list[T]:
+        """Of numbers that all outputs decide, over the largest of their entries."""
+        params = [p for p in self.module.parameters() if p.requires_grad]
+        with torch.enable_grad(), suppress(RuntimeError):
+            outputs = [y for y in self._try(*given) if y.requires_grad]
+            along = [torch.linspace(1, 2, y.numel()).to(y).view_as(y) for y in outputs]
+            found = torch.autograd.grad(outputs, params, along, allow_unused=True)
+            grads = [g for g in found if g is not None]
+            largest = max(float(g.abs().max()) for g in grads if g.numel())
+            return [g / (largest or 1.0) for g in grads]
+        return []
 
     def _fits(self, output: list[T], count: int) -> bool:
         """Whether the first output has as many rows as samples, or flattened ones."""
@@ -347,12 +368,12 @@ class InputReader:
                 if sure or reading.size not in x.shape:
                     self._tables.setdefault(name, set()).add(x.shape)
             elif sure:
-                self._dims[name] = d
+                self._dims[name, x.dim()] = d
             elif reading.size not in others:
-                sizes = self._sizes.setdefault(name, set())
+                sizes = self._sizes.setdefault((name, x.dim()), set())
                 sizes.add(reading.size)
                 if len(sizes) > 1:  # it follows the batch
-                    self._dims[name] = d
+                    self._dims[name, x.dim()] = d
 
     # -- errors ------------------------------------------------------------------------
 
@@ -422,9 +443,9 @@ def _without_data(samples: Samples) -> Callable[..., Any]:
     ).zeros
 
 
-def _same(output: list[T], other: list[T]) -> bool:
+def _same(output: list[T], other: list[T], rtol: float = 1e-6, atol: float = 0) -> bool:
     """Whether two calls gave the same."""
     return len(output) == len(other) and all(
-        a.shape == b.shape and torch.allclose(a, b, 1e-6, 0.0, equal_nan=True)
+        a.shape == b.shape and torch.allclose(a, b, rtol, atol, equal_nan=True)
         for a, b in zip(output, other)
     )

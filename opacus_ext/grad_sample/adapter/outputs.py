@@ -17,7 +17,7 @@ from torch.utils._pytree import (
     tree_unflatten,
 )
 
-from opacus_ext.grad_sample.adapter.state import PLAIN
+from opacus_ext.grad_sample.adapter.state import PLAIN, holds_data
 from opacus_ext.grad_sample.core.vmap import will_run
 from opacus_ext.refused import Refused
 
@@ -178,7 +178,7 @@ def _shared(values: list[Any]) -> tuple[Any, str | None]:
     equal: Callable = operator.eq
     if isinstance(first, (T, np.ndarray)):
         equal = torch.equal if isinstance(first, T) else np.array_equal
-    elif not (isinstance(first, PLAIN) or callable(first)):
+    elif not isinstance(first, PLAIN) and holds_data(first, lambda x: True):
         return None, f"is a {type(first).__name__}, which may hold values of samples"
     same = (x is first or type(x) is type(first) and equal(x, first) for x in values)
     return first, None if all(same) else "differs from sample to sample"

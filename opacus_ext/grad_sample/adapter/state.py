@@ -101,34 +101,38 @@ class State:
         modules = {"": self.root} if hasattr(self.root, "__dict__") else {}
         if isinstance(self.root, nn.Module):
             modules = dict(self.root.named_modules())
-        self._modules = list(modules.values())
+        _add_unregistered(modules)
+        self.modules = list(modules.values())
         self._transient, places = [], []
         for name, m in modules.items():
             parts = _PARTS if isinstance(m, nn.Module) else ()
             places += [(name, vars(m)), *((name, vars(m)[part]) for part in parts)]
             names = getattr(type(m), "transient", _TRANSIENT.get(type(m).__name__, ()))
             self._transient += [(vars(m), names)] if names else []
-        kinds = {type(m): None for m in self._modules}
+        kinds = {type(m): None for m in self.modules}
         own = [cls for cls in kinds if not cls.__module__.startswith("torch.")]
         places += [(cls.__name__, cls.__dict__) for cls in own]
         self._dicts = [_Held(name, place) for name, place in places]
         self._others: list[_Held] = []
         tensors: dict[int, tuple[str, T]] = {}
-        seen = {id(place): place for _, place in places}
+        seen = {id(x): x for x in (*(place for _, place in places), *self.modules)}
         for name, place in places:
             for key, value in place.items():
                 if type(value) in _QUICK:
                     continue
+                whole = [value]
                 if key in _HOOKS and isinstance(value, dict):
                     self._dicts.append(_Held(None, value))
-                elif isinstance(value, T) or not (
+                    whole = list(value.values()) if "forward" in key else []  # objects
+                elif not isinstance(value, T) and (
                     key in _AROUND or key.startswith(("_opacus_ext", "__"))
                 ):
-                    for x in _inside(value, seen):
-                        if isinstance(x, T):
-                            tensors.setdefault(id(x), (_join(name, key), x))
-                        elif _is_mutable(x):
-                            self._others.append(_Held(_join(name, key), x))
+                    continue
+                for x in (x for each in whole for x in _inside(each, seen)):
+                    if isinstance(x, T):
+                        tensors.setdefault(id(x), (_join(name, key), x))
+                    elif _is_mutable(x):
+                        self._others.append(_Held(_join(name, key), x))
         self._tensors = tensors
         self.tensors = [x for _, x in tensors.values()]
         self._memory = [memory(x) for x in self.tensors]
@@ -182,7 +186,7 @@ class State:
         elif replaced:  # numbers, such as a count of calls
             self._copy()
         self._written: set[int] = set()
-        self._kinds = [type(module) for module in self._modules]
+        self._kinds = [type(module) for module in self.modules]
         self._copies = {i: view.clone() for i, view in self._views.items()}
 
     def changes(self, written: Iterable[int] = ()) -> list[Change]:
@@ -227,7 +231,7 @@ class State:
                 lost = f"a parameter of shape {tuple(x.shape)} in place"
             if x.requires_grad != flag:
                 x.requires_grad_(flag)
-        for module, kind in zip(self._modules, self._kinds):
+        for module, kind in zip(self.modules, self._kinds):
             if type(module) is not kind:
                 module.__class__ = kind
         self._marks = [_mark(x) for x in self.tensors]
@@ -348,7 +352,7 @@ def _items(value: Any) -> list[Any]:
     if isinstance(value, bytearray):
         return [bytes(value)]
     if isinstance(value, _CONTAINERS):
-        if len(value) > _MANY:
+        if len(value) > 100 * _MANY:
             return [len(value)]
         if isinstance(value, (dict, MappingProxyType)):
             return [*value, *value.values()]
@@ -378,13 +382,32 @@ def _inside(value: Any, seen: dict[int, Any]) -> Iterator[Any]:
     todo = [value]
     while todo:
         x = todo.pop()
-        if type(x) in _QUICK or isinstance(x, PLAIN) or id(x) in seen or x is _GONE:
+        if type(x) in _QUICK or id(x) in seen or x is _GONE:
+            continue
+        if isinstance(x, PLAIN) and not isinstance(x, nn.Module):
             continue
         if type(x).__module__.partition(".")[0] in ("opacus", "opacus_ext"):
             continue  # what trains the model: a private criterion, set on it
         seen[id(x)] = x
         yield x
-        todo += [] if isinstance(x, T) else _items(x)
+        if inspect.ismethod(x):
+            todo.append(x.__self__)
+        elif not isinstance(x, (T, nn.Module)):
+            todo += _items(x)
+
+
+def _add_unregistered(modules: dict[str, Any]) -> None:
+    """Adds modules that others hold otherwise than as their parts, in a list."""
+    todo, seen = list(modules.items()), {id(m): m for m in modules.values()}
+    while todo:
+        name, m = todo.pop()
+        for key, value in vars(m).items():
+            for x in () if key in _AROUND else _inside(value, seen):
+                if isinstance(x, nn.Module):
+                    new = dict(x.named_modules(prefix=_join(name, key)))
+                    seen.update((id(part), part) for part in new.values())
+                    modules.update(new)
+                    todo += new.items()
 
 
 def holds_data(value: Any, is_data: Callable[[T], bool]) -> bool:

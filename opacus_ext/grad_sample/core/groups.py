@@ -159,10 +159,12 @@ def in_groups(
             todo.extendleft(some.select(i) for i in reversed(every.split(microbatch)))
             continue
         if some.size > 1 and not one_by_one:
+            before = [(x, version(x), x.detach().clone()) for x in _own(some)]
             try:
                 at_once(some)
                 continue
             except BranchesDiffer as differ:
+                _put_back(before)
                 answers = differ.answers.cpu()
                 parts = (answers == k for k in answers.unique())
                 todo.extendleft(some.select(part.nonzero()[:, 0]) for part in parts)
@@ -170,11 +172,28 @@ def in_groups(
             except Refused:
                 raise
             except Exception as error:  # what vmap can't run, or the code's own
+                _put_back(before)
                 reason = why(error)
         for i in range(some.size):
             one(some, i)
         if reason and tell is not None:
             tell(reason)
+
+
+def version(x: T) -> int:
+    """How often a tensor was written to."""
+    return 0 if x.is_inference() else x._version
+
+
+def _own(some: Samples) -> list[T]:
+    return [x for x, own in zip(some.leaves, some.by_sample) if own]
+
+
+def _put_back(before: list[tuple[T, int, T]]) -> None:
+    """Undoes what a run that failed has written to its samples."""
+    for x, count, copy in before:
+        if version(x) != count:
+            x.detach().copy_(copy)
 
 
 def why(error: BaseException) -> str:

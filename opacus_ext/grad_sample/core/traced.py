@@ -22,7 +22,7 @@ from opacus_ext.grad_sample.core.gradients import (
     ParameterValue,
 )
 from opacus_ext.grad_sample.core.group import SampleGroup, call_with
-from opacus_ext.grad_sample.core.groups import Samples
+from opacus_ext.grad_sample.core.groups import Samples, version
 from opacus_ext.grad_sample.core.vmap import is_batched
 from opacus_ext.grad_sample.rules import NotAtOnce
 
@@ -184,8 +184,11 @@ class TracedGroup(SampleGroup):
             return found, [list(use.data) for use in self.uses]
 
         run = torch.vmap(one, randomness="different")
-        found, kept = run([samples.leaves[i] for i in places], [*(slots or ())])
+        own = [samples.leaves[i].clone() for i in places]
+        found, kept = run(own, [*(slots or ())])
         self.uses = [use._replace(data=()) for use in self.uses]
+        if not torch.compiler.is_compiling() and any(map(version, own)):
+            raise NotAtOnce("code that writes to its inputs")
         if first and any(x.requires_grad for x in found):
             raise NotAtOnce(UNSEEN)
         return found, kept

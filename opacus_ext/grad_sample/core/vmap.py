@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 import types
-from typing import Any, Callable
+from typing import Any, Callable, ContextManager
+from unittest.mock import patch
 
 import torch
-from torch._C._functorch import (
-    _add_batch_dim,
-    _vmap_decrement_nesting,
-    _vmap_increment_nesting,
-    get_unwrapped,
-    is_batchedtensor,
-    maybe_get_bdim,
-    peek_interpreter_stack,
-    pop_dynamic_layer_stack,
-    push_dynamic_layer_stack,
-)
+from torch._C import _functorch
 from torch._functorch.vmap import lazy_load_decompositions
 from torch.nn import functional as F
+from torch.nn.utils import parametrize
 
-is_batched: Callable[[Any], bool] = is_batchedtensor
+is_batched: Callable[[Any], bool] = _functorch.is_batchedtensor
 
 
 class Level:
@@ -31,25 +23,25 @@ class Level:
 
     def __enter__(self) -> Level:
         lazy_load_decompositions()
-        self.number = _vmap_increment_nesting(self.size, "different")
+        self.number = _functorch._vmap_increment_nesting(self.size, "different")
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        _vmap_decrement_nesting()
+        _functorch._vmap_decrement_nesting()
 
     @property
     def innermost(self) -> bool:
         """Whether no other transform of torch.func runs inside this level."""
-        stack = peek_interpreter_stack()
+        stack = _functorch.peek_interpreter_stack()
         return stack is not None and stack.level() == self.number
 
     def wrap(self, x: torch.Tensor) -> torch.Tensor:
         """``[B, *shape]`` as one sample sees it, ``[*shape]``."""
-        return _add_batch_dim(x, 0, self.number)
+        return _functorch._add_batch_dim(x, 0, self.number)
 
     def unwrap(self, x: torch.Tensor) -> torch.Tensor:
         """The values of all samples, ``[B, *shape]``."""
-        inner, dim = get_unwrapped(x), maybe_get_bdim(x)
+        inner, dim = _functorch.get_unwrapped(x), _functorch.maybe_get_bdim(x)
         return inner if dim == 0 else inner.movedim(dim, 0)
 
 
@@ -57,15 +49,20 @@ class Outside:
     """A block outside of vmap, where tensors hold the values of all samples."""
 
     def __enter__(self) -> None:
-        self.layer = pop_dynamic_layer_stack()
+        self.layer = _functorch.pop_dynamic_layer_stack()
 
     def __exit__(self, *exception: Any) -> None:
-        push_dynamic_layer_stack(self.layer)
+        _functorch.push_dynamic_layer_stack(self.layer)
 
 
 def saved_tensor_hooks() -> tuple | None:
     """The hooks that pack what autograd saves, as activation checkpointing sets."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
+def cache_kept() -> ContextManager:
+    """Leaves what ``parametrize.cached`` keeps as it was."""
+    return patch.dict(parametrize._cache)
 
 
 def will_run(node: Any) -> bool:
@@ -95,5 +92,5 @@ def opened(function: Callable) -> Callable:
 def whole(x: torch.Tensor) -> torch.Tensor:
     """The tensor that holds the values of all samples, or ``x`` if it is plain."""
     while is_batched(x):
-        x = get_unwrapped(x)
+        x = _functorch.get_unwrapped(x)
     return x

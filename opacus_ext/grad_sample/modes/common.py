@@ -36,13 +36,6 @@ def refuse(module: nn.Module) -> None:
         if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and trained:
             given = layer.max_norm, layer.scale_grad_by_freq, layer.sparse
             refuse_embedding(what, *given)
-        if layer._backward_hooks or layer._backward_pre_hooks:
-            raise Refused(
-                f"{what} has a hook on its backward pass, which would be shown, and "
-                "could change, gradients of single samples.",
-                module=what,
-                remedy="Remove it.",
-            )
 
 
 class PrivateMode:
