@@ -408,8 +408,8 @@ class ForwardRecord:
     def _learn(self) -> None:
         """
         Runs a sample of zeros before the first batch of a model with objects: what it
-        sets once (a problem type in its config) is not of data. Keeps nothing if numbers
-        are: what is computed of the first batch is refused, not computed of zeros.
+        sets once (a problem type in its config) is not of data. Keeps nothing if
+        numbers are: what the first batch decides is refused, not computed of zeros.
         """
         self.model.known, state = True, self.model.state
         if not state.has_objects:
