@@ -307,6 +307,29 @@ def test_what_is_changed_in_place_is_not_compiled():
         step(rows(3))
 
 
+def test_data_that_change_later_count_as_they_were():
+    """Compiled; eagerly they are refused, as by autograd."""
+    w = torch.randn(3, 4).double().requires_grad_()
+
+    def plain(x):
+        return F.linear(2 * x, w).square().sum()
+
+    def loss(x):
+        data = 2 * x
+        y = F.linear(data, w).square().sum()
+        data.mul_(3)
+        return y
+
+    torch._dynamo.reset()
+    step = torch.compile(
+        lambda batch: clipped_grads(loss, {"w": w}, batch, 0.5),
+        backend="aot_eager",
+        fullgraph=True,
+    )
+    batch = rows(3)
+    check(step(batch), *alone(plain, {"w": w}, batch, 3), 0.5)
+
+
 @every_case
 def test_one_record_more_moves_no_more_than_the_bound(name):
     case = CASES[name]

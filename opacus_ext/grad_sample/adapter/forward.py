@@ -519,11 +519,11 @@ class ForwardRecord:
         self._begin()
         own: list[T] = []
 
-        def call() -> Any:  # of copies: code may write to its inputs
+def call() -> Any:  # of copies: code may write to its inputs
             own[:] = []
-            return self.call(
-                samples.tree(lambda x: own.append(x[i].clone()) or own[-1])
-            )
+            sample = samples.tree(lambda x: own.append(x[i].clone()) or own[-1])
+            with self._eagerly():
+                return self.call(sample)
 
         # What is made of data must be known of outputs, and of state that has changed.
         mode, watch = AloneSample(self.model.state), self.total is None

@@ -136,7 +136,10 @@ class TracedGroup(SampleGroup):
         return self._values[id(x)]
 
     def note(self, y: T, *use: Any) -> T:
-        self.uses.append(ParameterUse(*use))
+        *first, data, data_rows = use
+        # As they are now: the compiler copies what is changed in place later alone.
+        data = tuple(x.clone() for x in data)
+        self.uses.append(ParameterUse(*first, data, data_rows))
         self.likes.append((y.shape, y.dtype))
         return y if self.slots is None else y + self.slots[len(self.uses) - 1]
 
