@@ -519,7 +519,7 @@ class ForwardRecord:
         self._begin()
         own: list[T] = []
 
-def call() -> Any:  # of copies: code may write to its inputs
+        def call() -> Any:  # of copies: code may write to its inputs
             own[:] = []
             sample = samples.tree(lambda x: own.append(x[i].clone()) or own[-1])
             with self._eagerly():
