@@ -136,10 +136,10 @@ class TracedGroup(SampleGroup):
         return self._values[id(x)]
 
     def note(self, y: T, *use: Any) -> T:
-        *first, data, data_rows = use
+        noted = ParameterUse(*use)
         # As they are now: the compiler copies what is changed in place later alone.
-        data = tuple(x.clone() for x in data)
-        self.uses.append(ParameterUse(*first, data, data_rows))
+        data = tuple(x.clone() for x in noted.data)
+        self.uses.append(noted._replace(data=data))
         self.likes.append((y.shape, y.dtype))
         return y if self.slots is None else y + self.slots[len(self.uses) - 1]
 
