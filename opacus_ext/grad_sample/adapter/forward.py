@@ -520,10 +520,11 @@ class ForwardRecord:
         own: list[T] = []
 
         def call() -> Any:  # of copies: code may write to its inputs
-            own[:] = []
-            sample = samples.tree(lambda x: own.append(x[i].clone()) or own[-1])
+            pairs = zip(samples.leaves, samples.by_sample)
+            own[:] = [x[i].clone() for x, by in pairs if by]
+            given = iter(own)
             with self._eagerly():
-                return self.call(sample)
+                return self.call(samples.tree(lambda x: next(given)))
 
         # What is made of data must be known of outputs, and of state that has changed.
         mode, watch = AloneSample(self.model.state), self.total is None
