@@ -3,6 +3,7 @@
 # make test                                    run the tests
 # make test-thorough                           other modes, many models, notebooks: 15 minutes
 # make test-examples                           with timm, TRL, Lightning, diffusers: 5 minutes
+# make fuzz                                    random models in random loops: 3 minutes
 # make docs                                    build the site of docs/ into site/, strictly
 # make test-opacus                             run Opacus's own tests with the package: 2 minutes
 # ARGS=... is passed on: make test ARGS="-k linear", make train ARGS="--help"
@@ -18,7 +19,7 @@ BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --no-compile -c constraints.txt
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test test-thorough test-examples docs test-opacus benchmark benchmark-moe lint clean
+.PHONY: train test test-thorough test-examples fuzz docs test-opacus benchmark benchmark-moe lint clean
 
 train: $(VENV)/.installed
 	$(BIN)/python -m examples.train $(if $(DATA),--data "$(DATA)") $(ARGS)
@@ -31,6 +32,16 @@ test-thorough: $(VENV)/.installed
 
 test-examples: $(VENV)/.installed-examples
 	$(VENV)/examples/bin/python -m pytest -n auto --maxprocesses 8 --dist worksteal -m "examples and not slow" $(ARGS)
+
+# Two processes, of even and odd seeds from a new one; failures are kept in runs/.
+FUZZ_MINUTES ?= 2.5
+FUZZ_SEED ?= $(shell date +%s)
+fuzz: $(VENV)/.installed
+	@mkdir -p runs
+	$(BIN)/python -m tests.fuzz --minutes $(FUZZ_MINUTES) --seed $(FUZZ_SEED)0 --stride 2 --keep runs/fuzz.jsonl & \
+	first=$$!; \
+	$(BIN)/python -m tests.fuzz --minutes $(FUZZ_MINUTES) --seed $(FUZZ_SEED)1 --stride 2 --keep runs/fuzz.jsonl; \
+	second=$$?; wait $$first && exit $$second
 
 # Nothing is imported, so torch need not be there: the code is parsed.
 docs: $(VENV)/.installed-docs

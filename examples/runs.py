@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 import sys
 import time
 import warnings
@@ -17,6 +16,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader
 
+from opacus_ext import checkpoints
 from opacus_ext.accountants.budget import noise_left
 from opacus_ext.progress import progress
 from opacus_ext.refused import Refused
@@ -196,7 +196,7 @@ def write_checkpoint(
     content = {**content, "random_state": random_state}
     if engine:
         engine.save_checkpoint(
-            path=f"{path}.part",
+            path=path,
             module=module,
             optimizer=optimizer,
             checkpoint_dict={**content, "noise_multiplier": optimizer.noise_multiplier},
@@ -204,8 +204,7 @@ def write_checkpoint(
     else:
         content["module_state_dict"] = module.state_dict()
         content["optimizer_state_dict"] = optimizer.state_dict()
-        torch.save(content, f"{path}.part")
-    os.replace(f"{path}.part", path)
+        checkpoints.write(path, content)
 
 
 def set_random_state(state: Dict[str, torch.Tensor]) -> None:
@@ -246,8 +245,8 @@ def find_checkpoint(
             parameter="--resume",
             remedy="Give the file to go on from.",
         )
-    # weights_only: a file that would run code on loading is refused here already.
-    saved = torch.load(path, map_location="cpu", weights_only=True)
+    # A file that would run code on loading is refused here already.
+    saved = checkpoints.read(path, "--resume", map_location="cpu")
     before = saved["config"]
     changed = "; ".join(
         f"{key}: {before.get(key)!r} there, {config.get(key)!r} here"

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import functools
 import math
+import warnings
 from importlib import import_module
 from typing import Any, Callable, Dict, List, Optional, Sequence, Union
 
 import opacus
+import opacus.grad_sample
 import opacus.optimizers
 import torch
 import torch.distributed as dist
@@ -24,17 +26,38 @@ from torch.utils.data import DataLoader
 
 from opacus_ext.accountants.budget import least_noise
 from opacus_ext.accountants.prv import PRVBoundsAccountant
+from opacus_ext.accountants.whole import count_whole
 from opacus_ext.data.draws import Draws
 from opacus_ext.data.sampling import CyclicPoisson, Poisson, Sampling, count_records
+from opacus_ext.misuse import check_loader
 from opacus_ext.optimizers.banded import Banded, BandedNoise, coefficients, error
 from opacus_ext.refused import Refused
+from opacus_ext.secure import SecureSource
 
 #: Of an engine and of its checkpoints: one entry for each ``make_private``.
 RUNS = "opacus_ext_runs"
-#: Of checkpoints: what the noise is drawn from.
-NOISE = "opacus_ext_noise"
 
 INDEPENDENT = "independent"  # the noise of each step is
+
+
+def with_secure_source(init: Callable) -> Callable:
+    """``PrivacyEngine.__init__``, whose secure mode needs no torchcsprng."""
+
+    @functools.wraps(init)
+    def make(
+        self: opacus.PrivacyEngine,
+        *,
+        accountant: str = "prv",
+        secure_mode: bool = False,
+    ) -> None:
+        with warnings.catch_warnings():
+            if secure_mode:  # it is not off
+                warnings.filterwarnings("ignore", message="Secure RNG turned off")
+            init(self, accountant=accountant, secure_mode=False)
+        if secure_mode:
+            self.secure_mode, self.secure_rng = True, SecureSource()
+
+    return make
 
 
 def with_sampling(make_private: Callable) -> Callable:
@@ -54,9 +77,14 @@ def with_sampling(make_private: Callable) -> Callable:
         correlated = _correlated(self, noise, **kwargs)
         if correlated is not None:
             sampling = _in_turn(sampling, correlated.bands, kwargs["data_loader"])
-        if sampling is None:
+        if self.secure_mode:
+            _refuse_insecure(self, noise, **kwargs)
+            sampling = sampling or _stock_sampling(kwargs["data_loader"])
+        elif sampling is None:
             _check_drawn(**kwargs)
+        if sampling is None:
             made = make_private(self, **kwargs)
+            count_whole(made[1], self.accountant)
         else:
             made = _drawn(self, make_private, sampling, **kwargs)
         if correlated is not None:
@@ -93,9 +121,7 @@ def _correlated(
             parameter="noise",
             remedy="Choose another clipping.",
         )
-    own = hasattr(type(engine)._prepare_criterion, "_opacus_ext")
-    made = opacus.optimizers.get_optimizer_class(clipping, False, grad_sample_mode)
-    if not own or not hasattr(made, "correlated"):
+    if not _has_own_optimizer(engine, clipping, grad_sample_mode):
         raise Refused(
             f"grad_sample_mode={grad_sample_mode!r} of {type(engine).__name__} adds "
             "independent noise.",
@@ -104,6 +130,60 @@ def _correlated(
             'noise="independent".',
         )
     return BandedNoise(noise)
+
+
+def _has_own_optimizer(engine: opacus.PrivacyEngine, clipping: Any, mode: str) -> bool:
+    """Whether the noise is added by an optimizer of this package."""
+    own = hasattr(type(engine)._prepare_criterion, "_opacus_ext")
+    made = opacus.optimizers.get_optimizer_class(clipping, False, mode)
+    return own and hasattr(made, "correlated")
+
+
+def _refuse_insecure(
+    engine: opacus.PrivacyEngine,
+    noise: Union[str, Banded],
+    *,
+    module: nn.Module,
+    data_loader: DataLoader,
+    poisson_sampling: bool = True,
+    clipping: Any = "flat",
+    grad_sample_mode: str = "hooks",
+    **kwargs: Any,
+) -> None:
+    """
+    Raises:
+        Refused: for what would draw noise or batches in another way, in secure mode
+    """
+    if isinstance(module, (DDP, DPDDP, FSDPModule)):
+        raise Refused(
+            f"{type(module).__name__} of several processes has no secure mode.",
+            parameter="secure_mode",
+            remedy="Train in one process, or without secure mode.",
+        )
+    if noise != INDEPENDENT:
+        raise Refused(
+            "Correlated noise is not drawn in secure mode.",
+            parameter="noise",
+            remedy=f"Take noise={INDEPENDENT!r}, or train without secure mode.",
+        )
+    opacus.grad_sample.get_gsm_class(grad_sample_mode)  # there is such a mode
+    if not _has_own_optimizer(engine, clipping, grad_sample_mode):
+        raise Refused(
+            f"grad_sample_mode={grad_sample_mode!r} of {type(engine).__name__} with "
+            f"clipping={clipping!r} draws its noise in Opacus, which is not secure.",
+            parameter="secure_mode",
+            remedy='Take grad_sample_mode="auto" or "hooks" of PrivacyEngine, and '
+            'another clipping than "adaptive".',
+        )
+    if not poisson_sampling:
+        raise Refused(
+            "poisson_sampling=False leaves the loader to draw batches as it does, "
+            "which is not secure.",
+            parameter="poisson_sampling",
+            remedy="Leave it out, or give sampling=opacus_ext.data.FixedSize(...) for "
+            "batches of one size.",
+        )
+    check_loader(engine, data_loader, poisson_sampling)
 
 
 def _in_turn(
@@ -128,6 +208,14 @@ def _in_turn(
             remedy="Leave sampling out.",
         )
     return CyclicPoisson(bands=bands, **vars(sampling))
+
+
+def _stock_sampling(loader: DataLoader) -> Poisson:
+    """Opacus's own, by a loader of this package, which draws by any generator."""
+    sampling = Poisson(sample_rate=1 / len(loader))
+    if getattr(loader.batch_sampler, "sampling", None) != sampling:
+        _check_drawn(data_loader=loader)
+    return sampling
 
 
 def _check_drawn(
@@ -172,8 +260,7 @@ def _drawn(
     """
     Raises:
         Refused: before anything is changed, as :meth:`Sampling.check`; for DDP and
-            FSDP, and in secure mode in several processes; with
-            ``poisson_sampling=False``
+            FSDP; with ``poisson_sampling=False``
     """
     if not isinstance(sampling, Sampling):
         raise Refused(
@@ -190,14 +277,12 @@ def _drawn(
         )
     module = kwargs["module"]
     distributed = isinstance(module, DPDDP)
-    if isinstance(module, (DDP, FSDPModule)) or (distributed and engine.secure_mode):
+    if isinstance(module, (DDP, FSDPModule)):
         raise Refused(
-            f"{type(sampling).__name__} does not draw for {type(module).__name__}"
-            f"{' in secure mode' if distributed else ''}.",
+            f"{type(sampling).__name__} does not draw for {type(module).__name__}.",
             parameter="sampling",
             remedy="Leave sampling and noise out (Opacus's Poisson sampling draws in "
-            "each process), or use DifferentiallyPrivateDistributedDataParallel "
-            "without secure mode.",
+            "each process), or use DifferentiallyPrivateDistributedDataParallel.",
         )
     records = count_records(data_loader.dataset)
     sampling.check(records, engine.accountant)
@@ -223,7 +308,9 @@ def _drawn(
         )
     finally:
         del engine._prepare_data_loader
-    optimizer = made[1]
+    optimizer, loader = made[1], made[-1]
+    if engine.secure_mode:  # torch's loader seeds its workers, and knows no other kind
+        loader.generator = data_loader.generator
     optimizer.expected_batch_size = sampling.divisor(records)
     if distributed:  # of one process
         optimizer.expected_batch_size /= dist.get_world_size()
@@ -473,78 +560,11 @@ def add_runs(engine: opacus.PrivacyEngine, runs: List[Dict[str, Any]]) -> None:
     known += [run for run in runs if run not in known]
 
 
-def with_runs_saved(save_checkpoint: Callable) -> Callable:
-    """``PrivacyEngine.save_checkpoint``; Opacus reads such a file as any of its own."""
-
-    @functools.wraps(save_checkpoint)
-    def save(
-        self: opacus.PrivacyEngine,
-        *,
-        optimizer: Any = None,
-        checkpoint_dict: Optional[Dict[str, Any]] = None,
-        **kwargs: Any,
-    ) -> None:
-        """
-        ``PrivacyEngine.save_checkpoint``, with the record of what was made private, and
-        with what the optimizer's noise is drawn from: whoever has the file can subtract
-        the noise, so publish weights alone.
-        """
-        content = {**(checkpoint_dict or {}), RUNS: runs_of(self)}
-        if hasattr(optimizer, "noise_state"):
-            content[NOISE] = optimizer.noise_state()
-        save_checkpoint(self, optimizer=optimizer, checkpoint_dict=content, **kwargs)
-
-    return save
-
-
-def with_runs_loaded(load_checkpoint: Callable) -> Callable:
-    """``PrivacyEngine.load_checkpoint`` with the argument ``repeat_noise``."""
-
-    @functools.wraps(load_checkpoint)
-    def load(
-        self: opacus.PrivacyEngine,
-        *,
-        optimizer: Any = None,
-        repeat_noise: bool = False,
-        **kwargs: Any,
-    ) -> Dict[str, Any]:
-        """
-        ``PrivacyEngine.load_checkpoint``, with one more argument.
-
-        Args:
-            repeat_noise: whether the run goes on bit for bit, with the noise that it
-                would have had. Two runs that go on from one checkpoint then have the
-                same noise: the difference of their weights has none, and no epsilon
-                covers that. By default noise is drawn afresh
-
-        Raises:
-            Refused: with ``repeat_noise`` for a checkpoint without the noise's state
-        """
-        content = load_checkpoint(self, optimizer=optimizer, **kwargs)
-        noise = content.pop(NOISE, None)
-        if repeat_noise:
-            if noise is None or not hasattr(optimizer, "repeat_noise"):
-                raise Refused(
-                    "The checkpoint was saved, or is loaded, without a DP optimizer, "
-                    "so that its noise can't be repeated.",
-                    parameter="repeat_noise",
-                    remedy="Pass optimizer= to save_checkpoint and load_checkpoint.",
-                )
-            optimizer.repeat_noise(noise)
-        elif hasattr(optimizer, "mix_noise"):
-            optimizer.mix_noise()
-        add_runs(self, content.get(RUNS, []))
-        return content
-
-    return load
-
-
 #: Of ``PrivacyEngine``: what wraps each of its methods.
 WRAPPERS: Dict[str, Callable[[Callable], Callable]] = {
+    "__init__": with_secure_source,
     "make_private": with_sampling,
     "make_private_with_epsilon": with_epsilon,
-    "save_checkpoint": with_runs_saved,
-    "load_checkpoint": with_runs_loaded,
 }
 
 
@@ -558,8 +578,9 @@ class PrivacyEngine(opacus.PrivacyEngine):
 
     Args:
         accountant: "prv", "rdp", "gdp" or "prv_bounds"
-        secure_mode: whether noise and batches are drawn by a secure generator, which
-            needs the package torchcsprng
+        secure_mode: whether noise and batches are drawn by random numbers of the
+            operating system, and noise without the traces of floating-point numbers
+            (:mod:`opacus_ext.secure`)
 
     Example:
         >>> import inspect, opacus_ext
@@ -708,7 +729,7 @@ class PrivacyEngine(opacus.PrivacyEngine):
             module, optimizer: as ``make_private`` has returned them
             noise_scheduler, grad_clip_scheduler: of Opacus
             module_load_dict_kwargs: of ``module.load_state_dict``
-            torch_load_kwargs: of ``torch.load``
+            torch_load_kwargs: of ``torch.load``, which has ``weights_only=True``
             repeat_noise: whether the run goes on bit for bit, with the noise that it
                 would have had. Two runs that go on from one checkpoint then have the
                 same noise: the difference of their weights has none, and no epsilon
@@ -718,7 +739,9 @@ class PrivacyEngine(opacus.PrivacyEngine):
             What else the checkpoint holds.
 
         Raises:
-            Refused: with ``repeat_noise`` for a checkpoint without the noise's state
+            Refused: for a file that was cut short, is no checkpoint or holds other
+                objects than tensors and plain values; with ``repeat_noise`` for a
+                checkpoint without the noise's state
         """
         return super().load_checkpoint(**_given(locals()))
 

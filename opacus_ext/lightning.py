@@ -22,6 +22,7 @@ from opacus_ext.accountants.budget import least_noise
 from opacus_ext.data.draws import Draws
 from opacus_ext.data.logical import LogicalBatches, Part, derive_seed, logical_loader
 from opacus_ext.data.sampling import Poisson, Sampling
+from opacus_ext.grad_sample.factors.rows import wide
 from opacus_ext.grad_sample.modes.ghost import ClippedLoss
 from opacus_ext.refused import Refused
 
@@ -323,6 +324,7 @@ class PrivacyCallback(Callback):
         @functools.wraps(stock)
         def training_step(parts: List[Part], *rest: Any) -> Any:
             self._draw, before = parts[-1].draw + 1, steps_taken()
+            optimizer.drop_logical_batch()  # one that failed in its middle
             for part in parts:
                 optimizer.zero_grad()
                 optimizer.signal_skip_step(part is not parts[-1])
@@ -426,7 +428,7 @@ def _nothing(optimizer: Any) -> torch.Tensor:
 
     def contribute(grad: torch.Tensor) -> None:
         if hasattr(optimizer, "take"):
-            zeros = {p: torch.zeros_like(p) for p in optimizer.params}
+            zeros = {p: wide(torch.zeros_like(p)) for p in optimizer.params}
             optimizer.take(zeros, next(iter(zeros)).new_zeros(0))
             return
         for p in optimizer.params:

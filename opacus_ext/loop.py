@@ -7,6 +7,7 @@ that was left in the middle is dropped.
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from typing import Any, Callable, Iterator, List, Optional
 
 from torch.utils.data import DataLoader, get_worker_info
@@ -48,17 +49,26 @@ def watch_loader(loader: DataLoader, optimizer: Any, inputs: InputReader) -> Non
         inputs: of the private model
     """
     loader.collate_fn = CountingCollate(loader.collate_fn, inputs)
+    optimizer.ahead = loader.num_workers * (loader.prefetch_factor or 0)
     batches: Any = loader.batch_sampler
     kind, own, reader = type(batches), weakref.ref(optimizer), weakref.ref(inputs)
+    # Of the batches that may be at hand, as workers and loops draw ahead.
+    ahead = loader.num_workers * (loader.prefetch_factor or 0)
+    sizes: deque[int] = deque(maxlen=4 + ahead)
 
     def begin(self: Any) -> Iterator[List[int]]:
         dp_optimizer, known = own(), reader()
         if hasattr(dp_optimizer, "drop_logical_batch"):  # not one of Opacus's own
             dp_optimizer.drop_logical_batch()
+        largest = 0
         for batch in kind.__iter__(self):
+            sizes.append(len(batch))
+            largest = max(largest, len(batch))
             if known is not None:
-                known.most = max(known.most or 0, len(batch))
+                known.most = max(sizes)
             yield batch
+        if known is not None:
+            known.most = largest  # a list of all of them may be gone through
 
     # A method that Python looks up on the class: so the sampler gets one of its own.
     watched = type(kind.__name__, (kind,), {"__iter__": begin})

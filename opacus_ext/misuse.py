@@ -95,9 +95,10 @@ def check_arguments(
         )
     _check_model(module)
     _check_optimizer(engine, optimizer, module)
-    _check_loader(engine, data_loader, poisson_sampling)
+    check_loader(engine, data_loader, poisson_sampling)
     reduction = getattr(criterion, "reduction", loss_reduction)
-    if "ghost" in str(grad_sample_mode) and reduction != loss_reduction:
+    wrapped = "ghost" in str(grad_sample_mode) or grad_sample_mode in ("scan", "auto")
+    if wrapped and reduction != loss_reduction:
         raise Refused(
             f"The criterion has reduction={reduction!r}, and make_private "
             f"loss_reduction={loss_reduction!r}.",
@@ -224,9 +225,15 @@ def _check_optimizer(
         )
 
 
-def _check_loader(
+def check_loader(
     engine: PrivacyEngine, loader: DataLoader, poisson_sampling: bool
 ) -> None:
+    """
+    A loader from whose records batches are to be drawn.
+
+    Raises:
+        Refused: if they can't be
+    """
     dataset: Any = getattr(loader, "dataset", None)
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
         raise Refused(
@@ -349,7 +356,7 @@ def checked_budget(make_private_with_epsilon: Callable) -> Callable:
                 _check_positive(name, kwargs[name], "Give the budget of the run.")
         loader = kwargs.get("data_loader")
         if loader is not None:
-            _check_loader(self, loader, kwargs.get("poisson_sampling", True))
+            check_loader(self, loader, kwargs.get("poisson_sampling", True))
         if "target_delta" in kwargs:
             before = self.dataset
             self.dataset = getattr(loader, "dataset", before)

@@ -20,6 +20,7 @@ from opacus_ext.grad_sample.parallel.sharding import group_of
 from opacus_ext.optimizers.optimizer import _ClippingOptimizer
 from opacus_ext.re_attention.effective import gradient_noise
 from opacus_ext.refused import Refused
+from opacus_ext.secure import with_noise
 
 # In units of C. With one in each octave a histogram has few bins, and little noise.
 THRESHOLDS = tuple(2.0**i for i in range(-6, 7))
@@ -209,7 +210,7 @@ class Monitor:
             variance = std**2
             if processes is None or optimizer.rank == 0:
                 generator = optimizer._generator_for(counts.device)
-                counts += optimizer._noise(counts, counts.shape, std, generator)
+                counts = with_noise(counts, std, 1.0, generator)
         else:
             self._norms.append(found)
         if processes is not None:

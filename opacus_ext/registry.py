@@ -6,8 +6,8 @@ clipping functions are entries of tables, and what has no entry goes to Opacus a
 before. :func:`unregister` undoes all of it.
 
 What is replaced or added in Opacus: the lookups of classes (``get_gsm_class``,
-``get_hooks_class``, ``get_optimizer_class``), ``PrivacyEngine.make_private``,
-``make_private_with_epsilon``, ``get_epsilon``, ``save_checkpoint``,
+``get_hooks_class``, ``get_optimizer_class``), ``PrivacyEngine.__init__`` (secure mode),
+``make_private``, ``make_private_with_epsilon``, ``get_epsilon``, ``save_checkpoint``,
 ``load_checkpoint``, ``privacy_statement`` and ``_prepare_criterion``,
 ``ModuleValidator.validate`` and ``fix``, and entries of the tables of samplers and of
 accountants.
@@ -53,7 +53,7 @@ from opacus.validators import ModuleValidator
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from opacus_ext import misuse, peft, validators
+from opacus_ext import checkpoints, misuse, peft, validators
 from opacus_ext.accountants import PRVBoundsAccountant
 from opacus_ext.clipping import CLIPPINGS, find_clipping
 from opacus_ext.engine import WRAPPERS
@@ -139,7 +139,8 @@ def register() -> None:
         _prepare_criterion(PrivacyEngine._prepare_criterion),
     )
     _replace(PrivacyEngine, "make_private", _make_private(PrivacyEngine.make_private))
-    for name, wrap in (*WRAPPERS.items(), *misuse.WRAPPERS.items()):
+    added = (WRAPPERS, checkpoints.WRAPPERS, misuse.WRAPPERS)
+    for name, wrap in (pair for table in added for pair in table.items()):
         _replace(PrivacyEngine, name, wrap(getattr(PrivacyEngine, name)))
     PrivacyEngine.privacy_statement = privacy_statement
     _undo.append(lambda: delattr(PrivacyEngine, "privacy_statement"))

@@ -26,6 +26,7 @@ from typing import (
     Tuple,
     Type,
     TypeVar,
+    Union,
 )
 
 import torch
@@ -34,6 +35,7 @@ from torch import Tensor
 
 from opacus_ext.accountants.profiles import gaussian_sensitivity
 from opacus_ext.refused import Refused
+from opacus_ext.secure import SecureSource, with_noise
 
 _Kind = TypeVar("_Kind", bound="_Release")
 _PAIRS = 2**22  # about as many are looked at in one go
@@ -180,7 +182,7 @@ def release_popularity(
     *,
     noise_multiplier: float,
     accountant: IAccountant,
-    generator: Optional[torch.Generator] = None,
+    generator: Union[None, torch.Generator, SecureSource] = None,
 ) -> Popularity:
     """
     How often items occur, each user counting as one.
@@ -197,7 +199,8 @@ def release_popularity(
         noise_multiplier: std of the noise, see :func:`noise_for`
         accountant: of the engine that trains afterwards; RDP, PRV or PRV bounds
         generator: of the noise, which is drawn in float64 without protection from
-            attacks on floating-point numbers; whoever knows its seed knows the noise
+            attacks on floating-point numbers; whoever knows its seed knows the noise.
+            ``opacus_ext.secure.SecureSource()`` draws secure noise
 
     Raises:
         Refused: for ids out of range, or noise that is not positive; nothing has been
@@ -218,9 +221,9 @@ def release_popularity(
     for users, ids in _chunks(histories, _PAIRS):
         users, ids = users[ids > 0], ids[ids > 0]
         _add_normalized(total, users, ids, torch.ones(len(ids), dtype=torch.float64))
-    noise = _noise(total, noise_multiplier, accountant, generator)
-    noise[0] = 0
-    return Popularity(total + noise, noise_multiplier)
+    counts = _noisy(total, noise_multiplier, accountant, generator)
+    counts[0] = 0
+    return Popularity(counts, noise_multiplier)
 
 
 def release_transitions(
@@ -233,7 +236,7 @@ def release_transitions(
     decay: float = 0.75,
     back: float = 0.2,
     weights: Optional[Tensor] = None,
-    generator: Optional[torch.Generator] = None,
+    generator: Union[None, torch.Generator, SecureSource] = None,
 ) -> Transitions:
     """
     How often item b comes after item a, each user counting as one.
@@ -337,8 +340,8 @@ def release_transitions(
         if found:
             _add_normalized(total, *(torch.cat(each) for each in zip(*found)))
     total = total.view(size, size)
-    noise = _noise(total, noise_multiplier, accountant, generator)
-    return Transitions(total + noise, noise_multiplier, items, chosen, back)
+    counts = _noisy(total, noise_multiplier, accountant, generator)
+    return Transitions(counts, noise_multiplier, items, chosen, back)
 
 
 def _largest(history: Tensor) -> int:
@@ -394,11 +397,11 @@ def _add_normalized(
     total.index_add_(0, key, sums / squares.sqrt()[owner])
 
 
-def _noise(
-    like: Tensor,
+def _noisy(
+    total: Tensor,
     noise_multiplier: float,
     accountant: IAccountant,
-    generator: Optional[torch.Generator],
+    generator: Union[None, torch.Generator, SecureSource],
 ) -> Tensor:
     """Recorded before it is drawn: a release that failed has been paid for."""
     before = list(accountant.history)
@@ -407,5 +410,4 @@ def _noise(
     except ValueError:
         accountant.history = before  # "gdp" drops a run's cost when it refuses
         raise
-    noise = torch.randn(like.shape, dtype=torch.float64, generator=generator)
-    return noise_multiplier * noise
+    return with_noise(total, noise_multiplier, 1.0, generator)

@@ -13,16 +13,15 @@ import json
 import math
 import os
 from dataclasses import dataclass
-from pickle import UnpicklingError
 from typing import Any, Dict, List, Mapping, Optional, Tuple, Union
 
 import numpy as np
-import torch
 from opacus import PrivacyEngine
 from opacus.accountants import create_accountant
 from opacus.accountants.accountant import IAccountant
 
 from opacus_ext.accountants import Bounds, PRVBoundsAccountant
+from opacus_ext.checkpoints import read
 from opacus_ext.engine import RUNS, installed_versions, runs_of
 from opacus_ext.refused import Refused
 
@@ -52,10 +51,16 @@ _NOT_COVERED = (
     "computed on private data without noise.",
     "Data that was taken as public: pretraining, tokenizers, normalization and the "
     "number of records.",
+    "Whoever has several {unit}s in the data: what is protected is one {unit}.",
+)
+_INSECURE = (
     "The random numbers: whoever has the seed, the generator's state or a checkpoint "
     "with it can subtract the noise. Keep them secret.",
-    "Whoever has several {unit}s in the data: what is protected is one {unit}.",
     "Attacks on the machine that trains, and floating-point effects of the noise.",
+)
+_SECURE = (
+    "Attacks on the machine that trains, the time that its steps take, and rounding in "
+    "the gradients and their clipped sums, before noise is added.",
 )
 
 
@@ -140,15 +145,7 @@ def read_statement(
     path = os.fspath(path)
     if os.path.isdir(path):
         path = os.path.join(path, PRIVACY_STATE)
-    try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
-    except (UnpicklingError, RuntimeError, EOFError) as error:
-        raise Refused(
-            f"{path} can't be read as a checkpoint of tensors and plain values.",
-            parameter="path",
-            remedy="Give a file of engine.save_checkpoint; if yours holds other "
-            "objects, load it and call engine.privacy_statement().",
-        ) from error
+    content = read(path, map_location="cpu")
     found = dict(content) if isinstance(content, Mapping) else {}
     # Of Lightning, whose callbacks have theirs.
     for callback in (found.get("callbacks") or {}).values():
@@ -289,7 +286,10 @@ def state(
             for run in runs
         ],
         "notes": notes,
-        "not_covered": [text.format(unit=unit) for text in _NOT_COVERED],
+        "not_covered": [
+            text.format(unit=unit)
+            for text in (*_NOT_COVERED, *(_SECURE if _secure(runs) else _INSECURE))
+        ],
         "versions": next(
             (run["versions"] for run in reversed(runs) if "versions" in run),
             installed_versions(),
@@ -465,6 +465,10 @@ def _release(entry: Mapping[str, Any]) -> str:
 def _random(runs: List[Dict[str, Any]]) -> str:
     if not runs:
         return "not recorded"
-    if all(run["secure_mode"] for run in runs):
+    if _secure(runs):
         return "cryptographically secure (secure_mode)"
     return "pseudo-random, by torch (no secure_mode)"
+
+
+def _secure(runs: List[Dict[str, Any]]) -> bool:
+    return bool(runs) and all(run["secure_mode"] for run in runs)

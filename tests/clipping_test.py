@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from opacus_ext import Refused
 from tests.common import (
     CRASHES,
     assert_same,
@@ -119,6 +120,19 @@ def test_noise_matches_the_sensitivity(mode, clipping):
     expected = 3.0 * sensitivity_of(clipping, bound)
     # 90,000 draws: the estimate of the deviation is off by 1 % at four sigma.
     assert float(noise.std()) == pytest.approx(expected, rel=0.01)
+
+
+@pytest.mark.parametrize("mode", ["hooks", "ghost_bk"])
+def test_a_bound_that_changes_within_a_step(mode):
+    """The noise would be that of the last one."""
+    private = make_private(model_of(), mode, batch_size=4, max_grad_norm=10.0)
+    private.optimizer.signal_skip_step(True)
+    private.step(IDS[:2], square_loss)
+    private.optimizer.max_grad_norm = 0.1
+    with pytest.raises(Refused, match="noise would not fit"):
+        private.step(IDS[2:], square_loss)
+    private.optimizer.drop_logical_batch()
+    private.step(IDS, square_loss)
 
 
 @every_mode

@@ -147,9 +147,10 @@ def make_private(
     criterion=None,
     poisson_sampling=False,
     lr=1.0,
+    accountant="prv",
     **kwargs,
 ):
-    engine = PrivacyEngine()
+    engine = PrivacyEngine(accountant=accountant)
     if dataset is None:
         dataset = TensorDataset(torch.zeros(max(batch_size, 1), 1))
     with warnings.catch_warnings():

@@ -21,6 +21,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
+from opacus_ext.grad_sample.core.clip import GroupNorms, norms_and_sums
+from opacus_ext.grad_sample.factors import GradSample
 from opacus_ext.grad_sample.modes.common import private_model_of
 from opacus_ext.losses import model_losses
 from opacus_ext.models.dpformer import DPFormer
@@ -514,6 +516,37 @@ def test_samples_that_are_not_finite(recwarn):
     compiled = torch.compile(private.module, backend="aot_eager")
     with pytest.raises(RuntimeError, match="not finite"):
         private.criterion(square_loss(compiled, batch)).backward()
+
+
+def test_what_fills_up_a_program_is_looked_at():
+    """Sums that did not drop it are known to be of no use."""
+    p = torch.zeros(2)
+    norms = GroupNorms([p], 2)
+    rows = torch.tensor([[1.0, 1.0], [math.nan, 0.0]])
+    norms.finish({id(p): GradSample(p.shape, 2, rows)})
+    own = torch.tensor([True, False])
+    found, _ = norms_and_sums(norms, torch.ones_like, own=own, drop=False)
+    assert not found.isfinite().all()
+    _, (total,) = norms_and_sums(norms, torch.ones_like, own=own)
+    assert total.tolist() == [1, 1]
+
+
+def test_outputs_that_are_none():
+    class Named(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(3, 3)
+
+        def forward(self, x):
+            return {"y": self.layer(x) * x, "none": None, "length": x.shape[1]}
+
+    def loss_fn(model, batch):
+        return model(batch)["y"].flatten(1).square().sum(1)
+
+    private = make_private(Named().double(), "ghost_bk", batch_size=4)
+    private.module.compile(backend="eager")
+    for size in (3, 0, 1, 2):
+        private.step(torch.randn(size, 4, 3).double(), loss_fn)
 
 
 def test_refused():

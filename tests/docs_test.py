@@ -180,6 +180,16 @@ def test_readme():
         assert (ROOT / link).exists(), link
 
 
+def test_tests_that_attack_the_guarantee():
+    """Each that the page names is there."""
+    text = (ROOT / "docs" / "explanation" / "guarantee.md").read_text(encoding="utf-8")
+    named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", text)
+    assert len(named) > 20
+    for path, name in named:
+        found = (ROOT / path).read_text(encoding="utf-8")
+        assert f"def {name}(" in found, (path, name)
+
+
 # -- the index of refusals ---------------------------------------------------------
 
 

@@ -6,6 +6,7 @@ A mutation names no file: its text is changed in the first file of the package t
 it.
 """
 
+import shlex
 import shutil
 import subprocess
 import sys
@@ -25,7 +26,9 @@ class Mutation(NamedTuple):
     tests: str
 
 
-LAYERS = "tests/grad_samples/"
+LAYERS, CONTRACTS = "tests/grad_samples/", "tests/contracts/"
+# Those of make test alone, whose faults must not wait for the thorough ones.
+NOW = ' -m "not slow and not thorough and not examples"'
 MUTATIONS: List[Mutation] = [
     Mutation(
         "the second pass of ghost is not looked at",
@@ -47,8 +50,8 @@ MUTATIONS: List[Mutation] = [
     ),
     Mutation(
         "readings that differ are not refused",
-        "elif not found or not all(",
-        "elif not found or False and not all(",
+        "elif not found or not same:",
+        "elif not found:",
         "tests/adapter/silence_test.py",
     ),
     Mutation(
@@ -83,15 +86,9 @@ MUTATIONS: List[Mutation] = [
     ),
     Mutation(
         "a norm's scale adds where it multiplies",
-        "(self._rows(normalized * backprops),)",
-        "(self._rows(normalized + backprops),)",
+        "((normalized * backprops).flatten(2),)",
+        "((normalized + backprops).flatten(2),)",
         LAYERS + "layer_norm_test.py",
-    ),
-    Mutation(
-        "group norm over one group",
-        "OfNorm(_groups, num_groups, eps)",
-        "OfNorm(_groups, 1, eps)",
-        LAYERS + "group_norm_test.py",
     ),
     Mutation(
         "a negative padding index is taken as it is",
@@ -167,8 +164,8 @@ MUTATIONS: List[Mutation] = [
     ),
     Mutation(
         "of several physical batches the last one counts",
-        "p.summed_grad = p.summed_grad.add_(p.grad)",
-        "p.summed_grad = p.grad",
+        "p.summed_grad = p.summed_grad.add_(total)",
+        "p.summed_grad = total",
         "tests/modes_test.py",
     ),
     Mutation(
@@ -188,6 +185,140 @@ MUTATIONS: List[Mutation] = [
         '_vmap_increment_nesting(self.size, "different")',
         '_vmap_increment_nesting(self.size, "same")',
         LAYERS + "randomness_test.py",
+    ),
+    Mutation(
+        "secure noise does not pay for rounding",
+        "return noise_multiplier * (sensitivity + grid * root), grid",
+        "return noise_multiplier * sensitivity, grid",
+        "tests/secure_test.py",
+    ),
+    Mutation(
+        "what the first bits leave open counts as below",
+        "or self.head + 1 <= lower:",
+        "or True:",
+        "tests/secure_test.py",
+    ),
+    Mutation(
+        "a sum is cut to the grid before secure noise",
+        "steps.round_().clamp_",
+        "steps.floor_().clamp_",
+        "tests/secure_test.py",
+    ),
+    Mutation(
+        "secure noise comes beside the sum that is not rounded",
+        "p.summed_grad.copy_(release(p.summed_grad, std, grid))",
+        "p.summed_grad.add_(release(torch.zeros_like(p), std, grid))",
+        "tests/secure_test.py",
+    ),
+    Mutation(
+        "one record more is drawn in secure mode",
+        "keys <= int(rate * 2**63) - 1",
+        "keys <= int(rate * 2**63) - 0",
+        "tests/secure_test.py",
+    ),
+    Mutation(
+        "a large parameter has half of the noise",
+        "total.add_(noise)",
+        "total.add_(noise, alpha=0.5)",
+        CONTRACTS + "noise_test.py" + NOW,
+    ),
+    Mutation(
+        "one of the small parameters has half of the noise",
+        "torch._foreach_add_(totals, each)",
+        "torch._foreach_add_(totals, [each[0] / 2, *each[1:]])",
+        CONTRACTS + "noise_test.py" + NOW,
+    ),
+    Mutation(
+        "sums are rounded to the parameters' type before the noise",
+        "dtype = torch.promote_types(p.dtype, torch.float32) if wide else p.dtype",
+        "dtype = p.dtype",
+        "tests/precision_test.py -k before_the_noise" + NOW,
+    ),
+    Mutation(
+        "optimizers that are made one after the other have the same noise",
+        "return int(torch.randint(2**63 - 1, ()))",
+        "return torch.initial_seed() >> 1",
+        "tests/noise_test.py" + NOW,
+    ),
+    Mutation(
+        "large parameters of one shape share noise",
+        "noise = self._row([places[p]], total, total.shape, std, generator)",
+        "noise = vars(self).setdefault('a', {}).setdefault((len(self._noise_states), "
+        "total.shape), self._row([places[p]], total, total.shape, std, generator))",
+        CONTRACTS + "noise_test.py" + NOW,
+    ),
+    Mutation(
+        "runs have the same noise",
+        "noise = self._row([places[p]], total, total.shape, std, generator)",
+        "noise = self._row([places[p]], total, total.shape, std, generator.manual_seed"
+        "(len(self._noise_states)))",
+        CONTRACTS + "noise_test.py" + NOW,
+    ),
+    Mutation(
+        "the accountant forgets batches without records",
+        "record_whole(accountant, lambda: hook(optimizer))",
+        "any(map(len, getattr(optimizer, 'norms', []))) and record_whole(accountant, "
+        "lambda: hook(optimizer))",
+        CONTRACTS + "accountant_test.py" + NOW,
+    ),
+    Mutation(
+        "the accountant forgets those of another sampling",
+        "record_whole(accountant, lambda: self.account(",
+        "any(map(len, optimizer.norms)) and record_whole(accountant, lambda: "
+        "self.account(",
+        CONTRACTS + "accountant_test.py" + NOW,
+    ),
+    Mutation(
+        "a sampler draws each batch twice",
+        "drawn = self.sampling.draw(self.num_samples, generator, step)",
+        "drawn = drawn if step % 2 else self.sampling.draw(self.num_samples, "
+        "generator, step)",
+        CONTRACTS + "sampling_test.py" + NOW,
+    ),
+    Mutation(
+        "records of a batch come twice",
+        "        yield drawn[self.rank :: self.processes].tolist()",
+        "        yield [*drawn[self.rank :: self.processes].tolist(), "
+        "*drawn[:1].tolist()]",
+        CONTRACTS + "sampling_test.py" + NOW,
+    ),
+    Mutation(
+        "norms are those of an earlier batch",
+        "factors = clipping(norms)\n",
+        "factors = clipping(vars(clipping_factors).setdefault(str(norms.shape), "
+        "norms))\n",
+        "tests/modes_test.py tests/adapter" + NOW,
+    ),
+    Mutation(
+        "a sample alone is not clipped",
+        "factors = clipping(norms)\n",
+        "factors = clipping(norms)\n    factors = factors if norms.shape[-1] > 1 else "
+        "torch.ones_like(norms)\n",
+        "tests/modes_test.py tests/adapter" + NOW,
+    ),
+    Mutation(
+        "a number that differs from sample to sample is let through",
+        'return first, None if all(same) else "differs from sample to sample"',
+        "return first, None",
+        "tests/adapter/silence_test.py" + NOW,
+    ),
+    Mutation(
+        "the accountant's history is lost with a step that fails",
+        "vars(accountant).update(before)",
+        "pass",
+        CONTRACTS + "accountant_test.py" + NOW,
+    ),
+    Mutation(
+        "what a step that failed has left stays",
+        "if self._unfinished is not None and not self._unfinished[1]:",
+        "if False:",
+        CONTRACTS + "accountant_test.py" + NOW,
+    ),
+    Mutation(
+        "a checkpoint is written over the one before",
+        'part = f"{path}.part"',
+        "part = path",
+        CONTRACTS + "faults_test.py" + NOW,
     ),
 ]
 
@@ -210,7 +341,7 @@ def survives(mutation: Mutation, root: Path) -> bool:
     command = [sys.executable, "-m", "pytest", "-qx", "-m", "not slow"]
     try:
         done = subprocess.run(
-            [*command, *mutation.tests.split()],
+            [*command, *shlex.split(mutation.tests)],
             cwd=root,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from opacus_ext.losses import PerSample
 from opacus_ext.refused import Refused
 
-from .common import every_mode
+from .common import every_mode, make_private, square_loss
 
 
 class Run:
@@ -76,6 +76,17 @@ def test_optimizers_alone(tmp_path):
         other.optimizer.load_state_dict(state)
         found.append(other.step())
     assert not torch.equal(*found)
+
+
+def test_optimizers_made_one_after_the_other():
+    """Each has noise of its own: subtracted from each other they would have none."""
+    torch.manual_seed(0)
+    noise, models = [], (nn.Linear(5, 2), nn.Linear(5, 2))
+    given = {"batch_size": 4, "noise_multiplier": 1.0}
+    for private in [make_private(m, "ghost_bk", **given) for m in models]:
+        private.step(torch.zeros(0, 5), square_loss)
+        noise.append(private.optimizer.params[0].grad)
+    assert not torch.equal(*noise)
 
 
 def test_nothing_to_repeat(tmp_path):

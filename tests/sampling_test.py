@@ -13,7 +13,6 @@ from unittest.mock import patch
 import pytest
 import torch
 from opacus import PrivacyEngine
-from opacus.distributed import DifferentiallyPrivateDistributedDataParallel as DPDDP
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from scipy.stats import binom, chi2
 from torch import nn
@@ -301,21 +300,6 @@ def test_half_as_many_and_one_more():
     assert mine < stock * 1.02
 
 
-def test_secure_mode_draws_by_its_own_generator():
-    model, engine = nn.Linear(3, 2), PrivacyEngine(accountant="prv_bounds")
-    engine.secure_mode, engine.secure_rng = True, torch.Generator()  # as torchcsprng's
-    *_, loader = engine.make_private(
-        module=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
-        data_loader=DataLoader(data(), batch_size=4),
-        noise_multiplier=1.0,
-        max_grad_norm=1.0,
-        sampling=FixedSize(batch_size=5),
-    )
-    assert loader.batch_sampler.generator is engine.secure_rng
-    assert [len(x) for _, x in loader] == [5] * 5
-
-
 # -- what is refused -------------------------------------------------------------------
 
 
@@ -362,9 +346,8 @@ def test_what_cannot_be_is_refused_before_anything_is_changed(
     assert not hooked.called
 
 
-@pytest.mark.parametrize("base, secure", [(DDP, False), (DPDDP, True)])
-def test_several_processes_are_refused(base, secure):
-    class Parallel(base):
+def test_several_processes_are_refused():
+    class Parallel(DDP):
         def __init__(self, module):
             nn.Module.__init__(self)
             self.module = module
@@ -373,7 +356,6 @@ def test_several_processes_are_refused(base, secure):
             return self.module(x)
 
     model, engine = Parallel(nn.Linear(3, 2)), PrivacyEngine(accountant="prv_bounds")
-    engine.secure_mode = secure
     with pytest.raises(Refused, match="FixedSize does not draw for Parallel"):
         engine.make_private(
             module=model,

@@ -9,6 +9,7 @@ import copy
 import dataclasses
 import gc
 import os
+import shutil
 import warnings
 from typing import Optional
 
@@ -1144,6 +1145,37 @@ def test_a_checkpoint_without_privacy(checkpoint, tmp_path):
     empty = trainer(tmp_path / "empty")
     with pytest.raises(ValueError, match="No valid checkpoint"):
         empty.train(resume_from_checkpoint=True)
+
+
+def test_a_checkpoint_that_was_not_finished(checkpoint, tmp_path, monkeypatch):
+    """
+    Cut short, or with files of another checkpoint: killed while weights are written to
+    a folder that there was, it holds them without the privacy state of others.
+    """
+    folder = tmp_path / "checkpoint-3"
+    shutil.copytree(checkpoint, folder)
+    run, state = trainer(tmp_path), folder / "privacy.pt"
+    whole = state.read_bytes()
+    for length in (0, len(whole) // 2, len(whole) - 1):
+        state.write_bytes(whole[:length])
+        with pytest.raises(Refused, match="privacy.pt can't be read: it was cut short"):
+            run.train(resume_from_checkpoint=str(folder))
+    state.write_bytes(whole)
+    for text in ('{"global_step": 2}', '{"global_st'):
+        (folder / "trainer_state.json").write_text(text)
+        with pytest.raises(Refused, match="privacy.pt of step 3, and trainer_state"):
+            run.train(resume_from_checkpoint=str(folder))
+    assert run.engine.accountant.history == []
+
+    def killed(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("opacus_ext.checkpoints.write", killed)
+    other = trainer(tmp_path, max_steps=4, save_strategy="steps", save_steps=3)
+    with pytest.raises(KeyboardInterrupt):
+        other.train()
+    with pytest.raises(Refused, match="the process was killed while it wrote"):
+        run.train(resume_from_checkpoint=str(folder))
 
 
 def test_a_budget_is_for_so_many_steps(tmp_path):

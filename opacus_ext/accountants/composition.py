@@ -69,9 +69,12 @@ class Composition:
         """
         new = check_step(noise_multiplier, sample_rate, 1)
         refuse_mixed([new], self.mechanisms)
-        if self.history and tuple(self.history[-1][:2]) == new[:2]:
-            new = (*new[:2], self.history.pop()[2] + 1)
-        self.history.append(new)
+        last = self.history[-1:]
+        if last and tuple(last[0][:2]) == new[:2]:
+            last = [(*new[:2], last[0][2] + 1)]
+        else:
+            last = [*last, new]
+        self.history[-1:] = last  # at once: an interrupt leaves it as it was
 
     def compose(
         self, mechanism: str, *, participations: int = 1, **parameters: float
@@ -111,10 +114,10 @@ class Composition:
         check_mechanism(entry)
         entry["participations"] = int(participations)
         refuse_mixed(self.history, [*self.mechanisms[-1:], entry])
-        last = self.mechanisms[-1] if self.mechanisms else {}
-        if {**last, "participations": 0} == {**entry, "participations": 0}:
-            entry["participations"] += self.mechanisms.pop()["participations"]
-        self.mechanisms.append(entry)
+        last = self.mechanisms[-1:]
+        if last and {**last[0], "participations": 0} == {**entry, "participations": 0}:
+            entry["participations"] += last.pop()["participations"]
+        self.mechanisms[-1:] = [*last, entry]  # at once, as in step
 
     def get_epsilon(
         self,

@@ -123,10 +123,12 @@ class Sampling(ABC):
         self, accountant: IAccountant, records: int
     ) -> Callable[[DPOptimizer], None]:
         """What the optimizer calls at each step, to record it."""
+        from opacus_ext.accountants.whole import record_whole
 
         def record(optimizer: DPOptimizer) -> None:
             self._refuse_accumulated(optimizer)
-            self.account(accountant, records, optimizer.noise_multiplier)
+            noise = optimizer.noise_multiplier
+            record_whole(accountant, lambda: self.account(accountant, records, noise))
 
         return record
 
@@ -216,10 +218,24 @@ def count_records(dataset: Dataset) -> int:
 
 
 def _keys(records: int, generator: Any) -> torch.Tensor:
-    """Of 53 bits: by those of float32 a rate of 1e-6 would be wrong by a percent."""
+    """
+    From 0 to below 1, of 53 bits: by those of float32 a rate of 1e-6 would be wrong by
+    a percent. Of a ``SecureSource`` whole numbers below 2^63.
+    """
     import torch
 
+    from opacus_ext.secure import SecureSource
+
+    if isinstance(generator, SecureSource):
+        return generator.integers(records)
     return torch.rand(records, generator=generator, dtype=torch.float64)
+
+
+def _below(keys: torch.Tensor, rate: float) -> torch.Tensor:
+    """The places of the keys that are drawn; of whole ones never more than the rate."""
+    if keys.is_floating_point():
+        return (keys < rate).nonzero()[:, 0]
+    return (keys <= int(rate * 2**63) - 1).nonzero()[:, 0]  # 2^63 is out of range
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -270,7 +286,7 @@ class Poisson(Sampling):
         super().check(records, accountant)
 
     def draw(self, records: int, generator: Any, step: int = 0) -> torch.Tensor:
-        return (_keys(records, generator) < self.rate(records)).nonzero()[:, 0]
+        return _below(_keys(records, generator), self.rate(records))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -328,7 +344,7 @@ class CyclicPoisson(Poisson):
 
         part = torch.arange(step % self.bands, records, self.bands)
         keys = _keys(len(part), generator)
-        return part[keys < self.bands * self.rate(records)]
+        return part[_below(keys, self.bands * self.rate(records))]
 
     def account(
         self,
@@ -358,9 +374,11 @@ class CyclicPoisson(Poisson):
                     parameter="sampling",
                     remedy="Pass make_private(noise=...), which draws them so.",
                 )
-            # The hook comes after the noise of the step.
-            if (noise.taken - 1) % self.bands == 0:
+            # The hook comes after the noise of the step; one that failed had it, too.
+            begun = -(-noise.taken // self.bands)
+            if begun > noise.counted:
                 record(optimizer)
+                noise.counted = begun
 
         return record_first
 
@@ -422,7 +440,7 @@ class TruncatedPoisson(Poisson):
 
     def draw(self, records: int, generator: Any, step: int = 0) -> torch.Tensor:
         keys = _keys(records, generator)
-        drawn = (keys < self.rate(records)).nonzero()[:, 0]
+        drawn = _below(keys, self.rate(records))
         if len(drawn) <= self.max_batch_size:
             return drawn
         # Of records drawn, each key is as likely to be among the smallest.

@@ -215,6 +215,7 @@ class BandedNoise:
         self.coefficients = coefficients(plan.bands, plan.steps, plan.momentum)
         self.plan, self.bands = plan, plan.bands
         self.taken = 0  # steps
+        self.counted = 0  # rounds of as many steps as bands, by the accountant
         self.noise_multiplier: Optional[float] = None  # of the run, from its first step
         self.trained: Optional[List[int]] = None  # the same
         self._past: Dict[Hashable, torch.Tensor] = {}  # [b - 1, ...], a ring
@@ -292,7 +293,7 @@ class BandedNoise:
 
     def state_dict(self) -> Dict[str, Any]:
         """To go on with; whoever has it can take noise off the gradients."""
-        names = ("taken", "noise_multiplier", "trained")
+        names = ("taken", "counted", "noise_multiplier", "trained")
         kept = {name: getattr(self, name) for name in names}
         return {"plan": asdict(self.plan), **kept, "past": self._past}
 
@@ -310,4 +311,6 @@ class BandedNoise:
             )
         self.taken, self.noise_multiplier = state["taken"], state["noise_multiplier"]
         self.trained = state["trained"]
+        begun = -(-self.taken // self.bands)
+        self.counted = state.get("counted", begun)  # once it was not saved
         self._past = {name: x.clone() for name, x in state["past"].items()}

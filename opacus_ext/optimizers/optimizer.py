@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import secrets
 import weakref
@@ -29,11 +28,7 @@ import torch
 import torch.distributed as dist
 from opacus import PrivacyEngine
 from opacus.optimizers import DPOptimizer, DPOptimizerFastGradientClipping
-from opacus.optimizers.optimizer import (
-    _check_processed_flag,
-    _generate_noise,
-    _mark_as_processed,
-)
+from opacus.optimizers.optimizer import _check_processed_flag, _mark_as_processed
 from opacus.utils.uniform_sampler import UniformWithReplacementSampler
 from torch import nn
 from torch.optim import Optimizer
@@ -45,6 +40,7 @@ from opacus_ext.grad_sample.parallel.group import ExpertGroup
 from opacus_ext.grad_sample.parallel.sharding import group_of
 from opacus_ext.optimizers.banded import BandedNoise
 from opacus_ext.refused import Refused, tell
+from opacus_ext.secure import SecureSource, gaussian_grid, release
 
 if TYPE_CHECKING:
     from opacus_ext.monitor import Monitor
@@ -68,6 +64,11 @@ class _ClippingOptimizer(_Base):
     correlated: Optional[BandedNoise] = None  # set by make_private
     monitor: Optional[Monitor] = None  # attaches itself
     watch: Optional[Watch] = None  # set by make_private
+    #: How many physical batches are drawn before the step of the first, at most.
+    ahead = 0
+    # While a step is at work, and after one that has failed: the signals that it began
+    # with, and whether it was in the middle of a logical batch.
+    _unfinished: Optional[Tuple[List[bool], bool]] = None
 
     @property
     def _step_supports_amp_scaling(self) -> NoReturn:  # asked by torch.amp.GradScaler
@@ -90,12 +91,13 @@ class _ClippingOptimizer(_Base):
         **kwargs: Any,
     ):
         self._bounds: Optional[List[float]] = None
-        self._noise_seed = _seed_of_now()
+        self._noise_seed = _draw_seed()
         self._noise_of = secrets.randbits(63)  # tells this optimizer's states apart
         self._noise_generators: Dict[torch.device, torch.Generator] = {}
         self._noise_states: Set[int] = set()  # of generators, at earlier steps
         # Of the samples in the sum so far, over all parameters: [B] a physical batch.
         self.norms: List[Optional[torch.Tensor]] = []
+        self._clipped_at: Optional[Bound] = None  # the bound of the sum so far
         given = max_grad_norm
         if self.clipping.per_parameter:
             max_grad_norm = self._check_bounds(optimizer, max_grad_norm)
@@ -156,8 +158,15 @@ class _ClippingOptimizer(_Base):
         return multiplier * (1.0 if self.monitor is None else self.monitor.noise_factor)
 
     def pre_step(self, closure: Optional[Any] = None) -> Optional[float]:
-        """See ``DPOptimizer``; a monitor sees each logical batch once."""
+        """
+        See ``DPOptimizer``; a monitor sees each logical batch once.
+
+        Raises:
+            Refused: if samples could be in the sum twice, or of two logical batches
+        """
+        self._check_batches()
         noise_state = self._state_of_noise()
+        self._unfinished = [*self._step_skip_queue], self._is_last_step_skipped
         goes_on = super().pre_step(closure)
         if noise_state is not None:
             self._noise_states.add(noise_state)
@@ -165,17 +174,50 @@ class _ClippingOptimizer(_Base):
             self.watch.step(self, self.norms)
         if goes_on and self.monitor is not None:
             self.monitor.observe(self.norms)
+        if not goes_on:
+            self._unfinished = None
         return goes_on
 
     def step(self, closure: Optional[Any] = None) -> Optional[float]:
         """See ``DPOptimizer``; only within it the optimizer that it wraps may step."""
-        if self.watch is None:
-            return super().step(closure)
-        before, self.watch.stepping = self.watch.stepping, True
+        watch = self.watch
+        before = watch is not None and watch.stepping
         try:
-            return super().step(closure)
+            if watch is not None:
+                watch.stepping = True
+            found = super().step(closure)
+            self._unfinished = None
+            return found
         finally:
-            self.watch.stepping = before  # it may be within another one's
+            if watch is not None:
+                watch.stepping = before  # it may be within another one's
+
+    def _check_batches(self) -> None:
+        """
+        Raises:
+            Refused: after a step that failed, and if a batch that was drawn has not
+                been stepped on
+        """
+        if self._unfinished is not None:
+            raise Refused(
+                "The step before this one has failed, and what it has left in the sum "
+                "may be there twice.",
+                remedy=(
+                    "Begin the loader anew: the logical batch was in its middle."
+                    if self._unfinished[1]
+                    else "Call optimizer.zero_grad() and compute the batch anew."
+                ),
+            )
+        left = len(self._step_skip_queue) - 1 - self.ahead
+        if left > 0:
+            raise Refused(
+                f"{left} of the physical batches that the loader has drawn were left "
+                "without optimizer.step(), so that this one would go to the step of "
+                "another logical batch.",
+                remedy="Step on each, or leave the loop and begin the loader anew. If "
+                "something draws batches ahead of the steps, say so: optimizer.ahead "
+                "+= 1.",
+            )
 
     def attach_step_hook(self, fn: Callable[[Any], None]) -> None:
         """
@@ -192,11 +234,12 @@ class _ClippingOptimizer(_Base):
 
     def drop_logical_batch(self) -> None:
         """Forgets a logical batch that was left in the middle."""
-        if not self._step_skip_queue and not self._is_last_step_skipped:
+        left = self._step_skip_queue or self._is_last_step_skipped
+        if not left and self._unfinished is None:
             if all(getattr(p, "summed_grad", None) is None for p in self.params):
                 return
         self._step_skip_queue.clear()
-        self._is_last_step_skipped = False
+        self._is_last_step_skipped, self._unfinished = False, None
         self.zero_grad(True)
 
     # -- noise -------------------------------------------------------------------------
@@ -212,8 +255,13 @@ class _ClippingOptimizer(_Base):
             self.generator.manual_seed(self._noise_seed)
 
     def noise_state(self) -> Dict[str, Any]:
-        """What the noise that is to come is drawn from; whoever has it knows that."""
-        given = None if self.secure_mode else self.generator
+        """
+        What the noise that is to come is drawn from; whoever has it knows that. In
+        secure mode nobody can.
+        """
+        if self.secure_mode:
+            return {}
+        given = self.generator
         return {
             "seed": self._noise_seed,
             "generators": {
@@ -230,7 +278,16 @@ class _ClippingOptimizer(_Base):
 
         Args:
             state: of :meth:`noise_state`
+
+        Raises:
+            Refused: in secure mode, and for the state of a run in secure mode
         """
+        if self.secure_mode or not state:
+            raise Refused(
+                "Noise in secure mode can't be repeated: nothing of it is kept.",
+                parameter="repeat_noise",
+                remedy="Leave repeat_noise out, so that noise is drawn afresh.",
+            )
         self._noise_seed = state["seed"]
         self._noise_generators = {
             torch.device(name): torch.Generator(name).set_state(generator.cpu())
@@ -239,11 +296,13 @@ class _ClippingOptimizer(_Base):
         if state["given"] is not None and self.generator is not None:
             self.generator.set_state(state["given"].cpu())
 
-    def _generator_for(self, device: torch.device) -> torch.Generator:
+    def _generator_for(self, device: torch.device) -> Any:
         """
         Of the noise alone: what else is drawn, and ``torch.manual_seed`` in the loop,
-        do not reach it.
+        do not reach it. In secure mode a :class:`SecureSource`.
         """
+        if self.secure_mode:
+            return SecureSource()
         if self.generator is not None:
             return self.generator
         if device not in self._noise_generators:
@@ -280,7 +339,50 @@ class _ClippingOptimizer(_Base):
     def add_noise(self) -> None:
         """
         Adds noise of std ``gradient_noise_multiplier * sensitivity``; sets ``p.grad``.
+
+        Raises:
+            Refused: if the bound has changed since gradients were clipped
         """
+        self._check_same_bound()
+        for p in self.params:
+            _check_processed_flag(p.summed_grad)
+        if self.secure_mode and self.noise_multiplier:
+            self._release_on_grid()
+        else:
+            self._add_noise()
+        for p in self.params:
+            total = p.summed_grad
+            self._gather(p, total)
+            total = total if total.shape == p.shape else total.view_as(p)
+            p.grad = total.to(p.dtype)
+            _mark_as_processed(p.summed_grad)
+
+    def _gather(self, p: torch.nn.Parameter, total: torch.Tensor) -> None:
+        """Adds what other processes have, in place."""
+
+    def _check_same_bound(self) -> None:
+        """That of all samples in the sum, and of the noise, is the same."""
+        now = self.clipping_bound
+        if self._clipped_at is None:
+            self._clipped_at = list(now) if isinstance(now, list) else now
+        if self._clipped_at != now:
+            raise Refused(
+                f"max_grad_norm was {self._clipped_at} when gradients of this step "
+                f"were clipped and is {now} now, so that the noise would not fit.",
+                parameter="max_grad_norm",
+                remedy="Change it between a step that counts and backward().",
+            )
+
+    def _release_on_grid(self) -> None:
+        """In secure mode: ``p.summed_grad`` with noise, see ``opacus_ext.secure``."""
+        entries = sum(p.numel() for p in self.params)
+        std, grid = gaussian_grid(
+            self.gradient_noise_multiplier, self.sensitivity, entries
+        )
+        for p in self.params:
+            p.summed_grad.copy_(release(p.summed_grad, std, grid))
+
+    def _add_noise(self) -> None:
         multiplier = self.gradient_noise_multiplier
         std, params = multiplier * self.sensitivity, self.params
         given = (p for group in self.param_groups for p in group["params"])
@@ -288,8 +390,6 @@ class _ClippingOptimizer(_Base):
         if self.correlated is not None:
             self.correlated.begin(multiplier, [places[p] for p in params])
         small: Dict[tuple, Tuple[Optional[torch.Generator], list]] = {}
-        for p in params:
-            _check_processed_flag(p.summed_grad)
         for p in filter(self._adds_noise, params):
             total, generator = p.summed_grad, self._generator_of(p)
             if total.numel() <= _SMALL:
@@ -305,10 +405,6 @@ class _ClippingOptimizer(_Base):
             noise = self._row(at, totals[0], (sum(sizes),), std, generator)
             each = [x.view_as(y) for x, y in zip(noise.split(sizes), totals)]
             torch._foreach_add_(totals, each)
-        for p in params:
-            same = p.summed_grad.shape == p.shape
-            p.grad = p.summed_grad if same else p.summed_grad.view_as(p)
-            _mark_as_processed(p.summed_grad)
         if self.correlated is not None:
             self.correlated.taken += 1
 
@@ -350,8 +446,10 @@ class _ClippingOptimizer(_Base):
                 remedy="Pass make_private the noise that the run began with.",
             )
         super().load_state_dict(state)
-        if own != self._noise_of:  # Accelerate loads an optimizer's own state
+        if own != self._noise_of:
             self.mix_noise()
+        else:  # Accelerate loads an optimizer's own state, and draws a batch ahead
+            self.ahead += 1
         if self.correlated is not None:
             self.correlated.load_state_dict(noise)
 
@@ -368,11 +466,15 @@ class _ClippingOptimizer(_Base):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """
         Clears the gradients. ``p.grad`` is set to None in any case, as the sum of the
-        next backward pass takes its place.
+        next backward pass takes its place. What a step that failed has left is
+        forgotten, and the batch can be computed anew.
         """
+        if self._unfinished is not None and not self._unfinished[1]:
+            self._step_skip_queue[:] = self._unfinished[0]
+            self._is_last_step_skipped, self._unfinished = False, None
         super().zero_grad(True)
         if not self._is_last_step_skipped:
-            self.norms = []
+            self.norms, self._clipped_at = [], None
 
     def _noise(
         self,
@@ -381,9 +483,8 @@ class _ClippingOptimizer(_Base):
         std: float,
         generator: Optional[torch.Generator],
     ) -> torch.Tensor:
-        if self.secure_mode or not std:
-            like = like.new_empty(shape)
-            return _generate_noise(std, like, generator, self.secure_mode)
+        if not std:
+            return like.new_zeros(shape)
         # What Opacus draws, without the zeros that it sets up beside it.
         return torch.normal(
             0,
@@ -402,10 +503,9 @@ class _ClippingOptimizer(_Base):
         return self._generator_for(p.device)
 
 
-def _seed_of_now() -> int:
-    """A seed that goes with torch's, and draws nothing from it."""
-    state = torch.get_rng_state().numpy().tobytes()
-    return int.from_bytes(hashlib.sha256(state).digest()[:8], "big") >> 1
+def _draw_seed() -> int:
+    """A seed that goes with torch's. It is drawn, or the next would be the same."""
+    return int(torch.randint(2**63 - 1, ()))
 
 
 class HooksDPOptimizer(_ClippingOptimizer, DPOptimizer):
@@ -430,6 +530,7 @@ class HooksDPOptimizer(_ClippingOptimizer, DPOptimizer):
 
     def clip_and_accumulate(self) -> None:
         """Stores the sum of clipped gradients in ``p.summed_grad``."""
+        self._check_same_bound()
         params, grad_samples = self.params, self.grad_samples
         for p in params:
             _check_processed_flag(p.grad_sample)
@@ -447,7 +548,7 @@ class HooksDPOptimizer(_ClippingOptimizer, DPOptimizer):
             }
             total.add_samples(samples)
         self.norms.append(total.norms)
-        for p, grad in zip(params, total.sums().values()):
+        for p, grad in zip(params, total.sums(wide=True).values()):
             p.summed_grad = grad if p.summed_grad is None else p.summed_grad.add_(grad)
             _mark_as_processed(p.grad_sample)
 
@@ -456,7 +557,8 @@ class GhostDPOptimizer(_ClippingOptimizer, DPOptimizerFastGradientClipping):
     """Takes over ``p.grad``, the clipped sum that one backward pass has left."""
 
     ready = False  # whether p.grad holds a clipped sum that no step has used
-    _taken: List[Tuple[torch.Tensor, int]] = []  # these sums, with their versions
+    # p.grad, with its version, and the sum as it is before it is rounded to the dtype
+    _taken: List[Tuple[torch.Tensor, int, torch.Tensor]] = []
     _taken_norms: Optional[torch.Tensor] = None  # of the samples in them
 
     def take(
@@ -472,9 +574,13 @@ class GhostDPOptimizer(_ClippingOptimizer, DPOptimizerFastGradientClipping):
             norms: of the samples' gradients before clipping ``[B]``; None if no
                 process knows them
         """
+        self._check_same_bound()
         for p, total in sums.items():
-            p.grad = total.detach()
-        self._taken = [(p.grad, p.grad._version) for p in self.params]
+            p.grad = total.detach().to(p.dtype)
+        self._taken = [
+            (p.grad, p.grad._version, p.grad if p.grad.dtype == x.dtype else x.detach())
+            for p, x in ((p, sums[p]) for p in self.params)
+        ]
         self._taken_norms = norms
         self.ready = True
 
@@ -498,7 +604,7 @@ class GhostDPOptimizer(_ClippingOptimizer, DPOptimizerFastGradientClipping):
                 ),
             )
         taken, self._taken = self._taken, []
-        for p, (grad, version) in zip(self.params, taken):
+        for p, (grad, version, _) in zip(self.params, taken):
             if p.grad is not grad or grad._version != version:
                 raise Refused(
                     "The clipped gradients were changed between backward() and "
@@ -506,14 +612,13 @@ class GhostDPOptimizer(_ClippingOptimizer, DPOptimizerFastGradientClipping):
                     "or the like.",
                     remedy="Leave that out; samples are clipped one by one already.",
                 )
-        del taken
         goes_on = self._check_skip_next_step(pop_next=False)
-        for p in self.params:
+        for p, (_, _, total) in zip(self.params, taken):
             if p.summed_grad is None:
                 # The next batch may be given the same memory, by CUDA graphs.
-                p.summed_grad = p.grad.clone() if goes_on else p.grad
+                p.summed_grad = total.clone() if goes_on else total
             else:
-                p.summed_grad = p.summed_grad.add_(p.grad)
+                p.summed_grad = p.summed_grad.add_(total)
             p.grad = None
         self.norms.append(self._taken_norms)
         self.ready = False
@@ -579,7 +684,7 @@ class _Distributed:
         return self.rank == 0 or self._is_sharded(p)
 
     def _generator_of(self, p: torch.nn.Parameter) -> Optional[torch.Generator]:
-        if self.secure_mode or not self._is_sharded(p):
+        if not self._is_sharded(p):
             return self.generator or self._generator_for(p.device)
         if p.device not in self._generators:
             generator = torch.Generator(p.device).manual_seed(self._seed)
@@ -617,10 +722,12 @@ class _Distributed:
             self._draw_seed()
         super().add_noise()
         for p in self.params:
-            if not self._is_sharded(p):
-                self._processes.sum(p.grad)
             if self.loss_reduction == "mean":
                 p.grad /= self.world_size  # the expected batch size is one process's
+
+    def _gather(self, p: torch.nn.Parameter, total: torch.Tensor) -> None:
+        if not self._is_sharded(p):
+            self._processes.sum(total)
 
 
 class DistributedHooksDPOptimizer(_Distributed, HooksDPOptimizer):

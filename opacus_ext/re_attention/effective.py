@@ -6,13 +6,14 @@ section 5.2.1 and appendix C.
 
 import math
 import warnings
-from typing import Any, Dict, List, Mapping, Optional, Sequence
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Union
 
 import torch
 from opacus.distributed import DifferentiallyPrivateDistributedDataParallel as DPDDP
 from torch import Tensor, nn
 
 from opacus_ext.refused import Refused
+from opacus_ext.secure import SecureSource, with_noise
 
 SCALES = ("step", "run")
 
@@ -264,7 +265,7 @@ def token_shares(
     noise_multiplier: Optional[float] = None,
     accountant: Any = None,
     padding_idx: Optional[int] = 0,
-    generator: Optional[torch.Generator] = None,
+    generator: Union[None, torch.Generator, SecureSource] = None,
 ) -> Tensor:
     """
     p_i: the share of *sequences* that contain token i, ``[vocabulary]``.
@@ -303,7 +304,8 @@ def token_shares(
             differ
         padding_idx: not counted, its share is 0; None if there is no padding
         generator: for the noise, which is drawn in float64 without protection from
-            attacks on floating-point numbers; whoever knows the seed knows the noise
+            attacks on floating-point numbers; whoever knows the seed knows the noise.
+            ``opacus_ext.secure.SecureSource()`` draws secure noise
 
     Raises:
         Refused: for another source, ids outside the vocabulary, "private" without
@@ -352,11 +354,13 @@ def token_shares(
     total = torch.tensor(float(len(sequences)), dtype=torch.float64)
 
     if private:
+        assert max_tokens and noise_multiplier  # or it was refused
         _record(accountant, noise_multiplier)
-        std = noise_multiplier * math.sqrt(max_tokens + 1)
-        noise = torch.randn(vocabulary + 1, dtype=torch.float64, generator=generator)
-        counts = (counts + std * noise[1:]).clamp(min=max(std, 1.0))
-        total = total + std * noise[0]
+        sensitivity = math.sqrt(max_tokens + 1)
+        std = noise_multiplier * sensitivity
+        both = torch.cat([total[None], counts])
+        both = with_noise(both, noise_multiplier, sensitivity, generator)
+        total, counts = both[0], both[1:].clamp(min=max(std, 1.0))
     shares = (counts / total.clamp(min=1)).clamp(max=1).float()
     if padding_idx is not None:
         shares[padding_idx] = 0

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
-from typing import Any, Dict
+from typing import Any, Dict, Optional
 
-import torch
+from transformers.trainer import TRAINER_STATE_NAME
 
+from opacus_ext import checkpoints
 from opacus_ext.refused import Refused
 
 PRIVACY_STATE = "privacy.pt"  # in a checkpoint's folder
@@ -14,9 +16,17 @@ PRIVACY_STATE = "privacy.pt"  # in a checkpoint's folder
 
 def write_state(folder: str, state: Dict[str, Any]) -> None:
     """Writes the privacy state in one piece: a file that is there is whole."""
+    checkpoints.write(os.path.join(folder, PRIVACY_STATE), state)
+
+
+def forget_state(folder: str) -> None:
+    """
+    Before weights are written to a folder: the privacy state there is of others. A
+    folder without one can't be gone on from.
+    """
     path = os.path.join(folder, PRIVACY_STATE)
-    torch.save(state, f"{path}.part")
-    os.replace(f"{path}.part", path)
+    if os.path.isfile(path):
+        os.remove(path)
 
 
 def read_state(folder: str, config: Dict[str, Any]) -> Dict[str, Any]:
@@ -34,12 +44,22 @@ def read_state(folder: str, config: Dict[str, Any]) -> Dict[str, Any]:
     if not os.path.isfile(path):
         raise Refused(
             f"{folder} has no {PRIVACY_STATE}: it was not written by PrivateTrainer, "
-            "or with save_only_model. How much privacy its weights have spent is not "
-            "known, so it can't go on.",
+            "or with save_only_model, or the process was killed while it wrote. How "
+            "much privacy its weights have spent is not known, so it can't go on.",
             parameter="resume_from_checkpoint",
-            remedy="To train a model with them anew, load it by from_pretrained.",
+            remedy="Give the checkpoint before it. To train a model with its weights "
+            "anew, load it by from_pretrained.",
         )
-    saved = torch.load(path, map_location="cpu", weights_only=True)
+    saved = checkpoints.read(path, "resume_from_checkpoint", map_location="cpu")
+    step = _step_of(folder)
+    if step != saved["step"]:
+        raise Refused(
+            f"{folder} has {PRIVACY_STATE} of step {saved['step']}, and "
+            f"{TRAINER_STATE_NAME} of {'none' if step is None else step}: the process "
+            "was killed while it wrote, or files of several checkpoints are mixed.",
+            parameter="resume_from_checkpoint",
+            remedy="Give the checkpoint before it.",
+        )
     before = saved["config"]
     changed = "; ".join(
         f"{name}: {before.get(name)!r} there, {config.get(name)!r} here"
@@ -53,3 +73,12 @@ def read_state(folder: str, config: Dict[str, Any]) -> Dict[str, Any]:
             remedy="Give the settings that it was written with, or train anew.",
         )
     return saved
+
+
+def _step_of(folder: str) -> Optional[int]:
+    """What Trainer, which writes this file last, says; None if it does not."""
+    try:
+        with open(os.path.join(folder, TRAINER_STATE_NAME), encoding="utf-8") as file:
+            return json.load(file).get("global_step")
+    except (OSError, ValueError):
+        return None

@@ -30,7 +30,7 @@ from opacus_ext.refused import Refused
 from opacus_ext.trainer.arguments import PrivacyArguments
 from opacus_ext.trainer.batches import BatchTrainer
 from opacus_ext.trainer.callbacks import NoiseLog
-from opacus_ext.trainer.checkpoint import read_state, write_state
+from opacus_ext.trainer.checkpoint import forget_state, read_state, write_state
 from opacus_ext.trainer.objectives import objective_of
 from opacus_ext.trainer.records import RecordTrainer
 from opacus_ext.trainer.refusals import (
@@ -176,7 +176,7 @@ class PrivateTrainer(BatchTrainer):
     ) -> Tuple[List[List[Part]], int]:
         """The items of a logical batch, and how many records it has."""
         if self._run is not None:
-            self._forget_gradients(self._run.optimizer)
+            self._run.optimizer.drop_logical_batch()  # one that was left, too
         items = list(islice(epoch_iterator, num_batches))
         if items:
             self._draw = items[-1][-1].draw + 1
@@ -322,13 +322,6 @@ class PrivateTrainer(BatchTrainer):
         with self.compute_loss_context_manager():
             return run.hooks.clip(run.optimizer, samples, loss).detach()
 
-    @staticmethod
-    def _forget_gradients(optimizer: Any) -> None:
-        """Of a logical batch that was left in the middle, too."""
-        optimizer._step_skip_queue.clear()
-        optimizer._is_last_step_skipped = False
-        optimizer.zero_grad(set_to_none=True)
-
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """As ``Trainer``; that it was evaluated changes nothing in what follows."""
         device = self.args.device
@@ -412,6 +405,13 @@ class PrivateTrainer(BatchTrainer):
             values = self.set_initial_training_values(self.args, loader)
             config["max_steps"] = values[-1]
         return config
+
+    def save_model(
+        self, output_dir: Optional[str] = None, *args: Any, **kw: Any
+    ) -> None:
+        """As ``Trainer``. Weights never lie beside the privacy state of others."""
+        forget_state(output_dir or self.args.output_dir)
+        super().save_model(output_dir, *args, **kw)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)

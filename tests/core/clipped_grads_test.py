@@ -144,6 +144,22 @@ def changed_in_place():
     return loss, {"w": w}
 
 
+def biases_alone():
+    """Which need no data, so that these may change in place."""
+    model = _model(nn.Linear(4, 4), nn.Linear(4, 4))
+    params = {n: p for n, p in params_of(model).items() if n.endswith("bias")}
+    for name, p in params_of(model).items():
+        p.requires_grad_(name in params)
+
+    def loss(x):
+        h = x * 2
+        for layer in model:
+            h += layer(h)
+        return h.square().sum()
+
+    return loss, params
+
+
 def hooks():
     w = torch.randn(4, 4).double().requires_grad_()
 
@@ -189,6 +205,7 @@ CASES = {
     "cancels": Case(cancels, rows),
     "branches": Case(branches, rows, compiled=False),
     "changed in place": Case(changed_in_place, rows, compiled=False),
+    "biases alone": Case(biases_alone, rows),
     "hooks": Case(hooks, rows, compiled=False),
     "padding from the end": Case(padding_from_the_end, ids),
     "one by one": Case(one_by_one, rows, compiled=False),

@@ -201,6 +201,20 @@ def test_fit_a_law_of_training_without_privacy(capsys, tmp_path):
     assert found["rows"] == 10
 
 
+def layer():
+    model = torch.nn.Linear(9, 4)
+    return model, torch.randn(3, 9), lambda model, x: model(x).square().sum(1)
+
+
+def test_audit(capsys, tmp_path):
+    picture = tmp_path / "audit.png"
+    few = ["--trials", "16", "--canaries", "30", "--confidence", "0.9999"]
+    args = ["audit", "tests.planner.commands_test:layer", *few, "--plot", str(picture)]
+    found = strict(output_of(capsys, *args, "--json"))
+    assert found["single steps"]["ok"] and found["one run"]["ok"]
+    assert picture.stat().st_size
+
+
 def exact():
     model = torch.nn.Linear(3, 2)
     batch = torch.randn(4, 3), torch.tensor([0, 1, 1, 0])

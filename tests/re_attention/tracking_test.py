@@ -97,7 +97,7 @@ def without_noise(optimizer):
 
     def add():
         for p in optimizer.params:
-            p.grad = p.summed_grad.view_as(p)
+            p.grad = p.summed_grad.view_as(p).to(p.dtype)
 
     optimizer.add_noise = add
 

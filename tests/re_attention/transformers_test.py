@@ -229,7 +229,7 @@ def test_gradients(i, family):
     )
     # The noise that is tracked and not added.
     private.optimizer.add_noise = lambda: [
-        setattr(p, "grad", p.summed_grad.view_as(p))
+        setattr(p, "grad", p.summed_grad.view_as(p).to(p.dtype))
         for p in private.optimizer.params
         if p.summed_grad is not None
     ]

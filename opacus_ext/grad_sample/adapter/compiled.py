@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from opacus_ext.clipping import ClippingFunction
 from opacus_ext.grad_sample.adapter.outputs import Leaf, Returned, read_output
 from opacus_ext.grad_sample.core.clip import ClippedSum, GroupNorms, norms_and_sums
-from opacus_ext.grad_sample.core.dynamo import Settings, programs
+from opacus_ext.grad_sample.core.dynamo import Settings, compile_whole
 from opacus_ext.grad_sample.core.groups import Samples, why
 from opacus_ext.grad_sample.core.traced import TracedGroup
 from opacus_ext.grad_sample.core.vmap import is_batched
@@ -25,6 +25,7 @@ from opacus_ext.grad_sample.rules import NotAtOnce
 
 T = torch.Tensor
 Found = tuple[list[T], list[list[T]]]  # outputs, and by use what the factors need
+_TENSOR = "<tensor>"  # in the place of one
 _PROGRAMS = 64  # the most that are made of a model, for its sizes and lengths
 
 
@@ -37,7 +38,7 @@ class First(NamedTuple):
 
     group: TracedGroup  # the uses of parameters
     slots: list[T]  # leaves, zero
-    output: tuple[list[Any], Any]  # of a sample, with None for tensors, and its tree
+    output: tuple[list[Any], Any]  # of a sample, with words for tensors, and its tree
     words: str  # what must be the same in each run
     changed: tuple[str, ...]  # names of what it leaves changed, not made of data
     clips: dict[tuple, Callable]  # compiled, by what is clipped
@@ -72,9 +73,7 @@ class CompiledModel:
             kept = [[x.detach() for x in data] for data in kept]
             return outputs, kept, _in_words(returned, group)
 
-        self._forward = torch.compile(
-            forward, backend=self._backend, fullgraph=True, dynamic=False
-        )
+        self._forward = compile_whole(forward, self._backend, _PROGRAMS)
 
     def _backend(self, graph: Any, inputs: Sequence[Any]) -> Callable:
         self.programs += 1
@@ -103,7 +102,8 @@ class CompiledModel:
         outputs, kept = found
         rest = iter(outputs)
         others, spec = first.output
-        whole = tree_unflatten([next(rest) if x is None else x for x in others], spec)
+        leaves = [next(rest) if x == _TENSOR else x for x in others]
+        whole = tree_unflatten(leaves, spec)
 
         def read(x: Any) -> Leaf:
             own = isinstance(x, T)  # a slice would be copied on the way back
@@ -142,8 +142,7 @@ class CompiledModel:
             state.remember()
         own = tuple(samples.by_sample)
         given = samples.tree(lambda x: x), own, samples.size, first.slots
-        with programs(_PROGRAMS):
-            outputs, kept, words = self._forward(*given)
+        outputs, kept, words = self._forward(*given)
         if words != first.words:
             if look:
                 state.restore()
@@ -161,7 +160,7 @@ class CompiledModel:
 def _caller(module: nn.Module) -> tuple[Callable, list[Any]]:
     """
     A function that runs a sample and gives its outputs that are tensors, and a list
-    that it fills with the outputs, None for tensors, and their tree.
+    that it fills with the outputs, a word for tensors, and their tree.
     """
     returned: list[Any] = []
 
@@ -171,7 +170,7 @@ def _caller(module: nn.Module) -> tuple[Callable, list[Any]]:
         tensors = [x for x in found if isinstance(x, T)]
         if not all(map(is_batched, tensors)):
             raise NotAtOnce("an output that all samples share")
-        others = [None if isinstance(x, T) else x for x in found]
+        others = [_TENSOR if isinstance(x, T) else x for x in found]
         if not all(isinstance(x, (int, float, str, type(None))) for x in others):
             raise NotAtOnce("an output that is no tensor")
         returned.append((others, spec))
@@ -244,35 +243,42 @@ class CompiledGroup:
             return
         clipping: ClippingFunction = total.clipping
         unused = tuple(g is None for g in found)
-        key = unused, clipping.clipping, *map(id, total.params)
         given = [*self._numbers(total), *(g for g in found if g is not None)]
         given += [x for data in self.kept for x in data]
 
-        def clip(bound: T, scale: T, own: T, *given: T) -> list[T | None]:
-            rest = iter(given)
-            grads = [None if none else next(rest) for none in unused]
-            kept = [[next(rest) for _ in data] for data in self.kept]
-            norms = GroupNorms(total.params, group.size, clipping.per_parameter)
-            norms.finish(group.collect(kept, grads, group.size))
+        def run(drop: bool) -> tuple[T, list[T | None]]:
+            def clip(bound: T, scale: T, own: T, *given: T) -> list[T | None]:
+                rest = iter(given)
+                grads = [None if none else next(rest) for none in unused]
+                kept = [[next(rest) for _ in data] for data in self.kept]
+                norms = GroupNorms(total.params, group.size, clipping.per_parameter)
+                norms.finish(group.collect(kept, grads, group.size))
 
-            def factors(norms: T) -> T:
-                return clipping.clipping.factors(norms, bound)
+                def factors(norms: T) -> T:
+                    return clipping.clipping.factors(norms, bound)
 
-            found, sums = norms_and_sums(norms, factors, scale, own)
-            return [found, *sums]
+                found, sums = norms_and_sums(norms, factors, scale, own, drop)
+                return [found, *sums]
 
-        clips = self.first.clips
-        with torch.no_grad():
+            clips = self.first.clips
+            key = unused, clipping.clipping, drop, *map(id, total.params)
             if key not in clips:
                 graph = make_fx(clip)(*given)
                 clips[key] = self.compiled.settings.backend(graph, given)
             norms, *sums = clips[key](*given)
+            return norms, sums
+
+        with torch.no_grad():
+            norms, sums = run(drop=False)
+            if not bool(norms.isfinite().all()):  # seldom, and masks copy all data
+                norms, sums = run(drop=True)
         total.add_clipped(rows, norms[..., :count], sums)
 
     def _numbers(self, total: ClippedSum) -> list[T]:
         """The bound, the scale, and which samples are meant."""
         like, known = total.norms, self.first.numbers
-        key = str(total.clipping.bound), total.scale, self.size
+        bound = torch.as_tensor(total.clipping.bound, dtype=torch.float64)
+        key = str(bound.tolist()), total.scale, self.size  # to the last digit
         if key not in known:
             known.clear()
             own = torch.arange(self.first.group.size, device=like.device) < self.size

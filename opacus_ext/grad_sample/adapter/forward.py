@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from contextlib import nullcontext, suppress
+from functools import partial
 from typing import Any, Callable, ContextManager, NamedTuple, Sequence
 
 import torch
@@ -67,9 +68,8 @@ class ModelGroup(SampleGroup):
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: Any = None
     ) -> Any:
-        found = super().__torch_function__(func, types, args, kwargs)
-        self.notes.take(func, args, found)
-        return found
+        run = partial(super().__torch_function__, func, types, args, kwargs)
+        return self.notes.call(func, args, run)
 
     def _is_constant(self, x: T) -> bool:
         constant = super()._is_constant(x)
@@ -349,6 +349,7 @@ class ForwardRecord:
         self.compiled: CompiledModel | None = None  # programs that may run samples
         self._returned: list[Returned] = []
         self._groups = 0
+        self._followed = True  # whether each op of the code is looked at
         self._clean = False  # whether the last group has left all as it was
         self._shared = [
             (x, version(x))
@@ -383,6 +384,8 @@ class ForwardRecord:
         grads = [p.grad for p in self.params.values()]
         if not model.known:
             self._learn()
+        if model.state.lost is not None:  # when something was tried
+            raise self._changes(model.state.lost, "in place, and ")
         model.running = True
         try:
             model.run(self)
@@ -472,7 +475,9 @@ class ForwardRecord:
     def _begin(self) -> None:
         """Gives each group of samples the state that the first has found."""
         if not self._groups:
-            self.model.state.remember()
+            alone = self.model.one_by_one or self.model.vmap_fails
+            self._followed = self.total is None or not alone
+            self.model.state.remember(parameters=not self._followed)
         elif not self._clean:
             self._restore()
         self._groups += 1
@@ -527,7 +532,7 @@ class ForwardRecord:
                 return self.call(samples.tree(lambda x: next(given)))
 
         # What is made of data must be known of outputs, and of state that has changed.
-        mode, watch = AloneSample(self.model.state), self.total is None
+        mode, watch = AloneSample(self.model.state), self._followed
         if not watch:
             output = call()
             self._clean = not self.model.state.changes()

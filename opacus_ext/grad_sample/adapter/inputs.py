@@ -1,12 +1,12 @@
-"""How many samples a call has, and which of its inputs are samples.
+"""The number of samples of a call, and which of its inputs are samples.
 
-There may be several ways to read a call: a tensor whose first dim is that of the batch
-may be samples or a table that all samples share, a list may hold inputs or samples. The
-model itself tells them apart: read in the right way it runs with any number of samples.
-So where there are several readings, each runs on another number of samples. If one
-alone runs, it is the right one, and that is remembered by the names of the inputs. If
-several run and give the same, it makes no difference this time; if not, the call is
-refused.
+A call may have several readings. A tensor whose first dim is as long as the batch may
+be samples or a table that all samples share; a list may hold inputs or samples. The
+model itself tells readings apart: in the right one it runs with any number of samples.
+So where there are several readings, each is tried on another number of samples. If just
+one runs, it is right, and it is remembered by the names of the inputs. If several run,
+those that give each sample what it gives alone are compared. Where they agree, the
+choice makes no difference this time; otherwise the call is refused.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from opacus_ext.refused import Refused
 T = torch.Tensor
 Take = Callable[[Any, int], Any]
 Call = Callable[[Any], Any]
-_DOUBTS = 5  # tensors of which every choice is tried
+_DOUBTS = 5  # up to so many doubtful tensors, every combination is tried
 _PRIMES = [n for n in range(2, 2**12) if all(n % k for k in range(2, min(n, 64)))]
 
 
 class Inputs(NamedTuple):
     """The inputs of a call."""
 
-    samples: list[Samples]  # those of one kind each
+    samples: list[Samples]  # one entry for each kind of sample
     size: int
-    trained: list[tuple[T, T]]  # that require a gradient, and leaves in their places
-    zeros: Callable[..., Any]  # makes a sample of zeros, or of another number
+    trained: list[tuple[T, T]]  # inputs that require a gradient, and leaves for them
+    zeros: Callable[..., Any]  # makes a sample filled with zeros, or another number
     given: Any = None  # the call's ``(args, kwargs)``
 
 
@@ -47,17 +47,17 @@ class Reading(NamedTuple):
     """A way to read a call."""
 
     size: int
-    dims: tuple[int | None, ...]  # of the samples in each tensor; None if it is shared
+    dims: tuple[int | None, ...]  # of each tensor, the samples' dim; None if shared
 
 
 class Given(NamedTuple):
-    """What a call was given, a tree."""
+    """The arguments of a call, as a flattened tree."""
 
     names: list[str]  # of the leaves
     leaves: list[Any]
     spec: TreeSpec
-    tensors: list[tuple[int, str, T]]  # that may be samples: places, names and values
-    lists: dict[str, int]  # by name, how many items arguments have; ``*args`` are one
+    tensors: list[tuple[int, str, T]]  # possible samples: places, names and values
+    lists: dict[str, int]  # items of each list argument, by name; ``*args`` is one
 
 
 class InputReader:
@@ -66,14 +66,14 @@ class InputReader:
 
     Args:
         module: the model
-        run: ``run(call, inputs)`` gives what a call would, and leaves no trace
-        batch_dim: where the samples of tensors are
+        run: ``run(call, inputs)`` returns what the call would, and leaves no trace
+        batch_dim: the dim of the samples in tensors
         take, shared: as given to make_private
 
     Attributes:
-        drawn: numbers of records in the batches that the loader made so far
+        drawn: sizes of the batches that the loader has drawn so far
         most: records that it drew at once; None if that is not known
-        states: numbers of layers and widths of the states of recurrent layers
+        states: pairs (layers, width) of the states of recurrent layers
     """
 
     def __init__(
@@ -97,12 +97,12 @@ class InputReader:
         ]
         rest = [p.name for p in parameters if p.kind == p.VAR_POSITIONAL]
         self._rest = rest[0] if rest else "args"
-        # By name and number of dims, inputs that are samples, and where.
+        # The samples' dim of known inputs, by name and number of dims.
         self._dims: dict[tuple[str, int], int] = {}
-        self._tables: dict[str, set[torch.Size]] = {}  # shapes that all samples share
-        # At which an input was taken for samples.
+        self._tables: dict[str, set[torch.Size]] = {}  # shapes of shared inputs
+        # Batch sizes at which an input was read as samples.
         self._sizes: dict[tuple[str, int], set[int]] = {}
-        self._more: bool | None = None  # whether any number of ``*args`` is taken
+        self._more: bool | None = None  # True if it takes any number of ``*args``
         self._zeros: Callable[..., Any] = self._no_zeros  # with take
         self.states = {
             (m.num_layers * (1 + m.bidirectional), width)
@@ -113,8 +113,8 @@ class InputReader:
 
     def read(self, call: Call, args: tuple, kwargs: dict) -> Inputs:
         """
-        Finds the samples of a call, or refuses it; ``call`` is called with ``(args,
-        kwargs)`` of some samples.
+        Finds the samples of a call, or refuses it. ``call`` takes ``(args, kwargs)`` of
+        any samples.
         """
         if self.take is not None:
             samples, size = samples_of((args, kwargs), self._taken)
@@ -152,7 +152,7 @@ class InputReader:
             "Begin with a batch that is not empty.",
         )
 
-    # -- what there is -----------------------------------------------------------------
+    # -- arguments ---------------------------------------------------------------------
 
     def _given(self, args: tuple, kwargs: dict) -> Given:
         paths, spec = flatten((args, kwargs))
@@ -213,7 +213,7 @@ class InputReader:
         return x.dim() == 3 and (x.shape[0], x.shape[2]) in self.states
 
     def _options(self, name: str, x: T) -> list[int]:
-        """Where the samples of a tensor may be."""
+        """The dims that may be the samples' in a tensor."""
         if x.shape in self._tables.get(name, ()):
             return []
         if (name, x.dim()) in self._dims:
@@ -222,9 +222,9 @@ class InputReader:
         return [1, 0] if dim == 0 and self._is_state(x) else [dim]
 
     def _readings(self, given: Given) -> list[Reading]:
-        """All ways to read a call, those with most tensors of samples first."""
+        """All readings of a call; those with the most tensors of samples come first."""
         options = [self._options(name, x) for _, name, x in given.tensors]
-        sizes: dict[int, bool] = {}  # whether they are known to be of samples
+        sizes: dict[int, bool] = {}  # True if known to be the number of samples
         for (_, name, x), dims in zip(given.tensors, options):
             for d in dims:
                 sizes[x.shape[d]] = sizes.get(x.shape[d], False)
@@ -250,7 +250,7 @@ class InputReader:
         return readings
 
     def _refuse_other_dim(self, given: Given) -> None:
-        """Refuses tensors of which not dim 0 but dim 1 is as long as a batch."""
+        """Refuses tensors whose dim 1, and not dim 0, is as long as a batch."""
         for _, name, x in given.tensors:
             if x.dim() > 1 and x.shape[1] in self.drawn:
                 self._refuse(
@@ -263,10 +263,10 @@ class InputReader:
 
     def _check_lists(self, call: Call, given: Given, reading: Reading) -> None:
         """
-        Refuses a list, dict or ``*args`` whose items may be samples: it is not known
-        from elsewhere how many there are, or there are as many.
+        Refuses a list, dict or ``*args`` whose items may be samples: it has as many
+        items as there are samples, or nothing outside of it gives their number.
         """
-        known: dict[str, bool] = {}  # by list, whether all its tensors are samples
+        known: dict[str, bool] = {}  # by list, True if all its tensors are known
         outside = reading.size in self.drawn
         for (_, name, x), d in zip(given.tensors, reading.dims):
             top = name.partition("[")[0]
@@ -286,7 +286,7 @@ class InputReader:
                 self._refuse_items(given, name)
 
     def _takes_more(self, call: Call, given: Given) -> bool:
-        """Whether the model takes more ``*args`` than it was given."""
+        """True if the model takes more ``*args`` than it was given."""
         if self._more is None:
             self._more = False
             args, kwargs = tree_unflatten(given.leaves, given.spec)
@@ -302,61 +302,95 @@ class InputReader:
         count = next(n for n in _PRIMES if all(m % n for m in taken))
         ran: list[tuple[Reading, list[T]]] = []
         refused: Refused | None = None
-        for grad in (False, True):  # where code asks for gradients it needs a graph
+        for grad in (False, True):  # with a graph if code in the model needs one
             for r in readings if not ran else ():
-                with torch.set_grad_enabled(grad):
-                    try:
+                with torch.set_grad_enabled(grad), suppress(Exception):
+                    try:  # a reading that fails is not the right one
                         ran.append((r, self._try(call, given, r, count)))
                     except Refused as error:
                         refused = error
-                    except Exception:
-                        pass
         found = [x for x in ran if self._fits(x[1], count)] or ran
-        same = all(_same(y, found[0][1]) for _, y in found)
-        if same and len(found) > 1:  # behind a gate of zero gradients differ
-            grads = [self._gradients(call, given, r, count) for r, _ in found]
-            same = all(_same(g, grads[0], 1e-3, 1e-5) for g in grads)
+        first = readings[0]
+        if found and found[0][0].dims.count(None) > first.dims.count(None):
+            with torch.no_grad(), suppress(Exception):  # or does it run on multiples?
+                self._try(call, given, first, 2 * first.size)
+                found = []
+        same = True
+        if len(found) > 1:  # which of them gives each sample what it gives alone?
+            alone: dict[Reading, list[list[T]]] = {}
+            for r, outputs in found:
+                calls = [self._try(call, given, r, 1, i) for i in range(r.size)]
+                if self._by_rows(outputs, calls, count):
+                    alone[r] = calls
+            same = found[0][0] in alone
+            same = same and all(self._alike(calls) for calls in zip(*alone.values()))
+            found = [x for x in found if not same or x[0] in alone]
         if len(found) == 1:
             self._learn(given, found[0][0], sure=True)
-        elif not found and refused is not None:  # not for its inputs
+        elif not found and refused is not None:  # for another reason than its inputs
             raise refused
         elif not found or not same:
             self._refuse_doubtful(given, [r for r, _ in found] or readings)
         return found[0][0]
 
-    def _try(self, call: Call, given: Given, reading: Reading, count: int) -> list[T]:
-        """What the model gives for ``count`` samples."""
+    def _try(
+        self, call: Call, given: Given, reading: Reading, count: int, first: int = 0
+    ) -> list[T]:
+        """The outputs of the model for ``count`` samples."""
         leaves = list(given.leaves)
         for (i, _, x), d in zip(given.tensors, reading.dims):
             x = x.detach()
             if d is not None:
-                index = torch.arange(count, device=x.device) % max(1, x.shape[d])
+                index = torch.arange(first, first + count, device=x.device)
+                index %= max(1, x.shape[d])
                 x = x.index_select(d, index)
             leaves[i] = x
         output = self.run(call, tree_unflatten(leaves, given.spec))
         return [y for y in tree_leaves(output) if isinstance(y, T)]
 
-    def _gradients(self, *given: Any) -> list[T]:
-        """Of numbers that all outputs decide, over the largest of their entries."""
+    def _by_rows(self, whole: list[T], alone: list[list[T]], count: int) -> bool:
+        """True if rows of outputs equal samples alone, wherever their shapes agree."""
+        for i, y in enumerate(whole):
+            rows = y.chunk(count, min(self.batch_dim, y.dim() - 1)) if y.dim() else ()
+            for k, x in enumerate(rows):
+                own = alone[k % len(alone)][i : i + 1]
+                if len(rows) == count and own and own[0].shape == x.shape:
+                    if not _same([x], own, 1e-4, 1e-6):
+                        return False
+        return True
+
+    def _alike(self, calls: Sequence[list[T]]) -> bool:
+        """True if outputs and gradients agree; a gate of zero hides outputs alone."""
+        same, first = [], calls[0]
+        for outputs in calls:
+            if [y.shape for y in outputs] == [y.shape for y in first]:
+                same.append([y for y in outputs if y.dim()])
+        if not all(_same(outputs, same[0], 1e-5, 1e-8) for outputs in same):
+            return False
+        with suppress(RuntimeError):
+            grads = [self._gradients(outputs) for outputs in same]
+            return all(_same(g, grads[0], 1e-3, 1e-5) for g in grads)
+        return False
+
+    def _gradients(self, outputs: list[T]) -> list[T]:
+        """Gradients of a weighted sum of all outputs, over their largest entry."""
         params = [p for p in self.module.parameters() if p.requires_grad]
-        with torch.enable_grad(), suppress(RuntimeError):
-            outputs = [y for y in self._try(*given) if y.requires_grad]
-            along = [torch.linspace(1, 2, y.numel()).to(y).view_as(y) for y in outputs]
-            found = torch.autograd.grad(outputs, params, along, allow_unused=True)
-            grads = [g for g in found if g is not None]
-            largest = max(float(g.abs().max()) for g in grads if g.numel())
-            return [g / (largest or 1.0) for g in grads]
-        return []
+        outputs = [y for y in outputs if y.requires_grad]
+        along = [torch.linspace(1, 2, y.numel()).to(y).view_as(y) for y in outputs]
+        found = torch.autograd.grad(outputs, params, along, allow_unused=True)
+        grads = [g for g in found if g is not None and g.numel()]
+        largest = max((float(g.abs().max()) for g in grads), default=0.0)
+        return [g / (largest or 1.0) for g in grads]
 
     def _fits(self, output: list[T], count: int) -> bool:
-        """Whether the first output has as many rows as samples, or flattened ones."""
+        """True if the first output's rows are a multiple of the samples."""
         first = next((y for y in output if y.is_floating_point() and y.dim()), None)
         return first is None or (
             first.shape[min(self.batch_dim, first.dim() - 1)] % count == 0
         )
 
     def _learn(self, given: Given, reading: Reading, sure: bool) -> None:
-        """Remembers inputs by name; ``sure`` if no other reading is possible."""
+        """Remembers inputs by name; ``sure``: no other reading is possible."""
         others = {
             n
             for (_, _, x), at in zip(given.tensors, reading.dims)
@@ -436,15 +470,15 @@ class InputReader:
 
 
 def _without_data(samples: Samples) -> Callable[..., Any]:
-    """A function that makes a sample of zeros, of the shapes of these samples."""
+    """A function that makes a sample of zeros in the shapes of these samples."""
     pairs = zip(samples.leaves, samples.by_sample)
     return samples._replace(
         leaves=[x[:0].clone() if own else x for x, own in pairs]
     ).zeros
 
 
-def _same(output: list[T], other: list[T], rtol: float = 1e-6, atol: float = 0) -> bool:
-    """Whether two calls gave the same."""
+def _same(output: list[T], other: list[T], rtol: float, atol: float) -> bool:
+    """True if two calls gave the same outputs, up to the tolerances."""
     return len(output) == len(other) and all(
         a.shape == b.shape and torch.allclose(a, b, rtol, atol, equal_nan=True)
         for a, b in zip(output, other)

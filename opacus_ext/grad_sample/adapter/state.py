@@ -1,10 +1,10 @@
-"""What a forward leaves on modules: compared at each call, and put back.
+"""The state of a model: what a forward leaves on modules is compared, and put back.
 
 A private model is a function of its inputs, parameters, buffers and random numbers. A
-forward that keeps something of its data for the next would carry it there without
-noise. So what modules hold is found once, however deep: dicts, other containers and
-tensors. Each is compared with a copy of what it held, item by item. What in a run is
-made of data is known here, too.
+forward that keeps something made of its data for a later forward would carry it there
+without noise. So one walk finds everything that modules hold, however deep: tensors,
+and places that hold other objects. Each is compared, entry by entry, with what it held
+before. This file also tracks which tensors of a run are made of data.
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ import inspect
 import weakref
 from collections import deque
 from copy import deepcopy
+from functools import partial
+from itertools import chain
 from operator import is_
 from types import MappingProxyType
-from typing import Any, Callable, Iterable, Iterator, NamedTuple
+from typing import Any, Callable, Iterable, Iterator, Mapping, NamedTuple
 
 import numpy as np
 import torch
@@ -30,14 +32,13 @@ from opacus_ext.grad_sample.rules import HANDLERS
 
 T = torch.Tensor
 
-# What every module has: hooks and registries of its parts, which torch itself changes.
-_OWN = set(vars(nn.Module())) | {"autograd_grad_sample_hooks"}  # Opacus's
-_AROUND = _OWN | {"_flat_weights", "_flat_weight_refs", "_trainer", "_fabric"}
-_HOOKS = {name for name in _OWN if "hook" in name} | {"_compiled_call_impl"}
-_HOOKS.add("max_batch_len")  # of Opacus's recurrent layers, for packed sequences
-_HOOKS |= {"_flat_weights", "_flat_weight_refs"}  # of torch's, of the weights there are
+# Attributes that are not looked into: of torch's recurrent layers, Opacus, Lightning.
+_AROUND = {"_flat_weights", "_flat_weight_refs", "_compiled_call_impl", "_trainer"}
+_AROUND |= {"max_batch_len", "autograd_grad_sample_hooks", "_fabric"}
+_AROUND.add("_non_persistent_buffers_set")
+_HOOKS = {name for name in vars(nn.Module()) if "hook" in name}
 _PARTS = ("_parameters", "_buffers", "_modules")
-#: What is not looked into.
+#: Kinds of values that are not looked into.
 PLAIN = (
     *(int, float, complex, bool, str, bytes, type(None), type, range, slice, enum.Enum),
     *(torch.dtype, torch.device, torch.Size, torch.Generator, nn.Module),
@@ -47,18 +48,18 @@ _CONTAINERS = (
     *(dict, list, tuple, set, frozenset, deque),
     *(np.ndarray, bytearray, MappingProxyType),
 )
-# What classes set and never read in training: here the last state of a scan, which
-# decoding alone goes on from. A class of the user's says so by ``transient``.
+# Attributes that a class sets and never reads in training: here the last state of a
+# scan, which only decoding reads. A user's class names its own in ``transient``.
 _TRANSIENT = {"RecurrentGemmaRglru": ("recurrent_states",)}  # of transformers
-_QUICK = {int, float, bool, str, bytes, type(None)}  # of these, the most
-_MANY = 10_000  # entries beyond which containers and tensors are not looked into
+_QUICK = {int, float, bool, str, bytes, type(None)}  # the most frequent of PLAIN
+_MANY = 10_000  # of a tensor with more entries, only some are compared
 _GONE = object()
 
 
 class Change(NamedTuple):
     """
-    Something that a forward has left: its name, what is new, and whether a kernel has
-    left the version of a tensor as it was, as that of BatchNorm does.
+    Something that a forward has left: its name and its new value. It is hidden if a
+    kernel wrote to a tensor without a new version, as that of BatchNorm does.
     """
 
     name: str
@@ -66,305 +67,247 @@ class Change(NamedTuple):
     hidden: bool = False
 
 
-class _Held(NamedTuple):
-    """Something that may hold others later, and what it held before."""
+class _Place(NamedTuple):
+    """An object that may hold other objects later."""
 
-    name: str | None  # of the attribute, or the module; hooks, without, are not told of
+    name: str
     value: Any
-    before: Any = None  # of modules, classes and hooks a dict, else a list of items
-
-    def changes(self, equal: Callable[[Any, Any], bool]) -> Iterator[Change]:
-        """What has changed of a module or a class."""
-        for key in () if self.name is None else {**self.before, **self.value}:
-            new, old = self.value.get(key, _GONE), self.before.get(key, _GONE)
-            if not (key in _HOOKS or key.startswith("__") or equal(new, old)):
-                yield Change(_join(self.name or "", key), new)
+    named: bool | None  # its keys are attributes; None if changes are not reported
 
 
 class State:
-    """What all modules of a model hold, or what another object holds."""
+    """Everything that the modules of a model hold, or that another object holds."""
 
     def __init__(self, root: Any):
         self.root = root
-        self._whole: set[int] = set()  # large tensors that have changed in place
+        self.lost: str | None = None  # the name of what could not be put back
         self._look()
 
     def __deepcopy__(self, memo: dict) -> State:
-        new = State(None)  # what there is in a copy is found when it is whole
-        memo[id(self)] = new
+        memo[id(self)] = new = State(None)
         new.root = deepcopy(self.root, memo)
-        new._stale = True
+        new._stale = True  # a copy is searched later, when it is complete
         return new
 
     def _look(self) -> None:
-        """Finds what there is to compare, and copies it."""
-        modules = {"": self.root} if hasattr(self.root, "__dict__") else {}
-        if isinstance(self.root, nn.Module):
-            modules = dict(self.root.named_modules())
-        _add_unregistered(modules)
-        self.modules = list(modules.values())
-        self._transient, places = [], []
-        for name, m in modules.items():
-            parts = _PARTS if isinstance(m, nn.Module) else ()
-            places += [(name, vars(m)), *((name, vars(m)[part]) for part in parts)]
-            names = getattr(type(m), "transient", _TRANSIENT.get(type(m).__name__, ()))
-            self._transient += [(vars(m), names)] if names else []
-        kinds = {type(m): None for m in self.modules}
-        own = [cls for cls in kinds if not cls.__module__.startswith("torch.")]
-        places += [(cls.__name__, cls.__dict__) for cls in own]
-        self._dicts = [_Held(name, place) for name, place in places]
-        self._others: list[_Held] = []
-        tensors: dict[int, tuple[str, T]] = {}
-        seen = {id(x): x for x in (*(place for _, place in places), *self.modules)}
-        for name, place in places:
-            for key, value in place.items():
-                if type(value) in _QUICK:
-                    continue
-                whole = [value]
-                if key in _HOOKS and isinstance(value, dict):
-                    self._dicts.append(_Held(None, value))
-                    whole = list(value.values()) if "forward" in key else []  # objects
-                elif not isinstance(value, T) and (
-                    key in _AROUND or key.startswith(("_opacus_ext", "__"))
-                ):
-                    continue
-                for x in (x for each in whole for x in _inside(each, seen)):
-                    if isinstance(x, T):
-                        tensors.setdefault(id(x), (_join(name, key), x))
-                    elif _is_mutable(x):
-                        self._others.append(_Held(_join(name, key), x))
-        self._tensors = tensors
-        self.tensors = [x for _, x in tensors.values()]
-        self._memory = [memory(x) for x in self.tensors]
-        self._marks = [_mark(x) for x in self.tensors]
-        views = ((i, self._view(x)) for i, x in enumerate(self.tensors))
-        self._views = {i: view for i, view in views if view is not None}
-        self.has_objects = bool(self._others)  # beside modules and tensors
+        """Finds all tensors and places to compare."""
+        self.modules: list[nn.Module] = []
+        self._tensors: dict[int, tuple[str, T]] = {}
+        places: list[_Place] = []
+        for name, x, named in _walk(self.root, True):
+            if isinstance(x, T):
+                self._tensors[id(x)] = name, x
+            elif isinstance(x, nn.Module):
+                self.modules.append(x)
+                places.append(_Place(name, vars(x), True))
+            elif named or _is_mutable(x):
+                places.append(_Place(name, x, named))
+        self._transient = []
+        for m in self.modules:
+            names = _TRANSIENT.get(type(m).__name__, ())
+            self._transient.append((vars(m), getattr(m, "transient", names)))
+        self._forget_transient()
+        self._before = [(place, dict(_entries(place.value))) for place in places]
+        values = [place.value for place in places]
+        self._empty = [x for x in values if isinstance(x, dict) and not x]
+        self._full = [x for x in values if not isinstance(x, dict) or x]
+        self._flat = _flat(self._full)
+        # Objects other than modules and tensors.
+        self.has_objects = any(place.named is False for place in places)
         self._stale = False
-        self._copy()
-
-    def _view(self, x: T) -> T | None:
-        """What of a tensor is compared: all entries, or some if there are many."""
-        whole = id(x) in self._whole
-        is_parameter = isinstance(x, nn.Parameter) and not whole
-        if is_parameter or x.layout is not torch.strided or x.is_meta:
-            return None
-        view = x.detach()
-        while view.numel() > _MANY and not whole:
-            longest = max(range(view.dim()), key=view.shape.__getitem__)
-            view = view.transpose(0, longest)[::2]
-        return view
-
-    def _copy(self) -> None:
-        self._dicts = [h._replace(before=dict(h.value)) for h in self._dicts]
-        self._others = [h._replace(before=_items(h.value)) for h in self._others]
-        self._empty = [held.value for held in self._dicts if not held.value]
-        self._full = [held.value for held in self._dicts if held.value]
-        self._before = [held.before for held in self._dicts if held.value]
-        self._values = [x for place in self._full for x in place.values()]
 
     def holds(self, x: T) -> bool:
-        """Whether a tensor is one of these."""
+        """True if a tensor is held."""
         return id(x) in self._tensors and self._tensors[id(x)][1] is x
 
     # -- before and after --------------------------------------------------------------
 
-    def remember(self) -> None:
-        """Copies what there is now, to compare with it later."""
+    def remember(self, parameters: bool = False) -> None:
+        """
+        Copies everything but parameters, to compare with it later; with ``parameters``
+        these as well, for code whose operations are not followed.
+        """
         self._forget_transient()
-        before, self._marks = self._marks, [_mark(x) for x in self.tensors]
-        replaced = self._replaced()
-        if (
-            self._stale
-            or any(new[1] != old[1] for new, old in zip(self._marks, before))
-            or not all(_same(_items(h.value), h.before) for h in self._others)
-            or any(
-                type(c.value) not in _QUICK for h in replaced for c in h.changes(is_)
-            )
-        ):
+        if self._stale or self._replaced():
             self._look()
-        elif replaced:  # numbers, such as a count of calls
-            self._copy()
         self._written: set[int] = set()
         self._kinds = [type(module) for module in self.modules]
-        self._copies = {i: view.clone() for i, view in self._views.items()}
+        tensors = [x for _, x in self._tensors.values()]
+        self._marks = [_mark(x) for x in tensors]
+        views = (
+            _view(x) if parameters or not isinstance(x, nn.Parameter) else None
+            for x in tensors
+        )
+        self._copies = [None if view is None else view.clone() for view in views]
 
     def changes(self, written: Iterable[int] = ()) -> list[Change]:
-        """What has changed since :meth:`remember`; ``written``: memory known to be."""
+        """Changes since :meth:`remember`; ``written`` is memory known to be written."""
         self._forget_transient()
         self._written |= set(written)
         found = []
-        if any(self._empty) or _differ(self._full, self._before):
-            found += [c for held in self._replaced() for c in held.changes(_equal)]
-        for name, value, before in self._others:
-            now, known = _items(value), set(map(id, before))
-            if not _same(now, before) and not _equal(now, before):
-                found.append(Change(name, [x for x in now if id(x) not in known]))
-        for i, hidden in self._rewritten():
-            name, x = self._tensors[id(self.tensors[i])]
-            found.append(Change(name, x, hidden))
-        return found
+        for (name, _, named), now, old in self._replaced():
+            for key in () if named is None else {**old, **now}:
+                new = now.get(key, _GONE)
+                if _equal(new, old.get(key, _GONE)) or named and _is_around(key):
+                    continue
+                change = (_join(name, key), new) if named else (name, (key, new))
+                found.append(Change(*change))
+        return found + [Change(name, x, h) for name, x, _, h in self._rewritten()]
 
     def restore(self) -> str | None:
-        """Puts back what was there; the name of what can't be put back, if any."""
+        """Puts everything back. Returns the name of what can't be put back, if any."""
         self._forget_transient()
-        lost = None
-        for name, place, before in self._replaced():
-            if isinstance(place, dict):
-                place.clear()
-                place.update(before)
-            else:
-                lost = f"class {name}"
-        for name, value, before in self._others:
-            if not _same(_items(value), before) and not _put_back(value, before):
+        lost: str | None = None
+        for (name, value, _), _, old in self._replaced():
+            if not _put_back(value, old):
                 lost = name
-        for i, _ in self._rewritten():
-            name, x = self._tensors[id(self.tensors[i])]
-            copy = self._copies.get(i)
+        for name, x, copy, _ in self._rewritten():
             if copy is None or copy.shape != x.shape:
                 lost = name
             else:
                 with torch.no_grad():
                     x.copy_(copy)
-        for x, (version, _, flag) in zip(self.tensors, self._marks):
-            if x.requires_grad and x._version != version and x.is_leaf:
-                lost = f"a parameter of shape {tuple(x.shape)} in place"
-            if x.requires_grad != flag:
-                x.requires_grad_(flag)
         for module, kind in zip(self.modules, self._kinds):
             if type(module) is not kind:
                 module.__class__ = kind
-        self._marks = [_mark(x) for x in self.tensors]
+        self._marks = [_mark(x) for _, x in self._tensors.values()]
+        self.lost = self.lost or lost
         return lost
 
     def _forget_transient(self) -> None:
         for place, names in self._transient:
             place.update(dict.fromkeys(names))
 
-    def _replaced(self) -> list[_Held]:
-        """Modules, classes and hooks that hold other objects than before."""
-        if not any(self._empty) and not _differ(self._full, self._before):
-            values = [x for place in self._full for x in place.values()]
-            if all(map(is_, values, self._values)):  # not only equal
+    def _replaced(self) -> Iterable[tuple[_Place, Mapping, dict]]:
+        """Places whose entries have changed, with the new and the old entries."""
+        if not any(self._empty):
+            flat = _flat(self._full)
+            if len(flat) == len(self._flat) and all(map(is_, flat, self._flat)):
                 return []
-        held = (h for h in self._dicts if h.value or h.before)
-        return [h for h in held if not _same(_items(h.value), _items(h.before))]
+        every = ((place, _entries(place.value), old) for place, old in self._before)
+        return [each for each in every if not _same(*each[1:])]
 
-    def _rewritten(self) -> list[tuple[int, bool]]:
-        """Which tensors hold other numbers, and whether their version is the same."""
-        marks = [_mark(x) for x in self.tensors]
-        at = {i for i, pair in enumerate(zip(marks, self._marks)) if pair[0] != pair[1]}
-        if self._written:
-            at |= {i for i, place in enumerate(self._memory) if place in self._written}
-        pairs = ((i, view, self._copies[i]) for i, view in self._views.items())
-        at |= {i for i, view, copy in pairs if not torch.equal(view, copy)}
-        found = []
-        for i in sorted(at):
-            x, copy = self.tensors[i], self._copies.get(i)
-            kept = marks[i][0] == self._marks[i][0]
-            moved = marks[i][1] != self._marks[i][1]
-            same = copy is None or torch.equal(self._view(x), copy)
-            wrote = moved or self._memory[i] in self._written
-            if copy is not None and copy.shape == x.shape:
-                if not same:
-                    found.append((i, kept))
-            elif wrote or not (same and kept):
-                self._whole.add(id(x))
-                self._stale = True
-                # A parametrization that comes and goes sets a parameter to itself.
-                if wrote or not isinstance(x, nn.Parameter):
-                    found.append((i, moved or not same and kept))
-        return found
+    def _rewritten(self) -> Iterator[tuple[str, T, T | None, bool]]:
+        """Tensors with other numbers: name, tensor, copy, and if that is hidden."""
+        every = zip(self._tensors.values(), self._marks, self._copies)
+        for (name, x), mark, copy in every:
+            new = _mark(x)
+            known = bool(self._written) and memory(x) in self._written
+            # A parametrization added and removed sets a frozen parameter to itself.
+            is_parameter, moved = isinstance(x, nn.Parameter), new[1] != mark[1]
+            own = not is_parameter or x.requires_grad
+            wrote = known or moved or own and new != mark
+            if copy is not None:
+                wrote = not _holds_still(x, copy) or wrote and copy.shape != x.shape
+            if wrote:
+                # ``p.data.clamp_()`` changes no version, but its writes are known.
+                hidden = new[0] == mark[0] and not (
+                    known and isinstance(x, nn.Parameter)
+                )
+                yield name, x, copy, hidden or new[1] != mark[1]
 
 
-def _mark(x: T) -> tuple[int, int, bool]:
-    """A tensor's version, where it is, and whether it is trained."""
-    place = x.data_ptr() if x.layout is torch.strided else 0
-    return x._version, place, x.requires_grad
+def _mark(x: T) -> tuple[int, int]:
+    """A tensor's version and address."""
+    return x._version, x.data_ptr() if x.layout is torch.strided else 0
 
 
 def memory(x: T) -> int:
-    """Where a tensor's memory begins, the same for its views."""
+    """The address of a tensor's memory, which its views share."""
     return 0 if x.layout is not torch.strided else x.untyped_storage().data_ptr()
+
+
+def _view(x: T) -> Any:
+    """The entries of a tensor that are compared: all, or some if there are many."""
+    if x.layout is not torch.strided or x.is_meta:
+        return None
+    view = x.detach()
+    while view.numel() > _MANY:
+        longest = max(range(view.dim()), key=view.shape.__getitem__)
+        view = view.transpose(0, longest)[::2]
+    return view
+
+
+def _holds_still(x: T, copy: T) -> bool:
+    """True if a tensor's entries equal an earlier copy of its :func:`_view`."""
+    view = _view(x)
+    return view is not None and view.shape == copy.shape and torch.equal(view, copy)
 
 
 def _join(name: str, key: str) -> str:
     return f"{name}.{key}" if name else key
 
 
-def _differ(new: Any, old: Any) -> bool:
-    try:
-        return bool(new != old)  # the same object is equal to itself, whatever it is
-    except Exception:  # tensors and arrays, which are not equal or unequal
-        return True
+def _is_around(key: str) -> bool:
+    return key in _AROUND or key.startswith(("__", "_opacus_ext"))
 
 
-def _same(items: list[Any], before: list[Any]) -> bool:
-    """Whether these are the same objects, or the same numbers."""
-    if len(items) != len(before) or all(map(is_, items, before)):
-        return len(items) == len(before)
-    return all(
+def _flat(places: list[Any]) -> list[Any]:
+    """All keys and values."""
+    entries = list(map(_entries, places))
+    return [*chain(*entries), *chain(*(e.values() for e in entries))]
+
+
+def _same(new: Mapping, old: Mapping) -> bool:
+    """True if both hold the same objects, or equal plain values."""
+    return new.keys() == old.keys() and all(
         x is y or type(x) is type(y) and type(x) in _QUICK and x == y
-        for x, y in zip(items, before)
+        for x, y in ((x, old[key]) for key, x in new.items())
     )
 
 
 def _equal(new: Any, old: Any) -> bool:
-    """Whether these are the same objects, or hold equal plain ones."""
+    """True if these are one object, or containers of equal plain values."""
     if new is old or type(new) is not type(old):
         return new is old
     if isinstance(new, PLAIN):
         return bool(new == old)
-    if not isinstance(new, _CONTAINERS) or len(new) != len(old):
+    if not isinstance(new, _CONTAINERS):
         return False
-    return all(map(_equal, _items(new), _items(old)))
+    new, old = _entries(new), _entries(old)
+    return new.keys() == old.keys() and all(_equal(new[key], old[key]) for key in new)
 
 
 def _is_mutable(x: Any) -> bool:
-    """Whether it may hold something else later, itself."""
+    """True if an object may itself hold something else later."""
     if isinstance(x, _CONTAINERS):
         return not isinstance(x, (tuple, frozenset))
-    return bool(_items(x)) or _vars(x) is not None and not inspect.isroutine(x)
+    return bool(_entries(x)) or _vars(x) is not None and not inspect.isroutine(x)
 
 
-def _put_back(value: Any, items: list[Any]) -> bool:
-    """Gives an object the items that it had; whether it has them now."""
-    if isinstance(value, np.ndarray) and value.dtype != object:
-        value[...] = np.frombuffer(items[0], value.dtype).reshape(value.shape)
-    elif isinstance(value, bytearray):
-        value[:] = items[0]
-    elif isinstance(value, (list, set, deque)):
+def _put_back(value: Any, entries: dict) -> bool:
+    """Gives an object its old entries; returns True if it has them now."""
+    place = value if isinstance(value, (dict, set)) else _vars(value)
+    if isinstance(value, (list, deque)):
         value.clear()
-        (value.update if isinstance(value, set) else value.extend)(items)
-    else:
-        names, place = items[: len(items) // 2], _vars(value)
-        place = value if isinstance(value, dict) else place
-        if place is not None and not _slots(type(value)):
-            place.clear()
-            place.update(zip(names, items[len(names) :]))
-    return _same(_items(value), items)
+        value.extend(entries.values())
+    elif isinstance(place, (dict, set)) and not _slots(type(value)):
+        place.clear()
+        place.update(entries)
+    return _same(_entries(value), entries)
 
 
-def _items(value: Any) -> list[Any]:
-    """What an object holds itself; of a large container, how many."""
-    if isinstance(value, np.ndarray):
-        return list(value.flat) if value.dtype == object else [value.tobytes()]
-    if isinstance(value, bytearray):
-        return [bytes(value)]
-    if isinstance(value, _CONTAINERS):
-        if len(value) > 100 * _MANY:
-            return [len(value)]
-        if isinstance(value, (dict, MappingProxyType)):
-            return [*value, *value.values()]
-        ordered = isinstance(value, (list, tuple, deque))
-        return list(value) if ordered else sorted(value, key=id)
+def _entries(value: Any) -> Mapping:
+    """The entries of an object, not those of the objects in it."""
+    if isinstance(value, (dict, MappingProxyType)):
+        return value
+    if isinstance(value, (list, tuple, deque)):
+        return dict(enumerate(value))
+    if isinstance(value, (set, frozenset)):
+        return dict.fromkeys(value)
+    if isinstance(value, np.ndarray) and value.dtype == object:
+        return dict(enumerate(value.flat))
+    if isinstance(value, (np.ndarray, bytearray)):
+        return {np.shape(value): bytes(value)}
+    if isinstance(value, type):
+        return vars(value)
     own = _vars(value) or {}
-    slots = [getattr(value, n) for n in _slots(type(value)) if hasattr(value, n)]
-    return [*own, *slots, *own.values()]
+    slots = {n: getattr(value, n) for n in _slots(type(value)) if hasattr(value, n)}
+    return {**own, **slots} if slots else own
 
 
 def _vars(value: Any) -> dict[str, Any] | None:
-    try:  # as quick for classes that look at each attribute that is asked for
+    try:  # skips a ``__getattribute__`` of the class, which may be slow
         return object.__getattribute__(value, "__dict__")
     except AttributeError:
         return None
@@ -377,42 +320,46 @@ def _slots(kind: Any) -> list[str]:
     return [name for name in names if name not in ("__dict__", "__weakref__")]
 
 
-def _inside(value: Any, seen: dict[int, Any]) -> Iterator[Any]:
-    """What an object is and holds, however deep, but for plain things and ``seen``."""
-    todo = [value]
+def _walk(
+    root: Any, named: bool | None = False
+) -> Iterator[tuple[str, Any, bool | None]]:
+    """
+    An object and everything in it, however deep, except plain values: the name of the
+    attribute, the value, and True if the entries of the value are attributes.
+    """
+    todo: deque[tuple[str, Any, bool | None]] = deque([("", root, named)])
+    seen: dict[int, Any] = {}
     while todo:
-        x = todo.pop()
+        name, x, named = todo.popleft()
         if type(x) in _QUICK or id(x) in seen or x is _GONE:
             continue
-        if isinstance(x, PLAIN) and not isinstance(x, nn.Module):
+        kind: Any = type(x)
+        is_module, package = isinstance(x, nn.Module), kind.__module__.partition(".")[0]
+        if not (is_module or named) and isinstance(x, PLAIN):
             continue
-        if type(x).__module__.partition(".")[0] in ("opacus", "opacus_ext"):
-            continue  # what trains the model: a private criterion, set on it
+        if package in ("opacus", "opacus_ext") and not is_module:
+            continue  # it trains the model: a private criterion, set on it
         seen[id(x)] = x
-        yield x
+        named = True if is_module else named
+        yield name, x, named
+        if isinstance(x, T):
+            continue
         if inspect.ismethod(x):
-            todo.append(x.__self__)
-        elif not isinstance(x, (T, nn.Module)):
-            todo += _items(x)
-
-
-def _add_unregistered(modules: dict[str, Any]) -> None:
-    """Adds modules that others hold otherwise than as their parts, in a list."""
-    todo, seen = list(modules.items()), {id(m): m for m in modules.values()}
-    while todo:
-        name, m = todo.pop()
-        for key, value in vars(m).items():
-            for x in () if key in _AROUND else _inside(value, seen):
-                if isinstance(x, nn.Module):
-                    new = dict(x.named_modules(prefix=_join(name, key)))
-                    seen.update((id(part), part) for part in new.values())
-                    modules.update(new)
-                    todo += new.items()
+            todo.append((name, x.__self__, False))
+        if (is_module or x is root) and package not in ("builtins", "torch"):
+            todo.append((kind.__name__, kind, True))
+        for key, value in _entries(x).items():
+            if type(value) not in _QUICK and not (named and _is_around(key)):
+                inner = _join(name, key) if named and key not in _PARTS else name
+                of_hooks = None if named and key in _HOOKS else False
+                todo.append((inner, value, key in _PARTS or of_hooks))
+            if not named:
+                todo.append((name, key, False))
 
 
 def holds_data(value: Any, is_data: Callable[[T], bool]) -> bool:
-    """Whether an object holds a tensor of data, or what can't be looked into."""
-    for x in _inside(value, {}):
+    """True if an object holds a tensor of data, or one that can't be looked into."""
+    for _, x, _ in _walk(value):
         if isinstance(x, T):
             if is_data(x):
                 return True
@@ -423,19 +370,19 @@ def holds_data(value: Any, is_data: Callable[[T], bool]) -> bool:
     return False
 
 
-# -- what is made of data --------------------------------------------------------------
+# -- tensors made of data --------------------------------------------------------------
 
 _SET_DATA = getattr(T.data, "__set__")
 
 
 class Known:
-    """Tensors known by identity, as long as they live."""
+    """A set of tensors by identity, which does not keep them alive."""
 
     def __init__(self) -> None:
         self._refs: dict[int, weakref.ref] = {}
 
     def add(self, x: T) -> None:
-        """Makes a tensor known."""
+        """Adds a tensor."""
         self._refs[id(x)] = weakref.ref(x)
 
     def __contains__(self, x: Any) -> bool:
@@ -444,29 +391,35 @@ class Known:
 
 
 class Notes:
-    """Leaves that a run has made, and memory that it has written to."""
+    """Leaves that a run has made, and memory that it has written."""
 
     def __init__(self) -> None:
-        self.leaves = Known()  # that the code has made, with a gradient of their own
-        self.written: set[int] = set()  # where memory begins that was written to
+        self.leaves = Known()  # made by the code, and require a gradient
+        self.written: set[int] = set()  # addresses of memory that was written
 
-    def take(self, func: Callable, args: tuple, found: Any) -> None:
-        """Notes a function that was called, by its arguments and its result."""
-        if args and isinstance(args[0], T) and _writes(func):
-            if not is_batched(args[0]):
-                self.written.add(memory(args[0]))
+    def call(self, func: Callable, args: tuple, run: Callable[[], Any]) -> Any:
+        """Runs a function, and notes a written argument and a leaf it returns."""
+        x = args[0] if args and isinstance(args[0], T) and _writes(func) else None
+        if x is not None and is_batched(x):
+            x = None
+        before = None if x is None else _view(x)
+        before = None if before is None else before.clone()
+        found = run()
+        if x is not None and (before is None or not _holds_still(x, before)):
+            self.written.add(memory(x))
         if isinstance(found, T) and found.requires_grad and found.is_leaf:
             self.leaves.add(found)
+        return found
 
 
 class AloneSample(TorchFunctionMode):
     """
-    Follows a sample that runs alone, by ordinary autograd. Every tensor counts as made
-    of its data but those known not to be, such as the tensors that the model holds.
+    Follows a sample that runs alone, by plain autograd. Every tensor counts as made of
+    its data, except those known not to be, such as the tensors that the model holds.
 
     Attributes:
-        told_data: whether the code was told a number of the data
-        written: memory, not of data before, that data went to
+        told_data: True if the code has read a number of the data
+        written: memory that held no data before, and that data was written to
     """
 
     def __init__(self, state: State):
@@ -476,17 +429,17 @@ class AloneSample(TorchFunctionMode):
         self.written: set[int] = set()
 
     def is_data(self, x: T) -> bool:
-        """Whether a tensor is made of the sample's data."""
+        """True if a tensor is made of the sample's data."""
         known = self._state.holds(x) or x in self._made
         return not known or bool(self.written) and memory(x) in self.written
 
     def agree(self, x: T) -> T:
-        """Notes that the code asks for the value of a tensor."""
+        """Notes that the code reads the value of a tensor."""
         self.told_data = self.told_data or isinstance(x, T) and self.is_data(x)
         return x
 
     def call(self, func: Callable, *args: Any, **kwargs: Any) -> Any:
-        """Calls a function, and notes what is made of data."""
+        """Calls a function, and notes which tensors are made of data."""
         given = list(_tensors((*args, *kwargs.values())))
         into = [(x, x._version) for x in given if not self.is_data(x)]
         found = func(*args, **kwargs)
@@ -502,19 +455,16 @@ class AloneSample(TorchFunctionMode):
         self, func: Callable, types: Any, args: tuple = (), kwargs: Any = None
     ) -> Any:
         handler = HANDLERS.get(func)
-        if handler in ASKING:
-            found = handler(self, func, *args, **(kwargs or {}))
-        else:
-            found = self.call(func, *args, **(kwargs or {}))
-        self.notes.take(func, args, found)
-        return found
+        run = partial(handler, self, func) if handler in ASKING else None
+        run = partial(run or partial(self.call, func), *args, **(kwargs or {}))
+        return self.notes.call(func, args, run)
 
 
 @functools.lru_cache(1024)
 def _writes(func: Callable) -> bool:
     name = getattr(func, "__name__", "")
     in_place = name[-1:] == "_" and name[-2:] != "__" and name != "requires_grad_"
-    # Other memory is seen by its place, and ``p.data = p.data.to(...)`` has the same.
+    # Setting ``p.data`` shows in the address, unless it sets the same memory.
     is_set = name == "__set__" and func != _SET_DATA
     return in_place or name == "__setitem__" or is_set
 

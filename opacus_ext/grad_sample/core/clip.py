@@ -132,28 +132,38 @@ def clipping_factors(
 
 
 def norms_and_sums(
-    group: GroupNorms, clipping: Callable[[T], T], scale: Any = 1.0, own: Any = True
+    group: GroupNorms,
+    clipping: Callable[[T], T],
+    scale: Any = 1.0,
+    own: Any = True,
+    drop: bool = True,
 ) -> tuple[T, list[T | None]]:
     """
     Norms and clipped sums of a group that knows its norms, in code that is compiled.
     Samples that are not in ``own``, or have a gradient that is not finite, add zero.
+    Without ``drop`` the sums hold only if all norms that it returns are finite.
     """
     norms = group.norms / scale
-    finite = norms.isfinite() & own
-    bad = ~(finite.all(0) if finite.dim() > 1 else finite)
-    group.drop(bad)
-    norms = norms.masked_fill(bad, math.inf)
+    finite = norms.isfinite()
+    bad = ~((finite.all(0) if finite.dim() > 1 else finite) & own)
+    if drop:
+        group.drop(bad)
+        norms = norms.masked_fill(bad, math.inf)
     return norms, group.weighted_sums(clipping_factors(clipping, norms, scale, bad))
 
 
 def by_name(
-    params: dict[str, T], found: Sequence[T | None], *size: int
+    params: dict[str, T], found: Sequence[T | None], *size: int, wide: bool = False
 ) -> dict[str, T]:
     """``[*size, *shape]`` by name, in the types of the parameters; None is zero."""
-    return {
-        name: p.new_zeros((*size, *p.shape)) if x is None else x.to(p.device, p.dtype)
-        for (name, p), x in zip(params.items(), found)
-    }
+
+    def of(p: T, x: T | None) -> T:
+        dtype = torch.promote_types(p.dtype, torch.float32) if wide else p.dtype
+        if x is None:
+            return p.new_zeros((*size, *p.shape), dtype=dtype)
+        return x.to(p.device, dtype)
+
+    return {name: of(p, x) for (name, p), x in zip(params.items(), found)}
 
 
 class ClippedSum:
@@ -254,9 +264,13 @@ class ClippedSum:
         factor = 1.0 if self.per_parameter else float(factors[0])
         torch._foreach_add_([self._totals[i] for i in used], dense, alpha=factor)
 
-    def sums(self) -> dict[str, T]:
-        """The clipped sums by name, in the types of the parameters."""
-        return by_name(dict(zip(self.names, self.params)), self._totals)
+    def sums(self, wide: bool = False) -> dict[str, T]:
+        """
+        The clipped sums by name, in the types of the parameters; or in float32 if that
+        is wider: what is rounded before the noise can move by more than was clipped.
+        """
+        params = dict(zip(self.names, self.params))
+        return by_name(params, self._totals, wide=wide)
 
     def _set_norms(self, rows: T | None, norms: T) -> None:
         total = norms.norm(dim=0) if norms.dim() > 1 else norms
@@ -341,6 +355,8 @@ class DenseGrads:
 
 def digest(backprops: T) -> T:
     """``[2, B]``: the norm of each sample's gradient, and a sum of its entries."""
+    if backprops.is_complex():
+        backprops = torch.view_as_real(backprops)
     flat = wide(backprops.flatten(1) if backprops.dim() > 1 else backprops[:, None])
     norm = torch.linalg.vector_norm(flat, dim=1)
     return torch.stack([norm, flat.sum(1) / math.sqrt(max(1, flat.shape[1]))])

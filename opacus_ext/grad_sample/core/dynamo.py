@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, ContextManager, NamedTuple
+import inspect
+from typing import Any, Callable, NamedTuple
 
 import torch
 from torch import nn
@@ -47,9 +48,12 @@ def settings_from(compiler: Any) -> Settings | None:
     return Settings(backend, whole) if found else None
 
 
-def programs(most: int) -> ContextManager:
-    """A block in which torch makes at most so many programs of one function."""
-    return config.patch(recompile_limit=most)
+def compile_whole(function: Callable, backend: Callable, most: int) -> Callable:
+    """Compiles a function as a whole, into at most so many programs."""
+    given: Any = dict(backend=backend, fullgraph=True, dynamic=False)
+    if "recompile_limit" in inspect.signature(torch.compile).parameters:
+        return torch.compile(function, **{**given, "recompile_limit": most})
+    return config.patch(recompile_limit=most)(torch.compile(function, **given))
 
 
 def count_a_frame() -> None:

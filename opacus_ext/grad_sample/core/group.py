@@ -112,6 +112,8 @@ class SampleGroup(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: Any = None
     ) -> Any:
+        if self.eager and saved_tensor_hooks() != self._packing:
+            raise NotAtOnce("activation checkpointing")
         handler = HANDLERS.get(func)
         if handler is not None:
             return handler(self, func, *args, **(kwargs or {}))
@@ -155,7 +157,7 @@ class SampleGroup(TorchFunctionMode):
     def _holds(self, op: Op) -> bool:
         params = [p for p in op.params if p is not None]
         return (
-            any(map(self.is_shared, params))
+            self.is_shared(op.params[0])  # the gradients of others need no data
             and not any(map(is_batched, params))
             and not any(x.is_complex() for x in (*params, *op.data))
             and not all(map(self.is_shared, op.data))  # made of parameters alone
@@ -220,8 +222,6 @@ class SampleGroup(TorchFunctionMode):
         Notes an op's use of parameters, by the first fields of ``ParameterUse``; called
         outside. Gives the op's result ``y [B, *rows, *event]`` as samples see it.
         """
-        if saved_tensor_hooks() != self._packing:
-            raise NotAtOnce("activation checkpointing")
         data = use[3]
         if not y.requires_grad:
             y.requires_grad_()

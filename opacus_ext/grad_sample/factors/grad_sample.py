@@ -30,7 +30,7 @@ from opacus_ext.refused import Refused
 
 T = torch.Tensor
 _CPU_CACHE = 2**22  # bytes worked on at a time by a CPU
-_FEW = 2**23  # multiply-adds that take no longer than sorting rows by index
+_FEW = 2**26  # multiply-adds that take no longer than sorting rows by index
 
 
 class Term:
@@ -143,8 +143,12 @@ class OuterProducts(Term):
         if len(self.dense) > 1:
             width = product(f.shape[2] for f in self.dense)
             table = places.new_zeros(self.batch_size * size, width, dtype=dtype)
-            for keys, group in groups_of(self.dense, places):
-                table[keys] = OuterProducts(*group).materialize(dtype)
+            large = 8 if places.device.type == "cpu" else 128
+            for keys, group in groups_of(self.dense, places, large):
+                into = table[keys] if isinstance(keys, slice) else None
+                found = OuterProducts(*group).materialize(dtype, into)
+                if into is None:
+                    table[keys] = found
         else:
             rows = self.dense[0].to(dtype).flatten(0, 1)
             into = out if leading else None
@@ -532,10 +536,10 @@ def _sum_of(terms: Sequence[Term], shape: torch.Size, size: int) -> GradSample:
 def _square_by_groups(term: OuterProducts) -> T:
     """Squared norms ``[B]``, where rows of one sample and one index meet."""
     places, size = places_of(term.onehot)
-    squares = torch.zeros(term.batch_size, dtype=term.dtype, device=term.device)
+    squares = places.new_zeros(term.batch_size * size, dtype=term.dtype)
     shape = torch.Size(f.shape[2] for f in term.dense)
     for keys, group in groups_of(term.dense, places):
-        each = GradSample(shape, len(keys))
+        each = GradSample(shape, len(group[0]))
         each.add(*group)
-        squares.index_add_(0, keys // size, each.squared_norm().to(squares))
-    return squares
+        squares[keys] = each.squared_norm().to(squares)
+    return squares.view(term.batch_size, size).sum(1)

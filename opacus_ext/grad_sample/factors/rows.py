@@ -208,27 +208,30 @@ def square_of_sums(rows: T, places: T, size: int, batch_size: int) -> T:
     return rows.new_zeros(batch_size).index_add_(0, sample, squares)
 
 
-def groups_of(dense: Sequence[T], places: T) -> Iterator[tuple[T, list[T]]]:
+def groups_of(
+    dense: Sequence[T], places: T, large: int = _LARGE
+) -> Iterator[tuple[T | slice, list[T]]]:
     """
     The rows of each place as a sample of their own: factors ``[groups, rows, width]``,
     padded with zeros, behind their places. Small groups of about one size come
-    together, so that at most half of it is padding however uneven they are.
+    together, so that at most half of it is padding however uneven they are; groups of
+    ``large`` or more rows on average come one by one.
     """
-    flat = [f.flatten(0, 1) for f in dense]
     ranked, order = places.sort(stable=True)
     keys, counts = torch.unique_consecutive(ranked, return_counts=True)
-    starts = counts.cumsum(0) - counts
-    if len(order) >= _LARGE * len(keys):
-        for key, start, count in zip(keys.split(1), starts.tolist(), counts.tolist()):
-            rows = order[start : start + count]
-            yield key, [f.index_select(0, rows)[None] for f in flat]
+    flat = [f.flatten(0, 1).index_select(0, order) for f in dense]
+    if len(order) >= large * len(keys):
+        parts = zip(*(f.split(counts.tolist()) for f in flat))
+        for key, part in zip(keys.tolist(), parts):
+            yield slice(key, key + 1), [f[None] for f in part]
         return
+    starts = counts.cumsum(0) - counts
     level = counts.float().log2().ceil()
     for i in level.unique().tolist():
         chosen = level == i
         step = torch.arange(int(counts[chosen].max()), device=places.device)
         inside = step < counts[chosen, None]
-        rows = order[(starts[chosen, None] + step).clamp(max=len(order) - 1)]
+        rows = (starts[chosen, None] + step).clamp(max=len(order) - 1)
         first, *rest = (
             f.index_select(0, rows.flatten()).view(*rows.shape, -1) for f in flat
         )

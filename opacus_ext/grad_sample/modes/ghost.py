@@ -297,7 +297,7 @@ class Ghost(PrivateMode):
 
     def _give(self, optimizer: Any, total: ClippedSum) -> None:
         self.per_sample_gradient_norms = total.norms
-        sums = dict(zip(optimizer.params, total.sums().values()))
+        sums = dict(zip(optimizer.params, total.sums(wide=True).values()))
         optimizer.take(sums, total.norms)
 
     def _check(self, met: Met, losses: T) -> None:

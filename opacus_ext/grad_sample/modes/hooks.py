@@ -19,6 +19,7 @@ from opacus_ext.refused import Refused
 
 T = torch.Tensor
 
+_LOOK_AT = {8**i for i in range(20)}  # passes: it goes through all of the heap
 # The parameters of all models in this process; a set.
 _known = WeakIdKeyDictionary()
 
@@ -96,7 +97,7 @@ class Recording(PrivateMode):
             Refused: if a parameter used behind the model, or beside it, gets one
         """
         self.passes += 1
-        if self.passes & (self.passes - 1) == 0:  # now and then
+        if self.passes in _LOOK_AT:
             _look_for_parameters()
         own = self.private.names
         inputs = [x for record, _ in self._found for x in record.trained]

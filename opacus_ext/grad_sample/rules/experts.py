@@ -43,12 +43,11 @@ def grouped_linear(x: T, index: T, weight: T) -> T:
     order = index.argsort(stable=True)
     counts = torch.bincount(index, minlength=len(weight) + 1).tolist()
     with torch.autocast(x.device.type, enabled=False):
-        rows = x.to(weight.dtype)[order].split(
-            counts[:-1] + [sum(counts[len(weight) :])]
-        )
+        x = x.to(weight.dtype).index_select(0, order)
+        rows = x.split(counts[:-1] + [sum(counts[len(weight) :])])
         each = [r @ w for r, w in zip(rows, weight.unbind()) if len(r)]
         none = weight.new_zeros(len(rows[-1]), weight.shape[2])
-        return torch.cat([*each, none])[order.argsort()]
+        return torch.cat([*each, none]).index_select(0, order.argsort())
 
 
 @register_rule(grouped_linear)

@@ -88,9 +88,6 @@ _CELLS = {
     "rnn_relu": Cell(lambda x, h: (x.relu(),), lambda x, h: _of_rnn((x > 0).to(x))),
 }
 KERNELS = {getattr(torch._VF, name): cell for name, cell in _CELLS.items()}
-STEPS = {getattr(torch._VF, f"{name}_cell"): cell for name, cell in _CELLS.items()}
-#: By function of torch that gives states ``[layers, B, width]`` or ``[B, width]``.
-MODES: dict[Callable, Cell] = {**KERNELS, **STEPS}
 
 
 # -- over time -------------------------------------------------------------------------
@@ -189,14 +186,3 @@ def kernel(group: Any, func: Callable, *args: Any, **kwargs: Any) -> Any:
             x = F.dropout(x, dropout)
     out = x.transpose(0, 1) if batch_first else x
     return (out, *(torch.stack(y) for y in zip(*last)))
-
-
-@handles(*STEPS)
-def step(group: Any, func: Callable, input: T, hx: Any, *weights: Any) -> Any:
-    """Runs one step, in ops that have rules; inputs' and states' weights in turn."""
-    state, cell = (hx,) if isinstance(hx, T) else tuple(hx), STEPS[func]
-    with group:
-        of_input = F.linear(input, *weights[::2])
-        of_state = F.linear(state[0], *weights[1::2])
-        found = cell.run(*cell.gates(of_input, of_state), *state)
-    return found if len(found) > 1 else found[0]

@@ -22,7 +22,8 @@ class Op(NamedTuple):
     What a rule says of one call.
 
     Attributes:
-        params: the arguments that may be made of parameters; None for one left out
+        params: the arguments that may be made of parameters; None for one left out.
+            Where the first is not trained the rule is not taken: others need no data.
         data: what the factors need beside the gradient, as a sample sees it
         factors: ``(backprops, *data)``, each ``[B, T, *event]``, to one tuple of
             factors for each of ``params``

@@ -18,16 +18,7 @@ from opacus_ext.refused import Refused
 
 def run(args: argparse.Namespace) -> int:
     """Per-sample gradients of a model against single samples; what mixes samples."""
-    path = Path(args.target)
-    if path.is_dir():
-        model, batch, loss = _checkpoint(path, args.batch_size, args.length)
-    elif ":" in args.target:
-        model, batch, loss = _case(args.target)
-    else:
-        raise Refused(
-            f"target {args.target!r} is neither a folder nor module:function.",
-            parameter="target",
-        )
+    model, batch, loss = target_of(args)
     report = check_per_sample_gradients(
         model,
         batch,
@@ -58,6 +49,24 @@ def run(args: argparse.Namespace) -> int:
         for leak in leaks:
             print(f"! {leak}")
     return 0 if report.ok and not leaks else 1
+
+
+def target_of(args: argparse.Namespace) -> Tuple[Any, Any, Any]:
+    """
+    The model, the batch and the loss that a command is given as its target.
+
+    Raises:
+        Refused: if it is neither a folder nor module:function
+    """
+    path = Path(args.target)
+    if path.is_dir():
+        return _checkpoint(path, args.batch_size, args.length)
+    if ":" in args.target:
+        return _case(args.target)
+    raise Refused(
+        f"target {args.target!r} is neither a folder nor module:function.",
+        parameter="target",
+    )
 
 
 def _case(name: str) -> Tuple[Any, Any, Any]:

@@ -18,6 +18,7 @@ EPILOG = {
   opacus-ext measure --text input.txt --out runs.jsonl
   opacus-ext fit runs.jsonl
   opacus-ext check ./my-checkpoint
+  opacus-ext audit ./my-checkpoint
   opacus-ext statement run.pt
 
 Each command tells more: opacus-ext plan --help""",
@@ -63,6 +64,13 @@ Stopped, the same command goes on. The runs are not private in the text.""",
   opacus-ext check my_package.my_module:case    returns model, batch, loss_fn
 
 The status is 0 if every mode is exact, else 1.""",
+    "audit": """examples:
+  opacus-ext audit ./my-checkpoint              a folder of transformers
+  opacus-ext audit my_package.my_module:case    returns model, batch, loss_fn
+  opacus-ext audit my_package.my_module:case --mode ghost --plot audit.png
+
+Single steps are tested with the noise multiplier given, and one short run. The status
+is 0 if nothing contradicts the claims, else 1.""",
     "statement": """examples:
   opacus-ext statement run.pt                   of engine.save_checkpoint
   opacus-ext statement out/checkpoint-500       of PrivateTrainer
@@ -78,6 +86,7 @@ COMMANDS = {
     "measure": "train a grid of small models with noise",
     "fit": "fit a scaling law to measurements",
     "check": "compare per-sample gradients with autograd",
+    "audit": "attack private training, and compare with what it claims",
     "statement": "the privacy statement of a checkpoint",
 }
 
@@ -180,6 +189,7 @@ def build_parser() -> argparse.ArgumentParser:
         ("measure", _measure),
         ("fit", _fit),
         ("check", _check),
+        ("audit", _audit),
         ("statement", _statement),
     ):
         sub = commands.add_parser(
@@ -206,7 +216,7 @@ def parse(argv: Optional[Sequence[str]] = None) -> argparse.Namespace:
 
 def needs_torch(args: argparse.Namespace) -> bool:
     """Whether a command trains or reads a model; a plan does if it is to be timed."""
-    return args.command in ("measure", "check", "statement") or _timed(args)
+    return args.command in ("measure", "check", "audit", "statement") or _timed(args)
 
 
 def _timed(args: argparse.Namespace) -> bool:
@@ -550,6 +560,60 @@ def _check(add: Callable) -> None:
         help="tokens (default 12)",
     )
     add("--float32", action="store_true", help="compare in float32, not in float64")
+
+
+def _audit(add: Callable) -> None:
+    add("target", help="a folder of transformers, or module:function")
+    add("--mode", default="ghost_bk", help="grad_sample_mode (default ghost_bk)")
+    add(
+        "--noise-multiplier",
+        default=0.5,
+        type=_bounded_number(0, above=True),
+        help="of single steps (default 0.5)",
+    )
+    add(
+        "--max-grad-norm",
+        default=1.0,
+        type=_bounded_number(0, above=True),
+        help="C (default 1)",
+    )
+    add(
+        "--trials",
+        default=200,
+        type=_bounded_number(16, whole=True),
+        help="single steps of each of three kinds (default 200)",
+    )
+    add(
+        "--canaries",
+        default=2000,
+        type=_bounded_number(20, whole=True),
+        help="of the run; at most the model's entries (default 2000)",
+    )
+    add(
+        "--delta",
+        default=1e-5,
+        type=_bounded_number(0, 1, above=True),
+        help="of the epsilons (default 1e-5)",
+    )
+    add(
+        "--confidence",
+        default=0.95,
+        type=_bounded_number(0.5, 0.999999),
+        help="of each of both audits (default 0.95)",
+    )
+    add(
+        "--batch-size",
+        default=8,
+        type=_bounded_number(2, 64, whole=True),
+        help="records of a folder's model, random tokens (default 8)",
+    )
+    add(
+        "--length",
+        default=8,
+        type=_bounded_number(2, 512, whole=True),
+        help="of these, in tokens (default 8)",
+    )
+    add("--plot", metavar="FILE", help="a picture of it; takes matplotlib")
 
 
 def _statement(add: Callable) -> None:

@@ -1,0 +1,39 @@
+"""Steps that are counted completely, or not at all."""
+
+from __future__ import annotations
+
+from typing import Any, Callable
+
+
+def record_whole(accountant: Any, record: Callable[[], None]) -> None:
+    """
+    Calls ``record``, which counts a step. If it fails or is interrupted, the history is
+    put back as it was: to count a step, Opacus's accountants take the last entry out
+    and add it again with one more step, so an error in between would lose it.
+
+    Example:
+        >>> from opacus.accountants import RDPAccountant
+        >>> accountant = RDPAccountant()
+        >>> def count():
+        ...     accountant.step(noise_multiplier=1.0, sample_rate=0.1)
+        >>> record_whole(accountant, count)
+        >>> accountant.history
+        [(1.0, 0.1, 1)]
+    """
+    kept = [x for x in ("history", "mechanisms") if hasattr(accountant, x)]
+    before = {name: list(getattr(accountant, name)) for name in kept}
+    try:
+        record()
+    except BaseException:
+        vars(accountant).update(before)
+        raise
+
+
+def count_whole(optimizer: Any, accountant: Any) -> None:
+    """Makes an optimizer's step hook count each step completely, or not at all."""
+    hook = optimizer.step_hook
+
+    def count(optimizer: Any) -> None:
+        record_whole(accountant, lambda: hook(optimizer))
+
+    optimizer.step_hook = count

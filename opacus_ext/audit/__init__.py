@@ -1,0 +1,23 @@
+"""Privacy audits: lower bounds of epsilon by attacks, compared with the claim.
+
+An accountant bounds epsilon from above, provided that the code does what it claims. An
+audit bounds epsilon from below by attacks, and so finds code that does not.
+"""
+
+from opacus_ext.audit.bounds import (
+    at_least,
+    epsilon_one_run,
+    f_dp_p_value,
+    guess,
+    one_run_p_value,
+    repeated_runs,
+)
+from opacus_ext.audit.canaries import (
+    WithCanaries,
+    loss_scores,
+    mislabelled,
+    random_sequences,
+)
+from opacus_ext.audit.report import Audit, Finding, plot
+from opacus_ext.audit.steps import PrivateStep, audit_model, audit_steps
+from opacus_ext.audit.training import audit_scores, audit_training

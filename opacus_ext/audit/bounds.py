@@ -1,0 +1,276 @@
+"""Lower bounds of epsilon, from how often an attacker is right about known coins.
+
+A *trade-off function* ``f`` states a claim: whoever tells two neighboring data sets
+apart with a rate ``a`` of false alarms misses at least a share ``f(a)`` of the members
+(Dong, Roth and Su, 2022). All functions here are symmetric, convex and decreasing. With
+probability ``confidence`` or more, a mechanism that keeps its claim is not refuted.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Callable, NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike
+from scipy.optimize import bisect
+from scipy.special import bdtr, ndtr, ndtri
+from scipy.stats import beta
+
+from opacus_ext.accountants.composition import Composition
+from opacus_ext.refused import Refused
+
+TradeOff = Callable[[float], float]
+
+
+def gaussian_tradeoff(mu: float) -> TradeOff:
+    """
+    The claim of the Gaussian mechanism with noise multiplier ``1 / mu``. Source: Dong,
+    Roth and Su, 2022, definition 2.6.
+
+    Example:
+        >>> f"{gaussian_tradeoff(1.0)(0.1):.3f}"
+        '0.611'
+    """
+    return lambda a: float(ndtr(-ndtri(a) - mu))
+
+
+def approximate_tradeoff(epsilon: float, delta: float) -> TradeOff:
+    """
+    The claim of (epsilon, delta)-DP. Source: Dong, Roth and Su, 2022, proposition 2.5.
+
+    Example:
+        >>> f"{approximate_tradeoff(math.log(3), 0.01)(0.1):.3f}"
+        '0.690'
+    """
+    up = math.exp(epsilon)
+    return lambda a: max(0.0, 1 - delta - up * a, (1 - delta - a) / up)
+
+
+def accounted_tradeoff(accountant: Any) -> TradeOff:
+    """
+    The claim of an accountant (Opacus's or this package's) for the steps it counted:
+    24 pairs (epsilon, delta), all of which hold at once.
+
+    Example:
+        >>> accountant = Composition()
+        >>> accountant.history.append((1.0, 1.0, 1))
+        >>> f"{accounted_tradeoff(accountant)(0.1):.2f}"  # at most 0.611
+        '0.61'
+    """
+    deltas = ndtr(np.linspace(ndtri(1e-8), ndtri(0.9), 24)).tolist()
+    found = [min(700.0, accountant.get_epsilon(delta=delta)) for delta in deltas]
+    claims = [approximate_tradeoff(*pair) for pair in zip(found, deltas)]
+    return lambda a: max(claim(a) for claim in claims)
+
+
+def gaussian_epsilon(mu: float, delta: float) -> float:
+    """
+    The epsilon of the Gaussian mechanism with noise multiplier ``1 / mu``, at most 1 %
+    too small. Source: Balle and Wang, 2018, theorem 8.
+
+    Example:
+        >>> f"{gaussian_epsilon(1.0, 1e-5):.2f}"
+        '4.38'
+    """
+    spent = Composition()
+    spent.history = [(1 / mu, 1.0, 1)] if mu > 0 else []
+    return spent.get_bounds(delta).lower
+
+
+class Rates(NamedTuple):
+    """A lower bound of the rate of true alarms, and an upper one for false alarms."""
+
+    hits: Any
+    alarms: Any
+
+    def epsilon(self, delta: float) -> float:
+        """
+        The least epsilon with ``hits <= e^epsilon alarms + delta`` and ``1 - alarms <=
+        e^epsilon (1 - hits) + delta``. Source: Kairouz, Oh and Viswanath, 2015.
+
+        Example:
+            >>> f"{Rates(0.9, 0.1).epsilon(1e-5):.3f}"
+            '2.197'
+        """
+        up = self.hits - delta, self.alarms
+        down = 1 - self.alarms - delta, 1 - self.hits
+        return max([0.0, *(math.log(a / b) for a, b in (up, down) if a > 0 and b > 0)])
+
+    def mu(self) -> Any:
+        """The least mu >= 0 whose Gaussian trade-off allows these rates."""
+        return np.maximum(0.0, ndtri(self.hits) - ndtri(self.alarms))
+
+    def refute(self, claim: TradeOff) -> bool:
+        """True if no mechanism with this claim has such rates."""
+        return 1 - self.hits < claim(self.alarms)
+
+
+def at_least(alarms: ArrayLike, runs: int, error: float) -> Any:
+    """
+    A lower bound of the rate of alarms, given their number (or an array of numbers) in
+    ``runs`` runs. It is wrong with probability at most ``error``. Source: Clopper and
+    Pearson, 1934.
+
+    Example:
+        >>> f"{at_least(90, 100, 0.025):.3f}"
+        '0.824'
+    """
+    some = np.maximum(alarms, 1)
+    return np.where(np.equal(alarms, 0), 0.0, beta.ppf(error, some, runs - some + 1))
+
+
+def repeated_runs(inside: Any, outside: Any, confidence: float = 0.95) -> Rates:
+    """
+    Bounds of the rates of an attack that raises an alarm if a score reaches a
+    threshold. Half of the runs of each kind choose the threshold, that of the greatest
+    mu. The other half count alarms, since the runs that chose would look too good. Runs
+    may have different canaries: counts of alarms with unequal probabilities spread no
+    more than with equal ones (Hoeffding, 1956). Source: Jagielski, Ullman and Oprea,
+    2020; mu after Nasr et al., 2023.
+
+    Args:
+        inside, outside: scores ``[n]`` of independent runs with the canary, and without
+
+    Raises:
+        Refused: for fewer than 4 runs of a kind
+
+    Example:
+        >>> noise = np.random.default_rng(0).normal(size=(2, 2000))
+        >>> found = repeated_runs(noise[0] + 1, noise[1])
+        >>> f"{found.mu():.2f}", found.refute(gaussian_tradeoff(0.5))
+        ('0.73', True)
+    """
+    if min(np.size(inside), np.size(outside)) < 4:
+        what = f"{np.size(inside)} runs with the canary, {np.size(outside)} without."
+        raise Refused(what, remedy="Some hundred of each kind tell something.")
+    pilots, tests = zip(*(np.array_split(x, 2) for x in (inside, outside)))
+
+    def bounds(runs: Any, thresholds: Any) -> Rates:
+        hits, alarms = (np.greater_equal.outer(x, thresholds).sum(0) for x in runs)
+        inside, outside = map(len, runs)
+        quiet = at_least(outside - alarms, outside, (1 - confidence) / 2)
+        return Rates(at_least(hits, inside, (1 - confidence) / 2), 1 - quiet)
+
+    thresholds = np.unique(np.concatenate(pilots))
+    best = thresholds[np.argmax(bounds(pilots, thresholds).mu())]
+    return Rates(*map(float, bounds(tests, best)))
+
+
+def guess(scores: ArrayLike, included: ArrayLike, guesses: int) -> int:
+    """
+    The number of right guesses: half of them say "in the data", for the highest
+    scores, and the other half "not in the data", for the lowest.
+
+    Args:
+        scores: ``[m]``, computed from what was released and nothing else
+        included: the coins ``[m]``
+        guesses: their number, at most m, chosen before the run
+
+    Example:
+        >>> guess([0.1, 0.9, 0.4, 0.6], [False, True, True, True], 2)
+        2
+    """
+    coins = np.asarray(included, bool)[np.argsort(np.asarray(scores), kind="stable")]
+    low, high = coins[: guesses // 2], coins[len(coins) - (guesses + 1) // 2 :]
+    return int((~low).sum() + high.sum())
+
+
+def one_run_p_value(
+    canaries: int, guesses: int, correct: int, epsilon: float, delta: float
+) -> float:
+    """
+    An upper bound of the probability of so many correct guesses under (epsilon,
+    delta)-DP.
+
+    A fair coin for each of m canaries decides if it is in the data. An attacker who
+    sees the release guesses r of the coins; r is fixed before. With W binomial of r and
+    ``e^epsilon / (1 + e^epsilon)``
+
+        P[correct >= v] <= P[W >= v] + 2 m delta max over i >= 1 of P[v - i <= W < v]/i.
+
+    Source: Steinke, Nasr and Jagielski, 2023, theorem 5.2 as in their appendix D.
+
+    Raises:
+        Refused: unless 0 <= correct <= guesses <= canaries
+
+    Example:
+        >>> f"{one_run_p_value(1000, 100, 90, 1.0, 1e-5):.1e}"
+        '8.4e-04'
+    """
+    _check(canaries, guesses, correct)
+    rate = 1 / (1 + math.exp(-epsilon))
+    i = np.arange(1, correct + 1)
+    below = np.r_[bdtr(np.arange(correct, dtype=float), guesses, rate)[::-1], 0.0]
+    share = ((below[0] - below[1:]) / i).max(initial=0.0)  # P[W < v - i] is below[i]
+    tail = float(bdtr(guesses - correct, guesses, 1 - rate))
+    return min(1.0, tail + 2 * canaries * delta * float(share))
+
+
+def f_dp_p_value(claim: TradeOff, canaries: int, guesses: int, correct: int) -> float:
+    """
+    An upper bound of the probability of so many correct guesses under a claimed
+    trade-off ``f``. Coins and guesses are those of :func:`one_run_p_value`. Let ``P_i``
+    be the probability that at least i of r guesses are right, and A the sum of ``P_j``
+    over j > i. Then
+
+        P_i  >=  (m f(1 - (i P_(i+1) + A) / m) + A) / (r - i).
+
+    Begun at ``P_v = t`` this gives the least ``P_0``; if that is above 1, t is refuted.
+    The least such t is returned, to a relative 1e-3. ``docs/how-to/audit.md`` has the
+    proof. Source: Mahloujifar, Melis and Chaudhuri, 2024: their recursion (with
+    abstention), written for ``P_i``.
+
+    Raises:
+        Refused: unless 0 <= correct <= guesses <= canaries
+
+    Example:
+        >>> f"{f_dp_p_value(gaussian_tradeoff(0.5), 1000, 200, 180):.4f}"
+        '0.0016'
+    """
+    _check(canaries, guesses, correct)
+
+    def refuted(tail: float) -> bool:
+        last, total = tail, tail  # P_(i + 1) and A
+        for i in range(correct - 1, -1, -1):
+            least = claim(1 - min(1.0, (i * last + total) / canaries))
+            last = max(last, (canaries * least + total) / (guesses - i))
+            total += last
+            if last > 1:
+                return True
+        return False
+
+    if not refuted(1.0):
+        return 1.0
+    if refuted(1e-12):
+        return 1e-12
+    least = bisect(lambda x: refuted(math.exp(x)) - 0.5, math.log(1e-12), 0, xtol=1e-3)
+    return min(1.0, math.exp(least + 1e-3))
+
+
+def epsilon_one_run(
+    canaries: int, guesses: int, correct: int, delta: float, confidence: float = 0.95
+) -> float:
+    """
+    The greatest epsilon at ``delta`` that :func:`f_dp_p_value` refutes, to 1e-3; 0 if
+    it refutes none. It holds for any mechanism.
+
+    Raises:
+        Refused: unless 0 <= correct <= guesses <= canaries
+
+    Example:
+        >>> f"{epsilon_one_run(1000, 200, 195, 1e-5):.1f}"
+        '2.9'
+    """
+
+    def excess(epsilon: float) -> float:
+        claim = approximate_tradeoff(epsilon, delta)
+        return f_dp_p_value(claim, canaries, guesses, correct) - (1 - confidence)
+
+    return 0.0 if excess(0.0) > 0 else max(0.0, bisect(excess, 0, 64, xtol=1e-3) - 1e-3)
+
+
+def _check(canaries: int, guesses: int, correct: int) -> None:
+    if not 0 <= correct <= guesses <= canaries:
+        what = f"{correct} right of {guesses} guesses about {canaries} canaries"
+        raise Refused(f"{what} can't be.", parameter="correct")

@@ -1,0 +1,132 @@
+"""Canaries: records whose presence an attacker guesses, and their scores."""
+
+from __future__ import annotations
+
+from itertools import zip_longest
+from typing import Any, Iterable, List, Tuple
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from opacus_ext.checks.subject import LossFn
+from opacus_ext.refused import Refused
+
+
+class WithCanaries(nn.Module):
+    """
+    A model and its loss as one module, with gradient canaries beside the records. The
+    gradient of a canary is zero except for one large entry, which is clipped: no record
+    is easier to detect. Source: Nasr et al., 2023 (white box).
+
+    Args:
+        model: is not copied
+        loss_fn: takes a model and a batch, returns losses ``[B]``
+        count: m canaries, each with an entry of its own; the trainable parameters take
+            turns, while they have entries left
+        norm: of a canary's gradient; take more than the clipping bound
+
+    Raises:
+        Refused: for more canaries than entries
+
+    Example:
+        >>> layer = nn.Linear(2, 3)
+        >>> module = WithCanaries(layer, lambda m, x: m(x).sum(1), 5, norm=100.0)
+        >>> losses = module((torch.tensor([1, -1]), torch.zeros(2, 2)))
+        >>> bool(losses[0] == 100 * module.entries()[1]), module.places
+        (True, [('weight', 2), ('bias', 0), ('weight', 5), ('bias', 2), ('weight', 3)])
+    """
+
+    def __init__(self, model: nn.Module, loss_fn: LossFn, count: int, norm: float):
+        super().__init__()
+        self.model, self.loss_fn, self.norm = model, loss_fn, norm
+        source = torch.Generator().manual_seed(0)
+        orders = []
+        for name, p in model.named_parameters():
+            if p.requires_grad:
+                order = torch.randperm(p.numel(), generator=source)[:count]
+                orders.append([(name, i) for i in order.tolist()])
+        turns = [place for turn in zip_longest(*orders) for place in turn if place]
+        if count > len(turns):
+            what = f"{count} canaries do not fit into {len(turns)} entries."
+            raise Refused(what, parameter="canaries", remedy="Take fewer.")
+        #: Each canary's parameter, and its entry, counted in the flattened parameter.
+        self.places: List[Tuple[str, int]] = turns[:count]
+
+    def forward(self, batch: Tuple[torch.Tensor, Any]) -> torch.Tensor:
+        """Losses ``[B]`` of marks ``[B]`` (a canary's number, or -1) and records."""
+        mark, records = batch
+        values = dict(self.model.named_parameters())
+        losses = self.loss_fn(self.model, records)
+        found = torch.zeros_like(losses)
+        for name in dict.fromkeys(name for name, _ in self.places):
+            places = [place if n == name else -1 for n, place in self.places]
+            place = torch.tensor(places, device=mark.device)[mark.clamp(min=0)]
+            value = values[name].flatten()[place.clamp(min=0)].to(losses.dtype)
+            found = torch.where(place >= 0, value, found)
+        return torch.where(mark >= 0, self.norm * found, losses)
+
+    def entries(self) -> torch.Tensor:
+        """The current values of the canaries' entries ``[m]``."""
+        values = dict(self.model.named_parameters())
+        found = [values[name].detach().flatten()[place] for name, place in self.places]
+        return torch.stack(found).cpu()
+
+
+def marked(records: Any, canaries: Iterable[int] = ()) -> List[Any]:
+    """
+    Samples for :class:`WithCanaries`: first all records (a list of samples, or a tree
+    of tensors ``[B, ...]``), then the canaries with the given numbers.
+    """
+    if not isinstance(records, list):
+        rows = range(len(tree_leaves(records)[0]))
+        records = [tree_map(lambda x: x[i], records) for i in rows]
+    return [*((-1, record) for record in records), *((i, records[0]) for i in canaries)]
+
+
+def mislabelled(labels: torch.Tensor, classes: int, *, seed: int = 0) -> torch.Tensor:
+    """
+    Random labels below ``classes``, all of them wrong, in the shape of ``labels``.
+    Source: Steinke, Nasr and Jagielski, 2023, section 6.
+
+    Example:
+        >>> mislabelled(torch.tensor([0, 1, 0]), 2)
+        tensor([1, 0, 1])
+    """
+    source = torch.Generator().manual_seed(seed)
+    shift = torch.randint(1, classes, labels.shape, generator=source)
+    return (labels + shift) % classes
+
+
+def random_sequences(
+    count: int, length: int, vocabulary: int, *, seed: int = 0
+) -> torch.Tensor:
+    """
+    Canary sequences: random tokens ``[count, length]`` below ``vocabulary``. Source:
+    Carlini et al., 2019, "The Secret Sharer".
+
+    Example:
+        >>> tuple(random_sequences(3, 8, 100).shape)
+        (3, 8)
+    """
+    source = torch.Generator().manual_seed(seed)
+    return torch.randint(vocabulary, (count, length), generator=source)
+
+
+def loss_scores(
+    model: nn.Module, before: nn.Module, loss_fn: LossFn, batch: Any
+) -> np.ndarray:
+    """
+    Scores ``[m]``: by how much training lowered the loss of each canary in a batch.
+    They need only the trained model and the model ``before`` training. Both are put
+    into evaluation mode.
+
+    Example:
+        >>> layer, x = nn.Linear(1, 1), torch.ones(2, 1)
+        >>> loss_scores(layer, layer, lambda m, x: m(x)[:, 0], x).tolist()
+        [0.0, 0.0]
+    """
+    with torch.no_grad():
+        losses = [loss_fn(each.eval(), batch) for each in (before, model)]
+    return (losses[0] - losses[1]).double().cpu().numpy()

@@ -1,0 +1,86 @@
+"""The result of an audit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, List, Mapping, NamedTuple
+
+from opacus_ext.tables import text_table
+
+
+class Finding(NamedTuple):
+    """One test of a claim."""
+
+    test: str  # "sensitivity", "noise", "membership" or "accountant"
+    subject: str
+    claimed: float
+    measured: float
+    unit: str  # of both numbers
+    broken: bool  # the measured number contradicts the claim
+
+
+@dataclass
+class Audit:
+    """
+    The result of an audit; ``str()`` of it is a table.
+
+    Attributes:
+        epsilon: a lower bound at ``delta``; 0 if the attacks found nothing
+        claimed: the epsilon that is claimed at ``delta``
+        confidence: a correct run passes all tests with at least this probability
+        findings: one for each test
+    """
+
+    epsilon: float
+    claimed: float
+    delta: float
+    confidence: float
+    findings: List[Finding]
+
+    @property
+    def broken(self) -> List[Finding]:
+        """The findings that contradict the claim."""
+        return [finding for finding in self.findings if finding.broken]
+
+    @property
+    def ok(self) -> bool:
+        """True if no finding contradicts the claim."""
+        return not self.broken
+
+    def __str__(self) -> str:
+        rows = [
+            [f.test, f.subject, f"{f.claimed:.4g}", f"{f.measured:.4g}", f.unit]
+            + ["BROKEN" if f.broken else "ok"]
+            for f in self.findings
+        ]
+        header = ["test", "of", "claimed", "measured", "in", ""]
+        return (
+            f"{text_table(header, rows, rule=True)}\n"
+            f"epsilon at delta={self.delta:g}: at least {self.epsilon:.3g}, claimed "
+            f"{self.claimed:.3g}; {len(self.broken)} of {len(rows)} tests contradict "
+            f"the claim (confidence {self.confidence:g})"
+        )
+
+
+def plot(audits: Mapping[str, Audit]) -> Any:
+    """
+    A matplotlib figure of the named audits: each lower bound beside its claim.
+
+    Raises:
+        ImportError: without matplotlib; the message says how to install it
+    """
+    try:
+        import matplotlib.pyplot as plt
+    except ImportError as error:
+        what = 'Figures take matplotlib: pip install "opacus_ext[plots]"'
+        raise ImportError(what) from error
+
+    found = list(audits.values())
+    colors = ["C2" if audit.ok else "C3" for audit in found]
+    size = 7, 1.5 + 0.3 * len(found)
+    figure, axis = plt.subplots(figsize=size, layout="constrained")
+    axis.barh(list(audits), [audit.epsilon for audit in found], color=colors)
+    axis.plot([a.claimed for a in found], range(len(found)), "k|", ms=18, mew=2)
+    axis.invert_yaxis()
+    axis.set(xlabel="epsilon: at least (bar), claimed (line)", title="red: refuted")
+    return figure

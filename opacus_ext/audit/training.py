@@ -1,0 +1,126 @@
+"""An audit of one run: loader, steps and accountant together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils._pytree import tree_map
+from torch.utils.data import DataLoader, default_collate
+
+from opacus_ext.audit import bounds
+from opacus_ext.audit import canaries as inserted
+from opacus_ext.audit.report import Audit, Finding
+from opacus_ext.audit.steps import PrivateStep
+from opacus_ext.checks.subject import LossFn
+from opacus_ext.data.sampling import Poisson, Sampling
+from opacus_ext.progress import progress
+
+
+def audit_scores(
+    scores: np.ndarray,
+    included: np.ndarray,
+    accountant: Any,
+    *,
+    delta: float = 1e-5,
+    confidence: float = 0.95,
+) -> Audit:
+    """
+    Tests the claim of an accountant by one run with canaries of yours. A fair coin for
+    each canary decided if it was in the data. The claim must be about data sets of
+    which one has one record more.
+
+    A fifth of the coins are guessed. The number of right guesses is tested by
+    :func:`~opacus_ext.audit.bounds.f_dp_p_value`, and it bounds epsilon from below;
+    each of the two has half the error rate.
+
+    Args:
+        scores: one for each canary ``[m]``, higher if it looks like a member
+        included: their coins ``[m]``
+        accountant: of the run
+
+    Example:
+        >>> from opacus_ext.accountants import PRVBoundsAccountant
+        >>> accountant = PRVBoundsAccountant()
+        >>> accountant.step(noise_multiplier=2.0, sample_rate=1.0)  # is claimed
+        >>> source = np.random.default_rng(0)
+        >>> coins, noise = source.random(2000) < 0.5, source.normal(size=2000)
+        >>> [audit_scores(coins + x * noise, coins, accountant).ok for x in (2.0, 1.0)]
+        [True, False]
+    """
+    level, count = (1 - confidence) / 2, len(scores)
+    guesses = max(2, count // 5)
+    right = bounds.guess(scores, included, guesses)
+    numbers = count, guesses, right
+    p_value = bounds.f_dp_p_value(bounds.accounted_tradeoff(accountant), *numbers)
+    row = f"{right} of {guesses} guesses right", level, p_value, "probability"
+    least = bounds.epsilon_one_run(*numbers, delta, 1 - level)
+    claimed = float(accountant.get_epsilon(delta=delta))
+    findings = [Finding("membership", *row, p_value <= level)]
+    return Audit(least, claimed, delta, confidence, findings)
+
+
+def audit_training(
+    model: torch.nn.Module,
+    loss_fn: LossFn,
+    records: Any,
+    *,
+    canaries: int = 2000,
+    noise_multiplier: float = 4.0,
+    max_grad_norm: float = 1.0,
+    grad_sample_mode: str = "ghost_bk",
+    sampling: Sampling = Poisson(sample_rate=0.9, steps=16),
+    seed: int = 0,
+    **options: Any,
+) -> Audit:
+    """
+    Trains once by SGD, with the loader and the accountant of ``make_private``, on the
+    records and on the gradient canaries that fair coins choose. Then guesses the coins
+    from the final parameters alone (:func:`audit_scores`). The accountant must have
+    counted each step, and must count one on an empty batch.
+
+    Args:
+        model: is copied, and the dropout of the copy set to 0
+        loss_fn: takes a model and a batch, returns losses ``[B]``
+        records: a list of samples of equal shapes, or a tree of tensors ``[B, ...]``
+        seed: of the coins
+        **options: of :func:`audit_scores`
+
+    Raises:
+        Refused: for more canaries than entries
+
+    Example:
+        >>> layer, x = torch.nn.Linear(100, 5), torch.randn(4, 100)
+        >>> found = audit_training(layer, lambda m, x: m(x).sum(1), x, canaries=300)
+        >>> found.ok, found.epsilon < found.claimed
+        (True, True)
+    """
+    whole = inserted.WithCanaries(model, loss_fn, canaries, 100 * max_grad_norm)
+    coins = np.random.default_rng(seed).random(canaries) < 0.5
+    data: Any = inserted.marked(records, np.flatnonzero(coins).tolist())
+    run = PrivateStep(
+        whole,
+        torch.nn.Module.__call__,
+        data[:1],
+        data_loader=DataLoader(data),
+        noise_multiplier=noise_multiplier,
+        max_grad_norm=max_grad_norm,
+        grad_sample_mode=grad_sample_mode,
+        sampling=sampling,
+    )
+    accountant = run.engine.accountant
+
+    def counted(batch: Any) -> int:
+        run.step(batch)
+        return sum(n for *_, n in accountant.history)
+
+    total = [counted(batch) for batch in progress(run.loader, "auditing a run")][-1]
+    scores = (whole.entries() - run.model.entries()).double().numpy()
+    audit = audit_scores(scores, coins, accountant, **options)
+    empty = counted(tree_map(lambda x: x[:0], default_collate(data[:1]))) - total
+    steps = sampling.steps_per_epoch(len(data))
+    for name, n, found in (("run", steps, total), ("empty batch", 1, empty)):
+        row = "accountant", name, n, found, "steps counted", n != found
+        audit.findings.append(Finding(*row))
+    return audit

@@ -1,0 +1,163 @@
+"""Bounds on mechanisms of known epsilon, and on ones with half the noise.
+
+A lower bound may be above the truth in one audit of twenty; with 20 audits more than 5
+would be a chance of 1e-3. The bounds are of coins and normal numbers, not of models.
+"""
+
+import math
+
+import numpy as np
+import pytest
+from scipy.stats import binom
+
+from opacus_ext.audit import bounds
+
+DELTA, AUDITS = 1e-5, 20
+COINS = np.random.default_rng(0)
+
+
+def gaussian(coins, mu):
+    return coins * mu + COINS.normal(size=len(coins))
+
+
+def laplace(coins, epsilon):
+    return coins * epsilon + COINS.laplace(size=len(coins))
+
+
+def randomized_response(coins, epsilon):
+    truth = COINS.random(len(coins)) < 1 / (1 + math.exp(-epsilon))
+    return np.where(truth, coins, ~coins) + 0.001 * COINS.random(len(coins))
+
+
+#: A mechanism, a parameter with half the noise of 1, and the epsilon it has at DELTA.
+MECHANISMS = [
+    pytest.param(gaussian, lambda x: bounds.gaussian_epsilon(x, DELTA), id="gaussian"),
+    pytest.param(laplace, lambda x: x, id="laplace"),
+    pytest.param(randomized_response, lambda x: x, id="randomized response"),
+]
+
+
+def repeated(mechanism, parameter, runs=1000):
+    coins = np.arange(2 * runs) % 2 > 0
+    scores = mechanism(coins, parameter)
+    return bounds.repeated_runs(scores[coins], scores[~coins])
+
+
+def once(mechanism, parameter, canaries=1000, share=0.2):
+    coins = COINS.random(canaries) < 0.5
+    guesses = int(canaries * share)
+    right = bounds.guess(mechanism(coins, parameter), coins, guesses)
+    return canaries, guesses, right
+
+
+@pytest.mark.parametrize("mechanism, epsilon", MECHANISMS)
+def test_no_false_alarms(mechanism, epsilon):
+    """Of each bound; a mechanism of two records alike is refuted by none."""
+    wrong = np.zeros(3)
+    for _ in range(AUDITS):
+        wrong[0] += repeated(mechanism, 1.0).epsilon(DELTA) > epsilon(1.0)
+        found = once(mechanism, 1.0)
+        wrong[1] += bounds.one_run_p_value(*found, epsilon(1.0), DELTA) < 0.05
+        wrong[2] += bounds.epsilon_one_run(*found, DELTA) > epsilon(1.0)
+    assert (wrong <= binom.ppf(0.999, AUDITS, 0.05)).all(), wrong
+
+
+def test_no_false_alarms_of_mu():
+    wrong, claim = np.zeros(2), bounds.gaussian_tradeoff(1.0)
+    for _ in range(AUDITS):
+        wrong[0] += repeated(gaussian, 1.0).mu() > 1.0
+        wrong[1] += bounds.f_dp_p_value(claim, *once(gaussian, 1.0)) < 0.05
+    assert (wrong <= binom.ppf(0.999, AUDITS, 0.05)).all(), wrong
+
+
+@pytest.mark.parametrize("mechanism, epsilon", MECHANISMS[1:])
+def test_half_the_noise_is_caught(mechanism, epsilon):
+    """Power at least 0.9, of the bounds that state no shape."""
+    caught = np.zeros(3)
+    for _ in range(20):
+        caught[0] += repeated(mechanism, 2.0).epsilon(0.0) > epsilon(1.0)
+        found = once(mechanism, 2.0)
+        caught[1] += bounds.one_run_p_value(*found, epsilon(1.0), 0.0) < 0.05
+        caught[2] += bounds.epsilon_one_run(*found, 0.0) > epsilon(1.0)
+    assert (caught >= 18).all(), caught
+
+
+def test_half_the_noise_of_a_gaussian_is_caught():
+    """Where the claim's trade-off is tested: epsilon alone would not tell."""
+    caught, claim = np.zeros(2), bounds.gaussian_tradeoff(1.0)
+    for _ in range(20):
+        caught[0] += repeated(gaussian, 2.0, runs=300).refute(claim)
+        caught[1] += bounds.f_dp_p_value(claim, *once(gaussian, 2.0)) < 0.05
+    assert (caught >= 18).all(), caught
+
+
+def test_rates_are_covered():
+    """By Clopper and Pearson, at all true rates: exactly, by summing over outcomes."""
+    n, hits = 20, np.arange(21)
+    found = bounds.at_least(hits, n, 0.05)
+    for p in np.linspace(0.01, 0.99, 25):
+        assert binom.pmf(hits, n, p)[found > p].sum() <= 0.05 + 1e-12
+    assert found[0] == 0 and (np.diff(found) > 0).all()
+
+
+@pytest.mark.parametrize("m, r, v", [(10, 10, 9), (12, 6, 6), (30, 20, 15)])
+def test_p_values_of_pure_privacy_are_binomial(m, r, v):
+    """With delta 0 the worst is randomized response, and f-DP claims no less."""
+    exact = binom.sf(v - 1, r, 1 / (1 + math.exp(-0.5)))
+    assert bounds.one_run_p_value(m, r, v, 0.5, 0.0) == pytest.approx(exact)
+    claim = bounds.approximate_tradeoff(0.5, 0.0)
+    assert bounds.f_dp_p_value(claim, m, r, v) >= exact * 0.99
+
+
+def test_delta_term():
+    """Beside a sum over its definition, and a mechanism that reaches delta."""
+    m, r, v, epsilon, delta = 50, 20, 16, 1.0, 1e-3
+    w = binom(r, 1 / (1 + math.exp(-epsilon)))
+    share = max((w.cdf(v - 1) - w.cdf(v - i - 1)) / i for i in range(1, v + 1))
+    exact = w.sf(v - 1) + 2 * m * delta * share
+    assert bounds.one_run_p_value(m, r, v, epsilon, delta) == pytest.approx(exact)
+    # All coins are shown with probability delta: N is r then, and guessing elsewhere.
+    shown = delta + (1 - delta) * binom.sf(v - 1, r, 0.5)
+    assert bounds.one_run_p_value(m, r, v, 0.0, delta) >= shown
+    claim = bounds.approximate_tradeoff(0.0, delta)
+    assert bounds.f_dp_p_value(claim, m, r, v) >= shown
+
+
+def test_the_least_total_is_what_a_distribution_reaches():
+    """No distribution of N that obeys all constraints beats the p-value (an LP)."""
+    from scipy.optimize import linprog
+
+    m, r, v, slope = 12, 8, 7, math.exp(0.7)
+    # Two lines bound g of (epsilon, 0): e^epsilon y and 1 - e^-epsilon (1 - y).
+    j = np.arange(r + 1)
+    rows, limits = [], []
+    for i in range(v):
+        left, right = j * (j > i) / m, (r - j) * (j >= i) / m
+        rows += [left - slope * right, left - right / slope]
+        limits += [0.0, 1 - 1 / slope]
+    found = linprog(-1.0 * (j >= v), rows, limits, [np.ones(r + 1)], [1.0])
+    claim = bounds.approximate_tradeoff(0.7, 0.0)
+    assert bounds.f_dp_p_value(claim, m, r, v) == pytest.approx(-found.fun, rel=3e-3)
+
+
+def test_tradeoffs_are_their_own_inverse():
+    from opacus_ext.accountants.composition import Composition
+
+    accountant = Composition()
+    accountant.history.append((1.0, 0.5, 3))
+    for claim in (
+        bounds.gaussian_tradeoff(1.5),
+        bounds.approximate_tradeoff(1.0, 0.1),
+        bounds.accounted_tradeoff(accountant),
+    ):
+        for a in (0.01, 0.2, 0.5, 0.7):
+            assert claim(claim(a)) <= a + 1e-9
+            assert claim(0.0) <= 1 and claim(1.0) == pytest.approx(0, abs=1e-9)
+
+
+@pytest.mark.parametrize("numbers", [(10, 11, 5), (10, 5, 6), (10, 5, -1)])
+def test_what_can_not_be_is_refused(numbers):
+    with pytest.raises(ValueError, match="can't be"):
+        bounds.one_run_p_value(*numbers, 1.0, 0.0)
+    with pytest.raises(ValueError, match="can't be"):
+        bounds.epsilon_one_run(*numbers, 0.0)

@@ -1,0 +1,204 @@
+"""The package's own steps and runs keep their claims; broken ones are caught.
+
+Each broken variant changes one thing in the package, or in what is given to it.
+"""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from opacus_ext import per_sample_grads
+from opacus_ext.audit import audit_model, audit_steps, audit_training
+from opacus_ext.clipping import ClippingFunction
+from opacus_ext.data.sampling import Poisson
+from opacus_ext.optimizers.optimizer import GhostDPOptimizer
+
+
+def loss_fn(model, batch):
+    inputs, targets = batch
+    return F.cross_entropy(model(inputs), targets, reduction="none")
+
+
+@pytest.fixture
+def case():
+    """A model with 2,163 entries, a loss and five records."""
+    model = nn.Sequential(nn.Linear(16, 108), nn.Tanh(), nn.Linear(108, 3))
+    return model, loss_fn, (3 * torch.randn(5, 16), torch.arange(5) % 3)
+
+
+def kinds(audit):
+    return {finding.test for finding in audit.broken}
+
+
+# -- what is right ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["ghost_bk", "ghost", "hooks", "scan"])
+def test_steps_keep_their_claim(mode, case):
+    audit = audit_model(*case, trials=20, confidence=0.999, grad_sample_mode=mode)
+    assert audit.ok, audit
+    assert audit.epsilon < audit.claimed
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("mode", ["ghost_bk", "hooks"])
+def test_a_run_keeps_its_claim(mode, case):
+    audit = audit_training(*case, confidence=0.999, grad_sample_mode=mode)
+    assert audit.ok and 0 < audit.epsilon < audit.claimed, audit
+
+
+# -- what is broken -----------------------------------------------------------------
+
+
+def halve_noise(monkeypatch, where=lambda step, parameter: True):
+    """Half the noise in a step, where a function of its number and a parameter says."""
+    whole, steps = GhostDPOptimizer.add_noise, []
+
+    def add_noise(self):
+        sums = [p.summed_grad.clone() for p in self.params]
+        whole(self)
+        steps.append(1)
+        for i, (p, total) in enumerate(zip(self.params, sums)):
+            if where(len(steps), i):
+                p.grad = (p.grad + total.view_as(p)) / 2
+
+    monkeypatch.setattr(GhostDPOptimizer, "add_noise", add_noise)
+
+
+def noise_halved_in_one_parameter(monkeypatch):
+    halve_noise(monkeypatch, lambda step, parameter: parameter == 1)
+
+
+def noise_once_too_small(monkeypatch):
+    halve_noise(monkeypatch, lambda step, parameter: step == 50)
+
+
+def a_stale_norm(monkeypatch):
+    whole, last = ClippingFunction.__call__, []
+
+    def call(self, norms):
+        last.append(norms)
+        old = last[-2] if len(last) > 1 and len(last[-2]) == len(norms) else norms
+        return whole(self, old)
+
+    monkeypatch.setattr(ClippingFunction, "__call__", call)
+
+
+def a_batch_of_one(monkeypatch):
+    whole = ClippingFunction.__call__
+
+    def call(self, norms):
+        return torch.ones_like(norms) if len(norms) == 1 else whole(self, norms)
+
+    monkeypatch.setattr(ClippingFunction, "__call__", call)
+
+
+def a_number_of_the_batch(monkeypatch):
+    """Factors divided by how many samples there are, as a mean would be."""
+    whole = ClippingFunction.__call__
+
+    def call(self, norms):
+        return whole(self, norms) * 8 / max(1, len(norms))
+
+    monkeypatch.setattr(ClippingFunction, "__call__", call)
+
+
+@pytest.mark.parametrize(
+    "broken, test",
+    [
+        (noise_halved_in_one_parameter, "noise"),
+        (noise_once_too_small, "noise"),
+        (a_stale_norm, "sensitivity"),
+        (a_batch_of_one, "sensitivity"),
+        (a_number_of_the_batch, "sensitivity"),
+    ],
+    ids=lambda x: getattr(x, "__name__", x),
+)
+def test_a_broken_step_is_caught(broken, test, case, monkeypatch):
+    broken(monkeypatch)
+    audit = audit_model(*case, trials=20, confidence=0.999)
+    assert test in kinds(audit), audit
+
+
+def test_a_padded_length_that_leaks_is_caught():
+    """A mean over a length that the longest record gives."""
+
+    def collate(records):
+        longest = max(len(record) for record in records)
+        return torch.stack([F.pad(r, (0, longest - len(r))) for r in records])
+
+    records = [torch.randn(n) for n in (3, 4, 9)]
+    model = nn.Conv1d(1, 8, 3, padding=1)
+
+    def mean(model, batch):
+        return 9 * model(batch[:, None]).square().flatten(1).mean(1)
+
+    audit = audit_model(model, mean, records, collate=collate, trials=16)
+    assert "sensitivity" in kinds(audit), audit
+
+
+def test_a_shared_parameter_that_counts_once_is_caught():
+    """As where the norm of the last use alone is taken for that of all."""
+    ids = torch.randint(8, (5, 4))
+    one, two = (torch.randn(8, 6, requires_grad=True) for _ in range(2))
+    with torch.no_grad():
+        two.copy_(one)
+
+    def loss(ids):
+        return 9 * F.cross_entropy((one[ids] @ two.T)[0], ids[0])
+
+    def exact(records):
+        if not len(records):
+            return torch.zeros(48)
+        uses = per_sample_grads(loss, {"one": one, "two": two}, torch.stack(records))
+        both = uses.grads["one"] + uses.grads["two"]
+        norms = uses.grads["two"].flatten(1).norm(dim=1)
+        return torch.einsum("b,bij->ij", (1 / norms).clamp(max=1), both).flatten()
+
+    audit = audit_steps(
+        lambda records: exact(records) + 0.5 * torch.randn(48),
+        exact,
+        {"a record": [([*ids[:i], *ids[i + 1 :]], ids[i]) for i in range(5)]},
+        noise_multiplier=0.5,
+        trials=50,
+    )
+    assert kinds(audit) == {"sensitivity"}, audit
+
+
+@dataclass(frozen=True)
+class Twice(Poisson):
+    """Draws each record twice."""
+
+    def draw(self, records, generator, step=0):
+        return super().draw(records, generator, step).repeat(2)
+
+
+@pytest.mark.thorough
+def test_a_sampler_that_repeats_is_caught(case):
+    audit = audit_training(*case, sampling=Twice(sample_rate=0.9, steps=16))
+    assert "membership" in kinds(audit), audit
+
+
+@pytest.mark.thorough
+def test_half_the_noise_of_a_run_is_caught(case, monkeypatch):
+    """By what is released alone."""
+    halve_noise(monkeypatch)
+    audit = audit_training(*case)
+    assert kinds(audit) == {"membership"}, audit
+
+
+@pytest.mark.thorough
+def test_an_accountant_that_forgets_empty_batches_is_caught(case, monkeypatch):
+    """What was clipped in a step is known when it is counted."""
+    whole = Poisson.hook
+
+    def hook(self, accountant, records):
+        record = whole(self, accountant, records)
+        return lambda optimizer: sum(map(len, optimizer.norms)) and record(optimizer)
+
+    monkeypatch.setattr(Poisson, "hook", hook)
+    audit = audit_training(*case, canaries=100)
+    assert kinds(audit) == {"accountant"}, audit

@@ -1,0 +1,320 @@
+"""Random training loops; each step is compared with every sample alone.
+
+Other events of a loop (evaluation, an abandoned batch, an exception, a second run, a
+checkpoint) must not change the next clipped sum.
+"""
+
+import copy
+import random
+import tempfile
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Dict, Optional
+
+import torch
+from torch import nn
+
+from opacus_ext import Refused
+from tests.adapter.common import EVERY_MODE
+from tests.common import (
+    CLIPPINGS,
+    Private,
+    assert_same,
+    clipped_sum,
+    half_clipped,
+    make_private,
+    norms_of,
+    oracle,
+    trainable,
+)
+from tests.fuzz.programs import Batch, Program, batch_of, batched, loss_of
+
+HUGE, TINY = 1e6, 1e-9  # norms beyond which no digits are left to compare
+
+
+class Unfit(Exception):
+    """A program that nobody would train."""
+
+
+class Stop(Exception):
+    """An exception of user code in the middle of a step."""
+
+
+@dataclass
+class Failure:
+    """
+    Attributes:
+        seed: makes the case again
+        kind: "wrong", "crash" or "refused"
+        what: the case in words
+        error: its message
+    """
+
+    seed: int
+    kind: str
+    what: str
+    error: str
+
+
+class Case:
+    """A program, a mode and a loop, all made from one number."""
+
+    def __init__(self, seed: int):
+        self.seed, self.rng = seed, random.Random(seed)
+        torch.manual_seed(seed)
+        rng = self.rng
+        self.clean = Program(rng)
+        self.size = rng.randint(1, 5)  # expected samples of a batch
+        self.mode, self.wrap = rng.choice(EVERY_MODE), rng.random() < 0.7
+        self.clipping = rng.choice(CLIPPINGS)
+        self.shared = "table" in self.clean.inputs and rng.random() < 0.7
+        self.compiled = rng.random() < 0.04
+        self.events = ["step"] + rng.choices(
+            list(EVENTS), [weight for _, weight in EVENTS.values()], k=rng.randint(2, 6)
+        )
+        self.bound = self._bound()
+
+    def describe(self) -> str:
+        return (
+            f"{self.clean.describe()}; mode {self.mode}, wrap {self.wrap}, "
+            f"{self.clipping}, expected batch {self.size}, compiled {self.compiled}, "
+            f"shared named {self.shared}; loop {self.events}"
+        )
+
+    @property
+    def refusable(self) -> bool:
+        """True if it may be refused: for state, or a table that could be samples."""
+        unnamed = "table" in self.clean.inputs and not self.shared
+        return self.clean.refusable or unnamed
+
+    @property
+    def module(self) -> nn.Module:
+        """The module that a checkpoint is made of."""
+        return self.private.handle if self.wrap else self.model
+
+    def batch(self, size: Optional[int] = None) -> Batch:
+        size = self.rng.randint(1, 5) if size is None else size
+        return batch_of(self.clean, self.rng, size)
+
+    def grads(self, batch: Batch, model: Optional[nn.Module] = None) -> Dict[str, Any]:
+        """The oracle's gradients, with the current weights."""
+        fresh = copy.deepcopy(self.clean)
+        if model is not None:
+            fresh.load_state_dict(model.state_dict())
+        try:
+            grads = oracle(fresh, batch, loss_of, batched(self.clean))
+        except Exception as error:
+            raise Unfit(f"{type(error).__name__}: {error}") from error
+        norms = norms_of(grads)
+        if not bool((norms < HUGE).all()):
+            raise Unfit("large or not finite")
+        return {n: g if g.is_complex() else g.double() for n, g in grads.items()}
+
+    def _bound(self) -> Any:
+        grads = self.grads(self.batch(max(self.size, 2)))
+        if not grads or not any(bool((g != 0).any()) for g in grads.values()):
+            raise Unfit("nothing is trained")
+        bounds = [half_clipped({n: g}) for n, g in grads.items()]
+        if min(bounds) < TINY:
+            raise Unfit("gradients that are zero but for rounding")
+        return bounds if self.clipping == "per_layer" else half_clipped(grads)
+
+    def _private(self, model: nn.Module) -> Private:
+        given = dict(shared=["table"]) if self.shared else {}
+        private = make_private(
+            model,
+            self.mode,
+            self.wrap,
+            batch_size=self.size,
+            max_grad_norm=self.bound,
+            clipping=self.clipping,
+            lr=0.05,
+            **given,
+        )
+        self.model = model
+        if self.compiled:
+            private.module = torch.compile(private.module, backend="eager")
+        return private
+
+    def run(self) -> None:
+        self.private = self._private(copy.deepcopy(self.clean))
+        for number, name in enumerate(self.events):
+            try:
+                EVENTS[name][0](self)
+            except AssertionError as error:
+                raise AssertionError(f"event {number}, {name}: {error}") from error
+
+    def look(self, expected: Dict[str, torch.Tensor]) -> None:
+        found = {n: p.grad * self.size for n, p in trainable(self.model).items()}
+        assert_same(found, expected, 2e-4 if self.clean.single else 1e-8)
+
+    def expect(self, batch: Batch) -> Dict[str, torch.Tensor]:
+        return clipped_sum(self.grads(batch, self.model), self.clipping, self.bound)
+
+
+# -- events of a loop ------------------------------------------------------------------
+
+
+def step(case: Case, size: Optional[int] = None) -> None:
+    batch = case.batch(size)
+    expected = case.expect(batch)
+    case.private.step(batch, loss_of)
+    case.look(expected)
+
+
+def parts(case: Case) -> None:
+    """A logical batch in several physical ones."""
+    batches = [case.batch() for _ in range(case.rng.randint(2, 3))]
+    every = [case.expect(b) for b in batches]
+    for number, batch in enumerate(batches, 1):
+        case.private.optimizer.signal_skip_step(number < len(batches))
+        case.private.step(batch, loss_of)
+    case.look({n: sum(e[n] for e in every) for n in every[0]})
+
+
+def evaluates(case: Case) -> None:
+    """A batch in evaluation mode, and one without gradients in training mode."""
+    case.private.module.eval()
+    with torch.no_grad():
+        loss_of(case.private.module, case.batch())
+    case.private.module.train()
+    with torch.no_grad():
+        loss_of(case.private.module, case.batch())
+
+
+def leaves(case: Case) -> None:
+    """A forward without a backward pass, and a backward pass without a step."""
+    loss_of(case.private.module, case.batch())
+    case.private.optimizer.zero_grad()
+    case.private.backward(case.batch(), loss_of)
+    case.private.optimizer.zero_grad()
+
+
+def breaks(case: Case) -> None:
+    """User code raises between the forward and the backward pass."""
+
+    def raises(model, batch):
+        loss_of(model, batch)
+        raise Stop
+
+    try:
+        case.private.step(case.batch(), raises)
+    except Stop:
+        pass
+
+
+def breaks_inside(case: Case) -> None:
+    """The model raises within its forward."""
+
+    def stop(module, args, output):
+        raise Stop
+
+    steps = list(case.model.steps.values())
+    handle = steps[-1].register_forward_hook(stop)
+    try:
+        case.private.step(case.batch(), loss_of)
+    except Stop:
+        pass
+    handle.remove()
+
+
+def second_run(case: Case) -> None:
+    """Another private model is trained in between."""
+    first, model = case.private, case.model
+    case.private = case._private(copy.deepcopy(case.clean))
+    step(case)
+    case.private, case.model = first, model
+
+
+def between(case: Case) -> None:
+    """The step of another model between a forward and its backward pass."""
+    batch = case.batch()
+    expected = case.expect(batch)
+    first, model = case.private, case.model
+    first.optimizer.zero_grad()
+
+    def interrupted(module, given):
+        found = loss_of(module, given)
+        second_run(case)
+        return found
+
+    first.backward(batch, interrupted)
+    first.optimizer.step()
+    case.private, case.model = first, model
+    case.look(expected)
+
+
+def resumes(case: Case) -> None:
+    """New objects resume from a checkpoint."""
+    old = case.private
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "checkpoint.pt"
+        old.engine.save_checkpoint(
+            path=path, module=case.module, optimizer=old.optimizer
+        )
+        model = copy.deepcopy(case.clean)
+        with torch.no_grad():
+            for p in trainable(model).values():
+                p.add_(1)
+        case.private = case._private(model)
+        case.private.engine.load_checkpoint(
+            path=path, module=case.module, optimizer=case.private.optimizer
+        )
+
+
+def keeps_gradients(case: Case) -> None:
+    """Gradients are set to zero instead of None."""
+    case.private.optimizer.zero_grad(set_to_none=False)
+
+
+def loads(case: Case) -> None:
+    """Weights from elsewhere."""
+    state = {n: 0.9 * x for n, x in case.model.state_dict().items()}
+    case.model.load_state_dict(state)
+
+
+EVENTS: Dict[str, Any] = {
+    "step": (step, 8),
+    "empty": (lambda case: step(case, 0), 1),
+    "of one": (lambda case: step(case, 1), 1),
+    "parts": (parts, 2),
+    "evaluates": (evaluates, 1),
+    "leaves": (leaves, 1),
+    "breaks": (breaks, 1),
+    "breaks inside": (breaks_inside, 1),
+    "second run": (second_run, 1),
+    "between": (between, 1),
+    "resumes": (resumes, 1),
+    "keeps gradients": (keeps_gradients, 1),
+    "loads": (loads, 1),
+}
+
+
+def attempt(seed: int, compiles: bool = True) -> Any:
+    """A :class:`Failure`, None, or "unfit"; ``compiles=False`` is quicker."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            case = Case(seed)
+        except Unfit:
+            return "unfit"
+        case.compiled &= compiles
+        return _run(case)
+
+
+def _run(case: Case) -> Any:
+    seed, what = case.seed, case.describe()
+    try:
+        case.run()
+    except Unfit:
+        return "unfit"
+    except AssertionError as error:
+        return Failure(seed, "wrong", what, str(error))
+    except Refused as error:
+        if case.refusable or "it can't be told which" in str(error):
+            return None
+        return Failure(seed, "refused", what, str(error)[:600])
+    except Exception as error:
+        return Failure(seed, "crash", what, f"{type(error).__name__}: {error}"[:600])
+    return None

@@ -1,0 +1,93 @@
+"""One record moves the release of its batch by at most the bound, and no other one.
+
+"make test" searches some of the settings, "make test-thorough" the others, and the test
+marked slow searches all of them with many more pairs.
+"""
+
+import pytest
+import torch
+
+from tests.neighbors.cases import COMPILED, SETTINGS, setting
+from tests.neighbors.search import search
+
+PAIRS = 10
+MANY = 200
+EVERY = 7  # one setting in so many is quick; with six modes all of them take turns
+# In these modes each private model looks once through all objects of the process.
+SLOW_TO_START = ("hooks", "functorch")
+
+
+def chosen(settings):
+    """Marks all settings as thorough, but for a few quick ones."""
+    found = []
+    for number, one in enumerate(settings):
+        quick = number % EVERY == 0 and one.mode not in SLOW_TO_START
+        marks = [] if quick or not number else [pytest.mark.thorough]
+        found.append(pytest.param(one, marks=marks, id=one.label))
+    return found
+
+
+def look(found, one, moves=True):
+    assert found.sound, f"{one.label}: {found}"
+    assert bool(found.refusals) == one.refused, f"{one.label}: {found}"
+    if moves:  # or the search would not be one
+        assert found.own > 0.3, f"{one.label}: {found}"
+
+
+@pytest.mark.parametrize("one", chosen(SETTINGS))
+def test_one_record(one):
+    look(search(one, PAIRS), one, one.loop is None)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("one", COMPILED, ids=lambda one: one.label)
+def test_one_record_compiled(one):
+    torch._dynamo.reset()
+    look(search(one, PAIRS), one)
+    torch._dynamo.reset()
+
+
+@pytest.mark.thorough
+def test_one_record_compiled_by_inductor():
+    torch._dynamo.reset()
+    one = setting("rows", backend="inductor")
+    look(search(one, 5), one)
+    torch._dynamo.reset()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("one", SETTINGS, ids=lambda one: one.label)
+def test_one_record_of_many_pairs(one):
+    look(search(one, MANY, seed=1000), one)
+
+
+def test_there_are_enough_pairs():
+    assert PAIRS * len(SETTINGS) >= 1000
+
+
+# -- the search itself, on leaks that nothing refuses (docs/explanation/unseen.md) -----
+
+KEPT = [0.0]
+
+
+def mixing(model, batch):
+    """A loss in which each sample's value depends on all others."""
+    y = model(*batch).flatten(1)
+    return y.square().sum(1) * (1 + y.detach().abs().mean())
+
+
+def remembering(model, batch):
+    """State in a global, which no module holds."""
+    (x,) = batch
+    loss = model(x + KEPT[0]).square().sum(1)
+    KEPT[0] = float(x.nan_to_num(0, 0, 0).sum())
+    return loss
+
+
+@pytest.mark.parametrize("loss", [mixing, remembering])
+def test_what_the_search_finds(loss):
+    one = setting("rows", mode="hooks")
+    one.loss = loss
+    found = search(one, 4)
+    assert not found.sound, str(found)
+    assert (found.own > 1) or (loss is remembering and found.other > 0.1)
