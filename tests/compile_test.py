@@ -446,7 +446,7 @@ def beside(build, batches, loss_fn, amp=False, track=False, tol=1e-6):
         want, got = ({n: p.grad for n, p in trainable(m).items()} for m in models)
         assert_same(got, want, tol, "ghost_bk")
         for private in privates:
-            torch.manual_seed(i)
+            private.optimizer.generator = torch.Generator().manual_seed(i)
             private.optimizer.step()
     return models[1], told
 
