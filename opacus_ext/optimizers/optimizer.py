@@ -548,7 +548,7 @@ class HooksDPOptimizer(_ClippingOptimizer, DPOptimizer):
             }
             total.add_samples(samples)
         self.norms.append(total.norms)
-        for p, grad in zip(params, total.sums(wide=True).values()):
+        for p, grad in zip(params, total.sums().values()):
             p.summed_grad = grad if p.summed_grad is None else p.summed_grad.add_(grad)
             _mark_as_processed(p.grad_sample)
 

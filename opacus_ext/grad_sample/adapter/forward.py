@@ -61,8 +61,8 @@ _NO_DATA = (torch.dtype, torch.device)  # kinds of values that do not tell of da
 class ModelGroup(SampleGroup):
     """Samples of a private model that run at once."""
 
-    def __init__(self, model: PrivateModel, size: int, attached: bool):
-        super().__init__(model.params.values(), size, attached)
+    def __init__(self, model: PrivateModel, size: int):
+        super().__init__(model.params.values(), size)
         self.model, self.notes = model, Notes()
 
     def __torch_function__(
@@ -90,7 +90,6 @@ class PrivateModel:
     Args:
         batch_first, take, shared: as given to make_private
         one_by_one: whether none run at once
-        attached: whether gradients of whole groups will be asked for as well
 
     Attributes:
         backward: called with a record and the gradients of its outputs by an ordinary
@@ -107,11 +106,10 @@ class PrivateModel:
         take: Callable[[Any, int], Any] | None = None,
         shared: Sequence[str] = (),
         one_by_one: bool = False,
-        attached: bool = False,
     ):
         self.module = module
         self.batch_dim = 0 if batch_first else 1
-        self.one_by_one, self.attached = one_by_one, attached
+        self.one_by_one = one_by_one
         self.enabled, self.running, self.compiles = True, False, False
         self.names = {p: n for n, p in module.named_parameters()}
         self.inputs = InputReader(module, self.tried, self.batch_dim, take, shared)
@@ -179,7 +177,7 @@ class PrivateModel:
 
     def group(self, size: int) -> ModelGroup:
         """A new group, in which some samples run at once."""
-        return ModelGroup(self, size, self.attached)
+        return ModelGroup(self, size)
 
     def run(self, forward: ForwardRecord) -> None:
         """Runs the samples of a forward pass."""

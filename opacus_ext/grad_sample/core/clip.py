@@ -15,7 +15,6 @@ import torch
 from opacus_ext.grad_sample.core.gradients import (
     SMALL,
     GradSamples,
-    ParameterUse,
     gradients_of_group,
 )
 from opacus_ext.grad_sample.factors import GradSample, wide, workspace
@@ -115,6 +114,10 @@ class GroupNorms:
                 found[i] = self.samples[id(p)].weighted_sum(own.to(p.device))
         return found
 
+    def rows_of(self, p: T) -> slice | None:
+        """Which samples have gradients of a parameter; None if they count nowhere."""
+        return slice(None) if any(p is q for q in self.params) else None
+
 
 def clipping_factors(
     clipping: Callable[[T], T], norms: T, scale: Any, bad: T | None
@@ -152,16 +155,15 @@ def norms_and_sums(
     return norms, group.weighted_sums(clipping_factors(clipping, norms, scale, bad))
 
 
-def by_name(
-    params: dict[str, T], found: Sequence[T | None], *size: int, wide: bool = False
-) -> dict[str, T]:
-    """``[*size, *shape]`` by name, in the types of the parameters; None is zero."""
+def sums_by_name(params: dict[str, T], found: Sequence[T | None]) -> dict[str, T]:
+    """
+    Sums by name, in float32 or wider: one rounded to bfloat16 before it gets noise can
+    move by more than was clipped. None is zero.
+    """
 
     def of(p: T, x: T | None) -> T:
-        dtype = torch.promote_types(p.dtype, torch.float32) if wide else p.dtype
-        if x is None:
-            return p.new_zeros((*size, *p.shape), dtype=dtype)
-        return x.to(p.device, dtype)
+        dtype = torch.promote_types(p.dtype, torch.float32)
+        return p.new_zeros(p.shape, dtype=dtype) if x is None else x.to(p.device, dtype)
 
     return {name: of(p, x) for (name, p), x in zip(params.items(), found)}
 
@@ -214,10 +216,6 @@ class ClippedSum:
         """New norms for a group of this size; see :class:`GroupNorms`."""
         return GroupNorms(self.params, size, self.per_parameter, keep)
 
-    def factors_of(self, use: ParameterUse | None, factors: T) -> T:
-        """The factors of a use's samples, or of the group's if ``use`` is None."""
-        return factors
-
     def add_samples(self, samples: GradSamples) -> None:
         """Adds the gradients of all samples."""
         norms = GroupNorms(self.params, len(self.norms), self.per_parameter)
@@ -264,13 +262,9 @@ class ClippedSum:
         factor = 1.0 if self.per_parameter else float(factors[0])
         torch._foreach_add_([self._totals[i] for i in used], dense, alpha=factor)
 
-    def sums(self, wide: bool = False) -> dict[str, T]:
-        """
-        The clipped sums by name, in the types of the parameters; or in float32 if that
-        is wider: what is rounded before the noise can move by more than was clipped.
-        """
-        params = dict(zip(self.names, self.params))
-        return by_name(params, self._totals, wide=wide)
+    def sums(self) -> dict[str, T]:
+        """The clipped sums by name."""
+        return sums_by_name(dict(zip(self.names, self.params)), self._totals)
 
     def _set_norms(self, rows: T | None, norms: T) -> None:
         total = norms.norm(dim=0) if norms.dim() > 1 else norms
@@ -350,7 +344,12 @@ class DenseGrads:
 
     def grads(self) -> dict[str, T]:
         """The gradients by name, in the types of the parameters."""
-        return by_name(self.params, [*map(self._found.get, self.params)], self.size)
+        found = {}
+        for name, p in self.params.items():
+            rows = self._found.get(name)
+            none = p.new_zeros(self.size, *p.shape) if rows is None else rows
+            found[name] = none.to(p.device, p.dtype)
+        return found
 
 
 def digest(backprops: T) -> T:

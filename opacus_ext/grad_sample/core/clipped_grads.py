@@ -13,8 +13,8 @@ from opacus_ext.grad_sample.core.clip import (
     ClippedSum,
     DenseGrads,
     GroupNorms,
-    by_name,
     norms_and_sums,
+    sums_by_name,
 )
 from opacus_ext.grad_sample.core.gradients import gradients_alone, no_autocast
 from opacus_ext.grad_sample.core.group import SampleGroup
@@ -38,7 +38,8 @@ class ClippedGrads(NamedTuple):
     What :func:`clipped_grads` returns.
 
     Attributes:
-        sums: by name, the sum over samples of the clipped gradients ``[*shape]``
+        sums: by name, the sum over samples of the clipped gradients ``[*shape]``, in
+            float32 or wider
         norms: of the samples' gradients over all parameters, before clipping ``[B]``
         losses: ``[B]``, detached
         aux: what the loss returned beside itself, ``[B, ...]``, detached; None if
@@ -112,7 +113,8 @@ def clipped_grads(
                                       warning; ``on_nonfinite="raise"`` refuses
     a branch on data                  the samples are split by their answers
     what vmap can't run               one by one, with one warning that says what
-    bfloat16, float16                 norms in float32; sums in the parameter's type
+    bfloat16, float16                 norms and sums in float32: noise is added before
+                                      they are rounded
     a complex parameter               refused; complex activations are exact
     random numbers in the loss        drawn for each sample by itself
     a loss that keeps state           not seen: the caller vouches for that
@@ -335,7 +337,7 @@ def _clipped_traced(
         norms, sums = norms_and_sums(group, clipping)
         norms = norms.norm(dim=0) if norms.dim() > 1 else norms
     found = tree_unflatten(aux, specs[0]) if aux else None
-    return ClippedGrads(by_name(params, sums), norms, losses, found)
+    return ClippedGrads(sums_by_name(params, sums), norms, losses, found)
 
 
 # By the first parameter, losses whose samples run one by one as vmap can't run them.

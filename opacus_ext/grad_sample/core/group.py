@@ -46,22 +46,18 @@ class BranchesDiffer(Exception):
 
 
 class SampleGroup(TorchFunctionMode):
-    """
-    Samples that run at once; it notes each use of the parameters ``params``. With
-    ``attached``, gradients summed over the group can be asked for as well.
-    """
+    """Samples that run at once; it notes each use of the parameters ``params``."""
 
     eager = True  # whether code can step out of vmap
     is_batched = staticmethod(is_batched)
 
-    def __init__(self, params: Iterable[T], size: int, attached: bool = False):
+    def __init__(self, params: Iterable[T], size: int):
         super().__init__()
         self.params = {id(p) for p in params}
-        self.size, self.attached = size, attached
+        self.size = size
         self.uses: list[ParameterUse] = []
         self.told_data = False  # whether the code was told a number of the data
         self._values: dict[int, ParameterValue] = {}
-        self._earlier: list[ParameterValue] = []  # of tensors changed in place since
         self._copies: dict[int, T] = {}
         self.level = Level(size)
         self.wrap = self.level.wrap
@@ -173,12 +169,7 @@ class SampleGroup(TorchFunctionMode):
         """What is known of a parameter, or of what is computed from parameters."""
         found = self._values.get(id(x))
         if found is None or found.version != x._version:
-            if found is not None:
-                self._earlier.append(found)
             found = self._values[id(x)] = ParameterValue(x)
-            if self.attached:
-                with self.outside():
-                    found.shared.requires_grad_()
         return found
 
     def by_rule(self, func: Callable, op: Op, args: tuple, kwargs: dict) -> T:
@@ -241,7 +232,7 @@ class SampleGroup(TorchFunctionMode):
         called outside. ``samples`` says which of ``size`` samples they are.
         """
         inner = copy.copy(self)
-        SampleGroup.__init__(inner, (), len(given[0]), self.attached)
+        SampleGroup.__init__(inner, (), len(given[0]))
         inner.params = self.params
         with inner.level:
             wrapped = [inner.wrap(x) for x in given]
@@ -249,17 +240,12 @@ class SampleGroup(TorchFunctionMode):
                 y = run(*wrapped)
             y = inner.inner(y)
         self.uses += [x._replace(size=size, samples=samples) for x in inner.uses]
-        self._earlier += inner.values()
         self.told_data |= inner.told_data
         return y
 
     def forget(self) -> None:
         """Drops the copies that samples see, after the run."""
         self._copies.clear()
-
-    def values(self) -> list[ParameterValue]:
-        """All parameters, and values computed from them, that have met data."""
-        return [*self._values.values(), *self._earlier]
 
 
 def _any_batched(args: Iterable) -> bool:

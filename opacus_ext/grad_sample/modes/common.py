@@ -43,7 +43,6 @@ class PrivateMode:
 
     private: PrivateModel
     plain_backward: Callable[[ForwardRecord, Any], list[Any]]  # see PrivateModel
-    attached = False  # whether gradients of whole groups are asked for as well
     one_by_one = False  # whether no samples run at once
     compiles = False  # whether what torch.compile was used on is compiled
 
@@ -70,7 +69,6 @@ class PrivateMode:
             module,
             batch_first,
             one_by_one=self.one_by_one,
-            attached=self.attached,
             **given,
         )
         self.private.check_hooks()

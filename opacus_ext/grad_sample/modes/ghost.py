@@ -221,7 +221,7 @@ class ClippedCriterion(stock.DPLossFastGradientClipping):
 class Ghost(PrivateMode):
     """Mode "ghost", and what it shares with the modes that leave clipped sums."""
 
-    attached = compiles = True
+    compiles = True
     sum_of: type = TwoPassSum
     calls = 0  # of backward(), with several samples
 
@@ -297,7 +297,7 @@ class Ghost(PrivateMode):
 
     def _give(self, optimizer: Any, total: ClippedSum) -> None:
         self.per_sample_gradient_norms = total.norms
-        sums = dict(zip(optimizer.params, total.sums(wide=True).values()))
+        sums = dict(zip(optimizer.params, total.sums().values()))
         optimizer.take(sums, total.norms)
 
     def _check(self, met: Met, losses: T) -> None:
@@ -416,7 +416,6 @@ def _scaled(rows: T, weights: T, expected: T, dtype: torch.dtype) -> bool:
 class BookKeeping(Ghost):
     """Mode "ghost_bk": norms and sums from one pass."""
 
-    attached = False
     sum_of = ClippedSum
 
 

@@ -10,7 +10,6 @@ import torch
 from opacus_ext.grad_sample.adapter.forward import ModelGroup, PrivateModel
 from opacus_ext.grad_sample.adapter.outputs import Leaf
 from opacus_ext.grad_sample.core.clip import ClippedSum, GroupNorms
-from opacus_ext.grad_sample.core.gradients import ParameterUse
 from opacus_ext.grad_sample.core.groups import why
 from opacus_ext.grad_sample.core.two_passes import TwoPassSum
 from opacus_ext.grad_sample.factors import GradSample
@@ -82,7 +81,7 @@ class ParallelModel(PrivateModel):
 
     def group(self, size: int) -> ModelGroup:
         """A new group, in which the samples run."""
-        return _ParallelGroup(self, size, self.attached)
+        return _ParallelGroup(self, size)
 
     def sum_of(self, kind: type) -> Callable[..., ClippedSum]:
         """A clipped sum of this kind, for sharded parameters."""
@@ -149,6 +148,11 @@ class ParallelNorms(GroupNorms):
         for _, rows, part in self.parts:
             part.drop(bad[rows])
 
+    def rows_of(self, p: T) -> slice | None:
+        """See :class:`~core.clip.GroupNorms`."""
+        found = (rows for at, rows, _ in self.parts for i in at if self.params[i] is p)
+        return next(found, None)
+
     def weighted_sums(self, factors: T) -> list[T | None]:
         """See :class:`~core.clip.GroupNorms`."""
         found: list[T | None] = [None] * len(self.params)
@@ -174,12 +178,6 @@ class ParallelSum(ClippedSum):
         given = self.params, size, self.per_parameter, keep
         self._found = ParallelNorms(self.processes, *given)
         return self._found
-
-    def factors_of(self, use: ParameterUse | None, factors: T) -> T:
-        """Of the factors of all samples those of a use's; None for this process's."""
-        if use is None or use.size is None:
-            return factors[self.processes.own_samples]
-        return factors if use.samples is None else factors[use.samples]
 
     def _set_norms(self, rows: T | None, norms: T) -> None:
         total = self._found.total[self.processes.own_samples] / self.scale
