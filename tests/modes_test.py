@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
+from opacus_ext import Refused
 from tests.common import (
     CRASHES,
     MODES,
@@ -805,6 +806,28 @@ def test_optimizer_of_some_parameters(mode):
     moved = update(before, model, B)
     assert {name for name, u in moved.items() if (u != 0).any()} == set(names)
     assert norms_of({n: u[None] for n, u in moved.items()}) <= B * 1e-3 * (1 + 1e-6)
+
+
+@every_mode
+def test_group_of_parameters_added_later(mode):
+    """The model's are trained from then on; those of another one are refused."""
+    model, ids = small(), ids_of()
+    optimizer = torch.optim.SGD(model.block.parameters(), lr=1.0)
+    private = make_private(
+        model, mode, batch_size=B, max_grad_norm=0.5, optimizer=optimizer
+    )
+    private.step(ids, token_loss)
+    with pytest.raises(Refused, match="not the private model's"):
+        private.optimizer.add_param_group({"params": nn.Linear(2, 3).weight})
+    others = [p for n, p in model.named_parameters() if not n.startswith("block.")]
+    private.optimizer.add_param_group({"params": others, "lr": 2.0})
+    expected = clipped_sum(oracle(model, ids, token_loss), "flat", 0.5)
+    before = snapshot(model)
+    private.optimizer.zero_grad()
+    private.step(ids, token_loss)
+    for name in expected:
+        expected[name] *= 1.0 if name.startswith("block") else 2.0
+    assert_same(update(before, model, B), expected)
 
 
 @every_mode

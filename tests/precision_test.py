@@ -30,22 +30,31 @@ from tests.common import (
 
 
 @every_mode
-def test_sums_are_not_rounded_before_the_noise(mode):
-    """One record of many, in physical batches, would move what is rounded by 4 C."""
+@pytest.mark.parametrize("amp", [False, True], ids=["bf16", "amp"])
+@pytest.mark.parametrize("size", [32, 256])
+def test_sums_are_not_rounded_before_the_noise(mode, amp, size):
+    """One record of many would move what is rounded by 4 C, or by 1.2 C in one sum."""
     torch.manual_seed(0)
-    model = nn.Linear(64, 64).bfloat16()
-    batch = (torch.randn(256, 64) + 3 * torch.randn(64)).bfloat16()
+    model = nn.Linear(64, 64)
+    batch = torch.randn(256, 64) + 3 * torch.randn(64)
+    if not amp:
+        model, batch = model.bfloat16(), batch.bfloat16()
+
+    def loss(model, part):
+        with torch.autocast("cpu", torch.bfloat16, enabled=amp):
+            return square_loss(model, part)
 
     def released(batch):
         private = make_private(copy.deepcopy(model), mode, batch_size=1)
-        parts = batch.split(32)
+        parts = batch.split(size)
         for part in parts:
             private.optimizer.signal_skip_step(part is not parts[-1])
-            private.step(part, square_loss)
+            private.step(part, loss)
         return [p.summed_grad.flatten() for p in private.optimizer.params]
 
     change = torch.cat(released(batch)) - torch.cat(released(batch[1:]))
-    assert change.norm() < 1.02
+    # Opacus's mean over samples is rounded in another way for another number of them.
+    assert change.norm() < (1.06 if mode == "hooks" else 1.0001)
 
 
 ghost_modes = pytest.mark.parametrize("mode", ["ghost", "ghost_bk", "scan"])

@@ -232,6 +232,31 @@ class _ClippingOptimizer(_Base):
 
         self.step_hook = fn if before is None else both
 
+    def add_param_group(self, param_group: Dict[str, Any]) -> None:
+        """
+        Trains more of the model's parameters, as ``torch.optim.Optimizer``.
+
+        Raises:
+            Refused: for a parameter of something else, whose gradients nobody clips
+        """
+        given = param_group["params"]
+        given = [given] if isinstance(given, torch.Tensor) else list(given)
+        known = set(self.mode._module.parameters())
+        for p in given:
+            tensor = p[1] if isinstance(p, tuple) else p
+            if tensor not in known or self._bounds is not None:
+                raise Refused(
+                    f"add_param_group() with a parameter of shape {[*tensor.shape]}, "
+                    + (
+                        "that has no bound in max_grad_norm."
+                        if tensor in known
+                        else "that is not the private model's."
+                    ),
+                    remedy="Give make_private a model and an optimizer that have it "
+                    "from the beginning; requires_grad_(False) freezes it.",
+                )
+        self.original_optimizer.add_param_group({**param_group, "params": given})
+
     def drop_logical_batch(self) -> None:
         """Forgets a logical batch that was left in the middle."""
         left = self._step_skip_queue or self._is_last_step_skipped
