@@ -103,6 +103,7 @@ def privacy_statement(
         Refused: without a delta, or for one that is not between 0 and 1
 
     Example:
+        >>> import torch
         >>> from torch import nn
         >>> from torch.utils.data import DataLoader, TensorDataset
         >>> import opacus_ext

@@ -474,6 +474,27 @@ class TestModelLosses:
         with torch.no_grad():
             assert torch.allclose(model_losses(model, batch), losses)
 
+    @pytest.mark.parametrize("frozen", [False, True])
+    def test_evaluation_with_a_mask_of_ones(self, frozen):
+        """It may be of the samples, or of all of them: that gives the same."""
+
+        class Masked(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.last = nn.Linear(3, 2)
+
+            def forward(self, x, mask):
+                scores = x @ x.mT
+                if not bool(mask.all()):
+                    scores = scores.masked_fill(~mask, -1e9)
+                return {"loss": self.last(scores.softmax(-1) @ x).square().mean()}
+
+        model, x = Masked().requires_grad_(not frozen), torch.randn(4, 4, 3)
+        with torch.no_grad():
+            losses = model_losses(model, {"x": x, "mask": torch.ones(4, 4).bool()})
+            own = [model(s[None], torch.ones(4, 4).bool())["loss"] for s in x]
+        assert torch.allclose(losses, torch.stack(own))
+
     def test_no_leaks(self):
         batch = tokens(4, 6)
         assert opacus_ext.find_leaks(gpt2(), batch, model_losses) == []
