@@ -6,6 +6,9 @@ Importing this package beside ``opacus.PrivacyEngine`` extends its modes, and ad
 :func:`clipped_grads` is what all modes stand on.
 """
 
+import importlib
+from typing import Any
+
 from opacus_ext import take
 from opacus_ext.checks import check_per_sample_gradients
 from opacus_ext.checks.leaks import Leak, find_leaks
@@ -60,5 +63,17 @@ __all__ = [
     "unregister",
     "workspace",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Imports a part of the package when it is asked for: ``opacus_ext.losses``."""
+    try:
+        return importlib.import_module(f"{__name__}.{name}")
+    except ModuleNotFoundError as error:
+        if error.name != f"{__name__}.{name}":
+            raise
+        message = f"module {__name__!r} has no attribute {name!r}"
+        raise AttributeError(message) from None
+
 
 register()

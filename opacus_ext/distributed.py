@@ -99,12 +99,13 @@ def _layers_of_experts(module: nn.Module, group: ExpertGroup) -> List[nn.Module]
     if any(hasattr(m, "autograd_grad_sample_hooks") for m in module.modules()):
         raise Refused(
             "The model has been made private already.",
-            remedy="Call expert_parallel before make_private.",
+            remedy="Call opacus_ext.distributed.expert_parallel before make_private.",
         )
     if find_group(module.modules()) is not None:
         raise Refused(
             "The model's experts are spread over processes already.",
-            remedy="Call expert_parallel once, and use what it returns.",
+            remedy="Call opacus_ext.distributed.expert_parallel once, and use what it "
+            "returns.",
         )
     found: List[nn.Module] = []
     owners: Counter = Counter()
@@ -118,8 +119,8 @@ def _layers_of_experts(module: nn.Module, group: ExpertGroup) -> List[nn.Module]
         raise Refused(
             f"{type(module).__name__} has no experts that can be spread: stacked ones "
             "of opacus_ext.layers or transformers, or a ModuleDict as in Switch.",
-            remedy="Use DifferentiallyPrivateDistributedDataParallel for a model "
-            "without.",
+            remedy="Use opacus.distributed."
+            "DifferentiallyPrivateDistributedDataParallel for a model without.",
         )
     return found
 

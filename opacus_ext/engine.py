@@ -20,7 +20,7 @@ from opacus.accountants.accountant import IAccountant
 from opacus.distributed import DifferentiallyPrivateDistributedDataParallel as DPDDP
 from opacus.utils.uniform_sampler import UniformWithReplacementSampler
 from torch import nn
-from torch.distributed._composable.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader
 
@@ -126,8 +126,8 @@ def _correlated(
             f"grad_sample_mode={grad_sample_mode!r} of {type(engine).__name__} adds "
             "independent noise.",
             parameter="noise",
-            remedy='Take grad_sample_mode="ghost_bk" or "hooks" of PrivacyEngine, or '
-            'noise="independent".',
+            remedy='Take grad_sample_mode="ghost_bk" or "hooks" of '
+            'opacus.PrivacyEngine, or noise="independent".',
         )
     return BandedNoise(noise)
 
@@ -172,8 +172,8 @@ def _refuse_insecure(
             f"grad_sample_mode={grad_sample_mode!r} of {type(engine).__name__} with "
             f"clipping={clipping!r} draws its noise in Opacus, which is not secure.",
             parameter="secure_mode",
-            remedy='Take grad_sample_mode="auto" or "hooks" of PrivacyEngine, and '
-            'another clipping than "adaptive".',
+            remedy='Take grad_sample_mode="auto" or "hooks" of opacus.PrivacyEngine, '
+            'and another clipping than "adaptive".',
         )
     if not poisson_sampling:
         raise Refused(
@@ -266,7 +266,8 @@ def _drawn(
         raise Refused(
             f"sampling={sampling!r} is no way to draw batches.",
             parameter="sampling",
-            remedy="Give Poisson, TruncatedPoisson or FixedSize of opacus_ext.data.",
+            remedy="Give opacus_ext.data.Poisson(...), opacus_ext.data."
+            "TruncatedPoisson(...) or opacus_ext.data.FixedSize(...).",
         )
     if not poisson_sampling:
         raise Refused(
@@ -282,7 +283,8 @@ def _drawn(
             f"{type(sampling).__name__} does not draw for {type(module).__name__}.",
             parameter="sampling",
             remedy="Leave sampling and noise out (Opacus's Poisson sampling draws in "
-            "each process), or use DifferentiallyPrivateDistributedDataParallel.",
+            "each process), or use opacus.distributed."
+            "DifferentiallyPrivateDistributedDataParallel.",
         )
     records = count_records(data_loader.dataset)
     sampling.check(records, engine.accountant)

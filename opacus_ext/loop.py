@@ -18,27 +18,35 @@ from opacus_ext.grad_sample.adapter.inputs import InputReader
 class CountingCollate:
     """
     A collate function that tells a private model how many records were drawn. In a
-    worker process it tells nothing.
+    worker process it tells nothing. Where the first draw is empty, Opacus's takes the
+    form of a batch from a record.
 
     Args:
         collate: the loader's own
+        dataset: that records are drawn from
         inputs: of the private model
     """
 
     def __init__(
-        self, collate: Callable[[List], Any], inputs: Optional[InputReader] = None
+        self,
+        collate: Callable[[List], Any],
+        dataset: Any,
+        inputs: Optional[InputReader] = None,
     ):
-        self.collate = collate
+        self.collate, self.dataset = collate, dataset
         self._inputs = weakref.ref(inputs) if inputs is not None else lambda: None
 
     def __call__(self, records: List) -> Any:
         inputs = self._inputs()
         if inputs is not None and get_worker_info() is None:
             inputs.drawn.add(len(records))
+        own = getattr(self.collate, "wrapped_collator_fn", None)
+        if own is not None and not records and self.collate.first_batch is None:
+            self.collate.first_batch = own([self.dataset[0]])
         return self.collate(records)
 
     def __reduce__(self) -> Any:  # worker processes need the loader's own
-        return CountingCollate, (self.collate,)
+        return CountingCollate, (self.collate, self.dataset)
 
 
 def watch_loader(loader: DataLoader, optimizer: Any, inputs: InputReader) -> None:
@@ -48,7 +56,7 @@ def watch_loader(loader: DataLoader, optimizer: Any, inputs: InputReader) -> Non
         optimizer: the DP optimizer
         inputs: of the private model
     """
-    loader.collate_fn = CountingCollate(loader.collate_fn, inputs)
+    loader.collate_fn = CountingCollate(loader.collate_fn, loader.dataset, inputs)
     optimizer.ahead = loader.num_workers * (loader.prefetch_factor or 0)
     batches: Any = loader.batch_sampler
     kind, own, reader = type(batches), weakref.ref(optimizer), weakref.ref(inputs)

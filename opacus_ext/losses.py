@@ -318,7 +318,7 @@ class PerRecord(nn.Module):
             raise Refused(
                 "PerRecord takes tensors [R, S, ...] with the same R and S, got "
                 f"{given or 'none'}.",
-                remedy="RecordCollator of opacus_ext.data.collators makes them.",
+                remedy="opacus_ext.data.collators.RecordCollator makes them.",
             )
         (lead,) = shapes
         flat = {n: x.flatten(0, 1) if n in tensors else x for n, x in inputs.items()}
@@ -506,6 +506,6 @@ def _pending(function: Callable, given: Dict[str, Any]) -> torch.Tensor:
         raise Refused(
             "A chunked head (chunked_head) takes cross_entropy of logits [rows, V], "
             "without class weights and label smoothing.",
-            remedy="Leave chunked_head(model) away.",
+            remedy="Leave opacus_ext.layers.chunked_head away.",
         )
     return x.losses(given["target"], given["ignore_index"])

@@ -399,7 +399,7 @@ def _refuse(optimizer: Any) -> None:
         raise Refused(
             "Experts that are spread over processes are not monitored.",
             parameter="optimizer",
-            remedy="Watch a run without expert_parallel.",
+            remedy="Watch a run without opacus_ext.distributed.expert_parallel.",
         )
     if optimizer.monitor is not None:
         raise Refused(

@@ -38,6 +38,7 @@ import opacus.grad_sample
 import opacus.grad_sample.utils
 import opacus.optimizers
 import opacus.privacy_engine
+import opacus.utils.batch_memory_manager  # which errors name
 import torch
 import torch.distributed as dist
 from opacus import PrivacyEngine
@@ -428,19 +429,19 @@ def _refuse_sharded(
             f"{' of another engine' if other_engine else ''}.",
             parameter="grad_sample_mode",
             remedy="Choose one of these modes and another clipping, or train the model "
-            "without expert_parallel.",
+            "without opacus_ext.distributed.expert_parallel.",
         )
     if not isinstance(module, DPDDP):
         raise Refused(
             f"{type(module).__name__} has experts that are spread over processes.",
             module=type(module).__name__,
-            remedy="Pass what expert_parallel has returned to make_private.",
+            remedy="Pass what opacus_ext.distributed.expert_parallel has returned.",
         )
     if group.size != dist.get_world_size():
         raise Refused(
             f"The experts are spread over {group.size} of {dist.get_world_size()} "
             "processes.",
-            remedy="Call expert_parallel without a group.",
+            remedy="Call opacus_ext.distributed.expert_parallel without a group.",
         )
 
 

@@ -264,6 +264,12 @@ def validate_norms(validate: Callable) -> Callable:
         cls: type, module: nn.Module, *, strict: bool = False
     ) -> List[UnsupportedModuleError]:
         errors = validate(cls, module) + errors_of(module)
+        if not module.training:  # Opacus's says what is wrong, not what to do
+            what = (
+                "Model needs to be in training mode: call model.train() first "
+                "(from_pretrained gives a model in evaluation mode)."
+            )
+            errors[0] = IllegalModuleConfigurationError(what)
         if strict and errors:
             raise UnsupportedModuleError(errors)
         return errors

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import opacus_ext.checks.check
-from opacus_ext import check_per_sample_gradients
+from opacus_ext import check_per_sample_gradients, find_leaks
 from tests.common import MODES, make_private, next_token_loss, square_loss
 
 
@@ -44,6 +44,28 @@ def test_ok():
 def test_batch_sizes_and_styles(wrap_model, B):
     report = run(mlp(), batch_of(B), nn.CrossEntropyLoss(), wrap_model=wrap_model)
     assert report.ok, str(report)
+
+
+class OverSelf(nn.Module):
+    """Holds a function over itself, which a deep copy leaves over the original."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.layer = nn.Embedding(7, 4), nn.Linear(4, 4)
+        inner = lambda h: h @ self.embedding.weight.t()  # noqa: E731
+        self.head = lambda h: inner(h).mean(1)
+
+    def forward(self, x):
+        return self.head(self.layer(self.embedding(x)))
+
+
+def test_a_function_over_the_model():
+    model, batch = OverSelf(), (torch.randint(0, 7, (4, 3)), torch.randint(0, 7, (4,)))
+    before = copy.deepcopy(model.state_dict())
+    report = run(model, batch, nn.CrossEntropyLoss())
+    assert report.ok, str(report)
+    assert find_leaks(model, batch[0]) == []
+    assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])

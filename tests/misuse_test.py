@@ -9,10 +9,13 @@ import warnings
 
 import pytest
 import torch
+import torch.distributed as dist
 from opacus import PrivacyEngine
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from opacus.utils.uniform_sampler import UniformWithReplacementSampler
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.utils.data import (
     DataLoader,
     Dataset,
@@ -23,6 +26,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from opacus_ext import Refused
 from opacus_ext.data import FixedSize
 
 RECORDS, SIZE = 32, 8
@@ -247,6 +251,20 @@ def loops(mode, do, **kwargs):
     return lambda: do(Setup(mode, **kwargs))
 
 
+def two_losses(s):
+    """Of what is real and what is generated, as GANs have."""
+    for _ in range(2):
+        s.loss().backward()
+
+
+def text_labels(s):
+    s.criterion(s.model(s.batch()[0]), ["cat"] * SIZE)
+
+
+def list_of_labels(s):
+    s.criterion(s.model(s.batch()[0]), [1] * SIZE)
+
+
 REFUSED = {
     # by make_private
     "mode misspelt": (lambda: Setup("ghost_kb"), "'ghost_kb'.*ghost_bk.*scan.*auto"),
@@ -346,6 +364,11 @@ REFUSED = {
         lambda: Setup(module=Setup(wrap_model=False).raw, wrap_model=False),
         "private already|hooks twice",
     ),
+    "evaluation mode": (lambda: Setup(module=net().eval()), r"call model\.train\(\)"),
+    "another reduction, hooks": (
+        lambda: Setup("hooks", criterion=nn.CrossEntropyLoss(reduction="sum")),
+        "reduction='sum', and make_private loss_reduction='mean'",
+    ),
     # the budget
     "epsilon 0": (lambda: with_epsilon(target_epsilon=0), "target_epsilon.*above zero"),
     "epochs 0": (lambda: with_epsilon(epochs=0), "epochs.*above zero"),
@@ -368,7 +391,10 @@ REFUSED = {
     "clip_grad_norm_": (loops("ghost_bk", clip_grad_norm), "clip_grad_norm_"),
     "views": (loops("ghost_bk", lambda s: views(s, s.loader)), "views of a record"),
     "two batches": (loops("ghost_bk", two_batches), "BatchMemoryManager"),
-    "two batches, hooks": (loops("hooks", two_batches), "accumulation"),
+    "two batches, hooks": (loops("hooks", two_batches), "second time.*accumulation"),
+    "two losses, hooks": (loops("hooks", two_losses), "backward.. on their sum"),
+    "labels as text": (loops("ghost_bk", text_labels), "a list of str.*labels as num"),
+    "labels as a list": (loops("ghost_bk", list_of_labels), "a list of int.*tensors"),
     "regulariser": (loops("ghost_bk", with_regulariser), "outside of the model"),
     "regulariser later": (loops("ghost_bk", later_regulariser), "changed between"),
 }
@@ -503,6 +529,42 @@ def test_right_loops_are_quiet(mode):
         s.optimizer.zero_grad()
         closure(s)
         assert 0 < s.engine.get_epsilon(1e-3) < 100
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("mode", ["hooks", "ghost_bk"])
+def test_half_of_the_parameters_over_many_steps(mode):
+    """Nothing is left of the others that the next step would stumble upon."""
+    model = net()
+    s = Setup(mode, module=model, optimizer=SGD(model[0].parameters(), lr=0.1))
+    before = [p.clone() for p in model.parameters()]
+    for _ in range(3):
+        s.step()
+    moved = [not torch.equal(p, q) for p, q in zip(before, model.parameters())]
+    assert moved == [True, True, False, False]
+
+
+@pytest.mark.parametrize("mode", ["hooks", "ghost_bk"])
+def test_fully_sharded(mode, tmp_path):
+    way = f"file://{tmp_path / 'processes'}"
+    dist.init_process_group("gloo", init_method=way, rank=0, world_size=1)
+    try:
+        model = fully_shard(net(), mesh=init_device_mesh("cpu", (1,)))
+        with pytest.raises(Refused, match=r"FSDP2.*distributed.*ghost_fsdp"):
+            Setup(mode, module=model)
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("mode", ["hooks", "ghost_bk"])
+def test_hooks_stand_for_the_model(mode):
+    """With wrap_model=False, too."""
+    s = Setup(mode, wrap_model=False)
+    assert s.model.eval() is s.raw and not s.raw.training
+    assert s.model.train() is s.raw and s.raw.training
+    assert list(s.model.state_dict()) == list(s.raw.state_dict())
+    with pytest.raises(AttributeError, match="nothing"):
+        s.model.nothing
 
 
 def test_raw_optimizer_is_free_again():

@@ -210,6 +210,37 @@ def test_empty_draws_are_empty_batches_and_noise():
     assert engine.accountant.history == [(1.0, 0.5 / 24, 12)]
 
 
+@pytest.mark.parametrize("sampling", [None, Poisson(expected_batch_size=0.1, steps=9)])
+def test_first_draw_is_empty(sampling):
+    """It has the form of others, whatever that is."""
+
+    class Nested(torch.utils.data.Dataset):
+        def __len__(self):
+            return 64
+
+        def __getitem__(self, i):
+            x = torch.ones(3)
+            return {"x": x, "more": (x, {"label": i % 2})}
+
+    given = {} if sampling is None else {"sampling": sampling}
+    for seed in range(20):
+        torch.manual_seed(seed)
+        model = nn.Linear(3, 2)
+        *_, loader = PrivacyEngine().make_private(
+            module=model,
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            data_loader=DataLoader(Nested(), batch_size=1),
+            noise_multiplier=1.0,
+            max_grad_norm=1.0,
+            **given,
+        )
+        batch = next(iter(loader))
+        if not len(batch["x"]):
+            break
+    assert batch["x"].shape == batch["more"][0].shape == (0, 3)
+    assert batch["more"][1]["label"].shape == (0,)
+
+
 def test_memory_manager_splits_a_draw_of_fixed_size():
     engine, model, optimizer, criterion, loader = make(FixedSize(batch_size=5))
     sizes = []
@@ -329,7 +360,7 @@ class Stream(IterableDataset):
             'accountant="prv_bounds"',
         ),
         (Poisson(sample_rate=0.1), {"poisson_sampling": False}, "Leave one of them"),
-        ("poisson", {}, "Give Poisson, TruncatedPoisson or FixedSize"),
+        ("poisson", {}, "Give opacus_ext.data.Poisson"),
         (
             Poisson(sample_rate=0.1),
             {"loader": DataLoader(Stream(), batch_size=2)},

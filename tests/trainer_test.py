@@ -592,7 +592,7 @@ def test_privacy_arguments_that_do_not_fit(kwargs, message):
 
 
 @pytest.mark.examples
-def test_privacy_arguments_from_a_command_line():
+def test_privacy_arguments_from_a_command_line(capsys):
     """Beside all that scripts of transformers and TRL have."""
     trl = pytest.importorskip("trl")
 
@@ -632,6 +632,9 @@ def test_privacy_arguments_from_a_command_line():
         assert args.seed == 7 and args.max_grad_norm == 1.0
         assert "--per_sample_max_grad_norm" in parser.format_help()
     parser = HfArgumentParser((PrivacyArguments,))
+    with pytest.raises(SystemExit):
+        parser.parse_args_into_dataclasses(["--target_epsilon", "8"])
+    assert "arguments are required: --target_delta" in capsys.readouterr().err
     one = ["--target_delta", "1e-5", "--noise_multiplier", "1"]
     (parsed,) = parser.parse_args_into_dataclasses(one)
     assert parsed == PrivacyArguments(1e-5, noise_multiplier=1.0)

@@ -328,8 +328,9 @@ def refuse_mixed(history: List[Any], mechanisms: List[Dict[str, Any]]) -> None:
             "record, and other releases for its addition or removal: they can't be "
             "composed.",
             parameter="sampling",
-            remedy="Draw all batches by FixedSize, or all by Poisson and "
-            "TruncatedPoisson, with a new engine; and release nothing else.",
+            remedy="Draw all batches by opacus_ext.data.FixedSize, or all by "
+            "opacus_ext.data.Poisson and opacus_ext.data.TruncatedPoisson, with a new "
+            "engine; and release nothing else.",
         )
 
 

@@ -7,7 +7,6 @@ whole batch mixes samples, and what to do.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
@@ -17,7 +16,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import keystr, tree_leaves, tree_leaves_with_path, tree_map
 
-from opacus_ext.checks.subject import no_dropout
+from opacus_ext.checks.subject import copied, no_dropout
 from opacus_ext.refused import Refused
 
 T = torch.Tensor
@@ -114,14 +113,14 @@ def find_leaks(
         lambda x: x.double() if isinstance(x, T) and x.is_floating_point() else x, some
     )
     try:  # in float64 less is hidden by rounding
-        whole = _run(copy.deepcopy(model).double(), wide, loss_fn)
-        model, some = copy.deepcopy(model).double(), wide
+        whole = _run(copied(model).double(), wide, loss_fn)
+        model, some = copied(model).double(), wide
     except Exception:  # a kernel that is not there, or the model's own error
-        whole = _run(copy.deepcopy(model), some, loss_fn)
+        whole = _run(copied(model), some, loss_fn)
     alone = []
     for b in range(len(rows)):
         one = _taken(some, torch.tensor([b]), len(rows))
-        ran = _run(copy.deepcopy(model), one, loss_fn, raising=False)
+        ran = _run(copied(model), one, loss_fn, raising=False)
         if ran.error is not None:
             name, module = ran.error[0]
             reason = f"it can't run one sample alone ({ran.error[1]})."

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import types
 from collections.abc import Mapping
-from typing import Any, Callable, List, Optional, Set, Union
+from typing import Any, Callable, Dict, List, Optional, Set, Union
 
 import torch
 from torch import nn
@@ -47,13 +48,13 @@ class ModelUnderTest:
         take_sample: Optional[Callable[[Any, int], Any]],
     ) -> ModelUnderTest:
         take = take_sample or Slicer()
-        plain = _without_dropout(copy.deepcopy(model))
+        plain = _without_dropout(copied(model))
         if dtype is not None:
             try:
                 # An error here may be the type's fault (a kernel that is not there in
                 # float64) or the model's own: the run below tells, as it repeats it.
                 subject = cls(
-                    copy.deepcopy(plain).to(dtype),
+                    copied(plain).to(dtype),
                     map_tensors(lambda t: cast(t, dtype), batch),
                     _per_sample(loss_fn, dtype),
                     take,
@@ -75,7 +76,7 @@ class ModelUnderTest:
 
     def model(self) -> nn.Module:
         """A fresh copy: a forward may change buffers, and a mode changes the model."""
-        return copy.deepcopy(self._model)
+        return copied(self._model)
 
     def run(self, model: nn.Module, batch: Any, seed: int = 0) -> torch.Tensor:
         """Losses [B] of ``batch``, from the same random state at each call."""
@@ -93,6 +94,38 @@ class ModelUnderTest:
                 remedy='Give it a reduction of "none", and average within samples.',
             )
         return losses
+
+
+def copied(model: nn.Module) -> nn.Module:
+    """A copy. Functions that the model holds (a lambda over self) are over the copy."""
+    memo: Dict[int, Any] = {}
+    new = copy.deepcopy(model, memo)
+    for part in new.modules():
+        held = vars(part)
+        held.update({name: _of_copy(x, memo, set()) for name, x in held.items()})
+    return new
+
+
+def _of_copy(x: Any, memo: Dict[int, Any], seen: Set[int]) -> Any:
+    """A function whose closure holds what was copied, over the copies."""
+    if id(x) in memo:
+        return memo[id(x)]
+    if not isinstance(x, types.FunctionType) or not x.__closure__ or id(x) in seen:
+        return x
+    seen.add(id(x))
+    try:
+        held = [cell.cell_contents for cell in x.__closure__]
+    except ValueError:  # a cell that is empty
+        return x
+    found = [_of_copy(y, memo, seen) for y in held]
+    if all(new is old for new, old in zip(found, held)):
+        return x
+    cells = tuple(map(types.CellType, found))
+    new = types.FunctionType(
+        x.__code__, x.__globals__, x.__name__, x.__defaults__, cells
+    )
+    new.__kwdefaults__ = x.__kwdefaults__
+    return new
 
 
 def no_dropout(module: nn.Module) -> None:

@@ -139,7 +139,8 @@ class Sampling(ABC):
                 f"one step, which are not one draw of {type(self).__name__}.",
                 parameter="sampling",
                 remedy="Call optimizer.step() and zero_grad() after each batch, "
-                "and split large ones by BatchMemoryManager.",
+                "and split large ones by opacus.utils.batch_memory_manager."
+                "BatchMemoryManager.",
             )
 
     def describe(self, records: int) -> Dict[str, Any]:

@@ -411,7 +411,7 @@ class PendingLogits(torch.Tensor):
             f"The model computes {getattr(func, '__name__', func)} of its logits, "
             "which its chunked head does not have in memory at once.",
             module="LinearCrossEntropy",
-            remedy="Leave chunked_head(model) away.",
+            remedy="Leave opacus_ext.layers.chunked_head away.",
         )
 
     def _constant(self, other: Any = None) -> Any:

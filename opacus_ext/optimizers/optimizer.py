@@ -553,6 +553,14 @@ class HooksDPOptimizer(_ClippingOptimizer, DPOptimizer):
             )
         return super().pre_step(closure)
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears the gradients, those of parameters that it does not hold as well."""
+        super().zero_grad(set_to_none)
+        model = getattr(self.mode, "_module", None)
+        for p in model.parameters() if model is not None else ():
+            if getattr(p, "grad_sample", None) is not None:
+                p.grad_sample = None
+
     def clip_and_accumulate(self) -> None:
         """Stores the sum of clipped gradients in ``p.summed_grad``."""
         self._check_same_bound()

@@ -159,7 +159,7 @@ def distraction(
         raise Refused(
             f"The errors of {type(model).__name__} are not tracked.",
             module=type(model).__name__,
-            remedy="Call track_errors for the model first.",
+            remedy="Call opacus_ext.track_errors(model, optimizer) first.",
         )
     while (inner := inside(model)) is not None:
         model = inner

@@ -64,7 +64,7 @@ class PrivacyArguments:
         'flat'
     """
 
-    target_delta: float = _field(None, "delta of the guarantee")
+    target_delta: float = field(metadata={"help": "delta of the guarantee"})
     target_epsilon: Optional[float] = _field(None, "what all steps may spend")
     noise_multiplier: Optional[float] = _field(None, "instead of a target epsilon")
     per_sample_max_grad_norm: float = _field(
@@ -102,7 +102,7 @@ class PrivacyArguments:
                 parameter="per_sample_max_grad_norm",
                 remedy="Give a number above zero, such as 1.",
             )
-        if self.target_delta is None or not 0 < self.target_delta < 1:
+        if not 0 < (self.target_delta or 0) < 1:
             raise Refused(
                 f"target_delta must be between 0 and 1, got {self.target_delta}.",
                 parameter="target_delta",

@@ -65,7 +65,8 @@ def _of_trl(args: Any, given: Mapping[str, Any]) -> Iterator[Refused]:
         yield Refused(
             "TRL's trainers take a model of transformers, got one in a PerRecord.",
             parameter="model",
-            remedy="Use PrivateTrainer by itself, with the data tokenized before.",
+            remedy="Use opacus_ext.trainer.PrivateTrainer by itself, with the data "
+            "tokenized before.",
         )
     for name, reason in (
         ("packing", "puts several records into one sequence"),

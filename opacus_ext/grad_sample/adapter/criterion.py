@@ -44,6 +44,14 @@ class SampleCriterion:
         ``[B, T]`` where outputs and targets are of flattened tokens. Refuses arguments
         that are no samples, losses that depend on other samples, and what is kept.
         """
+        for x in (*args, *kwargs.values()):
+            if isinstance(x, (list, tuple)) and not any(isinstance(y, T) for y in x):
+                if len(x) == size or any(isinstance(y, str) for y in x):
+                    raise self._refused(
+                        f"was given a {type(x).__name__} of {type(x[0]).__name__}, of "
+                        "which it is not known whether each sample has its own.",
+                        "Give tensors [B, ...]: labels as numbers, torch.tensor(...).",
+                    )
         direct = None if kwargs else AT_ONCE.get(type(self.criterion))
         losses = None if direct is None else direct(self.criterion, shape, *args)
         leaves, spec = tree_flatten((args, kwargs))
@@ -170,7 +178,8 @@ class SampleCriterion:
             f"was given shapes {shapes} for a batch of {size} samples.",
             "The privacy unit is the sample: give outputs and targets [B, ...]; for "
             "flattened tokens criterion(logits.flatten(0, 1), targets.flatten(), shape="
-            "[B, T]), for a model's own loss criterion(model_losses(model, batch)).",
+            "[B, T]), for a model's own loss "
+            "criterion(opacus_ext.losses.model_losses(model, batch)).",
         )
 
     def _refused(self, what: str, remedy: str = "") -> Refused:

@@ -365,8 +365,8 @@ class GradSample:
                 f"Factors of shapes {shapes}{f', one-hot sizes {sizes}' * bool(sizes)} "
                 "do not describe the gradient of a parameter of shape "
                 f"{tuple(self.shape)} for a batch of {self.batch_size}:",
-                remedy="each must be [B, T, width], or a OneHot with index [B, T], one "
-                "for each axis.",
+                remedy="each must be [B, T, width], or an opacus_ext.OneHot with index "
+                "[B, T], one for each axis.",
             )
 
     def flat(self) -> T | None:

@@ -8,6 +8,7 @@ from typing import Any, Callable
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from opacus_ext.grad_sample.adapter.forward import ForwardRecord, PrivateModel
 from opacus_ext.grad_sample.core.dynamo import settings_of
@@ -32,6 +33,15 @@ def refuse(module: nn.Module) -> None:
             )
     for name, layer in module.named_modules():
         what = f"{name or 'the model'} ({type(layer).__name__})"
+        if isinstance(layer, FSDPModule):
+            raise Refused(
+                f"{what} is sharded by fully_shard (FSDP2), whose parameters are not "
+                "whole in any process.",
+                module=what,
+                remedy="Use opacus.distributed."
+                "DifferentiallyPrivateDistributedDataParallel, or Opacus's own "
+                'grad_sample_mode="ghost_fsdp".',
+            )
         trained = any(p.requires_grad for p in layer.parameters(recurse=False))
         if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and trained:
             given = layer.max_norm, layer.scale_grad_by_freq, layer.sparse
@@ -106,19 +116,20 @@ def classes(mode: type, hooks: type, module: type) -> tuple[type, type]:
     name, about = mode.__name__, {"__doc__": mode.__doc__}
     return (
         type(f"{name}Module", (_Wrapper, mode, module), about),
-        type(f"{name}Hooks", (mode, hooks), about),
+        type(f"{name}Hooks", (_Wrapper, mode, hooks), about),
     )
 
 
 class _Wrapper:
-    """Gives what takes the place of a model the attributes of the model."""
+    """Gives what stands for a model the attributes of the model."""
 
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
         except AttributeError:
-            model = vars(self).get("_modules", {}).get("_module")
-            if model is None:
+            held = vars(self)
+            model = held.get("_modules", held).get("_module")
+            if model is None or name.startswith("__"):
                 raise
             return getattr(model, name)
 

@@ -285,8 +285,8 @@ class Ghost(PrivateMode):
             raise Refused(
                 "backward() a second time before optimizer.step(): the clipped sum "
                 "of the first batch would be lost.",
-                remedy="Call optimizer.step() after each backward(), or use "
-                "BatchMemoryManager to accumulate batches.",
+                remedy="Call optimizer.step() after each backward(), or use opacus."
+                "utils.batch_memory_manager.BatchMemoryManager to accumulate batches.",
             )
         kind: Any = self.sum_of
         if isinstance(self.private, ParallelModel):
@@ -309,7 +309,8 @@ class Ghost(PrivateMode):
                 f"{tuple(losses.shape)}.",
                 parameter="criterion",
                 remedy="Give make_private criterion=opacus_ext.losses.PerSample() and "
-                "call criterion(model_losses(model, batch)).backward().",
+                "call criterion(opacus_ext.losses.model_losses(model, batch))."
+                "backward().",
             )
         for leaf in met.leaves:
             if leaf is _anchor:  # as in (1 - torch.exp(-loss)) ** 2 * loss

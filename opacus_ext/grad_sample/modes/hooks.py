@@ -127,9 +127,12 @@ class Recording(PrivateMode):
         (size,) = sizes
         if not self.grad_accumulation_allowed and kept:
             raise Refused(
-                "Poisson sampling is not compatible with grad accumulation.",
-                remedy="You need to call optimizer.step() after every forward/backward "
-                "pass or consider using BatchMemoryManager",
+                "backward() a second time before optimizer.step() and zero_grad(). "
+                "Poisson sampling is not compatible with grad accumulation, as Opacus "
+                "has it: each batch is drawn for one step.",
+                remedy="Add up several losses of a batch, and call backward() on their "
+                "sum; for batches that don't fit in memory use opacus.utils."
+                "batch_memory_manager.BatchMemoryManager.",
             )
         dense = [total.grads() for _, total in found]
         scale = size if self.loss_reduction == "mean" else 1
