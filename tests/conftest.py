@@ -1,5 +1,6 @@
 """Settings of every test: one thread, fixed seeds, Opacus's standing warnings off."""
 
+import gc
 import warnings
 from importlib.util import find_spec
 
@@ -67,6 +68,12 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.examples)
         elif not item.get_closest_marker("examples") and is_thorough(item):
             item.add_marker(pytest.mark.thorough)
+
+
+def pytest_collection_finish():
+    """What is imported by now is not looked through at each collection of garbage."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

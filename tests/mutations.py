@@ -32,9 +32,9 @@ NOW = ' -m "not slow and not thorough and not examples"'
 MUTATIONS: List[Mutation] = [
     Mutation(
         "the second pass of ghost is not looked at",
-        "if _differ(gaps, largest, dtypes) and _differ(",
-        "if False and _differ(",
-        "tests/adapter/silence_test.py -k linear",
+        "if differ and bool(torch.stack(differ).any()):",
+        "if False:",
+        "tests/adapter/silence_test.py -k that_differ",
     ),
     Mutation(
         "what is told by data may stay",
@@ -230,8 +230,8 @@ MUTATIONS: List[Mutation] = [
     ),
     Mutation(
         "sums are rounded to the parameters' type before the noise",
-        "dtype = torch.promote_types(p.dtype, torch.float32) if wide else p.dtype",
-        "dtype = p.dtype",
+        "dtype = torch.promote_types(p.dtype, torch.float32)\n        return",
+        "dtype = p.dtype\n        return",
         "tests/precision_test.py -k before_the_noise" + NOW,
     ),
     Mutation(

@@ -50,9 +50,12 @@ def test_every_step_is_counted(name, physical):
         assert all(steps)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_batches_without_records_have_noise_and_are_counted(mode):
-    loop = Loop(mode)
+@pytest.mark.parametrize(
+    "mode, sampling",
+    [*((mode, None) for mode in MODES), ("ghost_bk", Poisson(expected_batch_size=3))],
+)
+def test_batches_without_records_have_noise_and_are_counted(mode, sampling):
+    loop = Loop(mode, **({} if sampling is None else {"sampling": sampling}))
     for i in range(1, 4):
         loop.step(torch.zeros(0, 3, dtype=torch.float64))
         loop.look()
