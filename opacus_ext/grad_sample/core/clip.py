@@ -353,9 +353,10 @@ class DenseGrads:
 
 
 def digest(backprops: T) -> T:
-    """``[2, B]``: the norm of each sample's gradient, and a sum of its entries."""
+    """``[2, B]``: the norm of each sample's gradient, and a weighted sum of entries."""
     if backprops.is_complex():
         backprops = torch.view_as_real(backprops)
     flat = wide(backprops.flatten(1) if backprops.dim() > 1 else backprops[:, None])
     norm = torch.linalg.vector_norm(flat, dim=1)
-    return torch.stack([norm, flat.sum(1) / math.sqrt(max(1, flat.shape[1]))])
+    weights = torch.linspace(1, 2, flat.shape[1], dtype=flat.dtype, device=flat.device)
+    return torch.stack([norm, flat @ weights / math.sqrt(max(1, flat.shape[1]))])

@@ -30,13 +30,11 @@ class TwoPassSum(ClippedSum):
         def note(use: ParameterUse, backprops: T) -> None:
             digests[id(use)] = digest(backprops)
 
-        samples, of_inputs = gradients_of_group(
-            group, *given, done=norms.take, seen=note
-        )
+        samples, _ = gradients_of_group(group, *given, done=norms.take, seen=note)
         with torch.no_grad():
             factors, bad = self._clip(rows, norms.finish(samples))
         by_id = {id(p): i for i, p in enumerate(self.params)}
-        differ: list[T] = []
+        differ: list[T] = []  # of each use in the second pass, whether it differs
         sums: dict[int, T] = {}
 
         def compare(use: ParameterUse, backprops: T) -> None:
@@ -56,7 +54,7 @@ class TwoPassSum(ClippedSum):
             for p in self.params:
                 if id(p) in samples and id(p) not in sums:
                     add(p, samples[id(p)])
-        if differ and bool(torch.stack(differ).any()):
+        if len(differ) != len(digests) or differ and bool(torch.stack(differ).any()):
             raise Refused(
                 "Two backward passes through the model gave other gradients (a hook or "
                 "an autograd function that keeps state or draws random numbers?), and "
