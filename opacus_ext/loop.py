@@ -33,7 +33,8 @@ class CountingCollate:
         dataset: Any,
         inputs: Optional[InputReader] = None,
     ):
-        self.collate, self.dataset = collate, dataset
+        self.collate: Any = collate
+        self.dataset = dataset
         self._inputs = weakref.ref(inputs) if inputs is not None else lambda: None
 
     def __call__(self, records: List) -> Any:

@@ -7,6 +7,7 @@ clipping factors, added up and dropped as soon as they are known.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -30,7 +31,8 @@ class TwoPassSum(ClippedSum):
         def note(use: ParameterUse, backprops: T) -> None:
             digests[id(use)] = digest(backprops)
 
-        samples, _ = gradients_of_group(group, *given, done=norms.take, seen=note)
+        run: Any = functools.partial(gradients_of_group, group, *given)
+        samples, _ = run(done=norms.take, seen=note)
         with torch.no_grad():
             factors, bad = self._clip(rows, norms.finish(samples))
         by_id = {id(p): i for i, p in enumerate(self.params)}
@@ -49,7 +51,7 @@ class TwoPassSum(ClippedSum):
                 sums[id(p)] = sample.weighted_sum(weights[own].to(p.device))
             sample.clear()
 
-        samples, of_inputs = gradients_of_group(group, *given, done=add, seen=compare)
+        samples, of_inputs = run(done=add, seen=compare)
         with torch.no_grad():
             for p in self.params:
                 if id(p) in samples and id(p) not in sums:
