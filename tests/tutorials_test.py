@@ -66,7 +66,7 @@ def test_examples_are_found(folder, monkeypatch):
         if "from examples" not in source:
             continue
         cells = json.loads(source)["cells"]
-        lines = [line for cell in cells for line in cell["source"] if "sys.path" in line]
+        lines = [s for cell in cells for s in cell["source"] if "sys.path" in s]
         monkeypatch.setattr(sys, "path", [])
         exec("".join(lines), {"sys": sys})
         places = [str(Path(place).resolve()) for place in sys.path]
