@@ -32,6 +32,10 @@ they work without it::
 
     pip install --no-deps ml-swissknife
     pip install requests six opt_einsum
+
+Opake is on PyPI, for Python 3.11 and torch 2.9 or later::
+
+    pip install -c constraints.txt . opake==0.16.0
 """
 
 import functools
@@ -62,6 +66,7 @@ from step_time import (
     refusal,
 )
 from torch import nn
+from torch.func import functional_call
 from torch.nn.utils import get_total_norm
 from torch.utils.data import TensorDataset
 
@@ -153,6 +158,43 @@ def private_transformers(model: nn.Module, data: TensorDataset, mode: str) -> St
         hooks.set_hooks_mode(hooks_mode)
         optimizer.step(loss=criterion(model(ids), targets))
         optimizer.zero_grad()
+
+    return step
+
+
+# -- Opake -------------------------------------------------------------------------
+
+
+def opake(model: nn.Module, data: TensorDataset, mode: str) -> Step:
+    """Gradients of each sample by vmap; ``mode`` is "vmap" or "1" (a microbatch)."""
+    clipping = require("opake.dpsgd.clipping")
+    noise = importlib.import_module("opake.dpsgd.noise")
+    random = importlib.import_module("opake.random")
+    ids, targets = data.tensors
+    criterion = TokenLoss()
+    params = {name: p.detach() for name, p in model.named_parameters()}
+    rate = step_time.LR
+
+    def loss(params: Dict[str, Any], x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return criterion(functional_call(model, params, (x[None],)), y[None])
+
+    gradient, clip_state = clipping.clipped_grad(
+        loss,
+        clipping_norm=step_time.MAX_GRAD_NORM,
+        batch_argnums=(1, 2),
+        normalize_by=len(ids),
+        microbatch_size=None if mode == "vmap" else int(mode),
+    )
+    add_noise, noise_state = noise.gaussian_noise(
+        noise_multiplier=step_time.SIGMA, key=random.key(0)
+    )
+
+    def step() -> None:
+        nonlocal clip_state, noise_state
+        grads, clip_state = gradient(params, ids, targets, state=clip_state)
+        noisy, noise_state = add_noise(grads, noise_state)
+        for name, p in params.items():  # in place: the model's own memory
+            p.sub_(noisy.pytree[name], alpha=rate)
 
     return step
 
@@ -302,6 +344,8 @@ PEERS: Dict[str, Tuple[Builder, str]] = {
     "fastDP, origin": (fast_dp, "origin"),
     "private-transformers": (private_transformers, "default"),
     "private-transformers, ghost": (private_transformers, "ghost"),
+    "Opake": (opake, "vmap"),
+    "Opake, one by one": (opake, "1"),
     JAX: (JaxStep, "non-private"),
     "JAX-Privacy, one by one": (JaxStep, "1"),
     "JAX-Privacy, vmap": (JaxStep, "vmap"),

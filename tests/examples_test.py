@@ -10,6 +10,7 @@ import ast
 import difflib
 import importlib
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,23 @@ def test_few_statements_differ(name):
 def test_page_shows_the_difference(name):
     found = BLOCK.findall(page(name).read_text(encoding="utf-8"))
     assert found[:1] == [difference(name)], "run python -m tests.examples_test"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_page_links_the_files(name):
+    """And says what to install: an extra, but where the package does."""
+    text = page(name).read_text(encoding="utf-8")
+    for kind in ("plain", "private"):
+        assert f"(../../examples/{name}/{kind}.py)" in text
+    own = {"examples", "opacus", "opacus_ext", "torch"}
+    imported = {
+        line.split()[1].split(".")[0]
+        for source in sources(name)
+        for line in source.splitlines()
+        if line.startswith(("import ", "from "))
+    }
+    more = imported - own - set(sys.stdlib_module_names)
+    assert ('`pip install ".[examples]"`' if more else "`pip install .`") in text
 
 
 @pytest.mark.parametrize("kind", ["plain", "private"])

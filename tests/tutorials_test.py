@@ -2,6 +2,8 @@
 
 import gzip
 import json
+import sys
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 import numpy as np
@@ -52,6 +54,26 @@ def test_notebook(path, tmp_path, capsys):
     run(path)
     assert capsys.readouterr().out
     assert not list(tmp_path.iterdir()), "a tutorial leaves no files behind"
+
+
+@pytest.mark.parametrize("folder", [TUTORIALS.parent, TUTORIALS], ids=["root", "own"])
+def test_examples_are_found(folder, monkeypatch):
+    """By the notebooks that take them, wherever Jupyter was started."""
+    monkeypatch.chdir(folder)
+    found = 0
+    for path in NOTEBOOKS:
+        source = path.read_text(encoding="utf-8")
+        if "from examples" not in source:
+            continue
+        cells = json.loads(source)["cells"]
+        lines = [s for cell in cells for s in cell["source"] if "sys.path" in s]
+        monkeypatch.setattr(sys, "path", [])
+        exec("".join(lines), {"sys": sys})
+        places = [str(Path(place).resolve()) for place in sys.path]
+        spec = PathFinder.find_spec("examples", places)
+        assert spec and Path(spec.origin).parents[1] == TUTORIALS.parent, path.name
+        found += 1
+    assert found
 
 
 def test_mnist_is_read(tmp_path, monkeypatch):
