@@ -62,6 +62,7 @@ def check_arguments(
     clipping: Any = "flat",
     loss_reduction: str = "mean",
     poisson_sampling: bool = True,
+    grad_sample_mode: str = "hooks",
     **others: Any,
 ) -> None:
     """
@@ -96,7 +97,9 @@ def check_arguments(
     _check_optimizer(engine, optimizer, module)
     check_loader(engine, data_loader, poisson_sampling)
     reduction = getattr(criterion, "reduction", loss_reduction)
-    if reduction != loss_reduction:
+    # "hooks" doesn't use the criterion, but a sum is nobody's default.
+    used = "ghost" in str(grad_sample_mode) or grad_sample_mode in ("scan", "auto")
+    if reduction != loss_reduction and (used or reduction == "sum"):
         raise Refused(
             f"The criterion has reduction={reduction!r}, and make_private "
             f"loss_reduction={loss_reduction!r}.",
