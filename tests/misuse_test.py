@@ -544,6 +544,31 @@ def test_half_of_the_parameters_over_many_steps(mode):
     assert moved == [True, True, False, False]
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_two_optimizers_of_one_model():
+    """The gradients that one clears are not those of the other."""
+    model, engine = net(), PrivacyEngine()
+    first = Setup(
+        "hooks",
+        module=model,
+        engine=engine,
+        optimizer=SGD(model[0].parameters(), lr=0.1),
+    )
+    last = Setup(
+        "hooks",
+        module=first.model,
+        engine=engine,
+        optimizer=SGD(model[3].parameters(), lr=0.1),
+    )
+    before = [p.clone() for p in model.parameters()]
+    for _ in range(2):
+        first.loss().backward()
+        for optimizer in (first.optimizer, last.optimizer):
+            optimizer.step()
+            optimizer.zero_grad()
+    assert all(not torch.equal(p, q) for p, q in zip(before, model.parameters()))
+
+
 @pytest.mark.parametrize("mode", ["hooks", "ghost_bk"])
 def test_fully_sharded(mode, tmp_path):
     way = f"file://{tmp_path / 'processes'}"

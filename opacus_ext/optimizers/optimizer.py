@@ -533,6 +533,9 @@ def _draw_seed() -> int:
     return int(torch.randint(2**63 - 1, ()))
 
 
+_WITH_HOOKS: "weakref.WeakSet[HooksDPOptimizer]" = weakref.WeakSet()
+
+
 class HooksDPOptimizer(_ClippingOptimizer, DPOptimizer):
     """Clips ``p.grad_sample`` with any clipping function; norms in float32 or wider."""
 
@@ -553,12 +556,17 @@ class HooksDPOptimizer(_ClippingOptimizer, DPOptimizer):
             )
         return super().pre_step(closure)
 
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        _WITH_HOOKS.add(self)
+
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears the gradients, those of parameters that it does not hold as well."""
+        """Clears the gradients, and those of parameters that no optimizer holds."""
         super().zero_grad(set_to_none)
-        model = getattr(self.mode, "_module", None)
-        for p in model.parameters() if model is not None else ():
-            if getattr(p, "grad_sample", None) is not None:
+        alike = [other for other in _WITH_HOOKS if other.mode is self.mode]
+        held = {p for optimizer in alike for p in optimizer.params}
+        for p in self.mode._module.parameters() if self.mode is not None else ():
+            if p not in held and getattr(p, "grad_sample", None) is not None:
                 p.grad_sample = None
 
     def clip_and_accumulate(self) -> None:
