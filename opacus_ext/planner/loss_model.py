@@ -219,8 +219,13 @@ class LossModel:
         paper's family (BERT, examples of 512 tokens) and no other.
         """
         error = np.abs(paper.errors())
+
+        def loss(*configuration: Any) -> np.ndarray:
+            found = _paper_loss(*configuration)
+            return np.where(found <= paper.MOST_LOSS, found, np.nan)
+
         return cls(
-            _paper_loss,
+            loss,
             paper.SIZES,
             paper.STEPS,
             tokens=paper.TOKENS,
