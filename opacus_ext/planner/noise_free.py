@@ -33,8 +33,8 @@ from opacus_ext.planner.measurements import Measurements
 from opacus_ext.planner.surface import Surface, scaled_options
 from opacus_ext.refused import Refused
 
-#: Of :func:`refit`, in nats a token and step for noise whose norm is that of a clipped
-#: gradient: as much of the loss's fall as such noise hides. Of other units it is another.
+#: Of :func:`refit`, in nats a token and step: what noise of norm 1, that of a clipped
+#: gradient, hides of the loss's fall. In other units it is another.
 KAPPA = 5.88e-3
 RATIOS = 0.0, 2.0**-4  # that it was fitted to
 NORM = 61.0  # of the noise, the largest that it was fitted to
@@ -120,8 +120,8 @@ class NoiseFree:
                 f"The loss of the run without noise does not fall: {self.loss[0]:g} "
                 f"before, {self.loss[-1]:g} after {self.steps[-1]:g} steps.",
                 parameter="loss",
-                remedy="Give the cross-entropy in nats a token (a record), no accuracy. "
-                "If it is, train longer or at another learning rate: what is not "
+                remedy="Give the cross-entropy in nats a token (a record), no "
+                "accuracy. If it is, train longer or at another learning rate: what is not "
                 "learnt without noise is not learnt with it.",
             )
 

@@ -135,7 +135,9 @@ def synergy(
         )
         color = np.full(x.shape, np.nan)
         color[ok] = np.log2(ratio)
-        shown = axis.pcolormesh(np.log2(xs), np.log2(ys), color, cmap="YlGnBu", alpha=0.6)
+        shown = axis.pcolormesh(
+            np.log2(xs), np.log2(ys), color, cmap="YlGnBu", alpha=0.6
+        )
         axis.quiver(
             np.log2(x[ok]),
             np.log2(y[ok]),
