@@ -268,8 +268,8 @@ class LossModel:
             source=f"{source}: {run.start:.3g} at the start, {run.loss[-1]:.3g} after "
             f"{run.end:g} steps; noise slows it down as it did small models, whose "
             f"losses are told to {told[0]:.1%} in the mean, {told[1]:.0%} at most"
-            ". Too hopeful for other models (38 % for a classifier of MNIST), and not the "
-            "same for every learning rate",
+            ". Too hopeful for other models (38 % for a classifier of MNIST), "
+            "and not the same for every learning rate",
             known_parameters=noise_free.SIZES,
         )
 

@@ -121,8 +121,8 @@ class NoiseFree:
                 f"before, {self.loss[-1]:g} after {self.steps[-1]:g} steps.",
                 parameter="loss",
                 remedy="Give the cross-entropy in nats a token (a record), no "
-                "accuracy. If it is, train longer or at another learning rate: what is not "
-                "learnt without noise is not learnt with it.",
+                "accuracy. If it is, train longer or at another learning rate: what is "
+                "not learnt without noise is not learnt with it.",
             )
 
     @classmethod
