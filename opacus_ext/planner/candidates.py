@@ -36,7 +36,9 @@ from opacus_ext.refused import Refused
 if TYPE_CHECKING:
     from opacus_ext.planner.probe import Probe
 
-SIZES_PER_DECADE, BATCHES_PER_OCTAVE, STEPS_PER_OCTAVE = 25, 4, 8
+# Of batches and steps multiples divide those of sizes: whatever the size, batches and
+# steps leave the same share of the compute over, which does not tell sizes apart then.
+SIZES_PER_OCTAVE, BATCHES_PER_OCTAVE, STEPS_PER_OCTAVE = 8, 4, 8
 _NEAR_END = 1.1  # a point of the lattice of sizes, and of steps
 
 
@@ -116,17 +118,16 @@ class Candidates:
         whole = budget.tuned
         name = "parameters" if whole is None else "trainable"
         self.trainable = _lattice(
-            name, law.parameters, budget.trained, 10, SIZES_PER_DECADE
+            name, law.parameters, budget.trained, SIZES_PER_OCTAVE
         )
         self.parameters = self.trainable if whole is None else np.full(1, whole)
         self.batch_size = _lattice(
             "batch_size",
             (1, budget.largest_batch),
             budget.batch_size,
-            2,
             BATCHES_PER_OCTAVE,
         )
-        self.steps = _lattice("steps", law.steps, budget.steps, 2, STEPS_PER_OCTAVE)
+        self.steps = _lattice("steps", law.steps, budget.steps, STEPS_PER_OCTAVE)
         self.noise_multiplier, self.ratio, self.amplified = noise_grid(
             budget, self.batch_size, self.steps
         )
@@ -492,10 +493,10 @@ class Savings(NamedTuple):
 
 
 def _lattice(
-    name: str, known: Tuple[float, float], wanted: Range, base: int, points: int
+    name: str, known: Tuple[float, float], wanted: Range, points: int
 ) -> np.ndarray:
     """
-    Whole numbers, ``points`` to a factor ``base``, the same for every budget: a wider
+    Whole numbers, ``points`` to a factor of two, the same for every budget: a wider
     range has all that a narrower one has. Ends that were asked for are in it.
     """
     low, high = known
@@ -509,9 +510,9 @@ def _lattice(
                 parameter=name,
                 remedy="Take some of that, or measure your models.",
             )
-    first = math.floor(points * math.log(low, base))
-    last = math.ceil(points * math.log(high, base))
-    values = np.round(base ** (np.arange(first, last + 1) / points))
+    first = math.floor(points * math.log2(low))
+    last = math.ceil(points * math.log2(high))
+    values = np.round(2.0 ** (np.arange(first, last + 1) / points))
     values = values[(values >= low) & (values <= high)]
     # An end that was asked for, not one that a budget set: a larger one moves that.
     ends = [] if wanted is None else [math.ceil(wanted[0]), math.floor(wanted[1])]

@@ -33,7 +33,8 @@ from opacus_ext.planner.measurements import Measurements
 from opacus_ext.planner.surface import Surface, scaled_options
 from opacus_ext.refused import Refused
 
-#: In nats a step, of :func:`refit`: what noise of norm 1 hides of the loss's fall.
+#: Of :func:`refit`, in nats a token and step: what noise of norm 1, that of a clipped
+#: gradient, hides of the loss's fall. In other units it is another.
 KAPPA = 5.88e-3
 RATIOS = 0.0, 2.0**-4  # that it was fitted to
 NORM = 61.0  # of the noise, the largest that it was fitted to
@@ -53,8 +54,9 @@ class NoiseFree:
     Attributes:
         steps: T of the readings, ascending, from the start: 0 has the loss before
             training, ``[readings]``
-        loss: in nats a token (or an example), ``[readings]``
-        kappa: in nats a step
+        loss: cross-entropy in nats a token, or a record of one prediction (a
+            classifier's); no accuracy, no other loss, ``[readings]``
+        kappa: in nats a token (a record) and step, as :data:`KAPPA`
         tokens: S, tokens of an example; 0 if that is unknown
         batch_size: the run's; 0 if that is unknown. As in the paper, larger private
             batches count for their lower noise alone
@@ -118,8 +120,9 @@ class NoiseFree:
                 f"The loss of the run without noise does not fall: {self.loss[0]:g} "
                 f"before, {self.loss[-1]:g} after {self.steps[-1]:g} steps.",
                 parameter="loss",
-                remedy="Train longer or at another learning rate: what is not learnt "
-                "without noise is not learnt with it.",
+                remedy="Give the cross-entropy in nats a token (a record), no "
+                "accuracy. If it is, train longer or at another learning rate: what is "
+                "not learnt without noise is not learnt with it.",
             )
 
     @classmethod
@@ -159,7 +162,8 @@ class NoiseFree:
             raise Refused(
                 f"{path} is no table of numbers with the columns steps and loss: "
                 f"{e!r}.",
-                remedy="Its first line names the columns.",
+                remedy="Its first line names the columns. The loss is the "
+                "cross-entropy in nats a token (a record), no accuracy.",
             ) from e
         return cls(steps, loss)
 
@@ -253,7 +257,7 @@ class Refit(NamedTuple):
     The law fitted to measured runs.
 
     Attributes:
-        kappa: in nats a step
+        kappa: as :data:`KAPPA`
         error: relative, of each reading of private runs, ``[readings]``
     """
 

@@ -29,7 +29,8 @@ class Plan:
         amplified: whether batches are Poisson samples; if not, fixed batches of every
             epoch, whose noise is lower here
         noise_norm: of the noise in the mean gradient, whose own is at most 1
-        loss: in nats a token; None of a rule of thumb
+        loss: in nats a token, of examples of one token a record; None of a rule of
+            thumb
         kind: of the answer: "measured", "paper's law", "run without noise" or "rule of
             thumb"
         ends: which of parameters, batch_size and steps are at an end of their range,

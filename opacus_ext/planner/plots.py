@@ -107,7 +107,7 @@ def synergy(
 ) -> Figure:
     """
     Figure 4: how much twice of a budget lowers the noise-batch ratio (longer arrows:
-    more), and the ratio itself (color).
+    more; to the right and up the budgets of the axes), and the ratio itself (color).
 
     Args:
         steps: T
@@ -133,17 +133,22 @@ def synergy(
         ratio = calibration.noise_batch_ratio(
             cell["epsilon"], delta, steps, cell["batch_size"], cell["users"]
         )
-        shown = axis.quiver(
+        color = np.full(x.shape, np.nan)
+        color[ok] = np.log2(ratio)
+        shown = axis.pcolormesh(
+            np.log2(xs), np.log2(ys), color, cmap="YlGnBu", alpha=0.6
+        )
+        axis.quiver(
             np.log2(x[ok]),
             np.log2(y[ok]),
             arrows[first],
             arrows[second],
-            np.log2(ratio),
-            angles="xy",
-            scale=12,
+            pivot="mid",
+            scale=1.5 * len(xs),  # the longest, sqrt(2), stays in its cell
+            width=0.008,
         )
         figure.colorbar(shown, ax=axis, label="log2 noise-batch ratio")
-        rest = ", ".join(f"{k} {v:g}" for k, v in fixed.items())
+        rest = ", ".join(f"{k} 2^{np.log2(v):g}" for k, v in fixed.items())
         axis.set(xlabel=f"log2 {first}", ylabel=f"log2 {second}", title=rest)
     return figure
 

@@ -38,13 +38,20 @@ def arguments(plan: Plan) -> Dict[str, Any]:
                 plan.budget.delta,
             )
     return dict(
-        noise_multiplier=noise,
+        noise_multiplier=_six_digits(noise),
         # As measured: gradients brought to norm 1, whatever they were.
         max_grad_norm=0.1,
         clipping="normalized",
         grad_sample_mode="ghost_bk",
         **drawn,
     )
+
+
+def _six_digits(noise: float) -> float:
+    """Rounded up: what is printed is what is trained with."""
+    digits = 5 - math.floor(math.log10(noise)) if noise > 0 else 0
+    rounded = round(noise, digits)
+    return rounded if rounded >= noise else round(noise + 10.0**-digits, digits)
 
 
 def notes(plan: Plan) -> List[str]:

@@ -49,7 +49,7 @@ def test_synergy_has_an_arrow_for_every_cell():
         {"users": 256.0},
     )
     figure = plots.synergy(100, 1e-6, [plane])
-    quiver = figure.axes[0].collections[0]
+    quiver = figure.axes[0].collections[-1]
     # 2 x 256 is more than all users: only the batches of 64.
     assert quiver.N == 2 and (quiver.U > 0).all() and (quiver.V > 0).all()
 

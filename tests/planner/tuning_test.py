@@ -93,6 +93,28 @@ def test_bad_tunings_are_refused(changed, message):
         Candidates(Budget(**given), LossModel.of_noise_free(RUN, "made up"))
 
 
+def test_accuracies_are_no_losses(tmp_path):
+    with pytest.raises(Refused, match="nats a token .a record., no accuracy"):
+        NoiseFree([0, 100, 200, 300], [0.1, 0.6, 0.8, 0.9])
+    table = tmp_path / "run.csv"
+    table.write_text("steps,accuracy\n0,0.1\n100,0.6\n200,0.8\n300,0.9\n")
+    with pytest.raises(Refused, match="no accuracy"):
+        NoiseFree.read(table)
+
+
+def test_a_classifier_s_loss_is_a_record_s(tmp_path, capsys):
+    """And the noise that is shown is that of the code."""
+    table = tmp_path / "run.csv"
+    table.write_text("steps,loss\n0,2.4\n300,1.8\n600,1.7\n900,1.65\n1200,1.64\n")
+    given = "plan --users 50000 --epsilon 8 --parameters 12730 --tokens 1 --flops 1e13"
+    assert main([*given.split(), "--noise-free", str(table)]) == 0
+    shown = capsys.readouterr().out
+    assert " nats a record" in shown and "a token" not in shown.split("steps ")[0]
+    assert "Too hopeful for other models" in shown
+    noise = re.search(r"noise multiplier +(\S+)", shown)[1]
+    assert f"noise_multiplier={noise}," in shown
+
+
 def test_noise_slows_a_run_down():
     assert RUN.start == pytest.approx(2.4) and RUN.end == 600
     assert RUN.after(STEPS, 0.0) == pytest.approx(RUN.loss, rel=1e-3)

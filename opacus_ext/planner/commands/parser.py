@@ -367,7 +367,8 @@ def _plan(add: Callable) -> None:
     add(
         "--noise-free",
         metavar="FILE",
-        help="losses of one run of this model without noise, from its start: a table "
+        help="losses of one run of this model without noise, from its start, in nats a "
+        "token, or a record with --tokens 1 (a classifier's); no accuracies: a table "
         '(CSV) with columns steps and loss, or a file of "measure"',
     )
     add(

@@ -230,6 +230,7 @@ def _one_plan(
 ) -> str:
     tuned = plan.budget.trainable is not None
     budget, near, more = row["budget"], row["near_optimal"], row["doubling"]
+    unit = "token" if plan.budget.tokens > 1 else "record"
     sampling = (
         "Poisson samples" if row["amplified"] else "fixed, every one once an epoch"
     )
@@ -255,11 +256,11 @@ def _one_plan(
                 "steps": f"{row['steps']:,}",
                 "compute": f"{row['flops']:.3g} FLOPs",
                 "tokens a parameter": show(row["tokens_per_parameter"]),
-                "noise multiplier": show(row["noise_multiplier"]),
+                "noise multiplier": repr(row["make_private"]["noise_multiplier"]),
                 "noise-batch ratio": show(row["ratio"])
                 + f" (norm of the noise {show(row['noise_norm'])})",
                 "loss": (
-                    f"{show(row['loss'])} nats a token{interval}"
+                    f"{show(row['loss'])} nats a {unit}{interval}"
                     if law.tells_loss
                     else "not given by a rule of thumb"
                 ),
@@ -322,7 +323,7 @@ def _many_plans(rows: Sequence[Dict[str, Any]], law: Any, notes: Sequence[str]) 
             "parameters": row["parameters"],
             "batch size": row["batch_size"],
             "steps": row["steps"],
-            "noise": row["make_private"]["noise_multiplier"],
+            "noise": repr(row["make_private"]["noise_multiplier"]),
             "noise norm": row["noise_norm"],
             "loss": row["loss"],
             **(row["cost"] or {}),
