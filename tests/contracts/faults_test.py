@@ -212,6 +212,7 @@ def test_an_interrupt_in_correlated_noise(every):
 
 def leave_all():
     """Leaves the transforms and modes of torch that an interrupt left entered."""
+    torch.set_grad_enabled(True)
     while _functorch.peek_interpreter_stack() is not None:
         _functorch._vmap_decrement_nesting()
     while torch.overrides._get_current_function_mode_stack():
@@ -222,11 +223,14 @@ def leave_all():
 def outside():
     """Outside of the transforms and modes of torch that are entered."""
     layers, modes = [], torch.overrides._get_current_function_mode_stack()
+    grad = torch.is_grad_enabled()
+    torch.set_grad_enabled(True)
     while _functorch.peek_interpreter_stack() is not None:
         layers.append(_functorch.pop_dynamic_layer_stack())
     for _ in modes:
         torch._C._pop_torch_function_stack()
     yield
+    torch.set_grad_enabled(grad)
     for mode in modes:
         torch._C._push_on_torch_function_stack(mode)
     while layers:
@@ -261,7 +265,10 @@ def test_an_interrupt_anywhere(name):
             assert_same(sums(loop), expected)
         loop.look()
 
-    interrupted(act, (OURS, *OF_OPACUS), every=7)
+    try:
+        interrupted(act, (OURS, *OF_OPACUS), every=7)
+    finally:
+        leave_all()  # or all tests that follow fail, too
 
 
 # -- writing checkpoints ---------------------------------------------------------------
