@@ -257,6 +257,12 @@ def two_losses(s):
         s.loss().backward()
 
 
+def without_grad(s):
+    with torch.no_grad():
+        loss = s.loss()
+    loss.backward()
+
+
 def text_labels(s):
     s.criterion(s.model(s.batch()[0]), ["cat"] * SIZE)
 
@@ -393,6 +399,7 @@ REFUSED = {
     "two batches": (loops("ghost_bk", two_batches), "BatchMemoryManager"),
     "two batches, hooks": (loops("hooks", two_batches), "second time.*accumulation"),
     "two losses, hooks": (loops("hooks", two_losses), "backward.. on their sum"),
+    "no_grad": (loops("ghost_bk", without_grad), "under torch.no_grad"),
     "labels as text": (loops("ghost_bk", text_labels), "a list of str.*labels as num"),
     "labels as a list": (loops("ghost_bk", list_of_labels), "a list of int.*tensors"),
     "regulariser": (loops("ghost_bk", with_regulariser), "outside of the model"),

@@ -79,6 +79,7 @@ class ClippedLoss(torch.Tensor, stock.DPTensorFastGradientClipping):
 
     def __init__(self, *args: Any, value: T | None = None, **kwargs: Any):
         stock.DPTensorFastGradientClipping.__init__(self, *args, **kwargs)
+        self.has_graph = torch.is_grad_enabled()
 
     def backward(  # type: ignore[override]  # its first argument is a number
         self,
@@ -103,6 +104,11 @@ class ClippedLoss(torch.Tensor, stock.DPTensorFastGradientClipping):
                 "backward() of a private loss takes no gradient, inputs or "
                 "create_graph: it clips the gradients of all parameters by sample.",
                 remedy="Call loss.backward(), and multiply the loss itself by numbers.",
+            )
+        if not self.has_graph and self.loss_per_sample.numel():
+            raise Refused(
+                "The loss was computed under torch.no_grad(), and has no gradient.",
+                remedy="Compute it outside of that, from outputs that were, too.",
             )
         if self.done:
             raise Refused(
