@@ -75,7 +75,7 @@ EXPERIMENTS: Dict[str, Dict[str, Any]] = {
     "releases": {
         "models": ["transitions"],
         "epsilons": [1.0, 2.0, 5.0, 8.0, 10.0],
-        "seeds": [0, 1, 2],
+        "seeds": list(range(10)),
         "batch_sizes": [2048],
         "lrs": [9e-3],
         "more": ["--train-share", "0"],
@@ -140,7 +140,8 @@ def main() -> None:
         if number % parts != part - 1 or name in {json.loads(x)["key"] for x in lines}:
             continue
         checkpoint = checkpoints / f"{name}.pt"
-        run = [*run, "--checkpoint", str(checkpoint)]
+        if train.parse_args(run).train_share:  # else nothing is trained, or resumed
+            run = [*run, "--checkpoint", str(checkpoint)]
         if checkpoint.exists():
             run.append("--resume")
         parsed = train.parse_args(run)

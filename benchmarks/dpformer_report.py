@@ -80,13 +80,18 @@ def shown(values: List[float]) -> str:
 def releases(rows: List[Row]) -> str:
     """NDCG@10 and HIT@10 of what is released once, as a table in Markdown."""
     lines = [
-        "| epsilon | top | NDCG@10 | HIT@10 | NDCG@10, new items | HIT@10, new items |",
+        "| epsilon | top | NDCG@10 | HIT@10 | NDCG@10, own last | HIT@10, own last |",
         "| --- | --- | --- | --- | --- | --- |",
     ]
     for epsilon in sorted({row["epsilon"] for row in rows}):
         group = [row for row in rows if row["epsilon"] == epsilon]
         cells = [f"{epsilon:g}", f"{mean(row['top'] for row in group):.0f}"]
-        for name in ("ndcg", "hit", "unseen_ndcg", "unseen_hit"):
+        for name in (
+            "own_ranked_ndcg",
+            "own_ranked_hit",
+            "own_last_ndcg",
+            "own_last_hit",
+        ):
             cells.append(shown([row[f"{name}_at_10"] for row in group]))
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)

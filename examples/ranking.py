@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Tuple
+from typing import NamedTuple, Tuple
 
 import torch
 from torch import nn
+from torch.nn.utils.rnn import pad_sequence
 
 from opacus_ext.data import SequenceData
+from opacus_ext.models import leave_out
 
 
 def ranks(scores: torch.Tensor, items: torch.Tensor) -> torch.Tensor:
@@ -41,28 +43,35 @@ def ndcg_and_hit(rank: torch.Tensor, k: int = 10) -> Tuple[float, float]:
     return 100 * ndcg.mean().item(), 100 * hit.mean().item()
 
 
+class Quality(NamedTuple):
+    """Of rankings of the held-out items, in percent."""
+
+    ndcg: float
+    hit: float
+
+
 @torch.no_grad()
 def evaluate(
-    model: nn.Module, data: SequenceData, max_len: int, unseen: bool = False
-) -> Tuple[float, float]:
-    """
-    NDCG@10 and HIT@10 in percent of a model on the held-out items.
+    model: nn.Module, data: SequenceData, max_len: int
+) -> Tuple[Quality, Quality]:
+    """NDCG@10 and HIT@10 in percent of a model on the held-out items, among all items.
 
-    Args:
-        unseen: leave the user's own earlier items out of the ranking, as part of the
-            literature does; by default all items take part
+    Returns:
+        With a user's own items ranked by their scores as all others, and with these
+        put last, see :func:`opacus_ext.models.leave_out`; a held-out item that the
+        user had before is then among the last, too
     """
     model.eval()
     device = next(model.parameters()).device
-    found = []
-    users = torch.arange(len(data.histories)).split(512)
-    for chosen, ids in zip(users, data.contexts(max_len).split(512)):
+    ranked, last = [], []
+    for ids, own, target in zip(
+        data.contexts(max_len).split(512),
+        pad_sequence(data.histories, batch_first=True).split(512),
+        data.held_out.split(512),
+    ):
         scores = model.score(ids.to(device)).cpu()
-        target = data.held_out[chosen]
-        if unseen:
-            own = scores.gather(1, target[:, None])
-            for row, user in zip(scores, chosen):
-                row[data.histories[user]] = -torch.inf
-            scores.scatter_(1, target[:, None], own)
-        found.append(ranks(scores, target))
-    return ndcg_and_hit(torch.cat(found))
+        ranked.append(ranks(scores, target))
+        last.append(ranks(leave_out(scores, own), target))
+    return Quality(*ndcg_and_hit(torch.cat(ranked))), Quality(
+        *ndcg_and_hit(torch.cat(last))
+    )

@@ -73,3 +73,14 @@ def test_runs_are_made_once_and_reported(data, tmp_path):
     text = run("dpformer_report.py", out, "--figures", tmp_path)
     assert f"{rows[0]['ndcg_at_10']:.2f}" in text and "DPFormer against" in text
     assert (tmp_path / "table1.png").exists()
+
+
+@pytest.mark.slow
+def test_releases_without_training(data, tmp_path):
+    """No checkpoint, of which there is nothing to keep."""
+    out = tmp_path / "runs.jsonl"
+    run("dpformer.py", "releases", "--data", data, "--out", out, "--seeds", 0)
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [row["epsilon"] for row in rows] == [1.0, 2.0, 5.0, 8.0, 10.0]
+    text = run("dpformer_report.py", out)
+    assert f"{rows[0]['own_last_ndcg_at_10']:.2f}" in text

@@ -238,6 +238,8 @@ def test_scores_are_those_of_the_formula():
                 row = weight * matrix[items.index(item)]
                 expected = expected.index_add(0, prior.items, row)
         torch.testing.assert_close(prior.score(ids[None])[0], expected)
+        with torch.no_grad():  # a sparse product
+            torch.testing.assert_close(prior.score(ids[None])[0], expected)
         torch.testing.assert_close(prior(ids[None])[0, -1], expected)
 
 

@@ -23,12 +23,15 @@ class SequenceData:
         histories: for each user the items before the last, ids 1 to ``num_items``.
         held_out: ``[users]``, the last item of each user.
         num_items: number of different items, held-out ones included.
+        once: whether the data are of a kind in which nobody has an item twice, as
+            ratings are. It is no property of these records, which are not looked at.
     """
 
     name: str
     histories: List[torch.Tensor]
     held_out: torch.Tensor
     num_items: int
+    once: bool = False
 
     def training_set(self, max_len: int) -> TensorDataset:
         """Per user (input ids ``[max_len]``, targets ``[max_len]``), 0-padded right.
@@ -84,6 +87,7 @@ def read_sequences(
     paper does (appendix E.1). Items are numbered anew in order of appearance, so the
     same actions give the same sequences in either form. The list of items and the
     filter depend on the data; like the paper's, the analysis takes them as public.
+    Ratings (the second form) are ``once``: a user rates an item one time.
 
     Args:
         path: the file.
@@ -133,6 +137,7 @@ def read_sequences(
         histories=[torch.tensor(seq[:-1]) for seq in sequences],
         held_out=torch.tensor([seq[-1] for seq in sequences]),
         num_items=len(new_id),
+        once=raw,
     )
 
 

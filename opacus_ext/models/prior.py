@@ -61,7 +61,7 @@ class TransitionPrior(nn.Module):
     back: Tensor
 
     def __init__(
-        self, popularity: Popularity, transitions: Transitions, length: int = 50
+        self, popularity: Popularity, transitions: Transitions, length: int = 100
     ):
         super().__init__()
         shares, items = popularity.shares, transitions.items
@@ -92,7 +92,7 @@ class TransitionPrior(nn.Module):
         self.register_buffer("counts", F.pad(counts.fill_diagonal_(0), (0, 0, 0, 1)))
         back = F.pad(counts.T.contiguous(), (0, 0, 0, 1))
         self.register_buffer("back", back)
-        self.weights = nn.Parameter((1 + torch.arange(length)).float() ** -1.25)
+        self.weights = nn.Parameter((1 + torch.arange(length)).float() ** -1.0)
         self.alpha = nn.Parameter(torch.tensor(0.5))
         self.beta = nn.Parameter(torch.tensor(-0.5))
         self.tau = nn.Parameter(torch.tensor(0.3))
@@ -116,10 +116,16 @@ class TransitionPrior(nn.Module):
         near = (lags >= 0) & (lags < len(self.weights))
         weights = self.weights[lags.clamp(0, len(self.weights) - 1)] * near
         place, scale = self.place[ids], self._scale()
-        rows = F.embedding(place, self.counts) + self.tau * F.embedding(
-            place, self.back
-        )
-        known = (weights * scale[ids][:, None]) @ rows * scale[self.items]  # [B, Q, M]
+        weights, matrix = weights * scale[ids][:, None], self.counts
+        matrix = matrix + self.tau * self.back
+        if at is not None and not torch.is_grad_enabled():
+            # A product with a sparse matrix, whose rows are the users.
+            known = F.embedding_bag(
+                place, matrix, mode="sum", per_sample_weights=weights[:, 0]
+            )[:, None]
+        else:
+            known = weights @ F.embedding(place, matrix)
+        known = known * scale[self.items]  # [B, Q, M]
         log_shares = self.shares.clamp(min=self.shares[1:].min()).log()
         scores = (self.alpha * log_shares).expand(*known.shape[:2], len(log_shares))
         scores = scores.index_add(2, self.items, known)
@@ -128,3 +134,23 @@ class TransitionPrior(nn.Module):
     def score(self, ids: Tensor) -> Tensor:
         """``[B, num_items + 1]`` of the item after each whole sequence."""
         return self(ids, (ids != 0).sum(dim=1).sub(1).clamp(min=0))
+
+
+def leave_out(scores: Tensor, ids: Tensor) -> Tensor:
+    """
+    Scores with -inf at the items that a user has already, which come last then.
+
+    For data in which nobody has an item twice. That must be known from outside of the
+    records, as for ratings, of which a user gives a movie one: whether it is so in
+    these records is private. The items are those of the user who is scored, that
+    user's own input, so that this is post-processing and costs no privacy.
+
+    Args:
+        scores: ``[B, num_items + 1]``
+        ids: ``[B, T]``, each user's items, padded with 0
+
+    Example:
+        >>> leave_out(torch.tensor([[0.0, 0.3, 0.2, 0.1]]), torch.tensor([[1, 3, 0]]))
+        tensor([[  -inf,   -inf, 0.2000,   -inf]])
+    """
+    return scores.scatter(1, ids, -torch.inf)
