@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Tuple
+from typing import Tuple
 
 import torch
 from torch import nn
@@ -43,35 +43,25 @@ def ndcg_and_hit(rank: torch.Tensor, k: int = 10) -> Tuple[float, float]:
     return 100 * ndcg.mean().item(), 100 * hit.mean().item()
 
 
-class Quality(NamedTuple):
-    """Of rankings of the held-out items, in percent."""
-
-    ndcg: float
-    hit: float
-
-
 @torch.no_grad()
 def evaluate(
-    model: nn.Module, data: SequenceData, max_len: int
-) -> Tuple[Quality, Quality]:
-    """NDCG@10 and HIT@10 in percent of a model on the held-out items, among all items.
+    model: nn.Module, data: SequenceData, max_len: int, own_last: bool = False
+) -> Tuple[float, float]:
+    """
+    NDCG@10 and HIT@10 in percent of a model on the held-out items, among all items.
 
-    Returns:
-        With a user's own items ranked by their scores as all others, and with these
-        put last, see :func:`opacus_ext.models.leave_out`; a held-out item that the
-        user had before is then among the last, too
+    Args:
+        own_last: put a user's own earlier items last, see
+            :func:`opacus_ext.models.leave_out`; a held-out one of them, too
     """
     model.eval()
     device = next(model.parameters()).device
-    ranked, last = [], []
+    found = []
     for ids, own, target in zip(
         data.contexts(max_len).split(512),
         pad_sequence(data.histories, batch_first=True).split(512),
         data.held_out.split(512),
     ):
         scores = model.score(ids.to(device)).cpu()
-        ranked.append(ranks(scores, target))
-        last.append(ranks(leave_out(scores, own), target))
-    return Quality(*ndcg_and_hit(torch.cat(ranked))), Quality(
-        *ndcg_and_hit(torch.cat(last))
-    )
+        found.append(ranks(leave_out(scores, own) if own_last else scores, target))
+    return ndcg_and_hit(torch.cat(found))

@@ -215,8 +215,8 @@ def train(args: argparse.Namespace) -> Dict[str, Any]:
             epoch += 1
             if args.evaluate_every and epoch % args.evaluate_every == 0:
                 measured = average.module if average else net
-                found = evaluate(measured, data, args.max_len)
-                curve.append([epoch, *found[data.once]])
+                found = evaluate(measured, data, args.max_len, data.once)
+                curve.append([epoch, *found])
             if args.checkpoint:
                 content = {"config": config, "epoch": epoch, "curve": curve}
                 if average:
@@ -252,7 +252,9 @@ def summary_of(
 ) -> Dict[str, Any]:
     """What :func:`train` returns, measured."""
     users, items = len(data.histories), getattr(net, "items", None)
-    quality = ranked, last = evaluate(net, data, args.max_len)
+    ranked = evaluate(net, data, args.max_len)
+    last = evaluate(net, data, args.max_len, own_last=True)
+    ndcg, hit = last if data.once else ranked
     popularity = data.popularity()
     popularity[0] = 0
     popular = ndcg_and_hit(ranks(popularity.expand(users, -1), data.held_out))
@@ -273,12 +275,12 @@ def summary_of(
         "epsilon_spent": engine.get_epsilon(args.delta),
         "delta": args.delta,
         "once": data.once,
-        "ndcg_at_10": quality[data.once].ndcg,
-        "hit_at_10": quality[data.once].hit,
-        "own_ranked_ndcg_at_10": ranked.ndcg,
-        "own_ranked_hit_at_10": ranked.hit,
-        "own_last_ndcg_at_10": last.ndcg,
-        "own_last_hit_at_10": last.hit,
+        "ndcg_at_10": ndcg,
+        "hit_at_10": hit,
+        "own_ranked_ndcg_at_10": ranked[0],
+        "own_ranked_hit_at_10": ranked[1],
+        "own_last_ndcg_at_10": last[0],
+        "own_last_hit_at_10": last[1],
         "popularity_ndcg_at_10": popular[0],
         "popularity_hit_at_10": popular[1],
         "seed": args.seed,

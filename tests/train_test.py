@@ -64,11 +64,10 @@ class MetricsTest(unittest.TestCase):
             ranked.append((order == target).nonzero().item())
             others = [i for i in order.tolist() if i not in history]
             last.append(others.index(target) if target in others else 19)
-        found = ranking.evaluate(model, data, 4)
         self.assertIn(19, last)
-        for expected, quality in zip((ranked, last), found):
-            expected = ranking.ndcg_and_hit(torch.tensor(expected))
-            self.assertEqual(tuple(quality), expected)
+        for own_last, expected in ((False, ranked), (True, last)):
+            found = ranking.evaluate(model, data, 4, own_last)
+            self.assertEqual(found, ranking.ndcg_and_hit(torch.tensor(expected)))
 
     @unittest.skipUnless(ML1M, "OPACUS_EXT_ML1M names no file")
     def test_popularity_on_movielens(self):
