@@ -431,9 +431,9 @@ has an item twice (--once), so that none of them is the next. The second row is 
 model without that. Both rank all items and spend the same: a user's own items are that
 user's own input."""
 WHY_NOT = """\
-In the second row the items that a user has already come last, also where one of them
-is the next. It is the better one for data in which nobody has an item twice: --once
-makes it the model's."""
+The rankings differ by the items that a user has already: in the second row they come
+last, also where one of them is the next. That is better for data in which nobody has
+an item twice, and worse where people come back: --once makes it the model's."""
 
 
 def summary_table(summary: Dict[str, Any]) -> str:
