@@ -896,7 +896,7 @@ REFUSALS = {
     "none": ("Refused", "has no experts that can be spread"),
     "shared": ("Refused", "shared with another layer"),
     "twice": ("Refused", "already"),
-    "not wrapped": ("Refused", "what expert_parallel has returned"),
+    "not wrapped": ("Refused", "expert_parallel has returned"),
     "adaptive": ("Refused", "adaptive"),
     "hooks": ("Refused", "'hooks'"),
     "functorch": ("Refused", "'functorch'"),
