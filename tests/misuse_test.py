@@ -551,6 +551,26 @@ def test_half_of_the_parameters_over_many_steps(mode):
     assert moved == [True, True, False, False]
 
 
+def test_a_list_that_is_a_constant():
+    """Also where there are as many samples as it is long, and where there are none."""
+
+    def weighted(y, labels, weights):
+        return (nn.functional.cross_entropy(y, labels) * sum(weights)).mean()
+
+    s = Setup(criterion=weighted)
+    for size in (8, 2, 1):
+        s.optimizer.zero_grad()
+        x, y = s.batch(size)
+        s.criterion(s.model(x), y, (0.25, 0.5)).backward()
+        s.optimizer.step()
+    s.optimizer.zero_grad()
+    x, y = records()[:0]
+    s.criterion(s.model(x), y, ()).backward()
+    with pytest.raises(Refused, match="a tuple of float"):
+        fresh = Setup(criterion=weighted)
+        fresh.criterion(fresh.model(fresh.batch(2)[0]), fresh.batch(2)[1], (0.25, 0.5))
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_two_optimizers_of_one_model():
     """The gradients that one clears are not those of the other."""

@@ -241,7 +241,7 @@ class _ClippingOptimizer(_Base):
         """
         given = param_group["params"]
         given = [given] if isinstance(given, torch.Tensor) else list(given)
-        known = set(self.mode._module.parameters())
+        known = set() if self.mode is None else set(self.mode._module.parameters())
         for p in given:
             tensor = p[1] if isinstance(p, tuple) else p
             if tensor not in known or self._bounds is not None:

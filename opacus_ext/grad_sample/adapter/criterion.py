@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable
+from typing import Any, Callable, Sequence
 
 import torch
 from torch import nn
@@ -37,6 +37,7 @@ class SampleCriterion:
         self.name = getattr(criterion, "__name__", type(criterion).__name__)
         self._calls: dict[tuple, int] = {}  # by kind of arguments
         self._tables: set[tuple] = set()  # arguments that are no samples
+        self._constants: set[Any] = set()  # lists that were of another length once
 
     def __call__(self, args: tuple, kwargs: dict, shape: Any, size: int) -> T:
         """
@@ -44,14 +45,9 @@ class SampleCriterion:
         ``[B, T]`` where outputs and targets are of flattened tokens. Refuses arguments
         that are no samples, losses that depend on other samples, and what is kept.
         """
-        for x in (*args, *kwargs.values()):
+        for place, x in (*enumerate(args), *kwargs.items()):
             if isinstance(x, (list, tuple)) and not any(isinstance(y, T) for y in x):
-                if len(x) == size or any(isinstance(y, str) for y in x):
-                    raise self._refused(
-                        f"was given a {type(x).__name__} of {type(x[0]).__name__}, of "
-                        "which it is not known whether each sample has its own.",
-                        "Give tensors [B, ...]: labels as numbers, torch.tensor(...).",
-                    )
+                self._check_list(place, x, size)
         direct = None if kwargs else AT_ONCE.get(type(self.criterion))
         losses = None if direct is None else direct(self.criterion, shape, *args)
         leaves, spec = tree_flatten((args, kwargs))
@@ -171,6 +167,18 @@ class SampleCriterion:
             "Labels that are ignored, class weights and lengths make a sample count by "
             "what the others have in the one and not in the other.",
         )
+
+    def _check_list(self, place: Any, x: Sequence, size: int) -> None:
+        """Refuses what may be of the samples; of another length, it is a constant."""
+        texts = any(isinstance(y, str) for y in x)
+        if len(x) != size and not texts:
+            self._constants.add(place)
+        elif x and (texts or place not in self._constants):
+            raise self._refused(
+                f"was given a {type(x).__name__} of {type(x[0]).__name__}, of which it "
+                "is not known whether each sample has its own.",
+                "Give tensors [B, ...]: labels as numbers, torch.tensor(...).",
+            )
 
     def _not_samples(self, leaves: list, size: int) -> Refused:
         shapes = [tuple(x.shape) for x in leaves if isinstance(x, T)]

@@ -59,6 +59,7 @@ class ClippedLoss(torch.Tensor, stock.DPTensorFastGradientClipping):
     loss_per_sample: T
     divisor: float = 1.0  # by what number it was divided
     done = False  # whether backward() was called: it is but a number then
+    has_graph = True  # whether it was computed where gradients are
 
     def __new__(
         cls,
