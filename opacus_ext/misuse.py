@@ -32,7 +32,7 @@ from torch.utils.data import (
 )
 
 from opacus_ext.optimizers.optimizer import WATCHES
-from opacus_ext.refused import Refused, tell
+from opacus_ext.refused import Refused, warn_once
 
 _POISSON = UniformWithReplacementSampler, DistributedUniformWithReplacementSampler
 _EVERY_RECORD = SequentialSampler, RandomSampler, DistributedSampler
@@ -208,7 +208,7 @@ def _check_optimizer(
     known = set(held)
     left = [n for p, n in names.items() if p.requires_grad and p not in known]
     if left and held:
-        tell(
+        warn_once(
             engine,
             "left",
             f"{len(left)} trainable parameters are not in the optimizer ({left[0]}"
@@ -218,7 +218,7 @@ def _check_optimizer(
         )
     watch = WATCHES.get(given)
     if watch is not None and watch.engine() not in (None, engine) and watch.active:
-        tell(
+        warn_once(
             engine,
             "engines",
             "The model was made private before, by another PrivacyEngine: each counts "
@@ -262,7 +262,7 @@ def check_loader(
         )
     if not poisson_sampling:
         if type(batches) is BatchSampler:
-            tell(
+            warn_once(
                 engine,
                 "poisson",
                 "poisson_sampling=False: get_epsilon goes on as if each step drew "
@@ -272,7 +272,7 @@ def check_loader(
             )
         return
     if size is not None and size > records:
-        tell(
+        warn_once(
             engine,
             "size",
             f"batch_size={size} is over the {records} records of the data set: every "
@@ -300,7 +300,7 @@ def _check_sampler(
             remedy="Pass torch.utils.data.Subset(dataset, indices) and no sampler.",
         )
     if own or not isinstance(sampler, _EVERY_RECORD):
-        tell(
+        warn_once(
             engine,
             "sampler",
             f"The loader's {name} is replaced by Poisson sampling, which draws every "
@@ -326,7 +326,7 @@ def check_delta(engine: PrivacyEngine, delta: Any, name: str = "delta") -> None:
         )
     records = len(engine.dataset) if hasattr(engine.dataset, "__len__") else 0
     if records and delta > 1 / records:
-        tell(
+        warn_once(
             engine,
             "delta",
             f"{name}={delta:g} is over one over the {records} records: publishing a "

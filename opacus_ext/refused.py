@@ -56,7 +56,7 @@ def _restored(
 _INSIDE = "opacus", "torch.", "contextlib"
 
 
-def tell(owner: Any, key: str, message: str) -> None:
+def warn_once(owner: Any, key: str, message: str) -> None:
     """Warns once for each ``owner``, an engine or an optimizer, at the user's line."""
     told = owner.__dict__.setdefault("_opacus_ext_told", set())
     if key in told:

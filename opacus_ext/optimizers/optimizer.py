@@ -39,7 +39,7 @@ from opacus_ext.grad_sample.factors import GradSample
 from opacus_ext.grad_sample.parallel.group import ExpertGroup
 from opacus_ext.grad_sample.parallel.sharding import group_of
 from opacus_ext.optimizers.banded import BandedNoise
-from opacus_ext.refused import Refused, tell
+from opacus_ext.refused import Refused, warn_once
 from opacus_ext.secure import SecureSource, gaussian_grid, release
 
 if TYPE_CHECKING:
@@ -825,7 +825,7 @@ class Watch:
         """Called once a logical batch, with the norms of its samples."""
         module = self.module()
         if module is not None and not module.training:
-            tell(
+            warn_once(
                 optimizer,
                 "eval",
                 "A step is taken while the model is in evaluation mode: gradients are "
@@ -845,7 +845,7 @@ class Watch:
         surely = _log_binomial(self.records, rate, size) < math.log(1e-15)
         if size > usual and surely:
             self.rate = None
-            tell(
+            warn_once(
                 optimizer,
                 "views",
                 f"A step had {size} samples, where {usual:.0f} records are drawn on "
@@ -863,7 +863,7 @@ class Watch:
         self.chance += _log_binomial(self.records, rate, size)
         if self.chance < math.log(1e-12):
             self.rate = None
-            tell(
+            warn_once(
                 optimizer,
                 "loader",
                 f"All batches so far had {size} samples, which Poisson sampling does "

@@ -27,11 +27,11 @@ _DIMS: dict[type, tuple[int, ...]] = {nn.CTCLoss: (1, 0, 0, 0)}
 class SampleCriterion:
     """
     A criterion, sample by sample: its value for a sample alone, with its own reduction,
-    is the loss of that sample. ``tell`` warns once, called with a key and a text.
+    is the loss of that sample. ``warn`` warns once, called with a key and a text.
     """
 
-    def __init__(self, criterion: Callable, reduction: str, tell: Callable[..., None]):
-        self.criterion, self.reduction, self.tell = criterion, reduction, tell
+    def __init__(self, criterion: Callable, reduction: str, warn: Callable[..., None]):
+        self.criterion, self.reduction, self.warn = criterion, reduction, warn
         self.state = State(criterion)
         self.dims = dict(enumerate(_DIMS.get(type(criterion), ())))
         self.name = getattr(criterion, "__name__", type(criterion).__name__)
@@ -161,7 +161,7 @@ class SampleCriterion:
                 "class weights counted in it, negatives from other samples, a mean "
                 "over all of its tokens) is not private."
             )
-        self.tell(
+        self.warn(
             "criterion",
             f"The loss of {self.name} is the {self.reduction} over samples: {values} "
             "Labels that are ignored, class weights and lengths make a sample count by "

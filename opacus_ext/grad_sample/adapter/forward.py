@@ -51,7 +51,7 @@ from opacus_ext.grad_sample.core.groups import (
 )
 from opacus_ext.grad_sample.core.vmap import cache_kept, is_batched
 from opacus_ext.grad_sample.rules import NotAtOnce
-from opacus_ext.refused import Refused, tell
+from opacus_ext.refused import Refused, warn_once
 
 T = torch.Tensor
 
@@ -189,7 +189,7 @@ class PrivateModel:
             forward.at_once,
             forward.alone,
             one_by_one=self.one_by_one or self.vmap_fails,
-            tell=forward.tell,
+            warn=forward.warn,
         )
 
     def check_hooks(self) -> None:
@@ -305,7 +305,7 @@ class PrivateModel:
                 "Leave fullgraph out, and it is trained exactly, not compiled.",
             )
         text = f"{self.describe()} is trained exactly, and not compiled: {reason}."
-        tell(self, text, text)
+        warn_once(self, text, text)
 
 
 def _no_backward(record: ForwardRecord, grads: Sequence[T | None]) -> list[None]:
@@ -457,7 +457,7 @@ class ForwardRecord:
                     known[name, shape] = found.index(self.size)
         return known.get((name, shape))
 
-    def tell(self, reason: str) -> None:
+    def warn(self, reason: str) -> None:
         """Warns that vmap fails; from now on samples run one by one."""
         self.model.vmap_fails = True
         if not self.model.one_by_one:

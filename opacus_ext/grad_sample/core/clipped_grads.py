@@ -255,11 +255,11 @@ class _Run:
         code = getattr(self.loss, "__code__", type(self.loss))
         alone = _alone.setdefault(self.params[0], set())
 
-        def tell(reason: str) -> None:
+        def warn(reason: str) -> None:
             alone.add(code)
             warn_one_by_one("The loss", reason)
 
-        way: dict = dict(microbatch=microbatch, one_by_one=code in alone, tell=tell)
+        way: dict = dict(microbatch=microbatch, one_by_one=code in alone, warn=warn)
         in_groups(samples, self.at_once, self.one, **way)
         if not self._parts:
             return self.params[0].new_zeros(0), None

@@ -137,7 +137,7 @@ def in_groups(
     *,
     microbatch: int | None = None,
     one_by_one: bool = False,
-    tell: Callable[[str], None] | None = None,
+    warn: Callable[[str], None] | None = None,
 ) -> None:
     """
     Runs all samples: at once, split by branches, or one by one.
@@ -149,7 +149,7 @@ def in_groups(
         one: runs one of some samples, alone
         microbatch: the most that run at once
         one_by_one: whether none run at once
-        tell: is told why samples run one by one that should not
+        warn: is told why samples run one by one that should not
     """
     todo = deque(samples)
     while todo:
@@ -176,8 +176,8 @@ def in_groups(
                 reason = why(error)
         for i in range(some.size):
             one(some, i)
-        if reason and tell is not None:
-            tell(reason)
+        if reason and warn is not None:
+            warn(reason)
 
 
 def version(x: T) -> int:

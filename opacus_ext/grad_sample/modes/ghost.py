@@ -22,7 +22,7 @@ from opacus_ext.grad_sample.core.two_passes import TwoPassSum
 from opacus_ext.grad_sample.factors import GradSample
 from opacus_ext.grad_sample.modes.common import PrivateMode, not_private
 from opacus_ext.grad_sample.parallel.model import ParallelModel
-from opacus_ext.refused import Refused, tell
+from opacus_ext.refused import Refused, warn_once
 
 T = torch.Tensor
 
@@ -117,7 +117,7 @@ class ClippedLoss(torch.Tensor, stock.DPTensorFastGradientClipping):
                 remedy="Compute the loss anew, with a forward pass.",
             )
         if self.divisor != 1:
-            tell(
+            warn_once(
                 self.optimizer,
                 "divided",
                 f"The loss was divided by {self.divisor:g} before backward(). Each "
@@ -216,7 +216,7 @@ class ClippedCriterion(stock.DPLossFastGradientClipping):
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        told = functools.partial(tell, self.optimizer)
+        told = functools.partial(warn_once, self.optimizer)
         self.by_sample = SampleCriterion(self.criterion, self.loss_reduction, told)
 
     def __call__(self, *args: Any, shape: Any = None, **kwargs: Any) -> ClippedLoss:
