@@ -6,7 +6,6 @@ code, and never has weights without the privacy that they have spent.
 from __future__ import annotations
 
 import copy
-import functools
 import os
 import warnings
 from pickle import UnpicklingError
@@ -86,116 +85,104 @@ def read(path: Any, parameter: str = "path", **kwargs: Any) -> Dict[str, Any]:
         ) from error
 
 
-def with_runs_saved(save_checkpoint: Callable) -> Callable:
-    """``PrivacyEngine.save_checkpoint``, whose files Opacus can read as well."""
-
-    @functools.wraps(save_checkpoint)
-    def save(
-        self: opacus.PrivacyEngine,
-        *,
-        path: Any,
-        module: Any,
-        optimizer: Any = None,
-        noise_scheduler: Any = None,
-        grad_clip_scheduler: Any = None,
-        checkpoint_dict: Optional[Dict[str, Any]] = None,
-        module_state_dict_kwargs: Optional[Dict[str, Any]] = None,
-        torch_save_kwargs: Optional[Dict[str, Any]] = None,
-    ) -> None:
-        """
-        ``PrivacyEngine.save_checkpoint``, with the record of what was made private, and
-        with the state that the optimizer's noise is drawn from. Whoever has the file
-        can subtract the noise: publish the weights alone. An existing file is replaced
-        once the new one is complete.
-        """
-        content = {
-            **(checkpoint_dict or {}),
-            RUNS: runs_of(self),
-            "module_state_dict": module.state_dict(**(module_state_dict_kwargs or {})),
-            "privacy_accountant_state_dict": self.accountant.state_dict(),
-        }
-        if hasattr(optimizer, "noise_state"):
-            content[NOISE] = optimizer.noise_state()
-        given = _others(optimizer, noise_scheduler, grad_clip_scheduler)
-        for name, other in given.items():
-            if other is not None:
-                content[name] = other.state_dict()
-        write(path, content, **(torch_save_kwargs or {}))
-
-    return save
+def save_checkpoint(
+    self: opacus.PrivacyEngine,
+    *,
+    path: Any,
+    module: Any,
+    optimizer: Any = None,
+    noise_scheduler: Any = None,
+    grad_clip_scheduler: Any = None,
+    checkpoint_dict: Optional[Dict[str, Any]] = None,
+    module_state_dict_kwargs: Optional[Dict[str, Any]] = None,
+    torch_save_kwargs: Optional[Dict[str, Any]] = None,
+) -> None:
+    """
+    ``PrivacyEngine.save_checkpoint``, with the record of what was made private, and
+    with the state that the optimizer's noise is drawn from. Whoever has the file
+    can subtract the noise: publish the weights alone. An existing file is replaced
+    once the new one is complete.
+    """
+    content = {
+        **(checkpoint_dict or {}),
+        RUNS: runs_of(self),
+        "module_state_dict": module.state_dict(**(module_state_dict_kwargs or {})),
+        "privacy_accountant_state_dict": self.accountant.state_dict(),
+    }
+    if hasattr(optimizer, "noise_state"):
+        content[NOISE] = optimizer.noise_state()
+    given = _others(optimizer, noise_scheduler, grad_clip_scheduler)
+    for name, other in given.items():
+        if other is not None:
+            content[name] = other.state_dict()
+    write(path, content, **(torch_save_kwargs or {}))
 
 
-def with_runs_loaded(load_checkpoint: Callable) -> Callable:
-    """``PrivacyEngine.load_checkpoint`` with the argument ``repeat_noise``."""
+def load_checkpoint(
+    self: opacus.PrivacyEngine,
+    *,
+    path: Any,
+    module: Any,
+    optimizer: Any = None,
+    noise_scheduler: Any = None,
+    grad_clip_scheduler: Any = None,
+    module_load_dict_kwargs: Optional[Dict[str, Any]] = None,
+    torch_load_kwargs: Optional[Dict[str, Any]] = None,
+    repeat_noise: bool = False,
+) -> Dict[str, Any]:
+    """
+    ``PrivacyEngine.load_checkpoint``, without running code in the file. If loading
+    fails in the middle, the model's weights may come from both runs, so the steps
+    of both are counted.
 
-    @functools.wraps(load_checkpoint)
-    def load(
-        self: opacus.PrivacyEngine,
-        *,
-        path: Any,
-        module: Any,
-        optimizer: Any = None,
-        noise_scheduler: Any = None,
-        grad_clip_scheduler: Any = None,
-        module_load_dict_kwargs: Optional[Dict[str, Any]] = None,
-        torch_load_kwargs: Optional[Dict[str, Any]] = None,
-        repeat_noise: bool = False,
-    ) -> Dict[str, Any]:
-        """
-        ``PrivacyEngine.load_checkpoint``, without running code in the file. If loading
-        fails in the middle, the model's weights may come from both runs, so the steps
-        of both are counted.
+    Args:
+        repeat_noise: True resumes the run bit for bit, with the noise that it would
+            have had. Two runs that resume one checkpoint then have the same noise:
+            the difference of their weights has none, and no epsilon covers that.
+            By default noise is drawn afresh
 
-        Args:
-            repeat_noise: True resumes the run bit for bit, with the noise that it would
-                have had. Two runs that resume one checkpoint then have the same noise:
-                the difference of their weights has none, and no epsilon covers that.
-                By default noise is drawn afresh
-
-        Raises:
-            Refused: for a file that was cut short, is no checkpoint, or holds objects
-                other than tensors and plain values; with ``repeat_noise``, for a
-                checkpoint without the state of the noise
-            ValueError: for a checkpoint of another accountant
-        """
-        content = read(path, **(torch_load_kwargs or {}))
-        if not isinstance(content, dict) or not all(x in content for x in _PARTS):
-            raise Refused(
-                f"{path} is no checkpoint of PrivacyEngine.save_checkpoint.",
-                parameter="path",
-                remedy="Give one that has both weights and what they have spent.",
+    Raises:
+        Refused: for a file that was cut short, is no checkpoint, or holds objects
+            other than tensors and plain values; with ``repeat_noise``, for a
+            checkpoint without the state of the noise
+        ValueError: for a checkpoint of another accountant
+    """
+    content = read(path, **(torch_load_kwargs or {}))
+    if not isinstance(content, dict) or not all(x in content for x in _PARTS):
+        raise Refused(
+            f"{path} is no checkpoint of PrivacyEngine.save_checkpoint.",
+            parameter="path",
+            remedy="Give one that has both weights and what they have spent.",
+        )
+    noise = content.pop(NOISE, None)
+    if repeat_noise and (noise is None or not hasattr(optimizer, "repeat_noise")):
+        raise Refused(
+            "The checkpoint was saved, or is loaded, without a DP optimizer, so "
+            "that its noise can't be repeated.",
+            parameter="repeat_noise",
+            remedy="Pass optimizer= to save_checkpoint and load_checkpoint.",
+        )
+    spent = content["privacy_accountant_state_dict"]
+    _count_both(self.accountant, spent)
+    weights = content["module_state_dict"]
+    module.load_state_dict(weights, **(module_load_dict_kwargs or {}))
+    given = _others(optimizer, noise_scheduler, grad_clip_scheduler)
+    for name, other in given.items():
+        state = content.pop(name, {})
+        if other is not None and state:
+            other.load_state_dict(state)
+        elif other is optimizer and (other is not None or state):
+            warnings.warn(
+                f"The checkpoint has {'a' if state else 'no'} state of an "
+                f"optimizer, and {'an' if other else 'no'} optimizer is given."
             )
-        noise = content.pop(NOISE, None)
-        if repeat_noise and (noise is None or not hasattr(optimizer, "repeat_noise")):
-            raise Refused(
-                "The checkpoint was saved, or is loaded, without a DP optimizer, so "
-                "that its noise can't be repeated.",
-                parameter="repeat_noise",
-                remedy="Pass optimizer= to save_checkpoint and load_checkpoint.",
-            )
-        spent = content["privacy_accountant_state_dict"]
-        _count_both(self.accountant, spent)
-        weights = content["module_state_dict"]
-        module.load_state_dict(weights, **(module_load_dict_kwargs or {}))
-        given = _others(optimizer, noise_scheduler, grad_clip_scheduler)
-        for name, other in given.items():
-            state = content.pop(name, {})
-            if other is not None and state:
-                other.load_state_dict(state)
-            elif other is optimizer and (other is not None or state):
-                warnings.warn(
-                    f"The checkpoint has {'a' if state else 'no'} state of an "
-                    f"optimizer, and {'an' if other else 'no'} optimizer is given."
-                )
-        if repeat_noise:
-            optimizer.repeat_noise(noise)
-        elif hasattr(optimizer, "mix_noise"):
-            optimizer.mix_noise()
-        self.accountant.load_state_dict(spent)
-        add_runs(self, content.get(RUNS, []))
-        return content
-
-    return load
+    if repeat_noise:
+        optimizer.repeat_noise(noise)
+    elif hasattr(optimizer, "mix_noise"):
+        optimizer.mix_noise()
+    self.accountant.load_state_dict(spent)
+    add_runs(self, content.get(RUNS, []))
+    return content
 
 
 def _others(optimizer: Any, noise: Any, clipping: Any) -> Dict[str, Any]:
@@ -222,8 +209,8 @@ def _count_both(accountant: Any, spent: Dict[str, Any]) -> None:
             setattr(accountant, name, both)
 
 
-#: The methods of ``PrivacyEngine`` that are wrapped, and by what.
-WRAPPERS: Dict[str, Callable[[Callable], Callable]] = {
-    "save_checkpoint": with_runs_saved,
-    "load_checkpoint": with_runs_loaded,
+#: Methods of ``PrivacyEngine`` and what replaces them.
+METHODS: Dict[str, Callable] = {
+    "save_checkpoint": save_checkpoint,
+    "load_checkpoint": load_checkpoint,
 }

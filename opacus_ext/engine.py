@@ -1,11 +1,13 @@
 """
-What ``PrivacyEngine`` has besides modes: ways to draw batches, a record of what it made
-private, and the privacy statement. ``registry.py`` puts it there.
+The methods of ``PrivacyEngine`` that this package extends: ways to draw batches,
+correlated noise, secure mode, and a record of what was made private. ``registry.py``
+puts them in the place of Opacus's.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 import warnings
 from importlib import import_module
@@ -34,10 +36,10 @@ from opacus_ext.optimizers.banded import Banded, BandedNoise, coefficients, erro
 from opacus_ext.refused import Refused
 from opacus_ext.secure import SecureSource
 
-#: Of an engine and of its checkpoints: one entry for each ``make_private``.
+#: Attribute of an engine and key of its checkpoints: one entry per ``make_private``.
 RUNS = "opacus_ext_runs"
 
-INDEPENDENT = "independent"  # the noise of each step is
+INDEPENDENT = "independent"  # noise of each step
 
 
 def with_secure_source(init: Callable) -> Callable:
@@ -51,7 +53,7 @@ def with_secure_source(init: Callable) -> Callable:
         secure_mode: bool = False,
     ) -> None:
         with warnings.catch_warnings():
-            if secure_mode:  # it is not off
+            if secure_mode:  # Opacus would warn that it is off
                 warnings.filterwarnings("ignore", message="Secure RNG turned off")
             init(self, accountant=accountant, secure_mode=False)
         if secure_mode:
@@ -62,8 +64,8 @@ def with_secure_source(init: Callable) -> Callable:
 
 def with_sampling(make_private: Callable) -> Callable:
     """
-    ``PrivacyEngine.make_private`` with the arguments ``sampling`` and ``noise``; what
-    it was given is recorded.
+    ``PrivacyEngine.make_private`` with the arguments ``sampling`` and ``noise``. It
+    records what it was given.
     """
 
     @functools.wraps(make_private)
@@ -74,9 +76,10 @@ def with_sampling(make_private: Callable) -> Callable:
         noise: Union[str, Banded] = INDEPENDENT,
         **kwargs: Any,
     ) -> Any:
-        correlated = _correlated(self, noise, **kwargs)
-        if correlated is not None:
-            sampling = _in_turn(sampling, correlated.bands, kwargs["data_loader"])
+        correlated = None
+        if noise != INDEPENDENT:
+            correlated = _correlated(self, noise, **kwargs)
+            sampling = _cyclic(sampling, correlated.bands, kwargs["data_loader"])
         if self.secure_mode:
             _refuse_insecure(self, noise, **kwargs)
             sampling = sampling or _stock_sampling(kwargs["data_loader"])
@@ -86,15 +89,18 @@ def with_sampling(make_private: Callable) -> Callable:
             made = make_private(self, **kwargs)
             count_whole(made[1], self.accountant)
         else:
-            made = _drawn(self, make_private, sampling, **kwargs)
+            made = _with_drawn_batches(self, make_private, sampling, **kwargs)
         if correlated is not None:
             made[1].correlated = correlated
             made[-1].batch_sampler.taken = lambda: correlated.taken
         bands = 1 if correlated is None else correlated.bands
-        _note(self, sampling, made, bands, **kwargs)
+        _record(self, sampling, made, bands, **kwargs)
         return made
 
     return make
+
+
+# -- correlated noise and secure mode --------------------------------------------------
 
 
 def _correlated(
@@ -104,9 +110,7 @@ def _correlated(
     clipping: Any = "flat",
     grad_sample_mode: str = "hooks",
     **kwargs: Any,
-) -> Optional[BandedNoise]:
-    if noise == INDEPENDENT:
-        return None
+) -> BandedNoise:
     if not isinstance(noise, Banded):
         raise Refused(
             f"noise={noise!r} is neither {INDEPENDENT!r} nor a Banded.",
@@ -116,12 +120,12 @@ def _correlated(
         )
     if clipping == "adaptive":
         raise Refused(
-            "Adaptive clipping changes the noise from step to step, and correlated "
-            "noise is for the same at all.",
+            "Adaptive clipping changes the noise from step to step; correlated noise "
+            "must be the same at every step.",
             parameter="noise",
             remedy="Choose another clipping.",
         )
-    if not _has_own_optimizer(engine, clipping, grad_sample_mode):
+    if not _adds_own_noise(engine, clipping, grad_sample_mode):
         raise Refused(
             f"grad_sample_mode={grad_sample_mode!r} of {type(engine).__name__} adds "
             "independent noise.",
@@ -132,8 +136,8 @@ def _correlated(
     return BandedNoise(noise)
 
 
-def _has_own_optimizer(engine: opacus.PrivacyEngine, clipping: Any, mode: str) -> bool:
-    """Whether the noise is added by an optimizer of this package."""
+def _adds_own_noise(engine: opacus.PrivacyEngine, clipping: Any, mode: str) -> bool:
+    """Returns True if an optimizer of this package adds the noise."""
     own = hasattr(type(engine)._prepare_criterion, "_opacus_ext")
     made = opacus.optimizers.get_optimizer_class(clipping, False, mode)
     return own and hasattr(made, "correlated")
@@ -150,43 +154,49 @@ def _refuse_insecure(
     grad_sample_mode: str = "hooks",
     **kwargs: Any,
 ) -> None:
-    """
-    Raises:
-        Refused: for what would draw noise or batches in another way, in secure mode
-    """
-    if isinstance(module, (DDP, DPDDP, FSDPModule)):
-        raise Refused(
+    """Refuses what would draw noise or batches from another source in secure mode."""
+    opacus.grad_sample.get_gsm_class(grad_sample_mode)  # refuses unknown modes
+    own = _adds_own_noise(engine, clipping, grad_sample_mode)
+    cases = (
+        (
+            isinstance(module, (DDP, DPDDP, FSDPModule)),
+            "secure_mode",
             f"{type(module).__name__} of several processes has no secure mode.",
-            parameter="secure_mode",
-            remedy="Train in one process, or without secure mode.",
-        )
-    if noise != INDEPENDENT:
-        raise Refused(
+            "Train in one process, or without secure mode.",
+        ),
+        (
+            noise != INDEPENDENT,
+            "noise",
             "Correlated noise is not drawn in secure mode.",
-            parameter="noise",
-            remedy=f"Take noise={INDEPENDENT!r}, or train without secure mode.",
-        )
-    opacus.grad_sample.get_gsm_class(grad_sample_mode)  # there is such a mode
-    if not _has_own_optimizer(engine, clipping, grad_sample_mode):
-        raise Refused(
+            f"Take noise={INDEPENDENT!r}, or train without secure mode.",
+        ),
+        (
+            not own,
+            "secure_mode",
             f"grad_sample_mode={grad_sample_mode!r} of {type(engine).__name__} with "
             f"clipping={clipping!r} draws its noise in Opacus, which is not secure.",
-            parameter="secure_mode",
-            remedy='Take grad_sample_mode="auto" or "hooks" of opacus.PrivacyEngine, '
-            'and another clipping than "adaptive".',
-        )
-    if not poisson_sampling:
-        raise Refused(
+            'Take grad_sample_mode="auto" or "hooks" of opacus.PrivacyEngine, and '
+            'another clipping than "adaptive".',
+        ),
+        (
+            not poisson_sampling,
+            "poisson_sampling",
             "poisson_sampling=False leaves the loader to draw batches as it does, "
             "which is not secure.",
-            parameter="poisson_sampling",
-            remedy="Leave it out, or give sampling=opacus_ext.data.FixedSize(...) for "
-            "batches of one size.",
-        )
+            "Leave it out, or give sampling=opacus_ext.data.FixedSize(...) for batches "
+            "of one size.",
+        ),
+    )
+    for wrong, parameter, reason, remedy in cases:
+        if wrong:
+            raise Refused(reason, parameter=parameter, remedy=remedy)
     check_loader(engine, data_loader, poisson_sampling)
 
 
-def _in_turn(
+# -- batches ---------------------------------------------------------------------------
+
+
+def _cyclic(
     sampling: Optional[Sampling], bands: int, loader: DataLoader
 ) -> CyclicPoisson:
     """The sampling that correlated noise needs, of the same expected batch size."""
@@ -211,7 +221,7 @@ def _in_turn(
 
 
 def _stock_sampling(loader: DataLoader) -> Poisson:
-    """Opacus's own, by a loader of this package, which draws by any generator."""
+    """Opacus's own sampling, by a loader that draws from any generator."""
     sampling = Poisson(sample_rate=1 / len(loader))
     if getattr(loader.batch_sampler, "sampling", None) != sampling:
         _check_drawn(data_loader=loader)
@@ -221,17 +231,15 @@ def _stock_sampling(loader: DataLoader) -> Poisson:
 def _check_drawn(
     *, data_loader: Any, poisson_sampling: bool = True, **kwargs: Any
 ) -> None:
-    """
-    Raises:
-        Refused: for a loader that draws by chance, but not as would be accounted for
-    """
-    draws = getattr(data_loader, "batch_sampler", None)
-    if not isinstance(draws, UniformWithReplacementSampler):
+    """Refuses a loader that draws by chance in another way than is accounted for."""
+    sampler = getattr(data_loader, "batch_sampler", None)
+    if not isinstance(sampler, UniformWithReplacementSampler):
         return
-    drawn, rate, steps = getattr(draws, "sampling", None), draws.sample_rate, len(draws)
-    if drawn is not None:
+    sampling, rate = getattr(sampler, "sampling", None), sampler.sample_rate
+    steps = len(sampler)
+    if sampling is not None:
         raise Refused(
-            f"The loader draws by {drawn}, and would be accounted for as Poisson "
+            f"The loader draws by {sampling}, and would be accounted for as Poisson "
             f"sampling with probability 1/{steps}.",
             parameter="sampling",
             remedy="Give make_private the same sampling=... as before.",
@@ -246,7 +254,7 @@ def _check_drawn(
         )
 
 
-def _drawn(
+def _with_drawn_batches(
     engine: opacus.PrivacyEngine,
     make_private: Callable,
     sampling: Sampling,
@@ -258,39 +266,21 @@ def _drawn(
     **kwargs: Any,
 ) -> Any:
     """
+    ``make_private`` with a loader that draws by ``sampling``.
+
     Raises:
         Refused: before anything is changed, as :meth:`Sampling.check`; for DDP and
             FSDP; with ``poisson_sampling=False``
     """
-    if not isinstance(sampling, Sampling):
-        raise Refused(
-            f"sampling={sampling!r} is no way to draw batches.",
-            parameter="sampling",
-            remedy="Give opacus_ext.data.Poisson(...), opacus_ext.data."
-            "TruncatedPoisson(...) or opacus_ext.data.FixedSize(...).",
-        )
-    if not poisson_sampling:
-        raise Refused(
-            f"poisson_sampling=False leaves the loader as it is, and sampling="
-            f"{sampling} replaces it.",
-            parameter="poisson_sampling",
-            remedy="Leave one of them out.",
-        )
     module = kwargs["module"]
+    _check_sampling(sampling, module, poisson_sampling)
     distributed = isinstance(module, DPDDP)
-    if isinstance(module, (DDP, FSDPModule)):
-        raise Refused(
-            f"{type(sampling).__name__} does not draw for {type(module).__name__}.",
-            parameter="sampling",
-            remedy="Leave sampling and noise out (Opacus's Poisson sampling draws in "
-            "each process), or use opacus.distributed."
-            "DifferentiallyPrivateDistributedDataParallel.",
-        )
     records = count_records(data_loader.dataset)
     sampling.check(records, engine.accountant)
-    draws = getattr(data_loader, "batch_sampler", None)
-    if isinstance(draws, Draws) and draws.sampling == sampling and not distributed:
-        loader = data_loader  # it draws so already
+    sampler = getattr(data_loader, "batch_sampler", None)
+    drawn = isinstance(sampler, Draws) and sampler.sampling == sampling
+    if drawn and not distributed:
+        loader = data_loader
     else:
         loader = sampling.loader(
             data_loader,
@@ -311,18 +301,46 @@ def _drawn(
     finally:
         del engine._prepare_data_loader
     optimizer, loader = made[1], made[-1]
-    if engine.secure_mode:  # torch's loader seeds its workers, and knows no other kind
+    if engine.secure_mode:  # worker processes are seeded by a torch.Generator
         loader.generator = data_loader.generator
     optimizer.expected_batch_size = sampling.divisor(records)
     if distributed:  # of one process
         optimizer.expected_batch_size /= dist.get_world_size()
-    # In the place of the one of Poisson sampling.
+    # In the place of the hook for Poisson sampling.
     optimizer.step_hook = sampling.hook(engine.accountant, records)
     return made
 
 
+def _check_sampling(sampling: Any, module: nn.Module, poisson_sampling: bool) -> None:
+    if not isinstance(sampling, Sampling):
+        raise Refused(
+            f"sampling={sampling!r} is no way to draw batches.",
+            parameter="sampling",
+            remedy="Give opacus_ext.data.Poisson(...), opacus_ext.data."
+            "TruncatedPoisson(...) or opacus_ext.data.FixedSize(...).",
+        )
+    if not poisson_sampling:
+        raise Refused(
+            f"poisson_sampling=False leaves the loader as it is, and sampling="
+            f"{sampling} replaces it.",
+            parameter="poisson_sampling",
+            remedy="Leave one of them out.",
+        )
+    if isinstance(module, (DDP, FSDPModule)):
+        raise Refused(
+            f"{type(sampling).__name__} does not draw for {type(module).__name__}.",
+            parameter="sampling",
+            remedy="Leave sampling and noise out (Opacus's Poisson sampling draws in "
+            "each process), or use opacus.distributed."
+            "DifferentiallyPrivateDistributedDataParallel.",
+        )
+
+
+# -- noise for a budget ----------------------------------------------------------------
+
+
 def with_epsilon(make_private_with_epsilon: Callable) -> Callable:
-    """The same of ``PrivacyEngine.make_private_with_epsilon``."""
+    """``PrivacyEngine.make_private_with_epsilon`` with ``sampling`` and ``noise``."""
 
     @functools.wraps(make_private_with_epsilon)
     def make(
@@ -336,18 +354,17 @@ def with_epsilon(make_private_with_epsilon: Callable) -> Callable:
         **kwargs: Any,
     ) -> Any:
         loader = kwargs["data_loader"]
+        budget = dict(epsilon=target_epsilon, delta=target_delta, epochs=epochs)
         if noise == "banded":
             noise = choose_bands(
                 sampling or Poisson(sample_rate=1 / len(loader)),
                 self.accountant,
                 count_records(loader.dataset),
-                epsilon=target_epsilon,
-                delta=target_delta,
-                epochs=epochs,
                 momentum=_momentum(kwargs["optimizer"]),
+                **budget,
             )
         if isinstance(noise, Banded):
-            sampling = _in_turn(sampling, noise.bands, loader)
+            sampling = _cyclic(sampling, noise.bands, loader)
         if sampling is None:
             made = make_private_with_epsilon(
                 self,
@@ -357,20 +374,11 @@ def with_epsilon(make_private_with_epsilon: Callable) -> Callable:
                 **kwargs,
             )
         else:
-            noise_multiplier = calibrate(
-                sampling,
-                self.accountant,
-                count_records(loader.dataset),
-                epsilon=target_epsilon,
-                delta=target_delta,
-                epochs=epochs,
+            records = count_records(loader.dataset)
+            kwargs["noise_multiplier"] = calibrate(
+                sampling, self.accountant, records, **budget
             )
-            made = self.make_private(
-                sampling=sampling,
-                noise=noise,
-                noise_multiplier=noise_multiplier,
-                **kwargs,
-            )
+            made = self.make_private(sampling=sampling, noise=noise, **kwargs)
         runs_of(self)[-1]["target_delta"] = target_delta
         return made
 
@@ -378,7 +386,7 @@ def with_epsilon(make_private_with_epsilon: Callable) -> Callable:
 
 
 def _momentum(optimizer: torch.optim.Optimizer) -> float:
-    """Of SGD, and that of the gradients in Adam and its like."""
+    """The momentum of SGD, or the first beta of Adam and its like."""
     groups = optimizer.param_groups
     found = [g.get("momentum", g.get("betas", (0.0,))[0]) for g in groups]
     return max((float(m) for m in found if 0 <= m < 1), default=0.0)
@@ -398,10 +406,10 @@ def calibrate(
 
     Args:
         sampling: how batches are drawn
-        accountant: what it has recorded is part of the budget; it is not changed
-        records: of the data set
-        epsilon, delta: of the whole budget
-        epochs: of the run
+        accountant: its history is part of the budget; it is not changed
+        records: number of records in the data set
+        epsilon, delta: the whole budget
+        epochs: length of the run
 
     Raises:
         Refused: if nothing is left of the budget
@@ -441,17 +449,17 @@ def choose_bands(
     """
     The number of bands that leaves the least noise in the weights: the noise multiplier
     that the budget asks for, times :func:`opacus_ext.optimizers.banded.error`. More
-    bands cancel more noise, and leave less of the privacy of sampling; 1 is independent
+    bands cancel more noise, but gain less privacy from sampling; 1 is independent
     noise.
 
     Args:
-        sampling: Poisson, of the run without correlated noise
-        accountant, records, epsilon, delta, epochs: as of :func:`calibrate`
-        momentum: of SGD, or the first of Adam's betas
-        max_bands: the optimizer keeps one less times the model's size
+        sampling: Poisson sampling of the same run with independent noise
+        accountant, records, epsilon, delta, epochs: as in :func:`calibrate`
+        momentum: momentum of SGD, or the first of Adam's betas
+        max_bands: bounds memory: b bands keep b - 1 times the model's size
 
     Returns:
-        The best of 1, 2, 4, ...; further ones are not looked at where one is worse.
+        The best of 1, 2, 4, ...; the search ends at the first that is worse.
 
     Example:
         >>> from opacus_ext.accountants import PRVBoundsAccountant
@@ -465,7 +473,7 @@ def choose_bands(
 
     steps = max(math.ceil(epochs * sampling.steps_per_epoch(records)), 1)
     rate = sampling.rate(records)
-    if len(accountant):  # what it leaves is as much as this epsilon, for a run alone
+    if len(accountant):  # the epsilon that a run alone may spend
         if not isinstance(accountant, PRVBoundsAccountant):  # a quick one
             accountant, before = PRVBoundsAccountant(), accountant.history
             accountant.history = list(before)
@@ -491,11 +499,17 @@ def choose_bands(
 
 
 def runs_of(engine: opacus.PrivacyEngine) -> List[Dict[str, Any]]:
-    """What each ``make_private`` of an engine was given: plain numbers and names."""
+    """The settings of each ``make_private`` of an engine: plain numbers and names."""
     return engine.__dict__.setdefault(RUNS, [])
 
 
-def _note(
+def add_runs(engine: opacus.PrivacyEngine, runs: List[Dict[str, Any]]) -> None:
+    """Adds those settings that the engine does not have yet."""
+    there = runs_of(engine)
+    there += [run for run in runs if run not in there]
+
+
+def _record(
     engine: opacus.PrivacyEngine,
     sampling: Optional[Sampling],
     made: Any,
@@ -511,6 +525,10 @@ def _note(
     optimizer, loader = made[1], made[-1]
     records = len(loader.dataset)
     bounds = max_grad_norm if isinstance(max_grad_norm, (list, tuple)) else None
+    if sampling is not None:
+        described = sampling.describe(records)
+    else:
+        described = _describe_stock(loader, poisson_sampling, records)
     run = {
         "grad_sample_mode": grad_sample_mode,
         "clipping": getattr(clipping, "name", clipping),
@@ -520,11 +538,7 @@ def _note(
         ),
         "noise_multiplier": float(optimizer.noise_multiplier),
         "records": records,
-        "sampling": (
-            sampling.describe(records)
-            if sampling is not None
-            else _describe_stock(loader, poisson_sampling, records)
-        ),
+        "sampling": described,
         "bands": bands,
         "secure_mode": bool(engine.secure_mode),
         "seeded": noise_generator is not None,
@@ -534,7 +548,7 @@ def _note(
 
 
 def installed_versions() -> Dict[str, str]:
-    """Of what a run's privacy depends on."""
+    """The versions of the packages that a run's privacy depends on."""
     packages = (import_module(name) for name in ("opacus", "opacus_ext", "torch"))
     return {package.__name__: str(package.__version__) for package in packages}
 
@@ -542,7 +556,7 @@ def installed_versions() -> Dict[str, str]:
 def _describe_stock(
     loader: DataLoader, poisson_sampling: bool, records: int
 ) -> Dict[str, Any]:
-    """Of Opacus's own loader, or of one that draws Poisson batches by itself."""
+    """Describes Opacus's own loader, or one that draws Poisson batches by itself."""
     rate, sampler = 1 / len(loader), getattr(loader, "batch_sampler", None)
     drawn = isinstance(sampler, UniformWithReplacementSampler) and math.isclose(
         sampler.sample_rate, rate, rel_tol=1e-9
@@ -556,13 +570,7 @@ def _describe_stock(
     }
 
 
-def add_runs(engine: opacus.PrivacyEngine, runs: List[Dict[str, Any]]) -> None:
-    """Adds what is not there yet."""
-    known = runs_of(engine)
-    known += [run for run in runs if run not in known]
-
-
-#: Of ``PrivacyEngine``: what wraps each of its methods.
+#: Methods of ``PrivacyEngine`` and what wraps them.
 WRAPPERS: Dict[str, Callable[[Callable], Callable]] = {
     "__init__": with_secure_source,
     "make_private": with_sampling,
@@ -570,7 +578,18 @@ WRAPPERS: Dict[str, Callable[[Callable], Callable]] = {
 }
 
 
-# -- the engine with all of it in its signatures ---------------------------------------
+# -- the engine with all arguments in its signatures -----------------------------------
+
+
+def _for_budget(make_private: Callable) -> inspect.Signature:
+    """The signature of ``make_private``, with a budget in the place of the noise."""
+    signature = inspect.signature(make_private)
+    parameters = dict(signature.parameters)
+    keyword = parameters.pop("noise_multiplier")
+    names = ("target_epsilon", "target_delta", "epochs")
+    budget = [keyword.replace(name=name, annotation="float") for name in names]
+    first, *rest = parameters.values()
+    return signature.replace(parameters=[first, *budget, *rest])
 
 
 class PrivacyEngine(opacus.PrivacyEngine):
@@ -580,8 +599,8 @@ class PrivacyEngine(opacus.PrivacyEngine):
 
     Args:
         accountant: "prv", "rdp", "gdp" or "prv_bounds"
-        secure_mode: whether noise and batches are drawn by random numbers of the
-            operating system, and noise without the traces of floating-point numbers
+        secure_mode: True draws noise and batches by random numbers of the operating
+            system, and noise without the traces of floating-point numbers
             (:mod:`opacus_ext.secure`)
 
     Example:
@@ -621,27 +640,27 @@ class PrivacyEngine(opacus.PrivacyEngine):
 
         Args:
             module: the model
-            optimizer: of its parameters, with one gradient a step
+            optimizer: an optimizer of its parameters that takes one gradient a step
             criterion: the loss function, for the modes that return one
-            data_loader: its batch size is the expected one of a step
+            data_loader: its batch size is the expected batch size of a step
             noise_multiplier: standard deviation of the noise, over the sensitivity
             max_grad_norm: the norm to which each sample's gradient is clipped; a list
                 for "per_layer" clipping
-            batch_first: whether dim 0 of the model's inputs and outputs is the batch,
-                else dim 1
+            batch_first: True if dim 0 of the model's inputs and outputs is the batch,
+                False if it is dim 1
             loss_reduction: "mean" or "sum", of the loss over samples
-            poisson_sampling: whether the loader draws each record by chance, as the
-                accountant assumes; else the loader stays as it is
+            poisson_sampling: True makes the loader draw each record by chance, as the
+                accountant assumes; False leaves it as it is
             clipping: "flat", "per_layer", "automatic", "adaptive", or one of
                 :func:`~opacus_ext.register_clipping`
             noise_generator: draws the noise
             grad_sample_mode: "hooks", "functorch", "ghost", "ghost_bk", "scan", "auto",
                 or another of Opacus's; all give the same update
-            wrap_model: whether a wrapper is returned in the model's place; else what is
-                returned has only ``cleanup()``, and the model itself is private
-            rand_on_empty: whether a batch without samples is filled with random
-                numbers, which add nothing to the gradient
-            sampling: how batches are drawn in the place of ``poisson_sampling``:
+            wrap_model: True returns a wrapper in the model's place; False makes the
+                model itself private and returns an object with ``cleanup()``
+            rand_on_empty: True fills a batch without samples with random numbers, which
+                add nothing to the gradient
+            sampling: how batches are drawn, in the place of ``poisson_sampling``:
                 ``Poisson``, ``TruncatedPoisson``, ``FixedSize`` or ``CyclicPoisson`` of
                 :mod:`opacus_ext.data`
             noise: "independent" from step to step, or
@@ -653,9 +672,9 @@ class PrivacyEngine(opacus.PrivacyEngine):
                 :mod:`opacus_ext.take` has some
             shared: names of inputs of the model that all samples share, where their
                 first dim may be the batch size
-            on_nonfinite: what becomes of a sample whose gradient is not finite: "drop"
+            on_nonfinite: how a sample is treated whose gradient is not finite: "drop"
                 (it counts as zero, with a warning) or "raise"
-            kwargs: of the optimizer of "adaptive" clipping
+            kwargs: arguments of the optimizer of "adaptive" clipping
 
         Returns:
             ``(model, optimizer, loader)``, or ``(model, optimizer, criterion, loader)``
@@ -666,95 +685,30 @@ class PrivacyEngine(opacus.PrivacyEngine):
         """
         return super().make_private(**_given(locals()))
 
-    def make_private_with_epsilon(
-        self,
-        *,
-        module: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        criterion: Callable = nn.CrossEntropyLoss(),
-        data_loader: DataLoader,
-        target_epsilon: float,
-        target_delta: float,
-        epochs: float,
-        max_grad_norm: Union[float, List[float]],
-        batch_first: bool = True,
-        loss_reduction: str = "mean",
-        poisson_sampling: bool = True,
-        clipping: Any = "flat",
-        noise_generator: Optional[torch.Generator] = None,
-        grad_sample_mode: str = "hooks",
-        wrap_model: bool = True,
-        rand_on_empty: bool = False,
-        sampling: Optional[Sampling] = None,
-        noise: Union[str, Banded] = INDEPENDENT,
-        take: Optional[Callable[[Any, int], Any]] = None,
-        shared: Sequence[str] = (),
-        on_nonfinite: str = "drop",
-        **kwargs: Any,
-    ) -> Any:
+    def make_private_with_epsilon(self, **kwargs: Any) -> Any:
         """
-        :meth:`make_private` with the least noise for a budget.
+        :meth:`make_private` with the least noise for a budget. Arguments that are not
+        listed are those of :meth:`make_private`.
 
         Args:
-            target_epsilon: of the whole run
-            target_delta: the same
-            epochs: of the run
-            noise: see :meth:`make_private`, as are all others; "banded" chooses the
-                number of bands
-            kwargs: of the accountant as well
+            target_epsilon, target_delta: the budget of the whole run
+            epochs: length of the run
+            noise: as in :meth:`make_private`; "banded" chooses the number of bands
+            kwargs: arguments of the accountant as well
 
         Returns:
-            See :meth:`make_private`.
+            As :meth:`make_private`.
 
         Raises:
-            Refused: see :meth:`make_private`; if nothing is left of the budget
+            Refused: as :meth:`make_private`, and if nothing is left of the budget
         """
         return super().make_private_with_epsilon(**_given(locals()))
 
-    def load_checkpoint(
-        self,
-        *,
-        path: Any,
-        module: nn.Module,
-        optimizer: Any = None,
-        noise_scheduler: Any = None,
-        grad_clip_scheduler: Any = None,
-        module_load_dict_kwargs: Optional[Dict[str, Any]] = None,
-        torch_load_kwargs: Optional[Dict[str, Any]] = None,
-        repeat_noise: bool = False,
-    ) -> Dict[str, Any]:
-        """
-        Loads what ``save_checkpoint`` has saved.
-
-        Args:
-            path: of the file
-            module, optimizer: as ``make_private`` has returned them
-            noise_scheduler, grad_clip_scheduler: of Opacus
-            module_load_dict_kwargs: of ``module.load_state_dict``
-            torch_load_kwargs: of ``torch.load``, which has ``weights_only=True``
-            repeat_noise: whether the run goes on bit for bit, with the noise that it
-                would have had. Two runs that go on from one checkpoint then have the
-                same noise: the difference of their weights has none, and no epsilon
-                covers that. By default noise is drawn afresh
-
-        Returns:
-            What else the checkpoint holds.
-
-        Raises:
-            Refused: for a file that was cut short, is no checkpoint or holds other
-                objects than tensors and plain values; with ``repeat_noise`` for a
-                checkpoint without the noise's state
-        """
-        return super().load_checkpoint(**_given(locals()))
+    setattr(make_private_with_epsilon, "__signature__", _for_budget(make_private))
 
 
 def _given(variables: Dict[str, Any]) -> Dict[str, Any]:
-    """
-    The arguments of a method of :class:`PrivacyEngine`, by its local variables.
-
-    Raises:
-        Refused: after :func:`opacus_ext.unregister`
-    """
+    """The arguments of a method of :class:`PrivacyEngine`, by its local variables."""
     if not hasattr(opacus.PrivacyEngine._prepare_criterion, "_opacus_ext"):
         raise Refused(
             "opacus_ext.PrivacyEngine needs what opacus_ext.unregister() has undone.",

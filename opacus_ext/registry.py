@@ -140,9 +140,11 @@ def register() -> None:
         _prepare_criterion(PrivacyEngine._prepare_criterion),
     )
     _replace(PrivacyEngine, "make_private", _make_private(PrivacyEngine.make_private))
-    added = (WRAPPERS, checkpoints.WRAPPERS, misuse.WRAPPERS)
-    for name, wrap in (pair for table in added for pair in table.items()):
-        _replace(PrivacyEngine, name, wrap(getattr(PrivacyEngine, name)))
+    for wrappers in (WRAPPERS, misuse.WRAPPERS):
+        for name, wrap in wrappers.items():
+            _replace(PrivacyEngine, name, wrap(getattr(PrivacyEngine, name)))
+    for name, method in checkpoints.METHODS.items():
+        _replace(PrivacyEngine, name, method)
     PrivacyEngine.privacy_statement = privacy_statement
     _undo.append(lambda: delattr(PrivacyEngine, "privacy_statement"))
     for name, table, norms in (
@@ -284,7 +286,11 @@ def _prepare_criterion(prepare: Callable) -> Callable:
 
 
 def _make_private(make_private: Callable) -> Callable:
-    """Refuses before anything is changed, and cleans up if something fails later."""
+    """
+    ``PrivacyEngine.make_private`` with the arguments ``take``, ``shared`` and
+    ``on_nonfinite``. It refuses before anything is changed, and cleans up if something
+    fails later.
+    """
     known = inspect.signature(make_private).parameters
 
     @functools.wraps(make_private)
@@ -297,22 +303,6 @@ def _make_private(make_private: Callable) -> Callable:
         on_nonfinite: str = "drop",
         **kwargs: Any,
     ) -> Any:
-        """
-        ``PrivacyEngine.make_private``, with four more arguments.
-
-        Args:
-            sampling: how batches are drawn: ``Poisson``, ``TruncatedPoisson`` or
-                ``FixedSize`` of ``opacus_ext.data``; ``make_private_with_epsilon``
-                takes it, too. Read by ``opacus_ext.engine``
-            take: ``take(inputs, i)`` takes sample ``i`` out of the inputs of the model,
-                as a batch of one, for inputs that are no tensors ``[B, ...]``; it
-                raises IndexError when there is no such sample. ``inputs`` are the
-                positional arguments, a tuple, or those by keyword, a dict
-            shared: names of inputs of the model that all samples share, where their
-                first dim may be the batch size
-            on_nonfinite: what becomes of a sample whose gradient is not finite: "drop"
-                (it counts as zero, with a warning) or "raise"
-        """
         global _stock
         before = _stock
         # A subclass with a criterion of its own (adaptive clipping) needs the modules
