@@ -18,7 +18,6 @@ from opacus import PrivacyEngine
 
 from opacus_ext.grad_sample.parallel.sharding import group_of
 from opacus_ext.optimizers.optimizer import _ClippingOptimizer
-from opacus_ext.re_attention.effective import gradient_noise
 from opacus_ext.refused import Refused
 from opacus_ext.secure import with_noise
 
@@ -158,7 +157,7 @@ class Monitor:
         self.private, self.share = private, share
         self.quantiles, self.thresholds = tuple(quantiles), grid
         self._reset()
-        optimizer.monitor = self
+        optimizer.observers += (self,)
 
     @property
     def noise_factor(self) -> float:
@@ -167,8 +166,8 @@ class Monitor:
 
     def close(self) -> None:
         """The optimizer is as it was before. Idempotent."""
-        if self.optimizer.monitor is self:
-            self.optimizer.monitor = None
+        others = (each for each in self.optimizer.observers if each is not self)
+        self.optimizer.observers = tuple(others)
 
     def __enter__(self) -> "Monitor":
         return self
@@ -227,16 +226,23 @@ class Monitor:
         squares = torch.stack([n.to(norms[0].device) for n in norms]).double()
         total = squares.square_().sum()
         self._squares = _plus(total, self._squares)
-        std = gradient_noise(self.optimizer) / self._iterations
+        std = self._gradient_std
         size = sum(g.numel() for g in grads)
         self._noise_squares += size * std**2
         self._noise_variance += 2 * size * std**4
 
     @property
-    def _iterations(self) -> int:
-        """Batches of this step, of which ``p.grad`` is a mean."""
-        mean = self.optimizer.loss_reduction == "mean"
-        return self.optimizer.accumulated_iterations if mean else 1
+    def _gradient_std(self) -> float:
+        """The std of the noise in ``p.grad``."""
+        optimizer = self.optimizer
+        std = optimizer.gradient_noise_multiplier
+        if optimizer.correlated is not None:
+            std *= optimizer.correlated.std
+        std = float(std) * float(optimizer.sensitivity)
+        if optimizer.loss_reduction == "sum":
+            return std
+        size = optimizer.expected_batch_size * getattr(optimizer, "world_size", 1)
+        return std / float(size) / optimizer.accumulated_iterations
 
     @property
     def _processes(self) -> Any:
@@ -401,7 +407,7 @@ def _refuse(optimizer: Any) -> None:
             parameter="optimizer",
             remedy="Watch a run without opacus_ext.distributed.expert_parallel.",
         )
-    if optimizer.monitor is not None:
+    if any(isinstance(each, Monitor) for each in optimizer.observers):
         raise Refused(
             "The optimizer has a monitor.",
             parameter="optimizer",
