@@ -1,10 +1,8 @@
-"""What one watches in a private run, and chooses the clipping norm C by.
+"""A monitor of private training: how much is clipped, and how much of a step is noise.
 
-Norms of private records' gradients are as private as the records. :class:`Monitor`
-therefore releases a histogram of them with noise, together with each step's gradient,
-so that the two are one Gaussian mechanism, with the noise multiplier that the
-accountant records anyway; or, where the data is public, it gives exact values under
-names that say so.
+The norms of private records' gradients are as private as the records. :class:`Monitor`
+releases a histogram of them with noise, together with each step's gradient, as one
+Gaussian mechanism with the noise multiplier that the accountant records anyway.
 """
 
 from __future__ import annotations
@@ -15,93 +13,59 @@ from typing import Any, Dict, List, Mapping, Optional, Sequence
 
 import torch
 from opacus import PrivacyEngine
+from torch import Tensor
 
 from opacus_ext.grad_sample.parallel.sharding import group_of
 from opacus_ext.optimizers.optimizer import _ClippingOptimizer
-from opacus_ext.re_attention.effective import gradient_noise
 from opacus_ext.refused import Refused
 from opacus_ext.secure import with_noise
 
-# In units of C. With one in each octave a histogram has few bins, and little noise.
+# In units of C. One bin an octave: few bins have little noise.
 THRESHOLDS = tuple(2.0**i for i in range(-6, 7))
 PREFIX = "not_private/"
-NOISY = 0.2  # of a fraction: with more noise it says nothing
+NOISY = 0.2  # the std of a fraction above which it says nothing
 
 
 class Monitor:
     r"""
-    Watches the steps of a DP optimizer, in any mode; :meth:`read` says what it saw. Of
-    several processes each has one, with the same arguments.
+    Reads numbers off the steps of a DP optimizer, in any mode (see :meth:`read`). In
+    distributed training each process has a monitor, with the same arguments.
 
-    What is measured of norms of per-sample gradients (before clipping, over all
-    parameters) is counted per step, in a histogram over ``thresholds``: a sample adds 1
-    to one of its bins. With ``private=True`` all that leaves this class was computed
-    from histograms with noise, and from gradients with noise, which the optimizer has
-    released anyway.
+    Each step counts the norms of the per-sample gradients in a histogram: a sample adds
+    1 to one bin. With ``private=True`` all numbers come from histograms with noise, and
+    from gradients with noise, which are released anyway.
 
     Privacy. Let S be the sensitivity of the clipping function, s the noise multiplier
-    that the accountant records, a the ``share``. The gradient's noise gets std
-    ``s S / sqrt(1 - a)``, that of each bin ``s / sqrt(a)``. One record, added or
-    removed, changes the sum of clipped gradients by at most S in L2 norm, and the
-    histogram by 1, in one bin. Both divided by the std of their noise, the step
-    releases a single vector with unit Gaussian noise, which one record changes by at
-    most
-
-    .. math::
-
-        \sqrt{(1 - a) / s^2 + a / s^2} = 1 / s,
-
-    a Gaussian mechanism with noise multiplier s, over the same sampled batch. So
-    epsilon, a target epsilon and the accountant's history are what they are without a
-    monitor, and its price is gradient noise larger by ``1 / sqrt(1 - a)``, 0.5 % by
-    default. (Of records that count by replacement, gradients change by 2 S and
-    histograms by sqrt(2): less than the accountant takes.) Source: the joint release is
-    that of Andrew et al. 2021, "Differentially Private Learning with Adaptive
-    Clipping", Theorem 1, with a histogram in the place of one count.
+    that the accountant records, and a the ``share``. The gradient's noise has the std
+    ``s S / sqrt(1 - a)``, the noise of each bin ``s / sqrt(a)``. Adding or removing one
+    record changes the sum of clipped gradients by at most S in L2 norm, and one bin by
+    1. Both divided by the std of their noise, the step releases one vector with unit
+    Gaussian noise, which one record changes by at most
+    ``sqrt((1 - a) / s^2 + a / s^2) = 1 / s``: a Gaussian mechanism with noise
+    multiplier s, over the same sampled batch. So epsilon is what it is without a
+    monitor, and gradients have ``1 / sqrt(1 - a)`` times the noise, by default 0.5 %
+    more. (If a record is replaced, gradients change by 2 S and histograms by sqrt(2):
+    less than the accountant assumes.) Source: Andrew et al. 2021, "Differentially
+    Private Learning with Adaptive Clipping", Theorem 1, for one count.
 
     Args:
-        engine: whose accountant gives epsilon
-        optimizer: as ``make_private`` has returned it, with the noise multiplier that
-            is accounted
-        delta: of epsilon; without it there is no "epsilon"
-        private: False for exact values, which no epsilon covers; their names begin
-            with "not_private/"
-        share: of each step's budget, between 0 and 1, for the histogram
-        quantiles: of the norms, between 0 and 1
-        thresholds: of the bins, increasing, in units of C (``max_grad_norm``); 1 is one
-            of them. They must not be chosen by looking at private norms
-
-    Warns:
-        UserWarning: with ``private=False``
+        engine: its accountant gives epsilon
+        optimizer: the one that ``make_private`` returned
+        delta: for "epsilon", which is left out without it
+        private: False for exact values, which no epsilon covers, with a warning
+        share: the histogram's share of each step's budget, between 0 and 1
+        quantiles: the quantiles of the norms to release, between 0 and 1
+        thresholds: edges of the bins, increasing, in units of C (``max_grad_norm``),
+            with 1 among them; not to be chosen by looking at private norms
 
     Raises:
-        Refused: for an optimizer that can't be watched, or arguments that do not fit;
-            nothing has been changed then
+        Refused: if the optimizer or an argument does not fit; nothing has changed then
 
     Example:
-        >>> import torch
-        >>> from opacus import PrivacyEngine
-        >>> from torch import nn
-        >>> from torch.utils.data import DataLoader, TensorDataset
-        >>> from opacus_ext.losses import PerSample
-        >>> data = TensorDataset(torch.randn(512, 4), torch.randint(0, 2, (512,)))
-        >>> model, engine = nn.Linear(4, 2), PrivacyEngine()
-        >>> model, optimizer, loader = engine.make_private(
-        ...     module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-        ...     data_loader=DataLoader(data, batch_size=128), noise_multiplier=1.0,
-        ...     max_grad_norm=1.0,
-        ... )
-        >>> monitor = Monitor(engine, optimizer, delta=1e-4)
-        >>> for x, y in loader:
-        ...     optimizer.zero_grad()
-        ...     nn.functional.cross_entropy(model(x), y).backward()
-        ...     optimizer.step()
-        >>> seen = monitor.read()
-        >>> seen["steps"], seen["expected_batch_size"]
-        (4, 128.0)
-        >>> 0 <= seen["clipped_fraction"] <= 1 and 0 < seen["epsilon"] < 10
-        True
-        >>> monitor.close()
+        >>> monitor = Monitor(engine, optimizer, delta=1e-5)  # doctest: +SKIP
+        >>> # ... after some steps:
+        >>> monitor.read()["clipped_fraction"]  # doctest: +SKIP
+        0.42
     """
 
     def __init__(
@@ -115,60 +79,47 @@ class Monitor:
         quantiles: Sequence[float] = (0.25, 0.5, 0.75, 0.9),
         thresholds: Sequence[float] = THRESHOLDS,
     ):
-        _refuse(optimizer)
-        if not 0 < share < 1:
-            raise Refused(
-                f"share={share} is not between 0 and 1.",
-                parameter="share",
-                remedy="0.01 makes the gradients' noise 0.5 % larger.",
-            )
-        if delta is not None and not 0 < delta < 1:
-            raise Refused(
-                f"delta={delta} is not between 0 and 1.",
-                parameter="delta",
-                remedy="Choose it below one over the number of records.",
-            )
-        for q in quantiles:
-            if not 0 <= q <= 1:
-                raise Refused(
-                    f"A quantile is between 0 and 1, got {q}.", parameter="quantiles"
-                )
         grid = [float(x) for x in thresholds]
-        if 1.0 not in grid or sorted({0.0, *grid}) != [0.0, *grid]:
-            raise Refused(
-                "thresholds must be positive and increase, and 1, which is "
-                f"max_grad_norm, must be one of them; got {grid}.",
-                parameter="thresholds",
-            )
-        if private and optimizer.correlated is not None:
-            raise Refused(
-                "A histogram beside gradients with correlated noise is not accounted "
-                "for.",
-                parameter="private",
-                remedy='Train with noise="independent" while you look for C.',
-            )
+        _check_optimizer(optimizer, private)
+        for fits, parameter, value, rule in (
+            (0 < share < 1, "share", share, "between 0 and 1, such as 0.01"),
+            (delta is None or 0 < delta < 1, "delta", delta, "between 0 and 1"),
+            (all(0 <= q <= 1 for q in quantiles), "quantiles", quantiles, "in [0, 1]"),
+            (
+                1.0 in grid and sorted({0.0, *grid}) == [0.0, *grid],
+                "thresholds",
+                grid,
+                "positive, increasing, with 1 (max_grad_norm) as one of them",
+            ),
+        ):
+            if not fits:
+                raise Refused(
+                    f"Monitor got {parameter}={value}.",
+                    parameter=parameter,
+                    remedy=f"Pass {parameter} {rule}.",
+                )
         if not private:
             warnings.warn(
-                "Monitor(private=False): exact norms of private records, and what is "
-                f'named "{PREFIX}...", are covered by no epsilon. Show them to nobody '
-                "who may not see the records.",
+                "Monitor(private=False) gives exact norms of private records: no "
+                f'epsilon covers the numbers "{PREFIX}...". Show them to nobody who may '
+                "not see the records.",
                 stacklevel=2,
             )
         self.engine, self.optimizer, self.delta = engine, optimizer, delta
         self.private, self.share = private, share
         self.quantiles, self.thresholds = tuple(quantiles), grid
         self._reset()
-        optimizer.monitor = self
+        optimizer.observers += (self,)
 
     @property
     def noise_factor(self) -> float:
-        """What the gradients' noise is multiplied by, for the histogram's share."""
+        """The factor of the gradients' noise that pays for the histogram."""
         return 1 / math.sqrt(1 - self.share) if self.private else 1.0
 
     def close(self) -> None:
-        """The optimizer is as it was before. Idempotent."""
-        if self.optimizer.monitor is self:
-            self.optimizer.monitor = None
+        """Leaves the optimizer as it was before. Idempotent."""
+        others = (each for each in self.optimizer.observers if each is not self)
+        self.optimizer.observers = tuple(others)
 
     def __enter__(self) -> "Monitor":
         return self
@@ -176,38 +127,37 @@ class Monitor:
     def __exit__(self, *error: Any) -> None:
         self.close()
 
+    def _reset(self) -> None:
+        """Begins a new window of steps."""
+        self._steps = 0
+        self._expected = 0.0  # expected number of samples
+        self._counts: Optional[Tensor] = None  # [bins]
+        self._counts_variance = 0.0  # of the noise in each bin
+        self._norms: List[Tensor] = []  # exact norms [B], of each step
+        self._squares: Optional[Tensor] = None  # sum of |gradient with noise|^2
+        self._noise_squares = 0.0  # its expected part that is noise
+        self._noise_variance = 0.0  # the variance of that part
+
     # -- a step --------------------------------------------------------------------
 
-    def _reset(self) -> None:
-        """Nothing is known since."""
-        self._steps = 0
-        self._expected = 0.0  # samples
-        self._counts: Optional[torch.Tensor] = None  # [bins]
-        self._counts_variance = 0.0  # of the noise in each bin
-        self._norms: List[torch.Tensor] = []  # exact ones, [B] a step
-        self._squares: Optional[torch.Tensor] = None  # sum of |gradient with noise|^2
-        self._noise_squares = 0.0  # the same of the noise, expected
-        self._noise_variance = 0.0  # of the latter
-
-    def observe(self, norms: Sequence[torch.Tensor]) -> None:
+    def observe(self, norms: Sequence[Tensor]) -> None:
         """
-        A logical batch, after its noise was added to ``p.grad``; called by the
-        optimizer.
+        Counts one logical batch; the optimizer calls it after it added noise.
 
         Args:
-            norms: of the samples' gradients, ``[B]`` for each physical batch
+            norms: norms of the samples' gradients, ``[B]`` for each physical batch
         """
-        optimizer, processes = self.optimizer, self._processes
+        optimizer = self.optimizer
+        processes = getattr(optimizer, "_processes", None)
         found = torch.cat([n.detach() for n in norms])
         grid = found.new_tensor(self.thresholds, dtype=torch.float64)
         bins = torch.bucketize(found.to(grid) / optimizer.max_grad_norm, grid)
-        # Not bincount, nor one_hot: a GPU would be waited for.
+        # bincount and one_hot would wait for the GPU.
         each = torch.arange(len(grid) + 1, device=found.device)
         counts = (bins[:, None] == each).sum(0).to(grid)
-        variance = 0.0
         if self.private:
             std = optimizer.noise_multiplier / math.sqrt(self.share)
-            variance = std**2
+            self._counts_variance += std**2
             if processes is None or optimizer.rank == 0:
                 generator = optimizer._generator_for(counts.device)
                 counts = with_noise(counts, std, 1.0, generator)
@@ -216,89 +166,78 @@ class Monitor:
         if processes is not None:
             processes.sum(counts)
         self._counts = _plus(counts, self._counts)
-        self._counts_variance += variance
         self._observe_gradient()
         self._steps += 1
-        self._expected += self.expected_batch_size
+        size = optimizer.expected_batch_size * optimizer.accumulated_iterations
+        self._expected += float(size * getattr(optimizer, "world_size", 1))
 
     def _observe_gradient(self) -> None:
-        grads = [p.grad for p in self.optimizer.params]
-        norms = torch._foreach_norm([g.to(_wide(g)) for g in grads])
-        squares = torch.stack([n.to(norms[0].device) for n in norms]).double()
-        total = squares.square_().sum()
-        self._squares = _plus(total, self._squares)
-        std = gradient_noise(self.optimizer) / self._iterations
-        size = sum(g.numel() for g in grads)
-        self._noise_squares += size * std**2
-        self._noise_variance += 2 * size * std**4
-
-    @property
-    def _iterations(self) -> int:
-        """Batches of this step, of which ``p.grad`` is a mean."""
-        mean = self.optimizer.loss_reduction == "mean"
-        return self.optimizer.accumulated_iterations if mean else 1
-
-    @property
-    def _processes(self) -> Any:
-        return getattr(self.optimizer, "_processes", None)
-
-    @property
-    def expected_batch_size(self) -> float:
-        """Samples of a step, over all processes, in expectation."""
-        size = (
-            self.optimizer.expected_batch_size * self.optimizer.accumulated_iterations
+        optimizer = self.optimizer
+        grads = [p.grad for p in optimizer.params]
+        norms = torch._foreach_norm(
+            [g.to(torch.promote_types(g.dtype, torch.float32)) for g in grads]
         )
-        return float(size * getattr(self.optimizer, "world_size", 1))
+        squares = torch.stack([n.to(norms[0].device) for n in norms]).double()
+        self._squares = _plus(squares.square_().sum(), self._squares)
+        std = optimizer.gradient_noise_multiplier
+        if optimizer.correlated is not None:
+            std *= optimizer.correlated.std
+        std = float(std) * float(optimizer.sensitivity)
+        if optimizer.loss_reduction == "mean":
+            size = optimizer.expected_batch_size * getattr(optimizer, "world_size", 1)
+            std = std / float(size) / optimizer.accumulated_iterations
+        entries = sum(g.numel() for g in grads)
+        self._noise_squares += entries * std**2
+        self._noise_variance += 2 * entries * std**4
 
-    # -- what was seen -------------------------------------------------------------
+    # -- the numbers ---------------------------------------------------------------
 
     def read(self) -> Dict[str, float]:
         """
-        What was seen since it was read last.
+        Returns the numbers of the steps since the last call.
 
         Returns:
             - "epsilon": spent by the engine until now, at ``delta``
-            - "steps": that the rest is about; without any there is no more
-            - "expected_batch_size": samples a step, over all processes
-            - "noise_to_signal": norm of the noise over norm of the mean clipped
-              gradient, root mean squares over the steps. The noise's is what is
-              expected, ``std sqrt(d)`` for d parameters; the gradient's is estimated
-              from the gradient with noise g: ``|g|^2 - d std^2``, without bias. That
-              can't be told from 0 below its standard error ``std^2 sqrt(2 d)`` a step,
-              which is then taken for it: no ratio is above ``(d steps / 2)^(1/4)``
-            - "clipped_fraction": of samples whose norm is above C; with
-              ``clipping="per_layer"`` above the norm of all bounds, and so a lower
-              bound
-            - "clipped_fraction_std": of the noise in it. Above 0.2 the fraction and the
-              quantiles are left out: read after more steps, or raise ``share``
-            - "norm_median", "norm_q25", ...: quantiles of the norms, in units of a
-              norm; interpolated within a bin, and never beyond the outer thresholds
-            - "batch_size": samples a step, over all processes
+            - "steps": the number of steps; without any, the rest is left out
+            - "expected_batch_size", "batch_size": samples a step, over all processes
+            - "noise_to_signal": the norm of the noise, ``std sqrt(d)`` for d
+              parameters, over that of the mean clipped gradient, root mean squares over
+              the steps. The gradient's is estimated by ``|g|^2 - d std^2`` from the
+              gradient g with noise, or by the standard error of that,
+              ``std^2 sqrt(2 d)`` a step, if that is more
+            - "clipped_fraction": the fraction of samples with a norm above C (above the
+              norm of all bounds with ``clipping="per_layer"``)
+            - "clipped_fraction_std": the std of the noise in it. Above 0.2 the fraction
+              and the quantiles are left out: read after more steps, or raise ``share``
+            - "norm_median", "norm_q25", ...: quantiles of the norms, interpolated
+              within a bin, and never beyond the outer thresholds
 
-            Exact ones, of the fraction, quantiles and batch size, have "not_private/"
-            before their names; then quantiles are of this process's samples, and
-            missing if there were none.
+            Exact ones have "not_private/" before their names; quantiles are of this
+            process's samples then.
         """
         found: Dict[str, float] = {}
         if self.delta is not None:
-            found["epsilon"] = self._epsilon()
+            found["epsilon"] = self._epsilon(self.delta)
         found["steps"] = self._steps
         if self._steps:
             found["expected_batch_size"] = self._expected / self._steps
             found["noise_to_signal"] = self._noise_to_signal()
-            norms = self._released() if self.private else self._exact()
-            prefix = "" if self.private else PREFIX
-            found |= {prefix + name: value for name, value in norms.items()}
+            assert self._counts is not None
+            counts = self._counts.cpu()
+            if self.private:
+                found |= self._released(counts)
+            else:
+                found |= {PREFIX + k: x for k, x in self._exact(counts).items()}
         self._reset()
         return found
 
-    def _epsilon(self) -> float:
+    def _epsilon(self, delta: float) -> float:
         accountant = self.engine.accountant
         if not len(accountant):
             return 0.0
         if any(noise == 0 for noise, _, _ in accountant.history):
             return math.inf
-        return float(self.engine.get_epsilon(self.delta))
+        return float(self.engine.get_epsilon(delta))
 
     def _noise_to_signal(self) -> float:
         assert self._squares is not None
@@ -308,16 +247,14 @@ class Monitor:
             return math.inf if self._noise_squares else math.nan
         return math.sqrt(self._noise_squares / signal)
 
-    def _released(self) -> Dict[str, float]:
-        """By the histogram with noise."""
-        assert self._counts is not None
-        counts, bins = self._counts.cpu(), len(self.thresholds) + 1
+    def _released(self, counts: Tensor) -> Dict[str, float]:
+        """The numbers that are computed from the histogram with noise."""
+        bins, below = len(counts), self.thresholds.index(1.0) + 1
         seen, noise = float(counts.sum()), bins * self._counts_variance
-        # How many samples there were is known without looking, but for the sampling: as
-        # precisely as a Poisson number. What the noise adds to that is told from it.
+        # The number of samples is known up to its variance, that of a Poisson number.
+        # What the noisy counts say of it is weighed by the two variances.
         weight = self._expected / (self._expected + noise) if noise else 1.0
         total = self._expected + weight * (seen - self._expected)
-        below = self.thresholds.index(1.0) + 1
         variance = self._counts_variance * below * (bins - below) / bins
         std = math.sqrt(variance) / total if total > 0 else math.inf
         found = {"clipped_fraction_std": std, "batch_size": seen / self._steps}
@@ -325,107 +262,81 @@ class Monitor:
             return found
         shares = (counts - (seen - total) / bins).cumsum(0)[:-1] / total
         found["clipped_fraction"] = min(max(1 - float(shares[below - 1]), 0.0), 1.0)
-        return found | self._quantiles_of(shares)
-
-    def _quantiles_of(self, shares: torch.Tensor) -> Dict[str, float]:
-        """From the shares of samples below each threshold."""
+        # Noise may make the shares below each threshold decrease: made monotone.
         up = shares.cummax(0).values
         down = -(-shares.flip(0)).cummax(0).values.flip(0)
         monotone = ((up + down) / 2).tolist()
-        found = {}
         for q in self.quantiles:
             at = next((i for i, x in enumerate(monotone) if x >= q), len(monotone))
             if 0 < at < len(monotone):
                 low, high = monotone[at - 1], monotone[at]
-                part = (q - low) / (high - low)
                 first, last = self.thresholds[at - 1 : at + 1]
-                value = first * (last / first) ** part
+                value = first * (last / first) ** ((q - low) / (high - low))
             else:
                 value = self.thresholds[0 if at == 0 else -1]
             found[_name(q)] = value * self.optimizer.max_grad_norm
         return found
 
-    def _exact(self) -> Dict[str, float]:
-        assert self._counts is not None
-        counts, norms = self._counts, torch.cat([n.cpu() for n in self._norms])
+    def _exact(self, counts: Tensor) -> Dict[str, float]:
+        norms = torch.cat([n.cpu() for n in self._norms]).sort().values
         found, total = {}, float(counts.sum())
         if total:
             above = counts[self.thresholds.index(1.0) + 1 :].sum()
             found["clipped_fraction"] = float(above) / total
-        if len(norms):
-            found |= {_name(q): float(_quantile(norms, q)) for q in self.quantiles}
+        for q in self.quantiles if len(norms) else ():
+            # As torch.quantile, which takes no more than 2^24 numbers; some may be inf.
+            at = q * (len(norms) - 1)
+            low, high = norms[math.floor(at)], norms[math.ceil(at)]
+            between = low if low == high else low + (high - low) * (at % 1)
+            found[_name(q)] = float(between)
         return found | {"batch_size": total / self._steps}
 
     # -- checkpoints ---------------------------------------------------------------
 
     def state_dict(self) -> Dict[str, Any]:
-        """What was seen since it was read last; private if the monitor is."""
+        """The sums since the last :meth:`read`; private if the monitor is."""
         return {name: getattr(self, name) for name in _STATE}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from what :meth:`state_dict` gave."""
+        """Continues from a :meth:`state_dict`."""
         for name in _STATE:
             setattr(self, name, state[name])
 
 
-_STATE = (
-    "_steps",
-    "_expected",
-    "_counts",
-    "_counts_variance",
-    "_norms",
-    "_squares",
-    "_noise_squares",
-    "_noise_variance",
-)
+_STATE = ["_steps", "_expected", "_counts", "_counts_variance", "_norms"]
+_STATE += ["_squares", "_noise_squares", "_noise_variance"]
 
 
-def _refuse(optimizer: Any) -> None:
+def _check_optimizer(optimizer: Any, private: bool) -> None:
     if not isinstance(optimizer, _ClippingOptimizer):
-        raise Refused(
-            f"{type(optimizer).__name__} is not an optimizer of the modes of this "
-            "package, and adaptive clipping is none of its clipping functions.",
-            parameter="optimizer",
-            remedy="Pass what make_private has returned, before Accelerate or a "
-            "scheduler wraps it.",
+        reason = f"Monitor can't observe a {type(optimizer).__name__}."
+        remedy = (
+            "Pass the optimizer that make_private returned, before Accelerate or a "
+            'scheduler wraps it, and any clipping but "adaptive".'
         )
-    if optimizer.expected_batch_size is None:
-        raise Refused(
-            "The optimizer has no expected_batch_size.",
-            parameter="optimizer",
-            remedy="Give it one: the samples of a step, in expectation.",
-        )
-    if any(group_of(p) for p in optimizer.params):
-        raise Refused(
-            "Experts that are spread over processes are not monitored.",
-            parameter="optimizer",
-            remedy="Watch a run without opacus_ext.distributed.expert_parallel.",
-        )
-    if optimizer.monitor is not None:
-        raise Refused(
-            "The optimizer has a monitor.",
-            parameter="optimizer",
-            remedy="Use that one, or close() it.",
-        )
+    elif optimizer.expected_batch_size is None:
+        reason = "The optimizer has no expected_batch_size."
+        remedy = "Set it to the expected number of samples in a step."
+    elif any(group_of(p) for p in optimizer.params):
+        reason = "Monitor can't observe experts that are sharded over processes."
+        remedy = "Monitor a run without opacus_ext.distributed.expert_parallel."
+    elif any(isinstance(each, Monitor) for each in optimizer.observers):
+        reason = "The optimizer has a monitor already."
+        remedy = "Use that one, or close() it."
+    elif private and optimizer.correlated is not None:
+        reason = "No accountant covers a histogram beside correlated noise."
+        remedy = 'Train with noise="independent" while you choose C.'
+    else:
+        return
+    raise Refused(reason, parameter="optimizer", remedy=remedy)
 
 
 def _name(q: float) -> str:
     return "norm_median" if q == 0.5 else f"norm_q{100 * q:g}"
 
 
-def _quantile(norms: torch.Tensor, q: float) -> torch.Tensor:
-    """As ``torch.quantile``, which takes no more than 2^24 numbers; some may be inf."""
-    ordered, at = norms.sort().values, q * (len(norms) - 1)
-    low, high = ordered[math.floor(at)], ordered[math.ceil(at)]
-    return low if low == high else low + (high - low) * (at % 1)
-
-
-def _plus(new: torch.Tensor, old: Optional[torch.Tensor]) -> torch.Tensor:
-    return new if old is None else new + old.to(new.device)  # that of a checkpoint
-
-
-def _wide(g: torch.Tensor) -> torch.dtype:
-    return torch.promote_types(g.dtype, torch.float32)
+def _plus(new: Tensor, old: Optional[Tensor]) -> Tensor:
+    return new if old is None else new + old.to(new.device)  # from a checkpoint
 
 
 __all__ = ["Monitor"]

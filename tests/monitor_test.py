@@ -359,16 +359,16 @@ def test_close():
         ({"share": 0.0}, "share=0.0"),
         ({"share": 1.0}, "share=1.0"),
         ({"delta": 1.0}, "delta=1.0"),
-        ({"quantiles": (0.5, 1.5)}, "got 1.5"),
+        ({"quantiles": (0.5, 1.5)}, r"quantiles=.*1\.5"),
         ({"thresholds": (0.5, 2.0)}, "one of them"),
-        ({"thresholds": (1.0, 0.5)}, "increase"),
+        ({"thresholds": (1.0, 0.5)}, "increasing"),
     ],
 )
 def test_refusals(given, message):
     private = linear(1.0)
     with pytest.raises(Refused, match=message):
         Monitor(private.engine, private.optimizer, **given)
-    assert private.optimizer.monitor is None
+    assert not private.optimizer.observers
 
 
 def test_an_optimizer_of_opacus_is_refused():
@@ -376,7 +376,7 @@ def test_an_optimizer_of_opacus_is_refused():
     optimizer = DPOptimizer(
         sgd, noise_multiplier=1.0, max_grad_norm=1.0, expected_batch_size=1
     )
-    with pytest.raises(Refused, match="DPOptimizer is not"):
+    with pytest.raises(Refused, match="DPOptimizer"):
         Monitor(PrivacyEngine(), optimizer)
 
 

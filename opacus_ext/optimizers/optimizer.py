@@ -43,8 +43,6 @@ from opacus_ext.refused import Refused, warn_once
 from opacus_ext.secure import SecureSource, gaussian_grid, release
 
 if TYPE_CHECKING:
-    from opacus_ext.monitor import Monitor
-
     _Base = DPOptimizer
 else:
     _Base = object  # what is mixed in comes before one of Opacus's
@@ -62,7 +60,9 @@ class _ClippingOptimizer(_Base):
     on_nonfinite = "drop"  # or "raise", set by make_private
     rank = 0  # of the process
     correlated: Optional[BandedNoise] = None  # set by make_private
-    monitor: Optional[Monitor] = None  # attaches itself
+    #: Each has ``observe(norms)``, called with the samples' norms once a logical batch
+    #: when its noise was added, and a ``noise_factor`` for the gradients' noise.
+    observers: Tuple[Any, ...] = ()
     watch: Optional[Watch] = None  # set by make_private
     #: How many physical batches are drawn before the step of the first, at most.
     ahead = 0
@@ -152,14 +152,15 @@ class _ClippingOptimizer(_Base):
     def gradient_noise_multiplier(self) -> float:
         """
         The noise multiplier of the gradients: larger than ``noise_multiplier``, which
-        is accounted, where a monitor releases something beside them.
+        is accounted, where an observer releases something beside them.
         """
         multiplier = getattr(self, "_adjusted_noise_multiplier", self.noise_multiplier)
-        return multiplier * (1.0 if self.monitor is None else self.monitor.noise_factor)
+        factors = (each.noise_factor for each in self.observers)
+        return multiplier * math.prod(factors, start=1.0)
 
     def pre_step(self, closure: Optional[Any] = None) -> Optional[float]:
         """
-        See ``DPOptimizer``; a monitor sees each logical batch once.
+        See ``DPOptimizer``; observers see each logical batch once.
 
         Raises:
             Refused: if samples could be in the sum twice, or of two logical batches
@@ -172,8 +173,8 @@ class _ClippingOptimizer(_Base):
             self._noise_states.add(noise_state)
         if goes_on and self.watch is not None:
             self.watch.step(self, self.norms)
-        if goes_on and self.monitor is not None:
-            self.monitor.observe(self.norms)
+        for observer in self.observers if goes_on else ():
+            observer.observe(self.norms)
         if not goes_on:
             self._unfinished = None
         return goes_on
