@@ -1,5 +1,5 @@
 """
-What is said of arguments that are mistakes; of training loops, see Watch (optimizers).
+What is said of arguments that are mistakes; of training loops, see optimizers.loop.
 
 What would void the guarantee, or can't work, is refused; what holds but is seldom meant
 is told once. All of it is looked at in ``make_private``.
@@ -31,7 +31,7 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from opacus_ext.optimizers.optimizer import WATCHES
+from opacus_ext.optimizers.loop import LOOPS
 from opacus_ext.refused import Refused, warn_once
 
 _POISSON = UniformWithReplacementSampler, DistributedUniformWithReplacementSampler
@@ -216,7 +216,7 @@ def _check_optimizer(
             "nor updated. Their gradients are not private, so let no other optimizer "
             "train them; freeze them by requires_grad_(False).",
         )
-    watch = WATCHES.get(given)
+    watch = LOOPS.get(given)
     if watch is not None and watch.engine() not in (None, engine) and watch.active:
         warn_once(
             engine,

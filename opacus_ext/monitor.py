@@ -16,7 +16,7 @@ from opacus import PrivacyEngine
 from torch import Tensor
 
 from opacus_ext.grad_sample.parallel.sharding import group_of
-from opacus_ext.optimizers.optimizer import _ClippingOptimizer
+from opacus_ext.optimizers.optimizer import ClippingOptimizer
 from opacus_ext.refused import Refused
 from opacus_ext.secure import with_noise
 
@@ -308,7 +308,7 @@ _STATE += ["_squares", "_noise_squares", "_noise_variance"]
 
 
 def _check_optimizer(optimizer: Any, private: bool) -> None:
-    if not isinstance(optimizer, _ClippingOptimizer):
+    if not isinstance(optimizer, ClippingOptimizer):
         reason = f"Monitor can't observe a {type(optimizer).__name__}."
         remedy = (
             "Pass the optimizer that make_private returned, before Accelerate or a "

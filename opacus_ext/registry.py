@@ -72,14 +72,15 @@ from opacus_ext.grad_sample.modes.hooks import Recording, note_parameter
 from opacus_ext.grad_sample.parallel.sharding import find_group
 from opacus_ext.grad_sample.rules import experts
 from opacus_ext.lazy import when_imported
-from opacus_ext.loop import watch_loader
-from opacus_ext.optimizers.optimizer import (
+from opacus_ext.optimizers.distributed import (
     DistributedGhostDPOptimizer,
     DistributedHooksDPOptimizer,
+)
+from opacus_ext.optimizers.loop import watch_loader, watch_steps
+from opacus_ext.optimizers.optimizer import (
     GhostDPOptimizer,
     HooksDPOptimizer,
     optimizer_class,
-    watch_steps,
 )
 from opacus_ext.refused import Refused
 from opacus_ext.statement import privacy_statement

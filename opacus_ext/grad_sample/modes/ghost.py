@@ -305,7 +305,7 @@ class Ghost(PrivateMode):
     def _give(self, optimizer: Any, total: ClippedSum) -> None:
         self.per_sample_gradient_norms = total.norms
         sums = dict(zip(optimizer.params, total.sums().values()))
-        optimizer.take(sums, total.norms)
+        optimizer.set_clipped_sums(sums, total.norms)
 
     def _check(self, met: Met, losses: T) -> None:
         """Refuses losses that are not one a sample, or depend on other models."""

@@ -1,0 +1,120 @@
+"""DP optimizers of several processes."""
+
+from __future__ import annotations
+
+from typing import Any, Dict, Optional
+
+import torch
+import torch.distributed as dist
+
+from opacus_ext.grad_sample.parallel.group import ExpertGroup
+from opacus_ext.grad_sample.parallel.sharding import group_of
+from opacus_ext.optimizers.optimizer import GhostDPOptimizer, HooksDPOptimizer
+from opacus_ext.refused import Refused
+
+
+class _Distributed:
+    """
+    Sums the gradients of processes that have samples of their own. The noise of a
+    parameter is added once: by process 0 if all have the parameter, else (sharded
+    experts, see grad_sample/parallel) by the process that has it.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self._processes = ExpertGroup()
+        self._refuse_differences()
+        self._seed = 0
+        self._generators: Dict[torch.device, torch.Generator] = {}
+
+    def _refuse_differences(self) -> None:
+        """Refuses settings that differ, as one process adds the noise for all."""
+        bounds = [self.max_grad_norm] if self._bounds is None else self._bounds
+        weighted = sum(i * bound for i, bound in enumerate(bounds, 1))
+        size = self.expected_batch_size
+        settings = self.noise_multiplier, -1 if size is None else size, weighted
+        device = next((p.device for p in self.params), torch.device("cpu"))
+        x = torch.tensor([*settings, len(bounds)], dtype=torch.float64, device=device)
+        if bool((self._processes.gather(x[None]) != x).any()):
+            raise Refused(
+                "noise_multiplier, max_grad_norm or the expected batch size (the "
+                "length of the data set and its loader) differ between processes; "
+                f"here they are {self.noise_multiplier}, {bounds} and {size}.",
+                remedy="Make them the same everywhere.",
+            )
+
+    def pre_step(self, closure: Optional[Any] = None) -> Optional[float]:
+        """See ``DPOptimizer``; all processes step, or all wait for another batch."""
+        given = (p for group in self.param_groups for p in group["params"])
+        sharded = next(filter(self._is_sharded, given), None)
+        if sharded is not None:
+            skip = self._check_skip_next_step(pop_next=False)
+            here = torch.tensor([skip], device=sharded.device)
+            if bool((self._processes.gather(here) != here).any()):
+                raise Refused(
+                    "Some processes have another physical batch before the step, and "
+                    "others have not.",
+                    remedy=(
+                        "Where experts are spread over processes, choose "
+                        "max_physical_batch_size so that all split alike, or none "
+                        "splits."
+                    ),
+                )
+        return super().pre_step(closure)
+
+    def _adds_noise(self, p: torch.nn.Parameter) -> bool:
+        return self.rank == 0 or self._is_sharded(p)
+
+    def _generator_of(self, p: torch.nn.Parameter) -> Optional[torch.Generator]:
+        if not self._is_sharded(p):
+            return self.generator or self._generator_for(p.device)
+        if p.device not in self._generators:
+            generator = torch.Generator(p.device).manual_seed(self._seed)
+            self._generators[p.device] = generator
+        return self._generators[p.device]
+
+    def _draw_seed(self) -> None:
+        """
+        Draws a seed for the noise of this process's share in one step. The shares of
+        different processes get different noise even if their generators are equal.
+        """
+        generator = self._generator_for(torch.device("cpu"))
+        draw = torch.randint(2**62, (1,), generator=generator, device=generator.device)
+        self._seed = (int(draw) + (self.rank + 1) * 0x9E3779B97F4A7C15) % 2**63
+        self._generators.clear()
+
+    @staticmethod
+    def _is_sharded(p: torch.nn.Parameter) -> bool:
+        return group_of(p) is not None
+
+    @property
+    def sensitivity(self) -> float:
+        """The largest norm of one sample's clipped gradient, over all processes."""
+        if not self.clipping.per_parameter:
+            return super().sensitivity
+        bounds = []
+        for p, bound in zip(self.params, self.clipping_bound):
+            bounds += [bound] * (self.world_size if self._is_sharded(p) else 1)
+        return self.clipping.at(bounds).sensitivity("add_or_remove_one")
+
+    def add_noise(self) -> None:
+        """Adds noise and sums over the processes; sets ``p.grad``."""
+        if any(map(self._is_sharded, self.params)):
+            self._draw_seed()
+        super().add_noise()
+        for p in self.params:
+            if self.loss_reduction == "mean":
+                p.grad /= self.world_size  # the expected batch size is one process's
+
+    def _sum_over_processes(self, p: torch.nn.Parameter, total: torch.Tensor) -> None:
+        if not self._is_sharded(p):
+            self._processes.sum(total)
+
+
+class DistributedHooksDPOptimizer(_Distributed, HooksDPOptimizer):
+    """:class:`HooksDPOptimizer` of one of several processes."""
+
+
+class DistributedGhostDPOptimizer(_Distributed, GhostDPOptimizer):
+    """:class:`GhostDPOptimizer` of one of several processes."""

@@ -1,0 +1,227 @@
+"""
+The parts of a training loop that the loader and the optimizer of ``make_private`` see:
+how many records are drawn, where an epoch begins, and which steps are taken.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections import deque
+from typing import Any, Callable, Iterator, List, Optional, Sequence
+
+import torch
+from opacus import PrivacyEngine
+from opacus.utils.uniform_sampler import UniformWithReplacementSampler
+from torch import nn
+from torch.utils.data import DataLoader, get_worker_info
+
+from opacus_ext.grad_sample.adapter.inputs import InputReader
+from opacus_ext.optimizers.optimizer import ClippingOptimizer
+from opacus_ext.refused import Refused, warn_once
+
+# -- the loader ------------------------------------------------------------------------
+
+
+class CountingCollate:
+    """
+    A collate function that counts the drawn records for a private model, outside of
+    worker processes. If the first draw is empty, it shows Opacus's collate function the
+    form of a batch by one record.
+
+    Args:
+        collate: the loader's own collate function
+        dataset: the data set that records are drawn from
+        inputs: the private model's reader of inputs
+    """
+
+    def __init__(
+        self,
+        collate: Callable[[List], Any],
+        dataset: Any,
+        inputs: Optional[InputReader] = None,
+    ):
+        self.collate: Any = collate
+        self.dataset = dataset
+        self._inputs = weakref.ref(inputs) if inputs is not None else lambda: None
+
+    def __call__(self, records: List) -> Any:
+        inputs = self._inputs()
+        if inputs is not None and get_worker_info() is None:
+            inputs.drawn.add(len(records))
+        own = getattr(self.collate, "wrapped_collator_fn", None)
+        if own is not None and not records and self.collate.first_batch is None:
+            self.collate.first_batch = own([self.dataset[0]])
+        return self.collate(records)
+
+    def __reduce__(self) -> Any:  # worker processes need the loader's own
+        return CountingCollate, (self.collate, self.dataset)
+
+
+def watch_loader(loader: DataLoader, optimizer: Any, inputs: InputReader) -> None:
+    """
+    Makes a loader report what it draws. Where it begins anew, a logical batch that was
+    left in the middle is dropped.
+
+    Args:
+        loader: as make_private returns it; it is changed
+        optimizer: the DP optimizer
+        inputs: the private model's reader of inputs
+    """
+    loader.collate_fn = CountingCollate(loader.collate_fn, loader.dataset, inputs)
+    optimizer.ahead = loader.num_workers * (loader.prefetch_factor or 0)
+    batches: Any = loader.batch_sampler
+    kind, own, reader = type(batches), weakref.ref(optimizer), weakref.ref(inputs)
+    # Sizes of the batches that may be at hand, as workers and loops draw ahead.
+    sizes: deque[int] = deque(maxlen=4 + optimizer.ahead)
+
+    def begin(self: Any) -> Iterator[List[int]]:
+        dp_optimizer, inputs = own(), reader()
+        if hasattr(dp_optimizer, "drop_logical_batch"):  # not one of Opacus's own
+            dp_optimizer.drop_logical_batch()
+        largest = 0
+        for batch in kind.__iter__(self):
+            sizes.append(len(batch))
+            largest = max(largest, len(batch))
+            if inputs is not None:
+                inputs.most = max(sizes)
+            yield batch
+        if inputs is not None:
+            inputs.most = largest  # a loop may go through a list of all batches
+
+    # Python looks the method up on the class, so the sampler gets a class of its own.
+    watched = type(kind.__name__, (kind,), {"__iter__": begin})
+    if isinstance(batches, (list, tuple)):  # whose class is fixed
+        vars(loader)["batch_sampler"] = watched(batches)
+    else:
+        batches.__class__ = watched
+
+
+# -- the steps -------------------------------------------------------------------------
+
+
+class LoopMonitor:
+    """
+    Warns of loops that would void the guarantee, by numbers that the DP optimizer has
+    at hand.
+
+    Args:
+        engine: the engine that has made the model private
+        module: the model
+        records: number of records in the data set
+        rate: probability of Poisson sampling; None if batches are drawn in another way
+    """
+
+    def __init__(
+        self,
+        engine: PrivacyEngine,
+        module: nn.Module,
+        records: int,
+        rate: Optional[float],
+    ):
+        self.engine, self.module = weakref.ref(engine), weakref.ref(module)
+        self.records = records
+        self.rate = rate if rate is not None and 0 < rate < 1 else None
+        self.stepping = False  # True while the DP optimizer takes its step
+        self.size: Optional[int] = None
+        self.log_probability = 0.0  # that all batches have this size
+
+    @property
+    def active(self) -> bool:
+        """True while the model is private."""
+        return hasattr(self.module(), "autograd_grad_sample_hooks")
+
+    def check_step(self, optimizer: Any, norms: List[Optional[torch.Tensor]]) -> None:
+        """Looks at a logical batch, given the norms of its samples."""
+        module = self.module()
+        if module is not None and not module.training:
+            warn_once(
+                optimizer,
+                "eval",
+                "A step is taken while the model is in evaluation mode: gradients are "
+                "private, but dropout and the like are off. Call model.train() after "
+                "evaluation.",
+            )
+        size = sum(len(n) for n in norms if n is not None)
+        if self.rate is not None:
+            drawn = min(self.rate * optimizer.accumulated_iterations, 1.0)
+            self._check_views(optimizer, size, drawn)
+        if self.rate is not None:
+            self._check_sizes(optimizer, size, self.rate)
+
+    def _check_views(self, optimizer: Any, size: int, rate: float) -> None:
+        """Warns if there are more samples than can have been drawn."""
+        usual = self.records * rate
+        surely = _log_binomial(self.records, rate, size) < math.log(1e-15)
+        if size > usual and surely:
+            self.rate = None
+            warn_once(
+                optimizer,
+                "views",
+                f"A step had {size} samples, where {usual:.0f} records are drawn on "
+                "average: if a record makes several, its gradients are clipped one by "
+                "one and epsilon does not hold. Views or sequences of a record are one "
+                "sample with opacus_ext.losses.PerRecord.",
+            )
+
+    def _check_sizes(self, optimizer: Any, size: int, rate: float) -> None:
+        """Warns if batches have one size, which Poisson sampling makes improbable."""
+        if self.size not in (None, size):
+            self.rate = None  # it varies: nothing more to see
+            return
+        self.size = size
+        self.log_probability += _log_binomial(self.records, rate, size)
+        if self.log_probability < math.log(1e-12):
+            self.rate = None
+            warn_once(
+                optimizer,
+                "loader",
+                f"All batches so far had {size} samples, which Poisson sampling does "
+                "not draw: the loop seems to use another loader than the one that "
+                "make_private has returned, and epsilon does not hold for that.",
+            )
+
+
+def _log_binomial(n: int, p: float, k: int) -> float:
+    if not 0 <= k <= n or p >= 1:
+        return 0.0 if k == n else -math.inf
+    ways = math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1)
+    return ways + k * math.log(p) + (n - k) * math.log1p(-p)
+
+
+#: By the optimizer that a DP optimizer wraps.
+LOOPS: weakref.WeakKeyDictionary[Any, LoopMonitor] = weakref.WeakKeyDictionary()
+
+
+def watch_steps(engine: PrivacyEngine, module: nn.Module, made: Sequence[Any]) -> None:
+    """
+    Checks the steps of the loop that trains what ``make_private`` has returned, and
+    refuses those of the optimizer that it was given.
+    """
+    optimizer, loader = made[1], made[-1]
+    if not isinstance(optimizer, ClippingOptimizer):
+        return  # one of Opacus's own
+    module = getattr(module, "_module", module)  # it was wrapped before
+    batches: Any = getattr(loader, "batch_sampler", None)
+    poisson = isinstance(batches, UniformWithReplacementSampler)
+    drawn = poisson and not hasattr(batches, "sampling")
+    rate = batches.sample_rate if drawn else None
+    optimizer.loop = LoopMonitor(engine, module, len(loader.dataset), rate)
+    original = optimizer.original_optimizer
+    if not hasattr(original, "_optimizer_step_pre_hooks"):
+        return
+    if original not in LOOPS:
+        original.register_step_pre_hook(_refuse_step)
+    LOOPS[original] = optimizer.loop
+
+
+def _refuse_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+    loop = LOOPS.get(optimizer)
+    if loop is not None and loop.active and not loop.stepping:
+        raise Refused(
+            f"{type(optimizer).__name__}.step() of the optimizer that was passed to "
+            "make_private: its gradients are not private.",
+            parameter="optimizer",
+            remedy="Call step() of the optimizer that make_private has returned; to "
+            "train without privacy make another optimizer.",
+        )

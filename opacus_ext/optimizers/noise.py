@@ -1,0 +1,264 @@
+"""The noise of a DP optimizer, from a generator of its own."""
+
+from __future__ import annotations
+
+import secrets
+from typing import TYPE_CHECKING, Any, Dict, List, Mapping, Optional, Sequence, Set
+
+import torch
+from opacus.optimizers import DPOptimizer
+from opacus.optimizers.optimizer import _check_processed_flag, _mark_as_processed
+
+from opacus_ext.optimizers.banded import BandedNoise
+from opacus_ext.refused import Refused
+from opacus_ext.secure import SecureSource, gaussian_grid, release
+
+# A mixin comes before one of Opacus's optimizers.
+Base = DPOptimizer if TYPE_CHECKING else object
+
+# Parameters of so few entries share a draw: starting kernels takes longer than they do.
+_SMALL = 2**16
+# Keys of checkpoints.
+_CORRELATED, _NOISE = "opacus_ext_correlated_noise", "opacus_ext_noise_of"
+
+
+class NoisyOptimizer(Base):
+    """
+    An optimizer that adds noise to ``p.summed_grad`` and sets ``p.grad``. No other
+    random numbers, and no ``torch.manual_seed`` in the loop, reach its noise.
+    """
+
+    rank = 0  # of the process
+    correlated: Optional[BandedNoise] = None  # set by make_private
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        self._noise_seed = draw_seed()
+        self._noise_of = secrets.randbits(63)  # tells this optimizer's states apart
+        self._noise_generators: Dict[torch.device, torch.Generator] = {}
+        self._noise_states: Set[int] = set()  # hashes of generators at earlier steps
+        super().__init__(*args, **kwargs)
+
+    @property
+    def gradient_noise_multiplier(self) -> float:
+        """The standard deviation of the noise, over the sensitivity."""
+        return getattr(self, "_adjusted_noise_multiplier", self.noise_multiplier)
+
+    @property
+    def sensitivity(self) -> float:
+        """The largest norm of one sample's clipped gradient."""
+        raise NotImplementedError
+
+    # -- the generator -----------------------------------------------------------------
+
+    def mix_noise(self) -> None:
+        """
+        Draws all later noise from fresh randomness. A run that resumes a checkpoint
+        needs it, as another run may have resumed the same one.
+        """
+        self._noise_seed = secrets.randbits(63)
+        self._noise_generators.clear()
+        if self.generator is not None and not self.secure_mode:
+            self.generator.manual_seed(self._noise_seed)
+
+    def noise_state(self) -> Dict[str, Any]:
+        """
+        The state that later noise is drawn from. Whoever has it knows that noise; in
+        secure mode there is none.
+        """
+        if self.secure_mode:
+            return {}
+        given = self.generator
+        return {
+            "seed": self._noise_seed,
+            "generators": {
+                str(device): generator.get_state()
+                for device, generator in self._noise_generators.items()
+            },
+            "given": None if given is None else given.get_state(),
+        }
+
+    def repeat_noise(self, state: Mapping[str, Any]) -> None:
+        """
+        Sets the state that later noise is drawn from. Two runs that resume from one
+        state add the same noise: the difference of their weights has none.
+
+        Args:
+            state: as from :meth:`noise_state`
+
+        Raises:
+            Refused: in secure mode, and for the state of a run in secure mode
+        """
+        if self.secure_mode or not state:
+            raise Refused(
+                "Noise in secure mode can't be repeated: its state is not kept.",
+                parameter="repeat_noise",
+                remedy="Leave repeat_noise out, so that noise is drawn afresh.",
+            )
+        self._noise_seed = state["seed"]
+        self._noise_generators = {
+            torch.device(name): torch.Generator(name).set_state(generator.cpu())
+            for name, generator in state["generators"].items()
+        }
+        if state["given"] is not None and self.generator is not None:
+            self.generator.set_state(state["given"].cpu())
+
+    def _generator_for(self, device: torch.device) -> Any:
+        if self.secure_mode:
+            return SecureSource()
+        if self.generator is not None:
+            return self.generator
+        if device not in self._noise_generators:
+            generator = torch.Generator(device).manual_seed(self._noise_seed)
+            self._noise_generators[device] = generator
+        return self._noise_generators[device]
+
+    def _generator_of(self, p: torch.nn.Parameter) -> Optional[torch.Generator]:
+        return self._generator_for(p.device)
+
+    def _adds_noise(self, p: torch.nn.Parameter) -> bool:
+        """Returns True if this process adds the noise of a parameter."""
+        return True
+
+    def _state_of_noise(self) -> Optional[int]:
+        """
+        A hash of the generator's state before this step; None if it draws no noise.
+
+        Raises:
+            Refused: if an earlier step began with this state
+        """
+        if self.secure_mode or not self.noise_multiplier:
+            return None
+        if not any(map(self._adds_noise, self.params)):
+            return None
+        if self._check_skip_next_step(pop_next=False):
+            return None
+        generator = self._generator_for(self.params[0].device)
+        state = hash(generator.get_state().numpy().tobytes())
+        if state in self._noise_states:
+            raise Refused(
+                "The generator of the noise is in the state of an earlier step, so "
+                "that both steps would have the same noise: subtracted from each other "
+                "they have none.",
+                parameter="noise_generator",
+                remedy="Seed it once, before make_private, and not in the loop.",
+            )
+        return state
+
+    # -- the noise ---------------------------------------------------------------------
+
+    def add_noise(self) -> None:
+        """
+        Adds noise of std ``gradient_noise_multiplier * sensitivity``; sets ``p.grad``.
+        """
+        for p in self.params:
+            _check_processed_flag(p.summed_grad)
+        if self.secure_mode and self.noise_multiplier:
+            multiplier, bound = self.gradient_noise_multiplier, self.sensitivity
+            entries = sum(p.numel() for p in self.params)
+            std, grid = gaussian_grid(multiplier, bound, entries)
+            for p in self.params:
+                p.summed_grad.copy_(release(p.summed_grad, std, grid))
+        else:
+            self._add_noise()
+        for p in self.params:
+            total = p.summed_grad
+            self._sum_over_processes(p, total)
+            total = total if total.shape == p.shape else total.view_as(p)
+            p.grad = total.to(p.dtype)
+            _mark_as_processed(p.summed_grad)
+
+    def _sum_over_processes(self, p: torch.nn.Parameter, total: torch.Tensor) -> None:
+        """Adds the sums of other processes, in place."""
+
+    def _add_noise(self) -> None:
+        multiplier = self.gradient_noise_multiplier
+        std, params = multiplier * self.sensitivity, self.params
+        given = (p for group in self.param_groups for p in group["params"])
+        places = {p: i for i, p in enumerate(given)}
+        if self.correlated is not None:
+            self.correlated.begin(multiplier, [places[p] for p in params])
+        small: Dict[tuple, list] = {}
+        for p in filter(self._adds_noise, params):
+            total, generator = p.summed_grad, self._generator_of(p)
+            if total.numel() <= _SMALL:
+                kind = total.device, total.dtype, id(generator)
+                small.setdefault(kind, []).append(p)
+            else:  # in place: gradients and one noise tensor, as without privacy
+                noise = self._row([places[p]], total, total.shape, std, generator)
+                total.add_(noise)
+        for members in small.values():
+            totals = [p.summed_grad for p in members]
+            sizes = [x.numel() for x in totals]
+            at, generator = [places[p] for p in members], self._generator_of(members[0])
+            noise = self._row(at, totals[0], (sum(sizes),), std, generator)
+            each = [x.view_as(y) for x, y in zip(noise.split(sizes), totals)]
+            torch._foreach_add_(totals, each)
+        if self.correlated is not None:
+            self.correlated.taken += 1
+
+    def _row(
+        self,
+        places: List[int],
+        like: torch.Tensor,
+        shape: Sequence[int],
+        std: float,
+        generator: Optional[torch.Generator],
+    ) -> torch.Tensor:
+        """This step's noise for the parameters at some places."""
+        if self.correlated is None:
+            return _normal(like, shape, std, generator)
+        noise = _normal(like, shape, 1.0, generator)
+        row = self.correlated((self.rank, *places), noise)
+        return row.mul_(std).to(like.dtype)
+
+    # -- checkpoints -------------------------------------------------------------------
+
+    def state_dict(self) -> Dict[str, Any]:
+        """The state of the wrapped optimizer, and that of correlated noise."""
+        state = {**super().state_dict(), _NOISE: self._noise_of}
+        if self.correlated is not None:
+            state = {**state, _CORRELATED: self.correlated.state_dict()}
+        return state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """
+        Loads what :meth:`state_dict` returned.
+
+        Raises:
+            Refused: if only one of the two runs has correlated noise
+        """
+        state = dict(state_dict)
+        noise, own = state.pop(_CORRELATED, None), state.pop(_NOISE, None)
+        if (noise is None) != (self.correlated is None):
+            raise Refused(
+                "The checkpoint is of a run with "
+                f"{'independent' if noise is None else 'correlated'} noise, and this "
+                "one has the other kind.",
+                parameter="noise",
+                remedy="Pass make_private the noise that the run began with.",
+            )
+        super().load_state_dict(state)
+        if own != self._noise_of:
+            self.mix_noise()
+        else:  # Accelerate loads an optimizer's own state, and draws a batch ahead
+            self.ahead += 1
+        if self.correlated is not None:
+            self.correlated.load_state_dict(noise)
+
+
+def _normal(
+    like: torch.Tensor,
+    shape: Sequence[int],
+    std: float,
+    generator: Optional[torch.Generator],
+) -> torch.Tensor:
+    if not std:
+        return like.new_zeros(shape)
+    # Opacus's draw, without the zeros that it sets up beside it.
+    kind: Any = dict(device=like.device, dtype=like.dtype, generator=generator)
+    return torch.normal(0, std, shape, **kind)
+
+
+def draw_seed() -> int:
+    """Draws a seed from torch's generator, so that two optimizers in a row differ."""
+    return int(torch.randint(2**63 - 1, ()))
