@@ -199,56 +199,6 @@ def refusals(monkeypatch):
     return importlib.import_module("refusals")
 
 
-SOURCE = """
-from .refused import Refused
-LONG = "Too {} for {}."
-
-class Elsewhere(Refused):
-    pass
-
-class Layer:
-    def forward(self, x):
-        if x.dim() > 3:
-            raise Refused(
-                f"{self.name}: got {tuple(x.shape)}, "
-                f"{', '.join(str(n) for n in range(40) if f'{n}' != str(self.name))}.",
-                module=self.name,
-                remedy="Give it [B, T] " + f"or {self.other}.",
-            )
-
-class Argument(NamedTuple):
-    name: str
-    reason: str
-    remedy: str = "Leave it out."
-
-TABLE = (Argument("fp16", "scales " "losses"), Argument("fsdp", "splits", "Don't."))
-
-def helper(n):
-    text = LONG.format(n, "us")
-    return Elsewhere(text)
-"""
-
-
-def test_refusals_are_read_off_the_code(refusals, tmp_path):
-    package = tmp_path / "package"
-    package.mkdir()
-    (package / "__init__.py").write_text("")
-    (package / "part.py").write_text(SOURCE)
-    first, second, *table = refusals.find(package)
-    assert first[:2] == ("package.part", "Layer.forward")
-    assert first.reason == "{self.name}: got {tuple(x.shape)}, {...}."
-    assert first.remedy == "Give it [B, T] or {self.other}."
-    assert second[:4] == ("package.part", "helper", "Too {n} for us.", None)
-    assert [entry[2:4] for entry in table] == [
-        ("fp16 scales losses.", "Leave it out."),
-        ("fsdp splits.", "Don't."),
-    ]
-    page = refusals.page([first, second])
-    assert "These are all 2," in page
-    assert r"got <code>{tuple(x.shape)}</code>" in page
-    assert "**What to do:** Give it &#91;B, T&#93; or" in page
-
-
 def test_all_refusals_are_in_the_index(refusals):
     """As many as there are calls of the exception, counted in another way."""
     found = refusals.find()

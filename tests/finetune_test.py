@@ -156,16 +156,6 @@ def test_losses_and_scores():
                 torch.testing.assert_close(losses[b], each.mean())
 
 
-def test_model_loss_is_not_used():
-    """A config that asks for the batch's balancing loss changes nothing."""
-    labels = encode_labels(tiny_tokenizer(), ["negative", "positive"])
-    batch = batch_of_texts()
-    found = []
-    for changes in ({}, dict(output_router_logits=True, router_aux_loss_coef=9.0)):
-        found.append(LabelModel(tiny_switch(**changes), labels).eval()(*batch))
-    assert torch.equal(*found)
-
-
 @every_mode
 @pytest.mark.parametrize("balancing", [0.0, 2.0])
 def test_exact(mode, balancing):
@@ -174,37 +164,6 @@ def test_exact(mode, balancing):
     labels = encode_labels(tiny_tokenizer(), ["negative", "positive"])
     model = LabelModel(inner, labels, balancing).train()
     check(mode, True, model, batch_of_texts(), lambda m, b: m(*b), tolerance=1e-4)
-
-
-def test_balancing_counts_own_tokens():
-    inner = tiny_switch().eval()
-    labels = encode_labels(tiny_tokenizer(), ["negative", "positive"])
-    ids, lengths, classes = batch_of_texts()
-    plain = LabelModel(inner, labels).eval()(ids, lengths, classes)
-    one = LabelModel(inner, labels, 1.0).eval()(ids, lengths, classes) - plain
-    two = LabelModel(inner, labels, 2.0).eval()(ids, lengths, classes) - plain
-    torch.testing.assert_close(two, 2 * one)
-    for b, n in enumerate(lengths.tolist()):
-        alone = ids[b : b + 1, :n], lengths[b : b + 1], classes[b : b + 1]
-        with_it = LabelModel(inner, labels, 1.0).eval()(*alone)
-        torch.testing.assert_close(with_it[0], plain[b] + one[b])
-
-
-def test_not_an_encoder_decoder():
-    config = transformers.GPT2Config(n_embd=8, n_layer=1, n_head=1, vocab_size=9)
-    model = transformers.GPT2LMHeadModel(config)
-    with pytest.raises(ValueError, match="no decoder_start_token_id.*Switch or T5"):
-        LabelModel(model, torch.zeros(2, 1, dtype=torch.long))
-
-
-def test_scratch_model():
-    model = scratch_switch(50, width=8, depth=2, heads=2, experts=3)
-    routers = [
-        n for n, _ in model.named_parameters() if n.endswith("classifier.weight")
-    ]
-    assert len(routers) == 3  # two layers and one, experts in each
-    with pytest.raises(ValueError, match="3 heads can't share a width of 8"):
-        scratch_switch(50, width=8, heads=3)
 
 
 def test_learns_to_answer_without_a_text():
@@ -243,15 +202,6 @@ def test_noise_of_the_paper(rows, steps, sigma):
     assert found == pytest.approx(sigma, abs=2e-3)
 
 
-def test_settings_of_the_paper():
-    base = ["--model", "m", "--task", "mnli", "--data", "d"]
-    private = finetune.parse_args(base)
-    plain = finetune.parse_args([*base, "--non-private"])
-    names = ("epochs", "batch_size", "lr", "weight_decay", "max_grad_norm")
-    assert [getattr(private, n) for n in names] == [20, 1024, 5e-4, 0.01, 1.0]
-    assert [getattr(plain, n) for n in names] == [3, 32, 1e-4, 0.01, 1.0]
-
-
 @pytest.mark.parametrize("task, rows", [("sst2", 24), ("mnli", 12)])
 def test_private(folder, task, rows):
     """With the checkpoint's dropout and jitter."""
@@ -262,21 +212,6 @@ def test_private(folder, task, rows):
     assert 7.5 < found["epsilon_spent"] <= 8.0
     assert 0 <= found["accuracy"] <= 100
     assert found["majority"] == pytest.approx(100 / len(TASKS[task].words))
-
-
-@pytest.mark.slow
-def test_modes_agree(folder, tmp_path):
-    """Without dropout the modes compute the same updates from the same draws."""
-    found = []
-    for mode in ("ghost_bk", "ghost", "hooks"):
-        path = str(tmp_path / mode)
-        # Adam's first steps are signs: little noise, or the smallest entries' differ.
-        more = ("--dropout", "0", "--epsilon", "500", "--lr", "1e-2")
-        run(folder, "--grad-sample-mode", mode, "--checkpoint", path, *more)
-        found.append(weights(path))
-    for other in found[1:]:
-        for name, weight in found[0].items():
-            torch.testing.assert_close(weight, other[name], rtol=1e-2, atol=1e-3)
 
 
 def test_non_private_learns_and_is_saved(folder, tmp_path):
@@ -298,17 +233,6 @@ def test_non_private_learns_and_is_saved(folder, tmp_path):
     net = LabelModel(model, encode_labels(tokenizer, TASKS["sst2"].words)).eval()
     ids = torch.tensor([tokenizer("sst2 sentence: a good film").input_ids])
     assert net.scores(ids, torch.tensor([ids.shape[1]])).argmax() == 1
-
-
-def test_saved_after_private_training(folder, tmp_path):
-    path = tmp_path / "saved"
-    sizes = "--width 8 --heads 2 --buckets 30 --random-steps 5".split()
-    first = run(folder, "--scratch", *sizes, "--save", str(path), "--lr", "1e-2")
-    assert first["model"] == "scratch"
-    model = transformers.AutoModelForSeq2SeqLM.from_pretrained(path)
-    assert sum(p.numel() for p in model.parameters()) == first["parameters"]
-    again = run(folder, "--model", str(path), "--stop-after-steps", "1", "--lr", "1e-9")
-    assert again["accuracy"] == first["accuracy"]
 
 
 @pytest.mark.parametrize(
@@ -343,45 +267,6 @@ def test_resumed_is_bit_identical(folder, tmp_path, more):
         assert again["epsilon_spent"] == expected["epsilon_spent"]
 
 
-def test_averaged_weights_are_saved(folder, tmp_path):
-    """Against a loop over the weights after each step."""
-    path, saved = str(tmp_path / "run"), tmp_path / "saved"
-    more = ("--ema", "0.2", "--epochs", "1", "--lr", "1e-1", "--save", str(saved))
-    more = (*more, "--checkpoint", path, "--checkpoint-every", "1")
-    expected = None
-    for step, decay in enumerate((0, 2 / 11, 0.2)):  # 3 / 12 is over 0.2
-        found = run(folder, *more, "--stop-after-steps", "1", *step * ["--resume"])
-        now = weights(path)
-        expected = expected or now
-        expected = {k: decay * x + (1 - decay) * now[k] for k, x in expected.items()}
-    assert found["steps"] == 3 and found["ema"] == 0.2
-    model = transformers.AutoModelForSeq2SeqLM.from_pretrained(saved)
-    for name, x in model.state_dict().items():
-        torch.testing.assert_close(x, expected[f"model.{name}"])
-        assert not torch.allclose(x, now[f"model.{name}"], atol=1e-3), name
-
-
-def test_cut_off_between_checkpoints(folder, tmp_path):
-    """A crash in the second part: its steps are drawn again, and counted once."""
-    whole, parts = (str(tmp_path / name) for name in ("whole", "parts"))
-    expected = run(folder, "--checkpoint", whole)
-    original, steps = finetune.learning_rate, []
-
-    def fail(step, *args):
-        steps.append(step)
-        if step == 4:
-            raise KeyboardInterrupt
-        return original(step, *args)
-
-    with patch.object(finetune, "learning_rate", fail):
-        with pytest.raises(KeyboardInterrupt):
-            run(folder, "--checkpoint", parts)
-    found = run(folder, "--checkpoint", parts, "--resume", "--repeat-noise")
-    assert found["epsilon_spent"] == expected["epsilon_spent"]
-    one, two = weights(whole), weights(parts)
-    assert all(torch.equal(one[key], two[key]) for key in one)
-
-
 @every_mode
 def test_empty_batches(folder, mode, tmp_path):
     """Most Poisson batches of one expected row in 24 are small, a third are empty."""
@@ -400,17 +285,6 @@ def test_empty_batches(folder, mode, tmp_path):
     assert all(torch.isfinite(w).all() for w in weights(path).values())
 
 
-def test_an_empty_batch_adds_nothing():
-    """Its stand-in's gradient is zero; what is left is noise."""
-    labels = encode_labels(tiny_tokenizer(), ["negative", "positive"])
-    model = LabelModel(tiny_switch(), labels)
-    empty = torch.zeros(0, 9, dtype=torch.int32), *torch.zeros(2, 0).long()
-    batch = finetune.trim(empty, "cpu")
-    assert [tuple(z.shape) for z in batch] == [(1, 1), (1,), (1,)]
-    (model(*batch) * 0).sum().backward()
-    assert all(p.grad is None or not p.grad.any() for p in model.parameters())
-
-
 def test_routers(folder, tmp_path):
     path = str(tmp_path / "run")
     more = ("--freeze-routers", "--balancing", "0.1", "--lr", "1e-1")
@@ -421,18 +295,6 @@ def test_routers(folder, tmp_path):
     for name, weight in weights(path).items():
         frozen = "router" in name
         assert torch.equal(weight, before[name.removeprefix("model.")]) == frozen, name
-
-
-@pytest.mark.slow
-def test_seed_decides(folder, tmp_path):
-    for name, seed in (("a", "1"), ("b", "1"), ("c", "2")):
-        run(folder, "--checkpoint", str(tmp_path / name), "--seed", seed)
-    a, b, c = (weights(tmp_path / name)["model.shared.weight"] for name in "abc")
-    assert torch.equal(a, b) and not torch.equal(a, c)
-
-
-def test_time_limit_stops_at_a_checkpoint(folder):
-    assert run(folder, "--time-limit", "0.001")["steps"] == 3
 
 
 def test_refusals(folder, tmp_path):
@@ -459,13 +321,6 @@ def test_refusals(folder, tmp_path):
         run(folder, "--resume", "--checkpoint", path + "-missing")
     with pytest.warns(UserWarning, match="above 1/24 rows"):
         run(folder, "--delta", "0.1", "--stop-after-steps", "1")
-
-
-def test_model_and_tokenizer_that_do_not_belong_together(folder, tmp_path):
-    tiny_switch(vocab_size=10).save_pretrained(tmp_path)
-    tiny_tokenizer().save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="24 tokens, more than the model's 10"):
-        run(folder, "--model", str(tmp_path))
 
 
 def test_command_line(folder, tmp_path, capsys):
