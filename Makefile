@@ -54,10 +54,10 @@ test-opacus: $(VENV)/.installed
 	    -p no:cacheprovider -p tests.opacus_suite --pyargs opacus.tests $(ARGS)
 
 benchmark: $(VENV)/.installed
-	$(BIN)/python benchmarks/step_time.py $(ARGS)
+	$(BIN)/python -m benchmarks step_time $(ARGS)
 
 benchmark-moe: $(VENV)/.installed
-	$(BIN)/python benchmarks/moe.py $(ARGS)
+	$(BIN)/python -m benchmarks moe $(ARGS)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/black --check --diff .

@@ -28,7 +28,7 @@ from statistics import median
 from typing import Any, Callable, Dict, List, NamedTuple, Tuple
 from unittest.mock import patch
 
-import baselines
+import _baselines
 import step_time
 import torch
 from opacus.layers import DPRNN, DPMultiheadAttention
@@ -216,8 +216,8 @@ def stock(model: nn.Module, data: TensorDataset, mode: str) -> Step:
 
 MODES = {
     BASELINE: Mode(non_private),
-    "nxBP": Mode(baselines.nx_bp),
-    "multiLoss": Mode(baselines.multi_loss),
+    "nxBP": Mode(_baselines.nx_bp),
+    "multiLoss": Mode(_baselines.multi_loss),
     "Opacus hooks": Mode(stock, "hooks"),
     "Opacus ghost": Mode(stock, "ghost"),
     "hooks": Mode(private, "hooks", ours=True),
@@ -273,7 +273,7 @@ def deviation(
 def compare(case: Case) -> List[Row]:
     """The deviation of each private mode's step, free of noise, from that of nxBP."""
     norms = [
-        get_total_norm(g) for g in baselines.nx_bp_gradients(*model_and_data(case))
+        get_total_norm(g) for g in _baselines.nx_bp_gradients(*model_and_data(case))
     ]
     bound = median(map(float, norms))  # clips half of the samples
     rows: List[Row] = []

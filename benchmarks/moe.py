@@ -54,7 +54,7 @@ from statistics import median
 from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Tuple
 from unittest.mock import patch
 
-import baselines
+import _baselines
 import step_time
 import torch
 import torch.nn.functional as F
@@ -307,8 +307,8 @@ OURS = {
     for way in WAYS
 }
 OTHERS = {
-    "nxBP": Mode(baselines.nx_bp),
-    "multiLoss": Mode(baselines.multi_loss),
+    "nxBP": Mode(_baselines.nx_bp),
+    "multiLoss": Mode(_baselines.multi_loss),
     "functorch vmap": Mode(functorch_vmap),
     "Opacus hooks": Mode(private, "hooks"),
     "Opacus ghost": Mode(private, "ghost"),
@@ -350,7 +350,7 @@ def compare(case: Case, names: List[str], device: str) -> Dict[str, Row]:
     Raises:
         AssertionError: if a mode of ours deviates
     """
-    gradients = baselines.nx_bp_gradients(*model_and_data(case, device))
+    gradients = _baselines.nx_bp_gradients(*model_and_data(case, device))
     bound = median(float(get_total_norm(g)) for g in islice(gradients, 5))
     found: Dict[str, Row] = {}
     constants = {"SIGMA": 0.0, "LR": 2.0**14, "MAX_GRAD_NORM": bound}

@@ -50,7 +50,7 @@ from types import ModuleType
 from typing import Any, Callable, Dict, List, Tuple
 from unittest.mock import patch
 
-import baselines
+import _baselines
 import step_time
 import torch
 from fast_clipping import deviation, print_cells
@@ -313,14 +313,14 @@ def check(build: Builder, mode: str, tied: bool) -> float:
     bounds: List[float] = []
 
     def norms(model: nn.Module, data: TensorDataset, mode: str) -> Step:
-        gradients = baselines.nx_bp_gradients(model, data)
+        gradients = _baselines.nx_bp_gradients(model, data)
         bounds.extend(float(get_total_norm(g)) for g in gradients)
         return lambda: None
 
     step_of(norms, "", tied)
     bound = UNCLIPPED if mode == "non-private" else median(bounds)
     with patch.multiple(step_time, SIGMA=0.0, LR=2.0**14, MAX_GRAD_NORM=bound):
-        true = step_of(baselines.nx_bp, "", tied)
+        true = step_of(_baselines.nx_bp, "", tied)
         return deviation(step_of(build, mode, tied), true, floor=FLOOR)
 
 

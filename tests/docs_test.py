@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 import opacus_ext
+from benchmarks import tables
 
 from .blocks import FENCE, blocks_of, errors_of, programs_of
 
@@ -188,6 +189,23 @@ def test_tests_that_attack_the_guarantee():
     for path, name in named:
         found = (ROOT / path).read_text(encoding="utf-8")
         assert f"def {name}(" in found, (path, name)
+
+
+def test_tables_are_those_of_the_results():
+    """No number of a measurement is copied by hand."""
+    found = set()
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        assert tables.with_tables(text) == text, f"python -m benchmarks tables: {page}"
+        found |= {name for _, name, _ in tables.MARKED.findall(text)}
+    assert found == set(tables.TABLES)
+
+
+def test_benchmarks_are_those_of_the_pages():
+    """What no page names goes."""
+    text = "".join(p.read_text(encoding="utf-8") for p in [README, *PAGES])
+    for script in (ROOT / "benchmarks").glob("[a-z]*.py"):
+        assert script.stem == "tables" or f"{script.stem}.py" in text, script
 
 
 # -- the index of refusals ---------------------------------------------------------

@@ -1,0 +1,147 @@
+"""The tables of docs/ that come from benchmarks/results; no number is copied by hand.
+
+A page marks a table by its name, in a comment before and one after it::
+
+    <!-- table: releases-ml-1m -->
+    <!-- end -->
+
+``python -m benchmarks tables`` writes between the marks; tests/docs_test.py compares.
+"""
+
+import json
+import re
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any, Callable, Dict, List, Sequence
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+MARKED = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end -->)", re.S)
+
+Row = Dict[str, Any]
+
+
+def rows_of(name: str) -> List[Row]:
+    """The rows of a file of JSON lines."""
+    lines = (RESULTS / name).read_text("utf-8").splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def written(head: Sequence[str], body: Sequence[Sequence[Any]]) -> str:
+    """A table of Markdown."""
+    rule = ["---"] * len(head)
+    lines = (f"| {' | '.join(map(str, row))} |" for row in (head, rule, *body))
+    return "\n".join(lines).replace("|  |", "| |")
+
+
+def spread(values: Sequence[float]) -> str:
+    """Mean and standard deviation over seeds."""
+    return f"{mean(values):.2f} +- {stdev(values):.2f}"
+
+
+def releases(name: str) -> str:
+    """Recommenders of released statistics, by epsilon."""
+    rows, body = rows_of(f"releases-{name}-cpu.jsonl"), []
+    for epsilon in sorted({row["epsilon"] for row in rows}):
+        runs = [row for row in rows if row["epsilon"] == epsilon]
+        columns = ("ndcg_at_10", "hit_at_10", "own_last_ndcg_at_10")
+        columns += ("own_last_hit_at_10",)
+        found = (spread([run[c] for run in runs]) for c in columns)
+        top = round(mean(run["top"] for run in runs))
+        body.append((f"{epsilon:g}", top, *found))
+    last = ("NDCG@10, own last", "HIT@10, own last")
+    return written(("epsilon", "top", "NDCG@10", "HIT@10", *last), body)
+
+
+def trained() -> str:
+    """MovieLens-1M, trained, beside the paper's numbers (DPFormer, table 1)."""
+    rows = rows_of("table1-cpu.jsonl")
+    both = ("ndcg_at_10", "hit_at_10")
+    plain = " / ".join(f"{rows[0][f'popularity_{of}']:.2f}" for of in both)
+    body: List[Sequence[str]] = [("popularity (not private)", *[plain] * 3)]
+    names = {
+        "transformer": "Transformer, 20 epochs",
+        "dpformer": "DPFormer (Re-Attention on the logits), 20 epochs",
+    }
+    for model, name in names.items():
+        cells = []
+        for epsilon in (5, 8, 10):
+            runs = [r for r in rows if (r["model"], r["epsilon"]) == (model, epsilon)]
+            cells.append(" / ".join(spread([r[of] for r in runs]) for of in both))
+        body.append((f"**this package**, {name}", *cells))
+    paper = ("4.57 / 8.69", "7.05 / 13.17", "7.99 / 14.82")
+    body.append(("paper, vanilla transformer", *paper))
+    body.append(("paper, DPFormer", "5.88 / 11.13", "7.70 / 14.31", "8.42 / 15.40"))
+    return written(("", "epsilon 5", "epsilon 8", "epsilon 10"), body)
+
+
+def experts() -> str:
+    """Mixtures of experts: "ghost_bk" to non-private, tokens gathered or padded."""
+    rows = [row for row in rows_of("moe-cpu.jsonl") if row.get("mode")]
+
+    def ratio(section: str, model: str, count: int, load: str) -> str:
+        found = {
+            row["mode"]: row["ratio"]
+            for row in rows
+            if (row["section"], row["model"], row.get("experts"), row["load"])
+            == (section, model, count, load)
+        }
+        modes = ("ghost_bk gathered", "ghost_bk padded")
+        return " / ".join(f"{found[mode]:.2f}" for mode in modes)
+
+    cells = [(s, m) for m in ("stacked", "modules") for s in ("time", "memory")]
+    body = [
+        (n if load == "even" else "", load, *(ratio(s, m, n, load) for s, m in cells))
+        for n in (4, 16, 64)
+        for load in ("even", "zipf 1", "own")
+    ]
+    heads = ("stacked: time", "stacked: memory")
+    heads += ("in modules: time", "in modules: memory")
+    return written(("experts", "load", *heads), body)
+
+
+def long_sequences() -> str:
+    """Memory and time by length and vocabulary, with and without a chunked head."""
+    text = (RESULTS / "long.txt").read_text("utf-8")
+    cells = [[c.strip() for c in line.split("|")[1:-1]] for line in text.splitlines()]
+    found = {(c[0], c[1]): c for c in cells if len(c) == 7}
+    shapes = [(1000, t) for t in (2048, 4096, 8192)]
+    shapes += [(v, 256) for v in (50_000, 200_000)]
+    body = []
+    for v, t in shapes:
+        at = {
+            step: found[f"2, 64, {v}, {t}, 2", step]
+            for step in ("non-private", "ghost_bk", "ghost_bk, chunked")
+        }
+        plain, private, chunked = at.values()
+        pairs = (private[2], private[6], chunked[2], chunked[6])
+        body.append((t, f"{v:,}", plain[2], *pairs))
+    heads = ("T", "V", "non-private", "ghost_bk", "time", "ghost_bk, chunked head")
+    return written((*heads, "time"), body)
+
+
+TABLES: Dict[str, Callable[[], str]] = {
+    "releases-ml-1m": lambda: releases("ml-1m"),
+    "releases-games": lambda: releases("games"),
+    "trained": trained,
+    "experts": experts,
+    "long-sequences": long_sequences,
+}
+
+
+def with_tables(text: str) -> str:
+    """A page with its marked tables as the results have them."""
+    return MARKED.sub(lambda m: f"{m[1]}{TABLES[m[2]]()}\n{m[3]}", text)
+
+
+def main() -> None:
+    for page in sorted((ROOT / "docs").rglob("*.md")):
+        before = page.read_text("utf-8")
+        after = with_tables(before)
+        if after != before:
+            page.write_text(after, "utf-8")
+            print(f"wrote {page.relative_to(ROOT)}")
+
+
+if __name__ == "__main__":
+    main()
