@@ -239,6 +239,18 @@ def test_sizes(mode, fullgraph):
     assert programs_of(model) == 4 and not told  # of 2, 4, 6, and 10 samples
 
 
+class Heads(Net):
+    """A method of tensors that is written in Python."""
+
+    def forward(self, x):
+        heads = self.first(x).unflatten(-1, (2, -1)).transpose(1, 2)
+        return self.norm(heads.transpose(1, 2).flatten(2)).mean(1)
+
+
+def test_heads():
+    assert not train(model_of(Heads), map(batch_of, (4, 2)))[1]
+
+
 def test_lengths():
     model = model_of(Net)
     batches = [batch_of(B, T) for B, T in ((4, 5), (3, 7), (6, 6), (2, 8), (5, 5))]

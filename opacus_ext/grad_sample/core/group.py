@@ -110,6 +110,8 @@ class SampleGroup(TorchFunctionMode):
     ) -> Any:
         if self.eager and saved_tensor_hooks() != self._packing:
             raise NotAtOnce("activation checkpointing")
+        if func is T.unflatten:
+            func = torch.unflatten  # Dynamo does not trace super() in the method
         handler = HANDLERS.get(func)
         if handler is not None:
             return handler(self, func, *args, **(kwargs or {}))
