@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import List
 
 import torch
+from distraction import attention_mass
 from torch import Tensor, nn
 
 from opacus_ext.data import read_sequences
-from opacus_ext.re_attention import attention_mass
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from examples import recommender  # noqa: E402

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from importlib import import_module
 from typing import (
     Any,
@@ -71,7 +72,6 @@ from opacus_ext.grad_sample.modes.ghost import (
 from opacus_ext.grad_sample.modes.hooks import Recording, note_parameter
 from opacus_ext.grad_sample.parallel.sharding import find_group
 from opacus_ext.grad_sample.rules import experts
-from opacus_ext.lazy import when_imported
 from opacus_ext.optimizers.distributed import (
     DistributedGhostDPOptimizer,
     DistributedHooksDPOptimizer,
@@ -82,6 +82,7 @@ from opacus_ext.optimizers.optimizer import (
     HooksDPOptimizer,
     optimizer_class,
 )
+from opacus_ext.re_attention import transformers
 from opacus_ext.refused import Refused
 from opacus_ext.statement import privacy_statement
 
@@ -164,28 +165,32 @@ def register() -> None:
         norms = GradSampleHooksFastGradientClipping.NORM_SAMPLERS
         _add(norms, layer, samplers.norm_sampler)
     _undo.append(register_module_parameter_registration_hook(note_parameter).remove)
-    _undo.append(when_imported("transformers.modeling_utils", _extend_transformers))
+    extend_transformers()
 
 
 def unregister() -> None:
-    """Leaves Opacus and transformers as they were before :func:`register`. Idempotent.
-
-    If transformers has not been imported yet, its import changes nothing any more.
-    """
+    """Leaves Opacus and transformers as they were before. Idempotent."""
+    global _extended
     while _undo:
         _undo.pop()()
+    _extended = False
 
 
-def _extend_transformers() -> Callable[[], None]:
-    re_attention = import_module("opacus_ext.re_attention.transformers").register()
+_extended = False  # True if transformers has our experts and attention
+
+
+def extend_transformers() -> None:
+    """
+    Adds "re_attention" and the experts of samples that run at once to transformers, if
+    it has been imported. ``make_private`` calls it again. Idempotent.
+    """
+    global _extended
+    if _extended or "transformers.modeling_utils" not in sys.modules:
+        return
+    _extended = True
     functions = import_module("transformers.integrations.moe").ALL_EXPERTS_FUNCTIONS
-    moe = experts.register_with(functions, is_batched)
-
-    def undo() -> None:
-        moe()
-        re_attention()
-
-    return undo
+    _undo.append(experts.register_with(functions, is_batched))
+    _undo.append(transformers.register())
 
 
 def _replace(place: Any, name: str, new: Any) -> None:
@@ -306,6 +311,7 @@ def _make_private(make_private: Callable) -> Callable:
     ) -> Any:
         global _stock
         before = _stock
+        extend_transformers()
         # A subclass with a criterion of its own (adaptive clipping) needs the modules
         # that Opacus made for it.
         _stock = not hasattr(type(self)._prepare_criterion, "_opacus_ext")

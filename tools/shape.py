@@ -35,7 +35,7 @@ ROWS = (
     "registry",
     "checks",
     "opacus_ext",
-    "audit trainer lightning",
+    "audit trainer lightning transformers",
     "planner",
     "__main__",
 )

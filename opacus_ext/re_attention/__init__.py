@@ -1,6 +1,5 @@
 """The errors that the noise of DP-SGD makes in a model, and attention without them."""
 
-from opacus_ext.re_attention.distraction import Distraction, attention_mass, distraction
 from opacus_ext.re_attention.effective import (
     effective_errors,
     gradient_noise,
@@ -12,12 +11,9 @@ from opacus_ext.re_attention.tracking import ErrorTracker, track_errors
 from opacus_ext.re_attention.variances import Variance
 
 __all__ = [
-    "Distraction",
     "ErrorTracker",
     "Propagation",
     "Variance",
-    "attention_mass",
-    "distraction",
     "effective_errors",
     "gradient_noise",
     "register_propagation",

@@ -8,34 +8,31 @@ section 5.2.2 and appendix D, with its formulas corrected and, where it is silen
   on their distribution: whatever distribution comes out of a layer, the next one sees a
   Gaussian with its mean and variance (the paper's moment matching).
 - A variance broadcasts to its mean: ``[B, T, width]``, or one number a token,
-  ``[B, T, 1]``.
-- The means of the output are those of the forward pass that was made anyway. The paper
-  takes the noisy weights, hence the values of the forward pass, as estimates of the
-  means. Where errors are larger than the signal, they are not: the true mean after a
-  LayerNorm shrinks, the value doesn't, and the variances that follow come out too small
-  (down to a quarter after two blocks with errors of ten times the signal; their order
-  stays).
+  ``[B, T, 1]``. The variances returned are means over the width, ``[*, 1]``; those of
+  a tensor of one dimension are of its elements.
+- The values of the forward pass are taken for the means, as in the paper. Where errors
+  are larger than the signal, they are not: the true mean after a LayerNorm shrinks, the
+  value doesn't, and later variances come out too small (down to a quarter after two
+  blocks with errors of ten times the signal; their order stays).
 - bfloat16 and float16 are computed, and returned, in float32. Variances are never
   negative, and a variance of 0 gives 0.
 
-What independence leaves out: errors of a weight are the same for all tokens, and so
-are those of an embedding wherever its token occurs; after a layer, the elements of a
-token share errors. tests/re_attention/oracle.py has the variances of single elements,
-means and covariances, of all layers, which these functions are compared with.
+Independence leaves out that errors of a weight are the same for all tokens, as are
+those of an embedding wherever its token occurs, and that the elements of a token share
+errors behind a layer.
 """
 
 from __future__ import annotations
 
+import math
 from functools import partial
-from typing import Callable, NamedTuple, Optional, Union
+from typing import NamedTuple, Optional, Union
 
 import torch
 from torch import Tensor
 
 from opacus_ext.grad_sample.core.vmap import is_batched
-from opacus_ext.re_attention import gaussian_integrals
-from opacus_ext.re_attention.variances import squares, wide
-from opacus_ext.refused import Refused
+from opacus_ext.re_attention.variances import last_mean, squares, wide
 
 Number = Union[float, Tensor]
 
@@ -46,79 +43,19 @@ class Moments(NamedTuple):
 
     Attributes:
         mean: ``[*, width]``
-        variance: of each element, broadcastable to the mean
+        variance: variance of each element, broadcastable to the mean
 
     Example:
-        >>> x = Moments(torch.zeros(2, 3), torch.ones(2, 1))
-        >>> relu(x).mean[0, 0], relu(x).variance[0, 0]
-        (tensor(0.3989), tensor(0.3408))
+        >>> relu(Moments(torch.zeros(2, 3), torch.ones(2, 1)))[0]
+        tensor([0.3406])
     """
 
     mean: Tensor
     variance: Tensor
 
 
-def _open(x: Moments) -> Moments:
+def _wide(x: Moments) -> Moments:
     return Moments(wide(x.mean), wide(x.variance))
-
-
-def _close(
-    mean: Tensor, variance: Tensor, scalar: bool, given: Optional[Tensor]
-) -> Moments:
-    if scalar and variance.size(-1) > 1:
-        variance = variance.mean(-1, keepdim=True)
-    return Moments(mean if given is None else wide(given), variance.clamp(min=0))
-
-
-def _activation(
-    x: Moments, units: Callable, scalar: bool, given: Optional[Tensor]
-) -> Moments:
-    """From the triple at the mean's negative to the mean (``gaussian_integrals``)."""
-    m, s = _open(x)
-    mean, variance, slope = units(m.abs(), s)
-    up = m > 0
-    variance = variance + torch.where(up, s * (1 - 2 * slope), torch.zeros_like(m))
-    return _close(mean + m.clamp(min=0), variance, scalar, given)
-
-
-def relu(x: Moments, *, scalar: bool = False, mean: Optional[Tensor] = None) -> Moments:
-    """
-    ReLU of Gaussians, elementwise and exact.
-
-    With c the mean, d the variance, t = c / sqrt(d):
-
-        E[y] = c Phi(t) + sqrt(d) phi(t)
-        Var[y] = (c^2 + d) Phi(t) + c sqrt(d) phi(t) - E[y]^2
-
-    Equation 5.6 as printed subtracts c^2 in place of E[y]^2, which gives negative
-    variances (c = -1, d = 1). These forms cancel for large t of either sign, so equal
-    ones without cancellation are computed: with b = |t| and Mills's ratio R,
-    K1 = 1/R - b, K2 = 1/K1 - b from a continued fraction, and L = phi(b) R K1,
-
-        E[y] = max(c, 0) + sqrt(d) L
-        Var[y] = d (L (K2 - L) + [c > 0] erf(b / sqrt(2)))
-
-    With ``scalar`` Var[y] / d is a logistic function of a cubic in t, fitted: within
-    4e-4 of the true one everywhere.
-
-    Args:
-        x: ``[*, width]``
-        scalar: one variance ``[*, 1]``, the mean over elements
-        mean: of the output, if known
-
-    Example:
-        >>> x = Moments(torch.tensor([-50.0, 0.0, 50.0]), torch.tensor([0.01]))
-        >>> relu(x).variance
-        tensor([0.0000, 0.0034, 0.0100])
-    """
-    if scalar and mean is not None:
-        m, s = _open(x)
-        t = _ratio(m, s)
-        share = _cubic(t, *_RELU_FIT).sigmoid_()
-        if s.size(-1) > 1:
-            return _close(m, share.mul_(s), True, mean)
-        return Moments(wide(mean), share.mean(-1, keepdim=True) * s)
-    return _activation(x, gaussian_integrals.relu, scalar, mean)
 
 
 # Least-maximum fits, highest power first. The first: logit of Var[relu(t + z)]. The
@@ -136,91 +73,83 @@ def _cubic(t: Tensor, a3: float, a2: float, a1: float, a0: float) -> Tensor:
     return y
 
 
-def _ratio(m: Tensor, s: Tensor) -> Tensor:
-    return m * s.clamp(min=torch.finfo(s.dtype).tiny).rsqrt()
-
-
-def gelu(
-    x: Moments,
-    approximate: str = "none",
-    *,
-    scalar: bool = False,
-    mean: Optional[Tensor] = None,
-) -> Moments:
+def relu(x: Moments) -> Tensor:
     """
-    GELU of Gaussians, elementwise.
+    The variance after ReLU.
+
+    With c the mean, d the variance and t = c / sqrt(d):
+
+        E[y] = c Phi(t) + sqrt(d) phi(t)
+        Var[y] = (c^2 + d) Phi(t) + c sqrt(d) phi(t) - E[y]^2
+
+    Equation 5.6 as printed subtracts c^2 in place of E[y]^2, which gives negative
+    variances (c = -1, d = 1). Var[y] / d is computed as a logistic function of a cubic
+    in t, fitted: within 4e-4 of the true one everywhere.
+
+    Args:
+        x: ``[*, width]``
+
+    Returns:
+        ``[*, 1]``
+    """
+    m, s = _wide(x)
+    t = m * s.clamp(min=torch.finfo(s.dtype).tiny).rsqrt()
+    share = _cubic(t, *_RELU_FIT).sigmoid_()
+    if s.size(-1) > 1 or s.dim() < 2:
+        return last_mean(share.mul_(s))
+    return share.mean(-1, keepdim=True) * s
+
+
+def gelu(x: Moments) -> Tensor:
+    """
+    The variance after GELU, also in its approximation by a hyperbolic tangent.
 
     The paper takes ReLU's moments for it (remark D.3); they are 36 % too high at mean
-    0 and standard deviation 0.01. Its own, with m the mean, s^2 the variance,
+    0 and standard deviation 0.01. Here, with m the mean, s^2 the variance,
     r = sqrt(1 + s^2) and a = m / r:
 
         E[y] = m Phi(a) + s^2 phi(a) / r          (E[x Phi(x)], by Stein's lemma)
         E[y'] = Phi(a) + a phi(a) / r^2           (its derivative in m)
         Var[y] = sum_(n >= 1) s^(2n) / n! (d^n E[y] / dm^n)^2     (Hermite expansion)
 
-    The derivatives are Hermite polynomials times phi(a). All terms are positive, so
-    that tiny variances keep their digits. The sum is used up to s = 1/2, where it
-    converges fast. Above, GELU is ReLU plus an even remainder that decays like a
-    Gaussian, -|x| Phi(-|x|), and what it adds to the moments is integrated on a grid.
-    No error of the method above 1e-9 relative is left in float64.
+    of which the first two terms are taken: at most 0.0182 s^2 too low (at a mean of
+    -1.73 and s = 2.11) and 0.0011 s^2 too high, for all means and all s from 1e-4 to
+    1000.
 
     Args:
         x: ``[*, width]``
-        approximate: "none", or "tanh" for PyTorch's approximation with a hyperbolic
-            tangent, by quadrature to 1e-8 relative or 1e-14; it and the exact GELU
-            have variances that agree to 1 % where the standard deviation is 0.01 or
-            more and the mean between -2 and 2
-        scalar: one variance ``[*, 1]``, the mean over elements; if ``mean`` is given
-            too, from the first two terms of the expansion: at most 0.0182 s^2 too low
-            (at a mean of -1.73 and s = 2.11) and 0.0011 s^2 too high, for all means
-            and all s from 1e-4 to 1000
-        mean: of the output, if known
 
-    Raises:
-        Refused: for another ``approximate``
-
-    Example:
-        >>> x = Moments(torch.zeros(1), torch.tensor([1e-4]))
-        >>> f"{gelu(x).variance.item():.3e}, ReLU {relu(x).variance.item():.3e}"
-        '2.500e-05, ReLU 3.408e-05'
+    Returns:
+        ``[*, 1]``
     """
-    if approximate not in ("none", "tanh"):
-        raise Refused(
-            f'approximate must be "none" or "tanh", not {approximate!r}.',
-            parameter="approximate",
-        )
-    if scalar and mean is not None:
-        return _gelu_scalar(*_open(x), mean)
-    if approximate == "tanh":
-        return _activation(x, _tanh_units, scalar, mean)
-    return _activation(x, gaussian_integrals.gelu, scalar, mean)
-
-
-def _tanh_units(m: Tensor, s: Tensor) -> gaussian_integrals.Triple:
-    return gaussian_integrals.smooth(m, s, gaussian_integrals.GELU_TANH)
-
-
-def _silu_units(m: Tensor, s: Tensor) -> gaussian_integrals.Triple:
-    return gaussian_integrals.smooth(m, s, gaussian_integrals.SILU)
-
-
-def _gelu_scalar(m: Tensor, s: Tensor, given: Tensor) -> Moments:
-    """Two terms of the expansion."""
+    m, s = _wide(x)
     total = 1 + s
     root = total.sqrt()
     a = (m / root).clamp(-40.0, 40.0)
-    phi = gaussian_integrals.density(a)
+    phi = torch.exp(-0.5 * a * a) / math.sqrt(2 * math.pi)
     first = torch.addcmul(_cubic(a, *_PHI_FIT).sigmoid_(), a, phi / total)
     second = phi * (1 + (1 - a.square()) / total) / root
-    variance = s * first.square() + s.square() / 2 * second.square()
-    return _close(m, variance, True, given)
+    return _two_terms(s, first, second)
 
 
-def _silu_scalar(m: Tensor, s: Tensor, given: Tensor) -> Moments:
+def silu(x: Moments) -> Tensor:
     """
-    The same with S in the place of Phi and S' = S (1 - S) in that of phi. The logistic
-    distribution has the variance pi^2 / 3; 3.05 in its place has the least error.
+    The variance after SiLU, x S(x) with S the logistic function: the two terms of
+    :func:`gelu` with S in the place of Phi and S' = S (1 - S) in that of phi. The
+    logistic distribution has the variance pi^2 / 3; 3.05 in its place has the least
+    error, 0.0281 s^2 for all means and all s from 1e-4 to 1000.
+
+    Args:
+        x: ``[*, width]``
+
+    Returns:
+        ``[*, 1]``
+
+    Example:
+        >>> silu(Moments(torch.zeros(1, 1), torch.tensor([[1e-4]])))
+        tensor([[2.5000e-05]])
     """
+    m, s = _wide(x)
     total = 1 + s / 3.05
     root = total.sqrt()
     a = m / root
@@ -228,36 +157,12 @@ def _silu_scalar(m: Tensor, s: Tensor, given: Tensor) -> Moments:
     slope = share * (1 - share)
     first = share + a * slope / total
     second = slope * (1 + (1 + a * (1 - 2 * share)) / total) / root
+    return _two_terms(s, first, second)
+
+
+def _two_terms(s: Tensor, first: Tensor, second: Tensor) -> Tensor:
     variance = s * first.square() + s.square() / 2 * second.square()
-    return _close(m, variance, True, given)
-
-
-def silu(x: Moments, *, scalar: bool = False, mean: Optional[Tensor] = None) -> Moments:
-    """
-    SiLU, x S(x) with S the logistic function, of Gaussians, elementwise.
-
-    There is no closed form. Up to a standard deviation of 1, Gauss-Hermite quadrature
-    of the differences f(m + d) - f(m), which are computed without cancellation; above,
-    ReLU in closed form plus the even remainder -|x| S(-|x|), which decays like
-    exp(-|x|), by Gauss-Legendre quadrature on [0, 36]. The error is below 1e-8
-    relative in float64, or 1e-14 where results are smaller still (means below -36 with
-    standard deviations above 1).
-
-    Args:
-        x: ``[*, width]``
-        scalar: one variance ``[*, 1]``, the mean over elements; if ``mean`` is given
-            too, from the two terms of GELU's expansion with S in the place of Phi:
-            within 0.0281 s^2, for all means and all s from 1e-4 to 1000, and exact
-            for s -> 0
-        mean: of the output, if known
-
-    Example:
-        >>> silu(Moments(torch.zeros(1), torch.tensor([1e-4]))).variance
-        tensor([2.5001e-05])
-    """
-    if scalar and mean is not None:
-        return _silu_scalar(*_open(x), mean)
-    return _activation(x, _silu_units, scalar, mean)
+    return last_mean(variance).clamp(min=0)
 
 
 def layer_norm(
@@ -309,7 +214,7 @@ def layer_norm(
         >>> layer_norm(x) * 1e4  # 1/5, times 1 - 2/4
         tensor([[0.1000]])
     """
-    return _norm(_open(x), weight, eps, weight_variance, bias_variance, True)
+    return _norm(_wide(x), weight, eps, weight_variance, bias_variance, True)
 
 
 def rms_norm(
@@ -340,7 +245,7 @@ def rms_norm(
     """
     if eps is None:
         eps = torch.finfo(x.mean.dtype).eps
-    return _norm(_open(x), weight, eps, weight_variance, 0.0, False)
+    return _norm(_wide(x), weight, eps, weight_variance, 0.0, False)
 
 
 def _norm(
@@ -410,7 +315,7 @@ def attention(
         >>> attention(x, x, x, weights, x.mean, 8**-0.5)[0]  # one token: its value
         tensor([[0.1000]])
     """
-    q, k, v = (Moments(m, s.mean(-1, keepdim=True)) for m, s in map(_open, (q, k, v)))
+    q, k, v = (Moments(m, s.mean(-1, keepdim=True)) for m, s in map(_wide, (q, k, v)))
     o, e = wide(out), v.mean.size(-1)
     p_squares = wide(weights).square()
     variance = p_squares @ v.variance

@@ -117,9 +117,9 @@ def around() -> Optional[TrackedPass]:
     return next((each for each in reversed(_running.passes) if each), None)
 
 
-def none_runs() -> bool:
-    """Whether this thread is in no forward pass of a tracked model."""
-    return not _running.passes
+def tracking() -> bool:
+    """Returns True inside of a forward pass of a tracked model, in this thread."""
+    return bool(_running.passes)
 
 
 class TrackedForward:

@@ -29,7 +29,7 @@ from torch.overrides import TorchFunctionMode
 
 from opacus_ext.grad_sample.core.vmap import is_batched, whole
 from opacus_ext.re_attention.rules import RULES, Call
-from opacus_ext.re_attention.rules.batch_dim import BACK, TURNS, lies_down, turned_on
+from opacus_ext.re_attention.rules.batch_dim import lies_down
 from opacus_ext.re_attention.table import Table
 from opacus_ext.re_attention.variances import (
     Lost,
@@ -135,7 +135,7 @@ class Propagation(TorchFunctionMode):
         if not any(x is not None for x in known) or raw in _SILENT:
             out = func(*args, **kwargs)
             if raw == "__getitem__" and is_batched(out):
-                self.table.note(out).place = _place(args)  # errors may be written to it
+                self.table.note(out).view = True  # errors may be written to it
             return out
         given = args
         if name not in _BLIND and written:
@@ -150,7 +150,7 @@ class Propagation(TorchFunctionMode):
                 return out
             if not written and any(x is y for x in outputs for y in inputs):
                 return out  # as it was, .contiguous() of what is
-            self._describe(name, raw, args, inputs, outputs)
+            self._describe(name, inputs, outputs)
         call = Call(name, func, given, kwargs, out, self)
         for x, result in zip(outputs, self._results(call, len(outputs))):
             self.set(x, result)
@@ -161,8 +161,6 @@ class Propagation(TorchFunctionMode):
     def _describe(
         self,
         name: str,
-        raw: str,
-        args: Tuple[Any, ...],
         inputs: Sequence[Any],
         outputs: Sequence[Tensor],
     ) -> None:
@@ -172,8 +170,7 @@ class Propagation(TorchFunctionMode):
         if name in _VIEWS:
             for x in outputs:
                 if is_batched(x) and whole(x)._is_view():
-                    place = _place(args) if raw == "__getitem__" else ()
-                    self.table.note(x).place = place
+                    self.table.note(x).view = True
 
     def _weights(self, x: Tensor) -> bool:
         """Whether a tensor is a parameter, or a vector made of nothing else."""
@@ -193,10 +190,7 @@ class Propagation(TorchFunctionMode):
         if lost is None and call.name not in RULES:
             lost = Lost(call.name)
         if lost is not None:
-            if lost.turned and number == 1 and call.name in TURNS | BACK:
-                with quietly(call.args[0]):
-                    return [turned_on(call, lost)]
-            return [Lost(lost.operation)] * number
+            return [lost] * number
         like = call.args[0] if call.out is None else tensors(call.out)[0]
         # Which rows a mask takes is for the run to say, of all samples.
         rest = tensors(list(flat(call.args[1:], call.kwargs)))
@@ -213,7 +207,10 @@ class Propagation(TorchFunctionMode):
         if not whole(view)._is_view():
             return
         if is_batched(view):
-            self._set_batched_base(view, noted)
+            note = self.table.get(view)
+            if note.view if note else not noted:
+                # Not refused: the samples then run one by one, where views are known.
+                raise NotImplementedError("a change in place of a view that has errors")
             return
         known = self.of(view)
         for base in (view._base, *self.table.aliases(view)):
@@ -233,20 +230,6 @@ class Propagation(TorchFunctionMode):
             at = view.storage_offset() - base.storage_offset()
             every.as_strided(view.shape, view.stride(), at).copy_(new)
             self.set(base, Variance(last_mean(every)))
-
-    def _set_batched_base(self, view: Tensor, noted: bool) -> None:
-        """There is no ``_base``; and what vmap makes are views as well."""
-        note = self.table.get(view)
-        place = None if note is None else note.place
-        if place is None and not noted:
-            place = ()
-        if place == ():
-            # No refusal: the run then goes on with one sample after the other.
-            raise NotImplementedError("a change in place of a view that has errors")
-        if place is not None:
-            call = Call("setitem", Tensor.__setitem__, (*place, view), {}, None, self)
-            self.set(place[0], self._results(call, 1)[0])
-            self._set_base(place[0], noted=True)
 
     def _forget(self, x: Any, operation: str) -> None:
         """Of a tensor that is changed in place while operations aren't followed."""
@@ -331,8 +314,3 @@ _ASKS = frozenset("getitem setitem masked_select repeat_interleave send".split()
 def _inexact(out: Any) -> List[Tensor]:
     """The tensors that may err."""
     return [x for x in tensors(out) if x.is_floating_point() or x.is_complex()]
-
-
-def _place(args: Tuple[Any, ...]) -> Tuple[Any, ...]:
-    """Of what is a view, the arguments of ``x[index]``; nothing if it may be a copy."""
-    return () if len(tensors(list(flat(args, {})))) > 1 else args

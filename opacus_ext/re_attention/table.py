@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any, Dict, List, Optional, Tuple, Union
+from typing import Dict, List, Optional, Tuple, Union
 
 import torch
 from torch import Tensor
@@ -19,18 +19,17 @@ class Note:
     Attributes:
         variance: of its error; None if it has none
         weights_only: whether it is a vector made of nothing but parameters
-        place: of a batched view, the arguments ``(x, *index)`` of the ``x[index]`` that
-            made it, empty if they are not known; None if it is no such view
+        view: True for a batched view that an operation has made
         squares: its sum of squares over the last dimension, and the version of the
             tensor for which it was computed
     """
 
-    __slots__ = ("variance", "weights_only", "place", "squares")
+    __slots__ = ("variance", "weights_only", "view", "squares")
 
     def __init__(self) -> None:
         self.variance: Union[None, Variance, Lost] = None
         self.weights_only = False
-        self.place: Optional[Tuple[Any, ...]] = None
+        self.view = False
         self.squares: Optional[Tuple[int, Tensor]] = None
 
 
@@ -53,7 +52,6 @@ class Table:
 
     def __init__(self) -> None:
         self._notes: Dict[int, Tuple["weakref.ref[Tensor]", Note]] = {}
-        _tables[id(self)] = self
 
     def __len__(self) -> int:
         return len(self._notes)
@@ -118,13 +116,3 @@ class Table:
         if found.squares is None or found.squares[0] != version:
             found.squares = version, squares(x)
         return found.squares[1]
-
-
-# All tables: what changes a cache between forward passes says of no model which it is.
-_tables: "weakref.WeakValueDictionary[int, Table]" = weakref.WeakValueDictionary()
-
-
-def all_tables() -> List[Table]:
-    """Those that know of some tensor."""
-    found = [ref() for ref in _tables.valuerefs()]
-    return [table for table in found if table]

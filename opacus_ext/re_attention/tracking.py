@@ -8,7 +8,6 @@ from collections import Counter
 from functools import partial
 from typing import (
     Any,
-    Callable,
     Dict,
     List,
     Mapping,
@@ -31,8 +30,8 @@ from opacus_ext.re_attention.passes import (
     TrackedForward,
     TrackedPass,
     around,
-    none_runs,
     tracked,
+    tracking,
 )
 from opacus_ext.re_attention.table import Table
 from opacus_ext.re_attention.variances import Lost, quietly
@@ -187,7 +186,7 @@ class ErrorTracker:
         self._errors: Dict[str, Tensor] = {}
         self._state: Any = None
         self._checked = False
-        self._table = Table()  # also of what a cache keeps from pass to pass
+        self._table = Table()  # a module may keep tensors from pass to pass
         # By the model or its copy: how often each attention asks in a forward pass,
         # None if that is not to be foreseen.
         self._expected: MutableMapping[nn.Module, Optional[MutableMapping]]
@@ -288,11 +287,19 @@ class ErrorTracker:
 
     # -- the model's forward -------------------------------------------------------
 
-    def forward(self, model: nn.Module, plain: Callable[..., Any]) -> Any:
+    def forward(self, model: nn.Module, plain: partial) -> Any:
         """The model's own forward, with its errors tracked."""
         if not self.acts(model.training):
             with tracked(None):
                 return plain()
+        cache = plain.keywords.get("past_key_values")
+        if around() is None and getattr(cache, "get_seq_length", int)():
+            raise Refused(
+                f"{type(model).__name__}: the errors of keys in a cache are not known.",
+                module=type(model).__name__,
+                parameter="past_key_values",
+                remedy="Pass use_cache=False to the model, or to generate().",
+            )
         known = self._variances(model)
         params = {
             id(p): known[n].to(p.device, torch.promote_types(p.dtype, torch.float32))
@@ -305,7 +312,7 @@ class ErrorTracker:
         mode = TrackedPass(self, params, table, expected)
         with tracked(mode):
             output = plain()
-        if none_runs():  # what the user gets has no errors any more
+        if not tracking():  # the user's tensors have no errors
             outs = list(output.values()) if isinstance(output, Mapping) else output
             for x in outs if isinstance(outs, (tuple, list)) else [output]:
                 if isinstance(x, Tensor):

@@ -1,27 +1,19 @@
 """Re-Attention in models of transformers: "re_attention" among their attentions.
 
-opacus_ext/registry.py calls :func:`register` when transformers is imported, so that
-``model.set_attn_implementation("re_attention")`` works after ``import opacus_ext``.
-This file itself does not import it.
+``import opacus_ext`` calls :func:`register` if transformers has been imported before;
+else ``make_private`` does, or ``import opacus_ext.transformers``. This file itself does
+not import transformers.
 """
 
 from __future__ import annotations
 
-import copy
-from contextlib import ExitStack, contextmanager
-from functools import wraps
-from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, Optional, Tuple
+from typing import Any, Callable, Optional, Tuple
 
 import torch
 from torch import Tensor, nn
 
 from opacus_ext.re_attention.attention import attend, errors_of
-from opacus_ext.re_attention.propagation import Propagation
-from opacus_ext.re_attention.table import all_tables
 from opacus_ext.refused import Refused
-
-if TYPE_CHECKING:
-    from transformers.cache_utils import Cache
 
 # Soft caps of logits, attention sinks, attention to chosen tokens, paged caches.
 UNKNOWN = ("softcap", "s_aux", "sinks", "indices", "block_indices", "cache")
@@ -83,34 +75,6 @@ def re_attention_forward(
     return out.transpose(1, 2).contiguous(), None
 
 
-@contextmanager
-def _followed() -> Iterator[None]:
-    """Errors of tensors that earlier forward passes have left move with the tensors."""
-    with ExitStack() as modes:
-        for table in all_tables():
-            modes.enter_context(Propagation({}, table))
-        yield
-
-
-def _with_errors(plain: Callable) -> Callable:
-    """What changes a cache between forward passes moves the errors as well."""
-
-    @wraps(plain)
-    def changed(self: Cache, *args: Any, **kwargs: Any) -> Any:
-        with _followed():
-            return plain(self, *args, **kwargs)
-
-    return changed
-
-
-def _deepcopy(self: Cache, memo: Dict[int, Any]) -> Cache:
-    """As ``copy.deepcopy`` does it, with the errors of what is copied."""
-    copied = memo[id(self)] = type(self).__new__(type(self))
-    with _followed():
-        vars(copied).update(copy.deepcopy(vars(self), memo))
-    return copied
-
-
 def re_attention_mask(*args: Any, **kwargs: Any) -> Optional[Tensor]:
     """
     A mask that says all, causality included, as the one of "eager".
@@ -125,36 +89,23 @@ def re_attention_mask(*args: Any, **kwargs: Any) -> Optional[Tensor]:
 
 
 _NAME = "re_attention"
-_CHANGES = ("reorder_cache", "crop", "batch_repeat_interleave", "batch_select_indices")
 
 
 def register() -> Callable[[], None]:
     """
-    Adds "re_attention" to the attentions and masks of transformers, and lets the errors
-    of cached keys follow the changes that are made to a cache between forward passes.
+    Adds "re_attention" to the attentions and masks of transformers.
 
     Returns:
         A function that leaves transformers as it was.
     """
-    from transformers.cache_utils import Cache
     from transformers.masking_utils import AttentionMaskInterface
     from transformers.modeling_utils import AttentionInterface
 
     AttentionInterface.register(_NAME, re_attention_forward)
     AttentionMaskInterface.register(_NAME, re_attention_mask)
-    plain = {name: vars(Cache)[name] for name in _CHANGES if name in vars(Cache)}
-    for name, method in plain.items():
-        setattr(Cache, name, _with_errors(method))
-    own_copies = hasattr(Cache, "__deepcopy__")
-    if not own_copies:
-        Cache.__deepcopy__ = _deepcopy
 
     def undo() -> None:
         for interface in (AttentionInterface, AttentionMaskInterface):
             interface._global_mapping.pop(_NAME, None)
-        for name, method in plain.items():
-            setattr(Cache, name, method)
-        if not own_copies:
-            del Cache.__deepcopy__
 
     return undo

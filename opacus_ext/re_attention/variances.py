@@ -10,7 +10,6 @@ from typing import (
     NamedTuple,
     Optional,
     Sequence,
-    Tuple,
 )
 
 import torch
@@ -43,16 +42,13 @@ class Variance(NamedTuple):
 
 class Lost(NamedTuple):
     """
-    In the place of a variance: it is not known, and why.
+    In the place of a variance that is not known.
 
     Attributes:
         operation: the operation for which no rule fits
-        turned: where only the batch came to the last place, the variance and of which
-            sample each element is, as another move may bring the batch back
     """
 
     operation: str
-    turned: Optional[Tuple[Variance, Tensor]] = None
 
 
 class quietly:

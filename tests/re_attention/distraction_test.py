@@ -5,10 +5,10 @@ import torch
 from opacus.optimizers import DPOptimizer
 from torch import nn
 
+from benchmarks.distraction import attention_mass, distraction
 from opacus_ext import track_errors
 from opacus_ext.layers import corrected_attention
 from opacus_ext.models import DPFormer
-from opacus_ext.re_attention import attention_mass, distraction
 
 
 def tiny_model(heads=1):

@@ -30,7 +30,6 @@ from opacus_ext.layers import (
     TopKFeedForward,
     re_attention,
 )
-from opacus_ext.lazy import when_imported
 from opacus_ext.models import DPFormer
 from opacus_ext.re_attention import passes, tracking
 from opacus_ext.refused import Refused
@@ -57,7 +56,7 @@ every_place = pytest.mark.parametrize("where", ["logits", "scores"])
 @pytest.fixture(autouse=True)
 def nothing_stays_active():
     yield
-    assert passes.none_runs() and not _get_current_function_mode_stack()
+    assert not passes.tracking() and not _get_current_function_mode_stack()
 
 
 def dpformer(width=8, depth=2, heads=1, items=9, length=4):
@@ -777,10 +776,10 @@ def test_failing_forward():
     model.error = ZeroDivisionError()
     with pytest.raises(ZeroDivisionError):
         model(ids)
-    assert passes.none_runs() and not _get_current_function_mode_stack()
+    assert not passes.tracking() and not _get_current_function_mode_stack()
     with pytest.raises(ValueError, match="longer than max_len"):
         model(sequences(2, 7))
-    assert passes.none_runs() and not _get_current_function_mode_stack()
+    assert not passes.tracking() and not _get_current_function_mode_stack()
     model.error = None
     assert torch.equal(model(ids), out)
 
@@ -798,7 +797,7 @@ def test_interrupted_forward():
         for p in model.parameters():
             p.add_(0.0)
     assert torch.equal(model(ids), out)
-    assert passes.none_runs() and not _get_current_function_mode_stack()
+    assert not passes.tracking() and not _get_current_function_mode_stack()
     tracker.detach()
 
 
@@ -819,7 +818,7 @@ def test_failing_hooks():
     ):
         with pytest.raises(ZeroDivisionError):
             model(ids)
-        assert passes.none_runs() and not _get_current_function_mode_stack()
+        assert not passes.tracking() and not _get_current_function_mode_stack()
         handle.remove()
     assert torch.equal(model(ids), out)
 
@@ -1008,50 +1007,10 @@ def test_compiled_model():
     assert torch.equal(model(x), out)
 
 
-# Registered when transformers is imported
-
-
-def test_when_imported(tmp_path, monkeypatch):
-    """Once, after the module has run; at once if it has been imported."""
-    monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "late_package").mkdir()
-    (tmp_path / "late_package" / "__init__.py").write_text("")
-    (tmp_path / "late_package" / "part.py").write_text("value = 3")
-    seen, watching = [], len(sys.meta_path)
-
-    def action():
-        seen.append(sys.modules["late_package.part"].value)
-
-    when_imported("late_package.part", action)
-    importlib.import_module("late_package")
-    assert not seen
-    part = importlib.import_module("late_package.part")
-    assert seen == [3] and len(sys.meta_path) == watching
-    importlib.reload(part)
-    when_imported("late_package.part", action)
-    assert seen == [3, 3]
-    when_imported("late_package.missing", action)
-    with pytest.raises(ImportError):
-        importlib.import_module("late_package.missing")
-    assert seen == [3, 3] and len(sys.meta_path) == watching
-    # no more, or undone
-    for name in ("late_package", "late_package.part"):
-        del sys.modules[name]
-    undo = when_imported("late_package.part", lambda: seen.append)
-    undo()
-    assert len(sys.meta_path) == watching
-    undo = when_imported("late_package.part", lambda: lambda: seen.append("undone"))
-    importlib.import_module("late_package.part")
-    undo()
-    undo()
-    assert seen == [3, 3, "undone"] and len(sys.meta_path) == watching
-    for name in ("late_package", "late_package.part"):
-        del sys.modules[name]
-
-
 # Models of transformers
 
 transformers = pytest.importorskip("transformers")
+importlib.import_module("opacus_ext.transformers")
 
 UNREGISTERED = """
 import sys
@@ -1059,27 +1018,20 @@ import opacus_ext
 if {first}:
     import transformers.modeling_utils
 opacus_ext.unregister()
-from transformers.cache_utils import Cache
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 interfaces = ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS
-plain = dict(vars(Cache))
 for _ in range(2):
     assert not any("re_attention" in each for each in interfaces)
-    assert not any(type(each).__name__ == "_Watch" for each in sys.meta_path)
-    for name, each in vars(Cache).items():
-        assert "opacus_ext" not in getattr(each, "__module__", ""), name
-        assert not hasattr(each, "__wrapped__") and plain[name] is each, name
     opacus_ext.register()
     assert all("re_attention" in each for each in interfaces)
-    assert Cache.crop is not plain["crop"]
     opacus_ext.unregister()
 """
 
 
 @pytest.mark.parametrize("first", [True, False])
 def test_transformers_is_left_as_it_was(first):
-    """By unregister(), before transformers is imported and after; register() redoes."""
+    """By unregister(), imported before or after; register() does it again."""
     code = UNREGISTERED.format(first=first)
     subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
 
@@ -1255,84 +1207,6 @@ def test_transformers_need_the_implementation():
         model(**words())
 
 
-@every_place
-@pytest.mark.parametrize("family", ["llama", "gpt2", "opt"])
-def test_generation_with_a_cache(family, where):
-    """One token at a time, keys from the cache with their errors: as all at once."""
-    model = of_family(family).eval()
-    track(model, rows_of(model, some_shares(11)), where=where)
-    ids = torch.randint(1, 11, (2, 6))
-    with torch.no_grad():
-        whole = model(input_ids=ids, use_cache=False).logits
-        cache, parts = None, []
-        for part in (ids[:, :3], ids[:, 3:4], ids[:, 4:5], ids[:, 5:]):
-            out = model(input_ids=part, past_key_values=cache, use_cache=True)
-            cache = out.past_key_values
-            parts.append(out.logits)
-        torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-9, atol=1e-9)
-        # and by itself, greedily and with beams
-        for beams in (1, 2):
-            options = {"max_new_tokens": 4, "do_sample": False, "num_beams": beams}
-            options.update(pad_token_id=0, return_dict_in_generate=True)
-            with_cache = model.generate(ids, use_cache=True, **options)
-            without = model.generate(ids, use_cache=False, **options)
-            assert torch.equal(with_cache.sequences, without.sequences)
-
-
-def test_generation_goes_on_from_a_copied_cache():
-    """A prompt that is shared: its keys keep their errors."""
-    model = of_family("llama").eval()
-    track(model, rows_of(model, some_shares(11)))
-    ids = torch.randint(1, 11, (2, 6))
-    with torch.no_grad():
-        whole = model(input_ids=ids).logits[:, 4:]
-        cache = model(input_ids=ids[:, :4], use_cache=True).past_key_values
-        copied = copy.deepcopy(cache)
-        for past in (cache, copied):
-            out = model(input_ids=ids[:, 4:], past_key_values=past).logits
-            torch.testing.assert_close(out, whole, rtol=1e-9, atol=1e-9)
-
-
-@pytest.mark.parametrize("change", ["reorder", "crop", "repeat", "select"])
-def test_a_cache_that_was_changed(change):
-    """Between forward passes, as beams and guesses do."""
-    model = of_family("llama").eval()
-    track(model, rows_of(model, some_shares(11)))
-    ids = torch.randint(1, 11, (2, 6))
-    with torch.no_grad():
-        cache = model(input_ids=ids[:, :4], use_cache=True).past_key_values
-        if change == "reorder":
-            order = torch.tensor([1, 0])
-            cache.reorder_cache(order)
-            ids = ids[order]
-        elif change == "crop":
-            cache.crop(-1)
-            ids = torch.cat([ids[:, :3], ids[:, 4:]], 1)
-        elif change == "select":
-            cache.batch_select_indices(torch.tensor([1]))
-            ids = ids[1:]
-        else:
-            cache.batch_repeat_interleave(2)
-            ids = ids.repeat_interleave(2, 0)
-        kept = cache.get_seq_length()
-        whole = model(input_ids=ids).logits[:, kept:]
-        out = model(input_ids=ids[:, kept:], past_key_values=cache).logits
-        torch.testing.assert_close(out, whole, rtol=1e-9, atol=1e-9)
-
-
-def test_static_cache():
-    """Keys are copied into a buffer."""
-    model = of_family("llama").eval()
-    track(model, rows_of(model, some_shares(11)))
-    ids = torch.randint(1, 11, (2, 6))
-    with torch.no_grad():
-        whole = model(input_ids=ids).logits
-        cache = transformers.StaticCache(config=model.config, max_cache_len=8)
-        for part in (slice(0, 4), slice(4, 5), slice(5, 6)):
-            out = model(input_ids=ids[:, part], past_key_values=cache).logits
-            torch.testing.assert_close(out, whole[:, part], rtol=1e-6, atol=1e-6)
-
-
 @every_mode
 def test_transformers_experts(mode):
     """Mixtral, whose experts are one grouped product; that has no float64."""
@@ -1371,3 +1245,39 @@ def test_transformers_refusals():
     track(model)
     with pytest.raises(ValueError, match="passes softcap to its attention"):
         model(**words())
+
+
+IMPORTED_LATER = """
+import warnings
+warnings.simplefilter("ignore")
+import torch
+import opacus_ext
+from opacus import PrivacyEngine
+import transformers
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+model = torch.nn.Linear(2, 1)
+PrivacyEngine().make_private(
+    module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+    data_loader=torch.utils.data.DataLoader(torch.utils.data.TensorDataset(
+        torch.ones(4, 2)), batch_size=2), noise_multiplier=1.0, max_grad_norm=1.0)
+assert "opacus_ext" in ALL_EXPERTS_FUNCTIONS["grouped_mm"].__module__
+assert "re_attention" in ALL_ATTENTION_FUNCTIONS
+"""
+
+
+def test_transformers_imported_later():
+    subprocess.run([sys.executable, "-c", IMPORTED_LATER], check=True, timeout=300)
+
+
+def test_a_cache_is_refused():
+    model = of_family("llama").eval()
+    track(model, rows_of(model, some_shares(11)))
+    cache = model(**words(), use_cache=True).past_key_values
+    with pytest.raises(opacus_ext.Refused, match="use_cache=False"):
+        model(input_ids=words()["input_ids"][:, :1], past_key_values=cache)
+    options = dict(max_new_tokens=2, do_sample=False)
+    ids = words()["input_ids"]
+    assert model.generate(ids, use_cache=False, **options).shape[1] == ids.shape[1] + 2
+    with pytest.raises(opacus_ext.Refused, match="use_cache=False"):
+        model.generate(ids, **options)

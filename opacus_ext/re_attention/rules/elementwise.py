@@ -26,11 +26,7 @@ _FIRST_ORDER = (
 
 @register_propagation("relu", "gelu", "silu")
 def _activation(call: Call) -> Result:
-    x = call.moments(call.args[0])
-    kwargs = {"scalar": x.mean.dim() > 1, "mean": wide(call.out)}
-    if call.name == "gelu":
-        kwargs["approximate"] = call.arg(1, "approximate", "none")
-    return Variance(getattr(moments, call.name)(x, **kwargs).variance)
+    return Variance(getattr(moments, call.name)(call.moments(call.args[0])))
 
 
 @register_propagation(*_FIRST_ORDER)

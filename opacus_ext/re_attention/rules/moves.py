@@ -7,7 +7,7 @@ from typing import Any, List
 import torch
 from torch import Tensor
 
-from opacus_ext.re_attention.rules.batch_dim import RESHAPED, TURNS, turned, turned_on
+from opacus_ext.re_attention.rules.batch_dim import RESHAPED, TURNS, turned
 from opacus_ext.re_attention.rules.registry import Call, Result, register_propagation
 from opacus_ext.re_attention.variances import (
     Lost,
@@ -39,9 +39,7 @@ def _moved(call: Call) -> Result:
     if known is None:
         return None  # an index or a fill value has the error
     if call.name in TURNS and turned(call, x, known):
-        samples = torch.arange(x.size(0), device=x.device)
-        samples = samples.reshape(-1, *(1,) * (x.dim() - 1))
-        return turned_on(call, Lost(call.name, (known, samples)))
+        return Lost(call.name)
     move, args, kwargs = call.func, call.args[1:], call.kwargs
     if call.name in ("view", "view_as"):
         if args and isinstance(args[0], torch.dtype):

@@ -1,4 +1,4 @@
-"""Attention distraction, measured: how much attention noisy tokens attract."""
+"""Attention distraction: how much attention noisy tokens attract; for notebooks."""
 
 from __future__ import annotations
 

@@ -1,0 +1,16 @@
+"""
+Imported to use ``model.set_attn_implementation("re_attention")`` before
+``make_private``, where transformers was imported after opacus_ext.
+
+Example:
+    >>> import opacus_ext.transformers
+    >>> from transformers import GPT2Config, GPT2LMHeadModel
+    >>> model = GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=1, n_head=1))
+    >>> model.set_attn_implementation("re_attention")
+"""
+
+import transformers.modeling_utils  # noqa: F401
+
+from opacus_ext.registry import extend_transformers
+
+extend_transformers()
