@@ -310,7 +310,6 @@ REFUSED = {
         "reduction='sum'.*loss_reduction='mean'",
     ),
     "LBFGS": (lambda: Setup(sgd=torch.optim.LBFGS), "LBFGS.*several times.*one grad"),
-    "SparseAdam": (lambda: Setup(sgd=torch.optim.SparseAdam), "SparseAdam.*sparse"),
     "DataParallel": (
         lambda: Setup(module=nn.DataParallel(net())),
         "DataParallel.*one process each",
