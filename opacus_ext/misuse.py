@@ -127,7 +127,7 @@ def check_mode(mode: Any, modes: Iterable[str]) -> None:
         )
 
 
-def _check_number(name: str, value: Any, zero: bool = False) -> None:
+def _number(name: str, value: Any) -> float:
     scalar = isinstance(value, torch.Tensor) and not value.dim()
     if isinstance(value, bool) or not (scalar or isinstance(value, numbers.Real)):
         raise Refused(
@@ -135,7 +135,12 @@ def _check_number(name: str, value: Any, zero: bool = False) -> None:
             parameter=name,
             remedy=f"Give {name} as a float.",
         )
-    if not (math.isfinite(value) and (value > 0 or zero and value == 0)):
+    return float(value)
+
+
+def _check_number(name: str, value: Any, zero: bool = False) -> None:
+    number = _number(name, value)
+    if not (math.isfinite(number) and (number > 0 or zero and number == 0)):
         least = "zero or more" if zero else "above zero"
         raise Refused(
             f"{name} must be finite and {least}, got {value}.", parameter=name
@@ -272,13 +277,12 @@ def check_delta(engine: PrivacyEngine, delta: Any, name: str = "delta") -> None:
     Raises:
         Refused: if delta is not between 0 and 1
     """
-    if isinstance(delta, (numbers.Real, torch.Tensor)) and not 0 < delta < 1:
+    if not 0 < _number(name, delta) < 1:
         raise Refused(
             f"{name} must be above 0 and below 1, got {delta}.",
             parameter=name,
             remedy="Take less than one over the number of records.",
         )
-    _check_number(name, delta)
     records = len(engine.dataset) if hasattr(engine.dataset, "__len__") else 0
     if records and delta > 1 / records:
         warn_once(
@@ -290,7 +294,7 @@ def check_delta(engine: PrivacyEngine, delta: Any, name: str = "delta") -> None:
 
 
 def checked_epsilon(get_epsilon: Callable) -> Callable:
-    """Wraps ``PrivacyEngine.get_epsilon``: never below 0, and infinite without noise."""
+    """Wraps ``PrivacyEngine.get_epsilon``: never below 0, infinite without noise."""
 
     @functools.wraps(get_epsilon)
     def get(self: PrivacyEngine, delta: float) -> float:

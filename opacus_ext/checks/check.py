@@ -24,7 +24,8 @@ from opacus_ext.checks.subject import (
     LossFn,
     Subject,
     T,
-    gradients,
+    depends,
+    differ,
     lowest_dtype,
     random_state_kept,
     rows_of,
@@ -68,8 +69,8 @@ def check_per_sample_gradients(
         batch: what ``loss_fn`` takes: tensors, also nested in tuples, lists and
             mappings. Tensors whose first dimension is B are cut into samples; all
             others, and what is not a tensor, go along with each sample
-        loss_fn: ``loss_fn(model, batch)`` returns losses ``[B]``; or a criterion such as
-            ``nn.CrossEntropyLoss()``: then ``batch`` is ``(*inputs, target)``, and its
+        loss_fn: ``loss_fn(model, batch)`` returns losses ``[B]``; or a criterion, such
+            as ``nn.CrossEntropyLoss()``: then ``batch`` is ``(*inputs, target)``, and its
             values are averaged in each sample (summed for ``reduction="sum"``)
         modes: values of ``grad_sample_mode``
         max_grad_norm: C of flat clipping; by default the median of the samples' norms
@@ -228,16 +229,10 @@ def _samples_alone(
     """
     together = subject.model()
     losses = subject.run(together, subject.batch)
-    size, rows = len(losses), []
-    for b in progress(range(size), "running samples alone"):
-        if take_sample is None:
-            sample = rows_of(subject.batch, [b], size)
-        else:
-            sample = take_sample(subject.batch, b)
-        alone = subject.model()
-        try:
-            loss = subject.run(alone, sample)
-        except Exception as error:
+    rows = []
+    for b, ran in enumerate(subject.alone(len(losses), take_sample)):
+        model, loss, error = ran
+        if error is not None:
             report.cross_sample.append(b)
             report.findings.append(
                 f"sample {b} cannot be run in a batch of its own, so its gradient is "
@@ -250,20 +245,16 @@ def _samples_alone(
                 parameter="take_sample",
                 remedy="Pass take_sample, which takes sample b out of the batch.",
             )
-        row, beside = gradients(loss[0], alone), gradients(losses[b], together)
-        pairs = [(g, h) for g, h in zip(row, beside) if g.numel()]
-        scale = max(float(torch.max(g.abs().max(), h.abs().max())) for g, h in pairs)
-        gap = max(float((g - h).abs().max()) for g, h in pairs)
-        same = gap <= report.tolerance * max(scale, 1e-12)
-        if not same or _differ(loss[0], losses[b], report.tolerance):
-            report.cross_sample.append(b)
-        rows.append(row)
+        pair = (model, loss[0]), (together, losses[b])
+        mixed, grads = depends(*pair, report.tolerance)
+        report.cross_sample += [b] * mixed
+        rows.append(grads)
     found = report.cross_sample
     if found:
         which = ", ".join(map(str, found[:8])) + ", ..." * (len(found) > 8)
         report.findings.append(
-            f"the loss of sample{'s' * (len(found) > 1)} {which} changes with the other "
-            "samples in the batch (BatchNorm, a balancing loss or a capacity counted "
+            f"the loss of sample{'s' * (len(found) > 1)} {which} changes with the "
+            "other samples in the batch (BatchNorm, a balancing loss or a capacity counted "
             f"over the batch?): {_INVALID}"
         )
     return [torch.stack(grads) for grads in zip(*rows)]
@@ -283,7 +274,7 @@ def _compare_batches(subject: Subject, report: PerSampleGradientReport) -> None:
             found.append([subject.run(model, x)[0] for x in (first, batch, first)])
     if len(found) < 2:
         return
-    _, around, before = (_differ(a, b, report.tolerance) for a, b in zip(*found))
+    _, around, before = (differ(a, b, report.tolerance) for a, b in zip(*found))
     if before:
         report.findings.append(
             "the loss of sample 0 changes with the batch before: the model keeps "
@@ -294,11 +285,6 @@ def _compare_batches(subject: Subject, report: PerSampleGradientReport) -> None:
         report.findings.append(
             f"the loss of sample 0 changes in another batch: {_INVALID}"
         )
-
-
-def _differ(a: T, b: T, tolerance: float) -> bool:
-    gap, scale = float((a - b).detach().abs()), float(a.detach().abs())
-    return not gap <= tolerance * max(scale, 1e-3)
 
 
 # -- the modes -----------------------------------------------------------------------
@@ -375,7 +361,7 @@ def _run_mode(
         loss = losses.mean() if len(rest) == 1 else rest[0](losses, None)
         loss.backward()
         optimizer.step()
-    # The optimizer has set p.grad, divided by the expected batch size, here the batch's.
+    # The optimizer has divided by the expected batch size, here the batch's.
     grads: List[Any] = [p.grad for p in params]
     return [g.detach() * size for g in grads]
 

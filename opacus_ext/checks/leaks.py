@@ -8,7 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
+from typing import (
+    Any,
+    Callable,
+    Dict,
+    List,
+    NamedTuple,
+    Optional,
+    Sequence,
+    Tuple,
+    cast,
+)
 
 import torch
 from torch import nn
@@ -20,7 +30,7 @@ from opacus_ext.checks.subject import (
     LossFn,
     Subject,
     T,
-    gradients,
+    depends,
     random_state_kept,
     rows_of,
     tensors_of,
@@ -121,15 +131,13 @@ def find_leaks(
         # In float64 rounding hides less.
         call = partial(_traced, loss_fn, opened)
         subject = Subject(model, some, lambda dtype: call, torch.float64)
-        for b in range(count):
-            opened.clear()
-            try:
-                one = rows_of(subject.batch, [b], count)
-                alone.append(subject.run(subject.model(), one))
-            except Exception as error:
+        opened.clear()
+        for _, trace, error in subject.alone(count):
+            if error is not None:
                 name, module = opened[-1][:2] if opened else ("", model)
                 reason = f"it can't run one sample alone ({error})."
                 return [_module_leak(name, module, reason)]
+            alone.append(trace)
         return _compare(subject.result, alone)
 
 
@@ -245,13 +253,8 @@ def _compare_losses(whole: _Trace, alone: Sequence[_Trace]) -> List[Leak]:
         )
         return [Leak("loss_fn", reason, _NUMBER)]
     for loss, trace in zip(losses, alone):
-        assert trace.losses is not None
-        pairs = gradients(trace.losses.sum(), trace.model), gradients(loss, whole.model)
-        one, other = (
-            torch.tensor([float(x.double().norm()) for x in grads], dtype=torch.float64)
-            for grads in pairs
-        )
-        if not _close(trace.losses.reshape(()), loss) or not _close(one, other):
+        own, tolerance = cast(T, trace.losses).sum(), _tolerance(loss)
+        if depends((trace.model, own), (whole.model, loss), tolerance)[0]:
             return [Leak("loss_fn", _ADDS, _NUMBER)]
     return []
 
@@ -304,10 +307,14 @@ def _holds(y: T, xs: Sequence[T]) -> bool:
 def _close(a: T, b: T) -> bool:
     if a.shape != b.shape:
         return False
-    tolerance = {8: 1e-5, 4: 1e-3}.get(b.dtype.itemsize, 0.1)
+    tolerance = _tolerance(b)
     a, b = a.detach().double(), b.detach().double()
     scale = float(b.abs().nan_to_num(posinf=0).max()) if b.numel() else 0.0
     return torch.allclose(a, b, 0, tolerance * max(scale, 1e-12), True)
+
+
+def _tolerance(x: T) -> float:
+    return {8: 1e-5, 4: 1e-3}.get(x.dtype.itemsize, 0.1)
 
 
 def _module_leak(name: str, module: nn.Module, reason: str = _MIXES) -> Leak:

@@ -5,10 +5,23 @@ from __future__ import annotations
 import copy
 import types
 from collections.abc import Mapping
-from typing import Any, Callable, ContextManager, Dict, List, Optional, Set, Union
+from typing import (
+    Any,
+    Callable,
+    ContextManager,
+    Dict,
+    Iterator,
+    List,
+    Optional,
+    Set,
+    Tuple,
+    Union,
+)
 
 import torch
 from torch import nn
+
+from opacus_ext.progress import progress
 
 T = torch.Tensor
 LossFn = Callable[[nn.Module, Any], T]
@@ -64,6 +77,42 @@ class Subject:
             torch.default_generator.manual_seed(seed)
         # A model may change its inputs in place.
         return self._call(model, map_tensors(lambda t: t.detach().clone(), batch))
+
+    def alone(
+        self, size: int, take_sample: Optional[Callable[[Any, int], Any]] = None
+    ) -> Iterator[Tuple[nn.Module, Any, Optional[Exception]]]:
+        """Runs each sample alone; yields a new model, and its result or its error."""
+        for b in progress(range(size), "running samples alone"):
+            take = take_sample or (lambda batch, b: rows_of(batch, [b], size))
+            model, sample = self.model(), take(self.batch, b)
+            try:
+                result = self.run(model, sample)
+            except Exception as error:
+                yield model, None, error
+            else:
+                yield model, result, None
+
+
+def depends(
+    alone: Tuple[nn.Module, T], batch: Tuple[nn.Module, T], tolerance: float
+) -> Tuple[bool, List[T]]:
+    """
+    Returns True if a sample's loss or its gradient changes in a batch, and the gradient
+    alone. Both arguments are a model and the sample's loss by it, ``[]``.
+    """
+    (model, loss), (_, other) = alone, batch
+    own, beside = gradients(loss, model), gradients(other, batch[0])
+    pairs = [(g, h) for g, h in zip(own, beside) if g.numel()]
+    scales = [float(torch.max(g.abs().max(), h.abs().max())) for g, h in pairs]
+    gap = max((float((g - h).abs().max()) for g, h in pairs), default=0.0)
+    same = gap <= tolerance * max([1e-12, *scales])
+    return not same or differ(loss, other, tolerance), own
+
+
+def differ(a: T, b: T, tolerance: float) -> bool:
+    """Returns True if two losses differ by more than a relative tolerance."""
+    gap, scale = float((a - b).detach().abs()), float(a.detach().abs())
+    return not gap <= tolerance * max(scale, 1e-3)
 
 
 def gradients(loss: T, model: nn.Module) -> List[T]:
@@ -127,12 +176,17 @@ def map_tensors(fn: Callable[[T], T], batch: Any) -> Any:
 def tensors_of(batch: Any) -> List[T]:
     """The tensors of a nested batch that have dimensions."""
     found: List[T] = []
-    map_tensors(lambda t: (found.append(t), t)[1], batch)  # type: ignore[func-returns-value]
+
+    def note(t: T) -> T:
+        found.append(t)
+        return t
+
+    map_tensors(note, batch)
     return [t for t in found if t.dim()]
 
 
 def rows_of(batch: Any, rows: Union[List[int], T], size: int) -> Any:
-    """The samples with these numbers: rows of the tensors whose first dim is ``size``."""
+    """These samples: rows of the tensors whose first dimension is ``size``."""
     index = torch.as_tensor(rows)
 
     def cut(t: T) -> T:
