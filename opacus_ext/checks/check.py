@@ -69,8 +69,8 @@ def check_per_sample_gradients(
         batch: what ``loss_fn`` takes: tensors, also nested in tuples, lists and
             mappings. Tensors whose first dimension is B are cut into samples; all
             others, and what is not a tensor, go along with each sample
-        loss_fn: ``loss_fn(model, batch)`` returns losses ``[B]``; or a criterion, such
-            as ``nn.CrossEntropyLoss()``: then ``batch`` is ``(*inputs, target)``, and its
+        loss_fn: ``loss_fn(model, batch)`` returns losses ``[B]``; or a criterion as
+            ``nn.CrossEntropyLoss()``: then ``batch`` is ``(*inputs, target)``, and its
             values are averaged in each sample (summed for ``reduction="sum"``)
         modes: values of ``grad_sample_mode``
         max_grad_norm: C of flat clipping; by default the median of the samples' norms
@@ -254,8 +254,8 @@ def _samples_alone(
         which = ", ".join(map(str, found[:8])) + ", ..." * (len(found) > 8)
         report.findings.append(
             f"the loss of sample{'s' * (len(found) > 1)} {which} changes with the "
-            "other samples in the batch (BatchNorm, a balancing loss or a capacity counted "
-            f"over the batch?): {_INVALID}"
+            "other samples in the batch (BatchNorm, a balancing loss or a capacity "
+            f"counted over the batch?): {_INVALID}"
         )
     return [torch.stack(grads) for grads in zip(*rows)]
 
