@@ -24,8 +24,7 @@ from opacus_ext.checks.subject import (
     LossFn,
     Subject,
     T,
-    depends,
-    differ,
+    gradients,
     lowest_dtype,
     random_state_kept,
     rows_of,
@@ -245,9 +244,13 @@ def _samples_alone(
                 parameter="take_sample",
                 remedy="Pass take_sample, which takes sample b out of the batch.",
             )
-        pair = (model, loss[0]), (together, losses[b])
-        mixed, grads = depends(*pair, report.tolerance)
-        report.cross_sample += [b] * mixed
+        grads, beside = gradients(loss[0], model), gradients(losses[b], together)
+        pairs = [(g, h) for g, h in zip(grads, beside) if g.numel()]
+        scale = max(float(x.abs().max()) for pair in pairs for x in pair)
+        gap = max(float((g - h).abs().max()) for g, h in pairs)
+        same = gap <= report.tolerance * max(scale, 1e-12)
+        if not same or _differ(loss[0], losses[b], report.tolerance):
+            report.cross_sample.append(b)
         rows.append(grads)
     found = report.cross_sample
     if found:
@@ -274,7 +277,7 @@ def _compare_batches(subject: Subject, report: PerSampleGradientReport) -> None:
             found.append([subject.run(model, x)[0] for x in (first, batch, first)])
     if len(found) < 2:
         return
-    _, around, before = (differ(a, b, report.tolerance) for a, b in zip(*found))
+    _, around, before = (_differ(a, b, report.tolerance) for a, b in zip(*found))
     if before:
         report.findings.append(
             "the loss of sample 0 changes with the batch before: the model keeps "
@@ -285,6 +288,11 @@ def _compare_batches(subject: Subject, report: PerSampleGradientReport) -> None:
         report.findings.append(
             f"the loss of sample 0 changes in another batch: {_INVALID}"
         )
+
+
+def _differ(a: T, b: T, tolerance: float) -> bool:
+    gap, scale = float((a - b).detach().abs()), float(a.detach().abs())
+    return not gap <= tolerance * max(scale, 1e-3)
 
 
 # -- the modes -----------------------------------------------------------------------

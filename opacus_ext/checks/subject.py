@@ -93,28 +93,6 @@ class Subject:
                 yield model, result, None
 
 
-def depends(
-    alone: Tuple[nn.Module, T], batch: Tuple[nn.Module, T], tolerance: float
-) -> Tuple[bool, List[T]]:
-    """
-    Returns True if a sample's loss or its gradient changes in a batch, and the gradient
-    alone. Both arguments are a model and the sample's loss by it, ``[]``.
-    """
-    (model, loss), (_, other) = alone, batch
-    own, beside = gradients(loss, model), gradients(other, batch[0])
-    pairs = [(g, h) for g, h in zip(own, beside) if g.numel()]
-    scales = [float(torch.max(g.abs().max(), h.abs().max())) for g, h in pairs]
-    gap = max((float((g - h).abs().max()) for g, h in pairs), default=0.0)
-    same = gap <= tolerance * max([1e-12, *scales])
-    return not same or differ(loss, other, tolerance), own
-
-
-def differ(a: T, b: T, tolerance: float) -> bool:
-    """Returns True if two losses differ by more than a relative tolerance."""
-    gap, scale = float((a - b).detach().abs()), float(a.detach().abs())
-    return not gap <= tolerance * max(scale, 1e-3)
-
-
 def gradients(loss: T, model: nn.Module) -> List[T]:
     """The dense gradient of each trainable parameter."""
     params = [p for p in model.parameters() if p.requires_grad]
