@@ -248,15 +248,6 @@ def release_transitions(
     Raises:
         Refused: as :func:`release_popularity`, for items given twice, and for weights
             that are not positive, not one for each item, or out of float64's range
-
-    Example:
-        >>> from opacus.accountants import RDPAccountant
-        >>> transitions = release_transitions(
-        ...     [torch.tensor([1, 2, 3])], torch.tensor([2, 3]),
-        ...     noise_multiplier=0.01, accountant=RDPAccountant(),
-        ... )
-        >>> f"{transitions.unweighted[0, 1]:.1f}"
-        '1.0'
     """
     size = len(items)
     largest = max(map(_largest, [items, *histories]))

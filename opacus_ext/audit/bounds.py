@@ -43,12 +43,6 @@ def accounted_tradeoff(accountant: Any) -> TradeOff:
     """
     The claim of an accountant for the steps it counted: 24 pairs (epsilon, delta), all
     of which hold at once.
-
-    Example:
-        >>> accountant = Composition()
-        >>> accountant.history.append((1.0, 1.0, 1))
-        >>> f"{accounted_tradeoff(accountant)(0.1):.2f}"  # at most 0.611
-        '0.61'
     """
     deltas = ndtr(np.linspace(ndtri(1e-8), ndtri(0.9), 24)).tolist()
     found = [min(700.0, accountant.get_epsilon(delta=delta)) for delta in deltas]
@@ -146,10 +140,6 @@ def guess(scores: ArrayLike, included: ArrayLike, guesses: int) -> int:
         scores: ``[m]``, computed from what was released and nothing else
         included: the coins ``[m]``
         guesses: their number, at most m, chosen before the run
-
-    Example:
-        >>> guess([0.1, 0.9, 0.4, 0.6], [False, True, True, True], 2)
-        2
     """
     coins = np.asarray(included, bool)[np.argsort(np.asarray(scores), kind="stable")]
     low, high = coins[: guesses // 2], coins[len(coins) - (guesses + 1) // 2 :]
@@ -173,10 +163,6 @@ def f_dp_p_value(claim: TradeOff, canaries: int, guesses: int, correct: int) -> 
 
     Raises:
         Refused: unless 0 <= correct <= guesses <= canaries
-
-    Example:
-        >>> f"{f_dp_p_value(gaussian_tradeoff(0.5), 1000, 200, 180):.4f}"
-        '0.0016'
     """
     if not 0 <= correct <= guesses <= canaries:
         what = f"{correct} right of {guesses} guesses about {canaries} canaries"
@@ -206,10 +192,6 @@ def epsilon_one_run(
     """
     The greatest epsilon at ``delta`` that :func:`f_dp_p_value` refutes, to 1e-3; 0 if
     it refutes none. It holds for any mechanism.
-
-    Example:
-        >>> f"{epsilon_one_run(1000, 200, 195, 1e-5):.1f}"
-        '2.9'
     """
 
     def excess(epsilon: float) -> float:

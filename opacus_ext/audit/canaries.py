@@ -29,13 +29,6 @@ class WithCanaries(nn.Module):
 
     Raises:
         Refused: for more canaries than entries
-
-    Example:
-        >>> layer = nn.Linear(2, 3)
-        >>> module = WithCanaries(layer, lambda m, x: m(x).sum(1), 5, norm=100.0)
-        >>> losses = module((torch.tensor([1, -1]), torch.zeros(2, 2)))
-        >>> bool(losses[0] == 100 * module.entries()[1]), module.places
-        (True, [('weight', 2), ('bias', 0), ('weight', 5), ('bias', 2), ('weight', 3)])
     """
 
     def __init__(self, model: nn.Module, loss_fn: LossFn, count: int, norm: float):
