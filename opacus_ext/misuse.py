@@ -47,7 +47,8 @@ _MORE_ARGUMENTS = (
 
 def check_arguments(
     engine: PrivacyEngine,
-    known: Iterable[str],
+    names: Iterable[str],
+    /,
     *,
     module: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -65,20 +66,20 @@ def check_arguments(
     Checks the arguments of ``make_private``.
 
     Args:
-        known: the names of its arguments
+        names: of its arguments
         others: arguments of which only the names are checked
 
     Raises:
         Refused: for a mistake
     """
-    names = {*known, *_MORE_ARGUMENTS}
-    names |= set(inspect.signature(get_noise_multiplier).parameters)
+    allowed = {*names, *_MORE_ARGUMENTS}
+    allowed |= set(inspect.signature(get_noise_multiplier).parameters)
     for name in () if clipping == "adaptive" else others:
-        if name not in names:
+        if name not in allowed:
             raise Refused(
                 f"make_private has no argument {name!r}.",
                 parameter=name,
-                remedy=_closest(name, names) or "Leave it out.",
+                remedy=_closest(name, allowed) or "Leave it out.",
             )
     _check_number("noise_multiplier", noise_multiplier, zero=True)
     several = isinstance(max_grad_norm, (list, tuple))
