@@ -106,9 +106,8 @@ def check_per_sample_gradients(
     with random_state_kept(model), torch.enable_grad():
         subject = Subject(model, batch, partial(_losses, loss_fn), dtype, train=True)
         size = len(subject.result)
-        sizes = {len(t) for t in tensors_of(batch)}
-        if take_sample is None and size not in sizes:
-            raise _not_per_sample(f"{size} losses, but no tensor in the batch has that")
+        if take_sample is None and all(len(t) != size for t in tensors_of(batch)):
+            raise _not_per_sample(f"{size} losses for a batch without {size} rows")
         params = (p for p in subject.model().parameters() if p.requires_grad)
         lowest = lowest_dtype(subject.result, next(params).dtype)
         if tolerance is None:
@@ -156,7 +155,7 @@ def _check_model(model: nn.Module) -> None:
 def _losses(
     loss_fn: Union[nn.Module, LossFn], dtype: Optional[torch.dtype]
 ) -> Callable[[nn.Module, Any], T]:
-    """``call(model, batch)``, whose losses are ``[B]``, or it is refused."""
+    """``call(model, batch)``, which returns losses ``[B]`` or refuses."""
     call: Callable[[nn.Module, Any], Any] = loss_fn
     if isinstance(loss_fn, nn.Module) and hasattr(loss_fn, "reduction"):
         criterion: Any = copy.deepcopy(loss_fn).to(dtype)
