@@ -20,6 +20,7 @@ from tests.common import check, every_mode, make_private, next_token_loss, squar
 torch.manual_seed(0)
 SMALL = dict(vocab_size=32, num_hidden_layers=1, num_attention_heads=2)
 X, SEQUENCES = torch.randn(5, 4), torch.randn(4, 5, 4)
+LABELS = torch.arange(5) % 2
 
 
 def tokens(B=4, T=6):
@@ -147,6 +148,13 @@ LEAKS = {
     "a little": (mixtral, tokens, over_the_batch(1e-3), ["loss_fn"], "balancing"),
     "gradient": (nn.Linear(4, 2), X, in_the_gradient, ["loss_fn"], "one loss a sample"),
     "scalar": (nn.Linear(4, 2), X, lambda m, x: m(x).mean(), ["loss_fn"], "one loss"),
+    "criterion": (
+        statistics(1),
+        (X, LABELS),
+        nn.CrossEntropyLoss(),
+        ["1 (BatchNorm1d)"],
+        "Group",
+    ),
     "evaluation": (statistics(1).eval(), X, None, [], ""),
     "no capacity": (OverTheBatch(), SEQUENCES, None, [], ""),
     "balancing by sample": (mixtral, tokens, by_sample, [], ""),

@@ -6,9 +6,7 @@ copies, and the modes are reached through the public ``PrivacyEngine`` only.
 
 from __future__ import annotations
 
-import copy
 import warnings
-from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Any, Callable, List, Optional, Sequence, Union
@@ -26,6 +24,7 @@ from opacus_ext.checks.subject import (
     T,
     gradients,
     lowest_dtype,
+    per_sample,
     random_state_kept,
     rows_of,
     tensors_of,
@@ -152,15 +151,9 @@ def _check_model(model: nn.Module) -> None:
 # -- losses --------------------------------------------------------------------------
 
 
-def _losses(
-    loss_fn: Union[nn.Module, LossFn], dtype: Optional[torch.dtype]
-) -> Callable[[nn.Module, Any], T]:
+def _losses(loss_fn: Any, dtype: Optional[torch.dtype]) -> LossFn:
     """``call(model, batch)``, which returns losses ``[B]`` or refuses."""
-    call: Callable[[nn.Module, Any], Any] = loss_fn
-    if isinstance(loss_fn, nn.Module) and hasattr(loss_fn, "reduction"):
-        criterion: Any = copy.deepcopy(loss_fn).to(dtype)
-        criterion.reduction = "none"
-        call = partial(_by_criterion, criterion, loss_fn.reduction == "sum")
+    call: Any = per_sample(loss_fn, dtype)
 
     def checked(model: nn.Module, batch: Any) -> T:
         losses = call(model, batch)
@@ -170,18 +163,6 @@ def _losses(
         raise _not_per_sample(f"{got} instead of [B]")
 
     return checked
-
-
-def _by_criterion(criterion: Any, total: bool, model: nn.Module, batch: Any) -> T:
-    *inputs, target = batch
-    if len(inputs) == 1 and isinstance(inputs[0], Mapping):
-        output = model(**inputs[0])
-    else:
-        output = model(*inputs)
-    losses = criterion(output, target)
-    if losses.dim() < 2:
-        return losses
-    return losses.flatten(1).sum(1) if total else losses.flatten(1).mean(1)
 
 
 def _not_per_sample(got: str) -> Refused:

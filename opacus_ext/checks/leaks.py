@@ -17,6 +17,7 @@ from typing import (
     Optional,
     Sequence,
     Tuple,
+    Union,
     cast,
 )
 
@@ -31,6 +32,7 @@ from opacus_ext.checks.subject import (
     Subject,
     T,
     gradients,
+    per_sample,
     random_state_kept,
     rows_of,
     tensors_of,
@@ -76,7 +78,7 @@ class Leak(NamedTuple):
 
 
 def find_leaks(
-    model: nn.Module, batch: Any, loss_fn: Optional[LossFn] = None
+    model: nn.Module, batch: Any, loss_fn: Union[None, nn.Module, LossFn] = None
 ) -> List[Leak]:
     """
     Finds what makes one sample's loss depend on another: statistics over the batch, an
@@ -93,9 +95,9 @@ def find_leaks(
     Args:
         model: before ``make_private``; its train/eval mode is kept
         batch: tensors with the batch first, also nested in tuples, lists and mappings
-        loss_fn: ``loss_fn(model, batch)`` returns the losses ``[B]``. With None the
-            outputs of ``model(batch)``, ``model(*batch)`` or ``model(**batch)`` are
-            compared
+        loss_fn: ``loss_fn(model, batch)`` returns the losses ``[B]``; or a criterion,
+            with a batch of ``(*inputs, target)``. With None the outputs of
+            ``model(batch)``, ``model(*batch)`` or ``model(**batch)`` are compared
 
     Returns:
         The leaks; none if all is well.
@@ -128,9 +130,12 @@ def find_leaks(
     opened: List[_Call] = []
     alone = []
     with random_state_kept(model), torch.enable_grad(), _NoChance():
+
+        def call(dtype: Optional[torch.dtype]) -> Callable[[nn.Module, Any], _Trace]:
+            return partial(_traced, per_sample(loss_fn, dtype), opened)
+
         # In float64 rounding hides less.
-        call = partial(_traced, loss_fn, opened)
-        subject = Subject(model, some, lambda dtype: call, torch.float64)
+        subject = Subject(model, some, call, torch.float64)
         opened.clear()
         for _, trace, error in subject.alone(count):
             if error is not None:

@@ -93,6 +93,31 @@ class Subject:
                 yield model, result, None
 
 
+def per_sample(
+    loss_fn: Union[None, nn.Module, LossFn], dtype: Optional[torch.dtype]
+) -> Optional[LossFn]:
+    """
+    A loss function, or a criterion as one: ``batch`` is ``(*inputs, target)`` then, and
+    the criterion's values are averaged in each sample, or summed if it sums.
+    """
+    if not isinstance(loss_fn, nn.Module) or not hasattr(loss_fn, "reduction"):
+        return loss_fn
+    total = loss_fn.reduction == "sum"
+    criterion: Any = copy.deepcopy(loss_fn).to(dtype)
+    criterion.reduction = "none"
+
+    def losses(model: nn.Module, batch: Any) -> T:
+        *inputs, target = batch
+        by_name = len(inputs) == 1 and isinstance(inputs[0], Mapping)
+        output = model(**inputs[0]) if by_name else model(*inputs)
+        found = criterion(output, target)
+        if found.dim() < 2:
+            return found
+        return found.flatten(1).sum(1) if total else found.flatten(1).mean(1)
+
+    return losses
+
+
 def gradients(loss: T, model: nn.Module) -> List[T]:
     """The dense gradient of each trainable parameter."""
     params = [p for p in model.parameters() if p.requires_grad]
