@@ -273,10 +273,14 @@ def _check_sampler(
 # -- the budget ------------------------------------------------------------------------
 
 
-def check_delta(engine: PrivacyEngine, delta: Any, name: str = "delta") -> None:
+def check_delta(
+    engine: PrivacyEngine, delta: Any, dataset: Any, name: str = "delta"
+) -> None:
     """
+    Checks the delta of a guarantee for a data set.
+
     Raises:
-        Refused: if delta is not between 0 and 1
+        Refused: if it is not between 0 and 1
     """
     if not 0 < _number(name, delta) < 1:
         raise Refused(
@@ -284,7 +288,7 @@ def check_delta(engine: PrivacyEngine, delta: Any, name: str = "delta") -> None:
             parameter=name,
             remedy="Take less than one over the number of records.",
         )
-    records = len(engine.dataset) if hasattr(engine.dataset, "__len__") else 0
+    records = len(dataset) if hasattr(dataset, "__len__") else 0
     if records and delta > 1 / records:
         warn_once(
             engine,
@@ -299,7 +303,7 @@ def checked_epsilon(get_epsilon: Callable) -> Callable:
 
     @functools.wraps(get_epsilon)
     def get(self: PrivacyEngine, delta: float) -> float:
-        check_delta(self, delta)
+        check_delta(self, delta, self.dataset)
         if any(noise == 0 for noise, *_ in self.accountant.history):
             return math.inf  # some accountants raise an error
         return max(get_epsilon(self, delta), 0.0) if len(self.accountant) else 0.0
@@ -318,12 +322,8 @@ def checked_budget(make_private_with_epsilon: Callable) -> Callable:
         if loader is not None:
             check_loader(self, loader, kwargs.get("poisson_sampling", True))
         if "target_delta" in kwargs:
-            before = self.dataset
-            self.dataset = getattr(loader, "dataset", before)
-            try:
-                check_delta(self, kwargs["target_delta"], "target_delta")
-            finally:
-                self.dataset = before
+            dataset = getattr(loader, "dataset", self.dataset)
+            check_delta(self, kwargs["target_delta"], dataset, "target_delta")
         return make_private_with_epsilon(self, **kwargs)
 
     return make

@@ -130,20 +130,8 @@ def _norms(
             yield name, layer
 
 
-def _irreplaceable(layer: nn.Module) -> str:
-    """The reason why a BatchNorm can't be replaced, and what to do; empty if it can."""
-    if isinstance(layer, LazyModuleMixin) and layer.has_uninitialized_params():
-        return (
-            "does not know its number of channels yet. Call the model once, then use "
-            "ModuleValidator.fix(model)."
-        )
-    if isinstance(layer, nn.SyncBatchNorm) and type(layer) is not nn.SyncBatchNorm:
-        return (
-            "normalizes over the batches of all processes. Use "
-            "ModuleValidator.fix(model) on the model before its BatchNorms are "
-            "converted: GroupNorm has nothing to synchronize."
-        )
-    return ""
+def _is_lazy(layer: nn.Module) -> bool:
+    return isinstance(layer, LazyModuleMixin) and layer.has_uninitialized_params()
 
 
 def _errors(module: nn.Module) -> Iterator[UnsupportedModuleError]:
@@ -160,8 +148,11 @@ def _errors(module: nn.Module) -> Iterator[UnsupportedModuleError]:
                 continue
         elif not layer.training and layer.running_mean is not None:
             continue
-        elif _irreplaceable(layer):
-            kind, reason = UnsupportableModuleError, _irreplaceable(layer)
+        elif _is_lazy(layer):
+            kind, reason = UnsupportableModuleError, (
+                "does not know its number of channels yet. Call the model once, then "
+                "use ModuleValidator.fix(model)."
+            )
         else:
             kind, reason = ShouldReplaceModuleError, (
                 "normalizes over the batch, so that a sample's output depends on the "
@@ -182,7 +173,7 @@ def _fixed(module: nn.Module, **kwargs: Any) -> nn.Module:
         return [
             layer
             for _, layer in _norms(module, ModuleValidator.FIXERS)
-            if not _irreplaceable(layer)
+            if not _is_lazy(layer)
             and (isinstance(layer, _BatchNorm) or layer.track_running_stats)
         ]
 
