@@ -1,8 +1,8 @@
 """
-What is said of arguments that are mistakes; of training loops, see optimizers.loop.
+Checks of the arguments of ``make_private``, before anything is changed.
 
-What would void the guarantee, or can't work, is refused; what holds but is seldom meant
-is told once. All of it is looked at in ``make_private``.
+What would void the guarantee, or can't work, is refused. What holds but is seldom meant
+gives one warning. ``optimizers.loop`` checks training loops.
 """
 
 from __future__ import annotations
@@ -37,8 +37,7 @@ from opacus_ext.refused import Refused, warn_once
 _POISSON = UniformWithReplacementSampler, DistributedUniformWithReplacementSampler
 _EVERY_RECORD = SequentialSampler, RandomSampler, DistributedSampler
 _OF_OPACUS = ("hooks", "functorch", "ew", "ghost", "ghost_fsdp", "no_op")
-# Arguments of Opacus's that get through it by ``**kwargs``: of accountants, of adaptive
-# clipping; and those that this package adds.
+# Names that reach ``**kwargs``: of accountants, of adaptive clipping, of this package.
 _MORE_ARGUMENTS = (
     "alphas poisson eps_error delta_error target_unclipped_quantile "
     "clipbound_learning_rate max_clipbound min_clipbound unclipped_num_std "
@@ -46,12 +45,10 @@ _MORE_ARGUMENTS = (
 ).split()
 
 
-# -- arguments -------------------------------------------------------------------------
-
-
 def check_arguments(
     engine: PrivacyEngine,
-    known: Iterable[str],
+    names: Iterable[str],
+    /,
     *,
     module: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -66,34 +63,38 @@ def check_arguments(
     **others: Any,
 ) -> None:
     """
-    The arguments of ``make_private``, before anything is changed.
+    Checks the arguments of ``make_private``.
 
     Args:
-        known: the names that it takes
-        others: what is not looked at, but for the names
+        names: of its arguments
+        others: arguments of which only the names are checked
 
     Raises:
-        Refused: for what can't be, or can't work
+        Refused: for a mistake
     """
-    if clipping != "adaptive":
-        _refuse_unknown(others, known)
-    noise = _number("noise_multiplier", noise_multiplier)
-    if not (math.isfinite(noise) and noise >= 0):
-        raise Refused(
-            "noise_multiplier must be finite and zero or more, got "
-            f"{noise_multiplier}.",
-            parameter="noise_multiplier",
-            remedy="It is the noise's standard deviation over max_grad_norm; zero "
-            "trains without privacy.",
-        )
+    allowed = {*names, *_MORE_ARGUMENTS}
+    allowed |= set(inspect.signature(get_noise_multiplier).parameters)
+    for name in () if clipping == "adaptive" else others:
+        if name not in allowed:
+            raise Refused(
+                f"make_private has no argument {name!r}.",
+                parameter=name,
+                remedy=_closest(name, allowed) or "Leave it out.",
+            )
+    _check_number("noise_multiplier", noise_multiplier, zero=True)
     several = isinstance(max_grad_norm, (list, tuple))
     for bound in max_grad_norm if several else [max_grad_norm]:
-        _check_positive(
-            "max_grad_norm",
-            bound,
-            "It is the norm to which each sample's gradient is clipped.",
-        )
-    _check_model(module)
+        _check_number("max_grad_norm", bound)
+    for name, part in module.named_modules():
+        if isinstance(part, nn.DataParallel):
+            raise Refused(
+                f"{name or 'The model'} (DataParallel) loses per-sample gradients with "
+                "the copies of the model that it makes.",
+                module=f"{name or 'the model'} (DataParallel)",
+                remedy="Pass the model itself; for several devices one process each, "
+                "with opacus.distributed."
+                "DifferentiallyPrivateDistributedDataParallel.",
+            )
     _check_optimizer(engine, optimizer, module)
     check_loader(engine, data_loader, poisson_sampling)
     reduction = getattr(criterion, "reduction", loss_reduction)
@@ -108,18 +109,6 @@ def check_arguments(
         )
 
 
-def _refuse_unknown(given: Dict[str, Any], known: Iterable[str]) -> None:
-    more = inspect.signature(get_noise_multiplier).parameters
-    names = {*known, *more, *_MORE_ARGUMENTS}
-    for name in given:
-        if name not in names:
-            raise Refused(
-                f"make_private has no argument {name!r}.",
-                parameter=name,
-                remedy=_closest(name, names) or "Leave it out.",
-            )
-
-
 def _closest(name: str, names: Iterable[str]) -> Optional[str]:
     found = difflib.get_close_matches(name, list(names), 1)
     return f"Is {found[0]!r} meant?" if found else None
@@ -128,7 +117,7 @@ def _closest(name: str, names: Iterable[str]) -> Optional[str]:
 def check_mode(mode: Any, modes: Iterable[str]) -> None:
     """
     Raises:
-        Refused: for a ``grad_sample_mode`` that is none of these nor Opacus's
+        Refused: for a ``grad_sample_mode`` that is neither in ``modes`` nor Opacus's
     """
     names = list(dict.fromkeys((*modes, *_OF_OPACUS)))
     if mode not in names:
@@ -150,63 +139,40 @@ def _number(name: str, value: Any) -> float:
     return float(value)
 
 
-def _check_positive(name: str, value: Any, remedy: str) -> None:
-    if not (math.isfinite(_number(name, value)) and value > 0):
+def _check_number(name: str, value: Any, zero: bool = False) -> None:
+    number = _number(name, value)
+    if not (math.isfinite(number) and (number > 0 or zero and number == 0)):
+        least = "zero or more" if zero else "above zero"
         raise Refused(
-            f"{name} must be finite and above zero, got {value}.",
-            parameter=name,
-            remedy=remedy,
+            f"{name} must be finite and {least}, got {value}.", parameter=name
         )
-
-
-def _check_model(module: nn.Module) -> None:
-    for name, part in module.named_modules():
-        if isinstance(part, nn.DataParallel):
-            what = f"{name or 'the model'} (DataParallel)"
-            raise Refused(
-                f"{what} copies the model to each device at each step, and "
-                "per-sample gradients are lost with the copies.",
-                module=what,
-                remedy="Pass the model itself; for several devices one process each, "
-                "with opacus.distributed."
-                "DifferentiallyPrivateDistributedDataParallel.",
-            )
 
 
 def _check_optimizer(
     engine: PrivacyEngine, optimizer: torch.optim.Optimizer, module: nn.Module
 ) -> None:
     given = getattr(optimizer, "original_optimizer", optimizer)
-    kind = type(given).__name__
     closure = inspect.signature(given.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise Refused(
-            f"{kind} computes the loss several times in one step, each time on private "
-            "data, and only one gradient a step is noised and accounted.",
+            f"{type(given).__name__} computes the loss several times in one step, and "
+            "only one gradient a step is noised and accounted.",
             parameter="optimizer",
             remedy="Take an optimizer that needs one gradient a step: SGD, Adam, ...",
         )
-    if isinstance(given, torch.optim.SparseAdam):
-        raise Refused(
-            f"{kind} takes sparse gradients only, and noise makes them dense.",
-            parameter="optimizer",
-            remedy="Take Adam or AdamW.",
-        )
     names = {p: name for name, p in module.named_parameters()}
-    held = [p for group in given.param_groups for p in group["params"]]
+    held = {p: None for group in given.param_groups for p in group["params"]}
     strange = [p for p in held if p not in names]
     if strange:
         raise Refused(
             "Module parameters are different than optimizer Parameters: "
             f"{len(strange)} of the {len(held)} in the optimizer are not the model's, "
-            f"the first of shape {tuple(strange[0].shape)}. It is another model's, or "
-            "layers were replaced after it was made (by ModuleValidator.fix, "
-            "get_peft_model, an assignment).",
+            f"the first of shape {(*strange[0].shape,)}: it is another model's, or "
+            "layers were replaced (by ModuleValidator.fix, get_peft_model, ...).",
             parameter="optimizer",
             remedy="Build it from the parameters of the model that is passed.",
         )
-    known = set(held)
-    left = [n for p, n in names.items() if p.requires_grad and p not in known]
+    left = [n for p, n in names.items() if p.requires_grad and p not in held]
     if left and held:
         warn_once(
             engine,
@@ -226,51 +192,53 @@ def _check_optimizer(
         )
 
 
+# -- the loader ------------------------------------------------------------------------
+
+
 def check_loader(
     engine: PrivacyEngine, loader: DataLoader, poisson_sampling: bool
 ) -> None:
     """
-    A loader from whose records batches are to be drawn.
+    Checks a loader whose records are to be sampled.
 
     Raises:
         Refused: if they can't be
     """
     dataset: Any = getattr(loader, "dataset", None)
+    batches: Any = getattr(loader, "batch_sampler", None)
+    size, drop = (getattr(loader, x, None) for x in ("batch_size", "drop_last"))
+    reason = ""
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
-        raise Refused(
-            f"The data set ({type(dataset).__name__}) has no length, and records can't "
-            "be drawn from it by chance.",
-            parameter="data_loader",
-            remedy="Take a data set with __len__ and __getitem__.",
-        )
-    batches = getattr(loader, "batch_sampler", None)
-    if isinstance(batches, _POISSON):
+        reason = f"The data set ({type(dataset).__name__}) has no length"
+        remedy = "Take a data set with __len__ and __getitem__."
+    elif isinstance(batches, _POISSON):
         return
-    records, size = len(dataset), getattr(loader, "batch_size", None)
-    if batches is None:
-        raise Refused(
-            "The loader makes no batches: it has batch_size=None.",
-            parameter="data_loader",
-            remedy="Give it a batch size; it is the expected one of a step.",
+    elif batches is None:
+        reason = "The loader makes no batches: it has batch_size=None"
+        remedy = "Give it a batch size; it is the expected one of a step."
+    elif not len(loader):
+        reason = f"The loader has no batch: {len(dataset)} records, batch_size={size}, "
+        reason += f"drop_last={drop}"
+        remedy = "Take a smaller batch size, or drop_last=False."
+    if reason:
+        raise Refused(f"{reason}.", parameter="data_loader", remedy=remedy)
+    if poisson_sampling:
+        _check_sampler(engine, batches, len(dataset), size)
+    elif type(batches) is BatchSampler:
+        warn_once(
+            engine,
+            "poisson",
+            "poisson_sampling=False: get_epsilon goes on as if each step drew records "
+            "by chance, which a shuffled loader does not, and the true epsilon may be "
+            "larger. Leave it out, or take sampling=opacus_ext.data.FixedSize(...) for "
+            "batches of one size.",
         )
-    if not len(loader):
-        raise Refused(
-            f"The loader has no batch: {records} records, batch_size={size}, "
-            f"drop_last={getattr(loader, 'drop_last', None)}.",
-            parameter="data_loader",
-            remedy="Take a smaller batch size, or drop_last=False.",
-        )
-    if not poisson_sampling:
-        if type(batches) is BatchSampler:
-            warn_once(
-                engine,
-                "poisson",
-                "poisson_sampling=False: get_epsilon goes on as if each step drew "
-                "records by chance, which a shuffled loader does not, and the true "
-                "epsilon may be larger. Leave it out, or take "
-                "sampling=opacus_ext.data.FixedSize(...) for batches of one size.",
-            )
-        return
+
+
+def _check_sampler(
+    engine: PrivacyEngine, batches: Any, records: int, size: Optional[int]
+) -> None:
+    """Checks the sampler that Poisson sampling replaces."""
     if size is not None and size > records:
         warn_once(
             engine,
@@ -278,21 +246,14 @@ def check_loader(
             f"batch_size={size} is over the {records} records of the data set: every "
             "step takes all of them, and privacy gains nothing from sampling.",
         )
-    _check_sampler(engine, loader, batches, records)
-
-
-def _check_sampler(
-    engine: PrivacyEngine, loader: DataLoader, batches: Any, records: int
-) -> None:
     sampler: Any = getattr(batches, "sampler", None)
     own = type(batches) is not BatchSampler
-    try:
-        covered = None if own else len(sampler)
-    except TypeError:
-        covered = None
     name = type(batches if own else sampler).__name__
-    distributed = isinstance(sampler, DistributedSampler)
-    if covered is not None and covered != records and not distributed:
+    try:
+        covered = records if own else len(sampler)
+    except TypeError:
+        covered = records
+    if covered != records and not isinstance(sampler, DistributedSampler):
         raise Refused(
             f"The loader's {name} draws {covered} of the {records} records, and "
             "Poisson sampling, which takes its place, would draw from all of them.",
@@ -312,19 +273,22 @@ def _check_sampler(
 # -- the budget ------------------------------------------------------------------------
 
 
-def check_delta(engine: PrivacyEngine, delta: Any, name: str = "delta") -> None:
+def check_delta(
+    engine: PrivacyEngine, delta: Any, dataset: Any, name: str = "delta"
+) -> None:
     """
+    Checks the delta of a guarantee for a data set.
+
     Raises:
-        Refused: if it is no probability
+        Refused: if it is not between 0 and 1
     """
-    _number(name, delta)
-    if not 0 < delta < 1:
+    if not 0 < _number(name, delta) < 1:
         raise Refused(
             f"{name} must be above 0 and below 1, got {delta}.",
             parameter=name,
             remedy="Take less than one over the number of records.",
         )
-    records = len(engine.dataset) if hasattr(engine.dataset, "__len__") else 0
+    records = len(dataset) if hasattr(dataset, "__len__") else 0
     if records and delta > 1 / records:
         warn_once(
             engine,
@@ -335,42 +299,37 @@ def check_delta(engine: PrivacyEngine, delta: Any, name: str = "delta") -> None:
 
 
 def checked_epsilon(get_epsilon: Callable) -> Callable:
-    """``PrivacyEngine.get_epsilon``, never below 0, and infinite without noise."""
+    """Wraps ``PrivacyEngine.get_epsilon``: never below 0, infinite without noise."""
 
     @functools.wraps(get_epsilon)
     def get(self: PrivacyEngine, delta: float) -> float:
-        check_delta(self, delta)
+        check_delta(self, delta, self.dataset)
         if any(noise == 0 for noise, *_ in self.accountant.history):
-            return math.inf  # of which some accountants raise an error
+            return math.inf  # some accountants raise an error
         return max(get_epsilon(self, delta), 0.0) if len(self.accountant) else 0.0
 
     return get
 
 
 def checked_budget(make_private_with_epsilon: Callable) -> Callable:
-    """``PrivacyEngine.make_private_with_epsilon``, its budget looked at."""
+    """Wraps ``PrivacyEngine.make_private_with_epsilon``: checks its budget."""
 
     @functools.wraps(make_private_with_epsilon)
     def make(self: PrivacyEngine, **kwargs: Any) -> Any:
-        for name in ("target_epsilon", "epochs"):
-            if name in kwargs:
-                _check_positive(name, kwargs[name], "Give the budget of the run.")
+        for name in {"target_epsilon", "epochs"} & set(kwargs):
+            _check_number(name, kwargs[name])
         loader = kwargs.get("data_loader")
         if loader is not None:
             check_loader(self, loader, kwargs.get("poisson_sampling", True))
         if "target_delta" in kwargs:
-            before = self.dataset
-            self.dataset = getattr(loader, "dataset", before)
-            try:
-                check_delta(self, kwargs["target_delta"], "target_delta")
-            finally:
-                self.dataset = before
+            dataset = getattr(loader, "dataset", self.dataset)
+            check_delta(self, kwargs["target_delta"], dataset, "target_delta")
         return make_private_with_epsilon(self, **kwargs)
 
     return make
 
 
-#: Of ``PrivacyEngine``: what wraps each of its methods.
+#: The wrapper of each method of ``PrivacyEngine``.
 WRAPPERS: Dict[str, Callable[[Callable], Callable]] = {
     "get_epsilon": checked_epsilon,
     "make_private_with_epsilon": checked_budget,

@@ -101,8 +101,8 @@ class Monitor:
         if not private:
             warnings.warn(
                 "Monitor(private=False) gives exact norms of private records: no "
-                f'epsilon covers the numbers "{PREFIX}...". Show them to nobody who may '
-                "not see the records.",
+                f'epsilon covers the numbers "{PREFIX}...". Show them to nobody who '
+                "may not see the records.",
                 stacklevel=2,
             )
         self.engine, self.optimizer, self.delta = engine, optimizer, delta

@@ -1,6 +1,6 @@
 """
-What may be said of a private run: ``engine.privacy_statement()`` and
-``opacus-ext statement``.
+The privacy statement of a run: ``engine.privacy_statement()`` and ``opacus-ext
+statement``.
 
 It has what Ponomareva et al., "How to DP-fy ML" (2023), section 5.3, ask of a
 guarantee: unit, neighbors, mechanism, sampling, epsilon and delta with the accountant,
@@ -25,7 +25,7 @@ from opacus_ext.checkpoints import read
 from opacus_ext.engine import RUNS, installed_versions, runs_of
 from opacus_ext.refused import Refused
 
-PRIVACY_STATE = "privacy.pt"  # of PrivateTrainer, in a checkpoint's folder
+PRIVACY_STATE = "privacy.pt"  # in a checkpoint's folder of PrivateTrainer
 
 _NEIGHBORS = {
     "add or remove one": "differ in one {unit} that is added or removed",
@@ -33,7 +33,6 @@ _NEIGHBORS = {
     "step, while all others are drawn as before",
     "replace one": "have the same size and differ in one {unit} that is another one",
 }
-
 _REMOVAL = "; additions were found to cost no more than removals, in all cases tried"
 _ERRORS = {
     "prv": "an upper bound with 0.01 and a thousandth of delta in it",
@@ -41,9 +40,12 @@ _ERRORS = {
     "rdp": "an upper bound, by a closed form; often a third too large",
     "gdp": "an approximation by the central limit theorem, no bound",
 }
-
-_MOST_PHASES = 8  # that are shown in a table; JSON has all
-
+_SCHEMES = {
+    "poisson": "Poisson: each {unit} with probability {sample_rate:.4g}",
+    "truncated_poisson": "Poisson: each {unit} with probability {sample_rate:.4g}, at "
+    "most {max_batch_size} of them",
+    "fixed_size": "without replacement: a fixed size, {sample_rate:.4g} of all {unit}s",
+}
 _NOT_COVERED = (
     "Hyperparameters, stopping and the choice among runs, where private data were "
     "looked at: each run that was tried spends as much again.",
@@ -62,12 +64,13 @@ _SECURE = (
     "Attacks on the machine that trains, the time that its steps take, and rounding in "
     "the gradients and their clipped sums, before noise is added.",
 )
+_MOST_PHASES = 8  # shown in the table; JSON has all
 
 
 @dataclass(frozen=True)
 class PrivacyStatement:
     """
-    What may be said of a private run.
+    The privacy statement of a run.
 
     Attributes:
         content: numbers and text by name, as in :meth:`json`
@@ -77,7 +80,7 @@ class PrivacyStatement:
 
     @property
     def text(self) -> str:
-        """A section for a model card, in Markdown; ``str()`` gives it, too."""
+        """A section for a model card, in Markdown; ``str()`` returns it, too."""
         return _text(self.content)
 
     def __str__(self) -> str:
@@ -92,34 +95,19 @@ def privacy_statement(
     self: PrivacyEngine, delta: Optional[float] = None, *, unit: str = "record"
 ) -> PrivacyStatement:
     """
-    What may be said of what was trained so far.
+    The statement of all training so far.
 
     Args:
         delta: of the guarantee; by default that of ``make_private_with_epsilon``
-        unit: what a record of the data set is, such as "user", if one is all that there
-            is of a user
+        unit: the name of a record, such as "user" if a user has one record only
 
     Raises:
         Refused: without a delta, or for one that is not between 0 and 1
 
     Example:
-        >>> import torch
-        >>> from torch import nn
-        >>> from torch.utils.data import DataLoader, TensorDataset
-        >>> import opacus_ext
-        >>> model, engine = nn.Linear(3, 1), PrivacyEngine()
-        >>> model, optimizer, loader = engine.make_private(
-        ...     module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-        ...     data_loader=DataLoader(TensorDataset(torch.ones(64, 3)), batch_size=8),
-        ...     noise_multiplier=2.0, max_grad_norm=1.0,
-        ... )
-        >>> for (x,) in loader:
-        ...     optimizer.zero_grad()
-        ...     model(x).mean().backward()
-        ...     optimizer.step()
-        >>> statement = engine.privacy_statement(delta=1e-3, unit="patient")
-        >>> print(statement.text.splitlines()[2][:60])
-        After 8 steps the weights are (0.53, 0.001)-differentially p
+        >>> statement = engine.privacy_statement(1e-5, unit="user")  # doctest: +SKIP
+        >>> print(statement.text.splitlines()[2])  # doctest: +SKIP
+        After 8 steps the weights are (0.53, 1e-05)-differentially private for one user.
     """
     return state(self.accountant, runs_of(self), delta, unit)
 
@@ -134,9 +122,9 @@ def read_statement(
     The statement of a checkpoint.
 
     Args:
-        path: a file of ``engine.save_checkpoint`` (such as ``examples.train`` writes),
-            a checkpoint of ``PrivateTrainer`` (its folder, or privacy.pt in it), or one
-            of Lightning with this package's callback
+        path: a file of ``engine.save_checkpoint``, a checkpoint of ``PrivateTrainer``
+            (its folder, or privacy.pt in it), or one of Lightning with this package's
+            callback
         delta, unit: as in :func:`privacy_statement`
 
     Raises:
@@ -148,23 +136,21 @@ def read_statement(
         path = os.path.join(path, PRIVACY_STATE)
     content = read(path, map_location="cpu")
     found = dict(content) if isinstance(content, Mapping) else {}
-    # Of Lightning, whose callbacks have theirs.
-    for callback in (found.get("callbacks") or {}).values():
+    for callback in (found.get("callbacks") or {}).values():  # Lightning's
         found = callback if "accountant" in callback else found
     config = found.get("config") or {}
     if "privacy_accountant_state_dict" in found:
         saved, runs = found["privacy_accountant_state_dict"], found.get(RUNS, [])
-        known = config.get("delta")
+        default = config.get("delta")
     elif "accountant" in found:
-        saved, runs = found["accountant"], [_run_of_trainer(found)]
-        known = config.get("target_delta")
+        saved, runs = found["accountant"], [_run_of_trainer(found, config)]
+        default = config.get("target_delta")
     else:
         raise Refused(
-            f"{path} has no accountant's history: how much privacy its weights have "
-            "spent is not known.",
+            f"{path} has no accountant's history.",
             parameter="path",
-            remedy="Give a file of engine.save_checkpoint, privacy.pt of a "
-            "checkpoint of PrivateTrainer, or a checkpoint of Lightning.",
+            remedy="Pass a file of engine.save_checkpoint, privacy.pt of a checkpoint "
+            "of PrivateTrainer, or a checkpoint of Lightning.",
         )
     try:
         accountant = create_accountant(saved["mechanism"])
@@ -174,11 +160,12 @@ def read_statement(
             f"The accountant's state in {path} can't be used: {error}.",
             parameter="path",
         ) from error
-    return state(accountant, runs, known if delta is None else delta, unit)
+    return state(accountant, runs, default if delta is None else delta, unit)
 
 
-def _run_of_trainer(saved: Mapping[str, Any]) -> Dict[str, Any]:
-    config = saved.get("config") or {}
+def _run_of_trainer(
+    saved: Mapping[str, Any], config: Mapping[str, Any]
+) -> Dict[str, Any]:
     bound = config.get("per_sample_max_grad_norm", config.get("max_grad_norm"))
     poisson = config.get("poisson_sampling", True)
     return {
@@ -193,7 +180,7 @@ def _run_of_trainer(saved: Mapping[str, Any]) -> Dict[str, Any]:
     }
 
 
-# -- what is stated --------------------------------------------------------------------
+# -- content ---------------------------------------------------------------------------
 
 
 def state(
@@ -207,35 +194,79 @@ def state(
 
     Args:
         accountant: with the steps
-        runs: what ``make_private`` was given (:func:`opacus_ext.engine.runs_of`)
-        delta: by default the last one that a run was made for
-        unit: what a record is
+        runs: the arguments of ``make_private`` (:func:`opacus_ext.engine.runs_of`)
+        delta: by default that of the last run with a target
+        unit: the name of a record
     """
     targets = [run["target_delta"] for run in runs if run.get("target_delta")]
     delta = targets[-1] if delta is None and targets else delta
     records = max((run.get("records") or 0 for run in runs), default=0) or None
-    if delta is None:
+    if delta is None or not 0 < delta < 1:
         advice = f" {records} records: below {1 / records:.1g}." if records else ""
         raise Refused(
-            "The delta of the guarantee is not known.",
+            (
+                "The delta of the guarantee is not known."
+                if delta is None
+                else f"delta={delta} is not between 0 and 1."
+            ),
             parameter="delta",
-            remedy=f"Give one well below one over the number of {unit}s.{advice}",
-        )
-    if not 0 < delta < 1:
-        raise Refused(
-            f"delta={delta} is not between 0 and 1.",
-            parameter="delta",
-            remedy=f"Give one well below one over the number of {unit}s.",
+            remedy=f"Pass one well below one over the number of {unit}s.{advice}",
         )
     phases, others = _phases(accountant)
-    epsilon, bounds, notes = _spent(accountant, delta)
+    epsilon, bounds, note = _spent(accountant, delta)
+    holds, notes = _conditions(runs, bool(phases))
     if records and delta >= 1 / records:
-        notes.append(
+        notes.insert(
+            0,
             f"delta={delta:g} is not below one over {records} {unit}s: such a "
-            "guarantee allows to publish somebody's data."
+            "guarantee allows to publish somebody's data.",
         )
-    holds = "yes"
-    if not runs and phases:
+    neighbors = "add or remove one"
+    if any(phase["sampling"] == "fixed_size" for phase in phases):
+        neighbors = "replace one"
+    elif any(run.get("bands", 1) > 1 for run in runs):
+        neighbors = "leave one out in its place"
+    mechanism = accountant.mechanism()
+    error = _ERRORS.get(mechanism, "not known")
+    if mechanism in ("prv", "prv_bounds") and neighbors != "replace one":
+        error += _REMOVAL
+    finite = math.isfinite(epsilon)
+    holds = holds if not math.isinf(epsilon) else "no"
+    proven = holds != "no"
+    texts = *_NOT_COVERED, *(_SECURE if _secure(runs) else _INSECURE)
+    versions = [run["versions"] for run in runs if "versions" in run]
+    left_out = "versions", "target_delta"
+    return PrivacyStatement(
+        {
+            "statement": "privacy of a training run, opacus_ext, version 1",
+            "holds": holds,
+            "epsilon": float(epsilon) if proven else None,
+            "epsilon_lower": float(bounds.lower) if proven else None,
+            "epsilon_upper": float(bounds.upper) if proven else None,
+            "epsilon_if_poisson": None if proven or not finite else float(epsilon),
+            "delta": delta,
+            "unit": unit,
+            "records": records,
+            "neighboring_relation": neighbors,
+            "accountant": mechanism,
+            "numerical_error": error,
+            "steps": sum(phase["steps"] for phase in phases),
+            "phases": phases,
+            "other_releases": others,
+            "runs": [
+                {k: v for k, v in run.items() if k not in left_out} for run in runs
+            ],
+            "notes": note + notes,
+            "not_covered": [text.format(unit=unit) for text in texts],
+            "versions": versions[-1] if versions else installed_versions(),
+        }
+    )
+
+
+def _conditions(runs: List[Dict[str, Any]], stepped: bool) -> Tuple[str, List[str]]:
+    """If the guarantee holds ("yes", "no" or a condition), and notes on that."""
+    holds, notes = "yes", []
+    if not runs and stepped:
         holds = "if every batch was drawn by Poisson sampling"
         notes.append(
             "How batches were drawn and clipped was not recorded: the run was made "
@@ -255,55 +286,14 @@ def state(
             f"of {bands}, as it is accounted. A record that is removed leaves all "
             "others in their parts."
         )
-    if math.isinf(epsilon):
-        holds = "no"
-    neighbors = "add or remove one"
-    if any(phase["sampling"] == "fixed_size" for phase in phases):
-        neighbors = "replace one"
-    elif any(run.get("bands", 1) > 1 for run in runs):
-        neighbors = "leave one out in its place"
-    mechanism = accountant.mechanism()
-    error = _ERRORS.get(mechanism, "not known")
-    if mechanism in ("prv", "prv_bounds") and neighbors != "replace one":
-        error += _REMOVAL
-    content: Dict[str, Any] = {
-        "statement": "privacy of a training run, opacus_ext, version 1",
-        "holds": holds,
-        "epsilon": _finite(epsilon) if holds != "no" else None,
-        "epsilon_lower": _finite(bounds.lower) if holds != "no" else None,
-        "epsilon_upper": _finite(bounds.upper) if holds != "no" else None,
-        "epsilon_if_poisson": _finite(epsilon) if holds == "no" else None,
-        "delta": delta,
-        "unit": unit,
-        "records": records,
-        "neighboring_relation": neighbors,
-        "accountant": mechanism,
-        "numerical_error": error,
-        "steps": sum(phase["steps"] for phase in phases),
-        "phases": phases,
-        "other_releases": others,
-        "runs": [
-            {k: v for k, v in run.items() if k not in ("versions", "target_delta")}
-            for run in runs
-        ],
-        "notes": notes,
-        "not_covered": [
-            text.format(unit=unit)
-            for text in (*_NOT_COVERED, *(_SECURE if _secure(runs) else _INSECURE))
-        ],
-        "versions": next(
-            (run["versions"] for run in reversed(runs) if "versions" in run),
-            installed_versions(),
-        ),
-    }
-    return PrivacyStatement(content)
+    return holds, notes
 
 
 def _phases(
     accountant: IAccountant,
 ) -> Tuple[List[Dict[str, Any]], List[Dict[str, Any]]]:
     """The steps, together where noise and sampling are the same; other releases."""
-    phases = [
+    phases: List[Dict[str, Any]] = [
         {
             "sampling": "poisson",
             "sample_rate": float(rate),
@@ -318,18 +308,14 @@ def _phases(
             others.append(dict(entry))
             continue
         phase = {"sampling": entry["mechanism"], "steps": entry["participations"]}
-        sizes = {
-            name: int(entry[name])
-            for name in ("records", "max_batch_size")
-            if name in entry
-        }
-        rates = {name: entry[name] for name in ("sample_rate", "noise_multiplier")}
-        phases.append({**phase, **rates, **sizes})
+        phase |= {name: entry[name] for name in ("sample_rate", "noise_multiplier")}
+        sizes = (name for name in ("records", "max_batch_size") if name in entry)
+        phases.append(phase | {name: int(entry[name]) for name in sizes})
     return phases, others
 
 
 def _spent(accountant: IAccountant, delta: float) -> Tuple[float, Bounds, List[str]]:
-    """Epsilon, its bounds, and what is to be said of it."""
+    """Epsilon, its bounds, and a note on it."""
     other = accountant
     if not isinstance(other, PRVBoundsAccountant):
         other = PRVBoundsAccountant()
@@ -338,81 +324,69 @@ def _spent(accountant: IAccountant, delta: float) -> Tuple[float, Bounds, List[s
     if not len(other):
         return 0.0, bounds, ["No step was taken: nothing was spent."]
     if math.isinf(bounds.upper):
-        return (
-            bounds.upper,
-            bounds,
-            ["Epsilon is infinite: too little noise was added."],
-        )
+        note = "Epsilon is infinite: too little noise was added."
+        return bounds.upper, bounds, [note]
     if other is accountant:
         return bounds.upper, bounds, []
     with np.errstate(all="ignore"):  # Opacus's logs of 0 at a rate of 1
         epsilon = float(accountant.get_epsilon(delta))
-    if epsilon < bounds.lower or not math.isfinite(epsilon):
-        return (
-            bounds.upper,
-            bounds,
-            [
-                f"The accountant {accountant.mechanism()!r} says {epsilon:.4g}, below "
-                "what is proven; the upper bound is stated in its place."
-            ],
-        )
-    return epsilon, bounds, []
+    if bounds.lower <= epsilon < math.inf:
+        return epsilon, bounds, []
+    note = (
+        f"The accountant {accountant.mechanism()!r} says {epsilon:.4g}, below what is "
+        "proven; the upper bound is stated in its place."
+    )
+    return bounds.upper, bounds, [note]
 
 
-def _finite(value: float) -> Optional[float]:
-    return float(value) if math.isfinite(value) else None
-
-
-# -- as text ---------------------------------------------------------------------------
-
-_SCHEMES = {
-    "poisson": "Poisson: each {unit} with probability {sample_rate:.4g}",
-    "truncated_poisson": (
-        "Poisson: each {unit} with probability {sample_rate:.4g}, at most "
-        "{max_batch_size} of them"
-    ),
-    "fixed_size": (
-        "without replacement: a fixed size, {sample_rate:.4g} of all {unit}s"
-    ),
-}
+# -- text ------------------------------------------------------------------------------
 
 
 def _text(c: Mapping[str, Any]) -> str:
-    unit = c["unit"]
-    accounted = "Sampling and noise" if c["holds"] != "no" else "Accounted as"
+    unit, runs, steps = c["unit"], c["runs"], _steps(c["steps"])
+    if c["holds"] == "no":
+        accounted, spent = "Accounted as", c["epsilon_if_poisson"]
+        headline = f"No guarantee is known for the weights after {steps}."
+        epsilon = "none is known" + (f" ({spent:.4g} if Poisson)" if spent else "")
+    else:
+        accounted = "Sampling and noise"
+        condition = "" if c["holds"] == "yes" else f", {c['holds']}"
+        # Two decimals, rounded up.
+        shown = f"{math.ceil(c['epsilon'] * 100 - 1e-9) / 100:.2f}"
+        headline = (
+            f"After {steps} the weights are ({shown}, {c['delta']:g})-differentially "
+            f"private for one {unit}{condition}."
+        )
+        epsilon = (
+            f"{c['epsilon']:.6g} (the true one is between {c['epsilon_lower']:.6g} and "
+            f"{c['epsilon_upper']:.6g})"
+        )
+    random = "pseudo-random, by torch (no secure_mode)" if runs else "not recorded"
+    if _secure(runs):
+        random = "cryptographically secure (secure_mode)"
+    records = "" if c["records"] is None else f" of {c['records']:,}"
+    neighbors = _NEIGHBORS[c["neighboring_relation"]].format(unit=unit)
+    clipping = "{clipping}, max_grad_norm {max_grad_norm}, mode {grad_sample_mode}"
     rows = [
-        ("Unit of privacy", f"one {unit}{_of(c['records'])}"),
-        (
-            "Neighboring data sets",
-            _NEIGHBORS[c["neighboring_relation"]].format(unit=unit),
-        ),
+        ("Unit of privacy", f"one {unit}{records}"),
+        ("Neighboring data sets", neighbors),
         ("Mechanism", "subsampled Gaussian: clipped gradients, summed, with noise"),
-        *(("Clipping", _clipping(run)) for run in c["runs"]),
+        *(("Clipping", clipping.format(**run)) for run in runs),
         *((accounted, row) for row in _rows_of_phases(c["phases"], unit)),
         *(("Other release", _release(entry)) for entry in c["other_releases"]),
-        ("Random numbers", _random(c["runs"])),
+        ("Random numbers", random),
         ("Delta", f"{c['delta']:g}"),
-        ("Epsilon", _epsilon(c)),
+        ("Epsilon", epsilon),
         ("Accountant", f"{c['accountant']}: {c['numerical_error']}"),
         ("Versions", ", ".join(f"{k} {v}" for k, v in c["versions"].items())),
     ]
-    lines = ["# Privacy statement", "", _headline(c), "", "| | |", "| --- | --- |"]
+    lines = ["# Privacy statement", "", headline, "", "| | |", "| --- | --- |"]
     lines += [f"| {name} | {value} |" for name, value in rows]
     if c["notes"]:
         lines += ["", "## To be known", "", *(f"- {note}" for note in c["notes"])]
     lines += ["", "## What it does not cover", ""]
     lines += [f"- {text}" for text in c["not_covered"]]
     return "\n".join(lines) + "\n"
-
-
-def _headline(c: Mapping[str, Any]) -> str:
-    if c["holds"] == "no":
-        return f"No guarantee is known for the weights after {_steps(c['steps'])}."
-    condition = "" if c["holds"] == "yes" else f", {c['holds']}"
-    return (
-        f"After {_steps(c['steps'])} the weights are ({_up(c['epsilon'])}, "
-        f"{c['delta']:g})-differentially private for one {c['unit']}{condition}."
-    )
 
 
 def _rows_of_phases(phases: List[Dict[str, Any]], unit: str) -> List[str]:
@@ -436,39 +410,9 @@ def _steps(count: int) -> str:
     return f"{count:,} step{'s' * (count != 1)}"
 
 
-def _up(value: float) -> str:
-    """Two decimals, rounded up: a guarantee is not to be rounded down."""
-    return f"{math.ceil(value * 100 - 1e-9) / 100:.2f}"
-
-
-def _epsilon(c: Mapping[str, Any]) -> str:
-    if c["epsilon"] is None:
-        spent = c["epsilon_if_poisson"]
-        return "none is known" + (f" ({spent:.4g} if Poisson)" if spent else "")
-    lower, upper = c["epsilon_lower"], c["epsilon_upper"]
-    return f"{c['epsilon']:.6g} (the true one is between {lower:.6g} and {upper:.6g})"
-
-
-def _of(records: Optional[int]) -> str:
-    return "" if records is None else f" of {records:,}"
-
-
-def _clipping(run: Mapping[str, Any]) -> str:
-    text = f"{run['clipping']}, max_grad_norm {run['max_grad_norm']}"
-    return f"{text}, mode {run['grad_sample_mode']}"
-
-
 def _release(entry: Mapping[str, Any]) -> str:
     values = (f"{k} {v:g}" for k, v in entry.items() if k != "mechanism")
     return f"{entry['mechanism']}: {', '.join(values)}"
-
-
-def _random(runs: List[Dict[str, Any]]) -> str:
-    if not runs:
-        return "not recorded"
-    if _secure(runs):
-        return "cryptographically secure (secure_mode)"
-    return "pseudo-random, by torch (no secure_mode)"
 
 
 def _secure(runs: List[Dict[str, Any]]) -> bool:

@@ -1,15 +1,15 @@
-"""Norms in ``ModuleValidator``: what it finds and replaces beside Opacus's own types.
+"""Norms in ``ModuleValidator``: subclasses, and norms without parameters.
 
-Opacus looks layers up by their very type, among those with trainable parameters. A
-subclass of BatchNorm (timm's BatchNormAct2d), a BatchNorm without scale and shift and
-the second name of a layer that a model holds twice are left as they are. Here they are
-found, and replaced as Opacus replaces a BatchNorm.
+Opacus looks layers up by their exact type, among those with trainable parameters. It
+misses a subclass of BatchNorm (timm's BatchNormAct2d), a BatchNorm without scale and
+shift, and the second name of a shared layer. Here they are found, and replaced as
+Opacus replaces a BatchNorm.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Any, Callable, Dict, Iterator, List, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Tuple, Type
 
 import torch
 from opacus.utils.module_utils import clone_module
@@ -29,18 +29,19 @@ from torch.overrides import TorchFunctionMode
 
 from opacus_ext.refused import Refused
 
-# Entries of Opacus's tables that are seen to here; a user's own entries count.
+# Opacus's own entries in its tables, which this file handles; a user's entries stay.
 _OF_OPACUS = [f for m in (batch_norm, instance_norm) for f in (m.validate, m.fix)]
+_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 class ReplacedNorm(nn.Module):
     """
     The forward of a subclass of BatchNorm, with another norm in the place of its one
-    call of ``F.batch_norm``. What else it computes stays: an activation, dropout.
+    call of ``F.batch_norm``. All else stays: an activation, dropout.
 
     Args:
-        norm: what takes the place, as ``norm(input)``
-        layer: of the subclass; its own scale, shift and statistics are taken away
+        norm: called as ``norm(input)``
+        layer: of the subclass; loses its scale, shift and statistics
 
     Raises:
         Refused: from ``forward``, if the layer does not call ``F.batch_norm`` once
@@ -63,11 +64,11 @@ class ReplacedNorm(nn.Module):
         layer.affine = layer.track_running_stats = False
         for name in ("weight", "bias"):
             layer.register_parameter(name, None)
-        for name in ("running_mean", "running_var", "num_batches_tracked"):
+        for name in _STATISTICS:
             layer.register_buffer(name, None)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the layer computes, with the other norm."""
+        """The layer's output, with the other norm."""
         calls, output, failure = _InPlaceOfBatchNorm(self.norm), None, None
         try:
             with calls:
@@ -75,12 +76,12 @@ class ReplacedNorm(nn.Module):
         except (AttributeError, TypeError) as error:
             if calls.number:
                 raise
-            failure = error  # it looks at what was taken away
+            failure = error  # it uses what was taken away
         if calls.number != 1:
             what = type(self.layer).__name__
             raise Refused(
-                f"{what} is a subclass of BatchNorm whose forward calls F.batch_norm "
-                f"{calls.number} times, so that ModuleValidator.fix can't replace it.",
+                f"The forward of {what}, a subclass of BatchNorm, calls F.batch_norm "
+                f"{calls.number} times, and ModuleValidator.fix can't replace it.",
                 module=what,
                 remedy="Replace it by a norm of one sample (GroupNorm) before fix, or "
                 "register what replaces it with "
@@ -104,132 +105,82 @@ class _InPlaceOfBatchNorm(TorchFunctionMode):
         return self.norm(args[0] if args else kwargs["input"])
 
 
-# -- which layers --------------------------------------------------------------------
+# -- the layers ------------------------------------------------------------------------
+
+
+def is_hidden(kind: type, table: Dict[type, Any]) -> bool:
+    """True if a type's entry in a table is Opacus's, and this file handles the type."""
+    return table.get(kind) in _OF_OPACUS
 
 
 def _norms(
     module: nn.Module, table: Dict[type, Any]
 ) -> Iterator[Tuple[str, nn.Module]]:
-    """
-    The norms that are not left to a table of Opacus, parts before what they are in.
-    """
+    """Norms with no entry of a user's in the table, inner ones first. Frozen ones stay:
+    if they are in training mode, they are refused when samples are mixed."""
     found = dict(module.named_modules())
     done = {id(m.layer) for m in found.values() if isinstance(m, ReplacedNorm)}
     for name, layer in reversed(list(found.items())):
         if id(layer) in done or not isinstance(layer, (_BatchNorm, _InstanceNorm)):
             continue
+        own = list(layer.parameters(recurse=False))
+        if own and not any(p.requires_grad for p in own):
+            continue
         if type(layer) not in table or is_hidden(type(layer), table):
             yield name, layer
 
 
-def is_hidden(kind: type, table: Dict[type, Any]) -> bool:
-    """Whether Opacus does not see its own entry of a table, as it is seen to here."""
-    return table.get(kind) in _OF_OPACUS
+def _is_lazy(layer: nn.Module) -> bool:
+    return isinstance(layer, LazyModuleMixin) and layer.has_uninitialized_params()
 
 
-def _is_trained(layer: nn.Module) -> bool:
-    """Frozen parameters say that the layer is to stay; without any, nothing does."""
-    own = list(layer.parameters(recurse=False))
-    return not own or any(p.requires_grad for p in own)
-
-
-def _irreplaceable(layer: nn.Module) -> str:
-    """Why a BatchNorm can't be replaced, and what to do; empty if it can."""
-    if isinstance(layer, LazyModuleMixin) and layer.has_uninitialized_params():
-        return (
-            "does not know its number of channels yet. Call the model once, then use "
-            "ModuleValidator.fix(model)."
-        )
-    if isinstance(layer, nn.SyncBatchNorm) and type(layer) is not nn.SyncBatchNorm:
-        return (
-            "normalizes over the batches of all processes. Use "
-            "ModuleValidator.fix(model) on the model before its BatchNorms are "
-            "converted: GroupNorm has nothing to synchronize."
-        )
-    return ""
-
-
-# -- what ModuleValidator does --------------------------------------------------------
-
-
-def errors_of(module: nn.Module) -> List[UnsupportedModuleError]:
-    """
-    Norms of a model that mix samples or write data into buffers.
-
-    One that is frozen is not among them; if it is in training mode nevertheless, it is
-    refused when samples are seen to be mixed.
-
-    Returns:
-        one error a layer, with its name and what to do
-
-    Example:
-        >>> from torch import nn
-        >>> class WithReLU(nn.BatchNorm2d):
-        ...     def forward(self, x):
-        ...         return super().forward(x).relu()
-        >>> for error in errors_of(nn.Sequential(nn.Conv2d(1, 4, 3), WithReLU(4))):
-        ...     print(str(error).split(",")[0])
-        1 (WithReLU) normalizes over the batch
-    """
-    found: List[UnsupportedModuleError] = []
-    for name, layer in _norms(module, ModuleValidator.VALIDATORS):
-        what = f"{name or 'the model'} ({type(layer).__name__})"
-        if not _is_trained(layer):
-            continue
+def _errors(module: nn.Module) -> Iterator[UnsupportedModuleError]:
+    """An error for each norm that mixes samples or writes data into buffers."""
+    kind: Type[UnsupportedModuleError]
+    for name, layer in reversed(list(_norms(module, ModuleValidator.VALIDATORS))):
         if isinstance(layer, _InstanceNorm):
-            if layer.track_running_stats:
-                found.append(
-                    IllegalModuleConfigurationError(
-                        f"{what} keeps running stats of the data, without noise. "
-                        "Use ModuleValidator.fix(model) before make_private, or "
-                        "track_running_stats=False."
-                    )
-                )
-        elif layer.training or layer.running_mean is None:
-            reason = _irreplaceable(layer)
-            if reason:
-                found.append(UnsupportableModuleError(f"{what} {reason}"))
-                continue
-            found.append(
-                ShouldReplaceModuleError(
-                    f"{what} normalizes over the batch, so that a sample's output "
-                    "depends on the other samples. Use ModuleValidator.fix(model) "
-                    "before make_private, which puts GroupNorm in its place, or call "
-                    "eval() on this layer: it trains with the statistics that it has."
-                )
+            kind, reason = IllegalModuleConfigurationError, (
+                "keeps running stats of the data, without noise. Use "
+                "ModuleValidator.fix(model) before make_private, or "
+                "track_running_stats=False."
             )
-    return found[::-1]
+            if not layer.track_running_stats:
+                continue
+        elif not layer.training and layer.running_mean is not None:
+            continue
+        elif _is_lazy(layer):
+            kind, reason = UnsupportableModuleError, (
+                "does not know its number of channels yet. Call the model once, then "
+                "use ModuleValidator.fix(model)."
+            )
+        else:
+            kind, reason = ShouldReplaceModuleError, (
+                "normalizes over the batch, so that a sample's output depends on the "
+                "other samples. Use ModuleValidator.fix(model) before make_private, "
+                "which puts GroupNorm in its place, or call eval() on this layer: it "
+                "trains with the statistics that it has."
+            )
+        yield kind(f"{name or 'the model'} ({type(layer).__name__}) {reason}")
 
 
-def fixed(module: nn.Module, **kwargs: Any) -> nn.Module:
+def _fixed(module: nn.Module, **kwargs: Any) -> nn.Module:
     """
-    A copy of a model without norms that mix samples or write data into buffers.
-
-    A BatchNorm is replaced as Opacus replaces it, by a new GroupNorm (scale 1, shift
-    0), on its device and of its type; a subclass by :class:`ReplacedNorm` around that.
-    An InstanceNorm keeps no running statistics any more.
-
-    Args:
-        kwargs: ``num_groups``, ``replace_bn_with_in``, as for ``ModuleValidator.fix``
-
-    Returns:
-        The copy; ``module`` itself if there is nothing to do.
+    A copy without such norms, or the module itself if it has none. GroupNorms are new
+    (scale 1, shift 0), on the device and in the dtype of the BatchNorm.
     """
-    table = ModuleValidator.FIXERS
 
-    def todo(module: nn.Module) -> List[nn.Module]:
+    def faulty(module: nn.Module) -> List[nn.Module]:
         return [
             layer
-            for _, layer in _norms(module, table)
-            if _is_trained(layer)
-            and not _irreplaceable(layer)
+            for _, layer in _norms(module, ModuleValidator.FIXERS)
+            if not _is_lazy(layer)
             and (isinstance(layer, _BatchNorm) or layer.track_running_stats)
         ]
 
-    if not todo(module):
+    if not faulty(module):
         return module
     module = clone_module(module)
-    new = {id(layer): _replacement(layer, **kwargs) for layer in todo(module)}
+    new = {id(layer): _replacement(layer, **kwargs) for layer in faulty(module)}
     for parent in list(module.modules()):
         if isinstance(parent, ReplacedNorm):
             continue
@@ -242,7 +193,7 @@ def fixed(module: nn.Module, **kwargs: Any) -> nn.Module:
 def _replacement(layer: nn.Module, **kwargs: Any) -> nn.Module:
     if isinstance(layer, _InstanceNorm):
         layer.track_running_stats = False
-        for name in ("running_mean", "running_var", "num_batches_tracked"):
+        for name in _STATISTICS:
             layer.register_buffer(name, None)
         return layer
     fixers = ModuleValidator.FIXERS
@@ -256,20 +207,22 @@ def _replacement(layer: nn.Module, **kwargs: Any) -> nn.Module:
     return norm.train(layer.training)
 
 
+# -- the methods of ModuleValidator ----------------------------------------------------
+
+
 def validate_norms(validate: Callable) -> Callable:
-    """``ModuleValidator.validate``, with the errors of this file."""
+    """Wraps ``ModuleValidator.validate``: adds the errors of this file."""
 
     @functools.wraps(validate)
     def all_errors(
         cls: type, module: nn.Module, *, strict: bool = False
     ) -> List[UnsupportedModuleError]:
-        errors = validate(cls, module) + errors_of(module)
-        if not module.training:  # Opacus's says what is wrong, not what to do
-            what = (
+        errors = [*validate(cls, module), *_errors(module)]
+        if not module.training:  # Opacus's error does not say what to do
+            errors[0] = IllegalModuleConfigurationError(
                 "Model needs to be in training mode: call model.train() first "
                 "(from_pretrained gives a model in evaluation mode)."
             )
-            errors[0] = IllegalModuleConfigurationError(what)
         if strict and errors:
             raise UnsupportedModuleError(errors)
         return errors
@@ -278,13 +231,13 @@ def validate_norms(validate: Callable) -> Callable:
 
 
 def fix_norms(fix: Callable) -> Callable:
-    """``ModuleValidator.fix``, which replaces what this file replaces first."""
+    """Wraps ``ModuleValidator.fix``: replaces the norms of this file first."""
 
     @functools.wraps(fix)
     def fix_all(cls: type, module: nn.Module, **kwargs: Any) -> nn.Module:
-        return fix(cls, fixed(module, **kwargs), **kwargs)
+        return fix(cls, _fixed(module, **kwargs), **kwargs)
 
     return fix_all
 
 
-__all__ = ["ReplacedNorm", "errors_of", "fix_norms", "fixed", "validate_norms"]
+__all__ = ["ReplacedNorm", "fix_norms", "validate_norms"]

@@ -41,9 +41,12 @@ def documented(tree):
 
 
 def remedies():
+    """What is passed or assigned as a remedy."""
     for path in FILES:
         for node in ast.walk(ast.parse(path.read_text("utf-8"))):
-            if isinstance(node, ast.keyword) and node.arg == "remedy":
+            named = [getattr(node, "arg", None)]
+            named += [getattr(x, "id", None) for x in getattr(node, "targets", ())]
+            if "remedy" in named and getattr(node, "value", None) is not None:
                 for text in texts(node.value):
                     yield f"{path.name}:{node.value.lineno}", text
 

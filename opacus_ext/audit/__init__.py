@@ -9,7 +9,6 @@ from opacus_ext.audit.bounds import (
     epsilon_one_run,
     f_dp_p_value,
     guess,
-    one_run_p_value,
     repeated_runs,
 )
 from opacus_ext.audit.canaries import (

@@ -29,13 +29,6 @@ class WithCanaries(nn.Module):
 
     Raises:
         Refused: for more canaries than entries
-
-    Example:
-        >>> layer = nn.Linear(2, 3)
-        >>> module = WithCanaries(layer, lambda m, x: m(x).sum(1), 5, norm=100.0)
-        >>> losses = module((torch.tensor([1, -1]), torch.zeros(2, 2)))
-        >>> bool(losses[0] == 100 * module.entries()[1]), module.places
-        (True, [('weight', 2), ('bias', 0), ('weight', 5), ('bias', 2), ('weight', 3)])
     """
 
     def __init__(self, model: nn.Module, loss_fn: LossFn, count: int, norm: float):
@@ -89,10 +82,6 @@ def mislabelled(labels: torch.Tensor, classes: int, *, seed: int = 0) -> torch.T
     """
     Random labels below ``classes``, all of them wrong, in the shape of ``labels``.
     Source: Steinke, Nasr and Jagielski, 2023, section 6.
-
-    Example:
-        >>> mislabelled(torch.tensor([0, 1, 0]), 2)
-        tensor([1, 0, 1])
     """
     source = torch.Generator().manual_seed(seed)
     shift = torch.randint(1, classes, labels.shape, generator=source)
@@ -105,10 +94,6 @@ def random_sequences(
     """
     Canary sequences: random tokens ``[count, length]`` below ``vocabulary``. Source:
     Carlini et al., 2019, "The Secret Sharer".
-
-    Example:
-        >>> tuple(random_sequences(3, 8, 100).shape)
-        (3, 8)
     """
     source = torch.Generator().manual_seed(seed)
     return torch.randint(vocabulary, (count, length), generator=source)
@@ -121,11 +106,6 @@ def loss_scores(
     Scores ``[m]``: by how much training lowered the loss of each canary in a batch.
     They need only the trained model and the model ``before`` training. Both are put
     into evaluation mode.
-
-    Example:
-        >>> layer, x = nn.Linear(1, 1), torch.ones(2, 1)
-        >>> loss_scores(layer, layer, lambda m, x: m(x)[:, 0], x).tolist()
-        [0.0, 0.0]
     """
     with torch.no_grad():
         losses = [loss_fn(each.eval(), batch) for each in (before, model)]

@@ -42,13 +42,6 @@ class PrivateStep:
     Attributes:
         model, engine, loader: the copy, its engine, and the loader of ``make_private``
         sizes: entries of each trainable parameter, by name, in the release's order
-
-    Example:
-        >>> layer, x = nn.Linear(2, 1, bias=False), torch.tensor([3.0, 4.0])
-        >>> options = dict(noise_multiplier=0, max_grad_norm=1.0)
-        >>> step = PrivateStep(layer, lambda m, x: m(x)[:, 0], [x], **options)
-        >>> step([x, x / 10])
-        tensor([0.9000, 1.2000])
     """
 
     def __init__(
@@ -130,14 +123,6 @@ def audit_steps(
 
     Raises:
         Refused: without noise, or for fewer than 16 trials
-
-    Example:
-        >>> exact = lambda samples: sum(samples, torch.zeros(2))
-        >>> release = lambda samples: exact(samples) + 0.5 * torch.randn(2)
-        >>> pairs = {"unit": [([], torch.tensor([1.0, 0.0]))]}
-        >>> found = audit_steps(release, exact, pairs, noise_multiplier=1.0, trials=400)
-        >>> sorted({finding.test for finding in found.broken})
-        ['membership', 'noise']
     """
     if not (noise_multiplier > 0 and trials >= 16):
         what = f"noise_multiplier={noise_multiplier:g}, trials={trials}: too little."

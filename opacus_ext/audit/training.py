@@ -89,12 +89,6 @@ def audit_training(
 
     Raises:
         Refused: for more canaries than entries
-
-    Example:
-        >>> layer, x = torch.nn.Linear(100, 5), torch.randn(4, 100)
-        >>> found = audit_training(layer, lambda m, x: m(x).sum(1), x, canaries=300)
-        >>> found.ok, found.epsilon < found.claimed
-        (True, True)
     """
     whole = inserted.WithCanaries(model, loss_fn, canaries, 100 * max_grad_norm)
     coins = np.random.default_rng(seed).random(canaries) < 0.5

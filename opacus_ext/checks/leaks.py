@@ -1,26 +1,43 @@
-"""Where a model lets one sample's loss depend on another's.
+"""Finds where a model lets one sample's loss depend on another's.
 
-The model runs on the batch, and on each sample alone. Where these differ, what is said
-is for the user: in which module it begins, or which of the model's own numbers for the
-whole batch mixes samples, and what to do.
+The model runs on the batch, and on each sample alone. Where the two differ, the module
+in which that begins is named, or the number over the batch that mixes samples.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
+from functools import partial
+from typing import (
+    Any,
+    Callable,
+    Dict,
+    List,
+    NamedTuple,
+    Optional,
+    Sequence,
+    Tuple,
+    Union,
+    cast,
+)
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import keystr, tree_leaves, tree_leaves_with_path, tree_map
+from torch.utils._pytree import keystr, tree_leaves, tree_leaves_with_path
 
-from opacus_ext.checks.subject import copied, no_dropout
+from opacus_ext.checks.subject import (
+    LossFn,
+    Subject,
+    T,
+    gradients,
+    per_sample,
+    random_state_kept,
+    rows_of,
+    tensors_of,
+)
 from opacus_ext.refused import Refused
-
-T = torch.Tensor
-LossFn = Callable[[nn.Module, Any], T]
 
 _NORM = (
     "It normalizes over the batch. Use GroupNorm or LayerNorm: opacus.validators."
@@ -38,6 +55,8 @@ _NUMBER = (
     "balancing loss over the batch add opacus_ext.layers.balancing_loss to the losses, "
     "or freeze the routers with opacus_ext.layers.freeze_routers."
 )
+_MIXES = "its output for a sample changes with another sample in the batch."
+_ADDS = "the part of one sample in it depends on the other samples in the batch."
 
 
 class Leak(NamedTuple):
@@ -59,33 +78,32 @@ class Leak(NamedTuple):
 
 
 def find_leaks(
-    model: nn.Module, batch: Any, loss_fn: Optional[LossFn] = None
+    model: nn.Module, batch: Any, loss_fn: Union[None, nn.Module, LossFn] = None
 ) -> List[Leak]:
     """
-    Looks for anything that makes one sample's loss depend on another: statistics over
-    the batch, an expert's capacity counted over the batch, a mean over all tokens of
-    the batch. Clipping each sample bounds nothing then. In training each sample runs by
-    itself, so that a model is trained as its samples alone would be; what a loss
-    function does outside the model only this function and
-    :func:`~opacus_ext.check_per_sample_gradients` see.
+    Finds what makes one sample's loss depend on another: statistics over the batch, an
+    expert's capacity counted over the batch, a mean over all tokens of the batch. Then
+    clipping each sample bounds nothing. In training each sample runs by itself, as if
+    alone; only this function and :func:`~opacus_ext.check_per_sample_gradients` see
+    what a loss function does outside of the model.
 
-    A copy of the model runs on the batch, and on each sample alone, which must give the
-    same outputs and losses. So give a real batch, with samples of different lengths (of
-    a large one, 8 samples are looked at). Dropout is off, and random numbers are their
-    mean.
+    A copy of the model runs on the batch, and on each sample alone, and must give the
+    same outputs and losses. So pass a real batch, with samples of different lengths; of
+    a large one, 8 samples are compared. Dropout is off, and random numbers are replaced
+    by their mean.
 
     Args:
         model: before ``make_private``; its train/eval mode is kept
-        batch: a tensor, or a tuple or dict of tensors with the batch first
-        loss_fn: ``loss_fn(model, batch)`` gives the losses ``[B]``. None: only the
-            model's outputs are looked at, ``model(batch)``, ``model(*batch)`` or
-            ``model(**batch)``
+        batch: tensors with the batch first, also nested in tuples, lists and mappings
+        loss_fn: ``loss_fn(model, batch)`` returns the losses ``[B]``; or a criterion,
+            with a batch of ``(*inputs, target)``. With None the outputs of
+            ``model(batch)``, ``model(*batch)`` or ``model(**batch)`` are compared
 
     Returns:
-        What was found, nothing if all is well.
+        The leaks; none if all is well.
 
     Raises:
-        Refused: for a batch of less than two different samples
+        Refused: for a batch of fewer than two different samples
 
     Example:
         >>> import torch
@@ -98,47 +116,38 @@ def find_leaks(
         >>> find_leaks(nn.Linear(3, 2), torch.randn(5, 3))
         []
     """
-    tensors = [x for x in tree_leaves(batch) if isinstance(x, T) and x.dim()]
+    tensors = tensors_of(batch)
     size = len(tensors[0]) if tensors else 0
     own = [x for x in tensors if len(x) == size]
     if size < 2 or all(torch.equal(x, x[:1].expand_as(x)) for x in own):
         raise Refused(
-            "To look for leaks takes a batch of two samples or more that differ.",
+            "find_leaks needs a batch of two samples or more that differ.",
             parameter="batch",
             remedy="Pass more samples, of real data.",
         )
-    rows = torch.linspace(0, size - 1, min(size, 8)).long()
-    some = _taken(batch, rows, size)
-    wide = tree_map(
-        lambda x: x.double() if isinstance(x, T) and x.is_floating_point() else x, some
-    )
-    try:  # in float64 less is hidden by rounding
-        whole = _run(copied(model).double(), wide, loss_fn)
-        model, some = copied(model).double(), wide
-    except Exception:  # a kernel that is not there, or the model's own error
-        whole = _run(copied(model), some, loss_fn)
+    count = min(size, 8)
+    some = rows_of(batch, torch.linspace(0, size - 1, count).long(), size)
+    opened: List[_Call] = []
     alone = []
-    for b in range(len(rows)):
-        one = _taken(some, torch.tensor([b]), len(rows))
-        ran = _run(copied(model), one, loss_fn, raising=False)
-        if ran.error is not None:
-            name, module = ran.error[0]
-            reason = f"it can't run one sample alone ({ran.error[1]})."
-            return [_module_leak(name, module, reason)]
-        alone.append(ran)
-    return _compare(model, whole, alone)
+    with random_state_kept(model), torch.enable_grad(), _NoChance():
 
+        def call(dtype: Optional[torch.dtype]) -> Callable[[nn.Module, Any], _Trace]:
+            return partial(_traced, per_sample(loss_fn, dtype), opened)
 
-def _taken(batch: Any, rows: T, size: int) -> Any:
-    def taken(x: Any) -> Any:
-        cut = isinstance(x, T) and x.dim() and len(x) == size
-        return x[rows.to(x.device)] if cut else x
-
-    return tree_map(taken, batch)
+        # In float64 rounding hides less.
+        subject = Subject(model, some, call, torch.float64)
+        opened.clear()
+        for _, trace, error in subject.alone(count):
+            if error is not None:
+                name, module = opened[-1][:2] if opened else ("", model)
+                reason = f"it can't run one sample alone ({error})."
+                return [_module_leak(name, module, reason)]
+            alone.append(trace)
+        return _compare(subject.result, alone)
 
 
 class _NoChance(TorchFunctionMode):
-    """Random numbers are their mean, and nothing is dropped: the same in every run."""
+    """Replaces random numbers by their mean, and drops nothing."""
 
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: Any = None
@@ -152,13 +161,12 @@ class _NoChance(TorchFunctionMode):
             else:
                 kwargs["dropout_p"] = 0.0
         found = func(*args, **kwargs)
-        if name in _MEANS and isinstance(found, T):
+        mean = _MEANS.get(name)
+        if name == "uniform_":
+            mean = sum((*args[1:], *kwargs.values(), 0.0, 1.0)[:2]) / 2
+        if mean is not None and isinstance(found, T):
             with torch.no_grad():
-                found.fill_(_MEANS[name])
-        elif name == "uniform_":
-            low, high = (*args[1:], *kwargs.values(), 0.0, 1.0)[:2]
-            with torch.no_grad():
-                found.fill_((low + high) / 2)
+                found.fill_(mean)
         return found
 
 
@@ -167,7 +175,7 @@ _MEANS.update({"bernoulli": 1, "bernoulli_": 1, "exponential_": 1})
 
 
 class _Call(NamedTuple):
-    """One call of a module: its name, and tensors that went in and came out."""
+    """One call of a module, with the tensors that went in and came out."""
 
     name: str
     module: nn.Module
@@ -175,22 +183,20 @@ class _Call(NamedTuple):
     outputs: List[T]
 
 
-class _Ran(NamedTuple):
-    """A run: calls of modules in the order in which they end, and what it gave."""
+class _Trace(NamedTuple):
+    """One call of the model, with those of its modules in the order they end in."""
 
+    model: nn.Module
     calls: List[_Call]
     outputs: List[Tuple[str, T]]
     losses: Optional[T]
-    error: Optional[Tuple[Tuple[str, nn.Module], Exception]] = None
 
 
-def _run(
-    model: nn.Module, batch: Any, loss_fn: Optional[LossFn], raising: bool = True
-) -> _Ran:
-    """Runs a copy of the model, which is not used again."""
-    no_dropout(model)
+def _traced(
+    loss_fn: Optional[LossFn], opened: List[_Call], model: nn.Module, batch: Any
+) -> _Trace:
+    """Runs a copy of the model; ``opened`` holds the calls that have not ended."""
     calls: List[_Call] = []
-    opened: List[_Call] = []
     outputs: List[Any] = []
     names = {module: name for name, module in model.named_modules()}
 
@@ -207,98 +213,70 @@ def _run(
     for module in names:
         module.register_forward_pre_hook(before, with_kwargs=True)
         module.register_forward_hook(after)
-    batch = tree_map(lambda x: x.clone() if isinstance(x, T) else x, batch)
     losses = None
-    with torch.random.fork_rng(), _NoChance():
-        torch.manual_seed(0)
-        try:
-            if loss_fn is not None:
-                losses = loss_fn(model, batch)
-            elif isinstance(batch, Mapping):
-                model(**batch)
-            else:
-                model(*batch if isinstance(batch, tuple) else [batch])
-        except Exception as error:
-            if raising:
-                raise
-            call = opened[-1] if opened else _Call("", model, [], [])
-            return _Ran(calls, [], None, ((call.name, call.module), error))
+    if loss_fn is not None:
+        losses = loss_fn(model, batch)
+    elif isinstance(batch, Mapping):
+        model(**batch)
+    else:
+        model(*batch if isinstance(batch, tuple) else [batch])
     found = tree_leaves_with_path(outputs[0]) if len(outputs) == 1 else []
     named = [(keystr(path), x) for path, x in found if isinstance(x, T)]
-    return _Ran(calls, named, losses)
+    return _Trace(model, calls, named, losses)
 
 
 def _copied(value: Any) -> List[T]:
     return [x.detach().clone() for x in tree_leaves(value) if isinstance(x, T)]
 
 
-def _compare(model: nn.Module, whole: _Ran, alone: Sequence[_Ran]) -> List[Leak]:
+def _compare(whole: _Trace, alone: Sequence[_Trace]) -> List[Leak]:
     mixed, numbers = False, []
-    columns = list(zip(*(ran.outputs for ran in alone)))
-    for (name, y), column in zip(whole.outputs, columns):
+    for (name, y), *column in zip(whole.outputs, *(trace.outputs for trace in alone)):
         each = [x for _, x in column]
-        if not y.dim():
-            if y.requires_grad and not all(_close(x, y) for x in each):
-                numbers.append(name)
-        elif not _holds(y, each):
-            mixed = True
-    losses = [] if whole.losses is None else _losses(model, whole, alone)
+        if y.dim():
+            mixed = mixed or not _holds(y, each)
+        elif y.requires_grad and not all(_close(x, y) for x in each):
+            numbers.append(f"output{name}")
+    losses = [] if whole.losses is None else _compare_losses(whole, alone)
     if mixed or losses:
         call = _first_mixing(whole, alone)
         if call is not None:
             return [_module_leak(call.name, call.module)]
         if mixed:
-            return [_module_leak("", model)]
+            return [_module_leak("", whole.model)]
     if whole.losses is not None:
         return losses
-    return [_number_leak(f"output{name}") for name in numbers]
+    return [Leak(where, _ADDS, _NUMBER) for where in numbers]
 
 
-def _losses(model: nn.Module, whole: _Ran, alone: Sequence[_Ran]) -> List[Leak]:
-    """Whether losses, or the gradients of these, differ."""
+def _compare_losses(whole: _Trace, alone: Sequence[_Trace]) -> List[Leak]:
     losses = whole.losses
+    assert losses is not None
     if losses.shape != (len(alone),):
         reason = (
-            f"it gives losses of shape {tuple(losses.shape)} for {len(alone)} samples, "
-            "so their shares can't be told apart."
+            f"it gives losses of shape {(*losses.shape,)} for {len(alone)} samples."
         )
         return [Leak("loss_fn", reason, _NUMBER)]
-    for loss, ran in zip(losses, alone):
-        if not _close(ran.losses.reshape(()), loss):
-            return [_number_leak("loss_fn")]
-        if not _close(_gradient(ran.losses.sum()), _gradient(loss)):
-            return [_number_leak("loss_fn")]
+    for loss, trace in zip(losses, alone):
+        own = cast(T, trace.losses).sum()
+        norms, others = (
+            torch.tensor(
+                [float(g.norm()) for g in gradients(x, model)], dtype=torch.double
+            )
+            for x, model in ((own, trace.model), (loss, whole.model))
+        )
+        if not _close(own, loss) or not _close(norms, others):
+            return [Leak("loss_fn", _ADDS, _NUMBER)]
     return []
 
 
-def _gradient(loss: T) -> T:
-    """The gradient of all parameters in a graph, as one vector by their order in it."""
-    if not loss.requires_grad:
-        return torch.zeros(1)
-    leaves, seen, todo = [], set(), [loss.grad_fn]
-    while todo:
-        node = todo.pop(0)
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if hasattr(node, "variable"):
-            leaves.append(node.variable)
-        todo += [parent for parent, _ in node.next_functions]
-    grads = torch.autograd.grad(loss, leaves, retain_graph=True, allow_unused=True)
-    norms = [0.0 if g is None else float(g.double().norm()) for g in grads]
-    return torch.tensor(sorted(n for n in norms if n), dtype=torch.float64)
-
-
-def _first_mixing(whole: _Ran, alone: Sequence[_Ran]) -> Optional[_Call]:
-    """
-    The first call that was given the same values for the batch as for its samples one
-    by one, and gave others.
-    """
+def _first_mixing(whole: _Trace, alone: Sequence[_Trace]) -> Optional[_Call]:
+    """The first call with the same inputs in the batch as alone, and other outputs."""
     each: Dict[Tuple[str, int], List[_Call]] = {}
-    for ran in alone:
-        for key, call in _numbered(ran.calls):
+    for trace in alone:
+        for key, call in _numbered(trace.calls).items():
             each.setdefault(key, []).append(call)
-    for key, call in _numbered(whole.calls):
+    for key, call in _numbered(whole.calls).items():
         calls = each.get(key, [])
         if len(calls) != len(alone):
             continue
@@ -308,25 +286,26 @@ def _first_mixing(whole: _Ran, alone: Sequence[_Ran]) -> Optional[_Call]:
     return None
 
 
-def _numbered(calls: Sequence[_Call]) -> List[Tuple[Tuple[str, int], _Call]]:
+def _numbered(calls: Sequence[_Call]) -> Dict[Tuple[str, int], _Call]:
+    """The calls by module and by their number among the module's calls."""
+    found: Dict[Tuple[str, int], _Call] = {}
     times: Dict[str, int] = {}
-    found = []
     for call in calls:
         times[call.name] = times.get(call.name, 0) + 1
-        found.append(((call.name, times[call.name]), call))
+        found[call.name, times[call.name]] = call
     return found
 
 
 def _same(whole: List[T], columns: List[List[T]]) -> bool:
     if {len(column) for column in columns} != {len(whole)}:
-        return True  # of another structure: nothing can be told
+        return True  # structures differ, and can't be compared
     return all(_holds(y, xs) for y, xs in zip(whole, zip(*columns)))
 
 
 def _holds(y: T, xs: Sequence[T]) -> bool:
     """
-    Whether a tensor holds the values of the samples', in whatever order, or is each of
-    them. Of other lengths nothing can be told.
+    True if a tensor holds the samples' values in any order, or equals each sample's;
+    also if lengths differ, and nothing can be compared.
     """
     if not y.dim() or all(_close(x, y) for x in xs):
         return True
@@ -345,17 +324,7 @@ def _close(a: T, b: T) -> bool:
     return torch.allclose(a, b, 0, tolerance * max(scale, 1e-12), True)
 
 
-def _number_leak(where: str) -> Leak:
-    """A number, or losses, in which samples are mixed."""
-    reason = "what one sample adds to it depends on the others of the batch."
-    return Leak(where, reason, _NUMBER)
-
-
-_MIXES = "what it gives for a sample changes with another sample of the batch."
-
-
 def _module_leak(name: str, module: nn.Module, reason: str = _MIXES) -> Leak:
-    """A module that mixes samples."""
     kind = type(module).__name__
     parts = {kind.lower(), *name.lower().split(".")}
     parts |= {n for n, _ in module.named_children()}

@@ -1,4 +1,4 @@
-"""What the check of per-sample gradients found, and how it is printed."""
+"""The report of the check of per-sample gradients."""
 
 from __future__ import annotations
 
@@ -12,16 +12,15 @@ from opacus_ext.tables import text_table
 
 @dataclass(frozen=True)
 class Cell:
-    """What one mode made of one parameter.
+    """The result of one mode for one parameter.
 
-    Args:
+    Attributes:
         status: "ok"; "differs" (the parameter's own gradient or norm is wrong);
-            "factor" (its own gradient is right, but the norm over all parameters, and
-            so the clipping factor, is not); "refused" (the mode raised); "not run".
-        own: largest relative error of the parameter by itself, per sample: of
-            ``p.grad_sample`` where the mode keeps it, else of the sum after clipping by
-            the parameter's own norm. ``None`` where it could not be had.
-        clipped: largest relative error of the sum over samples after flat clipping.
+            "factor" (only the norm over all parameters, and so the clipping factor, is
+            wrong); "refused" (the mode raised an error); "not run"
+        own: the largest relative error of the sum clipped by the parameter's own norm;
+            ``None`` where the mode knows no per-layer clipping
+        clipped: the largest relative error of the sum after flat clipping
     """
 
     status: str
@@ -35,20 +34,18 @@ class Cell:
 
 @dataclass
 class PerSampleGradientReport:
-    """The outcome of :func:`check_per_sample_gradients`; ``print`` it for the table.
+    """The result of :func:`check_per_sample_gradients`; ``str()`` of it is a table.
 
-    Args:
-        cells: ``cells[parameter name][mode]``.
-        modes: the modes that were checked, in the order of the columns.
-        refused: error text of each mode that raised.
-        cross_sample: the samples whose loss or gradient depends on the rest of the
-            batch, by position.
-        random: the loss changes from call to call, so that nothing can be compared.
-        findings: what is wrong with the model itself, in words, one line each.
-        max_grad_norm: the clipping norm used.
-        tolerance: largest relative error that counts as equal.
-        dtype: the floating point type that the comparison ran in; the lowest one if
-            the model computes parts of it, such as norms, in another.
+    Attributes:
+        cells: ``cells[parameter name][mode]``
+        modes: the modes that were checked, in the order of the columns
+        refused: the error text of each mode that raised one
+        cross_sample: numbers of the samples whose loss or gradient depends on others
+        random: True if the loss changes from call to call: nothing can be compared
+        findings: what is wrong with the model itself, one sentence each
+        max_grad_norm: the clipping norm used
+        tolerance: the largest relative error that counts as equal
+        dtype: the least exact floating-point type that the model computed in
     """
 
     cells: Dict[str, Dict[str, Cell]]
@@ -61,29 +58,25 @@ class PerSampleGradientReport:
     random: bool = False
     findings: List[str] = field(default_factory=list)
 
+    def _with(self, status: str) -> List[str]:
+        """Names of the parameters that have this status in some mode."""
+        rows = self.cells.items()
+        return [n for n, row in rows if any(c.status == status for c in row.values())]
+
     @property
     def ok(self) -> bool:
-        """Every mode is exact for every parameter, and the model itself is sound."""
-        return not self.findings and all(
-            cell.status == "ok" for row in self.cells.values() for cell in row.values()
-        )
+        """True if the model is sound, and every mode exact for every parameter."""
+        cells = (cell for row in self.cells.values() for cell in row.values())
+        return not self.findings and all(cell.status == "ok" for cell in cells)
 
     @property
     def differing(self) -> List[str]:
         """Names of the parameters that some mode gets wrong.
 
-        One wrong norm spoils the clipping factor of all parameters; the list names the
-        cause, and names the others only where no cause could be told.
+        One wrong norm spoils the clipping factor of all parameters: only the causes are
+        listed, and all parameters where no cause could be found.
         """
-        for status in ("differs", "factor"):
-            names = [
-                name
-                for name, row in self.cells.items()
-                if any(cell.status == status for cell in row.values())
-            ]
-            if names:
-                return names
-        return []
+        return self._with("differs") or self._with("factor")
 
     def __str__(self) -> str:
         rows = [
@@ -93,9 +86,7 @@ class PerSampleGradientReport:
         lines = [text_table(["parameter", *self.modes], rows, rule=True)]
         lines += [f"! {finding}" for finding in self.findings]
         lines += [f"! {mode} refused: {text}" for mode, text in self.refused.items()]
-        if any(
-            c.status == "factor" for row in self.cells.values() for c in row.values()
-        ):
+        if self._with("factor"):
             lines.append(
                 "! factor: the gradient itself is right; the norm over all parameters "
                 "that it is clipped by is not"

@@ -1,113 +1,223 @@
-"""What the check compares on: copies of a model, its batch and its losses."""
+"""A model, a batch and a loss, which the checks run on copies, from the same state."""
 
 from __future__ import annotations
 
 import copy
 import types
 from collections.abc import Mapping
-from typing import Any, Callable, Dict, List, Optional, Set, Union
+from typing import (
+    Any,
+    Callable,
+    ContextManager,
+    Dict,
+    Iterator,
+    List,
+    Optional,
+    Set,
+    Tuple,
+    Union,
+)
 
 import torch
 from torch import nn
 
-from opacus_ext.checks.batch import Slicer, cast, clone, map_tensors, tensors_of
-from opacus_ext.refused import Refused
+from opacus_ext.progress import progress
 
-LossFn = Callable[[nn.Module, Any], torch.Tensor]
+T = torch.Tensor
+LossFn = Callable[[nn.Module, Any], T]
 
 
-class ModelUnderTest:
-    """The model under test as a source of fresh copies, the batch and the loss."""
+class Subject:
+    """
+    A model under test. It runs in ``dtype``, or as it is if it can't.
+
+    Args:
+        model: is copied, and the dropout of the copy set to 0
+        batch: tensors, nested in tuples, lists and mappings
+        call_in: the function ``call(model, batch)`` to be run, for a dtype or None
+        dtype: of the copy and of the floating-point tensors in the batch
+
+    Raises:
+        Exception: the model's own error on the batch
+    """
 
     def __init__(
         self,
         model: nn.Module,
         batch: Any,
-        loss_fn: LossFn,
-        take_sample: Callable[[Any, int], Any],
-    ):
-        self._model = model
-        self.batch = batch
-        self.loss_fn = loss_fn
-        self.take_sample = take_sample
-        losses = self.run(self.model(), batch)
-        self.losses, self.batch_size = losses.detach(), len(losses)
-        dtype = next(p for p in model.parameters() if p.requires_grad).dtype
-        self.dtype = _lowest(losses, dtype)
-        self.tolerance = {torch.float64: 1e-8, torch.float32: 1e-4}.get(
-            self.dtype, 5e-2
-        )
-
-    @classmethod
-    def prepare(
-        cls,
-        model: nn.Module,
-        batch: Any,
-        loss_fn: Union[nn.Module, LossFn],
+        call_in: Callable[[Optional[torch.dtype]], Callable[[nn.Module, Any], Any]],
         dtype: Optional[torch.dtype],
-        take_sample: Optional[Callable[[Any, int], Any]],
-    ) -> ModelUnderTest:
-        take = take_sample or Slicer()
-        plain = _without_dropout(copied(model))
-        if dtype is not None:
+        *,
+        train: bool = False,
+    ):
+        plain = copied(model)
+        if train and not plain.training:
+            plain.train()
+        no_dropout(plain)
+        for kind in (dtype, None) if dtype else (None,):
+            self._model = copied(plain).to(kind) if kind else plain
+            self.batch = map_tensors(lambda t: _cast(t, kind), batch)
+            self._call = call_in(kind)
             try:
-                # An error here may be the type's fault (a kernel that is not there in
-                # float64) or the model's own: the run below tells, as it repeats it.
-                subject = cls(
-                    copied(plain).to(dtype),
-                    map_tensors(lambda t: cast(t, dtype), batch),
-                    _per_sample(loss_fn, dtype),
-                    take,
-                )
-            except Exception:
-                subject = cls(plain, clone(batch), _per_sample(loss_fn, None), take)
-        else:
-            subject = cls(plain, clone(batch), _per_sample(loss_fn, None), take)
-        if isinstance(take, Slicer):
-            take.batch_size = subject.batch_size
-            if not any(take.cuts(t) for t in tensors_of(batch)):
-                raise Refused(
-                    f"loss_fn gives {subject.batch_size} losses, but no tensor of the "
-                    "batch has that many rows:",
-                    parameter="loss_fn",
-                    remedy="it must give one loss per sample.",
-                )
-        return subject
+                self.result = self.run(self.model(), self.batch)
+                break
+            except Exception:  # a kernel is missing in this dtype, or the model fails
+                if kind is None:
+                    raise
 
     def model(self) -> nn.Module:
-        """A fresh copy: a forward may change buffers, and a mode changes the model."""
+        """A new copy: a forward may change buffers, and a mode changes the model."""
         return copied(self._model)
 
-    def run(self, model: nn.Module, batch: Any, seed: int = 0) -> torch.Tensor:
-        """Losses [B] of ``batch``, from the same random state at each call."""
+    def run(self, model: nn.Module, batch: Any, seed: int = 0) -> Any:
+        """The call's result, from the same random state each time."""
         if any(p.is_cuda for p in model.parameters()):
             torch.manual_seed(seed)
-        else:  # manual_seed would reach for devices whose state nobody restores
+        else:  # manual_seed would seed devices whose state nobody restores
             torch.default_generator.manual_seed(seed)
-        # A model may change its inputs in place; the next run needs them as they were.
-        losses = self.loss_fn(model, clone(batch))
-        if not isinstance(losses, torch.Tensor) or losses.dim() != 1:
-            got = tuple(losses.shape) if isinstance(losses, torch.Tensor) else losses
-            raise Refused(
-                f"loss_fn must give one loss per sample, of shape [B]; got {got}.",
-                parameter="loss_fn",
-                remedy='Give it a reduction of "none", and average within samples.',
-            )
-        return losses
+        # A model may change its inputs in place.
+        return self._call(model, map_tensors(lambda t: t.detach().clone(), batch))
+
+    def alone(
+        self, size: int, take_sample: Optional[Callable[[Any, int], Any]] = None
+    ) -> Iterator[Tuple[nn.Module, Any, Optional[Exception]]]:
+        """Runs each sample alone; yields a new model, and its result or its error."""
+        for b in progress(range(size), "running samples alone"):
+            take = take_sample or (lambda batch, b: rows_of(batch, [b], size))
+            model, sample = self.model(), take(self.batch, b)
+            try:
+                result = self.run(model, sample)
+            except Exception as error:
+                yield model, None, error
+            else:
+                yield model, result, None
+
+
+def per_sample(
+    loss_fn: Union[None, nn.Module, LossFn], dtype: Optional[torch.dtype]
+) -> Optional[LossFn]:
+    """
+    A loss function, or a criterion as one: ``batch`` is ``(*inputs, target)`` then, and
+    the criterion's values are averaged in each sample, or summed if it sums.
+    """
+    if not isinstance(loss_fn, nn.Module) or not hasattr(loss_fn, "reduction"):
+        return loss_fn
+    total = loss_fn.reduction == "sum"
+    criterion: Any = copy.deepcopy(loss_fn).to(dtype)
+    criterion.reduction = "none"
+
+    def losses(model: nn.Module, batch: Any) -> T:
+        *inputs, target = batch
+        by_name = len(inputs) == 1 and isinstance(inputs[0], Mapping)
+        output = model(**inputs[0]) if by_name else model(*inputs)
+        found = criterion(output, target)
+        if found.dim() < 2:
+            return found
+        return found.flatten(1).sum(1) if total else found.flatten(1).mean(1)
+
+    return losses
+
+
+def gradients(loss: T, model: nn.Module) -> List[T]:
+    """The dense gradient of each trainable parameter."""
+    params = [p for p in model.parameters() if p.requires_grad]
+    if not loss.requires_grad or not params:
+        return [torch.zeros_like(p) for p in params]
+    found = torch.autograd.grad(loss, params, retain_graph=True, allow_unused=True)
+    return [
+        torch.zeros_like(p) if g is None else g.to_dense() if g.is_sparse else g
+        for g, p in zip(found, params)
+    ]
+
+
+def random_state_kept(model: nn.Module) -> ContextManager:
+    """Restores torch's random generators of the devices that the model is on."""
+    on_cuda = any(p.is_cuda for p in model.parameters())
+    return torch.random.fork_rng(range(torch.cuda.device_count()) if on_cuda else [])
+
+
+def lowest_dtype(losses: T, dtype: torch.dtype) -> torch.dtype:
+    """``dtype``, or the least exact one in the graph of the losses."""
+    todo: List[Any] = [losses.grad_fn]
+    seen: Set[Any] = {None}
+    while todo:
+        node = todo.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        found = [
+            getattr(x, "dtype", dtype) for x in getattr(node, "_input_metadata", ())
+        ]
+        kinds = [kind for kind in found if kind.is_floating_point]
+        dtype = max([dtype, *kinds], key=lambda kind: torch.finfo(kind).eps)
+        todo += [child for child, _ in node.next_functions]
+    return dtype
+
+
+# -- batches -------------------------------------------------------------------------
+
+
+def map_tensors(fn: Callable[[T], T], batch: Any) -> Any:
+    """``fn`` on every tensor of a nested batch; the containers keep their types."""
+    if isinstance(batch, T):
+        return fn(batch)
+    if isinstance(batch, Mapping):
+        items = {key: map_tensors(fn, value) for key, value in batch.items()}
+        try:
+            kind: Any = type(batch)
+            return kind(items)
+        except TypeError:
+            return items
+    if isinstance(batch, (list, tuple)):
+        values = [map_tensors(fn, value) for value in batch]
+        return (
+            type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
+        )
+    return batch
+
+
+def tensors_of(batch: Any) -> List[T]:
+    """The tensors of a nested batch that have dimensions."""
+    found: List[T] = []
+
+    def note(t: T) -> T:
+        found.append(t)
+        return t
+
+    map_tensors(note, batch)
+    return [t for t in found if t.dim()]
+
+
+def rows_of(batch: Any, rows: Union[List[int], T], size: int) -> Any:
+    """These samples: rows of the tensors whose first dimension is ``size``."""
+    index = torch.as_tensor(rows)
+
+    def cut(t: T) -> T:
+        return t[index.to(t.device)] if t.dim() and len(t) == size else t
+
+    return map_tensors(cut, batch)
+
+
+def _cast(tensor: T, dtype: Optional[torch.dtype]) -> T:
+    cast = dtype is not None and tensor.is_floating_point()
+    return tensor.to(dtype) if cast else tensor.detach().clone()
+
+
+# -- copies --------------------------------------------------------------------------
 
 
 def copied(model: nn.Module) -> nn.Module:
-    """A copy. Functions that the model holds (a lambda over self) are over the copy."""
+    """A deep copy; functions that the model holds (a lambda over self) use the copy."""
     memo: Dict[int, Any] = {}
     new = copy.deepcopy(model, memo)
-    for part in new.modules():
-        held = vars(part)
-        held.update({name: _of_copy(x, memo, set()) for name, x in held.items()})
+    for module in new.modules():
+        held = vars(module)
+        held.update({name: _over_copy(x, memo, set()) for name, x in held.items()})
     return new
 
 
-def _of_copy(x: Any, memo: Dict[int, Any], seen: Set[int]) -> Any:
-    """A function whose closure holds what was copied, over the copies."""
+def _over_copy(x: Any, memo: Dict[int, Any], seen: Set[int]) -> Any:
+    """A function whose closure holds copied objects, over the copies."""
     if id(x) in memo:
         return memo[id(x)]
     if not isinstance(x, types.FunctionType) or not x.__closure__ or id(x) in seen:
@@ -115,9 +225,9 @@ def _of_copy(x: Any, memo: Dict[int, Any], seen: Set[int]) -> Any:
     seen.add(id(x))
     try:
         held = [cell.cell_contents for cell in x.__closure__]
-    except ValueError:  # a cell that is empty
+    except ValueError:  # an empty cell
         return x
-    found = [_of_copy(y, memo, seen) for y in held]
+    found = [_over_copy(y, memo, seen) for y in held]
     if all(new is old for new, old in zip(found, held)):
         return x
     cells = tuple(map(types.CellType, found))
@@ -129,67 +239,10 @@ def _of_copy(x: Any, memo: Dict[int, Any], seen: Set[int]) -> Any:
 
 
 def no_dropout(module: nn.Module) -> None:
-    """
-    Sets numbers named ``*drop*``, and the rates of modules named ``*Drop*``, to zero.
-    """
+    """Sets numbers named ``*drop*``, and ``p`` of modules named ``*Drop*``, to zero."""
     for part in module.modules():
         dropout = "drop" in type(part).__name__.lower()
         for name, value in list(vars(part).items()):
             number = type(value) in (int, float) and value
             if number and ("drop" in name.lower() or (dropout and name == "p")):
                 setattr(part, name, type(value)(0))
-
-
-def _lowest(losses: torch.Tensor, dtype: torch.dtype) -> torch.dtype:
-    """``dtype``, or the least exact one that the losses' graph has gradients in."""
-    todo: List[Any] = [losses.grad_fn]
-    seen: Set[Any] = {None}
-    while todo:
-        node = todo.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        inputs = getattr(node, "_input_metadata", ())
-        for other in (getattr(x, "dtype", dtype) for x in inputs):
-            if (
-                other.is_floating_point
-                and torch.finfo(other).eps > torch.finfo(dtype).eps
-            ):
-                dtype = other
-        todo += [child for child, _ in node.next_functions]
-    return dtype
-
-
-def _without_dropout(model: nn.Module) -> nn.Module:
-    """Changes ``model``, a copy: training mode, and no dropout of any usual kind."""
-    if not model.training:
-        model.train()
-    no_dropout(model)
-    return model
-
-
-def _per_sample(
-    loss_fn: Union[nn.Module, LossFn], dtype: Optional[torch.dtype]
-) -> LossFn:
-    """``loss_fn(model, batch) -> [B]`` from a criterion, or as it is."""
-    if not (isinstance(loss_fn, nn.Module) and hasattr(loss_fn, "reduction")):
-        return loss_fn
-    criterion: Any = copy.deepcopy(loss_fn)
-    if dtype:
-        criterion.to(dtype)
-    total = criterion.reduction == "sum"
-    criterion.reduction = "none"
-
-    def losses(model: nn.Module, batch: Any) -> torch.Tensor:
-        *inputs, target = batch
-        if len(inputs) == 1 and isinstance(inputs[0], Mapping):
-            output = model(**inputs[0])
-        else:
-            output = model(*inputs)
-        loss = criterion(output, target)
-        if loss.dim() == 0:
-            return loss
-        loss = loss.flatten(1) if loss.dim() > 1 else loss.unsqueeze(1)
-        return loss.sum(dim=1) if total else loss.mean(dim=1)
-
-    return losses

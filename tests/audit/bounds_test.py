@@ -53,12 +53,11 @@ def once(mechanism, parameter, canaries=1000, share=0.2):
 @pytest.mark.parametrize("mechanism, epsilon", MECHANISMS)
 def test_no_false_alarms(mechanism, epsilon):
     """Of each bound; a mechanism of two records alike is refuted by none."""
-    wrong = np.zeros(3)
+    wrong = np.zeros(2)
     for _ in range(AUDITS):
         wrong[0] += repeated(mechanism, 1.0).epsilon(DELTA) > epsilon(1.0)
         found = once(mechanism, 1.0)
-        wrong[1] += bounds.one_run_p_value(*found, epsilon(1.0), DELTA) < 0.05
-        wrong[2] += bounds.epsilon_one_run(*found, DELTA) > epsilon(1.0)
+        wrong[1] += bounds.epsilon_one_run(*found, DELTA) > epsilon(1.0)
     assert (wrong <= binom.ppf(0.999, AUDITS, 0.05)).all(), wrong
 
 
@@ -73,12 +72,11 @@ def test_no_false_alarms_of_mu():
 @pytest.mark.parametrize("mechanism, epsilon", MECHANISMS[1:])
 def test_half_the_noise_is_caught(mechanism, epsilon):
     """Power at least 0.9, of the bounds that state no shape."""
-    caught = np.zeros(3)
+    caught = np.zeros(2)
     for _ in range(20):
         caught[0] += repeated(mechanism, 2.0).epsilon(0.0) > epsilon(1.0)
         found = once(mechanism, 2.0)
-        caught[1] += bounds.one_run_p_value(*found, epsilon(1.0), 0.0) < 0.05
-        caught[2] += bounds.epsilon_one_run(*found, 0.0) > epsilon(1.0)
+        caught[1] += bounds.epsilon_one_run(*found, 0.0) > epsilon(1.0)
     assert (caught >= 18).all(), caught
 
 
@@ -104,21 +102,14 @@ def test_rates_are_covered():
 def test_p_values_of_pure_privacy_are_binomial(m, r, v):
     """With delta 0 the worst is randomized response, and f-DP claims no less."""
     exact = binom.sf(v - 1, r, 1 / (1 + math.exp(-0.5)))
-    assert bounds.one_run_p_value(m, r, v, 0.5, 0.0) == pytest.approx(exact)
     claim = bounds.approximate_tradeoff(0.5, 0.0)
     assert bounds.f_dp_p_value(claim, m, r, v) >= exact * 0.99
 
 
 def test_delta_term():
-    """Beside a sum over its definition, and a mechanism that reaches delta."""
-    m, r, v, epsilon, delta = 50, 20, 16, 1.0, 1e-3
-    w = binom(r, 1 / (1 + math.exp(-epsilon)))
-    share = max((w.cdf(v - 1) - w.cdf(v - i - 1)) / i for i in range(1, v + 1))
-    exact = w.sf(v - 1) + 2 * m * delta * share
-    assert bounds.one_run_p_value(m, r, v, epsilon, delta) == pytest.approx(exact)
-    # All coins are shown with probability delta: N is r then, and guessing elsewhere.
+    """Beside a mechanism that shows all coins with probability delta."""
+    m, r, v, delta = 50, 20, 16, 1e-3
     shown = delta + (1 - delta) * binom.sf(v - 1, r, 0.5)
-    assert bounds.one_run_p_value(m, r, v, 0.0, delta) >= shown
     claim = bounds.approximate_tradeoff(0.0, delta)
     assert bounds.f_dp_p_value(claim, m, r, v) >= shown
 
@@ -158,6 +149,6 @@ def test_tradeoffs_are_their_own_inverse():
 @pytest.mark.parametrize("numbers", [(10, 11, 5), (10, 5, 6), (10, 5, -1)])
 def test_what_can_not_be_is_refused(numbers):
     with pytest.raises(ValueError, match="can't be"):
-        bounds.one_run_p_value(*numbers, 1.0, 0.0)
+        bounds.f_dp_p_value(bounds.gaussian_tradeoff(1.0), *numbers)
     with pytest.raises(ValueError, match="can't be"):
         bounds.epsilon_one_run(*numbers, 0.0)

@@ -27,9 +27,7 @@ def run(args: argparse.Namespace) -> int:
         dtype=torch.float32 if args.float32 else torch.float64,
         verbose=False,
     )
-    leaks = find_leaks(
-        model, batch, None if isinstance(loss, torch.nn.Module) else loss
-    )
+    leaks = find_leaks(model, batch, loss)
     if args.json:
         cells = {
             name: {mode: str(cell) for mode, cell in row.items()}
