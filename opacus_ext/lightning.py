@@ -20,7 +20,12 @@ from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
 from opacus_ext.accountants.budget import least_noise
 from opacus_ext.data.draws import Draws
-from opacus_ext.data.logical import LogicalBatches, Part, derive_seed, logical_loader
+from opacus_ext.data.logical import (
+    LogicalBatches,
+    PhysicalBatch as Part,
+    derive_seed,
+    logical_loader,
+)
 from opacus_ext.data.sampling import Poisson, Sampling
 from opacus_ext.grad_sample.factors.rows import wide
 from opacus_ext.grad_sample.modes.ghost import ClippedLoss
