@@ -157,7 +157,7 @@ class PrivateTraining:
             return self.saved["noise_multiplier"]
         if self.noise_multiplier is not None:
             return self.noise_multiplier
-        epsilon, accountant, count = self.target_epsilon, self.engine.accountant, 0
+        epsilon, accountant = self.target_epsilon, self.engine.accountant
         assert epsilon is not None  # one of the two was given
         sampling.check(records, accountant)
         # The noise was chosen to leave less than this.
