@@ -40,16 +40,15 @@ class PrivacyCallback(Callback):
     """
     Trains a LightningModule with differential privacy: ``Trainer(callbacks=[...])``.
 
-    Optimization is automatic or manual. A step draws each record of the training
-    loader's data set with the same probability B / N, for the loader's batch size B and
-    N records; an epoch has as many steps as the loader. Steps, epochs, schedules and
-    checkpoints count these logical batches. A draw without records is a step of noise,
-    for which ``training_step`` is not called.
+    A step draws each record of the training loader's data set with the same probability
+    B / N, for the loader's batch size B and N records; an epoch has as many steps as
+    the loader. Steps, epochs, schedules and checkpoints count these logical batches. A
+    draw without records is a step of noise, for which ``training_step`` is not called.
 
     "epsilon" is logged after each epoch. Checkpoints hold the accountant's history and
     the random state of the noise: whoever has one can subtract the noise, so publish
-    weights alone. A run that goes on from one has the same draws, in the middle of an
-    epoch too, and noise that is drawn afresh.
+    weights alone. A run that goes on from one has the same draws, and noise that is
+    drawn afresh.
 
     Args:
         target_delta: delta of the guarantee, below one over the number of records
@@ -64,14 +63,10 @@ class PrivacyCallback(Callback):
             the LightningModule itself, ``self(...)``
         max_physical_batch_size: the most records ``training_step`` is given at once
         accountant: "prv", "prv_bounds" or "rdp"
-        sampling: another way to draw batches, of ``opacus_ext.data``, such as
-            ``TruncatedPoisson`` where memory is fixed; its ``steps`` are the loader's
+        sampling: another way to draw batches, of ``opacus_ext.data``
         seed: of noise and batches, for tests. By default nobody knows it
-        repeat_noise: a run that goes on from a checkpoint repeats the noise that it
-            would have had, and is the run that was not stopped (but for dropout, whose
-            random state Lightning does not keep). Two runs from one checkpoint then
-            have the same noise, which their difference does not have and no epsilon
-            covers
+        repeat_noise: see :class:`~opacus_ext.trainer.PrivacyArguments`; dropout is not
+            repeated, as Lightning does not keep its random state
         kwargs: of ``make_private``, such as ``clipping``
 
     Raises:
@@ -81,14 +76,12 @@ class PrivacyCallback(Callback):
     Example:
         >>> from lightning import Trainer
         >>> from lightning.pytorch.demos.boring_classes import BoringModel
-        >>> privacy = PrivacyCallback(
-        ...     target_delta=1e-3, noise_multiplier=1.0, grad_sample_mode="hooks"
-        ... )
-        >>> Trainer(
-        ...     max_steps=2, callbacks=[privacy], accelerator="cpu", logger=False,
-        ...     enable_checkpointing=False, enable_progress_bar=False,
-        ...     enable_model_summary=False,
-        ... ).fit(BoringModel())
+        >>> settings = {"noise_multiplier": 1.0, "grad_sample_mode": "hooks"}
+        >>> privacy = PrivacyCallback(target_delta=1e-3, **settings)
+        >>> quiet = {"enable_progress_bar": False, "enable_model_summary": False}
+        >>> quiet |= {"logger": False, "enable_checkpointing": False}
+        >>> quiet |= {"accelerator": "cpu", "callbacks": [privacy]}
+        >>> Trainer(max_steps=2, **quiet).fit(BoringModel())
         >>> privacy.get_epsilon() > 0
         True
     """

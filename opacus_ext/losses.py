@@ -47,8 +47,8 @@ def cross_entropy(
 
     Args:
         logits: ``[B, ..., V]``, such as ``[B, T, V]`` or ``[B, V]``
-        labels: ``[B, ...]``; for next tokens shift them, not the logits, which would
-            be copied: ``F.pad(ids, (0, 1), value=-100)[:, 1:]``
+        labels: ``[B, ...]``; for next tokens shift them, not the logits, which would be
+            copied: ``F.pad(ids, (0, 1), value=-100)[:, 1:]``
         ignore_index: of labels that do not count
         weight: of each class, ``[V]``. In a "mean" it is divided away where a sample
             has a single label: take the "sum", or weight the losses (PerSample)
@@ -56,15 +56,10 @@ def cross_entropy(
         reduction: "mean" over a sample's labels that count (weighted, if there are
             class weights), or their "sum"
 
-    Raises:
-        Refused: if shapes do not fit, or ``reduction`` is another one
-
     Example:
-        >>> import torch
-        >>> logits = torch.zeros(2, 3, 4)
-        >>> labels = torch.tensor([[0, 1, 2], [3, -100, -100]])
+        >>> logits, labels = torch.zeros(2, 2, 4), torch.tensor([[0, 1], [3, -100]])
         >>> cross_entropy(logits, labels, reduction="sum")
-        tensor([4.1589, 1.3863])
+        tensor([2.7726, 1.3863])
     """
     _check_reduction(reduction)
     if logits.dim() < 2 or logits.shape[:-1] != labels.shape:
@@ -92,14 +87,10 @@ def cross_entropy(
 class PerSample(nn.Module):
     """
     The criterion for losses ``[B]`` that are there already. With it one line is right
-    in every mode: ``criterion(losses).backward()``.
-
-    Args:
-        reduction: "mean" or "sum", as ``loss_reduction`` of ``make_private``; "none"
-            gives the losses themselves
+    in every mode: ``criterion(losses).backward()``. Its ``reduction`` is "mean" or
+    "sum", as ``loss_reduction`` of ``make_private``, or "none".
 
     Example:
-        >>> import torch
         >>> PerSample()(torch.tensor([1.0, 3.0]), torch.tensor([1.0, 0.5]))
         tensor(1.2500)
     """
@@ -114,16 +105,9 @@ class PerSample(nn.Module):
         self, losses: torch.Tensor, weights: Optional[torch.Tensor] = None
     ) -> torch.Tensor:
         """
-        Returns the mean, the sum, or the losses themselves, by ``reduction``.
-
-        Args:
-            losses: ``[B]``
-            weights: of the samples, ``[B]``, without gradient. They multiply the losses
-                before the clipping, so that the weight of a sample does not change the
-                bound of its gradient. It must not depend on other samples
-
-        Raises:
-            Refused: for anything but one loss a sample
+        Reduces losses ``[B]``, which are multiplied by weights ``[B]`` of the samples
+        before the clipping: a weight does not change the bound of the sample's
+        gradient. It must not depend on other samples.
         """
         if losses.dim() != 1:
             raise Refused(
@@ -178,8 +162,7 @@ def model_losses(
             "sum", which torch's loss functions then give in the place of a mean
 
     Raises:
-        Refused: if the model gives no loss, or not one number for a sample; with
-            "num_items_in_batch", by which the tokens of other samples would count
+        Refused: if the model gives no loss, or not one number for a sample
     """
     if batch.get("num_items_in_batch") is not None:
         raise Refused(
@@ -225,17 +208,11 @@ class PerRecord(nn.Module):
     A model for records of several sequences: someone's messages, visits, documents. The
     record is the sample, so that clipping bounds the gradient of a whole record.
 
-    It takes the keyword arguments of the model with one more dim: ``[R, S, ...]`` for
+    It takes the keyword arguments of ``model`` with one more dim: ``[R, S, ...]`` for
     ``R`` records of ``S`` sequences. Shorter records are padded by sequences without
-    labels (all ignored; give them an attention mask of ones). Outputs are
-    ``[R, S, ...]``, and :func:`model_losses` gives one loss a record, over all labels
-    of its sequences.
-
-    Args:
-        model: takes ``[B, ...]``; it becomes ``self.model``
-
-    Raises:
-        Refused: when called with a tensor without these two dims
+    labels (all ignored; give them an attention mask of ones). Outputs are ``[R, S,
+    ...]``, and :func:`model_losses` gives one loss a record, over all labels of its
+    sequences.
     """
 
     def __init__(self, model: nn.Module):
@@ -304,10 +281,7 @@ class _LossOf(TorchFunctionMode):
     """
     Calls a model for one sample, and returns its loss. torch's loss functions give the
     reduction that is asked for in the place of a mean, and zero where no label counts.
-
-    Args:
-        model: the model, whose chunked heads wait for a loss function
-        reduction: "mean" or "sum"
+    Chunked heads are told that a loss function follows.
     """
 
     def __init__(self, model: nn.Module, reduction: str):

@@ -17,7 +17,7 @@ from torch import nn
 from opacus_ext.refused import Refused
 
 
-def adapters_in(module: nn.Module) -> Dict[str, nn.Module]:
+def adapters_in(module: nn.Module) -> Dict[str, Any]:
     """Returns PEFT's layers in ``module`` with trainable adapters, by name."""
     return {
         name: layer
@@ -28,7 +28,7 @@ def adapters_in(module: nn.Module) -> Dict[str, nn.Module]:
     }
 
 
-def _trainable(layer: nn.Module) -> Dict[str, List[nn.Parameter]]:
+def _trainable(layer: Any) -> Dict[str, List[nn.Parameter]]:
     """Returns the trainable parameters of a layer's adapters, by adapter."""
     found: Dict[str, List[nn.Parameter]] = {}
     for name in layer.adapter_layer_names:
@@ -45,13 +45,13 @@ def _trainable(layer: nn.Module) -> Dict[str, List[nn.Parameter]]:
     return found
 
 
-def _state(layer: nn.Module) -> Tuple[tuple, bool, tuple]:
+def _state(layer: Any) -> Tuple[tuple, bool, tuple]:
     active = layer.active_adapters
     active = (active,) if isinstance(active, str) else tuple(active)
     return active, bool(layer.disable_adapters), tuple(layer.merged_adapters)
 
 
-def _check(name: str, layer: nn.Module, before: Any = None) -> None:
+def _check(name: str, layer: Any, before: Any = None) -> None:
     """
     Refuses a layer an adapter of which would get no gradient; in a step also one whose
     state is not the state before.

@@ -1,7 +1,6 @@
-"""The private part of a run whose training loop is another library's.
-
-``PrivateTrainer`` and ``PrivacyCallback`` share it: a budget, logical batches, what
-``make_private`` attaches, and the state that a run goes on from.
+"""
+The private part of a run whose training loop is another library's, which
+``PrivateTrainer`` and ``PrivacyCallback`` share.
 """
 
 from __future__ import annotations
@@ -57,12 +56,6 @@ def check_budget(
 class PrivateTraining:
     """
     A model, its optimizer and its batches, private from ``make_private`` to ``end``.
-
-    Args:
-        accountant: "prv", "prv_bounds" or "rdp"
-        target_delta: delta of the guarantee
-        target_epsilon: the most that all steps spend; the noise is chosen for it
-        noise_multiplier: instead of ``target_epsilon``
 
     Attributes:
         engine: counts the steps
@@ -125,12 +118,9 @@ class PrivateTraining:
         **kwargs: Any,
     ) -> Any:
         """
-        Makes a model and its optimizer private. Returns the criterion, if the mode
-        has one.
-
-        Args:
-            device: of the noise
-            kwargs: of ``PrivacyEngine.make_private``
+        Makes a model and its optimizer private, by
+        ``PrivacyEngine.make_private(**kwargs)``. Returns the criterion, if the mode has
+        one.
         """
         if self.noise is None:
             self.noise = torch.Generator(device)
@@ -191,7 +181,7 @@ class PrivateTraining:
     def refuse_others(
         self, saved: Mapping[str, Any], config: Dict[str, Any], path: Any, name: str
     ) -> None:
-        """Refuses the state of a run with other settings, given as argument ``name``."""
+        """Refuses the state of a run with other settings, given as ``name``."""
         before = saved["config"]
         changed = "; ".join(
             f"{key}: {before.get(key)!r} there, {config.get(key)!r} here"

@@ -14,20 +14,9 @@ from opacus_ext.refused import Refused
 
 class Draws(UniformWithReplacementSampler):
     """
-    The batches of an epoch, as lists of record numbers. Opacus's
-    ``BatchMemoryManager`` splits them, and secure mode gives them its generator.
-
-    Args:
-        sampling: a :class:`~opacus_ext.data.sampling.Sampling`
-        records: number of records of the data set
-        generator: random numbers of the draws
-        distributed: gives each process its share of the batch
-
-    Example:
-        >>> from opacus_ext.data import FixedSize
-        >>> draws = Draws(FixedSize(batch_size=3), 12, torch.Generator())
-        >>> [len(batch) for batch in draws]
-        [3, 3, 3, 3]
+    The batches of an epoch, as lists of record numbers, drawn by a ``Sampling``.
+    Opacus's ``BatchMemoryManager`` splits them, and secure mode gives them its
+    generator; with ``distributed`` each process has its share of the batch.
     """
 
     def __init__(

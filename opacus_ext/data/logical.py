@@ -1,8 +1,7 @@
-"""Logical batches in physical batches, as the items of one loader.
-
-DP-SGD draws logical batches of any size. A training loop that takes a fixed number of
-items a step (Trainer's ``gradient_accumulation_steps``) gets that many here, and each
-item is a list of physical batches, which fit into memory.
+"""
+Logical batches in physical batches, as the items of one loader: a training loop that
+takes a fixed number of items a step (Trainer's ``gradient_accumulation_steps``) gets
+that many, and each is a list of physical batches, which fit into memory.
 """
 
 from __future__ import annotations
@@ -23,12 +22,8 @@ from opacus_ext.deprecated import renamed
 
 class PhysicalBatch(NamedTuple):
     """
-    The records of a logical batch that run together.
-
-    Attributes:
-        records: number of its records
-        inputs: what the collator made of them; None without records
-        draw: number of its logical batch
+    The records of a logical batch that run together: their number, what the collator
+    made of them (None without records), and the number of the logical batch.
     """
 
     records: int
@@ -63,15 +58,10 @@ class LogicalBatches(Sampler):
         first: number of the first draw
 
     Example:
-        >>> draws, generator = [[0, 1, 2, 3, 4], [], [7]], torch.Generator()
-        >>> for item in LogicalBatches(draws, generator, 2, items=2, seed=0):
-        ...     print(item.draw, item.numbers)
-        0 [[0, 1], [2, 3]]
-        0 [[4]]
-        1 []
-        1 [[]]
-        2 []
-        2 [[7]]
+        >>> draws, generator = [[0, 1, 2, 3, 4], []], torch.Generator()
+        >>> items = LogicalBatches(draws, generator, 2, items=2, seed=0)
+        >>> [item.numbers for item in items]
+        [[[0, 1], [2, 3]], [[4]], [], [[]]]
     """
 
     def __init__(
@@ -139,22 +129,9 @@ def logical_loader(
     **kwargs: Any,
 ) -> DataLoader:
     """
-    Returns a loader whose items are lists of physical batches.
-
-    Args:
-        dataset: has numbered records
-        batches: draws them
-        collate: makes the inputs of a physical batch of the list of its records
-        stock: a loader whose workers it has
-        kwargs: of ``DataLoader`` without ``stock``, such as ``num_workers``
-
-    Example:
-        >>> batches = LogicalBatches([[0, 2, 3]], torch.Generator(), 2, items=1, seed=0)
-        >>> loader = logical_loader(torch.arange(4) * 10, batches, torch.stack)
-        >>> for batch in next(iter(loader)):
-        ...     print(batch.records, batch.inputs)
-        2 tensor([ 0, 20])
-        1 tensor([30])
+    Returns a loader whose items are lists of physical batches. ``collate`` makes the
+    inputs of one of the list of its records; the workers are those of ``stock``, or of
+    ``kwargs``.
     """
     collated = _PhysicalBatches(dataset, collate)
     if stock is not None:
@@ -169,10 +146,6 @@ def _as_it_is(item: List[PhysicalBatch]) -> List[PhysicalBatch]:
 def derive_seed(*key: Union[int, str]) -> int:
     """
     Returns a seed made of others. Seeds of different keys tell nothing of each other.
-
-    Example:
-        >>> derive_seed(1, 2) == derive_seed(2, 1)
-        False
     """
     digest = hashlib.sha256(repr(key).encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1

@@ -25,13 +25,7 @@ from opacus_ext.secure import SecureSource
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling(ABC):
-    """
-    A way to draw batches.
-
-    Args:
-        steps: length of an epoch and of the loader; by default one over the sampling
-            rate, rounded
-    """
+    """A way to draw batches; ``steps`` is the length of an epoch."""
 
     steps: Optional[int] = None
 
@@ -67,7 +61,7 @@ class Sampling(ABC):
     def check(self, records: int, accountant: IAccountant) -> None:
         """
         Refuses steps or sizes that can't be, and an accountant that does not know this
-        way to draw. The accountant is not changed.
+        way to draw, which is not changed.
         """
         if self.steps is not None and (self.steps != int(self.steps) or self.steps < 1):
             raise Refused(
@@ -193,9 +187,10 @@ class Poisson(Sampling):
     half, and nothing between. Every accountant knows it.
 
     Args:
-        expected_batch_size: records of a batch on average, any number up to all
+        expected_batch_size: records of a batch on average, any number up to all; it
+            divides the sum of clipped gradients
         sample_rate: instead, the probability that a record is drawn
-        steps: see :class:`Sampling`
+        steps: length of an epoch; by default one over the sampling rate, rounded
     """
 
     expected_batch_size: Optional[float] = None
@@ -240,20 +235,8 @@ class CyclicPoisson(Poisson):
     Gaussian mechanism of b times the rate, which is recorded at the first of them.
 
     To remove a record means that its gradients are left out and all others stay in
-    their parts. A data set without it, numbered anew, has other parts.
-
-    Each batch of the loader must be one step. ``make_private(noise=...)`` makes one.
-
-    Args:
-        bands: b, the number of parts
-        expected_batch_size: records of a batch on average
-        sample_rate: instead, its share of the records, at most 1 / b
-        steps: see :class:`Sampling`
-
-    Example:
-        >>> sampling = CyclicPoisson(bands=2, expected_batch_size=5)
-        >>> [sampling.draw(10, None, step).tolist() for step in range(2)]
-        [[0, 2, 4, 6, 8], [1, 3, 5, 7, 9]]
+    their parts. A data set without it, numbered anew, has other parts. Each batch of
+    the loader must be one step. ``make_private(noise=...)`` makes one, of ``bands=b``.
     """
 
     bands: int
@@ -316,20 +299,13 @@ class CyclicPoisson(Poisson):
 class TruncatedPoisson(Poisson):
     """
     Poisson sampling with a greatest batch size: a larger draw is cut to a random subset
-    of this size, so that memory is bounded.
+    of ``max_batch_size`` records, so that memory is bounded.
 
     The accounting is exact for the effect of cutting on the sum, which exchanges a
     record for another where a draw fills the batch
     (:mod:`opacus_ext.accountants.truncation`). Six standard deviations above the
     expected batch size cost nothing that can be seen, and no room at all costs twice
     the noise. The accountant must be "prv_bounds".
-
-    Args:
-        expected_batch_size: records of a draw on average, before it is cut; it divides
-            the sum of clipped gradients
-        sample_rate: instead, the probability that a record is drawn
-        max_batch_size: the most records of a batch
-        steps: see :class:`Sampling`
     """
 
     max_batch_size: int
@@ -373,14 +349,6 @@ class FixedSize(Sampling):
     noise epsilon is more than twice that of Poisson sampling. The accounting is exact
     for one step (:func:`opacus_ext.accountants.profiles.exchanged`). The accountant
     must be "prv_bounds".
-
-    Args:
-        batch_size: records of a batch, at most all
-        steps: see :class:`Sampling`
-
-    Example:
-        >>> FixedSize(batch_size=3).draw(5, torch.Generator().manual_seed(0))
-        tensor([1, 2, 4])
     """
 
     batch_size: int

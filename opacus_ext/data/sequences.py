@@ -86,20 +86,13 @@ def read_sequences(
 
     Args:
         path: the file
-        min_actions: fewest actions of a user, at least 3 (an input, a target and the
-            held-out item), and of an item of ratings.dat
+        min_actions: fewest actions, at least 3 (an input, a target and the held-out
+            item)
         max_users: keeps only so many users, by their numbers, and their items
 
     Raises:
         OSError: if the file can't be read
         Refused: for a line of another form, which is named, or if no user is left
-
-    Example:
-        >>> from pathlib import Path
-        >>> _ = Path("few.txt").write_text("7 20\\n7 30\\n7 20\\n7 40\\n7 50\\n")
-        >>> data = read_sequences("few.txt")
-        >>> data.histories, data.held_out
-        ([tensor([1, 2, 1, 3])], tensor([4]))
     """
     if min_actions < 3:
         raise Refused(
@@ -149,15 +142,8 @@ def synthetic_sequences(
     - 0.4: an item of the present genre, Zipf-distributed by rank in the genre;
     - 0.1: an item of a genre drawn by popularity.
 
-    Args:
-        num_users: number of sequences
-        num_items: number of items, a multiple of ``num_genres``
-        seed: makes the data; the global random state is untouched
-        length: mean length; lengths are uniform in ``[length / 2, 3 * length / 2]``
-        num_genres: number of genres
-
-    Raises:
-        Refused: if ``num_genres`` doesn't divide ``num_items``
+    Lengths are uniform in ``[length / 2, 3 * length / 2]``, and the global random state
+    is untouched. ``num_genres`` must divide ``num_items``.
     """
     if num_items % num_genres:
         raise Refused(

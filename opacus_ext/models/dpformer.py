@@ -174,15 +174,10 @@ class DPFormer(NextItemModel):
         dropout: dropout probability (the paper's: 0.2 MovieLens, 0.5 Amazon)
         tied, items: see :class:`NextItemModel`
 
-    Raises:
-        Refused: if ``heads`` does not divide ``width``, or an input sequence is
-            longer than ``max_len``
-
     Example:
-        >>> model = DPFormer(num_items=10, max_len=5)
-        >>> ids = torch.tensor([[3, 1, 4, 0, 0], [2, 7, 1, 8, 2]])
+        >>> model, ids = DPFormer(num_items=10, max_len=5), torch.tensor([[3, 1, 0]])
         >>> model(ids).shape, model.score(ids).shape
-        (torch.Size([2, 5, 11]), torch.Size([2, 11]))
+        (torch.Size([1, 3, 11]), torch.Size([1, 11]))
     """
 
     def __init__(
@@ -222,18 +217,8 @@ class DPFormer(NextItemModel):
 
 class RecurrentModel(NextItemModel):
     """
-    Predicts the next item with a GRU or an LSTM, the paper's baselines.
-
-    Args:
-        num_items: number of items; their ids are 1 to ``num_items``
-        cell: "gru" or "lstm"
-        width: model dimension
-        depth: number of layers
-        dropout: dropout probability, of the embedding and of each layer's output
-        tied, items: see :class:`NextItemModel`
-
-    Raises:
-        Refused: for another ``cell``
+    Predicts the next item with a GRU or an LSTM (``cell``), the paper's baselines.
+    Other arguments are those of :class:`DPFormer`.
     """
 
     def __init__(

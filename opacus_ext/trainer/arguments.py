@@ -15,10 +15,6 @@ def _field(default: Any, text: str, **more: Any) -> Any:
     return field(default=default, metadata={"help": text, **more})
 
 
-# Opacus's names that TrainingArguments has with another meaning, and the names here.
-_TAKEN = {"max_grad_norm": "per_sample_max_grad_norm", "seed": "privacy_seed"}
-
-
 @dataclass
 class PrivacyArguments:
     """
@@ -37,29 +33,20 @@ class PrivacyArguments:
         grad_sample_mode: "auto", "ghost_bk", "ghost", "scan" or "hooks"
         accountant: "prv_bounds", "prv" or "rdp" ("gdp" of Opacus can report too little)
         max_batch_size: the most records of a step, where memory is fixed; larger draws
-            are cut, and the accountant must be "prv_bounds". Six standard deviations
-            above the logical batch size cost nothing that can be seen
-        poisson_sampling: False shuffles. No accountant covers that: its numbers are
-            logged under another name
-        log_loss: logs the training loss, a mean over private records without noise that
-            epsilon does not cover
-        monitor: "private" logs the share of records clipped, quantiles of gradient
-            norms and the ratio of noise to signal, by
-            :class:`opacus_ext.monitor.Monitor`, within the same epsilon;
-            "not_private" logs exact ones under names that say so; "off" logs none
+            are cut, and the accountant must be "prv_bounds"
+        poisson_sampling: False shuffles, which no accountant covers
+        log_loss: logs the training loss, which is not private
+        monitor: "private" logs clipping and gradient norms by
+            :class:`opacus_ext.monitor.Monitor`, within the same epsilon; "not_private"
+            logs exact ones under names that say so; "off" logs none
         privacy_seed: of noise and batches, for tests. By default nobody knows it;
             ``TrainingArguments.seed`` has no part in either
-        repeat_noise: a run that goes on from a checkpoint repeats the noise that it
-            would have had, and is bit for bit the run that was not stopped. Two runs
-            from one checkpoint then have the same noise, which their difference does
-            not have and no epsilon covers
+        repeat_noise: a run that goes on from a checkpoint repeats the noise of the run
+            that was not stopped. Two runs from one checkpoint then have the same noise,
+            which their difference does not have and no epsilon covers
 
     Raises:
         Refused: for arguments that do not fit
-
-    Example:
-        >>> PrivacyArguments(target_epsilon=8, target_delta=1e-5).clipping
-        'flat'
     """
 
     target_delta: float = field(metadata={"help": "delta of the guarantee"})
@@ -77,16 +64,6 @@ class PrivacyArguments:
     monitor: str = _field("off", "log clipping and norms: private, not_private or off")
     privacy_seed: Optional[int] = _field(None, "of noise and batches, for tests")
     repeat_noise: bool = _field(False, "of a run that goes on from a checkpoint")
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> "PrivacyArguments":
-        """Refuses names that TrainingArguments has."""
-        for name in _TAKEN.keys() & kwargs.keys():
-            raise Refused(
-                f"PrivacyArguments has no {name}, which is TrainingArguments'.",
-                parameter=name,
-                remedy=f"Write {_TAKEN[name]}={kwargs[name]!r}.",
-            )
-        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         bound: Any = self.per_sample_max_grad_norm

@@ -157,14 +157,7 @@ _RELIED_ON = (
 def refuse_arguments(
     args: TrainingArguments, given: Mapping[str, Any], table: Iterable[Argument]
 ) -> None:
-    """
-    Refuses what breaks differential privacy, or is not supported.
-
-    Args:
-        args: of Trainer
-        given: what else Trainer was given, by name
-        table: what is refused beside ``ARGUMENTS``
-    """
+    """Refuses what breaks privacy, of ``args`` or of what Trainer is given."""
     for name in _RELIED_ON:
         if not hasattr(Trainer, name):
             raise Refused(

@@ -63,10 +63,20 @@ class PrivateTrainer(Trainer):
 
     A step takes a logical batch: each record is in it with the same probability B / N,
     for N records and a logical batch size B of ``per_device_train_batch_size *
-    gradient_accumulation_steps``. An epoch is N / B steps, rounded up. A batch is
-    computed in physical batches of at most ``per_device_train_batch_size`` records,
-    each record's gradient clipped, and noise is added once to their sum. Steps, epochs
-    and the learning rate's schedule count logical batches.
+    gradient_accumulation_steps``. It is computed in physical batches of at most
+    ``per_device_train_batch_size`` records, and noise is added once to the sum of
+    clipped gradients. Steps, epochs (N / B steps, rounded up) and schedules count
+    logical batches.
+
+    The loss of a record is what ``compute_loss`` gives for it alone, as a batch of one
+    (:func:`opacus_ext.clipped_grads`). An overridden one must keep nothing of the
+    record. Another Trainer is made private by ``class Private(PrivateTrainer, Other)``;
+    of TRL's, SFTTrainer and DPOTrainer are supported. A model in a
+    :class:`~opacus_ext.losses.PerRecord` is saved without it.
+
+    A checkpoint has one more file, privacy.pt, with the accountant's history and the
+    random state of the noise: whoever has it can subtract the noise, so do not publish
+    it.
 
     Args:
         args: of ``Trainer``. Of its TrainingArguments, ``max_grad_norm`` is off (its
@@ -75,41 +85,18 @@ class PrivateTrainer(Trainer):
         kwargs: of ``Trainer``. A ``compute_loss_func`` gets the model's outputs and the
             labels of one record, in evaluation of a batch
 
-    The loss of a record is what ``compute_loss`` gives for it alone, as a batch of one
-    (:func:`opacus_ext.clipped_grads`). To train on another loss override that, as with
-    ``Trainer``; it must keep nothing of the record.
-
-    Another Trainer is made private by ``class Private(PrivateTrainer, Other)``; of
-    TRL's, SFTTrainer and DPOTrainer are supported (objectives.py).
-
-    For the privacy of people with several sequences each, make each person one record:
-    a model in :class:`~opacus_ext.losses.PerRecord` (what is saved is the model itself)
-    and :class:`~opacus_ext.data.collators.RecordCollator`.
-
-    Logged are "epsilon" and "delta" with the training loss and at the end, and at the
-    start "noise_multiplier", "sample_rate" and "expected_batch_size". A checkpoint has
-    one more file, privacy.pt, with the accountant's history and the random state of the
-    noise: whoever has it can subtract the noise, so do not publish it. Epsilon is that
-    of the model's files.
-
     Raises:
-        Refused: for arguments that break privacy or are not supported; nothing has
-            been changed then
+        Refused: for arguments that break privacy or are not supported; nothing has been
+            changed then
 
     Example:
         >>> import torch
-        >>> from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments
-        >>> config = GPT2Config(
-        ...     vocab_size=20, n_embd=8, n_layer=1, n_head=1,
-        ...     bos_token_id=0, eos_token_id=0,
-        ... )
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
         >>> ids = torch.randint(0, 20, (32, 6))
+        >>> config = GPT2Config(vocab_size=20, n_embd=8, n_layer=1, n_head=1)
         >>> trainer = PrivateTrainer(
         ...     GPT2LMHeadModel(config),
-        ...     TrainingArguments(
-        ...         "out", max_steps=2, per_device_train_batch_size=8,
-        ...         report_to="none", disable_tqdm=True, save_strategy="no",
-        ...     ),
+        ...     TrainingArguments("out", max_steps=2, save_strategy="no"),
         ...     train_dataset=[{"input_ids": x, "labels": x} for x in ids],
         ...     privacy=PrivacyArguments(target_epsilon=8, target_delta=1e-3),
         ... )
@@ -168,12 +155,6 @@ class PrivateTrainer(Trainer):
             warnings.warn(warning, stacklevel=2)
 
     def _refuse(self, args: TrainingArguments, given: Mapping[str, Any]) -> None:
-        if hasattr(self, "sample_losses"):
-            raise Refused(
-                f"{type(self).__name__}.sample_losses would not be called.",
-                remedy="Override compute_loss(model, inputs): in training it is called "
-                "with one record, a batch of one.",
-            )
         refuse_arguments(args, given, objective_of(type(self)).refused)
 
     @contextmanager
@@ -211,9 +192,8 @@ class PrivateTrainer(Trainer):
 
     def get_train_dataloader(self) -> DataLoader:
         """
-        Returns the training loader. ``gradient_accumulation_steps`` of its items make a
-        logical batch; each is a list of
-        :class:`~opacus_ext.data.logical.PhysicalBatch`.
+        Returns the training loader. ``gradient_accumulation_steps`` of its items, lists
+        of physical batches, make a logical batch.
         """
         stock = super().get_train_dataloader()
         poisson, args = self.privacy.poisson_sampling, self.args
@@ -281,15 +261,9 @@ class PrivateTrainer(Trainer):
         num_items_in_batch: Any = None,
     ) -> torch.Tensor:
         """
-        Adds the clipped gradients of an item of a logical batch.
-
-        Args:
-            model: as Trainer has prepared it
-            inputs: the item
-            num_items_in_batch: number of records of the logical batch
-
-        Returns:
-            The share of the item in the logical batch's mean loss.
+        Adds the clipped gradients of an item of a logical batch of
+        ``num_items_in_batch`` records. Returns the share of the item in the logical
+        batch's mean loss.
         """
         if not isinstance(inputs, list) or not all(
             isinstance(x, PhysicalBatch) for x in inputs
@@ -365,17 +339,15 @@ class PrivateTrainer(Trainer):
         **kwargs: Any,
     ) -> Any:
         """
-        Trains. Afterwards, also if it fails, the model is an ordinary one again.
-
-        A second call adds to what the first has spent. With ``target_epsilon`` it has
-        what is left of that.
+        Trains. Afterwards, also if it fails, the model is an ordinary one again. A
+        second call adds to what the first has spent, or has what is left of
+        ``target_epsilon``.
 
         Args:
             resume_from_checkpoint: a folder, or True for the last one; the run goes on
                 with the same draws, and with noise drawn afresh (see
                 ``PrivacyArguments.repeat_noise``)
-            args: of ``Trainer.train``
-            kwargs: of ``Trainer.train``
+            args, kwargs: of ``Trainer.train``
 
         Raises:
             Refused: if the checkpoint has no privacy state, or belongs to a run with
