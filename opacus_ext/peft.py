@@ -137,7 +137,7 @@ def refuse(module: nn.Module, params: Optional[Iterable[nn.Parameter]] = None) -
             )
 
 
-def watch(module: nn.Module) -> Iterator[Any]:
+def attach_checks(module: nn.Module) -> Iterator[Any]:
     """
     Attaches hooks that refuse a training step in which an adapter gets no gradient: it
     was merged, disabled or switched after make_private, or the module around its layer
