@@ -386,35 +386,32 @@ def test_a_batch_or_an_epoch_that_is_left(mode, tmp_path):
 
 
 def test_target_epsilon_is_kept_and_logged(tmp_path):
-    epochs = {"max_steps": -1, "num_train_epochs": 2, "logging_steps": 5}
-    run = trainer(tmp_path, privacy=private(**BUDGET, log_loss=False), **epochs)
+    """Over two runs, the first of which is stopped; its checkpoint is for its steps."""
+
+    def stop(state, control, **kwargs):
+        control.should_training_stop |= state.global_step == 2 and not run._runs > 1
+
+    given = {**SAVING, "logging_steps": 3, "callbacks": [Watch(stop)]}
+    privacy = private(**BUDGET, log_loss=False)
+    run = trainer(tmp_path, privacy=privacy, **given | {"max_steps": 6})
+    run.train()
+    once = run.get_epsilon()
+    with pytest.raises(ValueError, match="max_steps: 6 there, 5 here"):
+        trainer(tmp_path, privacy=privacy, max_steps=5).train(True)
     output = run.train()
+    (first, _, steps), (second, _, more) = history(run)
+    assert steps == 2 and more == 6 and second > first
     begin, *rest, end = run.state.log_history
-    assert history(run) == [(begin["noise_multiplier"], 6 / N, 14)]
-    assert run.steps_per_epoch * 2 == len(run.get_train_dataloader()) == 14
-    assert begin["sample_rate"] == 6 / N and begin["expected_batch_size"] == 6
-    assert [entry["step"] for entry in rest] == [5, 10]
-    assert 0 < rest[0]["epsilon"] < rest[1]["epsilon"] < end["epsilon"] <= 4.0
+    assert begin["noise_multiplier"] == second and begin["sample_rate"] == 6 / N
+    assert begin["expected_batch_size"] == 6 and len(run.get_train_dataloader()) == 14
+    assert [entry["step"] for entry in rest] == [3, 6] and run.steps_per_epoch == 7
+    assert once < 3.5 and once < rest[0]["epsilon"] < rest[1]["epsilon"] <= 4.0
     assert end["epsilon"] == output.metrics["epsilon"] == run.get_epsilon() > 3.9
     assert all(entry["delta"] == 1e-3 for entry in (*rest, end))
     unknown = {"loss", "train_loss", "grad_norm"}
     assert not any(unknown & entry.keys() for entry in run.state.log_history)
     with pytest.raises(ValueError, match="target_epsilon=4.0 is spent"):
         run.train()
-
-
-def test_what_is_left_of_a_budget_is_for_the_next_run(tmp_path):
-    def stop(state, control, **kwargs):
-        control.should_training_stop |= state.global_step == 2 and not run._runs > 1
-
-    privacy = private(**BUDGET)
-    run = trainer(tmp_path, privacy=privacy, max_steps=6, callbacks=[Watch(stop)])
-    run.train()
-    once = run.get_epsilon()
-    run.train()
-    (first, _, steps), (second, _, more) = history(run)
-    assert steps == 2 and more == 6 and second > first
-    assert once < 3.5 < 3.9 < run.get_epsilon() <= 4.0
 
 
 def test_a_greatest_batch_is_kept_and_accounted_for(tmp_path):
@@ -809,20 +806,6 @@ def test_a_checkpoint_that_was_not_finished(checkpoint, tmp_path, monkeypatch):
         other.train()
     with pytest.raises(Refused, match="the process was killed while it wrote"):
         run.train(resume_from_checkpoint=str(folder))
-
-
-def test_a_budget_is_for_so_many_steps(tmp_path):
-    def make(steps):
-        saving = {"save_strategy": "steps", "save_steps": 2, "max_steps": steps}
-        return trainer(tmp_path, privacy=private(**BUDGET), **saving)
-
-    run, other = make(3), make(3)
-    run.train()
-    with pytest.raises(ValueError, match="max_steps: 3 there, 5 here"):
-        make(5).train(resume_from_checkpoint=True)
-    other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    assert history(other) == history(run)
-    assert distance(weights(run.model), weights(other.model)) == 0
 
 
 def test_what_is_saved_is_an_ordinary_model(tmp_path):
