@@ -226,7 +226,7 @@ class PrivacyCallback(Callback):
 
     def state_dict(self) -> Dict[str, Any]:
         """Returns what a checkpoint holds."""
-        if self._training.noise is None:
+        if self._training.optimizer is None:
             return {}
         state = self._training.state_dict(self._config)
         return {**state, "accountant": dict(state["accountant"])}

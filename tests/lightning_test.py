@@ -260,7 +260,7 @@ def test_bf16():
 
 
 def test_data_module_with_transfers():
-    """Its hooks for batches are called with each part, as the collator made it."""
+    """Its hooks for batches are called with each physical batch, as it was collated."""
 
     class Data(L.LightningDataModule):
         def train_dataloader(self):
@@ -282,13 +282,13 @@ class Plain(Classifier):
         return F.cross_entropy(self(batch[0]), batch[1])
 
 
-class Part(Classifier):
+class CallsNet(Classifier):
     def training_step(self, batch, batch_idx):
         return {"loss": self.criterion(self.net(batch[0]), batch[1])}
 
 
 @pytest.mark.parametrize(
-    "cls, given", [(Plain, {"mode": "hooks"}), (Part, {"module": "net"})]
+    "cls, given", [(Plain, {"mode": "hooks"}), (CallsNet, {"module": "net"})]
 )
 def test_other_losses_and_modules(cls, given):
     """Any mean in "hooks"; a part of the module that training_step calls."""

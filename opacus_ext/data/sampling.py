@@ -31,8 +31,6 @@ class Sampling(ABC):
 
     #: Mechanism in the entries of an accountant; "" for the Poisson sampled Gaussian.
     name = ""
-    #: Difference between neighboring data sets.
-    neighbors = "add or remove one"
 
     @abstractmethod
     def rate(self, records: int) -> float:
@@ -354,7 +352,6 @@ class FixedSize(Sampling):
     batch_size: int
 
     name = "fixed_size"
-    neighbors = "replace one"
 
     def rate(self, records: int) -> float:
         return self.batch_size / records
