@@ -114,14 +114,14 @@ def names_of(trees: Dict[str, ast.Module]) -> List[str]:
 
 def entries_in(module: str, tree: ast.Module) -> Iterator[Refusal]:
     """
-    The entries of a table of refusals: calls of a class whose fields are ``name``,
-    ``reason`` and ``remedy``, in this order.
+    The entries of a table of refusals: calls of a class whose first fields are
+    ``name``, ``reason`` and ``remedy``.
     """
     tables, fields = {}, ["name", "reason", "remedy"]
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef):
             own = [x for x in node.body if isinstance(x, ast.AnnAssign)]
-            if [ast.unparse(x.target) for x in own] == fields:
+            if [ast.unparse(x.target) for x in own[:3]] == fields:
                 defaults = {ast.unparse(x.target): x.value for x in own if x.value}
                 tables[node.name] = defaults
     for node in ast.walk(tree):

@@ -370,7 +370,7 @@ def _attach(
     optimizer.mode = first
     private = common.private_model_of(module)
     if private is not None:
-        module.autograd_grad_sample_hooks.extend(peft.watch(module))
+        module.autograd_grad_sample_hooks.extend(peft.attach_checks(module))
         watch_loader(rest[-1], optimizer, private.inputs)
 
 

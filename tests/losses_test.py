@@ -110,7 +110,7 @@ class TestCrossEntropy:
     @pytest.mark.parametrize("weighted", [False, True])
     @pytest.mark.parametrize("smoothing", [0.0, 0.2])
     @pytest.mark.parametrize("reduction", ["mean", "sum"])
-    @pytest.mark.parametrize("shape", [(3, 5), (1, 4), (4, 4), (3,), (2, 3, 2)])
+    @pytest.mark.parametrize("shape", [(1, 4), (4, 4), (3,), (2, 3, 2)])
     def test_is_that_of_each_sample(self, shape, reduction, smoothing, weighted):
         torch.manual_seed(0)
         logits = torch.randn(*shape, V).double().requires_grad_()
@@ -126,24 +126,16 @@ class TestCrossEntropy:
                 logits[b].reshape(-1, V), labels[b].reshape(-1), **given
             )
             assert torch.allclose(losses[b], expected)
-        with torch.no_grad():  # in parts
-            assert torch.allclose(cross_entropy(logits, labels, **given), losses)
 
-    def test_a_sample_without_labels(self):
+    def test_without_labels_and_samples_and_in_half_precision(self):
         logits = torch.randn(2, 3, V, requires_grad=True)
-        labels = torch.tensor([[1, 2, 3], [-100] * 3])
-        losses = cross_entropy(logits, labels)
-        assert losses[1] == 0
+        losses = cross_entropy(logits, torch.tensor([[1, 2, 3], [-100] * 3]))
         losses.sum().backward()
-        assert logits.grad[1].abs().max() == 0 and logits.grad[0].abs().max() > 0
-
-    def test_empty_batch_and_half_precision(self):
-        assert cross_entropy(torch.randn(0, 3, V), torch.zeros(0, 3).long()).shape == (
-            0,
-        )
-        logits = torch.randn(2, 3, V).bfloat16()
-        losses = cross_entropy(logits, torch.ones(2, 3).long())
-        assert losses.dtype == torch.float32
+        assert losses[1] == 0 and logits.grad[1].abs().max() == 0 < losses[0]
+        none = cross_entropy(torch.randn(0, 3, V), torch.zeros(0, 3).long())
+        assert none.shape == (0,)
+        half = cross_entropy(logits.bfloat16(), torch.ones(2, 3).long())
+        assert half.dtype == torch.float32
 
     def test_refused(self):
         with pytest.raises(ValueError, match=r"shapes \(2, 3, 4\) and \(2, 4\)"):
@@ -159,16 +151,13 @@ class TestPerSample:
         assert PerSample("sum")(losses, weights) == 2.5
         assert torch.equal(PerSample("none")(losses, weights), losses * weights)
 
-    @pytest.mark.parametrize("losses", [torch.ones(()), torch.ones(2, 3)])
-    def test_one_loss_a_sample(self, losses):
-        with pytest.raises(ValueError, match=r"model_losses\(model, batch\)"):
-            PerSample()(losses)
-
-    def test_weights_refused(self):
-        with pytest.raises(ValueError, match="weights"):
-            PerSample()(torch.ones(2), torch.ones(3))
-        with pytest.raises(ValueError, match="weights"):
-            PerSample()(torch.ones(2), torch.ones(2, requires_grad=True))
+    def test_refused(self):
+        for losses in (torch.ones(()), torch.ones(2, 3)):
+            with pytest.raises(ValueError, match=r"model_losses\(model, batch\)"):
+                PerSample()(losses)
+        for weights in (torch.ones(3), torch.ones(2, requires_grad=True)):
+            with pytest.raises(ValueError, match="weights"):
+                PerSample()(torch.ones(2), weights)
 
     @every_mode
     def test_weights_apply_before_clipping(self, mode):
@@ -421,17 +410,6 @@ class TestModelLosses:
         assert fine.any() and torch.allclose(losses[fine].double(), own[fine])
         check("ghost_bk", True, model, batch, model_losses)
 
-    def test_images(self):
-        vit = of(
-            "ViTConfig",
-            "ViTForImageClassification",
-            **dict(image_size=8, patch_size=4, num_labels=3),
-        )
-        pixels, labels = torch.randn(3, 3, 8, 8).double(), torch.tensor([0, 2, 1])
-        own = [vit(pixels[b : b + 1], labels=labels[b : b + 1]).loss for b in range(3)]
-        batch = {"pixel_values": pixels, "labels": labels}
-        assert torch.allclose(model_losses(vit, batch), torch.stack(own))
-
     def test_ctc(self):
         class Speech(nn.Module):
             def __init__(self):
@@ -456,26 +434,12 @@ class TestModelLosses:
         check("ghost_bk", True, model, batch, model_losses)
 
     @every_mode
-    def test_half_of_the_model_frozen(self, mode):
-        model = gpt2()
-        for name, p in model.named_parameters():
-            p.requires_grad_("mlp" in name)
-        check(mode, True, model, tokens(3, 6), model_losses)
-
-    @every_mode
     def test_empty_batch(self, mode):
         none = torch.zeros(0, 6).long()
         batch = {"input_ids": none, "labels": none}
         check(mode, True, gpt2(), batch, model_losses)
 
-    def test_evaluation(self):
-        model, batch = gpt2().eval(), tokens(3, 6)
-        losses = model_losses(model, batch)
-        with torch.no_grad():
-            assert torch.allclose(model_losses(model, batch), losses)
-
-    @pytest.mark.parametrize("frozen", [False, True])
-    def test_evaluation_with_a_mask_of_ones(self, frozen):
+    def test_evaluation_with_a_mask_of_ones(self):
         """It may be of the samples, or of all of them: that gives the same."""
 
         class Masked(nn.Module):
@@ -489,7 +453,7 @@ class TestModelLosses:
                     scores = scores.masked_fill(~mask, -1e9)
                 return {"loss": self.last(scores.softmax(-1) @ x).square().mean()}
 
-        model, x = Masked().requires_grad_(not frozen), torch.randn(4, 4, 3)
+        model, x = Masked(), torch.randn(4, 4, 3)
         with torch.no_grad():
             losses = model_losses(model, {"x": x, "mask": torch.ones(4, 4).bool()})
             own = [model(s[None], torch.ones(4, 4).bool())["loss"] for s in x]
@@ -500,14 +464,6 @@ class TestModelLosses:
         assert opacus_ext.find_leaks(gpt2(), batch, model_losses) == []
         (leak,) = opacus_ext.find_leaks(gpt2(), batch)
         assert leak.where == "output['loss']" and "model_losses" in leak.fix
-
-    def test_nothing_stays(self):
-        model, batch = gpt2(), tokens(3, 6)
-        hooks = len(model._forward_hooks), len(model._forward_pre_hooks)
-        before = model(**batch).loss
-        model_losses(model, batch)
-        assert model(**batch).loss == before
-        assert hooks == (len(model._forward_hooks), len(model._forward_pre_hooks))
 
     @pytest.mark.parametrize("mode", ["hooks", "ghost_bk"])
     def test_balancing_loss_of_each_sample(self, mode):
@@ -520,14 +476,12 @@ class TestModelLosses:
         assert (losses - without).abs().min() > 1e-4
         check(mode, True, model, batch, model_losses, tolerance=1e-4)
 
-    def test_no_labels(self):
-        with pytest.raises(ValueError, match="GPT2LMHeadModel gave no loss for input"):
-            model_losses(gpt2(), tokens(3, 6, labels=False))
-
-    def test_number_of_other_samples_tokens(self):
+    def test_refused(self):
         batch = dict(tokens(3, 6), num_items_in_batch=torch.tensor(7))
         with pytest.raises(ValueError, match="num_items_in_batch"):
             model_losses(gpt2(), batch)
+        with pytest.raises(ValueError, match="GPT2LMHeadModel gave no loss for input"):
+            model_losses(gpt2(), tokens(3, 6, labels=False))
 
     @pytest.mark.parametrize(
         "how", ["selected", "turned", "other", "whole", "soft", "rows", "none"]
@@ -613,6 +567,8 @@ class TestPerRecord:
 
     def test_padding_adds_nothing(self):
         """Sequences without labels, and an attention mask of ones."""
+        logits = PerRecord(gpt2())(**tokens(2, 3, 6, labels=False)).logits
+        assert logits.shape == (2, 3, 6, V)
         torch.manual_seed(1)
         model, batch = PerRecord(gpt2()), tokens(3, 2, 6)
         batch["attention_mask"] = torch.ones(3, 2, 6).long()
@@ -634,12 +590,8 @@ class TestPerRecord:
         count = (batch["labels"][..., 1:] != -100).sum((1, 2))
         assert torch.allclose(model_losses(PerRecord(model), batch), sums / count)
 
-    def test_outputs(self):
-        batch = tokens(2, 3, 6, labels=False)
-        assert PerRecord(gpt2())(**batch).logits.shape == (2, 3, 6, V)
-
     @every_mode
-    @pytest.mark.parametrize("shape", [(3, 2, 5), (2, 2, 2), (2, 3, 6), (1, 2, 4)])
+    @pytest.mark.parametrize("shape", [(3, 2, 5), (2, 2, 2)])
     def test_a_model_with_parameters_of_its_own(self, mode, shape):
         torch.manual_seed(0)
         batch = {"input_ids": torch.randint(V, shape)}

@@ -5,6 +5,7 @@ as LoRA starts with B = 0, where A's gradient is zero whatever is done to it.
 """
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -201,34 +202,6 @@ def exact(model, batch, modes=MODES, wraps=(True,), loss_fn=loss_fn):
 # -- exact -------------------------------------------------------------------------
 
 
-CASES = [
-    pytest.param(
-        *(family, method),
-        id=f"{family.__name__}-{method}",
-        marks=[pytest.mark.slow] if method in RARER and family is not llama else [],
-    )
-    for family in MODELS
-    for method in METHODS
-    if not (method.startswith("p") and family in HAVE_NO_PROMPT)
-]
-
-
-@pytest.mark.parametrize("family, method", CASES)
-def test_methods(family, method):
-    model = adapted(family, METHODS[method](family))
-    if method not in ("lora and head", "ia3", "p-tuning"):
-        return exact(model, batch_of(family), ["hooks", "ghost_bk"])
-    exact(model, batch_of(family))
-    for B, T, wrap in ((1, 6, True), (3, 3, False)):
-        exact(model, batch_of(family, B, T), ["ghost_bk"], wraps=[wrap])
-
-
-def test_prefix_with_a_projection():
-    kind = dict(encoder_hidden_size=8, prefix_projection=True)
-    model = adapted(llama, prompt("PrefixTuningConfig", **kind)(llama))
-    exact(model, batch_of(llama))
-
-
 TYPES = {
     "AdaLora": dict(total_step=10),
     "C3A": dict(block_size=4),
@@ -242,89 +215,72 @@ TYPES = {
     "VBLoRA": dict(vector_length=4, num_vectors=8, topk=2),
     "Vera": dict(r=4),
 }
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", TYPES)
-def test_other_types(kind):
-    """Their parameters are read outside of the modules that own them."""
-    config = getattr(peft, f"{kind}Config")
-    config = config(target_modules=["q_proj", "v_proj"], **TYPES[kind])
-    exact(adapted(llama, config), batch_of(llama), ["hooks", "ghost_bk"])
-
-
-INITS = [False, "gaussian", "pissa", "olora", "orthogonal", "eva", "mica"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("init", INITS)
-def test_initialisations(init):
-    model = adapted(llama, lora(llama, init_lora_weights=init))
-    exact(model, batch_of(llama), ["ghost_bk"])
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
+OPTIONS = {
+    llama: [
         dict(layer_replication=[[0, 2], [0, 2]]),
         dict(rank_pattern={"q_proj": 2}, alpha_pattern={"q_proj": 3}),
         dict(layers_to_transform=[1]),
         dict(use_qalora=True),
         dict(trainable_token_indices={"embed_tokens": [3, 5]}),
     ],
-    ids=lambda options: next(iter(options)),
-)
-def test_options(options):
-    exact(adapted(llama, lora(llama, **options)), batch_of(llama), ["ghost_bk"])
-
-
-@pytest.mark.parametrize("dora", [False, True])
-@pytest.mark.parametrize("family, name", [(gpt2, "wte"), (bert, "word_embeddings")])
-def test_embedding(family, name, dora):
-    """DoRA's layer gives a scale made of weights beside the rows."""
-    layers = [name, MODELS[family][1][0]]
-    model = adapted(family, lora(family, target_modules=layers, use_dora=dora))
-    exact(model, batch_of(family))
-    for B, T in ((1, 5), (16, 2)):
-        exact(model, batch_of(family, B, T), ["ghost_bk"])
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        dict(target_modules=["embed_tokens", "q_proj"]),
-        dict(target_modules=["embed_tokens", "lm_head"]),
-        dict(target_modules=["q_proj"], modules_to_save=["embed_tokens"]),
-        dict(target_modules=["q_proj"], modules_to_save=["lm_head"]),
-        dict(
-            target_modules=["q_proj"],
-            modules_to_save=["embed_tokens"],
-            ensure_weight_tying=True,
-        ),
-        dict(target_modules=["q_proj"], trainable_token_indices=[3, 5, 7]),
+    gpt2: [dict(target_modules=["wte", "c_attn"])],
+    bert: [dict(target_modules=["word_embeddings", "query"], use_dora=True)],
+    vit: [dict(target_modules=["projection"], use_dora=True)],
+    moe: [
+        dict(target_modules=["q_proj"], target_parameters=names)
+        for names in (
+            ["experts.gate_up_proj"],
+            ["experts.gate_up_proj", "experts.down_proj"],
+        )
     ],
-    ids=str,
-)
-def test_tied_head(options):
-    tied = lambda: llama(tie_word_embeddings=True)  # noqa: E731
-    exact(adapted(llama, lora(llama, **options), tied), batch_of(llama))
+}
+TIED = [
+    dict(target_modules=["embed_tokens", "lm_head"]),
+    dict(modules_to_save=["embed_tokens"]),
+    dict(modules_to_save=["lm_head"]),
+    dict(modules_to_save=["embed_tokens"], ensure_weight_tying=True),
+    dict(trainable_token_indices=[3, 5, 7]),
+]
+SLOW = pytest.mark.slow
 
 
-def test_convolution():
-    model = adapted(vit, lora(vit, target_modules=["projection"], use_dora=True))
-    exact(model, batch_of(vit))
+def cases():
+    """A family, a config, how its model is built, and whether it is slow."""
+    for family, (method, config) in itertools.product(MODELS, METHODS.items()):
+        if not (method.startswith("p") and family in HAVE_NO_PROMPT):
+            yield method, family, config, None, method in RARER and family is not llama
+    layers = dict(target_modules=["q_proj", "v_proj"])
+    for kind, more in TYPES.items():
+        made = getattr(peft, f"{kind}Config")(**layers, **more)
+        yield kind, llama, lambda family, made=made: made, None, True
+    for init in (False, "gaussian", "pissa", "olora", "orthogonal", "eva", "mica"):
+        yield f"init {init}", llama, {"init_lora_weights": init}, None, True
+    for family, found in OPTIONS.items():
+        for options in found:
+            yield str(options), family, options, None, False
+    for options in TIED:
+        build = lambda: llama(tie_word_embeddings=True)  # noqa: E731
+        options = {"target_modules": ["q_proj"], **options}
+        yield f"tied {options}", llama, options, build, False
+    projected = dict(encoder_hidden_size=8, prefix_projection=True)
+    yield "projected", llama, prompt("PrefixTuningConfig", **projected), None, False
 
 
 @pytest.mark.parametrize(
-    "parameters",
-    [["experts.gate_up_proj"], ["experts.gate_up_proj", "experts.down_proj"]],
-    ids=["one", "nested"],
+    "name, family, config, build",
+    [
+        pytest.param(*case, id=f"{case[1].__name__}-{case[0]}", marks=[SLOW] * slow)
+        for *case, slow in cases()
+    ],
 )
-def test_stacked_experts(parameters):
-    options = dict(target_modules=["q_proj"], target_parameters=parameters)
-    model = adapted(moe, lora(moe, **options))
-    exact(model, batch_of(moe))
-    exact(model, batch_of(moe, 1, 5), ["ghost_bk"], wraps=[False])
+def test_exact(name, family, config, build):
+    made = config(family) if callable(config) else lora(family, **config)
+    model = adapted(family, made, build)
+    if name not in ("lora and head", "ia3", "p-tuning"):
+        return exact(model, batch_of(family), ["hooks", "ghost_bk"])
+    exact(model, batch_of(family))
+    for B, T, wrap in ((1, 6, True), (3, 3, False)):
+        exact(model, batch_of(family, B, T), ["ghost_bk"], wraps=[wrap])
 
 
 def test_trained_experts_under_adapters():
@@ -552,22 +508,34 @@ def test_weight_read_by_its_neighbour(mode, layers):
     refused("out_proj .Linear.: MultiheadAttention ran without calling it", step)
 
 
-def test_parameters_with_hooks():
-    """Context-aware prompt tuning masks gradients by a hook, which no mode runs."""
-    config = peft.CPTConfig(
-        **dict(cpt_token_ids=[1, 2, 3], cpt_mask=[1, 1, 1], num_virtual_tokens=3),
-        **dict(cpt_tokens_type_mask=[1, 2, 3], task_type="CAUSAL_LM"),
-    )
-    model = peft.get_peft_model(llama(), config)
-    make = lambda: make_private(model, "ghost_bk", batch_size=4)  # noqa: E731
-    refused("delta_embedding.weight has a hook .register_hook", make)
-
-
-def test_p_tuning_with_an_lstm():
-    kind = dict(encoder_hidden_size=8, encoder_reparameterization_type="LSTM")
-    model = adapted(bert, prompt("PromptEncoderConfig", **kind)(bert))
-    make = lambda: make_private(model, "ghost_bk", batch_size=4)  # noqa: E731
-    refused("prompt_encoder.default .PromptEncoder.*MLP", make)
+@pytest.mark.parametrize(
+    "family, kind, given, match",
+    [
+        (
+            llama,
+            "CPTConfig",
+            dict(
+                **dict(cpt_token_ids=[1, 2, 3], cpt_mask=[1, 1, 1]),
+                **dict(cpt_tokens_type_mask=[1, 2, 3], num_virtual_tokens=3),
+            ),
+            "delta_embedding.weight has a hook .register_hook",
+        ),
+        (
+            bert,
+            "PromptEncoderConfig",
+            dict(
+                **dict(encoder_hidden_size=8, num_virtual_tokens=3),
+                encoder_reparameterization_type="LSTM",
+            ),
+            "prompt_encoder.default .PromptEncoder.*MLP",
+        ),
+    ],
+)
+def test_types_that_are_refused(family, kind, given, match):
+    """Masks of gradients by a hook, which no mode runs; an LSTM for all samples."""
+    config = getattr(peft, kind)(task_type=MODELS[family][0], **given)
+    model = peft.get_peft_model(family(), config)
+    refused(match, lambda: make_private(model, "ghost_bk", batch_size=4))
 
 
 @every_mode

@@ -1,4 +1,4 @@
-"""Data sets for private training, and how batches are drawn from them."""
+"""Data sets for private training, and ways to draw batches from them."""
 
 from opacus_ext.data.collators import RecordCollator
 from opacus_ext.data.sampling import (
@@ -8,22 +8,9 @@ from opacus_ext.data.sampling import (
     Sampling,
     TruncatedPoisson,
 )
-from opacus_ext.data.sequences import (
-    SequenceData,
-    read_sequences,
-    synthetic_sequences,
-)
+from opacus_ext.data.sequences import SequenceData, read_sequences, synthetic_sequences
 from opacus_ext.data.users import UserRecords
 
-__all__ = [
-    "CyclicPoisson",
-    "FixedSize",
-    "Poisson",
-    "RecordCollator",
-    "Sampling",
-    "SequenceData",
-    "TruncatedPoisson",
-    "UserRecords",
-    "read_sequences",
-    "synthetic_sequences",
-]
+__all__ = ["CyclicPoisson", "FixedSize", "Poisson", "RecordCollator", "Sampling"]
+__all__ += ["SequenceData", "TruncatedPoisson", "UserRecords", "read_sequences"]
+__all__ += ["synthetic_sequences"]

@@ -17,8 +17,8 @@ class RecordCollator:
     :class:`~opacus_ext.losses.PerRecord`.
 
     A record is a list of sequences, each a dict; or one dict of lists, as a row of
-    ``datasets.Dataset`` is. Records with fewer sequences than others are padded by
-    copies of their first one, without labels.
+    ``datasets.Dataset`` is. Shorter records are padded by copies of their first
+    sequence, without labels.
 
     Args:
         collate: collates sequences to tensors ``[B, ...]``, such as
@@ -31,12 +31,8 @@ class RecordCollator:
     Example:
         >>> from torch.utils.data import default_collate
         >>> a, b = ({"labels": torch.tensor([i, i])} for i in (1, 2))
-        >>> RecordCollator(default_collate)([[a, b], [b]])["labels"]
-        tensor([[[   1,    1],
-                 [   2,    2]],
-        <BLANKLINE>
-                [[   2,    2],
-                 [-100, -100]]])
+        >>> RecordCollator(default_collate)([[a, b], [b]])["labels"].tolist()
+        [[[1, 1], [2, 2]], [[2, 2], [-100, -100]]]
     """
 
     def __init__(
@@ -47,7 +43,7 @@ class RecordCollator:
         self.collate, self.labels = collate, labels
 
     def __call__(self, batch: Sequence[Sequences]) -> Dict[str, torch.Tensor]:
-        """Tensors ``[R, S, ...]`` of a list of records."""
+        """Returns tensors ``[R, S, ...]``."""
         records = [_sequences(record) for record in batch]
         if not all(records):
             raise Refused(
@@ -65,15 +61,14 @@ class RecordCollator:
                 parameter="collate",
                 remedy="Use one that keeps them apart.",
             )
-        lead = len(records), longest
-        made = {name: x.unflatten(0, lead) for name, x in flat.items()}
+        shape = len(records), longest
+        collated = {name: x.unflatten(0, shape) for name, x in flat.items()}
         for i, record in enumerate(records):
-            made[self.labels][i, len(record) :] = -100
-        return made
+            collated[self.labels][i, len(record) :] = -100
+        return collated
 
 
 def _sequences(record: Sequences) -> List[Mapping[str, Any]]:
     if not isinstance(record, Mapping):
         return list(record)
-    names = list(record)
-    return [dict(zip(names, values)) for values in zip(*record.values())]
+    return [dict(zip(record, values)) for values in zip(*record.values())]

@@ -1,34 +1,27 @@
-"""The batches of an epoch: what a sampling draws, and that each of them is one step."""
+"""Samplers and loaders of batches that are drawn at random."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Callable, Iterator, List, Optional
+from typing import Any, Callable, Iterator, List, Optional
 
 import torch
 import torch.distributed as dist
 from opacus.utils.uniform_sampler import UniformWithReplacementSampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from opacus_ext.refused import Refused
-
-if TYPE_CHECKING:
-    from opacus_ext.data.sampling import Sampling
 
 
 class Draws(UniformWithReplacementSampler):
     """
-    The batches of an epoch, as lists of record numbers. Opacus's
-    ``BatchMemoryManager`` splits them, and in secure mode gives them its generator.
-
-    Example:
-        >>> from opacus_ext.data import FixedSize
-        >>> draws = Draws(FixedSize(batch_size=3), 12, torch.Generator())
-        >>> [len(batch) for batch in draws]
-        [3, 3, 3, 3]
+    The batches of an epoch, as lists of record numbers, drawn by a ``Sampling``.
+    Opacus's ``BatchMemoryManager`` splits them, and secure mode gives them its
+    generator; with ``distributed`` each process has its share of the batch.
     """
 
     def __init__(
         self,
-        sampling: Sampling,
+        sampling: Any,
         records: int,
         generator: Any = None,
         distributed: bool = False,
@@ -43,30 +36,27 @@ class Draws(UniformWithReplacementSampler):
         self.rank, self.processes = 0, 1
         if distributed:
             self.rank, self.processes = dist.get_rank(), dist.get_world_size()
-        #: How many steps of the run have been taken, where its batches depend on that.
+        #: Gives the steps of the run so far, where its batches depend on them.
         self.taken: Optional[Callable[[], int]] = None
-        #: How many batches are drawn before the step of the first of them, at most.
+        #: The most batches that are drawn before the step of the first of them.
         self.ahead = 0
-        self._last: Optional[int] = None  # the steps there must be after an epoch
+        self._expected: Optional[int] = None  # steps there must be after an epoch
 
     def __iter__(self) -> Iterator[List[int]]:
         first = 0 if self.taken is None else self.taken()
-        last = first if self._last is None else self._last
-        self._check_steps(last, last)
-        self._last = None
+        expected = first if self._expected is None else self._expected
+        self._check_steps(expected, expected)
+        self._expected = None
         generator = self._shared() if self.processes > 1 else self.generator
         for step in range(first, first + self.steps):
             self._check_steps(max(first, step - self.ahead), step)
             drawn = self.sampling.draw(self.num_samples, generator, step)
             yield drawn[self.rank :: self.processes].tolist()
         if self.taken is not None:
-            self._last = first + self.steps
+            self._expected = first + self.steps
 
     def _shared(self) -> torch.Generator:
-        """
-        The same in all processes: each draws the whole batch of an epoch's steps, as
-        one process would, and takes its share of it.
-        """
+        """Returns a generator that all processes have: each draws the whole batch."""
         seed = int(torch.randint(2**62, (1,), generator=self.generator))
         given = [seed, repr(self.sampling), self.num_samples]
         dist.broadcast_object_list(given)
@@ -80,20 +70,51 @@ class Draws(UniformWithReplacementSampler):
         return torch.Generator().manual_seed(given[0])
 
     def _check_steps(self, least: int, most: int) -> None:
-        """
-        Raises:
-            Refused: unless so many steps have been taken
-        """
+        """Refuses batches of a run that has made fewer or more steps."""
         if self.taken is None or least <= self.taken() <= most:
             return
         expected = least if self.taken() < least else most
         raise Refused(
-            f"{self.taken()} steps were made, where the batches drawn so far ask for "
-            f"{expected}. Those of {type(self.sampling).__name__} are drawn from parts "
-            "of the data set in turn, so that the records of one are in no other of "
-            "as many steps.",
+            f"{self.taken()} steps were made, and the batches drawn so far are for "
+            f"{expected}. {type(self.sampling).__name__} draws from the parts of the "
+            "data set in turn, so that no record is drawn twice in as many steps as "
+            "there are parts.",
             parameter="sampling",
             remedy="Call optimizer.step() once for each batch of the loader, or use "
             'noise="independent". If something draws a batch ahead of the steps, as '
             "accelerate does, say so: loader.batch_sampler.ahead += 1.",
         )
+
+
+def count_records(dataset: Dataset) -> int:
+    """Returns the length of a data set; refuses one whose records have no numbers."""
+    if isinstance(dataset, IterableDataset):
+        raise Refused(
+            "The data set is an IterableDataset: its records can't be drawn.",
+            parameter="data_loader",
+            remedy="Use a data set with __getitem__ and __len__.",
+        )
+    return len(dataset)  # type: ignore[arg-type]
+
+
+def loader_like(
+    stock: DataLoader,
+    dataset: Dataset,
+    batch_sampler: Any,
+    collate_fn: Callable,
+    generator: Any = None,
+) -> DataLoader:
+    """Returns a loader of other batches, with the workers of ``stock``."""
+    return DataLoader(
+        dataset,
+        batch_sampler=batch_sampler,
+        collate_fn=collate_fn,
+        generator=generator,
+        num_workers=stock.num_workers,
+        pin_memory=stock.pin_memory,
+        timeout=stock.timeout,
+        worker_init_fn=stock.worker_init_fn,
+        multiprocessing_context=stock.multiprocessing_context,
+        prefetch_factor=stock.prefetch_factor,
+        persistent_workers=stock.persistent_workers,
+    )

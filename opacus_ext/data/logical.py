@@ -1,8 +1,7 @@
-"""Logical batches in physical parts, as the items of one loader.
-
-DP-SGD draws logical batches of any size. A training loop that takes a fixed number of
-items a step (Trainer's ``gradient_accumulation_steps``) gets that many here, each a
-list of parts that fit into memory.
+"""
+Logical batches in physical batches, as the items of one loader: a training loop that
+takes a fixed number of items a step (Trainer's ``gradient_accumulation_steps``) gets
+that many, and each is a list of physical batches, which fit into memory.
 """
 
 from __future__ import annotations
@@ -11,21 +10,20 @@ import hashlib
 import math
 import random
 from contextlib import contextmanager
-from typing import Any, Callable, Iterator, List, NamedTuple, Union
+from typing import Any, Callable, Iterator, List, NamedTuple, Optional, Union
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from opacus_ext.data.draws import loader_like
+from opacus_ext.deprecated import renamed
 
-class Part(NamedTuple):
+
+class PhysicalBatch(NamedTuple):
     """
-    A physical batch.
-
-    Attributes:
-        records: how many records of the data set it holds
-        inputs: what the collator made of them; None if there are none
-        draw: the number of the logical batch that it is a part of
+    The records of a logical batch that run together: their number, what the collator
+    made of them (None without records), and the number of the logical batch.
     """
 
     records: int
@@ -33,8 +31,11 @@ class Part(NamedTuple):
     draw: int
 
 
+__getattr__ = renamed(__name__, {"Part": "PhysicalBatch"})
+
+
 class _Item(NamedTuple):
-    parts: List[List[int]]
+    numbers: List[List[int]]  # of records, by physical batch
     draw: int
     seed: int
 
@@ -43,30 +44,24 @@ class LogicalBatches(Sampler):
     """
     Splits the logical batches that another sampler draws.
 
-    They are numbered, over all epochs, and what is drawn depends on seed and number
+    They are numbered over all epochs, and a draw depends on the seed and its number
     alone. So none is drawn twice, even where an epoch is left early, and a run that was
-    stopped meets the batches that it had still to meet.
+    stopped goes on with the batches that it would have had.
 
     Args:
         draws: gives the record numbers of each logical batch
-        generator: the random numbers of ``draws``
-        physical_batch_size: the most records of a part
-        items: how many items a logical batch makes. The last one holds the last part;
-            the first one has what is too much, or those in front are empty
+        generator: random numbers of ``draws``
+        physical_batch_size: the most records of a physical batch
+        items: number of items of a logical batch. Each has one physical batch; the
+            first one has all that are left over, or those in front are empty
         seed: of all draws
-        first: number of the first one
+        first: number of the first draw
 
     Example:
-        >>> import torch
-        >>> draws, some = [[0, 1, 2, 3, 4], [], [7]], torch.Generator()
-        >>> for item in LogicalBatches(draws, some, 2, items=2, seed=0):
-        ...     print(item.draw, item.parts)
-        0 [[0, 1], [2, 3]]
-        0 [[4]]
-        1 []
-        1 [[]]
-        2 []
-        2 [[7]]
+        >>> draws, generator = [[0, 1, 2, 3, 4], []], torch.Generator()
+        >>> items = LogicalBatches(draws, generator, 2, items=2, seed=0)
+        >>> [item.numbers for item in items]
+        [[[0, 1], [2, 3]], [[4]], [], [[]]]
     """
 
     def __init__(
@@ -91,22 +86,19 @@ class LogicalBatches(Sampler):
         for _ in range(len(self.draws)):
             draw, self.next = self.next, self.next + 1
             self.generator.manual_seed(derive_seed(self.seed, "draw", draw))
-            parts = self._split(next(draws))
-            single = parts[max(len(parts) - self.items + 1, 0) :]
-            items = [parts[: len(parts) - len(single)]]
-            items += [[] for _ in range(self.items - len(single) - 1)]
-            items += [[part] for part in single]
-            for i, item in enumerate(items):
-                yield _Item(item, draw, derive_seed(self.seed, "records", draw, i))
-
-    def _split(self, drawn: List[int]) -> List[List[int]]:
-        """As Opacus's BatchMemoryManager splits."""
-        count = max(math.ceil(len(drawn) / self.physical_batch_size), 1)
-        return [part.tolist() for part in np.array_split(np.array(drawn, int), count)]
+            drawn = np.array(next(draws), int)
+            # As Opacus's BatchMemoryManager splits them, but an empty one is one.
+            count = max(math.ceil(len(drawn) / self.physical_batch_size), 1)
+            split = [x.tolist() for x in np.array_split(drawn, count)]
+            over = max(count - self.items + 1, 0)
+            items = [split[:over], *([x] for x in split[over:])]
+            items[1:1] = [[]] * (self.items - len(items))
+            for i, numbers in enumerate(items):
+                yield _Item(numbers, draw, derive_seed(self.seed, "records", draw, i))
 
 
-class _Parts(Dataset):
-    """What items of LogicalBatches are made of, record by record."""
+class _PhysicalBatches(Dataset):
+    """Collates an item of LogicalBatches."""
 
     def __init__(self, dataset: Dataset, collate: Callable[[list], Any]):
         self.dataset, self.collate = dataset, collate
@@ -114,62 +106,46 @@ class _Parts(Dataset):
     def __len__(self) -> int:
         return len(self.dataset)  # type: ignore[arg-type]
 
-    def __getitems__(self, item: _Item) -> List[Part]:
-        # By its own seed: what is random in records and masks is the same in whatever
-        # process and order they are made.
+    def __getitems__(self, item: _Item) -> List[PhysicalBatch]:
+        # Random records and masks are the same in whatever process and order.
         with _seeded(item.seed):
-            return [self._part(numbers, item.draw) for numbers in item.parts]
+            return [self._collated(numbers, item.draw) for numbers in item.numbers]
 
-    def _part(self, numbers: List[int], draw: int) -> Part:
-        inputs = self.collate(self._records(numbers)) if numbers else None
-        return Part(len(numbers), inputs, draw)
-
-    def _records(self, numbers: List[int]) -> list:
+    def _collated(self, numbers: List[int], draw: int) -> PhysicalBatch:
+        if not numbers:
+            return PhysicalBatch(0, None, draw)
         if hasattr(self.dataset, "__getitems__"):
-            return self.dataset.__getitems__(numbers)
-        return [self.dataset[i] for i in numbers]
+            records = self.dataset.__getitems__(numbers)
+        else:
+            records = [self.dataset[i] for i in numbers]
+        return PhysicalBatch(len(numbers), self.collate(records), draw)
 
 
 def logical_loader(
     dataset: Dataset,
     batches: LogicalBatches,
     collate: Callable[[list], Any],
+    stock: Optional[DataLoader] = None,
     **kwargs: Any,
 ) -> DataLoader:
     """
-    A loader whose items are lists of parts.
-
-    Args:
-        dataset: with numbered records
-        batches: what is drawn
-        collate: makes the inputs of a part of the list of its records
-        kwargs: of the loader, such as ``num_workers``
-
-    Example:
-        >>> batches = LogicalBatches([[0, 2, 3]], torch.Generator(), 2, items=1, seed=0)
-        >>> loader = logical_loader(torch.arange(4) * 10, batches, torch.stack)
-        >>> for part in next(iter(loader)):
-        ...     print(part.records, part.inputs)
-        2 tensor([ 0, 20])
-        1 tensor([30])
+    Returns a loader whose items are lists of physical batches. ``collate`` makes the
+    inputs of one of the list of its records; the workers are those of ``stock``, or of
+    ``kwargs``.
     """
-    parts = _Parts(dataset, collate)
-    return DataLoader(parts, batch_sampler=batches, collate_fn=_as_it_is, **kwargs)
+    collated = _PhysicalBatches(dataset, collate)
+    if stock is not None:
+        return loader_like(stock, collated, batches, _as_it_is)
+    return DataLoader(collated, batch_sampler=batches, collate_fn=_as_it_is, **kwargs)
 
 
-def _as_it_is(item: List[Part]) -> List[Part]:
+def _as_it_is(item: List[PhysicalBatch]) -> List[PhysicalBatch]:
     return item
 
 
 def derive_seed(*key: Union[int, str]) -> int:
     """
-    A seed made of others. Those of different keys tell nothing about each other.
-
-    Example:
-        >>> derive_seed(1, "noise") == derive_seed(1, "noise")
-        True
-        >>> derive_seed(1, 2) == derive_seed(2, 1)
-        False
+    Returns a seed made of others. Seeds of different keys tell nothing of each other.
     """
     digest = hashlib.sha256(repr(key).encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1

@@ -1,10 +1,10 @@
-"""Item sequences, one per user: readers, a synthetic set, tensors to train on."""
+"""Sequences of items, one per user: readers, a synthetic data set, tensors."""
 
 import hashlib
 from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Dict, List, NamedTuple, Optional, Tuple, Union
+from typing import Dict, List, Optional, Tuple, Union
 
 import torch
 from torch.utils.data import TensorDataset
@@ -14,17 +14,17 @@ from opacus_ext.refused import Refused
 
 @dataclass(frozen=True)
 class SequenceData:
-    """One sequence of items per user, the last item held out for testing.
-
-    A user is one sequence and so one sample: sample-level privacy is user-level.
+    """
+    One sequence of items per user, the last item held out for testing. A user is one
+    sample, so that sample-level privacy is user-level.
 
     Attributes:
-        name: what the summary calls the data.
-        histories: for each user the items before the last, ids 1 to ``num_items``.
-        held_out: ``[users]``, the last item of each user.
-        num_items: number of different items, held-out ones included.
+        name: name of the data in summaries
+        histories: for each user the items before the last, ids 1 to ``num_items``
+        held_out: ``[users]``, the last item of each user
+        num_items: number of different items, held-out ones included
         once: whether the data are of a kind in which nobody has an item twice, as
-            ratings are. It is no property of these records, which are not looked at.
+            ratings are; these records are not looked at for it
     """
 
     name: str
@@ -34,37 +34,33 @@ class SequenceData:
     once: bool = False
 
     def training_set(self, max_len: int) -> TensorDataset:
-        """Per user (input ids ``[max_len]``, targets ``[max_len]``), 0-padded right.
-
-        The target of a position is the item after it. Of a history longer than
-        ``max_len + 1`` only the end is used. Users are ordered by length: Opacus's
-        Poisson batches are ascending, so that parts of one hold users of like lengths
-        and little padding.
+        """
+        Returns input ids and targets ``[users, max_len]``, 0-padded on the right: the
+        end of each history, and the item after each position. Users are ordered by
+        length, so that physical batches, which are ascending, have little padding.
         """
         by_length = sorted(self.histories, key=len)
         inputs = _pad([h[:-1] for h in by_length], max_len)
-        targets = _pad([h[1:] for h in by_length], max_len)
-        return TensorDataset(inputs, targets)
+        return TensorDataset(inputs, _pad([h[1:] for h in by_length], max_len))
 
     def contexts(self, max_len: int) -> torch.Tensor:
-        """What precedes each held-out item: ``[users, max_len]``, 0-padded right."""
+        """Returns the end of each history, ``[users, max_len]``, 0-padded right."""
         return _pad(self.histories, max_len)
 
     def without_last(self) -> "SequenceData":
-        """
-        The same without the items that are held out: each user's last but one is, in
-        their place. Settings chosen on it have not seen what is reported on.
-        """
-        histories = [h[:-1] for h in self.histories]
-        held_out = torch.stack([h[-1] for h in self.histories])
-        return replace(self, histories=histories, held_out=held_out)
+        """Returns the same data with the last but one item held out, for choices."""
+        return replace(
+            self,
+            histories=[h[:-1] for h in self.histories],
+            held_out=torch.stack([h[-1] for h in self.histories]),
+        )
 
     def popularity(self) -> torch.Tensor:
-        """``[num_items + 1]``, how often each item occurs in the histories."""
+        """Returns ``[num_items + 1]``, how often each item is in the histories."""
         return torch.bincount(torch.cat(self.histories), minlength=self.num_items + 1)
 
     def fingerprint(self) -> str:
-        """A digest that changes whenever a sequence does."""
+        """Returns a digest that changes whenever a sequence does."""
         digest = hashlib.sha256(self.held_out.numpy().tobytes())
         for history in self.histories:
             digest.update(history.numpy().tobytes() + b"|")
@@ -74,37 +70,29 @@ class SequenceData:
 def read_sequences(
     path: Union[str, Path], min_actions: int = 5, max_users: Optional[int] = None
 ) -> SequenceData:
-    """Reads user sequences from SASRec's text form or MovieLens's ratings.dat.
+    """
+    Reads user sequences from SASRec's text form or MovieLens's ratings.dat.
 
-    The form is recognized by the first line:
+    The first line tells the form:
 
-    - ``user item``, a user's lines in time order (SASRec). This form is what the
-      filter below leaves, so its items are not filtered a second time;
+    - ``user item``, a user's lines in time order (SASRec); items are not filtered;
     - ``user::item::rating::timestamp`` in any order (MovieLens). Items of fewer than
       ``min_actions`` actions are dropped, and equal timestamps keep the file's order.
+      These data are ``once``: a user rates an item one time.
 
-    In both, users of fewer than ``min_actions`` actions are dropped, as the DPFormer
-    paper does (appendix E.1). Items are numbered anew in order of appearance, so the
-    same actions give the same sequences in either form. The list of items and the
-    filter depend on the data; like the paper's, the analysis takes them as public.
-    Ratings (the second form) are ``once``: a user rates an item one time.
+    In both, users of fewer than ``min_actions`` actions are dropped, as in the DPFormer
+    paper (appendix E.1). Items are numbered anew in order of appearance. The list of
+    items and the filter depend on the data; the analysis takes them as public.
 
     Args:
-        path: the file.
-        min_actions: fewest actions of a user (at least 3: an input, a target and the
-            held-out item) and, for ratings.dat, of an item.
-        max_users: take only so many, by their numbers, and the items they have.
+        path: the file
+        min_actions: fewest actions, at least 3 (an input, a target and the held-out
+            item)
+        max_users: keeps only so many users, by their numbers, and their items
 
     Raises:
-        OSError: if the file can't be read.
-        Refused: if a line has another form (the error names it), or no user is left.
-
-    Example:
-        >>> from pathlib import Path
-        >>> _ = Path("few.txt").write_text("7 20\\n7 30\\n7 20\\n7 40\\n7 50\\n")
-        >>> data = read_sequences("few.txt")
-        >>> data.histories, data.held_out
-        ([tensor([1, 2, 1, 3])], tensor([4]))
+        OSError: if the file can't be read
+        Refused: for a line of another form, which is named, or if no user is left
     """
     if min_actions < 3:
         raise Refused(
@@ -112,12 +100,11 @@ def read_sequences(
             parameter="min_actions",
             remedy="A user has an input, a target and the held-out item.",
         )
-    actions, raw = _read_actions(Path(path))
-    if raw:
-        actions.sort(key=lambda action: action.time)  # stable
-        of_item = Counter(action.item for action in actions)
-        actions = [a for a in actions if of_item[a.item] >= min_actions]
-
+    actions, rated = _read_actions(Path(path))
+    if rated:
+        actions.sort(key=lambda action: action[2])  # stable
+        count = Counter(item for _, item, _ in actions)
+        actions = [action for action in actions if count[action[1]] >= min_actions]
     by_user: Dict[int, List[int]] = {}
     for user, item, _ in actions:
         by_user.setdefault(user, []).append(item)
@@ -129,16 +116,12 @@ def read_sequences(
             parameter="path",
             remedy="Lower min_actions, or give a file with longer sequences.",
         )
-
-    new_id: Dict[int, int] = {}
-    sequences = [[new_id.setdefault(i, len(new_id) + 1) for i in seq] for seq in chosen]
-    return SequenceData(
-        name=Path(path).name,
-        histories=[torch.tensor(seq[:-1]) for seq in sequences],
-        held_out=torch.tensor([seq[-1] for seq in sequences]),
-        num_items=len(new_id),
-        once=raw,
-    )
+    ids: Dict[int, int] = {}
+    sequences = [
+        torch.tensor([ids.setdefault(i, len(ids) + 1) for i in items])
+        for items in chosen
+    ]
+    return _held_out(Path(path).name, sequences, len(ids), rated)
 
 
 def synthetic_sequences(
@@ -148,32 +131,19 @@ def synthetic_sequences(
     length: int = 20,
     num_genres: int = 40,
 ) -> SequenceData:
-    """A made-up data set with a long tail and a next item that can be learned.
+    """
+    Makes up data with a long tail and a next item that can be learned.
 
-    It stands in where no real data is at hand, and says nothing about how well a
-    model does on real people: its structure is simple and every user follows the same
-    rules. Items belong to genres, whose popularity falls as rank^-0.7 (Zipf). The next
-    action is, with probability
+    They stand in where no real data are at hand, and say nothing about real people.
+    Items belong to genres, whose popularity falls as rank^-0.7 (Zipf). The next item
+    is, with probability
 
-    - 0.5: the successor of the present item, in a fixed cycle through its genre;
+    - 0.5: the successor of the present one, in a cycle through its genre;
     - 0.4: an item of the present genre, Zipf-distributed by rank in the genre;
     - 0.1: an item of a genre drawn by popularity.
 
-    Args:
-        num_users: number of sequences.
-        num_items: number of items; a multiple of ``num_genres``.
-        seed: makes the data set; the global random state is untouched.
-        length: mean number of actions of a user; lengths are uniform in
-            ``[length / 2, 3 * length / 2]``.
-        num_genres: number of genres.
-
-    Raises:
-        Refused: if ``num_genres`` doesn't divide ``num_items``.
-
-    Example:
-        >>> data = synthetic_sequences(num_users=100, num_items=30, num_genres=3)
-        >>> len(data.histories), data.num_items
-        (100, 30)
+    Lengths are uniform in ``[length / 2, 3 * length / 2]``, and the global random state
+    is untouched. ``num_genres`` must divide ``num_items``.
     """
     if num_items % num_genres:
         raise Refused(
@@ -198,52 +168,47 @@ def synthetic_sequences(
         draw = torch.rand(num_users, generator=rng)
         genre = torch.where(draw < 0.9, genre, zipf(num_genres))
         rank = torch.where(draw < 0.5, (rank + 1) % size, zipf(size))
-    actions = torch.stack(columns, dim=1)
-    sequences = [row[:n] for row, n in zip(actions, lengths.tolist())]
-    return SequenceData(
-        name="synthetic",
-        histories=[seq[:-1].clone() for seq in sequences],
-        held_out=torch.stack([seq[-1] for seq in sequences]),
-        num_items=num_items,
-    )
+    rows = zip(torch.stack(columns, dim=1), lengths.tolist())
+    sequences = [row[:n].clone() for row, n in rows]
+    return _held_out("synthetic", sequences, num_items)
 
 
-class _Action(NamedTuple):
-    user: int
-    item: int
-    time: int
+def _held_out(
+    name: str, sequences: List[torch.Tensor], num_items: int, once: bool = False
+) -> SequenceData:
+    last = torch.stack([x[-1] for x in sequences])
+    return SequenceData(name, [x[:-1] for x in sequences], last, num_items, once)
 
 
-def _read_actions(path: Path) -> Tuple[List[_Action], bool]:
-    """All actions of a file, and whether it is a raw one (ratings.dat)."""
-    actions: List[_Action] = []
-    raw = False
+def _read_actions(path: Path) -> Tuple[List[Tuple[int, int, int]], bool]:
+    """Reads (user, item, time), and tells whether they are ratings (ratings.dat)."""
+    actions: List[Tuple[int, int, int]] = []
+    rated = False
     with path.open(encoding="utf-8", errors="replace") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
             if not actions:
-                raw = "::" in line
+                rated = "::" in line
             try:
-                if raw:
+                if rated:
                     user, item, _, time = line.split("::")
                 else:
-                    user, item = line.split()
-                    time = "0"
-                actions.append(_Action(int(user), int(item), int(time)))
+                    (user, item), time = line.split(), "0"
+                actions.append((int(user), int(item), int(time)))
             except ValueError:
-                form = "user::item::rating::timestamp" if raw else "user item"
+                form = "user::item::rating::timestamp" if rated else "user item"
                 raise Refused(
                     f"{path}, line {number}: expected '{form}' in whole numbers, "
                     f"found {line.rstrip()[:80]!r}.",
                     parameter="path",
                     remedy="Put the file in this form, or leave the line out.",
                 ) from None
-    return actions, raw
+    return actions, rated
 
 
 def _pad(sequences: List[torch.Tensor], max_len: int) -> torch.Tensor:
-    """``[len(sequences), max_len]``: the end of each sequence, then zeros."""
+    """Returns ``[len(sequences), max_len]``: the end of each sequence, then zeros."""
     out = torch.zeros(len(sequences), max_len, dtype=torch.long)
     for row, sequence in zip(out, sequences):
         tail = sequence[-max_len:]

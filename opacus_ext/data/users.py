@@ -12,25 +12,21 @@ from opacus_ext.refused import Refused
 
 class UserRecords(Dataset):
     """
-    One item a user: some of the user's records, drawn anew each time it is asked for.
+    A data set with one item a user: some of the user's records, drawn anew each time.
 
-    Private training on it is private by user: a step draws users, each with the same
-    probability, and clips one gradient a user, whatever and however many the user's
-    records are. Which records they are depends on that user and on chance alone.
-
-    Chance is torch's default generator, as in random transforms: of a worker its own,
-    and in PrivateTrainer that of the run's seed, so that a run that goes on draws what
-    it would have drawn.
+    Private training on it is private by user: a step draws users and clips one gradient
+    a user, however many records the user has. Records are drawn by torch's default
+    generator, as random transforms are; PrivateTrainer and PrivacyCallback seed it, so
+    that a run that goes on draws what it would have drawn.
 
     Args:
         dataset: the records, by number
-        users: whose each record is, ``[len(dataset)]``; or the name of the key of a
-            record that says it, which is left out of what is given
-        records_per_step: how many of a user's records are drawn, without replacement.
-            With 1 an item is a record as ``dataset`` gives it, for any model and
-            collator. With more, or None for all of them, it is a list of records: for
-            :class:`~opacus_ext.data.collators.RecordCollator` and a model in
-            :class:`~opacus_ext.losses.PerRecord`
+        users: the user of each record, ``[len(dataset)]``; or the key of a record that
+            holds the user, and is left out of the items
+        records_per_step: number of records drawn of a user, without replacement. With
+            1 an item is a record. With more, or None for all of them, it is a list of
+            records, for :class:`~opacus_ext.data.collators.RecordCollator` and a model
+            in :class:`~opacus_ext.losses.PerRecord`
 
     Attributes:
         users: the users of the items, in order of first appearance
@@ -44,8 +40,6 @@ class UserRecords(Dataset):
         >>> data = UserRecords(texts, "by", records_per_step=None)
         >>> len(data), data.users, data[1]
         (2, [7, 9], [{'text': 'b'}, {'text': 'c'}])
-        >>> UserRecords(texts, "by")[0]
-        {'text': 'a'}
     """
 
     def __init__(
@@ -71,7 +65,7 @@ class UserRecords(Dataset):
                 remedy="Give 1 or more, or None for all records of a user.",
             )
         self.records_per_step = records_per_step
-        self._records: Dict[Hashable, List[int]] = {}  # their numbers, by user
+        self._records: Dict[Hashable, List[int]] = {}  # numbers, by user
         for i, user in enumerate(ids):
             self._records.setdefault(user, []).append(i)
         self.users = list(self._records)
@@ -80,7 +74,7 @@ class UserRecords(Dataset):
         return len(self.users)
 
     def __getitem__(self, index: int) -> Any:
-        """What user ``index`` contributes this time."""
+        """Draws records of user ``index``."""
         own, count = self._records[self.users[index]], self.records_per_step
         if count is None:
             return [self._record(i) for i in own]

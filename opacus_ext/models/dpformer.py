@@ -12,15 +12,11 @@ from opacus_ext.refused import Refused
 
 
 class Block(nn.Module):
-    """One encoder layer: attention, then a feed-forward layer four times as wide.
+    """
+    One encoder layer: attention, then a feed-forward layer four times as wide.
 
-    The normalization follows each residual sum (post-norm) and dropout acts on each
+    Normalization follows each residual sum (post-norm) and dropout acts on each
     sub-layer's output, as in "Attention Is All You Need" (sections 3.1, 3.3, 5.4).
-
-    Args:
-        width: model dimension.
-        heads: number of attention heads; must divide ``width``.
-        dropout: probability of dropping an element of a sub-layer's output.
     """
 
     def __init__(self, width: int, heads: int, dropout: float):
@@ -38,20 +34,21 @@ class Block(nn.Module):
 
 
 class NextItemModel(nn.Module):
-    """Predicts the next item of a sequence from an encoding of those before.
+    """
+    Predicts the next item of a sequence from an encoding of the items before.
 
     Sequences are padded with 0 on the right; outputs at padded positions mean nothing
     and must be ignored by the loss. A subclass has ``encode``, from item ids ``[B, T]``
     to hidden states ``[B, T, width]``, in which no position sees later ones.
 
     Args:
-        num_items: number of items; their ids are 1 to ``num_items``.
-        width: model dimension.
-        tied: whether input and output share one embedding matrix.
-        items: ``[M]``, the ids that have a row of their own; by default all. Of the
-            others, which share one, the prior alone knows how likely they are. Each row
-            of a private embedding gets the same noise, so that those of rare items are
-            noise alone. The choice must be public or released, as by
+        num_items: number of items; their ids are 1 to ``num_items``
+        width: model dimension
+        tied: shares one embedding matrix by input and output
+        items: ``[M]``, the ids that have a row of their own; by default all. The others
+            share one row, and only the prior ranks them. Each row of a private
+            embedding gets the same noise, so that those of rare items are noise alone.
+            The choice must be public or released, as by
             :meth:`opacus_ext.releases.Popularity.top`
     """
 
@@ -88,31 +85,28 @@ class NextItemModel(nn.Module):
             self.embedding.weight[0].zero_()
 
     def set_prior(self, prior: Union[torch.Tensor, nn.Module]) -> None:
-        """Starts from what is known: logits to which those of the model are added.
+        """
+        Sets logits to which those of the model are added.
 
         What is public, or was released once, need not be learned from noisy gradients.
-        Those of a model that starts from equal chances mostly say how popular items
-        are, and clipping lets that take the place of everything else.
+        A model that starts from equal chances mostly learns how popular items are, and
+        clipping lets that take the place of everything else.
 
         Args:
-            prior: p_i of the items, ``[num_items + 1]``, see
-                :func:`opacus_ext.re_attention.token_shares` and
-                :attr:`opacus_ext.releases.Popularity.shares`, of which log p_i is
-                taken. Zeros, as that of padding, count as the smallest positive share.
-                Or a module that is called as the model is, such as
-                :class:`TransitionPrior`; its parameters are trained unless they are
-                frozen
+            prior: p_i of the items, ``[num_items + 1]``, of which log p_i is taken
+                (:func:`opacus_ext.re_attention.token_shares`,
+                :attr:`opacus_ext.releases.Popularity.shares`); zeros count as the
+                smallest positive share. Or a module that is called as the model is,
+                such as :class:`TransitionPrior`, whose parameters are trained unless
+                they are frozen
         """
         self.prior = prior if isinstance(prior, nn.Module) else _Shares(prior)
 
     def shares_of_rows(self, shares: torch.Tensor) -> torch.Tensor:
         """
-        How likely it is that a sequence meets a row of the embedding, ``[rows]``, for
-        :func:`opacus_ext.track_errors`. That of the shared row is at most the sum of
-        those of its items.
-
-        Args:
-            shares: of the items, ``[num_items + 1]``
+        Returns the probability that a sequence meets a row of the embedding,
+        ``[rows]``, for :func:`opacus_ext.track_errors`; for the shared row an upper
+        bound. ``shares`` are those of the items, ``[num_items + 1]``.
         """
         if self.row is None:
             return shares
@@ -120,41 +114,39 @@ class NextItemModel(nn.Module):
         return rows.index_add(0, self.row, shares).clamp(max=1)
 
     def encode(self, ids: torch.Tensor) -> torch.Tensor:
-        """Hidden states ``[B, T, width]`` of rows of the embedding, ``[B, T]``."""
+        """Returns hidden states ``[B, T, width]`` of embedding rows ``[B, T]``."""
         raise NotImplementedError(type(self).__name__)
 
     def forward(
         self, ids: torch.Tensor, at: Optional[torch.Tensor] = None
     ) -> torch.Tensor:
-        """Logits ``[B, T, num_items + 1]`` of the item after each position.
-
-        Args:
-            ids: ``[B, T]``
-            at: ``[B]``, one position of each sequence, for ``[B, num_items + 1]``
+        """
+        Returns logits ``[B, T, num_items + 1]`` of the item after each position; with
+        ``at`` ``[B]``, after one position of each sequence, ``[B, num_items + 1]``.
         """
         hidden = self.encode(ids if self.row is None else self.row[ids])
         if at is not None:
             hidden = hidden[torch.arange(len(ids), device=ids.device), at]
         logits = self.head(hidden)
         if self.items is not None:
-            known, shape = logits[..., 1:-1], (*logits.shape[:-1], self.num_items + 1)
-            logits = logits.new_zeros(shape).index_add(-1, self.items, known)
+            own, shape = logits[..., 1:-1], (*logits.shape[:-1], self.num_items + 1)
+            logits = logits.new_zeros(shape).index_add(-1, self.items, own)
         return logits if self.prior is None else logits + self.prior(ids, at)
 
     def score(self, ids: torch.Tensor) -> torch.Tensor:
-        """Logits ``[B, num_items + 1]`` of the item after each whole sequence."""
+        """Returns logits ``[B, num_items + 1]`` of the item after each sequence."""
         return self(ids, (ids != 0).sum(dim=1).sub(1).clamp(min=0))
 
 
 class _Shares(nn.Module):
-    """The prior that knows how popular items are."""
+    """The prior of items' popularity."""
 
     logits: torch.Tensor
 
     def __init__(self, shares: torch.Tensor):
         super().__init__()
-        known = shares[shares > 0]
-        floor = known.min() if len(known) else shares.new_ones(())
+        positive = shares[shares > 0]
+        floor = positive.min() if len(positive) else shares.new_ones(())
         self.register_buffer("logits", shares.clamp(min=float(floor)).log())
 
     def forward(
@@ -164,38 +156,28 @@ class _Shares(nn.Module):
 
 
 class DPFormer(NextItemModel):
-    """Predicts the next item of a sequence, at every position.
+    """
+    Predicts the next item of a sequence with a transformer, at every position.
 
-    The standard transformer encoder with learned positions, a causal mask and one
-    embedding matrix shared by input and output. Defaults and structure are those of
-    "DPFormer: Learning Differentially Private Transformer on Long-Tailed Data"
-    (appendix E). :func:`opacus_ext.track_errors` turns its Re-Attention on.
-
-    Sequences are padded with 0 on the right. No padding mask is needed then: under
-    the causal mask a real position sees earlier positions only, and these are real.
-    Outputs at padded positions mean nothing and must be ignored by the loss.
+    The standard encoder with learned positions, a causal mask and one embedding matrix
+    shared by input and output; defaults and structure are those of "DPFormer: Learning
+    Differentially Private Transformer on Long-Tailed Data" (appendix E).
+    :func:`opacus_ext.track_errors` turns its Re-Attention on. No padding mask is
+    needed: a real position sees earlier positions only, and these are real.
 
     Args:
-        num_items: number of items; their ids are 1 to ``num_items``.
-        max_len: longest sequence T, in items.
-        width: model dimension.
-        depth: number of blocks.
-        heads: number of attention heads; must divide ``width``.
-        dropout: dropout probability (the paper's: 0.2 MovieLens, 0.5 Amazon).
-        tied: whether input and output share one embedding matrix.
-        items: those with rows of their own, see :class:`NextItemModel`.
-
-    Raises:
-        Refused: if ``heads`` does not divide ``width``, or an input sequence is
-            longer than ``max_len``.
+        num_items: number of items; their ids are 1 to ``num_items``
+        max_len: longest sequence T, in items
+        width: model dimension
+        depth: number of blocks
+        heads: number of attention heads; must divide ``width``
+        dropout: dropout probability (the paper's: 0.2 MovieLens, 0.5 Amazon)
+        tied, items: see :class:`NextItemModel`
 
     Example:
-        >>> model = DPFormer(num_items=10, max_len=5)
-        >>> ids = torch.tensor([[3, 1, 4, 0, 0], [2, 7, 1, 8, 2]])
-        >>> model(ids).shape
-        torch.Size([2, 5, 11])
-        >>> model.score(ids).shape
-        torch.Size([2, 11])
+        >>> model, ids = DPFormer(num_items=10, max_len=5), torch.tensor([[3, 1, 0]])
+        >>> model(ids).shape, model.score(ids).shape
+        (torch.Size([1, 3, 11]), torch.Size([1, 11]))
     """
 
     def __init__(
@@ -216,7 +198,6 @@ class DPFormer(NextItemModel):
         nn.init.normal_(self.position.weight, std=0.02)
 
     def encode(self, ids: torch.Tensor) -> torch.Tensor:
-        """Hidden states ``[B, T, width]`` of item ids ``[B, T]``."""
         batch, length = ids.shape
         if length > self.position.num_embeddings:
             raise Refused(
@@ -235,24 +216,9 @@ class DPFormer(NextItemModel):
 
 
 class RecurrentModel(NextItemModel):
-    """Predicts the next item with a GRU or an LSTM, the paper's baselines.
-
-    Args:
-        num_items: number of items; their ids are 1 to ``num_items``.
-        cell: "gru" or "lstm".
-        width: model dimension.
-        depth: layers.
-        dropout: dropout probability, of the embedding and of each layer's output.
-        tied: whether input and output share one embedding matrix.
-        items: those with rows of their own, see :class:`NextItemModel`.
-
-    Raises:
-        Refused: for another ``cell``
-
-    Example:
-        >>> model = RecurrentModel(num_items=10, cell="lstm", width=8)
-        >>> model(torch.tensor([[3, 1, 4, 0, 0], [2, 7, 1, 8, 2]])).shape
-        torch.Size([2, 5, 11])
+    """
+    Predicts the next item with a GRU or an LSTM (``cell``), the paper's baselines.
+    Other arguments are those of :class:`DPFormer`.
     """
 
     def __init__(
@@ -281,7 +247,6 @@ class RecurrentModel(NextItemModel):
         self.norm = nn.LayerNorm(width)
 
     def encode(self, ids: torch.Tensor) -> torch.Tensor:
-        """Hidden states ``[B, T, width]`` of item ids ``[B, T]``."""
         scale = math.sqrt(self.embedding.embedding_dim)
         x = self.dropout(self.embedding(ids) * scale)
         return self.norm(self.dropout(self.layers(x)[0]))

@@ -1,4 +1,4 @@
-"""What item comes next by two releases: no weights to train, or a handful."""
+"""A prior of the next item by two releases: no weights to train, or a handful."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from opacus_ext.releases import Popularity, Transitions
 
 class TransitionPrior(nn.Module):
     """
-    Scores of the next item, from popularity and from which item follows which.
+    Scores the next item by popularity, and by which item follows which.
 
     With p the shares of items, S the released transitions of the top M, unweighted, and
     q their shares among themselves::
@@ -24,7 +24,7 @@ class TransitionPrior(nn.Module):
 
     where s are the items before, D the diagonal of (p_i / mean(p) + 1)^beta, the
     diagonal of the matrix is zero, and rms is the root mean square of its entries. The
-    scores are logits. An item outside of the top M adds nothing, and gets alpha log p.
+    scores are logits. An item outside of the top M has alpha log p alone.
 
     The L + 3 numbers (w, alpha, beta, tau) are parameters: train them, with privacy, or
     ``prior.requires_grad_(False)``. S and p are buffers. All is post-processing of the
@@ -41,17 +41,6 @@ class TransitionPrior(nn.Module):
     Shape:
         - ids: ``[B, T]``, from 1, padded with 0 on the right
         - output: ``[B, T, num_items + 1]``, or ``[B, num_items + 1]`` with ``at``
-
-    Example:
-        >>> from opacus.accountants import RDPAccountant
-        >>> from opacus_ext.releases import release_popularity, release_transitions
-        >>> histories = [torch.tensor([1, 2, 3]), torch.tensor([3, 1, 2])]
-        >>> how = {"noise_multiplier": 0.01, "accountant": RDPAccountant()}
-        >>> popularity = release_popularity(histories, 3, **how)
-        >>> transitions = release_transitions(histories, popularity.top(3), **how)
-        >>> prior = TransitionPrior(popularity, transitions)
-        >>> prior(torch.tensor([[1, 0]]), at=torch.tensor([0])).argmax()
-        tensor(2)
     """
 
     shares: Tensor
@@ -81,8 +70,8 @@ class TransitionPrior(nn.Module):
         chosen = shares[items].double()
         chosen = chosen / chosen.sum()
         weights = transitions.weights * chosen
-        known = transitions.counts.sum().clamp(min=1) / (1 + transitions.back)
-        expected = known * torch.outer(chosen, chosen) / weights.sum() ** 2
+        total = transitions.counts.sum().clamp(min=1) / (1 + transitions.back)
+        expected = total * torch.outer(chosen, chosen) / weights.sum() ** 2
         counts = (transitions.unweighted - expected).float()
         place = torch.full((len(shares),), len(items))  # the last row: no such item
         place[items] = torch.arange(len(items))
@@ -103,12 +92,12 @@ class TransitionPrior(nn.Module):
             self.weights.div_(1.2 * torch.where(size > 0, size, 1.0))
 
     def _scale(self) -> Tensor:
-        """``[num_items + 1]``"""
+        """Returns the diagonal of D, ``[num_items + 1]``."""
         relative = self.shares / self.shares[1:].mean() + 1
         return relative**self.beta
 
     def forward(self, ids: Tensor, at: Optional[Tensor] = None) -> Tensor:
-        """See the class; ``at`` ``[B]`` is one position of each sequence."""
+        """Scores the item after each position, or after positions ``at`` ``[B]``."""
         length = ids.shape[1]
         times = torch.arange(length, device=ids.device)
         asked = times.expand(len(ids), length) if at is None else at[:, None]
@@ -120,30 +109,29 @@ class TransitionPrior(nn.Module):
         matrix = matrix + self.tau * self.back
         if at is not None and not torch.is_grad_enabled():
             # A product with a sparse matrix, whose rows are the users.
-            known = F.embedding_bag(
+            found = F.embedding_bag(
                 place, matrix, mode="sum", per_sample_weights=weights[:, 0]
             )[:, None]
         else:
-            known = weights @ F.embedding(place, matrix)
-        known = known * scale[self.items]  # [B, Q, M]
+            found = weights @ F.embedding(place, matrix)
+        found = found * scale[self.items]  # [B, Q, M]
         log_shares = self.shares.clamp(min=self.shares[1:].min()).log()
-        scores = (self.alpha * log_shares).expand(*known.shape[:2], len(log_shares))
-        scores = scores.index_add(2, self.items, known)
+        scores = (self.alpha * log_shares).expand(*found.shape[:2], len(log_shares))
+        scores = scores.index_add(2, self.items, found)
         return scores if at is None else scores[:, 0]
 
     def score(self, ids: Tensor) -> Tensor:
-        """``[B, num_items + 1]`` of the item after each whole sequence."""
+        """Returns ``[B, num_items + 1]``, scores of the item after each sequence."""
         return self(ids, (ids != 0).sum(dim=1).sub(1).clamp(min=0))
 
 
 def leave_out(scores: Tensor, ids: Tensor) -> Tensor:
     """
-    Scores with -inf at the items that a user has already, which come last then.
+    Returns scores with -inf at the items that a user has already, which come last then.
 
-    For data in which nobody has an item twice. That must be known from outside of the
-    records, as for ratings, of which a user gives a movie one: whether it is so in
-    these records is private. The items are those of the user who is scored, that
-    user's own input, so that this is post-processing and costs no privacy.
+    For data in which nobody has an item twice, as in ratings. That must be known from
+    outside of the records: whether it is so in these records is private. The items are
+    those of the user who is scored, so that this is post-processing.
 
     Args:
         scores: ``[B, num_items + 1]``

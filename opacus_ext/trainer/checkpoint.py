@@ -20,26 +20,14 @@ def write_state(folder: str, state: Dict[str, Any]) -> None:
 
 
 def forget_state(folder: str) -> None:
-    """
-    Before weights are written to a folder: the privacy state there is of others. A
-    folder without one can't be gone on from.
-    """
+    """Removes a privacy state, which is not of the weights that are written next."""
     path = os.path.join(folder, PRIVACY_STATE)
     if os.path.isfile(path):
         os.remove(path)
 
 
-def read_state(folder: str, config: Dict[str, Any]) -> Dict[str, Any]:
-    """
-    The privacy state of a checkpoint, if it belongs to a run with the same settings.
-
-    Args:
-        folder: of the checkpoint
-        config: settings that must be what they were (the state's "config")
-
-    Raises:
-        Refused: if there is no state, or it belongs to another run
-    """
+def read_state(folder: str) -> Dict[str, Any]:
+    """Reads the privacy state of a checkpoint; refuses one that is not whole."""
     path = os.path.join(folder, PRIVACY_STATE)
     if not os.path.isfile(path):
         raise Refused(
@@ -60,23 +48,11 @@ def read_state(folder: str, config: Dict[str, Any]) -> Dict[str, Any]:
             parameter="resume_from_checkpoint",
             remedy="Give the checkpoint before it.",
         )
-    before = saved["config"]
-    changed = "; ".join(
-        f"{name}: {before.get(name)!r} there, {config.get(name)!r} here"
-        for name in sorted(before.keys() | config.keys())
-        if before.get(name) != config.get(name)
-    )
-    if changed:
-        raise Refused(
-            f"{folder} belongs to another run; these must be the same: {changed}.",
-            parameter="resume_from_checkpoint",
-            remedy="Give the settings that it was written with, or train anew.",
-        )
     return saved
 
 
 def _step_of(folder: str) -> Optional[int]:
-    """What Trainer, which writes this file last, says; None if it does not."""
+    """Returns the step in the file that Trainer writes last; None if there is none."""
     try:
         with open(os.path.join(folder, TRAINER_STATE_NAME), encoding="utf-8") as file:
             return json.load(file).get("global_step")

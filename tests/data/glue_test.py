@@ -5,7 +5,6 @@ import zlib
 from pathlib import Path
 
 import pytest
-import torch
 
 from examples.glue import read_glue
 from examples.hashed_words import HashedWords
@@ -75,11 +74,6 @@ def test_refused(tmp_path, task, text, message):
         read_glue(write(tmp_path, text), task)
 
 
-def test_missing(tmp_path):
-    with pytest.raises(OSError):
-        read_glue(tmp_path / "missing.tsv", "sst2")
-
-
 def test_fingerprint(tmp_path):
     texts = ["a\t1\nb\t0", "a\t1\nb\t1", "a\t1\nc\t0", "b\t0\na\t1", "a\t1\nb\t0"]
     found = [
@@ -96,45 +90,24 @@ def test_sst2_itself():
         assert (len(found.texts), int(found.classes.sum())) == (rows, positive)
 
 
-class TestHashedWords:
-    def test_depends_on_the_word_alone(self):
-        """Not on the process (Python's own hash does), case or what stands around."""
-        tokenizer = HashedWords(1000)
-        words = ["it", "isn't", "good", ";", "good", ",", "it's", "!"]
-        expected = [3 + zlib.crc32(word.encode()) % 1000 for word in words]
-        ids = tokenizer("It isn't GOOD; good, it's!").input_ids
-        assert ids == [*expected, tokenizer.eos_token_id]
+def test_words_are_hashed(tmp_path):
+    """Not by the process (as Python's own hash), case or what stands around."""
+    from transformers import AutoTokenizer
 
-    def test_ends_with_end_and_stays_in_range(self):
-        tokenizer = HashedWords(buckets=5)
-        for text in (
-            "",
-            "one",
-            "a longer text, with </s> and <pad> in it",
-            "é 東 \t x",
-        ):
-            ids = tokenizer(text).input_ids
-            assert ids[-1] == 1 and max(ids) < tokenizer.vocab_size == 8
-        cut = tokenizer("one two three four", truncation=True, max_length=3).input_ids
-        assert len(cut) == 3 and cut[-1] == 1
-
-    def test_saved_and_read(self, tmp_path):
-        from transformers import AutoTokenizer
-
-        HashedWords(buckets=50).save_pretrained(tmp_path)
-        for read in (HashedWords, AutoTokenizer):
-            found = read.from_pretrained(tmp_path)
-            assert type(found) is HashedWords and found.buckets == 50
-            assert (
-                found("a fine film").input_ids
-                == HashedWords(50)("a fine film").input_ids
-            )
-
-    def test_refused(self):
-        with pytest.raises(ValueError, match="buckets must be positive, got 0"):
-            HashedWords(buckets=0)
-
-    def test_vocabulary(self):
-        vocabulary = HashedWords(buckets=4).get_vocab()
-        assert sorted(vocabulary.values()) == list(range(7))
-        assert torch.tensor(list(vocabulary.values())).unique().numel() == 7
+    tokenizer = HashedWords(1000)
+    words = ["it", "isn't", "good", ";", "good", ",", "it's", "!"]
+    expected = [3 + zlib.crc32(word.encode()) % 1000 for word in words]
+    ids = tokenizer("It isn't GOOD; good, it's!").input_ids
+    assert ids == [*expected, tokenizer.eos_token_id]
+    small = HashedWords(buckets=5)
+    assert sorted(small.get_vocab().values()) == list(range(8))
+    for text in ("", "a longer text, with </s> and <pad> in it", "é 東 \t x"):
+        ids = small(text).input_ids
+        assert ids[-1] == 1 and max(ids) < small.vocab_size == 8
+    cut = small("one two three four", truncation=True, max_length=3).input_ids
+    assert len(cut) == 3 and cut[-1] == 1
+    small.save_pretrained(tmp_path)
+    found = AutoTokenizer.from_pretrained(tmp_path)
+    assert type(found) is HashedWords and found.buckets == 5
+    with pytest.raises(ValueError, match="buckets must be positive, got 0"):
+        HashedWords(buckets=0)

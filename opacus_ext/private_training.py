@@ -1,0 +1,213 @@
+"""
+The private part of a run whose training loop is another library's, which
+``PrivateTrainer`` and ``PrivacyCallback`` share.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Callable, Dict, Mapping, Optional
+
+import torch
+from opacus import PrivacyEngine
+from opacus.accountants.accountant import IAccountant
+from torch import nn
+from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler
+
+from opacus_ext.accountants.budget import least_noise
+from opacus_ext.data.draws import Draws
+from opacus_ext.data.logical import LogicalBatches, derive_seed
+from opacus_ext.data.sampling import Sampling
+from opacus_ext.refused import Refused
+
+
+def check_budget(
+    target_delta: Optional[float],
+    target_epsilon: Optional[float],
+    noise_multiplier: Optional[float],
+) -> None:
+    """Refuses a delta, epsilon or noise that can't be."""
+    if not 0 < (target_delta or 0) < 1:
+        raise Refused(
+            f"target_delta must be between 0 and 1, got {target_delta}.",
+            parameter="target_delta",
+            remedy="Choose it below one over the number of records.",
+        )
+    if (target_epsilon is None) == (noise_multiplier is None):
+        raise Refused(
+            "Give either target_epsilon or noise_multiplier; got "
+            f"{target_epsilon} and {noise_multiplier}.",
+            parameter="target_epsilon",
+            remedy="The noise is chosen for the one, or is the other.",
+        )
+    if target_epsilon is not None and not target_epsilon > 0:
+        raise Refused(
+            f"target_epsilon={target_epsilon} is not positive.",
+            parameter="target_epsilon",
+            remedy="Give a number above zero, such as 8.",
+        )
+    if noise_multiplier is not None and not noise_multiplier >= 0:
+        raise Refused(
+            f"noise_multiplier={noise_multiplier} is negative.",
+            parameter="noise_multiplier",
+            remedy="Give zero, which is no privacy, or more.",
+        )
+
+
+class PrivateTraining:
+    """
+    A model, its optimizer and its batches, private from ``make_private`` to ``end``.
+
+    Attributes:
+        engine: counts the steps
+        hooks: what ``make_private`` has attached to the model; None outside of a run
+        optimizer: Opacus's
+        noise: random numbers of the noise
+        seed: of noise and draws
+        draw: number of the next logical batch
+        saved: the state of the checkpoint that the run goes on from, if there is one
+    """
+
+    hooks: Any = None
+    optimizer: Any = None
+    noise: Optional[torch.Generator] = None
+    saved: Optional[Mapping[str, Any]] = None
+    sampler: Any  # of logical batches, as lists of record numbers
+
+    def __init__(
+        self,
+        accountant: str,
+        target_delta: float,
+        target_epsilon: Optional[float],
+        noise_multiplier: Optional[float],
+    ):
+        check_budget(target_delta, target_epsilon, noise_multiplier)
+        self.engine = PrivacyEngine(accountant=accountant)
+        self.target_delta, self.target_epsilon = target_delta, target_epsilon
+        self.noise_multiplier = noise_multiplier
+        self.seed = self.draw = 0
+
+    def get_epsilon(self, delta: Optional[float] = None) -> float:
+        """Returns what has been spent, at ``target_delta`` or another delta."""
+        accountant = self.engine.accountant
+        if any(noise == 0 for noise, _, _ in accountant.history):
+            return float("inf")
+        if not len(accountant):
+            return 0.0
+        return float(self.engine.get_epsilon(delta or self.target_delta))
+
+    def logical_batches(
+        self, sampling: Any, records: int, physical_batch_size: int, items: int = 1
+    ) -> LogicalBatches:
+        """Draws by a ``Sampling``, or shuffles where it is a batch size."""
+        generator = torch.Generator()
+        if isinstance(sampling, Sampling):
+            self.sampler = Draws(sampling, records, generator)
+        else:
+            shuffled = RandomSampler(range(records), generator=generator)
+            self.sampler = BatchSampler(shuffled, sampling, drop_last=False)
+        order = {"items": items, "seed": self.seed, "first": self.draw}
+        return LogicalBatches(self.sampler, generator, physical_batch_size, **order)
+
+    def make_private(
+        self,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        dataset: Dataset,
+        noise_multiplier: float,
+        device: torch.device,
+        **kwargs: Any,
+    ) -> Any:
+        """
+        Makes a model and its optimizer private, by
+        ``PrivacyEngine.make_private(**kwargs)``. Returns the criterion, if the mode has
+        one.
+        """
+        if self.noise is None:
+            self.noise = torch.Generator(device)
+            self.noise.manual_seed(derive_seed(self.seed, "noise"))
+        if self.saved is not None:
+            self.noise.seed()
+            self.engine.accountant.load_state_dict(self.saved["accountant"])
+        self.hooks, self.optimizer, *criterion, _ = self.engine.make_private(
+            module=module,
+            optimizer=optimizer,
+            data_loader=DataLoader(dataset, batch_sampler=self.sampler),
+            noise_multiplier=noise_multiplier,
+            noise_generator=self.noise,
+            wrap_model=False,
+            **kwargs,
+        )
+        return criterion[0] if criterion else None
+
+    def choose_noise(
+        self, sampling: Sampling, records: int, steps: Callable[[], Any]
+    ) -> float:
+        """Returns the noise multiplier of the run, which has so many steps."""
+        if self.saved is not None:
+            return self.saved["noise_multiplier"]
+        if self.noise_multiplier is not None:
+            return self.noise_multiplier
+        epsilon, accountant = self.target_epsilon, self.engine.accountant
+        assert epsilon is not None  # one of the two was given
+        sampling.check(records, accountant)
+        # The noise was chosen to leave less than this.
+        if self.get_epsilon() > epsilon - 0.01:
+            raise Refused(
+                f"target_epsilon={epsilon} is spent by training before "
+                f"({self.get_epsilon():.2f}).",
+                parameter="target_epsilon",
+                remedy="Begin anew with a budget for what is to come: budgets of the "
+                "same records add up.",
+            )
+        count = steps()
+
+        def record(trial: IAccountant, noise_multiplier: float) -> None:
+            sampling.account(trial, records, noise_multiplier, count)
+
+        return least_noise(accountant, record, epsilon, self.target_delta)
+
+    def state_dict(self, config: Dict[str, Any]) -> Dict[str, Any]:
+        """Returns what a run with these settings goes on from."""
+        assert self.noise is not None
+        return {
+            "config": config,
+            "accountant": self.engine.accountant.state_dict(),
+            "noise_multiplier": self.optimizer.noise_multiplier,
+            "noise": self.noise.get_state(),
+            "seed": self.seed,
+            "draw": self.draw,
+        }
+
+    def refuse_others(
+        self, saved: Mapping[str, Any], config: Dict[str, Any], path: Any, name: str
+    ) -> None:
+        """Refuses the state of a run with other settings, given as ``name``."""
+        before = saved["config"]
+        changed = "; ".join(
+            f"{key}: {before.get(key)!r} there, {config.get(key)!r} here"
+            for key in sorted(before.keys() | config.keys())
+            if before.get(key) != config.get(key)
+        )
+        if changed:
+            raise Refused(
+                f"{path} belongs to another run; these must be the same: {changed}.",
+                parameter=name,
+                remedy="Give the settings that it was written with, or train anew "
+                "from its weights.",
+            )
+
+    def repeat_noise(self) -> None:
+        """Draws the noise that the run would have had if it had not been stopped."""
+        if self.noise is not None and self.saved is not None:
+            self.noise.set_state(self.saved["noise"].cpu())
+
+    def end(self) -> None:
+        """Leaves an ordinary model. Idempotent."""
+        hooks, self.hooks, self.saved = self.hooks, None, None
+        if hooks is None:
+            return
+        hooks.cleanup()
+        for p in hooks._module.parameters():
+            p.grad = None
+            if hasattr(p, "summed_grad"):
+                del p.summed_grad
