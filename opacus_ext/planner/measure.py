@@ -163,8 +163,8 @@ def measure(
 
 def _mend(path: Path) -> None:
     """
-    Makes the file, if there is none, so that one that can't be written is refused before
-    hours of training; and removes a last line that was cut off.
+    Makes the file, if there is none, so that a path that can't be written is refused
+    before hours of training; and removes a last line that was cut off.
     """
     with path.open("a+b") as file:
         file.seek(0)

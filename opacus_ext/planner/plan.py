@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 import opacus_ext  # the modes and arguments of make_private
 {sampling}
-{notes}# Yours: {model}, optimizer, criterion, a dataset of {examples:,} (inputs, targets).
+{notes}# Yours: {names}, a dataset of {examples:,} (inputs, targets).
 engine = PrivacyEngine(accountant="prv_bounds")
 model, optimizer, criterion, loader = engine.make_private(
     module=model,
@@ -156,16 +156,13 @@ class Plan:
     def code(self) -> str:
         """Code to paste: imports, the engine, :meth:`arguments`, and the loop."""
         given, total = self.arguments(), self.steps * self.parts
-        whole = self.trainable == self.parameters
+        frozen = f" (all but {self.trainable:,} parameters frozen)"
+        frozen *= self.trainable != self.parameters
         values = dict(
             imports="",
             sampling="",
             notes="".join(f"# {note}\n" for note in self.notes()),
-            model=(
-                "model"
-                if whole
-                else "model (all but " f"{self.trainable:,} parameters frozen)"
-            ),
+            names=f"model{frozen}, optimizer, criterion",
             examples=self.examples,
             loader="DataLoader(dataset)",
             arguments="\n".join(f"    {n}={_shown(x)}," for n, x in given.items()),
