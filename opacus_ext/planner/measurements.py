@@ -122,7 +122,7 @@ class Measurements:
             Refused: for runs of different families, lengths or batch sizes, which
                 no one law describes
         """
-        columns: Dict[str, List[float]] = {name: [] for name in _COLUMNS}
+        columns: Dict[str, Any] = {name: [] for name in _COLUMNS}
         meta: Dict[str, Any] = {}
         runs = list(runs)
         # The other seeds of a run without any loss don't count: they'd look too good.
@@ -181,7 +181,7 @@ class Measurements:
                 remedy="Name the columns in its first line.",
             )
         try:
-            columns = {n: np.array([float(r[n]) for r in rows]) for n in present}
+            columns: Any = {n: np.array([float(r[n]) for r in rows]) for n in present}
         except (TypeError, ValueError) as e:
             raise Refused(
                 f"{path} holds something that is no number: {e}.",

@@ -217,7 +217,7 @@ class NoiseFree:
         return high
 
     def learns(self, loss: ArrayLike) -> np.ndarray:
-        """True for a loss below the start by a hundredth of what the run learnt."""
+        """True for a loss below the start by a hundredth of the run's own fall."""
         last = self._curve[1][-1]
         return np.asarray(loss) <= self.start - (self.start - last) / 100
 

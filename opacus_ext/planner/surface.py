@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 from scipy.interpolate import RegularGridInterpolator
 
-from opacus_ext.planner.form import percentiles
+from opacus_ext.planner.form import percentiles, positive
 from opacus_ext.planner.readings import (
     Cell,
     Curve,
@@ -140,7 +140,7 @@ class Surface:
                     f"{name} must be {least} or more; got {value}.", parameter=name
                 )
         runs = runs_of(measurements, min_steps)
-        options = dict(window=int(window), fit_from=fit_from, steps_to=steps_to)
+        options: Any = dict(window=int(window), fit_from=fit_from, steps_to=steps_to)
         surface = _fit(runs, **options)
         if not bootstrap:
             return surface
@@ -304,16 +304,11 @@ class Surface:
                 f"outside must be 'raise' or 'nan'; got {outside!r}.",
                 parameter="outside",
             )
-        given = [np.asarray(x, dtype=float) for x in (parameters, steps, ratio)]
         names = "parameters", "steps", "ratio"
-        for name, x in zip(names, given):
-            bad = ~np.isfinite(x) | (x < 0) | ((x == 0) & (name != "ratio"))
-            if bad.any():
-                kind = "0 or more" if name == "ratio" else "positive"
-                raise Refused(
-                    f"{name} must be {kind} and finite; got {x[bad].flat[0]}.",
-                    parameter=name,
-                )
+        given = [
+            positive(name, x, zero=name == "ratio")
+            for name, x in zip(names, (parameters, steps, ratio))
+        ]
         try:
             m, t, r = np.broadcast_arrays(*given)
         except ValueError as e:

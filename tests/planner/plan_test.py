@@ -11,7 +11,6 @@ from torch.utils.data import TensorDataset
 import opacus_ext  # noqa: F401
 from opacus_ext.data import Poisson
 from opacus_ext.planner import Budget, Candidates, LossModel, Probe
-from opacus_ext.planner.candidates import _lattice
 from opacus_ext.planner.changes import doubled_loss, doubled_noise
 from opacus_ext.planner.loss_model import MEASURED, compute
 from opacus_ext.planner.noise import noise_of, verified_noise
@@ -358,11 +357,3 @@ def test_a_range_of_batches_is_the_same_for_more_users():
         for n in (347, 694)
     )
     assert set(few) <= set(many)
-
-
-def test_the_lattice_of_a_larger_range_has_that_of_a_smaller_one():
-    small = _lattice("batch_size", (1, 1000), None, 4)
-    large = _lattice("batch_size", (1, 5000), None, 4)
-    assert set(small) <= set(large)
-    few = _lattice("batch_size", (1, 10), None, 4)
-    assert set(few) == {1, 2, 3, 4, 5, 6, 7, 8, 10}

@@ -4,7 +4,6 @@ properties that any data must come out with: the loss never rises with steps and
 falls with the noise-batch ratio.
 """
 
-import math
 
 import numpy as np
 import pytest
@@ -15,7 +14,7 @@ from scipy.optimize import curve_fit
 from opacus_ext.planner import Budget, Candidates, LossModel, laws
 from opacus_ext.planner.measurements import Measurements
 from opacus_ext.planner.prediction_error import continued, hold_out
-from opacus_ext.planner.readings import _reading_noise, _rolling_mean, extrapolate
+from opacus_ext.planner.readings import extrapolate
 from opacus_ext.planner.surface import Surface
 
 LAW = laws.private_sigmoid.of(
@@ -150,24 +149,6 @@ def test_monotone_whatever_the_data(seed, noise, window, steps_to, cut):
     assert (surface.loss(size, steps, ratio * 0.9) <= loss * tolerance).all()
 
 
-def test_noise_is_smoothed():
-    """Readings twice as noisy as the surface made of them, or more."""
-    m = measure(SIZES[:3], np.arange(100, 20_001, 100), RATIOS[::3], noise=0.05)
-    surface = Surface.fit(m)
-    late = m.steps > 5000  # where a window is short against the steps
-    rows = [x[late] for x in (m.parameters, m.steps, m.ratio)]
-    error = surface.loss(*rows) / truth(*rows) - 1
-    raw = m.loss[late] / truth(*rows) - 1
-    assert error.std() < raw.std() / 2
-    assert abs(error.mean()) < 0.02
-
-
-def testrolling_mean():
-    assert _rolling_mean(np.array([4.0, 2, 3, 1]), 2).tolist() == [4, 3, 2.5, 2]
-    assert _rolling_mean(np.array([4.0, 2, 3]), 1).tolist() == [4, 2, 3]
-    assert _rolling_mean(np.array([4.0, 2, 3]), 9).tolist() == [4, 3, 3]
-
-
 def test_early_readings_are_dropped_before_the_mean():
     """Or the first losses, far above all others, would be in it."""
     m = measure([1e5], [10, 20, 30], [0.0, 1e-3])
@@ -204,21 +185,6 @@ def test_best_learning_rate():
     assert surface.learning_rate(1e6, [30, 40], 0).tolist() == [2, 3]
     assert surface.learning_rate([3e5, 4e5], 100, 1e-2).tolist() == [2, 3]
     assert surface.loss(1e6, [10, 100], 0) == pytest.approx([2, 1.5])
-
-
-def test_unknown_learning_rate():
-    m = measure([1e5], [10, 20], [0.0, 1e-3])
-    m.learning_rate[:] = np.nan
-    surface = Surface.fit(m, min_steps=10, window=1)
-    assert math.isnan(surface.learning_rate(1e5, 10, 0))
-    assert surface.loss(1e5, 20, 0) == pytest.approx(truth(1e5, 20, 0))
-
-
-def test_seeds_are_averaged():
-    m = measure([1e5], [10, 20], [0.0, 1e-3], seeds=2)
-    m.loss[m.run >= 2] *= 3
-    surface = Surface.fit(m, min_steps=10, window=1)
-    assert surface.loss(1e5, 20, 0) == pytest.approx(2 * truth(1e5, 20, 0))
 
 
 @pytest.mark.parametrize("planned, end", [(100, 400), (400, 100), (109, 400)])
@@ -475,14 +441,6 @@ def test_held_out_ratios_and_steps(study):
 def test_refused_hold_outs(paper, which, message):
     with pytest.raises(ValueError, match=message):
         hold_out(paper, **which)
-
-
-def test_noise_of_readings():
-    """The estimate on a steep curve, where isotonic regression leaves no residual."""
-    steps = np.arange(20.0, 20_001, 20)
-    error = 0.001 * np.random.default_rng(0).standard_normal(len(steps))
-    found = _reading_noise(np.log(steps), -0.5 * np.log(steps) + error)
-    assert found.std() == pytest.approx(0.001, rel=0.1)
 
 
 def test_intervals(study):

@@ -44,6 +44,7 @@ def _fit(args: argparse.Namespace, name: str) -> Dict[str, Any]:
             parameter="--hold-out",
             remedy="Leave one of the two out.",
         )
+    inputs: Dict[str, Any]
     law, groups = LAWS[name], None
     if name.startswith("private"):
         loss, inputs, groups = private_rows(read_measurements(args.measurements))
@@ -79,7 +80,7 @@ def _columns(path: str, law: Law, drop: int) -> Tuple[Any, Dict[str, Any]]:
             parameter="measurements",
             remedy="Name the columns so.",
         )
-    kept = slice(None)
+    kept: Any = slice(None)
     if drop:
         if not {"tokens", "parameters"} <= table.keys() or drop >= len(rows):
             raise Refused(

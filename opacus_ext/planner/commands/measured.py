@@ -1,4 +1,4 @@
-"""What several commands do with measurements: read them, fit a surface to them."""
+"""Measurements of several commands, and the surface fitted to them."""
 
 from __future__ import annotations
 

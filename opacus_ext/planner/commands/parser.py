@@ -11,6 +11,7 @@ import argparse
 import math
 import os
 import re
+from functools import partial
 from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
 EPILOG = {
@@ -319,11 +320,11 @@ def _hold_out(text: str) -> Tuple[str, float]:
 
 _TYPES: Dict[str, Callable[..., Parse]] = {
     "number": _number,
-    "whole": lambda *bounds: _number(*bounds, whole=True),
+    "whole": partial(_number, whole=True),
     "numbers": _numbers,
-    "wholes": lambda *bounds: _numbers(*bounds, whole=True),
+    "wholes": partial(_numbers, whole=True),
     "range": _range,
-    "whole-range": lambda *bounds: _range(*bounds, whole=True),
+    "whole-range": partial(_range, whole=True),
     "text": lambda: str,
     "words": lambda: _words,
     "baseline": lambda: _baseline,
@@ -361,7 +362,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="opacus-ext", epilog=EPILOG[None], **raw)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, text in COMMANDS.items():
-        about = dict(help=text, description=text, epilog=EPILOG[name])
+        about: Any = dict(help=text, description=text, epilog=EPILOG[name])
         sub = commands.add_parser(name, **about, **raw)
         for option in re.split(r"\n(?! )", OPTIONS[name].strip()):
             if option:

@@ -97,7 +97,8 @@ def _law(args: argparse.Namespace) -> Tuple[LossModel, List[str]]:
     if chosen == "surface":
         return LossModel.of_measurements(measured, source, args.bootstrap), []
     loss, inputs, groups = private_rows(measured)
-    fitted = LAWS[PRIVATE_LAWS[chosen]].fit(loss, groups=groups, **inputs)
+    given: Any = inputs
+    fitted = LAWS[PRIVATE_LAWS[chosen]].fit(loss, groups=groups, **given)
     sizes = measured.sizes[0], measured.sizes[-1]
     steps = measured.steps.min(), measured.steps.max()
     meta = measured.tokens, measured.batch_size
