@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 
 from opacus_ext.planner.families import Family, byte_transformers
 from opacus_ext.planner.measure import measure
-from opacus_ext.planner.measurements import concatenate
+from opacus_ext.planner.measurements import Measurements, read_runs
 from opacus_ext.planner.noise_free import NoiseFree
 from opacus_ext.tables import text_table
 
@@ -107,11 +107,10 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     family = tuned(pretrained(args.base), args.sst2)
-    rows = []
     for size, rates in RATES.items():
         grid = dict(ratios=RATIOS, learning_rates=rates, sizes=[size])
-        rows.append(measure(family, args.out, **grid, steps=STEPS, every=EVERY))
-    compare(concatenate(rows))
+        measure(family, args.out, **grid, steps=STEPS, every=EVERY)
+    compare(Measurements.of_runs(read_runs(args.out)))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""``python -m opacus_ext``, as the command ``opacus-ext``."""
+"""Runs the command ``opacus-ext`` for ``python -m opacus_ext``."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Progress bars, where a person is looking."""
+"""Progress bars on a terminal."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ def progress(
     **kwargs: Any,
 ) -> tqdm:
     """
-    A bar on the standard error of what takes more than a second, gone when that is
-    done. Nothing is written where that is no terminal.
+    A bar on the standard error for work of more than a second, removed at its end.
+    Nothing is written where standard error is no terminal.
 
     Args:
-        iterable: of the steps; None if ``update`` is called
-        what: is being done
-        show: False for none
+        iterable: the steps; None if ``update`` is called
+        what: description of the work
+        show: False for no bar
         kwargs: of ``tqdm``
 
     Example:

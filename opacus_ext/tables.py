@@ -1,4 +1,4 @@
-"""Tables for people, in plain text."""
+"""Tables in plain text, for people."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ def text_table(
     right: bool = False,
 ) -> str:
     """
-    Columns as wide as their widest cell, two spaces between them.
+    A table of columns that are as wide as their widest cell, two spaces apart.
 
     Args:
         header: a cell for each column
         rows: as many cells each
-        rule: whether dashes stand under the header
-        right: whether cells stand at the right of their columns, as numbers do
+        rule: True for dashes under the header
+        right: True for cells aligned to the right, as for numbers
 
     Example:
         >>> print(text_table(["mode", "error"], [["hooks", "1e-15"]], rule=True))

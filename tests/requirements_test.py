@@ -50,7 +50,6 @@ opacus_ext.unregister()
 """
 ALLOWED = {
     "opacus_ext.lightning",
-    "opacus_ext.planner.plots",
     "opacus_ext.re_attention.transformers",
     "opacus_ext.trainer",
 }

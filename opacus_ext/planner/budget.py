@@ -1,4 +1,4 @@
-"""What a plan may spend: users, privacy and compute, checked in one place."""
+"""The limits of a plan: users, privacy and compute, checked in one place."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MOST_EPSILON = 100.0  # above, there is no privacy to plan for
 
 
 class HopelessError(Refused):
-    """Nothing can be learnt with a budget: the noise is more than any law knows."""
+    """Nothing can be learned with a budget: the noise is above the law's range."""
 
     status = 3  # of the command
 
@@ -23,13 +23,13 @@ class HopelessError(Refused):
 @dataclass(frozen=True)
 class Budget:
     """
-    What there is to spend, and what is settled already.
+    The limits of a plan, and the choices that are made already.
 
     Attributes:
-        users: N, units that privacy protects; a batch is drawn of them
+        users: N, units that privacy protects; a batch is drawn from them
         epsilon: of the whole run, 100 at most
         delta: of the whole run; the default is the paper's
-        flops: C at most; inf for as much as it takes
+        flops: C at most; inf for no limit
         tokens: S, tokens of an example
         parameters: the least and largest model size; None for the law's range
         trainable: m, where a model of M parameters is fine-tuned and the others are
@@ -42,18 +42,18 @@ class Budget:
         records_per_user: examples that a user has
         sampling: "users", a step draws users and one example of each; or "records", it
             draws examples, and a user is protected in all of theirs
-        amplification: "lower" of Poisson sampling ("poisson") and fixed batches
-            ("none")
-        max_batch_size: examples of a batch at most, where memory is fixed: of larger
-            Poisson samples a random subset is taken (``TruncatedPoisson``). Batches are
-            planned that have room for six standard deviations, which costs nothing that
-            can be seen; None for no bound
-        physical_batch_size: examples that fit into memory at once: a batch is taken in
-            parts of so many, which changes nothing but time
+        amplification: "poisson" for Poisson samples, "none" for fixed batches, "lower"
+            for the one of lower noise
+        max_batch_size: examples of a batch at most, where memory is fixed: a larger
+            Poisson sample is cut to a random subset (``TruncatedPoisson``). Planned
+            batches leave room for six standard deviations, so that this costs next to
+            nothing; None for no bound
+        physical_batch_size: examples that fit into memory at once: a batch is processed
+            in parts of so many, which changes nothing but time
 
     Raises:
-        Refused: for what is not positive, an epsilon above 100, a delta of 1 or more,
-            and an empty range
+        Refused: for values that are not positive, an epsilon above 100, a delta of 1
+            or more, and an empty range
 
     Example:
         >>> Budget(users=1e6, epsilon=4, flops=1e19).delta
@@ -78,22 +78,15 @@ class Budget:
     physical_batch_size: int = 32
 
     def __post_init__(self) -> None:
-        for name, least in (
-            ("users", 1),
-            ("epsilon", 0),
-            ("flops", 0),
-            ("tokens", 1),
-            ("seconds", 0),
-            ("memory", 0),
-            ("records_per_user", 1),
-            ("physical_batch_size", 1),
-        ):
-            value = getattr(self, name)
-            unlimited = name in ("flops", "seconds", "memory")
-            if not (least <= value and value > 0 and (unlimited or value < math.inf)):
+        unlimited = "flops", "seconds", "memory"
+        whole = "users", "tokens", "records_per_user", "physical_batch_size"
+        for name in (*whole, "epsilon", *unlimited):
+            value, least = getattr(self, name), int(name in whole)
+            finite = name not in unlimited
+            if not (least <= value and value > 0 and (value < math.inf or not finite)):
                 raise Refused(
-                    f"{name} must be {'above 0' if least == 0 else f'{least} or more'}"
-                    f"{'' if unlimited else ' and finite'}; got {value!r}.",
+                    f"{name} must be {'1 or more' if least else 'above 0'}"
+                    f"{' and finite' * finite}; got {value!r}.",
                     parameter=name,
                 )
         if self.epsilon > MOST_EPSILON:
@@ -101,14 +94,14 @@ class Budget:
                 f"epsilon={self.epsilon:g} is above {MOST_EPSILON:g}: that is no "
                 "privacy, and nothing is planned for it.",
                 parameter="epsilon",
-                remedy=f"Take an epsilon of at most {MOST_EPSILON:g}, or train without "
-                "privacy.",
+                remedy=f"Choose an epsilon of at most {MOST_EPSILON:g}, or train "
+                "without privacy.",
             )
         if not 0 < self.delta < 1:
             raise Refused(
                 f"delta must be between 0 and 1; got {self.delta!r}.",
                 parameter="delta",
-                remedy="Take less than one in the number of users.",
+                remedy="Choose less than one in the number of users.",
             )
         for name in ("parameters", "batch_size", "steps"):
             value = getattr(self, name)
@@ -117,7 +110,7 @@ class Budget:
                     f"{name} must be a range of numbers of 1 or more, low before high; "
                     f"got {value!r}.",
                     parameter=name,
-                    remedy="Pass (low, high), or None for all that is known.",
+                    remedy="Pass (low, high), or None for the law's range.",
                 )
         if self.trainable is not None:
             self._check_trainable(self.trainable)
@@ -145,7 +138,7 @@ class Budget:
                 f"trainable must be from 1 to {high:g}, the model's parameters; got "
                 f"{trainable!r}.",
                 parameter="trainable",
-                remedy="Count those of which requires_grad is set.",
+                remedy="Count the parameters whose requires_grad is set.",
             )
 
     def _check_max_batch_size(self, most: int) -> None:
@@ -156,13 +149,13 @@ class Budget:
                 f"max_batch_size={most:g} has no room for batches of {least:g}, which "
                 "vary by chance.",
                 parameter="max_batch_size",
-                remedy=f"Take a whole number of {needed} or more, six standard "
+                remedy=f"Choose a whole number of {needed} or more, six standard "
                 "deviations above, or smaller batches.",
             )
         if self.sampling == "records" and self.records_per_user > 1:
             raise Refused(
-                "max_batch_size with several records of a user: what cutting costs is "
-                "known for one record.",
+                "max_batch_size is given with several records of a user: the privacy "
+                "of cut batches is known for one record.",
                 parameter="max_batch_size",
                 remedy="Leave it out, or draw users.",
             )
@@ -174,19 +167,19 @@ class Budget:
 
     @property
     def trained(self) -> Range:
-        """Of trainable parameters: one number, or that of the model sizes."""
+        """The range of trainable parameters: one number, or the model sizes."""
         only = self.trainable
         return self.parameters if only is None else (only, only)
 
     @property
     def examples(self) -> float:
-        """Of these a batch is drawn: users, or all of their records."""
+        """The number that batches are drawn from: users, or all of their records."""
         records = self.records_per_user if self.sampling == "records" else 1
         return float(math.floor(self.users) * records)
 
     @property
     def largest_batch(self) -> float:
-        """In expectation, with room for its deviations below ``max_batch_size``."""
+        """The largest expected batch, with room below ``max_batch_size``."""
         most = self.max_batch_size
         if most is None or most >= self.examples:
             return self.examples

@@ -1,18 +1,18 @@
-"""What to train, and how, with so many users, so much privacy and so much compute.
+"""The best configuration for so many users, so much privacy and so much compute.
 
-The questions and their answers are those of "Scaling laws for differentially private
-language models": configurations of model size, batch size and steps are enumerated,
-noise is calibrated for each, a law tells the loss of each, and the best is the plan.
+As in "Scaling laws for differentially private language models", configurations of model
+size, batch size and steps are enumerated, noise is calibrated for each, a law predicts
+the loss of each, and the best is the plan.
 
-Configurations lie on a fixed lattice, so that a larger budget has all that a smaller
-one has: more privacy, users or compute never plan a worse loss.
+Configurations lie on a fixed lattice, so that a larger budget contains all
+configurations of a smaller one: more privacy, users or compute never plan a worse loss.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import TYPE_CHECKING, Iterator, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
 
@@ -24,20 +24,13 @@ from opacus_ext.planner.loss_model import (
     LossModel,
     compute,
 )
-from opacus_ext.planner.noise import (
-    advantage,
-    noise_grid,
-    noise_of,
-)
+from opacus_ext.planner.noise import advantage, noise_grid, noise_of
 from opacus_ext.planner.plan import Plan
 from opacus_ext.progress import progress
 from opacus_ext.refused import Refused
 
-if TYPE_CHECKING:
-    from opacus_ext.planner.probe import Probe
-
-# Of batches and steps multiples divide those of sizes: whatever the size, batches and
-# steps leave the same share of the compute over, which does not tell sizes apart then.
+# The points of batches and steps divide those of sizes: at any size, batches and steps
+# then leave the same share of the compute unused, which does not favor a size.
 SIZES_PER_OCTAVE, BATCHES_PER_OCTAVE, STEPS_PER_OCTAVE = 8, 4, 8
 _NEAR_END = 1.1  # a point of the lattice of sizes, and of steps
 
@@ -58,416 +51,6 @@ class NotPrivate(NamedTuple):
     batch_size: int
     steps: int
     loss: float
-
-
-class Candidates:
-    """
-    All configurations of a budget, with their noise and expected loss.
-
-    Args:
-        budget: its ``flops`` are not a bound here; :meth:`best` takes one
-        law: what tells the loss
-        probe: what tells time and memory; needed for a budget that bounds them
-
-    Attributes:
-        parameters: ``[M]``
-        trainable: of them, ``[M]``
-        batch_size: ``[B]``
-        steps: ``[T]``
-        ratio: ``[B, T]``
-        noise_multiplier: ``[B, T]``
-        amplified: ``[B, T]``
-        flops: ``[M, B, T]``
-        loss: ``[M, B, T]``; nan where the law says nothing, or a bound is broken
-
-    Raises:
-        Refused: for ranges that have nothing in common with the law's, tokens other
-            than those it was measured on, and bounds on time or memory without a probe
-    """
-
-    def __init__(self, budget: Budget, law: LossModel, probe: Optional[Probe] = None):
-        if law.tokens and law.tokens != budget.tokens:
-            raise Refused(
-                f"tokens={budget.tokens}: the law was measured on examples of "
-                f"{law.tokens} tokens, and says nothing of others.",
-                parameter="tokens",
-                remedy=f"Plan with tokens={law.tokens}, or measure.",
-            )
-        if budget.tuned is not None and law.kind == PAPER:
-            raise Refused(
-                "The paper's law is of models that are trained whole.",
-                parameter="trainable",
-                remedy="Plan one that is fine-tuned by a rule of thumb, or by a run "
-                "without noise.",
-            )
-        sizes = budget.trained
-        if law.kind == NOISE_FREE and not (sizes and sizes[0] == sizes[1]):
-            raise Refused(
-                "A run without noise is of one model.",
-                parameter="parameters",
-                remedy="Pass its size, (M, M).",
-            )
-        bounded = min(budget.seconds, budget.memory) < math.inf
-        if bounded and probe is None:
-            raise Refused(
-                "A bound on seconds or memory needs a probe of the machine.",
-                parameter="probe",
-                remedy="Pass what opacus_ext.planner.probe.probe returns.",
-            )
-        self.budget, self.law, self.probe = budget, law, probe
-        whole = budget.tuned
-        name = "parameters" if whole is None else "trainable"
-        self.trainable = _lattice(
-            name, law.parameters, budget.trained, SIZES_PER_OCTAVE
-        )
-        self.parameters = self.trainable if whole is None else np.full(1, whole)
-        self.batch_size = _lattice(
-            "batch_size",
-            (1, budget.largest_batch),
-            budget.batch_size,
-            BATCHES_PER_OCTAVE,
-        )
-        self.steps = _lattice("steps", law.steps, budget.steps, STEPS_PER_OCTAVE)
-        self.noise_multiplier, self.ratio, self.amplified = noise_grid(
-            budget, self.batch_size, self.steps
-        )
-        batch, steps = self.batch_size[:, None], self.steps[None, :]
-        size, trained = (x[:, None, None] for x in (self.parameters, self.trainable))
-        self.flops = compute(size, batch, steps, budget.tokens, trained)
-        self.loss = np.array(law.loss(trained, batch, steps, self.ratio), dtype=float)
-        self.loss = np.broadcast_to(self.loss, self.flops.shape).copy()
-        self._known = np.isfinite(self.loss)
-        if probe is not None:
-            late = probe.seconds(size, batch, steps, budget.tokens) > budget.seconds
-            self.loss[late] = np.nan
-            if budget.memory < math.inf:  # some systems don't tell memory
-                large = probe.memory(size) > budget.memory
-                self.loss[large.reshape(-1)] = np.nan
-
-    def best(self, flops: Optional[float] = None) -> Plan:
-        """
-        The configuration of the lowest loss within a compute budget.
-
-        Args:
-            flops: C at most; the budget's if not given
-
-        Raises:
-            Refused: if no configuration is left; the message says what stands in
-                the way
-        """
-        flops = self.budget.flops if flops is None else flops
-        within = self.flops <= flops * (1 + 1e-9)
-        if not within.any():
-            raise Refused(
-                f"flops={flops:.3g} is less than the smallest configuration takes, "
-                f"{self.flops.min():.3g} ({self.parameters[0]:.3g} parameters, a batch "
-                f"of {self.batch_size[0]:g}, {self.steps[0]:g} steps).",
-                parameter="flops",
-                remedy="Allow more compute, fewer steps or smaller models.",
-            )
-        loss = np.where(within & np.isfinite(self.loss), self.loss, np.inf)
-        if np.isinf(loss).all():
-            self._refuse(within)
-        # Of equal losses the cheapest.
-        least = loss.min()
-        same = np.where(loss <= least, self.flops, np.inf)
-        return self.plan(np.unravel_index(same.argmin(), same.shape), flops)
-
-    def _refuse(self, within: np.ndarray) -> None:
-        """Says what stands in the way of every configuration within the compute."""
-        budget = self.budget
-        if min(budget.seconds, budget.memory) < math.inf:
-            free = replace(budget, seconds=math.inf, memory=math.inf)
-            rest = Candidates(free, self.law, self.probe)
-            if np.isfinite(rest.loss[within]).any():
-                raise Refused(
-                    f"No configuration keeps to seconds={budget.seconds:g} and "
-                    f"memory={budget.memory:g} on this machine.",
-                    parameter="seconds" if budget.seconds < math.inf else "memory",
-                    remedy="Allow more of them, or smaller models and fewer steps.",
-                )
-        ratio = np.broadcast_to(self.ratio, within.shape)[within].min()
-        few = self.law.loss(
-            self.trainable[:, None, None], 1.0, self.law.steps[0], ratio
-        )
-        if np.isfinite(few).any():
-            raise Refused(
-                "Of no configuration within these bounds the "
-                f"{self.law.name} knows so many steps ({self.steps[0]:g} and more) at "
-                "its size and noise.",
-                parameter="steps",
-                remedy="Allow fewer steps, or measure longer.",
-            )
-        raise HopelessError(
-            f"Nothing can be learnt with this budget, by the {self.law.name}: "
-            f"epsilon={budget.epsilon:g} with {budget.users:g} users leaves a "
-            f"noise-batch ratio of {ratio:.2g} at the least within this compute, more "
-            "than the law knows.",
-            parameter="epsilon",
-            remedy="More epsilon, users or compute are needed, or larger batches, if "
-            "these are bounded. By measurements of yours it may look otherwise: "
-            "opacus-ext measure at larger ratios, or --noise-free.",
-        )
-
-    def plan(self, at: Tuple[int, int, int], flops: float = math.inf) -> Plan:
-        """The configuration at an index of ``loss``."""
-        i, j, k = (int(x) for x in at)
-        size, trained = self.parameters[i], self.trainable[i]
-        batch, steps = self.batch_size[j], self.steps[k]
-        law, budget = self.law, self.budget
-        # Of the grid's noise, which is interpolated, nothing is reported.
-        noise, ratio, amplified = noise_of(budget, batch, steps)
-        loss = float(law.loss(trained, batch, steps, ratio))
-        at_grid = float(self.loss[i, j, k])
-        # At the very edge of what the law knows, the grid's noise is the lower one.
-        loss = loss if math.isfinite(loss) else at_grid
-        known = law.learning_rate and float(law.learning_rate(trained, steps, ratio))
-        between = law.interval and law.interval(trained, steps, ratio)
-        return Plan(
-            parameters=int(size),
-            trainable=int(trained),
-            batch_size=int(batch),
-            steps=int(steps),
-            examples=int(budget.examples),
-            flops=float(self.flops[i, j, k]),
-            tokens_per_parameter=float(batch * steps * budget.tokens / size),
-            noise_multiplier=float(noise),
-            ratio=float(ratio),
-            noise_norm=float(ratio * math.sqrt(trained)),
-            amplified=bool(amplified),
-            loss=loss if law.tells_loss else None,
-            kind=law.kind,
-            ends={name: end for name, end, _ in self._ends((i, j, k))},
-            caveats=tuple(self._caveats((i, j, k), float(ratio))),
-            advantage=advantage(
-                budget, float(noise), float(batch), float(steps), bool(amplified)
-            ),
-            learning_rate=known if known and known > 0 else None,
-            seconds=(
-                float(self.probe.seconds(size, batch, steps, budget.tokens))
-                if self.probe
-                else None
-            ),
-            interval=tuple(map(float, between)) if between is not None else None,
-            budget=replace(budget, flops=float(flops)),
-        )
-
-    def _ends(self, at: Sequence[int]) -> Iterator[Tuple[str, str, float]]:
-        """
-        Which ends of their ranges a configuration is at, "lower" or "upper", or less
-        than a point of the lattice from it: compute may not allow the very end. And
-        where that is.
-        """
-        for name, i in zip(("parameters", "batch_size", "steps"), at):
-            axis, value = getattr(self, name), getattr(self, name)[i]
-            # The law may know fewer steps of this size, and of these steps fewer sizes.
-            if name == "steps":
-                axis = axis[self._known[at[0], at[1]]]
-            elif name == "parameters":
-                axis = axis[self._known[:, at[1], at[2]]]
-            # A batch of one, or of all examples, is no end of what is known.
-            settled = axis[-1] <= axis[0] * _NEAR_END**2
-            if settled or name == "batch_size" and self.budget.batch_size is None:
-                continue
-            if value <= axis[0] * _NEAR_END:
-                yield name, "lower", axis[0]
-            elif value >= axis[-1] / _NEAR_END:
-                yield name, "upper", axis[-1]
-
-    def _caveats(self, at: Tuple[int, int, int], ratio: float) -> Iterator[str]:
-        """What is at the end of a range, or extrapolated, for people."""
-        law = self.law
-        size, steps = self.trainable[at[0]], self.steps[at[2]]
-        what = "" if self.budget.trainable is None else "trainable "
-        for name, end, value in self._ends(at):
-            wanted = getattr(self.budget, name) or (0.0, 0.0)
-            given = value in (math.ceil(wanted[0]), math.floor(wanted[1]))
-            yield (
-                f"{name} {'is' if name == 'batch_size' else 'are'} at the {end} end of "
-                f"the range{' given' if given else ''}, {value:,.0f}: the optimum lies "
-                "there or beyond."
-            )
-        low, high = law.known_steps[0], float(law.measured_to(size, ratio))
-        if steps > high:
-            yield (
-                f"Runs were measured to {high:,.0f} steps; {steps:,.0f} are "
-                f"extrapolated: {law.continuation}."
-            )
-        elif steps < low:
-            yield f"{steps:,.0f} steps are fewer than were measured, {low:,.0f}."
-        low, high = law.known_parameters
-        if not low <= size <= high:
-            yield (
-                f"{size:,.0f} {what}parameters are outside of the measured sizes, "
-                f"{low:,.0f} to {high:,.0f}: extrapolated."
-            )
-        batch = self.batch_size[at[1]]
-        if batch < law.batch_size:
-            yield (
-                f"The batch of {batch:,.0f} is smaller than the {law.batch_size:,} of "
-                "the measurements: what fewer examples a step lose is not counted."
-            )
-        if law.kind == MEASURED and self.budget.tuned is not None:
-            yield (
-                "Sizes of the measurements are taken for trainable parameters of this "
-                "model: they must be runs of adapters on it."
-            )
-        if ratio < law.least_ratio:
-            yield (
-                f"The noise-batch ratio {ratio:.2g} is below the lowest measured one, "
-                f"{law.least_ratio:.2g}: extrapolated."
-            )
-
-    def near(self, flops: Optional[float] = None, within: float = 0.01) -> Near:
-        """
-        The region of configurations whose loss is almost the best one's.
-
-        Args:
-            flops: C at most; the budget's if not given
-            within: by what share their loss may be higher
-        """
-        flops = self.budget.flops if flops is None else flops
-        self.best(flops)  # or why there is none
-        loss = np.where(self.flops <= flops * (1 + 1e-9), self.loss, np.nan)
-        ok = loss <= np.nanmin(loss) * (1 + within)
-        i, j, k = np.nonzero(ok)
-        of = lambda axis, at: (int(axis[at.min()]), int(axis[at.max()]))  # noqa: E731
-        return Near(
-            of(self.parameters, i), of(self.batch_size, j), of(self.steps, k), len(i)
-        )
-
-    def by_batch_size(
-        self,
-        flops: Optional[float] = None,
-        within: float = math.inf,
-        most: Optional[int] = None,
-    ) -> List[Plan]:
-        """
-        The best plan of each batch size within a compute budget: equal in epsilon, not
-        in what a membership test gains (figure 15).
-
-        Args:
-            within: of the batch sizes whose loss is at most this share above the best
-            most: no more than so many of them, evenly spaced
-        """
-        flops = self.budget.flops if flops is None else flops
-        loss = np.where(self.flops <= flops * (1 + 1e-9), self.loss, np.nan)
-        loss = np.where(np.isfinite(loss), loss, np.inf)
-        lowest = loss.min(axis=(0, 2))
-        chosen = np.flatnonzero(
-            (lowest < np.inf) & (lowest <= lowest.min() * (1 + within))
-        )
-        if most and len(chosen) > most:
-            chosen = chosen[np.linspace(0, len(chosen) - 1, most).round().astype(int)]
-        plans = []
-        for j in progress(chosen, "planning by batch size"):
-            i, k = np.unravel_index(loss[:, j].argmin(), loss[:, j].shape)
-            plans.append(self.plan((i, j, k), flops))
-        return plans
-
-    def not_private(self, flops: Optional[float] = None) -> Optional[NotPrivate]:
-        """
-        The best configuration of training without noise, of this compute; None if
-        there is none, or the law knows no noise-free training.
-
-        Batches are the physical ones of the measurements, as in the paper: without
-        noise larger ones gain little.
-        """
-        flops = self.budget.flops if flops is None else flops
-        batch = self.law.batch_size
-        if not batch:
-            return None
-        size, trained = self.parameters[:, None], self.trainable[:, None]
-        steps = self.steps[None, :]
-        loss = np.array(self.law.loss(trained, batch, steps, 0.0), dtype=float)
-        spent = compute(size, batch, steps, self.budget.tokens, trained)
-        loss = np.where((spent <= flops * (1 + 1e-9)) & np.isfinite(loss), loss, np.inf)
-        i, k = np.unravel_index(loss.argmin(), loss.shape)
-        if np.isinf(loss[i, k]):
-            return None
-        return NotPrivate(int(size[i, 0]), batch, int(steps[0, k]), float(loss[i, k]))
-
-    def saturating(self, within: float = 0.01) -> Plan:
-        """
-        The plan at the least compute whose loss is within a share of the best there is
-        (appendix C.1, table 2): beyond it compute hardly helps.
-        """
-        self.best(math.inf)  # or why there is none
-        enough = self.loss <= np.nanmin(self.loss) * (1 + within)
-        return self.best(float(self.flops[enough].min()))
-
-    def frontier(self, flops: Sequence[float]) -> List[Optional[Plan]]:
-        """The best plan at each compute budget; None where there is no plan."""
-        plans: List[Optional[Plan]] = []
-        for budget in flops:
-            try:
-                plans.append(self.best(float(budget)))
-            except Refused:
-                plans.append(None)
-        return plans
-
-    def expected(self, parameters: float, batch_size: float, steps: float) -> float:
-        """
-        The loss of one configuration, on the lattice or not.
-
-        Raises:
-            Refused: of a rule of thumb, which has none
-        """
-        if not self.law.tells_loss:
-            raise Refused(
-                "A rule of thumb has no loss to compare configurations by.",
-                remedy="Measure your models (opacus-ext measure), or plan by the "
-                "paper's law if they are BERT-like masked language models.",
-            )
-        whole = self.budget.tuned
-        if whole not in (None, parameters):
-            raise Refused(
-                f"A baseline of {parameters:g} parameters is not the model of "
-                f"{whole:g} that is fine-tuned.",
-                parameter="parameters",
-                remedy="Compare other batches and steps of it.",
-            )
-        ratio = noise_of(self.budget, batch_size, steps)[1]
-        trained = self.budget.trainable or parameters
-        return float(self.law.loss(trained, batch_size, steps, ratio))
-
-    def savings(self, parameters: float, batch_size: float, steps: float) -> Savings:
-        """
-        What planning saves, compared with a configuration that someone would choose.
-
-        Args:
-            parameters: of the baseline; so are the others
-
-        Raises:
-            Refused: if the law says nothing of the baseline, or its batch is larger
-                than all examples
-        """
-        if not 1 <= batch_size <= self.budget.examples:
-            raise Refused(
-                f"The baseline's batch_size must be from 1 to "
-                f"{self.budget.examples:g}, all examples; got {batch_size:g}.",
-                parameter="batch_size",
-                remedy="Compare with a smaller batch.",
-            )
-        loss = self.expected(parameters, batch_size, steps)
-        if not math.isfinite(loss):
-            raise Refused(
-                f"The law says nothing of a model of {parameters:g} parameters with "
-                f"batches of {batch_size:g} and {steps:g} steps at this budget: it "
-                f"knows {self.law.parameters} parameters and {self.law.steps} steps, "
-                "and ratios up to its largest.",
-                remedy="Compare with a configuration within these.",
-            )
-        tuned = self.budget.trainable
-        spent = float(compute(parameters, batch_size, steps, self.budget.tokens, tuned))
-        enough = self.loss <= loss
-        needed = float(self.flops[enough].min()) if enough.any() else spent
-        try:
-            best = self.best(spent).loss
-            instead = loss if best is None else best
-        except Refused:
-            instead = loss
-        return Savings(loss, min(instead, loss), spent, min(needed, spent))
 
 
 class Savings(NamedTuple):
@@ -492,23 +75,427 @@ class Savings(NamedTuple):
         return 1 - self.needed_flops / self.flops
 
 
+class Candidates:
+    """
+    All configurations of a budget, with their noise and expected loss.
+
+    Args:
+        budget: its ``flops`` are the default of :meth:`best` and no bound here
+        law: predicts the loss
+        probe: a :class:`~opacus_ext.planner.Probe`, which predicts time and memory;
+            needed for a budget that bounds them
+
+    Attributes:
+        parameters: ``[M]``
+        trainable: trainable parameters, ``[M]``
+        batch_size: ``[B]``
+        steps: ``[T]``
+        ratio: ``[B, T]``
+        noise_multiplier: ``[B, T]``
+        amplified: ``[B, T]``
+        flops: ``[M, B, T]``
+        loss: ``[M, B, T]``; nan beyond the law's range or a bound
+
+    Raises:
+        Refused: for ranges that have nothing in common with the law's, tokens other
+            than the measured ones, and bounds on time or memory without a probe
+    """
+
+    def __init__(self, budget: Budget, law: LossModel, probe: Any = None):
+        _check(budget, law, probe)
+        self.budget, self.law, self.probe = budget, law, probe
+        tuned = budget.tuned
+        name = "parameters" if tuned is None else "trainable"
+        self.trainable = _lattice(
+            name, law.parameters, budget.trained, SIZES_PER_OCTAVE
+        )
+        self.parameters = self.trainable if tuned is None else np.full(1, tuned)
+        batches = 1, budget.largest_batch
+        self.batch_size = _lattice(
+            "batch_size", batches, budget.batch_size, BATCHES_PER_OCTAVE
+        )
+        self.steps = _lattice("steps", law.steps, budget.steps, STEPS_PER_OCTAVE)
+        self.noise_multiplier, self.ratio, self.amplified = noise_grid(
+            budget, self.batch_size, self.steps
+        )
+        batch, steps = self.batch_size[:, None], self.steps[None, :]
+        size, trained = (x[:, None, None] for x in (self.parameters, self.trainable))
+        self.flops = compute(size, batch, steps, budget.tokens, trained)
+        self.loss = np.array(law.loss(trained, batch, steps, self.ratio), dtype=float)
+        self.loss = np.broadcast_to(self.loss, self.flops.shape).copy()
+        self._predicted = np.isfinite(self.loss)
+        if probe is not None:
+            late = probe.seconds(size, batch, steps, budget.tokens) > budget.seconds
+            self.loss[late] = np.nan
+            if budget.memory < math.inf:  # some systems don't report memory
+                large = probe.memory(size) > budget.memory
+                self.loss[large.reshape(-1)] = np.nan
+
+    def _within(self, flops: float) -> np.ndarray:
+        """Losses within a compute budget; inf elsewhere, ``[M, B, T]``."""
+        within = (self.flops <= flops * (1 + 1e-9)) & np.isfinite(self.loss)
+        return np.where(within, self.loss, np.inf)
+
+    def _flops(self, flops: Optional[float]) -> float:
+        return self.budget.flops if flops is None else flops
+
+    def best(self, flops: Optional[float] = None) -> Plan:
+        """
+        The configuration of the lowest loss within a compute budget.
+
+        Args:
+            flops: C at most; the budget's by default
+
+        Raises:
+            Refused: if no configuration is left; the message says why
+        """
+        flops = self._flops(flops)
+        if not (self.flops <= flops * (1 + 1e-9)).any():
+            raise Refused(
+                f"flops={flops:.3g} is less than the smallest configuration needs, "
+                f"{self.flops.min():.3g} ({self.parameters[0]:.3g} parameters, a batch "
+                f"of {self.batch_size[0]:g}, {self.steps[0]:g} steps).",
+                parameter="flops",
+                remedy="Allow more compute, fewer steps or smaller models.",
+            )
+        loss = self._within(flops)
+        if np.isinf(loss).all():
+            self._refuse(self.flops <= flops * (1 + 1e-9))
+        # Of equal losses the cheapest.
+        same = np.where(loss <= loss.min(), self.flops, np.inf)
+        return self.plan(np.unravel_index(same.argmin(), same.shape), flops)
+
+    def _refuse(self, within: np.ndarray) -> None:
+        """Says why no configuration within the compute has a loss."""
+        budget = self.budget
+        if min(budget.seconds, budget.memory) < math.inf:
+            free = replace(budget, seconds=math.inf, memory=math.inf)
+            rest = Candidates(free, self.law, self.probe)
+            if np.isfinite(rest.loss[within]).any():
+                raise Refused(
+                    f"No configuration keeps to seconds={budget.seconds:g} and "
+                    f"memory={budget.memory:g} on this machine.",
+                    parameter="seconds" if budget.seconds < math.inf else "memory",
+                    remedy="Allow more of them, or smaller models and fewer steps.",
+                )
+        ratio = np.broadcast_to(self.ratio, within.shape)[within].min()
+        trained = self.trainable[:, None, None]
+        if np.isfinite(self.law.loss(trained, 1.0, self.law.steps[0], ratio)).any():
+            raise Refused(
+                f"The {self.law.name} knows so many steps ({self.steps[0]:g} and more) "
+                "for no configuration within these bounds, at its size and noise.",
+                parameter="steps",
+                remedy="Allow fewer steps, or measure longer.",
+            )
+        raise HopelessError(
+            f"Nothing can be learned with this budget, by the {self.law.name}: "
+            f"epsilon={budget.epsilon:g} with {budget.users:g} users leaves a "
+            f"noise-batch ratio of {ratio:.2g} at the least within this compute, more "
+            "than the law knows.",
+            parameter="epsilon",
+            remedy="More epsilon, users or compute are needed, or larger batches, if "
+            "these are bounded. Measurements of yours may show otherwise: "
+            "opacus-ext measure at larger ratios, or --noise-free.",
+        )
+
+    def plan(self, at: Sequence[Any], flops: float = math.inf) -> Plan:
+        """The configuration at an index of ``loss``."""
+        i, j, k = (int(x) for x in at)
+        size, trained = self.parameters[i], self.trainable[i]
+        batch, steps = self.batch_size[j], self.steps[k]
+        law, budget = self.law, self.budget
+        # The grid's noise is interpolated, so that a plan has its own.
+        noise, ratio, amplified = noise_of(budget, batch, steps)
+        loss = float(law.loss(trained, batch, steps, ratio))
+        if not math.isfinite(loss):  # the grid's noise is lower, at the law's very edge
+            loss = float(self.loss[i, j, k])
+        rate = law.learning_rate and float(law.learning_rate(trained, steps, ratio))
+        between = law.interval and law.interval(trained, steps, ratio)
+        seconds = None
+        if self.probe:
+            seconds = float(self.probe.seconds(size, batch, steps, budget.tokens))
+        drawn = float(noise), float(batch), float(steps), bool(amplified)
+        return Plan(
+            parameters=int(size),
+            trainable=int(trained),
+            batch_size=int(batch),
+            steps=int(steps),
+            examples=int(budget.examples),
+            flops=float(self.flops[i, j, k]),
+            tokens_per_parameter=float(batch * steps * budget.tokens / size),
+            noise_multiplier=float(noise),
+            ratio=float(ratio),
+            noise_norm=float(ratio * math.sqrt(trained)),
+            amplified=bool(amplified),
+            loss=loss if law.tells_loss else None,
+            kind=law.kind,
+            ends={name: end for name, end, _ in self._ends((i, j, k))},
+            caveats=tuple(self._caveats((i, j, k), float(ratio))),
+            advantage=advantage(budget, *drawn),
+            learning_rate=rate if rate and rate > 0 else None,
+            seconds=seconds,
+            interval=tuple(map(float, between)) if between is not None else None,
+            budget=replace(budget, flops=float(flops)),
+        )
+
+    def _ends(self, at: Sequence[int]) -> Iterator[Tuple[str, str, float]]:
+        """
+        Names of ranges with the configuration at an end, "lower" or "upper", and the
+        value there. Within a point of the lattice counts: compute may not allow the
+        very end.
+        """
+        for name, i in zip(("parameters", "batch_size", "steps"), at):
+            axis, value = getattr(self, name), getattr(self, name)[i]
+            # The law may know fewer steps of this size, and of these steps fewer sizes.
+            if name == "steps":
+                axis = axis[self._predicted[at[0], at[1]]]
+            elif name == "parameters":
+                axis = axis[self._predicted[:, at[1], at[2]]]
+            # A batch of one, or of all examples, is no end of a law's range.
+            settled = axis[-1] <= axis[0] * _NEAR_END**2
+            if settled or name == "batch_size" and self.budget.batch_size is None:
+                continue
+            if value <= axis[0] * _NEAR_END:
+                yield name, "lower", axis[0]
+            elif value >= axis[-1] / _NEAR_END:
+                yield name, "upper", axis[-1]
+
+    def _caveats(self, at: Tuple[int, int, int], ratio: float) -> Iterator[str]:
+        """Ends of ranges and extrapolations, for people."""
+        law = self.law
+        size, steps = self.trainable[at[0]], self.steps[at[2]]
+        trainable = "" if self.budget.trainable is None else "trainable "
+        for name, end, value in self._ends(at):
+            wanted = getattr(self.budget, name) or (0.0, 0.0)
+            given = value in (math.ceil(wanted[0]), math.floor(wanted[1]))
+            yield (
+                f"{name} {'is' if name == 'batch_size' else 'are'} at the {end} end of "
+                f"the range{' given' if given else ''}, {value:,.0f}: the optimum lies "
+                "there or beyond."
+            )
+        low, high = law.known_steps[0], float(law.measured_to(size, ratio))
+        if steps > high:
+            yield (
+                f"Runs were measured to {high:,.0f} steps; {steps:,.0f} are "
+                f"extrapolated: {law.continuation}."
+            )
+        elif steps < low:
+            yield f"{steps:,.0f} steps are fewer than were measured, {low:,.0f}."
+        low, high = law.known_parameters
+        if not low <= size <= high:
+            yield (
+                f"{size:,.0f} {trainable}parameters are outside of the measured sizes, "
+                f"{low:,.0f} to {high:,.0f}: extrapolated."
+            )
+        batch = self.batch_size[at[1]]
+        if batch < law.batch_size:
+            yield (
+                f"The batch of {batch:,.0f} is smaller than the {law.batch_size:,} of "
+                "the measurements: what fewer examples a step lose is not counted."
+            )
+        if law.kind == MEASURED and self.budget.tuned is not None:
+            yield (
+                "Sizes of the measurements count as trainable parameters of this "
+                "model: they must be runs of adapters on it."
+            )
+        if ratio < law.least_ratio:
+            yield (
+                f"The noise-batch ratio {ratio:.2g} is below the lowest measured one, "
+                f"{law.least_ratio:.2g}: extrapolated."
+            )
+
+    def near(self, flops: Optional[float] = None, within: float = 0.01) -> Near:
+        """
+        The region of configurations whose loss is almost the best one's.
+
+        Args:
+            flops: C at most; the budget's by default
+            within: share by which their loss may be higher
+        """
+        flops = self._flops(flops)
+        self.best(flops)  # or the reason why there is none
+        loss = self._within(flops)
+        axes = self.parameters, self.batch_size, self.steps
+        at = np.nonzero(loss <= loss.min() * (1 + within))
+        ends = [(int(x[i.min()]), int(x[i.max()])) for x, i in zip(axes, at)]
+        return Near(*ends, len(at[0]))
+
+    def by_batch_size(
+        self,
+        flops: Optional[float] = None,
+        within: float = math.inf,
+        most: Optional[int] = None,
+    ) -> List[Plan]:
+        """
+        The best plan of each batch size within a compute budget: equal in epsilon, not
+        in the advantage of a membership test (figure 15).
+
+        Args:
+            within: share above the best loss up to which batch sizes are included
+            most: number of batch sizes at most, evenly spaced
+        """
+        flops = self._flops(flops)
+        loss = self._within(flops)
+        lowest = loss.min(axis=(0, 2))
+        chosen = np.flatnonzero(
+            (lowest < np.inf) & (lowest <= lowest.min() * (1 + within))
+        )
+        if most and len(chosen) > most:
+            chosen = chosen[np.linspace(0, len(chosen) - 1, most).round().astype(int)]
+        plans = []
+        for j in progress(chosen, "planning by batch size"):
+            i, k = np.unravel_index(loss[:, j].argmin(), loss[:, j].shape)
+            plans.append(self.plan((i, j, k), flops))
+        return plans
+
+    def not_private(self, flops: Optional[float] = None) -> Optional[NotPrivate]:
+        """
+        The best configuration of training without noise, of this compute; None if
+        there is none, or the law does not cover noise-free training.
+
+        Batches are the physical ones of the measurements, as in the paper: without
+        noise larger ones gain little.
+        """
+        flops, batch = self._flops(flops), self.law.batch_size
+        if not batch:
+            return None
+        size, trained = self.parameters[:, None], self.trainable[:, None]
+        steps = self.steps[None, :]
+        loss = np.array(self.law.loss(trained, batch, steps, 0.0), dtype=float)
+        spent = compute(size, batch, steps, self.budget.tokens, trained)
+        loss = np.where((spent <= flops * (1 + 1e-9)) & np.isfinite(loss), loss, np.inf)
+        i, k = np.unravel_index(loss.argmin(), loss.shape)
+        if np.isinf(loss[i, k]):
+            return None
+        return NotPrivate(int(size[i, 0]), batch, int(steps[0, k]), float(loss[i, k]))
+
+    def saturating(self, within: float = 0.01) -> Plan:
+        """
+        The plan at the least compute whose loss is within a share of the lowest one
+        (appendix C.1, table 2): beyond it compute hardly helps.
+        """
+        self.best(math.inf)  # or the reason why there is none
+        enough = self.loss <= np.nanmin(self.loss) * (1 + within)
+        return self.best(float(self.flops[enough].min()))
+
+    def frontier(self, flops: Sequence[float]) -> List[Optional[Plan]]:
+        """The best plan at each compute budget; None where there is no plan."""
+        plans: List[Optional[Plan]] = []
+        for budget in flops:
+            try:
+                plans.append(self.best(float(budget)))
+            except Refused:
+                plans.append(None)
+        return plans
+
+    def expected(self, parameters: float, batch_size: float, steps: float) -> float:
+        """
+        The loss of one configuration, on the lattice or not.
+
+        Raises:
+            Refused: for a rule of thumb, which has none
+        """
+        if not self.law.tells_loss:
+            raise Refused(
+                "A rule of thumb has no loss to compare configurations by.",
+                remedy="Measure your models (opacus-ext measure), or plan by the "
+                "paper's law if they are BERT-like masked language models.",
+            )
+        tuned = self.budget.tuned
+        if tuned not in (None, parameters):
+            raise Refused(
+                f"A baseline of {parameters:g} parameters is not the model of "
+                f"{tuned:g} that is fine-tuned.",
+                parameter="parameters",
+                remedy="Compare other batches and steps of it.",
+            )
+        ratio = noise_of(self.budget, batch_size, steps)[1]
+        trained = self.budget.trainable or parameters
+        return float(self.law.loss(trained, batch_size, steps, ratio))
+
+    def savings(self, parameters: float, batch_size: float, steps: float) -> Savings:
+        """
+        The savings of a plan, compared with a configuration of yours.
+
+        Args:
+            parameters: of the baseline, as are the others
+
+        Raises:
+            Refused: if the baseline is beyond the law's range, or its batch larger
+                than all examples
+        """
+        if not 1 <= batch_size <= self.budget.examples:
+            raise Refused(
+                f"The baseline's batch_size must be from 1 to "
+                f"{self.budget.examples:g}, all examples; got {batch_size:g}.",
+                parameter="batch_size",
+                remedy="Compare with a smaller batch.",
+            )
+        loss = self.expected(parameters, batch_size, steps)
+        if not math.isfinite(loss):
+            raise Refused(
+                f"The law says nothing of a model of {parameters:g} parameters with "
+                f"batches of {batch_size:g} and {steps:g} steps at this budget: it "
+                f"knows {self.law.parameters} parameters and {self.law.steps} steps, "
+                "and ratios up to its largest.",
+                remedy="Compare with a configuration within these.",
+            )
+        trainable = self.budget.trainable
+        spent = compute(parameters, batch_size, steps, self.budget.tokens, trainable)
+        enough = self.loss <= loss
+        needed = float(self.flops[enough].min()) if enough.any() else float(spent)
+        (best,) = self.frontier([spent])
+        instead = loss if best is None or best.loss is None else min(best.loss, loss)
+        return Savings(loss, instead, float(spent), min(needed, float(spent)))
+
+
+def _check(budget: Budget, law: LossModel, probe: Any) -> None:
+    if law.tokens and law.tokens != budget.tokens:
+        raise Refused(
+            f"tokens={budget.tokens}: the law was measured on examples of "
+            f"{law.tokens} tokens, and says nothing of others.",
+            parameter="tokens",
+            remedy=f"Plan with tokens={law.tokens}, or measure.",
+        )
+    if budget.tuned is not None and law.kind == PAPER:
+        raise Refused(
+            "The paper's law is of models that are trained whole.",
+            parameter="trainable",
+            remedy="Plan a model that is fine-tuned by a rule of thumb, or by a run "
+            "without noise.",
+        )
+    sizes = budget.trained
+    if law.kind == NOISE_FREE and not (sizes and sizes[0] == sizes[1]):
+        raise Refused(
+            "A run without noise is of one model.",
+            parameter="parameters",
+            remedy="Pass its size, (M, M).",
+        )
+    if min(budget.seconds, budget.memory) < math.inf and probe is None:
+        raise Refused(
+            "A bound on seconds or memory needs a probe of the machine.",
+            parameter="probe",
+            remedy="Pass the result of opacus_ext.planner.probe.probe.",
+        )
+
+
 def _lattice(
-    name: str, known: Tuple[float, float], wanted: Range, points: int
+    name: str, covered: Tuple[float, float], wanted: Range, points: int
 ) -> np.ndarray:
     """
     Whole numbers, ``points`` to a factor of two, the same for every budget: a wider
-    range has all that a narrower one has. Ends that were asked for are in it.
+    range contains a narrower one. The ends of a wanted range are included.
     """
-    low, high = known
+    low, high = covered
     if wanted is not None:
         low, high = max(low, wanted[0]), min(high, wanted[1])
         if low > high:
             given = " to ".join(f"{end:g}" for end in sorted(set(wanted)))
             raise Refused(
-                f"{name}={given} is outside of what is known, {known[0]:g} to "
-                f"{known[1]:g}.",
+                f"{name}={given} is outside of what is known, {covered[0]:g} to "
+                f"{covered[1]:g}.",
                 parameter=name,
-                remedy="Take some of that, or measure your models.",
+                remedy="Choose some of that, or measure your models.",
             )
     first = math.floor(points * math.log2(low))
     last = math.ceil(points * math.log2(high))
@@ -523,6 +510,6 @@ def _lattice(
         raise Refused(
             f"There is no whole number of {name} in [{low:g}, {high:g}].",
             parameter=name,
-            remedy="Take a wider range.",
+            remedy="Choose a wider range.",
         )
     return values

@@ -1,10 +1,10 @@
-"""What another budget would change: twice of it, or adapters of another rank."""
+"""The effect of another budget: twice of it, or adapters of another rank."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Dict, NamedTuple, Optional
+from typing import Any, Dict, NamedTuple, Optional
 
 from opacus_ext.planner.budget import MOST_EPSILON, Budget
 from opacus_ext.planner.candidates import Candidates
@@ -14,21 +14,26 @@ from opacus_ext.refused import Refused
 
 
 class DoubledLoss(NamedTuple):
-    """What twice of a budget would change: relative decrease of the loss."""
+    """Relative decrease of the loss with twice of a budget."""
 
     epsilon: float
     users: float
     flops: float
 
 
+def _doubled(budget: Budget, name: str) -> Budget:
+    given: Dict[str, Any] = {name: 2 * getattr(budget, name)}
+    return replace(budget, **given)
+
+
 def doubled_loss(table: Candidates, flops: Optional[float] = None) -> DoubledLoss:
     """
-    How much lower the best loss would be (in shares of it) with twice the epsilon,
-    users or compute; nan where no loss is expected, and for an epsilon above 100.
+    Relative decrease of the best loss with twice the epsilon, users or compute; nan
+    where no loss is expected, and for an epsilon above 100.
 
     Args:
         table: of the budget
-        flops: C at most; the budget's if not given
+        flops: C at most; the budget's by default
 
     Raises:
         Refused: as :meth:`Candidates.best`
@@ -36,44 +41,33 @@ def doubled_loss(table: Candidates, flops: Optional[float] = None) -> DoubledLos
     budget = table.budget
     flops = budget.flops if flops is None else flops
     loss = table.best(flops).loss
-    if not table.law.tells_loss:
+    if loss is None:
         return DoubledLoss(math.nan, math.nan, math.nan)
 
-    def less(other: Plan) -> float:
-        if loss is None or other.loss is None:
-            return math.nan
-        return 1 - other.loss / loss
-
-    def gain(larger: Budget) -> float:
+    def gain(name: str) -> float:
         try:
-            return less(Candidates(larger, table.law, table.probe).best(flops))
-        except Refused:  # as when its noise would take too long
+            larger = Candidates(_doubled(budget, name), table.law, table.probe)
+            return 1 - (larger.best(flops).loss or math.nan) / loss
+        except Refused:  # above 100, or its noise would take too long
             return math.nan
 
-    return DoubledLoss(
-        epsilon=(
-            gain(replace(budget, epsilon=2 * budget.epsilon))
-            if 2 * budget.epsilon <= MOST_EPSILON
-            else math.nan
-        ),
-        users=gain(replace(budget, users=2 * budget.users)),
-        flops=less(table.best(2 * flops)),
-    )
+    more_compute = table.best(2 * flops).loss or math.nan
+    return DoubledLoss(gain("epsilon"), gain("users"), 1 - more_compute / loss)
 
 
 def doubled_noise(plan: Plan) -> Dict[str, float]:
     """
-    What twice the epsilon, batch or users would take off the plan's noise-batch ratio,
-    ``ratio(x) / ratio(2 x) - 1``; an epsilon above 100 is left out, and a batch of more
-    than all examples.
+    Relative decrease of the plan's noise-batch ratio with twice the epsilon, batch or
+    users, ``ratio(x) / ratio(2 x) - 1``; without an epsilon above 100, and without a
+    batch of more than all examples.
     """
     budget, batch = plan.budget, plan.batch_size
     twice = {}
     if 2 * budget.epsilon <= MOST_EPSILON:
-        twice["epsilon"] = replace(budget, epsilon=2 * budget.epsilon), batch
+        twice["epsilon"] = _doubled(budget, "epsilon"), batch
     twice |= {
         "batch_size": (budget, 2 * batch),
-        "users": (replace(budget, users=2 * budget.users), batch),
+        "users": (_doubled(budget, "users"), batch),
     }
     return {
         name: plan.ratio / float(noise_of(other, size, plan.steps).ratio) - 1
@@ -87,16 +81,16 @@ def by_rank(
 ) -> Dict[int, Plan]:
     """
     The plans of adapters of other ranks, whose trainable parameters are in proportion.
-    What a higher rank may learn that a lower one can't is not in them.
+    They don't include what a higher rank may learn that a lower one can't.
 
     Args:
         table: of a budget with ``trainable``
         rank: of the adapters that have so many
-        flops: C at most; the budget's if not given
+        flops: C at most; the budget's by default
 
     Returns:
-        of the rank, 4 and 2 times less and more, where that is whole and the law knows
-        so few parameters
+        plans of the rank, and of 4 and 2 times less and more, where that is whole and
+        the law knows so few parameters
 
     Raises:
         Refused: for a rank that is not a whole number of 1 or more, and a budget
@@ -131,6 +125,6 @@ def by_rank(
         try:
             one = replace(budget, trainable=trainable)
             plans[other] = Candidates(one, table.law, table.probe).best(flops)
-        except Refused:  # the law does not know so few, or nothing can be learnt
+        except Refused:  # the law does not know so few, or nothing can be learned
             continue
     return plans

@@ -1,4 +1,4 @@
-"""What a training run costs in device hours and money."""
+"""Device hours and money that a training run costs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from opacus_ext.refused import Refused
 
 class Cost(NamedTuple):
     """
-    Of a run.
+    The cost of a run.
 
     Attributes:
         device_hours: of all devices together
@@ -27,14 +27,14 @@ class Cost(NamedTuple):
 @dataclass(frozen=True)
 class Device:
     """
-    What a run is made on.
+    The devices of a run.
 
     Attributes:
         flops: floating-point operations a second of one device, its peak
         utilization: the share of it that *private* training reaches: that of plain
             training, divided by how much longer a private step takes
         price: of an hour of one device; None if it is not known
-        count: devices
+        count: number of devices
 
     Raises:
         Refused: for numbers that are not positive and finite, and a utilization
@@ -51,8 +51,7 @@ class Device:
     count: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("flops", "utilization", "price", "count"):
-            value = getattr(self, name)
+        for name, value in vars(self).items():
             most = 1 if name == "utilization" else math.inf
             if value is not None and not (0 < value <= most and value < math.inf):
                 raise Refused(
@@ -62,17 +61,9 @@ class Device:
                 )
 
     def cost(self, flops: float) -> Cost:
-        """
-        Of a run of so many floating-point operations.
-
-        Raises:
-            Refused: if they are negative or nan
-        """
+        """The cost of a run of so many floating-point operations."""
         if not flops >= 0:
             raise Refused(f"flops must be 0 or more; got {flops}.", parameter="flops")
         hours = flops / (self.flops * self.utilization) / 3600
-        return Cost(
-            device_hours=hours,
-            hours=hours / self.count,
-            money=None if self.price is None else hours * self.price,
-        )
+        money = None if self.price is None else hours * self.price
+        return Cost(hours, hours / self.count, money)

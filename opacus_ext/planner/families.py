@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -20,14 +19,15 @@ from opacus_ext.refused import Refused
 @dataclass(frozen=True)
 class Family:
     """
-    What :func:`opacus_ext.planner.measure.measure` trains.
+    Models of several sizes and their data, for
+    :func:`opacus_ext.planner.measure.measure`.
 
     Attributes:
-        name: written beside the measurements
+        name: of the measurements
         sizes: names of the sizes, small to large
-        build: makes a model of a size, with new random weights
-        dataset: of (inputs, targets); one item is one example, the unit of clipping
-        criterion: one loss for each example, or their mean, by its ``reduction``
+        build: function of a size's name that returns a model with new random weights
+        dataset: items (inputs, targets); one is an example, the unit of clipping
+        criterion: returns a loss for each example, or their mean, by its ``reduction``
         tokens: S, tokens of an example (6 M S operations a step and example)
     """
 
@@ -99,28 +99,6 @@ def byte_transformers(
     return Family("bytes", tuple(sizes), build, dataset, _TokenLoss(), length)
 
 
-def closest_size(family: Family, parameters: float, sizes: Sequence[str]) -> str:
-    """
-    The size whose model has the nearest number of parameters, in logarithms.
-
-    Args:
-        sizes: to choose from; they need not be the ones that were measured
-
-    Example:
-        >>> family = byte_transformers(b"To be, or not to be" * 20, length=8)
-        >>> closest_size(family, 30_000, [f"{width}x2" for width in range(8, 33, 4)])
-        '28x2'
-    """
-
-    def distance(size: str) -> float:
-        with torch.device("meta"):
-            model = family.build(size)
-        count = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        return abs(math.log(count / parameters))
-
-    return min(sizes, key=distance)
-
-
 def _shape(size: str) -> Tuple[int, int]:
     try:
         width, depth = map(int, size.split("x"))
@@ -152,7 +130,7 @@ def find_family(name: str, text: Optional[str] = None) -> Family:
             raise Refused(
                 "The family of byte transformers needs a text.",
                 parameter="text",
-                remedy="Give a file, or another family.",
+                remedy="Pass a file, or another family.",
             )
         return byte_transformers(text)
     module, _, function = name.partition(":")
@@ -164,17 +142,13 @@ def find_family(name: str, text: Optional[str] = None) -> Family:
             parameter="family",
             remedy="Name a function that can be imported.",
         ) from e
-    if not callable(make):
-        raise Refused(
-            f"{name!r} is not a function.",
-            parameter="family",
-            remedy="Name one that returns a Family.",
-        )
-    family = make(text) if text is not None else make()
+    given = () if text is None else (text,)
+    family = make(*given) if callable(make) else make
     if not isinstance(family, Family):
+        problem = f"returned a {type(family).__name__}, not a Family"
         raise Refused(
-            f"{name} returned a {type(family).__name__}, not a Family.",
+            f"{name!r} {problem if callable(make) else 'is not a function'}.",
             parameter="family",
-            remedy="Return an opacus_ext.planner.Family.",
+            remedy="Name a function that returns an opacus_ext.planner.Family.",
         )
     return family

@@ -1,101 +1,25 @@
-"""Parametric laws in general, and how one is fitted."""
+"""A parametric scaling law with its parameters: predictions, intervals, best sizes."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple, Union
+from typing import Any, Dict, List, NamedTuple, Optional, Tuple
 
 import numpy as np
 from numpy.typing import ArrayLike
+from scipy.optimize import minimize_scalar
 
-from opacus_ext.planner.fit import Fit, Values, positive, transformed
-from opacus_ext.planner.huber import Descent, HuberProblem
+from opacus_ext.planner.form import Descent, Form, Objective, percentiles, positive
 from opacus_ext.progress import progress
 from opacus_ext.refused import Refused
 
-# Stands for log 0 where gradients must stay finite: a power of it is 0 all the same.
-_LOG_ZERO = -1e6
-_NO_EFFECT = 1e-4  # of a parameter on log loss, nobody can measure less
+_NO_EFFECT = 1e-4  # of a parameter on log loss: nobody can measure less
 _WIDE = 100.0  # an interval whose ends differ by this factor says little
 
 
-@dataclass(frozen=True)
-class Parameter:
-    """
-    A parameter of a law.
-
-    Attributes:
-        name: in the law's formula
-        starts: range of the starts of a fit, of the log of a positive parameter; in
-            units in which inputs and outcomes have geometric mean 1
-        positive: fitted as a log, so that it can't be anything else
-        usual: a fit outside of this range is reported as degenerate
-    """
-
-    name: str
-    starts: Tuple[float, float]
-    positive: bool = True
-    usual: Tuple[float, float] = (0.0, math.inf)
-
-    @property
-    def key(self) -> str:
-        """What the law's function finds it by: ``log_A`` for a positive ``A``."""
-        return f"log_{self.name}" if self.positive else self.name
-
-
-@dataclass(frozen=True)
-class Law:
-    """
-    A parametric law.
-
-    Attributes:
-        name: in :data:`LAWS`
-        target: what it predicts
-        inputs: names of its inputs, and the number of distinct values below which they
-            can't tell the law's parameters apart
-        parameters: see :class:`Parameter`
-        log_target: function of ``(parameters, inputs)``, both dicts of arrays (or
-            :class:`~opacus_ext.planner.dual.Dual`) that broadcast, to the log of the
-            target. Positive parameters come as logs, and inputs as theirs
-        in_units: function of ``(parameters, means, mean)``: parameters of a law fitted
-            in units in which inputs and target have geometric mean 1, to those in the
-            user's units; ``means`` and ``mean`` are logs
-        transforms: of inputs that the law takes otherwise than as logs
-        data: the input that a compute budget pays for, given the model's size: tokens,
-            examples or steps
-        may_be_zero: inputs that may be 0
-        best_size: function of ``(parameters, budget)`` to the model size of the lowest
-            loss where size times data is the budget, if it has a closed form; None
-            where these parameters have no such size
-
-    Example:
-        >>> from opacus_ext.planner.laws import CHINCHILLA, chinchilla
-        >>> size = np.array([1e6, 1e7, 1e8, 1e6, 1e7, 1e8])
-        >>> tokens = np.array([1e8, 1e8, 1e8, 1e10, 1e9, 4e9])
-        >>> loss = CHINCHILLA.predict(parameters=size, tokens=tokens)
-        >>> fit = chinchilla.fit(loss, parameters=size, tokens=tokens)
-        >>> {name: round(value, 2) for name, value in fit.parameters.items()}
-        {'E': 1.69, 'A': 406.4, 'B': 410.7, 'a': 0.34, 'b': 0.28}
-    """
-
-    name: str
-    target: str
-    inputs: Mapping[str, int]
-    parameters: Tuple[Parameter, ...]
-    log_target: Callable[[Mapping[str, Any], Mapping[str, Any]], Any]
-    in_units: Callable[[Values, Mapping[str, float], float], Values]
-    transforms: Mapping[str, Callable[[np.ndarray], np.ndarray]] = field(
-        default_factory=dict
-    )
-    data: Optional[str] = None
-    may_be_zero: Tuple[str, ...] = ()
-    best_size: Optional[Callable[[Mapping[str, float], float], Optional[float]]] = None
-
-    @property
-    def keys(self) -> List[str]:
-        """The names of the parameters."""
-        return [p.key for p in self.parameters]
+class Law(Form):
+    """A parametric law: its formula (:class:`Form`), and how it is fitted."""
 
     def fit(
         self,
@@ -103,7 +27,7 @@ class Law:
         /,
         *,
         huber: float = 1e-3,
-        starts: Union[int, Sequence[Mapping[str, float]]] = 256,
+        starts: int = 256,
         descents: int = 24,
         bootstrap: int = 0,
         groups: Optional[ArrayLike] = None,
@@ -111,22 +35,18 @@ class Law:
         **inputs: ArrayLike,
     ) -> Fit:
         """
-        Fits the law to measurements.
-
-        The objective is the sum over rows of Huber's loss of (log prediction - log
-        target). As Huber's loss is nearly |error|, outliers weigh little.
+        Fits the law to measurements: minimizes the sum over rows of Huber's loss of
+        (log prediction - log target), in which outliers weigh little, with L-BFGS.
 
         Args:
-            target: what was measured (of most laws: losses), ``[rows]``
-            huber: errors of log target beyond which Huber's loss is linear
-            starts: that many, spread over the parameters' ranges, of which L-BFGS goes
-                on from the best ``descents``; or starts of your own, dicts of
-                parameters by name, each gone on from
-            descents: see ``starts``
-            bootstrap: refits to that many resamples, for intervals; 200 do for 90 %,
-                1000 for 95 %
-            groups: ``[rows]``, labels of what is resampled: rows of one run are no
-                independent measurements, so give the runs' numbers. None: rows
+            target: what was measured (a loss, for most laws), ``[rows]``
+            huber: error of log target beyond which Huber's loss is linear
+            starts: number of starts, spread over the parameters' ranges
+            descents: number of the best starts from which L-BFGS descends
+            bootstrap: number of refits to resamples, for intervals; 200 suffice for
+                90 %, 1000 for 95 %
+            groups: labels of what is resampled, ``[rows]``: rows of one run are no
+                independent measurements, so pass the runs' numbers. None: rows
             seed: of resampling
             **inputs: by name, ``[rows]`` or a number
 
@@ -134,19 +54,28 @@ class Law:
             see :class:`Fit`; read its ``warnings``
 
         Raises:
-            Refused: for inputs that the law doesn't have or that lack, values that
-                are not positive and finite, lengths that differ, fewer rows than
+            Refused: for inputs that the law doesn't have or that are missing, values
+                that are not positive and finite, lengths that differ, fewer rows than
                 parameters, inputs that vary too little or only together, so that
                 nothing tells the parameters apart, and settings out of range
+
+        Example:
+            >>> from opacus_ext.planner.laws import CHINCHILLA, chinchilla
+            >>> size = np.array([1e6, 1e7, 1e8, 1e6, 1e7, 1e8])
+            >>> tokens = np.array([1e8, 1e8, 1e8, 1e10, 1e9, 4e9])
+            >>> loss = CHINCHILLA.predict(parameters=size, tokens=tokens)
+            >>> fit = chinchilla.fit(loss, parameters=size, tokens=tokens)
+            >>> {name: round(value, 2) for name, value in fit.parameters.items()}
+            {'E': 1.69, 'A': 406.4, 'B': 410.7, 'a': 0.34, 'b': 0.28}
         """
-        logs, outcome = self._read(target, inputs)
+        logs, outcome = self.read(target, inputs)
         if not 0 < huber < math.inf:
             raise Refused(
                 f"huber must be positive; got {huber}.",
                 parameter="huber",
                 remedy="Take 1e-3.",
             )
-        if isinstance(starts, int) and starts < 1 or descents < 1 or bootstrap < 0:
+        if starts < 1 or descents < 1 or bootstrap < 0:
             raise Refused(
                 "starts and descents are at least 1 and bootstrap at least 0; got "
                 f"{starts}, {descents} and {bootstrap}.",
@@ -157,7 +86,7 @@ class Law:
             raise Refused(
                 f"groups has shape {labels.shape}; there are {len(outcome)} rows.",
                 parameter="groups",
-                remedy="Give each row its label.",
+                remedy="Pass a label for each row.",
             )
         units = [np.flatnonzero(labels == u) for u in np.unique(labels)]
         if bootstrap and len(units) < 2:
@@ -166,60 +95,69 @@ class Law:
                 parameter="groups",
                 remedy="Measure more runs or set bootstrap=0.",
             )
-        self._check_identifiable(logs, outcome)
-
-        means = {n: float(x[x > _LOG_ZERO].mean()) for n, x in logs.items()}
-        mean = float(outcome.mean())
-        data = HuberProblem(self, logs, outcome, means, mean, huber)
-        first = self._starts(starts, descents, data, means, mean)
-        ends = sorted((data.descend(s) for s in first), key=lambda end: end.objective)
-        best = data.descend(ends[0].x, tolerance=1e-14, evaluations=5000)
+        self.check_identifiable(logs, outcome)
+        objective = Objective(self, logs, outcome, huber)
+        ends = objective.descend_from(starts, descents)
+        best = objective.descend(ends[0].x, tolerance=1e-14, evaluations=5000)
         close = ends[0].objective * 1.0001 + 1e-6 * huber
-        agreed = sum(end.objective <= close for end in ends)
-
-        samples, redrawn = None, 0
-        if bootstrap:
-            rng = np.random.default_rng(seed)
-            warm = _distinct(ends, 2 * close)
-            draws, redrawn = self._resamples(units, logs, outcome, bootstrap, rng)
-            found = []
-            for rows in progress(draws, "resampling"):
-                drawn = {n: x[rows] for n, x in logs.items()}
-                resampled = HuberProblem(self, drawn, outcome[rows], means, mean, huber)
-                tries = [resampled.descend(w.x) for w in warm]
-                found.append(min(tries, key=lambda end: end.objective).x)
-            samples = self._natural(np.stack(found), means, mean)
-
-        x = self._natural(best.x, means, mean)
         fit = Fit(
             law=self,
-            parameters={n: float(v) for n, v in x.items()},
+            parameters={n: float(v) for n, v in objective.natural(best.x).items()},
             objective=best.objective,
             rows=len(outcome),
             starts=len(ends),
-            agreed=agreed,
+            agreed=sum(end.objective <= close for end in ends),
             converged=best.converged,
-            samples=samples,
         )
-        warnings = self._warnings(fit, data, best)
-        if bootstrap and len(units) < 10:
-            warnings.append(
-                f"Only {len(units)} groups were resampled: intervals are too narrow."
-            )
-        if redrawn > bootstrap / 10:
-            warnings.append(
-                f"{redrawn} resamples, beside the {bootstrap} taken, did not determine "
-                "the parameters: intervals are too narrow."
-            )
-        return replace(fit, warnings=tuple(warnings))
+        warnings: List[str] = []
+        if bootstrap:
+            warm = _distinct(ends, 2 * close)
+            samples = self._refits(objective, units, warm, bootstrap, seed)
+            fit = replace(fit, samples=objective.natural(samples))
+            if len(units) < 10:
+                warnings.append(
+                    f"Only {len(units)} groups were resampled: intervals are too "
+                    "narrow."
+                )
+        found = _warnings(fit, objective.slopes(best.x)[1].T)
+        return replace(fit, warnings=(*found, *warnings))
+
+    def _refits(
+        self,
+        objective: Objective,
+        units: List[np.ndarray],
+        warm: List[Descent],
+        bootstrap: int,
+        seed: int,
+    ) -> np.ndarray:
+        """Fits to resamples that determine the parameters, ``[bootstrap, *]``."""
+        rng, found = np.random.default_rng(seed), []
+        for _ in progress(range(20 * bootstrap), "resampling"):
+            picked = rng.integers(len(units), size=len(units))
+            rows = np.concatenate([units[i] for i in picked])
+            resample = objective.at(rows)
+            try:
+                self.check_identifiable(resample.logs, resample.outcome)
+            except Refused:
+                continue
+            ends = [resample.descend(end.x) for end in warm]
+            found.append(min(ends, key=lambda end: end.objective).x)
+            if len(found) == bootstrap:
+                return np.stack(found)
+        raise Refused(
+            f"Hardly a resample of {len(units)} groups determines the "
+            f"{len(self.parameters)} parameters: that is too little for a bootstrap.",
+            parameter="bootstrap",
+            remedy="Measure more or set bootstrap=0.",
+        )
 
     def of(self, **parameters: float) -> Fit:
         """
         The law with given parameters, such as published ones.
 
         Raises:
-            Refused: for names that it doesn't have or that lack, and values that
-                are not finite, or not positive where they must be
+            Refused: for names that the law doesn't have or that are missing, and values
+                that are not finite, or not positive where they must be
 
         Example:
             >>> from opacus_ext.planner.laws import chinchilla
@@ -231,7 +169,7 @@ class Law:
         if set(parameters) != set(names):
             raise Refused(
                 f"{self.name} has the parameters {names}; got {sorted(parameters)}.",
-                remedy="Give each of them.",
+                remedy="Pass each of them.",
             )
         for p in self.parameters:
             value = parameters[p.name]
@@ -242,199 +180,240 @@ class Law:
                 )
         return Fit(self, {n: float(parameters[n]) for n in names})
 
-    def logs(self, inputs: Mapping[str, ArrayLike]) -> Dict[str, np.ndarray]:
-        """The inputs as the law's function takes them, checked."""
-        if set(inputs) != set(self.inputs):
-            raise Refused(
-                f"{self.name} is a law of {', '.join(self.inputs)}; got "
-                f"{', '.join(inputs) or 'nothing'}.",
-                remedy="Give each of its inputs, and no other.",
-            )
-        logs = {}
-        for name in self.inputs:
-            zero = name in self.may_be_zero
-            values = positive(name, inputs[name], zero)
-            with np.errstate(divide="ignore"):
-                x = self.transforms.get(name, np.log)(values)
-            logs[name] = np.maximum(x, _LOG_ZERO)
-        return logs
 
-    def _read(
-        self, target: ArrayLike, inputs: Mapping[str, ArrayLike]
-    ) -> Tuple[Dict[str, np.ndarray], np.ndarray]:
-        outcome = positive(self.target, target)
-        if outcome.ndim != 1:
-            raise Refused(
-                f"{self.target} must be a list of numbers; got an array of shape "
-                f"{outcome.shape}.",
-                parameter=self.target,
-            )
-        logs = self.logs(inputs)
-        for name, x in logs.items():
-            if x.shape not in ((), outcome.shape):
-                raise Refused(
-                    f"{name} has shape {x.shape}, {self.target} {outcome.shape}: one "
-                    "row each is needed.",
-                    parameter=name,
-                )
-            logs[name] = np.broadcast_to(x, outcome.shape)
-        return logs, np.log(outcome)
+@dataclass(frozen=True)
+class Fit:
+    """
+    A law with its parameters.
 
-    def _check_identifiable(
-        self, logs: Mapping[str, np.ndarray], outcome: np.ndarray
-    ) -> None:
-        """Refuses rows that can't determine the parameters."""
-        if len(outcome) < len(self.parameters):
-            raise Refused(
-                f"{self.name} has {len(self.parameters)} parameters; {len(outcome)} "
-                "rows can't determine them.",
-                remedy="Measure more, or fit a law of fewer parameters.",
-            )
-        for name, least in self.inputs.items():
-            distinct = len(np.unique(logs[name]))
-            if distinct < least:
-                raise Refused(
-                    f"{name} has {distinct} distinct value{'s' * (distinct != 1)}; "
-                    f"{self.name} can't be told from fewer than {least}.",
-                    parameter=name,
-                    remedy="Measure more or take a law without it.",
-                )
-        # A zero is somewhere below the others.
-        columns = [
-            np.where(x > _LOG_ZERO, x, x[x > _LOG_ZERO].min() - 1)
-            for x in logs.values()
-        ]
-        matrix = np.stack([(x - x.mean()) / np.ptp(x) for x in columns])
-        if np.linalg.matrix_rank(matrix, tol=1e-8 * len(outcome)) < len(matrix):
-            raise Refused(
-                f"{' and '.join(self.inputs)} vary only together: nothing tells their "
-                "effects apart.",
-                remedy=f"Measure {self.target} at other combinations.",
-            )
+    Attributes:
+        law: see :class:`Law`
+        parameters: by name
+        objective: sum of the Huber losses; None for parameters that were given
+        rows: number of measurements of the fit
+        starts: number of descents
+        agreed: number of them that ended where the best one did
+        converged: True if the best one did
+        samples: parameters of the refits of the bootstrap, by name, ``[bootstrap]``
+        warnings: what is wrong with the fit, for people; read them
+    """
 
-    def _resamples(
-        self,
-        units: List[np.ndarray],
-        logs: Mapping[str, np.ndarray],
-        outcome: np.ndarray,
-        bootstrap: int,
-        rng: np.random.Generator,
-    ) -> Tuple[List[np.ndarray], int]:
+    law: Law
+    parameters: Dict[str, float]
+    objective: Optional[float] = None
+    rows: int = 0
+    starts: int = 0
+    agreed: int = 0
+    converged: bool = True
+    samples: Optional[Dict[str, np.ndarray]] = field(default=None, compare=False)
+    warnings: Tuple[str, ...] = ()
+
+    def predict(self, **inputs: ArrayLike) -> np.ndarray:
         """
-        Rows of so many resamples that determine the parameters, and how many did not.
+        The law's prediction.
+
+        Args:
+            **inputs: the law's inputs by name; they broadcast
+
+        Raises:
+            Refused: for inputs that the law doesn't have or that are missing, and
+                values that are not positive and finite (the noise-batch ratio may be 0)
+
+        Example:
+            >>> from opacus_ext.planner import KAPLAN
+            >>> KAPLAN["parameters"].predict(parameters=[1e6, 1e9]).round(2)
+            array([4.02, 2.38])
         """
-        draws: List[np.ndarray] = []
-        redrawn = 0
-        while len(draws) < bootstrap:
-            picked = rng.integers(len(units), size=len(units))
-            rows = np.concatenate([units[i] for i in picked])
-            drawn = {n: x[rows] for n, x in logs.items()}
-            try:
-                self._check_identifiable(drawn, outcome[rows])
-                draws.append(rows)
-                continue
-            except Refused:
-                redrawn += 1
-            if redrawn > 20 * bootstrap:
-                raise Refused(
-                    f"Of {len(units)} groups, hardly a resample determines "
-                    f"the {len(self.parameters)} parameters: there is too "
-                    "little for a bootstrap.",
-                    parameter="bootstrap",
-                    remedy="Measure more or set bootstrap=0.",
-                )
-        return draws, redrawn
+        logs = self.law.logs(inputs)
+        try:
+            np.broadcast_shapes(*(x.shape for x in logs.values()))
+        except ValueError as e:
+            shapes = ", ".join(f"{n} {x.shape}" for n, x in logs.items())
+            raise Refused(
+                f"Shapes don't broadcast: {shapes}.", remedy="Pass shapes that do."
+            ) from e
+        with np.errstate(divide="ignore"):
+            values = {
+                p.key: (np.log if p.positive else np.asarray)(self.parameters[p.name])
+                for p in self.law.parameters
+            }
+        return np.asarray(np.exp(self.law.log_target(values, logs)))
 
-    def _starts(
-        self,
-        starts: Union[int, Sequence[Mapping[str, float]]],
-        descents: int,
-        data: HuberProblem,
-        means: Mapping[str, float],
-        mean: float,
-    ) -> np.ndarray:
-        if not isinstance(starts, int):
-            given = [transformed(self.of(**start)) for start in starts]
-            if not given:
-                raise Refused(
-                    "starts is empty.",
-                    parameter="starts",
-                    remedy="Give parameters to start from, or how many starts to make.",
-                )
-            minus = {n: -m for n, m in means.items()}
-            inner = [self.in_units(p, minus, -mean) for p in given]
-            return np.array([[p[key] for key in self.keys] for p in inner])
-        from scipy.stats import qmc  # half a second, which only fits need
+    def intervals(self, level: float = 0.95) -> Dict[str, Tuple[float, float]]:
+        """
+        Percentiles of each parameter over the bootstrap, lower and upper.
 
-        low, high = np.array([p.starts for p in self.parameters]).T
-        sobol = qmc.Sobol(len(low), scramble=False)
-        # Without its first point, which is the lower corner.
-        points = sobol.random(2 ** math.ceil(math.log2(starts + 1)))[1 : starts + 1]
-        points = qmc.scale(points, low, high)
-        return points[np.argsort(data.objectives(points), kind="stable")[:descents]]
-
-    def _natural(
-        self, x: np.ndarray, means: Mapping[str, float], mean: float
-    ) -> Dict[str, np.ndarray]:
-        """Parameters of a fit, ``[*, parameters]``, in the user's units by name."""
-        p = self.in_units(dict(zip(self.keys, np.moveaxis(x, -1, 0))), means, mean)
-        # Of a degenerate fit a log may be any number; its parameter stays finite.
-        return {
-            q.name: np.exp(np.clip(p[q.key], -700, 700)) if q.positive else p[q.key]
-            for q in self.parameters
-        }
-
-    def _warnings(self, fit: Fit, data: HuberProblem, best: Descent) -> List[str]:
-        found = []
-        if not best.converged:
-            found.append("L-BFGS stopped before it converged.")
-        if fit.starts > 1 and fit.agreed == 1:
-            found.append(
-                f"Only one of {fit.starts} starts led to this fit: take more starts."
-            )
-        jacobian = data.jacobian(best.x)
-        effects = np.abs(jacobian).max(0)
-        for p, effect in zip(self.parameters, effects):
-            value = fit.parameters[p.name]
-            if not p.usual[0] <= value <= p.usual[1]:
-                found.append(
-                    f"{p.name} = {value:.4g} is degenerate: outside of "
-                    f"{p.usual[0]:g} to {p.usual[1]:g}."
-                )
-            if effect < _NO_EFFECT:
-                found.append(
-                    f"{p.name} = {value:.4g} has no effect on {self.target} at these "
-                    "measurements: they don't determine it."
-                )
-        used = effects >= _NO_EFFECT
-        if used.any():
-            _, s, v = np.linalg.svd(jacobian[:, used] / effects[used])
-            if len(s) < used.sum() or s[-1] < 1e-6 * s[0]:
-                names = [p.name for p, u in zip(self.parameters, used) if u]
-                mixed = [n for n, w in zip(names, v[-1]) if abs(w) > 0.1]
-                found.append(
-                    f"{', '.join(mixed)} can be traded for each other at these "
-                    "measurements: only together are they determined."
-                )
-        if fit.samples is not None:
-            for p in self.parameters:
-                low, high = fit.intervals()[p.name]
-                if p.positive and not high < _WIDE * low:
-                    found.append(
-                        f"{p.name} is hardly determined: from {low:.3g} to {high:.3g}."
-                    )
-                elif not p.positive and low <= 0 <= high:
-                    found.append(
-                        f"The sign of {p.name} is not determined: from {low:.3g} to "
-                        f"{high:.3g}."
-                    )
+        Raises:
+            Refused: if the fit was made without a bootstrap, and for a level that
+                is not between 0 and 1
+        """
+        found = {}
+        for name, x in self._samples().items():
+            low, high = np.percentile(x, percentiles(level))
+            found[name] = float(low), float(high)
         return found
 
+    def predict_interval(
+        self, level: float = 0.95, **inputs: ArrayLike
+    ) -> Tuple[np.ndarray, np.ndarray]:
+        """
+        Percentiles of the prediction over the bootstrap: of the law's value, not of a
+        new measurement, which has its own noise.
 
-def _distinct(ends: Sequence[Descent], most: float) -> List[Descent]:
+        Returns:
+            lower and upper ends, of the shape of :meth:`predict`
+
+        Raises:
+            Refused: as :meth:`intervals` and :meth:`predict`
+        """
+        ends, samples = percentiles(level), self._samples()
+        each = (dict(zip(samples, row)) for row in zip(*samples.values()))
+        found = [Fit(self.law, values).predict(**inputs) for values in each]
+        low, high = np.percentile(found, ends, axis=0)
+        return low, high
+
+    def _samples(self) -> Dict[str, np.ndarray]:
+        if self.samples is None:
+            raise Refused(
+                "There are no intervals without a bootstrap.",
+                parameter="bootstrap",
+                remedy="Fit with bootstrap=200.",
+            )
+        return self.samples
+
+    def compute_optimal(
+        self,
+        flops: float,
+        *,
+        tokens_per_step: float = 1.0,
+        between: Tuple[float, float] = (1e2, 1e14),
+        **inputs: float,
+    ) -> Optimum:
+        """
+        The model size of the lowest loss for a compute budget, C = 6 M times tokens:
+        in closed form for Chinchilla's law (Hoffmann et al., equation 4), by a scan and
+        ``scipy.optimize.minimize_scalar`` for others.
+
+        Args:
+            flops: C
+            tokens_per_step: tokens in a unit of the law's data: 1 for laws of tokens,
+                S, the tokens of an example, for laws of examples, and the tokens of a
+                batch for laws of steps
+            between: the least and largest size of the scan
+            **inputs: the law's other inputs, such as ``ratio``
+
+        Raises:
+            Refused: if the law has no size and data, for values that aren't positive
+                and finite, and if no size between these is the best
+
+        Example:
+            >>> from opacus_ext.planner import CHINCHILLA
+            >>> best = CHINCHILLA.compute_optimal(5.76e23)  # Gopher's
+            >>> print(f"{best.parameters:.3g} {best.data:.3g} {best.loss:.3f}")
+            3.22e+10 2.98e+12 1.931
+        """
+        law, p = self.law, self.parameters
+        if law.data is None or "parameters" not in law.inputs:
+            raise Refused(
+                f"{law.name} has no model size to choose for a budget.",
+                remedy="Choose a law of parameters and tokens, examples or steps.",
+            )
+        positive("flops", flops)
+        positive("tokens_per_step", tokens_per_step)
+        budget = flops / (6 * tokens_per_step)  # = parameters times data
+
+        def loss(size: Any) -> np.ndarray:
+            return self.predict(
+                **{**inputs, "parameters": size, str(law.data): budget / size}
+            )
+
+        if law.name == "chinchilla" and min(p["a"], p["b"]) > 0:
+            total = p["a"] + p["b"]
+            g = (p["a"] * p["A"] / (p["b"] * p["B"])) ** (1 / total)
+            size = g * budget ** (p["b"] / total)
+            return Optimum(size, budget / size, float(loss(size)))
+        low, high = np.log(positive("between", between))
+        scan = np.linspace(low, high, 300)
+        i = int(np.argmin(np.log(loss(np.exp(scan)))))
+        if i in (0, len(scan) - 1):
+            raise Refused(
+                f"{law.name} has no best size between {between[0]:g} and "
+                f"{between[1]:g} at {flops:g} FLOPs: its loss is lowest at "
+                f"{np.exp(scan[i]):g}.",
+                parameter="between",
+                remedy="Search between other sizes, or use that one.",
+            )
+        found = minimize_scalar(
+            lambda x: float(np.log(loss(np.exp(x)))),
+            bounds=(scan[i - 1], scan[i + 1]),
+            method="bounded",
+            options={"xatol": 1e-10},
+        )
+        size = math.exp(found.x)
+        return Optimum(size, budget / size, float(loss(size)))
+
+    def __str__(self) -> str:
+        values = ", ".join(f"{n} {v:.5g}" for n, v in self.parameters.items())
+        return "\n".join([f"{self.law.name}: {values}", *self.warnings])
+
+
+class Optimum(NamedTuple):
+    """Model size and data of the lowest loss for a compute budget, and that loss."""
+
+    parameters: float
+    data: float
+    loss: float
+
+
+def _warnings(fit: Fit, jacobian: np.ndarray) -> List[str]:
+    """What is wrong with a fit, for people."""
+    found, parameters = [], fit.law.parameters
+    if not fit.converged:
+        found.append("L-BFGS stopped before it converged.")
+    if fit.starts > 1 and fit.agreed == 1:
+        found.append(
+            f"Only one of {fit.starts} starts led to this fit: use more starts."
+        )
+    effects = np.abs(jacobian).max(0)
+    for p, effect in zip(parameters, effects):
+        value = fit.parameters[p.name]
+        if not p.usual[0] <= value <= p.usual[1]:
+            found.append(
+                f"{p.name} = {value:.4g} is degenerate: outside of "
+                f"{p.usual[0]:g} to {p.usual[1]:g}."
+            )
+        if effect < _NO_EFFECT:
+            found.append(
+                f"{p.name} = {value:.4g} has no effect on {fit.law.target} at these "
+                "measurements: they don't determine it."
+            )
+    used = effects >= _NO_EFFECT
+    if used.any():
+        _, s, v = np.linalg.svd(jacobian[:, used] / effects[used])
+        if len(s) < used.sum() or s[-1] < 1e-6 * s[0]:
+            names = [p.name for p, u in zip(parameters, used) if u]
+            mixed = [n for n, w in zip(names, v[-1]) if abs(w) > 0.1]
+            found.append(
+                f"{', '.join(mixed)} can be traded for each other at these "
+                "measurements: only together are they determined."
+            )
+    for p in parameters if fit.samples is not None else ():
+        low, high = fit.intervals()[p.name]
+        if p.positive and not high < _WIDE * low:
+            found.append(
+                f"{p.name} is hardly determined: from {low:.3g} to {high:.3g}."
+            )
+        elif not p.positive and low <= 0 <= high:
+            found.append(
+                f"The sign of {p.name} is not determined: from {low:.3g} to {high:.3g}."
+            )
+    return found
+
+
+def _distinct(ends: List[Descent], most: float) -> List[Descent]:
     """
-    Of equally good ends only one, three at most with an objective below ``most``: a few
-    worse ones may win in a resample.
+    Up to three ends that differ, with an objective below ``most``: a slightly worse one
+    may win in a resample.
     """
     found: List[Descent] = []
     for end in ends:

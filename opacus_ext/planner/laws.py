@@ -1,9 +1,5 @@
-"""Parametric scaling laws: one way to fit, to bound and to use them all.
-
-A :class:`Law` is a name, parameters, inputs and a function of them to the log of what
-is predicted (a loss, mostly). :meth:`Law.fit` minimizes the Huber loss of log
-predictions with L-BFGS from many starts (Hoffmann et al., 2022, section D.2), and gives
-a :class:`Fit`. Laws of this module, M being parameters, D tokens, N examples, s the
+"""
+Parametric scaling laws by name. M are parameters, D tokens, N examples, s the
 noise-batch ratio, C compute in FLOPs, S steps:
 
 - :data:`chinchilla`: L = E + A / M^a + B / D^b
@@ -29,216 +25,213 @@ and :data:`CHINCHILLA_REFIT`; those of the private laws were not published.
 from __future__ import annotations
 
 import math
-from typing import Any, Callable, Dict, Mapping, Optional, Tuple, Union
+from functools import reduce
+from typing import Any, Dict, Mapping, Optional, Tuple
 
 import numpy as np
-from numpy.typing import ArrayLike
-from scipy.optimize import brentq
 
-from opacus_ext.planner.dual import exp, log_sum
-from opacus_ext.planner.fit import LAWS, Fit, Values, positive
-from opacus_ext.planner.law import Law, Parameter
+from opacus_ext.planner.form import Parameter, Slopes, Values, positive
+from opacus_ext.planner.law import Fit, Law
 from opacus_ext.refused import Refused
 
 #: FLOPs of a petaflop/s-day, the unit of compute of Kaplan et al.
 PF_DAY = 1e15 * 24 * 3600
 
+#: Exponents that are not ordinary ones.
+_EXPONENTS = {
+    # Published: -0.07, noise hurts a larger model more.
+    "a2": Parameter("a2", (-0.3, 0.3), False, usual=(-2.0, 2.0)),
+    "exponent": Parameter("exponent", (-1.0, 1.0), False, usual=(-5, 5)),
+}
 
-def _coefficient(name: str) -> Parameter:
-    return Parameter(name, (math.log(0.02), math.log(1.0)))
 
-
-def _exponent(name: str) -> Parameter:
-    return Parameter(name, (0.05, 1.5), positive=False, usual=(0.01, 3.0))
-
-
-Power = Union[str, float]
+def _log_sum(*logs: Any) -> Any:
+    """The log of the sum of exponentials, which broadcast."""
+    top = reduce(np.maximum, logs)
+    top = np.where(np.isfinite(top), top, 0.0)
+    with np.errstate(divide="ignore"):
+        return np.log(sum(np.exp(x - top) for x in logs)) + top
 
 
 def _sum_of_powers(
     name: str,
-    terms: Mapping[str, Mapping[str, Tuple[int, Power]]],
-    *,
+    terms: Mapping[str, Mapping[str, Tuple[int, str]]],
     target: str = "loss",
-    exponents: Mapping[str, Parameter] = {},
     **options: Any,
 ) -> Law:
     """
     A law that is a sum of terms, each a coefficient times powers of inputs.
 
     Args:
-        terms: by coefficient: the powers as input -> (sign, exponent), the exponent a
-            parameter's name or a number
-        exponents: parameters that are not ordinary exponents
+        terms: by coefficient: the powers as input -> (sign, name of the exponent)
     """
-    powers = [
-        (n, e) for t in terms.values() for n, (_, e) in t.items() if isinstance(e, str)
-    ]
-    constant = any(not t for t in terms.values())
-    inputs = {n: 2 for t in terms.values() for n in t}
+    constant = any(not powers for powers in terms.values())
     # c, a and the constant of c x^-a + constant need three values of x.
-    inputs.update({n: 3 for n, _ in powers if constant})
-    names = list(dict.fromkeys(e for _, e in powers))
+    inputs = {n: 3 if constant else 2 for powers in terms.values() for n in powers}
+    exponents = dict.fromkeys(e for t in terms.values() for _, e in t.values())
+    parameters = [Parameter(c, (math.log(0.02), math.log(1.0))) for c in terms]
+    for e in exponents:
+        usual = Parameter(e, (0.05, 1.5), positive=False, usual=(0.01, 3.0))
+        parameters.append(_EXPONENTS.get(e, usual))
 
-    def log_term(p: Mapping[str, Any], x: Mapping[str, Any], coefficient: str) -> Any:
-        value = p[f"log_{coefficient}"]
-        for n, (sign, e) in terms[coefficient].items():
-            value = value + sign * (p[e] if isinstance(e, str) else e) * x[n]
-        return value
+    def log_terms(p: Values, x: Values) -> Dict[str, Any]:
+        return {
+            c: p[f"log_{c}"] + sum(sign * p[e] * x[n] for n, (sign, e) in t.items())
+            for c, t in terms.items()
+        }
 
-    def log_target(p: Mapping[str, Any], x: Mapping[str, Any]) -> Any:
-        return log_sum(*(log_term(p, x, c) for c in terms))
+    def log_target(p: Values, x: Values) -> Any:
+        return _log_sum(*log_terms(p, x).values())
 
-    def in_units(p: Values, means: Mapping[str, float], mean: float) -> Values:
-        minus = {n: -m for n, m in means.items()}
-        return {**p, **{f"log_{c}": mean + log_term(p, minus, c) for c in terms}}
+    def slopes(p: Values, x: Values) -> Slopes:
+        logs = log_terms(p, x)
+        total = _log_sum(*logs.values())
+        found: Dict[str, Any] = dict.fromkeys(exponents, 0.0)
+        for c, powers in terms.items():
+            share = found[f"log_{c}"] = np.exp(logs[c] - total)
+            for n, (sign, e) in powers.items():
+                found[e] = found[e] + share * sign * x[n]
+        return total, found
+
+    def in_units(p: Values, means: Mapping[str, float], mean: float) -> Dict[str, Any]:
+        moved = log_terms(p, {n: -m for n, m in means.items()})
+        return {**p, **{f"log_{c}": mean + value for c, value in moved.items()}}
 
     return Law(
         name,
         target,
         inputs,
-        (
-            *(_coefficient(c) for c in terms),
-            *(exponents.get(n, _exponent(n)) for n in names),
-        ),
+        tuple(parameters),
         log_target,
+        slopes,
         in_units,
         **options,
     )
 
 
-def _kaplan(
-    name: str,
-    scales: Mapping[str, Tuple[str, str]],
-    log_target: Callable[[Mapping[str, Any], Mapping[str, Any]], Any],
-    **options: Any,
-) -> Law:
+def _kaplan(name: str, scales: Mapping[str, Tuple[str, str]], **options: Any) -> Law:
     """
-    A law of terms (scale / input)^alpha.
+    A law of terms (scale / input)^alpha, which are added; of tokens, the second term of
+    two is alone to the outer power.
 
     Args:
         scales: by input: the names of its scale and its exponent
     """
+    (first, (c1, a1)), *rest = scales.items()
 
-    def in_units(p: Values, means: Mapping[str, float], mean: float) -> Values:
+    def in_units(p: Values, means: Mapping[str, float], mean: float) -> Dict[str, Any]:
         moved = {
-            f"log_{c}": p[f"log_{c}"] + means[n] + mean / exp(p[f"log_{alpha}"])
-            for n, (c, alpha) in scales.items()
+            f"log_{c}": p[f"log_{c}"] + means[n] + mean / np.exp(p[f"log_{a}"])
+            for n, (c, a) in scales.items()
         }
         return {**p, **moved}
 
-    parameters = [
-        # The share of its term in the loss is (scale / 1)^alpha, at most 1.
-        *(Parameter(c, (-6.0, 0.5)) for c, _ in scales.values()),
-        *(
-            Parameter(a, (math.log(0.02), math.log(1.5)), usual=(0.005, 3.0))
-            for _, a in scales.values()
+    def summed(p: Values, x: Values) -> Any:
+        return _log_sum(*(log_term(p, x, n) for n in scales))
+
+    def log_term(p: Values, x: Values, n: str) -> Any:
+        c, a = scales[n]
+        return np.exp(p[f"log_{a}"]) * (p[f"log_{c}"] - x[n])
+
+    def slopes_of_sum(p: Values, x: Values) -> Slopes:
+        found: Dict[str, Any] = {}
+        terms = {n: log_term(p, x, n) for n in scales}
+        total = _log_sum(*terms.values())
+        for n, (c, a) in scales.items():
+            share = np.exp(terms[n] - total)
+            found[f"log_{c}"] = share * np.exp(p[f"log_{a}"])
+            found[f"log_{a}"] = share * terms[n]
+        return total, found
+
+    def inner(p: Values, x: Values) -> Tuple[Any, Any]:
+        ((second, (c2, a2)),) = rest
+        ratio = np.exp(p[f"log_{a1}"] - p[f"log_{a2}"])
+        return ratio * (p[f"log_{c1}"] - x[first]), p[f"log_{c2}"] - x[second]
+
+    def nested(p: Values, x: Values) -> Any:
+        return np.exp(p[f"log_{rest[0][1][1]}"]) * _log_sum(*inner(p, x))
+
+    def slopes_of_nested(p: Values, x: Values) -> Slopes:
+        c2, a2 = rest[0][1]
+        u, v = inner(p, x)
+        total, outer = _log_sum(u, v), np.exp(p[f"log_{a2}"])
+        share = np.exp(u - total)
+        by_a1 = outer * share * u
+        return outer * total, {
+            f"log_{c1}": share * np.exp(p[f"log_{a1}"]),
+            f"log_{a1}": by_a1,
+            f"log_{c2}": outer * np.exp(v - total),
+            f"log_{a2}": outer * total - by_a1,
+        }
+
+    is_nested = [*scales] == ["parameters", "tokens"]
+    usual = (math.log(0.02), math.log(1.5))
+    return Law(
+        name,
+        "loss",
+        {n: 2 for n in scales},
+        (
+            # The share of its term in the loss is (scale / 1)^alpha, at most 1.
+            *(Parameter(c, (-6.0, 0.5)) for c, _ in scales.values()),
+            *(Parameter(a, usual, usual=(0.005, 3.0)) for _, a in scales.values()),
         ),
-    ]
-    inputs = {n: 2 for n in scales}
-    return Law(name, "loss", inputs, tuple(parameters), log_target, in_units, **options)
-
-
-def _chinchilla_size(p: Mapping[str, float], budget: float) -> Optional[float]:
-    """Hoffmann et al., equation 4; None for exponents that are not positive."""
-    if min(p["a"], p["b"]) <= 0:
-        return None
-    total = p["a"] + p["b"]
-    g = (p["a"] * p["A"] / (p["b"] * p["B"])) ** (1 / total)
-    return g * budget ** (p["b"] / total)
-
-
-chinchilla = _sum_of_powers(
-    "chinchilla",
-    {"E": {}, "A": {"parameters": (-1, "a")}, "B": {"tokens": (-1, "b")}},
-    data="tokens",
-    best_size=_chinchilla_size,
-)
-
-private = _sum_of_powers(
-    "private",
-    {
-        "E": {},
-        "A": {"parameters": (-1, "a")},
-        "B": {"examples": (-1, "b")},
-        "C": {"ratio": (1, "g")},
-    },
-    data="examples",
-    may_be_zero=("ratio",),
-)
+        nested if is_nested else summed,
+        slopes_of_nested if is_nested else slopes_of_sum,
+        in_units,
+        **options,
+    )
 
 
 def _squash(ratio: np.ndarray) -> np.ndarray:
     """
-    log s' with s' = sigmoid((log s + 8) / 1.6), equation 4 of the private paper. It
+    log s' with s' = sigmoid((log s + 8) / 1.6), equation 4 of the private paper, which
     chose the two numbers by eye for its ratios, 2^-23 to 2^-6; where s is far above
     e^-8, s' is 1 and the law degenerates.
     """
     return -np.logaddexp(0.0, -(np.log(ratio) + 8) / 1.6)
 
 
+_SIZE = {"parameters": (-1, "a")}
+_PRIVATE: Dict[str, Any] = {"data": "examples", "may_be_zero": ("ratio",)}
+
+chinchilla = _sum_of_powers(
+    "chinchilla", {"E": {}, "A": _SIZE, "B": {"tokens": (-1, "b")}}, data="tokens"
+)
+private = _sum_of_powers(
+    "private",
+    {"E": {}, "A": _SIZE, "B": {"examples": (-1, "b")}, "C": {"ratio": (1, "g")}},
+    **_PRIVATE,
+)
 private_sigmoid = _sum_of_powers(
     "private_sigmoid",
     {
         "E": {},
-        "A": {"parameters": (-1, "a")},
+        "A": _SIZE,
         "B": {"examples": (-1, "b")},
         "C": {"ratio": (1, "g"), "parameters": (-1, "a2")},
     },
-    # Published: -0.07, noise hurts a larger model more.
-    exponents={"a2": Parameter("a2", (-0.3, 0.3), False, usual=(-2.0, 2.0))},
     transforms={"ratio": _squash},
-    data="examples",
-    may_be_zero=("ratio",),
+    **_PRIVATE,
 )
-
-power = _sum_of_powers(
-    "power",
-    {"scale": {"flops": (1, "exponent")}},
-    target="value",
-    exponents={"exponent": Parameter("exponent", (-1.0, 1.0), False, usual=(-5, 5))},
-)
-
-kaplan_parameters = _kaplan(
-    "kaplan_parameters",
-    {"parameters": ("N_c", "alpha_N")},
-    lambda p, x: exp(p["log_alpha_N"]) * (p["log_N_c"] - x["parameters"]),
-)
-kaplan_tokens = _kaplan(
-    "kaplan_tokens",
-    {"tokens": ("D_c", "alpha_D")},
-    lambda p, x: exp(p["log_alpha_D"]) * (p["log_D_c"] - x["tokens"]),
-)
-kaplan_flops = _kaplan(
-    "kaplan_flops",
-    {"flops": ("C_c", "alpha_C")},
-    lambda p, x: exp(p["log_alpha_C"]) * (p["log_C_c"] - x["flops"]),
-)
-
-
-def _parameters_tokens(p: Mapping[str, Any], x: Mapping[str, Any]) -> Any:
-    ratio = exp(p["log_alpha_N"] - p["log_alpha_D"])
-    inner = log_sum(
-        ratio * (p["log_N_c"] - x["parameters"]), p["log_D_c"] - x["tokens"]
-    )
-    return exp(p["log_alpha_D"]) * inner
-
-
+power = _sum_of_powers("power", {"scale": {"flops": (1, "exponent")}}, "value")
+kaplan_parameters = _kaplan("kaplan_parameters", {"parameters": ("N_c", "alpha_N")})
+kaplan_tokens = _kaplan("kaplan_tokens", {"tokens": ("D_c", "alpha_D")})
+kaplan_flops = _kaplan("kaplan_flops", {"flops": ("C_c", "alpha_C")})
 kaplan_parameters_tokens = _kaplan(
     "kaplan_parameters_tokens",
     {"parameters": ("N_c", "alpha_N"), "tokens": ("D_c", "alpha_D")},
-    _parameters_tokens,
     data="tokens",
 )
 kaplan_parameters_steps = _kaplan(
     "kaplan_parameters_steps",
     {"parameters": ("N_c", "alpha_N"), "steps": ("S_c", "alpha_S")},
-    lambda p, x: log_sum(
-        exp(p["log_alpha_N"]) * (p["log_N_c"] - x["parameters"]),
-        exp(p["log_alpha_S"]) * (p["log_S_c"] - x["steps"]),
-    ),
     data="steps",
 )
+
+
+def _log_critical_batch(p: Values, x: Values) -> Any:
+    return p["log_B_star"] - x["loss"] * np.exp(-p["log_alpha_B"])
+
 
 critical_batch = Law(
     "critical_batch",
@@ -248,15 +241,19 @@ critical_batch = Law(
         Parameter("B_star", (-3.0, 3.0)),
         Parameter("alpha_B", (math.log(0.05), math.log(1.0)), usual=(0.01, 5.0)),
     ),
-    lambda p, x: p["log_B_star"] - x["loss"] * exp(-p["log_alpha_B"]),
+    _log_critical_batch,
+    lambda p, x: (
+        _log_critical_batch(p, x),
+        {"log_B_star": 1.0, "log_alpha_B": p["log_B_star"] - _log_critical_batch(p, x)},
+    ),
     lambda p, means, mean: {
         **p,
-        "log_B_star": p["log_B_star"] + mean + means["loss"] / exp(p["log_alpha_B"]),
+        "log_B_star": p["log_B_star"] + mean + means["loss"] / np.exp(p["log_alpha_B"]),
     },
 )
 
-LAWS.update(
-    (law.name, law)
+LAWS: Dict[str, Law] = {
+    law.name: law
     for law in (
         chinchilla,
         private,
@@ -269,7 +266,7 @@ LAWS.update(
         critical_batch,
         power,
     )
-)
+}
 
 #: Published by Hoffmann et al.
 CHINCHILLA = chinchilla.of(E=1.69, A=406.4, B=410.7, a=0.34, b=0.28)
@@ -301,158 +298,41 @@ KAPLAN: Dict[str, Fit] = {
 }
 
 
-def minimum_steps(
-    steps: ArrayLike, batch_size: ArrayLike, critical: ArrayLike
-) -> np.ndarray:
-    """
-    S_min, the steps that very large batches would have needed: S / (1 + B_crit / B).
-
-    Source: Kaplan et al., equation 5.4. Before fitting :data:`kaplan_parameters_steps`,
-    adjust the steps so, with the critical batch at each loss.
-
-    Args:
-        steps: S
-        batch_size: B, in the unit of ``critical``
-        critical: B_crit at the loss reached, as :data:`critical_batch` predicts it
-
-    Raises:
-        Refused: for values that are not positive and finite
-
-    Example:
-        >>> print(minimum_steps(1000, batch_size=512, critical=512))
-        500.0
-    """
-    steps, batch_size = positive("steps", steps), positive("batch_size", batch_size)
-    return steps / (1 + positive("critical", critical) / batch_size)
-
-
-def minimum_flops(
-    flops: ArrayLike, batch_size: ArrayLike, critical: ArrayLike
-) -> np.ndarray:
-    """
-    C_min, the compute that very small batches would have needed: C / (1 + B / B_crit).
-
-    Source: Kaplan et al., equation 5.5. Arguments as of :func:`minimum_steps`.
-
-    Raises:
-        Refused: for values that are not positive and finite
-
-    Example:
-        >>> print(minimum_flops(1e18, batch_size=512, critical=512))
-        5e+17
-    """
-    flops, batch_size = positive("flops", flops), positive("batch_size", batch_size)
-    return flops / (1 + batch_size / positive("critical", critical))
-
-
-def loss_at_batch(
-    parameters: ArrayLike,
-    steps: ArrayLike,
-    batch_size: ArrayLike,
-    law: Optional[Fit] = None,
-    critical: Optional[Fit] = None,
-) -> np.ndarray:
-    """
-    The loss of Kaplan's L(N, S_min) after S steps with a batch of B.
-
-    S_min depends on the critical batch and that on the loss: the loss is where both
-    agree. The predicted loss falls as S_min grows, and S_min grows with the loss, so
-    there is one such loss.
-
-    Args:
-        parameters: M
-        steps: S
-        batch_size: B, in tokens as Kaplan's constants are; the three broadcast
-        law: a fit of :data:`kaplan_parameters_steps`; Kaplan's by default
-        critical: a fit of :data:`critical_batch`; Kaplan's by default
-
-    Raises:
-        Refused: for values that are not positive and finite
-
-    Example:
-        >>> print(loss_at_batch(1e9, 1e5, [1e4, 1e6, 1e9]).round(3))
-        [3.495 2.516 2.429]
-    """
-    law = law or KAPLAN["parameters_steps"]
-    critical = critical or KAPLAN["critical_batch"]
-    m, s, b = np.broadcast_arrays(
-        positive("parameters", parameters),
-        positive("steps", steps),
-        positive("batch_size", batch_size),
-    )
-
-    def loss(size: float, steps: float, batch: float) -> float:
-        def too_low(log_loss: float) -> float:
-            at = critical.predict(loss=math.exp(log_loss))
-            least = minimum_steps(steps, batch, at)
-            return math.log(law.predict(parameters=size, steps=least)) - log_loss
-
-        # as if batches were very large
-        low = math.log(law.predict(parameters=size, steps=steps)) - 1e-9
-        high = low + 1.0
-        while too_low(high) > 0:
-            high += 1.0
-        return math.exp(brentq(too_low, low, high, xtol=1e-14))
-
-    return np.vectorize(loss, otypes=[float])(m, s, b)
-
-
 def private_rows(
-    measurements: Any,
-    *,
-    batch_size: Optional[float] = None,
-    least_steps: float = 0.0,
-    least_ratio: float = 0.0,
-    highest_loss: float = math.inf,
+    measurements: Any, *, batch_size: Optional[float] = None
 ) -> Tuple[np.ndarray, Dict[str, np.ndarray], np.ndarray]:
     """
-    Measurements as :data:`private` and :data:`private_sigmoid` take them.
-
-    Appendix E of the private paper fits only to rows of more than some steps, ratios
-    above some and losses below some, these laws being wrong beyond; the numbers are not
-    in the text that we have, so none is left out by default. Of several learning rates,
-    the lowest loss at a size, number of steps and ratio is taken.
+    Measurements as :data:`private` and :data:`private_sigmoid` need them: of several
+    learning rates, the lowest loss at each size, number of steps and ratio.
 
     Args:
         measurements: arrays ``parameters``, ``steps``, ``ratio``, ``loss``, ``run``
-        batch_size: the physical one, examples being T times B; by default the
+        batch_size: the physical one: examples are steps times it; by default the
             measurements' own
-        least_steps: rows of fewer are left out
-        least_ratio: rows of lower ones are left out, noise-free ones if it is above 0
-        highest_loss: rows of higher ones are left out
 
     Returns:
         ``(loss, inputs, groups)``
 
     Raises:
-        Refused: if no row is left, or the batch size unknown
+        Refused: if the batch size is unknown
 
     Example:
         >>> from opacus_ext.planner.measurements import Measurements
         >>> runs = Measurements([1e4, 1e4], [10, 20], [0, 0.1], [5.0, 4.0])
-        >>> loss, inputs, groups = private_rows(runs, batch_size=32, least_steps=20)
+        >>> loss, inputs, groups = private_rows(runs, batch_size=32)
         >>> loss, inputs["examples"]
-        (array([4.]), array([640.]))
+        (array([5., 4.]), array([320., 640.]))
     """
     batch_size = batch_size or getattr(measurements, "batch_size", 0)
     if not batch_size:
         raise Refused(
-            "These measurements don't tell their batch_size: pass it.",
+            "These measurements have no batch_size.",
             parameter="batch_size",
+            remedy="Pass the physical batch size of the runs.",
         )
     positive("batch_size", batch_size)
     m = measurements
-    chosen = (
-        (m.steps >= least_steps) & (m.ratio >= least_ratio) & (m.loss <= highest_loss)
-    )
-    if not chosen.any():
-        raise Refused(
-            f"No row has {least_steps:g} steps or more, a ratio of {least_ratio:g} or "
-            f"more and a loss of {highest_loss:g} or less.",
-            remedy="Leave out fewer rows.",
-        )
-    rows = np.flatnonzero(chosen)
-    rows = rows[np.argsort(m.loss[rows], kind="stable")]
+    rows = np.argsort(m.loss, kind="stable")
     key = np.stack([m.parameters[rows], m.steps[rows], m.ratio[rows]])
     rows = np.sort(rows[np.unique(key, axis=1, return_index=True)[1]])
     inputs = {

@@ -1,6 +1,6 @@
 """
-What a plan rests on: measured losses, the paper's law, a run without noise, or a rule
-of thumb.
+The law that a plan rests on: measured losses, the paper's law, a run without noise, or
+a rule of thumb.
 """
 
 from __future__ import annotations
@@ -12,15 +12,16 @@ from typing import Any, Callable, Optional, Tuple
 import numpy as np
 
 from opacus_ext.planner import noise_free, paper
-from opacus_ext.planner.fit import Fit
+from opacus_ext.planner.law import Fit
 from opacus_ext.planner.noise_free import NoiseFree
 from opacus_ext.planner.prediction_error import continued
 from opacus_ext.planner.surface import Surface, scaled_options
 
-#: The kinds of answer that a plan can be; of a rule of thumb no loss is given.
+#: The kinds of answer of a plan; a rule of thumb has no loss.
 MEASURED, PAPER, RULE = "measured", "paper's law", "rule of thumb"
 NOISE_FREE = "run without noise"
-RULE_STEPS = 100.0, paper.STEPS[1]
+
+Range = Tuple[float, float]
 
 
 def compute(
@@ -28,18 +29,18 @@ def compute(
 ) -> Any:
     """
     Floating-point operations of a training run: C = (4 M + 2 m) B T S, and 6 M B T S
-    of a model that is trained whole.
+    for a model that is trained whole.
 
-    A parameter and token take 2 of the forward, 2 of the gradient of what came in, and
-    2 of the parameter's own gradient if it is trained. What a frozen model saves where
-    no gradient passes (below the lowest trained layer) is not subtracted.
+    A parameter and token need 2 for the forward, 2 for the gradient of its input, and
+    2 for the parameter's own gradient if it is trained. What a frozen model saves below
+    its lowest trained layer is not subtracted.
 
     Args:
         parameters: M, of the whole model
         batch_size: B, examples a step
         steps: T
         tokens: S, tokens of an example
-        trainable: m, of them; None for all
+        trainable: m of the parameters; None for all
 
     Example:
         >>> f"{compute(4.6e6, 510, 1.8e3, 512):.1e}"  # table 2: N = 1e5, epsilon 1
@@ -54,40 +55,40 @@ def compute(
 @dataclass(frozen=True)
 class LossModel:
     """
-    What a plan expects of a configuration.
+    The loss to expect of a configuration, and where that is known.
 
     Attributes:
-        loss: of (parameters, batch_size, steps, ratio), which broadcast; nan where the
-            law says nothing. Of a rule of thumb it is an order, and never shown
-        parameters: the sizes it may be asked for, least and most
-        steps: the steps it may be asked for
-        tokens: S, of the examples that it was measured on; 0 for any
-        batch_size: the physical batch that it was measured with; 0 if that is unknown
+        loss: function of (parameters, batch_size, steps, ratio), which broadcast; nan
+            where the law has no answer. A rule of thumb only orders configurations
+        parameters: the least and most sizes of the law
+        steps: the fewest and most steps of the law
+        tokens: S, of the measured examples; 0 for any
+        batch_size: the physical batch of the measurements; 0 if that is unknown
         kind: of the answer: :data:`MEASURED`, :data:`PAPER`, :data:`NOISE_FREE` or
             :data:`RULE`
-        source: what it rests on, for people
-        learning_rate: of (parameters, steps, ratio), if that is known
-        interval: of (parameters, steps, ratio), low and high, if that is known
-        known_parameters: the sizes that were measured; others are extrapolated
-        known_steps: the steps that were measured; see :meth:`measured_to`
-        least_ratio: the lowest ratio that was measured: 0 with noise-free runs
-        measured: of (parameters, ratio), the steps to which they were measured, if they
-            differ; a loss is told to four times as many
-        continuation: how wrong steps beyond ``known_steps`` are, for people
+        source: the data behind it, for people
+        learning_rate: function of (parameters, steps, ratio), if that is known
+        interval: function of (parameters, steps, ratio), low and high, if it is known
+        known_parameters: the measured sizes; others are extrapolated
+        known_steps: the measured steps; see :meth:`measured_to`
+        least_ratio: the lowest measured ratio: 0 with noise-free runs
+        measured: function of (parameters, ratio) to the measured steps, if they differ;
+            a loss is predicted for up to four times as many
+        continuation: the error of steps beyond ``known_steps``, for people
         warnings: of the fit, for people: curves continued without a floor
     """
 
     loss: Callable[..., np.ndarray]
-    parameters: Tuple[float, float]
-    steps: Tuple[float, float]
+    parameters: Range
+    steps: Range
     tokens: int
     batch_size: int
     kind: str
     source: str
     learning_rate: Optional[Callable[..., float]] = None
-    interval: Optional[Callable[..., Tuple[float, float]]] = None
-    known_parameters: Tuple[float, float] = (0.0, math.inf)
-    known_steps: Tuple[float, float] = (0.0, math.inf)
+    interval: Optional[Callable[..., Range]] = None
+    known_parameters: Range = (0.0, math.inf)
+    known_steps: Range = (0.0, math.inf)
     least_ratio: float = 0.0
     measured: Optional[Callable[..., np.ndarray]] = None
     continuation: str = "how wrong that is was not measured"
@@ -95,7 +96,7 @@ class LossModel:
 
     @property
     def tells_loss(self) -> bool:
-        """Whether it predicts a loss; a rule of thumb does not."""
+        """True if the law predicts a loss; a rule of thumb does not."""
         return self.kind != RULE
 
     def measured_to(self, parameters: Any, ratio: Any) -> Any:
@@ -111,7 +112,7 @@ class LossModel:
 
     @property
     def answer(self) -> str:
-        """The kind of answer and what it rests on, in a line."""
+        """The kind of answer and the data behind it, in a line."""
         return f"{self.kind}: {self.source}"
 
     @classmethod
@@ -119,26 +120,26 @@ class LossModel:
         cls, measurements: Any, source: str, bootstrap: int = 0, **options: Any
     ) -> LossModel:
         """
-        A surface fitted to measured runs, and how wrong its continuation is.
+        A surface fitted to measured runs, and the error of its continuation.
 
         Args:
             measurements: as of :meth:`Surface.fit`
-            source: what they are, for people
-            bootstrap: resamples for intervals
+            source: their description, for people
+            bootstrap: number of resamples for intervals
             **options: of :meth:`Surface.fit`; by default :func:`scaled_options`
         """
         options = options or scaled_options(measurements)
         surface = Surface.fit(measurements, bootstrap=bootstrap, **options)
         held = continued(measurements, **options)
-        said = {}
+        found = {}
         if held is not None:
-            said["continuation"] = (
+            found["continuation"] = (
                 f"continued from their first quarter, the rest of the runs was missed "
                 f"by {held.mean:.1%} of the loss in the mean and {held.worst:.1%} at "
                 "most"
             )
         meta = measurements.tokens, measurements.batch_size
-        return cls.of_surface(surface, source, *meta, **said)
+        return cls.of_surface(surface, source, *meta, **found)
 
     @classmethod
     def of_surface(
@@ -147,9 +148,9 @@ class LossModel:
         source: str,
         tokens: int = 0,
         batch_size: int = 0,
-        **said: Any,
+        **options: Any,
     ) -> LossModel:
-        """A fitted surface: between and within what was measured."""
+        """A fitted surface, within its ranges and four times the measured steps."""
 
         def loss(parameters: Any, batch_size: Any, steps: Any, ratio: Any) -> Any:
             found = surface.loss(parameters, steps, ratio, outside="nan")
@@ -171,15 +172,15 @@ class LossModel:
             measured=surface.measured_steps,
             least_ratio=ranges["ratio"][0],
             warnings=surface.warnings,
-            **said,
+            **options,
         )
 
     @classmethod
     def of_fit(
         cls,
         fit: Fit,
-        parameters: Tuple[float, float],
-        steps: Tuple[float, float] = paper.STEPS,
+        parameters: Range,
+        steps: Range = paper.STEPS,
         tokens: int = 0,
         batch_size: int = 0,
     ) -> LossModel:
@@ -189,28 +190,18 @@ class LossModel:
         appendix E).
 
         Args:
-            batch_size: the physical one: the law's examples are steps of it, whatever
-                the batch that is planned, which changes the ratio alone. 0 if unknown:
-                then they are steps of the planned one
+            batch_size: the physical one, which with the steps gives the law's examples,
+                as a larger planned batch changes the ratio alone. 0 if unknown: then
+                the planned batch counts
         """
 
         def loss(parameters: Any, batch: Any, steps: Any, ratio: Any) -> Any:
-            return fit.predict(
-                parameters=parameters,
-                examples=(batch_size or batch) * steps,
-                ratio=ratio,
-            )
+            examples = (batch_size or batch) * steps
+            return fit.predict(parameters=parameters, examples=examples, ratio=ratio)
 
-        return cls(
-            loss,
-            parameters,
-            steps,
-            tokens=tokens,
-            batch_size=batch_size,
-            kind=MEASURED,
-            source=f"{fit.law.name}, fitted to {fit.rows} rows",
-            warnings=fit.warnings,
-        )
+        source = f"{fit.law.name}, fitted to {fit.rows} rows"
+        meta = tokens, batch_size, MEASURED, source
+        return cls(loss, parameters, steps, *meta, warnings=fit.warnings)
 
     @classmethod
     def of_paper(cls) -> LossModel:
@@ -218,22 +209,22 @@ class LossModel:
         :data:`opacus_ext.planner.paper.PAPER`, for masked language models of the
         paper's family (BERT, examples of 512 tokens) and no other.
         """
-        error = np.abs(paper.errors())
 
         def loss(*configuration: Any) -> np.ndarray:
             found = _paper_loss(*configuration)
             return np.where(found <= paper.MOST_LOSS, found, np.nan)
 
+        mean, most = paper.ERRORS
         return cls(
             loss,
             paper.SIZES,
             paper.STEPS,
             tokens=paper.TOKENS,
-            batch_size=0,  # without noise nothing was published
+            batch_size=0,  # nothing was published without noise
             kind=PAPER,
-            source=f"L2, fitted to {len(error)} published runs of BERT-like masked "
-            f"language models; their losses to {error.mean():.1%} in the mean, "
-            f"{error.max():.1%} at most. Of no other models",
+            source=f"L2, fitted to {paper.ROWS} published runs of BERT-like masked "
+            f"language models; their losses to {mean:.1%} in the mean, {most:.1%} at "
+            "most. Of no other models",
             known_steps=(paper.STEPS[0], paper.MEASURED_STEPS),
             least_ratio=paper.RATIOS[0],
         )
@@ -241,15 +232,14 @@ class LossModel:
     @classmethod
     def of_noise_free(cls, run: NoiseFree, source: str) -> LossModel:
         """
-        One run of one model without noise, and what noise makes of it by
-        :mod:`opacus_ext.planner.noise_free`. Sizes are trainable parameters: of others
-        than the run's, as of adapters of another rank, the curve is taken for the same.
+        One run of one model without noise, slowed down by noise as
+        :mod:`opacus_ext.planner.noise_free` says. Sizes are trainable parameters; the
+        same curve stands for other sizes, such as adapters of another rank.
 
         Args:
-            source: what was run, for people
+            source: description of the run, for people
         """
-        told = noise_free.ERRORS
-        most = noise_free.SLOWEST * run.end
+        mean, worst = noise_free.ERRORS
 
         def loss(parameters: Any, batch_size: Any, steps: Any, ratio: Any) -> Any:
             norm = np.minimum(ratio * np.sqrt(parameters), 1e12)
@@ -261,13 +251,13 @@ class LossModel:
         return cls(
             loss,
             (1.0, 1e12),
-            (max(1.0, run.end / 32), max(most, 1.0)),
+            (max(1.0, run.end / 32), max(noise_free.SLOWEST * run.end, 1.0)),
             tokens=run.tokens,
             batch_size=run.batch_size,
             kind=NOISE_FREE,
             source=f"{source}: {run.start:.3g} at the start, {run.loss[-1]:.3g} after "
             f"{run.end:g} steps; noise slows it down as it did small models, whose "
-            f"losses are told to {told[0]:.1%} in the mean, {told[1]:.0%} at most"
+            f"losses are predicted to {mean:.1%} in the mean, {worst:.0%} at most"
             ". Too hopeful for other models (38 % for a classifier of MNIST), "
             "and not the same for every learning rate",
             known_parameters=noise_free.SIZES,
@@ -276,19 +266,18 @@ class LossModel:
     @classmethod
     def rule_of_thumb(cls) -> LossModel:
         """
-        Where nothing was measured: the configuration that the paper's law would choose,
-        for any model and length. No loss is given: that of other models and data is
-        another one.
+        The configuration that the paper's law would choose, for any model and length,
+        where nothing was measured. It has no loss, which depends on model and data.
         """
         return cls(
             _paper_loss,
             (1e4, 1e12),
-            RULE_STEPS,
+            (100.0, paper.STEPS[1]),
             tokens=0,
             batch_size=0,
             kind=RULE,
             source="what is best for BERT-like masked language models (the paper's "
-            "law), taken for any model. No loss is given",
+            "law), used for any model. No loss is given",
             known_parameters=paper.SIZES,
             known_steps=(paper.STEPS[0], paper.MEASURED_STEPS),
             least_ratio=paper.RATIOS[0],
@@ -299,6 +288,6 @@ def _paper_loss(parameters: Any, batch_size: Any, steps: Any, ratio: Any) -> np.
     found = paper.PAPER.predict(
         parameters=parameters,
         examples=np.multiply(steps, float(paper.PHYSICAL_BATCH)),
-        ratio=np.minimum(ratio, 1.0),  # of no steps at all there may be inf
+        ratio=np.minimum(ratio, 1.0),  # without enough steps it may be inf
     )
     return np.where(np.asarray(ratio) <= paper.RATIOS[1], found, np.nan)

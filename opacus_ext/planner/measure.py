@@ -1,4 +1,4 @@
-"""Runs of private training, small, from which a scaling law is fitted."""
+"""Small runs of private training, which scaling laws are fitted to."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from opacus_ext.planner.measurements import Measurements, read_runs
 from opacus_ext.progress import progress as show_progress
 from opacus_ext.refused import Refused
 
-# What must be equal for a run to be one that is on file already.
+# Settings of a run; runs of equal settings are the same.
 _KEY = (
     "family size ratio learning_rate batch_size tokens total_steps every warmup "
     "max_grad_norm data seed"
@@ -45,38 +45,36 @@ def measure(
     progress: bool = True,
 ) -> Measurements:
     """
-    Trains a family at every size, noise-batch ratio and learning rate; reads each run's
-    loss as it goes.
+    Trains a family at every size, noise-batch ratio and learning rate, and reads the
+    losses of each run.
 
-    The noise of each run is fixed by the ratio, whatever epsilon that would be at the
-    physical batch size: what could be had at other batch sizes is a matter of
-    accounting ("Scaling laws for differentially private language models", 3.1).
-    Clipping is "normalized", so that the ratio has the same meaning at any
-    ``max_grad_norm``. The learning rate rises in ``warmup`` steps and stays: where it
-    decayed by a plan, the loss halfway would not be that of a run of half the steps.
+    The ratio fixes the noise of each run, at any epsilon ("Scaling laws for
+    differentially private language models", 3.1). Clipping is "normalized", so that the
+    ratio has the same meaning at any ``max_grad_norm``. The learning rate rises in
+    ``warmup`` steps and stays, so that the loss halfway is that of a run of half the
+    steps.
 
-    **These runs are not private in the text they are trained on** (nothing bounds the
-    epsilon of so many runs of high ratios and none): measure on public data.
+    **These runs are not private in their text**: measure on public data.
 
     Args:
         family: see :mod:`opacus_ext.planner.families`
-        path: where runs are appended, one a line; those on file are not made again, so
-            the same call goes on where it was stopped
+        path: file that runs are appended to, one a line; runs on file are not repeated,
+            so that the same call continues after a stop
         ratios: noise-batch ratios; 0 is noise-free
-        learning_rates: of Adam; where there are several, a law takes the best for each
-            size, ratio and number of steps
-        sizes: some of the family's, for all of them None
+        learning_rates: of Adam; of several, a law uses the best for each size, ratio
+            and number of steps
+        sizes: some of the family's; None for all
         steps: T of a run
         every: steps between two readings, each the mean loss of those steps
         batch_size: the physical batch size
         warmup: steps until the learning rate is reached
         max_grad_norm: bound of a clipped gradient, to be lower than most norms
         seed: of weights, order and noise
-        progress: whether to show a bar
+        progress: True for a progress bar
 
     Returns:
-        All measurements of this grid on file. A run whose loss stopped being finite
-        has the readings before that.
+        all measurements of this grid on file. A run ends before its loss is not finite
+        any more.
 
     Raises:
         Refused: for an empty grid, a size that the family does not have, ratios
@@ -92,39 +90,42 @@ def measure(
     """
     sizes = list(family.sizes if sizes is None else sizes)
     unknown = [s for s in sizes if s not in family.sizes]
-    if unknown:
-        raise Refused(
-            f"{family.name} has the sizes {family.sizes}, not {unknown}.",
-            parameter="sizes",
-            remedy="Take some of its sizes.",
-        )
-    if not (sizes and ratios and learning_rates):
-        raise Refused(
-            "A grid needs a size, a ratio and a learning rate at least.",
-            remedy="Give one or more of each.",
-        )
-    if not all(0 <= r < math.inf for r in ratios):
-        raise Refused(
-            f"ratios must be 0 or more; got {list(ratios)}.", parameter="ratios"
-        )
-    if not all(0 < r < math.inf for r in learning_rates):
-        raise Refused(
-            f"learning_rates must be above 0; got {list(learning_rates)}.",
-            parameter="learning_rates",
-        )
-    if min(steps, every, batch_size) < 1 or steps < every:
-        raise Refused(
+    examples = len(family.dataset)
+    for wrong, reason, parameter in (
+        (
+            unknown,
+            f"{family.name} has the sizes {family.sizes}, not {unknown}",
+            "sizes",
+        ),
+        (
+            not (sizes and ratios and learning_rates),
+            "A grid needs a size, a ratio and a learning rate at least",
+            "ratios",
+        ),
+        (
+            not all(0 <= r < math.inf for r in ratios),
+            f"ratios must be 0 or more; got {list(ratios)}",
+            "ratios",
+        ),
+        (
+            not all(0 < r < math.inf for r in learning_rates),
+            f"learning_rates must be above 0; got {list(learning_rates)}",
+            "learning_rates",
+        ),
+        (
+            min(steps, every, batch_size) < 1 or steps < every,
             "steps, every and batch_size are at least 1, and steps no fewer than "
-            f"every; got {steps}, {every} and {batch_size}.",
-            parameter="steps",
-        )
-    if len(family.dataset) < batch_size:
-        raise Refused(
-            f"The data set has {len(family.dataset)} examples, fewer than a batch of "
-            f"{batch_size}.",
-            parameter="batch_size",
-            remedy="Lower it, or give more examples.",
-        )
+            f"every; got {steps}, {every} and {batch_size}",
+            "steps",
+        ),
+        (
+            examples < batch_size,
+            f"The data set has {examples} examples, fewer than a batch of {batch_size}",
+            "batch_size",
+        ),
+    ):
+        if wrong:
+            raise Refused(f"{reason}.", parameter=parameter)
     path = Path(path)
     _mend(path)
     known = {_key(run): run for run in read_runs(path)}
@@ -162,8 +163,8 @@ def measure(
 
 def _mend(path: Path) -> None:
     """
-    Makes the file, if there is none: what can't be written is known before hours of
-    training. A last line that was cut off where writing was stopped is taken away.
+    Makes the file, if there is none, so that a path that can't be written is refused
+    before hours of training; and removes a last line that was cut off.
     """
     with path.open("a+b") as file:
         file.seek(0)
@@ -178,7 +179,7 @@ def _mend(path: Path) -> None:
 
 
 def _digest(dataset: Any) -> str:
-    """Of the number of examples and a hundred of them: another text is another file."""
+    """A hash of the number of examples and a hundred of them."""
     digest = hashlib.sha256(str(len(dataset)).encode())
     for i in range(0, len(dataset), max(1, len(dataset) // 100)):
         for part in dataset[i]:
@@ -191,7 +192,7 @@ def _key(run: Dict[str, Any]) -> str:
 
 
 def train(family: Family, run: Dict[str, Any], bar: tqdm) -> None:
-    """One run; adds its size, readings and seconds to ``run``."""
+    """Trains one run, and adds its size, readings and seconds to ``run``."""
     every, warmup = run["every"], run["warmup"]
     torch.manual_seed(run["seed"])
     model = family.build(run["size"])

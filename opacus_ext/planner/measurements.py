@@ -6,7 +6,7 @@ import csv
 import json
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Dict, Iterable, List, Sequence, Union
+from typing import Any, Dict, Iterable, List, Union
 
 import numpy as np
 
@@ -19,7 +19,7 @@ _META = {"family": str, "tokens": int, "batch_size": int}
 @dataclass(frozen=True)
 class Measurements:
     """
-    One row a measured loss. A run gives many rows: one for each time it was read.
+    Measured losses, one a row. A run has a row for each of its readings.
 
     Attributes:
         parameters: M, trainable parameters of the model, ``[rows]``
@@ -28,10 +28,10 @@ class Measurements:
             clipped gradients of norm at most 1, ``[rows]``; 0 is noise-free
         loss: in nats a token, the mean over the steps since the row before, ``[rows]``
         learning_rate: ``[rows]``; nan where unknown
-        run: number of the run that the row is of, ``[rows]``
-        planned: steps that the run was to take, ``[rows]``; nan where unknown. One that
-            ended before stands for steps with no loss that is finite
-        family: what was grown; planning for another family is guessing
+        run: number of the row's run, ``[rows]``
+        planned: steps that the run was to have, ``[rows]``; nan where unknown. The loss
+            of a run that ended before was not finite any more
+        family: name of the models; planning for another family is guessing
         tokens: S, tokens of an example
         batch_size: the physical batch size of the runs; 0 where unknown
 
@@ -66,6 +66,10 @@ class Measurements:
             numbers: Dict[Any, int] = {}
             run = [numbers.setdefault(key, len(numbers)) for key in columns]
             object.__setattr__(self, "run", run)
+        if rows == 0:
+            raise Refused(
+                "There are no measurements.", parameter="loss", remedy="Measure some."
+            )
         for name in _COLUMNS:
             values = np.asarray(getattr(self, name), dtype=float)
             object.__setattr__(self, name, values)
@@ -73,17 +77,13 @@ class Measurements:
                 raise Refused(
                     f"{name} has shape {values.shape}; loss has {rows} rows.",
                     parameter=name,
-                    remedy="Give each row one.",
+                    remedy="Pass one for each row.",
                 )
-        if rows == 0:
-            raise Refused(
-                "There are no measurements.", parameter="loss", remedy="Measure some."
+            if name not in ("parameters", "steps", "ratio", "loss"):
+                continue
+            bad = (
+                ~np.isfinite(values) | (values < 0) | (values == 0) & (name != "ratio")
             )
-        for name in ("parameters", "steps", "ratio", "loss"):
-            values = getattr(self, name)
-            bad = ~np.isfinite(values) | (values < 0)
-            if name != "ratio":
-                bad |= values == 0
             if bad.any():
                 raise Refused(
                     f"{name} must be finite and positive; row {int(bad.argmax())} has "
@@ -107,7 +107,7 @@ class Measurements:
         return np.unique(self.ratio)
 
     def select(self, rows: Any) -> Measurements:
-        """Those of some rows: a mask or indices."""
+        """The measurements of some rows: a mask or indices."""
         columns = {name: getattr(self, name)[rows] for name in _COLUMNS}
         meta = {name: getattr(self, name) for name in _META}
         return Measurements(**columns, **meta)
@@ -115,16 +115,17 @@ class Measurements:
     @classmethod
     def of_runs(cls, runs: Iterable[Dict[str, Any]]) -> Measurements:
         """
-        Of runs as :func:`opacus_ext.planner.measure.measure` writes them.
+        The measurements of runs as :func:`opacus_ext.planner.measure.measure` writes
+        them.
 
         Raises:
             Refused: for runs of different families, lengths or batch sizes, which
                 no one law describes
         """
-        columns: Dict[str, List[float]] = {name: [] for name in _COLUMNS}
+        columns: Dict[str, Any] = {name: [] for name in _COLUMNS}
         meta: Dict[str, Any] = {}
         runs = list(runs)
-        # Where one had no loss at all its seeds don't count: they'd look too good.
+        # The other seeds of a run without any loss don't count: they'd look too good.
         cells = [(r["parameters"], r["ratio"], r["learning_rate"]) for r in runs]
         lost = {cell for run, cell in zip(runs, cells) if not run["loss"]}
         for number, (run, cell) in enumerate(zip(runs, cells)):
@@ -154,13 +155,13 @@ class Measurements:
 
         Args:
             path: a file whose name ends in .csv has the columns parameters, steps,
-                ratio and loss, maybe learning_rate, run and planned. The default are
-                the runs that come with the package: byte-level transformers on
+                ratio and loss, and may have learning_rate, run and planned. The default
+                are the runs that come with the package: byte-level transformers on
                 Shakespeare
 
         Raises:
             OSError: if the file can't be read
-            Refused: if it is of another form; the message says what is missing
+            Refused: if it has another form; the message says what is missing
 
         Example:
             >>> runs = Measurements.read()
@@ -172,17 +173,15 @@ class Measurements:
             return cls.of_runs(read_runs(path))
         with path.open(newline="") as file:
             rows = list(csv.DictReader(file))
-        known = [name for name in _COLUMNS if rows and name in rows[0]]
-        missing = [
-            n for n in ("parameters", "steps", "ratio", "loss") if n not in known
-        ]
+        present = [name for name in _COLUMNS if rows and name in rows[0]]
+        missing = {"parameters", "steps", "ratio", "loss"} - {*present}
         if missing:
             raise Refused(
-                f"{path} has no column {', '.join(missing)}.",
-                remedy="Its first line names the columns.",
+                f"{path} has no column {', '.join(sorted(missing))}.",
+                remedy="Name the columns in its first line.",
             )
         try:
-            columns = {n: np.array([float(r[n]) for r in rows]) for n in known}
+            columns: Any = {n: np.array([float(r[n]) for r in rows]) for n in present}
         except (TypeError, ValueError) as e:
             raise Refused(
                 f"{path} holds something that is no number: {e}.",
@@ -201,52 +200,29 @@ def _no_number(constant: str) -> None:
 def read_runs(path: Union[str, Path]) -> List[Dict[str, Any]]:
     """The runs of a file, one JSON object a line."""
     runs = []
+    names = "tokens batch_size parameters ratio learning_rate".split()
     try:
         lines = Path(path).read_text().splitlines()
     except UnicodeDecodeError as e:
         raise Refused(
             f"{path} is no text: {e}.",
             parameter="measurements",
-            remedy="Give a file that measure wrote, or a table (CSV).",
+            remedy="Pass a file that opacus-ext measure wrote, or a table (CSV).",
         ) from e
     for number, line in enumerate(lines, 1):
         try:
             run = json.loads(line, parse_constant=_no_number)
             run["family"]
-            names = "tokens batch_size parameters ratio learning_rate".split()
             numbers = [*(run[name] for name in names), *run["loss"], *run["steps"]]
             if not all(isinstance(x, (int, float)) for x in numbers):
-                raise Refused("something in it is no number")
+                raise ValueError("something in it is no number")
             if len(run["loss"]) != len(run["steps"]):
-                raise Refused("loss and steps differ in length")
+                raise ValueError("loss and steps differ in length")
         except (ValueError, KeyError, TypeError) as e:
-            what = f"it has no {e}" if isinstance(e, KeyError) else str(e).rstrip(".")
+            problem = f"it has no {e}" if isinstance(e, KeyError) else str(e)
             raise Refused(
-                f"{path}, line {number}, is no run: {what}.",
-                remedy="Take the line away, or a file that measure wrote.",
+                f"{path}, line {number}, is no run: {problem}.",
+                remedy="Remove the line, or pass a file that opacus-ext measure wrote.",
             ) from e
         runs.append(run)
     return runs
-
-
-def concatenate(parts: Sequence[Measurements]) -> Measurements:
-    """Several measurements of one family as one; runs stay apart."""
-    meta = [tuple(getattr(p, n) for n in _META) for p in parts]
-    if len(set(meta)) != 1:
-        raise Refused(
-            f"Measurements of different kinds: {sorted(set(meta))}.",
-            remedy="Concatenate those of one family, length and batch size.",
-        )
-    first = 0
-    runs = []
-    for part in parts:
-        runs.append(part.run + first)
-        first = runs[-1].max() + 1
-    columns = {
-        n: np.concatenate([getattr(p, n) for p in parts])
-        for n in _COLUMNS
-        if n != "run"
-    }
-    return Measurements(
-        **columns, run=np.concatenate(runs), **dict(zip(_META, meta[0]))
-    )

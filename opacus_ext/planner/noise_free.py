@@ -1,8 +1,9 @@
-"""What noise would cost a run that was made once without it.
+"""The loss of private training, predicted from one run without noise.
 
 A model that is fine-tuned, or is too large to be trained many times, has no surface of
-measured losses. One run without noise tells how its loss falls, L(n) after n steps.
-Noise slows that down: in small studies (:func:`refit`) a private step counted
+measured losses. One run without noise shows how its loss falls, L(n) after n steps.
+Noise slows that down: in small studies (``benchmarks/planner_laws.py``) a private step
+counted
 
     dn / dT = s / (s + kappa nu),    s = -dL / dn,
 
@@ -23,24 +24,22 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, List, NamedTuple, Tuple, Union
+from typing import Tuple, Union
 
 import numpy as np
 from numpy.typing import ArrayLike
-from scipy.optimize import isotonic_regression, least_squares
+from scipy.optimize import isotonic_regression
 
 from opacus_ext.planner.measurements import Measurements
-from opacus_ext.planner.surface import Surface, scaled_options
 from opacus_ext.refused import Refused
 
-#: Of :func:`refit`, in nats a token and step: what noise of norm 1, that of a clipped
-#: gradient, hides of the loss's fall. In other units it is another.
+#: In nats a token and step, of the study: how much of the loss's fall is hidden by
+#: noise of norm 1, that of a clipped gradient. In other units it is another number.
 KAPPA = 5.88e-3
-RATIOS = 0.0, 2.0**-4  # that it was fitted to
-NORM = 61.0  # of the noise, the largest that it was fitted to
-SIZES = 2_369.0, 951_360.0  # trainable parameters of what the law was tried on
-ERRORS = 0.024, 0.19  # of the losses they were fitted to: mean and largest
-SLOWEST = 4.0  # of private steps, how many may stand for a step without noise
+NORM = 61.0  # of the noise, the largest of the study
+SIZES = 2_369.0, 951_360.0  # trainable parameters of the study
+ERRORS = 0.024, 0.19  # of the study's losses: mean and largest
+SLOWEST = 4.0  # private steps that may count as one step without noise, at most
 _POINTS = 512  # of the curve
 _PER_E_FOLD = 12  # readings, at most
 _FLATTEST = 1e-2  # a slope, in shares of the mean one
@@ -49,7 +48,7 @@ _FLATTEST = 1e-2  # a slope, in shares of the mean one
 @dataclass(frozen=True)
 class NoiseFree:
     """
-    The losses of one run without noise, and what noise would make of it.
+    The losses of one run without noise, and the loss to expect with noise.
 
     Attributes:
         steps: T of the readings, ascending, from the start: 0 has the loss before
@@ -79,108 +78,92 @@ class NoiseFree:
     batch_size: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("steps", "loss"):
+        for name, least in (("steps", "0 or more"), ("loss", "positive")):
             values = np.asarray(getattr(self, name), dtype=float)
             object.__setattr__(self, name, values)
-            if values.ndim != 1:
-                raise Refused(f"{name} has shape {values.shape}, not [readings].")
             bad = ~np.isfinite(values) | (values < 0) | (values > 1e12)
-            if name == "loss":
-                bad |= values == 0
-            if bad.any():
+            bad |= (values == 0) & (name == "loss")
+            if values.ndim != 1 or bad.any():
                 raise Refused(
-                    f"{name} of a run without noise must be finite and "
-                    f"{'positive' if name == 'loss' else '0 or more'}; got "
-                    f"{values[bad][0]}.",
+                    f"{name} of a run without noise must be a list of numbers, finite "
+                    f"and {least}; got {values[bad][:1] if bad.any() else values}.",
                     parameter=name,
-                    remedy="Leave such readings out.",
+                    remedy="Leave other readings out.",
                 )
         if not 0 < self.kappa < math.inf:
             raise Refused(f"kappa must be above 0; got {self.kappa}.")
         if len(self.steps) < 4 or len(self.steps) != len(self.loss):
             raise Refused(
                 f"{len(self.steps)} steps and {len(self.loss)} losses are no curve.",
-                remedy="Give 4 readings or more of steps and loss.",
+                remedy="Pass steps and loss of 4 readings or more.",
             )
         if (np.diff(self.steps) <= 0).any():
             raise Refused(
                 "The steps of a run without noise don't ascend.",
                 parameter="steps",
-                remedy="Give the readings of one run, in order.",
+                remedy="Pass the readings of one run, in order.",
             )
         if self.steps[0] > 2 * (self.steps[1] - self.steps[0]):
             raise Refused(
                 f"The losses of the run without noise begin at {self.steps[0]:g} "
                 "steps.",
                 parameter="steps",
-                remedy="Give the loss before training, as of step 0.",
+                remedy="Add the loss before training, as of step 0.",
             )
         if self._curve[1][-1] >= self._curve[1][0]:
             raise Refused(
                 f"The loss of the run without noise does not fall: {self.loss[0]:g} "
                 f"before, {self.loss[-1]:g} after {self.steps[-1]:g} steps.",
                 parameter="loss",
-                remedy="Give the cross-entropy in nats a token (a record), no "
-                "accuracy. If it is, train longer or at another learning rate: what is "
-                "not learnt without noise is not learnt with it.",
+                remedy="Pass the cross-entropy in nats a token (a record), no "
+                "accuracy. If it is that, train longer or at another learning rate: "
+                "without noise the model must learn.",
             )
 
     @classmethod
     def read(cls, path: Union[str, Path]) -> NoiseFree:
         """
-        From a table (CSV) with the columns steps and loss, or the one noise-free run of
-        a file that :func:`~opacus_ext.planner.measure.measure` wrote.
+        Reads a table (CSV) with the columns steps and loss, or the one noise-free run
+        of a file that :func:`~opacus_ext.planner.measure.measure` wrote.
 
         Raises:
             OSError: if the file can't be read
             Refused: if it has no such columns, or not one such run
         """
         path = Path(path)
-        if path.suffix != ".csv":
-            runs = Measurements.read(path)
-            runs = runs.select(runs.ratio == 0) if (runs.ratio == 0).any() else runs
-            if len(runs) != 1 or runs.ratio[0] != 0:
-                raise Refused(
-                    f"{path} holds {len(runs)} runs, not one without noise.",
-                    remedy="Write it to a file of its own.",
-                )
-            if runs.planned[-1] >= 2 * runs.steps[-1] - runs.steps[-2]:
-                raise Refused(
-                    f"The run of {path} ended at {runs.steps[-1]:g} of "
-                    f"{runs.planned[-1]:g} steps: its loss was not finite any more.",
-                    remedy="Give one that ended as planned.",
-                )
-            return cls(
-                runs.steps, runs.loss, tokens=runs.tokens, batch_size=runs.batch_size
-            )
-        try:
-            with path.open(newline="", encoding="utf-8-sig") as file:
-                names, *lines = csv.reader(file)
-            columns = dict(zip((name.strip() for name in names), zip(*lines)))
-            steps, loss = (np.array(columns[n], dtype=float) for n in ("steps", "loss"))
-        except (KeyError, ValueError, csv.Error) as e:
+        if path.suffix == ".csv":
+            return cls(*_read_table(path))
+        runs = Measurements.read(path)
+        runs = runs.select(runs.ratio == 0) if (runs.ratio == 0).any() else runs
+        if len(runs) != 1 or runs.ratio[0] != 0:
             raise Refused(
-                f"{path} is no table of numbers with the columns steps and loss: "
-                f"{e!r}.",
-                remedy="Its first line names the columns. The loss is the "
-                "cross-entropy in nats a token (a record), no accuracy.",
-            ) from e
-        return cls(steps, loss)
+                f"{path} holds {len(runs)} runs, not one without noise.",
+                remedy="Write it to a file of its own.",
+            )
+        if runs.planned[-1] >= 2 * runs.steps[-1] - runs.steps[-2]:
+            raise Refused(
+                f"The run of {path} ended at {runs.steps[-1]:g} of "
+                f"{runs.planned[-1]:g} steps: its loss was not finite any more.",
+                remedy="Pass one that ended as planned.",
+            )
+        return cls(
+            runs.steps, runs.loss, tokens=runs.tokens, batch_size=runs.batch_size
+        )
 
     @property
     def start(self) -> float:
-        """The loss before training: where it was not read, the first two go back."""
+        """The loss before training; extrapolated from the first two if not read."""
         return float(self._curve[1][0])
 
     @property
     def end(self) -> float:
-        """Steps of the run."""
+        """The run's number of steps."""
         return float(self.steps[-1])
 
     @cached_property
     def _curve(self) -> Tuple[np.ndarray, np.ndarray]:
         """Steps from 0, and the loss, which does not rise."""
-        # Where there are many readings, means of those that lie close in logs.
+        # Of many readings that lie close in logs, the mean.
         group = np.unique(
             np.round(_PER_E_FOLD * np.log(np.maximum(self.steps, self.steps[1] / 2))),
             return_inverse=True,
@@ -197,14 +180,14 @@ class NoiseFree:
 
     @cached_property
     def _delay(self) -> np.ndarray:
-        """K at the curve's steps: what noise of norm 1 adds to them."""
+        """K at the curve's steps: the steps that noise of norm 1 adds."""
         n, loss = self._curve
         # Around n in logs, as far as a factor 2; less where the run ends.
         after = np.clip(2 * n, self.steps[1], self.end)
         before = np.minimum(n**2 / after, n / 1.3)
         fallen = np.interp(before, n, loss) - np.interp(after, n, loss)
         slope = fallen / (after - before)
-        # What falls later is no lack of gradient now, as in a warm-up.
+        # A loss that falls later shows no lack of gradient now, as in a warm-up.
         slope = np.maximum.accumulate(slope[::-1])[::-1]
         flattest = _FLATTEST * (loss[0] - loss[-1]) / self.end
         each = self.kappa / np.maximum(slope, flattest)
@@ -212,14 +195,14 @@ class NoiseFree:
 
     def reached(self, steps: ArrayLike, noise_norm: ArrayLike) -> np.ndarray:
         """
-        Steps without noise that so many private ones come to; the run's at most.
+        Steps without noise that count as much as private ones; the run's at most.
 
         Args:
             steps: T; broadcasts
             noise_norm: of the noise in the mean gradient, ratio x sqrt(trainable)
 
         Raises:
-            Refused: for what is negative or nan
+            Refused: for numbers that are negative or nan
         """
         for name, x in (("steps", steps), ("noise_norm", noise_norm)):
             if not (np.asarray(x) >= 0).all():
@@ -234,7 +217,7 @@ class NoiseFree:
         return high
 
     def learns(self, loss: ArrayLike) -> np.ndarray:
-        """Whether a loss is a hundredth of what the run learnt below its start."""
+        """True for a loss below the start by a hundredth of the run's own fall."""
         last = self._curve[1][-1]
         return np.asarray(loss) <= self.start - (self.start - last) / 100
 
@@ -252,54 +235,16 @@ class NoiseFree:
         return found.reshape(shape)[()]
 
 
-class Refit(NamedTuple):
-    """
-    The law fitted to measured runs.
-
-    Attributes:
-        kappa: as :data:`KAPPA`
-        error: relative, of each reading of private runs, ``[readings]``
-    """
-
-    kappa: float
-    error: np.ndarray
-
-
-def refit(measurements: Any = None, most: float = RATIOS[1]) -> Refit:
-    """
-    Fits kappa to private runs of sizes that were run without noise too.
-
-    Args:
-        measurements: of several ratios, 0 among them; None for those of the package
-        most: ratios above are left out: of what they lose, much is the learning rate's,
-            which was best for less noise
-
-    Example:
-        >>> f"{np.abs(refit().error).mean():.1%}"
-        '2.4%'
-    """
-    runs = Measurements.read() if measurements is None else measurements
-    # A mean over readings would lag, and more where the curve is steep.
-    options: Any = {**scaled_options(runs), "window": 1, "steps_to": None}
-    surface = Surface.fit(runs, **options)
-    cells: List[Tuple[int, int, np.ndarray]] = []
-    for i, j in np.ndindex(surface.measured_to.shape):
-        if 0 < surface.ratio[j] <= most:
-            to = min(surface.measured_to[i, j], surface.measured_to[i, 0])
-            cells.append((i, j, surface.steps <= to))
-
-    def errors(log_kappa: Any) -> np.ndarray:
-        kappa = float(np.exp(log_kappa).item())
-        found = []
-        for i, j, at in cells:
-            size, ratio = surface.parameters[i], surface.ratio[j]
-            curve = NoiseFree(
-                surface.steps[at], np.exp(surface.log_loss[i, at, 0]), kappa
-            )
-            told = curve.after(curve.steps, ratio * np.sqrt(size))
-            found.append(np.log(told) - surface.log_loss[i, at, j])
-        return np.concatenate(found)
-
-    # Bends of single curves are no more than that.
-    fit = least_squares(errors, np.log(KAPPA), loss="soft_l1", f_scale=0.02)
-    return Refit(float(np.exp(fit.x[0])), np.expm1(errors(fit.x)))
+def _read_table(path: Path) -> Tuple[np.ndarray, np.ndarray]:
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            names, *lines = csv.reader(file)
+        columns = dict(zip((name.strip() for name in names), zip(*lines)))
+        steps, loss = (np.array(columns[n], dtype=float) for n in ("steps", "loss"))
+    except (KeyError, ValueError, csv.Error) as e:
+        raise Refused(
+            f"{path} is no table of numbers with the columns steps and loss: {e!r}.",
+            remedy="Name the columns in its first line. The loss is the cross-entropy "
+            "in nats a token (a record), no accuracy.",
+        ) from e
+    return steps, loss

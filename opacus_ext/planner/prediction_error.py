@@ -13,7 +13,7 @@ from opacus_ext.refused import Refused
 
 class HoldOut(NamedTuple):
     """
-    Predictions for measurements that a surface had not seen, ``[rows]`` each.
+    Predictions for measurements that a surface was fitted without, ``[rows]`` each.
 
     ``measured`` is the rolling mean at the best learning rate, with its noise.
     """
@@ -26,7 +26,7 @@ class HoldOut(NamedTuple):
 
     @property
     def error(self) -> np.ndarray:
-        """Relative: predicted / measured - 1."""
+        """Relative error: predicted / measured - 1."""
         return self.predicted / self.measured - 1
 
     @property
@@ -42,12 +42,12 @@ class HoldOut(NamedTuple):
 
 def continued(measurements: Any, **options: Any) -> Optional[HoldOut]:
     """
-    What continuing curves to four times their length is worth: the first quarter of the
-    runs, continued, against the rest; None if a quarter is too short for it.
+    The error of continuing curves to four times their length, estimated from the first
+    quarter of the runs, continued, against the rest; None if a quarter is too short.
 
     Args:
         measurements: as of :meth:`Surface.fit`
-        **options: that the whole surface was fitted with
+        **options: of the whole surface's fit
 
     Example:
         >>> from opacus_ext.planner import Measurements, scaled_options
@@ -73,11 +73,8 @@ def hold_out(
 ) -> HoldOut:
     """
     Fits a surface without one model size, one ratio or the steps beyond some, and
-    predicts them.
-
-    That shows the error of interpolating between sizes (ratios), over twice the
-    distance of what the whole surface does; and of continuing curves. The lowest ratio
-    can be left out where there are noise-free runs.
+    predicts them. That shows the error of interpolating between sizes (ratios), over
+    twice the distance of the whole surface; and of continuing curves.
 
     Args:
         measurements: as of :meth:`Surface.fit`
@@ -88,8 +85,8 @@ def hold_out(
 
     Raises:
         Refused: unless one of the three is given, for a size or ratio that was not
-            measured or is at the edge of the grid: nothing could be interpolated to
-            there; and for steps beyond which nothing was read
+            measured or is at the edge of the grid, and for steps beyond which nothing
+            was read
 
     Example:
         >>> from opacus_ext.planner.measurements import Measurements
@@ -107,15 +104,15 @@ def hold_out(
             "Hold out either parameters, a ratio or steps.", parameter="parameters"
         )
     ((name, value),) = chosen
-    column = np.asarray(getattr(measurements, name), dtype=float)
-    known = np.unique(column)
+    column = getattr(measurements, name)
+    measured = np.unique(column)
     if name == "steps":
-        options = {**options, "steps_to": known[-1]}
-    elif value not in known[1:-1]:
-        values = ", ".join(f"{x:g}" for x in known)
-        why = "at the edge of" if value in known else "not among"
+        options = {**options, "steps_to": measured[-1]}
+    elif value not in measured[1:-1]:
+        values = ", ".join(f"{x:g}" for x in measured)
+        where = "at the edge of" if value in measured else "not among"
         raise Refused(
-            f"{name} {value:g} is {why} those measured ({values}): only one between "
+            f"{name} {value:g} is {where} those measured ({values}): only one between "
             "two others can be interpolated.",
             parameter=name,
         )
@@ -124,21 +121,17 @@ def hold_out(
         raise Refused(
             f"Nothing was read after {value:g} steps, the last of the longest run.",
             parameter="steps",
-            remedy="Leave out the steps beyond fewer.",
+            remedy="Hold out the steps beyond fewer.",
         )
     surface = Surface.fit(measurements.select(~out), **options)
     min_steps, window = options.get("min_steps", 1000), options.get("window", 10)
     seen = measurements if name == "steps" else measurements.select(out)
     curves = best_curves(runs_of(seen, min_steps), int(window))
-    rows = np.concatenate(
-        [
-            np.stack(
-                [np.full(len(c.steps), m), c.steps, np.full(len(c.steps), r), c.loss]
-            )
-            for (m, r), c in curves.items()
-        ],
-        axis=1,
-    )
+    columns = [
+        [np.full(len(c.steps), m), c.steps, np.full(len(c.steps), r), c.loss]
+        for (m, r), c in curves.items()
+    ]
+    rows = np.concatenate(columns, axis=1)
     if name == "steps":
         rows = rows[:, rows[1] > value]
     predicted = surface.loss(*rows[:3], outside="nan")
@@ -147,6 +140,6 @@ def hold_out(
         raise Refused(
             f"The runs of {name} {value:g} have no steps in common with the others.",
             parameter=name,
-            remedy="Leave out another one.",
+            remedy="Hold out another one.",
         )
     return HoldOut(*rows[:, inside], predicted[inside])

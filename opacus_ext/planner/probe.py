@@ -1,4 +1,4 @@
-"""What a step of private training takes on this machine, measured briefly."""
+"""Time and memory of a step of private training on this machine, measured briefly."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from opacus_ext.refused import Refused
 @dataclass(frozen=True)
 class Probe:
     """
-    Time and memory of steps, at a few sizes; between them interpolated in logarithms,
-    beyond them in proportion to the parameters.
+    Time and memory of steps at a few sizes, interpolated in logarithms between them and
+    in proportion to the parameters beyond.
 
     Attributes:
         parameters: of the sizes, ascending, ``[sizes]``
         per_step: seconds of a step beside its examples (noise, optimizer), ``[sizes]``
         per_example: seconds of an example of ``tokens`` tokens, ``[sizes]``
         bytes: peak memory at ``batch_size`` examples at once; nan where the system
-            does not tell, ``[sizes]``
-        batch_size: the physical batch; a larger logical one takes several
+            does not report it, ``[sizes]``
+        batch_size: the physical batch; a larger logical one consists of several
         tokens: S
-        device: what was probed
+        device: the one that was probed
     """
 
     parameters: np.ndarray
@@ -48,7 +48,7 @@ class Probe:
     def seconds(
         self, parameters: Any, batch_size: Any, steps: Any, tokens: Optional[int] = None
     ) -> np.ndarray:
-        """Of a run; examples of other lengths take time in proportion."""
+        """Seconds of a run, in proportion to the length of its examples."""
         length = (tokens or self.tokens) / self.tokens
         return steps * (
             self._at(self.per_step, parameters)
@@ -56,15 +56,10 @@ class Probe:
         )
 
     def memory(self, parameters: Any) -> np.ndarray:
-        """
-        Peak bytes at the physical batch.
-
-        Raises:
-            Refused: where the system does not tell memory
-        """
+        """Peak bytes at the physical batch."""
         if np.isnan(self.bytes).any():
             raise Refused(
-                f"This system does not tell peak memory ({self.device}).",
+                f"This system does not report peak memory ({self.device}).",
                 parameter="memory",
                 remedy="Plan without a bound on memory.",
             )
@@ -166,22 +161,20 @@ def _reset_peak(device: str) -> float:
         return torch.cuda.memory_allocated()
     try:
         Path("/proc/self/clear_refs").write_text("5")
-        return _status("VmRSS")
     except OSError:
         return math.nan
+    return _status("VmRSS")
 
 
 def _peak(device: str) -> float:
     if device != "cpu":
         return torch.cuda.max_memory_allocated()
-    try:
-        return _status("VmHWM")
-    except OSError:
-        return math.nan
+    return _status("VmHWM")
 
 
 def _status(name: str) -> float:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(name):
-            return 1024.0 * int(line.split()[1])
-    return math.nan
+    """A number of bytes that Linux reports of this process, else nan."""
+    status = Path("/proc/self/status")
+    lines = status.read_text().splitlines() if status.exists() else []
+    found = [line for line in lines if line.startswith(name)]
+    return 1024.0 * int(found[0].split()[1]) if found else math.nan

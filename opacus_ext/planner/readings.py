@@ -1,4 +1,4 @@
-"""Runs and their readings: checked, smoothed to a curve each, and resampled."""
+"""Readings of runs: checked, smoothed to monotone curves, resampled and continued."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from functools import reduce
 from typing import Any, Dict, List, NamedTuple, Optional, Tuple
 
 import numpy as np
-from scipy.optimize import isotonic_regression
+from scipy.optimize import isotonic_regression, minimize_scalar
 
 from opacus_ext.refused import Refused
 
 Cell = Tuple[float, float]  # size and ratio
 
 
-class Run(NamedTuple):
+class RunReadings(NamedTuple):
     """A run: its cell of the grid, and its readings in order of steps."""
 
     cell: Cell
     rate: Optional[float]  # None where unknown, as nan isn't equal to itself
     steps: np.ndarray
     loss: np.ndarray
-    whole: bool  # as long as it was to be; if not, its loss was not finite any more
+    whole: bool  # False if it ended early, as its loss was not finite any more
 
 
 class Curve(NamedTuple):
@@ -32,34 +32,18 @@ class Curve(NamedTuple):
     rate: np.ndarray
 
 
-def runs_of(measurements: Any, min_steps: float) -> List[Run]:
-    """The runs, each with its readings in order of steps."""
-    columns = {
-        name: np.asarray(getattr(measurements, name), dtype=float)
-        for name in ("parameters", "steps", "ratio", "loss", "learning_rate", "run")
-    }
-    for name in ("parameters", "steps", "ratio", "loss"):
-        x = columns[name]
-        bad = ~np.isfinite(x) | (x < 0) | ((x == 0) & (name != "ratio"))
-        if bad.any():
-            kind = "0 or more" if name == "ratio" else "positive"
-            raise Refused(
-                f"{name} must be {kind} and finite; got {x[bad][0]}.",
-                parameter=name,
-                remedy="Leave such readings out.",
-            )
-    planned = np.asarray(
-        getattr(measurements, "planned", np.full(len(columns["run"]), np.nan))
-    )
+Repeats = Dict[Tuple[Cell, Optional[float]], List[RunReadings]]
+
+
+def runs_of(measurements: Any, min_steps: float) -> List[RunReadings]:
+    """The runs of a whole grid, each with its readings from ``min_steps`` on."""
     runs = []
-    for number in np.unique(columns["run"]):
-        at = np.flatnonzero(columns["run"] == number)
-        at = at[np.argsort(columns["steps"][at], kind="stable")]
-        m, t, r, loss, rate = (
-            columns[n][at]
-            for n in ("parameters", "steps", "ratio", "loss", "learning_rate")
-        )
-        for name, x in [("parameters", m), ("ratio", r), ("learning_rate", rate)]:
+    names = "parameters", "ratio", "learning_rate", "steps", "loss"
+    for number in np.unique(measurements.run):
+        at = np.flatnonzero(measurements.run == number)
+        at = at[np.argsort(measurements.steps[at], kind="stable")]
+        m, r, rate, t, loss = (getattr(measurements, name)[at] for name in names)
+        for name, x in zip(names, (m, r, rate)):
             if len(np.unique(x)) > 1:
                 raise Refused(
                     f"Run {number:g} has several values of {name}: {x.min():g} to "
@@ -72,57 +56,59 @@ def runs_of(measurements: Any, min_steps: float) -> List[Run]:
                 f"Run {number:g} (parameters {m[0]:g}, ratio {r[0]:g}) has two losses "
                 f"at {t[1:][np.diff(t) == 0][0]:g} steps.",
                 parameter="run",
-                remedy="Give each run its own number.",
+                remedy="Give each run a number of its own.",
             )
         late = t >= min_steps
-        known = None if math.isnan(rate[0]) else float(rate[0])
         # The last reading may be some steps before the end: up to one more.
         each = np.diff(t).max() if len(t) > 1 else t[0]
-        whole = not planned[at[0]] >= t[-1] + each
+        whole = not measurements.planned[at[0]] >= t[-1] + each
         cell = float(m[0]), float(r[0])
-        runs.append(Run(cell, known, t[late], loss[late], whole))
-    # One whose loss was not finite from the start stands for all of its kind.
+        run_rate = None if math.isnan(rate[0]) else float(rate[0])
+        runs.append(RunReadings(cell, run_rate, t[late], loss[late], bool(whole)))
+    # A run whose loss was not finite from the start stands for all of its kind.
     lost = {(r.cell, r.rate) for r in runs if not (r.whole or len(r.steps))}
     runs = [run for run in runs if (run.cell, run.rate) not in lost]
     with_readings = {run.cell for run in runs if len(run.steps)}
     sizes, ratios = (sorted({run.cell[i] for run in runs}) for i in (0, 1))
-    for cell in ((m, r) for m in sizes for r in ratios):
-        if cell not in with_readings:
+    for m, r in ((m, r) for m in sizes for r in ratios):
+        if (m, r) not in with_readings:
             raise Refused(
-                f"Nothing was measured at parameters {cell[0]:g} with ratio "
-                f"{cell[1]:g} and {min_steps:g} steps (min_steps) or more: sizes and "
-                "ratios must be a whole grid.",
-                remedy="Measure it, or leave out the size or the ratio.",
+                f"Nothing was measured at parameters {m:g} with ratio {r:g} and "
+                f"{min_steps:g} steps (min_steps) or more: sizes and ratios must be a "
+                "whole grid.",
+                remedy="Measure there, or leave out the size or the ratio.",
             )
     return [run for run in runs if len(run.steps)]
 
 
-def repeats(runs: List[Run]) -> Dict[Tuple[Cell, Optional[float]], List[Run]]:
+def repeats(runs: List[RunReadings]) -> Repeats:
     """Runs that differ in nothing but their seed."""
-    found: Dict[Tuple[Cell, Optional[float]], List[Run]] = {}
+    found: Repeats = {}
     for run in runs:
         found.setdefault((run.cell, run.rate), []).append(run)
     return found
 
 
 def _rolling_mean(x: np.ndarray, window: int) -> np.ndarray:
-    """Of each element and those before it, ``window`` of them where there are."""
+    """The mean of each element and up to ``window`` - 1 before it."""
     total = np.concatenate([[0.0], np.cumsum(x)])
     last = np.arange(1, len(x) + 1)
     first = np.maximum(last - window, 0)
     return (total[last] - total[first]) / (last - first)
 
 
-def _mean_of_seeds(same: List[Run], window: int) -> Tuple[np.ndarray, np.ndarray]:
+def _mean_of_seeds(
+    same: List[RunReadings], window: int
+) -> Tuple[np.ndarray, np.ndarray]:
     """
     Steps that all runs have, and their mean loss.
 
-    Where a run was shorter from the first, longer ones go on from the mean: a step of
-    the curve there would be the seed's. Where one has no more loss that is finite the
-    curve ends: the survivors' would look too good.
+    Where a run is shorter by plan, longer ones continue from the mean: a jump of the
+    curve there would be the seed's. Where the loss of one is not finite any more the
+    curve ends: the survivors would look too good.
     """
     end = min((r.steps[-1] for r in same if not r.whole), default=math.inf)
-    parts, known, mean = [(np.empty(0), np.empty(0))], None, 0.0
+    parts, last_step, mean = [(np.empty(0), np.empty(0))], None, 0.0
     for last in sorted({min(run.steps[-1], end) for run in same}):
         longer = [run for run in same if run.steps[-1] >= last]
         steps = reduce(np.intersect1d, [run.steps for run in longer])
@@ -131,26 +117,26 @@ def _mean_of_seeds(same: List[Run], window: int) -> Tuple[np.ndarray, np.ndarray
         ]
         loss = np.mean(smooth, axis=0)
         new = steps <= last
-        if known is not None:
-            at = np.isin(steps, known)
+        if last_step is not None:
+            at = np.isin(steps, last_step)
             loss = loss * mean / loss[at] if at.any() else loss
-            new &= steps > known
+            new &= steps > last_step
         if new.any():
-            known, mean = steps[new][-1], loss[new][-1]
+            last_step, mean = steps[new][-1], loss[new][-1]
             parts.append((steps[new], loss[new]))
     steps, loss = (np.concatenate(x) for x in zip(*parts))
     return steps, loss
 
 
 def best_curves(
-    runs: List[Run], window: int, falling: bool = False
+    runs: List[RunReadings], window: int, falling: bool = False
 ) -> Dict[Cell, Curve]:
     """
-    Of each size and ratio: rolling mean, mean over seeds, best learning rate.
+    The curve of each size and ratio: rolling mean, mean over seeds, best learning rate.
 
     Args:
-        falling: makes each learning rate's curve one that does not rise, and holds the
-            best loss so far where the one that reached it ends
+        falling: makes each learning rate's curve one that does not rise, and keeps the
+            best loss so far where the curve that reached it ends
     """
     found: Dict[Cell, List[Curve]] = {}
     for (cell, rate), same in repeats(runs).items():
@@ -169,9 +155,8 @@ def best_curves(
                 remedy="Read them at the same steps.",
             )
         order = np.lexsort((loss, steps))
+        order = order[np.append(True, np.diff(steps[order]) > 0)]
         steps, loss, rates = steps[order], loss[order], rates[order]
-        first = np.concatenate([[True], np.diff(steps) > 0])
-        steps, loss, rates = steps[first], loss[first], rates[first]
         if falling:
             low = np.minimum.accumulate(loss)
             held = np.maximum.accumulate(np.where(loss <= low, np.arange(len(loss)), 0))
@@ -180,8 +165,10 @@ def best_curves(
     return best
 
 
-def resample_runs(runs: List[Run], rng: np.random.Generator) -> List[Run]:
-    """Of each size, ratio and learning rate as many runs as there are, drawn anew."""
+def resample_runs(
+    runs: List[RunReadings], rng: np.random.Generator
+) -> List[RunReadings]:
+    """As many runs of each size, ratio and learning rate, drawn with replacement."""
     return [
         same[i]
         for same in repeats(runs).values()
@@ -189,7 +176,9 @@ def resample_runs(runs: List[Run], rng: np.random.Generator) -> List[Run]:
     ]
 
 
-def resample_readings(runs: List[Run], rng: np.random.Generator) -> List[Run]:
+def resample_readings(
+    runs: List[RunReadings], rng: np.random.Generator
+) -> List[RunReadings]:
     """Runs read again: their monotone curves with noise like that of their readings."""
     resampled = []
     for run in runs:
@@ -197,7 +186,7 @@ def resample_readings(runs: List[Run], rng: np.random.Generator) -> List[Run]:
         if len(y) < 3:
             raise Refused(
                 f"A run of parameters {run.cell[0]:g}, ratio {run.cell[1]:g} has "
-                f"{len(y)} readings; the bootstrap needs 3 to see their noise.",
+                f"{len(y)} readings; the bootstrap needs 3 to estimate their noise.",
                 parameter="bootstrap",
                 remedy="Read runs more often, or set bootstrap=0.",
             )
@@ -210,13 +199,61 @@ def resample_readings(runs: List[Run], rng: np.random.Generator) -> List[Run]:
 
 def _reading_noise(x: np.ndarray, y: np.ndarray) -> np.ndarray:
     """
-    Distances of readings to the line between their neighbors, of the noise's variance.
-
-    Of independent noise, (y_i - w y_{i-1} - (1 - w) y_{i+1}) has 1 + w^2 + (1 - w)^2
-    times the variance (Gasser, Sroka and Jennen-Steinmetz, 1986). Residuals of isotonic
-    regression would be too small: where a curve is steep it follows the noise.
+    Distances of readings to the line between their neighbors, scaled to the noise's
+    variance: of independent noise, (y_i - w y_{i-1} - (1 - w) y_{i+1}) has
+    1 + w^2 + (1 - w)^2 times the variance (Gasser, Sroka and Jennen-Steinmetz, 1986).
+    Residuals of isotonic regression would be too small: a steep curve follows noise.
     """
     w = (x[2:] - x[1:-1]) / (x[2:] - x[:-2])
     error = y[1:-1] - w * y[:-2] - (1 - w) * y[2:]
     error /= np.sqrt(1 + w**2 + (1 - w) ** 2)
     return error - error.mean()
+
+
+def not_falling_with_ratio(loss: np.ndarray) -> np.ndarray:
+    """``[steps, ratios]``, made not to fall with the ratio; nan is left out."""
+    high = np.maximum.accumulate(np.where(np.isfinite(loss), loss, -np.inf), axis=1)
+    for row in np.flatnonzero((loss < high).any(1)):
+        finite = np.isfinite(loss[row])
+        loss[row, finite] = isotonic_regression(loss[row, finite]).x
+    return loss
+
+
+def extrapolate(
+    steps: np.ndarray, loss: np.ndarray, to: np.ndarray
+) -> Tuple[np.ndarray, str]:
+    """
+    Losses at further steps by L = c T^m + E, fitted by least squares with m <= 0,
+    c >= 0 and E >= 0; and a note for people. Only m is searched for: for a given m the
+    best c and E have a closed form, which ``curve_fit`` need not find on noisy curves
+    that are nearly flat.
+    """
+    # Steps in units of the last: their powers are then at least 1, and not far from it.
+    x = np.log(steps / steps[-1])
+
+    def best(m: np.ndarray) -> Tuple[np.ndarray, np.ndarray, np.ndarray]:
+        z = np.exp(np.multiply.outer(m, x))
+        level = z.mean(-1, keepdims=True)
+        c = ((z - level) @ loss) / ((z - level) ** 2).sum(-1)
+        c = np.maximum(c, 0)
+        e = loss.mean() - c * level[..., 0]
+        c = np.where(e < 0, (z @ loss) / (z**2).sum(-1), c)
+        e = np.maximum(e, 0)
+        error = c[..., None] * z + e[..., None] - loss
+        return c, e, (error**2).sum(-1)
+
+    scan = -np.geomspace(1e-3, 10, 80)
+    i = int(np.argmin(best(scan)[2]))
+    m = minimize_scalar(
+        lambda m: float(best(np.array(m))[2]),
+        bounds=(scan[min(i + 1, len(scan) - 1)], scan[max(i - 1, 0)]),
+        method="bounded",
+        options={"xatol": 1e-9},
+    ).x
+    c, e, _ = best(np.array(m))
+    note = ""
+    if c == 0:
+        note = "the curve is flat, and continued flat."
+    elif e == 0:
+        note = "the curve doesn't flatten: it is continued as a power law without E."
+    return c * (to / steps[-1]) ** m + e, note

@@ -1,9 +1,9 @@
 """The semi-parametric scaling law: loss by model size, steps and noise-batch ratio.
 
 Source: "Scaling laws for differentially private language models", section 3.3. Between
-measured sizes, steps and ratios, log loss is interpolated linearly in their logs; what
-is interpolated are measurements made smooth and monotone. No formula is assumed but for
-steps beyond the measured ones.
+measured sizes, steps and ratios, log loss is interpolated linearly in their logs, after
+the measurements are made smooth and monotone. Only steps beyond the measured ones need
+a formula.
 """
 
 from __future__ import annotations
@@ -18,15 +18,14 @@ import numpy as np
 from numpy.typing import ArrayLike
 from scipy.interpolate import RegularGridInterpolator
 
-from opacus_ext.planner.curves import (
-    extrapolate,
-    grid_of_steps,
-    nearest,
-    not_falling_with_ratio,
-)
+from opacus_ext.planner.form import percentiles, positive
 from opacus_ext.planner.readings import (
-    Run,
+    Cell,
+    Curve,
+    RunReadings,
     best_curves,
+    extrapolate,
+    not_falling_with_ratio,
     repeats,
     resample_readings,
     resample_runs,
@@ -36,6 +35,7 @@ from opacus_ext.progress import progress
 from opacus_ext.refused import Refused
 
 _LEAST_READINGS = 4  # to extrapolate from: one more than the curve has parameters
+_PER_DECADE = 16  # grid points of extrapolated steps; between, interpolation
 
 
 @dataclass(frozen=True)
@@ -52,10 +52,10 @@ class Surface:
         ratio: ``[ratios]``; 0 first if there were noise-free runs
         log_loss: ``[sizes, steps, ratios]``
         best_rate: learning rate of the lowest loss there; nan where unknown
-        measured_to: steps to which the curves were measured, ``[sizes, ratios]``
+        measured_to: last measured steps of the curves, ``[sizes, ratios]``
         samples: log losses of the bootstrap, ``[bootstrap, sizes, steps, ratios]``
-        resampled: what it resampled, ``"runs"`` or ``"readings"``
-        warnings: for people, what had to be mended
+        resampled: ``"runs"`` or ``"readings"``, if there was a bootstrap
+        warnings: for people: curves that were continued in an odd way
 
     Example:
         >>> from opacus_ext.planner.measurements import Measurements
@@ -95,31 +95,27 @@ class Surface:
 
         1. Readings before ``min_steps`` are dropped.
         2. Each reading becomes the mean of the ``window`` last ones of its run. Runs
-           that differ in nothing but their number (seeds) are averaged.
+           that differ only in their number (seeds) are averaged.
         3. Isotonic regression: loss does not rise with steps. At each size, ratio and
-           number of steps, the learning rate of the lowest loss is taken, or the lowest
+           number of steps, the learning rate of the lowest loss is used, or the lowest
            loss so far, if the runs of its learning rate were shorter.
         4. Isotonic regression: loss does not fall with the ratio.
         5. Curves shorter than the grid follow L = exp(m log T + b) + E with m <= 0 and
            E >= 0, fitted for each size and ratio to the steps from ``fit_from`` on,
            never above their last value, and again made not to fall with the ratio.
 
-        The defaults are the paper's, but for ``steps_to`` (it goes from 128,000 to
-        8.2e6) and ``window``, whose number the text that we have lacks: 10 readings are
-        1000 of its steps. A mean over a window lags by half of it, so in a small study
-        a window should be short against the steps of interest.
+        The defaults are the paper's, except ``steps_to`` (128,000 to 8.2e6 there) and
+        ``window``. A mean over a window lags by half of it, so in a small study a
+        window should be short against the steps of interest: :func:`scaled_options`.
 
-        Intervals: where each size, ratio and learning rate has several runs, these are
-        resampled. Otherwise the noise of readings about their curve is, estimated from
-        each reading's distance to the line between its neighbors. That sees the noise
-        of measuring and what follows from it (choosing learning rates, isotonic
-        regression, extrapolation), **not** how another seed would have differed, nor
-        the error of interpolating between sizes: :func:`hold_out` shows that one.
+        Intervals: where each size, ratio and learning rate has several runs, the runs
+        are resampled; otherwise the noise of readings about their curve. That covers
+        the noise of measuring and what follows from it, **not** how another seed would
+        have differed, nor the error of interpolating between sizes: see
+        :func:`hold_out`.
 
         Args:
-            measurements: arrays ``parameters``, ``steps``, ``ratio``, ``loss``,
-                ``learning_rate`` and ``run``, all ``[rows]``, as of
-                :class:`~opacus_ext.planner.measurements.Measurements`
+            measurements: a :class:`~opacus_ext.planner.measurements.Measurements`
             min_steps: readings of fewer are dropped
             window: readings in a rolling mean
             fit_from: steps from which curves are fitted for extrapolation; a quarter
@@ -129,9 +125,9 @@ class Surface:
             seed: of resampling
 
         Raises:
-            Refused: for sizes and ratios of which some combinations lack, runs with
-                two readings at one step, options out of range, and too few readings to
-                extrapolate from
+            Refused: for a grid of sizes and ratios with holes, runs with two readings
+                at one step, options out of range, and too few readings to extrapolate
+                from
         """
         for name, value, least in [
             ("min_steps", min_steps, 0),
@@ -144,7 +140,7 @@ class Surface:
                     f"{name} must be {least} or more; got {value}.", parameter=name
                 )
         runs = runs_of(measurements, min_steps)
-        options = dict(window=int(window), fit_from=fit_from, steps_to=steps_to)
+        options: Any = dict(window=int(window), fit_from=fit_from, steps_to=steps_to)
         surface = _fit(runs, **options)
         if not bootstrap:
             return surface
@@ -155,11 +151,8 @@ class Surface:
             _fit(resample(runs, rng), **options, grid=surface.steps).log_loss
             for _ in progress(range(bootstrap), "resampling")
         ]
-        return replace(
-            surface,
-            samples=np.stack(samples),
-            resampled="runs" if several else "readings",
-        )
+        resampled = "runs" if several else "readings"
+        return replace(surface, samples=np.stack(samples), resampled=resampled)
 
     @property
     def ranges(self) -> Dict[str, Tuple[float, float]]:
@@ -169,11 +162,8 @@ class Surface:
         """
         ends = {
             name: (float(x[0]), float(x[-1]))
-            for name, x in [
-                ("parameters", self.parameters),
-                ("steps", self.steps),
-                ("ratio", self.ratio),
-            ]
+            for name in ("parameters", "steps", "ratio")
+            for x in [getattr(self, name)]
         }
         first, last = ends["steps"]
         measured = (first, min(last, float(self.measured_to.min())))
@@ -181,9 +171,9 @@ class Surface:
 
     def measured_steps(self, parameters: ArrayLike, ratio: ArrayLike) -> np.ndarray:
         """
-        Steps to which the curves were measured that a loss lies between: the fewest of
-        the next sizes and ratios, and of the outermost beyond those. Of a ratio those
-        of higher ones count too: with less noise no loss is higher.
+        Steps to which all curves were measured that a loss is interpolated from. A
+        curve of a higher ratio counts for lower ones: with less noise no loss is
+        higher.
 
         Example:
             >>> from opacus_ext.planner.measurements import Measurements
@@ -194,14 +184,13 @@ class Surface:
         """
         below, above = (
             np.broadcast_arrays(
-                _beside(self.parameters, parameters, side),
-                _beside(self.ratio, ratio, side),
+                _neighbor(self.parameters, parameters, side),
+                _neighbor(self.ratio, ratio, side),
             )
             for side in ("right", "left")
         )
-        corners = product(*zip(below, above))
-        known = np.maximum.accumulate(self.measured_to[:, ::-1], axis=1)[:, ::-1]
-        return np.minimum.reduce([known[at] for at in corners])
+        to = np.maximum.accumulate(self.measured_to[:, ::-1], axis=1)[:, ::-1]
+        return np.minimum.reduce([to[at] for at in product(*zip(below, above))])
 
     def loss(
         self,
@@ -212,7 +201,7 @@ class Surface:
         outside: str = "raise",
     ) -> np.ndarray:
         """
-        Loss to expect, by linear interpolation of its log.
+        Expected loss, by linear interpolation of its log; the arguments broadcast.
 
         Args:
             parameters: model size
@@ -221,16 +210,13 @@ class Surface:
                 was measured, log loss is linear in the ratio; without noise-free runs
                 such a ratio counts as the lowest, which expects too high a loss rather
                 than too low a one
-            outside: what to do where nothing was measured, beyond :attr:`ranges`:
-                ``"raise"`` or ``"nan"``
-
-        Returns:
-            of the shape to which the three broadcast
+            outside: ``"raise"`` or ``"nan"`` for points beyond :attr:`ranges`
 
         Raises:
             Refused: outside of the ranges, unless ``outside`` is ``"nan"``
         """
-        return np.exp(self._query(self._expected, parameters, steps, ratio, outside))
+        points = self._points(parameters, steps, ratio, outside)
+        return np.exp(self._interpolate(self._expected, points))
 
     def interval(
         self,
@@ -251,17 +237,13 @@ class Surface:
         """
         if self.samples is None:
             raise Refused(
-                "There are no intervals without a bootstrap: fit with bootstrap=200.",
+                "There are no intervals without a bootstrap.",
                 parameter="bootstrap",
+                remedy="Fit with bootstrap=200.",
             )
-        if not 0 < level < 1:
-            raise Refused(
-                f"level must be between 0 and 1; got {level}.",
-                parameter="level",
-                remedy="Take 0.95 for 95 %.",
-            )
-        found = self._query(self._resamples, parameters, steps, ratio, outside)
-        ends = 50 * (1 - level), 50 * (1 + level)
+        ends = percentiles(level)
+        points = self._points(parameters, steps, ratio, outside)
+        found = self._interpolate(self._resamples, points)
         low, high = np.exp(np.percentile(found, ends, axis=-1))
         return low, high
 
@@ -275,98 +257,64 @@ class Surface:
         Raises:
             Refused: outside of the ranges
         """
-        m, t, r = self._arguments(parameters, steps, ratio, "raise")
-        places = (self.parameters, m), (self.steps, t), (self.ratio, r)
-        return self.best_rate[tuple(nearest(grid, x) for grid, x in places)]
+        axes = self.parameters, self.steps, self.ratio
+        points = self._points(parameters, steps, ratio, "raise")
+        return self.best_rate[tuple(map(_nearest, axes, points))]
 
     @cached_property
-    def _expected(self) -> List[Optional[RegularGridInterpolator]]:
-        return self._interpolators(self.log_loss)
+    def _expected(self) -> RegularGridInterpolator:
+        return self._interpolator(self.log_loss)
 
     @cached_property
-    def _resamples(self) -> List[Optional[RegularGridInterpolator]]:
-        return self._interpolators(np.moveaxis(self.samples, 0, -1))
+    def _resamples(self) -> RegularGridInterpolator:
+        return self._interpolator(np.moveaxis(self.samples, 0, -1))
 
-    def _interpolators(
-        self, values: np.ndarray
-    ) -> List[Optional[RegularGridInterpolator]]:
-        """Of noise-free training, and of that with noise; None where not measured."""
-        axes = np.log(self.parameters), np.log(self.steps)
-        free = int(self.ratio[0] == 0)
-        noisy = self.ratio[free:]
-        # Without a bound on ratio 0 the two can't be one grid: log 0 is far away.
-        return [
-            RegularGridInterpolator(axes, values[:, :, 0]) if free else None,
-            (
-                RegularGridInterpolator((*axes, np.log(noisy)), values[:, :, free:])
-                if len(noisy)
-                else None
-            ),
-        ]
+    def _interpolator(self, values: np.ndarray) -> RegularGridInterpolator:
+        axes = np.log(self.parameters), np.log(self.steps), self._scale(self.ratio)
+        return RegularGridInterpolator(axes, values)
 
-    def _query(
-        self,
-        interpolators: List[Optional[RegularGridInterpolator]],
-        parameters: ArrayLike,
-        steps: ArrayLike,
-        ratio: ArrayLike,
-        outside: str,
+    def _scale(self, ratio: np.ndarray) -> np.ndarray:
+        """Ratios in which log loss is linear: themselves to the lowest, then logs."""
+        least = self.ratio[self.ratio > 0].min(initial=math.inf)
+        if least == math.inf:
+            return 0 * ratio
+        return np.minimum(ratio / least, 1) + np.log(np.maximum(ratio / least, 1))
+
+    def _interpolate(
+        self, interpolator: RegularGridInterpolator, points: Tuple[np.ndarray, ...]
     ) -> np.ndarray:
-        m, t, r = self._arguments(parameters, steps, ratio, outside)
+        m, t, r = points
         inside = np.isfinite(m)
-        of_free, of_noisy = interpolators
-        share = np.ones(m.shape)  # of the noisy ones
-        if of_free is not None:
-            share = np.minimum(r / self.least_ratio, 1.0) if of_noisy else 0 * r
-        of_grid: Any = of_free or of_noisy
-        tail = of_grid.values.shape[len(of_grid.grid) :]
-        found = np.where(inside, 0.0, np.nan).reshape(m.shape + (1,) * len(tail))
-        found = np.broadcast_to(found, m.shape + tail).copy()
-        parts: List[Tuple[np.ndarray, Any]] = [(1 - share, of_free), (share, of_noisy)]
-        for weight, interpolate in parts:
-            at = inside & (weight > 0)
-            if not at.any():
-                continue
-            points = [m[at], t[at]]
-            if interpolate is of_noisy:
-                points.append(np.maximum(r[at], self.least_ratio))
-            values = interpolate(np.log(points).T)
-            found[at] += weight[at].reshape((-1,) + (1,) * len(tail)) * values
+        tail = interpolator.values.shape[3:]
+        found = np.full(m.shape + tail, np.nan)
+        at = np.stack([np.log(m[inside]), np.log(t[inside]), self._scale(r[inside])], 1)
+        if len(at):
+            found[inside] = interpolator(at)
         return found
 
-    @property
-    def least_ratio(self) -> float:
-        """The lowest ratio with noise that was measured; inf if none was."""
-        return float(self.ratio[self.ratio > 0].min(initial=math.inf))
-
-    def _arguments(
+    def _points(
         self, parameters: ArrayLike, steps: ArrayLike, ratio: ArrayLike, outside: str
-    ) -> Tuple[np.ndarray, np.ndarray, np.ndarray]:
+    ) -> Tuple[np.ndarray, ...]:
         """
-        Broadcast and checked; nan where outside, ratios not below the lowest of the
-        grid.
+        The arguments, broadcast and checked; nan outside, and ratios not below the
+        lowest of the grid.
         """
         if outside not in ("raise", "nan"):
             raise Refused(
                 f"outside must be 'raise' or 'nan'; got {outside!r}.",
                 parameter="outside",
             )
-        given = [np.asarray(x, dtype=float) for x in (parameters, steps, ratio)]
         names = "parameters", "steps", "ratio"
-        for name, x in zip(names, given):
-            bad = ~np.isfinite(x) | (x < 0) | ((x == 0) & (name != "ratio"))
-            if bad.any():
-                kind = "0 or more" if name == "ratio" else "positive"
-                raise Refused(
-                    f"{name} must be {kind} and finite; got {x[bad].flat[0]}.",
-                    parameter=name,
-                )
+        given = [
+            positive(name, x, zero=name == "ratio")
+            for name, x in zip(names, (parameters, steps, ratio))
+        ]
         try:
             m, t, r = np.broadcast_arrays(*given)
         except ValueError as e:
             shapes = ", ".join(f"{n} {x.shape}" for n, x in zip(names, given))
             raise Refused(
-                f"Shapes don't broadcast: {shapes}.", remedy="Give shapes that do."
+                f"Shapes don't broadcast: {shapes}.", remedy="Pass shapes that do."
             ) from e
         r = np.where(r > 0, np.maximum(r, self.ratio[0]), r)
         beyond = np.zeros(m.shape, dtype=bool)
@@ -383,52 +331,13 @@ class Surface:
             beyond |= out
         return tuple(np.where(beyond, np.nan, x) for x in (m, t, r))
 
-    def to_dict(self) -> Dict[str, Any]:
-        """As plain numbers, lists and strings, for JSON."""
-        return {
-            name: x.tolist() if isinstance(x := getattr(self, name), np.ndarray) else x
-            for name in self.__dataclass_fields__
-        }
-
-    @classmethod
-    def from_dict(cls, plain: Mapping[str, Any]) -> Surface:
-        """
-        From what :meth:`to_dict` gave.
-
-        Raises:
-            Refused: if something is missing
-        """
-        missing = [n for n in cls.__dataclass_fields__ if n not in plain]
-        if missing:
-            raise Refused(
-                f"This is no surface: {', '.join(missing)} missing.",
-                remedy="Pass what Surface.to_dict gave.",
-            )
-        fields = {
-            name: (
-                np.array(plain[name], dtype=float)
-                if isinstance(plain[name], list) and name != "warnings"
-                else plain[name]
-            )
-            for name in cls.__dataclass_fields__
-        }
-        return cls(**{**fields, "warnings": tuple(plain["warnings"])})
-
-
-def _beside(axis: np.ndarray, values: ArrayLike, side: Any) -> np.ndarray:
-    """Indices of the axis' last value not above ("right"), or first not below."""
-    at = np.searchsorted(axis, values, side) - (side == "right")
-    return np.clip(at, 0, len(axis) - 1)
-
 
 def scaled_options(measurements: Any) -> Dict[str, float]:
     """
-    Options of :meth:`Surface.fit` for measurements of any length.
-
-    The paper's are for runs of 128,000 steps, read 1280 times. For shorter ones they
-    are here in proportion, but for the window, a tenth of a run's readings at most, and
-    the start of extrapolation, at a quarter; it goes to four times the longest run, and
-    what a plan takes of it to four times the runs of its size and ratio.
+    Options of :meth:`Surface.fit` for measurements of any length: the paper's, which
+    are for runs of 128,000 steps read 1280 times, in proportion; a window of a tenth of
+    a run's readings at most, extrapolation fitted from a quarter of the longest run on,
+    to four times its steps.
 
     Example:
         >>> from opacus_ext.planner.measurements import Measurements
@@ -446,8 +355,42 @@ def scaled_options(measurements: Any) -> Dict[str, float]:
     )
 
 
+def _neighbor(axis: np.ndarray, values: ArrayLike, side: Any) -> np.ndarray:
+    """Indices of the axis' last value not above ("right"), or first not below."""
+    at = np.searchsorted(axis, values, side) - (side == "right")
+    return np.clip(at, 0, len(axis) - 1)
+
+
+def _nearest(axis: np.ndarray, x: np.ndarray) -> np.ndarray:
+    """Indices of the axis' values nearest in logs; 0 is nearest to 0 only."""
+    positive = axis[axis > 0]
+    at = np.searchsorted(np.sqrt(positive[1:] * positive[:-1]), x)
+    return np.where(x > 0, at + len(axis) - len(positive), 0)
+
+
+def _grid_of_steps(
+    curves: Mapping[Cell, Curve], steps_to: Optional[float]
+) -> np.ndarray:
+    """Steps at which curves were read, and some beyond them, up to ``steps_to``."""
+    first = max(c.steps[0] for c in curves.values())
+    steps = np.unique(np.concatenate([c.steps for c in curves.values()]))
+    steps = steps[steps >= first]
+    end = steps[-1] if steps_to is None else float(steps_to)
+    if not (math.isfinite(end) and end > first):
+        raise Refused(
+            f"steps_to must be above {first:g}, the first steps that all runs were "
+            f"read at; got {end:g}.",
+            parameter="steps_to",
+        )
+    if end <= steps[-1]:
+        return np.append(steps[steps < end], end)
+    decades = math.log10(end / steps[-1])
+    more = np.geomspace(steps[-1], end, math.ceil(decades * _PER_DECADE) + 1)
+    return np.append(steps, [*more[1:-1], end])
+
+
 def _fit(
-    runs: List[Run],
+    runs: List[RunReadings],
     window: int,
     fit_from: float,
     steps_to: Optional[float],
@@ -456,28 +399,26 @@ def _fit(
     curves = best_curves(runs, window, falling=True)
     sizes, ratios = (np.array(sorted({cell[i] for cell in curves})) for i in (0, 1))
     if grid is None:
-        grid = grid_of_steps(curves, steps_to)
-    log_grid = np.log(grid)
+        grid = _grid_of_steps(curves, steps_to)
     last = np.array([[curves[m, r].steps[-1] for r in ratios] for m in sizes])
     log_loss = np.empty((len(sizes), len(grid), len(ratios)))
     rate = np.empty_like(log_loss)
-    mended = []
+    notes = []
     for i, m in enumerate(sizes):
         of_size = [curves[m, r] for r in ratios]
-        loss = np.stack(
-            [np.interp(log_grid, np.log(c.steps), np.log(c.loss)) for c in of_size], 1
-        )
-        loss = np.exp(loss)
+        loss = np.exp(
+            [np.interp(np.log(grid), np.log(c.steps), np.log(c.loss)) for c in of_size]
+        ).T
         measured = grid[:, None] <= last[i]
         loss[~measured] = np.nan
         loss = not_falling_with_ratio(loss)
         for j, c in enumerate(of_size):
-            rate[i, :, j] = c.rate[nearest(c.steps, grid)]
-            known = measured[:, j]
-            if known.all():
+            rate[i, :, j] = c.rate[_nearest(c.steps, grid)]
+            beyond = ~measured[:, j]
+            if not beyond.any():
                 continue
             start = min(fit_from, last[i, j] / 4)
-            used = known & (grid >= start)
+            used = measured[:, j] & (grid >= start)
             if used.sum() < _LEAST_READINGS:
                 raise Refused(
                     f"Runs of parameters {m:g}, ratio {ratios[j]:g} end at "
@@ -487,12 +428,11 @@ def _fit(
                     parameter="fit_from",
                     remedy="Lower fit_from or steps_to, or measure longer.",
                 )
-            beyond, note = extrapolate(grid[used], loss[used, j], grid[~known])
-            loss[~known, j] = beyond
+            loss[beyond, j], note = extrapolate(grid[used], loss[used, j], grid[beyond])
             if note:
-                mended.append(f"parameters {m:g}, ratio {ratios[j]:g}: {note}")
+                notes.append(f"parameters {m:g}, ratio {ratios[j]:g}: {note}")
         # A fit may begin above the last reading; and where curves end at different
         # steps, the end of one may let the others rise.
         loss = not_falling_with_ratio(np.minimum.accumulate(loss, axis=0))
         log_loss[i] = np.log(loss)
-    return Surface(sizes, grid, ratios, log_loss, rate, last, warnings=tuple(mended))
+    return Surface(sizes, grid, ratios, log_loss, rate, last, warnings=tuple(notes))

@@ -110,7 +110,7 @@ def test_a_budget_with_which_nothing_can_be_learnt(capsys):
     with pytest.raises(SystemExit) as stopped:
         main([*args, "0.01"])
     assert stopped.value.code == 3
-    assert "Nothing can be learnt with this budget" in capsys.readouterr().err
+    assert "Nothing can be learned with this budget" in capsys.readouterr().err
     some = strict(output_of(capsys, *args, "0.01,100", "--json"))
     assert len(some["plans"]) == 1 and any("0.01" in n for n in some["notes"])
 

@@ -9,7 +9,6 @@ from torch.utils.data import TensorDataset
 from opacus_ext.planner import measure as module
 from opacus_ext.planner.families import Family, byte_transformers, find_family
 from opacus_ext.planner.measure import measure
-from opacus_ext.planner.measurements import Measurements
 
 TEXT = b"To be, or not to be: that is the question. " * 20
 GRID = dict(ratios=[0, 0.1], steps=4, every=2, batch_size=4, progress=False)
@@ -207,10 +206,3 @@ def test_families_are_found_by_name(tmp_path):
     inputs, targets = find_family("bytes", str(text)).dataset[0]
     assert bytes((inputs - 1).tolist()) == TEXT[:64]
     assert bytes((targets - 1).tolist()) == TEXT[1:65]
-
-
-def test_measurements_of_a_grid_are_those_on_file(tmp_path):
-    path = tmp_path / "runs.jsonl"
-    runs = measure(family(), path, **GRID)
-    on_file = Measurements.read(path)
-    np.testing.assert_array_equal(runs.loss, on_file.loss)

@@ -3,7 +3,7 @@ import json
 import numpy as np
 import pytest
 
-from opacus_ext.planner.measurements import EXAMPLE, Measurements, concatenate
+from opacus_ext.planner.measurements import EXAMPLE, Measurements
 
 
 def run(**changed):
@@ -32,8 +32,6 @@ def test_runs_become_rows(tmp_path):
     assert (measured.family, measured.tokens, measured.batch_size) == ("bytes", 8, 4)
     half = measured.select(measured.ratio > 0)
     assert len(half) == 1 and half.tokens == 8
-    both = concatenate([measured, half])
-    assert len(both) == 3 and len(both.loss) == 6
 
 
 def test_a_table_is_read(tmp_path):

@@ -10,21 +10,11 @@ from torch.utils.data import TensorDataset
 
 import opacus_ext  # noqa: F401
 from opacus_ext.data import Poisson
-from opacus_ext.planner import Budget, Candidates, LossModel, Probe, paper
-from opacus_ext.planner.candidates import _lattice
+from opacus_ext.planner import Budget, Candidates, LossModel, Probe
 from opacus_ext.planner.changes import doubled_loss, doubled_noise
 from opacus_ext.planner.loss_model import MEASURED, compute
 from opacus_ext.planner.noise import noise_of, verified_noise
 from opacus_ext.refused import Refused
-
-
-@pytest.mark.parametrize("row", paper.TABLE_2)
-def test_compute_is_that_of_table_2(row):
-    """Its numbers have two digits."""
-    flops = compute(row.parameters, row.batch_size, row.steps, 512)
-    assert flops == pytest.approx(row.flops, rel=0.1)
-    tokens = row.batch_size * row.steps * 512
-    assert tokens / row.parameters == pytest.approx(row.tokens_per_parameter, rel=0.1)
 
 
 def model_of(tokens=16, learning_rate=None):
@@ -170,7 +160,9 @@ def test_sizes_of_which_so_many_steps_are_not_known():
     assert plan.ends == {"parameters": "upper", "steps": "upper"}
     assert "parameters are at the upper end of the range, 92,682" in plan.caveats[0]
     large = dataclasses.replace(budget, parameters=(2e5, 1e6))
-    with pytest.raises(Refused, match="knows so many steps .1000 and more") as error:
+    with pytest.raises(
+        Refused, match="knows so many steps .1000 and more. for no"
+    ) as error:
         Candidates(large, law).best(math.inf)
     assert error.value.parameter == "steps"
 
@@ -210,7 +202,7 @@ def test_bounds_on_time_and_memory():
     assert plan.parameters <= free.parameters / 2
     silent = dataclasses.replace(probe, bytes=one * np.nan)
     assert Candidates(dataclasses.replace(tight, memory=np.inf), LAW, silent).best()
-    with pytest.raises(ValueError, match="does not tell"):
+    with pytest.raises(ValueError, match="does not report"):
         Candidates(tight, LAW, silent)
     with pytest.raises(ValueError, match="needs a probe"):
         Candidates(tight, LAW)
@@ -365,11 +357,3 @@ def test_a_range_of_batches_is_the_same_for_more_users():
         for n in (347, 694)
     )
     assert set(few) <= set(many)
-
-
-def test_the_lattice_of_a_larger_range_has_that_of_a_smaller_one():
-    small = _lattice("batch_size", (1, 1000), None, 4)
-    large = _lattice("batch_size", (1, 5000), None, 4)
-    assert set(small) <= set(large)
-    few = _lattice("batch_size", (1, 10), None, 4)
-    assert set(few) == {1, 2, 3, 4, 5, 6, 7, 8, 10}

@@ -11,7 +11,7 @@ from opacus_ext.progress import progress
 
 
 def run(args: argparse.Namespace) -> int:
-    """Noise for each budget, batch size and number of steps."""
+    """Prints the noise for each budget, batch size and number of steps."""
     rows = []
     examples = args.records_per_user if args.sampling == "records" else 1
     cells = list(product(args.users, args.epsilon, args.batch_size, args.steps))
@@ -39,8 +39,5 @@ def run(args: argparse.Namespace) -> int:
                 amplified=bool(found.amplified),
             )
         )
-    if args.json:
-        print_json(rows)
-    else:
-        print(show_table(rows))
+    print_json(rows) if args.json else print(show_table(rows))
     return 0

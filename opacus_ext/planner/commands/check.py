@@ -17,7 +17,7 @@ from opacus_ext.refused import Refused
 
 
 def run(args: argparse.Namespace) -> int:
-    """Per-sample gradients of a model against single samples; what mixes samples."""
+    """Checks per-sample gradients, and lists modules that mix samples; 1 if any do."""
     model, batch, loss = target_of(args)
     report = check_per_sample_gradients(
         model,
@@ -28,6 +28,7 @@ def run(args: argparse.Namespace) -> int:
         verbose=False,
     )
     leaks = find_leaks(model, batch, loss)
+    ok = report.ok and not leaks
     if args.json:
         cells = {
             name: {mode: str(cell) for mode, cell in row.items()}
@@ -35,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
         }
         print_json(
             dict(
-                ok=report.ok and not leaks,
+                ok=ok,
                 parameters=cells,
                 refused=report.refused,
                 findings=report.findings,
@@ -43,46 +44,33 @@ def run(args: argparse.Namespace) -> int:
             )
         )
     else:
-        print(report)
-        for leak in leaks:
-            print(f"! {leak}")
-    return 0 if report.ok and not leaks else 1
+        print(report, *(f"! {leak}" for leak in leaks), sep="\n")
+    return 0 if ok else 1
 
 
 def target_of(args: argparse.Namespace) -> Tuple[Any, Any, Any]:
     """
-    The model, the batch and the loss that a command is given as its target.
-
-    Raises:
-        Refused: if it is neither a folder nor module:function
+    The model, the batch and the loss of a command's target, a folder or
+    module:function.
     """
     path = Path(args.target)
     if path.is_dir():
         return _checkpoint(path, args.batch_size, args.length)
-    if ":" in args.target:
-        return _case(args.target)
-    raise Refused(
-        f"target {args.target!r} is neither a folder nor module:function.",
-        parameter="target",
-    )
-
-
-def _case(name: str) -> Tuple[Any, Any, Any]:
-    module, _, function = name.partition(":")
+    module, _, function = args.target.partition(":")
     sys.path.insert(0, "")
     try:
         case = getattr(import_module(module), function)()
-    except (ImportError, AttributeError, TypeError) as error:
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise Refused(
-            f"target {name!r} is not to be had: {error}.",
+            f"target {args.target!r} is not to be had: {error}.",
             parameter="target",
-            remedy="Name a function that can be imported and takes no arguments.",
+            remedy="Name a function that can be imported and has no arguments.",
         ) from error
     finally:
         sys.path.remove("")
     if not isinstance(case, Iterable) or len(case := list(case)) != 3:
         raise Refused(
-            f"target {name!r} must return a model, a batch and a loss_fn.",
+            f"target {args.target!r} must return a model, a batch and a loss_fn.",
             parameter="target",
         )
     return tuple(case)
@@ -110,5 +98,4 @@ def _checkpoint(path: Path, batch_size: int, length: int) -> Tuple[Any, Any, Any
     else:
         labels = ids.clone()
         labels[-1, length // 2 :] = -100
-    batch = {"input_ids": ids, "labels": labels}
-    return model, batch, lambda model, batch: model_losses(model, batch)
+    return model, {"input_ids": ids, "labels": labels}, model_losses

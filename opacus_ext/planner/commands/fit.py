@@ -15,7 +15,7 @@ from opacus_ext.planner.commands.measured import (
     read_measurements,
 )
 from opacus_ext.planner.commands.output import print_json, show_pairs
-from opacus_ext.planner.laws import LAWS, private_rows
+from opacus_ext.planner.laws import LAWS, Law, private_rows
 from opacus_ext.refused import Refused
 
 
@@ -23,55 +23,49 @@ def run(args: argparse.Namespace) -> int:
     """Fits a law to measurements, and predicts what was held out."""
     name = PRIVATE_LAWS.get(args.law, args.law)
     if name == "surface":
-        result = fit_surface(
-            read_measurements(args.measurements), args.hold_out, args.bootstrap
-        )
+        measured = read_measurements(args.measurements)
+        result = fit_surface(measured, args.hold_out, args.bootstrap)
     else:
-
-        if name not in LAWS:
-            raise Refused(
-                f"--law {args.law!r} is none of "
-                f"{', '.join(['surface', *PRIVATE_LAWS, *LAWS])}.",
-                parameter="--law",
-            )
-        law = LAWS[name]
-        if args.hold_out:
-            raise Refused(
-                "--hold-out is for --law surface.",
-                parameter="--hold-out",
-                remedy="Leave one of the two out.",
-            )
-        if name.startswith("private"):
-            loss, inputs, groups = private_rows(read_measurements(args.measurements))
-        else:
-            loss, inputs = _columns(args.measurements, law, args.drop)
-            groups = None
-        found = law.fit(loss, bootstrap=args.bootstrap, groups=groups, **inputs)
-        result = dict(law=name, rows=found.rows, objective=found.objective)
-        result |= found.parameters
-        if args.bootstrap:
-            result["intervals"] = found.intervals()
-        result["warnings"] = list(found.warnings)
-    if args.json:
-        print_json(result)
-    else:
-        print(show_pairs(result))
+        result = _fit(args, name)
+    print_json(result) if args.json else print(show_pairs(result))
     return 0
 
 
-def _columns(path: str, law: Any, drop: int) -> Tuple[Any, Dict[str, Any]]:
-    """A law's inputs from a table: by their names, or those of Chinchilla's data."""
+def _fit(args: argparse.Namespace, name: str) -> Dict[str, Any]:
+    if name not in LAWS:
+        raise Refused(
+            f"--law {args.law!r} is none of "
+            f"{', '.join(['surface', *PRIVATE_LAWS, *LAWS])}.",
+            parameter="--law",
+        )
+    if args.hold_out:
+        raise Refused(
+            "--hold-out is for --law surface.",
+            parameter="--hold-out",
+            remedy="Leave one of the two out.",
+        )
+    inputs: Dict[str, Any]
+    law, groups = LAWS[name], None
+    if name.startswith("private"):
+        loss, inputs, groups = private_rows(read_measurements(args.measurements))
+    else:
+        loss, inputs = _columns(args.measurements, law, args.drop)
+    found = law.fit(loss, bootstrap=args.bootstrap, groups=groups, **inputs)
+    result = dict(law=name, rows=found.rows, objective=found.objective)
+    result |= found.parameters
+    if args.bootstrap:
+        result["intervals"] = found.intervals()
+    result["warnings"] = list(found.warnings)
+    return result
+
+
+def _columns(path: str, law: Law, drop: int) -> Tuple[Any, Dict[str, Any]]:
+    """A law's inputs from a table, by their names or those of Chinchilla's data."""
     with Path(path).open(newline="") as file:
         rows = list(csv.DictReader(file))
-    if not rows:
-        raise Refused(
-            f"{path} has no rows.",
-            parameter="measurements",
-            remedy="Give a table with a header and rows.",
-        )
     aliases = {"Model Size": "parameters", "Training FLOP": "flops"}
     table = {}
-    for name in rows[0]:
+    for name in rows[0] if rows else ():
         try:
             table[aliases.get(name, name)] = np.array([float(r[name]) for r in rows])
         except (TypeError, ValueError):
@@ -81,19 +75,18 @@ def _columns(path: str, law: Any, drop: int) -> Tuple[Any, Dict[str, Any]]:
     missing = [n for n in (law.target, *law.inputs) if n not in table]
     if missing:
         raise Refused(
-            f"{path} has no column of numbers {', '.join(missing)}; {law.name} takes "
+            f"{path} has no column of numbers {', '.join(missing)}; {law.name} needs "
             f"{law.target} and {', '.join(law.inputs)}.",
             parameter="measurements",
             remedy="Name the columns so.",
         )
-    rows_of_law = slice(None)
+    kept: Any = slice(None)
     if drop:
         if not {"tokens", "parameters"} <= table.keys() or drop >= len(rows):
             raise Refused(
-                f"--drop {drop}: not so many rows of tokens a parameter.",
+                f"--drop {drop}: there are not so many rows of tokens a parameter.",
                 parameter="--drop",
                 remedy="Leave out fewer.",
             )
-        rows_of_law = np.argsort(table["tokens"] / table["parameters"])[drop:]
-    inputs = {name: table[name][rows_of_law] for name in law.inputs}
-    return table[law.target][rows_of_law], inputs
+        kept = np.argsort(table["tokens"] / table["parameters"])[drop:]
+    return table[law.target][kept], {name: table[name][kept] for name in law.inputs}

@@ -12,8 +12,8 @@ from opacus_ext.planner.commands.parser import parse
 
 def run(args: argparse.Namespace) -> int:
     """
-    Runs a parsed command; the exit status: 2 for arguments that can't be, 3 for a
-    budget with which nothing can be learnt.
+    Runs a parsed command and returns the exit status: 2 for arguments that can't be, 3
+    for a budget with which nothing can be learned.
     """
     command = import_module(f"opacus_ext.planner.commands.{args.command}")
     try:
@@ -24,5 +24,5 @@ def run(args: argparse.Namespace) -> int:
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
-    """``opacus-ext`` with these arguments, by default those of the process."""
+    """Runs ``opacus-ext`` with these arguments, by default those of the process."""
     return run(parse(argv))

@@ -11,30 +11,23 @@ from opacus_ext.planner.families import find_family
 from opacus_ext.planner.measure import measure
 from opacus_ext.refused import Refused
 
+_OPTIONS = "sizes ratios learning_rates steps every batch_size warmup".split()
+
 
 def run(args: argparse.Namespace) -> int:
-    """Trains a grid of models, and fits a law to the losses."""
+    """Trains a grid of models, and fits a surface to the losses."""
     measured = measure(
         find_family(args.family, args.text),
         args.out,
-        sizes=args.sizes,
-        ratios=args.ratios,
-        learning_rates=args.learning_rates,
-        steps=args.steps,
-        every=args.every,
-        batch_size=args.batch_size,
-        warmup=args.warmup,
+        **{name: getattr(args, name) for name in _OPTIONS},
         max_grad_norm=args.max_grad_norm,
         seed=args.seed,
         progress=not args.no_progress,
     )
     last = measured.select(measured.steps == measured.steps.max())
-    rows = [
-        dict(parameters=m, ratio=r, learning_rate=rate, steps=t, loss=loss)
-        for m, r, rate, t, loss in zip(
-            last.parameters, last.ratio, last.learning_rate, last.steps, last.loss
-        )
-    ]
+    names = "parameters", "ratio", "learning_rate", "steps", "loss"
+    columns = zip(*(getattr(last, name) for name in names))
+    rows = [dict(zip(names, row)) for row in columns]
     summary: Dict[str, Any] = {"runs": len(measured), "file": args.out, "last": rows}
     try:
         summary["fit"] = fit_surface(measured, [])
@@ -42,8 +35,8 @@ def run(args: argparse.Namespace) -> int:
         summary["fit"] = {"refused": str(error)}
     if args.json:
         print_json(summary)
-    else:
-        print(show_table(rows))
-        print(show_pairs(summary["fit"]))
-        print(f"Plan by them: opacus-ext plan --measurements {args.out} ...")
+        return 0
+    print(show_table(rows))
+    print(show_pairs(summary["fit"]))
+    print(f"Plan by them: opacus-ext plan --measurements {args.out} ...")
     return 0

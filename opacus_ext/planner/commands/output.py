@@ -11,7 +11,7 @@ from opacus_ext.tables import text_table
 
 def strict_json(content: Any, **options: Any) -> str:
     """
-    JSON of it: numbers of numpy as plain ones, null where one is not finite.
+    JSON with numbers of numpy as plain ones, and null for those that are not finite.
 
     Args:
         **options: of ``json.dumps``
@@ -28,9 +28,7 @@ def strict_json(content: Any, **options: Any) -> str:
             return [plain(v) for v in x]
         if hasattr(x, "tolist"):
             return plain(x.tolist())
-        if isinstance(x, float) and not math.isfinite(x):
-            return None  # JSON has no inf and no nan
-        return x
+        return None if isinstance(x, float) and not math.isfinite(x) else x
 
     return json.dumps(plain(content), allow_nan=False, **options)
 
@@ -58,13 +56,13 @@ def show(value: Any) -> str:
 
 
 def show_pairs(values: Dict[str, Any]) -> str:
-    """A line a value, after its name."""
+    """A line for each value, after its name."""
     width = max(map(len, values)) + 2
     return "\n".join(f"{name:{width}}{show(v)}" for name, v in values.items())
 
 
 def show_table(rows: Sequence[Dict[str, Any]]) -> str:
-    """Rows of equal keys, a column each."""
+    """Rows of equal keys, a column for each key."""
     if not rows:
         return ""
     shown = [[show(value) for value in row.values()] for row in rows]

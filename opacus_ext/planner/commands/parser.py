@@ -1,4 +1,5 @@
-"""The arguments of ``opacus-ext`` and their help.
+"""
+The arguments of ``opacus-ext`` and their help.
 
 The script ``opacus-ext`` loads this file by its path, so that help and wrong arguments
 are answered at once: it must import nothing but the standard library.
@@ -9,7 +10,9 @@ from __future__ import annotations
 import argparse
 import math
 import os
-from typing import Any, Callable, List, Optional, Sequence, Tuple
+import re
+from functools import partial
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
 EPILOG = {
     None: """examples:
@@ -90,33 +93,157 @@ COMMANDS = {
     "statement": "the privacy statement of a checkpoint",
 }
 
+_BUDGET = """
+--users!               numbers 1 1e15    ; N, people; ranges
+--epsilon!             numbers >0 1e6    ; of the whole run; ranges
+--delta=1e-8           number 1e-100 0.5 ; of the whole run (default 1e-8)
+--records-per-user=1   whole 1           ; examples that a user has (default 1)
+--sampling=users       {users,records}   ; what a step draws; with records, users are
+                       protected in all of theirs
+--amplification=lower  {lower,poisson,none} ; Poisson batches, fixed ones, or the lower
+                       noise of both (default)
+"""
 
-def _bounded_number(
-    low: float = 0, high: float = math.inf, *, whole: bool = False, above: bool = False
-) -> Callable[[str], float]:
+#: The options of each command, an entry each: the name, "!" if it is required or "="
+#: and its default, [metavar]; its type, with bounds; its help.
+OPTIONS = {
+    "plan": _BUDGET
+    + """
+--flops=inf            numbers >0        ; C, of the whole training; ranges (default: as
+                       much as helps)
+--tokens               whole 1 1e9       ; S, tokens of an example (default: of the
+                       measurements, or 512)
+--measurements[FILE]   text              ; of private runs, by "measure"; "example":
+                       those of the package
+--law                  {surface,L1,L2,paper,rule} ; with measurements: surface
+                       (default), L1 or L2 is fitted; without: rule of thumb, no loss
+                       (default), or paper, for masked language models
+--bootstrap=0          whole 0 10000     ; resamples for a 95 %% interval of the loss
+                       (surface; default 0: none)
+--parameters           range 1 1e18      ; M, bounds of the model size
+--trainable            whole 1           ; m, if a model of M parameters is fine-tuned
+                       and the others are frozen
+--rank                 whole 1           ; of the adapters that have these m parameters:
+                       tells what others cost
+--noise-free[FILE]     text              ; losses of one run of this model without
+                       noise, from its start, in nats a token, or a record with --tokens
+                       1 (a classifier's); no accuracies: a table (CSV) with columns
+                       steps and loss, or a file of "measure"
+--batch-size           whole-range 1     ; B, bounds, in examples
+--max-batch-size       whole 8           ; examples of a batch at most, where memory is
+                       fixed: larger samples are cut (default: no bound)
+--physical-batch-size=32 whole 1         ; examples that fit into memory at once
+                       (default 32)
+--steps                whole-range 1     ; T, bounds
+--device-flops         number 1 1e30     ; FLOP/s of a device at its peak: tells device
+                       hours
+--utilization,--utilisation number >0 1  ; share of it that private training reaches
+                       (default 0.3)
+--price                number >0 1e9     ; of a device hour: tells what a run costs
+--devices=1            whole 1 1e9       ; that share the work (default 1)
+--trials               whole 2 1e4       ; tell the noise of each run, if the best of so
+                       many is chosen
+--baseline[M,B,T]      baseline          ; a configuration to compare with; may be
+                       repeated
+--seconds              number >0         ; bound on time, on this machine
+--memory               number >0         ; bound on bytes, on this machine
+--family=bytes         text              ; what to time: module:function
+--text                 text              ; what to time byte transformers on
+--device=cpu           text              ; where to time (default cpu)
+""",
+    "calibrate": _BUDGET
+    + """
+--batch-size!          numbers 1         ; B, expected, at most all users; ranges
+--steps!               wholes 1 1e9      ; T; ranges
+""",
+    "measure": """
+--out![FILE]           text              ; runs are appended, one a line
+--text                 text              ; the text of byte transformers
+--family=bytes         text              ; "bytes", or module:function
+--sizes                words             ; names of sizes (default: all of the family)
+--ratios=0,0.000244140625,0.0009765625,0.00390625,0.015625,0.0625,0.25
+                       numbers 0 1e6     ; noise-batch ratios, 0 for noise-free (default
+                       0, 2^-12, 2^-10 ... 2^-2)
+--learning-rates=0.003 numbers >0 10     ; of Adam (default 0.003)
+--steps=1000           whole 1           ; T of a run (default 1000)
+--every=20             whole 1           ; steps between two readings (default 20)
+--batch-size=32        whole 1           ; the physical batch (default 32)
+--warmup=20            whole 1           ; steps until the learning rate is reached
+                       (default 20)
+--max-grad-norm=0.1    number >0 1e6     ; (default .1)
+--seed=0               whole 0 9.223372036854775808e18 ; (default 0)
+--no-progress          flag              ; no progress bar
+""",
+    "fit": """
+measurements           text              ; a file of "measure", a table (CSV), or
+                       "example"
+--law=surface          text              ; surface (default), L1, L2 of private
+                       training; chinchilla, kaplan_parameters_tokens and the others of
+                       opacus_ext.planner.laws
+--hold-out[NAME=VALUE] hold-out          ; fit without a model size (parameters), a
+                       ratio or later steps, and predict them
+--bootstrap=0          whole 0 10000     ; resamples for 95 %% intervals (default 0:
+                       none)
+--drop=0               whole 0           ; leave out so many rows of the fewest tokens a
+                       parameter (default 0)
+""",
+    "check": """
+target                 text              ; a folder of transformers, or module:function
+--modes=hooks,ghost,ghost_bk words       ; of hooks, ghost, ghost_bk (default all)
+--batch-size=3         whole 1 64        ; (default 3)
+--length=12            whole 2           ; tokens (default 12)
+--float32              flag              ; compare in float32, not in float64
+""",
+    "audit": """
+target                 text              ; a folder of transformers, or module:function
+--mode=ghost_bk        text              ; grad_sample_mode (default ghost_bk)
+--noise-multiplier=0.5 number >0         ; of single steps (default 0.5)
+--max-grad-norm=1      number >0         ; C (default 1)
+--trials=200           whole 16          ; single steps of each of three kinds (default
+                       200)
+--canaries=2000        whole 20          ; of the run; at most the model's entries
+                       (default 2000)
+--delta=1e-5           number >0 1       ; of the epsilons (default 1e-5)
+--confidence=0.95      number 0.5 0.999999 ; of each of both audits (default 0.95)
+--batch-size=8         whole 2 64        ; records of a folder's model, random tokens
+                       (default 8)
+--length=8             whole 2 512       ; of these, in tokens (default 8)
+--plot[FILE]           text              ; a picture of it; takes matplotlib
+""",
+    "statement": """
+checkpoint             text              ; a file of save_checkpoint, or
+                       PrivateTrainer's folder
+--delta                number >0 1       ; of the guarantee (default: the one that the
+                       noise was chosen for)
+--unit=record          text              ; what a record is, as user (default record)
+""",
+}
+
+Parse = Callable[[str], Any]
+
+
+def _number(low: str = "0", high: str = "inf", whole: bool = False) -> Parse:
     """
-    A type for argparse: a number of a range, as "4", "1e6" or "inf".
-
-    Args:
-        low, high: the range, with its ends
-        whole: only whole numbers
-        above: without its low end
+    A type for argparse: a number between two bounds, as "4", "1e6" or "inf"; with a
+    low bound ">0" only above it.
 
     Example:
-        >>> _bounded_number(1, whole=True)("1e6")
+        >>> _number("1", whole=True)("1e6")
         1000000
     """
+    above, least, most = low[0] == ">", float(low.strip(">")), float(high)
 
     def parse(text: str) -> float:
         kind = "a whole number" if whole else "a number"
-        least = f"above {low:g}" if above else f"{low:g} or more"
-        most = "" if high == math.inf else f", at most {high:g}"
-        message = f"{text!r} is not {kind}, {least}{most}"
+        message = f"{text!r} is not {kind}, " + (
+            f"above {least:g}" if above else f"{least:g} or more"
+        )
+        message += "" if most == math.inf else f", at most {most:g}"
         try:
             value = float(text)
         except ValueError:
             raise argparse.ArgumentTypeError(message) from None
-        fits = low < value <= high if above else low <= value <= high
+        fits = least < value <= most if above else least <= value <= most
         if not fits or (whole and (value == math.inf or value != int(value))):
             raise argparse.ArgumentTypeError(message)
         return int(value) if whole else value
@@ -124,15 +251,15 @@ def _bounded_number(
     return parse
 
 
-def _number_list(*args: Any, **kwargs: Any) -> Callable[[str], List[float]]:
+def _numbers(low: str = "0", high: str = "inf", whole: bool = False) -> Parse:
     """
     A type for argparse: several numbers, as "1,4,16" or "LOW:HIGH:COUNT".
 
     Example:
-        >>> _number_list()("1:64:4")
+        >>> _numbers()("1:64:4")
         [1.0, 4.0, 16.0, 64.0]
     """
-    one = _bounded_number(*args, **kwargs)
+    one = _number(low, high, whole)
 
     def parse(text: str) -> List[float]:
         if ":" not in text:
@@ -140,27 +267,27 @@ def _number_list(*args: Any, **kwargs: Any) -> Callable[[str], List[float]]:
         parts = text.split(":")
         if len(parts) != 3:
             raise argparse.ArgumentTypeError(f"{text!r} is not LOW:HIGH:COUNT")
-        low, high = one(parts[0]), one(parts[1])
-        count = int(_bounded_number(2, 1000, whole=True)(parts[2]))
-        if not 0 < low < high < math.inf:
+        first, last = one(parts[0]), one(parts[1])
+        count = int(_number("2", "1000", whole=True)(parts[2]))
+        if not 0 < first < last < math.inf:
             raise argparse.ArgumentTypeError(f"{text!r} does not go from low to high")
-        ratio = (high / low) ** (1 / (count - 1))
-        values = [low * ratio**i for i in range(count - 1)] + [high]
+        ratio = (last / first) ** (1 / (count - 1))
+        values = [first * ratio**i for i in range(count - 1)] + [last]
         rounded = [float(f"{v:.6g}") for v in values]
-        return [one(str(round(v) if kwargs.get("whole") else v)) for v in rounded]
+        return [one(str(round(v) if whole else v)) for v in rounded]
 
     return parse
 
 
-def _number_range(*args: Any, **kwargs: Any) -> Callable[[str], Tuple[float, float]]:
+def _range(low: str = "0", high: str = "inf", whole: bool = False) -> Parse:
     """
     A type for argparse: LOW:HIGH, or one number for both.
 
     Example:
-        >>> _number_range()("1e3:1e5"), _number_range()("7")
+        >>> _range()("1e3:1e5"), _range()("7")
         ((1000.0, 100000.0), (7.0, 7.0))
     """
-    one = _bounded_number(*args, **kwargs)
+    one = _number(low, high, whole)
 
     def parse(text: str) -> Tuple[float, float]:
         parts = [one(part) for part in text.split(":")]
@@ -175,31 +302,71 @@ def _words(text: str) -> List[str]:
     return [word for word in text.split(",") if word]
 
 
+def _baseline(text: str) -> Tuple[float, ...]:
+    values = tuple(_number("1", "1e18")(part) for part in text.split(","))
+    if len(values) != 3:
+        raise argparse.ArgumentTypeError(f"{text!r} is not PARAMETERS,BATCH_SIZE,STEPS")
+    return values
+
+
+def _hold_out(text: str) -> Tuple[str, float]:
+    name, _, value = text.partition("=")
+    if name not in ("parameters", "ratio", "steps"):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not parameters=..., ratio=... or steps=..."
+        )
+    return name, _number()(value)
+
+
+_TYPES: Dict[str, Callable[..., Parse]] = {
+    "number": _number,
+    "whole": partial(_number, whole=True),
+    "numbers": _numbers,
+    "wholes": partial(_numbers, whole=True),
+    "range": _range,
+    "whole-range": partial(_range, whole=True),
+    "text": lambda: str,
+    "words": lambda: _words,
+    "baseline": lambda: _baseline,
+    "hold-out": lambda: _hold_out,
+}
+
+
+def _add_option(add: Callable, option: str) -> None:
+    """Adds an entry of :data:`OPTIONS` to a parser."""
+    spec, _, text = option.partition(";")
+    name, kind, *bounds = spec.split()
+    given: Dict[str, Any] = {"help": " ".join(text.split())}
+    if "[" in name:
+        name, _, metavar = name.partition("[")
+        given["metavar"] = metavar.strip("]")
+    flags, has_default, default = name.partition("=")
+    if has_default:
+        given["default"] = default
+    if flags.endswith("!"):
+        given["required"] = True
+    if kind[0] == "{":
+        given["choices"] = kind.strip("{}").split(",")
+    elif kind == "flag":
+        given["action"] = "store_true"
+    else:
+        given["type"] = _TYPES[kind](*bounds)
+    if kind in ("baseline", "hold-out"):
+        given |= {"action": "append", "default": []}
+    add(*flags.strip("!").split(","), **given)
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The parser of ``opacus-ext``; parsed arguments name their command."""
-    parser = argparse.ArgumentParser(
-        prog="opacus-ext",
-        epilog=EPILOG[None],
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    raw: Any = dict(formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(prog="opacus-ext", epilog=EPILOG[None], **raw)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, add in (
-        ("plan", _plan),
-        ("calibrate", _calibrate),
-        ("measure", _measure),
-        ("fit", _fit),
-        ("check", _check),
-        ("audit", _audit),
-        ("statement", _statement),
-    ):
-        sub = commands.add_parser(
-            name,
-            help=COMMANDS[name],
-            description=COMMANDS[name],
-            epilog=EPILOG[name],
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
-        add(sub.add_argument)
+    for name, text in COMMANDS.items():
+        about: Any = dict(help=text, description=text, epilog=EPILOG[name])
+        sub = commands.add_parser(name, **about, **raw)
+        for option in re.split(r"\n(?! )", OPTIONS[name].strip()):
+            if option:
+                _add_option(sub.add_argument, option)
         sub.add_argument("--json", action="store_true", help="print JSON")
         sub.set_defaults(parser=sub)
     return parser
@@ -215,7 +382,7 @@ def parse(argv: Optional[Sequence[str]] = None) -> argparse.Namespace:
 
 
 def needs_torch(args: argparse.Namespace) -> bool:
-    """Whether a command trains or reads a model; a plan does if it is to be timed."""
+    """True if a command trains or reads a model; a plan does if it is to be timed."""
     return args.command in ("measure", "check", "audit", "statement") or _timed(args)
 
 
@@ -224,7 +391,7 @@ def _timed(args: argparse.Namespace) -> bool:
 
 
 def _problem(args: argparse.Namespace) -> Optional[str]:
-    """What can be said before anything is imported, of arguments that don't fit."""
+    """The reason why arguments don't fit, found before anything is imported."""
     given = vars(args)
     if args.command in ("plan", "calibrate"):
         each = args.records_per_user if args.sampling == "records" else 1
@@ -283,345 +450,3 @@ def _problem_of_tuning(args: argparse.Namespace) -> Optional[str]:
     ):
         return "--bootstrap is of the surface, which is fitted to --measurements"
     return None
-
-
-def _budget(add: Callable) -> None:
-    add("--users", required=True, type=_number_list(1, 1e15), help="N, people; ranges")
-    add(
-        "--epsilon",
-        required=True,
-        type=_number_list(0, 1e6, above=True),
-        help="of the whole run; ranges",
-    )
-    add(
-        "--delta",
-        default=1e-8,
-        type=_bounded_number(1e-100, 0.5),
-        help="of the whole run (default 1e-8)",
-    )
-    add(
-        "--records-per-user",
-        default=1,
-        type=_bounded_number(1, whole=True),
-        help="examples that a user has (default 1)",
-    )
-    add(
-        "--sampling",
-        default="users",
-        choices=("users", "records"),
-        help="what a step draws; with records, users are protected in all of theirs",
-    )
-    add(
-        "--amplification",
-        default="lower",
-        choices=("lower", "poisson", "none"),
-        help="Poisson batches, fixed ones, or the lower noise of both (default)",
-    )
-
-
-def _plan(add: Callable) -> None:
-    _budget(add)
-    add(
-        "--flops",
-        default=[math.inf],
-        type=_number_list(0, above=True),
-        help="C, of the whole training; ranges (default: as much as helps)",
-    )
-    add(
-        "--tokens",
-        type=_bounded_number(1, 1e9, whole=True),
-        help="S, tokens of an example (default: of the measurements, or 512)",
-    )
-    add(
-        "--measurements",
-        metavar="FILE",
-        help='of private runs, by "measure"; "example": those of the package',
-    )
-    add(
-        "--law",
-        choices=("surface", "L1", "L2", "paper", "rule"),
-        help="with measurements: surface (default), L1 or L2 is fitted; without: rule "
-        "of thumb, no loss (default), or paper, for masked language models",
-    )
-    add(
-        "--bootstrap",
-        default=0,
-        type=_bounded_number(0, 10000, whole=True),
-        help="resamples for a 95 %% interval of the loss (surface; default 0: none)",
-    )
-    add(
-        "--parameters",
-        type=_number_range(1, 1e18),
-        help="M, bounds of the model size",
-    )
-    add(
-        "--trainable",
-        type=_bounded_number(1, whole=True),
-        help="m, if a model of M parameters is fine-tuned and the others are frozen",
-    )
-    add(
-        "--rank",
-        type=_bounded_number(1, whole=True),
-        help="of the adapters that have these m parameters: tells what others cost",
-    )
-    add(
-        "--noise-free",
-        metavar="FILE",
-        help="losses of one run of this model without noise, from its start, in nats a "
-        "token, or a record with --tokens 1 (a classifier's); no accuracies: a table "
-        '(CSV) with columns steps and loss, or a file of "measure"',
-    )
-    add(
-        "--batch-size", type=_number_range(1, whole=True), help="B, bounds, in examples"
-    )
-    add(
-        "--max-batch-size",
-        type=_bounded_number(8, whole=True),
-        help="examples of a batch at most, where memory is fixed: larger samples are "
-        "cut (default: no bound)",
-    )
-    add(
-        "--physical-batch-size",
-        default=32,
-        type=_bounded_number(1, whole=True),
-        help="examples that fit into memory at once (default 32)",
-    )
-    add("--steps", type=_number_range(1, whole=True), help="T, bounds")
-    add(
-        "--device-flops",
-        type=_bounded_number(1, 1e30),
-        help="FLOP/s of a device at its peak: tells device hours",
-    )
-    add(
-        "--utilization",
-        "--utilisation",
-        type=_bounded_number(0, 1, above=True),
-        help="share of it that private training reaches (default 0.3)",
-    )
-    add(
-        "--price",
-        type=_bounded_number(0, 1e9, above=True),
-        help="of a device hour: tells what a run costs",
-    )
-    add(
-        "--devices",
-        default=1,
-        type=_bounded_number(1, 1e9, whole=True),
-        help="that share the work (default 1)",
-    )
-    add(
-        "--trials",
-        type=_bounded_number(2, 1e4, whole=True),
-        help="tell the noise of each run, if the best of so many is chosen",
-    )
-    add(
-        "--baseline",
-        action="append",
-        default=[],
-        metavar="M,B,T",
-        type=_baseline,
-        help="a configuration to compare with; may be repeated",
-    )
-    add(
-        "--seconds",
-        type=_bounded_number(0, above=True),
-        help="bound on time, on this machine",
-    )
-    add(
-        "--memory",
-        type=_bounded_number(0, above=True),
-        help="bound on bytes, on this machine",
-    )
-    add("--family", default="bytes", help="what to time: module:function")
-    add("--text", help="what to time byte transformers on")
-    add("--device", default="cpu", help="where to time (default cpu)")
-
-
-def _baseline(text: str) -> Tuple[float, ...]:
-    values = tuple(_bounded_number(1, 1e18)(part) for part in text.split(","))
-    if len(values) != 3:
-        raise argparse.ArgumentTypeError(f"{text!r} is not PARAMETERS,BATCH_SIZE,STEPS")
-    return values
-
-
-def _calibrate(add: Callable) -> None:
-    _budget(add)
-    add(
-        "--batch-size",
-        required=True,
-        type=_number_list(1),
-        help="B, expected, at most all users; ranges",
-    )
-    add(
-        "--steps",
-        required=True,
-        type=_number_list(1, 1e9, whole=True),
-        help="T; ranges",
-    )
-
-
-def _measure(add: Callable) -> None:
-    add("--out", required=True, metavar="FILE", help="runs are appended, one a line")
-    add("--text", help="the text of byte transformers")
-    add("--family", default="bytes", help='"bytes", or module:function')
-    add("--sizes", type=_words, help="names of sizes (default: all of the family)")
-    add(
-        "--ratios",
-        default=[0.0] + [2.0**-k for k in (12, 10, 8, 6, 4, 2)],
-        type=_number_list(0, 1e6),
-        help="noise-batch ratios, 0 for noise-free (default 0, 2^-12, 2^-10 ... 2^-2)",
-    )
-    add(
-        "--learning-rates",
-        default=[0.003],
-        type=_number_list(0, 10, above=True),
-        help="of Adam (default 0.003)",
-    )
-    for flag, default, text in (
-        ("--steps", 1000, "T of a run"),
-        ("--every", 20, "steps between two readings"),
-        ("--batch-size", 32, "the physical batch"),
-        ("--warmup", 20, "steps until the learning rate is reached"),
-    ):
-        kind = _bounded_number(1, whole=True)
-        add(flag, default=default, type=kind, help=f"{text} (default {default})")
-    add(
-        "--max-grad-norm",
-        default=0.1,
-        type=_bounded_number(0, 1e6, above=True),
-        help="(default .1)",
-    )
-    add(
-        "--seed",
-        default=0,
-        type=_bounded_number(0, 2**63, whole=True),
-        help="(default 0)",
-    )
-    add("--no-progress", action="store_true", help="no progress bar")
-
-
-def _fit(add: Callable) -> None:
-    add("measurements", help='a file of "measure", a table (CSV), or "example"')
-    add(
-        "--law",
-        default="surface",
-        help="surface (default), L1, L2 of private training; chinchilla, "
-        "kaplan_parameters_tokens and the others of opacus_ext.planner.laws",
-    )
-    add(
-        "--hold-out",
-        action="append",
-        default=[],
-        type=_hold_out,
-        metavar="NAME=VALUE",
-        help="fit without a model size (parameters), a ratio or later steps, and "
-        "predict them",
-    )
-    add(
-        "--bootstrap",
-        default=0,
-        type=_bounded_number(0, 10000, whole=True),
-        help="resamples for 95 %% intervals (default 0: none)",
-    )
-    add(
-        "--drop",
-        default=0,
-        type=_bounded_number(0, whole=True),
-        help="leave out so many rows of the fewest tokens a parameter (default 0)",
-    )
-
-
-def _hold_out(text: str) -> Tuple[str, float]:
-    name, _, value = text.partition("=")
-    if name not in ("parameters", "ratio", "steps"):
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not parameters=..., ratio=... or steps=..."
-        )
-    return name, _bounded_number(0)(value)
-
-
-def _check(add: Callable) -> None:
-    add("target", help="a folder of transformers, or module:function")
-    add(
-        "--modes",
-        default=["hooks", "ghost", "ghost_bk"],
-        type=_words,
-        help="of hooks, ghost, ghost_bk (default all)",
-    )
-    add(
-        "--batch-size",
-        default=3,
-        type=_bounded_number(1, 64, whole=True),
-        help="(default 3)",
-    )
-    add(
-        "--length",
-        default=12,
-        type=_bounded_number(2, whole=True),
-        help="tokens (default 12)",
-    )
-    add("--float32", action="store_true", help="compare in float32, not in float64")
-
-
-def _audit(add: Callable) -> None:
-    add("target", help="a folder of transformers, or module:function")
-    add("--mode", default="ghost_bk", help="grad_sample_mode (default ghost_bk)")
-    add(
-        "--noise-multiplier",
-        default=0.5,
-        type=_bounded_number(0, above=True),
-        help="of single steps (default 0.5)",
-    )
-    add(
-        "--max-grad-norm",
-        default=1.0,
-        type=_bounded_number(0, above=True),
-        help="C (default 1)",
-    )
-    add(
-        "--trials",
-        default=200,
-        type=_bounded_number(16, whole=True),
-        help="single steps of each of three kinds (default 200)",
-    )
-    add(
-        "--canaries",
-        default=2000,
-        type=_bounded_number(20, whole=True),
-        help="of the run; at most the model's entries (default 2000)",
-    )
-    add(
-        "--delta",
-        default=1e-5,
-        type=_bounded_number(0, 1, above=True),
-        help="of the epsilons (default 1e-5)",
-    )
-    add(
-        "--confidence",
-        default=0.95,
-        type=_bounded_number(0.5, 0.999999),
-        help="of each of both audits (default 0.95)",
-    )
-    add(
-        "--batch-size",
-        default=8,
-        type=_bounded_number(2, 64, whole=True),
-        help="records of a folder's model, random tokens (default 8)",
-    )
-    add(
-        "--length",
-        default=8,
-        type=_bounded_number(2, 512, whole=True),
-        help="of these, in tokens (default 8)",
-    )
-    add("--plot", metavar="FILE", help="a picture of it; takes matplotlib")
-
-
-def _statement(add: Callable) -> None:
-    add("checkpoint", help="a file of save_checkpoint, or PrivateTrainer's folder")
-    add(
-        "--delta",
-        type=_bounded_number(0, 1, above=True),
-        help="of the guarantee (default: the one that the noise was chosen for)",
-    )
-    add("--unit", default="record", help="what a record is, as user (default record)")

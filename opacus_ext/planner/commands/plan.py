@@ -20,47 +20,42 @@ from opacus_ext.planner.plan import Plan
 from opacus_ext.planner.search_cost import ways
 from opacus_ext.refused import Refused
 
+_OF_BUDGET = (
+    "delta parameters trainable batch_size steps records_per_user sampling "
+    "amplification max_batch_size physical_batch_size"
+).split()
+Row = Dict[str, Any]
+
 
 def run(args: argparse.Namespace) -> int:
     """
     Plans each budget of a grid of budgets.
 
     Raises:
-        HopelessError: if nothing can be learnt with any of them
+        HopelessError: if nothing can be learned with any of them
     """
     law, notes = _law(args)
     hopeless: List[HopelessError] = []
     probed = _probe(args)
-    tokens = args.tokens or law.tokens or 512
-    found: List[Tuple[Plan, Dict[str, Any]]] = []
+    plans: List[Plan] = []
+    rows: List[Row] = []
+    common: Any = {name: getattr(args, name) for name in _OF_BUDGET}
+    common |= dict(
+        tokens=args.tokens or law.tokens or 512,
+        seconds=args.seconds or math.inf,
+        memory=args.memory or math.inf,
+    )
     for users, epsilon in product(args.users, args.epsilon):
-        budget = Budget(
-            users=users,
-            epsilon=epsilon,
-            delta=args.delta,
-            tokens=tokens,
-            parameters=args.parameters,
-            trainable=args.trainable,
-            batch_size=args.batch_size,
-            steps=args.steps,
-            seconds=args.seconds or math.inf,
-            memory=args.memory or math.inf,
-            records_per_user=args.records_per_user,
-            sampling=args.sampling,
-            amplification=args.amplification,
-            max_batch_size=args.max_batch_size,
-            physical_batch_size=args.physical_batch_size,
-        )
-        table = Candidates(budget, law, probed)
+        table = Candidates(Budget(users=users, epsilon=epsilon, **common), law, probed)
         for flops in args.flops:
             try:
-                found.append(_planned(args, table, flops))
+                plans.append(table.best(flops))
+                rows.append(_row(args, table, plans[-1]))
             except HopelessError as error:
                 hopeless.append(error)
-    if not found:
+    if not plans:
         raise hopeless[0]
     notes += dict.fromkeys(map(str, hopeless))
-    rows = [row for _, row in found]
     if len(rows) > 1 and (args.rank or args.trials or args.baseline) and not args.json:
         notes.append("Of several budgets ranks, trials and baselines are in --json.")
     if args.delta * max(args.users) > 1:
@@ -68,23 +63,14 @@ def run(args: argparse.Namespace) -> int:
             f"delta={args.delta:g} is more than one in {max(args.users):g} users; a "
             "smaller one is usual."
         )
-    notes += dict.fromkeys(caveat for plan, _ in found for caveat in plan.caveats)
-    if any(
-        row["steps"] > law.measured_to(row["trainable"], row["ratio"]) for row in rows
-    ):
+    notes += dict.fromkeys(caveat for plan in plans for caveat in plan.caveats)
+    if any(p.steps > law.measured_to(p.trainable, p.ratio) for p in plans):
         notes += _continued(law.warnings)
     if args.json:
-        print_json(
-            {
-                "answer": law.kind,
-                "law": law.answer,
-                "notes": notes,
-                "warnings": law.warnings,
-                "plans": rows,
-            }
-        )
+        found = {"answer": law.kind, "law": law.answer, "notes": notes}
+        print_json(found | {"warnings": law.warnings, "plans": rows})
     elif len(rows) == 1:
-        print(_one_plan(found[0][0], rows[0], law, notes))
+        print(_one_plan(plans[0], rows[0], law, notes))
     else:
         print(_many_plans(rows, law, notes))
     return 0
@@ -111,7 +97,8 @@ def _law(args: argparse.Namespace) -> Tuple[LossModel, List[str]]:
     if chosen == "surface":
         return LossModel.of_measurements(measured, source, args.bootstrap), []
     loss, inputs, groups = private_rows(measured)
-    fitted = LAWS[PRIVATE_LAWS[chosen]].fit(loss, groups=groups, **inputs)
+    given: Any = inputs
+    fitted = LAWS[PRIVATE_LAWS[chosen]].fit(loss, groups=groups, **given)
     sizes = measured.sizes[0], measured.sizes[-1]
     steps = measured.steps.min(), measured.steps.max()
     meta = measured.tokens, measured.batch_size
@@ -119,7 +106,7 @@ def _law(args: argparse.Namespace) -> Tuple[LossModel, List[str]]:
 
 
 def _continued(warnings: Sequence[str]) -> List[str]:
-    """Of curves that were continued in an odd way, a line for each way."""
+    """A line for each odd way in which curves were continued."""
     curves: Dict[str, List[str]] = {}
     for warning in warnings:
         curve, _, how = warning.partition(": ")
@@ -140,72 +127,61 @@ def _probe(args: argparse.Namespace) -> Any:
     return probe(find_family(args.family, args.text), device=args.device)
 
 
-def _planned(
-    args: argparse.Namespace, table: Candidates, flops: float
-) -> Tuple[Plan, Dict[str, Any]]:
-    """A plan, and with all that belongs to it as JSON has it."""
+def _fields(plan: Any, names: str) -> Row:
+    return {name: getattr(plan, name) for name in names.split()}
 
-    found = table.best(flops)
-    near = table.near(flops)
-    saturating = table.saturating()
-    about = table.by_batch_size(flops, within=0.05, most=9)
-    row = found.as_dict()
-    row["near_optimal"] = near._asdict()
-    row["saturating"] = {
-        name: getattr(saturating, name)
-        for name in ("flops", "loss", "parameters", "batch_size", "steps", "ends")
-    }
-    row["cost"] = _cost(args, found)
-    row["saturating"]["cost"] = _cost(args, saturating)
+
+def _row(args: argparse.Namespace, table: Candidates, plan: Plan) -> Row:
+    """A plan with all that belongs to it, for JSON."""
+    flops, row = plan.budget.flops, plan.as_dict()
+    row["near_optimal"] = table.near(flops)._asdict()
+    most = table.saturating()
+    row["saturating"] = _fields(most, "flops loss parameters batch_size steps ends")
+    row["cost"] = _cost(args, plan)
+    row["saturating"]["cost"] = _cost(args, most)
+    of_rank = "trainable batch_size steps noise_multiplier noise_norm loss"
     row["ranks"] = args.rank and [
-        {"rank": rank}
-        | {name: getattr(p, name) for name in _OF_RANKS}
-        | (_cost(args, p) or {})
-        for rank, p in by_rank(table, args.rank, flops).items()
+        {"rank": rank} | _fields(other, of_rank) | (_cost(args, other) or {})
+        for rank, other in by_rank(table, args.rank, flops).items()
     ]
     row["doubling"] = {
         "loss": doubled_loss(table, flops)._asdict(),
-        "noise_batch_ratio": doubled_noise(found),
+        "noise_batch_ratio": doubled_noise(plan),
     }
-    without = table.not_private(found.flops)
+    without = table.not_private(plan.flops)
     row["not_private"] = without and without._asdict()
     row["same_epsilon"] = [
-        {
-            name: getattr(p, name)
-            for name in ("parameters", "batch_size", "steps", "loss", "advantage")
-        }
-        for p in about
+        _fields(other, "parameters batch_size steps loss advantage")
+        for other in table.by_batch_size(flops, within=0.05, most=9)
     ]
-    row["trials"] = args.trials and _search(args.trials, found)
-    row["baselines"] = [
-        dict(zip(("parameters", "batch_size", "steps"), b))
-        | (saved := table.savings(*b))._asdict()
-        | {"saved": saved.share}
-        for b in args.baseline
-    ]
-    return found, row
+    row["trials"] = args.trials and _search(args.trials, plan)
+    names = "parameters", "batch_size", "steps"
+    row["baselines"] = []
+    for baseline in args.baseline:
+        saved = table.savings(*baseline)
+        found = dict(zip(names, baseline)) | saved._asdict() | {"saved": saved.share}
+        row["baselines"].append(found)
+    return row
 
 
-_OF_RANKS = "trainable batch_size steps noise_multiplier noise_norm loss".split()
-
-
-def _cost(args: argparse.Namespace, plan: Plan) -> Optional[Dict[str, Any]]:
+def _cost(args: argparse.Namespace, plan: Plan) -> Optional[Row]:
     if args.device_flops is None:
         return None
-    device = Device(
-        args.device_flops, args.utilization or 0.3, args.price, args.devices
-    )
+    share = args.utilization or 0.3
+    device = Device(args.device_flops, share, args.price, args.devices)
     return device.cost(plan.flops)._asdict()
 
 
-def _shown_cost(cost: Dict[str, Any]) -> str:
-    said = f"{show(cost['device_hours'])} device hours"
+def _shown_cost(cost: Row) -> str:
+    shown = f"{show(cost['device_hours'])} device hours"
     if cost["hours"] != cost["device_hours"]:
-        said += f", {show(cost['hours'])} on the clock"
-    return said if cost["money"] is None else f"{said}, a price of {cost['money']:,.2f}"
+        shown += f", {show(cost['hours'])} on the clock"
+    if cost["money"] is None:
+        return shown
+    return f"{shown}, a price of {cost['money']:,.2f}"
 
 
-def _saturating(row: Dict[str, Any]) -> str:
+def _saturating(row: Row) -> str:
     loss = "come" if row["loss"] is None else f"reach {show(row['loss'])},"
     ends = ", ".join(f"{name} at the {end} end" for name, end in row["ends"].items())
     more = f"; {ends} of the range there, so more may help" if ends else ""
@@ -214,7 +190,7 @@ def _saturating(row: Dict[str, Any]) -> str:
 
 
 def _search(trials: int, plan: Plan) -> Any:
-    """What choosing the best of several runs of a plan costs."""
+    """The noise of each run if the best of several is chosen."""
     if not plan.amplified or plan.budget.sampling != "users":
         raise Refused(
             "--trials is for Poisson samples of users.",
@@ -225,96 +201,85 @@ def _search(trials: int, plan: Plan) -> Any:
     return ways(plan.budget.epsilon, plan.budget.delta, plan.steps, rate, trials)
 
 
-def _one_plan(
-    plan: Plan, row: Dict[str, Any], law: LossModel, notes: Sequence[str]
-) -> str:
+def _configuration(plan: Plan, row: Row, law: LossModel) -> Row:
+    """The plan itself, for people."""
     tuned = plan.budget.trainable is not None
-    budget, near, more = row["budget"], row["near_optimal"], row["doubling"]
     unit = "token" if plan.budget.tokens > 1 else "record"
-    sampling = (
-        "Poisson samples" if row["amplified"] else "fixed, every one once an epoch"
-    )
-    interval = f", 95 %: {show(row['interval'])}" if row["interval"] else ""
-    sections: List[str] = [
-        show_pairs(
-            {
-                "budget": f"{show(budget['users'])} users, epsilon "
-                f"{show(budget['epsilon'])}, delta {show(budget['delta'])}, "
-                + (f"{budget['flops']:.3g} FLOPs" if budget["flops"] else "any compute")
-                + f", {budget['tokens']} tokens an example",
-                "answer": law.answer,
-            }
-        ),
+    fixed = "fixed, every one once an epoch"
+    sampling = "Poisson samples" if plan.amplified else fixed
+    interval = f", 95 %: {show(plan.interval)}" if plan.interval else ""
+    loss = f"{show(plan.loss)} nats a {unit}{interval}"
+    shown = {
+        "parameters": f"{plan.parameters:,}"
+        + f", {plan.trainable:,} of them trained" * tuned,
+        "batch size": f"{plan.batch_size:,} ({sampling}), in {plan.parts:,} parts of "
+        f"{plan.budget.physical_batch_size:,} at most",
+        "steps": f"{plan.steps:,}",
+        "compute": f"{plan.flops:.3g} FLOPs",
+        "tokens a parameter": plan.tokens_per_parameter,
+        "noise multiplier": repr(row["make_private"]["noise_multiplier"]),
+        "noise-batch ratio": f"{show(plan.ratio)} (norm of the noise "
+        f"{show(plan.noise_norm)})",
+        "loss": loss if law.tells_loss else "not given by a rule of thumb",
+        "membership advantage": f"{show(plan.advantage)} at most",
+        "learning rate": plan.learning_rate,
+    }
+    if plan.seconds:
+        shown["time here"] = f"{plan.seconds:.3g} s"
+    if row["cost"]:
+        shown["cost"] = _shown_cost(row["cost"])
+    return shown
+
+
+def _alternatives(row: Row, law: LossModel) -> Row:
+    """Other plans and budgets, for people."""
+    near, more = row["near_optimal"], row["doubling"]
+    losses = {
+        k: "-" if math.isnan(v) else f"{-100 * v:.2g} %"
+        for k, v in more["loss"].items()
+        if law.tells_loss
+    }
+    noise = more["noise_batch_ratio"].items()
+    shown = {
+        "about as good (1 %)": f"parameters {show(near['parameters'])}, batch "
+        f"size {show(near['batch_size'])}, steps {show(near['steps'])}",
+        "compute that helps": _saturating(row["saturating"]),
+        "loss with double the": losses or None,
+        # No batch holds more than all.
+        "noise with double the": {k: f"1/{1 + v:.3g}" for k, v in noise if v == v},
+    }
+    if row["not_private"]:
+        shown["without privacy"] = row["not_private"]
+    return shown
+
+
+def _one_plan(plan: Plan, row: Row, law: LossModel, notes: Sequence[str]) -> str:
+    budget = plan.budget
+    compute = "any compute"
+    if budget.flops < math.inf:
+        compute = f"{budget.flops:.3g} FLOPs"
+    shown = f"{show(budget.users)} users, epsilon {show(budget.epsilon)}, delta "
+    shown += f"{show(budget.delta)}, {compute}, {budget.tokens} tokens an example"
+    sections = [
+        show_pairs({"budget": shown, "answer": law.answer}),
         *(f"! {note}" for note in notes),
         "",
-        show_pairs(
-            {
-                "parameters": f"{row['parameters']:,}"
-                + (f", {plan.trainable:,} of them trained" if tuned else ""),
-                "batch size": f"{row['batch_size']:,} ({sampling}), in "
-                f"{row['parts']:,} parts of {budget['physical_batch_size']:,} at most",
-                "steps": f"{row['steps']:,}",
-                "compute": f"{row['flops']:.3g} FLOPs",
-                "tokens a parameter": show(row["tokens_per_parameter"]),
-                "noise multiplier": repr(row["make_private"]["noise_multiplier"]),
-                "noise-batch ratio": show(row["ratio"])
-                + f" (norm of the noise {show(row['noise_norm'])})",
-                "loss": (
-                    f"{show(row['loss'])} nats a {unit}{interval}"
-                    if law.tells_loss
-                    else "not given by a rule of thumb"
-                ),
-                "membership advantage": f"{show(row['advantage'])} at most",
-                "learning rate": show(row["learning_rate"]),
-            }
-            | ({"time here": f"{row['seconds']:.3g} s"} if row["seconds"] else {})
-            | ({"cost": _shown_cost(row["cost"])} if row["cost"] else {})
-        ),
+        show_pairs(_configuration(plan, row, law)),
         "",
-        show_pairs(
-            {
-                "about as good (1 %)": f"parameters {show(near['parameters'])}, batch "
-                f"size {show(near['batch_size'])}, steps {show(near['steps'])}",
-                "compute that helps": _saturating(row["saturating"]),
-                "loss with double the": show(
-                    {
-                        k: "-" if math.isnan(v) else f"{-100 * v:.2g} %"
-                        for k, v in more["loss"].items()
-                        if law.tells_loss
-                    }
-                    or None
-                ),
-                "noise with double the": show(
-                    {
-                        k: f"1/{1 + v:.3g}"
-                        for k, v in more["noise_batch_ratio"].items()
-                        if v == v  # no batch holds more than all
-                    }
-                ),
-            }
-            | (
-                {"without privacy": show(row["not_private"])}
-                if row["not_private"]
-                else {}
-            )
-        ),
-        "",
-        "equal epsilon, other batch sizes, same compute:",
-        show_table(row["same_epsilon"]),
+        show_pairs(_alternatives(row, law)),
     ]
-    if row["ranks"]:
-        sections += ["", "adapters of other ranks, same compute:"]
-        sections += [show_table(row["ranks"])]
-    if row["baselines"]:
-        sections += ["", "baselines:", show_table(row["baselines"])]
-    if row["trials"]:
-        sections += ["", "noise of each run, if one of several is chosen:"]
-        sections += [show_table(row["trials"])]
-    sections += ["", plan.code()]
-    return "\n".join(sections)
+    for title, name in (
+        ("equal epsilon, other batch sizes, same compute:", "same_epsilon"),
+        ("adapters of other ranks, same compute:", "ranks"),
+        ("baselines:", "baselines"),
+        ("noise of each run, if one of several is chosen:", "trials"),
+    ):
+        if row[name]:
+            sections += ["", title, show_table(row[name])]
+    return "\n".join([*sections, "", plan.code()])
 
 
-def _many_plans(rows: Sequence[Dict[str, Any]], law: Any, notes: Sequence[str]) -> str:
+def _many_plans(rows: Sequence[Row], law: LossModel, notes: Sequence[str]) -> str:
     shown = [
         {
             "users": row["budget"]["users"],
@@ -334,6 +299,5 @@ def _many_plans(rows: Sequence[Dict[str, Any]], law: Any, notes: Sequence[str]) 
         }
         for row in rows
     ]
-    return "\n".join(
-        [f"answer  {law.answer}", *(f"! {n}" for n in notes), "", show_table(shown)]
-    )
+    lines = [f"answer  {law.answer}", *(f"! {note}" for note in notes)]
+    return "\n".join([*lines, "", show_table(shown)])

@@ -1,4 +1,4 @@
-"""``opacus-ext statement``: what may be said of the privacy of a checkpoint."""
+"""``opacus-ext statement``: the privacy statement of a checkpoint."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from opacus_ext.statement import read_statement
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints it; 1 if no guarantee is known."""
+    """Prints the statement; 1 if no guarantee is known."""
     statement = read_statement(args.checkpoint, args.delta, unit=args.unit)
     print(statement.json() if args.json else statement.text.rstrip("\n"))
     return int(statement.content["holds"] == "no")

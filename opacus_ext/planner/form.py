@@ -1,0 +1,281 @@
+"""The formula of a parametric law, and the objective that its fits minimize."""
+
+from __future__ import annotations
+
+import math
+from copy import copy
+from dataclasses import dataclass, field
+from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Tuple
+
+import numpy as np
+from numpy.typing import ArrayLike
+from scipy.optimize import minimize
+
+from opacus_ext.refused import Refused
+
+#: Stands for log 0 where gradients must stay finite: a power of it is 0 all the same.
+LOG_ZERO = -1e6
+
+Values = Mapping[str, Any]
+Slopes = Tuple[Any, Dict[str, Any]]
+
+
+class Parameter(NamedTuple):
+    """
+    A parameter of a law.
+
+    Attributes:
+        name: in the law's formula
+        starts: range of the starts of a fit, of the log of a positive parameter, in
+            units in which inputs and target have geometric mean 1
+        positive: the fit is over its log
+        usual: a fit outside of this range is reported as degenerate
+    """
+
+    name: str
+    starts: Tuple[float, float]
+    positive: bool = True
+    usual: Tuple[float, float] = (0.0, math.inf)
+
+    @property
+    def key(self) -> str:
+        """Its name in the law's functions: ``log_A`` for a positive ``A``."""
+        return f"log_{self.name}" if self.positive else self.name
+
+
+@dataclass(frozen=True)
+class Form:
+    """
+    The formula of a law. Its functions take parameters and inputs as dicts of arrays
+    that broadcast, positive parameters and inputs as logs.
+
+    Attributes:
+        name: in :data:`opacus_ext.planner.laws.LAWS`
+        target: name of what it predicts
+        inputs: names of its inputs, each with the number of distinct values below which
+            they can't tell the law's parameters apart
+        parameters: see :class:`Parameter`
+        log_target: function of ``(parameters, inputs)`` to the log of the target
+        slopes: function of the same to that log, and its derivative by each parameter
+        in_units: function of ``(parameters, means, mean)``: parameters of a law fitted
+            in units in which inputs and target have geometric mean 1, to those in the
+            user's units; ``means`` and ``mean`` are logs
+        transforms: of inputs that the law takes otherwise than as logs
+        data: the input that a compute budget pays for, given the model's size: tokens,
+            examples or steps
+        may_be_zero: inputs that may be 0
+    """
+
+    name: str
+    target: str
+    inputs: Mapping[str, int]
+    parameters: Tuple[Parameter, ...]
+    log_target: Callable[[Values, Values], Any]
+    slopes: Callable[[Values, Values], Slopes]
+    in_units: Callable[[Values, Mapping[str, float], float], Dict[str, Any]]
+    transforms: Mapping[str, Callable[[np.ndarray], np.ndarray]] = field(
+        default_factory=dict
+    )
+    data: Optional[str] = None
+    may_be_zero: Tuple[str, ...] = ()
+
+    @property
+    def keys(self) -> List[str]:
+        """The names of the parameters in the law's functions."""
+        return [p.key for p in self.parameters]
+
+    def logs(self, inputs: Mapping[str, ArrayLike]) -> Dict[str, np.ndarray]:
+        """The inputs as the law's functions take them, checked."""
+        if set(inputs) != set(self.inputs):
+            raise Refused(
+                f"{self.name} is a law of {', '.join(self.inputs)}; got "
+                f"{', '.join(inputs) or 'nothing'}.",
+                remedy="Pass each of its inputs, and no other.",
+            )
+        logs = {}
+        for name in self.inputs:
+            values = positive(name, inputs[name], name in self.may_be_zero)
+            with np.errstate(divide="ignore"):
+                x = self.transforms.get(name, np.log)(values)
+            logs[name] = np.maximum(x, LOG_ZERO)
+        return logs
+
+    def read(
+        self, target: ArrayLike, inputs: Mapping[str, ArrayLike]
+    ) -> Tuple[Dict[str, np.ndarray], np.ndarray]:
+        outcome = positive(self.target, target)
+        if outcome.ndim != 1:
+            raise Refused(
+                f"{self.target} must be a list of numbers; got an array of shape "
+                f"{outcome.shape}.",
+                parameter=self.target,
+            )
+        logs = self.logs(inputs)
+        for name, x in logs.items():
+            if x.shape not in ((), outcome.shape):
+                raise Refused(
+                    f"{name} has shape {x.shape}, {self.target} {outcome.shape}: one "
+                    "row each is needed.",
+                    parameter=name,
+                )
+            logs[name] = np.broadcast_to(x, outcome.shape)
+        return logs, np.log(outcome)
+
+    def check_identifiable(
+        self, logs: Mapping[str, np.ndarray], outcome: np.ndarray
+    ) -> None:
+        """Refuses rows that can't determine the parameters."""
+        if len(outcome) < len(self.parameters):
+            raise Refused(
+                f"{self.name} has {len(self.parameters)} parameters; {len(outcome)} "
+                "rows can't determine them.",
+                remedy="Measure more, or fit a law of fewer parameters.",
+            )
+        for name, least in self.inputs.items():
+            distinct = len(np.unique(logs[name]))
+            if distinct < least:
+                raise Refused(
+                    f"{name} has {distinct} distinct value{'s' * (distinct != 1)}; "
+                    f"{self.name} can't be determined from fewer than {least}.",
+                    parameter=name,
+                    remedy="Measure more or choose a law without it.",
+                )
+        # A zero is somewhere below the others.
+        columns = [
+            np.where(x > LOG_ZERO, x, nonzero(x).min() - 1) for x in logs.values()
+        ]
+        matrix = np.stack([(x - x.mean()) / np.ptp(x) for x in columns])
+        if np.linalg.matrix_rank(matrix, tol=1e-8 * len(outcome)) < len(matrix):
+            raise Refused(
+                f"{' and '.join(self.inputs)} vary only together: nothing tells their "
+                "effects apart.",
+                remedy=f"Measure {self.target} at other combinations.",
+            )
+
+
+class Descent(NamedTuple):
+    x: np.ndarray
+    objective: float
+    converged: bool
+
+
+class Objective:
+    """Huber's loss of rows, in units in which their geometric means are 1."""
+
+    def __init__(
+        self,
+        law: Form,
+        logs: Mapping[str, np.ndarray],
+        outcome: np.ndarray,
+        huber: float,
+    ) -> None:
+        self.law, self.huber = law, huber
+        self.means = {n: float(nonzero(x).mean()) for n, x in logs.items()}
+        self.mean = float(outcome.mean())
+        self.logs = {n: x - self.means[n] for n, x in logs.items()}
+        self.outcome = outcome - self.mean
+
+    def at(self, rows: np.ndarray) -> Objective:
+        """The objective of some rows, in the same units."""
+        other = copy(self)
+        other.logs = {n: x[rows] for n, x in self.logs.items()}
+        other.outcome = self.outcome[rows]
+        return other
+
+    def _errors(self, x: Any) -> np.ndarray:
+        values = dict(zip(self.law.keys, x))
+        return self.law.log_target(values, self.logs) - self.outcome
+
+    def _loss(self, error: np.ndarray) -> np.ndarray:
+        size = np.abs(error)
+        near = np.minimum(size, self.huber)
+        return near * (size - near / 2)
+
+    def slopes(self, x: np.ndarray) -> Tuple[np.ndarray, np.ndarray]:
+        """Errors ``[rows]``, and their derivatives ``[parameters, rows]``."""
+        with np.errstate(all="ignore"):  # a start may be far off
+            found, slopes = self.law.slopes(dict(zip(self.law.keys, x)), self.logs)
+        shape = self.outcome.shape
+        rows = [np.broadcast_to(slopes[key], shape) for key in self.law.keys]
+        return found - self.outcome, np.stack(rows)
+
+    def descend_from(self, starts: int, descents: int) -> List[Descent]:
+        """Descents from the best of so many starts, the best end first."""
+        from scipy.stats import qmc  # half a second, which only fits need
+
+        low, high = np.array([p.starts for p in self.law.parameters]).T
+        sobol = qmc.Sobol(len(low), scramble=False)
+        # Without its first point, which is the lower corner.
+        points = sobol.random(2 ** math.ceil(math.log2(starts + 1)))[1 : starts + 1]
+        points = qmc.scale(points, low, high)
+        part = max(1, 10**6 // len(self.outcome))  # fits in memory
+        with np.errstate(all="ignore"):
+            found = [
+                self._loss(self._errors(points[i : i + part].T[..., None])).sum(-1)
+                for i in range(0, len(points), part)
+            ]
+        losses = np.nan_to_num(np.concatenate(found), nan=math.inf)
+        first = points[np.argsort(losses, kind="stable")[:descents]]
+        return sorted(map(self.descend, first), key=lambda end: end.objective)
+
+    def descend(
+        self, start: np.ndarray, tolerance: float = 1e-10, evaluations: int = 500
+    ) -> Descent:
+        def scaled(x: np.ndarray) -> Tuple[float, np.ndarray]:
+            # In units of |error|: the objective itself is so small that L-BFGS would
+            # mistake its first value for a minimum.
+            error, slope = self.slopes(x)
+            value = self._loss(error).sum() / self.huber
+            slope = slope @ (np.clip(error, -self.huber, self.huber) / self.huber)
+            if not (np.isfinite(value) and np.isfinite(slope).all()):
+                return math.inf, np.zeros_like(x)
+            return float(value), slope
+
+        options = dict(maxiter=evaluations, maxfun=evaluations, maxcor=20, gtol=1e-8)
+        options["ftol"] = tolerance
+        end = minimize(scaled, start, jac=True, method="L-BFGS-B", options=options)
+        # At the limit of float64 no step down may be found.
+        flat = np.abs(end.jac).max() < 1e-4 * len(self.outcome)
+        converged = math.isfinite(end.fun) and bool(end.success or flat)
+        return Descent(end.x, float(end.fun) * self.huber, converged)
+
+    def natural(self, x: np.ndarray) -> Dict[str, np.ndarray]:
+        """Parameters of a fit, ``[*, parameters]``, in the user's units by name."""
+        values = dict(zip(self.law.keys, np.moveaxis(x, -1, 0)))
+        p = self.law.in_units(values, self.means, self.mean)
+        # The log of a degenerate fit may be any number; its parameter stays finite.
+        return {
+            q.name: np.exp(np.clip(p[q.key], -700, 700)) if q.positive else p[q.key]
+            for q in self.law.parameters
+        }
+
+
+def nonzero(x: np.ndarray) -> np.ndarray:
+    return x[x > LOG_ZERO]
+
+
+def positive(name: str, values: ArrayLike, zero: bool = False) -> np.ndarray:
+    """``values`` as doubles, all of them above 0 (or 0, with ``zero``) and finite."""
+    array = np.asarray(values, dtype=float)
+    if array.size == 0:
+        raise Refused(f"{name} is empty.", parameter=name, remedy="Pass some numbers.")
+    bad = ~np.isfinite(array) | (array < 0) | ((array == 0) & (not zero))
+    if bad.any():
+        kind = "0 or more" if zero else "positive"
+        raise Refused(
+            f"{name} must be {kind} and finite; got {array[bad].flat[0]}.",
+            parameter=name,
+            remedy="Leave such values out.",
+        )
+    return array
+
+
+def percentiles(level: float) -> Tuple[float, float]:
+    """The percentiles of an interval's ends; refuses a level outside of (0, 1)."""
+    if not 0 < level < 1:
+        raise Refused(
+            f"level must be between 0 and 1; got {level}.",
+            parameter="level",
+            remedy="Pass 0.95 for 95 %.",
+        )
+    return 50 * (1 - level), 50 * (1 + level)
