@@ -6,7 +6,6 @@ import pytest
 import torch
 from opacus.grad_sample import GradSampleHooks, GradSampleHooksFastGradientClipping
 from torch import nn
-from torch.nn import functional as F
 
 from opacus_ext import Refused
 from tests.common import (
@@ -183,29 +182,6 @@ def test_channels_last(mode, wrap, dims):
     x = torch.randn(4, 2, *[3] * dims).double().to(memory_format=form)
     assert not x.is_contiguous()
     check(mode, wrap, model, x, square_loss)
-
-
-@modes
-@pytest.mark.parametrize("what", ["output", "relu", "input"])
-def test_changed_in_place(mode, wrap, what):
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.one, self.two = nn.Conv1d(2, 2, 2), nn.Conv1d(2, 2, 2)
-
-        def forward(self, x):
-            h = self.one(x)
-            h = F.relu(h, inplace=True) if what == "relu" else h.mul_(2.0)
-            out = self.two(h)
-            if what == "input":
-                h.mul_(3.0)
-            return out
-
-    x = torch.randn(4, 2, 5).double()
-    if what != "input":
-        return check(mode, wrap, Model().double(), x, square_loss)
-    with pytest.raises((Refused, RuntimeError)):  # torch refuses it by itself
-        check(mode, wrap, Model().double(), x, square_loss)
 
 
 @pytest.mark.parametrize("N", [0, 3])

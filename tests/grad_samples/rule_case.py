@@ -13,6 +13,7 @@ from torch import nn
 from torch.func import functional_call
 
 from opacus_ext import clipped_grads, per_sample_grads, workspace
+from opacus_ext.grad_sample.rules import RULES
 from tests.common import (
     check,
     clipped_sum,
@@ -255,9 +256,10 @@ def same(got, expected, tolerance):
 
 
 class RuleTests:
-    """Tests of the layers in ``cases``, by name; a subclass fills it."""
+    """Tests of the layers in ``cases``, by name, and of the rules of ``ops``."""
 
     cases: Dict[str, RuleCase] = {}
+    ops: Tuple[Callable, ...] = ()
 
     def pytest_generate_tests(self, metafunc):
         if "case" not in metafunc.fixturenames:
@@ -265,6 +267,18 @@ class RuleTests:
         name, given = metafunc.function.__name__, self.cases
         chosen = [k for k, case in given.items() if name not in case.without]
         metafunc.parametrize("case", [given[k] for k in chosen], ids=chosen)
+
+    def test_rule_is_used(self, case, monkeypatch):
+        """Or all of this would pass without it, by a copy for each sample."""
+        called = []
+
+        def noted(rule):
+            return lambda *args, **kwargs: called.append(rule) or rule(*args, **kwargs)
+
+        for op in self.ops:
+            monkeypatch.setitem(RULES, op, tuple(noted(rule) for rule in RULES[op]))
+        check("ghost_bk", True, Model(case, inside), case.inputs(3, 4), square_loss)
+        assert called or not self.ops
 
     @modes
     def test_sizes(self, case, mode, wrap):
@@ -294,7 +308,7 @@ class RuleTests:
     def test_frozen(self, case, mode, wrap):
         """One parameter after the other, and then the whole layer."""
         names = [n for n, _ in case.layer().named_parameters()]
-        for frozen in [*([n] for n in names), names]:
+        for frozen in [*([n] for n in names[:: 1 + len(names) // 4]), names]:
             model = Model(case, inside)
             for name, p in model.layer.named_parameters():
                 p.requires_grad = name not in frozen
