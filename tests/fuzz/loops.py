@@ -100,10 +100,7 @@ class Case:
         return batch_of(self.clean, self.rng, size)
 
     def grads(
-        self,
-        batch: Batch,
-        weights: Optional[Dict[str, Any]] = None,
-        scale: float = 1.0,
+        self, batch: Batch, weights: Optional[Dict[str, Any]] = None, scale: float = 1.0
     ) -> Dict[str, Any]:
         """The oracle's gradients, of losses times ``scale``, divided by it."""
 
