@@ -32,6 +32,7 @@ def case(cls, *args, space=(), channels=4, **kwargs):
 
 
 class TestConv(RuleTests):
+    ops = (torch.conv1d, torch.conv2d, torch.conv3d)
     cases = {
         "conv1d": case(nn.Conv1d, 4, 3, 2, stride=2, padding=1, dilation=2),
         "few windows": case(nn.Conv1d, 4, 3, 4),

@@ -21,6 +21,7 @@ def padded(B, T):
 
 
 class TestEmbedding(RuleTests):
+    ops = (F.embedding,)
     cases = {
         "ids": RuleCase(lambda: nn.Embedding(6, 4), ids(6)),
         "of several dims": RuleCase(lambda: nn.Embedding(6, 4), ids(6, 2, 2)),
@@ -31,7 +32,7 @@ class TestEmbedding(RuleTests):
             f"padding {index}": RuleCase(
                 lambda index=index: nn.Embedding(5, 4, padding_idx=index), padded
             )
-            for index in (0, 3, -2)
+            for index in (0, 3)
         },
     }
 
@@ -39,6 +40,9 @@ class TestEmbedding(RuleTests):
 class TestRows(RuleTests):
     cases = {
         "rows": RuleCase(lambda: Op(lambda i, w: w[i - 3], (6, 2, 4)), ids(6, 2)),
+        "padding -2": RuleCase(
+            lambda: Op(lambda i, w: F.embedding(i, w, padding_idx=-2), (5, 4)), padded
+        ),
         "torch.embedding": RuleCase(
             lambda: Op(lambda i, w: torch.embedding(w, i, 1), (6, 4)), ids(6)
         ),

@@ -164,19 +164,6 @@ def test_parameter_without_uses():
     look(GradSample((5, 6), 3), torch.zeros(3, 5, 6, dtype=torch.float64))
 
 
-def test_results_do_not_depend_on_the_order_of_uses(any_workspace):
-    shape = SHAPES[2]
-    added = [random_use(k, shape, 3, T) for k, T in zip(("do", "dd", "od"), LENGTHS)]
-    norms = []
-    for order in itertools.permutations(added):
-        got = GradSample(shape, 3)
-        for use in order:
-            got.add(*use)
-        norms.append(got.squared_norm())
-    for norm in norms[1:]:
-        assert_close(norm, norms[0])
-
-
 # -- ways to compute a norm ------------------------------------------------------------
 
 

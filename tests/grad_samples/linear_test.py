@@ -36,6 +36,7 @@ def head(x, ids, w, b):
 
 
 class TestLinear(RuleTests):
+    ops = (F.linear, torch.addmm)
     cases = {
         "linear": RuleCase(lambda: nn.Linear(3, 4), rows(3)),
         "a row": RuleCase(lambda: nn.Linear(3, 4), lambda B, T: torch.randn(B, 3)),

@@ -37,6 +37,7 @@ class MeanLike(LlamaRMSNorm):
 
 
 class TestLayerNorm(RuleTests):
+    ops = (nn.functional.layer_norm,)
     cases = {
         "features": RuleCase(lambda: nn.LayerNorm(4), rows(4)),
         "[B, d]": RuleCase(lambda: nn.LayerNorm(4), lambda B, T: torch.randn(B, 4)),

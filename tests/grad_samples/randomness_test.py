@@ -20,7 +20,7 @@ from tests.common import (
     square_loss,
     trainable,
 )
-from tests.grad_samples.models_test import D, Net, linear, weights
+from tests.grad_samples.models import D, Net, linear, weights
 from tests.grad_samples.rule_case import modes
 
 

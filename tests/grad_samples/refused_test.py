@@ -21,7 +21,7 @@ from tests.common import (
     square_loss,
     squares,
 )
-from tests.grad_samples.models_test import Net
+from tests.grad_samples.models import Net
 from tests.grad_samples.rule_case import modes
 
 IDS = torch.tensor([[0, 1, 2], [3, 3, 1], [6, 5, 4], [1, 1, 1]])
