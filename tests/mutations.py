@@ -1,17 +1,17 @@
 """Breaks the package in one place at a time, and looks whether the tests find it.
 
 Run as ``python -m tests.mutations [--third 0|1|2] [NUMBER ...]``: each mutation of
-``mutations.txt`` is made in a copy of the package, the tests that it names are run
-there, and those that find nothing are listed. A mutation names no file: its text is
-changed in the first file of the package that has it. One whose text is in no file, or
-whose tests do not run, has failed as well.
+``mutations.txt`` is made in a copy of the package, and its tests are run there. One
+that they do not find, whose text is in no file, or whose tests do not run, has failed.
 
-In ``mutations.txt`` a mutation is its name, the tests after ``@``, and the lines that
-are taken out after ``-`` and put in after ``+``; the next one follows an empty line.
+In ``mutations.txt`` tests stand after ``@``; those that they must find follow, each
+with its name after ``#`` and the lines that are taken out, ``-``, and put in, ``+``.
+The text is changed in the first file of the package that has it.
 """
 
 import argparse
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -40,12 +40,15 @@ class Mutation(NamedTuple):
 
 def read(path: Path) -> Iterator[Mutation]:
     """The mutations of a file."""
-    for block in path.read_text().strip().split("\n\n"):
-        name, *lines = block.split("\n")
-        tests, before, after = (
-            "\n".join(line[2:] for line in lines if line[0] == mark) for mark in "@-+"
-        )
-        yield Mutation(name, tests, before, after)
+    _, *groups = re.split(r"^@ (.*)\n", path.read_text(), flags=re.M)
+    for tests, group in zip(groups[::2], groups[1::2]):
+        for block in re.split(r"^# ", group, flags=re.M)[1:]:
+            name, *lines = block.splitlines()
+            before, after = (
+                "\n".join(line[2:] for line in lines if line[0] == mark)
+                for mark in "-+"
+            )
+            yield Mutation(name, tests, before, after)
 
 
 MUTATIONS = list(read(Path(__file__).with_suffix(".txt")))

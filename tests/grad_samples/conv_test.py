@@ -35,8 +35,8 @@ class TestConv(RuleTests):
     ops = (torch.conv1d, torch.conv2d, torch.conv3d)
     cases = {
         "conv1d": case(nn.Conv1d, 4, 3, 2, stride=2, padding=1, dilation=2),
-        "few windows": case(nn.Conv1d, 4, 3, 4),
-        "long": case(nn.Conv1d, 4, 2, 1, space=(), bias=False),
+        "few windows": case(nn.Conv1d, 4, 8, 3, stride=3, dilation=2),
+        "one place": case(nn.Conv1d, 4, 2, 1, bias=False),
         "depthwise": case(nn.Conv1d, 4, 8, 3, padding=1, groups=4),
         "conv2d": case(nn.Conv2d, 4, 2, (2, 3), padding="same", groups=2, space=(4,)),
         "circular": case(

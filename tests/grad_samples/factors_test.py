@@ -123,7 +123,7 @@ def tolerance_of(uses, summed=False):
 @pytest.mark.parametrize("cache, num_bytes", [(0, 300), (1000, 2**27), (2**27, 2**27)])
 def test_sizes(axes, kinds, cache, num_bytes):
     for B, T in SIZES:
-        uses = 3 if cache else 1
+        uses = 3 if cache == 1000 else 1
         got, expected = built([kinds] * uses, B, range(T, T + uses), axes)
         with workspace(num_bytes):
             look(got, expected, tolerance_of([kinds]), cache)
@@ -178,8 +178,13 @@ def forced_way(request, monkeypatch):
         "worth_caching": lambda *args: cached,
     }.items():
         monkeypatch.setattr(grad_sample, name, function)
-    if request.param == "gram":  # also where sums by segment would do
-        monkeypatch.setattr(grad_sample, "by_segments", lambda term: False)
+    if request.param in ("gram", "segments"):  # whatever the length
+
+        def by_segments(term):
+            one = bool(term.onehot) and len(term.dense) == 1
+            return one and request.param == "segments"
+
+        monkeypatch.setattr(grad_sample, "by_segments", by_segments)
     return request.param
 
 

@@ -167,9 +167,9 @@ def transposed(p):
 
 def part(p):
     """What the layer uses is a slice of the parameter."""
-    return (
-        (torch.cat([p[:1], p, p[-1:]]), lambda p: p[1:-1]) if p.dim() else as_it_is(p)
-    )
+    if not p.dim():
+        return as_it_is(p)
+    return torch.cat([p[:1], p, p[-1:], p[-1:]]), lambda p: p[1:-2]
 
 
 def flat(p):
@@ -311,15 +311,17 @@ class RuleTests:
             check(mode, wrap, model, case.inputs(3, 5), square_loss)
 
     @modes
-    def test_samples_without_a_loss(self, case, mode, wrap):
-        """Padding, and a batch of nothing else."""
+    def test_padded(self, case, mode, wrap):
+        """Rows and samples without a loss, and a batch of nothing else."""
 
         def loss_fn(model, batch):
-            *inputs, weight = batch
-            return squares(model(*inputs)) * weight
+            *inputs, share = batch
+            rows = of_rows(model(*inputs))
+            kept = torch.arange(rows.shape[1]) < share[:, None] * rows.shape[1]
+            return squares(rows * kept)
 
-        for weights in ([0.0, 1.0, 0.0, 2.0], [0.0] * 4):
-            batch = *case.inputs(4, 4), torch.tensor(weights).double()
+        for shares in ([0.0, 1.0, 0.0, 0.5], [0.0] * 4):
+            batch = *case.inputs(4, 4), torch.tensor(shares)
             check(mode, wrap, Model(case, inside), batch, loss_fn)
 
     @modes
