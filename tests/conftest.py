@@ -30,7 +30,6 @@ ALL_MODES = ("modes_test.py", "clipping_test.py", "compile_test.py", "auto_test.
 THOROUGH = (
     "tutorials_test.py",
     "compatibility_test.py",
-    "zoo_test.py",
     "moe_families_test.py",
     "finetune_test.py",
     "device_cost_test.py",

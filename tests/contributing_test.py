@@ -30,6 +30,6 @@ def test_template(tmp_path):
     )
     said = done.stdout + done.stderr
     assert done.returncode == 1, said
-    assert "FAILED wrong_test.py::test_shapes" in said
+    assert "FAILED wrong_test.py::TestScale::test_sizes" in said
     assert "FAILED right_test.py" not in said
     assert re.search(r"^\.{7}", done.stdout), said  # those of right_test.py

@@ -99,6 +99,13 @@ def test_linear_in_the_length(mode, chunked, small_workspace):
     assert long < 2.2 * short and long < 8 * 2**20
 
 
+def test_no_table_for_each_sample():
+    """Never [B, V, d] nor [V, V], of a matrix that is embedding and head."""
+    V, B = 20_000, 4
+    for alive in peaks("ghost_bk", model_of(V, 8), B, 4):
+        assert alive.largest < B * V * 8 * 4
+
+
 @pytest.mark.slow
 def test_linear_up_to_8192():
     """With the workspace as it is by default."""

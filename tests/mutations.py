@@ -1,378 +1,115 @@
-"""Breaks the core in one place at a time, and looks whether the tests find it.
+"""Breaks the package in one place at a time, and looks whether the tests find it.
 
-Run as ``python -m tests.mutations [NUMBER ...]``: each mutation is made in a copy of
-the package, the tests beside it are run there, and those that find nothing are listed.
-A mutation names no file: its text is changed in the first file of the package that has
-it.
+Run as ``python -m tests.mutations [--third 0|1|2] [NUMBER ...]``: each mutation of
+``mutations.txt`` is made in a copy of the package, and its tests are run there. One
+that they do not find, whose text is in no file, or whose tests do not run, has failed.
+
+In ``mutations.txt`` tests stand after ``@``; those that they must find follow, each
+with its name after ``#`` and the lines that are taken out, ``-``, and put in, ``+``.
+The text is changed in the first file of the package that has it.
 """
 
+import argparse
+import os
+import re
 import shlex
 import shutil
 import subprocess
 import sys
 import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import List, NamedTuple
+from queue import SimpleQueue
+from typing import Iterator, NamedTuple, Tuple
 
 ROOT = Path(__file__).resolve().parents[1]
+# Faults must not wait for the thorough tests, unless the selection names a marker.
+PYTEST = "-m pytest -qx -W ignore -p no:cacheprovider".split()
+QUICK = ["-m", "not slow and not thorough and not examples"]
 
 
 class Mutation(NamedTuple):
-    """What is broken, the text, what is put there, and the tests that must see it."""
+    """A fault: its name, the tests that must see it, and the text before and after."""
 
     name: str
+    tests: str
     before: str
     after: str
-    tests: str
 
 
-LAYERS, CONTRACTS = "tests/grad_samples/", "tests/contracts/"
-# Those of make test alone, whose faults must not wait for the thorough ones.
-NOW = ' -m "not slow and not thorough and not examples"'
-MUTATIONS: List[Mutation] = [
-    Mutation(
-        "the second pass of ghost is not looked at",
-        "if len(differ) != len(digests) or differ and bool(torch.stack(differ).any()):",
-        "if False:",
-        "tests/adapter/silence_test.py -k that_differ",
-    ),
-    Mutation(
-        "what is told by data may stay",
-        "told = told_data and not",
-        "told = False and not",
-        "tests/adapter/silence_test.py",
-    ),
-    Mutation(
-        "what could be shared is always samples",
-        "choices.append(dims[:1] if sure else [*dims, None])",
-        "choices.append(dims[:1] or [None])",
-        "tests/adapter/silence_test.py",
-    ),
-    Mutation(
-        "readings that differ are not refused",
-        "elif not found or not same:",
-        "elif not found:",
-        "tests/adapter/silence_test.py",
-    ),
-    Mutation(
-        "an output is that of the first sample",
-        "if record.size and bool((every == every[:1]).all()):",
-        "if record.size:",
-        "tests/adapter/silence_test.py",
-    ),
-    Mutation(
-        "a batch's gradients are taken twice",
-        "        self.done = True\n",
-        "        self.done = False\n",
-        "tests/adapter/silence_test.py",
-    ),
-    Mutation(
-        "losses that mix samples are not seen",
-        "if size < 2 or self.calls & (self.calls + 1):",
-        "if True:",
-        "tests/losses_test.py -k mixes",
-    ),
-    Mutation(
-        "a criterion keeps what it likes",
-        "changes = self.state.changes()\n        if changes:",
-        "changes = []\n        if changes:",
-        "tests/adapter/silence_test.py",
-    ),
-    Mutation(
-        "a bias's gradient has the other sign",
-        "activations.to(backprops.dtype)), (backprops,)]",
-        "activations.to(backprops.dtype)), (-backprops,)]",
-        LAYERS + "linear_test.py",
-    ),
-    Mutation(
-        "a norm's scale adds where it multiplies",
-        "((normalized * backprops).flatten(2),)",
-        "((normalized + backprops).flatten(2),)",
-        LAYERS + "layer_norm_test.py",
-    ),
-    Mutation(
-        "a negative padding index is taken as it is",
-        "        padding_idx += len(weight)\n",
-        "        padding_idx += 0\n",
-        LAYERS + "embedding_test.py",
-    ),
-    Mutation(
-        "a convolution's bias is averaged over space",
-        "(wide(backprops.flatten(3)).sum(3),)",
-        "(wide(backprops.flatten(3)).mean(3),)",
-        LAYERS + "conv_test.py",
-    ),
-    Mutation(
-        "dilation is left out of the windows of a convolution",
-        ", s)[..., ::d]",
-        ", s)[..., :k]",
-        LAYERS + "conv_test.py",
-    ),
-    Mutation(
-        "half of the Gram matrix is missing",
-        "product[:, :, stop - start :] *= 2",
-        "product[:, :, stop - start :] *= 1",
-        LAYERS + "factors_test.py",
-    ),
-    Mutation(
-        "tokens that repeat count as others",
-        "new[1:] = ranked[1:] != ranked[:-1]",
-        "new[1:] = ranked[1:] == ranked[1:]",
-        LAYERS + "factors_test.py " + LAYERS + "embedding_test.py",
-    ),
-    Mutation(
-        "what is not finite stays in the sum",
-        "self._terms = [t.without(samples) for t in self._terms]",
-        "self._terms = list(self._terms)",
-        "tests/modes_test.py tests/precision_test.py tests/adapter",
-    ),
-    Mutation(
-        "small gradients are made longer",
-        "return (bound / (norms + 1e-6)).clamp(max=1.0)",
-        "return bound / (norms + 1e-6)",
-        "tests/clipping_test.py",
-    ),
-    Mutation(
-        "all parameters have the bound of the first",
-        "(bounds[:, None] / (norms + 1e-6)).clamp(max=1.0)",
-        "(bounds[0] / (norms + 1e-6)).clamp(max=1.0)",
-        "tests/clipping_test.py",
-    ),
-    Mutation(
-        "the scale of the loss stays in the sums",
-        "factors.masked_fill(bad, 0)) / scale",
-        "factors.masked_fill(bad, 0))",
-        "tests/precision_test.py tests/modes_test.py",
-    ),
-    Mutation(
-        "noise without the sensitivity",
-        "multiplier * self.sensitivity, self.params",
-        "multiplier, self.params",
-        "tests/modes_test.py tests/clipping_test.py",
-    ),
-    Mutation(
-        "noise on one of the small parameters only",
-        "torch._foreach_add_(totals, each)",
-        "torch._foreach_add_(totals[:1], each[:1])",
-        "tests/modes_test.py tests/clipping_test.py",
-    ),
-    Mutation(
-        "a mean that forgets the accumulated batches",
-        "size = self.expected_batch_size * self.accumulated_iterations",
-        "size = self.expected_batch_size",
-        "tests/modes_test.py",
-    ),
-    Mutation(
-        "of several physical batches the last one counts",
-        "p.summed_grad = p.summed_grad.add_(total)",
-        "p.summed_grad = total",
-        "tests/modes_test.py",
-    ),
-    Mutation(
-        "the gradient of a slice goes to its other end",
-        "F.pad(f, (start, rest))",
-        "F.pad(f, (rest, start))",
-        LAYERS + "of_parameters_test.py tests/adapter",
-    ),
-    Mutation(
-        "clipped sums may be changed before the noise",
-        "if p.grad is not grad or grad._version != version:",
-        "if False:",
-        "tests/modes_test.py -k changed_before_the_noise",
-    ),
-    Mutation(
-        "samples share what is drawn at random",
-        '_vmap_increment_nesting(self.size, "different")',
-        '_vmap_increment_nesting(self.size, "same")',
-        LAYERS + "randomness_test.py",
-    ),
-    Mutation(
-        "secure noise does not pay for rounding",
-        "return noise_multiplier * (sensitivity + grid * root), grid",
-        "return noise_multiplier * sensitivity, grid",
-        "tests/secure_test.py",
-    ),
-    Mutation(
-        "what the first bits leave open counts as below",
-        "or self.head + 1 <= lower:",
-        "or True:",
-        "tests/secure_test.py",
-    ),
-    Mutation(
-        "a sum is cut to the grid before secure noise",
-        "steps.round_().clamp_",
-        "steps.floor_().clamp_",
-        "tests/secure_test.py",
-    ),
-    Mutation(
-        "secure noise comes beside the sum that is not rounded",
-        "p.summed_grad.copy_(release(p.summed_grad, std, grid))",
-        "p.summed_grad.add_(release(torch.zeros_like(p), std, grid))",
-        "tests/secure_test.py",
-    ),
-    Mutation(
-        "one record more is drawn in secure mode",
-        "keys <= int(rate * 2**63) - 1",
-        "keys <= int(rate * 2**63) - 0",
-        "tests/secure_test.py",
-    ),
-    Mutation(
-        "a large parameter has half of the noise",
-        "total.add_(noise)",
-        "total.add_(noise, alpha=0.5)",
-        CONTRACTS + "noise_test.py" + NOW,
-    ),
-    Mutation(
-        "one of the small parameters has half of the noise",
-        "torch._foreach_add_(totals, each)",
-        "torch._foreach_add_(totals, [each[0] / 2, *each[1:]])",
-        CONTRACTS + "noise_test.py" + NOW,
-    ),
-    Mutation(
-        "sums are rounded to the parameters' type before the noise",
-        "dtype = torch.promote_types(p.dtype, torch.float32)\n        return",
-        "dtype = p.dtype\n        return",
-        "tests/precision_test.py -k before_the_noise" + NOW,
-    ),
-    Mutation(
-        "optimizers that are made one after the other have the same noise",
-        "return int(torch.randint(2**63 - 1, ()))",
-        "return torch.initial_seed() >> 1",
-        "tests/noise_test.py" + NOW,
-    ),
-    Mutation(
-        "large parameters of one shape share noise",
-        "noise = self._row([places[p]], total, total.shape, std, generator)",
-        "noise = vars(self).setdefault('a', {}).setdefault((len(self._noise_states), "
-        "total.shape), self._row([places[p]], total, total.shape, std, generator))",
-        CONTRACTS + "noise_test.py" + NOW,
-    ),
-    Mutation(
-        "runs have the same noise",
-        "noise = self._row([places[p]], total, total.shape, std, generator)",
-        "noise = self._row([places[p]], total, total.shape, std, generator.manual_seed"
-        "(len(self._noise_states)))",
-        CONTRACTS + "noise_test.py" + NOW,
-    ),
-    Mutation(
-        "the accountant forgets batches without records",
-        "record_whole(accountant, lambda: hook(optimizer))",
-        "any(map(len, getattr(optimizer, 'norms', []))) and record_whole(accountant, "
-        "lambda: hook(optimizer))",
-        CONTRACTS + "accountant_test.py" + NOW,
-    ),
-    Mutation(
-        "the accountant forgets those of another sampling",
-        "record_whole(accountant, lambda: self.account(",
-        "any(map(len, optimizer.norms)) and record_whole(accountant, lambda: "
-        "self.account(",
-        CONTRACTS + "accountant_test.py" + NOW,
-    ),
-    Mutation(
-        "a sampler draws each batch twice",
-        "drawn = self.sampling.draw(self.num_samples, generator, step)",
-        "drawn = drawn if step % 2 else self.sampling.draw(self.num_samples, "
-        "generator, step)",
-        CONTRACTS + "sampling_test.py" + NOW,
-    ),
-    Mutation(
-        "records of a batch come twice",
-        "        yield drawn[self.rank :: self.processes].tolist()",
-        "        yield [*drawn[self.rank :: self.processes].tolist(), "
-        "*drawn[:1].tolist()]",
-        CONTRACTS + "sampling_test.py" + NOW,
-    ),
-    Mutation(
-        "norms are those of an earlier batch",
-        "factors = clipping(norms)\n",
-        "factors = clipping(vars(clipping_factors).setdefault(str(norms.shape), "
-        "norms))\n",
-        "tests/modes_test.py tests/adapter" + NOW,
-    ),
-    Mutation(
-        "a sample alone is not clipped",
-        "factors = clipping(norms)\n",
-        "factors = clipping(norms)\n    factors = factors if norms.shape[-1] > 1 else "
-        "torch.ones_like(norms)\n",
-        "tests/modes_test.py tests/adapter" + NOW,
-    ),
-    Mutation(
-        "a number that differs from sample to sample is let through",
-        'return first, None if all(same) else "differs from sample to sample"',
-        "return first, None",
-        "tests/adapter/silence_test.py" + NOW,
-    ),
-    Mutation(
-        "the accountant's history is lost with a step that fails",
-        "vars(accountant).update(before)",
-        "pass",
-        CONTRACTS + "accountant_test.py" + NOW,
-    ),
-    Mutation(
-        "what a step that failed has left stays",
-        "if self._unfinished is not None and not self._unfinished[1]:",
-        "if False:",
-        CONTRACTS + "accountant_test.py" + NOW,
-    ),
-    Mutation(
-        "a checkpoint is written over the one before",
-        'part = f"{path}.part"',
-        "part = path",
-        CONTRACTS + "faults_test.py" + NOW,
-    ),
-]
+def read(path: Path) -> Iterator[Mutation]:
+    """The mutations of a file."""
+    _, *groups = re.split(r"^@ (.*)\n", path.read_text(), flags=re.M)
+    for tests, group in zip(groups[::2], groups[1::2]):
+        for block in re.split(r"^# ", group, flags=re.M)[1:]:
+            name, *lines = block.splitlines()
+            before, after = (
+                "\n".join(line[2:] for line in lines if line[0] == mark)
+                for mark in "-+"
+            )
+            yield Mutation(name, tests, before, after)
 
 
-def place_of(text: str, root: Path) -> Path:
-    """The one file of the package with a text; with several, the first by name."""
-    found = [
-        p for p in sorted(root.glob("opacus_ext/**/*.py")) if text in p.read_text()
-    ]
-    if not found:
-        raise SystemExit(f"Nothing in the package reads {text!r}: mend the mutation.")
-    return found[0]
+MUTATIONS = list(read(Path(__file__).with_suffix(".txt")))
 
 
-def survives(mutation: Mutation, root: Path) -> bool:
-    """Whether the tests pass all the same."""
-    place = place_of(mutation.before, root)
-    right = place.read_text()
-    place.write_text(right.replace(mutation.before, mutation.after))
-    command = [sys.executable, "-m", "pytest", "-qx", "-m", "not slow"]
+def outcome(mutation: Mutation, root: Path) -> Tuple[bool, str]:
+    """True if the tests see the mutation in the copy, and which one, or what failed."""
+    files = sorted(root.glob("opacus_ext/**/*.py"))
+    places = [p for p in files if mutation.before in p.read_text()]
+    if not places:
+        return False, f"text not found: {mutation.before!r}"
+    right = places[0].read_text()
+    places[0].write_text(right.replace(mutation.before, mutation.after))
     try:
         done = subprocess.run(
-            [*command, *shlex.split(mutation.tests)],
+            [sys.executable, *PYTEST, *QUICK, *shlex.split(mutation.tests)],
             cwd=root,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)},
         )
     finally:
-        place.write_text(right)
-    if done.returncode not in (0, 1):
-        raise SystemExit(done.stdout[-2000:])
-    said = [x for x in done.stdout.splitlines() if x.startswith("FAILED")]
-    print(f"  {said[0] if said else 'nothing failed'}", flush=True)
-    return done.returncode == 0
+        places[0].write_text(right)
+    seen = [line for line in done.stdout.splitlines() if line.startswith("FAILED")]
+    if done.returncode == 1 and seen:
+        return True, seen[0].partition(" - ")[0]
+    said = "not seen" if not done.returncode else done.stdout[-1500:]
+    return False, f"{said} ({mutation.tests})"
 
 
-def main(numbers: List[int]) -> int:
-    """Tries some mutations, or all; the status is 1 if one survives."""
-    chosen = [MUTATIONS[i] for i in numbers] or MUTATIONS
-    alive = []
+def main() -> int:
+    """Tries some mutations, or all; the status is 1 if one is not found."""
+    parser = argparse.ArgumentParser(prog="python -m tests.mutations")
+    parser.add_argument("--third", type=int, choices=range(3), help="one in three")
+    parser.add_argument("--processes", type=int, choices=(1, 2), default=2)
+    parser.add_argument("numbers", type=int, nargs="*")
+    args = parser.parse_args()
+    chosen = range(len(MUTATIONS))[args.third or 0 :: 1 if args.third is None else 3]
+    numbers = args.numbers or list(chosen)
+    copies: "SimpleQueue[Path]" = SimpleQueue()
+
+    def tried(number: int) -> bool:
+        root, start = copies.get(), time.monotonic()
+        found, said = outcome(MUTATIONS[number], root)
+        copies.put(root)
+        took = f"{time.monotonic() - start:.0f} s"
+        print(f"{number} {MUTATIONS[number].name}: {said}, {took}", flush=True)
+        return found
+
     with tempfile.TemporaryDirectory() as folder:
-        root = Path(folder) / "copy"
         skipped = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "out")
-        shutil.copytree(ROOT, root, ignore=skipped)
-        for mutation in chosen:
-            print(f"{MUTATIONS.index(mutation)} {mutation.name}", flush=True)
-            if survives(mutation, root):
-                alive.append(mutation.name)
-    print(f"{len(chosen) - len(alive)} of {len(chosen)} were found")
-    for name in alive:
-        print(f"not found: {name}")
-    return bool(alive)
+        for process in range(args.processes):
+            root = Path(folder) / str(process)
+            shutil.copytree(ROOT, root, ignore=skipped)
+            copies.put(root)
+        with ThreadPoolExecutor(args.processes) as pool:
+            results = list(pool.map(tried, numbers))
+    print(f"{sum(results)} of {len(results)} were found")
+    return int(not all(results))
 
 
 if __name__ == "__main__":
-    sys.exit(main([int(x) for x in sys.argv[1:]]))
+    sys.exit(main())

@@ -22,160 +22,74 @@ TASKS = {
     "sequence-classification": "SEQUENCE_CLASSIFICATION",
     "image-classification": "IMAGE_CLASSIFICATION",
 }
-# What a configuration has of these, it gets.
-SMALL = dict(
+# What a configuration has of these names, it gets; by value.
+_BY_VALUE = {
+    0: """
+    pad_token_id num_mtp_layers num_nextn_predict_layers
+    """,
+    1: """
+    num_key_value_heads bos_token_id num_hidden_groups decoder_start_token_id
+    post_attention_groups intermediate_groups output_groups num_feature_levels
+    n_shared_experts num_shared_experts moe_num_shared_experts topk_group
+    first_k_dense_replace num_dense_layers swa_num_key_value_heads
+    num_global_key_value_heads n_groups
+    """,
+    2: """
+    num_hidden_layers num_attention_heads eos_token_id num_filters n_layer
+    n_layers num_layers encoder_layers decoder_layers num_encoder_layers
+    num_decoder_layers n_head n_heads num_heads encoder_attention_heads
+    decoder_attention_heads type_vocab_size q_groups k_groups v_groups mlp_ratio
+    num_experts_per_tok moe_topk moe_k top_k_experts n_group index_n_heads
+    swa_num_attention_heads linear_num_key_heads linear_num_value_heads
+    linear_num_heads linear_conv_kernel_dim mamba_d_conv mamba_expand
+    mamba_dt_rank time_step_rank
+    """,
+    3: """
+    blank_token_id num_labels num_channels
+    """,
+    4: """
+    sliding_window attention_window block_size rotary_dim num_query_tokens
+    patch_size num_experts num_local_experts n_routed_experts moe_num_experts
+    qk_rope_head_dim qk_nope_head_dim index_topk linear_key_head_dim
+    linear_value_head_dim mamba_n_heads mamba_d_state mamba_chunk_size
+    mamba_num_heads state_size ssm_state_size chunk_size
+    hidden_size_per_layer_input
+    """,
+    6: """
+    expert_ffn_hidden_size
+    """,
+    8: """
+    head_dim d_kv num_buckets relative_attention_num_buckets num_mel_bins
+    moe_intermediate_size kv_lora_rank q_lora_rank v_head_dim index_head_dim
+    swa_head_dim global_head_dim linear_head_dim mamba_d_head mamba_head_dim
+    """,
+    10: """
+    shared_expert_intermediate_size shared_experts_intermediate_size
+    shared_intermediate_size
+    """,
+    12: """
+    intermediate_size hidden_dim d_inner d_ff n_inner ffn_dim fc_size
+    dim_feedforward encoder_ffn_dim decoder_ffn_dim intermediate_sizes
+    encoder_intermediate_size decoder_intermediate_size feed_forward_size
+    ffn_hidden_size
+    """,
+    16: """
+    hidden_size d_model dim n_embd embed_dim emb_dim embedding_size
+    encoder_hidden_size decoder_hidden_size attention_hidden_size
+    word_embed_proj_dim projection_dim hidden_size_global audio_hidden_size
+    encoder_seq_length max_distance relative_attention_max_distance image_size
+    """,
+    64: """
+    max_position_embeddings n_positions n_ctx max_seq_len max_sequence_length
+    max_source_positions max_target_positions
+    """,
+}
+SMALL = {name: n for n, names in _BY_VALUE.items() for name in names.split()}
+SMALL.update(
     vocab_size=V,
-    hidden_size=16,
-    intermediate_size=12,
-    num_hidden_layers=2,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-    head_dim=8,
-    max_position_embeddings=64,
-    pad_token_id=0,
-    bos_token_id=1,
-    eos_token_id=2,
-    # the same under other names
-    d_model=16,
-    dim=16,
-    n_embd=16,
-    embed_dim=16,
-    emb_dim=16,
-    embedding_size=16,
-    encoder_hidden_size=16,
-    decoder_hidden_size=16,
-    attention_hidden_size=16,
-    word_embed_proj_dim=16,
-    projection_dim=16,
-    hidden_dim=12,
-    hidden_size_global=16,
-    audio_hidden_size=16,
-    blank_token_id=3,
-    num_filters=2,
-    d_inner=12,
-    d_ff=12,
-    d_kv=8,
-    n_inner=12,
-    ffn_dim=12,
-    fc_size=12,
-    dim_feedforward=12,
-    encoder_ffn_dim=12,
-    decoder_ffn_dim=12,
-    intermediate_sizes=12,
-    encoder_intermediate_size=12,
-    decoder_intermediate_size=12,
-    feed_forward_size=12,
-    n_layer=2,
-    n_layers=2,
-    num_layers=2,
-    encoder_layers=2,
-    decoder_layers=2,
-    num_encoder_layers=2,
-    num_decoder_layers=2,
-    num_hidden_groups=1,
-    n_head=2,
-    n_heads=2,
-    num_heads=2,
-    encoder_attention_heads=2,
-    decoder_attention_heads=2,
-    n_positions=64,
-    n_ctx=64,
-    max_seq_len=64,
-    max_sequence_length=64,
-    max_source_positions=64,
-    max_target_positions=64,
-    encoder_seq_length=16,
-    type_vocab_size=2,
-    num_labels=3,
-    decoder_start_token_id=1,
-    # attention of several kinds
-    num_buckets=8,
-    max_distance=16,
-    relative_attention_num_buckets=8,
-    relative_attention_max_distance=16,
-    sliding_window=4,
-    attention_window=4,
-    block_size=4,
-    rotary_dim=4,
-    num_query_tokens=4,
-    q_groups=2,
-    k_groups=2,
-    v_groups=2,
-    post_attention_groups=1,
-    intermediate_groups=1,
-    output_groups=1,
-    # images and sound
-    image_size=16,
-    patch_size=4,
-    num_channels=3,
-    mlp_ratio=2,
-    num_feature_levels=1,
-    num_mel_bins=8,
-    # experts
-    moe_intermediate_size=8,
-    num_experts=4,
-    num_local_experts=4,
-    n_routed_experts=4,
-    moe_num_experts=4,
-    num_experts_per_tok=2,
-    moe_topk=2,
-    moe_k=2,
-    top_k_experts=2,
-    n_shared_experts=1,
-    num_shared_experts=1,
-    moe_num_shared_experts=1,
-    shared_expert_intermediate_size=10,
-    shared_experts_intermediate_size=10,
-    shared_intermediate_size=10,
-    expert_ffn_hidden_size=6,
-    ffn_hidden_size=12,
-    n_group=2,
-    topk_group=1,
-    first_k_dense_replace=1,
-    num_dense_layers=1,
+    vocab_size_per_layer_input=V,
     mlp_layer_types=["dense", "sparse"],
     enable_moe_block=True,
-    # latent and sparse attention
-    kv_lora_rank=8,
-    q_lora_rank=8,
-    qk_rope_head_dim=4,
-    qk_nope_head_dim=4,
-    v_head_dim=8,
-    index_n_heads=2,
-    index_head_dim=8,
-    index_topk=4,
-    swa_num_attention_heads=2,
-    swa_num_key_value_heads=1,
-    swa_head_dim=8,
-    num_global_key_value_heads=1,
-    global_head_dim=8,
-    # linear attention and state spaces
-    linear_key_head_dim=4,
-    linear_value_head_dim=4,
-    linear_num_key_heads=2,
-    linear_num_value_heads=2,
-    linear_num_heads=2,
-    linear_head_dim=8,
-    linear_conv_kernel_dim=2,
-    mamba_n_heads=4,
-    mamba_d_head=8,
-    mamba_d_state=4,
-    mamba_d_conv=2,
-    mamba_expand=2,
-    mamba_dt_rank=2,
-    mamba_chunk_size=4,
-    mamba_num_heads=4,
-    mamba_head_dim=8,
-    state_size=4,
-    time_step_rank=2,
-    ssm_state_size=4,
-    n_groups=1,
-    chunk_size=4,
-    # further tokens, further embeddings
-    num_mtp_layers=0,
-    num_nextn_predict_layers=0,
-    hidden_size_per_layer_input=4,
-    vocab_size_per_layer_input=V,
 )
 LATENT = dict(num_key_value_heads=2, head_dim=4)
 LINEAR = ["linear_attention", "full_attention"]
@@ -200,18 +114,10 @@ TWO_STAGES = dict(
 )
 SWIN = dict(embed_dim=8, depths=(2, 1), num_heads=(1, 2), window_size=2, patch_size=2)
 FAMILIES = {
-    "afmoe": {},
-    "aria": {},
     "axk1": LATENT,
     "axk2": LATENT,
-    "bailing_hybrid": {},
     "beam": dict(layer_types=["sliding_attention", "full_attention"], sliding_window=4),
-    "cohere2_moe": {},
     "dbrx": dict(
-        d_model=16,
-        n_heads=2,
-        n_layers=2,
-        max_seq_len=64,
         attn_config=dict(kv_n_heads=1, clip_qkv=8.0, rope_theta=1e4),
         ffn_config=dict(ffn_hidden_size=6, moe_num_experts=4, moe_top_k=2),
     ),
@@ -227,21 +133,13 @@ FAMILIES = {
         ),
         o_lora_rank=4,
         o_groups=2,
-        sliding_window=4,
         hc_mult=2,
     ),
-    "diffusion_gemma": {},
-    "dots1": {},
     "dots3_note": dict(num_key_value_heads=2),
-    "ernie4_5_moe": {},
     "ernie4_5_vl_moe": dict(
         hidden_size=32, moe_intermediate_size=[6, 4], **rope(2, 2, 4)
     ),
-    "exaone_moe": {},
-    "flex_olmo": {},
     "flint": dict(mlp_only_layers=[0]),
-    "gemma4": {},
-    "glm4_moe": {},
     "glm4_moe_lite": LATENT,
     "glm4v_moe": rope(1, 1, 2, partial_rotary_factor=1.0),
     "glm5_next": dict(
@@ -253,83 +151,32 @@ FAMILIES = {
         hc_mult=2,
     ),
     "glm_moe_dsa": LATENT,
-    "gpt_oss": {},
-    "granitemoe": {},
-    "granitemoe_swa": {},
     "granitemoehybrid": dict(layer_types=["mamba", "attention"]),
-    "granitemoeshared": {},
-    "hunyuan_v1_moe": {},
-    "hy_v3": {},
-    "hy_v4": {},
-    "inkling": {},
-    "inkling2": {},
-    "jamba": {},
     "jetmoe": dict(kv_channels=8),
-    "kimi_linear": {},
-    "kolibri1": {},
-    "laguna": {},
     "lfm2_moe": dict(layer_types=["conv", "full_attention"]),
-    "llama4": {},
     "longcat_flash": dict(
         num_layers=2, zero_expert_num=2, num_key_value_heads=2, head_dim=4
     ),
-    "mellum": {},
-    "mimo_v2_flash": {},
-    "minimax": {},
-    "minimax_m2": {},
-    "minimax_m3_vl": {},
     "mistral4": LATENT,
     "mistral_large4": LATENT,
-    "mixtral": {},
     "muse_spark": dict(moe_hidden_size=8),
     "nemotron_h": dict(
         layers_block_type=["linear_attention", "moe", "full_attention", "moe"],
         num_hidden_layers=4,
         moe_shared_expert_intermediate_size=6,
     ),
-    "nllb_moe": dict(
-        d_model=16,
-        encoder_layers=2,
-        decoder_layers=2,
-        encoder_ffn_dim=12,
-        decoder_ffn_dim=12,
-        encoder_attention_heads=2,
-        decoder_attention_heads=2,
-        encoder_sparse_step=2,
-        decoder_sparse_step=2,
-        encoder_layerdrop=0.0,
-        decoder_layerdrop=0.0,
-        dropout=0.0,
-        moe_token_dropout=0.0,
-    ),
-    "olmoe": {},
-    "openai_privacy_filter": {},
-    "phimoe": {},
-    "qwen2_moe": {},
+    "nllb_moe": dict(encoder_sparse_step=2, decoder_sparse_step=2),
     "qwen3_5_moe": dict(layer_types=LINEAR, **rope(2, 1, 1, partial_rotary_factor=1.0)),
-    "qwen3_moe": {},
     "qwen3_next": dict(layer_types=LINEAR),
     "qwen3_omni_moe": rope(2, 1, 1),
     "qwen3_vl_moe": rope(2, 1, 1),
     "qwen4_exp": dict(hc_lowrank=4, hc_count=2),
-    "solar_open": {},
     "step3p7": dict(
-        sliding_window=4,
-        layer_types=["sliding_attention", "full_attention"],
-        share_expert_dim=6,
+        layer_types=["sliding_attention", "full_attention"], share_expert_dim=6
     ),
     "switch_transformers": dict(
-        d_model=16,
-        d_kv=8,
-        d_ff=12,
-        num_layers=2,
-        num_decoder_layers=2,
-        num_heads=2,
-        num_sparse_encoder_layers=1,
-        num_sparse_decoder_layers=1,
-        dropout_rate=0.0,
+        num_sparse_encoder_layers=1, num_sparse_decoder_layers=1
     ),
-    "unlimited_ocr": {},
     "zaya": dict(num_experts_per_tok=1, router_hidden_size=8),
     # dense
     "shieldgemma2": dict(yes_token_index=3, no_token_index=4),
@@ -498,7 +345,6 @@ FAMILIES = {
         hash_seed=0,
         lsh_attn_chunk_length=4,
         local_attn_chunk_length=4,
-        feed_forward_size=12,
         attention_head_size=8,
     ),
     "regnet": dict(STAGES, embedding_size=8, groups_width=4),

@@ -43,13 +43,7 @@ class Stop(Exception):
 
 @dataclass
 class Failure:
-    """
-    Attributes:
-        seed: makes the case again
-        kind: "wrong", "crash" or "refused"
-        what: the case in words
-        error: its message
-    """
+    """A case that fails: its seed, "wrong", "crash" or "refused", it, the message."""
 
     seed: int
     kind: str
@@ -100,10 +94,7 @@ class Case:
         return batch_of(self.clean, self.rng, size)
 
     def grads(
-        self,
-        batch: Batch,
-        weights: Optional[Dict[str, Any]] = None,
-        scale: float = 1.0,
+        self, batch: Batch, weights: Optional[Dict[str, Any]] = None, scale: float = 1.0
     ) -> Dict[str, Any]:
         """The oracle's gradients, of losses times ``scale``, divided by it."""
 
@@ -224,29 +215,16 @@ def leaves(case: Case) -> None:
     case.private.optimizer.zero_grad()
 
 
-def breaks(case: Case) -> None:
-    """User code raises between the forward and the backward pass."""
+def breaks(case: Case, inside: bool = False) -> None:
+    """User code raises in the model's forward, or between it and the backward pass."""
 
-    def raises(model, batch):
-        loss_of(model, batch)
+    def stop(*args):
         raise Stop
 
+    last = list(case.model.steps.values())[-1]
+    handle = last.register_forward_hook(stop if inside else lambda *args: None)
     try:
-        case.private.step(case.batch(), raises)
-    except Stop:
-        pass
-
-
-def breaks_inside(case: Case) -> None:
-    """The model raises within its forward."""
-
-    def stop(module, args, output):
-        raise Stop
-
-    steps = list(case.model.steps.values())
-    handle = steps[-1].register_forward_hook(stop)
-    try:
-        case.private.step(case.batch(), loss_of)
+        case.private.step(case.batch(), lambda m, batch: stop(loss_of(m, batch)))
     except Stop:
         pass
     handle.remove()
@@ -296,15 +274,9 @@ def resumes(case: Case) -> None:
         )
 
 
-def keeps_gradients(case: Case) -> None:
-    """Gradients are set to zero instead of None."""
-    case.private.optimizer.zero_grad(set_to_none=False)
-
-
-def loads(case: Case) -> None:
+def shrunk(state: Dict[str, Any]) -> Dict[str, Any]:
     """Weights from elsewhere."""
-    state = {n: 0.9 * x for n, x in case.model.state_dict().items()}
-    case.model.load_state_dict(state)
+    return {n: 0.9 * x for n, x in state.items()}
 
 
 EVENTS: Dict[str, Any] = {
@@ -315,12 +287,12 @@ EVENTS: Dict[str, Any] = {
     "evaluates": (evaluates, 1),
     "leaves": (leaves, 1),
     "breaks": (breaks, 1),
-    "breaks inside": (breaks_inside, 1),
+    "breaks inside": (lambda case: breaks(case, inside=True), 1),
     "second run": (second_run, 1),
     "between": (between, 1),
     "resumes": (resumes, 1),
-    "keeps gradients": (keeps_gradients, 1),
-    "loads": (loads, 1),
+    "keeps gradients": (lambda c: c.private.optimizer.zero_grad(set_to_none=False), 1),
+    "loads": (lambda c: c.model.load_state_dict(shrunk(c.model.state_dict())), 1),
 }
 
 
@@ -328,26 +300,21 @@ def attempt(seed: int, compiles: bool = True) -> Any:
     """A :class:`Failure`, None, or "unfit"; ``compiles=False`` is quicker."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        what = ""
         try:
             case = Case(seed)
+            case.compiled &= compiles
+            what = case.describe()
+            case.run()
         except Unfit:
             return "unfit"
-        case.compiled &= compiles
-        return _run(case)
-
-
-def _run(case: Case) -> Any:
-    seed, what = case.seed, case.describe()
-    try:
-        case.run()
-    except Unfit:
-        return "unfit"
-    except AssertionError as error:
-        return Failure(seed, "wrong", what, str(error))
-    except Refused as error:
-        if case.refusable or "it can't be told which" in str(error):
-            return None
-        return Failure(seed, "refused", what, str(error)[:600])
-    except Exception as error:
-        return Failure(seed, "crash", what, f"{type(error).__name__}: {error}"[:600])
+        except AssertionError as error:
+            return Failure(seed, "wrong", what, str(error))
+        except Refused as error:
+            if case.refusable or "it can't be told which" in str(error):
+                return None
+            return Failure(seed, "refused", what, str(error)[:600])
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}"[:600]
+            return Failure(seed, "crash", what, text)
     return None

@@ -1,70 +1,62 @@
-import hypothesis.strategies as st
+"""Embeddings, bags of them, and rows of a parameter that an index chooses."""
+
 import pytest
 import torch
-from hypothesis import given
 from torch import nn
+from torch.nn import functional as F
 
-from tests.common import check, layer_modes, square_loss, wrapped
-
-
-@layer_modes
-@wrapped
-@given(
-    N=st.integers(0, 4),
-    inner=st.lists(st.integers(1, 4), max_size=3),
-    V=st.integers(1, 7),
-    d=st.integers(1, 4),
-)
-def test_embedding(mode, wrap, N, inner, V, d):
-    """Ids of 1 to 4 dimensions; V = 1 makes every id of a sample the same row."""
-    model = nn.Embedding(V, d).double()
-    check(mode, wrap, model, torch.randint(0, V, (N, *inner)), square_loss)
+from tests.common import check, square_loss
+from tests.grad_samples.rule_case import Op, RuleCase, RuleTests, modes
 
 
-@layer_modes
-@wrapped
-@pytest.mark.parametrize("padding_idx", [0, 3, -1])
-def test_padding_idx(mode, wrap, padding_idx):
-    """The padding row gets no gradient, also from a sample that is all padding.
-
-    The row is not zero: a model that was loaded may hold anything there.
-    """
-    model = nn.Sequential(
-        nn.Embedding(5, 4, padding_idx=padding_idx), nn.Linear(4, 3)
-    ).double()
-    torch.nn.init.normal_(model[0].weight)
-    pad = model[0].padding_idx
-    ids = torch.tensor(
-        [[pad, 1, 2, pad], [pad, pad, pad, pad], [1, 1, 2, 2], [2, pad, 0, 4]]
-    )
-    check(mode, wrap, model, ids, square_loss)
+def ids(high, *shape):
+    return lambda B, T: torch.randint(high, (B, T, *shape))
 
 
-@layer_modes
-def test_repeated_ids(mode):
-    """<one-hot, one-hot> sums over pairs of positions, not positions."""
-    model = nn.Embedding(4, 3).double()
-    ids = torch.tensor([[1, 1, 1, 1, 1], [0, 1, 0, 1, 0], [0, 1, 2, 3, 0]])
-    check(mode, True, model, ids, square_loss)
+def padded(B, T):
+    """Sample 0 is nothing but padding."""
+    found = torch.randint(5, (B, T))
+    found[:1] = 3
+    return found
 
 
-@layer_modes
-def test_non_contiguous_ids(mode):
-    model = nn.Embedding(9, 3).double()
-    check(mode, True, model, torch.randint(0, 9, (6, 4)).t(), square_loss)
+class TestEmbedding(RuleTests):
+    ops = (F.embedding,)
+    cases = {
+        "ids": RuleCase(lambda: nn.Embedding(6, 4), ids(6)),
+        "of several dims": RuleCase(lambda: nn.Embedding(6, 4), ids(6, 2, 2)),
+        "int32": RuleCase(lambda: nn.Embedding(6, 4), lambda B, T: ids(6)(B, T).int()),
+        "all one row": RuleCase(lambda: nn.Embedding(1, 2), ids(1)),
+        "long": RuleCase(lambda: nn.Embedding(6, 2), lambda B, T: ids(6)(B, 50 * T)),
+        **{
+            f"padding {index}": RuleCase(
+                lambda index=index: nn.Embedding(5, 4, padding_idx=index), padded
+            )
+            for index in (0, 3)
+        },
+    }
 
 
-@layer_modes
-def test_int32_ids(mode):
-    model = nn.Embedding(9, 3).double()
-    check(mode, True, model, torch.randint(0, 9, (4, 6)).int(), square_loss)
-
-
-@layer_modes
-def test_long_sequence(mode):
-    """T large beside V and d, where a [T, T] table is not worth its memory."""
-    model = nn.Embedding(11, 2).double()
-    check(mode, True, model, torch.randint(0, 11, (3, 300)), square_loss)
+class TestRows(RuleTests):
+    cases = {
+        "rows": RuleCase(lambda: Op(lambda i, w: w[i - 3], (6, 2, 4)), ids(6, 2)),
+        "padding -2": RuleCase(
+            lambda: Op(lambda i, w: F.embedding(i, w, padding_idx=-2), (5, 4)), padded
+        ),
+        "torch.embedding": RuleCase(
+            lambda: Op(lambda i, w: torch.embedding(w, i, 1), (6, 4)), ids(6)
+        ),
+        "a table a sample": RuleCase(
+            lambda: Op(
+                lambda i, w: torch.stack(
+                    [F.embedding(row, w * row.sum(), padding_idx=1) for row in i]
+                ),
+                (6, 4),
+            ),
+            ids(6),
+            without=("empty",),
+        ),
+    }
 
 
 class Bag(nn.Module):
@@ -83,12 +75,11 @@ class Bag(nn.Module):
         offsets = (torch.arange(B)[:, None] * T + torch.tensor([0, 3, 3])).flatten()
         if self.bag.include_last_offset:
             offsets = torch.cat([offsets, torch.tensor([B * T])])
-        if weights is not None:
-            weights = weights.flatten()
+        weights = None if weights is None else weights.flatten()
         return self.bag(ids.flatten(), offsets, weights).view(B, -1)
 
 
-@layer_modes
+@modes
 @pytest.mark.parametrize("offsets", [True, False])
 @pytest.mark.parametrize(
     "kwargs",
@@ -96,30 +87,27 @@ class Bag(nn.Module):
         dict(mode="sum"),
         dict(mode="mean", padding_idx=-4),
         dict(mode="max", padding_idx=3),
-        dict(mode="max"),
         dict(mode="sum", weighted=True, include_last_offset=True),
         dict(mode="mean", include_last_offset=True),
     ],
     ids=lambda kwargs: " ".join(map(str, kwargs.values())),
 )
-def test_bags(mode, offsets, kwargs):
+def test_bags(mode, wrap, offsets, kwargs):
     batch = torch.randint(0, 7, (4, 5)), torch.rand(4, 5).double()
-    check(mode, True, Bag(offsets, **kwargs).double(), batch, square_loss)
+    check(mode, wrap, Bag(offsets, **kwargs).double(), batch, square_loss)
 
 
-@layer_modes
-def test_bags_of_other_lengths_in_each_sample(mode):
-    class Model(nn.Module):
+@modes
+def test_bags_of_other_lengths_in_each_sample(mode, wrap):
+    class Lengths(nn.Module):
         def __init__(self):
             super().__init__()
             self.bag = nn.EmbeddingBag(7, 3, mode="max")
 
         def forward(self, ids, first):
-            rows = [
-                self.bag(x, torch.stack([0 * n, n])).flatten()
-                for x, n in zip(ids, first)
-            ]
+            starts = (torch.stack([0 * n, n]) for n in first)
+            rows = [self.bag(x, n).flatten() for x, n in zip(ids, starts)]
             return torch.stack(rows)
 
     batch = torch.randint(0, 7, (4, 5)), torch.tensor([1, 3, 1, 5])
-    check(mode, True, Model().double(), batch, square_loss)
+    check(mode, wrap, Lengths().double(), batch, square_loss)

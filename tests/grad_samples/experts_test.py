@@ -1,199 +1,200 @@
-"""Stacked experts: our own, and those of transformers that follow its interface."""
+"""Stacked experts, ours and those of transformers, and rows that routers move."""
 
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from opacus_ext.layers import Experts, balancing_loss
 from opacus_ext.refused import Refused
 from tests.common import (
+    assert_same,
     check,
-    layer_modes,
+    clipped_sum,
+    make_private,
     next_token_loss,
+    oracle,
     run_mode,
     square_loss,
-    wrapped,
+    trainable,
 )
+from tests.grad_samples.moe_families_test import batch_of, build, loss_fn
+from tests.grad_samples.rule_case import modes
+
+# -- ways to write a mixture of experts ------------------------------------------------
 
 
-class Model(nn.Module):
-    def __init__(self, choices=2, count=4, **kwargs):
+def by_mask(experts, x, weights, chosen):
+    out = torch.zeros_like(x)
+    for i, expert in enumerate(experts):
+        mask = (chosen == i).any(-1)
+        if mask.any():
+            share = (weights * (chosen == i)).sum(-1)
+            out[mask] += expert(x[mask]) * share[mask][:, None]
+    return out
+
+
+def by_sorting(experts, x, weights, chosen):
+    """One permutation for all; the split hides where a row came from."""
+    k = chosen.shape[1]
+    order = chosen.flatten().argsort(stable=True)
+    counts = torch.bincount(chosen.flatten(), minlength=len(experts)).tolist()
+    parts = x[order // k].split(counts[: len(experts)])
+    y = torch.cat([expert(part) for expert, part in zip(experts, parts)])
+    y = torch.zeros_like(y).index_copy(0, order, y)
+    return (y.unflatten(0, (-1, k)) * weights[..., None]).sum(1)
+
+
+def stacked(experts, x, weights, chosen):
+    return experts(x, chosen, weights)
+
+
+def capped(experts, x, weights, chosen):
+    """No expert takes more than two tokens of what is called the batch."""
+    place = F.one_hot(chosen[:, 0], len(experts)).cumsum(0).gather(1, chosen[:, :1])
+    return by_mask(experts, x, weights * (place <= 2), chosen)
+
+
+WAYS = (by_mask, by_sorting, stacked, capped)
+ways = pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+
+
+class Mixture(nn.Module):
+    def __init__(self, way, k=2, **kwargs):
         super().__init__()
-        self.first = nn.Linear(3, 4)
-        self.router = nn.Linear(4, count)
-        self.experts = Experts(4, 5, count, **kwargs)
-        self.choices = choices
+        self.way, self.k, self.router = way, k, nn.Linear(4, 4)
+        if way is stacked:
+            self.experts = Experts(4, 5, 4, **kwargs)
+            return
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(4, 5), nn.GELU(), nn.Linear(5, 4)) for _ in "abcd"
+        )
+
+    def forward(self, x, chosen=None):
+        flat = x.flatten(0, 1)
+        weights, best = self.router(flat).softmax(-1).topk(self.k, dim=-1)
+        chosen = best if chosen is None else chosen.reshape(-1, 1)
+        return self.way(self.experts, flat, weights, chosen).view_as(x)
+
+
+class Mixtures(nn.Module):
+    """Two mixtures, the second on the output of the first; or one, twice."""
+
+    def __init__(self, *args, twice=False, **kwargs):
+        super().__init__()
+        self.first, self.norm = nn.Linear(3, 4), nn.LayerNorm(4)
+        made = [Mixture(*args, **kwargs) for _ in range(2 - twice)]
+        self.mixtures = nn.ModuleList(made * (1 + twice))
 
     def forward(self, x, chosen=None):
         x = self.first(x)
-        flat = x.flatten(0, 1)
-        weights, index = self.router(flat).softmax(-1).topk(self.choices, dim=-1)
-        index = index if chosen is None else chosen.reshape(-1, 1)
-        return x + self.experts(flat, index, weights).view_as(x)
+        for mixture in self.mixtures:
+            x = x + mixture(self.norm(x), chosen)
+        return x
 
 
-@layer_modes
-@wrapped
-@pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("B, T", [(4, 6), (5, 5), (1, 6), (6, 1), (0, 3), (3, 40)])
-def test_exact(mode, wrap, gated, bias, B, T):
-    model = Model(gated=gated, bias=bias).double()
-    check(mode, wrap, model, torch.randn(B, T, 3).double(), square_loss)
+@modes
+@ways
+def test_sizes(mode, wrap, way):
+    for k, sizes in ((2, ((4, 6), (1, 6), (6, 1), (0, 3))), (1, ((5, 5), (3, 40)))):
+        for B, T in sizes:
+            x = torch.randn(B, T, 3).double()
+            check(mode, wrap, Mixtures(way, k).double(), x, square_loss)
 
 
-@layer_modes
-@pytest.mark.parametrize(
-    "chosen",
-    [
-        torch.arange(4).expand(4, 4),  # each expert gets B tokens
-        torch.full((4, 4), 2),  # one gets all
-        torch.arange(4)[:, None].expand(4, 4),  # one a sample
-        torch.full((4, 4), 4),  # all are dropped
-        torch.arange(16).view(4, 4) % 5,  # some are dropped
-    ],
-)
-def test_loads(mode, chosen):
-    batch = torch.randn(4, 4, 3).double(), chosen
-    check(mode, True, Model(1, bias=True).double(), batch, square_loss)
-
-
-@layer_modes
-@pytest.mark.parametrize("frozen", ["router", "experts", "up", "down", "first"])
-def test_frozen(mode, frozen):
-    model = Model(bias=True).double()
-    for name, p in model.named_parameters():
-        p.requires_grad_(frozen not in name)
-    check(mode, True, model, torch.randn(4, 6, 3).double(), square_loss)
-
-
-@layer_modes
-def test_experts_used_twice(mode):
-    class Twice(Model):
-        def forward(self, x):
-            x = super().forward(x)
-            flat = x.flatten(0, 1)
-            index = (flat[:, :1] > 0) + 2 * (flat[:, 1:2] > 0)
-            weights = torch.ones_like(index).to(flat)
-            return self.experts(flat, index, weights).view_as(x)
-
-    check(mode, True, Twice().double(), torch.randn(4, 6, 3).double(), square_loss)
-
-
-# -- transformers ------------------------------------------------------------------
-
-SMALL = dict(
-    vocab_size=31,
-    hidden_size=8,
-    intermediate_size=12,
-    num_hidden_layers=2,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-    head_dim=4,
-)
-FAMILIES = {
-    "Mixtral": dict(num_local_experts=4, num_experts_per_tok=2),
-    "Qwen2Moe": dict(
-        num_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=6,
-        shared_expert_intermediate_size=10,
+ROUTES = {
+    "each expert gets B tokens, one of each sample": torch.arange(4).expand(4, 4),
+    "each expert gets B tokens, of mixed samples": torch.tensor(
+        [[0, 0, 1, 2], [3, 0, 1, 1], [2, 2, 3, 0], [1, 3, 3, 2]]
     ),
-    "GptOss": dict(num_local_experts=4, num_experts_per_tok=2),
-    "Llama4": dict(num_local_experts=4, num_experts_per_tok=1),
+    "one expert gets all": torch.full((4, 4), 2),
+    "a sample has an expert of its own": torch.arange(4)[:, None].expand(4, 4),
+    "one token for the last": (torch.arange(16) == 7).view(4, 4) * 3,
+    "some are dropped": torch.arange(16).view(4, 4) % 5,
 }
 
 
-def language_model(name):
-    import transformers
+@modes
+@ways
+@pytest.mark.parametrize("route", ROUTES)
+def test_routes(mode, wrap, way, route):
+    """Four samples, four tokens, four experts: every shape looks like a batch."""
+    if "dropped" in route and way in (by_sorting, capped):
+        pytest.skip("has no expert to drop tokens to")
 
-    text = "Text" if name == "Llama4" else ""
-    config = getattr(transformers, f"{name}{text}Config")(**SMALL, **FAMILIES[name])
-    model = getattr(transformers, f"{name}ForCausalLM")(config).double().train()
-    model.set_experts_implementation("eager")  # its kernels have no float64
-    return model
+    class Routed(Mixtures):
+        def forward(self, x):
+            return super().forward(x[..., :3], x[..., 3].long())
 
-
-def causal_loss(model, ids):
-    return next_token_loss(model(input_ids=ids, use_cache=False).logits, ids)
-
-
-@layer_modes
-@pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("B, T", [(4, 6), (5, 5)])
-def test_language_models(mode, name, B, T):
-    model = language_model(name)
-    check(mode, True, model, torch.randint(31, (B, T)), causal_loss, tolerance=1e-6)
+    x = torch.cat([torch.randn(4, 4, 3), ROUTES[route][..., None]], dim=-1).double()
+    check(mode, wrap, Routed(way, k=1).double(), x, square_loss)
 
 
-@layer_modes
-def test_router_logits_have_no_dim_of_samples(mode):
-    """What Mixtral returns is [B * T, experts]: of no row it is known whose it is."""
+@modes
+@ways
+@pytest.mark.parametrize("frozen", ["router", "mixtures.0.experts", "first", "up", ""])
+def test_frozen_and_used_twice(mode, wrap, way, frozen):
+    model = Mixtures(way, twice=not frozen).double()
+    for name, p in model.named_parameters():
+        p.requires_grad = not frozen or frozen not in name
+    check(mode, wrap, model, torch.randn(4, 6, 3).double(), square_loss)
 
-    def loss(model, ids):
-        output = model(input_ids=ids, output_router_logits=True, use_cache=False)
+
+@modes
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+def test_kinds_of_stacked_experts(mode, wrap, gated, bias):
+    for B, T in ((4, 6), (5, 5), (0, 3)):
+        model = Mixtures(stacked, gated=gated, bias=bias).double()
+        check(mode, wrap, model, torch.randn(B, T, 3).double(), square_loss)
+
+
+@modes
+@pytest.mark.parametrize("way", [by_mask, by_sorting, stacked])
+def test_every_step(mode, wrap, way):
+    """Rows move from step to step; each is as exact as the first."""
+    model, plain = Mixtures(way).double(), Mixtures(way).double()
+    private = make_private(model, mode, wrap, batch_size=3)
+    for _ in range(3):
+        plain.load_state_dict(model.state_dict())
+        batch = torch.randn(3, 4, 3).double()
+        expected = clipped_sum(oracle(plain, batch, square_loss), "flat", 1.0)
+        private.step(batch, square_loss)
+        assert_same({n: 3 * p.grad for n, p in trainable(model).items()}, expected)
+
+
+@modes
+def test_router_logits_have_no_dim_of_samples(mode, wrap):
+    """Mixtral's are [B * T, experts]: of no row it is known whose it is."""
+
+    def loss(model, batch):
+        ids = batch["input_ids"]
+        output = model(**batch, output_router_logits=True, use_cache=False)
         losses = next_token_loss(output.logits, ids)
         for logits in output.router_logits:
             p = logits.softmax(-1).unflatten(0, ids.shape)
             losses = losses + balancing_loss(p, p.topk(2).indices)
         return losses
 
+    batch = batch_of(4, 6)
     with pytest.raises(Refused, match="router_logits"):
-        run_mode(mode, True, language_model("Mixtral"), torch.randint(31, (4, 6)), loss)
+        run_mode(mode, wrap, build("mixtral"), batch, loss)
 
 
-@layer_modes
-def test_default_implementation(mode):
+@modes
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+def test_default_implementation(mode, wrap, family):
     """Grouped products in float32, as the model ships."""
-    model = language_model("Mixtral").float()
+    model = build(family)
     model.set_experts_implementation("grouped_mm")
-    check(mode, True, model, torch.randint(31, (4, 6)), causal_loss, tolerance=1e-3)
-
-
-@layer_modes
-@wrapped
-@pytest.mark.parametrize("capacity", [2, 64])
-def test_switch(mode, wrap, capacity):
-    """Tied three ways, relative position bias, experts in a ModuleDict."""
-    import transformers
-
-    config = transformers.SwitchTransformersConfig(
-        vocab_size=31,
-        d_model=8,
-        d_kv=4,
-        d_ff=12,
-        num_layers=2,
-        num_decoder_layers=2,
-        num_heads=2,
-        num_experts=4,
-        num_sparse_encoder_layers=1,
-        num_sparse_decoder_layers=1,
-        expert_capacity=capacity,
-        dropout_rate=0.0,
-        router_jitter_noise=0.0,
-    )
-    model = transformers.SwitchTransformersForConditionalGeneration(config).train()
-
-    def loss(model, batch):
-        output = model(input_ids=batch[0], decoder_input_ids=batch[1], use_cache=False)
-        return next_token_loss(output.logits, batch[1])
-
-    batch = torch.randint(31, (4, 7)), torch.randint(31, (4, 5))
-    check(mode, wrap, model, batch, loss, tolerance=1e-4)
-
-
-class Wide(Model):
-    def __init__(self, bias):
-        super().__init__()
-        self.first, self.router = nn.Linear(8, 8), nn.Linear(8, 4)
-        self.experts = Experts(8, 16, 4, gated=True, bias=bias)
+    check(mode, wrap, model, batch_of(4, 6), loss_fn, tolerance=5e-3)
 
 
 @pytest.mark.gpu
-@layer_modes
-def test_bfloat16_on_gpu(mode):
+@modes
+def test_bfloat16_on_gpu(mode, wrap):
     torch.manual_seed(0)
-    model = Wide(True).to("cuda", torch.bfloat16)
-    batch = torch.randn(3, 6, 8, device="cuda", dtype=torch.bfloat16)
+    model = Mixtures(stacked, k=1, gated=True, bias=True).to("cuda", torch.bfloat16)
+    batch = torch.randn(3, 6, 3, device="cuda", dtype=torch.bfloat16)
     chosen = torch.randint(4, (3, 6), device="cuda")  # rounding must not reroute
     check(mode, False, model, (batch, chosen), square_loss, tolerance=0.05)

@@ -1,63 +1,125 @@
-import hypothesis.strategies as st
+"""Products with a matrix: linear layers, functions of torch, bilinear forms, PReLU."""
+
+import pytest
 import torch
-from hypothesis import given
 from torch import nn
+from torch.nn import functional as F
+from transformers.pytorch_utils import Conv1D
 
-from tests.common import check, layer_modes, square_loss, wrapped
-
-
-@layer_modes
-@wrapped
-@given(
-    N=st.integers(0, 4),
-    inner=st.lists(st.integers(1, 4), max_size=3),
-    W=st.integers(1, 5),
-    out=st.integers(1, 5),
-    bias=st.booleans(),
+from opacus_ext.grad_sample.rules.experts import grouped_linear
+from opacus_ext.layers.linear_cross_entropy import linear_cross_entropy
+from tests.grad_samples.rule_case import (
+    Op,
+    RuleCase,
+    RuleTests,
+    as_it_is,
+    check_way,
+    complex_of,
 )
-def test_linear(mode, wrap, N, inner, W, out, bias):
-    """2-D to 5-D inputs, N = 0 as from an empty Poisson batch."""
-    model = nn.Linear(W, out, bias=bias).double()
-    check(mode, wrap, model, torch.randn(N, *inner, W).double(), square_loss)
 
 
-@layer_modes
-@given(T=st.sampled_from([1, 3, 40]), bias=st.booleans())
-def test_stacked(mode, T, bias):
-    """Inputs that need a gradient; T on both sides of where Grams are cheaper."""
-    model = nn.Sequential(
-        nn.Linear(3, 5, bias=bias), nn.Tanh(), nn.Linear(5, 2, bias=bias)
-    ).double()
-    check(mode, True, model, torch.randn(4, T, 3).double(), square_loss)
+def rows(*shape):
+    return lambda B, T: torch.randn(B, T, *shape)
 
 
-@layer_modes
-@wrapped
-def test_parts_frozen(mode, wrap):
-    """A frozen weight beside a trainable bias, and the reverse."""
-    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 2))
-    model[0].weight.requires_grad = False
-    model[2].bias.requires_grad = False
-    model[3].requires_grad_(False)
-    check(mode, wrap, model.double(), torch.randn(4, 6, 3).double(), square_loss)
+def addmm(x, w, b):
+    return torch.addmm(b, x.flatten(0, 1), w).unflatten(0, x.shape[:2])
 
 
-@layer_modes
-def test_non_contiguous(mode):
-    class Permuted(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.fc = nn.Linear(3, 4)
-
-        def forward(self, x):
-            return self.fc(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
-
-    check(
-        mode, True, Permuted().double(), torch.randn(4, 3, 2, 5).double(), square_loss
-    )
+def by_experts(x, index, w):
+    y = grouped_linear(x.flatten(0, -2), index.flatten(), w)
+    return y.unflatten(0, index.shape)
 
 
-@layer_modes
-def test_float32(mode):
-    model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2))
-    check(mode, True, model, torch.randn(5, 7, 3), square_loss, tolerance=1e-4)
+def head(x, ids, w, b):
+    return linear_cross_entropy(x, w, b, ids - 1, ())
+
+
+class TestLinear(RuleTests):
+    ops = (F.linear, torch.addmm)
+    cases = {
+        "linear": RuleCase(lambda: nn.Linear(3, 4), rows(3)),
+        "a row": RuleCase(lambda: nn.Linear(3, 4), lambda B, T: torch.randn(B, 3)),
+        "long": RuleCase(
+            lambda: nn.Linear(3, 4, bias=False), lambda B, T: torch.randn(B, 70 + T, 3)
+        ),
+        "5-D": RuleCase(lambda: nn.Linear(3, 1), rows(2, 1, 3)),
+        "Conv1D": RuleCase(lambda: Conv1D(4, 3), rows(3)),
+    }
+
+
+class TestFunctions(RuleTests):
+    cases = {
+        "addmm": RuleCase(lambda: Op(addmm, (3, 4), (4,)), rows(3)),
+        "matmul": RuleCase(lambda: Op(torch.matmul, (3, 4)), rows(2, 3)),
+        "matmul, first": RuleCase(lambda: Op(lambda x, w: w @ x.mT, (4, 3)), rows(3)),
+        "bmm": RuleCase(
+            lambda: Op(lambda x, w: torch.bmm(x, w.expand(len(x), 3, 4)), (1, 3, 4)),
+            rows(3),
+        ),
+        "einsum": RuleCase(
+            lambda: Op(lambda x, w: torch.einsum("btd,edh->bteh", x, w), (2, 3, 2)),
+            rows(3),
+        ),
+        "head": RuleCase(
+            lambda: Op(head, (6, 4), (6,)),
+            lambda B, T: (torch.randn(B, T, 4), torch.randint(6, (B, T))),
+        ),
+        "experts": RuleCase(
+            lambda: Op(by_experts, (3, 4, 2)),
+            lambda B, T: (torch.randn(B, T, 4), torch.randint(3, (B, T))),
+            without=("empty",),
+        ),
+        "experts, many rows": RuleCase(
+            lambda: Op(by_experts, (3, 4, 2)),
+            lambda B, T: (torch.randn(B, 200 * T, 4), torch.randint(2, (B, 200 * T))),
+            without=("test_flattened", "empty"),
+        ),
+    }
+
+
+class TestBilinear(RuleTests):
+    cases = {
+        "bilinear": RuleCase(
+            lambda: nn.Bilinear(2, 3, 4),
+            lambda B, T: (torch.randn(B, T, 2), torch.randn(B, T, 3)),
+        ),
+        "quadratic": RuleCase(
+            lambda: nn.Bilinear(3, 3, 2, bias=False),
+            rows(3),
+            lambda layer, x: layer(input2=x, input1=x),
+        ),
+    }
+
+
+class TestPReLU(RuleTests):
+    cases = {
+        "one slope": RuleCase(nn.PReLU, rows(3)),
+        "one slope, [B]": RuleCase(nn.PReLU, lambda B, T: torch.randn(B)),
+        "channels": RuleCase(lambda: nn.PReLU(4), lambda B, T: torch.randn(B, 4, T)),
+        "zeros": RuleCase(
+            lambda: nn.PReLU(4), lambda B, T: torch.randn(B, 4, T).round().abs() - 1
+        ),
+    }
+
+
+@pytest.mark.parametrize("way", [complex_of])
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(TestFunctions.cases[n] for n in ("addmm", "matmul", "matmul, first", "bmm")),
+        RuleCase(lambda: Op(F.linear, (4, 3), (4,)), rows(3)),
+        RuleCase(
+            lambda: Op(F.conv1d, (4, 3, 1), (4,)), lambda B, T: torch.randn(B, 3, T)
+        ),
+        RuleCase(
+            lambda: Op(lambda i, w: w[i - 3], (6, 2, 4)),
+            lambda B, T: torch.randint(6, (B, T)),
+        ),
+    ],
+    ids=["addmm", "matmul", "matmul, first", "bmm", "linear", "conv1d", "rows"],
+)
+def test_complex(case, way):
+    """Complex numbers that are made of real parameters."""
+    check_way(case, way, torch.complex128)
+    check_way(case, as_it_is)

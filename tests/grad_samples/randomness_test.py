@@ -16,101 +16,66 @@ from tests.common import (
     assert_same,
     clipped_sum,
     half_clipped,
-    layer_modes,
     make_private,
     square_loss,
     trainable,
-    wrapped,
 )
+from tests.grad_samples.models import D, Net, linear, weights
+from tests.grad_samples.rule_case import modes
 
-D = 4
 
-
-class Biased(nn.Module):
+def attends(m, x):
     """Attention with biases of its own (DeBERTa), dropout as a module and a number."""
-
-    def __init__(self):
-        super().__init__()
-        self.qkv, self.drop = nn.Linear(D, 3 * D), nn.Dropout(0.4)
-        self.q_bias = nn.Parameter(torch.randn(D))
-        self.v_bias = nn.Parameter(torch.randn(D))
-        self.out_dropout = 0.3
-
-    def forward(self, x):
-        q, k, v = self.qkv(x).chunk(3, -1)
-        scores = (q + self.q_bias) @ k.transpose(-1, -2)
-        y = self.drop(scores.softmax(-1)) @ (v + self.v_bias)
-        return F.dropout(y, self.out_dropout, self.training)
+    q, k, v = m.qkv(x).chunk(3, -1)
+    y = m.drop(((q + m.q_bias) @ k.mT).softmax(-1)) @ (v + m.v_bias)
+    return F.dropout(y, m.out_dropout, m.training)
 
 
-class Vision(nn.Module):
-    """Tokens and places of the whole model's own, dropout in the same forward."""
-
-    def __init__(self):
-        super().__init__()
-        self.token = nn.Parameter(torch.randn(1, 1, D))
-        self.places = nn.Parameter(torch.randn(1, 7, D))
-        self.drop, self.attention = nn.Dropout(0.3), Biased()
-        self.out = nn.Linear(D, 3)
-
-    def forward(self, x):
-        x = torch.cat([self.token.expand(len(x), -1, -1), x], 1)
-        x = self.drop(x + self.places[:, : x.shape[1]])
-        return self.out(x + self.attention(x))
+def attention():
+    biases = dict(q_bias=weights(D), v_bias=weights(D))
+    drop = dict(drop=nn.Dropout(0.4), out_dropout=0.3)
+    return Net(attends, qkv=nn.Linear(D, 3 * D), **biases, **drop)
 
 
-class TimeFirst(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.one, self.out = nn.Linear(D, D), nn.Linear(D, D)
-        self.inner = Gate()
-
-    def forward(self, x):
-        return self.out(self.inner(self.one(x).transpose(0, 1))).transpose(0, 1)
-
-
-class Gate(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.gate, self.drop = nn.Parameter(torch.randn(D)), nn.Dropout(0.3)
-
-    def forward(self, h):
-        return self.drop(h * self.gate).cumsum(0)
-
-
-class DropPath(nn.Module):
+def drop_path(m, x):
     """Leaves out whole samples, by numbers drawn for each of them."""
-
-    def __init__(self):
-        super().__init__()
-        self.scale, self.one = nn.Parameter(torch.ones(D)), nn.Linear(D, D)
-        self.drop_prob = 0.5
-
-    def forward(self, x):
-        keep = torch.rand(len(x), 1, 1, dtype=x.dtype) > self.drop_prob
-        return x + self.scale * self.one(x) * keep
+    keep = torch.rand(len(x), 1, 1, dtype=x.dtype) > 0.5
+    return x + m.scale * m.fc(x) * keep
 
 
-class Repeated(nn.Module):
-    """The same layer twice, and once under activation checkpointing."""
+def recomputed(reentrant):
+    def then(m, x):
+        x = m.layer(m.layer(m.fc(x)))
+        return checkpoint(m.layer, x, use_reentrant=reentrant)
 
-    def __init__(self, reentrant):
-        super().__init__()
-        self.one, self.layer, self.reentrant = nn.Linear(D, D), Biased(), reentrant
+    return lambda: Net(then, fc=linear(), layer=attention())
 
-    def forward(self, x):
-        x = self.layer(self.layer(self.one(x)))
-        return checkpoint(self.layer, x, use_reentrant=self.reentrant)
+
+def routed(m, x):
+    """Dropout in experts draws as many numbers as each has tokens."""
+    rows = m.fc(x).flatten(0, 1)
+    chosen, out = m.router(rows).argmax(-1), torch.zeros_like(rows)
+    for i, expert in enumerate(m.experts):
+        (where,) = torch.where(chosen == i)
+        out = out.index_add(0, where, F.dropout(expert(rows[where]), 0.5))
+    return out.unflatten(0, x.shape[:2])
 
 
 MODELS = {
-    "biases": lambda: nn.Sequential(nn.Linear(D, D), Biased()),
-    "first": Biased,
-    "whole model": Vision,
-    "time first": TimeFirst,
-    "drop path": lambda: nn.Sequential(nn.Linear(D, D), DropPath()),
-    "checkpoint": lambda: Repeated(False),
-    "reentrant": lambda: Repeated(True),
+    "biases": lambda: nn.Sequential(linear(), attention()),
+    "drop path": lambda: Net(drop_path, scale=torch.ones(D), fc=linear()),
+    # Samples that run one by one draw numbers one by one, so B = 1 for these.
+    "checkpoint": recomputed(False),
+    "reentrant": recomputed(True),
+    "experts": lambda: Net(
+        routed,
+        fc=linear(),
+        router=linear(2),
+        experts=nn.ModuleList(linear() for _ in "ab"),
+    ),
+    "lstm": lambda: Net(
+        lambda m, x: m.lstm(x)[0], lstm=nn.LSTM(D, D, 2, batch_first=True, dropout=0.5)
+    ),
 }
 
 
@@ -119,30 +84,33 @@ def seeded(model, batch):
     return square_loss(model, batch)
 
 
-def grads_of(model, batch):
-    rows = []
-    for b in range(len(batch)):
-        alone = copy.deepcopy(model)
-        seeded(alone, batch)[b].backward()
-        rows.append([p.grad for p in trainable(alone).values()])
-    return {n: torch.stack(gs) for n, gs in zip(trainable(model), zip(*rows))}
-
-
-@layer_modes
-@wrapped
+@modes
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("B, T", [(4, 6), (5, 5)])
-def test_dropout(mode, wrap, name, B, T):
+def test_dropout(mode, wrap, name):
     """Three steps, as what has been found out in the first is kept."""
-    if name in ("checkpoint", "reentrant"):
-        B = 1  # samples that run one by one draw numbers one by one
-    torch.manual_seed(0)
-    model = MODELS[name]().double().train()
-    batch = torch.randn(B, T, D).double()
-    grads = grads_of(model, batch)
-    c = half_clipped(grads)
-    private = make_private(model, mode, wrap, batch_size=B, max_grad_norm=c, lr=0.0)
-    for _ in range(3):
-        private.step(batch, seeded)
-        got = {n: B * p.grad for n, p in trainable(model).items()}
-        assert_same(got, clipped_sum(grads, "flat", c), 1e-8, mode)
+    for B, T in ((4, 6), (5, 5)):
+        B = 1 if name in ("checkpoint", "reentrant", "experts", "lstm") else B
+        torch.manual_seed(0)
+        model, batch = MODELS[name]().double(), torch.randn(B, T, D).double()
+        rows = []
+        for b in range(B):
+            alone = copy.deepcopy(model)
+            seeded(alone, batch)[b].backward()
+            rows.append([p.grad for p in alone.parameters()])
+        columns = zip(trainable(model), zip(*rows))
+        grads = {
+            n: torch.stack(
+                [
+                    torch.zeros_like(model.get_parameter(n)) if g is None else g
+                    for g in gs
+                ]
+            )
+            for n, gs in columns
+        }
+        c = half_clipped(grads)
+        private = make_private(model, mode, wrap, batch_size=B, max_grad_norm=c, lr=0.0)
+        for _ in range(3):
+            private.step(batch, seeded)
+            got = {n: B * p.grad for n, p in trainable(model).items()}
+            assert_same(got, clipped_sum(grads, "flat", c), 1e-8, mode)

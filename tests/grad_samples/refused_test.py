@@ -1,55 +1,35 @@
 """What no mode may get wrong silently: it is exact, or an error names the culprit."""
 
+import copy
+
 import pytest
 import torch
 from opacus.validators.errors import UnsupportedModuleError
 from torch import nn
 from torch.nn import functional as F
-from torch.nn.utils import prune
 
-from opacus_ext.refused import Refused
+from opacus_ext import Refused
 from tests.common import (
     CRASHES,
     assert_same,
     check,
     clipped_sum,
     exact_or_refused,
-    layer_modes,
     make_private,
     oracle,
     run_mode,
     square_loss,
     squares,
-    wrapped,
 )
+from tests.grad_samples.models import Net
+from tests.grad_samples.rule_case import modes
+
+IDS = torch.tensor([[0, 1, 2], [3, 3, 1], [6, 5, 4], [1, 1, 1]])
+X = torch.linspace(-1, 1, 36).view(4, 3, 3).double().sin()
 
 
-class TiedByFunction(nn.Module):
-    """The parent reads a child's weight: no hook of the child fires."""
-
-    def __init__(self):
-        super().__init__()
-        self.emb = nn.Embedding(7, 4)
-        self.fc = nn.Linear(4, 4)
-
-    def forward(self, ids):
-        return F.linear(self.fc(self.emb(ids)).tanh(), self.emb.weight)
-
-
-class WithinF(nn.Module):
-    """Only ever used through F.linear."""
-
-    def __init__(self):
-        super().__init__()
-        self.fc = nn.Linear(3, 3)
-        self.hidden = nn.Linear(3, 3)
-
-    def forward(self, x):
-        return F.linear(self.fc(x).tanh(), self.hidden.weight, self.hidden.bias)
-
-
-class Scaled(nn.Linear):
-    """A Linear by type tests with isinstance, but not by what it computes."""
+class Sine(nn.Linear):
+    """A Linear by its type, but not by what it computes."""
 
     def forward(self, x):
         return F.linear(x, self.weight.sin(), self.bias) * 2
@@ -60,158 +40,124 @@ class Doubling(nn.Embedding):
         return super().forward(ids) * self.weight.norm(dim=-1).mean()
 
 
-class Regularised(nn.Module):
-    """The weight enters the loss of each sample outside of any layer."""
+def linears(then, **parts):
+    return lambda: Net(then, fc=nn.Linear(3, 3), other=nn.Linear(3, 3), **parts)
 
-    def __init__(self):
+
+def shared_ids(m, ids):
+    """An embedding's backward pass needs the ids, which change after the forward."""
+    ids = ids.clone()
+    out = m.words(ids)
+    ids.fill_(0)
+    return out
+
+
+def input_changed(m, x):
+    h = m.other(x).tanh()
+    out = m.fc(h)
+    h.mul_(3.0)
+    return out
+
+
+EXACT = {
+    "in the loss": (linears(lambda m, x: m.fc(x) + m.fc.weight.sum() + m.other(x)), X),
+    "F.linear only": (linears(lambda m, x: F.linear(m.fc(x), m.other.weight)), X),
+    "Linear subclass": (lambda: nn.Sequential(Sine(3, 4), nn.Linear(4, 2)), X),
+    "Embedding subclass": (lambda: nn.Sequential(Doubling(7, 3)), IDS),
+}
+# By name: the model, the batch, and what the error says.
+REFUSED = {
+    "scale_grad_by_freq": (
+        lambda: nn.Embedding(7, 3, scale_grad_by_freq=True),
+        *(IDS, "scale_grad_by_freq"),
+    ),
+    "sparse": (lambda: nn.Embedding(7, 3, sparse=True), IDS, "sparse"),
+    "max_norm": (lambda: nn.Embedding(7, 3, max_norm=0.5), IDS, "max_norm"),
+    "batch norm": (
+        lambda: nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)),
+        *(X[:, 0], "BatchNorm"),
+    ),
+    "kept aside": (
+        linears(lambda m, x: setattr(m, "aside", (y := m.fc(x)).mean((1, 2))) or y),
+        *(X, "changes aside"),
+    ),
+    "ids changed": (lambda: Net(shared_ids, words=nn.Embedding(7, 3)), IDS, "in place"),
+    "input changed": (linears(input_changed), X, "in place"),
+    "time first": (
+        lambda: Net(lambda m, x: m.rnn(x.transpose(0, 1))[0], rnn=nn.LSTM(3, 4)),
+        *(X, "dim 0 should be the samples'"),
+    ),
+}
+
+
+@modes
+@pytest.mark.parametrize("name", EXACT)
+def test_uses_that_no_layer_sees(mode, wrap, name):
+    make, batch = EXACT[name]
+    check(mode, wrap, make().double(), batch, square_loss)
+
+
+@modes
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(mode, wrap, name):
+    make, batch, said = REFUSED[name]
+    if name == "time first" and mode == "hooks":
+        pytest.skip("it needs no dim of the outputs")
+    with pytest.raises((Refused, UnsupportedModuleError), match=said):
+        run_mode(mode, wrap, make().double(), batch, square_loss)
+
+
+class Beside(nn.Module):
+    """A layer that its own forward leaves to the loss."""
+
+    def __init__(self, other):
         super().__init__()
-        self.fc = nn.Linear(3, 3)
+        self.body, self.other = nn.Linear(3, 3), other
 
     def forward(self, x):
-        return self.fc(x).tanh() + self.fc.weight.sum()
+        return self.body(x)
 
 
-IDS = torch.tensor([[0, 1, 2], [3, 3, 1], [6, 5, 4], [1, 1, 1]])
-X = torch.linspace(-1, 1, 36).view(4, 3, 3).double().sin()
-
-
-@layer_modes
-@wrapped
+@modes
+@pytest.mark.parametrize("what", ["called", "penalised"])
 @pytest.mark.parametrize(
-    "build, batch, names",
-    [
-        (TiedByFunction, IDS, ["emb.weight"]),
-        (WithinF, X, ["hidden.weight", "hidden.bias"]),
-        (
-            lambda: nn.Sequential(Scaled(3, 4), nn.Linear(4, 2)),
-            X,
-            ["0.weight", "Scaled"],
-        ),
-        (lambda: nn.Sequential(Doubling(7, 3)), IDS, ["0.weight", "Doubling"]),
-        (Regularised, X, ["fc.weight"]),
-    ],
-    ids=[
-        "tied by F.linear",
-        "F.linear only",
-        "Linear subclass",
-        "Embedding subclass",
-        "in the loss",
-    ],
+    "layer",
+    [nn.Linear(3, 3), nn.Conv1d(3, 3, 1), nn.GRU(3, 3, batch_first=True)],
+    ids=str,
 )
-def test_use_that_no_rule_sees(mode, wrap, build, batch, names):
-    exact_or_refused(mode, wrap, build().double(), batch, square_loss, names)
+def test_layer_used_after_the_model(mode, wrap, what, layer):
+    """In the loss: its gradient must not vanish in silence."""
+    model = Beside(copy.deepcopy(layer)).double()
+
+    def loss_fn(m, x):
+        output = m(x)
+        other = (m if isinstance(m, Beside) else m._module).other
+        if what == "penalised":
+            return squares(output) + next(other.parameters()).square().sum()
+        output = other(output)
+        return squares(output[0] if isinstance(output, tuple) else output)
+
+    exact_or_refused(mode, wrap, model, X, loss_fn, ["other"])
 
 
-@layer_modes
-@wrapped
-def test_hook_of_the_user_that_reads_the_weight(mode, wrap):
-    """A forward hook turns the output into a function of the weight once more."""
-    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 2)).double()
-    model[0].register_forward_hook(lambda m, args, out: out + m.weight.diagonal())
-    exact_or_refused(mode, wrap, model, X, square_loss, ["0.weight"])
-
-
-@layer_modes
-@wrapped
-@pytest.mark.parametrize(
-    "flags",
-    [{"max_norm": 0.5}, {"sparse": True}, {"scale_grad_by_freq": True}],
-    ids=lambda flags: next(iter(flags)),
-)
-def test_embedding_flags(mode, wrap, flags):
-    """Refused with the flag's name, if not exact."""
-    model = nn.Sequential(nn.Embedding(7, 3, **flags), nn.Linear(3, 2)).double()
-    (flag,) = flags
-    if flag == "scale_grad_by_freq":
-        # Counted over the batch: a sample's gradient depends on the others' ids.
-        with pytest.raises(Exception, match=flag) as info:
-            run_mode(mode, wrap, model, IDS, square_loss)
-        assert not isinstance(info.value, CRASHES)
-    else:
-        exact_or_refused(mode, wrap, model, IDS, square_loss, [flag])
-
-
-class InPlace(nn.Module):
-    def __init__(self, what):
-        super().__init__()
-        self.one, self.two = nn.Linear(3, 3), nn.Linear(3, 3)
-        self.what = what
-
-    def forward(self, x):
-        h = self.one(x)
-        if self.what == "output":
-            h.mul_(2.0)
-            return self.two(h)
-        if self.what == "relu":
-            return self.two(F.relu(h, inplace=True))
-        if self.what == "residual":
-            h += self.two(h.tanh())
-            return h
-        h = h.detach().tanh()
-        out = self.two(h)
-        h.mul_(3.0)  # "input"
-        return out + self.one(x)
-
-
-@layer_modes
-@wrapped
-@pytest.mark.parametrize("what", ["output", "relu", "residual"])
-def test_output_changed_in_place(mode, wrap, what):
-    """Legal in PyTorch, as no layer needs its own output for the backward."""
-    exact_or_refused(mode, wrap, InPlace(what).double(), X, square_loss, ["one", "two"])
-
-
-@layer_modes
-def test_input_changed_in_place_after_use(mode):
-    """PyTorch refuses this one by itself, where the layer's weight is trained."""
-    model = InPlace("input").double()
-    with pytest.raises(Exception) as info:
-        check(mode, True, model, X, square_loss)
-    assert not isinstance(info.value, CRASHES), info.value
-
-
-@layer_modes
-def test_ids_changed_in_place_after_use(mode):
-    """The embedding's backward needs the ids: a change of them after the capture."""
-
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.emb = nn.Embedding(7, 3)
-
-        def forward(self, ids):
-            ids = ids.clone()
-            out = self.emb(ids)
-            ids.fill_(0)
-            return out
-
-    with pytest.raises(Exception) as info:
-        check(mode, True, Model().double(), IDS, square_loss)
-    assert not isinstance(info.value, CRASHES), info.value
-
-
-@layer_modes
-@wrapped
-def test_batch_norm(mode, wrap):
-    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double()
-    with pytest.raises(UnsupportedModuleError, match="BatchNorm"):
-        run_mode(mode, wrap, model, X[:, 0], square_loss)
+@pytest.mark.parametrize("mode", ["ghost", "ghost_bk"])
+def test_layer_called_outside_the_forward(mode):
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).double()
+    private = make_private(model, mode, batch_size=4)
+    private.step(X, square_loss)
+    with pytest.raises((RuntimeError, ValueError)):
+        losses = squares(model[1](model[0](X)))
+        private.criterion(losses, None).backward()
 
 
 @pytest.mark.parametrize("mode", ["ghost", "ghost_bk"])
 def test_second_backward_before_a_step(mode):
     """Gradients of two batches must not add up under one C without a word."""
-    model = nn.Linear(3, 2).double()
-    private = make_private(model, mode, batch_size=4)
+    private = make_private(nn.Linear(3, 2).double(), mode, batch_size=4)
     private.backward(X, square_loss)
-    first = {n: p.grad.clone() for n, p in model.named_parameters()}
-    try:
+    with pytest.raises(Exception) as info:
         private.backward(X, square_loss)
-    except Exception as error:
-        assert not isinstance(error, CRASHES), error
-        return
-    for name, p in model.named_parameters():  # stock "ghost" starts from zero
-        assert torch.allclose(p.grad, first[name]), name
+    assert not isinstance(info.value, CRASHES)
 
 
 @pytest.mark.parametrize("mode", ["ghost", "ghost_bk"])
@@ -230,38 +176,33 @@ def test_wrong_length_of_the_loss(mode, length):
     assert not isinstance(info.value, CRASHES), info.value
 
 
-@layer_modes
-@wrapped
-def test_detached_use(mode, wrap):
-    """A forward without a backward of its own, as in a stop-gradient target."""
-
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.fc = nn.Linear(3, 3)
-
-        def forward(self, x):
-            return (
-                self.fc(x) - self.fc(x).detach() + self.fc(self.fc(x).tanh().detach())
-            )
-
-    exact_or_refused(mode, wrap, Model().double(), X, square_loss, ["fc"])
-
-
-@layer_modes
-@wrapped
+@modes
 @pytest.mark.parametrize("discarded", [False, True])
 def test_forward_between_steps(mode, wrap, discarded):
     """An evaluation, or a forward whose loss is dropped, leaves nothing behind."""
     model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 2)).double()
     expected = clipped_sum(oracle(model, X, square_loss), "flat", 1.0)
-    before = {n: p.detach().clone() for n, p in model.named_parameters()}
     private = make_private(model, mode, wrap, batch_size=4)
     with torch.set_grad_enabled(discarded):
         private.module(X[:3])
     private.step(X, square_loss)
-    got = {n: (before[n] - p.detach()) * 4 for n, p in model.named_parameters()}
+    got = {n: 4 * p.grad for n, p in model.named_parameters()}
     assert_same(got, expected, message=mode)
+
+
+@modes
+def test_deepcopy_computes_alike_and_apart(mode, wrap):
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).double()
+    private = make_private(model, mode, wrap, batch_size=4)
+    private.backward(X, square_loss)
+    other = copy.deepcopy(private.module)
+    for n in (1, 2, 4):
+        assert other(X[:n]).shape == (n, 3, 2)
+    grads = [copy.deepcopy(p.grad) for p in model.parameters()]
+    square_loss(other, X).sum().backward()
+    for p, grad in zip(model.parameters(), grads):
+        assert (p.grad is None) == (grad is None)
+        assert grad is None or torch.equal(p.grad, grad)
 
 
 def test_unknown_mode():
@@ -269,42 +210,8 @@ def test_unknown_mode():
         make_private(nn.Linear(3, 2), "ghost_kb", batch_size=4)
 
 
-@pytest.mark.parametrize(
-    "layer",
-    [
-        nn.Linear(3, 2, dtype=torch.complex128),
-        nn.Conv1d(3, 2, 1, dtype=torch.complex128),
-        nn.RNN(3, 2, dtype=torch.complex128),
-    ],
-    ids=lambda layer: type(layer).__name__,
-)
-def test_complex_weights(layer):
-    with pytest.raises(ValueError, match="inner.*complex"):
-        make_private(nn.ModuleDict({"inner": layer}), "ghost_bk", batch_size=2)
-
-
-@layer_modes
-def test_pruned_weights(mode):
-    """They are computed before each call, of what is trained and a mask."""
-    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
-    prune.random_unstructured(model[0], "weight", 0.5)
-    model[0].weight = model[0].weight.detach()  # so that it can be copied
-    check(mode, True, model, X, square_loss)
-
-
-@layer_modes
-def test_kept_aside(mode):
-    """What is computed of a batch and kept would reach the next one."""
-
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.fc = nn.Linear(3, 3)
-
-        def forward(self, x):
-            y = self.fc(x)
-            self.aside = y.mean((1, 2))
-            return y
-
-    with pytest.raises(Refused, match="changes aside"):
-        run_mode(mode, True, Model().double(), X, square_loss)
+@pytest.mark.parametrize("kind", [nn.Linear, nn.RNN])
+def test_complex_weights(kind):
+    model = nn.ModuleDict({"inner": kind(3, 2, dtype=torch.complex128)})
+    with pytest.raises(Refused, match="inner.*complex"):
+        make_private(model, "ghost_bk", batch_size=2)

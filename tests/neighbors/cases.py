@@ -1,18 +1,17 @@
 """The models, modes and loops that are searched."""
 
+import random
 from typing import Any, Dict, List, NamedTuple
 
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.nn.utils import parametrizations
 
 import opacus_ext
-from opacus_ext.layers import SwitchFeedForward, TopKFeedForward
-from opacus_ext.models.dpformer import DPFormer
 from tests.adapter.common import EVERY_MODE
-from tests.adapter.silence_test import Hidden, Opaque, Sequences, state_loss
+from tests.adapter.silence_test import Hidden, Sequences, state_loss
 from tests.common import square_loss
+from tests.fuzz.ops import UNARY
 from tests.neighbors import loops
 from tests.neighbors.records import (
     Field,
@@ -43,19 +42,6 @@ STATES = Records(
 )
 
 # -- models ----------------------------------------------------------------------------
-
-
-class Net(nn.Module):
-    """Two layers, and between them the op of a case."""
-
-    def __init__(self, then, **parts: nn.Module):
-        super().__init__()
-        self.one, self.two, self.then = nn.Linear(D, D), nn.Linear(D, 2), then
-        for name, part in parts.items():
-            setattr(self, name, part)
-
-    def forward(self, x, *rest):
-        return self.two(self.then(self, self.one(x).tanh(), *rest))
 
 
 class Tied(nn.Module):
@@ -99,53 +85,20 @@ class Bag(nn.Module):
         return self.head(self.bag(ids, offsets))
 
 
-class Formed(nn.Module):
-    """DPFormer, whose item 0 is padding."""
+def of_op(name: str) -> Any:
+    """Makes two layers, and between them an op of the fuzzer."""
 
-    def __init__(self):
-        super().__init__()
-        self.former = DPFormer(V, 8, width=4, depth=1, heads=1, dropout=0.0)
+    def make() -> nn.Module:
+        step = UNARY[name](random.Random(1))
+        return nn.Sequential(nn.Linear(D, D), step, nn.Linear(D, 2))
 
-    def forward(self, ids):
-        return self.former(ids)
-
-
-def formed_loss(model, batch):
-    ids = batch[0] + 1
-    logits = model(ids)
-    targets = ids.roll(-1, 1) % logits.shape[-1]
-    return F.cross_entropy(logits.mT, targets, reduction="none").mean(1)
+    return make
 
 
-def convolved(m, h):
-    return m.norm(m.conv(h.mT)).mT
-
-
-def branches(m, h):
-    """Three ways to read a number of the data."""
-    if h.sum() > 0:
-        h = h * 2
-    return h * float(h.detach().abs().max()) + h[h.detach() > 0].sum()
-
-
-def mixed(m, h):
-    """Ops that mix the samples of a batch: a mean over it, and its size."""
-    return h - h.mean(0, keepdim=True) / 2 + m.norm(h) * len(h)
-
-
-def low_rank(m, h):
-    return F.linear(h, m.up.weight @ m.down.weight)
-
-
-def frozen_first() -> nn.Module:
-    net = Net(low_rank, up=nn.Linear(1, D), down=nn.Linear(D, 1))
-    return net.requires_grad_(False) and _thaw(net, "up.weight", "down.weight")
-
-
-def _thaw(net: nn.Module, *names: str) -> nn.Module:
-    for name in names:
-        net.get_parameter(name).requires_grad_(True)
-    return net
+OPS = (
+    *("sums", "experts", "conv", "group norm", "weight norm", "low rank", "branch"),
+    *("number", "chosen", "opaque", "minus mean", "times B", "time first"),
+)
 
 
 class Model(NamedTuple):
@@ -157,43 +110,13 @@ class Model(NamedTuple):
 
 MODELS: Dict[str, Model] = {
     "rows": Model(lambda: nn.Linear(D, 2), ROWS),
-    "sequences": Model(lambda: Net(lambda m, h: h.cumsum(1)), FLOATS),
     "states": Model(Hidden, STATES, state_loss),
     "tied": Model(Tied, PADDED_IDS, tied_loss),
-    "mixture": Model(
-        lambda: Net(lambda m, h: m.ffn(h), ffn=TopKFeedForward(D, 4, 3)), FLOATS
-    ),
-    "switch": Model(
-        lambda: Net(lambda m, h: m.ffn(h), ffn=SwitchFeedForward(D, 4, 3)), FLOATS
-    ),
     "encoder": Model(Encoder, PADDED),
     "bags": Model(Bag, IDS),
     "offsets": Model(Bag, BAGS, kwargs=dict(take=opacus_ext.take.bags)),
     "lists": Model(Sequences, LISTED, kwargs=dict(take=opacus_ext.take.items)),
-    "convolution": Model(
-        lambda: Net(
-            convolved, conv=nn.Conv1d(D, D, 3, padding=2), norm=nn.GroupNorm(1, D)
-        ),
-        FLOATS,
-    ),
-    "weight norm": Model(
-        lambda: Net(
-            lambda m, h: m.normed(h),
-            normed=parametrizations.weight_norm(nn.Linear(D, D)),
-        ),
-        FLOATS,
-    ),
-    "low rank": Model(frozen_first, FLOATS),
-    "branches": Model(lambda: Net(branches), FLOATS),
-    "no vmap": Model(lambda: Net(lambda m, h: Opaque.apply(h)), FLOATS),
-    "batch": Model(lambda: Net(mixed, norm=nn.LayerNorm(D)), FLOATS),
-    "time first": Model(
-        lambda: Net(
-            lambda m, h: m.rnn(h.transpose(0, 1))[0].transpose(0, 1), rnn=nn.LSTM(D, D)
-        ),
-        FLOATS,
-    ),
-    "dpformer": Model(Formed, IDS, formed_loss),
+    **{name: Model(of_op(name), FLOATS) for name in OPS},
 }
 
 
@@ -279,10 +202,10 @@ COMPILED = [
     setting(name, mode=mode, backend=backend)
     for name, mode, backend in (
         ("rows", "ghost_bk", "eager"),
-        ("sequences", "ghost_bk", "aot_eager"),
+        ("sums", "ghost_bk", "aot_eager"),
         ("tied", "ghost_bk", "eager"),
         ("encoder", "ghost", "eager"),
-        ("sequences", "hooks", "eager"),
+        ("sums", "hooks", "eager"),
     )
 ]
 SETTINGS = EVERYWHERE + NOT_WRAPPED + CLIPPED + LOOPS + LOSSES

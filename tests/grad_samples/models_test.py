@@ -1,0 +1,296 @@
+"""The models of models.py, and each op of the fuzzer, beside single samples.
+
+Sizes run over those at which a shape alone would mislead: T = B, B = 1, B*T = another
+B.
+"""
+
+import random
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import (
+    parametrizations,
+    parametrize,
+    prune,
+    spectral_norm,
+    weight_norm,
+)
+
+from tests.common import (
+    assert_same,
+    check,
+    clipped_sum,
+    half_clipped,
+    make_private,
+    oracle,
+    square_loss,
+    squares,
+    trainable,
+)
+from tests.fuzz import ops
+from tests.grad_samples.models import FLOATS, IDS, D, Net, V, linear, weights
+from tests.grad_samples.rule_case import modes
+
+SIZES = ((4, 6), (4, 4), (1, 4), (2, 3))
+
+
+def batch_of(name, B, T):
+    return torch.randint(V, (B, T)) if name in IDS else torch.randn(B, T, D).double()
+
+
+@modes
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", [*FLOATS, *IDS])
+def test_exact(mode, wrap, name):
+    torch.manual_seed(1)
+    for B, T in SIZES:
+        model = {**FLOATS, **IDS}[name]().double()
+        check(mode, wrap, model, batch_of(name, B, T), square_loss)
+
+
+@modes
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", [*ops.UNARY])
+def test_ops_of_the_fuzzer(mode, wrap, name):
+    """Each op between two layers, of which one is frozen."""
+    torch.manual_seed(1)
+    step = ops.UNARY[name](random.Random(1))
+    model = nn.Sequential(nn.Linear(3, 3), step, nn.Linear(3, 2)).double()
+    model[2].requires_grad_(False)
+    for m in model.modules():
+        if getattr(m, "single", False):
+            m.float()
+    x = torch.randn(4, 4, 3).double()
+    grads = {n: g.double() for n, g in oracle(model, x, square_loss).items()}
+    tolerance = 1e-4 if step.single else 1e-8
+    check(mode, wrap, model, x, square_loss, tolerance=tolerance, grads=grads)
+
+
+@modes
+@pytest.mark.parametrize("name", ["flattened", "time first", "lent", "video", "tied"])
+@pytest.mark.parametrize("silent", [None, 0, 1], ids=["", "all zero", "but the first"])
+def test_steps(mode, wrap, name, silent):
+    """What was found out about one batch holds for that batch only.
+
+    The last batch of a loader is smaller, sequences have other lengths, and the first
+    batch may have no gradient to tell anything by.
+    """
+    torch.manual_seed(1)
+    make = {**FLOATS, **IDS}[name]
+    model, clean = make().double(), make().double()
+    private = make_private(model, mode, wrap, batch_size=4, max_grad_norm=0.5)
+    if silent is not None:
+
+        def first(model, x):
+            weight = torch.zeros(len(x)).double()
+            weight[:silent] = 1
+            return square_loss(model, x) * weight
+
+        private.step(batch_of(name, 4, 4), first)
+    for B, T in ((4, 3), (3, 4), (4, 4), (1, 4), (12, 1), (0, 3))[: 3 if silent else 6]:
+        x = batch_of(name, B, T)
+        clean.load_state_dict(model.state_dict())
+        expected = clipped_sum(oracle(clean, x, square_loss), "flat", 0.5)
+        before = {n: p.detach().clone() for n, p in trainable(model).items()}
+        private.step(x, square_loss)
+        got = {n: (before[n] - p.detach()) * 4 for n, p in trainable(model).items()}
+        assert_same(got, expected, message=f"{mode} at B={B}, T={T}")
+
+
+@modes
+@pytest.mark.parametrize("name", ["lent", "windows", "read and called"])
+def test_frozen(mode, wrap, name):
+    """Each parameter in turn."""
+    torch.manual_seed(1)
+    for frozen in [n for n, _ in FLOATS[name]().named_parameters()]:
+        model = FLOATS[name]().double()
+        model.get_parameter(frozen).requires_grad_(False)
+        if trainable(model):
+            check(mode, wrap, model, batch_of(name, 4, 5), square_loss)
+
+
+@modes
+def test_several_named_inputs(mode, wrap):
+    """Two sequences of different lengths, and places [T] that all samples share."""
+
+    def then(m, source, target, places):
+        keys = m.key(m.words(source))
+        queries = m.query(m.words(target) + m.places(places))
+        return (queries @ keys.mT).softmax(-1) @ keys
+
+    for S, T in ((4, 3), (3, 5), (5, 6)):
+        model = Net(
+            *(then,),
+            **dict(words=nn.Embedding(V, D), places=nn.Embedding(8, D)),
+            **dict(key=linear(), query=linear()),
+        ).double()
+        batch = {n: torch.randint(V, (4, k)) for n, k in (("source", S), ("target", T))}
+        batch["places"] = torch.arange(T)
+        named = ["source", "target"]
+        check(mode, wrap, model, batch, square_loss, batched=named)
+
+
+@modes
+@pytest.mark.parametrize("used", [(0,), (1,), (0, 1)])
+def test_several_outputs(mode, wrap, used):
+    """A router in small: the loss uses the second output as well."""
+
+    def loss(m, x):
+        outputs = m(x)
+        return squares(sum(outputs[i] * (i + 1) for i in used))
+
+    model = Net(
+        lambda m, x: ((h := m.fc(x)) * m.w.sin(), h * m.w.exp()),
+        **dict(fc=linear(), w=weights(D)),
+    ).double()
+    check(mode, wrap, model, torch.randn(4, 5, D).double(), loss)
+
+
+@modes
+@pytest.mark.parametrize(
+    "layer", [nn.LSTM(D, 3), nn.TransformerEncoderLayer(D, 2, 6, 0.0)]
+)
+def test_model_that_takes_time_first(mode, wrap, layer):
+    """``make_private(batch_first=False)``, as for Opacus's own layers."""
+
+    def loss_fn(m, x):
+        y = m(x.transpose(0, 1))
+        return squares((y[0] if isinstance(y, tuple) else y).transpose(0, 1))
+
+    for B, T in ((4, 4), (1, 3), (3, 5)):
+        model, x = nn.Sequential(layer).double(), torch.randn(B, T, D).double()
+        grads = oracle(model, x, loss_fn)
+        c = half_clipped(grads)
+        before = {n: p.detach().clone() for n, p in model.named_parameters()}
+        given = dict(batch_size=B, max_grad_norm=c, batch_first=False)
+        make_private(model, mode, wrap, **given).step(x, loss_fn)
+        got = {n: (before[n] - p.detach()) * B for n, p in model.named_parameters()}
+        assert_same(got, clipped_sum(grads, "flat", c))
+
+
+class Scaled(torch.autograd.Function):
+    """Without ``setup_context``, so that vmap has no rule for it."""
+
+    @staticmethod
+    def forward(ctx, x, w, power):
+        ctx.save_for_backward(x, w)
+        ctx.power = power
+        return x.pow(power) * w, x * w
+
+    @staticmethod
+    def backward(ctx, first, second):
+        (x, w), k = ctx.saved_tensors, ctx.power
+        grad = first * k * x.pow(k - 1) * w + second * w
+        return grad, (first * x.pow(k) + second * x).flatten(0, -2).sum(0), None
+
+
+@modes
+def test_function_of_autograd(mode, wrap):
+    """It is run one sample after the other, with a warning."""
+    model = Net(
+        lambda m, x: torch.cat(Scaled.apply(m.fc(x), m.w, 3), dim=1),
+        **dict(fc=linear(), w=weights(D)),
+    ).double()
+    with pytest.warns(UserWarning, match="one sample after the other"):
+        check(mode, wrap, model, torch.randn(4, D).double(), square_loss)
+
+
+class Positive(nn.Module):
+    def forward(self, w):
+        return w.exp()
+
+
+def positive(layer):
+    parametrize.register_parametrization(layer, "weight", Positive())
+    return layer
+
+
+@modes
+@pytest.mark.parametrize(
+    "way",
+    [
+        *(parametrizations.weight_norm, parametrizations.spectral_norm),
+        *(parametrizations.orthogonal, positive, weight_norm, spectral_norm),
+        lambda layer: prune.l1_unstructured(layer, "weight", 0.3),
+    ],
+    ids=[
+        "weight_norm",
+        "spectral",
+        "orthogonal",
+        "positive",
+        "hook",
+        "hook 2",
+        "pruned",
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+def test_parametrized(mode, wrap, way):
+    """Power iterations go on as they do without privacy."""
+
+    def make():
+        torch.manual_seed(1)
+        layers = way(nn.Linear(D, D)), way(nn.Conv1d(1, D, 2))
+        return nn.Sequential(layers[0], nn.Unflatten(1, (1, D)), layers[1]).double()
+
+    x = torch.randn(3, D).double()
+    alone = [make() for _ in x]  # what a hook has computed can't be deep-copied
+    for model, row in zip(alone, x):
+        square_loss(model, row[None]).sum().backward()
+    columns = zip(*(trainable(model).values() for model in alone))
+    grads = [torch.stack([p.grad for p in column]) for column in columns]
+    grads = dict(zip(trainable(alone[0]), grads))
+    model, c = make(), half_clipped(grads)
+    before = {n: p.detach().clone() for n, p in trainable(model).items()}
+    private = make_private(model, mode, wrap, batch_size=3, max_grad_norm=c)
+    private.step(x, square_loss)
+    got = {n: (before[n] - p.detach()) * 3 for n, p in trainable(model).items()}
+    assert_same(got, clipped_sum(grads, "flat", c))
+    for (n, x), y in zip(model.named_buffers(), alone[0].buffers()):
+        assert torch.equal(x, y), n
+
+
+@modes
+def test_samples_that_take_other_branches(mode, wrap):
+    """What is kept of each part of a batch is its own."""
+
+    def then(m, x):
+        signs = [bool(row.sum() > 0) for row in x]
+        scale = torch.tensor(signs).to(x)[:, None, None, None] + 1
+        return m.head((scale * m.conv(x)).transpose(1, 3))
+
+    conv = nn.Conv2d(2, 2, (65, 1), padding=(32, 0), groups=2, bias=False)
+    x = torch.randn(5, 2, 12, 8).double().abs()
+    x[3:] *= -1
+    model = Net(then, conv=conv, head=nn.Linear(2, 3)).double()
+    check(mode, wrap, model, x, square_loss)
+
+
+@modes
+def test_unfrozen_later(mode, wrap):
+    model, x = FLOATS["video"]().double(), torch.randn(4, 3, D).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    model.lstm.requires_grad_(False)
+    private = make_private(model, mode, wrap, batch_size=4, optimizer=optimizer)
+    private.step(x, square_loss)
+    model.lstm.requires_grad_(True)
+    plain = FLOATS["video"]().double()
+    plain.load_state_dict(model.state_dict())
+    expected = clipped_sum(oracle(plain, x, square_loss), "flat", 1.0)
+    private.step(x, square_loss)
+    assert_same({n: p.grad * 4 for n, p in model.named_parameters()}, expected)
+
+
+@modes
+def test_autocast(mode, wrap):
+    """It is run again in the precision it ran in."""
+
+    def loss(model, x):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return square_loss(lambda x: model(x).float(), x)
+
+    model = Net(
+        lambda m, x: torch.einsum("btd,edh->bteh", m.fc(x), m.w / 2).tanh().sum(2),
+        **dict(fc=linear(), w=weights(3, D, 5)),
+    )
+    check(mode, wrap, model, torch.randn(4, 6, D), loss, tolerance=0.05)

@@ -1,0 +1,133 @@
+"""Norms over features, groups of channels and single channels."""
+
+import pytest
+import torch
+from opacus.validators import ModuleValidator
+from opacus.validators.errors import UnsupportedModuleError
+from torch import nn
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from opacus_ext import Refused
+from tests.common import check, run_mode, square_loss
+from tests.grad_samples.rule_case import RuleCase, RuleTests, modes
+
+
+def rows(*shape):
+    return lambda B, T: torch.randn(B, T, *shape)
+
+
+def maps(*channels):
+    return lambda B, T: torch.randn(B, *channels, T + 1)
+
+
+class GemmaLike(LlamaRMSNorm):
+    """Scales by 1 + weight."""
+
+    def forward(self, x):
+        x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        return x * (1.0 + self.weight)
+
+
+class MeanLike(LlamaRMSNorm):
+    """Has the names of an RMSNorm and computes something else."""
+
+    def forward(self, x):
+        x = x - x.mean(-1, keepdim=True)
+        return self.weight.sin() * x / (x.abs().mean(-1, keepdim=True) + 1)
+
+
+class TestLayerNorm(RuleTests):
+    ops = (nn.functional.layer_norm,)
+    cases = {
+        "features": RuleCase(lambda: nn.LayerNorm(4), rows(4)),
+        "[B, d]": RuleCase(lambda: nn.LayerNorm(4), lambda B, T: torch.randn(B, 4)),
+        "two dims": RuleCase(lambda: nn.LayerNorm((2, 3), eps=0.1), rows(2, 3)),
+        "without bias": RuleCase(lambda: nn.LayerNorm(4, bias=False), rows(4)),
+    }
+
+
+class TestRMSNorm(RuleTests):
+    cases = {
+        "features": RuleCase(lambda: nn.RMSNorm(4), rows(4)),
+        "two dims": RuleCase(lambda: nn.RMSNorm((2, 3), eps=0.1), rows(2, 3)),
+        "like Gemma's": RuleCase(lambda: GemmaLike(4), rows(4)),
+        "not one": RuleCase(lambda: MeanLike(4), rows(4)),
+    }
+
+
+class TestGroupNorm(RuleTests):
+    cases = {
+        "groups": RuleCase(lambda: nn.GroupNorm(2, 4), maps(4)),
+        "[B, C]": RuleCase(lambda: nn.GroupNorm(2, 4), lambda B, T: torch.randn(B, 4)),
+        "one group": RuleCase(lambda: nn.GroupNorm(1, 3, eps=0.1), maps(3, 2)),
+    }
+
+
+class TestInstanceNorm(RuleTests):
+    """Torch's own forward crashes at B = 0."""
+
+    cases = {
+        f"{dims}-D": RuleCase(
+            lambda norm=norm: norm(4, affine=True, eps=0.1),
+            maps(4, *[2] * (dims - 1)),
+            without=("empty",),
+        )
+        for dims, norm in enumerate(
+            (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d), 1
+        )
+    }
+
+
+@modes
+@pytest.mark.parametrize(
+    "norm",
+    [
+        lambda: nn.LayerNorm((4, 3, 2), elementwise_affine=False),
+        lambda: nn.RMSNorm(2, elementwise_affine=False),
+        lambda: nn.GroupNorm(2, 4, affine=False),
+        lambda: nn.InstanceNorm2d(4),
+    ],
+    ids=["layer", "rms", "group", "instance"],
+)
+def test_without_parameters(mode, wrap, norm):
+    model = nn.Sequential(nn.Conv2d(2, 4, 1), norm(), nn.Conv2d(4, 2, 1)).double()
+    check(mode, wrap, model, torch.randn(4, 2, 3, 2).double(), square_loss)
+
+
+@modes
+def test_transformers_rms_norm(mode, wrap):
+    """Its statistics are in float32."""
+    model = nn.Sequential(nn.Linear(3, 6), LlamaRMSNorm(6), nn.Linear(6, 2))
+    check(mode, wrap, model, torch.randn(4, 5, 3), square_loss, tolerance=1e-4)
+
+
+@modes
+def test_channels_last(mode, wrap):
+    model = nn.Sequential(
+        *(nn.Conv2d(4, 4, 1), nn.GroupNorm(2, 4), nn.Tanh()),
+        nn.InstanceNorm2d(4, affine=True),
+    )
+    x = torch.randn(4, 4, 3, 2).double().to(memory_format=torch.channels_last)
+    check(mode, wrap, model.double(), x, square_loss)
+
+
+@modes
+def test_what_replaces_batch_norm(mode, wrap):
+    """``ModuleValidator.fix`` puts GroupNorm there."""
+    model = nn.Sequential(nn.Conv2d(2, 32, 2), nn.BatchNorm2d(32), nn.Tanh())
+    model, x = ModuleValidator.fix(model).double(), torch.randn(4, 2, 3, 3).double()
+    assert isinstance(model[1], nn.GroupNorm)
+    check(mode, wrap, model, x, square_loss)
+
+
+@modes
+@pytest.mark.parametrize("layer", ["running stats", "BatchNorm", "frozen BatchNorm"])
+def test_running_statistics_are_refused(mode, wrap, layer):
+    """They are data of the batch without noise."""
+    if layer == "running stats":
+        norm = nn.InstanceNorm1d(3, affine=True, track_running_stats=True)
+    else:
+        norm = nn.BatchNorm1d(3).requires_grad_(layer == "BatchNorm")
+    model = nn.Sequential(nn.Conv1d(3, 3, 1), norm).double()
+    with pytest.raises((UnsupportedModuleError, Refused), match="running|BatchNorm"):
+        run_mode(mode, wrap, model, torch.randn(4, 3, 5).double(), square_loss)
