@@ -120,10 +120,51 @@ def long_sequences() -> str:
     return written((*heads, "time"), body)
 
 
+SHAPES = ("4,256,8192,128,8", "2,128,2048,512,4", "2,256,50257,64,4")
+
+
+def speed(section: str, steps: Sequence[str] = ()) -> List[List[str]]:
+    """Rows of ratios to a non-private step, by shape; all steps if none is named."""
+    found: Dict[str, Dict[str, List[float]]] = {}
+    for row in rows_of("speed-cpu.jsonl"):
+        if row["section"] == section:
+            found.setdefault(row["step"], {})[row["shape"]] = row["ratios"]
+    body = []
+    for step in steps or found:
+        each = (found[step][shape] for shape in SHAPES)
+        ends = ({f"{min(x):.2f}": 0, f"{max(x):.2f}": 0} for x in each)
+        body.append([step, *("-".join(pair) for pair in ends)])
+    return body
+
+
+def speed_table(section: str) -> str:
+    """Steps by shape."""
+    return written(("step", *(s.replace(",", ", ") for s in SHAPES)), speed(section))
+
+
+def speed_of_readme() -> str:
+    """Shapes by step, those of one line of text each."""
+    own = speed("own")
+    names = ("fastDP 2.0.0", "private-transformers 0.2.3, gradients stored")
+    names += ("JAX-Privacy 2.0.0, one by one", "Opake 0.16.0, one by one")
+    columns = [own[0], own[2], *speed("peers", names)]
+    heads = ("layers, width, vocabulary, T, B", '"ghost_bk"', "under `torch.compile`")
+    heads += ("fastDP", "private-transformers", "JAX-Privacy, one by one")
+    heads += ("Opake, one by one",)
+    body = [
+        (shape.replace(",", ", "), *(column[i] for column in columns))
+        for i, shape in enumerate(SHAPES, 1)
+    ]
+    return written(heads, body)
+
+
 TABLES: Dict[str, Callable[[], str]] = {
     "releases-ml-1m": lambda: releases("ml-1m"),
     "releases-games": lambda: releases("games"),
     "trained": trained,
+    "speed": lambda: speed_table("own"),
+    "speed-peers": lambda: speed_table("peers"),
+    "speed-readme": speed_of_readme,
     "experts": experts,
     "long-sequences": long_sequences,
 }
@@ -135,7 +176,7 @@ def with_tables(text: str) -> str:
 
 
 def main() -> None:
-    for page in sorted((ROOT / "docs").rglob("*.md")):
+    for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
         before = page.read_text("utf-8")
         after = with_tables(before)
         if after != before:
