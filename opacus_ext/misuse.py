@@ -160,6 +160,12 @@ def _check_optimizer(
             parameter="optimizer",
             remedy="Take an optimizer that needs one gradient a step: SGD, Adam, ...",
         )
+    if isinstance(given, torch.optim.SparseAdam):
+        raise Refused(
+            "SparseAdam takes sparse gradients only, and noise makes them dense.",
+            parameter="optimizer",
+            remedy="Take Adam or AdamW.",
+        )
     names = {p: name for name, p in module.named_parameters()}
     held = {p: None for group in given.param_groups for p in group["params"]}
     strange = [p for p in held if p not in names]

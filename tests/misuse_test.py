@@ -173,6 +173,7 @@ ARGUMENTS = {
         "reduction='sum', and make_private loss_reduction='mean'",
     ),
     "LBFGS": ({"sgd": torch.optim.LBFGS}, "LBFGS.*several times.*one grad"),
+    "SparseAdam": ({"sgd": torch.optim.SparseAdam}, "SparseAdam.*sparse"),
     "DataParallel": ({"module": nn.DataParallel(net())}, "DataParallel.*one process e"),
     "another model's": (
         {"optimizer": SGD(OTHER.parameters(), lr=0.1)},
