@@ -75,7 +75,7 @@ class Draws(UniformWithReplacementSampler):
             return
         expected = least if self.taken() < least else most
         raise Refused(
-            f"{self.taken()} steps were made, and the batches drawn so far are for "
+            f"{self.taken()} steps were made, where the batches drawn so far ask for "
             f"{expected}. {type(self.sampling).__name__} draws from the parts of the "
             "data set in turn, so that no record is drawn twice in as many steps as "
             "there are parts.",

@@ -19,16 +19,6 @@ def sasrec_form() -> str:
     return "".join(f"{u} {i}\n" for u, seq in SEQUENCES.items() for i in seq)
 
 
-def movielens_form() -> str:
-    """The same actions, latest first, times tied in pairs where the order allows."""
-    lines = [
-        f"{u}::{i}::5::{100 + t}\n"
-        for u, seq in SEQUENCES.items()
-        for t, i in enumerate(seq)
-    ]
-    return "".join(reversed(lines))
-
-
 class SequencesTest(unittest.TestCase):
     def setUp(self):
         folder = tempfile.TemporaryDirectory()
@@ -47,9 +37,6 @@ class SequencesTest(unittest.TestCase):
             [h.tolist() for h in data.histories], [[1, 2, 3, 4, 5], [6, 1, 2, 3]]
         )
         self.assertEqual(data.held_out.tolist(), [6, 4])
-
-    def test_some_of_the_users(self):
-        """And the items that they have."""
         data = self.read(sasrec_form(), max_users=1)
         self.assertEqual([h.tolist() for h in data.histories], [[1, 2, 3, 4, 5]])
         self.assertEqual((data.held_out.tolist(), data.num_items), ([6], 6))
