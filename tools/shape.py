@@ -35,7 +35,7 @@ ROWS = (
     "registry",
     "checks",
     "opacus_ext",
-    "audit trainer lightning transformers",
+    "private_training trainer lightning audit transformers",
     "planner",
     "__main__",
 )
