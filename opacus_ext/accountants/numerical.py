@@ -32,7 +32,6 @@ from scipy.fft import irfft, next_fast_len, rfft
 from scipy.optimize import brentq
 from scipy.special import logsumexp
 
-from opacus_ext.accountants.composition import Bounds
 from opacus_ext.accountants.profiles import Profile, total_variation
 
 #: Points of a grid: 2^20 of them take about 0.3 GB and a second for each mechanism.
@@ -49,6 +48,14 @@ _ORDERS = np.union1d(
     [*(1 + x / 10.0 - 1 for x in range(1, 100)), *range(11, 63)],
 )
 _LOSSES = np.geomspace(1e-14, 1e14, 2800)
+
+
+class Bounds(NamedTuple):
+    """A lower bound, an estimate and an upper bound."""
+
+    lower: float
+    estimate: float
+    upper: float
 
 
 class Step(NamedTuple):
