@@ -17,7 +17,7 @@ import math
 from typing import Any, Dict, NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from opacus_ext.accountants.profiles import gaussian_log_delta, gaussian_sensitivity
 from opacus_ext.accountants.saddle_point import (
@@ -338,7 +338,7 @@ def calibrate(
 
 
 def lower_noise(
-    poisson: ArrayLike, fixed: ArrayLike, amplified: ArrayLike, batch_size: NDArray
+    poisson: Any, fixed: Any, amplified: Any, batch_size: Any
 ) -> Calibration:
     """Returns a calibration with the noise of Poisson samples where ``amplified``."""
     noise = np.where(amplified, poisson, fixed)

@@ -330,8 +330,8 @@ def delta_bounds(steps: Sequence[Step], epsilon: float) -> Bounds:
         ['0.16', '0.16', '0.16']
     """
     if exact := _alone(steps):
-        found = _near(exact(epsilon))
-        return found._replace(upper=min(found.upper, 1.0))
+        near = _near(exact(epsilon))
+        return near._replace(upper=min(near.upper, 1.0))
     if not any(total_variation(p) + i for p, _, i, _ in steps):
         return Bounds(0.0, 0.0, 0.0)
     tails = _tails(steps, 1e-9)

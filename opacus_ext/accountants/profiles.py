@@ -93,10 +93,10 @@ def unsampled_epsilon(epsilon: ArrayLike, sample_rate: float) -> NDArray:
     Returns the epsilon of a mechanism on all records from its epsilon on a Poisson
     sample: log(1 + (exp(epsilon) - 1) / q).
     """
-    q = sample_rate
+    epsilon, q = np.asarray(epsilon, dtype=float), sample_rate
     near = np.minimum(epsilon, 1.0)
     return np.where(
-        np.greater(epsilon, 1),
+        epsilon > 1,
         epsilon - math.log(q) + np.log1p(-(1 - q) * np.exp(-np.maximum(epsilon, 1))),
         np.log1p(np.maximum(np.expm1(near) / q, -1 + 1e-300)),
     )

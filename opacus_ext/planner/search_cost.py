@@ -25,6 +25,7 @@ from scipy.optimize import brentq
 from scipy.special import gammaln, logsumexp
 
 from opacus_ext.accountants import calibration
+from opacus_ext.accountants.saddle_point import PrivacyLoss, SampledGaussian
 from opacus_ext.accountants.solver import checked, plain
 from opacus_ext.refused import Refused
 
@@ -137,9 +138,8 @@ def search_noise(
     keeps to a budget.
 
     Args:
-        epsilon, delta: of the search
-        steps: of a trial
-        sample_rate: of a trial
+        epsilon, delta: budget of the search
+        steps, sample_rate: those of a trial
         trials: in the mean, more than 1
         eta: see :func:`random_stopping`
 
@@ -203,14 +203,9 @@ def renyi(
         log_weights = log_choices + j * math.log(q) + k * math.log1p(-q)
         moments[i] = logsumexp(log_weights + j * (j - 1) / (2 * s**2))
     if not whole.all():
-        # All singularities are pi s^2 from the real line: the sum is exact.
-        spacing = min(s, s**2) / 4
-        x = np.arange(-9 * s, orders[~whole].max() + 9 * s, spacing)
-        ratio = np.logaddexp(math.log1p(-q), math.log(q) + (x - 0.5) / s**2)
-        log_density = math.log(spacing / s / math.sqrt(2 * math.pi)) - (x / s) ** 2 / 2
-        moments[~whole] = logsumexp(
-            log_density + np.outer(orders[~whole], ratio), axis=1
-        )
+        tilts = orders[~whole] - 1
+        law = PrivacyLoss(SampledGaussian(s, q, 1), tilts.max() + 9 * s + 1, 1.0)
+        moments[~whole] = [law.tilted(tilt)[2] for tilt in tilts]
     return steps * moments / (orders - 1)
 
 
