@@ -32,8 +32,6 @@ that is all of delta.
 
 from __future__ import annotations
 
-from scipy.stats import binom
-
 
 def cut_probability(sample_rate: float, records: float, max_batch_size: float) -> float:
     """
@@ -43,6 +41,8 @@ def cut_probability(sample_rate: float, records: float, max_batch_size: float) -
         >>> f"{cut_probability(0.1, 1000, 140):.3e}"
         '3.633e-05'
     """
+    from scipy.stats import binom  # takes half a second to import
+
     return float(binom.sf(max_batch_size - 1, records, sample_rate))
 
 
@@ -56,6 +56,8 @@ def kept_rate(sample_rate: float, records: float, max_batch_size: float) -> floa
         >>> kept_rate(1.0, 10, 4)
         0.4
     """
+    from scipy.stats import binom
+
     others = float(binom.cdf(max_batch_size - 1, records - 1, sample_rate))
     cut = float(binom.sf(max_batch_size, records, sample_rate))
     return sample_rate * others + max_batch_size / records * cut
