@@ -26,6 +26,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader
 
+from opacus_ext.accountants import calibration
 from opacus_ext.accountants.budget import least_noise
 from opacus_ext.accountants.prv import PRVBoundsAccountant
 from opacus_ext.accountants.whole import count_whole
@@ -469,8 +470,6 @@ def choose_bands(
         ... )
         Banded(bands=8, steps=100, momentum=0.0)
     """
-    from opacus_ext.planner import calibration  # which imports this package
-
     steps = max(math.ceil(epochs * sampling.steps_per_epoch(records)), 1)
     rate = sampling.rate(records)
     if len(accountant):  # the epsilon that a run alone may spend

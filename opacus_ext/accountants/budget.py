@@ -1,4 +1,4 @@
-"""Noise for what is left of a privacy budget."""
+"""Noise for the rest of a privacy budget."""
 
 from __future__ import annotations
 
@@ -20,15 +20,13 @@ def noise_left(
     tolerance: float = 0.01,
 ) -> float:
     """
-    The noise multiplier of a run whose budget is what others have left of it.
+    Returns the noise multiplier of a run that spends the rest of a budget.
 
     Args:
-        accountant: with what was spent before; it is not changed
-        epsilon: for all of it
-        delta: for all of it
-        sample_rate: of the run
-        steps: of the run
-        tolerance: by which less than epsilon may be spent
+        accountant: the releases before the run; it is not changed
+        epsilon, delta: the whole budget
+        sample_rate, steps: those of the run
+        tolerance: the part of epsilon that may stay unspent
 
     Raises:
         Refused: if nothing is left
@@ -56,14 +54,12 @@ def least_noise(
     tolerance: float = 0.01,
 ) -> float:
     """
-    As :func:`noise_left`, for a run of any kind.
-
-    Args:
-        record: records the run with an accountant, at a noise multiplier
+    Returns the same as :func:`noise_left` for any run: ``record`` records the run with
+    an accountant, at a noise multiplier.
     """
 
     def spent(noise: float) -> float:
-        trial = deepcopy(accountant)  # with all that it knows beside the history
+        trial = deepcopy(accountant)  # with its state beside the history
         record(trial, noise)
         return trial.get_epsilon(delta)
 

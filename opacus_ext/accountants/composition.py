@@ -1,11 +1,19 @@
-"""What was released, composed: lower bounds, estimates and upper bounds."""
+"""Compositions of releases: lower bounds, estimates and upper bounds."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Tuple
+from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple
 
+from opacus_ext.accountants import profiles
+from opacus_ext.accountants.numerical import (
+    Bounds,
+    Step,
+    delta_bounds,
+    epsilon_bounds,
+)
+from opacus_ext.accountants.truncation import cut_probability, kept_rate
 from opacus_ext.refused import Refused
 
 # Distinct mechanisms that are convolved. Beyond, they are rounded: see _rounded.
@@ -27,19 +35,11 @@ MECHANISMS: Dict[str, Tuple[str, ...]] = {
 }
 
 
-class Bounds(NamedTuple):
-    """What is surely reached, what is likely, and what is surely not exceeded."""
-
-    lower: float
-    estimate: float
-    upper: float
-
-
 class Composition:
     """
-    Steps of DP-SGD and other releases about the same records, and bounds of what they
-    spend together: all of :class:`~opacus_ext.accountants.PRVBoundsAccountant` but its
-    place in an engine, for which Opacus and torch must be there.
+    Steps of DP-SGD and other releases about the same records, and bounds of their joint
+    epsilon and delta: :class:`~opacus_ext.accountants.PRVBoundsAccountant` without its
+    base class of Opacus, and so without torch.
 
     Example:
         >>> spent = Composition()
@@ -61,8 +61,8 @@ class Composition:
         Records one step of DP-SGD.
 
         Args:
-            noise_multiplier: std of the noise over the norm that a record is clipped to
-            sample_rate: the probability with which a record is in the batch
+            noise_multiplier: std of the noise over the clipping norm
+            sample_rate: the probability of a record to be in the batch
 
         Raises:
             Refused: for a negative noise, or a rate outside [0, 1]
@@ -90,15 +90,15 @@ class Composition:
                 ``noise_multiplier``, ``sample_rate``, ``records`` and
                 ``max_batch_size``: steps with Poisson batches that were cut to this
                 size (``opacus_ext.accountants.truncation`` has the proof);
-                "fixed_size" with ``noise_multiplier`` (over the bound of clipping) and
+                "fixed_size" with ``noise_multiplier`` (over the clipping norm) and
                 ``sample_rate``: steps with batches of a fixed size
                 (:func:`~opacus_ext.accountants.profiles.exchanged`)
-            participations: how often it was used on the same record, or the most
-                releases of a series that one record can take part in
+            participations: number of uses on the same record, or the most releases of
+                a series that one record can take part in
 
         Raises:
             Refused: for another mechanism or parameters out of range, and for
-                "fixed_size" beside anything else, whose neighbors are other ones
+                "fixed_size" beside another mechanism, whose neighbors differ
 
         Example:
             >>> accountant = Composition()
@@ -128,8 +128,8 @@ class Composition:
         **others: Any,
     ) -> float:
         """
-        The upper bound of :meth:`get_bounds`: no run of these steps spends more.
-        As Opacus's accountants it takes no notice of arguments that it does not know.
+        Returns the upper bound of :meth:`get_bounds`: no run of these steps spends
+        more. Like Opacus's accountants it ignores other arguments.
 
         Example:
             >>> accountant = Composition()
@@ -148,15 +148,15 @@ class Composition:
         delta_error: Optional[float] = None,
     ) -> Bounds:
         """
-        Lower bound, estimate and upper bound of epsilon.
+        Returns a lower bound, an estimate and an upper bound of epsilon.
 
         Args:
             delta: of the guarantee
             eps_error: distance of the lower bound from the estimate; by default 1 % of
                 epsilon, and more where that would take more than a million points. The
                 upper bound is nearer, mostly by a factor of 100
-            delta_error: the part of delta that is spent on what the grid cuts off; by
-                default a thousandth of it
+            delta_error: the part of delta for losses outside the grid; by default a
+                thousandth of it
 
         Raises:
             Refused: for a delta outside (0, 1), errors that are not positive, and a
@@ -168,23 +168,15 @@ class Composition:
         if delta_error is not None:
             allowed = 0 < delta_error < delta
             _check("delta_error", delta_error, allowed, f"between 0 and delta={delta}")
-        if self._revealing():
-            return Bounds(0.0, math.inf, math.inf)
-        from opacus_ext.accountants import numerical
-
-        low, high = self._steps()
-        bounds = numerical.epsilon_bounds(high, delta, eps_error, delta_error)
-        if low is not high:
-            other = numerical.epsilon_bounds(low, delta, eps_error, delta_error)
-            estimate = (bounds.estimate + other.estimate) / 2
-            bounds = Bounds(other.lower, estimate, bounds.upper)
-        return bounds
+        return self._bounds(
+            lambda steps: epsilon_bounds(steps, delta, eps_error, delta_error), math.inf
+        )
 
     def get_delta(self, epsilon: float) -> Bounds:
         """
-        Lower bound, estimate and upper bound of delta. At an epsilon of 0 it is the
-        membership advantage: by how much the rate of true alarms of an attack that
-        tells whether a record was used can exceed that of false ones.
+        Returns a lower bound, an estimate and an upper bound of delta. At epsilon 0 it
+        is the membership advantage: the most by which the true positive rate of a
+        membership inference can exceed its false positive rate.
 
         Args:
             epsilon: of the guarantee, 0 or more
@@ -193,24 +185,26 @@ class Composition:
             Refused: for a negative epsilon, and as :meth:`get_bounds`
         """
         _check("epsilon", epsilon, 0 <= epsilon < math.inf, "0 or more, and finite")
-        if self._revealing():
-            return Bounds(0.0, 1.0, 1.0)
-        from opacus_ext.accountants import numerical
+        return self._bounds(lambda steps: delta_bounds(steps, epsilon), 1.0)
 
+    def _bounds(self, bounds_of: Callable[[List[Step]], Bounds], most: float) -> Bounds:
+        """Returns the bounds of all steps; ``most`` is that of a step without noise."""
+        if any(noise == 0 for noise, *_ in self._pairs()[1]):
+            return Bounds(0.0, most, most)
         low, high = self._steps()
-        bounds = numerical.delta_bounds(high, epsilon)
+        bounds = bounds_of(high)
         if low is not high:
-            other = numerical.delta_bounds(low, epsilon)
+            other = bounds_of(low)
             estimate = (bounds.estimate + other.estimate) / 2
             bounds = Bounds(other.lower, estimate, bounds.upper)
         return bounds
 
-    # -- what is composed ----------------------------------------------------------
+    # -- the steps that are composed -----------------------------------------------
 
     def _pairs(self) -> Tuple[Counter, Counter]:
         """
-        (noise_multiplier, sample_rate, cut): steps, for the lower bound and the upper;
-        ``cut`` is the probability of ``truncation``. Opacus sets the history, too.
+        Returns the steps of each (noise_multiplier, sample_rate, cut), for the lower
+        bound and for the upper; ``cut`` is the probability in ``truncation``.
         """
         low: Counter = Counter()
         high: Counter = Counter()
@@ -229,24 +223,19 @@ class Composition:
             if name == "gaussian":
                 add(entry["noise_multiplier"], rate, steps, rate, 0.0)
             elif name == "fixed_size":
-                # To exchange a clipped gradient moves the sum by twice the bound.
+                # An exchange of a clipped gradient moves the sum by twice the norm.
                 add(entry["noise_multiplier"] / 2, rate, steps, rate, 0.0)
             elif name == "truncated_poisson":
-                from opacus_ext.accountants.truncation import cut_probability, kept_rate
-
                 sizes = rate, entry["records"], entry["max_batch_size"]
                 chances = kept_rate(*sizes), cut_probability(*sizes)
                 add(entry["noise_multiplier"], rate, steps, *chances)
         return low, high
 
-    def _revealing(self) -> bool:
-        return any(noise == 0 for noise, *_ in self._pairs()[1])
-
-    def _steps(self) -> Tuple[List[Any], List[Any]]:
-        """For the lower bound and for the upper; the same list where they agree."""
-        from opacus_ext.accountants import profiles
-        from opacus_ext.accountants.numerical import Step
-
+    def _steps(self) -> Tuple[List[Step], List[Step]]:
+        """
+        Returns the steps for the lower bound and for the upper, the same list where
+        they agree.
+        """
         refuse_mixed(self.history, self.mechanisms)
         others: Counter = Counter()
         for entry in self.mechanisms:
@@ -261,7 +250,7 @@ class Composition:
                 delta = (*values, 0.0)[1]
                 common.append(Step(profiles.pure(values[0]), k, delta, values[0]))
 
-        def build(pairs: Counter, exchange: bool) -> List[Any]:
+        def build(pairs: Counter, exchange: bool) -> List[Step]:
             steps = list(common)
             if mu := _mu(pairs):
                 steps.insert(0, Step(profiles.gaussian(1 / mu), 1))
@@ -280,8 +269,8 @@ class Composition:
         low, high = self._pairs()
         if max(len(low), len(high)) > _DISTINCT:
             low, high = _rounded(low, -1), _rounded(high, 1)
-        # Of an exchange a removal's profile is reached, where all other gradients are
-        # the opposite of the removed one.
+        # An exchange reaches a removal's profile where all other gradients are the
+        # opposite of the removed one: that gives its lower bound.
         exchange = any(e["mechanism"] == "fixed_size" for e in self.mechanisms)
         lower = build(low, False)
         return lower, build(high, exchange) if exchange or low != high else lower
@@ -294,10 +283,9 @@ def _mu(pairs: Mapping[Tuple[float, float, float], int]) -> float:
 
 def _rounded(pairs: Counter, side: int) -> Counter:
     """
-    At most 64 sampled pairs for many: for a lower bound (``side`` -1) with more noise,
-    lower rates and probabilities to be cut, for an upper one (1) the reverse.
-
-    Epsilon falls with the noise and rises with the others, so these are bounds.
+    Rounds many sampled pairs to at most 64: for a lower bound (``side`` -1) to more
+    noise, lower rates and lower probabilities to be cut, for an upper one (1) the
+    reverse. Epsilon falls with the noise and rises with the others.
     """
 
     def rounded(x: float, up: int) -> float:
@@ -343,7 +331,7 @@ def _check(name: str, value: Any, allowed: bool, text: str) -> None:
 
 
 def check_step(noise: float, rate: float, steps: int) -> Tuple[float, float, int]:
-    """Refuses numbers that no step can have; gives them as plain numbers."""
+    """Returns the numbers of a step as plain ones; refuses those out of range."""
     _check("noise_multiplier", noise, noise >= 0, "0 or more")
     _check(
         "sample_rate",
@@ -368,21 +356,17 @@ def check_mechanism(entry: Dict[str, Any]) -> None:
             parameter="mechanism",
             remedy="Give these parameters, and no others.",
         )
+    if "sample_rate" in given:  # as in a history, the noise may be 0
+        check_step(entry["noise_multiplier"], entry["sample_rate"], 1)
+        given -= {"noise_multiplier", "sample_rate"}
     for parameter in given:
         value = entry[parameter]
-        if parameter == "delta":
-            _check("delta", value, 0 <= value < 1, "0 or more, and below 1")
-        elif parameter == "epsilon":
-            _check("epsilon", value, 0 <= value < math.inf, "0 or more, and finite")
-        elif parameter == "sample_rate":
-            check_step(entry["noise_multiplier"], value, 1)
-        elif parameter in ("records", "max_batch_size"):
-            whole = value >= 1 and value == math.floor(value)
-            _check(parameter, value, whole, "a whole number, 1 or more")
-        elif "sample_rate" in given:
-            continue  # as in a history, the noise may be 0
-        else:
-            _check(parameter, value, 0 < value < math.inf, "positive and finite")
+        allowed, text = {
+            "delta": (0 <= value < 1, "0 or more, and below 1"),
+            "epsilon": (0 <= value < math.inf, "0 or more, and finite"),
+            "noise_multiplier": (0 < value < math.inf, "positive and finite"),
+        }.get(parameter, (value >= 1 and value % 1 == 0, "a whole number, 1 or more"))
+        _check(parameter, value, allowed, text)
     count = entry["participations"]
     whole = isinstance(count, int) and not isinstance(count, bool) and count > 0
     _check("participations", count, whole, "a whole number, 1 or more")

@@ -2,20 +2,19 @@
 Bounds of a composition of mechanisms, from their privacy profiles.
 
 The method is that of Gopi, Lee and Wutschitz, "Numerical composition of differential
-privacy" (2021), with their package ``prv-accountant``: the privacy loss of each
-mechanism is put on a grid, the grids are convolved, and epsilon is read from the
-result. Its grids and its reading are used here as they are. Four parts are not:
+privacy" (2021): the privacy loss of each mechanism is put on a grid, the grids are
+convolved, and epsilon is read from the result. The grids and the reading are those of
+their package ``prv-accountant``. Four parts differ:
 
-- The loss is put on the grid by connecting the dots of the privacy profile (Doroshenko
-  et al., 2022) and not by rounding it. What is composed then is a mechanism that
-  dominates the true one, so the upper bound needs no allowance for the grid. It also
-  needs no mean of the loss, which the package gets from a quadrature that is too coarse
-  for a million steps or a tiny sampling rate.
-- The loss comes from a formula that loses no digits at small sampling rates.
-- Mechanisms that differ are multiplied as spectra, so that losses can leave the grid in
-  one place only, and that is bounded.
-- The grid is as wide as Chernoff's bound says on both sides. The package takes at
-  least 3, which makes millions of points where epsilon is small.
+- The dots of the privacy profile are connected (Doroshenko et al., 2022) and losses are
+  not rounded. The result dominates the true mechanism, so the upper bound needs no
+  allowance for the grid, and no mean of the loss, for which the package's quadrature is
+  too coarse at a million steps or a tiny sampling rate.
+- The formula of the loss keeps its digits at small sampling rates.
+- Spectra of different mechanisms are multiplied, so that losses leave the grid in one
+  place only, where that is bounded.
+- Chernoff's bound gives the width of the grid on both sides. The package takes at least
+  3, which makes millions of points where epsilon is small.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ import math
 from typing import Callable, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
+from numpy.typing import NDArray
 from prv_accountant.discrete_privacy_random_variable import (
     DiscretePrivacyRandomVariable,
 )
@@ -32,7 +32,6 @@ from scipy.fft import irfft, next_fast_len, rfft
 from scipy.optimize import brentq
 from scipy.special import logsumexp
 
-from opacus_ext.accountants.composition import Bounds
 from opacus_ext.accountants.profiles import Profile, total_variation
 
 #: Points of a grid: 2^20 of them take about 0.3 GB and a second for each mechanism.
@@ -48,7 +47,16 @@ _ORDERS = np.union1d(
     np.geomspace(1e-3, 1e10, 120),
     [*(1 + x / 10.0 - 1 for x in range(1, 100)), *range(11, 63)],
 )
+_CONVERT = _ORDERS * np.log(_ORDERS) - (1 + _ORDERS) * np.log1p(_ORDERS)
 _LOSSES = np.geomspace(1e-14, 1e14, 2800)
+
+
+class Bounds(NamedTuple):
+    """A lower bound, an estimate and an upper bound."""
+
+    lower: float
+    estimate: float
+    upper: float
 
 
 class Step(NamedTuple):
@@ -60,22 +68,18 @@ class Step(NamedTuple):
     greatest: float = math.inf  # of the finite losses
 
 
-def connect_the_dots(
-    profile: Profile, losses: np.ndarray
-) -> Tuple[np.ndarray, float, float]:
+def connect_the_dots(profile: Profile, losses: NDArray) -> Tuple[NDArray, float, float]:
     """
-    Losses on a grid that dominate those of a mechanism (Doroshenko et al., 2022).
+    Returns the probabilities of losses on a grid that dominate those of a mechanism
+    (Doroshenko et al., 2022), that of an infinite loss, and that below the grid.
 
-    The mass between two points goes to both, such that its probability under either
-    data set stays what it is; what is below the grid goes to its lowest point, and of
-    what is above it a part counts as infinite. The divergence at the points is the
-    true one, and its convex upper bound between them.
+    The mass between two points goes to both, with the same probability under either
+    data set; mass below the grid goes to its lowest point, and a part of the mass above
+    counts as infinite. The divergence is exact at the points, and its convex upper
+    bound between them.
 
     Args:
         losses: the points, ascending, with 0 among them
-
-    Returns:
-        The probabilities of the points, the infinite part, and what was below.
 
     Example:
         >>> from opacus_ext.accountants.profiles import pure
@@ -86,7 +90,7 @@ def connect_the_dots(
     excess = profile(losses)
     share = -np.expm1(-np.diff(losses))
     zero = int(np.searchsorted(losses, 0.0))
-    # Between the points: the probability above, and below 0 of what is not above, each
+    # The probability above each interval, and for losses below 0 that of the rest, both
     # from small numbers only.
     rise = np.diff(excess) / share
     above = excess[zero + 1 :] - rise[zero:]
@@ -99,37 +103,40 @@ def connect_the_dots(
 
 
 class _Tails(NamedTuple):
-    """What is known of a composition before it is convolved."""
+    """Moments and tails of a composition, before the convolution."""
 
-    above: np.ndarray  # [orders]: log E[exp(order * loss)]
-    under: np.ndarray  # [orders]: log E[exp(-(1 + order) * loss)]
+    above: NDArray  # [orders]: log E[exp(order * loss)]
+    under: NDArray  # [orders]: log E[exp(-(1 + order) * loss)]
     infinite: float
     widest: float  # the loss of one step that matters
     cut: float
 
     def log_delta(self, epsilon: float) -> float:
-        """Log of an upper bound of delta."""
-        convert = _ORDERS * np.log(_ORDERS) - (1 + _ORDERS) * np.log1p(_ORDERS)
-        return min(0.0, float(np.min(self.above + convert - _ORDERS * epsilon)))
+        """Returns the log of an upper bound of delta."""
+        return min(0.0, float(np.min(self.above + _CONVERT - _ORDERS * epsilon)))
 
     def epsilon(self, delta: float) -> float:
-        """An upper bound (Canonne et al., 2020, proposition 12)."""
+        """Returns an upper bound (Canonne et al., 2020, proposition 12)."""
         left = delta - self.infinite - self.cut
         if left <= 0:
             return math.inf
-        convert = _ORDERS * np.log(_ORDERS) - (1 + _ORDERS) * np.log1p(_ORDERS)
-        found = (self.above + convert - math.log(left)) / _ORDERS
+        found = (self.above + _CONVERT - math.log(left)) / _ORDERS
         return max(0.0, float(np.min(found)))
+
+    def half(self, mass: float) -> float:
+        """Returns a loss that is exceeded, on either side, with this probability."""
+        left = -math.log(mass)
+        above = np.min((self.above + left) / _ORDERS)
+        return float(max(above, np.min((self.under + left) / (1 + _ORDERS))))
 
 
 def _top(profile: Profile, mass: float) -> float:
     """
-    The loss beyond which this part of the mass counts as infinite, or is below.
-
-    Without jumps: who searches for a noise multiplier needs a continuous epsilon.
+    Returns the loss beyond which this mass lies, on either side, as a continuous
+    function, which a search for a noise multiplier needs.
     """
 
-    def left(t: np.ndarray) -> np.ndarray:
+    def left(t: NDArray) -> NDArray:
         # The probability below -2t is at most excess(-t) / (1 - exp(-t)).
         under = profile(-t / 2) / -np.expm1(-t / 2)
         return np.log(np.maximum(np.maximum(profile(t), under), 1e-300) / mass)
@@ -143,10 +150,7 @@ def _top(profile: Profile, mass: float) -> float:
 
 
 def _tails(steps: Sequence[Step], mass: float) -> _Tails:
-    """
-    Args:
-        mass: the probability by which large losses of single steps may be cut off
-    """
+    """Returns the tails; large losses of single steps of this ``mass`` are cut off."""
     above, under = np.zeros_like(_ORDERS), np.zeros_like(_ORDERS)
     finite = cut = widest = 0.0
     for profile, count, infinite, _ in steps:
@@ -163,21 +167,18 @@ def _tails(steps: Sequence[Step], mass: float) -> _Tails:
         cut += count * (lost + below)
         widest = max(widest, top)
         for orders, sums in ((_ORDERS, above), (-1 - _ORDERS, under)):
-            # Signed: rounding makes some of them negative, and adds up to nothing.
+            # Rounding makes some probabilities negative, which cancel.
             with np.errstate(over="ignore"):  # an order at which it is inf is no use
                 grown = logsumexp(np.multiply.outer(orders, losses), b=p, axis=1)
             sums += count * np.maximum(np.nan_to_num(grown, nan=np.inf), 0)
     return _Tails(above, under, -math.expm1(finite), widest, cut)
 
 
-# -- the composition ---------------------------------------------------------------
-
-
 class _Composed(NamedTuple):
-    """The composition on a grid, and what it may be wrong by."""
+    """The composition on a grid, and bounds of its errors."""
 
     prv: DiscretePrivacyRandomVariable
-    loss_error: float  # by which a loss may be too large
+    loss_error: float  # the most by which a loss is too large
     delta_error: float
     points: int
 
@@ -189,7 +190,7 @@ class _Composed(NamedTuple):
         return Bounds(max(lower - self.delta_error, 0.0), max(found, 0.0), upper)
 
     def epsilons(self, delta: float) -> Bounds:
-        """Where delta is reached at no positive epsilon, that is 0."""
+        """Returns bounds of epsilon, 0 where delta is not reached at any."""
         most = float(self.prv.compute_delta_estimate(0.0))
 
         def read(target: float) -> float:
@@ -218,7 +219,7 @@ def _compose(
     total = sum(step.count for step in steps)
     hoeffding = total / 2 * math.log(1 / part)
 
-    half = max(_half(tails, part), 1.05 * tails.widest)
+    half = max(tails.half(part), 1.05 * tails.widest)
     mesh = min(epsilon_error / math.sqrt(hoeffding), half / 500)
     mesh = max(mesh, 2 * half / POINTS)
     if not half < _WIDEST:
@@ -262,13 +263,6 @@ def _compose(
     return _Composed(prv, loss_error, error, points)
 
 
-def _half(tails: _Tails, mass: float) -> float:
-    """A loss that the composition exceeds, on either side, with this probability."""
-    left = -math.log(mass)
-    above = np.min((tails.above + left) / _ORDERS)
-    return float(max(above, np.min((tails.under + left) / (1 + _ORDERS))))
-
-
 def epsilon_bounds(
     steps: Sequence[Step],
     delta: float,
@@ -276,18 +270,14 @@ def epsilon_bounds(
     delta_error: Optional[float] = None,
 ) -> Bounds:
     """
-    Lower bound, estimate and upper bound of epsilon.
+    Returns a lower bound, an estimate and an upper bound of epsilon.
 
     Where no grid serves (epsilon above 10,000, or a delta that would drown in rounding)
     the upper bound is Chernoff's, that is the one of Renyi accounting, and the lower 0.
 
     Args:
-        steps: what is composed
-        delta: of the guarantee
-        eps_error: distance of the lower bound from the estimate; by default 1 % of
-            epsilon, and more where that would take too many points
-        delta_error: the part of delta that is spent on what is cut off; by default a
-            thousandth of it
+        steps: the mechanisms of the composition
+        delta, eps_error, delta_error: see :meth:`Composition.get_bounds`
 
     Example:
         >>> from opacus_ext.accountants.profiles import gaussian, sampled
@@ -299,17 +289,13 @@ def epsilon_bounds(
         return Bounds(0.0, 0.0, 0.0)
     if exact := _alone(steps):
         if steps[0].infinite >= delta:
-            return Bounds(
-                *[math.inf if steps[0].infinite > delta else steps[0].greatest] * 3
-            )
+            all_ = math.inf if steps[0].infinite > delta else steps[0].greatest
+            return Bounds(all_, all_, all_)
         top = 1.0
         while exact(top) > delta:
             top *= 2
-        return _near(
-            brentq(
-                lambda t: exact(t) - delta, 0, top, xtol=1e-300, rtol=1e-12, maxiter=500
-            )
-        )
+        precise = dict(xtol=1e-300, rtol=1e-12, maxiter=500)
+        return _near(brentq(lambda t: exact(t) - delta, 0, top, **precise))
     error = delta / 1000 if delta_error is None else delta_error
     tails = _tails(steps, error / 6)
     upper = tails.epsilon(delta)
@@ -335,7 +321,7 @@ def epsilon_bounds(
 
 def delta_bounds(steps: Sequence[Step], epsilon: float) -> Bounds:
     """
-    Lower bound, estimate and upper bound of delta, as :func:`epsilon_bounds`.
+    Returns a lower bound, an estimate and an upper bound of delta.
 
     Example:
         >>> from opacus_ext.accountants.profiles import gaussian, sampled
@@ -344,8 +330,8 @@ def delta_bounds(steps: Sequence[Step], epsilon: float) -> Bounds:
         ['0.16', '0.16', '0.16']
     """
     if exact := _alone(steps):
-        found = _near(exact(epsilon))
-        return found._replace(upper=min(found.upper, 1.0))
+        near = _near(exact(epsilon))
+        return near._replace(upper=min(near.upper, 1.0))
     if not any(total_variation(p) + i for p, _, i, _ in steps):
         return Bounds(0.0, 0.0, 0.0)
     tails = _tails(steps, 1e-9)
@@ -357,7 +343,7 @@ def delta_bounds(steps: Sequence[Step], epsilon: float) -> Bounds:
         if scale < 1e-15:  # what rounding leaves
             break
         tails = _tails(steps, scale / 6000)
-        found = _compose(steps, tails, width * _half(tails, scale), scale / 1000)
+        found = _compose(steps, tails, width * tails.half(scale), scale / 1000)
         if found is None or best.upper == 0:
             break
         best = _tighter(best, found.deltas(epsilon))
@@ -371,7 +357,7 @@ def delta_bounds(steps: Sequence[Step], epsilon: float) -> Bounds:
 
 
 def _alone(steps: Sequence[Step]) -> Optional[Callable[[float], float]]:
-    """Delta as a function of epsilon where it has a closed form: of one step."""
+    """Returns delta as a function of epsilon if it has a closed form: of one step."""
     if len(steps) != 1 or steps[0].count != 1:
         return None
     profile, _, infinite, _ = steps[0]
@@ -379,16 +365,14 @@ def _alone(steps: Sequence[Step]) -> Optional[Callable[[float], float]]:
 
 
 def _near(value: float) -> Bounds:
-    """Bounds of what is known to about ten digits."""
+    """Returns bounds of a value with about ten digits."""
     return Bounds(value * (1 - 1e-9), value, value * (1 + 1e-9))
 
 
 def _mesh_error(scale: float, delta: float) -> float:
     """
-    The error to compute with, for an epsilon of about ``scale``.
-
-    The mesh also moves the upper bound, by a second-order effect that is kept
-    small: total * mesh^2 / 8 <= scale / 10,000.
+    Returns the error for an epsilon of about ``scale``, at which the second-order
+    effect of the mesh on the upper bound is small: total mesh^2 / 8 <= scale / 10,000.
     """
     return min(0.01 * scale, math.sqrt(4e-4 * scale * -math.log(delta)))
 

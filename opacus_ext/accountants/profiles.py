@@ -1,52 +1,45 @@
 """
 Privacy profiles of mechanisms: delta as a function of epsilon.
 
-A *profile* is a function of the loss ``t``, a float64 array: the hockey-stick
-divergence delta(t) less what it is for every mechanism, ``max(0, 1 - exp(t))``.
-
-The Gaussian mechanism is here in two forms: delta itself, of which differences between
-points of a grid are taken, and its log, for a delta too small for a number.
+A *profile* is a function of the privacy loss ``t``, a float64 array: the hockey-stick
+divergence delta(t), minus its least value for any mechanism, ``max(0, 1 - exp(t))``.
 """
 
 from __future__ import annotations
 
 import math
 from functools import lru_cache, partial
-from typing import Any, Callable
+from typing import Callable
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy.optimize import brentq
 from scipy.special import erfcx, log_ndtr, ndtr
 
-Profile = Callable[[np.ndarray], np.ndarray]
+Profile = Callable[[NDArray], NDArray]
 
 
-def _symmetric(delta: Callable[[np.ndarray], np.ndarray], t: np.ndarray) -> np.ndarray:
-    """The profile where exchanging the two data sets changes nothing."""
+def _symmetric(delta: Profile, t: NDArray) -> NDArray:
+    """The profile of a mechanism that treats the two data sets alike."""
     return delta(np.abs(t)) * np.exp(np.minimum(t, 0))
 
 
-def _mills(x: np.ndarray) -> np.ndarray:
+def _mills(x: NDArray) -> NDArray:
     """Mills' ratio: the Gaussian's tail over its density."""
     return math.sqrt(math.pi / 2) * erfcx(x * math.sqrt(0.5))
 
 
-def _gaussian_delta(mu: float, t: np.ndarray) -> np.ndarray:
+def _gaussian_delta(mu: float, t: NDArray) -> NDArray:
     # Phi(-x) - exp(t) Phi(-y) = phi(x) (R(x) - R(y)), R being Mills' ratio, keeps its
     # digits where both terms are tiny.
     x, y = t / mu - mu / 2, t / mu + mu / 2
     density = np.exp(-x * x / 2) / math.sqrt(2 * math.pi)
     with np.errstate(over="ignore", invalid="ignore"):
-        if mu < 0.02:  # nearly equal: the integral of -R'(s) = 1 - s R(s)
+        if mu < 0.02:  # R(x) - R(y) is the integral of -R'(s) = 1 - s R(s)
             nodes, weights = np.polynomial.legendre.leggauss(4)
-            at = ((t / mu) + mu / 2 * node for node in nodes)
-            return (
-                density
-                * mu
-                / 2
-                * sum(w * (1 - s * _mills(s)) for w, s in zip(weights, at))
-            )
+            points = ((t / mu) + mu / 2 * node for node in nodes)
+            integral = sum(w * (1 - s * _mills(s)) for w, s in zip(weights, points))
+            return density * mu / 2 * integral
         tail = density * (_mills(x) - _mills(y))
         body = ndtr(-x) - density * _mills(y)
     return np.where(x < 0, body, tail)
@@ -54,7 +47,7 @@ def _gaussian_delta(mu: float, t: np.ndarray) -> np.ndarray:
 
 def gaussian(noise_multiplier: float) -> Profile:
     """
-    The Gaussian mechanism (Balle and Wang, 2018, theorem 8).
+    Returns the profile of the Gaussian mechanism (Balle and Wang, 2018, theorem 8).
 
     Example:
         >>> f"{gaussian(1.0)(np.array([0.0]))[0]:.4f}"
@@ -64,22 +57,22 @@ def gaussian(noise_multiplier: float) -> Profile:
 
 
 def gaussian_log_delta(mu: ArrayLike, epsilon: ArrayLike) -> NDArray:
-    """``log delta(epsilon)`` of N(0, 1), N(mu, 1) (Balle and Wang, 2018, theorem 5)."""
-    upper, lower = mu / 2 - epsilon / mu, -mu / 2 - epsilon / mu
-    log_upper = log_ndtr(upper)
-    gap = np.minimum(epsilon + log_ndtr(lower) - log_upper, -1e-300)
+    """
+    Returns ``log delta(epsilon)`` of N(mu, 1) against N(0, 1), also where delta is too
+    small for a float (Balle and Wang, 2018, theorem 5).
+    """
+    half, shift = np.divide(mu, 2), np.divide(epsilon, mu)
+    log_upper = log_ndtr(half - shift)
+    gap = np.minimum(epsilon + log_ndtr(-half - shift) - log_upper, -1e-300)
     return log_upper + np.log(-np.expm1(gap))
 
 
 def gaussian_sensitivity(epsilon: ArrayLike, log_delta: ArrayLike) -> NDArray:
     """
-    The sensitivity, in standard deviations of the noise, that spends the budget: the
-    largest to 1e-13, and never one that spends more.
+    Returns the largest sensitivity, in standard deviations of the noise, that keeps to
+    a budget: to a relative 1e-13, and never one that exceeds the budget.
     """
     return np.vectorize(_sensitivity, otypes=[float])(epsilon, log_delta)
-
-
-_WITHIN = 1e-14  # of the log of the sensitivity
 
 
 @lru_cache(maxsize=4096)
@@ -88,41 +81,39 @@ def _sensitivity(epsilon: float, log_delta: float) -> float:
         spent = -float(gaussian_log_delta(math.exp(log_mu), epsilon))
         return math.log(-log_delta / min(max(spent, 1e-300), 1e300))
 
-    found = brentq(excess, -35.0, 35.0, xtol=_WITHIN)
-    # On the side that spends less: brentq may end on either.
-    step = 2 * _WITHIN
-    while excess(found) > 0:
-        found, step = found - step, 2 * step
+    tolerance = 1e-14
+    found = brentq(excess, -35.0, 35.0, xtol=tolerance)
+    while excess(found) > 0:  # brentq may end on either side
+        found, tolerance = found - 2 * tolerance, 2 * tolerance
     return math.exp(found)
 
 
-def unsampled_epsilon(epsilon: ArrayLike, sample_rate: float) -> Any:
-    """A mechanism's epsilon, from that of a sample: log(1 + (exp(epsilon) - 1) / q)."""
-    q = sample_rate
+def unsampled_epsilon(epsilon: ArrayLike, sample_rate: float) -> NDArray:
+    """
+    Returns the epsilon of a mechanism on all records from its epsilon on a Poisson
+    sample: log(1 + (exp(epsilon) - 1) / q).
+    """
+    epsilon, q = np.asarray(epsilon, dtype=float), sample_rate
     near = np.minimum(epsilon, 1.0)
     return np.where(
-        np.greater(epsilon, 1),
+        epsilon > 1,
         epsilon - math.log(q) + np.log1p(-(1 - q) * np.exp(-np.maximum(epsilon, 1))),
         np.log1p(np.maximum(np.expm1(near) / q, -1 + 1e-300)),
     )
 
 
-def _sampled(profile: Profile, sample_rate: float, t: np.ndarray) -> np.ndarray:
+def _sampled(profile: Profile, sample_rate: float, t: NDArray) -> NDArray:
     if sample_rate == 1:
         return profile(t)
     # P - e^t Q = q (M - e^s Q) for P = (1 - q) Q + q M and q e^s = e^t - 1 + q.
-    q = sample_rate
-    inside = t > np.log1p(-q)
-    s = unsampled_epsilon(np.where(inside, t, 0.0), q)
-    return np.where(inside, q * profile(s), 0.0)
+    inside = t > np.log1p(-sample_rate)
+    s = unsampled_epsilon(np.where(inside, t, 0.0), sample_rate)
+    return np.where(inside, sample_rate * profile(s), 0.0)
 
 
 def sampled(profile: Profile, sample_rate: float) -> Profile:
     """
-    A mechanism on a Poisson sample, for the removal of a record.
-
-    Args:
-        sample_rate: at most 1
+    Returns the profile of a mechanism on a Poisson sample, when a record is removed.
 
     Example:
         >>> f"{sampled(gaussian(1.0), 0.1)(np.array([0.0]))[0]:.5f}"
@@ -131,27 +122,14 @@ def sampled(profile: Profile, sample_rate: float) -> Profile:
     return partial(_sampled, profile, sample_rate)
 
 
-def _reversed(profile: Profile, t: np.ndarray) -> np.ndarray:
-    found = profile(-t)
-    with np.errstate(over="ignore"):
-        return np.where(found > 0, found * np.exp(t), 0.0)
-
-
-def reversed_(profile: Profile) -> Profile:
-    """The same mechanism with the two data sets exchanged: a record is added."""
-    return partial(_reversed, profile)
-
-
-def _mixture(first: Profile, second: Profile, share: float, t: np.ndarray) -> Any:
+def _mixture(first: Profile, second: Profile, share: float, t: NDArray) -> NDArray:
     return (1 - share) * first(t) + share * second(t)
 
 
 def mixture(first: Profile, second: Profile, share: float) -> Profile:
     """
-    One mechanism or the other, by a coin that is shown.
-
-    Args:
-        share: the probability of the second
+    Returns the profile of a mechanism that tosses a coin, shows it, and runs ``second``
+    with probability ``share``, else ``first``.
 
     Example:
         >>> f"{mixture(gaussian(1.0), pure(1.0), 0.5)(np.array([0.0]))[0]:.4f}"
@@ -162,8 +140,8 @@ def mixture(first: Profile, second: Profile, share: float) -> Profile:
 
 def exchanged(profile: Profile) -> Profile:
     """
-    A mechanism on a sample of fixed size, drawn without replacement, for a record that
-    is exchanged for another one.
+    Returns the profile of a mechanism on a sample of fixed size, drawn without
+    replacement, when one record is exchanged for another.
 
     Let m of n records be drawn, q = m / n, and let x in data set D be x' in D'. The
     output is ``(1 - q) R + q A`` for D and ``(1 - q) R + q A'`` for D': R is the law
@@ -197,7 +175,8 @@ def exchanged(profile: Profile) -> Profile:
 
 def laplace(noise_multiplier: float) -> Profile:
     """
-    Laplace noise of scale ``noise_multiplier`` times the sensitivity.
+    Returns the profile of Laplace noise, of scale ``noise_multiplier`` times the
+    sensitivity.
 
     Example:
         >>> f"{laplace(1.0)(np.array([0.0]))[0]:.4f}"
@@ -209,7 +188,8 @@ def laplace(noise_multiplier: float) -> Profile:
 
 def pure(epsilon: float) -> Profile:
     """
-    The worst of all mechanisms with this epsilon and a delta of 0: randomized response.
+    Returns the profile of randomized response: the worst mechanism with this epsilon
+    and delta 0.
 
     Example:
         >>> f"{pure(1.0)(np.array([0.0]))[0]:.4f}"
@@ -220,5 +200,5 @@ def pure(epsilon: float) -> Profile:
 
 
 def total_variation(profile: Profile) -> float:
-    """The distance of the two output distributions: delta at epsilon 0."""
+    """Returns the distance of the two output distributions: delta at epsilon 0."""
     return float(profile(np.zeros(1))[0])

@@ -1,5 +1,5 @@
 """
-What it costs to cut Poisson batches to a greatest size.
+The privacy cost of cutting Poisson batches to a maximum size.
 
 Truncated Poisson sampling draws every record with probability q, and of a draw of more
 than B records a random subset of B is taken.
@@ -32,30 +32,32 @@ that is all of delta.
 
 from __future__ import annotations
 
-from scipy.stats import binom
-
 
 def cut_probability(sample_rate: float, records: float, max_batch_size: float) -> float:
     """
-    The coin's p: that a draw fills a batch, so that one record more might be cut.
+    Returns the coin's p: the probability that a draw fills a batch.
 
     Example:
         >>> f"{cut_probability(0.1, 1000, 140):.3e}"
         '3.633e-05'
     """
+    from scipy.stats import binom  # takes half a second to import
+
     return float(binom.sf(max_batch_size - 1, records, sample_rate))
 
 
 def kept_rate(sample_rate: float, records: float, max_batch_size: float) -> float:
     """
-    The probability that a record is in a batch after cutting. A record that alone has a
-    gradient is protected no better than by Poisson sampling at this rate, so that it
-    serves for a lower bound.
+    Returns the probability that a record is in a batch after cutting. A record that
+    alone has a gradient is protected no better than by Poisson sampling at this rate,
+    which gives a lower bound.
 
     Example:
         >>> kept_rate(1.0, 10, 4)
         0.4
     """
+    from scipy.stats import binom
+
     others = float(binom.cdf(max_batch_size - 1, records - 1, sample_rate))
     cut = float(binom.sf(max_batch_size, records, sample_rate))
     return sample_rate * others + max_batch_size / records * cut

@@ -1,4 +1,4 @@
-"""Steps that are counted completely, or not at all."""
+"""Counting of steps, each completely or not at all."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any, Callable
 
 def record_whole(accountant: Any, record: Callable[[], None]) -> None:
     """
-    Calls ``record``, which counts a step. If it fails or is interrupted, the history is
-    put back as it was: to count a step, Opacus's accountants take the last entry out
-    and add it again with one more step, so an error in between would lose it.
+    Calls ``record``, which counts a step, and restores the history if it fails or is
+    interrupted: Opacus's accountants take the last entry out and add it again with one
+    more step, so an error in between would lose it.
 
     Example:
         >>> from opacus.accountants import RDPAccountant
@@ -30,7 +30,7 @@ def record_whole(accountant: Any, record: Callable[[], None]) -> None:
 
 
 def count_whole(optimizer: Any, accountant: Any) -> None:
-    """Makes an optimizer's step hook count each step completely, or not at all."""
+    """Wraps an optimizer's step hook in :func:`record_whole`."""
     hook = optimizer.step_hook
 
     def count(optimizer: Any) -> None:

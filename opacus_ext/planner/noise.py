@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, Optional, Tuple
 import numpy as np
 from scipy.interpolate import make_interp_spline
 
+from opacus_ext.accountants import calibration
 from opacus_ext.accountants.composition import Composition
-from opacus_ext.planner import calibration
+from opacus_ext.accountants.saddle_point import WORK
+from opacus_ext.accountants.solver import central_limit
 from opacus_ext.planner.budget import Budget
-from opacus_ext.planner.privacy_loss import WORK
-from opacus_ext.planner.solver import central_limit, plain
 from opacus_ext.refused import Refused
 
 if TYPE_CHECKING:
@@ -25,8 +25,8 @@ _WORK = 1.5 * 2.0**27  # of a grid: 4 seconds, where most take a fifth of it
 
 def batches_per_epoch(budget: Budget, batch: Any) -> np.ndarray:
     """
-    Whole batches of an epoch, where they are not Poisson samples: what is over stays
-    out of this epoch. More users then never mean more noise.
+    Returns the number of whole batches in an epoch of deterministic batches. The other
+    records stay out of this epoch, so that more users never mean more noise.
     """
     return np.floor(budget.examples / np.asarray(batch, dtype=float) * (1 + 1e-12))
 
@@ -35,41 +35,32 @@ def noise_of(
     budget: Budget, batch: Any, steps: Any, amplification: Optional[str] = None
 ) -> calibration.Calibration:
     """
-    The noise of configurations, calibrated for each; batch and steps broadcast.
+    Returns the calibrated noise of each configuration; batch and steps broadcast.
 
     Args:
-        batch: examples a step
+        batch: examples of a step
         steps: T
-        amplification: in the place of the budget's
+        amplification: replaces that of the budget
     """
     how = amplification or budget.amplification
     batch, steps = np.asarray(batch, dtype=float), np.asarray(steps, dtype=float)
+    privacy, records = (budget.epsilon, budget.delta), records_of(budget)
     poisson: Any = np.inf
     if how != "none":
         rate = batch / budget.examples
-        poisson = np.asarray(
-            calibration.noise_multiplier(
-                budget.epsilon, budget.delta, steps, rate, records_of(budget)
-            )
-        )
+        poisson = calibration.noise_multiplier(*privacy, steps, rate, records)
     fixed: Any = np.inf
     if how != "poisson":
         times = np.maximum(np.ceil(steps / batches_per_epoch(budget, batch)), 1)
-        fixed = records_of(budget) * np.asarray(
-            calibration.gaussian_noise_multiplier(budget.epsilon, budget.delta, times)
-        )
-    # No noise at all is within the letter of a delta that is more than the chance of
-    # ever being sampled. It is not what anyone means by private.
+        fixed = records * calibration.gaussian_noise_multiplier(*privacy, times)
+    # A delta above the probability of ever being sampled needs no noise at all. That is
+    # not private in any useful sense.
     amplified = (poisson <= fixed) & ((poisson > 0) | (how == "poisson"))
-    least = np.where(amplified, poisson, fixed)
-    shape = np.broadcast_shapes(least.shape, batch.shape)
-    return calibration.Calibration(
-        *(plain(np.broadcast_to(x, shape)) for x in (least, least / batch, amplified))
-    )
+    return calibration.lower_noise(poisson, fixed, amplified, batch)
 
 
 def records_of(budget: Budget) -> int:
-    """How many of a user's records steps draw, each for itself."""
+    """Returns the number of records of a user that are drawn independently."""
     return budget.records_per_user if budget.sampling == "records" else 1
 
 
@@ -77,10 +68,10 @@ def noise_grid(
     budget: Budget, batch: np.ndarray, steps: np.ndarray
 ) -> Tuple[np.ndarray, np.ndarray, np.ndarray]:
     """
-    Noise multiplier, ratio and whether batches are Poisson samples, of a grid, each
-    ``[B, T]``. Calibrated at powers of two of rates and of four of steps; between, how
-    far the noise is off its central limit is interpolated: to 1 % at worst, mostly to
-    0.1 %. What is found is calibrated by itself.
+    Returns noise multiplier, ratio and True for Poisson samples, on a grid, each ``[B,
+    T]``. The noise is calibrated where the rate is a power of two and the steps a power
+    of four; its ratio to the central limit is interpolated between them, with an error
+    of 1 % at worst, mostly 0.1 %. A plan's own noise is calibrated again.
     """
     key = replace(budget, flops=1, seconds=1, memory=1, tokens=1)
     key = replace(key, parameters=None, trainable=None, batch_size=None, steps=None)
@@ -99,9 +90,9 @@ def _cached_grid(
         parts = budget.examples / b
         kp, kt = _knots(parts, 2), _knots(t, 4)
         axes = (parts, kp), (t, kt)
-        known = _known(budget, kp, kt)
+        calibrated = _calibrated(budget, kp, kt)
         limit = _central_limit(budget, kp, kt)
-        off = np.log(np.where(known > 0, known, limit) / limit)
+        off = np.log(np.where(calibrated > 0, calibrated, limit) / limit)
         for axis, (wanted, knots) in enumerate(axes):
             degree = min(3, len(knots) - 1)
             if degree == 0:
@@ -118,18 +109,13 @@ def _cached_grid(
 
 
 def _knots(values: np.ndarray, base: int) -> np.ndarray:
-    """Powers of a base around a range: the same for every budget."""
+    """Returns the powers of a base around a range: the same for every budget."""
     low, high = np.log([values.min(), values.max()]) / math.log(base)
     return base ** np.arange(math.floor(low + 1e-9), math.ceil(high - 1e-9) + 1.0)
 
 
-def _known(budget: Budget, parts: np.ndarray, steps: np.ndarray) -> np.ndarray:
-    """
-    Calibrated noise, ``[parts, T]``.
-
-    Raises:
-        Refused: where that would take long
-    """
+def _calibrated(budget: Budget, parts: np.ndarray, steps: np.ndarray) -> np.ndarray:
+    """Returns calibrated noise, ``[parts, T]``; refuses what would take long."""
     privacy = budget.epsilon, budget.delta, records_of(budget)
     with WORK.bounded(_WORK):
         try:
@@ -151,7 +137,7 @@ def _known(budget: Budget, parts: np.ndarray, steps: np.ndarray) -> np.ndarray:
 def _knot(
     epsilon: float, delta: float, records: int, part: float, steps: Tuple[float, ...]
 ) -> np.ndarray:
-    """The noise at one rate, which more users have too, after so many steps."""
+    """Returns the noise at one rate after each number of steps."""
     return np.asarray(
         calibration.noise_multiplier(
             epsilon, delta, steps, 1 / part, records, rough=True
@@ -160,7 +146,7 @@ def _knot(
 
 
 def _central_limit(budget: Budget, parts: np.ndarray, steps: np.ndarray) -> np.ndarray:
-    """The noise of many steps, ``[parts, T]``."""
+    """Returns the noise in the central limit, ``[parts, T]``."""
     mu = 1 / calibration.gaussian_noise_multiplier(budget.epsilon, budget.delta)
     return central_limit(mu, 1 / parts[:, None], steps)
 
@@ -169,12 +155,12 @@ def _central_limit(budget: Budget, parts: np.ndarray, steps: np.ndarray) -> np.n
 def advantage(
     budget: Budget, noise: float, batch: float, steps: float, amplified: bool
 ) -> float:
-    """Of membership inference at most."""
+    """Returns the largest advantage of a membership inference."""
     records = records_of(budget)
     if amplified:
         rate = batch / budget.examples
         return float(calibration.delta(noise, rate, steps, 0.0, records))
-    # In fixed batches all records of a user are in the same one at worst.
+    # At worst all records of a user are in the same fixed batches.
     times = math.ceil(steps / batches_per_epoch(budget, batch))
     return float(calibration.delta(noise / records, 1.0, times, 0.0))
 
@@ -189,14 +175,8 @@ def verified_noise(
     most: float = 1.05,
 ) -> float:
     """
-    The noise multiplier, raised until the accountant's upper bound is epsilon at most.
-
-    Args:
-        sampling: how batches are drawn, of so many records
-        most: how much more than what was calibrated is still believed
-
-    Raises:
-        Refused: if that much more is not enough: the accountants disagree
+    Returns the noise multiplier, raised until the accountant's upper bound is epsilon
+    at most; refuses a rise by more than the factor ``most``.
     """
     factor, step = 1.0, 1e-3
     while factor <= most:

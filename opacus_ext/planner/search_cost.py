@@ -1,8 +1,8 @@
 """
-What a search for settings costs, and other ways to say what a run costs.
+The privacy cost of a search for settings, and of a run in other measures.
 
-Whoever trains several times on the private data and keeps the best model spends more
-than one run. Three ways to account for it:
+Several trainings on the private data, of which the best model is kept, spend more than
+one run. Three ways to account for them:
 
 - a plain split: all trials are composed, each has the noise of one run of as many
   times the steps;
@@ -17,15 +17,16 @@ than one run. Three ways to account for it:
 from __future__ import annotations
 
 import math
-from typing import Any, Callable, Dict, Sequence
+from typing import Any, Dict, Sequence
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy.optimize import brentq
 from scipy.special import gammaln, logsumexp
 
-from opacus_ext.planner import calibration
-from opacus_ext.planner.solver import checked, plain
+from opacus_ext.accountants import calibration
+from opacus_ext.accountants.saddle_point import PrivacyLoss, SampledGaussian
+from opacus_ext.accountants.solver import checked, plain
 from opacus_ext.refused import Refused
 
 #: Orders of Renyi divergence that are tried.
@@ -38,9 +39,8 @@ ORDERS = np.unique(
 
 def mean_trials(gamma: float, eta: float) -> float:
     """
-    The expected number of trials of the truncated negative binomial distribution, as
-    Papernot and Steinke define it; eta 1 is the geometric distribution, 0 the
-    logarithmic.
+    Returns the mean of Papernot and Steinke's truncated negative binomial distribution;
+    eta 1 is the geometric distribution, 0 the logarithmic.
 
     Example:
         >>> mean_trials(0.25, 1.0), round(mean_trials(0.25, 0.0), 4)
@@ -53,7 +53,7 @@ def mean_trials(gamma: float, eta: float) -> float:
 
 def gamma_of(trials: float, eta: float) -> float:
     """
-    The gamma of so many trials in the mean; more than 1.
+    Returns the gamma at which the mean is ``trials``, which must be more than 1.
 
     Example:
         >>> round(gamma_of(4.0, 1.0), 6), round(gamma_of(2.164, 0.0), 3)
@@ -81,9 +81,8 @@ def random_stopping(
     orders: NDArray, rdp: NDArray, trials: float, eta: float = 1.0
 ) -> NDArray:
     """
-    Renyi divergence of the best of a truncated negative binomial number of trials
-    (Papernot and Steinke, theorem 2): for every order l' of the trial's, of which the
-    best is taken,
+    Returns the Renyi divergence of the best of a truncated negative binomial number of
+    trials (Papernot and Steinke, theorem 2), the least over all orders l' of
 
         rdp(l) + (1 + eta) (1 - 1 / l') rdp(l') + (1 + eta) log(1 / gamma) / l'
         + log E[K] / (l - 1).
@@ -108,35 +107,10 @@ def random_stopping(
     return rdp + (1 + eta) * other.min() + math.log(trials) / (orders - 1)
 
 
-def poisson_stopping(
-    orders: NDArray,
-    rdp: NDArray,
-    trials: float,
-    delta_of: Callable[[NDArray], NDArray],
-) -> NDArray:
-    """
-    The same for a Poisson number of trials (theorem 6): with delta^ that of one trial
-    at epsilon^ = log(1 + 1 / (l - 1)),
-
-        rdp(l) + E[K] delta^ + log E[K] / (l - 1).
-
-    Of a draw of no trials there is no result.
-
-    Args:
-        orders, rdp: as of :func:`random_stopping`
-        trials: E[K], more than 1
-        delta_of: the privacy profile of one trial, of arrays of epsilon
-    """
-    _check_trials(trials)
-    orders = np.asarray(orders, float)
-    found = delta_of(-np.log1p(-1 / orders))
-    return rdp + trials * found + math.log(trials) / (orders - 1)
-
-
 def epsilon_of(orders: NDArray, rdp: NDArray, delta: float) -> float:
     """
-    Epsilon of a Renyi divergence (Canonne, Kamath and Steinke 2020, proposition 12; as
-    Opacus has it): the least over l of
+    Returns the epsilon of a Renyi divergence (Canonne, Kamath and Steinke 2020,
+    proposition 12; as Opacus has it): the least over l of
 
         rdp(l) + log((l - 1) / l) - (log(delta) + log(l)) / (l - 1).
 
@@ -160,19 +134,18 @@ def search_noise(
     eta: float = 1.0,
 ) -> float:
     """
-    The noise multiplier of each trial of a search with random stopping, such that the
-    whole search keeps to a budget.
+    Returns the noise multiplier of each trial, with which a search with random stopping
+    keeps to a budget.
 
     Args:
-        epsilon, delta: of the search
-        steps: of a trial
-        sample_rate: of a trial
+        epsilon, delta: budget of the search
+        steps, sample_rate: those of a trial
         trials: in the mean, more than 1
         eta: see :func:`random_stopping`
 
     Raises:
-        Refused: for arguments out of range, and budgets that no noise keeps to: the
-            price of choosing alone, log E[K] / (l - 1) + ..., is more
+        Refused: for arguments out of range, and for a budget below the cost of the
+            choice itself, log E[K] / (l - 1) + ...
 
     Example:
         >>> alone = calibration.noise_multiplier(4.0, 1e-6, 1000, 0.01)
@@ -206,8 +179,8 @@ def renyi(
     orders: NDArray, noise_multiplier: float, sample_rate: float, steps: int
 ) -> NDArray:
     """
-    Renyi divergence of steps of the sampled Gaussian mechanism, ``[n]`` (Mironov,
-    Talwar and Zhang 2019, "Renyi Differential Privacy of the Sampled Gaussian
+    Returns the Renyi divergence of steps of the sampled Gaussian mechanism, ``[n]``
+    (Mironov, Talwar and Zhang 2019, "Renyi Differential Privacy of the Sampled Gaussian
     Mechanism"): by their sum for whole orders, by integration for others.
 
     Args:
@@ -230,14 +203,9 @@ def renyi(
         log_weights = log_choices + j * math.log(q) + k * math.log1p(-q)
         moments[i] = logsumexp(log_weights + j * (j - 1) / (2 * s**2))
     if not whole.all():
-        # All singularities are pi s^2 from the real line: the sum is exact.
-        spacing = min(s, s**2) / 4
-        x = np.arange(-9 * s, orders[~whole].max() + 9 * s, spacing)
-        ratio = np.logaddexp(math.log1p(-q), math.log(q) + (x - 0.5) / s**2)
-        log_density = math.log(spacing / s / math.sqrt(2 * math.pi)) - (x / s) ** 2 / 2
-        moments[~whole] = logsumexp(
-            log_density + np.outer(orders[~whole], ratio), axis=1
-        )
+        tilts = orders[~whole] - 1
+        law = PrivacyLoss(SampledGaussian(s, q, 1), tilts.max() + 9 * s + 1, 1.0)
+        moments[~whole] = [law.tilted(tilt)[2] for tilt in tilts]
     return steps * moments / (orders - 1)
 
 
@@ -254,8 +222,8 @@ def ways(
     epsilon: float, delta: float, steps: int, sample_rate: float, trials: int
 ) -> Sequence[Dict[str, Any]]:
     """
-    The noise of each trial by each way to search, and how much more than that of one
-    run it is: rows for :mod:`opacus_ext.planner.commands`. None where no noise will do.
+    Returns, for each way to search, the noise of a trial, and its ratio to the noise of
+    one run; None where no noise keeps to the budget.
     """
     one = calibration.noise_multiplier(epsilon, delta, steps, sample_rate)
 
@@ -283,15 +251,15 @@ def ways(
     ]
 
 
-# -- other ways to say what a run costs ------------------------------------------------
+# -- the cost of a run in other measures -----------------------------------------------
 
 
 def group_epsilon(
     noise_multiplier: float, sample_rate: float, steps: int, delta: float, group: int
 ) -> float:
     """
-    Epsilon of a group of so many records together, drawn independently: exact, by the
-    law of their sum, and below the group property of (epsilon, delta), k epsilon at
+    Returns the epsilon of ``group`` records together, drawn independently: exact, by
+    the law of their sum, and below the group property of (epsilon, delta), k epsilon at
     delta (exp(k epsilon) - 1) / (exp(epsilon) - 1) (Vadhan 2017, lemma 2.2).
 
     Example:
@@ -306,10 +274,10 @@ def group_epsilon(
 
 def zero_concentrated(noise_multiplier: float, steps: int) -> float:
     """
-    The rho of zero-concentrated privacy, T / (2 sigma^2) (Bun and Steinke 2016: the
-    Gaussian mechanism, composed). Poisson sampling does not lower it: at high orders
-    the divergence of a sampled Gaussian is that of one that is not sampled (Bun et al.
-    2018, "Composable and versatile privacy via truncated CDP").
+    Returns the rho of zero-concentrated privacy, T / (2 sigma^2) (Bun and Steinke
+    2016). Poisson sampling does not lower it: at high orders the divergence of a
+    sampled Gaussian is that of one that is not sampled (Bun et al. 2018, "Composable
+    and versatile privacy via truncated CDP").
 
     Example:
         >>> zero_concentrated(10.0, 100)
@@ -321,9 +289,9 @@ def zero_concentrated(noise_multiplier: float, steps: int) -> float:
 
 def gaussian_limit(noise_multiplier: float, sample_rate: float, steps: int) -> float:
     """
-    The mu of Gaussian privacy that many steps tend to, q sqrt(T (exp(1 / sigma^2) - 1))
-    (Bu, Dong, Long and Su 2020, "Deep learning with Gaussian differential privacy"): a
-    limit and no bound.
+    Returns the mu of Gaussian privacy that many steps tend to, a limit and no bound:
+    q sqrt(T (exp(1 / sigma^2) - 1)) (Bu, Dong, Long and Su 2020, "Deep learning with
+    Gaussian differential privacy").
 
     Example:
         >>> round(gaussian_limit(1.0, 0.01, 1000), 4)
@@ -337,8 +305,8 @@ def trade_off(
     noise_multiplier: float, sample_rate: float, steps: int, false_alarms: ArrayLike
 ) -> Any:
     """
-    The f-DP curve: the least rate of misses of any membership test, by its rate of
-    false alarms alpha. It is the conjugate of the privacy profile (Dong, Roth and Su
+    Returns the f-DP curve: the least false negative rate of any membership test, by its
+    false positive rate alpha. It conjugates the privacy profile (Dong, Roth and Su
     2022, "Gaussian differential privacy", section 2), for both directions,
 
         f(alpha) = max over epsilon >= 0 of max(0, 1 - delta - exp(epsilon) alpha,

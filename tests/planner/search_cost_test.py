@@ -53,22 +53,6 @@ def test_random_stopping_bounds_the_best_of_a_random_number(eta, trials):
     assert trials < 2 or tight > 1.2  # choosing does cost something
 
 
-def test_poisson_stopping_bounds_the_best_too():
-    p, q = np.array([0.5, 0.3, 0.2]), np.array([0.45, 0.3, 0.25])
-    rdp = np.array([divergence(order, p, q) for order in ORDERS])
-
-    def delta_of(epsilon):
-        return np.array([np.maximum(p - np.exp(e) * q, 0).sum() for e in epsilon])
-
-    bound = search_cost.poisson_stopping(ORDERS, rdp, 5.0, delta_of)
-    laws = [
-        np.append(best_of(law, lambda x: np.exp(5 * (x - 1))), np.exp(-5.0))
-        for law in (p, q)
-    ]
-    found = np.array([divergence(order, *laws) for order in ORDERS])
-    assert (found <= bound).all()
-
-
 @pytest.mark.parametrize("noise, rate", [(0.2, 0.3), (1.0, 0.01), (9.0, 1.0)])
 def test_divergences_are_those_of_opacus(noise, rate):
     orders = np.array([1.05, 1.7, 2.0, 10.9, 63.0])

@@ -1,0 +1,269 @@
+"""Solvers for noise, epsilon and delta on grids, and checks of what they find."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Callable, Sequence, Tuple
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from scipy.optimize import brentq
+
+from opacus_ext.accountants.composition import Composition
+from opacus_ext.accountants.profiles import gaussian_sensitivity, unsampled_epsilon
+from opacus_ext.accountants.saddle_point import (
+    WORK,
+    SampledGaussian,
+    TooHardError,
+    log_delta_of_steps,
+    log_profile,
+    sampled_ever,
+)
+from opacus_ext.progress import progress
+from opacus_ext.refused import Refused
+
+MARGIN = 5e-5  # of delta, relative, that a calibrated noise leaves unspent
+_WORK = 2.0**30  # of a cell: 10 seconds, where most take a thousandth of it
+
+
+def central_limit(mu: ArrayLike, sample_rate: ArrayLike, steps: ArrayLike) -> Any:
+    """
+    Returns the noise of many steps, mu = q sqrt(T (exp(1 / sigma^2) - 1)) (Bu et al.,
+    "Deep learning with Gaussian differential privacy", 2020).
+    """
+    return 1 / np.sqrt(np.log1p((np.divide(mu, sample_rate)) ** 2 / steps))
+
+
+def log_target(delta: ArrayLike) -> Any:
+    """Returns the aim of a search for noise: a little less than the log of delta."""
+    return np.log(delta) + math.log1p(-MARGIN)
+
+
+class NoiseSearch:
+    """
+    Finds the noise of one cell after another. A search starts at the central limit,
+    corrected as for the cell before.
+    """
+
+    def __init__(self, rough: bool = False) -> None:
+        self.rough = rough
+        self.budget: Any = None
+        self.forget()
+
+    def forget(self) -> None:
+        """Drops what the cell before has taught."""
+        self.tilt, self.slope, self.off = 1.0, 2.0, 0.0
+
+    def __call__(
+        self, epsilon: float, delta: float, k: float, steps: float, q: float
+    ) -> float:
+        # The tolerance is for the rounding of a rate that equals delta.
+        if sampled_ever(q, steps * k) <= delta * (1 + 1e-12):
+            return 0.0
+        log_delta = log_target(delta)
+        if q == 1:
+            return (
+                k * math.sqrt(steps) / float(gaussian_sensitivity(epsilon, log_delta))
+            )
+        if steps == k == 1:
+            alone = unsampled_epsilon(epsilon, q)
+            return 1 / float(gaussian_sensitivity(alone, log_delta - math.log(q)))
+        limit = log_limit(epsilon, delta, k, steps, q)
+        if self.budget != (epsilon, delta, k):
+            self.forget()
+            self.budget = epsilon, delta, k
+
+        def search(fineness: float) -> float:
+            if fineness > 1:
+                self.forget()
+
+            def profile(log_noise: float) -> float:
+                step = SampledGaussian(math.exp(log_noise), q, int(k))
+                value, self.tilt = log_delta_of_steps(
+                    step, steps, epsilon, self.tilt, fineness
+                )
+                return value
+
+            tolerance = 3e-3 if self.rough else 3e-6
+            excess = excess_of(profile, log_delta)
+            log_noise, self.slope = root(
+                excess, limit + self.off, self.slope, tolerance
+            )
+            noise = math.exp(log_noise)
+            if not self.rough:
+                step = SampledGaussian(noise, q, int(k))
+                check_budget(step, steps, epsilon, delta, self.tilt)
+            self.off = log_noise - limit
+            return noise
+
+        try:
+            return surely(search)
+        except TooHardError:
+            if self.rough or k > 1 or epsilon > 100:  # too large for the other's grid
+                raise
+            return by_the_accountant(epsilon, delta, steps, q)
+
+
+def log_limit(epsilon: float, delta: float, k: float, steps: float, q: float) -> float:
+    """Returns the log of the noise multiplier in the central limit."""
+    mu = float(gaussian_sensitivity(epsilon, math.log(delta)))
+    return math.log(central_limit(mu / k, q, steps))
+
+
+def by_the_accountant(epsilon: float, delta: float, steps: float, q: float) -> float:
+    """
+    Returns the noise at which the upper bound of :class:`Composition` is ``epsilon``;
+    this takes seconds.
+    """
+    accountant = Composition()
+
+    def excess(log_noise: float) -> float:
+        accountant.history = [(math.exp(log_noise), q, int(steps))]
+        with np.errstate(over="ignore"):  # of a delta that is hardly a number
+            return math.log(max(accountant.get_epsilon(delta), 1e-12) / epsilon)
+
+    low = high = start = log_limit(epsilon, delta, 1, steps, q)
+    while excess(high) > 0:
+        high += 0.5
+        if high > start + 10:
+            raise TooHardError
+    while excess(low) <= 0:
+        low -= 0.5
+        if low < -20:
+            raise TooHardError
+    found = brentq(excess, low, high, xtol=2e-5)
+    while excess(found) > 0:  # brentq may end on either side
+        found += 2e-5
+    return math.exp(found)
+
+
+def excess_of(
+    log_profile: Callable[[float], float], log_delta: float
+) -> Callable[[float], float]:
+    """
+    Returns an increasing function of the noise or epsilon that is 0 where the profile
+    is at its target; a rough value serves on the way there.
+    """
+
+    def excess(x: float) -> float:
+        try:
+            value = log_profile(x)
+        except TooHardError as error:
+            if not error.args:
+                raise
+            value = error.args[0]
+        return math.log(max(-value, 1e-300) / -log_delta)
+
+    return excess
+
+
+def root(
+    f: Callable[[float], float], x: float, slope: float, tolerance: float = 3e-6
+) -> Tuple[float, float]:
+    """
+    Returns the zero of an increasing function, by secants within a bracket, and its
+    slope there.
+
+    Not by ``scipy.optimize.brentq``: ``f`` is an integral, a neighbor's slope makes
+    three evaluations enough, and far from the zero ``f`` is only rough.
+    """
+    low, high, value = -math.inf, math.inf, f(x)
+    for _ in range(100):
+        low, high = (x, high) if value < 0 else (low, x)
+        new = x - min(max(value / slope, -0.7), 0.7)
+        if abs(value) < tolerance:  # and less after this step
+            return new, slope
+        if not low < new < high:
+            new = (low + high) / 2
+        if new == x:  # only errors of f are left
+            break
+        new_value = f(new)
+        slope = max((new_value - value) / (new - x), slope / 4)  # not 0 on a plateau
+        x, value = new, new_value
+    raise TooHardError
+
+
+def check_budget(
+    step: SampledGaussian, steps: float, epsilon: float, delta: float, tilt: float
+) -> None:
+    """Raises TooHardError unless other sums find that the budget holds."""
+    log_delta = log_profile(step, steps, epsilon, tilt, 1.2)[0]
+    if not -1e-3 < log_delta - math.log(delta) <= 0:
+        raise TooHardError
+
+
+def surely(attempt: Callable[[float], float]) -> float:
+    """Calls ``attempt`` once more with finer sums if the first result fails."""
+    try:
+        return attempt(1.0)
+    except TooHardError:
+        pass
+    return attempt(1.4)
+
+
+def on_cells(
+    solve: Callable[..., float], names: Sequence[str], columns: Sequence[NDArray]
+) -> Any:
+    """Calls ``solve`` for each distinct row of the broadcast columns, in order."""
+    columns = np.broadcast_arrays(*columns)
+    rows = np.stack([column.ravel() for column in columns], axis=1)
+    rows, where = np.unique(rows, axis=0, return_inverse=True)
+    values = np.empty(len(rows))
+    bar = progress(rows, "calibrating noise", show=len(rows) > 1)
+    for i, row in enumerate(bar):
+        allowed = WORK.left = min(_WORK, WORK.rest)
+        try:
+            values[i] = solve(*row.tolist())
+        except TooHardError:
+            cell = ", ".join(f"{name} = {x:g}" for name, x in zip(names, row))
+            raise Refused(
+                f"{cell}: too extreme for an answer that is certain to a part in "
+                "10,000, in seconds.",
+                remedy="Take a less extreme epsilon, delta, rate or number of steps.",
+            ) from None
+        finally:
+            WORK.rest -= allowed - WORK.left
+            WORK.left = math.inf
+    return plain(values[where.ravel()].reshape(columns[0].shape))
+
+
+def plain(values: NDArray) -> Any:
+    """Returns a number for an array without axes, and other arrays as they are."""
+    return np.asarray(values).item() if np.ndim(values) == 0 else values
+
+
+def checked(
+    name: str,
+    value: ArrayLike,
+    *,
+    above: float = -math.inf,
+    at_least: float = -math.inf,
+    below: float = math.inf,
+    at_most: float = math.inf,
+    whole: bool = False,
+) -> NDArray:
+    """Returns ``value`` as float64; refuses one that is out of its range."""
+    try:
+        array = np.asarray(value, dtype=np.float64)
+    except (TypeError, ValueError):
+        raise Refused(
+            f"{name} must be numbers, not {value!r}.", parameter=name
+        ) from None
+    if not array.size:
+        raise Refused(
+            f"{name} is empty.", parameter=name, remedy="Pass a number or more."
+        )
+    good = np.isfinite(array) & (array > above) & (array >= at_least)
+    good &= (array < below) & (array <= at_most)
+    if whole:
+        good &= array == np.floor(array)
+    if not good.all():
+        limits = {"above": above, "at least": at_least}
+        limits |= {"below": below, "at most": at_most}
+        wanted = ["whole" if whole else "finite"]
+        wanted += [f"{how} {x:g}" for how, x in limits.items() if abs(x) < math.inf]
+        raise Refused(
+            f"{name} must be {' and '.join(wanted)}, not {array[~good].flat[0]:g}.",
+            parameter=name,
+        )
+    return array
