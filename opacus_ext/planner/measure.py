@@ -76,10 +76,6 @@ def measure(
         all measurements of this grid on file. A run ends before its loss is not finite
         any more.
 
-    Raises:
-        Refused: for an empty grid, a size that the family does not have, ratios
-            below 0, and a data set smaller than a batch
-
     Example:
         >>> from opacus_ext.planner.families import byte_transformers
         >>> family = byte_transformers(b"To be, or not to be" * 20, 8, ["8x1"])
@@ -89,6 +85,52 @@ def measure(
         (2, array([2., 4., 2., 4.]))
     """
     sizes = list(family.sizes if sizes is None else sizes)
+    _check(family, sizes, ratios, learning_rates, steps, every, batch_size)
+    path = Path(path)
+    _mend(path)
+    known = {_key(run): run for run in read_runs(path)}
+    settings = dict(
+        batch_size=batch_size,
+        tokens=family.tokens,
+        total_steps=steps,
+        every=every,
+        warmup=warmup,
+        max_grad_norm=max_grad_norm,
+        data=_digest(family.dataset),
+    )
+    grid: List[Dict[str, Any]] = [
+        dict(
+            family=family.name,
+            size=size,
+            ratio=float(ratio),
+            learning_rate=float(rate),
+            **settings,
+            seed=seed,
+        )
+        for rate, size, ratio in itertools.product(learning_rates, sizes, ratios)
+    ]
+    todo = [run for run in grid if _key(run) not in known]
+    total = steps * len(todo)
+    with show_progress(total=total, unit="step", show=progress) as bar:
+        for run in todo:
+            bar.set_postfix_str(f"{run['size']}, ratio {run['ratio']:.2g}")
+            train(family, run, bar)
+            with path.open("a") as file:
+                file.write(json.dumps(run, allow_nan=False) + "\n")
+            known[_key(run)] = run
+    return Measurements.of_runs(known[_key(run)] for run in grid)
+
+
+def _check(
+    family: Family,
+    sizes: Sequence[str],
+    ratios: Sequence[float],
+    learning_rates: Sequence[float],
+    steps: int,
+    every: int,
+    batch_size: int,
+) -> None:
+    """Refuses a grid that can't be trained."""
     unknown = [s for s in sizes if s not in family.sizes]
     examples = len(family.dataset)
     for wrong, reason, parameter in (
@@ -126,39 +168,6 @@ def measure(
     ):
         if wrong:
             raise Refused(f"{reason}.", parameter=parameter)
-    path = Path(path)
-    _mend(path)
-    known = {_key(run): run for run in read_runs(path)}
-    settings = dict(
-        batch_size=batch_size,
-        tokens=family.tokens,
-        total_steps=steps,
-        every=every,
-        warmup=warmup,
-        max_grad_norm=max_grad_norm,
-        data=_digest(family.dataset),
-    )
-    grid: List[Dict[str, Any]] = [
-        dict(
-            family=family.name,
-            size=size,
-            ratio=float(ratio),
-            learning_rate=float(rate),
-            **settings,
-            seed=seed,
-        )
-        for rate, size, ratio in itertools.product(learning_rates, sizes, ratios)
-    ]
-    todo = [run for run in grid if _key(run) not in known]
-    total = steps * len(todo)
-    with show_progress(total=total, unit="step", show=progress) as bar:
-        for run in todo:
-            bar.set_postfix_str(f"{run['size']}, ratio {run['ratio']:.2g}")
-            train(family, run, bar)
-            with path.open("a") as file:
-                file.write(json.dumps(run, allow_nan=False) + "\n")
-            known[_key(run)] = run
-    return Measurements.of_runs(known[_key(run)] for run in grid)
 
 
 def _mend(path: Path) -> None:
