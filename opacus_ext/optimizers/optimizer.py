@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import weakref
 from typing import (
-    TYPE_CHECKING,
     Any,
     Callable,
     Dict,
@@ -31,9 +30,6 @@ from opacus_ext.grad_sample.factors import GradSample
 from opacus_ext.optimizers.noise import NoisyOptimizer
 from opacus_ext.refused import Refused
 
-if TYPE_CHECKING:
-    from opacus_ext.optimizers.loop import LoopMonitor
-
 
 class _Unfinished(NamedTuple):
     """A step at work, or one that has failed: what it began with."""
@@ -51,7 +47,7 @@ class ClippingOptimizer(NoisyOptimizer):
     #: Each has ``observe(norms)``, called with the samples' norms once a logical batch
     #: when its noise was added, and a ``noise_factor`` for the gradients' noise.
     observers: Tuple[Any, ...] = ()
-    loop: Optional[LoopMonitor] = None  # set by make_private
+    loop: Any = None  # a LoopMonitor, set by make_private
     #: The largest number of physical batches that are drawn before a step on the first.
     ahead = 0
     _unfinished: Optional[_Unfinished] = None
