@@ -95,6 +95,10 @@ class Candidates:
         amplified: ``[B, T]``
         flops: ``[M, B, T]``
         loss: ``[M, B, T]``; nan beyond the law's range or a bound
+
+    Raises:
+        Refused: for ranges that have nothing in common with the law's, tokens other
+            than the measured ones, and bounds on time or memory without a probe
     """
 
     def __init__(self, budget: Budget, law: LossModel, probe: Any = None):
@@ -141,6 +145,9 @@ class Candidates:
 
         Args:
             flops: C at most; the budget's by default
+
+        Raises:
+            Refused: if no configuration is left; the message says why
         """
         flops = self._flops(flops)
         if not (self.flops <= flops * (1 + 1e-9)).any():
@@ -384,6 +391,9 @@ class Candidates:
     def expected(self, parameters: float, batch_size: float, steps: float) -> float:
         """
         The loss of one configuration, on the lattice or not.
+
+        Raises:
+            Refused: for a rule of thumb, which has none
         """
         if not self.law.tells_loss:
             raise Refused(
@@ -409,6 +419,10 @@ class Candidates:
 
         Args:
             parameters: of the baseline, as are the others
+
+        Raises:
+            Refused: if the baseline is beyond the law's range, or its batch larger
+                than all examples
         """
         if not 1 <= batch_size <= self.budget.examples:
             raise Refused(

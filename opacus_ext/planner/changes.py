@@ -34,6 +34,9 @@ def doubled_loss(table: Candidates, flops: Optional[float] = None) -> DoubledLos
     Args:
         table: of the budget
         flops: C at most; the budget's by default
+
+    Raises:
+        Refused: as :meth:`Candidates.best`
     """
     budget = table.budget
     flops = budget.flops if flops is None else flops
@@ -88,6 +91,10 @@ def by_rank(
     Returns:
         plans of the rank, and of 4 and 2 times less and more, where that is whole and
         the law knows so few parameters
+
+    Raises:
+        Refused: for a rank that is not a whole number of 1 or more, and a budget
+            without trainable parameters
 
     Example:
         >>> from opacus_ext.planner import LossModel

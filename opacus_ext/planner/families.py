@@ -66,6 +66,10 @@ def byte_transformers(
         length: S, bytes of an example; examples do not overlap
         sizes: as "WIDTHxDEPTH"; heads are 32 wide
 
+    Raises:
+        OSError: if the file can't be read
+        Refused: for another form of a size, or a text shorter than an example
+
     Example:
         >>> family = byte_transformers(b"To be, or not to be" * 20, length=8)
         >>> sum(p.numel() for p in family.build("16x2").parameters())
@@ -117,6 +121,9 @@ def find_family(name: str, text: Optional[str] = None) -> Family:
         name: "bytes", or "package.module:function", which is called without arguments
             (with the text, if there is one) and returns a :class:`Family`
         text: a file
+
+    Raises:
+        Refused: if there is no such function, or it returns something else
     """
     if name == "bytes":
         if text is None:

@@ -53,6 +53,12 @@ class Law(Form):
         Returns:
             see :class:`Fit`; read its ``warnings``
 
+        Raises:
+            Refused: for inputs that the law doesn't have or that are missing, values
+                that are not positive and finite, lengths that differ, fewer rows than
+                parameters, inputs that vary too little or only together, so that
+                nothing tells the parameters apart, and settings out of range
+
         Example:
             >>> from opacus_ext.planner.laws import CHINCHILLA, chinchilla
             >>> size = np.array([1e6, 1e7, 1e8, 1e6, 1e7, 1e8])
@@ -149,6 +155,10 @@ class Law(Form):
         """
         The law with given parameters, such as published ones.
 
+        Raises:
+            Refused: for names that the law doesn't have or that are missing, and values
+                that are not finite, or not positive where they must be
+
         Example:
             >>> from opacus_ext.planner.laws import chinchilla
             >>> law = chinchilla.of(E=1.69, A=406.4, B=410.7, a=0.34, b=0.28)
@@ -205,6 +215,10 @@ class Fit:
         Args:
             **inputs: the law's inputs by name; they broadcast
 
+        Raises:
+            Refused: for inputs that the law doesn't have or that are missing, and
+                values that are not positive and finite (the noise-batch ratio may be 0)
+
         Example:
             >>> from opacus_ext.planner import KAPLAN
             >>> KAPLAN["parameters"].predict(parameters=[1e6, 1e9]).round(2)
@@ -228,6 +242,10 @@ class Fit:
     def intervals(self, level: float = 0.95) -> Dict[str, Tuple[float, float]]:
         """
         Percentiles of each parameter over the bootstrap, lower and upper.
+
+        Raises:
+            Refused: if the fit was made without a bootstrap, and for a level that
+                is not between 0 and 1
         """
         found = {}
         for name, x in self._samples().items():
@@ -244,6 +262,9 @@ class Fit:
 
         Returns:
             lower and upper ends, of the shape of :meth:`predict`
+
+        Raises:
+            Refused: as :meth:`intervals` and :meth:`predict`
         """
         ends, samples = percentiles(level), self._samples()
         each = (dict(zip(samples, row)) for row in zip(*samples.values()))
@@ -280,6 +301,10 @@ class Fit:
                 batch for laws of steps
             between: the least and largest size of the scan
             **inputs: the law's other inputs, such as ``ratio``
+
+        Raises:
+            Refused: if the law has no size and data, for values that aren't positive
+                and finite, and if no size between these is the best
 
         Example:
             >>> from opacus_ext.planner import CHINCHILLA

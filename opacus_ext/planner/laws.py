@@ -313,6 +313,9 @@ def private_rows(
     Returns:
         ``(loss, inputs, groups)``
 
+    Raises:
+        Refused: if the batch size is unknown
+
     Example:
         >>> from opacus_ext.planner.measurements import Measurements
         >>> runs = Measurements([1e4, 1e4], [10, 20], [0, 0.1], [5.0, 4.0])

@@ -76,6 +76,10 @@ def measure(
         all measurements of this grid on file. A run ends before its loss is not finite
         any more.
 
+    Raises:
+        Refused: for an empty grid, a size that the family does not have, ratios
+            below 0, and a data set smaller than a batch
+
     Example:
         >>> from opacus_ext.planner.families import byte_transformers
         >>> family = byte_transformers(b"To be, or not to be" * 20, 8, ["8x1"])

@@ -35,6 +35,10 @@ class Measurements:
         tokens: S, tokens of an example
         batch_size: the physical batch size of the runs; 0 where unknown
 
+    Raises:
+        Refused: for arrays of different lengths, none at all, and values that are
+            not positive and finite (a ratio may be 0)
+
     Example:
         >>> runs = Measurements([1e4, 1e4], [10, 20], [0, 0], [5.0, 4.0])
         >>> len(runs), runs.select(runs.steps > 10).loss
@@ -113,6 +117,10 @@ class Measurements:
         """
         The measurements of runs as :func:`opacus_ext.planner.measure.measure` writes
         them.
+
+        Raises:
+            Refused: for runs of different families, lengths or batch sizes, which
+                no one law describes
         """
         columns: Dict[str, Any] = {name: [] for name in _COLUMNS}
         meta: Dict[str, Any] = {}
@@ -150,6 +158,10 @@ class Measurements:
                 ratio and loss, and may have learning_rate, run and planned. The default
                 are the runs that come with the package: byte-level transformers on
                 Shakespeare
+
+        Raises:
+            OSError: if the file can't be read
+            Refused: if it has another form; the message says what is missing
 
         Example:
             >>> runs = Measurements.read()

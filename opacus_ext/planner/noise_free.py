@@ -60,6 +60,10 @@ class NoiseFree:
         batch_size: the run's; 0 if that is unknown. As in the paper, larger private
             batches count for their lower noise alone
 
+    Raises:
+        Refused: for fewer than 4 readings, losses that are not positive and finite,
+            steps that don't ascend or begin late, and losses that don't fall
+
     Example:
         >>> steps = np.arange(0, 301, 20)
         >>> run = NoiseFree(steps, 2 + (1 + steps / 20) ** -0.5)
@@ -121,6 +125,10 @@ class NoiseFree:
         """
         Reads a table (CSV) with the columns steps and loss, or the one noise-free run
         of a file that :func:`~opacus_ext.planner.measure.measure` wrote.
+
+        Raises:
+            OSError: if the file can't be read
+            Refused: if it has no such columns, or not one such run
         """
         path = Path(path)
         if path.suffix == ".csv":
@@ -192,6 +200,9 @@ class NoiseFree:
         Args:
             steps: T; broadcasts
             noise_norm: of the noise in the mean gradient, ratio x sqrt(trainable)
+
+        Raises:
+            Refused: for numbers that are negative or nan
         """
         for name, x in (("steps", steps), ("noise_norm", noise_norm)):
             if not (np.asarray(x) >= 0).all():

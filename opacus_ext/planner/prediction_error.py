@@ -83,6 +83,11 @@ def hold_out(
         steps: all readings of more than these are left out
         **options: of :meth:`Surface.fit`
 
+    Raises:
+        Refused: unless one of the three is given, for a size or ratio that was not
+            measured or is at the edge of the grid, and for steps beyond which nothing
+            was read
+
     Example:
         >>> from opacus_ext.planner.measurements import Measurements
         >>> grid = np.meshgrid([1e4, 3e4, 1e5], [10, 100, 1000], [0, 0.01, 0.1])

@@ -90,6 +90,9 @@ def probe(
         repeats: steps timed for each size; the fastest counts
         device: "cpu" or "cuda"
 
+    Raises:
+        Refused: for a data set of fewer examples than ``batch_size``
+
     Example:
         >>> from opacus_ext.planner.families import byte_transformers
         >>> family = byte_transformers(b"To be, or not to be" * 20, 8, ["8x1", "16x1"])

@@ -123,6 +123,11 @@ class Surface:
             steps_to: end of the grid; by default that of the longest run
             bootstrap: number of resamples, for :meth:`interval`
             seed: of resampling
+
+        Raises:
+            Refused: for a grid of sizes and ratios with holes, runs with two readings
+                at one step, options out of range, and too few readings to extrapolate
+                from
         """
         for name, value, least in [
             ("min_steps", min_steps, 0),
@@ -206,6 +211,9 @@ class Surface:
                 such a ratio counts as the lowest, which expects too high a loss rather
                 than too low a one
             outside: ``"raise"`` or ``"nan"`` for points beyond :attr:`ranges`
+
+        Raises:
+            Refused: outside of the ranges, unless ``outside`` is ``"nan"``
         """
         points = self._points(parameters, steps, ratio, outside)
         return np.exp(self._interpolate(self._expected, points))
@@ -222,6 +230,10 @@ class Surface:
         """
         Lower and upper percentile of the loss over the bootstrap; arguments as of
         :meth:`loss`. See :meth:`fit` for what it does and doesn't cover.
+
+        Raises:
+            Refused: for a surface made without a bootstrap, and a level that is not
+                between 0 and 1
         """
         if self.samples is None:
             raise Refused(
@@ -241,6 +253,9 @@ class Surface:
         """
         The learning rate that was best at the grid point nearest in logs, nan where it
         is unknown. Arguments as of :meth:`loss`.
+
+        Raises:
+            Refused: outside of the ranges
         """
         axes = self.parameters, self.steps, self.ratio
         points = self._points(parameters, steps, ratio, "raise")
