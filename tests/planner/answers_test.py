@@ -111,6 +111,18 @@ def test_more_epsilon_plans_larger_models(law):
     assert compared > 150
 
 
+def test_tokens_for_each_parameter_grow_less_with_more_epsilon():
+    """Section 4.3; between neighbors up to 0.022 more, as the docs say."""
+    for users in (1e6, 1e8):
+        slopes = []
+        for epsilon in (1, 4, 16, 64):
+            table = Candidates(Budget(users, epsilon), LossModel.of_paper())
+            plans = [p for p in table.frontier(np.geomspace(1e16, 1e22, 13)) if p]
+            x, y = np.log([(p.flops, p.tokens_per_parameter) for p in plans]).T
+            slopes.append(np.polyfit(x, y, 1)[0])
+        assert slopes[-1] < slopes[0] and max(np.diff(slopes)) < 0.022
+
+
 def test_losses_that_no_fit_has_seen():
     """Table 2's rows of 1e9 users, of which only the losses are in our text."""
     for epsilon, loss in ((1, 1.36), (64, 1.20)):
@@ -212,6 +224,21 @@ def test_a_fit_of_a_known_law_plans_as_the_law_does(last, ends):
     assert plan.loss == pytest.approx(wanted.loss, rel=0.02)
     own = known_loss(plan.parameters, plan.steps, plan.ratio)
     assert own <= 1.01 * wanted.loss
+
+
+def test_intervals_cover_the_truth():
+    """Of a known law measured with noise, 95 % intervals of what was measured."""
+    inside = []
+    for seed in range(3):
+        runs = known_runs((1e4, 1e5, 1e6), noise=0.01, seed=seed)
+        options = dict(min_steps=10, window=1, fit_from=100)
+        law = LossModel.of_measurements(runs, "known", 60, **options)
+        m, t, r = np.unique(runs.parameters), np.unique(runs.steps), runs.ratio
+        points = np.meshgrid(m, t[5::6], np.unique(r), indexing="ij")
+        low, high = law.interval(*points)
+        truth = known_loss(*points)
+        inside.append((low <= truth) & (truth <= high))
+    assert 0.85 < np.mean(inside) < 0.995
 
 
 @pytest.mark.parametrize("of", ["shipped", "paper"])
