@@ -22,7 +22,7 @@ from opacus_ext.accountants.budget import least_noise
 from opacus_ext.data.draws import Draws
 from opacus_ext.data.logical import LogicalBatches, Part, derive_seed, logical_loader
 from opacus_ext.data.sampling import Poisson, Sampling
-from opacus_ext.grad_sample.factors.rows import wide
+from opacus_ext.grad_sample.factors.rows import upcast
 from opacus_ext.grad_sample.modes.ghost import ClippedLoss
 from opacus_ext.refused import Refused
 
@@ -428,7 +428,7 @@ def _nothing(optimizer: Any) -> torch.Tensor:
 
     def contribute(grad: torch.Tensor) -> None:
         if hasattr(optimizer, "take"):
-            zeros = {p: wide(torch.zeros_like(p)) for p in optimizer.params}
+            zeros = {p: upcast(torch.zeros_like(p)) for p in optimizer.params}
             optimizer.take(zeros, next(iter(zeros)).new_zeros(0))
             return
         for p in optimizer.params:

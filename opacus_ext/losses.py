@@ -24,9 +24,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from opacus_ext.grad_sample.adapter.criterion import AT_ONCE
-from opacus_ext.grad_sample.adapter.forward import PrivateModel
+from opacus_ext.grad_sample.adapter.model import PrivateModel
 from opacus_ext.grad_sample.core.vmap import is_batched
-from opacus_ext.grad_sample.factors import wide, workspace
+from opacus_ext.grad_sample.factors import upcast, workspace
 from opacus_ext.grad_sample.modes.common import private_model_of
 from opacus_ext.layers.linear_cross_entropy import LinearCrossEntropy, PendingLogits
 from opacus_ext.refused import Refused
@@ -386,7 +386,7 @@ def _by_rows(function: Callable, given: Dict[str, Any]) -> torch.Tensor:
     if x.dim() == 2 and not (torch.is_grad_enabled() and x.requires_grad):
         step = workspace() // max(1, 4 * x.shape[1])
     parts = [
-        function(**{**given, "input": wide(a), "target": b}, reduction="none")
+        function(**{**given, "input": upcast(a), "target": b}, reduction="none")
         for a, b in zip(x.split(max(1, step)), target.split(max(1, step)))
     ]
     return parts[0] if len(parts) == 1 else torch.cat(parts)

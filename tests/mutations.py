@@ -38,7 +38,7 @@ MUTATIONS: List[Mutation] = [
     ),
     Mutation(
         "what is told by data may stay",
-        "told = told_data and not",
+        "told = read_data and not",
         "told = False and not",
         "tests/adapter/silence_test.py",
     ),
@@ -98,8 +98,8 @@ MUTATIONS: List[Mutation] = [
     ),
     Mutation(
         "a convolution's bias is averaged over space",
-        "(wide(backprops.flatten(3)).sum(3),)",
-        "(wide(backprops.flatten(3)).mean(3),)",
+        "(upcast(backprops.flatten(3)).sum(3),)",
+        "(upcast(backprops.flatten(3)).mean(3),)",
         LAYERS + "conv_test.py",
     ),
     Mutation(

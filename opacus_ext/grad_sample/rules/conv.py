@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional as F
 from torch.nn import grad
 
-from opacus_ext.grad_sample.factors import Term, dtype_of, wide
+from opacus_ext.grad_sample.factors import Term, dtype_of, upcast
 from opacus_ext.grad_sample.rules.registry import Op, register_rule
 
 T = torch.Tensor
@@ -78,7 +78,7 @@ class OfConv(NamedTuple):
         if few and self.groups == 1:
             windows = self.windows(x.flatten(0, 1)).unflatten(0, x.shape[:2])
             factors = (backprops.flatten(3).mT.flatten(1, 2), windows.flatten(1, 2))
-        return [factors, (wide(backprops.flatten(3)).sum(3),)]
+        return [factors, (upcast(backprops.flatten(3)).sum(3),)]
 
     def windows(self, x: T) -> T:
         """The entries of ``[N, channels, *space]`` under each place of the kernel."""
@@ -115,7 +115,7 @@ class ConvGradients(Term):
         return new if out is None else out.add_(new.view_as(out))
 
     def squared_norm(self) -> T:
-        return torch.stack([torch.dot(g, g) for g in map(wide, self._each())])
+        return torch.stack([torch.dot(g, g) for g in map(upcast, self._each())])
 
     def weighted_sum(self, weights: T, dtype: torch.dtype, out: T | None = None) -> T:
         weights = weights.to(dtype).view((-1,) + (1,) * (self.x.dim() - 1))
