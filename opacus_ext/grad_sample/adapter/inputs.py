@@ -100,6 +100,7 @@ class InputReader:
         self._dims: dict[tuple[str, int], int] = {}
         self._sizes: dict[tuple[str, int], set[int]] = {}
         self._tables: dict[str, set[torch.Size]] = {}  # shapes of shared inputs
+        self._more: bool | None = None  # True if it takes any number of ``*args``
         self._zeros: Callable[..., Any] = self._no_zeros  # with take
         self.states = {
             (m.num_layers * (1 + m.bidirectional), width)
@@ -128,7 +129,7 @@ class InputReader:
         if len(readings) > 1:
             reading = self._decide(call, given, readings)
         if reading.size > 1:
-            self._check_lists(given, reading)
+            self._check_lists(call, given, reading)
             self._learn(given, reading, sure=False)
         return self._inputs(given, reading)
 
@@ -255,7 +256,7 @@ class InputReader:
                     name,
                 )
 
-    def _check_lists(self, given: Given, reading: Reading) -> None:
+    def _check_lists(self, call: Call, given: Given, reading: Reading) -> None:
         """
         Refuses a list, dict or ``*args`` whose items may be samples: its length is the
         batch size, or the batch size is read from its items alone.
@@ -274,8 +275,20 @@ class InputReader:
             certain[top] = certain.get(top, True) and sure
         for name, count in given.lists.items():
             fits = count == reading.size or name in certain and not outside
-            if fits and not certain.get(name, False):
+            if not fits or certain.get(name, False):
+                continue
+            if name != self._rest or self._takes_more(call, given):
                 self._refuse_items(given, name)
+
+    def _takes_more(self, call: Call, given: Given) -> bool:
+        """True if the model runs with more ``*args``, unlike a wrapper of a model."""
+        if self._more is None:
+            self._more = False
+            args, kwargs = tree_unflatten(given.leaves, given.spec)
+            with torch.no_grad(), suppress(Exception):
+                self.run(call, ((*args, args[-1], args[-1]), kwargs))
+                self._more = True
+        return self._more
 
     # -- decisions ---------------------------------------------------------------------
 
