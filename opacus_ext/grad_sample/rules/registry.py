@@ -1,9 +1,9 @@
 """Rules: the per-sample gradients of an op, stated once for all modes.
 
-A rule gets the arguments of a call. It returns the parameters among them, the data that
 A rule gets the arguments of a call. It returns the parameters among them, the data
 that their gradients need, and a function of these and of the backprops that gives
-it is computed with one copy of the parameter for each sample.
+factors (factors/). It does not depend on modes or clipping. An op without a rule is
+exact, too: it is computed with one copy of the parameter for each sample.
 """
 
 from __future__ import annotations
