@@ -69,7 +69,7 @@ from opacus_ext.grad_sample.modes.ghost import (
     Ghost,
     Scan,
 )
-from opacus_ext.grad_sample.modes.hooks import Recording, note_parameter
+from opacus_ext.grad_sample.modes.hooks import GradSampleMode, note_parameter
 from opacus_ext.grad_sample.parallel.sharding import find_group
 from opacus_ext.grad_sample.rules import experts
 from opacus_ext.optimizers.distributed import (
@@ -97,7 +97,7 @@ class Mode(NamedTuple):
     criterion: bool = False  # whether the mode returns one that Opacus does not know of
 
 
-_RECORDING = common.classes(Recording, GradSampleHooks, GradSampleModule)
+_RECORDING = common.classes(GradSampleMode, GradSampleHooks, GradSampleModule)
 _FAST = GradSampleHooksFastGradientClipping, GradSampleModuleFastGradientClipping
 _HOOKS = HooksDPOptimizer, DistributedHooksDPOptimizer
 _GHOST = GhostDPOptimizer, DistributedGhostDPOptimizer

@@ -26,7 +26,7 @@ from opacus.validators import ModuleValidator
 from torch.nn import functional as F
 
 from opacus_ext import clipped_grads
-from opacus_ext.grad_sample.core.clipped_grads import _Run
+from opacus_ext.grad_sample.core.clipped_grads import _Losses
 from tests import tiny
 from tests.common import (
     CRASHES,
@@ -208,7 +208,7 @@ def check_model(model, task, modes=("ghost_bk",), wraps=(True,), kinds=tuple(BAT
 def clipped(model, batch, bound):
     """The clipped sums of a batch, and how its samples have run."""
     model = copy.deepcopy(model)  # its forward may leave something on it
-    at_once, sizes = _Run.at_once, []
+    at_once, sizes = _Losses.at_once, []
 
     def noted(run, samples):
         at_once(run, samples)
@@ -217,7 +217,7 @@ def clipped(model, batch, bound):
     def loss(sample):
         return loss_fn(model, sample)[0]
 
-    with mock.patch.object(_Run, "at_once", noted), warnings.catch_warnings(
+    with mock.patch.object(_Losses, "at_once", noted), warnings.catch_warnings(
         record=True
     ) as said:
         warnings.simplefilter("always")

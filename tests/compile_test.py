@@ -66,8 +66,26 @@ class Net(nn.Module):
         return torch.relu(h).mean(1) * self.scale
 
 
+class Two(nn.Module):
+    """Two layers, and a forward ``then(self, x)``."""
+
+    def __init__(self, then, one=(4, 4), two=(4, 4)):
+        super().__init__()
+        self.one, self.two = nn.Linear(*one), nn.Linear(*two)
+        self.then, self.first, self.last = then, True, None
+        self.register_buffer("steps", torch.zeros((), dtype=torch.long))
+        self.register_buffer("seen", torch.zeros(4))
+
+    def forward(self, x):
+        return self.then(self, x)
+
+
+def two(*args, **kwargs):
+    return lambda: Two(*args, **kwargs)
+
+
 class Recurrent(nn.Module):
-    """A layer with a stand-in."""
+    """A recurrent kernel."""
 
     def __init__(self):
         super().__init__()
@@ -78,17 +96,8 @@ class Recurrent(nn.Module):
         return self.last(self.cells(x)[0]).mean(1)
 
 
-class Foreign(nn.Module):
-    """A weight that another module reads."""
-
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Linear(4, 8)
-        self.last = nn.Linear(8, 8)
-
-    def forward(self, x):
-        h = torch.tanh(self.first(x)) @ self.last.weight
-        return self.last(h).mean(1)
+def reads_another_weight(m, x):
+    return m.two(torch.tanh(m.one(x)) @ m.two.weight).mean(1)
 
 
 def model_of(cls):
@@ -121,6 +130,7 @@ def part_in_place(model, backend):
     return model
 
 
+AOT = dict(backend="aot_eager")
 WAYS = [of_model, in_place, of_part, part_in_place]
 
 
@@ -186,11 +196,22 @@ def test_stand_in(mode):
     "mode, used", [("hooks", True), ("ghost", False), ("ghost_bk", True)]
 )
 def test_weight_read_by_another_module(mode, used):
-    """One compiled function may hide both uses, and then it is run by samples."""
-    try:
-        compare(mode, True, Foreign, lambda m: of_model(m, "aot_eager"), used=used)
-    except RuntimeError as error:
-        assert "last.weight of shape (8, 8) has 2 use(s)" in str(error)
+    build = two(reads_another_weight, (4, 8), (8, 8))
+    compare(mode, True, build, lambda m: of_model(m, "aot_eager"), used=used)
+
+
+def compiled(model, mode="ghost_bk", how=None, **kwargs):
+    """A private model whose calls are compiled."""
+    private = make_private(model, mode, batch_size=4, **kwargs)
+    private.module = torch.compile(private.module, **(how or AOT))
+    return private
+
+
+def grads_of(private, model, batch, loss_fn=square_loss, **backward):
+    """The clipped sums of a batch, before the step."""
+    private.optimizer.zero_grad()
+    private.criterion(loss_fn(private.module, batch)).backward(**backward)
+    return {n: p.grad for n, p in trainable(model).items()}
 
 
 def programs_of(model):
@@ -200,42 +221,31 @@ def programs_of(model):
 
 
 def train(model, batches, loss_fn=square_loss, mode="ghost_bk", how=None, **kwargs):
-    """
-    One private step for each batch, compiled, and what samples by themselves give.
-
-    Returns:
-        the model, with the warnings
-    """
-    how = how or dict(backend="aot_eager")
+    """Compares compiled steps with the oracle; returns warnings on compilation."""
     c = kwargs.pop("max_grad_norm", 0.3)
     clipping = kwargs.get("clipping", "flat")
     if clipping == "per_layer":
         c = [c] * len(trainable(model))
     plain = copy.deepcopy(model)
-    private = make_private(model, mode, batch_size=4, max_grad_norm=c, lr=0.1, **kwargs)
-    compiled = torch.compile(private.module, **how)
+    private = compiled(model, mode, how, max_grad_norm=c, lr=0.1, **kwargs)
     told = []
     for batch in batches:
         plain.load_state_dict(model.state_dict())
         expected = clipped_sum(oracle(plain, batch, loss_fn), clipping, c)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            private.optimizer.zero_grad()
-            private.criterion(loss_fn(compiled, batch)).backward()
+            got = grads_of(private, model, batch, loss_fn)
         told += [str(w.message) for w in caught if "compiled" in str(w.message)]
-        got = {n: p.grad for n, p in trainable(model).items()}
         assert_same(got, expected, 1e-8, mode)
         private.optimizer.step()
-    return compiled, told
+    return told
 
 
 @pytest.mark.parametrize("mode, fullgraph", [("ghost", True), ("ghost_bk", False)])
 def test_sizes(mode, fullgraph):
     """Poisson draws another batch size at each step: few programs serve them all."""
-    model = model_of(Net)
-    how = dict(backend="aot_eager", fullgraph=fullgraph)
-    sizes = (4, 6, 1, 9, 10, 2, 4)
-    compiled, told = train(model, map(batch_of, sizes), mode=mode, how=how)
+    model, how = model_of(Net), dict(fullgraph=fullgraph, **AOT)
+    told = train(model, map(batch_of, (4, 6, 1, 9, 10, 2, 4)), mode=mode, how=how)
     assert programs_of(model) == 4 and not told  # of 2, 4, 6, and 10 samples
 
 
@@ -252,10 +262,8 @@ def test_heads():
 
 
 def test_lengths():
-    model = model_of(Net)
-    batches = [batch_of(B, T) for B, T in ((4, 5), (3, 7), (6, 6), (2, 8), (5, 5))]
-    _, told = train(model, batches)
-    assert not told
+    sizes = (4, 5), (3, 7), (6, 6), (2, 8), (5, 5)
+    assert not train(model_of(Net), [batch_of(*size) for size in sizes])
 
 
 @pytest.mark.parametrize("clipping", ["normalized", "per_layer"])
@@ -285,24 +293,18 @@ class Mixed(nn.Module):
 
 def test_parameters_of_all_kinds():
     model = model_of(Mixed)
-    _, told = train(model, [batch_of(B) for B in (4, 5, 1, 7)])
-    assert programs_of(model) and not told
+    assert not train(model, [batch_of(B) for B in (4, 5, 1, 7)])
+    assert programs_of(model)
 
 
-class Windows(nn.Module):
+def windows(m, x):
     """Time first, and windows along it: the first dim of a sample is not the batch."""
-
-    def __init__(self):
-        super().__init__()
-        self.one = nn.Linear(4, 4)
-
-    def forward(self, x):
-        h = self.one(x).permute(1, 0, 2)[..., None]
-        return h.unfold(0, 3, 1).square().sum((0, 2, 3, 4))[:, None]
+    h = m.one(x).permute(1, 0, 2)[..., None]
+    return h.unfold(0, 3, 1).square().sum((0, 2, 3, 4))[:, None]
 
 
 def test_windows_along_the_first_dim():
-    train(model_of(Windows), [batch_of(2, 6), batch_of(2, 6)])
+    train(model_of(two(windows)), [batch_of(2, 6), batch_of(2, 6)])
 
 
 class FrozenNorms(nn.Module):
@@ -326,109 +328,62 @@ def test_frozen_norms():
     assert programs_of(model) == 1
     plain = model_of(FrozenNorms).bfloat16()
     model = copy.deepcopy(plain)
-    private = make_private(model, "ghost_bk", batch_size=4)
     x = batch_of(3).bfloat16()
-    out = torch.compile(private.module, backend="aot_eager")(x)
+    out = compiled(model).module(x)
     assert programs_of(model) == 1
     torch.testing.assert_close(out, plain(x), rtol=0, atol=0.02)
 
 
-class Counter(nn.Module):
+def counts(m, x):
     """Python decides, by a number that changes from step to step."""
-
-    def __init__(self):
-        super().__init__()
-        self.one, self.other = nn.Linear(4, 4), nn.Linear(4, 4)
-        self.register_buffer("steps", torch.zeros((), dtype=torch.long))
-        self.first = True
-
-    def forward(self, x):
-        self.steps += 1
-        h = self.one(x) if self.first else self.other(x)
-        return {"out": h.mean(1), "norm": h.norm(dim=-1), "width": 4}
+    m.steps += 1
+    h = m.one(x) if m.first else m.two(x)
+    return {"out": h.mean(1), "norm": h.norm(dim=-1), "width": 4}
 
 
 def test_state_in_python():
-    model = model_of(Counter)
+    model = model_of(two(counts))
 
     def loss_fn(m, x):
         out = m(x)
         return out["out"].pow(2).sum(-1) + out["norm"].sum(-1)
 
     plain = copy.deepcopy(model)
-    private = make_private(model, "ghost_bk", batch_size=4, max_grad_norm=0.3)
-    compiled = torch.compile(private.module, backend="aot_eager")
+    private = compiled(model, max_grad_norm=0.3)
     for step in range(4):
         model.first = plain.first = step % 2 == 0
         batch, before = batch_of(4), int(model.steps)
         expected = clipped_sum(oracle(plain, batch, loss_fn), "flat", 0.3)
-        private.optimizer.zero_grad()
-        private.criterion(loss_fn(compiled, batch)).backward()
-        got = {n: p.grad for n, p in trainable(model).items()}
-        assert_same(got, expected, 1e-8)
+        assert_same(grads_of(private, model, batch, loss_fn), expected, 1e-8)
         assert int(model.steps) == before + 1
     assert programs_of(model) == 2
 
 
-class Branches(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.one, self.other = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x):
-        if x.abs().max() < 99:
-            return self.one(x).mean(1)
-        return self.other(x).mean(1)
+def branches(m, x):
+    if x.abs().max() < 99:
+        return m.one(x).mean(1)
+    return m.two(x).mean(1)
 
 
-class Squares(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x * x
-
-    @staticmethod
-    def backward(ctx, grad):
-        return 2 * ctx.saved_tensors[0] * grad
-
-
-class Custom(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.one = nn.Linear(4, 4)
-
-    def forward(self, x):
-        return Squares.apply(self.one(x)).mean(1)
-
-
-class Checkpointed(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.inner = nn.Linear(4, 6), nn.Linear(6, 6)
-        self.last = nn.Linear(6, 3)
-
-    def forward(self, x):
-        h = checkpoint(
-            lambda h: torch.tanh(self.inner(h)), self.first(x), use_reentrant=False
-        )
-        return self.last(h).mean(1)
+def checkpoints(m, x):
+    block = lambda h: torch.tanh(m.two(h))  # noqa: E731
+    return checkpoint(block, m.one(x), use_reentrant=False).mean(1)
 
 
 @pytest.mark.parametrize(
-    "cls, reason",
+    "build, reason",
     [
-        (Branches, "x.abs().max() < 99"),
-        (Checkpointed, "Checkpointed"),
+        (two(branches), "x.abs().max() < 99"),
+        (two(checkpoints), "Two"),
         (Recurrent, "recurrent kernel"),
     ],
 )
-def test_what_is_not_compiled(cls, reason):
+def test_what_is_not_compiled(build, reason):
     """Trained exactly all the same, with one warning that says why."""
-    _, told = train(model_of(cls), map(batch_of, (4, 5, 4)))
+    told = train(model_of(build), map(batch_of, (4, 5, 4)))
     assert len(told) == 1 and reason in told[0], told
-    whole = dict(backend="aot_eager", fullgraph=True)
     with pytest.raises(RuntimeError, match="fullgraph=True") as error:
-        train(model_of(cls), [batch_of()], how=whole)
+        train(model_of(build), [batch_of()], how=dict(fullgraph=True, **AOT))
     assert reason in str(error.value)
 
 
@@ -444,7 +399,7 @@ def beside(build, batches, loss_fn, amp=False, track=False, tol=1e-6):
     for private in privates if track else ():
         private.optimizer.noise_multiplier = 0.5
         track_errors(private.module, private.optimizer)
-    modules = privates[0].module, torch.compile(privates[1].module, backend="aot_eager")
+    modules = privates[0].module, torch.compile(privates[1].module, **AOT)
     told = []
     for i, batch in enumerate(batches):
         for module, private in zip(modules, privates):
@@ -499,35 +454,27 @@ def test_autocast():
 
 
 def test_scale_of_the_loss():
-    """Of the way back alone: norms and sums are those of the loss."""
+    """It applies to the backward pass alone: norms and sums are unscaled."""
     model = model_of(Net)
     grads = oracle(model, batch_of(), square_loss)
     c = half_clipped(grads)
-    private = make_private(model, "ghost_bk", batch_size=4, max_grad_norm=c)
-    compiled = torch.compile(private.module, backend="aot_eager")
-    private.criterion(square_loss(compiled, batch_of())).backward(scale=64.0)
-    got = {n: p.grad for n, p in trainable(model).items()}
+    private = compiled(model, max_grad_norm=c)
+    got = grads_of(private, model, batch_of(), scale=64.0)
     assert_same(got, clipped_sum(grads, "flat", c), 1e-8)
 
 
 def test_samples_that_are_not_finite(recwarn):
     model = model_of(Net)
-    c = dict(max_grad_norm=0.3, batch_size=4)
-    plain = copy.deepcopy(model)
-    private = make_private(model, "ghost_bk", **c)
-    compiled = torch.compile(private.module, backend="aot_eager")
-    batch = batch_of(5)
+    private, batch = compiled(model, max_grad_norm=0.3), batch_of(5)
     rest = batch[[0, 2, 3, 4]]
     batch[1, 0, 0] = math.inf
-    expected = clipped_sum(oracle(plain, rest, square_loss), "flat", 0.3)
-    private.criterion(square_loss(compiled, batch)).backward()
-    got = {n: p.grad for n, p in trainable(model).items()}
-    assert_same(got, expected, 1e-8)
+    expected = clipped_sum(oracle(model_of(Net), rest, square_loss), "flat", 0.3)
+    assert_same(grads_of(private, model, batch), expected, 1e-8)
     assert any("not finite" in str(w.message) for w in recwarn)
-    private = make_private(model_of(Custom).one, "ghost_bk", on_nonfinite="raise", **c)
-    compiled = torch.compile(private.module, backend="aot_eager")
+    model = nn.Linear(4, 4).double()
+    private = compiled(model, on_nonfinite="raise")
     with pytest.raises(RuntimeError, match="not finite"):
-        private.criterion(square_loss(compiled, batch)).backward()
+        grads_of(private, model, batch)
 
 
 def test_what_fills_up_a_program_is_looked_at():
@@ -564,31 +511,31 @@ def test_outputs_that_are_none():
 def test_refused():
     """What a program can't tell apart is not guessed."""
     model = model_of(Net)
-    private = make_private(model, "ghost_bk", batch_size=4)
-    compiled = torch.compile(private.module, backend="aot_eager")
-    batch = batch_of()
-    losses = square_loss(compiled, batch) + model.scale.pow(2).sum()
+    private, batch = compiled(model), batch_of()
+    losses = square_loss(private.module, batch) + model.scale.pow(2).sum()
     with pytest.raises(RuntimeError, match="outside of the model's forward"):
         private.criterion(losses).backward()
-    loss = private.criterion(square_loss(compiled, batch))
+    loss = private.criterion(square_loss(private.module, batch))
     loss.backward()
     private.optimizer.step()
     with pytest.raises(RuntimeError, match="second time|Call the model again"):
         loss.backward()
+    private.step(batch[:0], square_loss)  # Poisson may draw none
+    with torch.compiler.set_stance("force_eager"):
+        private.step(batch, square_loss)
+    model.scale.register_hook(lambda grad: 2 * grad)
+    with pytest.raises(RuntimeError, match="scale has a hook"):
+        grads_of(private, model, batch)
 
 
 def test_parameters_that_change_places():
     """A program is made for parameters, and not for their places."""
     model = model_of(Net)
     c = [0.1 * (i + 1) for i in range(len(trainable(model)))]
-    private = make_private(
-        model, "ghost_bk", batch_size=4, max_grad_norm=c, clipping="per_layer"
-    )
-    compiled = torch.compile(private.module, backend="aot_eager")
+    private = compiled(model, max_grad_norm=c, clipping="per_layer")
 
     def grads():
-        private.optimizer.zero_grad()
-        private.criterion(square_loss(compiled, batch_of())).backward()
+        grads_of(private, model, batch_of())
         return {p: p.grad for p in model.parameters()}
 
     grads()
@@ -605,17 +552,15 @@ def test_parameters_that_change_places():
 
 def test_parameter_that_the_optimizer_lets_go():
     model, plain = model_of(Net), model_of(Net)
-    private = make_private(model, "ghost_bk", batch_size=4, max_grad_norm=0.3)
-    private.module = torch.compile(private.module, backend="aot_eager")
+    private = compiled(model, max_grad_norm=0.3)
     private.step(batch_of(), square_loss)
     (group,) = private.optimizer.param_groups
     group["params"] = [p for p in group["params"] if p is not model.scale]
     plain.load_state_dict(model.state_dict())
     plain.scale.requires_grad_(False)
     expected = clipped_sum(oracle(plain, batch_of(5), square_loss), "flat", 0.3)
-    private.optimizer.zero_grad()
-    private.criterion(square_loss(private.module, batch_of(5))).backward()
-    got = {n: p.grad for n, p in trainable(model).items() if p is not model.scale}
+    got = grads_of(private, model, batch_of(5))
+    del got["scale"]
     assert_same(got, expected, 1e-8)
 
 
@@ -631,20 +576,6 @@ def clipped_by_bound(model, batch, bounds):
     return total
 
 
-def test_what_is_beside_the_criterion():
-    model = model_of(Net)
-    private = make_private(model, "ghost_bk", batch_size=4)
-    compiled = torch.compile(private.module, backend="aot_eager", fullgraph=True)
-    handle = model.scale.register_hook(lambda grad: 2 * grad)
-    with pytest.raises(RuntimeError, match="scale has a hook"):
-        private.criterion(square_loss(compiled, batch_of())).backward()
-    handle.remove()
-    with torch.compiler.set_stance("force_eager"):
-        private.step(batch_of(), square_loss)
-    private.module = compiled
-    private.step(batch_of()[:0], square_loss)  # Poisson may draw none
-
-
 def test_model_losses():
     """A loss of the model's own, where one sample has no label."""
     transformers = pytest.importorskip("transformers")
@@ -655,8 +586,7 @@ def test_model_losses():
     torch.manual_seed(1)
     plain = transformers.LlamaForCausalLM(config).double().train()
     model = copy.deepcopy(plain)
-    private = make_private(model, "ghost_bk", batch_size=4, max_grad_norm=0.1)
-    compiled = torch.compile(private.module, backend="aot_eager")
+    private = compiled(model, max_grad_norm=0.1)
 
     def loss_fn(m, batch):
         ids, labels = batch
@@ -668,16 +598,13 @@ def test_model_losses():
         labels = ids.masked_fill(torch.rand(size, 6) < 0.3, -100)
         labels[0] = -100
         expected = clipped_sum(oracle(plain, (ids, labels), loss_fn), "flat", 0.1)
-        private.optimizer.zero_grad()
-        private.criterion(loss_fn(compiled, (ids, labels))).backward()
-        got = {n: p.grad for n, p in trainable(model).items()}
+        got = grads_of(private, model, (ids, labels), loss_fn)
         assert_same(got, expected, 1e-6)  # it rotates in float32
 
 
 def test_nothing_is_kept():
     model = model_of(Net)
-    private = make_private(model, "ghost_bk", batch_size=4)
-    private.module = torch.compile(private.module, backend="aot_eager")
+    private = compiled(model)
     for size in (4, 5):
         private.step(batch_of(size), square_loss)
     kept = weakref.ref(model), weakref.ref(private_model_of(model))
@@ -689,79 +616,57 @@ def test_nothing_is_kept():
 
 def test_output_of_a_program_that_nobody_used():
     """It is alive, and the loss of a batch that is run eagerly is not its."""
-    model, plain = model_of(Net), model_of(Net)
+    model, batch = model_of(Net), batch_of(4)
     private = make_private(model, "ghost", batch_size=4, max_grad_norm=0.3)
-    compiled = torch.compile(private.module, backend="aot_eager")
-    batch = batch_of(4)
-    kept = compiled(batch)
-    expected = clipped_sum(oracle(plain, batch, square_loss), "flat", 0.3)
-    private.criterion(square_loss(private.module, batch)).backward()
-    assert_same({n: p.grad for n, p in trainable(model).items()}, expected, 1e-8)
+    kept = torch.compile(private.module, **AOT)(batch)
+    expected = clipped_sum(oracle(model_of(Net), batch, square_loss), "flat", 0.3)
+    assert_same(grads_of(private, model, batch), expected, 1e-8)
     assert kept.grad_fn is not None
 
 
-class Remembers(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.one, self.last = nn.Linear(4, 4), None
-
-    def forward(self, x):
-        h = self.one(x).mean(1)
-        if self.last is not None:
-            h = h + self.last.mean(0)
-        self.last = h.detach()
-        return h
+def remembers(m, x):
+    h, old = m.one(x).mean(1), m.last
+    m.last = h.detach()
+    return h if old is None else h + old.mean(0)
 
 
-def test_what_an_earlier_batch_has_left():
-    with pytest.raises(RuntimeError, match="changes last"):
-        train(model_of(Remembers), [batch_of(), batch_of()])
+def writes(m, x):
+    h = m.one(x).mean(1)
+    if not m.first:
+        m.seen = h.detach().sum(0)
+    return h
 
 
-class Writes(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.one, self.write = nn.Linear(4, 4), False
-        self.register_buffer("last", torch.zeros(4))
-
-    def forward(self, x):
-        h = self.one(x).mean(1)
-        if self.write:
-            self.last = h.detach().sum(0)
-        return h
-
-
-def test_data_in_a_buffer():
+def test_data_in_state():
     """Refused in the step that puts them there, and not before."""
-    model = model_of(Writes)
-    private = make_private(model, "ghost_bk", batch_size=4)
-    compiled = torch.compile(private.module, backend="aot_eager")
-    square_loss(compiled, batch_of())
-    model.write = True
-    with pytest.raises(RuntimeError, match="last"):
-        square_loss(compiled, batch_of())
+    with pytest.raises(RuntimeError, match="changes last"):
+        train(model_of(two(remembers)), [batch_of(), batch_of()])
+    model = model_of(two(writes))
+    private = compiled(model)
+    square_loss(private.module, batch_of())
+    model.first = False
+    with pytest.raises(RuntimeError, match="seen"):
+        square_loss(private.module, batch_of())
 
 
 def test_dropout_draws_for_each_sample():
     model = nn.Sequential(nn.Linear(4, 64), nn.Dropout(0.5)).double().train()
-    private = make_private(model, "ghost_bk", batch_size=4)
-    compiled = torch.compile(private.module, backend="aot_eager")
+    private = compiled(model)
     batch = batch_of(1, 1)[:, 0].expand(6, 4).clone()
-    masks = [compiled(batch) == 0 for _ in range(2)]
+    masks = [private.module(batch) == 0 for _ in range(2)]
     rows = torch.cat(masks).unique(dim=0)
     assert len(rows) == 12 and 0.3 < rows.double().mean() < 0.7
 
 
-def test_evaluation_between(recwarn):
+def test_evaluation_between():
     model = model_of(Net)
-    private = make_private(model, "ghost_bk", batch_size=4)
-    compiled = torch.compile(private.module, backend="aot_eager")
+    private = compiled(model)
     for _ in range(2):
         private.step(batch_of(), square_loss)
-        compiled.eval()
+        private.module.eval()
         with torch.no_grad():
-            torch.testing.assert_close(compiled(batch_of()), model(batch_of()))
-        compiled.train()
+            torch.testing.assert_close(private.module(batch_of()), model(batch_of()))
+        private.module.train()
 
 
 @pytest.mark.slow
@@ -820,16 +725,14 @@ def physical_batches(device, **how):
     private = make_private(
         model, "ghost_bk", batch_size=8, max_grad_norm=c, dataset=data, lr=8.0
     )
-    compiled = torch.compile(private.module, **how)
+    private.module = torch.compile(private.module, **how)
     with BatchMemoryManager(
         data_loader=private.loader,
         max_physical_batch_size=3,
         optimizer=private.optimizer,
     ) as loader:
         for (batch,) in loader:
-            private.optimizer.zero_grad()
-            private.criterion(square_loss(compiled, batch)).backward()
-            private.optimizer.step()
+            private.step(batch, square_loss)
     got = {n: old[n] - p.detach() for n, p in trainable(model).items()}
     assert_same(got, clipped_sum(grads, "flat", c), 1e-8, "ghost_bk")
     assert programs_of(model) == 2  # of three samples, and of the two that are left
@@ -856,5 +759,5 @@ def test_on_a_gpu(kind):
     """Several steps, so that CUDA graphs are recorded and replayed."""
     model = model_of(Net).cuda()
     batches = [batch_of(B).cuda() for B in (4, 4, 4, 6, 4)]
-    _, told = train(model, batches, how=dict(mode=kind))
-    assert programs_of(model) == 1 and not told
+    assert not train(model, batches, how=dict(mode=kind))
+    assert programs_of(model) == 1

@@ -20,7 +20,7 @@ from opacus_ext.grad_sample.factors import (
     OuterProducts,
     Term,
     dtype_of,
-    wide,
+    upcast,
     workspace,
 )
 from opacus_ext.grad_sample.rules import Op, as_op, register_rule
@@ -187,7 +187,7 @@ def _of_head(
             given = (x[samples], *fixed, target[samples], known[samples], g[samples])
             return _backprops(*given, ops, columns)
 
-        shape, right = (size, length, len(weight)), wide(x)
+        shape, right = (size, length, len(weight)), upcast(x)
         return [(Columns(rows, shape, right, right),), (Columns(rows, shape, right),)]
 
     return Op((weight, bias), (x, target), factors, 0, (1, 0), whole)
@@ -262,7 +262,7 @@ def _backprops(
         ops: done to the output before the loss
     """
     bias = None if bias is None else bias.detach()[columns]
-    z = wide(F.linear(x, weight.detach()[columns], bias))
+    z = upcast(F.linear(x, weight.detach()[columns], bias))
     with torch.set_grad_enabled(bool(ops)):
         y = _done(z.requires_grad_(bool(ops)), ops, columns)
     p = (y.detach() - whole[..., None] if ops else z.sub_(whole[..., None])).exp_()
@@ -299,10 +299,10 @@ class _Losses(torch.autograd.Function):
     def forward(ctx, x, weight, bias, target, ops):
         wholes, chosen = [], []
         for s in _steps(x, weight):
-            logits = _done(wide(F.linear(x[s], weight, bias)), ops)
+            logits = _done(upcast(F.linear(x[s], weight, bias)), ops)
             wholes.append(logits.logsumexp(-1))
             chosen.append(logits.gather(-1, target[s].clamp(min=0)[:, None])[:, 0])
-        like = wide(x.new_zeros(0))
+        like = upcast(x.new_zeros(0))
         whole, chosen = torch.cat([like, *wholes]), torch.cat([like, *chosen])
         ctx.save_for_backward(x, weight, bias, target, whole)
         ctx.mark_non_differentiable(whole)
@@ -333,12 +333,12 @@ class _OfWeights(torch.autograd.Function):
     @_in_full
     def backward(ctx, g):
         weight, bias, x, target, whole = ctx.saved_tensors
-        dtype = wide(weight.new_zeros(0)).dtype
+        dtype = upcast(weight.new_zeros(0)).dtype
         total = torch.zeros_like(weight, dtype=dtype)
         added = None if bias is None else torch.zeros_like(bias, dtype=dtype)
         for s in _steps(x, weight):
             rows = _backprops(x[s], weight, bias, target[s], whole[s], g[s], ctx.ops)
-            total.addmm_(rows.mT, wide(x[s]))
+            total.addmm_(rows.mT, upcast(x[s]))
             if added is not None:
                 added += rows.sum(0)
         return total.to(weight), added if bias is None else added.to(bias), *[None] * 4

@@ -181,6 +181,7 @@ MODELS = {
     "queries": (Queries, rows),
     "rotary": (Rotary, rows),
     "branches": (Branches, with_lengths),
+    "gradient inside the forward": (Penalised, rows),
 }
 
 
@@ -197,11 +198,6 @@ def test_other_modes(mode, name):
     torch.manual_seed(0)
     build, batches = MODELS[name]
     steps(build(), batches()[:4], mode, wrap=False)
-
-
-def test_gradient_of_an_input_inside_the_forward():
-    torch.manual_seed(0)
-    steps(Penalised(), rows())
 
 
 def test_time_first():
@@ -403,11 +399,6 @@ class Alike(nn.Module):
         return checkpoint(block, h, use_reentrant=False)
 
 
-@pytest.mark.parametrize("mode", ["hooks", "ghost", "ghost_bk"])
-def test_layers_alike(mode):
-    steps(Alike(), [(x,) for x in rows()], mode)
-
-
 @pytest.mark.parametrize("mode", EVERY_MODE)
 def test_nothing_is_kept_from_step_to_step(mode):
     private = make_private(Alike().double(), mode, batch_size=4)
@@ -424,7 +415,7 @@ def test_nothing_is_kept_from_step_to_step(mode):
 
 
 class Frozen(nn.Module):
-    """Adds a leaf that it makes; one layer may be frozen before the backward pass."""
+    """Adds a leaf that it makes."""
 
     def __init__(self):
         super().__init__()
@@ -433,11 +424,6 @@ class Frozen(nn.Module):
     def forward(self, x):
         leaf = torch.zeros(D, dtype=x.dtype, requires_grad=True)
         return self.last(torch.tanh(self.first(x) + leaf))
-
-
-@pytest.mark.parametrize("mode", ["hooks", "ghost", "ghost_bk", "scan"])
-def test_leaf_that_the_forward_makes(mode):
-    steps(Frozen(), [(x,) for x in rows()[:4]], mode)
 
 
 @pytest.mark.parametrize("kind", [nn.Conv1d, nn.ConvTranspose1d])
@@ -452,15 +438,15 @@ def test_autocast_reaches_what_runs_by_sample(kind):
     private.criterion(y.float().square().sum(1), None).backward()
 
 
-@pytest.mark.parametrize("mode", ["hooks", "ghost", "ghost_bk", "scan"])
-def test_reentrant_checkpoint_of_a_frozen_block(mode):
-    class Beginning(Frozen):
-        def forward(self, x):
-            return self.last(checkpoint(self.first, x, use_reentrant=True))
+class FrozenCheckpoint(Frozen):
+    """A block that is frozen and recomputed."""
 
-    model = Beginning()
-    model.first.requires_grad_(False)
-    steps(model, [(x,) for x in rows()[:3]], mode)
+    def __init__(self):
+        super().__init__()
+        self.first.requires_grad_(False)
+
+    def forward(self, x):
+        return self.last(checkpoint(self.first, x, use_reentrant=True))
 
 
 @pytest.mark.parametrize("mode", ["hooks", "ghost", "ghost_bk"])
@@ -486,6 +472,81 @@ class Numbers(nn.Module):
         return self.fc(x * self.last.exp() + self.first).tanh()
 
 
+IN_EVERY_MODE = {
+    "layers alike": Alike,
+    "leaf that the forward makes": Frozen,
+    "frozen block, reentrant checkpoint": FrozenCheckpoint,
+    "parameters without dims": Numbers,
+}
+
+
 @pytest.mark.parametrize("mode", ["hooks", "ghost", "ghost_bk", "scan"])
-def test_parameters_without_dims(mode):
-    steps(Numbers(), [(x,) for x in rows()], mode)
+@pytest.mark.parametrize("name", IN_EVERY_MODE)
+def test_every_mode(mode, name):
+    steps(IN_EVERY_MODE[name](), [(x,) for x in rows()], mode)
+
+
+# -- gradients of one parameter in pieces ----------------------------------------------
+
+
+class Slices(nn.Module):
+    """A weight as a whole and two slices of it, from its start and its middle."""
+
+    def __init__(self, rows, columns):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(rows, columns) * 0.1)
+
+    def forward(self, x):
+        rows = len(self.weight)
+        middle = F.linear(x, self.weight[rows // 3 : rows // 2])
+        start = F.linear(torch.tanh(x), self.weight[: rows // 3])
+        whole = F.linear(x, self.weight)
+        return torch.cat([middle, start.pow(3), whole], dim=-1).mean(1)
+
+
+class Flips(nn.Module):
+    """Samples that take two branches, in which the same is computed."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x):
+        if x.sum() > 0:
+            return torch.tanh(self.layer(x))
+        return torch.tanh(self.layer(x.flip(0)).flip(0))
+
+
+class Padded(nn.Module):
+    """An embedding's function, with a padding index counted from the end."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(6, 3))
+
+    def forward(self, ids):
+        return F.embedding(ids, self.table, padding_idx=-1).pow(2).sum(1)
+
+
+def twice(model, x):
+    """Two forward passes, in which each sample takes one branch and the other."""
+    return square_loss(model, x) + square_loss(model, -x)
+
+
+SIGNS = torch.tensor([[1.0], [-1], [2], [-3]]).expand(4, 4)
+PIECES = {
+    "slices": (lambda: Slices(12, 4), torch.randn(4, 5, 4), square_loss),
+    # Gradients of over 2**16 entries are squared as soon as they are complete.
+    "large slices": (lambda: Slices(300, 300), torch.randn(4, 5, 300), square_loss),
+    "branches": (Flips, SIGNS, twice),
+    "padding": (Padded, torch.tensor([[0, 5, 2], [5, 5, 1]]), square_loss),
+}
+
+
+@pytest.mark.parametrize("mode", ["hooks", "ghost", "ghost_bk"])
+@pytest.mark.parametrize("name", PIECES)
+def test_pieces(mode, name):
+    torch.manual_seed(1)
+    build, batch, loss_fn = PIECES[name]
+    batch = batch.double() if batch.is_floating_point() else batch
+    steps(build(), [batch], mode, loss_fn=loss_fn)

@@ -1,7 +1,5 @@
 """Inputs that are no batch of tensors: packed sequences, lists, and ``take``."""
 
-import copy
-
 import pytest
 import torch
 from opacus.layers import DPGRU, DPLSTM, DPRNN
@@ -14,7 +12,8 @@ from torch.nn.utils.rnn import (
 )
 
 from opacus_ext import Refused, take
-from tests.common import MODES, assert_same, clipped_sum, make_private, squares
+from tests.adapter.common import steps
+from tests.common import MODES, squares
 
 every_mode = pytest.mark.parametrize("mode", (*MODES, "scan"))
 
@@ -28,28 +27,7 @@ def double():
 
 
 def check_steps(mode, model, batches, loss_fn, alone, **kwargs):
-    """
-    Steps of a private model, each beside single samples through plain autograd.
-
-    Args:
-        loss_fn: ``(model, batch)`` to the losses ``[B]``
-        alone: a batch to its samples, batches of one
-    """
-    plain = copy.deepcopy(model)
-    private = make_private(model, mode, batch_size=4, max_grad_norm=0.5, **kwargs)
-    for i, batch in enumerate(batches):
-        plain.load_state_dict(model.state_dict())
-        rows = []
-        for one in alone(batch):
-            plain.zero_grad()
-            loss_fn(plain, one).sum().backward()
-            rows.append([p.grad.clone() for p in plain.parameters()])
-        names = [name for name, _ in model.named_parameters()]
-        grads = {n: torch.stack(g) for n, g in zip(names, zip(*rows))}
-        before = {n: p.detach().clone() for n, p in model.named_parameters()}
-        private.step(batch, loss_fn)
-        got = {n: (before[n] - p.detach()) * 4 for n, p in model.named_parameters()}
-        assert_same(got, clipped_sum(grads, "flat", 0.5), message=f"step {i}")
+    steps(model, batches, mode, loss_fn=loss_fn, alone=alone, **kwargs)
 
 
 # -- packed sequences ----------------------------------------------------------------
@@ -305,3 +283,60 @@ def test_take(mode, what):
         return [cut(batch, i) for i in range(size)]
 
     check_steps(mode, model, batches, on_tensors, alone, take=cut)
+
+
+# -- recurrent layers as models -------------------------------------------------------
+
+D, H, T = 3, 2, 4
+LAYERS = {"DPLSTM": DPLSTM, "DPGRU": DPGRU, "LSTM": nn.LSTM, "GRU": nn.GRU}
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind, layers, first):
+        super().__init__()
+        self.rnn = LAYERS[kind](D, H, num_layers=layers, batch_first=first)
+
+    def forward(self, x, state=None):
+        return self.rnn(x, state)
+
+
+def parts(output):
+    y, state = output
+    return [y, *(state if isinstance(state, tuple) else (state,))]
+
+
+@pytest.mark.parametrize("mode", ["ghost_bk", "scan", "hooks"])
+@pytest.mark.parametrize("length", [T, 1])
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("layers", [1, 2])
+@pytest.mark.parametrize("kind", LAYERS)
+def test_states(kind, layers, first, length, mode):
+    torch.manual_seed(0)
+    dim = 0 if first else 1
+
+    def given_back(model, x):
+        """Twice: with no state, and with the one that was returned."""
+        x = x if first else x.transpose(0, 1)
+        y, state = model(x)
+        for own, plain in zip(parts((y, state)), parts(plain_model()(x))):
+            torch.testing.assert_close(own, plain)
+        detached = [s.detach() for s in parts((y, state))[1:]]
+        again = model(x, tuple(detached) if len(detached) > 1 else detached[0])
+        return sum(
+            squares(s.transpose(0, d))
+            for out in ((y, state), again)
+            for s, d in zip(parts(out), (dim, 1, 1))
+        )
+
+    model = Recurrent(kind, layers, first)
+    plain = Recurrent(kind, layers, first).double()
+
+    def plain_model():
+        plain.load_state_dict(model.state_dict())
+        return plain
+
+    generator = torch.Generator().manual_seed(1)
+    batches = [
+        torch.randn(n, length, D, generator=generator).double() for n in (4, 1, 3, 2)
+    ]
+    steps(model, batches, mode, loss_fn=given_back, batch_first=first)

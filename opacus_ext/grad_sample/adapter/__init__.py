@@ -1,1 +1,1 @@
-"""The adapter: a model that runs one sample at a time, and is called as before."""
+"""The adapter between the core and Opacus's loop of model, criterion and optimizer."""

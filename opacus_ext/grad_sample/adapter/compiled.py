@@ -1,8 +1,8 @@
-"""A private model that ``torch.compile`` was used on: its forward, and its clipping.
+"""The compiled programs of a private model on which ``torch.compile`` was called.
 
-Samples run as in ``clipped_grads`` under ``torch.compile`` (core/traced.py), in two
-programs, as the criterion is in between: the forward with its slots, whose backward
-gives their gradients, and what makes norms and clipped sums of these.
+Samples run as in compiled ``clipped_grads`` (core/traced.py), but in two programs, as
+the criterion is in between: the forward, whose backward gives the gradients of the
+slots, and the clipping, which turns these into norms and clipped sums.
 """
 
 from __future__ import annotations
@@ -24,35 +24,34 @@ from opacus_ext.grad_sample.core.vmap import is_batched
 from opacus_ext.grad_sample.rules import NotAtOnce
 
 T = torch.Tensor
-Found = tuple[list[T], list[list[T]]]  # outputs, and by use what the factors need
-_TENSOR = "<tensor>"  # in the place of one
-_PROGRAMS = 64  # the most that are made of a model, for its sizes and lengths
+Found = tuple[list[T], list[list[T]]]  # outputs, and the saved data of each use
+_TENSOR = "<tensor>"  # stands for a tensor in an output
+_PROGRAMS = 64  # the most programs of one model, for its batch sizes and lengths
 
 
 class NotCompiled(Exception):
-    """Raised with the reason where samples run as if the model were not compiled."""
+    """Raised with the reason if samples can't run in a compiled program."""
 
 
-class First(NamedTuple):
-    """What the first run of samples of one kind has found."""
+class Traced(NamedTuple):
+    """The results of the first, eager forward for one kind of sample."""
 
     group: TracedGroup  # the uses of parameters
-    slots: list[T]  # leaves, zero
-    output: tuple[list[Any], Any]  # of a sample, with words for tensors, and its tree
-    words: str  # what must be the same in each run
-    changed: tuple[str, ...]  # names of what it leaves changed, not made of data
-    clips: dict[tuple, Callable]  # compiled, by what is clipped
-    numbers: dict[tuple, list[T]]  # which these are given
+    slots: list[T]  # leaves that are zero
+    output: tuple[list[Any], Any]  # leaves, _TENSOR for tensors, and their tree
+    signature: str  # must be equal in each call
+    changed: tuple[str, ...]  # names of changed state that is not made of data
+    clips: dict[tuple, Callable]  # compiled clipping programs
 
 
 class CompiledModel:
-    """The compiled programs of a private model (forward.py)."""
+    """The compiled programs of a private model (model.py)."""
 
     def __init__(self, model: Any, settings: Settings):
         self.model, self.settings = model, settings
         self.params = list(model.params.values())
-        self.programs = self._looked_at = 0
-        self._known: dict[tuple, First] = {}
+        self.programs = self._checked = 0
+        self._traced: dict[tuple, Traced] = {}
         self._failed: dict[tuple, str] = {}
         self.module = getattr(model.module, "_orig_mod", model.module)
         module, params = self.module, self.params
@@ -71,7 +70,7 @@ class CompiledModel:
             samples = Samples(None, leaves, by_sample, spec, size)
             outputs, kept = group.run(call, samples, slots)
             kept = [[x.detach() for x in data] for data in kept]
-            return outputs, kept, _in_words(returned, group)
+            return outputs, kept, _signature(returned, group)
 
         self._forward = compile_whole(forward, self._backend, _PROGRAMS)
 
@@ -80,40 +79,40 @@ class CompiledModel:
         return self.settings.backend(graph, inputs)
 
     def run(self, samples: Samples) -> tuple[Returned, CompiledGroup]:
-        """Runs some samples, or raises NotCompiled with nothing changed."""
+        """Runs samples, or raises NotCompiled with nothing changed."""
         count, size = samples.size, padded(samples.size)
-        if size > count:  # with samples that nothing is asked of
+        if size > count:  # fills up with samples that are ignored
             samples = samples.select(torch.arange(size).clamp(max=count - 1))
         key = _kind(samples, self.model.module.training)
         if key in self._failed:
             raise NotCompiled(self._failed[key])
         try:
-            first = self._known.get(key) or self._first(key, samples)
-            changes = any(known.changed for known in self._known.values())
-            found = self._call(samples, first, changes)
+            traced = self._traced.get(key) or self._trace(key, samples)
+            changes = any(each.changed for each in self._traced.values())
+            found = self._call(samples, traced, changes)
             if found is None:  # the code takes another path than before
-                first = self._first(key, samples)
-                found = self._call(samples, first, True)
+                traced = self._trace(key, samples)
+                found = self._call(samples, traced, True)
             if found is None:
-                raise NotAtOnce("a forward that is another one when it is compiled")
+                raise NotAtOnce("a forward that differs when it is compiled")
         except Exception as error:
             self._failed[key] = _reason(error)
             raise NotCompiled(self._failed[key]) from error
         outputs, kept = found
         rest = iter(outputs)
-        others, spec = first.output
+        others, spec = traced.output
         leaves = [next(rest) if x == _TENSOR else x for x in others]
         whole = tree_unflatten(leaves, spec)
 
         def read(x: Any) -> Leaf:
-            own = isinstance(x, T)  # a slice would be copied on the way back
+            own = isinstance(x, T)  # no slice if not needed: its backward copies
             return Leaf(x[:count] if own and len(x) > count else x, own)
 
         returned = read_output(whole, read, None, count)
-        return returned, CompiledGroup(self, first, kept, count)
+        return returned, CompiledGroup(self, traced, kept, count)
 
-    def _first(self, key: tuple, samples: Samples) -> First:
-        """Runs samples of a new kind for the first time, eagerly."""
+    def _trace(self, key: tuple, samples: Samples) -> Traced:
+        """Runs samples of a new kind eagerly, to find the uses of parameters."""
         state, (call, returned) = self.model.state, _caller(self.module)
         state.remember()
         group = _Group(self.params, samples.size)
@@ -128,39 +127,39 @@ class CompiledModel:
         if name is not None:
             raise NotAtOnce(f"a forward that changes {name}")
         slots = [slot.requires_grad_() for slot in group.make_slots()]
-        words, changed = _in_words(returned, group), tuple(c.name for c in changes)
-        self._known[key] = First(group, slots, returned[0], words, changed, {}, {})
-        return self._known[key]
+        signature, changed = _signature(returned, group), tuple(c.name for c in changes)
+        self._traced[key] = Traced(group, slots, returned[0], signature, changed, {})
+        return self._traced[key]
 
-    def _call(self, samples: Samples, first: First, look: bool) -> Found | None:
+    def _call(self, samples: Samples, traced: Traced, check: bool) -> Found | None:
         """
-        Runs the program; None if it does not do what was found first. Looks at what
-        it leaves changed with ``look``, and with any new program.
+        Runs the program; returns None if it differs from the trace. Compares the state
+        that it changes if ``check``, and for each new program.
         """
         state = self.model.state
-        if look:
+        if check:
             state.remember()
         own = tuple(samples.by_sample)
-        given = samples.tree(lambda x: x), own, samples.size, first.slots
-        outputs, kept, words = self._forward(*given)
-        if words != first.words:
-            if look:
+        given = samples.tree(lambda x: x), own, samples.size, traced.slots
+        outputs, kept, signature = self._forward(*given)
+        if signature != traced.signature:
+            if check:
                 state.restore()
             return None
-        if not look and self._looked_at != self.programs:
-            return self._call(samples, first, True)
-        if look:
-            if tuple(c.name for c in state.changes()) != first.changed:
+        if not check and self._checked != self.programs:
+            return self._call(samples, traced, True)
+        if check:
+            if tuple(c.name for c in state.changes()) != traced.changed:
                 state.restore()
-                raise NotAtOnce("a forward that changes other things when compiled")
-            self._looked_at = self.programs
+                raise NotAtOnce("a forward that changes other state when compiled")
+            self._checked = self.programs
         return outputs, kept
 
 
 def _caller(module: nn.Module) -> tuple[Callable, list[Any]]:
     """
-    A function that runs a sample and gives its outputs that are tensors, and a list
-    that it fills with the outputs, a word for tensors, and their tree.
+    Returns a function that runs a sample and returns its output tensors, and a list
+    to which it appends the leaves (_TENSOR for tensors) and their tree.
     """
     returned: list[Any] = []
 
@@ -179,23 +178,23 @@ def _caller(module: nn.Module) -> tuple[Callable, list[Any]]:
     return call, returned
 
 
-def _in_words(returned: list[Any], group: TracedGroup) -> str:
-    """The outputs and uses of a run in words, which must not change."""
-    return " ".join([str(x) for x in returned[0][0]]) + "; " + group.uses_in_words()
+def _signature(returned: list[Any], group: TracedGroup) -> str:
+    """Describes the outputs and uses of a forward, which must not change."""
+    return " ".join([str(x) for x in returned[0][0]]) + "; " + group.signature()
 
 
 class _Group(TracedGroup):
-    """The group of a model's first run."""
+    """The group of the first forward."""
 
     def _is_constant(self, x: T) -> bool:
         constant = super()._is_constant(x)
         if constant and isinstance(x, nn.Parameter):
-            raise NotAtOnce("a parameter that is not known")
+            raise NotAtOnce("a parameter that the model does not have")
         return constant
 
 
 def padded(size: int) -> int:
-    """How many samples a program has for some: four sizes up to each power of two."""
+    """Returns the batch size of a program: four sizes up to each power of two."""
     step = 2 ** max(0, size.bit_length() - 3)
     return max(2, -(-size // step) * step)
 
@@ -209,7 +208,7 @@ def _kind(samples: Samples, training: bool) -> tuple:
 
 
 def _reason(error: BaseException) -> str:
-    """An error of the compiler as one line of text."""
+    """Formats an error of the compiler as one line."""
     while isinstance(getattr(error, "inner_exception", None), BaseException):
         error = error.inner_exception
     return why(error)
@@ -217,25 +216,25 @@ def _reason(error: BaseException) -> str:
 
 class CompiledGroup:
     """
-    Samples that have run in a compiled program. ``kept`` has what the factors of each
-    use need; samples from ``size`` on only fill up the program's batch.
+    Samples that have run in a compiled program. ``kept`` is the saved data of each use;
+    samples from ``size`` on only fill up the program's batch.
     """
 
     def __init__(
-        self, compiled: CompiledModel, first: First, kept: list[list[T]], size: int
+        self, compiled: CompiledModel, traced: Traced, kept: list[list[T]], size: int
     ):
-        self.compiled, self.first, self.kept, self.size = compiled, first, kept, size
+        self.compiled, self.traced, self.kept, self.size = compiled, traced, kept, size
 
     def add_to(
         self, total: Any, rows: T | None, outputs: Sequence[T], grads: Sequence[Any]
     ) -> None:
-        """Adds the samples' gradients to a total, see ``ClippedSum.add_group``."""
+        """Adds the gradients to a total, see ``ClippedSum.add_group``."""
         pairs = [(y, g) for y, g in zip(outputs, grads) if y.requires_grad]
         if not pairs:
             return
         ys, gs = zip(*pairs)
-        group, count = self.first.group, self.size
-        found = torch.autograd.grad(ys, self.first.slots, gs, allow_unused=True)
+        group, count = self.traced.group, self.size
+        found = torch.autograd.grad(ys, self.traced.slots, gs, allow_unused=True)
         if not isinstance(total, ClippedSum):
             kept = [[x[:count] for x in data] for data in self.kept]
             own = [None if g is None else g[:count] for g in found]
@@ -243,10 +242,13 @@ class CompiledGroup:
             return
         clipping: ClippingFunction = total.clipping
         unused = tuple(g is None for g in found)
-        given = [*self._numbers(total), *(g for g in found if g is not None)]
+        like = total.norms
+        own = torch.arange(group.size, device=like.device) < count
+        given = [*map(like.new_tensor, (clipping.bound, total.scale)), own]
+        given += [g for g in found if g is not None]
         given += [x for data in self.kept for x in data]
 
-        def run(drop: bool) -> tuple[T, list[T | None]]:
+        def clipped(drop: bool) -> tuple[T, list[T | None]]:
             def clip(bound: T, scale: T, own: T, *given: T) -> list[T | None]:
                 rest = iter(given)
                 grads = [None if none else next(rest) for none in unused]
@@ -260,7 +262,7 @@ class CompiledGroup:
                 found, sums = norms_and_sums(norms, factors, scale, own, drop)
                 return [found, *sums]
 
-            clips = self.first.clips
+            clips = self.traced.clips
             key = unused, clipping.clipping, drop, *map(id, total.params)
             if key not in clips:
                 graph = make_fx(clip)(*given)
@@ -269,21 +271,7 @@ class CompiledGroup:
             return norms, sums
 
         with torch.no_grad():
-            norms, sums = run(drop=False)
-            if not bool(norms.isfinite().all()):  # seldom, and masks copy all data
-                norms, sums = run(drop=True)
+            norms, sums = clipped(drop=False)
+            if not bool(norms.isfinite().all()):  # rare: masks copy all data
+                norms, sums = clipped(drop=True)
         total.add_clipped(rows, norms[..., :count], sums)
-
-    def _numbers(self, total: ClippedSum) -> list[T]:
-        """The bound, the scale, and which samples are meant."""
-        like, known = total.norms, self.first.numbers
-        bound = torch.as_tensor(total.clipping.bound, dtype=torch.float64)
-        key = str(bound.tolist()), total.scale, self.size  # to the last digit
-        if key not in known:
-            known.clear()
-            own = torch.arange(self.first.group.size, device=like.device) < self.size
-            known[key] = [
-                *map(like.new_tensor, (total.clipping.bound, total.scale)),
-                own,
-            ]
-        return known[key]

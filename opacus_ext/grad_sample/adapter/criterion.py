@@ -1,4 +1,4 @@
-"""A criterion that gives one loss a sample, by running it for each sample alone."""
+"""A criterion that computes the loss of each sample from that sample alone."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from opacus_ext.refused import Refused
 
 T = torch.Tensor
 
-#: By type of criterion: ``function(criterion, shape, *args)`` gives its losses ``[B]``
-#: at once, or None where it can't.
+#: By type of criterion: ``function(criterion, shape, *args)`` returns losses ``[B]`` or
+#: None if it does not support the arguments.
 AT_ONCE: dict[type, Callable[..., T | None]] = {}
 
-# Where the samples of each argument are, if not in dim 0.
+# The batch dims of the arguments, if not 0.
 _DIMS: dict[type, tuple[int, ...]] = {nn.CTCLoss: (1, 0, 0, 0)}
 
 
 class SampleCriterion:
     """
-    A criterion, sample by sample: its value for a sample alone, with its own reduction,
-    is the loss of that sample. ``warn`` warns once, called with a key and a text.
+    A criterion for single samples: its value for a sample alone, with its own
+    reduction, is the loss of that sample. ``warn(key, text)`` warns once.
     """
 
     def __init__(self, criterion: Callable, reduction: str, warn: Callable[..., None]):
@@ -35,15 +35,15 @@ class SampleCriterion:
         self.state = State(criterion)
         self.dims = dict(enumerate(_DIMS.get(type(criterion), ())))
         self.name = getattr(criterion, "__name__", type(criterion).__name__)
-        self._calls: dict[tuple, int] = {}  # by kind of arguments
-        self._tables: set[tuple] = set()  # arguments that are no samples
-        self._constants: set[Any] = set()  # lists that were of another length once
+        self._calls: dict[tuple, int] = {}  # number of calls by kind of arguments
+        self._tables: set[tuple] = set()  # shared arguments
+        self._constants: set[Any] = set()  # lists whose length once was no batch size
 
     def __call__(self, args: tuple, kwargs: dict, shape: Any, size: int) -> T:
         """
-        The losses ``[B]`` of as many samples as the model was called on; with a shape
-        ``[B, T]`` where outputs and targets are of flattened tokens. Refuses arguments
-        that are no samples, losses that depend on other samples, and what is kept.
+        Returns the losses ``[B]`` of ``size`` samples; ``shape`` is ``[B, T]`` if
+        outputs and targets are of flattened tokens. Refuses arguments that are no
+        samples, losses that depend on other samples, and a state that changes.
         """
         for place, x in (*enumerate(args), *kwargs.items()):
             if isinstance(x, (list, tuple)) and not any(isinstance(y, T) for y in x):
@@ -53,22 +53,20 @@ class SampleCriterion:
         leaves, spec = tree_flatten((args, kwargs))
         kinds = ((x.dim(), x.dtype) if isinstance(x, T) else type(x) for x in leaves)
         kind = str(spec), *kinds
-        if (
-            shape is None and not torch.is_grad_enabled()
-        ):  # the model's batch is unknown
+        if shape is None and not torch.is_grad_enabled():  # the batch size is unknown
             dims = ((self.dims.get(i, 0), x) for i, x in enumerate(leaves))
             sizes = (x.shape[d] for d, x in dims if isinstance(x, T) and x.dim() > d)
             size = next(sizes, size)
         if losses is None:
             samples = self._samples(kind, leaves, spec, shape, size)
-            losses = self._run(samples)
+            losses = self._losses(samples)
             if torch.is_grad_enabled():
                 whole = (i for i, own in enumerate(samples.by_sample) if not own)
                 self._tables.update((kind, i) for i in whole)
         if losses.shape != (size,):
             raise self._not_samples(leaves, size)
         count = self._calls.get(kind, 0)
-        if count & (count + 1) == 0 and len(losses):  # now and then
+        if count & (count + 1) == 0 and len(losses):  # increasingly rarely
             self._compare(losses.detach(), args, kwargs)
         self._calls[kind] = count + 1
         return losses
@@ -88,7 +86,7 @@ class SampleCriterion:
                 samples[i] = x.unflatten(dim, tokens).movedim(dim, 0)
         return Samples(None, samples, by_sample, spec, size)
 
-    def _run(self, samples: Samples) -> T:
+    def _losses(self, samples: Samples) -> T:
         found: list[tuple[T | None, T]] = []
         self.state.remember()
 
@@ -96,8 +94,8 @@ class SampleCriterion:
             loss = self.criterion(*sample[0], **sample[1])
             if not isinstance(loss, T) or loss.numel() != 1:
                 raise self._refused(
-                    f"gives {tuple(loss.shape) if isinstance(loss, T) else loss!r} for "
-                    "a sample alone, which is not one number.",
+                    f"returns {tuple(loss.shape) if isinstance(loss, T) else loss!r} "
+                    "for a sample alone, which is not one number.",
                     'Give it reduction="mean" or "sum".',
                 )
             return loss.reshape(())
@@ -122,8 +120,8 @@ class SampleCriterion:
         if changes:
             self.state.restore()
             raise self._refused(
-                f"changes {changes[0].name} when it is called: what it keeps of one "
-                "batch would reach the next without noise."
+                f"changes {changes[0].name} when it is called, which would carry data "
+                "of one batch to the next without noise."
             )
         rows, losses = zip(*found)
         if rows == (None,):
@@ -132,18 +130,18 @@ class SampleCriterion:
 
     @torch.no_grad()
     def _compare(self, losses: T, args: tuple, kwargs: dict) -> None:
-        """Compares the losses with what the criterion gives for the batch."""
+        """Compares the losses with the criterion's value for the batch."""
         self.state.remember()
         try:
             with torch.random.fork_rng([losses.device] if losses.is_cuda else []):
                 whole, again = (self.criterion(*args, **kwargs) for _ in range(2))
         except Exception:
-            return  # it takes single samples only
+            return  # it supports single samples only
         finally:
             self.state.restore()
         same = isinstance(whole, T) and whole.shape == again.shape
         if not same or not torch.allclose(whole, again, equal_nan=True):
-            return  # it draws random numbers
+            return  # it is random
         mine = losses if whole.dim() else getattr(losses, self.reduction)()
         values = f"it gives shape {tuple(whole.shape)} for the batch."
         if mine.shape == whole.shape:
@@ -169,14 +167,14 @@ class SampleCriterion:
         )
 
     def _check_list(self, place: Any, x: Sequence, size: int) -> None:
-        """Refuses what may be of the samples; of another length, it is a constant."""
+        """Refuses a list that may have one item a sample; others are constants."""
         texts = any(isinstance(y, str) for y in x)
         if len(x) != size and not texts:
             self._constants.add(place)
         elif x and (texts or place not in self._constants):
             raise self._refused(
-                f"was given a {type(x).__name__} of {type(x[0]).__name__}, of which it "
-                "is not known whether each sample has its own.",
+                f"was given a {type(x).__name__} of {type(x[0]).__name__}, whose items "
+                "may belong to single samples.",
                 "Give tensors [B, ...]: labels as numbers, torch.tensor(...).",
             )
 
@@ -199,7 +197,7 @@ class SampleCriterion:
 def _cross_entropy(
     criterion: nn.CrossEntropyLoss, shape: Any, input: T, target: T
 ) -> T | None:
-    """Losses of labels without class weights, at once; None for other arguments."""
+    """Supports labels without class weights."""
     labels = criterion.weight is None and not target.is_floating_point()
     if not labels or input.dim() < 2 or criterion.reduction == "none":
         return None

@@ -1,12 +1,10 @@
-"""The number of samples of a call, and which of its inputs are samples.
+"""The batch size of a call, and which of its inputs are samples.
 
-A call may have several readings. A tensor whose first dim is as long as the batch may
-be samples or a table that all samples share; a list may hold inputs or samples. The
-model itself tells readings apart: in the right one it runs with any number of samples.
-So where there are several readings, each is tried on another number of samples. If just
-one runs, it is right, and it is remembered by the names of the inputs. If several run,
-those that give each sample what it gives alone are compared. Where they agree, the
-choice makes no difference this time; otherwise the call is refused.
+A tensor whose first dim is the batch size may hold samples, or be a table that all
+samples share. Each assignment of the inputs is a *reading*. If a call has several, the
+model is tried with another number of samples in each. If one runs, it is right, and is
+remembered by the names of the inputs. If several run, each sample alone must have the
+same outputs and gradients in all of them; otherwise the call is refused.
 """
 
 from __future__ import annotations
@@ -38,42 +36,42 @@ class Inputs(NamedTuple):
 
     samples: list[Samples]  # one entry for each kind of sample
     size: int
-    trained: list[tuple[T, T]]  # inputs that require a gradient, and leaves for them
+    trained: list[tuple[T, T]]  # inputs that require a gradient, and their leaves
     zeros: Callable[..., Any]  # makes a sample filled with zeros, or another number
-    given: Any = None  # the call's ``(args, kwargs)``
+    given: Any = None  # the ``(args, kwargs)`` of the call
 
 
 class Reading(NamedTuple):
-    """A way to read a call."""
+    """One assignment of the inputs: the batch size, and where the samples are."""
 
     size: int
-    dims: tuple[int | None, ...]  # of each tensor, the samples' dim; None if shared
+    dims: tuple[int | None, ...]  # batch dim of each tensor; None if shared
 
 
 class Given(NamedTuple):
     """The arguments of a call, as a flattened tree."""
 
-    names: list[str]  # of the leaves
+    names: list[str]  # names of the leaves
     leaves: list[Any]
     spec: TreeSpec
-    tensors: list[tuple[int, str, T]]  # possible samples: places, names and values
-    lists: dict[str, int]  # items of each list argument, by name; ``*args`` is one
+    tensors: list[tuple[int, str, T]]  # possible samples: leaf number, name, value
+    lists: dict[str, int]  # length of each list argument, by name; ``*args`` is one
 
 
 class InputReader:
     """
-    Reads the calls of a model.
+    Finds the samples in the inputs of a model.
 
     Args:
         module: the model
-        run: ``run(call, inputs)`` returns what the call would, and leaves no trace
-        batch_dim: the dim of the samples in tensors
-        take, shared: as given to make_private
+        run: ``run(call, inputs)`` returns ``call(inputs)`` without side effects
+        batch_dim: the batch dim of tensors
+        take, shared: arguments of make_private
 
     Attributes:
-        drawn: sizes of the batches that the loader has drawn so far
-        most: records that it drew at once; None if that is not known
-        states: pairs (layers, width) of the states of recurrent layers
+        drawn: batch sizes that the loader has drawn so far
+        most: the largest batch that it drew; None if unknown
+        states: pairs (layers, width) of the hidden states of recurrent layers
     """
 
     def __init__(
@@ -97,11 +95,11 @@ class InputReader:
         ]
         rest = [p.name for p in parameters if p.kind == p.VAR_POSITIONAL]
         self._rest = rest[0] if rest else "args"
-        # The samples' dim of known inputs, by name and number of dims.
+        # By name and number of dims: the batch dim of inputs for which it is certain,
+        # and the batch sizes of inputs so far.
         self._dims: dict[tuple[str, int], int] = {}
-        self._tables: dict[str, set[torch.Size]] = {}  # shapes of shared inputs
-        # Batch sizes at which an input was read as samples.
         self._sizes: dict[tuple[str, int], set[int]] = {}
+        self._tables: dict[str, set[torch.Size]] = {}  # shapes of shared inputs
         self._more: bool | None = None  # True if it takes any number of ``*args``
         self._zeros: Callable[..., Any] = self._no_zeros  # with take
         self.states = {
@@ -112,14 +110,11 @@ class InputReader:
         }
 
     def read(self, call: Call, args: tuple, kwargs: dict) -> Inputs:
-        """
-        Finds the samples of a call, or refuses it. ``call`` takes ``(args, kwargs)`` of
-        any samples.
-        """
+        """Finds the samples of ``call((args, kwargs))``, or refuses it."""
         if self.take is not None:
             samples, size = samples_of((args, kwargs), self._taken)
-            if samples:
-                self._zeros = _without_data(samples[0])
+            if samples:  # without data, as it is kept
+                self._zeros = samples[0].select(torch.arange(0)).zeros
             return Inputs(samples, size, [], self._zeros, (args, kwargs))
         given = self._given(args, kwargs)
         if not given.tensors:
@@ -182,7 +177,7 @@ class InputReader:
         return Given(names, [x for _, x in paths], spec, tensors, lists)
 
     def _name(self, place: int) -> str:
-        """The name of a positional argument."""
+        """Returns the name of a positional argument."""
         if place < len(self._named):
             return self._named[place]
         return f"{self._rest}[{place - len(self._named)}]"
@@ -213,7 +208,7 @@ class InputReader:
         return x.dim() == 3 and (x.shape[0], x.shape[2]) in self.states
 
     def _options(self, name: str, x: T) -> list[int]:
-        """The dims that may be the samples' in a tensor."""
+        """Returns the possible batch dims of a tensor."""
         if x.shape in self._tables.get(name, ()):
             return []
         if (name, x.dim()) in self._dims:
@@ -222,16 +217,16 @@ class InputReader:
         return [1, 0] if dim == 0 and self._is_state(x) else [dim]
 
     def _readings(self, given: Given) -> list[Reading]:
-        """All readings of a call; those with the most tensors of samples come first."""
+        """Returns all readings of a call, those with the most samples first."""
         options = [self._options(name, x) for _, name, x in given.tensors]
-        sizes: dict[int, bool] = {}  # True if known to be the number of samples
+        sizes: dict[int, bool] = {}  # possible batch sizes; True if certain
         for (_, name, x), dims in zip(given.tensors, options):
             for d in dims:
                 sizes[x.shape[d]] = sizes.get(x.shape[d], False)
                 sizes[x.shape[d]] |= (name, x.dim()) in self._dims
         if not (self.batch_dim or sizes.keys() & self.drawn):
             self._refuse_other_dim(given)
-        found = [n for n, known in sizes.items() if known]
+        found = [n for n, certain in sizes.items() if certain]
         found = found or [n for n in sizes if n in self.drawn] or list(sizes) or [0]
         readings = []
         for size in [0] if 0 in found else found:
@@ -263,10 +258,10 @@ class InputReader:
 
     def _check_lists(self, call: Call, given: Given, reading: Reading) -> None:
         """
-        Refuses a list, dict or ``*args`` whose items may be samples: it has as many
-        items as there are samples, or nothing outside of it gives their number.
+        Refuses a list, dict or ``*args`` whose items may be samples: its length is the
+        batch size, or the batch size is read from its items alone.
         """
-        known: dict[str, bool] = {}  # by list, True if all its tensors are known
+        certain: dict[str, bool] = {}  # by list: True if all of its tensors are certain
         outside = reading.size in self.drawn
         for (_, name, x), d in zip(given.tensors, reading.dims):
             top = name.partition("[")[0]
@@ -277,16 +272,16 @@ class InputReader:
                 name, ()
             )
             sure = sure or d == 1 and self._is_state(x)
-            known[top] = known.get(top, True) and sure
+            certain[top] = certain.get(top, True) and sure
         for name, count in given.lists.items():
-            fits = count == reading.size or name in known and not outside
-            if known.get(name, False) or not fits:
+            fits = count == reading.size or name in certain and not outside
+            if not fits or certain.get(name, False):
                 continue
             if name != self._rest or self._takes_more(call, given):
                 self._refuse_items(given, name)
 
     def _takes_more(self, call: Call, given: Given) -> bool:
-        """True if the model takes more ``*args`` than it was given."""
+        """True if the model runs with more ``*args``, unlike a wrapper of a model."""
         if self._more is None:
             self._more = False
             args, kwargs = tree_unflatten(given.leaves, given.spec)
@@ -298,17 +293,17 @@ class InputReader:
     # -- decisions ---------------------------------------------------------------------
 
     def _decide(self, call: Call, given: Given, readings: list[Reading]) -> Reading:
-        taken = {n for _, _, x in given.tensors for n in x.shape} - {0}
-        count = next(n for n in _PRIMES if all(m % n for m in taken))
+        """Chooses the right reading, by trials with other numbers of samples."""
+        sizes = {n for _, _, x in given.tensors for n in x.shape} - {0}
+        count = next(n for n in _PRIMES if all(m % n for m in sizes))
         ran: list[tuple[Reading, list[T]]] = []
         refused: Refused | None = None
-        for grad in (False, True):  # with a graph if code in the model needs one
-            for r in readings if not ran else ():
-                with torch.set_grad_enabled(grad), suppress(Exception):
-                    try:  # a reading that fails is not the right one
-                        ran.append((r, self._try(call, given, r, count)))
-                    except Refused as error:
-                        refused = error
+        for r in readings:
+            with torch.enable_grad(), suppress(Exception):
+                try:  # a reading that fails is not the right one
+                    ran.append((r, self._try(call, given, r, count)))
+                except Refused as error:
+                    refused = error
         found = [x for x in ran if self._fits(x[1], count)] or ran
         first = readings[0]
         if found and found[0][0].dims.count(None) > first.dims.count(None):
@@ -316,7 +311,7 @@ class InputReader:
                 self._try(call, given, first, 2 * first.size)
                 found = []
         same = True
-        if len(found) > 1:  # which of them gives each sample what it gives alone?
+        if len(found) > 1:  # which of them give rows that equal samples alone?
             alone: dict[Reading, list[list[T]]] = {}
             for r, outputs in found:
                 with torch.enable_grad():
@@ -337,7 +332,7 @@ class InputReader:
     def _try(
         self, call: Call, given: Given, reading: Reading, count: int, first: int = 0
     ) -> list[T]:
-        """The outputs of the model for ``count`` samples."""
+        """Returns the outputs of the model for ``count`` samples."""
         leaves = list(given.leaves)
         for (i, _, x), d in zip(given.tensors, reading.dims):
             x = x.detach()
@@ -361,7 +356,7 @@ class InputReader:
         return True
 
     def _alike(self, calls: Sequence[list[T]]) -> bool:
-        """True if outputs and gradients agree; a gate of zero hides outputs alone."""
+        """True if outputs and gradients agree; a gate of zero hides the outputs."""
         same, first = [], calls[0]
         for outputs in calls:
             if [y.shape for y in outputs] == [y.shape for y in first]:
@@ -374,7 +369,7 @@ class InputReader:
         return False
 
     def _gradients(self, outputs: list[T]) -> list[T]:
-        """Gradients of a weighted sum of all outputs, over their largest entry."""
+        """Returns gradients of a weighted sum of outputs, over their largest entry."""
         params = [p for p in self.module.parameters() if p.requires_grad]
         outputs = [y for y in outputs if y.requires_grad]
         along = [torch.linspace(1, 2, y.numel()).to(y).view_as(y) for y in outputs]
@@ -386,14 +381,14 @@ class InputReader:
         return [g / (largest or 1.0) for g in grads]
 
     def _fits(self, output: list[T], count: int) -> bool:
-        """True if the first output's rows are a multiple of the samples."""
+        """True if ``count`` divides the rows of the first output."""
         first = next((y for y in output if y.is_floating_point() and y.dim()), None)
         return first is None or (
             first.shape[min(self.batch_dim, first.dim() - 1)] % count == 0
         )
 
     def _learn(self, given: Given, reading: Reading, sure: bool) -> None:
-        """Remembers inputs by name; ``sure``: no other reading is possible."""
+        """Remembers inputs by name; ``sure`` if no other reading is possible."""
         others = {
             n
             for (_, _, x), at in zip(given.tensors, reading.dims)
@@ -409,7 +404,7 @@ class InputReader:
             elif reading.size not in others:
                 sizes = self._sizes.setdefault((name, x.dim()), set())
                 sizes.add(reading.size)
-                if len(sizes) > 1:  # it follows the batch
+                if len(sizes) > 1:  # its length follows the batch size
                     self._dims[name, x.dim()] = d
 
     # -- errors ------------------------------------------------------------------------
@@ -472,16 +467,8 @@ class InputReader:
         return Inputs([samples], reading.size, trained, samples.zeros, whole)
 
 
-def _without_data(samples: Samples) -> Callable[..., Any]:
-    """A function that makes a sample of zeros in the shapes of these samples."""
-    pairs = zip(samples.leaves, samples.by_sample)
-    return samples._replace(
-        leaves=[x[:0].clone() if own else x for x, own in pairs]
-    ).zeros
-
-
 def _near(x: T, y: T) -> bool:
-    """True if what differs may be rounding, that has added up in a model."""
+    """True if tensors differ by accumulated rounding at most."""
     coarse = x.dtype.itemsize < 4 or torch.is_autocast_enabled(x.device.type)
     part = 0.1 if coarse else 1e-3 if x.dtype.itemsize == 4 else 1e-6
     sizes = y.to(torch.float64).abs()
@@ -490,7 +477,7 @@ def _near(x: T, y: T) -> bool:
 
 
 def _same(output: list[T], other: list[T], rtol: float, atol: float) -> bool:
-    """True if two calls gave the same outputs, up to the tolerances."""
+    """True if two calls gave the same outputs within the tolerances."""
     return len(output) == len(other) and all(
         a.shape == b.shape and torch.allclose(a, b, rtol, atol, equal_nan=True)
         for a, b in zip(output, other)

@@ -1,4 +1,4 @@
-"""What single samples return, put together as the batch's, and the graph behind it."""
+"""The outputs of single samples, combined to those of the batch, and their graph."""
 
 from __future__ import annotations
 
@@ -27,32 +27,32 @@ _KIND = "__dataclass__"
 
 
 def flatten(tree: Any) -> tuple[list[tuple[Any, Any]], TreeSpec]:
-    """The paths and leaves of a tree; packed sequences are leaves."""
-    return tree_flatten_with_path(tree, is_leaf=_is_whole)
+    """Returns the paths and leaves of a tree; packed sequences are leaves."""
+    return tree_flatten_with_path(tree, is_leaf=_is_packed)
 
 
-def _is_whole(x: Any) -> bool:
+def _is_packed(x: Any) -> bool:
     return isinstance(x, PackedSequence)
 
 
 class Leaf(NamedTuple):
-    """One value that samples of a group returned."""
+    """One value that the samples of a group returned."""
 
-    value: Any  # as samples see it, or of all of them ``[B, *shape]`` if ``by_sample``
+    value: Any  # all samples' values ``[B, *shape]`` if ``by_sample``, else shared
     by_sample: bool
 
 
 class Returned(NamedTuple):
-    """What the samples of a group returned, a tree."""
+    """The output of a group of samples, a tree."""
 
-    rows: T | None  # which samples of the batch they are; None for all
+    rows: T | None  # indices of the samples in the batch; None for all
     size: int
     leaves: list[Leaf]
-    names: list[str]  # of the leaves
+    names: list[str]  # names of the leaves
     spec: TreeSpec
 
     def with_graph(self) -> dict[int, T]:
-        """Leaves through which gradients go back, by their numbers."""
+        """Returns the leaves that have a graph, by their numbers."""
         return {
             i: leaf.value
             for i, leaf in enumerate(self.leaves)
@@ -63,28 +63,28 @@ class Returned(NamedTuple):
 def read_output(
     output: Any, read: Callable[[Any], Leaf], rows: T | None, size: int
 ) -> Returned:
-    """Takes apart what a model returned; ``read`` makes a leaf of a value."""
+    """Flattens the output of a model; ``read`` turns a value into a leaf."""
     if dataclasses.is_dataclass(output) and not isinstance(output, (type, dict)):
         fields = {f.name: getattr(output, f.name) for f in dataclasses.fields(output)}
         output = {_KIND: type(output), **fields}
-    leaves, spec = tree_flatten(output, is_leaf=_is_whole)
+    leaves, spec = tree_flatten(output, is_leaf=_is_packed)
     try:
         names = [f"output{keystr(path)}" for path, _ in flatten(output)[0]]
-    except ValueError:  # a class of others that has no names for its parts
+    except ValueError:  # a pytree class without names
         names = [f"output, part {i}" for i in range(len(leaves))]
     return Returned(rows, size, [read(x) for x in leaves], names, spec)
 
 
-class Joined(NamedTuple):
-    """The outputs of all samples, a tree."""
+class BatchOutput(NamedTuple):
+    """The output of the batch, a tree."""
 
-    values: list[Any]  # the leaves; in the place of those of ``tensors`` None
-    tensors: dict[int, T]  # by their numbers, detached, those that get a graph
-    dims: dict[int, int | None]  # of the samples in these; None for a loss, ``[B]``
+    values: list[Any]  # the leaves; None for those in ``tensors``
+    tensors: dict[int, T]  # leaves that get a graph, detached, by their numbers
+    dims: dict[int, int | None]  # batch dims of these; None for a loss, ``[B]``
     spec: TreeSpec
 
     def with_tensors(self, tensors: Sequence[T]) -> Any:
-        """The output, with tensors that have a graph in their places."""
+        """Returns the output, with these tensors as the leaves that have a graph."""
         values = list(self.values)
         for i, x in zip(self.tensors, tensors):
             values[i] = x.mean() if self.dims[i] is None else x
@@ -94,20 +94,22 @@ class Joined(NamedTuple):
         return output
 
 
-def join(record: Any, returned: Sequence[Returned], losses: bool) -> Joined:
+def combine_outputs(
+    record: Any, returned: Sequence[Returned], losses: bool
+) -> BatchOutput:
     """
-    Puts together what the groups of a batch returned.
+    Combines the outputs of the groups of a batch.
 
     Args:
-        record: of the pass (forward.py)
-        losses: whether each sample returned its loss
+        record: the ForwardRecord (forward.py)
+        losses: True if each sample returned its loss
     """
     first, model = returned[0], record.model.describe()
     if any(r.spec != first.spec for r in returned):
         reason = "has another structure for other samples"
         values, spec = tree_flatten(NotEqual(model, "output", reason))
-        return Joined(values, {}, {}, spec)
-    joined = Joined([], {}, {}, first.spec)
+        return BatchOutput(values, {}, {}, spec)
+    output = BatchOutput([], {}, {}, first.spec)
     for i, name in enumerate(first.names):
         column = [(r.rows, r.size, *r.leaves[i]) for r in returned]
         trained = any(by_sample and x.requires_grad for _, _, x, by_sample in column)
@@ -115,19 +117,19 @@ def join(record: Any, returned: Sequence[Returned], losses: bool) -> Joined:
             value, found = _tensor(record, name, column, losses, trained)
         else:
             value, found = _shared([x for _, _, x, _ in column])
-        if isinstance(found, str):  # why it can't be put together
+        if isinstance(found, str):  # the reason why it can't be combined
             value = NotEqual(model, name, found)
         elif trained:
-            joined.tensors[i], joined.dims[i] = value, found
+            output.tensors[i], output.dims[i] = value, found
             value = None
-        joined.values.append(value)
-    return joined
+        output.values.append(value)
+    return output
 
 
 def _tensor(
     record: Any, name: str, column: list[tuple], losses: bool, trained: bool
 ) -> tuple[Any, int | None | str]:
-    """The value of all samples, and their dim in it, or why there is none."""
+    """Returns the tensor of the batch with its batch dim, or the reason for none."""
     if not all(isinstance(x, T) for _, _, x, _ in column):
         return None, "is a tensor for some samples only"
     whole = [
@@ -152,8 +154,7 @@ def _tensor(
     if trained:
         return None, (
             f"has shape {tuple(shape)} for a sample alone, where dim "
-            f"{record.model.batch_dim} should be the samples': rows of all samples "
-            "can't be told apart"
+            f"{record.model.batch_dim} should be the batch dim"
         )
     if record.size and bool((every == every[:1]).all()):
         return every[0], None
@@ -161,19 +162,19 @@ def _tensor(
 
 
 def _dim(record: Any, name: str, shape: torch.Size) -> int | None:
-    """Where the samples are in a tensor that has this shape for one."""
+    """Returns the batch dim of an output that has this shape for one sample."""
     batch_dim, states = record.model.batch_dim, record.model.inputs.states
     is_state = len(shape) == 3 and (shape[0], shape[2]) in states
     either = batch_dim == 1 or is_state
     dims = [d for d, n in enumerate(shape[:2]) if n == 1]
     if dims == [0, 1] and (either or len(shape) > 2):
-        found = record.look(name, shape)
+        found = record.find_output_dim(name, shape)
         return batch_dim if found is None and (record.size < 2 or not either) else found
     return dims[0] if dims and (dims[0] == 0 or either) else None
 
 
 def _shared(values: list[Any]) -> tuple[Any, str | None]:
-    """The value that all samples have in common, or why they have none."""
+    """Returns the value that all samples share, or the reason for none."""
     first = values[0]
     equal: Callable = operator.eq
     if isinstance(first, (T, np.ndarray)):
@@ -185,16 +186,13 @@ def _shared(values: list[Any]) -> tuple[Any, str | None]:
 
 
 class NotEqual:
-    """
-    Takes the place of an output that differs from sample to sample and has no dim of
-    samples; refuses any use.
-    """
+    """Replaces an output that differs between samples and has no batch dim; refuses
+    any use."""
 
     def __init__(self, model: str, name: str, reason: str):
         vars(self)["_text"] = (
-            f"{model}: {name} {reason}. The model runs one sample at a time, and what "
-            "it returns must be tensors with a dim for the samples, or the same for "
-            "all samples."
+            f"{model}: {name} {reason}. The model runs one sample at a time, so an "
+            "output must be a tensor with a batch dim, or the same for all samples."
         )
 
     def __repr__(self) -> str:
@@ -224,7 +222,7 @@ class NotEqual:
 
 
 class _RefusedUse(Refused, TypeError):
-    """Also a TypeError, for code that looks whether something can be iterated."""
+    """Also a TypeError, for code that checks if a value can be iterated."""
 
 
 for _name in (
@@ -240,8 +238,8 @@ for _name in (
 
 class Boundary(torch.autograd.Function):
     """
-    Lies between the graphs of the samples and the graph of the user; hands the
-    gradients of outputs, which come here, to the record of the pass.
+    The node between the graphs of samples and the graph of the user. It passes the
+    gradients of outputs to the ForwardRecord.
     """
 
     @staticmethod
@@ -252,7 +250,7 @@ class Boundary(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads):
-        # autograd.grad() of inputs alone does not come to the anchor.
+        # autograd.grad() of inputs alone does not reach the anchor.
         if will_run(ctx.next_functions[0][0]):
             found = ctx.record.model.backward(ctx.record, grads)
         else:
@@ -260,20 +258,20 @@ class Boundary(torch.autograd.Function):
         return (None, None, None, *[None] * ctx.count, *found)
 
 
-class Met(NamedTuple):
-    """What a loss depends on."""
+class Dependencies(NamedTuple):
+    """The private models and leaves that a loss depends on."""
 
-    nodes: list[Any]  # of the outputs of private models
-    leaves: list[T]  # that would get a gradient besides
+    nodes: list[Any]  # Boundary nodes
+    leaves: list[T]  # other leaves that would get a gradient
 
     @property
     def records(self) -> list[Any]:
-        """The forward passes (forward.py), each once."""
+        """The ForwardRecords, each once."""
         return list({id(node.record): node.record for node in self.nodes}.values())
 
 
-def met_by(tensors: Sequence[T]) -> Met:
-    """What tensors depend on, as far as the outputs of private models."""
+def dependencies_of(tensors: Sequence[T]) -> Dependencies:
+    """Walks the graph of tensors back to the outputs of private models."""
     nodes, leaves, seen = [], [], set()
     todo = [x.grad_fn for x in tensors]
     while todo:
@@ -287,4 +285,4 @@ def met_by(tensors: Sequence[T]) -> Met:
         if hasattr(node, "variable"):
             leaves.append(node.variable)
         todo += [parent for parent, _ in node.next_functions]
-    return Met(nodes, leaves)
+    return Dependencies(nodes, leaves)

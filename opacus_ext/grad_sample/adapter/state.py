@@ -1,10 +1,9 @@
-"""The state of a model: what a forward leaves on modules is compared, and put back.
+"""The state of a model, which is compared after a forward and restored.
 
-A private model is a function of its inputs, parameters, buffers and random numbers. A
-forward that keeps something made of its data for a later forward would carry it there
-without noise. So one walk finds everything that modules hold, however deep: tensors,
-and places that hold other objects. Each is compared, entry by entry, with what it held
-before. This file also tracks which tensors of a run are made of data.
+A forward that stores data on a module would carry it to a later forward without noise.
+So a walk finds everything that modules hold, at any depth: tensors, and containers of
+other objects. Each is compared, entry by entry, with its contents before. This file
+also tracks which tensors of a forward are made of data.
 """
 
 from __future__ import annotations
@@ -26,19 +25,19 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from opacus_ext.grad_sample.core.groups import ASKING
+from opacus_ext.grad_sample.core.groups import READING
 from opacus_ext.grad_sample.core.vmap import is_batched
 from opacus_ext.grad_sample.rules import HANDLERS
 
 T = torch.Tensor
 
-# Attributes that are not looked into: of torch's recurrent layers, Opacus, Lightning.
+# Attributes that are skipped: of torch's recurrent layers, Opacus, Lightning.
 _AROUND = {"_flat_weights", "_flat_weight_refs", "_compiled_call_impl", "_trainer"}
 _AROUND |= {"max_batch_len", "autograd_grad_sample_hooks", "_fabric"}
 _AROUND.add("_non_persistent_buffers_set")
 _HOOKS = {name for name in vars(nn.Module()) if "hook" in name}
 _PARTS = ("_parameters", "_buffers", "_modules")
-#: Kinds of values that are not looked into.
+#: Types of values that hold no other objects.
 PLAIN = (
     *(int, float, complex, bool, str, bytes, type(None), type, range, slice, enum.Enum),
     *(torch.dtype, torch.device, torch.Size, torch.Generator, nn.Module),
@@ -48,18 +47,18 @@ _CONTAINERS = (
     *(dict, list, tuple, set, frozenset, deque),
     *(np.ndarray, bytearray, MappingProxyType),
 )
-# Attributes that a class sets and never reads in training: here the last state of a
-# scan, which only decoding reads. A user's class names its own in ``transient``.
+# Attributes that a class sets but does not read in training: here the last state of a
+# scan, for decoding. A class of the user names its own in ``transient``.
 _TRANSIENT = {"RecurrentGemmaRglru": ("recurrent_states",)}  # of transformers
 _QUICK = {int, float, bool, str, bytes, type(None)}  # the most frequent of PLAIN
-_MANY = 10_000  # of a tensor with more entries, only some are compared
+_MANY = 10_000  # the most entries of a tensor that are compared
 _GONE = object()
 
 
 class Change(NamedTuple):
     """
-    Something that a forward has left: its name and its new value. It is hidden if a
-    kernel wrote to a tensor without a new version, as that of BatchNorm does.
+    A change by a forward: a name and the new value. It is hidden if a kernel wrote to a
+    tensor without a new version, as that of BatchNorm does.
     """
 
     name: str
@@ -72,25 +71,25 @@ class _Place(NamedTuple):
 
     name: str
     value: Any
-    named: bool | None  # its keys are attributes; None if changes are not reported
+    named: bool | None  # True if its keys are attributes; None to ignore changes
 
 
 class State:
-    """Everything that the modules of a model hold, or that another object holds."""
+    """Everything that the modules of a model, or another object, hold."""
 
     def __init__(self, root: Any):
         self.root = root
-        self.lost: str | None = None  # the name of what could not be put back
-        self._look()
+        self.lost: str | None = None  # the name of a value that was not restored
+        self._collect()
 
     def __deepcopy__(self, memo: dict) -> State:
         memo[id(self)] = new = State(None)
         new.root = deepcopy(self.root, memo)
-        new._stale = True  # a copy is searched later, when it is complete
+        new._stale = True  # walked later, when the copy is complete
         return new
 
-    def _look(self) -> None:
-        """Finds all tensors and places to compare."""
+    def _collect(self) -> None:
+        """Collects all tensors and containers."""
         self.modules: list[nn.Module] = []
         self._tensors: dict[int, tuple[str, T]] = {}
         places: list[_Place] = []
@@ -112,7 +111,7 @@ class State:
         self._empty = [x for x in values if isinstance(x, dict) and not x]
         self._full = [x for x in values if not isinstance(x, dict) or x]
         self._flat = _flat(self._full)
-        # Objects other than modules and tensors.
+        # True if there are objects other than modules and tensors.
         self.has_objects = any(place.named is False for place in places)
         self._stale = False
 
@@ -124,12 +123,12 @@ class State:
 
     def remember(self, parameters: bool = False) -> None:
         """
-        Copies everything but parameters, to compare with it later; with ``parameters``
-        these as well, for code whose operations are not followed.
+        Copies everything for a later comparison; parameters only with ``parameters``,
+        for code whose ops are not followed.
         """
         self._forget_transient()
         if self._stale or self._replaced():
-            self._look()
+            self._collect()
         self._written: set[int] = set()
         self._kinds = [type(module) for module in self.modules]
         tensors = [x for _, x in self._tensors.values()]
@@ -141,7 +140,10 @@ class State:
         self._copies = [None if view is None else view.clone() for view in views]
 
     def changes(self, written: Iterable[int] = ()) -> list[Change]:
-        """Changes since :meth:`remember`; ``written`` is memory known to be written."""
+        """
+        Returns changes since :meth:`remember`; ``written`` are addresses of memory that
+        was written.
+        """
         self._forget_transient()
         self._written |= set(written)
         found = []
@@ -155,7 +157,7 @@ class State:
         return found + [Change(name, x, h) for name, x, _, h in self._rewritten()]
 
     def restore(self) -> str | None:
-        """Puts everything back. Returns the name of what can't be put back, if any."""
+        """Restores everything; returns the name of a value that it can't restore."""
         self._forget_transient()
         lost: str | None = None
         for (name, value, _), _, old in self._replaced():
@@ -179,7 +181,7 @@ class State:
             place.update(dict.fromkeys(names))
 
     def _replaced(self) -> Iterable[tuple[_Place, Mapping, dict]]:
-        """Places whose entries have changed, with the new and the old entries."""
+        """Returns containers that have changed, with their new and old entries."""
         if not any(self._empty):
             flat = _flat(self._full)
             if len(flat) == len(self._flat) and all(map(is_, flat, self._flat)):
@@ -188,37 +190,35 @@ class State:
         return [each for each in every if not _same(*each[1:])]
 
     def _rewritten(self) -> Iterator[tuple[str, T, T | None, bool]]:
-        """Tensors with other numbers: name, tensor, copy, and if that is hidden."""
+        """Yields changed tensors: name, tensor, copy, and True if hidden."""
         every = zip(self._tensors.values(), self._marks, self._copies)
         for (name, x), mark, copy in every:
             new = _mark(x)
-            known = bool(self._written) and memory(x) in self._written
-            # A parametrization added and removed sets a frozen parameter to itself.
+            noted = bool(self._written) and memory(x) in self._written
+            # Adding and removing a parametrization sets a frozen parameter to itself.
             is_parameter, moved = isinstance(x, nn.Parameter), new[1] != mark[1]
             own = not is_parameter or x.requires_grad
-            wrote = known or moved or own and new != mark
+            wrote = noted or moved or own and new != mark
             if copy is not None:
                 wrote = not _holds_still(x, copy) or wrote and copy.shape != x.shape
             if wrote:
-                # ``p.data.clamp_()`` changes no version, but its writes are known.
-                hidden = new[0] == mark[0] and not (
-                    known and isinstance(x, nn.Parameter)
-                )
+                # ``p.data.clamp_()`` changes no version, but its writes are noted.
+                hidden = new[0] == mark[0] and not (noted and is_parameter)
                 yield name, x, copy, hidden or new[1] != mark[1]
 
 
 def _mark(x: T) -> tuple[int, int]:
-    """A tensor's version and address."""
+    """Returns a tensor's version and address."""
     return x._version, x.data_ptr() if x.layout is torch.strided else 0
 
 
 def memory(x: T) -> int:
-    """The address of a tensor's memory, which its views share."""
+    """Returns the address of a tensor's memory, which its views share."""
     return 0 if x.layout is not torch.strided else x.untyped_storage().data_ptr()
 
 
 def _view(x: T) -> Any:
-    """The entries of a tensor that are compared: all, or some if there are many."""
+    """Returns the entries of a tensor to compare: all, or some if there are many."""
     if x.layout is not torch.strided or x.is_meta:
         return None
     view = x.detach()
@@ -243,7 +243,7 @@ def _is_around(key: str) -> bool:
 
 
 def _flat(places: list[Any]) -> list[Any]:
-    """All keys and values."""
+    """Returns all keys and values."""
     entries = list(map(_entries, places))
     return [*chain(*entries), *chain(*(e.values() for e in entries))]
 
@@ -269,14 +269,14 @@ def _equal(new: Any, old: Any) -> bool:
 
 
 def _is_mutable(x: Any) -> bool:
-    """True if an object may itself hold something else later."""
+    """True if the contents of an object may change."""
     if isinstance(x, _CONTAINERS):
         return not isinstance(x, (tuple, frozenset))
     return bool(_entries(x)) or _vars(x) is not None and not inspect.isroutine(x)
 
 
 def _put_back(value: Any, entries: dict) -> bool:
-    """Gives an object its old entries; returns True if it has them now."""
+    """Restores the entries of an object; returns True if that worked."""
     place = value if isinstance(value, (dict, set)) else _vars(value)
     if isinstance(value, (list, deque)):
         value.clear()
@@ -288,7 +288,7 @@ def _put_back(value: Any, entries: dict) -> bool:
 
 
 def _entries(value: Any) -> Mapping:
-    """The entries of an object, not those of the objects in it."""
+    """Returns the direct entries of an object."""
     if isinstance(value, (dict, MappingProxyType)):
         return value
     if isinstance(value, (list, tuple, deque)):
@@ -324,8 +324,8 @@ def _walk(
     root: Any, named: bool | None = False
 ) -> Iterator[tuple[str, Any, bool | None]]:
     """
-    An object and everything in it, however deep, except plain values: the name of the
-    attribute, the value, and True if the entries of the value are attributes.
+    Yields an object and everything in it at any depth, except plain values: the name of
+    the attribute, the value, and True if the value's entries are attributes.
     """
     todo: deque[tuple[str, Any, bool | None]] = deque([("", root, named)])
     seen: dict[int, Any] = {}
@@ -338,7 +338,7 @@ def _walk(
         if not (is_module or named) and isinstance(x, PLAIN):
             continue
         if package in ("opacus", "opacus_ext") and not is_module:
-            continue  # it trains the model: a private criterion, set on it
+            continue  # objects for training, such as a private criterion
         seen[id(x)] = x
         named = True if is_module else named
         yield name, x, named
@@ -358,7 +358,7 @@ def _walk(
 
 
 def holds_data(value: Any, is_data: Callable[[T], bool]) -> bool:
-    """True if an object holds a tensor of data, or one that can't be looked into."""
+    """True if an object holds a tensor of data, or an opaque object."""
     for _, x, _ in _walk(value):
         if isinstance(x, T):
             if is_data(x):
@@ -375,8 +375,8 @@ def holds_data(value: Any, is_data: Callable[[T], bool]) -> bool:
 _SET_DATA = getattr(T.data, "__set__")
 
 
-class Known:
-    """A set of tensors by identity, which does not keep them alive."""
+class TensorSet:
+    """A set of tensors by identity, with weak references."""
 
     def __init__(self) -> None:
         self._refs: dict[int, weakref.ref] = {}
@@ -391,14 +391,13 @@ class Known:
 
 
 class Notes:
-    """Leaves that a run has made, and memory that it has written."""
+    """Trainable leaves that a forward has made, and addresses that it has written."""
 
     def __init__(self) -> None:
-        self.leaves = Known()  # made by the code, and require a gradient
-        self.written: set[int] = set()  # addresses of memory that was written
+        self.leaves, self.written = TensorSet(), set[int]()
 
     def call(self, func: Callable, args: tuple, run: Callable[[], Any]) -> Any:
-        """Runs a function, and notes a written argument and a leaf it returns."""
+        """Runs ``func``, and notes a written argument and a leaf that it returns."""
         x = args[0] if args and isinstance(args[0], T) and _writes(func) else None
         if x is not None and is_batched(x):
             x = None
@@ -414,32 +413,32 @@ class Notes:
 
 class AloneSample(TorchFunctionMode):
     """
-    Follows a sample that runs alone, by plain autograd. Every tensor counts as made of
-    its data, except those known not to be, such as the tensors that the model holds.
+    Tracks which tensors are made of data while a sample runs alone: all, except those
+    that the model holds and those computed from these.
 
     Attributes:
-        told_data: True if the code has read a number of the data
-        written: memory that held no data before, and that data was written to
+        read_data: True if the code has read a value of the data
+        written: addresses of memory without data before, to which data was written
     """
 
     def __init__(self, state: State):
         super().__init__()
-        self.told_data, self.notes = False, Notes()
-        self._state, self._made = state, Known()
+        self.read_data, self.notes = False, Notes()
+        self._state, self._made = state, TensorSet()
         self.written: set[int] = set()
 
     def is_data(self, x: T) -> bool:
         """True if a tensor is made of the sample's data."""
-        known = self._state.holds(x) or x in self._made
-        return not known or bool(self.written) and memory(x) in self.written
+        free = self._state.holds(x) or x in self._made
+        return not free or bool(self.written) and memory(x) in self.written
 
     def agree(self, x: T) -> T:
-        """Notes that the code reads the value of a tensor."""
-        self.told_data = self.told_data or isinstance(x, T) and self.is_data(x)
+        """Notes that the code reads a value."""
+        self.read_data = self.read_data or isinstance(x, T) and self.is_data(x)
         return x
 
     def call(self, func: Callable, *args: Any, **kwargs: Any) -> Any:
-        """Calls a function, and notes which tensors are made of data."""
+        """Calls a function, and tracks which tensors are made of data."""
         given = list(_tensors((*args, *kwargs.values())))
         into = [(x, x._version) for x in given if not self.is_data(x)]
         found = func(*args, **kwargs)
@@ -455,7 +454,7 @@ class AloneSample(TorchFunctionMode):
         self, func: Callable, types: Any, args: tuple = (), kwargs: Any = None
     ) -> Any:
         handler = HANDLERS.get(func)
-        run = partial(handler, self, func) if handler in ASKING else None
+        run = partial(handler, self, func) if handler in READING else None
         run = partial(run or partial(self.call, func), *args, **(kwargs or {}))
         return self.notes.call(func, args, run)
 
@@ -464,7 +463,7 @@ class AloneSample(TorchFunctionMode):
 def _writes(func: Callable) -> bool:
     name = getattr(func, "__name__", "")
     in_place = name[-1:] == "_" and name[-2:] != "__" and name != "requires_grad_"
-    # Setting ``p.data`` shows in the address, unless it sets the same memory.
+    # Setting ``p.data`` changes the address, unless it is the same memory.
     is_set = name == "__set__" and func != _SET_DATA
     return in_place or name == "__setitem__" or is_set
 

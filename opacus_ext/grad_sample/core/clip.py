@@ -1,23 +1,19 @@
 """From per-sample gradients to norms and to the clipped sum.
 
-Samples come in groups. A group gives norms, and the sum of its gradients weighted with
-the clipping factors of these; the sums of all groups add up (:class:`ClippedSum`).
+Samples run in groups. A group yields norms, then the sum of its gradients weighted by
+the clipping factors; :class:`ClippedSum` adds the sums of all groups.
 """
 
 from __future__ import annotations
 
 import math
 import warnings
-from typing import Any, Callable, Iterator, Sequence
+from typing import Any, Callable, Sequence
 
 import torch
 
-from opacus_ext.grad_sample.core.gradients import (
-    SMALL,
-    GradSamples,
-    gradients_of_group,
-)
-from opacus_ext.grad_sample.factors import GradSample, wide, workspace
+from opacus_ext.grad_sample.core.gradients import SMALL, GradSamples, gradients_of_group
+from opacus_ext.grad_sample.factors import GradSample, upcast, workspace
 from opacus_ext.refused import Refused
 
 T = torch.Tensor
@@ -25,9 +21,8 @@ T = torch.Tensor
 
 class GroupNorms:
     """
-    The norms of a group's gradients, ``[B]`` or per parameter ``[parameters, B]``, in
-    float32 or wider, and what was computed on the way to them: kept if the sum will be
-    asked for, too.
+    The gradient norms of a group, ``[B]`` or per parameter ``[parameters, B]``, in
+    float32 or wider. With ``keep`` the gradients are kept for the weighted sum.
     """
 
     def __init__(
@@ -37,13 +32,13 @@ class GroupNorms:
         self.per_parameter, self.keep = per_parameter, keep
         self.dtype = torch.promote_types(params[0].dtype, torch.float32)
         self.samples: GradSamples = {}
-        self._places: list[int] = []  # parameters whose gradients are side by side
+        self._places: list[int] = []  # parameters whose gradients are concatenated
         self._rows: T | None = None
         self._squares: dict[int, T] = {}
         self._budget = workspace() if keep else 0
 
-    def take(self, p: T, sample: GradSample) -> None:
-        """Takes all gradients of a parameter; small ones wait for :meth:`finish`."""
+    def add(self, p: T, sample: GradSample) -> None:
+        """Adds a parameter's gradients; small ones are left to :meth:`finish`."""
         if sample.numel > SMALL or sample.flat() is None:
             self._square(p, sample)
 
@@ -56,10 +51,10 @@ class GroupNorms:
         return self._squares[id(p)]
 
     def finish(self, samples: GradSamples) -> T:
-        """The norms; gradients of parameters that are missing are zero."""
+        """Returns the norms; missing parameters have a gradient of zero."""
         self.samples = samples
         if not self.per_parameter:
-            self._join_small_ones()
+            self._concatenate_small()
         like, places = self.params[0], {*self._places}
         zero = torch.zeros(self.size, dtype=self.dtype, device=like.device)
         squares = []
@@ -78,8 +73,8 @@ class GroupNorms:
         self.norms = (total if self.per_parameter else total.sum(0)).sqrt()
         return self.norms
 
-    def _join_small_ones(self) -> None:
-        """Puts small gradients that are there already side by side."""
+    def _concatenate_small(self) -> None:
+        """Concatenates small gradients that are materialized already."""
         rows, device = {}, self.params[0].device
         for i, p in enumerate(self.params):
             sample = self.samples.get(id(p))
@@ -91,7 +86,7 @@ class GroupNorms:
             self._places, self._rows = [*rows], torch.cat([*rows.values()], dim=1)
 
     def drop(self, bad: T) -> None:
-        """Makes the gradients of some samples zero, whatever they are; ``[B]``."""
+        """Sets the gradients of the samples of a mask ``[B]`` to zero."""
         for sample in self.samples.values():
             sample.drop(bad)
         if self._rows is not None:
@@ -99,8 +94,8 @@ class GroupNorms:
 
     def weighted_sums(self, factors: T) -> list[T | None]:
         """
-        The sum over samples of factors, as ``norms``, times gradients, for each
-        parameter; None for those that were not used.
+        Returns the sum over samples of factors times gradients for each parameter; None
+        if it was not used. The factors have the shape of the norms.
         """
         found: list[T | None] = [None] * len(self.params)
         if self._rows is not None:
@@ -115,14 +110,17 @@ class GroupNorms:
         return found
 
     def rows_of(self, p: T) -> slice | None:
-        """Which samples have gradients of a parameter; None if they count nowhere."""
+        """Returns the samples that have gradients of a parameter; None for none."""
         return slice(None) if any(p is q for q in self.params) else None
 
 
 def clipping_factors(
     clipping: Callable[[T], T], norms: T, scale: Any, bad: T | None
 ) -> T:
-    """Factors of gradients ``scale`` times as long as these norms; 0 where bad."""
+    """
+    Returns clipping factors, divided by ``scale`` and 0 where ``bad``. The norms are
+    those of the gradients divided by ``scale``.
+    """
     factors = clipping(norms)
     if not isinstance(factors, T) or factors.shape != norms.shape:
         raise Refused(
@@ -142,9 +140,9 @@ def norms_and_sums(
     drop: bool = True,
 ) -> tuple[T, list[T | None]]:
     """
-    Norms and clipped sums of a group that knows its norms, in code that is compiled.
-    Samples that are not in ``own``, or have a gradient that is not finite, add zero.
-    Without ``drop`` the sums hold only if all norms that it returns are finite.
+    Returns the norms and clipped sums of a finished group, in compiled code. Samples
+    that are not in the mask ``own``, or whose gradient is not finite, add zero. Without
+    ``drop`` the sums are valid only if all norms are finite.
     """
     norms = group.norms / scale
     finite = norms.isfinite()
@@ -157,8 +155,8 @@ def norms_and_sums(
 
 def sums_by_name(params: dict[str, T], found: Sequence[T | None]) -> dict[str, T]:
     """
-    Sums by name, in float32 or wider: one rounded to bfloat16 before it gets noise can
-    move by more than was clipped. None is zero.
+    Returns the sums by name, in float32 or wider: rounding to bfloat16 before the noise
+    can exceed the sensitivity. None becomes zero.
     """
 
     def of(p: T, x: T | None) -> T:
@@ -170,16 +168,17 @@ def sums_by_name(params: dict[str, T], found: Sequence[T | None]) -> dict[str, T
 
 class ClippedSum:
     """
-    The clipped sum of gradients that come group by group.
+    The clipped sum of gradients, added group by group.
 
     Args:
-        params: by name
+        params: parameters by name
         size: number of samples
         clipping: a clipping function, see :func:`~opacus_ext.clipping.Clipping`
-        on_nonfinite: "drop" or "raise" a sample whose gradient is not finite
-        scale: what the losses were multiplied by; the gradients are divided by it
+        on_nonfinite: "drop" or "raise", for a sample whose gradient is not finite
+        scale: factor of the losses, by which the gradients are divided
 
-    ``norms`` are those of the samples before clipping ``[B]``; infinite if not finite.
+    Attributes:
+        norms: norms of the gradients before clipping ``[B]``, infinite if not finite
     """
 
     def __init__(
@@ -199,21 +198,20 @@ class ClippedSum:
 
     def add_group(self, rows: T | None, group: Any, *given: Any) -> list[T | None]:
         """
-        Adds the gradients of samples that have run at once, and returns those of the
-        inputs.
+        Adds the gradients of a group, and returns those of the inputs.
 
         Args:
-            rows: which samples of the batch these are, ``[size]``; None: all
-            group: in which they ran
+            rows: indices of its samples in the batch ``[size]``; None for all
+            group: the group that has run
             given: see :func:`~gradients.gradients_of_group`
         """
         norms = self.group_norms(group.size)
-        samples, of_inputs = gradients_of_group(group, *given, done=norms.take)
+        samples, of_inputs = gradients_of_group(group, *given, done=norms.add)
         self.add(rows, norms, samples)
         return of_inputs
 
     def group_norms(self, size: int, keep: bool = True) -> GroupNorms:
-        """New norms for a group of this size; see :class:`GroupNorms`."""
+        """Makes norms for a group of this size; see :class:`GroupNorms`."""
         return GroupNorms(self.params, size, self.per_parameter, keep)
 
     def add_samples(self, samples: GradSamples) -> None:
@@ -230,21 +228,21 @@ class ClippedSum:
         self._add(group.weighted_sums(factors))
 
     def add_clipped(self, rows: T | None, norms: T, sums: list[T | None]) -> None:
-        """Adds sums that are clipped already, by these norms."""
-        self._set_norms(rows, self._or_infinite(norms, rows)[0])
+        """Adds sums that were clipped with these norms."""
+        self._set_norms(rows, self._check_finite(norms, rows)[0])
         self._add(sums)
 
     def _clip(self, rows: T | None, norms: T) -> tuple[T, T | None]:
-        """The factors for some norms, and which norms are not finite, or None."""
-        norms, bad = self._or_infinite(norms / self.scale, rows)
+        """Returns clipping factors, and a mask of norms that are not finite or None."""
+        norms, bad = self._check_finite(norms / self.scale, rows)
         self._set_norms(rows, norms)
         return clipping_factors(self.clipping, norms, self.scale, bad), bad
 
     @torch.no_grad()
     def add_one(self, row: int, by_id: dict[int, T]) -> None:
-        """Adds the gradient of one sample, by the ids of the parameters."""
+        """Adds the gradient of one sample, given by the ids of the parameters."""
         used = [i for i, p in enumerate(self.params) if id(p) in by_id]
-        dense = [wide(by_id[id(self.params[i])]) for i in used]
+        dense = [upcast(by_id[id(self.params[i])]) for i in used]
         norms = self.norms.new_zeros(len(self.params), 1)
         if used:
             found = torch._foreach_norm(dense)
@@ -263,7 +261,7 @@ class ClippedSum:
         torch._foreach_add_([self._totals[i] for i in used], dense, alpha=factor)
 
     def sums(self) -> dict[str, T]:
-        """The clipped sums by name."""
+        """Returns the clipped sums by name."""
         return sums_by_name(dict(zip(self.names, self.params)), self._totals)
 
     def _set_norms(self, rows: T | None, norms: T) -> None:
@@ -273,8 +271,8 @@ class ClippedSum:
         else:
             self.norms[rows.to(self.norms.device)] = total.to(self.norms)
 
-    def _or_infinite(self, norms: T, rows: T | None) -> tuple[T, T | None]:
-        """Norms, infinite where not finite, and for which samples; None for none."""
+    def _check_finite(self, norms: T, rows: T | None) -> tuple[T, T | None]:
+        """Makes norms that are not finite infinite; returns their mask, or None."""
         finite = norms.isfinite()
         if bool(finite.all()):
             return norms, None
@@ -301,11 +299,14 @@ class ClippedSum:
 
 
 class DenseGrads:
-    """Gradients of samples ``[B, *shape]``, that come group by group and add up."""
+    """
+    Materialized gradients, added group by group; ``rows`` has ``[B, *shape]`` for each
+    parameter that was used, by name.
+    """
 
     def __init__(self, params: dict[str, T], size: int):
         self.params, self.size = params, size
-        self._found: dict[str, T] = {}
+        self.rows: dict[str, T] = {}
 
     def add_group(self, rows: T | None, group: Any, *given: Any) -> list[T | None]:
         """See :meth:`ClippedSum.add_group`."""
@@ -316,47 +317,42 @@ class DenseGrads:
     @torch.no_grad()
     def add(self, rows: T | None, samples: GradSamples) -> None:
         """Adds the gradients of a group."""
-        known = {n: samples[id(p)] for n, p in self.params.items() if id(p) in samples}
-        # All first: a group that fails has no effect.
-        for name, new in [(n, g.materialize()) for n, g in known.items()]:
+        used = {n: samples[id(p)] for n, p in self.params.items() if id(p) in samples}
+        # Materializes all first, so that a group that fails has no effect.
+        for name, new in [(n, g.materialize()) for n, g in used.items()]:
             self._put(name, rows, new)
 
     @torch.no_grad()
     def add_one(self, row: int, grads: dict[int, T]) -> None:
-        """Adds the gradient of one sample, by the ids of the parameters."""
+        """Adds the gradient of one sample, given by the ids of the parameters."""
         for name, p in self.params.items():
             if id(p) in grads:
                 self._put(name, torch.tensor([row]), grads[id(p)][None])
 
     def _put(self, name: str, rows: T | None, new: T) -> None:
-        old = self._found.get(name)
+        old = self.rows.get(name)
         if old is None and rows is not None:
-            old = self._found[name] = new.new_zeros(self.size, *new.shape[1:])
+            old = self.rows[name] = new.new_zeros(self.size, *new.shape[1:])
         if rows is not None:
             old[rows.to(new.device)] += new
         else:
-            self._found[name] = new if old is None else old + new
-
-    def found(self) -> Iterator[tuple[T, T]]:
-        """Each parameter that was used, and its gradients ``[B, *shape]``."""
-        for name, rows in self._found.items():
-            yield self.params[name], rows
+            self.rows[name] = new if old is None else old + new
 
     def grads(self) -> dict[str, T]:
-        """The gradients by name, in the types of the parameters."""
+        """Returns the gradients by name, in the dtypes of the parameters."""
         found = {}
         for name, p in self.params.items():
-            rows = self._found.get(name)
-            none = p.new_zeros(self.size, *p.shape) if rows is None else rows
-            found[name] = none.to(p.device, p.dtype)
+            rows = self.rows.get(name)
+            rows = p.new_zeros(self.size, *p.shape) if rows is None else rows
+            found[name] = rows.to(p.device, p.dtype)
         return found
 
 
 def digest(backprops: T) -> T:
-    """``[2, B]``: the norm of each sample's gradient, and a weighted sum of entries."""
+    """Returns each sample's gradient norm and a weighted sum of entries, ``[2, B]``."""
     if backprops.is_complex():
         backprops = torch.view_as_real(backprops)
-    flat = wide(backprops.flatten(1) if backprops.dim() > 1 else backprops[:, None])
+    flat = upcast(backprops.flatten(1) if backprops.dim() > 1 else backprops[:, None])
     norm = torch.linalg.vector_norm(flat, dim=1)
     weights = torch.linspace(1, 2, flat.shape[1], dtype=flat.dtype, device=flat.device)
     return torch.stack([norm, flat @ weights / math.sqrt(max(1, flat.shape[1]))])

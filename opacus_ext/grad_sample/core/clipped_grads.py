@@ -35,15 +35,14 @@ Loss = Callable[[Any], Any]
 
 class ClippedGrads(NamedTuple):
     """
-    What :func:`clipped_grads` returns.
+    The result of :func:`clipped_grads`.
 
     Attributes:
         sums: by name, the sum over samples of the clipped gradients ``[*shape]``, in
             float32 or wider
-        norms: of the samples' gradients over all parameters, before clipping ``[B]``
+        norms: norms of the gradients over all parameters, before clipping ``[B]``
         losses: ``[B]``, detached
-        aux: what the loss returned beside itself, ``[B, ...]``, detached; None if
-            nothing
+        aux: auxiliary values of the loss ``[B, ...]``, detached; None if there are none
     """
 
     sums: dict[str, T]
@@ -54,7 +53,7 @@ class ClippedGrads(NamedTuple):
 
 class PerSampleGrads(NamedTuple):
     """
-    What :func:`per_sample_grads` returns.
+    The result of :func:`per_sample_grads`.
 
     Attributes:
         grads: by name, the gradients ``[B, *shape]``
@@ -80,8 +79,8 @@ def clipped_grads(
     """
     The sum over samples of their clipped gradients.
 
-    The gradient of a sample is that of ``loss(sample)``, where ``sample`` is a batch of
-    one; nothing else is asked of the loss. The sum of a batch ``D`` is
+    A sample's gradient is that of ``loss(sample)``, where ``sample`` is a batch of one.
+    The sum of a batch ``D`` is
 
         S(D) = sum over i of c(|g_i|) g_i,   g_i = gradient of loss(sample i)
 
@@ -89,14 +88,14 @@ def clipped_grads(
 
     **Guarantees.** (1) A sample's term depends on that sample, the parameters and the
     random numbers that the loss draws, and on no other sample, as long as the loss
-    reads and writes nothing but its argument, the parameters and constants: samples run
-    apart, whether together under ``torch.vmap`` or one by one. (2) No term is longer
-    than ``clipping.sensitivity("add_or_remove_one")``, so ``S`` of two batches that
-    differ in one sample differs by no more, and by ``sensitivity("replace_one")`` where
-    one is replaced, up to rounding. Gaussian noise of standard deviation ``sigma *
-    sensitivity`` on all of ``sums`` is the Gaussian mechanism with noise multiplier
-    sigma. (3) What can't be computed so is refused. ``norms``, ``losses`` and ``aux``
-    are not private.
+    reads and writes only its argument, the parameters and constants: samples do not
+    interact, under ``torch.vmap`` or one by one. (2) The norm of a term is at most
+    ``clipping.sensitivity("add_or_remove_one")``. So up to rounding ``S`` changes by at
+    most that if a sample is added or removed, and by ``sensitivity("replace_one")`` if
+    one is replaced. Adding Gaussian noise with standard deviation ``sigma *
+    sensitivity`` to all of ``sums`` is the Gaussian mechanism with noise multiplier
+    sigma. (3) Losses for which this does not hold are refused. ``norms``, ``losses``
+    and ``aux`` are not private.
 
     ================================= ================================================
     case                              result
@@ -112,36 +111,36 @@ def clipped_grads(
     a gradient that is not finite     the term is zero, the norm infinite, with a
                                       warning; ``on_nonfinite="raise"`` refuses
     a branch on data                  the samples are split by their answers
-    what vmap can't run               one by one, with one warning that says what
-    bfloat16, float16                 norms and sums in float32: noise is added before
-                                      they are rounded
+    an op that vmap can't run         one by one, with one warning that names it
+    bfloat16, float16                 norms and sums in float32, so that noise is added
+                                      before rounding
     a complex parameter               refused; complex activations are exact
-    random numbers in the loss        drawn for each sample by itself
-    a loss that keeps state           not seen: the caller vouches for that
+    random numbers in the loss        drawn for each sample separately
+    a loss with state                 not detected: the caller is responsible
     a loss of more than one number    refused
-    tensors whose first dims differ   refused: close over what is shared, or ``take``
-    numbers, lists, arrays in batch   refused, as above: each sample would see them all
+    tensors whose first dims differ   refused: close over shared tensors, or ``take``
+    numbers, lists, arrays in batch   refused, as above: each sample would see all
     ================================= ================================================
 
-    Under ``torch.compile(fullgraph=True)`` the same code is compiled: samples run at
-    once, branches on data, ``take`` and ``microbatch`` are errors, and a gradient that
-    is not finite is dropped without a warning (its norm is infinite). A batch of
-    another size is compiled anew: draw few sizes.
+    Under ``torch.compile(fullgraph=True)`` samples run at once. Branches on data,
+    ``take`` and ``microbatch`` are errors there, and a gradient that is not finite is
+    dropped without a warning (its norm is infinite). Each batch size is compiled
+    separately, so draw few sizes.
 
     Args:
-        loss: of a sample, a tree of tensors ``[1, ...]``: one number, or a pair of it
-            and of auxiliary values, a tree of tensors
+        loss: function of a sample, a tree of tensors ``[1, ...]``. Returns one number,
+            or a pair of it and auxiliary values, a tree of tensors
         params: tensors that the loss reads, by name
-        batch: a tree of tensors ``[B, ...]``; anything, with ``take``
-        clipping: a number C for flat clipping, ``min(1, C / |g|)``, or a clipping
-            function (clipping.py): of norms ``[B]``, with ``sensitivity(relation)``
-        take: ``take(batch, i)`` gives sample ``i`` as a tree of tensors ``[1, ...]``,
-            and raises IndexError where there is none
+        batch: a tree of tensors ``[B, ...]``; any object with ``take``
+        clipping: the bound C of flat clipping, ``min(1, C / |g|)``, or a clipping
+            function (clipping.py) of norms ``[B]`` that has ``sensitivity(relation)``
+        take: ``take(batch, i)`` returns sample ``i`` as a tree of tensors ``[1, ...]``,
+            and raises IndexError if there is none
         microbatch: the most samples that run at once, which bounds memory
         on_nonfinite: "drop" or "raise"
 
     Raises:
-        Refused: see the table; nothing is changed
+        Refused: see the table; nothing is changed then
 
     Source: norms and sums from one backward pass are book-keeping (Bu et al. 2023),
     over the ghost norms of factors/.
@@ -168,8 +167,7 @@ def clipped_grads(
             raise Refused("take= and microbatch= can't be compiled.", parameter="take")
         return _clipped_traced(loss, trained, samples[0], clip)
     total = ClippedSum(trained, size, clip, on_nonfinite)
-    run = _Run(loss, list(trained.values()), size, total)
-    losses, aux = run.all(samples, microbatch)
+    losses, aux = _Losses(loss, trained, total).compute(samples, microbatch)
     return ClippedGrads(total.sums(), total.norms, losses, aux)
 
 
@@ -184,8 +182,8 @@ def per_sample_grads(
     """
     The gradients of all samples, materialized.
 
-    See :func:`clipped_grads` for the arguments and edge cases; gradients that are not
-    finite are returned as they are.
+    See :func:`clipped_grads` for the arguments and edge cases. Gradients that are not
+    finite are returned unchanged.
 
     Example:
         >>> import torch
@@ -199,13 +197,12 @@ def per_sample_grads(
     trained = _trained(params, microbatch)
     samples, size = samples_of(batch, take)
     total = DenseGrads(trained, size)
-    run = _Run(loss, list(trained.values()), size, total)
-    losses, aux = run.all(samples, microbatch)
+    losses, aux = _Losses(loss, trained, total).compute(samples, microbatch)
     return PerSampleGrads(total.grads(), losses, aux)
 
 
 def _trained(params: dict[str, T], microbatch: int | None) -> dict[str, T]:
-    """The parameters that require a gradient; refuses what can't be clipped."""
+    """Returns the trainable parameters; refuses those that can't be clipped."""
     if microbatch is not None and not (isinstance(microbatch, int) and microbatch > 0):
         raise Refused(
             f"microbatch is a number of samples, got {microbatch!r}.",
@@ -240,18 +237,18 @@ def _trained(params: dict[str, T], microbatch: int | None) -> dict[str, T]:
     return trained
 
 
-class _Run:
-    """The samples of one call, whose gradients go to ``total``."""
+class _Losses:
+    """The losses of one call, whose gradients are added to ``total``."""
 
     def __init__(
-        self, loss: Loss, params: list[T], size: int, total: ClippedSum | DenseGrads
+        self, loss: Loss, params: dict[str, T], total: ClippedSum | DenseGrads
     ):
-        self.loss, self.params, self.size, self.total = loss, params, size, total
-        # Which samples, their losses and auxiliary values, and the tree of these.
-        self._parts: list[tuple[T | None, list[T], Any]] = []
+        self.loss, self.params, self.total = loss, list(params.values()), total
+        # By group: indices, losses with auxiliary values, and the tree of these.
+        self._groups: list[tuple[T | None, list[T], Any]] = []
 
-    def all(self, samples: list[Samples], microbatch: int | None) -> tuple[T, Any]:
-        """Runs all samples; gives losses ``[B]`` and auxiliary values ``[B, ...]``."""
+    def compute(self, samples: list[Samples], microbatch: int | None) -> tuple[T, Any]:
+        """Returns losses ``[B]`` and auxiliary values ``[B, ...]``."""
         code = getattr(self.loss, "__code__", type(self.loss))
         alone = _alone.setdefault(self.params[0], set())
 
@@ -261,9 +258,9 @@ class _Run:
 
         way: dict = dict(microbatch=microbatch, one_by_one=code in alone, warn=warn)
         in_groups(samples, self.at_once, self.one, **way)
-        if not self._parts:
+        if not self._groups:
             return self.params[0].new_zeros(0), None
-        kinds = [(spec, [x.shape[1:] for x in xs]) for _, xs, spec in self._parts]
+        kinds = [(spec, [x.shape[1:] for x in xs]) for _, xs, spec in self._groups]
         if any(kind != kinds[0] for kind in kinds):
             raise Refused(
                 "The auxiliary values of some samples have another structure or shape "
@@ -271,7 +268,7 @@ class _Run:
                 parameter="loss",
                 remedy="Return the same from each sample, padded if need be.",
             )
-        rows, found, specs = zip(*self._parts)
+        rows, found, specs = zip(*self._groups)
         whole = list(found[0])
         if rows[0] is not None:
             order = torch.cat([x.cpu() for x in rows]).argsort()
@@ -279,7 +276,7 @@ class _Run:
         return whole[0], tree_unflatten(whole[1:], specs[0]) if whole[1:] else None
 
     def at_once(self, samples: Samples) -> None:
-        """Runs some samples under vmap."""
+        """Runs samples under vmap."""
         group = SampleGroup(self.params, samples.size)
         with torch.enable_grad(), group.level:
             sample = samples.tree(group.wrap)
@@ -293,7 +290,7 @@ class _Run:
         self._keep(samples.rows, [losses, *aux], spec)
 
     def one(self, samples: Samples, i: int) -> None:
-        """Runs one sample by ordinary autograd."""
+        """Runs one sample by plain autograd."""
         row = i if samples.rows is None else int(samples.rows[i])
         with torch.enable_grad():
             found, spec = _loss_and_aux(self.loss(samples.alone(i)))
@@ -303,13 +300,13 @@ class _Run:
         self._keep(torch.tensor([row]), [x[None] for x in found], spec)
 
     def _keep(self, rows: T | None, found: list[T], spec: Any) -> None:
-        self._parts.append((rows, [x.detach() for x in found], spec))
+        self._groups.append((rows, [x.detach() for x in found], spec))
 
 
 def _clipped_traced(
     loss: Loss, params: dict[str, T], samples: Samples, clipping: Callable[[T], T]
 ) -> ClippedGrads:
-    """Does what :func:`clipped_grads` does, in a function that is compiled."""
+    """Computes :func:`clipped_grads` in compiled code."""
     values, size = list(params.values()), samples.size
     specs = []
 
@@ -325,8 +322,8 @@ def _clipped_traced(
     def total(slots: list[T]) -> tuple[T, Any]:
         group = TracedGroup(values, size)
         (losses, *aux), kept = group.run(call, samples, slots)
-        if group.uses_in_words() != first.uses_in_words():
-            raise NotAtOnce("a loss that uses parameters in another way each time")
+        if group.signature() != first.signature():
+            raise NotAtOnce("a loss that uses parameters differently in each call")
         return losses.sum(), (losses, aux, kept)
 
     with torch.no_grad():
@@ -340,12 +337,12 @@ def _clipped_traced(
     return ClippedGrads(sums_by_name(params, sums), norms, losses, found)
 
 
-# By the first parameter, losses whose samples run one by one as vmap can't run them.
+# By the first parameter: losses that vmap can't run.
 _alone = WeakIdKeyDictionary()
 
 
 def _loss_and_aux(found: Any) -> tuple[list[T], Any]:
-    """The loss of a sample and tensors beside it, and their tree."""
+    """Returns the loss of a sample with auxiliary tensors, and the tree of these."""
     loss, aux = found if isinstance(found, tuple) and len(found) == 2 else (found, ())
     if not isinstance(loss, T) or loss.numel() != 1:
         what = (

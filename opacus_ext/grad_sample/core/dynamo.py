@@ -1,4 +1,4 @@
-"""How ``torch.compile`` was used on a model, read from private names of torch."""
+"""The settings of ``torch.compile`` on a model, read from private names of torch."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from torch._dynamo import config
 from torch._dynamo.decorators import skip  # noqa: F401
 from torch._dynamo.eval_frame import OptimizeContext, OptimizedModule
 
-#: Sets what compiles the code that runs next, or None; returns what did so before.
+#: Sets the compiler of code that runs next, or None; returns the one before.
 set_compiler: Callable[[Any], Any] = set_eval_frame
 
 
 class Settings(NamedTuple):
-    """What ``torch.compile`` was given."""
+    """Arguments of ``torch.compile``."""
 
     backend: Callable  # called with a graph and its inputs
-    fullgraph: bool  # whether what can't be compiled is an error
+    fullgraph: bool  # True if a graph break is an error
 
 
 def settings_of(module: nn.Module) -> Settings | None:
-    """How a model was compiled, by ``torch.compile(model)`` or ``model.compile()``."""
+    """Returns the settings of ``torch.compile(model)`` or ``model.compile()``."""
     if isinstance(module, OptimizedModule):
         return settings_from(module.dynamo_ctx.callback)
     call = vars(module).get("_compiled_call_impl")
@@ -35,7 +35,7 @@ def settings_of(module: nn.Module) -> Settings | None:
 
 
 def settings_from(compiler: Any) -> Settings | None:
-    """The settings of what compiles code, see :data:`set_compiler`."""
+    """Returns the settings of a compiler, see :data:`set_compiler`."""
     whole, backend = False, compiler
     while callable(backend):
         whole = whole or "Assert" in type(backend).__name__  # ConvertFrameAssert
@@ -49,7 +49,7 @@ def settings_from(compiler: Any) -> Settings | None:
 
 
 def compile_whole(function: Callable, backend: Callable, most: int) -> Callable:
-    """Compiles a function as a whole, into at most so many programs."""
+    """Compiles a function without graph breaks, into at most ``most`` programs."""
     given: Any = dict(backend=backend, fullgraph=True, dynamic=False)
     if "recompile_limit" in inspect.signature(torch.compile).parameters:
         return torch.compile(function, **{**given, "recompile_limit": most})
@@ -57,7 +57,7 @@ def compile_whole(function: Callable, backend: Callable, most: int) -> Callable:
 
 
 def count_a_frame() -> None:
-    """Calls a function that torch may compile, as ``fullgraph=True`` expects one."""
+    """Calls a function that can be compiled, as ``fullgraph=True`` expects one."""
     _frame(torch.zeros(()))
 
 

@@ -1,10 +1,9 @@
-"""From a run of samples to the per-sample gradients of each parameter.
+"""From a group of samples to the per-sample gradients of each parameter.
 
-An op that makes something of a parameter and of data is one *use* of the parameter. The
-gradient of the op's output, with the data that were kept, are the factors of the
-per-sample gradients (factors/). What is used may be a parameter itself, a view of it,
-or what was computed from several. The factors of a view are those of the parameter in
-another order or place; what was computed is followed back by autograd.
+An op of a parameter and data is one *use* of the parameter. The gradient of the op's
+output and the saved data give the factors of the per-sample gradients (factors/). The
+op may use a parameter, a view of one, or a value computed from several. The factors of
+a view are permuted and padded; other values are differentiated by autograd.
 """
 
 from __future__ import annotations
@@ -24,13 +23,11 @@ from opacus_ext.grad_sample.rules import NotAtOnce
 from opacus_ext.refused import Refused
 
 T = torch.Tensor
-GradSamples = dict[
-    int, GradSample
-]  # by the id of a parameter; zero where there is none
+# By the id of a parameter; a gradient that is missing is zero.
+GradSamples = dict[int, GradSample]
 FactorsFn = Callable[..., Sequence[tuple[Factor, ...]]]
 
-# Entries up to which gradients of one kind are handled together: starting kernels for
-# each would take longer than running them.
+# Gradients with at most this many entries are bundled, which saves kernel launches.
 SMALL = 2**16
 UNSEEN = "a use of a parameter that is not seen (an autograd function)"
 
@@ -41,38 +38,38 @@ class ParameterValue:
     def __init__(self, tensor: T):
         self.tensor, self.shape = tensor, tensor.shape
         self.version = tensor._version  # it may be changed in place later
-        # Where the gradient of the value goes on to parameters; None of a leaf.
+        # The edge of the graph that leads to the parameters; None for a leaf.
         self.edge = None if tensor.is_leaf else get_gradient_edge(tensor)
-        self.shared = tensor.detach()  # which the samples compute with
+        self.shared = tensor.detach()  # input of the samples' ops
 
     def leaves(self) -> list[T]:
-        """What it was computed from; itself if it is a leaf."""
+        """Returns the leaves that it was computed from; itself if it is a leaf."""
         return [self.tensor] if self.edge is None else graph_of([self.edge])[0]
 
     def pull(self, leaves: list[T], grads: T) -> Sequence[T | None]:
-        """Follows gradients ``[B, *shape]`` back to some of the leaves."""
+        """Backpropagates gradients ``[B, *shape]`` to the leaves."""
         edges: Any = [self.edge]
         kw = dict(is_grads_batched=True, retain_graph=True, allow_unused=True)
         return torch.autograd.grad(edges, leaves, [grads], **kw)
 
 
 class ParameterUse(NamedTuple):
-    """One use of parameters by an op, with all that its per-sample gradients need."""
+    """One use of parameters by an op, with the data for its per-sample gradients."""
 
-    values: tuple[ParameterValue | None, ...]  # what is used; None if left out
-    # (backprops, *data), all [B, T, *event], to the factors of each of the values.
+    values: tuple[ParameterValue | None, ...]  # the values used; None if left out
+    # Maps (backprops, *data), all [B, T, *event], to the factors of each value.
     factors: FactorsFn
-    rows: int  # how many dims of the output, behind that of the samples, are rows
-    data: Sequence[T]  # what the factors need, [B, *rows, *event]
-    data_rows: tuple[int, ...]  # the same as rows, of each of the data
-    versions: tuple[int, ...] = ()  # of the data when they were kept
-    edge: GradientEdge | None = None  # where the gradient of the op's output arrives
-    source: GradientEdge | None = None  # behind the edge, if the graph ends there
-    size: int | None = None  # of samples, if others than those of the group (parallel/)
-    samples: T | None = None  # which of these they are, if not all
+    rows: int  # number of row dims in the output [B, *rows, *event]
+    data: Sequence[T]  # saved for the factors, [B, *rows, *event]
+    data_rows: tuple[int, ...]  # number of row dims in each of the data
+    versions: tuple[int, ...] = ()  # versions of the data when they were saved
+    edge: GradientEdge | None = None  # edge of the op's output
+    source: GradientEdge | None = None  # edge behind it, if the graph ends there
+    size: int | None = None  # number of samples, if not the group's (parallel/)
+    samples: T | None = None  # indices of the samples among these, if not all
 
     def of(self, backprops: T) -> list[tuple[ParameterValue, tuple[Factor, ...]]]:
-        """The factors of each value's per-sample gradients."""
+        """Returns the factors of each value's per-sample gradients."""
         given = (backprops, *self.data)
         if self.samples is not None:  # the others are zero
             given = tuple(
@@ -87,14 +84,14 @@ class ParameterUse(NamedTuple):
 
 
 def of_copies(backprops: T) -> list[tuple[T]]:
-    """The gradient of one copy a sample, ``[B, 1, *shape]``, as factors."""
+    """Returns the gradients of per-sample copies ``[B, 1, *shape]`` as factors."""
     return [(backprops.flatten(1).unsqueeze(1),)]
 
 
 class Collector:
     """
-    Collects the per-sample gradients of a group, from the gradients that arrive at its
-    uses. ``done`` is called with a parameter and its gradients when all are known.
+    Collects the per-sample gradients of a group from the backprops of its uses. Calls
+    ``done`` with a parameter and its gradients when these are complete.
     """
 
     def __init__(
@@ -109,7 +106,7 @@ class Collector:
         self._views: dict[int, View | None] = {}  # by the id of the value
         self._computed: dict[int, tuple[ParameterValue, GradSample]] = {}
         self._alike: dict[tuple, list[tuple[ParameterUse, T]]] = {}
-        self._left: dict[int, float] = {}  # uses of each parameter that are to come
+        self._left: dict[int, float] = {}  # pending uses of each parameter
         for value in (v for use in uses for v in use.values if v is not None):
             i = id(value.tensor)
             if i in self.params:
@@ -118,26 +115,26 @@ class Collector:
             view = self._views[id(value)] = view_of(value, self.params)
             for i in [id(view[0])] if view else map(id, value.leaves()):
                 self._left[i] = self._left.get(i, 0) + (1 if view else math.inf)
-        # Small parameters with one use, by themselves.
-        self._alone = {
+        # Small parameters with a single use.
+        self._single = {
             i
             for i, count in self._left.items()
             if count == 1 and size * self.params[i].numel() <= SMALL
         }
 
     def add(self, use: ParameterUse, backprops: T) -> None:
-        """Takes the gradient that arrived at a use."""
+        """Adds the gradient of a use's output."""
         if any(x._version != n for x, n in zip(use.data, use.versions)):
             raise Refused(  # as autograd does
-                "What a layer was called with has been changed in place since, but its "
-                "gradient needs it as it was.",
-                remedy="Compute without changing it in place: y = 2 * x in the place "
-                "of x.mul_(2), inplace=False.",
+                "The input of a layer was changed in place after the layer was called, "
+                "but the gradient needs the original values.",
+                remedy="Compute out of place: y = 2 * x instead of x.mul_(2), "
+                "inplace=False.",
             )
         if (
             backprops.numel() <= SMALL
             and use.size is None
-            and all(v is None or id(v.tensor) in self._alone for v in use.values)
+            and all(v is None or id(v.tensor) in self._single for v in use.values)
         ):
             self._alike.setdefault(_kind(use, backprops), []).append((use, backprops))
             return
@@ -149,7 +146,7 @@ class Collector:
                 p = None
                 if view is not None and len(view[1]) in (0, len(factors)):
                     p, factors = view[0], _of_param(view, factors)
-            if p is None:  # known in the end
+            if p is None:  # backpropagated in finish()
                 sample = GradSample(value.shape, size)
                 self._computed.setdefault(id(value), (value, sample))[1].add(*factors)
                 continue
@@ -164,7 +161,7 @@ class Collector:
         return self.found[id(p)]
 
     def finish(self) -> GradSamples:
-        """The gradients; none of parameters that were not used."""
+        """Returns the gradients of all parameters that were used."""
         for uses in self._alike.values():
             self._add_together(uses)
         for value, sample in self._computed.values():
@@ -176,7 +173,7 @@ class Collector:
         return self.found
 
     def _add_together(self, uses: list[tuple[ParameterUse, T]]) -> None:
-        """Uses of one kind, as one use of n times as many samples."""
+        """Handles n uses of one kind as one use with n times as many samples."""
         n, first = len(uses), uses[0][0]
         backprops = torch.cat([g for _, g in uses])
         data = [torch.cat(column) for column in zip(*(use.data for use, _ in uses))]
@@ -192,7 +189,7 @@ class Collector:
 
 
 def _kind(use: ParameterUse, backprops: T) -> tuple:
-    """What uses have in common that are handled together."""
+    """Returns a key that is equal for uses that can be handled together."""
     given = [(x.shape, x.dtype, x.device) for x in (backprops, *use.data)]
     shapes = [None if v is None else v.shape for v in use.values]
     return (use.factors, use.rows, use.data_rows, *shapes, *given)
@@ -201,13 +198,13 @@ def _kind(use: ParameterUse, backprops: T) -> tuple:
 # -- views -----------------------------------------------------------------------------
 
 
-# A parameter, of which axis each axis of a view is (none of a cast), and where on
-# each axis of the parameter the view begins. No entry is repeated in it.
+# A parameter, its axis for each axis of the view (empty for a cast), and the offset of
+# the view on each axis of the parameter. No entry occurs twice in the view.
 View = tuple[T, tuple[int, ...], tuple[int, ...]]
 
 
 def view_of(value: ParameterValue, params: dict[int, T]) -> View | None:
-    """How a value is a view of a parameter; None if it is something else."""
+    """Describes a value as a view of a parameter; None if it is no view."""
     if value.edge is None:
         return None
     leaves, own_functions = graph_of([value.edge])
@@ -229,7 +226,7 @@ def view_of(value: ParameterValue, params: dict[int, T]) -> View | None:
 
 
 def _of_param(view: View, factors: tuple[Factor, ...]) -> tuple[Factor, ...]:
-    """The factors of a view's gradients as those of the parameter's."""
+    """Converts the factors of a view's gradients to those of the parameter's."""
     p, axes, starts = view
     found: dict[int, Factor] = {}
     for axis, f in zip(axes, factors):
@@ -255,58 +252,57 @@ def gradients_of_group(
     seen: Callable[[ParameterUse, T], None] | None = None,
 ) -> tuple[GradSamples, list[T | None]]:
     """
-    The gradients of samples that have run at once, for the parameters and the inputs.
+    Returns the per-sample gradients of a group, and the gradients of the inputs.
 
     Args:
-        group: in which they ran
-        outputs: of all samples, with their graph
+        group: the group that has run
+        outputs: outputs of all samples, with their graph
         grads: the gradients of the outputs
-        params: whose per-sample gradients are wanted
-        inputs: leaves whose gradients are wanted, too
-        done: called with a parameter and its gradients when all of these are known
-        seen: called with each use and the gradient that arrives there; the graph stays
+        params: parameters
+        inputs: leaves
+        done: called with a parameter and its gradients when these are complete
+        seen: called with each use and its backprops; the graph is retained then
     """
     collector = Collector(params, group.size, group.uses, done)
 
-    def take(use: ParameterUse, backprops: T) -> None:
+    def add(use: ParameterUse, backprops: T) -> None:
         if seen is not None:
             seen(use, backprops)
         collector.add(use, backprops)
 
     others, keep = [*params, *inputs], seen is not None
-    found = backward(outputs, grads, group.uses, take, others, retain_graph=keep)
+    found = _backward(outputs, grads, group.uses, add, others, retain_graph=keep)
     if any(g is not None for g in found[: len(params)]):
         raise NotAtOnce(UNSEEN)
     with torch.no_grad():
         return collector.finish(), found[len(params) :]
 
 
-def backward(
+def _backward(
     outputs: Sequence[T],
     grads: Sequence[T | None],
     uses: Sequence[ParameterUse],
-    take: Callable[[ParameterUse, T], None],
+    add: Callable[[ParameterUse, T], None],
     others: Sequence[T],
     retain_graph: bool = False,
 ) -> list[T | None]:
     """
-    One backward pass of samples that have run at once: calls ``take`` with each use and
-    the gradient that arrives there, and returns the gradients of the others.
+    Runs one backward pass: calls ``add`` with each use and its backprops, and returns
+    the gradients of ``others``.
     """
-    pairs = [(y, g) for y, g in zip(outputs, grads) if g is not None]
-    pairs = [(y, g) for y, g in pairs if y.requires_grad]
+    pairs = [
+        (y, g) for y, g in zip(outputs, grads) if g is not None and y.requires_grad
+    ]
     if not pairs:
         return [None] * len(others)
 
     def arrive(use: ParameterUse, grads: tuple[T | None, ...]) -> None:
         if grads[0] is not None:
-            take(use, grads[0])
+            add(use, grads[0])
 
     handles = [u.edge.node.register_prehook(partial(arrive, u)) for u in uses]
-    leaves: list[Any] = [
-        *others,
-        *(use.source for use in uses if use.source is not None),
-    ]
+    sources = [use.source for use in uses if use.source is not None]
+    leaves: list[Any] = [*others, *sources]
     ys, gs = zip(*pairs)
     try:
         found = torch.autograd.grad(
@@ -322,8 +318,8 @@ def gradients_alone(
     outputs: Sequence[T], grads: Sequence[T | None], leaves: Sequence[T]
 ) -> dict[int, T]:
     """
-    The gradients of one sample, by ordinary autograd: dense, by the ids of leaves; none
-    for those that were not used.
+    Returns the gradients of one sample by plain autograd: dense, by the ids of the
+    leaves that were used.
     """
     pairs = [(y, g) for y, g in zip(outputs, grads) if y.requires_grad]
     if not pairs or not leaves:
@@ -334,8 +330,8 @@ def gradients_alone(
     if not own_functions:
         found = torch.autograd.grad(ys, leaves, gs, allow_unused=True)
     else:
-        # A function of the user's may call backward() in its own, as checkpoints do,
-        # which autograd.grad would not see.
+        # An autograd function may call backward() itself, as checkpoints do, which
+        # autograd.grad misses.
         everywhere = list({id(x): x for x in (*leaves, *reached)}.values())
         before = [x.grad for x in everywhere]
         for x in everywhere:
@@ -354,7 +350,7 @@ def gradients_alone(
 
 
 def nodes_of(roots: Iterable[T | GradientEdge]) -> Iterator[Any]:
-    """The nodes of the graph of some tensors."""
+    """Yields the nodes of the graph of some tensors."""
     edges = (get_gradient_edge(x) if isinstance(x, T) else x for x in roots)
     todo: list[Any] = [edge.node for edge in edges]
     seen = set()
@@ -368,8 +364,8 @@ def nodes_of(roots: Iterable[T | GradientEdge]) -> Iterator[Any]:
 
 def graph_of(roots: Iterable[T | GradientEdge]) -> tuple[list[T], bool]:
     """
-    The leaves that the graph of some tensors ends in, and whether there are autograd
-    functions of the user's in it.
+    Returns the leaves of the graph of some tensors, and True if the graph has autograd
+    functions written in Python.
     """
     nodes = list(nodes_of(roots))
     leaves = [node.variable for node in nodes if hasattr(node, "variable")]
@@ -378,7 +374,7 @@ def graph_of(roots: Iterable[T | GradientEdge]) -> tuple[list[T], bool]:
 
 @contextmanager
 def no_autocast() -> Iterator[None]:
-    """A block without autocast: gradients, norms and sums keep their types."""
+    """Disables autocast, so that gradients, norms and sums keep their dtypes."""
     with ExitStack() as stack:
         for kind in ("cpu", "cuda"):
             if torch.is_autocast_enabled(kind):

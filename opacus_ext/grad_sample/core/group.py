@@ -1,11 +1,11 @@
-"""Samples that run at once, each by itself, and their uses of parameters.
+"""Samples that run together under vmap, and their uses of parameters.
 
-The code runs under vmap, so it is known at each op what there is once for each sample
-and what all samples share. :class:`SampleGroup` sees each op in which a parameter, or a
-value computed from parameters, meets data. An op with a rule (rules/) is computed with
-the shared value; the data are kept, and with the gradient that arrives at the output
-they give the factors of the per-sample gradients. Any other op is given one copy of the
-value for each sample, expanded without memory, whose gradient is the per-sample one.
+Under vmap each tensor is either batched, one a sample, or shared. :class:`SampleGroup`
+intercepts each op of a parameter (or a value computed from parameters) and data. An op
+with a rule (rules/) runs with the shared value; the data are saved, and together with
+the gradient of the output they give the factors of the per-sample gradients. Any other
+op gets one copy of the value for each sample, expanded without memory, whose gradient
+is the per-sample gradient.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from opacus_ext.grad_sample.core.gradients import (
 from opacus_ext.grad_sample.core.vmap import (
     Level,
     Outside,
+    decomposed,
     is_batched,
     is_composite,
-    opened,
     saved_tensor_hooks,
 )
 from opacus_ext.grad_sample.rules import HANDLERS, RULES, NotAtOnce, Op
@@ -38,7 +38,7 @@ _unsafe_view = torch.ops.aten._unsafe_view.default
 
 
 class BranchesDiffer(Exception):
-    """Raised when samples take different branches; ``answers [B]`` says which."""
+    """Raised when samples take different branches, numbered in ``answers [B]``."""
 
     def __init__(self, answers: T):
         super().__init__("samples take different branches")
@@ -46,9 +46,9 @@ class BranchesDiffer(Exception):
 
 
 class SampleGroup(TorchFunctionMode):
-    """Samples that run at once; it notes each use of the parameters ``params``."""
+    """Samples that run together; it records each use of the parameters ``params``."""
 
-    eager = True  # whether code can step out of vmap
+    eager = True  # False in compiled code, which can't leave the vmap level
     is_batched = staticmethod(is_batched)
 
     def __init__(self, params: Iterable[T], size: int):
@@ -56,46 +56,46 @@ class SampleGroup(TorchFunctionMode):
         self.params = {id(p) for p in params}
         self.size = size
         self.uses: list[ParameterUse] = []
-        self.told_data = False  # whether the code was told a number of the data
+        self.read_data = False  # True if the code has read a value of the data
         self._values: dict[int, ParameterValue] = {}
         self._copies: dict[int, T] = {}
         self.level = Level(size)
         self.wrap = self.level.wrap
         self._packing = saved_tensor_hooks() if self.eager else None
 
-    # -- what samples see and what they are --------------------------------------------
+    # -- batched and shared tensors ----------------------------------------------------
 
     def inner(self, x: T) -> T:
-        """The values of all samples ``[B, *shape]``; what they share is expanded."""
+        """Returns the values of all samples ``[B, *shape]``; expands shared ones."""
         return self.level.unwrap(x) if is_batched(x) else x.expand(self.size, *x.shape)
 
     def outside(self) -> ContextManager:
-        """A block outside of vmap, where tensors hold the values of all samples."""
+        """Leaves the vmap level for a block, where tensors hold all samples."""
         if not self.level.innermost:
             raise NotAtOnce("a parameter or a branch inside another transform")
         return Outside()
 
     def agree(self, x: T) -> T:
-        """The value that the code asks for; raises if samples have different ones."""
+        """Returns the value that all samples share; raises if they differ."""
         if not is_batched(x):
             return x
-        self.told_data = True
+        self.read_data = True
         with self.outside():
             values = self.level.unwrap(x).detach()
             flat = values.reshape(self.size, -1)
             if bool((flat == flat[:1]).all()):
                 return values[0]
             answers = torch.unique(flat, dim=0, return_inverse=True)[1]
-            if not bool(answers.any()):  # not a number, which equals nothing
+            if not bool(answers.any()):  # NaN, which is not equal to itself
                 answers = torch.arange(self.size)
             raise BranchesDiffer(answers)
 
     def is_shared(self, x: Any) -> bool:
-        """Whether ``x`` is a parameter or computed from parameters alone."""
+        """Returns True if ``x`` is a parameter or computed from parameters alone."""
         return isinstance(x, T) and x.requires_grad and not is_batched(x)
 
     def find_shared(self, args: Iterable, found: list[T]) -> None:
-        """Adds parameters, and what is computed from them alone, to ``found``."""
+        """Appends parameters, and values computed from them alone, to ``found``."""
         for x in args:
             if isinstance(x, T):
                 if x.requires_grad and not is_batched(x):
@@ -115,14 +115,11 @@ class SampleGroup(TorchFunctionMode):
         handler = HANDLERS.get(func)
         if handler is not None:
             return handler(self, func, *args, **(kwargs or {}))
-        return self._call(func, args, kwargs or {})
+        return self.call(func, *args, **(kwargs or {}))
 
     def call(self, func: Callable, *args: Any, **kwargs: Any) -> Any:
-        """Runs an op on what samples see, and notes its uses of parameters."""
-        return self._call(func, args, kwargs)
-
-    def _call(self, func: Callable, args: tuple, kwargs: dict) -> Any:
-        shared: list[T] = []  # made of parameters
+        """Runs an op of a sample, and records its uses of parameters."""
+        shared: list[T] = []
         self.find_shared(args, shared)
         if kwargs:
             self.find_shared(kwargs.values(), shared)
@@ -138,44 +135,44 @@ class SampleGroup(TorchFunctionMode):
         batched = _any_batched((*args, *kwargs.values()))
         if batched and is_composite(func):
             with self:
-                return opened(func)(*args, **kwargs)
+                return decomposed(func)(*args, **kwargs)
         if not batched:
             made = func(*args, **kwargs)
             if not _any_batched((made,)):
                 self.made(func, args, kwargs, made)
                 return made
-            # random numbers were drawn for each sample
+            # The op has drawn random numbers for each sample.
         if self.eager and changes_in_place(func) and self.is_shared(args[0]):
-            raise NotAtOnce("a parameter, or what is made of some, changed by data")
+            raise NotAtOnce("a value computed from parameters that data change")
         return call_with({id(x): self.copy(x) for x in shared}, func, args, kwargs)
 
     def made(self, func: Callable, args: tuple, kwargs: dict, made: Any) -> None:
-        """Called with each op that takes parameters and no data, and its result."""
+        """Called with each op of parameters without data, and its result."""
 
     def _holds(self, op: Op) -> bool:
         params = [p for p in op.params if p is not None]
         return (
-            self.is_shared(op.params[0])  # the gradients of others need no data
+            self.is_shared(op.params[0])  # gradients of the others need no data
             and not any(map(is_batched, params))
             and not any(x.is_complex() for x in (*params, *op.data))
-            and not all(map(self.is_shared, op.data))  # made of parameters alone
+            and not all(map(self.is_shared, op.data))
         )
 
     def _is_constant(self, x: T) -> bool:
-        """Whether it is a leaf whose gradient is not wanted."""
+        """Returns True if it is a leaf that is not among the parameters."""
         return x.is_leaf and id(x) not in self.params
 
     # -- uses --------------------------------------------------------------------------
 
     def value(self, x: T) -> ParameterValue:
-        """What is known of a parameter, or of what is computed from parameters."""
+        """Returns the record of a parameter, or of a value computed from some."""
         found = self._values.get(id(x))
         if found is None or found.version != x._version:
             found = self._values[id(x)] = ParameterValue(x)
         return found
 
     def by_rule(self, func: Callable, op: Op, args: tuple, kwargs: dict) -> T:
-        """Runs an op that has a rule, and notes its uses of parameters."""
+        """Runs an op that has a rule, and records its uses of parameters."""
         values = tuple(self.value(p) if self.is_shared(p) else None for p in op.params)
         data = [self.copy(x) if self.is_shared(x) else x for x in op.data]
         whole = op.whole if self.eager and any(map(is_batched, data)) else None
@@ -196,11 +193,11 @@ class SampleGroup(TorchFunctionMode):
             return self.note(y, values, op.factors, at, data, rows)
 
     def own(self, x: T | None) -> T | None:
-        """Copies for each sample, if ``x`` is computed from parameters; else ``x``."""
+        """Returns per-sample copies if ``x`` is made of parameters, else ``x``."""
         return self.copy(x) if self.is_shared(x) and torch.is_grad_enabled() else x
 
     def copy(self, x: T) -> T:
-        """One copy for each sample, without memory, as samples see it."""
+        """Returns one copy for each sample, without memory, at the vmap level."""
         value = self.value(x)
         found = self._copies.get(id(value))
         if found is None:
@@ -212,14 +209,14 @@ class SampleGroup(TorchFunctionMode):
 
     def note(self, y: T, *use: Any) -> T:
         """
-        Notes an op's use of parameters, by the first fields of ``ParameterUse``; called
-        outside. Gives the op's result ``y [B, *rows, *event]`` as samples see it.
+        Records a use of parameters, given by the first fields of ``ParameterUse``.
+        Called outside; returns the output ``y [B, *rows, *event]`` at the vmap level.
         """
         data = use[3]
         if not y.requires_grad:
             y.requires_grad_()
         source = None if any(x.requires_grad for x in data) else get_gradient_edge(y)
-        y = _unsafe_view(y, y.shape)  # a node of its own, that changes in place leave
+        y = _unsafe_view(y, y.shape)  # a node that in-place changes do not replace
         edge = get_gradient_edge(y)
         versions = tuple(x._version for x in data)
         given: Any = (*use, versions, edge, source)
@@ -230,8 +227,8 @@ class SampleGroup(TorchFunctionMode):
         self, run: Callable, given: Sequence[T], size: int, samples: T | None = None
     ) -> T:
         """
-        Runs samples of other processes, given as ``[n, ...]``, and notes their uses;
-        called outside. ``samples`` says which of ``size`` samples they are.
+        Runs samples of other processes ``[n, ...]``, and records their uses; called
+        outside. ``samples`` are their indices among ``size`` samples.
         """
         inner = copy.copy(self)
         SampleGroup.__init__(inner, (), len(given[0]))
@@ -242,16 +239,16 @@ class SampleGroup(TorchFunctionMode):
                 y = run(*wrapped)
             y = inner.inner(y)
         self.uses += [x._replace(size=size, samples=samples) for x in inner.uses]
-        self.told_data |= inner.told_data
+        self.read_data |= inner.read_data
         return y
 
-    def forget(self) -> None:
-        """Drops the copies that samples see, after the run."""
+    def free_copies(self) -> None:
+        """Drops the per-sample copies, after the forward."""
         self._copies.clear()
 
 
 def _any_batched(args: Iterable) -> bool:
-    """Whether some argument has a value for each sample."""
+    """Returns True if some argument is batched."""
     return any(
         (
             is_batched(x)
@@ -263,14 +260,14 @@ def _any_batched(args: Iterable) -> bool:
 
 
 def changes_in_place(func: Callable) -> bool:
-    """Whether it changes its first argument, by its name."""
+    """Returns True if the name says that it changes its first argument."""
     name = getattr(func, "__name__", "")
     plain = name.endswith("_") and not name.endswith("__")
     return plain or name == "__setitem__" or name.startswith("__i")
 
 
 def call_with(swap: dict[int, T], func: Callable, args: tuple, kwargs: dict) -> Any:
-    """Calls a function with some tensors in the place of others, by their ids."""
+    """Calls a function with some tensors replaced, by their ids."""
     if kwargs:
         kwargs = dict(zip(kwargs, _swapped(list(kwargs.values()), swap)))
     return func(*_swapped(args, swap), **kwargs)

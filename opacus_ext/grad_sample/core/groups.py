@@ -1,9 +1,9 @@
-"""Samples of a batch, and how they run: at once, split by branches, or one by one.
+"""The samples of a batch, which run at once, split by branches, or one by one.
 
-What the code asks of one sample, with ``if`` or ``.item()``, is asked of all. If all
-give one answer it is taken; if not, the group is split by their answers and each part
-runs anew (:class:`~group.BranchesDiffer`). So it is with ops whose result has a shape
-that depends on data.
+Where the code reads a value of a sample, by ``if`` or ``.item()``, the values of all
+samples are compared. If they differ, the group is split by value and each part runs
+again (:class:`~group.BranchesDiffer`). Ops whose output shape depends on data are
+treated likewise.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ Take = Callable[[Any, int], Any]
 
 
 class Samples(NamedTuple):
-    """Some samples of one kind, each a batch of one."""
+    """Samples with one tree structure and shapes, each a batch of one."""
 
-    rows: T | None  # which of the batch they are; None for all
-    leaves: list[Any]  # tensors [B, 1, ...], or what all samples share
-    by_sample: list[bool]  # whether each leaf is one a sample
-    spec: pytree.TreeSpec  # of the tree that a sample is
+    rows: T | None  # their indices in the batch; None for all
+    leaves: list[Any]  # tensors [B, 1, ...], or shared values
+    by_sample: list[bool]  # for each leaf: True if it is a tensor [B, 1, ...]
+    spec: pytree.TreeSpec  # structure of a sample
     size: int  # number of samples
 
     def select(self, index: T) -> Samples:
-        """The samples at some places."""
+        """Returns the samples at some indices."""
         if len(index) == self.size and bool((index[1:] > index[:-1]).all()):
             return self
         pairs = zip(self.leaves, self.by_sample)
@@ -47,15 +47,15 @@ class Samples(NamedTuple):
         return self._replace(rows=rows, leaves=leaves, size=len(index))
 
     def alone(self, i: int) -> Any:
-        """Sample ``i`` as a tree of tensors ``[1, ...]``."""
+        """Returns sample ``i`` as a tree of tensors ``[1, ...]``."""
         return self.tree(lambda x: x[i])
 
     def zeros(self, value: int = 0) -> Any:
-        """A sample of zeros, or of another number."""
+        """Returns a sample filled with zeros, or with another number."""
         return self.tree(lambda x: x.new_full(x.shape[1:], value))
 
     def tree(self, function: Callable[[T], Any]) -> Any:
-        """The tree of a sample, a function applied to what is its own."""
+        """Returns the tree of a sample, with a function applied to batched leaves."""
         pairs = zip(self.leaves, self.by_sample)
         leaves = [function(x) if own else x for x, own in pairs]
         return pytree.tree_unflatten(leaves, self.spec)
@@ -63,8 +63,8 @@ class Samples(NamedTuple):
 
 def samples_of(batch: Any, take: Take | None = None) -> tuple[list[Samples], int]:
     """
-    Takes a batch apart into samples, those of one kind together, and counts them; see
-    :func:`~opacus_ext.clipped_grads` for the arguments.
+    Splits a batch into samples, grouped by structure and shapes, and returns these and
+    the batch size; see :func:`~opacus_ext.clipped_grads` for the arguments.
     """
     if take is not None:
         return _taken(batch, take)
@@ -73,7 +73,7 @@ def samples_of(batch: Any, take: Take | None = None) -> tuple[list[Samples], int
     for name, x in ((pytree.keystr(path) or "batch", x) for path, x in paths):
         if isinstance(x, T):
             sizes.setdefault(x.shape[0] if x.dim() else -1, name)
-        elif not isinstance(x, (bool, NoneType)):  # would be shown to each sample
+        elif not isinstance(x, (bool, NoneType)):  # each sample would see all of it
             sizes.setdefault(-2, f"{name} of type {type(x).__name__}")
     if len(sizes) != 1 or min(sizes) < 0:
         what = {-1: "has no dims", -2: "is no tensor"}
@@ -96,7 +96,7 @@ def samples_of(batch: Any, take: Take | None = None) -> tuple[list[Samples], int
 def _taken(batch: Any, take: Take) -> tuple[list[Samples], int]:
     kinds: dict[Any, list[tuple[int, list[Any], pytree.TreeSpec]]] = {}
     size = 0
-    while True:  # until there is none: an IndexError, or slices that are empty
+    while True:  # ends at an IndexError or at empty slices
         try:
             leaves, spec = pytree.tree_flatten(take(batch, size))
         except IndexError:
@@ -143,13 +143,14 @@ def in_groups(
     Runs all samples: at once, split by branches, or one by one.
 
     Args:
-        samples: those of one kind each
-        at_once: runs some at once, without effect if it fails: by BranchesDiffer where
-            they must be split, by any other error where vmap can't run them
-        one: runs one of some samples, alone
-        microbatch: the most that run at once
-        one_by_one: whether none run at once
-        warn: is told why samples run one by one that should not
+        samples: one entry for each kind of sample
+        at_once: runs samples together, or fails without side effects: with
+            BranchesDiffer if they must be split, with another error if vmap can't run
+            them
+        one: runs a sample alone
+        microbatch: the most samples that run together
+        one_by_one: True to run each sample alone
+        warn: called with the reason if vmap fails
     """
     todo = deque(samples)
     while todo:
@@ -171,7 +172,7 @@ def in_groups(
                 continue
             except Refused:
                 raise
-            except Exception as error:  # what vmap can't run, or the code's own
+            except Exception as error:  # of vmap, or of the user's code
                 _put_back(before)
                 reason = why(error)
         for i in range(some.size):
@@ -181,7 +182,7 @@ def in_groups(
 
 
 def version(x: T) -> int:
-    """How often a tensor was written to."""
+    """Returns the number of writes to a tensor."""
     return 0 if x.is_inference() else x._version
 
 
@@ -190,14 +191,14 @@ def _own(some: Samples) -> list[T]:
 
 
 def _put_back(before: list[tuple[T, int, T]]) -> None:
-    """Undoes what a run that failed has written to its samples."""
+    """Undoes the writes of a failed attempt to its samples."""
     for x, count, copy in before:
         if version(x) != count:
             x.detach().copy_(copy)
 
 
 def why(error: BaseException) -> str:
-    """An error as one line of text, with the line of the user's code."""
+    """Formats an error as one line of text, with the line of the user's code."""
     inside = ("/torch/", "opacus_ext/grad_sample/")
     frames = traceback.extract_tb(error.__traceback__)
     own = [f for f in frames if not any(part in f.filename for part in inside)]
@@ -209,18 +210,16 @@ def why(error: BaseException) -> str:
 
 
 def warn_one_by_one(name: str, reason: str) -> None:
-    """Warns that samples run one by one, and why."""
-    text = (
-        f"{name} runs one sample after the other, as vmap can't run {reason}. That is"
-    )
-    warnings.warn(f"{text} exact, and slower where samples are short.", stacklevel=3)
+    """Warns that samples run one by one, with the reason."""
+    text = f"{name} runs one sample after the other, as vmap can't run {reason}."
+    warnings.warn(f"{text} That is exact, but slower for short samples.", stacklevel=3)
 
 
-# -- branches: what is called in the place of functions whose result data decide -------
+# -- handlers of functions whose output or its shape depends on values -----------------
 
 
 def _both(*names: str) -> list[Callable]:
-    """Methods of tensors, and functions of torch of the same names."""
+    """Returns the methods of tensors and the functions of torch with these names."""
     return [f for name in names for x in (T, torch) if (f := getattr(x, name, None))]
 
 
@@ -231,7 +230,7 @@ def _both(*names: str) -> list[Callable]:
     *(T.__format__, T.__repr__, T.__str__),
 )
 def ask(group: SampleGroup, func: Callable, x: T, *args: Any, **kwargs: Any) -> Any:
-    """Asks all samples for a value, or for what decides the shape of a result."""
+    """Uses the value that all samples share as the first argument."""
     return func(group.agree(x), *args, **kwargs)
 
 
@@ -240,7 +239,7 @@ def ask(group: SampleGroup, func: Callable, x: T, *args: Any, **kwargs: Any) -> 
     *_both("narrow", "masked_select", "repeat_interleave"),
 )
 def ask_rest(group: SampleGroup, func: Callable, *args: Any, **kwargs: Any) -> T:
-    """Asks all samples for the later arguments, which decide the shape."""
+    """Uses values that all samples share as later arguments, such as shapes."""
     first = 0 if func in (torch.arange, torch.linspace) else 1
     given = *args[:first], *_agreed(group, args[first:])
     return group.call(func, *given, **_agreed(group, kwargs))
@@ -252,23 +251,23 @@ def _agreed(group: SampleGroup, given: Any) -> Any:
 
 @handles(*_both("where"))
 def where(group: SampleGroup, func: Callable, x: T, *args: Any) -> Any:
-    """Asks all samples for a condition without values, which is ``nonzero``."""
+    """Handles ``where(condition)``, which is ``nonzero``."""
     return group.call(func, x, *args) if args else func(group.agree(x))
 
 
 @handles(T.__getitem__)
 def getitem(group: SampleGroup, func: Callable, x: T, index: Any) -> Any:
-    """``x[mask]`` has as many rows as the mask says, ``x[i:j]`` as the tensors say."""
+    """Handles masks and slices in an index, which decide the output shape."""
     return group.call(func, x, _agreed_index(group, index))
 
 
 @handles(T.__setitem__)
 def setitem(group: SampleGroup, func: Callable, x: T, index: Any, value: Any) -> Any:
-    """Asks all samples for a mask, unless one value is written."""
+    """Handles masks; a single value is written without comparing them."""
     if _is_mask(index) and not (isinstance(value, T) and value.dim()):
-        with group:  # one value: how often it is written does not matter
-            wide = index.reshape(index.shape + (1,) * (x.dim() - index.dim()))
-            return x.masked_fill_(wide, value)
+        with group:
+            mask = index.reshape(index.shape + (1,) * (x.dim() - index.dim()))
+            return x.masked_fill_(mask, value)
     return group.call(func, x, _agreed_index(group, index), value)
 
 
@@ -289,7 +288,7 @@ def _agreed_index(group: SampleGroup, index: Any) -> Any:
 
 @handles(*_both("equal", "allclose"), T.__contains__)
 def compare(group: SampleGroup, func: Callable, *args: Any, **kwargs: Any) -> bool:
-    """Whether tensors are equal or close, or one holds a number, in each sample."""
+    """Handles comparisons of tensors that return a bool."""
     with group:
         if func is T.__contains__:
             return bool((args[0] == args[1]).any())
@@ -299,18 +298,18 @@ def compare(group: SampleGroup, func: Callable, *args: Any, **kwargs: Any) -> bo
         return a.shape == b.shape and bool((a == b).all())
 
 
-# -- autograd, asked within the forward ------------------------------------------------
+# -- handlers of autograd functions within the forward ---------------------------------
 
 
 @handles(T.requires_grad.__get__)
 def requires_grad(group: SampleGroup, func: Callable, x: T) -> bool:
-    """Reads the flag below vmap, which hides it."""
+    """Reads the flag, which vmap hides."""
     return func(group.level.unwrap(x) if is_batched(x) else x)
 
 
 @handles(T.requires_grad_, init.uniform_, init.normal_, init.kaiming_uniform_)
 def of_leaf(group: SampleGroup, func: Callable, tensor: T, *args: Any, **kw: Any) -> T:
-    """Lets all samples share a leaf that the forward makes, as in a new layer."""
+    """Makes a leaf that all samples share, as the parameter of a new layer."""
     if func is T.requires_grad_:
         if is_batched(tensor) or not group.eager:
             return autograd_inside(group, func)
@@ -322,7 +321,7 @@ def of_leaf(group: SampleGroup, func: Callable, tensor: T, *args: Any, **kw: Any
 
 @handles(torch.autograd.grad, T.retain_grad)
 def autograd_inside(group: SampleGroup, func: Callable, *args: Any, **kw: Any) -> Any:
-    """Sends samples one by one: uses in a gradient of the forward are not seen."""
+    """Runs samples one by one: uses within a gradient are not intercepted."""
     raise NotAtOnce(f"{func.__name__} in the forward")
 
 
@@ -338,13 +337,13 @@ def backward_inside(group: SampleGroup, func: Callable, *args: Any, **kw: Any) -
 
 @handles(T.register_hook)
 def register_hook(group: SampleGroup, func: Callable, x: T, hook: Callable) -> Any:
-    """Shows a hook on an activation the gradients of all samples of the group."""
+    """Calls a hook on an activation with the gradients of all samples."""
     if group.is_shared(x):
-        raise NotAtOnce("a hook on a parameter, or on what is made of some")
+        raise NotAtOnce("a hook on a parameter, or on a value computed from some")
     if not is_batched(x):
         return func(x, hook)
 
-    def shown(grad: T) -> None:
+    def check(grad: T) -> None:
         if hook(grad) is not None:
             raise Refused(
                 f"A hook on a tensor ({getattr(hook, '__name__', hook)}) changes the "
@@ -354,8 +353,8 @@ def register_hook(group: SampleGroup, func: Callable, x: T, hook: Callable) -> A
             )
 
     with group.outside():
-        return func(group.level.unwrap(x), shown)
+        return func(group.level.unwrap(x), check)
 
 
-#: Those that ask for a value of the data, and what can be called for a sample alone.
-ASKING = {ask, ask_rest, where, getitem, setitem, compare, backward_inside}
+#: The handlers that apply to a sample alone, too: most read values of the data.
+READING = {ask, ask_rest, where, getitem, setitem, compare, backward_inside}

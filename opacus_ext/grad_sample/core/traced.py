@@ -1,9 +1,9 @@
-"""Samples that run at once in a function that is compiled.
+"""Samples that run together in compiled code.
 
-There autograd's graph is not there yet, and nothing can step out of vmap. So each use
-has a *slot*, an argument of the function of all samples, ``[B, *shape]``: zeros that
-are added to what an op with a rule returns, or the copies of a parameter. The gradients
-of the slots are what arrives at the uses; the rest is the same.
+While code is traced there is no autograd graph, and it can't leave the vmap level. So
+each use has a *slot* ``[B, *shape]``, an argument of the traced function that is zero
+and is added to the output of the op, or to the copies of the parameter. The gradient of
+the slot is the backprops of the use.
 """
 
 from __future__ import annotations
@@ -29,20 +29,16 @@ from opacus_ext.grad_sample.rules import NotAtOnce
 T = torch.Tensor
 
 
-# How something was made of parameters, without data: a function, its arguments, a place
-# in what it returned if that was a tuple, what of the arguments is made of parameters,
-# and what was made, kept for its id.
+# How a value was computed from parameters without data: function, args, kwargs, index
+# in its output if that is a tuple, arguments that depend on parameters, and the value.
 Recipe = tuple[Callable, tuple, dict, "int | None", list[T], T]
 
-# What may give back what it was given.
+# Functions that may return their argument.
 _UNCHANGED = (T.to, T.type_as, T.contiguous, T.float, T.double, T.half, T.bfloat16)
 
 
 class TracedValue(ParameterValue):
-    """
-    A parameter, or what a recipe has made of parameters. There is no graph yet, so it
-    is made again to follow gradients back.
-    """
+    """A parameter, or a value that is computed again to backpropagate through it."""
 
     edge = None
 
@@ -76,15 +72,15 @@ class TracedValue(ParameterValue):
 
 
 class TracedGroup(SampleGroup):
-    """Samples that run at once, in a function that is compiled."""
+    """Samples that run together in compiled code."""
 
     eager = False
 
     def __init__(self, params: Sequence[T], size: int):
         super().__init__(params, size)
         self.all = params
-        self.slots: Sequence[T] | None = None  # as samples see them
-        self.likes: list[tuple[torch.Size, torch.dtype]] = []  # the slots, by use
+        self.slots: Sequence[T] | None = None  # at the vmap level
+        self.likes: list[tuple[torch.Size, torch.dtype]] = []  # slots' shapes, dtypes
         self._recipes: dict[int, Recipe] = {}
 
     def inner(self, x: T) -> T:
@@ -98,8 +94,8 @@ class TracedGroup(SampleGroup):
             raise NotAtOnce("a branch on data")
         return x
 
-    # Inside a transform that differentiates, what was computed from parameters does
-    # not say that it requires a gradient. If it does not, its gradient is zero.
+    # Inside torch.func.grad, values computed from parameters may lack requires_grad:
+    # recipes tell them from constants.
 
     def is_shared(self, x: Any) -> bool:
         own = id(x) in self.params or id(x) in self._recipes
@@ -117,7 +113,7 @@ class TracedGroup(SampleGroup):
         parts: list[T] = []
         self.find_shared((*args, *kwargs.values()), parts)
         several = isinstance(made, (tuple, list))
-        if func is T.__setitem__:  # which gives None
+        if func is T.__setitem__:  # returns None
             made = args[0]
         for place, x in enumerate(made if several else [made]):
             if not (isinstance(x, T) and (x.is_floating_point() or x.is_complex())):
@@ -137,25 +133,25 @@ class TracedGroup(SampleGroup):
 
     def note(self, y: T, *use: Any) -> T:
         noted = ParameterUse(*use)
-        # As they are now: the compiler copies what is changed in place later alone.
+        # Clones, as data may be changed in place later; the compiler removes others.
         data = tuple(x.clone() for x in noted.data)
         self.uses.append(noted._replace(data=data))
         self.likes.append((y.shape, y.dtype))
         return y if self.slots is None else y + self.slots[len(self.uses) - 1]
 
-    def uses_in_words(self) -> str:
-        """What each use is made of, and how: equal for runs that are the same."""
+    def signature(self) -> str:
+        """Describes the uses; equal for traces that use parameters in the same way."""
         numbers = {id(p): i for i, p in enumerate(self.all)}
-        words = []
+        texts = []
         for use, (shape, dtype) in zip(self.uses, self.likes):
             kind = type(use.factors).__name__
-            words.append(f"{kind} {tuple(shape)} {dtype} {use.data_rows}")
+            texts.append(f"{kind} {tuple(shape)} {dtype} {use.data_rows}")
             values = [v for v in use.values if v is not None]
-            words += [f"{numbers.get(id(v.tensor))}{tuple(v.shape)}" for v in values]
-        return " ".join(words)
+            texts += [f"{numbers.get(id(v.tensor))}{tuple(v.shape)}" for v in values]
+        return " ".join(texts)
 
     def make_slots(self) -> list[T]:
-        """Makes slots of zeros, which take no memory."""
+        """Makes slots: zeros, expanded without memory."""
         device = self.all[0].device
         return [
             torch.zeros((), dtype=dtype, device=device).expand(self.size, *shape)
@@ -169,10 +165,8 @@ class TracedGroup(SampleGroup):
         slots: Sequence[T] | None = None,
     ) -> tuple[list[T], list[list[T]]]:
         """
-        Runs all samples, with their slots; the first run finds the uses.
-
-        Returns:
-            what they return ``[B, ...]``, and by use the data that its factors need
+        Runs all samples with their slots; the first run, without, finds the uses.
+        Returns the outputs ``[B, ...]``, and the saved data of each use.
         """
         first = slots is None
         places = [i for i, own in enumerate(samples.by_sample) if own]
@@ -199,7 +193,7 @@ class TracedGroup(SampleGroup):
     def collect(
         self, kept: list[list[T]], grads: Sequence[T | None], size: int
     ) -> GradSamples:
-        """The per-sample gradients, of the data kept and the slots' gradients."""
+        """Returns per-sample gradients, from saved data and the slots' gradients."""
         uses = [use._replace(data=data) for use, data in zip(self.uses, kept)]
         collector = Collector(self.all, size, uses)
         for use, g in zip(uses, grads):

@@ -1,8 +1,8 @@
-"""Ghost clipping: one pass for the norms, another for the clipped sum (Lee & Kifer).
+"""Ghost clipping: one backward pass for norms, another for the clipped sum.
 
-Both passes are backward passes through one graph, with the same gradients. The first
-keeps the norms alone. In the second, the gradients of a parameter are weighted by the
-clipping factors, added up and dropped as soon as they are known.
+Both passes go through one graph (Lee & Kifer 2020). The first keeps only norms. In the
+second, each parameter's gradients are summed, weighted by the clipping factors, and
+dropped as soon as they are complete.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ T = torch.Tensor
 
 
 class TwoPassSum(ClippedSum):
-    """The clipped sum of gradients, by two passes; see :class:`~clip.ClippedSum`."""
+    """The clipped sum by two backward passes; see :class:`~clip.ClippedSum`."""
 
     def add_group(self, rows: T | None, group: Any, *given: Any) -> list[T | None]:
-        """See :class:`~clip.ClippedSum`."""
+        """See :meth:`~clip.ClippedSum.add_group`."""
         norms = self.group_norms(group.size, keep=False)
         digests: dict[int, T] = {}
 
         def note(use: ParameterUse, backprops: T) -> None:
             digests[id(use)] = digest(backprops)
 
-        run: Any = functools.partial(gradients_of_group, group, *given)
-        samples, _ = run(done=norms.take, seen=note)
+        one_pass: Any = functools.partial(gradients_of_group, group, *given)
+        samples, _ = one_pass(done=norms.add, seen=note)
         with torch.no_grad():
             factors, bad = self._clip(rows, norms.finish(samples))
         by_id = {id(p): i for i, p in enumerate(self.params)}
-        differ: list[T] = []  # of each use in the second pass, whether it differs
+        differ: list[T] = []  # for each use in the second pass: True if it differs
         sums: dict[int, T] = {}
 
         def compare(use: ParameterUse, backprops: T) -> None:
@@ -51,7 +51,7 @@ class TwoPassSum(ClippedSum):
                 sums[id(p)] = sample.weighted_sum(weights[own].to(p.device))
             sample.clear()
 
-        samples, of_inputs = run(done=add, seen=compare)
+        samples, of_inputs = one_pass(done=add, seen=compare)
         with torch.no_grad():
             for p in self.params:
                 if id(p) in samples and id(p) not in sums:
@@ -59,8 +59,8 @@ class TwoPassSum(ClippedSum):
         if len(differ) != len(digests) or differ and bool(torch.stack(differ).any()):
             raise Refused(
                 "Two backward passes through the model gave other gradients (a hook or "
-                "an autograd function that keeps state or draws random numbers?), and "
-                'mode "ghost" takes the norms from one and the sum from the other.',
+                "autograd function has state or draws random numbers), but mode "
+                '"ghost" computes norms in one and the sum in the other.',
                 remedy='Use grad_sample_mode="ghost_bk" or "hooks".',
             )
         self._add([sums.get(id(p)) for p in self.params])
@@ -68,7 +68,7 @@ class TwoPassSum(ClippedSum):
 
 
 def _differ(new: T, old: T | None, backprops: T) -> T:
-    """Whether digests of a use differ in some sample by more than rounding."""
+    """Returns True if the digests of some sample differ by more than rounding."""
     if old is None:
         return torch.ones((), dtype=torch.bool, device=new.device)
     new, old = new.nan_to_num(0, 0), old.nan_to_num(0, 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import types
 from typing import Any, Callable, ContextManager
 from unittest.mock import patch
@@ -16,7 +17,7 @@ is_batched: Callable[[Any], bool] = _functorch.is_batchedtensor
 
 
 class Level:
-    """A level of vmap over ``size`` samples, entered and left by hand."""
+    """A vmap level over ``size`` samples, entered and left explicitly."""
 
     def __init__(self, size: int):
         self.size, self.number = size, 0
@@ -31,22 +32,22 @@ class Level:
 
     @property
     def innermost(self) -> bool:
-        """Whether no other transform of torch.func runs inside this level."""
+        """True if no other torch.func transform runs inside this level."""
         stack = _functorch.peek_interpreter_stack()
         return stack is not None and stack.level() == self.number
 
     def wrap(self, x: torch.Tensor) -> torch.Tensor:
-        """``[B, *shape]`` as one sample sees it, ``[*shape]``."""
+        """Turns ``[B, *shape]`` into the tensor that one sample sees, ``[*shape]``."""
         return _functorch._add_batch_dim(x, 0, self.number)
 
     def unwrap(self, x: torch.Tensor) -> torch.Tensor:
-        """The values of all samples, ``[B, *shape]``."""
+        """Returns the values of all samples, ``[B, *shape]``."""
         inner, dim = _functorch.get_unwrapped(x), _functorch.maybe_get_bdim(x)
         return inner if dim == 0 else inner.movedim(dim, 0)
 
 
 class Outside:
-    """A block outside of vmap, where tensors hold the values of all samples."""
+    """A block outside of the vmap level, where tensors hold all samples."""
 
     def __enter__(self) -> None:
         self.layer = _functorch.pop_dynamic_layer_stack()
@@ -56,41 +57,38 @@ class Outside:
 
 
 def saved_tensor_hooks() -> tuple | None:
-    """The hooks that pack what autograd saves, as activation checkpointing sets."""
+    """Returns autograd's saved-tensor hooks, which activation checkpointing sets."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
 def cache_kept() -> ContextManager:
-    """Leaves what ``parametrize.cached`` keeps as it was."""
+    """Restores the cache of ``parametrize.cached`` at the end of the block."""
     return patch.dict(parametrize._cache)
 
 
 def will_run(node: Any) -> bool:
-    """Within a backward pass, whether it comes to this node of the graph."""
+    """Returns True if the running backward pass reaches this node of the graph."""
     return torch._C._will_engine_execute_node(node)
 
 
 def is_composite(function: Callable) -> bool:
-    """Whether it is a Python function of ``torch.nn.functional``, made of other ops."""
+    """Returns True for Python functions of ``torch.nn.functional``."""
     return getattr(function, "__globals__", None) is vars(F)
 
 
-_open: dict[Callable, Callable] = {}
-
-
-def opened(function: Callable) -> Callable:
-    """A composite function that modes see op by op, and not as one op."""
-    if function not in _open:
-        names = [n for n in vars(F) if n.startswith("has_torch_function")]
-        inside = {**vars(F), **dict.fromkeys(names, lambda *args: False)}
-        given = function.__code__, inside, function.__name__, function.__defaults__
-        _open[function] = types.FunctionType(*given)
-        _open[function].__kwdefaults__ = function.__kwdefaults__
-    return _open[function]
+@functools.cache
+def decomposed(function: Callable) -> Callable:
+    """Returns a copy of a composite function whose inner ops modes see."""
+    names = [n for n in vars(F) if n.startswith("has_torch_function")]
+    inside = {**vars(F), **dict.fromkeys(names, lambda *args: False)}
+    given = function.__code__, inside, function.__name__, function.__defaults__
+    found = types.FunctionType(*given)
+    found.__kwdefaults__ = function.__kwdefaults__
+    return found
 
 
 def whole(x: torch.Tensor) -> torch.Tensor:
-    """The tensor that holds the values of all samples, or ``x`` if it is plain."""
+    """Returns the tensor of all samples; ``x`` itself outside of vmap."""
     while is_batched(x):
         x = _functorch.get_unwrapped(x)
     return x

@@ -1,10 +1,10 @@
 """A per-sample gradient as a sum of rank-one terms.
 
-For every layer that matters here the gradient of sample ``b`` with respect to one
-parameter is ``G[b] = sum_t f1[b, t] (x) f2[b, t] (x) ...``, one factor for each axis
-of the parameter. A factor is either dense rows ``[B, T, width]`` or one-hot rows,
-given by an index ``[B, T]`` (:class:`OneHot`). Every mode of DP-SGD uses the operations
-of this object, :class:`GradSample`: materialize, squared norm, weighted sum.
+The gradient of sample ``b`` with respect to one parameter is ``G[b] = sum_t f1[b, t]
+(x) f2[b, t] (x) ...``, with one factor for each axis of the parameter. A factor is
+either dense rows ``[B, T, width]`` or one-hot rows, given by an index ``[B, T]``
+(:class:`OneHot`). All modes of DP-SGD use three operations of :class:`GradSample`:
+materialize, squared norm, weighted sum.
 
 Source: ghost norms for dense layers (Lee & Kifer 2020; Li et al. 2021), for a tied
 embedding (DPFormer, claim 4.1, whose printed square on the first term is a misprint).
@@ -15,17 +15,9 @@ from opacus_ext.grad_sample.factors.rows import (
     Factor,
     OneHot,
     dtype_of,
-    wide,
+    upcast,
     workspace,
 )
 
-__all__ = [
-    "Factor",
-    "GradSample",
-    "OneHot",
-    "OuterProducts",
-    "Term",
-    "dtype_of",
-    "wide",
-    "workspace",
-]
+__all__ = ["Factor", "GradSample", "OneHot", "OuterProducts", "Term"]
+__all__ += ["dtype_of", "upcast", "workspace"]

@@ -1,4 +1,4 @@
-"""The per-sample gradients of one parameter: terms, what they cost, and their sum."""
+"""The per-sample gradients of one parameter: terms, the cost model, and their sum."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from opacus_ext.grad_sample.factors.rows import (
     square_of_sums,
     square_sum,
     steps,
-    wide,
+    upcast,
     width_of,
     workspace,
 )
 from opacus_ext.refused import Refused
 
 T = torch.Tensor
-_CPU_CACHE = 2**22  # bytes worked on at a time by a CPU
-_FEW = 2**26  # multiply-adds that take no longer than sorting rows by index
+_CPU_CACHE = 2**22  # bytes in a block on CPU
+_FEW = 2**26  # multiply-adds that are cheaper than sorting rows by index
 
 
 class Term:
@@ -38,12 +38,11 @@ class Term:
     Per-sample gradients ``[B, numel]`` of one use of a parameter.
 
     Attributes:
-        batch_size: number of samples
-        dtype: that norms are accumulated in, float32 or wider
-        flat: the gradients, if they are there and nothing is to be computed; else None
+        dtype: the dtype in which norms are accumulated, float32 or wider
+        flat: the gradients, if they are materialized already; else None
         onehot: its one-hot factors
-        sliced: whether not even the rows of one sample need fit into memory, so that
-            all is done by parts. Such a term has ``length``, :meth:`part` and
+        sliced: True if even one sample's rows may exceed the memory, so that all
+            operations are done by parts. Such a term has ``length``, :meth:`part` and
             :meth:`without`
     """
 
@@ -56,49 +55,43 @@ class Term:
     sliced = False
 
     def materialize(self, dtype: torch.dtype, out: T | None = None) -> T:
-        """
-        The gradients ``[B, numel]``, added to ``out`` in place if it is given, which
-        may have any shape.
-        """
+        """Returns the gradients ``[B, numel]``, added in place to ``out`` if given."""
         raise NotImplementedError
 
     def weighted_sum(self, weights: T, dtype: torch.dtype, out: T | None = None) -> T:
-        """
-        The sum over samples of ``weights[b]`` times the gradient, ``numel`` entries of
-        any shape, added to ``out`` in place if it is given.
-        """
+        """Returns ``sum_b weights[b] * gradient[b]``, added to ``out`` if given."""
         raise NotImplementedError
 
     def squared_norm(self) -> T:
-        """The squared norms ``[B]``."""
+        """Returns the squared norms ``[B]``."""
         raise NotImplementedError
 
     def without(self, samples: T) -> Term:
-        """The same with zeros for some samples, ``[B]`` of bool."""
+        """Returns a term with zeros for the samples of a mask ``[B]``."""
         raise NotImplementedError
 
     def resolved(self) -> OuterProducts:
-        """The same gradients as rows that are in memory."""
+        """Returns the same gradients as a term whose rows are in memory."""
         return OuterProducts(self.materialize(self.dtype).unsqueeze(1))
 
     def part(self, shape: torch.Size, samples: slice, rows: slice) -> OuterProducts:
-        """The gradients of some samples, for some rows of a parameter of this shape."""
+        """Returns the gradients of some samples and some rows of the parameter."""
         return self.resolved().part(shape, samples, rows)
 
 
 class OuterProducts(Term):
     """
-    Sums over rows of outer products of the factors of each row. One dense factor alone
-    needs no rows: what is summed is summed at once.
+    The sum over rows of the outer products of their factors. The rows of a single
+    dense factor are summed immediately.
 
     Args:
-        factors: one or more axes of the parameter each, left to right
+        factors: each for one or more axes of the parameter, left to right
     """
 
     def __init__(self, *factors: Factor):
         first = entries(factors[0])
         if len(factors) == 1 and not isinstance(factors[0], OneHot):
-            first = wide(first)
+            first = upcast(first)
             if first.shape[1] != 1:
                 first = first.sum(1, keepdim=True)
             factors, self.flat = (first,), first.squeeze(1)
@@ -113,12 +106,12 @@ class OuterProducts(Term):
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """Of the factors."""
+        """The row sizes of the factors."""
         return tuple(map(width_of, self.factors))
 
     @property
     def dtype(self) -> torch.dtype:  # type: ignore[override]
-        """That norms are accumulated in."""
+        """The dtype in which norms are accumulated."""
         return dtype_of(*(f.dtype for f in self.dense))
 
     def materialize(self, dtype: torch.dtype, out: T | None = None) -> T:
@@ -157,7 +150,7 @@ class OuterProducts(Term):
             table = into.view(-1, rows.shape[1]).index_add_(0, places, rows)
             if into is out:
                 return out
-        if not leading:  # axes back from (one-hot, dense) to the parameter's order
+        if not leading:  # reorders axes (one-hot, dense) as in the parameter
             table = table.view(self.batch_size, *(self.widths[i] for i in order))
             table = table.permute(0, *(1 + order.index(i) for i in range(len(order))))
         new = table.reshape(self.batch_size, product(self.widths))
@@ -168,9 +161,9 @@ class OuterProducts(Term):
         if self.flat is not None:
             new = weights @ self.flat.to(dtype)
             return new if out is None else out.add_(new.view_as(out))
-        # All rows as those of one sample, the narrowest factor scaled.
+        # Treats all rows as one sample's, and scales the narrowest factor.
         at, weights = None, weights[:, None, None]
-        for f in self.dense:  # no min() with a key, which the compiler does not know
+        for f in self.dense:  # torch.compile does not support min(key=)
             if at is None or f.shape[2] < at.shape[2]:
                 at = f
         factors: list[Factor] = []
@@ -188,20 +181,17 @@ class OuterProducts(Term):
         return OuterProducts(*factors).materialize(dtype, out)
 
     def without(self, samples: T) -> OuterProducts:
-        where = samples[:, None, None]
-        return OuterProducts(
-            *(
-                f if isinstance(f, OneHot) else f.masked_fill(where, 0)
-                for f in self.factors
-            )
-        )
+        where, factors = samples[:, None, None], list(self.factors)
+        for i, f in enumerate(factors):
+            factors[i] = f if isinstance(f, OneHot) else f.masked_fill(where, 0)
+        return OuterProducts(*factors)
 
     def resolved(self) -> OuterProducts:
         return self
 
     def squared_norm(self) -> T:
-        """By products of Gram matrices, or sums of rows of one index."""
-        if self.length == 1:  # the norm of a product of rows is the product of theirs
+        """Uses products of Gram matrices, or sums of rows with the same index."""
+        if self.length == 1:  # the norm of an outer product is the product of norms
             squares = [square_sum(f.to(self.dtype)) for f in self.dense]
             return functools.reduce(torch.mul, squares)
         if by_segments(self):
@@ -212,7 +202,7 @@ class OuterProducts(Term):
     def part(self, shape: torch.Size, samples: slice, rows: slice) -> OuterProducts:
         some = [cut(f, samples) for f in self.factors]
         first = some[0]
-        if self.widths[0] != shape[0]:  # it has several axes
+        if self.widths[0] != shape[0]:  # the factor covers several axes
             whole = OuterProducts(*some).materialize(self.dtype)
             return OuterProducts(whole.view(-1, 1, *shape)[:, :, rows].flatten(2))
         if not isinstance(first, OneHot):
@@ -228,23 +218,20 @@ class OuterProducts(Term):
         return OuterProducts(*some)
 
 
-# -- what it costs ---------------------------------------------------------------------
+# -- cost model ------------------------------------------------------------------------
 #
-# Multiply-adds a sample. The constants weigh in memory traffic: about 4 for an entry in
-# cache; 60 for one that is written, read twice and takes memory. They were set by
-# timing on CPU; only speed depends on them.
+# Costs are multiply-adds a sample. Constants stand for memory traffic, timed on CPU: 4
+# for an entry in cache, 60 for one that is written and read twice. Results do not
+# depend on them.
 
 
 def by_segments(term: OuterProducts) -> bool:
-    """
-    Whether rows of equal index are summed: one-hot factors, with one dense, and so
-    many rows that sorting them takes less than to let all meet.
-    """
+    """Returns True if sorting one-hot rows by index is cheaper than Gram matrices."""
     return bool(term.onehot) and len(term.dense) == 1 and term.length > 32
 
 
 def of_grams(terms: Sequence[OuterProducts]) -> float:
-    """Cost of the squared norm by Gram matrices of the terms and of each pair."""
+    """Returns the cost of squared norms by Gram matrices, over all pairs of terms."""
     if len({t.widths for t in terms}) > 1:
         return math.inf
     cost = 0.0
@@ -265,7 +252,7 @@ def of_grams(terms: Sequence[OuterProducts]) -> float:
 
 
 def of_blocks(terms: Sequence[OuterProducts]) -> float:
-    """Cost of the squared norm by gradients materialized block by block."""
+    """Returns the cost of squared norms by materializing blocks."""
     numel = product(terms[0].widths)
     cost = 4.0 * numel
     for t in terms:
@@ -278,25 +265,29 @@ def of_blocks(terms: Sequence[OuterProducts]) -> float:
 
 def worth_caching(terms: Sequence[OuterProducts], cache: int, cost: float) -> bool:
     """
-    Whether gradients are materialized for their norm and cached for the clipped sum,
-    in so many bytes at most, where another way to the norm has a cost.
+    Returns True if gradients are to be materialized for the norm and cached for the
+    clipped sum.
+
+    Args:
+        cache: bytes that are left
+        cost: of the norm in the cheapest other way
     """
     several = [len(t.dense) > 1 for t in terms]
     if not any(several) or any(t.onehot and n for t, n in zip(terms, several)):
-        return False  # nothing to gain
+        return False
     numel = product(terms[0].widths)
     size = terms[0].batch_size * numel * dtype_of(*(t.dtype for t in terms)).itemsize
     return size <= cache and 60 * numel <= cost
 
 
 def few(term: OuterProducts) -> bool:
-    """Whether rows are so few that all pairs may meet, most of them in vain."""
+    """Returns True if Gram matrices of all rows are cheaper than grouping by index."""
     width = 64 + sum(f.shape[2] for f in term.dense)  # 64: passes over the product
     size = term.batch_size * term.length**2
     return size * width <= _FEW and 3 * size * term.dtype.itemsize <= workspace()
 
 
-# -- their sum -------------------------------------------------------------------------
+# -- sum of terms ----------------------------------------------------------------------
 
 
 class GradSample:
@@ -306,7 +297,7 @@ class GradSample:
     Args:
         shape: shape of the parameter
         batch_size: number of samples ``B``
-        rows: the gradients, if they are known, ``[B, numel]``
+        rows: materialized gradients ``[B, numel]``, if any
 
     Example:
         >>> import torch
@@ -320,7 +311,7 @@ class GradSample:
     def __init__(self, shape: torch.Size, batch_size: int, rows: T | None = None):
         self.shape, self.numel = torch.Size(shape), product(shape)
         self.batch_size = batch_size
-        self.cached_bytes = 0  # of gradients materialized to be cached
+        self.cached_bytes = 0  # size of cached materialized gradients
         self._terms: list[Term] = []
         if rows is not None:
             self._terms.append(OuterProducts(rows.unsqueeze(1)))
@@ -330,10 +321,9 @@ class GradSample:
         Adds one use of the parameter.
 
         Args:
-            factors: one a parameter axis, left to right: dense ``[B, T, width]`` or
-                :class:`OneHot` with index ``[B, T]``. Neighboring axes may share one
-                factor, so ``[B, 1, numel]`` is a materialized per-sample gradient. Or
-                one :class:`Term`.
+            factors: one for each axis of the parameter: dense ``[B, T, width]`` or
+                :class:`OneHot` with index ``[B, T]``; or one :class:`Term`. Adjacent
+                axes may share a factor: ``[B, 1, numel]`` is a materialized gradient
 
         Raises:
             Refused: if the factors do not fit the parameter or the batch
@@ -345,7 +335,7 @@ class GradSample:
             self._check(factors)
             term = OuterProducts(*factors)
         last = self._terms[-1].flat if self._terms else None
-        if last is not None and term.flat is not None:  # added at once
+        if last is not None and term.flat is not None:
             self._terms[-1] = OuterProducts((last + term.flat).unsqueeze(1))
         elif self.batch_size:
             self._terms.append(term)
@@ -370,14 +360,11 @@ class GradSample:
             )
 
     def flat(self) -> T | None:
-        """
-        ``[B, numel]``, if the gradients are there already and nothing is to be
-        computed; else None.
-        """
+        """Returns ``[B, numel]`` if the gradients are materialized, else None."""
         return self._terms[0].flat if len(self._terms) == 1 else None
 
     def materialize(self) -> T:
-        """The per-sample gradients ``[B, *shape]``."""
+        """Returns the per-sample gradients ``[B, *shape]``."""
         out = None
         if self._by_parts:
             out = self._zeros(self.batch_size, *self.shape)
@@ -390,13 +377,8 @@ class GradSample:
 
     def weighted_sum(self, weights: T) -> T:
         """
-        The sum over the batch of ``weights[b] * G[b]``, without per-sample gradients.
-
-        Args:
-            weights: ``[B]``, for example clipping factors
-
-        Returns:
-            ``[*shape]``
+        Returns ``sum_b weights[b] * G[b]``, ``[*shape]``, without per-sample gradients;
+        ``weights [B]`` are for example clipping factors.
         """
         total = None
         if self._by_parts:
@@ -410,16 +392,13 @@ class GradSample:
 
     def squared_norm(self, cache: int = 0) -> T:
         """
-        Squared norms, by the cheapest of three ways under :func:`workspace`: products
-        of Gram matrices, sums over segments of equal index, or per-sample gradients
-        materialized block by block. Never negative.
+        Returns squared norms ``[B]``, in float32 or wider, never negative. It chooses
+        the cheapest way under :func:`workspace`: Gram matrices, sums over segments of
+        equal index, or per-sample gradients materialized block by block.
 
         Args:
-            cache: bytes that may be spent on caching materialized gradients for a
-                later :meth:`weighted_sum`; ``cached_bytes`` tells how many were
-
-        Returns:
-            ``[B]``, in float32 or wider.
+            cache: bytes that materialized gradients may occupy until
+                :meth:`weighted_sum`; ``cached_bytes`` is the number used
         """
         if not all(isinstance(t, OuterProducts) for t in self._terms):
             if self.batch_size * self.numel * self._dtype.itemsize <= cache:
@@ -450,16 +429,11 @@ class GradSample:
         return squares.clamp(min=0)
 
     def drop(self, samples: T) -> None:
-        """
-        Makes the gradients of some samples zero, whatever they are.
-
-        Args:
-            samples: which, ``[B]`` of bool
-        """
+        """Sets the gradients of the samples of a mask ``[B]`` to zero."""
         self._terms = [t.without(samples) for t in self._terms]
 
     def clear(self) -> None:
-        """Forgets the gradients; norms that were computed stay valid."""
+        """Drops the gradients."""
         self._terms, self.cached_bytes = [], 0
 
     @property
@@ -471,18 +445,18 @@ class GradSample:
         return torch.zeros(shape, dtype=self._dtype, device=device)
 
     def _in_order(self) -> Sequence[Term]:
-        """One-hot terms come last: they add into the entries that they touch."""
+        """Returns terms, one-hot ones last: these only touch some entries."""
         return sorted(self._terms, key=lambda t: len(t.onehot))
 
     def _cache(self, same: GradSample) -> T:
-        """Materializes the same gradients to be used from now on; squared norms."""
+        """Replaces the terms by materialized gradients; returns squared norms."""
         flat = same.materialize().flatten(1)
         self._terms = [OuterProducts(flat.unsqueeze(1))]
         self.cached_bytes = flat.numel() * flat.dtype.itemsize
         return square_sum(flat)
 
     def _merged(self) -> GradSample:
-        """The terms of one kind as one, so that products between them vanish."""
+        """Concatenates terms of one kind, which leaves fewer pairs of terms."""
         kinds: dict[tuple, list[OuterProducts]] = {}
         for term in (t.resolved() for t in self._terms):
             kind = tuple((width_of(f), entries(f).dtype) for f in term.factors)
@@ -495,7 +469,7 @@ class GradSample:
         first, bound = self._terms[0], workspace()
         if first.device.type == "cpu":
             bound = min(bound, _CPU_CACHE)
-        # Those of a shared parameter are not in memory at once but to be cached.
+        # Gradients of a shared parameter are materialized whole only for the cache.
         several = len(self._terms) > 1 or bool(first.onehot)
         count = max(4 if several else 1, self.batch_size * self.numel * 8 // bound)
         step = max(1, math.ceil(self.shape[0] / count))
@@ -506,11 +480,11 @@ class GradSample:
 
     @property
     def _by_parts(self) -> bool:
-        """Whether all is done by parts, of which there are none without terms."""
+        """True if all operations are done by parts; also if there are no terms."""
         return not self._terms or any(t.sliced for t in self._terms)
 
     def _slices(self) -> Iterator[tuple[slice, slice, GradSample]]:
-        """Yields parts whose rows fit into the workspace."""
+        """Yields parts that fit into the workspace."""
         for term in (t for t in self._terms if t.sliced):
             count = max(1, workspace() // (max(1, term.length) * term.dtype.itemsize))
             step = min(self.shape[0], max(64, count))
@@ -518,7 +492,7 @@ class GradSample:
             break
 
     def _parts(self, step: int, some: int) -> Iterator[tuple[slice, slice, GradSample]]:
-        """The gradients of ``some`` samples, for ``step`` rows of the parameter."""
+        """Yields gradients of ``some`` samples and ``step`` rows of the parameter."""
         for start, stop in steps(self.shape[0], step):
             shape = torch.Size((stop - start, *self.shape[1:]))
             for first, last in steps(self.batch_size, some):
@@ -534,7 +508,7 @@ def _sum_of(terms: Sequence[Term], shape: torch.Size, size: int) -> GradSample:
 
 
 def _square_by_groups(term: OuterProducts) -> T:
-    """Squared norms ``[B]``, where rows of one sample and one index meet."""
+    """Returns squared norms ``[B]`` from groups of rows with the same place."""
     places, size = places_of(term.onehot)
     squares = places.new_zeros(term.batch_size * size, dtype=term.dtype)
     shape = torch.Size(f.shape[2] for f in term.dense)

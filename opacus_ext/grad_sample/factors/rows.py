@@ -1,7 +1,7 @@
-"""Factors: rows of which per-sample gradients are outer products, and how they meet.
+"""Factors: the rows whose outer products add up to a per-sample gradient.
 
-Rows meet all with all, in Gram matrices (:func:`inner`), or by their place: those of
-one sample and of one index. A place is ``sample * size + index``, one for each row;
+Norms need inner products of rows: of all pairs, in Gram matrices (:func:`inner`), or
+of rows with the same place. The place of a row is ``sample * size + index``, where
 ``size`` is the number of indices.
 """
 
@@ -15,7 +15,7 @@ import torch
 from opacus_ext.refused import Refused
 
 T = torch.Tensor
-_LARGE = 128  # rows of a group that is a product of its own
+_LARGE = 128  # average rows from which each group is multiplied by itself
 _workspace = 64 * 2**20
 
 
@@ -30,18 +30,18 @@ Factor = Union[T, OneHot]  # dense rows are [B, T, width]
 
 
 def entries(factor: Factor) -> T:
-    """``[B, T, ...]``: the index of one-hot rows, dense ones as they are."""
+    """Returns ``[B, T, ...]``: the index of one-hot rows, or the dense rows."""
     return factor.index if isinstance(factor, OneHot) else factor
 
 
 def cut(factor: Factor, where: Any) -> Factor:
-    """Some rows of a factor."""
+    """Indexes the rows of a factor."""
     rows = entries(factor)[where]
     return OneHot(rows, factor.size) if isinstance(factor, OneHot) else rows
 
 
 def joined(factors: Sequence[Factor]) -> Factor:
-    """The rows of factors of one kind, one factor after the other."""
+    """Concatenates the rows of factors of one kind."""
     if len(factors) == 1:
         return factors[0]
     rows = torch.cat([entries(f) for f in factors], dim=1)
@@ -49,17 +49,17 @@ def joined(factors: Sequence[Factor]) -> Factor:
 
 
 def width_of(factor: Factor) -> int:
-    """The size of a row."""
+    """Returns the size of a row."""
     return factor.size if isinstance(factor, OneHot) else factor.shape[2]
 
 
-def wide(x: T) -> T:
-    """Widens half precision: norms are accumulated in float32 or better."""
+def upcast(x: T) -> T:
+    """Converts half precision to float32, in which norms are accumulated."""
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
 def dtype_of(*dtypes: torch.dtype) -> torch.dtype:
-    """The type that norms of these are accumulated in: float32 or wider."""
+    """Returns the dtype in which norms are accumulated: float32 or wider."""
     found = torch.float32
     for dtype in dtypes:
         found = torch.promote_types(found, dtype)
@@ -67,7 +67,7 @@ def dtype_of(*dtypes: torch.dtype) -> torch.dtype:
 
 
 def product(sizes: Iterable[int]) -> int:
-    """The product of sizes; compilers do not know ``math.prod``."""
+    """Multiplies sizes; ``torch.compile`` does not support ``math.prod``."""
     found = 1
     for size in sizes:
         found *= size
@@ -75,13 +75,13 @@ def product(sizes: Iterable[int]) -> int:
 
 
 def steps(size: int, step: int) -> Iterator[tuple[int, int]]:
-    """Yields where each part of an axis begins and ends."""
+    """Yields the start and stop of each chunk of an axis."""
     for start in range(0, size, step):
         yield start, min(start + step, size)
 
 
 def square_sum(x: T) -> T:
-    """Squared norms ``[B]`` of what each sample has, ``[B, ...]``."""
+    """Returns the squared norms ``[B]`` of the samples ``[B, ...]``."""
     x = x if x.dim() == 2 else x.flatten(1)
     return torch.linalg.vector_norm(x, dim=1).square_()
 
@@ -90,7 +90,7 @@ def square_sum(x: T) -> T:
 
 
 class _Bound(int):
-    """A bound that comes back into force where a ``with`` block ends."""
+    """A bound that is restored where a ``with`` block ends."""
 
     def __enter__(self) -> None:
         pass
@@ -101,19 +101,17 @@ class _Bound(int):
 
 def workspace(num_bytes: int | None = None) -> int:
     """
-    The one setting that trades memory for time: how many bytes the per-sample
-    gradients may occupy for a while beside what training needs anyway.
+    Sets how many bytes temporary per-sample gradients may occupy, which trades memory
+    for time. Results do not depend on it.
 
-    It bounds the blocks in which norms are computed, and in "ghost_bk" also the sum
-    of all per-sample gradients that are cached from the norm to the clipped sum.
-    Results do not depend on it.
+    It bounds the blocks in which norms are computed. In "ghost_bk" it also bounds the
+    per-sample gradients that are cached between the norms and the clipped sum.
 
     Args:
-        num_bytes: new bound in bytes, for good or for a ``with`` block; None leaves it
-            as it is
+        num_bytes: the new bound, permanent or for a ``with`` block; None only reads it
 
     Returns:
-        The bound in force before the call, in bytes.
+        The bound in bytes before the call.
 
     Raises:
         Refused: if ``num_bytes`` is not positive
@@ -142,15 +140,15 @@ def workspace(num_bytes: int | None = None) -> int:
     return _Bound(before)
 
 
-# -- rows that meet --------------------------------------------------------------------
+# -- inner products --------------------------------------------------------------------
 
 
 def inner(
     left: tuple[Factor, ...], right: tuple[Factor, ...] | None, dtype: torch.dtype
 ) -> T:
     """
-    ``sum_{t,t'} prod_k <left_k[t], right_k[t']>``, for each sample, in chunks of t
-    under the workspace; without ``right`` those of ``left`` with each other.
+    Returns ``sum_{t,t'} prod_k <left_k[t], right_k[t']>`` for each sample, computed in
+    chunks of t that fit into the workspace. If ``right`` is None it equals ``left``.
     """
     first, symmetric = entries(left[0]), right is None
     batch_size, rows = first.shape[:2]
@@ -158,7 +156,7 @@ def inner(
     size = 2 * batch_size * entries(right[0]).shape[1] * dtype.itemsize
     step = max(1, workspace() // max(1, size))
     if symmetric:
-        # Only one of the triangles: a chunk meets itself and, twice, what follows.
+        # One triangle suffices: each chunk with itself, and twice with later rows.
         step = min(step, max(64, math.ceil(rows / 4)))
     total = torch.zeros(batch_size, dtype=dtype, device=first.device)
     for start, stop in steps(rows, step):
@@ -174,7 +172,7 @@ def inner(
 
 
 def _gram(f: Factor, g: Factor, dtype: torch.dtype) -> T:
-    """``[B, T, T']`` of ``<f[t], g[t']>``."""
+    """Returns ``<f[t], g[t']>`` as ``[B, T, T']``."""
     if isinstance(f, OneHot) and isinstance(g, OneHot):
         return (f.index[:, :, None] == g.index[:, None, :]).to(dtype)
     if isinstance(f, OneHot):
@@ -186,7 +184,7 @@ def _gram(f: Factor, g: Factor, dtype: torch.dtype) -> T:
 
 
 def places_of(onehot: Sequence[OneHot]) -> tuple[T, int]:
-    """The place of each row, flattened, and ``size``, by all one-hot factors."""
+    """Returns the place of each row, flattened, and ``size``."""
     index, size = onehot[0]
     for other in onehot[1:]:
         index, size = index * other.size + other.index, size * other.size
@@ -195,9 +193,8 @@ def places_of(onehot: Sequence[OneHot]) -> tuple[T, int]:
 
 
 def square_of_sums(rows: T, places: T, size: int, batch_size: int) -> T:
-    """Sums the rows ``[rows, width]`` of each place; squared norms of these ``[B]``."""
-    # Numbers of the segments: as many as there are rows at most, so that nobody has to
-    # know how many there are (which a device would have to be waited for).
+    """Sums the rows ``[rows, width]`` of each place; returns squared norms ``[B]``."""
+    # Buffers have one entry a row: the number of segments would need a device sync.
     ranked, order = places.sort()
     new = torch.zeros_like(ranked)
     new[1:] = ranked[1:] != ranked[:-1]
@@ -212,10 +209,10 @@ def groups_of(
     dense: Sequence[T], places: T, large: int = _LARGE
 ) -> Iterator[tuple[T | slice, list[T]]]:
     """
-    The rows of each place as a sample of their own: factors ``[groups, rows, width]``,
-    padded with zeros, behind their places. Small groups of about one size come
-    together, so that at most half of it is padding however uneven they are; groups of
-    ``large`` or more rows on average come one by one.
+    Groups rows by place. Yields places and the factors of their rows ``[groups, rows,
+    width]``, padded with zeros. Groups of similar size are yielded together, so that at
+    most half of the entries are padding; groups of ``large`` or more rows on average
+    are yielded one by one.
     """
     ranked, order = places.sort(stable=True)
     keys, counts = torch.unique_consecutive(ranked, return_counts=True)

@@ -1,4 +1,4 @@
-"""The modes of DP-SGD: what is done with the per-sample gradients of a run.
+"""The modes of DP-SGD, which use per-sample gradients in different ways.
 
 =========== ====== ==============================================================
 mode        passes per-sample gradients
@@ -10,6 +10,6 @@ mode        passes per-sample gradients
 "ghost_bk"  1      norms, then the clipped sum, both from the factors
                    (book-keeping, Bu et al. 2023)
 "scan"      B      each sample alone by ordinary autograd, clipped and added
-"auto"             "ghost_bk" or "scan", by the time they take
+"auto"             "ghost_bk" or "scan", whichever is faster
 =========== ====== ==============================================================
 """

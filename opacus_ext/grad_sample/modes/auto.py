@@ -1,9 +1,8 @@
-"""Mode "auto": all samples at once, or one after the other, whichever takes less time.
+"""Mode "auto": "ghost_bk" or "scan", whichever is faster; both give the same update.
 
-Both give the same update. Short samples are run at once ("ghost_bk"), as starting
-kernels takes longer than running them; of long ones each fills the machine by itself,
-and "scan" has no norm to compute beside the gradient. If it is not clear which way is
-faster, the first steps are timed, and all later ones run in the faster way.
+Short samples run together ("ghost_bk"), as launching kernels takes longer than running
+them. A long sample uses the whole device by itself, and "scan" needs no ghost norms. If
+neither is certain, the first steps are timed.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ from opacus_ext.grad_sample.modes.ghost import BookKeeping
 logger = logging.getLogger(__name__)
 
 AT_ONCE, ONE_BY_ONE = "ghost_bk", "scan"
-# The first time counts for neither: what is learned of a model is learned then.
+# The first time of each way includes set-up, and is not used.
 _TRIALS = AT_ONCE, AT_ONCE, ONE_BY_ONE, ONE_BY_ONE, AT_ONCE, ONE_BY_ONE
-# A layer takes some 20 kernels, forward and backward, each 5 microseconds to start.
+# A layer launches about 20 kernels in forward and backward, 5 microseconds each.
 _START = 20 * 5e-6
 
 
 class Choice:
-    """Chooses the faster way for a model with so many layers with parameters."""
+    """Chooses the faster way for a model with this number of layers."""
 
     def __init__(self, layers: int):
         self.layers = layers
@@ -37,20 +36,20 @@ class Choice:
 
     @property
     def next(self) -> str:
-        """How the next batch is run."""
+        """The way of the next batch."""
         return self.way or _TRIALS[sum(map(len, self.times.values()))]
 
     @property
     def best(self) -> dict[str, float]:
-        """The least time of a sample so far, in each way."""
+        """The shortest time for a sample so far, in each way."""
         return {w: min(x[1:], default=math.inf) for w, x in self.times.items()}
 
     def add(self, seconds: float, size: int) -> None:
-        """Takes the time of a step of ``size`` samples, and chooses if it can."""
+        """Adds the time of a step of ``size`` samples, and chooses if possible."""
         self.times[self.next].append(seconds / size)
         best = self.best
-        if best[AT_ONCE] < self.layers * _START:
-            self.way = AT_ONCE  # one by one, starting kernels alone takes longer
+        if best[AT_ONCE] < self.layers * _START:  # "scan" launches them for each sample
+            self.way = AT_ONCE
         elif sum(map(len, self.times.values())) == len(_TRIALS):
             self.way = min(best, key=best.__getitem__)
 
@@ -59,20 +58,20 @@ class Auto(BookKeeping):
     """Mode "auto": "ghost_bk" or "scan", whichever takes less time."""
 
     def add_hooks(self, **kwargs: Any) -> None:
-        """Takes the place of the model's calls, and times them."""
+        """Intercepts the model's calls, and times them."""
         super().add_hooks(**kwargs)
         self.choice = Choice(sum(bool(m._parameters) for m in self._module.modules()))
         self._start: float | None = None
         self.private.begin = self._begin
 
     def _begin(self, size: int) -> None:
-        """A forward pass begins."""
+        """Called before a forward pass."""
         self.private.one_by_one = self.choice.next == ONE_BY_ONE
         self._start = self._now() if self.choice.way is None and size else None
 
-    def _give(self, optimizer: Any, total: ClippedSum) -> None:
-        """The gradients of a batch are there."""
-        super()._give(optimizer, total)
+    def _set_grads(self, optimizer: Any, total: ClippedSum) -> None:
+        """Called after the backward pass of a batch."""
+        super()._set_grads(optimizer, total)
         if self._start is None or not len(total.norms):
             return
         self.choice.add(self._now() - self._start, len(total.norms))
@@ -87,6 +86,6 @@ class Auto(BookKeeping):
 
     def _now(self) -> float:
         device = next(iter(self.private.params.values())).device
-        if device.type == "cuda":  # for the first steps alone
+        if device.type == "cuda":
             torch.cuda.synchronize(device)
         return time.perf_counter()

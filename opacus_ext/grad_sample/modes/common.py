@@ -1,4 +1,4 @@
-"""What all modes share: a private model in the place of Opacus's hooks."""
+"""The base of all modes: a private model replaces Opacus's hooks."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from opacus_ext.grad_sample.adapter.forward import ForwardRecord, PrivateModel
+from opacus_ext.grad_sample.adapter.forward import ForwardRecord
+from opacus_ext.grad_sample.adapter.model import PrivateModel
 from opacus_ext.grad_sample.core.dynamo import settings_of
 from opacus_ext.grad_sample.parallel.model import ParallelModel
 from opacus_ext.grad_sample.parallel.sharding import find_group
 from opacus_ext.grad_sample.rules.embedding import refuse_embedding
 from opacus_ext.refused import Refused
 
-#: What make_private was given beyond Opacus's own arguments, while it runs.
+#: Arguments of make_private beyond Opacus's own, while it runs.
 settings: ContextVar[dict[str, Any]] = ContextVar("settings", default={})
 
 
 def refuse(module: nn.Module) -> None:
-    """Refuses a module that holds what can't be trained privately."""
+    """Refuses a module with parts that can't be trained privately."""
     for name, p in module.named_parameters():
         if p.requires_grad and p.is_complex():
             raise Refused(
@@ -35,8 +36,8 @@ def refuse(module: nn.Module) -> None:
         what = f"{name or 'the model'} ({type(layer).__name__})"
         if isinstance(layer, FSDPModule):
             raise Refused(
-                f"{what} is sharded by fully_shard (FSDP2), whose parameters are not "
-                "whole in any process.",
+                f"{what} is sharded by fully_shard (FSDP2), so no process holds whole "
+                "parameters.",
                 module=what,
                 remedy="Use opacus.distributed."
                 "DifferentiallyPrivateDistributedDataParallel, or Opacus's own "
@@ -49,12 +50,12 @@ def refuse(module: nn.Module) -> None:
 
 
 class PrivateMode:
-    """What all modes do; mixed into Opacus's classes."""
+    """The base of all modes, mixed into Opacus's classes."""
 
     private: PrivateModel
     plain_backward: Callable[[ForwardRecord, Any], list[Any]]  # see PrivateModel
-    one_by_one = False  # whether no samples run at once
-    compiles = False  # whether what torch.compile was used on is compiled
+    one_by_one = False  # True if no samples run together
+    compiles = False  # True if compiled models run in compiled programs
 
     def add_hooks(
         self,
@@ -63,24 +64,20 @@ class PrivateMode:
         batch_first: bool = True,
         force_functorch: bool = False,
     ) -> None:
-        """Takes the place of the model's calls, once."""
+        """Intercepts the model's calls; refuses a second time."""
         module = self._module
         if hasattr(module, "autograd_grad_sample_hooks"):
             raise Refused(
                 "Trying to add hooks twice to the same model: it is private already.",
-                remedy="Pass what make_private returned first, or call its cleanup() "
-                "before.",
+                remedy="Pass the model that make_private returned first, or call its "
+                "cleanup() before.",
             )
         refuse(module)
         given = {"on_nonfinite": "drop", **settings.get()}
         self.on_nonfinite = given.pop("on_nonfinite")
         sharded = find_group(module.modules()) is not None
-        self.private = (ParallelModel if sharded else PrivateModel)(
-            module,
-            batch_first,
-            one_by_one=self.one_by_one,
-            **given,
-        )
+        kind = ParallelModel if sharded else PrivateModel
+        self.private = kind(module, batch_first, one_by_one=self.one_by_one, **given)
         self.private.check_hooks()
         self.private.backward = self.plain_backward
         self.private.compiles = self.compiles and not sharded
@@ -91,28 +88,28 @@ class PrivateMode:
 
     @classmethod
     def validate(cls, module: nn.Module, *, strict: bool = False) -> list[Exception]:
-        """Finds nothing: buffers that data are written into are refused when seen."""
+        """Returns no errors: buffers that store data are refused during training."""
         return []
 
     def disable_hooks(self) -> None:
-        """Lets the model run as it was, for a while."""
+        """Lets the model run as a plain module."""
         super().disable_hooks()
         self.private.enabled = False
 
     def enable_hooks(self) -> None:
-        """Lets samples run by themselves again."""
+        """Lets samples run separately again."""
         super().enable_hooks()
         self.private.enabled = True
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """As ``torch.compile`` of the wrapped model, in place (``nn.Module``)."""
+        """Compiles the wrapped model, as ``nn.Module.compile``."""
         self.private.settings = settings_of(
             torch.compile(nn.Identity(), *args, **kwargs)
         )
 
 
 def classes(mode: type, hooks: type, module: type) -> tuple[type, type]:
-    """A mode as Opacus's classes: wrapped around a model, and attached to one."""
+    """Makes Opacus's two classes of a mode: a wrapper of a model, and its hooks."""
     name, about = mode.__name__, {"__doc__": mode.__doc__}
     return (
         type(f"{name}Module", (_Wrapper, mode, module), about),
@@ -121,7 +118,7 @@ def classes(mode: type, hooks: type, module: type) -> tuple[type, type]:
 
 
 class _Wrapper:
-    """Gives what stands for a model the attributes of the model."""
+    """Delegates missing attributes to the wrapped model."""
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -135,16 +132,16 @@ class _Wrapper:
 
 
 class Attachment:
-    """A module, or a wrapper around it, whose calls go to a private model."""
+    """Redirects the calls of a module, or its wrapper, to a private model."""
 
     def __init__(self, private: PrivateModel, module: nn.Module):
         self.private, self.module = private, module
-        # Where a module's call goes first, before its hooks (nn.Module).
+        # nn.Module calls this instead of its forward and hooks.
         self._before = vars(module).get("_compiled_call_impl")
         vars(module)["_compiled_call_impl"] = functools.partial(private, module)
 
     def remove(self) -> None:
-        """Gives the module its calls back."""
+        """Restores the module's own calls."""
         self.private.enabled = False
         vars(self.module).pop("_compiled_call_impl", None)
         if self._before is not None:
@@ -152,19 +149,19 @@ class Attachment:
 
 
 def private_model_of(module: nn.Module) -> PrivateModel | None:
-    """What runs the samples of a model in training; None if it is not private."""
+    """Returns the private model of a module; None if it is not private."""
     handles = getattr(module, "autograd_grad_sample_hooks", ())
     return next((h.private for h in handles if isinstance(h, Attachment)), None)
 
 
 def not_private(private: PrivateModel, p: Any, what: str) -> Refused:
-    """The error for a parameter that would get a gradient that is not clipped."""
+    """Makes the error for a parameter whose gradient would not be clipped."""
     name = private.names.get(p)
     if name is not None:
         return Refused(
             f"Parameter {name} of shape {tuple(p.shape)} is also used outside of the "
-            "model's forward, for example in the loss itself, where its gradient can't "
-            "be told apart by sample.",
+            "model's forward, for example in the loss, where its per-sample gradients "
+            "are unknown.",
             parameter=name,
             remedy="Use it inside the forward of the module that owns it; if only a "
             "part of the model is called, make that part private.",

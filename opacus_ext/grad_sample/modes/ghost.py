@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map
 
 from opacus_ext.grad_sample.adapter.criterion import SampleCriterion
 from opacus_ext.grad_sample.adapter.forward import ForwardRecord
-from opacus_ext.grad_sample.adapter.outputs import Met, met_by
+from opacus_ext.grad_sample.adapter.outputs import Dependencies, dependencies_of
 from opacus_ext.grad_sample.core.clip import ClippedSum, DenseGrads, digest
 from opacus_ext.grad_sample.core.gradients import no_autocast
 from opacus_ext.grad_sample.core.groups import Samples
@@ -26,15 +26,14 @@ from opacus_ext.refused import Refused, warn_once
 
 T = torch.Tensor
 
-# Functions of losses that are the same for each sample's loss; products and quotients
-# are with numbers.
+# Functions that apply to each sample's loss; products and quotients are with numbers.
 _SUMS = {"add", "__add__", "__radd__", "sub", "__sub__", "__rsub__", "rsub"}
 _PRODUCTS = {"mul", "__mul__", "__rmul__", "neg", "__neg__"}
 _QUOTIENTS = {"div", "__div__", "__truediv__"}
 _IN_PLACE = {"add_", "sub_", "mul_", "div_"}
-# What leaves the one number that a loss is as it is.
+# Functions that do not change a single number.
 _SAME = {"mean", "sum", "clone", "squeeze", "to", "cpu", "cuda", "float", "double"}
-# What gives a number, as of a tensor that needs no gradient.
+# Functions that convert to a number, for which the loss is detached.
 _NUMBER = {"__float__", "__int__", "__array__", "numpy", "__format__"}
 _NO_SAMPLES = {"grad", "register_hook", "retain_grad"}
 
@@ -44,10 +43,10 @@ class ClippedLoss(torch.Tensor, stock.DPTensorFastGradientClipping):
     The mean or sum of per-sample losses, whose ``backward()`` leaves clipped sums in
     ``p.grad``.
 
-    It is a tensor without dims and goes where one goes: it is formatted, compared,
-    logged, moved, stacked. Sums and differences of such losses, and their products with
-    numbers, are such losses again. Of anything else that is computed from it the
-    samples are lost, and a backward pass through that is refused.
+    It is a tensor without dims: it can be formatted, compared, logged, moved, stacked.
+    Sums and differences of such losses, and products with numbers, are such losses
+    again. Any other function loses the samples, and a backward pass through its result
+    is refused.
 
     Example:
         >>> losses = torch.tensor([1.0, 2.0])
@@ -57,9 +56,9 @@ class ClippedLoss(torch.Tensor, stock.DPTensorFastGradientClipping):
     """
 
     loss_per_sample: T
-    divisor: float = 1.0  # by what number it was divided
-    done = False  # whether backward() was called: it is but a number then
-    has_graph = True  # whether it was computed where gradients are
+    divisor: float = 1.0  # the number by which it was divided
+    done = False  # True after backward()
+    has_graph = True  # False if computed under torch.no_grad()
 
     def __new__(
         cls,
@@ -69,7 +68,7 @@ class ClippedLoss(torch.Tensor, stock.DPTensorFastGradientClipping):
         loss_reduction: str = "mean",
         value: T | None = None,
     ) -> ClippedLoss:
-        """Makes it as Opacus does, of losses ``[B]``, and its value if it is known."""
+        """Takes Opacus's arguments, with losses ``[B]``, and its value if known."""
         if value is None:
             losses = loss_per_sample.detach()
             value = losses.sum() if loss_reduction == "sum" else losses.mean()
@@ -94,11 +93,10 @@ class ClippedLoss(torch.Tensor, stock.DPTensorFastGradientClipping):
         Leaves clipped sums in ``p.grad``, as ``clipped_backward`` of the ghost modes.
 
         Args:
-            scale: the losses are multiplied by it on the way back, and the gradients
-                divided by it before they are clipped: for models that compute in
-                float16, where small gradients vanish
-            retain_graph: allowed; a second ``backward()`` before the step is refused,
-                and so is any other argument of ``Tensor.backward``
+            scale: factor of the losses, by which the gradients are divided before they
+                are clipped; keeps small gradients of float16 models from vanishing
+            retain_graph: allowed, but a second ``backward()`` before the step is
+                refused, as is any other argument of ``Tensor.backward``
         """
         if create_graph or inputs is not None or gradient is not None:
             raise Refused(
@@ -109,7 +107,7 @@ class ClippedLoss(torch.Tensor, stock.DPTensorFastGradientClipping):
         if not self.has_graph and self.loss_per_sample.numel():
             raise Refused(
                 "The loss was computed under torch.no_grad(), and has no gradient.",
-                remedy="Compute it outside of that, from outputs that were, too.",
+                remedy="Compute the outputs and the loss outside of torch.no_grad().",
             )
         if self.done:
             raise Refused(
@@ -123,7 +121,7 @@ class ClippedLoss(torch.Tensor, stock.DPTensorFastGradientClipping):
                 f"The loss was divided by {self.divisor:g} before backward(). Each "
                 "sample's gradient is clipped after that: the guarantee holds, but "
                 f"gradients below max_grad_norm are {self.divisor:g} times smaller "
-                "against the same noise. To accumulate batches leave the division out "
+                "relative to the noise. To accumulate batches leave the division out "
                 "and use opacus.utils.batch_memory_manager.BatchMemoryManager.",
             )
         self.module.clipped_backward(self.optimizer, self.loss_per_sample, scale)
@@ -134,14 +132,14 @@ class ClippedLoss(torch.Tensor, stock.DPTensorFastGradientClipping):
     def __torch_function__(
         cls, func: Callable, types: Any, args: tuple = (), kwargs: Any = None
     ) -> Any:
-        """Keeps the losses of samples through sums and products, where it can."""
+        """Applies sums and products to the losses of samples, too."""
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
         losses = [x for x in args if isinstance(x, ClippedLoss) and not x.done]
         if name in _NO_SAMPLES:
             raise _without_samples(f"{name} of a private loss")
         if name in _IN_PLACE and isinstance(args[0], ClippedLoss):
             name = name[:-1]
-            func = getattr(T, name)  # a new one
+            func = getattr(T, name)
 
         def plain(x: Any) -> Any:
             if not isinstance(x, ClippedLoss):
@@ -154,12 +152,13 @@ class ClippedLoss(torch.Tensor, stock.DPTensorFastGradientClipping):
 
         with torch._C.DisableTorchFunctionSubclass():
             value = func(*tree_map(plain, args), **tree_map(plain, kwargs))
-            keeps = losses and torch.is_grad_enabled() and isinstance(value, T)
-            if not keeps or value.dim():
+            if not (losses and torch.is_grad_enabled() and isinstance(value, T)):
+                return value
+            if value.dim():
                 return value
             if name in _SAME:
                 each = losses[0].loss_per_sample
-            elif _knows_samples(name, losses, args):
+            elif _is_by_sample(name, losses, args):
                 each = func(*map(of_samples, args), **kwargs)
             else:
                 return value
@@ -174,8 +173,8 @@ class ClippedLoss(torch.Tensor, stock.DPTensorFastGradientClipping):
     __str__ = torch.Tensor.__str__  # not Opacus's
 
 
-def _knows_samples(name: str, losses: Sequence[ClippedLoss], args: tuple) -> bool:
-    """Whether a function of losses is the same for each sample's."""
+def _is_by_sample(name: str, losses: Sequence[ClippedLoss], args: tuple) -> bool:
+    """Returns True if a function of losses can be applied to each sample's loss."""
     kinds = {(x.module, x.loss_reduction, x.loss_per_sample.shape) for x in losses}
     if len(losses) > 1:
         return name in _SUMS and len(kinds) == 1
@@ -183,7 +182,7 @@ def _knows_samples(name: str, losses: Sequence[ClippedLoss], args: tuple) -> boo
 
 
 class _WithoutSamples(torch.autograd.Function):
-    """Passes a value on, and refuses any gradient that comes back."""
+    """The identity, whose backward pass is refused."""
 
     @staticmethod
     def forward(ctx: Any, value: T, anchor: T) -> T:
@@ -191,7 +190,7 @@ class _WithoutSamples(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: T) -> Any:
-        raise _without_samples("A backward pass through what was computed from a loss")
+        raise _without_samples("A backward pass through what is computed from a loss")
 
 
 _anchor = torch.zeros((), requires_grad=True)
@@ -199,25 +198,25 @@ _anchor = torch.zeros((), requires_grad=True)
 
 def _without_samples(what: str) -> Refused:
     return Refused(
-        f"{what} would not know the samples, whose gradients are clipped one by one.",
+        f"{what} loses the samples, whose gradients are clipped one by one.",
         remedy="Call backward() on the loss that the private criterion returns. It can "
         "be multiplied by numbers and added (total = total + loss) to losses of the "
-        "same samples and model; anything else belongs into the criterion. For a "
-        "number to log take loss.item() or loss.detach().",
+        "same samples and model; compute anything else in the criterion. To log a "
+        "number use loss.item() or loss.detach().",
     )
 
 
 class ClippedCriterion(stock.DPLossFastGradientClipping):
     """
-    A criterion whose loss clips per sample: it runs for each sample alone, with its own
-    reduction. Outputs and targets of flattened tokens ``[B * T]`` need
-    ``shape=[B, T]``, as in Opacus.
+    A criterion that returns a :class:`ClippedLoss`. It is evaluated for each sample
+    alone, with its own reduction. Outputs and targets of flattened tokens ``[B * T]``
+    need ``shape=[B, T]``, as in Opacus.
     """
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        told = functools.partial(warn_once, self.optimizer)
-        self.by_sample = SampleCriterion(self.criterion, self.loss_reduction, told)
+        warn = functools.partial(warn_once, self.optimizer)
+        self.by_sample = SampleCriterion(self.criterion, self.loss_reduction, warn)
 
     def __call__(self, *args: Any, shape: Any = None, **kwargs: Any) -> ClippedLoss:
         size = self.module.private.size if shape is None else shape[0]
@@ -226,18 +225,18 @@ class ClippedCriterion(stock.DPLossFastGradientClipping):
 
 
 class Ghost(PrivateMode):
-    """Mode "ghost", and what it shares with the modes that leave clipped sums."""
+    """Mode "ghost", and the base of all modes that leave clipped sums."""
 
     compiles = True
     sum_of: type = TwoPassSum
-    calls = 0  # of backward(), with several samples
+    calls = 0  # of backward() with several samples
 
     def plain_backward(
         self, record: ForwardRecord, grads: Sequence[T | None]
     ) -> list[T | None]:
         """
-        An ordinary ``backward()``, of a loss that is not the private one: gradients go
-        on to the inputs, and none to the model. It is refused if no input wants one.
+        Handles ``backward()`` of a loss that the private criterion did not return:
+        inputs get gradients, the model none. Refused if no input requires one.
         """
         if not record.trained:
             raise Refused(
@@ -250,41 +249,41 @@ class Ghost(PrivateMode):
         return record.of_inputs(grads)
 
     def get_norm_sample(self) -> T:
-        """Gradient norms ``[B]`` of the samples of the last backward pass."""
+        """Returns the gradient norms ``[B]`` of the last backward pass."""
         return self.per_sample_gradient_norms
 
     def get_clipping_coef(self) -> T:
-        """Flat clipping factors ``[B]`` of the last backward pass."""
+        """Returns the flat clipping factors ``[B]`` of the last backward pass."""
         return (self.max_grad_norm / (self.get_norm_sample() + 1e-6)).clamp(max=1.0)
 
     def clipped_backward(self, optimizer: Any, losses: T, scale: float = 1.0) -> None:
         """
-        Sets ``p.grad`` of every trainable parameter to the sum of the per-sample
-        gradients of losses ``[B]``, clipped as the DP optimizer says. Nothing is
-        changed if that is refused. See :meth:`ClippedLoss.backward` for ``scale``.
+        Sets ``p.grad`` of every trainable parameter to the clipped sum of the
+        per-sample gradients of losses ``[B]``. Changes nothing if it is refused. See
+        :meth:`ClippedLoss.backward` for ``scale``.
         """
         if not 0 < scale < math.inf:
             reason = f"scale must be a positive number, got {scale}."
             raise Refused(reason, parameter="scale")
         total = self._total(optimizer, losses.numel(), scale)
-        met = met_by([losses])
-        self._check(met, losses)
+        sources = dependencies_of([losses])
+        self._check(sources, losses)
         with no_autocast():
-            self._add(total, met, losses * scale)
-        for record in met.records:
-            record.take()
-        self._give(optimizer, total)
+            self._add(total, sources, losses * scale)
+        for record in sources.records:
+            record.mark_done()
+        self._set_grads(optimizer, total)
 
     def clip(
         self, optimizer: Any, samples: list[Samples], loss: Callable[[Any], T]
     ) -> T:
         """
-        Sets ``p.grad`` as :meth:`clipped_backward` does, without outputs of a batch:
-        ``loss`` calls the model with a sample. Returns the losses ``[B]``, detached.
+        Sets ``p.grad`` as :meth:`clipped_backward`, where ``loss`` calls the model with
+        a sample. Returns the losses ``[B]``, detached.
         """
         total = self._total(optimizer, sum(some.size for some in samples))
         losses = self.private.clip(samples, loss, total)
-        self._give(optimizer, total)
+        self._set_grads(optimizer, total)
         return losses
 
     def _total(self, optimizer: Any, size: int, scale: float = 1.0) -> ClippedSum:
@@ -302,13 +301,13 @@ class Ghost(PrivateMode):
         clipping = optimizer.clipping_function
         return kind(params, size, clipping, self.on_nonfinite, scale)
 
-    def _give(self, optimizer: Any, total: ClippedSum) -> None:
+    def _set_grads(self, optimizer: Any, total: ClippedSum) -> None:
         self.per_sample_gradient_norms = total.norms
         sums = dict(zip(optimizer.params, total.sums().values()))
         optimizer.set_clipped_sums(sums, total.norms)
 
-    def _check(self, met: Met, losses: T) -> None:
-        """Refuses losses that are not one a sample, or depend on other models."""
+    def _check(self, sources: Dependencies, losses: T) -> None:
+        """Refuses losses of another shape, or that depend on other models."""
         private = self.private
         if losses.dim() != 1:
             raise Refused(
@@ -319,17 +318,17 @@ class Ghost(PrivateMode):
                 "call criterion(opacus_ext.losses.model_losses(model, batch))."
                 "backward().",
             )
-        for leaf in met.leaves:
+        for leaf in sources.leaves:
             if leaf is _anchor:  # as in (1 - torch.exp(-loss)) ** 2 * loss
-                raise _without_samples("A product with what was computed from a loss")
+                raise _without_samples("A product with what is computed from a loss")
             raise not_private(private, leaf, "the loss is")
-        for record in met.records:
+        for record in sources.records:
             if record.model is not private:
                 p = next(iter(record.params.values()), losses)
                 raise not_private(private, p, "the loss is")
             if record.done:
-                record.take()  # which refuses
-            for p in met_by(record.trained).leaves:
+                record.mark_done()  # raises
+            for p in dependencies_of(record.trained).leaves:
                 if isinstance(p, nn.Parameter):
                     raise not_private(private, p, "its input is")
             if record.size != len(losses):
@@ -342,15 +341,14 @@ class Ghost(PrivateMode):
                     "shape=[B, T]).",
                 )
 
-    def _add(self, total: ClippedSum, met: Met, losses: T) -> None:
-        if not met.nodes:
+    def _add(self, total: ClippedSum, sources: Dependencies, losses: T) -> None:
+        nodes = sources.nodes
+        if not nodes:
             return
-        edges = [
-            GradientEdge(n, i) for n in met.nodes for i in range(len(n.record.dims))
-        ]
-        dims = [dim for n in met.nodes for dim in n.record.dims.values()]
-        found = iter(self._of_outputs(losses, edges, dims))
-        own = [(n.record, [next(found) for _ in n.record.dims]) for n in met.nodes]
+        edges = [GradientEdge(n, i) for n in nodes for i in range(len(n.record.dims))]
+        dims = [dim for n in nodes for dim in n.record.dims.values()]
+        found = iter(self._output_grads(losses, edges, dims))
+        own = [(n.record, [next(found) for _ in n.record.dims]) for n in nodes]
         if len(own) == 1:
             (record, grads), *_ = own
             record.add_gradients(total, grads)
@@ -360,25 +358,24 @@ class Ghost(PrivateMode):
                 "A loss of several forward passes, with experts that are spread over "
                 "processes.",
                 module=self.private.describe(),
-                remedy="Compute it from one pass.",
+                remedy="Compute it from one forward pass.",
             )
-        # Several passes of one batch: the gradient of a sample is their sum.
+        # The gradient of a sample is the sum over all forward passes.
         whole = DenseGrads(dict(zip(total.names, total.params)), total.norms.shape[0])
         for record, grads in own:
             record.add_gradients(whole, grads)
-        samples = {
-            id(p): GradSample(p.shape, whole.size, rows.flatten(1))
-            for p, rows in whole.found()
-        }
+        samples = {}
+        for name, rows in whole.rows.items():
+            p = whole.params[name]
+            samples[id(p)] = GradSample(p.shape, whole.size, rows.flatten(1))
         total.add_samples(samples)
 
-    def _of_outputs(
-        self, losses: T, edges: list[GradientEdge], places: list[int | None]
+    def _output_grads(
+        self, losses: T, edges: list[GradientEdge], dims: list[int | None]
     ) -> Sequence[T | None]:
         """
-        The gradients of the model's outputs, given their edges and the dim of the
-        samples in each. Now and then it is looked at whether a loss depends on the
-        outputs of another sample, which is refused.
+        Returns the gradients of the model's outputs, given their edges and batch dims.
+        Checks, increasingly rarely, that no loss depends on outputs of other samples.
         """
 
         def backward(weights: T, keep: bool = False) -> Sequence[T | None]:
@@ -387,7 +384,7 @@ class Ghost(PrivateMode):
             )
 
         def digests(found: Sequence[T | None]) -> list[Any]:
-            pairs = zip(found, places)
+            pairs = zip(found, dims)
             return [g if g is None else digest(g.movedim(d or 0, 0)) for g, d in pairs]
 
         size, ones = len(losses), torch.ones_like(losses)
@@ -398,12 +395,11 @@ class Ghost(PrivateMode):
         weights[::2] *= -1
         expected = digests(backward(weights, keep=True))
         found = backward(ones)
-        for g, known, rows in zip(found, digests(found), expected):
-            if g is not None and not _scaled(known, weights, rows, g.dtype):
+        for g, plain, rows in zip(found, digests(found), expected):
+            if g is not None and not _scaled(plain, weights, rows, g.dtype):
                 raise Refused(
-                    "The loss of a sample depends on the outputs of others: what is "
-                    "computed between the model and the criterion, or by it, mixes "
-                    "samples.",
+                    "The loss of a sample depends on the outputs of others: the "
+                    "criterion, or code before it, mixes samples.",
                     parameter="criterion",
                     remedy="Compute the loss of each sample from that sample alone.",
                 )
@@ -412,17 +408,17 @@ class Ghost(PrivateMode):
 
 
 def _scaled(rows: T, weights: T, expected: T, dtype: torch.dtype) -> bool:
-    """Whether weighted losses have the gradients of losses, each times its weight."""
+    """Returns True if the gradients of weighted losses are the weighted gradients."""
     rows = rows * torch.stack([weights.abs(), weights]).to(rows)
     norms = rows[0].nan_to_num(0, 0)
     coarse = 1e-3 if dtype.itemsize >= 4 else 0.03
     gaps = (rows - expected).abs().nan_to_num(0, 0)
-    least = torch.finfo(dtype).tiny  # below, float16 has few digits
+    least = torch.finfo(dtype).tiny  # float16 is imprecise below
     return bool((gaps <= coarse * norms + 1e-6 * norms.sum() + least).all())
 
 
 class BookKeeping(Ghost):
-    """Mode "ghost_bk": norms and sums from one pass."""
+    """Mode "ghost_bk": norms and sums from one backward pass."""
 
     sum_of = ClippedSum
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from opacus_ext.grad_sample.adapter.forward import ForwardRecord
-from opacus_ext.grad_sample.adapter.outputs import met_by
+from opacus_ext.grad_sample.adapter.outputs import dependencies_of
 from opacus_ext.grad_sample.core.clip import DenseGrads
 from opacus_ext.grad_sample.core.groups import Samples
 from opacus_ext.grad_sample.core.vmap import will_run
@@ -19,21 +19,21 @@ from opacus_ext.refused import Refused
 
 T = torch.Tensor
 
-_LOOK_AT = {8**i for i in range(20)}  # passes: it goes through all of the heap
-# The parameters of all models in this process; a set.
-_known = WeakIdKeyDictionary()
+# Backward passes before which all of the heap is searched for parameters.
+_SEARCHES = {8**i for i in range(20)}
+_parameters = WeakIdKeyDictionary()  # a set: the parameters of all models
 
 
 def note_parameter(module: Any, name: str, p: nn.Parameter) -> None:
-    """Notes each parameter that is registered: other models may get gradients."""
-    _known[p] = None
+    """Records a parameter when it is registered: other models may get gradients."""
+    _parameters[p] = None
 
 
-def _look_for_parameters() -> None:
-    """Finds parameters that were not registered, as of copied, unpickled models."""
+def _search_parameters() -> None:
+    """Finds parameters that were not registered, such as those of copied models."""
     for x in gc.get_objects():
         if issubclass(type(x), T) and isinstance(x, nn.Parameter):
-            _known[x] = None
+            _parameters[x] = None
 
 
 class _Edges(torch.autograd.Function):
@@ -45,33 +45,33 @@ class _Edges(torch.autograd.Function):
 
 
 def _reached(params: Iterable[T]) -> list[T]:
-    """The parameters that the running backward pass gives a gradient."""
+    """Returns the parameters that get a gradient in the running backward pass."""
     leaves = [p for p in params if p.requires_grad and p.is_leaf]
     with torch.enable_grad():
         edges = _Edges.apply(*leaves).grad_fn.next_functions
     return [p for p, (node, _) in zip(leaves, edges) if will_run(node)]
 
 
-class Recording(PrivateMode):
+class GradSampleMode(PrivateMode):
     """Modes "hooks" and "functorch": ``backward()`` leaves ``p.grad_sample``."""
 
-    fed = False  # whether gradients went on to another model since the last step
-    passes = 0  # backward passes so far
+    fed = False  # True if another model got gradients since the last step
+    passes = 0  # number of backward passes
 
     def add_hooks(self, **kwargs: Any) -> None:
-        """Takes the place of the model's calls, and collects their gradients."""
+        """Intercepts the model's calls."""
         super().add_hooks(**kwargs)
-        self._found: list[tuple[ForwardRecord, DenseGrads]] = []  # by forward pass
+        self._found: list[tuple[ForwardRecord, DenseGrads]] = []
         self.private.begin = self._begin
 
     def _begin(self, size: int) -> None:
-        self._found.clear()  # of a backward pass that failed
+        self._found.clear()  # left by a backward pass that failed
 
     def plain_backward(
         self, record: ForwardRecord, grads: Sequence[T | None]
     ) -> list[T | None]:
-        """Called in ``loss.backward()`` with the gradients of a pass's outputs."""
-        record.take()
+        """Called in ``loss.backward()`` with the gradients of the outputs."""
+        record.mark_done()
         if not self._found:
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
         total = DenseGrads(record.params, record.size)
@@ -91,18 +91,16 @@ class Recording(PrivateMode):
 
     def _feeds(self) -> bool:
         """
-        Whether gradients go on to a model that computed an input.
-
-        Raises:
-            Refused: if a parameter used behind the model, or beside it, gets one
+        Returns True if a model that computed an input gets gradients. Refuses gradients
+        of parameters that were used elsewhere.
         """
         self.passes += 1
-        if self.passes in _LOOK_AT:
-            _look_for_parameters()
+        if self.passes in _SEARCHES:
+            _search_parameters()
         own = self.private.names
         inputs = [x for record, _ in self._found for x in record.trained]
-        before = {id(x) for x in (*inputs, *met_by(inputs).leaves)}
-        others = [p for p in _known if p not in own]
+        before = {id(x) for x in (*inputs, *dependencies_of(inputs).leaves)}
+        others = [p for p in _parameters if p not in own]
         feeds = False
         for p in _reached([*own, *others]):
             if id(p) not in before or p in own:
@@ -122,14 +120,14 @@ class Recording(PrivateMode):
                 f"{self.private.describe()} was called with batches of {sorted(sizes)} "
                 "samples before one backward pass.",
                 module=self.private.describe(),
-                remedy="Use one batch size a pass.",
+                remedy="Use one batch size in all calls before backward().",
             )
         (size,) = sizes
         if not self.grad_accumulation_allowed and kept:
             raise Refused(
                 "backward() a second time before optimizer.step() and zero_grad(). "
-                "Poisson sampling is not compatible with grad accumulation, as Opacus "
-                "has it: each batch is drawn for one step.",
+                "Poisson sampling is not compatible with grad accumulation: each batch "
+                "is drawn for one step.",
                 remedy="Add up several losses of a batch, and call backward() on their "
                 "sum; for batches that don't fit in memory use opacus.utils."
                 "batch_memory_manager.BatchMemoryManager.",

@@ -7,7 +7,7 @@ from typing import Any, Callable, Sequence
 
 import torch
 
-from opacus_ext.grad_sample.adapter.forward import ModelGroup, PrivateModel
+from opacus_ext.grad_sample.adapter.model import ModelGroup, PrivateModel
 from opacus_ext.grad_sample.adapter.outputs import Leaf
 from opacus_ext.grad_sample.core.clip import ClippedSum, GroupNorms
 from opacus_ext.grad_sample.core.groups import why
@@ -38,7 +38,7 @@ class ParallelModel(PrivateModel):
         self.processes.batch_sizes = self.processes.meet(places.BEGIN, sizes)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """See :class:`~adapter.forward.PrivateModel`."""
+        """See :class:`~adapter.model.PrivateModel`."""
         if not self.enabled or self.running or not torch.is_grad_enabled():
             return super().__call__(*args, **kwargs)
         try:
@@ -121,10 +121,10 @@ class ParallelNorms(GroupNorms):
                 self.parts.append((at, rows, part))
                 self._part_of.update((id(params[i]), part) for i in at)
 
-    def take(self, p: T, sample: GradSample) -> None:
-        """Takes all gradients of a parameter."""
+    def add(self, p: T, sample: GradSample) -> None:
+        """Adds the gradients of a parameter."""
         if id(p) in self._part_of:
-            self._part_of[id(p)].take(p, sample)
+            self._part_of[id(p)].add(p, sample)
 
     def finish(self, samples: dict[int, GradSample]) -> T:
         """The norms, by one sum over all processes."""

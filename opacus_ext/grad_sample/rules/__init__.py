@@ -1,7 +1,7 @@
-"""Rules, one file a family of functions; importing this package registers them.
+"""Rules, one file for each family of functions; importing this package registers them.
 
-How to write one: :func:`register_rule`. A function that is computed in another way for
-samples that run at once has a handler, :func:`handles`.
+:func:`register_rule` says how to write one. A function that is computed differently for
+samples that run together has a handler, :func:`handles`.
 """
 
 from opacus_ext.grad_sample.rules import (  # noqa: F401

@@ -1,4 +1,4 @@
-"""Attention, by torch's fused kernels: they have no parameters, and vmap no kernel."""
+"""Attention by torch's fused kernels, which vmap does not support."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> T:
-    """The fused kernels on the batch of all samples."""
+    """Runs the fused kernels on the batch of all samples."""
     given = [group.own(x) for x in (query, key, value, attn_mask)]
     others = dropout_p, is_causal, scale, enable_gqa
     if not group.eager:
@@ -44,7 +44,7 @@ def _attention(*given: Any) -> T:
 
 
 def _of_all(info: Any, in_dims: tuple, *given: Any) -> tuple[T, int]:
-    """The same for all samples, ``[B, *shape]`` in the first dim of four."""
+    """The vmap rule: runs all samples, with tensors ``[B, *shape]``."""
     tensors, dims = [], 2
     for x, dim in zip(given[:4], in_dims):
         if x is not None:
@@ -54,15 +54,15 @@ def _of_all(info: Any, in_dims: tuple, *given: Any) -> tuple[T, int]:
         tensors.append(x)
     leads = {x.shape[:2] for x in tensors if x is not None}
     lead = leads.pop() if len(leads) == 1 else torch.broadcast_shapes(*leads)
-    wide = [
+    expanded = [
         None if x is None else x.expand(*lead, *x.shape[2:]).flatten(0, 1)
         for x in tensors
     ]
-    y = _attention(*wide, *given[4:]).unflatten(0, lead)
+    y = _attention(*expanded, *given[4:]).unflatten(0, lead)
     return y.reshape(lead[0], *y.shape[-dims:]), 0
 
 
-# For compiled code, which can't step out of vmap: an op with a rule for vmap.
+# For compiled code, which can't leave the vmap level: an op with a vmap rule.
 _library = torch.library.Library("opacus_ext", "FRAGMENT")
 _library.define(
     "attention(Tensor query, Tensor key, Tensor value, Tensor? mask, float dropout, "

@@ -1,8 +1,8 @@
 """Convolutions: a linear map of every window of the input.
 
-Where there are few windows the factors are these and the gradients of the outputs, as
-of a linear layer. Where there are many, a sample's gradient is smaller than its
-windows, and torch's own kernel computes it (:class:`ConvGradients`).
+With few windows, the factors are the windows and the backprops, as in a linear layer.
+With many, a sample's gradient is smaller than its windows, and torch's own kernel
+computes it (:class:`ConvGradients`).
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import torch
 from torch.nn import functional as F
 from torch.nn import grad
 
-from opacus_ext.grad_sample.factors import Term, dtype_of, wide
+from opacus_ext.grad_sample.factors import Term, dtype_of, upcast
 from opacus_ext.grad_sample.rules.registry import Op, register_rule
 
 T = torch.Tensor
 Size = Union[int, Sequence[int]]
-#: By dims of space; the second gives the gradient of the weight.
+#: By number of spatial dims: the convolution, and the gradient of its weight.
 _FUNCTIONS = {
     1: (F.conv1d, grad.conv1d_weight),
     2: (F.conv2d, grad.conv2d_weight),
@@ -55,9 +55,9 @@ def _each(value: Size, dims: int) -> tuple[int, ...]:
 
 
 class OfConv(NamedTuple):
-    """The factors of a weight and bias; settings have one entry a dim of space."""
+    """The factors of a weight and bias; settings have one entry a spatial dim."""
 
-    shape: torch.Size  # of the weight
+    shape: torch.Size  # shape of the weight
     stride: tuple[int, ...]
     padding: tuple[int, ...]
     dilation: tuple[int, ...]
@@ -78,10 +78,10 @@ class OfConv(NamedTuple):
         if few and self.groups == 1:
             windows = self.windows(x.flatten(0, 1)).unflatten(0, x.shape[:2])
             factors = (backprops.flatten(3).mT.flatten(1, 2), windows.flatten(1, 2))
-        return [factors, (wide(backprops.flatten(3)).sum(3),)]
+        return [factors, (upcast(backprops.flatten(3)).sum(3),)]
 
     def windows(self, x: T) -> T:
-        """The entries of ``[N, channels, *space]`` under each place of the kernel."""
+        """Returns the windows of ``[N, channels, *space]``, one row each."""
         dims = len(self.stride)
         x = F.pad(x, [n for n in reversed(self.padding) for _ in range(2)])
         for i, (k, s, d) in enumerate(zip(self.shape[2:], self.stride, self.dilation)):
@@ -90,15 +90,15 @@ class OfConv(NamedTuple):
         return x.movedim(1, 1 + dims).flatten(1, dims).flatten(2)
 
     def gradient(self, backprops: T, x: T) -> T:
-        """The gradient of the weight, summed over ``N`` and all places."""
+        """Returns the gradient of the weight, summed over ``N`` and all positions."""
         of_weight = _FUNCTIONS[len(self.stride)][1]
         return of_weight(x, self.shape, backprops, *self[1:])
 
 
 class ConvGradients(Term):
     """
-    The gradients of a weight, each computed when it is needed, by ``backprops [B, n,
-    out, *space]`` and ``x [B, n, in, *space]``.
+    The gradients of a weight, computed on demand from ``backprops [B, n, out, *space]``
+    and ``x [B, n, in, *space]``.
     """
 
     def __init__(self, conv: OfConv, backprops: T, x: T):
@@ -115,7 +115,7 @@ class ConvGradients(Term):
         return new if out is None else out.add_(new.view_as(out))
 
     def squared_norm(self) -> T:
-        return torch.stack([torch.dot(g, g) for g in map(wide, self._each())])
+        return torch.stack([torch.dot(g, g) for g in map(upcast, self._each())])
 
     def weighted_sum(self, weights: T, dtype: torch.dtype, out: T | None = None) -> T:
         weights = weights.to(dtype).view((-1,) + (1,) * (self.x.dim() - 1))

@@ -1,4 +1,4 @@
-"""Rows of a table, looked up by index."""
+"""Embeddings: rows of a table, looked up by index."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ T = torch.Tensor
 
 
 _PRIVATE = {
-    "max_norm=None": "max_norm rescales rows in place in the forward pass, by which "
-    "tokens the batch holds: that step is not private.",
+    "max_norm=None": "max_norm rescales the rows of the batch's tokens in place in the "
+    "forward pass, which is not private.",
     "scale_grad_by_freq=False": "scale_grad_by_freq divides a sample's gradient by how "
     "often the other samples use its tokens.",
     "sparse=False": "sparse=True gives a gradient whose pattern shows which tokens the "
@@ -27,7 +27,7 @@ _PRIVATE = {
 def refuse_embedding(
     what: str, max_norm: float | None, scale_grad_by_freq: bool, sparse: bool
 ) -> None:
-    """Refuses arguments of an embedding with which it can't be private."""
+    """Refuses arguments with which an embedding can't be private."""
     given = max_norm is not None, scale_grad_by_freq, sparse
     for is_set, (setting, reason) in zip(given, _PRIVATE.items()):
         if is_set:
@@ -68,7 +68,7 @@ def padded(
     *args: Any,
     **kwargs: Any,
 ) -> T:
-    """Applies ``padding_idx`` where each sample has its own table: vmap forgets it."""
+    """Applies ``padding_idx`` to per-sample tables, for which vmap ignores it."""
     if padding_idx is None or not group.is_batched(weight):
         return group.call(func, input, weight, padding_idx, *args, **kwargs)
     padding_idx %= len(weight)
@@ -96,15 +96,14 @@ def getitem(table: T, index: Any) -> Op | None:
     return Op((table,), (index,), factors, event, (0,), lambda p, index: p[0][index])
 
 
-# Equal for tables alike, by which uses of one kind are found.
-class OfRows(NamedTuple):
+class OfRows(NamedTuple):  # equal for equal tables, so that uses are bundled
     """The factors of a table ``[size, *]``, whose index may be negative."""
 
     size: int
     padding: int | None = None
 
     def whole(self, params: Sequence, ids: T) -> T:
-        """Looks up the rows of all samples."""
+        """Looks up the rows for all samples."""
         return F.embedding(ids, params[0], self.padding)
 
     def __call__(self, backprops: T, ids: T) -> list[tuple[Factor, ...]]:

@@ -1,9 +1,8 @@
-"""Experts: linear maps of which each row takes one.
+"""Experts: a stack of linear maps, of which each row uses one.
 
-Where weights are stacked in one parameter ``[experts, ...]`` the routing table says
-which expert each token went to, and with one-hot(expert) as the first factor an
-expert's weight is a parameter like any other: no padding, and an expert that no token
-chose has a gradient of zero.
+The weights are stacked in one parameter ``[experts, ...]``. Its first factor is
+one-hot(expert), from the routing table. So there is no padding, and an expert that no
+token chose has a gradient of zero.
 
 Source: DP mixture of experts, appendix (per-sample gradients on the gathered tokens).
 The padded batches of its main text are measured in benchmarks/moe.py.
@@ -25,11 +24,11 @@ T = torch.Tensor
 @as_op
 def grouped_linear(x: T, index: T, weight: T) -> T:
     """
-    Each row times the weight of its expert.
+    Multiplies each row by the weight of its expert.
 
     Args:
         x: ``[rows, in]``
-        index: the expert of each row ``[rows]``; as many as there are experts for none
+        index: the expert of each row ``[rows]``; the number of experts for none
         weight: ``[experts, in, out]``
 
     Returns:
@@ -62,7 +61,7 @@ def _rows_by_expert(params: Sequence, x: T, index: T) -> T:
 
 @handles(grouped_linear)
 def _frozen(group: Any, func: Callable, x: T, index: T, weight: T) -> T:
-    """Takes the rows of all samples together where the weight is not trained."""
+    """Runs the rows of all samples together if the weight is not trained."""
     trained = weight.requires_grad and torch.is_grad_enabled()
     if trained or not group.eager or group.is_batched(weight):
         return group.call(func, x, index, weight)
@@ -90,9 +89,9 @@ def experts_interface(
     layer: nn.Module, hidden_states: T, top_k_index: T, top_k_weights: T
 ) -> T:
     """
-    ``forward`` of experts that follow the experts interface of transformers 5, of
-    ``hidden_states [tokens, width]``, and indices and weights ``[tokens, choices]``; an
-    index as large as there are experts, or larger, is none.
+    The ``forward`` of experts with the experts interface of transformers 5, of
+    ``hidden_states [tokens, width]``, and indices and weights ``[tokens, choices]``. An
+    index that is not below the number of experts stands for none.
     """
     size, choices = len(layer.down_proj), top_k_index.shape[-1]
     transposed = getattr(layer, "is_transposed", False)
@@ -125,9 +124,9 @@ def register_with(
     experts_functions: dict[str, Callable], is_one_a_sample: Callable[[T], bool]
 ) -> Callable[[], None]:
     """
-    Puts :func:`experts_interface` in the place of transformers' implementations, which
-    are ``ALL_EXPERTS_FUNCTIONS``, for samples that run at once; for all others they
-    stay. Returns what undoes it.
+    Registers :func:`experts_interface` in transformers' ``ALL_EXPERTS_FUNCTIONS``. It
+    is used for samples that run together, and transformers' own otherwise. Returns a
+    function that undoes this.
     """
 
     def dispatched(plain: Callable | None) -> Callable:

@@ -1,7 +1,6 @@
 """Products with a matrix (linear layers, transformers' Conv1D, ``x @ w``), and norms.
 
-RMSNorm, torch's and the many copies in other people's code, and GroupNorm need no rule:
-their scale is given to each sample as a copy, which costs no more.
+RMSNorm and GroupNorm need no rule: per-sample copies of their scale are as fast.
 """
 
 from __future__ import annotations
@@ -19,18 +18,18 @@ Found = list[tuple[Factor, ...]]
 
 
 def _linear(backprops: T, activations: T) -> Found:
-    """Factors of ``W [out, in]`` and its bias."""
-    # Under autocast the op computed with the cast input.
+    """Returns the factors of ``W [out, in]`` and its bias."""
+    # Under autocast the op uses the cast input.
     return [(backprops, activations.to(backprops.dtype)), (backprops,)]
 
 
 def _product(backprops: T, activations: T) -> Found:
-    """Factors of ``w [in, out]`` and what is added."""
+    """Returns the factors of ``w [in, out]`` and of an added bias."""
     return [(activations.to(backprops.dtype), backprops), (backprops,)]
 
 
 def _stack(backprops: T, activations: T) -> Found:
-    """Factors of ``w [E, in, out]``, with ``x [E, rows, in]``."""
+    """Returns the factors of ``w [E, in, out]``, with ``x [E, rows, in]``."""
     x, g = activations.to(backprops.dtype), backprops
     size, rows = x.shape[2:4]
     place = torch.arange(size, device=x.device).repeat_interleave(rows)
@@ -69,15 +68,14 @@ register_rule(T.__rmatmul__)(lambda self, other: matmul(other, self))
 
 @register_rule(torch.bmm, T.bmm)
 def bmm(input: T, mat2: T) -> Op | None:
-    """``y[e] = input[e] mat2[e]``, where the second is made of parameters."""
+    """``y[e] = input[e] mat2[e]``, where ``mat2`` is a parameter."""
     return Op((mat2,), (input,), _stack, 3, (3,)) if mat2.requires_grad else None
 
 
-# -- layer norm: scales and shifts what is normalized ----------------------------------
+# -- layer norm ------------------------------------------------------------------------
 
 
-# Equal for layers alike, by which uses of one kind are found.
-class OfLayerNorm(NamedTuple):
+class OfLayerNorm(NamedTuple):  # equal for equal layers, so that uses are bundled
     """The factors of a scale and a shift ``[*shape]``."""
 
     shape: tuple[int, ...]

@@ -1,11 +1,10 @@
-"""The recurrent kernels of torch, that ``nn.LSTM``, ``nn.GRU`` and ``nn.RNN`` call.
+"""The recurrent kernels of torch, which ``nn.LSTM``, ``nn.GRU`` and ``nn.RNN`` call.
 
-A recurrent layer multiplies by its weights at every step, and the per-sample gradients
-are sums over the steps of (gradient of the gates) (x) (what was multiplied). Torch's
-kernels keep the gates' gradients to themselves. So here a scan over time runs first and
-gives all states; then the two products of the weights with inputs and with previous
-states are linear layers like others, and :class:`_Scan` stands for what the scan made
-of them (Lee & Kifer 2020, sections on RNN and LSTM).
+The per-sample gradient of a recurrent weight is a sum over time of (gradient of the
+gates) (x) (input or previous state), but torch's kernels do not return the gradients of
+the gates. So a scan over time computes all states first. Then the products of the
+weights with inputs and with previous states run as linear layers, and :class:`_Scan`
+connects these to the states (Lee & Kifer 2020, sections on RNN and LSTM).
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ Tensors = tuple[T, ...]
 
 # -- cells -----------------------------------------------------------------------------
 #
-# A cell's ``run``: gates and states ``[..., width]`` to new states, the output first.
-# Each unit is by itself: what mixes units lies before the cell, in the gates. Its
-# ``slopes`` are derivatives of the last new state, of an LSTM's last gate those of the
-# output, with respect to the last state and each gate ``[..., 1 + gates, width]``; and
-# of an LSTM the derivative of the output with respect to the new state of the cell.
+# ``run`` of a cell maps gates and states ``[..., width]`` to new states, the output
+# first. All of it is elementwise. ``slopes`` are the derivatives of the last new state
+# (for an LSTM's last gate: of the output) with respect to the last state and each gate
+# ``[..., 1 + gates, width]``; for an LSTM also the derivative of the output by the new
+# cell state.
 
 
 def _lstm(gates: T, h: T, c: T) -> Tensors:
@@ -74,10 +73,10 @@ class Cell(NamedTuple):
 
     run: Callable[..., Tensors]
     slopes: Callable[..., tuple[T, T | None]]
-    apart: bool = False  # two gates, of inputs and of states, not one that is their sum
+    apart: bool = False  # True if gates of inputs and of states are not added
 
     def gates(self, of_input: T, of_state: T) -> Tensors:
-        """The gates, from the products of inputs and of states."""
+        """Returns the gates, given the products with inputs and with states."""
         return (of_input, of_state) if self.apart else (of_input + of_state,)
 
 
@@ -94,7 +93,7 @@ KERNELS = {getattr(torch._VF, name): cell for name, cell in _CELLS.items()}
 
 
 class _Scan(torch.autograd.Function):
-    """What a scan that has been run made of its products, in autograd's graph."""
+    """Connects the states of a finished scan to its products in autograd's graph."""
 
     @staticmethod
     def forward(ctx, cell, found, weight, before, gx, gh, *first):
@@ -131,8 +130,8 @@ def _direction(
     group: Any, cell: Cell, x: T, state: Tensors, w: list[T], reverse: bool
 ) -> tuple[T, Tensors]:
     """
-    A layer in one direction, of ``x [T, n, in]`` as a sample sees it and the first
-    states ``[n, width]``, by weights of inputs and of states, and their biases.
+    Runs a layer in one direction, on ``x [T, n, in]`` and the first states ``[n,
+    width]`` of a sample, with weights of inputs and of states, and their biases.
     """
     w_ih, w_hh, b_ih, b_hh = w if len(w) == 4 else (*w, None, None)
     with group:
@@ -143,7 +142,7 @@ def _direction(
         gx = gx.to(w_hh.dtype).transpose(0, 1).flatten(1, 2)
         first = [y.flatten(0, 1) for y in first]
         with torch.no_grad(), torch.autocast(gx.device.type, enabled=False):
-            found: list[Tensors] = [tuple(first)]  # those of each step behind them
+            found: list[Tensors] = [tuple(first)]  # first, then after each step
             added = gx.new_zeros(()) if b_hh is None else b_hh
             for each in gx.unbind():
                 gates = cell.gates(each, torch.addmm(added, found[-1][0], w_hh.mT))
@@ -161,7 +160,7 @@ def _direction(
 
 @handles(*KERNELS)
 def kernel(group: Any, func: Callable, *args: Any, **kwargs: Any) -> Any:
-    """Runs all layers over all steps: ``(output, h)``, for an LSTM also ``c``."""
+    """Runs all layers; returns ``(output, h)``, for an LSTM ``(output, h, c)``."""
     if not group.eager:
         raise NotAtOnce("a recurrent kernel in a function that is compiled")
     if kwargs or (len(args) > 3 and type(args[3]) in (list, tuple)):
@@ -169,7 +168,7 @@ def kernel(group: Any, func: Callable, *args: Any, **kwargs: Any) -> Any:
     x, hx, flat, bias, layers, dropout, train, bidirectional, batch_first = args
     state = (hx,) if isinstance(hx, T) else tuple(hx)
     if any(map(group.is_batched, flat)) or state[0].shape != state[-1].shape:
-        raise NotAtOnce("a recurrent layer with weights one a sample, or proj_size")
+        raise NotAtOnce("a recurrent layer with per-sample weights, or proj_size")
     directions, count = 1 + bidirectional, 2 + 2 * bias
     x = x.transpose(0, 1) if batch_first else x
     last: list[Tensors] = []

@@ -1,9 +1,9 @@
-"""Rules: what an op says about its gradients, once, for every mode.
+"""Rules: the per-sample gradients of an op, stated once for all modes.
 
-A rule is given the arguments of a call and says what is made of parameters, what data
-the gradient needs, and which factors (factors/) the two make with the gradient of the
-output. It knows nothing of modes, clipping, or parameters that are shared. An op that
-has no rule is exact too: it is computed with a copy of the parameter for each sample.
+A rule gets the arguments of a call. It returns the parameters among them, the data
+that their gradients need, and a function of these and of the backprops that gives
+factors (factors/). It does not depend on modes or clipping. An op without a rule is
+exact, too: it is computed with one copy of the parameter for each sample.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from opacus_ext.grad_sample.factors import Factor
 
 class Op(NamedTuple):
     """
-    What a rule says of one call.
+    The result of a rule for one call.
 
     Attributes:
-        params: the arguments that may be made of parameters; None for one left out.
-            Where the first is not trained the rule is not taken: others need no data.
-        data: what the factors need beside the gradient, as a sample sees it
-        factors: ``(backprops, *data)``, each ``[B, T, *event]``, to one tuple of
+        params: the arguments that may be parameters, or computed from some; None for
+            one that is left out. The rule is used only if the first is trained.
+        data: the data that the factors need, as a sample sees them
+        factors: maps ``(backprops, *data)``, each ``[B, T, *event]``, to one tuple of
             factors for each of ``params``
-        event_dims: how many trailing dims of the output belong to one row; the dims
-            before them only say which row it is
-        data_dims: the same of each of ``data``
-        whole: ``(params, *data)`` to the output, for all samples side by side
-            ``[B, *rows, *event]``; None: the op itself under vmap
+        event_dims: number of trailing dims of the output that belong to one row; all
+            dims before them become rows
+        data_dims: the same for each of ``data``
+        whole: maps ``(params, *data)`` to the output of all samples ``[B, *rows,
+            *event]``; None to run the op itself under vmap
     """
 
     params: tuple[Optional[torch.Tensor], ...]
@@ -44,18 +44,18 @@ class Op(NamedTuple):
 
 Rule = Callable[..., Optional[Op]]
 
-#: By function of torch, or one marked by :func:`as_op`; the first that holds counts.
+#: By function of torch, or one marked by :func:`as_op`; the first that applies is used.
 RULES: dict[Callable, tuple[Rule, ...]] = {}
 
 
 def register_rule(*functions: Callable) -> Callable[[Rule], Rule]:
     """
-    Registers the decorated function as the rule of some functions of torch, or of ones
-    marked by :func:`as_op`. It is called with their arguments and returns an
-    :class:`Op`, or None where it does not hold.
+    Registers the decorated function as the rule of some functions of torch, or of
+    functions marked by :func:`as_op`. It is called with their arguments and returns an
+    :class:`Op`, or None if it does not apply.
 
-    A rule is there for speed and memory alone: it must equal what a copy of the
-    parameter for each sample gives.
+    A rule only saves time and memory: its gradients must equal those of one copy of the
+    parameter for each sample.
 
     Example:
         >>> import torch
@@ -77,7 +77,7 @@ def register_rule(*functions: Callable) -> Callable[[Rule], Rule]:
 
 def as_op(function: Callable) -> Callable:
     """
-    Marks a function so that modes see its calls as one op, as they see torch's own.
+    Marks a function so that its calls are intercepted as one op, like torch's own.
 
     Example: see :func:`register_rule`.
     """
@@ -92,17 +92,17 @@ def as_op(function: Callable) -> Callable:
     return op
 
 
-# -- functions that are computed in another way ----------------------------------------
+# -- functions that are computed differently -------------------------------------------
 
 Handler = Callable[..., Any]
 
-#: By function of torch: what a group of samples calls in its place, as
+#: By function of torch: the function that a group of samples calls instead,
 #: ``handler(group, function, *args, **kwargs)``.
 HANDLERS: dict[Callable, Handler] = {}
 
 
 def handles(*functions: Callable) -> Callable[[Handler], Handler]:
-    """Registers what a group of samples calls in the place of some functions."""
+    """Registers the handler of some functions."""
 
     def decorator(handler: Handler) -> Handler:
         HANDLERS.update(dict.fromkeys(functions, handler))
@@ -112,4 +112,4 @@ def handles(*functions: Callable) -> Callable[[Handler], Handler]:
 
 
 class NotAtOnce(Exception):
-    """Raised for what samples can't do at once, so that they run one by one."""
+    """Raised if samples can't run together; they run one by one then."""

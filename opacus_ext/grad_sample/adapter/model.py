@@ -1,0 +1,281 @@
+"""A private model: it runs samples separately, and is called like the module."""
+
+from __future__ import annotations
+
+import warnings
+from functools import partial
+from typing import Any, Callable, Sequence
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from opacus_ext.grad_sample.adapter.compiled import CompiledModel
+from opacus_ext.grad_sample.adapter.forward import ForwardRecord
+from opacus_ext.grad_sample.adapter.inputs import InputReader, Inputs
+from opacus_ext.grad_sample.adapter.outputs import Leaf
+from opacus_ext.grad_sample.adapter.state import Notes, State, TensorSet
+from opacus_ext.grad_sample.core.dynamo import (
+    Settings,
+    count_a_frame,
+    set_compiler,
+    settings_from,
+    settings_of,
+    skip,
+)
+from opacus_ext.grad_sample.core.group import SampleGroup
+from opacus_ext.grad_sample.core.groups import Samples, in_groups
+from opacus_ext.grad_sample.core.vmap import cache_kept, is_batched
+from opacus_ext.refused import Refused, warn_once
+
+T = torch.Tensor
+
+
+class ModelGroup(SampleGroup):
+    """Samples of a private model that run together."""
+
+    def __init__(self, model: PrivateModel, size: int):
+        super().__init__(model.params.values(), size)
+        self.model, self.notes = model, Notes()
+
+    def __torch_function__(
+        self, func: Callable, types: Any, args: tuple = (), kwargs: Any = None
+    ) -> Any:
+        run = partial(super().__torch_function__, func, types, args, kwargs)
+        return self.notes.call(func, args, run)
+
+    def _is_constant(self, x: T) -> bool:
+        constant = super()._is_constant(x)
+        if constant:
+            self.model.check_leaf(x, self.notes.leaves)
+        return constant
+
+    def read(self, x: Any) -> Leaf:
+        """Wraps a value that the samples returned."""
+        own = isinstance(x, T) and is_batched(x)
+        return Leaf(self.level.unwrap(x) if own else x, own)
+
+
+class PrivateModel:
+    """
+    A model that runs each sample of a batch separately.
+
+    Args:
+        batch_first, take, shared: arguments of make_private
+        one_by_one: True if no samples run together
+
+    Attributes:
+        backward: called in a plain ``backward()`` with a ForwardRecord and the
+            gradients of its outputs; returns those of the record's leaves
+        begin: called with the batch size before a forward pass
+        size: batch size of the last call
+        compiles: True if samples may run in compiled programs
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        batch_first: bool = True,
+        take: Callable[[Any, int], Any] | None = None,
+        shared: Sequence[str] = (),
+        one_by_one: bool = False,
+    ):
+        self.module = module
+        self.batch_dim = 0 if batch_first else 1
+        self.one_by_one = one_by_one
+        self.enabled, self.running, self.compiles = True, False, False
+        self.names = {p: n for n, p in module.named_parameters()}
+        self.inputs = InputReader(module, self.tried, self.batch_dim, take, shared)
+        self.state = State(module)
+        self.backward: Callable = lambda record, grads: [None] * len(record.leaves)
+        self.begin: Callable[[int], None] = lambda size: None
+        self.size = 0
+        self.output_dims: dict[tuple[str, torch.Size], int] = {}  # see ForwardRecord
+        self.initialized = False  # True once attributes of a first forward are set
+        self.vmap_fails = False
+        self.settings = settings_of(module)
+        self.has_compiled = any(map(settings_of, module.modules()))
+        self._compiled: CompiledModel | None = None
+
+    # -- the model ---------------------------------------------------------------------
+
+    def describe(self) -> str:
+        """Returns the name of the model for errors."""
+        return type(self.module).__name__
+
+    def refused(self, what: str, remedy: str, name: str | None = None) -> Refused:
+        """Makes an error that names this model."""
+        given = dict(module=self.describe(), parameter=name, remedy=remedy)
+        return Refused(f"{self.describe()}: {what}", **given)
+
+    @property
+    def params(self) -> dict[str, nn.Parameter]:
+        """The trainable parameters by name, among those present at make_private."""
+        return {n: p for p, n in self.names.items() if p.requires_grad}
+
+    def check_leaf(self, x: T, made: TensorSet | None) -> None:
+        """
+        Refuses a trainable leaf that the model did not have at make_private, unless
+        the forward has made it.
+        """
+        if x in self.names or made is not None and x in made:
+            return
+        if made is None and not isinstance(x, nn.Parameter):
+            return  # ops were not followed
+        if isinstance(x, nn.Parameter):  # maybe a view of a parameter
+            memory = x.untyped_storage().data_ptr()
+            if any(memory == p.untyped_storage().data_ptr() for p in self.names):
+                return
+        raise self.refused(
+            f"its forward uses a trainable parameter of shape {tuple(x.shape)} that "
+            "the model did not have at make_private.",
+            "Add adapters and layers before make_private, or freeze it.",
+        )
+
+    def tried(self, call: Callable[[Any], Any], inputs: Any) -> Any:
+        """Returns the result of a call; restores state and random numbers."""
+        cuda = torch.cuda.is_initialized()
+        devices = list(range(torch.cuda.device_count())) if cuda else []
+        self.state.remember()
+        self.running = True
+        try:
+            with torch.random.fork_rng(
+                devices
+            ), warnings.catch_warnings(), cache_kept():
+                warnings.simplefilter("ignore")
+                return call(tree_map_only(T, T.clone, inputs))
+        finally:
+            self.running = False
+            self.state.restore()
+
+    def group(self, size: int) -> ModelGroup:
+        """Makes a group for samples that run together."""
+        return ModelGroup(self, size)
+
+    def run(self, forward: ForwardRecord) -> None:
+        """Runs all samples of a forward pass."""
+        if not forward.size:
+            forward.without_samples()
+            return
+        in_groups(
+            forward.inputs.samples,
+            forward.at_once,
+            forward.alone,
+            one_by_one=self.one_by_one or self.vmap_fails,
+            warn=forward.warn,
+        )
+
+    def check_hooks(self) -> None:
+        """Refuses hooks that would see or change gradients of single samples."""
+        for layer in self.state.modules:
+            if layer._backward_hooks or layer._backward_pre_hooks:
+                raise self.refused(
+                    f"{type(layer).__name__} has a hook on its backward pass, which "
+                    "would be shown, and could change, gradients of single samples.",
+                    "Remove it.",
+                )
+        for name, p in self.params.items():
+            if p._backward_hooks or p._post_accumulate_grad_hooks:
+                raise Refused(
+                    f"Parameter {name} has a hook (register_hook or "
+                    "register_post_accumulate_grad_hook), which would change or use "
+                    "its gradient before it is private.",
+                    parameter=name,
+                    remedy="Remove the hook, or freeze the parameter.",
+                )
+
+    # -- a call ------------------------------------------------------------------------
+
+    @skip
+    def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Handles a call of the model, or of the wrapper around it."""
+        if not self.enabled or self.running or not torch.is_grad_enabled():
+            return module._call_impl(*args, **kwargs)
+        compiler, settings = set_compiler(None), self.settings
+        if compiler is not None:
+            settings = settings_from(compiler) or settings
+
+        def forward(sample: Any) -> Any:
+            return module._call_impl(*sample[0], **sample[1])
+
+        try:
+            self.check_hooks()
+            inputs = self.inputs.read(forward, args, kwargs)
+            record = ForwardRecord(self, inputs, forward)
+            if settings is not None:
+                record.compiled = self._compiled_for(settings, module, inputs)
+            return record.output()
+        finally:
+            set_compiler(compiler)
+            if settings is not None and settings.fullgraph:
+                count_a_frame()
+
+    def losses(self, kwargs: dict[str, Any], loss_of: Callable) -> T:
+        """Returns losses ``[B]`` of ``loss_of(model, **kwargs)`` for each sample."""
+
+        def loss(sample: Any) -> T:
+            return loss_of(self.module._call_impl, **sample[1])
+
+        self.check_hooks()
+        return ForwardRecord(self, self.read_losses(kwargs, loss_of), loss).losses()
+
+    def read_losses(self, kwargs: dict[str, Any], loss_of: Callable) -> Inputs:
+        """Reads the inputs of :meth:`losses`, with all outputs of the model."""
+
+        def forward(sample: Any) -> Any:
+            found = []
+
+            def model(**given: Any) -> Any:
+                found.append(self.module._call_impl(**given))
+                return found[-1]
+
+            loss = loss_of(model, **sample[1])
+            leaves = [x for x in tree_leaves(found) if isinstance(x, T)]
+            return loss, [torch.zeros(x.shape[:2]) for x in leaves if x.dim()]
+
+        return self.inputs.read(forward, (), kwargs)
+
+    def clip(self, samples: list[Samples], loss: Callable[[Any], T], total: Any) -> T:
+        """
+        Adds the gradients of the losses to a total, group by group, as
+        ``clipped_grads`` does. Returns the losses ``[B]``.
+        """
+        self.check_hooks()
+        size = sum(some.size for some in samples)
+        if not size:
+            return torch.zeros(0)
+        inputs = Inputs(samples, size, [], samples[0].zeros)
+        return ForwardRecord(self, inputs, loss, total).losses()
+
+    def _compiled_for(
+        self, settings: Settings, module: nn.Module, inputs: Inputs
+    ) -> CompiledModel | None:
+        """Returns the compiled programs for a call; None if it can't be compiled."""
+        self.has_compiled = True
+        reason = None
+        if not self.compiles:
+            reason = 'it is for modes "ghost", "ghost_bk" and "auto", of one process'
+        elif inputs.trained:
+            reason = "gradients of its inputs are asked for"
+        elif module is not self.module and (
+            module._forward_hooks or module._forward_pre_hooks
+        ):
+            reason = "there are forward hooks on what make_private has returned"
+        if reason is not None:
+            self.not_compiled(settings, reason)
+            return None
+        last, params = self._compiled, [id(p) for p in self.params.values()]
+        same = last is not None and last.settings == settings
+        if not same or [id(p) for p in last.params] != params:
+            self._compiled = CompiledModel(self, settings)
+        return self._compiled
+
+    def not_compiled(self, settings: Settings, reason: str) -> None:
+        """Warns once that the model is not compiled; refuses ``fullgraph=True``."""
+        if settings.fullgraph:
+            raise self.refused(
+                f"can't be compiled as a whole (fullgraph=True): {reason}.",
+                "Leave fullgraph out, and it is trained exactly, not compiled.",
+            )
+        text = f"{self.describe()} is trained exactly, and not compiled: {reason}."
+        warn_once(self, text, text)
