@@ -22,9 +22,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from opacus_ext.grad_sample.adapter.criterion import AT_ONCE
-from opacus_ext.grad_sample.adapter.forward import PrivateModel
+from opacus_ext.grad_sample.adapter.model import PrivateModel
 from opacus_ext.grad_sample.core.vmap import is_batched
-from opacus_ext.grad_sample.factors import wide
+from opacus_ext.grad_sample.factors import upcast
 from opacus_ext.grad_sample.modes.common import private_model_of
 from opacus_ext.layers.linear_cross_entropy import LinearCrossEntropy, PendingLogits
 from opacus_ext.refused import Refused
@@ -70,7 +70,7 @@ def cross_entropy(
             remedy="Give a label for each row of logits, without reduction.",
         )
     rows = F.cross_entropy(
-        wide(logits.flatten(0, -2)),
+        upcast(logits.flatten(0, -2)),
         labels.flatten(),
         weight=weight,
         ignore_index=ignore_index,

@@ -4,7 +4,6 @@ properties that any data must come out with: the loss never rises with steps and
 falls with the noise-batch ratio.
 """
 
-
 import numpy as np
 import pytest
 from hypothesis import given
