@@ -7,7 +7,6 @@ import threading
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import (
-    TYPE_CHECKING,
     Any,
     Dict,
     Iterator,
@@ -23,9 +22,6 @@ from opacus_ext.grad_sample.core.vmap import saved_tensor_hooks
 from opacus_ext.re_attention.propagation import Propagation
 from opacus_ext.re_attention.table import Table
 from opacus_ext.refused import Refused
-
-if TYPE_CHECKING:
-    from opacus_ext.re_attention.tracking import ErrorTracker
 
 
 class TrackedPass(Propagation):
@@ -47,7 +43,7 @@ class TrackedPass(Propagation):
 
     def __init__(
         self,
-        tracker: "ErrorTracker",
+        tracker: Any,
         errors: Mapping[int, Tensor],
         table: Table,
         expected: Optional[Mapping[nn.Module, int]],
@@ -127,8 +123,8 @@ class TrackedForward:
     In the place of a model's own ``forward``, inside of what runs it sample by sample.
     """
 
-    def __init__(self, tracker: "ErrorTracker", model: nn.Module):
-        self.tracker: Optional["ErrorTracker"] = tracker
+    def __init__(self, tracker: Any, model: nn.Module):
+        self.tracker: Optional[Any] = tracker
         self.model = model
         self.__signature__ = inspect.signature(model.forward)
         self.before = vars(model).get("forward")

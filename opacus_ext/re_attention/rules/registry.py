@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from typing import (
-    TYPE_CHECKING,
     Any,
     Callable,
     Dict,
@@ -19,9 +18,6 @@ from torch import Tensor
 from opacus_ext.re_attention.moments import Moments
 from opacus_ext.re_attention.variances import Lost, Variance, wide
 
-if TYPE_CHECKING:
-    from opacus_ext.re_attention.propagation import Propagation
-
 
 class Call(NamedTuple):
     """An operation that was carried out, as a rule sees it."""
@@ -31,7 +27,7 @@ class Call(NamedTuple):
     args: Tuple[Any, ...]
     kwargs: Dict[str, Any]
     out: Any
-    mode: "Propagation"
+    mode: Any  # the Propagation
 
     def arg(self, position: int, name: str, default: Any = None) -> Any:
         """An argument by position or name."""
