@@ -77,7 +77,7 @@ class ClippingFunction(NamedTuple):
 
     @property
     def per_parameter(self) -> bool:
-        """Whether norms and factors are ``[parameters, B]`` instead of ``[B]``."""
+        """True if norms and factors are ``[parameters, B]`` instead of ``[B]``."""
         return self.clipping.per_parameter
 
     def __call__(self, norms: torch.Tensor) -> torch.Tensor:

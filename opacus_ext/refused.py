@@ -1,4 +1,4 @@
-"""What users are told: the one exception of the package, and warnings."""
+"""The package's one exception, and its warnings."""
 
 from __future__ import annotations
 

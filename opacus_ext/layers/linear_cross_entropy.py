@@ -65,7 +65,7 @@ class LinearCrossEntropy(nn.Linear):
     ):
         super().__init__(in_features, out_features, bias, **kwargs)
         self.ignore_index = ignore_index
-        self.pending = False  # whether the model's loss function is waited for
+        self.pending = False  # True while a model computes its own loss
 
     @classmethod
     def of(cls, linear: nn.Linear) -> "LinearCrossEntropy":
@@ -360,8 +360,8 @@ _SWAPPED = {"__radd__": "add", "__rmul__": "mul"}
 
 class PendingLogits(torch.Tensor):
     """
-    What a :class:`LinearCrossEntropy` gives to a model whose loss function is waited
-    for: a tensor of the logits' shape without the logits.
+    The output of a :class:`LinearCrossEntropy` in a model that calls the loss function
+    itself: a tensor of the logits' shape without the logits.
     """
 
     layer: LinearCrossEntropy

@@ -84,7 +84,7 @@ def balancing_loss(
     mask: Optional[torch.Tensor] = None,
 ) -> torch.Tensor:
     """
-    How unevenly each sample uses the experts: 1 if evenly, up to the number of experts.
+    Measures how unevenly each sample uses the experts, from 1 to their number.
     One term a sample, so that it can be added to the per-sample losses; the paper
     leaves this open (DP mixture of experts, "Per-sample balancing loss").
 

@@ -90,8 +90,8 @@ def _fit(
     bands: int, steps: int, momentum: float, head: int
 ) -> Tuple[Tuple[float, ...], float]:
     """
-    Coefficients, and their error if the columns of A C^-1 have settled after ``head``
-    steps, which the caller has to see to.
+    Coefficients, and their error if the columns of A C^-1 are constant after ``head``
+    steps, which the caller checks.
     """
     column = _sums(head, momentum)
     limit = 1 / (1 - momentum)
@@ -256,7 +256,7 @@ class BandedNoise:
 
     def begin(self, noise_multiplier: float, trained: List[int]) -> None:
         """
-        Of a step.
+        Checks that a step adds the noise of the run's first step.
 
         Args:
             noise_multiplier: of the step
@@ -285,7 +285,7 @@ class BandedNoise:
 
     @property
     def std(self) -> float:
-        """Of the row of the last step, for ``Z`` of std 1."""
+        """Standard deviation of the last step's row, for ``Z`` of std 1."""
         impulse = np.zeros(max(self.taken, 1))
         impulse[0] = 1
         inverse = lfilter([1.0], np.array(self.coefficients), impulse)

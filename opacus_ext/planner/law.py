@@ -366,7 +366,7 @@ class Optimum(NamedTuple):
 
 
 def _warnings(fit: Fit, jacobian: np.ndarray) -> List[str]:
-    """What is wrong with a fit, for people."""
+    """Sentences on the weaknesses of a fit."""
     found, parameters = [], fit.law.parameters
     if not fit.converged:
         found.append("L-BFGS stopped before it converged.")

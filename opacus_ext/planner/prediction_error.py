@@ -1,4 +1,4 @@
-"""How well a surface predicts a size, a ratio or steps that it was fitted without."""
+"""Errors of a surface for a size, a ratio or steps that it was fitted without."""
 
 from __future__ import annotations
 

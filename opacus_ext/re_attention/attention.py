@@ -139,14 +139,14 @@ def _causal(query: Tensor, key: Tensor, mask: Optional[Tensor]) -> Tensor:
 
 
 class Errors(NamedTuple):
-    """What is known of the errors in an attention."""
+    """A forward pass that tracks errors, and the variance of an attention's keys."""
 
     mode: TrackedPass
     variance: Tensor
 
 
 def errors_of(key: Tensor, module: Optional[nn.Module]) -> Optional[Errors]:
-    """Of these keys, or None where the errors of the model are not tracked."""
+    """Returns the errors of keys, or None if the model's errors are not tracked."""
     mode = active()
     if mode is not None:
         return Errors(mode, mode.tracker.key_variance(mode, key, module))

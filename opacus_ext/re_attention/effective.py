@@ -218,7 +218,7 @@ def _checked_shares(
 def _travel(
     optimizer: Any, group: Dict[str, Any], p: Tensor, steps: int, by_row: bool
 ) -> Tensor:
-    """How far noise of std 1 in each gradient moves a parameter over the run."""
+    """The distance that noise of std 1 in each gradient moves a parameter in a run."""
     inner = getattr(optimizer, "original_optimizer", optimizer)
     lr = float(group["lr"])
     if isinstance(inner, torch.optim.SGD):

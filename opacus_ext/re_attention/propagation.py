@@ -75,7 +75,7 @@ class Propagation(TorchFunctionMode):
         self.stopped = False
 
     def of(self, x: Any) -> Union[None, Variance, Lost]:
-        """What is known of a value's variance; None for one without error."""
+        """Looks up a value's variance; None for one without error."""
         if not isinstance(x, Tensor):
             return None
         found = self.errors.get(id(x))
@@ -173,12 +173,12 @@ class Propagation(TorchFunctionMode):
                     self.table.note(x).view = True
 
     def _weights(self, x: Tensor) -> bool:
-        """Whether a tensor is a parameter, or a vector made of nothing else."""
+        """Returns True for a parameter, or a vector computed from parameters alone."""
         note = self.table.get(x)
         return id(x) in self.errors or (note is not None and note.weights_only)
 
     def _results(self, call: Call, number: int) -> Sequence[Any]:
-        """What the rule says of each output."""
+        """Computes the variance of each output by the rule."""
         lost = None
         for x in flat(call.args, call.kwargs):
             known = self.of(x)
@@ -232,7 +232,7 @@ class Propagation(TorchFunctionMode):
             self.set(base, Variance(last_mean(every)))
 
     def _forget(self, x: Any, operation: str) -> None:
-        """Of a tensor that is changed in place while operations aren't followed."""
+        """Drops the variance of a tensor that changes after the last attention."""
         if not isinstance(x, Tensor):
             return
         with torch._C.DisableTorchFunction():

@@ -1,4 +1,4 @@
-"""What is known of tensors, in tables beside them instead of attributes on them."""
+"""Notes on tensors, in tables instead of attributes on them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from opacus_ext.re_attention.variances import Lost, Variance, squares
 
 class Note:
     """
-    What a table knows of one tensor.
+    The note on one tensor.
 
     Attributes:
         variance: of its error; None if it has none
@@ -78,7 +78,7 @@ class Table:
         self._notes.pop(id(x), None)
 
     def variance(self, x: Tensor) -> Union[None, Variance, Lost]:
-        """What is known of a tensor's variance; None for one without error."""
+        """Looks up a tensor's variance; None for one without error."""
         found = self.get(x)
         return None if found is None else found.variance
 

@@ -213,7 +213,7 @@ class ErrorTracker:
                 del _corrected[module]
 
     def acts(self, training: bool) -> bool:
-        """Whether attention is corrected."""
+        """Returns True if attention is corrected."""
         return self.enabled and (training or self.evaluate)
 
     def errors(self) -> Dict[str, Tensor]:
@@ -247,7 +247,7 @@ class ErrorTracker:
         return int(made[0]) if made else 0
 
     def _variances(self, model: nn.Module) -> Dict[str, Tensor]:
-        """Of the parameters, computed again only where something has changed."""
+        """The variances of the parameters, computed again if something has changed."""
         trained = self._model()
         if self._optimizer is not None:
             if trained is None:
@@ -404,7 +404,7 @@ class ErrorTracker:
     # -- state ---------------------------------------------------------------------
 
     def state_dict(self) -> Dict[str, Tensor]:
-        """What the model's ``state_dict`` has of it: the noise and the shares."""
+        """The noise and the shares, which the model's ``state_dict`` contains."""
         if self._optimizer is not None:
             self._noise = gradient_noise(self._optimizer)
         noise = float("nan") if self._noise is None else self._noise
@@ -460,7 +460,7 @@ def tracker_of(model: nn.Module) -> Optional[ErrorTracker]:
 
 @torch.compiler.assume_constant_result  # what is tracked is not compiled
 def corrected_by(module: Optional[nn.Module]) -> Optional[ErrorTracker]:
-    """Who has corrected this attention and would do so now."""
+    """The tracker that corrects this attention, or None."""
     tracker = None if module is None else _corrected.get(module)
     return tracker if tracker and tracker.acts(module.training) else None
 

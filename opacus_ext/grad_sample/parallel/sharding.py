@@ -38,12 +38,12 @@ class Sharding(NamedTuple):
 
 
 def is_experts(layer: nn.Module) -> bool:
-    """Whether weights are stacked by expert, by transformers 5's experts interface."""
+    """Returns True if weights are stacked as in transformers 5's experts interface."""
     return all(hasattr(layer, mark) for mark in _MARKS)
 
 
 def has_experts(layer: nn.Module) -> bool:
-    """Whether it is a ModuleDict that sends tokens to its entries, as Switch has it."""
+    """Returns True for a ModuleDict that sends tokens to its entries, as in Switch."""
     takes = list(inspect.signature(type(layer).forward).parameters)[1:]
     return isinstance(layer, nn.ModuleDict) and takes == _SWITCH
 

@@ -1,4 +1,4 @@
-"""How commands print: JSON for programs, columns for people."""
+"""Output of commands: JSON for programs, columns for people."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How errors pass operations, by kind of operation. Importing this registers all."""
+"""Rules of error propagation, by kind of operation. Importing this registers all."""
 
 from opacus_ext.re_attention.rules import (
     arithmetic,

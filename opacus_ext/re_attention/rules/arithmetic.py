@@ -28,8 +28,8 @@ def expected(call: Call, x: Any) -> Any:
 
 def _left(call: Call, x: Any, norm: Any) -> Optional[Tensor]:
     """
-    How much of its error x keeps when its norm is made 1 by hand, as ``rms_norm`` of
-    ``moments`` has it; None if ``norm`` is no such factor or divisor.
+    The share of its error that x keeps when its norm is made 1 by hand, as in
+    ``rms_norm`` of ``moments``; None if ``norm`` is no such factor or divisor.
     """
     known = call.variance(norm)
     if known is None or known.excess is None or call.variance(x) is None:

@@ -30,7 +30,7 @@ def _grouped_mm(call: Call) -> Result:
 
 @register_propagation("grouped_linear")
 def _grouped_linear(call: Call) -> Result:
-    """Of ``grad_sample.rules.experts``; rows without an expert have no error."""
+    """The op of ``grad_sample.rules.experts``; rows without an expert have no error."""
     x, index, weight = call.args
     group = index.clamp(max=len(weight) - 1)
     found = _by_group(call, x, group, weight, None, 1)

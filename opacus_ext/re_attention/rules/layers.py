@@ -89,7 +89,7 @@ def _baddbmm(call: Call) -> Result:
 
 @register_propagation("einsum")
 def _einsum(call: Call) -> Result:
-    """Of a product, all errors being independent."""
+    """A product; all errors are taken as independent."""
     equation, *xs = call.args
     xs = list(xs[0]) if isinstance(xs[0], (list, tuple)) else xs
     if not isinstance(equation, str) or len(xs) > 2:

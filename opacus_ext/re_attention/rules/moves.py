@@ -73,7 +73,7 @@ def _pad(call: Call) -> Result:
 
 @register_propagation("view_as_complex")
 def _as_complex(call: Call) -> Result:
-    """Of a complex number: the variance of its real part, and of its imaginary."""
+    """The real and the imaginary part have the same variance."""
     x = call.args[0]
     return Variance(last_mean(call.token(x).expand(*x.shape[:-1], 1).squeeze(-1)))
 

@@ -36,7 +36,7 @@ class Call(NamedTuple):
         return self.kwargs.get(name, default)
 
     def variance(self, x: Any) -> Union[None, Variance, Lost]:
-        """What is known of an argument's variance; None for a known argument."""
+        """Looks up an argument's variance; None for an argument without error."""
         return self.mode.of(x)
 
     def token(self, x: Any) -> Optional[Tensor]:
