@@ -355,7 +355,7 @@ def with_epsilon(make_private_with_epsilon: Callable) -> Callable:
         **kwargs: Any,
     ) -> Any:
         loader = kwargs["data_loader"]
-        budget = dict(epsilon=target_epsilon, delta=target_delta, epochs=epochs)
+        budget: Any = dict(epsilon=target_epsilon, delta=target_delta, epochs=epochs)
         if noise == "banded":
             noise = choose_bands(
                 sampling or Poisson(sample_rate=1 / len(loader)),

@@ -9,7 +9,12 @@ Example:
     >>> model.set_attn_implementation("re_attention")
 """
 
-import transformers.modeling_utils  # noqa: F401
+try:
+    import transformers.modeling_utils  # noqa: F401
+except ImportError as error:
+    raise ImportError(
+        "opacus_ext.transformers takes transformers: pip install opacus_ext[trainer]"
+    ) from error
 
 from opacus_ext.registry import extend_transformers
 

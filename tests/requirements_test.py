@@ -50,7 +50,7 @@ opacus_ext.unregister()
 """
 ALLOWED = {
     "opacus_ext.lightning",
-    "opacus_ext.re_attention.transformers",
+    "opacus_ext.transformers",
     "opacus_ext.trainer",
 }
 

@@ -20,14 +20,10 @@ their package ``prv-accountant``. Four parts differ:
 from __future__ import annotations
 
 import math
-from typing import Callable, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Callable, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
 from numpy.typing import NDArray
-from prv_accountant.discrete_privacy_random_variable import (
-    DiscretePrivacyRandomVariable,
-)
-from prv_accountant.domain import Domain
 from scipy.fft import irfft, next_fast_len, rfft
 from scipy.optimize import brentq
 from scipy.special import logsumexp
@@ -177,7 +173,7 @@ def _tails(steps: Sequence[Step], mass: float) -> _Tails:
 class _Composed(NamedTuple):
     """The composition on a grid, and bounds of its errors."""
 
-    prv: DiscretePrivacyRandomVariable
+    prv: Any  # its DiscretePrivacyRandomVariable
     loss_error: float  # the most by which a loss is too large
     delta_error: float
     points: int
@@ -226,6 +222,12 @@ def _compose(
         return None
     right = next_fast_len(math.ceil(half / mesh) + 1)
     points, zero = 2 * right, right - 1
+    # Imported here, as few who import the package need it.
+    from prv_accountant.discrete_privacy_random_variable import (
+        DiscretePrivacyRandomVariable,
+    )
+    from prv_accountant.domain import Domain
+
     domain = Domain(-zero * mesh, right * mesh, points)
     half = zero * mesh
     losses = (np.arange(points) - zero) * mesh

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Any, Dict, Optional
+from typing import TYPE_CHECKING, Any, Dict, Optional
 
 import torch
 import torch.distributed as dist
 
 from opacus_ext.grad_sample.parallel.group import ExpertGroup
 from opacus_ext.grad_sample.parallel.sharding import group_of
-from opacus_ext.optimizers.optimizer import GhostDPOptimizer, HooksDPOptimizer
+from opacus_ext.optimizers.optimizer import (
+    ClippingOptimizer,
+    GhostDPOptimizer,
+    HooksDPOptimizer,
+)
 from opacus_ext.refused import Refused
 
+if TYPE_CHECKING:
+    Base = ClippingOptimizer
+else:
+    Base = object  # a mixin comes before one of them
 
-class _Distributed:
+
+class _Distributed(Base):
     """
     Sums the gradients of processes that have samples of their own. The noise of a
     parameter is added once: by process 0 if all have the parameter, else (sharded

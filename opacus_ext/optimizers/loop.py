@@ -76,7 +76,8 @@ def watch_loader(loader: DataLoader, optimizer: Any, inputs: InputReader) -> Non
     sizes: deque[int] = deque(maxlen=4 + optimizer.ahead)
 
     def begin(self: Any) -> Iterator[List[int]]:
-        dp_optimizer, inputs = own(), reader()
+        dp_optimizer: Any = own()
+        inputs = reader()
         if hasattr(dp_optimizer, "drop_logical_batch"):  # not one of Opacus's own
             dp_optimizer.drop_logical_batch()
         largest = 0

@@ -13,8 +13,10 @@ from opacus_ext.optimizers.banded import BandedNoise
 from opacus_ext.refused import Refused
 from opacus_ext.secure import SecureSource, gaussian_grid, release
 
-# A mixin comes before one of Opacus's optimizers.
-Base = DPOptimizer if TYPE_CHECKING else object
+if TYPE_CHECKING:
+    Base = DPOptimizer
+else:
+    Base = object  # a mixin comes before one of Opacus's optimizers
 
 # Parameters of so few entries share a draw: starting kernels takes longer than they do.
 _SMALL = 2**16
@@ -41,7 +43,8 @@ class NoisyOptimizer(Base):
     @property
     def gradient_noise_multiplier(self) -> float:
         """The standard deviation of the noise, over the sensitivity."""
-        return getattr(self, "_adjusted_noise_multiplier", self.noise_multiplier)
+        given = float(self.noise_multiplier)
+        return getattr(self, "_adjusted_noise_multiplier", given)
 
     @property
     def sensitivity(self) -> float:

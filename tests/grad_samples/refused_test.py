@@ -85,7 +85,7 @@ REFUSED = {
     "input changed": (linears(input_changed), X, "in place"),
     "time first": (
         lambda: Net(lambda m, x: m.rnn(x.transpose(0, 1))[0], rnn=nn.LSTM(3, 4)),
-        *(X, "dim 0 should be the samples'"),
+        *(X, "dim 0 should be the batch dim"),
     ),
 }
 

@@ -298,12 +298,13 @@ class InputReader:
         count = next(n for n in _PRIMES if all(m % n for m in sizes))
         ran: list[tuple[Reading, list[T]]] = []
         refused: Refused | None = None
-        for r in readings:
-            with torch.enable_grad(), suppress(Exception):
-                try:  # a reading that fails is not the right one
-                    ran.append((r, self._try(call, given, r, count)))
-                except Refused as error:
-                    refused = error
+        for grad in (False, True):  # with a graph only if the model's code needs one
+            for r in readings if not ran else ():
+                with torch.set_grad_enabled(grad), suppress(Exception):
+                    try:  # a reading that fails is not the right one
+                        ran.append((r, self._try(call, given, r, count)))
+                    except Refused as error:
+                        refused = error
         found = [x for x in ran if self._fits(x[1], count)] or ran
         first = readings[0]
         if found and found[0][0].dims.count(None) > first.dims.count(None):

@@ -266,7 +266,7 @@ class PrivateModel:
             return None
         last, params = self._compiled, [id(p) for p in self.params.values()]
         same = last is not None and last.settings == settings
-        if not same or [id(p) for p in last.params] != params:
+        if last is None or not same or [id(p) for p in last.params] != params:
             self._compiled = CompiledModel(self, settings)
         return self._compiled
 
