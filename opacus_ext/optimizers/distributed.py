@@ -102,8 +102,9 @@ class _Distributed(Base):
         """The largest norm of one sample's clipped gradient, over all processes."""
         if not self.clipping.per_parameter:
             return super().sensitivity
+        given: Any = self.clipping_bound
         bounds = []
-        for p, bound in zip(self.params, self.clipping_bound):
+        for p, bound in zip(self.params, given):
             bounds += [bound] * (self.world_size if self._is_sharded(p) else 1)
         return self.clipping.at(bounds).sensitivity("add_or_remove_one")
 
