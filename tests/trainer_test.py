@@ -19,9 +19,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import (
     DataCollatorForLanguageModeling,
-    DataCollatorForSeq2Seq,
     DataCollatorWithFlattening,
-    DataCollatorWithPadding,
     HfArgumentParser,
     TrainerCallback,
     TrainingArguments,
@@ -29,7 +27,7 @@ from transformers import (
 )
 
 from opacus_ext.data.collators import RecordCollator
-from opacus_ext.data.logical import LogicalBatches, derive_seed, logical_loader
+from opacus_ext.data.logical import derive_seed
 from opacus_ext.losses import PerRecord, cross_entropy, model_losses
 from opacus_ext.refused import Refused
 from opacus_ext.trainer import PRIVACY_STATE, PrivacyArguments, PrivateTrainer
@@ -297,52 +295,7 @@ def test_records_of_several_sequences(mode, tmp_path):
     assert distance(weights(saved), weights(run.model.model)) == 0
 
 
-def test_records_without_labels_count_as_zero(tmp_path):
-    data = [{**x, "labels": torch.full_like(x["labels"], -100)} for x in texts()]
-    run = trainer(tmp_path, data=data, privacy=private(noise_multiplier=0.0))
-    before = weights(run.model)
-    assert run.train().training_loss == 0 and run.get_epsilon() == float("inf")
-    assert distance(before, weights(run.model)) == 0
-
-
 # -- draws -------------------------------------------------------------------------
-
-
-def test_items_of_a_logical_batch():
-    draws = [list(range(n)) for n in (0, 1, 4, 5, 9)]
-    for count in (1, 2, 3):
-        batches = LogicalBatches(draws, torch.Generator(), 2, items=count, seed=0)
-        items = list(batches)
-        assert len(items) == len(batches) == 5 * count
-        for t, drawn in enumerate(draws):
-            own = [item.numbers for item in items[count * t : count * (t + 1)]]
-            assert sum(sum(own, []), []) == drawn
-            assert count == 1 or len(own[-1]) == 1
-            assert all(len(numbers) <= 2 for numbers in sum(own, []))
-            assert items[count * t].draw == t
-        assert [x.draw for x in list(batches)[::count]] == [5, 6, 7, 8, 9]
-
-
-class Jitter(torch.utils.data.Dataset):
-    """Records with a random part."""
-
-    def __len__(self):
-        return N
-
-    def __getitem__(self, i):
-        return torch.tensor([i, float(torch.rand(()))])
-
-
-def test_physical_batches_are_the_same_whoever_makes_them():
-    """In workers or not."""
-    found = []
-    for workers in (0, 2):
-        draws = torch.arange(30).split(10)
-        batches = LogicalBatches(draws, torch.Generator(), 4, items=2, seed=5)
-        loader = logical_loader(Jitter(), batches, torch.stack, num_workers=workers)
-        found.append([batch for item in loader for batch in item])
-    for a, b in zip(*found):
-        assert a.draw == b.draw and torch.equal(a.inputs, b.inputs)
 
 
 def test_nobody_knows_noise_and_draws(tmp_path):
@@ -649,26 +602,6 @@ def test_other_trainers_in_the_bases(tmp_path):
         type("Wrong", (Other, PrivateTrainer), {})
 
 
-def test_collators_that_keep_records_apart(tmp_path):
-    words = tokenizer()
-    plain = [{"input_ids": x["input_ids"]} for x in sentences()]
-    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2}
-    t5 = transformers.T5ForConditionalGeneration(
-        transformers.T5Config(vocab_size=V, decoder_start_token_id=0, **sizes)
-    )
-    pairs = [{**x, "labels": x["input_ids"][: 2 + i % 3]} for i, x in enumerate(plain)]
-    for model, data, collator in (
-        (bert(), sentences(), DataCollatorWithPadding(words)),
-        (gpt2(), plain, DataCollatorForLanguageModeling(words, mlm=False)),
-        (t5, pairs, DataCollatorForSeq2Seq(words, t5)),
-    ):
-        before = weights(model)
-        run = trainer(tmp_path, model, data, data_collator=collator, max_steps=2)
-        run.train()
-        assert distance(before, weights(model)) > 1e-3
-        assert history(run) == [(1.0, 6 / N, 2)]
-
-
 # -- checkpoints -------------------------------------------------------------------
 
 
@@ -854,18 +787,6 @@ def test_evaluation_changes_nothing(family, tmp_path):
     assert distance(*found) == 0
 
 
-def test_the_best_model_is_loaded(tmp_path):
-    evaluated = {"eval_dataset": texts(10), "eval_strategy": "steps", "eval_steps": 2}
-    best = {"load_best_model_at_end": True, "max_steps": 6}
-    run = trainer(tmp_path, **evaluated, **SAVING | best)
-    run.train()
-    scores = [x["eval_loss"] for x in run.state.log_history if "eval_loss" in x]
-    path = tmp_path / f"checkpoint-{2 * scores.index(min(scores)) + 2}"
-    assert run.state.best_model_checkpoint == str(path)
-    saved = transformers.GPT2LMHeadModel.from_pretrained(path)
-    assert distance(weights(saved), weights(run.model)) == 0
-
-
 @every_mode
 def test_an_error_in_a_step_leaves_no_trace(mode, tmp_path):
     """In the second part of the third step; then the trainer trains on."""
@@ -914,26 +835,6 @@ def test_activation_checkpointing_and_bf16(mode, tmp_path):
         runs.append(weights(run.model))
     assert distance(runs[0], runs[1]) < 1e-6
     assert 0 < distance(runs[0], runs[2]) < 0.02 * distance(runs[0], weights(gpt2()))
-
-
-@every_mode
-def test_lora(mode, tmp_path):
-    peft = pytest.importorskip("peft")
-    config = {"task_type": "CAUSAL_LM", "r": 2, "target_modules": ["c_attn"]}
-
-    def make():
-        model = peft.get_peft_model(gpt2(), peft.LoraConfig(**config))
-        return trainer(tmp_path, model, mode=mode, **SAVING)
-
-    run, other = make(), make()
-    frozen = weights(run.model)
-    run.train()
-    for name, p in weights(run.model).items():
-        assert torch.equal(p, frozen[name]) != ("lora" in name)
-    other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    assert distance(weights(run.model), weights(other.model)) == 0
-    loaded = peft.PeftModel.from_pretrained(gpt2(), tmp_path / "checkpoint-4")
-    assert distance(weights(loaded), weights(run.model)) == 0
 
 
 def test_optimizer_and_schedule_of_ones_own(tmp_path):
