@@ -2,8 +2,8 @@
 
 A parameter that no sample uses has a gradient of zero, and DP-SGD adds noise to it: an
 adapter that is merged, disabled, not active, never called or unknown to the optimizer
-is trained on noise without a word. PEFT's layers are told by what they offer, so that
-PEFT is not imported.
+is trained on noise silently. PEFT's layers are recognized by their attributes, so PEFT
+is not imported.
 """
 
 from __future__ import annotations

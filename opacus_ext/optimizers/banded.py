@@ -37,13 +37,13 @@ def coefficients(bands: int, steps: int, momentum: float = 0.0) -> Tuple[float, 
     """
     The b coefficients of C that minimize :func:`error`, of L2 norm 1.
 
-    Time and memory grow with b, and hardly with steps: what a gradient adds to the
-    weights settles, and only the steps until then are looked at one by one.
+    Time and memory grow with b, and hardly with n: only the steps until a gradient's
+    effect on the weights is constant are computed one by one.
 
     Args:
         bands: b, at least 1, which is independent noise
-        steps: of the run, n
-        momentum: of SGD, from 0 to below 1
+        steps: number of steps of the run, n
+        momentum: momentum of SGD, from 0 to below 1
 
     Raises:
         Refused: unless 1 <= bands <= steps, whole numbers, and 0 <= momentum < 1; if it
