@@ -18,7 +18,7 @@ Accelerator = pytest.importorskip("accelerate").Accelerator
 
 @pytest.fixture
 def fresh():
-    """Returns a function that makes an Accelerator with fresh settings."""
+    """Makes Accelerators with other settings than those before."""
     from accelerate.state import AcceleratorState, GradientState
 
     def make(**settings):
@@ -32,8 +32,9 @@ def fresh():
 
 class Loop:
     """
-    A run with generators of its own, or with torch's default generator. Accelerate
-    loads a batch ahead, so it uses the default generator in another order.
+    A run whose draws come from torch's default generator, or draws and noise from
+    their own: Accelerate looks a batch ahead, so that the default one's are used
+    in another order.
     """
 
     def __init__(
@@ -103,7 +104,7 @@ class Loop:
 @every_mode
 @pytest.mark.parametrize("first, physical", [(False, None), (False, 3), (True, None)])
 def test_prepare(mode, first, physical, fresh):
-    """prepare comes after or before make_private, with a seedable sampler."""
+    """After make_private, or before it; with a sampler that it would replace."""
     from accelerate.utils import DataLoaderConfiguration
 
     config = DataLoaderConfiguration(use_seedable_sampler=True)
@@ -117,7 +118,8 @@ def test_prepare(mode, first, physical, fresh):
 @every_mode
 def test_what_is_refused(mode, fresh):
     """
-    accumulate skips batches or scales losses; clip_grad_norm_ has no effect in "hooks".
+    accumulate leaves out batches, or scales losses; clip_grad_norm_ clips before the
+    noise, and is without effect in "hooks", as in Opacus.
     """
     with pytest.raises((ValueError, RuntimeError), match="BatchMemoryManager"):
         Loop(mode, fresh(gradient_accumulation_steps=2)).epoch()
@@ -129,8 +131,18 @@ def test_what_is_refused(mode, fresh):
 
 
 @every_mode
+def test_bf16(mode, fresh):
+    found = Loop(mode, fresh(mixed_precision="bf16")).epoch()
+    torch.testing.assert_close(found, Loop(mode).epoch(half=True), rtol=0, atol=1e-3)
+    assert not torch.equal(found, Loop(mode).epoch())
+
+
+@every_mode
 def test_state_that_is_loaded(mode, fresh, tmp_path):
-    """A resumed run repeats the unbroken run except for its noise, which is fresh."""
+    """
+    With the accountant registered: as if the run had not been stopped, but for the
+    noise, which is drawn afresh each time.
+    """
 
     def make(noise):
         run = Loop(mode, fresh(), own=False, noise=noise)
@@ -151,3 +163,22 @@ def test_state_that_is_loaded(mode, fresh, tmp_path):
             same = (found[i] - found[j]).abs().max() < 1e-3
             assert same == (noise == 0)
     assert other.engine.get_epsilon(1e-3) == run.engine.get_epsilon(1e-3)
+
+
+@every_mode
+def test_evaluation_and_saving(mode, fresh, tmp_path):
+    """Metrics over a loader, and a file of the weights that the model itself loads."""
+    run = Loop(mode, fresh())
+    run.epoch()
+    held_out = run.accelerator.prepare(DataLoader(run.loader.dataset, batch_size=16))
+    run.net.eval()
+    with torch.no_grad():
+        found = [
+            run.accelerator.gather_for_metrics((run.net(x).argmax(1), y))
+            for x, y in held_out
+        ]
+    assert sum(len(y) for _, y in found) == 40
+    run.accelerator.save_model(run.model, tmp_path, safe_serialization=False)
+    saved = torch.load(tmp_path / "pytorch_model.bin")
+    assert list(saved) == list(run.model.state_dict())
+    assert run.accelerator.unwrap_model(run.net)._module is run.model

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import opacus_ext
-from opacus_ext import check_per_sample_gradients
+from opacus_ext import check_per_sample_gradients, find_leaks
 from tests.common import MODES, make_private, next_token_loss, square_loss
 
 CE = nn.CrossEntropyLoss
@@ -35,7 +35,7 @@ def run(model, batch, loss_fn, **kwargs):
 
 
 class Model(nn.Module):
-    """A linear layer followed by a function of the model and the output."""
+    """A linear layer, and a function of it, its input and its output."""
 
     def __init__(self, function, width=3):
         super().__init__()
@@ -48,7 +48,7 @@ class Model(nn.Module):
 
 
 class OverSelf(nn.Module):
-    """Holds a closure over itself; its deep copy still refers to the original."""
+    """Holds a function over itself, which a deep copy leaves over the original."""
 
     def __init__(self):
         super().__init__()
@@ -61,7 +61,7 @@ class OverSelf(nn.Module):
 
 
 class Tied(nn.Module):
-    """A model with a shared parameter, a frozen layer and an unused layer."""
+    """A shared parameter, a frozen layer, and one that is not used."""
 
     def __init__(self):
         super().__init__()
@@ -84,7 +84,7 @@ class ByName(nn.Module):
 
 
 class Norm(nn.Module):
-    """A norm that computes in float32, as most norms of transformers do."""
+    """Computes in float32, as most norms of transformers."""
 
     def __init__(self):
         super().__init__()
@@ -97,7 +97,7 @@ class Norm(nn.Module):
 
 
 class Inputs(UserDict):
-    """A mapping with attributes, like transformers' BatchEncoding."""
+    """As transformers' BatchEncoding: a mapping with attributes."""
 
     def __getattr__(self, name):
         if name == "data":
@@ -222,6 +222,10 @@ def test_where_float64_does_not_run():
     assert report.ok and report.dtype is torch.float32
 
 
+def test_a_function_over_the_model_does_not_leak():
+    assert find_leaks(OverSelf(), IDS[:, :3]) == []
+
+
 def keeps(self, y):
     y, self.last = y + self.last, y.detach().mean()
     return y
@@ -275,9 +279,14 @@ def test_wrong(name):
     assert all(finding in str(report) for finding in report.findings)
 
 
+def test_a_tolerance_below_rounding():
+    case = RIGHT["parts in float32"]
+    assert not run(case.model, case.batch, case.loss, tolerance=1e-10).ok
+
+
 @pytest.fixture
 def stock():
-    """Plain Opacus, whose gradients are wrong for padding_idx."""
+    """Opacus as it is shipped, which is wrong about padding_idx."""
     opacus_ext.unregister()
     yield
     opacus_ext.register()
@@ -310,7 +319,7 @@ def test_refused_is_reported():
 
 
 class Counts(nn.Module):
-    """A layer with a buffer that each forward changes."""
+    """A buffer that each forward changes."""
 
     def __init__(self):
         super().__init__()
@@ -350,6 +359,15 @@ def test_leaves_everything_alone(fails):
     assert all(map(torch.equal, batch, inputs))
     assert [m.training for m in model] == [True, True, False, True]
     assert criterion.reduction == "mean"
+
+
+def test_verbose_prints_the_table(capsys):
+    report = check_per_sample_gradients(mlp(), XY, CE(), modes=["hooks"])
+    printed = capsys.readouterr().out
+    assert printed.strip() == str(report)
+    assert "0.weight" in printed and "hooks" in printed
+    run(mlp(), XY, CE(), modes=["hooks"])
+    assert capsys.readouterr().out == ""
 
 
 # Its model, its loss, and words of the error.

@@ -5,6 +5,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
     MixtralConfig,
     MixtralForCausalLM,
     SwitchTransformersConfig,
@@ -65,7 +67,7 @@ class OverTheBatch(nn.Module):
 
 
 class RateOfItsOwn(nn.Module):
-    """Has a literal dropout rate, and experts that draw one number for each token."""
+    """Dropout by no attribute; experts draw as many numbers as they have tokens."""
 
     def __init__(self):
         super().__init__()
@@ -112,7 +114,7 @@ def by_sample(model, batch):
 
 
 def in_the_gradient(model, x):
-    """Mixes samples in the gradients only, not in the values of the losses."""
+    """The losses of the others stay; only their gradients change."""
     y = model(x).square().sum(1)
     scale = y.mean().detach()
     return y * (scale / scale.clone()) + (y - y.detach()) * scale
@@ -165,7 +167,7 @@ LEAKS = {
 
 @pytest.mark.parametrize("name", LEAKS)
 def test_leaks(name):
-    """find_leaks finds the leaks and changes nothing."""
+    """They are found, and nothing is changed."""
     model, batch, loss, where, fix = LEAKS[name]
     if not isinstance(model, nn.Module):
         model, batch = model(), batch()
@@ -191,8 +193,13 @@ def test_needs_two_different_samples(x):
 
 @every_mode
 def test_capacity_is_that_of_the_sample(mode):
-    """In training a sample's capacity is that of a batch of one."""
+    """In training each sample is a batch of one."""
     check(mode, True, OverTheBatch(6).double(), SEQUENCES.double(), square_loss)
+
+
+def test_dropout_in_training():
+    private = make_private(RateOfItsOwn(), "ghost_bk", batch_size=5)
+    private.step(torch.randn(5, 6, 4), square_loss)
 
 
 @every_mode
@@ -213,7 +220,7 @@ def test_number_that_mixes_samples(mode, wrap):
 @every_mode
 @pytest.mark.parametrize("how", ["attribute", "list", 3, 4, 8])
 def test_numbers_in_other_places(mode, how):
-    """The model keeps a balancing loss in an attribute or returns it in a vector."""
+    """A balancing loss over the batch that is kept, or given in a vector."""
 
     class Model(nn.Module):
         def __init__(self):
@@ -246,7 +253,7 @@ def test_numbers_in_other_places(mode, how):
 
 
 class Rows(nn.Module):
-    """Returns losses of tokens ``[B * T]``, which can't be assigned to samples."""
+    """Losses of tokens ``[B * T]``: whose rows they are can't be told."""
 
     def __init__(self):
         super().__init__()
@@ -263,6 +270,22 @@ def test_losses_of_flattened_tokens(mode):
         private.step(
             SEQUENCES.double(), lambda m, x: m(x).unflatten(0, x.shape[:2]).sum(1)
         )
+
+
+def test_mean_over_samples_is_trained_on():
+    """The way of Opacus's tutorial: the loss that the model computes."""
+    rates = dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    config = BertConfig(hidden_size=16, intermediate_size=16, **SMALL, **rates)
+    model = BertForSequenceClassification(config).double()
+    batch = {**tokens(), "labels": torch.tensor([0, 1, 1, 0])}
+    private = make_private(model, "hooks", batch_size=4)
+    private.module(**batch).loss.backward()
+    got = {n: p.grad_sample for n, p in model.named_parameters()}
+    private.optimizer.zero_grad()
+    logits = private.module(batch["input_ids"], batch["attention_mask"]).logits
+    F.cross_entropy(logits, batch["labels"]).backward()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(got[name], p.grad_sample)
 
 
 @every_mode

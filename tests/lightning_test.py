@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from opacus_ext import Refused
 from opacus_ext.data.logical import derive_seed
+from opacus_ext.losses import PerSample, model_losses
 
 from .common import assert_same, clipped_sum, oracle
 
@@ -39,7 +40,7 @@ def quiet(monkeypatch, tmp_path):
 
 
 class Steps:
-    """The methods of a LightningModule, for either package."""
+    """What makes a LightningModule of either package."""
 
     def __init__(self, automatic=True, dtype=torch.float64):
         super().__init__()
@@ -118,7 +119,7 @@ def draw(number):
 
 
 def expected(steps, automatic):
-    """Returns the oracle's weights after ``steps`` steps without noise."""
+    """The weights after so many steps without noise, by the oracle."""
     model, data = Classifier(automatic), records()
     made = model.configure_optimizers()
     (optimizer,), schedules = made if automatic else ([made], [])
@@ -146,7 +147,7 @@ def weights(model):
     "automatic, physical", [(True, None), (True, 2), (False, None)]
 )
 def test_two_epochs(mode, automatic, physical):
-    """Draws are split, one is empty; steps and the schedule count draws."""
+    """Draws in parts, one of them empty; steps and schedule count draws."""
     model, callback = Classifier(automatic), privacy(
         mode, max_physical_batch_size=physical
     )
@@ -160,9 +161,12 @@ def test_two_epochs(mode, automatic, physical):
     assert callback.engine.accountant.history == [(0.0, BATCH / RECORDS, 12)]
 
 
-@pytest.mark.parametrize("mode, stop", [("hooks", 6), ("ghost_bk", 4)])
+@pytest.mark.parametrize("mode, stop", [("hooks", 6), ("ghost_bk", 4), ("ghost_bk", 8)])
 def test_resume(mode, stop, tmp_path):
-    """A resumed run repeats the unbroken run, or by default draws fresh noise."""
+    """
+    From a checkpoint, in an epoch or between: as if it had not been stopped, or by
+    default with other noise.
+    """
 
     def fit(path=None, repeat_noise=True, **limit):
         checkpoint = L.callbacks.ModelCheckpoint(
@@ -210,7 +214,7 @@ def test_checkpoints_of_other_runs_are_refused(tmp_path):
 
 
 def test_what_is_around_training():
-    """Validation, early stopping and logging work; the model is ordinary at the end."""
+    """Validation, early stopping, epsilon in the logs, an ordinary model at the end."""
     model = Classifier()
     callback = privacy("ghost_bk", noise_multiplier=1.0)
     stop = L.callbacks.EarlyStopping(
@@ -242,8 +246,21 @@ def test_target_epsilon():
         PrivacyCallback(target_delta=1e-3)
 
 
+def test_bf16():
+    """Half precision within the step, float32 gradients and noise."""
+    model = Classifier(dtype=torch.float32)
+    single = trainer(privacy("ghost_bk"), max_steps=5)
+    single.fit(model, loader(torch.float32))
+    mixed = Classifier(dtype=torch.float32)
+    trainer(privacy("ghost_bk"), max_steps=5, precision="bf16-mixed").fit(
+        mixed, loader(torch.float32)
+    )
+    assert_same(weights(mixed), weights(model), 0.05)
+    assert not torch.equal(mixed.net[0].weight, model.net[0].weight)
+
+
 def test_data_module_with_transfers():
-    """The transfer hooks receive each physical batch as it was collated."""
+    """Its hooks for batches are called with each physical batch, as it was collated."""
 
     class Data(L.LightningDataModule):
         def train_dataloader(self):
@@ -274,7 +291,7 @@ class CallsNet(Classifier):
     "cls, given", [(Plain, {"mode": "hooks"}), (CallsNet, {"module": "net"})]
 )
 def test_other_losses_and_modules(cls, given):
-    """ "hooks" takes any mean loss; ``module`` selects the part that is private."""
+    """Any mean in "hooks"; a part of the module that training_step calls."""
     model = cls()
     trainer(privacy(**{"mode": "ghost_bk", **given}), max_steps=3).fit(model, loader())
     assert_same(weights(model), expected(3, True))
@@ -347,7 +364,7 @@ def test_settings_that_are_refused(settings, message):
     ],
 )
 def test_modules_that_are_refused(cls, automatic, given, message):
-    """After the refusal the module is an ordinary one."""
+    """They are ordinary ones afterwards."""
     model = cls()
     model.automatic_optimization = automatic
     with pytest.raises((Refused, KeyError), match=message):
@@ -375,9 +392,49 @@ def test_the_older_name():
     assert_same(weights(model), expected(3, True))
 
 
+class Language(L.LightningModule):
+    """A model of transformers, whose loss is one a sample."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model, self.criterion = model, PerSample()
+
+    def training_step(self, batch, batch_idx):
+        return self.criterion(model_losses(self.model, batch))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.5)
+
+
+def test_a_model_of_transformers(mode="auto"):
+    transformers = pytest.importorskip("transformers")
+    off = {"embd_pdrop": 0, "attn_pdrop": 0, "resid_pdrop": 0}
+    torch.manual_seed(0)
+    model = transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(vocab_size=9, n_embd=8, n_layer=1, n_head=1, **off)
+    ).double()
+    ids = torch.randint(0, 9, (RECORDS, 6))
+    sums = clipped_sum(
+        oracle(
+            model.train(),
+            {"input_ids": ids[draw(0)], "labels": ids[draw(0)]},
+            lambda model, batch: model_losses(model, batch),
+        ),
+        "flat",
+        0.5,
+    )
+    step = 0.5 / BATCH
+    after = {name: p.detach() - step * sums[name] for name, p in weights(model).items()}
+    data = [{"input_ids": x, "labels": x} for x in ids]
+    trainer(privacy(mode, module="model"), max_steps=1).fit(
+        Language(model), DataLoader(data, batch_size=BATCH, shuffle=True)
+    )
+    assert_same(weights(model), after)
+
+
 @pytest.mark.parametrize("mode, automatic", [("hooks", True), ("ghost_bk", False)])
 def test_without_the_callback(mode, automatic):
-    """make_private before fit gives the same weights as a plain loop."""
+    """make_private before fit: what a loop of one's own does, draw by draw."""
 
     def made():
         model = Classifier(automatic)
@@ -413,7 +470,10 @@ def test_without_the_callback(mode, automatic):
 
 @pytest.mark.parametrize("workers", [{}, {"num_workers": 1, "prefetch_factor": 3}])
 def test_an_epoch_that_is_cut_short(workers):
-    """Training continues with the next draw, even if workers drew ahead."""
+    """
+    It goes on with the next draws: what a loader's processes have drawn in advance is
+    drawn again, not left out.
+    """
     model, ahead = Classifier(), DataLoader(records(), batch_size=4, **workers)
     trainer(privacy("ghost_bk"), max_steps=5, limit_train_batches=3).fit(model, ahead)
     assert_same(weights(model), expected(5, True))

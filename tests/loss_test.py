@@ -156,7 +156,7 @@ def test_lost_samples_are_refused(name):
 
 @pytest.mark.parametrize("mode", ["ghost_bk", "ghost"])
 def test_a_trained_head_outside_of_the_model_is_refused(mode):
-    """A trained head would silently get no gradient; a frozen head is allowed."""
+    """It would get no gradient, without a word; a frozen one is fine."""
     private, head = private_net(mode), nn.Linear(2, 2).double()
     x, y = batch_of()
     for loss in (

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+import opacus_ext
 from opacus_ext.losses import PerRecord, PerSample, cross_entropy, model_losses
 from tests.common import (
     MODES,
@@ -59,8 +60,8 @@ def gpt2():
 
 
 def llama(**kwargs):
-    few = {"num_key_value_heads": 1, "use_cache": False, **kwargs}
-    return of("LlamaConfig", "LlamaForCausalLM", **few)
+    few = dict(num_key_value_heads=1, use_cache=False)
+    return of("LlamaConfig", "LlamaForCausalLM", **few, **kwargs)
 
 
 def bert(head="MaskedLM", **kwargs):
@@ -83,7 +84,7 @@ def mixtral():
 
 
 def tokens(*shape, labels=True):
-    """Returns ids and labels of several lengths; the second sample has no labels."""
+    """Ids, and labels of other lengths; the second sample has none at all."""
     batch = {"input_ids": torch.randint(3, V, shape)}
     if labels:
         batch["labels"] = batch["input_ids"].clone()
@@ -94,7 +95,7 @@ def tokens(*shape, labels=True):
 
 
 def alone(model, batch):
-    """Returns the model's loss of each sample; nan for a sample without labels."""
+    """The model's own loss of each sample; nan for one without labels."""
     size = len(batch["input_ids"])
     rows = [{n: x[b : b + 1] for n, x in batch.items()} for b in range(size)]
     return torch.stack([model(**row).loss for row in rows]).double()
@@ -183,7 +184,7 @@ class TestPerSample:
 
 
 class Criterion(nn.Module):
-    """A criterion that a user wrote; ``kind`` selects what it computes."""
+    """The user's own, by the kind of what it does."""
 
     def __init__(self, kind):
         super().__init__()
@@ -229,7 +230,7 @@ class TestCriterion:
         )
 
     def check(self, private, call, criterion):
-        """Checks that the update is the clipped sum of the samples' gradients."""
+        """The update is the clipped sum of the gradients of samples alone."""
         before = {n: p.detach().clone() for n, p in trainable(private.module).items()}
         call(private.criterion, private.module(self.x), self.y).backward()
         private.optimizer.step()
@@ -253,7 +254,7 @@ class TestCriterion:
     @ghost_modes
     @pytest.mark.parametrize("kind", ["focal", "torch"])
     def test_flattened_tokens(self, mode, kind):
-        """As in Opacus, ``shape`` assigns the tokens to samples."""
+        """As in Opacus: ``shape`` says which tokens are whose."""
 
         def call(criterion, logits, y):
             shape = {} if criterion is plain else dict(shape=y.shape)
@@ -293,7 +294,7 @@ class TestCriterion:
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     def test_what_mixes_a_little_is_refused_whatever_comes_between(self, dtype):
-        """A batch of one shows no mixing; large gradients must not hide it."""
+        """A batch of one, of which nothing can be told; a sample of large gradients."""
         private = self.private("ghost_bk", PerSample(), 4)
         private.module.to(dtype)
         for size, refused in ((4, True), (1, False), (4, True), (4, True)):
@@ -311,7 +312,7 @@ class TestCriterion:
     @ghost_modes
     @pytest.mark.parametrize("kind", [nn.MSELoss, nn.L1Loss, nn.HuberLoss])
     def test_shapes_that_broadcast_are_told(self, mode, kind):
-        """[B, 1] and [B] broadcast to [B, B]; a sample alone gives its own loss."""
+        """[B, 1] and [B] give [B, B] for the batch, and what is meant for a sample."""
         private = self.private(mode, kind(), 4)
         y, target = private.module(self.x)[:, :1], torch.tensor([-2.0, 2, -2, 2])
         with pytest.warns(UserWarning, match="mean over samples: it gives"):
@@ -320,7 +321,7 @@ class TestCriterion:
 
     @pytest.mark.parametrize("criterion", [nn.MultiMarginLoss(), nn.CrossEntropyLoss()])
     def test_evaluation_on_batches_of_other_sizes(self, criterion):
-        """Evaluation gives the plain value; training stays per sample."""
+        """It gives the value, and training goes on sample by sample."""
         private = self.private("ghost_bk", criterion, 4)
         for _ in range(4):
             self.model.load_state_dict(private.module._module.state_dict())
@@ -409,11 +410,60 @@ class TestModelLosses:
         assert fine.any() and torch.allclose(losses[fine].double(), own[fine])
         check("ghost_bk", True, model, batch, model_losses)
 
+    def test_ctc(self):
+        class Speech(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.last = nn.Linear(4, 5)
+
+            def forward(self, x, labels):
+                lengths = (labels >= 0).sum(-1)
+                rows = self.last(x).log_softmax(-1).transpose(0, 1)
+                sizes = torch.full((len(x),), x.shape[1])
+                flat = labels[labels >= 0]
+                return {"loss": F.ctc_loss(rows, flat, sizes, lengths)}
+
+        torch.manual_seed(0)
+        model, x = Speech().double(), torch.randn(3, 7, 4).double()
+        labels = torch.tensor([[1, 2, 3], [4, -100, -100], [2, 1, -100]])
+        batch = {"x": x, "labels": labels}
+        losses = model_losses(model, batch)
+        for b in range(3):
+            own = model(x[b : b + 1], labels[b : b + 1])["loss"]
+            assert torch.allclose(losses[b], own)
+        check("ghost_bk", True, model, batch, model_losses)
+
     @every_mode
     def test_empty_batch(self, mode):
         none = torch.zeros(0, 6).long()
         batch = {"input_ids": none, "labels": none}
         check(mode, True, gpt2(), batch, model_losses)
+
+    def test_evaluation_with_a_mask_of_ones(self):
+        """It may be of the samples, or of all of them: that gives the same."""
+
+        class Masked(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.last = nn.Linear(3, 2)
+
+            def forward(self, x, mask):
+                scores = x @ x.mT
+                if not bool(mask.all()):
+                    scores = scores.masked_fill(~mask, -1e9)
+                return {"loss": self.last(scores.softmax(-1) @ x).square().mean()}
+
+        model, x = Masked(), torch.randn(4, 4, 3)
+        with torch.no_grad():
+            losses = model_losses(model, {"x": x, "mask": torch.ones(4, 4).bool()})
+            own = [model(s[None], torch.ones(4, 4).bool())["loss"] for s in x]
+        assert torch.allclose(losses, torch.stack(own))
+
+    def test_no_leaks(self):
+        batch = tokens(4, 6)
+        assert opacus_ext.find_leaks(gpt2(), batch, model_losses) == []
+        (leak,) = opacus_ext.find_leaks(gpt2(), batch)
+        assert leak.where == "output['loss']" and "model_losses" in leak.fix
 
     @pytest.mark.parametrize("mode", ["hooks", "ghost_bk"])
     def test_balancing_loss_of_each_sample(self, mode):
@@ -437,7 +487,7 @@ class TestModelLosses:
         "how", ["selected", "turned", "other", "whole", "soft", "rows", "none"]
     )
     def test_losses_of_all_kinds(self, how):
-        """The model may compute its loss in any way, but it must return one number."""
+        """Whatever a model does to get its loss; refused is what is not one number."""
 
         class Model(nn.Module):
             def __init__(self):
@@ -479,7 +529,7 @@ class TestModelLosses:
 
 
 class ClassToken(nn.Module):
-    """A model with a class token, a parameter outside of its layers."""
+    """Has parameters of its own, as a model for images has."""
 
     def __init__(self):
         super().__init__()
@@ -516,7 +566,7 @@ class TestPerRecord:
         check(mode, wrap, model, batch, model_losses, tolerance=tolerance)
 
     def test_padding_adds_nothing(self):
-        """Padding is sequences without labels, under a mask of ones."""
+        """Sequences without labels, and an attention mask of ones."""
         logits = PerRecord(gpt2())(**tokens(2, 3, 6, labels=False)).logits
         assert logits.shape == (2, 3, 6, V)
         torch.manual_seed(1)
@@ -549,7 +599,7 @@ class TestPerRecord:
 
     @pytest.mark.parametrize("mode", [*MODES, "scan", "auto"])
     def test_views_of_images(self, mode):
-        """The mean gradient over views is clipped, also in batches of 0 and 1."""
+        """Their mean gradient is clipped, of batches of any size, none included."""
         model, private = small_images(), None
         for size in (0, 3, 1, 2):
             x = torch.randn(size, 4, 1, 8, 8).double()
@@ -581,12 +631,12 @@ class TestPerRecord:
 
 
 class TestOwnLoss:
-    """A model's loss of a batch is the mean of the losses of its samples."""
+    """The model's own number for the batch is the mean over samples."""
 
     @wrapped_or_not
     @pytest.mark.parametrize("build", [gpt2, bert, t5], ids=lambda b: b.__name__)
     def test_mean_of_the_samples_own(self, build, wrap):
-        """The samples have different numbers of labels."""
+        """Of samples with more labels and with fewer."""
         model = build()
         plain, batch = copy.deepcopy(model), tokens(3, 6)
         batch["labels"][1, :2] = batch["input_ids"][1, :2]  # one without has no mean
@@ -611,7 +661,7 @@ class TestOwnLoss:
             private.optimizer.step()
 
     def test_labels_that_do_not_count(self):
-        """A sample without a label adds nothing to the gradient."""
+        """A sample without a label has no loss, and adds nothing."""
         model = bert("SequenceClassification", num_labels=3)
         private = make_private(model, "hooks", batch_size=3)
         batch = tokens(3, 6, labels=False)

@@ -59,7 +59,7 @@ def loader(**kwargs):
 
 
 class Setup:
-    """A model and optimizer, before and after ``make_private``."""
+    """A model, its raw parts, and what ``make_private`` has made of them."""
 
     def __init__(self, mode="ghost_bk", engine=None, sgd=None, **kwargs):
         given = {
@@ -118,7 +118,7 @@ OTHER = net()
 
 
 def drawn_already():
-    """Returns a loader that an earlier ``make_private`` made with FixedSize."""
+    """A loader that an earlier ``make_private`` made for batches of one size."""
     engine = PrivacyEngine(accountant="prv_bounds")
     return Setup(engine=engine, sampling=FixedSize(batch_size=4)).loader
 
@@ -131,7 +131,7 @@ def drawn_often():
 
 
 def replaced():
-    """Returns a model with a layer that is newer than its optimizer."""
+    """The optimizer was built before a layer was replaced."""
     model = net()
     optimizer = SGD(model.parameters(), lr=0.1)
     model[3] = nn.Linear(4, 2)
@@ -139,7 +139,7 @@ def replaced():
 
 
 def half():
-    """Returns a model and an optimizer of half of its parameters."""
+    """An optimizer of a part of the parameters."""
     model = net()
     return {"module": model, "optimizer": SGD(model[0].parameters(), lr=0.1)}
 
@@ -238,7 +238,7 @@ CALLS = {
 
 
 def loop(*actions):
-    """Returns a function that runs the ``ACTIONS`` in order."""
+    """A loop of losses, steps and what else is given, see ``ACTIONS``."""
 
     def run(s):
         for action in actions:
@@ -284,7 +284,7 @@ def divided(s):
 
 
 def views(s, batches=None):
-    """Trains on four copies of each record as if they were four records."""
+    """Four of each record, as if they were records; of another loader."""
     for x, y in batches or [s.batch()] * 3:
         s.optimizer.zero_grad()
         s.criterion(s.model(x.repeat(4, 1)), y.repeat(4)).backward()
@@ -442,7 +442,7 @@ def by_closure(s):
 
 @pytest.mark.parametrize("mode", ["hooks", "ghost_bk"])
 def test_right_loops_are_quiet(mode):
-    """Covers physical batches, schedulers and a closure."""
+    """The loader of make_private, physical batches, schedulers, a step by closure."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         warnings.filterwarnings("ignore", message="Secure RNG")
@@ -467,7 +467,7 @@ def test_right_loops_are_quiet(mode):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("mode", ["hooks", "ghost_bk"])
 def test_half_of_the_parameters_over_many_steps(mode):
-    """Parameters outside of the optimizer do not disturb the next step."""
+    """Nothing is left of the others that the next step would stumble upon."""
     s = Setup(mode, **half())
     model = s.raw
     before = [p.clone() for p in model.parameters()]
@@ -478,7 +478,7 @@ def test_half_of_the_parameters_over_many_steps(mode):
 
 
 def test_a_list_that_is_a_constant():
-    """A constant list is accepted whatever the batch size."""
+    """Also where there are as many samples as it is long, and where there are none."""
 
     def weighted(y, labels, weights):
         return (nn.functional.cross_entropy(y, labels) * sum(weights)).mean()
@@ -499,7 +499,7 @@ def test_a_list_that_is_a_constant():
 
 @pytest.mark.filterwarnings("ignore")
 def test_two_optimizers_of_one_model():
-    """An optimizer's zero_grad keeps the gradients of the other optimizer."""
+    """The gradients that one clears are not those of the other."""
     model, engine = net(), PrivacyEngine()
     first = Setup(
         "hooks",
@@ -534,8 +534,19 @@ def test_fully_sharded(mode, tmp_path):
         dist.destroy_process_group()
 
 
+@pytest.mark.parametrize("mode", ["hooks", "ghost_bk"])
+def test_hooks_stand_for_the_model(mode):
+    """With wrap_model=False, too."""
+    s = Setup(mode, wrap_model=False)
+    assert s.model.eval() is s.raw and not s.raw.training
+    assert s.model.train() is s.raw and s.raw.training
+    assert list(s.model.state_dict()) == list(s.raw.state_dict())
+    with pytest.raises(AttributeError, match="nothing"):
+        s.model.nothing
+
+
 def test_raw_optimizer_is_free_again():
-    """After ``cleanup()`` model and optimizer are no longer private."""
+    """After ``cleanup()`` the model is not private any more, nor is its optimizer."""
     s = Setup(wrap_model=False)
     s.model.cleanup()
     nn.functional.cross_entropy(s.raw(s.batch()[0]), s.batch()[1]).backward()
@@ -561,7 +572,7 @@ def test_epsilon_without_noise_is_infinite(accountant):
 
 
 def test_a_loader_is_used_again_with_its_sampling():
-    """Two models use the loader in turn, and both are accounted for."""
+    """Two models on batches of one size: each is accounted for."""
     sampling = FixedSize(batch_size=4)
     s = Setup(
         engine=PrivacyEngine(accountant="prv_bounds"),

@@ -21,7 +21,7 @@ MODES = ("hooks", "ghost", "ghost_bk", "scan", "auto")
 
 
 class Shared(nn.Module):
-    """A model with a layer that runs twice and an unused layer."""
+    """A layer used twice, and one that is not used."""
 
     def __init__(self):
         super().__init__()
@@ -33,14 +33,14 @@ class Shared(nn.Module):
 
 
 def batches(count=3, size=6):
-    """Returns inputs whose gradient norms differ by orders of magnitude."""
+    """Inputs whose gradients' norms differ by orders of magnitude."""
     torch.manual_seed(3)
     scale = 4.0 ** torch.randint(-3, 3, (count, size, 1))
     return torch.randn(count, size, 4).double() * scale
 
 
 def norms_now(plain, model, x):
-    """Returns the oracle's norms, from a copy made before the model was private."""
+    """By the oracle, on a copy of the model from before it was private."""
     plain.load_state_dict(model.state_dict())
     return norms_of(oracle(plain, x, square_loss))
 
@@ -82,7 +82,7 @@ def test_exact_values(mode, clipping):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_histogram_without_noise(mode):
-    """With noise multiplier 0 the released numbers are those of the bins."""
+    """With noise multiplier 0 what is released is what the bins hold."""
     model = Shared().double()
     x = batches(1, 40)[0]
     norms = norms_of(oracle(model, x, square_loss))
@@ -108,7 +108,7 @@ def linear(noise_multiplier, size=8, mode="ghost_bk", **given):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("clipping", ["flat", "normalised"])
 def test_joint_noise(mode, clipping):
-    """The noise of gradients and bins together is the noise that is accounted for."""
+    """Noise of gradients and of bins, each over its sensitivity, make the accounted."""
     s, share = 3.0, 0.3
     private = linear(s, mode=mode, clipping=clipping)
     optimizer = private.optimizer
@@ -139,7 +139,7 @@ def test_joint_noise(mode, clipping):
 
 
 def test_one_record_changes_one_bin_by_one():
-    """A sample with any norm, inf included, adds one to one bin."""
+    """What the proof says of the histogram, for samples with any norm, inf included."""
     private = linear(0.0, size=3)
     monitor = exact(private.engine, private.optimizer)
     norms = torch.tensor([0.0, 1e-30, 0.1, 2.0, 2.0001, 1e30, math.inf, math.nan])
@@ -163,7 +163,7 @@ def test_what_says_nothing_is_left_out():
 
 
 def test_noise_is_within_what_is_said():
-    """Over many runs the error of the clipped fraction has the stated std."""
+    """Over many runs the error of the clipped fraction has the std that it states."""
     errors, stated = [], []
     private = linear(1.0, size=64)
     monitor = Monitor(private.engine, private.optimizer, share=0.1)
@@ -183,7 +183,7 @@ def test_noise_is_within_what_is_said():
 @pytest.mark.parametrize("mode", ["hooks", "ghost_bk"])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_noise_to_signal(mode, reduction):
-    """The estimate from noisy gradients is near the ratio of the exact norms."""
+    """The estimate from gradients with noise is near the ratio of exact norms."""
     s, c, size, share = 0.5, 1.0, 16, 0.5
     torch.manual_seed(1)
     given = {"loss_reduction": reduction, "criterion": PerSample(reduction)}
@@ -210,9 +210,18 @@ def test_noise_to_signal(mode, reduction):
     assert monitor.read()["noise_to_signal"] == pytest.approx(expected, rel=0.1)
 
 
+def test_a_signal_below_its_resolution():
+    private = linear(4.0)
+    monitor = Monitor(private.engine, private.optimizer)
+    for _ in range(5):
+        private.step(torch.zeros(8, 50), lambda model, x: model(x).sum(1) * 0)
+    limit = (2040 * 5 / 2) ** 0.25
+    assert 0.3 * limit < monitor.read()["noise_to_signal"] <= limit * (1 + 1e-9)
+
+
 @pytest.mark.parametrize("mode", ["hooks", "ghost", "ghost_bk"])
 def test_physical_batches_and_poisson(mode):
-    """Each logical batch is released once; draws may be empty."""
+    """One release a logical batch, of all its parts; draws may be empty."""
     torch.manual_seed(0)
     model, engine = nn.Linear(4, 2).double(), PrivacyEngine()
     x = batches(1, 12)[0]
@@ -285,7 +294,7 @@ def test_epsilon_is_the_accountants():
 
 
 def test_goes_on_from_a_state():
-    """A window that is saved and loaded gives the same bits."""
+    """Two windows in one, bit for bit."""
     x = torch.randn(2, 8, 50)
 
     def run(stop):
@@ -362,7 +371,7 @@ def one_of_two(rank, folder):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_two_processes(tmp_path):
-    """Both processes have the same counts, with one draw of noise."""
+    """One noise for both, which know the same of the samples of both."""
     torch.multiprocessing.spawn(one_of_two, (str(tmp_path),), nprocs=2)
     first, second = (torch.load(tmp_path / str(rank)) for rank in range(2))
     for key, (counts, read) in first.items():
@@ -383,7 +392,7 @@ def test_two_processes(tmp_path):
 
 @pytest.mark.filterwarnings("ignore")
 def test_trainer(tmp_path):
-    """A run that resumes between two logs gives the same log."""
+    """What is logged, and the same from a checkpoint between two logs."""
     from tests.trainer_test import private, trainer
 
     def logs(folder, kind, resume=None):

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tests import losses_test
 from tests.common import (
     MODES,
     assert_same,
@@ -28,7 +27,6 @@ from tests.common import (
     wrapped_or_not,
 )
 from tests.compatibility import all_double
-from tests.losses_test import BASE, V, gpt2, t5
 
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
@@ -41,23 +39,49 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*requires_grad=True"),
 ]
 
-SMALL = {**BASE, "num_hidden_layers": 2, "num_labels": 3}
+V = 23
+SMALL = dict(
+    vocab_size=V,
+    hidden_size=16,
+    intermediate_size=24,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    max_position_embeddings=32,
+    pad_token_id=0,
+)
+QUIET = dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, num_labels=3)
+
+
+def gpt2():
+    quiet = dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, pad_token_id=0)
+    return transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(
+            vocab_size=V, n_positions=32, n_embd=16, n_layer=2, n_head=2, **quiet
+        )
+    )
 
 
 def llama(**kwargs):
-    return losses_test.llama(num_hidden_layers=2, use_cache=True, **kwargs)
+    config = transformers.LlamaConfig(**SMALL, num_key_value_heads=1, **kwargs)
+    return transformers.LlamaForCausalLM(config)
 
 
 def bert():
-    return losses_test.bert("SequenceClassification", num_labels=3)
+    config = transformers.BertConfig(**SMALL, **QUIET)
+    return transformers.BertForSequenceClassification(config)
+
+
+def t5():
+    config = transformers.T5Config(
+        **dict(vocab_size=V, d_model=16, d_kv=8, d_ff=24, num_layers=2, num_heads=2),
+        **dict(dropout_rate=0.0, decoder_start_token_id=0, pad_token_id=0),
+    )
+    return transformers.T5ForConditionalGeneration(config)
 
 
 def vit():
-    names = [
-        name for name in SMALL if name not in ("vocab_size", "max_position_embeddings")
-    ]
-    sizes = {name: SMALL[name] for name in names}
-    config = transformers.ViTConfig(image_size=8, patch_size=4, **sizes)
+    sizes = {k: SMALL[k] for k in list(SMALL)[1:5]}
+    config = transformers.ViTConfig(image_size=8, patch_size=4, **sizes, **QUIET)
     return transformers.ViTForImageClassification(config)
 
 
@@ -120,7 +144,7 @@ HAVE_NO_PROMPT = (vit, moe)
 
 
 def perturbed(model, by=0.3):
-    """Returns ``model`` after random changes to its trainable parameters."""
+    """``model`` with its trainable parameters moved."""
     torch.manual_seed(7)
     with torch.no_grad():
         for p in trainable(model).values():
@@ -167,7 +191,7 @@ def loss_fn(model, batch):
 
 
 def exact(model, batch, modes=MODES, wraps=(True,), loss_fn=loss_fn):
-    """Checks each mode against the oracle, with float64 inside the model too."""
+    """Every mode equals the oracle, in float64 inside the model too."""
     with all_double():
         grads = oracle(model, batch, loss_fn)
         for mode in modes:
@@ -221,7 +245,7 @@ SLOW = pytest.mark.slow
 
 
 def cases():
-    """Yields a name, a family, a config, a builder, and True if the case is slow."""
+    """A family, a config, how its model is built, and whether it is slow."""
     for family, (method, config) in itertools.product(MODELS, METHODS.items()):
         if not (method.startswith("p") and family in HAVE_NO_PROMPT):
             yield method, family, config, None, method in RARER and family is not llama
@@ -260,7 +284,7 @@ def test_exact(name, family, config, build):
 
 
 def test_trained_experts_under_adapters():
-    """PEFT registers a parametrization in the forward, which replaces the experts."""
+    """A parametrization comes and goes in the forward, and sets the experts anew."""
     parameters = ["experts.gate_up_proj"]
     config = lora(moe, target_modules=[], target_parameters=parameters)
     model = adapted(moe, config)
@@ -271,13 +295,46 @@ def test_trained_experts_under_adapters():
 
 
 def test_two_adapters():
-    """The modes are exact with both adapters active and with one."""
+    """Both active, or one of them."""
     model = adapted(llama, lora(llama))
     model.add_adapter("other", lora(llama))
     model.double()
     exact(model, batch_of(llama), ["ghost_bk"])
     model.base_model.set_adapter(["default", "other"])
     exact(perturbed(model), batch_of(llama))
+
+
+@every_mode
+def test_frozen_layers_of_another_kind(mode):
+    """As quantised ones: the base layer computes by a function of its own."""
+
+    class Times(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, codes, scale):
+            ctx.save_for_backward(codes, scale)
+            return x @ (codes.to(x) * scale).T
+
+        @staticmethod
+        def backward(ctx, grad):
+            codes, scale = ctx.saved_tensors
+            return grad @ (codes.to(grad) * scale), None, None
+
+    class Coded(nn.Linear):
+        def __init__(self, weight):
+            super().__init__(*weight.shape[::-1], bias=False)
+            scale = weight.abs().max() / 127
+            self.register_buffer("scale", scale.detach())
+            codes = (weight / scale).round().to(torch.int8)
+            self.weight = nn.Parameter(codes, requires_grad=False)
+
+        def forward(self, x):
+            return Times.apply(x, self.weight, self.scale)
+
+    model = adapted(llama, lora(llama))
+    for layer in list(model.modules()):
+        if isinstance(layer, peft.tuners.lora.Linear):
+            layer.base_layer = Coded(layer.base_layer.weight)
+    exact(model, batch_of(llama), [mode])
 
 
 @every_mode
@@ -291,7 +348,7 @@ def test_checkpointed(mode, reentrant):
 
 @every_mode
 def test_bf16_base(mode):
-    """Float32 adapters on a bfloat16 base match the oracle to bfloat16 precision."""
+    """Adapters in float32 on a base in bfloat16, as near as bfloat16 is."""
     torch.manual_seed(5)
     base = llama().to(torch.bfloat16)
     model = perturbed(peft.get_peft_model(base, lora(llama)).train(), 0.1)
@@ -301,6 +358,21 @@ def test_bf16_base(mode):
     c = float(norms_of(grads).median())
     got = run_mode(mode, True, model, batch, loss_fn, "flat", c)
     assert_same(got, clipped_sum(grads, "flat", c), 0.1, mode)
+
+
+def test_dropout():
+    """Another one for each seed; the modes agree on it."""
+    model, batch = adapted(llama, lora(llama, lora_dropout=0.5)), batch_of(llama)
+
+    def sums(mode, seed):
+        torch.manual_seed(seed)
+        return run_mode(mode, True, model, batch, loss_fn, "flat", 1e6)
+
+    first = sums("ghost_bk", 1)
+    for mode in MODES:
+        assert_same(sums(mode, 1), first, 1e-5)
+    other = sums("ghost_bk", 2)
+    assert not all(torch.allclose(other[n], x) for n, x in first.items())
 
 
 # -- refused -----------------------------------------------------------------------
@@ -318,7 +390,7 @@ def everything(model):
 @every_mode
 @wrapped_or_not
 def test_merged_or_disabled(mode, wrap):
-    """Both make_private and a later step refuse the model."""
+    """At make_private, and in a step after it."""
     model, batch = adapted(llama, lora(llama)), batch_of(llama)
     model.merge_adapter()
     make = lambda: make_private(model, mode, wrap, batch_size=4)  # noqa: E731
@@ -357,7 +429,7 @@ def test_adapter_that_is_not_active(mode):
 
 @pytest.mark.parametrize("mode", ["hooks", "ghost_bk"])
 def test_optimizer_of_other_parameters(mode):
-    """The optimizer is older than the adapters, or has only frozen parameters."""
+    """Built before the adapters were there, or of frozen ones."""
     model = llama()
     early = everything(model)
     model = peft.get_peft_model(model, lora(llama))
@@ -404,7 +476,7 @@ def test_original_of_a_saved_module():
 
 @every_mode
 def test_checkpoints_that_no_gradient_enters(mode):
-    """With frozen embeddings and reentrant checkpoints autograd gives zeros."""
+    """Autograd gives zero: the embeddings are frozen, the checkpoints reentrant."""
     model = llama()
     options = dict(modules_to_save=["lm_head"])
     model.gradient_checkpointing_enable({"use_reentrant": True})
@@ -460,7 +532,7 @@ def test_weight_read_by_its_neighbour(mode, layers):
     ],
 )
 def test_types_that_are_refused(family, kind, given, match):
-    """No mode runs CPT's gradient hooks; the LSTM encodes prompts without samples."""
+    """Masks of gradients by a hook, which no mode runs; an LSTM for all samples."""
     config = getattr(peft, kind)(task_type=MODELS[family][0], **given)
     model = peft.get_peft_model(family(), config)
     refused(match, lambda: make_private(model, "ghost_bk", batch_size=4))
@@ -468,6 +540,6 @@ def test_types_that_are_refused(family, kind, given, match):
 
 @every_mode
 def test_samples_that_meet_in_an_adapter(mode):
-    """LILY's router averages over the batch, and here a batch is one sample."""
+    """LILY's router averages over the batch, which is the sample itself."""
     config = peft.LilyConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")
     exact(adapted(llama, config), batch_of(llama), [mode])

@@ -54,7 +54,7 @@ def transitions_of(users, items, window=3, noise=TINY, weights=WEIGHTS, **how):
 
 
 def pairs_of(user, items, window):
-    """Returns one user's matrix, computed pair by pair."""
+    """One user's matrix, pair by pair."""
     place = {item: k for k, item in enumerate(items)}
     found = torch.zeros(len(items), len(items), dtype=torch.float64)
     for i, a in enumerate(user):
@@ -93,6 +93,15 @@ def test_a_user_moves_a_release_by_at_most_one(users, more):
     for release in (popularity_of, lambda u: transitions_of(u, [4, 2, 6, 1])):
         moved = release(users + [more]).counts - release(users).counts
         assert moved.norm() < 1 + 1e-6
+
+
+def test_weights_and_the_way_back_can_be_undone():
+    plain = transitions_of([[1, 2, 3, 1]], [3, 1, 2], weights=None, back=0.0)
+    found = transitions_of([[1, 2, 3, 1]], [3, 1, 2])
+    ratio = (found.unweighted / plain.counts)[plain.counts > 0.01]
+    # Each was divided by a norm of its own, and nothing else differs.
+    torch.testing.assert_close(ratio, ratio[:1].expand_as(ratio), atol=1e-6, rtol=0)
+    assert found.unweighted[plain.counts < 0.01].abs().max() < 1e-6
 
 
 def test_many_users_in_parts(monkeypatch):

@@ -4,6 +4,7 @@ Counts are compared with the exact distribution by a bound that a right sampler 
 once in a million runs; seeds are fixed.
 """
 
+import io
 import itertools
 import math
 from collections import Counter
@@ -18,6 +19,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
+import opacus_ext
 from opacus_ext import Refused
 from opacus_ext.accountants import PRVBoundsAccountant
 from opacus_ext.data import FixedSize, Poisson, TruncatedPoisson
@@ -65,7 +67,7 @@ def draws(sampling, count, records=6):
 
 
 def fits(found, expected, count):
-    """Compares counts with probabilities by Pearson's chi-squared test."""
+    """Pearson's test of counts by outcome against probabilities."""
     assert set(found) <= set(expected)
     assert math.isclose(sum(expected.values()), 1, rel_tol=1e-9)
     value = sum((found[k] - count * p) ** 2 / (count * p) for k, p in expected.items())
@@ -101,7 +103,7 @@ def test_fixed_size_draws_every_set_of_its_size_as_often():
 
 
 def test_small_rates_are_not_rounded():
-    """The keys are float64, as float32 would round small rates."""
+    """float32 has no numbers between 16 and 17 times 2^-24: a rate of 1e-6 is lost."""
     keys = (torch.arange(2**16, dtype=torch.float64) + 0.5) / 2**16 * 2e-7
     with patch("torch.rand", return_value=keys):
         drawn = Poisson(sample_rate=1e-7).draw(2**16, None)
@@ -142,7 +144,7 @@ SCHEMES = [
 @pytest.mark.parametrize("mode", ["auto", "hooks"])
 @pytest.mark.parametrize("sampling", SCHEMES, ids=lambda s: type(s).__name__)
 def test_steps_equal_the_oracle_and_are_recorded(sampling, mode):
-    """The oracle clips each record alone and divides by the expected batch size."""
+    """Each record alone through autograd, clipped, over the expected batch size."""
     engine, model, optimizer, criterion, loader = make(sampling, mode=mode)
     optimizer.noise_multiplier = 1e-12  # nothing that is seen, and yet finite
     steps = 0
@@ -168,6 +170,18 @@ def test_steps_equal_the_oracle_and_are_recorded(sampling, mode):
     assert steps == 10
 
 
+def test_the_loader_keeps_what_is_not_about_batches():
+    def collate(rows):
+        return torch.stack([x for _, x in rows]), "mine"
+
+    stock = DataLoader(
+        data(), batch_size=4, collate_fn=collate, num_workers=1, timeout=60
+    )
+    *_, loader = make(Poisson(sample_rate=1.0, steps=2), loader=stock)
+    assert (loader.num_workers, loader.timeout) == (1, 60)
+    assert [(len(x), text) for x, text in loader] == [(24, "mine")] * 2
+
+
 def test_empty_draws_are_empty_batches_and_noise():
     engine, model, optimizer, criterion, loader = make(
         Poisson(expected_batch_size=0.5, steps=12), noise_multiplier=1.0
@@ -186,7 +200,7 @@ def test_empty_draws_are_empty_batches_and_noise():
 
 @pytest.mark.parametrize("sampling", [None, Poisson(expected_batch_size=0.1, steps=9)])
 def test_first_draw_is_empty(sampling):
-    """An empty first batch has the same structure as other batches."""
+    """It has the form of others, whatever that is."""
 
     class Nested(torch.utils.data.Dataset):
         def __len__(self):
@@ -245,7 +259,7 @@ def test_two_batches_are_not_one_draw():
 @pytest.mark.parametrize("before", [0, 10])
 @pytest.mark.parametrize("sampling", SCHEMES, ids=lambda s: type(s).__name__)
 def test_noise_is_chosen_for_the_scheme(sampling, before):
-    """Earlier steps reduce the budget that is left."""
+    """And for what is left of the budget by steps before."""
     budget = dict(target_epsilon=4.0, target_delta=1e-3, epochs=3)
     accountant = PRVBoundsAccountant()
     if before:
@@ -264,6 +278,33 @@ def with_accountant(accountant):
         self.accountant = accountant
 
     return make_engine
+
+
+def test_a_checkpoint_has_the_scheme():
+    engine, model, optimizer, criterion, loader = make(
+        FixedSize(batch_size=5), noise_multiplier=2.0
+    )
+    for _, x in loader:
+        optimizer.zero_grad()
+        criterion(model(x).pow(2).sum(1)).backward()
+        optimizer.step()
+    file = io.BytesIO()
+    engine.save_checkpoint(path=file, module=model)
+    other, model, *_ = make(FixedSize(batch_size=5), noise_multiplier=2.0)
+    file.seek(0)
+    other.load_checkpoint(path=file, module=model)
+    assert other.get_epsilon(1e-3) == engine.get_epsilon(1e-3) > 0
+    assert other.accountant.mechanisms == engine.accountant.mechanisms != []
+
+
+def test_half_as_many_and_one_more():
+    """What Opacus draws of a loader whose batch is more than a half: everything."""
+    records = 1001
+    loader = DataLoader(data(records), batch_size=501)
+    budget = dict(target_epsilon=2.0, target_delta=1e-4, epochs=2, loader=loader)
+    stock = make(Poisson(sample_rate=0.5), **budget)[2].noise_multiplier
+    mine = make(Poisson(expected_batch_size=501), **budget)[2].noise_multiplier
+    assert mine < stock * 1.02
 
 
 # -- what is refused -------------------------------------------------------------------
@@ -323,9 +364,29 @@ def test_several_processes_are_refused():
 
 
 def test_neighbours_are_not_mixed():
-    accountant = PRVBoundsAccountant()
-    accountant.step(noise_multiplier=1.0, sample_rate=0.1)
-    with patch.object(PrivacyEngine, "__init__", with_accountant(accountant)):
-        with pytest.raises(Refused, match="can't be composed"):
-            make(FixedSize(batch_size=2), noise_multiplier=1.0)
-    assert accountant.history == [(1.0, 0.1, 1)] and not accountant.mechanisms
+    engine = PrivacyEngine(accountant="prv_bounds")
+    engine.accountant.step(noise_multiplier=1.0, sample_rate=0.1)
+    model = nn.Linear(3, 2)
+    with pytest.raises(Refused, match="can't be composed"):
+        engine.make_private(
+            module=model,
+            optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
+            data_loader=DataLoader(data(), batch_size=4),
+            noise_multiplier=1.0,
+            max_grad_norm=1.0,
+            sampling=FixedSize(batch_size=2),
+        )
+    assert (
+        engine.accountant.history == [(1.0, 0.1, 1)]
+        and not engine.accountant.mechanisms
+    )
+
+
+def test_without_the_package_the_argument_is_unknown():
+    opacus_ext.unregister()
+    try:
+        assert not hasattr(PrivacyEngine, "privacy_statement")
+        with pytest.warns(UserWarning), pytest.raises(AttributeError):
+            PrivacyEngine().privacy_statement()
+    finally:
+        opacus_ext.register()

@@ -19,7 +19,9 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import (
     DataCollatorForLanguageModeling,
+    DataCollatorForSeq2Seq,
     DataCollatorWithFlattening,
+    DataCollatorWithPadding,
     HfArgumentParser,
     TrainerCallback,
     TrainingArguments,
@@ -27,7 +29,7 @@ from transformers import (
 )
 
 from opacus_ext.data.collators import RecordCollator
-from opacus_ext.data.logical import derive_seed
+from opacus_ext.data.logical import LogicalBatches, derive_seed, logical_loader
 from opacus_ext.losses import PerRecord, cross_entropy, model_losses
 from opacus_ext.refused import Refused
 from opacus_ext.trainer import PRIVACY_STATE, PrivacyArguments, PrivateTrainer
@@ -72,7 +74,7 @@ def bert(head="ForSequenceClassification", dropout=0.0):
 
 
 def texts(n=N):
-    """Returns records labeled with their tokens; the first labels are ignored."""
+    """Records whose labels are their tokens, the first ones of them ignored."""
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(1, V, (n, T), generator=generator)
     labels = ids.clone()
@@ -82,7 +84,7 @@ def texts(n=N):
 
 
 def sentences(n=N):
-    """Returns records of different lengths, each with a class."""
+    """Records of different lengths with a class."""
     rows = [x["input_ids"][: 3 + i % (T - 2)].tolist() for i, x in enumerate(texts(n))]
     return [{"input_ids": row, "labels": sum(row) % 2} for row in rows]
 
@@ -179,9 +181,9 @@ def drawn_in(seed, step, records, size):
 
 def check_run(run, loss_of=None, collate=default_data_collator):
     """
-    Compares a run at a constant rate with the oracle; returns sizes of draws.
+    A run with constant learning rate equals the oracle's; the sizes of its draws.
 
-    ``loss_of(model, record)`` gives the loss of one record, by default the model's.
+    ``loss_of(model, record)`` is the loss of a record alone, by default the model's.
     """
     privacy, records = run.privacy, run.train_dataset
     size = run.sampling.expected_batch_size
@@ -225,7 +227,7 @@ def check_run(run, loss_of=None, collate=default_data_collator):
 @every_mode
 @pytest.mark.parametrize("clipping", ["flat", "automatic"])
 def test_a_run_is_that_of_the_oracle(mode, clipping, tmp_path):
-    """The run is longer than an epoch, and Trainer's max_grad_norm has its default."""
+    """More steps than an epoch has, with Trainer's max_grad_norm at its default."""
     privacy = private(mode, per_sample_max_grad_norm=0.5, clipping=clipping)
     run = trainer(tmp_path, privacy=privacy, max_steps=9, **CONSTANT)
     sizes = check_run(run)
@@ -234,7 +236,7 @@ def test_a_run_is_that_of_the_oracle(mode, clipping, tmp_path):
 
 @pytest.mark.parametrize("mode", ["hooks", "ghost_bk", "scan", "auto"])
 def test_a_draw_without_records_is_a_step_of_noise(mode, tmp_path):
-    """GPT-2 itself fails on an empty batch."""
+    """GPT-2 can't run on B = 0."""
     one = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1}
     privacy = private(mode, privacy_seed=5)
     run = trainer(tmp_path, None, texts(9), privacy, max_steps=9, **one, **CONSTANT)
@@ -244,7 +246,7 @@ def test_a_draw_without_records_is_a_step_of_noise(mode, tmp_path):
 @every_mode
 @pytest.mark.parametrize("setting", ["smoothed", "summed", "own"])
 def test_losses_of_single_records(mode, setting, tmp_path):
-    """Label smoothing, a loss function and compute_loss all apply to single records."""
+    """Trainer's own code for each record alone: label smoothing, functions, methods."""
 
     def summed(outputs, labels, num_items_in_batch=None):
         return cross_entropy(outputs.logits, labels, reduction="sum").mean()
@@ -268,7 +270,7 @@ def test_losses_of_single_records(mode, setting, tmp_path):
 
 @every_mode
 def test_records_of_several_sequences(mode, tmp_path):
-    """A record is clipped as a whole; the model is saved without PerRecord."""
+    """Clipped as a whole; the model is saved without what makes it one of records."""
     sequences = texts(3 * N)
     people = [sequences[3 * i : 3 * i + 1 + i % 3] for i in range(N)]
     collate = RecordCollator(default_data_collator)
@@ -295,11 +297,56 @@ def test_records_of_several_sequences(mode, tmp_path):
     assert distance(weights(saved), weights(run.model.model)) == 0
 
 
+def test_records_without_labels_count_as_zero(tmp_path):
+    data = [{**x, "labels": torch.full_like(x["labels"], -100)} for x in texts()]
+    run = trainer(tmp_path, data=data, privacy=private(noise_multiplier=0.0))
+    before = weights(run.model)
+    assert run.train().training_loss == 0 and run.get_epsilon() == float("inf")
+    assert distance(before, weights(run.model)) == 0
+
+
 # -- draws -------------------------------------------------------------------------
 
 
+def test_items_of_a_logical_batch():
+    draws = [list(range(n)) for n in (0, 1, 4, 5, 9)]
+    for count in (1, 2, 3):
+        batches = LogicalBatches(draws, torch.Generator(), 2, items=count, seed=0)
+        items = list(batches)
+        assert len(items) == len(batches) == 5 * count
+        for t, drawn in enumerate(draws):
+            own = [item.numbers for item in items[count * t : count * (t + 1)]]
+            assert sum(sum(own, []), []) == drawn
+            assert count == 1 or len(own[-1]) == 1
+            assert all(len(numbers) <= 2 for numbers in sum(own, []))
+            assert items[count * t].draw == t
+        assert [x.draw for x in list(batches)[::count]] == [5, 6, 7, 8, 9]
+
+
+class Jitter(torch.utils.data.Dataset):
+    """Records with a random part."""
+
+    def __len__(self):
+        return N
+
+    def __getitem__(self, i):
+        return torch.tensor([i, float(torch.rand(()))])
+
+
+def test_physical_batches_are_the_same_whoever_makes_them():
+    """In workers or not."""
+    found = []
+    for workers in (0, 2):
+        draws = torch.arange(30).split(10)
+        batches = LogicalBatches(draws, torch.Generator(), 4, items=2, seed=5)
+        loader = logical_loader(Jitter(), batches, torch.stack, num_workers=workers)
+        found.append([batch for item in loader for batch in item])
+    for a, b in zip(*found):
+        assert a.draw == b.draw and torch.equal(a.inputs, b.inputs)
+
+
 def test_nobody_knows_noise_and_draws(tmp_path):
-    """TrainingArguments.seed, whose default is public, fixes neither."""
+    """TrainingArguments.seed, 42 for everybody, fixes neither."""
     privacy = private(privacy_seed=None)
     runs = [trainer(tmp_path, privacy=privacy, max_steps=2) for _ in range(2)]
     for run in runs:
@@ -310,7 +357,7 @@ def test_nobody_knows_noise_and_draws(tmp_path):
 
 @every_mode
 def test_a_batch_or_an_epoch_that_is_left(mode, tmp_path):
-    """No draw is repeated, and no leftover sum enters the next step."""
+    """No draw comes again, and no sum is added to the next, which may have a record."""
     seen, left, begun = [], [], []
 
     def sums(run):
@@ -339,7 +386,7 @@ def test_a_batch_or_an_epoch_that_is_left(mode, tmp_path):
 
 
 def test_target_epsilon_is_kept_and_logged(tmp_path):
-    """Two runs share the budget; the first stops early and leaves a checkpoint."""
+    """Over two runs, the first of which is stopped; its checkpoint is for its steps."""
 
     def stop(state, control, **kwargs):
         control.should_training_stop |= state.global_step == 2 and not run._runs > 1
@@ -393,7 +440,7 @@ def test_a_greatest_batch_is_kept_and_accounted_for(tmp_path):
 
 
 def test_all_records_in_each_step_and_the_loss_logged(tmp_path):
-    """The logged loss is the mean over records."""
+    """The mean over records, as Trainer logs it."""
     privacy = private(accountant="prv")
     run = trainer(tmp_path, None, texts(5), privacy, max_steps=2, logging_steps=1)
     losses = model_losses(run.model, default_data_collator(texts(5))).mean()
@@ -438,7 +485,7 @@ def test_privacy_arguments_that_do_not_fit(kwargs, message):
 
 
 def test_privacy_arguments_from_a_command_line():
-    """The names do not collide with those of TrainingArguments."""
+    """Beside those of Trainer, whose names are other ones."""
     given = (
         "--use_cpu --output_dir out --max_grad_norm 1.0 --seed 7 --target_epsilon 8 "
         "--target_delta 1e-5 --clipping per_layer --per_sample_max_grad_norm 0.5 2 "
@@ -570,7 +617,7 @@ def test_hyperparameter_search(tmp_path):
 
 
 def test_other_trainers_in_the_bases(tmp_path):
-    """An unknown trainer's compute_loss is called with single records."""
+    """A compute_loss of one's own is given single records; it need not be known."""
 
     class Other(transformers.Trainer):
         def __init__(self, *args, scale, **kwargs):
@@ -602,12 +649,32 @@ def test_other_trainers_in_the_bases(tmp_path):
         type("Wrong", (Other, PrivateTrainer), {})
 
 
+def test_collators_that_keep_records_apart(tmp_path):
+    words = tokenizer()
+    plain = [{"input_ids": x["input_ids"]} for x in sentences()]
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2}
+    t5 = transformers.T5ForConditionalGeneration(
+        transformers.T5Config(vocab_size=V, decoder_start_token_id=0, **sizes)
+    )
+    pairs = [{**x, "labels": x["input_ids"][: 2 + i % 3]} for i, x in enumerate(plain)]
+    for model, data, collator in (
+        (bert(), sentences(), DataCollatorWithPadding(words)),
+        (gpt2(), plain, DataCollatorForLanguageModeling(words, mlm=False)),
+        (t5, pairs, DataCollatorForSeq2Seq(words, t5)),
+    ):
+        before = weights(model)
+        run = trainer(tmp_path, model, data, data_collator=collator, max_steps=2)
+        run.train()
+        assert distance(before, weights(model)) > 1e-3
+        assert history(run) == [(1.0, 6 / N, 2)]
+
+
 # -- checkpoints -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", ["hooks", "ghost_bk"])
 def test_a_resumed_run_is_the_one_that_was_not_stopped(mode, tmp_path):
-    """The run stops within an epoch, with dropout, random masks and Adam."""
+    """In the middle of an epoch, with dropout, random masks, Adam and evaluation."""
     data = [{"input_ids": x["input_ids"]} for x in sentences()]
     saving = {"save_strategy": "steps", "save_steps": 4, "logging_steps": 4}
     adam = {"optim": "adamw_torch", "learning_rate": 1e-2, "max_steps": 9}
@@ -637,7 +704,7 @@ def test_a_resumed_run_is_the_one_that_was_not_stopped(mode, tmp_path):
 
 
 def test_a_checkpoint_resumed_twice(tmp_path):
-    """The draws repeat; the noise is fresh unless repeat_noise=True."""
+    """The same draws; other noise, unless it is asked to be the same."""
 
     def make(repeat_noise):
         return trainer(tmp_path, privacy=private(repeat_noise=repeat_noise), **SAVING)
@@ -692,7 +759,7 @@ def test_a_checkpoint_of_another_run(name, value, checkpoint, tmp_path):
 
 
 def test_a_checkpoint_resumed_in_other_physical_batches(checkpoint, tmp_path):
-    """Physical batches may change on resumption if the logical batch is the same."""
+    """What fits into memory may change; the logical batch is the same."""
     runs = []
     for physical, items in ((3, 2), (2, 3), (6, 1)):
         sizes = {"per_device_train_batch_size": physical, "max_steps": 6, **CONSTANT}
@@ -711,7 +778,10 @@ def test_a_checkpoint_without_privacy(tmp_path):
 
 
 def test_a_checkpoint_that_was_not_finished(checkpoint, tmp_path, monkeypatch):
-    """A checkpoint that was cut short, or that mixes files of two steps, is refused."""
+    """
+    Cut short, or with files of another checkpoint: killed while weights are written to
+    a folder that there was, it holds them without the privacy state of others.
+    """
     folder = tmp_path / "checkpoint-3"
     shutil.copytree(checkpoint, folder)
     run, state = trainer(tmp_path), folder / "privacy.pt"
@@ -761,7 +831,7 @@ def test_what_is_saved_is_an_ordinary_model(tmp_path):
 
 @pytest.mark.parametrize("family", ["bert", "gpt2"])
 def test_evaluation_changes_nothing(family, tmp_path):
-    """The model starts in evaluation mode, as from_pretrained and evaluate leave it."""
+    """Of a model of from_pretrained, which is in evaluation mode, as it leaves one."""
     data = [{**x, "labels": i % 2} for i, x in enumerate(texts())]
     model, data = (bert(), data) if family == "bert" else (gpt2(), texts())
     model.config.update({"attn_pdrop": 0.1, "hidden_dropout_prob": 0.1})
@@ -784,9 +854,21 @@ def test_evaluation_changes_nothing(family, tmp_path):
     assert distance(*found) == 0
 
 
+def test_the_best_model_is_loaded(tmp_path):
+    evaluated = {"eval_dataset": texts(10), "eval_strategy": "steps", "eval_steps": 2}
+    best = {"load_best_model_at_end": True, "max_steps": 6}
+    run = trainer(tmp_path, **evaluated, **SAVING | best)
+    run.train()
+    scores = [x["eval_loss"] for x in run.state.log_history if "eval_loss" in x]
+    path = tmp_path / f"checkpoint-{2 * scores.index(min(scores)) + 2}"
+    assert run.state.best_model_checkpoint == str(path)
+    saved = transformers.GPT2LMHeadModel.from_pretrained(path)
+    assert distance(weights(saved), weights(run.model)) == 0
+
+
 @every_mode
 def test_an_error_in_a_step_leaves_no_trace(mode, tmp_path):
-    """An error within a step adds no step, and the trainer can train again."""
+    """In the second part of the third step; then the trainer trains on."""
 
     class Failing(PrivateTrainer):
         calls = 0
@@ -834,8 +916,28 @@ def test_activation_checkpointing_and_bf16(mode, tmp_path):
     assert 0 < distance(runs[0], runs[2]) < 0.02 * distance(runs[0], weights(gpt2()))
 
 
+@every_mode
+def test_lora(mode, tmp_path):
+    peft = pytest.importorskip("peft")
+    config = {"task_type": "CAUSAL_LM", "r": 2, "target_modules": ["c_attn"]}
+
+    def make():
+        model = peft.get_peft_model(gpt2(), peft.LoraConfig(**config))
+        return trainer(tmp_path, model, mode=mode, **SAVING)
+
+    run, other = make(), make()
+    frozen = weights(run.model)
+    run.train()
+    for name, p in weights(run.model).items():
+        assert torch.equal(p, frozen[name]) != ("lora" in name)
+    other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert distance(weights(run.model), weights(other.model)) == 0
+    loaded = peft.PeftModel.from_pretrained(gpt2(), tmp_path / "checkpoint-4")
+    assert distance(weights(loaded), weights(run.model)) == 0
+
+
 def test_optimizer_and_schedule_of_ones_own(tmp_path):
-    """The schedule takes one step for each logical batch."""
+    """Steps of the schedule are logical batches."""
     model, rates = gpt2(), []
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda t: 1 / (t + 1))

@@ -55,7 +55,7 @@ def tokenizer():
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
-    """Saves a Llama; DPOTrainer loads its reference model from the path."""
+    """A Llama, saved: DPOTrainer loads its reference model from there."""
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=V,
@@ -125,7 +125,7 @@ def weights(model):
 
 
 def draws(run, steps):
-    """Returns the records of each step before the run begins."""
+    """The records of each step, read before it begins."""
     run._training.seed = derive_seed(run.privacy.privacy_seed, 0)
     found = {}
     for item in run.get_train_dataloader().batch_sampler:
@@ -134,7 +134,7 @@ def draws(run, steps):
 
 
 def check_steps(run, stock, steps=3):
-    """Compares a run with steps from TRL's loss of each record alone."""
+    """A run, against the same steps by TRL's loss of each record alone."""
     model = stock.model.train()
     params = [p for p in model.parameters() if p.requires_grad]
     before = weights(model)
@@ -168,7 +168,7 @@ def check_steps(run, stock, steps=3):
 
 @every_mode
 def test_sft_steps_are_sums_of_clipped_gradients_of_records(mode, path, tmp_path):
-    """Only completions count; batches are padded; checkpointing is on by default."""
+    """Completions only, padded, with checkpointing (its default)."""
     data = records("prompt", "completion")
     args = arguments(trl.SFTConfig, tmp_path)
     given = {"train_dataset": data, "processing_class": tokenizer()}
@@ -249,7 +249,7 @@ def adapter():
     "setting", ["adapter off", "adapter before", "computed before"]
 )
 def test_dpo_with_other_references(setting, path, tmp_path):
-    """The reference is the base model, the first adapter, or precomputed."""
+    """The base model; the adapter that it came with; what the data set has."""
 
     def make(cls, **more):
         torch.manual_seed(1)
@@ -275,7 +275,7 @@ LOSSES = (
 
 
 def test_dpo_losses_are_those_of_pairs_alone(path, tmp_path):
-    """Covers each loss type that is not refused, WPO's weights and ld_alpha."""
+    """Every loss type that is not refused, weights of WPO, and parts of lengths."""
     kwargs = {"label_smoothing": 0.1, "beta": 0.5, "use_weighting": True}
     kwargs |= {"ld_alpha": 0.3, "loss_type": LOSSES.split()}
     run = dpo(PrivateDPO, path, tmp_path, privacy=privacy(log_loss=False), **kwargs)
@@ -339,7 +339,7 @@ def test_arguments_that_break_privacy(cls, name, value, path, tmp_path):
 
 
 def test_batches_that_are_not_records(path, tmp_path):
-    """RewardTrainer puts the two texts of a pair in separate rows."""
+    """RewardTrainer's pairs are rows one after the other, and it is not known."""
 
     class Reward(PrivateTrainer, trl.RewardTrainer):
         pass

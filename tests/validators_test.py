@@ -1,5 +1,8 @@
 """What ModuleValidator finds and replaces beside Opacus's own types of norms."""
 
+import copy
+import io
+
 import pytest
 import torch
 from opacus.validators import ModuleValidator, batch_norm, register_module_fixer
@@ -8,11 +11,12 @@ from torch import nn
 from torch.nn import functional as F
 
 from opacus_ext.refused import Refused
+from opacus_ext.validators import ReplacedNorm
 from tests.common import check, make_private, square_loss
 
 
 class WithAct(nn.BatchNorm2d):
-    """A subclass that calls its base and has a trainable part of its own."""
+    """Calls its base; its own trainable part and dropout stay."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -23,7 +27,7 @@ class WithAct(nn.BatchNorm2d):
 
 
 class Written(nn.BatchNorm2d):
-    """A subclass that calls F.batch_norm, as timm's BatchNormAct2d does."""
+    """Calls F.batch_norm itself, as timm's BatchNormAct2d does."""
 
     def forward(self, x):
         if self.training and self.track_running_stats:
@@ -75,7 +79,7 @@ def test_batch_norm_is_found_and_replaced(norm):
 
 @pytest.mark.parametrize("norm", [Written, nn.BatchNorm2d])
 def test_without_scale_and_shift(norm):
-    """Opacus checks only layers with parameters."""
+    """Opacus looks among layers with parameters only."""
     found_and_replaced(norm(4, affine=False), "ModuleValidator.fix")
 
 
@@ -96,7 +100,7 @@ def found_and_replaced(norm, words):
 
 
 def test_what_it_computes():
-    """The replacement is a GroupNorm with gcd(32, C) groups inside the subclass."""
+    """GroupNorm of gcd(32, C) groups, then what the subclass does."""
     layer = WithAct(6)
     torch.nn.init.normal_(layer.weight)
     fixed = ModuleValidator.fix(layer)
@@ -146,6 +150,28 @@ def test_shared_layers_stay_shared():
         assert not ModuleValidator.validate(fixed)
 
 
+def test_inner_and_outer():
+    """A subclass within another, and one that is the model."""
+    outer = WithAct(4)
+    outer.act = Written(4)
+    fixed = ModuleValidator.fix(outer)
+    x = torch.randn(2, 4, 3, 3)
+    once = F.group_norm(x, 4)
+    assert torch.allclose(fixed(x), F.silu(F.group_norm(once, 4)))
+    again = ModuleValidator.fix(fixed)
+    assert str(again) == str(fixed)
+
+
+def test_copied_and_saved():
+    fixed = ModuleValidator.fix(images(WithAct(4)))
+    file = io.BytesIO()
+    torch.save(fixed, file)
+    file.seek(0)
+    x = torch.randn(2, 2, 5, 5).double()
+    for other in (copy.deepcopy(fixed), torch.load(file, weights_only=False)):
+        assert torch.equal(other(x), fixed(x))
+
+
 def test_errors_name_the_layer_and_what_to_do():
     model = nn.Sequential(images(Written(4)), nn.BatchNorm1d(2), nn.Dropout())
     first, second = ModuleValidator.validate(model)
@@ -168,7 +194,7 @@ def test_what_can_not_be_replaced():
 
 
 def test_in_evaluation_mode_it_trains_as_it_is():
-    """In evaluation mode samples do not affect each other."""
+    """With the statistics that it has, a sample does not see the others."""
     model = images(Written(4))
     model[1].eval()
     torch.nn.init.uniform_(model[1].running_var)
@@ -179,7 +205,7 @@ def test_in_evaluation_mode_it_trains_as_it_is():
 @pytest.mark.parametrize("norm", [Written, nn.BatchNorm2d])
 @pytest.mark.parametrize("size", [1, 3])
 def test_frozen_stays(norm, size):
-    """A frozen batch norm is refused, as its statistics keep data."""
+    """And is refused for what it keeps of the data."""
     model = images(norm(4))
     model[1].requires_grad_(False)
     assert type(ModuleValidator.fix(model)[1]) is norm
@@ -198,3 +224,11 @@ def test_what_a_user_registers_counts():
         del ModuleValidator.FIXERS[Own]
         ModuleValidator.FIXERS[nn.BatchNorm2d] = batch_norm.fix
     assert fixed[0].num_groups == 1 and fixed[1].norm.num_groups == 1
+
+
+def test_compiled():
+    model = ModuleValidator.fix(images(Written(4)))
+    x = X
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    assert torch.allclose(compiled(x), model(x))
+    assert isinstance(model[1], ReplacedNorm)

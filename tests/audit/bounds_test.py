@@ -52,7 +52,7 @@ def once(mechanism, parameter, canaries=1000, share=0.2):
 
 @pytest.mark.parametrize("mechanism, epsilon", MECHANISMS)
 def test_no_false_alarms(mechanism, epsilon):
-    """Neither bound exceeds the truth too often."""
+    """Of each bound; a mechanism of two records alike is refuted by none."""
     wrong = np.zeros(2)
     for _ in range(AUDITS):
         wrong[0] += repeated(mechanism, 1.0).epsilon(DELTA) > epsilon(1.0)
@@ -71,7 +71,7 @@ def test_no_false_alarms_of_mu():
 
 @pytest.mark.parametrize("mechanism, epsilon", MECHANISMS[1:])
 def test_half_the_noise_is_caught(mechanism, epsilon):
-    """The bounds for any mechanism have a power of at least 0.9."""
+    """Power at least 0.9, of the bounds that state no shape."""
     caught = np.zeros(2)
     for _ in range(20):
         caught[0] += repeated(mechanism, 2.0).epsilon(0.0) > epsilon(1.0)
@@ -81,7 +81,7 @@ def test_half_the_noise_is_caught(mechanism, epsilon):
 
 
 def test_half_the_noise_of_a_gaussian_is_caught():
-    """The trade-off shows it; epsilon alone would not."""
+    """Where the claim's trade-off is tested: epsilon alone would not tell."""
     caught, claim = np.zeros(2), bounds.gaussian_tradeoff(1.0)
     for _ in range(20):
         caught[0] += repeated(gaussian, 2.0, runs=300).refute(claim)
@@ -90,7 +90,7 @@ def test_half_the_noise_of_a_gaussian_is_caught():
 
 
 def test_rates_are_covered():
-    """Sums over all outcomes to check Clopper and Pearson's bound exactly."""
+    """By Clopper and Pearson, at all true rates: exactly, by summing over outcomes."""
     n, hits = 20, np.arange(21)
     found = bounds.at_least(hits, n, 0.05)
     for p in np.linspace(0.01, 0.99, 25):
@@ -100,14 +100,22 @@ def test_rates_are_covered():
 
 @pytest.mark.parametrize("m, r, v", [(10, 10, 9), (12, 6, 6), (30, 20, 15)])
 def test_p_values_of_pure_privacy_are_binomial(m, r, v):
-    """With delta 0 the worst case is randomized response."""
+    """With delta 0 the worst is randomized response, and f-DP claims no less."""
     exact = binom.sf(v - 1, r, 1 / (1 + math.exp(-0.5)))
     claim = bounds.approximate_tradeoff(0.5, 0.0)
     assert bounds.f_dp_p_value(claim, m, r, v) >= exact * 0.99
 
 
+def test_delta_term():
+    """Beside a mechanism that shows all coins with probability delta."""
+    m, r, v, delta = 50, 20, 16, 1e-3
+    shown = delta + (1 - delta) * binom.sf(v - 1, r, 0.5)
+    claim = bounds.approximate_tradeoff(0.0, delta)
+    assert bounds.f_dp_p_value(claim, m, r, v) >= shown
+
+
 def test_the_least_total_is_what_a_distribution_reaches():
-    """A linear program over all allowed distributions gives the p-value."""
+    """No distribution of N that obeys all constraints beats the p-value (an LP)."""
     from scipy.optimize import linprog
 
     m, r, v, slope = 12, 8, 7, math.exp(0.7)

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from opacus_ext.audit import audit_model, audit_training
+from opacus_ext import per_sample_grads
+from opacus_ext.audit import audit_model, audit_steps, audit_training
 from opacus_ext.clipping import ClippingFunction
 from opacus_ext.data.sampling import Poisson
 from opacus_ext.optimizers.optimizer import GhostDPOptimizer
@@ -53,7 +54,7 @@ def test_a_run_keeps_its_claim(mode, case):
 
 
 def halve_noise(monkeypatch, where=lambda step, parameter: True):
-    """Halves the noise in each step and parameter for which ``where`` is true."""
+    """Half the noise in a step, where a function of its number and a parameter says."""
     whole, steps = GhostDPOptimizer.add_noise, []
 
     def add_noise(self):
@@ -96,7 +97,7 @@ def a_batch_of_one(monkeypatch):
 
 
 def a_number_of_the_batch(monkeypatch):
-    """Divides the clipping factors by the size of the batch."""
+    """Factors divided by how many samples there are, as a mean would be."""
     whole = ClippingFunction.__call__
 
     def call(self, norms):
@@ -123,7 +124,7 @@ def test_a_broken_step_is_caught(broken, test, case, monkeypatch):
 
 
 def test_a_padded_length_that_leaks_is_caught():
-    """The loss is a mean over the length of the longest record."""
+    """A mean over a length that the longest record gives."""
 
     def collate(records):
         longest = max(len(record) for record in records)
@@ -139,9 +140,37 @@ def test_a_padded_length_that_leaks_is_caught():
     assert "sensitivity" in kinds(audit), audit
 
 
+def test_a_shared_parameter_that_counts_once_is_caught():
+    """As where the norm of the last use alone is taken for that of all."""
+    ids = torch.randint(8, (5, 4))
+    one, two = (torch.randn(8, 6, requires_grad=True) for _ in range(2))
+    with torch.no_grad():
+        two.copy_(one)
+
+    def loss(ids):
+        return 9 * F.cross_entropy((one[ids] @ two.T)[0], ids[0])
+
+    def exact(records):
+        if not len(records):
+            return torch.zeros(48)
+        uses = per_sample_grads(loss, {"one": one, "two": two}, torch.stack(records))
+        both = uses.grads["one"] + uses.grads["two"]
+        norms = uses.grads["two"].flatten(1).norm(dim=1)
+        return torch.einsum("b,bij->ij", (1 / norms).clamp(max=1), both).flatten()
+
+    audit = audit_steps(
+        lambda records: exact(records) + 0.5 * torch.randn(48),
+        exact,
+        {"a record": [([*ids[:i], *ids[i + 1 :]], ids[i]) for i in range(5)]},
+        noise_multiplier=0.5,
+        trials=50,
+    )
+    assert kinds(audit) == {"sensitivity"}, audit
+
+
 @dataclass(frozen=True)
 class Twice(Poisson):
-    """A sampler that draws each record twice."""
+    """Draws each record twice."""
 
     def draw(self, records, generator, step=0):
         return super().draw(records, generator, step).repeat(2)
@@ -155,7 +184,7 @@ def test_a_sampler_that_repeats_is_caught(case):
 
 @pytest.mark.thorough
 def test_half_the_noise_of_a_run_is_caught(case, monkeypatch):
-    """The membership test needs only the released weights."""
+    """By what is released alone."""
     halve_noise(monkeypatch)
     audit = audit_training(*case)
     assert kinds(audit) == {"membership"}, audit
@@ -163,7 +192,7 @@ def test_half_the_noise_of_a_run_is_caught(case, monkeypatch):
 
 @pytest.mark.thorough
 def test_an_accountant_that_forgets_empty_batches_is_caught(case, monkeypatch):
-    """The hook does not count a step that has no samples."""
+    """What was clipped in a step is known when it is counted."""
     whole = Poisson.hook
 
     def hook(self, accountant, records):

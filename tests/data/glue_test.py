@@ -1,11 +1,15 @@
-"""Reads GLUE's files; the tests write small ones."""
+"""Reading GLUE's files, on small files written here; and SST-2 itself where it lies."""
 
+import os
 import zlib
+from pathlib import Path
 
 import pytest
 
 from examples.glue import read_glue
 from examples.hashed_words import HashedWords
+
+SST2 = os.environ.get("OPACUS_EXT_SST2")  # the folder
 
 
 def write(tmp_path, text):
@@ -23,7 +27,7 @@ def write(tmp_path, text):
     ],
 )
 def test_sst2(tmp_path, text):
-    """Columns are read by name; quotes stay; blank lines and outer spaces go."""
+    """Columns by name, quotes as they are, blank lines and spaces at ends dropped."""
     found = read_glue(write(tmp_path, text), "sst2")
     assert found.texts == [
         "sst2 sentence: a fine film",
@@ -33,7 +37,7 @@ def test_sst2(tmp_path, text):
 
 
 def test_mnli(tmp_path):
-    """Texts may contain braces; a row without a gold label is dropped."""
+    """GLUE's columns, a brace in a text, and no agreement on a row."""
     text = (
         "index\tgenre\tsentence1\tsentence2\tlabel1\tgold_label\n"
         "0\tfiction\tIt {rains}.\tThe sky\u2028is wet.\tneutral\tentailment\n"
@@ -70,8 +74,24 @@ def test_refused(tmp_path, task, text, message):
         read_glue(write(tmp_path, text), task)
 
 
+def test_fingerprint(tmp_path):
+    texts = ["a\t1\nb\t0", "a\t1\nb\t1", "a\t1\nc\t0", "b\t0\na\t1", "a\t1\nb\t0"]
+    found = [
+        read_glue(write(tmp_path, f"sentence\tlabel\n{text}\n"), "sst2").fingerprint()
+        for text in texts
+    ]
+    assert found[0] == found[4] and len(set(found)) == 4
+
+
+@pytest.mark.skipif(not SST2, reason="OPACUS_EXT_SST2 names no folder")
+def test_sst2_itself():
+    for name, rows, positive in (("train", 67349, 37569), ("dev", 872, 444)):
+        found = read_glue(Path(SST2) / f"{name}.tsv", "sst2")
+        assert (len(found.texts), int(found.classes.sum())) == (rows, positive)
+
+
 def test_words_are_hashed(tmp_path):
-    """A word's hash is the same in each process and does not depend on case."""
+    """Not by the process (as Python's own hash), case or what stands around."""
     from transformers import AutoTokenizer
 
     tokenizer = HashedWords(1000)

@@ -1,5 +1,6 @@
 """Readers and the synthetic set. Files are written by the tests themselves."""
 
+import os
 import tempfile
 import unittest
 from pathlib import Path
@@ -7,6 +8,8 @@ from pathlib import Path
 import torch
 
 from opacus_ext.data import SequenceData, read_sequences, synthetic_sequences
+
+ML1M = os.environ.get("OPACUS_EXT_ML1M")
 
 # Two users over the same six items, in time order.
 SEQUENCES = {1: [4, 9, 2, 7, 5, 1], 2: [1, 4, 9, 2, 7]}
@@ -39,7 +42,7 @@ class SequencesTest(unittest.TestCase):
         self.assertEqual((data.held_out.tolist(), data.num_items), ([6], 6))
 
     def test_both_forms_give_the_same_sequences(self):
-        """Ten copies of the two users give every item five actions."""
+        """Ten pairs of users, so that every item has its five actions."""
         users = {u: SEQUENCES[1 + u % 2] for u in range(20)}
         sasrec = "".join(f"{u} {i}\n" for u, seq in users.items() for i in seq)
         # All users interleaved, users and times descending.
@@ -121,3 +124,10 @@ class SequencesTest(unittest.TestCase):
         self.assertGreater(counts[:40].sum(), counts[200:].sum())
         with self.assertRaisesRegex(ValueError, "can't share"):
             synthetic_sequences(num_items=41, num_genres=40)
+
+    @unittest.skipUnless(ML1M, "OPACUS_EXT_ML1M names no file")
+    def test_movielens(self):
+        data = read_sequences(ML1M)
+        self.assertEqual((len(data.histories), data.num_items), (6040, 3416))
+        actions = sum(map(len, data.histories)) + len(data.held_out)
+        self.assertEqual(actions, 999611)

@@ -33,7 +33,7 @@ class DPFormerTest(unittest.TestCase):
         torch.testing.assert_close(model(ids), expected)
 
     def test_causal(self):
-        """A later item changes its own logits but no earlier ones."""
+        """A later item changes no earlier logit, and does change its own."""
         model = tiny_model()
         ids = torch.randint(1, 13, (2, 8))
         changed = ids.clone()
@@ -65,7 +65,7 @@ class DPFormerTest(unittest.TestCase):
         self.assertIsNot(model.head.weight, model.embedding.weight)
 
     def test_prior(self):
-        """The prior adds the log of the shares; it is not trained."""
+        """A model that knows nothing else ranks by popularity; it is not trained."""
         model = tiny_model()
         shares = torch.tensor([0.0, 0.0, 0.5, *[0.1] * 9, 0.7])
         ids = torch.randint(1, 13, (3, 5))
@@ -80,7 +80,7 @@ class DPFormerTest(unittest.TestCase):
         self.assertIn("prior.logits", model.state_dict())
 
     def test_rows_for_some_items_alone(self):
-        """The other items share one embedding row and have no logits."""
+        """As a model of all items whose others have one row, and no logits."""
         items = torch.tensor([7, 2, 11])
         model = DPFormer(12, max_len=8, width=8, items=items).double().eval()
         whole = DPFormer(12, max_len=8, width=8, tied=False).double().eval()
