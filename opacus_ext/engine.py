@@ -30,8 +30,8 @@ from opacus_ext.accountants import calibration
 from opacus_ext.accountants.budget import least_noise
 from opacus_ext.accountants.prv import PRVBoundsAccountant
 from opacus_ext.accountants.whole import count_whole
-from opacus_ext.data.draws import Draws
-from opacus_ext.data.sampling import CyclicPoisson, Poisson, Sampling, count_records
+from opacus_ext.data.draws import Draws, count_records
+from opacus_ext.data.sampling import CyclicPoisson, Poisson, Sampling
 from opacus_ext.misuse import check_loader
 from opacus_ext.optimizers.banded import Banded, BandedNoise, coefficients, error
 from opacus_ext.refused import Refused

@@ -10,17 +10,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, Callable, Dict, Optional
-
-import torch
-from opacus.accountants.accountant import IAccountant
-from opacus.data_loader import dtype_safe, shape_safe, wrap_collate_with_empty
-from torch.utils.data import DataLoader
+from typing import TYPE_CHECKING, Any, Callable, Dict, Optional
 
 from opacus_ext.accountants.whole import record_whole
-from opacus_ext.data.draws import Draws, count_records, loader_like
 from opacus_ext.refused import Refused
-from opacus_ext.secure import SecureSource
+
+# A plan names a way to draw, and must not wait for the import of torch.
+if TYPE_CHECKING:
+    import torch
+    from opacus.accountants.accountant import IAccountant
+    from torch.utils.data import DataLoader
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,6 +135,10 @@ class Sampling(ABC):
         batches are those of Opacus's ``DPDataLoader``; ``distributed`` gives each
         process its share of the batch.
         """
+        from opacus.data_loader import dtype_safe, shape_safe, wrap_collate_with_empty
+
+        from opacus_ext.data.draws import Draws, count_records, loader_like
+
         records, fields = count_records(stock.dataset), list(stock.dataset[0])
         draws = Draws(self, records, stock.generator, distributed)
         draws.ahead = stock.num_workers * (stock.prefetch_factor or 2)
@@ -164,6 +167,10 @@ def _keys(records: int, generator: Any) -> torch.Tensor:
     would make a rate of 1e-6 wrong by a percent; from a ``SecureSource`` integers
     below 2^63.
     """
+    import torch
+
+    from opacus_ext.secure import SecureSource
+
     if isinstance(generator, SecureSource):
         return generator.integers(records)
     return torch.rand(records, generator=generator, dtype=torch.float64)
@@ -259,6 +266,8 @@ class CyclicPoisson(Poisson):
         super().check(records, accountant)
 
     def draw(self, records: int, generator: Any, step: int = 0) -> torch.Tensor:
+        import torch
+
         part = torch.arange(step % self.bands, records, self.bands)
         keys = _keys(len(part), generator)
         return part[_below(keys, self.bands * self.rate(records))]

@@ -147,7 +147,7 @@ def silu(x: Moments) -> Tensor:
 
     Example:
         >>> silu(Moments(torch.zeros(1, 1), torch.tensor([[1e-4]])))
-        tensor([[2.5000e-05]])
+        tensor([[2.5001e-05]])
     """
     m, s = _wide(x)
     total = 1 + s / 3.05
