@@ -139,12 +139,21 @@ def _number(name: str, value: Any) -> float:
     return float(value)
 
 
+_MEANING = {
+    "noise_multiplier": "It is the noise's standard deviation over max_grad_norm; zero "
+    "trains without privacy.",
+    "max_grad_norm": "It is the norm to which each sample's gradient is clipped.",
+}
+
+
 def _check_number(name: str, value: Any, zero: bool = False) -> None:
     number = _number(name, value)
     if not (math.isfinite(number) and (number > 0 or zero and number == 0)):
         least = "zero or more" if zero else "above zero"
         raise Refused(
-            f"{name} must be finite and {least}, got {value}.", parameter=name
+            f"{name} must be finite and {least}, got {value}.",
+            parameter=name,
+            remedy=_MEANING.get(name, "Give the budget of the run."),
         )
 
 

@@ -151,7 +151,7 @@ class PrivateTraining:
         assert epsilon is not None  # one of the two was given
         sampling.check(records, accountant)
         # The noise was chosen to leave less than this.
-        if self.get_epsilon() > epsilon - 0.01:
+        if len(accountant) and self.get_epsilon() > epsilon - 0.01:
             raise Refused(
                 f"target_epsilon={epsilon} is spent by training before "
                 f"({self.get_epsilon():.2f}).",
