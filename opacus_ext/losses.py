@@ -9,8 +9,8 @@ loss from its labels.
 
 from __future__ import annotations
 
+import functools
 import inspect
-import weakref
 from collections.abc import Mapping
 from typing import Any, Callable, Dict, Optional
 
@@ -175,9 +175,7 @@ def model_losses(
     private = next(filter(None, map(private_model_of, model.modules())), None)
     if private is not None and private.enabled and torch.is_grad_enabled():
         return private.losses(dict(batch), loss_of)
-    if model not in _readers:
-        _readers[model] = PrivateModel(model)
-    inputs = _readers[model].read_losses(dict(batch), loss_of)
+    inputs = _reader_of(model).read_losses(dict(batch), loss_of)
     losses: Dict[int, torch.Tensor] = {}
     for some in inputs.samples:
         for i in range(some.size):
@@ -188,9 +186,10 @@ def model_losses(
     return torch.stack([losses[i] for i in range(len(losses))])
 
 
-# Readers of the inputs of models that are not private.
-_readers: "weakref.WeakKeyDictionary[nn.Module, PrivateModel]"
-_readers = weakref.WeakKeyDictionary()
+@functools.lru_cache(maxsize=2)  # it holds the model
+def _reader_of(model: nn.Module) -> PrivateModel:
+    """Returns what reads the inputs of a model that is not private."""
+    return PrivateModel(model)
 
 
 def sample_loss(

@@ -6,7 +6,9 @@ trains exactly, which is compared with the same loop without it.
 
 import re
 import warnings
+from collections import UserDict
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -317,6 +319,11 @@ LOOPS = {
     "no_grad": ("ghost_bk", without_grad, "under torch.no_grad"),
     "text": ("ghost_bk", labels(["cat"] * SIZE), "a list of str.*labels as num"),
     "list": ("ghost_bk", labels([1] * SIZE), "a list of int.*tensors"),
+    "list in dict": ("ghost_bk", labels({"y": [1] * SIZE}), "a list of int.*tensors"),
+    "array": ("ghost_bk", labels(np.ones(SIZE)), "a ndarray of float64.*tensors"),
+    "set": ("ghost_bk", labels({1, 2}), "a set, whose items"),
+    "mapping": ("ghost_bk", labels(UserDict(y=torch.ones(SIZE))), "a UserDict, whose"),
+    "boxes": ("ghost_bk", labels([torch.ones(1)] * SIZE), "a list of Tensor, whose"),
     "l2": ("ghost_bk", lambda s: (s.loss() + l2(s)).backward(), "outside of the model"),
     "l2 later": (
         "ghost_bk",
@@ -495,6 +502,8 @@ def test_a_list_that_is_a_constant():
     with pytest.raises(Refused, match="a tuple of float"):
         fresh = Setup(criterion=weighted)
         fresh.criterion(fresh.model(fresh.batch(2)[0]), fresh.batch(2)[1], (0.25, 0.5))
+    with pytest.raises(Refused, match="a tuple of float"):  # its length was 2
+        s.criterion(s.model(s.batch(8)[0]), s.batch(8)[1], (0.25, 0.5, 0.25))
 
 
 @pytest.mark.filterwarnings("ignore")

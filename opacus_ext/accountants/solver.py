@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from typing import Any, Callable, Sequence, Tuple
 
 import numpy as np
@@ -194,10 +195,8 @@ def check_budget(
 
 def surely(attempt: Callable[[float], float]) -> float:
     """Calls ``attempt`` once more with finer sums if the first result fails."""
-    try:
+    with suppress(TooHardError):
         return attempt(1.0)
-    except TooHardError:
-        pass
     return attempt(1.4)
 
 

@@ -292,8 +292,7 @@ class ErrorTracker:
         if not self.acts(model.training):
             with tracked(None):
                 return plain()
-        cache = plain.keywords.get("past_key_values")
-        if around() is None and getattr(cache, "get_seq_length", int)():
+        if around() is None and _has_cached(plain.args, plain.keywords):
             raise Refused(
                 f"{type(model).__name__}: the errors of keys in a cache are not known.",
                 module=type(model).__name__,
@@ -463,6 +462,12 @@ def corrected_by(module: Optional[nn.Module]) -> Optional[ErrorTracker]:
     """The tracker that corrects this attention, or None."""
     tracker = None if module is None else _corrected.get(module)
     return tracker if tracker and tracker.acts(module.training) else None
+
+
+def _has_cached(args: tuple, kwargs: Dict[str, Any]) -> bool:
+    """Returns True if a call is given keys of earlier tokens."""
+    caches = (x for x in (*args, *kwargs.values()) if hasattr(x, "get_seq_length"))
+    return any(cache.get_seq_length() for cache in caches)
 
 
 def _attentions(model: nn.Module, corrected: Set[type]) -> List[str]:

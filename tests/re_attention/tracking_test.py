@@ -1276,6 +1276,8 @@ def test_a_cache_is_refused():
     cache = model(**words(), use_cache=True).past_key_values
     with pytest.raises(opacus_ext.Refused, match="use_cache=False"):
         model(input_ids=words()["input_ids"][:, :1], past_key_values=cache)
+    with pytest.raises(opacus_ext.Refused, match="use_cache=False"):
+        model(words()["input_ids"][:, :1], None, None, cache)
     options = dict(max_new_tokens=2, do_sample=False)
     ids = words()["input_ids"]
     assert model.generate(ids, use_cache=False, **options).shape[1] == ids.shape[1] + 2

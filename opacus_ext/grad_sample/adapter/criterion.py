@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, Sequence
+from numbers import Number
+from typing import Any, Callable
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils._pytree import TreeSpec, tree_flatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves
 
+from opacus_ext.grad_sample.adapter.outputs import NotEqual
 from opacus_ext.grad_sample.adapter.state import State
 from opacus_ext.grad_sample.core.group import SampleGroup
 from opacus_ext.grad_sample.core.groups import Samples, in_groups
@@ -19,6 +22,9 @@ T = torch.Tensor
 #: By type of criterion: ``function(criterion, shape, *args)`` returns losses ``[B]`` or
 #: None if it does not support the arguments.
 AT_ONCE: dict[type, Callable[..., T | None]] = {}
+
+# Arguments that are the same for all samples, as functions are.
+_CONSTANTS = Number, str, type(None), np.generic, torch.dtype, torch.device, NotEqual
 
 # The batch dims of the arguments, if not 0.
 _DIMS: dict[type, tuple[int, ...]] = {nn.CTCLoss: (1, 0, 0, 0)}
@@ -37,7 +43,7 @@ class SampleCriterion:
         self.name = getattr(criterion, "__name__", type(criterion).__name__)
         self._calls: dict[tuple, int] = {}  # number of calls by kind of arguments
         self._tables: set[tuple] = set()  # shared arguments
-        self._constants: set[Any] = set()  # lists whose length once was no batch size
+        self._lengths: dict[Any, int] = {}  # of lists that are constants
 
     def __call__(self, args: tuple, kwargs: dict, shape: Any, size: int) -> T:
         """
@@ -45,9 +51,9 @@ class SampleCriterion:
         outputs and targets are of flattened tokens. Refuses arguments that are no
         samples, losses that depend on other samples, and a state that changes.
         """
+        rows = size if shape is None else shape[0] * shape[1]
         for place, x in (*enumerate(args), *kwargs.items()):
-            if isinstance(x, (list, tuple)) and not any(isinstance(y, T) for y in x):
-                self._check_list(place, x, size)
+            self._check_constants(place, x, (size, rows))
         direct = None if kwargs else AT_ONCE.get(type(self.criterion))
         losses = None if direct is None else direct(self.criterion, shape, *args)
         leaves, spec = tree_flatten((args, kwargs))
@@ -166,17 +172,32 @@ class SampleCriterion:
             "what the others have in the one and not in the other.",
         )
 
-    def _check_list(self, place: Any, x: Sequence, size: int) -> None:
-        """Refuses a list that may have one item a sample; others are constants."""
-        texts = any(isinstance(y, str) for y in x)
-        if len(x) != size and not texts:
-            self._constants.add(place)
-        elif x and (texts or place not in self._constants):
+    def _check_constants(self, place: Any, x: Any, sizes: tuple[int, int]) -> None:
+        """
+        Refuses what may hold items of single samples and is no tensor of samples. A
+        list is a constant if it keeps its length while batch sizes differ.
+        """
+        if isinstance(x, (T, *_CONSTANTS)) or callable(x):
+            return
+        leaves, what, items = tree_leaves(x), type(x).__name__, []
+        refused = len(leaves) == 1 and leaves[0] is x  # an opaque object
+        if isinstance(x, dict):
+            items = list(x.items())
+        elif isinstance(x, (list, tuple, np.ndarray)) and len(x):
+            what, items = f"{what} of {type(x[0]).__name__}", list(enumerate(x))
+            if len(x) not in sizes:
+                self._lengths.setdefault(place, len(x))
+            tensors = [y for y in leaves if isinstance(y, T)]
+            whole = [y for y in tensors if not y.dim() or len(y) not in sizes]
+            refused = not tensors or not all(y.requires_grad for y in whole)
+            refused &= len(x) != self._lengths.get(place) or type(x[0]) is str
+        if refused:
             raise self._refused(
-                f"was given a {type(x).__name__} of {type(x[0]).__name__}, whose items "
-                "may belong to single samples.",
+                f"was given a {what}, whose items may belong to single samples.",
                 "Give tensors [B, ...]: labels as numbers, torch.tensor(...).",
             )
+        for key, y in items:
+            self._check_constants((place, key), y, sizes)
 
     def _not_samples(self, leaves: list, size: int) -> Refused:
         shapes = [tuple(x.shape) for x in leaves if isinstance(x, T)]

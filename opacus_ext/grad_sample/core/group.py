@@ -117,7 +117,7 @@ class SampleGroup(TorchFunctionMode):
             return handler(self, func, *args, **(kwargs or {}))
         return self.call(func, *args, **(kwargs or {}))
 
-    def call(self, func: Callable, *args: Any, **kwargs: Any) -> Any:
+    def call(self, func: Callable, /, *args: Any, **kwargs: Any) -> Any:
         """Runs an op of a sample, and records its uses of parameters."""
         shared: list[T] = []
         self.find_shared(args, shared)
