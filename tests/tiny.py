@@ -171,6 +171,7 @@ FAMILIES = {
     "qwen3_omni_moe": rope(2, 1, 1),
     "qwen3_vl_moe": rope(2, 1, 1),
     "qwen4_exp": dict(hc_lowrank=4, hc_count=2),
+    "sarvam_mla": LATENT,
     "step3p7": dict(
         layer_types=["sliding_attention", "full_attention"], share_expert_dim=6
     ),
