@@ -295,7 +295,10 @@ class InputReader:
     def _decide(self, call: Call, given: Given, readings: list[Reading]) -> Reading:
         """Chooses the right reading, by trials with other numbers of samples."""
         sizes = {n for _, _, x in given.tensors for n in x.shape} - {0}
-        count = next(n for n in _PRIMES if all(m % n for m in sizes))
+        # More than there are: code that looks rows up finds too few in a table.
+        most = max(r.size for r in readings)
+        primes = (n for n in _PRIMES if all(m % n for m in sizes))
+        count = min(primes, key=lambda n: (n <= most, n))
         ran: list[tuple[Reading, list[T]]] = []
         refused: Refused | None = None
         for grad in (False, True):  # with a graph only if the model's code needs one
