@@ -5,7 +5,19 @@ from __future__ import annotations
 import math
 from copy import copy
 from dataclasses import dataclass, field
-from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Tuple
+from functools import cached_property, reduce
+from inspect import signature
+from typing import (
+    Any,
+    Callable,
+    Dict,
+    List,
+    Mapping,
+    NamedTuple,
+    Optional,
+    Sequence,
+    Tuple,
+)
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -17,7 +29,6 @@ from opacus_ext.refused import Refused
 LOG_ZERO = -1e6
 
 Values = Mapping[str, Any]
-Slopes = Tuple[Any, Dict[str, Any]]
 
 
 class Parameter(NamedTuple):
@@ -46,20 +57,20 @@ class Parameter(NamedTuple):
 @dataclass(frozen=True)
 class Form:
     """
-    The formula of a law. Its functions take parameters and inputs as dicts of arrays
-    that broadcast, positive parameters and inputs as logs.
+    The formula of a law: a sum of products of powers, (sum_i c_i^k_i prod_j
+    x_j^e_ij)^outer, of coefficients c and inputs x.
+
+    Its functions take parameters and inputs as dicts of arrays that broadcast, positive
+    parameters and inputs as logs.
 
     Attributes:
         name: in :data:`opacus_ext.planner.laws.LAWS`
         target: name of what it predicts
         inputs: names of its inputs, each with the number of distinct values below which
             they can't tell the law's parameters apart
-        parameters: see :class:`Parameter`
-        log_target: function of ``(parameters, inputs)`` to the log of the target
-        slopes: function of the same to that log, and its derivative by each parameter
-        in_units: function of ``(parameters, means, mean)``: parameters of a law fitted
-            in units in which inputs and target have geometric mean 1, to those in the
-            user's units; ``means`` and ``mean`` are logs
+        parameters: see :class:`Parameter`; the coefficient of each term, then exponents
+        powers: function of the exponents, by name, to ``outer`` and, for each term,
+            ``(k, {input: e})``
         transforms: of inputs that the law takes otherwise than as logs
         data: the input that a compute budget pays for, given the model's size: tokens,
             examples or steps
@@ -70,9 +81,7 @@ class Form:
     target: str
     inputs: Mapping[str, int]
     parameters: Tuple[Parameter, ...]
-    log_target: Callable[[Values, Values], Any]
-    slopes: Callable[[Values, Values], Slopes]
-    in_units: Callable[[Values, Mapping[str, float], float], Dict[str, Any]]
+    powers: Callable[..., Tuple[Any, Sequence[Tuple[Any, Mapping[str, Any]]]]]
     transforms: Mapping[str, Callable[[np.ndarray], np.ndarray]] = field(
         default_factory=dict
     )
@@ -83,6 +92,58 @@ class Form:
     def keys(self) -> List[str]:
         """The names of the parameters in the law's functions."""
         return [p.key for p in self.parameters]
+
+    def _terms(self, p: Values) -> Tuple[Any, List[Tuple[str, Any, Mapping[str, Any]]]]:
+        """``outer``, and the coefficient's key, k and exponents of each term."""
+        named = {q.name: np.exp(p[q.key]) if q.positive else p[q.key] for q in self._e}
+        outer, terms = self.powers(**named)
+        return outer, [(q.key, *term) for q, term in zip(self.parameters, terms)]
+
+    @cached_property
+    def _e(self) -> Tuple[Parameter, ...]:
+        """The exponents."""
+        names = signature(self.powers).parameters
+        return tuple(q for q in self.parameters if q.name in names)
+
+    def log_target(self, p: Values, x: Values) -> Any:
+        """The log of the target."""
+        outer, terms = self._terms(p)
+        return outer * _log_sum(_log_terms(p, x, terms))
+
+    def slopes(self, p: Values, x: Values) -> Tuple[Any, Dict[str, Any]]:
+        """The log of the target, and its derivative by each parameter, by key."""
+        outer, terms = self._terms(p)
+        logs = _log_terms(p, x, terms)
+        total = _log_sum(logs)
+        shares = [np.exp(log - total) for log in logs]
+        found = {}
+        for key in self.keys:
+            # Derivatives of a few numbers: a complex step, exact to float64.
+            moved_p = {**p, key: p[key] + 1e-30j}
+            moved_outer, moved = self._terms(moved_p)
+            slope = np.imag(moved_outer) * 1e30 * total
+            for share, (c, k, powers) in zip(shares, moved):
+                change = np.imag(k * moved_p[c]) * 1e30
+                for name, e in powers.items():
+                    if np.imag(e):
+                        change = change + np.imag(e) * 1e30 * x[name]
+                slope = slope + outer * share * change
+            found[key] = slope
+        return outer * total, found
+
+    def in_units(
+        self, p: Values, means: Mapping[str, float], mean: float
+    ) -> Dict[str, Any]:
+        """
+        Parameters of a law fitted in units in which inputs and target have geometric
+        mean 1, in the user's units; ``means`` and ``mean`` are logs.
+        """
+        outer, terms = self._terms(p)
+        moved = {
+            c: p[c] + (mean / outer - sum(e * means[n] for n, e in powers.items())) / k
+            for c, k, powers in terms
+        }
+        return {**p, **moved}
 
     def logs(self, inputs: Mapping[str, ArrayLike]) -> Dict[str, np.ndarray]:
         """The inputs as the law's functions take them, checked."""
@@ -151,6 +212,21 @@ class Form:
                 "effects apart.",
                 remedy=f"Measure {self.target} at other combinations.",
             )
+
+
+def _log_terms(p: Values, x: Values, terms: Sequence[Any]) -> List[Any]:
+    return [
+        k * p[c] + sum(e * x[name] for name, e in powers.items())
+        for c, k, powers in terms
+    ]
+
+
+def _log_sum(logs: Sequence[Any]) -> Any:
+    """The log of the sum of exponentials, which broadcast."""
+    top = reduce(np.maximum, logs)
+    top = np.where(np.isfinite(top), top, 0.0)
+    with np.errstate(divide="ignore"):
+        return np.log(sum(np.exp(x - top) for x in logs)) + top
 
 
 class Descent(NamedTuple):
