@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 from scipy.optimize import minimize
 
+from opacus_ext.accountants.solver import checked
 from opacus_ext.refused import Refused
 
 #: Stands for log 0 where gradients must stay finite: a power of it is 0 all the same.
@@ -125,8 +126,7 @@ class Form:
             for share, (c, k, powers) in zip(shares, moved):
                 change = np.imag(k * moved_p[c]) * 1e30
                 for name, e in powers.items():
-                    if np.imag(e):
-                        change = change + np.imag(e) * 1e30 * x[name]
+                    change = change + np.imag(e) * 1e30 * x[name]
                 slope = slope + outer * share * change
             found[key] = slope
         return outer * total, found
@@ -346,12 +346,18 @@ def positive(name: str, values: ArrayLike, zero: bool = False) -> np.ndarray:
     return array
 
 
+def broadcast(given: Mapping[str, np.ndarray]) -> Sequence[np.ndarray]:
+    """Arrays of one shape; refuses shapes that don't broadcast."""
+    try:
+        return np.broadcast_arrays(*given.values())
+    except ValueError as e:
+        shapes = ", ".join(f"{name} {x.shape}" for name, x in given.items())
+        raise Refused(
+            f"Shapes don't broadcast: {shapes}.", remedy="Pass shapes that do."
+        ) from e
+
+
 def percentiles(level: float) -> Tuple[float, float]:
     """The percentiles of an interval's ends; refuses a level outside of (0, 1)."""
-    if not 0 < level < 1:
-        raise Refused(
-            f"level must be between 0 and 1; got {level}.",
-            parameter="level",
-            remedy="Pass 0.95 for 95 %.",
-        )
+    checked("level", level, above=0, below=1)
     return 50 * (1 - level), 50 * (1 + level)

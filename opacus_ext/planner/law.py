@@ -10,7 +10,15 @@ import numpy as np
 from numpy.typing import ArrayLike
 from scipy.optimize import minimize_scalar
 
-from opacus_ext.planner.form import Descent, Form, Objective, percentiles, positive
+from opacus_ext.accountants.solver import checked
+from opacus_ext.planner.form import (
+    Descent,
+    Form,
+    Objective,
+    broadcast,
+    percentiles,
+    positive,
+)
 from opacus_ext.progress import progress
 from opacus_ext.refused import Refused
 
@@ -69,18 +77,10 @@ class Law(Form):
             {'E': 1.69, 'A': 406.4, 'B': 410.7, 'a': 0.34, 'b': 0.28}
         """
         logs, outcome = self.read(target, inputs)
-        if not 0 < huber < math.inf:
-            raise Refused(
-                f"huber must be positive; got {huber}.",
-                parameter="huber",
-                remedy="Take 1e-3.",
-            )
-        if starts < 1 or descents < 1 or bootstrap < 0:
-            raise Refused(
-                "starts and descents are at least 1 and bootstrap at least 0; got "
-                f"{starts}, {descents} and {bootstrap}.",
-                parameter="starts",
-            )
+        checked("huber", huber, above=0)
+        for name, value in (("starts", starts), ("descents", descents)):
+            checked(name, value, at_least=1)
+        checked("bootstrap", bootstrap, at_least=0)
         labels = np.arange(len(outcome)) if groups is None else np.asarray(groups)
         if labels.shape != outcome.shape:
             raise Refused(
@@ -225,13 +225,7 @@ class Fit:
             array([4.02, 2.38])
         """
         logs = self.law.logs(inputs)
-        try:
-            np.broadcast_shapes(*(x.shape for x in logs.values()))
-        except ValueError as e:
-            shapes = ", ".join(f"{n} {x.shape}" for n, x in logs.items())
-            raise Refused(
-                f"Shapes don't broadcast: {shapes}.", remedy="Pass shapes that do."
-            ) from e
+        broadcast(logs)
         with np.errstate(divide="ignore"):
             values = {
                 p.key: (np.log if p.positive else np.asarray)(self.parameters[p.name])

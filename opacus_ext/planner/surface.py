@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from itertools import product
 from typing import Any, Dict, List, Mapping, Optional, Tuple
 
@@ -18,7 +17,8 @@ import numpy as np
 from numpy.typing import ArrayLike
 from scipy.interpolate import RegularGridInterpolator
 
-from opacus_ext.planner.form import percentiles, positive
+from opacus_ext.accountants.solver import checked
+from opacus_ext.planner.form import broadcast, percentiles, positive
 from opacus_ext.planner.readings import (
     Cell,
     Curve,
@@ -129,16 +129,10 @@ class Surface:
                 at one step, options out of range, and too few readings to extrapolate
                 from
         """
-        for name, value, least in [
-            ("min_steps", min_steps, 0),
-            ("window", window, 1),
-            ("fit_from", fit_from, 0),
-            ("bootstrap", bootstrap, 0),
-        ]:
-            if not least <= value < math.inf:
-                raise Refused(
-                    f"{name} must be {least} or more; got {value}.", parameter=name
-                )
+        checked("window", window, at_least=1)
+        given = dict(min_steps=min_steps, fit_from=fit_from, bootstrap=bootstrap)
+        for name, value in given.items():
+            checked(name, value, at_least=0)
         runs = runs_of(measurements, min_steps)
         options: Any = dict(window=int(window), fit_from=fit_from, steps_to=steps_to)
         surface = _fit(runs, **options)
@@ -216,7 +210,7 @@ class Surface:
             Refused: outside of the ranges, unless ``outside`` is ``"nan"``
         """
         points = self._points(parameters, steps, ratio, outside)
-        return np.exp(self._interpolate(self._expected, points))
+        return np.exp(self._interpolate(self.log_loss, points))
 
     def interval(
         self,
@@ -243,7 +237,7 @@ class Surface:
             )
         ends = percentiles(level)
         points = self._points(parameters, steps, ratio, outside)
-        found = self._interpolate(self._resamples, points)
+        found = self._interpolate(np.moveaxis(self.samples, 0, -1), points)
         low, high = np.exp(np.percentile(found, ends, axis=-1))
         return low, high
 
@@ -261,18 +255,6 @@ class Surface:
         points = self._points(parameters, steps, ratio, "raise")
         return self.best_rate[tuple(map(_nearest, axes, points))]
 
-    @cached_property
-    def _expected(self) -> RegularGridInterpolator:
-        return self._interpolator(self.log_loss)
-
-    @cached_property
-    def _resamples(self) -> RegularGridInterpolator:
-        return self._interpolator(np.moveaxis(self.samples, 0, -1))
-
-    def _interpolator(self, values: np.ndarray) -> RegularGridInterpolator:
-        axes = np.log(self.parameters), np.log(self.steps), self._scale(self.ratio)
-        return RegularGridInterpolator(axes, values)
-
     def _scale(self, ratio: np.ndarray) -> np.ndarray:
         """Ratios in which log loss is linear: themselves to the lowest, then logs."""
         least = self.ratio[self.ratio > 0].min(initial=math.inf)
@@ -281,16 +263,14 @@ class Surface:
         return np.minimum(ratio / least, 1) + np.log(np.maximum(ratio / least, 1))
 
     def _interpolate(
-        self, interpolator: RegularGridInterpolator, points: Tuple[np.ndarray, ...]
+        self, values: np.ndarray, points: Tuple[np.ndarray, ...]
     ) -> np.ndarray:
+        """Interpolates ``[sizes, steps, ratios, ...]``; nan at points that are nan."""
         m, t, r = points
-        inside = np.isfinite(m)
-        tail = interpolator.values.shape[3:]
-        found = np.full(m.shape + tail, np.nan)
-        at = np.stack([np.log(m[inside]), np.log(t[inside]), self._scale(r[inside])], 1)
-        if len(at):
-            found[inside] = interpolator(at)
-        return found
+        axes = np.log(self.parameters), np.log(self.steps), self._scale(self.ratio)
+        at = np.stack([np.log(m), np.log(t), self._scale(r)], -1)
+        found = RegularGridInterpolator(axes, values, bounds_error=False)(at)
+        return found.reshape(m.shape + values.shape[3:])
 
     def _points(
         self, parameters: ArrayLike, steps: ArrayLike, ratio: ArrayLike, outside: str
@@ -304,21 +284,11 @@ class Surface:
                 f"outside must be 'raise' or 'nan'; got {outside!r}.",
                 parameter="outside",
             )
-        names = "parameters", "steps", "ratio"
-        given = [
-            positive(name, x, zero=name == "ratio")
-            for name, x in zip(names, (parameters, steps, ratio))
-        ]
-        try:
-            m, t, r = np.broadcast_arrays(*given)
-        except ValueError as e:
-            shapes = ", ".join(f"{n} {x.shape}" for n, x in zip(names, given))
-            raise Refused(
-                f"Shapes don't broadcast: {shapes}.", remedy="Pass shapes that do."
-            ) from e
+        given = dict(parameters=parameters, steps=steps, ratio=ratio)
+        m, t, r = broadcast({n: positive(n, x, n == "ratio") for n, x in given.items()})
         r = np.where(r > 0, np.maximum(r, self.ratio[0]), r)
         beyond = np.zeros(m.shape, dtype=bool)
-        for name, x in zip(names, (m, t, r)):
+        for name, x in zip(given, (m, t, r)):
             low, high = self.ranges[name]
             out = (x < low) | (x > high)
             if outside == "raise" and out.any():
