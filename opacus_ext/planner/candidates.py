@@ -16,7 +16,14 @@ from typing import Any, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
 
-from opacus_ext.planner.budget import Budget, HopelessError, Range
+from opacus_ext.accountants.solver import checked
+from opacus_ext.planner.budget import Budget, HopelessError
+from opacus_ext.planner.lattice import (
+    BATCHES_PER_OCTAVE,
+    SIZES_PER_OCTAVE,
+    STEPS_PER_OCTAVE,
+    lattice,
+)
 from opacus_ext.planner.loss_model import (
     MEASURED,
     NOISE_FREE,
@@ -29,9 +36,6 @@ from opacus_ext.planner.plan import Plan
 from opacus_ext.progress import progress
 from opacus_ext.refused import Refused
 
-# The points of batches and steps divide those of sizes: at any size, batches and steps
-# then leave the same share of the compute unused, which does not favor a size.
-SIZES_PER_OCTAVE, BATCHES_PER_OCTAVE, STEPS_PER_OCTAVE = 8, 4, 8
 _NEAR_END = 1.1  # a point of the lattice of sizes, and of steps
 
 
@@ -106,15 +110,13 @@ class Candidates:
         self.budget, self.law, self.probe = budget, law, probe
         tuned = budget.tuned
         name = "parameters" if tuned is None else "trainable"
-        self.trainable = _lattice(
-            name, law.parameters, budget.trained, SIZES_PER_OCTAVE
-        )
+        self.trainable = lattice(name, law.parameters, budget.trained, SIZES_PER_OCTAVE)
         self.parameters = self.trainable if tuned is None else np.full(1, tuned)
         batches = 1, budget.largest_batch
-        self.batch_size = _lattice(
+        self.batch_size = lattice(
             "batch_size", batches, budget.batch_size, BATCHES_PER_OCTAVE
         )
-        self.steps = _lattice("steps", law.steps, budget.steps, STEPS_PER_OCTAVE)
+        self.steps = lattice("steps", law.steps, budget.steps, STEPS_PER_OCTAVE)
         self.noise_multiplier, self.ratio, self.amplified = noise_grid(
             budget, self.batch_size, self.steps
         )
@@ -169,9 +171,7 @@ class Candidates:
         """Says why no configuration within the compute has a loss."""
         budget = self.budget
         if min(budget.seconds, budget.memory) < math.inf:
-            free = replace(budget, seconds=math.inf, memory=math.inf)
-            rest = Candidates(free, self.law, self.probe)
-            if np.isfinite(rest.loss[within]).any():
+            if self._predicted[within].any():
                 raise Refused(
                     f"No configuration keeps to seconds={budget.seconds:g} and "
                     f"memory={budget.memory:g} on this machine.",
@@ -424,13 +424,8 @@ class Candidates:
             Refused: if the baseline is beyond the law's range, or its batch larger
                 than all examples
         """
-        if not 1 <= batch_size <= self.budget.examples:
-            raise Refused(
-                f"The baseline's batch_size must be from 1 to "
-                f"{self.budget.examples:g}, all examples; got {batch_size:g}.",
-                parameter="batch_size",
-                remedy="Compare with a smaller batch.",
-            )
+        examples = self.budget.examples
+        checked("batch_size", batch_size, at_least=1, at_most=examples)
         loss = self.expected(parameters, batch_size, steps)
         if not math.isfinite(loss):
             raise Refused(
@@ -477,39 +472,3 @@ def _check(budget: Budget, law: LossModel, probe: Any) -> None:
             parameter="probe",
             remedy="Pass the result of opacus_ext.planner.probe.probe.",
         )
-
-
-def _lattice(
-    name: str, covered: Tuple[float, float], wanted: Range, points: int
-) -> np.ndarray:
-    """
-    Whole numbers, ``points`` to a factor of two, the same for every budget: a wider
-    range contains a narrower one. The ends of a wanted range are included.
-    """
-    low, high = covered
-    if wanted is not None:
-        low, high = max(low, wanted[0]), min(high, wanted[1])
-        if low > high:
-            given = " to ".join(f"{end:g}" for end in sorted(set(wanted)))
-            raise Refused(
-                f"{name}={given} is outside of what is known, {covered[0]:g} to "
-                f"{covered[1]:g}.",
-                parameter=name,
-                remedy="Choose some of that, or measure your models.",
-            )
-    first = math.floor(points * math.log2(low))
-    last = math.ceil(points * math.log2(high))
-    values = np.round(2.0 ** (np.arange(first, last + 1) / points))
-    values = values[(values >= low) & (values <= high)]
-    # An end that was asked for, not one that a budget set: a larger one moves that.
-    ends = [] if wanted is None else [math.ceil(wanted[0]), math.floor(wanted[1])]
-    if name != "batch_size" and wanted is None:
-        ends = [math.ceil(low), math.floor(high)]
-    values = np.unique([*values, *(e for e in ends if low <= e <= high)])
-    if not len(values):
-        raise Refused(
-            f"There is no whole number of {name} in [{low:g}, {high:g}].",
-            parameter=name,
-            remedy="Choose a wider range.",
-        )
-    return values

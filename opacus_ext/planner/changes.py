@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 from typing import Any, Dict, NamedTuple, Optional
 
+from opacus_ext.accountants.solver import checked
 from opacus_ext.planner.budget import MOST_EPSILON, Budget
 from opacus_ext.planner.candidates import Candidates
 from opacus_ext.planner.noise import noise_of
@@ -103,11 +104,7 @@ def by_rank(
         >>> list(by_rank(Candidates(budget, LossModel.rule_of_thumb()), rank=2))
         [1, 2, 4, 8]
     """
-    if not (rank >= 1 and rank == int(rank)):
-        raise Refused(
-            f"rank must be a whole number of 1 or more; got {rank!r}.",
-            parameter="rank",
-        )
+    checked("rank", rank, at_least=1, whole=True)
     budget = table.budget
     flops = budget.flops if flops is None else flops
     if budget.trainable is None or budget.tuned is None:

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, Subset
 from tqdm import tqdm
 
 import opacus_ext  # noqa: F401  the modes
+from opacus_ext.accountants.solver import checked
 from opacus_ext.planner.families import Family
 from opacus_ext.planner.measurements import Measurements, read_runs
 from opacus_ext.progress import progress as show_progress
@@ -89,7 +90,16 @@ def measure(
         (2, array([2., 4., 2., 4.]))
     """
     sizes = list(family.sizes if sizes is None else sizes)
-    _check(family, sizes, ratios, learning_rates, steps, every, batch_size)
+    if not sizes or not set(sizes) <= set(family.sizes):
+        raise Refused(
+            f"{family.name} has the sizes {family.sizes}, not {sizes}.",
+            parameter="sizes",
+        )
+    checked("ratios", ratios, at_least=0)
+    checked("learning_rates", learning_rates, above=0)
+    checked("every", every, at_least=1)
+    checked("steps", steps, at_least=every)
+    checked("batch_size", batch_size, at_least=1, at_most=len(family.dataset))
     path = Path(path)
     _mend(path)
     known = {_key(run): run for run in read_runs(path)}
@@ -123,55 +133,6 @@ def measure(
                 file.write(json.dumps(run, allow_nan=False) + "\n")
             known[_key(run)] = run
     return Measurements.of_runs(known[_key(run)] for run in grid)
-
-
-def _check(
-    family: Family,
-    sizes: Sequence[str],
-    ratios: Sequence[float],
-    learning_rates: Sequence[float],
-    steps: int,
-    every: int,
-    batch_size: int,
-) -> None:
-    """Refuses a grid that can't be trained."""
-    unknown = [s for s in sizes if s not in family.sizes]
-    examples = len(family.dataset)
-    for wrong, reason, parameter in (
-        (
-            unknown,
-            f"{family.name} has the sizes {family.sizes}, not {unknown}",
-            "sizes",
-        ),
-        (
-            not (sizes and ratios and learning_rates),
-            "A grid needs a size, a ratio and a learning rate at least",
-            "ratios",
-        ),
-        (
-            not all(0 <= r < math.inf for r in ratios),
-            f"ratios must be 0 or more; got {list(ratios)}",
-            "ratios",
-        ),
-        (
-            not all(0 < r < math.inf for r in learning_rates),
-            f"learning_rates must be above 0; got {list(learning_rates)}",
-            "learning_rates",
-        ),
-        (
-            min(steps, every, batch_size) < 1 or steps < every,
-            "steps, every and batch_size are at least 1, and steps no fewer than "
-            f"every; got {steps}, {every} and {batch_size}",
-            "steps",
-        ),
-        (
-            examples < batch_size,
-            f"The data set has {examples} examples, fewer than a batch of {batch_size}",
-            "batch_size",
-        ),
-    ):
-        if wrong:
-            raise Refused(f"{reason}.", parameter=parameter)
 
 
 def _mend(path: Path) -> None:

@@ -16,6 +16,7 @@ from opacus import PrivacyEngine
 from torch.utils.data import DataLoader, Dataset, Subset
 
 import opacus_ext  # noqa: F401  the modes
+from opacus_ext.accountants.solver import checked
 from opacus_ext.planner.families import Family
 from opacus_ext.refused import Refused
 
@@ -99,12 +100,7 @@ def probe(
         >>> bool(probe(family, batch_size=4).seconds(1e4, 100, 1000) > 0)
         True
     """
-    if not 2 <= batch_size <= len(family.dataset):
-        raise Refused(
-            f"batch_size must be between 2 and the data set's {len(family.dataset)} "
-            f"examples; got {batch_size}.",
-            parameter="batch_size",
-        )
+    checked("batch_size", batch_size, at_least=2, at_most=len(family.dataset))
     rows: List[Tuple[float, ...]] = []
     for size in family.sizes if sizes is None else sizes:
         params, few, _ = _steps(family, size, 1, repeats, device)

@@ -59,9 +59,8 @@ def gamma_of(trials: float, eta: float) -> float:
         >>> round(gamma_of(4.0, 1.0), 6), round(gamma_of(2.164, 0.0), 3)
         (0.25, 0.25)
     """
-    _check_trials(trials)
-    if not eta > -1:
-        raise Refused(f"eta must be above -1, not {eta:g}.", parameter="eta")
+    checked("trials", trials, above=1)
+    checked("eta", eta, above=-1)
     least = 1e-300 if eta >= 0 else 1e-15
 
     def excess(log_gamma: float) -> float:
@@ -207,15 +206,6 @@ def renyi(
         law = PrivacyLoss(SampledGaussian(s, q, 1), tilts.max() + 9 * s + 1, 1.0)
         moments[~whole] = [law.tilted(tilt)[2] for tilt in tilts]
     return steps * moments / (orders - 1)
-
-
-def _check_trials(trials: float) -> None:
-    if not 1 < trials < math.inf:
-        raise Refused(
-            f"trials must be more than 1 in the mean, not {trials:g}.",
-            parameter="trials",
-            remedy="One run needs no search.",
-        )
 
 
 def ways(

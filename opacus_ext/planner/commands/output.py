@@ -45,7 +45,8 @@ def show(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return " to ".join(map(show, value)) if len(value) == 2 else str(list(value))
     if isinstance(value, dict):
-        return ", ".join(f"{k} {show(v)}" for k, v in value.items())
+        known = {k: v for k, v in value.items() if v not in (None, {})}
+        return ", ".join(f"{k} {show(v)}" for k, v in known.items())
     if not isinstance(value, (int, float)):
         return "-" if value is None else str(value)
     if not math.isfinite(value):
@@ -56,9 +57,10 @@ def show(value: Any) -> str:
 
 
 def show_pairs(values: Dict[str, Any]) -> str:
-    """A line for each value, after its name."""
+    """A line for each value that is known, after its name."""
     width = max(map(len, values)) + 2
-    return "\n".join(f"{name:{width}}{show(v)}" for name, v in values.items())
+    known = {name: v for name, v in values.items() if v is not None}
+    return "\n".join(f"{name:{width}}{show(v)}" for name, v in known.items())
 
 
 def show_table(rows: Sequence[Dict[str, Any]]) -> str:

@@ -12,7 +12,7 @@ import math
 import os
 import re
 from functools import partial
-from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
 
 EPILOG = {
     None: """examples:
@@ -232,20 +232,18 @@ def _number(low: str = "0", high: str = "inf", whole: bool = False) -> Parse:
         1000000
     """
     above, least, most = low[0] == ">", float(low.strip(">")), float(high)
+    wanted = "a whole number" if whole else "a number"
+    wanted += f", above {least:g}" if above else f", {least:g} or more"
+    wanted += "" if most == math.inf else f", at most {most:g}"
 
     def parse(text: str) -> float:
-        kind = "a whole number" if whole else "a number"
-        message = f"{text!r} is not {kind}, " + (
-            f"above {least:g}" if above else f"{least:g} or more"
-        )
-        message += "" if most == math.inf else f", at most {most:g}"
         try:
             value = float(text)
         except ValueError:
-            raise argparse.ArgumentTypeError(message) from None
+            value = math.nan
         fits = least < value <= most if above else least <= value <= most
-        if not fits or (whole and (value == math.inf or value != int(value))):
-            raise argparse.ArgumentTypeError(message)
+        if not fits or whole and not value.is_integer():
+            raise argparse.ArgumentTypeError(f"{text!r} is not {wanted}")
         return int(value) if whole else value
 
     return parse
@@ -375,8 +373,7 @@ def build_parser() -> argparse.ArgumentParser:
 def parse(argv: Optional[Sequence[str]] = None) -> argparse.Namespace:
     """The arguments of a command, or an exit with help (0) or an error (2)."""
     args = build_parser().parse_args(argv)
-    problem = _problem(args)
-    if problem:
+    for problem in _problems(args):
         args.parser.error(problem)
     return args
 
@@ -390,63 +387,57 @@ def _timed(args: argparse.Namespace) -> bool:
     return args.command == "plan" and bool(args.seconds or args.memory or args.text)
 
 
-def _problem(args: argparse.Namespace) -> Optional[str]:
-    """The reason why arguments don't fit, found before anything is imported."""
+def _problems(args: argparse.Namespace) -> Iterator[str]:
+    """The reasons why arguments don't fit, found before anything is imported."""
     given = vars(args)
     if args.command in ("plan", "calibrate"):
         each = args.records_per_user if args.sampling == "records" else 1
         fewest, batches = int(min(args.users)) * each, args.batch_size or [1]
         least = batches[0] if args.command == "plan" else max(batches)
         if least > fewest:
-            return f"batch_size must be at most {fewest}, all examples; got {least:g}"
-    if args.command == "plan" and max(args.epsilon) > 100:
-        return f"epsilon={max(args.epsilon):g} is above 100: that is no privacy"
-    if args.command == "plan" and (problem := _problem_of_tuning(args)):
-        return problem
-    if args.command == "plan" and args.law:
-        if bool(args.measurements) == (args.law in ("paper", "rule")):
-            return (
-                f"--law {args.law} {'takes no' if args.measurements else 'needs'} "
-                "measurements; surface, L1 and L2 are fitted to --measurements, paper "
-                "and rule go without"
-            )
+            yield f"batch_size must be at most {fewest}, all examples; got {least:g}"
+    if args.command == "plan":
+        yield from _problems_of_plan(args)
     if (_timed(args) or args.command == "measure") and not args.text:
         if args.family == "bytes":
-            return "the family of byte transformers needs a text: --text FILE"
+            yield "the family of byte transformers needs a text: --text FILE"
     for name in ("measurements", "noise_free", "text", "checkpoint"):
         path = given.get(name)
         if path and path != "example" and not os.path.exists(path):
-            return f"there is no {path}"
+            yield f"there is no {path}"
     target = given.get("target")
     if target and ":" not in target and not os.path.isdir(target):
-        return f"target {target!r} is neither a folder nor module:function"
-    return None
+        yield f"target {target!r} is neither a folder nor module:function"
 
 
-def _problem_of_tuning(args: argparse.Namespace) -> Optional[str]:
-    one = args.parameters and args.parameters[0] == args.parameters[1]
+def _problems_of_plan(args: argparse.Namespace) -> Iterator[str]:
+    if max(args.epsilon) > 100:
+        yield f"epsilon={max(args.epsilon):g} is above 100: that is no privacy"
+    low, high = args.parameters or (0, math.inf)
     for name in ("trainable", "noise_free"):
         flag = "--" + name.replace("_", "-")
         if getattr(args, name) is None:
             continue
-        if not one:
-            return f"{flag} is of one model: --parameters is its size, one number"
+        if low != high:
+            yield f"{flag} is of one model: --parameters is its size, one number"
         if args.measurements or args.law not in (None, "rule"):
-            return f"{flag} goes without --measurements and --law"
-        if args.seconds or args.memory or args.text:
-            return f"{flag} goes without --seconds, --memory and --text"
+            yield f"{flag} goes without --measurements and --law"
+        if _timed(args):
+            yield f"{flag} goes without --seconds, --memory and --text"
     if args.noise_free and args.law:
-        return "--noise-free goes without --law"
-    if args.trainable and args.trainable > args.parameters[0]:
-        return f"--trainable is at most {args.parameters[0]:g}, the model's parameters"
+        yield "--noise-free goes without --law"
+    if args.trainable and args.trainable > high:
+        yield f"--trainable is at most {high:g}, the model's parameters"
     if args.rank and args.trainable is None:
-        return "--rank needs --trainable, the parameters of adapters of this rank"
-    if args.device_flops is None and (
-        args.price or args.devices > 1 or args.utilization
-    ):
-        return "--price, --devices and --utilization need --device-flops"
-    if args.bootstrap and (
-        args.measurements is None or args.law not in (None, "surface")
-    ):
-        return "--bootstrap is of the surface, which is fitted to --measurements"
-    return None
+        yield "--rank needs --trainable, the parameters of adapters of this rank"
+    cost = args.price or args.devices > 1 or args.utilization
+    if cost and args.device_flops is None:
+        yield "--price, --devices and --utilization need --device-flops"
+    surface = args.measurements and args.law in (None, "surface")
+    if args.bootstrap and not surface:
+        yield "--bootstrap is of the surface, which is fitted to --measurements"
+    if args.law and bool(args.measurements) == (args.law in ("paper", "rule")):
+        yield (
+            "--law surface, L1 and L2 are fitted to --measurements, paper and rule go "
+            "without"
+        )

@@ -172,23 +172,6 @@ def _cost(args: argparse.Namespace, plan: Plan) -> Optional[Row]:
     return device.cost(plan.flops)._asdict()
 
 
-def _shown_cost(cost: Row) -> str:
-    shown = f"{show(cost['device_hours'])} device hours"
-    if cost["hours"] != cost["device_hours"]:
-        shown += f", {show(cost['hours'])} on the clock"
-    if cost["money"] is None:
-        return shown
-    return f"{shown}, a price of {cost['money']:,.2f}"
-
-
-def _saturating(row: Row) -> str:
-    loss = "come" if row["loss"] is None else f"reach {show(row['loss'])},"
-    ends = ", ".join(f"{name} at the {end} end" for name, end in row["ends"].items())
-    more = f"; {ends} of the range there, so more may help" if ends else ""
-    cost = f" ({_shown_cost(row['cost'])})" if row["cost"] else ""
-    return f"{row['flops']:.3g} FLOPs{cost} {loss} within 1 % of what any do{more}"
-
-
 def _search(trials: int, plan: Plan) -> Any:
     """The noise of each run if the best of several is chosen."""
     if not plan.amplified or plan.budget.sampling != "users":
@@ -201,72 +184,59 @@ def _search(trials: int, plan: Plan) -> Any:
     return ways(plan.budget.epsilon, plan.budget.delta, plan.steps, rate, trials)
 
 
-def _configuration(plan: Plan, row: Row, law: LossModel) -> Row:
+def _configuration(plan: Plan, row: Row) -> Row:
     """The plan itself, for people."""
-    tuned = plan.budget.trainable is not None
+    frozen = f", {plan.trainable:,} of them trained" * bool(plan.budget.trainable)
     unit = "token" if plan.budget.tokens > 1 else "record"
-    fixed = "fixed, every one once an epoch"
-    sampling = "Poisson samples" if plan.amplified else fixed
-    interval = f", 95 %: {show(plan.interval)}" if plan.interval else ""
-    loss = f"{show(plan.loss)} nats a {unit}{interval}"
-    shown = {
-        "parameters": f"{plan.parameters:,}"
-        + f", {plan.trainable:,} of them trained" * tuned,
+    sampling = "Poisson samples" if plan.amplified else "fixed, every one once an epoch"
+    physical = plan.budget.physical_batch_size
+    return {
+        "parameters": f"{plan.parameters:,}{frozen}",
         "batch size": f"{plan.batch_size:,} ({sampling}), in {plan.parts:,} parts of "
-        f"{plan.budget.physical_batch_size:,} at most",
+        f"{physical:,} at most",
         "steps": f"{plan.steps:,}",
         "compute": f"{plan.flops:.3g} FLOPs",
         "tokens a parameter": plan.tokens_per_parameter,
         "noise multiplier": repr(row["make_private"]["noise_multiplier"]),
-        "noise-batch ratio": f"{show(plan.ratio)} (norm of the noise "
-        f"{show(plan.noise_norm)})",
-        "loss": loss if law.tells_loss else "not given by a rule of thumb",
+        "noise-batch ratio": plan.ratio,
+        "norm of the noise": plan.noise_norm,
+        "loss": (
+            "not given by a rule of thumb"
+            if plan.loss is None
+            else f"{show(plan.loss)} nats a {unit}"
+        ),
+        "loss, 95 %": plan.interval,
         "membership advantage": f"{show(plan.advantage)} at most",
         "learning rate": plan.learning_rate,
+        "seconds here": plan.seconds,
+        "cost": row["cost"],
     }
-    if plan.seconds:
-        shown["time here"] = f"{plan.seconds:.3g} s"
-    if row["cost"]:
-        shown["cost"] = _shown_cost(row["cost"])
-    return shown
 
 
-def _alternatives(row: Row, law: LossModel) -> Row:
+def _alternatives(plan: Plan, row: Row) -> Row:
     """Other plans and budgets, for people."""
-    near, more = row["near_optimal"], row["doubling"]
-    losses = {
-        k: "-" if math.isnan(v) else f"{-100 * v:.2g} %"
-        for k, v in more["loss"].items()
-        if law.tells_loss
+    more = row["doubling"]
+    lower = {k: f"{-100 * v:.2g} %" for k, v in more["loss"].items() if v == v}
+    noise = {k: f"1/{1 + v:.3g}" for k, v in more["noise_batch_ratio"].items()}
+    return {
+        "about as good (1 %)": row["near_optimal"],
+        "compute that helps (1 %)": row["saturating"],
+        "loss with double the": lower or None,
+        "noise with double the": noise,
+        "without privacy": row["not_private"],
     }
-    noise = more["noise_batch_ratio"].items()
-    shown = {
-        "about as good (1 %)": f"parameters {show(near['parameters'])}, batch "
-        f"size {show(near['batch_size'])}, steps {show(near['steps'])}",
-        "compute that helps": _saturating(row["saturating"]),
-        "loss with double the": losses or None,
-        # No batch holds more than all.
-        "noise with double the": {k: f"1/{1 + v:.3g}" for k, v in noise if v == v},
-    }
-    if row["not_private"]:
-        shown["without privacy"] = row["not_private"]
-    return shown
 
 
 def _one_plan(plan: Plan, row: Row, law: LossModel, notes: Sequence[str]) -> str:
-    budget = plan.budget
-    compute = "any compute"
-    if budget.flops < math.inf:
-        compute = f"{budget.flops:.3g} FLOPs"
-    shown = f"{show(budget.users)} users, epsilon {show(budget.epsilon)}, delta "
-    shown += f"{show(budget.delta)}, {compute}, {budget.tokens} tokens an example"
+    names = "users epsilon delta flops tokens"
+    budget = {k: v for k, v in _fields(plan.budget, names).items() if v < math.inf}
     sections = [
-        show_pairs({"budget": shown, "answer": law.answer}),
+        show_pairs({"budget": budget, "answer": law.answer}),
         *(f"! {note}" for note in notes),
         "",
-        show_pairs(_configuration(plan, row, law)),
+        show_pairs(_configuration(plan, row)),
         "",
-        show_pairs(_alternatives(row, law)),
+        show_pairs(_alternatives(plan, row)),
     ]
     for title, name in (
         ("equal epsilon, other batch sizes, same compute:", "same_epsilon"),
@@ -280,23 +250,13 @@ def _one_plan(plan: Plan, row: Row, law: LossModel, notes: Sequence[str]) -> str
 
 
 def _many_plans(rows: Sequence[Row], law: LossModel, notes: Sequence[str]) -> str:
+    names = "flops parameters batch_size steps noise_norm loss tokens_per_parameter "
+    names += "advantage amplified ends"
     shown = [
-        {
-            "users": row["budget"]["users"],
-            "epsilon": row["budget"]["epsilon"],
-            "FLOPs": f"{row['flops']:.2g}",
-            "parameters": row["parameters"],
-            "batch size": row["batch_size"],
-            "steps": row["steps"],
-            "noise": repr(row["make_private"]["noise_multiplier"]),
-            "noise norm": row["noise_norm"],
-            "loss": row["loss"],
-            **(row["cost"] or {}),
-            "tokens/param": row["tokens_per_parameter"],
-            "advantage": row["advantage"],
-            "Poisson": row["amplified"],
-            "at the end": ", ".join(row["ends"]),
-        }
+        {name: row["budget"][name] for name in ("users", "epsilon")}
+        | {"noise_multiplier": repr(row["make_private"]["noise_multiplier"])}
+        | {name: row[name] for name in names.split()}
+        | (row["cost"] or {})
         for row in rows
     ]
     lines = [f"answer  {law.answer}", *(f"! {note}" for note in notes)]
