@@ -155,8 +155,7 @@ class Candidates:
         if not (self.flops <= flops * (1 + 1e-9)).any():
             raise Refused(
                 f"flops={flops:.3g} is less than the smallest configuration needs, "
-                f"{self.flops.min():.3g} ({self.parameters[0]:.3g} parameters, a batch "
-                f"of {self.batch_size[0]:g}, {self.steps[0]:g} steps).",
+                f"{self.flops.min():.3g}.",
                 parameter="flops",
                 remedy="Allow more compute, fewer steps or smaller models.",
             )
@@ -169,33 +168,30 @@ class Candidates:
 
     def _refuse(self, within: np.ndarray) -> None:
         """Says why no configuration within the compute has a loss."""
-        budget = self.budget
-        if min(budget.seconds, budget.memory) < math.inf:
-            if self._predicted[within].any():
-                raise Refused(
-                    f"No configuration keeps to seconds={budget.seconds:g} and "
-                    f"memory={budget.memory:g} on this machine.",
-                    parameter="seconds" if budget.seconds < math.inf else "memory",
-                    remedy="Allow more of them, or smaller models and fewer steps.",
-                )
+        budget, law = self.budget, self.law
+        if self._predicted[within].any():
+            raise Refused(
+                f"No configuration keeps to seconds={budget.seconds:g} and "
+                f"memory={budget.memory:g} on this machine.",
+                parameter="seconds" if budget.seconds < math.inf else "memory",
+                remedy="Allow more of them, or smaller models and fewer steps.",
+            )
         ratio = np.broadcast_to(self.ratio, within.shape)[within].min()
         trained = self.trainable[:, None, None]
-        if np.isfinite(self.law.loss(trained, 1.0, self.law.steps[0], ratio)).any():
+        if np.isfinite(law.loss(trained, 1.0, law.steps[0], ratio)).any():
             raise Refused(
-                f"The {self.law.name} knows so many steps ({self.steps[0]:g} and more) "
-                "for no configuration within these bounds, at its size and noise.",
+                f"The {law.name} knows so many steps ({self.steps[0]:g} and more) for "
+                "no configuration within these bounds, at its size and noise.",
                 parameter="steps",
                 remedy="Allow fewer steps, or measure longer.",
             )
         raise HopelessError(
-            f"Nothing can be learned with this budget, by the {self.law.name}: "
+            f"Nothing can be learned with this budget, by the {law.name}: "
             f"epsilon={budget.epsilon:g} with {budget.users:g} users leaves a "
-            f"noise-batch ratio of {ratio:.2g} at the least within this compute, more "
-            "than the law knows.",
+            f"noise-batch ratio of {ratio:.2g} at the least, more than the law knows.",
             parameter="epsilon",
-            remedy="More epsilon, users or compute are needed, or larger batches, if "
-            "these are bounded. Measurements of yours may show otherwise: "
-            "opacus-ext measure at larger ratios, or --noise-free.",
+            remedy="More epsilon, users, compute or larger batches are needed; or "
+            "measure (opacus-ext measure at larger ratios, or --noise-free).",
         )
 
     def plan(self, at: Sequence[Any], flops: float = math.inf) -> Plan:
@@ -398,8 +394,7 @@ class Candidates:
         if not self.law.tells_loss:
             raise Refused(
                 "A rule of thumb has no loss to compare configurations by.",
-                remedy="Measure your models (opacus-ext measure), or plan by the "
-                "paper's law if they are BERT-like masked language models.",
+                remedy="Measure your models (opacus-ext measure), or --law paper.",
             )
         tuned = self.budget.tuned
         if tuned not in (None, parameters):
@@ -430,10 +425,9 @@ class Candidates:
         if not math.isfinite(loss):
             raise Refused(
                 f"The law says nothing of a model of {parameters:g} parameters with "
-                f"batches of {batch_size:g} and {steps:g} steps at this budget: it "
-                f"knows {self.law.parameters} parameters and {self.law.steps} steps, "
-                "and ratios up to its largest.",
-                remedy="Compare with a configuration within these.",
+                f"batches of {batch_size:g} and {steps:g} steps at this budget.",
+                remedy=f"It knows {self.law.parameters} parameters and "
+                f"{self.law.steps} steps, and ratios up to its largest.",
             )
         trainable = self.budget.trainable
         spent = compute(parameters, batch_size, steps, self.budget.tokens, trainable)
@@ -456,8 +450,7 @@ def _check(budget: Budget, law: LossModel, probe: Any) -> None:
         raise Refused(
             "The paper's law is of models that are trained whole.",
             parameter="trainable",
-            remedy="Plan a model that is fine-tuned by a rule of thumb, or by a run "
-            "without noise.",
+            remedy="Plan by a rule of thumb, or by a run without noise.",
         )
     sizes = budget.trained
     if law.kind == NOISE_FREE and not (sizes and sizes[0] == sizes[1]):

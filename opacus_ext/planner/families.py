@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Callable, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Optional, Sequence, Tuple, Union
 
 import numpy as np
 import torch
@@ -133,22 +133,37 @@ def find_family(name: str, text: Optional[str] = None) -> Family:
                 remedy="Pass a file, or another family.",
             )
         return byte_transformers(text)
-    module, _, function = name.partition(":")
-    try:
-        make = getattr(import_module(module), function)
-    except (ImportError, AttributeError, TypeError, ValueError) as e:
-        raise Refused(
-            f"{name!r} is not to be had as module:function: {e}.",
-            parameter="family",
-            remedy="Name a function that can be imported.",
-        ) from e
-    given = () if text is None else (text,)
-    family = make(*given) if callable(make) else make
+    family = made_by(name, "family", *(() if text is None else (text,)))
     if not isinstance(family, Family):
-        problem = f"returned a {type(family).__name__}, not a Family"
         raise Refused(
-            f"{name!r} {problem if callable(make) else 'is not a function'}.",
+            f"{name!r} returned a {type(family).__name__}, not a Family.",
             parameter="family",
             remedy="Name a function that returns an opacus_ext.planner.Family.",
         )
     return family
+
+
+def made_by(name: str, parameter: str, *args: Any) -> Any:
+    """
+    The result of a function that a user names.
+
+    Args:
+        name: "package.module:function"
+        parameter: the argument that names it
+        *args: of the function
+
+    Raises:
+        Refused: if there is no such function
+    """
+    module, _, function = name.partition(":")
+    try:
+        make = getattr(import_module(module), function)
+        if not callable(make):
+            raise TypeError(f"{function} is not a function")
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        raise Refused(
+            f"{parameter} {name!r} is not to be had as module:function: {error}.",
+            parameter=parameter,
+            remedy="Name a function that can be imported.",
+        ) from error
+    return make(*args)

@@ -164,22 +164,17 @@ class Form:
     def read(
         self, target: ArrayLike, inputs: Mapping[str, ArrayLike]
     ) -> Tuple[Dict[str, np.ndarray], np.ndarray]:
+        """The inputs and the target as logs, ``[rows]`` each."""
         outcome = positive(self.target, target)
-        if outcome.ndim != 1:
-            raise Refused(
-                f"{self.target} must be a list of numbers; got an array of shape "
-                f"{outcome.shape}.",
-                parameter=self.target,
-            )
         logs = self.logs(inputs)
-        for name, x in logs.items():
-            if x.shape not in ((), outcome.shape):
+        for name, x in {self.target: outcome, **logs}.items():
+            if outcome.ndim != 1 or x.shape not in ((), outcome.shape):
                 raise Refused(
-                    f"{name} has shape {x.shape}, {self.target} {outcome.shape}: one "
-                    "row each is needed.",
+                    f"{name} has shape {x.shape}, {self.target} {outcome.shape}: a "
+                    "list with one row each is needed.",
                     parameter=name,
                 )
-            logs[name] = np.broadcast_to(x, outcome.shape)
+        logs = {n: np.broadcast_to(x, outcome.shape) for n, x in logs.items()}
         return logs, np.log(outcome)
 
     def check_identifiable(
@@ -332,18 +327,7 @@ def nonzero(x: np.ndarray) -> np.ndarray:
 
 def positive(name: str, values: ArrayLike, zero: bool = False) -> np.ndarray:
     """``values`` as doubles, all of them above 0 (or 0, with ``zero``) and finite."""
-    array = np.asarray(values, dtype=float)
-    if array.size == 0:
-        raise Refused(f"{name} is empty.", parameter=name, remedy="Pass some numbers.")
-    bad = ~np.isfinite(array) | (array < 0) | ((array == 0) & (not zero))
-    if bad.any():
-        kind = "0 or more" if zero else "positive"
-        raise Refused(
-            f"{name} must be {kind} and finite; got {array[bad].flat[0]}.",
-            parameter=name,
-            remedy="Leave such values out.",
-        )
-    return array
+    return checked(name, values, at_least=0) if zero else checked(name, values, above=0)
 
 
 def broadcast(given: Mapping[str, np.ndarray]) -> Sequence[np.ndarray]:

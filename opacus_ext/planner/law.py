@@ -172,12 +172,7 @@ class Law(Form):
                 remedy="Pass each of them.",
             )
         for p in self.parameters:
-            value = parameters[p.name]
-            if not math.isfinite(value) or (p.positive and value <= 0):
-                kind = "positive and finite" if p.positive else "finite"
-                raise Refused(
-                    f"{p.name} must be {kind}; got {value}.", parameter=p.name
-                )
+            checked(p.name, parameters[p.name], above=0 if p.positive else -math.inf)
         return Fit(self, {n: float(parameters[n]) for n in names})
 
 
@@ -284,9 +279,8 @@ class Fit:
         **inputs: float,
     ) -> Optimum:
         """
-        The model size of the lowest loss for a compute budget, C = 6 M times tokens:
-        in closed form for Chinchilla's law (Hoffmann et al., equation 4), by a scan and
-        ``scipy.optimize.minimize_scalar`` for others.
+        The model size of the lowest loss for a compute budget, C = 6 M times tokens, by
+        a scan and ``scipy.optimize.minimize_scalar``.
 
         Args:
             flops: C
@@ -306,7 +300,7 @@ class Fit:
             >>> print(f"{best.parameters:.3g} {best.data:.3g} {best.loss:.3f}")
             3.22e+10 2.98e+12 1.931
         """
-        law, p = self.law, self.parameters
+        law = self.law
         if law.data is None or "parameters" not in law.inputs:
             raise Refused(
                 f"{law.name} has no model size to choose for a budget.",
@@ -321,11 +315,6 @@ class Fit:
                 **{**inputs, "parameters": size, str(law.data): budget / size}
             )
 
-        if law.name == "chinchilla" and min(p["a"], p["b"]) > 0:
-            total = p["a"] + p["b"]
-            g = (p["a"] * p["A"] / (p["b"] * p["B"])) ** (1 / total)
-            size = g * budget ** (p["b"] / total)
-            return Optimum(size, budget / size, float(loss(size)))
         low, high = np.log(positive("between", between))
         scan = np.linspace(low, high, 300)
         i = int(np.argmin(np.log(loss(np.exp(scan)))))

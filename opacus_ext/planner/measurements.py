@@ -10,6 +10,7 @@ from typing import Any, Dict, Iterable, List, Union
 
 import numpy as np
 
+from opacus_ext.accountants.solver import checked
 from opacus_ext.refused import Refused
 
 EXAMPLE = Path(__file__).parent / "data" / "tinyshakespeare.jsonl"
@@ -57,6 +58,9 @@ class Measurements:
     batch_size: int = 0
 
     def __post_init__(self) -> None:
+        for name in ("parameters", "steps", "loss"):
+            object.__setattr__(self, name, checked(name, getattr(self, name), above=0))
+        object.__setattr__(self, "ratio", checked("ratio", self.ratio, at_least=0))
         rows = len(self.loss)
         for name in ("learning_rate", "planned"):
             if getattr(self, name) is None:
@@ -66,10 +70,6 @@ class Measurements:
             numbers: Dict[Any, int] = {}
             run = [numbers.setdefault(key, len(numbers)) for key in columns]
             object.__setattr__(self, "run", run)
-        if rows == 0:
-            raise Refused(
-                "There are no measurements.", parameter="loss", remedy="Measure some."
-            )
         for name in _COLUMNS:
             values = np.asarray(getattr(self, name), dtype=float)
             object.__setattr__(self, name, values)
@@ -78,18 +78,6 @@ class Measurements:
                     f"{name} has shape {values.shape}; loss has {rows} rows.",
                     parameter=name,
                     remedy="Pass one for each row.",
-                )
-            if name not in ("parameters", "steps", "ratio", "loss"):
-                continue
-            bad = (
-                ~np.isfinite(values) | (values < 0) | (values == 0) & (name != "ratio")
-            )
-            if bad.any():
-                raise Refused(
-                    f"{name} must be finite and positive; row {int(bad.argmax())} has "
-                    f"{values[bad.argmax()]}.",
-                    parameter=name,
-                    remedy="Leave such rows out.",
                 )
 
     def __len__(self) -> int:

@@ -373,7 +373,7 @@ def _fit(
     last = np.array([[curves[m, r].steps[-1] for r in ratios] for m in sizes])
     log_loss = np.empty((len(sizes), len(grid), len(ratios)))
     rate = np.empty_like(log_loss)
-    notes = []
+    odd: Dict[str, List[str]] = {}
     for i, m in enumerate(sizes):
         of_size = [curves[m, r] for r in ratios]
         loss = np.exp(
@@ -391,18 +391,22 @@ def _fit(
             used = measured[:, j] & (grid >= start)
             if used.sum() < _LEAST_READINGS:
                 raise Refused(
-                    f"Runs of parameters {m:g}, ratio {ratios[j]:g} end at "
-                    f"{last[i, j]:g} steps with {used.sum()} readings from "
-                    f"{start:g} steps on; to extrapolate to {grid[-1]:g}, "
+                    f"Runs of parameters {m:g}, ratio {ratios[j]:g} have {used.sum()} "
+                    f"readings from {start:g} steps on; to extrapolate, "
                     f"{_LEAST_READINGS} are needed.",
                     parameter="fit_from",
                     remedy="Lower fit_from or steps_to, or measure longer.",
                 )
             loss[beyond, j], note = extrapolate(grid[used], loss[used, j], grid[beyond])
             if note:
-                notes.append(f"parameters {m:g}, ratio {ratios[j]:g}: {note}")
+                curve = f"parameters {m:g}, ratio {ratios[j]:g}"
+                odd.setdefault(note, []).append(curve)
         # A fit may begin above the last reading; and where curves end at different
         # steps, the end of one may let the others rise.
         loss = not_falling_with_ratio(np.minimum.accumulate(loss, axis=0))
         log_loss[i] = np.log(loss)
-    return Surface(sizes, grid, ratios, log_loss, rate, last, warnings=tuple(notes))
+    warnings = [
+        f"{len(of)} curve{'s' * (len(of) > 1)}: {note} ({'; '.join(of)})"
+        for note, of in odd.items()
+    ]
+    return Surface(sizes, grid, ratios, log_loss, rate, last, warnings=tuple(warnings))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from importlib import import_module
 from pathlib import Path
 from typing import Any, Iterable, Tuple
 
@@ -13,6 +12,7 @@ import torch
 from opacus_ext import check_per_sample_gradients, find_leaks
 from opacus_ext.losses import model_losses
 from opacus_ext.planner.commands.output import print_json
+from opacus_ext.planner.families import made_by
 from opacus_ext.refused import Refused
 
 
@@ -56,16 +56,9 @@ def target_of(args: argparse.Namespace) -> Tuple[Any, Any, Any]:
     path = Path(args.target)
     if path.is_dir():
         return _checkpoint(path, args.batch_size, args.length)
-    module, _, function = args.target.partition(":")
     sys.path.insert(0, "")
     try:
-        case = getattr(import_module(module), function)()
-    except (ImportError, AttributeError, TypeError, ValueError) as error:
-        raise Refused(
-            f"target {args.target!r} is not to be had: {error}.",
-            parameter="target",
-            remedy="Name a function that can be imported and has no arguments.",
-        ) from error
+        case = made_by(args.target, "target")
     finally:
         sys.path.remove("")
     if not isinstance(case, Iterable) or len(case := list(case)) != 3:

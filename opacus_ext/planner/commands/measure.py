@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any, Dict
 
-from opacus_ext.planner.commands.measured import fit_surface
+from opacus_ext.planner.commands.fit import fit_surface
 from opacus_ext.planner.commands.output import print_json, show_pairs, show_table
 from opacus_ext.planner.families import find_family
 from opacus_ext.planner.measure import measure

@@ -43,7 +43,7 @@ def show(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, (list, tuple)):
-        return " to ".join(map(show, value)) if len(value) == 2 else str(list(value))
+        return (" to " if len(value) == 2 else ", ").join(map(show, value))
     if isinstance(value, dict):
         known = {k: v for k, v in value.items() if v not in (None, {})}
         return ", ".join(f"{k} {show(v)}" for k, v in known.items())

@@ -26,23 +26,17 @@ EPILOG = {
 
 Each command tells more: opacus-ext plan --help""",
     "plan": """examples:
-  no private run was measured: a rule of thumb, without a loss
+  a rule of thumb, without a loss; for masked language models the paper's law
     opacus-ext plan --users 1e6 --epsilon 4 --flops 1e19
-  masked language models like BERT: the paper's law
     opacus-ext plan --users 1e6 --epsilon 4 --flops 1e19 --law paper
-  by the measurements that come with the package (tiny models of bytes)
-    opacus-ext plan --users 1e6 --epsilon 4 --flops 1e15 --measurements example
-  by your own; a table over budgets, for a program
-    opacus-ext plan --users 1e5:1e7:3 --epsilon 1,4,16 --measurements runs.jsonl --json
-  an adapter of 4.2 million parameters, and other ranks; what it costs
-    opacus-ext plan --users 50000 --epsilon 8 --delta 1e-6 --parameters 6.7e9 \\
-        --trainable 4.2e6 --rank 8 --flops 1e19 --device-flops 3e14 --price 2.5
-  its loss too, from the losses of one run without noise (columns steps, loss)
-    opacus-ext plan --users 50000 --epsilon 8 --delta 1e-6 --parameters 6.7e9 \\
-        --trainable 4.2e6 --noise-free run.csv
-  what a choice that someone made would lose
+  by the measurements of the package, or yours; what a choice of someone loses
     opacus-ext plan --users 1e7 --epsilon 4 --flops 1e15 --measurements example \\
         --baseline 4e5,256,700
+    opacus-ext plan --users 1e5:1e7:3 --epsilon 1,4,16 --measurements runs.jsonl --json
+  an adapter, other ranks, what it costs; its loss, by a run without noise
+    opacus-ext plan --users 50000 --epsilon 8 --delta 1e-6 --parameters 6.7e9 \\
+        --trainable 4.2e6 --rank 8 --flops 1e19 --device-flops 3e14 --price 2.5 \\
+        --noise-free run.csv
 
 A number is a list (1,4,16) or a range (1:64:4, four values from 1 to 64 in equal
 ratios), where "ranges" is said; a bound is LOW:HIGH, or one number.""",
@@ -51,9 +45,7 @@ ratios), where "ranges" is said; a bound is LOW:HIGH, or one number.""",
   opacus-ext calibrate --users 1e5,1e6 --epsilon 1:64:4 --batch-size 1e3:1e5:3 \\
       --steps 16000 --delta 1e-8 --json""",
     "measure": """examples:
-  opacus-ext measure --text input.txt --out runs.jsonl
-  opacus-ext measure --text input.txt --out runs.jsonl --sizes 16x2,64x2 \\
-      --ratios 0,0.001,0.03 --learning-rates 0.003,0.01 --steps 700
+  opacus-ext measure --text input.txt --out runs.jsonl --sizes 16x2,64x2
   opacus-ext measure --family my_package.my_module:family --out runs.jsonl
 
 Stopped, the same command goes on. The runs are not private in the text.""",
@@ -69,7 +61,6 @@ Stopped, the same command goes on. The runs are not private in the text.""",
 The status is 0 if every mode is exact, else 1.""",
     "audit": """examples:
   opacus-ext audit ./my-checkpoint              a folder of transformers
-  opacus-ext audit my_package.my_module:case    returns model, batch, loss_fn
   opacus-ext audit my_package.my_module:case --mode ghost --plot audit.png
 
 Single steps are tested with the noise multiplier given, and one short run. The status
@@ -77,7 +68,6 @@ is 0 if nothing contradicts the claims, else 1.""",
     "statement": """examples:
   opacus-ext statement run.pt                   of engine.save_checkpoint
   opacus-ext statement out/checkpoint-500       of PrivateTrainer
-  opacus-ext statement run.pt --delta 1e-6 --unit user --json
 
 The status is 1 if no guarantee is known, as with poisson_sampling=False.""",
 }

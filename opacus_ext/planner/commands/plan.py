@@ -10,7 +10,7 @@ from typing import Any, Dict, List, Optional, Sequence, Tuple
 from opacus_ext.planner.budget import Budget, HopelessError
 from opacus_ext.planner.candidates import Candidates
 from opacus_ext.planner.changes import by_rank, doubled_loss, doubled_noise
-from opacus_ext.planner.commands.measured import PRIVATE_LAWS, read_measurements
+from opacus_ext.planner.commands.fit import PRIVATE_LAWS, read_measurements
 from opacus_ext.planner.commands.output import print_json, show, show_pairs, show_table
 from opacus_ext.planner.cost import Device
 from opacus_ext.planner.laws import LAWS, private_rows
@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
         )
     notes += dict.fromkeys(caveat for plan in plans for caveat in plan.caveats)
     if any(p.steps > law.measured_to(p.trainable, p.ratio) for p in plans):
-        notes += _continued(law.warnings)
+        notes += law.warnings
     if args.json:
         found = {"answer": law.kind, "law": law.answer, "notes": notes}
         print_json(found | {"warnings": law.warnings, "plans": rows})
@@ -103,19 +103,6 @@ def _law(args: argparse.Namespace) -> Tuple[LossModel, List[str]]:
     steps = measured.steps.min(), measured.steps.max()
     meta = measured.tokens, measured.batch_size
     return LossModel.of_fit(fitted, sizes, steps, *meta), list(fitted.warnings)
-
-
-def _continued(warnings: Sequence[str]) -> List[str]:
-    """A line for each odd way in which curves were continued."""
-    curves: Dict[str, List[str]] = {}
-    for warning in warnings:
-        curve, _, how = warning.partition(": ")
-        curves.setdefault(how, []).append(curve)
-    return [
-        f"{len(of)} curve{'s' * (len(of) > 1)}: {how} ({'; '.join(of)})"
-        for how, of in curves.items()
-        if how
-    ]
 
 
 def _probe(args: argparse.Namespace) -> Any:
