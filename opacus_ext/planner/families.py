@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -9,9 +10,11 @@ from typing import Any, Callable, Optional, Sequence, Tuple, Union
 
 import numpy as np
 import torch
+from opacus import PrivacyEngine
 from torch import nn
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
+import opacus_ext  # noqa: F401  the modes
 from opacus_ext.models.dpformer import DPFormer
 from opacus_ext.refused import Refused
 
@@ -115,15 +118,8 @@ def _shape(size: str) -> Tuple[int, int]:
 
 def find_family(name: str, text: Optional[str] = None) -> Family:
     """
-    A family by its dotted name.
-
-    Args:
-        name: "bytes", or "package.module:function", which is called without arguments
-            (with the text, if there is one) and returns a :class:`Family`
-        text: a file
-
-    Raises:
-        Refused: if there is no such function, or it returns something else
+    The family "bytes", of a text, or that which "package.module:function" returns,
+    called with the text if there is one.
     """
     if name == "bytes":
         if text is None:
@@ -144,17 +140,7 @@ def find_family(name: str, text: Optional[str] = None) -> Family:
 
 
 def made_by(name: str, parameter: str, *args: Any) -> Any:
-    """
-    The result of a function that a user names.
-
-    Args:
-        name: "package.module:function"
-        parameter: the argument that names it
-        *args: of the function
-
-    Raises:
-        Refused: if there is no such function
-    """
+    """The result of "package.module:function", which an argument of this name names."""
     module, _, function = name.partition(":")
     try:
         make = getattr(import_module(module), function)
@@ -167,3 +153,25 @@ def made_by(name: str, parameter: str, *args: Any) -> Any:
             remedy="Name a function that can be imported.",
         ) from error
     return make(*args)
+
+
+def privately(
+    family: Family,
+    model: nn.Module,
+    loader: DataLoader,
+    learning_rate: float,
+    **options: Any,
+) -> Tuple[Any, ...]:
+    """Model, optimizer (Adam), criterion and loader of ``make_private``."""
+    params = [p for p in model.parameters() if p.requires_grad]
+    with warnings.catch_warnings():  # about arguments that are meant here
+        warnings.simplefilter("ignore")
+        return PrivacyEngine().make_private(
+            module=model,
+            optimizer=torch.optim.Adam(params, lr=learning_rate),
+            criterion=family.criterion,
+            data_loader=loader,
+            grad_sample_mode="ghost_bk",
+            poisson_sampling=False,
+            **options,
+        )

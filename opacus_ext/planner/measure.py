@@ -7,18 +7,15 @@ import itertools
 import json
 import math
 import time
-import warnings
 from pathlib import Path
 from typing import Any, Dict, Iterator, List, Optional, Sequence, Union
 
 import torch
-from opacus import PrivacyEngine
 from torch.utils.data import DataLoader, Subset
 from tqdm import tqdm
 
-import opacus_ext  # noqa: F401  the modes
 from opacus_ext.accountants.solver import checked
-from opacus_ext.planner.families import Family
+from opacus_ext.planner.families import Family, privately
 from opacus_ext.planner.measurements import Measurements, read_runs
 from opacus_ext.progress import progress as show_progress
 from opacus_ext.refused import Refused
@@ -170,27 +167,22 @@ def train(family: Family, run: Dict[str, Any], bar: tqdm) -> None:
     every, warmup = run["every"], run["warmup"]
     torch.manual_seed(run["seed"])
     model = family.build(run["size"])
-    params = [p for p in model.parameters() if p.requires_grad]
-    run["parameters"] = sum(p.numel() for p in params)
+    run["parameters"] = sum(p.numel() for p in model.parameters() if p.requires_grad)
     batch_size = run["batch_size"]
     # Whole batches, so that Opacus's expected batch size is the physical one.
     whole = len(family.dataset) // batch_size * batch_size
     loader = DataLoader(
         Subset(family.dataset, range(whole)), batch_size=batch_size, shuffle=True
     )
-    with warnings.catch_warnings():  # about arguments that are meant here
-        warnings.simplefilter("ignore")
-        model, optimizer, criterion, loader = PrivacyEngine().make_private(
-            module=model,
-            optimizer=torch.optim.Adam(params, lr=run["learning_rate"]),
-            criterion=family.criterion,
-            data_loader=loader,
-            noise_multiplier=run["ratio"] * batch_size,
-            max_grad_norm=run["max_grad_norm"],
-            clipping="normalized",
-            grad_sample_mode="ghost_bk",
-            poisson_sampling=False,
-        )
+    model, optimizer, criterion, loader = privately(
+        family,
+        model,
+        loader,
+        run["learning_rate"],
+        noise_multiplier=run["ratio"] * batch_size,
+        max_grad_norm=run["max_grad_norm"],
+        clipping="normalized",
+    )
     run["steps"], run["loss"] = [], []
     began, total = time.process_time(), torch.zeros(())
     batches = _forever(loader)

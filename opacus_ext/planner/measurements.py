@@ -164,17 +164,11 @@ class Measurements:
         present = [name for name in _COLUMNS if rows and name in rows[0]]
         missing = {"parameters", "steps", "ratio", "loss"} - {*present}
         if missing:
-            raise Refused(
-                f"{path} has no column {', '.join(sorted(missing))}.",
-                remedy="Name the columns in its first line.",
-            )
+            raise Refused(f"{path} has no column {', '.join(sorted(missing))}.")
         try:
             columns: Any = {n: np.array([float(r[n]) for r in rows]) for n in present}
         except (TypeError, ValueError) as e:
-            raise Refused(
-                f"{path} holds something that is no number: {e}.",
-                remedy="Leave such rows out.",
-            ) from e
+            raise Refused(f"{path} holds something that is no number: {e}.") from e
         return cls(**columns, family=path.stem)
 
 
@@ -192,11 +186,7 @@ def read_runs(path: Union[str, Path]) -> List[Dict[str, Any]]:
     try:
         lines = Path(path).read_text().splitlines()
     except UnicodeDecodeError as e:
-        raise Refused(
-            f"{path} is no text: {e}.",
-            parameter="measurements",
-            remedy="Pass a file that opacus-ext measure wrote, or a table (CSV).",
-        ) from e
+        raise Refused(f"{path} is no text: {e}.", parameter="measurements") from e
     for number, line in enumerate(lines, 1):
         try:
             run = json.loads(line, parse_constant=_no_number)

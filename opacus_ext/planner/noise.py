@@ -36,11 +36,7 @@ def noise_of(
 ) -> calibration.Calibration:
     """
     Returns the calibrated noise of each configuration; batch and steps broadcast.
-
-    Args:
-        batch: examples of a step
-        steps: T
-        amplification: replaces that of the budget
+    ``amplification`` replaces that of the budget.
     """
     how = amplification or budget.amplification
     batch, steps = np.asarray(batch, dtype=float), np.asarray(steps, dtype=float)
