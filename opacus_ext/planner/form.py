@@ -55,39 +55,58 @@ class Parameter(NamedTuple):
         return f"log_{self.name}" if self.positive else self.name
 
 
+_SHARE = math.log(0.02), math.log(1.0)
+_ALPHA = math.log(0.02), math.log(1.5)
+PARAMETERS = {
+    **{c: Parameter(c, _SHARE) for c in ("E", "A", "B", "C", "scale")},
+    **{e: Parameter(e, (0.05, 1.5), False, usual=(0.01, 3.0)) for e in "abg"},
+    # Published: -0.07, noise hurts a larger model more.
+    "a2": Parameter("a2", (-0.3, 0.3), False, usual=(-2.0, 2.0)),
+    "exponent": Parameter("exponent", (-1.0, 1.0), False, usual=(-5, 5)),
+    # The share of its term in the loss is (scale / 1)^alpha, at most 1.
+    **{c: Parameter(c, (-6.0, 0.5)) for c in ("N_c", "D_c", "C_c", "S_c")},
+    **{f"alpha_{x}": Parameter(f"alpha_{x}", _ALPHA, usual=(0.005, 3)) for x in "NDCS"},
+    "B_star": Parameter("B_star", (-3.0, 3.0)),
+    "alpha_B": Parameter("alpha_B", (math.log(0.05), 0.0), usual=(0.01, 5.0)),
+}
+
+
 @dataclass(frozen=True)
 class Form:
     """
-    The formula of a law: a sum of products of powers, (sum_i c_i^k_i prod_j
-    x_j^e_ij)^outer, of coefficients c and inputs x.
-
-    Its functions take parameters and inputs as dicts of arrays that broadcast, positive
-    parameters and inputs as logs.
+    The formula of a law, (sum_i c_i^k_i prod_j x_j^e_ij)^outer, of coefficients c and
+    inputs x. Its functions take parameters and inputs as dicts of arrays that
+    broadcast, positive parameters and inputs as logs.
 
     Attributes:
         name: in :data:`opacus_ext.planner.laws.LAWS`
-        target: name of what it predicts
-        inputs: names of its inputs, each with the number of distinct values below which
-            they can't tell the law's parameters apart
-        parameters: see :class:`Parameter`; the coefficient of each term, then exponents
+        inputs: their names
+        coefficients: their names, one for each term
         powers: function of the exponents, by name, to ``outer`` and, for each term,
             ``(k, {input: e})``
-        transforms: of inputs that the law takes otherwise than as logs
+        target: name of what it predicts
         data: the input that a compute budget pays for, given the model's size: tokens,
             examples or steps
+        transforms: of inputs that the law takes otherwise than as logs
         may_be_zero: inputs that may be 0
     """
 
     name: str
-    target: str
-    inputs: Mapping[str, int]
-    parameters: Tuple[Parameter, ...]
+    inputs: Tuple[str, ...]
+    coefficients: Tuple[str, ...]
     powers: Callable[..., Tuple[Any, Sequence[Tuple[Any, Mapping[str, Any]]]]]
+    target: str = "loss"
+    data: Optional[str] = None
     transforms: Mapping[str, Callable[[np.ndarray], np.ndarray]] = field(
         default_factory=dict
     )
-    data: Optional[str] = None
     may_be_zero: Tuple[str, ...] = ()
+
+    @cached_property
+    def parameters(self) -> List[Parameter]:
+        """The coefficients, then the exponents."""
+        names = *self.coefficients, *signature(self.powers).parameters
+        return [PARAMETERS[name] for name in names]
 
     @property
     def keys(self) -> List[str]:
@@ -96,15 +115,12 @@ class Form:
 
     def _terms(self, p: Values) -> Tuple[Any, List[Tuple[str, Any, Mapping[str, Any]]]]:
         """``outer``, and the coefficient's key, k and exponents of each term."""
-        named = {q.name: np.exp(p[q.key]) if q.positive else p[q.key] for q in self._e}
+        exponents = self.parameters[len(self.coefficients) :]
+        named = {
+            q.name: np.exp(p[q.key]) if q.positive else p[q.key] for q in exponents
+        }
         outer, terms = self.powers(**named)
         return outer, [(q.key, *term) for q, term in zip(self.parameters, terms)]
-
-    @cached_property
-    def _e(self) -> Tuple[Parameter, ...]:
-        """The exponents."""
-        names = signature(self.powers).parameters
-        return tuple(q for q in self.parameters if q.name in names)
 
     def log_target(self, p: Values, x: Values) -> Any:
         """The log of the target."""
@@ -187,7 +203,9 @@ class Form:
                 "rows can't determine them.",
                 remedy="Measure more, or fit a law of fewer parameters.",
             )
-        for name, least in self.inputs.items():
+        # c, a and the constant of c x^-a + constant need three values of x.
+        least = 3 if "E" in self.coefficients else 2
+        for name in self.inputs:
             distinct = len(np.unique(logs[name]))
             if distinct < least:
                 raise Refused(

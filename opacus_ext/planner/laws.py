@@ -24,59 +24,16 @@ and :data:`CHINCHILLA_REFIT`; those of the private laws were not published.
 
 from __future__ import annotations
 
-import math
-from inspect import signature
-from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple
+from typing import Any, Dict, List, Mapping, Optional, Tuple
 
 import numpy as np
 
-from opacus_ext.planner.form import Parameter, positive
+from opacus_ext.planner.form import positive
 from opacus_ext.planner.law import Fit, Law
 from opacus_ext.refused import Refused
 
 #: FLOPs of a petaflop/s-day, the unit of compute of Kaplan et al.
 PF_DAY = 1e15 * 24 * 3600
-
-_SHARE = math.log(0.02), math.log(1.0)
-_ALPHA = math.log(0.02), math.log(1.5)
-_PARAMETERS = {
-    **{c: Parameter(c, _SHARE) for c in ("E", "A", "B", "C", "scale")},
-    **{e: Parameter(e, (0.05, 1.5), False, usual=(0.01, 3.0)) for e in "abg"},
-    # Published: -0.07, noise hurts a larger model more.
-    "a2": Parameter("a2", (-0.3, 0.3), False, usual=(-2.0, 2.0)),
-    "exponent": Parameter("exponent", (-1.0, 1.0), False, usual=(-5, 5)),
-    # The share of its term in the loss is (scale / 1)^alpha, at most 1.
-    **{c: Parameter(c, (-6.0, 0.5)) for c in ("N_c", "D_c", "C_c", "S_c")},
-    **{
-        e: Parameter(e, _ALPHA, usual=(0.005, 3))
-        for e in map("alpha_{}".format, "NDCS")
-    },
-    "B_star": Parameter("B_star", (-3.0, 3.0)),
-    "alpha_B": Parameter("alpha_B", (math.log(0.05), 0.0), usual=(0.01, 5.0)),
-}
-
-
-def _law(
-    name: str,
-    inputs: str,
-    coefficients: str,
-    powers: Callable[..., Any],
-    target: str = "loss",
-    **options: Any,
-) -> Law:
-    """A law of these inputs; ``powers`` of the exponents is as of :class:`Form`."""
-    # c, a and the constant of c x^-a + constant need three values of x.
-    least = 3 if "E" in coefficients.split() else 2
-    names = [*coefficients.split(), *signature(powers).parameters]
-    parameters = tuple(_PARAMETERS[n] for n in names)
-    return Law(
-        name,
-        target,
-        dict.fromkeys(inputs.split(), least),
-        parameters,
-        powers,
-        **options,
-    )
 
 
 def _sum(*terms: Mapping[str, Any]) -> Tuple[float, List[Tuple[float, Any]]]:
@@ -98,51 +55,51 @@ def _squash(ratio: np.ndarray) -> np.ndarray:
     return -np.logaddexp(0.0, -(np.log(ratio) + 8) / 1.6)
 
 
-_PRIVATE: Dict[str, Any] = {"data": "examples", "may_be_zero": ("ratio",)}
+_PRIVATE: Any = {"data": "examples", "may_be_zero": ("ratio",)}
 
-chinchilla = _law(
+chinchilla = Law(
     "chinchilla",
-    "parameters tokens",
-    "E A B",
+    ("parameters", "tokens"),
+    ("E", "A", "B"),
     lambda a, b: _sum({}, {"parameters": -a}, {"tokens": -b}),
     data="tokens",
 )
-private = _law(
+private = Law(
     "private",
-    "parameters examples ratio",
-    "E A B C",
+    ("parameters", "examples", "ratio"),
+    ("E", "A", "B", "C"),
     lambda a, b, g: _sum({}, {"parameters": -a}, {"examples": -b}, {"ratio": g}),
     **_PRIVATE,
 )
-private_sigmoid = _law(
+private_sigmoid = Law(
     "private_sigmoid",
-    "parameters examples ratio",
-    "E A B C",
+    ("parameters", "examples", "ratio"),
+    ("E", "A", "B", "C"),
     lambda a, b, g, a2: _sum(
         {}, {"parameters": -a}, {"examples": -b}, {"ratio": g, "parameters": -a2}
     ),
     transforms={"ratio": _squash},
     **_PRIVATE,
 )
-power = _law(
-    "power", "flops", "scale", lambda exponent: _sum({"flops": exponent}), "value"
+power = Law(
+    "power", ("flops",), ("scale",), lambda exponent: _sum({"flops": exponent}), "value"
 )
-kaplan_parameters = _law(
+kaplan_parameters = Law(
     "kaplan_parameters",
-    "parameters",
-    "N_c",
+    ("parameters",),
+    ("N_c",),
     lambda alpha_N: _scaled(parameters=alpha_N),
 )
-kaplan_tokens = _law(
-    "kaplan_tokens", "tokens", "D_c", lambda alpha_D: _scaled(tokens=alpha_D)
+kaplan_tokens = Law(
+    "kaplan_tokens", ("tokens",), ("D_c",), lambda alpha_D: _scaled(tokens=alpha_D)
 )
-kaplan_flops = _law(
-    "kaplan_flops", "flops", "C_c", lambda alpha_C: _scaled(flops=alpha_C)
+kaplan_flops = Law(
+    "kaplan_flops", ("flops",), ("C_c",), lambda alpha_C: _scaled(flops=alpha_C)
 )
-kaplan_parameters_tokens = _law(
+kaplan_parameters_tokens = Law(
     "kaplan_parameters_tokens",
-    "parameters tokens",
-    "N_c D_c",
+    ("parameters", "tokens"),
+    ("N_c", "D_c"),
     lambda alpha_N, alpha_D: (
         alpha_D,
         [
@@ -152,36 +109,22 @@ kaplan_parameters_tokens = _law(
     ),
     data="tokens",
 )
-kaplan_parameters_steps = _law(
+kaplan_parameters_steps = Law(
     "kaplan_parameters_steps",
-    "parameters steps",
-    "N_c S_c",
+    ("parameters", "steps"),
+    ("N_c", "S_c"),
     lambda alpha_N, alpha_S: _scaled(parameters=alpha_N, steps=alpha_S),
     data="steps",
 )
-critical_batch = _law(
+critical_batch = Law(
     "critical_batch",
-    "loss",
-    "B_star",
+    ("loss",),
+    ("B_star",),
     lambda alpha_B: _sum({"loss": -1 / alpha_B}),
     "batch_size",
 )
 
-LAWS: Dict[str, Law] = {
-    law.name: law
-    for law in (
-        chinchilla,
-        private,
-        private_sigmoid,
-        kaplan_parameters,
-        kaplan_tokens,
-        kaplan_flops,
-        kaplan_parameters_tokens,
-        kaplan_parameters_steps,
-        critical_batch,
-        power,
-    )
-}
+LAWS: Dict[str, Law] = {x.name: x for x in [*globals().values()] if isinstance(x, Law)}
 
 #: Published by Hoffmann et al.
 CHINCHILLA = chinchilla.of(E=1.69, A=406.4, B=410.7, a=0.34, b=0.28)
