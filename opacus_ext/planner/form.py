@@ -166,8 +166,7 @@ class Form:
         if set(inputs) != set(self.inputs):
             raise Refused(
                 f"{self.name} is a law of {', '.join(self.inputs)}; got "
-                f"{', '.join(inputs) or 'nothing'}.",
-                remedy="Pass each of its inputs, and no other.",
+                f"{', '.join(inputs) or 'nothing'}."
             )
         logs = {}
         for name in self.inputs:
@@ -209,8 +208,7 @@ class Form:
             distinct = len(np.unique(logs[name]))
             if distinct < least:
                 raise Refused(
-                    f"{name} has {distinct} distinct value{'s' * (distinct != 1)}; "
-                    f"{self.name} can't be determined from fewer than {least}.",
+                    f"{name} has {distinct} distinct values; {self.name} needs {least}.",
                     parameter=name,
                     remedy="Measure more or choose a law without it.",
                 )

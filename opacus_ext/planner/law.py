@@ -62,10 +62,9 @@ class Law(Form):
             see :class:`Fit`; read its ``warnings``
 
         Raises:
-            Refused: for inputs that the law doesn't have or that are missing, values
-                that are not positive and finite, lengths that differ, fewer rows than
-                parameters, inputs that vary too little or only together, so that
-                nothing tells the parameters apart, and settings out of range
+            Refused: for other inputs than the law's, values that are not positive and
+                finite, lengths that differ, and rows that can't tell the parameters
+                apart
 
         Example:
             >>> from opacus_ext.planner.laws import CHINCHILLA, chinchilla
@@ -82,18 +81,13 @@ class Law(Form):
             checked(name, value, at_least=1)
         checked("bootstrap", bootstrap, at_least=0)
         labels = np.arange(len(outcome)) if groups is None else np.asarray(groups)
-        if labels.shape != outcome.shape:
-            raise Refused(
-                f"groups has shape {labels.shape}; there are {len(outcome)} rows.",
-                parameter="groups",
-                remedy="Pass a label for each row.",
-            )
         units = [np.flatnonzero(labels == u) for u in np.unique(labels)]
-        if bootstrap and len(units) < 2:
+        if labels.shape != outcome.shape or bootstrap and len(units) < 2:
             raise Refused(
-                "groups has one label: a bootstrap needs several.",
+                f"groups has shape {labels.shape} and {len(units)} different labels; "
+                f"there are {len(outcome)} rows.",
                 parameter="groups",
-                remedy="Measure more runs or set bootstrap=0.",
+                remedy="Pass a label for each row, several for a bootstrap.",
             )
         self.check_identifiable(logs, outcome)
         objective = Objective(self, logs, outcome, huber)
@@ -145,8 +139,7 @@ class Law(Form):
             if len(found) == bootstrap:
                 return np.stack(found)
         raise Refused(
-            f"Hardly a resample of {len(units)} groups determines the "
-            f"{len(self.parameters)} parameters: that is too little for a bootstrap.",
+            f"Hardly a resample of {len(units)} groups determines the parameters.",
             parameter="bootstrap",
             remedy="Measure more or set bootstrap=0.",
         )
@@ -156,8 +149,7 @@ class Law(Form):
         The law with given parameters, such as published ones.
 
         Raises:
-            Refused: for names that the law doesn't have or that are missing, and values
-                that are not finite, or not positive where they must be
+            Refused: for other names than the law's, and values out of range
 
         Example:
             >>> from opacus_ext.planner.laws import chinchilla
@@ -167,10 +159,7 @@ class Law(Form):
         """
         names = [p.name for p in self.parameters]
         if set(parameters) != set(names):
-            raise Refused(
-                f"{self.name} has the parameters {names}; got {sorted(parameters)}.",
-                remedy="Pass each of them.",
-            )
+            raise Refused(f"{self.name} has {names}; got {sorted(parameters)}.")
         for p in self.parameters:
             checked(p.name, parameters[p.name], above=0 if p.positive else -math.inf)
         return Fit(self, {n: float(parameters[n]) for n in names})
@@ -211,8 +200,8 @@ class Fit:
             **inputs: the law's inputs by name; they broadcast
 
         Raises:
-            Refused: for inputs that the law doesn't have or that are missing, and
-                values that are not positive and finite (the noise-batch ratio may be 0)
+            Refused: for other inputs than the law's, and values that are not positive
+                and finite (the noise-batch ratio may be 0)
 
         Example:
             >>> from opacus_ext.planner import KAPLAN
@@ -302,10 +291,7 @@ class Fit:
         """
         law = self.law
         if law.data is None or "parameters" not in law.inputs:
-            raise Refused(
-                f"{law.name} has no model size to choose for a budget.",
-                remedy="Choose a law of parameters and tokens, examples or steps.",
-            )
+            raise Refused(f"{law.name} has no model size to choose for a budget.")
         positive("flops", flops)
         positive("tokens_per_step", tokens_per_step)
         budget = flops / (6 * tokens_per_step)  # = parameters times data
@@ -321,10 +307,8 @@ class Fit:
         if i in (0, len(scan) - 1):
             raise Refused(
                 f"{law.name} has no best size between {between[0]:g} and "
-                f"{between[1]:g} at {flops:g} FLOPs: its loss is lowest at "
-                f"{np.exp(scan[i]):g}.",
+                f"{between[1]:g} at {flops:g} FLOPs.",
                 parameter="between",
-                remedy="Search between other sizes, or use that one.",
             )
         found = minimize_scalar(
             lambda x: float(np.log(loss(np.exp(x)))),

@@ -123,10 +123,9 @@ class LossModel:
         A surface fitted to measured runs, and the error of its continuation.
 
         Args:
-            measurements: as of :meth:`Surface.fit`
+            measurements: as of :meth:`Surface.fit`, as are the options
             source: their description, for people
             bootstrap: number of resamples for intervals
-            **options: of :meth:`Surface.fit`; by default :func:`scaled_options`
         """
         options = options or scaled_options(measurements)
         surface = Surface.fit(measurements, bootstrap=bootstrap, **options)
@@ -185,14 +184,9 @@ class LossModel:
         batch_size: int = 0,
     ) -> LossModel:
         """
-        A parametric law of private training fitted to measured runs: ``private`` or
-        ``private_sigmoid`` of :mod:`opacus_ext.planner.laws` (L1 and L2 of the paper's
-        appendix E).
-
-        Args:
-            batch_size: the physical one, which with the steps gives the law's examples,
-                as a larger planned batch changes the ratio alone. 0 if unknown: then
-                the planned batch counts
+        A parametric law of private training fitted to measured runs, L1 or L2 of the
+        paper's appendix E. ``batch_size`` is the physical one, which with the steps
+        gives the law's examples; 0 if unknown: then the planned batch counts.
         """
 
         def loss(parameters: Any, batch: Any, steps: Any, ratio: Any) -> Any:
@@ -235,9 +229,6 @@ class LossModel:
         One run of one model without noise, slowed down by noise as
         :mod:`opacus_ext.planner.noise_free` says. Sizes are trainable parameters; the
         same curve stands for other sizes, such as adapters of another rank.
-
-        Args:
-            source: description of the run, for people
         """
         mean, worst = noise_free.ERRORS
 
