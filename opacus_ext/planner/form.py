@@ -208,7 +208,7 @@ class Form:
             distinct = len(np.unique(logs[name]))
             if distinct < least:
                 raise Refused(
-                    f"{name} has {distinct} distinct values; {self.name} needs {least}.",
+                    f"{name} has {distinct} values, {self.name} needs {least}.",
                     parameter=name,
                     remedy="Measure more or choose a law without it.",
                 )

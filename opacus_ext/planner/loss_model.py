@@ -6,7 +6,7 @@ a rule of thumb.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Callable, Optional, Tuple
 
 import numpy as np
@@ -260,18 +260,16 @@ class LossModel:
         The configuration that the paper's law would choose, for any model and length,
         where nothing was measured. It has no loss, which depends on model and data.
         """
-        return cls(
-            _paper_loss,
-            (1e4, 1e12),
-            (100.0, paper.STEPS[1]),
+        return replace(
+            cls.of_paper(),
+            loss=_paper_loss,
+            parameters=(1e4, 1e12),
+            steps=(100.0, paper.STEPS[1]),
             tokens=0,
-            batch_size=0,
             kind=RULE,
             source="what is best for BERT-like masked language models (the paper's "
             "law), used for any model. No loss is given",
             known_parameters=paper.SIZES,
-            known_steps=(paper.STEPS[0], paper.MEASURED_STEPS),
-            least_ratio=paper.RATIOS[0],
         )
 
 

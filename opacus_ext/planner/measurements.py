@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Dict, Iterable, List, Union
@@ -159,47 +160,50 @@ class Measurements:
         path = Path(path)
         if path.suffix != ".csv":
             return cls.of_runs(read_runs(path))
-        with path.open(newline="") as file:
-            rows = list(csv.DictReader(file))
-        present = [name for name in _COLUMNS if rows and name in rows[0]]
-        missing = {"parameters", "steps", "ratio", "loss"} - {*present}
-        if missing:
-            raise Refused(f"{path} has no column {', '.join(sorted(missing))}.")
-        try:
-            columns: Any = {n: np.array([float(r[n]) for r in rows]) for n in present}
-        except (TypeError, ValueError) as e:
-            raise Refused(f"{path} holds something that is no number: {e}.") from e
+        table = read_table(path, "parameters", "steps", "ratio", "loss")
+        columns: Any = {name: table[name] for name in _COLUMNS if name in table}
         return cls(**columns, family=path.stem)
 
 
 _COLUMNS = [f.name for f in fields(Measurements) if f.name not in _META]
 
 
-def _no_number(constant: str) -> None:
-    raise ValueError(f"{constant} is no number of JSON")
+def read_table(path: Union[str, Path], *needed: str) -> Dict[str, np.ndarray]:
+    """
+    The columns of numbers of a table (CSV) by their names in its first line; refuses
+    one without those that are needed.
+    """
+    columns = {}
+    with Path(path).open(newline="", encoding="utf-8-sig") as file:
+        for name, *values in zip(*filter(None, csv.reader(file))):
+            with suppress(ValueError):  # a column of words
+                columns[name.strip()] = np.array(values, dtype=float)
+    missing = [name for name in needed if name not in columns]
+    if missing:
+        raise Refused(
+            f"{path} has no column of numbers {', '.join(missing)}.",
+            parameter="measurements",
+            remedy="Name the columns in its first line.",
+        )
+    return columns
 
 
 def read_runs(path: Union[str, Path]) -> List[Dict[str, Any]]:
     """The runs of a file, one JSON object a line."""
     runs = []
-    names = "tokens batch_size parameters ratio learning_rate".split()
-    try:
-        lines = Path(path).read_text().splitlines()
-    except UnicodeDecodeError as e:
-        raise Refused(f"{path} is no text: {e}.", parameter="measurements") from e
-    for number, line in enumerate(lines, 1):
+    names = "family tokens batch_size parameters ratio learning_rate loss steps".split()
+    for number, line in enumerate(
+        Path(path).read_text(errors="replace").splitlines(), 1
+    ):
         try:
-            run = json.loads(line, parse_constant=_no_number)
-            run["family"]
-            numbers = [*(run[name] for name in names), *run["loss"], *run["steps"]]
-            if not all(isinstance(x, (int, float)) for x in numbers):
-                raise ValueError("something in it is no number")
-            if len(run["loss"]) != len(run["steps"]):
+            run = json.loads(line)
+            *_, loss, steps = (run[name] for name in names)
+            if len(np.array(loss, float)) != len(np.array(steps, float)):
                 raise ValueError("loss and steps differ in length")
         except (ValueError, KeyError, TypeError) as e:
-            problem = f"it has no {e}" if isinstance(e, KeyError) else str(e)
             raise Refused(
-                f"{path}, line {number}, is no run: {problem}.",
+                f"{path}, line {number}, is no run: {e!r}.",
+                parameter="measurements",
                 remedy="Remove the line, or pass a file that opacus-ext measure wrote.",
             ) from e
         runs.append(run)

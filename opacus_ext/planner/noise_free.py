@@ -19,7 +19,6 @@ et al., "An empirical model of large-batch training" (2018), section 2.
 
 from __future__ import annotations
 
-import csv
 import math
 from dataclasses import dataclass
 from functools import cached_property
@@ -31,7 +30,7 @@ from numpy.typing import ArrayLike
 from scipy.optimize import isotonic_regression
 
 from opacus_ext.accountants.solver import checked
-from opacus_ext.planner.measurements import Measurements
+from opacus_ext.planner.measurements import Measurements, read_table
 from opacus_ext.refused import Refused
 
 #: In nats a token and step, of the study: how much of the loss's fall is hidden by
@@ -119,14 +118,12 @@ class NoiseFree:
         """
         path = Path(path)
         if path.suffix == ".csv":
-            return cls(*_read_table(path))
+            table = read_table(path, "steps", "loss")
+            return cls(table["steps"], table["loss"])
         runs = Measurements.read(path)
         runs = runs.select(runs.ratio == 0) if (runs.ratio == 0).any() else runs
         if len(runs) != 1 or runs.ratio[0] != 0:
-            raise Refused(
-                f"{path} holds {len(runs)} runs, not one without noise.",
-                remedy="Write it to a file of its own.",
-            )
+            raise Refused(f"{path} holds {len(runs)} runs, not one without noise.")
         if runs.planned[-1] >= 2 * runs.steps[-1] - runs.steps[-2]:
             raise Refused(
                 f"The run of {path} ended at {runs.steps[-1]:g} of "
@@ -219,18 +216,3 @@ class NoiseFree:
         shape = np.broadcast_shapes(np.shape(steps), np.shape(noise_norm))
         found = np.interp(self.reached(steps, noise_norm), *self._curve)
         return found.reshape(shape)[()]
-
-
-def _read_table(path: Path) -> Tuple[np.ndarray, np.ndarray]:
-    try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            names, *lines = csv.reader(file)
-        columns = dict(zip((name.strip() for name in names), zip(*lines)))
-        steps, loss = (np.array(columns[n], dtype=float) for n in ("steps", "loss"))
-    except (KeyError, ValueError, csv.Error) as e:
-        raise Refused(
-            f"{path} is no table of numbers with the columns steps and loss: {e!r}.",
-            remedy="Name the columns in its first line. The loss is the cross-entropy "
-            "in nats a token (a record), no accuracy.",
-        ) from e
-    return steps, loss

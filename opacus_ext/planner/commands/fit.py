@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import csv
-from pathlib import Path
 from typing import Any, Dict, Sequence, Tuple
 
 import numpy as np
 
 from opacus_ext.planner.commands.output import print_json, show_pairs
 from opacus_ext.planner.laws import LAWS, Law, private_rows
-from opacus_ext.planner.measurements import EXAMPLE, Measurements
+from opacus_ext.planner.measurements import EXAMPLE, Measurements, read_table
 from opacus_ext.planner.prediction_error import HoldOut, continued, hold_out
 from opacus_ext.planner.surface import Surface, scaled_options
 from opacus_ext.refused import Refused
@@ -34,17 +32,10 @@ def run(args: argparse.Namespace) -> int:
 
 def _fit(args: argparse.Namespace, name: str) -> Dict[str, Any]:
     if name not in LAWS:
-        raise Refused(
-            f"--law {args.law!r} is none of "
-            f"{', '.join(['surface', *PRIVATE_LAWS, *LAWS])}.",
-            parameter="--law",
-        )
+        names = ", ".join(["surface", *PRIVATE_LAWS, *LAWS])
+        raise Refused(f"--law {args.law!r} is none of {names}.", parameter="--law")
     if args.hold_out:
-        raise Refused(
-            "--hold-out is for --law surface.",
-            parameter="--hold-out",
-            remedy="Leave one of the two out.",
-        )
+        raise Refused("--hold-out is for --law surface.", parameter="--hold-out")
     inputs: Dict[str, Any]
     law, groups = LAWS[name], None
     if name.startswith("private"):
@@ -62,32 +53,23 @@ def _fit(args: argparse.Namespace, name: str) -> Dict[str, Any]:
 
 def _columns(path: str, law: Law, drop: int) -> Tuple[Any, Dict[str, Any]]:
     """A law's inputs from a table, by their names or those of Chinchilla's data."""
-    with Path(path).open(newline="") as file:
-        rows = list(csv.DictReader(file))
     aliases = {"Model Size": "parameters", "Training FLOP": "flops"}
-    table = {}
-    for name in rows[0] if rows else ():
-        try:
-            table[aliases.get(name, name)] = np.array([float(r[name]) for r in rows])
-        except (TypeError, ValueError):
-            continue  # a column of words
+    table = {aliases.get(name, name): x for name, x in read_table(path).items()}
     if "tokens" not in table and {"parameters", "flops"} <= table.keys():
         table["tokens"] = table["flops"] / (6 * table["parameters"])
     missing = [n for n in (law.target, *law.inputs) if n not in table]
     if missing:
         raise Refused(
-            f"{path} has no column of numbers {', '.join(missing)}; {law.name} needs "
-            f"{law.target} and {', '.join(law.inputs)}.",
+            f"{path} has no column of numbers {', '.join(missing)}.",
             parameter="measurements",
-            remedy="Name the columns so.",
+            remedy=f"{law.name} needs {law.target} and {', '.join(law.inputs)}.",
         )
     kept: Any = slice(None)
     if drop:
-        if not {"tokens", "parameters"} <= table.keys() or drop >= len(rows):
+        if not {"tokens", "parameters"} <= table.keys() or drop >= len(table["tokens"]):
             raise Refused(
                 f"--drop {drop}: there are not so many rows of tokens a parameter.",
                 parameter="--drop",
-                remedy="Leave out fewer.",
             )
         kept = np.argsort(table["tokens"] / table["parameters"])[drop:]
     return table[law.target][kept], {name: table[name][kept] for name in law.inputs}
