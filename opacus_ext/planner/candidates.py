@@ -302,11 +302,8 @@ class Candidates:
 
     def near(self, flops: Optional[float] = None, within: float = 0.01) -> Near:
         """
-        The region of configurations whose loss is almost the best one's.
-
-        Args:
-            flops: C at most; the budget's by default
-            within: share by which their loss may be higher
+        The configurations within a compute budget whose loss is at most a share above
+        the best one's.
         """
         flops = self._flops(flops)
         self.best(flops)  # or the reason why there is none
@@ -385,12 +382,7 @@ class Candidates:
         return plans
 
     def expected(self, parameters: float, batch_size: float, steps: float) -> float:
-        """
-        The loss of one configuration, on the lattice or not.
-
-        Raises:
-            Refused: for a rule of thumb, which has none
-        """
+        """The loss of one configuration; refuses a rule of thumb, which has none."""
         if not self.law.tells_loss:
             raise Refused(
                 "A rule of thumb has no loss to compare configurations by.",
@@ -410,10 +402,7 @@ class Candidates:
 
     def savings(self, parameters: float, batch_size: float, steps: float) -> Savings:
         """
-        The savings of a plan, compared with a configuration of yours.
-
-        Args:
-            parameters: of the baseline, as are the others
+        The savings of a plan, compared with a configuration of yours, a baseline.
 
         Raises:
             Refused: if the baseline is beyond the law's range, or its batch larger

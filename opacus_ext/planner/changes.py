@@ -93,10 +93,6 @@ def by_rank(
         plans of the rank, and of 4 and 2 times less and more, where that is whole and
         the law knows so few parameters
 
-    Raises:
-        Refused: for a rank that is not a whole number of 1 or more, and a budget
-            without trainable parameters
-
     Example:
         >>> from opacus_ext.planner import LossModel
         >>> ends = dict(parameters=(1e9, 1e9), steps=(1000, 1100), flops=1e18)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from dataclasses import dataclass
 from importlib import import_module
@@ -84,7 +85,6 @@ def byte_transformers(
         raise Refused(
             f"A text of {len(content)} bytes has no example of {length}.",
             parameter="text",
-            remedy="Give a longer text, or a smaller length.",
         )
     for size in sizes:
         _shape(size)
@@ -103,14 +103,12 @@ def byte_transformers(
 
 
 def _shape(size: str) -> Tuple[int, int]:
-    try:
-        width, depth = map(int, size.split("x"))
-    except ValueError:
-        width = depth = 0
+    width, depth = map(
+        int, (size if re.fullmatch(r"\d+x\d+", size) else "0x0").split("x")
+    )
     if width < 1 or depth < 1 or (width > 32 and width % 32):
         raise Refused(
-            f'A size is "WIDTHxDEPTH", with a width below 32 or a multiple of it; got '
-            f"{size!r}.",
+            f"{size!r} is no WIDTHxDEPTH, of a width below 32 or a multiple of it.",
             parameter="sizes",
         )
     return width, depth
@@ -123,19 +121,11 @@ def find_family(name: str, text: Optional[str] = None) -> Family:
     """
     if name == "bytes":
         if text is None:
-            raise Refused(
-                "The family of byte transformers needs a text.",
-                parameter="text",
-                remedy="Pass a file, or another family.",
-            )
+            raise Refused("The family of bytes needs a text.", parameter="text")
         return byte_transformers(text)
     family = made_by(name, "family", *(() if text is None else (text,)))
     if not isinstance(family, Family):
-        raise Refused(
-            f"{name!r} returned a {type(family).__name__}, not a Family.",
-            parameter="family",
-            remedy="Name a function that returns an opacus_ext.planner.Family.",
-        )
+        raise Refused(f"{name!r} returned {type(family).__name__}, not a Family.")
     return family
 
 

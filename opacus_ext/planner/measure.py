@@ -75,8 +75,7 @@ def measure(
         any more.
 
     Raises:
-        Refused: for an empty grid, a size that the family does not have, ratios
-            below 0, and a data set smaller than a batch
+        Refused: for an empty grid, and arguments out of range
 
     Example:
         >>> from opacus_ext.planner.families import byte_transformers
@@ -108,17 +107,13 @@ def measure(
         warmup=warmup,
         max_grad_norm=max_grad_norm,
         data=_digest(family.dataset),
+        seed=seed,
     )
+    cells = itertools.product(learning_rates, sizes, ratios)
     grid: List[Dict[str, Any]] = [
-        dict(
-            family=family.name,
-            size=size,
-            ratio=float(ratio),
-            learning_rate=float(rate),
-            **settings,
-            seed=seed,
-        )
-        for rate, size, ratio in itertools.product(learning_rates, sizes, ratios)
+        dict(family=family.name, size=size, ratio=float(r), learning_rate=float(rate))
+        | settings
+        for rate, size, r in cells
     ]
     todo = [run for run in grid if _key(run) not in known]
     total = steps * len(todo)

@@ -121,11 +121,9 @@ def _calibrated(budget: Budget, parts: np.ndarray, steps: np.ndarray) -> np.ndar
                 raise
             raise Refused(
                 f"A plan for epsilon={budget.epsilon:g}, delta={budget.delta:g} and "
-                f"{records_of(budget)} records of a user in {len(parts)} batch sizes "
-                "takes too long to calibrate.",
+                f"{records_of(budget)} records of a user takes too long to calibrate.",
                 parameter="batch_size",
-                remedy="Bound batch_size and steps to narrower ranges, or take a "
-                "larger delta or fewer records of a user.",
+                remedy="Bound batch_size and steps, or take a larger delta.",
             ) from error
 
 

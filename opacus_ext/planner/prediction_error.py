@@ -45,10 +45,6 @@ def continued(measurements: Any, **options: Any) -> Optional[HoldOut]:
     The error of continuing curves to four times their length, estimated from the first
     quarter of the runs, continued, against the rest; None if a quarter is too short.
 
-    Args:
-        measurements: as of :meth:`Surface.fit`
-        **options: of the whole surface's fit
-
     Example:
         >>> from opacus_ext.planner import Measurements, scaled_options
         >>> runs = Measurements.read()

@@ -9,7 +9,7 @@ from torch import nn
 
 from opacus_ext.audit import audit_model, audit_training
 from opacus_ext.planner.commands.check import target_of
-from opacus_ext.planner.commands.output import print_json
+from opacus_ext.planner.commands.output import print_result
 
 
 def run(args: argparse.Namespace) -> int:
@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
             findings = [finding._asdict() for finding in audit.findings]
             numbers = {n: getattr(audit, n) for n in "ok epsilon claimed delta".split()}
             content[name] = numbers | {"findings": findings}
-        print_json(content)
+        print_result(content, True)
     else:
         print(*(f"{name}\n{audit}\n" for name, audit in audits.items()), sep="\n")
     return 0 if all(audit.ok for audit in audits.values()) else 1

@@ -11,7 +11,7 @@ import torch
 
 from opacus_ext import check_per_sample_gradients, find_leaks
 from opacus_ext.losses import model_losses
-from opacus_ext.planner.commands.output import print_json
+from opacus_ext.planner.commands.output import print_result
 from opacus_ext.planner.families import made_by
 from opacus_ext.refused import Refused
 
@@ -34,15 +34,9 @@ def run(args: argparse.Namespace) -> int:
             name: {mode: str(cell) for mode, cell in row.items()}
             for name, row in report.cells.items()
         }
-        print_json(
-            dict(
-                ok=ok,
-                parameters=cells,
-                refused=report.refused,
-                findings=report.findings,
-                leaks=[str(leak) for leak in leaks],
-            )
-        )
+        found = dict(ok=ok, parameters=cells, refused=report.refused)
+        found |= dict(findings=report.findings, leaks=[str(leak) for leak in leaks])
+        print_result(found, True)
     else:
         print(report, *(f"! {leak}" for leak in leaks), sep="\n")
     return 0 if ok else 1

@@ -7,7 +7,7 @@ from typing import Any, Dict, Sequence, Tuple
 
 import numpy as np
 
-from opacus_ext.planner.commands.output import print_json, show_pairs
+from opacus_ext.planner.commands.output import print_result
 from opacus_ext.planner.laws import LAWS, Law, private_rows
 from opacus_ext.planner.measurements import EXAMPLE, Measurements, read_table
 from opacus_ext.planner.prediction_error import HoldOut, continued, hold_out
@@ -26,7 +26,7 @@ def run(args: argparse.Namespace) -> int:
         result = fit_surface(measured, args.hold_out, args.bootstrap)
     else:
         result = _fit(args, name)
-    print_json(result) if args.json else print(show_pairs(result))
+    print_result(result, args.json)
     return 0
 
 

@@ -11,7 +11,7 @@ from opacus_ext.planner.budget import Budget, HopelessError
 from opacus_ext.planner.candidates import Candidates
 from opacus_ext.planner.changes import by_rank, doubled_loss, doubled_noise
 from opacus_ext.planner.commands.fit import PRIVATE_LAWS, read_measurements
-from opacus_ext.planner.commands.output import print_json, show, show_pairs, show_table
+from opacus_ext.planner.commands.output import print_result, show
 from opacus_ext.planner.cost import Device
 from opacus_ext.planner.laws import LAWS, private_rows
 from opacus_ext.planner.loss_model import LossModel
@@ -66,13 +66,14 @@ def run(args: argparse.Namespace) -> int:
     notes += dict.fromkeys(caveat for plan in plans for caveat in plan.caveats)
     if any(p.steps > law.measured_to(p.trainable, p.ratio) for p in plans):
         notes += law.warnings
+    found: Row = {"answer": law.kind, "law": law.answer, "notes": notes}
     if args.json:
-        found = {"answer": law.kind, "law": law.answer, "notes": notes}
-        print_json(found | {"warnings": law.warnings, "plans": rows})
+        found |= {"warnings": law.warnings, "plans": rows}
     elif len(rows) == 1:
-        print(_one_plan(plans[0], rows[0], law, notes))
+        found |= _one_plan(plans[0], rows[0])
     else:
-        print(_many_plans(rows, law, notes))
+        found["plans"] = _many_plans(rows)
+    print_result(found, args.json)
     return 0
 
 
@@ -171,80 +172,40 @@ def _search(trials: int, plan: Plan) -> Any:
     return ways(plan.budget.epsilon, plan.budget.delta, plan.steps, rate, trials)
 
 
-def _configuration(plan: Plan, row: Row) -> Row:
-    """The plan itself, for people."""
-    frozen = f", {plan.trainable:,} of them trained" * bool(plan.budget.trainable)
-    unit = "token" if plan.budget.tokens > 1 else "record"
-    sampling = "Poisson samples" if plan.amplified else "fixed, every one once an epoch"
-    physical = plan.budget.physical_batch_size
-    return {
-        "parameters": f"{plan.parameters:,}{frozen}",
-        "batch size": f"{plan.batch_size:,} ({sampling}), in {plan.parts:,} parts of "
-        f"{physical:,} at most",
-        "steps": f"{plan.steps:,}",
-        "compute": f"{plan.flops:.3g} FLOPs",
-        "tokens a parameter": plan.tokens_per_parameter,
-        "noise multiplier": repr(row["make_private"]["noise_multiplier"]),
-        "noise-batch ratio": plan.ratio,
-        "norm of the noise": plan.noise_norm,
-        "loss": (
-            "not given by a rule of thumb"
-            if plan.loss is None
-            else f"{show(plan.loss)} nats a {unit}"
-        ),
-        "loss, 95 %": plan.interval,
-        "membership advantage": f"{show(plan.advantage)} at most",
-        "learning rate": plan.learning_rate,
-        "seconds here": plan.seconds,
-        "cost": row["cost"],
-    }
-
-
-def _alternatives(plan: Plan, row: Row) -> Row:
-    """Other plans and budgets, for people."""
-    more = row["doubling"]
-    lower = {k: f"{-100 * v:.2g} %" for k, v in more["loss"].items() if v == v}
-    noise = {k: f"1/{1 + v:.3g}" for k, v in more["noise_batch_ratio"].items()}
-    return {
-        "about as good (1 %)": row["near_optimal"],
-        "compute that helps (1 %)": row["saturating"],
-        "loss with double the": lower or None,
-        "noise with double the": noise,
-        "without privacy": row["not_private"],
-    }
-
-
-def _one_plan(plan: Plan, row: Row, law: LossModel, notes: Sequence[str]) -> str:
+def _one_plan(plan: Plan, row: Row) -> Row:
+    """A plan for people."""
     names = "users epsilon delta flops tokens"
     budget = {k: v for k, v in _fields(plan.budget, names).items() if v < math.inf}
-    sections = [
-        show_pairs({"budget": budget, "answer": law.answer}),
-        *(f"! {note}" for note in notes),
-        "",
-        show_pairs(_configuration(plan, row)),
-        "",
-        show_pairs(_alternatives(plan, row)),
-    ]
-    for title, name in (
-        ("equal epsilon, other batch sizes, same compute:", "same_epsilon"),
-        ("adapters of other ranks, same compute:", "ranks"),
-        ("baselines:", "baselines"),
-        ("noise of each run, if one of several is chosen:", "trials"),
-    ):
-        if row[name]:
-            sections += ["", title, show_table(row[name])]
-    return "\n".join([*sections, "", plan.code()])
+    unit = "token" if plan.budget.tokens > 1 else "record"
+    names = "parameters trainable batch_size parts amplified steps flops ratio "
+    names += "tokens_per_parameter noise_norm advantage interval learning_rate seconds"
+    return {
+        "budget": budget,
+        **_fields(plan, names),
+        "noise_multiplier": repr(row["make_private"]["noise_multiplier"]),
+        "loss": None if plan.loss is None else f"{show(plan.loss)} nats a {unit}",
+        "cost": row["cost"],
+        "about as good (1 %)": row["near_optimal"],
+        "enough flops (1 %)": row["saturating"],
+        "loss saved by double": row["doubling"]["loss"],
+        "noise saved by double": row["doubling"]["noise_batch_ratio"],
+        "without privacy": row["not_private"],
+        "other batch sizes of equal epsilon and compute": row["same_epsilon"],
+        "adapters of other ranks, same compute": row["ranks"],
+        "baselines": row["baselines"],
+        "noise of each run, if one of several is chosen": row["trials"],
+        "code": plan.code(),
+    }
 
 
-def _many_plans(rows: Sequence[Row], law: LossModel, notes: Sequence[str]) -> str:
+def _many_plans(rows: Sequence[Row]) -> List[Row]:
+    """Plans for people, a row each."""
     names = "flops parameters batch_size steps noise_norm loss tokens_per_parameter "
     names += "advantage amplified ends"
-    shown = [
+    return [
         {name: row["budget"][name] for name in ("users", "epsilon")}
         | {"noise_multiplier": repr(row["make_private"]["noise_multiplier"])}
         | {name: row[name] for name in names.split()}
         | (row["cost"] or {})
         for row in rows
     ]
-    lines = [f"answer  {law.answer}", *(f"! {note}" for note in notes)]
-    return "\n".join([*lines, "", show_table(shown)])
