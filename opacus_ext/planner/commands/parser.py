@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import math
 import os
-import re
 from functools import partial
 from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
 
@@ -86,60 +85,42 @@ COMMANDS = {
 _BUDGET = """
 --users!               numbers 1 1e15    ; N, people; ranges
 --epsilon!             numbers >0 1e6    ; of the whole run; ranges
---delta=1e-8           number 1e-100 0.5 ; of the whole run (default 1e-8)
---records-per-user=1   whole 1           ; examples that a user has (default 1)
---sampling=users       {users,records}   ; what a step draws; with records, users are
-                       protected in all of theirs
---amplification=lower  {lower,poisson,none} ; Poisson batches, fixed ones, or the lower
-                       noise of both (default)
+--delta=1e-8           number 1e-100 0.5 ; of the whole run
+--records-per-user=1   whole 1           ; examples that a user has
+--sampling=users       {users,records}   ; what a step draws; users are always protected
+--amplification=lower  {lower,poisson,none} ; Poisson batches, fixed ones, or the better
 """
 
-#: The options of each command, an entry each: the name, "!" if it is required or "="
-#: and its default, [metavar]; its type, with bounds; its help.
+#: The options of each command, a line each: the name, "!" if it is required or "=" and
+#: its default, [metavar]; its type, with bounds; its help, to which the default is
+#: added.
 OPTIONS = {
     "plan": _BUDGET
     + """
---flops=inf            numbers >0        ; C, of the whole training; ranges (default: as
-                       much as helps)
---tokens               whole 1 1e9       ; S, tokens of an example (default: of the
-                       measurements, or 512)
---measurements[FILE]   text              ; of private runs, by "measure"; "example":
-                       those of the package
---law                  {surface,L1,L2,paper,rule} ; with measurements: surface
-                       (default), L1 or L2 is fitted; without: rule of thumb, no loss
-                       (default), or paper, for masked language models
---bootstrap=0          whole 0 10000     ; resamples for a 95 %% interval of the loss
-                       (surface; default 0: none)
+--flops=inf            numbers >0        ; C, of the whole training; ranges
+--tokens               whole 1 1e9       ; S of an example; of the measurements, or 512
+--measurements[FILE]   text              ; of "measure"; "example": of the package
+--law                  {surface,L1,L2,paper,rule} ; fitted to measurements, or without
+--bootstrap=0          whole 0 10000     ; resamples for a 95 %% interval (surface)
 --parameters           range 1 1e18      ; M, bounds of the model size
---trainable            whole 1           ; m, if a model of M parameters is fine-tuned
-                       and the others are frozen
---rank                 whole 1           ; of the adapters that have these m parameters:
-                       tells what others cost
---noise-free[FILE]     text              ; losses of one run of this model without
-                       noise, from its start, in nats a token, or a record with --tokens
-                       1 (a classifier's); no accuracies: a table (CSV) with columns
-                       steps and loss, or a file of "measure"
+--trainable            whole 1           ; m of M parameters, if others are frozen
+--rank                 whole 1           ; of adapters of m parameters: tells others
+--noise-free[FILE]     text              ; losses of a run without noise, from its start
 --batch-size           whole-range 1     ; B, bounds, in examples
---max-batch-size       whole 8           ; examples of a batch at most, where memory is
-                       fixed: larger samples are cut (default: no bound)
+--max-batch-size       whole 8           ; examples at most: larger samples are cut
 --physical-batch-size=32 whole 1         ; examples that fit into memory at once
-                       (default 32)
 --steps                whole-range 1     ; T, bounds
---device-flops         number 1 1e30     ; FLOP/s of a device at its peak: tells device
-                       hours
---utilization,--utilisation number >0 1  ; share of it that private training reaches
-                       (default 0.3)
+--device-flops         number 1 1e30     ; FLOP/s of a device at its peak: tells hours
+--utilization,--utilisation number >0 1  ; share of it that private training has, or 0.3
 --price                number >0 1e9     ; of a device hour: tells what a run costs
---devices=1            whole 1 1e9       ; that share the work (default 1)
---trials               whole 2 1e4       ; tell the noise of each run, if the best of so
-                       many is chosen
---baseline[M,B,T]      baseline          ; a configuration to compare with; may be
-                       repeated
+--devices=1            whole 1 1e9       ; that share the work
+--trials               whole 2 1e4       ; tells the noise if the best of them is chosen
+--baseline[M,B,T]      baseline          ; to compare with; may be repeated
 --seconds              number >0         ; bound on time, on this machine
 --memory               number >0         ; bound on bytes, on this machine
 --family=bytes         text              ; what to time: module:function
 --text                 text              ; what to time byte transformers on
---device=cpu           text              ; where to time (default cpu)
+--device=cpu           text              ; where to time
 """,
     "calibrate": _BUDGET
     + """
@@ -150,61 +131,48 @@ OPTIONS = {
 --out![FILE]           text              ; runs are appended, one a line
 --text                 text              ; the text of byte transformers
 --family=bytes         text              ; "bytes", or module:function
---sizes                words             ; names of sizes (default: all of the family)
---ratios=0,0.000244140625,0.0009765625,0.00390625,0.015625,0.0625,0.25
-                       numbers 0 1e6     ; noise-batch ratios, 0 for noise-free (default
-                       0, 2^-12, 2^-10 ... 2^-2)
---learning-rates=0.003 numbers >0 10     ; of Adam (default 0.003)
---steps=1000           whole 1           ; T of a run (default 1000)
---every=20             whole 1           ; steps between two readings (default 20)
---batch-size=32        whole 1           ; the physical batch (default 32)
+--sizes                words             ; names of sizes; all of the family
+--ratios=0,0.000244140625,0.0009765625,0.00390625,0.015625,0.0625,0.25 numbers 0 1e6 ; \
+noise-batch ratios, 0 for noise-free
+--learning-rates=0.003 numbers >0 10     ; of Adam
+--steps=1000           whole 1           ; T of a run
+--every=20             whole 1           ; steps between two readings
+--batch-size=32        whole 1           ; the physical batch
 --warmup=20            whole 1           ; steps until the learning rate is reached
-                       (default 20)
---max-grad-norm=0.1    number >0 1e6     ; (default .1)
---seed=0               whole 0 9.223372036854775808e18 ; (default 0)
+--max-grad-norm=0.1    number >0 1e6     ; bound of a clipped gradient
+--seed=0               whole 0 9.223372036854775808e18 ; of weights, order and noise
 --no-progress          flag              ; no progress bar
 """,
     "fit": """
-measurements           text              ; a file of "measure", a table (CSV), or
-                       "example"
---law=surface          text              ; surface (default), L1, L2 of private
-                       training; chinchilla, kaplan_parameters_tokens and the others of
-                       opacus_ext.planner.laws
---hold-out[NAME=VALUE] hold-out          ; fit without a model size (parameters), a
-                       ratio or later steps, and predict them
---bootstrap=0          whole 0 10000     ; resamples for 95 %% intervals (default 0:
-                       none)
---drop=0               whole 0           ; leave out so many rows of the fewest tokens a
-                       parameter (default 0)
+measurements           text              ; of "measure", a table (CSV), or "example"
+--law=surface          text              ; surface, L1, L2 or one of planner.laws
+--hold-out[NAME=VALUE] hold-out          ; parameters, ratio or steps, to be predicted
+--bootstrap=0          whole 0 10000     ; resamples for 95 %% intervals
+--drop=0               whole 0           ; rows of the fewest tokens a parameter to drop
 """,
     "check": """
 target                 text              ; a folder of transformers, or module:function
---modes=hooks,ghost,ghost_bk words       ; of hooks, ghost, ghost_bk (default all)
---batch-size=3         whole 1 64        ; (default 3)
---length=12            whole 2           ; tokens (default 12)
+--modes=hooks,ghost,ghost_bk words       ; grad_sample_modes
+--batch-size=3         whole 1 64        ; samples
+--length=12            whole 2           ; tokens
 --float32              flag              ; compare in float32, not in float64
 """,
     "audit": """
 target                 text              ; a folder of transformers, or module:function
---mode=ghost_bk        text              ; grad_sample_mode (default ghost_bk)
---noise-multiplier=0.5 number >0         ; of single steps (default 0.5)
---max-grad-norm=1      number >0         ; C (default 1)
---trials=200           whole 16          ; single steps of each of three kinds (default
-                       200)
+--mode=ghost_bk        text              ; grad_sample_mode
+--noise-multiplier=0.5 number >0         ; of single steps
+--max-grad-norm=1      number >0         ; C
+--trials=200           whole 16          ; single steps of each of three kinds
 --canaries=2000        whole 20          ; of the run; at most the model's entries
-                       (default 2000)
---delta=1e-5           number >0 1       ; of the epsilons (default 1e-5)
---confidence=0.95      number 0.5 0.999999 ; of each of both audits (default 0.95)
---batch-size=8         whole 2 64        ; records of a folder's model, random tokens
-                       (default 8)
---length=8             whole 2 512       ; of these, in tokens (default 8)
+--delta=1e-5           number >0 1       ; of the epsilons
+--confidence=0.95      number 0.5 0.999999 ; of each of both audits
+--batch-size=8         whole 2 64        ; random records of a folder's model
+--length=8             whole 2 512       ; of these, in tokens
 """,
     "statement": """
-checkpoint             text              ; a file of save_checkpoint, or
-                       PrivateTrainer's folder
---delta                number >0 1       ; of the guarantee (default: the one that the
-                       noise was chosen for)
---unit=record          text              ; what a record is, as user (default record)
+checkpoint             text              ; a file, or PrivateTrainer's folder
+--delta                number >0 1       ; of the guarantee; that of the noise
+--unit=record          text              ; what a record is, as user
 """,
 }
 
@@ -330,6 +298,7 @@ def _add_option(add: Callable, option: str) -> None:
     flags, has_default, default = name.partition("=")
     if has_default:
         given["default"] = default
+        given["help"] += f" (default {default})"
     if flags.endswith("!"):
         given["required"] = True
     if kind[0] == "{":
@@ -351,7 +320,7 @@ def build_parser() -> argparse.ArgumentParser:
     for name, text in COMMANDS.items():
         about: Any = dict(help=text, description=text, epilog=EPILOG[name])
         sub = commands.add_parser(name, **about, **raw)
-        for option in re.split(r"\n(?! )", OPTIONS[name].strip()):
+        for option in OPTIONS[name].splitlines():
             if option:
                 _add_option(sub.add_argument, option)
         sub.add_argument("--json", action="store_true", help="print JSON")
