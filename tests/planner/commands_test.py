@@ -41,16 +41,14 @@ def test_plan_for_people(capsys):
         *["--baseline", "1e5,64,250", *EXAMPLE],
     )
     for text in (
-        "parameters",
-        "noise multiplier",
+        "noise_multiplier",
         "about as good",
-        "compute that helps",
-        "loss with double the",
-        "membership advantage",
+        "enough flops",
+        "loss saved by double",
+        "advantage",
         "without privacy",
         "baselines",
         'PrivacyEngine(accountant="prv_bounds")',
-        "noise_multiplier=",
     ):
         assert text in out
     assert "measured: example, 113 runs" in out
@@ -72,7 +70,7 @@ def test_plan_without_measurements_says_so(capsys):
     args = ["plan", "--users", "1e6", "--epsilon", "4", "--flops", "1e18"]
     out = output_of(capsys, *args, "--parameters", "1e6:1e8", "--steps", "1000:2000")
     assert "rule of thumb: " in out and "opacus-ext measure" in out
-    assert "not given by a rule of thumb" in out and "end of the range given" in out
+    assert "No loss is given" in out and "end of the range given" in out
     args += ["--parameters", "1e7:1e8", "--steps", "1000:4000", "--json"]
     found = strict(output_of(capsys, *args, "--law", "paper"))
     assert found["answer"] == "paper's law" and found["plans"][0]["loss"] > 1
@@ -118,7 +116,7 @@ def test_a_budget_with_which_nothing_can_be_learnt(capsys):
 def test_a_table_over_budgets(capsys):
     args = ["plan", "--users", "1e4", "--epsilon", "1,16", "--flops", "1e13"]
     out = output_of(capsys, *args, *EXAMPLE)
-    assert out.count("\n") == 6 and "advantage" in out and "at the end" in out
+    assert out.count("\n") == 8 and "advantage" in out and "steps upper" in out
 
 
 def test_plan_within_time_and_memory(capsys, tmp_path):
@@ -159,8 +157,7 @@ def test_measure_then_fit(capsys, tmp_path):
     args += ["--ratios", "0,0.1", "--steps", "4", "--every", "1", "--batch-size", "2"]
     found = strict(output_of(capsys, *args, "--no-progress", "--json"))
     assert found["runs"] == 4 and found["fit"]["law"] == "surface"
-    shown = output_of(capsys, *args, "--no-progress")
-    assert "opacus-ext plan --measurements" in shown
+    assert f"file  {runs}" in output_of(capsys, *args, "--no-progress")
     fitted = strict(output_of(capsys, "fit", runs, "--json"))
     assert fitted["runs"] == 4 and len(fitted["parameters"]) == 2
 
@@ -206,13 +203,11 @@ def layer():
     return model, torch.randn(3, 9), lambda model, x: model(x).square().sum(1)
 
 
-def test_audit(capsys, tmp_path):
-    picture = tmp_path / "audit.png"
+def test_audit(capsys):
     few = ["--trials", "16", "--canaries", "30", "--confidence", "0.9999"]
-    args = ["audit", "tests.planner.commands_test:layer", *few, "--plot", str(picture)]
+    args = ["audit", "tests.planner.commands_test:layer", *few]
     found = strict(output_of(capsys, *args, "--json"))
     assert found["single steps"]["ok"] and found["one run"]["ok"]
-    assert picture.stat().st_size
 
 
 def exact():
@@ -285,7 +280,7 @@ PLAN = ["plan", "--users", "1e5", "--epsilon", "4"]
         ([*PLAN, *EXAMPLE, "--flops", "1e13", "--delta", "1e-20"], "accountant"),
         (
             [*PLAN, *EXAMPLE, "--flops", "1e12", "--baseline", "1e5,1e9,200"],
-            "batch_size must be from 1 to 100000",
+            "batch_size must be finite and at least 1 and at most 100000",
         ),
         (["check", ".a:b"], "target '.a:b' is not to be had"),
         (["check", "os:path"], "target 'os:path' is not to be had"),
@@ -306,7 +301,7 @@ PLAN = ["plan", "--users", "1e5", "--epsilon", "4"]
         (["measure", "--out", "x", "--text", "no-such-text"], "no-such-text"),
         (["fit", "example", "--law", "murphy"], "'murphy' is none of"),
         (["fit", "example", "--hold-out", "size=3"], "--hold-out: 'size=3' is not"),
-        (["fit", "example", "--hold-out", "ratio=0.25"], "at the edge"),
+        (["fit", "example", "--hold-out", "ratio=0.25"], "is not between"),
         ([*PLAN[:3], "--epsilon", "101"], "epsilon=101 is above 100"),
         ([*PLAN, "--epsilon", "4,500"], "epsilon=500 is above 100"),
         ([*PLAN, "--max-batch-size", "7"], "--max-batch-size: '7' is not a whole"),
