@@ -157,23 +157,3 @@ def test_a_plan_of_adapters(capsys, tmp_path):
     for text in ("4,194,304", "device_hours", "money", "--noise-", "other ranks"):
         assert text in out
     assert "No loss is given" in out
-
-
-@pytest.mark.parametrize(
-    "more, message",
-    [
-        (["--parameters", "1e9:2e9"], "--trainable is of one model"),
-        (["--parameters", "1e6"], "--trainable is at most 1e.06"),
-        (["--measurements", "example"], "goes without --measurements"),
-        (["--law", "paper"], "goes without --measurements and --law"),
-        (["--noise-free", "nowhere.csv"], "there is no nowhere.csv"),
-        (["--price", "2"], "need --device-flops"),
-        (["--utilization", "1.5"], "at most 1"),
-        (["--memory", "1e9"], "goes without --seconds, --memory"),
-    ],
-)
-def test_arguments_that_do_not_fit(capsys, more, message):
-    with pytest.raises(SystemExit) as stopped:
-        main([*ARGS, *more])
-    assert stopped.value.code == 2
-    assert re.search(message, capsys.readouterr().err)
