@@ -138,12 +138,12 @@ class Form:
             # Derivatives of a few numbers: a complex step, exact to float64.
             moved_p = {**p, key: p[key] + 1e-30j}
             moved_outer, moved = self._terms(moved_p)
-            slope = np.imag(moved_outer) * 1e30 * total
+            slope = moved_outer.imag * 1e30 * total if moved_outer.imag else 0.0
             for share, (c, k, powers) in zip(shares, moved):
-                change = np.imag(k * moved_p[c]) * 1e30
-                for name, e in powers.items():
-                    change = change + np.imag(e) * 1e30 * x[name]
-                slope = slope + outer * share * change
+                changes = [(k * moved_p[c]).imag * 1e30]
+                changes += [e.imag * 1e30 * x[n] for n, e in powers.items() if e.imag]
+                if len(changes) > 1 or changes[0]:
+                    slope = slope + outer * share * sum(changes)
             found[key] = slope
         return outer * total, found
 

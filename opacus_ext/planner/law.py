@@ -356,7 +356,7 @@ def _warnings(fit: Fit, jacobian: np.ndarray) -> List[str]:
             )
     used = effects >= _NO_EFFECT
     if used.any():
-        _, s, v = np.linalg.svd(jacobian[:, used] / effects[used])
+        _, s, v = np.linalg.svd(jacobian[:, used] / effects[used], full_matrices=False)
         if len(s) < used.sum() or s[-1] < 1e-6 * s[0]:
             names = [p.name for p, u in zip(parameters, used) if u]
             mixed = [n for n, w in zip(names, v[-1]) if abs(w) > 0.1]
