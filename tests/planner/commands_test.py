@@ -277,7 +277,7 @@ measure --out x --max-grad-norm inf | --max-grad-norm: 'inf'
 measure --out x | needs a text
 measure --out x --text no-such-text | no-such-text
 {NOISE} --steps 5 | required: --batch-size
-{NOISE} --steps 0.5 --batch-size 1 | '0.5' is not a whole number, 1 or more, at most 1e+09
+{NOISE} --steps 0.5 --batch-size 1 | '0.5' is not a whole number, 1 or more
 {NOISE} --steps 5 --batch-size 1e6 | batch_size
 {NOISE} --steps 1e12 --batch-size 1 | --steps
 {NOISE} --steps 9 --batch-size -1 | --batch-size
