@@ -18,12 +18,7 @@ import numpy as np
 
 from opacus_ext.accountants.solver import checked
 from opacus_ext.planner.budget import Budget, HopelessError
-from opacus_ext.planner.lattice import (
-    BATCHES_PER_OCTAVE,
-    SIZES_PER_OCTAVE,
-    STEPS_PER_OCTAVE,
-    lattice,
-)
+from opacus_ext.planner.lattice import lattice
 from opacus_ext.planner.loss_model import (
     MEASURED,
     NOISE_FREE,
@@ -110,13 +105,11 @@ class Candidates:
         self.budget, self.law, self.probe = budget, law, probe
         tuned = budget.tuned
         name = "parameters" if tuned is None else "trainable"
-        self.trainable = lattice(name, law.parameters, budget.trained, SIZES_PER_OCTAVE)
+        self.trainable = lattice(name, law.parameters, budget.trained)
         self.parameters = self.trainable if tuned is None else np.full(1, tuned)
         batches = 1, budget.largest_batch
-        self.batch_size = lattice(
-            "batch_size", batches, budget.batch_size, BATCHES_PER_OCTAVE
-        )
-        self.steps = lattice("steps", law.steps, budget.steps, STEPS_PER_OCTAVE)
+        self.batch_size = lattice("batch_size", batches, budget.batch_size)
+        self.steps = lattice("steps", law.steps, budget.steps)
         self.noise_multiplier, self.ratio, self.amplified = noise_grid(
             budget, self.batch_size, self.steps
         )

@@ -7,17 +7,7 @@ from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property, reduce
 from inspect import signature
-from typing import (
-    Any,
-    Callable,
-    Dict,
-    List,
-    Mapping,
-    NamedTuple,
-    Optional,
-    Sequence,
-    Tuple,
-)
+from typing import Any, Callable, Mapping, NamedTuple, Optional, Sequence
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -45,9 +35,9 @@ class Parameter(NamedTuple):
     """
 
     name: str
-    starts: Tuple[float, float]
+    starts: tuple[float, float]
     positive: bool = True
-    usual: Tuple[float, float] = (0.0, math.inf)
+    usual: tuple[float, float] = (0.0, math.inf)
 
     @property
     def key(self) -> str:
@@ -92,28 +82,28 @@ class Form:
     """
 
     name: str
-    inputs: Tuple[str, ...]
-    coefficients: Tuple[str, ...]
-    powers: Callable[..., Tuple[Any, Sequence[Tuple[Any, Mapping[str, Any]]]]]
+    inputs: tuple[str, ...]
+    coefficients: tuple[str, ...]
+    powers: Callable[..., tuple[Any, Sequence[tuple[Any, Mapping[str, Any]]]]]
     target: str = "loss"
     data: Optional[str] = None
     transforms: Mapping[str, Callable[[np.ndarray], np.ndarray]] = field(
         default_factory=dict
     )
-    may_be_zero: Tuple[str, ...] = ()
+    may_be_zero: tuple[str, ...] = ()
 
     @cached_property
-    def parameters(self) -> List[Parameter]:
+    def parameters(self) -> list[Parameter]:
         """The coefficients, then the exponents."""
         names = *self.coefficients, *signature(self.powers).parameters
         return [PARAMETERS[name] for name in names]
 
     @property
-    def keys(self) -> List[str]:
+    def keys(self) -> list[str]:
         """The names of the parameters in the law's functions."""
         return [p.key for p in self.parameters]
 
-    def _terms(self, p: Values) -> Tuple[Any, List[Tuple[str, Any, Mapping[str, Any]]]]:
+    def _terms(self, p: Values) -> tuple[Any, list[tuple[str, Any, Mapping[str, Any]]]]:
         """``outer``, and the coefficient's key, k and exponents of each term."""
         exponents = self.parameters[len(self.coefficients) :]
         named = {
@@ -127,7 +117,7 @@ class Form:
         outer, terms = self._terms(p)
         return outer * _log_sum(_log_terms(p, x, terms))
 
-    def slopes(self, p: Values, x: Values) -> Tuple[Any, Dict[str, Any]]:
+    def slopes(self, p: Values, x: Values) -> tuple[Any, dict[str, Any]]:
         """The log of the target, and its derivative by each parameter, by key."""
         outer, terms = self._terms(p)
         logs = _log_terms(p, x, terms)
@@ -149,7 +139,7 @@ class Form:
 
     def in_units(
         self, p: Values, means: Mapping[str, float], mean: float
-    ) -> Dict[str, Any]:
+    ) -> dict[str, Any]:
         """
         Parameters of a law fitted in units in which inputs and target have geometric
         mean 1, in the user's units; ``means`` and ``mean`` are logs.
@@ -161,7 +151,7 @@ class Form:
         }
         return {**p, **moved}
 
-    def logs(self, inputs: Mapping[str, ArrayLike]) -> Dict[str, np.ndarray]:
+    def logs(self, inputs: Mapping[str, ArrayLike]) -> dict[str, np.ndarray]:
         """The inputs as the law's functions take them, checked."""
         if set(inputs) != set(self.inputs):
             raise Refused(
@@ -178,7 +168,7 @@ class Form:
 
     def read(
         self, target: ArrayLike, inputs: Mapping[str, ArrayLike]
-    ) -> Tuple[Dict[str, np.ndarray], np.ndarray]:
+    ) -> tuple[dict[str, np.ndarray], np.ndarray]:
         """The inputs and the target as logs, ``[rows]`` each."""
         outcome = positive(self.target, target)
         logs = self.logs(inputs)
@@ -225,7 +215,7 @@ class Form:
             )
 
 
-def _log_terms(p: Values, x: Values, terms: Sequence[Any]) -> List[Any]:
+def _log_terms(p: Values, x: Values, terms: Sequence[Any]) -> list[Any]:
     return [
         k * p[c] + sum(e * x[name] for name, e in powers.items())
         for c, k, powers in terms
@@ -278,7 +268,7 @@ class Objective:
         near = np.minimum(size, self.huber)
         return near * (size - near / 2)
 
-    def slopes(self, x: np.ndarray) -> Tuple[np.ndarray, np.ndarray]:
+    def slopes(self, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Errors ``[rows]``, and their derivatives ``[parameters, rows]``."""
         with np.errstate(all="ignore"):  # a start may be far off
             found, slopes = self.law.slopes(dict(zip(self.law.keys, x)), self.logs)
@@ -286,7 +276,7 @@ class Objective:
         rows = [np.broadcast_to(slopes[key], shape) for key in self.law.keys]
         return found - self.outcome, np.stack(rows)
 
-    def descend_from(self, starts: int, descents: int) -> List[Descent]:
+    def descend_from(self, starts: int, descents: int) -> list[Descent]:
         """Descents from the best of so many starts, the best end first."""
         from scipy.stats import qmc  # half a second, which only fits need
 
@@ -308,7 +298,7 @@ class Objective:
     def descend(
         self, start: np.ndarray, tolerance: float = 1e-10, evaluations: int = 500
     ) -> Descent:
-        def scaled(x: np.ndarray) -> Tuple[float, np.ndarray]:
+        def scaled(x: np.ndarray) -> tuple[float, np.ndarray]:
             # In units of |error|: the objective itself is so small that L-BFGS would
             # mistake its first value for a minimum.
             error, slope = self.slopes(x)
@@ -326,7 +316,7 @@ class Objective:
         converged = math.isfinite(end.fun) and bool(end.success or flat)
         return Descent(end.x, float(end.fun) * self.huber, converged)
 
-    def natural(self, x: np.ndarray) -> Dict[str, np.ndarray]:
+    def natural(self, x: np.ndarray) -> dict[str, np.ndarray]:
         """Parameters of a fit, ``[*, parameters]``, in the user's units by name."""
         values = dict(zip(self.law.keys, np.moveaxis(x, -1, 0)))
         p = self.law.in_units(values, self.means, self.mean)
@@ -357,7 +347,7 @@ def broadcast(given: Mapping[str, np.ndarray]) -> Sequence[np.ndarray]:
         ) from e
 
 
-def percentiles(level: float) -> Tuple[float, float]:
+def percentiles(level: float) -> tuple[float, float]:
     """The percentiles of an interval's ends; refuses a level outside of (0, 1)."""
     checked("level", level, above=0, below=1)
     return 50 * (1 - level), 50 * (1 + level)

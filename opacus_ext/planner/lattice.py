@@ -10,18 +10,18 @@ import numpy as np
 from opacus_ext.planner.budget import Range
 from opacus_ext.refused import Refused
 
-# The points of batches and steps divide those of sizes: at any size, batches and steps
-# then leave the same share of the compute unused, which does not favor a size.
-SIZES_PER_OCTAVE, BATCHES_PER_OCTAVE, STEPS_PER_OCTAVE = 8, 4, 8
+# Points to a factor of two. Those of batches and steps divide those of sizes: at any
+# size, batches and steps then leave the same share of the compute unused, which does
+# not favor a size.
+POINTS = {"parameters": 8, "trainable": 8, "batch_size": 4, "steps": 8}
 
 
-def lattice(
-    name: str, covered: Tuple[float, float], wanted: Range, points: int
-) -> np.ndarray:
+def lattice(name: str, covered: Tuple[float, float], wanted: Range) -> np.ndarray:
     """
-    Whole numbers, ``points`` to a factor of two, the same for every budget: a wider
-    range contains a narrower one. The ends of a wanted range are included.
+    Whole numbers of a range, the same for every budget: a wider range contains a
+    narrower one. The ends of a wanted range are included.
     """
+    points = POINTS[name]
     low, high = covered
     if wanted is not None:
         low, high = max(low, wanted[0]), min(high, wanted[1])
@@ -31,7 +31,6 @@ def lattice(
                 f"{name}={given} is outside of what is known, {covered[0]:g} to "
                 f"{covered[1]:g}.",
                 parameter=name,
-                remedy="Choose some of that, or measure your models.",
             )
     first = math.floor(points * math.log2(low))
     last = math.ceil(points * math.log2(high))
@@ -46,6 +45,5 @@ def lattice(
         raise Refused(
             f"There is no whole number of {name} in [{low:g}, {high:g}].",
             parameter=name,
-            remedy="Choose a wider range.",
         )
     return values

@@ -96,7 +96,7 @@ class LossModel:
 
     @property
     def tells_loss(self) -> bool:
-        """True if the law predicts a loss; a rule of thumb does not."""
+        """False for a rule of thumb, which predicts no loss."""
         return self.kind != RULE
 
     def measured_to(self, parameters: Any, ratio: Any) -> Any:

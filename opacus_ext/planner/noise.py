@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Optional, Tuple
 
@@ -64,14 +63,19 @@ def noise_grid(
     budget: Budget, batch: np.ndarray, steps: np.ndarray
 ) -> Tuple[np.ndarray, np.ndarray, np.ndarray]:
     """
-    Returns noise multiplier, ratio and True for Poisson samples, on a grid, each ``[B,
-    T]``. The noise is calibrated where the rate is a power of two and the steps a power
-    of four; its ratio to the central limit is interpolated between them, with an error
-    of 1 % at worst, mostly 0.1 %. A plan's own noise is calibrated again.
+    Returns noise multiplier, ratio and True for Poisson samples, ``[B, T]`` each. Noise
+    is calibrated where the rate is a power of two and the steps a power of four; its
+    ratio to the central limit is interpolated, with an error of 1 % at worst, mostly
+    0.1 %. A plan's own noise is calibrated again.
     """
-    key = replace(budget, flops=1, seconds=1, memory=1, tokens=1)
-    key = replace(key, parameters=None, trainable=None, batch_size=None, steps=None)
-    key = replace(key, max_batch_size=None, physical_batch_size=1)
+    key = Budget(
+        users=budget.users,
+        epsilon=budget.epsilon,
+        delta=budget.delta,
+        records_per_user=budget.records_per_user,
+        sampling=budget.sampling,
+        amplification=budget.amplification,
+    )
     return _cached_grid(key, tuple(batch), tuple(steps))
 
 

@@ -124,7 +124,8 @@ class NoiseFree:
         runs = runs.select(runs.ratio == 0) if (runs.ratio == 0).any() else runs
         if len(runs) != 1 or runs.ratio[0] != 0:
             raise Refused(f"{path} holds {len(runs)} runs, not one without noise.")
-        if runs.planned[-1] >= 2 * runs.steps[-1] - runs.steps[-2]:
+        each = runs.steps[-1] - runs.steps[-2:][0]
+        if runs.planned[-1] >= runs.steps[-1] + each > runs.steps[-1]:
             raise Refused(
                 f"The run of {path} ended at {runs.steps[-1]:g} of "
                 f"{runs.planned[-1]:g} steps: its loss was not finite any more.",

@@ -18,19 +18,9 @@ from numpy.typing import ArrayLike
 from scipy.interpolate import RegularGridInterpolator
 
 from opacus_ext.accountants.solver import checked
+from opacus_ext.planner import readings
 from opacus_ext.planner.form import broadcast, percentiles, positive
-from opacus_ext.planner.readings import (
-    Cell,
-    Curve,
-    RunReadings,
-    best_curves,
-    extrapolate,
-    not_falling_with_ratio,
-    repeats,
-    resample_readings,
-    resample_runs,
-    runs_of,
-)
+from opacus_ext.planner.readings import Cell, Curve, RunReadings
 from opacus_ext.progress import progress
 from opacus_ext.refused import Refused
 
@@ -133,13 +123,13 @@ class Surface:
         given = dict(min_steps=min_steps, fit_from=fit_from, bootstrap=bootstrap)
         for name, value in given.items():
             checked(name, value, at_least=0)
-        runs = runs_of(measurements, min_steps)
+        runs = readings.runs_of(measurements, min_steps)
         options: Any = dict(window=int(window), fit_from=fit_from, steps_to=steps_to)
         surface = _fit(runs, **options)
         if not bootstrap:
             return surface
-        several = all(len(same) > 1 for same in repeats(runs).values())
-        resample = resample_runs if several else resample_readings
+        several = all(len(same) > 1 for same in readings.repeats(runs).values())
+        resample = readings.resample_runs if several else readings.resample_readings
         rng = np.random.default_rng(seed)
         samples = [
             _fit(resample(runs, rng), **options, grid=surface.steps).log_loss
@@ -316,10 +306,10 @@ def scaled_options(measurements: Any) -> Dict[str, float]:
         11200.0
     """
     longest = float(measurements.steps.max())
-    readings = len(measurements.steps) / len(np.unique(measurements.run))
+    each = len(measurements.steps) / len(np.unique(measurements.run))
     return dict(
         min_steps=min(1000.0, longest / 128),
-        window=max(1, min(10, int(readings / 10))),
+        window=max(1, min(10, int(each / 10))),
         fit_from=min(16_000.0, longest / 4),
         steps_to=4 * longest,
     )
@@ -366,7 +356,7 @@ def _fit(
     steps_to: Optional[float],
     grid: Optional[np.ndarray] = None,
 ) -> Surface:
-    curves = best_curves(runs, window, falling=True)
+    curves = readings.best_curves(runs, window, falling=True)
     sizes, ratios = (np.array(sorted({cell[i] for cell in curves})) for i in (0, 1))
     if grid is None:
         grid = _grid_of_steps(curves, steps_to)
@@ -381,7 +371,7 @@ def _fit(
         ).T
         measured = grid[:, None] <= last[i]
         loss[~measured] = np.nan
-        loss = not_falling_with_ratio(loss)
+        loss = readings.not_falling_with_ratio(loss)
         for j, c in enumerate(of_size):
             rate[i, :, j] = c.rate[_nearest(c.steps, grid)]
             beyond = ~measured[:, j]
@@ -397,13 +387,15 @@ def _fit(
                     parameter="fit_from",
                     remedy="Lower fit_from or steps_to, or measure longer.",
                 )
-            loss[beyond, j], note = extrapolate(grid[used], loss[used, j], grid[beyond])
+            loss[beyond, j], note = readings.extrapolate(
+                grid[used], loss[used, j], grid[beyond]
+            )
             if note:
                 curve = f"parameters {m:g}, ratio {ratios[j]:g}"
                 odd.setdefault(note, []).append(curve)
         # A fit may begin above the last reading; and where curves end at different
         # steps, the end of one may let the others rise.
-        loss = not_falling_with_ratio(np.minimum.accumulate(loss, axis=0))
+        loss = readings.not_falling_with_ratio(np.minimum.accumulate(loss, axis=0))
         log_loss[i] = np.log(loss)
     warnings = [
         f"{len(of)} curve{'s' * (len(of) > 1)}: {note} ({'; '.join(of)})"

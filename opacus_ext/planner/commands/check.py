@@ -43,10 +43,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def target_of(args: argparse.Namespace) -> Tuple[Any, Any, Any]:
-    """
-    The model, the batch and the loss of a command's target, a folder or
-    module:function.
-    """
+    """Model, batch and loss of a command's target, a folder or module:function."""
     path = Path(args.target)
     if path.is_dir():
         return _checkpoint(path, args.batch_size, args.length)

@@ -176,18 +176,11 @@ checkpoint             text              ; a file, or PrivateTrainer's folder
 """,
 }
 
-Parse = Callable[[str], Any]
+Parse = Callable[[str], Any]  # a type for argparse
 
 
 def _number(low: str = "0", high: str = "inf", whole: bool = False) -> Parse:
-    """
-    A type for argparse: a number between two bounds, as "4", "1e6" or "inf"; with a
-    low bound ">0" only above it.
-
-    Example:
-        >>> _number("1", whole=True)("1e6")
-        1000000
-    """
+    """A number, as "4", "1e6" or "inf"; with a low bound ">0" only above it."""
     above, least, most = low[0] == ">", float(low.strip(">")), float(high)
     wanted = "a whole number" if whole else "a number"
     wanted += f", above {least:g}" if above else f", {least:g} or more"
@@ -207,13 +200,7 @@ def _number(low: str = "0", high: str = "inf", whole: bool = False) -> Parse:
 
 
 def _numbers(low: str = "0", high: str = "inf", whole: bool = False) -> Parse:
-    """
-    A type for argparse: several numbers, as "1,4,16" or "LOW:HIGH:COUNT".
-
-    Example:
-        >>> _numbers()("1:64:4")
-        [1.0, 4.0, 16.0, 64.0]
-    """
+    """Several numbers, as "1,4,16" or "LOW:HIGH:COUNT", in equal ratios."""
     one = _number(low, high, whole)
 
     def parse(text: str) -> List[float]:
@@ -235,13 +222,7 @@ def _numbers(low: str = "0", high: str = "inf", whole: bool = False) -> Parse:
 
 
 def _range(low: str = "0", high: str = "inf", whole: bool = False) -> Parse:
-    """
-    A type for argparse: LOW:HIGH, or one number for both.
-
-    Example:
-        >>> _range()("1e3:1e5"), _range()("7")
-        ((1000.0, 100000.0), (7.0, 7.0))
-    """
+    """LOW:HIGH, or one number for both."""
     one = _number(low, high, whole)
 
     def parse(text: str) -> Tuple[float, float]:
