@@ -131,8 +131,7 @@ class Budget:
             )
         if self.sampling == "records" and self.records_per_user > 1:
             raise Refused(
-                "max_batch_size is given with several records of a user: the privacy "
-                "of cut batches is known for one record.",
+                "max_batch_size is given with several records of a user.",
                 parameter="max_batch_size",
                 remedy="Leave it out, or draw users.",
             )

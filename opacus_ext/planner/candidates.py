@@ -387,7 +387,6 @@ class Candidates:
                 f"A baseline of {parameters:g} parameters is not the model of "
                 f"{tuned:g} that is fine-tuned.",
                 parameter="parameters",
-                remedy="Compare other batches and steps of it.",
             )
         ratio = noise_of(self.budget, batch_size, steps)[1]
         trained = self.budget.trainable or parameters

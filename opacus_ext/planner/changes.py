@@ -107,7 +107,6 @@ def by_rank(
         raise Refused(
             "Ranks are of adapters: the budget has no trainable parameters.",
             parameter="trainable",
-            remedy="Pass how many parameters the adapters have.",
         )
     plans = {}
     fewer = [int(rank) // by for by in (4, 2) if rank % by == 0]

@@ -28,7 +28,6 @@ from typing import Any, Dict, List, Mapping, Optional, Tuple
 
 import numpy as np
 
-from opacus_ext.planner.form import positive
 from opacus_ext.planner.law import Fit, Law
 from opacus_ext.refused import Refused
 
@@ -183,12 +182,7 @@ def private_rows(
     """
     batch_size = batch_size or getattr(measurements, "batch_size", 0)
     if not batch_size:
-        raise Refused(
-            "These measurements have no batch_size.",
-            parameter="batch_size",
-            remedy="Pass the physical batch size of the runs.",
-        )
-    positive("batch_size", batch_size)
+        raise Refused("These measurements have no batch_size.", parameter="batch_size")
     m = measurements
     rows = np.argsort(m.loss, kind="stable")
     key = np.stack([m.parameters[rows], m.steps[rows], m.ratio[rows]])

@@ -78,7 +78,6 @@ class Measurements:
                 raise Refused(
                     f"{name} has shape {values.shape}; loss has {rows} rows.",
                     parameter=name,
-                    remedy="Pass one for each row.",
                 )
 
     def __len__(self) -> int:
@@ -126,7 +125,6 @@ class Measurements:
                         f"Runs of different {name} don't belong together: "
                         f"{meta[name]!r} and {run[name]!r}.",
                         parameter=name,
-                        remedy="Write them to two files.",
                     )
             rows = len(run["loss"])
             columns["steps"] += run["steps"]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Optional, Tuple
+from typing import TYPE_CHECKING, Any, Tuple
 
 import numpy as np
 from scipy.interpolate import make_interp_spline
@@ -30,14 +31,9 @@ def batches_per_epoch(budget: Budget, batch: Any) -> np.ndarray:
     return np.floor(budget.examples / np.asarray(batch, dtype=float) * (1 + 1e-12))
 
 
-def noise_of(
-    budget: Budget, batch: Any, steps: Any, amplification: Optional[str] = None
-) -> calibration.Calibration:
-    """
-    Returns the calibrated noise of each configuration; batch and steps broadcast.
-    ``amplification`` replaces that of the budget.
-    """
-    how = amplification or budget.amplification
+def noise_of(budget: Budget, batch: Any, steps: Any) -> calibration.Calibration:
+    """Returns the calibrated noise of each configuration; batch and steps broadcast."""
+    how = budget.amplification
     batch, steps = np.asarray(batch, dtype=float), np.asarray(steps, dtype=float)
     privacy, records = (budget.epsilon, budget.delta), records_of(budget)
     poisson: Any = np.inf
@@ -84,7 +80,8 @@ def _cached_grid(
     budget: Budget, batch: Tuple[float, ...], steps: Tuple[float, ...]
 ) -> Tuple[np.ndarray, np.ndarray, np.ndarray]:
     b, t = np.array(batch), np.array(steps)
-    noise = noise_of(budget, b[:, None], t, amplification="none").noise_multiplier
+    fixed = replace(budget, amplification="none")
+    noise = noise_of(fixed, b[:, None], t).noise_multiplier
     amplified = np.zeros(noise.shape, dtype=bool)
     if budget.amplification != "none":
         parts = budget.examples / b

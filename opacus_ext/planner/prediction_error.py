@@ -80,9 +80,7 @@ def hold_out(
         **options: of :meth:`Surface.fit`
 
     Raises:
-        Refused: unless one of the three is given, for a size or ratio that was not
-            measured or is at the edge of the grid, and for steps beyond which nothing
-            was read
+        Refused: unless one of the three is given, measured and between others
 
     Example:
         >>> from opacus_ext.planner.measurements import Measurements

@@ -58,9 +58,7 @@ class Probe:
         """Peak bytes at the physical batch."""
         if np.isnan(self.bytes).any():
             raise Refused(
-                f"This system does not report peak memory ({self.device}).",
-                parameter="memory",
-                remedy="Plan without a bound on memory.",
+                "This system does not report peak memory.", parameter="memory"
             )
         return self._at(self.bytes, parameters)
 

@@ -69,8 +69,7 @@ def _checkpoint(path: Path, batch_size: int, length: int) -> Tuple[Any, Any, Any
     found = [getattr(transformers, n) for n in names if hasattr(transformers, n)]
     if not found:
         raise Refused(
-            f"target {path}: its config names no class of transformers under "
-            f"architectures ({names}).",
+            f"target {path}: its config names no class of transformers ({names}).",
             parameter="target",
             remedy="Save the model with transformers, or write a module:function.",
         )

@@ -163,11 +163,7 @@ def _cost(args: argparse.Namespace, plan: Plan) -> Optional[Row]:
 def _search(trials: int, plan: Plan) -> Any:
     """The noise of each run if the best of several is chosen."""
     if not plan.amplified or plan.budget.sampling != "users":
-        raise Refused(
-            "--trials is for Poisson samples of users.",
-            parameter="--trials",
-            remedy="Add --amplification poisson, and leave --sampling out.",
-        )
+        raise Refused("--trials is for --amplification poisson of --sampling users.")
     rate = plan.batch_size / plan.examples
     return ways(plan.budget.epsilon, plan.budget.delta, plan.steps, rate, trials)
 
