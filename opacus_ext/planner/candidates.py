@@ -377,15 +377,11 @@ class Candidates:
     def expected(self, parameters: float, batch_size: float, steps: float) -> float:
         """The loss of one configuration; refuses a rule of thumb, which has none."""
         if not self.law.tells_loss:
-            raise Refused(
-                "A rule of thumb has no loss to compare configurations by.",
-                remedy="Measure your models (opacus-ext measure), or --law paper.",
-            )
+            raise Refused("A rule of thumb has no loss to compare configurations by.")
         tuned = self.budget.tuned
         if tuned not in (None, parameters):
             raise Refused(
-                f"A baseline of {parameters:g} parameters is not the model of "
-                f"{tuned:g} that is fine-tuned.",
+                f"{parameters:g} parameters: it is not the model of {tuned:g}.",
                 parameter="parameters",
             )
         ratio = noise_of(self.budget, batch_size, steps)[1]

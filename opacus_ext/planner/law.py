@@ -273,9 +273,8 @@ class Fit:
 
         Args:
             flops: C
-            tokens_per_step: tokens in a unit of the law's data: 1 for laws of tokens,
-                S, the tokens of an example, for laws of examples, and the tokens of a
-                batch for laws of steps
+            tokens_per_step: tokens in a unit of the law's data: 1 for tokens, S, the
+                tokens of an example, for examples, those of a batch for steps
             between: the least and largest size of the scan
             **inputs: the law's other inputs, such as ``ratio``
 

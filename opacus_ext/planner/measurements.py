@@ -59,26 +59,27 @@ class Measurements:
     batch_size: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("parameters", "steps", "loss"):
-            object.__setattr__(self, name, checked(name, getattr(self, name), above=0))
-        object.__setattr__(self, "ratio", checked("ratio", self.ratio, at_least=0))
-        rows = len(self.loss)
+        rows = len(checked("loss", self.loss, above=0))
+        given = {name: getattr(self, name) for name in _COLUMNS}
         for name in ("learning_rate", "planned"):
-            if getattr(self, name) is None:
-                object.__setattr__(self, name, np.full(rows, np.nan))
+            if given[name] is None:
+                given[name] = np.full(rows, np.nan)
         if self.run is None:
-            columns = zip(self.parameters, self.ratio, map(str, self.learning_rate))
+            cells = zip(self.parameters, self.ratio, map(str, given["learning_rate"]))
             numbers: Dict[Any, int] = {}
-            run = [numbers.setdefault(key, len(numbers)) for key in columns]
-            object.__setattr__(self, "run", run)
-        for name in _COLUMNS:
-            values = np.asarray(getattr(self, name), dtype=float)
-            object.__setattr__(self, name, values)
+            given["run"] = [numbers.setdefault(cell, len(numbers)) for cell in cells]
+        for name, values in given.items():
+            if name in ("parameters", "steps", "loss"):
+                checked(name, values, above=0)
+            elif name == "ratio":
+                checked(name, values, at_least=0)
+            values = np.asarray(values, dtype=float)
             if values.shape != (rows,):
                 raise Refused(
                     f"{name} has shape {values.shape}; loss has {rows} rows.",
                     parameter=name,
                 )
+            object.__setattr__(self, name, values)
 
     def __len__(self) -> int:
         """Number of runs."""

@@ -142,8 +142,7 @@ def best_curves(
         steps, loss, rates = (np.concatenate(x) for x in zip(*curves))
         if len(steps) == 0:
             raise Refused(
-                f"Runs of parameters {cell[0]:g}, ratio {cell[1]:g} have no steps in "
-                "common.",
+                f"Runs of parameters {cell[0]:g}, ratio {cell[1]:g} share no steps.",
                 remedy="Read them at the same steps.",
             )
         order = np.lexsort((loss, steps))

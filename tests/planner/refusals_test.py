@@ -173,7 +173,7 @@ TABLE = {
         (dict(trainable=None, parameters=None), "is of one model"),
     ],
     tuned().savings: [
-        (dict(parameters=1e3, batch_size=32, steps=600), "is not the model of 1e.09"),
+        (dict(parameters=1e3, batch_size=32, steps=600), "not the model of 1e.09"),
         (dict(parameters=1e9, batch_size=9e9, steps=600), "batch_size must be"),
     ],
     rank: [(dict(rank=x), None) for x in (0, -2, 2.5, NAN)],
