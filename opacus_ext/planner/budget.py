@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Optional, Tuple
 
+from opacus_ext.accountants.solver import checked
 from opacus_ext.refused import Refused
 
 Range = Optional[Tuple[float, float]]
@@ -78,17 +79,13 @@ class Budget:
     physical_batch_size: int = 32
 
     def __post_init__(self) -> None:
-        unlimited = "flops", "seconds", "memory"
-        whole = "users", "tokens", "records_per_user", "physical_batch_size"
-        for name in (*whole, "epsilon", *unlimited):
-            value, least = getattr(self, name), int(name in whole)
-            finite = name not in unlimited
-            if not (least <= value and value > 0 and (value < math.inf or not finite)):
-                raise Refused(
-                    f"{name} must be {'1 or more' if least else 'above 0'}"
-                    f"{' and finite' * finite}; got {value!r}.",
-                    parameter=name,
-                )
+        for name in ("users", "tokens", "records_per_user", "physical_batch_size"):
+            checked(name, getattr(self, name), at_least=1)
+        checked("delta", self.delta, above=0, below=1)
+        checked("epsilon", self.epsilon, above=0)
+        for name in ("flops", "seconds", "memory"):
+            if getattr(self, name) != math.inf:
+                checked(name, getattr(self, name), above=0)
         if self.epsilon > MOST_EPSILON:
             raise Refused(
                 f"epsilon={self.epsilon:g} is above {MOST_EPSILON:g}: that is no "
@@ -96,12 +93,6 @@ class Budget:
                 parameter="epsilon",
                 remedy=f"Choose an epsilon of at most {MOST_EPSILON:g}, or train "
                 "without privacy.",
-            )
-        if not 0 < self.delta < 1:
-            raise Refused(
-                f"delta must be between 0 and 1; got {self.delta!r}.",
-                parameter="delta",
-                remedy="Choose less than one in the number of users.",
             )
         for name in ("parameters", "batch_size", "steps"):
             value = getattr(self, name)
@@ -113,33 +104,19 @@ class Budget:
                     remedy="Pass (low, high), or None for the law's range.",
                 )
         if self.trainable is not None:
-            self._check_trainable(self.trainable)
-        if self.batch_size and self.batch_size[0] > self.examples:
-            raise Refused(
-                f"batch_size must be at most {self.examples:g}, all examples; got "
-                f"{self.batch_size[0]:g}.",
-                parameter="batch_size",
-                remedy="Lower it, or plan for more users.",
-            )
+            low, high = self.parameters or (0.0, 0.0)
+            if low != high or not low:
+                raise Refused(
+                    f"trainable={self.trainable:g} is of one model; parameters are "
+                    f"{self.parameters}.",
+                    parameter="parameters",
+                    remedy="Pass the model's size, (M, M).",
+                )
+            checked("trainable", self.trainable, at_least=1, at_most=high)
+        if self.batch_size:
+            checked("batch_size", self.batch_size[0], at_most=self.examples)
         if self.max_batch_size is not None:
             self._check_max_batch_size(self.max_batch_size)
-
-    def _check_trainable(self, trainable: float) -> None:
-        low, high = self.parameters or (0.0, 0.0)
-        if low != high or not low:
-            raise Refused(
-                f"trainable={trainable:g} is of one model; parameters are "
-                f"{self.parameters}.",
-                parameter="parameters",
-                remedy="Pass the model's size, (M, M).",
-            )
-        if not 1 <= trainable <= high:
-            raise Refused(
-                f"trainable must be from 1 to {high:g}, the model's parameters; got "
-                f"{trainable!r}.",
-                parameter="trainable",
-                remedy="Count the parameters whose requires_grad is set.",
-            )
 
     def _check_max_batch_size(self, most: int) -> None:
         least = self.batch_size[0] if self.batch_size else 1
@@ -154,8 +131,7 @@ class Budget:
             )
         if self.sampling == "records" and self.records_per_user > 1:
             raise Refused(
-                "max_batch_size is given with several records of a user: the privacy "
-                "of cut batches is known for one record.",
+                "max_batch_size is given with several records of a user.",
                 parameter="max_batch_size",
                 remedy="Leave it out, or draw users.",
             )

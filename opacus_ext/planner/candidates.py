@@ -16,7 +16,9 @@ from typing import Any, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
 
-from opacus_ext.planner.budget import Budget, HopelessError, Range
+from opacus_ext.accountants.solver import checked
+from opacus_ext.planner.budget import Budget, HopelessError
+from opacus_ext.planner.lattice import lattice
 from opacus_ext.planner.loss_model import (
     MEASURED,
     NOISE_FREE,
@@ -29,9 +31,6 @@ from opacus_ext.planner.plan import Plan
 from opacus_ext.progress import progress
 from opacus_ext.refused import Refused
 
-# The points of batches and steps divide those of sizes: at any size, batches and steps
-# then leave the same share of the compute unused, which does not favor a size.
-SIZES_PER_OCTAVE, BATCHES_PER_OCTAVE, STEPS_PER_OCTAVE = 8, 4, 8
 _NEAR_END = 1.1  # a point of the lattice of sizes, and of steps
 
 
@@ -106,15 +105,11 @@ class Candidates:
         self.budget, self.law, self.probe = budget, law, probe
         tuned = budget.tuned
         name = "parameters" if tuned is None else "trainable"
-        self.trainable = _lattice(
-            name, law.parameters, budget.trained, SIZES_PER_OCTAVE
-        )
+        self.trainable = lattice(name, law.parameters, budget.trained)
         self.parameters = self.trainable if tuned is None else np.full(1, tuned)
         batches = 1, budget.largest_batch
-        self.batch_size = _lattice(
-            "batch_size", batches, budget.batch_size, BATCHES_PER_OCTAVE
-        )
-        self.steps = _lattice("steps", law.steps, budget.steps, STEPS_PER_OCTAVE)
+        self.batch_size = lattice("batch_size", batches, budget.batch_size)
+        self.steps = lattice("steps", law.steps, budget.steps)
         self.noise_multiplier, self.ratio, self.amplified = noise_grid(
             budget, self.batch_size, self.steps
         )
@@ -153,8 +148,7 @@ class Candidates:
         if not (self.flops <= flops * (1 + 1e-9)).any():
             raise Refused(
                 f"flops={flops:.3g} is less than the smallest configuration needs, "
-                f"{self.flops.min():.3g} ({self.parameters[0]:.3g} parameters, a batch "
-                f"of {self.batch_size[0]:g}, {self.steps[0]:g} steps).",
+                f"{self.flops.min():.3g}.",
                 parameter="flops",
                 remedy="Allow more compute, fewer steps or smaller models.",
             )
@@ -167,35 +161,30 @@ class Candidates:
 
     def _refuse(self, within: np.ndarray) -> None:
         """Says why no configuration within the compute has a loss."""
-        budget = self.budget
-        if min(budget.seconds, budget.memory) < math.inf:
-            free = replace(budget, seconds=math.inf, memory=math.inf)
-            rest = Candidates(free, self.law, self.probe)
-            if np.isfinite(rest.loss[within]).any():
-                raise Refused(
-                    f"No configuration keeps to seconds={budget.seconds:g} and "
-                    f"memory={budget.memory:g} on this machine.",
-                    parameter="seconds" if budget.seconds < math.inf else "memory",
-                    remedy="Allow more of them, or smaller models and fewer steps.",
-                )
+        budget, law = self.budget, self.law
+        if self._predicted[within].any():
+            raise Refused(
+                f"No configuration keeps to seconds={budget.seconds:g} and "
+                f"memory={budget.memory:g} on this machine.",
+                parameter="seconds" if budget.seconds < math.inf else "memory",
+                remedy="Allow more of them, or smaller models and fewer steps.",
+            )
         ratio = np.broadcast_to(self.ratio, within.shape)[within].min()
         trained = self.trainable[:, None, None]
-        if np.isfinite(self.law.loss(trained, 1.0, self.law.steps[0], ratio)).any():
+        if np.isfinite(law.loss(trained, 1.0, law.steps[0], ratio)).any():
             raise Refused(
-                f"The {self.law.name} knows so many steps ({self.steps[0]:g} and more) "
-                "for no configuration within these bounds, at its size and noise.",
+                f"The {law.name} knows so many steps ({self.steps[0]:g} and more) for "
+                "no configuration within these bounds, at its size and noise.",
                 parameter="steps",
                 remedy="Allow fewer steps, or measure longer.",
             )
         raise HopelessError(
-            f"Nothing can be learned with this budget, by the {self.law.name}: "
+            f"Nothing can be learned with this budget, by the {law.name}: "
             f"epsilon={budget.epsilon:g} with {budget.users:g} users leaves a "
-            f"noise-batch ratio of {ratio:.2g} at the least within this compute, more "
-            "than the law knows.",
+            f"noise-batch ratio of {ratio:.2g} at the least, more than the law knows.",
             parameter="epsilon",
-            remedy="More epsilon, users or compute are needed, or larger batches, if "
-            "these are bounded. Measurements of yours may show otherwise: "
-            "opacus-ext measure at larger ratios, or --noise-free.",
+            remedy="More epsilon, users, compute or larger batches are needed; or "
+            "measure (opacus-ext measure at larger ratios, or --noise-free).",
         )
 
     def plan(self, at: Sequence[Any], flops: float = math.inf) -> Plan:
@@ -306,11 +295,8 @@ class Candidates:
 
     def near(self, flops: Optional[float] = None, within: float = 0.01) -> Near:
         """
-        The region of configurations whose loss is almost the best one's.
-
-        Args:
-            flops: C at most; the budget's by default
-            within: share by which their loss may be higher
+        The configurations within a compute budget whose loss is at most a share above
+        the best one's.
         """
         flops = self._flops(flops)
         self.best(flops)  # or the reason why there is none
@@ -389,25 +375,14 @@ class Candidates:
         return plans
 
     def expected(self, parameters: float, batch_size: float, steps: float) -> float:
-        """
-        The loss of one configuration, on the lattice or not.
-
-        Raises:
-            Refused: for a rule of thumb, which has none
-        """
+        """The loss of one configuration; refuses a rule of thumb, which has none."""
         if not self.law.tells_loss:
-            raise Refused(
-                "A rule of thumb has no loss to compare configurations by.",
-                remedy="Measure your models (opacus-ext measure), or plan by the "
-                "paper's law if they are BERT-like masked language models.",
-            )
+            raise Refused("A rule of thumb has no loss to compare configurations by.")
         tuned = self.budget.tuned
         if tuned not in (None, parameters):
             raise Refused(
-                f"A baseline of {parameters:g} parameters is not the model of "
-                f"{tuned:g} that is fine-tuned.",
+                f"{parameters:g} parameters: it is not the model of {tuned:g}.",
                 parameter="parameters",
-                remedy="Compare other batches and steps of it.",
             )
         ratio = noise_of(self.budget, batch_size, steps)[1]
         trained = self.budget.trainable or parameters
@@ -415,30 +390,21 @@ class Candidates:
 
     def savings(self, parameters: float, batch_size: float, steps: float) -> Savings:
         """
-        The savings of a plan, compared with a configuration of yours.
-
-        Args:
-            parameters: of the baseline, as are the others
+        The savings of a plan, compared with a configuration of yours, a baseline.
 
         Raises:
             Refused: if the baseline is beyond the law's range, or its batch larger
                 than all examples
         """
-        if not 1 <= batch_size <= self.budget.examples:
-            raise Refused(
-                f"The baseline's batch_size must be from 1 to "
-                f"{self.budget.examples:g}, all examples; got {batch_size:g}.",
-                parameter="batch_size",
-                remedy="Compare with a smaller batch.",
-            )
+        examples = self.budget.examples
+        checked("batch_size", batch_size, at_least=1, at_most=examples)
         loss = self.expected(parameters, batch_size, steps)
         if not math.isfinite(loss):
             raise Refused(
                 f"The law says nothing of a model of {parameters:g} parameters with "
-                f"batches of {batch_size:g} and {steps:g} steps at this budget: it "
-                f"knows {self.law.parameters} parameters and {self.law.steps} steps, "
-                "and ratios up to its largest.",
-                remedy="Compare with a configuration within these.",
+                f"batches of {batch_size:g} and {steps:g} steps at this budget.",
+                remedy=f"It knows {self.law.parameters} parameters and "
+                f"{self.law.steps} steps, and ratios up to its largest.",
             )
         trainable = self.budget.trainable
         spent = compute(parameters, batch_size, steps, self.budget.tokens, trainable)
@@ -461,8 +427,7 @@ def _check(budget: Budget, law: LossModel, probe: Any) -> None:
         raise Refused(
             "The paper's law is of models that are trained whole.",
             parameter="trainable",
-            remedy="Plan a model that is fine-tuned by a rule of thumb, or by a run "
-            "without noise.",
+            remedy="Plan by a rule of thumb, or by a run without noise.",
         )
     sizes = budget.trained
     if law.kind == NOISE_FREE and not (sizes and sizes[0] == sizes[1]):
@@ -477,39 +442,3 @@ def _check(budget: Budget, law: LossModel, probe: Any) -> None:
             parameter="probe",
             remedy="Pass the result of opacus_ext.planner.probe.probe.",
         )
-
-
-def _lattice(
-    name: str, covered: Tuple[float, float], wanted: Range, points: int
-) -> np.ndarray:
-    """
-    Whole numbers, ``points`` to a factor of two, the same for every budget: a wider
-    range contains a narrower one. The ends of a wanted range are included.
-    """
-    low, high = covered
-    if wanted is not None:
-        low, high = max(low, wanted[0]), min(high, wanted[1])
-        if low > high:
-            given = " to ".join(f"{end:g}" for end in sorted(set(wanted)))
-            raise Refused(
-                f"{name}={given} is outside of what is known, {covered[0]:g} to "
-                f"{covered[1]:g}.",
-                parameter=name,
-                remedy="Choose some of that, or measure your models.",
-            )
-    first = math.floor(points * math.log2(low))
-    last = math.ceil(points * math.log2(high))
-    values = np.round(2.0 ** (np.arange(first, last + 1) / points))
-    values = values[(values >= low) & (values <= high)]
-    # An end that was asked for, not one that a budget set: a larger one moves that.
-    ends = [] if wanted is None else [math.ceil(wanted[0]), math.floor(wanted[1])]
-    if name != "batch_size" and wanted is None:
-        ends = [math.ceil(low), math.floor(high)]
-    values = np.unique([*values, *(e for e in ends if low <= e <= high)])
-    if not len(values):
-        raise Refused(
-            f"There is no whole number of {name} in [{low:g}, {high:g}].",
-            parameter=name,
-            remedy="Choose a wider range.",
-        )
-    return values

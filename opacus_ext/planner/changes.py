@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 from typing import Any, Dict, NamedTuple, Optional
 
+from opacus_ext.accountants.solver import checked
 from opacus_ext.planner.budget import MOST_EPSILON, Budget
 from opacus_ext.planner.candidates import Candidates
 from opacus_ext.planner.noise import noise_of
@@ -92,10 +93,6 @@ def by_rank(
         plans of the rank, and of 4 and 2 times less and more, where that is whole and
         the law knows so few parameters
 
-    Raises:
-        Refused: for a rank that is not a whole number of 1 or more, and a budget
-            without trainable parameters
-
     Example:
         >>> from opacus_ext.planner import LossModel
         >>> ends = dict(parameters=(1e9, 1e9), steps=(1000, 1100), flops=1e18)
@@ -103,18 +100,13 @@ def by_rank(
         >>> list(by_rank(Candidates(budget, LossModel.rule_of_thumb()), rank=2))
         [1, 2, 4, 8]
     """
-    if not (rank >= 1 and rank == int(rank)):
-        raise Refused(
-            f"rank must be a whole number of 1 or more; got {rank!r}.",
-            parameter="rank",
-        )
+    checked("rank", rank, at_least=1, whole=True)
     budget = table.budget
     flops = budget.flops if flops is None else flops
     if budget.trainable is None or budget.tuned is None:
         raise Refused(
             "Ranks are of adapters: the budget has no trainable parameters.",
             parameter="trainable",
-            remedy="Pass how many parameters the adapters have.",
         )
     plans = {}
     fewer = [int(rank) // by for by in (4, 2) if rank % by == 0]

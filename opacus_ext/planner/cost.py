@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import NamedTuple, Optional
 
-from opacus_ext.refused import Refused
+from opacus_ext.accountants.solver import checked
 
 
 class Cost(NamedTuple):
@@ -51,19 +50,14 @@ class Device:
     count: int = 1
 
     def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            most = 1 if name == "utilization" else math.inf
-            if value is not None and not (0 < value <= most and value < math.inf):
-                raise Refused(
-                    f"{name} must be above 0 and "
-                    f"{'1 at most' if most == 1 else 'finite'}; got {value!r}.",
-                    parameter=name,
-                )
+        checked("utilization", self.utilization, above=0, at_most=1)
+        for name in ("flops", "price", "count"):
+            if getattr(self, name) is not None:
+                checked(name, getattr(self, name), above=0)
 
     def cost(self, flops: float) -> Cost:
         """The cost of a run of so many floating-point operations."""
-        if not flops >= 0:
-            raise Refused(f"flops must be 0 or more; got {flops}.", parameter="flops")
+        checked("flops", flops, at_least=0)
         hours = flops / (self.flops * self.utilization) / 3600
         money = None if self.price is None else hours * self.price
         return Cost(hours, hours / self.count, money)

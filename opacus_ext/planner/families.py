@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import re
+import warnings
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Callable, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Optional, Sequence, Tuple, Union
 
 import numpy as np
 import torch
+from opacus import PrivacyEngine
 from torch import nn
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
+import opacus_ext  # noqa: F401  the modes
 from opacus_ext.models.dpformer import DPFormer
 from opacus_ext.refused import Refused
 
@@ -81,7 +85,6 @@ def byte_transformers(
         raise Refused(
             f"A text of {len(content)} bytes has no example of {length}.",
             parameter="text",
-            remedy="Give a longer text, or a smaller length.",
         )
     for size in sizes:
         _shape(size)
@@ -100,14 +103,12 @@ def byte_transformers(
 
 
 def _shape(size: str) -> Tuple[int, int]:
-    try:
-        width, depth = map(int, size.split("x"))
-    except ValueError:
-        width = depth = 0
+    width, depth = map(
+        int, (size if re.fullmatch(r"\d+x\d+", size) else "0x0").split("x")
+    )
     if width < 1 or depth < 1 or (width > 32 and width % 32):
         raise Refused(
-            f'A size is "WIDTHxDEPTH", with a width below 32 or a multiple of it; got '
-            f"{size!r}.",
+            f"{size!r} is no WIDTHxDEPTH, of a width below 32 or a multiple of it.",
             parameter="sizes",
         )
     return width, depth
@@ -115,40 +116,52 @@ def _shape(size: str) -> Tuple[int, int]:
 
 def find_family(name: str, text: Optional[str] = None) -> Family:
     """
-    A family by its dotted name.
-
-    Args:
-        name: "bytes", or "package.module:function", which is called without arguments
-            (with the text, if there is one) and returns a :class:`Family`
-        text: a file
-
-    Raises:
-        Refused: if there is no such function, or it returns something else
+    The family "bytes", of a text, or that which "package.module:function" returns,
+    called with the text if there is one.
     """
     if name == "bytes":
         if text is None:
-            raise Refused(
-                "The family of byte transformers needs a text.",
-                parameter="text",
-                remedy="Pass a file, or another family.",
-            )
+            raise Refused("The family of bytes needs a text.", parameter="text")
         return byte_transformers(text)
+    family = made_by(name, "family", *(() if text is None else (text,)))
+    if not isinstance(family, Family):
+        raise Refused(f"{name!r} returned {type(family).__name__}, not a Family.")
+    return family
+
+
+def made_by(name: str, parameter: str, *args: Any) -> Any:
+    """The result of "package.module:function", which an argument of this name names."""
     module, _, function = name.partition(":")
     try:
         make = getattr(import_module(module), function)
-    except (ImportError, AttributeError, TypeError, ValueError) as e:
+        if not callable(make):
+            raise TypeError(f"{function} is not a function")
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise Refused(
-            f"{name!r} is not to be had as module:function: {e}.",
-            parameter="family",
+            f"{parameter} {name!r} is not to be had as module:function: {error}.",
+            parameter=parameter,
             remedy="Name a function that can be imported.",
-        ) from e
-    given = () if text is None else (text,)
-    family = make(*given) if callable(make) else make
-    if not isinstance(family, Family):
-        problem = f"returned a {type(family).__name__}, not a Family"
-        raise Refused(
-            f"{name!r} {problem if callable(make) else 'is not a function'}.",
-            parameter="family",
-            remedy="Name a function that returns an opacus_ext.planner.Family.",
+        ) from error
+    return make(*args)
+
+
+def privately(
+    family: Family,
+    model: nn.Module,
+    loader: DataLoader,
+    learning_rate: float,
+    **options: Any,
+) -> Tuple[Any, ...]:
+    """Model, optimizer (Adam), criterion and loader of ``make_private``."""
+    params = [p for p in model.parameters() if p.requires_grad]
+    with warnings.catch_warnings():  # about arguments that are meant here
+        warnings.simplefilter("ignore")
+        return PrivacyEngine().make_private(
+            module=model,
+            optimizer=torch.optim.Adam(params, lr=learning_rate),
+            criterion=family.criterion,
+            data_loader=loader,
+            grad_sample_mode="ghost_bk",
+            poisson_sampling=False,
+            **options,
         )
-    return family

@@ -5,19 +5,21 @@ from __future__ import annotations
 import math
 from copy import copy
 from dataclasses import dataclass, field
-from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Tuple
+from functools import cached_property, reduce
+from inspect import signature
+from typing import Any, Callable, Mapping, NamedTuple, Optional, Sequence
 
 import numpy as np
 from numpy.typing import ArrayLike
 from scipy.optimize import minimize
 
+from opacus_ext.accountants.solver import checked
 from opacus_ext.refused import Refused
 
 #: Stands for log 0 where gradients must stay finite: a power of it is 0 all the same.
 LOG_ZERO = -1e6
 
 Values = Mapping[str, Any]
-Slopes = Tuple[Any, Dict[str, Any]]
 
 
 class Parameter(NamedTuple):
@@ -33,9 +35,9 @@ class Parameter(NamedTuple):
     """
 
     name: str
-    starts: Tuple[float, float]
+    starts: tuple[float, float]
     positive: bool = True
-    usual: Tuple[float, float] = (0.0, math.inf)
+    usual: tuple[float, float] = (0.0, math.inf)
 
     @property
     def key(self) -> str:
@@ -43,54 +45,118 @@ class Parameter(NamedTuple):
         return f"log_{self.name}" if self.positive else self.name
 
 
+_SHARE = math.log(0.02), math.log(1.0)
+_ALPHA = math.log(0.02), math.log(1.5)
+PARAMETERS = {
+    **{c: Parameter(c, _SHARE) for c in ("E", "A", "B", "C", "scale")},
+    **{e: Parameter(e, (0.05, 1.5), False, usual=(0.01, 3.0)) for e in "abg"},
+    # Published: -0.07, noise hurts a larger model more.
+    "a2": Parameter("a2", (-0.3, 0.3), False, usual=(-2.0, 2.0)),
+    "exponent": Parameter("exponent", (-1.0, 1.0), False, usual=(-5, 5)),
+    # The share of its term in the loss is (scale / 1)^alpha, at most 1.
+    **{c: Parameter(c, (-6.0, 0.5)) for c in ("N_c", "D_c", "C_c", "S_c")},
+    **{f"alpha_{x}": Parameter(f"alpha_{x}", _ALPHA, usual=(0.005, 3)) for x in "NDCS"},
+    "B_star": Parameter("B_star", (-3.0, 3.0)),
+    "alpha_B": Parameter("alpha_B", (math.log(0.05), 0.0), usual=(0.01, 5.0)),
+}
+
+
 @dataclass(frozen=True)
 class Form:
     """
-    The formula of a law. Its functions take parameters and inputs as dicts of arrays
-    that broadcast, positive parameters and inputs as logs.
+    The formula of a law, (sum_i c_i^k_i prod_j x_j^e_ij)^outer, of coefficients c and
+    inputs x. Its functions take parameters and inputs as dicts of arrays that
+    broadcast, positive parameters and inputs as logs.
 
     Attributes:
         name: in :data:`opacus_ext.planner.laws.LAWS`
+        inputs: their names
+        coefficients: their names, one for each term
+        powers: function of the exponents, by name, to ``outer`` and, for each term,
+            ``(k, {input: e})``
         target: name of what it predicts
-        inputs: names of its inputs, each with the number of distinct values below which
-            they can't tell the law's parameters apart
-        parameters: see :class:`Parameter`
-        log_target: function of ``(parameters, inputs)`` to the log of the target
-        slopes: function of the same to that log, and its derivative by each parameter
-        in_units: function of ``(parameters, means, mean)``: parameters of a law fitted
-            in units in which inputs and target have geometric mean 1, to those in the
-            user's units; ``means`` and ``mean`` are logs
-        transforms: of inputs that the law takes otherwise than as logs
         data: the input that a compute budget pays for, given the model's size: tokens,
             examples or steps
+        transforms: of inputs that the law takes otherwise than as logs
         may_be_zero: inputs that may be 0
     """
 
     name: str
-    target: str
-    inputs: Mapping[str, int]
-    parameters: Tuple[Parameter, ...]
-    log_target: Callable[[Values, Values], Any]
-    slopes: Callable[[Values, Values], Slopes]
-    in_units: Callable[[Values, Mapping[str, float], float], Dict[str, Any]]
+    inputs: tuple[str, ...]
+    coefficients: tuple[str, ...]
+    powers: Callable[..., tuple[Any, Sequence[tuple[Any, Mapping[str, Any]]]]]
+    target: str = "loss"
+    data: Optional[str] = None
     transforms: Mapping[str, Callable[[np.ndarray], np.ndarray]] = field(
         default_factory=dict
     )
-    data: Optional[str] = None
-    may_be_zero: Tuple[str, ...] = ()
+    may_be_zero: tuple[str, ...] = ()
+
+    @cached_property
+    def parameters(self) -> list[Parameter]:
+        """The coefficients, then the exponents."""
+        names = *self.coefficients, *signature(self.powers).parameters
+        return [PARAMETERS[name] for name in names]
 
     @property
-    def keys(self) -> List[str]:
+    def keys(self) -> list[str]:
         """The names of the parameters in the law's functions."""
         return [p.key for p in self.parameters]
 
-    def logs(self, inputs: Mapping[str, ArrayLike]) -> Dict[str, np.ndarray]:
+    def _terms(self, p: Values) -> tuple[Any, list[tuple[str, Any, Mapping[str, Any]]]]:
+        """``outer``, and the coefficient's key, k and exponents of each term."""
+        exponents = self.parameters[len(self.coefficients) :]
+        named = {
+            q.name: np.exp(p[q.key]) if q.positive else p[q.key] for q in exponents
+        }
+        outer, terms = self.powers(**named)
+        return outer, [(q.key, *term) for q, term in zip(self.parameters, terms)]
+
+    def log_target(self, p: Values, x: Values) -> Any:
+        """The log of the target."""
+        outer, terms = self._terms(p)
+        return outer * _log_sum(_log_terms(p, x, terms))
+
+    def slopes(self, p: Values, x: Values) -> tuple[Any, dict[str, Any]]:
+        """The log of the target, and its derivative by each parameter, by key."""
+        outer, terms = self._terms(p)
+        logs = _log_terms(p, x, terms)
+        total = _log_sum(logs)
+        shares = [np.exp(log - total) for log in logs]
+        found = {}
+        for key in self.keys:
+            # Derivatives of a few numbers: a complex step, exact to float64.
+            moved_p = {**p, key: p[key] + 1e-30j}
+            moved_outer, moved = self._terms(moved_p)
+            slope = moved_outer.imag * 1e30 * total if moved_outer.imag else 0.0
+            for share, (c, k, powers) in zip(shares, moved):
+                changes = [(k * moved_p[c]).imag * 1e30]
+                changes += [e.imag * 1e30 * x[n] for n, e in powers.items() if e.imag]
+                if len(changes) > 1 or changes[0]:
+                    slope = slope + outer * share * sum(changes)
+            found[key] = slope
+        return outer * total, found
+
+    def in_units(
+        self, p: Values, means: Mapping[str, float], mean: float
+    ) -> dict[str, Any]:
+        """
+        Parameters of a law fitted in units in which inputs and target have geometric
+        mean 1, in the user's units; ``means`` and ``mean`` are logs.
+        """
+        outer, terms = self._terms(p)
+        moved = {
+            c: p[c] + (mean / outer - sum(e * means[n] for n, e in powers.items())) / k
+            for c, k, powers in terms
+        }
+        return {**p, **moved}
+
+    def logs(self, inputs: Mapping[str, ArrayLike]) -> dict[str, np.ndarray]:
         """The inputs as the law's functions take them, checked."""
         if set(inputs) != set(self.inputs):
             raise Refused(
                 f"{self.name} is a law of {', '.join(self.inputs)}; got "
-                f"{', '.join(inputs) or 'nothing'}.",
-                remedy="Pass each of its inputs, and no other.",
+                f"{', '.join(inputs) or 'nothing'}."
             )
         logs = {}
         for name in self.inputs:
@@ -102,23 +168,18 @@ class Form:
 
     def read(
         self, target: ArrayLike, inputs: Mapping[str, ArrayLike]
-    ) -> Tuple[Dict[str, np.ndarray], np.ndarray]:
+    ) -> tuple[dict[str, np.ndarray], np.ndarray]:
+        """The inputs and the target as logs, ``[rows]`` each."""
         outcome = positive(self.target, target)
-        if outcome.ndim != 1:
-            raise Refused(
-                f"{self.target} must be a list of numbers; got an array of shape "
-                f"{outcome.shape}.",
-                parameter=self.target,
-            )
         logs = self.logs(inputs)
-        for name, x in logs.items():
-            if x.shape not in ((), outcome.shape):
+        for name, x in {self.target: outcome, **logs}.items():
+            if outcome.ndim != 1 or x.shape not in ((), outcome.shape):
                 raise Refused(
-                    f"{name} has shape {x.shape}, {self.target} {outcome.shape}: one "
-                    "row each is needed.",
+                    f"{name} has shape {x.shape}, {self.target} {outcome.shape}: a "
+                    "list with one row each is needed.",
                     parameter=name,
                 )
-            logs[name] = np.broadcast_to(x, outcome.shape)
+        logs = {n: np.broadcast_to(x, outcome.shape) for n, x in logs.items()}
         return logs, np.log(outcome)
 
     def check_identifiable(
@@ -131,12 +192,13 @@ class Form:
                 "rows can't determine them.",
                 remedy="Measure more, or fit a law of fewer parameters.",
             )
-        for name, least in self.inputs.items():
+        # c, a and the constant of c x^-a + constant need three values of x.
+        least = 3 if "E" in self.coefficients else 2
+        for name in self.inputs:
             distinct = len(np.unique(logs[name]))
             if distinct < least:
                 raise Refused(
-                    f"{name} has {distinct} distinct value{'s' * (distinct != 1)}; "
-                    f"{self.name} can't be determined from fewer than {least}.",
+                    f"{name} has {distinct} values, {self.name} needs {least}.",
                     parameter=name,
                     remedy="Measure more or choose a law without it.",
                 )
@@ -151,6 +213,21 @@ class Form:
                 "effects apart.",
                 remedy=f"Measure {self.target} at other combinations.",
             )
+
+
+def _log_terms(p: Values, x: Values, terms: Sequence[Any]) -> list[Any]:
+    return [
+        k * p[c] + sum(e * x[name] for name, e in powers.items())
+        for c, k, powers in terms
+    ]
+
+
+def _log_sum(logs: Sequence[Any]) -> Any:
+    """The log of the sum of exponentials, which broadcast."""
+    top = reduce(np.maximum, logs)
+    top = np.where(np.isfinite(top), top, 0.0)
+    with np.errstate(divide="ignore"):
+        return np.log(sum(np.exp(x - top) for x in logs)) + top
 
 
 class Descent(NamedTuple):
@@ -191,7 +268,7 @@ class Objective:
         near = np.minimum(size, self.huber)
         return near * (size - near / 2)
 
-    def slopes(self, x: np.ndarray) -> Tuple[np.ndarray, np.ndarray]:
+    def slopes(self, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Errors ``[rows]``, and their derivatives ``[parameters, rows]``."""
         with np.errstate(all="ignore"):  # a start may be far off
             found, slopes = self.law.slopes(dict(zip(self.law.keys, x)), self.logs)
@@ -199,7 +276,7 @@ class Objective:
         rows = [np.broadcast_to(slopes[key], shape) for key in self.law.keys]
         return found - self.outcome, np.stack(rows)
 
-    def descend_from(self, starts: int, descents: int) -> List[Descent]:
+    def descend_from(self, starts: int, descents: int) -> list[Descent]:
         """Descents from the best of so many starts, the best end first."""
         from scipy.stats import qmc  # half a second, which only fits need
 
@@ -221,7 +298,7 @@ class Objective:
     def descend(
         self, start: np.ndarray, tolerance: float = 1e-10, evaluations: int = 500
     ) -> Descent:
-        def scaled(x: np.ndarray) -> Tuple[float, np.ndarray]:
+        def scaled(x: np.ndarray) -> tuple[float, np.ndarray]:
             # In units of |error|: the objective itself is so small that L-BFGS would
             # mistake its first value for a minimum.
             error, slope = self.slopes(x)
@@ -239,7 +316,7 @@ class Objective:
         converged = math.isfinite(end.fun) and bool(end.success or flat)
         return Descent(end.x, float(end.fun) * self.huber, converged)
 
-    def natural(self, x: np.ndarray) -> Dict[str, np.ndarray]:
+    def natural(self, x: np.ndarray) -> dict[str, np.ndarray]:
         """Parameters of a fit, ``[*, parameters]``, in the user's units by name."""
         values = dict(zip(self.law.keys, np.moveaxis(x, -1, 0)))
         p = self.law.in_units(values, self.means, self.mean)
@@ -256,26 +333,21 @@ def nonzero(x: np.ndarray) -> np.ndarray:
 
 def positive(name: str, values: ArrayLike, zero: bool = False) -> np.ndarray:
     """``values`` as doubles, all of them above 0 (or 0, with ``zero``) and finite."""
-    array = np.asarray(values, dtype=float)
-    if array.size == 0:
-        raise Refused(f"{name} is empty.", parameter=name, remedy="Pass some numbers.")
-    bad = ~np.isfinite(array) | (array < 0) | ((array == 0) & (not zero))
-    if bad.any():
-        kind = "0 or more" if zero else "positive"
+    return checked(name, values, at_least=0) if zero else checked(name, values, above=0)
+
+
+def broadcast(given: Mapping[str, np.ndarray]) -> Sequence[np.ndarray]:
+    """Arrays of one shape; refuses shapes that don't broadcast."""
+    try:
+        return np.broadcast_arrays(*given.values())
+    except ValueError as e:
+        shapes = ", ".join(f"{name} {x.shape}" for name, x in given.items())
         raise Refused(
-            f"{name} must be {kind} and finite; got {array[bad].flat[0]}.",
-            parameter=name,
-            remedy="Leave such values out.",
-        )
-    return array
+            f"Shapes don't broadcast: {shapes}.", remedy="Pass shapes that do."
+        ) from e
 
 
-def percentiles(level: float) -> Tuple[float, float]:
+def percentiles(level: float) -> tuple[float, float]:
     """The percentiles of an interval's ends; refuses a level outside of (0, 1)."""
-    if not 0 < level < 1:
-        raise Refused(
-            f"level must be between 0 and 1; got {level}.",
-            parameter="level",
-            remedy="Pass 0.95 for 95 %.",
-        )
+    checked("level", level, above=0, below=1)
     return 50 * (1 - level), 50 * (1 + level)

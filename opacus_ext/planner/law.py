@@ -10,7 +10,15 @@ import numpy as np
 from numpy.typing import ArrayLike
 from scipy.optimize import minimize_scalar
 
-from opacus_ext.planner.form import Descent, Form, Objective, percentiles, positive
+from opacus_ext.accountants.solver import checked
+from opacus_ext.planner.form import (
+    Descent,
+    Form,
+    Objective,
+    broadcast,
+    percentiles,
+    positive,
+)
 from opacus_ext.progress import progress
 from opacus_ext.refused import Refused
 
@@ -54,10 +62,9 @@ class Law(Form):
             see :class:`Fit`; read its ``warnings``
 
         Raises:
-            Refused: for inputs that the law doesn't have or that are missing, values
-                that are not positive and finite, lengths that differ, fewer rows than
-                parameters, inputs that vary too little or only together, so that
-                nothing tells the parameters apart, and settings out of range
+            Refused: for other inputs than the law's, values that are not positive and
+                finite, lengths that differ, and rows that can't tell the parameters
+                apart
 
         Example:
             >>> from opacus_ext.planner.laws import CHINCHILLA, chinchilla
@@ -69,31 +76,18 @@ class Law(Form):
             {'E': 1.69, 'A': 406.4, 'B': 410.7, 'a': 0.34, 'b': 0.28}
         """
         logs, outcome = self.read(target, inputs)
-        if not 0 < huber < math.inf:
-            raise Refused(
-                f"huber must be positive; got {huber}.",
-                parameter="huber",
-                remedy="Take 1e-3.",
-            )
-        if starts < 1 or descents < 1 or bootstrap < 0:
-            raise Refused(
-                "starts and descents are at least 1 and bootstrap at least 0; got "
-                f"{starts}, {descents} and {bootstrap}.",
-                parameter="starts",
-            )
+        checked("huber", huber, above=0)
+        for name, value in (("starts", starts), ("descents", descents)):
+            checked(name, value, at_least=1)
+        checked("bootstrap", bootstrap, at_least=0)
         labels = np.arange(len(outcome)) if groups is None else np.asarray(groups)
-        if labels.shape != outcome.shape:
-            raise Refused(
-                f"groups has shape {labels.shape}; there are {len(outcome)} rows.",
-                parameter="groups",
-                remedy="Pass a label for each row.",
-            )
         units = [np.flatnonzero(labels == u) for u in np.unique(labels)]
-        if bootstrap and len(units) < 2:
+        if labels.shape != outcome.shape or bootstrap and len(units) < 2:
             raise Refused(
-                "groups has one label: a bootstrap needs several.",
+                f"groups has shape {labels.shape} and {len(units)} different labels; "
+                f"there are {len(outcome)} rows.",
                 parameter="groups",
-                remedy="Measure more runs or set bootstrap=0.",
+                remedy="Pass a label for each row, several for a bootstrap.",
             )
         self.check_identifiable(logs, outcome)
         objective = Objective(self, logs, outcome, huber)
@@ -145,8 +139,7 @@ class Law(Form):
             if len(found) == bootstrap:
                 return np.stack(found)
         raise Refused(
-            f"Hardly a resample of {len(units)} groups determines the "
-            f"{len(self.parameters)} parameters: that is too little for a bootstrap.",
+            f"Hardly a resample of {len(units)} groups determines the parameters.",
             parameter="bootstrap",
             remedy="Measure more or set bootstrap=0.",
         )
@@ -156,8 +149,7 @@ class Law(Form):
         The law with given parameters, such as published ones.
 
         Raises:
-            Refused: for names that the law doesn't have or that are missing, and values
-                that are not finite, or not positive where they must be
+            Refused: for other names than the law's, and values out of range
 
         Example:
             >>> from opacus_ext.planner.laws import chinchilla
@@ -167,17 +159,9 @@ class Law(Form):
         """
         names = [p.name for p in self.parameters]
         if set(parameters) != set(names):
-            raise Refused(
-                f"{self.name} has the parameters {names}; got {sorted(parameters)}.",
-                remedy="Pass each of them.",
-            )
+            raise Refused(f"{self.name} has {names}; got {sorted(parameters)}.")
         for p in self.parameters:
-            value = parameters[p.name]
-            if not math.isfinite(value) or (p.positive and value <= 0):
-                kind = "positive and finite" if p.positive else "finite"
-                raise Refused(
-                    f"{p.name} must be {kind}; got {value}.", parameter=p.name
-                )
+            checked(p.name, parameters[p.name], above=0 if p.positive else -math.inf)
         return Fit(self, {n: float(parameters[n]) for n in names})
 
 
@@ -216,8 +200,8 @@ class Fit:
             **inputs: the law's inputs by name; they broadcast
 
         Raises:
-            Refused: for inputs that the law doesn't have or that are missing, and
-                values that are not positive and finite (the noise-batch ratio may be 0)
+            Refused: for other inputs than the law's, and values that are not positive
+                and finite (the noise-batch ratio may be 0)
 
         Example:
             >>> from opacus_ext.planner import KAPLAN
@@ -225,13 +209,7 @@ class Fit:
             array([4.02, 2.38])
         """
         logs = self.law.logs(inputs)
-        try:
-            np.broadcast_shapes(*(x.shape for x in logs.values()))
-        except ValueError as e:
-            shapes = ", ".join(f"{n} {x.shape}" for n, x in logs.items())
-            raise Refused(
-                f"Shapes don't broadcast: {shapes}.", remedy="Pass shapes that do."
-            ) from e
+        broadcast(logs)
         with np.errstate(divide="ignore"):
             values = {
                 p.key: (np.log if p.positive else np.asarray)(self.parameters[p.name])
@@ -290,15 +268,13 @@ class Fit:
         **inputs: float,
     ) -> Optimum:
         """
-        The model size of the lowest loss for a compute budget, C = 6 M times tokens:
-        in closed form for Chinchilla's law (Hoffmann et al., equation 4), by a scan and
-        ``scipy.optimize.minimize_scalar`` for others.
+        The model size of the lowest loss for a compute budget, C = 6 M times tokens, by
+        a scan and ``scipy.optimize.minimize_scalar``.
 
         Args:
             flops: C
-            tokens_per_step: tokens in a unit of the law's data: 1 for laws of tokens,
-                S, the tokens of an example, for laws of examples, and the tokens of a
-                batch for laws of steps
+            tokens_per_step: tokens in a unit of the law's data: 1 for tokens, S, the
+                tokens of an example, for examples, those of a batch for steps
             between: the least and largest size of the scan
             **inputs: the law's other inputs, such as ``ratio``
 
@@ -312,12 +288,9 @@ class Fit:
             >>> print(f"{best.parameters:.3g} {best.data:.3g} {best.loss:.3f}")
             3.22e+10 2.98e+12 1.931
         """
-        law, p = self.law, self.parameters
+        law = self.law
         if law.data is None or "parameters" not in law.inputs:
-            raise Refused(
-                f"{law.name} has no model size to choose for a budget.",
-                remedy="Choose a law of parameters and tokens, examples or steps.",
-            )
+            raise Refused(f"{law.name} has no model size to choose for a budget.")
         positive("flops", flops)
         positive("tokens_per_step", tokens_per_step)
         budget = flops / (6 * tokens_per_step)  # = parameters times data
@@ -327,21 +300,14 @@ class Fit:
                 **{**inputs, "parameters": size, str(law.data): budget / size}
             )
 
-        if law.name == "chinchilla" and min(p["a"], p["b"]) > 0:
-            total = p["a"] + p["b"]
-            g = (p["a"] * p["A"] / (p["b"] * p["B"])) ** (1 / total)
-            size = g * budget ** (p["b"] / total)
-            return Optimum(size, budget / size, float(loss(size)))
         low, high = np.log(positive("between", between))
         scan = np.linspace(low, high, 300)
         i = int(np.argmin(np.log(loss(np.exp(scan)))))
         if i in (0, len(scan) - 1):
             raise Refused(
                 f"{law.name} has no best size between {between[0]:g} and "
-                f"{between[1]:g} at {flops:g} FLOPs: its loss is lowest at "
-                f"{np.exp(scan[i]):g}.",
+                f"{between[1]:g} at {flops:g} FLOPs.",
                 parameter="between",
-                remedy="Search between other sizes, or use that one.",
             )
         found = minimize_scalar(
             lambda x: float(np.log(loss(np.exp(x)))),
@@ -389,7 +355,7 @@ def _warnings(fit: Fit, jacobian: np.ndarray) -> List[str]:
             )
     used = effects >= _NO_EFFECT
     if used.any():
-        _, s, v = np.linalg.svd(jacobian[:, used] / effects[used])
+        _, s, v = np.linalg.svd(jacobian[:, used] / effects[used], full_matrices=False)
         if len(s) < used.sum() or s[-1] < 1e-6 * s[0]:
             names = [p.name for p, u in zip(parameters, used) if u]
             mixed = [n for n, w in zip(names, v[-1]) if abs(w) > 0.1]

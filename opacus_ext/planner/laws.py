@@ -24,162 +24,25 @@ and :data:`CHINCHILLA_REFIT`; those of the private laws were not published.
 
 from __future__ import annotations
 
-import math
-from functools import reduce
-from typing import Any, Dict, Mapping, Optional, Tuple
+from typing import Any, Dict, List, Mapping, Optional, Tuple
 
 import numpy as np
 
-from opacus_ext.planner.form import Parameter, Slopes, Values, positive
 from opacus_ext.planner.law import Fit, Law
 from opacus_ext.refused import Refused
 
 #: FLOPs of a petaflop/s-day, the unit of compute of Kaplan et al.
 PF_DAY = 1e15 * 24 * 3600
 
-#: Exponents that are not ordinary ones.
-_EXPONENTS = {
-    # Published: -0.07, noise hurts a larger model more.
-    "a2": Parameter("a2", (-0.3, 0.3), False, usual=(-2.0, 2.0)),
-    "exponent": Parameter("exponent", (-1.0, 1.0), False, usual=(-5, 5)),
-}
+
+def _sum(*terms: Mapping[str, Any]) -> Tuple[float, List[Tuple[float, Any]]]:
+    """Terms of coefficients that are multiplied by powers of inputs."""
+    return 1.0, [(1.0, powers) for powers in terms]
 
 
-def _log_sum(*logs: Any) -> Any:
-    """The log of the sum of exponentials, which broadcast."""
-    top = reduce(np.maximum, logs)
-    top = np.where(np.isfinite(top), top, 0.0)
-    with np.errstate(divide="ignore"):
-        return np.log(sum(np.exp(x - top) for x in logs)) + top
-
-
-def _sum_of_powers(
-    name: str,
-    terms: Mapping[str, Mapping[str, Tuple[int, str]]],
-    target: str = "loss",
-    **options: Any,
-) -> Law:
-    """
-    A law that is a sum of terms, each a coefficient times powers of inputs.
-
-    Args:
-        terms: by coefficient: the powers as input -> (sign, name of the exponent)
-    """
-    constant = any(not powers for powers in terms.values())
-    # c, a and the constant of c x^-a + constant need three values of x.
-    inputs = {n: 3 if constant else 2 for powers in terms.values() for n in powers}
-    exponents = dict.fromkeys(e for t in terms.values() for _, e in t.values())
-    parameters = [Parameter(c, (math.log(0.02), math.log(1.0))) for c in terms]
-    for e in exponents:
-        usual = Parameter(e, (0.05, 1.5), positive=False, usual=(0.01, 3.0))
-        parameters.append(_EXPONENTS.get(e, usual))
-
-    def log_terms(p: Values, x: Values) -> Dict[str, Any]:
-        return {
-            c: p[f"log_{c}"] + sum(sign * p[e] * x[n] for n, (sign, e) in t.items())
-            for c, t in terms.items()
-        }
-
-    def log_target(p: Values, x: Values) -> Any:
-        return _log_sum(*log_terms(p, x).values())
-
-    def slopes(p: Values, x: Values) -> Slopes:
-        logs = log_terms(p, x)
-        total = _log_sum(*logs.values())
-        found: Dict[str, Any] = dict.fromkeys(exponents, 0.0)
-        for c, powers in terms.items():
-            share = found[f"log_{c}"] = np.exp(logs[c] - total)
-            for n, (sign, e) in powers.items():
-                found[e] = found[e] + share * sign * x[n]
-        return total, found
-
-    def in_units(p: Values, means: Mapping[str, float], mean: float) -> Dict[str, Any]:
-        moved = log_terms(p, {n: -m for n, m in means.items()})
-        return {**p, **{f"log_{c}": mean + value for c, value in moved.items()}}
-
-    return Law(
-        name,
-        target,
-        inputs,
-        tuple(parameters),
-        log_target,
-        slopes,
-        in_units,
-        **options,
-    )
-
-
-def _kaplan(name: str, scales: Mapping[str, Tuple[str, str]], **options: Any) -> Law:
-    """
-    A law of terms (scale / input)^alpha, which are added; of tokens, the second term of
-    two is alone to the outer power.
-
-    Args:
-        scales: by input: the names of its scale and its exponent
-    """
-    (first, (c1, a1)), *rest = scales.items()
-
-    def in_units(p: Values, means: Mapping[str, float], mean: float) -> Dict[str, Any]:
-        moved = {
-            f"log_{c}": p[f"log_{c}"] + means[n] + mean / np.exp(p[f"log_{a}"])
-            for n, (c, a) in scales.items()
-        }
-        return {**p, **moved}
-
-    def summed(p: Values, x: Values) -> Any:
-        return _log_sum(*(log_term(p, x, n) for n in scales))
-
-    def log_term(p: Values, x: Values, n: str) -> Any:
-        c, a = scales[n]
-        return np.exp(p[f"log_{a}"]) * (p[f"log_{c}"] - x[n])
-
-    def slopes_of_sum(p: Values, x: Values) -> Slopes:
-        found: Dict[str, Any] = {}
-        terms = {n: log_term(p, x, n) for n in scales}
-        total = _log_sum(*terms.values())
-        for n, (c, a) in scales.items():
-            share = np.exp(terms[n] - total)
-            found[f"log_{c}"] = share * np.exp(p[f"log_{a}"])
-            found[f"log_{a}"] = share * terms[n]
-        return total, found
-
-    def inner(p: Values, x: Values) -> Tuple[Any, Any]:
-        ((second, (c2, a2)),) = rest
-        ratio = np.exp(p[f"log_{a1}"] - p[f"log_{a2}"])
-        return ratio * (p[f"log_{c1}"] - x[first]), p[f"log_{c2}"] - x[second]
-
-    def nested(p: Values, x: Values) -> Any:
-        return np.exp(p[f"log_{rest[0][1][1]}"]) * _log_sum(*inner(p, x))
-
-    def slopes_of_nested(p: Values, x: Values) -> Slopes:
-        c2, a2 = rest[0][1]
-        u, v = inner(p, x)
-        total, outer = _log_sum(u, v), np.exp(p[f"log_{a2}"])
-        share = np.exp(u - total)
-        by_a1 = outer * share * u
-        return outer * total, {
-            f"log_{c1}": share * np.exp(p[f"log_{a1}"]),
-            f"log_{a1}": by_a1,
-            f"log_{c2}": outer * np.exp(v - total),
-            f"log_{a2}": outer * total - by_a1,
-        }
-
-    is_nested = [*scales] == ["parameters", "tokens"]
-    usual = (math.log(0.02), math.log(1.5))
-    return Law(
-        name,
-        "loss",
-        {n: 2 for n in scales},
-        (
-            # The share of its term in the loss is (scale / 1)^alpha, at most 1.
-            *(Parameter(c, (-6.0, 0.5)) for c, _ in scales.values()),
-            *(Parameter(a, usual, usual=(0.005, 3.0)) for _, a in scales.values()),
-        ),
-        nested if is_nested else summed,
-        slopes_of_nested if is_nested else slopes_of_sum,
-        in_units,
-        **options,
-    )
+def _scaled(**exponents: Any) -> Tuple[float, List[Tuple[Any, Any]]]:
+    """Kaplan's terms (scale / input)^alpha, by input."""
+    return 1.0, [(alpha, {name: -alpha}) for name, alpha in exponents.items()]
 
 
 def _squash(ratio: np.ndarray) -> np.ndarray:
@@ -191,82 +54,76 @@ def _squash(ratio: np.ndarray) -> np.ndarray:
     return -np.logaddexp(0.0, -(np.log(ratio) + 8) / 1.6)
 
 
-_SIZE = {"parameters": (-1, "a")}
-_PRIVATE: Dict[str, Any] = {"data": "examples", "may_be_zero": ("ratio",)}
+_PRIVATE: Any = {"data": "examples", "may_be_zero": ("ratio",)}
 
-chinchilla = _sum_of_powers(
-    "chinchilla", {"E": {}, "A": _SIZE, "B": {"tokens": (-1, "b")}}, data="tokens"
+chinchilla = Law(
+    "chinchilla",
+    ("parameters", "tokens"),
+    ("E", "A", "B"),
+    lambda a, b: _sum({}, {"parameters": -a}, {"tokens": -b}),
+    data="tokens",
 )
-private = _sum_of_powers(
+private = Law(
     "private",
-    {"E": {}, "A": _SIZE, "B": {"examples": (-1, "b")}, "C": {"ratio": (1, "g")}},
+    ("parameters", "examples", "ratio"),
+    ("E", "A", "B", "C"),
+    lambda a, b, g: _sum({}, {"parameters": -a}, {"examples": -b}, {"ratio": g}),
     **_PRIVATE,
 )
-private_sigmoid = _sum_of_powers(
+private_sigmoid = Law(
     "private_sigmoid",
-    {
-        "E": {},
-        "A": _SIZE,
-        "B": {"examples": (-1, "b")},
-        "C": {"ratio": (1, "g"), "parameters": (-1, "a2")},
-    },
+    ("parameters", "examples", "ratio"),
+    ("E", "A", "B", "C"),
+    lambda a, b, g, a2: _sum(
+        {}, {"parameters": -a}, {"examples": -b}, {"ratio": g, "parameters": -a2}
+    ),
     transforms={"ratio": _squash},
     **_PRIVATE,
 )
-power = _sum_of_powers("power", {"scale": {"flops": (1, "exponent")}}, "value")
-kaplan_parameters = _kaplan("kaplan_parameters", {"parameters": ("N_c", "alpha_N")})
-kaplan_tokens = _kaplan("kaplan_tokens", {"tokens": ("D_c", "alpha_D")})
-kaplan_flops = _kaplan("kaplan_flops", {"flops": ("C_c", "alpha_C")})
-kaplan_parameters_tokens = _kaplan(
+power = Law(
+    "power", ("flops",), ("scale",), lambda exponent: _sum({"flops": exponent}), "value"
+)
+kaplan_parameters = Law(
+    "kaplan_parameters",
+    ("parameters",),
+    ("N_c",),
+    lambda alpha_N: _scaled(parameters=alpha_N),
+)
+kaplan_tokens = Law(
+    "kaplan_tokens", ("tokens",), ("D_c",), lambda alpha_D: _scaled(tokens=alpha_D)
+)
+kaplan_flops = Law(
+    "kaplan_flops", ("flops",), ("C_c",), lambda alpha_C: _scaled(flops=alpha_C)
+)
+kaplan_parameters_tokens = Law(
     "kaplan_parameters_tokens",
-    {"parameters": ("N_c", "alpha_N"), "tokens": ("D_c", "alpha_D")},
+    ("parameters", "tokens"),
+    ("N_c", "D_c"),
+    lambda alpha_N, alpha_D: (
+        alpha_D,
+        [
+            (alpha_N / alpha_D, {"parameters": -alpha_N / alpha_D}),
+            (1.0, {"tokens": -1.0}),
+        ],
+    ),
     data="tokens",
 )
-kaplan_parameters_steps = _kaplan(
+kaplan_parameters_steps = Law(
     "kaplan_parameters_steps",
-    {"parameters": ("N_c", "alpha_N"), "steps": ("S_c", "alpha_S")},
+    ("parameters", "steps"),
+    ("N_c", "S_c"),
+    lambda alpha_N, alpha_S: _scaled(parameters=alpha_N, steps=alpha_S),
     data="steps",
 )
-
-
-def _log_critical_batch(p: Values, x: Values) -> Any:
-    return p["log_B_star"] - x["loss"] * np.exp(-p["log_alpha_B"])
-
-
 critical_batch = Law(
     "critical_batch",
+    ("loss",),
+    ("B_star",),
+    lambda alpha_B: _sum({"loss": -1 / alpha_B}),
     "batch_size",
-    {"loss": 2},
-    (
-        Parameter("B_star", (-3.0, 3.0)),
-        Parameter("alpha_B", (math.log(0.05), math.log(1.0)), usual=(0.01, 5.0)),
-    ),
-    _log_critical_batch,
-    lambda p, x: (
-        _log_critical_batch(p, x),
-        {"log_B_star": 1.0, "log_alpha_B": p["log_B_star"] - _log_critical_batch(p, x)},
-    ),
-    lambda p, means, mean: {
-        **p,
-        "log_B_star": p["log_B_star"] + mean + means["loss"] / np.exp(p["log_alpha_B"]),
-    },
 )
 
-LAWS: Dict[str, Law] = {
-    law.name: law
-    for law in (
-        chinchilla,
-        private,
-        private_sigmoid,
-        kaplan_parameters,
-        kaplan_tokens,
-        kaplan_flops,
-        kaplan_parameters_tokens,
-        kaplan_parameters_steps,
-        critical_batch,
-        power,
-    )
-}
+LAWS: Dict[str, Law] = {x.name: x for x in [*globals().values()] if isinstance(x, Law)}
 
 #: Published by Hoffmann et al.
 CHINCHILLA = chinchilla.of(E=1.69, A=406.4, B=410.7, a=0.34, b=0.28)
@@ -325,12 +182,7 @@ def private_rows(
     """
     batch_size = batch_size or getattr(measurements, "batch_size", 0)
     if not batch_size:
-        raise Refused(
-            "These measurements have no batch_size.",
-            parameter="batch_size",
-            remedy="Pass the physical batch size of the runs.",
-        )
-    positive("batch_size", batch_size)
+        raise Refused("These measurements have no batch_size.", parameter="batch_size")
     m = measurements
     rows = np.argsort(m.loss, kind="stable")
     key = np.stack([m.parameters[rows], m.steps[rows], m.ratio[rows]])

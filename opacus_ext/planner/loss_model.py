@@ -6,7 +6,7 @@ a rule of thumb.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Callable, Optional, Tuple
 
 import numpy as np
@@ -96,7 +96,7 @@ class LossModel:
 
     @property
     def tells_loss(self) -> bool:
-        """True if the law predicts a loss; a rule of thumb does not."""
+        """False for a rule of thumb, which predicts no loss."""
         return self.kind != RULE
 
     def measured_to(self, parameters: Any, ratio: Any) -> Any:
@@ -123,10 +123,9 @@ class LossModel:
         A surface fitted to measured runs, and the error of its continuation.
 
         Args:
-            measurements: as of :meth:`Surface.fit`
+            measurements: as of :meth:`Surface.fit`, as are the options
             source: their description, for people
             bootstrap: number of resamples for intervals
-            **options: of :meth:`Surface.fit`; by default :func:`scaled_options`
         """
         options = options or scaled_options(measurements)
         surface = Surface.fit(measurements, bootstrap=bootstrap, **options)
@@ -185,14 +184,9 @@ class LossModel:
         batch_size: int = 0,
     ) -> LossModel:
         """
-        A parametric law of private training fitted to measured runs: ``private`` or
-        ``private_sigmoid`` of :mod:`opacus_ext.planner.laws` (L1 and L2 of the paper's
-        appendix E).
-
-        Args:
-            batch_size: the physical one, which with the steps gives the law's examples,
-                as a larger planned batch changes the ratio alone. 0 if unknown: then
-                the planned batch counts
+        A parametric law of private training fitted to measured runs, L1 or L2 of the
+        paper's appendix E. ``batch_size`` is the physical one, which with the steps
+        gives the law's examples; 0 if unknown: then the planned batch counts.
         """
 
         def loss(parameters: Any, batch: Any, steps: Any, ratio: Any) -> Any:
@@ -235,9 +229,6 @@ class LossModel:
         One run of one model without noise, slowed down by noise as
         :mod:`opacus_ext.planner.noise_free` says. Sizes are trainable parameters; the
         same curve stands for other sizes, such as adapters of another rank.
-
-        Args:
-            source: description of the run, for people
         """
         mean, worst = noise_free.ERRORS
 
@@ -269,18 +260,16 @@ class LossModel:
         The configuration that the paper's law would choose, for any model and length,
         where nothing was measured. It has no loss, which depends on model and data.
         """
-        return cls(
-            _paper_loss,
-            (1e4, 1e12),
-            (100.0, paper.STEPS[1]),
+        return replace(
+            cls.of_paper(),
+            loss=_paper_loss,
+            parameters=(1e4, 1e12),
+            steps=(100.0, paper.STEPS[1]),
             tokens=0,
-            batch_size=0,
             kind=RULE,
             source="what is best for BERT-like masked language models (the paper's "
             "law), used for any model. No loss is given",
             known_parameters=paper.SIZES,
-            known_steps=(paper.STEPS[0], paper.MEASURED_STEPS),
-            least_ratio=paper.RATIOS[0],
         )
 
 

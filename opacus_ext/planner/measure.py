@@ -7,17 +7,15 @@ import itertools
 import json
 import math
 import time
-import warnings
 from pathlib import Path
 from typing import Any, Dict, Iterator, List, Optional, Sequence, Union
 
 import torch
-from opacus import PrivacyEngine
 from torch.utils.data import DataLoader, Subset
 from tqdm import tqdm
 
-import opacus_ext  # noqa: F401  the modes
-from opacus_ext.planner.families import Family
+from opacus_ext.accountants.solver import checked
+from opacus_ext.planner.families import Family, privately
 from opacus_ext.planner.measurements import Measurements, read_runs
 from opacus_ext.progress import progress as show_progress
 from opacus_ext.refused import Refused
@@ -77,8 +75,7 @@ def measure(
         any more.
 
     Raises:
-        Refused: for an empty grid, a size that the family does not have, ratios
-            below 0, and a data set smaller than a batch
+        Refused: for an empty grid, and arguments out of range
 
     Example:
         >>> from opacus_ext.planner.families import byte_transformers
@@ -89,7 +86,16 @@ def measure(
         (2, array([2., 4., 2., 4.]))
     """
     sizes = list(family.sizes if sizes is None else sizes)
-    _check(family, sizes, ratios, learning_rates, steps, every, batch_size)
+    if not sizes or not set(sizes) <= set(family.sizes):
+        raise Refused(
+            f"{family.name} has the sizes {family.sizes}, not {sizes}.",
+            parameter="sizes",
+        )
+    checked("ratios", ratios, at_least=0)
+    checked("learning_rates", learning_rates, above=0)
+    checked("every", every, at_least=1)
+    checked("steps", steps, at_least=every)
+    checked("batch_size", batch_size, at_least=1, at_most=len(family.dataset))
     path = Path(path)
     _mend(path)
     known = {_key(run): run for run in read_runs(path)}
@@ -101,17 +107,13 @@ def measure(
         warmup=warmup,
         max_grad_norm=max_grad_norm,
         data=_digest(family.dataset),
+        seed=seed,
     )
+    cells = itertools.product(learning_rates, sizes, ratios)
     grid: List[Dict[str, Any]] = [
-        dict(
-            family=family.name,
-            size=size,
-            ratio=float(ratio),
-            learning_rate=float(rate),
-            **settings,
-            seed=seed,
-        )
-        for rate, size, ratio in itertools.product(learning_rates, sizes, ratios)
+        dict(family=family.name, size=size, ratio=float(r), learning_rate=float(rate))
+        | settings
+        for rate, size, r in cells
     ]
     todo = [run for run in grid if _key(run) not in known]
     total = steps * len(todo)
@@ -123,55 +125,6 @@ def measure(
                 file.write(json.dumps(run, allow_nan=False) + "\n")
             known[_key(run)] = run
     return Measurements.of_runs(known[_key(run)] for run in grid)
-
-
-def _check(
-    family: Family,
-    sizes: Sequence[str],
-    ratios: Sequence[float],
-    learning_rates: Sequence[float],
-    steps: int,
-    every: int,
-    batch_size: int,
-) -> None:
-    """Refuses a grid that can't be trained."""
-    unknown = [s for s in sizes if s not in family.sizes]
-    examples = len(family.dataset)
-    for wrong, reason, parameter in (
-        (
-            unknown,
-            f"{family.name} has the sizes {family.sizes}, not {unknown}",
-            "sizes",
-        ),
-        (
-            not (sizes and ratios and learning_rates),
-            "A grid needs a size, a ratio and a learning rate at least",
-            "ratios",
-        ),
-        (
-            not all(0 <= r < math.inf for r in ratios),
-            f"ratios must be 0 or more; got {list(ratios)}",
-            "ratios",
-        ),
-        (
-            not all(0 < r < math.inf for r in learning_rates),
-            f"learning_rates must be above 0; got {list(learning_rates)}",
-            "learning_rates",
-        ),
-        (
-            min(steps, every, batch_size) < 1 or steps < every,
-            "steps, every and batch_size are at least 1, and steps no fewer than "
-            f"every; got {steps}, {every} and {batch_size}",
-            "steps",
-        ),
-        (
-            examples < batch_size,
-            f"The data set has {examples} examples, fewer than a batch of {batch_size}",
-            "batch_size",
-        ),
-    ):
-        if wrong:
-            raise Refused(f"{reason}.", parameter=parameter)
 
 
 def _mend(path: Path) -> None:
@@ -209,27 +162,22 @@ def train(family: Family, run: Dict[str, Any], bar: tqdm) -> None:
     every, warmup = run["every"], run["warmup"]
     torch.manual_seed(run["seed"])
     model = family.build(run["size"])
-    params = [p for p in model.parameters() if p.requires_grad]
-    run["parameters"] = sum(p.numel() for p in params)
+    run["parameters"] = sum(p.numel() for p in model.parameters() if p.requires_grad)
     batch_size = run["batch_size"]
     # Whole batches, so that Opacus's expected batch size is the physical one.
     whole = len(family.dataset) // batch_size * batch_size
     loader = DataLoader(
         Subset(family.dataset, range(whole)), batch_size=batch_size, shuffle=True
     )
-    with warnings.catch_warnings():  # about arguments that are meant here
-        warnings.simplefilter("ignore")
-        model, optimizer, criterion, loader = PrivacyEngine().make_private(
-            module=model,
-            optimizer=torch.optim.Adam(params, lr=run["learning_rate"]),
-            criterion=family.criterion,
-            data_loader=loader,
-            noise_multiplier=run["ratio"] * batch_size,
-            max_grad_norm=run["max_grad_norm"],
-            clipping="normalized",
-            grad_sample_mode="ghost_bk",
-            poisson_sampling=False,
-        )
+    model, optimizer, criterion, loader = privately(
+        family,
+        model,
+        loader,
+        run["learning_rate"],
+        noise_multiplier=run["ratio"] * batch_size,
+        max_grad_norm=run["max_grad_norm"],
+        clipping="normalized",
+    )
     run["steps"], run["loss"] = [], []
     began, total = time.process_time(), torch.zeros(())
     batches = _forever(loader)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import csv
 import json
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Dict, Iterable, List, Union
 
 import numpy as np
 
+from opacus_ext.accountants.solver import checked
 from opacus_ext.refused import Refused
 
 EXAMPLE = Path(__file__).parent / "data" / "tinyshakespeare.jsonl"
@@ -57,40 +59,27 @@ class Measurements:
     batch_size: int = 0
 
     def __post_init__(self) -> None:
-        rows = len(self.loss)
+        rows = len(checked("loss", self.loss, above=0))
+        given = {name: getattr(self, name) for name in _COLUMNS}
         for name in ("learning_rate", "planned"):
-            if getattr(self, name) is None:
-                object.__setattr__(self, name, np.full(rows, np.nan))
+            if given[name] is None:
+                given[name] = np.full(rows, np.nan)
         if self.run is None:
-            columns = zip(self.parameters, self.ratio, map(str, self.learning_rate))
+            cells = zip(self.parameters, self.ratio, map(str, given["learning_rate"]))
             numbers: Dict[Any, int] = {}
-            run = [numbers.setdefault(key, len(numbers)) for key in columns]
-            object.__setattr__(self, "run", run)
-        if rows == 0:
-            raise Refused(
-                "There are no measurements.", parameter="loss", remedy="Measure some."
-            )
-        for name in _COLUMNS:
-            values = np.asarray(getattr(self, name), dtype=float)
-            object.__setattr__(self, name, values)
+            given["run"] = [numbers.setdefault(cell, len(numbers)) for cell in cells]
+        for name, values in given.items():
+            if name in ("parameters", "steps", "loss"):
+                checked(name, values, above=0)
+            elif name == "ratio":
+                checked(name, values, at_least=0)
+            values = np.asarray(values, dtype=float)
             if values.shape != (rows,):
                 raise Refused(
                     f"{name} has shape {values.shape}; loss has {rows} rows.",
                     parameter=name,
-                    remedy="Pass one for each row.",
                 )
-            if name not in ("parameters", "steps", "ratio", "loss"):
-                continue
-            bad = (
-                ~np.isfinite(values) | (values < 0) | (values == 0) & (name != "ratio")
-            )
-            if bad.any():
-                raise Refused(
-                    f"{name} must be finite and positive; row {int(bad.argmax())} has "
-                    f"{values[bad.argmax()]}.",
-                    parameter=name,
-                    remedy="Leave such rows out.",
-                )
+            object.__setattr__(self, name, values)
 
     def __len__(self) -> int:
         """Number of runs."""
@@ -137,7 +126,6 @@ class Measurements:
                         f"Runs of different {name} don't belong together: "
                         f"{meta[name]!r} and {run[name]!r}.",
                         parameter=name,
-                        remedy="Write them to two files.",
                     )
             rows = len(run["loss"])
             columns["steps"] += run["steps"]
@@ -171,57 +159,50 @@ class Measurements:
         path = Path(path)
         if path.suffix != ".csv":
             return cls.of_runs(read_runs(path))
-        with path.open(newline="") as file:
-            rows = list(csv.DictReader(file))
-        present = [name for name in _COLUMNS if rows and name in rows[0]]
-        missing = {"parameters", "steps", "ratio", "loss"} - {*present}
-        if missing:
-            raise Refused(
-                f"{path} has no column {', '.join(sorted(missing))}.",
-                remedy="Name the columns in its first line.",
-            )
-        try:
-            columns: Any = {n: np.array([float(r[n]) for r in rows]) for n in present}
-        except (TypeError, ValueError) as e:
-            raise Refused(
-                f"{path} holds something that is no number: {e}.",
-                remedy="Leave such rows out.",
-            ) from e
+        table = read_table(path, "parameters", "steps", "ratio", "loss")
+        columns: Any = {name: table[name] for name in _COLUMNS if name in table}
         return cls(**columns, family=path.stem)
 
 
 _COLUMNS = [f.name for f in fields(Measurements) if f.name not in _META]
 
 
-def _no_number(constant: str) -> None:
-    raise ValueError(f"{constant} is no number of JSON")
+def read_table(path: Union[str, Path], *needed: str) -> Dict[str, np.ndarray]:
+    """
+    The columns of numbers of a table (CSV) by their names in its first line; refuses
+    one without those that are needed.
+    """
+    columns = {}
+    with Path(path).open(newline="", encoding="utf-8-sig") as file:
+        for name, *values in zip(*filter(None, csv.reader(file))):
+            with suppress(ValueError):  # a column of words
+                columns[name.strip()] = np.array(values, dtype=float)
+    missing = [name for name in needed if name not in columns]
+    if missing:
+        raise Refused(
+            f"{path} has no column of numbers {', '.join(missing)}.",
+            parameter="measurements",
+            remedy="Name the columns in its first line.",
+        )
+    return columns
 
 
 def read_runs(path: Union[str, Path]) -> List[Dict[str, Any]]:
     """The runs of a file, one JSON object a line."""
     runs = []
-    names = "tokens batch_size parameters ratio learning_rate".split()
-    try:
-        lines = Path(path).read_text().splitlines()
-    except UnicodeDecodeError as e:
-        raise Refused(
-            f"{path} is no text: {e}.",
-            parameter="measurements",
-            remedy="Pass a file that opacus-ext measure wrote, or a table (CSV).",
-        ) from e
-    for number, line in enumerate(lines, 1):
+    names = "family tokens batch_size parameters ratio learning_rate loss steps".split()
+    for number, line in enumerate(
+        Path(path).read_text(errors="replace").splitlines(), 1
+    ):
         try:
-            run = json.loads(line, parse_constant=_no_number)
-            run["family"]
-            numbers = [*(run[name] for name in names), *run["loss"], *run["steps"]]
-            if not all(isinstance(x, (int, float)) for x in numbers):
-                raise ValueError("something in it is no number")
-            if len(run["loss"]) != len(run["steps"]):
+            run = json.loads(line)
+            *_, loss, steps = (run[name] for name in names)
+            if len(np.array(loss, float)) != len(np.array(steps, float)):
                 raise ValueError("loss and steps differ in length")
         except (ValueError, KeyError, TypeError) as e:
-            problem = f"it has no {e}" if isinstance(e, KeyError) else str(e)
             raise Refused(
-                f"{path}, line {number}, is no run: {problem}.",
+                f"{path}, line {number}, is no run: {e!r}.",
+                parameter="measurements",
                 remedy="Remove the line, or pass a file that opacus-ext measure wrote.",
             ) from e
         runs.append(run)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Optional, Tuple
+from typing import TYPE_CHECKING, Any, Tuple
 
 import numpy as np
 from scipy.interpolate import make_interp_spline
@@ -31,18 +31,9 @@ def batches_per_epoch(budget: Budget, batch: Any) -> np.ndarray:
     return np.floor(budget.examples / np.asarray(batch, dtype=float) * (1 + 1e-12))
 
 
-def noise_of(
-    budget: Budget, batch: Any, steps: Any, amplification: Optional[str] = None
-) -> calibration.Calibration:
-    """
-    Returns the calibrated noise of each configuration; batch and steps broadcast.
-
-    Args:
-        batch: examples of a step
-        steps: T
-        amplification: replaces that of the budget
-    """
-    how = amplification or budget.amplification
+def noise_of(budget: Budget, batch: Any, steps: Any) -> calibration.Calibration:
+    """Returns the calibrated noise of each configuration; batch and steps broadcast."""
+    how = budget.amplification
     batch, steps = np.asarray(batch, dtype=float), np.asarray(steps, dtype=float)
     privacy, records = (budget.epsilon, budget.delta), records_of(budget)
     poisson: Any = np.inf
@@ -68,14 +59,19 @@ def noise_grid(
     budget: Budget, batch: np.ndarray, steps: np.ndarray
 ) -> Tuple[np.ndarray, np.ndarray, np.ndarray]:
     """
-    Returns noise multiplier, ratio and True for Poisson samples, on a grid, each ``[B,
-    T]``. The noise is calibrated where the rate is a power of two and the steps a power
-    of four; its ratio to the central limit is interpolated between them, with an error
-    of 1 % at worst, mostly 0.1 %. A plan's own noise is calibrated again.
+    Returns noise multiplier, ratio and True for Poisson samples, ``[B, T]`` each. Noise
+    is calibrated where the rate is a power of two and the steps a power of four; its
+    ratio to the central limit is interpolated, with an error of 1 % at worst, mostly
+    0.1 %. A plan's own noise is calibrated again.
     """
-    key = replace(budget, flops=1, seconds=1, memory=1, tokens=1)
-    key = replace(key, parameters=None, trainable=None, batch_size=None, steps=None)
-    key = replace(key, max_batch_size=None, physical_batch_size=1)
+    key = Budget(
+        users=budget.users,
+        epsilon=budget.epsilon,
+        delta=budget.delta,
+        records_per_user=budget.records_per_user,
+        sampling=budget.sampling,
+        amplification=budget.amplification,
+    )
     return _cached_grid(key, tuple(batch), tuple(steps))
 
 
@@ -84,7 +80,8 @@ def _cached_grid(
     budget: Budget, batch: Tuple[float, ...], steps: Tuple[float, ...]
 ) -> Tuple[np.ndarray, np.ndarray, np.ndarray]:
     b, t = np.array(batch), np.array(steps)
-    noise = noise_of(budget, b[:, None], t, amplification="none").noise_multiplier
+    fixed = replace(budget, amplification="none")
+    noise = noise_of(fixed, b[:, None], t).noise_multiplier
     amplified = np.zeros(noise.shape, dtype=bool)
     if budget.amplification != "none":
         parts = budget.examples / b
@@ -125,11 +122,9 @@ def _calibrated(budget: Budget, parts: np.ndarray, steps: np.ndarray) -> np.ndar
                 raise
             raise Refused(
                 f"A plan for epsilon={budget.epsilon:g}, delta={budget.delta:g} and "
-                f"{records_of(budget)} records of a user in {len(parts)} batch sizes "
-                "takes too long to calibrate.",
+                f"{records_of(budget)} records of a user takes too long to calibrate.",
                 parameter="batch_size",
-                remedy="Bound batch_size and steps to narrower ranges, or take a "
-                "larger delta or fewer records of a user.",
+                remedy="Bound batch_size and steps, or take a larger delta.",
             ) from error
 
 

@@ -19,18 +19,18 @@ et al., "An empirical model of large-batch training" (2018), section 2.
 
 from __future__ import annotations
 
-import csv
 import math
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Tuple, Union
+from typing import Any, Tuple, Union
 
 import numpy as np
 from numpy.typing import ArrayLike
 from scipy.optimize import isotonic_regression
 
-from opacus_ext.planner.measurements import Measurements
+from opacus_ext.accountants.solver import checked
+from opacus_ext.planner.measurements import Measurements, read_table
 from opacus_ext.refused import Refused
 
 #: In nats a token and step, of the study: how much of the loss's fall is hidden by
@@ -78,42 +78,28 @@ class NoiseFree:
     batch_size: int = 0
 
     def __post_init__(self) -> None:
-        for name, least in (("steps", "0 or more"), ("loss", "positive")):
-            values = np.asarray(getattr(self, name), dtype=float)
-            object.__setattr__(self, name, values)
-            bad = ~np.isfinite(values) | (values < 0) | (values > 1e12)
-            bad |= (values == 0) & (name == "loss")
-            if values.ndim != 1 or bad.any():
-                raise Refused(
-                    f"{name} of a run without noise must be a list of numbers, finite "
-                    f"and {least}; got {values[bad][:1] if bad.any() else values}.",
-                    parameter=name,
-                    remedy="Leave other readings out.",
-                )
-        if not 0 < self.kappa < math.inf:
-            raise Refused(f"kappa must be above 0; got {self.kappa}.")
-        if len(self.steps) < 4 or len(self.steps) != len(self.loss):
+        for name, most in (("steps", 1e12), ("loss", 1e12), ("kappa", math.inf)):
+            range_: Any = dict(at_least=0) if name == "steps" else dict(above=0)
+            values = checked(name, getattr(self, name), at_most=most, **range_)
+            object.__setattr__(self, name, values if values.ndim else float(values))
+        steps, loss = self.steps, self.loss
+        if loss.ndim != 1 or len(loss) < 4 or steps.shape != loss.shape:
             raise Refused(
-                f"{len(self.steps)} steps and {len(self.loss)} losses are no curve.",
+                f"steps {steps.shape} and loss {loss.shape} are no curve.",
                 remedy="Pass steps and loss of 4 readings or more.",
             )
-        if (np.diff(self.steps) <= 0).any():
+        if (np.diff(steps) <= 0).any() or steps[0] > 2 * (steps[1] - steps[0]):
             raise Refused(
-                "The steps of a run without noise don't ascend.",
+                f"The steps of a run without noise don't ascend from its start: "
+                f"{steps[0]:g}, {steps[1]:g} ...",
                 parameter="steps",
-                remedy="Pass the readings of one run, in order.",
-            )
-        if self.steps[0] > 2 * (self.steps[1] - self.steps[0]):
-            raise Refused(
-                f"The losses of the run without noise begin at {self.steps[0]:g} "
-                "steps.",
-                parameter="steps",
-                remedy="Add the loss before training, as of step 0.",
+                remedy="Pass the readings of one run, in order, with the loss before "
+                "training as of step 0.",
             )
         if self._curve[1][-1] >= self._curve[1][0]:
             raise Refused(
-                f"The loss of the run without noise does not fall: {self.loss[0]:g} "
-                f"before, {self.loss[-1]:g} after {self.steps[-1]:g} steps.",
+                f"The loss of the run without noise does not fall: {loss[0]:g} "
+                f"before, {loss[-1]:g} after {steps[-1]:g} steps.",
                 parameter="loss",
                 remedy="Pass the cross-entropy in nats a token (a record), no "
                 "accuracy. If it is that, train longer or at another learning rate: "
@@ -132,15 +118,14 @@ class NoiseFree:
         """
         path = Path(path)
         if path.suffix == ".csv":
-            return cls(*_read_table(path))
+            table = read_table(path, "steps", "loss")
+            return cls(table["steps"], table["loss"])
         runs = Measurements.read(path)
         runs = runs.select(runs.ratio == 0) if (runs.ratio == 0).any() else runs
         if len(runs) != 1 or runs.ratio[0] != 0:
-            raise Refused(
-                f"{path} holds {len(runs)} runs, not one without noise.",
-                remedy="Write it to a file of its own.",
-            )
-        if runs.planned[-1] >= 2 * runs.steps[-1] - runs.steps[-2]:
+            raise Refused(f"{path} holds {len(runs)} runs, not one without noise.")
+        each = runs.steps[-1] - runs.steps[-2:][0]
+        if runs.planned[-1] >= runs.steps[-1] + each > runs.steps[-1]:
             raise Refused(
                 f"The run of {path} ended at {runs.steps[-1]:g} of "
                 f"{runs.planned[-1]:g} steps: its loss was not finite any more.",
@@ -204,9 +189,8 @@ class NoiseFree:
         Raises:
             Refused: for numbers that are negative or nan
         """
-        for name, x in (("steps", steps), ("noise_norm", noise_norm)):
-            if not (np.asarray(x) >= 0).all():
-                raise Refused(f"{name} must be 0 or more; got {x!r}.", parameter=name)
+        checked("steps", steps, at_least=0)
+        checked("noise_norm", noise_norm, at_least=0)
         steps, norm = np.broadcast_arrays(*np.atleast_1d(steps, noise_norm))
         n = self._curve[0]
         low, high = np.zeros(steps.shape), np.full(steps.shape, self.end)
@@ -233,18 +217,3 @@ class NoiseFree:
         shape = np.broadcast_shapes(np.shape(steps), np.shape(noise_norm))
         found = np.interp(self.reached(steps, noise_norm), *self._curve)
         return found.reshape(shape)[()]
-
-
-def _read_table(path: Path) -> Tuple[np.ndarray, np.ndarray]:
-    try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            names, *lines = csv.reader(file)
-        columns = dict(zip((name.strip() for name in names), zip(*lines)))
-        steps, loss = (np.array(columns[n], dtype=float) for n in ("steps", "loss"))
-    except (KeyError, ValueError, csv.Error) as e:
-        raise Refused(
-            f"{path} is no table of numbers with the columns steps and loss: {e!r}.",
-            remedy="Name the columns in its first line. The loss is the cross-entropy "
-            "in nats a token (a record), no accuracy.",
-        ) from e
-    return steps, loss

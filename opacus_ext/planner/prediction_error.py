@@ -6,6 +6,7 @@ from typing import Any, NamedTuple, Optional
 
 import numpy as np
 
+from opacus_ext.accountants.solver import checked
 from opacus_ext.planner.readings import best_curves, runs_of
 from opacus_ext.planner.surface import Surface
 from opacus_ext.refused import Refused
@@ -13,8 +14,7 @@ from opacus_ext.refused import Refused
 
 class HoldOut(NamedTuple):
     """
-    Predictions for measurements that a surface was fitted without, ``[rows]`` each.
-
+    Predictions for measurements that a surface was fitted without, ``[rows]`` each;
     ``measured`` is the rolling mean at the best learning rate, with its noise.
     """
 
@@ -44,10 +44,6 @@ def continued(measurements: Any, **options: Any) -> Optional[HoldOut]:
     """
     The error of continuing curves to four times their length, estimated from the first
     quarter of the runs, continued, against the rest; None if a quarter is too short.
-
-    Args:
-        measurements: as of :meth:`Surface.fit`
-        **options: of the whole surface's fit
 
     Example:
         >>> from opacus_ext.planner import Measurements, scaled_options
@@ -84,9 +80,7 @@ def hold_out(
         **options: of :meth:`Surface.fit`
 
     Raises:
-        Refused: unless one of the three is given, for a size or ratio that was not
-            measured or is at the edge of the grid, and for steps beyond which nothing
-            was read
+        Refused: unless one of the three is given, measured and between others
 
     Example:
         >>> from opacus_ext.planner.measurements import Measurements
@@ -108,21 +102,14 @@ def hold_out(
     measured = np.unique(column)
     if name == "steps":
         options = {**options, "steps_to": measured[-1]}
+        checked("steps", value, below=measured[-1])
     elif value not in measured[1:-1]:
-        values = ", ".join(f"{x:g}" for x in measured)
-        where = "at the edge of" if value in measured else "not among"
         raise Refused(
-            f"{name} {value:g} is {where} those measured ({values}): only one between "
-            "two others can be interpolated.",
+            f"{name} {value:g} is not between two others of those measured: "
+            f"{', '.join(f'{x:g}' for x in measured)}.",
             parameter=name,
         )
     out = column > value if name == "steps" else column == value
-    if not out.any():
-        raise Refused(
-            f"Nothing was read after {value:g} steps, the last of the longest run.",
-            parameter="steps",
-            remedy="Hold out the steps beyond fewer.",
-        )
     surface = Surface.fit(measurements.select(~out), **options)
     min_steps, window = options.get("min_steps", 1000), options.get("window", 10)
     seen = measurements if name == "steps" else measurements.select(out)
@@ -140,6 +127,5 @@ def hold_out(
         raise Refused(
             f"The runs of {name} {value:g} have no steps in common with the others.",
             parameter=name,
-            remedy="Hold out another one.",
         )
     return HoldOut(*rows[:, inside], predicted[inside])

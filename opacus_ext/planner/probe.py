@@ -5,18 +5,17 @@ from __future__ import annotations
 import gc
 import math
 import time
-import warnings
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, List, Optional, Sequence, Tuple
 
 import numpy as np
 import torch
-from opacus import PrivacyEngine
 from torch.utils.data import DataLoader, Dataset, Subset
 
-import opacus_ext  # noqa: F401  the modes
-from opacus_ext.planner.families import Family
+from opacus_ext.accountants.solver import checked
+from opacus_ext.planner.families import Family, privately
 from opacus_ext.refused import Refused
 
 
@@ -59,9 +58,7 @@ class Probe:
         """Peak bytes at the physical batch."""
         if np.isnan(self.bytes).any():
             raise Refused(
-                f"This system does not report peak memory ({self.device}).",
-                parameter="memory",
-                remedy="Plan without a bound on memory.",
+                "This system does not report peak memory.", parameter="memory"
             )
         return self._at(self.bytes, parameters)
 
@@ -99,12 +96,7 @@ def probe(
         >>> bool(probe(family, batch_size=4).seconds(1e4, 100, 1000) > 0)
         True
     """
-    if not 2 <= batch_size <= len(family.dataset):
-        raise Refused(
-            f"batch_size must be between 2 and the data set's {len(family.dataset)} "
-            f"examples; got {batch_size}.",
-            parameter="batch_size",
-        )
+    checked("batch_size", batch_size, at_least=2, at_most=len(family.dataset))
     rows: List[Tuple[float, ...]] = []
     for size in family.sizes if sizes is None else sizes:
         params, few, _ = _steps(family, size, 1, repeats, device)
@@ -124,22 +116,13 @@ def _steps(
     gc.collect()
     before = _reset_peak(device)
     model = family.build(size).to(device)
-    params = [p for p in model.parameters() if p.requires_grad]
+    params = sum(p.numel() for p in model.parameters() if p.requires_grad)
     data: Dataset = Subset(family.dataset, range(batch_size))
     loader = DataLoader(data, batch_size=batch_size)
     inputs, targets = (x.to(device) for x in next(iter(loader)))
-    with warnings.catch_warnings():  # about arguments that are meant here
-        warnings.simplefilter("ignore")
-        model, optimizer, criterion, _ = PrivacyEngine().make_private(
-            module=model,
-            optimizer=torch.optim.Adam(params, lr=1e-3),
-            criterion=family.criterion,
-            data_loader=loader,
-            noise_multiplier=1.0,
-            max_grad_norm=1.0,
-            grad_sample_mode="ghost_bk",
-            poisson_sampling=False,
-        )
+    model, optimizer, criterion, _ = privately(
+        family, model, loader, 1e-3, noise_multiplier=1.0, max_grad_norm=1.0
+    )
     times = []
     # The first steps look into the model, and take longer.
     for _ in range(2 + repeats):
@@ -150,26 +133,20 @@ def _steps(
         if device != "cpu":
             torch.cuda.synchronize()
         times.append(time.perf_counter() - began)
-    used = _peak(device) - before
-    return sum(p.numel() for p in params), min(times[2:]), used
+    cuda = device != "cpu"
+    used = (torch.cuda.max_memory_allocated() if cuda else _status("VmHWM")) - before
+    return params, min(times[2:]), used
 
 
 def _reset_peak(device: str) -> float:
-    """Forgets the peak so far; returns the bytes in use."""
+    """Forgets the peak so far; returns the bytes in use, nan if they are not known."""
     if device != "cpu":
         torch.cuda.reset_peak_memory_stats()
         return torch.cuda.memory_allocated()
-    try:
+    with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
-        return math.nan
-    return _status("VmRSS")
-
-
-def _peak(device: str) -> float:
-    if device != "cpu":
-        return torch.cuda.max_memory_allocated()
-    return _status("VmHWM")
+        return _status("VmRSS")
+    return math.nan
 
 
 def _status(name: str) -> float:

@@ -43,18 +43,11 @@ def runs_of(measurements: Any, min_steps: float) -> List[RunReadings]:
         at = np.flatnonzero(measurements.run == number)
         at = at[np.argsort(measurements.steps[at], kind="stable")]
         m, r, rate, t, loss = (getattr(measurements, name)[at] for name in names)
-        for name, x in zip(names, (m, r, rate)):
-            if len(np.unique(x)) > 1:
-                raise Refused(
-                    f"Run {number:g} has several values of {name}: {x.min():g} to "
-                    f"{x.max():g}.",
-                    parameter="run",
-                    remedy="Give each run a number of its own.",
-                )
-        if (np.diff(t) == 0).any():
+        several = any(len(np.unique(x)) > 1 for x in (m, r, rate))
+        if several or (np.diff(t) == 0).any():
             raise Refused(
-                f"Run {number:g} (parameters {m[0]:g}, ratio {r[0]:g}) has two losses "
-                f"at {t[1:][np.diff(t) == 0][0]:g} steps.",
+                f"Run {number:g} has several values of parameters, ratio or learning "
+                f"rate (parameters {m[0]:g}, ratio {r[0]:g}), or two losses at a step.",
                 parameter="run",
                 remedy="Give each run a number of its own.",
             )
@@ -74,8 +67,7 @@ def runs_of(measurements: Any, min_steps: float) -> List[RunReadings]:
         if (m, r) not in with_readings:
             raise Refused(
                 f"Nothing was measured at parameters {m:g} with ratio {r:g} and "
-                f"{min_steps:g} steps (min_steps) or more: sizes and ratios must be a "
-                "whole grid.",
+                f"{min_steps:g} steps (min_steps) or more.",
                 remedy="Measure there, or leave out the size or the ratio.",
             )
     return [run for run in runs if len(run.steps)]
@@ -150,8 +142,7 @@ def best_curves(
         steps, loss, rates = (np.concatenate(x) for x in zip(*curves))
         if len(steps) == 0:
             raise Refused(
-                f"Runs of parameters {cell[0]:g}, ratio {cell[1]:g} have no steps in "
-                "common.",
+                f"Runs of parameters {cell[0]:g}, ratio {cell[1]:g} share no steps.",
                 remedy="Read them at the same steps.",
             )
         order = np.lexsort((loss, steps))
@@ -185,8 +176,7 @@ def resample_readings(
         y = np.log(run.loss)
         if len(y) < 3:
             raise Refused(
-                f"A run of parameters {run.cell[0]:g}, ratio {run.cell[1]:g} has "
-                f"{len(y)} readings; the bootstrap needs 3 to estimate their noise.",
+                f"A run has {len(y)} readings; the bootstrap needs 3 of each.",
                 parameter="bootstrap",
                 remedy="Read runs more often, or set bootstrap=0.",
             )

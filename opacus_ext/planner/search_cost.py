@@ -17,6 +17,7 @@ one run. Three ways to account for them:
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from typing import Any, Dict, Sequence
 
 import numpy as np
@@ -37,92 +38,30 @@ ORDERS = np.unique(
 )
 
 
-def mean_trials(gamma: float, eta: float) -> float:
+def ways(
+    epsilon: float, delta: float, steps: int, sample_rate: float, trials: int
+) -> Sequence[Dict[str, Any]]:
     """
-    Returns the mean of Papernot and Steinke's truncated negative binomial distribution;
-    eta 1 is the geometric distribution, 0 the logarithmic.
-
-    Example:
-        >>> mean_trials(0.25, 1.0), round(mean_trials(0.25, 0.0), 4)
-        (4.0, 2.164)
+    Returns, for each way to search, the noise of a trial, and its ratio to the noise of
+    one run; None where no noise keeps to the budget.
     """
-    if eta == 0:
-        return (1 / gamma - 1) / math.log(1 / gamma)
-    return eta * (1 - gamma) / (gamma * -math.expm1(eta * math.log(gamma)))
+    one = calibration.noise_multiplier(epsilon, delta, steps, sample_rate)
+    every = calibration.noise_multiplier(epsilon, delta, steps * trials, sample_rate)
 
+    def stopping(eta: float) -> Any:
+        with suppress(Refused):
+            return search_noise(epsilon, delta, steps, sample_rate, trials, eta)
 
-def gamma_of(trials: float, eta: float) -> float:
-    """
-    Returns the gamma at which the mean is ``trials``, which must be more than 1.
-
-    Example:
-        >>> round(gamma_of(4.0, 1.0), 6), round(gamma_of(2.164, 0.0), 3)
-        (0.25, 0.25)
-    """
-    _check_trials(trials)
-    if not eta > -1:
-        raise Refused(f"eta must be above -1, not {eta:g}.", parameter="eta")
-    least = 1e-300 if eta >= 0 else 1e-15
-
-    def excess(log_gamma: float) -> float:
-        return math.log(mean_trials(math.exp(log_gamma), eta) / trials)
-
-    low, high = math.log(least), -1e-9
-    if excess(low) < 0:
-        raise Refused(
-            f"{trials:g} trials in the mean are out of reach of eta={eta:g}.",
-            parameter="trials",
-            remedy="Take fewer, or eta=1.",
-        )
-    return math.exp(brentq(excess, low, high, xtol=1e-13)) if excess(high) < 0 else 1.0
-
-
-def random_stopping(
-    orders: NDArray, rdp: NDArray, trials: float, eta: float = 1.0
-) -> NDArray:
-    """
-    Returns the Renyi divergence of the best of a truncated negative binomial number of
-    trials (Papernot and Steinke, theorem 2), the least over all orders l' of
-
-        rdp(l) + (1 + eta) (1 - 1 / l') rdp(l') + (1 + eta) log(1 / gamma) / l'
-        + log E[K] / (l - 1).
-
-    Args:
-        orders: above 1, ``[n]``
-        rdp: of one trial at these orders, ``[n]``
-        trials: E[K], more than 1
-        eta: 1 for the geometric distribution, 0 for the logarithmic
-
-    Returns:
-        ``[n]``, at the same orders
-
-    Example:
-        >>> orders = np.array([2.0, 8.0, 32.0])
-        >>> random_stopping(orders, 0.01 * orders, trials=10).round(3).tolist()
-        [3.038, 1.125, 1.11]
-    """
-    orders, rdp = np.asarray(orders, float), np.asarray(rdp, float)
-    gamma = gamma_of(trials, eta)
-    other = (1 - 1 / orders) * rdp + math.log(1 / gamma) / orders
-    return rdp + (1 + eta) * other.min() + math.log(trials) / (orders - 1)
-
-
-def epsilon_of(orders: NDArray, rdp: NDArray, delta: float) -> float:
-    """
-    Returns the epsilon of a Renyi divergence (Canonne, Kamath and Steinke 2020,
-    proposition 12; as Opacus has it): the least over l of
-
-        rdp(l) + log((l - 1) / l) - (log(delta) + log(l)) / (l - 1).
-
-    Example:
-        >>> orders = np.array([4.0, 8.0, 16.0])
-        >>> round(epsilon_of(orders, orders / 50, 1e-5), 3)
-        0.838
-    """
-    orders = np.asarray(orders, float)
-    found = rdp + np.log1p(-1 / orders)
-    found = found - (math.log(delta) + np.log(orders)) / (orders - 1)
-    return max(float(np.min(found)), 0.0)
+    found = {
+        "on public data": one,
+        "random stopping, geometric": stopping(1.0),
+        "random stopping, logarithmic": stopping(0.0),
+        f"all {trials} composed": every,
+    }
+    return [
+        dict(search=name, noise_multiplier=x, times=x / one if x and one else None)
+        for name, x in found.items()
+    ]
 
 
 def search_noise(
@@ -141,11 +80,11 @@ def search_noise(
         epsilon, delta: budget of the search
         steps, sample_rate: those of a trial
         trials: in the mean, more than 1
-        eta: see :func:`random_stopping`
+        eta: 1 for a geometric number of trials, 0 for a logarithmic one
 
     Raises:
         Refused: for arguments out of range, and for a budget below the cost of the
-            choice itself, log E[K] / (l - 1) + ...
+            choice itself
 
     Example:
         >>> alone = calibration.noise_multiplier(4.0, 1e-6, 1000, 0.01)
@@ -175,22 +114,73 @@ def search_noise(
     return math.exp(found + 1e-4)  # brentq may end on either side
 
 
+def mean_trials(gamma: float, eta: float) -> float:
+    """
+    Returns the mean of Papernot and Steinke's truncated negative binomial distribution;
+    eta 1 is the geometric distribution, 0 the logarithmic.
+    """
+    if eta == 0:
+        return (1 / gamma - 1) / math.log(1 / gamma)
+    return eta * (1 - gamma) / (gamma * -math.expm1(eta * math.log(gamma)))
+
+
+def gamma_of(trials: float, eta: float) -> float:
+    """Returns the gamma at which the mean is ``trials``, which must be more than 1."""
+    checked("trials", trials, above=1)
+    checked("eta", eta, above=-1)
+
+    def excess(log_gamma: float) -> float:
+        return math.log(mean_trials(math.exp(log_gamma), eta) / trials)
+
+    low, high = math.log(1e-300 if eta >= 0 else 1e-15), -1e-9
+    if excess(low) < 0:
+        raise Refused(
+            f"{trials:g} trials in the mean are out of reach of eta={eta:g}.",
+            parameter="trials",
+            remedy="Take fewer, or eta=1.",
+        )
+    return math.exp(brentq(excess, low, high, xtol=1e-13)) if excess(high) < 0 else 1.0
+
+
+def random_stopping(
+    orders: NDArray, rdp: NDArray, trials: float, eta: float = 1.0
+) -> NDArray:
+    """
+    Returns the Renyi divergence of the best of a truncated negative binomial number of
+    trials (Papernot and Steinke, theorem 2), the least over all orders l' of
+
+        rdp(l) + (1 + eta) (1 - 1 / l') rdp(l') + (1 + eta) log(1 / gamma) / l'
+        + log E[K] / (l - 1),
+
+    from that of one trial, ``[n]`` at orders above 1.
+    """
+    gamma = gamma_of(trials, eta)
+    other = (1 - 1 / orders) * rdp + math.log(1 / gamma) / orders
+    return rdp + (1 + eta) * other.min() + math.log(trials) / (orders - 1)
+
+
+def epsilon_of(orders: NDArray, rdp: NDArray, delta: float) -> float:
+    """
+    Returns the epsilon of a Renyi divergence (Canonne, Kamath and Steinke 2020,
+    proposition 12; as Opacus has it): the least over l of
+
+        rdp(l) + log((l - 1) / l) - (log(delta) + log(l)) / (l - 1).
+    """
+    found = rdp + np.log1p(-1 / orders)
+    found = found - (math.log(delta) + np.log(orders)) / (orders - 1)
+    return max(float(np.min(found)), 0.0)
+
+
 def renyi(
     orders: NDArray, noise_multiplier: float, sample_rate: float, steps: int
 ) -> NDArray:
     """
-    Returns the Renyi divergence of steps of the sampled Gaussian mechanism, ``[n]``
-    (Mironov, Talwar and Zhang 2019, "Renyi Differential Privacy of the Sampled Gaussian
-    Mechanism"): by their sum for whole orders, by integration for others.
-
-    Args:
-        orders: above 1, ``[n]``
-
-    Example:
-        >>> renyi(np.array([1.5, 2.0, 32.0]), 1.0, 0.01, 1000).round(4).tolist()
-        [0.1273, 0.1718, 11246.2759]
+    Returns the Renyi divergence of steps of the sampled Gaussian mechanism, ``[n]``, at
+    orders above 1 (Mironov, Talwar and Zhang 2019, "Renyi Differential Privacy of the
+    Sampled Gaussian Mechanism"): by their sum for whole orders, by integration for
+    others. Opacus's ``compute_rdp`` takes up to 60 times as long, and has nan from
+    order 2,048 on.
     """
-    orders = np.asarray(orders, float)
     s, q = noise_multiplier, sample_rate
     if q == 1:
         return steps * orders / (2 * s**2)
@@ -207,48 +197,6 @@ def renyi(
         law = PrivacyLoss(SampledGaussian(s, q, 1), tilts.max() + 9 * s + 1, 1.0)
         moments[~whole] = [law.tilted(tilt)[2] for tilt in tilts]
     return steps * moments / (orders - 1)
-
-
-def _check_trials(trials: float) -> None:
-    if not 1 < trials < math.inf:
-        raise Refused(
-            f"trials must be more than 1 in the mean, not {trials:g}.",
-            parameter="trials",
-            remedy="One run needs no search.",
-        )
-
-
-def ways(
-    epsilon: float, delta: float, steps: int, sample_rate: float, trials: int
-) -> Sequence[Dict[str, Any]]:
-    """
-    Returns, for each way to search, the noise of a trial, and its ratio to the noise of
-    one run; None where no noise keeps to the budget.
-    """
-    one = calibration.noise_multiplier(epsilon, delta, steps, sample_rate)
-
-    def stopping(eta: float) -> Any:
-        try:
-            return search_noise(epsilon, delta, steps, sample_rate, trials, eta)
-        except Refused:
-            return None
-
-    found = {
-        "on public data": one,
-        "random stopping, geometric": stopping(1.0),
-        "random stopping, logarithmic": stopping(0.0),
-        f"all {trials} composed": calibration.noise_multiplier(
-            epsilon, delta, steps * trials, sample_rate
-        ),
-    }
-    return [
-        {
-            "search": name,
-            "noise_multiplier": noise,
-            "times": None if noise is None or not one else noise / one,
-        }
-        for name, noise in found.items()
-    ]
 
 
 # -- the cost of a run in other measures -----------------------------------------------

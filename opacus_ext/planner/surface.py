@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from itertools import product
 from typing import Any, Dict, List, Mapping, Optional, Tuple
 
@@ -18,19 +17,10 @@ import numpy as np
 from numpy.typing import ArrayLike
 from scipy.interpolate import RegularGridInterpolator
 
-from opacus_ext.planner.form import percentiles, positive
-from opacus_ext.planner.readings import (
-    Cell,
-    Curve,
-    RunReadings,
-    best_curves,
-    extrapolate,
-    not_falling_with_ratio,
-    repeats,
-    resample_readings,
-    resample_runs,
-    runs_of,
-)
+from opacus_ext.accountants.solver import checked
+from opacus_ext.planner import readings
+from opacus_ext.planner.form import broadcast, percentiles, positive
+from opacus_ext.planner.readings import Cell, Curve, RunReadings
 from opacus_ext.progress import progress
 from opacus_ext.refused import Refused
 
@@ -129,23 +119,17 @@ class Surface:
                 at one step, options out of range, and too few readings to extrapolate
                 from
         """
-        for name, value, least in [
-            ("min_steps", min_steps, 0),
-            ("window", window, 1),
-            ("fit_from", fit_from, 0),
-            ("bootstrap", bootstrap, 0),
-        ]:
-            if not least <= value < math.inf:
-                raise Refused(
-                    f"{name} must be {least} or more; got {value}.", parameter=name
-                )
-        runs = runs_of(measurements, min_steps)
+        checked("window", window, at_least=1)
+        given = dict(min_steps=min_steps, fit_from=fit_from, bootstrap=bootstrap)
+        for name, value in given.items():
+            checked(name, value, at_least=0)
+        runs = readings.runs_of(measurements, min_steps)
         options: Any = dict(window=int(window), fit_from=fit_from, steps_to=steps_to)
         surface = _fit(runs, **options)
         if not bootstrap:
             return surface
-        several = all(len(same) > 1 for same in repeats(runs).values())
-        resample = resample_runs if several else resample_readings
+        several = all(len(same) > 1 for same in readings.repeats(runs).values())
+        resample = readings.resample_runs if several else readings.resample_readings
         rng = np.random.default_rng(seed)
         samples = [
             _fit(resample(runs, rng), **options, grid=surface.steps).log_loss
@@ -216,7 +200,7 @@ class Surface:
             Refused: outside of the ranges, unless ``outside`` is ``"nan"``
         """
         points = self._points(parameters, steps, ratio, outside)
-        return np.exp(self._interpolate(self._expected, points))
+        return np.exp(self._interpolate(self.log_loss, points))
 
     def interval(
         self,
@@ -243,7 +227,7 @@ class Surface:
             )
         ends = percentiles(level)
         points = self._points(parameters, steps, ratio, outside)
-        found = self._interpolate(self._resamples, points)
+        found = self._interpolate(np.moveaxis(self.samples, 0, -1), points)
         low, high = np.exp(np.percentile(found, ends, axis=-1))
         return low, high
 
@@ -261,18 +245,6 @@ class Surface:
         points = self._points(parameters, steps, ratio, "raise")
         return self.best_rate[tuple(map(_nearest, axes, points))]
 
-    @cached_property
-    def _expected(self) -> RegularGridInterpolator:
-        return self._interpolator(self.log_loss)
-
-    @cached_property
-    def _resamples(self) -> RegularGridInterpolator:
-        return self._interpolator(np.moveaxis(self.samples, 0, -1))
-
-    def _interpolator(self, values: np.ndarray) -> RegularGridInterpolator:
-        axes = np.log(self.parameters), np.log(self.steps), self._scale(self.ratio)
-        return RegularGridInterpolator(axes, values)
-
     def _scale(self, ratio: np.ndarray) -> np.ndarray:
         """Ratios in which log loss is linear: themselves to the lowest, then logs."""
         least = self.ratio[self.ratio > 0].min(initial=math.inf)
@@ -281,16 +253,14 @@ class Surface:
         return np.minimum(ratio / least, 1) + np.log(np.maximum(ratio / least, 1))
 
     def _interpolate(
-        self, interpolator: RegularGridInterpolator, points: Tuple[np.ndarray, ...]
+        self, values: np.ndarray, points: Tuple[np.ndarray, ...]
     ) -> np.ndarray:
+        """Interpolates ``[sizes, steps, ratios, ...]``; nan at points that are nan."""
         m, t, r = points
-        inside = np.isfinite(m)
-        tail = interpolator.values.shape[3:]
-        found = np.full(m.shape + tail, np.nan)
-        at = np.stack([np.log(m[inside]), np.log(t[inside]), self._scale(r[inside])], 1)
-        if len(at):
-            found[inside] = interpolator(at)
-        return found
+        axes = np.log(self.parameters), np.log(self.steps), self._scale(self.ratio)
+        at = np.stack([np.log(m), np.log(t), self._scale(r)], -1)
+        found = RegularGridInterpolator(axes, values, bounds_error=False)(at)
+        return found.reshape(m.shape + values.shape[3:])
 
     def _points(
         self, parameters: ArrayLike, steps: ArrayLike, ratio: ArrayLike, outside: str
@@ -304,21 +274,11 @@ class Surface:
                 f"outside must be 'raise' or 'nan'; got {outside!r}.",
                 parameter="outside",
             )
-        names = "parameters", "steps", "ratio"
-        given = [
-            positive(name, x, zero=name == "ratio")
-            for name, x in zip(names, (parameters, steps, ratio))
-        ]
-        try:
-            m, t, r = np.broadcast_arrays(*given)
-        except ValueError as e:
-            shapes = ", ".join(f"{n} {x.shape}" for n, x in zip(names, given))
-            raise Refused(
-                f"Shapes don't broadcast: {shapes}.", remedy="Pass shapes that do."
-            ) from e
+        given = dict(parameters=parameters, steps=steps, ratio=ratio)
+        m, t, r = broadcast({n: positive(n, x, n == "ratio") for n, x in given.items()})
         r = np.where(r > 0, np.maximum(r, self.ratio[0]), r)
         beyond = np.zeros(m.shape, dtype=bool)
-        for name, x in zip(names, (m, t, r)):
+        for name, x in zip(given, (m, t, r)):
             low, high = self.ranges[name]
             out = (x < low) | (x > high)
             if outside == "raise" and out.any():
@@ -346,10 +306,10 @@ def scaled_options(measurements: Any) -> Dict[str, float]:
         11200.0
     """
     longest = float(measurements.steps.max())
-    readings = len(measurements.steps) / len(np.unique(measurements.run))
+    each = len(measurements.steps) / len(np.unique(measurements.run))
     return dict(
         min_steps=min(1000.0, longest / 128),
-        window=max(1, min(10, int(readings / 10))),
+        window=max(1, min(10, int(each / 10))),
         fit_from=min(16_000.0, longest / 4),
         steps_to=4 * longest,
     )
@@ -396,14 +356,14 @@ def _fit(
     steps_to: Optional[float],
     grid: Optional[np.ndarray] = None,
 ) -> Surface:
-    curves = best_curves(runs, window, falling=True)
+    curves = readings.best_curves(runs, window, falling=True)
     sizes, ratios = (np.array(sorted({cell[i] for cell in curves})) for i in (0, 1))
     if grid is None:
         grid = _grid_of_steps(curves, steps_to)
     last = np.array([[curves[m, r].steps[-1] for r in ratios] for m in sizes])
     log_loss = np.empty((len(sizes), len(grid), len(ratios)))
     rate = np.empty_like(log_loss)
-    notes = []
+    odd: Dict[str, List[str]] = {}
     for i, m in enumerate(sizes):
         of_size = [curves[m, r] for r in ratios]
         loss = np.exp(
@@ -411,7 +371,7 @@ def _fit(
         ).T
         measured = grid[:, None] <= last[i]
         loss[~measured] = np.nan
-        loss = not_falling_with_ratio(loss)
+        loss = readings.not_falling_with_ratio(loss)
         for j, c in enumerate(of_size):
             rate[i, :, j] = c.rate[_nearest(c.steps, grid)]
             beyond = ~measured[:, j]
@@ -421,18 +381,24 @@ def _fit(
             used = measured[:, j] & (grid >= start)
             if used.sum() < _LEAST_READINGS:
                 raise Refused(
-                    f"Runs of parameters {m:g}, ratio {ratios[j]:g} end at "
-                    f"{last[i, j]:g} steps with {used.sum()} readings from "
-                    f"{start:g} steps on; to extrapolate to {grid[-1]:g}, "
+                    f"Runs of parameters {m:g}, ratio {ratios[j]:g} have {used.sum()} "
+                    f"readings from {start:g} steps on; to extrapolate, "
                     f"{_LEAST_READINGS} are needed.",
                     parameter="fit_from",
                     remedy="Lower fit_from or steps_to, or measure longer.",
                 )
-            loss[beyond, j], note = extrapolate(grid[used], loss[used, j], grid[beyond])
+            loss[beyond, j], note = readings.extrapolate(
+                grid[used], loss[used, j], grid[beyond]
+            )
             if note:
-                notes.append(f"parameters {m:g}, ratio {ratios[j]:g}: {note}")
+                curve = f"parameters {m:g}, ratio {ratios[j]:g}"
+                odd.setdefault(note, []).append(curve)
         # A fit may begin above the last reading; and where curves end at different
         # steps, the end of one may let the others rise.
-        loss = not_falling_with_ratio(np.minimum.accumulate(loss, axis=0))
+        loss = readings.not_falling_with_ratio(np.minimum.accumulate(loss, axis=0))
         log_loss[i] = np.log(loss)
-    return Surface(sizes, grid, ratios, log_loss, rate, last, warnings=tuple(notes))
+    warnings = [
+        f"{len(of)} curve{'s' * (len(of) > 1)}: {note} ({'; '.join(of)})"
+        for note, of in odd.items()
+    ]
+    return Surface(sizes, grid, ratios, log_loss, rate, last, warnings=tuple(warnings))

@@ -216,85 +216,6 @@ def test_degenerate_fits_are_reported():
         assert all(w in str(fit) for w in fit.warnings)
 
 
-ROWS = {"parameters": [1e6, 1e7, 1e8, 1e9, 1e9, 1e8], "tokens": [1e9, 1e10, 1e8] * 2}
-LOSS = [5.0, 4, 3, 2.5, 3, 2]
-
-
-@pytest.mark.parametrize(
-    "loss, changes, message",
-    [
-        (LOSS[:4], {n: x[:4] for n, x in ROWS.items()}, "5 parameters; 4 rows"),
-        ([*LOSS[:5], np.nan], {}, "loss must be positive and finite; got nan"),
-        ([*LOSS[:5], 0], {}, "loss must be positive and finite; got 0"),
-        ([], {}, "loss is empty"),
-        ([LOSS], {}, r"loss must be a list of numbers"),
-        (LOSS, {"tokens": [1e9, 1e8]}, r"tokens has shape \(2,\), loss \(6,\)"),
-        (LOSS, {"tokens": [0.0] * 6}, "tokens must be positive and finite; got 0"),
-        (LOSS, {"parameters": 1e6}, "parameters has 1 distinct value; chinchilla"),
-        (LOSS, {"parameters": [1e6, 1e7] * 3}, "parameters has 2 distinct values"),
-        (
-            LOSS,
-            {"tokens": [20 * m for m in ROWS["parameters"]]},
-            "parameters and tokens vary only together",
-        ),
-        (LOSS, {"steps": [1] * 6}, "law of parameters, tokens; got"),
-        (LOSS, {"huber": 0}, "huber must be positive; got 0"),
-        (LOSS, {"starts": 0}, "at least 1"),
-        (LOSS, {"bootstrap": -1}, "at least 0"),
-        (LOSS, {"groups": [1]}, "groups has shape"),
-        (LOSS, {"groups": [1] * 6, "bootstrap": 3}, "groups has one label"),
-    ],
-)
-def test_refused_fits(loss, changes, message):
-    with pytest.raises(ValueError, match=message):
-        laws.chinchilla.fit(loss, **{"descents": 1, **ROWS, **changes})
-
-
-@pytest.mark.parametrize(
-    "call, message",
-    [
-        (
-            lambda: laws.chinchilla.of(E=1, A=0, B=1, a=1, b=1),
-            "A must be positive and finite; got 0",
-        ),
-        (
-            lambda: laws.chinchilla.of(E=1, A=1, B=1, a=float("nan"), b=1),
-            "a must be finite; got nan",
-        ),
-        (lambda: laws.chinchilla.of(E=1), "has the parameters"),
-        (lambda: CHINCHILLA.predict(parameters=1), "got parameters"),
-        (
-            lambda: CHINCHILLA.predict(parameters=1, tokens=[1, -1]),
-            "tokens must be positive",
-        ),
-        (
-            lambda: CHINCHILLA.predict(parameters=[1, 2], tokens=[1, 2, 3]),
-            "don't broadcast: parameters",
-        ),
-        (CHINCHILLA.intervals, "no intervals without a bootstrap"),
-        (lambda: CHINCHILLA.predict_interval(95), "level must be between 0 and 1"),
-        (
-            lambda: laws.chinchilla.of(
-                E=1.0, A=1.0, B=1.0, a=-0.1, b=0.3
-            ).compute_optimal(1e18),
-            "no best size between 100 and 1e",
-        ),
-        (
-            lambda: KAPLAN["tokens"].compute_optimal(1e18),
-            "kaplan_tokens has no model size",
-        ),
-        (lambda: CHINCHILLA.compute_optimal(0), "flops must be positive"),
-        (
-            lambda: L1.compute_optimal(1e18),
-            "private is a law of parameters, examples",
-        ),
-    ],
-)
-def test_refused_uses(call, message):
-    with pytest.raises(ValueError, match=message):
-        call()
-
-
 def test_private_rows():
     m = SimpleNamespace(
         parameters=np.array([1e4] * 6),
@@ -308,6 +229,3 @@ def test_private_rows():
     assert loss.tolist() == [5, 4, 5, 5.5]  # the better learning rate at each
     assert inputs["examples"].tolist() == [320, 640, 640, 320]
     assert groups.tolist() == [0, 0, 1, 2]
-    m.batch_size = 0
-    with pytest.raises(ValueError, match="have no batch_size"):
-        laws.private_rows(m)

@@ -1,7 +1,6 @@
 import json
 
 import numpy as np
-import pytest
 
 from opacus_ext.planner.measurements import EXAMPLE, Measurements
 
@@ -40,41 +39,6 @@ def test_a_table_is_read(tmp_path):
     measured = Measurements.read(path)
     assert len(measured) == 1  # one size, ratio and learning rate: one run
     np.testing.assert_array_equal(measured.loss, [5, 4])
-    path.write_text("parameters,steps,loss\n1e3,10,5\n")
-    with pytest.raises(ValueError, match="no column ratio"):
-        Measurements.read(path)
-    path.write_text("parameters,steps,ratio,loss\n1e3,10,0,high\n")
-    with pytest.raises(ValueError, match="no number"):
-        Measurements.read(path)
-
-
-@pytest.mark.parametrize(
-    "changed, message",
-    [
-        (dict(loss=[np.nan, 1]), "loss must be finite"),
-        (dict(loss=[0, 1]), "row 0 has 0"),
-        (dict(parameters=[1e3]), "parameters has shape"),
-        (dict(ratio=[-0.1, 0]), "ratio must be"),
-        (dict(steps=[1, np.inf]), "steps must be"),
-        (
-            dict(parameters=[], steps=[], ratio=[], loss=[]),
-            "no measurements",
-        ),
-    ],
-)
-def test_bad_rows_are_refused(changed, message):
-    rows = dict(parameters=[1e3, 1e3], steps=[1, 2], ratio=[0, 0], loss=[5.0, 4.0])
-    with pytest.raises(ValueError, match=message):
-        Measurements(**{**rows, **changed})
-
-
-def test_runs_that_do_not_belong_together_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="different tokens"):
-        Measurements.of_runs([run(), run(tokens=16)])
-    path = tmp_path / "runs.jsonl"
-    path.write_text(json.dumps(run()) + "\nnot json\n")
-    with pytest.raises(ValueError, match="line 2"):
-        Measurements.read(path)
 
 
 def test_the_example_is_what_was_promised():
@@ -89,21 +53,3 @@ def test_the_example_is_what_was_promised():
     for size in measured.sizes:
         of_size = measured.select(measured.parameters == size)
         np.testing.assert_array_equal(of_size.ratios, measured.ratios)
-
-
-@pytest.mark.parametrize("name", ["family", "tokens", "ratio", "learning_rate"])
-def test_a_run_that_lacks_something_is_refused(name, tmp_path):
-    path = tmp_path / "runs.jsonl"
-    made = run()
-    del made[name]
-    path.write_text(json.dumps(run()) + "\n" + json.dumps(made))
-    with pytest.raises(ValueError, match=f"line 2, is no run.*{name}"):
-        Measurements.read(path)
-
-
-@pytest.mark.parametrize("loss", [3.0, [3.0]])
-def test_a_run_of_other_readings_is_refused(loss, tmp_path):
-    path = tmp_path / "runs.jsonl"
-    path.write_text(json.dumps(run(loss=loss)))
-    with pytest.raises(ValueError, match="line 1, is no run"):
-        Measurements.read(path)

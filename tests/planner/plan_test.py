@@ -168,9 +168,6 @@ def test_sizes_of_which_so_many_steps_are_not_known():
 
 
 def test_an_epsilon_above_100_is_no_privacy():
-    with pytest.raises(Refused, match="epsilon=101 is above 100: that is no") as error:
-        dataclasses.replace(BUDGET, epsilon=101)
-    assert error.value.parameter == "epsilon" and "at most 100" in error.value.remedy
     ends = dict(steps=(800, 800), parameters=(1e5, 1e5), flops=1e13, epsilon=100)
     table = Candidates(dataclasses.replace(BUDGET, **ends), LAW)
     more = doubled_loss(table)
@@ -226,29 +223,6 @@ def test_edges_of_budgets():
         Candidates(Budget(10, 1e-3, **few), LAW).best()
     with pytest.raises(ValueError, match="flops=1 is less than the smallest"):
         Candidates(Budget(1e5, 4, flops=1, **few), LAW).best()
-
-
-@pytest.mark.parametrize(
-    "changed, message",
-    [
-        (dict(users=0), "users must be 1 or more"),
-        (dict(users=math.inf), "users must be"),
-        (dict(epsilon=0), "epsilon must be above 0"),
-        (dict(epsilon=math.nan), "epsilon must be above 0"),
-        (dict(delta=1), "delta must be between 0 and 1"),
-        (dict(flops=-1), "flops must be above 0"),
-        (dict(tokens=0), "tokens must be 1 or more"),
-        (dict(batch_size=(10, 5)), "batch_size must be a range"),
-        (dict(batch_size=(2e5, 3e5)), "batch_size must be at most 100000"),
-        (dict(steps=(0, 5)), "steps must be a range"),
-        (dict(steps=(1e6, 1e6)), "outside of what is known"),
-        (dict(parameters=(1e7, 1e8)), "outside of what is known"),
-        (dict(tokens=17), "measured on examples of 16 tokens"),
-    ],
-)
-def test_bad_budgets_are_refused(changed, message):
-    with pytest.raises(ValueError, match=message):
-        Candidates(dataclasses.replace(BUDGET, **changed), LAW)
 
 
 @pytest.mark.parametrize(
@@ -310,12 +284,6 @@ def test_room_for_batches_that_vary():
     largest = table.batch_size[-1]
     assert 700 < largest and largest + 6 * math.sqrt(largest) <= 1000
     assert Candidates(dataclasses.replace(BUDGET, max_batch_size=10**5), LAW)
-    for changed, message in (
-        (dict(batch_size=(990, 2000)), "max_batch_size=1000 has no room for .* 990"),
-        (dict(sampling="records", records_per_user=2), "several records of a user"),
-    ):
-        with pytest.raises(Refused, match=message):
-            dataclasses.replace(budget, **changed)
 
 
 def test_noise_that_is_too_low_is_raised_or_refused():

@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import nn
 
-from opacus_ext.audit import audit_model, audit_training, plot
+from opacus_ext.audit import audit_model, audit_training
 from opacus_ext.planner.commands.check import target_of
-from opacus_ext.planner.commands.output import print_json
+from opacus_ext.planner.commands.output import print_result
 
 
 def run(args: argparse.Namespace) -> int:
@@ -34,15 +34,13 @@ def run(args: argparse.Namespace) -> int:
     canaries = min(args.canaries, entries)
     once = audit_training(model, loss_fn, batch, canaries=canaries, **common)
     audits = {"single steps": steps, "one run": once}
-    if args.plot:
-        plot(audits).savefig(args.plot)
     if args.json:
         content = {}
         for name, audit in audits.items():
             findings = [finding._asdict() for finding in audit.findings]
             numbers = {n: getattr(audit, n) for n in "ok epsilon claimed delta".split()}
             content[name] = numbers | {"findings": findings}
-        print_json(content)
+        print_result(content, True)
     else:
         print(*(f"{name}\n{audit}\n" for name, audit in audits.items()), sep="\n")
     return 0 if all(audit.ok for audit in audits.values()) else 1

@@ -6,7 +6,7 @@ import argparse
 from itertools import product
 
 from opacus_ext.planner import calibration
-from opacus_ext.planner.commands.output import print_json, show_table
+from opacus_ext.planner.commands.output import print_result
 from opacus_ext.progress import progress
 
 
@@ -39,5 +39,5 @@ def run(args: argparse.Namespace) -> int:
                 amplified=bool(found.amplified),
             )
         )
-    print_json(rows) if args.json else print(show_table(rows))
+    print_result(rows, args.json)
     return 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from importlib import import_module
 from pathlib import Path
 from typing import Any, Iterable, Tuple
 
@@ -12,7 +11,8 @@ import torch
 
 from opacus_ext import check_per_sample_gradients, find_leaks
 from opacus_ext.losses import model_losses
-from opacus_ext.planner.commands.output import print_json
+from opacus_ext.planner.commands.output import print_result
+from opacus_ext.planner.families import made_by
 from opacus_ext.refused import Refused
 
 
@@ -34,38 +34,22 @@ def run(args: argparse.Namespace) -> int:
             name: {mode: str(cell) for mode, cell in row.items()}
             for name, row in report.cells.items()
         }
-        print_json(
-            dict(
-                ok=ok,
-                parameters=cells,
-                refused=report.refused,
-                findings=report.findings,
-                leaks=[str(leak) for leak in leaks],
-            )
-        )
+        found = dict(ok=ok, parameters=cells, refused=report.refused)
+        found |= dict(findings=report.findings, leaks=[str(leak) for leak in leaks])
+        print_result(found, True)
     else:
         print(report, *(f"! {leak}" for leak in leaks), sep="\n")
     return 0 if ok else 1
 
 
 def target_of(args: argparse.Namespace) -> Tuple[Any, Any, Any]:
-    """
-    The model, the batch and the loss of a command's target, a folder or
-    module:function.
-    """
+    """Model, batch and loss of a command's target, a folder or module:function."""
     path = Path(args.target)
     if path.is_dir():
         return _checkpoint(path, args.batch_size, args.length)
-    module, _, function = args.target.partition(":")
     sys.path.insert(0, "")
     try:
-        case = getattr(import_module(module), function)()
-    except (ImportError, AttributeError, TypeError, ValueError) as error:
-        raise Refused(
-            f"target {args.target!r} is not to be had: {error}.",
-            parameter="target",
-            remedy="Name a function that can be imported and has no arguments.",
-        ) from error
+        case = made_by(args.target, "target")
     finally:
         sys.path.remove("")
     if not isinstance(case, Iterable) or len(case := list(case)) != 3:
@@ -85,8 +69,7 @@ def _checkpoint(path: Path, batch_size: int, length: int) -> Tuple[Any, Any, Any
     found = [getattr(transformers, n) for n in names if hasattr(transformers, n)]
     if not found:
         raise Refused(
-            f"target {path}: its config names no class of transformers under "
-            f"architectures ({names}).",
+            f"target {path}: its config names no class of transformers ({names}).",
             parameter="target",
             remedy="Save the model with transformers, or write a module:function.",
         )

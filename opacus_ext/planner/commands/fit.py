@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import csv
-from pathlib import Path
-from typing import Any, Dict, Tuple
+from typing import Any, Dict, Sequence, Tuple
 
 import numpy as np
 
-from opacus_ext.planner.commands.measured import (
-    PRIVATE_LAWS,
-    fit_surface,
-    read_measurements,
-)
-from opacus_ext.planner.commands.output import print_json, show_pairs
+from opacus_ext.planner.commands.output import print_result
 from opacus_ext.planner.laws import LAWS, Law, private_rows
+from opacus_ext.planner.measurements import EXAMPLE, Measurements, read_table
+from opacus_ext.planner.prediction_error import HoldOut, continued, hold_out
+from opacus_ext.planner.surface import Surface, scaled_options
 from opacus_ext.refused import Refused
+
+#: The paper's names of the laws of private training.
+PRIVATE_LAWS = {"L1": "private", "L2": "private_sigmoid"}
 
 
 def run(args: argparse.Namespace) -> int:
@@ -27,23 +26,16 @@ def run(args: argparse.Namespace) -> int:
         result = fit_surface(measured, args.hold_out, args.bootstrap)
     else:
         result = _fit(args, name)
-    print_json(result) if args.json else print(show_pairs(result))
+    print_result(result, args.json)
     return 0
 
 
 def _fit(args: argparse.Namespace, name: str) -> Dict[str, Any]:
     if name not in LAWS:
-        raise Refused(
-            f"--law {args.law!r} is none of "
-            f"{', '.join(['surface', *PRIVATE_LAWS, *LAWS])}.",
-            parameter="--law",
-        )
+        names = ", ".join(["surface", *PRIVATE_LAWS, *LAWS])
+        raise Refused(f"--law {args.law!r} is none of {names}.", parameter="--law")
     if args.hold_out:
-        raise Refused(
-            "--hold-out is for --law surface.",
-            parameter="--hold-out",
-            remedy="Leave one of the two out.",
-        )
+        raise Refused("--hold-out is for --law surface.", parameter="--hold-out")
     inputs: Dict[str, Any]
     law, groups = LAWS[name], None
     if name.startswith("private"):
@@ -61,32 +53,60 @@ def _fit(args: argparse.Namespace, name: str) -> Dict[str, Any]:
 
 def _columns(path: str, law: Law, drop: int) -> Tuple[Any, Dict[str, Any]]:
     """A law's inputs from a table, by their names or those of Chinchilla's data."""
-    with Path(path).open(newline="") as file:
-        rows = list(csv.DictReader(file))
     aliases = {"Model Size": "parameters", "Training FLOP": "flops"}
-    table = {}
-    for name in rows[0] if rows else ():
-        try:
-            table[aliases.get(name, name)] = np.array([float(r[name]) for r in rows])
-        except (TypeError, ValueError):
-            continue  # a column of words
+    table = {aliases.get(name, name): x for name, x in read_table(path).items()}
     if "tokens" not in table and {"parameters", "flops"} <= table.keys():
         table["tokens"] = table["flops"] / (6 * table["parameters"])
     missing = [n for n in (law.target, *law.inputs) if n not in table]
     if missing:
         raise Refused(
-            f"{path} has no column of numbers {', '.join(missing)}; {law.name} needs "
-            f"{law.target} and {', '.join(law.inputs)}.",
+            f"{path} has no column of numbers {', '.join(missing)}.",
             parameter="measurements",
-            remedy="Name the columns so.",
+            remedy=f"{law.name} needs {law.target} and {', '.join(law.inputs)}.",
         )
     kept: Any = slice(None)
     if drop:
-        if not {"tokens", "parameters"} <= table.keys() or drop >= len(rows):
+        if not {"tokens", "parameters"} <= table.keys() or drop >= len(table["tokens"]):
             raise Refused(
                 f"--drop {drop}: there are not so many rows of tokens a parameter.",
                 parameter="--drop",
-                remedy="Leave out fewer.",
             )
         kept = np.argsort(table["tokens"] / table["parameters"])[drop:]
     return table[law.target][kept], {name: table[name][kept] for name in law.inputs}
+
+
+def read_measurements(name: str) -> Measurements:
+    """The measurements of a file, or of the package."""
+    return Measurements.read(EXAMPLE if name == "example" else name)
+
+
+def fit_surface(
+    measured: Measurements, left_out: Sequence[Tuple[str, float]], bootstrap: int = 0
+) -> Dict[str, Any]:
+    """Ranges, errors and warnings of a surface, by name."""
+
+    def errors(found: HoldOut) -> Dict[str, Any]:
+        names = "mean error", "worst error", "readings"
+        return dict(zip(names, (found.mean, found.worst, len(found.measured))))
+
+    options: Any = scaled_options(measured)
+    surface = Surface.fit(measured, bootstrap=bootstrap, **options)
+    result: Dict[str, Any] = dict(law="surface", runs=len(measured))
+    result |= {name: list(ends) for name, ends in surface.ranges.items()}
+    if bootstrap:
+        last = surface.ranges["measured_steps"][1]
+        at = surface.parameters[:, None], last, surface.ratio
+        low, high = surface.interval(*at)
+        width = (high - low) / surface.loss(*at) / 2
+        result["95 % interval"] = (
+            f"+-{width.mean():.2%} of the loss in the mean, +-{width.max():.2%} at "
+            f"most (after {last:g} steps, of {surface.resampled})"
+        )
+    held = continued(measured, **options)
+    if held is not None:
+        result["first quarter continued"] = errors(held)
+    result["warnings"] = list(surface.warnings)
+    for name, value in left_out:
+        left: Any = {name: value, **options}
+        result[f"without {name}={value:g}"] = errors(hold_out(measured, **left))
+    return result

@@ -11,10 +11,7 @@ from opacus_ext.planner.commands.parser import parse
 
 
 def run(args: argparse.Namespace) -> int:
-    """
-    Runs a parsed command and returns the exit status: 2 for arguments that can't be, 3
-    for a budget with which nothing can be learned.
-    """
+    """Runs a parsed command; 2 is for wrong arguments, 3 for a hopeless budget."""
     command = import_module(f"opacus_ext.planner.commands.{args.command}")
     try:
         return command.run(args)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any, Dict
 
-from opacus_ext.planner.commands.measured import fit_surface
-from opacus_ext.planner.commands.output import print_json, show_pairs, show_table
+from opacus_ext.planner.commands.fit import fit_surface
+from opacus_ext.planner.commands.output import print_result
 from opacus_ext.planner.families import find_family
 from opacus_ext.planner.measure import measure
 from opacus_ext.refused import Refused
@@ -33,10 +33,5 @@ def run(args: argparse.Namespace) -> int:
         summary["fit"] = fit_surface(measured, [])
     except Refused as error:
         summary["fit"] = {"refused": str(error)}
-    if args.json:
-        print_json(summary)
-        return 0
-    print(show_table(rows))
-    print(show_pairs(summary["fit"]))
-    print(f"Plan by them: opacus-ext plan --measurements {args.out} ...")
+    print_result(summary, args.json)
     return 0

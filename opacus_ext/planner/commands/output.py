@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from typing import Any, Dict, Sequence
+from typing import Any, Dict, List, Sequence
 
 from opacus_ext.tables import text_table
 
@@ -33,9 +33,31 @@ def strict_json(content: Any, **options: Any) -> str:
     return json.dumps(plain(content), allow_nan=False, **options)
 
 
-def print_json(content: Any) -> None:
-    """Prints :func:`strict_json`."""
-    print(strict_json(content, indent=2))
+def print_result(content: Any, as_json: bool) -> None:
+    """Prints what a command found, as JSON or for people."""
+    print(strict_json(content, indent=2) if as_json else show_all(content))
+
+
+def show_all(content: Any) -> str:
+    """
+    A dict for people: a line for each value that is known, after its name; notes and
+    warnings after "!"; lists of dicts as tables, and texts of several lines as they
+    are. A list of dicts alone is a table.
+    """
+    if not isinstance(content, dict):
+        return show_table(content)
+    lines: List[str] = []
+    width = max(len(k) for k, v in content.items() if not isinstance(v, list)) + 2
+    for name, value in content.items():
+        if name in ("notes", "warnings"):
+            lines += [f"! {note}" for note in value]
+        elif isinstance(value, list) and value and isinstance(value[0], dict):
+            lines += ["", f"{name}:", show_table(value)]
+        elif isinstance(value, str) and "\n" in value:
+            lines += ["", value]
+        elif value is not None and not (isinstance(value, (list, dict)) and not value):
+            lines.append(f"{name:{width}}{show(value)}")
+    return "\n".join(lines)
 
 
 def show(value: Any) -> str:
@@ -43,22 +65,17 @@ def show(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, (list, tuple)):
-        return " to ".join(map(show, value)) if len(value) == 2 else str(list(value))
+        return (" to " if len(value) == 2 else ", ").join(map(show, value))
     if isinstance(value, dict):
-        return ", ".join(f"{k} {show(v)}" for k, v in value.items())
+        known = {k: v for k, v in value.items() if v not in (None, {})}
+        return ", ".join(f"{k} {show(v)}" for k, v in known.items())
     if not isinstance(value, (int, float)):
         return "-" if value is None else str(value)
     if not math.isfinite(value):
         return "-"
-    if float(value).is_integer() and abs(value) < 1e6:
+    if isinstance(value, int) or value.is_integer() and abs(value) < 1e6:
         return f"{int(value):,}"
     return f"{value:.4g}"
-
-
-def show_pairs(values: Dict[str, Any]) -> str:
-    """A line for each value, after its name."""
-    width = max(map(len, values)) + 2
-    return "\n".join(f"{name:{width}}{show(v)}" for name, v in values.items())
 
 
 def show_table(rows: Sequence[Dict[str, Any]]) -> str:

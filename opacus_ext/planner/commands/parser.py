@@ -10,9 +10,8 @@ from __future__ import annotations
 import argparse
 import math
 import os
-import re
 from functools import partial
-from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
 
 EPILOG = {
     None: """examples:
@@ -26,23 +25,17 @@ EPILOG = {
 
 Each command tells more: opacus-ext plan --help""",
     "plan": """examples:
-  no private run was measured: a rule of thumb, without a loss
+  a rule of thumb, without a loss; for masked language models the paper's law
     opacus-ext plan --users 1e6 --epsilon 4 --flops 1e19
-  masked language models like BERT: the paper's law
     opacus-ext plan --users 1e6 --epsilon 4 --flops 1e19 --law paper
-  by the measurements that come with the package (tiny models of bytes)
-    opacus-ext plan --users 1e6 --epsilon 4 --flops 1e15 --measurements example
-  by your own; a table over budgets, for a program
-    opacus-ext plan --users 1e5:1e7:3 --epsilon 1,4,16 --measurements runs.jsonl --json
-  an adapter of 4.2 million parameters, and other ranks; what it costs
-    opacus-ext plan --users 50000 --epsilon 8 --delta 1e-6 --parameters 6.7e9 \\
-        --trainable 4.2e6 --rank 8 --flops 1e19 --device-flops 3e14 --price 2.5
-  its loss too, from the losses of one run without noise (columns steps, loss)
-    opacus-ext plan --users 50000 --epsilon 8 --delta 1e-6 --parameters 6.7e9 \\
-        --trainable 4.2e6 --noise-free run.csv
-  what a choice that someone made would lose
+  by the measurements of the package, or yours; what a choice of someone loses
     opacus-ext plan --users 1e7 --epsilon 4 --flops 1e15 --measurements example \\
         --baseline 4e5,256,700
+    opacus-ext plan --users 1e5:1e7:3 --epsilon 1,4,16 --measurements runs.jsonl --json
+  an adapter, other ranks, what it costs; its loss, by a run without noise
+    opacus-ext plan --users 50000 --epsilon 8 --delta 1e-6 --parameters 6.7e9 \\
+        --trainable 4.2e6 --rank 8 --flops 1e19 --device-flops 3e14 --price 2.5 \\
+        --noise-free run.csv
 
 A number is a list (1,4,16) or a range (1:64:4, four values from 1 to 64 in equal
 ratios), where "ranges" is said; a bound is LOW:HIGH, or one number.""",
@@ -51,9 +44,7 @@ ratios), where "ranges" is said; a bound is LOW:HIGH, or one number.""",
   opacus-ext calibrate --users 1e5,1e6 --epsilon 1:64:4 --batch-size 1e3:1e5:3 \\
       --steps 16000 --delta 1e-8 --json""",
     "measure": """examples:
-  opacus-ext measure --text input.txt --out runs.jsonl
-  opacus-ext measure --text input.txt --out runs.jsonl --sizes 16x2,64x2 \\
-      --ratios 0,0.001,0.03 --learning-rates 0.003,0.01 --steps 700
+  opacus-ext measure --text input.txt --out runs.jsonl --sizes 16x2,64x2
   opacus-ext measure --family my_package.my_module:family --out runs.jsonl
 
 Stopped, the same command goes on. The runs are not private in the text.""",
@@ -69,15 +60,13 @@ Stopped, the same command goes on. The runs are not private in the text.""",
 The status is 0 if every mode is exact, else 1.""",
     "audit": """examples:
   opacus-ext audit ./my-checkpoint              a folder of transformers
-  opacus-ext audit my_package.my_module:case    returns model, batch, loss_fn
-  opacus-ext audit my_package.my_module:case --mode ghost --plot audit.png
+  opacus-ext audit my_package.my_module:case --mode ghost
 
 Single steps are tested with the noise multiplier given, and one short run. The status
 is 0 if nothing contradicts the claims, else 1.""",
     "statement": """examples:
   opacus-ext statement run.pt                   of engine.save_checkpoint
   opacus-ext statement out/checkpoint-500       of PrivateTrainer
-  opacus-ext statement run.pt --delta 1e-6 --unit user --json
 
 The status is 1 if no guarantee is known, as with poisson_sampling=False.""",
 }
@@ -96,60 +85,42 @@ COMMANDS = {
 _BUDGET = """
 --users!               numbers 1 1e15    ; N, people; ranges
 --epsilon!             numbers >0 1e6    ; of the whole run; ranges
---delta=1e-8           number 1e-100 0.5 ; of the whole run (default 1e-8)
---records-per-user=1   whole 1           ; examples that a user has (default 1)
---sampling=users       {users,records}   ; what a step draws; with records, users are
-                       protected in all of theirs
---amplification=lower  {lower,poisson,none} ; Poisson batches, fixed ones, or the lower
-                       noise of both (default)
+--delta=1e-8           number 1e-100 0.5 ; of the whole run
+--records-per-user=1   whole 1           ; examples that a user has
+--sampling=users       {users,records}   ; what a step draws; users are always protected
+--amplification=lower  {lower,poisson,none} ; Poisson batches, fixed ones, or the better
 """
 
-#: The options of each command, an entry each: the name, "!" if it is required or "="
-#: and its default, [metavar]; its type, with bounds; its help.
+#: The options of each command, a line each: the name, "!" if it is required or "=" and
+#: its default, [metavar]; its type, with bounds; its help, to which the default is
+#: added.
 OPTIONS = {
     "plan": _BUDGET
     + """
---flops=inf            numbers >0        ; C, of the whole training; ranges (default: as
-                       much as helps)
---tokens               whole 1 1e9       ; S, tokens of an example (default: of the
-                       measurements, or 512)
---measurements[FILE]   text              ; of private runs, by "measure"; "example":
-                       those of the package
---law                  {surface,L1,L2,paper,rule} ; with measurements: surface
-                       (default), L1 or L2 is fitted; without: rule of thumb, no loss
-                       (default), or paper, for masked language models
---bootstrap=0          whole 0 10000     ; resamples for a 95 %% interval of the loss
-                       (surface; default 0: none)
+--flops=inf            numbers >0        ; C, of the whole training; ranges
+--tokens               whole 1 1e9       ; S of an example; of the measurements, or 512
+--measurements[FILE]   text              ; of "measure"; "example": of the package
+--law                  {surface,L1,L2,paper,rule} ; fitted to measurements, or without
+--bootstrap=0          whole 0 10000     ; resamples for a 95 %% interval (surface)
 --parameters           range 1 1e18      ; M, bounds of the model size
---trainable            whole 1           ; m, if a model of M parameters is fine-tuned
-                       and the others are frozen
---rank                 whole 1           ; of the adapters that have these m parameters:
-                       tells what others cost
---noise-free[FILE]     text              ; losses of one run of this model without
-                       noise, from its start, in nats a token, or a record with --tokens
-                       1 (a classifier's); no accuracies: a table (CSV) with columns
-                       steps and loss, or a file of "measure"
+--trainable            whole 1           ; m of M parameters, if others are frozen
+--rank                 whole 1           ; of adapters of m parameters: tells others
+--noise-free[FILE]     text              ; losses of a run without noise, from its start
 --batch-size           whole-range 1     ; B, bounds, in examples
---max-batch-size       whole 8           ; examples of a batch at most, where memory is
-                       fixed: larger samples are cut (default: no bound)
+--max-batch-size       whole 8           ; examples at most: larger samples are cut
 --physical-batch-size=32 whole 1         ; examples that fit into memory at once
-                       (default 32)
 --steps                whole-range 1     ; T, bounds
---device-flops         number 1 1e30     ; FLOP/s of a device at its peak: tells device
-                       hours
---utilization,--utilisation number >0 1  ; share of it that private training reaches
-                       (default 0.3)
+--device-flops         number 1 1e30     ; FLOP/s of a device at its peak: tells hours
+--utilization,--utilisation number >0 1  ; share of it that private training has, or 0.3
 --price                number >0 1e9     ; of a device hour: tells what a run costs
---devices=1            whole 1 1e9       ; that share the work (default 1)
---trials               whole 2 1e4       ; tell the noise of each run, if the best of so
-                       many is chosen
---baseline[M,B,T]      baseline          ; a configuration to compare with; may be
-                       repeated
+--devices=1            whole 1 1e9       ; that share the work
+--trials               whole 2 1e4       ; tells the noise if the best of them is chosen
+--baseline[M,B,T]      baseline          ; to compare with; may be repeated
 --seconds              number >0         ; bound on time, on this machine
 --memory               number >0         ; bound on bytes, on this machine
 --family=bytes         text              ; what to time: module:function
 --text                 text              ; what to time byte transformers on
---device=cpu           text              ; where to time (default cpu)
+--device=cpu           text              ; where to time
 """,
     "calibrate": _BUDGET
     + """
@@ -160,105 +131,76 @@ OPTIONS = {
 --out![FILE]           text              ; runs are appended, one a line
 --text                 text              ; the text of byte transformers
 --family=bytes         text              ; "bytes", or module:function
---sizes                words             ; names of sizes (default: all of the family)
---ratios=0,0.000244140625,0.0009765625,0.00390625,0.015625,0.0625,0.25
-                       numbers 0 1e6     ; noise-batch ratios, 0 for noise-free (default
-                       0, 2^-12, 2^-10 ... 2^-2)
---learning-rates=0.003 numbers >0 10     ; of Adam (default 0.003)
---steps=1000           whole 1           ; T of a run (default 1000)
---every=20             whole 1           ; steps between two readings (default 20)
---batch-size=32        whole 1           ; the physical batch (default 32)
+--sizes                words             ; names of sizes; all of the family
+--ratios=0,0.000244140625,0.0009765625,0.00390625,0.015625,0.0625,0.25 numbers 0 1e6 ; \
+noise-batch ratios, 0 for noise-free
+--learning-rates=0.003 numbers >0 10     ; of Adam
+--steps=1000           whole 1           ; T of a run
+--every=20             whole 1           ; steps between two readings
+--batch-size=32        whole 1           ; the physical batch
 --warmup=20            whole 1           ; steps until the learning rate is reached
-                       (default 20)
---max-grad-norm=0.1    number >0 1e6     ; (default .1)
---seed=0               whole 0 9.223372036854775808e18 ; (default 0)
+--max-grad-norm=0.1    number >0 1e6     ; bound of a clipped gradient
+--seed=0               whole 0 9.223372036854775808e18 ; of weights, order and noise
 --no-progress          flag              ; no progress bar
 """,
     "fit": """
-measurements           text              ; a file of "measure", a table (CSV), or
-                       "example"
---law=surface          text              ; surface (default), L1, L2 of private
-                       training; chinchilla, kaplan_parameters_tokens and the others of
-                       opacus_ext.planner.laws
---hold-out[NAME=VALUE] hold-out          ; fit without a model size (parameters), a
-                       ratio or later steps, and predict them
---bootstrap=0          whole 0 10000     ; resamples for 95 %% intervals (default 0:
-                       none)
---drop=0               whole 0           ; leave out so many rows of the fewest tokens a
-                       parameter (default 0)
+measurements           text              ; of "measure", a table (CSV), or "example"
+--law=surface          text              ; surface, L1, L2 or one of planner.laws
+--hold-out[NAME=VALUE] hold-out          ; parameters, ratio or steps, to be predicted
+--bootstrap=0          whole 0 10000     ; resamples for 95 %% intervals
+--drop=0               whole 0           ; rows of the fewest tokens a parameter to drop
 """,
     "check": """
 target                 text              ; a folder of transformers, or module:function
---modes=hooks,ghost,ghost_bk words       ; of hooks, ghost, ghost_bk (default all)
---batch-size=3         whole 1 64        ; (default 3)
---length=12            whole 2           ; tokens (default 12)
+--modes=hooks,ghost,ghost_bk words       ; grad_sample_modes
+--batch-size=3         whole 1 64        ; samples
+--length=12            whole 2           ; tokens
 --float32              flag              ; compare in float32, not in float64
 """,
     "audit": """
 target                 text              ; a folder of transformers, or module:function
---mode=ghost_bk        text              ; grad_sample_mode (default ghost_bk)
---noise-multiplier=0.5 number >0         ; of single steps (default 0.5)
---max-grad-norm=1      number >0         ; C (default 1)
---trials=200           whole 16          ; single steps of each of three kinds (default
-                       200)
+--mode=ghost_bk        text              ; grad_sample_mode
+--noise-multiplier=0.5 number >0         ; of single steps
+--max-grad-norm=1      number >0         ; C
+--trials=200           whole 16          ; single steps of each of three kinds
 --canaries=2000        whole 20          ; of the run; at most the model's entries
-                       (default 2000)
---delta=1e-5           number >0 1       ; of the epsilons (default 1e-5)
---confidence=0.95      number 0.5 0.999999 ; of each of both audits (default 0.95)
---batch-size=8         whole 2 64        ; records of a folder's model, random tokens
-                       (default 8)
---length=8             whole 2 512       ; of these, in tokens (default 8)
---plot[FILE]           text              ; a picture of it; takes matplotlib
+--delta=1e-5           number >0 1       ; of the epsilons
+--confidence=0.95      number 0.5 0.999999 ; of each of both audits
+--batch-size=8         whole 2 64        ; random records of a folder's model
+--length=8             whole 2 512       ; of these, in tokens
 """,
     "statement": """
-checkpoint             text              ; a file of save_checkpoint, or
-                       PrivateTrainer's folder
---delta                number >0 1       ; of the guarantee (default: the one that the
-                       noise was chosen for)
---unit=record          text              ; what a record is, as user (default record)
+checkpoint             text              ; a file, or PrivateTrainer's folder
+--delta                number >0 1       ; of the guarantee; that of the noise
+--unit=record          text              ; what a record is, as user
 """,
 }
 
-Parse = Callable[[str], Any]
+Parse = Callable[[str], Any]  # a type for argparse
 
 
 def _number(low: str = "0", high: str = "inf", whole: bool = False) -> Parse:
-    """
-    A type for argparse: a number between two bounds, as "4", "1e6" or "inf"; with a
-    low bound ">0" only above it.
-
-    Example:
-        >>> _number("1", whole=True)("1e6")
-        1000000
-    """
+    """A number, as "4", "1e6" or "inf"; with a low bound ">0" only above it."""
     above, least, most = low[0] == ">", float(low.strip(">")), float(high)
+    wanted = "a whole number" if whole else "a number"
+    wanted += f", above {least:g}" if above else f", {least:g} or more"
+    wanted += "" if most == math.inf else f", at most {most:g}"
 
     def parse(text: str) -> float:
-        kind = "a whole number" if whole else "a number"
-        message = f"{text!r} is not {kind}, " + (
-            f"above {least:g}" if above else f"{least:g} or more"
-        )
-        message += "" if most == math.inf else f", at most {most:g}"
         try:
             value = float(text)
         except ValueError:
-            raise argparse.ArgumentTypeError(message) from None
+            value = math.nan
         fits = least < value <= most if above else least <= value <= most
-        if not fits or (whole and (value == math.inf or value != int(value))):
-            raise argparse.ArgumentTypeError(message)
+        if not fits or whole and not value.is_integer():
+            raise argparse.ArgumentTypeError(f"{text!r} is not {wanted}")
         return int(value) if whole else value
 
     return parse
 
 
 def _numbers(low: str = "0", high: str = "inf", whole: bool = False) -> Parse:
-    """
-    A type for argparse: several numbers, as "1,4,16" or "LOW:HIGH:COUNT".
-
-    Example:
-        >>> _numbers()("1:64:4")
-        [1.0, 4.0, 16.0, 64.0]
-    """
+    """Several numbers, as "1,4,16" or "LOW:HIGH:COUNT", in equal ratios."""
     one = _number(low, high, whole)
 
     def parse(text: str) -> List[float]:
@@ -280,13 +222,7 @@ def _numbers(low: str = "0", high: str = "inf", whole: bool = False) -> Parse:
 
 
 def _range(low: str = "0", high: str = "inf", whole: bool = False) -> Parse:
-    """
-    A type for argparse: LOW:HIGH, or one number for both.
-
-    Example:
-        >>> _range()("1e3:1e5"), _range()("7")
-        ((1000.0, 100000.0), (7.0, 7.0))
-    """
+    """LOW:HIGH, or one number for both."""
     one = _number(low, high, whole)
 
     def parse(text: str) -> Tuple[float, float]:
@@ -343,6 +279,7 @@ def _add_option(add: Callable, option: str) -> None:
     flags, has_default, default = name.partition("=")
     if has_default:
         given["default"] = default
+        given["help"] += f" (default {default})"
     if flags.endswith("!"):
         given["required"] = True
     if kind[0] == "{":
@@ -364,7 +301,7 @@ def build_parser() -> argparse.ArgumentParser:
     for name, text in COMMANDS.items():
         about: Any = dict(help=text, description=text, epilog=EPILOG[name])
         sub = commands.add_parser(name, **about, **raw)
-        for option in re.split(r"\n(?! )", OPTIONS[name].strip()):
+        for option in OPTIONS[name].splitlines():
             if option:
                 _add_option(sub.add_argument, option)
         sub.add_argument("--json", action="store_true", help="print JSON")
@@ -375,8 +312,7 @@ def build_parser() -> argparse.ArgumentParser:
 def parse(argv: Optional[Sequence[str]] = None) -> argparse.Namespace:
     """The arguments of a command, or an exit with help (0) or an error (2)."""
     args = build_parser().parse_args(argv)
-    problem = _problem(args)
-    if problem:
+    for problem in _problems(args):
         args.parser.error(problem)
     return args
 
@@ -390,63 +326,57 @@ def _timed(args: argparse.Namespace) -> bool:
     return args.command == "plan" and bool(args.seconds or args.memory or args.text)
 
 
-def _problem(args: argparse.Namespace) -> Optional[str]:
-    """The reason why arguments don't fit, found before anything is imported."""
+def _problems(args: argparse.Namespace) -> Iterator[str]:
+    """The reasons why arguments don't fit, found before anything is imported."""
     given = vars(args)
     if args.command in ("plan", "calibrate"):
         each = args.records_per_user if args.sampling == "records" else 1
         fewest, batches = int(min(args.users)) * each, args.batch_size or [1]
         least = batches[0] if args.command == "plan" else max(batches)
         if least > fewest:
-            return f"batch_size must be at most {fewest}, all examples; got {least:g}"
-    if args.command == "plan" and max(args.epsilon) > 100:
-        return f"epsilon={max(args.epsilon):g} is above 100: that is no privacy"
-    if args.command == "plan" and (problem := _problem_of_tuning(args)):
-        return problem
-    if args.command == "plan" and args.law:
-        if bool(args.measurements) == (args.law in ("paper", "rule")):
-            return (
-                f"--law {args.law} {'takes no' if args.measurements else 'needs'} "
-                "measurements; surface, L1 and L2 are fitted to --measurements, paper "
-                "and rule go without"
-            )
+            yield f"batch_size must be at most {fewest}, all examples; got {least:g}"
+    if args.command == "plan":
+        yield from _problems_of_plan(args)
     if (_timed(args) or args.command == "measure") and not args.text:
         if args.family == "bytes":
-            return "the family of byte transformers needs a text: --text FILE"
+            yield "the family of byte transformers needs a text: --text FILE"
     for name in ("measurements", "noise_free", "text", "checkpoint"):
         path = given.get(name)
         if path and path != "example" and not os.path.exists(path):
-            return f"there is no {path}"
+            yield f"there is no {path}"
     target = given.get("target")
     if target and ":" not in target and not os.path.isdir(target):
-        return f"target {target!r} is neither a folder nor module:function"
-    return None
+        yield f"target {target!r} is neither a folder nor module:function"
 
 
-def _problem_of_tuning(args: argparse.Namespace) -> Optional[str]:
-    one = args.parameters and args.parameters[0] == args.parameters[1]
+def _problems_of_plan(args: argparse.Namespace) -> Iterator[str]:
+    if max(args.epsilon) > 100:
+        yield f"epsilon={max(args.epsilon):g} is above 100: that is no privacy"
+    low, high = args.parameters or (0, math.inf)
     for name in ("trainable", "noise_free"):
         flag = "--" + name.replace("_", "-")
         if getattr(args, name) is None:
             continue
-        if not one:
-            return f"{flag} is of one model: --parameters is its size, one number"
+        if low != high:
+            yield f"{flag} is of one model: --parameters is its size, one number"
         if args.measurements or args.law not in (None, "rule"):
-            return f"{flag} goes without --measurements and --law"
-        if args.seconds or args.memory or args.text:
-            return f"{flag} goes without --seconds, --memory and --text"
+            yield f"{flag} goes without --measurements and --law"
+        if _timed(args):
+            yield f"{flag} goes without --seconds, --memory and --text"
     if args.noise_free and args.law:
-        return "--noise-free goes without --law"
-    if args.trainable and args.trainable > args.parameters[0]:
-        return f"--trainable is at most {args.parameters[0]:g}, the model's parameters"
+        yield "--noise-free goes without --law"
+    if args.trainable and args.trainable > high:
+        yield f"--trainable is at most {high:g}, the model's parameters"
     if args.rank and args.trainable is None:
-        return "--rank needs --trainable, the parameters of adapters of this rank"
-    if args.device_flops is None and (
-        args.price or args.devices > 1 or args.utilization
-    ):
-        return "--price, --devices and --utilization need --device-flops"
-    if args.bootstrap and (
-        args.measurements is None or args.law not in (None, "surface")
-    ):
-        return "--bootstrap is of the surface, which is fitted to --measurements"
-    return None
+        yield "--rank needs --trainable, the parameters of adapters of this rank"
+    cost = args.price or args.devices > 1 or args.utilization
+    if cost and args.device_flops is None:
+        yield "--price, --devices and --utilization need --device-flops"
+    surface = args.measurements and args.law in (None, "surface")
+    if args.bootstrap and not surface:
+        yield "--bootstrap is of the surface, which is fitted to --measurements"
+    if args.law and bool(args.measurements) == (args.law in ("paper", "rule")):
+        yield (
+            "--law surface, L1 and L2 are fitted to --measurements, paper and rule go "
+            "without"
+        )

@@ -10,8 +10,8 @@ from typing import Any, Dict, List, Optional, Sequence, Tuple
 from opacus_ext.planner.budget import Budget, HopelessError
 from opacus_ext.planner.candidates import Candidates
 from opacus_ext.planner.changes import by_rank, doubled_loss, doubled_noise
-from opacus_ext.planner.commands.measured import PRIVATE_LAWS, read_measurements
-from opacus_ext.planner.commands.output import print_json, show, show_pairs, show_table
+from opacus_ext.planner.commands.fit import PRIVATE_LAWS, read_measurements
+from opacus_ext.planner.commands.output import print_result, show
 from opacus_ext.planner.cost import Device
 from opacus_ext.planner.laws import LAWS, private_rows
 from opacus_ext.planner.loss_model import LossModel
@@ -65,14 +65,15 @@ def run(args: argparse.Namespace) -> int:
         )
     notes += dict.fromkeys(caveat for plan in plans for caveat in plan.caveats)
     if any(p.steps > law.measured_to(p.trainable, p.ratio) for p in plans):
-        notes += _continued(law.warnings)
+        notes += law.warnings
+    found: Row = {"answer": law.kind, "law": law.answer, "notes": notes}
     if args.json:
-        found = {"answer": law.kind, "law": law.answer, "notes": notes}
-        print_json(found | {"warnings": law.warnings, "plans": rows})
+        found |= {"warnings": law.warnings, "plans": rows}
     elif len(rows) == 1:
-        print(_one_plan(plans[0], rows[0], law, notes))
+        found |= _one_plan(plans[0], rows[0])
     else:
-        print(_many_plans(rows, law, notes))
+        found["plans"] = _many_plans(rows)
+    print_result(found, args.json)
     return 0
 
 
@@ -103,19 +104,6 @@ def _law(args: argparse.Namespace) -> Tuple[LossModel, List[str]]:
     steps = measured.steps.min(), measured.steps.max()
     meta = measured.tokens, measured.batch_size
     return LossModel.of_fit(fitted, sizes, steps, *meta), list(fitted.warnings)
-
-
-def _continued(warnings: Sequence[str]) -> List[str]:
-    """A line for each odd way in which curves were continued."""
-    curves: Dict[str, List[str]] = {}
-    for warning in warnings:
-        curve, _, how = warning.partition(": ")
-        curves.setdefault(how, []).append(curve)
-    return [
-        f"{len(of)} curve{'s' * (len(of) > 1)}: {how} ({'; '.join(of)})"
-        for how, of in curves.items()
-        if how
-    ]
 
 
 def _probe(args: argparse.Namespace) -> Any:
@@ -172,132 +160,48 @@ def _cost(args: argparse.Namespace, plan: Plan) -> Optional[Row]:
     return device.cost(plan.flops)._asdict()
 
 
-def _shown_cost(cost: Row) -> str:
-    shown = f"{show(cost['device_hours'])} device hours"
-    if cost["hours"] != cost["device_hours"]:
-        shown += f", {show(cost['hours'])} on the clock"
-    if cost["money"] is None:
-        return shown
-    return f"{shown}, a price of {cost['money']:,.2f}"
-
-
-def _saturating(row: Row) -> str:
-    loss = "come" if row["loss"] is None else f"reach {show(row['loss'])},"
-    ends = ", ".join(f"{name} at the {end} end" for name, end in row["ends"].items())
-    more = f"; {ends} of the range there, so more may help" if ends else ""
-    cost = f" ({_shown_cost(row['cost'])})" if row["cost"] else ""
-    return f"{row['flops']:.3g} FLOPs{cost} {loss} within 1 % of what any do{more}"
-
-
 def _search(trials: int, plan: Plan) -> Any:
     """The noise of each run if the best of several is chosen."""
     if not plan.amplified or plan.budget.sampling != "users":
-        raise Refused(
-            "--trials is for Poisson samples of users.",
-            parameter="--trials",
-            remedy="Add --amplification poisson, and leave --sampling out.",
-        )
+        raise Refused("--trials is for --amplification poisson of --sampling users.")
     rate = plan.batch_size / plan.examples
     return ways(plan.budget.epsilon, plan.budget.delta, plan.steps, rate, trials)
 
 
-def _configuration(plan: Plan, row: Row, law: LossModel) -> Row:
-    """The plan itself, for people."""
-    tuned = plan.budget.trainable is not None
+def _one_plan(plan: Plan, row: Row) -> Row:
+    """A plan for people."""
+    names = "users epsilon delta flops tokens"
+    budget = {k: v for k, v in _fields(plan.budget, names).items() if v < math.inf}
     unit = "token" if plan.budget.tokens > 1 else "record"
-    fixed = "fixed, every one once an epoch"
-    sampling = "Poisson samples" if plan.amplified else fixed
-    interval = f", 95 %: {show(plan.interval)}" if plan.interval else ""
-    loss = f"{show(plan.loss)} nats a {unit}{interval}"
-    shown = {
-        "parameters": f"{plan.parameters:,}"
-        + f", {plan.trainable:,} of them trained" * tuned,
-        "batch size": f"{plan.batch_size:,} ({sampling}), in {plan.parts:,} parts of "
-        f"{plan.budget.physical_batch_size:,} at most",
-        "steps": f"{plan.steps:,}",
-        "compute": f"{plan.flops:.3g} FLOPs",
-        "tokens a parameter": plan.tokens_per_parameter,
-        "noise multiplier": repr(row["make_private"]["noise_multiplier"]),
-        "noise-batch ratio": f"{show(plan.ratio)} (norm of the noise "
-        f"{show(plan.noise_norm)})",
-        "loss": loss if law.tells_loss else "not given by a rule of thumb",
-        "membership advantage": f"{show(plan.advantage)} at most",
-        "learning rate": plan.learning_rate,
+    names = "parameters trainable batch_size parts amplified steps flops ratio "
+    names += "tokens_per_parameter noise_norm advantage interval learning_rate seconds"
+    return {
+        "budget": budget,
+        **_fields(plan, names),
+        "noise_multiplier": repr(row["make_private"]["noise_multiplier"]),
+        "loss": None if plan.loss is None else f"{show(plan.loss)} nats a {unit}",
+        "cost": row["cost"],
+        "about as good (1 %)": row["near_optimal"],
+        "enough flops (1 %)": row["saturating"],
+        "loss saved by double": row["doubling"]["loss"],
+        "noise saved by double": row["doubling"]["noise_batch_ratio"],
+        "without privacy": row["not_private"],
+        "other batch sizes of equal epsilon and compute": row["same_epsilon"],
+        "adapters of other ranks, same compute": row["ranks"],
+        "baselines": row["baselines"],
+        "noise of each run, if one of several is chosen": row["trials"],
+        "code": plan.code(),
     }
-    if plan.seconds:
-        shown["time here"] = f"{plan.seconds:.3g} s"
-    if row["cost"]:
-        shown["cost"] = _shown_cost(row["cost"])
-    return shown
 
 
-def _alternatives(row: Row, law: LossModel) -> Row:
-    """Other plans and budgets, for people."""
-    near, more = row["near_optimal"], row["doubling"]
-    losses = {
-        k: "-" if math.isnan(v) else f"{-100 * v:.2g} %"
-        for k, v in more["loss"].items()
-        if law.tells_loss
-    }
-    noise = more["noise_batch_ratio"].items()
-    shown = {
-        "about as good (1 %)": f"parameters {show(near['parameters'])}, batch "
-        f"size {show(near['batch_size'])}, steps {show(near['steps'])}",
-        "compute that helps": _saturating(row["saturating"]),
-        "loss with double the": losses or None,
-        # No batch holds more than all.
-        "noise with double the": {k: f"1/{1 + v:.3g}" for k, v in noise if v == v},
-    }
-    if row["not_private"]:
-        shown["without privacy"] = row["not_private"]
-    return shown
-
-
-def _one_plan(plan: Plan, row: Row, law: LossModel, notes: Sequence[str]) -> str:
-    budget = plan.budget
-    compute = "any compute"
-    if budget.flops < math.inf:
-        compute = f"{budget.flops:.3g} FLOPs"
-    shown = f"{show(budget.users)} users, epsilon {show(budget.epsilon)}, delta "
-    shown += f"{show(budget.delta)}, {compute}, {budget.tokens} tokens an example"
-    sections = [
-        show_pairs({"budget": shown, "answer": law.answer}),
-        *(f"! {note}" for note in notes),
-        "",
-        show_pairs(_configuration(plan, row, law)),
-        "",
-        show_pairs(_alternatives(row, law)),
-    ]
-    for title, name in (
-        ("equal epsilon, other batch sizes, same compute:", "same_epsilon"),
-        ("adapters of other ranks, same compute:", "ranks"),
-        ("baselines:", "baselines"),
-        ("noise of each run, if one of several is chosen:", "trials"),
-    ):
-        if row[name]:
-            sections += ["", title, show_table(row[name])]
-    return "\n".join([*sections, "", plan.code()])
-
-
-def _many_plans(rows: Sequence[Row], law: LossModel, notes: Sequence[str]) -> str:
-    shown = [
-        {
-            "users": row["budget"]["users"],
-            "epsilon": row["budget"]["epsilon"],
-            "FLOPs": f"{row['flops']:.2g}",
-            "parameters": row["parameters"],
-            "batch size": row["batch_size"],
-            "steps": row["steps"],
-            "noise": repr(row["make_private"]["noise_multiplier"]),
-            "noise norm": row["noise_norm"],
-            "loss": row["loss"],
-            **(row["cost"] or {}),
-            "tokens/param": row["tokens_per_parameter"],
-            "advantage": row["advantage"],
-            "Poisson": row["amplified"],
-            "at the end": ", ".join(row["ends"]),
-        }
+def _many_plans(rows: Sequence[Row]) -> List[Row]:
+    """Plans for people, a row each."""
+    names = "flops parameters batch_size steps noise_norm loss tokens_per_parameter "
+    names += "advantage amplified ends"
+    return [
+        {name: row["budget"][name] for name in ("users", "epsilon")}
+        | {"noise_multiplier": repr(row["make_private"]["noise_multiplier"])}
+        | {name: row[name] for name in names.split()}
+        | (row["cost"] or {})
         for row in rows
     ]
-    lines = [f"answer  {law.answer}", *(f"! {note}" for note in notes)]
-    return "\n".join([*lines, "", show_table(shown)])
