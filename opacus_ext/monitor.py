@@ -8,7 +8,7 @@ Gaussian mechanism with the noise multiplier that the accountant records anyway.
 from __future__ import annotations
 
 import math
-from typing import Any, Dict, List, Mapping, Optional, Sequence
+from typing import Any, Dict, Mapping, Optional, Sequence
 
 import torch
 from opacus import PrivacyEngine

@@ -37,7 +37,8 @@ class PrivacyArguments:
         poisson_sampling: False shuffles, which no accountant covers
         log_loss: logs the training loss, which is not private
         monitor: "private" logs clipping and gradient norms by
-            :class:`opacus_ext.monitor.Monitor`, within the same epsilon; "off" logs none
+            :class:`opacus_ext.monitor.Monitor`, within the same epsilon; "off" logs
+            none
         privacy_seed: of noise and batches, for tests. By default nobody knows it;
             ``TrainingArguments.seed`` has no part in either
         repeat_noise: a run that goes on from a checkpoint repeats the noise of the run
