@@ -72,14 +72,6 @@ class Calibration(NamedTuple):
     amplified: Any
 
 
-class Doubling(NamedTuple):
-    """The saving of doubling a budget, ``ratio(x) / ratio(2 x) - 1``, for each."""
-
-    epsilon: Any
-    batch_size: Any
-    users: Any
-
-
 def delta(
     noise_multiplier: ArrayLike,
     sample_rate: ArrayLike,
@@ -364,50 +356,3 @@ def noise_batch_ratio(
         14.712
     """
     return calibrate(epsilon, delta, steps, batch_size, users, **options).ratio
-
-
-def doubling(
-    epsilon: ArrayLike,
-    delta: ArrayLike,
-    steps: ArrayLike,
-    batch_size: ArrayLike,
-    users: ArrayLike,
-    **options: Any,
-) -> Doubling:
-    """
-    Returns how much doubling epsilon, the batch or the users lowers the noise-batch
-    ratio, each as ``ratio(x) / ratio(2 x) - 1``, the arrows of the paper's Figure 4: 1
-    where the ratio is halved, 0 where it stays, NaN for a batch that can't be doubled,
-    because it would hold more than all. Arguments are those of :func:`calibrate`.
-
-    Example:
-        >>> saved = doubling(4.0, 1e-8, 16000, 65536, 2**24)
-        >>> [round(arrow, 3) for arrow in saved]
-        [0.337, 0.238, 0.324]
-    """
-    epsilon, delta, steps, batch_size, users, records = np.broadcast_arrays(
-        *_checked(
-            epsilon=epsilon,
-            delta=delta,
-            steps=steps,
-            batch_size=batch_size,
-            users=users,
-            records_per_user=options.pop("records_per_user", 1),
-        )
-    )
-    everyone = users * (records if options.get("sampling") == "records" else 1)
-    fits = 2 * batch_size <= everyone
-    more = np.where(fits, 2, 1) * batch_size
-    ratio = noise_batch_ratio(
-        np.stack([epsilon, 2 * epsilon, epsilon, epsilon]),
-        delta,
-        steps,
-        np.stack([batch_size, batch_size, more, batch_size]),
-        np.stack([users, users, users, 2 * users]),
-        records_per_user=records,
-        **options,
-    )
-    with np.errstate(divide="ignore", invalid="ignore"):
-        saved = np.where(ratio[0] == ratio[1:], 0.0, ratio[0] / ratio[1:] - 1)
-    saved[1] = np.where(fits, saved[1], np.nan)
-    return Doubling(*map(plain, saved))

@@ -88,17 +88,6 @@ def mislabelled(labels: torch.Tensor, classes: int, *, seed: int = 0) -> torch.T
     return (labels + shift) % classes
 
 
-def random_sequences(
-    count: int, length: int, vocabulary: int, *, seed: int = 0
-) -> torch.Tensor:
-    """
-    Canary sequences: random tokens ``[count, length]`` below ``vocabulary``. Source:
-    Carlini et al., 2019, "The Secret Sharer".
-    """
-    source = torch.Generator().manual_seed(seed)
-    return torch.randint(vocabulary, (count, length), generator=source)
-
-
 def loss_scores(
     model: nn.Module, before: nn.Module, loss_fn: LossFn, batch: Any
 ) -> np.ndarray:

@@ -13,7 +13,6 @@ from opacus_ext.accountants import PRVBoundsAccountant, solver
 from opacus_ext.accountants.calibration import (
     calibrate,
     delta,
-    doubling,
     epsilon,
     gaussian_noise_multiplier,
     noise_batch_ratio,
@@ -284,20 +283,6 @@ def test_units():
     assert fixed.noise_multiplier == pytest.approx(
         8 * gaussian_noise_multiplier(2.0, 1e-6)
     )
-
-
-def test_doubling():
-    """Of the paper's Figure 4, b: there are rows where a batch can't be doubled."""
-    batch, users = 2.0 ** np.array([[12], [17]]), 2.0 ** np.array([17, 20, 26])
-    saved = doubling(4.0, 1e-8, 16000, batch, users)
-    ratio = noise_batch_ratio(4.0, 1e-8, 16000, batch, users)
-    more_users = noise_batch_ratio(4.0, 1e-8, 16000, batch, 2 * users)
-    assert saved.users == pytest.approx(ratio / more_users - 1, rel=1e-4)
-    assert saved.epsilon.shape == saved.batch_size.shape == (2, 3)
-    assert np.isnan(saved.batch_size).tolist() == [[False] * 3, [True, False, False]]
-    for arrows in saved:
-        arrows = arrows[~np.isnan(arrows)]
-        assert (arrows >= 0).all() and (arrows <= 1.0001).all()
 
 
 GOOD = dict(epsilon=1.0, delta=1e-5, steps=100, batch_size=10, users=1000)

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from opacus_ext.audit import audit_model, audit_training, plot
+from opacus_ext.audit import audit_model, audit_training
 from opacus_ext.planner.commands.check import target_of
 from opacus_ext.planner.commands.output import print_json
 
@@ -34,8 +34,6 @@ def run(args: argparse.Namespace) -> int:
     canaries = min(args.canaries, entries)
     once = audit_training(model, loss_fn, batch, canaries=canaries, **common)
     audits = {"single steps": steps, "one run": once}
-    if args.plot:
-        plot(audits).savefig(args.plot)
     if args.json:
         content = {}
         for name, audit in audits.items():

@@ -70,7 +70,7 @@ The status is 0 if every mode is exact, else 1.""",
     "audit": """examples:
   opacus-ext audit ./my-checkpoint              a folder of transformers
   opacus-ext audit my_package.my_module:case    returns model, batch, loss_fn
-  opacus-ext audit my_package.my_module:case --mode ghost --plot audit.png
+  opacus-ext audit my_package.my_module:case --mode ghost
 
 Single steps are tested with the noise multiplier given, and one short run. The status
 is 0 if nothing contradicts the claims, else 1.""",
@@ -208,7 +208,6 @@ target                 text              ; a folder of transformers, or module:f
 --batch-size=8         whole 2 64        ; records of a folder's model, random tokens
                        (default 8)
 --length=8             whole 2 512       ; of these, in tokens (default 8)
---plot[FILE]           text              ; a picture of it; takes matplotlib
 """,
     "statement": """
 checkpoint             text              ; a file of save_checkpoint, or
