@@ -80,14 +80,13 @@ def delta(
     records_per_user: ArrayLike = 1,
 ) -> Any:
     """
-    Returns the delta of DP-SGD with Poisson sampling at ``epsilon``: its privacy
-    profile, when a user is removed, as Opacus's and Microsoft's accountants have it.
-    When a user is added it was smaller in every comparison.
+    Returns the delta of DP-SGD with Poisson sampling at ``epsilon``, when a user is
+    removed; when one is added it was smaller in every comparison.
 
     At epsilon 0 it is the advantage of the best membership inference: the most by which
-    its true positive rate exceeds its false positive rate. Plans of equal (epsilon,
-    delta) differ in it (Kaissis et al. 2024). For deterministic batches, take
-    ``sample_rate=1`` and the number of batches that hold a user for ``steps``.
+    its true positive rate exceeds its false positive rate (Kaissis et al. 2024). For
+    deterministic batches, take ``sample_rate=1`` and the number of batches that hold a
+    user for ``steps``.
 
     Args:
         noise_multiplier: sigma, over the clipping norm; 0 for no noise
@@ -137,7 +136,7 @@ def epsilon(
 ) -> Any:
     """
     Returns the least epsilon of DP-SGD with Poisson sampling at ``delta``, infinite
-    without noise. Arguments and errors are those of :func:`delta`.
+    without noise. Arguments and errors are as in :func:`delta`.
 
     Example:
         >>> round(epsilon(1.0, 0.01, 1000, delta=1e-5), 4)
@@ -187,8 +186,8 @@ def gaussian_noise_multiplier(
 ) -> Any:
     """
     Returns the least noise for a budget without amplification, in closed form: that of
-    a Gaussian mechanism (Balle & Wang 2018, "Improving the Gaussian Mechanism for
-    Differential Privacy", theorem 8) with sqrt(participations) times the sensitivity.
+    a Gaussian mechanism (Balle & Wang 2018, theorem 8) with sqrt(participations) times
+    the sensitivity.
 
     Args:
         epsilon: positive
@@ -348,8 +347,7 @@ def noise_batch_ratio(
 ) -> Any:
     """
     Returns the standard deviation of the noise in an averaged gradient, over the
-    clipping norm: sigma(epsilon, delta, T, B / N) / B, the variable of the scaling
-    laws. Arguments are those of :func:`calibrate`.
+    clipping norm: sigma / B. Arguments are those of :func:`calibrate`.
 
     Example:
         >>> round(1e6 * noise_batch_ratio(4.0, 1e-8, 16000, 65536, 2**24), 3)

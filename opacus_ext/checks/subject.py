@@ -130,6 +130,31 @@ def gradients(loss: T, model: nn.Module) -> List[T]:
     ]
 
 
+def as_in_batch(
+    own: T, alone: nn.Module, loss: T, together: nn.Module, tolerance: float
+) -> Tuple[bool, List[T]]:
+    """
+    True if a sample's loss alone and its gradients are those of its loss in the batch;
+    and the gradients of the sample alone.
+    """
+    grads, beside = gradients(own, alone), gradients(loss, together)
+    none = own.new_zeros(0).cpu()  # for models without parameters
+    a, b = (torch.cat([none, *(g.flatten().cpu() for g in x)]) for x in (grads, beside))
+    return close(own, loss, tolerance, 1e-3) and close(a, b, tolerance), grads
+
+
+def close(a: T, b: T, tolerance: float, least: float = 1e-12) -> bool:
+    """
+    True if tensors of one shape differ by at most ``tolerance`` times the largest
+    finite entry of b, or times ``least``.
+    """
+    if a.shape != b.shape:
+        return False
+    a, b = a.detach().double(), b.detach().double()
+    scale = float(b.abs().nan_to_num(posinf=0).max()) if b.numel() else 0.0
+    return torch.allclose(a, b, 0, tolerance * max(scale, least), True)
+
+
 def random_state_kept(model: nn.Module) -> ContextManager:
     """Restores torch's random generators of the devices that the model is on."""
     on_cuda = any(p.is_cuda for p in model.parameters())

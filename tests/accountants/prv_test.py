@@ -202,6 +202,16 @@ def test_pure_mechanisms(epsilon, uses, delta):
     assert made.get_bounds(delta / uses / 4) == (math.inf,) * 3
 
 
+@pytest.mark.parametrize("delta", [1e-6, 1e-5, 3.0001e-7])
+def test_a_delta_that_the_mechanisms_nearly_spend(delta):
+    """All that is left is that of the greatest loss; prv-accountant refuses it."""
+    made = PRVBoundsAccountant()
+    made.compose("approximate", epsilon=1.0, delta=1e-7, participations=3)
+    most = math.exp(3) / (1 + math.e) ** 3  # probability of a loss of 3
+    left = (delta - 1 + (1 - 1e-7) ** 3) / (1 - 1e-7) ** 3
+    holds(made.get_bounds(delta), 3 + math.log1p(-left / most))
+
+
 def test_laplace():
     """One use has a closed form; two, the integral of one over the other's noise."""
     made = PRVBoundsAccountant()
