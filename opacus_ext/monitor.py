@@ -1,9 +1,4 @@
-"""A monitor of private training: how much is clipped, and how much of a step is noise.
-
-The norms of private records' gradients are as private as the records. :class:`Monitor`
-releases a histogram of them with noise, together with each step's gradient, as one
-Gaussian mechanism with the noise multiplier that the accountant records anyway.
-"""
+"""A monitor of private training: how much is clipped, and how much is noise."""
 
 from __future__ import annotations
 
@@ -30,8 +25,8 @@ class Monitor:
     distributed training each process has a monitor, with the same arguments.
 
     Each step counts the norms of the per-sample gradients in a histogram: a sample adds
-    1 to one bin. All numbers come from histograms with noise, and from gradients with
-    noise, which are released anyway.
+    1 to one bin. It is released with noise, together with the gradient, as one Gaussian
+    mechanism with the noise multiplier that the accountant records anyway.
 
     Privacy. Let S be the sensitivity of the clipping function, s the noise multiplier
     that the accountant records, and a the ``share``. The gradient's noise has the std
@@ -41,10 +36,10 @@ class Monitor:
     Gaussian noise, which one record changes by at most
     ``sqrt((1 - a) / s^2 + a / s^2) = 1 / s``: a Gaussian mechanism with noise
     multiplier s, over the same sampled batch. So epsilon is what it is without a
-    monitor, and gradients have ``1 / sqrt(1 - a)`` times the noise, by default 0.5 %
-    more. (If a record is replaced, gradients change by 2 S and histograms by sqrt(2):
-    less than the accountant assumes.) Source: Andrew et al. 2021, "Differentially
-    Private Learning with Adaptive Clipping", Theorem 1, for one count.
+    monitor, and gradients have by default 0.5 % more noise. (If a record is replaced,
+    gradients change by 2 S and histograms by sqrt(2): less than the accountant
+    assumes.) Source: Andrew et al. 2021, "Differentially Private Learning with Adaptive
+    Clipping", Theorem 1, for one count.
 
     Args:
         engine: its accountant gives epsilon

@@ -1,14 +1,10 @@
 """
 The noise multiplier that a privacy budget needs, over whole grids of budgets.
 
-The scaling laws of private training (McKenna et al. 2025, "Scaling Laws for
-Differentially Private Language Models", section 2 and appendix B) see the noise only
-through the noise-batch ratio, sigma / B. A plan needs thousands of them.
-
 All come from the privacy profile delta(epsilon) of the removal of a user, see
-:mod:`opacus_ext.accountants.saddle_point`. A value that misses the stated precision is
-refused. A calibrated noise multiplier leaves a part in 20,000 of delta unspent, which
-is more than all numerical errors, and lies within 0.01 % above the least possible one.
+:mod:`opacus_ext.accountants.saddle_point`. A calibrated noise multiplier leaves a part
+in 20,000 of delta unspent, which is more than all numerical errors, and lies within
+0.01 % above the least possible one.
 """
 
 from __future__ import annotations
@@ -223,17 +219,12 @@ def noise_multiplier(
     Args:
         epsilon: positive
         delta: in (0, 1)
-        steps: whole numbers
-        sample_rate: probability of each record to be in a batch, in (0, 1]
-        records_per_user: records of a user, drawn independently and protected together
-            (the noise is still relative to the clipping norm of one)
+        steps, sample_rate, records_per_user: as in :func:`delta`, with its errors; the
+            noise is relative to the clipping norm of one record
         rough: True for a precision of a thousandth, unchecked, in a third of the time
 
     Returns:
         of the broadcast shape, a float for numbers
-
-    Raises:
-        Refused: if an argument is out of its range, or the answer can't be computed
 
     Example:
         >>> noise_multiplier([1.0, 2.0], 1e-5, 1000, 0.01).round(3).tolist()
@@ -273,13 +264,12 @@ def calibrate(
         users: N
         amplification: "poisson": each is in a batch with probability B / N. "none":
             deterministic batches, which hold each ``ceil(T B / N)`` times. "lower": the
-            one of them that needs less noise, as in the paper (appendix B.1); train
-            with that one
+            one that needs less noise (McKenna et al. 2025, "Scaling Laws for
+            Differentially Private Language Models", appendix B.1); train with that one
         records_per_user: number of records of each user
-        sampling: the unit that is drawn and clipped. With "users" (the paper's appendix
-            B.2) the number of records doesn't matter. With "records" a user is
-            protected with all of them: drawn independently by Poisson sampling; in
-            deterministic batches all in the same ones at worst
+        sampling: the unit that is drawn and clipped. With "users" the number of records
+            doesn't matter. With "records" a user is protected with all of them: drawn
+            independently, or all in the same deterministic batches at worst
 
     Raises:
         Refused: if an argument is out of its range, or the answer can't be computed

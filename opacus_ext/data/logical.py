@@ -1,7 +1,6 @@
 """
-Logical batches in physical batches, as the items of one loader: a training loop that
-takes a fixed number of items a step (Trainer's ``gradient_accumulation_steps``) gets
-that many, and each is a list of physical batches, which fit into memory.
+Logical batches as a fixed number of items a step (``gradient_accumulation_steps`` of
+transformers), each a list of physical batches.
 """
 
 from __future__ import annotations
