@@ -55,12 +55,6 @@ class LogicalBatches(Sampler):
             first one has all that are left over, or those in front are empty
         seed: of all draws
         first: number of the first draw
-
-    Example:
-        >>> draws, generator = [[0, 1, 2, 3, 4], []], torch.Generator()
-        >>> items = LogicalBatches(draws, generator, 2, items=2, seed=0)
-        >>> [item.numbers for item in items]
-        [[[0, 1], [2, 3]], [[4]], [], [[]]]
     """
 
     def __init__(
