@@ -214,7 +214,7 @@ class Monitor:
         bins, below = len(counts), THRESHOLDS.index(1.0) + 1
         seen, noise = float(counts.sum()), bins * self._counts_variance
         # The number of samples is known up to its variance, that of a Poisson number.
-        # What the noisy counts say of it is weighed by the two variances.
+        # Its estimate by the noisy counts is weighed by the two variances.
         weight = self._expected / (self._expected + noise) if noise else 1.0
         total = self._expected + weight * (seen - self._expected)
         variance = self._counts_variance * below * (bins - below) / bins

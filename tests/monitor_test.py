@@ -119,14 +119,14 @@ def test_joint_noise(mode, clipping):
     assert of_bins == pytest.approx(s / math.sqrt(share), rel=0.06)
     joint = (of_gradients**-2 + of_bins**-2) ** -0.5
     assert joint == pytest.approx(s, rel=0.05)
-    # What is declared is that exactly, and what the accountant has.
+    # The declared noise is that exactly, and so is the accountant's.
     declared = optimizer.gradient_noise_multiplier**-2 + share / s**2
     assert declared**-0.5 == pytest.approx(s, rel=1e-12)
     assert private.engine.accountant.history == [(s, 1.0, 120)]
 
 
 def test_one_record_changes_one_bin_by_one():
-    """What the proof says of the histogram, for samples with any norm, inf included."""
+    """For samples of any norm, infinite and not-a-number included."""
     private = linear(0.0, size=3)
     monitor = Monitor(private.engine, private.optimizer)
     norms = torch.tensor([0.0, 1e-30, 0.1, 2.0, 2.0001, 1e30, math.inf, math.nan])
@@ -363,7 +363,7 @@ def test_two_processes(tmp_path):
     assert counts.tolist() == [10.0] + [0.0] * 13  # 4 and 6 samples of norm 0
     assert read["batch_size"] == 10
     counts, read = first[2.0]
-    # Of 40 steps: each bin's noise has std 2 / sqrt(0.3), once.
+    # In 40 steps each bin has noise of std 2 / sqrt(0.3), once a step.
     std = float((counts - torch.tensor([400.0] + [0.0] * 13)).pow(2).mean().sqrt())
     assert std == pytest.approx(2 * math.sqrt(40 / 0.3), rel=0.5)
     # Nothing but noise in gradients that both have summed.
@@ -373,7 +373,7 @@ def test_two_processes(tmp_path):
 
 @pytest.mark.filterwarnings("ignore")
 def test_trainer(tmp_path):
-    """What is logged, and the same from a checkpoint between two logs."""
+    """A run that goes on from a checkpoint between two logs logs the same."""
     from tests.trainer_test import private, trainer
 
     def logs(folder, kind, resume=None):

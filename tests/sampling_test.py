@@ -240,7 +240,7 @@ def test_noise_is_chosen_for_the_scheme(sampling, before):
 
 
 def test_half_as_many_and_one_more():
-    """What Opacus draws of a loader whose batch is more than a half: everything."""
+    """Opacus draws everything where a batch is more than a half."""
     records = 1001
     loader = DataLoader(data(records), batch_size=501)
     budget = dict(target_epsilon=2.0, target_delta=1e-4, epochs=2, loader=loader)

@@ -39,7 +39,7 @@ def truncated(noise, rate, records, most, steps=1):
 
 
 def fixed_size_draws(gradients, size):
-    """What a batch sums to, and how likely it is."""
+    """The sum of each batch, and its probability."""
     batches = [*itertools.combinations(gradients, size)]
     return [(sum(batch), 1 / len(batches)) for batch in batches]
 
@@ -141,7 +141,7 @@ def test_fixed_size_against_dp_accounting():
         assert 0.3 * rdp < bounds.lower <= bounds.upper < rdp
 
 
-# Of dp_accounting 0.6's PLDAccountant on TruncatedSubsampledGaussianDpEvent.
+# The last: dp_accounting 0.6's PLD of TruncatedSubsampledGaussianDpEvent.
 TRUNCATED = [
     (1.0, 0.01, 50_000, 640, 1000, 1e-5, 1.8282448611453523),
     (1.0, 0.01, 50_000, 660, 1000, 1e-5, 1.8282436489491534),
@@ -173,7 +173,7 @@ def test_probabilities_are_exact_for_tiny_tails():
     expected = sum(terms[most:]) / 4**n
     assert math.isclose(cut_probability(q, n, most), expected, rel_tol=1e-12)
     assert expected < 1e-19
-    # Of one record among four, by hand: drawn, and kept beside others.
+    # One record among four, by hand: drawn, and kept beside others.
     found = kept_rate(0.5, 4, 2)
     by_hand = 0.5 * sum(math.comb(3, k) / 8 * min(1, 2 / (k + 1)) for k in range(4))
     assert math.isclose(found, by_hand, rel_tol=1e-12)
@@ -239,7 +239,7 @@ def test_parameters_that_cannot_be(parameters, message):
         accountant("truncated_poisson", **{**right, **parameters})
 
 
-def test_neighbours_of_two_kinds_are_not_composed():
+def test_neighbors_of_two_kinds_are_not_composed():
     made = fixed(1.0, 0.1)
     with pytest.raises(Refused, match="can't be composed"):
         made.step(noise_multiplier=1.0, sample_rate=0.1)
@@ -258,7 +258,7 @@ def test_neighbours_of_two_kinds_are_not_composed():
 
 
 def test_schemes_say_what_they_cost():
-    """Of the same noise: Poisson, cut, of fixed size."""
+    """At the same noise: Poisson, cut, of fixed size."""
     found = []
     for sampling in (
         Poisson(expected_batch_size=100),
