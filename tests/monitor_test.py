@@ -92,6 +92,11 @@ def linear(noise_multiplier, size=8, mode="ghost_bk", **given):
     return make_private(nn.Linear(50, 40), mode, batch_size=size, **given)
 
 
+def watched(noise_multiplier, size=8, share=0.01):
+    private = linear(noise_multiplier, size)
+    return private, Monitor(private.engine, private.optimizer, share=share)
+
+
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("clipping", ["flat", "normalised"])
 def test_joint_noise(mode, clipping):
@@ -127,8 +132,7 @@ def test_joint_noise(mode, clipping):
 
 def test_one_record_changes_one_bin_by_one():
     """For samples of any norm, infinite and not-a-number included."""
-    private = linear(0.0, size=3)
-    monitor = Monitor(private.engine, private.optimizer)
+    private, monitor = watched(0.0, size=3)
     norms = torch.tensor([0.0, 1e-30, 0.1, 2.0, 2.0001, 1e30, math.inf, math.nan])
     private.step(torch.randn(3, 50), square_loss)
     for n in norms:
@@ -141,8 +145,7 @@ def test_one_record_changes_one_bin_by_one():
 
 
 def test_what_says_nothing_is_left_out():
-    private = linear(100.0)
-    monitor = Monitor(private.engine, private.optimizer)
+    private, monitor = watched(100.0)
     private.step(torch.randn(8, 50), square_loss)
     found = monitor.read()
     assert found["clipped_fraction_std"] > 0.2
@@ -152,8 +155,7 @@ def test_what_says_nothing_is_left_out():
 def test_noise_is_within_what_is_said():
     """Over many runs the error of the clipped fraction has the std that it states."""
     errors, stated = [], []
-    private = linear(1.0, size=64)
-    monitor = Monitor(private.engine, private.optimizer, share=0.1)
+    private, monitor = watched(1.0, size=64, share=0.1)
     private.step(torch.randn(64, 50), square_loss)  # so that there is a gradient
     norms = torch.tensor([1.0] * 32 + [3.0] * 32)
     for _ in range(300):
@@ -198,8 +200,7 @@ def test_noise_to_signal(mode, reduction):
 
 
 def test_a_signal_below_its_resolution():
-    private = linear(4.0)
-    monitor = Monitor(private.engine, private.optimizer)
+    private, monitor = watched(4.0)
     for _ in range(5):
         private.step(torch.zeros(8, 50), lambda model, x: model(x).sum(1) * 0)
     limit = (2040 * 5 / 2) ** 0.25
@@ -243,8 +244,7 @@ def test_physical_batches_and_poisson(mode):
 
 
 def test_a_backward_pass_that_no_step_used_is_not_seen():
-    private = linear(0.0)
-    monitor = Monitor(private.engine, private.optimizer)
+    private, monitor = watched(0.0)
     x = torch.randn(8, 50)
     private.backward(x, square_loss)
     private.step(x, square_loss)
@@ -253,8 +253,7 @@ def test_a_backward_pass_that_no_step_used_is_not_seen():
 
 
 def test_samples_that_are_not_finite_and_no_samples():
-    private = linear(0.0, size=4)
-    monitor = Monitor(private.engine, private.optimizer)
+    private, monitor = watched(0.0, size=4)
     x = torch.randn(4, 50)
     x[1] = math.inf
     with pytest.warns(RuntimeWarning):
@@ -283,8 +282,7 @@ def test_goes_on_from_a_state():
 
     def run(stop):
         torch.manual_seed(0)
-        private = linear(1.0)
-        monitor = Monitor(private.engine, private.optimizer)
+        private, monitor = watched(1.0)
         private.step(x[0], square_loss)
         if stop:
             state = copy.deepcopy(monitor.state_dict())
