@@ -18,7 +18,7 @@ import torch
 from distraction import attention_mass
 from torch import Tensor, nn
 
-from opacus_ext.data import read_sequences
+from examples.sequences import read_sequences
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from examples import recommender  # noqa: E402

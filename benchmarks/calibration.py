@@ -15,7 +15,7 @@ from typing import List, Tuple
 import numpy as np
 from opacus.accountants.utils import get_noise_multiplier
 
-from opacus_ext.planner.calibration import calibrate, doubling
+from opacus_ext.planner.calibration import calibrate, noise_batch_ratio
 
 STEPS, DELTA = 16_000, 1e-8
 EPSILONS = 2.0 ** np.arange(-5, 8)
@@ -32,6 +32,18 @@ def planes() -> List[Cells]:
     ]
     flat = [tuple(axis.ravel() for axis in plane) for plane in corners]
     return [tuple(axis[b <= n] for axis in (e, b, n)) for e, b, n in flat]
+
+
+def doubling(e: np.ndarray, batch: np.ndarray, users: np.ndarray) -> np.ndarray:
+    """The share saved by doubling each ``[3, cells]``, NaN without so many users."""
+    fits = 2 * batch <= users
+    more = np.where(fits, 2, 1) * batch
+    e, batch = np.stack([e, 2 * e, e, e]), np.stack([batch, batch, more, batch])
+    users = np.stack([users, users, users, 2 * users])
+    ratio = noise_batch_ratio(e, DELTA, STEPS, batch, users)
+    saved = ratio[0] / ratio[1:] - 1
+    saved[1, ~fits] = np.nan
+    return saved
 
 
 def single(epsilon: float, rate: float) -> float:
@@ -55,7 +67,7 @@ def main() -> None:
 
     wall, cpu, cells = time.perf_counter(), time.process_time(), 0
     for name, (epsilon, batch, users) in zip("abc", planes()):
-        arrows = doubling(epsilon, DELTA, STEPS, batch, users)
+        arrows = doubling(epsilon, batch, users)
         cells += len(epsilon)
         spans = ", ".join(
             f"{of} {np.nanmin(saved):.4f} to {np.nanmax(saved):.4f}"

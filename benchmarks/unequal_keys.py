@@ -36,7 +36,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from examples.ranking import ndcg_and_hit
-from opacus_ext.data import SequenceData, read_sequences
+from examples.sequences import SequenceData, read_sequences
 from opacus_ext.re_attention.attention import corrected_attention
 from opacus_ext.releases import noise_for, release_popularity, release_transitions
 

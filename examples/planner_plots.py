@@ -127,12 +127,12 @@ def synergy(
         # Twice the batch must be had, too.
         ok = 2 * given["batch_size"] <= given["users"]
         cell = {name: values[ok] for name, values in given.items()}
-        arrows = calibration.doubling(
-            cell["epsilon"], delta, steps, cell["batch_size"], cell["users"]
-        )._asdict()
-        ratio = calibration.noise_batch_ratio(
-            cell["epsilon"], delta, steps, cell["batch_size"], cell["users"]
+        more = [{**cell, name: 2 * cell[name]} for name in cell]
+        at = {n: np.stack([c[n] for c in (cell, *more)]) for n in cell}
+        ratio, *doubled = calibration.noise_batch_ratio(
+            at["epsilon"], delta, steps, at["batch_size"], at["users"]
         )
+        arrows = dict(zip(cell, ratio / doubled - 1))
         color = np.full(x.shape, np.nan)
         color[ok] = np.log2(ratio)
         shown = axis.pcolormesh(

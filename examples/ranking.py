@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
-from opacus_ext.data import SequenceData
+from examples.sequences import SequenceData
 from opacus_ext.models import leave_out
 
 

@@ -10,7 +10,7 @@ import torch
 from opacus import PrivacyEngine
 from torch import nn
 
-from opacus_ext.data import SequenceData
+from examples.sequences import SequenceData
 from opacus_ext.models import (
     DPFormer,
     NextItemModel,

@@ -67,7 +67,7 @@ from examples.runs import (
     set_random_state,
     write_checkpoint,
 )
-from opacus_ext.data import SequenceData, read_sequences, synthetic_sequences
+from examples.sequences import SequenceData, read_sequences, synthetic_sequences
 from opacus_ext.losses import PerSample, cross_entropy
 from opacus_ext.planner.commands.output import strict_json
 from opacus_ext.re_attention import track_errors

@@ -1,7 +1,4 @@
-"""
-Checkpoints of private runs. A file is complete or not there, is read without running
-code, and never has weights without the privacy that they have spent.
-"""
+"""Checkpoints of private runs: complete, read without running code, accounted for."""
 
 from __future__ import annotations
 

@@ -1,15 +1,9 @@
-"""A monitor of private training: how much is clipped, and how much of a step is noise.
-
-The norms of private records' gradients are as private as the records. :class:`Monitor`
-releases a histogram of them with noise, together with each step's gradient, as one
-Gaussian mechanism with the noise multiplier that the accountant records anyway.
-"""
+"""A monitor of private training: how much is clipped, and how much is noise."""
 
 from __future__ import annotations
 
 import math
-import warnings
-from typing import Any, Dict, List, Mapping, Optional, Sequence
+from typing import Any, Dict, Mapping, Optional, Sequence
 
 import torch
 from opacus import PrivacyEngine
@@ -22,7 +16,6 @@ from opacus_ext.secure import with_noise
 
 # In units of C. One bin an octave: few bins have little noise.
 THRESHOLDS = tuple(2.0**i for i in range(-6, 7))
-PREFIX = "not_private/"
 NOISY = 0.2  # the std of a fraction above which it says nothing
 
 
@@ -32,8 +25,8 @@ class Monitor:
     distributed training each process has a monitor, with the same arguments.
 
     Each step counts the norms of the per-sample gradients in a histogram: a sample adds
-    1 to one bin. With ``private=True`` all numbers come from histograms with noise, and
-    from gradients with noise, which are released anyway.
+    1 to one bin. It is released with noise, together with the gradient, as one Gaussian
+    mechanism with the noise multiplier that the accountant records anyway.
 
     Privacy. Let S be the sensitivity of the clipping function, s the noise multiplier
     that the accountant records, and a the ``share``. The gradient's noise has the std
@@ -43,20 +36,17 @@ class Monitor:
     Gaussian noise, which one record changes by at most
     ``sqrt((1 - a) / s^2 + a / s^2) = 1 / s``: a Gaussian mechanism with noise
     multiplier s, over the same sampled batch. So epsilon is what it is without a
-    monitor, and gradients have ``1 / sqrt(1 - a)`` times the noise, by default 0.5 %
-    more. (If a record is replaced, gradients change by 2 S and histograms by sqrt(2):
-    less than the accountant assumes.) Source: Andrew et al. 2021, "Differentially
-    Private Learning with Adaptive Clipping", Theorem 1, for one count.
+    monitor, and gradients have by default 0.5 % more noise. (If a record is replaced,
+    gradients change by 2 S and histograms by sqrt(2): less than the accountant
+    assumes.) Source: Andrew et al. 2021, "Differentially Private Learning with Adaptive
+    Clipping", Theorem 1, for one count.
 
     Args:
         engine: its accountant gives epsilon
         optimizer: the one that ``make_private`` returned
         delta: for "epsilon", which is left out without it
-        private: False for exact values, which no epsilon covers, with a warning
         share: the histogram's share of each step's budget, between 0 and 1
         quantiles: the quantiles of the norms to release, between 0 and 1
-        thresholds: edges of the bins, increasing, in units of C (``max_grad_norm``),
-            with 1 among them; not to be chosen by looking at private norms
 
     Raises:
         Refused: if the optimizer or an argument does not fit; nothing has changed then
@@ -74,23 +64,14 @@ class Monitor:
         optimizer: Any,
         *,
         delta: Optional[float] = None,
-        private: bool = True,
         share: float = 0.01,
         quantiles: Sequence[float] = (0.25, 0.5, 0.75, 0.9),
-        thresholds: Sequence[float] = THRESHOLDS,
     ):
-        grid = [float(x) for x in thresholds]
-        _check_optimizer(optimizer, private)
+        _check_optimizer(optimizer)
         for fits, parameter, value, rule in (
             (0 < share < 1, "share", share, "between 0 and 1, such as 0.01"),
             (delta is None or 0 < delta < 1, "delta", delta, "between 0 and 1"),
             (all(0 <= q <= 1 for q in quantiles), "quantiles", quantiles, "in [0, 1]"),
-            (
-                1.0 in grid and sorted({0.0, *grid}) == [0.0, *grid],
-                "thresholds",
-                grid,
-                "positive, increasing, with 1 (max_grad_norm) as one of them",
-            ),
         ):
             if not fits:
                 raise Refused(
@@ -98,23 +79,15 @@ class Monitor:
                     parameter=parameter,
                     remedy=f"Pass {parameter} {rule}.",
                 )
-        if not private:
-            warnings.warn(
-                "Monitor(private=False) gives exact norms of private records: no "
-                f'epsilon covers the numbers "{PREFIX}...". Show them to nobody who '
-                "may not see the records.",
-                stacklevel=2,
-            )
         self.engine, self.optimizer, self.delta = engine, optimizer, delta
-        self.private, self.share = private, share
-        self.quantiles, self.thresholds = tuple(quantiles), grid
+        self.share, self.quantiles = share, tuple(quantiles)
         self._reset()
         optimizer.observers += (self,)
 
     @property
     def noise_factor(self) -> float:
         """The factor of the gradients' noise that pays for the histogram."""
-        return 1 / math.sqrt(1 - self.share) if self.private else 1.0
+        return 1 / math.sqrt(1 - self.share)
 
     def close(self) -> None:
         """Leaves the optimizer as it was before. Idempotent."""
@@ -133,7 +106,6 @@ class Monitor:
         self._expected = 0.0  # expected number of samples
         self._counts: Optional[Tensor] = None  # [bins]
         self._counts_variance = 0.0  # of the noise in each bin
-        self._norms: List[Tensor] = []  # exact norms [B], of each step
         self._squares: Optional[Tensor] = None  # sum of |gradient with noise|^2
         self._noise_squares = 0.0  # its expected part that is noise
         self._noise_variance = 0.0  # the variance of that part
@@ -150,19 +122,16 @@ class Monitor:
         optimizer = self.optimizer
         processes = getattr(optimizer, "_processes", None)
         found = torch.cat([n.detach() for n in norms])
-        grid = found.new_tensor(self.thresholds, dtype=torch.float64)
+        grid = found.new_tensor(THRESHOLDS, dtype=torch.float64)
         bins = torch.bucketize(found.to(grid) / optimizer.max_grad_norm, grid)
         # bincount and one_hot would wait for the GPU.
         each = torch.arange(len(grid) + 1, device=found.device)
         counts = (bins[:, None] == each).sum(0).to(grid)
-        if self.private:
-            std = optimizer.noise_multiplier / math.sqrt(self.share)
-            self._counts_variance += std**2
-            if processes is None or optimizer.rank == 0:
-                generator = optimizer._generator_for(counts.device)
-                counts = with_noise(counts, std, 1.0, generator)
-        else:
-            self._norms.append(found)
+        std = optimizer.noise_multiplier / math.sqrt(self.share)
+        self._counts_variance += std**2
+        if processes is None or optimizer.rank == 0:
+            generator = optimizer._generator_for(counts.device)
+            counts = with_noise(counts, std, 1.0, generator)
         if processes is not None:
             processes.sum(counts)
         self._counts = _plus(counts, self._counts)
@@ -210,10 +179,7 @@ class Monitor:
             - "clipped_fraction_std": the std of the noise in it. Above 0.2 the fraction
               and the quantiles are left out: read after more steps, or raise ``share``
             - "norm_median", "norm_q25", ...: quantiles of the norms, interpolated
-              within a bin, and never beyond the outer thresholds
-
-            Exact ones have "not_private/" before their names; quantiles are of this
-            process's samples then.
+              within a bin, and never beyond C / 64 and 64 C
         """
         found: Dict[str, float] = {}
         if self.delta is not None:
@@ -223,11 +189,7 @@ class Monitor:
             found["expected_batch_size"] = self._expected / self._steps
             found["noise_to_signal"] = self._noise_to_signal()
             assert self._counts is not None
-            counts = self._counts.cpu()
-            if self.private:
-                found |= self._released(counts)
-            else:
-                found |= {PREFIX + k: x for k, x in self._exact(counts).items()}
+            found |= self._released(self._counts.cpu())
         self._reset()
         return found
 
@@ -249,10 +211,10 @@ class Monitor:
 
     def _released(self, counts: Tensor) -> Dict[str, float]:
         """The numbers that are computed from the histogram with noise."""
-        bins, below = len(counts), self.thresholds.index(1.0) + 1
+        bins, below = len(counts), THRESHOLDS.index(1.0) + 1
         seen, noise = float(counts.sum()), bins * self._counts_variance
         # The number of samples is known up to its variance, that of a Poisson number.
-        # What the noisy counts say of it is weighed by the two variances.
+        # Its estimate by the noisy counts is weighed by the two variances.
         weight = self._expected / (self._expected + noise) if noise else 1.0
         total = self._expected + weight * (seen - self._expected)
         variance = self._counts_variance * below * (bins - below) / bins
@@ -270,31 +232,17 @@ class Monitor:
             at = next((i for i, x in enumerate(monotone) if x >= q), len(monotone))
             if 0 < at < len(monotone):
                 low, high = monotone[at - 1], monotone[at]
-                first, last = self.thresholds[at - 1 : at + 1]
+                first, last = THRESHOLDS[at - 1 : at + 1]
                 value = first * (last / first) ** ((q - low) / (high - low))
             else:
-                value = self.thresholds[0 if at == 0 else -1]
+                value = THRESHOLDS[0 if at == 0 else -1]
             found[_name(q)] = value * self.optimizer.max_grad_norm
         return found
-
-    def _exact(self, counts: Tensor) -> Dict[str, float]:
-        norms = torch.cat([n.cpu() for n in self._norms]).sort().values
-        found, total = {}, float(counts.sum())
-        if total:
-            above = counts[self.thresholds.index(1.0) + 1 :].sum()
-            found["clipped_fraction"] = float(above) / total
-        for q in self.quantiles if len(norms) else ():
-            # As torch.quantile, which takes no more than 2^24 numbers; some may be inf.
-            at = q * (len(norms) - 1)
-            low, high = norms[math.floor(at)], norms[math.ceil(at)]
-            between = low if low == high else low + (high - low) * (at % 1)
-            found[_name(q)] = float(between)
-        return found | {"batch_size": total / self._steps}
 
     # -- checkpoints ---------------------------------------------------------------
 
     def state_dict(self) -> Dict[str, Any]:
-        """The sums since the last :meth:`read`; private if the monitor is."""
+        """The sums since the last :meth:`read`, with their noise."""
         return {name: getattr(self, name) for name in _STATE}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -303,11 +251,11 @@ class Monitor:
             setattr(self, name, state[name])
 
 
-_STATE = ["_steps", "_expected", "_counts", "_counts_variance", "_norms"]
+_STATE = ["_steps", "_expected", "_counts", "_counts_variance"]
 _STATE += ["_squares", "_noise_squares", "_noise_variance"]
 
 
-def _check_optimizer(optimizer: Any, private: bool) -> None:
+def _check_optimizer(optimizer: Any) -> None:
     if not isinstance(optimizer, ClippingOptimizer):
         reason = f"Monitor can't observe a {type(optimizer).__name__}."
         remedy = (
@@ -323,7 +271,7 @@ def _check_optimizer(optimizer: Any, private: bool) -> None:
     elif any(isinstance(each, Monitor) for each in optimizer.observers):
         reason = "The optimizer has a monitor already."
         remedy = "Use that one, or close() it."
-    elif private and optimizer.correlated is not None:
+    elif optimizer.correlated is not None:
         reason = "No accountant covers a histogram beside correlated noise."
         remedy = 'Train with noise="independent" while you choose C.'
     else:

@@ -1,14 +1,10 @@
-"""Statistics of a user-level data set, released once with noise.
+"""
+Statistics of a user-level data set, released once with noise: how popular items are,
+and which item follows which.
 
-A private training run learns from many noisy steps what some counts, released once at
-a small part of the budget, say as well: how popular items are, and which item follows
-which. Each release is one Gaussian mechanism, recorded in the accountant that the
-training continues with. Neighboring data sets differ by one user with all actions.
-:func:`noise_for` gives the noise of a release for a share of a budget, and
-:func:`opacus_ext.accountants.noise_left` that of the training for what is left.
-
-What is computed from a release (shares, the most popular items, a model's scores) is
-post-processing and costs nothing more.
+Each release is one Gaussian mechanism, recorded in the accountant that the training
+continues with. Neighboring data sets differ by one user with all actions. What is
+computed from a release is post-processing and costs nothing more.
 """
 
 from __future__ import annotations
@@ -43,7 +39,7 @@ class _Release:
     noise_multiplier: float
 
     def state_dict(self) -> Dict[str, Any]:
-        """The release as a dict, for :meth:`from_state_dict`."""
+        """The fields as a dict, for :meth:`from_state_dict`."""
         return dict(vars(self))
 
     @classmethod
@@ -65,7 +61,7 @@ class Popularity(_Release):
     def shares(self) -> Tensor:
         """
         ``[num_items + 1]``, float32, with sum 1; padding has none. Counts below the std
-        of the noise, which can't be told from zero, count as that.
+        of the noise count as that.
         """
         counts = self.counts.clamp(min=self.noise_multiplier)
         counts[0] = 0
@@ -129,15 +125,15 @@ def noise_for(epsilon: float, delta: float, share: float = 1.0) -> float:
     """
     The noise multiplier of a release that takes a share of a budget.
 
-    A Gaussian mechanism with noise multiplier s is mu-GDP with mu = 1 / s, and squares
-    of mu add up over mechanisms (Dong, Roth and Su 2019, corollary 3.3). The mu of
-    (epsilon, delta) is Balle and Wang's (2018, theorem 8). Releases whose shares sum to
-    1 spend the budget exactly by "prv_bounds". Opacus's accountants bound it less
-    closely ("prv" 8.01 of 8, "rdp" 8.6): take shares that sum to less there.
+    Shares are of the square of mu, which adds up over Gaussian mechanisms: mu is one
+    over the noise multiplier (Dong, Roth and Su 2019, corollary 3.3; Balle and Wang
+    2018, theorem 8). Releases whose shares sum to 1 spend the budget exactly by
+    "prv_bounds". Opacus's accountants bound it less closely ("prv" 8.01 of 8, "rdp"
+    8.6): take shares that sum to less there.
 
     Args:
         epsilon, delta: of the whole budget
-        share: of mu squared, above 0 and up to 1
+        share: above 0 and up to 1
 
     Raises:
         Refused: for numbers out of range
@@ -180,9 +176,8 @@ def release_popularity(
         num_items: the largest id
         noise_multiplier: std of the noise, see :func:`noise_for`
         accountant: of the engine that trains afterwards; RDP, PRV or PRV bounds
-        generator: of the noise. It is drawn in float64, unprotected from attacks on
-            floating-point numbers; ``opacus_ext.secure.SecureSource()`` draws secure
-            noise
+        generator: of the noise; ``opacus_ext.secure.SecureSource()`` draws noise that
+            is safe from attacks on floating-point numbers
 
     Raises:
         Refused: for ids out of range, or noise that is not positive; nothing has been
@@ -230,10 +225,9 @@ def release_transitions(
     one user more or less adds or removes one matrix of norm 1 (or 0, without such
     pairs), so it is 1, as in :func:`release_popularity`, and so is what is recorded.
 
-    All entries have the same noise, so the norm should go where it says most:
-    ``weights=popularity.relative(-0.25)`` gives rare items more of it.
-    :attr:`Transitions.unweighted` undoes ``weights`` and ``back``. The defaults did
-    best on MovieLens-1M (docs/how-to/releases.md).
+    All entries have the same noise: ``weights=popularity.relative(-0.25)`` gives rare
+    items more of the norm. :attr:`Transitions.unweighted` undoes ``weights`` and
+    ``back``. The defaults did best on MovieLens-1M (docs/how-to/releases.md).
 
     Args:
         histories: the item ids ``[T]`` of each user, from 1, in the order of time;

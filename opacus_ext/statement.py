@@ -264,7 +264,7 @@ def state(
 
 
 def _conditions(runs: List[Dict[str, Any]], stepped: bool) -> Tuple[str, List[str]]:
-    """If the guarantee holds ("yes", "no" or a condition), and notes on that."""
+    """Returns "yes", "no" or the condition of the guarantee, and notes on it."""
     holds, notes = "yes", []
     if not runs and stepped:
         holds = "if every batch was drawn by Poisson sampling"

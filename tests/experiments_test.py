@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from opacus_ext.data import synthetic_sequences
+from examples.sequences import synthetic_sequences
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 TINY = (

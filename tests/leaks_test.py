@@ -1,4 +1,4 @@
-"""What lets one sample's loss depend on another's is found, named and refused."""
+"""Losses that depend on other samples are found, named and refused."""
 
 import pytest
 import torch

@@ -90,7 +90,7 @@ def test_bounds_hold_what_the_accountant_says(accountant):
     assert (content["epsilon"] > 1.05 * content["epsilon_upper"]) == loose
 
 
-def test_schemes_are_stated_with_their_neighbours():
+def test_schemes_are_stated_with_their_neighbors():
     fixed = run("prv_bounds", sampling=FixedSize(batch_size=16)).engine
     content = fixed.privacy_statement(1e-3).content
     assert content["neighboring_relation"] == "replace one"

@@ -15,7 +15,7 @@ import torch
 from opacus import PrivacyEngine
 
 from examples import ranking, recommender, runs, train
-from opacus_ext.data import read_sequences, synthetic_sequences
+from examples.sequences import read_sequences, synthetic_sequences
 
 ML1M = os.environ.get("OPACUS_EXT_ML1M")
 

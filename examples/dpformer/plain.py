@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import opacus_ext.losses
-from opacus_ext.data import SequenceData, read_sequences, synthetic_sequences
+from examples.sequences import SequenceData, read_sequences, synthetic_sequences
 from opacus_ext.models import DPFormer
 
 

@@ -23,10 +23,10 @@ def noise_left(
     Returns the noise multiplier of a run that spends the rest of a budget.
 
     Args:
-        accountant: the releases before the run; it is not changed
-        epsilon, delta: the whole budget
-        sample_rate, steps: those of the run
-        tolerance: the part of epsilon that may stay unspent
+        accountant: of the releases before the run; is not changed
+        epsilon, delta: of the whole budget
+        sample_rate, steps: of the run
+        tolerance: how much of epsilon may stay unspent
 
     Raises:
         Refused: if nothing is left
@@ -53,10 +53,7 @@ def least_noise(
     delta: float,
     tolerance: float = 0.01,
 ) -> float:
-    """
-    Returns the same as :func:`noise_left` for any run: ``record`` records the run with
-    an accountant, at a noise multiplier.
-    """
+    """Returns :func:`noise_left` of any run, which ``record`` records at a noise."""
 
     def spent(noise: float) -> float:
         trial = deepcopy(accountant)  # with its state beside the history

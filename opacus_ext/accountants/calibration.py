@@ -1,14 +1,10 @@
 """
 The noise multiplier that a privacy budget needs, over whole grids of budgets.
 
-The scaling laws of private training (McKenna et al. 2025, "Scaling Laws for
-Differentially Private Language Models", section 2 and appendix B) see the noise only
-through the noise-batch ratio, sigma / B. A plan needs thousands of them.
-
 All come from the privacy profile delta(epsilon) of the removal of a user, see
-:mod:`opacus_ext.accountants.saddle_point`. A value that misses the stated precision is
-refused. A calibrated noise multiplier leaves a part in 20,000 of delta unspent, which
-is more than all numerical errors, and lies within 0.01 % above the least possible one.
+:mod:`opacus_ext.accountants.saddle_point`. A calibrated noise multiplier leaves a part
+in 20,000 of delta unspent, which is more than all numerical errors, and lies within
+0.01 % above the least possible one.
 """
 
 from __future__ import annotations
@@ -72,14 +68,6 @@ class Calibration(NamedTuple):
     amplified: Any
 
 
-class Doubling(NamedTuple):
-    """The saving of doubling a budget, ``ratio(x) / ratio(2 x) - 1``, for each."""
-
-    epsilon: Any
-    batch_size: Any
-    users: Any
-
-
 def delta(
     noise_multiplier: ArrayLike,
     sample_rate: ArrayLike,
@@ -88,14 +76,13 @@ def delta(
     records_per_user: ArrayLike = 1,
 ) -> Any:
     """
-    Returns the delta of DP-SGD with Poisson sampling at ``epsilon``: its privacy
-    profile, when a user is removed, as Opacus's and Microsoft's accountants have it.
-    When a user is added it was smaller in every comparison.
+    Returns the delta of DP-SGD with Poisson sampling at ``epsilon``, when a user is
+    removed; when one is added it was smaller in every comparison.
 
     At epsilon 0 it is the advantage of the best membership inference: the most by which
-    its true positive rate exceeds its false positive rate. Plans of equal (epsilon,
-    delta) differ in it (Kaissis et al. 2024). For deterministic batches, take
-    ``sample_rate=1`` and the number of batches that hold a user for ``steps``.
+    its true positive rate exceeds its false positive rate (Kaissis et al. 2024). For
+    deterministic batches, take ``sample_rate=1`` and the number of batches that hold a
+    user for ``steps``.
 
     Args:
         noise_multiplier: sigma, over the clipping norm; 0 for no noise
@@ -145,7 +132,7 @@ def epsilon(
 ) -> Any:
     """
     Returns the least epsilon of DP-SGD with Poisson sampling at ``delta``, infinite
-    without noise. Arguments and errors are those of :func:`delta`.
+    without noise. Arguments and errors are as in :func:`delta`.
 
     Example:
         >>> round(epsilon(1.0, 0.01, 1000, delta=1e-5), 4)
@@ -195,8 +182,8 @@ def gaussian_noise_multiplier(
 ) -> Any:
     """
     Returns the least noise for a budget without amplification, in closed form: that of
-    a Gaussian mechanism (Balle & Wang 2018, "Improving the Gaussian Mechanism for
-    Differential Privacy", theorem 8) with sqrt(participations) times the sensitivity.
+    a Gaussian mechanism (Balle & Wang 2018, theorem 8) with sqrt(participations) times
+    the sensitivity.
 
     Args:
         epsilon: positive
@@ -232,17 +219,12 @@ def noise_multiplier(
     Args:
         epsilon: positive
         delta: in (0, 1)
-        steps: whole numbers
-        sample_rate: probability of each record to be in a batch, in (0, 1]
-        records_per_user: records of a user, drawn independently and protected together
-            (the noise is still relative to the clipping norm of one)
+        steps, sample_rate, records_per_user: as in :func:`delta`, with its errors; the
+            noise is relative to the clipping norm of one record
         rough: True for a precision of a thousandth, unchecked, in a third of the time
 
     Returns:
         of the broadcast shape, a float for numbers
-
-    Raises:
-        Refused: if an argument is out of its range, or the answer can't be computed
 
     Example:
         >>> noise_multiplier([1.0, 2.0], 1e-5, 1000, 0.01).round(3).tolist()
@@ -282,13 +264,12 @@ def calibrate(
         users: N
         amplification: "poisson": each is in a batch with probability B / N. "none":
             deterministic batches, which hold each ``ceil(T B / N)`` times. "lower": the
-            one of them that needs less noise, as in the paper (appendix B.1); train
-            with that one
+            one that needs less noise (McKenna et al. 2025, "Scaling Laws for
+            Differentially Private Language Models", appendix B.1); train with that one
         records_per_user: number of records of each user
-        sampling: the unit that is drawn and clipped. With "users" (the paper's appendix
-            B.2) the number of records doesn't matter. With "records" a user is
-            protected with all of them: drawn independently by Poisson sampling; in
-            deterministic batches all in the same ones at worst
+        sampling: the unit that is drawn and clipped. With "users" the number of records
+            doesn't matter. With "records" a user is protected with all of them: drawn
+            independently, or all in the same deterministic batches at worst
 
     Raises:
         Refused: if an argument is out of its range, or the answer can't be computed
@@ -356,58 +337,10 @@ def noise_batch_ratio(
 ) -> Any:
     """
     Returns the standard deviation of the noise in an averaged gradient, over the
-    clipping norm: sigma(epsilon, delta, T, B / N) / B, the variable of the scaling
-    laws. Arguments are those of :func:`calibrate`.
+    clipping norm: sigma / B. Arguments are those of :func:`calibrate`.
 
     Example:
         >>> round(1e6 * noise_batch_ratio(4.0, 1e-8, 16000, 65536, 2**24), 3)
         14.712
     """
     return calibrate(epsilon, delta, steps, batch_size, users, **options).ratio
-
-
-def doubling(
-    epsilon: ArrayLike,
-    delta: ArrayLike,
-    steps: ArrayLike,
-    batch_size: ArrayLike,
-    users: ArrayLike,
-    **options: Any,
-) -> Doubling:
-    """
-    Returns how much doubling epsilon, the batch or the users lowers the noise-batch
-    ratio, each as ``ratio(x) / ratio(2 x) - 1``, the arrows of the paper's Figure 4: 1
-    where the ratio is halved, 0 where it stays, NaN for a batch that can't be doubled,
-    because it would hold more than all. Arguments are those of :func:`calibrate`.
-
-    Example:
-        >>> saved = doubling(4.0, 1e-8, 16000, 65536, 2**24)
-        >>> [round(arrow, 3) for arrow in saved]
-        [0.337, 0.238, 0.324]
-    """
-    epsilon, delta, steps, batch_size, users, records = np.broadcast_arrays(
-        *_checked(
-            epsilon=epsilon,
-            delta=delta,
-            steps=steps,
-            batch_size=batch_size,
-            users=users,
-            records_per_user=options.pop("records_per_user", 1),
-        )
-    )
-    everyone = users * (records if options.get("sampling") == "records" else 1)
-    fits = 2 * batch_size <= everyone
-    more = np.where(fits, 2, 1) * batch_size
-    ratio = noise_batch_ratio(
-        np.stack([epsilon, 2 * epsilon, epsilon, epsilon]),
-        delta,
-        steps,
-        np.stack([batch_size, batch_size, more, batch_size]),
-        np.stack([users, users, users, 2 * users]),
-        records_per_user=records,
-        **options,
-    )
-    with np.errstate(divide="ignore", invalid="ignore"):
-        saved = np.where(ratio[0] == ratio[1:], 0.0, ratio[0] / ratio[1:] - 1)
-    saved[1] = np.where(fits, saved[1], np.nan)
-    return Doubling(*map(plain, saved))

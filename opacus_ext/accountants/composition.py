@@ -130,12 +130,6 @@ class Composition:
         """
         Returns the upper bound of :meth:`get_bounds`: no run of these steps spends
         more. Like Opacus's accountants it ignores other arguments.
-
-        Example:
-            >>> accountant = Composition()
-            >>> accountant.history = [(1.0, 0.01, 1000)]
-            >>> f"{accountant.get_epsilon(1e-5):.3f}"
-            '1.828'
         """
         bounds = self.get_bounds(delta, eps_error=eps_error, delta_error=delta_error)
         return bounds.upper
@@ -232,10 +226,7 @@ class Composition:
         return low, high
 
     def _steps(self) -> Tuple[List[Step], List[Step]]:
-        """
-        Returns the steps for the lower bound and for the upper, the same list where
-        they agree.
-        """
+        """Returns the steps of the lower bound and of the upper; one list if equal."""
         refuse_mixed(self.history, self.mechanisms)
         others: Counter = Counter()
         for entry in self.mechanisms:

@@ -76,12 +76,6 @@ def connect_the_dots(profile: Profile, losses: NDArray) -> Tuple[NDArray, float,
 
     Args:
         losses: the points, ascending, with 0 among them
-
-    Example:
-        >>> from opacus_ext.accountants.profiles import pure
-        >>> p, infinite, below = connect_the_dots(pure(1.0), np.linspace(-2, 2, 9))
-        >>> [f"{x:.3f}" for x in p[[2, 6]]], bool(abs(p.sum() - 1) < 1e-15)
-        (['0.269', '0.731'], True)
     """
     excess = profile(losses)
     share = -np.expm1(-np.diff(losses))
@@ -188,16 +182,22 @@ class _Composed(NamedTuple):
     def epsilons(self, delta: float) -> Bounds:
         """Returns bounds of epsilon, 0 where delta is not reached at any."""
         most = float(self.prv.compute_delta_estimate(0.0))
+        infinite = -np.expm1(self.prv.log_pmc_inf)
+
+        def drowns(target: float, error: float = 0.0) -> bool:
+            """True if rounding is more than what is left: the package refuses it."""
+            left = (target - infinite) / (1 - infinite) - error
+            return bool(left <= self.points * _ROUNDING)
 
         def read(target: float) -> float:
             if target >= most:
                 return 0.0
-            if target <= self.points * _ROUNDING:  # the package refuses these
+            if drowns(target):
                 return math.inf
             return self.prv.compute_epsilon(target, 0.0, 0.0)[1]
 
         error = self.delta_error
-        if delta + error < most and delta - error > self.points * _ROUNDING:
+        if delta + error < most and not drowns(delta, error):
             lower, estimate, upper = self.prv.compute_epsilon(delta, error, 0.0)
         else:
             lower, estimate, upper = map(read, (delta + error, delta, delta - error))
@@ -280,12 +280,6 @@ def epsilon_bounds(
     Args:
         steps: the mechanisms of the composition
         delta, eps_error, delta_error: see :meth:`Composition.get_bounds`
-
-    Example:
-        >>> from opacus_ext.accountants.profiles import gaussian, sampled
-        >>> bounds = epsilon_bounds([Step(sampled(gaussian(1.0), 0.01), 1000)], 1e-5)
-        >>> [f"{x:.2f}" for x in bounds]
-        ['1.81', '1.83', '1.83']
     """
     if sum(count * total_variation(p) + count * i for p, count, i, _ in steps) <= delta:
         return Bounds(0.0, 0.0, 0.0)
@@ -322,15 +316,7 @@ def epsilon_bounds(
 
 
 def delta_bounds(steps: Sequence[Step], epsilon: float) -> Bounds:
-    """
-    Returns a lower bound, an estimate and an upper bound of delta.
-
-    Example:
-        >>> from opacus_ext.accountants.profiles import gaussian, sampled
-        >>> bounds = delta_bounds([Step(sampled(gaussian(1.0), 0.01), 1000)], 0.0)
-        >>> [f"{x:.2f}" for x in bounds]
-        ['0.16', '0.16', '0.16']
-    """
+    """Returns a lower bound, an estimate and an upper bound of delta."""
     if exact := _alone(steps):
         near = _near(exact(epsilon))
         return near._replace(upper=min(near.upper, 1.0))

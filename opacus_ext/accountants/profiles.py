@@ -46,13 +46,7 @@ def _gaussian_delta(mu: float, t: NDArray) -> NDArray:
 
 
 def gaussian(noise_multiplier: float) -> Profile:
-    """
-    Returns the profile of the Gaussian mechanism (Balle and Wang, 2018, theorem 8).
-
-    Example:
-        >>> f"{gaussian(1.0)(np.array([0.0]))[0]:.4f}"
-        '0.3829'
-    """
+    """Returns the Gaussian mechanism's profile (Balle and Wang, 2018, theorem 8)."""
     return partial(_symmetric, partial(_gaussian_delta, 1 / noise_multiplier))
 
 
@@ -102,40 +96,24 @@ def unsampled_epsilon(epsilon: ArrayLike, sample_rate: float) -> NDArray:
     )
 
 
-def _sampled(profile: Profile, sample_rate: float, t: NDArray) -> NDArray:
-    if sample_rate == 1:
-        return profile(t)
-    # P - e^t Q = q (M - e^s Q) for P = (1 - q) Q + q M and q e^s = e^t - 1 + q.
-    inside = t > np.log1p(-sample_rate)
-    s = unsampled_epsilon(np.where(inside, t, 0.0), sample_rate)
-    return np.where(inside, sample_rate * profile(s), 0.0)
-
-
 def sampled(profile: Profile, sample_rate: float) -> Profile:
-    """
-    Returns the profile of a mechanism on a Poisson sample, when a record is removed.
+    """Returns the profile on a Poisson sample, when a record is removed."""
 
-    Example:
-        >>> f"{sampled(gaussian(1.0), 0.1)(np.array([0.0]))[0]:.5f}"
-        '0.03829'
-    """
-    return partial(_sampled, profile, sample_rate)
+    def delta(t: NDArray) -> NDArray:
+        # P - e^t Q = q (M - e^s Q) for P = (1 - q) Q + q M and q e^s = e^t - 1 + q.
+        inside = t > np.log1p(-sample_rate)
+        s = unsampled_epsilon(np.where(inside, t, 0.0), sample_rate)
+        return np.where(inside, sample_rate * profile(s), 0.0)
 
-
-def _mixture(first: Profile, second: Profile, share: float, t: NDArray) -> NDArray:
-    return (1 - share) * first(t) + share * second(t)
+    return profile if sample_rate == 1 else delta
 
 
 def mixture(first: Profile, second: Profile, share: float) -> Profile:
     """
     Returns the profile of a mechanism that tosses a coin, shows it, and runs ``second``
     with probability ``share``, else ``first``.
-
-    Example:
-        >>> f"{mixture(gaussian(1.0), pure(1.0), 0.5)(np.array([0.0]))[0]:.4f}"
-        '0.4225'
     """
-    return partial(_mixture, first, second, share)
+    return lambda t: (1 - share) * first(t) + share * second(t)
 
 
 def exchanged(profile: Profile) -> Profile:
@@ -164,24 +142,12 @@ def exchanged(profile: Profile) -> Profile:
     Args:
         profile: of ``(1 - q) Q + q P`` and Q, from :func:`sampled`; the distance of P
             and Q is that of an exchange, for a sum of clipped gradients twice the bound
-
-    Example:
-        >>> exchange = exchanged(sampled(gaussian(0.5), 0.1))
-        >>> [f"{x:.4f}" for x in exchange(np.array([-0.5, 0.0, 0.5]))]
-        ['0.0200', '0.0683', '0.0330']
     """
     return partial(_symmetric, profile)
 
 
 def laplace(noise_multiplier: float) -> Profile:
-    """
-    Returns the profile of Laplace noise, of scale ``noise_multiplier`` times the
-    sensitivity.
-
-    Example:
-        >>> f"{laplace(1.0)(np.array([0.0]))[0]:.4f}"
-        '0.3935'
-    """
+    """Returns the profile of Laplace noise, of its scale over the sensitivity."""
     top = 1 / noise_multiplier
     return partial(_symmetric, lambda t: -np.expm1(np.minimum(t - top, 0) / 2))
 
@@ -190,10 +156,6 @@ def pure(epsilon: float) -> Profile:
     """
     Returns the profile of randomized response: the worst mechanism with this epsilon
     and delta 0.
-
-    Example:
-        >>> f"{pure(1.0)(np.array([0.0]))[0]:.4f}"
-        '0.4621'
     """
     scale = 1 / (1 + math.exp(-epsilon))
     return partial(_symmetric, lambda t: -np.expm1(np.minimum(t - epsilon, 0)) * scale)

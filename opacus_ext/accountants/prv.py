@@ -20,27 +20,23 @@ class PRVBoundsAccountant(Composition, IAccountant):
     Epsilon and delta with bounds on both sides: ``PrivacyEngine(accountant=
     "prv_bounds")``.
 
-    Privacy random variables are composed numerically (Gopi, Lee and Wutschitz, 2021),
-    with ``prv-accountant`` of the same authors; ``opacus_ext.accountants.numerical``
-    lists the differences. The reported guarantee is the upper bound, which includes the
-    rounding of the convolution. It is not above the bound of Renyi accounting (RDP), to
-    four digits, and equals it where no grid serves: for an epsilon above 10,000, and
-    for a delta that drowns in rounding (below about 1e-18 times the steps where
-    ``numpy.longdouble`` has 64 bits of precision, 1e-15 times them where it has 53).
-    The lower bound is 0 there.
+    The guarantee is the upper bound. It is not above the bound of Renyi accounting
+    (RDP), to four digits, and equals it where no grid serves: for an epsilon above
+    10,000, and for a delta that drowns in rounding (below about 1e-18 times the steps
+    where ``numpy.longdouble`` has 64 bits of precision, 1e-15 times them where it has
+    53). The lower bound is 0 there. Source: Gopi, Lee and Wutschitz, 2021;
+    :mod:`opacus_ext.accountants.numerical` lists the differences.
 
     Neighbors are data sets that differ by one record more or less, in batches that are
-    drawn by Poisson sampling. The losses are those of a removal, as in Opacus and in
-    ``prv-accountant``. Those of an addition differ wherever the sampling rate is below
-    1; epsilon was no greater in any of 59 random settings. That this is so for every
-    composition is not proven.
+    drawn by Poisson sampling; for batches of fixed size, data sets in which one record
+    is another. The losses are those of a removal, as in Opacus. Those of an addition
+    differ wherever the sampling rate is below 1; epsilon was no greater in any of 59
+    random settings. That this is so for every composition is not proven.
 
-    ``history`` is Opacus's list of (noise_multiplier, sample_rate, steps), for Poisson
-    sampling; other releases about the same records, and steps with other batches, go to
-    :meth:`compose`. For batches of fixed size, neighbors are data sets in which one
-    record is another. The noise and the sampling rate may change from step to step: up
-    to 64 distinct pairs are composed exactly, more are rounded before, to less noise
-    for the upper bound and to more for the lower.
+    ``history`` is Opacus's list of (noise_multiplier, sample_rate, steps); other
+    releases and steps with other batches go to :meth:`compose`. Up to 64 distinct pairs
+    of noise and rate are composed exactly. More are rounded before, to less noise for
+    the upper bound and to more for the lower.
 
     Example:
         >>> accountant = PRVBoundsAccountant()

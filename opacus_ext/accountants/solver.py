@@ -8,9 +8,7 @@ from typing import Any, Callable, Sequence, Tuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy.optimize import brentq
 
-from opacus_ext.accountants.composition import Composition
 from opacus_ext.accountants.profiles import gaussian_sensitivity, unsampled_epsilon
 from opacus_ext.accountants.saddle_point import (
     WORK,
@@ -69,7 +67,8 @@ class NoiseSearch:
         if steps == k == 1:
             alone = unsampled_epsilon(epsilon, q)
             return 1 / float(gaussian_sensitivity(alone, log_delta - math.log(q)))
-        limit = log_limit(epsilon, delta, k, steps, q)
+        mu = float(gaussian_sensitivity(epsilon, math.log(delta)))
+        limit = math.log(central_limit(mu / k, q, steps))
         if self.budget != (epsilon, delta, k):
             self.forget()
             self.budget = epsilon, delta, k
@@ -97,45 +96,7 @@ class NoiseSearch:
             self.off = log_noise - limit
             return noise
 
-        try:
-            return surely(search)
-        except TooHardError:
-            if self.rough or k > 1 or epsilon > 100:  # too large for the other's grid
-                raise
-            return by_the_accountant(epsilon, delta, steps, q)
-
-
-def log_limit(epsilon: float, delta: float, k: float, steps: float, q: float) -> float:
-    """Returns the log of the noise multiplier in the central limit."""
-    mu = float(gaussian_sensitivity(epsilon, math.log(delta)))
-    return math.log(central_limit(mu / k, q, steps))
-
-
-def by_the_accountant(epsilon: float, delta: float, steps: float, q: float) -> float:
-    """
-    Returns the noise at which the upper bound of :class:`Composition` is ``epsilon``;
-    this takes seconds.
-    """
-    accountant = Composition()
-
-    def excess(log_noise: float) -> float:
-        accountant.history = [(math.exp(log_noise), q, int(steps))]
-        with np.errstate(over="ignore"):  # of a delta that is hardly a number
-            return math.log(max(accountant.get_epsilon(delta), 1e-12) / epsilon)
-
-    low = high = start = log_limit(epsilon, delta, 1, steps, q)
-    while excess(high) > 0:
-        high += 0.5
-        if high > start + 10:
-            raise TooHardError
-    while excess(low) <= 0:
-        low -= 0.5
-        if low < -20:
-            raise TooHardError
-    found = brentq(excess, low, high, xtol=2e-5)
-    while excess(found) > 0:  # brentq may end on either side
-        found += 2e-5
-    return math.exp(found)
+        return surely(search)
 
 
 def excess_of(

@@ -34,13 +34,7 @@ from __future__ import annotations
 
 
 def cut_probability(sample_rate: float, records: float, max_batch_size: float) -> float:
-    """
-    Returns the coin's p: the probability that a draw fills a batch.
-
-    Example:
-        >>> f"{cut_probability(0.1, 1000, 140):.3e}"
-        '3.633e-05'
-    """
+    """Returns the coin's p: the probability that a draw fills a batch."""
     from scipy.stats import binom  # takes half a second to import
 
     return float(binom.sf(max_batch_size - 1, records, sample_rate))
@@ -51,10 +45,6 @@ def kept_rate(sample_rate: float, records: float, max_batch_size: float) -> floa
     Returns the probability that a record is in a batch after cutting. A record that
     alone has a gradient is protected no better than by Poisson sampling at this rate,
     which gives a lower bound.
-
-    Example:
-        >>> kept_rate(1.0, 10, 4)
-        0.4
     """
     from scipy.stats import binom
 

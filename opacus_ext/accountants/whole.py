@@ -10,15 +10,6 @@ def record_whole(accountant: Any, record: Callable[[], None]) -> None:
     Calls ``record``, which counts a step, and restores the history if it fails or is
     interrupted: Opacus's accountants take the last entry out and add it again with one
     more step, so an error in between would lose it.
-
-    Example:
-        >>> from opacus.accountants import RDPAccountant
-        >>> accountant = RDPAccountant()
-        >>> def count():
-        ...     accountant.step(noise_multiplier=1.0, sample_rate=0.1)
-        >>> record_whole(accountant, count)
-        >>> accountant.history
-        [(1.0, 0.1, 1)]
     """
     kept = [x for x in ("history", "mechanisms") if hasattr(accountant, x)]
     before = {name: list(getattr(accountant, name)) for name in kept}

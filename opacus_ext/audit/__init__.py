@@ -11,12 +11,7 @@ from opacus_ext.audit.bounds import (
     guess,
     repeated_runs,
 )
-from opacus_ext.audit.canaries import (
-    WithCanaries,
-    loss_scores,
-    mislabelled,
-    random_sequences,
-)
-from opacus_ext.audit.report import Audit, Finding, plot
+from opacus_ext.audit.canaries import WithCanaries, loss_scores
+from opacus_ext.audit.report import Audit, Finding
 from opacus_ext.audit.steps import PrivateStep, audit_model, audit_steps
 from opacus_ext.audit.training import audit_scores, audit_training

@@ -24,26 +24,18 @@ TradeOff = Callable[[float], float]
 
 
 def gaussian_tradeoff(mu: float) -> TradeOff:
-    """
-    The claim of the Gaussian mechanism with noise multiplier ``1 / mu``. Source: Dong,
-    Roth and Su, 2022, definition 2.6.
-    """
+    """The Gaussian mechanism's, of noise ``1 / mu`` (Dong et al., 2022, def. 2.6)."""
     return lambda a: float(ndtr(-ndtri(a) - mu))
 
 
 def approximate_tradeoff(epsilon: float, delta: float) -> TradeOff:
-    """
-    The claim of (epsilon, delta)-DP. Source: Dong, Roth and Su, 2022, proposition 2.5.
-    """
+    """The claim of (epsilon, delta)-DP (Dong et al., 2022, proposition 2.5)."""
     up = math.exp(epsilon)
     return lambda a: max(0.0, 1 - delta - up * a, (1 - delta - a) / up)
 
 
 def accounted_tradeoff(accountant: Any) -> TradeOff:
-    """
-    The claim of an accountant for the steps it counted: 24 pairs (epsilon, delta), all
-    of which hold at once.
-    """
+    """The claim of an accountant: 24 pairs (epsilon, delta), which hold at once."""
     deltas = ndtr(np.linspace(ndtri(1e-8), ndtri(0.9), 24)).tolist()
     found = [min(700.0, accountant.get_epsilon(delta=delta)) for delta in deltas]
     claims = [approximate_tradeoff(*pair) for pair in zip(found, deltas)]
@@ -51,10 +43,7 @@ def accounted_tradeoff(accountant: Any) -> TradeOff:
 
 
 def gaussian_epsilon(mu: float, delta: float) -> float:
-    """
-    The epsilon of the Gaussian mechanism with noise multiplier ``1 / mu``, at most 1 %
-    too small. Source: Balle and Wang, 2018, theorem 8.
-    """
+    """The Gaussian mechanism's epsilon at noise ``1 / mu``, at most 1 % too small."""
     spent = Composition()
     spent.history = [(1 / mu, 1.0, 1)] if mu > 0 else []
     return spent.get_bounds(delta).lower
@@ -86,9 +75,8 @@ class Rates(NamedTuple):
 
 def at_least(alarms: ArrayLike, runs: int, error: float) -> Any:
     """
-    A lower bound of the rate of alarms, given their number (or an array of numbers) in
-    ``runs`` runs. It is wrong with probability at most ``error``. Source: Clopper and
-    Pearson, 1934.
+    A lower bound of the rate of alarms, given their number or numbers in ``runs`` runs,
+    that is wrong with probability at most ``error`` (Clopper and Pearson, 1934).
     """
     some = np.maximum(alarms, 1)
     return np.where(np.equal(alarms, 0), 0.0, beta.ppf(error, some, runs - some + 1))
@@ -133,8 +121,8 @@ def repeated_runs(inside: Any, outside: Any, confidence: float = 0.95) -> Rates:
 
 def guess(scores: ArrayLike, included: ArrayLike, guesses: int) -> int:
     """
-    The number of right guesses: half of them say "in the data", for the highest
-    scores, and the other half "not in the data", for the lowest.
+    The number of right guesses: "in the data" for the highest scores, and as often "not
+    in the data" for the lowest.
 
     Args:
         scores: ``[m]``, computed from what was released and nothing else

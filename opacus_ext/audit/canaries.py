@@ -78,27 +78,6 @@ def marked(records: Any, canaries: Iterable[int] = ()) -> List[Any]:
     return [*((-1, record) for record in records), *((i, records[0]) for i in canaries)]
 
 
-def mislabelled(labels: torch.Tensor, classes: int, *, seed: int = 0) -> torch.Tensor:
-    """
-    Random labels below ``classes``, all of them wrong, in the shape of ``labels``.
-    Source: Steinke, Nasr and Jagielski, 2023, section 6.
-    """
-    source = torch.Generator().manual_seed(seed)
-    shift = torch.randint(1, classes, labels.shape, generator=source)
-    return (labels + shift) % classes
-
-
-def random_sequences(
-    count: int, length: int, vocabulary: int, *, seed: int = 0
-) -> torch.Tensor:
-    """
-    Canary sequences: random tokens ``[count, length]`` below ``vocabulary``. Source:
-    Carlini et al., 2019, "The Secret Sharer".
-    """
-    source = torch.Generator().manual_seed(seed)
-    return torch.randint(vocabulary, (count, length), generator=source)
-
-
 def loss_scores(
     model: nn.Module, before: nn.Module, loss_fn: LossFn, batch: Any
 ) -> np.ndarray:

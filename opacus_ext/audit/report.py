@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, List, Mapping, NamedTuple
+from typing import List, NamedTuple
 
 from opacus_ext.tables import text_table
 
@@ -60,27 +60,3 @@ class Audit:
             f"{self.claimed:.3g}; {len(self.broken)} of {len(rows)} tests contradict "
             f"the claim (confidence {self.confidence:g})"
         )
-
-
-def plot(audits: Mapping[str, Audit]) -> Any:
-    """
-    A matplotlib figure of the named audits: each lower bound beside its claim.
-
-    Raises:
-        ImportError: without matplotlib; the message says how to install it
-    """
-    try:
-        import matplotlib.pyplot as plt
-    except ImportError as error:
-        what = 'Figures take matplotlib: pip install "opacus_ext[plots]"'
-        raise ImportError(what) from error
-
-    found = list(audits.values())
-    colors = ["C2" if audit.ok else "C3" for audit in found]
-    size = 7, 1.5 + 0.3 * len(found)
-    figure, axis = plt.subplots(figsize=size, layout="constrained")
-    axis.barh(list(audits), [audit.epsilon for audit in found], color=colors)
-    axis.plot([a.claimed for a in found], range(len(found)), "k|", ms=18, mew=2)
-    axis.invert_yaxis()
-    axis.set(xlabel="epsilon: at least (bar), claimed (line)", title="red: refuted")
-    return figure

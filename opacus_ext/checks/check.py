@@ -1,7 +1,6 @@
-"""A check that users run on their own model: is the clipped sum of each mode right?
-
-The ground truth is each sample run alone through plain autograd. Everything happens on
-copies, and the modes are reached through the public ``PrivacyEngine`` only.
+"""
+The check of per-sample gradients. The ground truth is each sample run alone through
+plain autograd; the modes are reached through the public ``PrivacyEngine`` only.
 """
 
 from __future__ import annotations
@@ -22,7 +21,8 @@ from opacus_ext.checks.subject import (
     LossFn,
     Subject,
     T,
-    gradients,
+    as_in_batch,
+    close,
     lowest_dtype,
     per_sample,
     random_state_kept,
@@ -30,6 +30,7 @@ from opacus_ext.checks.subject import (
     tensors_of,
 )
 from opacus_ext.grad_sample.parallel.sharding import find_group
+from opacus_ext.losses import PerSample
 from opacus_ext.progress import progress
 from opacus_ext.refused import Refused
 
@@ -67,9 +68,9 @@ def check_per_sample_gradients(
         batch: what ``loss_fn`` takes: tensors, also nested in tuples, lists and
             mappings. Tensors whose first dimension is B are cut into samples; all
             others, and what is not a tensor, go along with each sample
-        loss_fn: ``loss_fn(model, batch)`` returns losses ``[B]``; or a criterion as
-            ``nn.CrossEntropyLoss()``: then ``batch`` is ``(*inputs, target)``, and its
-            values are averaged in each sample (summed for ``reduction="sum"``)
+        loss_fn: ``loss_fn(model, batch)`` returns losses ``[B]``; or a criterion, with
+            a batch of ``(*inputs, target)``, whose values are averaged in each sample
+            (summed for ``reduction="sum"``)
         modes: values of ``grad_sample_mode``
         max_grad_norm: C of flat clipping; by default the median of the samples' norms
         wrap_model: as in ``make_private``
@@ -83,7 +84,7 @@ def check_per_sample_gradients(
         verbose: print the report
 
     Returns:
-        The report; its ``ok`` is True if all is right.
+        the report; ``ok`` is True if all is right
 
     Raises:
         Refused: if the model has no trainable parameter or is private already, or
@@ -100,7 +101,7 @@ def check_per_sample_gradients(
         >>> report.ok, report.differing
         (True, [])
     """
-    _check_model(model)
+    _refuse_model(model)
     names = [name for name, p in model.named_parameters() if p.requires_grad]
     with random_state_kept(model), torch.enable_grad():
         subject = Subject(model, batch, partial(_losses, loss_fn), dtype, train=True)
@@ -129,7 +130,8 @@ def check_per_sample_gradients(
     return report
 
 
-def _check_model(model: nn.Module) -> None:
+def _refuse_model(model: nn.Module) -> None:
+    """Refuses a model that can't be checked."""
     private = any(
         isinstance(m, AbstractGradSampleModule)
         or hasattr(m, "autograd_grad_sample_hooks")
@@ -224,12 +226,9 @@ def _samples_alone(
                 parameter="take_sample",
                 remedy="Pass take_sample, which takes sample b out of the batch.",
             )
-        grads, beside = gradients(loss[0], model), gradients(losses[b], together)
-        pairs = [(g, h) for g, h in zip(grads, beside) if g.numel()]
-        scale = max(float(x.abs().max()) for pair in pairs for x in pair)
-        gap = max(float((g - h).abs().max()) for g, h in pairs)
-        same = gap <= report.tolerance * max(scale, 1e-12)
-        if not same or _differ(loss[0], losses[b], report.tolerance):
+        compared = loss[0], model, losses[b], together, report.tolerance
+        same, grads = as_in_batch(*compared)
+        if not same:
             report.cross_sample.append(b)
         rows.append(grads)
     found = report.cross_sample
@@ -257,7 +256,9 @@ def _compare_batches(subject: Subject, report: PerSampleGradientReport) -> None:
             found.append([subject.run(model, x)[0] for x in (first, batch, first)])
     if len(found) < 2:
         return
-    _, around, before = (_differ(a, b, report.tolerance) for a, b in zip(*found))
+    _, around, before = (
+        not close(b, a, report.tolerance, 1e-3) for a, b in zip(*found)
+    )
     if before:
         report.findings.append(
             "the loss of sample 0 changes with the batch before: the model keeps "
@@ -268,11 +269,6 @@ def _compare_batches(subject: Subject, report: PerSampleGradientReport) -> None:
         report.findings.append(
             f"the loss of sample 0 changes in another batch: {_INVALID}"
         )
-
-
-def _differ(a: T, b: T, tolerance: float) -> bool:
-    gap, scale = float((a - b).detach().abs()), float(a.detach().abs())
-    return not gap <= tolerance * max(scale, 1e-3)
 
 
 # -- the modes -----------------------------------------------------------------------
@@ -316,15 +312,6 @@ def _compare_modes(
             report.cells[name][mode] = Cell(status, own, clipped)
 
 
-class _PerSampleCriterion(nn.Module):
-    """Passes on losses ``[B]``: the criterion that modes wrap."""
-
-    reduction = "mean"
-
-    def forward(self, losses: T, _: Any = None) -> T:
-        return losses if self.reduction == "none" else losses.mean()
-
-
 def _run_mode(
     subject: Subject, mode: str, wrap_model: bool, clipping: str, bound: Any
 ) -> List[T]:
@@ -333,10 +320,10 @@ def _run_mode(
     params = [p for p in model.parameters() if p.requires_grad]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        private, optimizer, *rest = PrivacyEngine().make_private(
+        private, optimizer, *criterion, _ = PrivacyEngine().make_private(
             module=model,
             optimizer=torch.optim.SGD(params, lr=0.0),
-            criterion=_PerSampleCriterion(),
+            criterion=PerSample(),
             data_loader=DataLoader(TensorDataset(torch.zeros(size)), batch_size=size),
             noise_multiplier=0.0,
             max_grad_norm=bound,
@@ -346,8 +333,7 @@ def _run_mode(
             wrap_model=wrap_model,
         )
         losses = subject.run(private if wrap_model else model, subject.batch)
-        loss = losses.mean() if len(rest) == 1 else rest[0](losses, None)
-        loss.backward()
+        (criterion[0] if criterion else PerSample())(losses).backward()
         optimizer.step()
     # The optimizer has divided by the expected batch size, here the batch's.
     grads: List[Any] = [p.grad for p in params]

@@ -1,8 +1,4 @@
-"""Finds where a model lets one sample's loss depend on another's.
-
-The model runs on the batch, and on each sample alone. Where the two differ, the module
-in which that begins is named, or the number over the batch that mixes samples.
-"""
+"""The search for what lets one sample's loss depend on another's."""
 
 from __future__ import annotations
 
@@ -31,7 +27,8 @@ from opacus_ext.checks.subject import (
     LossFn,
     Subject,
     T,
-    gradients,
+    as_in_batch,
+    close,
     per_sample,
     random_state_kept,
     rows_of,
@@ -83,14 +80,12 @@ def find_leaks(
     """
     Finds what makes one sample's loss depend on another: statistics over the batch, an
     expert's capacity counted over the batch, a mean over all tokens of the batch. Then
-    clipping each sample bounds nothing. In training each sample runs by itself, as if
-    alone; only this function and :func:`~opacus_ext.check_per_sample_gradients` see
-    what a loss function does outside of the model.
+    clipping each sample bounds nothing.
 
-    A copy of the model runs on the batch, and on each sample alone, and must give the
-    same outputs and losses. So pass a real batch, with samples of different lengths; of
-    a large one, 8 samples are compared. Dropout is off, and random numbers are replaced
-    by their mean.
+    A copy of the model runs on the batch, and on each sample alone. Where the outputs
+    or losses differ, the module is named in which that begins. So pass a real batch,
+    with samples of different lengths; of a large one, 8 samples are compared. Dropout
+    is off, and random numbers are replaced by their mean.
 
     Args:
         model: before ``make_private``; its train/eval mode is kept
@@ -100,15 +95,12 @@ def find_leaks(
             ``model(batch)``, ``model(*batch)`` or ``model(**batch)`` are compared
 
     Returns:
-        The leaks; none if all is well.
+        the leaks; none if all is well
 
     Raises:
         Refused: for a batch of fewer than two different samples
 
     Example:
-        >>> import torch
-        >>> from torch import nn
-        >>> from opacus_ext import find_leaks
         >>> model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
         >>> for leak in find_leaks(model, torch.randn(5, 3)):
         ...     print(leak.where)
@@ -259,13 +251,8 @@ def _compare_losses(whole: _Trace, alone: Sequence[_Trace]) -> List[Leak]:
         return [Leak("loss_fn", reason, _NUMBER)]
     for loss, trace in zip(losses, alone):
         own = cast(T, trace.losses).sum()
-        norms, others = (
-            torch.tensor(
-                [float(g.norm()) for g in gradients(x, model)], dtype=torch.double
-            )
-            for x, model in ((own, trace.model), (loss, whole.model))
-        )
-        if not _close(own, loss) or not _close(norms, others):
+        compared = own, trace.model, loss, whole.model, _tolerance(loss)
+        if not as_in_batch(*compared)[0]:
             return [Leak("loss_fn", _ADDS, _NUMBER)]
     return []
 
@@ -316,12 +303,11 @@ def _holds(y: T, xs: Sequence[T]) -> bool:
 
 
 def _close(a: T, b: T) -> bool:
-    if a.shape != b.shape:
-        return False
-    tolerance = {8: 1e-5, 4: 1e-3}.get(b.dtype.itemsize, 0.1)
-    a, b = a.detach().double(), b.detach().double()
-    scale = float(b.abs().nan_to_num(posinf=0).max()) if b.numel() else 0.0
-    return torch.allclose(a, b, 0, tolerance * max(scale, 1e-12), True)
+    return close(a, b, _tolerance(b))
+
+
+def _tolerance(x: T) -> float:
+    return {8: 1e-5, 4: 1e-3}.get(x.dtype.itemsize, 0.1)
 
 
 def _module_leak(name: str, module: nn.Module, reason: str = _MIXES) -> Leak:

@@ -130,6 +130,35 @@ def gradients(loss: T, model: nn.Module) -> List[T]:
     ]
 
 
+def as_in_batch(
+    own: T, alone: nn.Module, loss: T, together: nn.Module, tolerance: float
+) -> Tuple[bool, List[T]]:
+    """
+    True if a sample's loss alone and its gradients are those of its loss in the batch;
+    and the gradients of the sample alone.
+    """
+    grads, beside = gradients(own, alone), gradients(loss, together)
+    scale = max([1e-12, *map(_largest, beside)])
+    same = all(close(a, b, tolerance, scale) for a, b in zip(grads, beside))
+    return same and close(own, loss, tolerance, 1e-3), grads
+
+
+def close(a: T, b: T, tolerance: float, least: float = 1e-12) -> bool:
+    """
+    True if tensors of one shape differ by at most ``tolerance`` times the largest
+    finite entry of b, or times ``least``.
+    """
+    if a.shape != b.shape:
+        return False
+    a, b = a.detach().double(), b.detach().double()
+    return torch.allclose(a, b, 0, tolerance * max(_largest(b), least), True)
+
+
+def _largest(x: T) -> float:
+    """The largest finite entry, in absolute value."""
+    return float(x.detach().abs().nan_to_num(posinf=0).max()) if x.numel() else 0.0
+
+
 def random_state_kept(model: nn.Module) -> ContextManager:
     """Restores torch's random generators of the devices that the model is on."""
     on_cuda = any(p.is_cuda for p in model.parameters())

@@ -8,9 +8,7 @@ from opacus_ext.data.sampling import (
     Sampling,
     TruncatedPoisson,
 )
-from opacus_ext.data.sequences import SequenceData, read_sequences, synthetic_sequences
 from opacus_ext.data.users import UserRecords
 
 __all__ = ["CyclicPoisson", "FixedSize", "Poisson", "RecordCollator", "Sampling"]
-__all__ += ["SequenceData", "TruncatedPoisson", "UserRecords", "read_sequences"]
-__all__ += ["synthetic_sequences"]
+__all__ += ["TruncatedPoisson", "UserRecords"]

@@ -1,7 +1,6 @@
 """
-Logical batches in physical batches, as the items of one loader: a training loop that
-takes a fixed number of items a step (Trainer's ``gradient_accumulation_steps``) gets
-that many, and each is a list of physical batches, which fit into memory.
+Logical batches as a fixed number of items a step (``gradient_accumulation_steps`` of
+transformers), each a list of physical batches.
 """
 
 from __future__ import annotations
@@ -56,12 +55,6 @@ class LogicalBatches(Sampler):
             first one has all that are left over, or those in front are empty
         seed: of all draws
         first: number of the first draw
-
-    Example:
-        >>> draws, generator = [[0, 1, 2, 3, 4], []], torch.Generator()
-        >>> items = LogicalBatches(draws, generator, 2, items=2, seed=0)
-        >>> [item.numbers for item in items]
-        [[[0, 1], [2, 3]], [[4]], [], [[]]]
     """
 
     def __init__(

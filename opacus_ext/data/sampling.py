@@ -1,10 +1,4 @@
-"""
-Ways to draw the batch of a step: ``make_private(..., sampling=...)``.
-
-Opacus draws every record with probability 1 / k, where the loader has k batches. Also
-accounted for are Poisson sampling at any rate, Poisson sampling with a greatest batch
-size, and batches of one size.
-"""
+"""Ways to draw the batch of a step: ``make_private(..., sampling=...)``."""
 
 from __future__ import annotations
 
@@ -48,18 +42,12 @@ class Sampling(ABC):
         return self.steps or max(round(1 / self.rate(records)), 1)
 
     def divisor(self, records: int) -> float:
-        """
-        Returns the expected batch size ``q n``, which divides the sum of clipped
-        gradients. It does not depend on the draw, as a private divisor must not.
-        """
+        """Returns the expected batch size, which divides the sum of gradients."""
         size = self.rate(records) * records
         return round(size) if abs(size - round(size)) < 1e-9 * size else size
 
     def check(self, records: int, accountant: IAccountant) -> None:
-        """
-        Refuses steps or sizes that can't be, and an accountant that does not know this
-        way to draw, which is not changed.
-        """
+        """Refuses sizes that can't be, and accountants that don't know this way."""
         if self.steps is not None and (self.steps != int(self.steps) or self.steps < 1):
             raise Refused(
                 f"steps={self.steps} of an epoch is not a whole number above zero.",
@@ -131,9 +119,9 @@ class Sampling(ABC):
         distributed: bool = False,
     ) -> DataLoader:
         """
-        Returns a loader that draws this way, and is like ``stock`` in all else. Empty
-        batches are those of Opacus's ``DPDataLoader``; ``distributed`` gives each
-        process its share of the batch.
+        Returns a loader that draws this way, like ``stock`` in all else. Empty batches
+        are those of Opacus's ``DPDataLoader``; ``distributed`` gives each process its
+        share of the batch.
         """
         from opacus.data_loader import dtype_safe, shape_safe, wrap_collate_with_empty
 
@@ -163,9 +151,8 @@ def _account_poisson(
 
 def _keys(records: int, generator: Any) -> torch.Tensor:
     """
-    Returns a random number for each record: floats in [0, 1) of 53 bits, as float32
-    would make a rate of 1e-6 wrong by a percent; from a ``SecureSource`` integers
-    below 2^63.
+    Returns a random number for each record: floats in [0, 1) of 53 bits (of 24, a rate
+    of 1e-6 were wrong by a percent); from a ``SecureSource`` integers below 2^63.
     """
     import torch
 
@@ -188,8 +175,8 @@ class Poisson(Sampling):
     """
     Each record is drawn with the same probability, independently of others.
 
-    Opacus's own sampling is this at rates 1 / k: of a million records it draws all or a
-    half, and nothing between. Every accountant knows it.
+    Opacus's own sampling is this at rates 1 / k, where the loader has k batches. Every
+    accountant knows it.
 
     Args:
         expected_batch_size: records of a batch on average, any number up to all; it
@@ -308,11 +295,9 @@ class TruncatedPoisson(Poisson):
     Poisson sampling with a greatest batch size: a larger draw is cut to a random subset
     of ``max_batch_size`` records, so that memory is bounded.
 
-    The accounting is exact for the effect of cutting on the sum, which exchanges a
-    record for another where a draw fills the batch
-    (:mod:`opacus_ext.accountants.truncation`). Six standard deviations above the
-    expected batch size cost nothing that can be seen, and no room at all costs twice
-    the noise. The accountant must be "prv_bounds".
+    Six standard deviations above the expected batch size cost nothing that can be seen,
+    and no room at all costs twice the noise
+    (:mod:`opacus_ext.accountants.truncation`). The accountant must be "prv_bounds".
     """
 
     max_batch_size: int
@@ -349,13 +334,12 @@ class TruncatedPoisson(Poisson):
 class FixedSize(Sampling):
     """
     Every batch has the same size, and each set of so many records is equally likely.
-    For accelerators with static shapes.
 
     Neighbors are data sets of the same size in which one record is another one, so that
     the sum of clipped gradients moves by up to twice ``max_grad_norm``. At the same
-    noise epsilon is more than twice that of Poisson sampling. The accounting is exact
-    for one step (:func:`opacus_ext.accountants.profiles.exchanged`). The accountant
-    must be "prv_bounds".
+    noise epsilon is more than twice that of Poisson sampling
+    (:func:`opacus_ext.accountants.profiles.exchanged`). The accountant must be
+    "prv_bounds".
     """
 
     batch_size: int

@@ -2,10 +2,8 @@
 
 from opacus_ext.accountants.calibration import (
     Calibration,
-    Doubling,
     calibrate,
     delta,
-    doubling,
     epsilon,
     gaussian_noise_multiplier,
     noise_batch_ratio,
@@ -14,10 +12,8 @@ from opacus_ext.accountants.calibration import (
 
 __all__ = [
     "Calibration",
-    "Doubling",
     "calibrate",
     "delta",
-    "doubling",
     "epsilon",
     "gaussian_noise_multiplier",
     "noise_batch_ratio",

@@ -37,8 +37,8 @@ class PrivacyArguments:
         poisson_sampling: False shuffles, which no accountant covers
         log_loss: logs the training loss, which is not private
         monitor: "private" logs clipping and gradient norms by
-            :class:`opacus_ext.monitor.Monitor`, within the same epsilon; "not_private"
-            logs exact ones under names that say so; "off" logs none
+            :class:`opacus_ext.monitor.Monitor`, within the same epsilon; "off" logs
+            none
         privacy_seed: of noise and batches, for tests. By default nobody knows it;
             ``TrainingArguments.seed`` has no part in either
         repeat_noise: a run that goes on from a checkpoint repeats the noise of the run
@@ -61,7 +61,7 @@ class PrivacyArguments:
     max_batch_size: Optional[int] = _field(None, "the most records of a step")
     poisson_sampling: bool = _field(True, "False shuffles, for which nothing is proven")
     log_loss: bool = _field(True, "log the training loss, which is not private")
-    monitor: str = _field("off", "log clipping and norms: private, not_private or off")
+    monitor: str = _field("off", "log clipping and norms: private or off")
     privacy_seed: Optional[int] = _field(None, "of noise and batches, for tests")
     repeat_noise: bool = _field(False, "of a run that goes on from a checkpoint")
 
@@ -86,7 +86,7 @@ class PrivacyArguments:
             ("clipping", CLIPPINGS),
             ("grad_sample_mode", MODES),
             ("accountant", ("prv_bounds", "prv", "rdp")),
-            ("monitor", ("off", "private", "not_private")),
+            ("monitor", ("off", "private")),
         ):
             if getattr(self, name) not in choices:
                 raise Refused(

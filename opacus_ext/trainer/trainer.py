@@ -249,8 +249,7 @@ class PrivateTrainer(Trainer):
         self.optimizer.expected_batch_size = sampling.expected_batch_size
         self._monitor = None
         if privacy.monitor != "off":
-            private = privacy.monitor == "private"
-            self._monitor = Monitor(self.engine, self.optimizer, private=private)
+            self._monitor = Monitor(self.engine, self.optimizer)
             if training.saved is not None:
                 self._monitor.load_state_dict(training.saved["monitor"])
 

@@ -18,13 +18,13 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import opacus_ext
+from opacus_ext import Refused
 from opacus_ext.accountants import (
     PRVBoundsAccountant,
     composition,
     numerical,
     profiles,
 )
-from opacus_ext.accountants.budget import noise_left
 from opacus_ext.re_attention import token_shares
 
 
@@ -200,6 +200,16 @@ def test_pure_mechanisms(epsilon, uses, delta):
         )
         holds(made.get_bounds(whole), truth)
     assert made.get_bounds(delta / uses / 4) == (math.inf,) * 3
+
+
+@pytest.mark.parametrize("delta", [1e-6, 1e-5, 3.0001e-7])
+def test_a_delta_that_the_mechanisms_nearly_spend(delta):
+    """All that is left is that of the greatest loss; prv-accountant refuses it."""
+    made = PRVBoundsAccountant()
+    made.compose("approximate", epsilon=1.0, delta=1e-7, participations=3)
+    most = math.exp(3) / (1 + math.e) ** 3  # probability of a loss of 3
+    left = (delta - 1 + (1 - 1e-7) ** 3) / (1 - 1e-7) ** 3
+    holds(made.get_bounds(delta), 3 + math.log1p(-left / most))
 
 
 def test_laplace():
@@ -381,63 +391,55 @@ def test_a_noise_that_falls_in_every_step():
 def test_delta_of_epsilon_and_back():
     made = accountant((1.0, 0.01, 1000))
     bounds = made.get_bounds(1e-5)
-    assert made.get_delta(bounds.upper).estimate <= 1e-5
-    assert made.get_delta(bounds.lower).upper >= 1e-5
-    assert made.get_delta(1e4).upper < 1e-12
+    deltas = [made.get_delta(x) for x in (bounds.upper, bounds.lower, 1e4)]
+    assert deltas[0].estimate <= 1e-5 <= deltas[1].upper
+    assert deltas[2].upper < 1e-12
 
 
-@pytest.mark.parametrize("value", [-1.0, math.nan, math.inf])
-def test_refuses_a_delta_an_epsilon_and_errors(value):
+ENTRIES = {
+    (1.0, 1.5, 1): "sample_rate=1.5",
+    (1.0, math.nan, 1): "sample_rate=nan",
+    (-1.0, 0.1, 1): "noise_multiplier=-1.0",
+    (math.nan, 0.1, 1): "noise_multiplier=nan",
+    (1.0, 0.1, 0.5): "steps=0.5",
+}
+MECHANISMS = [
+    ("exponential", {"epsilon": 1.0}, "'gaussian', 'laplace', 'pure'"),
+    ("pure", {}, "takes epsilon; got nothing"),
+    ("pure", {"epsilon": 1.0, "delta": 0.0}, "takes epsilon; got delta, epsilon"),
+    ("pure", {"epsilon": -1.0}, "epsilon=-1.0"),
+    ("approximate", {"epsilon": 1.0, "delta": 1.0}, "delta=1.0"),
+    ("laplace", {"noise_multiplier": 0.0}, "noise_multiplier=0.0"),
+    ("gaussian", {"noise_multiplier": math.inf}, "noise_multiplier=inf"),
+    ("pure", {"epsilon": 1.0, "participations": 0}, "participations=0"),
+    ("pure", {"epsilon": 1.0, "participations": 1.5}, "participations=1.5"),
+]
+
+
+def test_refused():
+    """Numbers that can't be are named, and nothing is recorded."""
     made = accountant((1.0, 0.01, 10))
-    for delta in (value, 0, 1):
-        with pytest.raises(ValueError, match="delta=.* between 0 and 1"):
-            made.get_epsilon(delta)
-    with pytest.raises(ValueError, match="epsilon="):
-        made.get_delta(value)
-    for name in ("eps_error", "delta_error"):
-        with pytest.raises(ValueError, match=name):
-            made.get_epsilon(1e-5, **{name: value})
-
-
-@pytest.mark.parametrize(
-    "entry, name",
-    [
-        ((1.0, 1.5, 1), "sample_rate=1.5"),
-        ((1.0, math.nan, 1), "sample_rate=nan"),
-        ((-1.0, 0.1, 1), "noise_multiplier=-1.0"),
-        ((math.nan, 0.1, 1), "noise_multiplier=nan"),
-        ((1.0, 0.1, 0.5), "steps=0.5"),
-    ],
-)
-def test_refuses_steps(entry, name):
-    with pytest.raises(ValueError, match=name):
-        accountant(entry).get_epsilon(1e-5)
+    for wrong in (-1.0, math.nan, math.inf):
+        for delta in (wrong, 0, 1):
+            with pytest.raises(Refused, match="delta=.* between 0 and 1"):
+                made.get_epsilon(delta)
+        with pytest.raises(Refused, match="epsilon="):
+            made.get_delta(wrong)
+        for name in ("eps_error", "delta_error"):
+            with pytest.raises(Refused, match=name):
+                made.get_epsilon(1e-5, **{name: wrong})
     made = accountant()
-    if entry[2] == 1:
-        with pytest.raises(ValueError, match=name):
-            made.step(noise_multiplier=entry[0], sample_rate=entry[1])
-    assert made.history == []
-
-
-@pytest.mark.parametrize(
-    "name, kwargs, message",
-    [
-        ("exponential", {"epsilon": 1.0}, "'gaussian', 'laplace', 'pure'"),
-        ("pure", {}, "takes epsilon; got nothing"),
-        ("pure", {"epsilon": 1.0, "delta": 0.0}, "takes epsilon; got delta, epsilon"),
-        ("pure", {"epsilon": -1.0}, "epsilon=-1.0"),
-        ("approximate", {"epsilon": 1.0, "delta": 1.0}, "delta=1.0"),
-        ("laplace", {"noise_multiplier": 0.0}, "noise_multiplier=0.0"),
-        ("gaussian", {"noise_multiplier": math.inf}, "noise_multiplier=inf"),
-        ("pure", {"epsilon": 1.0, "participations": 0}, "participations=0"),
-        ("pure", {"epsilon": 1.0, "participations": 1.5}, "participations=1.5"),
-    ],
-)
-def test_refuses_mechanisms(name, kwargs, message):
-    made = accountant()
-    with pytest.raises(ValueError, match=message):
-        made.compose(name, **kwargs)
-    assert made.mechanisms == []
+    for name, parameters, message in MECHANISMS:
+        with pytest.raises(Refused, match=message):
+            made.compose(name, **parameters)
+    for entry, message in ENTRIES.items():
+        noise, rate, steps = entry
+        with pytest.raises(Refused, match=message):
+            accountant(entry).get_epsilon(1e-5)
+        if steps == 1:
+            with pytest.raises(Refused, match=message):
+                made.step(noise_multiplier=noise, sample_rate=rate)
+    assert len(made) == 0
 
 
 # -- with Opacus -------------------------------------------------------------------
@@ -538,17 +540,3 @@ def test_token_shares_compose_with_training():
     # The sampled formula at a rate of almost 1 is the same mechanism.
     history = [(5.0, 1 - 1e-12, 1), (2.0, 0.2, 20)]
     holds(made.get_bounds(exact_delta(history, 2.0)), 2.0)
-
-
-def test_noise_left_keeps_other_mechanisms():
-    made = accountant()
-    made.compose("laplace", noise_multiplier=2.0)
-    noise = noise_left(made, 2.0, 1e-5, 0.05, 60)
-    assert made.history == [] and len(made.mechanisms) == 1
-    alone = noise_left(accountant(), 2.0, 1e-5, 0.05, 60)
-    assert noise > 1.05 * alone
-    made.history = [(noise, 0.05, 60)]
-    assert 1.98 < made.get_epsilon(1e-5) <= 2.0
-    made.compose("pure", epsilon=3.0)
-    with pytest.raises(ValueError, match="pure"):
-        noise_left(made, 2.0, 1e-5, 0.05, 60)

@@ -27,8 +27,19 @@ def accountant(mechanism, **parameters):
     return made
 
 
+def fixed(noise, rate, steps=1):
+    given = {"noise_multiplier": noise, "sample_rate": rate}
+    return accountant("fixed_size", participations=steps, **given)
+
+
+def truncated(noise, rate, records, most, steps=1):
+    given = {"noise_multiplier": noise, "sample_rate": rate, "records": records}
+    given.update(max_batch_size=most, participations=steps)
+    return accountant("truncated_poisson", **given)
+
+
 def fixed_size_draws(gradients, size):
-    """What a batch sums to, and how likely it is."""
+    """The sum of each batch, and its probability."""
     batches = [*itertools.combinations(gradients, size)]
     return [(sum(batch), 1 / len(batches)) for batch in batches]
 
@@ -59,10 +70,7 @@ def hockey_stick(first, second, epsilon):
 @pytest.mark.parametrize("noise", [0.7, 2.0])
 def test_fixed_size_covers_every_exchange(size, noise):
     """All gradients of three records in {-1, 0, 1}, one of them exchanged."""
-    made, worst = (
-        accountant("fixed_size", noise_multiplier=noise, sample_rate=size / 3),
-        {},
-    )
+    made, worst = fixed(noise, size / 3), {}
     for others in itertools.product((-1.0, 0.0, 1.0), repeat=2):
         for mine, other in itertools.product((-1.0, 0.0, 1.0), repeat=2):
             first, second = (
@@ -84,13 +92,7 @@ def test_fixed_size_covers_every_exchange(size, noise):
 def test_truncation_covers_every_removal_and_addition(most, q):
     """Three records and one more, with gradients in {-1, 0, 1}."""
     noise, records = 0.9, 3
-    made = accountant(
-        "truncated_poisson",
-        noise_multiplier=noise,
-        sample_rate=q,
-        records=records,
-        max_batch_size=most,
-    )
+    made = truncated(noise, q, records, most)
     upper = {e: made.get_delta(e).upper * (1 + 1e-4) + 1e-9 for e in EPSILONS}
     for others in itertools.product((-1.0, 0.0, 1.0), repeat=records):
         less = density(truncated_draws(others, q, most), noise)
@@ -106,9 +108,7 @@ def test_two_steps_of_fixed_size_in_which_the_data_sets_change_roles():
     to that of the other: the larger epsilon of the two orders is not meant for this.
     """
     noise, x = 1.5, X[::8]
-    made = accountant(
-        "fixed_size", noise_multiplier=noise, sample_rate=1 / 3, participations=2
-    )
+    made = fixed(noise, 1 / 3, 2)
 
     def densities(other):
         return [
@@ -137,16 +137,11 @@ def test_fixed_size_against_dp_accounting():
         (8.0, 64, 1000, 2000, 1e-6, 8.161612507590629),
         (1.0, 1, 100, 50, 1e-3, 6.064482984661825),
     ):
-        bounds = accountant(
-            "fixed_size",
-            noise_multiplier=noise,
-            sample_rate=size / records,
-            participations=steps,
-        ).get_bounds(delta)
+        bounds = fixed(noise, size / records, steps).get_bounds(delta)
         assert 0.3 * rdp < bounds.lower <= bounds.upper < rdp
 
 
-# Of dp_accounting 0.6's PLDAccountant on TruncatedSubsampledGaussianDpEvent.
+# The last: dp_accounting 0.6's PLD of TruncatedSubsampledGaussianDpEvent.
 TRUNCATED = [
     (1.0, 0.01, 50_000, 640, 1000, 1e-5, 1.8282448611453523),
     (1.0, 0.01, 50_000, 660, 1000, 1e-5, 1.8282436489491534),
@@ -158,14 +153,7 @@ TRUNCATED = [
 def test_truncation_against_dp_accounting_and_total_variation(
     noise, q, records, most, steps, delta, other
 ):
-    made = accountant(
-        "truncated_poisson",
-        noise_multiplier=noise,
-        sample_rate=q,
-        records=records,
-        max_batch_size=most,
-        participations=steps,
-    )
+    made = truncated(noise, q, records, most, steps)
     bounds = made.get_bounds(delta)
     assert bounds.lower <= other <= bounds.upper * (1 + 1e-3)
     assert bounds.upper <= other * 1.001
@@ -185,7 +173,7 @@ def test_probabilities_are_exact_for_tiny_tails():
     expected = sum(terms[most:]) / 4**n
     assert math.isclose(cut_probability(q, n, most), expected, rel_tol=1e-12)
     assert expected < 1e-19
-    # Of one record among four, by hand: drawn, and kept beside others.
+    # One record among four, by hand: drawn, and kept beside others.
     found = kept_rate(0.5, 4, 2)
     by_hand = 0.5 * sum(math.comb(3, k) / 8 * min(1, 2 / (k + 1)) for k in range(4))
     assert math.isclose(found, by_hand, rel_tol=1e-12)
@@ -193,14 +181,7 @@ def test_probabilities_are_exact_for_tiny_tails():
 
 def test_more_room_is_never_worse_and_ends_at_poisson():
     found = [
-        accountant(
-            "truncated_poisson",
-            noise_multiplier=1.0,
-            sample_rate=0.05,
-            records=1000,
-            max_batch_size=most,
-            participations=100,
-        ).get_epsilon(1e-5)
+        truncated(1.0, 0.05, 1000, most, 100).get_epsilon(1e-5)
         for most in (50, 60, 75, 90, 1001)
     ]
     assert found == sorted(found, reverse=True)
@@ -210,14 +191,7 @@ def test_more_room_is_never_worse_and_ends_at_poisson():
 
 
 def test_truncated_and_poisson_steps_are_composed():
-    made = accountant(
-        "truncated_poisson",
-        noise_multiplier=1.0,
-        sample_rate=0.05,
-        records=1000,
-        max_batch_size=1000,
-        participations=60,
-    )
+    made = truncated(1.0, 0.05, 1000, 1000, 60)
     made.history = [(1.0, 0.05, 40)]
     made.compose("laplace", noise_multiplier=5.0)
     poisson = PRVBoundsAccountant()
@@ -265,9 +239,8 @@ def test_parameters_that_cannot_be(parameters, message):
         accountant("truncated_poisson", **{**right, **parameters})
 
 
-def test_neighbours_of_two_kinds_are_not_composed():
-    fixed = dict(noise_multiplier=1.0, sample_rate=0.1)
-    made = accountant("fixed_size", **fixed)
+def test_neighbors_of_two_kinds_are_not_composed():
+    made = fixed(1.0, 0.1)
     with pytest.raises(Refused, match="can't be composed"):
         made.step(noise_multiplier=1.0, sample_rate=0.1)
     with pytest.raises(Refused, match="can't be composed"):
@@ -281,11 +254,11 @@ def test_neighbours_of_two_kinds_are_not_composed():
     other = PRVBoundsAccountant()
     other.step(noise_multiplier=1.0, sample_rate=0.1)
     with pytest.raises(Refused, match="can't be composed"):
-        other.compose("fixed_size", **fixed)
+        other.compose("fixed_size", noise_multiplier=1.0, sample_rate=0.1)
 
 
 def test_schemes_say_what_they_cost():
-    """Of the same noise: Poisson, cut, of fixed size."""
+    """At the same noise: Poisson, cut, of fixed size."""
     found = []
     for sampling in (
         Poisson(expected_batch_size=100),

@@ -52,7 +52,7 @@ def once(mechanism, parameter, canaries=1000, share=0.2):
 
 @pytest.mark.parametrize("mechanism, epsilon", MECHANISMS)
 def test_no_false_alarms(mechanism, epsilon):
-    """Of each bound; a mechanism of two records alike is refuted by none."""
+    """No bound refutes a right claim more often than it may."""
     wrong = np.zeros(2)
     for _ in range(AUDITS):
         wrong[0] += repeated(mechanism, 1.0).epsilon(DELTA) > epsilon(1.0)

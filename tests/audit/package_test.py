@@ -192,7 +192,7 @@ def test_half_the_noise_of_a_run_is_caught(case, monkeypatch):
 
 @pytest.mark.thorough
 def test_an_accountant_that_forgets_empty_batches_is_caught(case, monkeypatch):
-    """What was clipped in a step is known when it is counted."""
+    """The norms of a step are known when it is counted."""
     whole = Poisson.hook
 
     def hook(self, accountant, records):

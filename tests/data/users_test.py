@@ -56,7 +56,7 @@ def test_several_are_different_ones(count, given):
 
 
 def update(dataset, mode):
-    """What a step without noise that draws all users adds to the weights, times B."""
+    """The change of weights by a step of all users without noise, times B."""
     torch.manual_seed(0)
     model = PerRecord(Tagger().double())
     before = [p.detach().clone() for p in model.parameters()]
