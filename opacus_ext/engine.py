@@ -31,7 +31,12 @@ from opacus_ext.accountants.prv import PRVBoundsAccountant
 from opacus_ext.accountants.whole import count_whole
 from opacus_ext.data.draws import Draws, count_records
 from opacus_ext.data.sampling import CyclicPoisson, Poisson, Sampling
-from opacus_ext.misuse import check_loader
+from opacus_ext.misuse import (
+    check_delta,
+    check_loader,
+    check_number,
+    checked_epsilon,
+)
 from opacus_ext.optimizers.banded import Banded, BandedNoise, coefficients, error
 from opacus_ext.refused import Refused
 from opacus_ext.runs import add_run, runs_of
@@ -352,6 +357,10 @@ def with_epsilon(make_private_with_epsilon: Callable) -> Callable:
         **kwargs: Any,
     ) -> Any:
         loader = kwargs["data_loader"]
+        check_number("target_epsilon", target_epsilon)
+        check_number("epochs", epochs)
+        check_loader(self, loader, kwargs.get("poisson_sampling", True))
+        check_delta(self, target_delta, loader.dataset, "target_delta")
         budget: Any = dict(epsilon=target_epsilon, delta=target_delta, epochs=epochs)
         if noise == "banded":
             noise = choose_bands(
@@ -496,6 +505,7 @@ WRAPPERS: Dict[str, Callable[[Callable], Callable]] = {
     "__init__": with_secure_source,
     "make_private": with_sampling,
     "make_private_with_epsilon": with_epsilon,
+    "get_epsilon": checked_epsilon,
 }
 
 

@@ -12,7 +12,7 @@ import functools
 import inspect
 import math
 import numbers
-from typing import Any, Callable, Dict, Iterable, Optional
+from typing import Any, Callable, Iterable, Optional
 
 import torch
 from opacus import PrivacyEngine
@@ -336,28 +336,3 @@ def checked_epsilon(get_epsilon: Callable) -> Callable:
         return max(get_epsilon(self, delta), 0.0) if len(self.accountant) else 0.0
 
     return get
-
-
-def checked_budget(make_private_with_epsilon: Callable) -> Callable:
-    """Wraps ``PrivacyEngine.make_private_with_epsilon``: checks its budget."""
-
-    @functools.wraps(make_private_with_epsilon)
-    def make(self: PrivacyEngine, **kwargs: Any) -> Any:
-        for name in {"target_epsilon", "epochs"} & set(kwargs):
-            check_number(name, kwargs[name])
-        loader = kwargs.get("data_loader")
-        if loader is not None:
-            check_loader(self, loader, kwargs.get("poisson_sampling", True))
-        if "target_delta" in kwargs:
-            dataset = getattr(loader, "dataset", self.dataset)
-            check_delta(self, kwargs["target_delta"], dataset, "target_delta")
-        return make_private_with_epsilon(self, **kwargs)
-
-    return make
-
-
-#: The wrapper of each method of ``PrivacyEngine``.
-WRAPPERS: Dict[str, Callable[[Callable], Callable]] = {
-    "get_epsilon": checked_epsilon,
-    "make_private_with_epsilon": checked_budget,
-}

@@ -142,9 +142,8 @@ def register() -> None:
         _prepare_criterion(PrivacyEngine._prepare_criterion),
     )
     _replace(PrivacyEngine, "make_private", _make_private(PrivacyEngine.make_private))
-    for wrappers in (WRAPPERS, misuse.WRAPPERS):
-        for name, wrap in wrappers.items():
-            _replace(PrivacyEngine, name, wrap(getattr(PrivacyEngine, name)))
+    for name, wrap in WRAPPERS.items():
+        _replace(PrivacyEngine, name, wrap(getattr(PrivacyEngine, name)))
     for name, method in checkpoints.METHODS.items():
         _replace(PrivacyEngine, name, method)
     PrivacyEngine.privacy_statement = privacy_statement
