@@ -310,32 +310,17 @@ def test_fit(name):
     assert_same(found(), expected(steps))
 
 
-class Failing(Classifier):
-    def training_step(self, batch, batch_idx):
-        raise KeyError("mine")
+def fails(self, batch, batch_idx):
+    raise KeyError("mine")
 
 
-class Nothing(Classifier):
-    def training_step(self, batch, batch_idx):
-        return None
+def twice(self, batch, batch_idx):
+    for _ in range(2):
+        Classifier.training_step(self, batch, batch_idx)
 
 
-class Twice(Classifier):
-    def training_step(self, batch, batch_idx):
-        super().training_step(batch, batch_idx)
-        super().training_step(batch, batch_idx)
-
-
-class Without(Classifier):
-    def __init__(self):
-        super().__init__()
-        self.criterion = None
-
-
-class Two(Classifier):
-    def configure_optimizers(self):
-        first, second = self.net[0].parameters(), self.net[2].parameters()
-        return [torch.optim.SGD(first, lr=0.1), torch.optim.SGD(second, lr=0.1)]
+def two_optimizers(self):
+    return [torch.optim.SGD(self.net[i].parameters(), lr=0.1) for i in (0, 2)]
 
 
 @pytest.mark.parametrize(
@@ -359,29 +344,33 @@ def test_settings_that_are_refused(settings, message):
     assert all(torch.equal(p, before[name]) for name, p in weights(model).items())
 
 
+PARTS = {"max_physical_batch_size": 2}
+
+
 @pytest.mark.parametrize(
-    "cls, automatic, given, message",
+    "own, automatic, given, message",
     [
-        (Plain, True, {"mode": "ghost_bk"}, "not made by self.criterion"),
-        (Nothing, True, {"mode": "hooks"}, "returned no loss"),
-        (Failing, True, {"mode": "auto"}, "mine"),
-        (Twice, False, {"mode": "ghost_bk"}, "took 2 steps"),
-        (Without, True, {"mode": "auto"}, "has no self.criterion"),
-        (Two, False, {"mode": "hooks"}, "2 optimizers"),
         (
-            Classifier,
-            False,
-            {"mode": "hooks", "max_physical_batch_size": 2},
-            "manual optimization",
+            {"training_step": Plain.training_step},
+            True,
+            {},
+            "not made by self.criterion",
         ),
+        ({"training_step": lambda *args: None}, True, {}, "returned no loss"),
+        ({"training_step": fails}, True, {}, "mine"),
+        ({"training_step": twice}, False, {}, "took 2 steps"),
+        ({"criterion": None}, True, {}, "has no self.criterion"),
+        ({"configure_optimizers": two_optimizers}, False, {}, "2 optimizers"),
+        ({}, False, PARTS, "manual optimization"),
     ],
 )
-def test_modules_that_are_refused(cls, automatic, given, message):
+def test_modules_that_are_refused(own, automatic, given, message):
     """They are ordinary ones afterwards."""
-    model = cls()
-    model.automatic_optimization = automatic
+    model = type("Own", (Classifier,), own)(automatic)
+    if "criterion" in own:
+        del model.criterion
     with pytest.raises((Refused, KeyError), match=message):
-        trainer(privacy(**given), max_steps=1).fit(model, loader())
+        trainer(privacy("ghost_bk", **given), max_steps=1).fit(model, loader())
     assert "forward" not in vars(model) and "training_step" not in vars(model)
 
 

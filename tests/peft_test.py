@@ -6,6 +6,7 @@ as LoRA starts with B = 0, where A's gradient is zero whatever is done to it.
 
 import copy
 import itertools
+from typing import List, NamedTuple, Optional
 
 import pytest
 import torch
@@ -30,76 +31,76 @@ from tests.compatibility import all_double, batch_of, loss_fn
 
 peft = pytest.importorskip("peft")
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable"),
-    pytest.mark.filterwarnings("ignore:.*fan_in_fan_out"),
-    pytest.mark.filterwarnings("ignore:.*tie_word_embeddings"),
-    pytest.mark.filterwarnings("ignore:.*tied"),
-    pytest.mark.filterwarnings("ignore:.*requires_grad=True"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore")
 
-# Task and class, PEFT's task, the layers that adapters go to, those of the
-# feed-forward part, the head.
+
+class Family(NamedTuple):
+    """What a family's models are, and where adapters go in them."""
+
+    task: str
+    cls: str
+    peft_task: Optional[str]
+    layers: List[str]
+    feed_forward: List[str]
+    head: str
+
+
+CAUSAL, CLASSES, IMAGES = "causal-lm", "sequence-classification", "image-classification"
+BERT, T5 = "BertForSequenceClassification", "T5ForConditionalGeneration"
+VIT, MOE = "ViTForImageClassification", "Qwen2MoeForCausalLM"
+ATTENDS = ["q_proj", "fc1", "projection"]
+LM, SEQ2SEQ = "CAUSAL_LM", "SEQ_2_SEQ_LM"
 MODELS = {
-    "gpt2": (
-        ("causal-lm", "gpt2", "GPT2LMHeadModel"),
-        ("CAUSAL_LM", ["c_attn", "c_proj"], ["c_proj"], "lm_head"),
+    "gpt2": Family(
+        CAUSAL, "GPT2LMHeadModel", LM, ["c_attn", "c_proj"], ["c_proj"], "lm_head"
     ),
-    "llama": (
-        ("causal-lm", "llama", "LlamaForCausalLM"),
-        ("CAUSAL_LM", ["q_proj", "down_proj"], ["down_proj"], "lm_head"),
+    "llama": Family(
+        CAUSAL,
+        "LlamaForCausalLM",
+        LM,
+        ["q_proj", "down_proj"],
+        ["down_proj"],
+        "lm_head",
     ),
-    "bert": (
-        ("sequence-classification", "bert", "BertForSequenceClassification"),
-        ("SEQ_CLS", ["query", "dense"], ["dense"], "classifier"),
+    "bert": Family(
+        CLASSES, BERT, "SEQ_CLS", ["query", "dense"], ["dense"], "classifier"
     ),
-    "t5": (
-        ("seq2seq-lm", "t5", "T5ForConditionalGeneration"),
-        ("SEQ_2_SEQ_LM", ["q", "wo"], ["wo"], "lm_head"),
-    ),
-    "vit": (
-        ("image-classification", "vit", "ViTForImageClassification"),
-        (None, ["q_proj", "fc1", "projection"], ["fc1"], "classifier"),
-    ),
-    "moe": (
-        ("causal-lm", "qwen2_moe", "Qwen2MoeForCausalLM"),
-        ("CAUSAL_LM", ["q_proj", "gate_proj"], [], "lm_head"),
-    ),
+    "t5": Family("seq2seq-lm", T5, SEQ2SEQ, ["q", "wo"], ["wo"], "lm_head"),
+    "vit": Family(IMAGES, VIT, None, ATTENDS, ["fc1"], "classifier"),
+    "qwen2_moe": Family(CAUSAL, MOE, LM, ["q_proj", "gate_proj"], [], "lm_head"),
 }
 
 
 def base(family, **kwargs):
-    return tiny.build(*MODELS[family][0], **kwargs)
+    return tiny.build(MODELS[family].task, family, MODELS[family].cls, **kwargs)
 
 
 def batch(family="llama", kind="padded"):
-    return batch_of(base(family), MODELS[family][0][0], kind)
+    return batch_of(base(family), MODELS[family].task, kind)
 
 
 def lora(family, **kwargs):
-    task, layers, _, _ = MODELS[family][1]
-    kwargs = {"r": 4, "target_modules": layers, "task_type": task, **kwargs}
-    return peft.LoraConfig(**kwargs)
+    given = {"r": 4, "target_modules": MODELS[family].layers, **kwargs}
+    return peft.LoraConfig(task_type=MODELS[family].peft_task, **given)
 
 
 def ia3(family):
-    task, layers, forward, _ = MODELS[family][1]
-    return peft.IA3Config(
-        target_modules=layers, feedforward_modules=forward, task_type=task
-    )
+    _, _, task, layers, forward, _ = MODELS[family]
+    given = {"target_modules": layers, "feedforward_modules": forward}
+    return peft.IA3Config(task_type=task, **given)
 
 
 def prompt(kind, **kwargs):
     def config(family):
-        task = MODELS[family][1][0]
-        return getattr(peft, kind)(num_virtual_tokens=3, task_type=task, **kwargs)
+        kwargs["task_type"] = MODELS[family].peft_task
+        return getattr(peft, kind)(num_virtual_tokens=3, **kwargs)
 
     return config
 
 
 METHODS = {
     "lora": lora,
-    "lora and head": lambda f: lora(f, modules_to_save=[MODELS[f][1][3]]),
+    "lora and head": lambda f: lora(f, modules_to_save=[MODELS[f].head]),
     "dora": lambda f: lora(f, use_dora=True),
     "rslora, biases": lambda f: lora(f, use_rslora=True, lora_bias=True, bias="all"),
     "all-linear": lambda f: lora(f, target_modules="all-linear"),
@@ -109,7 +110,7 @@ METHODS = {
     "p-tuning": prompt("PromptEncoderConfig", encoder_hidden_size=8),
 }
 RARER = ("rslora, biases", "all-linear", "prefix")
-HAVE_NO_PROMPT = ("vit", "moe")
+HAVE_NO_PROMPT = ("vit", "qwen2_moe")
 
 
 def perturbed(model, by=0.3):
@@ -164,7 +165,7 @@ OPTIONS = {
     "gpt2": [dict(target_modules=["wte", "c_attn"])],
     "bert": [dict(target_modules=["word_embeddings", "query"], use_dora=True)],
     "vit": [dict(target_modules=["projection"], use_dora=True)],
-    "moe": [
+    "qwen2_moe": [
         dict(target_modules=["q_proj"], target_parameters=names)
         for names in (
             ["experts.gate_up_proj"],
@@ -227,12 +228,12 @@ def test_exact(name, family, config, tied):
 def test_trained_experts_under_adapters():
     """A parametrization comes and goes in the forward, and sets the experts anew."""
     parameters = ["experts.gate_up_proj"]
-    config = lora("moe", target_modules=[], target_parameters=parameters)
-    model = adapted(config, "moe")
+    config = lora("qwen2_moe", target_modules=[], target_parameters=parameters)
+    model = adapted(config, "qwen2_moe")
     for name, p in model.named_parameters():
         p.requires_grad_(p.requires_grad or "experts" in name)
     private = make_private(model, "ghost_bk", batch_size=4)
-    refused("changes .*gate_up_proj", step_of(private, batch("moe")))
+    refused("changes .*gate_up_proj", step_of(private, batch("qwen2_moe")))
 
 
 def test_two_adapters():
