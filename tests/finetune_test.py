@@ -212,7 +212,7 @@ def test_private(folder):
 
 
 def test_non_private_learns_and_is_saved(folder, tmp_path):
-    """What is saved is read by from_pretrained, under its own names, and as good."""
+    """from_pretrained reads the saved model, under its own names."""
     more = ("--non-private", "--epochs", "25", "--lr", "1e-2", "--dropout", "0")
     found = run(folder, *more, "--save", str(tmp_path / "saved"))
     assert found["accuracy"] == 100 and "epsilon_spent" not in found

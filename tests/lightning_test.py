@@ -41,7 +41,7 @@ def quiet(monkeypatch, tmp_path):
 
 
 class Steps:
-    """What makes a LightningModule of either package."""
+    """Methods of a LightningModule of either package."""
 
     def __init__(self, automatic=True, dtype=torch.float64):
         super().__init__()

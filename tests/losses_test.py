@@ -596,7 +596,7 @@ class TestOwnLoss:
     @wrapped_or_not
     @pytest.mark.parametrize("build", [gpt2, bert, t5], ids=lambda b: b.__name__)
     def test_mean_of_the_samples_own(self, build, wrap):
-        """Of samples with more labels and with fewer."""
+        """Samples have more labels or fewer."""
         model = build()
         plain, batch = copy.deepcopy(model), tokens(3, 6)
         batch["labels"][1, :2] = batch["input_ids"][1, :2]  # one without has no mean

@@ -35,7 +35,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 class Family(NamedTuple):
-    """What a family's models are, and where adapters go in them."""
+    """A family's models, and where adapters go in them."""
 
     task: str
     cls: str

@@ -596,7 +596,7 @@ def test_a_checkpoint_of_another_run(name, checkpoint, tmp_path):
 
 
 def test_a_checkpoint_resumed_in_other_physical_batches(checkpoint, tmp_path):
-    """What fits into memory may change; the logical batch is the same."""
+    """Memory may change; the logical batch is the same."""
     runs = []
     for physical, items in ((3, 2), (2, 3), (6, 1)):
         sizes = {"per_device_train_batch_size": physical, "max_steps": 6}
@@ -660,7 +660,7 @@ SAVED = {
 
 @pytest.mark.parametrize("name", SAVED)
 def test_what_is_saved_is_an_ordinary_model(name, tmp_path):
-    """As the trainer leaves one: without PerRecord and without what clips."""
+    """Without PerRecord, without hooks, and with its epsilon nowhere beside it."""
     build, inner, given = SAVED[name]
     given = {**given, **SAVING, "eval_strategy": "steps", "eval_steps": 2}
     given["eval_dataset"] = given.get("data", texts())[:5]
@@ -693,7 +693,7 @@ def test_what_is_saved_is_an_ordinary_model(name, tmp_path):
 
 
 def test_evaluation_changes_nothing(tmp_path):
-    """Of a model of from_pretrained, which is in evaluation mode, as it leaves one."""
+    """A model of from_pretrained is in evaluation mode, and evaluation leaves it so."""
     data = [{**x, "labels": i % 2} for i, x in enumerate(texts())]
     bert(dropout=0.1).save_pretrained(tmp_path / "model")
     found = []
