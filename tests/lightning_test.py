@@ -94,7 +94,7 @@ def loader(dtype=torch.float64):
 
 def privacy(mode, **given):
     settings = {"target_delta": 1e-3, "max_grad_norm": 0.5, "seed": SEED}
-    settings |= {"accountant": "rdp", "grad_sample_mode": mode}
+    settings |= {"accountant": "prv_bounds", "grad_sample_mode": mode}
     if "target_epsilon" not in given:
         settings["noise_multiplier"] = 0.0
     return PrivacyCallback(**{**settings, **given})

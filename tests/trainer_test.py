@@ -93,7 +93,7 @@ def tokenizer():
 
 def private(**kwargs):
     chosen = {"noise_multiplier": 1.0, "target_delta": 1e-3, "privacy_seed": 3}
-    chosen |= {"accountant": "rdp", "repeat_noise": True}
+    chosen |= {"accountant": "prv_bounds", "repeat_noise": True}
     return PrivacyArguments(**(chosen | {"grad_sample_mode": "ghost_bk"} | kwargs))
 
 
@@ -328,7 +328,7 @@ def test_target_epsilon_is_kept_and_logged(tmp_path):
 
 
 def test_a_greatest_batch_is_kept_and_accounted_for(tmp_path):
-    privacy = private(**BUDGET | {"accountant": "prv_bounds", "max_batch_size": 7})
+    privacy = private(**BUDGET, max_batch_size=7)
     run = trainer(tmp_path, privacy=privacy, cls=Counting, max_steps=7)
     run.train()
     assert max(count for _, count in run.seen) == 7 and not history(run)

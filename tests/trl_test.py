@@ -106,7 +106,7 @@ def trainer(cls, model, out, lora=None, privacy=None, **kwargs):
 
 
 def private(mode="ghost_bk", **kwargs):
-    chosen = {"target_delta": 1e-3, "noise_multiplier": 0.0, "accountant": "rdp"}
+    chosen = {"target_delta": 1e-3, "noise_multiplier": 0.0, "accountant": "prv_bounds"}
     chosen |= {"per_sample_max_grad_norm": BOUND, "privacy_seed": 1}
     return PrivacyArguments(grad_sample_mode=mode, **(chosen | kwargs))
 
