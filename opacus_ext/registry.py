@@ -1,4 +1,4 @@
-"""Where Opacus is patched, and nowhere else.
+"""The only file that patches Opacus.
 
 Opacus 1.6 chooses the classes of a ``grad_sample_mode`` in if-chains and fixes the
 criterion of the ghost modes. This file puts a registry in their place: modes and
@@ -148,8 +148,8 @@ def register() -> None:
         _replace(PrivacyEngine, name, method)
     PrivacyEngine.privacy_statement = privacy_statement
     _undo.append(lambda: delattr(PrivacyEngine, "privacy_statement"))
-    for function in (validators.validate, validators.fix):
-        _replace(ModuleValidator, function.__name__, classmethod(function))
+    _replace(ModuleValidator, "validate", classmethod(validators.validate))
+    _replace(ModuleValidator, "fix", classmethod(validators.fix))
     _add(
         opacus.accountants.registry._ACCOUNTANTS,
         PRVBoundsAccountant.mechanism(),

@@ -157,7 +157,7 @@ _RELIED_ON = (
 def refuse_arguments(
     args: TrainingArguments, given: Mapping[str, Any], table: Iterable[Argument]
 ) -> None:
-    """Refuses what breaks privacy, of ``args`` or of what Trainer is given."""
+    """Refuses arguments that break privacy: those of ``args``, and Trainer's own."""
     for name in _RELIED_ON:
         if not hasattr(Trainer, name):
             raise Refused(
