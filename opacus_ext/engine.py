@@ -1,7 +1,6 @@
 """
-The methods of ``PrivacyEngine`` that this package extends: ways to draw batches,
-correlated noise, secure mode, and a record of what was made private. ``registry.py``
-puts them in the place of Opacus's.
+The methods of ``PrivacyEngine`` that this package extends by ways to draw batches,
+correlated noise and secure mode. ``registry.py`` puts them in the place of Opacus's.
 """
 
 from __future__ import annotations

@@ -27,11 +27,20 @@ from opacus_ext.trainer import PRIVACY_STATE, PrivacyArguments, PrivateTrainer
 
 from . import tiny
 from .common import assert_same
-from .training import distance, drawn, train_alone, weights
+from .training import (
+    SHORT,
+    distance,
+    drawn,
+    private,
+    tokenizer,
+    train_alone,
+    weights,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 N, V, T, LR = 37, tiny.V, 8, 0.1
 SAVING = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
+WORDS = tokenizer("mask", "unk", "pad")
 BUDGET = {"noise_multiplier": None, "target_epsilon": 4.0}
 
 
@@ -80,28 +89,8 @@ def people():
     return [sequences[3 * i : 3 * i + 1 + i % 3] for i in range(N)]
 
 
-def tokenizer():
-    from tokenizers import Tokenizer, models
-
-    words = {f"w{i}": i for i in range(V - 3)}
-    words |= {"[PAD]": V - 1, "[UNK]": V - 2, "[MASK]": V - 3}
-    return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="[UNK]")),
-        **{"pad_token": "[PAD]", "unk_token": "[UNK]", "mask_token": "[MASK]"},
-    )
-
-
-def private(**kwargs):
-    chosen = {"noise_multiplier": 1.0, "target_delta": 1e-3, "privacy_seed": 3}
-    chosen |= {"accountant": "prv_bounds", "repeat_noise": True}
-    return PrivacyArguments(**(chosen | {"grad_sample_mode": "ghost_bk"} | kwargs))
-
-
 def arguments(out, **kwargs):
-    chosen = {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 2}
-    chosen |= {"max_steps": 5, "learning_rate": LR, "optim": "sgd", "use_cpu": True}
-    chosen |= {"report_to": "none", "disable_tqdm": True, "logging_steps": 100}
-    chosen |= {"save_strategy": "no"}
+    chosen = {**SHORT, "max_steps": 5, "learning_rate": LR, "logging_steps": 100}
     return transformers.Seq2SeqTrainingArguments(str(out), **(chosen | kwargs))
 
 
@@ -184,7 +173,7 @@ def summed(outputs, labels, num_items_in_batch=None):
 
 
 def padded(name, *args, **kwargs):
-    return {"data_collator": getattr(transformers, name)(tokenizer(), *args, **kwargs)}
+    return {"data_collator": getattr(transformers, name)(WORDS, *args, **kwargs)}
 
 
 ONE = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1}
@@ -535,7 +524,7 @@ def test_a_resumed_run_is_the_one_that_was_not_stopped(tmp_path):
 
     def make(**given):
         model, collate = bert("ForMaskedLM", 0.2), DataCollatorForLanguageModeling
-        given |= {"data_collator": collate(tokenizer())}
+        given |= {"data_collator": collate(WORDS)}
         return trainer(tmp_path, model, data, **saving, **adam, **evaluated, **given)
 
     whole = make(dataloader_num_workers=2)

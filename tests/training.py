@@ -1,10 +1,37 @@
-"""What tests of trainers share: the draws of a seed, and the oracle of a run."""
+"""Tests of trainers share the draws of a seed, the oracle of a run, and settings."""
 
 import torch
 
 from opacus_ext.data.logical import derive_seed
 
+from . import tiny
 from .common import clipped_sum, norms_of, oracle
+
+#: TrainingArguments of a short run.
+SHORT = {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 2}
+SHORT |= {"optim": "sgd", "use_cpu": True, "report_to": "none", "disable_tqdm": True}
+SHORT |= {"save_strategy": "no"}
+
+
+def private(**kwargs):
+    from opacus_ext.trainer import PrivacyArguments
+
+    chosen = {"noise_multiplier": 1.0, "target_delta": 1e-3, "privacy_seed": 3}
+    chosen |= {"accountant": "prv_bounds", "repeat_noise": True}
+    return PrivacyArguments(**(chosen | {"grad_sample_mode": "ghost_bk"} | kwargs))
+
+
+def tokenizer(*names):
+    """A tokenizer of words w0, w1, ... with special tokens, unk among them."""
+    import transformers
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    special = {f"{name}_token": f"[{name.upper()}]" for name in names}
+    words = {f"w{i}": i for i in range(tiny.V - len(names))}
+    words |= {token: len(words) + i for i, token in enumerate(special.values())}
+    made = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=made, **special)
 
 
 def drawn(seed, step, records, size):

@@ -12,11 +12,19 @@ import transformers
 
 from opacus_ext.data.logical import derive_seed
 from opacus_ext.refused import Refused
-from opacus_ext.trainer import PrivacyArguments, PrivateTrainer
+from opacus_ext.trainer import PrivateTrainer
 
 from . import tiny
 from .common import assert_same
-from .training import distance, drawn, train_alone, weights
+from .training import (
+    SHORT,
+    distance,
+    drawn,
+    private,
+    tokenizer,
+    train_alone,
+    weights,
+)
 
 trl = pytest.importorskip("trl")
 peft = pytest.importorskip("peft")
@@ -43,17 +51,6 @@ def quiet():
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     datasets.disable_progress_bars()
-
-
-def tokenizer():
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    words = {f"w{i}": i for i in range(V - 3)}
-    words |= {"[PAD]": V - 3, "[UNK]": V - 2, "[EOS]": V - 1}
-    made = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
-    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    names = {"pad_token": "[PAD]", "unk_token": "[UNK]", "eos_token": "[EOS]"}
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=made, **names)
 
 
 @pytest.fixture(scope="module")
@@ -91,24 +88,22 @@ COLUMNS = {
 def trainer(cls, model, out, lora=None, privacy=None, **kwargs):
     """An SFT, DPO or reward trainer of TRL or of ours."""
     kind = next(x for x in COLUMNS if x in cls.__name__)
-    chosen = {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 2}
-    chosen |= {"max_steps": 3, "learning_rate": RATE, "lr_scheduler_type": "constant"}
-    chosen |= {"optim": "sgd", "bf16": False, "use_cpu": True, "logging_steps": 1}
-    chosen |= {"report_to": "none", "disable_tqdm": True, "save_strategy": "no"}
+    chosen = {**SHORT, "max_steps": 3, "learning_rate": RATE, "logging_steps": 1}
+    chosen |= {"lr_scheduler_type": "constant", "bf16": False}
     return cls(
         model if isinstance(model, torch.nn.Module) else load(model),
         args=getattr(trl, f"{kind}Config")(str(out), **(chosen | kwargs)),
         train_dataset=records(*COLUMNS[kind]),
-        processing_class=tokenizer(),
+        processing_class=tokenizer("pad", "unk", "eos"),
         peft_config=lora,
         **({} if privacy is None else {"privacy": privacy}),
     )
 
 
-def private(mode="ghost_bk", **kwargs):
-    chosen = {"target_delta": 1e-3, "noise_multiplier": 0.0, "accountant": "prv_bounds"}
-    chosen |= {"per_sample_max_grad_norm": BOUND, "privacy_seed": 1}
-    return PrivacyArguments(grad_sample_mode=mode, **(chosen | kwargs))
+def exactly(mode="ghost_bk", **kwargs):
+    """Without noise."""
+    chosen = {"noise_multiplier": 0.0, "per_sample_max_grad_norm": BOUND}
+    return private(grad_sample_mode=mode, **(chosen | kwargs))
 
 
 def check_steps(run, stock):
@@ -141,14 +136,14 @@ def check_steps(run, stock):
 @every_mode
 def test_sft_steps_are_sums_of_clipped_gradients_of_records(mode, path, tmp_path):
     """Completions only, padded, with checkpointing (its default)."""
-    run = trainer(PrivateSFT, path, tmp_path, privacy=private(mode))
+    run = trainer(PrivateSFT, path, tmp_path, privacy=exactly(mode))
     assert (torch.tensor(run.train_dataset[0]["labels"]) == -100).any()
     check_steps(run, trainer(trl.SFTTrainer, path, tmp_path))
 
 
 def test_sft_with_lora_resumes(path, tmp_path):
     saving = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
-    privacy = private(noise_multiplier=1.0, repeat_noise=True)
+    privacy = private()
     run, other = (
         trainer(PrivateSFT, path, tmp_path, adapter(), privacy, **saving)
         for _ in range(2)
@@ -164,7 +159,7 @@ def test_sft_with_lora_resumes(path, tmp_path):
 
 @every_mode
 def test_dpo_steps_are_sums_of_clipped_gradients_of_pairs(mode, path, tmp_path):
-    run = trainer(PrivateDPO, path, tmp_path, privacy=private(mode), beta=2.0)
+    run = trainer(PrivateDPO, path, tmp_path, privacy=exactly(mode), beta=2.0)
     check_steps(run, trainer(trl.DPOTrainer, path, tmp_path, beta=2.0))
     assert "rewards/margins" in run.state.log_history[1]
     assert not any("num_tokens" in entry for entry in run.state.log_history)
@@ -193,7 +188,7 @@ def test_dpo_with_other_references(setting, path, tmp_path):
 
     bound = BOUND if setting == "computed before" else 0.01
     stock = make(trl.DPOTrainer)
-    run = make(PrivateDPO, privacy=private(per_sample_max_grad_norm=bound))
+    run = make(PrivateDPO, privacy=exactly(per_sample_max_grad_norm=bound))
     check_steps(run, stock)
 
 
@@ -207,7 +202,7 @@ def test_dpo_losses_are_those_of_pairs_alone(path, tmp_path):
     """Every loss type that is not refused, weights of WPO, and parts of lengths."""
     kwargs = {"label_smoothing": 0.1, "beta": 0.5, "use_weighting": True}
     kwargs |= {"ld_alpha": 0.3, "loss_type": LOSSES.split()}
-    run = trainer(PrivateDPO, path, tmp_path, privacy=private(log_loss=False), **kwargs)
+    run = trainer(PrivateDPO, path, tmp_path, privacy=exactly(log_loss=False), **kwargs)
     with torch.no_grad():
         for p in run.model.parameters():
             p += 0.02 * torch.randn_like(p)
@@ -222,7 +217,7 @@ def test_dpo_losses_are_those_of_pairs_alone(path, tmp_path):
 
 
 def test_dpo_without_the_loss_logs_nothing_of_records(path, tmp_path):
-    run = trainer(PrivateDPO, path, tmp_path, privacy=private(log_loss=False))
+    run = trainer(PrivateDPO, path, tmp_path, privacy=exactly(log_loss=False))
     run.train()
     unknown = ("loss", "rewards", "logps", "logits", "entropy", "mean_token", "num_")
     for entry in run.state.log_history:
@@ -247,7 +242,7 @@ def test_dpo_without_the_loss_logs_nothing_of_records(path, tmp_path):
 )
 def test_arguments_that_break_privacy(cls, name, value, path, tmp_path):
     with pytest.raises(Refused, match=name):
-        trainer(cls, path, tmp_path, privacy=private(), **{name: value})
+        trainer(cls, path, tmp_path, privacy=exactly(), **{name: value})
 
 
 def test_batches_that_are_not_records(path, tmp_path):
@@ -259,6 +254,6 @@ def test_batches_that_are_not_records(path, tmp_path):
     auto = transformers.AutoModelForSequenceClassification
     model = auto.from_pretrained(path, num_labels=1)
     model.config.pad_token_id = V - 3
-    run = trainer(Reward, model, tmp_path, privacy=private())
+    run = trainer(Reward, model, tmp_path, privacy=exactly())
     with pytest.raises(Refused, match="samples of . records"):
         run.train()

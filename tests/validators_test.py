@@ -214,7 +214,9 @@ def test_frozen_stays(norm, size):
 
 def test_what_a_user_registers_counts():
     register_module_fixer(Own)(lambda layer, **kwargs: nn.Identity())
-    assert type(ModuleValidator.fix(nn.Sequential(Own(4)))[0]) is nn.Identity
+    own = Own(4)
+    fixed = ModuleValidator.fix(nn.Sequential(own, own))  # each of its names
+    assert [type(layer) for layer in fixed] == [nn.Identity] * 2
     register_module_fixer(nn.BatchNorm2d)(lambda layer, **kw: nn.GroupNorm(1, 4))
     try:
         fixed = ModuleValidator.fix(nn.Sequential(nn.BatchNorm2d(4), Written(4)))
