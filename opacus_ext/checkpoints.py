@@ -11,8 +11,8 @@ from typing import Any, Callable, Dict, Optional
 import opacus
 import torch
 
-from opacus_ext.engine import RUNS, add_runs, runs_of
 from opacus_ext.refused import Refused
+from opacus_ext.runs import RUNS, add_runs, runs_of
 
 #: The key of a checkpoint for the state that noise is drawn from.
 NOISE = "opacus_ext_noise"

@@ -1,7 +1,6 @@
 """
-The methods of ``PrivacyEngine`` that this package extends: ways to draw batches,
-correlated noise, secure mode, and a record of what was made private. ``registry.py``
-puts them in the place of Opacus's.
+The methods of ``PrivacyEngine`` that this package extends by ways to draw batches,
+correlated noise and secure mode. ``registry.py`` puts them in the place of Opacus's.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ import functools
 import inspect
 import math
 import warnings
-from importlib import import_module
 from typing import Any, Callable, Dict, List, Optional, Sequence, Union
 
 import opacus
@@ -32,13 +30,16 @@ from opacus_ext.accountants.prv import PRVBoundsAccountant
 from opacus_ext.accountants.whole import count_whole
 from opacus_ext.data.draws import Draws, count_records
 from opacus_ext.data.sampling import CyclicPoisson, Poisson, Sampling
-from opacus_ext.misuse import check_loader
+from opacus_ext.misuse import (
+    check_delta,
+    check_loader,
+    check_number,
+    checked_epsilon,
+)
 from opacus_ext.optimizers.banded import Banded, BandedNoise, coefficients, error
 from opacus_ext.refused import Refused
+from opacus_ext.runs import add_run, runs_of
 from opacus_ext.secure import SecureSource
-
-#: Attribute of an engine and key of its checkpoints: one entry per ``make_private``.
-RUNS = "opacus_ext_runs"
 
 INDEPENDENT = "independent"  # noise of each step
 
@@ -95,7 +96,7 @@ def with_sampling(make_private: Callable) -> Callable:
             made[1].correlated = correlated
             made[-1].batch_sampler.taken = lambda: correlated.taken
         bands = 1 if correlated is None else correlated.bands
-        _record(self, sampling, made, bands, **kwargs)
+        add_run(self, sampling, made, bands, **kwargs)
         return made
 
     return make
@@ -355,6 +356,10 @@ def with_epsilon(make_private_with_epsilon: Callable) -> Callable:
         **kwargs: Any,
     ) -> Any:
         loader = kwargs["data_loader"]
+        check_number("target_epsilon", target_epsilon)
+        check_number("epochs", epochs)
+        check_loader(self, loader, kwargs.get("poisson_sampling", True))
+        check_delta(self, target_delta, loader.dataset, "target_delta")
         budget: Any = dict(epsilon=target_epsilon, delta=target_delta, epochs=epochs)
         if noise == "banded":
             noise = choose_bands(
@@ -430,10 +435,10 @@ def calibrate(
     sampling.check(records, accountant)
     steps = max(math.ceil(epochs * sampling.steps_per_epoch(records)), 1)
 
-    def record(trial: IAccountant, noise_multiplier: float) -> None:
+    def account(trial: IAccountant, noise_multiplier: float) -> None:
         sampling.account(trial, records, noise_multiplier, steps)
 
-    return least_noise(accountant, record, epsilon, delta)
+    return least_noise(accountant, account, epsilon, delta)
 
 
 def choose_bands(
@@ -494,86 +499,12 @@ def choose_bands(
     return best[1]
 
 
-# -- the record of what was made private -----------------------------------------------
-
-
-def runs_of(engine: opacus.PrivacyEngine) -> List[Dict[str, Any]]:
-    """The settings of each ``make_private`` of an engine: plain numbers and names."""
-    return engine.__dict__.setdefault(RUNS, [])
-
-
-def add_runs(engine: opacus.PrivacyEngine, runs: List[Dict[str, Any]]) -> None:
-    """Adds those settings that the engine does not have yet."""
-    there = runs_of(engine)
-    there += [run for run in runs if run not in there]
-
-
-def _record(
-    engine: opacus.PrivacyEngine,
-    sampling: Optional[Sampling],
-    made: Any,
-    bands: int,
-    *,
-    clipping: Any = "flat",
-    max_grad_norm: Any = None,
-    grad_sample_mode: str = "hooks",
-    poisson_sampling: bool = True,
-    noise_generator: Any = None,
-    **kwargs: Any,
-) -> None:
-    optimizer, loader = made[1], made[-1]
-    records = len(loader.dataset)
-    bounds = max_grad_norm if isinstance(max_grad_norm, (list, tuple)) else None
-    if sampling is not None:
-        described = sampling.describe(records)
-    else:
-        described = _describe_stock(loader, poisson_sampling, records)
-    run = {
-        "grad_sample_mode": grad_sample_mode,
-        "clipping": getattr(clipping, "name", clipping),
-        "max_grad_norm": [*map(float, bounds)] if bounds else float(max_grad_norm),
-        "sensitivity": float(
-            getattr(optimizer, "sensitivity", math.hypot(*(bounds or [max_grad_norm])))
-        ),
-        "noise_multiplier": float(optimizer.noise_multiplier),
-        "records": records,
-        "sampling": described,
-        "bands": bands,
-        "secure_mode": bool(engine.secure_mode),
-        "seeded": noise_generator is not None,
-        "versions": installed_versions(),
-    }
-    add_runs(engine, [run])
-
-
-def installed_versions() -> Dict[str, str]:
-    """The versions of the packages that a run's privacy depends on."""
-    packages = (import_module(name) for name in ("opacus", "opacus_ext", "torch"))
-    return {package.__name__: str(package.__version__) for package in packages}
-
-
-def _describe_stock(
-    loader: DataLoader, poisson_sampling: bool, records: int
-) -> Dict[str, Any]:
-    """Describes Opacus's own loader, or one that draws Poisson batches by itself."""
-    rate, sampler = 1 / len(loader), getattr(loader, "batch_sampler", None)
-    drawn = isinstance(sampler, UniformWithReplacementSampler) and math.isclose(
-        sampler.sample_rate, rate, rel_tol=1e-9
-    )
-    if not (poisson_sampling or drawn):
-        return {"scheme": "none"}
-    return {
-        "scheme": "poisson",
-        "expected_batch_size": rate * records,
-        "sample_rate": rate,
-    }
-
-
 #: Methods of ``PrivacyEngine`` and what wraps them.
 WRAPPERS: Dict[str, Callable[[Callable], Callable]] = {
     "__init__": with_secure_source,
     "make_private": with_sampling,
     "make_private_with_epsilon": with_epsilon,
+    "get_epsilon": checked_epsilon,
 }
 
 

@@ -12,7 +12,7 @@ import functools
 import inspect
 import math
 import numbers
-from typing import Any, Callable, Dict, Iterable, Optional
+from typing import Any, Callable, Iterable, Optional
 
 import torch
 from opacus import PrivacyEngine
@@ -81,10 +81,10 @@ def check_arguments(
                 parameter=name,
                 remedy=_closest(name, allowed) or "Leave it out.",
             )
-    _check_number("noise_multiplier", noise_multiplier, zero=True)
+    check_number("noise_multiplier", noise_multiplier, zero=True)
     several = isinstance(max_grad_norm, (list, tuple))
     for bound in max_grad_norm if several else [max_grad_norm]:
-        _check_number("max_grad_norm", bound)
+        check_number("max_grad_norm", bound)
     for name, part in module.named_modules():
         if isinstance(part, nn.DataParallel):
             raise Refused(
@@ -128,7 +128,29 @@ def check_mode(mode: Any, modes: Iterable[str]) -> None:
         )
 
 
-def _number(name: str, value: Any) -> float:
+_MEANING = {
+    "noise_multiplier": "It is the noise's standard deviation over max_grad_norm; zero "
+    "trains without privacy.",
+    "max_grad_norm": "It is the norm to which each sample's gradient is clipped.",
+    "delta": "Take less than one over the number of records.",
+}
+_MEANING["target_delta"] = _MEANING["delta"]
+_MEANING["per_sample_max_grad_norm"] = _MEANING["max_grad_norm"]
+
+
+def check_number(
+    name: str, value: Any, *, zero: bool = False, below: float = math.inf
+) -> None:
+    """
+    Checks an argument that is a finite number above zero.
+
+    Args:
+        zero: True allows zero
+        below: the number is less than this
+
+    Raises:
+        Refused: for anything else
+    """
     scalar = isinstance(value, torch.Tensor) and not value.dim()
     if isinstance(value, bool) or not (scalar or isinstance(value, numbers.Real)):
         raise Refused(
@@ -136,22 +158,11 @@ def _number(name: str, value: Any) -> float:
             parameter=name,
             remedy=f"Give {name} as a float.",
         )
-    return float(value)
-
-
-_MEANING = {
-    "noise_multiplier": "It is the noise's standard deviation over max_grad_norm; zero "
-    "trains without privacy.",
-    "max_grad_norm": "It is the norm to which each sample's gradient is clipped.",
-}
-
-
-def _check_number(name: str, value: Any, zero: bool = False) -> None:
-    number = _number(name, value)
-    if not (math.isfinite(number) and (number > 0 or zero and number == 0)):
+    if not (0 < value < below or zero and value == 0):
+        most = "finite" if below == math.inf else f"below {below:g}"
         least = "zero or more" if zero else "above zero"
         raise Refused(
-            f"{name} must be finite and {least}, got {value}.",
+            f"{name} must be {most} and {least}, got {value}.",
             parameter=name,
             remedy=_MEANING.get(name, "Give the budget of the run."),
         )
@@ -254,13 +265,8 @@ def _check_sampler(
     engine: PrivacyEngine, batches: Any, records: int, size: Optional[int]
 ) -> None:
     """Checks the sampler that Poisson sampling replaces."""
-    if size is not None and size > records:
-        warn_once(
-            engine,
-            "size",
-            f"batch_size={size} is over the {records} records of the data set: every "
-            "step takes all of them, and privacy gains nothing from sampling.",
-        )
+    if size is not None:
+        check_size(engine, size, records)
     sampler: Any = getattr(batches, "sampler", None)
     own = type(batches) is not BatchSampler
     name = type(batches if own else sampler).__name__
@@ -285,6 +291,17 @@ def _check_sampler(
         )
 
 
+def check_size(engine: PrivacyEngine, size: int, records: int) -> None:
+    """Warns of a batch size over the number of records."""
+    if size > records:
+        warn_once(
+            engine,
+            "size",
+            f"batch_size={size} is over the {records} records of the data set: every "
+            "step takes all of them, and privacy gains nothing from sampling.",
+        )
+
+
 # -- the budget ------------------------------------------------------------------------
 
 
@@ -297,12 +314,7 @@ def check_delta(
     Raises:
         Refused: if it is not between 0 and 1
     """
-    if not 0 < _number(name, delta) < 1:
-        raise Refused(
-            f"{name} must be above 0 and below 1, got {delta}.",
-            parameter=name,
-            remedy="Take less than one over the number of records.",
-        )
+    check_number(name, delta, below=1)
     records = len(dataset) if hasattr(dataset, "__len__") else 0
     if records and delta > 1 / records:
         warn_once(
@@ -324,28 +336,3 @@ def checked_epsilon(get_epsilon: Callable) -> Callable:
         return max(get_epsilon(self, delta), 0.0) if len(self.accountant) else 0.0
 
     return get
-
-
-def checked_budget(make_private_with_epsilon: Callable) -> Callable:
-    """Wraps ``PrivacyEngine.make_private_with_epsilon``: checks its budget."""
-
-    @functools.wraps(make_private_with_epsilon)
-    def make(self: PrivacyEngine, **kwargs: Any) -> Any:
-        for name in {"target_epsilon", "epochs"} & set(kwargs):
-            _check_number(name, kwargs[name])
-        loader = kwargs.get("data_loader")
-        if loader is not None:
-            check_loader(self, loader, kwargs.get("poisson_sampling", True))
-        if "target_delta" in kwargs:
-            dataset = getattr(loader, "dataset", self.dataset)
-            check_delta(self, kwargs["target_delta"], dataset, "target_delta")
-        return make_private_with_epsilon(self, **kwargs)
-
-    return make
-
-
-#: The wrapper of each method of ``PrivacyEngine``.
-WRAPPERS: Dict[str, Callable[[Callable], Callable]] = {
-    "get_epsilon": checked_epsilon,
-    "make_private_with_epsilon": checked_budget,
-}

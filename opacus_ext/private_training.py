@@ -17,6 +17,7 @@ from opacus_ext.accountants.budget import least_noise
 from opacus_ext.data.draws import Draws
 from opacus_ext.data.logical import LogicalBatches, derive_seed
 from opacus_ext.data.sampling import Sampling
+from opacus_ext.misuse import check_number
 from opacus_ext.refused import Refused
 
 
@@ -26,12 +27,7 @@ def check_budget(
     noise_multiplier: Optional[float],
 ) -> None:
     """Refuses a delta, epsilon or noise that can't be."""
-    if not 0 < (target_delta or 0) < 1:
-        raise Refused(
-            f"target_delta must be between 0 and 1, got {target_delta}.",
-            parameter="target_delta",
-            remedy="Choose it below one over the number of records.",
-        )
+    check_number("target_delta", target_delta, below=1)
     if (target_epsilon is None) == (noise_multiplier is None):
         raise Refused(
             "Give either target_epsilon or noise_multiplier; got "
@@ -39,18 +35,10 @@ def check_budget(
             parameter="target_epsilon",
             remedy="The noise is chosen for the one, or is the other.",
         )
-    if target_epsilon is not None and not target_epsilon > 0:
-        raise Refused(
-            f"target_epsilon={target_epsilon} is not positive.",
-            parameter="target_epsilon",
-            remedy="Give a number above zero, such as 8.",
-        )
-    if noise_multiplier is not None and not noise_multiplier >= 0:
-        raise Refused(
-            f"noise_multiplier={noise_multiplier} is negative.",
-            parameter="noise_multiplier",
-            remedy="Give zero, which is no privacy, or more.",
-        )
+    if target_epsilon is not None:
+        check_number("target_epsilon", target_epsilon)
+    else:
+        check_number("noise_multiplier", noise_multiplier, zero=True)
 
 
 class PrivateTraining:

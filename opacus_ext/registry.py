@@ -1,4 +1,4 @@
-"""Where Opacus is patched, and nowhere else.
+"""The only file that patches Opacus.
 
 Opacus 1.6 chooses the classes of a ``grad_sample_mode`` in if-chains and fixes the
 criterion of the ghost modes. This file puts a registry in their place: modes and
@@ -142,19 +142,14 @@ def register() -> None:
         _prepare_criterion(PrivacyEngine._prepare_criterion),
     )
     _replace(PrivacyEngine, "make_private", _make_private(PrivacyEngine.make_private))
-    for wrappers in (WRAPPERS, misuse.WRAPPERS):
-        for name, wrap in wrappers.items():
-            _replace(PrivacyEngine, name, wrap(getattr(PrivacyEngine, name)))
+    for name, wrap in WRAPPERS.items():
+        _replace(PrivacyEngine, name, wrap(getattr(PrivacyEngine, name)))
     for name, method in checkpoints.METHODS.items():
         _replace(PrivacyEngine, name, method)
     PrivacyEngine.privacy_statement = privacy_statement
     _undo.append(lambda: delattr(PrivacyEngine, "privacy_statement"))
-    for name, table, norms in (
-        ("validate", "VALIDATORS", validators.validate_norms),
-        ("fix", "FIXERS", validators.fix_norms),
-    ):
-        others = norms(_without_trained_as_is(name, table))
-        _replace(ModuleValidator, name, classmethod(others))
+    _replace(ModuleValidator, "validate", classmethod(validators.validate))
+    _replace(ModuleValidator, "fix", classmethod(validators.fix))
     _add(
         opacus.accountants.registry._ACCOUNTANTS,
         PRVBoundsAccountant.mechanism(),
@@ -453,44 +448,9 @@ def _clean(module: nn.Module) -> None:
                 delattr(p, name)
 
 
-# -- validators --------------------------------------------------------------------
-
-
-# Opacus refuses or replaces these; here they are trained as they are.
-_TRAINED_AS_IS = (nn.LSTM, nn.GRU, nn.MultiheadAttention)
-
-
-def _without_trained_as_is(name: str, table: str) -> Callable:
-    """
-    Without norms either, which validators.py sees to. Opacus's tables stay, for its own
-    modes and for who looks into them.
-    """
-    whole = vars(ModuleValidator)[name].__func__
-
-    @functools.wraps(whole)
-    def part(cls: type, module: nn.Module, **kwargs: Any) -> Any:
-        entries = getattr(ModuleValidator, table)
-        hidden = [
-            layer
-            for layer in entries
-            if layer in _TRAINED_AS_IS or validators.is_hidden(layer, entries)
-        ]
-        order = dict(entries)
-        try:
-            for layer in hidden:
-                del entries[layer]
-            return whole(cls, module, **kwargs)
-        finally:
-            new = {k: v for k, v in entries.items() if k not in order}
-            entries.clear()
-            entries.update({**order, **new})
-
-    return part
-
-
 def _refuse_trained_as_is(module: nn.Module, mode: str) -> None:
     for name, layer in module.named_modules():
-        if type(layer) in _TRAINED_AS_IS and any(
+        if type(layer) in validators.TRAINED_AS_IS and any(
             p.requires_grad for p in layer.parameters()
         ):
             what = f"{name or 'the model'} ({type(layer).__name__})"

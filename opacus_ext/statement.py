@@ -22,8 +22,8 @@ from opacus.accountants.accountant import IAccountant
 
 from opacus_ext.accountants import Bounds, PRVBoundsAccountant
 from opacus_ext.checkpoints import read
-from opacus_ext.engine import RUNS, installed_versions, runs_of
 from opacus_ext.refused import Refused
+from opacus_ext.runs import RUNS, installed_versions, runs_of
 
 PRIVACY_STATE = "privacy.pt"  # in a checkpoint's folder of PrivateTrainer
 
@@ -194,7 +194,7 @@ def state(
 
     Args:
         accountant: with the steps
-        runs: the arguments of ``make_private`` (:func:`opacus_ext.engine.runs_of`)
+        runs: the arguments of ``make_private`` (:func:`opacus_ext.runs.runs_of`)
         delta: by default that of the last run with a target
         unit: the name of a record
     """

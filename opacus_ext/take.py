@@ -7,7 +7,7 @@ positional arguments of the model, a tuple, or those by keyword, a dict.
 
 from __future__ import annotations
 
-from typing import Any, Callable, List
+from typing import Any, List
 
 import torch
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
@@ -25,11 +25,16 @@ def items(inputs: Any, i: int) -> Any:
         >>> [x.shape for x in items((sequences,), 1)[0]]
         [torch.Size([5, 2])]
     """
-    values = list(inputs.values()) if isinstance(inputs, dict) else list(inputs)
-    containers = [x for x in values if isinstance(x, (list, tuple, dict))]
-    if not containers:  # *args, each a sample
-        return _item(inputs, i)
-    return _map(inputs, lambda x: _item(x, i) if not isinstance(x, T) else x[i : i + 1])
+    values = inputs.values() if isinstance(inputs, dict) else inputs
+    if not any(isinstance(x, (list, tuple, dict)) for x in values):
+        return _item(inputs, i)  # *args, each a sample
+
+    def own(x: Any) -> Any:
+        return x[i : i + 1] if isinstance(x, T) else _item(x, i)
+
+    if isinstance(inputs, dict):
+        return {key: own(x) for key, x in inputs.items()}
+    return tuple(map(own, inputs))
 
 
 def _item(x: Any, i: int) -> Any:
@@ -96,9 +101,3 @@ def packed(inputs: Any, i: int) -> Any:
         return x[i : i + 1] if x.dim() and len(x) == size else x
 
     return tree_map(own, inputs, is_leaf=lambda x: isinstance(x, PackedSequence))
-
-
-def _map(inputs: Any, function: Callable[[Any], Any]) -> Any:
-    if isinstance(inputs, dict):
-        return {key: function(x) for key, x in inputs.items()}
-    return tuple(function(x) for x in inputs)

@@ -8,11 +8,10 @@ Opacus replaces a BatchNorm.
 
 from __future__ import annotations
 
-import functools
-from typing import Any, Callable, Dict, Iterator, List, Tuple, Type
+from typing import Any, Dict, Iterator, List, Tuple, Type
 
 import torch
-from opacus.utils.module_utils import clone_module
+from opacus.utils.module_utils import clone_module, trainable_modules
 from opacus.validators import ModuleValidator, batch_norm, instance_norm
 from opacus.validators.errors import (
     IllegalModuleConfigurationError,
@@ -29,6 +28,8 @@ from torch.overrides import TorchFunctionMode
 
 from opacus_ext.refused import Refused
 
+#: Opacus refuses or replaces these; here they are trained as they are.
+TRAINED_AS_IS = (nn.LSTM, nn.GRU, nn.MultiheadAttention)
 # Opacus's own entries in its tables, which this file handles; a user's entries stay.
 _OF_OPACUS = [f for m in (batch_norm, instance_norm) for f in (m.validate, m.fix)]
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
@@ -108,16 +109,19 @@ class _InPlaceOfBatchNorm(TorchFunctionMode):
 # -- the layers ------------------------------------------------------------------------
 
 
-def is_hidden(kind: type, table: Dict[type, Any]) -> bool:
-    """True if a type's entry in a table is Opacus's, and this file handles the type."""
-    return table.get(kind) in _OF_OPACUS
+def _has_entry(layer: nn.Module, table: Dict[type, Any]) -> bool:
+    """Returns True if a table of Opacus has an entry for the layer that holds here."""
+    kind = type(layer)
+    return kind in table and kind not in TRAINED_AS_IS and table[kind] not in _OF_OPACUS
 
 
 def _norms(
     module: nn.Module, table: Dict[type, Any]
 ) -> Iterator[Tuple[str, nn.Module]]:
-    """Norms with no entry of a user's in the table, inner ones first. Frozen ones stay:
-    if they are in training mode, they are refused when samples are mixed."""
+    """
+    Yields norms without an entry of a user's in the table, inner ones first. Frozen
+    ones stay: in training mode they are refused when samples are mixed.
+    """
     found = dict(module.named_modules())
     done = {id(m.layer) for m in found.values() if isinstance(m, ReplacedNorm)}
     for name, layer in reversed(list(found.items())):
@@ -126,7 +130,7 @@ def _norms(
         own = list(layer.parameters(recurse=False))
         if own and not any(p.requires_grad for p in own):
             continue
-        if type(layer) not in table or is_hidden(type(layer), table):
+        if not _has_entry(layer, table):
             yield name, layer
 
 
@@ -135,7 +139,7 @@ def _is_lazy(layer: nn.Module) -> bool:
 
 
 def _errors(module: nn.Module) -> Iterator[UnsupportedModuleError]:
-    """An error for each norm that mixes samples or writes data into buffers."""
+    """Yields an error for each norm that mixes samples or keeps data in buffers."""
     kind: Type[UnsupportedModuleError]
     for name, layer in reversed(list(_norms(module, ModuleValidator.VALIDATORS))):
         if isinstance(layer, _InstanceNorm):
@@ -163,31 +167,13 @@ def _errors(module: nn.Module) -> Iterator[UnsupportedModuleError]:
         yield kind(f"{name or 'the model'} ({type(layer).__name__}) {reason}")
 
 
-def _fixed(module: nn.Module, **kwargs: Any) -> nn.Module:
-    """
-    A copy without such norms, or the module itself if it has none. GroupNorms are new
-    (scale 1, shift 0), on the device and in the dtype of the BatchNorm.
-    """
-
-    def faulty(module: nn.Module) -> List[nn.Module]:
-        return [
-            layer
-            for _, layer in _norms(module, ModuleValidator.FIXERS)
-            if not _is_lazy(layer)
-            and (isinstance(layer, _BatchNorm) or layer.track_running_stats)
-        ]
-
-    if not faulty(module):
-        return module
-    module = clone_module(module)
-    new = {id(layer): _replacement(layer, **kwargs) for layer in faulty(module)}
-    for parent in list(module.modules()):
-        if isinstance(parent, ReplacedNorm):
-            continue
-        for name, child in parent._modules.items():  # each name of a shared layer
-            if id(child) in new:
-                parent._modules[name] = new[id(child)]
-    return new.get(id(module), module)
+def _faulty(module: nn.Module) -> List[nn.Module]:
+    return [
+        layer
+        for _, layer in _norms(module, ModuleValidator.FIXERS)
+        if not _is_lazy(layer)
+        and (isinstance(layer, _BatchNorm) or layer.track_running_stats)
+    ]
 
 
 def _replacement(layer: nn.Module, **kwargs: Any) -> nn.Module:
@@ -210,34 +196,46 @@ def _replacement(layer: nn.Module, **kwargs: Any) -> nn.Module:
 # -- the methods of ModuleValidator ----------------------------------------------------
 
 
-def validate_norms(validate: Callable) -> Callable:
-    """Wraps ``ModuleValidator.validate``: adds the errors of this file."""
-
-    @functools.wraps(validate)
-    def all_errors(
-        cls: type, module: nn.Module, *, strict: bool = False
-    ) -> List[UnsupportedModuleError]:
-        errors = [*validate(cls, module), *_errors(module)]
-        if not module.training:  # Opacus's error does not say what to do
-            errors[0] = IllegalModuleConfigurationError(
+def validate(
+    cls: Type[ModuleValidator], module: nn.Module, *, strict: bool = False
+) -> List[UnsupportedModuleError]:
+    """``ModuleValidator.validate``, with the errors of this file."""
+    errors: List[UnsupportedModuleError] = []
+    if not module.training:
+        errors.append(
+            IllegalModuleConfigurationError(
                 "Model needs to be in training mode: call model.train() first "
                 "(from_pretrained gives a model in evaluation mode)."
             )
-        if strict and errors:
-            raise UnsupportedModuleError(errors)
-        return errors
-
-    return all_errors
-
-
-def fix_norms(fix: Callable) -> Callable:
-    """Wraps ``ModuleValidator.fix``: replaces the norms of this file first."""
-
-    @functools.wraps(fix)
-    def fix_all(cls: type, module: nn.Module, **kwargs: Any) -> nn.Module:
-        return fix(cls, _fixed(module, **kwargs), **kwargs)
-
-    return fix_all
+        )
+    for _, layer in trainable_modules(module):
+        if _has_entry(layer, cls.VALIDATORS):
+            errors += cls.VALIDATORS[type(layer)](layer)
+    errors += _errors(module)
+    if strict and errors:
+        raise UnsupportedModuleError(errors)
+    return errors
 
 
-__all__ = ["ReplacedNorm", "fix_norms", "validate_norms"]
+def fix(cls: Type[ModuleValidator], module: nn.Module, **kwargs: Any) -> nn.Module:
+    """
+    ``ModuleValidator.fix``: a copy in which norms are replaced as this file says.
+    GroupNorms are new (scale 1, shift 0), on the device and in the dtype of the
+    BatchNorm.
+    """
+    module = clone_module(module)
+    new = {id(layer): _replacement(layer, **kwargs) for layer in _faulty(module)}
+    for _, layer in trainable_modules(module):
+        if _has_entry(layer, cls.FIXERS):
+            device = next(layer.parameters()).device
+            new[id(layer)] = cls.FIXERS[type(layer)](layer, **kwargs).to(device)
+    for parent in list(module.modules()):
+        if isinstance(parent, ReplacedNorm):
+            continue
+        for name, child in parent._modules.items():  # each name of a shared layer
+            if id(child) in new:
+                parent._modules[name] = new[id(child)]
+    return new.get(id(module), module)
+
+
+__all__ = ["ReplacedNorm"]

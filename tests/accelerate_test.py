@@ -2,18 +2,17 @@
 
 import pytest
 import torch
-from opacus import PrivacyEngine
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
+from opacus_ext import PrivacyEngine
 from opacus_ext.losses import PerSample
-
-from .common import every_mode
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 Accelerator = pytest.importorskip("accelerate").Accelerator
+both_modes = pytest.mark.parametrize("mode", ["hooks", "ghost_bk"])
 
 
 @pytest.fixture
@@ -33,32 +32,25 @@ def fresh():
 class Loop:
     """
     A run whose draws come from torch's default generator, or draws and noise from
-    their own: Accelerate looks a batch ahead, so that the default one's are used
-    in another order.
+    their own: Accelerate looks a batch ahead, so that the default one's are used in
+    another order.
     """
 
     def __init__(
-        self,
-        mode,
-        accelerator=None,
-        first=False,
-        own=True,
-        noise=1.0,
-        physical=None,
+        self, mode, accelerator=None, first=False, own=True, noise=1.0, physical=None
     ):
         torch.manual_seed(0)
         self.model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 2))
         data = TensorDataset(torch.randn(40, 5), torch.randint(0, 2, (40,)))
         optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
-        draws, drawn = (
-            torch.Generator().manual_seed(i) if own else None for i in (1, 2)
-        )
+        seeds = (1, 2) if own else ()
+        draws, drawn = [torch.Generator().manual_seed(i) for i in seeds] or (None, None)
         loader = DataLoader(data, batch_size=8, generator=draws)
         model, self.accelerator = self.model, accelerator
         if first:
             model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
         self.engine = PrivacyEngine(accountant="rdp")
-        made = self.engine.make_private(
+        self.net, self.optimizer, *criterion, self.loader = self.engine.make_private(
             module=model,
             optimizer=optimizer,
             criterion=PerSample(),
@@ -67,10 +59,7 @@ class Loop:
             max_grad_norm=1.0,
             noise_generator=drawn,
             grad_sample_mode=mode,
-            wrap_model=own,
         )
-        self.net, self.optimizer, *criterion, self.loader = made
-        self.net = self.net if own else model
         self.criterion = criterion[0] if criterion else PerSample()
         if physical:
             self.loader = BatchMemoryManager(
@@ -101,7 +90,7 @@ class Loop:
         return torch.cat([p.detach().flatten() for p in self.model.parameters()])
 
 
-@every_mode
+@both_modes
 @pytest.mark.parametrize("first, physical", [(False, None), (False, 3), (True, None)])
 def test_prepare(mode, first, physical, fresh):
     """After make_private, or before it; with a sampler that it would replace."""
@@ -115,7 +104,7 @@ def test_prepare(mode, first, physical, fresh):
     assert run.engine.accountant.history == [(1.0, 0.2, 5)]
 
 
-@every_mode
+@both_modes
 def test_what_is_refused(mode, fresh):
     """
     accumulate leaves out batches, or scales losses; clip_grad_norm_ clips before the
@@ -130,14 +119,20 @@ def test_what_is_refused(mode, fresh):
         Loop(mode, fresh()).epoch(clip=True)
 
 
-@every_mode
-def test_bf16(mode, fresh):
-    found = Loop(mode, fresh(mixed_precision="bf16")).epoch()
+@both_modes
+def test_bf16_and_saving(mode, fresh, tmp_path):
+    """A file of the weights that the model itself loads."""
+    run = Loop(mode, fresh(mixed_precision="bf16"))
+    found = run.epoch()
     torch.testing.assert_close(found, Loop(mode).epoch(half=True), rtol=0, atol=1e-3)
     assert not torch.equal(found, Loop(mode).epoch())
+    run.accelerator.save_model(run.model, tmp_path, safe_serialization=False)
+    saved = torch.load(tmp_path / "pytorch_model.bin")
+    assert list(saved) == list(run.model.state_dict())
+    assert run.accelerator.unwrap_model(run.net)._module is run.model
 
 
-@every_mode
+@both_modes
 def test_state_that_is_loaded(mode, fresh, tmp_path):
     """
     With the accountant registered: as if the run had not been stopped, but for the
@@ -163,22 +158,3 @@ def test_state_that_is_loaded(mode, fresh, tmp_path):
             same = (found[i] - found[j]).abs().max() < 1e-3
             assert same == (noise == 0)
     assert other.engine.get_epsilon(1e-3) == run.engine.get_epsilon(1e-3)
-
-
-@every_mode
-def test_evaluation_and_saving(mode, fresh, tmp_path):
-    """Metrics over a loader, and a file of the weights that the model itself loads."""
-    run = Loop(mode, fresh())
-    run.epoch()
-    held_out = run.accelerator.prepare(DataLoader(run.loader.dataset, batch_size=16))
-    run.net.eval()
-    with torch.no_grad():
-        found = [
-            run.accelerator.gather_for_metrics((run.net(x).argmax(1), y))
-            for x, y in held_out
-        ]
-    assert sum(len(y) for _, y in found) == 40
-    run.accelerator.save_model(run.model, tmp_path, safe_serialization=False)
-    saved = torch.load(tmp_path / "pytorch_model.bin")
-    assert list(saved) == list(run.model.state_dict())
-    assert run.accelerator.unwrap_model(run.net)._module is run.model

@@ -5,6 +5,7 @@ the gradient of each sample (or record) alone.
 """
 
 import copy
+import itertools
 import warnings
 
 import pytest
@@ -19,8 +20,8 @@ from tests.common import (
     assert_same,
     check,
     clipped_sum,
-    every_mode,
     half_clipped,
+    layer_modes,
     make_private,
     oracle,
     square_loss,
@@ -29,58 +30,37 @@ from tests.common import (
 )
 
 transformers = pytest.importorskip("transformers")
+from tests import tiny  # noqa: E402
 
-V, D = 37, 16
-BASE = dict(
-    vocab_size=V,
-    hidden_size=D,
-    num_hidden_layers=1,
-    num_attention_heads=2,
-    intermediate_size=12,
-    max_position_embeddings=24,
-    hidden_dropout_prob=0.0,
-    attention_probs_dropout_prob=0.0,
-)
+V = tiny.V
 
 
-def of(config, cls, **kwargs):
-    known = {**BASE, **kwargs}
-    torch.manual_seed(3)
-    model = getattr(transformers, cls)(getattr(transformers, config)(**known))
-    with torch.no_grad():
-        for p in model.parameters():
-            p += 0.1 * torch.randn_like(p)
-    return model.double().train()
+def build(task, family, cls, **kwargs):
+    return tiny.build(task, family, cls, **kwargs).double()
 
 
 def gpt2():
-    names = dict(n_embd=D, n_layer=1, n_head=2, n_positions=24, use_cache=False)
-    drops = dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
-    return of("GPT2Config", "GPT2LMHeadModel", **names, **drops)
+    return build("causal-lm", "gpt2", "GPT2LMHeadModel")
 
 
-def llama(**kwargs):
-    few = dict(num_key_value_heads=1, use_cache=False)
-    return of("LlamaConfig", "LlamaForCausalLM", **few, **kwargs)
+def llama():
+    return build("causal-lm", "llama", "LlamaForCausalLM")
 
 
-def bert(head="MaskedLM", **kwargs):
-    return of("BertConfig", f"BertFor{head}", **kwargs)
+def bert(head="MaskedLM", num_labels=2):
+    config = tiny.config_of(transformers.BertConfig, "bert")
+    config.num_labels = num_labels
+    return getattr(transformers, f"BertFor{head}")(config).double().train()
 
 
 def t5():
-    sizes = dict(d_model=D, d_kv=8, d_ff=12, num_layers=1, num_heads=2)
-    more = dict(relative_attention_num_buckets=8, dropout_rate=0.0)
-    return of(
-        "T5Config",
-        "T5ForConditionalGeneration",
-        **{**sizes, **more, "decoder_start_token_id": 0, "use_cache": False},
-    )
+    model = build("seq2seq-lm", "t5", "T5ForConditionalGeneration")
+    model.config.decoder_start_token_id = 0
+    return model
 
 
 def mixtral():
-    few = dict(num_key_value_heads=1, num_local_experts=3, use_cache=False)
-    return of("MixtralConfig", "MixtralForCausalLM", **few)
+    return build("causal-lm", "mixtral", "MixtralForCausalLM")
 
 
 def tokens(*shape, labels=True):
@@ -107,25 +87,22 @@ sequence_models = pytest.mark.parametrize(
 
 
 class TestCrossEntropy:
-    @pytest.mark.parametrize("weighted", [False, True])
-    @pytest.mark.parametrize("smoothing", [0.0, 0.2])
-    @pytest.mark.parametrize("reduction", ["mean", "sum"])
     @pytest.mark.parametrize("shape", [(1, 4), (4, 4), (3,), (2, 3, 2)])
-    def test_is_that_of_each_sample(self, shape, reduction, smoothing, weighted):
-        torch.manual_seed(0)
+    def test_is_that_of_each_sample(self, shape):
         logits = torch.randn(*shape, V).double().requires_grad_()
         labels = torch.randint(V, shape)
         if len(shape) > 1:
             labels[0, 1:] = -100
-        weight = torch.rand(V).double() + 0.1 if weighted else None
-        given = dict(weight=weight, label_smoothing=smoothing, reduction=reduction)
-        losses = cross_entropy(logits, labels, **given)
-        assert losses.shape == shape[:1]
-        for b in range(shape[0]):
-            expected = F.cross_entropy(
-                logits[b].reshape(-1, V), labels[b].reshape(-1), **given
-            )
-            assert torch.allclose(losses[b], expected)
+        weight = torch.rand(V).double() + 0.1
+        choices = (None, weight), (0.0, 0.2), ("mean", "sum")
+        for weight, smoothing, reduction in itertools.product(*choices):
+            given = {"weight": weight, "label_smoothing": smoothing}
+            given["reduction"] = reduction
+            losses = cross_entropy(logits, labels, **given)
+            assert losses.shape == shape[:1]
+            for b in range(shape[0]):
+                rows = logits[b].reshape(-1, V), labels[b].reshape(-1)
+                assert torch.allclose(losses[b], F.cross_entropy(*rows, **given))
 
     def test_without_labels_and_samples_and_in_half_precision(self):
         logits = torch.randn(2, 3, V, requires_grad=True)
@@ -159,7 +136,7 @@ class TestPerSample:
             with pytest.raises(ValueError, match="weights"):
                 PerSample()(torch.ones(2), weights)
 
-    @every_mode
+    @layer_modes
     def test_weights_apply_before_clipping(self, mode):
         batch = torch.randn(4, 3).double()
         weights = torch.tensor([0.0, 0.1, 1.0, 30.0]).double()
@@ -211,7 +188,7 @@ def token_mean(logits, y):
     return F.cross_entropy(logits, y)  # of the whole batch's labels that count
 
 
-ghost_modes = pytest.mark.parametrize("mode", ["ghost", "ghost_bk", "scan"])
+ghost_modes = pytest.mark.parametrize("mode", ["ghost_bk", "scan"])
 
 
 class TestCriterion:
@@ -251,33 +228,16 @@ class TestCriterion:
         private = self.private(mode, criterion, 5)
         self.check(private, lambda c, *batch: c(*batch), criterion)
 
-    @ghost_modes
-    @pytest.mark.parametrize("kind", ["focal", "torch"])
-    def test_flattened_tokens(self, mode, kind):
-        """As in Opacus: ``shape`` says which tokens are whose."""
-
-        def call(criterion, logits, y):
-            shape = {} if criterion is plain else dict(shape=y.shape)
-            return criterion(logits.flatten(0, 1), y.flatten(), **shape)
-
-        plain = nn.CrossEntropyLoss() if kind == "torch" else Criterion(kind)
-        private = self.private(mode, copy.deepcopy(plain), 4, 4)
-        if kind == "torch":
-            self.y[0, 1:] = -100
-        self.check(private, call, plain)
-
-    @pytest.mark.parametrize("kind", ["largest", "weights", "negatives"])
+    @pytest.mark.parametrize("kind", ["largest", "weights", "negatives", "tokens"])
     def test_refused(self, kind):
-        private = self.private("ghost_bk", Criterion(kind), 5)
+        """A mean over the tokens of all samples is one that mixes them, too."""
+        criterion = token_mean if kind == "tokens" else Criterion(kind)
+        private = self.private("ghost_bk", criterion, 5)
+        self.y[0] = -100 if kind == "tokens" else self.y[0]
         numbers = r"mixes samples: it gives \d.* for the batch, and the mean of .* \d"
+        if kind == "tokens":
+            numbers = "it gives .* for the batch, and the mean"
         with pytest.raises(ValueError, match=numbers):
-            private.criterion(private.module(self.x), self.y)
-        assert private.criterion.criterion.reduction == "mean"
-
-    def test_mean_over_the_tokens_of_all_is_refused(self):
-        private = self.private("ghost_bk", token_mean, 4)
-        self.y[0] = -100
-        with pytest.raises(ValueError, match="it gives .* for the batch, and the mean"):
             private.criterion(private.module(self.x), self.y)
 
     @ghost_modes
@@ -368,7 +328,7 @@ class TestModelLosses:
         assert losses[1] == 0 and own[1].isnan()
         assert torch.allclose(losses[[0, 2]].double(), own[[0, 2]], rtol=1e-6)
 
-    @every_mode
+    @layer_modes
     @sequence_models
     @pytest.mark.parametrize("shape", [(3, 6), (4, 4), (1, 5)])
     def test_every_mode(self, build, mode, shape):
@@ -433,7 +393,7 @@ class TestModelLosses:
             assert torch.allclose(losses[b], own)
         check("ghost_bk", True, model, batch, model_losses)
 
-    @every_mode
+    @layer_modes
     def test_empty_batch(self, mode):
         none = torch.zeros(0, 6).long()
         batch = {"input_ids": none, "labels": none}
@@ -555,7 +515,7 @@ def loss_of_views(model, batch):
 
 
 class TestPerRecord:
-    @every_mode
+    @layer_modes
     @sequence_models
     @pytest.mark.parametrize("shape", [(3, 2, 6), (4, 4, 4), (1, 3, 5)])
     def test_every_mode(self, build, mode, shape):
@@ -590,7 +550,7 @@ class TestPerRecord:
         count = (batch["labels"][..., 1:] != -100).sum((1, 2))
         assert torch.allclose(model_losses(PerRecord(model), batch), sums / count)
 
-    @every_mode
+    @layer_modes
     @pytest.mark.parametrize("shape", [(3, 2, 5), (2, 2, 2)])
     def test_a_model_with_parameters_of_its_own(self, mode, shape):
         torch.manual_seed(0)
@@ -636,7 +596,7 @@ class TestOwnLoss:
     @wrapped_or_not
     @pytest.mark.parametrize("build", [gpt2, bert, t5], ids=lambda b: b.__name__)
     def test_mean_of_the_samples_own(self, build, wrap):
-        """Of samples with more labels and with fewer."""
+        """Samples have more labels or fewer."""
         model = build()
         plain, batch = copy.deepcopy(model), tokens(3, 6)
         batch["labels"][1, :2] = batch["input_ids"][1, :2]  # one without has no mean

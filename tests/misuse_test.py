@@ -230,7 +230,7 @@ CALLS = {
     "epsilon 0": (lambda: with_epsilon(target_epsilon=0), "target_epsilon.*above zero"),
     "epochs 0": (lambda: with_epsilon(epochs=0), "epochs.*above zero"),
     "target delta": (lambda: with_epsilon(target_delta=1.5), "target_delta.*below 1"),
-    "delta 0": (lambda: Setup().engine.get_epsilon(0), "delta must be above 0"),
+    "delta 0": (lambda: Setup().engine.get_epsilon(0), "delta must be.*above zero"),
     "delta 1": (lambda: Setup().engine.get_epsilon(1.0), "delta must be.*below 1"),
     "delta text": (lambda: Setup().engine.get_epsilon("1e-5"), "delta must be a num"),
 }

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import opacus_ext
 from opacus_ext.grad_sample.rules.registry import RULES
 from opacus_ext.registry import MODES
-from tests.common import check, every_mode, square_loss
+from tests.common import check, layer_modes, square_loss
 
 # Everything in Opacus that could be changed: functions and methods of its modules, and
 # the samplers by layer.
@@ -54,46 +54,10 @@ def state():
 """
 
 
-def _python(code):
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    return run.stdout.strip().splitlines()[-1]
-
-
-def test_unregister_restores_opacus_and_register_comes_back():
-    changed = json.loads(_python(_STATE + """
+_IMPORT = """
 import opacus.privacy_engine, opacus.utils.fast_gradient_clipping_utils
 import opacus.utils.batch_memory_manager, opacus.validators, opacus.accountants
-before = state()
-import opacus_ext
-during = state()
-opacus_ext.register()
-again = state()
-opacus_ext.unregister()
-opacus_ext.unregister()
-after = state()
-opacus_ext.register()
-samplers = lambda s: sorted(k for k in s if "SAMPLERS" in k)
-print(json.dumps({
-    "during": [k for k in before if during.get(k) != before[k]],
-    "idempotent": during == again,
-    "after": [k for k in before if after.get(k) != before[k]],
-    "left": [k for k in after if k not in before and "SAMPLERS" in k],
-    "comes back": samplers(state()) == samplers(during),
-}))
-"""))
-    assert changed["during"], "importing changes nothing: this test sees nothing"
-    assert changed["after"] == []
-    assert changed["left"] == []
-    assert changed["idempotent"] and changed["comes back"]
-
-
-def test_import_is_light_and_leaves_settings_alone():
-    """transformers takes seconds to import; most users of this package have no need."""
-    found = json.loads(_python("""
-import json, sys, warnings
-warnings.simplefilter("ignore")
-import torch, opacus
+import torch
 torch.set_num_threads(2)
 torch.manual_seed(3)
 
@@ -103,12 +67,44 @@ def settings():
         str(torch.get_default_dtype()), torch.is_grad_enabled(),
     ]
 
-before = settings()
+before, set_before = state(), settings()
 import opacus_ext
 heavy = "transformers", "lightning", "matplotlib", "prv_accountant"
-print(json.dumps([before == settings(), [m for m in heavy if m in sys.modules]]))
-"""))
-    assert found == [True, []]
+heavy = [name for name in heavy if name in sys.modules]
+same_settings = set_before == settings()
+during = state()
+opacus_ext.register()
+again = state()
+opacus_ext.unregister()
+opacus_ext.unregister()
+after = state()
+opacus_ext.register()
+samplers = lambda s: sorted(k for k in s if "SAMPLERS" in k)
+print(json.dumps({
+    "heavy": heavy,
+    "same settings": same_settings,
+    "during": [k for k in before if during.get(k) != before[k]],
+    "idempotent": during == again,
+    "after": [k for k in before if after.get(k) != before[k]],
+    "left": [k for k in after if k not in before and "SAMPLERS" in k],
+    "comes back": samplers(state()) == samplers(during),
+}))
+"""
+
+
+def test_import_and_unregister():
+    """
+    The import is light (transformers takes seconds) and leaves settings alone;
+    unregister restores Opacus, and register comes back.
+    """
+    command = [sys.executable, "-c", _STATE + _IMPORT]
+    run = subprocess.run(command, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    found = json.loads(run.stdout.strip().splitlines()[-1])
+    assert found["heavy"] == [] and found["same settings"]
+    assert found["during"], "importing changes nothing: this test sees nothing"
+    assert found["after"] == found["left"] == []
+    assert found["idempotent"] and found["comes back"]
 
 
 @pytest.fixture
@@ -147,7 +143,7 @@ def test_unregistered(unregistered, wrap):
 
 
 def test_samplers_of_other_packages_survive():
-    """What someone else registers in between is not thrown away."""
+    """Samplers that others register in between are not thrown away."""
 
     class Theirs(nn.Linear):
         pass
@@ -172,7 +168,7 @@ def test_samplers_of_other_packages_survive():
             table.pop(Theirs, None)
 
 
-@every_mode
+@layer_modes
 def test_registered_again(mode):
     opacus_ext.unregister()
     opacus_ext.register()
@@ -207,7 +203,7 @@ def scales():
     return nn.Sequential(nn.Linear(3, 3), Scale(3), nn.Tanh(), Scale(3)).double()
 
 
-@every_mode
+@layer_modes
 def test_late_rule_is_found_by_every_mode(mode):
     """Without the rule the op is exact as well."""
     asked = []

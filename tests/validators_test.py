@@ -1,4 +1,4 @@
-"""What ModuleValidator finds and replaces beside Opacus's own types of norms."""
+"""Norms that ModuleValidator finds and replaces beside Opacus's own types."""
 
 import copy
 import io
@@ -11,7 +11,6 @@ from torch import nn
 from torch.nn import functional as F
 
 from opacus_ext.refused import Refused
-from opacus_ext.validators import ReplacedNorm
 from tests.common import check, make_private, square_loss
 
 
@@ -72,26 +71,23 @@ def images(norm):
     ).double()
 
 
-@pytest.mark.parametrize("norm", [WithAct, Written, nn.BatchNorm2d])
-def test_batch_norm_is_found_and_replaced(norm):
-    found_and_replaced(norm(4), "ModuleValidator.fix")
+FIX, TRACKS = "ModuleValidator.fix", dict(track_running_stats=True)
+NORMS = [
+    (WithAct, {}, FIX),
+    (Written, {}, FIX),
+    (nn.BatchNorm2d, {}, FIX),
+    # Opacus looks among layers with parameters only.
+    (Written, dict(affine=False), FIX),
+    (nn.BatchNorm2d, dict(affine=False), FIX),
+    (nn.InstanceNorm2d, dict(affine=True, **TRACKS), "keeps running"),
+    (nn.InstanceNorm2d, TRACKS, "keeps running"),
+    (Tracking, TRACKS, "keeps running"),
+]
 
 
-@pytest.mark.parametrize("norm", [Written, nn.BatchNorm2d])
-def test_without_scale_and_shift(norm):
-    """Opacus looks among layers with parameters only."""
-    found_and_replaced(norm(4, affine=False), "ModuleValidator.fix")
-
-
-@pytest.mark.parametrize("norm", [nn.InstanceNorm2d, Tracking])
-@pytest.mark.parametrize("affine", [True, False])
-def test_running_statistics_of_instances(norm, affine):
-    norm = norm(4, affine=affine, track_running_stats=True)
-    found_and_replaced(norm, "keeps running")
-
-
-def found_and_replaced(norm, words):
-    model = images(norm)
+@pytest.mark.parametrize("norm, given, words", NORMS)
+def test_found_and_replaced(norm, given, words):
+    model = images(norm(4, **given))
     with pytest.raises(UnsupportedModuleError, match=rf"1 \(\w+\).*{words}"):
         make_private(model, "ghost_bk", batch_size=3)
     model = ModuleValidator.fix(model)
@@ -162,14 +158,16 @@ def test_inner_and_outer():
     assert str(again) == str(fixed)
 
 
-def test_copied_and_saved():
+def test_copied_saved_and_compiled():
     fixed = ModuleValidator.fix(images(WithAct(4)))
     file = io.BytesIO()
     torch.save(fixed, file)
     file.seek(0)
-    x = torch.randn(2, 2, 5, 5).double()
-    for other in (copy.deepcopy(fixed), torch.load(file, weights_only=False)):
-        assert torch.equal(other(x), fixed(x))
+    loaded = torch.load(file, weights_only=False)
+    for other in (copy.deepcopy(fixed), loaded):
+        assert torch.equal(other(X), fixed(X))
+    compiled = torch.compile(fixed, fullgraph=True, backend="eager")
+    assert torch.allclose(compiled(X), fixed(X))
 
 
 def test_errors_name_the_layer_and_what_to_do():
@@ -216,7 +214,9 @@ def test_frozen_stays(norm, size):
 
 def test_what_a_user_registers_counts():
     register_module_fixer(Own)(lambda layer, **kwargs: nn.Identity())
-    assert type(ModuleValidator.fix(nn.Sequential(Own(4)))[0]) is nn.Identity
+    own = Own(4)
+    fixed = ModuleValidator.fix(nn.Sequential(own, own))  # each of its names
+    assert [type(layer) for layer in fixed] == [nn.Identity] * 2
     register_module_fixer(nn.BatchNorm2d)(lambda layer, **kw: nn.GroupNorm(1, 4))
     try:
         fixed = ModuleValidator.fix(nn.Sequential(nn.BatchNorm2d(4), Written(4)))
@@ -224,11 +224,3 @@ def test_what_a_user_registers_counts():
         del ModuleValidator.FIXERS[Own]
         ModuleValidator.FIXERS[nn.BatchNorm2d] = batch_norm.fix
     assert fixed[0].num_groups == 1 and fixed[1].norm.num_groups == 1
-
-
-def test_compiled():
-    model = ModuleValidator.fix(images(Written(4)))
-    x = X
-    compiled = torch.compile(model, fullgraph=True, backend="eager")
-    assert torch.allclose(compiled(x), model(x))
-    assert isinstance(model[1], ReplacedNorm)

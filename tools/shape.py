@@ -34,7 +34,7 @@ ROWS = (
     "layers",
     "losses releases models",
     "monitor misuse validators",
-    "engine statement checkpoints",
+    "engine statement checkpoints runs",
     "registry",
     "checks",
     "opacus_ext",

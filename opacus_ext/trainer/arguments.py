@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Optional
 
 from opacus_ext.clipping import CLIPPINGS
+from opacus_ext.misuse import check_number
 from opacus_ext.private_training import check_budget
 from opacus_ext.refused import Refused
 from opacus_ext.registry import MODES
@@ -69,19 +70,9 @@ class PrivacyArguments:
         bound: Any = self.per_sample_max_grad_norm
         if isinstance(bound, (list, tuple)) and len(bound) == 1:  # a command line's
             self.per_sample_max_grad_norm = bound = bound[0]
-        if not all(c > 0 for c in (bound if isinstance(bound, list) else [bound])):
-            raise Refused(
-                f"per_sample_max_grad_norm={bound} is not positive.",
-                parameter="per_sample_max_grad_norm",
-                remedy="Give a number above zero, such as 1.",
-            )
+        for each in bound if isinstance(bound, (list, tuple)) else [bound]:
+            check_number("per_sample_max_grad_norm", each)
         check_budget(self.target_delta, self.target_epsilon, self.noise_multiplier)
-        if self.privacy_seed is not None and self.privacy_seed < 0:
-            raise Refused(
-                f"privacy_seed={self.privacy_seed} is negative.",
-                parameter="privacy_seed",
-                remedy="Give a whole number from zero, or none.",
-            )
         for name, choices in (
             ("clipping", CLIPPINGS),
             ("grad_sample_mode", MODES),

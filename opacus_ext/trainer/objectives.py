@@ -27,7 +27,7 @@ class OwnLoss:
         trainer: a PrivateTrainer
     """
 
-    #: As in ``clipped_grads``, of what the collator made; None: rows.
+    #: ``take`` of ``clipped_grads`` for a collated batch; None takes its rows.
     take: Optional[Callable[[Mapping[str, T], int], Any]] = None
     one_by_one = False  # for code that can't run for several records at once
     refused: Tuple[Argument, ...] = ()  # arguments that leave no loss to a record

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, Iterable, Iterator, Mapping, NamedTuple
+from typing import Any, Callable, Iterable, Mapping, NamedTuple
 
 from torch.utils.data import IterableDataset
 from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
@@ -157,7 +157,7 @@ _RELIED_ON = (
 def refuse_arguments(
     args: TrainingArguments, given: Mapping[str, Any], table: Iterable[Argument]
 ) -> None:
-    """Refuses what breaks privacy, of ``args`` or of what Trainer is given."""
+    """Refuses arguments that break privacy: those of ``args``, and Trainer's own."""
     for name in _RELIED_ON:
         if not hasattr(Trainer, name):
             raise Refused(
@@ -208,23 +208,4 @@ def refuse_environment(trainer: Any) -> None:
             "them is set by the environment (accelerate config) or by the model's "
             "device_map.",
             remedy="Leave it out there.",
-        )
-
-
-def warnings_about(trainer: Any) -> Iterator[str]:
-    """Yields warnings of what is allowed, and mostly a mistake."""
-    if trainer.train_dataset is None:
-        return
-    records, delta = len(trainer.train_dataset), trainer.privacy.target_delta
-    if delta * records >= 1:
-        yield (
-            f"target_delta={delta} is one over the {records} records or more: a run "
-            "that publishes a record as it is can have that delta. Choose it well "
-            f"below {1 / records:.1e}."
-        )
-    if trainer.logical_batch_size > records:
-        yield (
-            f"A batch of {trainer.logical_batch_size} (per_device_train_batch_size * "
-            f"gradient_accumulation_steps) is more than the {records} records: each "
-            "step takes all of them."
         )

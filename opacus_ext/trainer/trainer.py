@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import inspect
 import secrets
-import warnings
 from contextlib import contextmanager
 from dataclasses import asdict
 from itertools import islice
@@ -27,6 +26,7 @@ from opacus_ext.data.logical import PhysicalBatch, derive_seed, logical_loader
 from opacus_ext.data.sampling import Poisson, TruncatedPoisson
 from opacus_ext.grad_sample.core.groups import Samples, samples_of
 from opacus_ext.losses import PerRecord
+from opacus_ext.misuse import check_delta, check_size
 from opacus_ext.monitor import Monitor
 from opacus_ext.private_training import PrivateTraining
 from opacus_ext.refused import Refused
@@ -37,7 +37,6 @@ from opacus_ext.trainer.refusals import (
     refuse_arguments,
     refuse_environment,
     refuse_order,
-    warnings_about,
 )
 
 
@@ -151,8 +150,10 @@ class PrivateTrainer(Trainer):
         self._monitor: Optional[Monitor] = None
         self._runs = 0
         self.add_callback(_NoiseLog(self))
-        for warning in warnings_about(self):
-            warnings.warn(warning, stacklevel=2)
+        if self.train_dataset is not None:
+            delta, data = privacy.target_delta, self.train_dataset
+            check_delta(self.engine, delta, data, "target_delta")
+            check_size(self.engine, self.logical_batch_size, len(data))
 
     def _refuse(self, args: TrainingArguments, given: Mapping[str, Any]) -> None:
         refuse_arguments(args, given, objective_of(type(self)).refused)

@@ -1,0 +1,97 @@
+"""The settings of every ``make_private``, for statements and checkpoints."""
+
+from __future__ import annotations
+
+import math
+from importlib import import_module
+from typing import Any, Dict, List, Optional
+
+import opacus
+from opacus.utils.uniform_sampler import UniformWithReplacementSampler
+from torch.utils.data import DataLoader
+
+from opacus_ext.data.sampling import Sampling
+
+#: Attribute of an engine and key of its checkpoints: one entry per ``make_private``.
+RUNS = "opacus_ext_runs"
+
+
+def runs_of(engine: opacus.PrivacyEngine) -> List[Dict[str, Any]]:
+    """Returns the settings of each ``make_private``: plain numbers and names."""
+    return engine.__dict__.setdefault(RUNS, [])
+
+
+def add_runs(engine: opacus.PrivacyEngine, runs: List[Dict[str, Any]]) -> None:
+    """Adds those settings that the engine does not have yet."""
+    there = runs_of(engine)
+    there += [run for run in runs if run not in there]
+
+
+def add_run(
+    engine: opacus.PrivacyEngine,
+    sampling: Optional[Sampling],
+    made: Any,
+    bands: int,
+    *,
+    clipping: Any = "flat",
+    max_grad_norm: Any = None,
+    grad_sample_mode: str = "hooks",
+    poisson_sampling: bool = True,
+    noise_generator: Any = None,
+    **kwargs: Any,
+) -> None:
+    """
+    Adds the settings of one ``make_private``.
+
+    Args:
+        sampling: how batches are drawn; None: by Opacus's loader
+        made: returned by ``make_private``
+        bands: of correlated noise; 1 for independent noise
+        clipping: an argument of ``make_private``, as all that follow
+    """
+    optimizer, loader = made[1], made[-1]
+    records = len(loader.dataset)
+    bounds = max_grad_norm if isinstance(max_grad_norm, (list, tuple)) else None
+    if sampling is not None:
+        described = sampling.describe(records)
+    else:
+        described = _describe_stock(loader, poisson_sampling, records)
+    run = {
+        "grad_sample_mode": grad_sample_mode,
+        "clipping": getattr(clipping, "name", clipping),
+        "max_grad_norm": [*map(float, bounds)] if bounds else float(max_grad_norm),
+        "sensitivity": float(
+            getattr(optimizer, "sensitivity", math.hypot(*(bounds or [max_grad_norm])))
+        ),
+        "noise_multiplier": float(optimizer.noise_multiplier),
+        "records": records,
+        "sampling": described,
+        "bands": bands,
+        "secure_mode": bool(engine.secure_mode),
+        "seeded": noise_generator is not None,
+        "versions": installed_versions(),
+    }
+    add_runs(engine, [run])
+
+
+def installed_versions() -> Dict[str, str]:
+    """Returns the versions of the packages that a run's privacy depends on."""
+    packages = (import_module(name) for name in ("opacus", "opacus_ext", "torch"))
+    return {package.__name__: str(package.__version__) for package in packages}
+
+
+def _describe_stock(
+    loader: DataLoader, poisson_sampling: bool, records: int
+) -> Dict[str, Any]:
+    """Describes Opacus's own loader, or one that draws Poisson batches by itself."""
+    rate, sampler = 1 / len(loader), getattr(loader, "batch_sampler", None)
+    drawn = isinstance(sampler, UniformWithReplacementSampler) and math.isclose(
+        sampler.sample_rate, rate, rel_tol=1e-9
+    )
+    if not (poisson_sampling or drawn):
+        return {"scheme": "none"}
+    return {
+        "scheme": "poisson",
+        "expected_batch_size": rate * records,
+        "sample_rate": rate,
+    }
