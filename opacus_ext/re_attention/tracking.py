@@ -4,18 +4,8 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections import Counter
 from functools import partial
-from typing import (
-    Any,
-    Dict,
-    List,
-    Mapping,
-    MutableMapping,
-    Optional,
-    Set,
-    Union,
-)
+from typing import Any, Dict, List, Mapping, Optional, Set, Union
 
 import torch
 from torch import Tensor, nn
@@ -29,9 +19,8 @@ from opacus_ext.re_attention.effective import (
 from opacus_ext.re_attention.passes import (
     TrackedForward,
     TrackedPass,
-    around,
+    active,
     tracked,
-    tracking,
 )
 from opacus_ext.re_attention.table import Table
 from opacus_ext.re_attention.variances import Lost, quietly
@@ -187,15 +176,11 @@ class ErrorTracker:
         self._state: Any = None
         self._checked = False
         self._table = Table()  # a module may keep tensors from pass to pass
-        # By the model or its copy: how often each attention asks in a forward pass,
-        # None if that is not to be foreseen.
-        self._expected: MutableMapping[nn.Module, Optional[MutableMapping]]
-        self._expected = weakref.WeakKeyDictionary()
         if optimizer is not None:
             self._variances(model)  # what can't be used is refused here
         self._place = weakref.ref(TrackedForward(self, model))  # the model keeps it
         self._handles = [
-            model.register_state_dict_post_hook(partial(self._save)),
+            model.register_state_dict_post_hook(partial(self._save)),  # torch marks it
             model._register_load_state_dict_pre_hook(self._load),
         ]
         model._opacus_ext_errors = self
@@ -288,11 +273,20 @@ class ErrorTracker:
     # -- the model's forward -------------------------------------------------------
 
     def forward(self, model: nn.Module, plain: partial) -> Any:
-        """The model's own forward, with its errors tracked."""
-        if not self.acts(model.training):
-            with tracked(None):
-                return plain()
-        if around() is None and _has_cached(plain.args, plain.keywords):
+        """
+        Runs the model's own forward, and tracks its errors.
+
+        Raises:
+            Refused: inside of another tracked model, with keys in a cache, or if no
+                attention asks
+        """
+        if active() is not None:
+            raise Refused(
+                f"{type(model).__name__} is tracked, and so is a model around it.",
+                module=type(model).__name__,
+                remedy="Detach one of their trackers.",
+            )
+        if _has_cached(plain.args, plain.keywords):
             raise Refused(
                 f"{type(model).__name__}: the errors of keys in a cache are not known.",
                 module=type(model).__name__,
@@ -305,36 +299,15 @@ class ErrorTracker:
             for n, p in model.named_parameters()
             if n in known
         }
-        outer = around()  # the pass of a tracked model that this one is a part of
-        table = self._table if outer is None else outer.table
-        expected = self._expected.get(model) if outer is None else None
-        mode = TrackedPass(self, params, table, expected)
+        mode = TrackedPass(self, params, self._table)
         with tracked(mode):
             output = plain()
-        if not tracking():  # the user's tensors have no errors
-            outs = list(output.values()) if isinstance(output, Mapping) else output
-            for x in outs if isinstance(outs, (tuple, list)) else [output]:
-                if isinstance(x, Tensor):
-                    table.discard(x)
+        outs = list(output.values()) if isinstance(output, Mapping) else output
+        for x in outs if isinstance(outs, (tuple, list)) else [output]:
+            if isinstance(x, Tensor):  # the user's tensors have no errors
+                self._table.discard(x)
         self._check(model, mode.asked)
-        self._expect(model, mode.asked)
         return output
-
-    def _expect(self, model: nn.Module, asked: List[Optional[nn.Module]]) -> None:
-        """
-        Learns after how many attentions errors are needed no more: all that are of a
-        class that asks, each as often as it has asked at most.
-        """
-        counts = Counter(asked)
-        known = self._expected.setdefault(model, weakref.WeakKeyDictionary())
-        if known is None or None in counts:
-            self._expected[model] = None
-        elif any(known.get(module, 0) < number for module, number in counts.items()):
-            kinds = {type(module) for module in (*known, *counts)}
-            for module in model.modules():
-                if type(module) in kinds:
-                    number = max(counts[module], known.get(module, 0), 1)
-                    known[module] = number
 
     def _check(self, model: nn.Module, asked: List[Optional[nn.Module]]) -> None:
         if not asked:
@@ -362,22 +335,11 @@ class ErrorTracker:
     ) -> Tensor:
         """The variance ``[*, U, 1]`` of keys."""
         name = "an attention" if module is None else type(module).__name__
-        if mode.stopped:
-            self._expected = weakref.WeakKeyDictionary(dict.fromkeys(self._expected))
-            raise Refused(
-                f"{name}: attention {list(key.shape)} comes after what was the last "
-                "attention in earlier forward passes, up to which errors are tracked.",
-                module=self._path(module),
-                remedy="Call the model again: errors are now tracked to the end.",
-            )
         known = mode.of(key)
         if known is None or isinstance(known, Lost):
-            way = (
-                "no operation led to them"
-                if known is None
-                else f"by the operation {known.operation!r}"
-            )
-            way = f" ({way})" if known is None else f" {way}"
+            way = " (no operation led to them)"
+            if known is not None:
+                way = f" by the operation {known.operation!r}"
             raise Refused(
                 f"{name}: the errors of keys {list(key.shape)} can't be tracked: they "
                 f"are lost on the way{way}.",

@@ -13,10 +13,8 @@ from opacus_ext.re_attention.rules.registry import Call
 from opacus_ext.re_attention.variances import Variance
 
 # These may bring the batch to the last place.
-TURNS = frozenset(
-    "transpose t permute movedim moveaxis swapaxes swapdims T mT H mH adjoint".split()
-)
-RESHAPED = frozenset(("view", "reshape", "flatten", "view_as", "reshape_as"))
+TURNS = frozenset("transpose t T mT permute movedim".split())
+RESHAPED = frozenset("view reshape flatten view_as".split())
 # These know of a tensor of one dimension what it is.
 _PLACING = frozenset("stack einsum setitem".split())
 

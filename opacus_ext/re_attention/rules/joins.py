@@ -21,7 +21,7 @@ from opacus_ext.re_attention.variances import (
 )
 
 
-@register_propagation("cat", "stack", "hstack", "vstack")
+@register_propagation("cat", "stack")
 def _joined(call: Call) -> Result:
     xs = [x for x in call.args[0] if x.shape != (0,)]  # those stand for nothing
     out_dim = call.out.dim()
@@ -34,7 +34,7 @@ def _joined(call: Call) -> Result:
             variance = zeros(x, (1,))
         variances.append(variance)
     upright = any(v.dim() == 1 and v.size(0) > 1 for v in variances)
-    if call.name in ("hstack", "vstack") or (upright and out_dim > 1 and dim < last):
+    if upright and out_dim > 1 and dim < last:
         return Lost(call.name)
     if dim == last and out_dim == 1:
         return Variance(torch.cat([v.expand(x.shape) for v, x in zip(variances, xs)]))
@@ -80,9 +80,7 @@ def _masked_fill(call: Call) -> Result:
     return Variance(variance * last_mean(left))
 
 
-@register_propagation(
-    "topk", "sort", "max", "min", "amax", "amin", "maximum", "minimum"
-)
+@register_propagation("topk", "max", "min")
 def _chosen(call: Call) -> Result:
     """Some of the elements along a dimension: on average as all of them."""
     x, y, out = call.args[0], call.arg(1, "other"), tensors(call.out)[0]
@@ -90,7 +88,7 @@ def _chosen(call: Call) -> Result:
         one, two = call.token(x), call.token(y)
         both = one is not None and two is not None
         return Variance(torch.maximum(one, two) if both else plus(one, two))
-    at, default = {"topk": (2, -1), "sort": (1, -1)}.get(call.name, (1, None))
+    at, default = (2, -1) if call.name == "topk" else (1, None)
     dims = dims_of(x, call.arg(at, "dim", default))
     variance = call.token(x).expand(*x.shape[:-1], 1) if x.dim() > 1 else call.token(x)
     for dim in dims:
@@ -98,14 +96,14 @@ def _chosen(call: Call) -> Result:
     return Variance(without_dims(variance, dims) if out.dim() < x.dim() else variance)
 
 
-@register_propagation("index_add", "index_copy", "scatter", "scatter_add")
+@register_propagation("index_add", "scatter")
 def _placed(call: Call) -> Result:
     """Tokens, or elements, put or added where an index says."""
     x, dim, index = (call.arg(i, n) for i, n in enumerate(("input", "dim", "index")))
     source = call.arg(3, "source", call.arg(3, "src"))
     if call.kwargs.get("alpha", 1) != 1:
         return Lost(call.name)
-    by_row = call.name.startswith("index") and dim % x.dim() != x.dim() - 1
+    by_row = call.name == "index_add" and dim % x.dim() != x.dim() - 1
 
     def every(y: Any) -> Any:
         if not isinstance(y, Tensor):
@@ -130,10 +128,3 @@ def _masked_scatter(call: Call) -> Result:
     )
     made = a.expand(x.shape).masked_scatter(mask, b.expand(source.shape).to(a.dtype))
     return Variance(last_mean(made))
-
-
-@register_propagation("interpolate")
-def _interpolated(call: Call) -> Result:
-    variance = call.token(call.arg(0, "input"))
-    dims = tuple(range(1, variance.dim()))
-    return Variance(variance.mean(dims, keepdim=True) if dims else variance)

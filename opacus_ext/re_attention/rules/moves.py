@@ -18,17 +18,13 @@ from opacus_ext.re_attention.variances import (
 )
 
 _MOVES = (
-    "view reshape flatten unflatten transpose t permute expand expand_as view_as "
-    "reshape_as unsqueeze squeeze chunk split split_with_sizes tensor_split unbind "
-    "getitem select narrow flip roll movedim moveaxis swapaxes swapdims T mT H mH "
-    "adjoint repeat tile repeat_interleave broadcast_to index_select unfold fold "
-    "take_along_dim gather take masked_select tril triu diagonal pixel_shuffle "
-    "pixel_unshuffle"
+    "view reshape flatten unflatten transpose t T mT permute movedim expand expand_as "
+    "view_as unsqueeze squeeze chunk split split_with_sizes unbind getitem select "
+    "narrow flip roll repeat repeat_interleave index_select gather"
 ).split()
 _COPIES = (
-    "contiguous clone deepcopy detach to float double half bfloat16 type type_as cpu "
-    "cuda alias neg negative positive data abs nan_to_num clamp clamp_min clamp_max "
-    "clip real imag"
+    "contiguous clone detach to float double half bfloat16 type type_as cpu cuda neg "
+    "abs clamp clamp_min clamp_max"
 ).split()
 
 
@@ -86,11 +82,6 @@ def _as_real(call: Call) -> Result:
 @register_propagation("copy")
 def _copied(call: Call) -> Result:
     return call.variance(call.arg(1, "src"))
-
-
-@register_propagation("zero", "fill", "normal", "uniform")
-def _filled(call: Call) -> Result:
-    return None
 
 
 @register_propagation(*_COPIES)

@@ -49,10 +49,6 @@ class Call(NamedTuple):
         variance, x = self.token(x), wide(x)
         return Moments(x, x.new_zeros((1,) * x.dim()) if variance is None else variance)
 
-    def squares(self, x: Tensor) -> Tensor:
-        """The sum of squares of an argument over its last dimension."""
-        return self.mode.table.squares(x)
-
 
 Result = Union[None, Variance, Lost, Sequence[Optional[Variance]]]
 PropagationRule = Callable[[Call], Result]
