@@ -118,8 +118,9 @@ class Propagation(TorchFunctionMode):
         name = _PLAIN.get(raw, raw.strip("_"))
         if raw == "__get__":  # a property: .T, .mT, .shape
             name = getattr(getattr(func, "__self__", None), "__name__", "")
-            if name not in RULES:  # .grad, ._base: another tensor, or none
-                return func(*args, **kwargs)
+            out = func(*args, **kwargs)
+            if not isinstance(out, Tensor) or name in ("grad", "_base"):
+                return out
         inputs = list(flat(args, kwargs))
         given = args
         erring = any(self.of(x) is not None for x in inputs)

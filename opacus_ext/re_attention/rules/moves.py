@@ -23,8 +23,8 @@ _MOVES = (
     "narrow flip roll repeat repeat_interleave index_select gather"
 ).split()
 _COPIES = (
-    "contiguous clone detach to float double half bfloat16 type type_as cpu cuda neg "
-    "abs clamp clamp_min clamp_max"
+    "contiguous clone detach data to float double half bfloat16 type type_as cpu cuda "
+    "neg abs clamp clamp_min clamp_max"
 ).split()
 
 
