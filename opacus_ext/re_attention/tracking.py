@@ -286,11 +286,14 @@ class ErrorTracker:
                 module=type(model).__name__,
                 remedy="Detach one of their trackers.",
             )
-        if _has_cached(plain.args, plain.keywords):
+        given = dict(enumerate(plain.args))
+        for name, x in {**given, **plain.keywords}.items():
+            if not (hasattr(x, "get_seq_length") and x.get_seq_length()):
+                continue
             raise Refused(
                 f"{type(model).__name__}: the errors of keys in a cache are not known.",
                 module=type(model).__name__,
-                parameter="past_key_values",
+                parameter=name if isinstance(name, str) else None,
                 remedy="Pass use_cache=False to the model, or to generate().",
             )
         known = self._variances(model)
@@ -424,12 +427,6 @@ def corrected_by(module: Optional[nn.Module]) -> Optional[ErrorTracker]:
     """The tracker that corrects this attention, or None."""
     tracker = None if module is None else _corrected.get(module)
     return tracker if tracker and tracker.acts(module.training) else None
-
-
-def _has_cached(args: tuple, kwargs: Dict[str, Any]) -> bool:
-    """Returns True if a call is given keys of earlier tokens."""
-    caches = (x for x in (*args, *kwargs.values()) if hasattr(x, "get_seq_length"))
-    return any(cache.get_seq_length() for cache in caches)
 
 
 def _attentions(model: nn.Module, corrected: Set[type]) -> List[str]:

@@ -6,9 +6,6 @@ errors are tracked with the same noise: a copy of a tracked model is tracked.
 
 import copy
 import gc
-import importlib
-import subprocess
-import sys
 import threading
 import weakref
 
@@ -56,7 +53,7 @@ every_place = pytest.mark.parametrize("where", ["logits", "scores"])
 @pytest.fixture(autouse=True)
 def nothing_stays_active():
     yield
-    assert not passes.tracking() and not _get_current_function_mode_stack()
+    assert passes.active() is None and not _get_current_function_mode_stack()
 
 
 def dpformer(width=8, depth=2, heads=1, items=9, length=4):
@@ -385,9 +382,8 @@ def deep(reentrant=None):
 def test_checkpointing_is_refused(mode, reentrant):
     """The attention would be computed again without its correction."""
     args = sequences(), square_loss, 0.5, 0.1, some_shares()
-    with pytest.raises(opacus_ext.Refused, match="under activation checkpointing"):
+    with pytest.raises(Refused, match="under activation checkpointing"):
         in_mode(mode, True, deep(reentrant), *args)
-    in_mode(mode, True, deep(), *args)
 
 
 def test_attention_outside_of_the_model():
@@ -769,93 +765,33 @@ class Failing(nn.Module):
         return out
 
 
-def test_failing_forward():
+@pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
+def test_failing_forward(error):
     model, ids = Failing(dpformer()), sequences()
     track(model, {"inner.embedding.weight": some_shares()})
     out = model(ids)
-    model.error = ZeroDivisionError()
-    with pytest.raises(ZeroDivisionError):
+    model.error = error()
+    with pytest.raises(error):
         model(ids)
-    assert not passes.tracking() and not _get_current_function_mode_stack()
-    with pytest.raises(ValueError, match="longer than max_len"):
-        model(sequences(2, 7))
-    assert not passes.tracking() and not _get_current_function_mode_stack()
+    assert passes.active() is None and not _get_current_function_mode_stack()
     model.error = None
     assert torch.equal(model(ids), out)
 
 
-def test_interrupted_forward():
-    """What an interrupt (which no hook hears of) leaves behind ends with the next."""
+def test_a_tracked_model_in_another_is_refused():
+    """Unless one of them is switched off."""
     model, ids = Failing(dpformer()), sequences()
-    tracker = track(model, {"inner.embedding.weight": some_shares()})
+    outer = track(model, {"inner.embedding.weight": some_shares()})
     out = model(ids)
-    model.error = KeyboardInterrupt()
-    with pytest.raises(KeyboardInterrupt):
+    inner = track(model.inner, some_shares(), noise=0.3)
+    with pytest.raises(Refused, match="DPFormer is tracked, and so is a model around"):
         model(ids)
-    model.error = None
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(0.0)
+    alone = model.inner(ids)
+    outer.enabled = False
+    assert torch.equal(model(ids), alone) and not torch.equal(alone, out)
+    outer.enabled = True
+    inner.detach()
     assert torch.equal(model(ids), out)
-    assert not passes.tracking() and not _get_current_function_mode_stack()
-    tracker.detach()
-
-
-def test_failing_hooks():
-    """Of the model itself, before and after."""
-    model, ids = dpformer(), sequences()
-
-    def fail(*args):
-        raise ZeroDivisionError
-
-    track(model, some_shares())
-    out = model(ids)
-    for handle in (
-        model.register_forward_pre_hook(fail, prepend=True),
-        model.register_forward_pre_hook(fail),
-        model.register_forward_hook(fail),
-        model.register_forward_hook(fail, prepend=True),
-    ):
-        with pytest.raises(ZeroDivisionError):
-            model(ids)
-        assert not passes.tracking() and not _get_current_function_mode_stack()
-        handle.remove()
-    assert torch.equal(model(ids), out)
-
-
-def test_a_tracked_model_in_another():
-    """The inner one has its own errors, and its failures are its own."""
-    inner, ids = dpformer(), sequences()
-
-    class Outer(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner, self.start = inner, nn.Linear(10, 8).double()
-            self.attention = SelfAttention(8).double()
-
-        def forward(self, ids):
-            try:
-                x = self.inner(ids)
-            except ZeroDivisionError:
-                x = torch.ones(*ids.shape, 10, dtype=D)
-            return self.attention(self.start(x))
-
-    outer = Outer()
-    track(outer)
-    alone = outer(ids)
-    tracker = track(inner, some_shares(), noise=0.3)
-    out, from_inner = outer(ids), inner(ids)
-    assert not torch.equal(out, alone)
-    with torch.no_grad():
-        handle = inner.register_forward_pre_hook(
-            lambda *args: 1 // 0, prepend=True  # before the errors are tracked
-        )
-        outer(ids)
-        handle.remove()
-    assert torch.equal(inner(ids), from_inner)
-    assert torch.equal(outer(ids), out)
-    tracker.detach()
-    assert torch.equal(outer(ids), alone)
 
 
 def test_two_models():
@@ -941,24 +877,57 @@ def test_accumulated_and_poisson_batches():
     assert all(p.isfinite().all() for p in model.parameters())
 
 
-def test_several_outputs_have_no_notes():
-    """Neither tuples nor dicts; and each batch is noted anew."""
-
+@pytest.mark.parametrize("kind", [dict, lambda pairs: tuple(x for _, x in pairs)])
+def test_several_outputs_have_no_notes(kind):
     class Both(nn.Module):
-        def __init__(self, kind):
+        def __init__(self):
             super().__init__()
-            self.inner, self.kind = dpformer(), kind
+            self.inner = dpformer()
 
         def forward(self, ids):
             x = self.inner.encode(ids)
-            return self.kind({"a": x, "b": x * 2}.items())
+            return kind({"a": x, "b": x * 2}.items())
 
-    for kind in (dict, lambda items: tuple(x for _, x in items)):
-        model = Both(kind)
-        track(model, {"inner.embedding.weight": some_shares()})
-        out = model(sequences())
-        for x in out.values() if isinstance(out, dict) else out:
-            assert not vars(x)
+    model = Both()
+    tracker = track(model, {"inner.embedding.weight": some_shares()})
+    out = model(sequences())
+    for x in out.values() if isinstance(out, dict) else out:
+        assert tracker._table.get(x) is None
+
+
+class Keeping(nn.Module):
+    """What it keeps from call to call, changed behind its attention."""
+
+    def __init__(self):
+        super().__init__()
+        self.start, self.layer = nn.Linear(8, 8), SelfAttention(8, heads=2)
+        self.kept = None
+
+    def forward(self, x, change):
+        new = self.start(x)
+        old, self.kept = self.kept, new
+        y = self.layer(new if old is None else new + old)
+        change(self.kept)
+        return y
+
+
+@pytest.mark.parametrize(
+    "change", [lambda x: x, lambda x: x.mul_(0.5), lambda x: x[:, 0].mul_(0.5)]
+)
+def test_tensors_of_earlier_passes_have_their_errors(change):
+    """As if they were of this pass; refused where they are not known."""
+    model, x = Keeping(), torch.randn(2, 5, 8)
+    track(model, cap=None)
+    with torch.no_grad():
+        model(x, change)
+        if change(torch.ones(1, 2)).dim() == 1:
+            with pytest.raises(Refused, match="can't be tracked.*'mul'"):
+                model(x, change)
+            return
+        got = model(x, change)
+        start = model.start.forward
+        model.kept, model.start.forward = None, lambda x: start(x) + change(start(x))
+        assert torch.equal(model(x, lambda x: x), got)
 
 
 class WithoutBatch(nn.Module):
@@ -1005,281 +974,3 @@ def test_compiled_model():
     for _ in range(2):
         torch.testing.assert_close(compiled(x), out)
     assert torch.equal(model(x), out)
-
-
-# Models of transformers
-
-transformers = pytest.importorskip("transformers")
-importlib.import_module("opacus_ext.transformers")
-
-UNREGISTERED = """
-import sys
-import opacus_ext
-if {first}:
-    import transformers.modeling_utils
-opacus_ext.unregister()
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-interfaces = ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS
-for _ in range(2):
-    assert not any("re_attention" in each for each in interfaces)
-    opacus_ext.register()
-    assert all("re_attention" in each for each in interfaces)
-    opacus_ext.unregister()
-"""
-
-
-@pytest.mark.parametrize("first", [True, False])
-def test_transformers_is_left_as_it_was(first):
-    """By unregister(), imported before or after; register() does it again."""
-    code = UNREGISTERED.format(first=first)
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
-
-
-SMALL = {"num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 11}
-
-
-def llama():
-    return transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
-            **{**SMALL, "num_attention_heads": 4, "num_key_value_heads": 2},
-            hidden_size=8,
-            intermediate_size=12,
-            max_position_embeddings=16,
-            pad_token_id=0,
-        )
-    )
-
-
-def gpt2():
-    return transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(
-            vocab_size=11,
-            n_embd=8,
-            n_layer=2,
-            n_head=2,
-            n_positions=16,
-            **{f"{name}_pdrop": 0.0 for name in ("attn", "embd", "resid")},
-        )
-    )
-
-
-def bert():
-    return transformers.BertForSequenceClassification(
-        transformers.BertConfig(
-            **SMALL,
-            hidden_size=8,
-            intermediate_size=12,
-            max_position_embeddings=16,
-            hidden_dropout_prob=0.0,
-            attention_probs_dropout_prob=0.0,
-        )
-    )
-
-
-def opt():
-    return transformers.OPTForCausalLM(
-        transformers.OPTConfig(
-            **SMALL,
-            hidden_size=8,
-            ffn_dim=12,
-            word_embed_proj_dim=8,
-            max_position_embeddings=16,
-            dropout=0.0,
-            pad_token_id=0,
-        )
-    )
-
-
-def t5():
-    return transformers.T5ForConditionalGeneration(
-        transformers.T5Config(
-            vocab_size=11,
-            d_model=8,
-            d_kv=4,
-            d_ff=12,
-            num_layers=2,
-            num_heads=2,
-            dropout_rate=0.0,
-            decoder_start_token_id=0,
-        )
-    )
-
-
-FAMILIES = {"llama": llama, "gpt2": gpt2, "bert": bert, "opt": opt, "t5": t5}
-tolerances = {"llama": 1e-6, "t5": 1e-6}  # their norms are computed in float32
-every_family = pytest.mark.parametrize("family", FAMILIES)
-
-
-def of_family(family, attention="re_attention"):
-    torch.manual_seed(0)
-    model = FAMILIES[family]().double()
-    for name, p in model.named_parameters():
-        if p.dim() > 1:  # the usual 0.02 attends to all tokens alike
-            nn.init.normal_(p, std=1.0 if "emb" in name or "wte" in name else 0.3)
-    model.set_attn_implementation(attention)
-    return model.train()
-
-
-def words(left=False):
-    """Ids and a mask; padding on either side."""
-    ids = torch.randint(1, 11, (3, 5))
-    mask = torch.ones_like(ids)
-    at = slice(0, 2) if left else slice(3, 5)
-    ids[1, at] = mask[1, at] = 0
-    return {"input_ids": ids, "attention_mask": mask}
-
-
-def batch_of(family, left=False):
-    batch = words(left)
-    if family == "t5":
-        batch["decoder_input_ids"] = batch["input_ids"].flip(1)
-    return batch
-
-
-def masked_loss(model, batch):
-    logits = model(**batch).logits
-    if logits.dim() == 3:
-        logits = logits * batch["attention_mask"][..., None]
-    return logits.square().flatten(1).sum(1) + logits.flatten(1).sum(1)
-
-
-def rows_of(model, shares):
-    """By the name of the parameter: another embedding may have as many rows."""
-    weight = model.get_input_embeddings().weight
-    return {n: shares for n, p in model.named_parameters() if p is weight}
-
-
-@every_family
-@every_mode
-def test_transformers_exact(family, mode):
-    wrap = family != "opt"
-    model = of_family(family)
-    shares = rows_of(model, some_shares(11))
-    batch = batch_of(family, left=family == "llama")
-    tolerance = tolerances.get(family, 1e-8)
-    check(mode, wrap, model, batch, masked_loss, shares, tolerance=tolerance)
-
-
-@every_mode
-def test_transformers_exact_without_padding(mode):
-    """No mask is made then; the kernel's causal one is used."""
-    model, batch = of_family("llama"), {"input_ids": words()["input_ids"] + 1}
-    batch["input_ids"] %= 11
-
-    def loss(model, batch):
-        return square_loss(lambda **kwargs: model(**kwargs).logits, batch)
-
-    shares, tolerance = rows_of(model, some_shares(11)), tolerances["llama"]
-    check(mode, mode != "ghost", model, batch, loss, shares, tolerance=tolerance)
-
-
-@every_mode
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_transformers_checkpointing_is_refused(mode, reentrant):
-    model = of_family("llama")
-    shares = rows_of(model, some_shares(11))
-    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    if reentrant:
-        model.enable_input_require_grads()
-    with pytest.raises(opacus_ext.Refused, match="under activation checkpointing"):
-        in_mode(mode, True, model, words(), masked_loss, 0.5, 0.1, shares)
-
-
-@every_family
-def test_transformers_plain_where_not_tracked(family):
-    batch = batch_of(family)
-    out = of_family(family, "sdpa")(**batch).logits
-    model = of_family(family)
-    assert torch.equal(model(**batch).logits, out)
-    tracker = track(model, rows_of(model, some_shares(11)))
-    assert not torch.allclose(model(**batch).logits, out, rtol=1e-4)
-    tracker.detach()
-    assert torch.equal(model(**batch).logits, out)
-
-
-def test_transformers_need_the_implementation():
-    model = of_family("llama", "eager")
-    track(model)
-    with pytest.raises(
-        RuntimeError, match=r'set_attn_implementation\("re_attention"\)'
-    ):
-        model(**words())
-
-
-@every_mode
-def test_transformers_experts(mode):
-    """Mixtral, whose experts are one grouped product; that has no float64."""
-    torch.manual_seed(0)
-    config = transformers.MixtralConfig(
-        **{**SMALL, "num_key_value_heads": 1, "num_local_experts": 4},
-        hidden_size=8,
-        intermediate_size=16,
-    )
-    model = transformers.MixtralForCausalLM(config).train()
-    for p in model.parameters():
-        if p.dim() > 1:
-            nn.init.normal_(p, std=0.3)
-    model.set_attn_implementation("re_attention")
-    batch = {"input_ids": torch.randint(1, 11, (3, 5))}
-
-    def loss(model, batch):
-        return square_loss(lambda **kwargs: model(**kwargs).logits, batch)
-
-    check(mode, True, model, batch, loss, tolerance=1e-4)
-
-
-def test_transformers_refusals():
-    """What the attention is passed and does not know."""
-    config = transformers.Gemma2Config(
-        vocab_size=11,
-        hidden_size=8,
-        intermediate_size=12,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=4,
-    )
-    model = transformers.Gemma2ForCausalLM(config)
-    model.set_attn_implementation("re_attention")
-    track(model)
-    with pytest.raises(ValueError, match="passes softcap to its attention"):
-        model(**words())
-
-
-IMPORTED_LATER = """
-import warnings
-warnings.simplefilter("ignore")
-import torch
-import opacus_ext
-from opacus import PrivacyEngine
-import transformers
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-model = torch.nn.Linear(2, 1)
-PrivacyEngine().make_private(
-    module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-    data_loader=torch.utils.data.DataLoader(torch.utils.data.TensorDataset(
-        torch.ones(4, 2)), batch_size=2), noise_multiplier=1.0, max_grad_norm=1.0)
-assert "opacus_ext" in ALL_EXPERTS_FUNCTIONS["grouped_mm"].__module__
-assert "re_attention" in ALL_ATTENTION_FUNCTIONS
-"""
-
-
-def test_transformers_imported_later():
-    subprocess.run([sys.executable, "-c", IMPORTED_LATER], check=True, timeout=300)
-
-
-def test_a_cache_is_refused():
-    model = of_family("llama").eval()
-    track(model, rows_of(model, some_shares(11)))
-    cache = model(**words(), use_cache=True).past_key_values
-    with pytest.raises(opacus_ext.Refused, match="use_cache=False"):
-        model(input_ids=words()["input_ids"][:, :1], past_key_values=cache)
-    with pytest.raises(opacus_ext.Refused, match="use_cache=False"):
-        model(words()["input_ids"][:, :1], None, None, cache)
-    options = dict(max_new_tokens=2, do_sample=False)
-    ids = words()["input_ids"]
-    assert model.generate(ids, use_cache=False, **options).shape[1] == ids.shape[1] + 2
-    with pytest.raises(opacus_ext.Refused, match="use_cache=False"):
-        model.generate(ids, **options)
