@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Optional, Tuple
+from typing import Optional, Tuple
 
 import torch
 from torch import Tensor, nn
@@ -137,18 +137,13 @@ def _causal(query: Tensor, key: Tensor, mask: Optional[Tensor]) -> Tensor:
     return mask.masked_fill(~seen, -torch.inf)
 
 
-class Errors(NamedTuple):
-    """A forward pass that tracks errors, and the variance of an attention's keys."""
-
-    mode: TrackedPass
-    variance: Tensor
-
-
-def errors_of(key: Tensor, module: Optional[nn.Module]) -> Optional[Errors]:
-    """Returns the errors of keys, or None if the model's errors are not tracked."""
+def errors_of(
+    key: Tensor, module: Optional[nn.Module]
+) -> Optional[Tuple[TrackedPass, Tensor]]:
+    """The pass that tracks errors and the keys' variance; None if none does."""
     mode = active()
     if mode is not None:
-        return Errors(mode, mode.tracker.key_variance(mode, key, module))
+        return mode, mode.tracker.key_variance(mode, key, module)
     if corrected_by(module) is not None:
         raise Refused(
             f"{type(module).__name__}: attention {list(key.shape)} is computed outside "
@@ -223,7 +218,7 @@ def attend(
     dropout_p: float,
     is_causal: bool,
     scale: Optional[float],
-    errors: Errors,
+    errors: Tuple[TrackedPass, Tensor],
 ) -> Tensor:
     """:func:`re_attention` with the errors at hand; notes those of the output."""
     mode, variance = errors

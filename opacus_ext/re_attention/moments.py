@@ -31,7 +31,7 @@ from typing import NamedTuple, Optional, Union
 import torch
 from torch import Tensor
 
-from opacus_ext.grad_sample.core.vmap import is_batched, whole
+from opacus_ext.grad_sample.core.vmap import whole
 from opacus_ext.re_attention.variances import Variance, last_mean, squares, wide
 
 Number = Union[float, Tensor]
@@ -68,8 +68,7 @@ def _cubic(t: Tensor, a3: float, a2: float, a1: float, a0: float) -> Tensor:
     constant = partial(torch.full, (), dtype=t.dtype, device=t.device)
     y = torch.add(constant(a2), t, alpha=a3)
     for a in (a1, a0):
-        new = y.requires_grad or is_batched(y)
-        y = torch.addcmul(constant(a), y, t, out=None if new else y)
+        y = torch.addcmul(constant(a), y, t)
     return y
 
 
@@ -319,11 +318,7 @@ def attention(
     o, e = wide(out), v.mean.size(-1)
     p_squares = wide(weights).square()
     variance = p_squares @ v.variance
-    of_scores = _score_variance(q, k, scale)
-    if p_squares.requires_grad:
-        lifted = p_squares * of_scores
-    else:
-        lifted = p_squares.mul_(of_scores)
+    lifted = p_squares * _score_variance(q, k, scale)
     # mean_j sum_u lifted_u (v_uj - o_j)^2
     columns = torch.cat([v.mean, squares(v.mean)], -1)
     sums = lifted @ columns

@@ -29,7 +29,7 @@ from torch.overrides import TorchFunctionMode
 
 from opacus_ext.grad_sample.core.vmap import is_batched, whole
 from opacus_ext.re_attention.rules import RULES, Call
-from opacus_ext.re_attention.rules.batch_dim import lies_down
+from opacus_ext.re_attention.rules.moves import lies_down
 from opacus_ext.re_attention.table import Table
 from opacus_ext.re_attention.variances import (
     Lost,
@@ -234,13 +234,8 @@ _PLAIN = {
     "__rmatmul__": "matmul",
     "bmm": "matmul",
     "mm": "matmul",
-    "subtract": "sub",
-    "multiply": "mul",
-    "divide": "div",
-    "true_divide": "div",
     "concat": "cat",
     "concatenate": "cat",
-    "special_softmax": "softmax",
 }
 # What the first argument is called, where it may come by name.
 _FIRST = ("condition", "input", "tensors", "query")

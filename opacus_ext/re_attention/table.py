@@ -35,15 +35,6 @@ class Table:
 
     ``torch.utils.weak.WeakTensorKeyDictionary`` is the same thing and takes 15 to 30
     times as long for a look-up, of which an operation makes several.
-
-    Example:
-        >>> table, x = Table(), torch.ones(2)
-        >>> table.set(x, Variance(torch.tensor(0.1)))
-        >>> table.variance(x).own
-        tensor(0.1000)
-        >>> del x
-        >>> len(table)
-        0
     """
 
     def __init__(self) -> None:

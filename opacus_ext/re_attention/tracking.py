@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from opacus_ext.re_attention.effective import (
-    SCALES,
     effective_errors,
     gradient_noise,
     inside,
@@ -111,15 +110,7 @@ def track_errors(
         True
     """
     return ErrorTracker(
-        model,
-        optimizer,
-        shares,
-        where=where,
-        cap=cap,
-        evaluate=evaluate,
-        scale=scale,
-        steps=steps,
-        floor=floor,
+        model, optimizer, shares, where, cap, evaluate, scale, steps, floor
     )
 
 
@@ -139,7 +130,6 @@ class ErrorTracker:
         model: nn.Module,
         optimizer: Any,
         shares: Union[None, Tensor, Mapping[str, Tensor]],
-        *,
         where: str,
         cap: Optional[float],
         evaluate: bool,
@@ -150,10 +140,6 @@ class ErrorTracker:
         if where not in PLACES:
             raise Refused(
                 f"where must be one of {PLACES}, not {where!r}.", parameter="where"
-            )
-        if scale not in SCALES:
-            raise Refused(
-                f"scale must be one of {SCALES}, not {scale!r}.", parameter="scale"
             )
         if cap is not None and not cap > 0:
             raise Refused(f"cap must be positive or None, not {cap}.", parameter="cap")
@@ -213,8 +199,7 @@ class ErrorTracker:
         if options["scale"] == "run":
             options["steps"] = self._steps_made()
             if options["steps"] == 0:
-                zeros = {n: p.new_zeros(()) for n, p in model.named_parameters()}
-                return zeros
+                return {n: p.new_zeros(()) for n, p in model.named_parameters()}
         return effective_errors(model, self._optimizer, **options)
 
     def _steps_made(self) -> int:
@@ -249,9 +234,9 @@ class ErrorTracker:
                     remedy="Pass the optimizer to track_errors, or load a state_dict "
                     "of a tracked model.",
                 )
-            if self._options["scale"] == "run":
+            if self._options["scale"] != "step":
                 raise Refused(
-                    'scale="run" needs the optimizer.',
+                    f"scale={self._options['scale']!r} needs the optimizer.",
                     parameter="optimizer",
                     remedy="Pass it to track_errors.",
                 )

@@ -168,94 +168,6 @@ class Splitting(nn.Module):
         return self.head(self.second(x))
 
 
-@every_mode
-def test_exact_in_every_branch(mode):
-    ids = torch.tensor([[5, 6, 7], [1, 2, 6], [9, 5, 8], [1, 1, 3]])
-    torch.manual_seed(0)
-    model = Splitting().double()
-    check(mode, True, model, ids, square_loss, {"embedding.weight": some_shares()})
-
-
-BATCHES = {
-    "one token": lambda: sequences(3, 1),
-    "one sample": lambda: sequences(1, 4),
-    "as many samples as tokens": lambda: sequences(4, 4),
-    "as many samples as rows": lambda: sequences(10, 2),
-    "one of each": lambda: sequences(1, 1),
-    "the same token only": lambda: torch.full((3, 4), 3),
-    "padding only": lambda: torch.cat([sequences(2), torch.zeros(1, 4).long()]),
-}
-
-
-@every_mode
-@pytest.mark.parametrize("case", BATCHES)
-def test_exact_batches(mode, case):
-    batch, wrap = BATCHES[case](), case != "one sample"
-    acts = batch.size(1) > 1 and len(set(batch.flatten().tolist())) > 1
-    check(mode, wrap, dpformer(), batch, square_loss, some_shares(), acts=acts)
-
-
-@every_mode
-@wrapped_or_not
-def test_empty_batch(mode, wrap):
-    got = in_mode(
-        *(mode, wrap, dpformer(), sequences(0), square_loss),
-        *(1.0, 0.1, some_shares()),
-    )
-    assert all(not g.any() for g in got.values())
-
-
-OPTIONS = {
-    "heads": {},
-    "no shares": {"shares": None},
-    "no cap": {"cap": None},
-    "small cap": {"cap": 0.1},
-    "floor": {"floor": 0.3},
-    "loud": {"noise": 3.0},
-    "positions too": {"positions": True},
-}
-
-
-@every_mode
-@pytest.mark.parametrize("case", OPTIONS)
-def test_exact_options(mode, case):
-    options = {"shares": some_shares(), **OPTIONS[case]}
-    if options.pop("positions", False):
-        options["shares"] = {
-            "embedding.weight": some_shares(),
-            "position.weight": torch.linspace(1, 0.1, 4),
-        }
-    heads = 2 if case == "heads" else 1
-    check(mode, True, dpformer(heads=heads), sequences(), square_loss, **options)
-
-
-def frozen(name):
-    model = dpformer()
-    parts = {
-        "embedding": [model.embedding],
-        "position": [model.position],
-        "attention": [model.blocks[0].attention, model.blocks[1].attention],
-        "first block": [model.blocks[0]],
-        # keys of both blocks are known exactly
-        "all but the end": [model.embedding, model.position, model.blocks[0]],
-    }[name]
-    for part in parts:
-        part.requires_grad_(False)
-    if name == "all but the end":
-        model.blocks[1].attention.requires_grad_(False)
-    return model
-
-
-@every_mode
-@pytest.mark.parametrize(
-    "name", ["embedding", "position", "attention", "first block", "all but the end"]
-)
-def test_exact_with_frozen_parameters(mode, name):
-    acts = name != "all but the end"
-    shares = some_shares() if name not in ("embedding", "all but the end") else None
-    check(mode, True, frozen(name), sequences(), square_loss, shares, acts=acts)
-
-
 class Mixed(nn.Module):
     """Tokens from features, two attentions in parallel, and a gate for each sample."""
 
@@ -270,16 +182,6 @@ class Mixed(nn.Module):
         gate = torch.sigmoid(x.mean((1, 2)))[:, None, None]
         x = x + gate * self.left(x, mask) + (1 - gate) * self.right(x)
         return self.head(self.left(self.norm(x), mask))
-
-
-@every_mode
-@wrapped_or_not
-def test_exact_in_a_model_of_ones_own(mode, wrap):
-    """An attention that is used twice, its mask, numbers a sample, features."""
-    torch.manual_seed(0)
-    mask = torch.tensor([[1, 1, 0, 1], [1, 0, 1, 1], [1, 1, 1, 1]]).bool()
-    batch = torch.randn(3, 4, 5, dtype=D), mask
-    check(mode, wrap, Mixed().double(), batch, square_loss)
 
 
 class Routed(nn.Module):
@@ -297,45 +199,133 @@ class Routed(nn.Module):
         return self.head(self.second(x))
 
 
+class WithoutBatch(nn.Module):
+    """Values that have errors and no batch, changed in place around the attention."""
+
+    def __init__(self):
+        super().__init__()
+        self.start, self.attention = nn.Linear(4, 4), SelfAttention(4)
+        self.scale = nn.Parameter(torch.rand(4) + 0.5)
+        self.register_buffer("known", torch.rand(4))
+
+    def forward(self, x):
+        x = self.start(x)
+        total = self.start.weight.sum(0)
+        total.mul_(0.5)
+        x = x + self.attention(x + total)
+        scale = self.scale * 2.0
+        scale.add_(0.5)
+        scale[0] = 1.0
+        total += scale
+        total.view(2, 2).mul_(2.0)
+        offset = torch.ones_like(self.known).mul_(self.known)
+        offset += total
+        rows = torch.zeros_like(x)
+        rows += offset
+        rows[:, 0].add_(scale)
+        return x * scale + 0.1 * rows
+
+
+def frozen(*names):
+    model = dpformer()
+    for name in names:
+        model.get_submodule(name).requires_grad_(False)
+    return model
+
+
+def routed(layer):
+    return Routed(layer(8, 12, num_experts=3)).double()
+
+
+EMBEDDED = {"embedding.weight": some_shares()}
+# Keys of both blocks are known exactly.
+ALL_BUT_THE_END = ("embedding", "position", "blocks.0", "blocks.1.attention")
+CASES = {
+    "heads": lambda: dict(model=dpformer(heads=2)),
+    "no shares": lambda: dict(shares=None),
+    "no cap": lambda: dict(cap=None),
+    "small cap": lambda: dict(cap=0.1),
+    "floor": lambda: dict(floor=0.3),
+    "loud": lambda: dict(noise=3.0),
+    "positions too": lambda: dict(
+        shares={**EMBEDDED, "position.weight": torch.linspace(1, 0.1, 4)}
+    ),
+    "one token": lambda: dict(batch=sequences(3, 1), acts=False),
+    "one sample": lambda: dict(batch=sequences(1, 4), wrap=False),
+    "as many samples as tokens": lambda: dict(batch=sequences(4, 4)),
+    "as many samples as rows": lambda: dict(batch=sequences(10, 2)),
+    "one of each": lambda: dict(batch=sequences(1, 1), acts=False),
+    "the same token": lambda: dict(batch=torch.full((3, 4), 3), acts=False),
+    "padding only": lambda: dict(
+        batch=torch.cat([sequences(2), torch.zeros(1, 4).long()])
+    ),
+    "embedding frozen": lambda: dict(model=frozen("embedding"), shares=None),
+    "position frozen": lambda: dict(model=frozen("position")),
+    "attention frozen": lambda: dict(
+        model=frozen("blocks.0.attention", "blocks.1.attention")
+    ),
+    "first block frozen": lambda: dict(model=frozen("blocks.0")),
+    "all but the end frozen": lambda: dict(
+        model=frozen(*ALL_BUT_THE_END), shares=None, acts=False
+    ),
+    "branches": lambda: dict(
+        model=Splitting().double(),
+        batch=torch.tensor([[5, 6, 7], [1, 2, 6], [9, 5, 8], [1, 1, 3]]),
+        shares=EMBEDDED,
+    ),
+    "features and masks": lambda: dict(
+        model=Mixed().double(),
+        batch=(
+            torch.randn(3, 4, 5, dtype=D),
+            torch.tensor([[1, 1, 0, 1], [1, 0, 1, 1], [1, 1, 1, 1]]).bool(),
+        ),
+        shares=None,
+    ),
+    "one expert a token": lambda: dict(model=routed(SwitchFeedForward)),
+    "two experts a token": lambda: dict(model=routed(TopKFeedForward)),
+    "without a batch": lambda: dict(
+        model=WithoutBatch().double(),
+        batch=torch.randn(3, 5, 4, dtype=D),
+        **dict(shares=None, noise=1.0, cap=None),
+    ),
+}
+
+
 @every_mode
-@pytest.mark.parametrize("kind", [SwitchFeedForward, TopKFeedForward])
-def test_exact_behind_experts(mode, kind):
+@pytest.mark.parametrize("case", CASES)
+def test_exact_cases(mode, case):
     torch.manual_seed(0)
-    model = Routed(kind(8, 12, num_experts=3)).double()
-    check(mode, True, model, sequences(), square_loss, some_shares())
+    options = {"model": dpformer(), "batch": sequences(), "shares": some_shares()}
+    options.update(CASES[case]())
+    args = (options.pop(name) for name in ("model", "batch"))
+    check(mode, options.pop("wrap", True), *args, square_loss, **options)
 
 
 @every_mode
-def test_bfloat16(mode):
-    """As close to float64 as bfloat16 is without the correction."""
-    model, ids = dpformer(), sequences()
-    got = in_mode(
-        *(mode, True, copy.deepcopy(model).bfloat16(), ids, square_loss),
-        *(1e3, 0.1, some_shares()),
-    )
-    wide = in_mode(mode, True, model, ids, square_loss, 1e3, 0.1, some_shares())
-    for name, g in got.items():
-        assert g.dtype == torch.bfloat16
-        gap = (g.double() - wide[name]).norm() / wide[name].norm()
-        assert float(gap) < 0.15, name
+@wrapped_or_not
+def test_empty_batch(mode, wrap):
+    args = sequences(0), square_loss, 1.0, 0.1, some_shares()
+    got = in_mode(mode, wrap, dpformer(), *args)
+    assert all(not g.any() for g in got.values())
 
 
 @every_mode
-def test_autocast(mode):
-    """As close to float64 as bfloat16 is; variances are kept wide."""
+@pytest.mark.parametrize("autocast", [True, False])
+def test_bfloat16(mode, autocast):
+    """As close to float64 as it is without the correction; variances are wide."""
 
     def loss(model, ids):
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             out = model(ids)
-        return square_loss(lambda _: out.double(), ids)
+        return square_loss(lambda _: out.double() if autocast else out, ids)
 
     model, ids = dpformer(), sequences()
-    args = ids, loss, 1e3, 0.1, some_shares()
-    got = in_mode(mode, True, copy.deepcopy(model).float(), *args)
-    args = ids, square_loss, 1e3, 0.1, some_shares()
-    wide = in_mode(mode, True, model, *args)
+    dtype = torch.float32 if autocast else torch.bfloat16
+    rest = 1e3, 0.1, some_shares()
+    got = in_mode(mode, True, copy.deepcopy(model).to(dtype), ids, loss, *rest)
+    wide = in_mode(mode, True, model, ids, square_loss, *rest)
     for name, g in got.items():
-        assert g.dtype == torch.float32
+        assert g.dtype == dtype
         gap = (g.double() - wide[name]).norm() / wide[name].norm()
         assert float(gap) < 0.15, name
 
@@ -343,60 +333,38 @@ def test_autocast(mode):
 # Activation checkpointing
 
 
-class Layer(nn.Module):
+class Deep(nn.Module):
     def __init__(self, reentrant):
         super().__init__()
-        self.reentrant = reentrant
-        self.attention, self.norm = SelfAttention(8, 2, causal=True), nn.LayerNorm(8)
-
-    def inside(self, x):
-        return self.norm(x + self.attention(x))
-
-    def forward(self, x):
-        if self.reentrant is None or not self.training:
-            return self.inside(x)
-        return checkpoint(self.inside, x, use_reentrant=self.reentrant)
-
-
-class Deep(nn.Module):
-    def __init__(self, reentrant=None):
-        super().__init__()
-        self.embedding = nn.Embedding(10, 8)
-        self.layers = nn.ModuleList(Layer(reentrant) for _ in range(2))
-        self.head = nn.Linear(8, 3)
+        self.embedding, self.head = nn.Embedding(10, 8), nn.Linear(8, 3)
+        self.attention, self.reentrant = SelfAttention(8, 2), reentrant
 
     def forward(self, ids):
         x = self.embedding(ids)
-        for layer in self.layers:
-            x = layer(x)
+        x = checkpoint(self.attention, x, use_reentrant=self.reentrant)
         return self.head(x)
-
-
-def deep(reentrant=None):
-    torch.manual_seed(0)
-    return Deep(reentrant).double()
 
 
 @every_mode
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpointing_is_refused(mode, reentrant):
     """The attention would be computed again without its correction."""
-    args = sequences(), square_loss, 0.5, 0.1, some_shares()
+    model, args = Deep(reentrant).double(), (square_loss, 0.5, 0.1, some_shares())
     with pytest.raises(Refused, match="under activation checkpointing"):
-        in_mode(mode, True, deep(reentrant), *args)
+        in_mode(mode, True, model, sequences(), *args)
 
 
 def test_attention_outside_of_the_model():
     """Errors are not known there: it is refused, and plain for the untracked."""
-    model, ids = deep(), sequences()
-    x = torch.randn(2, 4, 8, dtype=D)
-    plain = model.layers[0].attention(x)
+    model, x = dpformer(), torch.randn(2, 4, 8, dtype=D)
+    attention = model.blocks[0].attention
+    plain = attention(x)
     tracker = track(model, some_shares())
-    model(ids)
-    with pytest.raises(RuntimeError, match="outside of the model's forward pass"):
-        model.layers[0].attention(x)
+    model(sequences())
+    with pytest.raises(Refused, match="outside of the model's forward pass"):
+        attention(x)
     tracker.detach()
-    assert torch.equal(model.layers[0].attention(x), plain)
+    assert torch.equal(attention(x), plain)
 
 
 # Copies and state
@@ -928,40 +896,6 @@ def test_tensors_of_earlier_passes_have_their_errors(change):
         start = model.start.forward
         model.kept, model.start.forward = None, lambda x: start(x) + change(start(x))
         assert torch.equal(model(x, lambda x: x), got)
-
-
-class WithoutBatch(nn.Module):
-    """Values that have errors and no batch, changed in place around the attention."""
-
-    def __init__(self):
-        super().__init__()
-        self.start, self.attention = nn.Linear(4, 4), SelfAttention(4)
-        self.scale = nn.Parameter(torch.rand(4) + 0.5)
-        self.register_buffer("known", torch.rand(4))
-
-    def forward(self, x):
-        x = self.start(x)
-        total = self.start.weight.sum(0)
-        total.mul_(0.5)
-        x = x + self.attention(x + total)
-        scale = self.scale * 2.0
-        scale.add_(0.5)
-        scale[0] = 1.0
-        total += scale
-        total.view(2, 2).mul_(2.0)
-        offset = torch.ones_like(self.known).mul_(self.known)
-        offset += total
-        rows = torch.zeros_like(x)
-        rows += offset
-        rows[:, 0].add_(scale)
-        return x * scale + 0.1 * rows
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_values_without_batch_change_in_place(mode):
-    model = WithoutBatch().double()
-    x = torch.randn(3, 5, 4, dtype=D)
-    check(mode, True, model, x, square_loss, noise=1.0, cap=None)
 
 
 @pytest.mark.slow

@@ -162,7 +162,7 @@ def asked(monkeypatch):
     def spy(key, module):
         errors = attention.errors_of(key, module)
         if errors is not None:
-            found.append(errors.variance.expand(*key.shape[:-1], 1)[..., 0])
+            found.append(errors[1].expand(*key.shape[:-1], 1)[..., 0])
         return errors
 
     monkeypatch.setattr(ours, "errors_of", spy)
@@ -436,7 +436,8 @@ import opacus_ext, torch
 from opacus import PrivacyEngine
 if {later}:
     import transformers.modeling_utils
-    model, data = torch.nn.Linear(2, 1), torch.utils.data.TensorDataset(torch.ones(4, 2))
+    model = torch.nn.Linear(2, 1)
+    data = torch.utils.data.TensorDataset(torch.ones(4, 2))
     PrivacyEngine().make_private(
         module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
         data_loader=torch.utils.data.DataLoader(data, batch_size=2),

@@ -48,21 +48,9 @@ def _joined(call: Call) -> Result:
     return Variance(compact(call.func(wide, dim)))
 
 
-@register_propagation("setitem")
-def _set(call: Call) -> Result:
-    x, index, value = call.args
-    before, after = call.token(x), call.token(value)
-    every = zeros(x, x.shape)
-    if before is not None:
-        every = every + before
-    every[index] = 0.0 if after is None else after
-    return Variance(last_mean(every))
-
-
 @register_propagation("where")
 def _where(call: Call) -> Result:
-    names = ("condition", "input", "other")
-    condition, x, y = (call.arg(i, n) for i, n in enumerate(names))
+    condition, x, y = call.named("condition input other")
     if condition.dtype != torch.bool:  # the method x.where(condition, y)
         condition, x = x, condition
     a, b = call.token(x), call.token(y)
@@ -96,14 +84,13 @@ def _chosen(call: Call) -> Result:
     return Variance(without_dims(variance, dims) if out.dim() < x.dim() else variance)
 
 
-@register_propagation("index_add", "scatter")
+@register_propagation("setitem", "scatter", "index_add", "masked_scatter")
 def _placed(call: Call) -> Result:
-    """Tokens, or elements, put or added where an index says."""
-    x, dim, index = (call.arg(i, n) for i, n in enumerate(("input", "dim", "index")))
-    source = call.arg(3, "source", call.arg(3, "src"))
-    if call.kwargs.get("alpha", 1) != 1:
+    """Tokens, or elements, put or added where an index or a mask says."""
+    if call.kwargs:  # scaled by alpha, reduced
         return Lost(call.name)
-    by_row = call.name == "index_add" and dim % x.dim() != x.dim() - 1
+    x, *at, source = call.args
+    by_row = call.name == "index_add" and at[0] % x.dim() != x.dim() - 1
 
     def every(y: Any) -> Any:
         if not isinstance(y, Tensor):
@@ -113,18 +100,9 @@ def _placed(call: Call) -> Result:
             variance = zeros(y, (1,) * y.dim())
         return variance.expand((*y.shape[:-1], 1) if by_row else y.shape)
 
-    place = getattr(Tensor, call.name)
-    return Variance(last_mean(place(every(x), dim, index, every(source))))
-
-
-@register_propagation("masked_scatter")
-def _masked_scatter(call: Call) -> Result:
-    x, mask, source = (
-        call.arg(i, n) for i, n in enumerate(("input", "mask", "source"))
-    )
-    a, b = (
-        zeros(y, 1) if v is None else v
-        for y, v in ((x, call.token(x)), (source, call.token(source)))
-    )
-    made = a.expand(x.shape).masked_scatter(mask, b.expand(source.shape).to(a.dtype))
+    if call.name == "setitem":
+        made = every(x).clone()
+        made[at[0]] = every(source)
+    else:
+        made = getattr(Tensor, call.name)(every(x), *at, every(source))
     return Variance(last_mean(made))

@@ -33,9 +33,7 @@ def _embedding(call: Call) -> Result:
 @register_propagation("linear")
 def _linear(call: Call) -> Result:
     """By lemma D.1, with the gain of each output kept apart."""
-    x, weight, bias = (
-        call.arg(i, n) for i, n in enumerate(("input", "weight", "bias"))
-    )
+    x, weight, bias = call.named("input weight bias")
     return product(call, x, wide(weight), call.token(weight), bias, -1)
 
 
@@ -67,8 +65,7 @@ def product(
 
 @register_propagation("addmm")
 def _addmm(call: Call) -> Result:
-    names = ("input", "mat1", "mat2")
-    bias, x, weight = (call.arg(i, n) for i, n in enumerate(names))
+    bias, x, weight = call.named("input mat1 mat2")
     if call.kwargs.get("alpha", 1) != 1 or call.kwargs.get("beta", 1) != 1:
         return Lost("addmm")
     return product(call, x, wide(weight), call.token(weight), bias, -2)
@@ -103,9 +100,7 @@ def _conv(call: Call) -> Result:
     A linear layer at every place: one variance ``[B, 1, *places]`` a place, the mean
     over channels.
     """
-    x, weight, bias = (
-        call.arg(i, n) for i, n in enumerate(("input", "weight", "bias"))
-    )
+    x, weight, bias = call.named("input weight bias")
     names = ("stride", "padding", "dilation")
     options = {
         n: v for i, n in enumerate(names) if (v := call.arg(3 + i, n)) is not None
@@ -151,24 +146,19 @@ def _matmul(call: Call) -> Result:
 
 @register_propagation("layer_norm", "rms_norm")
 def _norm(call: Call) -> Result:
-    x, shape, weight = (
-        call.args[0],
-        call.arg(1, "normalized_shape"),
-        call.arg(2, "weight"),
-    )
+    x, shape, weight = call.named("input normalized_shape weight")
     if len(shape) != 1:
         return Lost(call.name)
-    noise = _average(call.token(weight))
+    noise = _or_zero(call.token(weight))
     if call.name == "rms_norm":
         eps = call.arg(3, "eps")
         return Variance(moments.rms_norm(call.moments(x), weight, eps, noise))
-    offset = _average(call.token(call.arg(3, "bias")))
-    eps = call.arg(4, "eps", 1e-5)
+    offset, eps = _or_zero(call.token(call.arg(3, "bias"))), call.arg(4, "eps", 1e-5)
     return Variance(moments.layer_norm(call.moments(x), weight, eps, noise, offset))
 
 
-def _average(variance: Optional[Tensor]) -> Union[float, Tensor]:
-    return 0.0 if variance is None else variance.mean()
+def _or_zero(variance: Optional[Tensor]) -> Union[float, Tensor]:
+    return 0.0 if variance is None else variance
 
 
 @register_propagation("normalize")

@@ -35,6 +35,10 @@ class Call(NamedTuple):
             return self.args[position]
         return self.kwargs.get(name, default)
 
+    def named(self, names: str) -> Tuple[Any, ...]:
+        """The first arguments, by position or these names; None for what is absent."""
+        return tuple(self.arg(i, name) for i, name in enumerate(names.split()))
+
     def variance(self, x: Any) -> Union[None, Variance, Lost]:
         """Looks up an argument's variance; None for an argument without error."""
         return self.mode.of(x)
