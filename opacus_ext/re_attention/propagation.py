@@ -135,10 +135,11 @@ class Propagation(TorchFunctionMode):
             outputs = [args[0]] if raw == "__setitem__" else _inexact(out)
             if not written and any(x is y for x in outputs for y in inputs):
                 return out  # as it was, .contiguous() of what is
-            if name in _VIEWS:
-                for x in outputs:  # known ones too, as errors may be written to them
-                    if whole(x)._is_view():
-                        self.table.note(x).view = True
+            if name in _VIEWS:  # of the known too, as errors may be written to them
+                for x in outputs:
+                    self.table.note(x).view = whole(x)._is_view()
+                if torch.is_inference_mode_enabled():  # where no view has a base
+                    self.table.note(args[0])
             if not erring or not outputs:
                 return out
             if outputs[0].dim() == 1 and all(map(self._weights, tensors(inputs))):

@@ -420,17 +420,18 @@ SHARED = {
 
 @each(SHARED)
 @pytest.mark.parametrize("layer", [True, False])
-def test_memory_that_is_shared(case, layer):
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_memory_that_is_shared(case, layer, context):
     """Right, or refused: Linear returns a view itself, of what nobody sees."""
     (w, noise), known = leaf(4, 4, spread=False), torch.randn(2, 3, 4, dtype=D)
-    with torch.no_grad(), Propagation({id(w): noise}) as errors:
+    with context(), Propagation({id(w): noise}) as errors:
         y = F.linear(known, w, torch.zeros(4, dtype=D))
         y = y if layer else y.clone()
         expected = errors.variance(y).clone()
         z = SHARED[case](y)[-1]
         if case == "a view of it":
             assert not errors.variance(z).any()
-        elif case == "the whole" and not layer:
+        elif case == "the whole" and not layer and context is torch.no_grad:
             expected[:, 0] = 0
             torch.testing.assert_close(errors.variance(z), expected)
         else:
@@ -545,8 +546,6 @@ def test_values_and_gradients_are_untouched():
     model = DPFormer(10, 5, width=8, heads=2, dropout=0.0).double()
     ids = torch.randint(1, 11, (2, 5))
     params = list(model.parameters())
-    plain = model(ids)
-    grads = torch.autograd.grad(plain.square().sum(), params)
     noise = torch.tensor(0.1, dtype=D)
     # attention is not corrected here, as no tracker has asked for it
     model.blocks[0].attention.forward = model.blocks[1].attention.forward = F.relu
@@ -752,41 +751,6 @@ def test_keys_of_dpformer_alone():
         alone = key_variances(model, tracker, lambda m: m(ids[b : b + 1]))
         for x, y in zip(batch, alone):
             torch.testing.assert_close(x[b : b + 1], y, rtol=1e-12, atol=0)
-
-
-def test_keys_of_llama():
-    """RMSNorm, rotary positions, a gated MLP and grouped keys, all written out."""
-    transformers = pytest.importorskip("transformers")
-    pytest.importorskip("opacus_ext.transformers")
-    config = transformers.LlamaConfig(
-        vocab_size=20,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=16,
-        attn_implementation="re_attention",
-    )
-    model = transformers.LlamaModel(config).double().eval()
-    for name, p in model.named_parameters():
-        if p.dim() > 1:
-            nn.init.normal_(p, std=1.0 if "embed" in name else p.size(1) ** -0.5)
-    ids = torch.randint(0, 20, (2, 5))
-    tracked = copy.deepcopy(model)
-    tracker = private(tracked, cap=None)
-    got = key_variances(tracked, tracker, lambda m: m(input_ids=ids, use_cache=False))
-    stds = {n: e.double() for n, e in tracker.errors().items()}
-    # causal by hand: transformers can't build masks under vmap
-    mask = torch.ones(5, 5, dtype=torch.bool).tril().expand(2, 1, 5, 5)
-    call = ((), {"input_ids": ids, "attention_mask": mask, "use_cache": False})
-    # keys that are seen have been repeated for all heads
-    expected = [
-        x[:, ::2] if x.size(1) == 4 else x
-        for x in sampled_keys(model, call, stds, Caught)
-    ]
-    assert len(got) == len(expected) == 2
-    close_keys(got, expected)
 
 
 def test_keys_of_noise_in_one_parameter():
