@@ -35,9 +35,9 @@ from opacus_ext.re_attention.variances import (
     Lost,
     Variance,
     flat,
-    last_mean,
     quietly,
     tensors,
+    variance_dtype,
     zeros,
 )
 from opacus_ext.refused import Refused
@@ -197,17 +197,21 @@ class Propagation(TorchFunctionMode):
                 self.set(other, Lost(operation))
         if base is None:
             return
+        new, old = self.of(x), self.of(base)
+        if base.dtype != x.dtype or isinstance(old, Lost) or isinstance(new, Lost):
+            self.set(base, Lost(operation))
+            return
         with quietly(base):
-            new, old = self.token(x), self.token(base)
-            if base.dtype != x.dtype or isinstance(old, Lost) or isinstance(new, Lost):
-                self.set(base, Lost(operation))
-                return
             every = torch.empty_strided(
-                base.shape, base.stride(), dtype=old.dtype, device=old.device
-            ).copy_(old)
+                base.shape,
+                base.stride(),
+                dtype=variance_dtype(base),
+                device=base.device,
+            ).copy_(0 if old is None else old.every())
             at = x.storage_offset() - base.storage_offset()
-            every.as_strided(x.shape, x.stride(), at).copy_(new)
-            self.set(base, Variance(last_mean(every)))
+            part = every.as_strided(x.shape, x.stride(), at)
+            part.copy_(0 if new is None else new.every())
+            self.set(base, Variance(every))
 
 
 def _first_by_position(kwargs: Mapping[str, Any]) -> Tuple[Any, Any]:

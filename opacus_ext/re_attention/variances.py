@@ -34,6 +34,10 @@ class Variance(NamedTuple):
     gain: Optional[Tensor] = None
     excess: Optional[Tensor] = None
 
+    def every(self) -> Tensor:
+        """The variance of each element."""
+        return self.own if self.passed is None else self.own + self.passed * self.gain
+
     def token(self) -> Tensor:
         """The mean over the last dimension, ``[*, 1]``."""
         own = last_mean(self.own)

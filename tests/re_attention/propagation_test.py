@@ -90,6 +90,12 @@ def set_rows(x, y):
     return z
 
 
+def set_parts(x, y):
+    z = torch.zeros_like(x)
+    z[..., :6], z[..., 6:] = x[..., 2:], y[..., :2]
+    return z
+
+
 def add_to_rows(x, y):
     z = x.clone()
     z[:, 1] += y[:, 0]
@@ -98,9 +104,9 @@ def add_to_rows(x, y):
 
 def copy_to_views(x, y):
     """As models write both parts of a key."""
-    z = x.new_empty(2, 6, 8)
-    z[:, :3].copy_(x)
-    z[:, 3:].copy_(y)
+    z = x.new_empty(2, 3, 8)
+    z[..., :6].copy_(x[..., 2:])
+    z[..., 6:].copy_(y[..., :2])
     return z
 
 
@@ -169,6 +175,7 @@ CASES = {
     "masked_fill": lambda x: x.masked_fill(MASK, 3.0),
     "masked_fill width": lambda x: x.masked_fill(torch.arange(8) < 2, 3.0),
     "set rows": set_rows,
+    "set parts": set_parts,
     "add to rows": add_to_rows,
     "copy to views": copy_to_views,
     "add to a view": add_to_a_view,

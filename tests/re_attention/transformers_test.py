@@ -251,7 +251,8 @@ def test_gradients(i, family):
 
 
 @pytest.mark.parametrize(
-    "family", ["rotary", "normed keys", "partly rotary", "both sides", "patches"]
+    "family",
+    ["rotary", "normed keys", "partly rotary", "latent keys", "both sides", "patches"],
 )
 def test_variances_are_those_of_samples(family, asked, monkeypatch):
     """Of noise in all parameters, to 20 % on average over the tokens."""

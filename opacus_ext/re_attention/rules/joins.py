@@ -95,14 +95,16 @@ def _placed(call: Call) -> Result:
     def every(y: Any) -> Any:
         if not isinstance(y, Tensor):
             return 0.0
-        variance = call.token(y)
-        if variance is None:
+        known = call.variance(y)
+        if known is None:
             variance = zeros(y, (1,) * y.dim())
+        else:
+            variance = known.every() if call.name == "setitem" else known.token()
         return variance.expand((*y.shape[:-1], 1) if by_row else y.shape)
 
-    if call.name == "setitem":
+    if call.name == "setitem":  # a later one may set the rest of the width
         made = every(x).clone()
         made[at[0]] = every(source)
-    else:
-        made = getattr(Tensor, call.name)(every(x), *at, every(source))
+        return Variance(made)
+    made = getattr(Tensor, call.name)(every(x), *at, every(source))
     return Variance(last_mean(made))
