@@ -224,7 +224,7 @@ def rms_norm(
 ) -> Tensor:
     """
     The variance after RMSNorm over the last dimension: :func:`layer_norm` without its
-    centring, and as close.
+    centering, and as close.
 
     tau^2 = mean(m^2) + s + eps, q = mean(m^2) / tau^2, r = s / tau^2 and D = d.
 

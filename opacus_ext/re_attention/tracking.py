@@ -271,14 +271,13 @@ class ErrorTracker:
                 module=type(model).__name__,
                 remedy="Detach one of their trackers.",
             )
-        given = dict(enumerate(plain.args))
-        for name, x in {**given, **plain.keywords}.items():
+        for name, x in (*((None, x) for x in plain.args), *plain.keywords.items()):
             if not (hasattr(x, "get_seq_length") and x.get_seq_length()):
                 continue
             raise Refused(
                 f"{type(model).__name__}: the errors of keys in a cache are not known.",
                 module=type(model).__name__,
-                parameter=name if isinstance(name, str) else None,
+                parameter=name,
                 remedy="Pass use_cache=False to the model, or to generate().",
             )
         known = self._variances(model)
@@ -416,7 +415,7 @@ def corrected_by(module: Optional[nn.Module]) -> Optional[ErrorTracker]:
 
 def _attentions(model: nn.Module, corrected: Set[type]) -> List[str]:
     """Classes of modules that seem to be attention and are not among these."""
-    found = {}
+    found: Dict[str, None] = {}
     for module in model.modules():
         inner = list(module.modules())[1:]
         if any("Attention" in type(each).__name__ for each in inner):

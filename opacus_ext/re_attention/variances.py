@@ -36,12 +36,14 @@ class Variance(NamedTuple):
 
     def every(self) -> Tensor:
         """The variance of each element."""
-        return self.own if self.passed is None else self.own + self.passed * self.gain
+        if self.passed is None or self.gain is None:
+            return self.own
+        return self.own + self.passed * self.gain
 
     def token(self) -> Tensor:
         """The mean over the last dimension, ``[*, 1]``."""
         own = last_mean(self.own)
-        if self.passed is None:
+        if self.passed is None or self.gain is None:
             return own
         return torch.addcmul(own, last_mean(self.passed), mean(self.gain))
 

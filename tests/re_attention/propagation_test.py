@@ -39,7 +39,7 @@ def errors_of(leaves):
 
 
 def propagated(f, leaves):
-    """What is said of each tensor that ``f`` returns, one number a token."""
+    """The variances of the tensors that ``f`` returns, one number a token."""
     with Propagation(errors_of(leaves)) as errors:
         outs = f(*(x for x, _ in leaves))
     outs = [outs] if isinstance(outs, torch.Tensor) else list(outs)
@@ -67,7 +67,7 @@ def sampled(f, leaves, draws=2000):
 
 
 def agree(f, *leaves, tolerance=0.12, draws=2000):
-    """What is said is what is sampled."""
+    """Propagated variances equal the sampled ones."""
     got, expected = propagated(f, leaves), sampled(f, leaves, draws)
     assert len(got) == len(expected)
     for a, b in zip(got, expected):
@@ -103,7 +103,7 @@ def add_to_rows(x, y):
 
 
 def copy_to_views(x, y):
-    """As models write both parts of a key."""
+    """DeepSeek writes both parts of a key so."""
     z = x.new_empty(2, 3, 8)
     z[..., :6].copy_(x[..., 2:])
     z[..., 6:].copy_(y[..., :2])
@@ -354,7 +354,7 @@ def test_grouped_products():
 
 
 def test_rms_norm_written_out():
-    """As in models of transformers; what the statistic errs is left out."""
+    """Models of transformers have it so; the statistic's own error is left out."""
 
     def f(x, w):
         return w * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5))
@@ -668,7 +668,7 @@ def private(model, noise=STD, **kwargs):
 
 
 def key_variances(model, tracker, call):
-    """What is said of the keys of each attention, in order."""
+    """The variances of the keys of each attention, in order."""
     found, ask = [], tracker.key_variance
 
     def noted(mode, key, module):
@@ -729,7 +729,7 @@ def close_keys(got, expected):
 
 @pytest.mark.parametrize("heads", [1, 2])
 def test_keys_of_dpformer(heads):
-    """Of both blocks, with rows of the embedding that err by their shares."""
+    """Both blocks, with rows of the embedding that err by their shares."""
     torch.manual_seed(1)
     model = DPFormer(12, 6, width=32, heads=heads, dropout=0.0).double().eval()
     nn.init.normal_(model.embedding.weight)

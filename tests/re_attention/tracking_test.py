@@ -312,7 +312,7 @@ def test_empty_batch(mode, wrap):
 @every_mode
 @pytest.mark.parametrize("autocast", [True, False])
 def test_bfloat16(mode, autocast):
-    """As close to float64 as it is without the correction; variances are wide."""
+    """The correction costs no precision, as variances are in float32."""
 
     def loss(model, ids):
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
@@ -786,7 +786,7 @@ def test_two_models():
 
 
 def test_values_of_one_pass_do_not_stay():
-    """What a forward pass notes is gone with it: parameters and inputs are clean."""
+    """Notes of a forward pass go with it: parameters and inputs are clean."""
     model, x = Mixed().double(), torch.randn(2, 4, 5, dtype=D)
     tracker = track(model)
     out = model(x)
@@ -864,7 +864,7 @@ def test_several_outputs_have_no_notes(kind):
 
 
 class Keeping(nn.Module):
-    """What it keeps from call to call, changed behind its attention."""
+    """It keeps a tensor from call to call, and changes it behind its attention."""
 
     def __init__(self):
         super().__init__()
@@ -883,7 +883,7 @@ class Keeping(nn.Module):
     "change", [lambda x: x, lambda x: x.mul_(0.5), lambda x: x[:, 0].mul_(0.5)]
 )
 def test_tensors_of_earlier_passes_have_their_errors(change):
-    """As if they were of this pass; refused where they are not known."""
+    """They count as tensors of this pass do; lost ones are refused."""
     model, x = Keeping(), torch.randn(2, 5, 8)
     track(model, cap=None)
     with torch.no_grad():
@@ -900,7 +900,7 @@ def test_tensors_of_earlier_passes_have_their_errors(change):
 
 @pytest.mark.slow
 def test_compiled_model():
-    """What is tracked runs as if it were not compiled."""
+    """A tracked model runs as if it were not compiled."""
     model, x = SelfAttention(4), torch.randn(2, 3, 4)
     track(model)
     out = model(x)

@@ -207,7 +207,7 @@ SOME_MODES += [(i, f) for f in ("rotary", "position bias") for i in range(3)]
 
 @pytest.mark.parametrize("i, family", sorted(set(SOME_MODES)))
 def test_gradients(i, family):
-    """What each sample alone has, corrected as well; each family in a mode or all."""
+    """Each sample has the gradient that it has alone, corrected as well."""
     model = build(*FAMILIES[family]).double().train()
     model.set_attn_implementation("re_attention")
     batch = batch_of(model, padded=True)
@@ -255,7 +255,7 @@ def test_gradients(i, family):
     ["rotary", "normed keys", "partly rotary", "latent keys", "both sides", "patches"],
 )
 def test_variances_are_those_of_samples(family, asked, monkeypatch):
-    """Of noise in all parameters, to 20 % on average over the tokens."""
+    """Sampled noise in all parameters gives them, to 20 % over all tokens."""
     model = build(*FAMILIES[family]).double().eval()
     model.set_attn_implementation("re_attention")
     batch = batch_of(model)
@@ -403,7 +403,7 @@ def test_a_cache_is_refused():
 
 @pytest.mark.parametrize("name", ["past_key_values", "cache"])
 def test_a_cache_of_either_name(name):
-    """As models of transformers 5.0 to 5.23 call it, and those from 5.24 on."""
+    """transformers 5.0 to 5.23 call it past_key_values, later ones cache."""
 
     class Model(torch.nn.Module):
         def __init__(self):
@@ -460,7 +460,7 @@ for _ in range(2):
 
 @pytest.mark.parametrize("later", [True, False])
 def test_transformers_is_left_as_it_was(later):
-    """By unregister(), before its import and after; make_private registers, too."""
+    """unregister() works before its import and after; make_private registers."""
     code = REGISTERED.format(later=later)
     subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
 

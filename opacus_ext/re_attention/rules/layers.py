@@ -32,7 +32,7 @@ def _embedding(call: Call) -> Result:
 
 @register_propagation("linear")
 def _linear(call: Call) -> Result:
-    """By lemma D.1, with the gain of each output kept apart."""
+    """Lemma D.1, with the gain of each output kept apart."""
     x, weight, bias = call.named("input weight bias")
     return product(call, x, wide(weight), call.token(weight), bias, -1)
 
