@@ -136,19 +136,12 @@ def check(mode, wrap, model, batch, loss_fn, shares=None, noise=0.1, **options):
 
 
 @every_place
-@every_mode
+@pytest.mark.parametrize("mode", (*MODES, "scan"))
 @wrapped_or_not
 def test_exact(mode, wrap, where):
     ids = sequences()
     ids[1, 2:] = 0  # padding
     check(mode, wrap, dpformer(), ids, square_loss, some_shares(), where=where)
-
-
-@every_place
-def test_exact_one_sample_after_the_other(where):
-    check(
-        "scan", True, dpformer(), sequences(), square_loss, some_shares(), where=where
-    )
 
 
 class Splitting(nn.Module):
@@ -533,31 +526,15 @@ def test_evaluation():
     assert not torch.allclose(model(ids), out, rtol=1e-6)
 
 
-class Dropping(nn.Module):
-    """Blocks whose dropout is called by its function, as other models do."""
-
-    def __init__(self):
-        super().__init__()
-        self.embedding, self.head = nn.Embedding(10, 8), nn.Linear(8, 10)
-        self.blocks = nn.ModuleList(SelfAttention(8, causal=True) for _ in range(2))
-
-    def forward(self, ids):
-        x = F.dropout(self.embedding(ids), 0.3, self.training)
-        for block in self.blocks:
-            x = x + F.dropout(block(x), p=0.3, training=self.training)
-        return self.head(x)
-
-
-@pytest.mark.parametrize("functional", [False, True])
-def test_the_first_pass_is_as_all_others(functional):
+def test_the_first_pass_is_as_all_others():
     """
     Beside the first pass with gradients the model runs without dropout, to be compared;
     of that nothing stays, neither in training nor after looks in between.
     """
     torch.manual_seed(0)
-    model = Dropping() if functional else DPFormer(9, 4, 8, dropout=0.3)
+    model = DPFormer(9, 4, 8, dropout=0.3).double()
     nn.init.normal_(model.embedding.weight)
-    private = make_private(model.double(), "ghost_bk", batch_size=3)
+    private = make_private(model, "ghost_bk", batch_size=3)
     private.optimizer.noise_multiplier = 0.3
     tracker = opacus_ext.track_errors(private.module, private.optimizer, some_shares())
     ids = sequences()
@@ -657,13 +634,10 @@ def test_bad_arguments():
         ({"where": "keys"}, "where must be one of"),
         ({"scale": "epoch"}, "scale must be one of"),
         ({"cap": 0.0}, "cap must be positive or None"),
-        ({"cap": -1.0}, "cap must be positive or None"),
         ({"shares": torch.ones(7)}, "7 shares belong to one embedding"),
         ({"shares": torch.zeros(10)}, "No share of embedding.weight is positive"),
-        ({"shares": torch.full((10,), 2.0)}, "must lie between 0 and 1"),
         ({"shares": {"embed": torch.ones(10)}}, r"shares for \['embed'\]"),
         ({"shares": {"embedding.weight": torch.ones(3)}}, "needs 10 shares"),
-        ({"floor": 2.0, "shares": some_shares()}, "floor must lie in"),
     ):
         with pytest.raises(ValueError, match=message):
             track(model, **options)

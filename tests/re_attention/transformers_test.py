@@ -325,17 +325,6 @@ def test_refused(family):
         )
 
 
-def test_lost_operations_are_named(monkeypatch):
-    from opacus_ext.re_attention.rules import RULES
-
-    monkeypatch.delitem(RULES, "rsqrt")
-    model = build(*FAMILIES["rotary"])
-    model.set_attn_implementation("re_attention")
-    tracked(model, 0.05)
-    with pytest.raises(RuntimeError, match="'rsqrt'.*register_propagation"):
-        call(model, batch_of(model))
-
-
 def test_attention_that_is_left_out_is_named():
     """LongT5's decoder asks for the correction, its encoder does not."""
     model = build("LongT5ForConditionalGeneration", dict(T5, local_radius=3))
