@@ -302,13 +302,19 @@ def test_kept(case):
     torch.testing.assert_close(got, variance, check_dtype=False)
 
 
-@each(["topk", "max"])
+CHOSEN = {
+    "topk": lambda x: x.topk(2, 1).values,
+    "max": lambda x: x.max(1).values,
+    "interpolate": lambda x: F.interpolate(x, 16),
+}
+
+
+@each(CHOSEN)
 def test_chosen_tokens(case):
     """The mean over the tokens, of each sample by itself."""
     x, variance = leaf(2, 3, 8)
-    f = {"topk": lambda x: x.topk(2, 1).values, "max": lambda x: x.max(1).values}[case]
-    (got,) = propagated(f, [(x, variance)])
-    mean = variance.mean(1, keepdim=case == "topk")
+    (got,) = propagated(CHOSEN[case], [(x, variance)])
+    mean = variance.mean(1, keepdim=case != "max")
     torch.testing.assert_close(got, mean.expand_as(got))
 
 
