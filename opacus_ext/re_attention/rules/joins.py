@@ -78,7 +78,8 @@ def _chosen(call: Call) -> Result:
         return Variance(torch.maximum(one, two) if both else plus(one, two))
     at, default = (2, -1) if call.name == "topk" else (1, None)
     dims = dims_of(x, call.arg(at, "dim", default))
-    variance = call.token(x).expand(*x.shape[:-1], 1) if x.dim() > 1 else call.token(x)
+    variance = call.moments(x).variance
+    variance = variance.expand(*x.shape[:-1], 1) if x.dim() > 1 else variance
     for dim in dims:
         variance = variance.mean(dim, keepdim=True)
     return Variance(without_dims(variance, dims) if out.dim() < x.dim() else variance)
@@ -96,9 +97,8 @@ def _placed(call: Call) -> Result:
         if not isinstance(y, Tensor):
             return 0.0
         known = call.variance(y)
-        if known is None:
-            variance = zeros(y, (1,) * y.dim())
-        else:
+        variance = zeros(y, (1,) * y.dim())
+        if isinstance(known, Variance):
             variance = known.every() if call.name == "setitem" else known.token()
         return variance.expand((*y.shape[:-1], 1) if by_row else y.shape)
 
@@ -113,6 +113,6 @@ def _placed(call: Call) -> Result:
 @register_propagation("interpolate")
 def _interpolated(call: Call) -> Result:
     """Positions of a picture of another size, on average as all of them."""
-    variance = call.token(call.args[0])
+    variance = call.moments(call.args[0]).variance
     dims = tuple(range(1, variance.dim()))
     return Variance(variance.mean(dims, keepdim=True) if dims else variance)
