@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Optional, Tuple
+from typing import Optional, Tuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import handle_torch_function, has_torch_function
 
-from opacus_ext.re_attention.moments import Moments
+from opacus_ext.re_attention.moments import Moments, attention_variance
 from opacus_ext.re_attention.passes import TrackedPass, active
-from opacus_ext.re_attention.rules.attention import attention_variance, repeat_heads
 from opacus_ext.re_attention.tracking import corrected_by
 from opacus_ext.re_attention.variances import Lost, quietly
 from opacus_ext.refused import Refused
@@ -138,18 +137,13 @@ def _causal(query: Tensor, key: Tensor, mask: Optional[Tensor]) -> Tensor:
     return mask.masked_fill(~seen, -torch.inf)
 
 
-class Errors(NamedTuple):
-    """A forward pass that tracks errors, and the variance of an attention's keys."""
-
-    mode: TrackedPass
-    variance: Tensor
-
-
-def errors_of(key: Tensor, module: Optional[nn.Module]) -> Optional[Errors]:
-    """Returns the errors of keys, or None if the model's errors are not tracked."""
+def errors_of(
+    key: Tensor, module: Optional[nn.Module]
+) -> Optional[Tuple[TrackedPass, Tensor]]:
+    """The pass that tracks errors and the keys' variance; None if none does."""
     mode = active()
     if mode is not None:
-        return Errors(mode, mode.tracker.key_variance(mode, key, module))
+        return mode, mode.tracker.key_variance(mode, key, module)
     if corrected_by(module) is not None:
         raise Refused(
             f"{type(module).__name__}: attention {list(key.shape)} is computed outside "
@@ -224,19 +218,19 @@ def attend(
     dropout_p: float,
     is_causal: bool,
     scale: Optional[float],
-    errors: Errors,
+    errors: Tuple[TrackedPass, Tensor],
 ) -> Tensor:
     """:func:`re_attention` with the errors at hand; notes those of the output."""
     mode, variance = errors
     tracker = mode.tracker
     repeats = query.size(-3) // max(key.size(-3), 1)
-    known = None if mode.stopped else (mode.token(query), mode.token(value))
+    queries, values = mode.token(query), mode.token(value)
     mode.paused = True
     try:
         if repeats > 1:  # a group of queries has one key
             key = key.repeat_interleave(repeats, -3)
             value = value.repeat_interleave(repeats, -3)
-            variance = repeat_heads(variance, repeats)
+            variance = _repeat_heads(variance, repeats)
         bounded = variance
         if tracker.cap is not None:
             size = key.detach().to(variance.dtype).square().mean(-1, keepdim=True)
@@ -254,18 +248,15 @@ def attend(
         )
     finally:
         mode.paused = False
-    if known is None:
-        return out
-    lost = [each for each in known if isinstance(each, Lost)]
-    if lost:
-        mode.set(out, lost[0])
-        return out
-    queries, values = known
+    for each in (queries, values):
+        if isinstance(each, Lost):
+            mode.set(out, each)
+            return out
     with quietly(query):
         made = attention_variance(
             Moments(query.detach(), queries),
             Moments(key.detach(), variance),
-            Moments(value.detach(), repeat_heads(values, repeats)),
+            Moments(value.detach(), _repeat_heads(values, repeats)),
             mask=attn_mask,
             causal=is_causal,
             scale=scale,
@@ -274,6 +265,12 @@ def attend(
         )
     mode.set(out, made)
     return out
+
+
+def _repeat_heads(variance: Tensor, repeats: int) -> Tensor:
+    """The variance of keys, or values, that are repeated for a group of queries."""
+    one = repeats == 1 or variance.dim() < 3 or variance.size(-3) == 1
+    return variance if one else variance.repeat_interleave(repeats, -3)
 
 
 class SelfAttention(nn.Module):

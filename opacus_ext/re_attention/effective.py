@@ -329,9 +329,17 @@ def token_shares(
             f'source must be "private" or "exact", not {source!r}.', parameter="source"
         )
     private = source == "private"
-    if private:
-        _check_release(max_tokens, noise_multiplier, accountant)
-    else:
+    if private and (
+        accountant is None
+        or not (max_tokens or 0) > 0
+        or not (noise_multiplier or 0) > 0
+    ):
+        raise Refused(
+            'source="private" needs max_tokens, a positive noise_multiplier and the '
+            "accountant of the run, as PrivacyEngine has it.",
+            parameter="source",
+        )
+    if not private:
         warnings.warn(
             "Token shares are taken from the data as they are. What is trained with "
             "them is not covered by the privacy guarantee, unless they are public. "
@@ -365,22 +373,6 @@ def token_shares(
     if padding_idx is not None:
         shares[padding_idx] = 0
     return shares
-
-
-def _check_release(
-    max_tokens: Optional[int], noise_multiplier: Optional[float], accountant: Any
-) -> None:
-    if accountant is None or not (max_tokens or 0) > 0 or not noise_multiplier:
-        raise Refused(
-            'source="private" needs max_tokens, a positive noise_multiplier and the '
-            "accountant of the run, as PrivacyEngine has it.",
-            parameter="source",
-        )
-    if not noise_multiplier > 0:
-        raise Refused(
-            f"noise_multiplier must be positive, not {noise_multiplier}.",
-            parameter="noise_multiplier",
-        )
 
 
 def _record(accountant: Any, noise_multiplier: float) -> None:

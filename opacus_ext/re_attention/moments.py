@@ -31,8 +31,8 @@ from typing import NamedTuple, Optional, Union
 import torch
 from torch import Tensor
 
-from opacus_ext.grad_sample.core.vmap import is_batched
-from opacus_ext.re_attention.variances import last_mean, squares, wide
+from opacus_ext.grad_sample.core.vmap import whole
+from opacus_ext.re_attention.variances import Variance, last_mean, squares, wide
 
 Number = Union[float, Tensor]
 
@@ -68,8 +68,7 @@ def _cubic(t: Tensor, a3: float, a2: float, a1: float, a0: float) -> Tensor:
     constant = partial(torch.full, (), dtype=t.dtype, device=t.device)
     y = torch.add(constant(a2), t, alpha=a3)
     for a in (a1, a0):
-        new = y.requires_grad or is_batched(y)
-        y = torch.addcmul(constant(a), y, t, out=None if new else y)
+        y = torch.addcmul(constant(a), y, t)
     return y
 
 
@@ -225,7 +224,7 @@ def rms_norm(
 ) -> Tensor:
     """
     The variance after RMSNorm over the last dimension: :func:`layer_norm` without its
-    centring, and as close.
+    centering, and as close.
 
     tau^2 = mean(m^2) + s + eps, q = mean(m^2) / tau^2, r = s / tau^2 and D = d.
 
@@ -319,11 +318,7 @@ def attention(
     o, e = wide(out), v.mean.size(-1)
     p_squares = wide(weights).square()
     variance = p_squares @ v.variance
-    of_scores = _score_variance(q, k, scale)
-    if p_squares.requires_grad:
-        lifted = p_squares * of_scores
-    else:
-        lifted = p_squares.mul_(of_scores)
+    lifted = p_squares * _score_variance(q, k, scale)
     # mean_j sum_u lifted_u (v_uj - o_j)^2
     columns = torch.cat([v.mean, squares(v.mean)], -1)
     sums = lifted @ columns
@@ -339,3 +334,69 @@ def _score_variance(q: Moments, k: Moments, scale: float) -> Tensor:
     s_q, s_k = q.variance.expand_as(q2), k.variance.expand_as(k2)
     left, right = torch.cat([q2 + d * s_q, s_q], -1), torch.cat([s_k, k2], -1)
     return (left * scale**2) @ right.transpose(-1, -2)
+
+
+# Attention weights in memory at once, of all samples and heads.
+_CHUNK = 1 << 24
+_CHUNK_IN_CACHE = 1 << 18
+
+
+def attention_variance(
+    q: Moments,
+    k: Moments,
+    v: Moments,
+    *,
+    mask: Optional[Tensor],
+    causal: bool,
+    scale: Optional[float],
+    out: Tensor,
+    correction: Optional[Tensor] = None,
+) -> Variance:
+    """
+    :func:`attention` of one variance a token, some queries at a time, so that
+    memory is linear in T.
+
+    Args:
+        q: ``[B, H, T, d]``
+        k: ``[B, H, U, d]``
+        v: ``[B, H, U, e]``
+        mask: boolean or added, broadcastable to ``[B, H, T, U]``
+        causal: whether a query sees keys up to its own position only
+        scale: in place of 1 / sqrt(d)
+        out: the output ``[B, H, T, e]``
+        correction: the variances ``[B, H, U, 1]`` that the logits were corrected for
+    """
+    (length, d), keys = q.mean.shape[-2:], k.mean.size(-2)
+    scale = d**-0.5 if scale is None else scale
+    full = (*q.mean.shape[:-1], 1)
+    s_q = q.variance.expand(full)
+    q, k, v = (Moments(wide(x.mean), x.variance) for x in (q, k, v))
+    k, v = (Moments(x.mean, x.variance.expand(*x.mean.shape[:-1], 1)) for x in (k, v))
+    chunk = _CHUNK if q.mean.is_cuda else _CHUNK_IN_CACHE
+    rows = max(chunk // max(whole(q.mean).numel() // (length * d) * keys, 1), 8)
+    left, right = q.mean * scale, k.mean
+    if correction is not None:  # one more element of both, as in the attention
+        left = torch.cat([left, squares(q.mean) * (-(scale**2) / 2)], -1)
+        right = torch.cat([right, correction.expand_as(k.variance)], -1)
+    given, parts, every = wide(out), [], (k, v)
+    for at in range(0, length, rows):
+        to = min(at + rows, length)
+        seen = min(to, keys) if causal else keys  # the others have no part in it
+        k, v = (Moments(*(z[..., :seen, :] for z in x)) for x in every)
+        logits = left[..., at:to, :] @ right[..., :seen, :].transpose(-1, -2)
+        if causal:
+            ones = torch.ones(to - at, seen, dtype=torch.bool, device=logits.device)
+            logits.masked_fill_(ones.tril_(at).logical_not_(), -torch.inf)
+        if mask is not None:
+            part = mask[..., at:to, :] if mask.size(-2) > 1 else mask
+            part = part[..., :seen] if part.size(-1) > 1 else part
+            if part.dtype == torch.bool:
+                logits = logits.masked_fill(~part, -torch.inf)
+            else:
+                logits = logits + part
+        p = torch.softmax(logits, -1)
+        p = p if mask is None else p.nan_to_num_()
+        queries = Moments(q.mean[..., at:to, :], s_q[..., at:to, :])
+        at_queries = given[..., at:to, :]
+        parts.append(attention(queries, k, v, p, at_queries, scale))
+    return Variance(torch.cat(parts, -2) if parts else s_q)

@@ -29,15 +29,15 @@ from torch.overrides import TorchFunctionMode
 
 from opacus_ext.grad_sample.core.vmap import is_batched, whole
 from opacus_ext.re_attention.rules import RULES, Call
-from opacus_ext.re_attention.rules.batch_dim import lies_down
+from opacus_ext.re_attention.rules.moves import lies_down
 from opacus_ext.re_attention.table import Table
 from opacus_ext.re_attention.variances import (
     Lost,
     Variance,
     flat,
-    last_mean,
     quietly,
     tensors,
+    variance_dtype,
     zeros,
 )
 from opacus_ext.refused import Refused
@@ -56,8 +56,6 @@ class Propagation(TorchFunctionMode):
     Attributes:
         table: what is known of tensors
         paused: whether operations are not followed for a while
-        stopped: whether operations are not followed any more; a tensor that is changed
-            in place then loses what was known of it
 
     Example:
         >>> weight = torch.nn.Parameter(torch.eye(2))
@@ -72,7 +70,6 @@ class Propagation(TorchFunctionMode):
         self.errors = {key: Variance(variance) for key, variance in errors.items()}
         self.table = Table() if table is None else table
         self.paused = False
-        self.stopped = False
 
     def of(self, x: Any) -> Union[None, Variance, Lost]:
         """Looks up a value's variance; None for one without error."""
@@ -114,63 +111,45 @@ class Propagation(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         raw = getattr(func, "__name__", "")
-        if self.paused or (raw in _SILENT and raw[-1:] != "_"):
+        if self.paused or raw in _SILENT:
             return func(*args, **kwargs)
-        written = raw in _WRITING or bool(kwargs.get("inplace"))
-        written = written or (raw[-1:] == "_" and raw[-2:] != "__")
-        if self.stopped:
-            out = func(*args, **kwargs)
-            if written and args:
-                self._forget(args[0], raw)
-            return out
         if not args:  # torch.cat(tensors=...)
             args, kwargs = _first_by_position(kwargs)
-        name = _PLAIN.get(raw) or _PLAIN.setdefault(raw, raw.strip("_"))
+        name = _PLAIN.get(raw, raw.strip("_"))
         if raw == "__get__":  # a property: .T, .mT, .shape
             name = getattr(getattr(func, "__self__", None), "__name__", "")
-            if name not in RULES:  # .grad, ._base: another tensor, or none
-                return func(*args, **kwargs)
-        inputs = list(flat(args, kwargs))
-        known = [self.of(x) for x in inputs]
-        if not any(x is not None for x in known) or raw in _SILENT:
             out = func(*args, **kwargs)
-            if raw == "__getitem__" and is_batched(out):
-                self.table.note(out).view = True  # errors may be written to it
-            return out
+            if not isinstance(out, Tensor) or name in ("grad", "_base"):
+                return out
+        inputs = list(flat(args, kwargs))
         given = args
-        if name not in _BLIND and written:
-            # What it changes in place is what the rule needs.
+        erring = any(self.of(x) is not None for x in inputs)
+        written = raw in _WRITING or bool(kwargs.get("inplace"))
+        written = written or (raw[-1:] == "_" and raw[-2:] != "__")
+        if erring and written:  # what it changes in place is what the rule needs
             before = args[0].detach().clone()
             self.set(before, self.of(args[0]))
             given = (before, *args[1:])
         out = func(*args, **kwargs)
         with torch._C.DisableTorchFunction():
             outputs = [args[0]] if raw == "__setitem__" else _inexact(out)
-            if not outputs:
-                return out
             if not written and any(x is y for x in outputs for y in inputs):
                 return out  # as it was, .contiguous() of what is
-            self._describe(name, inputs, outputs)
+            if name in _VIEWS:  # of the known too, as errors may be written to them
+                for x in outputs:
+                    self.table.note(x).view = whole(x)._is_view()
+                if torch.is_inference_mode_enabled():  # where no view has a base
+                    self.table.note(args[0])
+            if not erring or not outputs:
+                return out
+            if outputs[0].dim() == 1 and all(map(self._weights, tensors(inputs))):
+                self.table.note(outputs[0]).weights_only = True
         call = Call(name, func, given, kwargs, out, self)
         for x, result in zip(outputs, self._results(call, len(outputs))):
             self.set(x, result)
             if written and x is args[0]:
-                self._set_base(x, noted=known[0] is not None)
+                self._set_others(x, name)
         return out
-
-    def _describe(
-        self,
-        name: str,
-        inputs: Sequence[Any],
-        outputs: Sequence[Tensor],
-    ) -> None:
-        """Notes which outputs are vectors of weights, and which are views."""
-        if outputs[0].dim() == 1 and all(map(self._weights, tensors(inputs))):
-            self.table.note(outputs[0]).weights_only = True
-        if name in _VIEWS:
-            for x in outputs:
-                if is_batched(x) and whole(x)._is_view():
-                    self.table.note(x).view = True
 
     def _weights(self, x: Tensor) -> bool:
         """Returns True for a parameter, or a vector computed from parameters alone."""
@@ -195,53 +174,44 @@ class Propagation(TorchFunctionMode):
         # Which rows a mask takes is for the run to say, of all samples.
         rest = tensors(list(flat(call.args[1:], call.kwargs)))
         asks = call.name in _ASKS and any(map(is_batched, rest))
-        asks = asks or call.name == "send"  # it follows errors through modules
         with quietly(like, alone=not asks):
             made = RULES[call.name](call)
         if made is None or isinstance(made, (Variance, Lost)):
             return [made] * number
         return list(made)
 
-    def _set_base(self, view: Tensor, noted: bool) -> None:
-        """Says of a tensor what is known of a view of it that was changed in place."""
-        if not whole(view)._is_view():
-            return
-        if is_batched(view):
-            note = self.table.get(view)
-            if note.view if note else not noted:
-                # Not refused: the samples then run one by one, where views are known.
+    def _set_others(self, x: Tensor, operation: str) -> None:
+        """
+        Follows a change in place of ``x``: what it is a view of has the new variance in
+        that part, and all other tensors in the same memory have lost theirs.
+        """
+        note = self.table.get(x)
+        base = None
+        if note is not None and note.view:
+            if is_batched(x):
+                # Not refused: samples then run one by one, where views are known.
                 raise NotImplementedError("a change in place of a view that has errors")
+            base = x._base
+        for other in self.table.sharing(x):
+            if other is not base:
+                self.set(other, Lost(operation))
+        if base is None:
             return
-        known = self.of(view)
-        for base in (view._base, *self.table.aliases(view)):
-            same = base.dtype == view.dtype
-            before = self.of(base) if same else Lost("view")
-            if isinstance(known, Lost) or isinstance(before, Lost):
-                self.set(base, known if isinstance(known, Lost) else before)
-            else:
-                self._set_part(base, view)
-
-    def _set_part(self, base: Tensor, view: Tensor) -> None:
+        new, old = self.of(x), self.of(base)
+        if base.dtype != x.dtype or isinstance(old, Lost) or isinstance(new, Lost):
+            self.set(base, Lost(operation))
+            return
         with quietly(base):
-            new, old = self.token(view), self.token(base)
             every = torch.empty_strided(
-                base.shape, base.stride(), dtype=old.dtype, device=old.device
-            ).copy_(old)
-            at = view.storage_offset() - base.storage_offset()
-            every.as_strided(view.shape, view.stride(), at).copy_(new)
-            self.set(base, Variance(last_mean(every)))
-
-    def _forget(self, x: Any, operation: str) -> None:
-        """Drops the variance of a tensor that changes after the last attention."""
-        if not isinstance(x, Tensor):
-            return
-        with torch._C.DisableTorchFunction():
-            changed = [x]
-            if not is_batched(x) and x._is_view():
-                changed += [x._base, *self.table.aliases(x)]
-        for each in changed:
-            if self.of(each) is not None:
-                self.set(each, Lost(operation))
+                base.shape,
+                base.stride(),
+                dtype=variance_dtype(base),
+                device=base.device,
+            ).copy_(0 if old is None else old.every())
+            at = x.storage_offset() - base.storage_offset()
+            part = every.as_strided(x.shape, x.stride(), at)
+            part.copy_(0 if new is None else new.every())
+            self.set(base, Variance(every))
 
 
 def _first_by_position(kwargs: Mapping[str, Any]) -> Tuple[Any, Any]:
@@ -253,7 +223,7 @@ def _first_by_position(kwargs: Mapping[str, Any]) -> Tuple[Any, Any]:
 
 
 _WRITING = frozenset(
-    "__setitem__ __iadd__ __isub__ __imul__ __itruediv__ __idiv__ __ipow__".split()
+    "__setitem__ __iadd__ __isub__ __imul__ __itruediv__ __ipow__".split()
 )
 # Names that differ from their operation's by more than underscores.
 _PLAIN = {
@@ -264,21 +234,13 @@ _PLAIN = {
     "__imul__": "mul",
     "__rmul__": "mul",
     "__truediv__": "div",
-    "__idiv__": "div",
     "__itruediv__": "div",
-    "__rtruediv__": "rdiv",
-    "__rdiv__": "rdiv",
     "__ipow__": "pow",
     "__rmatmul__": "matmul",
     "bmm": "matmul",
     "mm": "matmul",
-    "subtract": "sub",
-    "multiply": "mul",
-    "divide": "div",
-    "true_divide": "div",
     "concat": "cat",
     "concatenate": "cat",
-    "special_softmax": "softmax",
 }
 # What the first argument is called, where it may come by name.
 _FIRST = ("condition", "input", "tensors", "query")
@@ -295,20 +257,15 @@ _SILENT = frozenset(
     "numpy cpu_count get_device is_set_to is_same_size _is_view "
     "__contains__".split()
 )
-# Their rules need no values: nothing is kept of what they change in place.
-_BLIND = frozenset(
-    "add sub dropout masked_fill index_add index_copy scatter scatter_add setitem "
-    "clamp copy zero fill normal uniform".split()
-)
 # What these make may share memory with what they are given.
 _VIEWS = frozenset(
-    "view reshape flatten unflatten transpose t permute expand expand_as view_as "
+    "view reshape flatten unflatten transpose t T mT permute expand expand_as view_as "
     "reshape_as unsqueeze squeeze chunk split split_with_sizes tensor_split unbind "
-    "getitem select narrow movedim moveaxis swapaxes swapdims T mT broadcast_to unfold "
-    "adjoint diagonal H mH".split()
+    "getitem select narrow movedim moveaxis swapaxes swapdims broadcast_to unfold "
+    "adjoint diagonal H mH real imag view_as_real view_as_complex detach data".split()
 )
 # Their rules compute with tensors of all samples, for which the run must be asked.
-_ASKS = frozenset("getitem setitem masked_select repeat_interleave send".split())
+_ASKS = frozenset("getitem setitem repeat_interleave".split())
 
 
 def _inexact(out: Any) -> List[Tensor]:

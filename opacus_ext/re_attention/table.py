@@ -5,11 +5,10 @@ from __future__ import annotations
 import weakref
 from typing import Dict, List, Optional, Tuple, Union
 
-import torch
 from torch import Tensor
 
-from opacus_ext.grad_sample.core.vmap import is_batched, whole
-from opacus_ext.re_attention.variances import Lost, Variance, squares
+from opacus_ext.grad_sample.core.vmap import whole
+from opacus_ext.re_attention.variances import Lost, Variance
 
 
 class Note:
@@ -18,19 +17,16 @@ class Note:
 
     Attributes:
         variance: of its error; None if it has none
-        weights_only: whether it is a vector made of nothing but parameters
-        view: True for a batched view that an operation has made
-        squares: its sum of squares over the last dimension, and the version of the
-            tensor for which it was computed
+        weights_only: True for a vector made of nothing but parameters
+        view: True for a view that an operation has made
     """
 
-    __slots__ = ("variance", "weights_only", "view", "squares")
+    __slots__ = ("variance", "weights_only", "view")
 
     def __init__(self) -> None:
         self.variance: Union[None, Variance, Lost] = None
         self.weights_only = False
         self.view = False
-        self.squares: Optional[Tuple[int, Tensor]] = None
 
 
 class Table:
@@ -39,15 +35,6 @@ class Table:
 
     ``torch.utils.weak.WeakTensorKeyDictionary`` is the same thing and takes 15 to 30
     times as long for a look-up, of which an operation makes several.
-
-    Example:
-        >>> table, x = Table(), torch.ones(2)
-        >>> table.set(x, Variance(torch.tensor(0.1)))
-        >>> table.variance(x).own
-        tensor(0.1000)
-        >>> del x
-        >>> len(table)
-        0
     """
 
     def __init__(self) -> None:
@@ -65,13 +52,9 @@ class Table:
         """The note on a tensor, a new one if there is none."""
         found = self.get(x)
         if found is None:
-            found = Note()
-            self._put(x, found)
+            found, key, notes = Note(), id(x), self._notes
+            notes[key] = weakref.ref(x, lambda _: notes.pop(key, None)), found
         return found
-
-    def _put(self, x: Tensor, note: Note) -> None:
-        key, notes = id(x), self._notes
-        notes[key] = weakref.ref(x, lambda _: notes.pop(key, None)), note
 
     def discard(self, x: Tensor) -> None:
         """Forgets a tensor."""
@@ -87,32 +70,15 @@ class Table:
         if variance is not None or self.get(x) is not None:
             self.note(x).variance = variance
 
-    def aliases(self, x: Tensor) -> List[Tensor]:
-        """
-        Other tensors with notes that are all of what ``x`` is a view of. A view's
-        ``_base`` may be a tensor that nobody has seen: Linear makes of inputs ``[B, T,
-        width]`` a product of matrices, and returns a view of it.
-        """
-        found = []
-        memory, size = x.untyped_storage().data_ptr(), x._base.numel()
-        for ref, _ in list(self._notes.values()):
+    def sharing(self, x: Tensor) -> List[Tensor]:
+        """Other tensors with notes that lie in the memory of ``x``."""
+        found: List[Tensor] = []
+        memory = whole(x).untyped_storage().data_ptr()
+        for ref, _ in list(self._notes.values()) if memory else ():
             y = ref()
             if y is None or y is x:
                 continue
             y._fix_weakref()  # autograd may be the only one that has it
-            if is_batched(y) or y.layout != torch.strided or y.numel() != size:
-                continue
-            if y.untyped_storage().data_ptr() == memory and y is not x._base:
+            if whole(y).untyped_storage().data_ptr() == memory:
                 found.append(y)
         return found
-
-    def squares(self, x: Tensor) -> Tensor:
-        """The sum of squares over the last dimension; kept, as several layers ask."""
-        found = self.get(x)
-        # What has no error is the user's, and inference tensors don't count versions.
-        if found is None or found.variance is None or whole(x).is_inference():
-            return squares(x)
-        version = whole(x)._version
-        if found.squares is None or found.squares[0] != version:
-            found.squares = version, squares(x)
-        return found.squares[1]

@@ -4,24 +4,13 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections import Counter
 from functools import partial
-from typing import (
-    Any,
-    Dict,
-    List,
-    Mapping,
-    MutableMapping,
-    Optional,
-    Set,
-    Union,
-)
+from typing import Any, Dict, List, Mapping, Optional, Set, Union
 
 import torch
 from torch import Tensor, nn
 
 from opacus_ext.re_attention.effective import (
-    SCALES,
     effective_errors,
     gradient_noise,
     inside,
@@ -29,9 +18,8 @@ from opacus_ext.re_attention.effective import (
 from opacus_ext.re_attention.passes import (
     TrackedForward,
     TrackedPass,
-    around,
+    active,
     tracked,
-    tracking,
 )
 from opacus_ext.re_attention.table import Table
 from opacus_ext.re_attention.variances import Lost, quietly
@@ -122,15 +110,7 @@ def track_errors(
         True
     """
     return ErrorTracker(
-        model,
-        optimizer,
-        shares,
-        where=where,
-        cap=cap,
-        evaluate=evaluate,
-        scale=scale,
-        steps=steps,
-        floor=floor,
+        model, optimizer, shares, where, cap, evaluate, scale, steps, floor
     )
 
 
@@ -150,7 +130,6 @@ class ErrorTracker:
         model: nn.Module,
         optimizer: Any,
         shares: Union[None, Tensor, Mapping[str, Tensor]],
-        *,
         where: str,
         cap: Optional[float],
         evaluate: bool,
@@ -161,10 +140,6 @@ class ErrorTracker:
         if where not in PLACES:
             raise Refused(
                 f"where must be one of {PLACES}, not {where!r}.", parameter="where"
-            )
-        if scale not in SCALES:
-            raise Refused(
-                f"scale must be one of {SCALES}, not {scale!r}.", parameter="scale"
             )
         if cap is not None and not cap > 0:
             raise Refused(f"cap must be positive or None, not {cap}.", parameter="cap")
@@ -187,15 +162,11 @@ class ErrorTracker:
         self._state: Any = None
         self._checked = False
         self._table = Table()  # a module may keep tensors from pass to pass
-        # By the model or its copy: how often each attention asks in a forward pass,
-        # None if that is not to be foreseen.
-        self._expected: MutableMapping[nn.Module, Optional[MutableMapping]]
-        self._expected = weakref.WeakKeyDictionary()
         if optimizer is not None:
             self._variances(model)  # what can't be used is refused here
         self._place = weakref.ref(TrackedForward(self, model))  # the model keeps it
         self._handles = [
-            model.register_state_dict_post_hook(partial(self._save)),
+            model.register_state_dict_post_hook(partial(self._save)),  # torch marks it
             model._register_load_state_dict_pre_hook(self._load),
         ]
         model._opacus_ext_errors = self
@@ -228,8 +199,7 @@ class ErrorTracker:
         if options["scale"] == "run":
             options["steps"] = self._steps_made()
             if options["steps"] == 0:
-                zeros = {n: p.new_zeros(()) for n, p in model.named_parameters()}
-                return zeros
+                return {n: p.new_zeros(()) for n, p in model.named_parameters()}
         return effective_errors(model, self._optimizer, **options)
 
     def _steps_made(self) -> int:
@@ -264,9 +234,9 @@ class ErrorTracker:
                     remedy="Pass the optimizer to track_errors, or load a state_dict "
                     "of a tracked model.",
                 )
-            if self._options["scale"] == "run":
+            if self._options["scale"] != "step":
                 raise Refused(
-                    'scale="run" needs the optimizer.',
+                    f"scale={self._options['scale']!r} needs the optimizer.",
                     parameter="optimizer",
                     remedy="Pass it to track_errors.",
                 )
@@ -288,15 +258,26 @@ class ErrorTracker:
     # -- the model's forward -------------------------------------------------------
 
     def forward(self, model: nn.Module, plain: partial) -> Any:
-        """The model's own forward, with its errors tracked."""
-        if not self.acts(model.training):
-            with tracked(None):
-                return plain()
-        if around() is None and _has_cached(plain.args, plain.keywords):
+        """
+        Runs the model's own forward, and tracks its errors.
+
+        Raises:
+            Refused: inside of another tracked model, with keys in a cache, or if no
+                attention asks
+        """
+        if active() is not None:
+            raise Refused(
+                f"{type(model).__name__} is tracked, and so is a model around it.",
+                module=type(model).__name__,
+                remedy="Detach one of their trackers.",
+            )
+        for name, x in (*((None, x) for x in plain.args), *plain.keywords.items()):
+            if not (hasattr(x, "get_seq_length") and x.get_seq_length()):
+                continue
             raise Refused(
                 f"{type(model).__name__}: the errors of keys in a cache are not known.",
                 module=type(model).__name__,
-                parameter="past_key_values",
+                parameter=name,
                 remedy="Pass use_cache=False to the model, or to generate().",
             )
         known = self._variances(model)
@@ -305,36 +286,15 @@ class ErrorTracker:
             for n, p in model.named_parameters()
             if n in known
         }
-        outer = around()  # the pass of a tracked model that this one is a part of
-        table = self._table if outer is None else outer.table
-        expected = self._expected.get(model) if outer is None else None
-        mode = TrackedPass(self, params, table, expected)
+        mode = TrackedPass(self, params, self._table)
         with tracked(mode):
             output = plain()
-        if not tracking():  # the user's tensors have no errors
-            outs = list(output.values()) if isinstance(output, Mapping) else output
-            for x in outs if isinstance(outs, (tuple, list)) else [output]:
-                if isinstance(x, Tensor):
-                    table.discard(x)
+        outs = list(output.values()) if isinstance(output, Mapping) else output
+        for x in outs if isinstance(outs, (tuple, list)) else [output]:
+            if isinstance(x, Tensor):  # the user's tensors have no errors
+                self._table.discard(x)
         self._check(model, mode.asked)
-        self._expect(model, mode.asked)
         return output
-
-    def _expect(self, model: nn.Module, asked: List[Optional[nn.Module]]) -> None:
-        """
-        Learns after how many attentions errors are needed no more: all that are of a
-        class that asks, each as often as it has asked at most.
-        """
-        counts = Counter(asked)
-        known = self._expected.setdefault(model, weakref.WeakKeyDictionary())
-        if known is None or None in counts:
-            self._expected[model] = None
-        elif any(known.get(module, 0) < number for module, number in counts.items()):
-            kinds = {type(module) for module in (*known, *counts)}
-            for module in model.modules():
-                if type(module) in kinds:
-                    number = max(counts[module], known.get(module, 0), 1)
-                    known[module] = number
 
     def _check(self, model: nn.Module, asked: List[Optional[nn.Module]]) -> None:
         if not asked:
@@ -362,22 +322,11 @@ class ErrorTracker:
     ) -> Tensor:
         """The variance ``[*, U, 1]`` of keys."""
         name = "an attention" if module is None else type(module).__name__
-        if mode.stopped:
-            self._expected = weakref.WeakKeyDictionary(dict.fromkeys(self._expected))
-            raise Refused(
-                f"{name}: attention {list(key.shape)} comes after what was the last "
-                "attention in earlier forward passes, up to which errors are tracked.",
-                module=self._path(module),
-                remedy="Call the model again: errors are now tracked to the end.",
-            )
         known = mode.of(key)
         if known is None or isinstance(known, Lost):
-            way = (
-                "no operation led to them"
-                if known is None
-                else f"by the operation {known.operation!r}"
-            )
-            way = f" ({way})" if known is None else f" {way}"
+            way = " (no operation led to them)"
+            if known is not None:
+                way = f" by the operation {known.operation!r}"
             raise Refused(
                 f"{name}: the errors of keys {list(key.shape)} can't be tracked: they "
                 f"are lost on the way{way}.",
@@ -464,15 +413,9 @@ def corrected_by(module: Optional[nn.Module]) -> Optional[ErrorTracker]:
     return tracker if tracker and tracker.acts(module.training) else None
 
 
-def _has_cached(args: tuple, kwargs: Dict[str, Any]) -> bool:
-    """Returns True if a call is given keys of earlier tokens."""
-    caches = (x for x in (*args, *kwargs.values()) if hasattr(x, "get_seq_length"))
-    return any(cache.get_seq_length() for cache in caches)
-
-
 def _attentions(model: nn.Module, corrected: Set[type]) -> List[str]:
     """Classes of modules that seem to be attention and are not among these."""
-    found = {}
+    found: Dict[str, None] = {}
     for module in model.modules():
         inner = list(module.modules())[1:]
         if any("Attention" in type(each).__name__ for each in inner):

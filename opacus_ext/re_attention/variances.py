@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack, contextmanager
 from typing import (
     Any,
     Iterable,
+    Iterator,
     List,
     Mapping,
     NamedTuple,
@@ -32,10 +34,16 @@ class Variance(NamedTuple):
     gain: Optional[Tensor] = None
     excess: Optional[Tensor] = None
 
+    def every(self) -> Tensor:
+        """The variance of each element."""
+        if self.passed is None or self.gain is None:
+            return self.own
+        return self.own + self.passed * self.gain
+
     def token(self) -> Tensor:
         """The mean over the last dimension, ``[*, 1]``."""
         own = last_mean(self.own)
-        if self.passed is None:
+        if self.passed is None or self.gain is None:
             return own
         return torch.addcmul(own, last_mean(self.passed), mean(self.gain))
 
@@ -51,7 +59,8 @@ class Lost(NamedTuple):
     operation: str
 
 
-class quietly:
+@contextmanager
+def quietly(x: Tensor, alone: bool = True) -> Iterator[None]:
     """
     A context without gradients and autocast, in which rules compute variances.
 
@@ -59,28 +68,14 @@ class quietly:
         x: a tensor of the device whose autocast is turned off
         alone: whether function modes are turned off as well
     """
-
-    def __init__(self, x: Tensor, alone: bool = True):
-        kind = x.device.type
-        self._autocast = torch.is_autocast_enabled(kind) and torch.autocast(
-            kind, enabled=False
-        )
-        self._modes = torch._C.DisableTorchFunction() if alone else None
-
-    def __enter__(self) -> None:
-        self._graph = torch.no_grad()
-        if self._modes:
-            self._modes.__enter__()
-        self._graph.__enter__()
-        if self._autocast:
-            self._autocast.__enter__()
-
-    def __exit__(self, *args: Any) -> None:
-        if self._autocast:
-            self._autocast.__exit__(*args)
-        self._graph.__exit__(*args)
-        if self._modes:
-            self._modes.__exit__(*args)
+    kind = x.device.type
+    with ExitStack() as contexts:
+        if alone:
+            contexts.enter_context(torch._C.DisableTorchFunction())
+        contexts.enter_context(torch.no_grad())
+        if torch.is_autocast_enabled(kind):
+            contexts.enter_context(torch.autocast(kind, enabled=False))
+        yield
 
 
 def flat(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterable[Any]:

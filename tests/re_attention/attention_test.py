@@ -124,7 +124,7 @@ def test_equal_variances():
 @every_place
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_gradients(where, is_causal):
-    """Of all inputs but the variance, through |q|^2 too; autograd of the formula."""
+    """All inputs but the variance have that of the formula, through |q|^2 too."""
     *qkv, variance = some()
     variance.requires_grad_()
     qkv = [x.requires_grad_() for x in qkv]
@@ -201,7 +201,7 @@ def test_other_place():
 @every_place
 @pytest.mark.parametrize("kind", ["bool", "-inf"])
 def test_who_sees_nothing_gets_nothing(where, kind):
-    """As in scaled_dot_product_attention, and no gradient becomes NaN."""
+    """scaled_dot_product_attention does so, too; no gradient becomes NaN."""
     *qkv, variance = some()
     qkv = [x.requires_grad_() for x in qkv]
     mask = torch.tensor([[False] * 5, [True] * 5])[:, None, None]

@@ -238,7 +238,7 @@ def test_private_shares_without_noise_are_exact():
     length=st.integers(1, 6),
 )
 def test_one_user_moves_the_release_by_its_sensitivity_at_most(users, length):
-    """What is released, noise aside, in units of the noise's sensitivity."""
+    """The release without noise moves by its sensitivity at most."""
 
     def counts(data):
         shares = exact(data, 10, max_tokens=length, padding_idx=None)

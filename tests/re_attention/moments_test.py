@@ -135,3 +135,24 @@ def test_attention_against_sampling(source):
     torch.testing.assert_close(got.mean(), sampled.mean(), rtol=rtol, atol=0)
     if source in "kv":
         torch.testing.assert_close(got, sampled, rtol=0.15, atol=0)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_attention_some_queries_at_a_time(causal, monkeypatch):
+    """Memory is linear in T, and the numbers are those of all queries at once."""
+    q, k, v = (
+        Moments(torch.randn(2, 2, 7, 4, dtype=D), torch.rand(2, 2, 7, 1, dtype=D))
+        for _ in range(3)
+    )
+    logits = q.mean @ k.mean.mT / 2
+    if causal:
+        logits = logits.masked_fill(~torch.ones(7, 7).bool().tril(), -torch.inf)
+    weights = torch.softmax(logits, -1)
+    out = weights @ v.mean
+    whole = moments.attention(q, k, v, weights, out, 0.5)
+    for chunk in (1 << 24, 7 * 4 * 3, 1):
+        monkeypatch.setattr(moments, "_CHUNK_IN_CACHE", chunk)
+        got = moments.attention_variance(
+            *(q, k, v), mask=None, causal=causal, scale=None, out=out
+        )
+        torch.testing.assert_close(got.own, whole)

@@ -17,16 +17,10 @@ from torch.nn import functional as F
 
 import opacus_ext
 from opacus_ext.models import DPFormer
-from opacus_ext.re_attention import (
-    Propagation,
-    Variance,
-    moments,
-    register_propagation,
-)
-from opacus_ext.re_attention.moments import Moments
+from opacus_ext.re_attention import Propagation, Variance, register_propagation
 from opacus_ext.re_attention.rules import RULES
-from opacus_ext.re_attention.rules import attention as attention_rule
 from opacus_ext.re_attention.variances import Lost
+from opacus_ext.refused import Refused
 
 D = torch.float64
 STD = 1e-4
@@ -45,7 +39,7 @@ def errors_of(leaves):
 
 
 def propagated(f, leaves):
-    """What is said of each tensor that ``f`` returns, one number a token."""
+    """The variances of the tensors that ``f`` returns, one number a token."""
     with Propagation(errors_of(leaves)) as errors:
         outs = f(*(x for x, _ in leaves))
     outs = [outs] if isinstance(outs, torch.Tensor) else list(outs)
@@ -73,6 +67,7 @@ def sampled(f, leaves, draws=2000):
 
 
 def agree(f, *leaves, tolerance=0.12, draws=2000):
+    """Propagated variances equal the sampled ones."""
     got, expected = propagated(f, leaves), sampled(f, leaves, draws)
     assert len(got) == len(expected)
     for a, b in zip(got, expected):
@@ -85,33 +80,66 @@ def each(cases):
 
 KNOWN = torch.linspace(-9, 9, 192, dtype=D).sin().view(2, 3, 32)
 IDS = torch.tensor([2, 0, 1])
-MASK = torch.tensor([[True, False, True], [True, True, False]])
+MASK = torch.tensor([[True, False, True], [True, True, False]])[..., None]
 
-MOVED = {
+
+def set_rows(x, y):
+    z = x.new_zeros(2, 5, 8)
+    z[:, 1:4] = x
+    z[:, 0] = y[:, 1]
+    return z
+
+
+def set_parts(x, y):
+    z = torch.zeros_like(x)
+    z[..., :6], z[..., 6:] = x[..., 2:], y[..., :2]
+    return z
+
+
+def add_to_rows(x, y):
+    z = x.clone()
+    z[:, 1] += y[:, 0]
+    return z
+
+
+def copy_to_views(x, y):
+    """DeepSeek writes both parts of a key so."""
+    z = x.new_empty(2, 3, 8)
+    z[..., :6].copy_(x[..., 2:])
+    z[..., 6:].copy_(y[..., :2])
+    return z
+
+
+def add_to_a_view(x, y):
+    z = x.clone()
+    z.view(6, 8).add_(y.reshape(6, 8))
+    return z
+
+
+# A line a case, of tensors [2, 3, 8] that err, as many as it has arguments.
+CASES = {
     "view": lambda x: x.view(2, 3, 2, 4),
     "view merging": lambda x: x.view(2, 24),
     "view of heads": lambda x: x.unflatten(-1, (2, 4)).transpose(1, 2).contiguous()
     # [B, heads, T, width] put together again, as attention does
     .transpose(1, 2).contiguous().view(2, 3, 8),
-    "view dtype": lambda x: x.view(x.shape),
     "reshape": lambda x: x.reshape(3, 16),
     "flatten": lambda x: x.flatten(1),
     "unflatten": lambda x: x.unflatten(-1, (4, 2)),
     "transpose": lambda x: x.transpose(0, 1),
     "transpose width": lambda x: x.transpose(1, 2),
     "permute": lambda x: x.permute(2, 0, 1),
+    "movedim": lambda x: x.movedim(0, 1),
+    "mT": lambda x: x.mT,
     "expand": lambda x: x[:, None].expand(2, 5, 3, 8),
     "expand_as": lambda x: x.expand_as(torch.zeros(4, 2, 3, 8)),
-    "broadcast_to": lambda x: x.broadcast_to(4, 2, 3, 8),
     "view_as": lambda x: x.view_as(torch.zeros(6, 8)),
-    "reshape_as": lambda x: x.reshape_as(torch.zeros(6, 8)),
     "unsqueeze": lambda x: x.unsqueeze(-1),
     "squeeze": lambda x: x[:1].squeeze(),
     "chunk": lambda x: x.chunk(2, -1),
     "chunk tokens": lambda x: x.chunk(3, 1),
     "split": lambda x: x.split([2, 1], 1),
     "split_with_sizes": lambda x: x.split_with_sizes([2, 6], -1),
-    "tensor_split": lambda x: x.tensor_split(2, 1),
     "unbind": lambda x: x.unbind(1),
     "getitem": lambda x: x[:, 1:],
     "getitem ids": lambda x: x[:, IDS],
@@ -121,211 +149,190 @@ MOVED = {
     "narrow": lambda x: x.narrow(1, 1, 2),
     "flip": lambda x: x.flip(1),
     "roll": lambda x: x.roll(1, 1),
-    "movedim": lambda x: x.movedim(0, 1),
-    "swapaxes": lambda x: x.swapaxes(0, 1),
-    "swapdims": lambda x: x.swapdims(0, 1),
-    "mT": lambda x: x.mT,
-    "adjoint": lambda x: x.adjoint(),
     "repeat": lambda x: x.repeat(2, 1, 2),
-    "tile": lambda x: x.tile(1, 2, 1),
     "repeat_interleave": lambda x: x.repeat_interleave(2, 1),
     "index_select": lambda x: x.index_select(1, IDS),
-    "unfold": lambda x: x.unfold(1, 2, 1),
-    "take_along_dim": lambda x: x.take_along_dim(IDS[None, :, None], 1),
     "gather": lambda x: x.gather(1, IDS[None, :, None].expand(2, 3, 8)),
-    "take": lambda x: x.take(torch.tensor([[0, 9], [40, 23]])),
-    "tril": lambda x: x.tril(),
-    "triu": lambda x: x.triu(),
-    "diagonal": lambda x: x.diagonal(0, 1, 2),
     "pad": lambda x: F.pad(x, (0, 0, 1, 1)),
     "pad width": lambda x: F.pad(x, (0, 8), value=5.0),
-}
-
-
-@each(["t", "T"])
-def test_transposed_weights(case):
-    """Of all elements alike; rows that differ become columns that no mean is over."""
-    f = {"t": lambda x: x.t(), "T": lambda x: x.T}[case]
-    x, variance = leaf(3, 8, spread=False)
-    assert propagated(f, [(x, variance)])[0].unique() == variance
-
-
-@each(MOVED)
-def test_moved(case):
-    agree(MOVED[case], leaf(2, 3, 8))
-
-
-def test_moved_where_vmap_does_not_work():
-    x, variance = leaf(2, 3, 8)
-    chosen = x > 0
-    (got,) = propagated(lambda x: x.masked_select(chosen)[:, None], [(x, variance)])
-    expected = variance.expand_as(x)[chosen][:, None]
-    torch.testing.assert_close(got, expected)
-    (got,) = propagated(lambda x: x.moveaxis(0, 1), [(x, variance)])
-    torch.testing.assert_close(got, variance.transpose(0, 1))
-
-
-KEPT = {
-    "contiguous": lambda x: x.transpose(0, 1).contiguous(),
-    "clone": lambda x: x.clone(),
-    "detach": lambda x: x.detach(),
-    "data": lambda x: x.data,
-    "to": lambda x: x.to(torch.float32).to(D),
-    "float": lambda x: x.float(),
-    "double": lambda x: x.double(),
-    "half": lambda x: x.half(),
-    "bfloat16": lambda x: x.bfloat16(),
-    "type": lambda x: x.type(torch.float32),
-    "type_as": lambda x: x.type_as(torch.zeros(())),
-    "cpu": lambda x: x.cpu(),
-    "cuda": None,
-    "alias": lambda x: torch.ops.aten.alias(x),
-    "real": lambda x: torch.real(x),
-    "nan_to_num": lambda x: x.nan_to_num(),
-    "neg": lambda x: -x,
-    "negative": lambda x: x.negative(),
-    "positive": lambda x: +x,
-    "abs": lambda x: x.abs(),
-    "clamp": lambda x: x.clamp(-10, 10),
-    "clamp_min": lambda x: x.clamp_min(-10),
-    "clamp_max": lambda x: x.clamp_max(10),
-}
-
-
-@each(name for name, f in KEPT.items() if f)
-def test_kept(case):
-    x, variance = leaf(2, 3, 8)
-    (got,) = propagated(KEPT[case], [(x, variance)])
-    if case == "contiguous":
-        variance = variance.transpose(0, 1)
-    torch.testing.assert_close(got, variance, check_dtype=False)
-
-
-JOINED = {
     "cat": lambda x, y: torch.cat([x, y], 1),
     "cat width": lambda x, y: torch.cat([x, y[..., :4]], -1),
-    "cat known": lambda x, y: torch.cat([x, torch.ones(2, 2, 8, dtype=D)], 1),
+    "cat known": lambda x: torch.cat([x, torch.ones(2, 2, 8, dtype=D)], 1),
     "cat no width": lambda x, y: torch.cat([x[..., 8:], y[..., :8]], -1),
     "cat no outputs": lambda x, y: torch.cat([(x @ KNOWN[0, :, :8].T)[..., 3:], y], -1),
-    "cat nothing": lambda x, y: torch.cat([torch.empty(0, dtype=D), x], 1),
-    "view_as_real": lambda x, y: torch.view_as_real(
+    "cat nothing": lambda x: torch.cat([torch.empty(0, dtype=D), x], 1),
+    "cat by name": lambda x, y: torch.cat(tensors=[x, y], dim=1),
+    "complex": lambda x: torch.view_as_real(
         torch.view_as_complex(x.unflatten(-1, (4, 2)))
         * torch.polar(*KNOWN[:, :, :4].abs())
     ).flatten(-2),
-    "concat": lambda x, y: torch.concat([x, y]),
-    "concatenate": lambda x, y: torch.concatenate([x, y], dim=1),
     "stack": lambda x, y: torch.stack([x, y], 1),
-    "stack width": lambda x, y: torch.stack([x, y], -1),
-    "where": lambda x, y: torch.where(MASK[..., None], x, y),
-    "where width": lambda x, y: torch.where(x > 0, x, 0.0),
-    "where method": lambda x, y: x.where(MASK[..., None], y),
-    "masked_fill": lambda x, y: x.masked_fill(MASK[..., None], 3.0),
-    "masked_fill width": lambda x, y: x.masked_fill(torch.arange(8) < 2, 3.0),
-}
-
-
-@each(JOINED)
-def test_joined(case):
-    agree(JOINED[case], leaf(2, 3, 8), leaf(2, 3, 8))
-
-
-ARITHMETIC = {
+    "stack width": lambda x, y: torch.stack(dim=-1, tensors=(x, y)),
+    "where": lambda x, y: torch.where(MASK, x, y),
+    "where width": lambda x: torch.where(x > 0, x, 0.0),
+    "where method": lambda x, y: x.where(MASK, y),
+    "where by name": lambda x, y: torch.where(input=x, other=y, condition=MASK),
+    "masked_fill": lambda x: x.masked_fill(MASK, 3.0),
+    "masked_fill width": lambda x: x.masked_fill(torch.arange(8) < 2, 3.0),
+    "set rows": set_rows,
+    "set parts": set_parts,
+    "add to rows": add_to_rows,
+    "copy to views": copy_to_views,
+    "add to a view": add_to_a_view,
+    "index_add": lambda x, y: x.clone().index_add_(1, torch.tensor([2, 2, 0]), y),
+    "scatter": lambda x, y: x.scatter(1, torch.tensor([2, 0])[None, :, None], y[:, :2]),
     "add": lambda x, y: x + y,
     "add alpha": lambda x, y: torch.add(x, y, alpha=3),
-    "add number": lambda x, y: 2 + x,
+    "add by name": lambda x, y: torch.add(input=x, other=y, alpha=2),
+    "add number": lambda x: 2 + x,
     "add vector": lambda x, y: x + y[0, 0],
     "sub": lambda x, y: x - y,
     "sub alpha": lambda x, y: x.sub(y, alpha=0.5),
-    "subtract": lambda x, y: x.subtract(y),
-    "rsub": lambda x, y: 1 - x,
+    "rsub": lambda x: 1 - x,
     "mul": lambda x, y: x * y,
-    "mul number": lambda x, y: 3 * x,
-    "mul known": lambda x, y: x * torch.linspace(0, 2, 8, dtype=D),
-    "multiply": lambda x, y: x.multiply(y),
+    "mul number": lambda x: 3 * x,
+    "mul known": lambda x: x * torch.linspace(0, 2, 8, dtype=D),
     "div": lambda x, y: x / (y.abs() + 1),
-    "div number": lambda x, y: x / 7,
-    "div known": lambda x, y: x / torch.linspace(1, 2, 8, dtype=D),
-    "divide": lambda x, y: x.divide(3),
-    "true_divide": lambda x, y: x.true_divide(3),
-    "rdiv": lambda x, y: 2 / (x.abs() + 1),
-    "addcmul": lambda x, y: torch.addcmul(x, y, KNOWN[:, :, :8], value=0.5),
-    "mean": lambda x, y: x.mean(-1, keepdim=True),
-    "mean tokens": lambda x, y: x.mean(1),
-    "mean both": lambda x, y: x.mean((1, 2)),
-    "mean all": lambda x, y: x.mean()[None],
-    "sum": lambda x, y: x.sum(-1),
-    "sum tokens": lambda x, y: x.sum(1, True),
-    "cumsum": lambda x, y: x.cumsum(1),
-    "topk": lambda x, y: x.topk(3),
-    "sort": lambda x, y: x.sort(-1),
-    "max": lambda x, y: x.max(-1, keepdim=True),
-    "max width": lambda x, y: x.max(-1).values,
-    "min": lambda x, y: x.min(-1, keepdim=True),
-    "amax": lambda x, y: x.amax(-1, keepdim=True),
-    "amin": lambda x, y: x.amin(-1),
+    "div number": lambda x: x / 7,
+    "div known": lambda x: x / torch.linspace(1, 2, 8, dtype=D),
+    "mean": lambda x: x.mean(-1, keepdim=True),
+    "mean tokens": lambda x: torch.mean(input=x, dim=1),
+    "mean both": lambda x: x.mean((1, 2)),
+    "mean all": lambda x: x.mean()[None],
+    "sum": lambda x: x.sum(-1),
+    "sum tokens": lambda x: x.sum(1, True),
+    "cumsum": lambda x: x.cumsum(1),
+    "topk": lambda x: x.topk(3),
+    "max": lambda x: x.max(-1, keepdim=True),
+    "max width": lambda x: x.max(-1).values,
+    "min": lambda x: x.min(-1, keepdim=True),
+    "einsum": lambda x, y: torch.einsum("btd,bsd->bts", x, y),
+    "softmax": lambda x: torch.softmax(dim=-1, input=3 * x),
+}
+# The same of tensors [2, 3, 32], whose laws are those of many elements.
+WIDE = {
+    **{n: getattr(torch, n) for n in "tanh sigmoid exp expm1 erf square".split()},
+    **{n: getattr(F, n) for n in "softplus elu leaky_relu hardswish gelu silu".split()},
+    **{
+        n: lambda x, f=getattr(torch, n): f(x.abs() + 0.5)
+        for n in "log log1p sqrt rsqrt reciprocal".split()
+    },
+    "pow": lambda x: (x.abs() + 0.5) ** 1.5,
+    "relu": lambda x: x.relu(),
+    "relu by name": lambda x: torch.relu(input=x),
+    "gelu tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "bmm": lambda x: torch.bmm(x, KNOWN.mT),
+    "matmul right": lambda x: KNOWN @ x.mT,
+    "matmul by name": lambda x: torch.matmul(other=x.mT, input=KNOWN),
+    "linear by name": lambda x, y: F.linear(weight=y[0], input=x),
+    "layer_norm": lambda x: F.layer_norm(input=x, normalized_shape=(32,)),
+    "add_": lambda x, y: x.clone().add_(y),
+    "__iadd__": lambda x, y: x.clone().__iadd__(y),
+    "sub_": lambda x, y: x.clone().sub_(y),
+    "mul_": lambda x, y: x.clone().mul_(y),
+    "__imul__": lambda x: x.clone().__imul__(3.0),
+    "div_": lambda x, y: x.clone().div_(y.abs() + 1),
+    "__itruediv__": lambda x: x.clone().__itruediv__(2.0),
+    "exp_": lambda x: x.clone().exp_(),
+    "pow_": lambda x: x.clone().abs().pow_(2.0),
+    "neg_": lambda x: x.clone().neg_(),
+    "relu_": lambda x: x.clone().relu_(),
+    "silu inplace": lambda x: F.silu(x.clone(), inplace=True),
+    "elu inplace": lambda x: F.elu(x.clone(), inplace=True),
+    "leaky_relu_": lambda x: F.leaky_relu_(x.clone(), 0.2),
+    "masked_fill_": lambda x: x.clone().masked_fill_(MASK, 0.0),
+    "clamp_": lambda x: x.clone().clamp_(-9, 9),
+    "transpose_": lambda x: x.clone().transpose_(0, 1),
+    "squeeze_": lambda x: x.clone()[:1].squeeze_(0),
+    "copy_": lambda x, y: x.clone().copy_(y),
 }
 
 
-@each(ARITHMETIC)
-def test_arithmetic(case):
-    agree(ARITHMETIC[case], leaf(2, 3, 8), leaf(2, 3, 8))
+@pytest.mark.parametrize(
+    "width, case", [(8, case) for case in CASES] + [(32, case) for case in WIDE]
+)
+def test_rules(width, case):
+    f = (CASES if width == 8 else WIDE)[case]
+    code, number = getattr(f, "__code__", None), 1
+    if code is not None:
+        number = code.co_argcount - len(f.__defaults__ or ())
+    agree(f, *(leaf(2, 3, width) for _ in range(number)))
 
 
-@pytest.mark.parametrize("name", ["topk", "sort", "max", "amax"])
-def test_chosen_tokens(name):
+def test_where_vmap_does_not_work():
+    """Weights of all elements alike, and parts that a mask chooses."""
+    x, variance = leaf(3, 8, spread=False)
+    for f in (lambda x: x.t(), lambda x: x.T):
+        assert propagated(f, [(x, variance)])[0].unique() == variance
+    x, variance = leaf(2, 3, 8)
+
+    def set_mask(x):
+        z = x.clone()
+        z[MASK[..., 0]] = 7.0
+        return z
+
+    (got,) = propagated(set_mask, [(x, variance)])
+    torch.testing.assert_close(got, variance.masked_fill(MASK, 0))
+    (got,) = propagated(
+        lambda x: torch.zeros_like(x).masked_scatter(MASK.expand(2, 3, 8), x),
+        [(x, torch.full((1, 1, 1), 2.0, dtype=D))],
+    )
+    torch.testing.assert_close(got, 2.0 * MASK.double())
+
+
+KEPT = {
+    "contiguous": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
+    "to": lambda x: x.to(torch.float32).to(D),
+    "type": lambda x: x.type(torch.float32),
+    "type_as": lambda x: x.type_as(torch.zeros(())),
+    "neg": lambda x: -x,
+    "data": lambda x: x.data,
+    "clamp": lambda x: x.clamp(-10, 10),
+    **{
+        n: lambda x, n=n: getattr(x, n)()
+        for n in "clone detach float double half bfloat16 cpu abs".split()
+    },
+}
+
+
+@each(KEPT)
+def test_kept(case):
+    x, variance = leaf(2, 3, 8)
+    (got,) = propagated(KEPT[case], [(x, variance)])
+    torch.testing.assert_close(got, variance, check_dtype=False)
+
+
+CHOSEN = {
+    "topk": lambda x: x.topk(2, 1).values,
+    "max": lambda x: x.max(1).values,
+    "interpolate": lambda x: F.interpolate(x, 16),
+}
+
+
+@each(CHOSEN)
+def test_chosen_tokens(case):
     """The mean over the tokens, of each sample by itself."""
     x, variance = leaf(2, 3, 8)
-    f = {
-        "topk": lambda x: x.topk(2, 1).values,
-        "sort": lambda x: x.sort(1).values,
-        "max": lambda x: x.max(1).values,
-        "amax": lambda x: x.amax(1),
-    }[name]
-    (got,) = propagated(f, [(x, variance)])
-    mean = variance.mean(1, keepdim=name in ("topk", "sort"))
+    (got,) = propagated(CHOSEN[case], [(x, variance)])
+    mean = variance.mean(1, keepdim=case != "max")
     torch.testing.assert_close(got, mean.expand_as(got))
-
-
-POSITIVE = "log log2 log1p sqrt rsqrt reciprocal pow float_power"
-ELEMENTWISE = {
-    **{name: getattr(torch, name) for name in POSITIVE.split()[:6]},
-    "pow": lambda x: x**1.5,
-    "float_power": lambda x: torch.float_power(x, 0.5),
-    **{n: getattr(torch, n) for n in "tanh sigmoid exp exp2 expm1 square".split()},
-    **{n: getattr(torch, n) for n in "sin cos erf".split()},
-    **{n: getattr(F, n) for n in "softplus elu selu celu mish leaky_relu".split()},
-    **{n: getattr(F, n) for n in "hardtanh hardswish hardsigmoid relu6".split()},
-    **{n: getattr(F, n) for n in "logsigmoid softsign tanhshrink".split()},
-    "relu": F.relu,
-    "relu method": lambda x: x.relu(),
-    "gelu": F.gelu,
-    "gelu tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "silu": F.silu,
-}
-
-
-@each(ELEMENTWISE)
-def test_elementwise(case):
-    x, variance = leaf(2, 3, 32)
-    if case in POSITIVE:
-        x.data.abs_().add_(0.5)
-    agree(ELEMENTWISE[case], (x, variance))
 
 
 LAYERS = {
     "linear": lambda x, w, b: F.linear(x, w, b),
     "linear no bias": lambda x, w, b: F.linear(x, w),
     "addmm": lambda x, w, b: torch.addmm(b, x[0], w.t()),
+    "addmm by name": lambda x, w, b: torch.addmm(input=b, mat1=x[0], mat2=w.T),
     "matmul": lambda x, w, b: x @ w.t(),
     "mm": lambda x, w, b: torch.mm(x[0], w.t()),
-    "bmm": lambda x, w, b: torch.bmm(x, KNOWN.mT),
-    "matmul right": lambda x, w, b: KNOWN @ x.mT,
     "matmul both": lambda x, w, b: x @ torch.stack([w.t()] * 2),
     "rmatmul": lambda x, w, b: KNOWN @ w.t(),
     "embedding": lambda x, w, b: F.embedding(torch.tensor([[0, 5], [1, 1]]), w),
-    "softmax": lambda x, w, b: torch.softmax(x, -1),
-    "softmax method": lambda x, w, b: x.softmax(-1),
-    "softmax function": lambda x, w, b: F.softmax(3 * x, dim=-1),
+    "conv1d": lambda x, w, b: F.conv1d(KNOWN.mT, w[..., None], b).mT,
+    # The error of a norm's own statistics is of order 1 / width.
+    "layer_norm": lambda x, w, b: F.layer_norm(F.linear(x, w), (64,), b, b),
+    "rms_norm": lambda x, w, b: F.rms_norm(F.linear(x, w), (64,), b, 1e-5),
+    "normalize": lambda x, w, b: F.normalize(F.linear(x, w), dim=-1),
 }
 
 
@@ -352,40 +359,13 @@ def test_grouped_products():
     torch.testing.assert_close(got.double()[None], expected, rtol=0.15, atol=0)
 
 
-@pytest.mark.parametrize("norm", ["layer_norm", "rms_norm"])
-def test_norms(norm):
-    """The error of a norm's own statistics is of order 1 / width."""
-
-    def f(x, w, b):
-        if norm == "rms_norm":
-            return F.rms_norm(x, (64,), w, 1e-5)
-        return F.layer_norm(x, (64,), w, b)
-
-    agree(f, leaf(2, 3, 64), leaf(64), leaf(64), tolerance=0.12)
-
-
 def test_rms_norm_written_out():
-    """As in models of transformers; what the statistic errs is left out."""
+    """Models of transformers have it so; the statistic's own error is left out."""
 
     def f(x, w):
         return w * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5))
 
     agree(f, leaf(2, 3, 128), leaf(128), tolerance=0.12)
-
-
-@pytest.mark.parametrize("name", ["var", "std", "norm", "vector_norm", "var_mean"])
-def test_statistics_have_no_error(name):
-    x, variance = leaf(2, 3, 8)
-    with Propagation({id(x): variance}) as errors:
-        outs = {
-            "var": lambda: x.var(-1),
-            "std": lambda: x.std(-1),
-            "norm": lambda: x.norm(dim=-1),
-            "vector_norm": lambda: torch.linalg.vector_norm(x, dim=-1),
-            "var_mean": lambda: torch.var_mean(x, -1)[0],
-        }[name]()
-        assert not errors.variance(outs).any()
-        assert errors.variance(x * outs[..., None]).all()
 
 
 def test_dropout():
@@ -399,58 +379,6 @@ def test_dropout():
     ):
         (got,) = propagated(f, [(x, variance)])
         torch.testing.assert_close(got, variance * factor)
-
-
-def test_log_softmax_keeps():
-    """What all entries have in common hardly errs where there are many."""
-    agree(lambda x: F.log_softmax(x, -1), leaf(2, 3, 256), draws=1000)
-
-
-# Attention
-
-
-@pytest.mark.parametrize("kind", ["none", "causal", "bool", "added", "groups"])
-def test_attention(kind):
-    mask = torch.rand(2, 1, 5, 5) > 0.3
-    mask[..., 0] = True
-    kwargs = {
-        "none": {},
-        "causal": {"is_causal": True},
-        "bool": {"attn_mask": mask},
-        "added": {"attn_mask": torch.randn(2, 1, 5, 5, dtype=D)},
-        "groups": {"enable_gqa": True},
-    }[kind]
-    groups = 2 if kind == "groups" else 4
-
-    def f(q, k, v):
-        return F.scaled_dot_product_attention(q, k, v, **kwargs)
-
-    leaves = leaf(2, 4, 5, 16), leaf(2, groups, 5, 16), leaf(2, groups, 5, 16)
-    (got,), (expected,) = propagated(f, leaves), sampled(f, leaves, 2000)
-    # Errors of a query are the same for all scores, and taken as independent.
-    torch.testing.assert_close(got, expected, rtol=0.35, atol=0)
-    torch.testing.assert_close(got.mean(), expected.mean(), rtol=0.15, atol=0)
-
-
-@pytest.mark.parametrize("causal", [False, True])
-def test_attention_some_queries_at_a_time(causal, monkeypatch):
-    """Memory is linear in T, and the numbers are those of moments.attention."""
-    q, k, v = (
-        Moments(torch.randn(2, 2, 7, 4, dtype=D), torch.rand(2, 2, 7, 1, dtype=D))
-        for _ in range(3)
-    )
-    logits = q.mean @ k.mean.mT / 2
-    if causal:
-        logits = logits.masked_fill(~torch.ones(7, 7).bool().tril(), -torch.inf)
-    weights = torch.softmax(logits, -1)
-    out = weights @ v.mean
-    whole = moments.attention(q, k, v, weights, out, 0.5)
-    for chunk in (1 << 24, 7 * 4 * 3, 1):
-        monkeypatch.setattr(attention_rule, "_CHUNK", chunk)
-        got = attention_rule.attention_variance(
-            *(q, k, v), mask=None, causal=causal, scale=None, out=out
-        )
-        torch.testing.assert_close(got.own, whole)
 
 
 # What goes through one matrix
@@ -476,66 +404,6 @@ def test_fused_projections_have_their_own_variances():
     assert bool((k > 5 * q).all()) and bool((q > v).all())
 
 
-# In place, and views
-
-
-IN_PLACE = {
-    "add_": lambda x, y: x.clone().add_(y),
-    "__iadd__": lambda x, y: x.clone().__iadd__(y),
-    "sub_": lambda x, y: x.clone().sub_(y),
-    "mul_": lambda x, y: x.clone().mul_(y),
-    "__imul__": lambda x, y: x.clone().__imul__(3.0),
-    "div_": lambda x, y: x.clone().div_(y.abs() + 1),
-    "__itruediv__": lambda x, y: x.clone().__itruediv__(2.0),
-    "exp_": lambda x, y: x.clone().exp_(),
-    "tanh_": lambda x, y: x.clone().tanh_(),
-    "pow_": lambda x, y: x.clone().abs().pow_(2.0),
-    "neg_": lambda x, y: x.clone().neg_(),
-    "relu_": lambda x, y: x.clone().relu_(),
-    "relu inplace": lambda x, y: F.relu(x.clone(), inplace=True),
-    "silu inplace": lambda x, y: F.silu(x.clone(), inplace=True),
-    "elu inplace": lambda x, y: F.elu(x.clone(), inplace=True),
-    "elu_": lambda x, y: F.elu_(x.clone()),
-    "leaky_relu_": lambda x, y: F.leaky_relu_(x.clone(), 0.2),
-    "masked_fill_": lambda x, y: x.clone().masked_fill_(MASK[..., None], 0.0),
-    "clamp_": lambda x, y: x.clone().clamp_(-9, 9),
-    "transpose_": lambda x, y: x.clone().transpose_(0, 1),
-    "unsqueeze_": lambda x, y: x.clone().unsqueeze_(1),
-    "squeeze_": lambda x, y: x.clone()[:1].squeeze_(0),
-    "zero_": lambda x, y: x.clone().zero_() + y,
-    "fill_": lambda x, y: x.clone().fill_(2.0) + y,
-    "copy_": lambda x, y: x.clone().copy_(y),
-}
-
-
-@each(IN_PLACE)
-def test_in_place(case):
-    agree(IN_PLACE[case], leaf(2, 3, 32), leaf(2, 3, 32))
-
-
-BY_NAME = {
-    "cat": lambda x, y: torch.cat(tensors=[x, y], dim=1),
-    "stack": lambda x, y: torch.stack(dim=1, tensors=(x, y)),
-    "add": lambda x, y: torch.add(input=x, other=y, alpha=2),
-    "mul": lambda x, y: torch.mul(x, other=y),
-    "matmul": lambda x, y: torch.matmul(other=y.mT, input=KNOWN),
-    "linear": lambda x, y: F.linear(weight=y[0], input=x),
-    "addmm": lambda x, y: torch.addmm(input=y[0, 0, :3], mat1=x[0], mat2=KNOWN[0].T),
-    "addcmul": lambda x, y: torch.addcmul(x, tensor1=y, tensor2=KNOWN, value=2),
-    "where": lambda x, y: torch.where(input=x, other=y, condition=MASK[..., None]),
-    "softmax": lambda x, y: torch.softmax(dim=-1, input=x),
-    "layer_norm": lambda x, y: F.layer_norm(input=x, normalized_shape=(32,)),
-    "mean": lambda x, y: torch.mean(input=x, dim=1, keepdim=True),
-    "relu": lambda x, y: torch.relu(input=x),
-    "transpose": lambda x, y: torch.transpose(input=x, dim0=0, dim1=1),
-}
-
-
-@each(BY_NAME)
-def test_arguments_by_name(case):
-    agree(BY_NAME[case], leaf(2, 3, 32), leaf(2, 3, 32))
-
-
 def test_in_place_changes_what_it_changed():
     """The tensor itself has the new variance, not the result of the call only."""
     (x, s), (y, r) = leaf(2, 3, 8), leaf(2, 3, 8)
@@ -548,78 +416,40 @@ def test_in_place_changes_what_it_changed():
         assert torch.equal(errors.variance(x), s)
 
 
-def set_rows(x, y):
-    z = x.new_zeros(2, 5, 8)
-    z[:, 1:4] = x
-    z[:, 0] = y[:, 1]
-    return z
+# What an operation changes in place, and a tensor in whose memory that lies.
+SHARED = {
+    "a view of it": lambda y: (y.mul_(0.0), y.view(6, 4)),
+    "a view of before": lambda y: (rows := y.view(6, 4), y.mul_(0.0), rows),
+    "another view": lambda y: (rows := y.view(6, 4), y[:, 0].mul_(0.0), rows),
+    "the whole": lambda y: (y[:, 0].mul_(0.0), y),
+    "a part of the known": lambda y: (
+        z := torch.zeros(2, 3, 4, dtype=D),
+        rows := z.view(6, 4),
+        z[:, 0].add_(y[:, 0]),
+        rows,
+    ),
+}
 
 
-def set_mask(x, y):
-    z = x.clone()
-    z[MASK] = 7.0
-    return z
-
-
-def add_rows(x, y):
-    z = x.clone()
-    z[:, 1] += y[:, 0]
-    return z
-
-
-def add_rows_of_a_view(x, y):
-    z = x.clone()
-    z[:, 1].add_(y[:, 0])
-    return z
-
-
-def add_to_a_view(x, y):
-    z = x.clone()
-    z.view(6, 8).add_(y.reshape(6, 8))
-    return z
-
-
-def index_add(x, y):
-    return x.clone().index_add_(1, torch.tensor([2, 2, 0]), y)
-
-
-def index_copy(x, y):
-    return x.clone().index_copy_(1, torch.tensor([2, 0]), y[:, 1:])
-
-
-def index_copy_to_known(x, y):
-    return x.new_zeros(2, 4, 8).index_copy(1, torch.tensor([3, 0, 1]), y)
-
-
-@each([set_rows, add_rows, index_add, index_copy, index_copy_to_known])
-def test_parts_that_are_set(case):
-    agree(case, leaf(2, 3, 8), leaf(2, 3, 8))
-
-
-def test_parts_that_are_masked():
-    x, variance = leaf(2, 3, 8)
-    (got,) = propagated(lambda x: set_mask(x, None), [(x, variance)])
-    torch.testing.assert_close(got, variance.masked_fill(MASK[..., None], 0))
-
-
-@each([add_rows_of_a_view, add_to_a_view])
-def test_views_that_are_changed_in_place(case):
-    """What is seen through the view is not forgotten: right, or refused."""
-    try:
-        agree(case, leaf(2, 3, 8), leaf(2, 3, 8))
-    except RuntimeError as error:
-        assert "add" in str(error)
-
-
-def test_views_of_what_a_layer_returns():
-    """Linear returns a view itself, of a product that nobody sees."""
+@each(SHARED)
+@pytest.mark.parametrize("layer", [True, False])
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_memory_that_is_shared(case, layer, context):
+    """Right, or refused: Linear returns a view itself, of what nobody sees."""
     (w, noise), known = leaf(4, 4, spread=False), torch.randn(2, 3, 4, dtype=D)
-    with Propagation({id(w): noise}) as errors:
+    with context(), Propagation({id(w): noise}) as errors:
         y = F.linear(known, w, torch.zeros(4, dtype=D))
-        rows, same = y[:, 0], y.view(6, 4)
-        rows.mul_(0.0)
-        for z in (y, same.view(2, 3, 4)):
-            assert not errors.variance(z)[:, 0].any() and errors.variance(z)[:, 1].all()
+        y = y if layer else y.clone()
+        expected = errors.variance(y).clone()
+        z = SHARED[case](y)[-1]
+        if case == "a view of it":
+            assert not errors.variance(z).any()
+        elif case == "the whole" and not layer and context is torch.no_grad:
+            expected[:, 0] = 0
+            torch.testing.assert_close(errors.variance(z), expected)
+        else:
+            with pytest.raises(Refused, match="'(mul|add)'"):
+                errors.variance(z)
 
 
 # What is not known
@@ -629,10 +459,10 @@ def test_lost_operations_are_named():
     x, variance = leaf(2, 3, 8)
     with Propagation({id(x): variance}) as errors:
         lost = torch.fft.fft(x).real
-        with pytest.raises(RuntimeError, match="'fft_fft'.*register_propagation"):
+        with pytest.raises(Refused, match="'fft_fft'.*register_propagation"):
             errors.variance(lost)
         later = torch.cat([F.relu(lost + 1), x.float()], 1)
-        with pytest.raises(RuntimeError, match="'fft_fft'"):
+        with pytest.raises(Refused, match="'fft_fft'"):
             errors.variance(later)
         assert isinstance(errors.token(later), Lost)
         lost.mul_(0.0)
@@ -640,18 +470,27 @@ def test_lost_operations_are_named():
         torch.testing.assert_close(errors.variance(x + 1), variance)
 
 
-@each(["hstack", "matvec", "where", "einsum"])
-def test_lost_forms_of_known_operations(case):
+LOST = {
+    "matvec": ("matmul", lambda x: x @ x[0]),
+    "prod": ("prod", lambda x: torch.where(x > 0, x, x).prod(-1)),
+    "einsum": ("einsum", lambda x: torch.einsum("bi,ji->jb", x, x)),
+    "H": ("H", lambda x: x.H),
+    "view": ("view", lambda x: x.view(torch.float32)),
+    "dot": (
+        "scaled_dot_product_attention",
+        lambda x: F.scaled_dot_product_attention(x, x, x),
+    ),
+}
+
+
+@each(LOST)
+def test_lost_operations_are_named_in_a_line(case):
     x, variance = leaf(2, 8)
-    f, name = {
-        "hstack": (lambda: torch.hstack([x, x]), "hstack"),
-        "matvec": (lambda: x @ x[0], "matmul"),
-        "where": (lambda: torch.where(x > 0, x, x).prod(-1), "prod"),
-        "einsum": (lambda: torch.einsum("bi,ji->jb", x, x), "einsum"),
-    }[case]
+    name, f = LOST[case]
     with Propagation({id(x): variance}) as errors:
-        with pytest.raises(RuntimeError, match=f"'{name}'"):
-            errors.variance(f())
+        with pytest.raises(Refused, match=f"'{name}'") as caught:
+            errors.variance(f(x))
+    assert "\n" not in str(caught.value)
 
 
 def test_a_rule_can_be_added():
@@ -720,8 +559,6 @@ def test_values_and_gradients_are_untouched():
     model = DPFormer(10, 5, width=8, heads=2, dropout=0.0).double()
     ids = torch.randint(1, 11, (2, 5))
     params = list(model.parameters())
-    plain = model(ids)
-    grads = torch.autograd.grad(plain.square().sum(), params)
     noise = torch.tensor(0.1, dtype=D)
     # attention is not corrected here, as no tracker has asked for it
     model.blocks[0].attention.forward = model.blocks[1].attention.forward = F.relu
@@ -744,7 +581,7 @@ def test_values_and_gradients_are_untouched():
 GATES = {
     "per sample": lambda x: torch.sigmoid(x.mean((1, 2)))[:, None, None],
     "relu": lambda x: F.relu(x.sum((1, 2)) + 3)[:, None, None],
-    "width": lambda x: x.amax(-1).amax(-1)[:, None, None],
+    "width": lambda x: x.max(-1).values.max(-1).values[:, None, None],
     "stacked": lambda x: torch.stack([x[:, 0, 0], x[:, 1, 1]], -1)[:, None, :1],
     "tokens": lambda x: x.max(1).values[:, None],
     "joined": lambda x: torch.cat([x.mean((1, 2)), x[:, 0, 0]])[: len(x), None, None],
@@ -764,21 +601,19 @@ def test_a_sample_alone(case):
         torch.testing.assert_close(alone, batch[b : b + 1], rtol=1e-12, atol=0)
 
 
-@each(["permute", "transpose", "T", "movedim", "H", "mH", "adjoint"])
+@each(["permute", "transpose", "T", "mT", "movedim"])
 def test_the_batch_is_no_width(case):
     """Where it comes last, means over it are refused; weights have no batch."""
     f = {
-        "H": lambda x: x[:, 0].H,
-        "mH": lambda x: x[:, 0].mH,
-        "adjoint": lambda x: x[:, 0].adjoint(),
         "permute": lambda x: x.permute(1, 2, 0),
         "transpose": lambda x: x.transpose(0, -1),
         "T": lambda x: x[:, 0].T,
+        "mT": lambda x: x[:, 0].mT,
         "movedim": lambda x: x.movedim(0, -1),
     }[case]
     x, variance = leaf(4, 3, 8)
     with Propagation({id(x): variance}) as errors:
-        with pytest.raises(RuntimeError, match=case):
+        with pytest.raises(Refused, match=case):
             errors.variance(f(x))
     one, noise = leaf(4, 3, 8, spread=False)
     assert propagated(f, [(one, noise)])[0].unique() == noise
@@ -801,17 +636,10 @@ LYING = {
 def test_a_number_a_sample_becomes_no_width(case):
     x, variance = leaf(4, 3, 8)
     with Propagation({id(x): variance}) as errors:
-        with pytest.raises(RuntimeError, match=f"'{case}'"):
+        with pytest.raises(Refused, match=f"'{case}'"):
             errors.variance(LYING[case]((1 * x)[:, 0, 0]))
         weights = (1 + x[0, 0]).exp()  # a vector that is made of weights only
         assert errors.variance(weights * torch.ones(4, 8, dtype=D)).shape == (4, 1)
-
-
-@each({"last": -1, "first": 1, "kept": (-1, True)})
-def test_logsumexp(case):
-    x, variance = leaf(2, 3, 8)
-    dims = {"last": (-1,), "first": (1,), "kept": (-1, True)}[case]
-    agree(lambda x: x.logsumexp(*dims), (x, variance))
 
 
 def test_another_dtype_has_variances_of_its_own():
@@ -846,7 +674,7 @@ def private(model, noise=STD, **kwargs):
 
 
 def key_variances(model, tracker, call):
-    """What is said of the keys of each attention, in order."""
+    """The variances of the keys of each attention, in order."""
     found, ask = [], tracker.key_variance
 
     def noted(mode, key, module):
@@ -907,7 +735,7 @@ def close_keys(got, expected):
 
 @pytest.mark.parametrize("heads", [1, 2])
 def test_keys_of_dpformer(heads):
-    """Of both blocks, with rows of the embedding that err by their shares."""
+    """Both blocks, with rows of the embedding that err by their shares."""
     torch.manual_seed(1)
     model = DPFormer(12, 6, width=32, heads=heads, dropout=0.0).double().eval()
     nn.init.normal_(model.embedding.weight)
@@ -936,41 +764,6 @@ def test_keys_of_dpformer_alone():
         alone = key_variances(model, tracker, lambda m: m(ids[b : b + 1]))
         for x, y in zip(batch, alone):
             torch.testing.assert_close(x[b : b + 1], y, rtol=1e-12, atol=0)
-
-
-def test_keys_of_llama():
-    """RMSNorm, rotary positions, a gated MLP and grouped keys, all written out."""
-    transformers = pytest.importorskip("transformers")
-    pytest.importorskip("opacus_ext.transformers")
-    config = transformers.LlamaConfig(
-        vocab_size=20,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=16,
-        attn_implementation="re_attention",
-    )
-    model = transformers.LlamaModel(config).double().eval()
-    for name, p in model.named_parameters():
-        if p.dim() > 1:
-            nn.init.normal_(p, std=1.0 if "embed" in name else p.size(1) ** -0.5)
-    ids = torch.randint(0, 20, (2, 5))
-    tracked = copy.deepcopy(model)
-    tracker = private(tracked, cap=None)
-    got = key_variances(tracked, tracker, lambda m: m(input_ids=ids, use_cache=False))
-    stds = {n: e.double() for n, e in tracker.errors().items()}
-    # causal by hand: transformers can't build masks under vmap
-    mask = torch.ones(5, 5, dtype=torch.bool).tril().expand(2, 1, 5, 5)
-    call = ((), {"input_ids": ids, "attention_mask": mask, "use_cache": False})
-    # keys that are seen have been repeated for all heads
-    expected = [
-        x[:, ::2] if x.size(1) == 4 else x
-        for x in sampled_keys(model, call, stds, Caught)
-    ]
-    assert len(got) == len(expected) == 2
-    close_keys(got, expected)
 
 
 def test_keys_of_noise_in_one_parameter():

@@ -32,12 +32,3 @@ def test_a_tensor_that_autograd_has_keeps_its_note():
     gc.collect()
     assert len(table) == 1
     assert table.variance(out.grad_fn._saved_self) is not None
-
-
-def test_squares_are_computed_again_after_a_change():
-    table = Table()
-    x = noted(table, torch.ones(3, 4), 0.1)
-    first = table.squares(x)
-    assert table.squares(x) is first
-    x.mul_(2)
-    torch.testing.assert_close(table.squares(x), torch.full((3, 1), 16.0))

@@ -1,23 +1,12 @@
 """Rules of error propagation, by kind of operation. Importing this registers all."""
 
-from opacus_ext.re_attention.rules import (
-    arithmetic,
-    attention,
-    elementwise,
-    experts,
-    joins,
-    layers,
-    moves,
-)
+from opacus_ext.re_attention.rules import arithmetic, joins, layers, moves
 from opacus_ext.re_attention.rules.registry import RULES, Call, register_propagation
 
 __all__ = [
     "RULES",
     "Call",
     "arithmetic",
-    "attention",
-    "elementwise",
-    "experts",
     "joins",
     "layers",
     "moves",

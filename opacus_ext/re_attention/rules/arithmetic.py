@@ -1,4 +1,4 @@
-"""Sums, products, quotients and statistics."""
+"""Sums, products, quotients, and functions of one tensor."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from typing import Any, Optional
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
+from opacus_ext.re_attention import moments
 from opacus_ext.re_attention.rules.registry import Call, Result, register_propagation
 from opacus_ext.re_attention.variances import (
     Lost,
@@ -75,15 +77,7 @@ def _mul(call: Call) -> Result:
 
 @register_propagation("div")
 def _div(call: Call) -> Result:
-    return _quotient(call, call.args[0], call.arg(1, "other"))
-
-
-@register_propagation("rdiv")
-def _rdiv(call: Call) -> Result:
-    return _quotient(call, call.args[1], call.args[0])
-
-
-def _quotient(call: Call, x: Any, y: Any) -> Result:
+    x, y = call.args[0], call.arg(1, "other")
     a, b = call.token(x), call.token(y)
     if not isinstance(y, Tensor):
         return Variance(a / y**2)
@@ -95,15 +89,6 @@ def _quotient(call: Call, x: Any, y: Any) -> Result:
         slope = (wide(x) if isinstance(x, Tensor) else x) * inverse * inverse
         total = plus(total, b * mean_square(slope, slope))
     return Variance(total)
-
-
-@register_propagation("addcmul")
-def _addcmul(call: Call) -> Result:
-    names = ("input", "tensor1", "tensor2")
-    x, y, z = (call.arg(i, n) for i, n in enumerate(names))
-    product = _mul(call._replace(args=(y, z)))
-    own = product.own * call.kwargs.get("value", 1) ** 2
-    return Variance(plus(call.token(x), own))
 
 
 @register_propagation("mean", "sum")
@@ -130,40 +115,58 @@ def _total(call: Call) -> Result:
     return Variance(variance if keep else without_dims(variance, dims), excess=excess)
 
 
-@register_propagation(
-    "var", "std", "norm", "linalg_vector_norm", "var_mean", "std_mean"
-)
-def _statistic(call: Call) -> Result:
-    """Over the width: it hardly errs, but all errors together make it larger."""
-    x, both = call.args[0], call.name.endswith("_mean")
-    y = call.out[0] if both else call.out
-    squared = call.token(x)
-    if "norm" in call.name:
-        squared = squared * x.size(-1)
-    if y.dim() != x.dim() or y.shape[:-1] != x.shape[:-1]:
-        return [None] * (1 + both)
-    value, excess = wide(y), squared
-    if not call.name.startswith("var"):
-        excess = (value.square() + squared).sqrt() - value
-    known = Variance(torch.zeros_like(squared), excess=excess)
-    return [known, Variance(call.token(x) / x.size(-1))] if both else known
-
-
-@register_propagation("logsumexp")
-def _logsumexp(call: Call) -> Result:
-    """To first order: the derivative is a softmax."""
-    x, dims = call.args[0], dims_of(call.args[0], call.arg(1, "dim"))
-    variance = call.token(x).expand(*x.shape[:-1], 1 if x.dim() > 1 else -1)
-    if len(dims) > 1:
-        return Lost("logsumexp")
-    squares = torch.softmax(wide(x), dims[0]).square()
-    total = (squares * variance).sum(dims, keepdim=True)
-    if call.arg(2, "keepdim", False):
-        return Variance(last_mean(total))
-    return Variance(last_mean(total.squeeze(dims[0])))
-
-
 @register_propagation("cumsum")
 def _cumsum(call: Call) -> Result:
     x = call.args[0]
     return Variance(last_mean(call.token(x).expand(x.shape).cumsum(call.arg(1, "dim"))))
+
+
+_FIRST_ORDER = (
+    "tanh sigmoid exp expm1 log log1p sqrt rsqrt reciprocal square pow erf softplus "
+    "elu leaky_relu hardswish"
+).split()
+
+
+@register_propagation("relu", "gelu", "silu")
+def _activation(call: Call) -> Result:
+    return Variance(getattr(moments, call.name)(call.moments(call.args[0])))
+
+
+@register_propagation(*_FIRST_ORDER)
+def _elementwise(call: Call) -> Result:
+    """To first order: the derivative, squared, at the value."""
+    x, *rest = call.args
+    known = call.variance(x)
+    if known is None or any(call.variance(y) is not None for y in rest):
+        return Lost(call.name)
+    variance = known.token()
+    if call.name == "square" or (call.name == "pow" and call.arg(1, "exponent") == 2):
+        own = variance * (4 * mean_square(x, x) + 2 * variance)
+        return Variance(own, excess=variance)
+    kwargs = {k: v for k, v in call.kwargs.items() if k not in ("inplace", "out")}
+    plain = call.func
+    if plain.__name__.endswith("_"):  # in place, or an operator
+        plain = getattr(Tensor, call.name, None) or getattr(F, call.name)
+    value = wide(expected(call, x))
+    y, slope = torch.func.jvp(
+        lambda value: plain(value, *rest, **kwargs), (value,), (torch.ones_like(value),)
+    )
+    excess = None if known.excess is None else y - wide(call.out)
+    return Variance(variance * mean_square(slope, slope), excess=excess)
+
+
+@register_propagation("dropout")
+def _dropout(call: Call) -> Result:
+    p, training = call.arg(1, "p", 0.5), call.arg(2, "training", True)
+    variance = call.token(call.args[0])
+    # The draw is made, and no part of the error; on average over it:
+    return Variance(variance / (1 - p) if training and p < 1 else variance)
+
+
+@register_propagation("softmax")
+def _softmax(call: Call) -> Result:
+    variance, dim = call.token(call.args[0]), call.arg(1, "dim", -1)
+    p = wide(call.out).movedim(dim, -1)
+    squares = p.square()
+    total = squares * (1 - 2 * p + squares.sum(-1, keepdim=True))
+    return Variance(variance * last_mean(total.movedim(-1, dim)))

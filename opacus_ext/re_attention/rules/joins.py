@@ -21,7 +21,7 @@ from opacus_ext.re_attention.variances import (
 )
 
 
-@register_propagation("cat", "stack", "hstack", "vstack")
+@register_propagation("cat", "stack")
 def _joined(call: Call) -> Result:
     xs = [x for x in call.args[0] if x.shape != (0,)]  # those stand for nothing
     out_dim = call.out.dim()
@@ -34,7 +34,7 @@ def _joined(call: Call) -> Result:
             variance = zeros(x, (1,))
         variances.append(variance)
     upright = any(v.dim() == 1 and v.size(0) > 1 for v in variances)
-    if call.name in ("hstack", "vstack") or (upright and out_dim > 1 and dim < last):
+    if upright and out_dim > 1 and dim < last:
         return Lost(call.name)
     if dim == last and out_dim == 1:
         return Variance(torch.cat([v.expand(x.shape) for v, x in zip(variances, xs)]))
@@ -48,21 +48,9 @@ def _joined(call: Call) -> Result:
     return Variance(compact(call.func(wide, dim)))
 
 
-@register_propagation("setitem")
-def _set(call: Call) -> Result:
-    x, index, value = call.args
-    before, after = call.token(x), call.token(value)
-    every = zeros(x, x.shape)
-    if before is not None:
-        every = every + before
-    every[index] = 0.0 if after is None else after
-    return Variance(last_mean(every))
-
-
 @register_propagation("where")
 def _where(call: Call) -> Result:
-    names = ("condition", "input", "other")
-    condition, x, y = (call.arg(i, n) for i, n in enumerate(names))
+    condition, x, y = call.named("condition input other")
     if condition.dtype != torch.bool:  # the method x.where(condition, y)
         condition, x = x, condition
     a, b = call.token(x), call.token(y)
@@ -80,9 +68,7 @@ def _masked_fill(call: Call) -> Result:
     return Variance(variance * last_mean(left))
 
 
-@register_propagation(
-    "topk", "sort", "max", "min", "amax", "amin", "maximum", "minimum"
-)
+@register_propagation("topk", "max", "min")
 def _chosen(call: Call) -> Result:
     """Some of the elements along a dimension: on average as all of them."""
     x, y, out = call.args[0], call.arg(1, "other"), tensors(call.out)[0]
@@ -90,50 +76,43 @@ def _chosen(call: Call) -> Result:
         one, two = call.token(x), call.token(y)
         both = one is not None and two is not None
         return Variance(torch.maximum(one, two) if both else plus(one, two))
-    at, default = {"topk": (2, -1), "sort": (1, -1)}.get(call.name, (1, None))
+    at, default = (2, -1) if call.name == "topk" else (1, None)
     dims = dims_of(x, call.arg(at, "dim", default))
-    variance = call.token(x).expand(*x.shape[:-1], 1) if x.dim() > 1 else call.token(x)
+    variance = call.moments(x).variance
+    variance = variance.expand(*x.shape[:-1], 1) if x.dim() > 1 else variance
     for dim in dims:
         variance = variance.mean(dim, keepdim=True)
     return Variance(without_dims(variance, dims) if out.dim() < x.dim() else variance)
 
 
-@register_propagation("index_add", "index_copy", "scatter", "scatter_add")
+@register_propagation("setitem", "scatter", "index_add", "masked_scatter")
 def _placed(call: Call) -> Result:
-    """Tokens, or elements, put or added where an index says."""
-    x, dim, index = (call.arg(i, n) for i, n in enumerate(("input", "dim", "index")))
-    source = call.arg(3, "source", call.arg(3, "src"))
-    if call.kwargs.get("alpha", 1) != 1:
+    """Tokens, or elements, put or added where an index or a mask says."""
+    if call.kwargs:  # scaled by alpha, reduced
         return Lost(call.name)
-    by_row = call.name.startswith("index") and dim % x.dim() != x.dim() - 1
+    x, *at, source = call.args
+    by_row = call.name == "index_add" and at[0] % x.dim() != x.dim() - 1
 
     def every(y: Any) -> Any:
         if not isinstance(y, Tensor):
             return 0.0
-        variance = call.token(y)
-        if variance is None:
-            variance = zeros(y, (1,) * y.dim())
+        known = call.variance(y)
+        variance = zeros(y, (1,) * y.dim())
+        if isinstance(known, Variance):
+            variance = known.every() if call.name == "setitem" else known.token()
         return variance.expand((*y.shape[:-1], 1) if by_row else y.shape)
 
-    place = getattr(Tensor, call.name)
-    return Variance(last_mean(place(every(x), dim, index, every(source))))
-
-
-@register_propagation("masked_scatter")
-def _masked_scatter(call: Call) -> Result:
-    x, mask, source = (
-        call.arg(i, n) for i, n in enumerate(("input", "mask", "source"))
-    )
-    a, b = (
-        zeros(y, 1) if v is None else v
-        for y, v in ((x, call.token(x)), (source, call.token(source)))
-    )
-    made = a.expand(x.shape).masked_scatter(mask, b.expand(source.shape).to(a.dtype))
+    if call.name == "setitem":  # a later one may set the rest of the width
+        made = every(x).clone()
+        made[at[0]] = every(source)
+        return Variance(made)
+    made = getattr(Tensor, call.name)(every(x), *at, every(source))
     return Variance(last_mean(made))
 
 
 @register_propagation("interpolate")
 def _interpolated(call: Call) -> Result:
-    variance = call.token(call.arg(0, "input"))
+    """Positions of a picture of another size, on average as all of them."""
+    variance = call.moments(call.args[0]).variance
     dims = tuple(range(1, variance.dim()))
     return Variance(variance.mean(dims, keepdim=True) if dims else variance)

@@ -1,4 +1,4 @@
-"""Embeddings, products of matrices, convolutions and norms."""
+"""Embeddings, products of matrices (experts' among them), convolutions and norms."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from opacus_ext.re_attention import moments
-from opacus_ext.re_attention.moments import Moments
 from opacus_ext.re_attention.rules.registry import Call, Result, register_propagation
 from opacus_ext.re_attention.variances import (
     Lost,
     Variance,
     last_mean,
     plus,
+    squares,
     wide,
 )
 
@@ -32,10 +32,8 @@ def _embedding(call: Call) -> Result:
 
 @register_propagation("linear")
 def _linear(call: Call) -> Result:
-    """By lemma D.1, with the gain of each output kept apart."""
-    x, weight, bias = (
-        call.arg(i, n) for i, n in enumerate(("input", "weight", "bias"))
-    )
+    """Lemma D.1, with the gain of each output kept apart."""
+    x, weight, bias = call.named("input weight bias")
     return product(call, x, wide(weight), call.token(weight), bias, -1)
 
 
@@ -51,7 +49,7 @@ def product(
     own = passed = gain = None
     if noise is not None:
         noise = noise.mean()
-        own = call.squares(x) * noise
+        own = squares(x) * noise
     if (offset := call.token(bias)) is not None:
         # What addmm adds may be the batch's: only a vector is one of outputs.
         own = plus(own, offset.mean() if bias.dim() < 2 else offset)
@@ -67,24 +65,10 @@ def product(
 
 @register_propagation("addmm")
 def _addmm(call: Call) -> Result:
-    names = ("input", "mat1", "mat2")
-    bias, x, weight = (call.arg(i, n) for i, n in enumerate(names))
+    bias, x, weight = call.named("input mat1 mat2")
     if call.kwargs.get("alpha", 1) != 1 or call.kwargs.get("beta", 1) != 1:
         return Lost("addmm")
     return product(call, x, wide(weight), call.token(weight), bias, -2)
-
-
-@register_propagation("baddbmm")
-def _baddbmm(call: Call) -> Result:
-    """alpha x @ y + beta z"""
-    z, x, y = (call.arg(i, n) for i, n in enumerate(("input", "batch1", "batch2")))
-    alpha, beta = call.kwargs.get("alpha", 1), call.kwargs.get("beta", 1)
-    total = call.token(z)
-    total = None if total is None else total * beta**2
-    if call.variance(x) is not None or call.variance(y) is not None:
-        made = _matmul(call._replace(name="matmul", args=(x, y), kwargs={})).token()
-        total = plus(total, made * alpha**2)
-    return Variance(total)
 
 
 @register_propagation("einsum")
@@ -116,9 +100,7 @@ def _conv(call: Call) -> Result:
     A linear layer at every place: one variance ``[B, 1, *places]`` a place, the mean
     over channels.
     """
-    x, weight, bias = (
-        call.arg(i, n) for i, n in enumerate(("input", "weight", "bias"))
-    )
+    x, weight, bias = call.named("input weight bias")
     names = ("stride", "padding", "dilation")
     options = {
         n: v for i, n in enumerate(names) if (v := call.arg(3 + i, n)) is not None
@@ -133,8 +115,9 @@ def _conv(call: Call) -> Result:
     if noise is not None:
         ones = torch.ones_like(gain) * noise.mean()
         gain = gain + noise.mean()
-        squares = wide(x).square()
-        total = plus(total, call.func(squares, ones, None, **options, groups=groups))
+        total = plus(
+            total, call.func(wide(x).square(), ones, None, **options, groups=groups)
+        )
     if passed is not None:
         known = passed.expand(x.shape)
         total = plus(total, call.func(known, gain, None, **options, groups=groups))
@@ -163,39 +146,19 @@ def _matmul(call: Call) -> Result:
 
 @register_propagation("layer_norm", "rms_norm")
 def _norm(call: Call) -> Result:
-    x, shape, weight = (
-        call.args[0],
-        call.arg(1, "normalized_shape"),
-        call.arg(2, "weight"),
-    )
+    x, shape, weight = call.named("input normalized_shape weight")
     if len(shape) != 1:
         return Lost(call.name)
-    noise = _average(call.token(weight))
+    noise = _or_zero(call.token(weight))
     if call.name == "rms_norm":
         eps = call.arg(3, "eps")
         return Variance(moments.rms_norm(call.moments(x), weight, eps, noise))
-    offset = _average(call.token(call.arg(3, "bias")))
-    eps = call.arg(4, "eps", 1e-5)
+    offset, eps = _or_zero(call.token(call.arg(3, "bias"))), call.arg(4, "eps", 1e-5)
     return Variance(moments.layer_norm(call.moments(x), weight, eps, noise, offset))
 
 
-def _average(variance: Optional[Tensor]) -> Union[float, Tensor]:
-    return 0.0 if variance is None else variance.mean()
-
-
-@register_propagation("group_norm")
-def _group_norm(call: Call) -> Result:
-    """``moments.layer_norm`` of each group."""
-    x, groups = call.args[:2]
-    weight, bias = call.arg(2, "weight"), call.arg(3, "bias")
-    s = call.token(x)
-    s = 0.0 if s is None else s.expand(*x.shape[:-1], 1).flatten(1).mean(1)
-    s = s.expand(len(x)) if isinstance(s, Tensor) else x.new_zeros(len(x))
-    rows = Moments(wide(x).reshape(len(x), groups, -1), s[:, None, None])
-    eps = call.arg(4, "eps", 1e-5)
-    noise, offset = (_average(call.token(z)) for z in (weight, bias))
-    made = moments.layer_norm(rows, weight, eps, noise, offset)
-    return Variance(made.mean(1).reshape(len(x), *(1,) * (x.dim() - 1)))
+def _or_zero(variance: Optional[Tensor]) -> Union[float, Tensor]:
+    return 0.0 if variance is None else variance
 
 
 @register_propagation("normalize")
@@ -205,3 +168,47 @@ def _normalize(call: Call) -> Result:
         return Lost("normalize")
     width = x.size(-1)
     return Variance(moments.rms_norm(call.moments(x), eps=0.0) / width)
+
+
+@register_propagation("grouped_mm", "grouped_mm_fallback")
+def _grouped_mm(call: Call) -> Result:
+    """Rows ``[rows, in]`` times the matrix ``[in, out]`` of their group each."""
+    x, weight, *rest = call.args
+    ends = rest[0] if rest else call.kwargs.get("offs")
+    if x.dim() != 2 or weight.dim() != 3 or ends is None or call.kwargs.get("bias"):
+        return Lost("grouped_mm")
+    rows = torch.arange(len(x), device=x.device, dtype=ends.dtype)
+    group = torch.searchsorted(ends, rows, right=True).clamp(max=len(weight) - 1)
+    return _by_group(call, x, group, weight)
+
+
+@register_propagation("grouped_linear")
+def _grouped_linear(call: Call) -> Result:
+    """The op of ``grad_sample.rules.experts``; rows without an expert have no error."""
+    x, index, weight = call.args
+    group = index.clamp(max=len(weight) - 1)
+    found = _by_group(call, x, group, weight)
+    none = (index >= len(weight)).unsqueeze(-1)
+    return Variance(
+        *(None if part is None else part.masked_fill(none, 0) for part in found)
+    )
+
+
+def _by_group(call: Call, x: Tensor, group: Tensor, weight: Tensor) -> Variance:
+    """
+    :func:`product` with a matrix of each row's own.
+
+    Args:
+        x: ``[rows, in]``
+        group: the number of the matrix, ``[rows]``
+        weight: ``[groups, in, out]``
+    """
+    noise, passed, own = call.token(weight), call.token(x), None
+    gain = wide(weight).square().sum(1)[group] if passed is not None else None
+    if noise is not None:
+        noise = noise.expand(*weight.shape[:2], 1).mean((1, 2))[group].unsqueeze(-1)
+        own = squares(x) * noise
+        gain = None if gain is None else gain + weight.size(1) * noise
+    elif passed is not None:
+        own = torch.zeros_like(passed)
+    return Variance(own, passed, gain)

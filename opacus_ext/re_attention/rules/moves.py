@@ -1,4 +1,10 @@
-"""Operations that move elements, or leave them as they are."""
+"""
+Operations that move elements, or leave them as they are.
+
+In evaluation the batch is a dimension as others are. A mean over the last dimension
+would make one sample's variance depend on the others, so that the error is lost where
+a move brings the batch to the last place.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +13,6 @@ from typing import Any, List
 import torch
 from torch import Tensor
 
-from opacus_ext.re_attention.rules.batch_dim import RESHAPED, TURNS, turned
 from opacus_ext.re_attention.rules.registry import Call, Result, register_propagation
 from opacus_ext.re_attention.variances import (
     Lost,
@@ -18,18 +23,19 @@ from opacus_ext.re_attention.variances import (
 )
 
 _MOVES = (
-    "view reshape flatten unflatten transpose t permute expand expand_as view_as "
-    "reshape_as unsqueeze squeeze chunk split split_with_sizes tensor_split unbind "
-    "getitem select narrow flip roll movedim moveaxis swapaxes swapdims T mT H mH "
-    "adjoint repeat tile repeat_interleave broadcast_to index_select unfold fold "
-    "take_along_dim gather take masked_select tril triu diagonal pixel_shuffle "
-    "pixel_unshuffle"
+    "view reshape flatten unflatten transpose t T mT permute movedim expand expand_as "
+    "view_as unsqueeze squeeze chunk split split_with_sizes unbind getitem select "
+    "narrow flip roll repeat repeat_interleave index_select gather"
 ).split()
 _COPIES = (
-    "contiguous clone deepcopy detach to float double half bfloat16 type type_as cpu "
-    "cuda alias neg negative positive data abs nan_to_num clamp clamp_min clamp_max "
-    "clip real imag"
+    "contiguous clone detach data to float double half bfloat16 type type_as cpu cuda "
+    "neg abs clamp clamp_min clamp_max"
 ).split()
+# These may bring the batch to the last place.
+_TURNS = frozenset("transpose t T mT permute movedim".split())
+_RESHAPED = frozenset("view reshape flatten view_as".split())
+# These know of a tensor of one dimension what it is.
+_PLACING = frozenset("stack einsum setitem".split())
 
 
 @register_propagation(*_MOVES)
@@ -38,7 +44,7 @@ def _moved(call: Call) -> Result:
     known = call.variance(x)
     if known is None:
         return None  # an index or a fill value has the error
-    if call.name in TURNS and turned(call, x, known):
+    if call.name in _TURNS and _turned(call, x, known):
         return Lost(call.name)
     move, args, kwargs = call.func, call.args[1:], call.kwargs
     if call.name in ("view", "view_as"):
@@ -47,7 +53,7 @@ def _moved(call: Call) -> Result:
         # What is expanded can't be viewed in every form that x can.
         move = Tensor.reshape if call.name == "view" else Tensor.reshape_as
     merged = call.out.dim() - 1 if isinstance(call.out, Tensor) else x.dim()
-    if known.passed is None and 0 < merged < x.dim() and call.name in RESHAPED:
+    if known.passed is None and 0 < merged < x.dim() and call.name in _RESHAPED:
         if x.shape[:merged] == call.out.shape[:-1]:
             # The last dimensions become one: their mean, of what is not repeated.
             own = known.own[(None,) * (x.dim() - known.own.dim())]
@@ -88,11 +94,6 @@ def _copied(call: Call) -> Result:
     return call.variance(call.arg(1, "src"))
 
 
-@register_propagation("zero", "fill", "normal", "uniform")
-def _filled(call: Call) -> Result:
-    return None
-
-
 @register_propagation(*_COPIES)
 def _unchanged(call: Call) -> Result:
     # |x| and what is clamped far from its bounds, as it should be, err as x does.
@@ -101,3 +102,27 @@ def _unchanged(call: Call) -> Result:
     if known is not None and known.own.dtype != dtype:
         return Variance(*(None if z is None else z.to(dtype) for z in known))
     return known
+
+
+def _turned(call: Call, x: Tensor, known: Variance) -> bool:
+    """
+    Returns True if a move brings the first dimension, along which variances differ, to
+    the last place.
+    """
+    if not any(p is not None and p.dim() == x.dim() and p.size(0) > 1 for p in known):
+        return False
+    first = x.new_zeros((x.size(0),) + (1,) * (x.dim() - 1)).expand(x.shape)
+    return call.func(first, *call.args[1:], **call.kwargs).stride(-1) != 0
+
+
+def lies_down(call: Call, known: Variance) -> bool:
+    """
+    Returns True if a tensor of one dimension, which may be the batch, becomes the last
+    dimension of several. It does not with rows of its own (``[B * T]`` as ``[B, T]``).
+    """
+    out = call.out
+    if known.own.dim() != 1 or known.own.size(0) == 1 or call.name in _PLACING:
+        return False
+    if not isinstance(out, Tensor) or out.dim() < 2 or out.size(-1) == 1:
+        return False
+    return call.name not in _RESHAPED | {"unflatten"} or out.size(0) == 1

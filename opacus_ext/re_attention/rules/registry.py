@@ -35,6 +35,10 @@ class Call(NamedTuple):
             return self.args[position]
         return self.kwargs.get(name, default)
 
+    def named(self, names: str) -> Tuple[Any, ...]:
+        """The first arguments, by position or these names; None for what is absent."""
+        return tuple(self.arg(i, name) for i, name in enumerate(names.split()))
+
     def variance(self, x: Any) -> Union[None, Variance, Lost]:
         """Looks up an argument's variance; None for an argument without error."""
         return self.mode.of(x)
@@ -48,10 +52,6 @@ class Call(NamedTuple):
         """Value and variance of an argument."""
         variance, x = self.token(x), wide(x)
         return Moments(x, x.new_zeros((1,) * x.dim()) if variance is None else variance)
-
-    def squares(self, x: Tensor) -> Tensor:
-        """The sum of squares of an argument over its last dimension."""
-        return self.mode.table.squares(x)
 
 
 Result = Union[None, Variance, Lost, Sequence[Optional[Variance]]]
