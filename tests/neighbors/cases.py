@@ -178,7 +178,7 @@ CLIPPED = [
 ]
 LOOPS = [
     setting(name, mode=mode, loop=loop)
-    for name, modes in (("encoder", MODES), ("states", MODES[:1]))
+    for name, modes in (("encoder", MODES[:1]), ("rows", MODES[1:]))
     for mode in modes
     for loop in (
         loops.physical,
@@ -206,7 +206,6 @@ LOSSES = [
 COMPILED = [
     setting(name, mode=mode, backend="eager")
     for name, mode in (
-        ("rows", "ghost_bk"),
         ("tied", "ghost_bk"),
         ("encoder", "ghost"),
         ("sums", "hooks"),
