@@ -1,7 +1,5 @@
 """Clipping functions: each one in every mode, against the factors of its paper."""
 
-import copy
-
 import pytest
 import torch
 from torch import nn
@@ -18,8 +16,6 @@ from tests.common import (
     oracle,
     run_mode,
     square_loss,
-    trainable,
-    wrapped_or_not,
 )
 
 
@@ -50,37 +46,50 @@ def sensitivity_of(clipping, bound):
     return 1.0 if clipping == "normalized" else bound
 
 
-@every_mode
-@wrapped_or_not
-@every_clipping
-def test_exact(mode, wrap, clipping):
-    model = model_of()
-    grads = oracle(model, IDS, square_loss)
-    bound = bound_of(clipping, grads)
-    got = run_mode(mode, wrap, model, IDS, square_loss, clipping, bound)
-    assert_same(got, clipped_sum(grads, clipping, bound), message=f"{mode} {clipping}")
-
-
-@every_mode
-@every_clipping
-def test_shared_parameter(mode, clipping):
+class Tied(nn.Module):
     """A parameter that is used twice has one norm, of its summed gradient."""
 
-    class Tied(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.embedding = nn.Embedding(7, 3)
-            self.head = nn.Linear(3, 7)
-            self.head.weight = self.embedding.weight
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(7, 3), nn.Linear(3, 7)
+        self.head.weight = self.embedding.weight
 
-        def forward(self, ids):
-            return self.head(self.embedding(ids))
+    def forward(self, ids):
+        return self.head(self.embedding(ids))
 
-    model = Tied().double()
-    grads = oracle(model, IDS, square_loss)
+
+def frozen():
+    """ "per_layer" counts trainable parameters."""
+    model = model_of()
+    model[1].requires_grad_(False)
+    return model
+
+
+def some_zero(model, ids):
+    """A sample without any gradient adds nothing, and no NaN."""
+    return square_loss(model, ids) * (ids[:, 0] != 6)
+
+
+CASES = {
+    "plain": (model_of, square_loss),
+    "shared": (lambda: Tied().double(), square_loss),
+    "frozen": (frozen, square_loss),
+    "zero": (model_of, some_zero),
+}
+
+
+@every_mode
+@every_clipping
+@pytest.mark.parametrize("case", CASES)
+def test_exact(mode, clipping, case):
+    build, loss_fn = CASES[case]
+    model = build()
+    grads = oracle(model, IDS, loss_fn)
     bound = bound_of(clipping, grads)
-    got = run_mode(mode, True, model, IDS, square_loss, clipping, bound)
-    assert_same(got, clipped_sum(grads, clipping, bound))
+    got = run_mode(mode, True, model, IDS, loss_fn, clipping, bound)
+    assert_same(got, clipped_sum(grads, clipping, bound), message=f"{mode} {clipping}")
+    got = run_mode(mode, True, model, IDS[:0], loss_fn, clipping, bound)
+    assert all((total == 0).all() for total in got.values())
 
 
 @every_mode
@@ -100,28 +109,6 @@ def test_sensitivity(mode, clipping):
             assert gap <= limit * (1 + 1e-6)
 
 
-@every_mode
-@every_clipping
-def test_noise_matches_the_sensitivity(mode, clipping):
-    """std = noise_multiplier * sensitivity, in every parameter."""
-    model = nn.Linear(300, 300).double()
-    bound = [0.3, 0.4] if clipping == "per_layer" else 0.5
-    before = copy.deepcopy(model.weight.data)
-    private = make_private(
-        model,
-        mode,
-        batch_size=4,
-        max_grad_norm=bound,
-        clipping=clipping,
-        noise_multiplier=3.0,
-    )
-    private.step(torch.zeros(4, 300).double(), lambda m, x: m(x).sum(dim=1) * 0)
-    noise = (before - model.weight.data) * 4
-    expected = 3.0 * sensitivity_of(clipping, bound)
-    # 90,000 draws: the estimate of the deviation is off by 1 % at four sigma.
-    assert float(noise.std()) == pytest.approx(expected, rel=0.01)
-
-
 @pytest.mark.parametrize("mode", ["hooks", "ghost_bk"])
 def test_a_bound_that_changes_within_a_step(mode):
     """The noise would be that of the last one."""
@@ -133,42 +120,6 @@ def test_a_bound_that_changes_within_a_step(mode):
         private.step(IDS[2:], square_loss)
     private.optimizer.drop_logical_batch()
     private.step(IDS, square_loss)
-
-
-@every_mode
-@every_clipping
-def test_frozen_parameter_has_no_bound(mode, clipping):
-    """ "per_layer" counts trainable parameters."""
-    model = model_of()
-    model[1].requires_grad_(False)
-    grads = oracle(model, IDS, square_loss)
-    bound = bound_of(clipping, grads)
-    got = run_mode(mode, True, model, IDS, square_loss, clipping, bound)
-    assert_same(got, clipped_sum(grads, clipping, bound))
-
-
-@every_mode
-@every_clipping
-def test_empty_batch(mode, clipping):
-    model = model_of()
-    bound = [1.0] * len(trainable(model)) if clipping == "per_layer" else 1.0
-    got = run_mode(mode, True, model, IDS[:0], square_loss, clipping, bound)
-    assert all((total == 0).all() for total in got.values())
-
-
-@every_mode
-@every_clipping
-def test_gradient_of_zero(mode, clipping):
-    """A sample without any gradient adds nothing, and no NaN."""
-    model = model_of()
-
-    def loss_fn(m, ids):
-        return square_loss(m, ids) * (ids[:, 0] != 6)
-
-    grads = oracle(model, IDS, loss_fn)
-    bound = bound_of(clipping, grads)
-    got = run_mode(mode, True, model, IDS, loss_fn, clipping, bound)
-    assert_same(got, clipped_sum(grads, clipping, bound))
 
 
 def _state(model):
@@ -187,11 +138,11 @@ def _state(model):
 
 
 @every_mode
-@wrapped_or_not
+@pytest.mark.parametrize("wrap", [True, False])
 @pytest.mark.parametrize(
     "clipping, bound, words",
     [
-        ("nonsense", 1.0, "nonsense"),
+        ("nonsense", 1.0, "nonsense.*Known: automatic"),
         ("per_layer", [1.0, 1.0], "per_layer.* 7 "),
         ("per_layer", 1.0, "per_layer"),
         ("flat", [1.0] * 8, "flat|max_grad_norm"),
@@ -211,18 +162,10 @@ def test_refused_before_anything_is_changed(mode, wrap, clipping, bound, words):
 
 
 @pytest.mark.parametrize("mode", ["ghost", "ghost_bk"])
-@wrapped_or_not
-def test_adaptive_is_refused_in_ghost_modes(mode, wrap):
+def test_adaptive_is_refused_in_ghost_modes(mode):
     """Opacus's own adaptive clipping reads per-sample gradients."""
     model = model_of()
     before = _state(model)
     with pytest.raises(ValueError, match="adaptive"):
-        make_private(model, mode, wrap, batch_size=4, clipping="adaptive")
+        make_private(model, mode, batch_size=4, clipping="adaptive")
     assert _state(model) == before
-
-
-@every_mode
-@wrapped_or_not
-def test_unknown_clipping_names_what_there_is(mode, wrap):
-    with pytest.raises(ValueError, match="automatic"):
-        make_private(model_of(), mode, wrap, batch_size=4, clipping="nonsense")

@@ -166,6 +166,7 @@ FAMILIES = {
         moe_shared_expert_intermediate_size=6,
     ),
     "nllb_moe": dict(encoder_sparse_step=2, decoder_sparse_step=2),
+    "sarvam_mla": LATENT,
     "qwen3_5_moe": dict(layer_types=LINEAR, **rope(2, 1, 1, partial_rotary_factor=1.0)),
     "qwen3_next": dict(layer_types=LINEAR),
     "qwen3_omni_moe": rope(2, 1, 1),

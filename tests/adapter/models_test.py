@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
 
 from opacus_ext import Refused
@@ -377,6 +376,17 @@ def test_drop_path_that_begins_later():
         torch.testing.assert_close(got, factors @ grads, rtol=1e-7, atol=1e-9)
 
 
+@pytest.mark.parametrize("mode", EVERY_MODE)
+def test_hooks_on_outputs(mode, capsys):
+    """As users look at gradients."""
+    private = make_private(nn.Linear(D, 2).double(), mode, batch_size=4)
+    y = private.module(rows()[0])
+    y.register_hook(print)
+    losses = squares(y)
+    (private.criterion(losses) if private.criterion else losses.mean()).backward()
+    assert "tensor" in capsys.readouterr().out
+
+
 class Alike(nn.Module):
     """Layers of one shape, small enough to be taken together; one is used twice."""
 
@@ -447,17 +457,6 @@ class FrozenCheckpoint(Frozen):
 
     def forward(self, x):
         return self.last(checkpoint(self.first, x, use_reentrant=True))
-
-
-@pytest.mark.parametrize("mode", ["hooks", "ghost", "ghost_bk"])
-def test_a_weight_computed_once_for_all_samples(mode):
-    def cached(model, batch):
-        with parametrize.cached():
-            return square_loss(model, batch)
-
-    layer = parametrizations.weight_norm(nn.Linear(D, D))
-    batches = [(x,) for x in rows()[:4]]
-    steps(nn.Sequential(layer, nn.Tanh(), nn.Linear(D, 2)), batches, mode, True, cached)
 
 
 class Numbers(nn.Module):

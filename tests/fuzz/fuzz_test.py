@@ -1,17 +1,11 @@
-"""Random cases from fixed seeds; ``make fuzz`` tries other ones."""
+"""The first random cases; ``make fuzz`` tries some 1,000 others."""
 
 import pytest
 
 from tests.fuzz.loops import attempt
 
-QUICK, MORE = 20, 200
-SEEDS = [
-    *range(QUICK),
-    *(pytest.param(i, marks=pytest.mark.thorough) for i in range(QUICK, MORE)),
-]
 
-
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed", range(20))
 def test_random_case(seed):
     failure = attempt(seed, compiles=False)
     assert failure in (None, "unfit"), failure

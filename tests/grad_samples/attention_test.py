@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 from opacus_ext import Refused
 from tests.common import run_mode, squares
-from tests.grad_samples.rule_case import RuleCase, RuleTests, modes
+from tests.grad_samples.rule_case import MODE, RuleCase, RuleTests
 
 pytestmark = pytest.mark.filterwarnings("ignore:Support for mismatched")
 
@@ -64,9 +64,8 @@ class TestAttention(RuleTests):
     }
 
 
-@modes
-def test_samples_attend_to_each_other(mode, wrap):
+def test_samples_attend_to_each_other():
     """``[B, d]`` is one unbatched sequence: refused."""
     model, x = attention(batch_first=False)().double(), torch.randn(3, 4).double()
     with pytest.raises(Refused, match="the model"):
-        run_mode(mode, wrap, model, x, lambda m, x: squares(m(x, x, x)[0]))
+        run_mode(*MODE, model, x, lambda m, x: squares(m(x, x, x)[0]))

@@ -10,14 +10,13 @@ from torch import nn
 from opacus_ext import Refused
 from tests.common import (
     assert_same,
-    check,
     norms_of,
     oracle,
     run_mode,
     square_loss,
     squares,
 )
-from tests.grad_samples.rule_case import RuleCase, RuleTests, modes
+from tests.grad_samples.rule_case import BOTH, MODE, RuleCase, RuleTests, exact
 
 CONV = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 TRANSPOSED = {1: nn.ConvTranspose1d, 2: nn.ConvTranspose2d, 3: nn.ConvTranspose3d}
@@ -93,18 +92,17 @@ def transposed_settings_of(rng, dims):
     return space, dict(given, in_channels=channels[0], out_channels=channels[1])
 
 
-@modes
 @pytest.mark.parametrize("dims", CONV)
 @pytest.mark.parametrize(
     "kinds, draw", [(CONV, settings_of), (TRANSPOSED, transposed_settings_of)]
 )
-def test_settings(mode, wrap, dims, kinds, draw):
+def test_settings(dims, kinds, draw):
     rng = random.Random(dims)
     for _ in range(16 if dims < 3 else 8):
         space, kwargs = draw(rng, dims)
         model = kinds[dims](**kwargs).double()
         x = torch.randn(rng.choice([0, 1, 3, 4]), kwargs["in_channels"], *space)
-        check(mode, wrap, model, x.double(), square_loss)
+        exact(model, x.double(), square_loss, BOTH)
 
 
 class Shared(nn.Module):
@@ -142,16 +140,14 @@ SHARED = {
 }
 
 
-@modes
 @pytest.mark.parametrize("name", SHARED)
-def test_one_weight_of_two_convolutions(mode, wrap, name):
+def test_one_weight_of_two_convolutions(name):
     """Their strides, dilations and biases are their own."""
     x = torch.randn(3, 4, 6).double()
-    check(mode, wrap, SHARED[name]().double(), x, square_loss)
+    exact(SHARED[name]().double(), x, square_loss)
 
 
-@modes
-def test_sample_by_sample(mode, wrap):
+def test_sample_by_sample():
     """Unbatched inputs ``[C, T]`` in a loop."""
 
     class Loop(nn.Conv1d):
@@ -159,20 +155,18 @@ def test_sample_by_sample(mode, wrap):
             return torch.stack([super(Loop, self).forward(sample) for sample in x])
 
     x = torch.randn(4, 2, 5).double()
-    check(mode, wrap, Loop(2, 3, 2).double(), x, square_loss)
+    exact(Loop(2, 3, 2).double(), x, square_loss)
 
 
-@modes
-def test_samples_as_channels(mode, wrap):
+def test_samples_as_channels():
     """``[B, T]`` is an unbatched input of B channels: the samples mix."""
     model = nn.Conv1d(4, 4, 1).double()
     with pytest.raises((Refused, RuntimeError)):
-        run_mode(mode, wrap, model, torch.randn(4, 5).double(), square_loss)
+        run_mode(*MODE, model, torch.randn(4, 5).double(), square_loss)
 
 
-@modes
 @pytest.mark.parametrize("dims", [2, 3])
-def test_channels_last(mode, wrap, dims):
+def test_channels_last(dims):
     form = torch.channels_last if dims == 2 else torch.channels_last_3d
     model = nn.Sequential(
         CONV[dims](2, 4, 2, groups=2),
@@ -182,7 +176,7 @@ def test_channels_last(mode, wrap, dims):
     model = model.double().to(memory_format=form)
     x = torch.randn(4, 2, *[3] * dims).double().to(memory_format=form)
     assert not x.is_contiguous()
-    check(mode, wrap, model, x, square_loss)
+    exact(model, x, square_loss)
 
 
 @pytest.mark.parametrize("N", [0, 3])

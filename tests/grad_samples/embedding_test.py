@@ -5,8 +5,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tests.common import check, square_loss
-from tests.grad_samples.rule_case import Op, RuleCase, RuleTests, modes
+from tests.common import square_loss
+from tests.grad_samples.rule_case import BOTH, Op, RuleCase, RuleTests, exact
 
 
 def ids(high, *shape):
@@ -79,7 +79,6 @@ class Bag(nn.Module):
         return self.bag(ids.flatten(), offsets, weights).view(B, -1)
 
 
-@modes
 @pytest.mark.parametrize("offsets", [True, False])
 @pytest.mark.parametrize(
     "kwargs",
@@ -92,13 +91,12 @@ class Bag(nn.Module):
     ],
     ids=lambda kwargs: " ".join(map(str, kwargs.values())),
 )
-def test_bags(mode, wrap, offsets, kwargs):
+def test_bags(offsets, kwargs):
     batch = torch.randint(0, 7, (4, 5)), torch.rand(4, 5).double()
-    check(mode, wrap, Bag(offsets, **kwargs).double(), batch, square_loss)
+    exact(Bag(offsets, **kwargs).double(), batch, square_loss, BOTH)
 
 
-@modes
-def test_bags_of_other_lengths_in_each_sample(mode, wrap):
+def test_bags_of_other_lengths_in_each_sample():
     class Lengths(nn.Module):
         def __init__(self):
             super().__init__()
@@ -110,4 +108,4 @@ def test_bags_of_other_lengths_in_each_sample(mode, wrap):
             return torch.stack(rows)
 
     batch = torch.randint(0, 7, (4, 5)), torch.tensor([1, 3, 1, 5])
-    check(mode, wrap, Lengths().double(), batch, square_loss)
+    exact(Lengths().double(), batch, square_loss)

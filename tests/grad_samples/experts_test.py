@@ -9,7 +9,6 @@ from opacus_ext.layers import Experts, balancing_loss
 from opacus_ext.refused import Refused
 from tests.common import (
     assert_same,
-    check,
     clipped_sum,
     make_private,
     next_token_loss,
@@ -19,7 +18,7 @@ from tests.common import (
     trainable,
 )
 from tests.grad_samples.moe_families_test import batch_of, build, loss_fn
-from tests.grad_samples.rule_case import modes
+from tests.grad_samples.rule_case import MODE, exact
 
 # -- ways to write a mixture of experts ------------------------------------------------
 
@@ -93,13 +92,12 @@ class Mixtures(nn.Module):
         return x
 
 
-@modes
 @ways
-def test_sizes(mode, wrap, way):
+def test_sizes(way):
     for k, sizes in ((2, ((4, 6), (1, 6), (6, 1), (0, 3))), (1, ((5, 5), (3, 40)))):
         for B, T in sizes:
             x = torch.randn(B, T, 3).double()
-            check(mode, wrap, Mixtures(way, k).double(), x, square_loss)
+            exact(Mixtures(way, k).double(), x, square_loss)
 
 
 ROUTES = {
@@ -114,10 +112,9 @@ ROUTES = {
 }
 
 
-@modes
 @ways
 @pytest.mark.parametrize("route", ROUTES)
-def test_routes(mode, wrap, way, route):
+def test_routes(way, route):
     """Four samples, four tokens, four experts: every shape looks like a batch."""
     if "dropped" in route and way in (by_sorting, capped):
         pytest.skip("has no expert to drop tokens to")
@@ -127,34 +124,31 @@ def test_routes(mode, wrap, way, route):
             return super().forward(x[..., :3], x[..., 3].long())
 
     x = torch.cat([torch.randn(4, 4, 3), ROUTES[route][..., None]], dim=-1).double()
-    check(mode, wrap, Routed(way, k=1).double(), x, square_loss)
+    exact(Routed(way, k=1).double(), x, square_loss)
 
 
-@modes
 @ways
 @pytest.mark.parametrize("frozen", ["router", "mixtures.0.experts", "first", "up", ""])
-def test_frozen_and_used_twice(mode, wrap, way, frozen):
+def test_frozen_and_used_twice(way, frozen):
     model = Mixtures(way, twice=not frozen).double()
     for name, p in model.named_parameters():
         p.requires_grad = not frozen or frozen not in name
-    check(mode, wrap, model, torch.randn(4, 6, 3).double(), square_loss)
+    exact(model, torch.randn(4, 6, 3).double(), square_loss)
 
 
-@modes
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
-def test_kinds_of_stacked_experts(mode, wrap, gated, bias):
+def test_kinds_of_stacked_experts(gated, bias):
     for B, T in ((4, 6), (5, 5), (0, 3)):
         model = Mixtures(stacked, gated=gated, bias=bias).double()
-        check(mode, wrap, model, torch.randn(B, T, 3).double(), square_loss)
+        exact(model, torch.randn(B, T, 3).double(), square_loss)
 
 
-@modes
 @pytest.mark.parametrize("way", [by_mask, by_sorting, stacked])
-def test_every_step(mode, wrap, way):
+def test_every_step(way):
     """Rows move from step to step; each is as exact as the first."""
     model, plain = Mixtures(way).double(), Mixtures(way).double()
-    private = make_private(model, mode, wrap, batch_size=3)
+    private = make_private(model, *MODE, batch_size=3)
     for _ in range(3):
         plain.load_state_dict(model.state_dict())
         batch = torch.randn(3, 4, 3).double()
@@ -163,8 +157,7 @@ def test_every_step(mode, wrap, way):
         assert_same({n: 3 * p.grad for n, p in trainable(model).items()}, expected)
 
 
-@modes
-def test_router_logits_have_no_dim_of_samples(mode, wrap):
+def test_router_logits_have_no_dim_of_samples():
     """Mixtral's are [B * T, experts]: of no row it is known whose it is."""
 
     def loss(model, batch):
@@ -178,23 +171,21 @@ def test_router_logits_have_no_dim_of_samples(mode, wrap):
 
     batch = batch_of(4, 6)
     with pytest.raises(Refused, match="router_logits"):
-        run_mode(mode, wrap, build("mixtral"), batch, loss)
+        run_mode(*MODE, build("mixtral"), batch, loss)
 
 
-@modes
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
-def test_default_implementation(mode, wrap, family):
+def test_default_implementation(family):
     """Grouped products in float32, as the model ships."""
     model = build(family)
     model.set_experts_implementation("grouped_mm")
-    check(mode, wrap, model, batch_of(4, 6), loss_fn, tolerance=5e-3)
+    exact(model, batch_of(4, 6), loss_fn, tolerance=5e-3)
 
 
 @pytest.mark.gpu
-@modes
-def test_bfloat16_on_gpu(mode, wrap):
+def test_bfloat16_on_gpu():
     torch.manual_seed(0)
     model = Mixtures(stacked, k=1, gated=True, bias=True).to("cuda", torch.bfloat16)
     batch = torch.randn(3, 6, 3, device="cuda", dtype=torch.bfloat16)
     chosen = torch.randint(4, (3, 6), device="cuda")  # rounding must not reroute
-    check(mode, False, model, (batch, chosen), square_loss, tolerance=0.05)
+    exact(model, (batch, chosen), square_loss, tolerance=0.05)

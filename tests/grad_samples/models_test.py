@@ -19,7 +19,6 @@ from torch.nn.utils import (
 
 from tests.common import (
     assert_same,
-    check,
     clipped_sum,
     half_clipped,
     make_private,
@@ -30,7 +29,7 @@ from tests.common import (
 )
 from tests.fuzz import ops
 from tests.grad_samples.models import FLOATS, IDS, D, Net, V, linear, weights
-from tests.grad_samples.rule_case import modes
+from tests.grad_samples.rule_case import BOTH, MODE, exact
 
 SIZES = ((4, 6), (4, 4), (1, 4), (2, 3))
 
@@ -39,20 +38,18 @@ def batch_of(name, B, T):
     return torch.randint(V, (B, T)) if name in IDS else torch.randn(B, T, D).double()
 
 
-@modes
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", [*FLOATS, *IDS])
-def test_exact(mode, wrap, name):
+def test_exact(name):
     torch.manual_seed(1)
     for B, T in SIZES:
         model = {**FLOATS, **IDS}[name]().double()
-        check(mode, wrap, model, batch_of(name, B, T), square_loss)
+        exact(model, batch_of(name, B, T), square_loss, BOTH)
 
 
-@modes
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", [*ops.UNARY])
-def test_ops_of_the_fuzzer(mode, wrap, name):
+def test_ops_of_the_fuzzer(name):
     """Each op between two layers, of which one is frozen."""
     torch.manual_seed(1)
     step = ops.UNARY[name](random.Random(1))
@@ -64,13 +61,12 @@ def test_ops_of_the_fuzzer(mode, wrap, name):
     x = torch.randn(4, 4, 3).double()
     grads = {n: g.double() for n, g in oracle(model, x, square_loss).items()}
     tolerance = 1e-4 if step.single else 1e-8
-    check(mode, wrap, model, x, square_loss, tolerance=tolerance, grads=grads)
+    exact(model, x, square_loss, tolerance=tolerance, grads=grads)
 
 
-@modes
 @pytest.mark.parametrize("name", ["flattened", "time first", "lent", "video", "tied"])
 @pytest.mark.parametrize("silent", [None, 0, 1], ids=["", "all zero", "but the first"])
-def test_steps(mode, wrap, name, silent):
+def test_steps(name, silent):
     """What was found out about one batch holds for that batch only.
 
     The last batch of a loader is smaller, sequences have other lengths, and the first
@@ -79,7 +75,7 @@ def test_steps(mode, wrap, name, silent):
     torch.manual_seed(1)
     make = {**FLOATS, **IDS}[name]
     model, clean = make().double(), make().double()
-    private = make_private(model, mode, wrap, batch_size=4, max_grad_norm=0.5)
+    private = make_private(model, *MODE, batch_size=4, max_grad_norm=0.5)
     if silent is not None:
 
         def first(model, x):
@@ -95,23 +91,21 @@ def test_steps(mode, wrap, name, silent):
         before = {n: p.detach().clone() for n, p in trainable(model).items()}
         private.step(x, square_loss)
         got = {n: (before[n] - p.detach()) * 4 for n, p in trainable(model).items()}
-        assert_same(got, expected, message=f"{mode} at B={B}, T={T}")
+        assert_same(got, expected, message=f"B={B}, T={T}")
 
 
-@modes
 @pytest.mark.parametrize("name", ["lent", "windows", "read and called"])
-def test_frozen(mode, wrap, name):
+def test_frozen(name):
     """Each parameter in turn."""
     torch.manual_seed(1)
     for frozen in [n for n, _ in FLOATS[name]().named_parameters()]:
         model = FLOATS[name]().double()
         model.get_parameter(frozen).requires_grad_(False)
         if trainable(model):
-            check(mode, wrap, model, batch_of(name, 4, 5), square_loss)
+            exact(model, batch_of(name, 4, 5), square_loss)
 
 
-@modes
-def test_several_named_inputs(mode, wrap):
+def test_several_named_inputs():
     """Two sequences of different lengths, and places [T] that all samples share."""
 
     def then(m, source, target, places):
@@ -128,12 +122,11 @@ def test_several_named_inputs(mode, wrap):
         batch = {n: torch.randint(V, (4, k)) for n, k in (("source", S), ("target", T))}
         batch["places"] = torch.arange(T)
         named = ["source", "target"]
-        check(mode, wrap, model, batch, square_loss, batched=named)
+        exact(model, batch, square_loss, batched=named)
 
 
-@modes
 @pytest.mark.parametrize("used", [(0,), (1,), (0, 1)])
-def test_several_outputs(mode, wrap, used):
+def test_several_outputs(used):
     """A router in small: the loss uses the second output as well."""
 
     def loss(m, x):
@@ -144,14 +137,13 @@ def test_several_outputs(mode, wrap, used):
         lambda m, x: ((h := m.fc(x)) * m.w.sin(), h * m.w.exp()),
         **dict(fc=linear(), w=weights(D)),
     ).double()
-    check(mode, wrap, model, torch.randn(4, 5, D).double(), loss)
+    exact(model, torch.randn(4, 5, D).double(), loss)
 
 
-@modes
 @pytest.mark.parametrize(
     "layer", [nn.LSTM(D, 3), nn.TransformerEncoderLayer(D, 2, 6, 0.0)]
 )
-def test_model_that_takes_time_first(mode, wrap, layer):
+def test_model_that_takes_time_first(layer):
     """``make_private(batch_first=False)``, as for Opacus's own layers."""
 
     def loss_fn(m, x):
@@ -164,7 +156,7 @@ def test_model_that_takes_time_first(mode, wrap, layer):
         c = half_clipped(grads)
         before = {n: p.detach().clone() for n, p in model.named_parameters()}
         given = dict(batch_size=B, max_grad_norm=c, batch_first=False)
-        make_private(model, mode, wrap, **given).step(x, loss_fn)
+        make_private(model, *MODE, **given).step(x, loss_fn)
         got = {n: (before[n] - p.detach()) * B for n, p in model.named_parameters()}
         assert_same(got, clipped_sum(grads, "flat", c))
 
@@ -185,15 +177,14 @@ class Scaled(torch.autograd.Function):
         return grad, (first * x.pow(k) + second * x).flatten(0, -2).sum(0), None
 
 
-@modes
-def test_function_of_autograd(mode, wrap):
+def test_function_of_autograd():
     """It is run one sample after the other, with a warning."""
     model = Net(
         lambda m, x: torch.cat(Scaled.apply(m.fc(x), m.w, 3), dim=1),
         **dict(fc=linear(), w=weights(D)),
     ).double()
     with pytest.warns(UserWarning, match="one sample after the other"):
-        check(mode, wrap, model, torch.randn(4, D).double(), square_loss)
+        exact(model, torch.randn(4, D).double(), square_loss)
 
 
 class Positive(nn.Module):
@@ -206,7 +197,6 @@ def positive(layer):
     return layer
 
 
-@modes
 @pytest.mark.parametrize(
     "way",
     [
@@ -225,7 +215,7 @@ def positive(layer):
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
-def test_parametrized(mode, wrap, way):
+def test_parametrized(way):
     """Power iterations go on as they do without privacy."""
 
     def make():
@@ -242,7 +232,7 @@ def test_parametrized(mode, wrap, way):
     grads = dict(zip(trainable(alone[0]), grads))
     model, c = make(), half_clipped(grads)
     before = {n: p.detach().clone() for n, p in trainable(model).items()}
-    private = make_private(model, mode, wrap, batch_size=3, max_grad_norm=c)
+    private = make_private(model, *MODE, batch_size=3, max_grad_norm=c)
     private.step(x, square_loss)
     got = {n: (before[n] - p.detach()) * 3 for n, p in trainable(model).items()}
     assert_same(got, clipped_sum(grads, "flat", c))
@@ -250,8 +240,7 @@ def test_parametrized(mode, wrap, way):
         assert torch.equal(x, y), n
 
 
-@modes
-def test_samples_that_take_other_branches(mode, wrap):
+def test_samples_that_take_other_branches():
     """What is kept of each part of a batch is its own."""
 
     def then(m, x):
@@ -263,15 +252,14 @@ def test_samples_that_take_other_branches(mode, wrap):
     x = torch.randn(5, 2, 12, 8).double().abs()
     x[3:] *= -1
     model = Net(then, conv=conv, head=nn.Linear(2, 3)).double()
-    check(mode, wrap, model, x, square_loss)
+    exact(model, x, square_loss)
 
 
-@modes
-def test_unfrozen_later(mode, wrap):
+def test_unfrozen_later():
     model, x = FLOATS["video"]().double(), torch.randn(4, 3, D).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     model.lstm.requires_grad_(False)
-    private = make_private(model, mode, wrap, batch_size=4, optimizer=optimizer)
+    private = make_private(model, *MODE, batch_size=4, optimizer=optimizer)
     private.step(x, square_loss)
     model.lstm.requires_grad_(True)
     plain = FLOATS["video"]().double()
@@ -281,8 +269,7 @@ def test_unfrozen_later(mode, wrap):
     assert_same({n: p.grad * 4 for n, p in model.named_parameters()}, expected)
 
 
-@modes
-def test_autocast(mode, wrap):
+def test_autocast():
     """It is run again in the precision it ran in."""
 
     def loss(model, x):
@@ -293,4 +280,4 @@ def test_autocast(mode, wrap):
         lambda m, x: torch.einsum("btd,edh->bteh", m.fc(x), m.w / 2).tanh().sum(2),
         **dict(fc=linear(), w=weights(3, D, 5)),
     )
-    check(mode, wrap, model, torch.randn(4, 6, D), loss, tolerance=0.05)
+    exact(model, torch.randn(4, 6, D), loss, tolerance=0.05)

@@ -8,8 +8,8 @@ from torch import nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from opacus_ext import Refused
-from tests.common import check, run_mode, square_loss
-from tests.grad_samples.rule_case import RuleCase, RuleTests, modes
+from tests.common import run_mode, square_loss
+from tests.grad_samples.rule_case import MODE, RuleCase, RuleTests, exact
 
 
 def rows(*shape):
@@ -78,7 +78,6 @@ class TestInstanceNorm(RuleTests):
     }
 
 
-@modes
 @pytest.mark.parametrize(
     "norm",
     [
@@ -89,40 +88,36 @@ class TestInstanceNorm(RuleTests):
     ],
     ids=["layer", "rms", "group", "instance"],
 )
-def test_without_parameters(mode, wrap, norm):
+def test_without_parameters(norm):
     model = nn.Sequential(nn.Conv2d(2, 4, 1), norm(), nn.Conv2d(4, 2, 1)).double()
-    check(mode, wrap, model, torch.randn(4, 2, 3, 2).double(), square_loss)
+    exact(model, torch.randn(4, 2, 3, 2).double(), square_loss)
 
 
-@modes
-def test_transformers_rms_norm(mode, wrap):
+def test_transformers_rms_norm():
     """Its statistics are in float32."""
     model = nn.Sequential(nn.Linear(3, 6), LlamaRMSNorm(6), nn.Linear(6, 2))
-    check(mode, wrap, model, torch.randn(4, 5, 3), square_loss, tolerance=1e-4)
+    exact(model, torch.randn(4, 5, 3), square_loss, tolerance=1e-4)
 
 
-@modes
-def test_channels_last(mode, wrap):
+def test_channels_last():
     model = nn.Sequential(
         *(nn.Conv2d(4, 4, 1), nn.GroupNorm(2, 4), nn.Tanh()),
         nn.InstanceNorm2d(4, affine=True),
     )
     x = torch.randn(4, 4, 3, 2).double().to(memory_format=torch.channels_last)
-    check(mode, wrap, model.double(), x, square_loss)
+    exact(model.double(), x, square_loss)
 
 
-@modes
-def test_what_replaces_batch_norm(mode, wrap):
+def test_what_replaces_batch_norm():
     """``ModuleValidator.fix`` puts GroupNorm there."""
     model = nn.Sequential(nn.Conv2d(2, 32, 2), nn.BatchNorm2d(32), nn.Tanh())
     model, x = ModuleValidator.fix(model).double(), torch.randn(4, 2, 3, 3).double()
     assert isinstance(model[1], nn.GroupNorm)
-    check(mode, wrap, model, x, square_loss)
+    exact(model, x, square_loss)
 
 
-@modes
 @pytest.mark.parametrize("layer", ["running stats", "BatchNorm", "frozen BatchNorm"])
-def test_running_statistics_are_refused(mode, wrap, layer):
+def test_running_statistics_are_refused(layer):
     """They are data of the batch without noise."""
     if layer == "running stats":
         norm = nn.InstanceNorm1d(3, affine=True, track_running_stats=True)
@@ -130,4 +125,4 @@ def test_running_statistics_are_refused(mode, wrap, layer):
         norm = nn.BatchNorm1d(3).requires_grad_(layer == "BatchNorm")
     model = nn.Sequential(nn.Conv1d(3, 3, 1), norm).double()
     with pytest.raises((UnsupportedModuleError, Refused), match="running|BatchNorm"):
-        run_mode(mode, wrap, model, torch.randn(4, 3, 5).double(), square_loss)
+        run_mode(*MODE, model, torch.randn(4, 3, 5).double(), square_loss)

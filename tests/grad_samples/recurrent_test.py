@@ -9,8 +9,8 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from opacus_ext.losses import PerSample
-from tests.common import CRASHES, check, square_loss
-from tests.grad_samples.rule_case import RuleCase, RuleTests, modes
+from tests.common import CRASHES, square_loss
+from tests.grad_samples.rule_case import BOTH, RuleCase, RuleTests, exact
 
 
 def rows(width):
@@ -132,17 +132,15 @@ HOWS = (
 )
 
 
-@modes
 @pytest.mark.parametrize("kind", [nn.RNN, nn.LSTM, nn.GRU])
 @pytest.mark.parametrize("how", HOWS)
-def test_uses(mode, wrap, kind, how):
+def test_uses(kind, how):
     for B, T in ((3, 5), (4, 4), (1, 3)):
         x = torch.randn(B, T, 3).double()
-        check(mode, wrap, Again(kind, how).double(), x, square_loss)
+        exact(Again(kind, how).double(), x, square_loss, BOTH)
 
 
-@modes
-def test_hook_of_the_user(mode, wrap):
+def test_hook_of_the_user():
     """It gets what the layer returns, and may change it."""
 
     def hook(layer, args, output):
@@ -152,7 +150,7 @@ def test_hook_of_the_user(mode, wrap):
     model = nn.Sequential(nn.LSTM(2, 3, batch_first=True)).double()
     model[0].register_forward_hook(hook)
     x = torch.randn(4, 3, 2).double()
-    check(mode, wrap, model, x, lambda m, x: square_loss(lambda x: m(x)[0], x))
+    exact(model, x, lambda m, x: square_loss(lambda x: m(x)[0], x))
 
 
 LAYERS = [nn.LSTM(2, 3), nn.GRU(2, 3), nn.MultiheadAttention(4, 2)]

@@ -22,8 +22,9 @@ from tests.common import (
     squares,
 )
 from tests.grad_samples.models import Net
-from tests.grad_samples.rule_case import modes
+from tests.grad_samples.rule_case import BOTH
 
+modes = pytest.mark.parametrize("mode, wrap", BOTH)
 IDS = torch.tensor([[0, 1, 2], [3, 3, 1], [6, 5, 4], [1, 1, 1]])
 X = torch.linspace(-1, 1, 36).view(4, 3, 3).double().sin()
 

@@ -27,11 +27,18 @@ from tests.common import (
     trainable,
 )
 
-modes = pytest.mark.parametrize(
-    "mode, wrap",
-    [("ghost_bk", True), ("hooks", False)],
-    ids=["ghost_bk", "hooks-nowrap"],
-)
+# A rule gives factors, of which "ghost_bk" takes norms and sums, and "hooks" all of the
+# gradients; factors_test.py shows that they agree, modes_test.py what modes are.
+MODE = "ghost_bk", True
+BOTH = MODE, ("hooks", False)
+
+
+def exact(model, batch, loss_fn, modes=(MODE,), batched=None, grads=None, **kwargs):
+    """Checks steps of some modes by one oracle; see :func:`tests.common.check`."""
+    if grads is None:
+        grads = oracle(model, batch, loss_fn, batched)
+    for mode in modes:
+        check(*mode, model, batch, loss_fn, batched, grads=grads, **kwargs)
 
 
 def first_output(layer, *inputs):
@@ -268,8 +275,7 @@ class RuleTests:
         chosen = [k for k, case in given.items() if name not in case.without]
         metafunc.parametrize("case", [given[k] for k in chosen], ids=chosen)
 
-    @modes
-    def test_sizes(self, case, mode, wrap, monkeypatch):
+    def test_sizes(self, case, monkeypatch):
         """The layer is the model; B = 0, B = 1, T = B. Its rule is used."""
         called = []
 
@@ -281,37 +287,33 @@ class RuleTests:
         for B, T in ((3, 5), (4, 4), (1, 4), (0, 3)):
             if B or "empty" not in case.without:
                 model = Called(case.layer(), case.call)
-                check(mode, wrap, model, case.inputs(B, T), square_loss)
+                exact(model, case.inputs(B, T), square_loss, BOTH)
         assert called or not self.ops, "or all would pass without it, by copies"
 
-    @modes
     @pytest.mark.parametrize("use", USES, ids=lambda use: use.__name__)
-    def test_uses(self, case, mode, wrap, use):
+    def test_uses(self, case, use):
         if use.__name__ in case.without:
             pytest.skip("does not apply")
         B, T = (3, 5) if use is twice else (4, 4)
         model = Model(case, use, case.inputs(1, T) if use is constant else ())
         with workspace(200 if use is twice else 2**27):
-            check(mode, wrap, model, case.inputs(B, T), square_loss)
+            exact(model, case.inputs(B, T), square_loss)
 
-    @modes
-    def test_flattened(self, case, mode, wrap):
+    def test_flattened(self, case):
         for B, k in ((4, 4), (2, 4)):
             rows = tuple(x.unflatten(0, (B, k)) for x in case.inputs(B * k, 4))
-            check(mode, wrap, Model(case, flattened), rows, square_loss)
+            exact(Model(case, flattened), rows, square_loss)
 
-    @modes
-    def test_frozen(self, case, mode, wrap):
+    def test_frozen(self, case):
         """One parameter after the other, and then the whole layer."""
         names = [n for n, _ in case.layer().named_parameters()]
         for frozen in [*([n] for n in names[:: 1 + len(names) // 4]), names]:
             model = Model(case, inside)
             for name, p in model.layer.named_parameters():
                 p.requires_grad = name not in frozen
-            check(mode, wrap, model, case.inputs(3, 5), square_loss)
+            exact(model, case.inputs(3, 5), square_loss)
 
-    @modes
-    def test_padded(self, case, mode, wrap):
+    def test_padded(self, case):
         """Rows and samples without a loss, and a batch of nothing else."""
 
         def loss_fn(model, batch):
@@ -322,21 +324,20 @@ class RuleTests:
 
         for shares in ([0.0, 1.0, 0.0, 0.5], [0.0] * 4):
             batch = *case.inputs(4, 4), torch.tensor(shares)
-            check(mode, wrap, Model(case, inside), batch, loss_fn)
+            exact(Model(case, inside), batch, loss_fn)
 
-    @modes
-    def test_cancelling(self, case, mode, wrap):
+    def test_cancelling(self, case):
         """A squared norm of zero, or a little below: never NaN."""
         batch = case.inputs(4, 5)
 
         def loss_fn(m, batch):
             return weighted(m(*batch))
 
-        check(mode, wrap, Model(case, cancelling), batch, loss_fn)
+        exact(Model(case, cancelling), batch, loss_fn)
         model = Model(case, cancelling).float()
         model.other.requires_grad_(False)
         batch = tuple(x.float() if x.is_floating_point() else x for x in batch)
-        for total in run_mode(mode, wrap, model, batch, loss_fn).values():
+        for total in run_mode(*MODE, model, batch, loss_fn).values():
             assert total.isfinite().all() and total.abs().max() < 1e-2
 
     @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
@@ -344,9 +345,8 @@ class RuleTests:
         """The parameters are views, casts or functions of others."""
         check_way(case, way)
 
-    @modes
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-    def test_types(self, case, mode, wrap, dtype):
+    def test_types(self, case, dtype):
         """Norms and sums in float32, from activations of the layer's type."""
         model, inputs = Model(case, inside).to(dtype), case.inputs(4, 5)
         batch = tuple(x.to(dtype) if x.is_floating_point() else x for x in inputs)
@@ -356,9 +356,7 @@ class RuleTests:
 
         grads = {n: g.float() for n, g in oracle(model, batch, loss_fn).items()}
         bound = half_clipped(grads)
-        private = make_private(
-            model, mode, wrap, batch_size=4, max_grad_norm=bound, lr=0.0
-        )
+        private = make_private(model, *MODE, batch_size=4, max_grad_norm=bound, lr=0.0)
         private.step(batch, loss_fn)
         got = {n: 4 * p.grad.float() for n, p in trainable(model).items()}
         expected = clipped_sum(grads, "flat", bound)

@@ -22,7 +22,7 @@ from tests.neighbors.records import KINDS, Record, Records
 
 C = 0.5
 BATCH = 9  # samples that are expected; no other dim is as long
-LIFE = 10  # pairs that two runs see before they begin anew
+LIFE = 9  # pairs that two runs see before they begin anew
 SLACK = 1e-7
 
 
