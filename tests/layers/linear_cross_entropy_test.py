@@ -13,7 +13,7 @@ from opacus_ext.layers import LinearCrossEntropy, chunked_head
 from opacus_ext.layers.linear_cross_entropy import Columns
 from opacus_ext.losses import model_losses
 from tests.common import check, layer_modes, oracle, wrapped
-from tests.losses_test import bert, gpt2, llama, of, t5, tokens
+from tests.losses_test import bert, build, gpt2, llama, t5, tokens
 
 V, D = 300, 8
 CAP = (("div", 3.0), ("tanh", None), ("mul", 3.0))
@@ -198,22 +198,20 @@ class TestColumns:
 
 
 def gemma2():
-    return of("Gemma2Config", "Gemma2ForCausalLM", head_dim=8, num_key_value_heads=1)
+    return build("causal-lm", "gemma2", "Gemma2ForCausalLM")
 
 
 def bart():
-    names = ("layers", "attention_heads", "ffn_dim")
-    small = {f"{a}_{n}": 2 for a in ("encoder", "decoder") for n in names}
-    return of("BartConfig", "BartForConditionalGeneration", d_model=16, **small)
+    return build("seq2seq-lm", "bart", "BartForConditionalGeneration")
 
 
 class TestChunkedHead:
     @pytest.mark.parametrize(
-        "build", [gpt2, llama, bert, t5, gemma2, bart], ids=lambda b: b.__name__
+        "model_of", [gpt2, llama, bert, t5, gemma2, bart], ids=lambda f: f.__name__
     )
-    def test_losses_and_names_stay(self, build):
+    def test_losses_and_names_stay(self, model_of):
         torch.manual_seed(0)
-        model, batch = build(), tokens(3, 6)
+        model, batch = model_of(), tokens(3, 6)
         model.train(False)
         names = list(model.state_dict())
         expected, logits = model_losses(model, batch), model(**batch).logits
@@ -226,11 +224,11 @@ class TestChunkedHead:
         assert (head.weight is model.get_input_embeddings().weight) == tied
 
     @layer_modes
-    @pytest.mark.parametrize("build", [gpt2, bert, t5], ids=lambda b: b.__name__)
-    def test_every_mode(self, build, mode, bound):
+    @pytest.mark.parametrize("model_of", [gpt2, bert, t5], ids=lambda f: f.__name__)
+    def test_every_mode(self, model_of, mode, bound):
         torch.manual_seed(0)
-        model, batch = chunked_head(build()), tokens(3, 6)
-        tolerance = 1e-6 if build is t5 else 1e-8
+        model, batch = chunked_head(model_of()), tokens(3, 6)
+        tolerance = 1e-6 if model_of is t5 else 1e-8
         check(mode, True, model, batch, model_losses, tolerance=tolerance)
 
     def test_what_needs_all_logits_is_refused(self):
