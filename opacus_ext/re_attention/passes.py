@@ -85,15 +85,10 @@ class TrackedForward:
         self.before = vars(model).get("forward")
         model.forward = self
 
-    def plain(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's own forward."""
-        if self.before is not None:
-            return self.before(*args, **kwargs)
-        return type(self.model).forward(self.model, *args, **kwargs)
-
     @torch.compiler.disable
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        plain = partial(self.plain, *args, **kwargs)
+        forward = self.before or partial(type(self.model).forward, self.model)
+        plain = partial(forward, *args, **kwargs)
         if self.tracker is None or not self.tracker.acts(self.model.training):
             return plain()
         return self.tracker.forward(self.model, plain)
