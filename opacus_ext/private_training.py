@@ -76,11 +76,6 @@ class PrivateTraining:
 
     def get_epsilon(self, delta: Optional[float] = None) -> float:
         """Returns what has been spent, at ``target_delta`` or another delta."""
-        accountant = self.engine.accountant
-        if any(noise == 0 for noise, _, _ in accountant.history):
-            return float("inf")
-        if not len(accountant):
-            return 0.0
         return float(self.engine.get_epsilon(delta or self.target_delta))
 
     def logical_batches(
