@@ -3,7 +3,7 @@
 # make test                                    run the tests
 # make test-thorough                           other modes, many models, notebooks: 15 minutes
 # make test-examples                           with timm, TRL, Lightning, diffusers: 5 minutes
-# make fuzz                                    random models in random loops: 3 minutes
+# make fuzz                                    random models in random loops: 2 minutes
 # make mutations                               break a third of what can break: 4 minutes
 # make docs                                    build the site of docs/ into site/, strictly
 # make test-opacus                             run Opacus's own tests with the package: 2 minutes
@@ -35,7 +35,7 @@ test-examples: $(VENV)/.installed-examples
 	$(VENV)/examples/bin/python -m pytest -n auto --maxprocesses 8 --dist worksteal -m "examples and not slow" $(ARGS)
 
 # Two processes, of even and odd seeds from a new one; failures are kept in runs/.
-FUZZ_MINUTES ?= 2.5
+FUZZ_MINUTES ?= 2
 FUZZ_SEED ?= $(shell date +%s)
 fuzz: $(VENV)/.installed
 	@mkdir -p runs

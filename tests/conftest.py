@@ -60,6 +60,8 @@ def is_thorough(item):
 
 
 def pytest_collection_modifyitems(items):
+    # Notebooks take longest: the other processes have the rest meanwhile.
+    items.sort(key=lambda item: item.path.name != "tutorials_test.py")
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
