@@ -47,17 +47,22 @@ def show_all(content: Any) -> str:
     if not isinstance(content, dict):
         return show_table(content)
     lines: List[str] = []
-    width = max(len(k) for k, v in content.items() if not isinstance(v, list)) + 2
-    for name, value in content.items():
+    known = {k: v for k, v in content.items() if _is_known(v)}
+    width = max(len(k) for k, v in known.items() if not isinstance(v, list)) + 2
+    for name, value in known.items():
         if name in ("notes", "warnings"):
             lines += [f"! {note}" for note in value]
         elif isinstance(value, list) and value and isinstance(value[0], dict):
             lines += ["", f"{name}:", show_table(value)]
         elif isinstance(value, str) and "\n" in value:
             lines += ["", value]
-        elif value is not None and not (isinstance(value, (list, dict)) and not value):
+        else:
             lines.append(f"{name:{width}}{show(value)}")
     return "\n".join(lines)
+
+
+def _is_known(value: Any) -> bool:
+    return bool(value) if isinstance(value, (list, dict)) else value is not None
 
 
 def show(value: Any) -> str:

@@ -66,8 +66,9 @@ def run(args: argparse.Namespace) -> int:
     notes += dict.fromkeys(caveat for plan in plans for caveat in plan.caveats)
     if any(p.steps > law.measured_to(p.trainable, p.ratio) for p in plans):
         notes += law.warnings
-    found: Row = {"answer": law.kind, "law": law.answer, "notes": notes}
+    found: Row = {"answer": law.answer, "notes": notes}
     if args.json:
+        found |= {"answer": law.kind, "law": law.answer}
         found |= {"warnings": law.warnings, "plans": rows}
     elif len(rows) == 1:
         found |= _one_plan(plans[0], rows[0])
@@ -170,21 +171,35 @@ def _search(trials: int, plan: Plan) -> Any:
 
 def _one_plan(plan: Plan, row: Row) -> Row:
     """A plan for people."""
-    names = "users epsilon delta flops tokens"
-    budget = {k: v for k, v in _fields(plan.budget, names).items() if v < math.inf}
-    unit = "token" if plan.budget.tokens > 1 else "record"
-    names = "parameters trainable batch_size parts amplified steps flops ratio "
-    names += "tokens_per_parameter noise_norm advantage interval learning_rate seconds"
+    budget, more = plan.budget, row["doubling"]
+    given = _fields(budget, "users epsilon delta flops tokens").items()
+    unit = "token" if budget.tokens > 1 else "record"
+    way = "Poisson samples" if plan.amplified else "fixed, every one once an epoch"
+    parts = f"{plan.parts:,} parts of {budget.physical_batch_size:,} at most"
+    tuned = f", {plan.trainable:,} of them trained"
+    losses = {k: f"{-100 * v:.2g} %" for k, v in more["loss"].items() if v == v}
+    noises = more["noise_batch_ratio"].items()
     return {
-        "budget": budget,
-        **_fields(plan, names),
-        "noise_multiplier": repr(row["make_private"]["noise_multiplier"]),
+        "budget": {k: v for k, v in given if v < math.inf},
+        "parameters": f"{plan.parameters:,}" + tuned * (budget.trainable is not None),
+        "batch size": f"{plan.batch_size:,} ({way}), in {parts}",
+        "steps": plan.steps,
+        "compute": f"{plan.flops:.3g} FLOPs",
+        "tokens a parameter": plan.tokens_per_parameter,
+        "noise multiplier": repr(row["make_private"]["noise_multiplier"]),
+        "noise-batch ratio": f"{show(plan.ratio)} (norm of the noise "
+        f"{show(plan.noise_norm)})",
         "loss": None if plan.loss is None else f"{show(plan.loss)} nats a {unit}",
+        "95 % interval": plan.interval,
+        "membership advantage": f"{show(plan.advantage)} at most",
+        "learning rate": plan.learning_rate,
+        "seconds here": plan.seconds,
         "cost": row["cost"],
         "about as good (1 %)": row["near_optimal"],
-        "enough flops (1 %)": row["saturating"],
-        "loss saved by double": row["doubling"]["loss"],
-        "noise saved by double": row["doubling"]["noise_batch_ratio"],
+        "enough compute (1 %)": row["saturating"],
+        "loss with double the": losses,
+        # No batch holds more than all.
+        "noise with double the": {k: f"1/{1 + v:.3g}" for k, v in noises if v == v},
         "without privacy": row["not_private"],
         "other batch sizes of equal epsilon and compute": row["same_epsilon"],
         "adapters of other ranks, same compute": row["ranks"],
