@@ -98,7 +98,7 @@ def test_rows_of_table_2(row):
 def test_more_epsilon_plans_larger_models(law):
     """Section 4.1, at equal compute; to a point of the lattice."""
     rng, compared, law = np.random.default_rng(0), 0, law()
-    for _ in range(6):
+    for _ in range(3):
         users, epsilon = 10 ** rng.uniform(5, 9), 2 ** rng.uniform(-1, 4.6)
         flops = 10 ** rng.uniform(16, 22, 40)
         less, more = (
@@ -108,7 +108,7 @@ def test_more_epsilon_plans_larger_models(law):
         pairs = [(a, b) for a, b in zip(less, more) if a and b]
         compared += len(pairs)
         assert all(b.parameters > a.parameters / 1.1 for a, b in pairs)
-    assert compared > 150
+    assert compared > 75
 
 
 def test_tokens_for_each_parameter_grow_less_with_more_epsilon():
