@@ -1,10 +1,10 @@
 # make train                                   train on the embedded data set
 # make train DATA=path/to/ml-1m/ratings.dat    train on MovieLens-1M
 # make test                                    run the tests
-# make test-thorough                           other modes, many models, notebooks: 15 minutes
-# make test-examples                           with timm, TRL, Lightning, diffusers: 5 minutes
+# make test-thorough                           other modes, many models, notebooks: 7 minutes
+# make test-examples                           with timm, TRL, Lightning, diffusers: 2 minutes
 # make fuzz                                    random models in random loops: 2 minutes
-# make mutations                               break a third of what can break: 4 minutes
+# make mutations                               break a third of what can break: 1 minute
 # make docs                                    build the site of docs/ into site/, strictly
 # make test-opacus                             run Opacus's own tests with the package: 2 minutes
 # ARGS=... is passed on: make test ARGS="-k linear", make train ARGS="--help"
