@@ -209,8 +209,8 @@ def validate(
             )
         )
     for _, layer in trainable_modules(module):
-        if _has_entry(layer, cls.VALIDATORS):
-            errors += cls.VALIDATORS[type(layer)](layer)
+        if _has_entry(layer, ModuleValidator.VALIDATORS):
+            errors += ModuleValidator.VALIDATORS[type(layer)](layer)
     errors += _errors(module)
     if strict and errors:
         raise UnsupportedModuleError(errors)
@@ -224,15 +224,23 @@ def fix(cls: Type[ModuleValidator], module: nn.Module, **kwargs: Any) -> nn.Modu
     BatchNorm.
     """
     module = clone_module(module)
-    new = {id(layer): _replacement(layer, **kwargs) for layer in _faulty(module)}
-    for _, layer in trainable_modules(module):
-        if _has_entry(layer, cls.FIXERS):
+    norms = {id(layer): _replacement(layer, **kwargs) for layer in _faulty(module)}
+    module = _with(norms, module)
+    for name in [name for name, _ in trainable_modules(module)]:
+        layer = dict(module.named_modules()).get(name)
+        if layer is not None and _has_entry(layer, ModuleValidator.FIXERS):
             device = next(layer.parameters()).device
-            new[id(layer)] = cls.FIXERS[type(layer)](layer, **kwargs).to(device)
+            new = ModuleValidator.FIXERS[type(layer)](layer, **kwargs).to(device)
+            module = _with({id(layer): new}, module)
+    return module
+
+
+def _with(new: Dict[int, nn.Module], module: nn.Module) -> nn.Module:
+    """Replaces layers, by their ``id``, under each of their names."""
     for parent in list(module.modules()):
         if isinstance(parent, ReplacedNorm):
             continue
-        for name, child in parent._modules.items():  # each name of a shared layer
+        for name, child in parent._modules.items():
             if id(child) in new:
                 parent._modules[name] = new[id(child)]
     return new.get(id(module), module)

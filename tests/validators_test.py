@@ -217,6 +217,11 @@ def test_what_a_user_registers_counts():
     own = Own(4)
     fixed = ModuleValidator.fix(nn.Sequential(own, own))  # each of its names
     assert [type(layer) for layer in fixed] == [nn.Identity] * 2
+    ModuleValidator.FIXERS[Own] = lambda layer, **kwargs: nn.Sequential(layer.norm)
+    block = Own(4)
+    block.norm, block.scale = nn.BatchNorm1d(4), nn.Parameter(torch.ones(()))
+    (child,) = ModuleValidator.fix(block)
+    assert type(child) is nn.GroupNorm
     register_module_fixer(nn.BatchNorm2d)(lambda layer, **kw: nn.GroupNorm(1, 4))
     try:
         fixed = ModuleValidator.fix(nn.Sequential(nn.BatchNorm2d(4), Written(4)))

@@ -30,7 +30,7 @@ from torch.overrides import TorchFunctionMode
 from opacus_ext.grad_sample.core.vmap import is_batched, whole
 from opacus_ext.re_attention.rules import RULES, Call
 from opacus_ext.re_attention.rules.moves import lies_down
-from opacus_ext.re_attention.table import Table
+from opacus_ext.re_attention.table import Note, Table, memory_of
 from opacus_ext.re_attention.variances import (
     Lost,
     Variance,
@@ -127,6 +127,7 @@ class Propagation(TorchFunctionMode):
         written = raw in _WRITING or bool(kwargs.get("inplace"))
         written = written or (raw[-1:] == "_" and raw[-2:] != "__")
         if erring and written:  # what it changes in place is what the rule needs
+            seen = self.table.get(args[0])
             before = args[0].detach().clone()
             self.set(before, self.of(args[0]))
             given = (before, *args[1:])
@@ -138,8 +139,7 @@ class Propagation(TorchFunctionMode):
             if name in _VIEWS:  # of the known too, as errors may be written to them
                 for x in outputs:
                     self.table.note(x).view = whole(x)._is_view()
-                if torch.is_inference_mode_enabled():  # where no view has a base
-                    self.table.note(args[0])
+                self.table.note(args[0])
             if not erring or not outputs:
                 return out
             if outputs[0].dim() == 1 and all(map(self._weights, tensors(inputs))):
@@ -148,7 +148,7 @@ class Propagation(TorchFunctionMode):
         for x, result in zip(outputs, self._results(call, len(outputs))):
             self.set(x, result)
             if written and x is args[0]:
-                self._set_others(x, name)
+                self._set_others(x, seen, name)
         return out
 
     def _weights(self, x: Tensor) -> bool:
@@ -180,38 +180,37 @@ class Propagation(TorchFunctionMode):
             return [made] * number
         return list(made)
 
-    def _set_others(self, x: Tensor, operation: str) -> None:
+    def _set_others(self, x: Tensor, note: Optional[Note], operation: str) -> None:
         """
-        Follows a change in place of ``x``: what it is a view of has the new variance in
-        that part, and all other tensors in the same memory have lost theirs.
+        Follows a change in place of ``x`` in other tensors of the same memory. ``note``
+        is the one on ``x`` before.
         """
-        note = self.table.get(x)
-        base = None
-        if note is not None and note.view:
-            if is_batched(x):
+        if is_batched(x):
+            if whole(x)._is_view() and (note is None or note.view):
                 # Not refused: samples then run one by one, where views are known.
                 raise NotImplementedError("a change in place of a view that has errors")
-            base = x._base
-        for other in self.table.sharing(x):
-            if other is not base:
+            for other in self.table.sharing(x):
                 self.set(other, Lost(operation))
-        if base is None:
             return
-        new, old = self.of(x), self.of(base)
-        if base.dtype != x.dtype or isinstance(old, Lost) or isinstance(new, Lost):
-            self.set(base, Lost(operation))
+        new = self.of(x)
+        if memory_of(x) is None:
+            self.set(x, Lost(operation))
             return
-        with quietly(base):
-            every = torch.empty_strided(
-                base.shape,
-                base.stride(),
-                dtype=variance_dtype(base),
-                device=base.device,
-            ).copy_(0 if old is None else old.every())
-            at = x.storage_offset() - base.storage_offset()
-            part = every.as_strided(x.shape, x.stride(), at)
-            part.copy_(0 if new is None else new.every())
-            self.set(base, Variance(every))
+        if x._base is not None:
+            self.table.note(x._base)
+        for other in self.table.sharing(x):
+            old = self.of(other)
+            if other.dtype != x.dtype or isinstance(old, Lost) or isinstance(new, Lost):
+                self.set(other, Lost(operation))
+                continue
+            with quietly(x):
+                number = x.untyped_storage().nbytes() // x.element_size()
+                memory = x.new_zeros(number, dtype=variance_dtype(x))
+                for z, known in ((other, old), (x, new)):
+                    part = memory.as_strided(z.shape, z.stride(), z.storage_offset())
+                    part.zero_() if known is None else part.copy_(known.every())
+                at = other.shape, other.stride(), other.storage_offset()
+                self.set(other, Variance(memory.as_strided(*at).clone()))
 
 
 def _first_by_position(kwargs: Mapping[str, Any]) -> Tuple[Any, Any]:

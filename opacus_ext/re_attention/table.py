@@ -73,12 +73,20 @@ class Table:
     def sharing(self, x: Tensor) -> List[Tensor]:
         """Other tensors with notes that lie in the memory of ``x``."""
         found: List[Tensor] = []
-        memory = whole(x).untyped_storage().data_ptr()
+        memory = memory_of(x)
         for ref, _ in list(self._notes.values()) if memory else ():
             y = ref()
             if y is None or y is x:
                 continue
             y._fix_weakref()  # autograd may be the only one that has it
-            if whole(y).untyped_storage().data_ptr() == memory:
+            if memory_of(y) == memory:
                 found.append(y)
         return found
+
+
+def memory_of(x: Tensor) -> Optional[int]:
+    """The address of a tensor's memory; None if it can't be had, as of sparse ones."""
+    try:
+        return whole(x).untyped_storage().data_ptr()
+    except (NotImplementedError, RuntimeError):
+        return None

@@ -94,6 +94,11 @@ def _copied(call: Call) -> Result:
     return call.variance(call.arg(1, "src"))
 
 
+@register_propagation("zero", "fill")
+def _filled(call: Call) -> Result:
+    return None
+
+
 @register_propagation(*_COPIES)
 def _unchanged(call: Call) -> Result:
     # |x| and what is clamped far from its bounds, as it should be, err as x does.
