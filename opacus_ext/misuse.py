@@ -152,6 +152,7 @@ def check_number(
         Refused: for anything else
     """
     scalar = isinstance(value, torch.Tensor) and not value.dim()
+    scalar = scalar and value.dtype != torch.bool
     if isinstance(value, bool) or not (scalar or isinstance(value, numbers.Real)):
         raise Refused(
             f"{name} must be a number, got {value!r} ({type(value).__name__}).",

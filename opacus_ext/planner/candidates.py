@@ -181,7 +181,8 @@ class Candidates:
         raise HopelessError(
             f"Nothing can be learned with this budget, by the {law.name}: "
             f"epsilon={budget.epsilon:g} with {budget.users:g} users leaves a "
-            f"noise-batch ratio of {ratio:.2g} at the least, more than the law knows.",
+            f"noise-batch ratio of {ratio:.2g} at the least within this compute, more "
+            "than the law knows.",
             parameter="epsilon",
             remedy="More epsilon, users, compute or larger batches are needed; or "
             "measure (opacus-ext measure at larger ratios, or --noise-free).",
@@ -397,7 +398,7 @@ class Candidates:
                 than all examples
         """
         examples = self.budget.examples
-        checked("batch_size", batch_size, at_least=1, at_most=examples)
+        checked("the baseline's batch_size", batch_size, at_least=1, at_most=examples)
         loss = self.expected(parameters, batch_size, steps)
         if not math.isfinite(loss):
             raise Refused(

@@ -133,16 +133,13 @@ def made_by(name: str, parameter: str, *args: Any) -> Any:
     """The result of "package.module:function", which an argument of this name names."""
     module, _, function = name.partition(":")
     try:
-        make = getattr(import_module(module), function)
-        if not callable(make):
-            raise TypeError(f"{function} is not a function")
+        return getattr(import_module(module), function)(*args)
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise Refused(
             f"{parameter} {name!r} is not to be had as module:function: {error}.",
             parameter=parameter,
-            remedy="Name a function that can be imported.",
+            remedy="Name a function that can be imported and called so.",
         ) from error
-    return make(*args)
 
 
 def privately(

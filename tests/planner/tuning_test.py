@@ -84,7 +84,7 @@ def test_a_classifier_s_loss_is_a_record_s(tmp_path, capsys):
     shown = capsys.readouterr().out
     assert " nats a record" in shown
     assert "Too hopeful for other models" in shown
-    noise = re.search(r"noise_multiplier +(\S+)", shown)[1]
+    noise = re.search(r"noise multiplier +(\S+)", shown)[1]
     assert f"noise_multiplier={noise}," in shown
 
 

@@ -171,7 +171,10 @@ def _search(trials: int, plan: Plan) -> Any:
 
 def _one_plan(plan: Plan, row: Row) -> Row:
     """A plan for people."""
-    budget, more = plan.budget, row["doubling"]
+    budget, more, enough = plan.budget, row["doubling"], dict(row["saturating"])
+    near = {k: v for k, v in row["near_optimal"].items() if k != "count"}
+    ends = ", ".join(f"{k} at the {v} end" for k, v in enough.pop("ends").items())
+    enough["or more"] = f"as {ends} of its range" if ends else None
     given = _fields(budget, "users epsilon delta flops tokens").items()
     unit = "token" if budget.tokens > 1 else "record"
     way = "Poisson samples" if plan.amplified else "fixed, every one once an epoch"
@@ -195,8 +198,8 @@ def _one_plan(plan: Plan, row: Row) -> Row:
         "learning rate": plan.learning_rate,
         "seconds here": plan.seconds,
         "cost": row["cost"],
-        "about as good (1 %)": row["near_optimal"],
-        "enough compute (1 %)": row["saturating"],
+        "about as good (1 %)": near,
+        "enough compute (1 %)": enough,
         "loss with double the": losses,
         # No batch holds more than all.
         "noise with double the": {k: f"1/{1 + v:.3g}" for k, v in noises if v == v},
