@@ -227,8 +227,11 @@ def fix(cls: Type[ModuleValidator], module: nn.Module, **kwargs: Any) -> nn.Modu
     norms = {id(layer): _replacement(layer, **kwargs) for layer in _faulty(module)}
     module = _with(norms, module)
     for name in [name for name, _ in trainable_modules(module)]:
-        layer = dict(module.named_modules()).get(name)
-        if layer is not None and _has_entry(layer, ModuleValidator.FIXERS):
+        try:
+            layer = module.get_submodule(name)
+        except AttributeError:  # of a block that has been replaced
+            continue
+        if _has_entry(layer, ModuleValidator.FIXERS):
             device = next(layer.parameters()).device
             new = ModuleValidator.FIXERS[type(layer)](layer, **kwargs).to(device)
             module = _with({id(layer): new}, module)

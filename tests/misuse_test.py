@@ -502,6 +502,9 @@ def test_a_list_that_is_a_constant():
     with pytest.raises(Refused, match="a tuple of float"):
         fresh = Setup(criterion=weighted)
         fresh.criterion(fresh.model(fresh.batch(2)[0]), fresh.batch(2)[1], (0.25, 0.5))
+    with pytest.raises(Refused, match="a tuple of float"):  # or two a sample
+        fresh = Setup(criterion=weighted)
+        fresh.criterion(fresh.model(fresh.batch(2)[0]), fresh.batch(2)[1], (0.25,) * 4)
     with pytest.raises(Refused, match="a tuple of float"):  # its length was 2
         s.criterion(s.model(s.batch(8)[0]), s.batch(8)[1], (0.25, 0.5, 0.25))
 

@@ -200,7 +200,11 @@ class Propagation(TorchFunctionMode):
             self.table.note(x._base)
         for other in self.table.sharing(x):
             old = self.of(other)
-            if other.dtype != x.dtype or isinstance(old, Lost) or isinstance(new, Lost):
+            expanded = any(
+                s == 0 and n > 1 for s, n in zip(other.stride(), other.shape)
+            )
+            other_kind = expanded or other.dtype != x.dtype
+            if other_kind or isinstance(old, Lost) or isinstance(new, Lost):
                 self.set(other, Lost(operation))
                 continue
             with quietly(x):

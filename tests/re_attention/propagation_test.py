@@ -462,6 +462,18 @@ def test_a_view_of_before_the_pass():
     assert not found[:, 0].any()
 
 
+def test_an_expanded_view_is_lost():
+    """One of its elements in memory stands for several."""
+    x, variance = leaf(2, 3, 8)
+    with torch.no_grad(), Propagation({id(x): variance}) as errors:
+        y = x * 1.0
+        wide = y[:, :1].expand(2, 3, 8)
+        y *= 2.0
+        torch.testing.assert_close(errors.variance(y), 4 * variance)
+        with pytest.raises(Refused, match="'mul'"):
+            errors.variance(wide)
+
+
 def test_sparse_tensors_share_no_memory():
     (w, noise), graph = leaf(4, 4, spread=False), torch.eye(3, dtype=D).to_sparse()
     with torch.no_grad(), Propagation({id(w): noise}) as errors:

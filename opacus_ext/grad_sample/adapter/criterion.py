@@ -177,20 +177,24 @@ class SampleCriterion:
         Refuses what may hold items of single samples and is no tensor of samples. A
         list is a constant if it keeps its length while batch sizes differ.
         """
-        if isinstance(x, (T, *_CONSTANTS)) or callable(x):
+        number = isinstance(x, np.ndarray) and not x.ndim
+        if number or isinstance(x, (T, *_CONSTANTS)) or callable(x):
             return
         leaves, what, items = tree_leaves(x), type(x).__name__, []
         refused = len(leaves) == 1 and leaves[0] is x  # an opaque object
         if isinstance(x, dict):
             items = list(x.items())
-        elif isinstance(x, (list, tuple, np.ndarray)) and len(x):
-            what, items = f"{what} of {type(x[0]).__name__}", list(enumerate(x))
-            if len(x) not in sizes:
+        elif isinstance(x, (list, tuple, np.ndarray)):
+            items, size = list(enumerate(x)), sizes[0]
+            what += f" of {type(x[0]).__name__}" if items else ""
+            # Several items a sample, or one, are as many as a multiple of the batch.
+            if len(x) not in sizes and (size < 2 or len(x) % size):
                 self._lengths.setdefault(place, len(x))
             tensors = [y for y in leaves if isinstance(y, T)]
             whole = [y for y in tensors if not y.dim() or len(y) not in sizes]
             refused = not tensors or not all(y.requires_grad for y in whole)
-            refused &= len(x) != self._lengths.get(place) or type(x[0]) is str
+            words = any(isinstance(y, str) for y in x)
+            refused &= bool(items) and (words or len(x) != self._lengths.get(place))
         if refused:
             raise self._refused(
                 f"was given a {what}, whose items may belong to single samples.",

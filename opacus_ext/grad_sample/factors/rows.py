@@ -92,8 +92,8 @@ def square_sum(x: T) -> T:
 class _Bound(int):
     """A bound that is restored where a ``with`` block ends."""
 
-    def __enter__(self) -> None:
-        pass
+    def __enter__(self) -> int:
+        return self
 
     def __exit__(self, *exception: Any) -> None:
         workspace(self)
