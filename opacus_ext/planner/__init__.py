@@ -9,7 +9,6 @@ from opacus_ext.planner.loss_model import LossModel
 from opacus_ext.planner.measurements import Measurements
 from opacus_ext.planner.plan import Plan
 from opacus_ext.planner.prediction_error import hold_out
-from opacus_ext.planner.probe import Probe
 from opacus_ext.planner.surface import Surface, scaled_options
 
 __all__ = [
@@ -23,7 +22,6 @@ __all__ = [
     "LossModel",
     "Measurements",
     "Plan",
-    "Probe",
     "Surface",
     "byte_transformers",
     "calibration",

@@ -38,8 +38,6 @@ class Budget:
             size, (M, M). None for models that are trained whole
         batch_size: the least and largest batch, in examples; None for 1 to all users
         steps: the fewest and most steps; None for the law's range
-        seconds: of training on the probed machine at most
-        memory: bytes at most, on the probed machine
         records_per_user: examples that a user has
         sampling: "users", a step draws users and one example of each; or "records", it
             draws examples, and a user is protected in all of theirs
@@ -70,8 +68,6 @@ class Budget:
     trainable: Optional[float] = None
     batch_size: Range = None
     steps: Range = None
-    seconds: float = math.inf
-    memory: float = math.inf
     records_per_user: int = 1
     sampling: str = "users"
     amplification: str = "lower"
@@ -83,9 +79,8 @@ class Budget:
             checked(name, getattr(self, name), at_least=1)
         checked("delta", self.delta, above=0, below=1)
         checked("epsilon", self.epsilon, above=0)
-        for name in ("flops", "seconds", "memory"):
-            if getattr(self, name) != math.inf:
-                checked(name, getattr(self, name), above=0)
+        if self.flops != math.inf:
+            checked("flops", self.flops, above=0)
         if self.epsilon > MOST_EPSILON:
             raise Refused(
                 f"epsilon={self.epsilon:g} is above {MOST_EPSILON:g}: that is no "

@@ -16,7 +16,6 @@ from typing import Any, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
 
-from opacus_ext.accountants.solver import checked
 from opacus_ext.planner.budget import Budget, HopelessError
 from opacus_ext.planner.lattice import lattice
 from opacus_ext.planner.loss_model import (
@@ -52,28 +51,6 @@ class NotPrivate(NamedTuple):
     loss: float
 
 
-class Savings(NamedTuple):
-    """
-    A baseline beside the best.
-
-    Attributes:
-        loss: of the baseline
-        best_loss: of the plan with the same compute
-        flops: of the baseline
-        needed_flops: of the cheapest plan that is no worse than the baseline
-    """
-
-    loss: float
-    best_loss: float
-    flops: float
-    needed_flops: float
-
-    @property
-    def share(self) -> float:
-        """Share of the baseline's compute that is saved at equal loss."""
-        return 1 - self.needed_flops / self.flops
-
-
 class Candidates:
     """
     All configurations of a budget, with their noise and expected loss.
@@ -81,8 +58,6 @@ class Candidates:
     Args:
         budget: its ``flops`` are the default of :meth:`best` and no bound here
         law: predicts the loss
-        probe: a :class:`~opacus_ext.planner.Probe`, which predicts time and memory;
-            needed for a budget that bounds them
 
     Attributes:
         parameters: ``[M]``
@@ -93,16 +68,16 @@ class Candidates:
         noise_multiplier: ``[B, T]``
         amplified: ``[B, T]``
         flops: ``[M, B, T]``
-        loss: ``[M, B, T]``; nan beyond the law's range or a bound
+        loss: ``[M, B, T]``; nan beyond the law's range
 
     Raises:
-        Refused: for ranges that have nothing in common with the law's, tokens other
-            than the measured ones, and bounds on time or memory without a probe
+        Refused: for ranges that have nothing in common with the law's, and tokens
+            other than the measured ones
     """
 
-    def __init__(self, budget: Budget, law: LossModel, probe: Any = None):
-        _check(budget, law, probe)
-        self.budget, self.law, self.probe = budget, law, probe
+    def __init__(self, budget: Budget, law: LossModel):
+        _check(budget, law)
+        self.budget, self.law = budget, law
         tuned = budget.tuned
         name = "parameters" if tuned is None else "trainable"
         self.trainable = lattice(name, law.parameters, budget.trained)
@@ -118,13 +93,6 @@ class Candidates:
         self.flops = compute(size, batch, steps, budget.tokens, trained)
         self.loss = np.array(law.loss(trained, batch, steps, self.ratio), dtype=float)
         self.loss = np.broadcast_to(self.loss, self.flops.shape).copy()
-        self._predicted = np.isfinite(self.loss)
-        if probe is not None:
-            late = probe.seconds(size, batch, steps, budget.tokens) > budget.seconds
-            self.loss[late] = np.nan
-            if budget.memory < math.inf:  # some systems don't report memory
-                large = probe.memory(size) > budget.memory
-                self.loss[large.reshape(-1)] = np.nan
 
     def _within(self, flops: float) -> np.ndarray:
         """Losses within a compute budget; inf elsewhere, ``[M, B, T]``."""
@@ -162,13 +130,6 @@ class Candidates:
     def _refuse(self, within: np.ndarray) -> None:
         """Says why no configuration within the compute has a loss."""
         budget, law = self.budget, self.law
-        if self._predicted[within].any():
-            raise Refused(
-                f"No configuration keeps to seconds={budget.seconds:g} and "
-                f"memory={budget.memory:g} on this machine.",
-                parameter="seconds" if budget.seconds < math.inf else "memory",
-                remedy="Allow more of them, or smaller models and fewer steps.",
-            )
         ratio = np.broadcast_to(self.ratio, within.shape)[within].min()
         trained = self.trainable[:, None, None]
         if np.isfinite(law.loss(trained, 1.0, law.steps[0], ratio)).any():
@@ -200,10 +161,6 @@ class Candidates:
         if not math.isfinite(loss):  # the grid's noise is lower, at the law's very edge
             loss = float(self.loss[i, j, k])
         rate = law.learning_rate and float(law.learning_rate(trained, steps, ratio))
-        between = law.interval and law.interval(trained, steps, ratio)
-        seconds = None
-        if self.probe:
-            seconds = float(self.probe.seconds(size, batch, steps, budget.tokens))
         drawn = float(noise), float(batch), float(steps), bool(amplified)
         return Plan(
             parameters=int(size),
@@ -223,8 +180,6 @@ class Candidates:
             caveats=tuple(self._caveats((i, j, k), float(ratio))),
             advantage=advantage(budget, *drawn),
             learning_rate=rate if rate and rate > 0 else None,
-            seconds=seconds,
-            interval=tuple(map(float, between)) if between is not None else None,
             budget=replace(budget, flops=float(flops)),
         )
 
@@ -238,9 +193,9 @@ class Candidates:
             axis, value = getattr(self, name), getattr(self, name)[i]
             # The law may know fewer steps of this size, and of these steps fewer sizes.
             if name == "steps":
-                axis = axis[self._predicted[at[0], at[1]]]
+                axis = axis[np.isfinite(self.loss[at[0], at[1]])]
             elif name == "parameters":
-                axis = axis[self._predicted[:, at[1], at[2]]]
+                axis = axis[np.isfinite(self.loss[:, at[1], at[2]])]
             # A batch of one, or of all examples, is no end of a law's range.
             settled = axis[-1] <= axis[0] * _NEAR_END**2
             if settled or name == "batch_size" and self.budget.batch_size is None:
@@ -375,48 +330,8 @@ class Candidates:
                 plans.append(None)
         return plans
 
-    def expected(self, parameters: float, batch_size: float, steps: float) -> float:
-        """The loss of one configuration; refuses a rule of thumb, which has none."""
-        if not self.law.tells_loss:
-            raise Refused("A rule of thumb has no loss to compare configurations by.")
-        tuned = self.budget.tuned
-        if tuned not in (None, parameters):
-            raise Refused(
-                f"{parameters:g} parameters: it is not the model of {tuned:g}.",
-                parameter="parameters",
-            )
-        ratio = noise_of(self.budget, batch_size, steps)[1]
-        trained = self.budget.trainable or parameters
-        return float(self.law.loss(trained, batch_size, steps, ratio))
 
-    def savings(self, parameters: float, batch_size: float, steps: float) -> Savings:
-        """
-        The savings of a plan, compared with a configuration of yours, a baseline.
-
-        Raises:
-            Refused: if the baseline is beyond the law's range, or its batch larger
-                than all examples
-        """
-        examples = self.budget.examples
-        checked("the baseline's batch_size", batch_size, at_least=1, at_most=examples)
-        loss = self.expected(parameters, batch_size, steps)
-        if not math.isfinite(loss):
-            raise Refused(
-                f"The law says nothing of a model of {parameters:g} parameters with "
-                f"batches of {batch_size:g} and {steps:g} steps at this budget.",
-                remedy=f"It knows {self.law.parameters} parameters and "
-                f"{self.law.steps} steps, and ratios up to its largest.",
-            )
-        trainable = self.budget.trainable
-        spent = compute(parameters, batch_size, steps, self.budget.tokens, trainable)
-        enough = self.loss <= loss
-        needed = float(self.flops[enough].min()) if enough.any() else float(spent)
-        (best,) = self.frontier([spent])
-        instead = loss if best is None or best.loss is None else min(best.loss, loss)
-        return Savings(loss, instead, float(spent), min(needed, float(spent)))
-
-
-def _check(budget: Budget, law: LossModel, probe: Any) -> None:
+def _check(budget: Budget, law: LossModel) -> None:
     if law.tokens and law.tokens != budget.tokens:
         raise Refused(
             f"tokens={budget.tokens}: the law was measured on examples of "
@@ -436,10 +351,4 @@ def _check(budget: Budget, law: LossModel, probe: Any) -> None:
             "A run without noise is of one model.",
             parameter="parameters",
             remedy="Pass its size, (M, M).",
-        )
-    if min(budget.seconds, budget.memory) < math.inf and probe is None:
-        raise Refused(
-            "A bound on seconds or memory needs a probe of the machine.",
-            parameter="probe",
-            remedy="Pass the result of opacus_ext.planner.probe.probe.",
         )

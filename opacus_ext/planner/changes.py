@@ -47,7 +47,7 @@ def doubled_loss(table: Candidates, flops: Optional[float] = None) -> DoubledLos
 
     def gain(name: str) -> float:
         try:
-            larger = Candidates(_doubled(budget, name), table.law, table.probe)
+            larger = Candidates(_doubled(budget, name), table.law)
             return 1 - (larger.best(flops).loss or math.nan) / loss
         except Refused:  # above 100, or its noise would take too long
             return math.nan
@@ -116,7 +116,7 @@ def by_rank(
             continue
         try:
             one = replace(budget, trainable=trainable)
-            plans[other] = Candidates(one, table.law, table.probe).best(flops)
+            plans[other] = Candidates(one, table.law).best(flops)
         except Refused:  # the law does not know so few, or nothing can be learned
             continue
     return plans

@@ -7,7 +7,7 @@ from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property, reduce
 from inspect import signature
-from typing import Any, Callable, Mapping, NamedTuple, Optional, Sequence
+from typing import Any, Callable, Mapping, NamedTuple, Sequence
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -48,14 +48,13 @@ class Parameter(NamedTuple):
 _SHARE = math.log(0.02), math.log(1.0)
 _ALPHA = math.log(0.02), math.log(1.5)
 PARAMETERS = {
-    **{c: Parameter(c, _SHARE) for c in ("E", "A", "B", "C", "scale")},
+    **{c: Parameter(c, _SHARE) for c in "EABC"},
     **{e: Parameter(e, (0.05, 1.5), False, usual=(0.01, 3.0)) for e in "abg"},
     # Published: -0.07, noise hurts a larger model more.
     "a2": Parameter("a2", (-0.3, 0.3), False, usual=(-2.0, 2.0)),
-    "exponent": Parameter("exponent", (-1.0, 1.0), False, usual=(-5, 5)),
     # The share of its term in the loss is (scale / 1)^alpha, at most 1.
-    **{c: Parameter(c, (-6.0, 0.5)) for c in ("N_c", "D_c", "C_c", "S_c")},
-    **{f"alpha_{x}": Parameter(f"alpha_{x}", _ALPHA, usual=(0.005, 3)) for x in "NDCS"},
+    **{c: Parameter(c, (-6.0, 0.5)) for c in ("N_c", "D_c")},
+    **{f"alpha_{x}": Parameter(f"alpha_{x}", _ALPHA, usual=(0.005, 3)) for x in "ND"},
     "B_star": Parameter("B_star", (-3.0, 3.0)),
     "alpha_B": Parameter("alpha_B", (math.log(0.05), 0.0), usual=(0.01, 5.0)),
 }
@@ -75,8 +74,6 @@ class Form:
         powers: function of the exponents, by name, to ``outer`` and, for each term,
             ``(k, {input: e})``
         target: name of what it predicts
-        data: the input that a compute budget pays for, given the model's size: tokens,
-            examples or steps
         transforms: of inputs that the law takes otherwise than as logs
         may_be_zero: inputs that may be 0
     """
@@ -86,7 +83,6 @@ class Form:
     coefficients: tuple[str, ...]
     powers: Callable[..., tuple[Any, Sequence[tuple[Any, Mapping[str, Any]]]]]
     target: str = "loss"
-    data: Optional[str] = None
     transforms: Mapping[str, Callable[[np.ndarray], np.ndarray]] = field(
         default_factory=dict
     )
@@ -345,9 +341,3 @@ def broadcast(given: Mapping[str, np.ndarray]) -> Sequence[np.ndarray]:
         raise Refused(
             f"Shapes don't broadcast: {shapes}.", remedy="Pass shapes that do."
         ) from e
-
-
-def percentiles(level: float) -> tuple[float, float]:
-    """The percentiles of an interval's ends; refuses a level outside of (0, 1)."""
-    checked("level", level, above=0, below=1)
-    return 50 * (1 - level), 50 * (1 + level)

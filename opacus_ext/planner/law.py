@@ -1,14 +1,13 @@
-"""A parametric scaling law with its parameters: predictions, intervals, best sizes."""
+"""A parametric scaling law with its parameters: predictions and intervals."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import Any, Dict, List, NamedTuple, Optional, Tuple
+from typing import Dict, List, Optional, Tuple
 
 import numpy as np
 from numpy.typing import ArrayLike
-from scipy.optimize import minimize_scalar
 
 from opacus_ext.accountants.solver import checked
 from opacus_ext.planner.form import (
@@ -16,8 +15,6 @@ from opacus_ext.planner.form import (
     Form,
     Objective,
     broadcast,
-    percentiles,
-    positive,
 )
 from opacus_ext.progress import progress
 from opacus_ext.refused import Refused
@@ -205,8 +202,8 @@ class Fit:
 
         Example:
             >>> from opacus_ext.planner import KAPLAN
-            >>> KAPLAN["parameters"].predict(parameters=[1e6, 1e9]).round(2)
-            array([4.02, 2.38])
+            >>> KAPLAN["critical_batch"].predict(loss=[3.0, 4.0]).round()
+            array([1122570.,  285277.])
         """
         logs = self.law.logs(inputs)
         broadcast(logs)
@@ -225,110 +222,23 @@ class Fit:
             Refused: if the fit was made without a bootstrap, and for a level that
                 is not between 0 and 1
         """
-        found = {}
-        for name, x in self._samples().items():
-            low, high = np.percentile(x, percentiles(level))
-            found[name] = float(low), float(high)
-        return found
-
-    def predict_interval(
-        self, level: float = 0.95, **inputs: ArrayLike
-    ) -> Tuple[np.ndarray, np.ndarray]:
-        """
-        Percentiles of the prediction over the bootstrap: of the law's value, not of a
-        new measurement, which has its own noise.
-
-        Returns:
-            lower and upper ends, of the shape of :meth:`predict`
-
-        Raises:
-            Refused: as :meth:`intervals` and :meth:`predict`
-        """
-        ends, samples = percentiles(level), self._samples()
-        each = (dict(zip(samples, row)) for row in zip(*samples.values()))
-        found = [Fit(self.law, values).predict(**inputs) for values in each]
-        low, high = np.percentile(found, ends, axis=0)
-        return low, high
-
-    def _samples(self) -> Dict[str, np.ndarray]:
         if self.samples is None:
             raise Refused(
                 "There are no intervals without a bootstrap.",
                 parameter="bootstrap",
                 remedy="Fit with bootstrap=200.",
             )
-        return self.samples
-
-    def compute_optimal(
-        self,
-        flops: float,
-        *,
-        tokens_per_step: float = 1.0,
-        between: Tuple[float, float] = (1e2, 1e14),
-        **inputs: float,
-    ) -> Optimum:
-        """
-        The model size of the lowest loss for a compute budget, C = 6 M times tokens, by
-        a scan and ``scipy.optimize.minimize_scalar``.
-
-        Args:
-            flops: C
-            tokens_per_step: tokens in a unit of the law's data: 1 for tokens, S, the
-                tokens of an example, for examples, those of a batch for steps
-            between: the least and largest size of the scan
-            **inputs: the law's other inputs, such as ``ratio``
-
-        Raises:
-            Refused: if the law has no size and data, for values that aren't positive
-                and finite, and if no size between these is the best
-
-        Example:
-            >>> from opacus_ext.planner import CHINCHILLA
-            >>> best = CHINCHILLA.compute_optimal(5.76e23)  # Gopher's
-            >>> print(f"{best.parameters:.3g} {best.data:.3g} {best.loss:.3f}")
-            3.22e+10 2.98e+12 1.931
-        """
-        law = self.law
-        if law.data is None or "parameters" not in law.inputs:
-            raise Refused(f"{law.name} has no model size to choose for a budget.")
-        positive("flops", flops)
-        positive("tokens_per_step", tokens_per_step)
-        budget = flops / (6 * tokens_per_step)  # = parameters times data
-
-        def loss(size: Any) -> np.ndarray:
-            return self.predict(
-                **{**inputs, "parameters": size, str(law.data): budget / size}
-            )
-
-        low, high = np.log(positive("between", between))
-        scan = np.linspace(low, high, 300)
-        i = int(np.argmin(np.log(loss(np.exp(scan)))))
-        if i in (0, len(scan) - 1):
-            raise Refused(
-                f"{law.name} has no best size between {between[0]:g} and "
-                f"{between[1]:g} at {flops:g} FLOPs.",
-                parameter="between",
-            )
-        found = minimize_scalar(
-            lambda x: float(np.log(loss(np.exp(x)))),
-            bounds=(scan[i - 1], scan[i + 1]),
-            method="bounded",
-            options={"xatol": 1e-10},
-        )
-        size = math.exp(found.x)
-        return Optimum(size, budget / size, float(loss(size)))
+        checked("level", level, above=0, below=1)
+        ends = 50 * (1 - level), 50 * (1 + level)
+        found = {}
+        for name, x in self.samples.items():
+            low, high = np.percentile(x, ends)
+            found[name] = float(low), float(high)
+        return found
 
     def __str__(self) -> str:
         values = ", ".join(f"{n} {v:.5g}" for n, v in self.parameters.items())
         return "\n".join([f"{self.law.name}: {values}", *self.warnings])
-
-
-class Optimum(NamedTuple):
-    """Model size and data of the lowest loss for a compute budget, and that loss."""
-
-    parameters: float
-    data: float
-    loss: float
 
 
 def _warnings(fit: Fit, jacobian: np.ndarray) -> List[str]:

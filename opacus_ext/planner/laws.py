@@ -1,19 +1,14 @@
 """
 Parametric scaling laws by name. M are parameters, D tokens, N examples, s the
-noise-batch ratio, C compute in FLOPs, S steps:
+noise-batch ratio:
 
 - :data:`chinchilla`: L = E + A / M^a + B / D^b
 - :data:`private`, the paper's L1: L = E + A / M^a + B / N^b + C s^g
 - :data:`private_sigmoid`, its L2: L = E + A / M^a + B / N^b + C s'^g / M^a2 with
   s' = sigmoid((log s + 8) / 1.6)
-- :data:`kaplan_parameters`: L = (N_c / M)^alpha_N
-- :data:`kaplan_tokens`: L = (D_c / D)^alpha_D
-- :data:`kaplan_flops`: L = (C_c / C)^alpha_C
 - :data:`kaplan_parameters_tokens`:
   L = ((N_c / M)^(alpha_N / alpha_D) + D_c / D)^alpha_D
-- :data:`kaplan_parameters_steps`: L = (N_c / M)^alpha_N + (S_c / S_min)^alpha_S
 - :data:`critical_batch`: B_crit = B_star / L^(1 / alpha_B)
-- :data:`power`: y = scale C^exponent
 
 Sources: Kaplan et al., "Scaling laws for neural language models" (2020); McCandlish et
 al., "An empirical model of large-batch training" (2018); Hoffmann et al., "Training
@@ -31,18 +26,10 @@ import numpy as np
 from opacus_ext.planner.law import Fit, Law
 from opacus_ext.refused import Refused
 
-#: FLOPs of a petaflop/s-day, the unit of compute of Kaplan et al.
-PF_DAY = 1e15 * 24 * 3600
-
 
 def _sum(*terms: Mapping[str, Any]) -> Tuple[float, List[Tuple[float, Any]]]:
     """Terms of coefficients that are multiplied by powers of inputs."""
     return 1.0, [(1.0, powers) for powers in terms]
-
-
-def _scaled(**exponents: Any) -> Tuple[float, List[Tuple[Any, Any]]]:
-    """Kaplan's terms (scale / input)^alpha, by input."""
-    return 1.0, [(alpha, {name: -alpha}) for name, alpha in exponents.items()]
 
 
 def _squash(ratio: np.ndarray) -> np.ndarray:
@@ -54,21 +41,18 @@ def _squash(ratio: np.ndarray) -> np.ndarray:
     return -np.logaddexp(0.0, -(np.log(ratio) + 8) / 1.6)
 
 
-_PRIVATE: Any = {"data": "examples", "may_be_zero": ("ratio",)}
-
 chinchilla = Law(
     "chinchilla",
     ("parameters", "tokens"),
     ("E", "A", "B"),
     lambda a, b: _sum({}, {"parameters": -a}, {"tokens": -b}),
-    data="tokens",
 )
 private = Law(
     "private",
     ("parameters", "examples", "ratio"),
     ("E", "A", "B", "C"),
     lambda a, b, g: _sum({}, {"parameters": -a}, {"examples": -b}, {"ratio": g}),
-    **_PRIVATE,
+    may_be_zero=("ratio",),
 )
 private_sigmoid = Law(
     "private_sigmoid",
@@ -78,22 +62,7 @@ private_sigmoid = Law(
         {}, {"parameters": -a}, {"examples": -b}, {"ratio": g, "parameters": -a2}
     ),
     transforms={"ratio": _squash},
-    **_PRIVATE,
-)
-power = Law(
-    "power", ("flops",), ("scale",), lambda exponent: _sum({"flops": exponent}), "value"
-)
-kaplan_parameters = Law(
-    "kaplan_parameters",
-    ("parameters",),
-    ("N_c",),
-    lambda alpha_N: _scaled(parameters=alpha_N),
-)
-kaplan_tokens = Law(
-    "kaplan_tokens", ("tokens",), ("D_c",), lambda alpha_D: _scaled(tokens=alpha_D)
-)
-kaplan_flops = Law(
-    "kaplan_flops", ("flops",), ("C_c",), lambda alpha_C: _scaled(flops=alpha_C)
+    may_be_zero=("ratio",),
 )
 kaplan_parameters_tokens = Law(
     "kaplan_parameters_tokens",
@@ -106,14 +75,6 @@ kaplan_parameters_tokens = Law(
             (1.0, {"tokens": -1.0}),
         ],
     ),
-    data="tokens",
-)
-kaplan_parameters_steps = Law(
-    "kaplan_parameters_steps",
-    ("parameters", "steps"),
-    ("N_c", "S_c"),
-    lambda alpha_N, alpha_S: _scaled(parameters=alpha_N, steps=alpha_S),
-    data="steps",
 )
 critical_batch = Law(
     "critical_batch",
@@ -132,26 +93,12 @@ CHINCHILLA = chinchilla.of(E=1.69, A=406.4, B=410.7, a=0.34, b=0.28)
 #: parameter. The published constants don't fit these.
 CHINCHILLA_REFIT = chinchilla.of(E=1.8172, A=477.7, B=2142.0, a=0.3473, b=0.3671)
 
-#: Kaplan et al.'s, with compute in FLOPs (theirs is in PF-days) and batches in tokens.
-#: Of table 5, but for ``parameters_tokens``, which is of table 2; ``flops`` is with
-#: batches of one size, ``minimum_flops`` with batches far below the critical one. The
-#: last four, of table 6, are what is best for such a minimum.
+#: Kaplan et al.'s: the loss, of table 2, and the batch in tokens, of table 5.
 KAPLAN: Dict[str, Fit] = {
-    "parameters": kaplan_parameters.of(N_c=8.8e13, alpha_N=0.076),
-    "tokens": kaplan_tokens.of(D_c=5.4e13, alpha_D=0.095),
-    "flops": kaplan_flops.of(C_c=1.6e7 * PF_DAY, alpha_C=0.057),
-    "minimum_flops": kaplan_flops.of(C_c=3.1e8 * PF_DAY, alpha_C=0.050),
     "parameters_tokens": kaplan_parameters_tokens.of(
         N_c=6.4e13, alpha_N=0.076, D_c=1.8e13, alpha_D=0.103
     ),
-    "parameters_steps": kaplan_parameters_steps.of(
-        N_c=8.8e13, alpha_N=0.076, S_c=2.1e3, alpha_S=0.76
-    ),
     "critical_batch": critical_batch.of(B_star=2.1e8, alpha_B=0.21),
-    "optimal_parameters": power.of(scale=1.3e9 * PF_DAY**-0.73, exponent=0.73),
-    "optimal_batch_size": power.of(scale=2.0e6 * PF_DAY**-0.24, exponent=0.24),
-    "optimal_steps": power.of(scale=5.4e3 * PF_DAY**-0.03, exponent=0.03),
-    "optimal_tokens": power.of(scale=2e10 * PF_DAY**-0.27, exponent=0.27),
 }
 
 

@@ -68,7 +68,6 @@ class LossModel:
             :data:`RULE`
         source: the data behind it, for people
         learning_rate: function of (parameters, steps, ratio), if that is known
-        interval: function of (parameters, steps, ratio), low and high, if it is known
         known_parameters: the measured sizes; others are extrapolated
         known_steps: the measured steps; see :meth:`measured_to`
         least_ratio: the lowest measured ratio: 0 with noise-free runs
@@ -86,7 +85,6 @@ class LossModel:
     kind: str
     source: str
     learning_rate: Optional[Callable[..., float]] = None
-    interval: Optional[Callable[..., Range]] = None
     known_parameters: Range = (0.0, math.inf)
     known_steps: Range = (0.0, math.inf)
     least_ratio: float = 0.0
@@ -117,7 +115,7 @@ class LossModel:
 
     @classmethod
     def of_measurements(
-        cls, measurements: Any, source: str, bootstrap: int = 0, **options: Any
+        cls, measurements: Any, source: str, **options: Any
     ) -> LossModel:
         """
         A surface fitted to measured runs, and the error of its continuation.
@@ -125,10 +123,9 @@ class LossModel:
         Args:
             measurements: as of :meth:`Surface.fit`, as are the options
             source: their description, for people
-            bootstrap: number of resamples for intervals
         """
         options = options or scaled_options(measurements)
-        surface = Surface.fit(measurements, bootstrap=bootstrap, **options)
+        surface = Surface.fit(measurements, **options)
         held = continued(measurements, **options)
         found = {}
         if held is not None:
@@ -166,7 +163,6 @@ class LossModel:
             kind=MEASURED,
             source=source,
             learning_rate=surface.learning_rate,
-            interval=None if surface.samples is None else surface.interval,
             known_steps=ranges["measured_steps"],
             measured=surface.measured_steps,
             least_ratio=ranges["ratio"][0],

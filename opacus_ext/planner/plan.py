@@ -65,8 +65,6 @@ class Plan:
         caveats: the same, and what is extrapolated, for people
         advantage: of membership inference at most, delta at epsilon 0
         learning_rate: None where the law does not know
-        seconds: on the probed machine; None without a probe
-        interval: of the loss, 95 %; None where the law does not know
         budget: what it was planned for
     """
 
@@ -87,8 +85,6 @@ class Plan:
     caveats: Tuple[str, ...]
     advantage: float
     learning_rate: Optional[float]
-    seconds: Optional[float]
-    interval: Optional[Tuple[float, float]]
     budget: Budget
 
     @property

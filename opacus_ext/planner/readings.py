@@ -1,4 +1,4 @@
-"""Readings of runs: checked, smoothed to monotone curves, resampled and continued."""
+"""Readings of runs: checked, smoothed to monotone curves, and continued."""
 
 from __future__ import annotations
 
@@ -30,9 +30,6 @@ class Curve(NamedTuple):
     steps: np.ndarray
     loss: np.ndarray
     rate: np.ndarray
-
-
-Repeats = Dict[Tuple[Cell, Optional[float]], List[RunReadings]]
 
 
 def runs_of(measurements: Any, min_steps: float) -> List[RunReadings]:
@@ -71,14 +68,6 @@ def runs_of(measurements: Any, min_steps: float) -> List[RunReadings]:
                 remedy="Measure there, or leave out the size or the ratio.",
             )
     return [run for run in runs if len(run.steps)]
-
-
-def repeats(runs: List[RunReadings]) -> Repeats:
-    """Runs that differ in nothing but their seed."""
-    found: Repeats = {}
-    for run in runs:
-        found.setdefault((run.cell, run.rate), []).append(run)
-    return found
 
 
 def _rolling_mean(x: np.ndarray, window: int) -> np.ndarray:
@@ -130,8 +119,11 @@ def best_curves(
         falling: makes each learning rate's curve one that does not rise, and keeps the
             best loss so far where the curve that reached it ends
     """
+    seeds: Dict[Tuple[Cell, Optional[float]], List[RunReadings]] = {}
+    for run in runs:
+        seeds.setdefault((run.cell, run.rate), []).append(run)
     found: Dict[Cell, List[Curve]] = {}
-    for (cell, rate), same in repeats(runs).items():
+    for (cell, rate), same in seeds.items():
         steps, loss = _mean_of_seeds(same, window)
         if falling and len(loss):
             loss = isotonic_regression(loss, increasing=False).x
@@ -154,50 +146,6 @@ def best_curves(
             loss, rates = low, rates[held]
         best[cell] = Curve(steps, loss, rates)
     return best
-
-
-def resample_runs(
-    runs: List[RunReadings], rng: np.random.Generator
-) -> List[RunReadings]:
-    """As many runs of each size, ratio and learning rate, drawn with replacement."""
-    return [
-        same[i]
-        for same in repeats(runs).values()
-        for i in rng.integers(len(same), size=len(same))
-    ]
-
-
-def resample_readings(
-    runs: List[RunReadings], rng: np.random.Generator
-) -> List[RunReadings]:
-    """Runs read again: their monotone curves with noise like that of their readings."""
-    resampled = []
-    for run in runs:
-        y = np.log(run.loss)
-        if len(y) < 3:
-            raise Refused(
-                f"A run has {len(y)} readings; the bootstrap needs 3 of each.",
-                parameter="bootstrap",
-                remedy="Read runs more often, or set bootstrap=0.",
-            )
-        noise = _reading_noise(np.log(run.steps), y)
-        smooth = np.log(isotonic_regression(run.loss, increasing=False).x)
-        loss = np.exp(smooth + rng.choice(noise, size=len(y)))
-        resampled.append(run._replace(loss=loss))
-    return resampled
-
-
-def _reading_noise(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """
-    Distances of readings to the line between their neighbors, scaled to the noise's
-    variance: of independent noise, (y_i - w y_{i-1} - (1 - w) y_{i+1}) has
-    1 + w^2 + (1 - w)^2 times the variance (Gasser, Sroka and Jennen-Steinmetz, 1986).
-    Residuals of isotonic regression would be too small: a steep curve follows noise.
-    """
-    w = (x[2:] - x[1:-1]) / (x[2:] - x[:-2])
-    error = y[1:-1] - w * y[:-2] - (1 - w) * y[2:]
-    error /= np.sqrt(1 + w**2 + (1 - w) ** 2)
-    return error - error.mean()
 
 
 def not_falling_with_ratio(loss: np.ndarray) -> np.ndarray:

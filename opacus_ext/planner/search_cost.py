@@ -1,5 +1,5 @@
 """
-The privacy cost of a search for settings, and of a run in other measures.
+The privacy cost of a search for settings, and the trade-off curve of a run.
 
 Several trainings on the private data, of which the best model is kept, spend more than
 one run. Three ways to account for them:
@@ -114,32 +114,26 @@ def search_noise(
     return math.exp(found + 1e-4)  # brentq may end on either side
 
 
-def mean_trials(gamma: float, eta: float) -> float:
-    """
-    Returns the mean of Papernot and Steinke's truncated negative binomial distribution;
-    eta 1 is the geometric distribution, 0 the logarithmic.
-    """
-    if eta == 0:
-        return (1 / gamma - 1) / math.log(1 / gamma)
-    return eta * (1 - gamma) / (gamma * -math.expm1(eta * math.log(gamma)))
-
-
 def gamma_of(trials: float, eta: float) -> float:
-    """Returns the gamma at which the mean is ``trials``, which must be more than 1."""
-    checked("trials", trials, above=1)
-    checked("eta", eta, above=-1)
-
-    def excess(log_gamma: float) -> float:
-        return math.log(mean_trials(math.exp(log_gamma), eta) / trials)
-
-    low, high = math.log(1e-300 if eta >= 0 else 1e-15), -1e-9
-    if excess(low) < 0:
+    """
+    Returns the gamma of Papernot and Steinke's truncated negative binomial distribution
+    at which the mean is ``trials``, which must be more than 1: of the geometric
+    distribution (eta 1) or the logarithmic one (0).
+    """
+    checked("trials", trials, above=1, at_most=1e100)
+    if eta not in (0, 1):
         raise Refused(
-            f"{trials:g} trials in the mean are out of reach of eta={eta:g}.",
-            parameter="trials",
-            remedy="Take fewer, or eta=1.",
+            f"eta={eta:g} is neither geometric nor logarithmic.",
+            parameter="eta",
+            remedy="Pass 1 or 0.",
         )
-    return math.exp(brentq(excess, low, high, xtol=1e-13)) if excess(high) < 0 else 1.0
+    if eta == 1:
+        return 1 / trials
+
+    def excess(log: float) -> float:  # of log(1 / gamma)
+        return math.log(math.expm1(log) / log / trials)
+
+    return math.exp(-brentq(excess, 1e-9, 300, xtol=1e-13)) if excess(1e-9) < 0 else 1.0
 
 
 def random_stopping(
@@ -197,56 +191,6 @@ def renyi(
         law = PrivacyLoss(SampledGaussian(s, q, 1), tilts.max() + 9 * s + 1, 1.0)
         moments[~whole] = [law.tilted(tilt)[2] for tilt in tilts]
     return steps * moments / (orders - 1)
-
-
-# -- the cost of a run in other measures -----------------------------------------------
-
-
-def group_epsilon(
-    noise_multiplier: float, sample_rate: float, steps: int, delta: float, group: int
-) -> float:
-    """
-    Returns the epsilon of ``group`` records together, drawn independently: exact, by
-    the law of their sum, and below the group property of (epsilon, delta), k epsilon at
-    delta (exp(k epsilon) - 1) / (exp(epsilon) - 1) (Vadhan 2017, lemma 2.2).
-
-    Example:
-        >>> one = group_epsilon(2.0, 0.01, 1000, 1e-5, 1)
-        >>> one < group_epsilon(2.0, 0.01, 1000, 1e-5, 3) < 3.5 * one
-        True
-    """
-    return float(
-        calibration.epsilon(noise_multiplier, sample_rate, steps, delta, group)
-    )
-
-
-def zero_concentrated(noise_multiplier: float, steps: int) -> float:
-    """
-    Returns the rho of zero-concentrated privacy, T / (2 sigma^2) (Bun and Steinke
-    2016). Poisson sampling does not lower it: at high orders the divergence of a
-    sampled Gaussian is that of one that is not sampled (Bun et al. 2018, "Composable
-    and versatile privacy via truncated CDP").
-
-    Example:
-        >>> zero_concentrated(10.0, 100)
-        0.5
-    """
-    noise = float(checked("noise_multiplier", noise_multiplier, above=0))
-    return float(checked("steps", steps, at_least=1, whole=True)) / (2 * noise**2)
-
-
-def gaussian_limit(noise_multiplier: float, sample_rate: float, steps: int) -> float:
-    """
-    Returns the mu of Gaussian privacy that many steps tend to, a limit and no bound:
-    q sqrt(T (exp(1 / sigma^2) - 1)) (Bu, Dong, Long and Su 2020, "Deep learning with
-    Gaussian differential privacy").
-
-    Example:
-        >>> round(gaussian_limit(1.0, 0.01, 1000), 4)
-        0.4145
-    """
-    noise = float(checked("noise_multiplier", noise_multiplier, above=0))
-    return sample_rate * math.sqrt(steps * math.expm1(1 / noise**2))
 
 
 def trade_off(

@@ -9,7 +9,7 @@ a formula.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from itertools import product
 from typing import Any, Dict, List, Mapping, Optional, Tuple
 
@@ -19,9 +19,8 @@ from scipy.interpolate import RegularGridInterpolator
 
 from opacus_ext.accountants.solver import checked
 from opacus_ext.planner import readings
-from opacus_ext.planner.form import broadcast, percentiles, positive
-from opacus_ext.planner.readings import Cell, Curve, RunReadings
-from opacus_ext.progress import progress
+from opacus_ext.planner.form import broadcast, positive
+from opacus_ext.planner.readings import Cell, Curve
 from opacus_ext.refused import Refused
 
 _LEAST_READINGS = 4  # to extrapolate from: one more than the curve has parameters
@@ -43,8 +42,6 @@ class Surface:
         log_loss: ``[sizes, steps, ratios]``
         best_rate: learning rate of the lowest loss there; nan where unknown
         measured_to: last measured steps of the curves, ``[sizes, ratios]``
-        samples: log losses of the bootstrap, ``[bootstrap, sizes, steps, ratios]``
-        resampled: ``"runs"`` or ``"readings"``, if there was a bootstrap
         warnings: for people: curves that were continued in an odd way
 
     Example:
@@ -64,8 +61,6 @@ class Surface:
     log_loss: np.ndarray
     best_rate: np.ndarray
     measured_to: np.ndarray
-    samples: Optional[np.ndarray] = field(default=None, repr=False)
-    resampled: str = ""
     warnings: Tuple[str, ...] = ()
 
     @classmethod
@@ -77,8 +72,6 @@ class Surface:
         window: int = 10,
         fit_from: float = 16_000,
         steps_to: Optional[float] = None,
-        bootstrap: int = 0,
-        seed: int = 0,
     ) -> Surface:
         """
         Makes measurements smooth and monotone, and extrapolates them.
@@ -98,11 +91,7 @@ class Surface:
         ``window``. A mean over a window lags by half of it, so in a small study a
         window should be short against the steps of interest: :func:`scaled_options`.
 
-        Intervals: where each size, ratio and learning rate has several runs, the runs
-        are resampled; otherwise the noise of readings about their curve. That covers
-        the noise of measuring and what follows from it, **not** how another seed would
-        have differed, nor the error of interpolating between sizes: see
-        :func:`hold_out`.
+        How wrong that is, :func:`hold_out` tells.
 
         Args:
             measurements: a :class:`~opacus_ext.planner.measurements.Measurements`
@@ -111,8 +100,6 @@ class Surface:
             fit_from: steps from which curves are fitted for extrapolation; a quarter
                 of a curve's own, if that is less
             steps_to: end of the grid; by default that of the longest run
-            bootstrap: number of resamples, for :meth:`interval`
-            seed: of resampling
 
         Raises:
             Refused: for a grid of sizes and ratios with holes, runs with two readings
@@ -120,23 +107,11 @@ class Surface:
                 from
         """
         checked("window", window, at_least=1)
-        given = dict(min_steps=min_steps, fit_from=fit_from, bootstrap=bootstrap)
-        for name, value in given.items():
-            checked(name, value, at_least=0)
+        checked("min_steps", min_steps, at_least=0)
+        checked("fit_from", fit_from, at_least=0)
         runs = readings.runs_of(measurements, min_steps)
-        options: Any = dict(window=int(window), fit_from=fit_from, steps_to=steps_to)
-        surface = _fit(runs, **options)
-        if not bootstrap:
-            return surface
-        several = all(len(same) > 1 for same in readings.repeats(runs).values())
-        resample = readings.resample_runs if several else readings.resample_readings
-        rng = np.random.default_rng(seed)
-        samples = [
-            _fit(resample(runs, rng), **options, grid=surface.steps).log_loss
-            for _ in progress(range(bootstrap), "resampling")
-        ]
-        resampled = "runs" if several else "readings"
-        return replace(surface, samples=np.stack(samples), resampled=resampled)
+        curves = readings.best_curves(runs, int(window), falling=True)
+        return _fit(curves, fit_from, steps_to)
 
     @property
     def ranges(self) -> Dict[str, Tuple[float, float]]:
@@ -201,35 +176,6 @@ class Surface:
         """
         points = self._points(parameters, steps, ratio, outside)
         return np.exp(self._interpolate(self.log_loss, points))
-
-    def interval(
-        self,
-        parameters: ArrayLike,
-        steps: ArrayLike,
-        ratio: ArrayLike,
-        *,
-        level: float = 0.95,
-        outside: str = "raise",
-    ) -> Tuple[np.ndarray, np.ndarray]:
-        """
-        Lower and upper percentile of the loss over the bootstrap; arguments as of
-        :meth:`loss`. See :meth:`fit` for what it does and doesn't cover.
-
-        Raises:
-            Refused: for a surface made without a bootstrap, and a level that is not
-                between 0 and 1
-        """
-        if self.samples is None:
-            raise Refused(
-                "There are no intervals without a bootstrap.",
-                parameter="bootstrap",
-                remedy="Fit with bootstrap=200.",
-            )
-        ends = percentiles(level)
-        points = self._points(parameters, steps, ratio, outside)
-        found = self._interpolate(np.moveaxis(self.samples, 0, -1), points)
-        low, high = np.exp(np.percentile(found, ends, axis=-1))
-        return low, high
 
     def learning_rate(
         self, parameters: ArrayLike, steps: ArrayLike, ratio: ArrayLike
@@ -350,16 +296,10 @@ def _grid_of_steps(
 
 
 def _fit(
-    runs: List[RunReadings],
-    window: int,
-    fit_from: float,
-    steps_to: Optional[float],
-    grid: Optional[np.ndarray] = None,
+    curves: Mapping[Cell, Curve], fit_from: float, steps_to: Optional[float]
 ) -> Surface:
-    curves = readings.best_curves(runs, window, falling=True)
     sizes, ratios = (np.array(sorted({cell[i] for cell in curves})) for i in (0, 1))
-    if grid is None:
-        grid = _grid_of_steps(curves, steps_to)
+    grid = _grid_of_steps(curves, steps_to)
     last = np.array([[curves[m, r].steps[-1] for r in ratios] for m in sizes])
     log_loss = np.empty((len(sizes), len(grid), len(ratios)))
     rate = np.empty_like(log_loss)

@@ -15,6 +15,7 @@ import pytest
 from opacus_ext.planner import Budget, Candidates, LossModel, Measurements, noise_free
 from opacus_ext.planner.changes import doubled_loss
 from opacus_ext.planner.loss_model import MEASURED, PAPER, RULE, compute
+from opacus_ext.planner.noise import noise_of
 from opacus_ext.planner.paper import ERRORS
 from opacus_ext.planner.paper import PAPER as LAW
 from opacus_ext.refused import Refused
@@ -90,7 +91,8 @@ def test_rows_of_table_2(row):
         most = 3.5 if name in FLAT.get((row.users, row.epsilon), ()) else 3
         assert 1 / most < factor < most, name
     same = table.best(row.flops * 1.05)
-    own = table.expected(row.parameters, row.batch_size, row.steps)
+    ratio = noise_of(budget, row.batch_size, row.steps).ratio
+    own = table.law.loss(row.parameters, row.batch_size, row.steps, ratio)
     assert own < (1.1 if (row.users, row.epsilon) == (1e7, 16) else 1.04) * same.loss
 
 
@@ -139,8 +141,6 @@ def test_a_rule_of_thumb_gives_no_loss():
     plan, by_paper = table.best(), Candidates(budget, LossModel.of_paper()).best()
     assert plan.kind == RULE and plan.loss is None and table.not_private() is None
     assert all(math.isnan(x) for x in doubled_loss(table))
-    with pytest.raises(Refused, match="A rule of thumb has no loss"):
-        table.savings(1e7, 1e4, 1000)
     # The same choice, where the paper's law knows; and any length of examples.
     assert by_paper.kind == PAPER and by_paper.loss > 0
     assert abs(math.log(plan.parameters / by_paper.parameters)) < 0.2
@@ -224,21 +224,6 @@ def test_a_fit_of_a_known_law_plans_as_the_law_does(last, ends):
     assert plan.loss == pytest.approx(wanted.loss, rel=0.02)
     own = known_loss(plan.parameters, plan.steps, plan.ratio)
     assert own <= 1.01 * wanted.loss
-
-
-def test_intervals_cover_the_truth():
-    """Of a known law measured with noise, 95 % intervals of what was measured."""
-    inside = []
-    for seed in range(3):
-        runs = known_runs((1e4, 1e5, 1e6), noise=0.01, seed=seed)
-        options = dict(min_steps=10, window=1, fit_from=100)
-        law = LossModel.of_measurements(runs, "known", 60, **options)
-        m, t, r = np.unique(runs.parameters), np.unique(runs.steps), runs.ratio
-        points = np.meshgrid(m, t[5::6], np.unique(r), indexing="ij")
-        low, high = law.interval(*points)
-        truth = known_loss(*points)
-        inside.append((low <= truth) & (truth <= high))
-    assert 0.85 < np.mean(inside) < 0.995
 
 
 @pytest.mark.parametrize("of", ["shipped", "paper"])

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from opacus_ext.planner import laws
-from opacus_ext.planner.laws import CHINCHILLA, KAPLAN, LAWS, PF_DAY
+from opacus_ext.planner.laws import CHINCHILLA, KAPLAN, LAWS
 
 CHINCHILLA_CSV = os.environ.get("OPACUS_EXT_CHINCHILLA")
 
@@ -20,7 +20,6 @@ L2 = laws.private_sigmoid.of(
     E=1.2, A=2e3, B=20.0, C=4.0, a=0.47, b=0.22, g=0.95, a2=-0.07
 )
 SIZE = {"parameters": (1e6, 1e10)}
-TOKENS, FLOPS = {"tokens": (1e7, 1e10)}, {"flops": (1e16, 1e22)}
 PRIVATE = {"parameters": (4e6, 8e8), "examples": (1e6, 1e8), "ratio": (1e-7, 2e-2)}
 
 # A law, known parameters of it and where to measure it.
@@ -28,16 +27,11 @@ KNOWN = {
     "chinchilla": (CHINCHILLA, {**SIZE, "tokens": (1e8, 1e12)}),
     "private": (L1, PRIVATE),
     "private_sigmoid": (L2, PRIVATE),
-    "kaplan_parameters": (KAPLAN["parameters"], SIZE),
-    "kaplan_tokens": (KAPLAN["tokens"], TOKENS),
-    "kaplan_flops": (KAPLAN["flops"], FLOPS),
-    "kaplan_parameters_tokens": (KAPLAN["parameters_tokens"], {**SIZE, **TOKENS}),
-    "kaplan_parameters_steps": (
-        KAPLAN["parameters_steps"],
-        {**SIZE, "steps": (1e2, 1e5)},
+    "kaplan_parameters_tokens": (
+        KAPLAN["parameters_tokens"],
+        {**SIZE, "tokens": (1e7, 1e10)},
     ),
     "critical_batch": (KAPLAN["critical_batch"], {"loss": (2, 7)}),
-    "power": (KAPLAN["optimal_parameters"], FLOPS),
 }
 
 
@@ -78,7 +72,7 @@ def test_slopes_are_those_of_finite_differences(name):
 
 # Each kind: with noise, of two inputs, of one, and without a logarithm of its own.
 @pytest.mark.parametrize(
-    "name", ["private", "kaplan_parameters_tokens", "critical_batch", "power"]
+    "name", ["private", "kaplan_parameters_tokens", "critical_batch"]
 )
 def test_intervals_cover_a_known_law(name):
     """One draw of noise, 99 %: fails if intervals are off or far too narrow."""
@@ -91,10 +85,6 @@ def test_intervals_cover_a_known_law(name):
     for parameter, (low, high) in fit.intervals(0.99).items():
         assert low <= known.parameters[parameter] <= high, parameter
         assert low < fit.parameters[parameter] < high
-    low, high = fit.predict_interval(0.99, **inputs)
-    truth = known.predict(**inputs)
-    assert ((low <= truth) & (truth <= high)).mean() > 0.85
-    assert (high / low - 1).mean() < 0.015  # many rows: narrower than their noise
 
 
 @pytest.mark.skipif(not CHINCHILLA_CSV, reason="OPACUS_EXT_CHINCHILLA is not set")
@@ -118,7 +108,6 @@ def test_formulas():
     p, q = L2.parameters, L1.parameters
     squashed = 1 / (1 + np.exp(-(np.log(s) + 8) / 1.6))
     noise = p["C"] * squashed ** p["g"] / m ** p["a2"]
-    pf = 10 * PF_DAY
     for fit, inputs, expected in (
         (
             L2,
@@ -135,18 +124,7 @@ def test_formulas():
             dict(parameters=m, tokens=d),
             ((6.4e13 / m) ** (0.076 / 0.103) + 1.8e13 / d) ** 0.103,
         ),
-        (
-            KAPLAN["parameters_steps"],
-            dict(parameters=m, steps=1e4),
-            (8.8e13 / m) ** 0.076 + (2.1e3 / 1e4) ** 0.76,
-        ),
-        (KAPLAN["flops"], dict(flops=PF_DAY), 1.6e7**0.057),
-        (KAPLAN["minimum_flops"], dict(flops=PF_DAY), 3.1e8**0.05),
         (KAPLAN["critical_batch"], dict(loss=3.0), 2.1e8 / 3.0 ** (1 / 0.21)),
-        (KAPLAN["optimal_parameters"], dict(flops=pf), 1.3e9 * 10**0.73),
-        (KAPLAN["optimal_batch_size"], dict(flops=pf), 2.0e6 * 10**0.24),
-        (KAPLAN["optimal_steps"], dict(flops=pf), 5.4e3 * 10**0.03),
-        (KAPLAN["optimal_tokens"], dict(flops=pf), 2e10 * 10**0.27),
     ):
         assert fit.predict(**inputs) == pytest.approx(expected)
     free = L1.predict(parameters=m, examples=d, ratio=0)
@@ -155,37 +133,16 @@ def test_formulas():
     assert found.shape == (2, 3)
 
 
-def test_compute_optimal():
-    """Closed form against a scan; L1 at a fixed ratio has Chinchilla's closed form."""
-    best = CHINCHILLA.compute_optimal(1e21)
-    sizes = best.parameters * np.geomspace(0.5, 2, 2001)
-    losses = CHINCHILLA.predict(parameters=sizes, tokens=1e21 / (6 * sizes))
-    assert losses.argmin() == 1000
-    assert 6 * best.parameters * best.data == pytest.approx(1e21)
-    p = L1.parameters
-    same = laws.chinchilla.of(**{n: p[n] for n in ("E", "A", "B", "a", "b")})
-    closed = same.compute_optimal(1e21 / 512)
-    for ratio in (0, 1e-4):
-        best = L1.compute_optimal(1e21, tokens_per_step=512, ratio=ratio)
-        assert best.parameters == pytest.approx(closed.parameters, rel=1e-5)
-        assert best.data == pytest.approx(closed.data, rel=1e-5)
-    # Noise hurts larger models more in L2.
-    sizes = [
-        L2.compute_optimal(1e20, tokens_per_step=512, ratio=ratio).parameters
-        for ratio in (0, 1e-5, 1e-3)
-    ]
-    assert sizes[0] > sizes[1] > sizes[2]
-
-
 def test_bootstrap():
     """A seed fixes it; rows of one run share its error, so runs are resampled whole."""
     rng = np.random.default_rng(0)
     runs, each = 12, 10
-    inputs = {n: np.repeat(x, each) for n, x in sample(SIZE, runs).items()}
+    ends = {"loss": (2, 7)}
+    inputs = {n: np.repeat(x, each) for n, x in sample(ends, runs).items()}
     error = np.repeat(np.exp(0.02 * rng.standard_normal(runs)), each)
-    loss = KAPLAN["parameters"].predict(**inputs) * error
+    loss = KAPLAN["critical_batch"].predict(**inputs) * error
     fits = [
-        laws.kaplan_parameters.fit(
+        laws.critical_batch.fit(
             loss, groups=groups, descents=2, bootstrap=60, seed=seed, **inputs
         )
         for groups, seed in (
@@ -197,7 +154,7 @@ def test_bootstrap():
     ]
     rows, groups, same, other = (fit.intervals() for fit in fits)
     assert same == rows != other
-    width = [high - low for low, high in (rows["alpha_N"], groups["alpha_N"])]
+    width = [high - low for low, high in (rows["alpha_B"], groups["alpha_B"])]
     assert width[1] > 2 * width[0]
 
 

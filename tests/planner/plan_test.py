@@ -10,7 +10,7 @@ from torch.utils.data import TensorDataset
 
 import opacus_ext  # noqa: F401
 from opacus_ext.data import Poisson
-from opacus_ext.planner import Budget, Candidates, LossModel, Probe
+from opacus_ext.planner import Budget, Candidates, LossModel
 from opacus_ext.planner.changes import doubled_loss, doubled_noise
 from opacus_ext.planner.loss_model import MEASURED, compute
 from opacus_ext.planner.noise import noise_of, verified_noise
@@ -97,18 +97,6 @@ def test_near_optimal_and_saturating(table):
     assert cheaper.loss > 1.008 * best.loss
 
 
-def test_savings(table):
-    plan = table.best()
-    own = table.savings(plan.parameters, plan.batch_size, plan.steps)
-    assert own.loss == pytest.approx(plan.loss) and own.share < 0.05
-    wasteful = table.savings(1e6, 64, 1000)
-    assert wasteful.loss > wasteful.best_loss and 0 < wasteful.share < 1
-    instead = table.best(wasteful.needed_flops)
-    assert instead.loss <= wasteful.loss
-    with pytest.raises(ValueError, match="says nothing of a model"):
-        table.savings(1e6, 1, 3000)  # too noisy
-
-
 def test_equal_epsilon_is_not_equal_advantage(table):
     plans = table.by_batch_size()
     assert len({p.batch_size for p in plans}) == len(plans) > 5
@@ -182,29 +170,6 @@ def test_settled_choices_are_kept():
     plan = Candidates(budget, LAW).best(math.inf)
     assert (plan.parameters, plan.batch_size) == (123456, 1000)
     assert 700 <= plan.steps <= 900
-
-
-def test_bounds_on_time_and_memory():
-    one = np.array([1e4, 1e6])
-    probe = Probe(one, one * 1e-8, one * 1e-9, one * 100, 32, 16, "cpu")
-    free = Candidates(BUDGET, LAW, probe).best()
-    assert free.seconds == pytest.approx(
-        float(probe.seconds(free.parameters, free.batch_size, free.steps, 16))
-    )
-    tight = dataclasses.replace(
-        BUDGET, seconds=free.seconds / 3, memory=free.parameters * 50
-    )
-    plan = Candidates(tight, LAW, probe).best()
-    assert plan.seconds <= free.seconds / 3 and plan.loss > free.loss
-    assert plan.parameters <= free.parameters / 2
-    silent = dataclasses.replace(probe, bytes=one * np.nan)
-    assert Candidates(dataclasses.replace(tight, memory=np.inf), LAW, silent).best()
-    with pytest.raises(ValueError, match="does not report"):
-        Candidates(tight, LAW, silent)
-    with pytest.raises(ValueError, match="needs a probe"):
-        Candidates(tight, LAW)
-    with pytest.raises(ValueError, match="keeps to seconds=1e-09"):
-        Candidates(dataclasses.replace(tight, seconds=1e-9), LAW, probe).best()
 
 
 def test_edges_of_budgets():

@@ -9,7 +9,6 @@ import pytest
 
 from opacus_ext.planner import (
     CHINCHILLA,
-    KAPLAN,
     Budget,
     Candidates,
     LossModel,
@@ -19,7 +18,7 @@ from opacus_ext.planner import (
     laws,
 )
 from opacus_ext.planner.changes import by_rank
-from opacus_ext.planner.cost import Device
+from opacus_ext.planner.cost import cost
 from opacus_ext.planner.families import find_family
 from opacus_ext.planner.loss_model import MEASURED
 from opacus_ext.planner.measure import measure
@@ -92,8 +91,8 @@ def curve(steps=(0, 1, 2, 3), loss=(4.0, 3, 2, 1)):
     return NoiseFree(steps, loss)
 
 
-def device(**given):
-    return Device(**{"flops": 1, **given})
+def price_of(**given):
+    return cost(**{"flops": 1, "device_flops": 1, **given})
 
 
 def rank(rank):
@@ -135,10 +134,6 @@ TABLE = {
         (dict(parameters=[1, 2], tokens=[1, 2, 3]), "don't broadcast: parameters"),
     ],
     CHINCHILLA.intervals: [({}, "no intervals without a bootstrap")],
-    CHINCHILLA.predict_interval: [(dict(level=95), None)],
-    CHINCHILLA.compute_optimal: [(dict(flops=0), None)],
-    law(a=-0.1).compute_optimal: [(dict(flops=1e18), "no best size between 100")],
-    KAPLAN["tokens"].compute_optimal: [(dict(flops=1e18), "has no model size")],
     laws.private_rows: [(dict(measurements=runs()), "have no batch_size")],
     plan: [
         (dict(users=0), None),
@@ -172,13 +167,10 @@ TABLE = {
         (dict(law=LossModel.of_paper()), "models that are trained whole"),
         (dict(trainable=None, parameters=None), "is of one model"),
     ],
-    tuned().savings: [
-        (dict(parameters=1e3, batch_size=32, steps=600), "not the model of 1e.09"),
-        (dict(parameters=1e9, batch_size=9e9, steps=600), "batch_size must be"),
-    ],
     rank: [(dict(rank=x), None) for x in (0, -2, 2.5, NAN)],
-    device: [
-        (dict(flops=0), None),
+    price_of: [
+        (dict(device_flops=0), None),
+        (dict(flops=-1), None),
         (dict(utilization=1.1), None),
         (dict(price=0), None),
     ],
@@ -214,15 +206,10 @@ TABLE = {
         (dict(window=0), None),
         (dict(min_steps=-1), None),
         (dict(min_steps=NAN), None),
-        (dict(bootstrap=-1), None),
         (dict(steps_to=10), "steps_to must be above 20"),
         (dict(steps_to=1e4), "Lower fit_from or steps_to"),
         (dict(of=lambda m: dict(run=0 * m["loss"])), "several values of parameters"),
         (dict(steps=[20, 20, 40]), "two losses at a step"),
-        (dict(steps=[20, 40], bootstrap=2), "bootstrap needs 3"),
-    ],
-    surface().interval: [
-        (dict(parameters=1e5, steps=40, ratio=0), "no intervals without a bootstrap")
     ],
     query: [
         (dict(parameters=NAN), None),

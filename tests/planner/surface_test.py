@@ -411,34 +411,3 @@ def test_held_out_ratios_and_steps(study):
     quarter = continued(study, **SMALL)
     assert quarter.mean == held.mean
     assert continued(study, min_steps=300, window=1, fit_from=400) is None
-
-
-def test_intervals(study):
-    """At grid points: the truth of a known law is in most 95 % intervals."""
-    surface = Surface.fit(study, min_steps=20, window=1, bootstrap=60)
-    assert surface.resampled == "readings"
-    points = np.meshgrid(
-        surface.parameters, surface.steps[::3], surface.ratio, indexing="ij"
-    )
-    low, high = surface.interval(*points)
-    expected = truth(*points)
-    assert low.shape == expected.shape
-    assert 0.85 < ((low <= expected) & (expected <= high)).mean() < 0.995
-    assert (high / low - 1).mean() < 0.05  # four times the noise at most
-    narrow = surface.interval(1e6, 300, 1e-5, level=0.5)
-    wide = surface.interval(1e6, 300, 1e-5, level=0.99)
-    assert wide[0] < narrow[0] < narrow[1] < wide[1]
-    outside = surface.interval([1.0, 1e6], 300, 0, outside="nan")
-    assert np.isnan(outside[0][0]) and np.isfinite(outside[0][1])
-    assert np.isnan(surface.interval(1.0, 300, 0, outside="nan")).all()
-
-
-def test_intervals_of_seeds():
-    """Where runs are repeated, how they differ is what counts."""
-    m = measure([1e5, 1e6], np.arange(20, 201, 20), [0.0, 1e-3], seeds=4)
-    error = np.exp(0.05 * np.random.default_rng(0).standard_normal(len(m)))
-    m.loss[:] = m.loss * error[m.run.astype(int)]
-    surface = Surface.fit(m, min_steps=20, window=1, bootstrap=40)
-    assert surface.resampled == "runs"
-    low, high = surface.interval(surface.parameters, 200, 0)
-    assert (high / low - 1 > 0.03).all()

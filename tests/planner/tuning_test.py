@@ -14,7 +14,6 @@ from opacus_ext.planner import Budget, Candidates, LossModel, Measurements
 from opacus_ext.planner.budget import HopelessError
 from opacus_ext.planner.changes import by_rank
 from opacus_ext.planner.commands.main import main
-from opacus_ext.planner.cost import Device
 from opacus_ext.planner.loss_model import NOISE_FREE, RULE, compute
 from opacus_ext.planner.noise import noise_of
 from opacus_ext.planner.noise_free import NoiseFree
@@ -123,12 +122,6 @@ def test_answers_that_do_not_belong_to_fine_tuning():
     given = {**vars(BUDGET), "trainable": 50_000, "tokens": 64}
     plan = Candidates(Budget(**given), measured).best(math.inf)
     assert any("must be runs of adapters" in caveat for caveat in plan.caveats)
-
-
-def test_device_hours_and_money():
-    cost = Device(flops=3e14, utilization=0.4, price=2.5, count=8).cost(8.64e20)
-    assert cost == (2000, 250, 5000)
-    assert Device(1e15, 1).cost(3.6e18) == (1, 1, None)
 
 
 ARGS = ["plan", "--users", "50000", "--epsilon", "8", "--delta", "1e-6"]

@@ -22,8 +22,14 @@ def run(args: argparse.Namespace) -> int:
     """Fits a law to measurements, and predicts what was held out."""
     name = PRIVATE_LAWS.get(args.law, args.law)
     if name == "surface":
+        if args.bootstrap:
+            raise Refused(
+                "--bootstrap is for formulas, such as --law L1.",
+                parameter="--bootstrap",
+                remedy="How wrong a surface is, --hold-out tells.",
+            )
         measured = read_measurements(args.measurements)
-        result = fit_surface(measured, args.hold_out, args.bootstrap)
+        result = fit_surface(measured, args.hold_out)
     else:
         result = _fit(args, name)
     print_result(result, args.json)
@@ -81,7 +87,7 @@ def read_measurements(name: str) -> Measurements:
 
 
 def fit_surface(
-    measured: Measurements, left_out: Sequence[Tuple[str, float]], bootstrap: int = 0
+    measured: Measurements, left_out: Sequence[Tuple[str, float]]
 ) -> Dict[str, Any]:
     """Ranges, errors and warnings of a surface, by name."""
 
@@ -90,18 +96,9 @@ def fit_surface(
         return dict(zip(names, (found.mean, found.worst, len(found.measured))))
 
     options: Any = scaled_options(measured)
-    surface = Surface.fit(measured, bootstrap=bootstrap, **options)
+    surface = Surface.fit(measured, **options)
     result: Dict[str, Any] = dict(law="surface", runs=len(measured))
     result |= {name: list(ends) for name, ends in surface.ranges.items()}
-    if bootstrap:
-        last = surface.ranges["measured_steps"][1]
-        at = surface.parameters[:, None], last, surface.ratio
-        low, high = surface.interval(*at)
-        width = (high - low) / surface.loss(*at) / 2
-        result["95 % interval"] = (
-            f"+-{width.mean():.2%} of the loss in the mean, +-{width.max():.2%} at "
-            f"most (after {last:g} steps, of {surface.resampled})"
-        )
     held = continued(measured, **options)
     if held is not None:
         result["first quarter continued"] = errors(held)

@@ -101,7 +101,6 @@ OPTIONS = {
 --tokens               whole 1 1e9       ; S of an example; of the measurements, or 512
 --measurements[FILE]   text              ; of "measure"; "example": of the package
 --law                  {surface,L1,L2,paper,rule} ; fitted to measurements, or without
---bootstrap=0          whole 0 10000     ; resamples for a 95 %% interval (surface)
 --parameters           range 1 1e18      ; M, bounds of the model size
 --trainable            whole 1           ; m of M parameters, if others are frozen
 --rank                 whole 1           ; of adapters of m parameters: tells others
@@ -115,12 +114,6 @@ OPTIONS = {
 --price                number >0 1e9     ; of a device hour: tells what a run costs
 --devices=1            whole 1 1e9       ; that share the work
 --trials               whole 2 1e4       ; tells the noise if the best of them is chosen
---baseline[M,B,T]      baseline          ; to compare with; may be repeated
---seconds              number >0         ; bound on time, on this machine
---memory               number >0         ; bound on bytes, on this machine
---family=bytes         text              ; what to time: module:function
---text                 text              ; what to time byte transformers on
---device=cpu           text              ; where to time
 """,
     "calibrate": _BUDGET
     + """
@@ -147,7 +140,7 @@ noise-batch ratios, 0 for noise-free
 measurements           text              ; of "measure", a table (CSV), or "example"
 --law=surface          text              ; surface, L1, L2 or one of planner.laws
 --hold-out[NAME=VALUE] hold-out          ; parameters, ratio or steps, to be predicted
---bootstrap=0          whole 0 10000     ; resamples for 95 %% intervals
+--bootstrap=0          whole 0 10000     ; resamples for 95 %% intervals of a formula
 --drop=0               whole 0           ; rows of the fewest tokens a parameter to drop
 """,
     "check": """
@@ -238,13 +231,6 @@ def _words(text: str) -> List[str]:
     return [word for word in text.split(",") if word]
 
 
-def _baseline(text: str) -> Tuple[float, ...]:
-    values = tuple(_number("1", "1e18")(part) for part in text.split(","))
-    if len(values) != 3:
-        raise argparse.ArgumentTypeError(f"{text!r} is not PARAMETERS,BATCH_SIZE,STEPS")
-    return values
-
-
 def _hold_out(text: str) -> Tuple[str, float]:
     name, _, value = text.partition("=")
     if name not in ("parameters", "ratio", "steps"):
@@ -263,7 +249,6 @@ _TYPES: Dict[str, Callable[..., Parse]] = {
     "whole-range": partial(_range, whole=True),
     "text": lambda: str,
     "words": lambda: _words,
-    "baseline": lambda: _baseline,
     "hold-out": lambda: _hold_out,
 }
 
@@ -288,7 +273,7 @@ def _add_option(add: Callable, option: str) -> None:
         given["action"] = "store_true"
     else:
         given["type"] = _TYPES[kind](*bounds)
-    if kind in ("baseline", "hold-out"):
+    if kind == "hold-out":
         given |= {"action": "append", "default": []}
     add(*flags.strip("!").split(","), **given)
 
@@ -318,12 +303,8 @@ def parse(argv: Optional[Sequence[str]] = None) -> argparse.Namespace:
 
 
 def needs_torch(args: argparse.Namespace) -> bool:
-    """True if a command trains or reads a model; a plan does if it is to be timed."""
-    return args.command in ("measure", "check", "audit", "statement") or _timed(args)
-
-
-def _timed(args: argparse.Namespace) -> bool:
-    return args.command == "plan" and bool(args.seconds or args.memory or args.text)
+    """True if a command trains or reads a model."""
+    return args.command in ("measure", "check", "audit", "statement")
 
 
 def _problems(args: argparse.Namespace) -> Iterator[str]:
@@ -337,9 +318,8 @@ def _problems(args: argparse.Namespace) -> Iterator[str]:
             yield f"batch_size must be at most {fewest}, all examples; got {least:g}"
     if args.command == "plan":
         yield from _problems_of_plan(args)
-    if (_timed(args) or args.command == "measure") and not args.text:
-        if args.family == "bytes":
-            yield "the family of byte transformers needs a text: --text FILE"
+    if args.command == "measure" and args.family == "bytes" and not args.text:
+        yield "the family of byte transformers needs a text: --text FILE"
     for name in ("measurements", "noise_free", "text", "checkpoint"):
         path = given.get(name)
         if path and path != "example" and not os.path.exists(path):
@@ -361,8 +341,6 @@ def _problems_of_plan(args: argparse.Namespace) -> Iterator[str]:
             yield f"{flag} is of one model: --parameters is its size, one number"
         if args.measurements or args.law not in (None, "rule"):
             yield f"{flag} goes without --measurements and --law"
-        if _timed(args):
-            yield f"{flag} goes without --seconds, --memory and --text"
     if args.noise_free and args.law:
         yield "--noise-free goes without --law"
     if args.trainable and args.trainable > high:
@@ -372,9 +350,6 @@ def _problems_of_plan(args: argparse.Namespace) -> Iterator[str]:
     cost = args.price or args.devices > 1 or args.utilization
     if cost and args.device_flops is None:
         yield "--price, --devices and --utilization need --device-flops"
-    surface = args.measurements and args.law in (None, "surface")
-    if args.bootstrap and not surface:
-        yield "--bootstrap is of the surface, which is fitted to --measurements"
     if args.law and bool(args.measurements) == (args.law in ("paper", "rule")):
         yield (
             "--law surface, L1 and L2 are fitted to --measurements, paper and rule go "

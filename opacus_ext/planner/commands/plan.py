@@ -12,7 +12,7 @@ from opacus_ext.planner.candidates import Candidates
 from opacus_ext.planner.changes import by_rank, doubled_loss, doubled_noise
 from opacus_ext.planner.commands.fit import PRIVATE_LAWS, read_measurements
 from opacus_ext.planner.commands.output import print_result, show
-from opacus_ext.planner.cost import Device
+from opacus_ext.planner.cost import cost
 from opacus_ext.planner.laws import LAWS, private_rows
 from opacus_ext.planner.loss_model import LossModel
 from opacus_ext.planner.noise_free import NoiseFree
@@ -36,17 +36,12 @@ def run(args: argparse.Namespace) -> int:
     """
     law, notes = _law(args)
     hopeless: List[HopelessError] = []
-    probed = _probe(args)
     plans: List[Plan] = []
     rows: List[Row] = []
     common: Any = {name: getattr(args, name) for name in _OF_BUDGET}
-    common |= dict(
-        tokens=args.tokens or law.tokens or 512,
-        seconds=args.seconds or math.inf,
-        memory=args.memory or math.inf,
-    )
+    common["tokens"] = args.tokens or law.tokens or 512
     for users, epsilon in product(args.users, args.epsilon):
-        table = Candidates(Budget(users=users, epsilon=epsilon, **common), law, probed)
+        table = Candidates(Budget(users=users, epsilon=epsilon, **common), law)
         for flops in args.flops:
             try:
                 plans.append(table.best(flops))
@@ -56,8 +51,8 @@ def run(args: argparse.Namespace) -> int:
     if not plans:
         raise hopeless[0]
     notes += dict.fromkeys(map(str, hopeless))
-    if len(rows) > 1 and (args.rank or args.trials or args.baseline) and not args.json:
-        notes.append("Of several budgets ranks, trials and baselines are in --json.")
+    if len(rows) > 1 and (args.rank or args.trials) and not args.json:
+        notes.append("Of several budgets ranks and trials are in --json.")
     if args.delta * max(args.users) > 1:
         notes.append(
             f"delta={args.delta:g} is more than one in {max(args.users):g} users; a "
@@ -97,7 +92,7 @@ def _law(args: argparse.Namespace) -> Tuple[LossModel, List[str]]:
     measured = read_measurements(args.measurements)
     source = f"{args.measurements}, {len(measured)} runs of {measured.family!r}"
     if chosen == "surface":
-        return LossModel.of_measurements(measured, source, args.bootstrap), []
+        return LossModel.of_measurements(measured, source), []
     loss, inputs, groups = private_rows(measured)
     given: Any = inputs
     fitted = LAWS[PRIVATE_LAWS[chosen]].fit(loss, groups=groups, **given)
@@ -105,15 +100,6 @@ def _law(args: argparse.Namespace) -> Tuple[LossModel, List[str]]:
     steps = measured.steps.min(), measured.steps.max()
     meta = measured.tokens, measured.batch_size
     return LossModel.of_fit(fitted, sizes, steps, *meta), list(fitted.warnings)
-
-
-def _probe(args: argparse.Namespace) -> Any:
-    if args.seconds is None and args.memory is None and args.text is None:
-        return None
-    from opacus_ext.planner.families import find_family
-    from opacus_ext.planner.probe import probe
-
-    return probe(find_family(args.family, args.text), device=args.device)
 
 
 def _fields(plan: Any, names: str) -> Row:
@@ -144,12 +130,6 @@ def _row(args: argparse.Namespace, table: Candidates, plan: Plan) -> Row:
         for other in table.by_batch_size(flops, within=0.05, most=9)
     ]
     row["trials"] = args.trials and _search(args.trials, plan)
-    names = "parameters", "batch_size", "steps"
-    row["baselines"] = []
-    for baseline in args.baseline:
-        saved = table.savings(*baseline)
-        found = dict(zip(names, baseline)) | saved._asdict() | {"saved": saved.share}
-        row["baselines"].append(found)
     return row
 
 
@@ -157,8 +137,8 @@ def _cost(args: argparse.Namespace, plan: Plan) -> Optional[Row]:
     if args.device_flops is None:
         return None
     share = args.utilization or 0.3
-    device = Device(args.device_flops, share, args.price, args.devices)
-    return device.cost(plan.flops)._asdict()
+    given = args.device_flops, share, args.price, args.devices
+    return cost(plan.flops, *given)._asdict()
 
 
 def _search(trials: int, plan: Plan) -> Any:
@@ -193,10 +173,8 @@ def _one_plan(plan: Plan, row: Row) -> Row:
         "noise-batch ratio": f"{show(plan.ratio)} (norm of the noise "
         f"{show(plan.noise_norm)})",
         "loss": None if plan.loss is None else f"{show(plan.loss)} nats a {unit}",
-        "95 % interval": plan.interval,
         "membership advantage": f"{show(plan.advantage)} at most",
         "learning rate": plan.learning_rate,
-        "seconds here": plan.seconds,
         "cost": row["cost"],
         "about as good (1 %)": near,
         "enough compute (1 %)": enough,
@@ -206,7 +184,6 @@ def _one_plan(plan: Plan, row: Row) -> Row:
         "without privacy": row["not_private"],
         "other batch sizes of equal epsilon and compute": row["same_epsilon"],
         "adapters of other ranks, same compute": row["ranks"],
-        "baselines": row["baselines"],
         "noise of each run, if one of several is chosen": row["trials"],
         "code": plan.code(),
     }
