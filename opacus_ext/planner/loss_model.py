@@ -118,7 +118,8 @@ class LossModel:
         cls, measurements: Any, source: str, **options: Any
     ) -> LossModel:
         """
-        A surface fitted to measured runs, and the error of its continuation.
+        A surface fitted to measured runs, within its ranges and four times the measured
+        steps, and the error of its continuation.
 
         Args:
             measurements: as of :meth:`Surface.fit`, as are the options
@@ -126,40 +127,26 @@ class LossModel:
         """
         options = options or scaled_options(measurements)
         surface = Surface.fit(measurements, **options)
-        held = continued(measurements, **options)
-        found = {}
-        if held is not None:
-            found["continuation"] = (
-                f"continued from their first quarter, the rest of the runs was missed "
-                f"by {held.mean:.1%} of the loss in the mean and {held.worst:.1%} at "
-                "most"
-            )
-        meta = measurements.tokens, measurements.batch_size
-        return cls.of_surface(surface, source, *meta, **found)
-
-    @classmethod
-    def of_surface(
-        cls,
-        surface: Surface,
-        source: str,
-        tokens: int = 0,
-        batch_size: int = 0,
-        **options: Any,
-    ) -> LossModel:
-        """A fitted surface, within its ranges and four times the measured steps."""
 
         def loss(parameters: Any, batch_size: Any, steps: Any, ratio: Any) -> Any:
             found = surface.loss(parameters, steps, ratio, outside="nan")
             most = 4 * surface.measured_steps(parameters, ratio)
             return np.where(np.asarray(steps) <= most, found, np.nan)
 
-        ranges = surface.ranges
+        ranges, found = surface.ranges, {}
+        held = continued(measurements, **options)
+        if held is not None:
+            found["continuation"] = (
+                f"continued from their first quarter, the rest of the runs was missed "
+                f"by {held.mean:.1%} of the loss in the mean and {held.worst:.1%} at "
+                "most"
+            )
         return cls(
             loss,
             ranges["parameters"],
             ranges["steps"],
-            tokens=tokens,
-            batch_size=batch_size,
+            tokens=measurements.tokens,
+            batch_size=measurements.batch_size,
             kind=MEASURED,
             source=source,
             learning_rate=surface.learning_rate,
@@ -167,7 +154,7 @@ class LossModel:
             measured=surface.measured_steps,
             least_ratio=ranges["ratio"][0],
             warnings=surface.warnings,
-            **options,
+            **found,
         )
 
     @classmethod

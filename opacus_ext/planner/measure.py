@@ -97,7 +97,7 @@ def measure(
     checked("steps", steps, at_least=every)
     checked("batch_size", batch_size, at_least=1, at_most=len(family.dataset))
     path = Path(path)
-    _mend(path)
+    path.open("a").close()  # or it can't be written, which is known before training
     known = {_key(run): run for run in read_runs(path)}
     settings = dict(
         batch_size=batch_size,
@@ -125,23 +125,6 @@ def measure(
                 file.write(json.dumps(run, allow_nan=False) + "\n")
             known[_key(run)] = run
     return Measurements.of_runs(known[_key(run)] for run in grid)
-
-
-def _mend(path: Path) -> None:
-    """
-    Makes the file, if there is none, so that a path that can't be written is refused
-    before hours of training; and removes a last line that was cut off.
-    """
-    with path.open("a+b") as file:
-        file.seek(0)
-        whole, newline, last = file.read().rpartition(b"\n")
-        if not last:
-            return
-        try:
-            json.loads(last)
-            file.write(b"\n")
-        except ValueError:
-            file.truncate(len(whole) + len(newline))
 
 
 def _digest(dataset: Any) -> str:

@@ -1,5 +1,5 @@
 """
-The privacy cost of a search for settings, and the trade-off curve of a run.
+The privacy cost of a search for settings.
 
 Several trainings on the private data, of which the best model is kept, spend more than
 one run. Three ways to account for them:
@@ -21,13 +21,13 @@ from contextlib import suppress
 from typing import Any, Dict, Sequence
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 from scipy.optimize import brentq
 from scipy.special import gammaln, logsumexp
 
 from opacus_ext.accountants import calibration
 from opacus_ext.accountants.saddle_point import PrivacyLoss, SampledGaussian
-from opacus_ext.accountants.solver import checked, plain
+from opacus_ext.accountants.solver import checked
 from opacus_ext.refused import Refused
 
 #: Orders of Renyi divergence that are tried.
@@ -191,32 +191,3 @@ def renyi(
         law = PrivacyLoss(SampledGaussian(s, q, 1), tilts.max() + 9 * s + 1, 1.0)
         moments[~whole] = [law.tilted(tilt)[2] for tilt in tilts]
     return steps * moments / (orders - 1)
-
-
-def trade_off(
-    noise_multiplier: float, sample_rate: float, steps: int, false_alarms: ArrayLike
-) -> Any:
-    """
-    Returns the f-DP curve: the least false negative rate of any membership test, by its
-    false positive rate alpha. It conjugates the privacy profile (Dong, Roth and Su
-    2022, "Gaussian differential privacy", section 2), for both directions,
-
-        f(alpha) = max over epsilon >= 0 of max(0, 1 - delta - exp(epsilon) alpha,
-        exp(-epsilon) (1 - delta - alpha)),
-
-    here over a grid of epsilon, and so never above the true curve.
-
-    Example:
-        >>> trade_off(10.0, 1.0, 100, [0.0, 0.5, 1.0]).round(3).tolist()
-        [1.0, 0.159, 0.0]
-    """
-    alpha = checked("false_alarms", false_alarms, at_least=0, at_most=1)
-    one = calibration.epsilon(noise_multiplier, sample_rate, steps, 1e-9)
-    epsilon = np.linspace(0, max(float(one), 1e-3), 60)
-    lost = np.asarray(calibration.delta(noise_multiplier, sample_rate, steps, epsilon))
-    at = alpha[..., None]
-    found = np.maximum(
-        1 - lost - np.exp(epsilon) * at, np.exp(-epsilon) * (1 - lost - at)
-    ).max(-1)
-    # Only where no epsilon of the grid is large enough for alpha = 0.
-    return plain(np.where(alpha == 0, 1.0 - lost.min(), np.maximum(found, 0)))

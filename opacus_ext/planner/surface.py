@@ -19,7 +19,7 @@ from scipy.interpolate import RegularGridInterpolator
 
 from opacus_ext.accountants.solver import checked
 from opacus_ext.planner import readings
-from opacus_ext.planner.form import broadcast, positive
+from opacus_ext.planner.law import broadcast, positive
 from opacus_ext.planner.readings import Cell, Curve
 from opacus_ext.refused import Refused
 

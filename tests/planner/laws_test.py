@@ -70,23 +70,6 @@ def test_slopes_are_those_of_finite_differences(name):
         assert np.broadcast_to(slope, 9) == pytest.approx(expected, 1e-5, 1e-9), key
 
 
-# Each kind: with noise, of two inputs, of one, and without a logarithm of its own.
-@pytest.mark.parametrize(
-    "name", ["private", "kaplan_parameters_tokens", "critical_batch"]
-)
-def test_intervals_cover_a_known_law(name):
-    """One draw of noise, 99 %: fails if intervals are off or far too narrow."""
-    known, ranges = KNOWN[name]
-    inputs = sample(ranges, 150, seed=1)
-    noise = np.exp(0.005 * np.random.default_rng(3).standard_normal(150))
-    loss = known.predict(**inputs) * noise
-    fit = known.law.fit(loss, descents=2, bootstrap=60, **inputs)
-    assert not fit.warnings
-    for parameter, (low, high) in fit.intervals(0.99).items():
-        assert low <= known.parameters[parameter] <= high, parameter
-        assert low < fit.parameters[parameter] < high
-
-
 @pytest.mark.skipif(not CHINCHILLA_CSV, reason="OPACUS_EXT_CHINCHILLA is not set")
 def test_chinchilla_s_runs():
     with open(CHINCHILLA_CSV, newline="") as file:
@@ -133,31 +116,6 @@ def test_formulas():
     assert found.shape == (2, 3)
 
 
-def test_bootstrap():
-    """A seed fixes it; rows of one run share its error, so runs are resampled whole."""
-    rng = np.random.default_rng(0)
-    runs, each = 12, 10
-    ends = {"loss": (2, 7)}
-    inputs = {n: np.repeat(x, each) for n, x in sample(ends, runs).items()}
-    error = np.repeat(np.exp(0.02 * rng.standard_normal(runs)), each)
-    loss = KAPLAN["critical_batch"].predict(**inputs) * error
-    fits = [
-        laws.critical_batch.fit(
-            loss, groups=groups, descents=2, bootstrap=60, seed=seed, **inputs
-        )
-        for groups, seed in (
-            (None, 0),
-            (np.repeat(np.arange(runs), each), 0),
-            (None, 0),
-            (None, 1),
-        )
-    ]
-    rows, groups, same, other = (fit.intervals() for fit in fits)
-    assert same == rows != other
-    width = [high - low for low, high in (rows["alpha_B"], groups["alpha_B"])]
-    assert width[1] > 2 * width[0]
-
-
 def test_degenerate_fits_are_reported():
     inputs = sample(KNOWN["chinchilla"][1], 60)
     size, tokens = inputs["parameters"], inputs["tokens"]
@@ -168,7 +126,7 @@ def test_degenerate_fits_are_reported():
         (400 / size**0.34 + 400 / tokens**0.28, "E = ", "no effect"),  # no constant
         (noise, "", ""),
     ):
-        fit = laws.chinchilla.fit(loss, descents=2, bootstrap=3, **inputs)
+        fit = laws.chinchilla.fit(loss, descents=2, **inputs)
         assert any(w.startswith(start) and message in w for w in fit.warnings)
         assert all(w in str(fit) for w in fit.warnings)
 

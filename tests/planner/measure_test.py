@@ -32,19 +32,6 @@ def test_every_cell_is_measured_at_several_steps(tmp_path):
     assert (runs.loss < 7).all()  # log 257 is 5.5
 
 
-@pytest.mark.parametrize("cut", [1, 40])  # the end of the line; within it
-def test_a_line_that_was_cut_off_is_no_obstacle(cut, tmp_path):
-    path = tmp_path / "runs.jsonl"
-    whole = measure(family(), path, **GRID)
-    path.write_text(path.read_text()[:-cut])
-    again = measure(family(), path, **GRID)
-    np.testing.assert_array_equal(whole.loss, again.loss)
-    more = {**GRID, "ratios": [0, 0.1, 0.2]}
-    path.write_text(path.read_text()[:-cut])
-    assert len(measure(family(), path, **more)) == 6
-    assert len(path.read_text().splitlines()) == 6
-
-
 def test_what_cannot_be_written_is_not_trained(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "train", lambda *_: pytest.fail("trained"))
     with pytest.raises(OSError):

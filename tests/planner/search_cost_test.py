@@ -3,8 +3,6 @@
 import numpy as np
 import pytest
 from opacus.accountants.analysis.rdp import compute_rdp
-from scipy.special import ndtri
-from scipy.stats import norm
 
 from opacus_ext.planner import search_cost
 from opacus_ext.refused import Refused
@@ -74,12 +72,3 @@ def test_a_search_costs_little_more_for_more_trials():
         search_cost.search_noise(0.001, 1e-6, 1000, 0.01, trials=50)
     with pytest.raises(Refused, match="trials must be finite and above 1"):
         search_cost.search_noise(*budget, trials=1)
-
-
-def test_the_trade_off_curve():
-    """Without sampling a run is one Gaussian mechanism of mu = sqrt(T) / sigma."""
-    noise, steps, mu = 20.0, 100, 0.5
-    alpha = np.array([0.01, 0.2, 0.5, 0.9])
-    exact = norm.cdf(ndtri(1 - alpha) - mu)  # Dong, Roth and Su, equation 6
-    found = search_cost.trade_off(noise, 1.0, steps, alpha)
-    assert (found <= exact + 1e-6).all() and np.abs(found - exact).max() < 1e-3

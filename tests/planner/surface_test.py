@@ -250,7 +250,7 @@ def test_steps_measured_of_a_size_and_ratio(tmp_path):
     surface = Surface.fit(m, **options)
     found = surface.measured_steps([1e4, 5e4, 1e5, 2e5, 9e9], [[0.0], [5e-4], [2e-3]])
     assert found.tolist() == [[1000, 1000, 1000, 200, 200]] * 2 + [[200] * 5]
-    law = LossModel.of_surface(surface, "made up")
+    law = LossModel.of_measurements(m, "made up", **options)
     assert np.isfinite(law.loss(5e4, 1, 4000, 1e-4))
     assert np.isfinite(law.loss(2e5, 1, 800, 1e-4))
     assert np.isnan(law.loss(2e5, 1, 801, 1e-4))

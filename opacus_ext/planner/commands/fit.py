@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 from typing import Any, Dict, Sequence, Tuple
 
-import numpy as np
-
 from opacus_ext.planner.commands.output import print_result
 from opacus_ext.planner.laws import LAWS, Law, private_rows
 from opacus_ext.planner.measurements import EXAMPLE, Measurements, read_table
@@ -22,12 +20,6 @@ def run(args: argparse.Namespace) -> int:
     """Fits a law to measurements, and predicts what was held out."""
     name = PRIVATE_LAWS.get(args.law, args.law)
     if name == "surface":
-        if args.bootstrap:
-            raise Refused(
-                "--bootstrap is for formulas, such as --law L1.",
-                parameter="--bootstrap",
-                remedy="How wrong a surface is, --hold-out tells.",
-            )
         measured = read_measurements(args.measurements)
         result = fit_surface(measured, args.hold_out)
     else:
@@ -43,21 +35,19 @@ def _fit(args: argparse.Namespace, name: str) -> Dict[str, Any]:
     if args.hold_out:
         raise Refused("--hold-out is for --law surface.", parameter="--hold-out")
     inputs: Dict[str, Any]
-    law, groups = LAWS[name], None
+    law = LAWS[name]
     if name.startswith("private"):
-        loss, inputs, groups = private_rows(read_measurements(args.measurements))
+        loss, inputs, _ = private_rows(read_measurements(args.measurements))
     else:
-        loss, inputs = _columns(args.measurements, law, args.drop)
-    found = law.fit(loss, bootstrap=args.bootstrap, groups=groups, **inputs)
+        loss, inputs = _columns(args.measurements, law)
+    found = law.fit(loss, **inputs)
     result = dict(law=name, rows=found.rows, objective=found.objective)
     result |= found.parameters
-    if args.bootstrap:
-        result["intervals"] = found.intervals()
     result["warnings"] = list(found.warnings)
     return result
 
 
-def _columns(path: str, law: Law, drop: int) -> Tuple[Any, Dict[str, Any]]:
+def _columns(path: str, law: Law) -> Tuple[Any, Dict[str, Any]]:
     """A law's inputs from a table, by their names or those of Chinchilla's data."""
     aliases = {"Model Size": "parameters", "Training FLOP": "flops"}
     table = {aliases.get(name, name): x for name, x in read_table(path).items()}
@@ -70,15 +60,7 @@ def _columns(path: str, law: Law, drop: int) -> Tuple[Any, Dict[str, Any]]:
             parameter="measurements",
             remedy=f"{law.name} needs {law.target} and {', '.join(law.inputs)}.",
         )
-    kept: Any = slice(None)
-    if drop:
-        if not {"tokens", "parameters"} <= table.keys() or drop >= len(table["tokens"]):
-            raise Refused(
-                f"--drop {drop}: there are not so many rows of tokens a parameter.",
-                parameter="--drop",
-            )
-        kept = np.argsort(table["tokens"] / table["parameters"])[drop:]
-    return table[law.target][kept], {name: table[name][kept] for name in law.inputs}
+    return table[law.target], {name: table[name] for name in law.inputs}
 
 
 def read_measurements(name: str) -> Measurements:

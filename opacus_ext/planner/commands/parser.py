@@ -28,20 +28,21 @@ Each command tells more: opacus-ext plan --help""",
   a rule of thumb, without a loss; for masked language models the paper's law
     opacus-ext plan --users 1e6 --epsilon 4 --flops 1e19
     opacus-ext plan --users 1e6 --epsilon 4 --flops 1e19 --law paper
-  by the measurements of the package, or yours; what a choice of someone loses
-    opacus-ext plan --users 1e7 --epsilon 4 --flops 1e15 --measurements example \\
-        --baseline 4e5,256,700
-    opacus-ext plan --users 1e5:1e7:3 --epsilon 1,4,16 --measurements runs.jsonl --json
+  by the measurements of the package, or yours; of a configuration of yours
+    opacus-ext plan --users 1e5,1e6 --epsilon 1,4,16 --measurements example --json
+    opacus-ext plan --users 1e7 --epsilon 4 --measurements runs.jsonl \\
+        --parameters 4e5 --batch-size 256 --steps 700
   an adapter, other ranks, what it costs; its loss, by a run without noise
     opacus-ext plan --users 50000 --epsilon 8 --delta 1e-6 --parameters 6.7e9 \\
         --trainable 4.2e6 --rank 8 --flops 1e19 --device-flops 3e14 --price 2.5 \\
         --noise-free run.csv
 
-A number is a list (1,4,16) or a range (1:64:4, four values from 1 to 64 in equal
-ratios), where "ranges" is said; a bound is LOW:HIGH, or one number.""",
+A number is a list (1,4,16) where "lists" is said; a bound is LOW:HIGH, or one number.
+A configuration of yours is planned where --parameters, --batch-size and --steps are one
+number each.""",
     "calibrate": """examples:
   opacus-ext calibrate --users 1e6 --epsilon 4 --batch-size 4096 --steps 10000
-  opacus-ext calibrate --users 1e5,1e6 --epsilon 1:64:4 --batch-size 1e3:1e5:3 \\
+  opacus-ext calibrate --users 1e5,1e6 --epsilon 1,4,16 --batch-size 1e3,1e4 \\
       --steps 16000 --delta 1e-8 --json""",
     "measure": """examples:
   opacus-ext measure --text input.txt --out runs.jsonl --sizes 16x2,64x2
@@ -51,8 +52,8 @@ Stopped, the same command goes on. The runs are not private in the text.""",
     "fit": """examples:
   opacus-ext fit example
   opacus-ext fit runs.jsonl --hold-out parameters=366336 --hold-out ratio=0.0625
-  opacus-ext fit runs.jsonl --law L2 --bootstrap 100
-  opacus-ext fit chinchilla.csv --law chinchilla --drop 5""",
+  opacus-ext fit runs.jsonl --law L2
+  opacus-ext fit chinchilla.csv --law chinchilla""",
     "check": """examples:
   opacus-ext check ./my-checkpoint              a folder of transformers
   opacus-ext check my_package.my_module:case    returns model, batch, loss_fn
@@ -83,8 +84,8 @@ COMMANDS = {
 }
 
 _BUDGET = """
---users!               numbers 1 1e15    ; N, people; ranges
---epsilon!             numbers >0 1e6    ; of the whole run; ranges
+--users!               numbers 1 1e15    ; N, people; lists
+--epsilon!             numbers >0 1e6    ; of the whole run; lists
 --delta=1e-8           number 1e-100 0.5 ; of the whole run
 --records-per-user=1   whole 1           ; examples that a user has
 --sampling=users       {users,records}   ; what a step draws; users are always protected
@@ -97,7 +98,7 @@ _BUDGET = """
 OPTIONS = {
     "plan": _BUDGET
     + """
---flops=inf            numbers >0        ; C, of the whole training; ranges
+--flops=inf            numbers >0        ; C, of the whole training; lists
 --tokens               whole 1 1e9       ; S of an example; of the measurements, or 512
 --measurements[FILE]   text              ; of "measure"; "example": of the package
 --law                  {surface,L1,L2,paper,rule} ; fitted to measurements, or without
@@ -117,8 +118,8 @@ OPTIONS = {
 """,
     "calibrate": _BUDGET
     + """
---batch-size!          numbers 1         ; B, expected, at most all users; ranges
---steps!               wholes 1 1e9      ; T; ranges
+--batch-size!          numbers 1         ; B, expected, at most all users; lists
+--steps!               wholes 1 1e9      ; T; lists
 """,
     "measure": """
 --out![FILE]           text              ; runs are appended, one a line
@@ -140,8 +141,6 @@ noise-batch ratios, 0 for noise-free
 measurements           text              ; of "measure", a table (CSV), or "example"
 --law=surface          text              ; surface, L1, L2 or one of planner.laws
 --hold-out[NAME=VALUE] hold-out          ; parameters, ratio or steps, to be predicted
---bootstrap=0          whole 0 10000     ; resamples for 95 %% intervals of a formula
---drop=0               whole 0           ; rows of the fewest tokens a parameter to drop
 """,
     "check": """
 target                 text              ; a folder of transformers, or module:function
@@ -193,25 +192,9 @@ def _number(low: str = "0", high: str = "inf", whole: bool = False) -> Parse:
 
 
 def _numbers(low: str = "0", high: str = "inf", whole: bool = False) -> Parse:
-    """Several numbers, as "1,4,16" or "LOW:HIGH:COUNT", in equal ratios."""
+    """Several numbers, as "1,4,16"."""
     one = _number(low, high, whole)
-
-    def parse(text: str) -> List[float]:
-        if ":" not in text:
-            return [one(part) for part in text.split(",")]
-        parts = text.split(":")
-        if len(parts) != 3:
-            raise argparse.ArgumentTypeError(f"{text!r} is not LOW:HIGH:COUNT")
-        first, last = one(parts[0]), one(parts[1])
-        count = int(_number("2", "1000", whole=True)(parts[2]))
-        if not 0 < first < last < math.inf:
-            raise argparse.ArgumentTypeError(f"{text!r} does not go from low to high")
-        ratio = (last / first) ** (1 / (count - 1))
-        values = [first * ratio**i for i in range(count - 1)] + [last]
-        rounded = [float(f"{v:.6g}") for v in values]
-        return [one(str(round(v) if whole else v)) for v in rounded]
-
-    return parse
+    return lambda text: [one(part) for part in text.split(",")]
 
 
 def _range(low: str = "0", high: str = "inf", whole: bool = False) -> Parse:
@@ -332,19 +315,14 @@ def _problems(args: argparse.Namespace) -> Iterator[str]:
 def _problems_of_plan(args: argparse.Namespace) -> Iterator[str]:
     if max(args.epsilon) > 100:
         yield f"epsilon={max(args.epsilon):g} is above 100: that is no privacy"
-    low, high = args.parameters or (0, math.inf)
     for name in ("trainable", "noise_free"):
         flag = "--" + name.replace("_", "-")
         if getattr(args, name) is None:
             continue
-        if low != high:
-            yield f"{flag} is of one model: --parameters is its size, one number"
         if args.measurements or args.law not in (None, "rule"):
             yield f"{flag} goes without --measurements and --law"
     if args.noise_free and args.law:
         yield "--noise-free goes without --law"
-    if args.trainable and args.trainable > high:
-        yield f"--trainable is at most {high:g}, the model's parameters"
     if args.rank and args.trainable is None:
         yield "--rank needs --trainable, the parameters of adapters of this rank"
     cost = args.price or args.devices > 1 or args.utilization

@@ -93,9 +93,9 @@ def _law(args: argparse.Namespace) -> Tuple[LossModel, List[str]]:
     source = f"{args.measurements}, {len(measured)} runs of {measured.family!r}"
     if chosen == "surface":
         return LossModel.of_measurements(measured, source), []
-    loss, inputs, groups = private_rows(measured)
+    loss, inputs, _ = private_rows(measured)
     given: Any = inputs
-    fitted = LAWS[PRIVATE_LAWS[chosen]].fit(loss, groups=groups, **given)
+    fitted = LAWS[PRIVATE_LAWS[chosen]].fit(loss, **given)
     sizes = measured.sizes[0], measured.sizes[-1]
     steps = measured.steps.min(), measured.steps.max()
     meta = measured.tokens, measured.batch_size
