@@ -8,8 +8,7 @@ from opacus_ext.planner.laws import CHINCHILLA, KAPLAN, Fit, Law
 from opacus_ext.planner.loss_model import LossModel
 from opacus_ext.planner.measurements import Measurements
 from opacus_ext.planner.plan import Plan
-from opacus_ext.planner.prediction_error import hold_out
-from opacus_ext.planner.surface import Surface, scaled_options
+from opacus_ext.planner.surface import Surface, hold_out, scaled_options
 
 __all__ = [
     "CHINCHILLA",

@@ -16,12 +16,12 @@ from typing import Any, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
 
-from opacus_ext.planner.budget import Budget, HopelessError
-from opacus_ext.planner.lattice import lattice
+from opacus_ext.planner.budget import Budget, HopelessError, Range
 from opacus_ext.planner.loss_model import (
     MEASURED,
     NOISE_FREE,
     PAPER,
+    RULE,
     LossModel,
     compute,
 )
@@ -31,6 +31,40 @@ from opacus_ext.progress import progress
 from opacus_ext.refused import Refused
 
 _NEAR_END = 1.1  # a point of the lattice of sizes, and of steps
+# Points to a factor of two. Those of batches and steps divide those of sizes: at any
+# size, batches and steps then leave the same share of the compute unused, which does
+# not favor a size.
+POINTS = {"parameters": 8, "trainable": 8, "batch_size": 4, "steps": 8}
+
+
+def lattice(name: str, covered: Tuple[float, float], wanted: Range) -> np.ndarray:
+    """Whole numbers of a range, the same for every budget, and its ends if given."""
+    points = POINTS[name]
+    low, high = covered
+    if wanted is not None:
+        low, high = max(low, wanted[0]), min(high, wanted[1])
+        if low > high:
+            given = " to ".join(f"{end:g}" for end in sorted(set(wanted)))
+            raise Refused(
+                f"{name}={given} is outside of what is known, {covered[0]:g} to "
+                f"{covered[1]:g}.",
+                parameter=name,
+            )
+    first = math.floor(points * math.log2(low))
+    last = math.ceil(points * math.log2(high))
+    values = np.round(2.0 ** (np.arange(first, last + 1) / points))
+    values = values[(values >= low) & (values <= high)]
+    # An end that was asked for, not one that a budget set: a larger one moves that.
+    ends = [] if wanted is None else [math.ceil(wanted[0]), math.floor(wanted[1])]
+    if name != "batch_size" and wanted is None:
+        ends = [math.ceil(low), math.floor(high)]
+    values = np.unique([*values, *(e for e in ends if low <= e <= high)])
+    if not len(values):
+        raise Refused(
+            f"There is no whole number of {name} in [{low:g}, {high:g}].",
+            parameter=name,
+        )
+    return values
 
 
 class Near(NamedTuple):
@@ -60,13 +94,10 @@ class Candidates:
         law: predicts the loss
 
     Attributes:
-        parameters: ``[M]``
-        trainable: trainable parameters, ``[M]``
+        parameters, trainable: ``[M]``
         batch_size: ``[B]``
         steps: ``[T]``
-        ratio: ``[B, T]``
-        noise_multiplier: ``[B, T]``
-        amplified: ``[B, T]``
+        ratio, noise_multiplier, amplified: ``[B, T]``
         flops: ``[M, B, T]``
         loss: ``[M, B, T]``; nan beyond the law's range
 
@@ -156,12 +187,12 @@ class Candidates:
         batch, steps = self.batch_size[j], self.steps[k]
         law, budget = self.law, self.budget
         # The grid's noise is interpolated, so that a plan has its own.
-        noise, ratio, amplified = noise_of(budget, batch, steps)
+        noise, ratio, amplified = map(float, noise_of(budget, batch, steps))
         loss = float(law.loss(trained, batch, steps, ratio))
         if not math.isfinite(loss):  # the grid's noise is lower, at the law's very edge
             loss = float(self.loss[i, j, k])
         rate = law.learning_rate and float(law.learning_rate(trained, steps, ratio))
-        drawn = float(noise), float(batch), float(steps), bool(amplified)
+        drawn = noise, float(batch), float(steps), bool(amplified)
         return Plan(
             parameters=int(size),
             trainable=int(trained),
@@ -170,28 +201,25 @@ class Candidates:
             examples=int(budget.examples),
             flops=float(self.flops[i, j, k]),
             tokens_per_parameter=float(batch * steps * budget.tokens / size),
-            noise_multiplier=float(noise),
-            ratio=float(ratio),
+            noise_multiplier=noise,
+            ratio=ratio,
             noise_norm=float(ratio * math.sqrt(trained)),
             amplified=bool(amplified),
-            loss=loss if law.tells_loss else None,
+            loss=None if law.kind == RULE else loss,
             kind=law.kind,
             ends={name: end for name, end, _ in self._ends((i, j, k))},
-            caveats=tuple(self._caveats((i, j, k), float(ratio))),
+            caveats=tuple(self._caveats((i, j, k), ratio)),
             advantage=advantage(budget, *drawn),
             learning_rate=rate if rate and rate > 0 else None,
             budget=replace(budget, flops=float(flops)),
         )
 
     def _ends(self, at: Sequence[int]) -> Iterator[Tuple[str, str, float]]:
-        """
-        Names of ranges with the configuration at an end, "lower" or "upper", and the
-        value there. Within a point of the lattice counts: compute may not allow the
-        very end.
-        """
+        """Names of ranges that a configuration is at an end of, the end, its value."""
         for name, i in zip(("parameters", "batch_size", "steps"), at):
             axis, value = getattr(self, name), getattr(self, name)[i]
             # The law may know fewer steps of this size, and of these steps fewer sizes.
+            # Compute may not allow the very end: a point of the lattice beside counts.
             if name == "steps":
                 axis = axis[np.isfinite(self.loss[at[0], at[1]])]
             elif name == "parameters":
@@ -250,10 +278,7 @@ class Candidates:
             )
 
     def near(self, flops: Optional[float] = None, within: float = 0.01) -> Near:
-        """
-        The configurations within a compute budget whose loss is at most a share above
-        the best one's.
-        """
+        """The configurations whose loss is at most a share above the best one's."""
         flops = self._flops(flops)
         self.best(flops)  # or the reason why there is none
         loss = self._within(flops)
@@ -292,11 +317,8 @@ class Candidates:
 
     def not_private(self, flops: Optional[float] = None) -> Optional[NotPrivate]:
         """
-        The best configuration of training without noise, of this compute; None if
-        there is none, or the law does not cover noise-free training.
-
-        Batches are the physical ones of the measurements, as in the paper: without
-        noise larger ones gain little.
+        The best configuration of training without noise, of this compute and physical
+        batches of the measurements, as in the paper; None if the law has none.
         """
         flops, batch = self._flops(flops), self.law.batch_size
         if not batch:
@@ -312,10 +334,7 @@ class Candidates:
         return NotPrivate(int(size[i, 0]), batch, int(steps[0, k]), float(loss[i, k]))
 
     def saturating(self, within: float = 0.01) -> Plan:
-        """
-        The plan at the least compute whose loss is within a share of the lowest one
-        (appendix C.1, table 2): beyond it compute hardly helps.
-        """
+        """The plan of the least compute whose loss is within a share of the lowest."""
         self.best(math.inf)  # or the reason why there is none
         enough = self.loss <= np.nanmin(self.loss) * (1 + within)
         return self.best(float(self.flops[enough].min()))

@@ -29,15 +29,9 @@ def _doubled(budget: Budget, name: str) -> Budget:
 
 def doubled_loss(table: Candidates, flops: Optional[float] = None) -> DoubledLoss:
     """
-    Relative decrease of the best loss with twice the epsilon, users or compute; nan
-    where no loss is expected, and for an epsilon above 100.
-
-    Args:
-        table: of the budget
-        flops: C at most; the budget's by default
-
-    Raises:
-        Refused: as :meth:`Candidates.best`
+    Relative decrease of the best loss, within C of ``flops`` or the budget's, with
+    twice the epsilon, users or compute; nan where no loss is expected, and for an
+    epsilon above 100.
     """
     budget = table.budget
     flops = budget.flops if flops is None else flops
@@ -85,8 +79,8 @@ def by_rank(
     They don't include what a higher rank may learn that a lower one can't.
 
     Args:
-        table: of a budget with ``trainable``
-        rank: of the adapters that have so many
+        table: of a budget with ``trainable``, the parameters of adapters of ``rank``
+        rank: 1 or more
         flops: C at most; the budget's by default
 
     Returns:

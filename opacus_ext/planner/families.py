@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import warnings
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -11,11 +10,9 @@ from typing import Any, Callable, Optional, Sequence, Tuple, Union
 
 import numpy as np
 import torch
-from opacus import PrivacyEngine
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import Dataset, TensorDataset
 
-import opacus_ext  # noqa: F401  the modes
 from opacus_ext.models.dpformer import DPFormer
 from opacus_ext.refused import Refused
 
@@ -140,25 +137,3 @@ def made_by(name: str, parameter: str, *args: Any) -> Any:
             parameter=parameter,
             remedy="Name a function that can be imported and called so.",
         ) from error
-
-
-def privately(
-    family: Family,
-    model: nn.Module,
-    loader: DataLoader,
-    learning_rate: float,
-    **options: Any,
-) -> Tuple[Any, ...]:
-    """Model, optimizer (Adam), criterion and loader of ``make_private``."""
-    params = [p for p in model.parameters() if p.requires_grad]
-    with warnings.catch_warnings():  # about arguments that are meant here
-        warnings.simplefilter("ignore")
-        return PrivacyEngine().make_private(
-            module=model,
-            optimizer=torch.optim.Adam(params, lr=learning_rate),
-            criterion=family.criterion,
-            data_loader=loader,
-            grad_sample_mode="ghost_bk",
-            poisson_sampling=False,
-            **options,
-        )

@@ -71,7 +71,6 @@ class Law:
             ``(k, {input: e})``
         target: name of what it predicts
         transforms: of inputs that the law takes otherwise than as logs
-        may_be_zero: inputs that may be 0
     """
 
     name: str
@@ -82,7 +81,6 @@ class Law:
     transforms: Mapping[str, Callable[[np.ndarray], np.ndarray]] = field(
         default_factory=dict
     )
-    may_be_zero: tuple[str, ...] = ()
 
     @cached_property
     def parameters(self) -> list[Parameter]:
@@ -149,7 +147,7 @@ class Law:
             )
         logs = {}
         for name in self.inputs:
-            values = positive(name, inputs[name], name in self.may_be_zero)
+            values = positive(name, inputs[name], name == "ratio")
             with np.errstate(divide="ignore"):
                 x = self.transforms.get(name, np.log)(values)
             logs[name] = np.maximum(x, LOG_ZERO)
@@ -420,10 +418,7 @@ class Fit:
 
     def predict(self, **inputs: ArrayLike) -> np.ndarray:
         """
-        The law's prediction.
-
-        Args:
-            **inputs: the law's inputs by name; they broadcast
+        The law's prediction from its inputs by name, which broadcast.
 
         Raises:
             Refused: for other inputs than the law's, and values that are not positive
@@ -442,10 +437,6 @@ class Fit:
                 for p in self.law.parameters
             }
         return np.asarray(np.exp(self.law.log_target(values, logs)))
-
-    def __str__(self) -> str:
-        values = ", ".join(f"{n} {v:.5g}" for n, v in self.parameters.items())
-        return "\n".join([f"{self.law.name}: {values}", *self.warnings])
 
 
 def _warnings(fit: Fit, jacobian: np.ndarray) -> list[str]:

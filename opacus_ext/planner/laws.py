@@ -19,7 +19,7 @@ and :data:`CHINCHILLA_REFIT`; those of the private laws were not published.
 
 from __future__ import annotations
 
-from typing import Any, Dict, List, Mapping, Optional, Tuple
+from typing import Any, Dict, List, Mapping, Tuple
 
 import numpy as np
 
@@ -33,11 +33,7 @@ def _sum(*terms: Mapping[str, Any]) -> Tuple[float, List[Tuple[float, Any]]]:
 
 
 def _squash(ratio: np.ndarray) -> np.ndarray:
-    """
-    log s' with s' = sigmoid((log s + 8) / 1.6), equation 4 of the private paper, which
-    chose the two numbers by eye for its ratios, 2^-23 to 2^-6; where s is far above
-    e^-8, s' is 1 and the law degenerates.
-    """
+    """log s', equation 4 of the private paper, by eye for ratios of 2^-23 to 2^-6."""
     return -np.logaddexp(0.0, -(np.log(ratio) + 8) / 1.6)
 
 
@@ -52,7 +48,6 @@ private = Law(
     ("parameters", "examples", "ratio"),
     ("E", "A", "B", "C"),
     lambda a, b, g: _sum({}, {"parameters": -a}, {"examples": -b}, {"ratio": g}),
-    may_be_zero=("ratio",),
 )
 private_sigmoid = Law(
     "private_sigmoid",
@@ -62,7 +57,6 @@ private_sigmoid = Law(
         {}, {"parameters": -a}, {"examples": -b}, {"ratio": g, "parameters": -a2}
     ),
     transforms={"ratio": _squash},
-    may_be_zero=("ratio",),
 )
 kaplan_parameters_tokens = Law(
     "kaplan_parameters_tokens",
@@ -103,40 +97,34 @@ KAPLAN: Dict[str, Fit] = {
 
 
 def private_rows(
-    measurements: Any, *, batch_size: Optional[float] = None
+    measurements: Any,
 ) -> Tuple[np.ndarray, Dict[str, np.ndarray], np.ndarray]:
     """
     Measurements as :data:`private` and :data:`private_sigmoid` need them: of several
     learning rates, the lowest loss at each size, number of steps and ratio.
 
-    Args:
-        measurements: arrays ``parameters``, ``steps``, ``ratio``, ``loss``, ``run``
-        batch_size: the physical one: examples are steps times it; by default the
-            measurements' own
-
     Returns:
-        ``(loss, inputs, groups)``
+        ``(loss, inputs, runs)``; examples are steps times the physical batch
 
     Raises:
         Refused: if the batch size is unknown
 
     Example:
         >>> from opacus_ext.planner.measurements import Measurements
-        >>> runs = Measurements([1e4, 1e4], [10, 20], [0, 0.1], [5.0, 4.0])
-        >>> loss, inputs, groups = private_rows(runs, batch_size=32)
+        >>> grid = [1e4, 1e4], [10, 20], [0, 0.1], [5.0, 4.0]
+        >>> loss, inputs, runs = private_rows(Measurements(*grid, batch_size=32))
         >>> loss, inputs["examples"]
         (array([5., 4.]), array([320., 640.]))
     """
-    batch_size = batch_size or getattr(measurements, "batch_size", 0)
-    if not batch_size:
-        raise Refused("These measurements have no batch_size.", parameter="batch_size")
     m = measurements
+    if not m.batch_size:
+        raise Refused("These measurements have no batch_size.", parameter="batch_size")
     rows = np.argsort(m.loss, kind="stable")
     key = np.stack([m.parameters[rows], m.steps[rows], m.ratio[rows]])
     rows = np.sort(rows[np.unique(key, axis=1, return_index=True)[1]])
     inputs = {
         "parameters": m.parameters[rows],
-        "examples": m.steps[rows] * batch_size,
+        "examples": m.steps[rows] * m.batch_size,
         "ratio": m.ratio[rows],
     }
     return m.loss[rows], inputs, m.run[rows]

@@ -12,10 +12,10 @@ from typing import Any, Callable, Optional, Tuple
 import numpy as np
 
 from opacus_ext.planner import noise_free, paper
-from opacus_ext.planner.law import Fit
+from opacus_ext.planner.law import Law
+from opacus_ext.planner.laws import private_rows
 from opacus_ext.planner.noise_free import NoiseFree
-from opacus_ext.planner.prediction_error import continued
-from opacus_ext.planner.surface import Surface, scaled_options
+from opacus_ext.planner.surface import Surface, continued, scaled_options
 
 #: The kinds of answer of a plan; a rule of thumb has no loss.
 MEASURED, PAPER, RULE = "measured", "paper's law", "rule of thumb"
@@ -28,19 +28,12 @@ def compute(
     parameters: Any, batch_size: Any, steps: Any, tokens: Any, trainable: Any = None
 ) -> Any:
     """
-    Floating-point operations of a training run: C = (4 M + 2 m) B T S, and 6 M B T S
-    for a model that is trained whole.
+    Floating-point operations of a training run: C = (4 M + 2 m) B T S of m trained
+    parameters (None for all), as in :class:`~opacus_ext.planner.Budget`.
 
     A parameter and token need 2 for the forward, 2 for the gradient of its input, and
     2 for the parameter's own gradient if it is trained. What a frozen model saves below
     its lowest trained layer is not subtracted.
-
-    Args:
-        parameters: M, of the whole model
-        batch_size: B, examples a step
-        steps: T
-        tokens: S, tokens of an example
-        trainable: m of the parameters; None for all
 
     Example:
         >>> f"{compute(4.6e6, 510, 1.8e3, 512):.1e}"  # table 2: N = 1e5, epsilon 1
@@ -92,11 +85,6 @@ class LossModel:
     continuation: str = "how wrong that is was not measured"
     warnings: Tuple[str, ...] = ()
 
-    @property
-    def tells_loss(self) -> bool:
-        """False for a rule of thumb, which predicts no loss."""
-        return self.kind != RULE
-
     def measured_to(self, parameters: Any, ratio: Any) -> Any:
         """Steps to which a size and ratio was measured."""
         if self.measured is None:
@@ -107,11 +95,6 @@ class LossModel:
     def name(self) -> str:
         """The kind of law, as people call it."""
         return "measured law" if self.kind == MEASURED else self.kind
-
-    @property
-    def answer(self) -> str:
-        """The kind of answer and the data behind it, in a line."""
-        return f"{self.kind}: {self.source}"
 
     @classmethod
     def of_measurements(
@@ -158,27 +141,20 @@ class LossModel:
         )
 
     @classmethod
-    def of_fit(
-        cls,
-        fit: Fit,
-        parameters: Range,
-        steps: Range = paper.STEPS,
-        tokens: int = 0,
-        batch_size: int = 0,
-    ) -> LossModel:
-        """
-        A parametric law of private training fitted to measured runs, L1 or L2 of the
-        paper's appendix E. ``batch_size`` is the physical one, which with the steps
-        gives the law's examples; 0 if unknown: then the planned batch counts.
-        """
+    def of_law(cls, law: Law, measurements: Any) -> LossModel:
+        """A law of private training, the paper's L1 or L2, fitted to measured runs."""
+        target, inputs, _ = private_rows(measurements)
+        fit = law.fit(target, **inputs)  # type: ignore[arg-type]
+        m = measurements
 
         def loss(parameters: Any, batch: Any, steps: Any, ratio: Any) -> Any:
-            examples = (batch_size or batch) * steps
+            examples = m.batch_size * steps
             return fit.predict(parameters=parameters, examples=examples, ratio=ratio)
 
-        source = f"{fit.law.name}, fitted to {fit.rows} rows"
-        meta = tokens, batch_size, MEASURED, source
-        return cls(loss, parameters, steps, *meta, warnings=fit.warnings)
+        ends = (m.sizes[0], m.sizes[-1]), (m.steps.min(), m.steps.max())
+        source = f"{law.name}, fitted to {fit.rows} rows"
+        meta = m.tokens, m.batch_size, MEASURED, source
+        return cls(loss, *ends, *meta, warnings=fit.warnings)
 
     @classmethod
     def of_paper(cls) -> LossModel:
@@ -226,8 +202,8 @@ class LossModel:
             loss,
             (1.0, 1e12),
             (max(1.0, run.end / 32), max(noise_free.SLOWEST * run.end, 1.0)),
-            tokens=run.tokens,
-            batch_size=run.batch_size,
+            tokens=0,
+            batch_size=0,
             kind=NOISE_FREE,
             source=f"{source}: {run.start:.3g} at the start, {run.loss[-1]:.3g} after "
             f"{run.end:g} steps; noise slows it down as it did small models, whose "

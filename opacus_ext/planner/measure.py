@@ -7,15 +7,18 @@ import itertools
 import json
 import math
 import time
+import warnings
 from pathlib import Path
 from typing import Any, Dict, Iterator, List, Optional, Sequence, Union
 
 import torch
+from opacus import PrivacyEngine
 from torch.utils.data import DataLoader, Subset
 from tqdm import tqdm
 
+import opacus_ext  # noqa: F401  the modes
 from opacus_ext.accountants.solver import checked
-from opacus_ext.planner.families import Family, privately
+from opacus_ext.planner.families import Family
 from opacus_ext.planner.measurements import Measurements, read_runs
 from opacus_ext.progress import progress as show_progress
 from opacus_ext.refused import Refused
@@ -46,11 +49,9 @@ def measure(
     Trains a family at every size, noise-batch ratio and learning rate, and reads the
     losses of each run.
 
-    The ratio fixes the noise of each run, at any epsilon ("Scaling laws for
-    differentially private language models", 3.1). Clipping is "normalized", so that the
-    ratio has the same meaning at any ``max_grad_norm``. The learning rate rises in
-    ``warmup`` steps and stays, so that the loss halfway is that of a run of half the
-    steps.
+    The ratio fixes the noise of each run, at any epsilon. Clipping is "normalized", so
+    that the ratio has the same meaning at any ``max_grad_norm``. The learning rate
+    rises in ``warmup`` steps and stays: the loss halfway is that of half the steps.
 
     **These runs are not private in their text**: measure on public data.
 
@@ -59,8 +60,7 @@ def measure(
         path: file that runs are appended to, one a line; runs on file are not repeated,
             so that the same call continues after a stop
         ratios: noise-batch ratios; 0 is noise-free
-        learning_rates: of Adam; of several, a law uses the best for each size, ratio
-            and number of steps
+        learning_rates: of Adam; of several, a law uses the best
         sizes: some of the family's; None for all
         steps: T of a run
         every: steps between two readings, each the mean loss of those steps
@@ -71,8 +71,7 @@ def measure(
         progress: True for a progress bar
 
     Returns:
-        all measurements of this grid on file. A run ends before its loss is not finite
-        any more.
+        all measurements of this grid on file
 
     Raises:
         Refused: for an empty grid, and arguments out of range
@@ -99,6 +98,9 @@ def measure(
     path = Path(path)
     path.open("a").close()  # or it can't be written, which is known before training
     known = {_key(run): run for run in read_runs(path)}
+    if known and not path.read_bytes().endswith(b"\n"):
+        with path.open("a") as file:
+            file.write("\n")
     settings = dict(
         batch_size=batch_size,
         tokens=family.tokens,
@@ -145,22 +147,27 @@ def train(family: Family, run: Dict[str, Any], bar: tqdm) -> None:
     every, warmup = run["every"], run["warmup"]
     torch.manual_seed(run["seed"])
     model = family.build(run["size"])
-    run["parameters"] = sum(p.numel() for p in model.parameters() if p.requires_grad)
     batch_size = run["batch_size"]
     # Whole batches, so that Opacus's expected batch size is the physical one.
     whole = len(family.dataset) // batch_size * batch_size
     loader = DataLoader(
         Subset(family.dataset, range(whole)), batch_size=batch_size, shuffle=True
     )
-    model, optimizer, criterion, loader = privately(
-        family,
-        model,
-        loader,
-        run["learning_rate"],
-        noise_multiplier=run["ratio"] * batch_size,
-        max_grad_norm=run["max_grad_norm"],
-        clipping="normalized",
-    )
+    params = [p for p in model.parameters() if p.requires_grad]
+    run["parameters"] = sum(p.numel() for p in params)
+    with warnings.catch_warnings():  # about arguments that are meant here
+        warnings.simplefilter("ignore")
+        model, optimizer, criterion, loader = PrivacyEngine().make_private(
+            module=model,
+            optimizer=torch.optim.Adam(params, lr=run["learning_rate"]),
+            criterion=family.criterion,
+            data_loader=loader,
+            noise_multiplier=run["ratio"] * batch_size,
+            max_grad_norm=run["max_grad_norm"],
+            clipping="normalized",
+            grad_sample_mode="ghost_bk",
+            poisson_sampling=False,
+        )
     run["steps"], run["loss"] = [], []
     began, total = time.process_time(), torch.zeros(())
     batches = _forever(loader)

@@ -105,11 +105,7 @@ class Measurements:
     def of_runs(cls, runs: Iterable[Dict[str, Any]]) -> Measurements:
         """
         The measurements of runs as :func:`opacus_ext.planner.measure.measure` writes
-        them.
-
-        Raises:
-            Refused: for runs of different families, lengths or batch sizes, which
-                no one law describes
+        them; refuses different families, lengths or batch sizes.
         """
         columns: Dict[str, Any] = {name: [] for name in _COLUMNS}
         meta: Dict[str, Any] = {}

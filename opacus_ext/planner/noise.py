@@ -24,10 +24,7 @@ _WORK = 1.5 * 2.0**27  # of a grid: 4 seconds, where most take a fifth of it
 
 
 def batches_per_epoch(budget: Budget, batch: Any) -> np.ndarray:
-    """
-    Returns the number of whole batches in an epoch of deterministic batches. The other
-    records stay out of this epoch, so that more users never mean more noise.
-    """
+    """Returns the whole batches of an epoch; the other records stay out of it."""
     return np.floor(budget.examples / np.asarray(batch, dtype=float) * (1 + 1e-12))
 
 
@@ -58,12 +55,10 @@ def records_of(budget: Budget) -> int:
 def noise_grid(
     budget: Budget, batch: np.ndarray, steps: np.ndarray
 ) -> Tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """
-    Returns noise multiplier, ratio and True for Poisson samples, ``[B, T]`` each. Noise
-    is calibrated where the rate is a power of two and the steps a power of four; its
-    ratio to the central limit is interpolated, with an error of 1 % at worst, mostly
-    0.1 %. A plan's own noise is calibrated again.
-    """
+    """Returns noise multiplier, ratio and True for Poisson samples, ``[B, T]`` each."""
+    # Noise is calibrated where the rate is a power of two and the steps one of four.
+    # Its ratio to the central limit is interpolated, to 1 % at worst, mostly 0.1 %. A
+    # plan's own noise is calibrated again.
     key = Budget(
         users=budget.users,
         epsilon=budget.epsilon,
@@ -169,10 +164,7 @@ def verified_noise(
     delta: float,
     most: float = 1.05,
 ) -> float:
-    """
-    Returns the noise multiplier, raised until the accountant's upper bound is epsilon
-    at most; refuses a rise by more than the factor ``most``.
-    """
+    """Returns the noise, raised by up to ``most`` to the accountant's upper bound."""
     factor, step = 1.0, 1e-3
     while factor <= most:
         accountant = Composition()

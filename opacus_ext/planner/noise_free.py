@@ -1,15 +1,12 @@
 """The loss of private training, predicted from one run without noise.
 
-A model that is fine-tuned, or is too large to be trained many times, has no surface of
-measured losses. One run without noise shows how its loss falls, L(n) after n steps.
-Noise slows that down: in small studies (``benchmarks/planner_laws.py``) a private step
-counted
+In small studies (``benchmarks/planner_laws.py``) a private step counted
 
     dn / dT = s / (s + kappa nu),    s = -dL / dn,
 
-of a step without noise, nu being the norm of the noise in the mean gradient, ratio x
-sqrt(trainable parameters): the flatter the curve already is, the less of a gradient
-there is for the noise to hide. T steps reach the loss of the n of
+of a step without noise, of loss L(n) after n, nu being the norm of the noise in the
+mean gradient: the flatter the curve already is, the less of a gradient there is for the
+noise to hide. T steps reach the loss of the n of
 
     n + nu K(n) = T,    K(n) = kappa int_0^n dn / s.
 
@@ -30,7 +27,7 @@ from numpy.typing import ArrayLike
 from scipy.optimize import isotonic_regression
 
 from opacus_ext.accountants.solver import checked
-from opacus_ext.planner.measurements import Measurements, read_table
+from opacus_ext.planner.measurements import read_table
 from opacus_ext.refused import Refused
 
 #: In nats a token and step, of the study: how much of the loss's fall is hidden by
@@ -56,9 +53,6 @@ class NoiseFree:
         loss: cross-entropy in nats a token, or a record of one prediction (a
             classifier's); no accuracy, no other loss, ``[readings]``
         kappa: in nats a token (a record) and step, as :data:`KAPPA`
-        tokens: S, tokens of an example; 0 if that is unknown
-        batch_size: the run's; 0 if that is unknown. As in the paper, larger private
-            batches count for their lower noise alone
 
     Raises:
         Refused: for fewer than 4 readings, losses that are not positive and finite,
@@ -74,8 +68,6 @@ class NoiseFree:
     steps: np.ndarray
     loss: np.ndarray
     kappa: float = KAPPA
-    tokens: int = 0
-    batch_size: int = 0
 
     def __post_init__(self) -> None:
         for name, most in (("steps", 1e12), ("loss", 1e12), ("kappa", math.inf)):
@@ -109,31 +101,14 @@ class NoiseFree:
     @classmethod
     def read(cls, path: Union[str, Path]) -> NoiseFree:
         """
-        Reads a table (CSV) with the columns steps and loss, or the one noise-free run
-        of a file that :func:`~opacus_ext.planner.measure.measure` wrote.
+        Reads a table (CSV) with the columns steps and loss.
 
         Raises:
             OSError: if the file can't be read
-            Refused: if it has no such columns, or not one such run
+            Refused: if it has no such columns
         """
-        path = Path(path)
-        if path.suffix == ".csv":
-            table = read_table(path, "steps", "loss")
-            return cls(table["steps"], table["loss"])
-        runs = Measurements.read(path)
-        runs = runs.select(runs.ratio == 0) if (runs.ratio == 0).any() else runs
-        if len(runs) != 1 or runs.ratio[0] != 0:
-            raise Refused(f"{path} holds {len(runs)} runs, not one without noise.")
-        each = runs.steps[-1] - runs.steps[-2:][0]
-        if runs.planned[-1] >= runs.steps[-1] + each > runs.steps[-1]:
-            raise Refused(
-                f"The run of {path} ended at {runs.steps[-1]:g} of "
-                f"{runs.planned[-1]:g} steps: its loss was not finite any more.",
-                remedy="Pass one that ended as planned.",
-            )
-        return cls(
-            runs.steps, runs.loss, tokens=runs.tokens, batch_size=runs.batch_size
-        )
+        table = read_table(path, "steps", "loss")
+        return cls(table["steps"], table["loss"])
 
     @property
     def start(self) -> float:
@@ -180,11 +155,8 @@ class NoiseFree:
 
     def reached(self, steps: ArrayLike, noise_norm: ArrayLike) -> np.ndarray:
         """
-        Steps without noise that count as much as private ones; the run's at most.
-
-        Args:
-            steps: T; broadcasts
-            noise_norm: of the noise in the mean gradient, ratio x sqrt(trainable)
+        Steps without noise that count as much as ``steps`` private ones, with noise of
+        this norm in the mean gradient; the run's at most. Arguments broadcast.
 
         Raises:
             Refused: for numbers that are negative or nan

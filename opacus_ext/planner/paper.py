@@ -5,11 +5,9 @@ measurements nor the constants of its laws, but their exponents (appendix E) and
 best configuration of 16 budgets with its loss (table 2). ``benchmarks/planner_laws.py``
 holds these rows, fits the constants to them and measures the errors.
 
-Of the exponents, a is the paper's, and b is fitted: with the published 0.12 most plans
-would have the fewest steps of their range, unlike the table. g and a2 are conditions on
-the shape, such that more epsilon never plans a smaller model at equal compute (section
-4.1). Examples are counted in physical batches, 1,024 a step, as the losses were
-measured so.
+Of the exponents, a is the paper's, b is fitted, and g and a2 are such that more epsilon
+never plans a smaller model at equal compute (section 4.1). Examples are counted in
+physical batches, 1,024 a step, as the losses were measured so.
 """
 
 import math

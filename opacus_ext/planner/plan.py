@@ -95,12 +95,8 @@ class Plan:
     def arguments(self) -> Dict[str, Any]:
         """
         For ``PrivacyEngine(accountant="prv_bounds").make_private``, beside module,
-        optimizer, criterion and a loader of ``examples``; ``sampling`` draws batches of
-        ``batch_size`` in expectation, all ``steps`` of them in one epoch.
-
-        The noise of Poisson samples of users is checked by the accountant, whose upper
-        bound is no more than epsilon, and raised a little if it must be. :meth:`notes`
-        says how the engine's own epsilon relates to the budget's.
+        optimizer, criterion and a loader of ``examples``. ``sampling`` draws all
+        ``steps`` batches in one epoch; the noise keeps to the accountant's upper bound.
         """
         return dict(self._make_private)
 

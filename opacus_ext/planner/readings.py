@@ -81,13 +81,10 @@ def _rolling_mean(x: np.ndarray, window: int) -> np.ndarray:
 def _mean_of_seeds(
     same: List[RunReadings], window: int
 ) -> Tuple[np.ndarray, np.ndarray]:
-    """
-    Steps that all runs have, and their mean loss.
-
-    Where a run is shorter by plan, longer ones continue from the mean: a jump of the
-    curve there would be the seed's. Where the loss of one is not finite any more the
-    curve ends: the survivors would look too good.
-    """
+    """Steps that all runs have, and their mean loss."""
+    # Where a run is shorter by plan, longer ones continue from the mean: a jump of the
+    # curve there would be the seed's. Where the loss of one is not finite any more the
+    # curve ends: the survivors would look too good.
     end = min((r.steps[-1] for r in same if not r.whole), default=math.inf)
     parts, last_step, mean = [(np.empty(0), np.empty(0))], None, 0.0
     for last in sorted({min(run.steps[-1], end) for run in same}):
@@ -114,10 +111,7 @@ def best_curves(
 ) -> Dict[Cell, Curve]:
     """
     The curve of each size and ratio: rolling mean, mean over seeds, best learning rate.
-
-    Args:
-        falling: makes each learning rate's curve one that does not rise, and keeps the
-            best loss so far where the curve that reached it ends
+    ``falling`` ones don't rise, and keep the best loss where what reached it ends.
     """
     seeds: Dict[Tuple[Cell, Optional[float]], List[RunReadings]] = {}
     for run in runs:
@@ -162,11 +156,11 @@ def extrapolate(
 ) -> Tuple[np.ndarray, str]:
     """
     Losses at further steps by L = c T^m + E, fitted by least squares with m <= 0,
-    c >= 0 and E >= 0; and a note for people. Only m is searched for: for a given m the
-    best c and E have a closed form, which ``curve_fit`` need not find on noisy curves
-    that are nearly flat.
+    c >= 0 and E >= 0; and a note for people.
     """
-    # Steps in units of the last: their powers are then at least 1, and not far from it.
+    # Only m is searched for: the best c and E of it have a closed form, which curve_fit
+    # need not find on noisy curves that are nearly flat. Steps are in units of the
+    # last: their powers are then at least 1, and not far from it.
     x = np.log(steps / steps[-1])
 
     def best(m: np.ndarray) -> Tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -2,16 +2,9 @@
 The privacy cost of a search for settings.
 
 Several trainings on the private data, of which the best model is kept, spend more than
-one run. Three ways to account for them:
-
-- a plain split: all trials are composed, each has the noise of one run of as many
-  times the steps;
-- random stopping (Papernot and Steinke 2022, "Hyperparameter Tuning with Renyi
-  Differential Privacy"): the number of trials is drawn from a distribution, the
-  settings of each at random, and only the best result is ever looked at. The cost
-  hardly grows with the number of trials. A trial's result includes its score, which
-  must be private as well, or of public data;
-- a search on public data, which costs nothing.
+one run: all trials composed, or, with random stopping (Papernot and Steinke 2022,
+"Hyperparameter Tuning with Renyi Differential Privacy"), hardly more than one. A
+trial's result includes its score, which must be private as well, or of public data.
 """
 
 from __future__ import annotations
@@ -41,10 +34,7 @@ ORDERS = np.unique(
 def ways(
     epsilon: float, delta: float, steps: int, sample_rate: float, trials: int
 ) -> Sequence[Dict[str, Any]]:
-    """
-    Returns, for each way to search, the noise of a trial, and its ratio to the noise of
-    one run; None where no noise keeps to the budget.
-    """
+    """Returns the ways to search, and a trial's noise; None where none is enough."""
     one = calibration.noise_multiplier(epsilon, delta, steps, sample_rate)
     every = calibration.noise_multiplier(epsilon, delta, steps * trials, sample_rate)
 
@@ -73,13 +63,12 @@ def search_noise(
     eta: float = 1.0,
 ) -> float:
     """
-    Returns the noise multiplier of each trial, with which a search with random stopping
-    keeps to a budget.
+    Returns the noise multiplier of each trial, ``trials`` of them in the mean, with
+    which a search with random stopping keeps to a budget.
 
     Args:
         epsilon, delta: budget of the search
         steps, sample_rate: those of a trial
-        trials: in the mean, more than 1
         eta: 1 for a geometric number of trials, 0 for a logarithmic one
 
     Raises:
@@ -155,10 +144,8 @@ def random_stopping(
 
 def epsilon_of(orders: NDArray, rdp: NDArray, delta: float) -> float:
     """
-    Returns the epsilon of a Renyi divergence (Canonne, Kamath and Steinke 2020,
-    proposition 12; as Opacus has it): the least over l of
-
-        rdp(l) + log((l - 1) / l) - (log(delta) + log(l)) / (l - 1).
+    Returns the epsilon of a Renyi divergence, the least over orders (Canonne, Kamath
+    and Steinke 2020, proposition 12; as Opacus has it).
     """
     found = rdp + np.log1p(-1 / orders)
     found = found - (math.log(delta) + np.log(orders)) / (orders - 1)
@@ -170,10 +157,9 @@ def renyi(
 ) -> NDArray:
     """
     Returns the Renyi divergence of steps of the sampled Gaussian mechanism, ``[n]``, at
-    orders above 1 (Mironov, Talwar and Zhang 2019, "Renyi Differential Privacy of the
-    Sampled Gaussian Mechanism"): by their sum for whole orders, by integration for
-    others. Opacus's ``compute_rdp`` takes up to 60 times as long, and has nan from
-    order 2,048 on.
+    orders above 1 (Mironov, Talwar and Zhang 2019): by their sum for whole orders, by
+    integration for others. Opacus's ``compute_rdp`` takes up to 60 times as long, and
+    has nan from order 2,048 on.
     """
     s, q = noise_multiplier, sample_rate
     if q == 1:

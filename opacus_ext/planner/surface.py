@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from itertools import product
-from typing import Any, Dict, List, Mapping, Optional, Tuple
+from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Tuple
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -87,11 +87,8 @@ class Surface:
            E >= 0, fitted for each size and ratio to the steps from ``fit_from`` on,
            never above their last value, and again made not to fall with the ratio.
 
-        The defaults are the paper's, except ``steps_to`` (128,000 to 8.2e6 there) and
-        ``window``. A mean over a window lags by half of it, so in a small study a
-        window should be short against the steps of interest: :func:`scaled_options`.
-
-        How wrong that is, :func:`hold_out` tells.
+        The defaults are the paper's, except ``steps_to`` (128,000 to 8.2e6 there); for
+        a small study see :func:`scaled_options`, and for errors :func:`hold_out`.
 
         Args:
             measurements: a :class:`~opacus_ext.planner.measurements.Measurements`
@@ -116,8 +113,8 @@ class Surface:
     @property
     def ranges(self) -> Dict[str, Tuple[float, float]]:
         """
-        Lowest and highest value of each argument of :meth:`loss`; and of the steps to
-        which every curve was measured, ``measured_steps``.
+        Lowest and highest value of each argument of :meth:`loss`; and of the steps
+        that all curves were measured at, ``measured_steps``.
         """
         ends = {
             name: (float(x[0]), float(x[-1]))
@@ -182,10 +179,7 @@ class Surface:
     ) -> np.ndarray:
         """
         The learning rate that was best at the grid point nearest in logs, nan where it
-        is unknown. Arguments as of :meth:`loss`.
-
-        Raises:
-            Refused: outside of the ranges
+        is unknown. Arguments and errors as of :meth:`loss`.
         """
         axes = self.parameters, self.steps, self.ratio
         points = self._points(parameters, steps, ratio, "raise")
@@ -211,10 +205,7 @@ class Surface:
     def _points(
         self, parameters: ArrayLike, steps: ArrayLike, ratio: ArrayLike, outside: str
     ) -> Tuple[np.ndarray, ...]:
-        """
-        The arguments, broadcast and checked; nan outside, and ratios not below the
-        lowest of the grid.
-        """
+        """The arguments, broadcast and checked; nan outside of the grid."""
         if outside not in ("raise", "nan"):
             raise Refused(
                 f"outside must be 'raise' or 'nan'; got {outside!r}.",
@@ -259,6 +250,116 @@ def scaled_options(measurements: Any) -> Dict[str, float]:
         fit_from=min(16_000.0, longest / 4),
         steps_to=4 * longest,
     )
+
+
+class HoldOut(NamedTuple):
+    """
+    Predictions for measurements that a surface was fitted without, ``[rows]`` each;
+    ``measured`` is the rolling mean at the best learning rate, with its noise.
+    """
+
+    parameters: np.ndarray
+    steps: np.ndarray
+    ratio: np.ndarray
+    measured: np.ndarray
+    predicted: np.ndarray
+
+    @property
+    def error(self) -> np.ndarray:
+        """Relative error: predicted / measured - 1."""
+        return self.predicted / self.measured - 1
+
+    @property
+    def mean(self) -> float:
+        """Mean absolute relative error."""
+        return float(np.abs(self.error).mean())
+
+    @property
+    def worst(self) -> float:
+        """Largest absolute relative error."""
+        return float(np.abs(self.error).max())
+
+
+def continued(measurements: Any, **options: Any) -> Optional[HoldOut]:
+    """The error of the runs' first quarter, continued; None if it is too short."""
+    quarter = float(np.max(measurements.steps)) / 4
+    options = {**options, "fit_from": options.get("fit_from", 16_000) / 4}
+    try:
+        return hold_out(measurements, steps=quarter, **options)
+    except Refused:
+        return None
+
+
+def hold_out(
+    measurements: Any,
+    *,
+    parameters: Optional[float] = None,
+    ratio: Optional[float] = None,
+    steps: Optional[float] = None,
+    **options: Any,
+) -> HoldOut:
+    """
+    Fits a surface without one model size, one ratio or the steps beyond some, and
+    predicts them. That shows the error of interpolating between sizes (ratios), over
+    twice the distance of the whole surface; and of continuing curves.
+
+    Args:
+        measurements: as of :meth:`Surface.fit`
+        parameters: the size to leave out, or
+        ratio: the ratio to leave out, or
+        steps: all readings of more than these are left out
+        **options: of :meth:`Surface.fit`
+
+    Raises:
+        Refused: unless one of the three is given, measured and between others
+
+    Example:
+        >>> from opacus_ext.planner.measurements import Measurements
+        >>> grid = np.meshgrid([1e4, 3e4, 1e5], [10, 100, 1000], [0, 0.01, 0.1])
+        >>> size, steps, ratio = (x.ravel() for x in grid)
+        >>> loss = 2 + 30 * size**-0.3 + 3 * steps**-0.5 + ratio
+        >>> runs = Measurements(size, steps, ratio, loss)
+        >>> print(f"{hold_out(runs, parameters=3e4, min_steps=10, window=1).worst:.4f}")
+        0.0142
+    """
+    given = dict(parameters=parameters, ratio=ratio, steps=steps)
+    chosen = [(n, float(v)) for n, v in given.items() if v is not None]
+    if len(chosen) != 1:
+        raise Refused(
+            "Hold out either parameters, a ratio or steps.", parameter="parameters"
+        )
+    ((name, value),) = chosen
+    column = getattr(measurements, name)
+    measured = np.unique(column)
+    if name == "steps":
+        options = {**options, "steps_to": measured[-1]}
+        checked("steps", value, below=measured[-1])
+    elif value not in measured[1:-1]:
+        raise Refused(
+            f"{name} {value:g} is not between two others of those measured: "
+            f"{', '.join(f'{x:g}' for x in measured)}.",
+            parameter=name,
+        )
+    out = column > value if name == "steps" else column == value
+    surface = Surface.fit(measurements.select(~out), **options)
+    min_steps, window = options.get("min_steps", 1000), options.get("window", 10)
+    seen = measurements if name == "steps" else measurements.select(out)
+    curves = readings.best_curves(readings.runs_of(seen, min_steps), int(window))
+    columns = [
+        [np.full(len(c.steps), m), c.steps, np.full(len(c.steps), r), c.loss]
+        for (m, r), c in curves.items()
+    ]
+    rows = np.concatenate(columns, axis=1)
+    if name == "steps":
+        rows = rows[:, rows[1] > value]
+    predicted = surface.loss(*rows[:3], outside="nan")
+    inside = np.isfinite(predicted)
+    if not inside.any():
+        raise Refused(
+            f"The runs of {name} {value:g} have no steps in common with the others.",
+            parameter=name,
+        )
+    return HoldOut(*rows[:, inside], predicted[inside])
 
 
 def _neighbor(axis: np.ndarray, values: ArrayLike, side: Any) -> np.ndarray:

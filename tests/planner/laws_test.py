@@ -128,7 +128,6 @@ def test_degenerate_fits_are_reported():
     ):
         fit = laws.chinchilla.fit(loss, descents=2, **inputs)
         assert any(w.startswith(start) and message in w for w in fit.warnings)
-        assert all(w in str(fit) for w in fit.warnings)
 
 
 def test_private_rows():

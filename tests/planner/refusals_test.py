@@ -287,11 +287,6 @@ def test_refused_tables(tmp_path, read, text, message):
         read(written(tmp_path, text, name="table.csv"))
 
 
-def test_a_file_of_many_runs_is_not_one_without_noise():
-    with pytest.raises(Refused, match="runs, not one without noise"):
-        NoiseFree.read(Measurements.read.__defaults__[0])
-
-
 def test_a_grid_with_a_hole_is_refused():
     m = runs()
     with pytest.raises(Refused, match="parameters 1e.06 with ratio 0.001"):

@@ -8,8 +8,13 @@ from typing import Any, Dict, Sequence, Tuple
 from opacus_ext.planner.commands.output import print_result
 from opacus_ext.planner.laws import LAWS, Law, private_rows
 from opacus_ext.planner.measurements import EXAMPLE, Measurements, read_table
-from opacus_ext.planner.prediction_error import HoldOut, continued, hold_out
-from opacus_ext.planner.surface import Surface, scaled_options
+from opacus_ext.planner.surface import (
+    HoldOut,
+    Surface,
+    continued,
+    hold_out,
+    scaled_options,
+)
 from opacus_ext.refused import Refused
 
 #: The paper's names of the laws of private training.

@@ -39,11 +39,7 @@ def print_result(content: Any, as_json: bool) -> None:
 
 
 def show_all(content: Any) -> str:
-    """
-    A dict for people: a line for each value that is known, after its name; notes and
-    warnings after "!"; lists of dicts as tables, and texts of several lines as they
-    are. A list of dicts alone is a table.
-    """
+    """A dict for people, a line for each value that is known; lists as tables."""
     if not isinstance(content, dict):
         return show_table(content)
     lines: List[str] = []

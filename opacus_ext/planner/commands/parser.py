@@ -301,8 +301,6 @@ def _problems(args: argparse.Namespace) -> Iterator[str]:
             yield f"batch_size must be at most {fewest}, all examples; got {least:g}"
     if args.command == "plan":
         yield from _problems_of_plan(args)
-    if args.command == "measure" and args.family == "bytes" and not args.text:
-        yield "the family of byte transformers needs a text: --text FILE"
     for name in ("measurements", "noise_free", "text", "checkpoint"):
         path = given.get(name)
         if path and path != "example" and not os.path.exists(path):

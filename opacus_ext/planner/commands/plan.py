@@ -13,7 +13,7 @@ from opacus_ext.planner.changes import by_rank, doubled_loss, doubled_noise
 from opacus_ext.planner.commands.fit import PRIVATE_LAWS, read_measurements
 from opacus_ext.planner.commands.output import print_result, show
 from opacus_ext.planner.cost import cost
-from opacus_ext.planner.laws import LAWS, private_rows
+from opacus_ext.planner.laws import LAWS
 from opacus_ext.planner.loss_model import LossModel
 from opacus_ext.planner.noise_free import NoiseFree
 from opacus_ext.planner.plan import Plan
@@ -28,12 +28,7 @@ Row = Dict[str, Any]
 
 
 def run(args: argparse.Namespace) -> int:
-    """
-    Plans each budget of a grid of budgets.
-
-    Raises:
-        HopelessError: if nothing can be learned with any of them
-    """
+    """Plans each budget of a grid, of which not all may be hopeless."""
     law, notes = _law(args)
     hopeless: List[HopelessError] = []
     plans: List[Plan] = []
@@ -61,9 +56,10 @@ def run(args: argparse.Namespace) -> int:
     notes += dict.fromkeys(caveat for plan in plans for caveat in plan.caveats)
     if any(p.steps > law.measured_to(p.trainable, p.ratio) for p in plans):
         notes += law.warnings
-    found: Row = {"answer": law.answer, "notes": notes}
+    answer = f"{law.kind}: {law.source}"
+    found: Row = {"answer": answer, "notes": notes}
     if args.json:
-        found |= {"answer": law.kind, "law": law.answer}
+        found |= {"answer": law.kind, "law": answer}
         found |= {"warnings": law.warnings, "plans": rows}
     elif len(rows) == 1:
         found |= _one_plan(plans[0], rows[0])
@@ -93,13 +89,8 @@ def _law(args: argparse.Namespace) -> Tuple[LossModel, List[str]]:
     source = f"{args.measurements}, {len(measured)} runs of {measured.family!r}"
     if chosen == "surface":
         return LossModel.of_measurements(measured, source), []
-    loss, inputs, _ = private_rows(measured)
-    given: Any = inputs
-    fitted = LAWS[PRIVATE_LAWS[chosen]].fit(loss, **given)
-    sizes = measured.sizes[0], measured.sizes[-1]
-    steps = measured.steps.min(), measured.steps.max()
-    meta = measured.tokens, measured.batch_size
-    return LossModel.of_fit(fitted, sizes, steps, *meta), list(fitted.warnings)
+    model = LossModel.of_law(LAWS[PRIVATE_LAWS[chosen]], measured)
+    return model, list(model.warnings)
 
 
 def _fields(plan: Any, names: str) -> Row:
