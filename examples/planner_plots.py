@@ -170,12 +170,16 @@ def baselines(
     """
     figure, axis = plt.subplots(figsize=(5.5, 3.8), layout="constrained")
     tables = [Candidates(replace(budget, epsilon=e), law) for e in epsilons]
-    for label, configuration in configurations.items():
-        axis.plot(
-            epsilons, [t.expected(*configuration) for t in tables], "--", label=label
-        )
-    best = [p.loss if (p := t.frontier([budget.flops])[0]) else np.nan for t in tables]
-    axis.plot(epsilons, best, "k", label="compute-optimal")
+
+    def losses(tables: Sequence[Candidates], flops: float) -> Sequence[float]:
+        plans = [table.frontier([flops])[0] for table in tables]
+        return [plan.loss if plan else np.nan for plan in plans]
+
+    for label, (size, batch, steps) in configurations.items():
+        one = dict(parameters=(size,) * 2, batch_size=(batch,) * 2, steps=(steps,) * 2)
+        own = [Candidates(replace(t.budget, **one), law) for t in tables]
+        axis.plot(epsilons, losses(own, np.inf), "--", label=label)
+    axis.plot(epsilons, losses(tables, budget.flops), "k", label="compute-optimal")
     axis.set(xscale="log", xlabel="epsilon", ylabel="loss, nats a token")
     axis.legend()
     return figure

@@ -46,8 +46,8 @@ def measure(
     progress: bool = True,
 ) -> Measurements:
     """
-    Trains a family at every size, noise-batch ratio and learning rate, and reads the
-    losses of each run.
+    Trains a family at every size, noise-batch ratio and learning rate, and returns the
+    losses of all these runs.
 
     The ratio fixes the noise of each run, at any epsilon. Clipping is "normalized", so
     that the ratio has the same meaning at any ``max_grad_norm``. The learning rate
@@ -69,9 +69,6 @@ def measure(
         max_grad_norm: bound of a clipped gradient, to be lower than most norms
         seed: of weights, order and noise
         progress: True for a progress bar
-
-    Returns:
-        all measurements of this grid on file
 
     Raises:
         Refused: for an empty grid, and arguments out of range

@@ -18,7 +18,7 @@ from opacus_ext.planner import (
     laws,
 )
 from opacus_ext.planner.changes import by_rank
-from opacus_ext.planner.cost import cost
+from opacus_ext.planner.cost import Device
 from opacus_ext.planner.families import find_family
 from opacus_ext.planner.loss_model import MEASURED
 from opacus_ext.planner.measure import measure
@@ -91,8 +91,8 @@ def curve(steps=(0, 1, 2, 3), loss=(4.0, 3, 2, 1)):
     return NoiseFree(steps, loss)
 
 
-def price_of(**given):
-    return cost(**{"flops": 1, "device_flops": 1, **given})
+def device(**given):
+    return Device(**{"flops": 1, **given})
 
 
 def rank(rank):
@@ -163,9 +163,8 @@ TABLE = {
         (dict(trainable=None, parameters=None), "is of one model"),
     ],
     rank: [(dict(rank=x), None) for x in (0, -2, 2.5, NAN)],
-    price_of: [
-        (dict(device_flops=0), None),
-        (dict(flops=-1), None),
+    device: [
+        (dict(flops=0), None),
         (dict(utilization=1.1), None),
         (dict(price=0), None),
     ],

@@ -12,7 +12,7 @@ from opacus_ext.planner.candidates import Candidates
 from opacus_ext.planner.changes import by_rank, doubled_loss, doubled_noise
 from opacus_ext.planner.commands.fit import PRIVATE_LAWS, read_measurements
 from opacus_ext.planner.commands.output import print_result, show
-from opacus_ext.planner.cost import cost
+from opacus_ext.planner.cost import Device
 from opacus_ext.planner.laws import LAWS
 from opacus_ext.planner.loss_model import LossModel
 from opacus_ext.planner.noise_free import NoiseFree
@@ -128,8 +128,8 @@ def _cost(args: argparse.Namespace, plan: Plan) -> Optional[Row]:
     if args.device_flops is None:
         return None
     share = args.utilization or 0.3
-    given = args.device_flops, share, args.price, args.devices
-    return cost(plan.flops, *given)._asdict()
+    device = Device(args.device_flops, share, args.price, args.devices)
+    return device.cost(plan.flops)._asdict()
 
 
 def _search(trials: int, plan: Plan) -> Any:
