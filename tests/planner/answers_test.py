@@ -43,19 +43,6 @@ def test_the_constants_of_the_paper_are_what_its_rows_give():
     assert off(planner_laws.left_out("epsilon")) == (3.4, 8.8)
 
 
-def test_a_fit_of_rows_of_a_known_law_finds_it():
-    """Rows whose losses are the law's: without the equations of slopes exactly."""
-    known = {**LAW.parameters, "E": 0.8, "b": 0.25}
-    errors = planner_laws.errors(dataclasses.replace(LAW, parameters=known))
-    rows = [
-        row._replace(loss=row.loss * (1 + error))
-        for row, error in zip(planner_laws.TABLE_2, errors)
-    ]
-    found = planner_laws.refit_paper(rows, slopes=0.0).parameters
-    for name in ("E", "A", "B", "C", "b"):
-        assert found[name] == pytest.approx(known[name], rel=1e-2)
-
-
 def test_the_constant_of_runs_without_noise_is_that_of_the_study():
     found = planner_laws.refit_kappa()
     assert noise_free.KAPPA == pytest.approx(found.kappa, rel=1e-2)
@@ -125,15 +112,6 @@ def test_tokens_for_each_parameter_grow_less_with_more_epsilon():
         assert slopes[-1] < slopes[0] and max(np.diff(slopes)) < 0.022
 
 
-def test_losses_that_no_fit_has_seen():
-    """Table 2's rows of 1e9 users, of which only the losses are in our text."""
-    for epsilon, loss in ((1, 1.36), (64, 1.20)):
-        ends = dict(steps=(5e4, 5e5), batch_size=(3e5, 3e6), parameters=(5e7, 7.78e8))
-        budget = Budget(1e9, epsilon, flops=MOST_FLOPS, **ends)
-        plan = Candidates(budget, LossModel.of_paper()).best()
-        assert plan.loss == pytest.approx(loss, rel=0.04)
-
-
 def test_a_rule_of_thumb_gives_no_loss():
     ends = dict(parameters=(1e6, 1e8), steps=(1000, 4000), flops=1e18)
     budget = Budget(users=1e6, epsilon=4, **ends)
@@ -188,42 +166,6 @@ def test_ends_of_ranges_and_extrapolations_are_reported():
     plan = Candidates(settled, one_optimum((1e4, 1e6), (100, 9000))).best(math.inf)
     assert plan.ends == {"parameters": "lower"}
     assert "end of the range given, 200,000" in plan.caveats[0]
-
-
-def known_runs(sizes=(1e4, 3e4, 1e5, 3e5, 1e6), last=3000, noise=0.0, seed=0):
-    """Runs of a law in which noise hurts larger models more."""
-    rng = np.random.default_rng(seed)
-    steps = np.unique(np.geomspace(10, last, 40).round())
-    ratios = [0.0, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1]
-    m, r = (x.ravel() for x in np.meshgrid(sizes, ratios))
-    rows = np.repeat(np.arange(len(m)), len(steps))
-    t = np.tile(steps, len(m))
-    loss = known_loss(m[rows], t, r[rows])
-    loss *= np.exp(noise * rng.standard_normal(len(rows)))
-    return Measurements(
-        m[rows], t, r[rows], loss, run=rows, family="known", tokens=16, batch_size=32
-    )
-
-
-def known_loss(size, steps, ratio):
-    return 1 + (1e4 / size) ** 0.3 + (30 / steps) ** 0.4 + (30 * ratio) * size**0.25
-
-
-@pytest.mark.parametrize("last, ends", [(3000, {}), (100, {"steps": "upper"})])
-def test_a_fit_of_a_known_law_plans_as_the_law_does(last, ends):
-    """With the best steps inside of what was measured, and beyond."""
-    options = dict(min_steps=10, window=1, fit_from=20, steps_to=last)
-    law = LossModel.of_measurements(known_runs(last=last), "known", **options)
-    budget = dataclasses.replace(BUDGET, flops=3e12, batch_size=(64, 1e5))
-    plan = Candidates(budget, law).best()
-    assert {k: v for k, v in plan.ends.items() if k != "batch_size"} == ends
-    known = LossModel(
-        lambda m, b, t, r: known_loss(m, t, r), law.parameters, law.steps, 16, 32, *"ab"
-    )
-    wanted = Candidates(budget, known).best()
-    assert plan.loss == pytest.approx(wanted.loss, rel=0.02)
-    own = known_loss(plan.parameters, plan.steps, plan.ratio)
-    assert own <= 1.01 * wanted.loss
 
 
 @pytest.mark.parametrize("of", ["shipped", "paper"])

@@ -13,7 +13,7 @@ import torch
 
 from opacus_ext.planner.commands import parser
 from opacus_ext.planner.commands.main import main
-from opacus_ext.planner.commands.parser import COMMANDS, EPILOG, build_parser
+from opacus_ext.planner.commands.parser import EPILOG, build_parser
 
 SCRIPT = Path(parser.__file__).parent / "opacus-ext"
 FEW = "--parameters 1e4:2e5 --steps 100:200"  # small lattices: seconds
@@ -27,29 +27,16 @@ def output_of(capsys, args, status=0):
 
 def strict(text):
     """JSON without NaN and Infinity, which are none."""
-
-    def refuse(constant):
-        raise ValueError(constant)
-
-    return json.loads(text, parse_constant=refuse)
+    return json.loads(text, parse_constant=pytest.fail)
 
 
 def test_plan_for_people(capsys):
     given = f"plan --users 1e5 --epsilon 4 --flops 1e13 {EXAMPLE}"
     out = output_of(capsys, f"{given} --trials 9")
-    for text in (
-        "noise multiplier",
-        "about as good",
-        "enough compute",
-        "loss with double the",
-        "advantage",
-        "without privacy",
-        "all 9 composed",
-        "random stopping, geometric",
-        'PrivacyEngine(accountant="prv_bounds")',
-        "measured: example, 113 runs",
-    ):
-        assert text in out
+    words = "noise multiplier|about as good|enough compute|loss with double the|"
+    words += "advantage|without privacy|all 9 composed|random stopping, geometric|"
+    words += 'PrivacyEngine(accountant="prv_bounds")|measured: example, 113 runs'
+    assert all(text in out for text in words.split("|"))
 
 
 def test_plan_of_batches_of_records(capsys):
@@ -85,6 +72,8 @@ def test_plan_for_programs(capsys):
     few, many = plans[:2], plans[2:]
     assert all(b["loss"] <= a["loss"] * 1.001 for a, b in zip(few, many))
     assert few[1]["loss"] <= few[0]["loss"]
+    out = output_of(capsys, f"plan --users 1e4 --epsilon 1,16 --flops 1e13 {EXAMPLE}")
+    assert out.count("\n") == 7 and "advantage" in out and "steps upper" in out
 
 
 def test_a_budget_with_which_nothing_can_be_learnt(capsys):
@@ -95,12 +84,6 @@ def test_a_budget_with_which_nothing_can_be_learnt(capsys):
     assert "Nothing can be learned with this budget" in capsys.readouterr().err
     some = strict(output_of(capsys, f"{args},100 --json"))
     assert len(some["plans"]) == 1 and any("0.01" in n for n in some["notes"])
-
-
-def test_a_table_over_budgets(capsys):
-    args = f"plan --users 1e4 --epsilon 1,16 --flops 1e13 {EXAMPLE}"
-    out = output_of(capsys, args)
-    assert out.count("\n") == 7 and "advantage" in out and "steps upper" in out
 
 
 def test_calibrate(capsys):
@@ -129,10 +112,8 @@ def test_measure_then_fit(capsys, tmp_path):
 def test_fit(capsys):
     args = "fit example --hold-out ratio=0.0625 --json --hold-out steps=350"
     found = strict(output_of(capsys, args))
-    for name in (
-        "without ratio=0.0625",
-        "without steps=350",
-        "first quarter continued",
+    for name in "without ratio=0.0625|without steps=350|first quarter continued".split(
+        "|"
     ):
         assert found[name]["mean error"] < 0.1
     assert any("without E" in warning for warning in found["warnings"])
@@ -212,49 +193,34 @@ dream | invalid choice
 plan --users 1e5 | required: --epsilon
 {USERS} 0 | --epsilon: '0' is not a number, above 0
 {USERS} nan | --epsilon: 'nan' is not a number
-{USERS} four | --epsilon: 'four' is not a number
 {USERS} 101 | epsilon=101 is above 100
-{USERS} 4,500 | epsilon=500 is above 100
 plan --users -5 --epsilon 4 | --users: '-5' is not a number, 1
-{PLAN} --delta 2 | --delta: '2' is not a number, 1e-100 or more
 {PLAN} --delta 1e-300 | --delta: '1e-300' is not a number, 1e-100
 {PLAN} --flops 1:2 | --flops: '1:2' is not a number
 {PLAN} --batch-size 1.5 | --batch-size: '1.5' is not a whole number
-{PLAN} --batch-size 2e5 | batch_size must be at most 100000
 {PLAN} --steps 9:1 | --steps: '9:1' is not LOW:HIGH
 {PLAN} --measurements no-such-file | no-such-file
 {PLAN} --flops 1 --steps 1000 | flops=1 is less than the smallest
 {PLAN} {EXAMPLE} --flops 1e13 --delta 1e-20 | accountant
-{PLAN} {EXAMPLE} --tokens 512 | tokens=512
 {PLAN} --max-batch-size 7 | --max-batch-size: '7' is not a whole
-{PLAN} --max-batch-size 100 --batch-size 90 | no room for batches of 90
 {TUNE} --parameters 1e9:2e9 | is of one model
 {TUNE} --parameters 1e6 | trainable must be finite and at least 1 and at most 1e+06
 {TUNE} --parameters 6.7e9 --measurements example | goes without --measurements
-{TUNE} --parameters 6.7e9 --law paper | goes without --measurements and --law
 {TUNE} --parameters 6.7e9 --noise-free nowhere.csv | there is no nowhere.csv
 {TUNE} --parameters 6.7e9 --price 2 | need --device-flops
-{TUNE} --parameters 6.7e9 --utilization 1.5 | at most 1
 check .a:b | target '.a:b' is not to be had
-check os:path | target 'os:path' is not to be had
-check no.such:case | not to be had
 check nothing-of-the-kind | neither a folder nor module:function
 check tests.planner.commands_test:two_things | must return a model, a batch
 measure --out x --family .a:b | '.a:b' is not to be had
-measure --out x --max-grad-norm inf | --max-grad-norm: 'inf'
 measure --out x | needs a text
 measure --out x --text no-such-text | no-such-text
 {NOISE} --steps 5 | required: --batch-size
 {NOISE} --steps 0.5 --batch-size 1 | '0.5' is not a whole number, 1 or more
 {NOISE} --steps 5 --batch-size 1e6 | batch_size
-{NOISE} --steps 1e12 --batch-size 1 | --steps
-{NOISE} --steps 9 --batch-size -1 | --batch-size
 {RECORDS} 1000 --epsilon 500 --steps 1000 --batch-size 1000 | too extreme
 {RECORDS} 1e12 --epsilon 4 --steps 10 --batch-size 1 | too extreme
 fit example --law murphy | 'murphy' is none of
 fit example --hold-out size=3 | --hold-out: 'size=3' is not
-fit example --hold-out ratio=0.25 | is not between
-fit no-such-file | no-such-file
 statement no-such-checkpoint | no-such-checkpoint
 """
 
@@ -306,7 +272,6 @@ def run_script(tmp_path, arguments, *options):
     [
         ("--help", 0, "COMMAND"),
         ("plan --help", 0, "examples:"),
-        ("check --help", 0, "examples:"),
         ("plan --users -5", 2, "--users: '-5' is not a number"),
         (f"{USERS} 500", 2, "above 100"),
         (f"{PLAN} --batch-size 2e5", 2, "batch_size must be at most 100000"),
@@ -340,12 +305,6 @@ def test_the_script_is_what_is_installed():
     assert root / settings["options"]["scripts"].strip() == SCRIPT
     assert SCRIPT.read_text().startswith("#!/usr/bin/env python\n")
     assert "options.entry_points" not in settings
-
-
-def test_there_is_a_file_for_each_command():
-    names = {path.stem for path in SCRIPT.parent.glob("*.py")}
-    assert set(COMMANDS) <= names
-    assert set(COMMANDS) == set(EPILOG) - {None}
 
 
 def test_it_runs_as_a_module():

@@ -17,25 +17,14 @@ from opacus_ext.planner.noise import noise_of, verified_noise
 from opacus_ext.refused import Refused
 
 
-def model_of(tokens=16, learning_rate=None):
-    """A law with what a real one has: noise hurts, and large models more."""
-
-    def loss(size, batch, steps, ratio):
-        found = (
-            1
-            + (1e4 / size) ** 0.3
-            + (1e3 / steps) ** 0.3
-            + np.sqrt(ratio * np.sqrt(size))
-        )
-        return np.where(np.asarray(ratio) < 0.25, found, np.nan)
-
-    ends = (1e4, 1e6), (100, 3200)
-    return LossModel(
-        loss, *ends, tokens, 32, MEASURED, "made up", learning_rate=learning_rate
-    )
+def known_loss(size, batch, steps, ratio):
+    """Of what a real law has: noise hurts, and large models more."""
+    found = 1 + (1e4 / size) ** 0.3 + (1e3 / steps) ** 0.3
+    found = found + np.sqrt(ratio * np.sqrt(size))
+    return np.where(np.asarray(ratio) < 0.25, found, np.nan)
 
 
-LAW = model_of()
+LAW = LossModel(known_loss, (1e4, 1e6), (100, 3200), 16, 32, MEASURED, "made up")
 BUDGET = Budget(users=1e5, epsilon=4, delta=1e-6, flops=1e14, tokens=16)
 
 
@@ -59,13 +48,6 @@ def test_the_best_is_the_best_of_all_configurations(table):
     assert 0 < plan.advantage < 1
     tokens = plan.batch_size * plan.steps * 16
     assert plan.tokens_per_parameter == pytest.approx(tokens / plan.parameters)
-
-
-def test_more_compute_never_plans_worse(table):
-    plans = [p for p in table.frontier(np.geomspace(1e10, 1e19, 60)) if p]
-    losses = [p.loss for p in plans]
-    assert len(plans) > 40 and losses == sorted(losses, reverse=True)
-    assert table.frontier([1e3]) == [None]
 
 
 @pytest.mark.parametrize(
@@ -106,26 +88,20 @@ def test_equal_epsilon_is_not_equal_advantage(table):
     assert min(p.loss for p in plans) == table.best().loss
 
 
-def test_without_privacy_the_model_is_larger(table):
-    plan, free = table.best(1e13), table.not_private(1e13)
-    assert free.batch_size == 32 and free.parameters > plan.parameters
-    assert free.loss < plan.loss
-
-
-def test_twice_of_everything():
-    ends = dict(steps=(800, 800), parameters=(1e5, 1e5))
-    budget = dataclasses.replace(BUDGET, flops=1e13, **ends)
-    table = Candidates(budget, LAW)
+def test_twice_of_everything(monkeypatch):
+    """What is not known of more is left out: a plan does not fail by it."""
+    ends = dict(steps=(800, 800), parameters=(1e5, 1e5), flops=1e13)
+    budget = dataclasses.replace(BUDGET, **ends)
+    table, most = (
+        Candidates(dataclasses.replace(budget, epsilon=e), LAW) for e in (4, 100)
+    )
     plan, more = table.best(), doubled_loss(table)
     assert min(more) >= -1e-4 and max(more) > 0
     twice = Candidates(dataclasses.replace(budget, epsilon=8), LAW).best()
     assert more.epsilon == pytest.approx(1 - twice.loss / plan.loss)
-
-
-def test_what_is_not_known_of_more_is_left_out(monkeypatch):
-    """A plan does not fail as twice its epsilon would take too long."""
-    ends = dict(steps=(800, 800), parameters=(1e5, 1e5))
-    table = Candidates(dataclasses.replace(BUDGET, flops=1e13, **ends), LAW)
+    above = doubled_loss(most)
+    assert math.isnan(above.epsilon) and above.users >= 0
+    assert set(doubled_noise(most.best())) == {"batch_size", "users"}
 
     def refuse(*args):
         raise Refused("takes too long")
@@ -153,23 +129,6 @@ def test_sizes_of_which_so_many_steps_are_not_known():
     ) as error:
         Candidates(large, law).best(math.inf)
     assert error.value.parameter == "steps"
-
-
-def test_an_epsilon_above_100_is_no_privacy():
-    ends = dict(steps=(800, 800), parameters=(1e5, 1e5), flops=1e13, epsilon=100)
-    table = Candidates(dataclasses.replace(BUDGET, **ends), LAW)
-    more = doubled_loss(table)
-    assert math.isnan(more.epsilon) and more.users >= 0
-    assert set(doubled_noise(table.best())) == {"batch_size", "users"}
-
-
-def test_settled_choices_are_kept():
-    budget = dataclasses.replace(
-        BUDGET, parameters=(123456, 123456), batch_size=(1000, 1000), steps=(700, 900)
-    )
-    plan = Candidates(budget, LAW).best(math.inf)
-    assert (plan.parameters, plan.batch_size) == (123456, 1000)
-    assert 700 <= plan.steps <= 900
 
 
 def test_edges_of_budgets():
@@ -282,11 +241,3 @@ def test_plans_that_the_engine_counts_otherwise_say_so():
         assert any(says in note for note in plan.notes())
     plain = dict(amplification="poisson")
     assert not Candidates(Budget(1000, 8, **ends, **plain), LAW).best().notes()
-
-
-def test_a_range_of_batches_is_the_same_for_more_users():
-    few, many = (
-        Candidates(Budget(n, 4, tokens=16, batch_size=(1, 694)), LAW).batch_size
-        for n in (347, 694)
-    )
-    assert set(few) <= set(many)

@@ -111,13 +111,11 @@ def written(tmp_path, *lines, name="runs.jsonl"):
 TABLE = {
     fit: [
         (dict(loss=[5.0, 4, 3, 2.5, 3, NAN]), "loss must be finite and above 0"),
-        (dict(loss=[5.0, 4, 3, 2.5, 3, 0]), "loss must be finite and above 0"),
         (dict(loss=[]), "loss is empty"),
         (dict(loss=[[5.0] * 6]), "a list with one row each"),
         (dict(tokens=[1e9, 1e8]), r"tokens has shape \(2,\), loss \(6,\)"),
         (dict(tokens=[0.0] * 6), None),
         (dict(parameters=1e6), "parameters has 1 values, chinchilla needs 3"),
-        (dict(parameters=[1e6, 1e7] * 3), "parameters has 2 values"),
         (dict(parameters=[1e6, 1e7, 1e8] * 2, tokens=[1e7, 1e8, 1e9] * 2), "together"),
         (dict(steps=[1] * 6), "law of parameters, tokens; got"),
         (dict(descents=0), None),
@@ -132,9 +130,7 @@ TABLE = {
     laws.private_rows: [(dict(measurements=runs()), "have no batch_size")],
     plan: [
         (dict(users=0), None),
-        (dict(users=INF), None),
         (dict(epsilon=0), None),
-        (dict(epsilon=NAN), None),
         (dict(epsilon=101), "epsilon=101 is above 100: that is no privacy"),
         (dict(delta=1), None),
         (dict(flops=-1), None),
@@ -155,8 +151,6 @@ TABLE = {
         (dict(parameters=None), "trainable=1e.06 is of one model"),
         (dict(parameters=(1e9, 2e9)), "is of one model"),
         (dict(trainable=7e9), "trainable must be .* at most 1e.09"),
-        (dict(trainable=0), None),
-        (dict(trainable=NAN), None),
         (dict(trainable=20.5), "no whole number of trainable"),
         (dict(physical_batch_size=0), None),
         (dict(law=LossModel.of_paper()), "models that are trained whole"),
@@ -172,7 +166,6 @@ TABLE = {
         (dict(sizes=["99x1"]), "has the sizes"),
         (dict(ratios=[]), "ratios is empty"),
         (dict(ratios=[-1]), None),
-        (dict(ratios=[NAN]), None),
         (dict(learning_rates=[0.0]), None),
         (dict(steps=1), "steps must be finite and at least 2"),
         (dict(batch_size=1000), None),
@@ -180,7 +173,6 @@ TABLE = {
     find_family: [
         (dict(name="os:path"), "not to be had"),
         (dict(name="builtins:dict"), "returned dict, not a Family"),
-        (dict(name="nowhere.at_all:family"), "module:function"),
         (dict(name="bytes"), "needs a text"),
     ],
     byte_transformers: [
@@ -189,7 +181,6 @@ TABLE = {
     ],
     rows: [
         (dict(loss=[NAN, 1]), None),
-        (dict(loss=[0, 1]), None),
         (dict(parameters=[1e3]), "parameters has shape"),
         (dict(ratio=[-0.1, 0]), None),
         (dict(steps=[1, INF]), None),
@@ -199,7 +190,6 @@ TABLE = {
         (dict(min_steps=1000), "1000 steps .min_steps. or more"),
         (dict(window=0), None),
         (dict(min_steps=-1), None),
-        (dict(min_steps=NAN), None),
         (dict(steps_to=10), "steps_to must be above 20"),
         (dict(steps_to=1e4), "Lower fit_from or steps_to"),
         (dict(of=lambda m: dict(run=0 * m["loss"])), "several values of parameters"),
@@ -208,18 +198,15 @@ TABLE = {
     query: [
         (dict(parameters=NAN), None),
         (dict(steps=0), None),
-        (dict(steps=INF, outside="nan"), None),
         (dict(ratio=-1), None),
         (dict(parameters=[1e5, 1e6], steps=[20, 40, 60]), "broadcast: parameters"),
         (dict(outside="clip"), "outside must be"),
     ],
     held_out: [
         (dict(parameters=1e5), "parameters 100000 is not between two"),
-        (dict(parameters=5e6), "is not between"),
         (dict(ratio=0), "is not between"),
         (dict(steps=60), None),
         ({}, "either"),
-        (dict(parameters=1e6, ratio=1e-3), "either"),
     ],
     curve: [
         (dict(steps=[0, 1, 2], loss=[3, 2, 1]), r"steps \(3,\) .* are no curve"),
@@ -227,7 +214,6 @@ TABLE = {
         (dict(steps=[0, 1, 2, 2]), "don't ascend"),
         (dict(steps=[90, 100, 110, 120]), "from its start: 90"),
         (dict(loss=[4, 3, NAN, 1]), None),
-        (dict(loss=[2, 1, 0, 0]), None),
         (dict(loss=[1, 2, 3, 4]), "does not fall: 1 before, 4 after 3 steps"),
         (dict(loss=[0.1, 0.6, 0.8, 0.9]), "nats a token .a record., no accuracy"),
     ],
@@ -269,21 +255,17 @@ def test_refused_files_of_runs(tmp_path, lines, message):
 
 
 @pytest.mark.parametrize(
-    "read, text, message",
+    "of, text, message",
     [
-        (Measurements.read, "parameters,steps,loss\n1e3,10,5\n", "numbers ratio"),
-        (
-            Measurements.read,
-            "parameters,steps,ratio,loss\n1,2,0,high\n",
-            "numbers loss",
-        ),
-        (NoiseFree.read, "steps,accuracy\n0,0.1\n100,0.6\n", "numbers loss"),
-        (NoiseFree.read, "", "numbers steps, loss"),
+        (Measurements, "parameters,steps,loss\n1e3,10,5\n", "numbers ratio"),
+        (Measurements, "parameters,steps,ratio,loss\n1,2,0,high\n", "numbers loss"),
+        (NoiseFree, "steps,accuracy\n0,0.1\n100,0.6\n", "numbers loss"),
+        (NoiseFree, "", "numbers steps, loss"),
     ],
 )
-def test_refused_tables(tmp_path, read, text, message):
+def test_refused_tables(tmp_path, of, text, message):
     with pytest.raises(Refused, match=message):
-        read(written(tmp_path, text, name="table.csv"))
+        of.read(written(tmp_path, text, name="table.csv"))
 
 
 def test_a_grid_with_a_hole_is_refused():

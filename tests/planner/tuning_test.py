@@ -20,16 +20,8 @@ from opacus_ext.planner.noise_free import NoiseFree
 from opacus_ext.refused import Refused
 
 WHOLE, ADAPTERS = 6.7e9, 4_194_304  # rank 8 of query and value of 32 layers of 4,096
-BUDGET = Budget(
-    users=50_000,
-    epsilon=8,
-    delta=1e-6,
-    flops=1e19,
-    parameters=(WHOLE, WHOLE),
-    trainable=ADAPTERS,
-    steps=(500, 2000),
-    physical_batch_size=8,
-)
+MODEL = dict(parameters=(WHOLE, WHOLE), trainable=ADAPTERS, physical_batch_size=8)
+BUDGET = Budget(50_000, 8, delta=1e-6, flops=1e19, steps=(500, 2000), **MODEL)
 STEPS = np.arange(0, 601, 20)
 RUN = NoiseFree(STEPS, 1.6 + 0.8 / (1 + STEPS / 40))
 
@@ -72,19 +64,6 @@ def test_a_higher_rank_is_more_noise(table):
     whole = Candidates(Budget(1e5, 8, steps=(1000, 1100)), LossModel.rule_of_thumb())
     with pytest.raises(Refused, match="Ranks are of adapters"):
         by_rank(whole, rank=1)
-
-
-def test_a_classifier_s_loss_is_a_record_s(tmp_path, capsys):
-    """And the noise that is shown is that of the code."""
-    table = tmp_path / "run.csv"
-    table.write_text("steps,loss\n0,2.4\n300,1.8\n600,1.7\n900,1.65\n1200,1.64\n")
-    given = "plan --users 50000 --epsilon 8 --parameters 12730 --tokens 1 --flops 1e13"
-    assert main([*given.split(), "--noise-free", str(table)]) == 0
-    shown = capsys.readouterr().out
-    assert " nats a record" in shown
-    assert "Too hopeful for other models" in shown
-    noise = re.search(r"noise multiplier +(\S+)", shown)[1]
-    assert f"noise_multiplier={noise}," in shown
 
 
 def test_noise_slows_a_run_down():
@@ -145,6 +124,11 @@ def test_a_plan_of_adapters(capsys, tmp_path):
     assert plan["cost"]["money"] == pytest.approx(2.5 * hours)
     assert [row["rank"] for row in plan["ranks"]] == [2, 4, 8, 16, 32]
     assert plan["parts"] == math.ceil(plan["batch_size"] / 8)
+    assert main([*args, "--noise-free", str(run), "--tokens", "1"]) == 0
+    shown = capsys.readouterr().out
+    assert " nats a record" in shown and "Too hopeful for other models" in shown
+    noise = re.search(r"noise multiplier +(\S+)", shown)[1]
+    assert f"noise_multiplier={noise}," in shown  # of the code
     assert main(args) == 0
     out = capsys.readouterr().out
     for text in ("4,194,304", "device_hours", "money", "--noise-", "other ranks"):
