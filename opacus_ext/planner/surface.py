@@ -325,9 +325,7 @@ def hold_out(
     given = dict(parameters=parameters, ratio=ratio, steps=steps)
     chosen = [(n, float(v)) for n, v in given.items() if v is not None]
     if len(chosen) != 1:
-        raise Refused(
-            "Hold out either parameters, a ratio or steps.", parameter="parameters"
-        )
+        raise Refused("Hold out either parameters, ratio or steps.", parameter="steps")
     ((name, value),) = chosen
     column = getattr(measurements, name)
     measured = np.unique(column)
@@ -359,7 +357,8 @@ def hold_out(
             f"The runs of {name} {value:g} have no steps in common with the others.",
             parameter=name,
         )
-    return HoldOut(*rows[:, inside], predicted[inside])
+    m, t, r, seen = rows[:, inside]
+    return HoldOut(m, t, r, seen, predicted[inside])
 
 
 def _neighbor(axis: np.ndarray, values: ArrayLike, side: Any) -> np.ndarray:
