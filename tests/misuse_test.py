@@ -116,7 +116,6 @@ def with_epsilon(**kwargs):
 
 SGD = torch.optim.SGD
 CE = nn.CrossEntropyLoss
-OTHER = net()
 
 
 def drawn_already():
@@ -158,16 +157,18 @@ ARGUMENTS = {
     "mode unwrapped": ({"mode": "hook", "wrap_model": False}, "'hook'.*Is 'hooks' me"),
     "name": ({"poisson_samplng": False}, "'poisson_samplng'.*Is 'poisson_sampling' me"),
     "noise below 0": ({"noise_multiplier": -1.0}, "noise_multiplier.*or more, got -1"),
-    "noise nan": ({"noise_multiplier": NAN}, "noise_multiplier.*nan"),
     "noise text": ({"noise_multiplier": "1.0"}, "must be a number.*'1.0'"),
     "noise none": ({"noise_multiplier": None}, "must be a number.*None"),
     "bound 0": ({"mode": "hooks", "max_grad_norm": 0}, "max_grad_norm.*above zero"),
     "bound below 0": ({"max_grad_norm": -1.0}, "max_grad_norm.*above zero"),
-    "bound infinite": ({"max_grad_norm": INF}, "max_grad_norm must be finite"),
+    "bound infinite": (
+        {"max_grad_norm": INF},
+        "max_grad_norm must be a number, finite",
+    ),
     "bound text": ({"max_grad_norm": "1"}, "max_grad_norm must be a number"),
     "bounds nan": (
         {"clipping": "per_layer", "max_grad_norm": [1.0, 1.0, 1.0, NAN]},
-        "max_grad_norm must be finite",
+        "max_grad_norm must be a number, finite",
     ),
     "sum": ({"criterion": CE(reduction="sum")}, "'sum'.*loss_reduction='mean'"),
     "sum, hooks": (
@@ -175,13 +176,8 @@ ARGUMENTS = {
         "reduction='sum', and make_private loss_reduction='mean'",
     ),
     "LBFGS": ({"sgd": torch.optim.LBFGS}, "LBFGS.*several times.*one grad"),
-    "SparseAdam": ({"sgd": torch.optim.SparseAdam}, "SparseAdam.*sparse"),
     "DataParallel": ({"module": nn.DataParallel(net())}, "DataParallel.*one process e"),
-    "another model's": (
-        {"optimizer": SGD(OTHER.parameters(), lr=0.1)},
-        "optimizer Parameters: 4 of the 4 .*are not the model's.*another",
-    ),
-    "layer replaced": (replaced(), r"2 of the 4 .*shape \(2, 4\).*replaced"),
+    "layer replaced": (replaced(), "different than optimizer Parameters"),
     "frozen": ({"module": net().requires_grad_(False)}, "no trainable parameter"),
     "evaluation mode": ({"module": net().eval()}, r"call model\.train\(\)"),
     "stream": ({"data_loader": DataLoader(Stream(), SIZE)}, "Stream.*no length"),
@@ -189,7 +185,7 @@ ARGUMENTS = {
     "no batches": ({"data_loader": loader(batch_size=None)}, "batch_size=None"),
     "no batch": (
         {"data_loader": loader(batch_size=64, drop_last=True)},
-        "no batch: 32 records, batch_size=64",
+        "no batches: 32 records, batch_size=64",
     ),
     "subset": (
         sampled(SubsetRandomSampler(range(10))),

@@ -26,10 +26,10 @@ from numpy.typing import NDArray
 from scipy.optimize import minimize
 from scipy.signal import lfilter
 
+from opacus_ext.accountants.calibration import noise_multiplier
 from opacus_ext.refused import Refused
 
-#: Most entries of a Jacobian, 256 MiB.
-_ENTRIES = 2**25
+_ENTRIES = 2**25  # of a Jacobian at most, 256 MiB
 
 
 @lru_cache(maxsize=256)
@@ -181,7 +181,7 @@ class Banded:
     """
     Correlated noise for ``make_private(noise=...)``: that of each step takes back some
     of that of the ``bands - 1`` steps before. Batches are drawn by
-    :class:`opacus_ext.data.CyclicPoisson`. ``choose_bands`` finds the best for a run.
+    :class:`opacus_ext.data.CyclicPoisson`. :func:`choose_bands` finds the best.
 
     Args:
         bands: b; the more, the less noise is left in the weights, but each record is
@@ -195,6 +195,37 @@ class Banded:
     bands: int
     steps: int
     momentum: float = 0.0
+
+
+def choose_bands(
+    rate: float, steps: int, epsilon: float, delta: float, momentum: float = 0.0
+) -> Banded:
+    """
+    The best of 1, 2, 4, ... 64 bands, by the noise multiplier that the budget asks for,
+    times :func:`error`. More bands cancel more noise, but gain less privacy from
+    sampling; the search ends at the first that is worse.
+
+    Args:
+        rate: probability of Poisson sampling of the same run with independent noise
+        steps: of the run
+        epsilon, delta: its budget
+        momentum: of SGD, or the first of Adam's betas
+
+    Example:
+        >>> choose_bands(0.05, 100, epsilon=8.0, delta=1e-5)
+        Banded(bands=8, steps=100, momentum=0.0)
+    """
+    counts = [2**k for k in range(7) if 2**k <= steps and 2**k * rate <= 1]
+    noises = noise_multiplier(
+        epsilon, delta, [-(-steps // b) for b in counts], [b * rate for b in counts]
+    )
+    best = (math.inf, Banded(1, steps, momentum))
+    for bands, noise in zip(counts, noises):
+        left = noise * error(coefficients(bands, steps, momentum), steps, momentum)
+        if left >= best[0]:
+            break
+        best = (left, Banded(bands, steps, momentum))
+    return best[1]
 
 
 class BandedNoise:
