@@ -14,7 +14,6 @@ from opacus_ext.checks import Leak, check_per_sample_gradients, find_leaks
 from opacus_ext.clipping import (
     Clipping,
     ClippingFunction,
-    NeighboringRelation,
     automatic,
     register_clipping,
 )
@@ -42,7 +41,6 @@ __all__ = [
     "GradSample",
     "Leak",
     "Monitor",
-    "NeighboringRelation",
     "OneHot",
     "Op",
     "PerSampleGrads",

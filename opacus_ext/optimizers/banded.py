@@ -58,17 +58,12 @@ def coefficients(bands: int, steps: int, momentum: float = 0.0) -> Tuple[float, 
         [0.708, 0.706]
     """
     whole = isinstance(bands, Integral) and isinstance(steps, Integral)
-    if not (whole and 1 <= bands <= steps):
+    if not (whole and 1 <= bands <= steps and 0 <= momentum < 1):
         raise Refused(
-            f"{bands} bands for {steps} steps.",
+            f"{bands} bands for {steps} steps, with a momentum of {momentum:g}.",
             parameter="bands",
-            remedy="Give whole numbers, at least one band, and at most one a step.",
-        )
-    if not 0 <= momentum < 1:
-        raise Refused(
-            f"A momentum of {momentum:g}.",
-            parameter="momentum",
-            remedy="Give that of the optimizer, from 0 to below 1.",
+            remedy="Give whole numbers, at least one band and at most one a step, and "
+            "the optimizer's momentum, from 0 to below 1.",
         )
     if bands == 1:
         return (1.0,)
@@ -341,7 +336,5 @@ class BandedNoise:
                 remedy="Go on with what the run began with.",
             )
         self.taken, self.noise_multiplier = state["taken"], state["noise_multiplier"]
-        self.trained = state["trained"]
-        begun = -(-self.taken // self.bands)
-        self.counted = state.get("counted", begun)  # once it was not saved
+        self.trained, self.counted = state["trained"], state["counted"]
         self._past = {name: x.clone() for name, x in state["past"].items()}
