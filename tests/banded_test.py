@@ -114,12 +114,6 @@ def test_a_long_run():
         coefficients(2, 10, 1.0)
 
 
-def test_more_bands_leave_less():
-    errors = [error(coefficients(2**k, 300), 300) for k in range(8)]
-    assert errors == sorted(errors, reverse=True)
-    assert errors[0] == pytest.approx(math.sqrt(301 / 2))
-
-
 @pytest.mark.parametrize("bands", [0, 11, 2.5])
 def test_bands_are_refused(bands):
     with pytest.raises(Refused, match="bands for 10 steps"):
@@ -225,12 +219,6 @@ def test_accounting_of_a_run():
     expected = create_accountant("rdp")
     expected.history = [(1.5, 1 / 3, 6)]
     assert counted.get_epsilon(1e-5) == expected.get_epsilon(1e-5)
-
-
-def test_one_part_is_all_of_a_round():
-    """With b bands at a rate of 1/b each record is in each round: no sampling."""
-    sampling = CyclicPoisson(bands=4, sample_rate=0.25)
-    assert all(len(sampling.draw(60, None, t)) == 15 for t in range(4))
 
 
 def test_physical_batches():
