@@ -14,7 +14,6 @@ from opacus_ext.checks import Leak, check_per_sample_gradients, find_leaks
 from opacus_ext.clipping import (
     Clipping,
     ClippingFunction,
-    automatic,
     register_clipping,
 )
 from opacus_ext.engine import PrivacyEngine
@@ -47,7 +46,6 @@ __all__ = [
     "PrivacyEngine",
     "Refused",
     "as_op",
-    "automatic",
     "check_per_sample_gradients",
     "clipped_grads",
     "find_leaks",

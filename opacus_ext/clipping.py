@@ -161,37 +161,19 @@ def find_clipping(clipping: Union[str, Clipping]) -> Clipping:
 
 
 def _flat(norms: torch.Tensor, bound: float) -> torch.Tensor:
+    """The factors of gradients that are made no longer than the bound."""
     return (bound / (norms + 1e-6)).clamp(max=1.0)
 
 
-def automatic(gamma: float = 0.01) -> Clipping:
-    """
-    AUTO-S: every gradient is scaled to just below ``max_grad_norm``, with factor
-    ``C / (norm + gamma)``. Source: Bu et al. 2022, "Automatic Clipping".
-
-    Args:
-        gamma: keeps small gradients small; in the units of a gradient norm
-
-    Raises:
-        Refused: if gamma is not positive
-
-    Example:
-        >>> from opacus_ext import automatic
-        >>> automatic(gamma=0.1).name
-        'automatic'
-    """
-    if not gamma > 0:
-        raise Refused(f"gamma must be positive, got {gamma}.", parameter="gamma")
-    return Clipping("automatic", lambda norms, bound: bound / (norms + gamma))
-
-
 def _per_layer(norms: torch.Tensor, bound: List[float]) -> torch.Tensor:
+    """The same, of each parameter by itself."""
     bounds = torch.as_tensor(bound, dtype=norms.dtype, device=norms.device)
     return (bounds[:, None] / (norms + 1e-6)).clamp(max=1.0)
 
 
 register_clipping(Clipping("flat", _flat))
-register_clipping(automatic())
+# Bu et al. 2022, AUTO-S: every gradient is scaled to just below C.
+register_clipping(Clipping("automatic", lambda n, bound: bound / (n + 0.01)))
 # De et al. 2022: clipped to C and divided by C, so that the learning rate does not
 # depend on C.
 register_clipping(

@@ -77,9 +77,11 @@ class _Run:
             self.error = error
 
     def _begin(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        """Notes a call that begins."""
         self.opened.append(_Call(self._names[module], _copies((args, kwargs)), []))
 
     def _end(self, module: nn.Module, args: tuple, output: Any) -> None:
+        """Notes its end."""
         call = self.opened.pop()
         call.outputs.extend(_copies(output))
         number = sum(name == call.name for name, _ in self.ended)
@@ -87,6 +89,7 @@ class _Run:
 
 
 def _copies(value: Any) -> List[T]:
+    """Copies of all tensors in a value."""
     return [x.detach().clone() for x in tree_leaves(value) if isinstance(x, T)]
 
 

@@ -210,6 +210,7 @@ def rows_of(batch: Any, rows: Union[List[int], T], size: int) -> Any:
 
 
 def _cast(tensor: T, dtype: Optional[torch.dtype]) -> T:
+    """The tensor in a dtype if it has floating point, else a copy."""
     cast = dtype is not None and tensor.is_floating_point()
     return tensor.to(dtype) if cast else tensor.detach().clone()
 

@@ -121,13 +121,16 @@ def _fit(
     residuals.cache_clear()
 
     def objective(rest: NDArray) -> float:
+        """The squared error."""
         return float(np.sum(residuals(rest.tobytes())[0] ** 2))
 
     def slope(rest: NDArray) -> NDArray:
+        """Its gradient."""
         r, jacobian = residuals(rest.tobytes())
         return 2 * (jacobian @ r)
 
     def curvature(rest: NDArray) -> NDArray:
+        """The Gauss-Newton matrix."""
         jacobian = residuals(rest.tobytes())[1]
         return 2 * (jacobian @ jacobian.T)
 
