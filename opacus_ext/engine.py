@@ -395,7 +395,8 @@ def banded(
             sampling, accountant, records, epsilon=epsilon, delta=delta, epochs=epochs
         )
         epsilon = calibration.epsilon(noise, rate, steps, delta)
-    return choose_bands(rate, steps, epsilon, delta, momentum)
+    noises = functools.partial(calibration.noise_multiplier, epsilon, delta)
+    return choose_bands(noises, rate, steps, momentum)
 
 
 #: Methods of ``PrivacyEngine`` and what wraps them.

@@ -48,7 +48,7 @@ def _of_user(layer: nn.Module, table: Dict[type, Any]) -> Any:
     return None if found in _OF_OPACUS else found
 
 
-def _parts(layer: _BatchNorm) -> Optional[List[nn.Module]]:
+def _parts(layer: Any) -> Optional[List[nn.Module]]:
     """Returns what a BatchNorm's forward does after the norm; None if it can't tell."""
     if is_lazy(layer.weight) or is_lazy(layer.running_mean):
         return None

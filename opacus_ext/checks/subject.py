@@ -197,7 +197,13 @@ def map_tensors(fn: Callable[[T], T], batch: Any) -> Any:
 def tensors_of(batch: Any) -> List[T]:
     """The tensors of a nested batch that have dimensions."""
     found: List[T] = []
-    map_tensors(lambda t: found.append(t) or t, batch)
+
+    def note(t: T) -> T:
+        """Adds a tensor."""
+        found.append(t)
+        return t
+
+    map_tensors(note, batch)
     return [t for t in found if t.dim()]
 
 

@@ -18,7 +18,17 @@ import math
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from numbers import Integral
-from typing import Any, Dict, Hashable, List, Mapping, Optional, Tuple
+from typing import (
+    Any,
+    Callable,
+    Dict,
+    Hashable,
+    Iterable,
+    List,
+    Mapping,
+    Optional,
+    Tuple,
+)
 
 import numpy as np
 import torch
@@ -26,7 +36,6 @@ from numpy.typing import NDArray
 from scipy.optimize import minimize
 from scipy.signal import lfilter
 
-from opacus_ext.accountants.calibration import noise_multiplier
 from opacus_ext.refused import Refused
 
 _ENTRIES = 2**25  # of a Jacobian at most, 256 MiB
@@ -196,7 +205,10 @@ class Banded:
 
 
 def choose_bands(
-    rate: float, steps: int, epsilon: float, delta: float, momentum: float = 0.0
+    noise_multiplier: Callable[[List[int], List[float]], Iterable[float]],
+    rate: float,
+    steps: int,
+    momentum: float = 0.0,
 ) -> Banded:
     """
     The best of 1, 2, 4, ... 64 bands, by the noise multiplier that the budget asks for,
@@ -204,18 +216,18 @@ def choose_bands(
     sampling; the search ends at the first that is worse.
 
     Args:
+        noise_multiplier: those of runs of so many steps, with such rates of sampling
         rate: probability of Poisson sampling of the same run with independent noise
         steps: of the run
-        epsilon, delta: its budget
         momentum: of SGD, or the first of Adam's betas
 
     Example:
-        >>> choose_bands(0.05, 100, epsilon=8.0, delta=1e-5)
-        Banded(bands=8, steps=100, momentum=0.0)
+        >>> choose_bands(lambda steps, rates: [1.0, 1.1, 1.3, 2.5], 0.1, 100)
+        Banded(bands=4, steps=100, momentum=0.0)
     """
     counts = [2**k for k in range(7) if 2**k <= steps and 2**k * rate <= 1]
     noises = noise_multiplier(
-        epsilon, delta, [-(-steps // b) for b in counts], [b * rate for b in counts]
+        [-(-steps // b) for b in counts], [b * rate for b in counts]
     )
     best = (math.inf, Banded(1, steps, momentum))
     for bands, noise in zip(counts, noises):
