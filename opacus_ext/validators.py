@@ -74,14 +74,14 @@ def _error(name: str, layer: nn.Module) -> Optional[UnsupportedModuleError]:
     if not layer.training and layer.running_mean is not None:
         return None
     remedy = (
-        "Use ModuleValidator.fix(model) before make_private, which puts GroupNorm in "
-        "its place"
+        "Use opacus.validators.ModuleValidator.fix(model) before make_private, which "
+        "puts GroupNorm in its place"
     )
     if _parts(layer) is None:
         remedy = (
-            "ModuleValidator.fix can't replace it, for it is lazy (call the model "
-            "once) or has a forward of its own: put a norm of one sample (GroupNorm) "
-            "in its place, or register what replaces it with "
+            "It is lazy (call the model once) or has a forward of its own, and "
+            "opacus.validators.ModuleValidator.fix can't replace it: put a norm of one "
+            "sample (GroupNorm) in its place, or register what replaces it with "
             "opacus.validators.register_module_fixer"
         )
     return ShouldReplaceModuleError(
