@@ -10,13 +10,10 @@ import importlib
 from typing import Any
 
 from opacus_ext import take
-from opacus_ext.checks import check_per_sample_gradients
-from opacus_ext.checks.leaks import Leak, find_leaks
+from opacus_ext.checks import Leak, check_per_sample_gradients, find_leaks
 from opacus_ext.clipping import (
     Clipping,
     ClippingFunction,
-    NeighboringRelation,
-    automatic,
     register_clipping,
 )
 from opacus_ext.engine import PrivacyEngine
@@ -43,14 +40,12 @@ __all__ = [
     "GradSample",
     "Leak",
     "Monitor",
-    "NeighboringRelation",
     "OneHot",
     "Op",
     "PerSampleGrads",
     "PrivacyEngine",
     "Refused",
     "as_op",
-    "automatic",
     "check_per_sample_gradients",
     "clipped_grads",
     "find_leaks",

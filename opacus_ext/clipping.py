@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import numbers
-from enum import Enum
 from typing import Any, Callable, Dict, List, NamedTuple, Union
 
 import torch
@@ -18,19 +17,10 @@ from opacus_ext.refused import Refused
 Bound = Union[float, List[float]]
 
 
-class NeighboringRelation(str, Enum):
-    """
-    Which data sets are neighbors: those that differ in one record.
-
-    Attributes:
-        ADD_OR_REMOVE_ONE: one of them has a record more
-        REPLACE_ONE: one record is another one
-        REPLACE_SPECIAL: one record is replaced by one whose gradient is zero
-    """
-
-    ADD_OR_REMOVE_ONE = "add_or_remove_one"
-    REPLACE_ONE = "replace_one"
-    REPLACE_SPECIAL = "replace_special"
+# How often the largest norm of a clipped gradient fits into the change of a sum, by
+# which data sets are neighbors: one has a record more; one record is another one; one
+# record is replaced by one whose gradient is zero.
+_RELATIONS = {"add_or_remove_one": 1, "replace_one": 2, "replace_special": 1}
 
 
 class Clipping(NamedTuple):
@@ -84,27 +74,22 @@ class ClippingFunction(NamedTuple):
         """The factors of gradients with these norms."""
         return self.clipping.factors(norms, self.bound)
 
-    def sensitivity(
-        self, relation: Union[str, NeighboringRelation] = "add_or_remove_one"
-    ) -> float:
+    def sensitivity(self, relation: Any = "add_or_remove_one") -> float:
         """
         The most that the clipped sums of neighbors differ, in L2 norm.
 
         Args:
-            relation: a :class:`NeighboringRelation`, its name, or dp-accounting's
+            relation: "add_or_remove_one", "replace_one" or "replace_special" (against a
+                gradient of zero), or dp-accounting's member of such a name
         """
-        return _times(relation) * float(self.clipping.largest_norm(self.bound))
-
-
-def _times(relation: Any) -> int:
-    name = str(getattr(relation, "name", relation)).lower()
-    if name not in [each.value for each in NeighboringRelation]:
-        raise Refused(
-            f"Unknown neighboring relation {relation!r}.",
-            parameter="relation",
-            remedy=f"Known: {', '.join(each.value for each in NeighboringRelation)}.",
-        )
-    return 2 if name == "replace_one" else 1
+        name = str(getattr(relation, "name", relation)).lower()
+        if name not in _RELATIONS:
+            raise Refused(
+                f"Unknown neighboring relation {relation!r}.",
+                parameter="relation",
+                remedy=f"Known: {', '.join(_RELATIONS)}.",
+            )
+        return _RELATIONS[name] * float(self.clipping.largest_norm(self.bound))
 
 
 def as_clipping_function(clipping: Any) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -126,10 +111,9 @@ def as_clipping_function(clipping: Any) -> Callable[[torch.Tensor], torch.Tensor
             "method sensitivity(relation).",
             parameter="clipping",
             remedy="Give the bound C as a number for flat clipping, or "
-            'opacus_ext.clipping.find_clipping("automatic").at(1.0); a function of '
-            "your own states the largest norm that it leaves as its sensitivity.",
+            'opacus_ext.clipping.find_clipping("automatic").at(1.0).',
         )
-    largest = clipping.sensitivity(NeighboringRelation.ADD_OR_REMOVE_ONE)
+    largest = clipping.sensitivity("add_or_remove_one")
     if not (isinstance(largest, numbers.Real) and 0 < largest < math.inf):
         raise Refused(
             f"The sensitivity of {clipping!r} is {largest!r}.",
@@ -177,37 +161,19 @@ def find_clipping(clipping: Union[str, Clipping]) -> Clipping:
 
 
 def _flat(norms: torch.Tensor, bound: float) -> torch.Tensor:
+    """The factors of gradients that are made no longer than the bound."""
     return (bound / (norms + 1e-6)).clamp(max=1.0)
 
 
-def automatic(gamma: float = 0.01) -> Clipping:
-    """
-    AUTO-S: every gradient is scaled to just below ``max_grad_norm``, with factor
-    ``C / (norm + gamma)``. Source: Bu et al. 2022, "Automatic Clipping".
-
-    Args:
-        gamma: keeps small gradients small; in the units of a gradient norm
-
-    Raises:
-        Refused: if gamma is not positive
-
-    Example:
-        >>> from opacus_ext import automatic
-        >>> automatic(gamma=0.1).name
-        'automatic'
-    """
-    if not gamma > 0:
-        raise Refused(f"gamma must be positive, got {gamma}.", parameter="gamma")
-    return Clipping("automatic", lambda norms, bound: bound / (norms + gamma))
-
-
 def _per_layer(norms: torch.Tensor, bound: List[float]) -> torch.Tensor:
+    """The same, of each parameter by itself."""
     bounds = torch.as_tensor(bound, dtype=norms.dtype, device=norms.device)
     return (bounds[:, None] / (norms + 1e-6)).clamp(max=1.0)
 
 
 register_clipping(Clipping("flat", _flat))
-register_clipping(automatic())
+# Bu et al. 2022, AUTO-S: every gradient is scaled to just below C.
+register_clipping(Clipping("automatic", lambda n, bound: bound / (n + 0.01)))
 # De et al. 2022: clipped to C and divided by C, so that the learning rate does not
 # depend on C.
 register_clipping(

@@ -12,7 +12,7 @@ import functools
 import inspect
 import math
 import numbers
-from typing import Any, Callable, Iterable, Optional
+from typing import Any, Callable, Iterable
 
 import torch
 from opacus import PrivacyEngine
@@ -79,22 +79,20 @@ def check_arguments(
             raise Refused(
                 f"make_private has no argument {name!r}.",
                 parameter=name,
-                remedy=_closest(name, allowed) or "Leave it out.",
+                remedy=_closest(name, allowed, "Leave it out."),
             )
     check_number("noise_multiplier", noise_multiplier, zero=True)
     several = isinstance(max_grad_norm, (list, tuple))
     for bound in max_grad_norm if several else [max_grad_norm]:
         check_number("max_grad_norm", bound)
-    for name, part in module.named_modules():
-        if isinstance(part, nn.DataParallel):
-            raise Refused(
-                f"{name or 'The model'} (DataParallel) loses per-sample gradients with "
-                "the copies of the model that it makes.",
-                module=f"{name or 'the model'} (DataParallel)",
-                remedy="Pass the model itself; for several devices one process each, "
-                "with opacus.distributed."
-                "DifferentiallyPrivateDistributedDataParallel.",
-            )
+    if any(isinstance(part, nn.DataParallel) for part in module.modules()):
+        raise Refused(
+            "DataParallel loses per-sample gradients with the copies of the model that "
+            "it makes.",
+            parameter="module",
+            remedy="Pass the model itself; for several devices one process each, with "
+            "opacus.distributed.DifferentiallyPrivateDistributedDataParallel.",
+        )
     _check_optimizer(engine, optimizer, module)
     check_loader(engine, data_loader, poisson_sampling)
     reduction = getattr(criterion, "reduction", loss_reduction)
@@ -109,69 +107,41 @@ def check_arguments(
         )
 
 
-def _closest(name: str, names: Iterable[str]) -> Optional[str]:
+def _closest(name: str, names: Iterable[str], otherwise: str) -> str:
+    """Asks whether the name most like this one is meant."""
     found = difflib.get_close_matches(name, list(names), 1)
-    return f"Is {found[0]!r} meant?" if found else None
+    return f"Is {found[0]!r} meant?" if found else otherwise
 
 
 def check_mode(mode: Any, modes: Iterable[str]) -> None:
-    """
-    Raises:
-        Refused: for a ``grad_sample_mode`` that is neither in ``modes`` nor Opacus's
-    """
+    """Refuses a ``grad_sample_mode`` that is neither in ``modes`` nor Opacus's."""
     names = list(dict.fromkeys((*modes, *_OF_OPACUS)))
     if mode not in names:
         raise Refused(
             f"Unexpected grad_sample_mode: {mode!r}. There are {', '.join(names)}.",
             parameter="grad_sample_mode",
-            remedy=_closest(str(mode), names) or 'Take "auto" if in doubt.',
+            remedy=_closest(str(mode), names, 'Take "auto" if in doubt.'),
         )
-
-
-_MEANING = {
-    "noise_multiplier": "It is the noise's standard deviation over max_grad_norm; zero "
-    "trains without privacy.",
-    "max_grad_norm": "It is the norm to which each sample's gradient is clipped.",
-    "delta": "Take less than one over the number of records.",
-}
-_MEANING["target_delta"] = _MEANING["delta"]
-_MEANING["per_sample_max_grad_norm"] = _MEANING["max_grad_norm"]
 
 
 def check_number(
     name: str, value: Any, *, zero: bool = False, below: float = math.inf
 ) -> None:
-    """
-    Checks an argument that is a finite number above zero.
-
-    Args:
-        zero: True allows zero
-        below: the number is less than this
-
-    Raises:
-        Refused: for anything else
-    """
-    scalar = isinstance(value, torch.Tensor) and not value.dim()
-    scalar = scalar and value.dtype != torch.bool
-    if isinstance(value, bool) or not (scalar or isinstance(value, numbers.Real)):
-        raise Refused(
-            f"{name} must be a number, got {value!r} ({type(value).__name__}).",
-            parameter=name,
-            remedy=f"Give {name} as a float.",
-        )
-    if not (0 < value < below or zero and value == 0):
+    """Refuses what is no number above zero (or zero, if allowed) and below another."""
+    number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if not (number and (0 < value < below or zero and value == 0)):
         most = "finite" if below == math.inf else f"below {below:g}"
         least = "zero or more" if zero else "above zero"
         raise Refused(
-            f"{name} must be {most} and {least}, got {value}.",
+            f"{name} must be a number, {most} and {least}, got {value!r}.",
             parameter=name,
-            remedy=_MEANING.get(name, "Give the budget of the run."),
         )
 
 
 def _check_optimizer(
     engine: PrivacyEngine, optimizer: torch.optim.Optimizer, module: nn.Module
 ) -> None:
+    """Refuses several gradients a step; warns of parameters that are left out."""
     given = getattr(optimizer, "original_optimizer", optimizer)
     closure = inspect.signature(given.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
@@ -181,25 +151,9 @@ def _check_optimizer(
             parameter="optimizer",
             remedy="Take an optimizer that needs one gradient a step: SGD, Adam, ...",
         )
-    if isinstance(given, torch.optim.SparseAdam):
-        raise Refused(
-            "SparseAdam takes sparse gradients only, and noise makes them dense.",
-            parameter="optimizer",
-            remedy="Take Adam or AdamW.",
-        )
-    names = {p: name for name, p in module.named_parameters()}
-    held = {p: None for group in given.param_groups for p in group["params"]}
-    strange = [p for p in held if p not in names]
-    if strange:
-        raise Refused(
-            "Module parameters are different than optimizer Parameters: "
-            f"{len(strange)} of the {len(held)} in the optimizer are not the model's, "
-            f"the first of shape {(*strange[0].shape,)}: it is another model's, or "
-            "layers were replaced (by ModuleValidator.fix, get_peft_model, ...).",
-            parameter="optimizer",
-            remedy="Build it from the parameters of the model that is passed.",
-        )
-    left = [n for p, n in names.items() if p.requires_grad and p not in held]
+    held = {p for group in given.param_groups for p in group["params"]}
+    named = module.named_parameters()
+    left = [name for name, p in named if p.requires_grad and p not in held]
     if left and held:
         warn_once(
             engine,
@@ -225,32 +179,29 @@ def _check_optimizer(
 def check_loader(
     engine: PrivacyEngine, loader: DataLoader, poisson_sampling: bool
 ) -> None:
-    """
-    Checks a loader whose records are to be sampled.
-
-    Raises:
-        Refused: if they can't be
-    """
+    """Refuses a loader whose records can't be sampled, and warns of one seldom meant"""
     dataset: Any = getattr(loader, "dataset", None)
     batches: Any = getattr(loader, "batch_sampler", None)
-    size, drop = (getattr(loader, x, None) for x in ("batch_size", "drop_last"))
-    reason = ""
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
-        reason = f"The data set ({type(dataset).__name__}) has no length"
-        remedy = "Take a data set with __len__ and __getitem__."
-    elif isinstance(batches, _POISSON):
+        raise Refused(
+            f"The data set ({type(dataset).__name__}) has no length.",
+            parameter="data_loader",
+            remedy="Take a data set with __len__ and __getitem__.",
+        )
+    if isinstance(batches, _POISSON):
         return
-    elif batches is None:
-        reason = "The loader makes no batches: it has batch_size=None"
-        remedy = "Give it a batch size; it is the expected one of a step."
-    elif not len(loader):
-        reason = f"The loader has no batch: {len(dataset)} records, batch_size={size}, "
-        reason += f"drop_last={drop}"
-        remedy = "Take a smaller batch size, or drop_last=False."
-    if reason:
-        raise Refused(f"{reason}.", parameter="data_loader", remedy=remedy)
+    records, size = len(dataset), getattr(loader, "batch_size", None)
+    if batches is None or not len(loader):
+        raise Refused(
+            f"The loader makes no batches: {records} records, batch_size={size}.",
+            parameter="data_loader",
+            remedy="Give it a batch size up to the number of records; it is the "
+            "expected one of a step.",
+        )
     if poisson_sampling:
-        _check_sampler(engine, batches, len(dataset), size)
+        if size is not None:
+            check_size(engine, size, records)
+        _check_sampler(engine, batches, records)
     elif type(batches) is BatchSampler:
         warn_once(
             engine,
@@ -262,27 +213,21 @@ def check_loader(
         )
 
 
-def _check_sampler(
-    engine: PrivacyEngine, batches: Any, records: int, size: Optional[int]
-) -> None:
+def _check_sampler(engine: PrivacyEngine, batches: Any, records: int) -> None:
     """Checks the sampler that Poisson sampling replaces."""
-    if size is not None:
-        check_size(engine, size, records)
-    sampler: Any = getattr(batches, "sampler", None)
     own = type(batches) is not BatchSampler
-    name = type(batches if own else sampler).__name__
-    try:
-        covered = records if own else len(sampler)
-    except TypeError:
-        covered = records
-    if covered != records and not isinstance(sampler, DistributedSampler):
+    sampler: Any = batches if own else batches.sampler
+    name, every = type(sampler).__name__, isinstance(sampler, _EVERY_RECORD)
+    whole = own or isinstance(sampler, DistributedSampler)
+    covered = records if whole or not hasattr(sampler, "__len__") else len(sampler)
+    if covered != records:
         raise Refused(
             f"The loader's {name} draws {covered} of the {records} records, and "
             "Poisson sampling, which takes its place, would draw from all of them.",
             parameter="data_loader",
             remedy="Pass torch.utils.data.Subset(dataset, indices) and no sampler.",
         )
-    if own or not isinstance(sampler, _EVERY_RECORD):
+    if not every:
         warn_once(
             engine,
             "sampler",
@@ -309,12 +254,7 @@ def check_size(engine: PrivacyEngine, size: int, records: int) -> None:
 def check_delta(
     engine: PrivacyEngine, delta: Any, dataset: Any, name: str = "delta"
 ) -> None:
-    """
-    Checks the delta of a guarantee for a data set.
-
-    Raises:
-        Refused: if it is not between 0 and 1
-    """
+    """Refuses a delta that is not between 0 and 1; warns of one over 1 / records."""
     check_number(name, delta, below=1)
     records = len(dataset) if hasattr(dataset, "__len__") else 0
     if records and delta > 1 / records:
@@ -331,6 +271,7 @@ def checked_epsilon(get_epsilon: Callable) -> Callable:
 
     @functools.wraps(get_epsilon)
     def get(self: PrivacyEngine, delta: float) -> float:
+        """The epsilon spent, as PrivacyEngine.get_epsilon."""
         check_delta(self, delta, self.dataset)
         if any(noise == 0 for noise, *_ in self.accountant.history):
             return math.inf  # some accountants raise an error

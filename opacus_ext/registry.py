@@ -1,20 +1,9 @@
 """The only file that patches Opacus.
 
 Opacus 1.6 chooses the classes of a ``grad_sample_mode`` in if-chains and fixes the
-criterion of the ghost modes. This file puts a registry in their place: modes and
-clipping functions are entries of tables, and what has no entry goes to Opacus as
-before. :func:`unregister` undoes all of it.
-
-What is replaced or added in Opacus: the lookups of classes (``get_gsm_class``,
-``get_hooks_class``, ``get_optimizer_class``), ``PrivacyEngine.__init__`` (secure mode),
-``make_private``, ``make_private_with_epsilon``, ``get_epsilon``, ``save_checkpoint``,
-``load_checkpoint``, ``privacy_statement`` and ``_prepare_criterion``,
-``ModuleValidator.validate`` and ``fix``, and entries of the tables of samplers and of
-accountants.
-
-Other files import Opacus without changing it: those of modes, optimizers, accountants,
-the trainer and distributed training extend its classes, and data, checks, examples and
-the planner call its public functions.
+criterion of the ghost modes. Here modes and clipping functions are entries of tables,
+and what has no entry goes to Opacus as before. :func:`register` names all that is
+replaced or added in Opacus, and :func:`unregister` undoes it.
 """
 
 from __future__ import annotations
@@ -23,16 +12,7 @@ import functools
 import inspect
 import sys
 from importlib import import_module
-from typing import (
-    Any,
-    Callable,
-    Dict,
-    List,
-    NamedTuple,
-    Optional,
-    Sequence,
-    Type,
-)
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Type
 
 import opacus.accountants.registry
 import opacus.grad_sample
@@ -136,13 +116,11 @@ def register() -> None:
         _replace(place, "get_hooks_class", hooks)
     for place in (opacus.optimizers, engine):
         _replace(place, "get_optimizer_class", optimizer)
-    _replace(
-        PrivacyEngine,
-        "_prepare_criterion",
-        _prepare_criterion(PrivacyEngine._prepare_criterion),
-    )
-    _replace(PrivacyEngine, "make_private", _make_private(PrivacyEngine.make_private))
-    for name, wrap in WRAPPERS.items():
+    own = {
+        "_prepare_criterion": _prepare_criterion,
+        "make_private": _make_private,
+    }
+    for name, wrap in (*own.items(), *WRAPPERS.items()):
         _replace(PrivacyEngine, name, wrap(getattr(PrivacyEngine, name)))
     for name, method in checkpoints.METHODS.items():
         _replace(PrivacyEngine, name, method)
@@ -189,6 +167,7 @@ def extend_transformers() -> None:
 
 
 def _replace(place: Any, name: str, new: Any) -> None:
+    """Sets an attribute that is there, until ``unregister``."""
     if not hasattr(place, name):
         return
     old = vars(place).get(name, getattr(place, name))  # a classmethod stays one
@@ -197,10 +176,12 @@ def _replace(place: Any, name: str, new: Any) -> None:
 
 
 def _add(table: Dict[Any, Any], key: Any, new: Any) -> None:
+    """Sets an entry of a table of Opacus's, until ``unregister``."""
     old = table.get(key)
     table[key] = new
 
     def undo() -> None:
+        """Puts back what was there."""
         if table.get(key) is not new:  # somebody else's by now
             return
         if old is None:
@@ -217,8 +198,11 @@ _stock = False  # whether an engine is at work that brings its own criterion
 
 
 def _lookup(opacus_lookup: Callable, part: str) -> Callable:
+    """Opacus's lookup of a class, of a mode's table first."""
+
     @functools.wraps(opacus_lookup)
     def lookup(grad_sample_mode: str) -> type:
+        """The class of a mode."""
         if grad_sample_mode in MODES and not _stock:
             return getattr(MODES[grad_sample_mode], part)
         misuse.check_mode(grad_sample_mode, MODES)
@@ -228,10 +212,13 @@ def _lookup(opacus_lookup: Callable, part: str) -> Callable:
 
 
 def _lookup_optimizer(opacus_lookup: Callable) -> Callable:
+    """Opacus's lookup of an optimizer's class, with the clipping of this package."""
+
     @functools.wraps(opacus_lookup)
     def lookup(
         clipping: str, distributed: bool, grad_sample_mode: Optional[str] = None
     ) -> type:
+        """The class of an optimizer."""
         mode = MODES.get(grad_sample_mode)
         if mode is None or _stock or clipping == "adaptive":
             if grad_sample_mode in ("ghost_bk", "scan", "auto"):
@@ -251,6 +238,7 @@ def _lookup_optimizer(opacus_lookup: Callable) -> Callable:
 
 
 def _not_of_opacus(clipping: Any, mode: Optional[str]) -> Refused:
+    """The error for a clipping that a mode of Opacus's does not know."""
     return Refused(
         f"clipping={clipping!r} is for the modes {', '.join(MODES)}; got "
         f"grad_sample_mode={mode!r}.",
@@ -261,26 +249,15 @@ def _not_of_opacus(clipping: Any, mode: Optional[str]) -> Refused:
 
 
 def _prepare_criterion(prepare: Callable) -> Callable:
+    """``PrivacyEngine._prepare_criterion``, with the criterion of this package."""
+
     @functools.wraps(prepare)
-    def prepare_criterion(
-        self: PrivacyEngine,
-        *,
-        module: Any,
-        optimizer: Any,
-        criterion: Any,
-        loss_reduction: str = "mean",
-        **kwargs: Any,
-    ) -> Any:
-        if hasattr(module, "clipped_backward"):
-            return ClippedCriterion(module, optimizer, criterion, loss_reduction)
-        return prepare(
-            self,
-            module=module,
-            optimizer=optimizer,
-            criterion=criterion,
-            loss_reduction=loss_reduction,
-            **kwargs,
-        )
+    def prepare_criterion(self: PrivacyEngine, *, module: Any, **kwargs: Any) -> Any:
+        """The criterion that the user gets."""
+        if not hasattr(module, "clipped_backward"):
+            return prepare(self, module=module, **kwargs)
+        given = (kwargs["optimizer"], kwargs["criterion"])
+        return ClippedCriterion(module, *given, kwargs.get("loss_reduction", "mean"))
 
     prepare_criterion._opacus_ext = True
     return prepare_criterion
@@ -304,6 +281,7 @@ def _make_private(make_private: Callable) -> Callable:
         on_nonfinite: str = "drop",
         **kwargs: Any,
     ) -> Any:
+        """``PrivacyEngine.make_private``, or a refusal that leaves all as it is."""
         global _stock
         before = _stock
         extend_transformers()
@@ -438,6 +416,7 @@ def _refuse_sharded(
 
 
 def _clean(module: nn.Module) -> None:
+    """Removes hooks and attributes that make_private has left."""
     for handle in getattr(module, "autograd_grad_sample_hooks", []):
         handle.remove()
     if hasattr(module, "autograd_grad_sample_hooks"):
@@ -449,16 +428,14 @@ def _clean(module: nn.Module) -> None:
 
 
 def _refuse_trained_as_is(module: nn.Module, mode: str) -> None:
+    """Refuses layers that Opacus's own modes and other engines can't train."""
     for name, layer in module.named_modules():
-        if type(layer) in validators.TRAINED_AS_IS and any(
-            p.requires_grad for p in layer.parameters()
-        ):
+        trained = any(p.requires_grad for p in layer.parameters())
+        if trained and type(layer) in validators.TRAINED_AS_IS:
             what = f"{name or 'the model'} ({type(layer).__name__})"
             raise Refused(
-                f"{what} is trained as it is "
-                f"in the modes {', '.join(MODES)} of PrivacyEngine; got "
-                f"grad_sample_mode={mode!r} of {'another' if _stock else 'this'} "
-                "engine.",
+                f"{what} is trained as it is in the modes {', '.join(MODES)} of "
+                f"PrivacyEngine alone; got grad_sample_mode={mode!r}.",
                 module=what,
                 remedy="Choose one of them, or replace the layer by that of "
                 f"opacus.layers, DP{type(layer).__name__}.",

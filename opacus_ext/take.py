@@ -30,6 +30,7 @@ def items(inputs: Any, i: int) -> Any:
         return _item(inputs, i)  # *args, each a sample
 
     def own(x: Any) -> Any:
+        """The sample's part."""
         return x[i : i + 1] if isinstance(x, T) else _item(x, i)
 
     if isinstance(inputs, dict):
@@ -38,6 +39,7 @@ def items(inputs: Any, i: int) -> Any:
 
 
 def _item(x: Any, i: int) -> Any:
+    """Item i of a container, in a container of its type."""
     if isinstance(x, dict):
         key = list(x)[i]
         return {key: x[key]}
@@ -90,6 +92,7 @@ def packed(inputs: Any, i: int) -> Any:
         raise IndexError(i)
 
     def own(x: Any) -> Any:
+        """The sequence, or the sample's part of a tensor."""
         if isinstance(x, PackedSequence):
             padded, lengths = pad_packed_sequence(x, batch_first=True)
             some = padded[i : i + 1, : int(lengths[i])]

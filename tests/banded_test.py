@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from opacus_ext.accountants import PRVBoundsAccountant
 from opacus_ext.data import CyclicPoisson, FixedSize, Poisson
-from opacus_ext.engine import calibrate, choose_bands
+from opacus_ext.engine import banded, calibrate
 from opacus_ext.losses import PerSample
 from opacus_ext.monitor import Monitor
 from opacus_ext.optimizers.banded import (
@@ -112,12 +112,6 @@ def test_a_long_run():
         coefficients(10_000, 10_000)
     with pytest.raises(Refused, match="momentum of 1"):
         coefficients(2, 10, 1.0)
-
-
-def test_more_bands_leave_less():
-    errors = [error(coefficients(2**k, 300), 300) for k in range(8)]
-    assert errors == sorted(errors, reverse=True)
-    assert errors[0] == pytest.approx(math.sqrt(301 / 2))
 
 
 @pytest.mark.parametrize("bands", [0, 11, 2.5])
@@ -225,12 +219,6 @@ def test_accounting_of_a_run():
     expected = create_accountant("rdp")
     expected.history = [(1.5, 1 / 3, 6)]
     assert counted.get_epsilon(1e-5) == expected.get_epsilon(1e-5)
-
-
-def test_one_part_is_all_of_a_round():
-    """With b bands at a rate of 1/b each record is in each round: no sampling."""
-    sampling = CyclicPoisson(bands=4, sample_rate=0.25)
-    assert all(len(sampling.draw(60, None, t)) == 15 for t in range(4))
 
 
 def test_physical_batches():
@@ -355,7 +343,10 @@ def test_with_epsilon():
         ({"noise": "pink"}, "noise='pink'"),
         ({"noise": "banded"}, "noise='banded'"),
         ({"sampling": FixedSize(batch_size=5)}, "CyclicPoisson"),
-        ({"sampling": CyclicPoisson(bands=3, expected_batch_size=5)}, "3 parts"),
+        (
+            {"sampling": CyclicPoisson(bands=3, expected_batch_size=5)},
+            "as many parts",
+        ),
         ({"noise": Banded(24, 30)}, "smaller than the expected batch"),
     ],
 )
@@ -396,7 +387,8 @@ def test_the_bands_that_leave_the_least_noise():
     """By the accountant of the run; what was spent before leaves fewer."""
     sampling, accountant = Poisson(sample_rate=0.02), create_accountant("prv_bounds")
     budget = {"epsilon": 4.0, "delta": 1e-5, "epochs": 4}
-    chosen = choose_bands(sampling, accountant, 1000, **budget)
+    sgd = torch.optim.SGD([nn.Parameter(torch.zeros(1))])
+    chosen = banded(sampling, accountant, 1000, sgd, **budget)
     left = []
     for bands in (chosen.bands, chosen.bands // 2, chosen.bands * 2):
         cyclic = CyclicPoisson(bands=bands, sample_rate=0.02)
@@ -404,5 +396,5 @@ def test_the_bands_that_leave_the_least_noise():
         left.append(noise * error(coefficients(bands, 200), 200))
     assert min(left) == left[0]
     accountant.compose("gaussian", noise_multiplier=1.15)
-    rest = choose_bands(sampling, accountant, 1000, **budget)
+    rest = banded(sampling, accountant, 1000, sgd, **budget)
     assert 1 <= rest.bands < chosen.bands

@@ -9,8 +9,6 @@ from transformers import (
     BertForSequenceClassification,
     MixtralConfig,
     MixtralForCausalLM,
-    SwitchTransformersConfig,
-    SwitchTransformersForConditionalGeneration,
 )
 
 from opacus_ext import find_leaks
@@ -20,7 +18,7 @@ from tests.common import check, every_mode, make_private, next_token_loss, squar
 torch.manual_seed(0)
 SMALL = dict(vocab_size=32, num_hidden_layers=1, num_attention_heads=2)
 X, SEQUENCES = torch.randn(5, 4), torch.randn(4, 5, 4)
-LABELS = torch.arange(5) % 2
+LABELS, CE = torch.arange(5) % 2, nn.CrossEntropyLoss
 
 
 def tokens(B=4, T=6):
@@ -35,20 +33,6 @@ def mixtral():
     config = dict(SMALL, hidden_size=16, intermediate_size=16, num_key_value_heads=1)
     config.update(num_local_experts=4, max_position_embeddings=32)
     return MixtralForCausalLM(MixtralConfig(output_router_logits=True, **config))
-
-
-def switch():
-    config = dict(vocab_size=32, d_model=16, d_kv=8, d_ff=16, num_heads=2)
-    config.update(num_layers=2, num_decoder_layers=2, num_experts=4, expert_capacity=2)
-    config.update(num_sparse_encoder_layers=1, num_sparse_decoder_layers=1)
-    model = SwitchTransformersForConditionalGeneration
-    return model(SwitchTransformersConfig(**config))
-
-
-def to_decoder():
-    batch = tokens()
-    batch["decoder_input_ids"] = batch.pop("labels").clamp(min=0)
-    return batch
 
 
 class OverTheBatch(nn.Module):
@@ -85,6 +69,17 @@ class RateOfItsOwn(nn.Module):
         q = out.view_as(x)[:, None]
         rows = F.scaled_dot_product_attention(q, q, q, None, 0.3, False)
         return self.last(rows[:, 0])
+
+
+class Keeps(nn.Linear):
+    """Adds something of the batch before."""
+
+    last = 0.0
+
+    def forward(self, x):
+        y = super().forward(x) + self.last
+        self.last = y.detach().mean()
+        return y
 
 
 def statistics(position):
@@ -124,68 +119,48 @@ def balanced(model, x):
     return model(x).square().sum((1, 2)) + model.balancing
 
 
-# A model, a batch, a loss, where the leaks are, and words of the first fix.
+def plain(model, x):
+    return model(x).flatten(1).square().sum(1)
+
+
+# A model, a batch, a loss, where the leak is, and words of the fix.
 LEAKS = {
-    **{
-        f"batch norm {i}": (statistics(i), X, None, [f"{i} (BatchNorm1d)"], "GroupNorm")
-        for i in range(3)
-    },
+    "batch norm": (statistics(1), X, plain, "1 (BatchNorm1d)", "GroupNorm"),
+    "first": (statistics(0), X, plain, "0 (BatchNorm1d)", "GroupNorm"),
+    "criterion": (statistics(2), (X, LABELS), CE(), "2 (BatchNorm1d)", "GroupNorm"),
     "capacity": (
-        OverTheBatch(6),
-        SEQUENCES,
-        None,
-        ["moe (SwitchFeedForward)"],
-        "capacity",
+        *(OverTheBatch(6), SEQUENCES, plain),
+        *("moe (SwitchFeedForward)", "capacity"),
     ),
-    "own loss": (
-        mixtral,
-        tokens,
-        None,
-        ["output['loss']", "output['aux_loss']"],
-        "balancing_loss",
-    ),
-    "balancing": (mixtral, tokens, over_the_batch(1.0), ["loss_fn"], "balancing"),
-    "a little": (mixtral, tokens, over_the_batch(1e-3), ["loss_fn"], "balancing"),
-    "gradient": (nn.Linear(4, 2), X, in_the_gradient, ["loss_fn"], "one loss a sample"),
-    "scalar": (nn.Linear(4, 2), X, lambda m, x: m(x).mean(), ["loss_fn"], "one loss"),
-    "criterion": (
-        statistics(1),
-        (X, LABELS),
-        nn.CrossEntropyLoss(),
-        ["1 (BatchNorm1d)"],
-        "Group",
-    ),
-    "evaluation": (statistics(1).eval(), X, None, [], ""),
-    "no capacity": (OverTheBatch(), SEQUENCES, None, [], ""),
-    "balancing by sample": (mixtral, tokens, by_sample, [], ""),
-    "Switch": (SwitchFeedForward(4, 8, 3, capacity=2), SEQUENCES, balanced, [], ""),
-    "TopK": (TopKFeedForward(4, 8, 3), SEQUENCES, balanced, [], ""),
-    "transformers": (switch, to_decoder, None, [], ""),
-    "rate of its own": (RateOfItsOwn(), torch.randn(5, 6, 4), None, [], ""),
+    "balancing": (mixtral(), tokens(), over_the_batch(1e-3), "loss_fn", "balancing"),
+    "gradient": (nn.Linear(4, 2), X, in_the_gradient, "loss_fn", "one loss a sample"),
+    "state": (Keeps(4, 2), X, plain, "the model", ""),
+    "no capacity": (OverTheBatch(), SEQUENCES, plain, None, ""),
+    "balancing by sample": (mixtral(), tokens(), by_sample, None, ""),
+    "Switch": (SwitchFeedForward(4, 8, 3, capacity=2), SEQUENCES, balanced, None, ""),
+    "TopK": (TopKFeedForward(4, 8, 3), SEQUENCES, balanced, None, ""),
 }
 
 
 @pytest.mark.parametrize("name", LEAKS)
 def test_leaks(name):
-    """They are found, and nothing is changed."""
     model, batch, loss, where, fix = LEAKS[name]
-    if not isinstance(model, nn.Module):
-        model, batch = model(), batch()
-    before = {n: x.clone() for n, x in model.state_dict().items()}
-    state = torch.get_rng_state()
     found = find_leaks(model, batch, loss)
-    assert sorted(leak.where for leak in found) == sorted(where)
+    assert [leak.where for leak in found] == ([] if where is None else [where])
     assert not found or fix in found[0].fix
-    assert torch.equal(state, torch.get_rng_state())
-    assert all(torch.equal(x, before[n]) for n, x in model.state_dict().items())
-    assert all(p.grad is None for p in model.parameters())
-    assert not model._forward_hooks
 
 
-@pytest.mark.parametrize("x", [torch.randn(1, 4), torch.ones(3, 4)])
-def test_needs_two_different_samples(x):
-    with pytest.raises(ValueError, match="two samples"):
-        find_leaks(nn.Linear(4, 2), x)
+@pytest.mark.parametrize(
+    "x, model, words",
+    [
+        (torch.randn(1, 4), nn.Linear(4, 2), "two samples"),
+        (torch.ones(3, 4), nn.Linear(4, 2), "two samples"),
+        (torch.randn(5, 6, 4), RateOfItsOwn(), "is random"),
+    ],
+)
+def test_what_can_not_be_compared(x, model, words):
+    with pytest.raises(ValueError, match=words):
+        find_leaks(model, x, plain)
 
 
 # -- in training -----------------------------------------------------------------------
@@ -203,10 +178,9 @@ def test_dropout_in_training():
 
 
 @every_mode
-@pytest.mark.parametrize("wrap", [True, False])
-def test_number_that_mixes_samples(mode, wrap):
+def test_number_that_mixes_samples(mode):
     model, batch = mixtral(), tokens()
-    private = make_private(model, mode, wrap, batch_size=4)
+    private = make_private(model, mode, batch_size=4)
     private.step(batch, over_the_batch(0))
     before = [p.detach().clone() for p in model.parameters()]
     if mode == "hooks":  # a mean of means is one
@@ -218,7 +192,7 @@ def test_number_that_mixes_samples(mode, wrap):
 
 
 @every_mode
-@pytest.mark.parametrize("how", ["attribute", "list", 3, 4, 8])
+@pytest.mark.parametrize("how", ["attribute", "list", 3, 4])
 def test_numbers_in_other_places(mode, how):
     """A balancing loss over the batch that is kept, or given in a vector."""
 
@@ -252,20 +226,16 @@ def test_numbers_in_other_places(mode, how):
         private.step(SEQUENCES.double(), loss)
 
 
-class Rows(nn.Module):
+class Rows(nn.Linear):
     """Losses of tokens ``[B * T]``: whose rows they are can't be told."""
 
-    def __init__(self):
-        super().__init__()
-        self.last = nn.Linear(4, 2)
-
     def forward(self, x):
-        return self.last(x).square().sum(-1).flatten()
+        return super().forward(x).square().sum(-1).flatten()
 
 
 @every_mode
 def test_losses_of_flattened_tokens(mode):
-    private = make_private(Rows().double(), mode, batch_size=4)
+    private = make_private(Rows(4, 2).double(), mode, batch_size=4)
     with pytest.raises(RuntimeError, match=r"Rows: output has shape \(5,\)"):
         private.step(
             SEQUENCES.double(), lambda m, x: m(x).unflatten(0, x.shape[:2]).sum(1)

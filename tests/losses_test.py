@@ -422,8 +422,6 @@ class TestModelLosses:
     def test_no_leaks(self):
         batch = tokens(4, 6)
         assert opacus_ext.find_leaks(gpt2(), batch, model_losses) == []
-        (leak,) = opacus_ext.find_leaks(gpt2(), batch)
-        assert leak.where == "output['loss']" and "model_losses" in leak.fix
 
     @pytest.mark.parametrize("mode", ["hooks", "ghost_bk"])
     def test_balancing_loss_of_each_sample(self, mode):

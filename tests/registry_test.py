@@ -3,7 +3,6 @@
 import copy
 import inspect
 import json
-import pydoc
 import subprocess
 import sys
 
@@ -259,27 +258,26 @@ def test_samplers_of_layers_that_opacus_has_none_for(stock, layer):
 ADDED = {"sampling", "noise", "take", "shared", "on_nonfinite"}
 
 
-@pytest.mark.parametrize("name", ["make_private", "make_private_with_epsilon"])
-def test_signatures(name):
+def test_signature():
     """All arguments of Opacus's with its defaults, and those that are added."""
     own, stock = (
-        inspect.signature(getattr(engine, name)).parameters
-        for engine in (opacus_ext.PrivacyEngine, PrivacyEngine)
+        {p.name: repr(p.default) for p in inspect.signature(make).parameters.values()}
+        for make in (
+            opacus_ext.PrivacyEngine.make_private,
+            PrivacyEngine.make_private,
+        )
     )
-    known = {p.name: repr(p.default) for p in stock.values()}
-    given = {p.name: repr(p.default) for p in own.values()}
-    assert set(given) - set(known) - {"rand_on_empty"} == ADDED
-    assert known.items() <= given.items()
-    text = pydoc.plain(pydoc.render_doc(getattr(opacus_ext.PrivacyEngine, name)))
+    assert set(own) - set(stock) - {"rand_on_empty"} == ADDED
+    assert stock.items() <= own.items()
+    text = opacus_ext.PrivacyEngine.make_private.__doc__
     assert all(f"{argument}:" in text for argument in ADDED)
 
 
-@pytest.mark.parametrize("accountant", ["rdp", "prv_bounds"])
 @pytest.mark.parametrize("engine", [PrivacyEngine, opacus_ext.PrivacyEngine])
-def test_added_arguments_with_epsilon(engine, accountant):
-    """Both engines take them, whatever the accountant."""
+def test_added_arguments_with_epsilon(engine):
+    """Both engines take them."""
     model = nn.Linear(3, 2)
-    made = engine(accountant=accountant).make_private_with_epsilon(
+    made = engine(accountant="rdp").make_private_with_epsilon(
         module=model,
         optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
         data_loader=DataLoader(TensorDataset(torch.zeros(80, 3)), batch_size=4),

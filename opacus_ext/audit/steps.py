@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any, Callable, List, Mapping, Optional, Sequence, Tuple
 
 import numpy as np
@@ -14,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset, default_collate
 from opacus_ext.audit import canaries as inserted
 from opacus_ext.audit.bounds import gaussian_epsilon, gaussian_tradeoff, repeated_runs
 from opacus_ext.audit.report import Audit, Finding
-from opacus_ext.checks.subject import LossFn, copied, no_dropout
+from opacus_ext.checks.subject import LossFn, no_dropout
 from opacus_ext.engine import PrivacyEngine
 from opacus_ext.losses import PerSample
 from opacus_ext.progress import progress
@@ -53,7 +54,7 @@ class PrivateStep:
         **options: Any,
     ):
         self.engine = PrivacyEngine(accountant="prv_bounds")
-        self.model: Any = copied(model).train()
+        self.model: Any = copy.deepcopy(model).train()
         no_dropout(self.model)
         named = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
         self.sizes = {name: p.numel() for name, p in named.items()}

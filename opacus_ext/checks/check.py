@@ -8,7 +8,7 @@ from __future__ import annotations
 import warnings
 from contextlib import suppress
 from functools import partial
-from typing import Any, Callable, List, Optional, Sequence, Union
+from typing import Any, List, Optional, Sequence, Union
 
 import torch
 from opacus import PrivacyEngine
@@ -16,15 +16,17 @@ from opacus.grad_sample import AbstractGradSampleModule
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from opacus_ext.checks.leaks import Leak, first_leak
 from opacus_ext.checks.report import Cell, PerSampleGradientReport
 from opacus_ext.checks.subject import (
     LossFn,
     Subject,
     T,
-    as_in_batch,
     close,
+    gradients,
+    largest,
     lowest_dtype,
-    per_sample,
+    not_per_sample,
     random_state_kept,
     rows_of,
     tensors_of,
@@ -47,11 +49,7 @@ def check_per_sample_gradients(
     loss_fn: Union[nn.Module, LossFn],
     modes: Sequence[str] = ("hooks", "ghost", "ghost_bk"),
     *,
-    max_grad_norm: Optional[float] = None,
-    wrap_model: bool = True,
     dtype: Optional[torch.dtype] = torch.float64,
-    tolerance: Optional[float] = None,
-    take_sample: Optional[Callable[[Any, int], Any]] = None,
     verbose: bool = True,
 ) -> PerSampleGradientReport:
     """
@@ -67,20 +65,14 @@ def check_per_sample_gradients(
         model: the plain module, before ``make_private``
         batch: what ``loss_fn`` takes: tensors, also nested in tuples, lists and
             mappings. Tensors whose first dimension is B are cut into samples; all
-            others, and what is not a tensor, go along with each sample
+            others, and what is not a tensor, go along with each sample. So take a B
+            that no other tensor begins with
         loss_fn: ``loss_fn(model, batch)`` returns losses ``[B]``; or a criterion, with
             a batch of ``(*inputs, target)``, whose values are averaged in each sample
             (summed for ``reduction="sum"``)
         modes: values of ``grad_sample_mode``
-        max_grad_norm: C of flat clipping; by default the median of the samples' norms
-        wrap_model: as in ``make_private``
         dtype: of the copies and of the floating-point tensors in the batch; ``None``,
             or a model that does not run in it, leaves them as they are
-        tolerance: the largest relative error that counts as equal. By default 1e-8 in
-            float64, 1e-4 in float32 and 5e-2 in half precision, of the lowest one that
-            the model computes in
-        take_sample: ``take_sample(batch, b)`` returns sample b with a batch dimension
-            of 1. Needed only if shapes mislead, such as position ids ``[T]`` with T = B
         verbose: print the report
 
     Returns:
@@ -104,30 +96,76 @@ def check_per_sample_gradients(
     _refuse_model(model)
     names = [name for name, p in model.named_parameters() if p.requires_grad]
     with random_state_kept(model), torch.enable_grad():
-        subject = Subject(model, batch, partial(_losses, loss_fn), dtype, train=True)
-        size = len(subject.result)
-        if take_sample is None and all(len(t) != size for t in tensors_of(batch)):
-            raise _not_per_sample(f"{size} losses for a batch without {size} rows")
+        subject = Subject(model, batch, loss_fn, dtype)
         params = (p for p in subject.model().parameters() if p.requires_grad)
-        lowest = lowest_dtype(subject.result, next(params).dtype)
-        if tolerance is None:
-            tolerance = _TOLERANCES.get(lowest, 5e-2)
+        lowest = lowest_dtype(subject.losses, next(params).dtype)
         report = PerSampleGradientReport(
             cells={name: {mode: Cell("not run") for mode in modes} for name in names},
             modes=tuple(modes),
-            max_grad_norm=float("nan") if max_grad_norm is None else max_grad_norm,
-            tolerance=tolerance,
+            max_grad_norm=float("nan"),
+            tolerance=_TOLERANCES.get(lowest, 5e-2),
             dtype=lowest,
         )
         _find_randomness(subject, report)
-        truth = None if report.random else _samples_alone(subject, report, take_sample)
-        if truth is not None:
-            if take_sample is None:
+        if not report.random:
+            truth = _samples_alone(subject, report)
+            if truth is not None:
                 _compare_batches(subject, report)
-            _compare_modes(subject, report, truth, wrap_model)
+                _compare_modes(subject, report, truth)
+            if report.cross_sample:
+                report.leaks.append(first_leak(subject))
     if verbose:
         print(report)
     return report
+
+
+def find_leaks(
+    model: nn.Module, batch: Any, loss_fn: Union[nn.Module, LossFn]
+) -> List[Leak]:
+    """
+    Finds what makes one sample's loss depend on another: statistics over the batch, an
+    expert's capacity counted over the batch, a mean over all tokens of the batch. Then
+    clipping each sample bounds nothing.
+
+    It is :func:`check_per_sample_gradients` without modes, on 8 samples of a large
+    batch. Pass a real batch, with samples of different lengths.
+
+    Args:
+        model, batch, loss_fn: as there
+
+    Returns:
+        the leaks, by the module in which they begin; none if all is well
+
+    Raises:
+        Refused: for a batch of fewer than two different samples, and for a random loss
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+        >>> batch = torch.randn(5, 3), torch.randint(0, 2, (5,))
+        >>> for leak in find_leaks(model, batch, nn.CrossEntropyLoss()):
+        ...     print(leak.where)
+        1 (BatchNorm1d)
+    """
+    refuse_alike(batch)
+    size = len(tensors_of(batch)[0])
+    some = rows_of(batch, torch.linspace(0, size - 1, min(size, 8)).long(), size)
+    report = check_per_sample_gradients(model, some, loss_fn, (), verbose=False)
+    if report.random:
+        raise Refused(f"It can't be compared: {report.findings[0]}.")
+    return report.leaks or [Leak("the model", f"{x}.", "") for x in report.findings]
+
+
+def refuse_alike(batch: Any) -> None:
+    """Refuses a batch that shows no leak: of one sample, or of samples alike."""
+    tensors = tensors_of(batch)
+    size = len(tensors[0]) if tensors else 0
+    own = [x for x in tensors if len(x) == size]
+    if size < 2 or all(torch.equal(x, x[:1].expand_as(x)) for x in own):
+        raise Refused(
+            "Leaks are seen in a batch of two samples or more that differ.",
+            parameter="batch",
+            remedy="Pass more samples, of real data.",
+        )
 
 
 def _refuse_model(model: nn.Module) -> None:
@@ -150,46 +188,22 @@ def _refuse_model(model: nn.Module) -> None:
     raise Refused(f"The model {reason}.", parameter="model", remedy=remedy)
 
 
-# -- losses --------------------------------------------------------------------------
-
-
-def _losses(loss_fn: Any, dtype: Optional[torch.dtype]) -> LossFn:
-    """``call(model, batch)``, which returns losses ``[B]`` or refuses."""
-    call: Any = per_sample(loss_fn, dtype)
-
-    def checked(model: nn.Module, batch: Any) -> T:
-        losses = call(model, batch)
-        if isinstance(losses, T) and losses.dim() == 1:
-            return losses
-        got = f"shape {(*losses.shape,)}" if isinstance(losses, T) else losses
-        raise _not_per_sample(f"{got} instead of [B]")
-
-    return checked
-
-
-def _not_per_sample(got: str) -> Refused:
-    return Refused(
-        f"loss_fn gives {got}; it must give one loss per sample.",
-        parameter="loss_fn",
-        remedy='Give it a reduction of "none", and average within samples.',
-    )
-
-
 # -- the model by itself -------------------------------------------------------------
 
 
 def _find_randomness(subject: Subject, report: PerSampleGradientReport) -> None:
+    """Reports losses that are not the same in a second run."""
     again, other = (
         subject.run(subject.model(), subject.batch, seed=seed) for seed in (0, 1)
     )
     report.random = True
-    if not torch.equal(subject.result, again):
+    if not torch.equal(subject.losses, again):
         report.findings.append(
             "the loss of the same batch changes from run to run with the same random "
             "numbers: something outside of the model keeps what it has seen (a global, "
             "a closure), or draws numbers of its own"
         )
-    elif not torch.equal(subject.result, other):
+    elif not torch.equal(subject.losses, other):
         report.findings.append(
             "the loss is random (dropout through F.dropout, sampled routing, ...): "
             "switch that off in the model to compare"
@@ -199,9 +213,7 @@ def _find_randomness(subject: Subject, report: PerSampleGradientReport) -> None:
 
 
 def _samples_alone(
-    subject: Subject,
-    report: PerSampleGradientReport,
-    take_sample: Optional[Callable[[Any, int], Any]],
+    subject: Subject, report: PerSampleGradientReport
 ) -> Optional[List[T]]:
     """
     The gradients ``[B, *shape]`` of each sample run alone, by parameter; None if one
@@ -210,28 +222,26 @@ def _samples_alone(
     """
     together = subject.model()
     losses = subject.run(together, subject.batch)
-    rows = []
-    for b, ran in enumerate(subject.alone(len(losses), take_sample)):
-        model, loss, error = ran
-        if error is not None:
-            report.cross_sample.append(b)
+    rows, found, tolerance = [], report.cross_sample, report.tolerance
+    for b, sample in enumerate(subject.samples()):
+        alone = subject.model()
+        try:
+            loss = subject.run(alone, sample)
+        except Exception as error:
+            found.append(b)
             report.findings.append(
                 f"sample {b} cannot be run in a batch of its own, so its gradient is "
                 f"not defined: {_INVALID} as it is ({type(error).__name__}: {error})"
             )
             return None
         if len(loss) != 1:
-            raise Refused(
-                f"A batch of one sample gives {len(loss)} losses.",
-                parameter="take_sample",
-                remedy="Pass take_sample, which takes sample b out of the batch.",
-            )
-        compared = loss[0], model, losses[b], together, report.tolerance
-        same, grads = as_in_batch(*compared)
-        if not same:
-            report.cross_sample.append(b)
+            raise not_per_sample(f"{len(loss)} losses for a batch of one sample")
+        grads, beside = gradients(loss[0], alone), gradients(losses[b], together)
+        scale = max([1e-12, *map(largest, beside)])
+        same = all(close(x, y, tolerance, scale) for x, y in zip(grads, beside))
+        if not (same and close(loss[0], losses[b], tolerance, 1e-3)):
+            found.append(b)
         rows.append(grads)
-    found = report.cross_sample
     if found:
         which = ", ".join(map(str, found[:8])) + ", ..." * (len(found) > 8)
         report.findings.append(
@@ -247,7 +257,7 @@ def _compare_batches(subject: Subject, report: PerSampleGradientReport) -> None:
     Runs two batches that share sample 0, and the first again. Its loss must depend
     neither on the samples around it nor on the batch before.
     """
-    first, last = subject.batch, len(subject.result) - 1
+    first, last = subject.batch, len(subject.losses) - 1
     other = rows_of(first, [0, last if last > 1 else 0], last + 1)
     found = []
     for batch in (first, other):  # in a new model each
@@ -275,20 +285,17 @@ def _compare_batches(subject: Subject, report: PerSampleGradientReport) -> None:
 
 
 def _compare_modes(
-    subject: Subject,
-    report: PerSampleGradientReport,
-    truth: List[T],
-    wrap_model: bool,
+    subject: Subject, report: PerSampleGradientReport, truth: List[T]
 ) -> None:
-    norms = torch.stack([g.flatten(1).norm(dim=1) for g in map(_rows, truth)])
+    """Fills the cells of the report."""
+    norms = torch.stack([g.reshape(len(g), g[0].numel()).norm(dim=1) for g in truth])
     whole = norms.norm(dim=0)
-    if report.max_grad_norm != report.max_grad_norm:
-        report.max_grad_norm = _median(whole)
+    report.max_grad_norm = _median(whole)
     flat, bounds = report.max_grad_norm, [_median(n) for n in norms]
     # The errors of all parameters are measured on one scale, see _FLOOR.
     floor = _FLOOR * max(float(g.abs().max()) for g in truth)
     for mode in progress(report.modes, "trying modes"):
-        run = partial(_run_mode, subject, mode, wrap_model)
+        run = partial(_run_mode, subject, mode)
         by_itself: Optional[List[T]] = None
         try:
             sums = run("flat", flat)
@@ -312,11 +319,9 @@ def _compare_modes(
             report.cells[name][mode] = Cell(status, own, clipped)
 
 
-def _run_mode(
-    subject: Subject, mode: str, wrap_model: bool, clipping: str, bound: Any
-) -> List[T]:
+def _run_mode(subject: Subject, mode: str, clipping: str, bound: Any) -> List[T]:
     """The clipped sum of each parameter, of one step without noise."""
-    model, size = subject.model(), len(subject.result)
+    model, size = subject.model(), len(subject.losses)
     params = [p for p in model.parameters() if p.requires_grad]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -330,9 +335,8 @@ def _run_mode(
             poisson_sampling=False,
             clipping=clipping,
             grad_sample_mode=mode,
-            wrap_model=wrap_model,
         )
-        losses = subject.run(private if wrap_model else model, subject.batch)
+        losses = subject.run(private, subject.batch)
         (criterion[0] if criterion else PerSample())(losses).backward()
         optimizer.step()
     # The optimizer has divided by the expected batch size, here the batch's.
@@ -345,17 +349,10 @@ def _error(got: T, truth: T, norms: T, bound: float, floor: float) -> float:
     factors = (bound / (norms + 1e-6)).clamp(max=1.0).to(truth)
     terms = truth * factors.view(-1, *[1] * (truth.dim() - 1))
     expected = terms.sum(dim=0)
-    if got.shape != expected.shape:
-        return float("inf")
     if not got.numel():
         return 0.0
-    size = max(float(terms.abs().max()), floor)
-    gap = float((got - expected).abs().max())
-    return gap / size if size > 0 else (0.0 if gap == 0 else float("inf"))
-
-
-def _rows(grads: T) -> T:
-    return grads if grads.dim() > 1 else grads[:, None]
+    size = max(float(terms.abs().max()), floor, 1e-300)
+    return float((got - expected).abs().max()) / size
 
 
 def _median(norms: T) -> float:

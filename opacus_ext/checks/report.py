@@ -7,6 +7,7 @@ from typing import Dict, List, Optional, Tuple
 
 import torch
 
+from opacus_ext.checks.leaks import Leak
 from opacus_ext.tables import text_table
 
 
@@ -43,6 +44,7 @@ class PerSampleGradientReport:
         cross_sample: numbers of the samples whose loss or gradient depends on others
         random: True if the loss changes from call to call: nothing can be compared
         findings: what is wrong with the model itself, one sentence each
+        leaks: the module or loss in which samples begin to depend on each other
         max_grad_norm: the clipping norm used
         tolerance: the largest relative error that counts as equal
         dtype: the least exact floating-point type that the model computed in
@@ -57,6 +59,7 @@ class PerSampleGradientReport:
     cross_sample: List[int] = field(default_factory=list)
     random: bool = False
     findings: List[str] = field(default_factory=list)
+    leaks: List[Leak] = field(default_factory=list)
 
     def _with(self, status: str) -> List[str]:
         """Names of the parameters that have this status in some mode."""
@@ -84,7 +87,7 @@ class PerSampleGradientReport:
             for name, row in self.cells.items()
         ]
         lines = [text_table(["parameter", *self.modes], rows, rule=True)]
-        lines += [f"! {finding}" for finding in self.findings]
+        lines += [f"! {finding}" for finding in (*self.findings, *self.leaks)]
         lines += [f"! {mode} refused: {text}" for mode, text in self.refused.items()]
         if self._with("factor"):
             lines.append(

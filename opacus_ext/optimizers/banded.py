@@ -18,7 +18,17 @@ import math
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from numbers import Integral
-from typing import Any, Dict, Hashable, List, Mapping, Optional, Tuple
+from typing import (
+    Any,
+    Callable,
+    Dict,
+    Hashable,
+    Iterable,
+    List,
+    Mapping,
+    Optional,
+    Tuple,
+)
 
 import numpy as np
 import torch
@@ -28,8 +38,7 @@ from scipy.signal import lfilter
 
 from opacus_ext.refused import Refused
 
-#: Most entries of a Jacobian, 256 MiB.
-_ENTRIES = 2**25
+_ENTRIES = 2**25  # of a Jacobian at most, 256 MiB
 
 
 @lru_cache(maxsize=256)
@@ -58,17 +67,12 @@ def coefficients(bands: int, steps: int, momentum: float = 0.0) -> Tuple[float, 
         [0.708, 0.706]
     """
     whole = isinstance(bands, Integral) and isinstance(steps, Integral)
-    if not (whole and 1 <= bands <= steps):
+    if not (whole and 1 <= bands <= steps and 0 <= momentum < 1):
         raise Refused(
-            f"{bands} bands for {steps} steps.",
+            f"{bands} bands for {steps} steps, with a momentum of {momentum:g}.",
             parameter="bands",
-            remedy="Give whole numbers, at least one band, and at most one a step.",
-        )
-    if not 0 <= momentum < 1:
-        raise Refused(
-            f"A momentum of {momentum:g}.",
-            parameter="momentum",
-            remedy="Give that of the optimizer, from 0 to below 1.",
+            remedy="Give whole numbers, at least one band and at most one a step, and "
+            "the optimizer's momentum, from 0 to below 1.",
         )
     if bands == 1:
         return (1.0,)
@@ -126,13 +130,16 @@ def _fit(
     residuals.cache_clear()
 
     def objective(rest: NDArray) -> float:
+        """The squared error."""
         return float(np.sum(residuals(rest.tobytes())[0] ** 2))
 
     def slope(rest: NDArray) -> NDArray:
+        """Its gradient."""
         r, jacobian = residuals(rest.tobytes())
         return 2 * (jacobian @ r)
 
     def curvature(rest: NDArray) -> NDArray:
+        """The Gauss-Newton matrix."""
         jacobian = residuals(rest.tobytes())[1]
         return 2 * (jacobian @ jacobian.T)
 
@@ -181,7 +188,7 @@ class Banded:
     """
     Correlated noise for ``make_private(noise=...)``: that of each step takes back some
     of that of the ``bands - 1`` steps before. Batches are drawn by
-    :class:`opacus_ext.data.CyclicPoisson`. ``choose_bands`` finds the best for a run.
+    :class:`opacus_ext.data.CyclicPoisson`. :func:`choose_bands` finds the best.
 
     Args:
         bands: b; the more, the less noise is left in the weights, but each record is
@@ -195,6 +202,40 @@ class Banded:
     bands: int
     steps: int
     momentum: float = 0.0
+
+
+def choose_bands(
+    noise_multiplier: Callable[[List[int], List[float]], Iterable[float]],
+    rate: float,
+    steps: int,
+    momentum: float = 0.0,
+) -> Banded:
+    """
+    The best of 1, 2, 4, ... 64 bands, by the noise multiplier that the budget asks for,
+    times :func:`error`. More bands cancel more noise, but gain less privacy from
+    sampling; the search ends at the first that is worse.
+
+    Args:
+        noise_multiplier: those of runs of so many steps, with such rates of sampling
+        rate: probability of Poisson sampling of the same run with independent noise
+        steps: of the run
+        momentum: of SGD, or the first of Adam's betas
+
+    Example:
+        >>> choose_bands(lambda steps, rates: [1.0, 1.1, 1.3, 2.5], 0.1, 100)
+        Banded(bands=4, steps=100, momentum=0.0)
+    """
+    counts = [2**k for k in range(7) if 2**k <= steps and 2**k * rate <= 1]
+    noises = noise_multiplier(
+        [-(-steps // b) for b in counts], [b * rate for b in counts]
+    )
+    best = (math.inf, Banded(1, steps, momentum))
+    for bands, noise in zip(counts, noises):
+        left = noise * error(coefficients(bands, steps, momentum), steps, momentum)
+        if left >= best[0]:
+            break
+        best = (left, Banded(bands, steps, momentum))
+    return best[1]
 
 
 class BandedNoise:
@@ -310,7 +351,5 @@ class BandedNoise:
                 remedy="Go on with what the run began with.",
             )
         self.taken, self.noise_multiplier = state["taken"], state["noise_multiplier"]
-        self.trained = state["trained"]
-        begun = -(-self.taken // self.bands)
-        self.counted = state.get("counted", begun)  # once it was not saved
+        self.trained, self.counted = state["trained"], state["counted"]
         self._past = {name: x.clone() for name, x in state["past"].items()}

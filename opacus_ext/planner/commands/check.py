@@ -9,7 +9,7 @@ from typing import Any, Iterable, Tuple
 
 import torch
 
-from opacus_ext import check_per_sample_gradients, find_leaks
+from opacus_ext.checks.check import check_per_sample_gradients, refuse_alike
 from opacus_ext.losses import model_losses
 from opacus_ext.planner.commands.output import print_result
 from opacus_ext.planner.families import made_by
@@ -19,6 +19,7 @@ from opacus_ext.refused import Refused
 def run(args: argparse.Namespace) -> int:
     """Checks per-sample gradients, and lists modules that mix samples; 1 if any do."""
     model, batch, loss = target_of(args)
+    refuse_alike(batch)
     report = check_per_sample_gradients(
         model,
         batch,
@@ -27,19 +28,18 @@ def run(args: argparse.Namespace) -> int:
         dtype=torch.float32 if args.float32 else torch.float64,
         verbose=False,
     )
-    leaks = find_leaks(model, batch, loss)
-    ok = report.ok and not leaks
     if args.json:
         cells = {
             name: {mode: str(cell) for mode, cell in row.items()}
             for name, row in report.cells.items()
         }
-        found = dict(ok=ok, parameters=cells, refused=report.refused)
-        found |= dict(findings=report.findings, leaks=[str(leak) for leak in leaks])
+        found = dict(ok=report.ok, parameters=cells, refused=report.refused)
+        leaks = [str(leak) for leak in report.leaks]
+        found |= dict(findings=report.findings, leaks=leaks)
         print_result(found, True)
     else:
-        print(report, *(f"! {leak}" for leak in leaks), sep="\n")
-    return 0 if ok else 1
+        print(report)
+    return 0 if report.ok else 1
 
 
 def target_of(args: argparse.Namespace) -> Tuple[Any, Any, Any]:
