@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from opacus_ext.re_attention.effective import (
     effective_errors,
+    errors_of_noise,
     gradient_noise,
     inside,
 )
@@ -41,9 +42,6 @@ def track_errors(
     where: str = "logits",
     cap: Optional[float] = 1.0,
     evaluate: bool = True,
-    scale: str = "step",
-    steps: Optional[int] = None,
-    floor: Optional[float] = None,
 ) -> "ErrorTracker":
     """
     Turns Re-Attention on: one call after ``make_private``.
@@ -77,10 +75,6 @@ def track_errors(
             elements: what is seen has the error in it and can't well be smaller. None
             for no bound
         evaluate: whether ``model.eval()`` keeps the correction
-        scale: what the error means, see
-            :func:`~opacus_ext.re_attention.effective_errors`
-        steps: for ``scale="run"``; by default Adam's steps so far
-        floor: the least share counted
 
     Returns:
         The tracker: ``enabled`` and ``evaluate`` may be set at any time, ``detach``
@@ -109,9 +103,7 @@ def track_errors(
         >>> torch.equal(plain, model(ids))
         True
     """
-    return ErrorTracker(
-        model, optimizer, shares, where, cap, evaluate, scale, steps, floor
-    )
+    return ErrorTracker(model, optimizer, shares, where, cap, evaluate)
 
 
 class ErrorTracker:
@@ -133,9 +125,6 @@ class ErrorTracker:
         where: str,
         cap: Optional[float],
         evaluate: bool,
-        scale: str,
-        steps: Optional[int],
-        floor: Optional[float],
     ):
         if where not in PLACES:
             raise Refused(
@@ -154,8 +143,6 @@ class ErrorTracker:
         self.where, self.cap, self.evaluate, self.enabled = where, cap, evaluate, True
         self._model = weakref.ref(model)
         self._optimizer = optimizer
-        self._options = {"scale": scale, "floor": floor}
-        self._steps = steps
         self._shares = _by_name(model, shares)
         self._noise = None if optimizer is None else gradient_noise(optimizer)
         self._errors: Dict[str, Tensor] = {}
@@ -195,26 +182,7 @@ class ErrorTracker:
                 "There is no model in training whose errors are tracked.",
                 remedy="Pass the optimizer to track_errors, and keep the model.",
             )
-        options = dict(self._options, shares=self._shares)
-        if options["scale"] == "run":
-            options["steps"] = self._steps_made()
-            if options["steps"] == 0:
-                return {n: p.new_zeros(()) for n, p in model.named_parameters()}
-        return effective_errors(model, self._optimizer, **options)
-
-    def _steps_made(self) -> int:
-        if self._steps is not None:
-            return self._steps
-        inner = getattr(self._optimizer, "original_optimizer", self._optimizer)
-        made = [state["step"] for state in inner.state.values() if "step" in state]
-        if not made and not isinstance(inner, (torch.optim.Adam, torch.optim.AdamW)):
-            raise Refused(
-                f'scale="run" needs steps with {type(inner).__name__}, which does not '
-                "count them.",
-                parameter="steps",
-                remedy="Pass steps= to track_errors.",
-            )
-        return int(made[0]) if made else 0
+        return effective_errors(model, self._optimizer, self._shares)
 
     def _variances(self, model: nn.Module) -> Dict[str, Tensor]:
         """The variances of the parameters, computed again if something has changed."""
@@ -224,28 +192,18 @@ class ErrorTracker:
                 return self._errors  # a copy has outlived the model
             self._noise = gradient_noise(self._optimizer)
             state: Any = self._noise, [p.requires_grad for p in trained.parameters()]
-            if self._options["scale"] == "run":
-                state = object()
+        elif self._noise is None:
+            raise Refused(
+                "No noise is known.",
+                parameter="optimizer",
+                remedy="Pass the optimizer to track_errors, or load a state_dict of a "
+                "tracked model.",
+            )
         else:
-            if self._noise is None:
-                raise Refused(
-                    "No noise is known.",
-                    parameter="optimizer",
-                    remedy="Pass the optimizer to track_errors, or load a state_dict "
-                    "of a tracked model.",
-                )
-            if self._options["scale"] != "step":
-                raise Refused(
-                    f"scale={self._options['scale']!r} needs the optimizer.",
-                    parameter="optimizer",
-                    remedy="Pass it to track_errors.",
-                )
             state = self._noise, None
         if state != self._state:
             if self._optimizer is None:
-                found = effective_errors(
-                    model, _Noise(self._noise, model), self._shares
-                )
+                found = errors_of_noise(model, self._noise, self._shares)
             else:
                 found = self.errors()
             self._errors = {
@@ -293,6 +251,7 @@ class ErrorTracker:
         for x in outs if isinstance(outs, (tuple, list)) else [output]:
             if isinstance(x, Tensor):  # the user's tensors have no errors
                 self._table.discard(x)
+        self._table.forget_memory()
         self._check(model, mode.asked)
         return output
 
@@ -387,16 +346,6 @@ class ErrorTracker:
             "A model whose errors are tracked can't be pickled.",
             remedy="Please save its state_dict, or detach the tracker first.",
         )
-
-
-class _Noise:
-    """An optimizer's noise after the optimizer: all parameters were trained."""
-
-    loss_reduction, max_grad_norm, expected_batch_size = "mean", 1.0, 1
-
-    def __init__(self, noise: float, model: nn.Module):
-        self.noise_multiplier = noise
-        self.param_groups = [{"params": list(model.parameters())}]
 
 
 def tracker_of(model: nn.Module) -> Optional[ErrorTracker]:
