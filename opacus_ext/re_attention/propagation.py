@@ -161,7 +161,9 @@ class Propagation(TorchFunctionMode):
                 break
             if known is not None and x.dim() == 1 and not self._weights(x):
                 lost = Lost(call.name) if lies_down(call, known) else lost
-        if lost is None and (call.name not in RULES or "out" in call.kwargs):
+        if lost is None and (
+            call.name not in RULES or call.kwargs.get("out") is not None
+        ):
             lost = Lost(call.name)
         if lost is not None:
             return [lost] * number

@@ -108,11 +108,3 @@ def _placed(call: Call) -> Result:
         return Variance(made)
     made = getattr(Tensor, call.name)(every(x), *at, every(source))
     return Variance(last_mean(made))
-
-
-@register_propagation("interpolate")
-def _interpolated(call: Call) -> Result:
-    """Positions of a picture of another size, on average as all of them."""
-    variance = call.moments(call.args[0]).variance
-    dims = tuple(range(1, variance.dim()))
-    return Variance(variance.mean(dims, keepdim=True) if dims else variance)

@@ -17,7 +17,6 @@ from opacus_ext.re_attention.rules.registry import Call, Result, register_propag
 from opacus_ext.re_attention.variances import (
     Lost,
     Variance,
-    last_mean,
     tidy,
     variance_dtype,
 )
@@ -35,7 +34,7 @@ _COPIES = (
 _TURNS = frozenset("transpose t T mT permute movedim".split())
 _RESHAPED = frozenset("view reshape flatten view_as".split())
 # These know of a tensor of one dimension what it is.
-_PLACING = frozenset("stack einsum setitem".split())
+_PLACING = frozenset("stack setitem".split())
 
 
 @register_propagation(*_MOVES)
@@ -75,18 +74,6 @@ def _moved(call: Call) -> Result:
 def _pad(call: Call) -> Result:
     kwargs = {k: v for k, v in call.kwargs.items() if k != "value"}
     return _moved(call._replace(args=call.args[:3], kwargs=kwargs))
-
-
-@register_propagation("view_as_complex")
-def _as_complex(call: Call) -> Result:
-    """The real and the imaginary part have the same variance."""
-    x = call.args[0]
-    return Variance(last_mean(call.token(x).expand(*x.shape[:-1], 1).squeeze(-1)))
-
-
-@register_propagation("view_as_real")
-def _as_real(call: Call) -> Result:
-    return Variance(call.token(call.args[0]).unsqueeze(-1))
 
 
 @register_propagation("copy")
