@@ -23,7 +23,7 @@ from opacus_ext.re_attention.passes import (
     tracked,
 )
 from opacus_ext.re_attention.table import Table
-from opacus_ext.re_attention.variances import Lost, quietly
+from opacus_ext.re_attention.variances import Lost, quietly, tensors
 from opacus_ext.refused import Refused
 
 PREFIX = "re_attention."
@@ -186,22 +186,20 @@ class ErrorTracker:
 
     def _variances(self, model: nn.Module) -> Dict[str, Tensor]:
         """The variances of the parameters, computed again if something has changed."""
-        trained = self._model()
+        trained, grads = self._model(), None
         if self._optimizer is not None:
             if trained is None:
                 return self._errors  # a copy has outlived the model
             self._noise = gradient_noise(self._optimizer)
-            state: Any = self._noise, [p.requires_grad for p in trained.parameters()]
-        elif self._noise is None:
+            grads = [p.requires_grad for p in trained.parameters()]
+        if self._noise is None:
             raise Refused(
                 "No noise is known.",
                 parameter="optimizer",
                 remedy="Pass the optimizer to track_errors, or load a state_dict of a "
                 "tracked model.",
             )
-        else:
-            state = self._noise, None
-        if state != self._state:
+        if self._state != (state := (self._noise, grads)):
             if self._optimizer is None:
                 found = errors_of_noise(model, self._noise, self._shares)
             else:
@@ -248,9 +246,8 @@ class ErrorTracker:
         with tracked(mode):
             output = plain()
         outs = list(output.values()) if isinstance(output, Mapping) else output
-        for x in outs if isinstance(outs, (tuple, list)) else [output]:
-            if isinstance(x, Tensor):  # the user's tensors have no errors
-                self._table.discard(x)
+        for x in tensors(outs):  # the user's tensors have no errors
+            self._table.discard(x)
         self._table.forget_memory()
         self._check(model, mode.asked)
         return output
@@ -289,7 +286,7 @@ class ErrorTracker:
             raise Refused(
                 f"{name}: the errors of keys {list(key.shape)} can't be tracked: they "
                 f"are lost on the way{way}.",
-                module=self._path(module),
+                module=None if module is None else name,
                 remedy="Add a rule with opacus_ext.re_attention.register_propagation, "
                 "or use another attention.",
             )
@@ -299,43 +296,26 @@ class ErrorTracker:
         with quietly(key):
             return known.token()
 
-    def _path(self, module: Optional[nn.Module]) -> Optional[str]:
-        """The name of a module in the model, or of its class if it is not in it."""
-        model = self._model()
-        modules = [] if model is None else model.named_modules()
-        names = [name for name, each in modules if each is module]
-        if names and names[0]:
-            return names[0]
-        return None if module is None else type(module).__name__
-
     # -- state ---------------------------------------------------------------------
 
-    def state_dict(self) -> Dict[str, Tensor]:
-        """The noise and the shares, which the model's ``state_dict`` contains."""
+    def _save(self, module: nn.Module, state: Any, prefix: str, metadata: Any) -> None:
         if self._optimizer is not None:
             self._noise = gradient_noise(self._optimizer)
         noise = float("nan") if self._noise is None else self._noise
-        state = {"noise": torch.tensor(noise, dtype=torch.float64)}
-        return {**state, **{f"shares.{n}": s for n, s in self._shares.items()}}
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Takes shares from a checkpoint, and the noise if there is no optimizer."""
-        shares = {n[7:]: s for n, s in state.items() if n.startswith("shares.")}
-        if shares:
-            self._shares = shares
-        if "noise" in state and self._optimizer is None:
-            self._noise = float(state["noise"])
-        self._state = None
-
-    def _save(self, module: nn.Module, state: Any, prefix: str, metadata: Any) -> None:
-        for name, value in self.state_dict().items():
-            state[prefix + PREFIX + name] = value
+        state[prefix + PREFIX + "noise"] = torch.tensor(noise, dtype=torch.float64)
+        for name, shares in self._shares.items():
+            state[f"{prefix}{PREFIX}shares.{name}"] = shares
 
     def _load(self, state: Any, prefix: str, *args: Any) -> None:
+        """Takes shares from a checkpoint, and the noise if there is no optimizer."""
         start = prefix + PREFIX
         names = [name for name in state if name.startswith(start)]
-        if names:
-            self.load_state_dict({n[len(start) :]: state.pop(n) for n in names})
+        found = {name[len(start) :]: state.pop(name) for name in names}
+        shares = {n[7:]: s for n, s in found.items() if n.startswith("shares.")}
+        self._shares = shares or self._shares
+        if "noise" in found and self._optimizer is None:
+            self._noise = float(found["noise"])
+        self._state = None
 
     def __deepcopy__(self, memo: Any) -> "ErrorTracker":
         # A copied model errs as the one in training does.
@@ -381,21 +361,16 @@ def _by_name(
         return {}
     if not isinstance(shares, Tensor):
         return {name: table.detach() for name, table in shares.items()}
-    found = {
+    rows = {
         id(m.weight): f"{n}.weight" if n else "weight"
         for n, m in model.named_modules()
         if isinstance(m, nn.Embedding) and m.num_embeddings == len(shares)
     }
-    if len(found) != 1:
-        names = [
-            f"{n}.weight"
-            for n, m in model.named_modules()
-            if isinstance(m, nn.Embedding)
-        ]
+    if len(rows) != 1:
         raise Refused(
             f"{len(shares)} shares belong to one embedding of as many rows, and the "
-            f"model has {len(found)}.",
+            f"model has {len(rows)}: {list(rows.values())}.",
             parameter="shares",
-            remedy=f"Pass them by name; the embeddings are {names}.",
+            remedy="Pass them by name.",
         )
-    return {next(iter(found.values())): shares.detach()}
+    return {next(iter(rows.values())): shares.detach()}
