@@ -10,8 +10,7 @@ from torch.nn import functional as F
 from torch.overrides import handle_torch_function, has_torch_function
 
 from opacus_ext.re_attention.moments import Moments, attention_variance
-from opacus_ext.re_attention.passes import TrackedPass, active
-from opacus_ext.re_attention.tracking import corrected_by
+from opacus_ext.re_attention.passes import TrackedPass, active, corrected_by
 from opacus_ext.re_attention.variances import Lost, quietly
 from opacus_ext.refused import Refused
 
@@ -136,7 +135,7 @@ def errors_of(
     """The pass that tracks errors and the keys' variance; None if none does."""
     mode = active()
     if mode is not None:
-        return mode, mode.tracker.key_variance(mode, key, module)
+        return mode, mode.key_variance(key, module)
     if corrected_by(module) is not None:
         raise Refused(
             f"{type(module).__name__}: attention {list(key.shape)} is computed outside "
@@ -240,7 +239,7 @@ def attend(
         mode.paused = False
     for each in (queries, values):
         if isinstance(each, Lost):
-            mode.set(out, each)
+            mode.table.set(out, each)
             return out
     with quietly(query):
         made = attention_variance(
@@ -253,7 +252,7 @@ def attend(
             out=out.detach(),
             correction=bounded,
         )
-    mode.set(out, made)
+    mode.table.set(out, made)
     return out
 
 

@@ -6,7 +6,7 @@ section 5.2.1 and appendix C.
 
 import math
 import warnings
-from typing import Any, Dict, List, Mapping, Optional, Sequence, Set, Union
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Union
 
 import torch
 from opacus.distributed import DifferentiallyPrivateDistributedDataParallel as DPDDP
@@ -28,20 +28,6 @@ def gradient_noise(optimizer: Any) -> float:
     (``loss_reduction="sum"``), B is 1: what counts is the noise in ``p.grad``. Batches
     accumulated outside ``BatchMemoryManager`` divide it by their number once more.
     Correlated noise has, at each step, a std of its own: that of the last is taken.
-
-    Args:
-        optimizer: of Opacus or this package, as ``make_private`` returns it
-
-    Raises:
-        Refused: for an optimizer without noise
-
-    Example:
-        >>> from opacus.optimizers import DPOptimizer
-        >>> sgd = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
-        >>> gradient_noise(DPOptimizer(
-        ...     sgd, noise_multiplier=2.0, max_grad_norm=0.5, expected_batch_size=4
-        ... ))
-        0.25
     """
     multiplier = getattr(optimizer, "noise_multiplier", None)
     if multiplier is None:
@@ -84,7 +70,8 @@ def effective_errors(
 
     Args:
         model: the model, or the wrapper that ``make_private`` returned
-        optimizer: the DP optimizer, as ``make_private`` returned it
+        optimizer: the DP optimizer, as ``make_private`` returned it, or s itself for a
+            model of which all parameters with gradients are trained
         shares: by name of a parameter ``[rows, *]``, the shares ``[rows]`` of samples
             that use each row, see :func:`token_shares`; for positions, the share of
             samples of at least that length. What is smaller than the smallest positive
@@ -112,22 +99,10 @@ def effective_errors(
         >>> effective_errors(model, private, {"weight": torch.tensor([0.0, 0.1, 1.0])})
         {'weight': tensor([2.0000, 2.0000, 0.2000])}
     """
-    while (inner := inside(model)) is not None:
-        model = inner
-    trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    return errors_of_noise(model, gradient_noise(optimizer), shares, trained)
-
-
-def errors_of_noise(
-    model: nn.Module,
-    noise: float,
-    shares: Optional[Mapping[str, Tensor]],
-    trained: Optional[Set[int]] = None,
-) -> Dict[str, Tensor]:
-    """
-    :func:`effective_errors` for a std of the noise, by default in all parameters with
-    gradients, else in those whose ``id`` is given.
-    """
+    model, noise, trained = innermost(model), optimizer, None
+    if not isinstance(optimizer, float):
+        noise = gradient_noise(optimizer)
+        trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
     params = dict(model.named_parameters())
     shares = shares or {}
     if unknown := sorted(set(shares) - set(params)):
@@ -145,12 +120,12 @@ def errors_of_noise(
     return errors
 
 
-def inside(model: nn.Module) -> Optional[nn.Module]:
-    """The model in a wrapper of Opacus, its handle or a distributed wrapper."""
-    if hasattr(model, "_module"):
-        return model._module
+def innermost(model: nn.Module) -> nn.Module:
+    """The model in wrappers of Opacus, its handle or distributed wrappers."""
     wrapped = (nn.parallel.DistributedDataParallel, DPDDP)
-    return model.module if isinstance(model, wrapped) else None
+    while hasattr(model, "_module") or isinstance(model, wrapped):
+        model = model._module if hasattr(model, "_module") else model.module
+    return model
 
 
 def _checked_shares(name: str, p: Tensor, given: Tensor) -> Tensor:

@@ -103,10 +103,6 @@ class Propagation(TorchFunctionMode):
             )
         return found
 
-    def set(self, x: Tensor, variance: Union[None, Variance, Lost]) -> None:
-        """Says what the variance of a tensor is."""
-        self.table.set(x, variance)
-
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         raw = getattr(func, "__name__", "")
@@ -127,7 +123,7 @@ class Propagation(TorchFunctionMode):
         if raw in _WRITING or kwargs.get("inplace") or _in_place(raw):
             place = args[0]  # what it was is what the rule needs
             before = place.detach().clone()
-            self.set(before, self.of(place))
+            self.table.set(before, self.of(place))
             given = (before, *args[1:])
         out = func(*args, **kwargs)
         with torch._C.DisableTorchFunction():
@@ -141,7 +137,7 @@ class Propagation(TorchFunctionMode):
         call = Call(name, func, given, kwargs, out, self)
         for x, result in zip(outputs, self._results(call, len(outputs))):
             if place is None:
-                self.set(x, result)
+                self.table.set(x, result)
             else:
                 self.table.write(x, result, f"{name} in place")
         return out
@@ -161,10 +157,9 @@ class Propagation(TorchFunctionMode):
                 break
             if known is not None and x.dim() == 1 and not self._weights(x):
                 lost = Lost(call.name) if lies_down(call, known) else lost
-        if lost is None and (
-            call.name not in RULES or call.kwargs.get("out") is not None
-        ):
-            lost = Lost(call.name)
+        fits = call.name in RULES and call.kwargs.get("out") is None
+        if not fits or any(x.is_complex() for x in tensors(call.out)):
+            lost = lost or Lost(call.name)
         if lost is not None:
             return [lost] * number
         like = call.args[0] if call.out is None else tensors(call.out)[0]

@@ -12,26 +12,21 @@ from torch import Tensor, nn
 
 from opacus_ext.re_attention.effective import (
     effective_errors,
-    errors_of_noise,
     gradient_noise,
-    inside,
+    innermost,
 )
 from opacus_ext.re_attention.passes import (
     TrackedForward,
     TrackedPass,
     active,
-    tracked,
+    corrected,
 )
 from opacus_ext.re_attention.table import Table
-from opacus_ext.re_attention.variances import Lost, quietly, tensors
+from opacus_ext.re_attention.variances import tensors
 from opacus_ext.refused import Refused
 
 PREFIX = "re_attention."
 PLACES = ("logits", "scores")
-
-# Attention modules that were corrected, and by whom.
-_corrected: "weakref.WeakKeyDictionary[nn.Module, ErrorTracker]"
-_corrected = weakref.WeakKeyDictionary()
 
 
 def track_errors(
@@ -132,8 +127,7 @@ class ErrorTracker:
             )
         if cap is not None and not cap > 0:
             raise Refused(f"cap must be positive or None, not {cap}.", parameter="cap")
-        while (inner := inside(model)) is not None:
-            model = inner
+        model = innermost(model)
         if tracker_of(model) is not None:
             raise Refused(
                 "The errors of this model are tracked already.",
@@ -166,9 +160,9 @@ class ErrorTracker:
             place.remove()
         if (model := self._model()) is not None:
             vars(model).pop("_opacus_ext_errors", None)
-        for module, tracker in list(_corrected.items()):
+        for module, tracker in list(corrected.items()):
             if tracker is self:
-                del _corrected[module]
+                del corrected[module]
 
     def acts(self, training: bool) -> bool:
         """Returns True if attention is corrected."""
@@ -200,10 +194,11 @@ class ErrorTracker:
                 "tracked model.",
             )
         if self._state != (state := (self._noise, grads)):
-            if self._optimizer is None:
-                found = errors_of_noise(model, self._noise, self._shares)
-            else:
-                found = self.errors()
+            found = effective_errors(
+                trained if self._optimizer else model,
+                self._optimizer or self._noise,
+                self._shares,
+            )
             self._errors = {
                 name: error.square().reshape(-1, 1) if error.dim() else error.square()
                 for name, error in found.items()
@@ -243,7 +238,7 @@ class ErrorTracker:
             if n in known
         }
         mode = TrackedPass(self, params, self._table)
-        with tracked(mode):
+        with mode:
             output = plain()
         outs = list(output.values()) if isinstance(output, Mapping) else output
         for x in tensors(outs):  # the user's tensors have no errors
@@ -272,29 +267,6 @@ class ErrorTracker:
                     f"No attention of {', '.join(left)} was corrected in the first "
                     "forward pass: it was not used, or does not ask for it."
                 )
-
-    def key_variance(
-        self, mode: TrackedPass, key: Tensor, module: Optional[nn.Module]
-    ) -> Tensor:
-        """The variance ``[*, U, 1]`` of keys."""
-        name = "an attention" if module is None else type(module).__name__
-        known = mode.of(key)
-        if known is None or isinstance(known, Lost):
-            way = " (no operation led to them)"
-            if known is not None:
-                way = f" by the operation {known.operation!r}"
-            raise Refused(
-                f"{name}: the errors of keys {list(key.shape)} can't be tracked: they "
-                f"are lost on the way{way}.",
-                module=None if module is None else name,
-                remedy="Add a rule with opacus_ext.re_attention.register_propagation, "
-                "or use another attention.",
-            )
-        mode.count(module)
-        if module is not None:
-            _corrected[module] = self
-        with quietly(key):
-            return known.token()
 
     # -- state ---------------------------------------------------------------------
 
@@ -330,16 +302,7 @@ class ErrorTracker:
 
 def tracker_of(model: nn.Module) -> Optional[ErrorTracker]:
     """The tracker of a model, if its errors are tracked."""
-    while (inner := inside(model)) is not None:
-        model = inner
-    return getattr(model, "_opacus_ext_errors", None)
-
-
-@torch.compiler.assume_constant_result  # what is tracked is not compiled
-def corrected_by(module: Optional[nn.Module]) -> Optional[ErrorTracker]:
-    """The tracker that corrects this attention, or None."""
-    tracker = None if module is None else _corrected.get(module)
-    return tracker if tracker and tracker.acts(module.training) else None
+    return getattr(innermost(model), "_opacus_ext_errors", None)
 
 
 def _attentions(model: nn.Module, corrected: Set[type]) -> List[str]:

@@ -14,11 +14,7 @@ from hypothesis import strategies as st
 from opacus.accountants import GaussianAccountant, PRVAccountant, RDPAccountant
 from torch import nn
 
-from opacus_ext.re_attention import (
-    effective_errors,
-    gradient_noise,
-    token_shares,
-)
+from opacus_ext.re_attention import effective_errors, gradient_noise, token_shares
 from opacus_ext.refused import Refused
 from tests.common import MODES, make_private
 

@@ -10,13 +10,7 @@ from torch.nn import functional as F
 
 from opacus_ext.re_attention import moments
 from opacus_ext.re_attention.rules.registry import Call, Result, register_propagation
-from opacus_ext.re_attention.variances import (
-    Lost,
-    Variance,
-    plus,
-    squares,
-    wide,
-)
+from opacus_ext.re_attention.variances import Lost, Variance, plus, squares, wide
 
 
 @register_propagation("embedding")
@@ -158,14 +152,7 @@ def _grouped_linear(call: Call) -> Result:
 
 
 def _by_group(call: Call, x: Tensor, group: Tensor, weight: Tensor) -> Variance:
-    """
-    :func:`product` with a matrix of each row's own.
-
-    Args:
-        x: ``[rows, in]``
-        group: the number of the matrix, ``[rows]``
-        weight: ``[groups, in, out]``
-    """
+    """:func:`product` of rows ``[rows, in]`` with the matrix of their group each."""
     noise, passed, own = call.token(weight), call.token(x), None
     gain = wide(weight).square().sum(1)[group] if passed is not None else None
     if noise is not None:

@@ -14,12 +14,7 @@ import torch
 from torch import Tensor
 
 from opacus_ext.re_attention.rules.registry import Call, Result, register_propagation
-from opacus_ext.re_attention.variances import (
-    Lost,
-    Variance,
-    tidy,
-    variance_dtype,
-)
+from opacus_ext.re_attention.variances import Lost, Variance, tidy, variance_dtype
 
 _MOVES = (
     "view reshape flatten unflatten transpose t T mT permute movedim expand expand_as "
@@ -59,10 +54,7 @@ def _moved(call: Call) -> Result:
             return Variance(own.flatten(merged).mean(-1, keepdim=True))
     parts: List[Any] = []
     for part in known:
-        if part is None:
-            parts.append(None)
-            continue
-        moved = move(part.expand(x.shape), *args, **kwargs)
+        moved = None if part is None else move(part.expand(x.shape), *args, **kwargs)
         parts.append(list(moved) if isinstance(moved, (list, tuple)) else moved)
     if isinstance(parts[0], list):
         rest = [part or [None] * len(parts[0]) for part in parts[1:]]
