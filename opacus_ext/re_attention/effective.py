@@ -28,6 +28,20 @@ def gradient_noise(optimizer: Any) -> float:
     (``loss_reduction="sum"``), B is 1: what counts is the noise in ``p.grad``. Batches
     accumulated outside ``BatchMemoryManager`` divide it by their number once more.
     Correlated noise has, at each step, a std of its own: that of the last is taken.
+
+    Args:
+        optimizer: of Opacus or this package, as ``make_private`` returns it
+
+    Raises:
+        Refused: for an optimizer without noise
+
+    Example:
+        >>> from opacus.optimizers import DPOptimizer
+        >>> sgd = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+        >>> gradient_noise(DPOptimizer(
+        ...     sgd, noise_multiplier=2.0, max_grad_norm=0.5, expected_batch_size=4
+        ... ))
+        0.25
     """
     multiplier = getattr(optimizer, "noise_multiplier", None)
     if multiplier is None:
@@ -42,13 +56,10 @@ def gradient_noise(optimizer: Any) -> float:
     if correlated is not None:
         multiplier *= correlated.std
     clip = getattr(optimizer, "sensitivity", optimizer.max_grad_norm)
-    return float(multiplier) * float(clip) / _batch_size(optimizer)
-
-
-def _batch_size(optimizer: Any) -> float:
-    if optimizer.loss_reduction == "sum":
-        return 1.0
-    return float(optimizer.expected_batch_size * getattr(optimizer, "world_size", 1))
+    batch = 1.0
+    if optimizer.loss_reduction != "sum":
+        batch = optimizer.expected_batch_size * getattr(optimizer, "world_size", 1)
+    return float(multiplier) * float(clip) / float(batch)
 
 
 def effective_errors(

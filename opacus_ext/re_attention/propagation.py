@@ -182,8 +182,7 @@ def _first_by_position(kwargs: Mapping[str, Any]) -> Tuple[Any, Any]:
 
 
 _WRITING = frozenset(
-    "__setitem__ __iadd__ __isub__ __imul__ __itruediv__ __ipow__ __ifloordiv__ "
-    "__imod__".split()
+    "__setitem__ __iadd__ __isub__ __imul__ __itruediv__ __ipow__".split()
 )
 # Names that differ from their operation's by more than underscores.
 _PLAIN = {

@@ -44,9 +44,6 @@ class Table:
         # keeps the address from being used again.
         self._written: Dict[int, Tuple[StorageWeakRef, int, str]] = {}
 
-    def __len__(self) -> int:
-        return len(self._notes)
-
     def get(self, x: Tensor) -> Optional[Note]:
         """The note on a tensor, if there is one."""
         entry = self._notes.get(id(x))

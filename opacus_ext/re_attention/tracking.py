@@ -209,13 +209,7 @@ class ErrorTracker:
     # -- the model's forward -------------------------------------------------------
 
     def forward(self, model: nn.Module, plain: partial) -> Any:
-        """
-        Runs the model's own forward, and tracks its errors.
-
-        Raises:
-            Refused: inside of another tracked model, with keys in a cache, or if no
-                attention asks
-        """
+        """Runs the model's own forward, and tracks its errors."""
         if active() is not None:
             raise Refused(
                 f"{type(model).__name__} is tracked, and so is a model around it.",
@@ -254,10 +248,9 @@ class ErrorTracker:
                 "them.",
                 module=type(model).__name__,
                 remedy="Models of transformers need "
-                'set_attn_implementation("re_attention") (those that compute attention '
-                "in code of their own ignore it, and can't be corrected), others "
-                "opacus_ext.layers.re_attention in place of "
-                "scaled_dot_product_attention.",
+                'set_attn_implementation("re_attention"); those that compute attention '
+                "in code of their own can't be corrected. Others need "
+                "opacus_ext.layers.re_attention.",
             )
         if not self._checked and None not in asked:
             self._checked = True

@@ -103,12 +103,13 @@ def test_norms_against_sampling(norm, width, tolerance, size):
     weight, bias = torch.rand(width, dtype=D) + 0.5, torch.randn(width, dtype=D)
     x = mean + variance.sqrt() * torch.randn(4, 20000, width, dtype=D)
     w, b = (y + 0.3 * torch.randn(20000, width, dtype=D) for y in (weight, bias))
+    s = torch.tensor(0.09, dtype=D)
     if norm == "rms_norm":
         y = F.rms_norm(x, (width,), eps=1e-5) * w
-        got = moments.rms_norm(Moments(mean, variance), weight, 1e-5, 0.09)
+        got = moments.norm(Moments(mean, variance), weight, 1e-5, s, centered=False)
     else:
         y = F.layer_norm(x, (width,)) * w + b
-        got = moments.layer_norm(Moments(mean, variance), weight, 1e-5, 0.09, 0.09)
+        got = moments.norm(Moments(mean, variance), weight, 1e-5, s, s)
     expected = y.var(1, keepdim=True).mean(-1, keepdim=True)
     torch.testing.assert_close(got, expected, rtol=tolerance + 0.01, atol=0)
 

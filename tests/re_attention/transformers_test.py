@@ -53,10 +53,8 @@ BART = dict(
 PICTURES = dict(image_size=16, patch_size=4, hidden_dropout_prob=0.0)
 NO_DROPOUT = dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
 LATENT = dict(
-    **dict(LM, num_key_value_heads=2, kv_lora_rank=8, q_lora_rank=8),
-    **dict(qk_rope_head_dim=4, qk_nope_head_dim=4, v_head_dim=8, head_dim=4),
-    **dict(n_routed_experts=4, n_group=2, topk_group=1, num_experts_per_tok=2),
-    **dict(moe_intermediate_size=8, n_shared_experts=1, first_k_dense_replace=1),
+    **dict(LM, num_key_value_heads=2, kv_lora_rank=8, q_lora_rank=8, n_group=2),
+    **dict(qk_rope_head_dim=4, qk_nope_head_dim=4, v_head_dim=8, n_routed_experts=4),
 )
 FAMILIES = {  # what is special, the model and its configuration
     "rotary": ("LlamaForCausalLM", GROUPED),
@@ -77,7 +75,6 @@ FAMILIES = {  # what is special, the model and its configuration
         "MixtralForCausalLM",
         dict(GROUPED, num_local_experts=4, num_experts_per_tok=2),
     ),
-    "latent keys": ("DeepseekV3ForCausalLM", LATENT),
     "xIELU": ("ApertusForCausalLM", GROUPED),
     "convolutions": (
         "Lfm2ForCausalLM",
@@ -146,7 +143,7 @@ def tracked(model, noise, **kwargs):
 
 
 def shares_of(model):
-    table = model.get_input_embeddings()
+    table = getattr(model, "get_input_embeddings", lambda: None)()
     if not isinstance(table, torch.nn.Embedding):
         return None
     name = next(n for n, p in model.named_parameters() if p is table.weight)
@@ -252,7 +249,7 @@ def test_gradients(i, family):
 
 @pytest.mark.parametrize(
     "family",
-    ["rotary", "normed keys", "partly rotary", "latent keys", "both sides", "patches"],
+    ["rotary", "normed keys", "partly rotary", "both sides", "patches"],
 )
 def test_variances_are_those_of_samples(family, asked, monkeypatch):
     """Sampled noise in all parameters gives them, to 20 % over all tokens."""
@@ -290,24 +287,17 @@ def test_variances_are_those_of_samples(family, asked, monkeypatch):
         assert 0.8 < float(variance.mean() / sampled) < 1.25
 
 
+EXPERTS = dict(GROUPED, num_local_experts=4, num_experts_per_tok=2)
+BLOOM = dict(vocab_size=V, hidden_size=16, n_head=2, n_layer=2)
+LONG = dict(T5, local_radius=3, encoder_attention_type="transient-global")
 REFUSED = {
     "soft cap": (("Gemma2ForCausalLM", GROUPED), "softcap"),
-    "sinks": (
-        (
-            "GptOssForCausalLM",
-            dict(GROUPED, num_local_experts=4, num_experts_per_tok=2),
-        ),
-        "s_aux",
-    ),
-    "ALiBi": (
-        ("BloomForCausalLM", dict(vocab_size=V, hidden_size=16, n_head=2, n_layer=2)),
-        "no attention asked.*code of their own",
-    ),
+    "sinks": (("GptOssForCausalLM", EXPERTS), "s_aux"),
+    "ALiBi": (("BloomForCausalLM", BLOOM), "no attention asked.*code of their own"),
     "own code": (("FalconForCausalLM", LM), "no attention asked"),
-    "no attention": (
-        ("FNetForMaskedLM", LM),
-        "no attention asked",
-    ),
+    "no attention": (("FNetForMaskedLM", LM), "no attention asked"),
+    "latent keys": (("DeepseekV3ForCausalLM", LATENT), "'copy in place'"),
+    "other products": (("LongT5ForConditionalGeneration", LONG), "'einsum'"),
 }
 
 
@@ -317,21 +307,30 @@ def test_refused(family):
     model = build(*which).eval()
     model.set_attn_implementation("re_attention")
     tracked(model, 0.05)
-    with pytest.raises((ValueError, RuntimeError), match=message):
-        (
-            call(model, batch_of(model))
-            if family != "no attention"
-            else model(**batch_of(model))
-        )
+    with pytest.raises(Refused, match=message) as caught:
+        if family == "no attention":
+            model(**batch_of(model))
+        call(model, batch_of(model))
+    assert "\n" not in str(caught.value)
 
 
 def test_attention_that_is_left_out_is_named():
-    """LongT5's decoder asks for the correction, its encoder does not."""
-    model = build("LongT5ForConditionalGeneration", dict(T5, local_radius=3))
-    model.set_attn_implementation("re_attention")
+    """One of two asks for the correction."""
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one = attention.SelfAttention(8)
+            self.two = torch.nn.MultiheadAttention(8, 1)
+
+        def forward(self, x):
+            x = self.one(x)
+            return self.two(x, x, x)[0]
+
+    model = Model()
     tracked(model, 0.05)
-    with pytest.warns(UserWarning, match="LongT5LocalAttention"):
-        call(model, batch_of(model))
+    with pytest.warns(UserWarning, match="MultiheadAttention"):
+        model(torch.randn(2, 5, 8))
 
 
 @pytest.mark.parametrize("family", ["rotary", "experts"])
@@ -343,17 +342,6 @@ def test_another_attention_later(family):
     call(model, batch_of(model))
     model.set_attn_implementation("sdpa")
     with pytest.raises(RuntimeError, match="no attention asked"):
-        call(model, batch_of(model))
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_activation_checkpointing_is_refused(reentrant):
-    model = build(*FAMILIES["rotary"]).train()
-    model.set_attn_implementation("re_attention")
-    tracked(model, 0.05)
-    call(model, batch_of(model))
-    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    with pytest.raises(Refused, match="under activation checkpointing"):
         call(model, batch_of(model))
 
 
@@ -403,13 +391,7 @@ def test_a_cache_of_either_name(name):
             return self.layer(x)
 
     model, x = Model(), torch.randn(2, 5, 8)
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    track_errors(
-        model,
-        DPOptimizer(
-            sgd, noise_multiplier=0.05, max_grad_norm=1.0, expected_batch_size=1
-        ),
-    )
+    tracked(model, 0.05)
     cache = transformers.DynamicCache()
     empty = model(x, **{name: cache})
     assert torch.equal(empty, model(x))
@@ -463,9 +445,9 @@ def test_nothing_keeps_tensors_alive():
     gc.disable()
     try:
         out = call(model, batch_of(model))
-        assert len(tracker._table)
+        assert len(tracker._table._notes)
         out.sum().backward()
         del out
-        assert not len(tracker._table)
+        assert not len(tracker._table._notes)
     finally:
         gc.enable()
