@@ -36,13 +36,7 @@ from opacus_ext.re_attention.variances import Variance, last_mean, squares, wide
 
 
 class Moments(NamedTuple):
-    """
-    Mean and variance of a random tensor.
-
-    Attributes:
-        mean: ``[*, width]``
-        variance: variance of each element, broadcastable to the mean
-    """
+    """Mean ``[*, width]`` of a random tensor, and variance, which broadcasts to it."""
 
     mean: Tensor
     variance: Tensor

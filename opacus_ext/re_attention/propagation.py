@@ -21,7 +21,7 @@ through more than moves.
 
 from __future__ import annotations
 
-from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, Union
+from typing import Any, Dict, Mapping, Optional, Sequence, Tuple, Union
 
 import torch
 from torch import Tensor
@@ -120,14 +120,16 @@ class Propagation(TorchFunctionMode):
         if not any(self.of(x) is not None for x in inputs):
             return func(*args, **kwargs)
         given, place = args, kwargs.get("out")
-        if raw in _WRITING or kwargs.get("inplace") or _in_place(raw):
+        method = raw[-1:] == "_" and raw[-2:] != "__"  # x.add_(y)
+        if raw in _WRITING or kwargs.get("inplace") or method:
             place = args[0]  # what it was is what the rule needs
             before = place.detach().clone()
             self.table.set(before, self.of(place))
             given = (before, *args[1:])
         out = func(*args, **kwargs)
         with torch._C.DisableTorchFunction():
-            outputs = _inexact(out if place is None else place)
+            made = tensors(out if place is None else place)
+            outputs = [x for x in made if x.is_floating_point() or x.is_complex()]
             if place is None and any(x is y for x in outputs for y in inputs):
                 return out  # as it was, .contiguous() of what is
             if not outputs:
@@ -218,12 +220,3 @@ _SILENT = frozenset(
 )
 # Their rules compute with tensors of all samples, for which the run must be asked.
 _ASKS = frozenset("getitem setitem repeat_interleave".split())
-
-
-def _in_place(raw: str) -> bool:
-    return raw[-1:] == "_" and raw[-2:] != "__"
-
-
-def _inexact(out: Any) -> List[Tensor]:
-    """The tensors that may err."""
-    return [x for x in tensors(out) if x.is_floating_point() or x.is_complex()]
