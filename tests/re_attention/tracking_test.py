@@ -11,7 +11,6 @@ import weakref
 
 import pytest
 import torch
-from opacus.optimizers import DPOptimizer
 from opacus.validators import ModuleValidator
 from torch import nn
 from torch.nn import functional as F
@@ -42,6 +41,7 @@ from tests.common import (
     trainable,
     wrapped_or_not,
 )
+from tests.re_attention.common import optimizer_of, track
 
 D = torch.float64
 # Samples run at once, all that is tracked included.
@@ -71,20 +71,6 @@ def some_shares(rows=10):
     shares = torch.linspace(1.0, 0.05, rows)
     shares[0] = shares[3] = 0.0
     return shares
-
-
-def optimizer_of(model, noise=0.1, c=1.0, batch=1, lr=0.1, inner=torch.optim.SGD):
-    """An optimizer by hand whose averaged gradients have noise of std ``noise``."""
-    return DPOptimizer(
-        inner([p for p in model.parameters() if p.requires_grad], lr=lr),
-        noise_multiplier=noise * batch / c,
-        max_grad_norm=c,
-        expected_batch_size=batch,
-    )
-
-
-def track(model, shares=None, noise=0.1, **options):
-    return opacus_ext.track_errors(model, optimizer_of(model, noise), shares, **options)
 
 
 def without_noise(optimizer):
@@ -677,13 +663,16 @@ def test_values_of_one_pass_do_not_stay(kind):
     """Notes of a forward pass go with it: parameters, inputs and outputs are clean."""
     model, x = Several(kind).double(), torch.randn(2, 4, 5, dtype=D)
     tracker = track(model)
+    gc.collect()
+    gc.disable()  # there are no cycles
     out = model(x)
     outs = list(out.values() if isinstance(out, dict) else out)
     for y in (x, *outs, *model.parameters()):
         assert tracker._table.get(y) is None
+    y.sum().backward()
     del out, outs, y
-    gc.collect()
-    assert not len(tracker._table._notes)  # and with its output all that it has computed
+    gc.enable()
+    assert not tracker._table._notes  # and with its output all that it has computed
 
 
 def test_several_in_data_parallel_wrappers():

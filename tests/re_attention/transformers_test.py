@@ -1,7 +1,6 @@
 """Re-Attention in models of transformers: tiny ones, each of a structure of its own."""
 
 import copy
-import gc
 import subprocess
 import sys
 import warnings
@@ -9,7 +8,6 @@ from inspect import signature
 
 import pytest
 import torch
-from opacus.optimizers import DPOptimizer
 
 from opacus_ext import track_errors
 from opacus_ext.re_attention import attention
@@ -22,6 +20,7 @@ from tests.common import (
     norms_of,
     sample_of,
 )
+from tests.re_attention.common import track
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("opacus_ext.transformers")
@@ -135,11 +134,7 @@ def call(model, batch):
 
 
 def tracked(model, noise, **kwargs):
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    private = DPOptimizer(
-        sgd, noise_multiplier=noise, max_grad_norm=1.0, expected_batch_size=1
-    )
-    return track_errors(model, private, shares_of(model), **kwargs)
+    return track(model, shares_of(model), noise, **kwargs)
 
 
 def shares_of(model):
@@ -183,6 +178,10 @@ def test_errors_reach_every_attention(family, padded, asked):
         tracker = tracked(model, 1e-7)
         torch.testing.assert_close(call(model, batch)[kept], eager)
     tracker.detach()
+    model.set_attn_implementation("sdpa")
+    plain = call(model, batch)
+    model.set_attn_implementation("re_attention")
+    assert torch.equal(call(model, batch), plain)  # where nothing is tracked
     number = len(asked)
     assert number >= (1 if family == "convolutions" else 2)
     tracked(model, 0.3)
@@ -345,20 +344,6 @@ def test_another_attention_later(family):
         call(model, batch_of(model))
 
 
-@families
-def test_plain_where_not_tracked(family):
-    model = build(*FAMILIES[family]).eval()
-    batch = batch_of(model, padded=True)
-    model.set_attn_implementation("sdpa")
-    plain = call(model, batch)
-    model.set_attn_implementation("re_attention")
-    assert torch.equal(call(model, batch), plain)
-    tracker = tracked(model, 0.3)
-    assert not torch.allclose(call(model, batch), plain, rtol=1e-4)
-    tracker.detach()
-    assert torch.equal(call(model, batch), plain)
-
-
 def test_a_cache_is_refused():
     """Given by name or position, and the one that generate() makes."""
     model = build(*FAMILIES["rotary"]).eval()
@@ -366,39 +351,19 @@ def test_a_cache_is_refused():
     tracked(model, 0.05)
     ids = batch_of(model)["input_ids"]
     cache = model(ids, use_cache=True).past_key_values
-    name = "cache" if "cache" in signature(model.forward).parameters else None
-    for call_ in (
-        lambda: model(input_ids=ids[:, :1], **{name or "past_key_values": cache}),
-        lambda: model(ids[:, :1], None, None, cache),
-        lambda: model.generate(ids, max_new_tokens=2, do_sample=False),
+    # transformers 5.0 to 5.23 call it past_key_values, later ones cache.
+    names = signature(model.forward).parameters
+    name = "cache" if "cache" in names else "past_key_values"
+    for call_, given in (
+        (lambda: model(input_ids=ids[:, :1], **{name: cache}), name),
+        (lambda: model(ids[:, :1], None, None, cache), None),
+        (lambda: model.generate(ids, max_new_tokens=2, do_sample=False), name),
     ):
-        with pytest.raises(Refused, match="use_cache=False"):
+        with pytest.raises(Refused, match="use_cache=False") as caught:
             call_()
+        assert caught.value.parameter == given
     options = dict(max_new_tokens=2, do_sample=False, use_cache=False)
     assert model.generate(ids, **options).shape[1] == ids.shape[1] + 2
-
-
-@pytest.mark.parametrize("name", ["past_key_values", "cache"])
-def test_a_cache_of_either_name(name):
-    """transformers 5.0 to 5.23 call it past_key_values, later ones cache."""
-
-    class Model(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = attention.SelfAttention(8, heads=2)
-
-        def forward(self, x, past_key_values=None, cache=None):
-            return self.layer(x)
-
-    model, x = Model(), torch.randn(2, 5, 8)
-    tracked(model, 0.05)
-    cache = transformers.DynamicCache()
-    empty = model(x, **{name: cache})
-    assert torch.equal(empty, model(x))
-    cache.update(torch.ones(2, 1, 3, 4), torch.ones(2, 1, 3, 4), 0)
-    with pytest.raises(Refused, match="use_cache=False") as caught:
-        model(x, **{name: cache})
-    assert caught.value.parameter == name
 
 
 REGISTERED = """
@@ -434,20 +399,3 @@ def test_transformers_is_left_as_it_was(later):
     """unregister() works before its import and after; make_private registers."""
     code = REGISTERED.format(later=later)
     subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
-
-
-def test_nothing_keeps_tensors_alive():
-    """No cycles: what a forward pass leaves goes with its output."""
-    model = build(*FAMILIES["rotary"])
-    model.set_attn_implementation("re_attention")
-    tracker = tracked(model, 0.05)
-    gc.collect()
-    gc.disable()
-    try:
-        out = call(model, batch_of(model))
-        assert len(tracker._table._notes)
-        out.sum().backward()
-        del out
-        assert not len(tracker._table._notes)
-    finally:
-        gc.enable()
