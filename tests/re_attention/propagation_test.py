@@ -230,62 +230,49 @@ def test_rules(width, case):
     agree(f, *(leaf(2, 3, width) for _ in range(number)))
 
 
-def test_where_vmap_does_not_work():
-    """Weights of all elements alike, and parts that a mask chooses."""
-    x, variance = leaf(3, 8, spread=False)
-    for f in (lambda x: x.t(), lambda x: x.T):
-        assert propagated(f, [(x, variance)])[0].unique() == variance
-    x, variance = leaf(2, 3, 8)
-
-    def set_mask(x):
-        z = x.clone()
-        z[MASK[..., 0]] = 7.0
-        return z
-
-    (got,) = propagated(set_mask, [(x, variance)])
-    torch.testing.assert_close(got, variance.masked_fill(MASK, 0))
-    (got,) = propagated(
-        lambda x: torch.zeros_like(x).masked_scatter(MASK.expand(2, 3, 8), x),
-        [(x, torch.full((1, 1, 1), 2.0, dtype=D))],
-    )
-    torch.testing.assert_close(got, 2.0 * MASK.double())
+def set_mask(x):
+    z = x.clone()
+    z[MASK[..., 0]] = 7.0
+    return z
 
 
-KEPT = {
-    "contiguous": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
-    "to": lambda x: x.to(torch.float32).to(D),
-    "type": lambda x: x.type(torch.float32),
-    "type_as": lambda x: x.type_as(torch.zeros(())),
-    "neg": lambda x: -x,
-    "data": lambda x: x.data,
-    "clamp": lambda x: x.clamp(-10, 10),
+# An operation on [2, 3, 8], and what it makes of the variances [2, 3, 1].
+EXACT = {
+    "contiguous": (lambda x: x.mT.contiguous().mT, lambda v: v),
+    "to": (lambda x: x.to(torch.float32).to(D), lambda v: v),
+    "type": (lambda x: x.type(torch.float32), lambda v: v),
+    "type_as": (lambda x: x.type_as(torch.zeros(())), lambda v: v),
+    "neg": (lambda x: -x, lambda v: v),
+    "data": (lambda x: x.data, lambda v: v),
+    "clamp": (lambda x: x.clamp(-10, 10), lambda v: v),
     **{
-        n: lambda x, n=n: getattr(x, n)()
+        n: (lambda x, n=n: getattr(x, n)(), lambda v: v)
         for n in "clone detach float double half bfloat16 cpu abs".split()
     },
+    "where a mask says": (set_mask, lambda v: v.masked_fill(MASK, 0)),
+    "masked_scatter": (  # of the same variance everywhere
+        lambda x: torch.zeros_like(x).masked_scatter(MASK.expand(2, 3, 8), x),
+        lambda v: v.flatten()[0] * MASK,
+    ),
+    # the mean over the tokens, of each sample by itself
+    "topk": (lambda x: x.topk(2, 1).values, lambda v: v.mean(1, True).expand(2, 2, 1)),
+    "max": (lambda x: x.max(1).values, lambda v: v.mean(1)),
+    # on average over the draw; the draw itself is known
+    "dropout": (lambda x: F.dropout(x, 0.75), lambda v: 4 * v),
+    "dropout in place": (lambda x: nn.Dropout(0.5, True)(x.clone()), lambda v: 2 * v),
+    "no dropout": (lambda x: F.dropout(x, 0.75, training=False), lambda v: v),
+    "dropout of all": (lambda x: F.dropout(x, 1.0), lambda v: v),
 }
 
 
-@each(KEPT)
-def test_kept(case):
+@each(EXACT)
+def test_exact_variances(case):
+    f, expected = EXACT[case]
     x, variance = leaf(2, 3, 8)
-    (got,) = propagated(KEPT[case], [(x, variance)])
-    torch.testing.assert_close(got, variance, check_dtype=False)
-
-
-CHOSEN = {
-    "topk": lambda x: x.topk(2, 1).values,
-    "max": lambda x: x.max(1).values,
-}
-
-
-@each(CHOSEN)
-def test_chosen_tokens(case):
-    """The mean over the tokens, of each sample by itself."""
-    x, variance = leaf(2, 3, 8)
-    (got,) = propagated(CHOSEN[case], [(x, variance)])
-    mean = variance.mean(1, keepdim=case != "max")
-    torch.testing.assert_close(got, mean.expand_as(got))
+    if case == "masked_scatter":
+        variance = torch.full((1, 1, 1), 2.0, dtype=D)
+    (got,) = propagated(f, [(x, variance)])
+    torch.testing.assert_close(got, expected(variance), check_dtype=False)
 
 
 LAYERS = {
@@ -335,19 +322,6 @@ def test_rms_norm_written_out():
         return w * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5))
 
     agree(f, leaf(2, 3, 128), leaf(128), tolerance=0.12)
-
-
-def test_dropout():
-    """On average over the draw; the draw itself is known."""
-    x, variance = leaf(2, 3, 8)
-    for f, factor in (
-        (lambda x: F.dropout(x, 0.75), 4.0),
-        (lambda x: F.dropout(x, 0.75, training=False), 1.0),
-        (lambda x: nn.Dropout(0.5, inplace=True)(x.clone()), 2.0),
-        (lambda x: F.dropout(x, 1.0), 1.0),
-    ):
-        (got,) = propagated(f, [(x, variance)])
-        torch.testing.assert_close(got, variance * factor)
 
 
 # What goes through one matrix
@@ -550,25 +524,15 @@ def test_a_sample_alone(case):
         torch.testing.assert_close(alone, batch[b : b + 1], rtol=1e-12, atol=0)
 
 
-@each(["permute", "transpose", "T", "mT", "movedim"])
-def test_the_batch_is_no_width(case):
-    """Where it comes last, means over it are refused; weights have no batch."""
-    f = {
-        "permute": lambda x: x.permute(1, 2, 0),
-        "transpose": lambda x: x.transpose(0, -1),
-        "T": lambda x: x[:, 0].T,
-        "mT": lambda x: x[:, 0].mT,
-        "movedim": lambda x: x.movedim(0, -1),
-    }[case]
-    x, variance = leaf(4, 3, 8)
-    with Propagation({id(x): variance}) as errors:
-        with pytest.raises(Refused, match=case):
-            errors.variance(f(x))
-    one, noise = leaf(4, 3, 8, spread=False)
-    assert propagated(f, [(one, noise)])[0].unique() == noise
-
-
-LYING = {
+# The batch becomes the last dimension, of which means are taken.
+TURNED = {
+    "permute": lambda x: x.permute(1, 2, 0),
+    "transpose": lambda x: x.transpose(0, -1),
+    "T": lambda x: x[:, 0].T,
+    "mT": lambda x: x[:, 0].mT,
+    "movedim": lambda x: x.movedim(0, -1),
+}
+LYING = {  # one number a sample
     "getitem": lambda v: v[None],
     "unsqueeze": lambda v: v.unsqueeze(0),
     "view": lambda v: v.view(1, -1),
@@ -581,14 +545,19 @@ LYING = {
 }
 
 
-@each(LYING)
-def test_a_number_a_sample_becomes_no_width(case):
+@each([*TURNED, *LYING])
+def test_the_batch_is_no_width(case):
+    """It is refused; weights have no batch."""
+    f = TURNED.get(case) or (lambda x: LYING[case]((1 * x)[:, 0, 0]))
     x, variance = leaf(4, 3, 8)
     with Propagation({id(x): variance}) as errors:
         with pytest.raises(Refused, match=f"'{case}'"):
-            errors.variance(LYING[case]((1 * x)[:, 0, 0]))
+            errors.variance(f(x))
         weights = (1 + x[0, 0]).exp()  # a vector that is made of weights only
         assert errors.variance(weights * torch.ones(4, 8, dtype=D)).shape == (4, 1)
+    if case in TURNED:
+        one, noise = leaf(4, 3, 8, spread=False)
+        assert propagated(f, [(one, noise)])[0].unique() == noise
 
 
 def test_one_token_without_batch():
