@@ -79,21 +79,12 @@ def test_rows_are_divided_by_their_shares():
 def test_frozen_and_foreign_parameters_have_no_error():
     model = nn.Sequential(nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE))
     model[0].weight.requires_grad_(False)
-    first = [p for n, p in model.named_parameters() if n != "0.weight"]
+    first = torch.optim.SGD([model[0].bias, *model[1].parameters()], lr=1.0)
     run = make_private(
-        model,
-        "ghost_bk",
-        batch_size=5,
-        noise_multiplier=1.0,
-        optimizer=torch.optim.SGD(first, lr=1.0),
+        model, "ghost_bk", batch_size=5, noise_multiplier=1.0, optimizer=first
     )
     errors = effective_errors(run.handle, run.optimizer)
-    assert {name: bool(e > 0) for name, e in errors.items()} == {
-        "0.weight": False,
-        "0.bias": True,
-        "1.weight": True,
-        "1.bias": True,
-    }
+    assert [n for n, e in errors.items() if not e > 0] == ["0.weight"]
 
 
 def test_summed_losses_are_not_divided_by_the_batch():
