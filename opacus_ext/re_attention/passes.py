@@ -89,8 +89,9 @@ def active() -> Optional[TrackedPass]:
 @torch.compiler.assume_constant_result  # what is tracked is not compiled
 def corrected_by(module: Optional[nn.Module]) -> Any:
     """The tracker that corrects this attention, or None."""
-    tracker = None if module is None else corrected.get(module)
-    return tracker if tracker and tracker.acts(module.training) else None
+    if module is None or (tracker := corrected.get(module)) is None:
+        return None
+    return tracker if tracker.acts(module.training) else None
 
 
 class TrackedForward:

@@ -52,6 +52,7 @@ every_place = pytest.mark.parametrize("where", ["logits", "scores"])
 @pytest.fixture(autouse=True)
 def nothing_stays_active():
     yield
+    gc.enable()
     assert passes.active() is None and not _get_current_function_mode_stack()
 
 
