@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from opacus_ext.re_attention.attention import corrected_attention
-from opacus_ext.re_attention.effective import inside
+from opacus_ext.re_attention.effective import innermost
 from opacus_ext.re_attention.tracking import tracker_of
 from opacus_ext.refused import Refused
 
@@ -161,8 +161,7 @@ def distraction(
             module=type(model).__name__,
             remedy="Call opacus_ext.track_errors(model, optimizer) first.",
         )
-    while (inner := inside(model)) is not None:
-        model = inner
+    model = innermost(model)
     errors = tracker.errors()  # by the names of the model inside
     before = tracker.enabled, tracker.evaluate
     noisy = copy.deepcopy(model).eval()

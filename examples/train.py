@@ -71,7 +71,6 @@ from examples.sequences import SequenceData, read_sequences, synthetic_sequences
 from opacus_ext.losses import PerSample, cross_entropy
 from opacus_ext.planner.commands.output import strict_json
 from opacus_ext.re_attention import track_errors
-from opacus_ext.re_attention.effective import SCALES
 from opacus_ext.re_attention.tracking import PLACES
 from opacus_ext.refused import Refused
 
@@ -181,7 +180,6 @@ def train(args: argparse.Namespace) -> Dict[str, Any]:
             {"embedding.weight": net.shares_of_rows(shares)},
             where=args.where,
             cap=args.cap or None,
-            scale=args.error_scale,
         )
 
     # With the correction of attention, which is part of the model now.
@@ -374,7 +372,6 @@ def parse_args(argv: Optional[List[str]] = None) -> argparse.Namespace:
         bounded_number(float, 0),
         "of keys' variances, by their squares; 0: none",
     )
-    add("--error-scale", "step", str, "what an error is", choices=SCALES)
     modes = ("ghost_bk", "ghost", "hooks")
     add("--grad-sample-mode", "ghost_bk", str, f"one of {modes}", choices=modes)
     add("--clipping", "automatic", str, "flat, automatic or normalised")

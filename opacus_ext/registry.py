@@ -163,7 +163,7 @@ def extend_transformers() -> None:
     _extended = True
     functions = import_module("transformers.integrations.moe").ALL_EXPERTS_FUNCTIONS
     _undo.append(experts.register_with(functions, is_batched))
-    _undo.append(transformers.register())
+    transformers.register(_add)
 
 
 def _replace(place: Any, name: str, new: Any) -> None:

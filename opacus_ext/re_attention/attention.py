@@ -10,8 +10,7 @@ from torch.nn import functional as F
 from torch.overrides import handle_torch_function, has_torch_function
 
 from opacus_ext.re_attention.moments import Moments, attention_variance
-from opacus_ext.re_attention.passes import TrackedPass, active
-from opacus_ext.re_attention.tracking import corrected_by
+from opacus_ext.re_attention.passes import TrackedPass, active, corrected_by
 from opacus_ext.re_attention.variances import Lost, quietly
 from opacus_ext.refused import Refused
 
@@ -78,20 +77,23 @@ def corrected_attention(
             corrected_attention, given, *given, variance, *rest
         )
     scale = query.size(-1) ** -0.5 if scale is None else scale
-    left, right = _factors(query, key, variance, scale)
-    if is_causal and attn_mask is not None:
+    wide = torch.promote_types(query.dtype, torch.float32)
+    # [*, T, 1] and [*, U, 1]; scale times their product is the correction.
+    left = query.to(wide).square().sum(-1, keepdim=True) * (scale / 2)
+    right = variance.detach().to(wide).expand(*key.shape[:-1], 1)
+    if is_causal and (attn_mask is not None or where == "scores"):
         attn_mask, is_causal = _causal(query, key, attn_mask), False
     if where == "scores":
-        logits = (query @ key.mT).to(left.dtype) * scale
+        logits = (query @ key.mT).to(wide) * scale
         correction = torch.exp(-scale * left @ right.mT)
-        mask = _causal(query, key, None) if is_causal else attn_mask
-        if mask is None:
+        if attn_mask is None:
             weights = torch.softmax(logits, -1) * correction
         else:
             # Who sees no key gets 0, as from scaled_dot_product_attention.
-            seen = mask if mask.dtype == torch.bool else mask != -torch.inf
-            logits = logits if seen is mask else logits + mask
-            logits = logits.masked_fill(~seen, torch.finfo(logits.dtype).min)
+            seen = attn_mask
+            if seen.dtype != torch.bool:
+                logits, seen = logits + attn_mask, attn_mask != -torch.inf
+            logits = logits.masked_fill(~seen, torch.finfo(wide).min)
             weights = (torch.softmax(logits, -1) * correction).masked_fill(~seen, 0)
         return F.dropout(weights, dropout_p).to(value.dtype) @ value
     if where != "logits":
@@ -116,16 +118,6 @@ def corrected_attention(
     return out[..., :width]
 
 
-def _factors(
-    query: Tensor, key: Tensor, variance: Tensor, scale: float
-) -> Tuple[Tensor, Tensor]:
-    """``[*, T, 1]`` and ``[*, U, 1]``; scale times their product is the correction."""
-    wide = torch.promote_types(query.dtype, torch.float32)
-    left = query.to(wide).square().sum(-1, keepdim=True) * (scale / 2)
-    right = variance.detach().to(wide).expand(*key.shape[:-1], 1)
-    return left, right
-
-
 def _causal(query: Tensor, key: Tensor, mask: Optional[Tensor]) -> Tensor:
     """A mask that is causal as well."""
     shape = query.size(-2), key.size(-2)
@@ -143,7 +135,7 @@ def errors_of(
     """The pass that tracks errors and the keys' variance; None if none does."""
     mode = active()
     if mode is not None:
-        return mode, mode.tracker.key_variance(mode, key, module)
+        return mode, mode.key_variance(key, module)
     if corrected_by(module) is not None:
         raise Refused(
             f"{type(module).__name__}: attention {list(key.shape)} is computed outside "
@@ -177,11 +169,8 @@ def re_attention(
         query: ``[*, H, T, d]``
         key: ``[*, H, U, d]``
         value: ``[*, H, U, e]``
-        attn_mask: as for ``scaled_dot_product_attention``, and the next four
-        dropout_p: the same
-        is_causal: the same
-        scale: the same
-        enable_gqa: the same
+        attn_mask, dropout_p, is_causal, scale, enable_gqa: as for
+            ``scaled_dot_product_attention``
         module: the module that computes this attention, for messages
 
     Returns:
@@ -250,7 +239,7 @@ def attend(
         mode.paused = False
     for each in (queries, values):
         if isinstance(each, Lost):
-            mode.set(out, each)
+            mode.table.set(out, each)
             return out
     with quietly(query):
         made = attention_variance(
@@ -263,7 +252,7 @@ def attend(
             out=out.detach(),
             correction=bounded,
         )
-    mode.set(out, made)
+    mode.table.set(out, made)
     return out
 
 

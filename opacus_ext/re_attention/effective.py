@@ -15,8 +15,6 @@ from torch import Tensor, nn
 from opacus_ext.refused import Refused
 from opacus_ext.secure import SecureSource, with_noise
 
-SCALES = ("step", "run")
-
 
 def gradient_noise(optimizer: Any) -> float:
     """
@@ -58,24 +56,14 @@ def gradient_noise(optimizer: Any) -> float:
     if correlated is not None:
         multiplier *= correlated.std
     clip = getattr(optimizer, "sensitivity", optimizer.max_grad_norm)
-    return float(multiplier) * float(clip) / _batch_size(optimizer)
-
-
-def _batch_size(optimizer: Any) -> float:
-    if optimizer.loss_reduction == "sum":
-        return 1.0
-    return float(optimizer.expected_batch_size * getattr(optimizer, "world_size", 1))
+    batch = 1.0
+    if optimizer.loss_reduction != "sum":
+        batch = optimizer.expected_batch_size * getattr(optimizer, "world_size", 1)
+    return float(multiplier) * float(clip) / float(batch)
 
 
 def effective_errors(
-    model: nn.Module,
-    optimizer: Any,
-    shares: Optional[Mapping[str, Tensor]] = None,
-    *,
-    scale: str = "step",
-    steps: Optional[int] = None,
-    floor: Optional[float] = None,
-    cap: Optional[float] = None,
+    model: nn.Module, optimizer: Any, shares: Optional[Mapping[str, Tensor]] = None
 ) -> Dict[str, Tensor]:
     """
     The effective error (a standard deviation) of every parameter of a model.
@@ -83,40 +71,23 @@ def effective_errors(
     With s = sigma_dp C / B of :func:`gradient_noise`: s for a parameter all samples
     use (claim 5.3), s / p_i for row i of an embedding that a share p_i of the samples
     uses (claim 5.4: sigma_dp / (B p_i)). The paper has C = 1. Parameters that the
-    optimizer doesn't train have an error of 0.
+    optimizer doesn't train have an error of 0. It is the noise of one averaged
+    gradient: parameters are not gradients, and what they have gathered over a run may
+    be far more or far less.
 
     An embedding that is also the output layer gets a gradient in all rows from every
     sample. The paper counts the input's use only, and so does this function if given
     shares for it.
 
-    What the number means is ``scale``:
-
-    - "step", the paper's: the noise of one averaged gradient. Parameters are not
-      gradients, and what they have gathered over a run may be far more or far less.
-    - "run": the noise gathered in the parameter over ``steps`` steps K at the
-      optimizer's present learning rate, by which s is multiplied. SGD: noise is
-      independent over steps, so lr sqrt(K); with momentum m each is repeated,
-      lr (sum_(r=1..K) ((1 - m^r) / (1 - m))^2)^(1/2), r + 1 for r with Nesterov's.
-      Adam and AdamW: a step divides by the root of the second moment v, which has the
-      noise in it. With v as the optimizer has it, lr sqrt(K) rms(1 / (sqrt(v) + eps)),
-      over the elements of a parameter, or of a row where there are shares. Where noise
-      dominates the gradients, s times that is lr sqrt(K), whatever s is. For a
-      schedule pass the K for which lr^2 K is the sum of the squared rates.
-      Left out, in both: that later gradients pull a parameter back (true of weight
-      decay too), so it is an upper estimate.
-
     Args:
         model: the model, or the wrapper that ``make_private`` returned
-        optimizer: the DP optimizer, as ``make_private`` returned it
+        optimizer: the DP optimizer, as ``make_private`` returned it, or s itself for a
+            model of which all parameters with gradients are trained
         shares: by name of a parameter ``[rows, *]``, the shares ``[rows]`` of samples
             that use each row, see :func:`token_shares`; for positions, the share of
-            samples of at least that length
-        scale: "step" or "run"
-        steps: of the run, for "run"
-        floor: the least share counted, so that p_i = 0 stays finite; by default the
-            smallest positive share of the table (a token that was never seen is as rare
-            as the rarest that was)
-        cap: the largest error returned
+            samples of at least that length. What is smaller than the smallest positive
+            share counts as that: a token that was never seen is as rare as the rarest
+            that was
 
     Returns:
         By the model's names of parameters: a scalar, or ``[rows]`` where there are
@@ -124,10 +95,8 @@ def effective_errors(
         :class:`~opacus_ext.re_attention.Propagation` takes.
 
     Raises:
-        Refused: for unknown names or scales, shares of a wrong length or outside
-            [0, 1], no positive share, "run" without steps, an optimizer whose steps
-            are not known
-        Refused: for an optimizer without noise
+        Refused: for unknown names, shares of a wrong length or outside [0, 1], no
+            positive share, an optimizer without noise
 
     Example:
         >>> from opacus.optimizers import DPOptimizer
@@ -140,58 +109,37 @@ def effective_errors(
         {'weight': tensor(0.2000)}
         >>> effective_errors(model, private, {"weight": torch.tensor([0.0, 0.1, 1.0])})
         {'weight': tensor([2.0000, 2.0000, 0.2000])}
-        >>> effective_errors(model, private, scale="run", steps=100)
-        {'weight': tensor(0.2000)}
     """
-    if scale not in SCALES:
-        raise Refused(
-            f"scale must be one of {SCALES}, not {scale!r}.", parameter="scale"
-        )
-    if scale == "run" and (steps is None or steps < 0):
-        raise Refused(
-            f'scale="run" needs the number of steps, got {steps}.',
-            parameter="steps",
-            remedy="Pass steps=, the steps of the run.",
-        )
-    while (inner := inside(model)) is not None:
-        model = inner
+    model, noise, trained = innermost(model), optimizer, None
+    if not isinstance(optimizer, float):
+        noise = gradient_noise(optimizer)
+        trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
     params = dict(model.named_parameters())
-    shares = dict(shares or {})
+    shares = shares or {}
     if unknown := sorted(set(shares) - set(params)):
         raise Refused(
             f"shares for {unknown}; the parameters are {list(params)}.",
             parameter="shares",
         )
-
-    noise = gradient_noise(optimizer)
-    groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     errors = {}
     for name, p in params.items():
-        rows = _checked_shares(name, p, shares[name], floor) if name in shares else None
-        if not p.requires_grad or id(p) not in groups:
-            error = torch.zeros((), device=p.device)
-        else:
-            error = torch.tensor(noise, device=p.device)
-            if scale == "run":
-                by_row = rows is not None
-                error = error * _travel(optimizer, groups[id(p)], p, steps, by_row)
-        if rows is not None:
-            error = error / rows
-        errors[name] = error if cap is None else error.clamp(max=cap)
+        errs = p.requires_grad and (trained is None or id(p) in trained)
+        error = torch.tensor(noise if errs else 0.0, device=p.device)
+        if name in shares:
+            error = error / _checked_shares(name, p, shares[name])
+        errors[name] = error
     return errors
 
 
-def inside(model: nn.Module) -> Optional[nn.Module]:
-    """The model in a wrapper of Opacus, its handle or a distributed wrapper."""
-    if hasattr(model, "_module"):
-        return model._module
+def innermost(model: nn.Module) -> nn.Module:
+    """The model in wrappers of Opacus, its handle or distributed wrappers."""
     wrapped = (nn.parallel.DistributedDataParallel, DPDDP)
-    return model.module if isinstance(model, wrapped) else None
+    while hasattr(model, "_module") or isinstance(model, wrapped):
+        model = model._module if hasattr(model, "_module") else model.module
+    return model
 
 
-def _checked_shares(
-    name: str, p: Tensor, given: Tensor, floor: Optional[float]
-) -> Tensor:
+def _checked_shares(name: str, p: Tensor, given: Tensor) -> Tensor:
     shares = given.detach().to(p.device, torch.float32)
     if shares.shape != p.shape[:1]:
         raise Refused(
@@ -201,59 +149,10 @@ def _checked_shares(
         )
     if not bool(((shares >= 0) & (shares <= 1)).all()):
         raise Refused(f"The shares of {name} must lie between 0 and 1.", parameter=name)
-    if floor is None:
-        positive = shares[shares > 0]
-        if not len(positive):
-            raise Refused(
-                f"No share of {name} is positive.",
-                parameter=name,
-                remedy="Pass floor, the least share counted.",
-            )
-        floor = float(positive.min())
-    elif not 0 < floor <= 1:
-        raise Refused(f"floor must lie in (0, 1], not {floor}.", parameter="floor")
-    return shares.clamp(min=floor)
-
-
-def _travel(
-    optimizer: Any, group: Dict[str, Any], p: Tensor, steps: int, by_row: bool
-) -> Tensor:
-    """The distance that noise of std 1 in each gradient moves a parameter in a run."""
-    inner = getattr(optimizer, "original_optimizer", optimizer)
-    lr = float(group["lr"])
-    if isinstance(inner, torch.optim.SGD):
-        if group["momentum"] and group["dampening"]:
-            raise Refused(
-                'scale="run" does not know SGD with dampening.',
-                parameter="scale",
-                remedy='Use scale="step", or set dampening to 0.',
-            )
-        r = torch.arange(1, steps + 1, dtype=torch.float64)
-        m, r = group["momentum"], r + bool(group["nesterov"])
-        factors = (1 - m**r) / (1 - m) if m < 1 else r
-        if not m:
-            factors = torch.ones_like(r)
-        travel = lr * factors.square().sum().sqrt()
-    elif isinstance(inner, (torch.optim.Adam, torch.optim.AdamW)):
-        state = inner.state.get(p)
-        if not state:
-            raise Refused(
-                'scale="run" with Adam needs a step to have been made.',
-                parameter="scale",
-                remedy="Call it after the first step.",
-            )
-        v = state.get("max_exp_avg_sq", state["exp_avg_sq"]).detach().double()
-        v = v / (1 - float(group["betas"][1]) ** float(state["step"]))
-        squares = (1 / (v.sqrt() + group["eps"])).square()
-        squares = squares.flatten(1).mean(1) if by_row else squares.mean()
-        travel = lr * math.sqrt(steps) * squares.sqrt()
-    else:
-        raise Refused(
-            f'scale="run" knows SGD, Adam and AdamW, not {type(inner).__name__}.',
-            parameter="optimizer",
-            remedy='Use scale="step".',
-        )
-    return travel.to(p.device, torch.float32)
+    positive = shares[shares > 0]
+    if not len(positive):
+        raise Refused(f"No share of {name} is positive.", parameter=name)
+    return shares.clamp(min=float(positive.min()))
 
 
 def token_shares(

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import NamedTuple, Optional, Union
+from typing import NamedTuple, Optional
 
 import torch
 from torch import Tensor
@@ -34,21 +34,9 @@ from torch import Tensor
 from opacus_ext.grad_sample.core.vmap import whole
 from opacus_ext.re_attention.variances import Variance, last_mean, squares, wide
 
-Number = Union[float, Tensor]
-
 
 class Moments(NamedTuple):
-    """
-    Mean and variance of a random tensor.
-
-    Attributes:
-        mean: ``[*, width]``
-        variance: variance of each element, broadcastable to the mean
-
-    Example:
-        >>> relu(Moments(torch.zeros(2, 3), torch.ones(2, 1)))[0]
-        tensor([0.3406])
-    """
+    """Mean ``[*, width]`` of a random tensor, and variance, which broadcasts to it."""
 
     mean: Tensor
     variance: Tensor
@@ -84,12 +72,6 @@ def relu(x: Moments) -> Tensor:
     Equation 5.6 as printed subtracts c^2 in place of E[y]^2, which gives negative
     variances (c = -1, d = 1). Var[y] / d is computed as a logistic function of a cubic
     in t, fitted: within 4e-4 of the true one everywhere.
-
-    Args:
-        x: ``[*, width]``
-
-    Returns:
-        ``[*, 1]``
     """
     m, s = _wide(x)
     t = m * s.clamp(min=torch.finfo(s.dtype).tiny).rsqrt()
@@ -114,12 +96,6 @@ def gelu(x: Moments) -> Tensor:
     of which the first two terms are taken: at most 0.0182 s^2 too low (at a mean of
     -1.73 and s = 2.11) and 0.0011 s^2 too high, for all means and all s from 1e-4 to
     1000.
-
-    Args:
-        x: ``[*, width]``
-
-    Returns:
-        ``[*, 1]``
     """
     m, s = _wide(x)
     total = 1 + s
@@ -137,16 +113,6 @@ def silu(x: Moments) -> Tensor:
     :func:`gelu` with S in the place of Phi and S' = S (1 - S) in that of phi. The
     logistic distribution has the variance pi^2 / 3; 3.05 in its place has the least
     error, 0.0281 s^2 for all means and all s from 1e-4 to 1000.
-
-    Args:
-        x: ``[*, width]``
-
-    Returns:
-        ``[*, 1]``
-
-    Example:
-        >>> silu(Moments(torch.zeros(1, 1), torch.tensor([[1e-4]])))
-        tensor([[2.5001e-05]])
     """
     m, s = _wide(x)
     total = 1 + s / 3.05
@@ -164,15 +130,16 @@ def _two_terms(s: Tensor, first: Tensor, second: Tensor) -> Tensor:
     return last_mean(variance).clamp(min=0)
 
 
-def layer_norm(
+def norm(
     x: Moments,
-    weight: Optional[Tensor] = None,
-    eps: float = 1e-5,
-    weight_variance: Number = 0.0,
-    bias_variance: Number = 0.0,
+    weight: Optional[Tensor],
+    eps: Optional[float],
+    weight_variance: Optional[Tensor] = None,
+    bias_variance: Optional[Tensor] = None,
+    centered: bool = True,
 ) -> Tensor:
     """
-    The variance after LayerNorm over the last dimension, of independent elements.
+    The variance after LayerNorm, or without centering RMSNorm, over the last dimension.
 
     With v(m) the variance over the means, s the mean variance of the errors, and the
     shares that signal and error have in the expected square by which is divided,
@@ -186,76 +153,21 @@ def layer_norm(
         mean_i E[y_i^2] = 1 - (1 - q - r) (1 + (4 q r + 2 r^2) / D)
         mean_i Var[y_i] = r (1 - (q (2 - q) + r (2 - 9 q / 2 - 2 r)) / D)
 
-    times the weight's mean square. Small errors: first order, exact for s -> 0 where
-    all elements err alike. Large ones: variance 1. Against sampling, with errors of
-    0.01 to 100 times the signal, it is within 1 % from width 16 on (8: 3 %) where all
-    elements err alike, with the signal spread evenly or in one element alone; and
-    within 4 % at width 16 (64: 1 %) where their variances differ by up to a factor of 9
-    and the signal is spread evenly. A signal in one element takes the error of that
-    one away, not a mean one: 5 % too low to 8 % too high at width 16 (64: 2 %) for
+    times the weight's mean square. RMSNorm: tau^2 = mean(m^2) + s + eps,
+    q = mean(m^2) / tau^2, r = s / tau^2 and D = d. Small errors: first order, exact for
+    s -> 0 where all elements err alike. Large ones: variance 1. Against sampling, with
+    errors of 0.01 to 100 times the signal, it is within 1 % from width 16 on (8: 3 %)
+    where all elements err alike, with the signal spread evenly or in one element alone;
+    and within 4 % at width 16 (64: 1 %) where their variances differ by up to a factor
+    of 9 and the signal is spread evenly. A signal in one element takes the error of
+    that one away, not a mean one: 5 % too low to 8 % too high at width 16 (64: 2 %) for
     standard deviations that rise evenly to three times the first, 50 % too high
     (64: 13 %) if its element alone has 9 times the variance. It is a token's average:
     an element that has all of the signal errs less than the others. An error in weight
     and bias adds s_w E[h_i^2] + s_b (lemma D.1).
-
-    Args:
-        x: ``[*, width]``
-        weight: ``[width]``
-        eps: as in ``torch.nn.LayerNorm``
-        weight_variance: a number, or ``[width]``
-        bias_variance: a number, or ``[width]``
-
-    Returns:
-        ``[*, 1]``
-
-    Example:
-        >>> x = Moments(torch.tensor([[3.0, 1.0, -1.0, -3.0]]), torch.tensor([[1e-4]]))
-        >>> layer_norm(x) * 1e4  # 1/5, times 1 - 2/4
-        tensor([[0.1000]])
     """
-    return _norm(_wide(x), weight, eps, weight_variance, bias_variance, True)
-
-
-def rms_norm(
-    x: Moments,
-    weight: Optional[Tensor] = None,
-    eps: Optional[float] = None,
-    weight_variance: Number = 0.0,
-) -> Tensor:
-    """
-    The variance after RMSNorm over the last dimension: :func:`layer_norm` without its
-    centering, and as close.
-
-    tau^2 = mean(m^2) + s + eps, q = mean(m^2) / tau^2, r = s / tau^2 and D = d.
-
-    Args:
-        x: ``[*, width]``
-        weight: ``[width]``
-        eps: by default the machine's epsilon, as in ``torch.nn.RMSNorm``
-        weight_variance: a number, or ``[width]``
-
-    Returns:
-        ``[*, 1]``
-
-    Example:
-        >>> x = Moments(torch.tensor([[3.0, 1.0, -1.0, -3.0]]), torch.tensor([[1e-4]]))
-        >>> rms_norm(x) * 1e4  # 1/5, times 1 - 1/4
-        tensor([[0.1500]])
-    """
-    if eps is None:
-        eps = torch.finfo(x.mean.dtype).eps
-    return _norm(_wide(x), weight, eps, weight_variance, 0.0, False)
-
-
-def _norm(
-    x: Moments,
-    weight: Optional[Tensor],
-    eps: float,
-    weight_variance: Number,
-    bias_variance: Number,
-    centered: bool,
-) -> Tensor:
-    m, s = x
+    m, s = _wide(x)
+    eps = torch.finfo(x.mean.dtype).eps if eps is None else eps  # as nn.RMSNorm's
     width = m.size(-1)
     free = width - 1 if centered else width
     noise = s.mean(-1, keepdim=True) * (free / width)
@@ -267,18 +179,11 @@ def _norm(
     variance = r * (1 - less / max(free, 1))
     if weight is not None:
         variance = variance * wide(weight).square().mean()
-    if _is_noise(weight_variance) or _is_noise(bias_variance):
-        variance = variance + (q + r) * _average(weight_variance)
-        variance = variance + _average(bias_variance)
+    if weight_variance is not None:
+        variance = variance + (q + r) * weight_variance.mean()
+    if bias_variance is not None:
+        variance = variance + bias_variance.mean()
     return variance.clamp(min=0)
-
-
-def _is_noise(variance: Number) -> bool:
-    return isinstance(variance, Tensor) or variance != 0
-
-
-def _average(variance: Number) -> Number:
-    return variance.mean() if isinstance(variance, Tensor) else variance
 
 
 def attention(
@@ -294,25 +199,9 @@ def attention(
 
         Var[o_j] = sum_u p_u^2 Var[a_u] (v_uj - o_j)^2 + sum_u p_u^2 s_vuj
 
-    of which this is the mean over j. The scores are products of independent factors
+    of which this is the mean over j, ``[*, T, 1]``, of ``weights`` p ``[*, T, U]`` and
+    ``out`` o ``[*, T, e]``. The scores are products of independent factors
     (lemma D.1): Var[a_u] = sum_i (s_qi s_ki + m_qi^2 s_ki + s_qi m_ki^2) scale^2.
-
-    Args:
-        q: ``[*, T, d]``
-        k: ``[*, U, d]``
-        v: ``[*, U, e]``
-        weights: p, ``[*, T, U]``
-        out: o, ``[*, T, e]``
-        scale: of the products
-
-    Returns:
-        ``[*, T, 1]``
-
-    Example:
-        >>> x = Moments(torch.randn(2, 1, 8), torch.full((2, 1, 1), 0.1))
-        >>> weights = torch.ones(2, 1, 1)
-        >>> attention(x, x, x, weights, x.mean, 8**-0.5)[0]  # one token: its value
-        tensor([[0.1000]])
     """
     q, k, v = (Moments(m, s.mean(-1, keepdim=True)) for m, s in map(_wide, (q, k, v)))
     o, e = wide(out), v.mean.size(-1)
@@ -353,18 +242,10 @@ def attention_variance(
     correction: Optional[Tensor] = None,
 ) -> Variance:
     """
-    :func:`attention` of one variance a token, some queries at a time, so that
-    memory is linear in T.
-
-    Args:
-        q: ``[B, H, T, d]``
-        k: ``[B, H, U, d]``
-        v: ``[B, H, U, e]``
-        mask: boolean or added, broadcastable to ``[B, H, T, U]``
-        causal: whether a query sees keys up to its own position only
-        scale: in place of 1 / sqrt(d)
-        out: the output ``[B, H, T, e]``
-        correction: the variances ``[B, H, U, 1]`` that the logits were corrected for
+    :func:`attention` of one variance a token, some queries at a time, so that memory is
+    linear in T, with the ``correction`` of the logits (``[B, H, U, 1]``) in the
+    weights. Other arguments are those of ``scaled_dot_product_attention``, and its
+    output.
     """
     (length, d), keys = q.mean.shape[-2:], k.mean.size(-2)
     scale = d**-0.5 if scale is None else scale

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import inspect
 import threading
-from contextlib import contextmanager
+import weakref
 from functools import partial
-from typing import Any, Iterator, List, Mapping, Optional
+from typing import Any, List, Mapping, Optional
 
 import torch
 from torch import Tensor, nn
@@ -14,17 +14,13 @@ from torch import Tensor, nn
 from opacus_ext.grad_sample.core.vmap import saved_tensor_hooks
 from opacus_ext.re_attention.propagation import Propagation
 from opacus_ext.re_attention.table import Table
+from opacus_ext.re_attention.variances import Lost, quietly
 from opacus_ext.refused import Refused
 
 
 class TrackedPass(Propagation):
     """
-    The propagation of one forward pass.
-
-    Args:
-        tracker: of the model
-        errors: see :class:`~opacus_ext.re_attention.propagation.Propagation`
-        table: the same
+    The propagation of one forward pass of a tracker's model.
 
     Attributes:
         asked: the attentions that were corrected, in order
@@ -36,41 +32,66 @@ class TrackedPass(Propagation):
         self.asked: List[Optional[nn.Module]] = []
         self._packing = torch.is_grad_enabled(), saved_tensor_hooks()
 
-    def count(self, module: Optional[nn.Module]) -> None:
+    def key_variance(self, key: Tensor, module: Optional[nn.Module]) -> Tensor:
         """
-        Counts an attention.
+        The variance ``[*, U, 1]`` of the keys of an attention, which counts as asked.
 
         Raises:
-            Refused: under activation checkpointing, which would compute the attention
-                again where errors are not tracked
+            Refused: if it is not known, or under activation checkpointing, which would
+                compute the attention again where errors are not tracked
         """
+        name = None if module is None else type(module).__name__
+        known = self.of(key)
+        if known is None or isinstance(known, Lost):
+            way = " (no operation led to them)"
+            if known is not None:
+                way = f" by the operation {known.operation!r}"
+            raise Refused(
+                f"{name or 'an attention'}: the errors of keys {list(key.shape)} can't "
+                f"be tracked: they are lost on the way{way}.",
+                module=name,
+                remedy="Add a rule with opacus_ext.re_attention.register_propagation, "
+                "or use another attention.",
+            )
         if self._packing != (torch.is_grad_enabled(), saved_tensor_hooks()):
             raise Refused(
                 "Re-Attention under activation checkpointing: the attention would be "
                 "computed again without its correction.",
-                module=None if module is None else type(module).__name__,
+                module=name,
                 remedy="Turn gradient checkpointing off, or detach the tracker.",
             )
         self.asked.append(module)
+        if module is not None:
+            corrected[module] = self.tracker
+        with quietly(key):
+            return known.token()
 
+    def __enter__(self) -> "TrackedPass":
+        _running.mode = self
+        return super().__enter__()
 
-_running = threading.local()
-
-
-@contextmanager
-def tracked(mode: TrackedPass) -> Iterator[None]:
-    """Errors are tracked within, by this thread."""
-    _running.mode = mode
-    try:
-        with mode:
-            yield
-    finally:
+    def __exit__(self, *args: Any) -> None:
         _running.mode = None
+        super().__exit__(*args)
+
+
+_running = threading.local()  # the pass of this thread
+
+# Attention modules that were corrected, and by whom.
+corrected: "weakref.WeakKeyDictionary[nn.Module, Any]" = weakref.WeakKeyDictionary()
 
 
 def active() -> Optional[TrackedPass]:
     """The propagation of the forward pass that runs, if errors are tracked in it."""
     return getattr(_running, "mode", None)
+
+
+@torch.compiler.assume_constant_result  # what is tracked is not compiled
+def corrected_by(module: Optional[nn.Module]) -> Any:
+    """The tracker that corrects this attention, or None."""
+    if module is None or (tracker := corrected.get(module)) is None:
+        return None
+    return tracker if tracker.acts(module.training) else None
 
 
 class TrackedForward:

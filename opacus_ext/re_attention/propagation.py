@@ -21,23 +21,22 @@ through more than moves.
 
 from __future__ import annotations
 
-from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, Union
+from typing import Any, Dict, Mapping, Optional, Sequence, Tuple, Union
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from opacus_ext.grad_sample.core.vmap import is_batched, whole
+from opacus_ext.grad_sample.core.vmap import is_batched
 from opacus_ext.re_attention.rules import RULES, Call
 from opacus_ext.re_attention.rules.moves import lies_down
-from opacus_ext.re_attention.table import Note, Table, memory_of
+from opacus_ext.re_attention.table import Table
 from opacus_ext.re_attention.variances import (
     Lost,
     Variance,
     flat,
     quietly,
     tensors,
-    variance_dtype,
     zeros,
 )
 from opacus_ext.refused import Refused
@@ -104,10 +103,6 @@ class Propagation(TorchFunctionMode):
             )
         return found
 
-    def set(self, x: Tensor, variance: Union[None, Variance, Lost]) -> None:
-        """Says what the variance of a tensor is."""
-        self.table.set(x, variance)
-
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         raw = getattr(func, "__name__", "")
@@ -122,33 +117,31 @@ class Propagation(TorchFunctionMode):
             if not isinstance(out, Tensor) or name in ("grad", "_base"):
                 return out
         inputs = list(flat(args, kwargs))
-        given = args
-        erring = any(self.of(x) is not None for x in inputs)
-        written = raw in _WRITING or bool(kwargs.get("inplace"))
-        written = written or (raw[-1:] == "_" and raw[-2:] != "__")
-        if erring and written:  # what it changes in place is what the rule needs
-            seen = self.table.get(args[0])
-            before = args[0].detach().clone()
-            self.set(before, self.of(args[0]))
+        if not any(self.of(x) is not None for x in inputs):
+            return func(*args, **kwargs)
+        given, place = args, kwargs.get("out")
+        method = raw[-1:] == "_" and raw[-2:] != "__"  # x.add_(y)
+        if raw in _WRITING or kwargs.get("inplace") or method:
+            place = args[0]  # what it was is what the rule needs
+            before = place.detach().clone()
+            self.table.set(before, self.of(place))
             given = (before, *args[1:])
         out = func(*args, **kwargs)
         with torch._C.DisableTorchFunction():
-            outputs = [args[0]] if raw == "__setitem__" else _inexact(out)
-            if not written and any(x is y for x in outputs for y in inputs):
+            made = tensors(out if place is None else place)
+            outputs = [x for x in made if x.is_floating_point() or x.is_complex()]
+            if place is None and any(x is y for x in outputs for y in inputs):
                 return out  # as it was, .contiguous() of what is
-            if name in _VIEWS:  # of the known too, as errors may be written to them
-                for x in outputs:
-                    self.table.note(x).view = whole(x)._is_view()
-                self.table.note(args[0])
-            if not erring or not outputs:
+            if not outputs:
                 return out
             if outputs[0].dim() == 1 and all(map(self._weights, tensors(inputs))):
                 self.table.note(outputs[0]).weights_only = True
         call = Call(name, func, given, kwargs, out, self)
         for x, result in zip(outputs, self._results(call, len(outputs))):
-            self.set(x, result)
-            if written and x is args[0]:
-                self._set_others(x, seen, name)
+            if place is None:
+                self.table.set(x, result)
+            else:
+                self.table.write(x, result, f"{name} in place")
         return out
 
     def _weights(self, x: Tensor) -> bool:
@@ -166,8 +159,9 @@ class Propagation(TorchFunctionMode):
                 break
             if known is not None and x.dim() == 1 and not self._weights(x):
                 lost = Lost(call.name) if lies_down(call, known) else lost
-        if lost is None and call.name not in RULES:
-            lost = Lost(call.name)
+        fits = call.name in RULES and call.kwargs.get("out") is None
+        if not fits or any(x.is_complex() for x in tensors(call.out)):
+            lost = lost or Lost(call.name)
         if lost is not None:
             return [lost] * number
         like = call.args[0] if call.out is None else tensors(call.out)[0]
@@ -179,42 +173,6 @@ class Propagation(TorchFunctionMode):
         if made is None or isinstance(made, (Variance, Lost)):
             return [made] * number
         return list(made)
-
-    def _set_others(self, x: Tensor, note: Optional[Note], operation: str) -> None:
-        """
-        Follows a change in place of ``x`` in other tensors of the same memory. ``note``
-        is the one on ``x`` before.
-        """
-        if is_batched(x):
-            if whole(x)._is_view() and (note is None or note.view):
-                # Not refused: samples then run one by one, where views are known.
-                raise NotImplementedError("a change in place of a view that has errors")
-            for other in self.table.sharing(x):
-                self.set(other, Lost(operation))
-            return
-        new = self.of(x)
-        if memory_of(x) is None:
-            self.set(x, Lost(operation))
-            return
-        if x._base is not None:
-            self.table.note(x._base)
-        for other in self.table.sharing(x):
-            old = self.of(other)
-            expanded = any(
-                s == 0 and n > 1 for s, n in zip(other.stride(), other.shape)
-            )
-            other_kind = expanded or other.dtype != x.dtype
-            if other_kind or isinstance(old, Lost) or isinstance(new, Lost):
-                self.set(other, Lost(operation))
-                continue
-            with quietly(x):
-                number = x.untyped_storage().nbytes() // x.element_size()
-                memory = x.new_zeros(number, dtype=variance_dtype(x))
-                for z, known in ((other, old), (x, new)):
-                    part = memory.as_strided(z.shape, z.stride(), z.storage_offset())
-                    part.zero_() if known is None else part.copy_(known.every())
-                at = other.shape, other.stride(), other.storage_offset()
-                self.set(other, Variance(memory.as_strided(*at).clone()))
 
 
 def _first_by_position(kwargs: Mapping[str, Any]) -> Tuple[Any, Any]:
@@ -260,17 +218,5 @@ _SILENT = frozenset(
     "numpy cpu_count get_device is_set_to is_same_size _is_view "
     "__contains__".split()
 )
-# What these make may share memory with what they are given.
-_VIEWS = frozenset(
-    "view reshape flatten unflatten transpose t T mT permute expand expand_as view_as "
-    "reshape_as unsqueeze squeeze chunk split split_with_sizes tensor_split unbind "
-    "getitem select narrow movedim moveaxis swapaxes swapdims broadcast_to unfold "
-    "adjoint diagonal H mH real imag view_as_real view_as_complex detach data".split()
-)
 # Their rules compute with tensors of all samples, for which the run must be asked.
 _ASKS = frozenset("getitem setitem repeat_interleave".split())
-
-
-def _inexact(out: Any) -> List[Tensor]:
-    """The tensors that may err."""
-    return [x for x in tensors(out) if x.is_floating_point() or x.is_complex()]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import weakref
-from typing import Dict, List, Optional, Tuple, Union
+from typing import Dict, Optional, Tuple, Union
 
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from opacus_ext.grad_sample.core.vmap import whole
 from opacus_ext.re_attention.variances import Lost, Variance
@@ -18,15 +19,15 @@ class Note:
     Attributes:
         variance: of its error; None if it has none
         weights_only: True for a vector made of nothing but parameters
-        view: True for a view that an operation has made
+        writes: how often its memory had been written to, when the note was made
     """
 
-    __slots__ = ("variance", "weights_only", "view")
+    __slots__ = ("variance", "weights_only", "writes")
 
     def __init__(self) -> None:
         self.variance: Union[None, Variance, Lost] = None
         self.weights_only = False
-        self.view = False
+        self.writes = 0
 
 
 class Table:
@@ -39,9 +40,9 @@ class Table:
 
     def __init__(self) -> None:
         self._notes: Dict[int, Tuple["weakref.ref[Tensor]", Note]] = {}
-
-    def __len__(self) -> int:
-        return len(self._notes)
+        # Memory that errors were written to: how often, and by what. The weak reference
+        # keeps the address from being used again.
+        self._written: Dict[int, Tuple[StorageWeakRef, int, str]] = {}
 
     def get(self, x: Tensor) -> Optional[Note]:
         """The note on a tensor, if there is one."""
@@ -60,33 +61,50 @@ class Table:
         """Forgets a tensor."""
         self._notes.pop(id(x), None)
 
+    def forget_memory(self) -> None:
+        """Forgets memory that is gone."""
+        gone = [at for at, (ref, _, _) in self._written.items() if ref.expired()]
+        for at in gone:
+            del self._written[at]
+
     def variance(self, x: Tensor) -> Union[None, Variance, Lost]:
-        """Looks up a tensor's variance; None for one without error."""
+        """
+        Looks up a tensor's variance; None for one without error. It is lost where the
+        memory was written to through another tensor.
+        """
         found = self.get(x)
+        if self._written and (memory := _memory(x)) in self._written:
+            _, writes, operation = self._written[memory]
+            if found is None or found.writes != writes:
+                return Lost(operation)
         return None if found is None else found.variance
 
     def set(self, x: Tensor, variance: Union[None, Variance, Lost]) -> None:
         """Says what the variance of a tensor is."""
-        if variance is not None or self.get(x) is not None:
-            self.note(x).variance = variance
+        if variance is None and self.get(x) is None:
+            return
+        note = self.note(x)
+        note.variance, note.writes = variance, 0
+        if self._written and (memory := _memory(x)) in self._written:
+            note.writes = self._written[memory][1]
 
-    def sharing(self, x: Tensor) -> List[Tensor]:
-        """Other tensors with notes that lie in the memory of ``x``."""
-        found: List[Tensor] = []
-        memory = memory_of(x)
-        for ref, _ in list(self._notes.values()) if memory else ():
-            y = ref()
-            if y is None or y is x:
-                continue
-            y._fix_weakref()  # autograd may be the only one that has it
-            if memory_of(y) == memory:
-                found.append(y)
-        return found
+    def write(
+        self, x: Tensor, variance: Union[None, Variance, Lost], operation: str
+    ) -> None:
+        """The same where an operation has changed ``x`` in place."""
+        note, memory = self.note(x), _memory(x)
+        if memory is None:
+            note.variance = Lost(operation)
+            return
+        ref, writes, _ = self._written.get(memory, (None, 0, ""))
+        ref = StorageWeakRef(whole(x).untyped_storage()) if ref is None else ref
+        note.variance, note.writes = variance, writes + 1
+        self._written[memory] = ref, writes + 1, operation
 
 
-def memory_of(x: Tensor) -> Optional[int]:
-    """The address of a tensor's memory; None if it can't be had, as of sparse ones."""
+def _memory(x: Tensor) -> Optional[int]:
+    """What tensors of the same memory share; None if there is none, as of sparse."""
     try:
-        return whole(x).untyped_storage().data_ptr()
+        return whole(x).untyped_storage()._cdata
     except (NotImplementedError, RuntimeError):
         return None

@@ -13,24 +13,20 @@ from torch import Tensor, nn
 from opacus_ext.re_attention.effective import (
     effective_errors,
     gradient_noise,
-    inside,
+    innermost,
 )
 from opacus_ext.re_attention.passes import (
     TrackedForward,
     TrackedPass,
     active,
-    tracked,
+    corrected,
 )
 from opacus_ext.re_attention.table import Table
-from opacus_ext.re_attention.variances import Lost, quietly
+from opacus_ext.re_attention.variances import tensors
 from opacus_ext.refused import Refused
 
 PREFIX = "re_attention."
 PLACES = ("logits", "scores")
-
-# Attention modules that were corrected, and by whom.
-_corrected: "weakref.WeakKeyDictionary[nn.Module, ErrorTracker]"
-_corrected = weakref.WeakKeyDictionary()
 
 
 def track_errors(
@@ -41,9 +37,6 @@ def track_errors(
     where: str = "logits",
     cap: Optional[float] = 1.0,
     evaluate: bool = True,
-    scale: str = "step",
-    steps: Optional[int] = None,
-    floor: Optional[float] = None,
 ) -> "ErrorTracker":
     """
     Turns Re-Attention on: one call after ``make_private``.
@@ -77,10 +70,6 @@ def track_errors(
             elements: what is seen has the error in it and can't well be smaller. None
             for no bound
         evaluate: whether ``model.eval()`` keeps the correction
-        scale: what the error means, see
-            :func:`~opacus_ext.re_attention.effective_errors`
-        steps: for ``scale="run"``; by default Adam's steps so far
-        floor: the least share counted
 
     Returns:
         The tracker: ``enabled`` and ``evaluate`` may be set at any time, ``detach``
@@ -109,9 +98,7 @@ def track_errors(
         >>> torch.equal(plain, model(ids))
         True
     """
-    return ErrorTracker(
-        model, optimizer, shares, where, cap, evaluate, scale, steps, floor
-    )
+    return ErrorTracker(model, optimizer, shares, where, cap, evaluate)
 
 
 class ErrorTracker:
@@ -133,9 +120,6 @@ class ErrorTracker:
         where: str,
         cap: Optional[float],
         evaluate: bool,
-        scale: str,
-        steps: Optional[int],
-        floor: Optional[float],
     ):
         if where not in PLACES:
             raise Refused(
@@ -143,8 +127,7 @@ class ErrorTracker:
             )
         if cap is not None and not cap > 0:
             raise Refused(f"cap must be positive or None, not {cap}.", parameter="cap")
-        while (inner := inside(model)) is not None:
-            model = inner
+        model = innermost(model)
         if tracker_of(model) is not None:
             raise Refused(
                 "The errors of this model are tracked already.",
@@ -154,8 +137,6 @@ class ErrorTracker:
         self.where, self.cap, self.evaluate, self.enabled = where, cap, evaluate, True
         self._model = weakref.ref(model)
         self._optimizer = optimizer
-        self._options = {"scale": scale, "floor": floor}
-        self._steps = steps
         self._shares = _by_name(model, shares)
         self._noise = None if optimizer is None else gradient_noise(optimizer)
         self._errors: Dict[str, Tensor] = {}
@@ -179,9 +160,9 @@ class ErrorTracker:
             place.remove()
         if (model := self._model()) is not None:
             vars(model).pop("_opacus_ext_errors", None)
-        for module, tracker in list(_corrected.items()):
+        for module, tracker in list(corrected.items()):
             if tracker is self:
-                del _corrected[module]
+                del corrected[module]
 
     def acts(self, training: bool) -> bool:
         """Returns True if attention is corrected."""
@@ -195,59 +176,29 @@ class ErrorTracker:
                 "There is no model in training whose errors are tracked.",
                 remedy="Pass the optimizer to track_errors, and keep the model.",
             )
-        options = dict(self._options, shares=self._shares)
-        if options["scale"] == "run":
-            options["steps"] = self._steps_made()
-            if options["steps"] == 0:
-                return {n: p.new_zeros(()) for n, p in model.named_parameters()}
-        return effective_errors(model, self._optimizer, **options)
-
-    def _steps_made(self) -> int:
-        if self._steps is not None:
-            return self._steps
-        inner = getattr(self._optimizer, "original_optimizer", self._optimizer)
-        made = [state["step"] for state in inner.state.values() if "step" in state]
-        if not made and not isinstance(inner, (torch.optim.Adam, torch.optim.AdamW)):
-            raise Refused(
-                f'scale="run" needs steps with {type(inner).__name__}, which does not '
-                "count them.",
-                parameter="steps",
-                remedy="Pass steps= to track_errors.",
-            )
-        return int(made[0]) if made else 0
+        return effective_errors(model, self._optimizer, self._shares)
 
     def _variances(self, model: nn.Module) -> Dict[str, Tensor]:
         """The variances of the parameters, computed again if something has changed."""
-        trained = self._model()
+        trained, grads = self._model(), None
         if self._optimizer is not None:
             if trained is None:
                 return self._errors  # a copy has outlived the model
             self._noise = gradient_noise(self._optimizer)
-            state: Any = self._noise, [p.requires_grad for p in trained.parameters()]
-            if self._options["scale"] == "run":
-                state = object()
-        else:
-            if self._noise is None:
-                raise Refused(
-                    "No noise is known.",
-                    parameter="optimizer",
-                    remedy="Pass the optimizer to track_errors, or load a state_dict "
-                    "of a tracked model.",
-                )
-            if self._options["scale"] != "step":
-                raise Refused(
-                    f"scale={self._options['scale']!r} needs the optimizer.",
-                    parameter="optimizer",
-                    remedy="Pass it to track_errors.",
-                )
-            state = self._noise, None
-        if state != self._state:
-            if self._optimizer is None:
-                found = effective_errors(
-                    model, _Noise(self._noise, model), self._shares
-                )
-            else:
-                found = self.errors()
+            grads = [p.requires_grad for p in trained.parameters()]
+        if self._noise is None:
+            raise Refused(
+                "No noise is known.",
+                parameter="optimizer",
+                remedy="Pass the optimizer to track_errors, or load a state_dict of a "
+                "tracked model.",
+            )
+        if self._state != (state := (self._noise, grads)):
+            found = effective_errors(
+                trained if self._optimizer else model,
+                self._optimizer or self._noise,
+                self._shares,
+            )
             self._errors = {
                 name: error.square().reshape(-1, 1) if error.dim() else error.square()
                 for name, error in found.items()
@@ -258,13 +209,7 @@ class ErrorTracker:
     # -- the model's forward -------------------------------------------------------
 
     def forward(self, model: nn.Module, plain: partial) -> Any:
-        """
-        Runs the model's own forward, and tracks its errors.
-
-        Raises:
-            Refused: inside of another tracked model, with keys in a cache, or if no
-                attention asks
-        """
+        """Runs the model's own forward, and tracks its errors."""
         if active() is not None:
             raise Refused(
                 f"{type(model).__name__} is tracked, and so is a model around it.",
@@ -287,12 +232,12 @@ class ErrorTracker:
             if n in known
         }
         mode = TrackedPass(self, params, self._table)
-        with tracked(mode):
+        with mode:
             output = plain()
         outs = list(output.values()) if isinstance(output, Mapping) else output
-        for x in outs if isinstance(outs, (tuple, list)) else [output]:
-            if isinstance(x, Tensor):  # the user's tensors have no errors
-                self._table.discard(x)
+        for x in tensors(outs):  # the user's tensors have no errors
+            self._table.discard(x)
+        self._table.forget_memory()
         self._check(model, mode.asked)
         return output
 
@@ -303,10 +248,9 @@ class ErrorTracker:
                 "them.",
                 module=type(model).__name__,
                 remedy="Models of transformers need "
-                'set_attn_implementation("re_attention") (those that compute attention '
-                "in code of their own ignore it, and can't be corrected), others "
-                "opacus_ext.layers.re_attention in place of "
-                "scaled_dot_product_attention.",
+                'set_attn_implementation("re_attention"); those that compute attention '
+                "in code of their own can't be corrected. Others need "
+                "opacus_ext.layers.re_attention.",
             )
         if not self._checked and None not in asked:
             self._checked = True
@@ -317,66 +261,26 @@ class ErrorTracker:
                     "forward pass: it was not used, or does not ask for it."
                 )
 
-    def key_variance(
-        self, mode: TrackedPass, key: Tensor, module: Optional[nn.Module]
-    ) -> Tensor:
-        """The variance ``[*, U, 1]`` of keys."""
-        name = "an attention" if module is None else type(module).__name__
-        known = mode.of(key)
-        if known is None or isinstance(known, Lost):
-            way = " (no operation led to them)"
-            if known is not None:
-                way = f" by the operation {known.operation!r}"
-            raise Refused(
-                f"{name}: the errors of keys {list(key.shape)} can't be tracked: they "
-                f"are lost on the way{way}.",
-                module=self._path(module),
-                remedy="Add a rule with opacus_ext.re_attention.register_propagation, "
-                "or use another attention.",
-            )
-        mode.count(module)
-        if module is not None:
-            _corrected[module] = self
-        with quietly(key):
-            return known.token()
-
-    def _path(self, module: Optional[nn.Module]) -> Optional[str]:
-        """The name of a module in the model, or of its class if it is not in it."""
-        model = self._model()
-        modules = [] if model is None else model.named_modules()
-        names = [name for name, each in modules if each is module]
-        if names and names[0]:
-            return names[0]
-        return None if module is None else type(module).__name__
-
     # -- state ---------------------------------------------------------------------
 
-    def state_dict(self) -> Dict[str, Tensor]:
-        """The noise and the shares, which the model's ``state_dict`` contains."""
+    def _save(self, module: nn.Module, state: Any, prefix: str, metadata: Any) -> None:
         if self._optimizer is not None:
             self._noise = gradient_noise(self._optimizer)
         noise = float("nan") if self._noise is None else self._noise
-        state = {"noise": torch.tensor(noise, dtype=torch.float64)}
-        return {**state, **{f"shares.{n}": s for n, s in self._shares.items()}}
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Takes shares from a checkpoint, and the noise if there is no optimizer."""
-        shares = {n[7:]: s for n, s in state.items() if n.startswith("shares.")}
-        if shares:
-            self._shares = shares
-        if "noise" in state and self._optimizer is None:
-            self._noise = float(state["noise"])
-        self._state = None
-
-    def _save(self, module: nn.Module, state: Any, prefix: str, metadata: Any) -> None:
-        for name, value in self.state_dict().items():
-            state[prefix + PREFIX + name] = value
+        state[prefix + PREFIX + "noise"] = torch.tensor(noise, dtype=torch.float64)
+        for name, shares in self._shares.items():
+            state[f"{prefix}{PREFIX}shares.{name}"] = shares
 
     def _load(self, state: Any, prefix: str, *args: Any) -> None:
+        """Takes shares from a checkpoint, and the noise if there is no optimizer."""
         start = prefix + PREFIX
         names = [name for name in state if name.startswith(start)]
-        if names:
-            self.load_state_dict({n[len(start) :]: state.pop(n) for n in names})
+        found = {name[len(start) :]: state.pop(name) for name in names}
+        shares = {n[7:]: s for n, s in found.items() if n.startswith("shares.")}
+        self._shares = shares or self._shares
+        if "noise" in found and self._optimizer is None:
+            self._noise = float(found["noise"])
+        self._state = None
 
     def __deepcopy__(self, memo: Any) -> "ErrorTracker":
         # A copied model errs as the one in training does.
@@ -389,28 +293,9 @@ class ErrorTracker:
         )
 
 
-class _Noise:
-    """An optimizer's noise after the optimizer: all parameters were trained."""
-
-    loss_reduction, max_grad_norm, expected_batch_size = "mean", 1.0, 1
-
-    def __init__(self, noise: float, model: nn.Module):
-        self.noise_multiplier = noise
-        self.param_groups = [{"params": list(model.parameters())}]
-
-
 def tracker_of(model: nn.Module) -> Optional[ErrorTracker]:
     """The tracker of a model, if its errors are tracked."""
-    while (inner := inside(model)) is not None:
-        model = inner
-    return getattr(model, "_opacus_ext_errors", None)
-
-
-@torch.compiler.assume_constant_result  # what is tracked is not compiled
-def corrected_by(module: Optional[nn.Module]) -> Optional[ErrorTracker]:
-    """The tracker that corrects this attention, or None."""
-    tracker = None if module is None else _corrected.get(module)
-    return tracker if tracker and tracker.acts(module.training) else None
+    return getattr(innermost(model), "_opacus_ext_errors", None)
 
 
 def _attentions(model: nn.Module, corrected: Set[type]) -> List[str]:
@@ -432,21 +317,16 @@ def _by_name(
         return {}
     if not isinstance(shares, Tensor):
         return {name: table.detach() for name, table in shares.items()}
-    found = {
+    rows = {
         id(m.weight): f"{n}.weight" if n else "weight"
         for n, m in model.named_modules()
         if isinstance(m, nn.Embedding) and m.num_embeddings == len(shares)
     }
-    if len(found) != 1:
-        names = [
-            f"{n}.weight"
-            for n, m in model.named_modules()
-            if isinstance(m, nn.Embedding)
-        ]
+    if len(rows) != 1:
         raise Refused(
             f"{len(shares)} shares belong to one embedding of as many rows, and the "
-            f"model has {len(found)}.",
+            f"model has {len(rows)}: {list(rows.values())}.",
             parameter="shares",
-            remedy=f"Pass them by name; the embeddings are {names}.",
+            remedy="Pass them by name.",
         )
-    return {next(iter(found.values())): shares.detach()}
+    return {next(iter(rows.values())): shares.detach()}

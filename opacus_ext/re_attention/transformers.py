@@ -7,7 +7,7 @@ not import transformers.
 
 from __future__ import annotations
 
-from typing import Any, Callable, Optional, Tuple
+from typing import Any, Callable, Dict, Optional, Tuple
 
 import torch
 from torch import Tensor, nn
@@ -88,24 +88,11 @@ def re_attention_mask(*args: Any, **kwargs: Any) -> Optional[Tensor]:
     return sdpa_mask(*args, **kwargs)
 
 
-_NAME = "re_attention"
-
-
-def register() -> Callable[[], None]:
-    """
-    Adds "re_attention" to the attentions and masks of transformers.
-
-    Returns:
-        A function that leaves transformers as it was.
-    """
+def register(add: Callable[[Dict[str, Any], str, Any], None]) -> None:
+    """Adds "re_attention" to the attentions and masks of transformers by ``add``."""
     from transformers.masking_utils import AttentionMaskInterface
     from transformers.modeling_utils import AttentionInterface
 
-    AttentionInterface.register(_NAME, re_attention_forward)
-    AttentionMaskInterface.register(_NAME, re_attention_mask)
-
-    def undo() -> None:
-        for interface in (AttentionInterface, AttentionMaskInterface):
-            interface._global_mapping.pop(_NAME, None)
-
-    return undo
+    name = "re_attention"
+    add(AttentionInterface._global_mapping, name, re_attention_forward)
+    add(AttentionMaskInterface._global_mapping, name, re_attention_mask)

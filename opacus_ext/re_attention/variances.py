@@ -49,12 +49,7 @@ class Variance(NamedTuple):
 
 
 class Lost(NamedTuple):
-    """
-    In the place of a variance that is not known.
-
-    Attributes:
-        operation: the operation for which no rule fits
-    """
+    """In the place of a variance: the operation for which no rule fits."""
 
     operation: str
 
@@ -62,11 +57,8 @@ class Lost(NamedTuple):
 @contextmanager
 def quietly(x: Tensor, alone: bool = True) -> Iterator[None]:
     """
-    A context without gradients and autocast, in which rules compute variances.
-
-    Args:
-        x: a tensor of the device whose autocast is turned off
-        alone: whether function modes are turned off as well
+    A context without gradients and the autocast of ``x``'s device, in which rules
+    compute variances; with function modes if they are not ``alone``.
     """
     kind = x.device.type
     with ExitStack() as contexts:
@@ -98,7 +90,7 @@ def tensors(out: Any) -> List[Tensor]:
 
 def variance_dtype(x: Tensor) -> torch.dtype:
     """The dtype of a tensor's variance."""
-    return torch.promote_types(x.dtype.to_real(), torch.float32)
+    return torch.promote_types(x.dtype, torch.float32)
 
 
 def zeros(x: Tensor, shape: Any) -> Tensor:
@@ -108,7 +100,7 @@ def zeros(x: Tensor, shape: Any) -> Tensor:
 
 def wide(x: Tensor) -> Tensor:
     """The value of a tensor, in float32 at least."""
-    return x.detach().to(torch.promote_types(x.dtype, torch.float32))
+    return x.detach().to(variance_dtype(x))
 
 
 def last_mean(x: Tensor) -> Tensor:
@@ -123,15 +115,13 @@ def mean(x: Tensor) -> Tensor:
 
 def mean_square(x: Any, like: Tensor) -> Any:
     """
-    The mean square over the width, ``[*, 1]``; of a number, its square.
-
-    Args:
-        like: what ``x`` is broadcast to; if that has one dimension, there is no width
+    The mean square over the width, ``[*, 1]``, and of a number its square. ``x`` is
+    broadcast to ``like``; if that has one dimension, there is no width.
     """
     if not isinstance(x, Tensor):
-        return abs(x) ** 2
+        return x**2
     if like.dim() < 2 or not x.dim() or x.size(-1) <= 1:
-        return wide(x).abs().square()
+        return wide(x).square()
     return squares(x) / x.size(-1)
 
 

@@ -2,13 +2,12 @@
 
 import pytest
 import torch
-from opacus.optimizers import DPOptimizer
 from torch import nn
 
 from benchmarks.distraction import attention_mass, distraction
-from opacus_ext import track_errors
 from opacus_ext.layers import corrected_attention
 from opacus_ext.models import DPFormer
+from tests.re_attention.common import track
 
 
 def tiny_model(heads=1):
@@ -16,15 +15,6 @@ def tiny_model(heads=1):
     model = DPFormer(12, 8, width=8, heads=heads, dropout=0.0).double()
     nn.init.normal_(model.embedding.weight, std=0.3)
     return model.eval()
-
-
-def noise_of(model, std):
-    return DPOptimizer(
-        torch.optim.SGD(model.parameters(), lr=1.0),
-        noise_multiplier=std,
-        max_grad_norm=1.0,
-        expected_batch_size=1,
-    )
 
 
 @pytest.mark.parametrize("heads", [1, 2])
@@ -52,12 +42,7 @@ def test_mass_is_the_sum_of_weights(heads):
 def test_mass_of_corrected_attention(where):
     """All marked: the weights sum to 1 on the logits, to less on the scores."""
     model = tiny_model()
-    track_errors(
-        model,
-        noise_of(model, 0.05),
-        {"embedding.weight": torch.linspace(0.1, 1, 13)},
-        where=where,
-    )
+    track(model, {"embedding.weight": torch.linspace(0.1, 1, 13)}, 0.05, where=where)
     ids = torch.randint(1, 13, (3, 6))
     first, second = attention_mass(model, ids, torch.ones_like(ids, dtype=torch.bool))
     if where == "logits":
@@ -95,7 +80,7 @@ def test_distraction_by_the_parameters_noise():
     shares = torch.cat(
         [torch.zeros(1), torch.full((20,), 0.9), torch.full((20,), 0.05)]
     )
-    track_errors(model, noise_of(model, 0.02), {"embedding.weight": shares}, cap=None)
+    track(model, {"embedding.weight": shares}, 0.02, cap=None)
     ids = torch.randint(1, 41, (64, 20))
     found = distraction(
         model, ids, shares < 0.1, 20, generator=torch.Generator().manual_seed(0)
@@ -107,9 +92,7 @@ def test_distraction_by_the_parameters_noise():
 
 def test_nothing_is_left_behind():
     model = tiny_model()
-    tracker = track_errors(
-        model, noise_of(model, 0.1), {"embedding.weight": torch.ones(13)}
-    )
+    tracker = track(model, {"embedding.weight": torch.ones(13)})
     tracker.enabled = tracker.evaluate = False
     before = {n: p.clone() for n, p in model.state_dict().items()}
     ids = torch.randint(1, 13, (2, 5))

@@ -11,14 +11,12 @@ import weakref
 
 import pytest
 import torch
-from opacus import PrivacyEngine
-from opacus.optimizers import DPOptimizer
 from opacus.validators import ModuleValidator
 from torch import nn
 from torch.nn import functional as F
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
 
 import opacus_ext
 from opacus_ext.layers import (
@@ -43,6 +41,7 @@ from tests.common import (
     trainable,
     wrapped_or_not,
 )
+from tests.re_attention.common import optimizer_of, track
 
 D = torch.float64
 # Samples run at once, all that is tracked included.
@@ -53,18 +52,19 @@ every_place = pytest.mark.parametrize("where", ["logits", "scores"])
 @pytest.fixture(autouse=True)
 def nothing_stays_active():
     yield
+    gc.enable()
     assert passes.active() is None and not _get_current_function_mode_stack()
 
 
-def dpformer(width=8, depth=2, heads=1, items=9, length=4):
+def dpformer(heads=1, length=4, dropout=0.0):
     torch.manual_seed(0)
-    model = DPFormer(items, length, width, depth, heads, dropout=0.0).double()
+    model = DPFormer(9, length, width=8, heads=heads, dropout=dropout).double()
     nn.init.normal_(model.embedding.weight)
     return model
 
 
-def sequences(batch=3, length=4, items=9):
-    return torch.randint(1, items + 1, (batch, length))
+def sequences(batch=3, length=4):
+    return torch.randint(1, 10, (batch, length))
 
 
 def some_shares(rows=10):
@@ -72,20 +72,6 @@ def some_shares(rows=10):
     shares = torch.linspace(1.0, 0.05, rows)
     shares[0] = shares[3] = 0.0
     return shares
-
-
-def optimizer_of(model, noise=0.1, c=1.0, batch=1, lr=0.1, inner=torch.optim.SGD):
-    """An optimizer by hand whose averaged gradients have noise of std ``noise``."""
-    return DPOptimizer(
-        inner([p for p in model.parameters() if p.requires_grad], lr=lr),
-        noise_multiplier=noise * batch / c,
-        max_grad_norm=c,
-        expected_batch_size=batch,
-    )
-
-
-def track(model, shares=None, noise=0.1, **options):
-    return opacus_ext.track_errors(model, optimizer_of(model, noise), shares, **options)
 
 
 def without_noise(optimizer):
@@ -210,12 +196,10 @@ class WithoutBatch(nn.Module):
         scale.add_(0.5)
         scale[0] = 1.0
         total += scale
-        total.view(2, 2).mul_(2.0)
         offset = torch.ones_like(self.known).mul_(self.known)
         offset += total
         rows = torch.zeros_like(x)
         rows += offset
-        rows[:, 0].add_(scale)
         return x * scale + 0.1 * rows
 
 
@@ -238,26 +222,16 @@ CASES = {
     "no shares": lambda: dict(shares=None),
     "no cap": lambda: dict(cap=None),
     "small cap": lambda: dict(cap=0.1),
-    "floor": lambda: dict(floor=0.3),
     "loud": lambda: dict(noise=3.0),
     "positions too": lambda: dict(
         shares={**EMBEDDED, "position.weight": torch.linspace(1, 0.1, 4)}
     ),
     "one token": lambda: dict(batch=sequences(3, 1), acts=False),
-    "one sample": lambda: dict(batch=sequences(1, 4), wrap=False),
     "as many samples as tokens": lambda: dict(batch=sequences(4, 4)),
-    "as many samples as rows": lambda: dict(batch=sequences(10, 2)),
-    "one of each": lambda: dict(batch=sequences(1, 1), acts=False),
-    "the same token": lambda: dict(batch=torch.full((3, 4), 3), acts=False),
     "padding only": lambda: dict(
         batch=torch.cat([sequences(2), torch.zeros(1, 4).long()])
     ),
     "embedding frozen": lambda: dict(model=frozen("embedding"), shares=None),
-    "position frozen": lambda: dict(model=frozen("position")),
-    "attention frozen": lambda: dict(
-        model=frozen("blocks.0.attention", "blocks.1.attention")
-    ),
-    "first block frozen": lambda: dict(model=frozen("blocks.0")),
     "all but the end frozen": lambda: dict(
         model=frozen(*ALL_BUT_THE_END), shares=None, acts=False
     ),
@@ -375,20 +349,15 @@ def test_copy_is_tracked():
     tracker.enabled = True
     tracker.detach()
     assert torch.equal(model(ids), plain)
-
-
-def test_copy_outlives_the_model():
-    model, ids = dpformer(), sequences()
     track(model, some_shares())
-    out, again = model(ids), copy.deepcopy(model)
-    gone = weakref.ref(model)
+    again, gone = copy.deepcopy(model), weakref.ref(model)
     del model
     gc.collect()
     assert gone() is None  # the tracker does not keep it
     assert torch.equal(again(ids), out)
 
 
-def test_state_dict():
+def test_state_dict(tmp_path):
     model, ids = dpformer(), sequences()
     names = set(model.state_dict())
     tracker = track(model, some_shares(), where="scores")
@@ -424,81 +393,49 @@ def test_state_dict():
     dpformer().load_state_dict(model.state_dict())
     # what was saved untracked can be loaded by who tracks
     third.load_state_dict(model.state_dict())
-
-
-def test_state_dict_can_be_saved(tmp_path):
-    model, ids = dpformer(), sequences()
-    track(model, some_shares())
-    out = model(ids)
-    torch.save(model.state_dict(), tmp_path / "state.pt")
-    other = dpformer()
-    opacus_ext.track_errors(other)
-    other.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
-    assert torch.equal(other(ids), out)
-    with pytest.raises(Refused, match="save its state_dict"):
-        torch.save(model, tmp_path / "model.pt")
-    # nor does the output have anything of it
-    torch.save(out, tmp_path / "out.pt")
+    # the output has nothing of it, and files have the state alone
+    torch.save(out := third(ids), tmp_path / "out.pt")
     assert torch.equal(torch.load(tmp_path / "out.pt", weights_only=True), out)
-
-
-def training(mode, wrap, resume=None):
-    """A model in training, and the function that makes steps."""
-    model = dpformer()
-    data = TensorDataset(sequences(8))
-    private = make_private(
-        *(model, mode, wrap),
-        batch_size=4,
-        noise_multiplier=0.5,
-        dataset=data,
-        optimizer=torch.optim.Adam(model.parameters(), lr=0.05),
-    )
-    opacus_ext.track_errors(private.module, private.optimizer, some_shares())
-
-    def steps(seeds):
-        for seed in seeds:
-            torch.manual_seed(seed)
-            private.step(sequences(4), square_loss)
-
-    return model, private, steps
+    torch.save(third.state_dict(), tmp_path / "state.pt")
+    fourth.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    assert torch.equal(fourth(ids), out)
+    with pytest.raises(Refused, match="save its state_dict"):
+        torch.save(third, tmp_path / "model.pt")
 
 
 @every_mode
 @wrapped_or_not
 def test_resume(mode, wrap, tmp_path):
     """Training goes on from a checkpoint as if it had not been interrupted."""
-    model, _, steps = training(mode, wrap)
-    steps(range(4))
 
-    _, private, steps = training(mode, wrap)
-    steps(range(2))
-    private.engine.save_checkpoint(
-        path=tmp_path / "c.pt", module=private.module, optimizer=private.optimizer
-    )
-    resumed, private, steps = training(mode, wrap)
-    with torch.no_grad():
-        for p in resumed.parameters():
-            p.add_(1.0)
-    private.engine.load_checkpoint(
-        path=tmp_path / "c.pt",
-        module=private.module,
-        optimizer=private.optimizer,
-        repeat_noise=True,
-    )
-    steps(range(2, 4))
+    def training(seeds, shift=0.0, **load):
+        model = dpformer()
+        private = make_private(
+            *(model, mode, wrap),
+            batch_size=4,
+            noise_multiplier=0.5,
+            dataset=TensorDataset(sequences(8)),
+            optimizer=torch.optim.Adam(model.parameters(), lr=0.05),
+        )
+        parts = dict(module=private.module, optimizer=private.optimizer)
+        opacus_ext.track_errors(*parts.values(), some_shares())
+        with torch.no_grad():
+            for p in model.parameters():
+                p.add_(shift)
+        if load:
+            private.engine.load_checkpoint(**parts, **load)
+        for seed in seeds:
+            torch.manual_seed(seed)
+            private.step(sequences(4), square_loss)
+        return private.engine, parts, model
+
+    *_, model = training(range(4))
+    engine, parts, _ = training(range(2))
+    path = tmp_path / "c.pt"
+    engine.save_checkpoint(path=path, **parts)
+    *_, resumed = training(range(2, 4), 1.0, path=path, repeat_noise=True)
     for (name, p), q in zip(model.named_parameters(), resumed.parameters()):
         assert torch.equal(p, q), name
-
-
-def test_validators_accept():
-    model = dpformer()
-    track(model, some_shares())
-    assert ModuleValidator.is_valid(model)
-    assert ModuleValidator.validate(model, strict=True) == []
-    for mode in MODES:
-        private = make_private(dpformer(), mode, batch_size=2)
-        opacus_ext.track_errors(private.module, private.optimizer)
-        assert ModuleValidator.is_valid(private.module)
 
 
 # When it acts
@@ -506,9 +443,10 @@ def test_validators_accept():
 
 def test_evaluation():
     model, ids = dpformer(), sequences()
-    plain = model(ids)
+    before, plain = set(vars(model)), model(ids)
     tracker = track(model, some_shares())
     out = model(ids)
+    assert ModuleValidator.validate(model, strict=True) == []
     model.eval()
     assert torch.equal(model(ids), out)
     for context in (torch.no_grad, torch.inference_mode):
@@ -524,16 +462,18 @@ def test_evaluation():
     assert torch.equal(model.eval()(ids), out)
     tracker.where = "scores"
     assert not torch.allclose(model(ids), out, rtol=1e-6)
+    tracker.detach()
+    assert torch.equal(model(ids), plain) and set(vars(model)) == before
+    track(model, some_shares())
+    assert torch.equal(model(ids), out)
 
 
 def test_the_first_pass_is_as_all_others():
     """
     Beside the first pass with gradients the model runs without dropout, to be compared;
-    of that nothing stays, neither in training nor after looks in between.
+    of that nothing stays.
     """
-    torch.manual_seed(0)
-    model = DPFormer(9, 4, 8, dropout=0.3).double()
-    nn.init.normal_(model.embedding.weight)
+    model = dpformer(dropout=0.3)
     private = make_private(model, "ghost_bk", batch_size=3)
     private.optimizer.noise_multiplier = 0.3
     tracker = opacus_ext.track_errors(private.module, private.optimizer, some_shares())
@@ -547,25 +487,8 @@ def test_the_first_pass_is_as_all_others():
     assert torch.equal(outputs(), first)
     with torch.no_grad():  # of the batch at once
         torch.testing.assert_close(outputs(), first, rtol=0, atol=1e-10)
-    private.module.eval()
-    outputs()
-    private.module.train()
-    assert torch.equal(outputs(), first)
     tracker.enabled = False
     assert float((outputs() - first).abs().max()) > 1e-3
-
-
-def test_detach_restores():
-    model, ids = dpformer(), sequences()
-    before, plain = dict(vars(model)), model(ids)
-    hooks = [len(h) for h in (model._forward_hooks, model._forward_pre_hooks)]
-    for _ in range(2):
-        tracker = track(model, some_shares())
-        assert not torch.equal(model(ids), plain)
-        tracker.detach()
-        assert torch.equal(model(ids), plain)
-    assert set(vars(model)) == set(before)
-    assert hooks == [len(h) for h in (model._forward_hooks, model._forward_pre_hooks)]
 
 
 @every_mode
@@ -586,43 +509,11 @@ def test_noise_is_followed(mode):
         assert float(model.state_dict()["re_attention.noise"]) == noise / 4
     assert torch.equal(outs[0], outs[3]) and not torch.equal(outs[0], outs[1])
     torch.testing.assert_close(outs[2], plain, rtol=1e-12, atol=1e-12)
-    model.zero_grad()
-
-
-def test_what_is_frozen_later_errs_no_more():
-    model, ids = dpformer(), sequences()
-    plain = model(ids)
-    tracker = track(model, some_shares())
-    out = model(ids)
-    model.requires_grad_(False)
+    model.requires_grad_(False)  # what is frozen later errs no more
     assert not any(e.any() for e in tracker.errors().values())
     torch.testing.assert_close(model(ids), plain, rtol=1e-12, atol=1e-12)
     model.requires_grad_(True)
-    assert torch.equal(model(ids), out)
-
-
-def test_errors_of_the_run():
-    """With scale="run" errors grow by the steps; before the first there are none."""
-    model, ids = dpformer(), sequences()
-    plain = model(ids)
-    optimizer = optimizer_of(model, 0.1, inner=torch.optim.Adam)
-    optimizer.attach_step_hook(lambda _: None)
-    tracker = opacus_ext.track_errors(model, optimizer, some_shares(), scale="run")
-    torch.testing.assert_close(model(ids), plain, rtol=1e-12, atol=1e-12)
-    last = 0.0
-    for _ in range(3):
-        for p in model.parameters():
-            p.grad = torch.ones_like(p)
-        optimizer.original_optimizer.step()
-        error = float(tracker.errors()["position.weight"])
-        assert error > last
-        last = error
-        model(ids)
-    sgd = dpformer()
-    with pytest.raises(ValueError, match="needs steps with SGD"):
-        track(sgd, some_shares(), scale="run")
-    tracker = track(sgd, some_shares(), scale="run", steps=100)
-    assert float(tracker.errors()["position.weight"]) == pytest.approx(0.1)
+    assert torch.equal(model(ids), outs[0])
 
 
 # Refusals
@@ -632,7 +523,6 @@ def test_bad_arguments():
     model = dpformer()
     for options, message in (
         ({"where": "keys"}, "where must be one of"),
-        ({"scale": "epoch"}, "scale must be one of"),
         ({"cap": 0.0}, "cap must be positive or None"),
         ({"shares": torch.ones(7)}, "7 shares belong to one embedding"),
         ({"shares": torch.zeros(10)}, "No share of embedding.weight is positive"),
@@ -652,26 +542,6 @@ def test_bad_arguments():
     model = dpformer(length=10)
     with pytest.raises(ValueError, match="the model has 2.*position.weight"):
         track(model, some_shares())
-
-
-def test_no_attention_asks():
-    """A model that never uses re_attention is not corrected: that is said."""
-
-    class Plain(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.start = nn.Linear(4, 4)
-
-        def forward(self, x):
-            x = self.start(x)
-            return F.scaled_dot_product_attention(x, x, x)
-
-    model, x = Plain(), torch.randn(2, 3, 4)
-    tracker = track(model)
-    with pytest.raises(RuntimeError, match="no attention asked"):
-        model(x)
-    tracker.detach()
-    model(x)
 
 
 def test_lost_errors_are_refused():
@@ -759,19 +629,33 @@ def test_two_models():
         assert all(torch.equal(x, out) for x in outs[i])
 
 
-def test_values_of_one_pass_do_not_stay():
-    """Notes of a forward pass go with it: parameters and inputs are clean."""
-    model, x = Mixed().double(), torch.randn(2, 4, 5, dtype=D)
+class Several(nn.Module):
+    """It returns several tensors."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.inner, self.kind = Mixed(), kind
+
+    def forward(self, x):
+        y = self.inner(x)
+        return self.kind({"a": y, "b": y * 2}.items())
+
+
+@pytest.mark.parametrize("kind", [dict, lambda pairs: tuple(x for _, x in pairs)])
+def test_values_of_one_pass_do_not_stay(kind):
+    """Notes of a forward pass go with it: parameters, inputs and outputs are clean."""
+    model, x = Several(kind).double(), torch.randn(2, 4, 5, dtype=D)
     tracker = track(model)
-    out = model(x)
-    x2 = model(x)
-    assert torch.equal(out, x2)
-    for y in (x, *model.parameters()):
-        assert tracker._table.get(y) is None
-    del out, x2
     gc.collect()
-    assert not len(tracker._table)  # and with its output all that it has computed
-    tracker.detach()
+    gc.disable()  # there are no cycles
+    out = model(x)
+    outs = list(out.values() if isinstance(out, dict) else out)
+    for y in (x, *outs, *model.parameters()):
+        assert tracker._table.get(y) is None
+    y.sum().backward()
+    del out, outs, y
+    gc.enable()
+    assert not tracker._table._notes  # and with its output all that it has computed
 
 
 def test_several_in_data_parallel_wrappers():
@@ -790,53 +674,6 @@ def test_several_in_data_parallel_wrappers():
     assert torch.equal(private.module(ids), model(ids))
 
 
-def test_accumulated_and_poisson_batches():
-    """Through Opacus's loader and BatchMemoryManager; empty batches among them."""
-    from opacus.utils.batch_memory_manager import BatchMemoryManager
-
-    model = dpformer()
-    data = TensorDataset(sequences(12))
-    engine = PrivacyEngine()
-    wrapped, optimizer, loader = engine.make_private(
-        module=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.01),
-        data_loader=DataLoader(data, batch_size=2),
-        noise_multiplier=1.0,
-        max_grad_norm=1.0,
-    )
-    opacus_ext.track_errors(wrapped, optimizer, some_shares())
-    sizes = []
-    with BatchMemoryManager(
-        data_loader=loader, max_physical_batch_size=2, optimizer=optimizer
-    ) as batches:
-        for _ in range(6):
-            for (ids,) in batches:
-                sizes.append(len(ids))
-                optimizer.zero_grad()
-                square_loss(wrapped, ids.long()).mean().backward()
-                optimizer.step()
-    assert 0 in sizes and max(sizes) == 2
-    assert all(p.isfinite().all() for p in model.parameters())
-
-
-@pytest.mark.parametrize("kind", [dict, lambda pairs: tuple(x for _, x in pairs)])
-def test_several_outputs_have_no_notes(kind):
-    class Both(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = dpformer()
-
-        def forward(self, ids):
-            x = self.inner.encode(ids)
-            return kind({"a": x, "b": x * 2}.items())
-
-    model = Both()
-    tracker = track(model, {"inner.embedding.weight": some_shares()})
-    out = model(sequences())
-    for x in out.values() if isinstance(out, dict) else out:
-        assert tracker._table.get(x) is None
-
-
 class Keeping(nn.Module):
     """It keeps a tensor from call to call, and changes it behind its attention."""
 
@@ -853,9 +690,7 @@ class Keeping(nn.Module):
         return y
 
 
-@pytest.mark.parametrize(
-    "change", [lambda x: x, lambda x: x.mul_(0.5), lambda x: x[:, 0].mul_(0.5)]
-)
+@pytest.mark.parametrize("change", [lambda x: x, lambda x: x.mul_(0.5)])
 def test_tensors_of_earlier_passes_have_their_errors(change):
     """They count as tensors of this pass do."""
     model, x = Keeping(), torch.randn(2, 5, 8)
@@ -872,15 +707,6 @@ def test_tensors_of_earlier_passes_have_their_errors(change):
         start = model.start.forward
         model.kept, model.start.forward = None, twice
         assert torch.equal(model(x, lambda x: x), got)
-
-
-@pytest.mark.slow
-def test_compiled_model():
-    """A tracked model runs as if it were not compiled."""
-    model, x = SelfAttention(4), torch.randn(2, 3, 4)
-    track(model)
-    out = model(x)
-    compiled = torch.compile(model, backend="eager")
-    for _ in range(2):
-        torch.testing.assert_close(compiled(x), out)
-    assert torch.equal(model(x), out)
+        model(x, lambda x: x[:, 0].mul_(0.5))
+        with pytest.raises(Refused, match="'mul in place'"):
+            model(x, change)

@@ -115,12 +115,6 @@ def _total(call: Call) -> Result:
     return Variance(variance if keep else without_dims(variance, dims), excess=excess)
 
 
-@register_propagation("cumsum")
-def _cumsum(call: Call) -> Result:
-    x = call.args[0]
-    return Variance(last_mean(call.token(x).expand(x.shape).cumsum(call.arg(1, "dim"))))
-
-
 _FIRST_ORDER = (
     "tanh sigmoid exp expm1 log log1p sqrt rsqrt reciprocal square pow erf softplus "
     "elu leaky_relu hardswish"

@@ -27,12 +27,8 @@ def _joined(call: Call) -> Result:
     out_dim = call.out.dim()
     dim = call.arg(1, "dim", 0) % out_dim
     last = out_dim - 1
-    variances = []
-    for x in xs:
-        variance = call.token(x)
-        if variance is None:
-            variance = zeros(x, (1,))
-        variances.append(variance)
+    tokens = [call.token(x) for x in xs]
+    variances = [zeros(x, (1,)) if v is None else v for x, v in zip(xs, tokens)]
     upright = any(v.dim() == 1 and v.size(0) > 1 for v in variances)
     if upright and out_dim > 1 and dim < last:
         return Lost(call.name)
@@ -108,11 +104,3 @@ def _placed(call: Call) -> Result:
         return Variance(made)
     made = getattr(Tensor, call.name)(every(x), *at, every(source))
     return Variance(last_mean(made))
-
-
-@register_propagation("interpolate")
-def _interpolated(call: Call) -> Result:
-    """Positions of a picture of another size, on average as all of them."""
-    variance = call.moments(call.args[0]).variance
-    dims = tuple(range(1, variance.dim()))
-    return Variance(variance.mean(dims, keepdim=True) if dims else variance)

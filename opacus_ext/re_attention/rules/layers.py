@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Optional, Union
+from typing import Optional
 
 import torch
 from torch import Tensor
@@ -10,14 +10,7 @@ from torch.nn import functional as F
 
 from opacus_ext.re_attention import moments
 from opacus_ext.re_attention.rules.registry import Call, Result, register_propagation
-from opacus_ext.re_attention.variances import (
-    Lost,
-    Variance,
-    last_mean,
-    plus,
-    squares,
-    wide,
-)
+from opacus_ext.re_attention.variances import Lost, Variance, plus, squares, wide
 
 
 @register_propagation("embedding")
@@ -69,29 +62,6 @@ def _addmm(call: Call) -> Result:
     if call.kwargs.get("alpha", 1) != 1 or call.kwargs.get("beta", 1) != 1:
         return Lost("addmm")
     return product(call, x, wide(weight), call.token(weight), bias, -2)
-
-
-@register_propagation("einsum")
-def _einsum(call: Call) -> Result:
-    """A product; all errors are taken as independent."""
-    equation, *xs = call.args
-    xs = list(xs[0]) if isinstance(xs[0], (list, tuple)) else xs
-    if not isinstance(equation, str) or len(xs) > 2:
-        return Lost("einsum")
-    terms, _, result = equation.replace(" ", "").partition("->")
-    if len(result) > 1 and result[-1] in [term[:1] for term in terms.split(",")]:
-        return Lost("einsum")  # what may be the batch becomes the width
-    tokens = [call.token(x) for x in xs]
-    variances = [s if s is None else s.expand(x.shape) for s, x in zip(tokens, xs)]
-    if len(xs) == 1:
-        return Variance(last_mean(torch.einsum(equation, variances[0])))
-    (x, y), (a, b) = (wide(z).square() for z in xs), variances
-    total = None
-    if a is not None:
-        total = torch.einsum(equation, a, y if b is None else y + b)
-    if b is not None:
-        total = plus(total, torch.einsum(equation, x, b))
-    return Variance(last_mean(total))
 
 
 @register_propagation("conv1d", "conv2d", "conv3d")
@@ -149,25 +119,12 @@ def _norm(call: Call) -> Result:
     x, shape, weight = call.named("input normalized_shape weight")
     if len(shape) != 1:
         return Lost(call.name)
-    noise = _or_zero(call.token(weight))
+    noise, x = call.token(weight), call.moments(x)
     if call.name == "rms_norm":
         eps = call.arg(3, "eps")
-        return Variance(moments.rms_norm(call.moments(x), weight, eps, noise))
-    offset, eps = _or_zero(call.token(call.arg(3, "bias"))), call.arg(4, "eps", 1e-5)
-    return Variance(moments.layer_norm(call.moments(x), weight, eps, noise, offset))
-
-
-def _or_zero(variance: Optional[Tensor]) -> Union[float, Tensor]:
-    return 0.0 if variance is None else variance
-
-
-@register_propagation("normalize")
-def _normalize(call: Call) -> Result:
-    x, p, dim = call.args[0], call.arg(1, "p", 2.0), call.arg(2, "dim", 1)
-    if p != 2 or dim % x.dim() != x.dim() - 1:
-        return Lost("normalize")
-    width = x.size(-1)
-    return Variance(moments.rms_norm(call.moments(x), eps=0.0) / width)
+        return Variance(moments.norm(x, weight, eps, noise, centered=False))
+    offset, eps = call.token(call.arg(3, "bias")), call.arg(4, "eps", 1e-5)
+    return Variance(moments.norm(x, weight, eps, noise, offset))
 
 
 @register_propagation("grouped_mm", "grouped_mm_fallback")
@@ -195,14 +152,7 @@ def _grouped_linear(call: Call) -> Result:
 
 
 def _by_group(call: Call, x: Tensor, group: Tensor, weight: Tensor) -> Variance:
-    """
-    :func:`product` with a matrix of each row's own.
-
-    Args:
-        x: ``[rows, in]``
-        group: the number of the matrix, ``[rows]``
-        weight: ``[groups, in, out]``
-    """
+    """:func:`product` of rows ``[rows, in]`` with the matrix of their group each."""
     noise, passed, own = call.token(weight), call.token(x), None
     gain = wide(weight).square().sum(1)[group] if passed is not None else None
     if noise is not None:

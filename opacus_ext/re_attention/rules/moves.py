@@ -14,13 +14,7 @@ import torch
 from torch import Tensor
 
 from opacus_ext.re_attention.rules.registry import Call, Result, register_propagation
-from opacus_ext.re_attention.variances import (
-    Lost,
-    Variance,
-    last_mean,
-    tidy,
-    variance_dtype,
-)
+from opacus_ext.re_attention.variances import Lost, Variance, tidy, variance_dtype
 
 _MOVES = (
     "view reshape flatten unflatten transpose t T mT permute movedim expand expand_as "
@@ -35,7 +29,7 @@ _COPIES = (
 _TURNS = frozenset("transpose t T mT permute movedim".split())
 _RESHAPED = frozenset("view reshape flatten view_as".split())
 # These know of a tensor of one dimension what it is.
-_PLACING = frozenset("stack einsum setitem".split())
+_PLACING = frozenset("stack setitem".split())
 
 
 @register_propagation(*_MOVES)
@@ -60,10 +54,7 @@ def _moved(call: Call) -> Result:
             return Variance(own.flatten(merged).mean(-1, keepdim=True))
     parts: List[Any] = []
     for part in known:
-        if part is None:
-            parts.append(None)
-            continue
-        moved = move(part.expand(x.shape), *args, **kwargs)
+        moved = None if part is None else move(part.expand(x.shape), *args, **kwargs)
         parts.append(list(moved) if isinstance(moved, (list, tuple)) else moved)
     if isinstance(parts[0], list):
         rest = [part or [None] * len(parts[0]) for part in parts[1:]]
@@ -75,18 +66,6 @@ def _moved(call: Call) -> Result:
 def _pad(call: Call) -> Result:
     kwargs = {k: v for k, v in call.kwargs.items() if k != "value"}
     return _moved(call._replace(args=call.args[:3], kwargs=kwargs))
-
-
-@register_propagation("view_as_complex")
-def _as_complex(call: Call) -> Result:
-    """The real and the imaginary part have the same variance."""
-    x = call.args[0]
-    return Variance(last_mean(call.token(x).expand(*x.shape[:-1], 1).squeeze(-1)))
-
-
-@register_propagation("view_as_real")
-def _as_real(call: Call) -> Result:
-    return Variance(call.token(call.args[0]).unsqueeze(-1))
 
 
 @register_propagation("copy")
