@@ -9,21 +9,10 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
 
+from tests.common import Net
+from tests.common import net as made
+
 D, V = 4, 9
-
-
-class Net(nn.Module):
-    """A forward ``then(net, *inputs)``, on parts: modules, parameters and numbers."""
-
-    def __init__(self, then, **parts):
-        super().__init__()
-        self.then = then
-        for name, value in parts.items():
-            value = nn.Parameter(value) if isinstance(value, torch.Tensor) else value
-            setattr(self, name, value)
-
-    def forward(self, *inputs, **named):
-        return self.then(self, *inputs, **named)
 
 
 def linear(width=D):
@@ -220,11 +209,7 @@ def hooked():
 
 def net(then, *names, **parts):
     """Makes a model whose parts ``names`` are linear layers."""
-    return lambda: Net(
-        then,
-        **{name: linear() for name in names},
-        **{name: part() for name, part in parts.items()},
-    )
+    return made(then, **{name: (D, D) for name in names}, **parts)
 
 
 FLOATS = {
