@@ -11,7 +11,6 @@ import math
 import shutil
 import warnings
 import weakref
-from unittest import mock
 
 import pytest
 import torch
@@ -27,12 +26,14 @@ from opacus_ext.grad_sample.modes.common import private_model_of
 from opacus_ext.losses import model_losses
 from opacus_ext.models.dpformer import DPFormer
 from opacus_ext.re_attention import track_errors
+from tests import common
 from tests.common import (
     assert_same,
     clipped_sum,
     every_mode,
     half_clipped,
     make_private,
+    net,
     oracle,
     square_loss,
     trainable,
@@ -66,43 +67,21 @@ class Net(nn.Module):
         return torch.relu(h).mean(1) * self.scale
 
 
-class Two(nn.Module):
-    """Two layers, and a forward ``then(self, x)``."""
-
-    def __init__(self, then, one=(4, 4), two=(4, 4)):
-        super().__init__()
-        self.one, self.two = nn.Linear(*one), nn.Linear(*two)
-        self.then, self.first, self.last = then, True, None
-        self.register_buffer("steps", torch.zeros((), dtype=torch.long))
-        self.register_buffer("seen", torch.zeros(4))
-
-    def forward(self, x):
-        return self.then(self, x)
+def of_two(then, one=(4, 4), two=(4, 4), **parts):
+    """Two layers, and a forward ``then(model, x)``."""
+    return net(then, one=one, two=two, **parts)
 
 
-def two(*args, **kwargs):
-    return lambda: Two(*args, **kwargs)
+RECURRENT = net(
+    lambda m, x: m.last(m.cells(x)[0]).mean(1),
+    cells=lambda: nn.LSTM(4, 5, batch_first=True),
+    last=(5, 3),
+)
 
 
-class Recurrent(nn.Module):
-    """A recurrent kernel."""
-
-    def __init__(self):
-        super().__init__()
-        self.cells = nn.LSTM(4, 5, batch_first=True)
-        self.last = nn.Linear(5, 3)
-
-    def forward(self, x):
-        return self.last(self.cells(x)[0]).mean(1)
-
-
-def reads_another_weight(m, x):
-    return m.two(torch.tanh(m.one(x)) @ m.two.weight).mean(1)
-
-
-def model_of(cls):
+def model_of(build):
     torch.manual_seed(1)
-    return cls().double().train()
+    return build().double().train()
 
 
 def batch_of(B=4, T=5):
@@ -189,14 +168,16 @@ def test_compiled_after(mode):
 
 @every_mode
 def test_stand_in(mode):
-    compare(mode, True, Recurrent, lambda m: of_model(m, "eager"))
+    compare(mode, True, RECURRENT, lambda m: of_model(m, "eager"))
 
 
 @pytest.mark.parametrize(
     "mode, used", [("hooks", True), ("ghost", False), ("ghost_bk", True)]
 )
 def test_weight_read_by_another_module(mode, used):
-    build = two(reads_another_weight, (4, 8), (8, 8))
+    build = of_two(
+        lambda m, x: m.two(torch.tanh(m.one(x)) @ m.two.weight).mean(1), (4, 8), (8, 8)
+    )
     compare(mode, True, build, lambda m: of_model(m, "aot_eager"), used=used)
 
 
@@ -241,63 +222,10 @@ def train(model, batches, loss_fn=square_loss, mode="ghost_bk", how=None, **kwar
     return told
 
 
-@pytest.mark.parametrize(
-    "mode, sizes, programs",
-    [("ghost", (2, 1), 1), ("ghost_bk", (4, 6, 1, 9, 10, 2, 4), 4)],
-)
-def test_sizes(mode, sizes, programs):
-    """Poisson draws another batch size at each step: few programs serve them all."""
-    model, how = model_of(Net), dict(fullgraph=True, **AOT)
-    told = train(model, map(batch_of, sizes), mode=mode, how=how)
-    assert programs_of(model) == programs and not told  # of 2, 4, 6, and 10 samples
-
-
-class Heads(Net):
+def heads(m, x):
     """A method of tensors that is written in Python."""
-
-    def forward(self, x):
-        heads = self.first(x).unflatten(-1, (2, -1)).transpose(1, 2)
-        return self.norm(heads.transpose(1, 2).flatten(2)).mean(1)
-
-
-def test_heads():
-    assert not train(model_of(Heads), map(batch_of, (4, 2)))
-
-
-def test_lengths():
-    sizes = (2, 5), (1, 7), (4, 4)
-    assert not train(model_of(Net), [batch_of(*size) for size in sizes])
-
-
-@pytest.mark.parametrize("clipping", ["normalized", "per_layer"])
-def test_clippings(clipping):
-    train(model_of(Net), map(batch_of, (2, 1)), clipping=clipping)
-
-
-class Mixed(nn.Module):
-    """Ops that vmap knows for one number of samples, and parameters in them."""
-
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Conv1d(4, 6, 3, padding=1)
-        self.norm = nn.GroupNorm(2, 6)
-        self.token = nn.Parameter(torch.ones(1, 1, 6) * 0.3)
-        self.packed = nn.Parameter(torch.linspace(-1, 1, 108).view(18, 6))
-        self.adapter = nn.Parameter(torch.linspace(-1, 1, 12).view(6, 2))
-        self.unused = nn.Linear(2, 2)
-
-    def forward(self, x):
-        h = F.max_pool1d(self.norm(self.first(x.mT)), 2).mT
-        h = torch.cat((self.token.expand(len(x), -1, -1), h), 1)
-        q, k, v = (F.linear(h, w) for w in self.packed.chunk(3))
-        h = F.scaled_dot_product_attention(q, k, v) @ (self.adapter @ self.adapter.t())
-        return F.layer_norm(h, (6,)).gather(1, h.argmax(1, keepdim=True)).flatten(1)
-
-
-def test_parameters_of_all_kinds():
-    model = model_of(Mixed)
-    assert not train(model, [batch_of(B) for B in (4, 2, 1)])
-    assert programs_of(model)
+    h = m.first(x).unflatten(-1, (2, -1)).transpose(1, 2)
+    return m.norm(h.transpose(1, 2).flatten(2)).mean(1)
 
 
 def windows(m, x):
@@ -306,35 +234,83 @@ def windows(m, x):
     return h.unfold(0, 3, 1).square().sum((0, 2, 3, 4))[:, None]
 
 
-def test_windows_along_the_first_dim():
-    train(model_of(two(windows)), [batch_of(2, 6), batch_of(2, 6)])
+def mixed(m, x):
+    """Ops that vmap knows for one number of samples, and parameters in them."""
+    h = F.max_pool1d(m.norm(m.first(x.mT)), 2).mT
+    h = torch.cat((m.token.expand(len(x), -1, -1), h), 1)
+    q, k, v = (F.linear(h, w) for w in m.packed.chunk(3))
+    h = F.scaled_dot_product_attention(q, k, v) @ (m.adapter @ m.adapter.t())
+    return F.layer_norm(h, (6,)).gather(1, h.argmax(1, keepdim=True)).flatten(1)
 
 
-class FrozenNorms(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.one = nn.Linear(4, 4)
-        self.norms = nn.ModuleList([nn.LayerNorm(4), nn.GroupNorm(2, 4)])
-        for p in self.norms.parameters():
-            p.data.uniform_(-1, 1)
-            p.requires_grad_(False)
+MIXED = net(
+    mixed,
+    first=lambda: nn.Conv1d(4, 6, 3, padding=1),
+    norm=lambda: nn.GroupNorm(2, 6),
+    token=lambda: torch.ones(1, 1, 6) * 0.3,
+    packed=lambda: torch.linspace(-1, 1, 108).view(18, 6),
+    adapter=lambda: torch.linspace(-1, 1, 12).view(6, 2),
+    unused=(2, 2),
+)
+# By name: the model, sizes of batches, how many programs serve them, and options.
+TRAINED = {
+    "ghost": (Net, [(2,), (1,)], 1, dict(mode="ghost")),
+    "sizes": (Net, [(4,), (6,), (1,), (9,), (10,), (2,), (4,)], 4, {}),  # 2, 4, 6, 10
+    "lengths": (Net, [(2, 5), (1, 7), (4, 4)], None, {}),
+    "heads": (net(heads, first=(4, 8), norm=lambda: nn.LayerNorm(8)), [(4,)], 1, {}),
+    "kinds of parameters": (MIXED, [(4,), (2,), (1,)], None, {}),
+    "windows": (of_two(windows), [(2, 6), (2, 6)], None, {}),
+    **{
+        name: (Net, [(2,), (1,)], None, dict(clipping=name))
+        for name in ("normalized", "per_layer")
+    },
+}
 
-    def forward(self, x):
-        layer, group = self.norms
-        return group(layer(self.one(x)).mT).flatten(1)[:, ::3]
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_trained(name):
+    """Poisson draws another batch size at each step: few programs serve them all."""
+    build, sizes, programs, given = TRAINED[name]
+    how = dict(fullgraph=programs is not None, **AOT)
+    model = model_of(build)
+    told = train(model, [batch_of(*size) for size in sizes], how=how, **given)
+    assert not told or name == "windows"
+    assert programs_of(model) == programs or programs is None
+
+
+def normed(m, x):
+    layer, group = m.norms
+    return group(layer(m.one(x)).mT).flatten(1)[:, ::3]
+
+
+def frozen_norms():
+    norms = nn.ModuleList([nn.LayerNorm(4), nn.GroupNorm(2, 4)]).requires_grad_(False)
+    for p in norms.parameters():
+        p.data.uniform_(-1, 1)
+    return net(normed, one=(4, 4), norms=lambda: norms)()
 
 
 def test_frozen_norms():
     """Beside vmap as the model has them, rounded once in half precision."""
-    model = model_of(FrozenNorms)
+    model = model_of(frozen_norms)
     train(model, [batch_of(4)])
     assert programs_of(model) == 1
-    plain = model_of(FrozenNorms).bfloat16()
+    plain = model_of(frozen_norms).bfloat16()
     model = copy.deepcopy(plain)
     x = batch_of(3).bfloat16()
     out = compiled(model).module(x)
     assert programs_of(model) == 1
     torch.testing.assert_close(out, plain(x), rtol=0, atol=0.02)
+
+
+class Stateful(common.Net):
+    """Has buffers."""
+
+    def __init__(self, then):
+        parts = dict(one=nn.Linear(4, 4), two=nn.Linear(4, 4))
+        super().__init__(then, **parts, first=True, last=None)
+        self.register_buffer("steps", torch.zeros((), dtype=torch.long))
+        self.register_buffer("seen", torch.zeros(4))
 
 
 def counts(m, x):
@@ -345,7 +321,7 @@ def counts(m, x):
 
 
 def test_state_in_python():
-    model = model_of(two(counts))
+    model = model_of(lambda: Stateful(counts))
 
     def loss_fn(m, x):
         out = m(x)
@@ -376,9 +352,9 @@ def checkpoints(m, x):
 @pytest.mark.parametrize(
     "build, reason",
     [
-        (two(branches), "x.abs().max() < 99"),
-        (two(checkpoints), "Two"),
-        (Recurrent, "recurrent kernel"),
+        (of_two(branches), "x.abs().max() < 99"),
+        (of_two(checkpoints), "Net"),
+        (RECURRENT, "recurrent kernel"),
     ],
 )
 def test_what_is_not_compiled(build, reason):
@@ -441,18 +417,11 @@ def test_re_attention(track):
     assert bool(told) == track
 
 
-class Rounded(nn.Sequential):
-    def __init__(self):
-        super().__init__(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
-
-    def forward(self, x):
-        return super().forward(x).mean(1)
-
-
 def test_autocast():
     """In bfloat16, whose rounding alone differs."""
     batches = [batch_of(B).float() for B in (4, 4)]
-    model, told = beside(Rounded, batches, square_loss, amp=True, tol=0.02)
+    build = of_two(lambda m, x: m.two(m.one(x).tanh()).mean(1), (4, 6), (6, 3))
+    model, told = beside(build, batches, square_loss, amp=True, tol=0.02)
     assert programs_of(model) == 1 and not told
 
 
@@ -494,18 +463,15 @@ def test_what_fills_up_a_program_is_looked_at():
 
 
 def test_outputs_that_are_none():
-    class Named(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(3, 3)
-
-        def forward(self, x):
-            return {"y": self.layer(x) * x, "none": None, "length": x.shape[1]}
+    def named(m, x):
+        return {"y": m.layer(x) * x, "none": None, "length": x.shape[1]}
 
     def loss_fn(model, batch):
         return model(batch)["y"].flatten(1).square().sum(1)
 
-    private = make_private(Named().double(), "ghost_bk", batch_size=4)
+    private = make_private(
+        net(named, layer=(3, 3))().double(), "ghost_bk", batch_size=4
+    )
     private.module.compile(backend="eager")
     for size in (3, 0, 1, 2):
         private.step(torch.randn(size, 4, 3).double(), loss_fn)
@@ -533,24 +499,20 @@ def test_refused():
 
 def test_parameters_that_change_places():
     """A program is made for parameters, and not for their places."""
-    model = model_of(Net)
-    c = [0.1 * (i + 1) for i in range(len(trainable(model)))]
-    private = compiled(model, max_grad_norm=c, clipping="per_layer")
-
-    def grads():
-        grads_of(private, model, batch_of())
-        return {p: p.grad for p in model.parameters()}
-
-    grads()
-    first, twice = model.norm, model.twice
-    first.weight, first.bias = first.bias, first.weight
-    found = grads()
-    expected = clipped_by_bound(model, batch_of(), dict(zip(found, c)))
-    for p, e in expected.items():
-        torch.testing.assert_close(found[p], e, rtol=0, atol=1e-9)
-    twice.weight = nn.Parameter(twice.weight.detach().clone())
+    model, plain = model_of(Net), model_of(Net)
+    bounds = [0.1 * (i + 1) for i in range(len(trainable(model)))]
+    private = compiled(model, max_grad_norm=bounds, clipping="per_layer")
+    by_parameter = dict(zip(model.parameters(), bounds))
+    for changed in (False, True):
+        for norm in (model.norm, plain.norm) if changed else ():
+            norm.weight, norm.bias = norm.bias, norm.weight
+        bounds = [by_parameter[p] for p in model.parameters()]
+        grads = oracle(plain, batch_of(), square_loss)
+        expected = clipped_sum(grads, "per_layer", bounds)
+        assert_same(grads_of(private, model, batch_of()), expected, 1e-8)
+    model.twice.weight = nn.Parameter(model.twice.weight.detach().clone())
     with pytest.raises(RuntimeError, match="did not have at make_private"):
-        grads()
+        grads_of(private, model, batch_of())
 
 
 def test_parameter_that_the_optimizer_lets_go():
@@ -565,18 +527,6 @@ def test_parameter_that_the_optimizer_lets_go():
     got = grads_of(private, model, batch_of(3))
     del got["scale"]
     assert_same(got, expected, 1e-8)
-
-
-def clipped_by_bound(model, batch, bounds):
-    """Clipped sums of single samples, each parameter by its own bound."""
-    total = {p: torch.zeros_like(p) for p in bounds}
-    engine = private_model_of(model)
-    for b in range(len(batch)):
-        with mock.patch.object(engine, "enabled", False):
-            loss = square_loss(model, batch[b : b + 1]).sum()
-        for p, g in zip(bounds, torch.autograd.grad(loss, list(bounds))):
-            total[p] += g * min(1.0, bounds[p] / (float(g.norm()) + 1e-6))
-    return total
 
 
 def test_model_losses():
@@ -643,8 +593,8 @@ def writes(m, x):
 def test_data_in_state():
     """Refused in the step that puts them there, and not before."""
     with pytest.raises(RuntimeError, match="changes last"):
-        train(model_of(two(remembers)), [batch_of(), batch_of()])
-    model = model_of(two(writes))
+        train(model_of(lambda: Stateful(remembers)), [batch_of(), batch_of()])
+    model = model_of(lambda: Stateful(writes))
     private = compiled(model)
     square_loss(private.module, batch_of())
     model.first = False
@@ -677,44 +627,6 @@ def test_evaluation_between():
 @every_mode
 def test_inductor(mode):
     compare(mode, True, Net, lambda m: of_model(m, "inductor"), steps=2)
-
-
-@pytest.mark.slow
-@every_mode
-@pytest.mark.parametrize("family", ["gpt2", "lora"])
-def test_transformers(mode, family):
-    transformers = pytest.importorskip("transformers")
-    if family == "gpt2":
-        quiet = dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
-        config = transformers.GPT2Config(
-            vocab_size=23, n_positions=16, n_embd=16, n_layer=1, n_head=2, **quiet
-        )
-        build = lambda: transformers.GPT2LMHeadModel(config)  # noqa: E731
-    else:
-        peft = pytest.importorskip("peft")
-        config = transformers.LlamaConfig(
-            **dict(vocab_size=23, hidden_size=16, intermediate_size=24),
-            **dict(num_hidden_layers=1, num_attention_heads=2),
-        )
-        lora = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
-        build = lambda: peft.get_peft_model(  # noqa: E731
-            transformers.LlamaForCausalLM(config), lora
-        )
-    torch.manual_seed(1)
-    model = build().double().train()
-    ids = torch.randint(0, 23, (4, 6))
-
-    def loss_fn(model, ids):
-        return square_loss(lambda x: model(input_ids=x).logits, ids)
-
-    grads = oracle(model, ids, loss_fn)
-    c = half_clipped(grads)
-    old = {n: p.detach().clone() for n, p in trainable(model).items()}
-    model.compile(backend="aot_eager")
-    private = make_private(model, mode, batch_size=4, max_grad_norm=c)
-    private.step(ids, loss_fn)
-    got = {n: (old[n] - p.detach()) * 4 for n, p in trainable(model).items()}
-    assert_same(got, clipped_sum(grads, "flat", c), 1e-6, mode)
 
 
 def physical_batches(device, **how):

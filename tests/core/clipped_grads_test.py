@@ -10,8 +10,11 @@ from torch.nn import functional as F
 
 from opacus_ext import Refused, clipped_grads, per_sample_grads
 from opacus_ext.clipping import CLIPPINGS
+from tests import common
+from tests.common import clipped_sum, norms_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")
+CLOSE = dict(rtol=1e-8, atol=1e-9)
 
 
 class Case(NamedTuple):
@@ -27,6 +30,11 @@ class Case(NamedTuple):
     build: Callable[[], Any]
     batch: Callable[[int], Any]
     compiled: bool = True
+
+
+def weight(*shape):
+    torch.manual_seed(0)
+    return torch.randn(*shape).double().requires_grad_()
 
 
 def rows(size):
@@ -85,8 +93,7 @@ def made_of_parameters():
 
 
 def views():
-    torch.manual_seed(0)
-    w = torch.randn(12).double().requires_grad_()
+    w = weight(12)
 
     def loss(x):
         windows = w.unfold(0, 4, 2)  # overlap
@@ -97,8 +104,7 @@ def views():
 
 
 def complex_numbers():
-    torch.manual_seed(0)
-    w = torch.randn(4, 4, 2).double().requires_grad_()
+    w = weight(4, 4, 2)
 
     def loss(x):
         found = x.to(torch.complex128) @ torch.view_as_complex(w)
@@ -133,13 +139,24 @@ def branches():
 
 def changed_in_place():
     """What is made of a parameter, by data and without."""
-    w = torch.randn(3, 4).double().requires_grad_()
+    w = weight(3, 4)
 
     def loss(x):
         first, second = w * 2, w * 3
         first.masked_fill_(x > 0, 0)
         second[0] = w[1] * 3
         return F.linear(x, first).square().sum() * F.linear(x, second).cos().sum()
+
+    return loss, {"w": w}
+
+
+def written():
+    w = weight(3, 4)
+
+    def loss(x):
+        changed = w * 2
+        changed[0] = w[1] * 3
+        return F.linear(x, changed).square().sum()
 
     return loss, {"w": w}
 
@@ -161,7 +178,7 @@ def biases_alone():
 
 
 def hooks():
-    w = torch.randn(4, 4).double().requires_grad_()
+    w = weight(4, 4)
 
     def loss(x):
         view, copied = w.t(), w.clone()
@@ -173,7 +190,7 @@ def hooks():
 
 
 def padding_from_the_end():
-    w = torch.randn(7, 4).double().requires_grad_()
+    w = weight(7, 4)
     return lambda x: F.embedding(x, w * x.sum(), -1).square().sum(), {"w": w}
 
 
@@ -213,19 +230,13 @@ CASES = {
 every_case = pytest.mark.parametrize("name", CASES)
 
 
-def sample_of(batch, i):
-    if isinstance(batch, dict):
-        return {name: x[i : i + 1] for name, x in batch.items()}
-    return batch[i : i + 1]
-
-
 def alone(loss, params, batch, size):
     """By name, the gradients ``[B, *shape]``, and the losses."""
     trained = {n: p for n, p in params.items() if p.requires_grad}
     grads = {n: p.new_zeros(size, *p.shape) for n, p in trained.items()}
     losses = []
     for i in range(size):
-        value = loss(sample_of(batch, i))
+        value = loss(common.sample_of(batch, i))
         losses.append(value.detach())
         found = torch.autograd.grad(value, list(trained.values()), allow_unused=True)
         for name, g in zip(trained, found):
@@ -235,16 +246,25 @@ def alone(loss, params, batch, size):
 
 
 def check(found, grads, losses, bound):
-    norms = sum(g.flatten(1).square().sum(1) for g in grads.values()).sqrt()
-    c = (bound / (norms + 1e-6)).clamp(max=1)
-    close = dict(rtol=1e-8, atol=1e-9)
     # What cancels leaves the rounding of squares, under the root.
-    torch.testing.assert_close(found.norms, norms, rtol=1e-8, atol=1e-6)
-    torch.testing.assert_close(list(found.losses), losses, **close)
-    for name, g in grads.items():
-        expected = torch.einsum("b,b...->...", c, g)
-        torch.testing.assert_close(found.sums[name], expected, **close)
-    assert set(found.sums) == set(grads)
+    torch.testing.assert_close(found.norms, norms_of(grads), rtol=1e-8, atol=1e-6)
+    torch.testing.assert_close(list(found.losses), losses, **CLOSE)
+    torch.testing.assert_close(found.sums, clipped_sum(grads, "flat", bound), **CLOSE)
+
+
+def move(params):
+    with torch.no_grad():
+        for p in params.values():
+            p.add_(0.01 * torch.randn_like(p))
+
+
+def compiled(loss, params, backend="aot_eager"):
+    torch._dynamo.reset()
+    return torch.compile(
+        lambda batch: clipped_grads(loss, params, batch, 0.5),
+        backend=backend,
+        fullgraph=True,
+    )
 
 
 @every_case
@@ -253,83 +273,40 @@ def test_sums(name):
     case = CASES[name]
     loss, params = case.build()
     torch.manual_seed(1)
-    for size, microbatch in (
-        (4, None),
-        (1, None),
-        (5, 2),
-        (0, None),
-        (7, 3),
-        (4, None),
-    ):
+    for size, group in ((4, None), (1, None), (5, 2), (0, None), (7, 3), (4, None)):
         batch = case.batch(size)
         grads, losses = alone(loss, params, batch, size)
-        norms = sum(g.flatten(1).square().sum(1) for g in grads.values()).sqrt()
-        bound = float(norms.median()) + 0.01 if size else 1.0
-        found = clipped_grads(loss, params, batch, bound, microbatch=microbatch)
+        bound = float(norms_of(grads).median()) + 0.01 if size else 1.0
+        found = clipped_grads(loss, params, batch, bound, microbatch=group)
         check(found, grads, losses, bound)
-        dense = per_sample_grads(loss, params, batch, microbatch=microbatch)
-        for n, g in grads.items():
-            torch.testing.assert_close(dense.grads[n], g, rtol=1e-8, atol=1e-9)
-        with torch.no_grad():
-            for p in params.values():
-                p.add_(0.01 * torch.randn_like(p))
+        dense = per_sample_grads(loss, params, batch, microbatch=group)
+        torch.testing.assert_close(dense.grads, grads, **CLOSE)
+        move(params)
 
 
 @pytest.mark.parametrize("name", [n for n in CASES if CASES[n].compiled])
 def test_compiled(name):
     case = CASES[name]
     loss, params = case.build()
-    torch._dynamo.reset()
-    step = torch.compile(
-        lambda batch: clipped_grads(loss, params, batch, 0.5),
-        backend="aot_eager",
-        fullgraph=True,
-    )
+    step = compiled(loss, params)
     torch.manual_seed(1)
     for _ in range(2):
         batch = case.batch(3)
         check(step(batch), *alone(loss, params, batch, 3), 0.5)
-        with torch.no_grad():
-            for p in params.values():
-                p.add_(0.01 * torch.randn_like(p))
+        move(params)
 
 
-def test_a_branch_is_not_compiled():
-    loss, params = branches()
-    torch._dynamo.reset()
-    step = torch.compile(
-        lambda batch: clipped_grads(loss, params, batch, 0.5),
-        backend="eager",
-        fullgraph=True,
-    )
-    with pytest.raises(Exception, match="[Bb]ranch"):
-        step(rows(3))
-
-
-def test_what_is_changed_in_place_is_not_compiled():
-    w = torch.randn(3, 4).double().requires_grad_()
-
-    def loss(x):
-        changed = w * 2
-        changed[0] = w[1] * 3
-        return F.linear(x, changed).square().sum()
-
-    torch._dynamo.reset()
-    step = torch.compile(
-        lambda batch: clipped_grads(loss, {"w": w}, batch, 0.5),
-        backend="eager",
-        fullgraph=True,
-    )
-    with pytest.raises(Exception, match="NotAtOnce"):
-        step(rows(3))
+@pytest.mark.parametrize(
+    "build, said", [(branches, "[Bb]ranch"), (written, "NotAtOnce")]
+)
+def test_not_compiled(build, said):
+    with pytest.raises(Exception, match=said):
+        compiled(*build(), "eager")(rows(3))
 
 
 def test_data_that_change_later_count_as_they_were():
     """Compiled; eagerly they are refused, as by autograd."""
-    w = torch.randn(3, 4).double().requires_grad_()
-
-    def plain(x):
-        return F.linear(2 * x, w).square().sum()
+    w = weight(3, 4)
 
     def loss(x):
         data = 2 * x
@@ -337,14 +314,9 @@ def test_data_that_change_later_count_as_they_were():
         data.mul_(3)
         return y
 
-    torch._dynamo.reset()
-    step = torch.compile(
-        lambda batch: clipped_grads(loss, {"w": w}, batch, 0.5),
-        backend="aot_eager",
-        fullgraph=True,
-    )
-    batch = rows(3)
-    check(step(batch), *alone(plain, {"w": w}, batch, 3), 0.5)
+    batch, params = rows(3), {"w": w}
+    expected = alone(lambda x: F.linear(2 * x, w).square().sum(), params, batch, 3)
+    check(compiled(loss, params)(batch), *expected, 0.5)
 
 
 @every_case
@@ -385,10 +357,9 @@ def test_a_clipping_of_ones_own():
     loss, params = mlp()
     batch = pair(4)
     found = clipped_grads(loss, params, batch, Sign())
-    grads, _ = alone(loss, params, batch, 4)
-    for name, g in grads.items():
+    for name, g in alone(loss, params, batch, 4)[0].items():
         expected = torch.einsum("b,b...->...", 1 / found.norms, g)
-        torch.testing.assert_close(found.sums[name], expected, rtol=1e-8, atol=1e-9)
+        torch.testing.assert_close(found.sums[name], expected, **CLOSE)
 
 
 def test_aux_and_take():
