@@ -32,11 +32,6 @@ class Case(NamedTuple):
     compiled: bool = True
 
 
-def weight(*shape):
-    torch.manual_seed(0)
-    return torch.randn(*shape).double().requires_grad_()
-
-
 def rows(size):
     return torch.randn(size, 4).double()
 
@@ -58,6 +53,27 @@ def _model(*layers):
     return nn.Sequential(*layers).double()
 
 
+def of_weights(then, *shapes):
+    """Builds a loss ``then(x, *weights)`` of weights of these shapes."""
+
+    def build():
+        torch.manual_seed(0)
+        made = [torch.randn(*n).double().requires_grad_() for n in shapes]
+        return lambda x: then(x, *made), {f"w{i}": w for i, w in enumerate(made)}
+
+    return build
+
+
+def of_layers(then, *sizes):
+    """Builds a loss ``then(x, *layers)`` of linear layers of these sizes."""
+
+    def build():
+        layers = _model(*(nn.Linear(*size) for size in sizes))
+        return lambda x: then(x, *layers), params_of(layers)
+
+    return build
+
+
 def mlp():
     model = _model(nn.Linear(4, 8), nn.Tanh(), nn.LayerNorm(8), nn.Linear(8, 3))
 
@@ -67,50 +83,56 @@ def mlp():
     return loss, params_of(model)
 
 
-def tied():
-    torch.manual_seed(0)
-    table = torch.randn(7, 6).double().requires_grad_()
-    scale = torch.ones(6).double().requires_grad_()
-
-    def loss(x):
-        h = F.embedding(x, table) * scale
-        return F.cross_entropy(F.linear(h, table)[0], x[0])
-
-    return loss, {"table": table, "scale": scale}
+def tied(x, table, scale):
+    h = F.embedding(x, table) * scale
+    return F.cross_entropy(F.linear(h, table)[0], x[0])
 
 
-def made_of_parameters():
-    torch.manual_seed(0)
-    w, b = (torch.randn(*n).double().requires_grad_() for n in ((3, 4), (3,)))
-
-    def loss(x):
-        first, last = w.chunk(2, 1)
-        h = F.linear(x, w * 2, b) + x @ w.t().contiguous()
-        both = torch.cat([first, last.detach()], 1)
-        return (h * b.exp()).pow(2).sum() + F.linear(x, both).sum() * w.sum()
-
-    return loss, {"w": w, "b": b}
+def made_of_parameters(x, w, b):
+    first, last = w.chunk(2, 1)
+    h = F.linear(x, w * 2, b) + x @ w.t().contiguous()
+    both = torch.cat([first, last.detach()], 1)
+    return (h * b.exp()).pow(2).sum() + F.linear(x, both).sum() * w.sum()
 
 
-def views():
-    w = weight(12)
-
-    def loss(x):
-        windows = w.unfold(0, 4, 2)  # overlap
-        strided = w.as_strided((2, 4), (1, 2))
-        return (x @ windows.t()).square().sum() + (x @ strided.t()).sum()
-
-    return loss, {"w": w}
+def views(x, w):
+    windows = w.unfold(0, 4, 2)  # overlap
+    strided = w.as_strided((2, 4), (1, 2))
+    return (x @ windows.t()).square().sum() + (x @ strided.t()).sum()
 
 
-def complex_numbers():
-    w = weight(4, 4, 2)
+def complex_numbers(x, w):
+    return (x.to(torch.complex128) @ torch.view_as_complex(w)).abs().sum()
 
-    def loss(x):
-        found = x.to(torch.complex128) @ torch.view_as_complex(w)
-        return found.abs().sum()
 
-    return loss, {"w": w}
+def changed_in_place(x, w):
+    """What is made of a parameter, by data and without."""
+    first, second = w * 2, w * 3
+    first.masked_fill_(x > 0, 0)
+    second[0] = w[1] * 3
+    return F.linear(x, first).square().sum() * F.linear(x, second).cos().sum()
+
+
+def written(x, w):
+    changed = w * 2
+    changed[0] = w[1] * 3
+    return F.linear(x, changed).square().sum()
+
+
+def hooks(x, w):
+    view, copied = w.t(), w.clone()
+    view.register_hook(lambda g: 2 * g)
+    copied.register_hook(lambda g: g * g)
+    return (x @ view).square().sum() + (x @ copied).sum()
+
+
+def padding_from_the_end(x, w):
+    return F.embedding(x, w * x.sum(), -1).square().sum()
+
+
+def branches(x, first, second):
+    h = first(x) if x.sum() > 0 else second(x)
+    return h[h > 0].sum()
 
 
 def unused_frozen_twice():
@@ -119,46 +141,6 @@ def unused_frozen_twice():
     unused = torch.ones(3).double().requires_grad_()
     params = {**params_of(layer), "unused": unused, "frozen": frozen}
     return lambda x: (layer(layer(x)) * frozen).square().sum(), params
-
-
-def cancels():
-    layer = _model(nn.Linear(4, 2))
-    return lambda x: (layer(x) - layer(x)).sum(), params_of(layer)
-
-
-def branches():
-    model = _model(nn.Linear(4, 4), nn.Linear(4, 4))
-
-    def loss(x):
-        first, second = model
-        h = first(x) if x.sum() > 0 else second(x)
-        return h[h > 0].sum()
-
-    return loss, params_of(model)
-
-
-def changed_in_place():
-    """What is made of a parameter, by data and without."""
-    w = weight(3, 4)
-
-    def loss(x):
-        first, second = w * 2, w * 3
-        first.masked_fill_(x > 0, 0)
-        second[0] = w[1] * 3
-        return F.linear(x, first).square().sum() * F.linear(x, second).cos().sum()
-
-    return loss, {"w": w}
-
-
-def written():
-    w = weight(3, 4)
-
-    def loss(x):
-        changed = w * 2
-        changed[0] = w[1] * 3
-        return F.linear(x, changed).square().sum()
-
-    return loss, {"w": w}
 
 
 def biases_alone():
@@ -177,23 +159,6 @@ def biases_alone():
     return loss, params
 
 
-def hooks():
-    w = weight(4, 4)
-
-    def loss(x):
-        view, copied = w.t(), w.clone()
-        view.register_hook(lambda g: 2 * g)
-        copied.register_hook(lambda g: g * g)
-        return (x @ view).square().sum() + (x @ copied).sum()
-
-    return loss, {"w": w}
-
-
-def padding_from_the_end():
-    w = weight(7, 4)
-    return lambda x: F.embedding(x, w * x.sum(), -1).square().sum(), {"w": w}
-
-
 class Square(torch.autograd.Function):
     """vmap can't run it."""
 
@@ -207,25 +172,25 @@ class Square(torch.autograd.Function):
         return 2 * ctx.saved_tensors[0] * grad
 
 
-def one_by_one():
-    layer = _model(nn.Linear(4, 3))
-    return lambda x: Square.apply(layer(x)).sum(), params_of(layer)
-
-
+TIED = of_weights(tied, (7, 6), (6,))
+BRANCHES = of_layers(branches, (4, 4), (4, 4))
+ONE_BY_ONE = of_layers(lambda x, layer: Square.apply(layer(x)).sum(), (4, 3))
 CASES = {
     "mlp": Case(mlp, pair),
-    "tied": Case(tied, ids),
-    "made of parameters": Case(made_of_parameters, rows),
-    "views": Case(views, rows),
-    "complex": Case(complex_numbers, rows),
+    "tied": Case(TIED, ids),
+    "made of parameters": Case(of_weights(made_of_parameters, (3, 4), (3,)), rows),
+    "views": Case(of_weights(views, (12,)), rows),
+    "complex": Case(of_weights(complex_numbers, (4, 4, 2)), rows),
     "unused, frozen, twice": Case(unused_frozen_twice, rows, compiled=False),
-    "cancels": Case(cancels, rows, compiled=False),
-    "branches": Case(branches, rows, compiled=False),
-    "changed in place": Case(changed_in_place, rows, compiled=False),
+    "cancels": Case(
+        of_layers(lambda x, layer: (layer(x) - layer(x)).sum(), (4, 2)), rows, False
+    ),
+    "branches": Case(BRANCHES, rows, compiled=False),
+    "changed in place": Case(of_weights(changed_in_place, (3, 4)), rows, False),
     "biases alone": Case(biases_alone, rows),
-    "hooks": Case(hooks, rows, compiled=False),
-    "padding from the end": Case(padding_from_the_end, ids),
-    "one by one": Case(one_by_one, rows, compiled=False),
+    "hooks": Case(of_weights(hooks, (4, 4)), rows, compiled=False),
+    "padding from the end": Case(of_weights(padding_from_the_end, (7, 4)), ids),
+    "one by one": Case(ONE_BY_ONE, rows, compiled=False),
 }
 every_case = pytest.mark.parametrize("name", CASES)
 
@@ -297,26 +262,27 @@ def test_compiled(name):
 
 
 @pytest.mark.parametrize(
-    "build, said", [(branches, "[Bb]ranch"), (written, "NotAtOnce")]
+    "build, said",
+    [(BRANCHES, "[Bb]ranch"), (of_weights(written, (3, 4)), "NotAtOnce")],
 )
 def test_not_compiled(build, said):
     with pytest.raises(Exception, match=said):
         compiled(*build(), "eager")(rows(3))
 
 
+def changing(x, w):
+    data = 2 * x
+    y = F.linear(data, w).square().sum()
+    data.mul_(3)
+    return y
+
+
 def test_data_that_change_later_count_as_they_were():
     """Compiled; eagerly they are refused, as by autograd."""
-    w = weight(3, 4)
-
-    def loss(x):
-        data = 2 * x
-        y = F.linear(data, w).square().sum()
-        data.mul_(3)
-        return y
-
-    batch, params = rows(3), {"w": w}
-    expected = alone(lambda x: F.linear(2 * x, w).square().sum(), params, batch, 3)
-    check(compiled(loss, params)(batch), *expected, 0.5)
+    loss, params = of_weights(changing, (3, 4))()
+    plain = lambda x: F.linear(2 * x, params["w0"]).square().sum()  # noqa: E731
+    batch = rows(3)
+    check(compiled(loss, params)(batch), *alone(plain, params, batch, 3), 0.5)
 
 
 @every_case
@@ -382,7 +348,7 @@ def test_aux_and_take():
 
 
 def test_permuting_the_batch_permutes_the_result():
-    loss, params = tied()
+    loss, params = TIED()
     batch = ids(6)
     order = torch.randperm(6)
     found = clipped_grads(loss, params, batch, 0.1)
@@ -419,7 +385,7 @@ def test_half_precision():
 
 
 def test_one_warning_says_what_runs_one_by_one():
-    loss, params = one_by_one()
+    loss, params = ONE_BY_ONE()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(3):

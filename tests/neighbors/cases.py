@@ -10,7 +10,7 @@ from torch.nn import functional as F
 import opacus_ext
 from tests.adapter.common import EVERY_MODE
 from tests.adapter.silence_test import Hidden, Sequences, state_loss
-from tests.common import square_loss
+from tests.common import net, square_loss
 from tests.fuzz.ops import UNARY
 from tests.neighbors import loops
 from tests.neighbors.records import (
@@ -46,16 +46,16 @@ STATES = Records(
 # -- models ----------------------------------------------------------------------------
 
 
-class Tied(nn.Module):
+def tied(m, ids, mask):
     """A language model over padded ids, one matrix in and out."""
+    return F.linear(m.cells(m.table(ids))[0], m.table.weight)
 
-    def __init__(self):
-        super().__init__()
-        self.table, self.cells = nn.Embedding(V, D), nn.GRU(D, D, batch_first=True)
 
-    def forward(self, ids, mask):
-        hidden, _ = self.cells(self.table(ids))
-        return F.linear(hidden, self.table.weight)
+TIED = net(
+    tied,
+    table=lambda: nn.Embedding(V, D),
+    cells=lambda: nn.GRU(D, D, batch_first=True),
+)
 
 
 def tied_loss(model, batch):
@@ -113,7 +113,7 @@ class Model(NamedTuple):
 MODELS: Dict[str, Model] = {
     "rows": Model(lambda: nn.Linear(D, 2), ROWS),
     "states": Model(Hidden, STATES, state_loss),
-    "tied": Model(Tied, PADDED_IDS, tied_loss),
+    "tied": Model(TIED, PADDED_IDS, tied_loss),
     "encoder": Model(Encoder, PADDED),
     "bags": Model(Bag, IDS),
     "offsets": Model(Bag, BAGS, kwargs=dict(take=opacus_ext.take.bags)),
@@ -136,15 +136,6 @@ def unequal(private, batch):
     """Classes as targets; where a criterion ignores one, counts are unequal."""
     x, y = batch
     private.criterion(private.module(x).mT, y).backward()
-
-
-class Classes(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.head = nn.Linear(D, V)
-
-    def forward(self, x):
-        return self.head(x)
 
 
 CRITERIA = {
@@ -193,7 +184,7 @@ LOOPS = [
 LOSSES = [
     Setting(
         f"criterion {name}",
-        Classes,
+        lambda: nn.Linear(D, V),
         LABELED,
         square_loss,
         mode=mode,
