@@ -568,28 +568,7 @@ def test_backward_passes_that_differ(monkeypatch):
     run(CLIPS._replace(refused="gave other gradients"), "ghost")
 
 
-# -- views that overlap, complex numbers, parameters that come later -------------------
-
-
-def own(of):
-    return Case(
-        net(
-            lambda m, x: of(m.weight, m.fc(x)), weight=lambda: torch.randn(6), fc=(D, 4)
-        ),
-        X,
-    )
-
-
-def in_fourier_space(w, h):
-    spectrum = torch.fft.rfft(h)
-    return torch.fft.irfft(spectrum * torch.complex(w[:3], w[3:]), n=4)
-
-
-VIEWS = {
-    "unfold": own(lambda w, h: h @ w.unfold(0, 4, 1).mT),
-    "as_strided": own(lambda w, h: h @ w.as_strided((4, 3), (1, 1))),
-    "complex": own(in_fourier_space),
-}
+# -- parameters that come later --------------------------------------------------------
 
 
 def comes_later(m, h, x):
@@ -655,7 +634,6 @@ FROZEN = {"and checkpointed": Case(RECOMPUTED, X, modes=EVERY_MODE)}
     tables=TABLES,
     in_place=IN_PLACE,
     hooks=HOOKS,
-    views=VIEWS,
     later=LATER,
     kernels=KERNELS,
     frozen=FROZEN,
@@ -749,29 +727,36 @@ def loss_of(private, *outputs):
     return losses.mean() if private.criterion is None else private.criterion(losses)
 
 
-@every_mode
-def test_backward_hooks_added_later(mode):
-    private, (x,) = private_model(mode), rows(4)
-    layer = next(m for m in private.module.modules() if type(m) is nn.Linear)
+def on_backward(layer):
     layer.register_full_backward_hook(lambda m, given, found: None)
-    with pytest.raises(Refused, match="Linear has a hook on its backward pass"):
-        private.module(x)
+
+
+def on_weight(layer):
+    layer.weight.register_hook(lambda g: 100 * g)
 
 
 @every_mode
-@pytest.mark.parametrize("when", ["before the forward", "after it"])
-def test_parameter_hooks_added_later(mode, when):
+@pytest.mark.parametrize(
+    "hook, before, said",
+    [
+        (on_backward, True, "Linear has a hook on its backward pass"),
+        (on_weight, True, "one.weight has a hook"),
+        (on_weight, False, "one.weight has a hook"),
+    ],
+)
+def test_hooks_added_later(mode, hook, before, said):
+    """Before a forward pass or after it."""
     private, (x, y) = private_model(mode), rows(4, 4)
     loss_of(private, private.module(x)).backward()
     private.optimizer.step()
     private.optimizer.zero_grad()
-    weight = next(p for p in private.module.parameters() if p.requires_grad)
-    with pytest.raises(Refused, match="one.weight has a hook"):
-        if when == "before the forward":
-            weight.register_hook(lambda g: 100 * g)
+    layer = next(m for m in private.module.modules() if type(m) is nn.Linear)
+    with pytest.raises(Refused, match=said):
+        if before:
+            hook(layer)
         output = private.module(y)
-        if when == "after it":
-            weight.register_hook(lambda g: 100 * g)
+        if not before:
+            hook(layer)
         loss_of(private, output).backward()
 
 
