@@ -28,9 +28,9 @@ from opacus_ext.models.dpformer import DPFormer
 from opacus_ext.re_attention import track_errors
 from tests import common
 from tests.common import (
+    MODES,
     assert_same,
     clipped_sum,
-    every_mode,
     half_clipped,
     make_private,
     net,
@@ -113,72 +113,69 @@ AOT = dict(backend="aot_eager")
 WAYS = [of_model, in_place, of_part, part_in_place]
 
 
-def compare(mode, wrap, cls, before=None, after=None, used=False, steps=1):
-    """
-    ``before`` and ``after`` make_private the model is compiled; ``used`` says whether
-    it has run between, so that compiled code without the tape's hooks is kept.
-    """
-    batch = batch_of()
-    grads = oracle(model_of(cls), batch, square_loss)
-    c = half_clipped(grads)
-    expected = clipped_sum(grads, "flat", c)
-    model = model_of(cls)
-    plain = model
-    if before is not None:
-        model = before(model)
-    if used:
-        for _ in range(2):
-            square_loss(model, batch).sum().backward()
-        model.zero_grad()
-    private = make_private(model, mode, wrap, batch_size=4, max_grad_norm=c)
-    if after is not None:
-        private.module = after(private.module)
-    start = copy.deepcopy(plain.state_dict())
-    for _ in range(steps):
-        plain.load_state_dict(start)
-        old = {n: p.detach().clone() for n, p in trainable(plain).items()}
-        private.step(batch, square_loss)
-        new = trainable(plain)
-        got = {n: (x - new[n].detach()) * 4 for n, x in old.items()}
-        names = [n.replace("_orig_mod.", "") for n in got]
-        assert_same(dict(zip(names, got.values())), expected, 1e-8, mode)
-
-
-@every_mode
-def test_compiled_before(mode):
-    compare(mode, True, Net, lambda m: of_model(m, "eager"))
-
-
-@pytest.mark.parametrize("way", WAYS[1:], ids=lambda way: way.__name__)
-def test_ways_to_compile(way):
-    compare("ghost_bk", False, Net, lambda m: way(m, "eager"))
-
-
-@pytest.mark.parametrize("mode, wrap", [("hooks", True), ("ghost", False)])
-def test_compiled_and_used_before(mode, wrap):
-    """Code that was compiled without hooks must not be taken for code with them."""
-    compare(mode, wrap, Net, lambda m: of_model(m, "aot_eager"), used=True, steps=2)
-
-
-@pytest.mark.parametrize("mode", ["hooks", "ghost_bk"])
-def test_compiled_after(mode):
-    way = of_model if mode == "hooks" else in_place
-    compare(mode, True, Net, after=lambda m: way(m, "eager"), steps=2)
-
-
-@every_mode
-def test_stand_in(mode):
-    compare(mode, True, RECURRENT, lambda m: of_model(m, "eager"))
+ANOTHERS = of_two(
+    lambda m, x: m.two(torch.tanh(m.one(x)) @ m.two.weight).mean(1), (4, 8), (8, 8)
+)
+USED = dict(backend="aot_eager", used=True)
+# Code that was compiled without hooks must not be taken for code with them.
+COMPARED = {
+    **{mode: dict(mode=mode) for mode in MODES},
+    **{way.__name__: dict(wrap=False, way=way) for way in WAYS[1:]},
+    "used, hooks": dict(mode="hooks", steps=2, **USED),
+    "used, ghost": dict(mode="ghost", wrap=False, steps=2, **USED),
+    "after, hooks": dict(mode="hooks", after=True, steps=2),
+    "after, ghost_bk": dict(way=in_place, after=True, steps=2),
+    **{f"kernel, {mode}": dict(mode=mode, build=RECURRENT) for mode in MODES},
+    "another's weight": dict(build=ANOTHERS, **USED),
+    "another's weight, hooks": dict(mode="hooks", build=ANOTHERS, **USED),
+    "another's weight, ghost": dict(mode="ghost", build=ANOTHERS, backend="aot_eager"),
+    "inductor": dict(backend="inductor", steps=2),
+}
 
 
 @pytest.mark.parametrize(
-    "mode, used", [("hooks", True), ("ghost", False), ("ghost_bk", True)]
+    "name",
+    [pytest.param(n, marks=[pytest.mark.slow] * (n == "inductor")) for n in COMPARED],
 )
-def test_weight_read_by_another_module(mode, used):
-    build = of_two(
-        lambda m, x: m.two(torch.tanh(m.one(x)) @ m.two.weight).mean(1), (4, 8), (8, 8)
-    )
-    compare(mode, True, build, lambda m: of_model(m, "aot_eager"), used=used)
+def test_compiled(name):
+    """The model or a part of it, before make_private or after."""
+    if name == "inductor" and shutil.which("g++") is None:
+        pytest.skip("needs a C++ compiler")
+    compare(**COMPARED[name])
+
+
+def compare(
+    mode="ghost_bk",
+    wrap=True,
+    build=Net,
+    way=of_model,
+    backend="eager",
+    after=False,
+    used=False,
+    steps=1,
+):
+    """
+    Args:
+        after: compiled after make_private
+        used: has run before, so that compiled code without the tape's hooks is kept
+    """
+    batch = batch_of()
+    grads = oracle(model_of(build), batch, square_loss)
+    c = half_clipped(grads)
+    plain = model_of(build)
+    model = plain if after else way(plain, backend)
+    for _ in range(2 * used):
+        square_loss(model, batch).sum().backward()
+    model.zero_grad()
+    private = make_private(model, mode, wrap, batch_size=4, max_grad_norm=c, lr=0.0)
+    if after:
+        private.module = way(private.module, backend)
+    for _ in range(steps):
+        private.step(batch, square_loss)
+        got = {
+            n.replace("_orig_mod.", ""): 4 * p.grad for n, p in trainable(plain).items()
+        }
+        assert_same(got, clipped_sum(grads, "flat", c), 1e-8, mode)
 
 
 def compiled(model, mode="ghost_bk", how=None, **kwargs):
@@ -622,13 +619,6 @@ def test_evaluation_between():
         private.module.train()
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
-@every_mode
-def test_inductor(mode):
-    compare(mode, True, Net, lambda m: of_model(m, "inductor"), steps=2)
-
-
 def physical_batches(device, **how):
     """Sums of several of a program's runs, which must not share their memory."""
     torch.manual_seed(2)
@@ -636,10 +626,8 @@ def physical_batches(device, **how):
     model = model_of(Net).to(device)
     grads = oracle(model, data[:][0], square_loss)
     c = half_clipped(grads)
-    old = {n: p.detach().clone() for n, p in trainable(model).items()}
-    private = make_private(
-        model, "ghost_bk", batch_size=8, max_grad_norm=c, dataset=data, lr=8.0
-    )
+    given = dict(batch_size=8, max_grad_norm=c, dataset=data, lr=0.0)
+    private = make_private(model, "ghost_bk", **given)
     private.module = torch.compile(private.module, **how)
     with BatchMemoryManager(
         data_loader=private.loader,
@@ -648,7 +636,7 @@ def physical_batches(device, **how):
     ) as loader:
         for (batch,) in loader:
             private.step(batch, square_loss)
-    got = {n: old[n] - p.detach() for n, p in trainable(model).items()}
+    got = {n: 8 * p.grad for n, p in trainable(model).items()}
     assert_same(got, clipped_sum(grads, "flat", c), 1e-8, "ghost_bk")
     assert programs_of(model) == 2  # of three samples, and of the two that are left
 

@@ -79,14 +79,6 @@ def rotary(m, x):
     return m.one(x).tanh() * m.table[: x.shape[1]]
 
 
-def penalised(m, x):
-    """Beside the output, the slope of an inner network in its input."""
-    x = x.detach().requires_grad_()
-    y = m.two(m.one(x).tanh())
-    (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
-    return torch.cat([y, slope], -1)
-
-
 def branches(m, x, mask):
     """Another layer for each sample, as its data say; and a float mask."""
     weight = mask.to(x)
@@ -121,11 +113,6 @@ def leaf(m, x):
 def frozen_block(m, x):
     """Recomputed as well."""
     return m.two(checkpoint(m.one, x, use_reentrant=True))
-
-
-def numbers(m, x):
-    """Parameters without dims: used as they are, and computed with."""
-    return m.one(x * m.last.exp() + m.first).tanh()
 
 
 def slices(m, x):
@@ -185,20 +172,10 @@ MODELS = {
         lambda: WithTable(rotary, one=nn.Linear(D, D)), X, modes=("ghost_bk",)
     ),
     "branches": Case(net(branches, one=(D, 2), other=(D, 2)), MASKED),
-    "gradient inside": Case(net(penalised, one=(D, 5), two=(5, 1)), X),
     "drops later": Case(net(drops_later, one=(D, D), scale=lambda: torch.ones(D)), X),
     "layers alike": Case(ALIKE, X, modes=MODES),
     "leaf that the forward makes": Case(two(leaf), X, modes=MODES),
     "frozen block": Case(frozen, X, modes=MODES),
-    "parameters without dims": Case(
-        net(
-            numbers,
-            one=(D, 2),
-            first=lambda: torch.tensor(0.5),
-            last=lambda: torch.tensor(-0.3),
-        ),
-        X,
-    ),
     "empty in between": Case(small, rows((4, 0, 4, 1, 0, 3)), modes=MODES),
 }
 
@@ -210,12 +187,6 @@ def of_column(model, x):
     out = model(x)
     assert out.shape == (len(x), 1)
     return F.mse_loss(out, x[:, 0, :1], reduction="none").mean(1)
-
-
-def with_mask(model, batch):
-    x, mask = batch
-    losses = model(x).square().mean(-1)
-    return (losses * mask.double()).sum(1) / mask.sum(1)
 
 
 def attacked(model, x):
@@ -238,7 +209,6 @@ LOSSES = {
     "attacked": Case(small, X, loss=attacked, modes=MODES[:3]),
     "two passes": Case(small, X[:5], loss=two_passes, modes=MODES),
     "a column": Case(net(lambda m, x: m.one(x.mean(1)), one=(D, 1)), X, loss=of_column),
-    "a float mask": Case(lambda: nn.Linear(D, 2), MASKED, loss=with_mask),
     "time first": Case(
         net(lambda m, x: (m.one(x.transpose(0, 1)), x.shape[1]), one=(D, 2)),
         *(X, r"Net: output\[0\] has shape \(5, 1, 2\)"),
@@ -254,22 +224,12 @@ def weight(*shape):
     return net(slices, weight=lambda: torch.randn(*shape) * 0.1)
 
 
-def padded(m, ids):
-    """An embedding's function, with a padding index counted from the end."""
-    return F.embedding(ids, m.table, padding_idx=-1).pow(2).sum(1)
-
-
 SIGNS = torch.tensor([[1.0], [-1], [2], [-3]]).expand(4, 4).double()
 PIECES = {
     "slices": Case(weight(12, 4), rows([4], [5], 4), modes=MODES[:3]),
     # Gradients of over 2**16 entries are squared as soon as they are complete.
     "large slices": Case(weight(300, 300), rows([4], [5], 300), modes=MODES[:3]),
     "branches": Case(net(flips, one=(4, 4)), [SIGNS], loss=both_signs, modes=MODES[:3]),
-    "padding": Case(
-        net(padded, table=lambda: torch.randn(6, 3)),
-        [torch.tensor([[0, 5, 2], [5, 5, 1]])],
-        modes=MODES[:3],
-    ),
 }
 
 # -- ragged tokens ---------------------------------------------------------------------

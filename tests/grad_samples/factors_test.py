@@ -129,13 +129,6 @@ def test_sizes(axes, kinds, cache, num_bytes):
             look(got, expected, tolerance_of([kinds]), cache)
 
 
-@every_use
-def test_uses(group, any_workspace):
-    summed = any_workspace == 300
-    for uses in group:
-        look(*built(uses, summed=summed), tolerance_of(uses, summed))
-
-
 @every_structure
 @pytest.mark.parametrize("cache", [None, 0, 2**27])
 def test_dropped_samples_have_zero(axes, kinds, cache):

@@ -179,32 +179,12 @@ def bare(m, x):
     return F.linear(y, m.attention.out_proj.weight)
 
 
-def centered(how):
-    """Subtracts a batch mean, which for a sample alone is its own."""
-
-    def then(m, x):
-        h = m.fc(x - x.mean(0) if how == "input" else x)
-        if how == "detached":
-            h = h - h.mean(0).detach()
-        with torch.set_grad_enabled(how == "output"):
-            mean = h.mean(0)
-        return m.head(torch.tanh(h - mean))
-
-    return lambda: Net(then, fc=linear(), head=linear())
-
-
 def gate(function):
     """Scales by a function of its weight, which is linear only by accident."""
     return lambda: Net(
         lambda m, x: m.head(m.fc(x) * function(m.w)),
         **dict(fc=linear(), w=weights(D), head=linear()),
     )
-
-
-def hooked():
-    net = Net(lambda m, x: m.fc(x).tanh(), fc=linear())
-    net.fc.register_forward_hook(lambda m, args, out: out + m.weight.diagonal())
-    return net
 
 
 def net(then, *names, **parts):
@@ -250,8 +230,6 @@ FLOATS = {
         conv=lambda: nn.Conv1d(4, 4, 3, padding=1),
         lstm=lambda: nn.LSTM(4, 3, batch_first=True),
     ),
-    "hook of the user": hooked,
-    **{f"mean of the {how}": centered(how) for how in ("input", "detached", "output")},
     **{
         f"gate {f.__name__}": gate(f)
         for f in (torch.relu, torch.abs, torch.sigmoid, torch.square)
