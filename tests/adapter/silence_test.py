@@ -30,6 +30,7 @@ from tests.common import (
     square_loss,
     squares,
 )
+from tests.fuzz.ops import Opaque
 
 D = 3
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -95,28 +96,23 @@ LENGTHS = [
     for x, n in zip(rows(3, 3, 2, 1), ([2, 2, 2], [4, 2, 1], [3, 1], [3]))
 ]
 SECOND = r"output\[1\]"
+
+
+def leaves(read, batches=SAME, said=SECOND, loss=of_first):
+    """The second output is read from the hidden values, or from an input."""
+    then = lambda m, h, *rest: (m.two(h), read(h, *rest))  # noqa: E731
+    return Case(model(then), batches, said, loss)
+
+
 LEAVE = {
-    "longest length": Case(
-        model(lambda m, h, x, n: (m.two(h), n.max())), LENGTHS, SECOND, told
+    "longest length": leaves(lambda h, x, n: n.max(), LENGTHS, loss=told),
+    "number of it": leaves(lambda h, x, n: int(n.max()), LENGTHS, loss=told),
+    "mean": leaves(lambda h, x: h.mean().item()),
+    "loads in a list": leaves(
+        lambda h, x: [int(n) for n in (h > 0).sum((0, 1))], said=r"output\[1\]\[0\]"
     ),
-    "number of it": Case(
-        model(lambda m, h, x, n: (m.two(h), int(n.max()))), LENGTHS, SECOND, told
-    ),
-    "mean": Case(
-        model(lambda m, h, x: (m.two(h), h.mean().item())), SAME, SECOND, of_first
-    ),
-    "loads in a list": Case(
-        model(lambda m, h, x: (m.two(h), [int(n) for n in (h > 0).sum((0, 1))])),
-        *(SAME, r"output\[1\]\[0\]", of_first),
-    ),
-    "array": Case(
-        model(lambda m, h, x: (m.two(h), h.detach().mean((0, 1)).numpy())),
-        *(SAME, SECOND, of_first),
-    ),
-    "function": Case(
-        model(lambda m, h, x: (m.two(h), lambda: h)),
-        *(X, SECOND, lambda m, x: squares(m(x)[1]())),
-    ),
+    "array": leaves(lambda h, x: h.detach().mean((0, 1)).numpy()),
+    "function": leaves(lambda h, x: lambda: h, X, loss=lambda m, x: squares(m(x)[1]())),
     "as long as the longest": Case(
         model(lambda m, h, x, n: m.two(h)[:, : int(n.max())]), LENGTHS, "Model: output"
     ),
@@ -453,18 +449,6 @@ TABLES = {
     "taken for samples": KEYS,
     "named": KEYS._replace(refused=None, kwargs=dict(shared=["table"])),
 }
-
-
-class Opaque(torch.autograd.Function):
-    """vmap has no rule for it."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x * 2
-
-    @staticmethod
-    def backward(ctx, grad):
-        return 2 * grad
 
 
 def in_place(then):

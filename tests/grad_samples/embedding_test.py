@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from tests.common import Net, square_loss
-from tests.grad_samples.rule_case import BOTH, Op, RuleCase, RuleTests, exact
+from tests.grad_samples.rule_case import BOTH, RuleCase, RuleTests, exact, op
 
 
 def ids(high, *shape):
@@ -39,15 +39,15 @@ class TestEmbedding(RuleTests):
 
 class TestRows(RuleTests):
     cases = {
-        "rows": RuleCase(lambda: Op(lambda i, w: w[i - 3], (6, 2, 4)), ids(6, 2)),
+        "rows": RuleCase(op(lambda i, w: w[i - 3], (6, 2, 4)), ids(6, 2)),
         "padding -2": RuleCase(
-            lambda: Op(lambda i, w: F.embedding(i, w, padding_idx=-2), (5, 4)), padded
+            op(lambda i, w: F.embedding(i, w, padding_idx=-2), (5, 4)), padded
         ),
         "torch.embedding": RuleCase(
-            lambda: Op(lambda i, w: torch.embedding(w, i, 1), (6, 4)), ids(6)
+            op(lambda i, w: torch.embedding(w, i, 1), (6, 4)), ids(6)
         ),
         "a table a sample": RuleCase(
-            lambda: Op(
+            op(
                 lambda i, w: torch.stack(
                     [F.embedding(row, w * row.sum(), padding_idx=1) for row in i]
                 ),

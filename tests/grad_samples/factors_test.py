@@ -13,7 +13,6 @@ from torch.nn import functional as F
 
 from opacus_ext import GradSample, OneHot, workspace
 from opacus_ext.grad_sample.factors import grad_sample
-from tests.long_test import Alive
 
 SHAPES = {1: (7,), 2: (5, 6), 3: (3, 4, 5)}
 SIZES = [(0, 5), (1, 1), (1, 4), (3, 1), (4, 4), (3, 7), (2, 0), (3, 70)]  # B, T
@@ -231,40 +230,6 @@ def test_cancelling_uses(kinds, forced_way, any_workspace):
     norm = got.squared_norm()
     assert (norm >= 0).all() and torch.isfinite(norm.sqrt()).all()
     assert (norm <= 1e-5 * 100**2 * T**2 * d).all()
-
-
-# -- memory ----------------------------------------------------------------------------
-
-
-def test_tied_table_is_never_materialized():
-    V, d, B, T = 20000, 16, 4, 8
-    got = GradSample((V, d), B)
-    got.add(OneHot(torch.randint(V, (B, T)), V), torch.randn(B, T, d))
-    got.add(torch.randn(B, T, V), torch.randn(B, T, d))
-    for operation in (
-        lambda: got.squared_norm(),
-        lambda: got.squared_norm(cache=2**40),
-        lambda: got.weighted_sum(torch.rand(B)),
-    ):
-        with Alive() as alive:
-            operation()
-        assert 0 < alive.largest < B * V * d * 4
-    with Alive() as alive:  # and the recorder sees it where it is asked for
-        got.materialize()
-    assert alive.largest >= B * V * d * 4
-
-
-def test_gram_chunks_stay_in_the_workspace(monkeypatch):
-    """A long sequence never needs [B, T, T] at once."""
-    B, T, num_bytes = 2, 400, 2**16
-    got = GradSample((30, 30), B)
-    use = random_use("dd", (30, 30), B, T, torch.float32)
-    got.add(*use)
-    monkeypatch.setattr(grad_sample, "of_blocks", lambda terms: math.inf)
-    with workspace(num_bytes), Alive() as alive:
-        norm = got.squared_norm()
-    assert alive.largest <= max(num_bytes, B * T * 30 * 4)
-    assert_close(norm, squared(outer(use, (30, 30))), 1e-4)
 
 
 # -- refusals --------------------------------------------------------------------------

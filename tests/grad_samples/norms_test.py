@@ -8,11 +8,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from opacus_ext import Refused
 from tests.common import run_mode, square_loss
-from tests.grad_samples.rule_case import MODE, RuleCase, RuleTests
-
-
-def rows(*shape):
-    return lambda B, T: torch.randn(B, T, *shape)
+from tests.grad_samples.rule_case import MODE, RuleCase, RuleTests, rows
 
 
 def maps(*channels):

@@ -7,11 +7,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from tests.common import CRASHES, Net, make_private, net, square_loss
-from tests.grad_samples.rule_case import BOTH, RuleCase, RuleTests, exact
-
-
-def rows(width):
-    return lambda B, T: torch.randn(B, T, width)
+from tests.grad_samples.rule_case import BOTH, RuleCase, RuleTests, exact, rows
 
 
 def everything(layer, x):

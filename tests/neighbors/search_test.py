@@ -45,14 +45,6 @@ def test_one_record_compiled(one):
 
 
 @pytest.mark.slow
-def test_one_record_compiled_by_inductor():
-    torch._dynamo.reset()
-    one = setting("rows", backend="inductor")
-    look(search(one, 5), one)
-    torch._dynamo.reset()
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("one", SETTINGS, ids=lambda one: one.label)
 def test_one_record_of_many_pairs(one):
     look(search(one, MANY, seed=1000), one)
