@@ -1,5 +1,7 @@
 """Every family of transformers with a mixture of experts, tiny and in float64."""
 
+import inspect
+
 import pytest
 import torch
 
@@ -21,7 +23,19 @@ transformers = pytest.importorskip("transformers")
 
 # Those with an architecture of their own.
 MAIN = ("mixtral", "gpt_oss", "deepseek_v3", "jetmoe", "switch_transformers", "zaya")
-JOBS = {job[1]: job for job in tiny.classes() if job[0] in ("causal-lm", "seq2seq-lm")}
+EXPERTS = {"num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"}
+
+
+def is_mixture(family):
+    known = set(inspect.signature(tiny.CONFIG_MAPPING[family].__init__).parameters)
+    return known & EXPERTS or "ffn_config" in known
+
+
+JOBS = {
+    job[1]: job
+    for job in tiny.classes()
+    if job[0] in ("causal-lm", "seq2seq-lm") and is_mixture(job[1])
+}
 
 
 def build(family):
