@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from opacus_ext import Refused, clipped_grads, per_sample_grads
+from opacus_ext.clipping import CLIPPINGS
 from tests import common
 from tests.common import clipped_sum, norms_of
 from tests.fuzz.ops import Opaque
@@ -270,6 +271,19 @@ def test_data_that_change_later_count_as_they_were():
     plain = lambda x: F.linear(2 * x, params["w0"]).square().sum()  # noqa: E731
     batch = rows(3)
     check(compiled(loss, params)(batch), *alone(plain, params, batch, 3), 0.5)
+
+
+@pytest.mark.parametrize("kind", ["flat", "automatic", "normalized", "per_layer"])
+def test_sensitivity(kind):
+    loss, params = mlp()
+    clipping = CLIPPINGS[kind].at([0.1] * 6 if kind == "per_layer" else 0.1)
+    batch = pair(5)
+    for size in range(1, 6):
+        some = {n: x[:size] for n, x in batch.items()}
+        sums = clipped_grads(loss, params, some, clipping).sums
+        total = torch.cat([s.flatten() for s in sums.values()]).norm()
+        assert total <= size * clipping.sensitivity("add_or_remove_one") + 1e-9
+    assert clipping.sensitivity("replace_one") == 2 * clipping.sensitivity()
 
 
 def test_a_clipping_of_ones_own():
