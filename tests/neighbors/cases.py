@@ -64,27 +64,23 @@ def tied_loss(model, batch):
     return (found * mask).sum(1) / mask.sum(1)
 
 
-class Encoder(nn.Module):
+def encoder(m, x, mask):
     """An encoder with a branch on padding, as in torch and transformers."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.TransformerEncoderLayer(D, 1, 4, 0.0, batch_first=True)
-        self.head = nn.Linear(D, 2)
-
-    def forward(self, x, mask):
-        h = self.layer(x, src_key_padding_mask=None if mask.all() else ~mask)
-        h = h.masked_fill(~mask[..., None], 0).sum(1) / mask.sum(1, keepdim=True)
-        return self.head(h)
+    h = m.layer(x, src_key_padding_mask=None if mask.all() else ~mask)
+    h = h.masked_fill(~mask[..., None], 0).sum(1) / mask.sum(1, keepdim=True)
+    return m.head(h)
 
 
-class Bag(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.bag, self.head = nn.EmbeddingBag(V, D), nn.Linear(D, 2)
-
-    def forward(self, ids, offsets=None):
-        return self.head(self.bag(ids, offsets))
+ENCODER = net(
+    encoder,
+    layer=lambda: nn.TransformerEncoderLayer(D, 1, 4, 0.0, batch_first=True),
+    head=(D, 2),
+)
+BAG = net(
+    lambda m, ids, offsets=None: m.head(m.bag(ids, offsets)),
+    bag=lambda: nn.EmbeddingBag(V, D),
+    head=(D, 2),
+)
 
 
 def of_op(name: str) -> Any:
@@ -114,9 +110,9 @@ MODELS: Dict[str, Model] = {
     "rows": Model(lambda: nn.Linear(D, 2), ROWS),
     "states": Model(Hidden, STATES, state_loss),
     "tied": Model(TIED, PADDED_IDS, tied_loss),
-    "encoder": Model(Encoder, PADDED),
-    "bags": Model(Bag, IDS),
-    "offsets": Model(Bag, BAGS, kwargs=dict(take=opacus_ext.take.bags)),
+    "encoder": Model(ENCODER, PADDED),
+    "bags": Model(BAG, IDS),
+    "offsets": Model(BAG, BAGS, kwargs=dict(take=opacus_ext.take.bags)),
     "lists": Model(Sequences, LISTED, kwargs=dict(take=opacus_ext.take.items)),
     **{name: Model(of_op(name), FLOATS) for name in OPS},
 }
