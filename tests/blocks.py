@@ -69,17 +69,21 @@ def programs_of(page: Path) -> List[List[Block]]:
     return [[block] for block in blocks]
 
 
-def run(blocks: List[Block], folder: str, report: str) -> None:
+def run(
+    environment: Dict[str, str], blocks: List[Block], folder: str, report: str
+) -> None:
     """
     Run blocks in this process, in the namespace of a program.
 
     Args:
+        environment: variables to set
         blocks: one after the other; a traceback names their page and line
         folder: where they run
         report: a file for all they print; it ends with the traceback of an error
     """
     import torch
 
+    os.environ.update(environment)
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     os.chdir(folder)
@@ -96,12 +100,6 @@ def run(blocks: List[Block], folder: str, report: str) -> None:
                 os._exit(1)
 
 
-def run_as_rank(environment: Dict[str, str], *args: object) -> None:
-    """:func:`run` with these variables set."""
-    os.environ.update(environment)
-    run(*args)  # type: ignore[arg-type]
-
-
 def errors_of(blocks: List[Block], folder: Path, limit: float = 300) -> str:
     """
     Runs blocks in processes of their own, in which ``LOADED`` is imported already, and
@@ -109,29 +107,23 @@ def errors_of(blocks: List[Block], folder: Path, limit: float = 300) -> str:
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(LOADED)
-    ranks = 2 if any("torchrun" in block.marks for block in blocks) else 1
-    environment: Dict[str, str] = {}
-    if ranks > 1:
+    environments: List[Dict[str, str]] = [{}]
+    if any("torchrun" in block.marks for block in blocks):
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
-            port = str(free.getsockname()[1])
-        environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        environment["WORLD_SIZE"] = str(ranks)
-    processes, reports = [], []
-    for rank in range(ranks):
-        own = {**environment, "RANK": str(rank)} if environment else {}
-        reports.append(folder / f"report-{rank}")
-        args = own, blocks, str(folder), str(reports[-1])
-        processes.append(context.Process(target=run_as_rank, args=args, daemon=True))
-    for process in processes:
-        process.start()
+            given = {"MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": "2"}
+            given["MASTER_PORT"] = str(free.getsockname()[1])
+        environments = [{**given, "RANK": rank} for rank in "01"]
+    reports = [folder / f"report-{rank}" for rank in range(len(environments))]
+    processes = []
+    for environment, report in zip(environments, reports):
+        args = environment, blocks, str(folder), str(report)
+        processes.append(context.Process(target=run, args=args, daemon=True))
+        processes[-1].start()
     failed = False
     for process in processes:
         process.join(limit)
         failed |= process.exitcode != 0  # None after the limit
         process.kill()
-    return "\n".join(_text(path) for path in reports) if failed else ""
-
-
-def _text(report: Path) -> str:
-    return report.read_text(encoding="utf-8") if report.exists() else "(no output)"
+    texts = (r.read_text(encoding="utf-8") if r.exists() else "" for r in reports)
+    return "\n".join(texts) or "(no output)" if failed else ""

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from tests import common
 from tests.common import (
     assert_same,
-    check,
     clipped_sum,
     every_mode,
     half_clipped,
@@ -63,25 +63,15 @@ HALVES = [torch.bfloat16, torch.float16]
 half = pytest.mark.parametrize("dtype", HALVES, ids=["bf16", "fp16"])
 
 
-class Net(nn.Module):
-    """Attention-free, with a norm, a bare parameter and a tied pair of layers."""
-
-    def __init__(self, width=8):
-        super().__init__()
-        self.first = nn.Linear(4, width)
-        self.norm = nn.LayerNorm(width)
-        self.twice = nn.Linear(width, width)
-        self.scale = nn.Parameter(torch.ones(width))
-        self.last = nn.Linear(width, 3)
-
-    def forward(self, x):
-        h = self.twice(torch.tanh(self.twice(self.norm(self.first(x)))))
-        return self.last(h * self.scale)
+def forward(m, x):
+    """A norm, a bare parameter, and a layer that is used twice."""
+    return m.last(m.twice(torch.tanh(m.twice(m.norm(m.first(x))))) * m.scale)
 
 
 def net(dtype=torch.float64):
     torch.manual_seed(1)
-    return Net().to(dtype).train()
+    parts = dict(first=(4, 8), norm=lambda: nn.LayerNorm(8), twice=(8, 8), last=(8, 3))
+    return common.net(forward, **parts, scale=lambda: torch.ones(8))().to(dtype)
 
 
 def batch_of(dtype=torch.float64, B=4, T=5):
@@ -114,29 +104,6 @@ def test_half(mode, dtype, autocast):
     assert_same({n: g.double() for n, g in got.items()}, expected, 0.1, mode)
 
 
-@every_mode
-def test_half_llama(mode):
-    transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        **dict(vocab_size=23, hidden_size=16, intermediate_size=24),
-        **dict(num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1),
-    )
-    torch.manual_seed(1)
-    model = transformers.LlamaForCausalLM(config).bfloat16().train()
-    batch = torch.randint(0, 23, (4, 6))
-
-    def loss_fn(model, ids):
-        return squares(model(input_ids=ids).logits.float())
-
-    grads = {n: g.float() for n, g in oracle(model, batch, loss_fn).items()}
-    c = half_clipped(grads)
-    private = make_private(model, mode, batch_size=4, max_grad_norm=c)
-    private.step(batch, loss_fn)
-    # Not from the update: beside a weight of 1 bfloat16 has no room for it.
-    got = {n: 4 * p.grad.float() for n, p in trainable(model).items()}
-    assert_same(got, clipped_sum(grads, "flat", c), 0.1, mode)
-
-
 # -- loss scaling ------------------------------------------------------------------
 
 
@@ -166,7 +133,7 @@ def test_scale_is_undone(mode, clipping):
 @ghost_modes
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_scale_of_checkpoints(mode, reentrant):
-    model, batch = Recomputes(reentrant).double().train(), batch_of()
+    model, batch = recomputes(reentrant).double().train(), batch_of()
     plain, _ = scaled_sums(mode, model, batch, square_loss, 1.0)
     assert_same(scaled_sums(mode, model, batch, square_loss, 64.0)[0], plain, 1e-12)
 
@@ -269,47 +236,34 @@ def test_not_finite_may_raise(mode):
 # -- activation checkpointing ------------------------------------------------------
 
 
-class Recomputes(nn.Module):
+def recomputes(reentrant, dropout=0.0, width=16):
     """Blocks under torch.utils.checkpoint, with a frozen part and dropout."""
+    torch.manual_seed(3)
 
-    def __init__(self, reentrant, dropout=0.0, depth=4, width=16):
-        super().__init__()
-        torch.manual_seed(3)
-        self.reentrant = reentrant
-        self.first = nn.Linear(4, width)
-        self.blocks = nn.ModuleList(
-            nn.Sequential(
-                nn.Linear(width, 4 * width),
-                nn.GELU(),
-                nn.Dropout(dropout),
-                nn.Linear(4 * width, width),
-            )
-            for _ in range(depth)
-        )
-        self.blocks[1].requires_grad_(False)
-        self.last = nn.Linear(width, 3)
+    def then(m, x):
+        x = m.first(x)
+        for block in m.blocks:
+            again = (checkpoint, dict(use_reentrant=reentrant))
+            call, given = again if reentrant is not None else (nn.Module.__call__, {})
+            x = x + call(block, x, **given)
+        return m.last(x)
 
-    def forward(self, x):
-        x = self.first(x)
-        for block in self.blocks:
-            if self.reentrant is None:
-                x = x + block(x)
-            else:
-                x = x + checkpoint(block, x, use_reentrant=self.reentrant)
-        return self.last(x)
+    def block():
+        up, down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        return nn.Sequential(up, nn.GELU(), nn.Dropout(dropout), down)
 
-
-@every_mode
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpoints(mode, reentrant):
-    check(mode, True, Recomputes(reentrant).double(), batch_of(), square_loss)
+    blocks = nn.ModuleList(block() for _ in range(4))
+    blocks[1].requires_grad_(False)
+    return common.Net(
+        then, first=nn.Linear(4, width), blocks=blocks, last=nn.Linear(width, 3)
+    )
 
 
 @every_mode
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpoints_with_dropout(mode, reentrant):
     """The recomputation draws what was drawn; so the sum is autograd's."""
-    model, batch = Recomputes(reentrant, dropout=0.5).double().train(), batch_of()
+    model, batch = recomputes(reentrant, dropout=0.5).double().train(), batch_of()
     batch = batch[:1]  # more of them run, and draw, one by one
     alone = copy.deepcopy(model)
     torch.manual_seed(5)
@@ -342,7 +296,7 @@ def kept_bytes(model):
 def test_checkpoints_keep_their_saving(mode, reentrant):
     size = {}
     for kind in (None, reentrant):
-        model, batch = Recomputes(kind).train(), batch_of(torch.float32, 8, 16)
+        model, batch = recomputes(kind).train(), batch_of(torch.float32, 8, 16)
         private = make_private(model, mode, batch_size=8)
         for _ in range(2):  # the first ones are run again, to look at layouts
             private.step(batch, square_loss)

@@ -31,28 +31,25 @@ _BY_VALUE = {
     num_key_value_heads bos_token_id num_hidden_groups decoder_start_token_id
     post_attention_groups intermediate_groups output_groups num_feature_levels
     n_shared_experts num_shared_experts moe_num_shared_experts topk_group
-    first_k_dense_replace num_dense_layers swa_num_key_value_heads
-    num_global_key_value_heads n_groups
+    first_k_dense_replace num_dense_layers swa_num_key_value_heads n_groups
     """,
     2: """
-    num_hidden_layers num_attention_heads eos_token_id num_filters n_layer
-    n_layers num_layers encoder_layers decoder_layers num_encoder_layers
-    num_decoder_layers n_head n_heads num_heads encoder_attention_heads
-    decoder_attention_heads type_vocab_size q_groups k_groups v_groups mlp_ratio
-    num_experts_per_tok moe_topk moe_k top_k_experts n_group index_n_heads
-    swa_num_attention_heads linear_num_key_heads linear_num_value_heads
-    linear_num_heads linear_conv_kernel_dim mamba_d_conv mamba_expand
-    mamba_dt_rank time_step_rank
+    num_hidden_layers num_attention_heads eos_token_id num_filters n_layer n_layers
+    num_layers encoder_layers decoder_layers num_encoder_layers num_decoder_layers
+    n_head n_heads num_heads encoder_attention_heads decoder_attention_heads
+    type_vocab_size q_groups k_groups v_groups mlp_ratio num_experts_per_tok moe_topk
+    moe_k top_k_experts n_group index_n_heads swa_num_attention_heads
+    linear_num_key_heads linear_num_value_heads linear_num_heads linear_conv_kernel_dim
+    mamba_d_conv mamba_expand mamba_dt_rank time_step_rank
     """,
     3: """
     blank_token_id num_labels num_channels
     """,
     4: """
-    sliding_window attention_window block_size rotary_dim num_query_tokens
-    patch_size num_experts num_local_experts n_routed_experts moe_num_experts
-    qk_rope_head_dim qk_nope_head_dim index_topk linear_key_head_dim
-    linear_value_head_dim mamba_n_heads mamba_d_state mamba_chunk_size
-    mamba_num_heads state_size ssm_state_size chunk_size
+    sliding_window attention_window block_size rotary_dim num_query_tokens patch_size
+    num_experts num_local_experts n_routed_experts moe_num_experts qk_rope_head_dim
+    qk_nope_head_dim index_topk linear_key_head_dim linear_value_head_dim mamba_n_heads
+    mamba_d_state mamba_chunk_size mamba_num_heads state_size ssm_state_size chunk_size
     hidden_size_per_layer_input
     """,
     6: """
@@ -61,27 +58,25 @@ _BY_VALUE = {
     8: """
     head_dim d_kv num_buckets relative_attention_num_buckets num_mel_bins
     moe_intermediate_size kv_lora_rank q_lora_rank v_head_dim index_head_dim
-    swa_head_dim global_head_dim linear_head_dim mamba_d_head mamba_head_dim
+    swa_head_dim linear_head_dim mamba_d_head mamba_head_dim
     """,
     10: """
     shared_expert_intermediate_size shared_experts_intermediate_size
     shared_intermediate_size
     """,
     12: """
-    intermediate_size hidden_dim d_inner d_ff n_inner ffn_dim fc_size
-    dim_feedforward encoder_ffn_dim decoder_ffn_dim intermediate_sizes
-    encoder_intermediate_size decoder_intermediate_size feed_forward_size
+    intermediate_size hidden_dim d_inner d_ff n_inner ffn_dim dim_feedforward
+    encoder_ffn_dim decoder_ffn_dim decoder_intermediate_size feed_forward_size
     ffn_hidden_size
     """,
     16: """
-    hidden_size d_model dim n_embd embed_dim emb_dim embedding_size
-    encoder_hidden_size decoder_hidden_size attention_hidden_size
-    word_embed_proj_dim projection_dim hidden_size_global audio_hidden_size
-    encoder_seq_length max_distance relative_attention_max_distance image_size
+    hidden_size d_model dim n_embd embed_dim emb_dim embedding_size encoder_hidden_size
+    decoder_hidden_size attention_hidden_size word_embed_proj_dim projection_dim
+    audio_hidden_size hidden_size_global relative_attention_max_distance image_size
     """,
     64: """
-    max_position_embeddings n_positions n_ctx max_seq_len max_sequence_length
-    max_source_positions max_target_positions
+    max_position_embeddings n_positions n_ctx max_seq_len max_source_positions
+    max_target_positions
     """,
 }
 SMALL = {name: n for n, names in _BY_VALUE.items() for name in names.split()}
@@ -117,11 +112,7 @@ FAMILIES = {
     "axk1": LATENT,
     "axk2": LATENT,
     "beam": dict(layer_types=["sliding_attention", "full_attention"], sliding_window=4),
-    "dbrx": dict(
-        attn_config=dict(kv_n_heads=1, clip_qkv=8.0, rope_theta=1e4),
-        ffn_config=dict(ffn_hidden_size=6, moe_num_experts=4, moe_top_k=2),
-    ),
-    "deepseek_ocr2": dict(num_key_value_heads=2),
+    "dbrx": dict(attn_config=dict(kv_n_heads=1, clip_qkv=8.0, rope_theta=10000.0)),
     "deepseek_v2": LATENT,
     "deepseek_v3": LATENT,
     "deepseek_v32": LATENT,
@@ -132,56 +123,24 @@ FAMILIES = {
             compressed_sparse_attention=2, heavily_compressed_attention=4
         ),
         o_lora_rank=4,
-        o_groups=2,
-        hc_mult=2,
     ),
-    "dots3_note": dict(num_key_value_heads=2),
-    "ernie4_5_vl_moe": dict(
-        hidden_size=32, moe_intermediate_size=[6, 4], **rope(2, 2, 4)
-    ),
-    "flint": dict(mlp_only_layers=[0]),
     "glm4_moe_lite": LATENT,
-    "glm4v_moe": rope(1, 1, 2, partial_rotary_factor=1.0),
-    "glm5_next": dict(
-        num_key_value_heads=2,
-        qk_rope_head_dim=0,
-        head_dim=0,
-        qk_nope_head_dim=8,
-        index_kpool=2,
-        hc_mult=2,
-    ),
     "glm_moe_dsa": LATENT,
     "granitemoehybrid": dict(layer_types=["mamba", "attention"]),
     "jetmoe": dict(kv_channels=8),
     "lfm2_moe": dict(layer_types=["conv", "full_attention"]),
-    "longcat_flash": dict(
-        num_layers=2, zero_expert_num=2, num_key_value_heads=2, head_dim=4
-    ),
+    "longcat_flash": dict(zero_expert_num=2, num_key_value_heads=2, head_dim=4),
     "mistral4": LATENT,
-    "mistral_large4": LATENT,
-    "muse_spark": dict(moe_hidden_size=8),
     "nemotron_h": dict(
         layers_block_type=["linear_attention", "moe", "full_attention", "moe"],
         num_hidden_layers=4,
         moe_shared_expert_intermediate_size=6,
     ),
-    "nllb_moe": dict(encoder_sparse_step=2, decoder_sparse_step=2),
     "sarvam_mla": LATENT,
     "qwen3_5_moe": dict(layer_types=LINEAR, **rope(2, 1, 1, partial_rotary_factor=1.0)),
     "qwen3_next": dict(layer_types=LINEAR),
-    "qwen3_omni_moe": rope(2, 1, 1),
-    "qwen3_vl_moe": rope(2, 1, 1),
-    "qwen4_exp": dict(hc_lowrank=4, hc_count=2),
-    "sarvam_mla": LATENT,
-    "step3p7": dict(
-        layer_types=["sliding_attention", "full_attention"], share_expert_dim=6
-    ),
-    "switch_transformers": dict(
-        num_sparse_encoder_layers=1, num_sparse_decoder_layers=1
-    ),
+    "qwen4_exp": dict(hc_lowrank=4),
     "zaya": dict(num_experts_per_tok=1, router_hidden_size=8),
-    # dense
-    "shieldgemma2": dict(yes_token_index=3, no_token_index=4),
     "qwen3_5_text": dict(layer_types=LINEAR),
     "gemma4_assistant": dict(
         hidden_size_per_layer_input=0,
@@ -194,80 +153,39 @@ FAMILIES = {
         layers_block_type=["linear_attention"] * 2
         + ["hybrid", "linear_attention", "hybrid"],
         attention_hidden_size=32,
-        attention_head_dim=16,
     ),
     "funnel": dict(block_sizes=(1, 1), d_head=8),
-    "xglm": dict(pad_token_id=0),
-    "bit": dict(STAGES, num_groups=2, embedding_size=8),
-    "blt": dict(
-        encoder_hash_byte_group_vocab=64, hidden_size_global=16, hidden_size_cross=16
-    ),
-    "codegen": dict(n_head=4),
+    "bit": dict(STAGES, num_groups=2),
+    "blt": dict(encoder_hash_byte_group_vocab=64),
     "cohere_compass_text": dict(
         layer_types=["sliding_attention", "full_attention"],
         rope_parameters={
-            kind: dict(rope_type="default", rope_theta=1e4)
+            kind: dict(rope_type="default", rope_theta=10000.0)
             for kind in ("sliding_attention", "full_attention")
         },
     ),
-    "convbert": dict(head_ratio=1, num_groups=1),
-    "convnext": dict(STAGES, num_stages=2, patch_size=2),
-    "convnextv2": dict(STAGES, num_stages=2, patch_size=2),
-    "cvt": dict(
-        image_size=32,
-        embed_dim=(8, 8, 16),
-        num_heads=(1, 1, 2),
-        depth=(1, 2, 3),
-        mlp_ratio=(2.0,) * 3,
-    ),
-    "diffllama": dict(num_key_value_heads=2),
-    "dinat": dict(
-        embed_dim=8,
-        depths=(1, 1),
-        num_heads=(1, 2),
-        dilations=[[1], [1]],
-        kernel_size=3,
-    ),
+    "convnext": dict(STAGES, num_stages=2),
+    "convnextv2": dict(STAGES, num_stages=2),
+    "cvt": dict(depth=(1, 2, 3)),
     "donut-swin": SWIN,
-    "efficientnet": dict(
-        width_coefficient=0.25,
-        depth_coefficient=0.25,
-        hidden_dim=320,
-        kernel_sizes=(3, 3),
-        in_channels=(32, 16),
-        out_channels=(16, 24),
-        strides=(1, 2),
-        num_block_repeats=(1, 1),
-        expand_ratios=(1, 2),
-    ),
-    "esmc": dict(num_key_value_heads=2),
-    "focalnet": dict(
-        STAGES, embed_dim=8, patch_size=2, focal_levels=(1, 1), focal_windows=(3, 3)
-    ),
+    "efficientnet": dict(width_coefficient=0.25, hidden_dim=320, in_channels=(32, 16)),
+    "focalnet": dict(STAGES),
     "falcon_h1": dict(mamba_d_ssm=32),
     "gemma3n_text": dict(
         intermediate_size=[12, 12],
         activation_sparsity_pattern=[0.5, 0.0],
         num_kv_shared_layers=0,
         layer_types=["sliding_attention", "full_attention"],
-        laurel_rank=4,
     ),
-    "gpt_neo": dict(attention_types=[[["global", "local"], 1]], window_size=4),
+    "gpt_neo": dict(attention_types=[[["global", "local"], 1]]),
     "hiera": dict(
-        embed_dim=8,
         depths=(1, 1),
-        num_heads=(1, 2),
-        image_size=(32, 32),
-        patch_size=(3, 3),
-        patch_stride=(2, 2),
         patch_padding=(1, 1),
         num_query_pool=1,
         masked_unit_size=(4, 4),
         masked_unit_attention=(True, False),
     ),
     "hgnet_v2": dict(
-        embedding_size=8,
-        depths=(1, 1),
         hidden_sizes=(8, 16),
         stem_channels=(3, 4, 8),
         stage_in_channels=(8, 8),
@@ -279,84 +197,49 @@ FAMILIES = {
         stage_kernel_size=(3, 3),
         stage_numb_of_layers=(1, 1),
     ),
-    "imagegpt": dict(vocab_size=V),
-    "fsmt": dict(src_vocab_size=V, tgt_vocab_size=V, langs=["a", "b"]),
-    "markuplm": dict(
-        max_xpath_tag_unit_embeddings=217,
-        max_xpath_subs_unit_embeddings=1002,
-        xpath_unit_hidden_size=4,
-        max_depth=4,
-    ),
-    "mobilenet_v1": dict(depth_multiplier=0.25, min_depth=4),
-    "mobilenet_v2": dict(depth_multiplier=0.1, min_depth=4, depth_divisible_by=4),
-    "roc_bert": dict(
-        pronunciation_vocab_size=8,
-        shape_vocab_size=8,
-        pronunciation_embed_dim=4,
-        shape_embed_dim=4,
-    ),
+    "fsmt": dict(src_vocab_size=V, tgt_vocab_size=V),
+    "markuplm": dict(xpath_unit_hidden_size=4, max_depth=4),
+    "mobilenet_v1": dict(depth_multiplier=0.25),
+    "mobilenet_v2": dict(depth_multiplier=0.1),
+    "roc_bert": dict(shape_vocab_size=8, pronunciation_embed_dim=4),
     "textnet": dict(
         stem_out_channels=8,
         hidden_sizes=(8, 8, 8, 16, 16),
-        conv_layer_kernel_sizes=[[[3, 3]], [[1, 3]], [[3, 1]], [[3, 3]]],
         conv_layer_strides=[[1], [2], [1], [2]],
     ),
     "layoutlmv3": dict(visual_embed=False, coordinate_size=2, shape_size=4),
-    "levit": dict(
-        image_size=64,
-        patch_size=16,
-        hidden_sizes=(8, 16, 16),
-        num_attention_heads=(1, 2, 2),
-        depths=(1, 1, 1),
-        key_dim=(4, 4, 4),
-    ),
-    "lilt": dict(hidden_size=24, channel_shrink_ratio=2),
-    "luke": dict(entity_vocab_size=16, entity_emb_size=8),
-    "mamba2": dict(num_heads=4, head_dim=8),
+    "levit": dict(hidden_sizes=(8, 16, 16), key_dim=(4, 4, 4)),
+    "lilt": dict(hidden_size=24),
+    "luke": dict(entity_vocab_size=16),
+    "mamba2": dict(num_heads=4),
     "minicpm3": LATENT,
     "mobilevit": dict(
         image_size=64, hidden_sizes=(16, 16, 16), neck_hidden_sizes=(8,) * 7
     ),
     "mobilevitv2": dict(
-        image_size=64,
-        base_attn_unit_dims=(8, 8, 8),
-        width_multiplier=0.25,
-        patch_size=1,
+        base_attn_unit_dims=(8, 8, 8), width_multiplier=0.25, patch_size=1
     ),
-    "moshi": dict(audio_vocab_size=V),
-    "mpnet": dict(
-        max_position_embeddings=66, pad_token_id=1, relative_attention_num_buckets=32
-    ),
-    "nystromformer": dict(num_landmarks=4, segment_means_seq_len=4),
+    "mpnet": dict(relative_attention_num_buckets=32),
     "perceiver": dict(
-        num_latents=4,
-        d_latents=16,
-        num_self_attends_per_block=1,
-        num_self_attention_heads=2,
-        num_cross_attention_heads=1,
+        d_latents=16, num_self_attends_per_block=1, num_cross_attention_heads=1
     ),
-    "phi": dict(partial_rotary_factor=0.5),
     "poolformer": TWO_STAGES,
     "pvt": dict(TWO_STAGES, patch_sizes=(4, 2), strides=(4, 2)),
     "pvt_v2": TWO_STAGES,
     "reformer": dict(
         axial_pos_embds=False,
         attn_layers=["local", "lsh"],
-        num_hashes=1,
-        num_buckets=2,
-        hash_seed=0,
         lsh_attn_chunk_length=4,
         local_attn_chunk_length=4,
         attention_head_size=8,
     ),
-    "regnet": dict(STAGES, embedding_size=8, groups_width=4),
-    "resnet": dict(STAGES, embedding_size=8),
-    "segformer": dict(TWO_STAGES, decoder_hidden_size=16),
-    "siglip2": dict(patch_size=2, num_patches=16),
-    "swiftformer": dict(depths=(1, 1), embed_dims=(8, 16), downsamples=(True, True)),
+    "regnet": dict(STAGES),
+    "resnet": dict(STAGES),
+    "segformer": dict(TWO_STAGES),
+    "swiftformer": dict(depths=(1, 1), embed_dims=(8, 16)),
     "swin": SWIN,
     "swinv2": SWIN,
-    "xmod": dict(default_language="en_XX", languages=["en_XX"]),
+    "xmod": dict(default_language="en_XX"),
     "youtu": LATENT,
 }
 

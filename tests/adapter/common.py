@@ -1,9 +1,13 @@
 """Steps with fresh data, each beside every sample alone through plain autograd."""
 
 import copy
+from typing import Any, Callable, NamedTuple, Optional, Tuple
 
+import pytest
 import torch
+from torch import nn
 
+from opacus_ext import Refused
 from tests.common import (
     assert_same,
     clipped_sum,
@@ -15,6 +19,55 @@ from tests.common import (
 )
 
 EVERY_MODE = ("hooks", "functorch", "ghost", "ghost_bk", "scan", "auto")
+
+
+class Case(NamedTuple):
+    """
+    Attributes:
+        model: makes one
+        batches: one each step, tensors or tuples of inputs
+        refused: what the error says if it is not exact; None if it is
+        loss: ``(model, batch)`` to losses ``[B]``
+        batched: which inputs have a batch
+        alone: a batch to batches of one, if these are not rows
+        kwargs: of make_private
+        modes: those it runs in; those in which samples run at once, and one by one
+    """
+
+    model: Callable[[], nn.Module]
+    batches: Any
+    refused: Optional[str] = None
+    loss: Callable = square_loss
+    batched: Any = None
+    alone: Optional[Callable] = None
+    kwargs: dict = {}
+    modes: Tuple[str, ...] = ("ghost_bk", "scan")
+
+
+def run(case, mode, wrap=True):
+    """Trains the model of a case, or has it refused."""
+    torch.manual_seed(0)
+    given = dict(loss_fn=case.loss, batched=case.batched, alone=case.alone)
+    given.update(case.kwargs)
+    if case.refused is None:
+        steps(case.model(), case.batches, mode, wrap, **given)
+        return
+    with pytest.raises(Refused, match=case.refused):
+        steps(case.model(), case.batches, mode, wrap, **given)
+
+
+def every(**tables):
+    """Cases by table and name; the first of a table in all modes, and not wrapped."""
+    found = []
+    for table, cases in tables.items():
+        for i, (name, case) in enumerate(cases.items()):
+            ways = [(m, True) for m in (case.modes if i else EVERY_MODE)]
+            for mode, wrap in ways + [("ghost_bk", False)] * (not i):
+                way = mode if wrap else "nowrap"
+                found.append(
+                    pytest.param(case, mode, wrap, id=f"{table}: {name}-{way}")
+                )
+    return pytest.mark.parametrize("case, mode, wrap", found)
 
 
 def steps(model, batches, mode="ghost_bk", wrap=True, loss_fn=square_loss, **kwargs):

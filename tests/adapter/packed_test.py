@@ -11,12 +11,9 @@ from torch.nn.utils.rnn import (
     pad_packed_sequence,
 )
 
-from opacus_ext import Refused, take
-from tests.adapter.common import steps
-from tests.common import squares
-
-# Inputs are taken apart alike in all modes, which run samples at once or one by one.
-every_mode = pytest.mark.parametrize("mode", ("ghost_bk", "scan"))
+from opacus_ext import take
+from tests.adapter.common import Case, every, rows, run, steps
+from tests.common import Net, net, squares
 
 
 @pytest.fixture(autouse=True)
@@ -27,20 +24,16 @@ def double():
     torch.set_default_dtype(torch.float32)
 
 
-def check_steps(mode, model, batches, loss_fn, alone, **kwargs):
-    steps(model, batches, mode, loss_fn=loss_fn, alone=alone, **kwargs)
-
-
 # -- packed sequences ----------------------------------------------------------------
 
 LENGTHS = [1, 4, 2, 5], [3, 3, 3, 3], [4, 1, 4], [1, 1], [5, 3, 3, 1, 2], [4]
+KINDS = [nn.RNN, nn.LSTM, nn.GRU, DPRNN, DPLSTM, DPGRU]
+PADDED = [
+    (x, torch.tensor(n)) for x, n in zip(rows(*map(len, LENGTHS), T=5, d=2), LENGTHS)
+]
 
 
-def padded_batches():
-    return [(torch.randn(len(n), 5, 2), torch.tensor(n)) for n in LENGTHS]
-
-
-def rows(batch):
+def of_one(batch):
     return [tuple(x[b : b + 1] for x in batch) for b in range(len(batch[0]))]
 
 
@@ -58,57 +51,27 @@ def states(state):
     return torch.cat([x.transpose(0, 1).flatten(1) for x in each], dim=1)
 
 
-KINDS = [nn.RNN, nn.LSTM, nn.GRU, DPRNN, DPLSTM, DPGRU]
-
-
-class Packs(nn.Module):
+def packs(m, x, lengths):
     """Packs what is padded, and pads again; an initial state that is computed."""
+    start = m.start(x[:, 0]).unflatten(1, (2, 3)).transpose(0, 1)
+    two = isinstance(m.rnn, (nn.LSTM, DPLSTM))
+    packed = pack(m.before(x), lengths)
+    output, state = m.rnn(packed, (start, start.tanh()) if two else start)
+    return torch.cat([pad(output, 5).flatten(1), states(state)], dim=1)
 
-    def __init__(self, kind, **kwargs):
-        super().__init__()
-        self.before, self.start = nn.Linear(2, 2), nn.Linear(2, 2 * 3)
-        self.rnn = kind(2, 3, bidirectional=True)
 
+class Packs(Net):
     def forward(self, x, lengths):
-        start = self.start(x[:, 0]).unflatten(1, (2, 3)).transpose(0, 1)
-        two = isinstance(self.rnn, (nn.LSTM, DPLSTM))
-        packed = pack(self.before(x), lengths)
-        output, state = self.rnn(packed, (start, start.tanh()) if two else start)
-        return torch.cat([pad(output, 5).flatten(1), states(state)], dim=1)
+        return self.then(self, x, lengths)
 
 
-def on_tensors(model, batch):
-    return squares(model(*batch))
-
-
-@pytest.mark.parametrize(
-    "mode, kind",
-    [*(("ghost_bk", kind) for kind in KINDS)]
-    + [("hooks", DPLSTM), ("ghost", nn.LSTM), ("scan", DPGRU), ("hooks", nn.GRU)],
-)
-def test_packed_inside(mode, kind):
-    check_steps(mode, Packs(kind), padded_batches(), on_tensors, rows)
-
-
-@every_mode
-def test_several_sequences_in_a_sample(mode):
-    """Documents of three sentences of several lengths, the same in each."""
-
-    class Documents(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.words = nn.GRU(2, 3, num_layers=2, bidirectional=True)
-            self.head = nn.Linear(6, 2)
-
-        def forward(self, x):
-            lengths = torch.tensor([2, 4, 1]).repeat(len(x))
-            output, state = self.words(pack(x.flatten(0, 1), lengths))
-            output = PackedSequence(self.head(output.data), *output[1:])
-            output, state = pad(output, 4), state.transpose(0, 1)
-            return torch.cat([output.flatten(1), state.flatten(1)], 1).view(len(x), -1)
-
-    batches = [(torch.randn(n, 3, 4, 2),) for n in (4, 3, 1)]
-    check_steps(mode, Documents(), batches, on_tensors, rows)
+def documents(m, x):
+    """Of three sentences of several lengths, the same in each."""
+    lengths = torch.tensor([2, 4, 1]).repeat(len(x))
+    output, state = m.words(pack(x.flatten(0, 1), lengths))
+    output = PackedSequence(m.head(output.data), *output[1:])
+    output, state = pad(output, 4), state.transpose(0, 1)
+    return torch.cat([output.flatten(1), state.flatten(1)], 1).view(len(x), -1)
 
 
 class OnPacked(nn.Module):
@@ -129,22 +92,44 @@ def packed_loss(model, batch):
     return squares(torch.cat([output.flatten(1), states(state)], dim=1))
 
 
-@pytest.mark.parametrize(
-    "mode, kind",
-    [("ghost_bk", nn.RNN), ("ghost_bk", DPLSTM), ("ghost", nn.LSTM)]
-    + [("hooks", nn.LSTM), ("scan", DPLSTM)],
+def outside(kind, refused=None, modes=("ghost_bk",), **kwargs):
+    return Case(
+        *(lambda: OnPacked(kind), PADDED, refused, packed_loss),
+        alone=of_one,
+        kwargs=kwargs,
+        modes=modes,
+    )
+
+
+def inside(kind):
+    build = net(
+        packs,
+        before=(2, 2),
+        start=(2, 6),
+        rnn=lambda: kind(2, 3, bidirectional=True),
+    )
+    return Case(build, PADDED, modes=("ghost_bk",))
+
+
+DOCUMENTS = net(
+    documents,
+    words=lambda: nn.GRU(2, 3, num_layers=2, bidirectional=True),
+    head=(6, 2),
 )
-def test_packed_outside(mode, kind):
-    model, batches = OnPacked(kind), padded_batches()
-    check_steps(mode, model, batches, packed_loss, rows, take=take.packed)
+PACKED = {
+    **{f"inside {kind.__name__}": inside(kind) for kind in reversed(KINDS)},
+    "documents": Case(
+        DOCUMENTS, [x.unflatten(1, (3, 4)) for x in rows(4, 3, 1, T=12, d=2)]
+    ),
+}
+OUTSIDE = {
+    "DPLSTM": outside(DPLSTM, take=take.packed),
+    "RNN": outside(nn.RNN, take=take.packed),
+    "LSTM": outside(nn.LSTM, take=take.packed, modes=("ghost", "hooks")),
+    "alone": outside(nn.GRU, "packed is a PackedSequence.*take.packed"),
+}
 
-
-def test_packed_outside_is_refused_without_help():
-    with pytest.raises(Refused, match="packed is a PackedSequence.*take.packed"):
-        check_steps("ghost_bk", OnPacked(nn.GRU), padded_batches(), packed_loss, rows)
-
-
-# -- lists ---------------------------------------------------------------------------
+# -- lists and take ------------------------------------------------------------------
 
 
 class Sequences(nn.Module):
@@ -157,76 +142,25 @@ class Sequences(nn.Module):
         return self.head(self.rnn(packed)[1][0])
 
 
-class Means(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.fc = nn.Linear(2, 3)
-
-    def forward(self, sequences):
-        return torch.stack([self.fc(x).tanh().mean(0) for x in sequences])
+LISTS = [[torch.randn(n, 2).double() for n in lengths] for lengths in LENGTHS]
 
 
-@every_mode
-@pytest.mark.parametrize("model", [Sequences, Means])
-def test_list_of_samples(mode, model):
+def samples(batches):
     """Of several lengths; where these are equal at first it is told all the same."""
-    batches = [[torch.randn(n, 2) for n in lengths] for lengths in LENGTHS]
-
-    def loss_fn(m, batch):
-        return squares(m(batch))
-
-    def alone(batch):
-        return [[x] for x in batch]
-
-    for some in (batches, batches[1:]):
-        check_steps(mode, model(), some, loss_fn, alone, take=take.items)
+    return Case(
+        *(Sequences, batches),
+        alone=lambda batch: [[x] for x in batch],
+        kwargs=dict(take=take.items),
+    )
 
 
-@every_mode
-def test_list_of_inputs(mode):
-    class Two(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.fc = nn.Linear(2, 3)
-
-        def forward(self, pair):
-            return self.fc(pair[0]) * self.fc(pair[1]).tanh()
-
-    def loss_fn(model, batch):
-        return squares(model(list(batch)))
-
-    batches = [(torch.randn(n, 2), torch.randn(n, 2)) for n in (4, 3, 2)]
-    check_steps(mode, Two(), batches, loss_fn, rows)
-
-
-@every_mode
-def test_list_of_lengths(mode):
-    """Numbers may be samples as tensors may."""
-
-    def loss_fn(model, batch):
-        return squares(model(batch[0], batch[1].tolist()))
-
-    with pytest.raises(Refused, match="items of input lengths may be samples"):
-        check_steps(mode, Packs(nn.GRU), padded_batches(), loss_fn, rows)
-
-
-# -- take ----------------------------------------------------------------------------
-
-
-class Graphs(nn.Module):
-    """Node features ``[N, d]``, edges ``[2, E]`` and the graph of each node ``[N]``."""
-
-    def __init__(self):
-        super().__init__()
-        self.nodes, self.edges, self.head = (nn.Linear(3, 3) for _ in range(3))
-
-    def forward(self, x, edges, graph):
-        for _ in range(2):
-            messages = self.edges(x)[edges[0]]
-            x = (self.nodes(x).index_add(0, edges[1], messages)).tanh()
-        count = int(graph.max()) + 1
-        pooled = x.new_zeros(count, 3).index_add(0, graph, x)
-        return self.head(pooled)
+def graphs(m, x, edges, graph):
+    """Features ``[N, d]``, edges ``[2, E]`` and the graph of each node ``[N]``."""
+    for _ in range(2):
+        messages = m.edges(x)[edges[0]]
+        x = (m.nodes(x).index_add(0, edges[1], messages)).tanh()
+    pooled = x.new_zeros(int(graph.max()) + 1, 3).index_add(0, graph, x)
+    return m.head(pooled)
 
 
 def graph_of(inputs, i):
@@ -238,67 +172,45 @@ def graph_of(inputs, i):
     return x[nodes], own, torch.zeros_like(nodes)
 
 
-def graphs(sizes):
-    x = torch.randn(sum(sizes), 3)
-    graph = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
+def some_graphs(*sizes):
     start, edges = 0, []
     for n in sizes:
         edges.append(start + torch.randint(n, (2, 2 * n)))
         start += n
-    return x, torch.cat(edges, dim=1), graph
+    graph = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
+    return torch.randn(start, 3).double(), torch.cat(edges, dim=1), graph
 
 
-class Ragged(nn.Module):
-    """Tokens ``[N]`` of all samples, and how many each has ``[B]``."""
+GIVEN = {
+    "list of samples": samples(LISTS),
+    "equal at first": samples(LISTS[1:]),
+    "list of inputs": Case(
+        net(lambda m, pair: m.fc(pair[0]) * m.fc(pair[1]).tanh(), fc=(2, 3)),
+        [(torch.randn(n, 2).double(), torch.randn(n, 2).double()) for n in (4, 3, 2)],
+        loss=lambda model, batch: squares(model(list(batch))),
+    ),
+    "list_of_lengths": Case(  # numbers may be samples as tensors may
+        lambda: Packs(packs, **inside(nn.GRU).model()._modules),
+        *(PADDED, "items of input lengths may be samples"),
+        loss=lambda model, batch: squares(model(batch[0], batch[1].tolist())),
+    ),
+    "graphs": Case(
+        net(graphs, nodes=(3, 3), edges=(3, 3), head=(3, 3)),
+        [some_graphs(*n) for n in ([2, 4, 3], [3, 3], [1, 5, 2, 4], [3])],
+        alone=lambda b: [graph_of(b, i) for i in range(int(b[2].max()) + 1)],
+        kwargs=dict(take=graph_of),
+    ),
+}
 
-    def __init__(self):
-        super().__init__()
-        self.table, self.head = nn.Embedding(7, 3), nn.Linear(3, 2)
 
-    def forward(self, ids, lengths):
-        parts = self.table(ids).tanh().split(lengths.tolist())
-        return self.head(torch.stack([part.mean(0) for part in parts]))
-
-
-def tokens_of(inputs, i):
-    ids, lengths = inputs
-    start = int(lengths[:i].sum())
-    return ids[start : start + int(lengths[i])], lengths[i : i + 1]
-
-
-@every_mode
-@pytest.mark.parametrize("what", ["graphs", "tokens"])
-def test_take(mode, what):
-    if what == "graphs":
-        model, cut = Graphs(), graph_of
-        batches = [graphs(sizes) for sizes in ([2, 4, 3], [3, 3], [1, 5, 2, 4], [3])]
-    else:
-        model, cut = Ragged(), tokens_of
-        batches = [
-            (torch.randint(7, (sum(sizes),)), torch.tensor(sizes))
-            for sizes in ([2, 4, 3], [3, 3], [1, 5, 1, 4], [3])
-        ]
-
-    def alone(batch):
-        size = int(batch[2].max()) + 1 if what == "graphs" else len(batch[1])
-        return [cut(batch, i) for i in range(size)]
-
-    check_steps(mode, model, batches, on_tensors, alone, take=cut)
+@every(packed=PACKED, outside=OUTSIDE, given=GIVEN)
+def test_steps(case, mode, wrap):
+    run(case, mode, wrap)
 
 
 # -- recurrent layers as models -------------------------------------------------------
 
 D, H, T = 3, 2, 4
-LAYERS = {"DPLSTM": DPLSTM, "DPGRU": DPGRU, "LSTM": nn.LSTM, "GRU": nn.GRU}
-
-
-class Recurrent(nn.Module):
-    def __init__(self, kind, layers, first):
-        super().__init__()
-        self.rnn = LAYERS[kind](D, H, num_layers=layers, batch_first=first)
-
-    def forward(self, x, state=None):
-        return self.rnn(x, state)
 
 
 def parts(output):
@@ -311,34 +223,29 @@ def parts(output):
     [(1, T, "ghost_bk"), (2, T, "hooks"), (2, 1, "ghost_bk"), (2, T, "scan")],
 )
 @pytest.mark.parametrize("first", [True, False])
-@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize("kind", [DPLSTM, DPGRU, nn.LSTM, nn.GRU])
 def test_states(kind, layers, first, length, mode):
+    """Called with no state, and with the one that was returned."""
+    build = net(
+        lambda m, x, state=None: m.rnn(x, state),
+        rnn=lambda: kind(D, H, num_layers=layers, batch_first=first),
+    )
     torch.manual_seed(0)
-    dim = 0 if first else 1
+    model, plain = build(), build()
 
-    def given_back(model, x):
-        """Twice: with no state, and with the one that was returned."""
+    def given_back(m, x):
         x = x if first else x.transpose(0, 1)
-        y, state = model(x)
-        for own, plain in zip(parts((y, state)), parts(plain_model()(x))):
-            torch.testing.assert_close(own, plain)
+        y, state = m(x)
+        plain.load_state_dict(model.state_dict())
+        for own, other in zip(parts((y, state)), parts(plain(x))):
+            torch.testing.assert_close(own, other)
         detached = [s.detach() for s in parts((y, state))[1:]]
-        again = model(x, tuple(detached) if len(detached) > 1 else detached[0])
+        again = m(x, tuple(detached) if len(detached) > 1 else detached[0])
         return sum(
             squares(s.transpose(0, d))
             for out in ((y, state), again)
-            for s, d in zip(parts(out), (dim, 1, 1))
+            for s, d in zip(parts(out), (0 if first else 1, 1, 1))
         )
 
-    model = Recurrent(kind, layers, first)
-    plain = Recurrent(kind, layers, first).double()
-
-    def plain_model():
-        plain.load_state_dict(model.state_dict())
-        return plain
-
-    generator = torch.Generator().manual_seed(1)
-    batches = [
-        torch.randn(n, length, D, generator=generator).double() for n in (4, 1, 3, 2)
-    ]
+    batches = rows(4, 1, 3, 2, T=length, d=D)
     steps(model, batches, mode, loss_fn=given_back, batch_first=first)

@@ -112,6 +112,13 @@ def part(size, scale=1.0):
     return torch.randn(size, 3, dtype=torch.float64) * scale
 
 
+def stepped(steps, **kwargs):
+    loop = Loop(**kwargs)
+    for _ in range(steps):
+        loop.step(part(3))
+    return loop
+
+
 def sums(loop):
     return {n: 3 * p.grad for n, p in loop.net.named_parameters()}
 
@@ -163,9 +170,8 @@ def test_an_interrupt_in_the_middle_of_a_logical_batch(again, every):
         loop.look()
         if not interrupt.raised:
             return
-        allowed = [loop.sum_of(parts[1])]
         if again:
-            allowed.append(loop.sum_of(torch.cat(parts[:2])))
+            allowed = [loop.sum_of(parts[1]), loop.sum_of(torch.cat(parts[:2]))]
         else:
             signal_skip(False)
             parts[1] = parts[2]
@@ -247,19 +253,19 @@ def test_an_interrupt_anywhere(name):
 # -- writing checkpoints ---------------------------------------------------------------
 
 
-def saved(loop, path):
+def of(loop, path):
     private = loop.private
-    given = {"module": private.handle, "optimizer": loop.optimizer}
-    private.engine.save_checkpoint(
-        path=path, checkpoint_dict={"weights": loop.weights()}, **given
-    )
+    return dict(path=path, module=private.handle, optimizer=loop.optimizer)
 
 
-def loaded(path, loop=None):
+def saved(loop, path, **content):
+    content = {"weights": loop.weights(), **content}
+    loop.private.engine.save_checkpoint(checkpoint_dict=content, **of(loop, path))
+
+
+def loaded(path, loop=None, **kwargs):
     loop = loop or Loop()
-    private = loop.private
-    given = {"module": private.handle, "optimizer": loop.optimizer}
-    content = private.engine.load_checkpoint(path=path, **given)
+    content = loop.private.engine.load_checkpoint(**of(loop, path), **kwargs)
     assert torch.equal(content["weights"], loop.weights())
     return loop
 
@@ -346,12 +352,9 @@ def test_a_process_that_is_killed_while_it_writes(tmp_path):
 
 def test_files_that_were_cut_short(tmp_path):
     """They are refused, and nothing is changed."""
-    path, loop = tmp_path / "run.pt", Loop()
-    loop.step(part(3))
-    saved(loop, path)
-    whole, other = path.read_bytes(), Loop()
-    other.step(part(3))
-    other.step(part(3))
+    path = tmp_path / "run.pt"
+    saved(stepped(1), path)
+    whole, other = path.read_bytes(), stepped(2)
     before = other.weights()
     for length in {0, 1, 4, *(int(len(whole) * k / 20) for k in range(20))}:
         path.write_bytes(whole[:length])
@@ -368,27 +371,20 @@ class Code:
 
 
 def test_files_with_code_in_them(tmp_path):
-    path, loop = tmp_path / "run.pt", Loop()
-    given = {"module": loop.private.handle, "checkpoint_dict": {"x": Code()}}
-    loop.private.engine.save_checkpoint(path=path, **given)
+    path = tmp_path / "run.pt"
+    saved(Loop(), path, x=Code())
     with pytest.raises(Refused, match="other objects .*add_safe_globals"):
         loaded(path)
     with pytest.raises(Refused, match="runs whatever code is in the file"):
-        loop.private.engine.load_checkpoint(
-            path=path,
-            module=loop.private.handle,
-            torch_load_kwargs={"weights_only": False},
-        )
+        loaded(path, torch_load_kwargs={"weights_only": False})
     torch.save({"weights": 1}, path)
     with pytest.raises(Refused, match="no checkpoint of PrivacyEngine"):
         loaded(path)
 
 
 def test_a_checkpoint_of_another_accountant_changes_nothing(tmp_path):
-    path, loop = tmp_path / "run.pt", Loop(accountant="rdp")
-    loop.step(part(3))
-    saved(loop, path)
-    other = Loop()
+    path, other = tmp_path / "run.pt", Loop()
+    saved(stepped(1, accountant="rdp"), path)
     before = other.weights()
     with pytest.raises(ValueError, match="state_dict of rdp cannot be loaded"):
         loaded(path, other)
@@ -398,17 +394,12 @@ def test_a_checkpoint_of_another_accountant_changes_nothing(tmp_path):
 @sparse
 def test_loading_that_is_interrupted(tmp_path, every):
     """If weights may come from two runs, the steps of both are counted."""
-    path, first = tmp_path / "run.pt", Loop()
-    for _ in range(3):
-        first.step(part(3))
+    path, first = tmp_path / "run.pt", stepped(3)
     saved(first, path)
-    loop, seen = Loop(), set()
+    seen = set()
 
     def act(interrupt):
-        before, other = loop.weights(), Loop()
-        other.net.load_state_dict(loop.net.state_dict())
-        for _ in range(2):
-            other.step(part(3))
+        other = stepped(2)
         before = other.weights()
         try:
             with interrupt:
@@ -427,11 +418,8 @@ def test_loading_that_is_interrupted(tmp_path, every):
 
 def test_weights_that_do_not_fit_count_for_both(tmp_path):
     """torch has already loaded the other ones."""
-    path, loop = tmp_path / "run.pt", Loop()
-    loop.step(part(3))
-    saved(loop, path)
-    other = Loop()
-    other.step(part(3))
+    path, other = tmp_path / "run.pt", stepped(1)
+    saved(stepped(1), path)
     other.net.layer.bias = torch.nn.Parameter(torch.zeros(RECORDS).double())
     with pytest.raises(RuntimeError, match="size mismatch"):
         loaded(path, other)

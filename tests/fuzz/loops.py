@@ -6,16 +6,15 @@ checkpoint) must not change the next clipped sum.
 
 import copy
 import random
-import tempfile
 import warnings
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Dict, List, Optional, Tuple
 
 import torch
 from torch import nn
 
 from opacus_ext import Refused
+from tests import events
 from tests.adapter.common import EVERY_MODE
 from tests.common import (
     CLIPPINGS,
@@ -35,10 +34,6 @@ HUGE, TINY = 1e6, 1e-9  # norms beyond which no digits are left to compare
 
 class Unfit(Exception):
     """A program that nobody would train."""
-
-
-class Stop(Exception):
-    """An exception of user code in the middle of a step."""
 
 
 @dataclass
@@ -83,11 +78,6 @@ class Case:
         """True if it may be refused: for state, or a table that could be samples."""
         unnamed = "table" in self.clean.inputs and not self.shared
         return self.clean.refusable or unnamed
-
-    @property
-    def module(self) -> nn.Module:
-        """The module that a checkpoint is made of."""
-        return self.private.handle if self.wrap else self.model
 
     def batch(self, size: Optional[int] = None) -> Batch:
         size = self.rng.randint(1, 5) if size is None else size
@@ -191,42 +181,25 @@ def parts(case: Case) -> None:
     """A logical batch in several physical ones."""
     batches = [case.batch() for _ in range(case.rng.randint(2, 3))]
     every = [case.expect(b) for b in batches]
-    for number, batch in enumerate(batches, 1):
-        case.private.optimizer.signal_skip_step(number < len(batches))
-        case.private.step(batch, loss_of)
+    events.physical(case.private, batches, lambda b: case.private.step(b, loss_of))
     case.look({n: sum(e[n] for e in every) for n in every[0]})
-
-
-def evaluates(case: Case) -> None:
-    """A batch in evaluation mode, and one without gradients in training mode."""
-    case.private.module.eval()
-    with torch.no_grad():
-        loss_of(case.private.module, case.batch())
-    case.private.module.train()
-    with torch.no_grad():
-        loss_of(case.private.module, case.batch())
 
 
 def leaves(case: Case) -> None:
     """A forward without a backward pass, and a backward pass without a step."""
     loss_of(case.private.module, case.batch())
-    case.private.optimizer.zero_grad()
-    case.private.backward(case.batch(), loss_of)
+    events.dropped(case.private, case.batch(), loss_of)
     case.private.optimizer.zero_grad()
 
 
-def breaks(case: Case, inside: bool = False) -> None:
-    """User code raises in the model's forward, or between it and the backward pass."""
+def breaks_inside(case: Case) -> None:
+    """User code raises in the model's forward."""
 
     def stop(*args):
-        raise Stop
+        raise events.Stop
 
-    last = list(case.model.steps.values())[-1]
-    handle = last.register_forward_hook(stop if inside else lambda *args: None)
-    try:
-        case.private.step(case.batch(), lambda m, batch: stop(loss_of(m, batch)))
-    except Stop:
-        pass
+    handle = list(case.model.steps.values())[-1].register_forward_hook(stop)
+    events.broken(case.private, case.batch(), loss_of)
     handle.remove()
 
 
@@ -258,20 +231,11 @@ def between(case: Case) -> None:
 
 def resumes(case: Case) -> None:
     """New objects resume from a checkpoint."""
-    old = case.private
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "checkpoint.pt"
-        old.engine.save_checkpoint(
-            path=path, module=case.module, optimizer=old.optimizer
-        )
-        model = copy.deepcopy(case.clean)
-        with torch.no_grad():
-            for p in trainable(model).values():
-                p.add_(1)
-        case.private = case._private(model)
-        case.private.engine.load_checkpoint(
-            path=path, module=case.module, optimizer=case.private.optimizer
-        )
+    old, model = case.private, copy.deepcopy(case.clean)
+    with torch.no_grad():
+        for p in trainable(model).values():
+            p.add_(1)
+    case.private = events.resumed(old, case._private(model))
 
 
 def shrunk(state: Dict[str, Any]) -> Dict[str, Any]:
@@ -284,10 +248,10 @@ EVENTS: Dict[str, Any] = {
     "empty": (lambda case: step(case, 0), 1),
     "of one": (lambda case: step(case, 1), 1),
     "parts": (parts, 2),
-    "evaluates": (evaluates, 1),
+    "evaluates": (lambda c: events.evaluated(c.private, c.batch(), loss_of), 1),
     "leaves": (leaves, 1),
-    "breaks": (breaks, 1),
-    "breaks inside": (lambda case: breaks(case, inside=True), 1),
+    "breaks": (lambda c: events.broken(c.private, c.batch(), loss_of), 1),
+    "breaks inside": (breaks_inside, 1),
     "second run": (second_run, 1),
     "between": (between, 1),
     "resumes": (resumes, 1),

@@ -14,29 +14,11 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 from opacus_ext.layers import SwitchFeedForward, TopKFeedForward
+from tests.common import Net as Step
 
 D = 3  # B and T are often the same
 LONGEST = 5  # of T
 VOCAB = 6
-
-
-class Step(nn.Module):
-    """
-    Args:
-        then: ``(step, *values)`` to a value
-        single: True if it stays in float32
-        parts: modules, and tensors, which become parameters
-    """
-
-    def __init__(self, then: Callable, single: bool = False, **parts: Any):
-        super().__init__()
-        self.then, self.single, self.seen = then, single, 0.0
-        for name, part in parts.items():
-            part = nn.Parameter(part) if isinstance(part, torch.Tensor) else part
-            setattr(self, name, part)
-
-    def forward(self, *values):
-        return self.then(self, *values)
 
 
 class Opaque(torch.autograd.Function):
@@ -293,9 +275,9 @@ UNARY: Dict[str, Callable[[random.Random], Step]] = {
 # Exact or refused: ops that keep something made of data, or may after a branch on data,
 # or that have complex parameters.
 REFUSABLE: Dict[str, Callable[[random.Random], Step]] = {
-    "remembers": with_linear(remembers),
-    "latches": with_linear(latches),
-    "counts": with_linear(counts),
+    "remembers": with_linear(remembers, seen=0.0),
+    "latches": with_linear(latches, seen=0.0),
+    "counts": with_linear(counts, seen=0.0),
     "complex": lambda rng: Step(
         lambda s, h: (h.to(s.w.dtype) @ s.w).real,
         w=torch.randn(D, D, dtype=torch.complex128),

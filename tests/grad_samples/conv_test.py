@@ -1,5 +1,6 @@
 """Convolutions, plain and transposed, in every configuration torch knows."""
 
+import copy
 import random
 
 import pytest
@@ -9,6 +10,7 @@ from torch import nn
 
 from opacus_ext import Refused
 from tests.common import (
+    Net,
     assert_same,
     norms_of,
     oracle,
@@ -105,38 +107,32 @@ def test_settings(dims, kinds, draw):
         exact(model, x.double(), square_loss, BOTH)
 
 
-class Shared(nn.Module):
-    """Two convolutions of one weight, the second on the output of the first."""
+def shared(first, second):
+    """Makes two layers of one weight, the second on the output of the first."""
 
-    def __init__(self, first, second):
-        super().__init__()
-        self.first, self.second = first, second
-        self.second.weight = first.weight
+    def then(m, x):
+        x = m.first(x).tanh()
+        if isinstance(second, nn.ConvTranspose1d):
+            return m.second(x, output_size=[6])
+        return m.second(x[:, : second.in_channels])
 
-    def forward(self, x):
-        return self.second(self.first(x).tanh(), output_size=x.shape[2:])
-
-
-class Cut(nn.Conv1d):
-    """As a convolution, but it ignores the size that it is told."""
-
-    def forward(self, x, output_size):
-        return super().forward(x[:, : self.in_channels])
+    model = Net(then, first=copy.deepcopy(first), second=copy.deepcopy(second))
+    model.second.weight = model.first.weight
+    return model
 
 
+DOWN = dict(kernel_size=3, stride=2, padding=1)
 SHARED = {
-    "autoencoder": lambda: Shared(
-        nn.Conv1d(4, 4, 3, stride=2, padding=1),
-        nn.ConvTranspose1d(4, 4, 3, stride=2, padding=1),
+    "autoencoder": (nn.Conv1d(4, 4, **DOWN), nn.ConvTranspose1d(4, 4, **DOWN)),
+    "grouped autoencoder": (
+        nn.Conv1d(4, 4, groups=2, **DOWN),
+        nn.ConvTranspose1d(4, 4, groups=2, **DOWN),
     ),
-    "grouped autoencoder": lambda: Shared(
-        nn.Conv1d(4, 4, 3, stride=2, padding=1, groups=2),
-        nn.ConvTranspose1d(4, 4, 3, stride=2, padding=1, groups=2),
+    "two dilations": (
+        nn.Conv1d(4, 4, 3, padding=1),
+        nn.Conv1d(4, 4, 3, dilation=3, padding=4, bias=False),
     ),
-    "two dilations": lambda: Shared(
-        nn.Conv1d(4, 4, 3, padding=1), Cut(4, 4, 3, dilation=3, padding=4, bias=False)
-    ),
-    "other groups": lambda: Shared(nn.Conv1d(4, 4, 2, groups=2), Cut(2, 4, 2)),
+    "other groups": (nn.Conv1d(4, 4, 2, groups=2), nn.Conv1d(2, 4, 2)),
 }
 
 
@@ -144,18 +140,15 @@ SHARED = {
 def test_one_weight_of_two_convolutions(name):
     """Their strides, dilations and biases are their own."""
     x = torch.randn(3, 4, 6).double()
-    exact(SHARED[name]().double(), x, square_loss)
+    exact(shared(*SHARED[name]).double(), x, square_loss)
 
 
 def test_sample_by_sample():
     """Unbatched inputs ``[C, T]`` in a loop."""
-
-    class Loop(nn.Conv1d):
-        def forward(self, x):
-            return torch.stack([super(Loop, self).forward(sample) for sample in x])
-
-    x = torch.randn(4, 2, 5).double()
-    exact(Loop(2, 3, 2).double(), x, square_loss)
+    model = Net(
+        lambda m, x: torch.stack([m.conv(row) for row in x]), conv=nn.Conv1d(2, 3, 2)
+    )
+    exact(model.double(), torch.randn(4, 2, 5).double(), square_loss)
 
 
 def test_samples_as_channels():

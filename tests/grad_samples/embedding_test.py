@@ -5,8 +5,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tests.common import square_loss
-from tests.grad_samples.rule_case import BOTH, Op, RuleCase, RuleTests, exact
+from tests.common import Net, square_loss
+from tests.grad_samples.rule_case import BOTH, RuleCase, RuleTests, exact, op
 
 
 def ids(high, *shape):
@@ -39,15 +39,15 @@ class TestEmbedding(RuleTests):
 
 class TestRows(RuleTests):
     cases = {
-        "rows": RuleCase(lambda: Op(lambda i, w: w[i - 3], (6, 2, 4)), ids(6, 2)),
+        "rows": RuleCase(op(lambda i, w: w[i - 3], (6, 2, 4)), ids(6, 2)),
         "padding -2": RuleCase(
-            lambda: Op(lambda i, w: F.embedding(i, w, padding_idx=-2), (5, 4)), padded
+            op(lambda i, w: F.embedding(i, w, padding_idx=-2), (5, 4)), padded
         ),
         "torch.embedding": RuleCase(
-            lambda: Op(lambda i, w: torch.embedding(w, i, 1), (6, 4)), ids(6)
+            op(lambda i, w: torch.embedding(w, i, 1), (6, 4)), ids(6)
         ),
         "a table a sample": RuleCase(
-            lambda: Op(
+            op(
                 lambda i, w: torch.stack(
                     [F.embedding(row, w * row.sum(), padding_idx=1) for row in i]
                 ),
@@ -59,24 +59,17 @@ class TestRows(RuleTests):
     }
 
 
-class Bag(nn.Module):
+def bag(m, ids, weights):
     """Three bags of each sample, the second empty, or one of all its ids."""
-
-    def __init__(self, offsets, weighted=False, **kwargs):
-        super().__init__()
-        self.bag = nn.EmbeddingBag(7, 3, **kwargs)
-        self.offsets, self.weighted = offsets, weighted
-
-    def forward(self, ids, weights):
-        B, T = ids.shape
-        weights = weights if self.weighted else None
-        if not self.offsets:
-            return self.bag(ids, per_sample_weights=weights)
-        offsets = (torch.arange(B)[:, None] * T + torch.tensor([0, 3, 3])).flatten()
-        if self.bag.include_last_offset:
-            offsets = torch.cat([offsets, torch.tensor([B * T])])
-        weights = None if weights is None else weights.flatten()
-        return self.bag(ids.flatten(), offsets, weights).view(B, -1)
+    B, T = ids.shape
+    weights = weights if m.weighted else None
+    if not m.offsets:
+        return m.bag(ids, per_sample_weights=weights)
+    offsets = (torch.arange(B)[:, None] * T + torch.tensor([0, 3, 3])).flatten()
+    if m.bag.include_last_offset:
+        offsets = torch.cat([offsets, torch.tensor([B * T])])
+    weights = None if weights is None else weights.flatten()
+    return m.bag(ids.flatten(), offsets, weights).view(B, -1)
 
 
 @pytest.mark.parametrize("offsets", [True, False])
@@ -92,20 +85,18 @@ class Bag(nn.Module):
     ids=lambda kwargs: " ".join(map(str, kwargs.values())),
 )
 def test_bags(offsets, kwargs):
+    given = dict(kwargs)
+    parts = dict(offsets=offsets, weighted=given.pop("weighted", False))
+    model = Net(bag, bag=nn.EmbeddingBag(7, 3, **given), **parts)
     batch = torch.randint(0, 7, (4, 5)), torch.rand(4, 5).double()
-    exact(Bag(offsets, **kwargs).double(), batch, square_loss, BOTH)
+    exact(model.double(), batch, square_loss, BOTH)
 
 
 def test_bags_of_other_lengths_in_each_sample():
-    class Lengths(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.bag = nn.EmbeddingBag(7, 3, mode="max")
-
-        def forward(self, ids, first):
-            starts = (torch.stack([0 * n, n]) for n in first)
-            rows = [self.bag(x, n).flatten() for x, n in zip(ids, starts)]
-            return torch.stack(rows)
+    def then(m, ids, first):
+        starts = (torch.stack([0 * n, n]) for n in first)
+        return torch.stack([m.bag(x, n).flatten() for x, n in zip(ids, starts)])
 
     batch = torch.randint(0, 7, (4, 5)), torch.tensor([1, 3, 1, 5])
-    exact(Lengths().double(), batch, square_loss)
+    model = Net(then, bag=nn.EmbeddingBag(7, 3, mode="max"))
+    exact(model.double(), batch, square_loss)

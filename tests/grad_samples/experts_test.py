@@ -7,16 +7,7 @@ from torch.nn import functional as F
 
 from opacus_ext.layers import Experts, balancing_loss
 from opacus_ext.refused import Refused
-from tests.common import (
-    assert_same,
-    clipped_sum,
-    make_private,
-    next_token_loss,
-    oracle,
-    run_mode,
-    square_loss,
-    trainable,
-)
+from tests.common import next_token_loss, run_mode, square_loss
 from tests.grad_samples.moe_families_test import batch_of, build, loss_fn
 from tests.grad_samples.rule_case import MODE, exact
 
@@ -142,19 +133,6 @@ def test_kinds_of_stacked_experts(gated, bias):
     for B, T in ((4, 6), (5, 5), (0, 3)):
         model = Mixtures(stacked, gated=gated, bias=bias).double()
         exact(model, torch.randn(B, T, 3).double(), square_loss)
-
-
-@pytest.mark.parametrize("way", [by_mask, by_sorting, stacked])
-def test_every_step(way):
-    """Rows move from step to step; each is as exact as the first."""
-    model, plain = Mixtures(way).double(), Mixtures(way).double()
-    private = make_private(model, *MODE, batch_size=3)
-    for _ in range(3):
-        plain.load_state_dict(model.state_dict())
-        batch = torch.randn(3, 4, 3).double()
-        expected = clipped_sum(oracle(plain, batch, square_loss), "flat", 1.0)
-        private.step(batch, square_loss)
-        assert_same({n: 3 * p.grad for n, p in trainable(model).items()}, expected)
 
 
 def test_router_logits_have_no_dim_of_samples():

@@ -9,17 +9,14 @@ from transformers.pytorch_utils import Conv1D
 from opacus_ext.grad_sample.rules.experts import grouped_linear
 from opacus_ext.layers.linear_cross_entropy import linear_cross_entropy
 from tests.grad_samples.rule_case import (
-    Op,
     RuleCase,
     RuleTests,
     as_it_is,
     check_way,
     complex_of,
+    op,
+    rows,
 )
-
-
-def rows(*shape):
-    return lambda B, T: torch.randn(B, T, *shape)
 
 
 def addmm(x, w, b):
@@ -50,28 +47,28 @@ class TestLinear(RuleTests):
 
 class TestFunctions(RuleTests):
     cases = {
-        "addmm": RuleCase(lambda: Op(addmm, (3, 4), (4,)), rows(3)),
-        "matmul": RuleCase(lambda: Op(torch.matmul, (3, 4)), rows(2, 3)),
-        "matmul, first": RuleCase(lambda: Op(lambda x, w: w @ x.mT, (4, 3)), rows(3)),
+        "addmm": RuleCase(op(addmm, (3, 4), (4,)), rows(3)),
+        "matmul": RuleCase(op(torch.matmul, (3, 4)), rows(2, 3)),
+        "matmul, first": RuleCase(op(lambda x, w: w @ x.mT, (4, 3)), rows(3)),
         "bmm": RuleCase(
-            lambda: Op(lambda x, w: torch.bmm(x, w.expand(len(x), 3, 4)), (1, 3, 4)),
+            op(lambda x, w: torch.bmm(x, w.expand(len(x), 3, 4)), (1, 3, 4)),
             rows(3),
         ),
         "einsum": RuleCase(
-            lambda: Op(lambda x, w: torch.einsum("btd,edh->bteh", x, w), (2, 3, 2)),
+            op(lambda x, w: torch.einsum("btd,edh->bteh", x, w), (2, 3, 2)),
             rows(3),
         ),
         "head": RuleCase(
-            lambda: Op(head, (6, 4), (6,)),
+            op(head, (6, 4), (6,)),
             lambda B, T: (torch.randn(B, T, 4), torch.randint(6, (B, T))),
         ),
         "experts": RuleCase(
-            lambda: Op(by_experts, (3, 4, 2)),
+            op(by_experts, (3, 4, 2)),
             lambda B, T: (torch.randn(B, T, 4), torch.randint(3, (B, T))),
             without=("empty",),
         ),
         "experts, many rows": RuleCase(
-            lambda: Op(by_experts, (3, 4, 2)),
+            op(by_experts, (3, 4, 2)),
             lambda B, T: (torch.randn(B, 200 * T, 4), torch.randint(2, (B, 200 * T))),
             without=("test_flattened", "empty"),
         ),
@@ -108,12 +105,10 @@ class TestPReLU(RuleTests):
     "case",
     [
         *(TestFunctions.cases[n] for n in ("addmm", "matmul", "matmul, first", "bmm")),
-        RuleCase(lambda: Op(F.linear, (4, 3), (4,)), rows(3)),
+        RuleCase(op(F.linear, (4, 3), (4,)), rows(3)),
+        RuleCase(op(F.conv1d, (4, 3, 1), (4,)), lambda B, T: torch.randn(B, 3, T)),
         RuleCase(
-            lambda: Op(F.conv1d, (4, 3, 1), (4,)), lambda B, T: torch.randn(B, 3, T)
-        ),
-        RuleCase(
-            lambda: Op(lambda i, w: w[i - 3], (6, 2, 4)),
+            op(lambda i, w: w[i - 3], (6, 2, 4)),
             lambda B, T: torch.randint(6, (B, T)),
         ),
     ],

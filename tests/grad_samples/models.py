@@ -9,21 +9,10 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
 
+from tests.common import Net
+from tests.common import net as made
+
 D, V = 4, 9
-
-
-class Net(nn.Module):
-    """A forward ``then(net, *inputs)``, on parts: modules, parameters and numbers."""
-
-    def __init__(self, then, **parts):
-        super().__init__()
-        self.then = then
-        for name, value in parts.items():
-            value = nn.Parameter(value) if isinstance(value, torch.Tensor) else value
-            setattr(self, name, value)
-
-    def forward(self, *inputs, **named):
-        return self.then(self, *inputs, **named)
 
 
 def linear(width=D):
@@ -190,20 +179,6 @@ def bare(m, x):
     return F.linear(y, m.attention.out_proj.weight)
 
 
-def centered(how):
-    """Subtracts a batch mean, which for a sample alone is its own."""
-
-    def then(m, x):
-        h = m.fc(x - x.mean(0) if how == "input" else x)
-        if how == "detached":
-            h = h - h.mean(0).detach()
-        with torch.set_grad_enabled(how == "output"):
-            mean = h.mean(0)
-        return m.head(torch.tanh(h - mean))
-
-    return lambda: Net(then, fc=linear(), head=linear())
-
-
 def gate(function):
     """Scales by a function of its weight, which is linear only by accident."""
     return lambda: Net(
@@ -212,19 +187,9 @@ def gate(function):
     )
 
 
-def hooked():
-    net = Net(lambda m, x: m.fc(x).tanh(), fc=linear())
-    net.fc.register_forward_hook(lambda m, args, out: out + m.weight.diagonal())
-    return net
-
-
 def net(then, *names, **parts):
     """Makes a model whose parts ``names`` are linear layers."""
-    return lambda: Net(
-        then,
-        **{name: linear() for name in names},
-        **{name: part() for name, part in parts.items()},
-    )
+    return made(then, **{name: (D, D) for name in names}, **parts)
 
 
 FLOATS = {
@@ -265,8 +230,6 @@ FLOATS = {
         conv=lambda: nn.Conv1d(4, 4, 3, padding=1),
         lstm=lambda: nn.LSTM(4, 3, batch_first=True),
     ),
-    "hook of the user": hooked,
-    **{f"mean of the {how}": centered(how) for how in ("input", "detached", "output")},
     **{
         f"gate {f.__name__}": gate(f)
         for f in (torch.relu, torch.abs, torch.sigmoid, torch.square)

@@ -2,19 +2,12 @@
 
 import pytest
 import torch
-from opacus import PrivacyEngine
 from opacus.validators import ModuleValidator
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset
 
-from opacus_ext.losses import PerSample
-from tests.common import CRASHES, square_loss
-from tests.grad_samples.rule_case import BOTH, RuleCase, RuleTests, exact
-
-
-def rows(width):
-    return lambda B, T: torch.randn(B, T, width)
+from tests.common import CRASHES, Net, make_private, net, square_loss
+from tests.grad_samples.rule_case import BOTH, RuleCase, RuleTests, exact, rows
 
 
 def everything(layer, x):
@@ -63,81 +56,79 @@ class TestLayers(RuleTests):
     }
 
 
-class Loop(nn.Module):
+def loop(kind, start=False, **kwargs):
     """A cell, step by step, from a state that is computed or zero."""
 
-    def __init__(self, cell, start=False):
-        super().__init__()
-        self.cell, self.start = cell, nn.Linear(2, 3) if start else None
-
-    def forward(self, x):
+    def then(m, x):
         state, outputs = None, []
-        if self.start is not None:
-            state = self.start(x[:, 0]).tanh()
-            state = (state, state) if isinstance(self.cell, nn.LSTMCell) else state
+        if start:
+            state = m.start(x[:, 0]).tanh()
+            state = (state, state) if kind is nn.LSTMCell else state
         for t in range(x.size(1)):
-            state = self.cell(x[:, t], state)
+            state = m.cell(x[:, t], state)
             outputs.append(state[0] if isinstance(state, tuple) else state)
         return torch.stack(outputs, dim=1)
+
+    parts = dict(start=(2, 3)) if start else {}
+    return RuleCase(net(then, cell=lambda: kind(2, 3, **kwargs), **parts), rows(2))
 
 
 class TestCells(RuleTests):
     cases = {
-        "tanh": RuleCase(lambda: Loop(nn.RNNCell(2, 3)), rows(2)),
-        "LSTM": RuleCase(lambda: Loop(nn.LSTMCell(2, 3), start=True), rows(2)),
-        "GRU": RuleCase(lambda: Loop(nn.GRUCell(2, 3, bias=False), True), rows(2)),
+        "tanh": loop(nn.RNNCell),
+        "LSTM": loop(nn.LSTMCell, start=True),
+        "GRU": loop(nn.GRUCell, start=True, bias=False),
     }
 
 
-class Again(nn.Module):
-    """Two calls of one layer in some way."""
-
-    def __init__(self, kind, how):
-        super().__init__()
-        self.rnn, self.how = kind(3, 3, batch_first=True), how
-        if how in ("one weight in two layers", "encoder and decoder"):
-            self.two = kind(3, 3, batch_first=True)
-        if how == "one weight in two layers":
-            self.two.weight_ih_l0 = self.rnn.weight_ih_l0
-            self.two.weight_hh_l0 = self.rnn.weight_hh_l0
-        if how == "one weight in two places":
-            self.rnn.weight_hh_l0 = self.rnn.weight_ih_l0
-            self.rnn.bias_hh_l0 = self.rnn.bias_ih_l0
-
-    def forward(self, x):
-        y, state = self.rnn(x)
-        if self.how == "stacked":
-            return self.rnn(y)[0]
-        if self.how == "two inputs":
-            return y[:, -1] * self.rnn(x.flip(1)[:, :2])[0][:, -1]
-        if self.how in ("chunks", "detached"):
-            if self.how == "detached":
-                state = torch.utils._pytree.tree_map(torch.detach, state)
-            return torch.cat([y, self.rnn(x, state)[0]], dim=1)
-        if self.how == "one weight in two layers":
-            return self.two(y)[0]
-        if self.how == "encoder and decoder":
-            return self.two(x[:, 1:], state)[0]
-        if self.how == "sample by sample":
-            return torch.stack([self.rnn(sample)[0] for sample in x])
-        if self.how == "a weight used elsewhere":
-            return F.linear(y, self.rnn.weight_hh_l0[:3])
-        return y.relu_() if self.how == "in place" else y
+def again(m, x, state):
+    y, _ = m.rnn(x)
+    return torch.cat([y, m.rnn(x, state)[0]], dim=1)
 
 
-HOWS = (
-    *("stacked", "two inputs", "chunks", "detached", "encoder and decoder", "in place"),
-    *("one weight in two layers", "one weight in two places", "sample by sample"),
-    "a weight used elsewhere",
-)
+def two_layers(m):
+    for name in ("weight_ih_l0", "weight_hh_l0"):
+        setattr(m.two, name, getattr(m.rnn, name))
+
+
+def two_places(m):
+    m.rnn.weight_hh_l0, m.rnn.bias_hh_l0 = m.rnn.weight_ih_l0, m.rnn.bias_ih_l0
+
+
+def detached(m, x):
+    return torch.utils._pytree.tree_map(torch.detach, m.rnn(x)[1])
+
+
+# Two calls of one layer, or of two of one weight, which ``shares`` makes.
+HOWS = {
+    "stacked": lambda m, x: m.rnn(m.rnn(x)[0])[0],
+    "two inputs": lambda m, x: m.rnn(x)[0][:, -1] * m.rnn(x.flip(1)[:, :2])[0][:, -1],
+    "chunks": lambda m, x: again(m, x, m.rnn(x)[1]),
+    "detached": lambda m, x: again(m, x, detached(m, x)),
+    "encoder and decoder": lambda m, x: m.two(x[:, 1:], m.rnn(x)[1])[0],
+    "in place": lambda m, x: m.rnn(x)[0].relu_(),
+    "one weight in two layers": lambda m, x: m.two(m.rnn(x)[0])[0],
+    "one weight in two places": lambda m, x: m.rnn(x)[0],
+    "sample by sample": lambda m, x: torch.stack([m.rnn(row)[0] for row in x]),
+    "a weight used elsewhere": lambda m, x: F.linear(
+        m.rnn(x)[0], m.rnn.weight_hh_l0[:3]
+    ),
+}
+SHARES = {
+    "one weight in two layers": two_layers,
+    "one weight in two places": two_places,
+}
 
 
 @pytest.mark.parametrize("kind", [nn.RNN, nn.LSTM, nn.GRU])
 @pytest.mark.parametrize("how", HOWS)
 def test_uses(kind, how):
     for B, T in ((3, 5), (4, 4), (1, 3)):
+        layers = (kind(3, 3, batch_first=True) for _ in range(2))
+        model = Net(HOWS[how], **dict(zip(("rnn", "two"), layers)))
+        SHARES.get(how, lambda model: None)(model)
         x = torch.randn(B, T, 3).double()
-        exact(Again(kind, how).double(), x, square_loss, BOTH)
+        exact(model.double(), x, square_loss, BOTH)
 
 
 def test_hook_of_the_user():
@@ -174,15 +165,6 @@ def test_validator_leaves_it_alone(layer):
 def test_modes_of_opacus_refuse_it(wrap, layer):
     model = nn.ModuleDict({"layer": layer})
     with pytest.raises(Exception, match=type(layer).__name__) as info:
-        PrivacyEngine().make_private(
-            module=model,
-            optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
-            criterion=PerSample(),
-            data_loader=DataLoader(TensorDataset(torch.zeros(4, 1)), batch_size=4),
-            noise_multiplier=0.0,
-            max_grad_norm=1.0,
-            grad_sample_mode="ew",
-            wrap_model=wrap,
-        )
+        make_private(model, "ew", wrap, batch_size=4)
     assert not isinstance(info.value, CRASHES), info.value
     assert "forward" not in vars(layer) and not layer._forward_hooks

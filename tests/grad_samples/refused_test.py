@@ -11,17 +11,13 @@ from torch.nn import functional as F
 from opacus_ext import Refused
 from tests.common import (
     CRASHES,
-    assert_same,
+    Net,
     check,
-    clipped_sum,
-    exact_or_refused,
     make_private,
-    oracle,
     run_mode,
     square_loss,
     squares,
 )
-from tests.grad_samples.models import Net
 from tests.grad_samples.rule_case import BOTH
 
 modes = pytest.mark.parametrize("mode, wrap", BOTH)
@@ -108,17 +104,6 @@ def test_refused(mode, wrap, name):
         run_mode(mode, wrap, make().double(), batch, square_loss)
 
 
-class Beside(nn.Module):
-    """A layer that its own forward leaves to the loss."""
-
-    def __init__(self, other):
-        super().__init__()
-        self.body, self.other = nn.Linear(3, 3), other
-
-    def forward(self, x):
-        return self.body(x)
-
-
 @modes
 @pytest.mark.parametrize("what", ["called", "penalised"])
 @pytest.mark.parametrize(
@@ -128,37 +113,20 @@ class Beside(nn.Module):
 )
 def test_layer_used_after_the_model(mode, wrap, what, layer):
     """In the loss: its gradient must not vanish in silence."""
-    model = Beside(copy.deepcopy(layer)).double()
+    parts = dict(body=nn.Linear(3, 3), other=copy.deepcopy(layer))
+    model = Net(lambda m, x: m.body(x), **parts).double()
 
     def loss_fn(m, x):
         output = m(x)
-        other = (m if isinstance(m, Beside) else m._module).other
+        other = getattr(m, "_module", m).other
         if what == "penalised":
             return squares(output) + next(other.parameters()).square().sum()
         output = other(output)
         return squares(output[0] if isinstance(output, tuple) else output)
 
-    exact_or_refused(mode, wrap, model, X, loss_fn, ["other"])
-
-
-@pytest.mark.parametrize("mode", ["ghost", "ghost_bk"])
-def test_layer_called_outside_the_forward(mode):
-    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).double()
-    private = make_private(model, mode, batch_size=4)
-    private.step(X, square_loss)
-    with pytest.raises((RuntimeError, ValueError)):
-        losses = squares(model[1](model[0](X)))
-        private.criterion(losses, None).backward()
-
-
-@pytest.mark.parametrize("mode", ["ghost", "ghost_bk"])
-def test_second_backward_before_a_step(mode):
-    """Gradients of two batches must not add up under one C without a word."""
-    private = make_private(nn.Linear(3, 2).double(), mode, batch_size=4)
-    private.backward(X, square_loss)
-    with pytest.raises(Exception) as info:
-        private.backward(X, square_loss)
-    assert not isinstance(info.value, CRASHES)
+    with pytest.raises(Exception, match="other") as info:
+        run_mode(mode, wrap, model, X, loss_fn)
+    assert not isinstance(info.value, CRASHES), info.value
 
 
 @pytest.mark.parametrize("mode", ["ghost", "ghost_bk"])
@@ -175,20 +143,6 @@ def test_wrong_length_of_the_loss(mode, length):
     with pytest.raises(Exception) as info:
         private.step(X, loss_fn)
     assert not isinstance(info.value, CRASHES), info.value
-
-
-@modes
-@pytest.mark.parametrize("discarded", [False, True])
-def test_forward_between_steps(mode, wrap, discarded):
-    """An evaluation, or a forward whose loss is dropped, leaves nothing behind."""
-    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 2)).double()
-    expected = clipped_sum(oracle(model, X, square_loss), "flat", 1.0)
-    private = make_private(model, mode, wrap, batch_size=4)
-    with torch.set_grad_enabled(discarded):
-        private.module(X[:3])
-    private.step(X, square_loss)
-    got = {n: 4 * p.grad for n, p in model.named_parameters()}
-    assert_same(got, expected, message=mode)
 
 
 @modes

@@ -15,10 +15,12 @@ from torch.func import functional_call
 from opacus_ext import clipped_grads, per_sample_grads, workspace
 from opacus_ext.grad_sample.rules import RULES
 from tests.common import (
+    Net,
     check,
     clipped_sum,
     half_clipped,
     make_private,
+    net,
     norms_of,
     oracle,
     run_mode,
@@ -78,16 +80,21 @@ class RuleCase:
         return tuple(x.double() if x.is_floating_point() else x for x in batch)
 
 
-class Op(nn.Module):
-    """A function of inputs and of parameters of some shapes."""
+def rows(*shape):
+    """Inputs ``[B, T, *shape]``."""
+    return lambda B, T: torch.randn(B, T, *shape)
 
-    def __init__(self, function, *shapes):
-        super().__init__()
-        self.function = function
-        self.weights = nn.ParameterList(torch.zeros(shape) for shape in shapes)
 
-    def forward(self, *inputs):
-        return self.function(*inputs, *self.weights)
+def op(function, *shapes):
+    """Makes a function of inputs and of parameters of some shapes."""
+    return net(
+        lambda m, *inputs: function(*inputs, *m.weights),
+        weights=lambda: nn.ParameterList(torch.zeros(shape) for shape in shapes),
+    )
+
+
+def as_model(layer, call):
+    return Net(lambda m, *inputs: call(m.layer, *inputs), layer=layer)
 
 
 class Model(nn.Module):
@@ -218,7 +225,7 @@ def check_way(case, way, dtype=torch.float64):
 
     def loss(sample):
         used = {n: of(params[n]) for n, (_, of) in made.items()}
-        alone = Called(layer, case.call)
+        alone = as_model(layer, case.call)
         output = functional_call(
             alone, {f"layer.{n}": p for n, p in used.items()}, tuple(sample)
         )
@@ -226,17 +233,13 @@ def check_way(case, way, dtype=torch.float64):
             output = torch.view_as_real(output)
         return squares(output).sum()
 
-    rows = []
+    expected = {n: torch.zeros(3, *p.shape).to(p) for n, p in params.items()}
     for b in range(3):
         value = loss([x[b : b + 1] for x in inputs])
         grads = torch.autograd.grad(value, list(params.values()), allow_unused=True)
-        rows.append(
-            [
-                torch.zeros_like(p) if g is None else g
-                for p, g in zip(params.values(), grads)
-            ]
-        )
-    expected = {n: torch.stack(g) for n, g in zip(params, zip(*rows))}
+        for name, g in zip(params, grads):
+            if g is not None:
+                expected[name][b] = g
     bound = half_clipped(expected)
     found = clipped_grads(loss, params, tuple(inputs), bound)
     tolerance = 1e-4 if way is cast else 1e-8
@@ -245,15 +248,6 @@ def check_way(case, way, dtype=torch.float64):
     for name, total in clipped_sum(expected, "flat", bound).items():
         same(found.sums[name], total, tolerance)
         same(whole[name], expected[name], tolerance)
-
-
-class Called(nn.Module):
-    def __init__(self, layer, call):
-        super().__init__()
-        self.layer, self.call = layer, call
-
-    def forward(self, *inputs):
-        return self.call(self.layer, *inputs)
 
 
 def same(got, expected, tolerance):
@@ -286,7 +280,7 @@ class RuleTests:
             monkeypatch.setitem(RULES, op, tuple(noted(rule) for rule in RULES[op]))
         for B, T in ((3, 5), (4, 4), (1, 4), (0, 3)):
             if B or "empty" not in case.without:
-                model = Called(case.layer(), case.call)
+                model = as_model(case.layer(), case.call)
                 exact(model, case.inputs(B, T), square_loss, BOTH)
         assert called or not self.ops, "or all would pass without it, by copies"
 

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 import opacus_ext
 from tests.adapter.common import EVERY_MODE
 from tests.adapter.silence_test import Hidden, Sequences, state_loss
-from tests.common import square_loss
+from tests.common import net, square_loss
 from tests.fuzz.ops import UNARY
 from tests.neighbors import loops
 from tests.neighbors.records import (
@@ -46,16 +46,16 @@ STATES = Records(
 # -- models ----------------------------------------------------------------------------
 
 
-class Tied(nn.Module):
+def tied(m, ids, mask):
     """A language model over padded ids, one matrix in and out."""
+    return F.linear(m.cells(m.table(ids))[0], m.table.weight)
 
-    def __init__(self):
-        super().__init__()
-        self.table, self.cells = nn.Embedding(V, D), nn.GRU(D, D, batch_first=True)
 
-    def forward(self, ids, mask):
-        hidden, _ = self.cells(self.table(ids))
-        return F.linear(hidden, self.table.weight)
+TIED = net(
+    tied,
+    table=lambda: nn.Embedding(V, D),
+    cells=lambda: nn.GRU(D, D, batch_first=True),
+)
 
 
 def tied_loss(model, batch):
@@ -64,27 +64,23 @@ def tied_loss(model, batch):
     return (found * mask).sum(1) / mask.sum(1)
 
 
-class Encoder(nn.Module):
+def encoder(m, x, mask):
     """An encoder with a branch on padding, as in torch and transformers."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.TransformerEncoderLayer(D, 1, 4, 0.0, batch_first=True)
-        self.head = nn.Linear(D, 2)
-
-    def forward(self, x, mask):
-        h = self.layer(x, src_key_padding_mask=None if mask.all() else ~mask)
-        h = h.masked_fill(~mask[..., None], 0).sum(1) / mask.sum(1, keepdim=True)
-        return self.head(h)
+    h = m.layer(x, src_key_padding_mask=None if mask.all() else ~mask)
+    h = h.masked_fill(~mask[..., None], 0).sum(1) / mask.sum(1, keepdim=True)
+    return m.head(h)
 
 
-class Bag(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.bag, self.head = nn.EmbeddingBag(V, D), nn.Linear(D, 2)
-
-    def forward(self, ids, offsets=None):
-        return self.head(self.bag(ids, offsets))
+ENCODER = net(
+    encoder,
+    layer=lambda: nn.TransformerEncoderLayer(D, 1, 4, 0.0, batch_first=True),
+    head=(D, 2),
+)
+BAG = net(
+    lambda m, ids, offsets=None: m.head(m.bag(ids, offsets)),
+    bag=lambda: nn.EmbeddingBag(V, D),
+    head=(D, 2),
+)
 
 
 def of_op(name: str) -> Any:
@@ -113,10 +109,10 @@ class Model(NamedTuple):
 MODELS: Dict[str, Model] = {
     "rows": Model(lambda: nn.Linear(D, 2), ROWS),
     "states": Model(Hidden, STATES, state_loss),
-    "tied": Model(Tied, PADDED_IDS, tied_loss),
-    "encoder": Model(Encoder, PADDED),
-    "bags": Model(Bag, IDS),
-    "offsets": Model(Bag, BAGS, kwargs=dict(take=opacus_ext.take.bags)),
+    "tied": Model(TIED, PADDED_IDS, tied_loss),
+    "encoder": Model(ENCODER, PADDED),
+    "bags": Model(BAG, IDS),
+    "offsets": Model(BAG, BAGS, kwargs=dict(take=opacus_ext.take.bags)),
     "lists": Model(Sequences, LISTED, kwargs=dict(take=opacus_ext.take.items)),
     **{name: Model(of_op(name), FLOATS) for name in OPS},
 }
@@ -136,15 +132,6 @@ def unequal(private, batch):
     """Classes as targets; where a criterion ignores one, counts are unequal."""
     x, y = batch
     private.criterion(private.module(x).mT, y).backward()
-
-
-class Classes(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.head = nn.Linear(D, V)
-
-    def forward(self, x):
-        return self.head(x)
 
 
 CRITERIA = {
@@ -193,7 +180,7 @@ LOOPS = [
 LOSSES = [
     Setting(
         f"criterion {name}",
-        Classes,
+        lambda: nn.Linear(D, V),
         LABELED,
         square_loss,
         mode=mode,

@@ -36,7 +36,6 @@ class Setting:
         loop: how a batch is trained on, see ``loops``
         backward: ``(private, batch)``, in place of ``loss``
         kwargs: of ``make_private``
-        refused: True if some batch must be refused
         note: for its label
     """
 
@@ -50,7 +49,6 @@ class Setting:
     backward: Optional[Callable] = None
     backend: Optional[str] = None
     kwargs: Dict[str, Any] = field(default_factory=dict)
-    refused: bool = False
     note: str = ""
 
     @property

@@ -26,7 +26,7 @@ def chosen(settings):
 
 def look(found, one, moves=True):
     assert found.sound, f"{one.label}: {found}"
-    assert bool(found.refusals) == one.refused, f"{one.label}: {found}"
+    assert not found.refusals, f"{one.label}: {found}"
     if moves:  # or the search would not be one
         assert found.own > 0.3, f"{one.label}: {found}"
 
@@ -40,14 +40,6 @@ def test_one_record(one):
 @pytest.mark.parametrize("one", COMPILED, ids=lambda one: one.label)
 def test_one_record_compiled(one):
     torch._dynamo.reset()
-    look(search(one, 5), one)
-    torch._dynamo.reset()
-
-
-@pytest.mark.slow
-def test_one_record_compiled_by_inductor():
-    torch._dynamo.reset()
-    one = setting("rows", backend="inductor")
     look(search(one, 5), one)
     torch._dynamo.reset()
 

@@ -1,0 +1,60 @@
+"""What happens in a training loop beside plain steps, for both random searches."""
+
+import tempfile
+from pathlib import Path
+from typing import Any, Callable, Sequence
+
+import torch
+
+from tests.common import Private
+
+
+class Stop(Exception):
+    """An exception of user code in the middle of a step."""
+
+
+def physical(private: Private, batches: Sequence[Any], step: Callable) -> None:
+    """A logical batch in several physical ones."""
+    for number, batch in enumerate(batches, 1):
+        private.optimizer.signal_skip_step(number < len(batches))
+        step(batch)
+
+
+def evaluated(private: Private, batch: Any, loss: Callable) -> None:
+    """A batch in evaluation mode, and without gradients in training mode."""
+    with torch.no_grad():
+        for training in (False, True):
+            private.module.train(training)
+            loss(private.module, batch)
+
+
+def dropped(private: Private, batch: Any, loss: Callable) -> None:
+    """A backward pass whose step never comes."""
+    private.optimizer.zero_grad()
+    private.backward(batch, loss)
+
+
+def broken(private: Private, batch: Any, loss: Callable) -> None:
+    """User code raises in the forward, or between it and the backward pass."""
+
+    def raises(*args: Any) -> None:
+        loss(*args)
+        raise Stop
+
+    private.optimizer.zero_grad()
+    try:
+        private.backward(batch, raises)
+    except Stop:
+        pass
+
+
+def resumed(old: Private, new: Private) -> Private:
+    """New objects resume from a checkpoint."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "checkpoint.pt"
+        for private, act in (old, "save_checkpoint"), (new, "load_checkpoint"):
+            wraps = isinstance(private.handle, torch.nn.Module)
+            module = private.handle if wraps else private.module
+            given = dict(module=module, optimizer=private.optimizer)
+            getattr(private.engine, act)(path=path, **given)
+    return new
