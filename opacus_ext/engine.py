@@ -185,8 +185,7 @@ def _refuse_insecure(
             "poisson_sampling",
             "poisson_sampling=False leaves the loader to draw batches as it does, "
             "which is not secure.",
-            "Leave it out, or give sampling=opacus_ext.data.FixedSize(...) for batches "
-            "of one size.",
+            "Leave it out.",
         ),
     )
     for wrong, parameter, reason, remedy in cases:
@@ -278,7 +277,7 @@ def _with_drawn_batches(
     _check_sampling(sampling, module, poisson_sampling)
     distributed = isinstance(module, DPDDP)
     records = count_records(data_loader.dataset)
-    sampling.check(records, engine.accountant)
+    sampling.check(records)
     sampler = getattr(data_loader, "batch_sampler", None)
     drawn = isinstance(sampler, Draws) and sampler.sampling == sampling
     if drawn and not distributed:
@@ -318,8 +317,7 @@ def _check_sampling(sampling: Any, module: nn.Module, poisson_sampling: bool) ->
         raise Refused(
             f"sampling={sampling!r} is no way to draw batches.",
             parameter="sampling",
-            remedy="Give opacus_ext.data.Poisson(...), opacus_ext.data."
-            "TruncatedPoisson(...) or opacus_ext.data.FixedSize(...).",
+            remedy="Give opacus_ext.data.Poisson(...).",
         )
     if not poisson_sampling:
         raise Refused(
@@ -422,9 +420,8 @@ def calibrate(
 
     Example:
         >>> from opacus.accountants import create_accountant
-        >>> from opacus_ext.data import FixedSize
         >>> accountant = create_accountant("prv_bounds")
-        >>> sampling = FixedSize(batch_size=9)
+        >>> sampling = Poisson(expected_batch_size=9)
         >>> noise = calibrate(
         ...     sampling, accountant, 900, epsilon=2.0, delta=1e-5, epochs=1
         ... )
@@ -432,7 +429,7 @@ def calibrate(
         >>> 1.98 < accountant.get_epsilon(1e-5) <= 2
         True
     """
-    sampling.check(records, accountant)
+    sampling.check(records)
     steps = max(math.ceil(epochs * sampling.steps_per_epoch(records)), 1)
 
     def account(trial: IAccountant, noise_multiplier: float) -> None:
@@ -591,8 +588,7 @@ class PrivacyEngine(opacus.PrivacyEngine):
             rand_on_empty: True fills a batch without samples with random numbers, which
                 add nothing to the gradient
             sampling: how batches are drawn, in the place of ``poisson_sampling``:
-                ``Poisson``, ``TruncatedPoisson``, ``FixedSize`` or ``CyclicPoisson`` of
-                :mod:`opacus_ext.data`
+                ``Poisson`` or ``CyclicPoisson`` of :mod:`opacus_ext.data`
             noise: "independent" from step to step, or
                 :class:`~opacus_ext.optimizers.banded.Banded`, correlated noise
             take: ``take(inputs, i)`` takes sample ``i`` out of the inputs of the model,

@@ -148,7 +148,7 @@ class PrivacyCallback(Callback):
             self.sampling or Poisson(expected_batch_size=min(loader.batch_size, size)),
             steps=steps,
         )
-        sampling.check(size, self.engine.accountant)
+        sampling.check(size)
         self._config = {
             "records": size,
             "sampling": repr(sampling),

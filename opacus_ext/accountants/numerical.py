@@ -265,21 +265,12 @@ def _compose(
     return _Composed(prv, loss_error, error, points)
 
 
-def epsilon_bounds(
-    steps: Sequence[Step],
-    delta: float,
-    eps_error: Optional[float] = None,
-    delta_error: Optional[float] = None,
-) -> Bounds:
+def epsilon_bounds(steps: Sequence[Step], delta: float) -> Bounds:
     """
     Returns a lower bound, an estimate and an upper bound of epsilon.
 
     Where no grid serves (epsilon above 10,000, or a delta that would drown in rounding)
     the upper bound is Chernoff's, that is the one of Renyi accounting, and the lower 0.
-
-    Args:
-        steps: the mechanisms of the composition
-        delta, eps_error, delta_error: see :meth:`Composition.get_bounds`
     """
     if sum(count * total_variation(p) + count * i for p, count, i, _ in steps) <= delta:
         return Bounds(0.0, 0.0, 0.0)
@@ -292,7 +283,7 @@ def epsilon_bounds(
             top *= 2
         precise = dict(xtol=1e-300, rtol=1e-12, maxiter=500)
         return _near(brentq(lambda t: exact(t) - delta, 0, top, **precise))
-    error = delta / 1000 if delta_error is None else delta_error
+    error = delta / 1000
     tails = _tails(steps, error / 6)
     upper = tails.epsilon(delta)
     if tails.infinite <= delta:
@@ -301,9 +292,9 @@ def epsilon_bounds(
     if math.isinf(upper):
         return best._replace(lower=upper if tails.infinite > delta else 0.0)
     # Chernoff's bound may be many times too large: a coarse grid finds the scale.
-    coarse = eps_error is None
+    coarse = True
     for _ in range(6):
-        aim = eps_error or _mesh_error(best.estimate, error) * (10 if coarse else 1)
+        aim = _mesh_error(best.estimate, error) * (10 if coarse else 1)
         before = best.estimate
         found = _compose(steps, tails, aim, error)
         if found is None:

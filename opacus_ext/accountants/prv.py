@@ -7,12 +7,7 @@ from typing import Any, Mapping
 
 from opacus.accountants.accountant import IAccountant
 
-from opacus_ext.accountants.composition import (
-    Composition,
-    check_mechanism,
-    check_step,
-    refuse_mixed,
-)
+from opacus_ext.accountants.composition import Composition, check_mechanism, check_step
 
 
 class PRVBoundsAccountant(Composition, IAccountant):
@@ -28,15 +23,14 @@ class PRVBoundsAccountant(Composition, IAccountant):
     :mod:`opacus_ext.accountants.numerical` lists the differences.
 
     Neighbors are data sets that differ by one record more or less, in batches that are
-    drawn by Poisson sampling; for batches of fixed size, data sets in which one record
-    is another. The losses are those of a removal, as in Opacus. Those of an addition
-    differ wherever the sampling rate is below 1; epsilon was no greater in any of 59
-    random settings. That this is so for every composition is not proven.
+    drawn by Poisson sampling. The losses are those of a removal, as in Opacus. Those of
+    an addition differ wherever the sampling rate is below 1; epsilon was no greater in
+    any of 59 random settings. That this is so for every composition is not proven.
 
     ``history`` is Opacus's list of (noise_multiplier, sample_rate, steps); other
-    releases and steps with other batches go to :meth:`compose`. Up to 64 distinct pairs
-    of noise and rate are composed exactly. More are rounded before, to less noise for
-    the upper bound and to more for the lower.
+    releases go to :meth:`compose`. Up to 64 distinct pairs of noise and rate are
+    composed exactly. More are rounded before, to less noise for the upper bound and to
+    more for the lower.
 
     Example:
         >>> accountant = PRVBoundsAccountant()
@@ -70,5 +64,4 @@ class PRVBoundsAccountant(Composition, IAccountant):
         mechanisms = deepcopy(list(state_dict.get("mechanisms", [])))
         for entry in mechanisms:
             check_mechanism(entry)
-        refuse_mixed(history, mechanisms)
         self.history, self.mechanisms = history, mechanisms
