@@ -221,16 +221,18 @@ def release_transitions(
             that are not one for each item, from 1e-20 to 1e20
     """
     histories = _checked(histories, noise_multiplier)
-    size, most = len(items), int(items.max()) if len(items) else 0
-    if not items.dim() == 1 or not len(items.unique()) == size or not items.gt(0).all():
+    size = len(items)
+    different = items.dim() == 1 and len(items.unique()) == size > 0
+    if not different or int(items.min()) < 1:
         raise Refused(
             f"items={items.tolist()}.",
             parameter="items",
             remedy="Give each id once, from 1 on, [M].",
         )
+    most = int(items.max())
     if weights is None:
         weights = torch.ones(most + 1, dtype=torch.float64)
-    fits = weights.dim() == 1 and len(weights) > most > 0
+    fits = weights.dim() == 1 and len(weights) > most
     chosen = weights[items].double() if fits else weights
     if not (fits and 1e-20 < chosen.min() <= chosen.max() < 1e20):
         raise Refused(

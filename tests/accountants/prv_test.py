@@ -306,7 +306,8 @@ def test_small_deltas(history, delta, truth):
     "history, delta", [([(1.0, 0.01, 1000)], 1e-5), ([(2.0, 1e-2, 10**4)], 1e-8)]
 )
 def test_adding_costs_no_more_than_removing(history, delta):
-    _, steps = accountant(*history)._steps()
+    made = accountant(*history)
+    steps = made._steps(made._pairs())
 
     def exchanged(profile):  # the two data sets
         return lambda t: profile(-t) * np.exp(np.minimum(t, 700))
@@ -333,15 +334,13 @@ def test_nothing_and_everything():
     assert accountant((1.0, 1e-8, 1)).get_epsilon(1e-5) == 0
 
 
-@pytest.mark.parametrize("noise", [1e-3, 0.02, 0.3, 50.0, 1e5])
-@pytest.mark.parametrize("rate", [1e-8, 1e-3, 0.999, 1.0])
+@pytest.mark.parametrize("noise", [1e-3, 0.3, 1e5])
+@pytest.mark.parametrize("rate", [1e-8, 0.999, 1.0])
 @pytest.mark.parametrize("steps", [1, 10**6])
 def test_always_a_number_and_below_renyi(noise, rate, steps):
     made, renyi = accountant((noise, rate, steps)), RDPAccountant()
     renyi.history = made.history
-    # A coarse grid, or a million steps take a second each.
-    coarse = renyi.get_epsilon(1e-8) / 3
-    bounds = made.get_bounds(1e-8, eps_error=max(coarse, 1e-6))
+    bounds = made.get_bounds(1e-8)
     assert 0 <= bounds.lower <= bounds.estimate <= bounds.upper < math.inf
     assert bounds.upper <= renyi.get_epsilon(1e-8) * (1 + 1e-4)
 
@@ -425,9 +424,6 @@ def test_refused():
                 made.get_epsilon(delta)
         with pytest.raises(Refused, match="epsilon="):
             made.get_delta(wrong)
-        for name in ("eps_error", "delta_error"):
-            with pytest.raises(Refused, match=name):
-                made.get_epsilon(1e-5, **{name: wrong})
     made = accountant()
     for name, parameters, message in MECHANISMS:
         with pytest.raises(Refused, match=message):

@@ -257,8 +257,6 @@ plan --users -5 --epsilon 4 | --users: '-5' is not a number, 1
 {PLAN} {EXAMPLE} --flops 1e13 --delta 1e-20 | accountant
 {PLAN} {EXAMPLE} --flops 1e12 --baseline 1e5,1e9,200 | at least 1 and at most 100000
 {PLAN} {EXAMPLE} --tokens 512 | tokens=512
-{PLAN} --max-batch-size 7 | --max-batch-size: '7' is not a whole
-{PLAN} --max-batch-size 100 --batch-size 90 | no room for batches of 90
 {TUNE} --parameters 1e9:2e9 | --trainable is of one model
 {TUNE} --parameters 1e6 | --trainable is at most 1e+06
 {TUNE} --parameters 6.7e9 --measurements example | goes without --measurements
