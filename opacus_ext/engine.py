@@ -481,7 +481,9 @@ def choose_bands(
         noise = calibrate(
             sampling, accountant, records, epsilon=epsilon, delta=delta, epochs=epochs
         )
-        epsilon = calibration.epsilon(noise, rate, steps, delta)
+        alone = PRVBoundsAccountant()
+        alone.history = [(noise, rate, steps)]
+        epsilon = alone.get_epsilon(delta)
     counts = [2**k for k in range(max_bands.bit_length())]
     counts = [b for b in counts if b <= min(max_bands, steps) and b * rate <= 1]
     noises = calibration.noise_multiplier(

@@ -1,21 +1,3 @@
-"""The functions of :mod:`opacus_ext.accountants.calibration`, under their old name."""
+"""The old name of :mod:`opacus_ext.accountants.calibration`."""
 
-from opacus_ext.accountants.calibration import (
-    Calibration,
-    calibrate,
-    delta,
-    epsilon,
-    gaussian_noise_multiplier,
-    noise_batch_ratio,
-    noise_multiplier,
-)
-
-__all__ = [
-    "Calibration",
-    "calibrate",
-    "delta",
-    "epsilon",
-    "gaussian_noise_multiplier",
-    "noise_batch_ratio",
-    "noise_multiplier",
-]
+from opacus_ext.accountants.calibration import *  # noqa: F401,F403

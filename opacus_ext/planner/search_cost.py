@@ -1,17 +1,10 @@
 """
-The privacy cost of a search for settings, and of a run in other measures.
+The privacy cost of a search for settings.
 
 Several trainings on the private data, of which the best model is kept, spend more than
-one run. Three ways to account for them:
-
-- a plain split: all trials are composed, each has the noise of one run of as many
-  times the steps;
-- random stopping (Papernot and Steinke 2022, "Hyperparameter Tuning with Renyi
-  Differential Privacy"): the number of trials is drawn from a distribution, the
-  settings of each at random, and only the best result is ever looked at. The cost
-  hardly grows with the number of trials. A trial's result includes its score, which
-  must be private as well, or of public data;
-- a search on public data, which costs nothing.
+one run: all trials composed, or, with random stopping (Papernot and Steinke 2022,
+"Hyperparameter Tuning with Renyi Differential Privacy"), hardly more than one. A
+trial's result includes its score, which must be private as well, or of public data.
 """
 
 from __future__ import annotations
@@ -21,13 +14,13 @@ from contextlib import suppress
 from typing import Any, Dict, Sequence
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 from scipy.optimize import brentq
 from scipy.special import gammaln, logsumexp
 
 from opacus_ext.accountants import calibration
 from opacus_ext.accountants.saddle_point import PrivacyLoss, SampledGaussian
-from opacus_ext.accountants.solver import checked, plain
+from opacus_ext.accountants.solver import checked
 from opacus_ext.refused import Refused
 
 #: Orders of Renyi divergence that are tried.
@@ -41,10 +34,7 @@ ORDERS = np.unique(
 def ways(
     epsilon: float, delta: float, steps: int, sample_rate: float, trials: int
 ) -> Sequence[Dict[str, Any]]:
-    """
-    Returns, for each way to search, the noise of a trial, and its ratio to the noise of
-    one run; None where no noise keeps to the budget.
-    """
+    """Returns the ways to search, and a trial's noise; None where none is enough."""
     one = calibration.noise_multiplier(epsilon, delta, steps, sample_rate)
     every = calibration.noise_multiplier(epsilon, delta, steps * trials, sample_rate)
 
@@ -73,13 +63,12 @@ def search_noise(
     eta: float = 1.0,
 ) -> float:
     """
-    Returns the noise multiplier of each trial, with which a search with random stopping
-    keeps to a budget.
+    Returns the noise multiplier of each trial, ``trials`` of them in the mean, with
+    which a search with random stopping keeps to a budget.
 
     Args:
         epsilon, delta: budget of the search
         steps, sample_rate: those of a trial
-        trials: in the mean, more than 1
         eta: 1 for a geometric number of trials, 0 for a logarithmic one
 
     Raises:
@@ -114,32 +103,26 @@ def search_noise(
     return math.exp(found + 1e-4)  # brentq may end on either side
 
 
-def mean_trials(gamma: float, eta: float) -> float:
-    """
-    Returns the mean of Papernot and Steinke's truncated negative binomial distribution;
-    eta 1 is the geometric distribution, 0 the logarithmic.
-    """
-    if eta == 0:
-        return (1 / gamma - 1) / math.log(1 / gamma)
-    return eta * (1 - gamma) / (gamma * -math.expm1(eta * math.log(gamma)))
-
-
 def gamma_of(trials: float, eta: float) -> float:
-    """Returns the gamma at which the mean is ``trials``, which must be more than 1."""
-    checked("trials", trials, above=1)
-    checked("eta", eta, above=-1)
-
-    def excess(log_gamma: float) -> float:
-        return math.log(mean_trials(math.exp(log_gamma), eta) / trials)
-
-    low, high = math.log(1e-300 if eta >= 0 else 1e-15), -1e-9
-    if excess(low) < 0:
+    """
+    Returns the gamma of Papernot and Steinke's truncated negative binomial distribution
+    at which the mean is ``trials``, which must be more than 1: of the geometric
+    distribution (eta 1) or the logarithmic one (0).
+    """
+    checked("trials", trials, above=1, at_most=1e100)
+    if eta not in (0, 1):
         raise Refused(
-            f"{trials:g} trials in the mean are out of reach of eta={eta:g}.",
-            parameter="trials",
-            remedy="Take fewer, or eta=1.",
+            f"eta={eta:g} is neither geometric nor logarithmic.",
+            parameter="eta",
+            remedy="Pass 1 or 0.",
         )
-    return math.exp(brentq(excess, low, high, xtol=1e-13)) if excess(high) < 0 else 1.0
+    if eta == 1:
+        return 1 / trials
+
+    def excess(log: float) -> float:  # of log(1 / gamma)
+        return math.log(math.expm1(log) / log / trials)
+
+    return math.exp(-brentq(excess, 1e-9, 300, xtol=1e-13)) if excess(1e-9) < 0 else 1.0
 
 
 def random_stopping(
@@ -161,10 +144,8 @@ def random_stopping(
 
 def epsilon_of(orders: NDArray, rdp: NDArray, delta: float) -> float:
     """
-    Returns the epsilon of a Renyi divergence (Canonne, Kamath and Steinke 2020,
-    proposition 12; as Opacus has it): the least over l of
-
-        rdp(l) + log((l - 1) / l) - (log(delta) + log(l)) / (l - 1).
+    Returns the epsilon of a Renyi divergence, the least over orders (Canonne, Kamath
+    and Steinke 2020, proposition 12; as Opacus has it).
     """
     found = rdp + np.log1p(-1 / orders)
     found = found - (math.log(delta) + np.log(orders)) / (orders - 1)
@@ -176,10 +157,9 @@ def renyi(
 ) -> NDArray:
     """
     Returns the Renyi divergence of steps of the sampled Gaussian mechanism, ``[n]``, at
-    orders above 1 (Mironov, Talwar and Zhang 2019, "Renyi Differential Privacy of the
-    Sampled Gaussian Mechanism"): by their sum for whole orders, by integration for
-    others. Opacus's ``compute_rdp`` takes up to 60 times as long, and has nan from
-    order 2,048 on.
+    orders above 1 (Mironov, Talwar and Zhang 2019): by their sum for whole orders, by
+    integration for others. Opacus's ``compute_rdp`` takes up to 60 times as long, and
+    has nan from order 2,048 on.
     """
     s, q = noise_multiplier, sample_rate
     if q == 1:
@@ -197,82 +177,3 @@ def renyi(
         law = PrivacyLoss(SampledGaussian(s, q, 1), tilts.max() + 9 * s + 1, 1.0)
         moments[~whole] = [law.tilted(tilt)[2] for tilt in tilts]
     return steps * moments / (orders - 1)
-
-
-# -- the cost of a run in other measures -----------------------------------------------
-
-
-def group_epsilon(
-    noise_multiplier: float, sample_rate: float, steps: int, delta: float, group: int
-) -> float:
-    """
-    Returns the epsilon of ``group`` records together, drawn independently: exact, by
-    the law of their sum, and below the group property of (epsilon, delta), k epsilon at
-    delta (exp(k epsilon) - 1) / (exp(epsilon) - 1) (Vadhan 2017, lemma 2.2).
-
-    Example:
-        >>> one = group_epsilon(2.0, 0.01, 1000, 1e-5, 1)
-        >>> one < group_epsilon(2.0, 0.01, 1000, 1e-5, 3) < 3.5 * one
-        True
-    """
-    return float(
-        calibration.epsilon(noise_multiplier, sample_rate, steps, delta, group)
-    )
-
-
-def zero_concentrated(noise_multiplier: float, steps: int) -> float:
-    """
-    Returns the rho of zero-concentrated privacy, T / (2 sigma^2) (Bun and Steinke
-    2016). Poisson sampling does not lower it: at high orders the divergence of a
-    sampled Gaussian is that of one that is not sampled (Bun et al. 2018, "Composable
-    and versatile privacy via truncated CDP").
-
-    Example:
-        >>> zero_concentrated(10.0, 100)
-        0.5
-    """
-    noise = float(checked("noise_multiplier", noise_multiplier, above=0))
-    return float(checked("steps", steps, at_least=1, whole=True)) / (2 * noise**2)
-
-
-def gaussian_limit(noise_multiplier: float, sample_rate: float, steps: int) -> float:
-    """
-    Returns the mu of Gaussian privacy that many steps tend to, a limit and no bound:
-    q sqrt(T (exp(1 / sigma^2) - 1)) (Bu, Dong, Long and Su 2020, "Deep learning with
-    Gaussian differential privacy").
-
-    Example:
-        >>> round(gaussian_limit(1.0, 0.01, 1000), 4)
-        0.4145
-    """
-    noise = float(checked("noise_multiplier", noise_multiplier, above=0))
-    return sample_rate * math.sqrt(steps * math.expm1(1 / noise**2))
-
-
-def trade_off(
-    noise_multiplier: float, sample_rate: float, steps: int, false_alarms: ArrayLike
-) -> Any:
-    """
-    Returns the f-DP curve: the least false negative rate of any membership test, by its
-    false positive rate alpha. It conjugates the privacy profile (Dong, Roth and Su
-    2022, "Gaussian differential privacy", section 2), for both directions,
-
-        f(alpha) = max over epsilon >= 0 of max(0, 1 - delta - exp(epsilon) alpha,
-        exp(-epsilon) (1 - delta - alpha)),
-
-    here over a grid of epsilon, and so never above the true curve.
-
-    Example:
-        >>> trade_off(10.0, 1.0, 100, [0.0, 0.5, 1.0]).round(3).tolist()
-        [1.0, 0.159, 0.0]
-    """
-    alpha = checked("false_alarms", false_alarms, at_least=0, at_most=1)
-    one = calibration.epsilon(noise_multiplier, sample_rate, steps, 1e-9)
-    epsilon = np.linspace(0, max(float(one), 1e-3), 60)
-    lost = np.asarray(calibration.delta(noise_multiplier, sample_rate, steps, epsilon))
-    at = alpha[..., None]
-    found = np.maximum(
-        1 - lost - np.exp(epsilon) * at, np.exp(-epsilon) * (1 - lost - at)
-    ).max(-1)
-    # Only where no epsilon of the grid is large enough for alpha = 0.
-    return plain(np.where(alpha == 0, 1.0 - lost.min(), np.maximum(found, 0)))

@@ -3,11 +3,8 @@
 import numpy as np
 import pytest
 from opacus.accountants.analysis.rdp import compute_rdp
-from scipy.special import ndtri
-from scipy.stats import norm
 
-from opacus_ext.accountants.profiles import gaussian_log_delta
-from opacus_ext.planner import calibration, search_cost
+from opacus_ext.planner import search_cost
 from opacus_ext.refused import Refused
 
 ORDERS = np.array([1.5, 2.0, 4.0, 9.0, 30.0])
@@ -27,17 +24,17 @@ def best_of(law, generating):
     return np.diff(generating(np.minimum(below, 1.0)))
 
 
-@pytest.mark.parametrize("eta", [1.0, 0.0, 0.5])
+@pytest.mark.parametrize("eta", [1.0, 0.0])
 @pytest.mark.parametrize("trials", [1.001, 3.0, 40.0])
 def test_random_stopping_bounds_the_best_of_a_random_number(eta, trials):
     gamma = search_cost.gamma_of(trials, eta)
-    assert search_cost.mean_trials(gamma, eta) == pytest.approx(trials)
+    mean = 1 / gamma if eta else (1 / gamma - 1) / np.log(1 / gamma)
+    assert mean == pytest.approx(trials)
 
     def generating(x):  # Papernot and Steinke, definition 1
         if eta == 0:
             return np.log1p(-(1 - gamma) * x) / np.log(gamma)
-        top = (1 - (1 - gamma) * x) ** -eta - 1
-        return top / (gamma**-eta - 1)
+        return gamma * x / (1 - (1 - gamma) * x)
 
     rng, tight = np.random.default_rng(0), 0.0
     for _ in range(30):
@@ -75,19 +72,3 @@ def test_a_search_costs_little_more_for_more_trials():
         search_cost.search_noise(0.001, 1e-6, 1000, 0.01, trials=50)
     with pytest.raises(Refused, match="trials must be finite and above 1"):
         search_cost.search_noise(*budget, trials=1)
-
-
-def test_what_a_run_costs_in_other_words():
-    """Without sampling a run is one Gaussian mechanism of mu = sqrt(T) / sigma."""
-    noise, steps, mu = 20.0, 100, 0.5
-    alpha = np.array([0.01, 0.2, 0.5, 0.9])
-    exact = norm.cdf(ndtri(1 - alpha) - mu)  # Dong, Roth and Su, equation 6
-    found = search_cost.trade_off(noise, 1.0, steps, alpha)
-    assert (found <= exact + 1e-6).all() and np.abs(found - exact).max() < 1e-3
-    assert search_cost.zero_concentrated(noise, steps) == mu**2 / 2
-    group = search_cost.group_epsilon(noise, 1.0, steps, 1e-5, 3)
-    log_delta = float(gaussian_log_delta(3 * mu, group))
-    assert np.exp(log_delta) == pytest.approx(1e-5, rel=1e-3)
-    limit = search_cost.gaussian_limit(5.0, 0.01, 10**5)
-    profile = calibration.delta(5.0, 0.01, 10**5, 1.0)
-    assert profile == pytest.approx(np.exp(gaussian_log_delta(limit, 1.0)), rel=0.02)
