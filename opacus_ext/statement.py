@@ -27,11 +27,6 @@ from opacus_ext.runs import RUNS, installed_versions, runs_of
 
 PRIVACY_STATE = "privacy.pt"  # in a checkpoint's folder of PrivateTrainer
 
-_NEIGHBORS = {
-    "add or remove one": "differ in one {unit} that is added or removed",
-    "leave one out in its place": "differ in one {unit} that adds nothing to any "
-    "step, while all others are drawn as before",
-}
 _REMOVAL = "; additions were found to cost no more than removals, in all cases tried"
 _ERRORS = {
     "prv": "an upper bound with 0.01 and a thousandth of delta in it" + _REMOVAL,
@@ -57,7 +52,11 @@ _SECURE = (
     "Attacks on the machine that trains, the time that its steps take, and rounding in "
     "the gradients and their clipped sums, before noise is added.",
 )
-_MOST_PHASES = 8  # shown in the table; JSON has all
+# What the text has of the content, and of each make_private.
+_ROWS = "unit records neighboring_relation delta epsilon epsilon_lower epsilon_upper "
+_ROWS += "epsilon_if_poisson accountant numerical_error random_numbers"
+_SETTINGS = "clipping", "max_grad_norm", "grad_sample_mode"
+_MOST_PHASES = 8  # JSON has all
 
 
 @dataclass(frozen=True)
@@ -213,7 +212,10 @@ def state(
     infinite = math.isinf(epsilon)
     proven = holds != "no" and not infinite
     mechanism = accountant.mechanism()
-    texts = *_NOT_COVERED, *(_SECURE if _secure(runs) else _INSECURE)
+    secure = bool(runs) and all(run["secure_mode"] for run in runs)
+    random = "pseudo-random, by torch (no secure_mode)" if runs else "not recorded"
+    random = "cryptographically secure (secure_mode)" if secure else random
+    texts = *_NOT_COVERED, *(_SECURE if secure else _INSECURE)
     versions = [run["versions"] for run in runs if "versions" in run]
     left_out = "versions", "target_delta"
     return PrivacyStatement(
@@ -227,9 +229,12 @@ def state(
             "delta": delta,
             "unit": unit,
             "records": records,
-            "neighboring_relation": [*_NEIGHBORS][bool(bands)],
+            "neighboring_relation": (
+                "leave one out in its place" if bands else "add or remove one"
+            ),
             "accountant": mechanism,
             "numerical_error": _ERRORS.get(mechanism, "not known"),
+            "random_numbers": random,
             "steps": sum(phase["steps"] for phase in phases),
             "phases": phases,
             "other_releases": [dict(x) for x in getattr(accountant, "mechanisms", [])],
@@ -299,48 +304,29 @@ def _spent(accountant: IAccountant, delta: float) -> Tuple[float, Bounds, List[s
 
 
 def _text(c: Mapping[str, Any]) -> str:
-    unit, runs, steps = c["unit"], c["runs"], _steps(c["steps"])
-    if c["holds"] == "no":
-        accounted, spent = "Accounted as", c["epsilon_if_poisson"]
-        headline = f"No guarantee is known for the weights after {steps}."
-        epsilon = "none is known" + (f" ({spent:.4g} if Poisson)" if spent else "")
-    else:
-        accounted = "Sampling and noise"
-        condition = "" if c["holds"] == "yes" else f", {c['holds']}"
+    steps = f"{c['steps']:,} step{'s' * (c['steps'] != 1)}"
+    headline = f"No guarantee is known for the weights after {steps}."
+    if c["holds"] != "no":
         # Two decimals, rounded up.
         shown = f"{math.ceil(c['epsilon'] * 100 - 1e-9) / 100:.2f}"
+        condition = "" if c["holds"] == "yes" else f", {c['holds']}"
         headline = (
             f"After {steps} the weights are ({shown}, {c['delta']:g})-differentially "
-            f"private for one {unit}{condition}."
+            f"private for one {c['unit']}{condition}."
         )
-        epsilon = (
-            f"{c['epsilon']:.6g} (the true one is between {c['epsilon_lower']:.6g} and "
-            f"{c['epsilon_upper']:.6g})"
-        )
-    random = "pseudo-random, by torch (no secure_mode)" if runs else "not recorded"
-    if _secure(runs):
-        random = "cryptographically secure (secure_mode)"
-    records = "" if c["records"] is None else f" of {c['records']:,}"
-    neighbors = _NEIGHBORS[c["neighboring_relation"]].format(unit=unit)
-    clipping = "{clipping}, max_grad_norm {max_grad_norm}, mode {grad_sample_mode}"
-    phases = [_phase(phase, unit) for phase in c["phases"]]
-    if len(phases) > _MOST_PHASES:
-        phases[_MOST_PHASES:] = [f"{len(phases) - _MOST_PHASES} more, in the JSON"]
-    rows = [
-        ("Unit of privacy", f"one {unit}{records}"),
-        ("Neighboring data sets", neighbors),
-        ("Mechanism", "subsampled Gaussian: clipped gradients, summed, with noise"),
-        *(("Clipping", clipping.format(**run)) for run in runs),
-        *((accounted, row) for row in phases),
-        *(("Other release", _release(entry)) for entry in c["other_releases"]),
-        ("Random numbers", random),
-        ("Delta", f"{c['delta']:g}"),
-        ("Epsilon", epsilon),
-        ("Accountant", f"{c['accountant']}: {c['numerical_error']}"),
-        ("Versions", ", ".join(f"{k} {v}" for k, v in c["versions"].items())),
+    rows = [(name, c[name]) for name in _ROWS.split()]
+    rows += [
+        ("clipped gradients, summed, with noise", {k: run[k] for k in _SETTINGS})
+        for run in c["runs"]
     ]
+    label = "accounted as" if c["holds"] == "no" else "sampling and noise"
+    rows += [(label, phase) for phase in c["phases"][:_MOST_PHASES]]
+    if (more := len(c["phases"]) - _MOST_PHASES) > 0:
+        rows.append((label, f"{more} more, in the JSON"))
+    rows += [("other release", entry) for entry in c["other_releases"]]
+    rows.append(("versions", c["versions"]))
     lines = ["# Privacy statement", "", headline, "", "| | |", "| --- | --- |"]
-    lines += [f"| {name} | {value} |" for name, value in rows]
+    lines += [f"| {_words(k)} | {_shown(x)} |" for k, x in rows if x is not None]
     if c["notes"]:
         lines += ["", "## To be known", "", *(f"- {note}" for note in c["notes"])]
     lines += ["", "## What it does not cover", ""]
@@ -348,21 +334,11 @@ def _text(c: Mapping[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _phase(phase: Mapping[str, Any], unit: str) -> str:
-    return (
-        f"{_steps(phase['steps'])}; Poisson: each {unit} with probability "
-        f"{phase['sample_rate']:.4g}; noise multiplier {phase['noise_multiplier']:.6g}"
-    )
+def _words(name: str) -> str:
+    return name if name in ("opacus_ext", "max_grad_norm") else name.replace("_", " ")
 
 
-def _steps(count: int) -> str:
-    return f"{count:,} step{'s' * (count != 1)}"
-
-
-def _release(entry: Mapping[str, Any]) -> str:
-    values = (f"{k} {v:g}" for k, v in entry.items() if k != "mechanism")
-    return f"{entry['mechanism']}: {', '.join(values)}"
-
-
-def _secure(runs: List[Dict[str, Any]]) -> bool:
-    return bool(runs) and all(run["secure_mode"] for run in runs)
+def _shown(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{_words(k)} {_shown(x)}" for k, x in value.items())
+    return f"{value:.6g}" if isinstance(value, float) else str(value)

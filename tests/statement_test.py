@@ -76,7 +76,8 @@ def test_numbers_are_those_of_the_accountant():
     shown = math.ceil(content["epsilon"] * 100) / 100
     text = str(statement)
     assert f"are ({shown:.2f}, 0.001)-differentially private for one user." in text
-    assert "one user of 64" in text and "What it does not cover" in text
+    assert "| unit | user |\n| records | 64 |" in text
+    assert "What it does not cover" in text
     assert "Hyperparameters" in text and "opacus_ext" in text
 
 
@@ -94,9 +95,9 @@ def test_a_schedule_of_the_noise_is_cut_in_the_table():
     accountant.history = [(2 + i / 10, 0.1, 3) for i in range(20)]
     statement = state(accountant, [], 1e-3, "record")
     assert len(statement.content["phases"]) == 20
-    text = "3 steps; Poisson: each record with probability 0.1; noise multiplier 2.7 |"
+    text = "| sampling poisson, sample rate 0.1, noise multiplier 2.7, steps 3 |"
     assert text in statement.text and "12 more, in the JSON" in statement.text
-    assert statement.text.count("Sampling and noise") == 9
+    assert statement.text.count("sampling and noise") == 9
 
 
 def test_other_releases_are_in_it():
@@ -105,7 +106,7 @@ def test_other_releases_are_in_it():
     engine.accountant.compose("laplace", noise_multiplier=10.0)
     statement = engine.privacy_statement(1e-3)
     assert statement.content["epsilon"] > before
-    assert "laplace: noise_multiplier 10" in statement.text
+    assert "mechanism laplace, noise multiplier 10" in statement.text
 
 
 def test_shuffled_batches_prove_nothing():
