@@ -307,9 +307,7 @@ def _count_steps(trainer: Any) -> int:
 
 
 def _steps_of(accountant: Any) -> int:
-    others = getattr(accountant, "mechanisms", [])
-    counted = sum(entry["participations"] for entry in others)
-    return counted + sum(steps for *_, steps in accountant.history)
+    return sum(steps for *_, steps in accountant.history)
 
 
 def _by_physical_batch(transfer: Callable) -> Callable:

@@ -237,7 +237,6 @@ def state(
             "random_numbers": random,
             "steps": sum(phase["steps"] for phase in phases),
             "phases": phases,
-            "other_releases": [dict(x) for x in getattr(accountant, "mechanisms", [])],
             "runs": [
                 {k: v for k, v in run.items() if k not in left_out} for run in runs
             ],
@@ -323,7 +322,6 @@ def _text(c: Mapping[str, Any]) -> str:
     rows += [(label, phase) for phase in c["phases"][:_MOST_PHASES]]
     if (more := len(c["phases"]) - _MOST_PHASES) > 0:
         rows.append((label, f"{more} more, in the JSON"))
-    rows += [("other release", entry) for entry in c["other_releases"]]
     rows.append(("versions", c["versions"]))
     lines = ["# Privacy statement", "", headline, "", "| | |", "| --- | --- |"]
     lines += [f"| {_words(k)} | {_shown(x)} |" for k, x in rows if x is not None]

@@ -402,6 +402,6 @@ def test_the_bands_that_leave_the_least_noise():
         noise = calibrate(cyclic, accountant, 1000, **budget)
         left.append(noise * error(coefficients(bands, 200), 200))
     assert min(left) == left[0]
-    accountant.compose("gaussian", noise_multiplier=1.15)
+    accountant.step(noise_multiplier=1.15, sample_rate=1.0)
     rest = choose_bands(sampling, accountant, 1000, **budget)
     assert 1 <= rest.bands < chosen.bands

@@ -100,15 +100,6 @@ def test_a_schedule_of_the_noise_is_cut_in_the_table():
     assert statement.text.count("sampling and noise") == 9
 
 
-def test_other_releases_are_in_it():
-    engine = run("prv_bounds").engine
-    before = engine.privacy_statement(1e-3).content["epsilon"]
-    engine.accountant.compose("laplace", noise_multiplier=10.0)
-    statement = engine.privacy_statement(1e-3)
-    assert statement.content["epsilon"] > before
-    assert "mechanism laplace, noise multiplier 10" in statement.text
-
-
 def test_shuffled_batches_prove_nothing():
     statement = run(poisson_sampling=False).engine.privacy_statement(1e-3)
     content = strict(statement.json())

@@ -1,37 +1,27 @@
-"""Compositions of releases: lower bounds, estimates and upper bounds."""
+"""Compositions of steps of DP-SGD: lower bounds, estimates and upper bounds."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from typing import Any, Callable, Dict, List, Tuple
+from typing import Any, Callable, List, Tuple
 
 from opacus_ext.accountants import profiles
 from opacus_ext.accountants.numerical import Bounds, Step, delta_bounds, epsilon_bounds
 from opacus_ext.refused import Refused
 
-# Distinct mechanisms that are convolved. Beyond, they are rounded: see _rounded.
+# Distinct steps that are convolved. Beyond, they are rounded: see _rounded.
 _DISTINCT = 64
-
-#: The mechanisms of :meth:`PRVBoundsAccountant.compose` and their parameters.
-MECHANISMS: Dict[str, Tuple[str, ...]] = {
-    "gaussian": ("noise_multiplier",),
-    "laplace": ("noise_multiplier",),
-    "pure": ("epsilon",),
-    "approximate": ("epsilon", "delta"),
-}
-_RANGES: Dict[str, Tuple[Callable[[float], bool], str]] = {
-    "noise_multiplier": (lambda x: 0 < x < math.inf, "positive and finite"),
-    "epsilon": (lambda x: 0 <= x < math.inf, "0 or more, and finite"),
-    "delta": (lambda x: 0 <= x < 1, "0 or more, and below 1"),
-}
 
 
 class Composition:
     """
-    Steps of DP-SGD and other releases about the same records, and bounds of their joint
-    epsilon and delta: :class:`~opacus_ext.accountants.PRVBoundsAccountant` without its
-    base class of Opacus, and so without torch.
+    Steps of DP-SGD and Gaussian releases about the same records, and bounds of their
+    joint epsilon and delta: :class:`~opacus_ext.accountants.PRVBoundsAccountant`
+    without its base class of Opacus, and so without torch.
+
+    Attributes:
+        history: of (noise_multiplier, sample_rate, steps)
 
     Example:
         >>> spent = Composition()
@@ -42,18 +32,18 @@ class Composition:
 
     def __init__(self) -> None:
         self.history: List[Any] = []
-        self.mechanisms: List[Dict[str, Any]] = []
 
     def __len__(self) -> int:
         """0 if nothing was released."""
-        return len(self.history) + len(self.mechanisms)
+        return len(self.history)
 
     def step(self, *, noise_multiplier: float, sample_rate: float) -> None:
         """
-        Records one step of DP-SGD.
+        Records one step of DP-SGD, or with a rate of 1 another release.
 
         Args:
-            noise_multiplier: std of the noise over the clipping norm
+            noise_multiplier: std of the noise over the clipping norm, or over the
+                sensitivity to one record in L2
             sample_rate: the probability of a record to be in the batch
 
         Raises:
@@ -66,41 +56,6 @@ class Composition:
         else:
             last = [*last, new]
         self.history[-1:] = last  # at once: an interrupt leaves it as it was
-
-    def compose(
-        self, mechanism: str, *, participations: int = 1, **parameters: float
-    ) -> None:
-        """
-        Records another release about the same records.
-
-        Args:
-            mechanism: "gaussian" or "laplace" with ``noise_multiplier``: the std, or
-                Laplace's scale, over the sensitivity (in L2, or L1) to one record;
-                "pure" with ``epsilon`` or "approximate" with ``epsilon`` and ``delta``:
-                any mechanism with this guarantee
-            participations: number of uses on the same record, or the most releases of
-                a series that one record can take part in
-
-        Raises:
-            Refused: for another mechanism or parameters out of range
-
-        Example:
-            >>> accountant = Composition()
-            >>> accountant.compose("gaussian", noise_multiplier=2.0, participations=4)
-            >>> f"{accountant.get_epsilon(delta=1e-5):.2f}"
-            '4.38'
-        """
-        entry = {
-            "mechanism": mechanism,
-            **{name: float(value) for name, value in parameters.items()},
-            "participations": participations,
-        }
-        check_mechanism(entry)
-        entry["participations"] = int(participations)
-        last = self.mechanisms[-1:]
-        if last and {**last[0], "participations": 0} == {**entry, "participations": 0}:
-            entry["participations"] += last.pop()["participations"]
-        self.mechanisms[-1:] = [*last, entry]  # at once, as in step
 
     def get_epsilon(self, delta: float, **others: Any) -> float:
         """
@@ -139,51 +94,28 @@ class Composition:
 
     def _bounds(self, bounds_of: Callable[[List[Step]], Bounds], most: float) -> Bounds:
         """Returns the bounds of all steps; ``most`` is that of a step without noise."""
-        pairs = self._pairs()
+        pairs: Counter = Counter()
+        for noise, rate, steps in (check_step(*entry) for entry in self.history):
+            if rate > 0 and steps > 0 and noise < math.inf:
+                pairs[noise, rate] += steps
         if any(noise == 0 for noise, _ in pairs):
             return Bounds(0.0, most, most)
         if len(pairs) <= _DISTINCT:
-            return bounds_of(self._steps(pairs))
-        low, high = (bounds_of(self._steps(_rounded(pairs, side))) for side in (-1, 1))
+            return bounds_of(steps_of(pairs))
+        low, high = (bounds_of(steps_of(_rounded(pairs, side))) for side in (-1, 1))
         return Bounds(low.lower, (low.estimate + high.estimate) / 2, high.upper)
 
-    # -- the steps that are composed -----------------------------------------------
 
-    def _pairs(self) -> Counter:
-        """Returns the number of steps of each noise multiplier and sampling rate."""
-        steps = [check_step(*entry) for entry in self.history]
-        steps += [
-            (entry["noise_multiplier"], 1.0, entry["participations"])
-            for entry in self.mechanisms
-            if entry["mechanism"] == "gaussian"
-        ]
-        pairs: Counter = Counter()
-        for noise, rate, count in steps:
-            if rate > 0 and count > 0 and noise < math.inf:
-                pairs[noise, rate] += count
-        return pairs
-
-    def _steps(self, pairs: Counter) -> List[Step]:
-        """Returns the steps of these pairs and of the other mechanisms."""
-        others: Counter = Counter()
-        for entry in self.mechanisms:
-            values = tuple(entry[name] for name in MECHANISMS[entry["mechanism"]])
-            others[entry["mechanism"], values] += entry["participations"]
-        steps = []
-        squares = [k / noise**2 for (noise, rate), k in pairs.items() if rate == 1]
-        if squares:
-            steps.append(Step(profiles.gaussian(1 / math.sqrt(sum(squares))), 1))
-        for (name, values), k in others.items():
-            if name == "laplace":
-                greatest = 1 / values[0]
-                steps.append(Step(profiles.laplace(*values), k, greatest=greatest))
-            elif name in ("pure", "approximate"):
-                delta = (*values, 0.0)[1]
-                steps.append(Step(profiles.pure(values[0]), k, delta, values[0]))
-        for (noise, rate), k in sorted(pairs.items()):
-            if rate < 1:
-                steps.append(Step(profiles.sampled(profiles.gaussian(noise), rate), k))
-        return steps
+def steps_of(pairs: Counter) -> List[Step]:
+    """Returns the steps of each noise and rate; those of rate 1 are one Gaussian."""
+    steps = []
+    squares = [k / noise**2 for (noise, rate), k in pairs.items() if rate == 1]
+    if squares:
+        steps.append(Step(profiles.gaussian(1 / math.sqrt(sum(squares))), 1))
+    for (noise, rate), k in sorted(pairs.items()):
+        if rate < 1:
+            steps.append(Step(profiles.sampled(profiles.gaussian(noise), rate), k))
+    return steps
 
 
 def _rounded(pairs: Counter, side: int) -> Counter:
@@ -211,9 +143,6 @@ def _rounded(pairs: Counter, side: int) -> Counter:
         width *= 1.25
 
 
-# -- checks ------------------------------------------------------------------------
-
-
 def _check(name: str, value: Any, allowed: bool, text: str) -> None:
     if not allowed:
         raise Refused(f"{name}={value!r} must be {text}.", parameter=name)
@@ -226,28 +155,7 @@ def check_step(noise: float, rate: float, steps: int) -> Tuple[float, float, int
         "sample_rate",
         rate,
         0 <= rate <= 1,
-        "between 0 and 1: it is the probability of a record to be in a batch",
+        "between 0 and 1: it is the probability of a record to be in the batch",
     )
     _check("steps", steps, steps >= 0 and int(steps) == steps, "a whole number")
     return float(noise), float(rate), int(steps)
-
-
-def check_mechanism(entry: Dict[str, Any]) -> None:
-    """Refuses an entry that describes no known mechanism."""
-    name = entry["mechanism"]
-    known = ", ".join(map(repr, MECHANISMS))
-    _check("mechanism", name, name in MECHANISMS, f"one of {known}")
-    given = set(entry) - {"mechanism", "participations"}
-    if given != set(MECHANISMS[name]):
-        raise Refused(
-            f"{name!r} takes {' and '.join(MECHANISMS[name])}; got "
-            f"{', '.join(sorted(given)) or 'nothing'}.",
-            parameter="mechanism",
-            remedy="Give these parameters, and no others.",
-        )
-    for parameter in given:
-        fits, text = _RANGES[parameter]
-        _check(parameter, entry[parameter], fits(entry[parameter]), text)
-    count = entry["participations"]
-    whole = isinstance(count, int) and not isinstance(count, bool) and count > 0
-    _check("participations", count, whole, "a whole number, 1 or more")

@@ -108,21 +108,6 @@ def sampled(profile: Profile, sample_rate: float) -> Profile:
     return profile if sample_rate == 1 else delta
 
 
-def laplace(noise_multiplier: float) -> Profile:
-    """Returns the profile of Laplace noise, of its scale over the sensitivity."""
-    top = 1 / noise_multiplier
-    return partial(_symmetric, lambda t: -np.expm1(np.minimum(t - top, 0) / 2))
-
-
-def pure(epsilon: float) -> Profile:
-    """
-    Returns the profile of randomized response: the worst mechanism with this epsilon
-    and delta 0.
-    """
-    scale = 1 / (1 + math.exp(-epsilon))
-    return partial(_symmetric, lambda t: -np.expm1(np.minimum(t - epsilon, 0)) * scale)
-
-
 def total_variation(profile: Profile) -> float:
     """Returns the distance of the two output distributions: delta at epsilon 0."""
     return float(profile(np.zeros(1))[0])
