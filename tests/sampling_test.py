@@ -213,16 +213,6 @@ def test_noise_is_chosen_for_what_is_left(before):
     assert 3.97 < engine.get_epsilon(1e-3) <= 4
 
 
-def test_half_as_many_and_one_more():
-    """Opacus draws everything where a batch is more than a half."""
-    records = 1001
-    loader = DataLoader(data(records), batch_size=501)
-    budget = dict(target_epsilon=2.0, target_delta=1e-4, epochs=2, loader=loader)
-    stock = make(Poisson(sample_rate=0.5), **budget)[2].noise_multiplier
-    mine = make(Poisson(expected_batch_size=501), **budget)[2].noise_multiplier
-    assert mine < stock * 1.02
-
-
 # -- what is refused -------------------------------------------------------------------
 
 
