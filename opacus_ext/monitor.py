@@ -249,9 +249,6 @@ def _check_optimizer(optimizer: Any) -> None:
             "Pass the optimizer that make_private returned, before Accelerate or a "
             'scheduler wraps it, and any clipping but "adaptive".'
         )
-    elif optimizer.expected_batch_size is None:
-        reason = "The optimizer has no expected_batch_size."
-        remedy = "Set it to the expected number of samples in a step."
     elif any(group_of(p) for p in optimizer.params):
         reason = "Monitor can't observe experts that are sharded over processes."
         remedy = "Monitor a run without opacus_ext.distributed.expert_parallel."
