@@ -15,7 +15,7 @@ from typing import List, Tuple
 import numpy as np
 from opacus.accountants.utils import get_noise_multiplier
 
-from opacus_ext.planner.calibration import calibrate, noise_batch_ratio
+from opacus_ext.planner.calibration import calibrate
 
 STEPS, DELTA = 16_000, 1e-8
 EPSILONS = 2.0 ** np.arange(-5, 8)
@@ -40,7 +40,7 @@ def doubling(e: np.ndarray, batch: np.ndarray, users: np.ndarray) -> np.ndarray:
     more = np.where(fits, 2, 1) * batch
     e, batch = np.stack([e, 2 * e, e, e]), np.stack([batch, batch, more, batch])
     users = np.stack([users, users, users, 2 * users])
-    ratio = noise_batch_ratio(e, DELTA, STEPS, batch, users)
+    ratio = calibrate(e, DELTA, STEPS, batch, users).ratio
     saved = ratio[0] / ratio[1:] - 1
     saved[1, ~fits] = np.nan
     return saved

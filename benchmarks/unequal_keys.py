@@ -29,6 +29,7 @@ import argparse
 import itertools
 from pathlib import Path
 from typing import Dict, Iterator, List, NamedTuple, Tuple
+from unittest.mock import patch
 
 import torch
 from opacus.accountants import RDPAccountant
@@ -37,6 +38,7 @@ from torch.nn import functional as F
 
 from examples.ranking import ndcg_and_hit
 from examples.sequences import SequenceData, read_sequences
+from opacus_ext import releases
 from opacus_ext.re_attention.attention import corrected_attention
 from opacus_ext.releases import noise_for, release_popularity, release_transitions
 
@@ -105,9 +107,10 @@ def released(data: SequenceData, epsilon: float) -> Released:
         **how,
     )
     items = popularity.top(SIZES[epsilon])
-    counts = release_transitions(
-        data.histories, items, noise_multiplier=1e-9, decay=1.0, back=0.0, **how
-    ).counts
+    with patch.multiple(releases, DECAY=1.0, BACK=0.0):
+        counts = release_transitions(
+            data.histories, items, noise_multiplier=1e-9, **how
+        ).counts
     noise = noise_for(epsilon, DELTA, 0.9775)
     return Released(popularity.shares, items, counts.float(), noise)
 

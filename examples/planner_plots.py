@@ -129,9 +129,9 @@ def synergy(
         cell = {name: values[ok] for name, values in given.items()}
         more = [{**cell, name: 2 * cell[name]} for name in cell]
         at = {n: np.stack([c[n] for c in (cell, *more)]) for n in cell}
-        ratio, *doubled = calibration.noise_batch_ratio(
+        ratio, *doubled = calibration.calibrate(
             at["epsilon"], delta, steps, at["batch_size"], at["users"]
-        )
+        ).ratio
         arrows = dict(zip(cell, ratio / doubled - 1))
         color = np.full(x.shape, np.nan)
         color[ok] = np.log2(ratio)

@@ -161,4 +161,4 @@ def blank(
         return popularity, None
     items = popularity.top(len(state["items"]))
     counts = torch.rand(len(items), len(items), dtype=torch.float64)
-    return popularity, Transitions(counts, 1.0, items, torch.ones(len(items)), 0.0)
+    return popularity, Transitions(counts, 1.0, items, torch.ones(len(items)))

@@ -200,10 +200,7 @@ def _count_both(accountant: Any, spent: Dict[str, Any]) -> None:
     """
     trial = copy.copy(accountant)
     trial.load_state_dict(copy.deepcopy(spent))
-    for name in ("mechanisms", "history"):
-        if hasattr(accountant, name):
-            both = [*getattr(accountant, name), *getattr(trial, name)]
-            setattr(accountant, name, both)
+    accountant.history = [*accountant.history, *trial.history]
 
 
 #: Methods of ``PrivacyEngine`` and what replaces them.

@@ -229,7 +229,7 @@ def _with_drawn_batches(
     _check_sampling(sampling, module, poisson_sampling)
     distributed = isinstance(module, DPDDP)
     records = count_records(data_loader.dataset)
-    sampling.check(records, engine.accountant)
+    sampling.check(records)
     loader, sampler = data_loader, getattr(data_loader, "batch_sampler", None)
     if distributed or getattr(sampler, "sampling", None) != sampling:
         loader = sampling.loader(
@@ -268,8 +268,7 @@ def _check_sampling(sampling: Any, module: nn.Module, poisson_sampling: bool) ->
         raise Refused(
             f"sampling={sampling!r} is no way to draw batches.",
             parameter="sampling",
-            remedy="Give opacus_ext.data.Poisson(...), opacus_ext.data."
-            "TruncatedPoisson(...) or opacus_ext.data.FixedSize(...).",
+            remedy="Give opacus_ext.data.Poisson(...).",
         )
     if not poisson_sampling:
         raise Refused(
@@ -357,7 +356,7 @@ def calibrate(
     Raises:
         Refused: if nothing is left of the budget
     """
-    sampling.check(records, accountant)
+    sampling.check(records)
     steps = max(math.ceil(epochs * sampling.steps_per_epoch(records)), 1)
 
     def account(trial: IAccountant, noise_multiplier: float) -> None:
@@ -394,7 +393,9 @@ def banded(
         noise = calibrate(
             sampling, accountant, records, epsilon=epsilon, delta=delta, epochs=epochs
         )
-        epsilon = calibration.epsilon(noise, rate, steps, delta)
+        alone = PRVBoundsAccountant()
+        alone.history = [(noise, rate, steps)]
+        epsilon = alone.get_epsilon(delta)
     noises = functools.partial(calibration.noise_multiplier, epsilon, delta)
     return choose_bands(noises, rate, steps, momentum)
 
@@ -461,8 +462,7 @@ class PrivacyEngine(opacus.PrivacyEngine):
             wrap_model: True returns a wrapper in the model's place; False makes the
                 model itself private and returns an object with ``cleanup()``
             sampling: how batches are drawn, in the place of ``poisson_sampling``:
-                ``Poisson``, ``TruncatedPoisson``, ``FixedSize`` or ``CyclicPoisson`` of
-                :mod:`opacus_ext.data`
+                ``Poisson`` or ``CyclicPoisson`` of :mod:`opacus_ext.data`
             noise: "independent" from step to step, or
                 :class:`~opacus_ext.optimizers.banded.Banded`, correlated noise, which
                 ``make_private_with_epsilon(noise="banded")`` chooses

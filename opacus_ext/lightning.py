@@ -148,7 +148,7 @@ class PrivacyCallback(Callback):
             self.sampling or Poisson(expected_batch_size=min(loader.batch_size, size)),
             steps=steps,
         )
-        sampling.check(size, self.engine.accountant)
+        sampling.check(size)
         self._config = {
             "records": size,
             "sampling": repr(sampling),
@@ -307,9 +307,7 @@ def _count_steps(trainer: Any) -> int:
 
 
 def _steps_of(accountant: Any) -> int:
-    others = getattr(accountant, "mechanisms", [])
-    counted = sum(entry["participations"] for entry in others)
-    return counted + sum(steps for *_, steps in accountant.history)
+    return sum(steps for *_, steps in accountant.history)
 
 
 def _by_physical_batch(transfer: Callable) -> Callable:

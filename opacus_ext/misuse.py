@@ -208,8 +208,7 @@ def check_loader(
             "poisson",
             "poisson_sampling=False: get_epsilon goes on as if each step drew records "
             "by chance, which a shuffled loader does not, and the true epsilon may be "
-            "larger. Leave it out, or take sampling=opacus_ext.data.FixedSize(...) for "
-            "batches of one size.",
+            "larger. Leave it out.",
         )
 
 

@@ -16,6 +16,7 @@ from opacus_ext.secure import with_noise
 
 # In units of C. One bin an octave: few bins have little noise.
 THRESHOLDS = tuple(2.0**i for i in range(-6, 7))
+QUANTILES = {"norm_q25": 0.25, "norm_median": 0.5, "norm_q75": 0.75, "norm_q90": 0.9}
 NOISY = 0.2  # the std of a fraction above which it says nothing
 
 
@@ -46,7 +47,6 @@ class Monitor:
         optimizer: the one that ``make_private`` returned
         delta: for "epsilon", which is left out without it
         share: the histogram's share of each step's budget, between 0 and 1
-        quantiles: the quantiles of the norms to release, between 0 and 1
 
     Raises:
         Refused: if the optimizer or an argument does not fit; nothing has changed then
@@ -65,22 +65,17 @@ class Monitor:
         *,
         delta: Optional[float] = None,
         share: float = 0.01,
-        quantiles: Sequence[float] = (0.25, 0.5, 0.75, 0.9),
     ):
         _check_optimizer(optimizer)
-        for fits, parameter, value, rule in (
-            (0 < share < 1, "share", share, "between 0 and 1, such as 0.01"),
-            (delta is None or 0 < delta < 1, "delta", delta, "between 0 and 1"),
-            (all(0 <= q <= 1 for q in quantiles), "quantiles", quantiles, "in [0, 1]"),
-        ):
-            if not fits:
+        for name, value in ("share", share), ("delta", 0.5 if delta is None else delta):
+            if not 0 < value < 1:
                 raise Refused(
-                    f"Monitor got {parameter}={value}.",
-                    parameter=parameter,
-                    remedy=f"Pass {parameter} {rule}.",
+                    f"Monitor got {name}={value}.",
+                    parameter=name,
+                    remedy=f"Pass a {name} between 0 and 1.",
                 )
-        self.engine, self.optimizer, self.delta = engine, optimizer, delta
-        self.share, self.quantiles = share, tuple(quantiles)
+        self.engine, self.optimizer = engine, optimizer
+        self.delta, self.share = delta, share
         self._reset()
         optimizer.observers += (self,)
 
@@ -94,19 +89,13 @@ class Monitor:
         others = (each for each in self.optimizer.observers if each is not self)
         self.optimizer.observers = tuple(others)
 
-    def __enter__(self) -> "Monitor":
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self.close()
-
     def _reset(self) -> None:
         """Begins a new window of steps."""
         self._steps = 0
         self._expected = 0.0  # expected number of samples
-        self._counts: Optional[Tensor] = None  # [bins]
+        self._counts: Any = 0.0  # [bins], from the first step on
         self._counts_variance = 0.0  # of the noise in each bin
-        self._squares: Optional[Tensor] = None  # sum of |gradient with noise|^2
+        self._squares: Any = 0.0  # sum of |gradient with noise|^2
         self._noise_squares = 0.0  # its expected part that is noise
         self._noise_variance = 0.0  # the variance of that part
 
@@ -134,7 +123,7 @@ class Monitor:
             counts = with_noise(counts, std, 1.0, generator)
         if processes is not None:
             processes.sum(counts)
-        self._counts = _plus(counts, self._counts)
+        self._counts = counts + torch.as_tensor(self._counts).to(counts)
         self._observe_gradient()
         self._steps += 1
         size = optimizer.expected_batch_size * optimizer.accumulated_iterations
@@ -147,7 +136,8 @@ class Monitor:
             [g.to(torch.promote_types(g.dtype, torch.float32)) for g in grads]
         )
         squares = torch.stack([n.to(norms[0].device) for n in norms]).double()
-        self._squares = _plus(squares.square_().sum(), self._squares)
+        total = squares.square_().sum()
+        self._squares = total + torch.as_tensor(self._squares).to(total)
         std = optimizer.gradient_noise_multiplier
         if optimizer.correlated is not None:
             std *= optimizer.correlated.std
@@ -178,8 +168,8 @@ class Monitor:
               norm of all bounds with ``clipping="per_layer"``)
             - "clipped_fraction_std": the std of the noise in it. Above 0.2 the fraction
               and the quantiles are left out: read after more steps, or raise ``share``
-            - "norm_median", "norm_q25", ...: quantiles of the norms, interpolated
-              within a bin, and never beyond C / 64 and 64 C
+            - "norm_q25", "norm_median", "norm_q75", "norm_q90": quantiles of the norms,
+              interpolated within a bin, and never beyond C / 64 and 64 C
         """
         found: Dict[str, float] = {}
         if self.delta is not None:
@@ -188,21 +178,17 @@ class Monitor:
         if self._steps:
             found["expected_batch_size"] = self._expected / self._steps
             found["noise_to_signal"] = self._noise_to_signal()
-            assert self._counts is not None
             found |= self._released(self._counts.cpu())
         self._reset()
         return found
 
     def _epsilon(self, delta: float) -> float:
         accountant = self.engine.accountant
-        if not len(accountant):
-            return 0.0
         if any(noise == 0 for noise, _, _ in accountant.history):
             return math.inf
-        return float(self.engine.get_epsilon(delta))
+        return float(self.engine.get_epsilon(delta)) if len(accountant) else 0.0
 
     def _noise_to_signal(self) -> float:
-        assert self._squares is not None
         signal = float(self._squares) - self._noise_squares
         signal = max(signal, math.sqrt(self._noise_variance))
         if not signal:
@@ -228,7 +214,7 @@ class Monitor:
         up = shares.cummax(0).values
         down = -(-shares.flip(0)).cummax(0).values.flip(0)
         monotone = ((up + down) / 2).tolist()
-        for q in self.quantiles:
+        for name, q in QUANTILES.items():
             at = next((i for i, x in enumerate(monotone) if x >= q), len(monotone))
             if 0 < at < len(monotone):
                 low, high = monotone[at - 1], monotone[at]
@@ -236,7 +222,7 @@ class Monitor:
                 value = first * (last / first) ** ((q - low) / (high - low))
             else:
                 value = THRESHOLDS[0 if at == 0 else -1]
-            found[_name(q)] = value * self.optimizer.max_grad_norm
+            found[name] = value * self.optimizer.max_grad_norm
         return found
 
     # -- checkpoints ---------------------------------------------------------------
@@ -248,7 +234,8 @@ class Monitor:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues from a :meth:`state_dict`."""
         for name in _STATE:
-            setattr(self, name, state[name])
+            old = state[name]  # None in one of an earlier version
+            setattr(self, name, 0.0 if old is None else old)
 
 
 _STATE = ["_steps", "_expected", "_counts", "_counts_variance"]
@@ -262,9 +249,6 @@ def _check_optimizer(optimizer: Any) -> None:
             "Pass the optimizer that make_private returned, before Accelerate or a "
             'scheduler wraps it, and any clipping but "adaptive".'
         )
-    elif optimizer.expected_batch_size is None:
-        reason = "The optimizer has no expected_batch_size."
-        remedy = "Set it to the expected number of samples in a step."
     elif any(group_of(p) for p in optimizer.params):
         reason = "Monitor can't observe experts that are sharded over processes."
         remedy = "Monitor a run without opacus_ext.distributed.expert_parallel."
@@ -277,14 +261,6 @@ def _check_optimizer(optimizer: Any) -> None:
     else:
         return
     raise Refused(reason, parameter="optimizer", remedy=remedy)
-
-
-def _name(q: float) -> str:
-    return "norm_median" if q == 0.5 else f"norm_q{100 * q:g}"
-
-
-def _plus(new: Tensor, old: Optional[Tensor]) -> Tensor:
-    return new if old is None else new + old.to(new.device)  # from a checkpoint
 
 
 __all__ = ["Monitor"]

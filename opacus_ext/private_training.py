@@ -132,7 +132,7 @@ class PrivateTraining:
             return self.noise_multiplier
         epsilon, accountant = self.target_epsilon, self.engine.accountant
         assert epsilon is not None  # one of the two was given
-        sampling.check(records, accountant)
+        sampling.check(records)
         # The noise was chosen to leave less than this.
         if len(accountant) and self.get_epsilon() > epsilon - 0.01:
             raise Refused(

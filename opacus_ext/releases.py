@@ -3,59 +3,49 @@ Statistics of a user-level data set, released once with noise: how popular items
 and which item follows which.
 
 Each release is one Gaussian mechanism, recorded in the accountant that the training
-continues with. Neighboring data sets differ by one user with all actions. What is
-computed from a release is post-processing and costs nothing more.
+continues with. Neighboring data sets differ by one user with all actions. A user adds
+one vector of norm 1 (or 0, where nothing is counted), so the sensitivity is 1, and
+noise of std ``noise_multiplier`` is a Gaussian mechanism with that multiplier: one step
+with sample rate 1. What is computed from a release is post-processing and costs nothing
+more.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple, Union
+from typing import Iterable, List, Optional, Sequence, Tuple, Union
 
 import torch
 from opacus.accountants.accountant import IAccountant
 from torch import Tensor
 
 from opacus_ext.accountants.profiles import gaussian_sensitivity
+from opacus_ext.accountants.whole import record_whole
 from opacus_ext.refused import Refused
 from opacus_ext.secure import SecureSource, with_noise
 
 Generator = Union[None, torch.Generator, SecureSource]
-_PAIRS = 2**22  # about the number of pairs that are counted at once
+
+# Of release_transitions: the best on MovieLens-1M (docs/how-to/releases.md).
+WINDOW = 20  # the largest distance of two actions
+DECAY = 0.75  # how fast pairs count less with their distance
+BACK = 0.2  # the part of a pair that is counted in the other direction
 
 
 @dataclass(frozen=True)
-class _Release:
+class Popularity:
     """
-    A statistic with noise.
+    The popularity of items, see :func:`release_popularity`. ``vars()`` of it can be
+    saved, and ``Popularity(**saved)`` is it again.
 
     Attributes:
-        counts: with noise of std ``noise_multiplier`` in each entry, float64
-        noise_multiplier: the std of the noise over the sensitivity, which is 1
+        counts: ``[num_items + 1]``, with noise, float64; entry 0, padding, is zero
+        noise_multiplier: the std of the noise in each entry
     """
 
     counts: Tensor
     noise_multiplier: float
-
-    def state_dict(self) -> Dict[str, Any]:
-        """The fields as a dict, for :meth:`from_state_dict`."""
-        return dict(vars(self))
-
-    @classmethod
-    def from_state_dict(cls, state: Mapping[str, Any]) -> Any:
-        """The release with this ``state_dict()``."""
-        return cls(**state)
-
-
-@dataclass(frozen=True)
-class Popularity(_Release):
-    """
-    The popularity of items, see :func:`release_popularity`.
-
-    Attributes:
-        counts: ``[num_items + 1]``; entry 0, padding, is zero
-    """
 
     @property
     def shares(self) -> Tensor:
@@ -96,20 +86,22 @@ class Popularity(_Release):
 
 
 @dataclass(frozen=True)
-class Transitions(_Release):
+class Transitions:
     """
     The items that follow each item, see :func:`release_transitions`.
 
     Attributes:
-        counts: ``[M, M]``; entry ``[a, b]`` is about ``items[b]`` after ``items[a]``
+        counts: ``[M, M]``, with noise, float64; entry ``[a, b]`` is about ``items[b]``
+            after ``items[a]``
+        noise_multiplier: the std of the noise in each entry
         items: ``[M]``, the ids of the items that take part
         weights: ``[M]``, of the items
-        back: the part of a pair that was counted in the other direction
     """
 
+    counts: Tensor
+    noise_multiplier: float
     items: Tensor
     weights: Tensor
-    back: float
 
     @property
     def unweighted(self) -> Tensor:
@@ -117,7 +109,7 @@ class Transitions(_Release):
         ``[M, M]``, ``counts`` without weights, and forward pairs only: unbiased, with
         more noise where weights are small.
         """
-        forward = (self.counts - self.back * self.counts.T) / (1 - self.back**2)
+        forward = (self.counts - BACK * self.counts.T) / (1 - BACK**2)
         return forward / torch.outer(self.weights, self.weights)
 
 
@@ -163,13 +155,8 @@ def release_popularity(
     generator: Generator = None,
 ) -> Popularity:
     """
-    Counts how often items occur, with the same weight for each user.
-
-    A user's vector holds how often the user had each item, divided by its L2 norm; the
-    release is the sum over users plus noise. Sensitivity: one user more or less adds or
-    removes one vector of norm 1 (or 0, for an empty history), so it is 1, and noise of
-    std ``noise_multiplier`` is a Gaussian mechanism with that multiplier. It is
-    recorded as one step with sample rate 1.
+    Counts how often items occur, with the same weight for each user: a user's vector
+    holds how often the user had each item, divided by its L2 norm.
 
     Args:
         histories: the item ids ``[T]`` of each user, from 1; zeros are padding
@@ -193,12 +180,10 @@ def release_popularity(
         >>> popularity.top(1), accountant.history
         (tensor([2]), [(0.01, 1.0, 1)])
     """
-    _check(histories, num_items, noise_multiplier)
-    total = torch.zeros(num_items + 1, dtype=torch.float64)
-    for users, ids in _chunks(histories, _PAIRS):
-        users, ids = users[ids > 0], ids[ids > 0]
-        _add_normalized(total, users, ids, torch.ones(len(ids), dtype=torch.float64))
-    counts = _with_noise(total, noise_multiplier, accountant, generator)
+    histories = _checked(histories, noise_multiplier, num_items)
+    items = (ids[ids > 0] for ids in histories)
+    vectors = ((keys, torch.ones(len(keys), dtype=torch.float64)) for keys in items)
+    counts = _released(vectors, num_items + 1, noise_multiplier, accountant, generator)
     counts[0] = 0
     return Popularity(counts, noise_multiplier)
 
@@ -209,112 +194,83 @@ def release_transitions(
     *,
     noise_multiplier: float,
     accountant: IAccountant,
-    window: int = 20,
-    decay: float = 0.75,
-    back: float = 0.2,
     weights: Optional[Tensor] = None,
     generator: Generator = None,
 ) -> Transitions:
     """
     Counts how often item b comes after item a, with the same weight for each user.
 
-    A user's matrix has, for every two actions at most ``window`` apart and both of
-    ``items``, ``distance ** -decay`` added at (earlier, later), and ``back`` times as
+    A user's matrix has, for every two actions at most ``WINDOW`` apart and both of
+    ``items``, ``distance ** -DECAY`` added at (earlier, later), and ``BACK`` times as
     much at (later, earlier), each times the weights of both items. It is then divided
-    by its Frobenius norm; the release is the sum over users plus noise. Sensitivity:
-    one user more or less adds or removes one matrix of norm 1 (or 0, without such
-    pairs), so it is 1, as in :func:`release_popularity`, and so is what is recorded.
+    by its Frobenius norm.
 
     All entries have the same noise: ``weights=popularity.relative(-0.25)`` gives rare
     items more of the norm. :attr:`Transitions.unweighted` undoes ``weights`` and
-    ``back``. The defaults did best on MovieLens-1M (docs/how-to/releases.md).
+    ``BACK``.
 
     Args:
         histories: the item ids ``[T]`` of each user, from 1, in the order of time;
             zeros are padding and keep their place
         items: ``[M]``, the ids that take part; public or from a release
         noise_multiplier, accountant, generator: as in :func:`release_popularity`
-        window: the largest distance of two actions
-        decay: how fast pairs count less with their distance
-        back: from 0 to below 1; near 1, the direction is lost
         weights: ``[num_items + 1]``, positive; public or from a release. By default 1
 
     Raises:
         Refused: as :func:`release_popularity`, for items given twice, and for weights
-            that are not positive, not one for each item, or out of float64's range
+            that are not one for each item, from 1e-20 to 1e20
     """
+    histories = _checked(histories, noise_multiplier)
     size = len(items)
-    largest = max(map(_largest, [items, *histories]))
-    _check(histories, largest, noise_multiplier)
-    chosen = _check_pairs(items, window, decay, back, weights)
-    place = torch.full((largest + 1,), -1)
-    place[items] = torch.arange(size)
-    total = torch.zeros(size * size, dtype=torch.float64)
-    for users, ids in _chunks(histories, max(_PAIRS // window, 1)):
-        at = place[ids]
-        found: List[Tuple[Tensor, Tensor, Tensor]] = []
-        for lag in range(1, min(window, len(ids) - 1) + 1):
-            a, b = at[:-lag], at[lag:]
-            pairs = (users[:-lag] == users[lag:]) & (a >= 0) & (b >= 0)
-            a, b, owners = a[pairs], b[pairs], users[lag:][pairs]
-            weight = chosen[a] * chosen[b] * lag**-decay
-            found.append((owners, a * size + b, weight))
-            if back:
-                found.append((owners, b * size + a, back * weight))
-        if found:
-            _add_normalized(total, *(torch.cat(each) for each in zip(*found)))
-    total = total.view(size, size)
-    counts = _with_noise(total, noise_multiplier, accountant, generator)
-    return Transitions(counts, noise_multiplier, items, chosen, back)
-
-
-def _check_pairs(
-    items: Tensor, window: int, decay: float, back: float, weights: Optional[Tensor]
-) -> Tensor:
-    """The weights ``[M]`` of the items; refuses arguments that can't be."""
-    different = items.dim() == 1 and len(items.unique()) == len(items) > 0
-    if not different or int(items.min()) < 1 or window < 1:
+    different = items.dim() == 1 and len(items.unique()) == size > 0
+    if not different or int(items.min()) < 1:
         raise Refused(
-            f"items={items.tolist()} with window={window}.",
+            f"items={items.tolist()}.",
             parameter="items",
-            remedy="Give each id once, from 1 on, [M], and a positive window.",
+            remedy="Give each id once, from 1 on, [M].",
         )
-    if not 0 <= back < 1 or not math.isfinite(decay):
-        raise Refused(
-            f"back={back}, decay={decay}.",
-            parameter="back",
-            remedy="Pass back from 0 to below 1, and a finite decay.",
-        )
+    most = int(items.max())
     if weights is None:
-        weights = torch.ones(int(items.max()) + 1, dtype=torch.float64)
-    fits = weights.dim() == 1 and len(weights) > int(items.max())
-    if fits:
-        chosen = weights[items].double()
-        lags = torch.tensor([1.0, window], dtype=torch.float64) ** -decay
-        least, most = chosen.min() ** 2 * lags.min(), chosen.max() ** 2 * lags.max()
-        # Squares in float64 end at 1e-308.
-        fits = bool((chosen > 0).all()) and bool(1e-100 < least <= most < 1e100)
-    if not fits:
+        weights = torch.ones(most + 1, dtype=torch.float64)
+    fits = weights.dim() == 1 and len(weights) > most
+    chosen = weights[items].double() if fits else weights
+    if not (fits and 1e-20 < chosen.min() <= chosen.max() < 1e20):
         raise Refused(
-            f"weights of shape {[*weights.shape]} do not fit, with decay={decay}.",
+            f"weights of shape {[*weights.shape]} do not fit.",
             parameter="weights",
-            remedy="Pass one positive, finite weight for each item, [num_items + 1], "
-            "nearer to 1, or a decay nearer to 0.",
+            remedy="Pass one for each item, [num_items + 1], from 1e-20 to 1e20.",
         )
-    return chosen
+    place = torch.full((most + 1,), -1)
+    place[items] = torch.arange(size)
+
+    def pairs(ids: Tensor) -> Tuple[Tensor, Tensor]:
+        """The places in the matrix of a user's pairs, and their weights."""
+        at = place[torch.where(ids > most, 0, ids)]
+        lag = torch.arange(1, WINDOW + 1).expand(len(ids), -1)
+        later = torch.arange(len(ids))[:, None] + lag
+        inside = later < len(ids)
+        a, b = at[(later - lag)[inside]], at[later[inside]]
+        known = (a >= 0) & (b >= 0)
+        a, b, lag = a[known], b[known], lag[inside][known]
+        weight = chosen[a] * chosen[b] * lag.double() ** -DECAY
+        keys = torch.cat([a * size + b, b * size + a])
+        return keys, torch.cat([weight, BACK * weight])
+
+    vectors = map(pairs, histories)
+    counts = _released(vectors, size**2, noise_multiplier, accountant, generator)
+    return Transitions(counts.view(size, size), noise_multiplier, items, chosen)
 
 
-def _largest(ids: Tensor) -> int:
-    return int(ids.max()) if len(ids) else 0
-
-
-def _check(histories: Sequence[Tensor], num_items: int, noise: float) -> None:
+def _checked(
+    histories: Sequence[Tensor], noise: float, num_items: float = math.inf
+) -> List[Tensor]:
     if not 0 < noise < math.inf:
         raise Refused(
             f"noise_multiplier={noise} is not a positive number.",
             parameter="noise_multiplier",
             remedy="opacus_ext.releases.noise_for(epsilon, delta, share) computes one.",
         )
+    histories = [torch.as_tensor(ids).long() for ids in histories]
     for user, ids in enumerate(histories):
         if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) <= num_items:
             raise Refused(
@@ -323,47 +279,28 @@ def _check(histories: Sequence[Tensor], num_items: int, noise: float) -> None:
                 parameter="histories",
                 remedy="Number the items from 1 to num_items; 0 is padding.",
             )
+    return histories
 
 
-def _chunks(
-    histories: Sequence[Tensor], actions: int
-) -> Iterator[Tuple[Tensor, Tensor]]:
-    """The users and item ids ``[N]`` of about so many actions, of whole users."""
-    users: List[Tensor] = []
-    ids: List[Tensor] = []
-    size = 0
-    for user, history in enumerate(histories):
-        ids.append(torch.as_tensor(history).long())
-        users.append(torch.full((len(history),), user))
-        size += len(history)
-        if size >= actions or user == len(histories) - 1:
-            yield torch.cat(users), torch.cat(ids)
-            users, ids, size = [], [], 0
-
-
-def _add_normalized(
-    total: Tensor, users: Tensor, keys: Tensor, weights: Tensor
-) -> None:
-    """Adds each user's vector, with the weights at the keys, divided by its norm."""
-    if not len(keys):
-        return
-    users, which = users.unique(return_inverse=True)
-    pairs, slot = (which * total.numel() + keys).unique(return_inverse=True)
-    sums = torch.zeros(len(pairs), dtype=torch.float64).index_add_(0, slot, weights)
-    owner, key = pairs // total.numel(), pairs % total.numel()
-    squares = torch.zeros(len(users), dtype=torch.float64)
-    squares.index_add_(0, owner, sums**2)
-    total.index_add_(0, key, sums / squares.sqrt()[owner])
-
-
-def _with_noise(
-    total: Tensor, noise: float, accountant: IAccountant, generator: Generator
+def _released(
+    vectors: Iterable[Tuple[Tensor, Tensor]],
+    size: int,
+    noise: float,
+    accountant: IAccountant,
+    generator: Generator,
 ) -> Tensor:
-    """Records the release, then draws: a release that fails has been paid for."""
-    before = list(accountant.history)
-    try:
-        accountant.step(noise_multiplier=noise, sample_rate=1.0)
-    except ValueError:
-        accountant.history = before  # "gdp" drops a run's cost when it refuses
-        raise
+    """
+    The sum of the users' vectors, each divided by its norm, with noise ``[size]``. A
+    vector is given by places and what is added there. The release is recorded before
+    the noise is drawn: one that fails has been paid for.
+    """
+    total = torch.zeros(size, dtype=torch.float64)
+    for keys, values in vectors:
+        keys, at = keys.unique(return_inverse=True)
+        sums = torch.zeros(len(keys), dtype=torch.float64).index_add_(0, at, values)
+        total[keys] += sums / sums.norm()
+    record_whole(
+        accountant,
+        lambda: accountant.step(noise_multiplier=noise, sample_rate=1.0),
+    )
     return with_noise(total, noise, 1.0, generator)

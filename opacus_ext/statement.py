@@ -27,24 +27,12 @@ from opacus_ext.runs import RUNS, installed_versions, runs_of
 
 PRIVACY_STATE = "privacy.pt"  # in a checkpoint's folder of PrivateTrainer
 
-_NEIGHBORS = {
-    "add or remove one": "differ in one {unit} that is added or removed",
-    "leave one out in its place": "differ in one {unit} that adds nothing to any "
-    "step, while all others are drawn as before",
-    "replace one": "have the same size and differ in one {unit} that is another one",
-}
 _REMOVAL = "; additions were found to cost no more than removals, in all cases tried"
 _ERRORS = {
-    "prv": "an upper bound with 0.01 and a thousandth of delta in it",
-    "prv_bounds": "an upper bound, rounding and grid in it",
+    "prv": "an upper bound with 0.01 and a thousandth of delta in it" + _REMOVAL,
+    "prv_bounds": "an upper bound, rounding and grid in it" + _REMOVAL,
     "rdp": "an upper bound, by a closed form; often a third too large",
     "gdp": "an approximation by the central limit theorem, no bound",
-}
-_SCHEMES = {
-    "poisson": "Poisson: each {unit} with probability {sample_rate:.4g}",
-    "truncated_poisson": "Poisson: each {unit} with probability {sample_rate:.4g}, at "
-    "most {max_batch_size} of them",
-    "fixed_size": "without replacement: a fixed size, {sample_rate:.4g} of all {unit}s",
 }
 _NOT_COVERED = (
     "Hyperparameters, stopping and the choice among runs, where private data were "
@@ -64,13 +52,17 @@ _SECURE = (
     "Attacks on the machine that trains, the time that its steps take, and rounding in "
     "the gradients and their clipped sums, before noise is added.",
 )
-_MOST_PHASES = 8  # shown in the table; JSON has all
+# What the text has of the content, and of each make_private.
+_ROWS = "unit records neighboring_relation delta epsilon epsilon_lower epsilon_upper "
+_ROWS += "epsilon_if_poisson accountant numerical_error random_numbers"
+_SETTINGS = "clipping", "max_grad_norm", "grad_sample_mode"
+_MOST_PHASES = 8  # JSON has all
 
 
 @dataclass(frozen=True)
 class PrivacyStatement:
     """
-    The privacy statement of a run.
+    The privacy statement of a run; ``str()`` of it is its text.
 
     Attributes:
         content: numbers and text by name, as in :meth:`json`
@@ -80,7 +72,7 @@ class PrivacyStatement:
 
     @property
     def text(self) -> str:
-        """A section for a model card, in Markdown; ``str()`` returns it, too."""
+        """A section for a model card, in Markdown."""
         return _text(self.content)
 
     def __str__(self) -> str:
@@ -134,49 +126,41 @@ def read_statement(
     path = os.fspath(path)
     if os.path.isdir(path):
         path = os.path.join(path, PRIVACY_STATE)
-    content = read(path, map_location="cpu")
-    found = dict(content) if isinstance(content, Mapping) else {}
+    found: Any = read(path, map_location="cpu")
+    found = found if isinstance(found, Mapping) else {}
     for callback in (found.get("callbacks") or {}).values():  # Lightning's
         found = callback if "accountant" in callback else found
     config = found.get("config") or {}
-    if "privacy_accountant_state_dict" in found:
-        saved, runs = found["privacy_accountant_state_dict"], found.get(RUNS, [])
-        default = config.get("delta")
-    elif "accountant" in found:
+    delta = config.get("delta") if delta is None else delta
+    saved, runs = found.get("privacy_accountant_state_dict", {}), found.get(RUNS, [])
+    if "accountant" in found:
         saved, runs = found["accountant"], [_run_of_trainer(found, config)]
-        default = config.get("target_delta")
-    else:
-        raise Refused(
-            f"{path} has no accountant's history.",
-            parameter="path",
-            remedy="Pass a file of engine.save_checkpoint, privacy.pt of a checkpoint "
-            "of PrivateTrainer, or a checkpoint of Lightning.",
-        )
     try:
         accountant = create_accountant(saved["mechanism"])
         accountant.load_state_dict(saved)
     except (KeyError, TypeError, ValueError) as error:
         raise Refused(
-            f"The accountant's state in {path} can't be used: {error}.",
+            f"{path} has no accountant's history that can be used ({error}).",
             parameter="path",
+            remedy="Pass a file of engine.save_checkpoint, privacy.pt of a checkpoint "
+            "of PrivateTrainer, or a checkpoint of Lightning.",
         ) from error
-    return state(accountant, runs, default if delta is None else delta, unit)
+    return state(accountant, runs, delta, unit)
 
 
 def _run_of_trainer(
     saved: Mapping[str, Any], config: Mapping[str, Any]
 ) -> Dict[str, Any]:
     bound = config.get("per_sample_max_grad_norm", config.get("max_grad_norm"))
-    poisson = config.get("poisson_sampling", True)
+    same = "grad_sample_mode", "clipping", "records", "target_delta"
     return {
-        "grad_sample_mode": config.get("grad_sample_mode"),
-        "clipping": config.get("clipping"),
+        **{name: config.get(name) for name in same},
         "max_grad_norm": bound,
         "noise_multiplier": saved.get("noise_multiplier"),
-        "records": config.get("records"),
-        "sampling": {"scheme": "poisson" if poisson else "none"},
+        "sampling": {
+            "scheme": "poisson" if config.get("poisson_sampling", True) else "none"
+        },
         "secure_mode": False,
-        "target_delta": config.get("target_delta"),
     }
 
 
@@ -199,71 +183,73 @@ def state(
         unit: the name of a record
     """
     targets = [run["target_delta"] for run in runs if run.get("target_delta")]
-    delta = targets[-1] if delta is None and targets else delta
+    delta = [None, *targets][-1] if delta is None else delta
     records = max((run.get("records") or 0 for run in runs), default=0) or None
     if delta is None or not 0 < delta < 1:
         advice = f" {records} records: below {1 / records:.1g}." if records else ""
         raise Refused(
-            (
-                "The delta of the guarantee is not known."
-                if delta is None
-                else f"delta={delta} is not between 0 and 1."
-            ),
+            f"The delta of the guarantee is not between 0 and 1: {delta}.",
             parameter="delta",
             remedy=f"Pass one well below one over the number of {unit}s.{advice}",
         )
-    phases, others = _phases(accountant)
-    epsilon, bounds, note = _spent(accountant, delta)
-    holds, notes = _conditions(runs, bool(phases))
+    phases = [
+        {
+            "sampling": "poisson",
+            "sample_rate": float(rate),
+            "noise_multiplier": float(noise),
+            "steps": int(steps),
+        }
+        for noise, rate, steps in accountant.history
+    ]
+    epsilon, bounds, notes = _spent(accountant, delta)
     if records and delta >= 1 / records:
-        notes.insert(
-            0,
+        notes.append(
             f"delta={delta:g} is not below one over {records} {unit}s: such a "
-            "guarantee allows to publish somebody's data.",
+            "guarantee allows to publish somebody's data."
         )
-    neighbors = "add or remove one"
-    if any(phase["sampling"] == "fixed_size" for phase in phases):
-        neighbors = "replace one"
-    elif any(run.get("bands", 1) > 1 for run in runs):
-        neighbors = "leave one out in its place"
+    bands = sorted({run.get("bands", 1) for run in runs} - {1})
+    holds, more = _conditions(runs, bands, bool(phases))
+    infinite = math.isinf(epsilon)
+    proven = holds != "no" and not infinite
     mechanism = accountant.mechanism()
-    error = _ERRORS.get(mechanism, "not known")
-    if mechanism in ("prv", "prv_bounds") and neighbors != "replace one":
-        error += _REMOVAL
-    finite = math.isfinite(epsilon)
-    holds = holds if not math.isinf(epsilon) else "no"
-    proven = holds != "no"
-    texts = *_NOT_COVERED, *(_SECURE if _secure(runs) else _INSECURE)
+    secure = bool(runs) and all(run["secure_mode"] for run in runs)
+    random = "pseudo-random, by torch (no secure_mode)" if runs else "not recorded"
+    random = "cryptographically secure (secure_mode)" if secure else random
+    texts = *_NOT_COVERED, *(_SECURE if secure else _INSECURE)
     versions = [run["versions"] for run in runs if "versions" in run]
     left_out = "versions", "target_delta"
     return PrivacyStatement(
         {
             "statement": "privacy of a training run, opacus_ext, version 1",
-            "holds": holds,
+            "holds": "no" if infinite else holds,
             "epsilon": float(epsilon) if proven else None,
             "epsilon_lower": float(bounds.lower) if proven else None,
             "epsilon_upper": float(bounds.upper) if proven else None,
-            "epsilon_if_poisson": None if proven or not finite else float(epsilon),
+            "epsilon_if_poisson": None if proven or infinite else float(epsilon),
             "delta": delta,
             "unit": unit,
             "records": records,
-            "neighboring_relation": neighbors,
+            "neighboring_relation": (
+                "leave one out in its place" if bands else "add or remove one"
+            ),
             "accountant": mechanism,
-            "numerical_error": error,
+            "numerical_error": _ERRORS.get(mechanism, "not known"),
+            "random_numbers": random,
             "steps": sum(phase["steps"] for phase in phases),
             "phases": phases,
-            "other_releases": others,
             "runs": [
                 {k: v for k, v in run.items() if k not in left_out} for run in runs
             ],
-            "notes": note + notes,
+            "notes": notes + more,
             "not_covered": [text.format(unit=unit) for text in texts],
             "versions": versions[-1] if versions else installed_versions(),
         }
     )
 
 
-def _conditions(runs: List[Dict[str, Any]], stepped: bool) -> Tuple[str, List[str]]:
+def _conditions(
+    runs: List[Dict[str, Any]], bands: List[int], stepped: bool
+) -> Tuple[str, List[str]]:
     """Returns "yes", "no" or the condition of the guarantee, and notes on it."""
     holds, notes = "yes", []
     if not runs and stepped:
@@ -279,39 +265,13 @@ def _conditions(runs: List[Dict[str, Any]], stepped: bool) -> Tuple[str, List[st
             "(poisson_sampling=False): no guarantee is known. epsilon_if_poisson is "
             "what Poisson sampling would have spent; it is no bound for this run."
         )
-    for bands in sorted({run.get("bands", 1) for run in runs} - {1}):
-        notes.append(
-            f"The noise of {bands} steps in a row is correlated, and they draw from "
-            f"{bands} parts of the data set in turn: a step below stands for a round "
-            f"of {bands}, as it is accounted. A record that is removed leaves all "
-            "others in their parts."
-        )
-    return holds, notes
-
-
-def _phases(
-    accountant: IAccountant,
-) -> Tuple[List[Dict[str, Any]], List[Dict[str, Any]]]:
-    """The steps, together where noise and sampling are the same; other releases."""
-    phases: List[Dict[str, Any]] = [
-        {
-            "sampling": "poisson",
-            "sample_rate": float(rate),
-            "noise_multiplier": float(noise),
-            "steps": int(steps),
-        }
-        for noise, rate, steps in accountant.history
+    notes += [
+        f"The noise of {b} steps in a row is correlated, and they draw from {b} parts "
+        f"of the data set in turn: a step below stands for a round of {b}, as it is "
+        "accounted. A record that is removed leaves all others in their parts."
+        for b in bands
     ]
-    others = []
-    for entry in getattr(accountant, "mechanisms", []):
-        if "sample_rate" not in entry:
-            others.append(dict(entry))
-            continue
-        phase = {"sampling": entry["mechanism"], "steps": entry["participations"]}
-        phase |= {name: entry[name] for name in ("sample_rate", "noise_multiplier")}
-        sizes = (name for name in ("records", "max_batch_size") if name in entry)
-        phases.append(phase | {name: int(entry[name]) for name in sizes})
-    return phases, others
+    return holds, notes
 
 
 def _spent(accountant: IAccountant, delta: float) -> Tuple[float, Bounds, List[str]]:
@@ -343,45 +303,28 @@ def _spent(accountant: IAccountant, delta: float) -> Tuple[float, Bounds, List[s
 
 
 def _text(c: Mapping[str, Any]) -> str:
-    unit, runs, steps = c["unit"], c["runs"], _steps(c["steps"])
-    if c["holds"] == "no":
-        accounted, spent = "Accounted as", c["epsilon_if_poisson"]
-        headline = f"No guarantee is known for the weights after {steps}."
-        epsilon = "none is known" + (f" ({spent:.4g} if Poisson)" if spent else "")
-    else:
-        accounted = "Sampling and noise"
-        condition = "" if c["holds"] == "yes" else f", {c['holds']}"
+    steps = f"{c['steps']:,} step{'s' * (c['steps'] != 1)}"
+    headline = f"No guarantee is known for the weights after {steps}."
+    if c["holds"] != "no":
         # Two decimals, rounded up.
         shown = f"{math.ceil(c['epsilon'] * 100 - 1e-9) / 100:.2f}"
+        condition = "" if c["holds"] == "yes" else f", {c['holds']}"
         headline = (
             f"After {steps} the weights are ({shown}, {c['delta']:g})-differentially "
-            f"private for one {unit}{condition}."
+            f"private for one {c['unit']}{condition}."
         )
-        epsilon = (
-            f"{c['epsilon']:.6g} (the true one is between {c['epsilon_lower']:.6g} and "
-            f"{c['epsilon_upper']:.6g})"
-        )
-    random = "pseudo-random, by torch (no secure_mode)" if runs else "not recorded"
-    if _secure(runs):
-        random = "cryptographically secure (secure_mode)"
-    records = "" if c["records"] is None else f" of {c['records']:,}"
-    neighbors = _NEIGHBORS[c["neighboring_relation"]].format(unit=unit)
-    clipping = "{clipping}, max_grad_norm {max_grad_norm}, mode {grad_sample_mode}"
-    rows = [
-        ("Unit of privacy", f"one {unit}{records}"),
-        ("Neighboring data sets", neighbors),
-        ("Mechanism", "subsampled Gaussian: clipped gradients, summed, with noise"),
-        *(("Clipping", clipping.format(**run)) for run in runs),
-        *((accounted, row) for row in _rows_of_phases(c["phases"], unit)),
-        *(("Other release", _release(entry)) for entry in c["other_releases"]),
-        ("Random numbers", random),
-        ("Delta", f"{c['delta']:g}"),
-        ("Epsilon", epsilon),
-        ("Accountant", f"{c['accountant']}: {c['numerical_error']}"),
-        ("Versions", ", ".join(f"{k} {v}" for k, v in c["versions"].items())),
+    rows = [(name, c[name]) for name in _ROWS.split()]
+    rows += [
+        ("clipped gradients, summed, with noise", {k: run[k] for k in _SETTINGS})
+        for run in c["runs"]
     ]
+    label = "accounted as" if c["holds"] == "no" else "sampling and noise"
+    rows += [(label, phase) for phase in c["phases"][:_MOST_PHASES]]
+    if (more := len(c["phases"]) - _MOST_PHASES) > 0:
+        rows.append((label, f"{more} more, in the JSON"))
+    rows.append(("versions", c["versions"]))
     lines = ["# Privacy statement", "", headline, "", "| | |", "| --- | --- |"]
-    lines += [f"| {name} | {value} |" for name, value in rows]
+    lines += [f"| {_words(k)} | {_shown(x)} |" for k, x in rows if x is not None]
     if c["notes"]:
         lines += ["", "## To be known", "", *(f"- {note}" for note in c["notes"])]
     lines += ["", "## What it does not cover", ""]
@@ -389,31 +332,11 @@ def _text(c: Mapping[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _rows_of_phases(phases: List[Dict[str, Any]], unit: str) -> List[str]:
-    if len(phases) > _MOST_PHASES:
-        noises = [phase["noise_multiplier"] for phase in phases]
-        rates = [phase["sample_rate"] for phase in phases]
-        return [
-            f"{_steps(sum(phase['steps'] for phase in phases))} in {len(phases)} "
-            f"settings; noise multiplier {min(noises):.6g} to {max(noises):.6g}; rate "
-            f"{min(rates):.4g} to {max(rates):.4g} ({phases[0]['sampling']}, ...)"
-        ]
-    return [
-        f"{_steps(phase['steps'])}; "
-        + _SCHEMES[phase["sampling"]].format(unit=unit, **phase)
-        + f"; noise multiplier {phase['noise_multiplier']:.6g}"
-        for phase in phases
-    ]
+def _words(name: str) -> str:
+    return name if name in ("opacus_ext", "max_grad_norm") else name.replace("_", " ")
 
 
-def _steps(count: int) -> str:
-    return f"{count:,} step{'s' * (count != 1)}"
-
-
-def _release(entry: Mapping[str, Any]) -> str:
-    values = (f"{k} {v:g}" for k, v in entry.items() if k != "mechanism")
-    return f"{entry['mechanism']}: {', '.join(values)}"
-
-
-def _secure(runs: List[Dict[str, Any]]) -> bool:
-    return bool(runs) and all(run["secure_mode"] for run in runs)
+def _shown(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{_words(k)} {_shown(x)}" for k, x in value.items())
+    return f"{value:.6g}" if isinstance(value, float) else str(value)

@@ -28,7 +28,7 @@ from torch.utils.data import (
 )
 
 from opacus_ext import Refused
-from opacus_ext.data import FixedSize
+from opacus_ext.data import Poisson
 
 RECORDS, SIZE = 32, 8
 
@@ -118,9 +118,8 @@ CE = nn.CrossEntropyLoss
 
 
 def drawn_already():
-    """A loader that an earlier ``make_private`` made for batches of one size."""
-    engine = PrivacyEngine(accountant="prv_bounds")
-    return Setup(engine=engine, sampling=FixedSize(batch_size=4)).loader
+    """A loader that an earlier ``make_private`` made for another sampling."""
+    return Setup(sampling=Poisson(expected_batch_size=4)).loader
 
 
 def drawn_often():
@@ -196,7 +195,7 @@ def test_arguments(name):
         Setup(**given)
 
 
-SAME = "draws by FixedSize.*same sampling"
+SAME = "draws by Poisson.*same sampling"
 # Calls that are refused.
 CALLS = {
     "sampling": (lambda: Setup(data_loader=drawn_already()), SAME),
@@ -560,16 +559,12 @@ def test_epsilon_without_noise_is_infinite(accountant):
 
 
 def test_a_loader_is_used_again_with_its_sampling():
-    """Two models on batches of one size: each is accounted for."""
-    sampling = FixedSize(batch_size=4)
-    s = Setup(
-        engine=PrivacyEngine(accountant="prv_bounds"),
-        data_loader=drawn_already(),
-        sampling=sampling,
-    )
+    """Two models on batches of one loader: each is accounted for."""
+    sampling = Poisson(expected_batch_size=4)
+    s = Setup(data_loader=drawn_already(), sampling=sampling)
     for x, y in s.loader:
         s.optimizer.zero_grad()
         s.criterion(s.model(x), y).backward()
         s.optimizer.step()
-    (entry,) = s.engine.accountant.mechanisms
-    assert (entry["mechanism"], entry["participations"]) == ("fixed_size", 8)
+    ((_, rate, steps),) = s.engine.accountant.history
+    assert (rate, steps) == (4 / RECORDS, len(s.loader))

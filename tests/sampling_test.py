@@ -12,14 +12,14 @@ from unittest.mock import patch
 import pytest
 import torch
 from opacus import PrivacyEngine
-from scipy.stats import binom, chi2
+from scipy.stats import chi2
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from opacus_ext import Refused
 from opacus_ext.accountants import PRVBoundsAccountant
-from opacus_ext.data import FixedSize, Poisson, TruncatedPoisson
+from opacus_ext.data import Poisson
 from opacus_ext.losses import PerSample
 from tests.common import oracle
 
@@ -87,31 +87,12 @@ def test_poisson_draws_every_set_as_often_as_it_should():
     fits(found, {s: q ** len(s) * (1 - q) ** (6 - len(s)) for s in subsets(6)}, 20_000)
 
 
-def test_truncation_leaves_a_uniform_subset():
-    q, most = 0.4, 2
-    sampling = TruncatedPoisson(sample_rate=q, max_batch_size=most)
-    expected = {s: q ** len(s) * (1 - q) ** (6 - len(s)) for s in subsets(6)}
-    cut = binom.sf(most, 6, q) / math.comb(6, most)
-    kept = {
-        s: p + cut * (len(s) == most) for s, p in expected.items() if len(s) <= most
-    }
-    fits(Counter(draws(sampling, 20_000)), kept, 20_000)
-
-
-def test_fixed_size_draws_every_set_of_its_size_as_often():
-    found = Counter(draws(FixedSize(batch_size=2), 20_000))
-    fits(found, {s: 1 / 15 for s in itertools.combinations(range(6), 2)}, 20_000)
-
-
 def test_small_rates_are_not_rounded():
     """float32 has no numbers between 16 and 17 times 2^-24: a rate of 1e-6 is lost."""
     keys = (torch.arange(2**16, dtype=torch.float64) + 0.5) / 2**16 * 2e-7
-    with patch("torch.rand", return_value=keys):
+    with patch("torch.rand", return_value=keys) as rand:
         drawn = Poisson(sample_rate=1e-7).draw(2**16, None)
     assert len(drawn) == 2**15
-    assert torch.rand(1, dtype=torch.float64).dtype == torch.float64
-    with patch("torch.rand", return_value=keys) as rand:
-        FixedSize(batch_size=1).draw(2**16, None)
     assert rand.call_args.kwargs["dtype"] == torch.float64
 
 
@@ -121,9 +102,9 @@ def test_small_rates_are_not_rounded():
         (Poisson(expected_batch_size=10), 2, 10),
         (Poisson(expected_batch_size=13), 2, 13),  # 24 / 13 is 1.85
         (Poisson(expected_batch_size=0.5, steps=7), 7, 0.5),
-        (TruncatedPoisson(sample_rate=0.25, max_batch_size=20), 4, 6),
-        (FixedSize(batch_size=5), 5, 5),  # 24 / 5 is 4.8
-        (FixedSize(batch_size=24), 1, 24),
+        (Poisson(sample_rate=0.25), 4, 6),
+        (Poisson(expected_batch_size=5), 5, 5),  # 24 / 5 is 4.8
+        (Poisson(expected_batch_size=24), 1, 24),
     ],
 )
 def test_length_of_an_epoch_and_what_the_sum_is_divided_by(sampling, steps, size):
@@ -135,17 +116,11 @@ def test_length_of_an_epoch_and_what_the_sum_is_divided_by(sampling, steps, size
 
 # -- training --------------------------------------------------------------------------
 
-SCHEMES = [
-    Poisson(expected_batch_size=5),
-    TruncatedPoisson(expected_batch_size=5, max_batch_size=6),
-    FixedSize(batch_size=5),
-]
-
 
 @pytest.mark.parametrize("mode", ["auto", "hooks"])
-@pytest.mark.parametrize("sampling", SCHEMES, ids=lambda s: type(s).__name__)
-def test_steps_equal_the_oracle_and_are_recorded(sampling, mode):
+def test_steps_equal_the_oracle_and_are_recorded(mode):
     """Each record alone through autograd, clipped, over the expected batch size."""
+    sampling = Poisson(expected_batch_size=5)
     engine, model, optimizer, criterion, loader = make(sampling, mode=mode)
     optimizer.noise_multiplier = 1e-12  # nothing that is seen, and yet finite
     steps = 0
@@ -215,9 +190,8 @@ def test_first_draw_is_empty(sampling):
 
 
 def test_two_batches_are_not_one_draw():
-    engine, model, optimizer, criterion, loader = make(
-        FixedSize(batch_size=5), mode="hooks"
-    )
+    sampling = Poisson(expected_batch_size=5)
+    engine, model, optimizer, criterion, loader = make(sampling, mode="hooks")
     model.allow_grad_accumulation()
     for (_, x), _ in zip(loader, "ab"):
         model(x).pow(2).sum(1).mean().backward()
@@ -227,9 +201,9 @@ def test_two_batches_are_not_one_draw():
 
 
 @pytest.mark.parametrize("before", [0, 10])
-@pytest.mark.parametrize("sampling", SCHEMES, ids=lambda s: type(s).__name__)
-def test_noise_is_chosen_for_the_scheme(sampling, before):
-    """And for what is left of the budget by steps before."""
+def test_noise_is_chosen_for_what_is_left(before):
+    """Of the budget, by steps before."""
+    sampling = Poisson(expected_batch_size=5)
     budget = dict(target_epsilon=4.0, target_delta=1e-3, epochs=3)
     accountant = PRVBoundsAccountant()
     if before:
@@ -237,16 +211,6 @@ def test_noise_is_chosen_for_the_scheme(sampling, before):
     engine, _, optimizer, _, loader = make(sampling, accountant, **budget)
     sampling.account(engine.accountant, RECORDS, optimizer.noise_multiplier, 15)
     assert 3.97 < engine.get_epsilon(1e-3) <= 4
-
-
-def test_half_as_many_and_one_more():
-    """Opacus draws everything where a batch is more than a half."""
-    records = 1001
-    loader = DataLoader(data(records), batch_size=501)
-    budget = dict(target_epsilon=2.0, target_delta=1e-4, epochs=2, loader=loader)
-    stock = make(Poisson(sample_rate=0.5), **budget)[2].noise_multiplier
-    mine = make(Poisson(expected_batch_size=501), **budget)[2].noise_multiplier
-    assert mine < stock * 1.02
 
 
 # -- what is refused -------------------------------------------------------------------
@@ -268,15 +232,6 @@ class Stream(IterableDataset):
         (Poisson(expected_batch_size=25), {}, "at most 24"),
         (Poisson(sample_rate=0.0), {}, "probability 0"),
         (Poisson(sample_rate=0.1, steps=0), {}, "steps=0"),
-        (TruncatedPoisson(sample_rate=0.5, max_batch_size=11), {}, "at least 33"),
-        (FixedSize(batch_size=25), {}, "from 1 to 24"),
-        (FixedSize(batch_size=2.5), {}, "from 1 to 24"),
-        (FixedSize(batch_size=2), {"accountant": "prv"}, 'accountant="prv_bounds"'),
-        (
-            TruncatedPoisson(sample_rate=0.1, max_batch_size=9),
-            {"accountant": "rdp"},
-            'accountant="prv_bounds"',
-        ),
         (Poisson(sample_rate=0.1), {"poisson_sampling": False}, "Leave one of them"),
         ("poisson", {}, "Give opacus_ext.data.Poisson"),
         (
@@ -301,13 +256,5 @@ def test_several_processes_are_refused():
             nn.Module.__init__(self)
             self.module = module
 
-    with pytest.raises(Refused, match="FixedSize does not draw for Parallel"):
-        make(FixedSize(batch_size=2), wrap=Parallel)
-
-
-def test_neighbors_are_not_mixed():
-    accountant = PRVBoundsAccountant()
-    accountant.step(noise_multiplier=1.0, sample_rate=0.1)
-    with pytest.raises(Refused, match="can't be composed"):
-        make(FixedSize(batch_size=2), accountant)
-    assert accountant.history == [(1.0, 0.1, 1)] and not accountant.mechanisms
+    with pytest.raises(Refused, match="Poisson does not draw for Parallel"):
+        make(Poisson(expected_batch_size=2), wrap=Parallel)

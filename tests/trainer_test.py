@@ -6,7 +6,6 @@ stopped.
 """
 
 import copy
-import dataclasses
 import os
 import shutil
 import warnings
@@ -316,23 +315,6 @@ def test_target_epsilon_is_kept_and_logged(tmp_path):
         run.train()
 
 
-def test_a_greatest_batch_is_kept_and_accounted_for(tmp_path):
-    privacy = private(**BUDGET, max_batch_size=7)
-    run = trainer(tmp_path, privacy=privacy, cls=Counting, max_steps=7)
-    run.train()
-    assert max(count for _, count in run.seen) == 7 and not history(run)
-    (entry,) = run.engine.accountant.mechanisms
-    assert entry["max_batch_size"] == 7 and entry["participations"] == 7
-    assert entry["sample_rate"] == 6 / N and 3.9 < run.get_epsilon() <= 4
-    for changed, message in (
-        ({"accountant": "rdp"}, "knows Poisson sampling alone"),
-        ({"max_batch_size": 5}, "below the expected batch size"),
-    ):
-        refused = dataclasses.replace(privacy, **changed)
-        with pytest.raises(Refused, match=message):
-            trainer(tmp_path, privacy=refused).train()
-
-
 def test_all_records_in_each_step_and_the_loss_logged(tmp_path):
     """The mean over records, as Trainer logs it."""
     privacy = private(accountant="prv")
@@ -366,7 +348,6 @@ def test_shuffling_is_named_what_it_is(tmp_path):
         ({"accountant": "gdp"}, "'prv', 'rdp'"),
         ({"grad_sample_mode": "ew"}, "grad_sample_mode='ew'"),
         ({**BUDGET, "poisson_sampling": False}, "know Poisson sampling alone"),
-        ({"max_batch_size": 7, "poisson_sampling": False}, "max_batch_size=7 with"),
     ],
 )
 def test_privacy_arguments_that_do_not_fit(kwargs, message):

@@ -17,16 +17,15 @@ def noise_left(
     delta: float,
     sample_rate: float,
     steps: int,
-    tolerance: float = 0.01,
 ) -> float:
     """
-    Returns the noise multiplier of a run that spends the rest of a budget.
+    Returns the noise multiplier of a run that spends the rest of a budget, but for 0.01
+    of epsilon.
 
     Args:
         accountant: of the releases before the run; is not changed
         epsilon, delta: of the whole budget
         sample_rate, steps: of the run
-        tolerance: how much of epsilon may stay unspent
 
     Raises:
         Refused: if nothing is left
@@ -43,7 +42,7 @@ def noise_left(
     def record(trial: IAccountant, noise: float) -> None:
         trial.history = [*before, (noise, sample_rate, steps)]
 
-    return least_noise(accountant, record, epsilon, delta, tolerance)
+    return least_noise(accountant, record, epsilon, delta)
 
 
 def least_noise(
@@ -51,7 +50,6 @@ def least_noise(
     record: Callable[[IAccountant, float], None],
     epsilon: float,
     delta: float,
-    tolerance: float = 0.01,
 ) -> float:
     """Returns :func:`noise_left` of any run, which ``record`` records at a noise."""
 
@@ -72,7 +70,7 @@ def least_noise(
                     parameter="epsilon",
                     remedy="Raise epsilon, or leave out what was spent before.",
                 )
-        while epsilon - reached > tolerance and high - low > 1e-4 * high:
+        while epsilon - reached > 0.01 and high - low > 1e-4 * high:
             bar.update()
             middle = (low + high) / 2
             if (found := spent(middle)) <= epsilon:

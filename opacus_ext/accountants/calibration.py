@@ -15,7 +15,7 @@ from typing import Any, Dict, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
-from opacus_ext.accountants.profiles import gaussian_log_delta, gaussian_sensitivity
+from opacus_ext.accountants.profiles import gaussian_sensitivity
 from opacus_ext.accountants.saddle_point import (
     SampledGaussian,
     TooHardError,
@@ -24,13 +24,10 @@ from opacus_ext.accountants.saddle_point import (
 from opacus_ext.accountants.solver import (
     MARGIN,
     NoiseSearch,
-    check_budget,
     checked,
-    excess_of,
     log_target,
     on_cells,
     plain,
-    root,
     surely,
 )
 from opacus_ext.refused import Refused
@@ -121,60 +118,6 @@ def delta(
         return surely(compare)
 
     return on_cells(solve, ("noise", "rate", "steps", "epsilon", "records"), columns)
-
-
-def epsilon(
-    noise_multiplier: ArrayLike,
-    sample_rate: ArrayLike,
-    steps: ArrayLike,
-    delta: ArrayLike,
-    records_per_user: ArrayLike = 1,
-) -> Any:
-    """
-    Returns the least epsilon of DP-SGD with Poisson sampling at ``delta``, infinite
-    without noise. Arguments and errors are as in :func:`delta`.
-
-    Example:
-        >>> round(epsilon(1.0, 0.01, 1000, delta=1e-5), 4)
-        1.8282
-    """
-    columns = _checked(
-        noise_multiplier=noise_multiplier,
-        sample_rate=sample_rate,
-        steps=steps,
-        delta=delta,
-        records_per_user=records_per_user,
-    )
-
-    def solve(s: float, q: float, steps: float, delta: float, k: float) -> float:
-        step = SampledGaussian(s, q, int(k))
-        log_delta = math.log(delta) + math.log1p(-MARGIN)
-        if log_profile(step, steps, 0.0)[0] <= log_delta:
-            return 0.0
-        if s == 0:
-            return math.inf
-
-        # The search starts at the central limit, as in solver.central_limit.
-        mu = k * q * math.sqrt(steps * math.expm1(min(1 / s**2, 50.0)))
-        grid = np.linspace(-7.0, 7.0, 100)
-        limit = gaussian_log_delta(min(max(mu, 1e-4), 40.0), np.exp(grid))
-        start = float(grid[np.abs(limit - log_delta).argmin()])
-
-        def search(fineness: float) -> float:
-            tilt = 1.0
-
-            def profile(x: float) -> float:
-                nonlocal tilt
-                value, tilt = log_profile(step, steps, math.exp(x), tilt, fineness)
-                return value
-
-            result = math.exp(root(excess_of(profile, log_delta), start, 1.0)[0])
-            check_budget(step, steps, result, delta, tilt)
-            return result
-
-        return surely(search)
-
-    return on_cells(solve, ("noise", "rate", "steps", "delta", "records"), columns)
 
 
 def gaussian_noise_multiplier(
@@ -279,17 +222,14 @@ def calibrate(
         >>> found.noise_multiplier.round(4).tolist(), found.amplified.tolist()
         ([0.471, 0.9641], [True, True])
     """
-    if amplification not in ("lower", "poisson", "none"):
-        raise Refused(
-            'amplification must be "lower", "poisson" or "none", '
-            f"not {amplification!r}.",
-            parameter="amplification",
-        )
-    if sampling not in ("users", "records"):
-        raise Refused(
-            f'sampling must be "users" or "records", not {sampling!r}.',
-            parameter="sampling",
-        )
+    for name, value, known in (
+        ("amplification", amplification, ("lower", "poisson", "none")),
+        ("sampling", sampling, ("users", "records")),
+    ):
+        if value not in known:
+            raise Refused(
+                f"{name} must be one of {known}, not {value!r}.", parameter=name
+            )
     batch_size, users, steps, records = _checked(
         batch_size=batch_size,
         users=users,
@@ -325,22 +265,3 @@ def lower_noise(
     noise = np.where(amplified, poisson, fixed)
     parts = np.broadcast_arrays(noise, noise / batch_size, amplified)
     return Calibration(*map(plain, parts))
-
-
-def noise_batch_ratio(
-    epsilon: ArrayLike,
-    delta: ArrayLike,
-    steps: ArrayLike,
-    batch_size: ArrayLike,
-    users: ArrayLike,
-    **options: Any,
-) -> Any:
-    """
-    Returns the standard deviation of the noise in an averaged gradient, over the
-    clipping norm: sigma / B. Arguments are those of :func:`calibrate`.
-
-    Example:
-        >>> round(1e6 * noise_batch_ratio(4.0, 1e-8, 16000, 65536, 2**24), 3)
-        14.712
-    """
-    return calibrate(epsilon, delta, steps, batch_size, users, **options).ratio

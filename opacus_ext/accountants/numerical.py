@@ -60,8 +60,6 @@ class Step(NamedTuple):
 
     profile: Profile
     count: int
-    infinite: float = 0.0  # probability of an infinite loss, beside the profile
-    greatest: float = math.inf  # of the finite losses
 
 
 def connect_the_dots(profile: Profile, losses: NDArray) -> Tuple[NDArray, float, float]:
@@ -97,7 +95,6 @@ class _Tails(NamedTuple):
 
     above: NDArray  # [orders]: log E[exp(order * loss)]
     under: NDArray  # [orders]: log E[exp(-(1 + order) * loss)]
-    infinite: float
     widest: float  # the loss of one step that matters
     cut: float
 
@@ -107,7 +104,7 @@ class _Tails(NamedTuple):
 
     def epsilon(self, delta: float) -> float:
         """Returns an upper bound (Canonne et al., 2020, proposition 12)."""
-        left = delta - self.infinite - self.cut
+        left = delta - self.cut
         if left <= 0:
             return math.inf
         found = (self.above + _CONVERT - math.log(left)) / _ORDERS
@@ -142,9 +139,8 @@ def _top(profile: Profile, mass: float) -> float:
 def _tails(steps: Sequence[Step], mass: float) -> _Tails:
     """Returns the tails; large losses of single steps of this ``mass`` are cut off."""
     above, under = np.zeros_like(_ORDERS), np.zeros_like(_ORDERS)
-    finite = cut = widest = 0.0
-    for profile, count, infinite, _ in steps:
-        finite += count * math.log1p(-infinite)
+    cut = widest = 0.0
+    for profile, count in steps:
         start = total_variation(profile)
         if start == 0:
             continue
@@ -161,7 +157,7 @@ def _tails(steps: Sequence[Step], mass: float) -> _Tails:
             with np.errstate(over="ignore"):  # an order at which it is inf is no use
                 grown = logsumexp(np.multiply.outer(orders, losses), b=p, axis=1)
             sums += count * np.maximum(np.nan_to_num(grown, nan=np.inf), 0)
-    return _Tails(above, under, -math.expm1(finite), widest, cut)
+    return _Tails(above, under, widest, cut)
 
 
 class _Composed(NamedTuple):
@@ -182,12 +178,10 @@ class _Composed(NamedTuple):
     def epsilons(self, delta: float) -> Bounds:
         """Returns bounds of epsilon, 0 where delta is not reached at any."""
         most = float(self.prv.compute_delta_estimate(0.0))
-        infinite = -np.expm1(self.prv.log_pmc_inf)
 
         def drowns(target: float, error: float = 0.0) -> bool:
             """True if rounding is more than what is left: the package refuses it."""
-            left = (target - infinite) / (1 - infinite) - error
-            return bool(left <= self.points * _ROUNDING)
+            return target - error <= self.points * _ROUNDING
 
         def read(target: float) -> float:
             if target >= most:
@@ -233,7 +227,7 @@ def _compose(
     losses = (np.arange(points) - zero) * mesh
 
     spectrum, cut = 1.0, 0.0
-    for profile, count, *_ in steps:
+    for profile, count in steps:
         p, lost, below = connect_the_dots(profile, losses)
         cut += count * (lost + below)
         # Extended precision: a tiny delta is the sum of what is far from the mode.
@@ -255,55 +249,36 @@ def _compose(
         )
     )
     rounding = (4 * total + 2 * points + 256) * _ROUNDING
-    infinite = -math.expm1(
-        sum(step.count * math.log1p(-step.infinite) for step in steps)
-    )
-    prv = DiscretePrivacyRandomVariable(
-        pmf, domain, log_pmc_inf=np.log1p(-np.longdouble(infinite))
-    )
+    prv = DiscretePrivacyRandomVariable(pmf, domain, log_pmc_inf=np.longdouble(0))
     error = part + around + cut + tails.cut + rounding
     return _Composed(prv, loss_error, error, points)
 
 
-def epsilon_bounds(
-    steps: Sequence[Step],
-    delta: float,
-    eps_error: Optional[float] = None,
-    delta_error: Optional[float] = None,
-) -> Bounds:
+def epsilon_bounds(steps: Sequence[Step], delta: float) -> Bounds:
     """
     Returns a lower bound, an estimate and an upper bound of epsilon.
 
     Where no grid serves (epsilon above 10,000, or a delta that would drown in rounding)
     the upper bound is Chernoff's, that is the one of Renyi accounting, and the lower 0.
-
-    Args:
-        steps: the mechanisms of the composition
-        delta, eps_error, delta_error: see :meth:`Composition.get_bounds`
     """
-    if sum(count * total_variation(p) + count * i for p, count, i, _ in steps) <= delta:
+    if sum(count * total_variation(profile) for profile, count in steps) <= delta:
         return Bounds(0.0, 0.0, 0.0)
     if exact := _alone(steps):
-        if steps[0].infinite >= delta:
-            all_ = math.inf if steps[0].infinite > delta else steps[0].greatest
-            return Bounds(all_, all_, all_)
         top = 1.0
         while exact(top) > delta:
             top *= 2
         precise = dict(xtol=1e-300, rtol=1e-12, maxiter=500)
         return _near(brentq(lambda t: exact(t) - delta, 0, top, **precise))
-    error = delta / 1000 if delta_error is None else delta_error
+    error = delta / 1000
     tails = _tails(steps, error / 6)
     upper = tails.epsilon(delta)
-    if tails.infinite <= delta:
-        upper = min(upper, sum(step.count * step.greatest for step in steps))
     best = Bounds(0.0, upper, upper)
     if math.isinf(upper):
-        return best._replace(lower=upper if tails.infinite > delta else 0.0)
+        return best
     # Chernoff's bound may be many times too large: a coarse grid finds the scale.
-    coarse = eps_error is None
+    coarse = True
     for _ in range(6):
-        aim = eps_error or _mesh_error(best.estimate, error) * (10 if coarse else 1)
+        aim = _mesh_error(best.estimate, error) * (10 if coarse else 1)
         before = best.estimate
         found = _compose(steps, tails, aim, error)
         if found is None:
@@ -320,10 +295,10 @@ def delta_bounds(steps: Sequence[Step], epsilon: float) -> Bounds:
     if exact := _alone(steps):
         near = _near(exact(epsilon))
         return near._replace(upper=min(near.upper, 1.0))
-    if not any(total_variation(p) + i for p, _, i, _ in steps):
+    if not any(total_variation(profile) for profile, _ in steps):
         return Bounds(0.0, 0.0, 0.0)
     tails = _tails(steps, 1e-9)
-    upper = tails.infinite + tails.cut + math.exp(tails.log_delta(epsilon))
+    upper = tails.cut + math.exp(tails.log_delta(epsilon))
     upper = min(upper, 1.0)
     best = Bounds(0.0, upper, upper)
     width, scale = 1e-2, best.upper
@@ -348,8 +323,7 @@ def _alone(steps: Sequence[Step]) -> Optional[Callable[[float], float]]:
     """Returns delta as a function of epsilon if it has a closed form: of one step."""
     if len(steps) != 1 or steps[0].count != 1:
         return None
-    profile, _, infinite, _ = steps[0]
-    return lambda t: infinite + (1 - infinite) * float(profile(np.array([t]))[0])
+    return lambda t: float(steps[0].profile(np.array([t]))[0])
 
 
 def _near(value: float) -> Bounds:

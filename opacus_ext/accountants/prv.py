@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from copy import deepcopy
 from typing import Any, Mapping
 
 from opacus.accountants.accountant import IAccountant
 
-from opacus_ext.accountants.composition import (
-    Composition,
-    check_mechanism,
-    check_step,
-    refuse_mixed,
-)
+from opacus_ext.accountants.composition import Composition, check_step
+from opacus_ext.refused import Refused
 
 
 class PRVBoundsAccountant(Composition, IAccountant):
@@ -28,13 +23,12 @@ class PRVBoundsAccountant(Composition, IAccountant):
     :mod:`opacus_ext.accountants.numerical` lists the differences.
 
     Neighbors are data sets that differ by one record more or less, in batches that are
-    drawn by Poisson sampling; for batches of fixed size, data sets in which one record
-    is another. The losses are those of a removal, as in Opacus. Those of an addition
-    differ wherever the sampling rate is below 1; epsilon was no greater in any of 59
-    random settings. That this is so for every composition is not proven.
+    drawn by Poisson sampling. The losses are those of a removal, as in Opacus. Those of
+    an addition differ wherever the sampling rate is below 1; epsilon was no greater in
+    any of 59 random settings. That this is so for every composition is not proven.
 
-    ``history`` is Opacus's list of (noise_multiplier, sample_rate, steps); other
-    releases and steps with other batches go to :meth:`compose`. Up to 64 distinct pairs
+    ``history`` is Opacus's list of (noise_multiplier, sample_rate, steps); a release
+    with Gaussian noise beside the training is a step of rate 1. Up to 64 distinct pairs
     of noise and rate are composed exactly. More are rounded before, to less noise for
     the upper bound and to more for the lower.
 
@@ -42,7 +36,7 @@ class PRVBoundsAccountant(Composition, IAccountant):
         >>> accountant = PRVBoundsAccountant()
         >>> for _ in range(1000):
         ...     accountant.step(noise_multiplier=1.0, sample_rate=0.01)
-        >>> accountant.compose("laplace", noise_multiplier=10.0)
+        >>> accountant.step(noise_multiplier=10.0, sample_rate=1.0)
         >>> [f"{x:.2f}" for x in accountant.get_bounds(delta=1e-5)]
         ['1.85', '1.87', '1.87']
         >>> f"{accountant.get_delta(epsilon=0.0).upper:.3f}"
@@ -53,12 +47,6 @@ class PRVBoundsAccountant(Composition, IAccountant):
     def mechanism(cls) -> str:
         return "prv_bounds"
 
-    def state_dict(self, destination: Any = None) -> Any:
-        """As Opacus's, with the other mechanisms; plain Python throughout."""
-        destination = super().state_dict(destination)
-        destination["mechanisms"] = deepcopy(self.mechanisms)
-        return destination
-
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """
         Raises:
@@ -66,9 +54,10 @@ class PRVBoundsAccountant(Composition, IAccountant):
         """
         trial = PRVBoundsAccountant()
         super(PRVBoundsAccountant, trial).load_state_dict(state_dict)
-        history = [check_step(*entry) for entry in state_dict["history"]]
-        mechanisms = deepcopy(list(state_dict.get("mechanisms", [])))
-        for entry in mechanisms:
-            check_mechanism(entry)
-        refuse_mixed(history, mechanisms)
-        self.history, self.mechanisms = history, mechanisms
+        if state_dict.get("mechanisms"):
+            raise Refused(
+                f"The state has releases of other kinds, {state_dict['mechanisms']}, "
+                "which this version does not compose.",
+                remedy="Compose them by dp-accounting.",
+            )
+        self.history = [check_step(*entry) for entry in state_dict["history"]]

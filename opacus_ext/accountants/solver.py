@@ -77,50 +77,36 @@ class NoiseSearch:
             if fineness > 1:
                 self.forget()
 
-            def profile(log_noise: float) -> float:
+            def excess(log_noise: float) -> float:
                 step = SampledGaussian(math.exp(log_noise), q, int(k))
-                value, self.tilt = log_delta_of_steps(
-                    step, steps, epsilon, self.tilt, fineness
-                )
-                return value
+                try:
+                    value, self.tilt = log_delta_of_steps(
+                        step, steps, epsilon, self.tilt, fineness
+                    )
+                except TooHardError as error:
+                    if not error.args:
+                        raise
+                    value = error.args[0]  # a rough one serves on the way
+                return math.log(max(-value, 1e-300) / -log_delta)
 
             tolerance = 3e-3 if self.rough else 3e-6
-            excess = excess_of(profile, log_delta)
             log_noise, self.slope = root(
                 excess, limit + self.off, self.slope, tolerance
             )
             noise = math.exp(log_noise)
-            if not self.rough:
+            if not self.rough:  # other sums must find that the budget holds
                 step = SampledGaussian(noise, q, int(k))
-                check_budget(step, steps, epsilon, delta, self.tilt)
+                found = log_profile(step, steps, epsilon, self.tilt, 1.2)[0]
+                if not -1e-3 < found - math.log(delta) <= 0:
+                    raise TooHardError
             self.off = log_noise - limit
             return noise
 
         return surely(search)
 
 
-def excess_of(
-    log_profile: Callable[[float], float], log_delta: float
-) -> Callable[[float], float]:
-    """
-    Returns an increasing function of the noise or epsilon that is 0 where the profile
-    is at its target; a rough value serves on the way there.
-    """
-
-    def excess(x: float) -> float:
-        try:
-            value = log_profile(x)
-        except TooHardError as error:
-            if not error.args:
-                raise
-            value = error.args[0]
-        return math.log(max(-value, 1e-300) / -log_delta)
-
-    return excess
-
-
 def root(
-    f: Callable[[float], float], x: float, slope: float, tolerance: float = 3e-6
+    f: Callable[[float], float], x: float, slope: float, tolerance: float
 ) -> Tuple[float, float]:
     """
     Returns the zero of an increasing function, by secants within a bracket, and its
@@ -143,15 +129,6 @@ def root(
         slope = max((new_value - value) / (new - x), slope / 4)  # not 0 on a plateau
         x, value = new, new_value
     raise TooHardError
-
-
-def check_budget(
-    step: SampledGaussian, steps: float, epsilon: float, delta: float, tilt: float
-) -> None:
-    """Raises TooHardError unless other sums find that the budget holds."""
-    log_delta = log_profile(step, steps, epsilon, tilt, 1.2)[0]
-    if not -1e-3 < log_delta - math.log(delta) <= 0:
-        raise TooHardError
 
 
 def surely(attempt: Callable[[float], float]) -> float:

@@ -11,12 +11,11 @@ def record_whole(accountant: Any, record: Callable[[], None]) -> None:
     interrupted: Opacus's accountants take the last entry out and add it again with one
     more step, so an error in between would lose it.
     """
-    kept = [x for x in ("history", "mechanisms") if hasattr(accountant, x)]
-    before = {name: list(getattr(accountant, name)) for name in kept}
+    before = list(accountant.history)
     try:
         record()
     except BaseException:
-        vars(accountant).update(before)
+        accountant.history = before
         raise
 
 

@@ -4,13 +4,7 @@ An accountant bounds epsilon from above, provided that the code does what it cla
 audit bounds epsilon from below by attacks, and so finds code that does not.
 """
 
-from opacus_ext.audit.bounds import (
-    at_least,
-    epsilon_one_run,
-    f_dp_p_value,
-    guess,
-    repeated_runs,
-)
+from opacus_ext.audit.bounds import epsilon_one_run, f_dp_p_value, guess
 from opacus_ext.audit.canaries import WithCanaries, loss_scores
 from opacus_ext.audit.report import Audit, Finding
 from opacus_ext.audit.steps import PrivateStep, audit_model, audit_steps

@@ -9,23 +9,17 @@ apart with a rate ``a`` of false alarms misses at least a share ``f(a)`` of the 
 from __future__ import annotations
 
 import math
-from typing import Any, Callable, NamedTuple
+from typing import Any, Callable
 
 import numpy as np
 from numpy.typing import ArrayLike
 from scipy.optimize import bisect
 from scipy.special import ndtr, ndtri
-from scipy.stats import beta
 
 from opacus_ext.accountants.composition import Composition
 from opacus_ext.refused import Refused
 
 TradeOff = Callable[[float], float]
-
-
-def gaussian_tradeoff(mu: float) -> TradeOff:
-    """The Gaussian mechanism's, of noise ``1 / mu`` (Dong et al., 2022, def. 2.6)."""
-    return lambda a: float(ndtr(-ndtri(a) - mu))
 
 
 def approximate_tradeoff(epsilon: float, delta: float) -> TradeOff:
@@ -47,76 +41,6 @@ def gaussian_epsilon(mu: float, delta: float) -> float:
     spent = Composition()
     spent.history = [(1 / mu, 1.0, 1)] if mu > 0 else []
     return spent.get_bounds(delta).lower
-
-
-class Rates(NamedTuple):
-    """A lower bound of the rate of true alarms, and an upper one for false alarms."""
-
-    hits: Any
-    alarms: Any
-
-    def epsilon(self, delta: float) -> float:
-        """
-        The least epsilon with ``hits <= e^epsilon alarms + delta`` and ``1 - alarms <=
-        e^epsilon (1 - hits) + delta``. Source: Kairouz, Oh and Viswanath, 2015.
-        """
-        up = self.hits - delta, self.alarms
-        down = 1 - self.alarms - delta, 1 - self.hits
-        return max([0.0, *(math.log(a / b) for a, b in (up, down) if a > 0 and b > 0)])
-
-    def mu(self) -> Any:
-        """The least mu >= 0 whose Gaussian trade-off allows these rates."""
-        return np.maximum(0.0, ndtri(self.hits) - ndtri(self.alarms))
-
-    def refute(self, claim: TradeOff) -> bool:
-        """True if no mechanism with this claim has such rates."""
-        return 1 - self.hits < claim(self.alarms)
-
-
-def at_least(alarms: ArrayLike, runs: int, error: float) -> Any:
-    """
-    A lower bound of the rate of alarms, given their number or numbers in ``runs`` runs,
-    that is wrong with probability at most ``error`` (Clopper and Pearson, 1934).
-    """
-    some = np.maximum(alarms, 1)
-    return np.where(np.equal(alarms, 0), 0.0, beta.ppf(error, some, runs - some + 1))
-
-
-def repeated_runs(inside: Any, outside: Any, confidence: float = 0.95) -> Rates:
-    """
-    Bounds of the rates of an attack that raises an alarm if a score reaches a
-    threshold. Half of the runs of each kind choose the threshold, that of the greatest
-    mu. The other half count alarms, since the runs that chose would look too good. Runs
-    may have different canaries: counts of alarms with unequal probabilities spread no
-    more than with equal ones (Hoeffding, 1956). Source: Jagielski, Ullman and Oprea,
-    2020; mu after Nasr et al., 2023.
-
-    Args:
-        inside, outside: scores ``[n]`` of independent runs with the canary, and without
-
-    Raises:
-        Refused: for fewer than 4 runs of a kind
-
-    Example:
-        >>> noise = np.random.default_rng(0).normal(size=(2, 2000))
-        >>> found = repeated_runs(noise[0] + 1, noise[1])
-        >>> f"{found.mu():.2f}", found.refute(gaussian_tradeoff(0.5))
-        ('0.73', True)
-    """
-    if min(np.size(inside), np.size(outside)) < 4:
-        what = f"{np.size(inside)} runs with the canary, {np.size(outside)} without."
-        raise Refused(what, remedy="Some hundred of each kind tell something.")
-    pilots, tests = zip(*(np.array_split(x, 2) for x in (inside, outside)))
-
-    def bounds(runs: Any, thresholds: Any) -> Rates:
-        hits, alarms = (np.greater_equal.outer(x, thresholds).sum(0) for x in runs)
-        inside, outside = map(len, runs)
-        quiet = at_least(outside - alarms, outside, (1 - confidence) / 2)
-        return Rates(at_least(hits, inside, (1 - confidence) / 2), 1 - quiet)
-
-    thresholds = np.unique(np.concatenate(pilots))
-    best = thresholds[np.argmax(bounds(pilots, thresholds).mu())]
-    return Rates(*map(float, bounds(tests, best)))
 
 
 def guess(scores: ArrayLike, included: ArrayLike, guesses: int) -> int:

@@ -11,7 +11,7 @@ from opacus_ext.tables import text_table
 class Finding(NamedTuple):
     """One test of a claim."""
 
-    test: str  # "sensitivity", "noise", "membership" or "accountant"
+    test: str  # "sensitivity" or "noise" of steps, "membership" or "accountant" of runs
     subject: str
     claimed: float
     measured: float
@@ -25,7 +25,8 @@ class Audit:
     The result of an audit; ``str()`` of it is a table.
 
     Attributes:
-        epsilon: a lower bound at ``delta``; 0 if the attacks found nothing
+        epsilon: a lower bound at ``delta``; 0 for single steps, and where attacks found
+            nothing
         claimed: the epsilon that is claimed at ``delta``
         confidence: a correct run passes all tests with at least this probability
         findings: one for each test

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from opacus_ext.refused import Refused
-from opacus_ext.releases import Popularity, Transitions
+from opacus_ext.releases import BACK, Popularity, Transitions
 
 
 class TransitionPrior(nn.Module):
@@ -70,7 +70,7 @@ class TransitionPrior(nn.Module):
         chosen = shares[items].double()
         chosen = chosen / chosen.sum()
         weights = transitions.weights * chosen
-        total = transitions.counts.sum().clamp(min=1) / (1 + transitions.back)
+        total = transitions.counts.sum().clamp(min=1) / (1 + BACK)
         expected = total * torch.outer(chosen, chosen) / weights.sum() ** 2
         counts = (transitions.unweighted - expected).float()
         place = torch.full((len(shares),), len(items))  # the last row: no such item

@@ -43,10 +43,6 @@ class Budget:
             draws examples, and a user is protected in all of theirs
         amplification: "poisson" for Poisson samples, "none" for fixed batches, "lower"
             for the one of lower noise
-        max_batch_size: examples of a batch at most, where memory is fixed: a larger
-            Poisson sample is cut to a random subset (``TruncatedPoisson``). Planned
-            batches leave room for six standard deviations, so that this costs next to
-            nothing; None for no bound
         physical_batch_size: examples that fit into memory at once: a batch is processed
             in parts of so many, which changes nothing but time
 
@@ -71,7 +67,6 @@ class Budget:
     records_per_user: int = 1
     sampling: str = "users"
     amplification: str = "lower"
-    max_batch_size: Optional[int] = None
     physical_batch_size: int = 32
 
     def __post_init__(self) -> None:
@@ -110,26 +105,6 @@ class Budget:
             checked("trainable", self.trainable, at_least=1, at_most=high)
         if self.batch_size:
             checked("batch_size", self.batch_size[0], at_most=self.examples)
-        if self.max_batch_size is not None:
-            self._check_max_batch_size(self.max_batch_size)
-
-    def _check_max_batch_size(self, most: int) -> None:
-        least = self.batch_size[0] if self.batch_size else 1
-        if most != int(most) or self.largest_batch < least:
-            needed = math.ceil(least + 6 * math.sqrt(least))
-            raise Refused(
-                f"max_batch_size={most:g} has no room for batches of {least:g}, which "
-                "vary by chance.",
-                parameter="max_batch_size",
-                remedy=f"Choose a whole number of {needed} or more, six standard "
-                "deviations above, or smaller batches.",
-            )
-        if self.sampling == "records" and self.records_per_user > 1:
-            raise Refused(
-                "max_batch_size is given with several records of a user.",
-                parameter="max_batch_size",
-                remedy="Leave it out, or draw users.",
-            )
 
     @property
     def tuned(self) -> Optional[float]:
@@ -147,11 +122,3 @@ class Budget:
         """The number that batches are drawn from: users, or all of their records."""
         records = self.records_per_user if self.sampling == "records" else 1
         return float(math.floor(self.users) * records)
-
-    @property
-    def largest_batch(self) -> float:
-        """The largest expected batch, with room below ``max_batch_size``."""
-        most = self.max_batch_size
-        if most is None or most >= self.examples:
-            return self.examples
-        return (math.sqrt(9 + max(most, 0)) - 3) ** 2  # B + 6 sqrt(B) = most

@@ -113,7 +113,7 @@ class Candidates:
         name = "parameters" if tuned is None else "trainable"
         self.trainable = lattice(name, law.parameters, budget.trained)
         self.parameters = self.trainable if tuned is None else np.full(1, tuned)
-        batches = 1, budget.largest_batch
+        batches = 1, budget.examples
         self.batch_size = lattice("batch_size", batches, budget.batch_size)
         self.steps = lattice("steps", law.steps, budget.steps)
         self.noise_multiplier, self.ratio, self.amplified = noise_grid(

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any, Dict, List, Optional, Tuple
 
-from opacus_ext.data.sampling import Poisson, TruncatedPoisson
+from opacus_ext.data.sampling import Poisson
 from opacus_ext.planner.budget import Budget
 from opacus_ext.planner.noise import verified_noise
 
@@ -106,9 +106,6 @@ class Plan:
         drawn: Dict[str, Any] = {"poisson_sampling": False}
         if self.amplified:
             sampling = Poisson(expected_batch_size=self.batch_size, steps=self.steps)
-            most = budget.max_batch_size
-            if most is not None and most < self.examples:
-                sampling = TruncatedPoisson(**vars(sampling) | {"max_batch_size": most})
             drawn = {"sampling": sampling}
             if budget.sampling == "users":
                 spent = self.steps, budget.epsilon, budget.delta

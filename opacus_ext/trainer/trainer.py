@@ -23,7 +23,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from transformers.utils import find_labels
 
 from opacus_ext.data.logical import PhysicalBatch, derive_seed, logical_loader
-from opacus_ext.data.sampling import Poisson, TruncatedPoisson
+from opacus_ext.data.sampling import Poisson
 from opacus_ext.grad_sample.core.groups import Samples, samples_of
 from opacus_ext.losses import PerRecord
 from opacus_ext.misuse import check_delta, check_size
@@ -186,10 +186,7 @@ class PrivateTrainer(Trainer):
     def sampling(self) -> Poisson:
         """Each record with the probability B / N."""
         size = min(self.logical_batch_size, len(self.train_dataset))
-        drawn = {"expected_batch_size": size, "steps": self.steps_per_epoch}
-        if self.privacy.max_batch_size is None:
-            return Poisson(**drawn)
-        return TruncatedPoisson(**drawn, max_batch_size=self.privacy.max_batch_size)
+        return Poisson(expected_batch_size=size, steps=self.steps_per_epoch)
 
     def get_train_dataloader(self) -> DataLoader:
         """

@@ -6,16 +6,14 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scipy.special import log_ndtr, ndtr, ndtri
+from scipy.special import log_ndtr, ndtr
 from scipy.stats import binom
 
 from opacus_ext.accountants import PRVBoundsAccountant
 from opacus_ext.accountants.calibration import (
     calibrate,
     delta,
-    epsilon,
     gaussian_noise_multiplier,
-    noise_batch_ratio,
     noise_multiplier,
 )
 from opacus_ext.accountants.profiles import gaussian_log_delta, gaussian_sensitivity
@@ -50,7 +48,10 @@ def test_dp_accounting(e, d, steps, rate, expected):
     assert found == pytest.approx(expected, rel=5e-5)
     assert delta(found, rate, steps, e) <= d
     assert delta(found, rate, steps, e) == pytest.approx(d, rel=3e-4)
-    assert epsilon(found, rate, steps, d) == pytest.approx(e, rel=1e-4)
+    accountant = PRVBoundsAccountant()
+    accountant.history = [(found, rate, steps)]
+    bounds = accountant.get_bounds(d)
+    assert bounds.lower <= e <= bounds.upper * (1 + 1e-6)
 
 
 @pytest.mark.parametrize(
@@ -154,15 +155,6 @@ def test_a_sensitivity_spends_no_more_than_the_budget(e, d):
     assert gaussian_log_delta(found * (1 + 1e-8), e) > math.log(d)
 
 
-@pytest.mark.parametrize("loss", [1e-3, 1.0, 10.0])
-@pytest.mark.parametrize("records", [1, 3])
-def test_the_inverse_of_a_loss(loss, records):
-    step = SampledGaussian(2.0, 0.05, records)
-    x = step.inverse(loss)
-    assert step.loss(np.array([x + 0j]))[0].real == pytest.approx(loss, rel=1e-9)
-    assert step.inverse(1e9) == pytest.approx(records + 38 * 2.0)
-
-
 def test_known_values():
     assert gaussian_noise_multiplier(1.0, 1e-5) == pytest.approx(3.730631634, rel=1e-5)
     # without epsilon, delta is the total variation of one step
@@ -170,12 +162,6 @@ def test_known_values():
     assert delta(2.0, 1.0, 16) == pytest.approx(2 * ndtr(1.0) - 1)
     assert delta(0.0, 0.01, 10, 5.0) == pytest.approx(1 - 0.99**10)
     assert delta(1e6, 0.5, 10, 1.0) < 1e-200
-    assert epsilon(0.0, 0.01, 10, 1e-3) == math.inf
-    assert epsilon(0.0, 0.01, 10, 0.5) == epsilon(1e6, 0.01, 10, 0.5) == 0.0
-    # mu-GDP holds epsilon 0 at delta = 2 Phi(mu / 2) - 1
-    mu = 2 * ndtri((0.1 + 1) / 2)
-    assert epsilon(1 / mu, 1.0, 1, 0.1001) == 0.0
-    assert 0 < epsilon(1 / mu, 1.0, 1, 0.0999) < 1e-2
 
 
 @pytest.mark.parametrize("e", [1e-3, 1.0, 1e3])
@@ -219,10 +205,9 @@ def test_monotone(e, log_delta, log_steps, log_users, share, factor):
     assert noise_multiplier(e, d, steps, batch / users, records_per_user=2) >= least
     # nor does the ratio rise with the batch
     larger = min(batch * factor, users)
-    ratio = noise_batch_ratio(e, d, steps, [batch, larger], users)
-    poisson = noise_batch_ratio(
-        e, d, steps, [batch, larger], users, amplification="poisson"
-    )
+    run = e, d, steps, [batch, larger], users
+    ratio = calibrate(*run).ratio
+    poisson = calibrate(*run, amplification="poisson").ratio
     assert poisson[1] <= poisson[0] * (1 + 1e-9)
     assert (ratio <= poisson).all()
 
@@ -231,12 +216,12 @@ def test_a_grid_is_its_cells():
     """Neighbours help to start, and leave no trace."""
     e, batch = np.array([0.5, 4.0])[:, None, None], 2 ** np.arange(6, 18, 3)
     steps = np.array([1000, 64000])[:, None]
-    grid = noise_batch_ratio(e, 1e-8, steps, batch, 2**20)
+    grid = calibrate(e, 1e-8, steps, batch, 2**20).ratio
     assert grid.shape == (2, 2, 4)
     for at in np.ndindex(grid.shape):
-        alone = noise_batch_ratio(
+        alone = calibrate(
             float(e[at[0], 0, 0]), 1e-8, int(steps[at[1], 0]), int(batch[at[2]]), 2**20
-        )
+        ).ratio
         assert isinstance(alone, float)
         assert grid[at] == pytest.approx(alone, rel=1e-6)
 
@@ -303,21 +288,14 @@ GOOD = dict(epsilon=1.0, delta=1e-5, steps=100, batch_size=10, users=1000)
         (dict(users=0.5), "users must be finite and at least 1, not 0.5"),
         (dict(users=[]), "users is empty"),
         (dict(users="many"), "users must be numbers, not 'many'"),
-        (dict(amplification="shuffle"), 'amplification must be "lower"'),
-        (dict(sampling="tokens"), 'sampling must be "users" or "records"'),
+        (dict(amplification="shuffle"), "amplification must be one of .'lower'"),
+        (dict(sampling="tokens"), "sampling must be one of .'users', 'records'"),
         (dict(records_per_user=0), "records_per_user must be whole and at least 1"),
     ],
 )
 def test_bad_input_is_named(wrong, message):
     with pytest.raises(ValueError, match=message):
         calibrate(**{**GOOD, **wrong})
-
-
-def test_the_accountant_says_the_same():
-    accountant = PRVBoundsAccountant()
-    accountant.history = [(noise_multiplier(4.0, 1e-6, 200, 0.01), 0.01, 200)]
-    bounds = accountant.get_bounds(1e-6)
-    assert bounds.lower <= 4.0 == pytest.approx(bounds.upper, rel=2e-4)
 
 
 def test_what_cannot_be_computed_is_refused():

@@ -13,7 +13,7 @@ from opacus.accountants import PRVAccountant, RDPAccountant, create_accountant
 from prv_accountant import PoissonSubsampledGaussianMechanism
 from prv_accountant import PRVAccountant as Microsoft
 from scipy.optimize import brentq, minimize_scalar
-from scipy.stats import binom, norm
+from scipy.stats import norm
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -140,7 +140,7 @@ def test_one_sampled_step(noise, rate):
             continue
         # The same on a grid, with a step that tells nothing.
         step = numerical.Step(profiles.sampled(profiles.gaussian(noise), rate), 1)
-        nothing = numerical.Step(profiles.pure(0.0), 1)
+        nothing = numerical.Step(np.zeros_like, 1)
         found = numerical.delta_bounds([step, nothing], epsilon)
         assert found.lower <= truth <= found.upper
         if epsilon:
@@ -174,67 +174,6 @@ def test_sampled_compositions(history, epsilon):
     assert deltas.lower > 0.7 * delta
 
 
-@pytest.mark.parametrize(
-    "epsilon, uses, delta", [(0.1, 100, 1e-5), (1.0, 1, 1e-5), (8.0, 30, 1e-3)]
-)
-def test_pure_mechanisms(epsilon, uses, delta):
-    """The binomial sum of randomised response."""
-    ones = np.arange(uses + 1)
-    losses = epsilon * (2 * ones - uses)
-    weights = binom.pmf(ones, uses, 1 / (1 + math.exp(-epsilon)))
-
-    def left(e):
-        return float((weights * -np.expm1(np.minimum(e - losses, 0))).sum()) - delta
-
-    truth = brentq(left, 0, uses * epsilon)
-    made = PRVBoundsAccountant()
-    made.compose("pure", epsilon=epsilon, participations=uses)
-    holds(made.get_bounds(delta), truth)
-    # A delta of its own is spent first.
-    made = PRVBoundsAccountant()
-    made.compose("approximate", epsilon=epsilon, delta=delta / uses / 2)
-    if uses == 1:
-        whole, own = delta, delta / 2
-        truth = brentq(
-            lambda e: own + (1 - own) * (left(e) + delta) - whole, 0, epsilon
-        )
-        holds(made.get_bounds(whole), truth)
-    assert made.get_bounds(delta / uses / 4) == (math.inf,) * 3
-
-
-@pytest.mark.parametrize("delta", [1e-6, 1e-5, 3.0001e-7])
-def test_a_delta_that_the_mechanisms_nearly_spend(delta):
-    """All that is left is that of the greatest loss; prv-accountant refuses it."""
-    made = PRVBoundsAccountant()
-    made.compose("approximate", epsilon=1.0, delta=1e-7, participations=3)
-    most = math.exp(3) / (1 + math.e) ** 3  # probability of a loss of 3
-    left = (delta - 1 + (1 - 1e-7) ** 3) / (1 - 1e-7) ** 3
-    holds(made.get_bounds(delta), 3 + math.log1p(-left / most))
-
-
-def test_laplace():
-    """One use has a closed form; two, the integral of one over the other's noise."""
-    made = PRVBoundsAccountant()
-    made.compose("laplace", noise_multiplier=0.5)
-    for epsilon in (0.0, 1.0, 1.9):
-        holds(made.get_delta(epsilon), 1 - math.exp((epsilon - 2) / 2))
-    made.compose("laplace", noise_multiplier=0.5)
-    assert [m["participations"] for m in made.mechanisms] == [2]
-    loss, weight = np.linspace(-2, 2, 400_001), np.zeros(400_001)
-    weight[1:-1] = np.exp((loss[1:-1] - 2) / 2) / 4 * (loss[1] - loss[0])
-    weight[0], weight[-1] = math.exp(-2) / 2, 0.5
-
-    def one(t):
-        inner = -np.expm1(np.minimum(t - 2, 0) / 2)
-        return np.where(t < -2, -np.expm1(np.minimum(t, 0)), inner)
-
-    epsilon = 2.5
-    truth = float((weight * one(epsilon - loss)).sum())
-    found = made.get_delta(epsilon)
-    assert found.lower <= truth <= found.upper
-    assert found.upper == pytest.approx(truth, rel=2e-3)
-
-
 # -- other accountants -------------------------------------------------------------
 
 HISTORIES = [
@@ -265,24 +204,6 @@ def test_agrees_with_others(history, delta):
 
 
 @pytest.mark.parametrize(
-    "history, delta, dots",
-    [
-        ([(1.0, 0.01, 1000)], 1e-5, 1.828243645591767),
-        ([(0.5, 1e-4, 10**4)], 1e-6, 1.9532456277156163),
-        ([(20.0, 0.5, 1000)], 1e-6, 3.7550990729815026),
-        ([(2.0, 1e-3, 10**6)], 1e-8, 2.9046015301629784),
-    ],
-)
-def test_agrees_with_dp_accounting(history, delta, dots):
-    """
-    dp-accounting 0.6.0: PLD of from_gaussian_mechanism with use_connect_dots and an
-    interval of 1e-4 (the last 1e-5), the greater of adding and removing.
-    """
-    bounds = accountant(*history).get_bounds(delta)
-    assert bounds.lower <= dots == pytest.approx(bounds.upper, rel=2e-4)
-
-
-@pytest.mark.parametrize(
     "history, delta, truth",
     [
         (
@@ -306,7 +227,7 @@ def test_small_deltas(history, delta, truth):
     "history, delta", [([(1.0, 0.01, 1000)], 1e-5), ([(2.0, 1e-2, 10**4)], 1e-8)]
 )
 def test_adding_costs_no_more_than_removing(history, delta):
-    _, steps = accountant(*history)._steps()
+    steps = composition.steps_of({(noise, rate): k for noise, rate, k in history})
 
     def exchanged(profile):  # the two data sets
         return lambda t: profile(-t) * np.exp(np.minimum(t, 700))
@@ -333,15 +254,13 @@ def test_nothing_and_everything():
     assert accountant((1.0, 1e-8, 1)).get_epsilon(1e-5) == 0
 
 
-@pytest.mark.parametrize("noise", [1e-3, 0.02, 0.3, 50.0, 1e5])
-@pytest.mark.parametrize("rate", [1e-8, 1e-3, 0.999, 1.0])
+@pytest.mark.parametrize("noise", [1e-3, 0.3, 1e5])
+@pytest.mark.parametrize("rate", [1e-8, 0.999, 1.0])
 @pytest.mark.parametrize("steps", [1, 10**6])
 def test_always_a_number_and_below_renyi(noise, rate, steps):
     made, renyi = accountant((noise, rate, steps)), RDPAccountant()
     renyi.history = made.history
-    # A coarse grid, or a million steps take a second each.
-    coarse = renyi.get_epsilon(1e-8) / 3
-    bounds = made.get_bounds(1e-8, eps_error=max(coarse, 1e-6))
+    bounds = made.get_bounds(1e-8)
     assert 0 <= bounds.lower <= bounds.estimate <= bounds.upper < math.inf
     assert bounds.upper <= renyi.get_epsilon(1e-8) * (1 + 1e-4)
 
@@ -353,17 +272,6 @@ def test_tiny_delta_falls_back():
     renyi.history = [(1.0, 0.01, 1000)]
     assert bounds.lower < bounds.upper
     assert bounds.upper == pytest.approx(renyi.get_epsilon(1e-18), rel=1e-2)
-
-
-def test_monotone():
-    def spent(*history, delta=1e-6):
-        return accountant(*history).get_epsilon(delta)
-
-    base = spent((1.0, 0.01, 1000))
-    assert spent((0.98, 0.01, 1000)) > base > spent((1.02, 0.01, 1000))
-    assert spent((1.0, 0.0102, 1000)) > base > spent((1.0, 0.0098, 1000))
-    assert spent((1.0, 0.01, 1020)) > base > spent((1.0, 0.01, 980))
-    assert base > spent((1.0, 0.01, 1000), delta=1.1e-6)
 
 
 def test_equal_entries_are_merged():
@@ -388,14 +296,6 @@ def test_a_noise_that_falls_in_every_step():
     assert bounds.upper - bounds.lower < 0.2 * truth.upper
 
 
-def test_delta_of_epsilon_and_back():
-    made = accountant((1.0, 0.01, 1000))
-    bounds = made.get_bounds(1e-5)
-    deltas = [made.get_delta(x) for x in (bounds.upper, bounds.lower, 1e4)]
-    assert deltas[0].estimate <= 1e-5 <= deltas[1].upper
-    assert deltas[2].upper < 1e-12
-
-
 ENTRIES = {
     (1.0, 1.5, 1): "sample_rate=1.5",
     (1.0, math.nan, 1): "sample_rate=nan",
@@ -403,17 +303,6 @@ ENTRIES = {
     (math.nan, 0.1, 1): "noise_multiplier=nan",
     (1.0, 0.1, 0.5): "steps=0.5",
 }
-MECHANISMS = [
-    ("exponential", {"epsilon": 1.0}, "'gaussian', 'laplace', 'pure'"),
-    ("pure", {}, "takes epsilon; got nothing"),
-    ("pure", {"epsilon": 1.0, "delta": 0.0}, "takes epsilon; got delta, epsilon"),
-    ("pure", {"epsilon": -1.0}, "epsilon=-1.0"),
-    ("approximate", {"epsilon": 1.0, "delta": 1.0}, "delta=1.0"),
-    ("laplace", {"noise_multiplier": 0.0}, "noise_multiplier=0.0"),
-    ("gaussian", {"noise_multiplier": math.inf}, "noise_multiplier=inf"),
-    ("pure", {"epsilon": 1.0, "participations": 0}, "participations=0"),
-    ("pure", {"epsilon": 1.0, "participations": 1.5}, "participations=1.5"),
-]
 
 
 def test_refused():
@@ -425,13 +314,7 @@ def test_refused():
                 made.get_epsilon(delta)
         with pytest.raises(Refused, match="epsilon="):
             made.get_delta(wrong)
-        for name in ("eps_error", "delta_error"):
-            with pytest.raises(Refused, match=name):
-                made.get_epsilon(1e-5, **{name: wrong})
     made = accountant()
-    for name, parameters, message in MECHANISMS:
-        with pytest.raises(Refused, match=message):
-            made.compose(name, **parameters)
     for entry, message in ENTRIES.items():
         noise, rate, steps = entry
         with pytest.raises(Refused, match=message):
@@ -483,7 +366,7 @@ def test_engine_trains_to_a_budget_and_resumes(tmp_path):
             optimizer.step()
     assert engine.accountant.history == [(optimizer.noise_multiplier, 0.2, 15)]
     assert 2.98 < engine.get_epsilon(1e-5) <= 3.0
-    engine.accountant.compose("laplace", noise_multiplier=2.0)
+    engine.accountant.step(noise_multiplier=2.0, sample_rate=1.0)
     engine.save_checkpoint(path=tmp_path / "run.pt", module=model)
     assert torch.load(tmp_path / "run.pt", weights_only=True)
 
@@ -495,21 +378,15 @@ def test_engine_trains_to_a_budget_and_resumes(tmp_path):
 
 def test_state_dict_is_plain_and_checked():
     made = accountant((1.0, 0.01, 100))
-    made.compose("approximate", epsilon=0.1, delta=1e-7, participations=2)
     buffer = io.BytesIO()
     torch.save(made.state_dict(), buffer)
     buffer.seek(0)
     state = torch.load(buffer, weights_only=True)
     other = PRVBoundsAccountant()
-    other.load_state_dict(state)
-    assert other.history == made.history and other.mechanisms == made.mechanisms
-    other.compose("pure", epsilon=1.0)
+    other.load_state_dict({**state, "mechanisms": []})  # of an earlier version
+    assert other.history == made.history
     other.step(noise_multiplier=1.0, sample_rate=0.01)
-    assert len(made.mechanisms) == 1 and made.history == [(1.0, 0.01, 100)]
-    assert len(state["mechanisms"]) == 1 and len(other) == 3
-    # Written before there were other mechanisms, or for a test.
-    other.load_state_dict({"history": [[1.0, 0.5, 3]], "mechanism": "prv_bounds"})
-    assert other.history == [(1.0, 0.5, 3)] and other.mechanisms == []
+    assert made.history == state["history"] == [(1.0, 0.01, 100)]
     for broken in (
         {"history": [(1.0, 2.0, 3)], "mechanism": "prv_bounds"},
         {"history": [], "mechanism": "prv"},
@@ -517,7 +394,7 @@ def test_state_dict_is_plain_and_checked():
     ):
         with pytest.raises(ValueError):
             other.load_state_dict(broken)
-        assert other.history == [(1.0, 0.5, 3)]
+        assert other.history == [(1.0, 0.01, 101)]
 
 
 def test_token_shares_compose_with_training():
@@ -534,9 +411,6 @@ def test_token_shares_compose_with_training():
     for _ in range(20):
         made.step(noise_multiplier=2.0, sample_rate=0.2)
     assert made.history == [(5.0, 1.0, 1), (2.0, 0.2, 20)]
-    other = accountant((2.0, 0.2, 20))
-    other.compose("gaussian", noise_multiplier=5.0)
-    assert made.get_bounds(1e-5) == other.get_bounds(1e-5)
     # The sampled formula at a rate of almost 1 is the same mechanism.
     history = [(5.0, 1 - 1e-12, 1), (2.0, 0.2, 20)]
     holds(made.get_bounds(exact_delta(history, 2.0)), 2.0)

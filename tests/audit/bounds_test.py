@@ -8,7 +8,7 @@ import math
 
 import numpy as np
 import pytest
-from scipy.stats import binom
+from scipy.stats import binom, norm
 
 from opacus_ext.audit import bounds
 
@@ -37,12 +37,6 @@ MECHANISMS = [
 ]
 
 
-def repeated(mechanism, parameter, runs=1000):
-    coins = np.arange(2 * runs) % 2 > 0
-    scores = mechanism(coins, parameter)
-    return bounds.repeated_runs(scores[coins], scores[~coins])
-
-
 def once(mechanism, parameter, canaries=1000, share=0.2):
     coins = COINS.random(canaries) < 0.5
     guesses = int(canaries * share)
@@ -50,52 +44,33 @@ def once(mechanism, parameter, canaries=1000, share=0.2):
     return canaries, guesses, right
 
 
+def gaussian_tradeoff(mu):
+    return lambda a: float(norm.cdf(-norm.ppf(a) - mu))
+
+
 @pytest.mark.parametrize("mechanism, epsilon", MECHANISMS)
 def test_no_false_alarms(mechanism, epsilon):
     """No bound refutes a right claim more often than it may."""
-    wrong = np.zeros(2)
+    wrong, claim = np.zeros(2), gaussian_tradeoff(1.0)
     for _ in range(AUDITS):
-        wrong[0] += repeated(mechanism, 1.0).epsilon(DELTA) > epsilon(1.0)
         found = once(mechanism, 1.0)
-        wrong[1] += bounds.epsilon_one_run(*found, DELTA) > epsilon(1.0)
+        wrong[0] += bounds.epsilon_one_run(*found, DELTA) > epsilon(1.0)
+        if mechanism is gaussian:
+            wrong[1] += bounds.f_dp_p_value(claim, *found) < 0.05
     assert (wrong <= binom.ppf(0.999, AUDITS, 0.05)).all(), wrong
 
 
-def test_no_false_alarms_of_mu():
-    wrong, claim = np.zeros(2), bounds.gaussian_tradeoff(1.0)
-    for _ in range(AUDITS):
-        wrong[0] += repeated(gaussian, 1.0).mu() > 1.0
-        wrong[1] += bounds.f_dp_p_value(claim, *once(gaussian, 1.0)) < 0.05
-    assert (wrong <= binom.ppf(0.999, AUDITS, 0.05)).all(), wrong
-
-
-@pytest.mark.parametrize("mechanism, epsilon", MECHANISMS[1:])
+@pytest.mark.parametrize("mechanism, epsilon", MECHANISMS)
 def test_half_the_noise_is_caught(mechanism, epsilon):
-    """Power at least 0.9, of the bounds that state no shape."""
-    caught = np.zeros(2)
+    """Power at least 0.9; of a Gaussian by its trade-off: epsilon would not tell."""
+    caught, claim = 0, gaussian_tradeoff(1.0)
     for _ in range(20):
-        caught[0] += repeated(mechanism, 2.0).epsilon(0.0) > epsilon(1.0)
         found = once(mechanism, 2.0)
-        caught[1] += bounds.epsilon_one_run(*found, 0.0) > epsilon(1.0)
-    assert (caught >= 18).all(), caught
-
-
-def test_half_the_noise_of_a_gaussian_is_caught():
-    """Where the claim's trade-off is tested: epsilon alone would not tell."""
-    caught, claim = np.zeros(2), bounds.gaussian_tradeoff(1.0)
-    for _ in range(20):
-        caught[0] += repeated(gaussian, 2.0, runs=300).refute(claim)
-        caught[1] += bounds.f_dp_p_value(claim, *once(gaussian, 2.0)) < 0.05
-    assert (caught >= 18).all(), caught
-
-
-def test_rates_are_covered():
-    """By Clopper and Pearson, at all true rates: exactly, by summing over outcomes."""
-    n, hits = 20, np.arange(21)
-    found = bounds.at_least(hits, n, 0.05)
-    for p in np.linspace(0.01, 0.99, 25):
-        assert binom.pmf(hits, n, p)[found > p].sum() <= 0.05 + 1e-12
-    assert found[0] == 0 and (np.diff(found) > 0).all()
+        if mechanism is gaussian:
+            caught += bounds.f_dp_p_value(claim, *found) < 0.05
+        else:
+            caught += bounds.epsilon_one_run(*found, 0.0) > epsilon(1.0)
+    assert caught >= 18
 
 
 @pytest.mark.parametrize("m, r, v", [(10, 10, 9), (12, 6, 6), (30, 20, 15)])
@@ -137,7 +112,7 @@ def test_tradeoffs_are_their_own_inverse():
     accountant = Composition()
     accountant.history.append((1.0, 0.5, 3))
     for claim in (
-        bounds.gaussian_tradeoff(1.5),
+        gaussian_tradeoff(1.5),
         bounds.approximate_tradeoff(1.0, 0.1),
         bounds.accounted_tradeoff(accountant),
     ):
@@ -149,6 +124,6 @@ def test_tradeoffs_are_their_own_inverse():
 @pytest.mark.parametrize("numbers", [(10, 11, 5), (10, 5, 6), (10, 5, -1)])
 def test_what_can_not_be_is_refused(numbers):
     with pytest.raises(ValueError, match="can't be"):
-        bounds.f_dp_p_value(bounds.gaussian_tradeoff(1.0), *numbers)
+        bounds.f_dp_p_value(gaussian_tradeoff(1.0), *numbers)
     with pytest.raises(ValueError, match="can't be"):
         bounds.epsilon_one_run(*numbers, 0.0)

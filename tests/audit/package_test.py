@@ -39,8 +39,7 @@ def kinds(audit):
 @pytest.mark.parametrize("mode", ["ghost_bk", "ghost", "hooks", "scan"])
 def test_steps_keep_their_claim(mode, case):
     audit = audit_model(*case, trials=20, confidence=0.999, grad_sample_mode=mode)
-    assert audit.ok, audit
-    assert audit.epsilon < audit.claimed
+    assert audit.ok and audit.epsilon == 0 < audit.claimed, audit
 
 
 @pytest.mark.thorough

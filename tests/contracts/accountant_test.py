@@ -7,7 +7,7 @@ import torch
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 
 from opacus_ext import Refused
-from opacus_ext.data import FixedSize, Poisson, TruncatedPoisson
+from opacus_ext.data import Poisson
 from opacus_ext.optimizers import Banded
 from tests.common import assert_same, square_loss
 
@@ -24,8 +24,6 @@ def epochs(loader, number):
 SAMPLINGS = {
     "Opacus's": {},
     "Poisson": {"sampling": Poisson(sample_rate=0.3)},
-    "truncated": {"sampling": TruncatedPoisson(sample_rate=0.25, max_batch_size=4)},
-    "fixed size": {"sampling": FixedSize(batch_size=3)},
 }
 
 

@@ -17,7 +17,7 @@ from torch._C import _functorch
 
 import opacus_ext
 from opacus_ext import Refused, checkpoints
-from opacus_ext.data import FixedSize
+from opacus_ext.data import Poisson
 from opacus_ext.monitor import Monitor
 from opacus_ext.optimizers import Banded
 from tests.common import assert_same
@@ -101,8 +101,8 @@ QUIET = {"noise_multiplier": 1e-12}  # so that sums can be seen
 RUNS = {
     "ghost_bk": lambda: Loop(**QUIET),
     "hooks": lambda: Loop("hooks", accountant="rdp", **QUIET),
-    "fixed size": lambda: Loop(
-        sampling=FixedSize(batch_size=3), accountant="prv_bounds", **QUIET
+    "Poisson": lambda: Loop(
+        sampling=Poisson(expected_batch_size=3), accountant="prv_bounds", **QUIET
     ),
     "monitor": lambda: monitored(**QUIET),
 }

@@ -80,10 +80,7 @@ class Loop:
 
     @property
     def counted(self):
-        mechanisms = getattr(self.accountant, "mechanisms", [])
-        return sum(n for *_, n in self.accountant.history) + sum(
-            entry["participations"] for entry in mechanisms
-        )
+        return sum(n for *_, n in self.accountant.history)
 
     def loss(self, model, x):
         self.net.fail("criterion")

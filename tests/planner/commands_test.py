@@ -202,7 +202,6 @@ plan --users -5 --epsilon 4 | --users: '-5' is not a number, 1
 {PLAN} --measurements no-such-file | no-such-file
 {PLAN} --flops 1 --steps 1000 | flops=1 is less than the smallest
 {PLAN} {EXAMPLE} --flops 1e13 --delta 1e-20 | accountant
-{PLAN} --max-batch-size 7 | --max-batch-size: '7' is not a whole
 {TUNE} --parameters 1e9:2e9 | is of one model
 {TUNE} --parameters 1e6 | trainable must be finite and at least 1 and at most 1e+06
 {TUNE} --parameters 6.7e9 --measurements example | goes without --measurements

@@ -153,7 +153,6 @@ def test_edges_of_budgets():
     "changed, batch",
     [
         (dict(amplification="poisson"), 101),  # not 1 / k of them
-        (dict(amplification="poisson", max_batch_size=150), 90),
         (dict(amplification="none"), 90),
     ],
 )
@@ -185,12 +184,9 @@ def test_the_code_runs_as_it_is_and_trains_within_epsilon(changed, batch):
     assert abs(mean - batch) < 4 * math.sqrt(batch / 2 / 100)
     engine = names["engine"]
     assert 7.7 < engine.get_epsilon(1e-3) <= 8
-    cut = "max_batch_size" in changed
-    assert len(engine.accountant.mechanisms) == cut
-    if not cut:
-        assert engine.accountant.history == [
-            (plan.arguments()["noise_multiplier"], batch / 200, 100)
-        ]
+    assert engine.accountant.history == [
+        (plan.arguments()["noise_multiplier"], batch / 200, 100)
+    ]
     json.dumps(plan.as_dict()["make_private"], allow_nan=False)
 
 
@@ -200,14 +196,6 @@ def test_any_batch_size_has_the_noise_of_its_rate():
         noise_of(Budget(1e6, 4), size, 100).noise_multiplier for size in (5e5, 500_001)
     )
     assert half < more < half * (1 + 1e-4)
-
-
-def test_room_for_batches_that_vary():
-    budget = dataclasses.replace(BUDGET, max_batch_size=1000)
-    table = Candidates(budget, LAW)
-    largest = table.batch_size[-1]
-    assert 700 < largest and largest + 6 * math.sqrt(largest) <= 1000
-    assert Candidates(dataclasses.replace(BUDGET, max_batch_size=10**5), LAW)
 
 
 def test_noise_that_is_too_low_is_raised_or_refused():

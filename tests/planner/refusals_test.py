@@ -141,11 +141,6 @@ TABLE = {
         (dict(steps=(1e6, 1e6)), "outside of what is known"),
         (dict(parameters=(1e7, 1e8)), "outside of what is known"),
         (dict(tokens=17), "measured on examples of 16 tokens"),
-        (dict(max_batch_size=9, batch_size=(9, 20)), "no room for batches of 9"),
-        (
-            dict(max_batch_size=99, sampling="records", records_per_user=2),
-            "several records of a user",
-        ),
     ],
     tuned: [
         (dict(parameters=None), "trainable=1e.06 is of one model"),

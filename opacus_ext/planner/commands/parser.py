@@ -107,7 +107,6 @@ OPTIONS = {
 --rank                 whole 1           ; of adapters of m parameters: tells others
 --noise-free[FILE]     text              ; losses of a run without noise, from its start
 --batch-size           whole-range 1     ; B, bounds, in examples
---max-batch-size       whole 8           ; examples at most: larger samples are cut
 --physical-batch-size=32 whole 1         ; examples that fit into memory at once
 --steps                whole-range 1     ; T, bounds
 --device-flops         number 1 1e30     ; FLOP/s of a device at its peak: tells hours

@@ -22,7 +22,7 @@ from opacus_ext.refused import Refused
 
 _OF_BUDGET = (
     "delta parameters trainable batch_size steps records_per_user sampling "
-    "amplification max_batch_size physical_batch_size"
+    "amplification physical_batch_size"
 ).split()
 Row = Dict[str, Any]
 
