@@ -303,17 +303,17 @@ def test_merged_or_disabled(mode, wrap):
     model = adapted()
     model.merge_adapter()
     make = lambda: make_private(model, mode, wrap, batch_size=4)  # noqa: E731
-    refused("q_proj .Linear. has its adapter 'default' merged.*unmerge_adapter", make)
+    refused("q_proj .Linear. has an adapter 'default' .* merged.*unmerge_adapter", make)
     model.unmerge_adapter()
     private = make()
     step = step_of(private, batch())
     step()
     before = {n: p.detach().clone() for n, p in trainable(model).items()}
     model.merge_adapter()
-    refused("q_proj .Linear. has its adapter 'default' merged", step)
+    refused("q_proj .Linear. has an adapter 'default' .* merged", step)
     model.unmerge_adapter()
     with model.disable_adapter():
-        refused("q_proj .Linear. is disabled.*disable_adapter", step)
+        refused("q_proj .Linear. .* disabled.*disable_adapter", step)
         with torch.no_grad():  # what a reference model is asked for
             loss_fn(private.module, batch())
     for n, p in trainable(model).items():
@@ -343,9 +343,9 @@ def test_optimizer_of_other_parameters(mode="ghost_bk"):
     early = everything(model)
     model = peft.get_peft_model(model, lora("llama"))
     make = lambda o: make_private(model, mode, batch_size=4, optimizer=o)  # noqa: E731
-    refused("q_proj .Linear.: the optimizer does not have", lambda: make(early))
+    refused("q_proj .Linear. has adapters whose", lambda: make(early))
     model.lm_head.requires_grad_(True)
-    refused("q_proj .Linear.: the optimizer does not have", lambda: make(early))
+    refused("q_proj .Linear. has adapters whose", lambda: make(early))
     model = peft.get_peft_model(base("llama"), lora("llama", inference_mode=True))
     refused("no trainable parameter", lambda: make(everything(model)))
 
@@ -361,7 +361,7 @@ def test_adapters_added_later(mode):
     step = step_of(make_private(model, mode, batch_size=4), batch())
     step()
     model.merge_and_unload()
-    refused("q_proj .Linear. has its adapter 'default' merged", step)
+    refused("q_proj .Linear. has an adapter 'default' .* merged", step)
 
 
 def step_of(private, batch):
@@ -373,7 +373,7 @@ def test_original_of_a_saved_module():
     for p in model.parameters():
         p.requires_grad_(True)
     make = lambda: make_private(model, "ghost_bk", batch_size=4)  # noqa: E731
-    refused("lm_head .*: original_module is trainable", make)
+    refused("lm_head .* has a trainable original_module", make)
     original = model.get_submodule("base_model.model.lm_head.original_module")
     original.requires_grad_(False)
     step_of(make(), batch())()
@@ -398,7 +398,7 @@ def test_weight_read_by_its_neighbour(mode, layers):
     private = make_private(perturbed(model).double(), mode, batch_size=4)
     x = torch.randn(4, 5, 4).double()
     step = lambda: private.step(x, square_loss)  # noqa: E731
-    refused("out_proj .Linear.: MultiheadAttention ran without calling it", step)
+    refused("out_proj .Linear. was not called, but MultiheadAttention", step)
 
 
 TOKENS = dict(cpt_token_ids=[1, 2, 3], cpt_mask=[1, 1, 1])

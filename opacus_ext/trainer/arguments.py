@@ -33,9 +33,6 @@ class PrivacyArguments:
             registered
         grad_sample_mode: "auto", "ghost_bk", "ghost", "scan" or "hooks"
         accountant: "prv_bounds", "prv" or "rdp" ("gdp" of Opacus can report too little)
-        max_batch_size: the most records of a step, where memory is fixed; larger draws
-            are cut, and the accountant must be "prv_bounds"
-        poisson_sampling: False shuffles, which no accountant covers
         log_loss: logs the training loss, which is not private
         monitor: "private" logs clipping and gradient norms by
             :class:`opacus_ext.monitor.Monitor`, within the same epsilon; "off" logs
@@ -59,8 +56,6 @@ class PrivacyArguments:
     clipping: str = _field("flat", "flat, automatic, normalized or per_layer")
     grad_sample_mode: str = _field("auto", "auto, ghost_bk, ghost, scan or hooks")
     accountant: str = _field("prv", "prv_bounds, prv or rdp")
-    max_batch_size: Optional[int] = _field(None, "the most records of a step")
-    poisson_sampling: bool = _field(True, "False shuffles, for which nothing is proven")
     log_loss: bool = _field(True, "log the training loss, which is not private")
     monitor: str = _field("off", "log clipping and norms: private or off")
     privacy_seed: Optional[int] = _field(None, "of noise and batches, for tests")
@@ -86,19 +81,3 @@ class PrivacyArguments:
                     parameter=name,
                     remedy="Give one of these.",
                 )
-        if self.poisson_sampling:
-            return
-        if self.max_batch_size is not None:
-            raise Refused(
-                f"max_batch_size={self.max_batch_size} with poisson_sampling=False, "
-                "whose batches are all of one size.",
-                parameter="max_batch_size",
-                remedy="Leave one of them out.",
-            )
-        if self.target_epsilon is not None:
-            raise Refused(
-                "No target_epsilon can be kept with poisson_sampling=False: "
-                "accountants know Poisson sampling alone.",
-                parameter="poisson_sampling",
-                remedy="Give noise_multiplier.",
-            )

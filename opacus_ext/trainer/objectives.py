@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import Trainer
 
-from opacus_ext.losses import PerRecord, sample_loss
+from opacus_ext.losses import sample_loss
 from opacus_ext.refused import Refused
 from opacus_ext.trainer.refusals import Argument
 
@@ -56,13 +56,6 @@ class ModelLoss(OwnLoss):
 
 _NOT_ONE_BY_ONE = "so they can't be clipped one by one"
 _TRL = (
-    Argument(
-        "model",
-        "is a PerRecord: TRL's trainers take a model of transformers",
-        "Use opacus_ext.trainer.PrivateTrainer by itself, with the data tokenized "
-        "before.",
-        lambda value, args: isinstance(value, PerRecord),
-    ),
     Argument("packing", f"puts several records into one sequence, {_NOT_ONE_BY_ONE}"),
     Argument(
         "padding_free", f"puts a batch's records into one sequence, {_NOT_ONE_BY_ONE}"

@@ -8,12 +8,11 @@ clipped, logged and saved.
 
 from __future__ import annotations
 
-import inspect
 import secrets
 from contextlib import contextmanager
 from dataclasses import asdict
 from itertools import islice
-from typing import Any, Dict, Iterator, List, Mapping, Optional, Tuple, Union
+from typing import Any, Dict, Iterator, List, Optional, Tuple, Union
 
 import torch
 from torch import nn
@@ -23,7 +22,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from transformers.utils import find_labels
 
 from opacus_ext.data.logical import PhysicalBatch, derive_seed, logical_loader
-from opacus_ext.data.sampling import Poisson, TruncatedPoisson
+from opacus_ext.data.sampling import Poisson
 from opacus_ext.grad_sample.core.groups import Samples, samples_of
 from opacus_ext.losses import PerRecord
 from opacus_ext.misuse import check_delta, check_size
@@ -35,6 +34,7 @@ from opacus_ext.trainer.checkpoint import forget_state, read_state, write_state
 from opacus_ext.trainer.objectives import objective_of
 from opacus_ext.trainer.refusals import (
     refuse_arguments,
+    refuse_data,
     refuse_environment,
     refuse_order,
 )
@@ -122,15 +122,13 @@ class PrivateTrainer(Trainer):
                 remedy="Add privacy=PrivacyArguments(target_epsilon=8, "
                 "target_delta=1e-5), or what you need.",
             )
-        values = (*args, *kwargs.values())
-        chosen = next((x for x in values if isinstance(x, TrainingArguments)), None)
-        given = inspect.signature(super().__init__).bind(*args, **kwargs).arguments
-        given = {**given, **given.get("kwargs", {})}
-        if chosen is not None:
-            self._refuse(chosen, given)
+        refused = objective_of(type(self)).refused
+        for given in (*args, *kwargs.values()):
+            if isinstance(given, TrainingArguments):
+                refuse_arguments(given, refused)
         super().__init__(*args, **kwargs)
-        if chosen is None:
-            self._refuse(self.args, given)
+        refuse_arguments(self.args, refused)
+        refuse_data(self.train_dataset)
         if isinstance(self.model, PerRecord):
             self.model_accepts_loss_kwargs = False
             with self._inner_model():
@@ -154,9 +152,6 @@ class PrivateTrainer(Trainer):
             delta, data = privacy.target_delta, self.train_dataset
             check_delta(self.engine, delta, data, "target_delta")
             check_size(self.engine, self.logical_batch_size, len(data))
-
-    def _refuse(self, args: TrainingArguments, given: Mapping[str, Any]) -> None:
-        refuse_arguments(args, given, objective_of(type(self)).refused)
 
     @contextmanager
     def _inner_model(self) -> Iterator[None]:
@@ -186,10 +181,7 @@ class PrivateTrainer(Trainer):
     def sampling(self) -> Poisson:
         """Each record with the probability B / N."""
         size = min(self.logical_batch_size, len(self.train_dataset))
-        drawn = {"expected_batch_size": size, "steps": self.steps_per_epoch}
-        if self.privacy.max_batch_size is None:
-            return Poisson(**drawn)
-        return TruncatedPoisson(**drawn, max_batch_size=self.privacy.max_batch_size)
+        return Poisson(expected_batch_size=size, steps=self.steps_per_epoch)
 
     def get_train_dataloader(self) -> DataLoader:
         """
@@ -197,12 +189,11 @@ class PrivateTrainer(Trainer):
         of physical batches, make a logical batch.
         """
         stock = super().get_train_dataloader()
-        poisson, args = self.privacy.poisson_sampling, self.args
         batches = self._training.logical_batches(
-            self.sampling if poisson else self.logical_batch_size,
+            self.sampling,
             len(self.train_dataset),
-            args.per_device_train_batch_size,
-            args.gradient_accumulation_steps,
+            self.args.per_device_train_batch_size,
+            self.args.gradient_accumulation_steps,
         )
         return logical_loader(stock.dataset, batches, stock.collate_fn, stock)
 
@@ -232,8 +223,6 @@ class PrivateTrainer(Trainer):
         records = len(self.train_dataset)
         noise = training.choose_noise(sampling, records, lambda: self.state.max_steps)
         self.model.train()  # from_pretrained leaves it in evaluation mode
-        poisson = privacy.poisson_sampling
-        drawn = {"sampling": sampling} if poisson else {"poisson_sampling": False}
         training.make_private(
             self.model,
             optimizer,
@@ -243,11 +232,9 @@ class PrivateTrainer(Trainer):
             max_grad_norm=privacy.per_sample_max_grad_norm,
             clipping=privacy.clipping,
             grad_sample_mode=privacy.grad_sample_mode,
-            **drawn,
+            sampling=sampling,
         )
         self.optimizer = training.optimizer
-        # Where batches are shuffled, Opacus has int(N / steps).
-        self.optimizer.expected_batch_size = sampling.expected_batch_size
         self._monitor = None
         if privacy.monitor != "off":
             self._monitor = Monitor(self.engine, self.optimizer)
@@ -441,10 +428,7 @@ class PrivateTrainer(Trainer):
     def log(self, logs: Dict[str, float], start_time: Optional[float] = None) -> None:
         """Logs as ``Trainer``, with what has been spent."""
         if "loss" in logs or "train_runtime" in logs:
-            poisson = self.privacy.poisson_sampling
-            name = "epsilon" if poisson else "epsilon_if_poisson"
-            logs[name] = self.get_epsilon()
-            logs["delta"] = self.privacy.target_delta
+            logs.update(epsilon=self.get_epsilon(), delta=self.privacy.target_delta)
             if self._training.hooks is not None and self._monitor is not None:
                 logs.update(self._monitor.read())
             if not self.privacy.log_loss:
