@@ -9,16 +9,13 @@ import warnings
 
 import pytest
 import torch
-from opacus import PrivacyEngine
 from opacus.data_loader import DPDataLoader
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from opacus_ext import Refused
-from opacus_ext.losses import PerSample, model_losses
 
-from . import tiny
 from .common import assert_same
 from .training import distance, drawn, train_alone, weights
 
@@ -227,22 +224,6 @@ def test_target_epsilon():
         PrivacyCallback(target_delta=1e-3)
 
 
-def test_bf16():
-    """Half precision within the step, float32 gradients and noise."""
-    single, mixed = (
-        fit(
-            Classifier(dtype=torch.float32),
-            privacy("ghost_bk"),
-            loader(torch.float32),
-            max_steps=5,
-            precision=precision,
-        )
-        for precision in ("32-true", "bf16-mixed")
-    )
-    assert_same(mixed, single, 0.05)
-    assert distance(mixed, single) > 0
-
-
 class Data(L.LightningDataModule):
     """Its hooks for batches are called with each physical batch, as it was collated."""
 
@@ -270,37 +251,24 @@ def older():
     """``pytorch_lightning`` is another package with the same code."""
     package = pytest.importorskip("pytorch_lightning")
     model = type("Other", (Steps, package.LightningModule), {})()
-    return fit(model, privacy("ghost_bk"), package=package, max_steps=3)
+    return fit(model, privacy("ghost_bk"), package=package, max_steps=5)
 
 
-def cut_short(**workers):
-    """
-    What a loader's processes have drawn in advance is drawn again, not left out.
-    """
-    ahead = DataLoader(records(), batch_size=BATCH, **workers)
-    limit = {"max_steps": 5, "limit_train_batches": 3}
-    return fit(Classifier(), privacy("ghost_bk"), ahead, **limit)
+def cut_short():
+    """What a loader's processes have drawn in advance is drawn again, not left out."""
+    ahead = DataLoader(records(), batch_size=BATCH, num_workers=1, prefetch_factor=3)
+    return fit(
+        Classifier(), privacy("ghost_bk"), ahead, max_steps=5, limit_train_batches=3
+    )
 
 
+FIVE, PARTS = {"max_steps": 5}, {"max_physical_batch_size": 2}
 # Weights, and after how many steps.
 FITS = {
-    "transfers": (
-        lambda: fit(
-            Classifier(),
-            privacy("hooks", max_physical_batch_size=2),
-            Data(),
-            max_steps=9,
-        ),
-        9,
-    ),
-    "any mean": (lambda: fit(Plain(), privacy("hooks"), max_steps=3), 3),
-    "a part": (
-        lambda: fit(CallsNet(), privacy("ghost_bk", module="net"), max_steps=3),
-        3,
-    ),
-    "older name": (older, 3),
-    "epochs cut short": (cut_short, 5),
-    "drawn in advance": (lambda: cut_short(num_workers=1, prefetch_factor=3), 5),
+    "transfers": (lambda: fit(Plain(), privacy("hooks", **PARTS), Data(), **FIVE), 5),
+    "a part": (lambda: fit(CallsNet(), privacy("ghost_bk", module="net"), **FIVE), 5),
+    "older name": (older, 5),
+    "drawn in advance": (cut_short, 5),
 }
 
 
@@ -344,9 +312,6 @@ def test_settings_that_are_refused(settings, message):
     assert all(torch.equal(p, before[name]) for name, p in weights(model).items())
 
 
-PARTS = {"max_physical_batch_size": 2}
-
-
 @pytest.mark.parametrize(
     "own, automatic, given, message",
     [
@@ -384,60 +349,3 @@ def test_loaders_that_are_refused():
     ):
         with pytest.raises(Refused, match="training loader"):
             trainer(privacy("hooks"), max_steps=1).fit(Classifier(), given)
-
-
-class Language(L.LightningModule):
-    """A model of transformers, whose loss is one a sample."""
-
-    def __init__(self, model):
-        super().__init__()
-        self.model, self.criterion = model, PerSample()
-
-    def training_step(self, batch, batch_idx):
-        return self.criterion(model_losses(self.model, batch))
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.5)
-
-
-def test_a_model_of_transformers():
-    ids = torch.randint(0, tiny.V, (RECORDS, 6))
-
-    def loss_of(model, i):
-        return model(input_ids=ids[i : i + 1], labels=ids[i : i + 1]).loss
-
-    def model():
-        return tiny.build("causal-lm", "gpt2", "GPT2LMHeadModel").double()
-
-    found, alone = Language(model()), Language(model())
-    data = DataLoader([{"input_ids": x, "labels": x} for x in ids], batch_size=BATCH)
-    fit(found, privacy("auto", module="model"), data, max_steps=2)
-    train_alone(
-        alone.model, alone.configure_optimizers(), draws(2), loss_of, BATCH, 0.5
-    )
-    assert_same(weights(found), weights(alone), 1e-6)  # the loss is in float32
-
-
-@pytest.mark.parametrize("mode, automatic", [("hooks", True), ("ghost_bk", False)])
-def test_without_the_callback(mode, automatic):
-    """make_private before fit."""
-    model, alone = Classifier(automatic), Classifier()
-    half = RECORDS // 2
-    _, optimizer, *criterion, batches = PrivacyEngine().make_private(
-        module=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.5),
-        data_loader=DataLoader(records(), batch_size=half),
-        noise_multiplier=0.0,
-        max_grad_norm=0.5,
-        poisson_sampling=False,
-        grad_sample_mode=mode,
-        wrap_model=False,
-    )
-    model.configure_optimizers = lambda: optimizer
-    if criterion:
-        del model.criterion
-        vars(model)["criterion"] = criterion[0]
-    trainer(max_epochs=1).fit(model, batches)
-    sgd = torch.optim.SGD(alone.parameters(), lr=0.5)
-    train_alone(alone, sgd, torch.arange(RECORDS).split(half), loss_of, half, 0.5)
-    assert_same(weights(model), weights(alone))
