@@ -37,14 +37,12 @@ def quiet(monkeypatch, tmp_path):
         yield
 
 
-class Steps:
-    """Methods of a LightningModule of either package."""
-
-    def __init__(self, automatic=True, dtype=torch.float64):
+class Classifier(L.LightningModule):
+    def __init__(self, automatic=True):
         super().__init__()
         torch.manual_seed(0)
         self.automatic_optimization = automatic
-        self.net = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 2)).to(dtype)
+        self.net = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 2)).double()
         self.criterion = nn.CrossEntropyLoss()
         self.sizes = []
 
@@ -75,18 +73,14 @@ class Steps:
         return [optimizer], [{"scheduler": x, "interval": "step"} for x in schedule]
 
 
-class Classifier(Steps, L.LightningModule):
-    pass
-
-
-def records(dtype=torch.float64):
+def records():
     generator = torch.Generator().manual_seed(1)
-    x = 2 * torch.randn(RECORDS, 5, generator=generator, dtype=dtype)
+    x = 2 * torch.randn(RECORDS, 5, generator=generator, dtype=torch.float64)
     return TensorDataset(x, torch.randint(0, 2, (RECORDS,), generator=generator))
 
 
-def loader(dtype=torch.float64):
-    return DataLoader(records(dtype), batch_size=BATCH, shuffle=True)
+def loader():
+    return DataLoader(records(), batch_size=BATCH, shuffle=True)
 
 
 def privacy(mode, **given):
@@ -97,11 +91,11 @@ def privacy(mode, **given):
     return PrivacyCallback(**{**settings, **given})
 
 
-def trainer(*callbacks, package=L, **given):
+def trainer(*callbacks, **given):
     off = "logger", "enable_checkpointing", "enable_progress_bar"
     settings = dict.fromkeys((*off, "enable_model_summary"), False)
     settings["accelerator"] = "cpu"
-    return package.Trainer(callbacks=list(callbacks), **{**settings, **given})
+    return L.Trainer(callbacks=list(callbacks), **{**settings, **given})
 
 
 def draws(steps):
@@ -247,35 +241,24 @@ class CallsNet(Classifier):
         return {"loss": self.criterion(self.net(batch[0]), batch[1])}
 
 
-def older():
-    """``pytorch_lightning`` is another package with the same code."""
-    package = pytest.importorskip("pytorch_lightning")
-    model = type("Other", (Steps, package.LightningModule), {})()
-    return fit(model, privacy("ghost_bk"), package=package, max_steps=5)
-
-
-def cut_short():
-    """What a loader's processes have drawn in advance is drawn again, not left out."""
-    ahead = DataLoader(records(), batch_size=BATCH, num_workers=1, prefetch_factor=3)
-    return fit(
-        Classifier(), privacy("ghost_bk"), ahead, max_steps=5, limit_train_batches=3
-    )
-
-
 FIVE, PARTS = {"max_steps": 5}, {"max_physical_batch_size": 2}
-# Weights, and after how many steps.
 FITS = {
-    "transfers": (lambda: fit(Plain(), privacy("hooks", **PARTS), Data(), **FIVE), 5),
-    "a part": (lambda: fit(CallsNet(), privacy("ghost_bk", module="net"), **FIVE), 5),
-    "older name": (older, 5),
-    "drawn in advance": (cut_short, 5),
+    "transfers": lambda: fit(Plain(), privacy("hooks", **PARTS), Data(), **FIVE),
+    "a part": lambda: fit(CallsNet(), privacy("ghost_bk", module="net"), **FIVE),
+    # What a loader's processes have drawn in advance is drawn again, not left out.
+    "drawn in advance": lambda: fit(
+        Classifier(),
+        privacy("ghost_bk"),
+        DataLoader(records(), batch_size=BATCH, num_workers=1, prefetch_factor=3),
+        limit_train_batches=3,
+        **FIVE,
+    ),
 }
 
 
 @pytest.mark.parametrize("name", FITS)
 def test_fit(name):
-    found, steps = FITS[name]
-    assert_same(found(), expected(steps))
+    assert_same(FITS[name](), expected(5))
 
 
 def fails(self, batch, batch_idx):
@@ -302,14 +285,11 @@ def two_optimizers(self):
     ],
 )
 def test_settings_that_are_refused(settings, message):
-    model = Classifier()
-    before = weights(model)
     lightning = trainer(max_steps=1, **settings)
     if not settings:
         lightning.strategy.precision_plugin.scaler = object()
     with pytest.raises(Refused, match=message):
-        privacy("ghost_bk").setup(lightning, model, "fit")
-    assert all(torch.equal(p, before[name]) for name, p in weights(model).items())
+        privacy("ghost_bk").setup(lightning, Classifier(), "fit")
 
 
 @pytest.mark.parametrize(
