@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, Iterable, NamedTuple
+from typing import Any, Callable, NamedTuple
 
 from transformers import Trainer, TrainingArguments
 
@@ -30,6 +30,7 @@ class Argument(NamedTuple):
     is_refused: Callable[[Any, Any], bool] = _is_on
 
 
+_NOT_ONE_BY_ONE = "so they can't be clipped one by one"
 ARGUMENTS = (
     Argument(
         "fp16",
@@ -78,6 +79,20 @@ ARGUMENTS = (
         "Set CUDA_VISIBLE_DEVICES to one.",
         lambda value, args: value > 1,
     ),
+    # Of TRL's trainers.
+    Argument("packing", f"puts several records into one sequence, {_NOT_ONE_BY_ONE}"),
+    Argument(
+        "padding_free", f"puts a batch's records into one sequence, {_NOT_ONE_BY_ONE}"
+    ),
+    Argument(
+        "activation_offloading", f"moves what the batch has saved, {_NOT_ONE_BY_ONE}"
+    ),
+    Argument(
+        "loss_type",
+        "is not computed record by record",
+        'Use SFTTrainer with loss_type="nll".',
+        lambda value, args: value not in (None, "nll"),
+    ),
 )
 
 # Trainer's own methods that are not public and are relied on here.
@@ -88,7 +103,7 @@ _RELIED_ON = (
 ).split()
 
 
-def refuse_arguments(args: TrainingArguments, table: Iterable[Argument]) -> None:
+def refuse_arguments(args: TrainingArguments) -> None:
     """Refuses arguments that break privacy."""
     for name in _RELIED_ON:
         if not hasattr(Trainer, name):
@@ -97,7 +112,7 @@ def refuse_arguments(args: TrainingArguments, table: Iterable[Argument]) -> None
                 "PrivateTrainer relies on.",
                 remedy="Use the version that it was tested with.",
             )
-    for argument in (*ARGUMENTS, *table):
+    for argument in ARGUMENTS:
         name, value = argument.name, getattr(args, argument.name, None)
         if argument.is_refused(value, args):
             shown = f"{name}={getattr(value, 'value', value)!r}"
