@@ -72,13 +72,11 @@ def arguments(out, **kwargs):
     return transformers.TrainingArguments(str(out), **(chosen | kwargs))
 
 
-OF_TRAINER = inspect.signature(transformers.Trainer).parameters
-
-
 def trainer(
     out, model=None, data=None, privacy=None, cls=PrivateTrainer, noise=1.0, **kwargs
 ):
-    given = {name: kwargs.pop(name) for name in OF_TRAINER if name in kwargs}
+    own = inspect.signature(transformers.Trainer).parameters
+    given = {name: kwargs.pop(name) for name in own if name in kwargs}
     return cls(
         gpt2() if model is None else model,
         arguments(out, **kwargs),
@@ -90,16 +88,6 @@ def trainer(
 
 def history(run):
     return run.engine.accountant.history
-
-
-class Watch(TrainerCallback):
-    """Calls a function at the end of each step."""
-
-    def __init__(self, call):
-        self.call = call
-
-    def on_step_end(self, args, state, control, **kwargs):
-        self.call(state, control, **kwargs)
 
 
 # -- steps -------------------------------------------------------------------------
@@ -217,12 +205,16 @@ class Counting(PrivateTrainer):
 @pytest.mark.parametrize("mode", ["hooks", "ghost_bk"])
 def test_a_batch_or_an_epoch_that_is_left(mode, tmp_path):
     """No draw comes again, and no sum is added to the next, which may have a record."""
-    privacy = private(grad_sample_mode=mode, privacy_seed=None)
-    runs = [trainer(tmp_path, privacy=privacy, cls=Counting) for _ in range(2)]
+    run = trainer(tmp_path, privacy=private(grad_sample_mode=mode), cls=Counting)
+    run.train()
+    assert run.left and run.seen == tuple(range(len(run.seen)))
+
+
+def test_nobody_knows_noise_and_draws(tmp_path):
+    """TrainingArguments.seed, 42 for everybody, fixes neither."""
+    runs = [trainer(tmp_path, privacy=private(privacy_seed=None)) for _ in range(2)]
     for run in runs:
         run.train()
-        assert run.left and run.seen == tuple(range(len(run.seen)))
-    # TrainingArguments.seed, 42 for everybody, fixes neither draws nor noise.
     assert distance(*(weights(run.model) for run in runs)) > 1e-2
     assert runs[0]._training.seed != runs[1]._training.seed
 
@@ -233,14 +225,15 @@ def test_a_batch_or_an_epoch_that_is_left(mode, tmp_path):
 def test_target_epsilon_is_kept_and_logged(tmp_path):
     """Over two runs, the first of which is stopped; its checkpoint is for its steps."""
 
-    def stop(state, control, **kwargs):
-        control.should_training_stop |= state.global_step == 2 and not run._runs > 1
+    class Stop(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            stopped = state.global_step == 2 and run._runs == 1
+            control.should_training_stop |= stopped
 
-    given = {**SAVING, "logging_steps": 3, "callbacks": [Watch(stop)]}
+    given = {**SAVING, "logging_steps": 3, "max_steps": 6, "callbacks": [Stop()]}
     privacy = private(**BUDGET, log_loss=False)
-    run = trainer(tmp_path, privacy=privacy, **given | {"max_steps": 6})
+    run = trainer(tmp_path, privacy=privacy, **given)
     run.train()
-    once = run.get_epsilon()
     with pytest.raises(Refused, match="max_steps: 6 there, 5 here"):
         trainer(tmp_path, privacy=privacy, max_steps=5).train(True)
     output = run.train()
@@ -250,7 +243,7 @@ def test_target_epsilon_is_kept_and_logged(tmp_path):
     assert begin["noise_multiplier"] == second and begin["sample_rate"] == 6 / N
     assert begin["expected_batch_size"] == 6 and len(run.get_train_dataloader()) == 14
     assert [entry["step"] for entry in rest] == [3, 6] and run.steps_per_epoch == 7
-    assert once < 3.5 and once < rest[0]["epsilon"] < rest[1]["epsilon"] <= 4.0
+    assert rest[0]["epsilon"] < rest[1]["epsilon"] <= 4.0
     assert end["epsilon"] == output.metrics["epsilon"] == run.get_epsilon() > 3.9
     assert all(entry["delta"] == 1e-3 for entry in (*rest, end))
     unknown = {"loss", "train_loss", "grad_norm"}
@@ -531,17 +524,15 @@ def test_an_error_in_a_step_leaves_no_trace(mode, tmp_path):
                 raise OSError("disk")
             return super()._prepare_inputs(inputs)
 
-    kept, privacy = [], private(grad_sample_mode=mode)
-    keep = Watch(lambda *args, model, **kwargs: kept.append(weights(model)))
-    given = {"optim": "adamw_torch", "max_steps": 4, "callbacks": [keep]}
-    run = trainer(tmp_path, privacy=privacy, cls=Failing, **given)
+    privacy = private(grad_sample_mode=mode)
+    given = {"optim": "adamw_torch", "max_steps": 4, "cls": Failing}
+    run = trainer(tmp_path, privacy=privacy, **given)
     with pytest.raises(OSError):
         run.train()
-    steps = len(kept)
-    assert distance(kept[-1], weights(run.model)) == 0
-    for state in run.optimizer.state_dict()["state"].values():
-        assert state["step"] == steps
-    assert history(run) == [(1.0, 6 / N, steps)]
+    steps = run.state.global_step
+    assert history(run) == [(1.0, 6 / N, steps)] and steps > 0
+    states = run.optimizer.state_dict()["state"].values()
+    assert all(state["step"] == steps for state in states)
     assert not any(hasattr(p, "summed_grad") for p in run.model.parameters())
     run.train()
     assert history(run) == [(1.0, 6 / N, steps + 4)]
