@@ -4,9 +4,6 @@ The oracle (training.py) takes the draws of the same seed, and steps with the sa
 optimizer and schedule in float64.
 """
 
-import logging
-import warnings
-
 import pytest
 import torch
 from opacus.data_loader import DPDataLoader
@@ -28,13 +25,8 @@ every = pytest.mark.parametrize("mode", ["hooks", "ghost_bk", "auto"])
 
 
 @pytest.fixture(autouse=True)
-def quiet(monkeypatch, tmp_path):
+def elsewhere(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    for name in ("lightning.pytorch", "pytorch_lightning"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
 
 
 class Classifier(L.LightningModule):
@@ -319,13 +311,16 @@ def test_modules_that_are_refused(own, automatic, given, message):
     assert "forward" not in vars(model) and "training_step" not in vars(model)
 
 
-def test_loaders_that_are_refused():
-    data = records()
-    weighted = torch.utils.data.WeightedRandomSampler([1.0] * RECORDS, RECORDS)
-    for given in (
-        {"a": loader(), "b": loader()},
-        DataLoader(data, batch_size=4, sampler=weighted),
-        DPDataLoader.from_data_loader(loader()),
-    ):
-        with pytest.raises(Refused, match="training loader"):
-            trainer(privacy("hooks"), max_steps=1).fit(Classifier(), given)
+def weighted():
+    sampler = torch.utils.data.WeightedRandomSampler([1.0] * RECORDS, RECORDS)
+    return DataLoader(records(), batch_size=BATCH, sampler=sampler)
+
+
+def drawn_already():
+    return DPDataLoader.from_data_loader(loader())
+
+
+@pytest.mark.parametrize("make", [weighted, drawn_already, lambda: [loader()] * 2])
+def test_loaders_that_are_refused(make):
+    with pytest.raises(Refused, match="training loader"):
+        fit(Classifier(), privacy("hooks"), make(), max_steps=1)

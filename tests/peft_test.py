@@ -142,7 +142,7 @@ def cases():
         yield pytest.param("llama", given, id=kind, marks=pytest.mark.slow)
 
 
-@pytest.mark.parametrize("family, given", cases())
+@pytest.mark.parametrize("family, given", list(cases()))
 def test_exact(family, given):
     model = adapted(family, **given)
     if family != "llama" or given not in IN_EVERY_FAMILY.values():
@@ -150,16 +150,6 @@ def test_exact(family, given):
     exact(model, batch(family))
     for kind in ("B=1", "T=B"):
         exact(model, batch(family, kind), ["ghost_bk"])
-
-
-def test_two_adapters():
-    """Both active, or one of them."""
-    model = adapted()
-    model.add_adapter("other", config())
-    model.double()
-    exact(model, batch(), ["ghost_bk"])
-    model.base_model.set_adapter(["default", "other"])
-    exact(moved(model), batch())
 
 
 @layer_modes
@@ -209,16 +199,10 @@ def test_merged_disabled_or_not_active(mode):
     step()
     model.add_adapter("other", config())
     model.double().set_adapter("other")
-    refused("did not have at make_private|other adapters active", step)
-
-
-def test_not_active():
-    model = adapted()
-    model.add_adapter("other", config())
+    refused("other adapters active", step)
     for name, p in model.named_parameters():
         p.requires_grad_("lora" in name)
-    make = lambda: make_private(model, "ghost_bk", batch_size=4)  # noqa: E731
-    refused("adapter 'other' that is trainable and not active", make)
+    refused("adapter 'default' that is trainable and not active", step)
 
 
 @pytest.mark.parametrize(
@@ -240,15 +224,6 @@ def test_adapters_added_later(mode):
     late = peft.get_peft_model(model, config()).double()
     refused("the model did not have at make_private", step_of(private, batch()))
     refused("twice", lambda: make_private(late, mode, batch_size=4))
-
-
-def test_trained_experts_under_adapters():
-    """A parametrization comes and goes in the forward, and sets the experts anew."""
-    model = adapted("qwen2_moe", target_modules=[], target_parameters=EXPERTS[:1])
-    for name, p in model.named_parameters():
-        p.requires_grad_(p.requires_grad or "experts" in name)
-    private = make_private(model, "ghost_bk", batch_size=4)
-    refused("changes .*gate_up_proj", step_of(private, batch("qwen2_moe")))
 
 
 def test_original_of_a_saved_module():

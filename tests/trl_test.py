@@ -19,7 +19,6 @@ from .common import assert_same
 from .training import SHORT, distance, drawn, private, tokenizer, train_alone, weights
 
 trl = pytest.importorskip("trl")
-peft = pytest.importorskip("peft")
 datasets = pytest.importorskip("datasets")
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -55,17 +54,16 @@ def records():
     )
 
 
-def trainer(cls, path, out, lora=None, privacy=None, **kwargs):
+def trainer(cls, path, out, **given):
     """An SFTTrainer of TRL or of ours."""
     chosen = {**SHORT, "max_steps": 3, "learning_rate": RATE, "logging_steps": 1}
     chosen |= {"lr_scheduler_type": "constant", "bf16": False}
     return cls(
         transformers.AutoModelForCausalLM.from_pretrained(path),
-        args=trl.SFTConfig(str(out), **(chosen | kwargs)),
+        args=trl.SFTConfig(str(out), **chosen),
         train_dataset=records(),
         processing_class=tokenizer("pad", "unk", "eos"),
-        peft_config=lora,
-        **({} if privacy is None else {"privacy": privacy}),
+        **given,
     )
 
 
@@ -96,32 +94,6 @@ def test_steps_are_sums_of_clipped_gradients_of_records(mode, path, tmp_path):
     assert clipped > 0
     assert_same(weights(run.model), weights(model), 1e-4)
     assert distance(before, weights(model)) > 1e-3
-
-
-def test_lora_resumes(path, tmp_path):
-    saving = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
-    lora = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
-    run, other = (
-        trainer(PrivateSFT, path, tmp_path, lora, private(), **saving) for _ in range(2)
-    )
-    run.train()
-    other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    assert distance(weights(run.model), weights(other.model)) == 0
-    assert 0 < run.get_epsilon() == run.state.log_history[-1]["epsilon"]
-
-
-@pytest.mark.parametrize(
-    "name, value",
-    [
-        ("packing", True),
-        ("padding_free", True),
-        ("activation_offloading", True),
-        ("loss_type", "dft"),
-    ],
-)
-def test_arguments_that_break_privacy(name, value, path, tmp_path):
-    with pytest.raises(Refused, match=name):
-        trainer(PrivateSFT, path, tmp_path, privacy=private(), **{name: value})
 
 
 def test_trainers_of_pairs_are_refused(path, tmp_path):
