@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import Any, Callable, Dict, Optional
+from typing import Any, Callable, Dict
 
 import torch
 from torch import nn
@@ -28,16 +28,18 @@ from opacus_ext.refused import Refused
 
 __all__ = ["PerRecord", "PerSample", "cross_entropy", "model_losses", "sample_loss"]
 
+T = torch.Tensor
+
 
 def cross_entropy(
-    logits: torch.Tensor,
-    labels: torch.Tensor,
+    logits: T,
+    labels: T,
     *,
     ignore_index: int = -100,
-    weight: Optional[torch.Tensor] = None,
+    weight: T | None = None,
     label_smoothing: float = 0.0,
     reduction: str = "mean",
-) -> torch.Tensor:
+) -> T:
     """
     Returns the cross-entropy of each sample over its own labels, ``[B]``: zero for a
     sample none of whose labels count. Logits in half precision are widened to float32.
@@ -97,9 +99,7 @@ class PerSample(nn.Module):
         _check_reduction(reduction)
         self.reduction = reduction
 
-    def forward(
-        self, losses: torch.Tensor, weights: Optional[torch.Tensor] = None
-    ) -> torch.Tensor:
+    def forward(self, losses: T, weights: T | None = None) -> T:
         """
         Reduces losses ``[B]``, which are multiplied by weights ``[B]`` of the samples
         before the clipping: a weight does not change the bound of the sample's
@@ -111,7 +111,7 @@ class PerSample(nn.Module):
         return losses.mean() if self.reduction == "mean" else losses.sum()
 
 
-def _weighted(losses: torch.Tensor, weights: Optional[torch.Tensor]) -> torch.Tensor:
+def _weighted(losses: T, weights: T | None) -> T:
     if losses.dim() != 1:
         raise Refused(
             f"PerSample takes one loss a sample, [B], got shape {tuple(losses.shape)}.",
@@ -136,7 +136,7 @@ AT_ONCE[PerSample] = lambda criterion, shape, losses, weights=None: _weighted(
 )
 
 
-def model_losses(model: nn.Module, batch: Mapping[str, Any]) -> torch.Tensor:
+def model_losses(model: nn.Module, batch: Mapping[str, Any]) -> T:
     """
     Returns the losses ``[B]`` that a model computes of its labels: for each sample what
     the model gives for it alone, and zero where none of its labels count.
@@ -165,7 +165,7 @@ def model_losses(model: nn.Module, batch: Mapping[str, Any]) -> torch.Tensor:
     private = next(filter(None, map(private_model_of, model.modules())), None)
     if private is not None and private.enabled and torch.is_grad_enabled():
         return private.losses(dict(batch), loss_of)
-    losses: Dict[int, torch.Tensor] = {}
+    losses: Dict[int, T] = {}
     for some in _reader_of(model).read_losses(dict(batch), loss_of).samples:
         for i in range(some.size):
             loss = loss_of(model, **some.alone(i)[1])
@@ -181,7 +181,7 @@ def _reader_of(model: nn.Module) -> PrivateModel:
     return PrivateModel(model)
 
 
-def sample_loss(model: nn.Module, sample: Mapping[str, Any]) -> torch.Tensor:
+def sample_loss(model: nn.Module, sample: Mapping[str, Any]) -> T:
     """
     Returns the loss of one sample, a batch of one, as :func:`model_losses` does; for
     :func:`opacus_ext.clipped_grads`.
@@ -236,7 +236,7 @@ def _check_reduction(reduction: str) -> None:
         )
 
 
-def _find_loss(output: Any) -> Optional[torch.Tensor]:
+def _find_loss(output: Any) -> T | None:
     if isinstance(output, Mapping):
         return output.get("loss")
     if isinstance(output, tuple):
@@ -244,15 +244,13 @@ def _find_loss(output: Any) -> Optional[torch.Tensor]:
     return getattr(output, "loss", None)
 
 
-def _count(
-    labels: torch.Tensor, ignore_index: int, weight: Optional[torch.Tensor]
-) -> torch.Tensor:
+def _count(labels: T, ignore_index: int, weight: T | None) -> T:
     """Returns the weight of each label in a mean."""
     counts = labels != ignore_index
     return counts if weight is None else weight[labels * counts] * counts
 
 
-def _mean(total: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+def _mean(total: T, count: T) -> T:
     return total / torch.where(count > 0, count, 1)
 
 
@@ -267,7 +265,7 @@ class _OwnLoss(TorchFunctionMode):
         self._model = type(model).__name__
         self._heads = [m for m in model.modules() if isinstance(m, LinearCrossEntropy)]
 
-    def __call__(self, forward: Callable, **sample: Any) -> torch.Tensor:
+    def __call__(self, forward: Callable, **sample: Any) -> T:
         for head in self._heads:
             head.pending = True
         try:
@@ -301,15 +299,15 @@ class _OwnLoss(TorchFunctionMode):
 
 def _loss_of_labels(
     func: Callable,
-    input: torch.Tensor,
-    target: torch.Tensor,
-    weight: Optional[torch.Tensor] = None,
+    input: T,
+    target: T,
+    weight: T | None = None,
     size_average: Any = None,
     ignore_index: int = -100,
     reduce: Any = None,
     reduction: str = "mean",
     **smoothing: float,
-) -> torch.Tensor:
+) -> T:
     """Computes a loss function of torch, whose mean is zero where no label counts."""
     given: Any = dict(weight=weight, ignore_index=ignore_index, **smoothing)
     legacy = size_average is not None or reduce is not None

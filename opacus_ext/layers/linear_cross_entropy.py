@@ -26,6 +26,7 @@ from opacus_ext.grad_sample.factors import (
 from opacus_ext.grad_sample.rules import Op, as_op, register_rule
 from opacus_ext.refused import Refused
 
+T = torch.Tensor
 Ops = Tuple[Tuple[str, Any], ...]
 
 
@@ -75,12 +76,7 @@ class LinearCrossEntropy(nn.Linear):
         head.bias = linear.bias
         return head.train(linear.training)
 
-    def forward(
-        self,
-        x: torch.Tensor,
-        labels: Optional[torch.Tensor] = None,
-        ops: Ops = (),
-    ) -> torch.Tensor:
+    def forward(self, x: T, labels: T | None = None, ops: Ops = ()) -> T:
         """
         Args:
             x: hidden states ``[*rows, in_features]``
@@ -114,32 +110,16 @@ class LinearCrossEntropy(nn.Linear):
 
 @as_op
 def linear_cross_entropy(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: Optional[torch.Tensor],
-    target: torch.Tensor,
-    ops: Ops = (),
-) -> torch.Tensor:
+    x: T, weight: T, bias: T | None, target: T, ops: Ops = ()
+) -> T:
     """
     The losses ``[*rows]`` of hidden states ``[*rows, in]``, as one op to modes of torch
-    functions.
-
-    Args:
-        weight: ``[V, in]``
-        bias: ``[V]`` or None
-        target: labels ``[*rows]``, -1 for those that are ignored
-        ops: done to the output before the loss
+    functions; labels ``[*rows]`` are -1 where they are ignored.
     """
     return _computed(x, weight, bias, target, ops)[0]
 
 
-def _computed(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: Optional[torch.Tensor],
-    target: torch.Tensor,
-    ops: Ops,
-) -> Tuple[torch.Tensor, torch.Tensor]:
+def _computed(x: T, weight: T, bias: T | None, target: T, ops: Ops) -> Tuple[T, T]:
     """The losses, and the log of the sum of all exponentiated logits."""
     if bool(((target < -1) | (target >= len(weight))).any()):
         raise Refused(
@@ -155,30 +135,22 @@ def _computed(
 
 
 @register_rule(linear_cross_entropy)
-def _of_head(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: Optional[torch.Tensor],
-    target: torch.Tensor,
-    ops: Ops,
-) -> Op:
+def _of_head(x: T, weight: T, bias: T | None, target: T, ops: Ops) -> Op:
     """The factors of the layer, whose first one is computed when it is needed."""
-    sums: List[torch.Tensor] = []  # of exponentiated logits, as the forward had them
+    sums: List[T] = []  # of exponentiated logits, as the forward had them
 
-    def whole(params: Any, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    def whole(params: Any, x: T, target: T) -> T:
         losses, of_rows = _computed(x, *params, target, ops)
         sums.append(of_rows.detach())
         return losses
 
-    def factors(
-        g: torch.Tensor, x: torch.Tensor, target: torch.Tensor
-    ) -> List[Tuple[Columns]]:
+    def factors(g: T, x: T, target: T) -> List[Tuple[Columns]]:
         fixed = weight.detach(), None if bias is None else bias.detach()
         x, (size, length) = x.to(weight.dtype), g.shape
         known = sums[0] if sums else _computed(x, *fixed, target, ops)[1]
         known = known.reshape(size, length)
 
-        def rows(samples: slice, columns: slice) -> torch.Tensor:
+        def rows(samples: slice, columns: slice) -> T:
             given = (x[samples], *fixed, target[samples], known[samples], g[samples])
             return _backprops(*given, ops, columns)
 
@@ -204,10 +176,10 @@ class Columns(Term):
 
     def __init__(
         self,
-        make: Callable[[slice, slice], torch.Tensor],
+        make: Callable[[slice, slice], T],
         shape: Tuple[int, int, int],
-        like: torch.Tensor,
-        *others: torch.Tensor,
+        like: T,
+        *others: T,
     ):
         self.make, self.shape, self.like, self.others = make, shape, like, others
         self.batch_size, self.length = shape[:2]
@@ -217,8 +189,8 @@ class Columns(Term):
         others = (f[samples] for f in self.others)
         return OuterProducts(self.make(samples, rows), *others)
 
-    def without(self, samples: torch.Tensor) -> Columns:
-        def make(some: slice, columns: slice) -> torch.Tensor:
+    def without(self, samples: T) -> Columns:
+        def make(some: slice, columns: slice) -> T:
             rows = self.make(some, columns)
             return rows.masked_fill(samples[some, None, None], 0)
 
@@ -226,31 +198,25 @@ class Columns(Term):
         return Columns(make, self.shape, self.like, *others)
 
 
-def _steps(x: torch.Tensor, weight: torch.Tensor) -> Iterator[slice]:
+def _steps(x: T, weight: T) -> Iterator[slice]:
     """Rows of ``x`` whose logits fit the workspace."""
     step = max(1, workspace() // (4 * max(1, len(weight))))
     return (slice(i, i + step) for i in range(0, len(x), step))
 
 
 def _backprops(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: Optional[torch.Tensor],
-    target: torch.Tensor,
-    whole: torch.Tensor,
-    g: torch.Tensor,
+    x: T,
+    weight: T,
+    bias: T | None,
+    target: T,
+    whole: T,
+    g: T,
     ops: Ops,
     columns: slice = slice(None),
-) -> torch.Tensor:
+) -> T:
     """
-    The gradient of the losses with respect to some columns of the layer's output.
-
-    Args:
-        x: ``[*rows, in]``
-        target: labels, -1 for those that are ignored
-        whole: log of the sum of all exponentiated logits, ``[*rows]``
-        g: of the losses, ``[*rows]``
-        ops: done to the output before the loss
+    The gradient of the losses with respect to some columns of the layer's output, for
+    gradients ``g`` of the losses and logs ``whole`` of the sums of exponentials.
     """
     part = None if bias is None else bias.detach()[columns]
     z = upcast(F.linear(x, weight.detach()[columns], part))
@@ -265,7 +231,7 @@ def _backprops(
     return torch.autograd.grad(y, z, p)[0] if ops else p
 
 
-def _done(z: torch.Tensor, ops: Ops, columns: slice = slice(None)) -> torch.Tensor:
+def _done(z: T, ops: Ops, columns: slice = slice(None)) -> T:
     for name, other in ops:
         if isinstance(other, torch.Tensor):
             other = other.to(z)[columns]
@@ -329,13 +295,11 @@ class PendingLogits(torch.Tensor):
     """
 
     layer: LinearCrossEntropy
-    hidden: torch.Tensor  # [*rows, in_features]
+    hidden: T  # [*rows, in_features]
     ops: Ops  # done to the logits since
 
     @staticmethod
-    def of(
-        layer: LinearCrossEntropy, hidden: torch.Tensor, ops: Ops = ()
-    ) -> "PendingLogits":
+    def of(layer: LinearCrossEntropy, hidden: T, ops: Ops = ()) -> "PendingLogits":
         """The logits of hidden states ``[*rows, in_features]``."""
         shape = *hidden.shape[:-1], layer.out_features
         zero = torch.zeros((), dtype=hidden.dtype, device=hidden.device)
@@ -373,12 +337,12 @@ class PendingLogits(torch.Tensor):
 
     def _losses(
         self,
-        target: torch.Tensor,
-        weight: Optional[torch.Tensor] = None,
+        target: T,
+        weight: T | None = None,
         ignore_index: int = -100,
         reduction: str = "mean",
         **others: Any,
-    ) -> Optional[torch.Tensor]:
+    ) -> T | None:
         """The cross-entropy of rows ``[N, V]``; None with weights or smoothing."""
         plain = weight is None and not any(others.values()) and reduction != "mean"
         if not plain or self.dim() != 2:

@@ -19,6 +19,8 @@ from opacus_ext.grad_sample.parallel.sharding import is_experts
 from opacus_ext.grad_sample.rules.experts import experts_interface
 from opacus_ext.refused import Refused
 
+T = torch.Tensor
+
 
 class Experts(nn.Module):
     """
@@ -43,7 +45,7 @@ class Experts(nn.Module):
         num_experts: int,
         gated: bool = False,
         bias: bool = False,
-        activation: Callable[[torch.Tensor], torch.Tensor] = F.gelu,
+        activation: Callable[[T], T] = F.gelu,
     ):
         super().__init__()
         self.num_experts, self.has_gate, self.has_bias = num_experts, gated, bias
@@ -58,13 +60,11 @@ class Experts(nn.Module):
                     self, f"{key}_bias", nn.Parameter(torch.zeros(num_experts, out))
                 )
 
-    def _apply_gate(self, x: torch.Tensor) -> torch.Tensor:
+    def _apply_gate(self, x: T) -> T:
         gate, up = x.chunk(2, dim=-1)
         return self.act_fn(gate) * up
 
-    def forward(
-        self, x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
-    ) -> torch.Tensor:
+    def forward(self, x: T, index: T, weights: T) -> T:
         """
         Args:
             x: ``[tokens, width]``
@@ -78,11 +78,7 @@ class Experts(nn.Module):
         return experts_interface(self, x, index, weights)
 
 
-def balancing_loss(
-    probabilities: torch.Tensor,
-    index: torch.Tensor,
-    mask: Optional[torch.Tensor] = None,
-) -> torch.Tensor:
+def balancing_loss(probabilities: T, index: T, mask: T | None = None) -> T:
     """
     Measures how unevenly each sample uses the experts, from 1 to their number.
     One term a sample, so that it can be added to the per-sample losses; the paper
@@ -116,7 +112,7 @@ def balancing_loss(
     return size * (share * (probabilities * keep).sum(1) / count).sum(1)
 
 
-def load_entropy(index: torch.Tensor, num_experts: int) -> torch.Tensor:
+def load_entropy(index: T, num_experts: int) -> T:
     """
     Entropy, in nats, of the share of tokens that each expert gets: ``log(num_experts)``
     if evenly, 0 if one expert gets all of them, so a collapse shows as a fall. It is a
@@ -167,32 +163,28 @@ class _FeedForward(nn.Module):
             )
         self.router = nn.Linear(width, experts.num_experts, bias=False)
         self.experts, self.top_k = experts, top_k
-        self.balancing: Optional[torch.Tensor] = None
-        self.chosen: Optional[torch.Tensor] = None
+        self.balancing: T | None = None
+        self.chosen: T | None = None
 
     def __getstate__(self) -> Dict[str, Any]:
         # A tensor of autograd's graph can't be copied.
         return {**self.__dict__, "balancing": None, "chosen": None}
 
-    def route(self, x: torch.Tensor) -> torch.Tensor:
+    def route(self, x: T) -> T:
         """Router probabilities ``[B, T, experts]``, in float32 or wider."""
         dtype = torch.promote_types(x.dtype, torch.float32)
         return self.router(x).softmax(-1, dtype=dtype)
 
-    def weigh(self, chosen: torch.Tensor) -> torch.Tensor:
+    def weigh(self, chosen: T) -> T:
         """Weights of experts with probabilities ``[B, T, choices]``."""
         return chosen
 
-    def run(
-        self, x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
-    ) -> torch.Tensor:
+    def run(self, x: T, index: T, weights: T) -> T:
         """Sends ``x`` through the experts ``index`` ``[B, T, choices]``."""
         rows = (y.flatten(0, 1) for y in (x, index, weights.to(x)))
         return self.experts(*rows).view_as(x)
 
-    def forward(
-        self, x: torch.Tensor, mask: Optional[torch.Tensor] = None
-    ) -> torch.Tensor:
+    def forward(self, x: T, mask: T | None = None) -> T:
         """
         Args:
             x: ``[B, T, width]``
@@ -275,7 +267,7 @@ class TopKFeedForward(_FeedForward):
         experts = Experts(width, hidden, num_experts, gated=True, activation=F.silu)
         super().__init__(width, experts, top_k)
 
-    def weigh(self, chosen: torch.Tensor) -> torch.Tensor:
+    def weigh(self, chosen: T) -> T:
         """Weights of experts with probabilities ``[B, T, choices]``."""
         return chosen / chosen.sum(-1, keepdim=True)
 

@@ -24,7 +24,7 @@ from transformers.utils import find_labels
 
 from opacus_ext.data.logical import PhysicalBatch, derive_seed, logical_loader
 from opacus_ext.data.sampling import Poisson
-from opacus_ext.grad_sample.core.groups import samples_of
+from opacus_ext.grad_sample.core.groups import Samples, samples_of
 from opacus_ext.losses import PerRecord, sample_loss
 from opacus_ext.misuse import check_delta, check_size
 from opacus_ext.monitor import Monitor
@@ -38,7 +38,6 @@ from opacus_ext.trainer.refusals import (
     refuse_environment,
     refuse_order,
 )
-
 
 # Trainers whose loss is the model's own; TRL is not imported.
 _STOCK = "transformers.trainer.Trainer", "trl.trainer.sft_trainer.SFTTrainer"
@@ -267,7 +266,7 @@ class PrivateTrainer(Trainer):
 
     def _clip(self, model: nn.Module, batch: PhysicalBatch) -> torch.Tensor:
         """Leaves the clipped gradients of a physical batch. Returns the losses."""
-        training, samples = self._training, []
+        training, samples = self._training, list[Samples]()
         if batch.records:  # without records the step is noise
             model.train()
             samples, size = samples_of(dict(self._prepare_inputs(batch.inputs)))
