@@ -51,10 +51,6 @@ def _state(layer: Any) -> tuple:
     return active, bool(layer.disable_adapters), tuple(layer.merged_adapters)
 
 
-def _refuse(what: str, reason: str, remedy: str, parameter: Any = None) -> None:
-    raise Refused(f"{what} {reason}", module=what, remedy=remedy, parameter=parameter)
-
-
 def _check(what: str, layer: Any) -> None:
     """Refuses a layer an adapter of which would get no gradient."""
     active, disabled, merged = _state(layer)
@@ -65,8 +61,12 @@ def _check(what: str, layer: Any) -> None:
             (adapter not in active, "not active", "Call set_adapter, or freeze it."),
         ):
             if wrong and (params or disabled):  # PEFT freezes those it disables
-                reason = f"has an adapter {adapter!r} that is trainable and {state}"
-                _refuse(what, f"{reason}, so it would get no gradient.", remedy)
+                raise Refused(
+                    f"{what} has an adapter {adapter!r} that is trainable and {state}, "
+                    "so it would get no gradient.",
+                    module=what,
+                    remedy=remedy,
+                )
 
 
 def refuse(module: nn.Module, params: Iterable[nn.Parameter]) -> None:
@@ -81,22 +81,22 @@ def refuse(module: nn.Module, params: Iterable[nn.Parameter]) -> None:
     for what, layer in adapters_in(module).items():
         _check(what, layer)
         if not held.issuperset(sum(_trainable(layer).values(), [])):
-            _refuse(
-                what,
-                "has adapters whose parameters the optimizer does not have.",
-                "Build the optimizer after the adapters were added (get_peft_model), "
-                "from the model's trainable parameters.",
-                "optimizer",
+            raise Refused(
+                f"{what} has adapters whose parameters the optimizer does not have.",
+                module=what,
+                parameter="optimizer",
+                remedy="Build the optimizer after the adapters were added "
+                "(get_peft_model), from the model's trainable parameters.",
             )
     for name, layer in module.named_modules():
         what = f"{name} ({type(layer).__name__})"
         trains = any(p.requires_grad for p in layer.parameters())
         if hasattr(layer, "lstm_head") and trains:
-            _refuse(
-                what,
-                "makes one prompt for all samples by an LSTM, which can't be told "
-                "apart by sample.",
-                'Use encoder_reparameterization_type="MLP".',
+            raise Refused(
+                f"{what} makes one prompt for all samples by an LSTM, which can't be "
+                "told apart by sample.",
+                module=what,
+                remedy='Use encoder_reparameterization_type="MLP".',
             )
         if not isinstance(getattr(layer, "modules_to_save", None), nn.ModuleDict):
             continue
@@ -107,11 +107,11 @@ def refuse(module: nn.Module, params: Iterable[nn.Parameter]) -> None:
         others = {p for n, p in everything if not n.startswith(f"{inside}.")}
         own = set(layer.original_module.parameters()) - others
         if any(p.requires_grad for p in own):
-            _refuse(
-                what,
-                "has a trainable original_module, but its copy for the adapter is used "
-                "instead, so it would get no gradient.",
-                "Freeze it before make_private: "
+            raise Refused(
+                f"{what} has a trainable original_module, but its copy for the adapter "
+                "is used instead, so it would get no gradient.",
+                module=what,
+                remedy="Freeze it before make_private: "
                 f"model.get_submodule({inside!r}).requires_grad_(False).",
             )
 
@@ -140,22 +140,22 @@ def attach_checks(module: nn.Module) -> Iterator[Any]:
         for what, layer in layers.items() if _is_step(root) else ():
             if _state(layer) != before[what]:
                 _check(what, layer)
-                _refuse(
-                    what,
-                    "has other adapters active than when the model was made private.",
-                    "Make those active again, or call make_private with the new ones.",
+                raise Refused(
+                    f"{what} has other adapters active than at make_private.",
+                    module=what,
+                    remedy="Make those active again, or make it private with these.",
                 )
 
     def end(root: nn.Module, args: tuple, output: Any) -> None:
         for what, layer in layers.items() if _is_step(root) else ():
             if around[what] in called and layer not in called:
-                _refuse(
-                    what,
-                    f"was not called, but {type(around[what]).__name__} around it was, "
-                    "so its adapters get no gradient, or none that can be seen (its "
-                    "weight is read, as nn.MultiheadAttention does with out_proj).",
-                    "Leave it out of target_modules (exclude_modules), or freeze its "
-                    "adapters.",
+                raise Refused(
+                    f"{what} was not called, but {type(around[what]).__name__} around "
+                    "it was, so its adapters get no gradient, or none that can be seen "
+                    "(nn.MultiheadAttention reads the weight of out_proj itself).",
+                    module=what,
+                    remedy="Leave it out of target_modules (exclude_modules), or "
+                    "freeze its adapters.",
                 )
 
     for layer in {*layers.values(), *around.values()}:

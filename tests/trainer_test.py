@@ -371,7 +371,10 @@ def test_the_other_order_of_bases():
 
 
 def test_a_resumed_run_is_the_one_that_was_not_stopped(tmp_path):
-    """In the middle of an epoch, with dropout, random masks, Adam and evaluation."""
+    """
+    In the middle of an epoch, with dropout, random masks, Adam and evaluation, which
+    changes nothing. A model of from_pretrained is in evaluation mode.
+    """
     data = sentences()
     saving = {"save_strategy": "steps", "save_steps": 4, "logging_steps": 4}
     adam = {"optim": "adamw_torch", "learning_rate": 1e-2, "max_steps": 9}
@@ -379,15 +382,15 @@ def test_a_resumed_run_is_the_one_that_was_not_stopped(tmp_path):
 
     def make(**given):
         model, collate = bert("ForMaskedLM", 0.2), DataCollatorForLanguageModeling
-        given |= {"data_collator": collate(WORDS)}
-        return trainer(tmp_path, model, data, **saving, **adam, **evaluated, **given)
+        given = {**saving, **adam, **given, "data_collator": collate(WORDS)}
+        return trainer(tmp_path, model.eval(), data, **given)
 
     whole = make(dataloader_num_workers=2)
     whole.train()
     losses = [x["loss"] for x in whole.state.log_history if "loss" in x]
     os.rename(tmp_path / "checkpoint-9", tmp_path / "gone")
     for checkpoint in (str(tmp_path / "checkpoint-4"), True):
-        other = make()
+        other = make(**evaluated)
         with torch.no_grad():
             for p in other.model.parameters():
                 p.zero_()
@@ -483,23 +486,7 @@ def test_what_is_saved_is_an_ordinary_model(name, tmp_path):
     assert history(run) == [(1.0, 6 / N, 8)] and run.get_epsilon() > once
 
 
-# -- evaluation and errors ---------------------------------------------------------
-
-
-def test_evaluation_changes_nothing(tmp_path):
-    """A model of from_pretrained is in evaluation mode, and evaluation leaves it so."""
-    data = [{**x, "labels": i % 2} for i, x in enumerate(texts())]
-    found = []
-    for strategy in ("no", "steps"):
-        evaluated = {"eval_dataset": data[:4], "eval_strategy": strategy}
-        model = bert(dropout=0.1).eval()
-        run = trainer(tmp_path, model, data, max_steps=3, eval_steps=1, **evaluated)
-        if strategy == "steps":
-            run.evaluate()
-        run.train()
-        assert history(run) == [(1.0, 6 / N, 3)]
-        found.append(weights(run.model))
-    assert distance(*found) == 0
+# -- errors ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", ["hooks", "ghost_bk"])
