@@ -39,26 +39,13 @@ def reviews(count: int, seed: int = 0) -> List[Dict[str, Any]]:
     return found
 
 
-def _question(rng: random.Random) -> Dict[str, Any]:
-    a, b = rng.randrange(5), rng.randrange(5)
-    prompt = f"what is {NUMBERS[a]} and {NUMBERS[b]} ? "
-    return {"prompt": prompt, "completion": f"it is {NUMBERS[a + b]} ."}
-
-
 def questions(count: int, seed: int = 0) -> List[Dict[str, Any]]:
     """Records with a "prompt" and its "completion"."""
-    rng = random.Random(seed)
-    return [_question(rng) for _ in range(count)]
-
-
-def preferences(count: int, seed: int = 0) -> List[Dict[str, Any]]:
-    """Records with a "prompt", the answer "chosen" and the one "rejected"."""
     rng, found = random.Random(seed), []
     for _ in range(count):
-        question = _question(rng)
-        chosen = question.pop("completion")
-        rejected = f"who knows , {rng.choice(NOUNS)} ?"
-        found.append({**question, "chosen": chosen, "rejected": rejected})
+        a, b = rng.randrange(5), rng.randrange(5)
+        prompt = f"what is {NUMBERS[a]} and {NUMBERS[b]} ? "
+        found.append({"prompt": prompt, "completion": f"it is {NUMBERS[a + b]} ."})
     return found
 
 

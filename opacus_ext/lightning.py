@@ -36,6 +36,11 @@ _TRANSFERS = (
 )
 
 
+_OR_HOOKS = (
+    'or take grad_sample_mode="hooks", to which any mean over the records will do.'
+)
+
+
 class PrivacyCallback(Callback):
     """
     Trains a LightningModule with differential privacy: ``Trainer(callbacks=[...])``.
@@ -125,18 +130,27 @@ class PrivacyCallback(Callback):
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Refuses what is not supported, before anything is changed."""
-        if stage == "fit":
-            clips = self._kwargs["grad_sample_mode"] != "hooks"
-            _refuse_trainer(trainer)
-            _refuse_module(pl_module, self.criterion if clips else None)
-            if self.max_physical_batch_size and not pl_module.automatic_optimization:
-                raise Refused(
-                    "max_physical_batch_size with manual optimization, where Lightning "
-                    "would count a step for each physical batch.",
-                    parameter="max_physical_batch_size",
-                    remedy="Use automatic optimization; or "
-                    'grad_sample_mode="scan", whose memory is that of one record.',
-                )
+        if stage != "fit":
+            return
+        _refuse_trainer(trainer)
+        clips = self._kwargs["grad_sample_mode"] != "hooks"
+        if clips and not callable(getattr(pl_module, self.criterion, None)):
+            raise Refused(
+                f"{type(pl_module).__name__} has no self.{self.criterion}, which would "
+                "clip by record.",
+                module=type(pl_module).__name__,
+                parameter="criterion",
+                remedy="Give it one, such as nn.CrossEntropyLoss(), and compute the "
+                f"loss by it; {_OR_HOOKS}",
+            )
+        if self.max_physical_batch_size and not pl_module.automatic_optimization:
+            raise Refused(
+                "max_physical_batch_size with manual optimization, where Lightning "
+                "would count a step for each physical batch.",
+                parameter="max_physical_batch_size",
+                remedy="Use automatic optimization; or "
+                'grad_sample_mode="scan", whose memory is that of one record.',
+            )
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Makes model, optimizer, criterion and loader private."""
@@ -218,9 +232,7 @@ class PrivacyCallback(Callback):
         while self._undo:
             self._undo.pop()()
 
-    def on_exception(
-        self, trainer: Any, pl_module: Any, exception: BaseException
-    ) -> None:
+    def on_exception(self, trainer: Any, pl_module: Any, exception: Any) -> None:
         """Leaves an ordinary model."""
         self.teardown(trainer, pl_module, "fit")
 
@@ -264,12 +276,12 @@ class PrivacyCallback(Callback):
                 optimizer.signal_skip_step(batch is not batches[-1])
                 output = output_of(batch, *rest)
                 if automatic:
-                    _check_loss(output, criterion, self.criterion)
+                    loss = _loss(output, criterion, self.criterion)
                 elif not batch.records:
                     output.backward()
                     pl_module.optimizers().step()
                 if batch is not batches[-1]:
-                    _loss(output).backward()
+                    loss.backward()
                     optimizer.pre_step()  # its step() is at work: Lightning's closure
             steps = _steps_of(self.engine.accountant) - before
             if not automatic and steps != 1:
@@ -285,14 +297,11 @@ class PrivacyCallback(Callback):
     def _set(self, place: Any, name: str, value: Any) -> None:
         """Sets an attribute of an instance, until training ends."""
         before = dict(vars(place))
-
-        def undo() -> None:
-            del vars(place)[name]
-            if name in before:
-                vars(place)[name] = before[name]
-
         vars(place)[name] = value
-        self._undo.append(undo)
+        if name in before:
+            self._undo.append(lambda: vars(place).update({name: before[name]}))
+        else:
+            self._undo.append(lambda: vars(place).pop(name))
 
 
 def _count_steps(trainer: Any) -> int:
@@ -326,10 +335,6 @@ def _by_physical_batch(transfer: Callable) -> Callable:
     return by_batch
 
 
-def _loss(output: Any) -> Any:
-    return output.get("loss") if isinstance(output, Mapping) else output
-
-
 def _empty_loss(training: PrivateTraining) -> torch.Tensor:
     """Returns the loss of no records, as few models run on B = 0."""
 
@@ -345,8 +350,9 @@ def _empty_loss(training: PrivateTraining) -> torch.Tensor:
 # -- what is refused ------------------------------------------------------------------
 
 
-def _check_loss(output: Any, criterion: Any, name: str) -> None:
-    loss = _loss(output)
+def _loss(output: Any, criterion: Any, name: str) -> Any:
+    """Returns the loss of a training_step; refuses one that is not clipped."""
+    loss = output.get("loss") if isinstance(output, Mapping) else output
     if loss is None:
         raise Refused(
             "training_step returned no loss: that a batch is left out for what it "
@@ -359,20 +365,18 @@ def _check_loss(output: Any, criterion: Any, name: str) -> None:
             f"The loss of training_step was not made by self.{name}, which clips by "
             "record.",
             parameter="criterion",
-            remedy=f"Compute it as self.{name}(outputs, targets); or take "
-            'grad_sample_mode="hooks", to which any mean over the records will do.',
+            remedy=f"Compute it as self.{name}(outputs, targets); {_OR_HOOKS}",
         )
+    return loss
 
 
 def _refuse_trainer(trainer: Any) -> None:
-    strategy = type(trainer.strategy).__name__
-    scaler = getattr(trainer.precision_plugin, "scaler", None)
+    strategy, scale = type(trainer.strategy).__name__, trainer.accumulate_grad_batches
     for name, is_refused, reason, remedy in (
         (
             "strategy",
             strategy != "SingleDeviceStrategy",
-            f"{strategy} with {trainer.world_size} processes: PrivacyCallback trains "
-            "in one process on one device.",
+            f"{strategy} is not one process on one device.",
             "Give the Trainer devices=1, and no strategy.",
         ),
         (
@@ -380,20 +384,18 @@ def _refuse_trainer(trainer: Any) -> None:
             trainer.gradient_clip_val,
             f"gradient_clip_val={trainer.gradient_clip_val} clips the sum of the "
             "batch before the noise.",
-            "Leave it out: PrivacyCallback(max_grad_norm=...) clips each record's "
-            "gradient.",
+            "Leave it out: PrivacyCallback(max_grad_norm=...) clips by record.",
         ),
         (
             "accumulate_grad_batches",
-            trainer.accumulate_grad_batches != 1,
-            f"accumulate_grad_batches={trainer.accumulate_grad_batches} scales losses "
-            "before they are clipped, and batches are drawn one by one.",
+            scale != 1,
+            f"accumulate_grad_batches={scale} scales losses before they are clipped.",
             "Give the loader the whole batch_size, and PrivacyCallback "
             "max_physical_batch_size, what fits into memory.",
         ),
         (
             "precision",
-            scaler is not None,
+            getattr(trainer.precision_plugin, "scaler", None) is not None,
             f"precision={trainer.precision!r} scales the loss, so that gradients would "
             "be clipped at another norm, and skips steps by what private data do.",
             'Use "bf16-mixed" or 32.',
@@ -401,26 +403,12 @@ def _refuse_trainer(trainer: Any) -> None:
         (
             "reload_dataloaders_every_n_epochs",
             trainer.reload_dataloaders_every_n_epochs,
-            "reload_dataloaders_every_n_epochs puts other loaders in the place of the "
-            "one that draws.",
+            "reload_dataloaders_every_n_epochs replaces the loader that draws.",
             "Leave it out.",
         ),
     ):
         if is_refused:
             raise Refused(reason, parameter=name, remedy=remedy)
-
-
-def _refuse_module(pl_module: Any, criterion: Optional[str]) -> None:
-    if criterion is not None and not callable(getattr(pl_module, criterion, None)):
-        raise Refused(
-            f"{type(pl_module).__name__} has no self.{criterion}, which would clip by "
-            "record.",
-            module=type(pl_module).__name__,
-            parameter="criterion",
-            remedy="Give it one, such as nn.CrossEntropyLoss(), and compute the loss "
-            'by it; or take grad_sample_mode="hooks", to which any mean over the '
-            "records will do.",
-        )
 
 
 def _refuse_data(loader: Any, optimizers: List[Any]) -> None:

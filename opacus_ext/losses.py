@@ -10,12 +10,10 @@ loss from its labels.
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Mapping
-from typing import Any, Callable, Dict, Optional
+from typing import Any, Callable, Dict
 
 import torch
-from opacus.grad_sample import AbstractGradSampleModule
 from torch import nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
@@ -23,24 +21,25 @@ from torch.utils._pytree import tree_map
 
 from opacus_ext.grad_sample.adapter.criterion import AT_ONCE
 from opacus_ext.grad_sample.adapter.model import PrivateModel
-from opacus_ext.grad_sample.core.vmap import is_batched
 from opacus_ext.grad_sample.factors import upcast
 from opacus_ext.grad_sample.modes.common import private_model_of
-from opacus_ext.layers.linear_cross_entropy import LinearCrossEntropy, PendingLogits
+from opacus_ext.layers.linear_cross_entropy import LinearCrossEntropy
 from opacus_ext.refused import Refused
 
 __all__ = ["PerRecord", "PerSample", "cross_entropy", "model_losses", "sample_loss"]
 
+T = torch.Tensor
+
 
 def cross_entropy(
-    logits: torch.Tensor,
-    labels: torch.Tensor,
+    logits: T,
+    labels: T,
     *,
     ignore_index: int = -100,
-    weight: Optional[torch.Tensor] = None,
+    weight: T | None = None,
     label_smoothing: float = 0.0,
     reduction: str = "mean",
-) -> torch.Tensor:
+) -> T:
     """
     Returns the cross-entropy of each sample over its own labels, ``[B]``: zero for a
     sample none of whose labels count. Logits in half precision are widened to float32.
@@ -88,7 +87,7 @@ class PerSample(nn.Module):
     """
     The criterion for losses ``[B]`` that are there already. With it one line is right
     in every mode: ``criterion(losses).backward()``. Its ``reduction`` is "mean" or
-    "sum", as ``loss_reduction`` of ``make_private``, or "none".
+    "sum", as ``loss_reduction`` of ``make_private``.
 
     Example:
         >>> PerSample()(torch.tensor([1.0, 3.0]), torch.tensor([1.0, 0.5]))
@@ -97,54 +96,47 @@ class PerSample(nn.Module):
 
     def __init__(self, reduction: str = "mean"):
         super().__init__()
-        if reduction != "none":
-            _check_reduction(reduction)
+        _check_reduction(reduction)
         self.reduction = reduction
 
-    def forward(
-        self, losses: torch.Tensor, weights: Optional[torch.Tensor] = None
-    ) -> torch.Tensor:
+    def forward(self, losses: T, weights: T | None = None) -> T:
         """
         Reduces losses ``[B]``, which are multiplied by weights ``[B]`` of the samples
         before the clipping: a weight does not change the bound of the sample's
         gradient. It must not depend on other samples.
         """
-        if losses.dim() != 1:
-            raise Refused(
-                f"PerSample takes one loss a sample, [B], got shape "
-                f"{tuple(losses.shape)}.",
-                parameter="losses",
-                remedy="A model's own loss is one number for the batch: take "
-                "opacus_ext.losses.model_losses(model, batch).",
-            )
-        if weights is not None:
-            if weights.shape != losses.shape or weights.requires_grad:
-                raise Refused(
-                    "PerSample takes weights [B] without gradient for losses [B], got "
-                    f"shapes {tuple(weights.shape)} and {tuple(losses.shape)}.",
-                    parameter="weights",
-                    remedy="Give one weight a sample, detached.",
-                )
-            losses = losses * weights
+        losses = _weighted(losses, weights)
         if self.reduction == "none":
             return losses
         return losses.mean() if self.reduction == "mean" else losses.sum()
 
 
-def _losses_at_once(criterion: PerSample, shape: Any, *args: Any) -> torch.Tensor:
-    before, criterion.reduction = criterion.reduction, "none"
-    try:
-        return criterion(*args)
-    finally:
-        criterion.reduction = before
+def _weighted(losses: T, weights: T | None) -> T:
+    if losses.dim() != 1:
+        raise Refused(
+            f"PerSample takes one loss a sample, [B], got shape {tuple(losses.shape)}.",
+            parameter="losses",
+            remedy="A model's own loss is one number for the batch: take "
+            "opacus_ext.losses.model_losses(model, batch).",
+        )
+    if weights is None:
+        return losses
+    if weights.shape != losses.shape or weights.requires_grad:
+        raise Refused(
+            "PerSample takes weights [B] without gradient for losses [B], got shapes "
+            f"{tuple(weights.shape)} and {tuple(losses.shape)}.",
+            parameter="weights",
+            remedy="Give one weight a sample, detached.",
+        )
+    return losses * weights
 
 
-AT_ONCE[PerSample] = _losses_at_once
+AT_ONCE[PerSample] = lambda criterion, shape, losses, weights=None: _weighted(
+    losses, weights
+)
 
 
-def model_losses(
-    model: nn.Module, batch: Mapping[str, Any], *, reduction: str = "mean"
-) -> torch.Tensor:
+def model_losses(model: nn.Module, batch: Mapping[str, Any]) -> T:
     """
     Returns the losses ``[B]`` that a model computes of its labels: for each sample what
     the model gives for it alone, and zero where none of its labels count.
@@ -158,8 +150,6 @@ def model_losses(
         model: a model of transformers with a head, or any that gives ``loss`` for
             keyword arguments; wrapped by ``make_private``, PEFT or not at all
         batch: the model's keyword arguments, labels among them, the batch first
-        reduction: "mean" over a sample's own labels that are not ignored, or their
-            "sum", which torch's loss functions then give in the place of a mean
 
     Raises:
         Refused: if the model gives no loss, or not one number for a sample
@@ -171,13 +161,12 @@ def model_losses(
             parameter="num_items_in_batch",
             remedy="Leave it out of the batch.",
         )
-    loss_of = _LossOf(model, reduction)
+    loss_of = _OwnLoss(model)
     private = next(filter(None, map(private_model_of, model.modules())), None)
     if private is not None and private.enabled and torch.is_grad_enabled():
         return private.losses(dict(batch), loss_of)
-    inputs = _reader_of(model).read_losses(dict(batch), loss_of)
-    losses: Dict[int, torch.Tensor] = {}
-    for some in inputs.samples:
+    losses: Dict[int, T] = {}
+    for some in _reader_of(model).read_losses(dict(batch), loss_of).samples:
         for i in range(some.size):
             loss = loss_of(model, **some.alone(i)[1])
             losses[i if some.rows is None else int(some.rows[i])] = loss
@@ -192,14 +181,12 @@ def _reader_of(model: nn.Module) -> PrivateModel:
     return PrivateModel(model)
 
 
-def sample_loss(
-    model: nn.Module, sample: Mapping[str, Any], *, reduction: str = "mean"
-) -> torch.Tensor:
+def sample_loss(model: nn.Module, sample: Mapping[str, Any]) -> T:
     """
     Returns the loss of one sample, a batch of one, as :func:`model_losses` does; for
     :func:`opacus_ext.clipped_grads`.
     """
-    return _LossOf(model, reduction)(model, **sample)
+    return _OwnLoss(model)(model, **sample)
 
 
 class PerRecord(nn.Module):
@@ -222,7 +209,7 @@ class PerRecord(nn.Module):
         """Runs the model on all sequences; see the class."""
         tensors = {n: x for n, x in inputs.items() if isinstance(x, torch.Tensor)}
         shapes = {x.shape[:2] for x in tensors.values()}
-        if len(shapes) != 1 or len(next(iter(shapes))) != 2:
+        if len(shapes) != 1 or len(min(shapes)) != 2:
             given = ", ".join(f"{n} {tuple(x.shape)}" for n, x in tensors.items())
             raise Refused(
                 "PerRecord takes tensors [R, S, ...] with the same R and S, got "
@@ -230,13 +217,13 @@ class PerRecord(nn.Module):
                 remedy="opacus_ext.data.collators.RecordCollator makes them.",
             )
         (shape,) = shapes
-        flat = {n: x.flatten(0, 1) if n in tensors else x for n, x in inputs.items()}
 
         def by_record(x: Any) -> Any:
             rows = isinstance(x, torch.Tensor) and x.shape[:1] == (shape.numel(),)
             return x.unflatten(0, shape) if rows else x
 
-        output = self.model(**flat)
+        flat = {name: x.flatten(0, 1) for name, x in tensors.items()}
+        output = self.model(**{**inputs, **flat})
         return output if _find_loss(output) is not None else tree_map(by_record, output)
 
 
@@ -249,7 +236,7 @@ def _check_reduction(reduction: str) -> None:
         )
 
 
-def _find_loss(output: Any) -> Optional[torch.Tensor]:
+def _find_loss(output: Any) -> T | None:
     if isinstance(output, Mapping):
         return output.get("loss")
     if isinstance(output, tuple):
@@ -257,50 +244,28 @@ def _find_loss(output: Any) -> Optional[torch.Tensor]:
     return getattr(output, "loss", None)
 
 
-def _count(
-    labels: torch.Tensor, ignore_index: int, weight: Optional[torch.Tensor]
-) -> torch.Tensor:
+def _count(labels: T, ignore_index: int, weight: T | None) -> T:
     """Returns the weight of each label in a mean."""
     counts = labels != ignore_index
     return counts if weight is None else weight[labels * counts] * counts
 
 
-def _mean(total: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+def _mean(total: T, count: T) -> T:
     return total / torch.where(count > 0, count, 1)
 
 
-# -- the model's own loss, sample by sample ----------------------------------------
-
-_CLASSES = {F.cross_entropy, F.nll_loss}
-_LOSSES = {F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.ctc_loss, F.kl_div}
-_LOSSES |= {F.binary_cross_entropy, F.binary_cross_entropy_with_logits, *_CLASSES}
-
-
-class _LossOf(TorchFunctionMode):
+class _OwnLoss(TorchFunctionMode):
     """
-    Calls a model for one sample, and returns its loss. torch's loss functions give the
-    reduction that is asked for in the place of a mean, and zero where no label counts.
-    Chunked heads are told that a loss function follows.
+    Calls a model for one sample, and returns its loss. torch's means over labels are
+    zero where no label counts, and chunked heads are told that a loss function follows.
     """
 
-    def __init__(self, model: nn.Module, reduction: str):
+    def __init__(self, model: nn.Module):
         super().__init__()
-        _check_reduction(reduction)
-        wrappers = AbstractGradSampleModule, nn.parallel.DistributedDataParallel
-        inner = next(m for m in model.modules() if not isinstance(m, wrappers))
-        self.model, self.reduction = type(inner).__name__, reduction
+        self._model = type(model).__name__
         self._heads = [m for m in model.modules() if isinstance(m, LinearCrossEntropy)]
-        exact = any(p.dtype == torch.float64 for p in model.parameters())
-        self._is_quick = reduction == "mean" and not self._heads and not exact
 
-    def __call__(self, forward: Callable, **sample: Any) -> torch.Tensor:
-        tensors = [x for x in sample.values() if isinstance(x, torch.Tensor)]
-        if self._is_quick and not any(map(is_batched, tensors)):
-            # Mostly the model's own mean is a number, and what is asked for.
-            loss = _find_loss(forward(**sample))
-            if isinstance(loss, torch.Tensor) and loss.numel() == 1:
-                if bool(loss.isfinite()):
-                    return loss.reshape(())
+    def __call__(self, forward: Callable, **sample: Any) -> T:
         for head in self._heads:
             head.pending = True
         try:
@@ -309,65 +274,45 @@ class _LossOf(TorchFunctionMode):
         finally:
             for head in self._heads:
                 head.pending = False
-        instead = (
+        if isinstance(loss, torch.Tensor) and loss.numel() == 1:
+            return loss.reshape(())
+        shape = f" of shape {tuple(loss.shape)}" if loss is not None else ""
+        raise Refused(
+            f"{self._model} gave {'a' if shape else 'no'} loss{shape} for "
+            f"{', '.join(sample)}, not one number.",
+            module=self._model,
+            remedy='Give it labels by keyword, "labels" or what it calls them, or '
             "compute one loss a sample from its other outputs, for example by "
-            "opacus_ext.losses.cross_entropy(logits, labels)."
+            "opacus_ext.losses.cross_entropy(logits, labels).",
         )
-        if not isinstance(loss, torch.Tensor):
-            raise Refused(
-                f"{self.model} gave no loss for {', '.join(sample)}.",
-                module=self.model,
-                remedy='Give it labels by keyword, "labels" or what it calls them, or '
-                f"{instead}",
-            )
-        if loss.numel() != 1:
-            raise Refused(
-                f"{self.model} gives a loss of shape {tuple(loss.shape)}, which is not "
-                "one number.",
-                module=self.model,
-                remedy=f"Reduce it in the model, or {instead}",
-            )
-        return loss.reshape(())
 
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in _LOSSES:
-            return self._loss(func, args, kwargs)
+        if func in (F.cross_entropy, F.nll_loss):
+            return _loss_of_labels(func, *args, **kwargs)
         if func is torch.Tensor.float and args[0].dtype == torch.float64:
             return args[0]  # many models widen half precision so
         return func(*args, **kwargs)
 
-    def _loss(self, func: Callable, args: tuple, kwargs: dict) -> torch.Tensor:
-        bound = inspect.signature(func).bind(*args, **kwargs)
-        bound.apply_defaults()
-        given = dict(bound.arguments)
-        asked = given.pop("reduction")
-        given.pop("size_average", None), given.pop("reduce", None)
-        reduction = self.reduction if asked == "mean" else asked
-        if func not in _CLASSES or given["target"].is_floating_point():
-            return func(**given, reduction=reduction)
-        if isinstance(given["input"], PendingLogits):
-            rows = _pending_losses(func, given)
-            if reduction == "none":
-                return rows
-            total = rows.sum()
-        else:
-            total = func(**given, reduction="none" if reduction == "none" else "sum")
-        if reduction != "mean":
-            return total
-        count = _count(given["target"], given["ignore_index"], given["weight"]).sum()
-        return _mean(total, count)
 
-
-def _pending_losses(function: Callable, given: Dict[str, Any]) -> torch.Tensor:
-    logits = given["input"]
-    plain = given["weight"] is None and not given.get("label_smoothing")
-    if function is not F.cross_entropy or logits.dim() != 2 or not plain:
-        raise Refused(
-            "A chunked head (chunked_head) takes cross_entropy of logits [rows, V], "
-            "without class weights and label smoothing.",
-            remedy="Leave opacus_ext.layers.chunked_head away.",
-        )
-    return logits.losses(given["target"], given["ignore_index"])
+def _loss_of_labels(
+    func: Callable,
+    input: T,
+    target: T,
+    weight: T | None = None,
+    size_average: Any = None,
+    ignore_index: int = -100,
+    reduce: Any = None,
+    reduction: str = "mean",
+    **smoothing: float,
+) -> T:
+    """Computes a loss function of torch, whose mean is zero where no label counts."""
+    given: Any = dict(weight=weight, ignore_index=ignore_index, **smoothing)
+    legacy = size_average is not None or reduce is not None
+    if legacy or reduction != "mean" or target.is_floating_point():
+        given.update(size_average=size_average, reduce=reduce)
+        return func(input, target, reduction=reduction, **given)
+    total = func(input, target, reduction="sum", **given)
+    return _mean(total, _count(target, ignore_index, weight).sum())

@@ -9,7 +9,7 @@ is not imported.
 from __future__ import annotations
 
 from operator import attrgetter
-from typing import Any, Dict, Iterable, Iterator, List, Optional, Set, Tuple
+from typing import Any, Dict, Iterable, Iterator, List, Set
 
 import torch
 from torch import nn
@@ -20,7 +20,7 @@ from opacus_ext.refused import Refused
 def adapters_in(module: nn.Module) -> Dict[str, Any]:
     """Returns PEFT's layers in ``module`` with trainable adapters, by name."""
     return {
-        name: layer
+        f"{name} ({type(layer).__name__})": layer
         for name, layer in module.named_modules()
         if hasattr(type(layer), "adapter_layer_names")
         and hasattr(type(layer), "disable_adapters")
@@ -45,95 +45,74 @@ def _trainable(layer: Any) -> Dict[str, List[nn.Parameter]]:
     return found
 
 
-def _state(layer: Any) -> Tuple[tuple, bool, tuple]:
+def _state(layer: Any) -> tuple:
     active = layer.active_adapters
     active = (active,) if isinstance(active, str) else tuple(active)
     return active, bool(layer.disable_adapters), tuple(layer.merged_adapters)
 
 
-def _check(name: str, layer: Any, before: Any = None) -> None:
-    """
-    Refuses a layer an adapter of which would get no gradient; in a step also one whose
-    state is not the state before.
-    """
-    active, disabled, merged = state = _state(layer)
-    if state == before:
-        return
-    what, when = _named(name, layer), " before make_private" if before is None else ""
-    reason = remedy = ""
-    if disabled:
-        reason = "is disabled, so its adapters would get no gradient."
-        remedy = "Leave disable_adapter(), or call enable_adapter_layers()"
-    for adapter, params in _trainable(layer).items() if not reason else ():
-        if params and adapter in merged:
-            reason = (
-                f"has its adapter {adapter!r} merged into the base weights, so it "
-                "would get no gradient."
-            )
-            remedy = "Call unmerge_adapter()"
-            break
-        if params and adapter not in active:
-            reason = (
-                f"has an adapter {adapter!r} that is trainable and not active "
-                f"({', '.join(active) or 'none'} is), so it would get no gradient."
-            )
-            remedy = "Make it active (set_adapter), or freeze it"
-            break
-    if before is not None and not reason:
-        reason = "has other adapters active than when the model was made private."
-        remedy = "Make those active again, or call make_private with the new ones"
-    if reason:
-        raise Refused(f"{what} {reason}", module=what, remedy=f"{remedy}{when}.")
+def _check(what: str, layer: Any) -> None:
+    """Refuses a layer an adapter of which would get no gradient."""
+    active, disabled, merged = _state(layer)
+    for adapter, params in _trainable(layer).items():
+        for wrong, state, remedy in (
+            (disabled, "disabled", "Leave disable_adapter()."),
+            (adapter in merged, "merged", "Call unmerge_adapter()."),
+            (adapter not in active, "not active", "Call set_adapter, or freeze it."),
+        ):
+            if wrong and (params or disabled):  # PEFT freezes those it disables
+                raise Refused(
+                    f"{what} has an adapter {adapter!r} that is trainable and {state}, "
+                    "so it would get no gradient.",
+                    module=what,
+                    remedy=remedy,
+                )
 
 
-def _named(name: str, layer: nn.Module) -> str:
-    return f"{name} ({type(layer).__name__})"
-
-
-def refuse(module: nn.Module, params: Optional[Iterable[nn.Parameter]] = None) -> None:
+def refuse(module: nn.Module, params: Iterable[nn.Parameter]) -> None:
     """
     Refuses a model with an adapter that would be trained on noise alone.
 
     Args:
         module: the user's model
-        params: those of the optimizer, if known
+        params: those of the optimizer
     """
-    held = None if params is None else set(params)
-    for name, layer in adapters_in(module).items():
-        what = _named(name, layer)
-        _check(name, layer)
-        trained = [p for each in _trainable(layer).values() for p in each]
-        if held is not None and not held.issuperset(trained):
+    held = set(params)
+    for what, layer in adapters_in(module).items():
+        _check(what, layer)
+        if not held.issuperset(sum(_trainable(layer).values(), [])):
             raise Refused(
-                f"{what}: the optimizer does not have its adapters' parameters.",
+                f"{what} has adapters whose parameters the optimizer does not have.",
                 module=what,
                 parameter="optimizer",
                 remedy="Build the optimizer after the adapters were added "
                 "(get_peft_model), from the model's trainable parameters.",
             )
-    everything = list(module.named_parameters(remove_duplicate=False))
     for name, layer in module.named_modules():
-        what = _named(name, layer)
+        what = f"{name} ({type(layer).__name__})"
         trains = any(p.requires_grad for p in layer.parameters())
         if hasattr(layer, "lstm_head") and trains:
             raise Refused(
-                f"{what}: makes one prompt for all samples by an LSTM, which can't be "
+                f"{what} makes one prompt for all samples by an LSTM, which can't be "
                 "told apart by sample.",
                 module=what,
                 remedy='Use encoder_reparameterization_type="MLP".',
             )
         if not isinstance(getattr(layer, "modules_to_save", None), nn.ModuleDict):
             continue
-        inside = f"{name}.original_module." if name else "original_module."
-        own = {p for n, p in everything if n.startswith(inside) and p.requires_grad}
-        own -= {p for n, p in everything if not n.startswith(inside)}
-        if own and not layer.disable_adapters:
+        if layer.disable_adapters:
+            continue
+        inside = f"{name}.original_module".lstrip(".")
+        everything = module.named_parameters(remove_duplicate=False)
+        others = {p for n, p in everything if not n.startswith(f"{inside}.")}
+        own = set(layer.original_module.parameters()) - others
+        if any(p.requires_grad for p in own):
             raise Refused(
-                f"{what}: original_module is trainable, but its copy for the adapter "
+                f"{what} has a trainable original_module, but its copy for the adapter "
                 "is used instead, so it would get no gradient.",
                 module=what,
                 remedy="Freeze it before make_private: "
-                f"model.get_submodule({inside[:-1]!r}).requires_grad_(False).",
+                f"model.get_submodule({inside!r}).requires_grad_(False).",
             )
 
 
@@ -146,8 +125,11 @@ def attach_checks(module: nn.Module) -> Iterator[Any]:
     layers = adapters_in(module)
     if not layers:
         return
-    before = {layer: _state(layer) for layer in layers.values()}
-    around = {n: module.get_submodule(n.rpartition(".")[0]) for n in layers}
+    before = {what: _state(layer) for what, layer in layers.items()}
+    around = {
+        what: module.get_submodule(what.split(" (")[0].rpartition(".")[0])
+        for what in layers
+    }
     called: Set[nn.Module] = set()
 
     def note(layer: nn.Module, args: tuple) -> None:
@@ -155,21 +137,22 @@ def attach_checks(module: nn.Module) -> Iterator[Any]:
             called.add(layer)
 
     def begin(root: nn.Module, args: tuple) -> None:
-        if torch.is_grad_enabled() and root.training:
-            for name, layer in layers.items():
-                _check(name, layer, before[layer])
+        for what, layer in layers.items() if _is_step(root) else ():
+            if _state(layer) != before[what]:
+                _check(what, layer)
+                raise Refused(
+                    f"{what} has other adapters active than at make_private.",
+                    module=what,
+                    remedy="Make those active again, or make it private with these.",
+                )
 
     def end(root: nn.Module, args: tuple, output: Any) -> None:
-        if not (torch.is_grad_enabled() and root.training):
-            return
-        for name, layer in layers.items():
-            if around[name] in called and layer not in called:
-                what = _named(name, layer)
+        for what, layer in layers.items() if _is_step(root) else ():
+            if around[what] in called and layer not in called:
                 raise Refused(
-                    f"{what}: {type(around[name]).__name__} ran "
-                    "without calling it, so that its adapters get no gradient, or "
-                    "none that can be seen (it reads the weight itself, as "
-                    "nn.MultiheadAttention does with out_proj).",
+                    f"{what} was not called, but {type(around[what]).__name__} around "
+                    "it was, so its adapters get no gradient, or none that can be seen "
+                    "(nn.MultiheadAttention reads the weight of out_proj itself).",
                     module=what,
                     remedy="Leave it out of target_modules (exclude_modules), or "
                     "freeze its adapters.",
@@ -179,3 +162,7 @@ def attach_checks(module: nn.Module) -> Iterator[Any]:
         yield layer.register_forward_pre_hook(note)
     yield module.register_forward_pre_hook(begin)
     yield module.register_forward_hook(end)
+
+
+def _is_step(root: nn.Module) -> bool:
+    return torch.is_grad_enabled() and root.training

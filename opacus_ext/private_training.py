@@ -11,7 +11,7 @@ import torch
 from opacus import PrivacyEngine
 from opacus.accountants.accountant import IAccountant
 from torch import nn
-from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler
+from torch.utils.data import DataLoader, Dataset
 
 from opacus_ext.accountants.budget import least_noise
 from opacus_ext.data.draws import Draws
@@ -79,15 +79,11 @@ class PrivateTraining:
         return float(self.engine.get_epsilon(delta or self.target_delta))
 
     def logical_batches(
-        self, sampling: Any, records: int, physical_batch_size: int, items: int = 1
+        self, sampling: Sampling, records: int, physical_batch_size: int, items: int = 1
     ) -> LogicalBatches:
-        """Draws by a ``Sampling``, or shuffles where it is a batch size."""
+        """Returns what draws the logical batches of the run."""
         generator = torch.Generator()
-        if isinstance(sampling, Sampling):
-            self.sampler = Draws(sampling, records, generator)
-        else:
-            shuffled = RandomSampler(range(records), generator=generator)
-            self.sampler = BatchSampler(shuffled, sampling, drop_last=False)
+        self.sampler = Draws(sampling, records, generator)
         order = {"items": items, "seed": self.seed, "first": self.draw}
         return LogicalBatches(self.sampler, generator, physical_batch_size, **order)
 

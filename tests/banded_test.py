@@ -17,7 +17,6 @@ from scipy.optimize import minimize
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from opacus_ext.accountants import PRVBoundsAccountant
 from opacus_ext.data import CyclicPoisson, Poisson
 from opacus_ext.engine import banded, calibrate
 from opacus_ext.losses import PerSample

@@ -6,47 +6,34 @@ stopped.
 """
 
 import copy
+import inspect
 import os
 import shutil
-import warnings
+import unittest.mock
 
 import pytest
 import torch
 import transformers
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import IterableDataset
 from transformers import DataCollatorForLanguageModeling, TrainerCallback
 from transformers import default_data_collator as collate
 
 from opacus_ext.data.collators import RecordCollator
 from opacus_ext.data.logical import derive_seed
-from opacus_ext.losses import PerRecord, cross_entropy, model_losses
+from opacus_ext.losses import PerRecord, cross_entropy
 from opacus_ext.refused import Refused
 from opacus_ext.trainer import PRIVACY_STATE, PrivacyArguments, PrivateTrainer
 
 from . import tiny
 from .common import assert_same
-from .training import (
-    SHORT,
-    distance,
-    drawn,
-    private,
-    tokenizer,
-    train_alone,
-    weights,
-)
+from .training import SHORT, distance, drawn, private, tokenizer, train_alone, weights
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 N, V, T, LR = 37, tiny.V, 8, 0.1
 SAVING = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
 WORDS = tokenizer("mask", "unk", "pad")
 BUDGET = {"noise_multiplier": None, "target_epsilon": 4.0}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quiet():
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
 
 
 def gpt2():
@@ -56,12 +43,6 @@ def gpt2():
 def bert(head="ForSequenceClassification", dropout=0.0):
     drops = ("hidden_dropout_prob", "attention_probs_dropout_prob")
     return tiny.build("", "bert", f"Bert{head}", **dict.fromkeys(drops, dropout))
-
-
-def t5():
-    model = tiny.build("seq2seq-lm", "t5", "T5ForConditionalGeneration")
-    model.config.decoder_start_token_id = 0
-    return model
 
 
 def texts(n=N):
@@ -74,12 +55,10 @@ def texts(n=N):
     return [{"input_ids": x, "labels": y} for x, y in zip(ids, labels)]
 
 
-def sentences(labels=None):
-    """Records of different lengths, with labels of their ids."""
+def sentences(**labels):
+    """Records of different lengths."""
     rows = [x["input_ids"][: 3 + i % (T - 2)].tolist() for i, x in enumerate(texts())]
-    if labels is None:
-        return [{"input_ids": row} for row in rows]
-    return [{"input_ids": row, "labels": labels(row)} for row in rows]
+    return [{"input_ids": row, **labels} for row in rows]
 
 
 def people():
@@ -90,22 +69,16 @@ def people():
 
 def arguments(out, **kwargs):
     chosen = {**SHORT, "max_steps": 5, "learning_rate": LR, "logging_steps": 100}
-    return transformers.Seq2SeqTrainingArguments(str(out), **(chosen | kwargs))
-
-
-OF_TRAINER = (
-    "data_collator eval_dataset callbacks optimizers model_init compute_loss_func"
-).split()
+    return transformers.TrainingArguments(str(out), **(chosen | kwargs))
 
 
 def trainer(
     out, model=None, data=None, privacy=None, cls=PrivateTrainer, noise=1.0, **kwargs
 ):
-    given = {name: kwargs.pop(name) for name in OF_TRAINER if name in kwargs}
-    if model is None and "model_init" not in given:
-        model = gpt2()
+    own = inspect.signature(transformers.Trainer).parameters
+    given = {name: kwargs.pop(name) for name in own if name in kwargs}
     return cls(
-        model,
+        gpt2() if model is None else model,
         arguments(out, **kwargs),
         train_dataset=texts() if data is None else data,
         privacy=private(noise_multiplier=noise) if privacy is None else privacy,
@@ -117,30 +90,6 @@ def history(run):
     return run.engine.accountant.history
 
 
-class Watch(TrainerCallback):
-    """Calls a function at the end of each step."""
-
-    def __init__(self, call):
-        self.call = call
-
-    def on_step_end(self, args, state, control, **kwargs):
-        self.call(state, control, **kwargs)
-
-
-class Counting(PrivateTrainer):
-    """Keeps of each step the number of its draw and of its records."""
-
-    def get_batch_samples(self, *args):
-        items, count = super().get_batch_samples(*args)
-        seen = self.__dict__.setdefault("seen", [])
-        seen += [(items[-1][-1].draw, count)] * bool(items)
-        assert not self.has_sums()
-        return items, count
-
-    def has_sums(self):
-        return any(p.summed_grad is not None for p in self.model.parameters())
-
-
 # -- steps -------------------------------------------------------------------------
 
 
@@ -148,23 +97,6 @@ class Doubled(PrivateTrainer):
     def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
         loss, outputs = super().compute_loss(model, inputs, True, **kwargs)
         return (2 * loss, outputs) if return_outputs else 2 * loss
-
-
-class Other(transformers.Trainer):
-    """With a loss of its own, which is given single records."""
-
-    def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
-        assert len(inputs["input_ids"]) == 1
-        outputs = model(**inputs)
-        return (outputs.loss / 2, outputs) if return_outputs else outputs.loss / 2
-
-
-class PrivateOther(PrivateTrainer, Other):
-    pass
-
-
-class Seq2Seq(PrivateTrainer, transformers.Seq2SeqTrainer):
-    pass
 
 
 def summed(outputs, labels, num_items_in_batch=None):
@@ -177,8 +109,6 @@ def padded(name, *args, **kwargs):
 
 ONE = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1}
 PEOPLE = {"data": people(), "data_collator": RecordCollator(collate)}
-CLASSES = sentences(lambda row: sum(row) % 2)
-PAIRS = sentences(lambda row: row[: 2 + len(row) % 3])
 # A model, and what a trainer is given beside.
 RUNS = {
     "flat": (gpt2, {"max_steps": 9}),  # more than an epoch
@@ -190,16 +120,14 @@ RUNS = {
     "smoothed": (gpt2, {"label_smoothing_factor": 0.2}),
     "function": (gpt2, {"compute_loss_func": summed}),
     "method": (gpt2, {"cls": Doubled}),
-    "other": (gpt2, {"cls": PrivateOther, "per_device_eval_batch_size": 1}),
     "people": (lambda: PerRecord(gpt2()), PEOPLE),
-    "classes": (bert, {"data": CLASSES, **padded("DataCollatorWithPadding")}),
+    "classes": (
+        bert,
+        {"data": sentences(labels=1), **padded("DataCollatorWithPadding")},
+    ),
     "tokens": (
         gpt2,
         {"data": sentences(), **padded("DataCollatorForLanguageModeling", mlm=False)},
-    ),
-    "pairs": (
-        t5,
-        {"cls": Seq2Seq, "data": PAIRS, **padded("DataCollatorForSeq2Seq", t5())},
     ),
 }
 EVERY = ("hooks", "ghost", "ghost_bk", "scan", "auto")
@@ -253,34 +181,42 @@ def test_a_run_is_that_of_the_oracle(name, mode, tmp_path):
 # -- draws -------------------------------------------------------------------------
 
 
-def test_nobody_knows_noise_and_draws(tmp_path):
-    """TrainingArguments.seed, 42 for everybody, fixes neither."""
-    privacy = private(privacy_seed=None)
-    runs = [trainer(tmp_path, privacy=privacy, max_steps=2) for _ in range(2)]
-    for run in runs:
-        run.train()
-    assert distance(*(weights(run.model) for run in runs)) > 1e-2
-    assert runs[0]._training.seed != runs[1]._training.seed
+class Counting(PrivateTrainer):
+    """Keeps the number of each step's draw; leaves an epoch with a sum in hand."""
+
+    seen, left = (), False
+
+    def get_batch_samples(self, *args):
+        items, count = super().get_batch_samples(*args)
+        self.seen += (items[-1][-1].draw,)
+        assert not self.has_sums()
+        return items, count
+
+    def has_sums(self):
+        return any(p.summed_grad is not None for p in self.model.parameters())
+
+    def training_step(self, *args):
+        loss = super().training_step(*args)
+        if self.has_sums() and not self.left:
+            self.left = self.control.should_epoch_stop = True
+        return loss
 
 
 @pytest.mark.parametrize("mode", ["hooks", "ghost_bk"])
 def test_a_batch_or_an_epoch_that_is_left(mode, tmp_path):
     """No draw comes again, and no sum is added to the next, which may have a record."""
-    left = []
-
-    class Leave(TrainerCallback):
-        def on_substep_end(self, args, state, control, **kwargs):
-            if not left and run.has_sums():
-                left.append(state.global_step)
-                control.should_epoch_stop = True
-
-    privacy = private(grad_sample_mode=mode)
-    given = {"cls": Counting, "max_steps": 9, "callbacks": [Leave()]}
-    run = trainer(tmp_path, privacy=privacy, **given)
+    run = trainer(tmp_path, privacy=private(grad_sample_mode=mode), cls=Counting)
     run.train()
-    draws = [draw for draw, _ in run.seen]
-    assert left and len(draws) > left[0] + 1
-    assert draws == list(range(len(draws))) and len(draws) >= 7
+    assert run.left and run.seen == tuple(range(len(run.seen)))
+
+
+def test_nobody_knows_noise_and_draws(tmp_path):
+    """TrainingArguments.seed, 42 for everybody, fixes neither."""
+    runs = [trainer(tmp_path, privacy=private(privacy_seed=None)) for _ in range(2)]
+    for run in runs:
+        run.train()
+    assert distance(*(weights(run.model) for run in runs)) > 1e-2
+    assert runs[0]._training.seed != runs[1]._training.seed
 
 
 # -- privacy -----------------------------------------------------------------------
@@ -289,14 +225,15 @@ def test_a_batch_or_an_epoch_that_is_left(mode, tmp_path):
 def test_target_epsilon_is_kept_and_logged(tmp_path):
     """Over two runs, the first of which is stopped; its checkpoint is for its steps."""
 
-    def stop(state, control, **kwargs):
-        control.should_training_stop |= state.global_step == 2 and not run._runs > 1
+    class Stop(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            stopped = state.global_step == 2 and run._runs == 1
+            control.should_training_stop |= stopped
 
-    given = {**SAVING, "logging_steps": 3, "callbacks": [Watch(stop)]}
+    given = {**SAVING, "logging_steps": 3, "max_steps": 6, "callbacks": [Stop()]}
     privacy = private(**BUDGET, log_loss=False)
-    run = trainer(tmp_path, privacy=privacy, **given | {"max_steps": 6})
+    run = trainer(tmp_path, privacy=privacy, **given)
     run.train()
-    once = run.get_epsilon()
     with pytest.raises(Refused, match="max_steps: 6 there, 5 here"):
         trainer(tmp_path, privacy=privacy, max_steps=5).train(True)
     output = run.train()
@@ -306,34 +243,13 @@ def test_target_epsilon_is_kept_and_logged(tmp_path):
     assert begin["noise_multiplier"] == second and begin["sample_rate"] == 6 / N
     assert begin["expected_batch_size"] == 6 and len(run.get_train_dataloader()) == 14
     assert [entry["step"] for entry in rest] == [3, 6] and run.steps_per_epoch == 7
-    assert once < 3.5 and once < rest[0]["epsilon"] < rest[1]["epsilon"] <= 4.0
+    assert rest[0]["epsilon"] < rest[1]["epsilon"] <= 4.0
     assert end["epsilon"] == output.metrics["epsilon"] == run.get_epsilon() > 3.9
     assert all(entry["delta"] == 1e-3 for entry in (*rest, end))
     unknown = {"loss", "train_loss", "grad_norm"}
     assert not any(unknown & entry.keys() for entry in run.state.log_history)
     with pytest.raises(Refused, match="target_epsilon=4.0 is spent"):
         run.train()
-
-
-def test_all_records_in_each_step_and_the_loss_logged(tmp_path):
-    """The mean over records, as Trainer logs it."""
-    privacy = private(accountant="prv")
-    run = trainer(tmp_path, None, texts(5), privacy, max_steps=2, logging_steps=1)
-    losses = model_losses(run.model, collate(texts(5))).mean()
-    run.train()
-    assert history(run) == [(1.0, 1.0, 2)] and run.get_epsilon() > 1
-    logged = run.state.log_history[1]
-    assert logged["loss"] == pytest.approx(float(losses), rel=1e-5)
-    assert "grad_norm" not in logged
-
-
-def test_shuffling_is_named_what_it_is(tmp_path):
-    run = trainer(tmp_path, privacy=private(poisson_sampling=False), max_steps=7)
-    sizes = [sum(b.records for b in item) for item in run.get_train_dataloader()]
-    assert [a + b for a, b in zip(sizes[::2], sizes[1::2])] == [6] * 6 + [1]
-    run.train()
-    assert not any("epsilon" in entry for entry in run.state.log_history)
-    assert run.state.log_history[-1]["epsilon_if_poisson"] > 0
 
 
 @pytest.mark.parametrize(
@@ -344,10 +260,7 @@ def test_shuffling_is_named_what_it_is(tmp_path):
         ({**BUDGET, "target_epsilon": 0.0}, "target_epsilon must be .*above zero"),
         ({"noise_multiplier": -1.0}, "noise_multiplier must be .*zero or more"),
         ({"per_sample_max_grad_norm": [1.0, -1.0]}, "must be .*above zero, got -1"),
-        ({"clipping": "adaptive"}, "'flat', 'automatic'"),
         ({"accountant": "gdp"}, "'prv', 'rdp'"),
-        ({"grad_sample_mode": "ew"}, "grad_sample_mode='ew'"),
-        ({**BUDGET, "poisson_sampling": False}, "know Poisson sampling alone"),
     ],
 )
 def test_privacy_arguments_that_do_not_fit(kwargs, message):
@@ -363,81 +276,41 @@ def test_privacy_arguments_from_a_command_line():
         "--privacy_seed 3 --log_loss False"
     )
     parser = transformers.HfArgumentParser(
-        (PrivacyArguments, transformers.Seq2SeqTrainingArguments)
+        (PrivacyArguments, transformers.TrainingArguments)
     )
     parsed, args = parser.parse_args_into_dataclasses(given.split())
     chosen = {"clipping": "per_layer", "per_sample_max_grad_norm": [0.5, 2.0]}
     chosen |= {"privacy_seed": 3, "log_loss": False}
     assert parsed == PrivacyArguments(1e-5, 8.0, **chosen)
     assert args.seed == 7 and args.max_grad_norm == 1.0
-    one = "--target_delta 1e-5 --noise_multiplier 1 --per_sample_max_grad_norm 0.1"
-    parser = transformers.HfArgumentParser((PrivacyArguments,))
-    (parsed,) = parser.parse_args_into_dataclasses(one.split())
-    assert parsed.per_sample_max_grad_norm == 0.1 and parsed.noise_multiplier == 1
-
-
-def test_what_is_mostly_a_mistake_is_said(tmp_path):
-    for given, message in (
-        ({}, None),
-        ({"privacy": private(target_delta=2 / N)}, f"over one over the {N} records"),
-        ({"gradient_accumulation_steps": N}, f"batch_size={3 * N} is over the {N} rec"),
-    ):
-        with warnings.catch_warnings(record=True) as found:
-            warnings.simplefilter("always")
-            trainer(tmp_path, **given)
-        (*told,) = (str(w.message) for w in found if "records" in str(w.message))
-        assert not told if message is None else message in told[0]
 
 
 # -- what is refused ---------------------------------------------------------------
 
 
-ON = (
-    "torch_compile use_liger_kernel auto_find_batch_size ignore_data_skip fp16 fsdp "
-    "dataloader_drop_last"
-).split()
-BREAKING = [
-    *((name, True) for name in ON),
-    *(("optim", x) for x in ("lomo", "galore_adamw_layerwise", "schedule_free_adamw")),
-    ("max_grad_norm", 0.5),
-    ("neftune_noise_alpha", 5.0),
-    ("include_num_input_tokens_seen", "all"),
-    ("debug", "underflow_overflow"),
-    ("data_seed", 0),
-    ("dataloader_in_order", False),
-    ("train_sampling_strategy", "group_by_length"),
-    ("_n_gpu", 2),
-    ("deepspeed", "zero.json"),
-    ("hub_strategy", "all_checkpoints"),
-]
+BREAKING = {
+    **dict.fromkeys(("torch_compile", "use_liger_kernel", "fp16", "fsdp"), True),
+    **dict.fromkeys(("auto_find_batch_size", "ignore_data_skip"), True),
+    **{"max_grad_norm": 0.5, "neftune_noise_alpha": 5.0, "_n_gpu": 2},
+    **{"deepspeed": "zero.json", "hub_strategy": "all_checkpoints"},
+    **dict.fromkeys(("packing", "padding_free", "activation_offloading"), True),
+    "loss_type": "dft",
+}
 
 
-@pytest.mark.parametrize("name, value", BREAKING)
+@pytest.mark.parametrize("name, value", BREAKING.items())
 def test_arguments_that_break_privacy(name, value, tmp_path):
-    args, model = arguments(tmp_path), nn.Linear(1, 1)
+    args, state = arguments(tmp_path), torch.get_rng_state()
     object.__setattr__(args, name, value)
     object.__setattr__(args, "push_to_hub", name == "hub_strategy")
-    state = torch.get_rng_state()
     with pytest.raises(Refused, match=f"{name.strip('_')}="):
-        PrivateTrainer(model, args, train_dataset=texts(), privacy=private())
+        PrivateTrainer(nn.Identity(), args, privacy=private())
     assert torch.equal(state, torch.get_rng_state())  # set_seed was not reached
-
-
-FLAT = transformers.DataCollatorWithFlattening
 
 
 class Stream(IterableDataset):
     def __iter__(self):
         return iter(texts())
-
-
-class Old(PrivateTrainer):
-    def get_train_dataloader(self):
-        super().get_train_dataloader()
-        return DataLoader(self.train_dataset, 3, collate_fn=collate)
-
-    def get_batch_samples(self, iterator, count, device):
-        return [next(iterator) for _ in range(count)], None
 
 
 class Rows(PrivateTrainer):
@@ -450,15 +323,6 @@ class Searching(PrivateTrainer):
         self.hyperparameter_search()
 
 
-class Normalized(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm, self.head = nn.BatchNorm1d(T), nn.Linear(T, 2)
-
-    def forward(self, input_ids, labels):
-        return {"loss": self.head(self.norm(input_ids.float())).mean()}
-
-
 def halves(records):
     batch = collate(records)
     return {key: x.reshape(2 * len(x), -1) for key, x in batch.items()}
@@ -469,14 +333,11 @@ def halves(records):
     [
         ({"data": Stream()}, "a data set with a length"),
         ({"data": []}, "a data set with a length"),
-        ({"data": {"train": texts(), "test": texts()}}, "several data sets by name"),
         ({"privacy": {"target_epsilon": 8.0}}, "privacy=PrivacyArguments"),
-        ({"data_collator": FLAT()}, "packs the records"),
         ({"data_collator": halves}, "made 6 samples of 3 records"),
         ({"cls": Rows}, "The loss of a record is not one number"),
-        ({"cls": Old}, "get_train_dataloader draws"),
         ({"cls": Searching}, "Each trial"),
-        ({"model": Normalized()}, "BatchNorm"),
+        ({"model": nn.BatchNorm1d(T)}, "BatchNorm"),
     ],
 )
 def test_what_is_refused_leaves_the_model_as_it_was(given, message, tmp_path):
@@ -488,16 +349,32 @@ def test_what_is_refused_leaves_the_model_as_it_was(given, message, tmp_path):
     assert not any(hasattr(p, "grad_sample") for p in model.parameters())
 
 
+def test_arguments_that_do_nothing(tmp_path):
+    """They would choose draws, or count tokens of private ones."""
+    given = {"train_sampling_strategy": "group_by_length", "data_seed": 0}
+    given |= {"dataloader_in_order": False, "dataloader_num_workers": 2}
+    given |= {"dataloader_drop_last": True, "include_num_input_tokens_seen": "all"}
+    runs = [trainer(tmp_path, **more, logging_steps=1) for more in ({}, given)]
+    for run in runs:
+        run.train()
+        assert not any(x.get("num_input_tokens_seen") for x in run.state.log_history)
+    assert distance(*(weights(run.model) for run in runs)) == 0
+
+
 def test_the_other_order_of_bases():
-    with pytest.raises(Refused, match=r"Write class Wrong\(PrivateTrainer, Other\)"):
-        type("Wrong", (Other, PrivateTrainer), {})
+    other = transformers.Seq2SeqTrainer
+    with pytest.raises(Refused, match=r"class Wrong\(PrivateTrainer, Seq2SeqTrainer"):
+        type("Wrong", (other, PrivateTrainer), {})
 
 
 # -- checkpoints -------------------------------------------------------------------
 
 
 def test_a_resumed_run_is_the_one_that_was_not_stopped(tmp_path):
-    """In the middle of an epoch, with dropout, random masks, Adam and evaluation."""
+    """
+    In the middle of an epoch, with dropout, random masks, Adam and evaluation, which
+    changes nothing. A model of from_pretrained is in evaluation mode.
+    """
     data = sentences()
     saving = {"save_strategy": "steps", "save_steps": 4, "logging_steps": 4}
     adam = {"optim": "adamw_torch", "learning_rate": 1e-2, "max_steps": 9}
@@ -505,15 +382,15 @@ def test_a_resumed_run_is_the_one_that_was_not_stopped(tmp_path):
 
     def make(**given):
         model, collate = bert("ForMaskedLM", 0.2), DataCollatorForLanguageModeling
-        given |= {"data_collator": collate(WORDS)}
-        return trainer(tmp_path, model, data, **saving, **adam, **evaluated, **given)
+        given = {**saving, **adam, **given, "data_collator": collate(WORDS)}
+        return trainer(tmp_path, model.eval(), data, **given)
 
     whole = make(dataloader_num_workers=2)
     whole.train()
     losses = [x["loss"] for x in whole.state.log_history if "loss" in x]
     os.rename(tmp_path / "checkpoint-9", tmp_path / "gone")
     for checkpoint in (str(tmp_path / "checkpoint-4"), True):
-        other = make()
+        other = make(**evaluated)
         with torch.no_grad():
             for p in other.model.parameters():
                 p.zero_()
@@ -524,18 +401,11 @@ def test_a_resumed_run_is_the_one_that_was_not_stopped(tmp_path):
         again = [x["loss"] for x in other.state.log_history if "loss" in x]
         assert again == losses
         shutil.rmtree(tmp_path / "checkpoint-9")
-
-
-def test_a_checkpoint_resumed_twice(tmp_path):
-    """The same draws and other noise, if it is not asked to be the same."""
-    found = []
-    for path in (None, *[str(tmp_path / "checkpoint-2")] * 2):
-        run = trainer(tmp_path, privacy=private(repeat_noise=False), **SAVING)
-        run.train(resume_from_checkpoint=path)
-        assert history(run) == [(1.0, 6 / N, 4)]
-        found.append(weights(run.model))
-    whole, first, second = found
-    assert distance(first, second) > 1e-2 and distance(first, whole) > 1e-2
+    fresh = [make(privacy=private(repeat_noise=False)) for _ in range(2)]
+    for other in fresh:
+        other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+        assert distance(weights(whole.model), weights(other.model)) > 1e-3
+    assert distance(*(weights(other.model) for other in fresh)) > 1e-3
 
 
 @pytest.fixture(scope="module")
@@ -547,66 +417,33 @@ def checkpoint(tmp_path_factory):
 
 
 OTHER_RUNS = {
-    "grad_sample_mode": {"privacy": private(grad_sample_mode="ghost")},
     "noise_multiplier": {"noise": 2.0},
-    "target_delta": {"privacy": private(target_delta=1e-4)},
     "accountant": {"privacy": private(accountant="prv")},
     "records": {"data": texts()[:-1]},
     "logical_batch_size": {"gradient_accumulation_steps": 3},
 }
 
 
-@pytest.mark.parametrize("name", OTHER_RUNS)
-def test_a_checkpoint_of_another_run(name, checkpoint, tmp_path):
-    run = trainer(tmp_path, **OTHER_RUNS[name])
-    before = weights(run.model)
-    with pytest.raises(Refused, match=f"be the same: {name}: .* there, .* here"):
-        run.train(resume_from_checkpoint=str(checkpoint))
-    assert distance(before, weights(run.model)) == 0 and history(run) == []
-
-
-def test_a_checkpoint_resumed_in_other_physical_batches(checkpoint, tmp_path):
-    """Memory may change; the logical batch is the same."""
-    runs = []
-    for physical, items in ((3, 2), (2, 3), (6, 1)):
-        sizes = {"per_device_train_batch_size": physical, "max_steps": 6}
-        run = trainer(tmp_path, gradient_accumulation_steps=items, **sizes)
-        run.train(resume_from_checkpoint=str(checkpoint))
-        runs.append(weights(run.model))
-    assert distance(runs[0], runs[1]) < 1e-6 and distance(runs[0], runs[2]) < 1e-6
-
-
-def test_a_checkpoint_without_privacy(tmp_path):
-    trainer(tmp_path, **SAVING, save_only_model=True).train()
-    with pytest.raises(Refused, match="checkpoint-4 has no privacy.pt"):
-        trainer(tmp_path).train(resume_from_checkpoint=True)
-    with pytest.raises(ValueError, match="No valid checkpoint"):
-        trainer(tmp_path / "empty").train(resume_from_checkpoint=True)
+def test_a_checkpoint_of_another_run(checkpoint, tmp_path):
+    for name, given in OTHER_RUNS.items():
+        run = trainer(tmp_path, **given)
+        before = weights(run.model)
+        with pytest.raises(Refused, match=f"be the same: {name}: .* there, .* here"):
+            run.train(resume_from_checkpoint=str(checkpoint))
+        assert distance(before, weights(run.model)) == 0 and history(run) == []
 
 
 def test_a_checkpoint_that_was_not_finished(checkpoint, tmp_path, monkeypatch):
-    """
-    Cut short, or with files of another checkpoint: killed while weights are written to
-    a folder that there was, it holds them without the privacy state of others.
-    """
+    """With files of another, or without privacy: killed while weights are written."""
     folder = tmp_path / "checkpoint-3"
     shutil.copytree(checkpoint, folder)
-    run, state = trainer(tmp_path), folder / "privacy.pt"
-    whole = state.read_bytes()
-    for length in (0, len(whole) // 2, len(whole) - 1):
-        state.write_bytes(whole[:length])
-        with pytest.raises(Refused, match="privacy.pt can't be read: it was cut short"):
-            run.train(resume_from_checkpoint=str(folder))
-    state.write_bytes(whole)
+    run = trainer(tmp_path)
     for text in ('{"global_step": 2}', '{"global_st'):
         (folder / "trainer_state.json").write_text(text)
         with pytest.raises(Refused, match="privacy.pt of step 3, and trainer_state"):
             run.train(resume_from_checkpoint=str(folder))
     assert history(run) == []
-
-    def killed(*args):
-        raise KeyboardInterrupt
-
+    killed = unittest.mock.Mock(side_effect=KeyboardInterrupt)
     monkeypatch.setattr("opacus_ext.checkpoints.write", killed)
     other = trainer(tmp_path, max_steps=4, save_strategy="steps", save_steps=3)
     with pytest.raises(KeyboardInterrupt):
@@ -615,16 +452,9 @@ def test_a_checkpoint_that_was_not_finished(checkpoint, tmp_path, monkeypatch):
         run.train(resume_from_checkpoint=str(folder))
 
 
-def adapted():
-    peft = pytest.importorskip("peft")
-    config = {"task_type": "CAUSAL_LM", "r": 2, "target_modules": ["c_attn"]}
-    return peft.get_peft_model(gpt2(), peft.LoraConfig(**config))
-
-
 SAVED = {
     "gpt2": (gpt2, lambda run: run.model, {}),
     "people": (lambda: PerRecord(gpt2()), lambda run: run.model.model, PEOPLE),
-    "lora": (adapted, lambda run: run.model, {}),
 }
 
 
@@ -633,25 +463,22 @@ def test_what_is_saved_is_an_ordinary_model(name, tmp_path):
     """Without PerRecord, without hooks, and with its epsilon nowhere beside it."""
     build, inner, given = SAVED[name]
     given = {**given, **SAVING, "eval_strategy": "steps", "eval_steps": 2}
+    given |= {"load_best_model_at_end": True}
     given["eval_dataset"] = given.get("data", texts())[:5]
     run, other = (trainer(tmp_path, build(), **given) for _ in range(2))
-    before = weights(run.model)
     run.train()
     other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert distance(weights(run.model), weights(other.model)) == 0
-    assert any("eval_loss" in entry for entry in run.state.log_history)
+    scores = [x["eval_loss"] for x in run.state.log_history if "eval_loss" in x]
+    best = tmp_path / f"checkpoint-{2 * scores.index(min(scores)) + 2}"
     run.save_model(str(tmp_path / "saved"))
     assert PRIVACY_STATE not in os.listdir(tmp_path / "saved")
-    for path in (tmp_path / "saved", tmp_path / "checkpoint-4"):
-        if name == "lora":
-            loaded = pytest.importorskip("peft").PeftModel.from_pretrained(gpt2(), path)
-        else:
-            loaded = transformers.GPT2LMHeadModel.from_pretrained(path)
+    for path in (tmp_path / "saved", best):
+        loaded = transformers.GPT2LMHeadModel.from_pretrained(path)
         assert distance(weights(loaded), weights(inner(run))) == 0
-    for key, p in run.model.named_parameters():
+    for p in run.model.parameters():
         assert p.grad is None
         assert not any(hasattr(p, x) for x in ("grad_sample", "summed_grad"))
-        assert torch.equal(p, before[key]) == (name == "lora" and "lora" not in key)
     assert not any(m._forward_pre_hooks for m in run.model.modules())
     assert type(run.optimizer) is torch.optim.SGD
     once = run.get_epsilon()
@@ -659,42 +486,7 @@ def test_what_is_saved_is_an_ordinary_model(name, tmp_path):
     assert history(run) == [(1.0, 6 / N, 8)] and run.get_epsilon() > once
 
 
-# -- evaluation and errors ---------------------------------------------------------
-
-
-def test_evaluation_changes_nothing(tmp_path):
-    """A model of from_pretrained is in evaluation mode, and evaluation leaves it so."""
-    data = [{**x, "labels": i % 2} for i, x in enumerate(texts())]
-    bert(dropout=0.1).save_pretrained(tmp_path / "model")
-    found = []
-    for strategy in ("no", "steps"):
-        cls = transformers.BertForSequenceClassification
-        model = cls.from_pretrained(tmp_path / "model")
-        evaluated = {"eval_dataset": data[:4], "eval_strategy": strategy}
-        run = trainer(tmp_path, model, data, max_steps=3, eval_steps=1, **evaluated)
-        if strategy == "steps":
-            run.evaluate()
-        run.train()
-        assert history(run) == [(1.0, 6 / N, 3)]
-        found.append(weights(run.model))
-        logged = [x["eval_loss"] for x in run.state.log_history if "eval_loss" in x]
-        metrics = run.predict(data[:4]).metrics
-        assert not logged or metrics["test_loss"] == pytest.approx(logged[-1])
-        run.train()  # from evaluation mode again
-        assert distance(found[-1], weights(run.model)) > 1e-3
-    assert distance(*found) == 0
-
-
-def test_the_best_model_is_loaded(tmp_path):
-    evaluated = {"eval_dataset": texts(10), "eval_strategy": "steps", "eval_steps": 2}
-    best = {"load_best_model_at_end": True, "max_steps": 6}
-    run = trainer(tmp_path, **evaluated, **SAVING | best)
-    run.train()
-    scores = [x["eval_loss"] for x in run.state.log_history if "eval_loss" in x]
-    path = tmp_path / f"checkpoint-{2 * scores.index(min(scores)) + 2}"
-    assert run.state.best_model_checkpoint == str(path)
-    saved = transformers.GPT2LMHeadModel.from_pretrained(path)
-    assert distance(weights(saved), weights(run.model)) == 0
+# -- errors ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", ["hooks", "ghost_bk"])
@@ -710,46 +502,15 @@ def test_an_error_in_a_step_leaves_no_trace(mode, tmp_path):
                 raise OSError("disk")
             return super()._prepare_inputs(inputs)
 
-    kept, privacy = [], private(grad_sample_mode=mode)
-    keep = Watch(lambda *args, model, **kwargs: kept.append(weights(model)))
-    given = {"optim": "adamw_torch", "max_steps": 4, "callbacks": [keep]}
-    run = trainer(tmp_path, privacy=privacy, cls=Failing, **given)
+    privacy = private(grad_sample_mode=mode)
+    given = {"optim": "adamw_torch", "max_steps": 4, "cls": Failing}
+    run = trainer(tmp_path, privacy=privacy, **given)
     with pytest.raises(OSError):
         run.train()
-    steps = len(kept)
-    assert distance(kept[-1], weights(run.model)) == 0
-    for state in run.optimizer.state_dict()["state"].values():
-        assert state["step"] == steps
-    assert history(run) == [(1.0, 6 / N, steps)]
+    steps = run.state.global_step
+    assert history(run) == [(1.0, 6 / N, steps)] and steps > 0
+    states = run.optimizer.state_dict()["state"].values()
+    assert all(state["step"] == steps for state in states)
     assert not any(hasattr(p, "summed_grad") for p in run.model.parameters())
     run.train()
     assert history(run) == [(1.0, 6 / N, steps + 4)]
-
-
-# -- what works with it ------------------------------------------------------------
-
-
-def test_optimizer_and_schedule_of_ones_own(tmp_path):
-    """Steps of the schedule are logical batches."""
-    model, rates = gpt2(), []
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda t: 1 / (t + 1))
-
-    def watch(state, control, optimizer, **kwargs):
-        rates.append(optimizer.param_groups[0]["lr"])
-
-    given = {"optimizers": (optimizer, schedule), "callbacks": [Watch(watch)]}
-    run = trainer(tmp_path, model, **given, max_steps=3)
-    run.train()
-    assert rates == pytest.approx([1e-2 / t for t in (2, 3, 4)])
-    assert run.optimizer is optimizer
-
-
-def test_model_init_and_per_layer_bounds(tmp_path):
-    bounds = [0.1] * len(list(gpt2().parameters()))
-    privacy = private(clipping="per_layer", per_sample_max_grad_norm=bounds)
-    run = trainer(tmp_path, model_init=lambda: gpt2(), privacy=privacy, max_steps=2)
-    run.train()
-    first = run.model
-    run.train()
-    assert run.model is not first and history(run) == [(1.0, 6 / N, 4)]

@@ -26,6 +26,7 @@ from opacus_ext.grad_sample.factors import (
 from opacus_ext.grad_sample.rules import Op, as_op, register_rule
 from opacus_ext.refused import Refused
 
+T = torch.Tensor
 Ops = Tuple[Tuple[str, Any], ...]
 
 
@@ -75,18 +76,13 @@ class LinearCrossEntropy(nn.Linear):
         head.bias = linear.bias
         return head.train(linear.training)
 
-    def forward(
-        self,
-        x: torch.Tensor,
-        labels: Optional[torch.Tensor] = None,
-        ops: Ops = (),
-    ) -> torch.Tensor:
+    def forward(self, x: T, labels: T | None = None, ops: Ops = ()) -> T:
         """
         Args:
             x: hidden states ``[*rows, in_features]``
             labels: ``[*rows]``; None for the logits
             ops: what is done to each logit before the loss, in this order: "tanh", or
-                one of "add", "sub", "mul" and "div" with a number or a constant
+                one of "add", "mul" and "div" with a number or a constant
                 ``[V]``, such as ``(("div", 30.0), ("tanh", None), ("mul", 30.0))``
 
         Returns:
@@ -114,32 +110,16 @@ class LinearCrossEntropy(nn.Linear):
 
 @as_op
 def linear_cross_entropy(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: Optional[torch.Tensor],
-    target: torch.Tensor,
-    ops: Ops = (),
-) -> torch.Tensor:
+    x: T, weight: T, bias: T | None, target: T, ops: Ops = ()
+) -> T:
     """
     The losses ``[*rows]`` of hidden states ``[*rows, in]``, as one op to modes of torch
-    functions.
-
-    Args:
-        weight: ``[V, in]``
-        bias: ``[V]`` or None
-        target: labels ``[*rows]``, -1 for those that are ignored
-        ops: done to the output before the loss
+    functions; labels ``[*rows]`` are -1 where they are ignored.
     """
     return _computed(x, weight, bias, target, ops)[0]
 
 
-def _computed(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: Optional[torch.Tensor],
-    target: torch.Tensor,
-    ops: Ops,
-) -> Tuple[torch.Tensor, torch.Tensor]:
+def _computed(x: T, weight: T, bias: T | None, target: T, ops: Ops) -> Tuple[T, T]:
     """The losses, and the log of the sum of all exponentiated logits."""
     if bool(((target < -1) | (target >= len(weight))).any()):
         raise Refused(
@@ -149,41 +129,28 @@ def _computed(
             parameter="labels",
         )
     with torch.autocast(x.device.type, enabled=False):
-        rows, flat = x.flatten(0, -2).to(weight.dtype), target.flatten()
-        fixed = None if bias is None else bias.detach()
-        losses, whole = _Losses.apply(rows, weight.detach(), fixed, flat, ops)
-        if torch.is_grad_enabled() and (weight.requires_grad or _trained(bias)):
-            losses = losses + _OfWeights.apply(
-                weight, bias, rows.detach(), flat, whole, ops
-            )
+        rows = x.flatten(0, -2).to(weight.dtype)
+        losses, whole = _Losses.apply(rows, weight, bias, target.flatten(), ops)
     return losses.view(target.shape), whole.view(target.shape)
 
 
 @register_rule(linear_cross_entropy)
-def _of_head(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: Optional[torch.Tensor],
-    target: torch.Tensor,
-    ops: Ops,
-) -> Op:
+def _of_head(x: T, weight: T, bias: T | None, target: T, ops: Ops) -> Op:
     """The factors of the layer, whose first one is computed when it is needed."""
-    sums: List[torch.Tensor] = []  # of exponentiated logits, as the forward had them
+    sums: List[T] = []  # of exponentiated logits, as the forward had them
 
-    def whole(params: Any, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    def whole(params: Any, x: T, target: T) -> T:
         losses, of_rows = _computed(x, *params, target, ops)
         sums.append(of_rows.detach())
         return losses
 
-    def factors(
-        g: torch.Tensor, x: torch.Tensor, target: torch.Tensor
-    ) -> List[Tuple[Columns]]:
+    def factors(g: T, x: T, target: T) -> List[Tuple[Columns]]:
         fixed = weight.detach(), None if bias is None else bias.detach()
         x, (size, length) = x.to(weight.dtype), g.shape
         known = sums[0] if sums else _computed(x, *fixed, target, ops)[1]
         known = known.reshape(size, length)
 
-        def rows(samples: slice, columns: slice) -> torch.Tensor:
+        def rows(samples: slice, columns: slice) -> T:
             given = (x[samples], *fixed, target[samples], known[samples], g[samples])
             return _backprops(*given, ops, columns)
 
@@ -209,10 +176,10 @@ class Columns(Term):
 
     def __init__(
         self,
-        make: Callable[[slice, slice], torch.Tensor],
+        make: Callable[[slice, slice], T],
         shape: Tuple[int, int, int],
-        like: torch.Tensor,
-        *others: torch.Tensor,
+        like: T,
+        *others: T,
     ):
         self.make, self.shape, self.like, self.others = make, shape, like, others
         self.batch_size, self.length = shape[:2]
@@ -222,8 +189,8 @@ class Columns(Term):
         others = (f[samples] for f in self.others)
         return OuterProducts(self.make(samples, rows), *others)
 
-    def without(self, samples: torch.Tensor) -> Columns:
-        def make(some: slice, columns: slice) -> torch.Tensor:
+    def without(self, samples: T) -> Columns:
+        def make(some: slice, columns: slice) -> T:
             rows = self.make(some, columns)
             return rows.masked_fill(samples[some, None, None], 0)
 
@@ -231,38 +198,28 @@ class Columns(Term):
         return Columns(make, self.shape, self.like, *others)
 
 
-def _trained(p: Optional[torch.Tensor]) -> bool:
-    return p is not None and p.requires_grad
-
-
-def _steps(x: torch.Tensor, weight: torch.Tensor) -> Iterator[slice]:
+def _steps(x: T, weight: T) -> Iterator[slice]:
     """Rows of ``x`` whose logits fit the workspace."""
     step = max(1, workspace() // (4 * max(1, len(weight))))
     return (slice(i, i + step) for i in range(0, len(x), step))
 
 
 def _backprops(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: Optional[torch.Tensor],
-    target: torch.Tensor,
-    whole: torch.Tensor,
-    g: torch.Tensor,
+    x: T,
+    weight: T,
+    bias: T | None,
+    target: T,
+    whole: T,
+    g: T,
     ops: Ops,
     columns: slice = slice(None),
-) -> torch.Tensor:
+) -> T:
     """
-    The gradient of the losses with respect to some columns of the layer's output.
-
-    Args:
-        x: ``[*rows, in]``
-        target: labels, -1 for those that are ignored
-        whole: log of the sum of all exponentiated logits, ``[*rows]``
-        g: of the losses, ``[*rows]``
-        ops: done to the output before the loss
+    The gradient of the losses with respect to some columns of the layer's output, for
+    gradients ``g`` of the losses and logs ``whole`` of the sums of exponentials.
     """
-    bias = None if bias is None else bias.detach()[columns]
-    z = upcast(F.linear(x, weight.detach()[columns], bias))
+    part = None if bias is None else bias.detach()[columns]
+    z = upcast(F.linear(x, weight.detach()[columns], part))
     with torch.set_grad_enabled(bool(ops)):
         y = _done(z.requires_grad_(bool(ops)), ops, columns)
     p = (y.detach() - whole[..., None] if ops else z.sub_(whole[..., None])).exp_()
@@ -274,7 +231,7 @@ def _backprops(
     return torch.autograd.grad(y, z, p)[0] if ops else p
 
 
-def _done(z: torch.Tensor, ops: Ops, columns: slice = slice(None)) -> torch.Tensor:
+def _done(z: T, ops: Ops, columns: slice = slice(None)) -> T:
     for name, other in ops:
         if isinstance(other, torch.Tensor):
             other = other.to(z)[columns]
@@ -282,18 +239,8 @@ def _done(z: torch.Tensor, ops: Ops, columns: slice = slice(None)) -> torch.Tens
     return z
 
 
-def _in_full(backward: Callable) -> Callable:
-    """Without autocast, whether or not it is on where ``backward()`` is called."""
-
-    def run(ctx: Any, g: torch.Tensor, *rest: Any) -> Any:
-        with torch.autocast(g.device.type, enabled=False):
-            return backward(ctx, g, *rest)
-
-    return run
-
-
 class _Losses(torch.autograd.Function):
-    """Losses ``[N]`` of rows ``[N, in]``; the gradient of the rows only."""
+    """Losses ``[N]`` of rows ``[N, in]``, and logs of the sums of exponentials."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, target, ops):
@@ -310,38 +257,25 @@ class _Losses(torch.autograd.Function):
         return (whole - chosen) * (target >= 0), whole
 
     @staticmethod
-    @_in_full
     def backward(ctx, g, _):
         x, weight, bias, target, whole = ctx.saved_tensors
-        out = torch.empty_like(x)
-        for s in _steps(x, weight):
-            rows = _backprops(x[s], weight, bias, target[s], whole[s], g[s], ctx.ops)
-            torch.mm(rows.to(weight.dtype), weight, out=out[s])
-        return out, *[None] * 4
-
-
-class _OfWeights(torch.autograd.Function):
-    """Zeros ``[N]``, and the gradient of the parameters, for who asks for it."""
-
-    @staticmethod
-    def forward(ctx, weight, bias, x, target, whole, ops):
-        ctx.ops = ops
-        ctx.save_for_backward(weight, bias, x, target, whole)
-        return torch.zeros_like(whole)
-
-    @staticmethod
-    @_in_full
-    def backward(ctx, g):
-        weight, bias, x, target, whole = ctx.saved_tensors
-        dtype = upcast(weight.new_zeros(0)).dtype
-        total = torch.zeros_like(weight, dtype=dtype)
-        added = None if bias is None else torch.zeros_like(bias, dtype=dtype)
-        for s in _steps(x, weight):
-            rows = _backprops(x[s], weight, bias, target[s], whole[s], g[s], ctx.ops)
-            total.addmm_(rows.mT, upcast(x[s]))
-            if added is not None:
-                added += rows.sum(0)
-        return total.to(weight), added if bias is None else added.to(bias), *[None] * 4
+        grads = [
+            torch.zeros_like(p, dtype=dtype_of(p.dtype)) if needed else None
+            for p, needed in zip((x, weight, bias), ctx.needs_input_grad)
+        ]
+        of_x, of_weight, of_bias = grads
+        with torch.autocast(g.device.type, enabled=False):  # on in a user's backward()
+            for s in _steps(x, weight):
+                given = x[s], weight, bias, target[s], whole[s], g[s]
+                rows = _backprops(*given, ctx.ops)
+                if of_x is not None:
+                    of_x[s] = rows.to(weight.dtype) @ weight
+                if of_weight is not None:
+                    of_weight.addmm_(rows.mT, upcast(x[s]))
+                if of_bias is not None:
+                    of_bias += rows.sum(0)
+        kinds = zip(grads, (x, weight, bias))
+        return *(f if f is None else f.to(p.dtype) for f, p in kinds), None, None
 
 
 # -- inside a model whose own code calls the loss function ---------------------------
@@ -349,13 +283,9 @@ class _OfWeights(torch.autograd.Function):
 _SAME = {"to", "float", "contiguous", "type", "clone"}
 _SHAPES = {"view", "reshape", "flatten", "unflatten", "__getitem__"}
 _QUERIES = {"__get__", "size", "dim", "numel", "is_floating_point", "__len__"}
-_OPS = {
-    "__truediv__": "div",
-    "true_divide": "div",
-    **{f"{prefix}{n}__": n for n in ("add", "sub", "mul") for prefix in ("__", "__i")},
-    **{n: n for n in ("add", "sub", "mul", "div", "tanh")},
-}
-_SWAPPED = {"__radd__": "add", "__rmul__": "mul"}
+_OPS = {"tanh": "tanh", "div": "div", "__truediv__": "div"}
+for _name in ("add", "mul"):
+    _OPS.update(dict.fromkeys((_name, f"__{_name}__", f"__r{_name}__"), _name))
 
 
 class PendingLogits(torch.Tensor):
@@ -365,24 +295,17 @@ class PendingLogits(torch.Tensor):
     """
 
     layer: LinearCrossEntropy
-    hidden: torch.Tensor  # [*rows, in_features]
+    hidden: T  # [*rows, in_features]
     ops: Ops  # done to the logits since
 
     @staticmethod
-    def of(
-        layer: LinearCrossEntropy, hidden: torch.Tensor, ops: Ops = ()
-    ) -> "PendingLogits":
+    def of(layer: LinearCrossEntropy, hidden: T, ops: Ops = ()) -> "PendingLogits":
         """The logits of hidden states ``[*rows, in_features]``."""
         shape = *hidden.shape[:-1], layer.out_features
         zero = torch.zeros((), dtype=hidden.dtype, device=hidden.device)
         out = zero.expand(shape).as_subclass(PendingLogits)
         out.layer, out.hidden, out.ops = layer, hidden, ops
         return out
-
-    def losses(self, target: torch.Tensor, ignore_index: int) -> torch.Tensor:
-        """The cross-entropy of each row."""
-        target = torch.where(target == ignore_index, self.layer.ignore_index, target)
-        return self.layer(self.hidden, target, self.ops)
 
     @classmethod
     def __torch_function__(
@@ -392,55 +315,72 @@ class PendingLogits(torch.Tensor):
         if name in _QUERIES:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        x = args[0] if args and isinstance(args[0], PendingLogits) else None
-        if name in _SAME and x is not None:
-            return x
-        if name in _SHAPES and x is not None:
-            hidden = x._reshaped(func, args[1:], kwargs)
-            if hidden is not None:
-                return PendingLogits.of(x.layer, hidden, x.ops)
-        if len(args) == 2 and not kwargs and x is None and name in ("add", "mul"):
-            args = args[::-1]
-            x = args[0]
-        name = _OPS.get(name) or _SWAPPED.get(name)
-        if x is not None and name and len(args) <= 2 and not kwargs:
-            other = x._constant(*args[1:])
-            if (other is None) == (name == "tanh") and other is not NotImplemented:
-                return PendingLogits.of(x.layer, x.hidden, (*x.ops, (name, other)))
-        raise Refused(
-            f"The model computes {getattr(func, '__name__', func)} of its logits, "
-            "which its chunked head does not have in memory at once.",
-            module="LinearCrossEntropy",
-            remedy="Leave opacus_ext.layers.chunked_head away.",
-        )
+        x, found = args[0] if args else None, None
+        if not isinstance(x, PendingLogits):
+            pass
+        elif func is F.cross_entropy:
+            found = x._losses(*args[1:], **kwargs)
+        elif name in _SAME:
+            found = x
+        elif name in _SHAPES:
+            found = x._reshaped(func, args[1:], kwargs)
+        elif name in _OPS and not kwargs:
+            found = x._done(_OPS[name], *args[1:])
+        if found is None:
+            raise Refused(
+                f"The model computes {getattr(func, '__name__', func)} of its logits, "
+                "which its chunked head does not have in memory at once.",
+                module="LinearCrossEntropy",
+                remedy="Leave opacus_ext.layers.chunked_head away.",
+            )
+        return found
 
-    def _constant(self, other: Any = None) -> Any:
-        """A number, or one for each column; NotImplemented for anything else."""
-        if other is None or isinstance(other, (int, float)):
-            return other
-        if isinstance(other, PendingLogits) or other.requires_grad or is_batched(other):
-            return NotImplemented
-        each = other.shape[-1:] == (self.layer.out_features,)
-        if other.numel() == 1:
-            return float(other)
-        alone = each and other.numel() == self.layer.out_features
-        return other.flatten() if alone else NotImplemented
+    def _losses(
+        self,
+        target: T,
+        weight: T | None = None,
+        ignore_index: int = -100,
+        reduction: str = "mean",
+        **others: Any,
+    ) -> T | None:
+        """The cross-entropy of rows ``[N, V]``; None with weights or smoothing."""
+        plain = weight is None and not any(others.values()) and reduction != "mean"
+        if not plain or self.dim() != 2:
+            return None
+        target = torch.where(target == ignore_index, self.layer.ignore_index, target)
+        losses = self.layer(self.hidden, target, self.ops)
+        return losses if reduction == "none" else losses.sum()
+
+    def _done(self, name: str, other: Any = None) -> Optional["PendingLogits"]:
+        """Logits after an op with a number, or with one for each column."""
+        if isinstance(other, torch.Tensor):
+            alone = other.numel() == other.shape[-1:].numel() == self.layer.out_features
+            fixed = not (other.requires_grad or is_batched(other))
+            if not fixed or not (alone or other.numel() == 1):
+                return None
+            other = other.flatten() if alone else float(other)
+        if (other is None) != (name == "tanh"):
+            return None
+        return PendingLogits.of(self.layer, self.hidden, (*self.ops, (name, other)))
 
     def _reshaped(
         self, func: Callable, args: tuple, kwargs: dict
-    ) -> Optional[torch.Tensor]:
-        """The hidden states in the shape of the logits; None if that takes a part."""
+    ) -> Optional["PendingLogits"]:
+        """The logits in another shape; None if that takes a part of a row."""
         with torch._C.DisableTorchFunctionSubclass():
             shape = self.shape
         like = func(torch.empty(shape, device="meta"), *args, **kwargs)
         if func.__name__ == "__getitem__":
             hidden = func(self.hidden, *args, **kwargs)
+        elif self.hidden.shape[:-1].numel() == like.shape[:-1].numel():
+            hidden = self.hidden.reshape(*like.shape[:-1], -1)
         else:
-            lead = self.hidden.shape[:-1].numel() == like.shape[:-1].numel()
-            hidden = self.hidden.reshape(*like.shape[:-1], -1) if lead else None
+            return None
         widths = (self.layer.out_features, self.layer.in_features)
-        fits = hidden is not None and hidden.dim() == like.dim() > 0
-        return hidden if fits and (like.shape[-1], hidden.shape[-1]) == widths else None
+        fits = hidden.dim() == like.dim() > 0
+        if not fits or (like.shape[-1], hidden.shape[-1]) != widths:
+            return None
+        return PendingLogits.of(self.layer, hidden, self.ops)
 
 
 def chunked_head(model: nn.Module) -> nn.Module:

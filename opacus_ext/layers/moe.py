@@ -19,6 +19,8 @@ from opacus_ext.grad_sample.parallel.sharding import is_experts
 from opacus_ext.grad_sample.rules.experts import experts_interface
 from opacus_ext.refused import Refused
 
+T = torch.Tensor
+
 
 class Experts(nn.Module):
     """
@@ -43,7 +45,7 @@ class Experts(nn.Module):
         num_experts: int,
         gated: bool = False,
         bias: bool = False,
-        activation: Callable[[torch.Tensor], torch.Tensor] = F.gelu,
+        activation: Callable[[T], T] = F.gelu,
     ):
         super().__init__()
         self.num_experts, self.has_gate, self.has_bias = num_experts, gated, bias
@@ -58,13 +60,11 @@ class Experts(nn.Module):
                     self, f"{key}_bias", nn.Parameter(torch.zeros(num_experts, out))
                 )
 
-    def _apply_gate(self, x: torch.Tensor) -> torch.Tensor:
+    def _apply_gate(self, x: T) -> T:
         gate, up = x.chunk(2, dim=-1)
         return self.act_fn(gate) * up
 
-    def forward(
-        self, x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
-    ) -> torch.Tensor:
+    def forward(self, x: T, index: T, weights: T) -> T:
         """
         Args:
             x: ``[tokens, width]``
@@ -78,11 +78,7 @@ class Experts(nn.Module):
         return experts_interface(self, x, index, weights)
 
 
-def balancing_loss(
-    probabilities: torch.Tensor,
-    index: torch.Tensor,
-    mask: Optional[torch.Tensor] = None,
-) -> torch.Tensor:
+def balancing_loss(probabilities: T, index: T, mask: T | None = None) -> T:
     """
     Measures how unevenly each sample uses the experts, from 1 to their number.
     One term a sample, so that it can be added to the per-sample losses; the paper
@@ -116,7 +112,7 @@ def balancing_loss(
     return size * (share * (probabilities * keep).sum(1) / count).sum(1)
 
 
-def load_entropy(index: torch.Tensor, num_experts: int) -> torch.Tensor:
+def load_entropy(index: T, num_experts: int) -> T:
     """
     Entropy, in nats, of the share of tokens that each expert gets: ``log(num_experts)``
     if evenly, 0 if one expert gets all of them, so a collapse shows as a fall. It is a
@@ -156,37 +152,55 @@ class _FeedForward(nn.Module):
 
     # Attributes that a forward sets for what is around it, and that it never reads.
     transient = ("balancing", "chosen")
+    capacity: Optional[int] = None
 
-    def __init__(self, width: int, num_experts: int, jitter: float, experts: Experts):
+    def __init__(self, width: int, experts: Experts, top_k: int):
         super().__init__()
-        if not 0 <= jitter < 1:
+        if not 1 <= top_k <= experts.num_experts:
             raise Refused(
-                f"jitter must be in [0, 1), got {jitter}.", parameter="jitter"
+                f"top_k must be in 1 ... {experts.num_experts}, got {top_k}.",
+                parameter="top_k",
             )
-        self.router = nn.Linear(width, num_experts, bias=False)
-        self.experts = experts
-        self.jitter = jitter
-        self.balancing: Optional[torch.Tensor] = None
-        self.chosen: Optional[torch.Tensor] = None
+        self.router = nn.Linear(width, experts.num_experts, bias=False)
+        self.experts, self.top_k = experts, top_k
+        self.balancing: T | None = None
+        self.chosen: T | None = None
 
     def __getstate__(self) -> Dict[str, Any]:
         # A tensor of autograd's graph can't be copied.
         return {**self.__dict__, "balancing": None, "chosen": None}
 
-    def route(self, x: torch.Tensor) -> torch.Tensor:
+    def route(self, x: T) -> T:
         """Router probabilities ``[B, T, experts]``, in float32 or wider."""
-        if self.training and self.jitter:
-            noise = torch.empty_like(x).uniform_(1 - self.jitter, 1 + self.jitter)
-            x = x * noise
-        logits = self.router(x)
-        return logits.softmax(-1, dtype=torch.promote_types(x.dtype, torch.float32))
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        return self.router(x).softmax(-1, dtype=dtype)
 
-    def run(
-        self, x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
-    ) -> torch.Tensor:
+    def weigh(self, chosen: T) -> T:
+        """Weights of experts with probabilities ``[B, T, choices]``."""
+        return chosen
+
+    def run(self, x: T, index: T, weights: T) -> T:
         """Sends ``x`` through the experts ``index`` ``[B, T, choices]``."""
         rows = (y.flatten(0, 1) for y in (x, index, weights.to(x)))
         return self.experts(*rows).view_as(x)
+
+    def forward(self, x: T, mask: T | None = None) -> T:
+        """
+        Args:
+            x: ``[B, T, width]``
+            mask: which tokens are real, ``[B, T]``; others take no capacity and get
+                zero
+        """
+        probabilities, size = self.route(x), self.experts.num_experts
+        chosen, index = probabilities.topk(self.top_k, dim=-1)
+        if mask is not None:
+            index = index.masked_fill(~mask.bool()[..., None], size)
+        self.chosen = index
+        self.balancing = balancing_loss(probabilities, index, mask)
+        if self.capacity is not None:
+            place = F.one_hot(index[..., 0], size + 1).cumsum(dim=1).gather(2, index)
+            index = index.masked_fill(place > self.capacity, size)
+        return self.run(x, index, self.weigh(chosen))
 
 
 class SwitchFeedForward(_FeedForward):
@@ -200,12 +214,9 @@ class SwitchFeedForward(_FeedForward):
         capacity: most tokens of one sequence that an expert takes; the later ones are
             dropped (their output is zero). None: no bound. It is counted in each
             sequence: counted over the batch, one sample would drop another's tokens
-        jitter: in training the router's input is multiplied by uniform noise from
-            ``[1 - jitter, 1 + jitter]``
-        activation: applied inside an expert
 
     Raises:
-        Refused: if jitter or capacity is out of range
+        Refused: if capacity is out of range
 
     Source:
         Fedus, Zoph, Shazeer 2022, as in DP mixture of experts.
@@ -218,16 +229,11 @@ class SwitchFeedForward(_FeedForward):
     """
 
     def __init__(
-        self,
-        width: int,
-        hidden: int,
-        num_experts: int,
-        capacity: Optional[int] = None,
-        jitter: float = 0.0,
-        activation: Callable[[torch.Tensor], torch.Tensor] = F.relu,
+        self, width: int, hidden: int, num_experts: int, capacity: Optional[int] = None
     ):
-        experts = Experts(width, hidden, num_experts, activation=activation)
-        super().__init__(width, num_experts, jitter, experts)
+        super().__init__(
+            width, Experts(width, hidden, num_experts, activation=F.relu), 1
+        )
         if capacity is not None and capacity < 1:
             raise Refused(
                 f"capacity must be positive or None, got {capacity}.",
@@ -235,45 +241,20 @@ class SwitchFeedForward(_FeedForward):
             )
         self.capacity = capacity
 
-    def forward(
-        self, x: torch.Tensor, mask: Optional[torch.Tensor] = None
-    ) -> torch.Tensor:
-        """
-        Args:
-            x: ``[B, T, width]``
-            mask: which tokens are real, ``[B, T]``; others take no capacity and get
-                zero
-        """
-        probabilities = self.route(x)
-        weight, index = probabilities.max(dim=-1)
-        size = self.experts.num_experts
-        if mask is not None:
-            index = index.masked_fill(~mask.bool(), size)
-        self.chosen = index[..., None]
-        self.balancing = balancing_loss(probabilities, self.chosen, mask)
-        if self.capacity is not None:
-            place = F.one_hot(index, size + 1).cumsum(dim=1)
-            place = place.gather(2, index[..., None]).squeeze(2)
-            index = index.masked_fill(place > self.capacity, size)
-        return self.run(x, index[..., None], weight[..., None])
-
 
 class TopKFeedForward(_FeedForward):
     """
-    Every token goes to the ``top_k`` experts of highest probability, weighted with
-    their probabilities, which are made to sum to one (Mixtral's layer).
+    Every token goes to the ``top_k`` gated experts of highest probability, weighted
+    with their probabilities, which are made to sum to one (Mixtral's layer).
 
     Args:
         width: features of a token
         hidden: features inside an expert
         num_experts: number of experts
         top_k: experts a token
-        gated: see :class:`Experts`
-        jitter: see :class:`SwitchFeedForward`
-        activation: applied inside an expert
 
     Raises:
-        Refused: if jitter or top_k is out of range
+        Refused: if top_k is out of range
 
     Example:
         >>> import torch
@@ -282,40 +263,13 @@ class TopKFeedForward(_FeedForward):
         torch.Size([2, 5, 8])
     """
 
-    def __init__(
-        self,
-        width: int,
-        hidden: int,
-        num_experts: int,
-        top_k: int = 2,
-        gated: bool = True,
-        jitter: float = 0.0,
-        activation: Callable[[torch.Tensor], torch.Tensor] = F.silu,
-    ):
-        experts = Experts(width, hidden, num_experts, gated, activation=activation)
-        super().__init__(width, num_experts, jitter, experts)
-        if not 1 <= top_k <= num_experts:
-            raise Refused(
-                f"top_k must be in 1 ... {num_experts}, got {top_k}.", parameter="top_k"
-            )
-        self.top_k = top_k
+    def __init__(self, width: int, hidden: int, num_experts: int, top_k: int = 2):
+        experts = Experts(width, hidden, num_experts, gated=True, activation=F.silu)
+        super().__init__(width, experts, top_k)
 
-    def forward(
-        self, x: torch.Tensor, mask: Optional[torch.Tensor] = None
-    ) -> torch.Tensor:
-        """
-        Args:
-            x: ``[B, T, width]``
-            mask: which tokens are real, ``[B, T]``; others get zero
-        """
-        probabilities = self.route(x)
-        weights, index = probabilities.topk(self.top_k, dim=-1)
-        weights = weights / weights.sum(-1, keepdim=True)
-        if mask is not None:
-            index = index.masked_fill(~mask.bool()[..., None], self.experts.num_experts)
-        self.chosen = index
-        self.balancing = balancing_loss(probabilities, index, mask)
-        return self.run(x, index, weights)
+    def weigh(self, chosen: T) -> T:
+        """Weights of experts with probabilities ``[B, T, choices]``."""
+        return chosen / chosen.sum(-1, keepdim=True)
 
 
 def freeze_routers(model: nn.Module) -> List[str]:
@@ -333,13 +287,12 @@ def freeze_routers(model: nn.Module) -> List[str]:
         >>> freeze_routers(SwitchFeedForward(8, 16, num_experts=4))
         ['router.weight']
     """
-    routers = set()
+    routers = []
     for module in model.modules():
         children = dict(module.named_children())
         if "experts" in children or any(is_experts(c) for c in children.values()):
-            routers |= {children[n] for n in ("router", "gate") if n in children}
-    names = {p: n for n, p in model.named_parameters()}
-    frozen = [p for router in routers for p in router.parameters() if p in names]
+            routers += [children[n] for n in ("router", "gate") if n in children]
+    frozen = {p for router in routers for p in router.parameters()}
     if not frozen:
         raise Refused(
             "No router found: none of the modules has a child named router or gate "
@@ -348,4 +301,4 @@ def freeze_routers(model: nn.Module) -> List[str]:
         )
     for p in frozen:
         p.requires_grad_(False)
-    return sorted({names[p] for p in frozen})
+    return sorted(name for name, p in model.named_parameters() if p in frozen)

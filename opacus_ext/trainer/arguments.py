@@ -33,7 +33,6 @@ class PrivacyArguments:
             registered
         grad_sample_mode: "auto", "ghost_bk", "ghost", "scan" or "hooks"
         accountant: "prv_bounds", "prv" or "rdp" ("gdp" of Opacus can report too little)
-        poisson_sampling: False shuffles, which no accountant covers
         log_loss: logs the training loss, which is not private
         monitor: "private" logs clipping and gradient norms by
             :class:`opacus_ext.monitor.Monitor`, within the same epsilon; "off" logs
@@ -57,7 +56,6 @@ class PrivacyArguments:
     clipping: str = _field("flat", "flat, automatic, normalized or per_layer")
     grad_sample_mode: str = _field("auto", "auto, ghost_bk, ghost, scan or hooks")
     accountant: str = _field("prv", "prv_bounds, prv or rdp")
-    poisson_sampling: bool = _field(True, "False shuffles, for which nothing is proven")
     log_loss: bool = _field(True, "log the training loss, which is not private")
     monitor: str = _field("off", "log clipping and norms: private or off")
     privacy_seed: Optional[int] = _field(None, "of noise and batches, for tests")
@@ -83,10 +81,3 @@ class PrivacyArguments:
                     parameter=name,
                     remedy="Give one of these.",
                 )
-        if not self.poisson_sampling and self.target_epsilon is not None:
-            raise Refused(
-                "No target_epsilon can be kept with poisson_sampling=False: "
-                "accountants know Poisson sampling alone.",
-                parameter="poisson_sampling",
-                remedy="Give noise_multiplier.",
-            )

@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, Iterable, Mapping, NamedTuple
+from typing import Any, Callable, NamedTuple
 
-from torch.utils.data import IterableDataset
-from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
+from transformers import Trainer, TrainingArguments
 
 from opacus_ext.refused import Refused
 
 
 def _is_on(value: Any, args: Any) -> bool:
     return not (value is None or value is False or value in ("", "no", [], {}))
-
-
-def _has_no_length(value: Any, args: Any) -> bool:
-    if value is None:
-        return False
-    return isinstance(value, IterableDataset) or not (
-        hasattr(value, "__len__") and len(value)
-    )
 
 
 class Argument(NamedTuple):
@@ -39,6 +30,7 @@ class Argument(NamedTuple):
     is_refused: Callable[[Any, Any], bool] = _is_on
 
 
+_NOT_ONE_BY_ONE = "so they can't be clipped one by one"
 ARGUMENTS = (
     Argument(
         "fp16",
@@ -46,10 +38,7 @@ ARGUMENTS = (
         "Use bf16=True or float32.",
     ),
     Argument("torch_compile", "compiles a model that runs samples by themselves"),
-    Argument(
-        "use_liger_kernel",
-        "puts fused layers and losses over the whole batch in the place of the model's",
-    ),
+    Argument("use_liger_kernel", "puts kernels over the whole batch into the model"),
     Argument(
         "neftune_noise_alpha",
         "scales its noise by the longest record of the batch, so records change each "
@@ -61,20 +50,7 @@ ARGUMENTS = (
         "Choose per_device_train_batch_size yourself: it is only what fits into "
         "memory, gradient_accumulation_steps make up for it.",
     ),
-    Argument("include_num_input_tokens_seen", "counts the tokens of private draws"),
     Argument("ignore_data_skip", "would draw batches again after resuming"),
-    Argument(
-        "data_seed",
-        "would make the draws known",
-        "PrivacyArguments(privacy_seed=...) is for tests.",
-    ),
-    Argument("debug", "looks into a forward pass of single samples"),
-    Argument("dataloader_drop_last", "has no meaning for batches that are drawn"),
-    Argument(
-        "dataloader_in_order",
-        "mixes the physical batches of logical ones",
-        is_refused=lambda value, args: value is False,
-    ),
     Argument("parallelism_config", "splits a model or sequence", "Use one process."),
     Argument("deepspeed", "computes gradients by itself", "Use one process."),
     Argument("fsdp", "computes gradients by itself", "Use one process."),
@@ -84,22 +60,6 @@ ARGUMENTS = (
         "Each record's is clipped to PrivacyArguments(per_sample_max_grad_norm=...); "
         "leave the other at its default.",
         lambda value, args: value not in (None, 0, 1.0),
-    ),
-    Argument(
-        "train_sampling_strategy",
-        "chooses batches by their records",
-        "Leave it out: batches are Poisson samples.",
-        lambda value, args: value != "random",
-    ),
-    Argument(
-        "optim",
-        "updates weights during the backward pass, or has modes that Opacus's "
-        "optimizer does not pass on",
-        'Use another, such as "adamw_torch".',
-        lambda value, args: any(
-            name in getattr(value, "value", value)
-            for name in ("lomo", "adalomo", "schedule_free", "layerwise")
-        ),
     ),
     Argument(
         "hub_strategy",
@@ -119,45 +79,32 @@ ARGUMENTS = (
         "Set CUDA_VISIBLE_DEVICES to one.",
         lambda value, args: value > 1,
     ),
+    # Of TRL's trainers.
+    Argument("packing", f"puts several records into one sequence, {_NOT_ONE_BY_ONE}"),
     Argument(
-        "train_dataset",
-        "is several data sets by name",
-        "Give one of them.",
-        lambda value, args: isinstance(value, Mapping),
+        "padding_free", f"puts a batch's records into one sequence, {_NOT_ONE_BY_ONE}"
     ),
     Argument(
-        "train_dataset",
-        "has no records that can be drawn by number: Poisson sampling needs a data set "
-        "with a length",
-        "Give one with __len__ and __getitem__, such as a list of records.",
-        _has_no_length,
+        "activation_offloading", f"moves what the batch has saved, {_NOT_ONE_BY_ONE}"
     ),
     Argument(
-        "data_collator",
-        "packs the records of a batch into one sequence, so they can't be clipped one "
-        "by one",
-        "Use one that pads, such as DataCollatorWithPadding.",
-        lambda value, args: isinstance(value, DataCollatorWithFlattening),
+        "loss_type",
+        "is not computed record by record",
+        'Use SFTTrainer with loss_type="nll".',
+        lambda value, args: value not in (None, "nll"),
     ),
 )
 
 # Trainer's own methods that are not public and are relied on here.
 _RELIED_ON = (
-    "_clip_grad_norm",
-    "_get_grad_norm",
-    "_save_optimizer_and_scheduler",
-    "_load_optimizer_and_scheduler",
-    "_save",
-    "_load_from_checkpoint",
-    "_load_best_model",
-    "_set_signature_columns_if_needed",
-)
+    "_clip_grad_norm _get_grad_norm _save_optimizer_and_scheduler _save "
+    "_load_optimizer_and_scheduler _load_from_checkpoint _load_best_model "
+    "_set_signature_columns_if_needed"
+).split()
 
 
-def refuse_arguments(
-    args: TrainingArguments, given: Mapping[str, Any], table: Iterable[Argument]
-) -> None:
-    """Refuses arguments that break privacy: those of ``args``, and Trainer's own."""
+def refuse_arguments(args: TrainingArguments) -> None:
+    """Refuses arguments that break privacy."""
     for name in _RELIED_ON:
         if not hasattr(Trainer, name):
             raise Refused(
@@ -165,18 +112,24 @@ def refuse_arguments(
                 "PrivateTrainer relies on.",
                 remedy="Use the version that it was tested with.",
             )
-    for argument in (*ARGUMENTS, *table):
-        name, value = argument.name, given.get(argument.name)
-        shown = f"{name} ({type(value).__name__})"
-        if hasattr(args, name):
-            value = getattr(args, name)
-            shown = f"{name}={getattr(value, 'value', value)!r}"
-        elif value is None:
-            continue
+    for argument in ARGUMENTS:
+        name, value = argument.name, getattr(args, argument.name, None)
         if argument.is_refused(value, args):
+            shown = f"{name}={getattr(value, 'value', value)!r}"
             raise Refused(
                 f"{shown} {argument.reason}.", parameter=name, remedy=argument.remedy
             )
+
+
+def refuse_data(dataset: Any) -> None:
+    """Refuses a data set without records that can be drawn by number."""
+    if dataset is not None and not (hasattr(dataset, "__len__") and len(dataset)):
+        raise Refused(
+            f"train_dataset ({type(dataset).__name__}) has no records that can be "
+            "drawn by number: Poisson sampling needs a data set with a length.",
+            parameter="train_dataset",
+            remedy="Give one with __len__ and __getitem__, such as a list of records.",
+        )
 
 
 def refuse_order(cls: type, private: type) -> None:

@@ -8,12 +8,12 @@ clipped, logged and saved.
 
 from __future__ import annotations
 
-import inspect
 import secrets
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from itertools import islice
-from typing import Any, Dict, Iterator, List, Mapping, Optional, Tuple, Union
+from typing import Any, Dict, Iterator, List, Optional, Tuple, Union
 
 import torch
 from torch import nn
@@ -25,19 +25,22 @@ from transformers.utils import find_labels
 from opacus_ext.data.logical import PhysicalBatch, derive_seed, logical_loader
 from opacus_ext.data.sampling import Poisson
 from opacus_ext.grad_sample.core.groups import Samples, samples_of
-from opacus_ext.losses import PerRecord
+from opacus_ext.losses import PerRecord, sample_loss
 from opacus_ext.misuse import check_delta, check_size
 from opacus_ext.monitor import Monitor
 from opacus_ext.private_training import PrivateTraining
 from opacus_ext.refused import Refused
 from opacus_ext.trainer.arguments import PrivacyArguments
 from opacus_ext.trainer.checkpoint import forget_state, read_state, write_state
-from opacus_ext.trainer.objectives import objective_of
 from opacus_ext.trainer.refusals import (
     refuse_arguments,
+    refuse_data,
     refuse_environment,
     refuse_order,
 )
+
+# Trainers whose loss is the model's own; TRL is not imported.
+_STOCK = "transformers.trainer.Trainer", "trl.trainer.sft_trainer.SFTTrainer"
 
 
 class _NoiseLog(TrainerCallback):
@@ -70,7 +73,7 @@ class PrivateTrainer(Trainer):
     The loss of a record is what ``compute_loss`` gives for it alone, as a batch of one
     (:func:`opacus_ext.clipped_grads`). An overridden one must keep nothing of the
     record. Another Trainer is made private by ``class Private(PrivateTrainer, Other)``;
-    of TRL's, SFTTrainer and DPOTrainer are supported. A model in a
+    of TRL's, SFTTrainer is supported. A model in a
     :class:`~opacus_ext.losses.PerRecord` is saved without it.
 
     A checkpoint has one more file, privacy.pt, with the accountant's history and the
@@ -122,15 +125,12 @@ class PrivateTrainer(Trainer):
                 remedy="Add privacy=PrivacyArguments(target_epsilon=8, "
                 "target_delta=1e-5), or what you need.",
             )
-        values = (*args, *kwargs.values())
-        chosen = next((x for x in values if isinstance(x, TrainingArguments)), None)
-        given = inspect.signature(super().__init__).bind(*args, **kwargs).arguments
-        given = {**given, **given.get("kwargs", {})}
-        if chosen is not None:
-            self._refuse(chosen, given)
+        for given in (*args, *kwargs.values()):
+            if isinstance(given, TrainingArguments):
+                refuse_arguments(given)
         super().__init__(*args, **kwargs)
-        if chosen is None:
-            self._refuse(self.args, given)
+        refuse_arguments(self.args)
+        refuse_data(self.train_dataset)
         if isinstance(self.model, PerRecord):
             self.model_accepts_loss_kwargs = False
             with self._inner_model():
@@ -138,7 +138,6 @@ class PrivateTrainer(Trainer):
                 if self.args.label_names is None:
                     self.label_names = find_labels(type(self.model))
                     self._signature_columns += self.label_names
-        self._objective = objective_of(type(self))(self)
         self.privacy = privacy
         self._training = PrivateTraining(
             privacy.accountant,
@@ -154,9 +153,6 @@ class PrivateTrainer(Trainer):
             delta, data = privacy.target_delta, self.train_dataset
             check_delta(self.engine, delta, data, "target_delta")
             check_size(self.engine, self.logical_batch_size, len(data))
-
-    def _refuse(self, args: TrainingArguments, given: Mapping[str, Any]) -> None:
-        refuse_arguments(args, given, objective_of(type(self)).refused)
 
     @contextmanager
     def _inner_model(self) -> Iterator[None]:
@@ -194,12 +190,11 @@ class PrivateTrainer(Trainer):
         of physical batches, make a logical batch.
         """
         stock = super().get_train_dataloader()
-        poisson, args = self.privacy.poisson_sampling, self.args
         batches = self._training.logical_batches(
-            self.sampling if poisson else self.logical_batch_size,
+            self.sampling,
             len(self.train_dataset),
-            args.per_device_train_batch_size,
-            args.gradient_accumulation_steps,
+            self.args.per_device_train_batch_size,
+            self.args.gradient_accumulation_steps,
         )
         return logical_loader(stock.dataset, batches, stock.collate_fn, stock)
 
@@ -229,8 +224,6 @@ class PrivateTrainer(Trainer):
         records = len(self.train_dataset)
         noise = training.choose_noise(sampling, records, lambda: self.state.max_steps)
         self.model.train()  # from_pretrained leaves it in evaluation mode
-        poisson = privacy.poisson_sampling
-        drawn = {"sampling": sampling} if poisson else {"poisson_sampling": False}
         training.make_private(
             self.model,
             optimizer,
@@ -240,11 +233,9 @@ class PrivateTrainer(Trainer):
             max_grad_norm=privacy.per_sample_max_grad_norm,
             clipping=privacy.clipping,
             grad_sample_mode=privacy.grad_sample_mode,
-            **drawn,
+            sampling=sampling,
         )
         self.optimizer = training.optimizer
-        # Where batches are shuffled, Opacus has int(N / steps).
-        self.optimizer.expected_batch_size = sampling.expected_batch_size
         self._monitor = None
         if privacy.monitor != "off":
             self._monitor = Monitor(self.engine, self.optimizer)
@@ -262,14 +253,6 @@ class PrivateTrainer(Trainer):
         ``num_items_in_batch`` records. Returns the share of the item in the logical
         batch's mean loss.
         """
-        if not isinstance(inputs, list) or not all(
-            isinstance(x, PhysicalBatch) for x in inputs
-        ):
-            raise Refused(
-                "PrivateTrainer trains on what its own get_train_dataloader draws, got "
-                f"{type(inputs).__name__}.",
-                remedy="Do not override it: change the data set or the collator.",
-            )
         optimizer = self._training.optimizer
         loss = torch.zeros((), device=self.args.device)
         for i, batch in enumerate(inputs):
@@ -283,13 +266,10 @@ class PrivateTrainer(Trainer):
 
     def _clip(self, model: nn.Module, batch: PhysicalBatch) -> torch.Tensor:
         """Leaves the clipped gradients of a physical batch. Returns the losses."""
-        training, objective = self._training, self._objective
-        samples: List[Samples] = []
+        training, samples = self._training, list[Samples]()
         if batch.records:  # without records the step is noise
             model.train()
-            inputs = dict(self._prepare_inputs(batch.inputs))
-            inputs = objective.prepare(model, inputs)
-            samples, size = samples_of(inputs, objective.take)
+            samples, size = samples_of(dict(self._prepare_inputs(batch.inputs)))
             if size != batch.records:
                 raise Refused(
                     f"data_collator made {size} samples of {batch.records} records.",
@@ -297,23 +277,28 @@ class PrivateTrainer(Trainer):
                     remedy="It must make one of each record, and not pack, chunk or "
                     "drop any.",
                 )
-            if objective.one_by_one:
-                rows = [(some, torch.arange(some.size).split(1)) for some in samples]
-                samples = [some.select(i) for some, each in rows for i in each]
-
-        def loss(record: Dict[str, Any]) -> torch.Tensor:
-            found = objective(model, record)
-            if not isinstance(found, torch.Tensor) or found.numel() != 1:
-                raise Refused(
-                    "The loss of a record is not one number.",
-                    parameter="compute_loss",
-                    remedy="compute_loss and compute_loss_func are called with one "
-                    "record, a batch of one: reduce over it.",
-                )
-            return found.reshape(())
-
         with self.compute_loss_context_manager():
+            loss = partial(self._record_loss, model)
             return training.hooks.clip(training.optimizer, samples, loss).detach()
+
+    def _record_loss(self, model: nn.Module, record: Dict[str, Any]) -> torch.Tensor:
+        """Returns the loss of a record, a batch of one."""
+        owner = next(c for c in type(self).__mro__ if "compute_loss" in vars(c))
+        # SFTTrainer's method computes numbers of the batch as well.
+        if f"{owner.__module__}.{owner.__qualname__}" not in _STOCK:
+            loss = self.compute_loss(model, record)
+        elif self.compute_loss_func is None and self.label_smoother is None:
+            loss = sample_loss(model, record)
+        else:
+            loss = Trainer.compute_loss(self, model, record)
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            raise Refused(
+                "The loss of a record is not one number.",
+                parameter="compute_loss",
+                remedy="compute_loss and compute_loss_func are called with one record, "
+                "a batch of one: reduce over it.",
+            )
+        return loss.reshape(())
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluates as ``Trainer``, and leaves the random numbers as they were."""
@@ -438,10 +423,7 @@ class PrivateTrainer(Trainer):
     def log(self, logs: Dict[str, float], start_time: Optional[float] = None) -> None:
         """Logs as ``Trainer``, with what has been spent."""
         if "loss" in logs or "train_runtime" in logs:
-            poisson = self.privacy.poisson_sampling
-            name = "epsilon" if poisson else "epsilon_if_poisson"
-            logs[name] = self.get_epsilon()
-            logs["delta"] = self.privacy.target_delta
+            logs.update(epsilon=self.get_epsilon(), delta=self.privacy.target_delta)
             if self._training.hooks is not None and self._monitor is not None:
                 logs.update(self._monitor.read())
             if not self.privacy.log_loss:

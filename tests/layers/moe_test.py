@@ -19,7 +19,7 @@ LAYERS = {
     "switch": lambda **k: SwitchFeedForward(6, 8, 4, **k),
     "capacity": lambda **k: SwitchFeedForward(6, 8, 4, capacity=2, **k),
     "top-2": lambda **k: TopKFeedForward(6, 8, 4, **k),
-    "top-3, plain": lambda **k: TopKFeedForward(6, 8, 5, 3, gated=False, **k),
+    "top-3": lambda **k: TopKFeedForward(6, 8, 5, 3, **k),
 }
 every_layer = pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS)
 
@@ -85,13 +85,6 @@ def test_capacity_drops_the_later_tokens_of_each_sequence():
     torch.testing.assert_close(layer(x), full(x) * kept[..., None])
 
 
-def test_jitter_in_training_only():
-    layer, x = SwitchFeedForward(6, 8, 4, jitter=0.5), torch.randn(2, 3, 6)
-    assert not torch.equal(layer.route(x), layer.route(x))
-    layer.eval()
-    assert torch.equal(layer.route(x), layer.route(x))
-
-
 def test_balancing_loss_of_known_loads():
     even = torch.full((1, 4, 4), 0.25)
     torch.testing.assert_close(
@@ -126,7 +119,7 @@ def test_chosen(make):
     mask = torch.arange(7) < torch.tensor([7, 4, 0])[:, None]
     layer(x, mask)
     p, size = layer.route(x), layer.experts.num_experts
-    expected = p.topk(getattr(layer, "top_k", 1), dim=-1).indices
+    expected = p.topk(layer.top_k, dim=-1).indices
     assert torch.equal(layer.chosen, expected.masked_fill(~mask[..., None], size))
 
 
@@ -172,7 +165,6 @@ def test_freeze_routers():
     "make, match",
     [
         (lambda: SwitchFeedForward(4, 4, 2, capacity=0), "capacity"),
-        (lambda: SwitchFeedForward(4, 4, 2, jitter=1.0), "jitter"),
         (lambda: TopKFeedForward(4, 4, 2, top_k=3), "top_k"),
     ],
 )
