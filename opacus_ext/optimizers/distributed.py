@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Dict, Optional
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from opacus_ext.grad_sample.parallel.group import ExpertGroup
 from opacus_ext.grad_sample.parallel.sharding import group_of
@@ -65,7 +66,7 @@ class _Distributed(Base):
                     "Some processes have another physical batch before the step, and "
                     "others have not.",
                     remedy=(
-                        "Where experts are spread over processes, choose "
+                        "Where parameters are spread over processes, choose "
                         "max_physical_batch_size so that all split alike, or none "
                         "splits."
                     ),
@@ -95,7 +96,7 @@ class _Distributed(Base):
 
     @staticmethod
     def _is_sharded(p: torch.nn.Parameter) -> bool:
-        return group_of(p) is not None
+        return group_of(p) is not None or isinstance(p, DTensor)
 
     @property
     def sensitivity(self) -> float:
@@ -105,7 +106,7 @@ class _Distributed(Base):
         given: Any = self.clipping_bound
         bounds = []
         for p, bound in zip(self.params, given):
-            bounds += [bound] * (self.world_size if self._is_sharded(p) else 1)
+            bounds += [bound] * (self.world_size if group_of(p) else 1)
         return self.clipping.at(bounds).sensitivity("add_or_remove_one")
 
     def add_noise(self) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Dict, List, Mapping, Optional, Sequence, 
 import torch
 from opacus.optimizers import DPOptimizer
 from opacus.optimizers.optimizer import _check_processed_flag, _mark_as_processed
+from torch.distributed.tensor import DTensor
 
 from opacus_ext.optimizers.banded import BandedNoise
 from opacus_ext.refused import Refused
@@ -160,7 +161,8 @@ class NoisyOptimizer(Base):
             entries = sum(p.numel() for p in self.params)
             std, grid = gaussian_grid(multiplier, bound, entries)
             for p in self.params:
-                p.summed_grad.copy_(release(p.summed_grad, std, grid))
+                total = _local(p.summed_grad)
+                total.copy_(release(total, std, grid))
         else:
             self._add_noise()
         for p in self.params:
@@ -182,7 +184,7 @@ class NoisyOptimizer(Base):
             self.correlated.begin(multiplier, [places[p] for p in params])
         small: Dict[tuple, list] = {}
         for p in filter(self._adds_noise, params):
-            total, generator = p.summed_grad, self._generator_of(p)
+            total, generator = _local(p.summed_grad), self._generator_of(p)
             if total.numel() <= _SMALL:
                 kind = total.device, total.dtype, id(generator)
                 small.setdefault(kind, []).append(p)
@@ -190,7 +192,7 @@ class NoisyOptimizer(Base):
                 noise = self._row([places[p]], total, total.shape, std, generator)
                 total.add_(noise)
         for members in small.values():
-            totals = [p.summed_grad for p in members]
+            totals = [_local(p.summed_grad) for p in members]
             sizes = [x.numel() for x in totals]
             at, generator = [places[p] for p in members], self._generator_of(members[0])
             noise = self._row(at, totals[0], (sum(sizes),), std, generator)
@@ -247,6 +249,11 @@ class NoisyOptimizer(Base):
             self.ahead += 1
         if self.correlated is not None:
             self.correlated.load_state_dict(noise)
+
+
+def _local(x: torch.Tensor) -> torch.Tensor:
+    """Returns this process's shard, which shares its memory; else the tensor itself."""
+    return x.to_local() if isinstance(x, DTensor) else x
 
 
 def _normal(

@@ -344,7 +344,8 @@ def register_hook(group: SampleGroup, func: Callable, x: T, hook: Callable) -> A
         return func(x, hook)
 
     def check(grad: T) -> None:
-        if hook(grad) is not None:
+        found = hook(grad)
+        if found is not None and found is not grad:
             raise Refused(
                 f"A hook on a tensor ({getattr(hook, '__name__', hook)}) changes the "
                 "gradient of an activation.",
