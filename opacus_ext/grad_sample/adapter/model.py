@@ -37,6 +37,7 @@ class ModelGroup(SampleGroup):
     def __init__(self, model: PrivateModel, size: int):
         super().__init__(model.params.values(), size)
         self.model, self.notes = model, Notes()
+        self.frees_parameters = model.frees_parameters
 
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: Any = None
@@ -75,6 +76,7 @@ class PrivateModel:
     record_type, reader_type = ForwardRecord, InputReader
     handles: Sequence[Any] = ()  # of hooks on modules
     is_shared_out = False  # True if processes have shares of its parameters
+    frees_parameters = False  # True if their memory is freed in the backward pass
 
     def __init__(
         self,

@@ -48,6 +48,7 @@ class BranchesDiffer(Exception):
 class SampleGroup(TorchFunctionMode):
     """Samples that run together; it records each use of the parameters ``params``."""
 
+    frees_parameters = False  # True if their memory is freed in the backward pass
     eager = True  # False in compiled code, which can't leave the vmap level
     is_batched = staticmethod(is_batched)
 

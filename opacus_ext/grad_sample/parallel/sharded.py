@@ -59,6 +59,7 @@ class Rounds:
     def __init__(self, units: Sequence[FSDPModule]):
         self.units, self.watching, self._inside = units, True, False
         self._tell = False  # True while the others wait for what this process says
+        self._begun = False  # True once a unit has run
         self._group = None
         if "gloo" not in dist.get_backend():  # as no device should wait for a number
             self._group = dist.new_group(backend="gloo")
@@ -104,6 +105,7 @@ class Rounds:
             self._tell = False
 
     def _before_unit(self, *args: Any) -> None:
+        self._begun = True
         if self._inside and self.watching and self.meet(0) & FAILED:
             raise FailedElsewhere
 
@@ -152,9 +154,8 @@ class Rounds:
 
     def reset(self) -> None:
         """Frees what a pass that failed has gathered, in all processes alike."""
-        self.watching = True
-        root = self.units[0]
-        if hasattr(root, "reset_iter_state"):
+        self.watching, root = True, self.units[0]
+        if self._begun and hasattr(root, "reset_iter_state"):  # torch 2.13
             root.reset_iter_state()
         for unit in self.units:
             unit.reshard()
@@ -240,7 +241,7 @@ class ShardedModel(PrivateModel):
     """A private model that ``fully_shard`` has sharded."""
 
     record_type, reader_type = ShardedForward, ShardedReader
-    is_shared_out = True
+    is_shared_out = frees_parameters = True
     inputs: ShardedReader
 
     def __init__(self, module: nn.Module, *args: Any, **kwargs: Any):
