@@ -25,7 +25,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from opacus_ext.grad_sample.adapter.forward import ForwardRecord, GroupOutputs
-from opacus_ext.grad_sample.adapter.inputs import InputReader, Inputs
+from opacus_ext.grad_sample.adapter.inputs import Call, InputReader, Inputs
 from opacus_ext.grad_sample.adapter.model import PrivateModel
 from opacus_ext.grad_sample.adapter.outputs import Returned
 from opacus_ext.grad_sample.core.clip import ClippedSum
@@ -38,7 +38,7 @@ from opacus_ext.refused import Refused
 T = torch.Tensor
 
 # What a process says when all meet: bits of a number, of which each is told the union.
-MORE, ALONE, TRIAL, READS, FAILED = 1, 2, 4, 8, 16
+MORE, ALONE, TRIAL, GRADIENTS, READS, FAILED = 1, 2, 4, 8, 16, 32
 
 
 class FailedElsewhere(BaseException):
@@ -70,7 +70,7 @@ class Rounds:
 
     def meet(self, flags: int) -> int:
         """Returns the union of what all processes say."""
-        bits = torch.tensor([flags >> i & 1 for i in range(5)])
+        bits = torch.tensor([flags >> i & 1 for i in range(6)])
         try:
             dist.all_reduce(bits, dist.ReduceOp.MAX, group=self._group)
         except RuntimeError as error:
@@ -137,20 +137,18 @@ class Rounds:
         self.watching = bool(said & READS)
         return found
 
-    def try_out(self, trial: Callable[[], Any]) -> Any:
-        """Runs a trial that only this process needs; others :meth:`follow`."""
+    def try_out(self, trial: Callable[[int], Any], flags: int) -> Any:
+        """Runs a trial that this process needs; others :meth:`follow`."""
         while True:
-            self.meet(TRIAL)
-            try:
-                return self.run(trial, lambda: True)
-            except FailedElsewhere:
-                continue
-
-    def follow(self, zeros: Callable[[], Any]) -> None:
-        """Takes part in trials of others by a pass of its own, until none needs one."""
-        while self.meet(0) & TRIAL:
+            said = self.meet(flags)
             with suppress(FailedElsewhere):
-                self.run(zeros, lambda: True)
+                return self.run(partial(trial, said), lambda: True)
+
+    def follow(self, zeros: Callable[[int], Any]) -> None:
+        """Takes part in trials of others by a pass of its own, until none needs one."""
+        while (said := self.meet(0)) & TRIAL:
+            with suppress(FailedElsewhere):
+                self.run(partial(zeros, said), lambda: True)
 
     def reset(self) -> None:
         """Frees what a pass that failed has gathered, in all processes alike."""
@@ -227,14 +225,33 @@ class ShardedForward(ForwardRecord):
 class ShardedReader(InputReader):
     """Finds the samples; a process that needs no trial takes part in those of others."""
 
-    compares = False  # which takes backward passes
     rounds: Rounds
+    follows = False  # True while this process takes part in a trial of another
+    with_gradients = False  # True while a trial needs gradients
 
-    def read(self, call: Callable[[Any], Any], args: tuple, kwargs: dict) -> Inputs:
+    def read(self, call: Call, args: tuple, kwargs: dict) -> Inputs:
         """See :class:`~adapter.inputs.InputReader`."""
         inputs = super().read(call, args, kwargs)
-        self.rounds.follow(lambda: self.run(call, inputs.zeros(), True))
+
+        def zeros(said: int) -> None:
+            with torch.set_grad_enabled(bool(said & GRADIENTS)):
+                output = self.run(call, inputs.zeros())
+                if said & GRADIENTS:
+                    self.gradients(output)
+
+        self.follows = True
+        try:
+            self.rounds.follow(zeros)
+        finally:
+            self.follows = False
         return inputs
+
+    def _try_alone(self, *args: Any) -> Any:
+        self.with_gradients = True
+        try:
+            return super()._try_alone(*args)
+        finally:
+            self.with_gradients = False
 
 
 class ShardedModel(PrivateModel):
@@ -250,6 +267,7 @@ class ShardedModel(PrivateModel):
         self.rounds = self.inputs.rounds = Rounds(units)
         self.handles = self.rounds.handles
         self.gathered = gathered(module, units)
+        self.inputs.parameters = self.gathered.values
         self.state.also_holds(self.gathered.values())
         self.names.update({p: n for n, p in self.gathered.items()})
 
@@ -270,12 +288,24 @@ class ShardedModel(PrivateModel):
         with self.rounds.telling():
             return super().losses(*args)
 
-    def tried(
-        self, call: Callable[[Any], Any], inputs: Any, follows: bool = False
-    ) -> Any:
+    def tried(self, call: Call, inputs: Any) -> Any:
         """Tries a call, or follows the trial of another process."""
-        trial = partial(super().tried, call, inputs)
-        return trial() if follows else self.rounds.try_out(trial)
+        tried, reader = super().tried, self.inputs
+        if reader.follows:
+            return tried(call, inputs)
+
+        def with_gradients(inputs: Any) -> Any:
+            with torch.enable_grad():
+                output = call(inputs)
+            reader.gradients(output)
+            return output
+
+        def trial(said: int) -> Any:
+            more = said & GRADIENTS and not reader.with_gradients  # for another process
+            return tried(with_gradients if more else call, inputs)
+
+        said = TRIAL | GRADIENTS * reader.with_gradients
+        return self.rounds.try_out(trial, said)
 
     def run(self, forward: ShardedForward) -> None:
         """Runs all samples in rounds, as many as the process with the most needs."""
