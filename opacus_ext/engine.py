@@ -44,6 +44,9 @@ from opacus_ext.secure import SecureSource
 INDEPENDENT = "independent"  # noise of each step
 
 
+_DISTRIBUTED = (DPDDP, DDP, FSDPModule)  # models of several processes
+
+
 def with_secure_source(init: Callable) -> Callable:
     """``PrivacyEngine.__init__``, whose secure mode needs no torchcsprng."""
 
@@ -87,6 +90,11 @@ def with_sampling(make_private: Callable) -> Callable:
             sampling = sampling or _stock_sampling(kwargs["data_loader"])
         elif sampling is None:
             _check_drawn(**kwargs)
+            # Opacus's own loader leaves empty batches out, so that processes get out of
+            # step, and draws equal masks where they are seeded alike.
+            if isinstance(kwargs["module"], _DISTRIBUTED):
+                if kwargs.get("poisson_sampling", True):
+                    sampling = Poisson(sample_rate=1 / len(kwargs["data_loader"]))
         if sampling is None:
             made = make_private(self, **kwargs)
             count_whole(made[1], self.accountant)
@@ -119,6 +127,12 @@ def _correlated(
             parameter="noise",
             remedy="Give opacus_ext.optimizers.Banded(bands, steps), or leave it to "
             'make_private_with_epsilon(noise="banded") to choose one.',
+        )
+    if isinstance(kwargs["module"], FSDPModule):
+        raise Refused(
+            "Correlated noise is not drawn for models sharded by fully_shard.",
+            parameter="noise",
+            remedy="Leave noise out.",
         )
     if clipping == "adaptive":
         raise Refused(
@@ -161,7 +175,7 @@ def _refuse_insecure(
     own = _adds_own_noise(engine, clipping, grad_sample_mode)
     cases = (
         (
-            isinstance(module, (DDP, DPDDP, FSDPModule)),
+            isinstance(module, _DISTRIBUTED),
             "secure_mode",
             f"{type(module).__name__} of several processes has no secure mode.",
             "Train in one process, or without secure mode.",
@@ -276,7 +290,7 @@ def _with_drawn_batches(
     """
     module = kwargs["module"]
     _check_sampling(sampling, module, poisson_sampling)
-    distributed = isinstance(module, DPDDP)
+    distributed = isinstance(module, _DISTRIBUTED)
     records = count_records(data_loader.dataset)
     sampling.check(records, engine.accountant)
     sampler = getattr(data_loader, "batch_sampler", None)
@@ -327,14 +341,6 @@ def _check_sampling(sampling: Any, module: nn.Module, poisson_sampling: bool) ->
             f"{sampling} replaces it.",
             parameter="poisson_sampling",
             remedy="Leave one of them out.",
-        )
-    if isinstance(module, (DDP, FSDPModule)):
-        raise Refused(
-            f"{type(sampling).__name__} does not draw for {type(module).__name__}.",
-            parameter="sampling",
-            remedy="Leave sampling and noise out (Opacus's Poisson sampling draws in "
-            "each process), or use opacus.distributed."
-            "DifferentiallyPrivateDistributedDataParallel.",
         )
 
 

@@ -161,8 +161,7 @@ class NoisyOptimizer(Base):
             entries = sum(p.numel() for p in self.params)
             std, grid = gaussian_grid(multiplier, bound, entries)
             for p in self.params:
-                total = _local(p.summed_grad)
-                total.copy_(release(total, std, grid))
+                p.summed_grad.copy_(release(p.summed_grad, std, grid))
         else:
             self._add_noise()
         for p in self.params:

@@ -9,6 +9,7 @@ from typing import Any, Callable
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 from opacus_ext.grad_sample.adapter.forward import ForwardRecord
 from opacus_ext.grad_sample.adapter.model import PrivateModel
@@ -145,7 +146,9 @@ class Attachment:
         self.private, self.module = private, module
         # nn.Module calls this instead of its forward and hooks.
         self._before = vars(module).get("_compiled_call_impl")
-        vars(module)["_compiled_call_impl"] = functools.partial(private, module)
+        # DDP would wait for gradients that never come; its module computes the same.
+        inner = module.module if isinstance(module, DDP) else module
+        vars(module)["_compiled_call_impl"] = functools.partial(private, inner)
 
     def remove(self) -> None:
         """Restores the module's own calls."""
