@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from opacus_ext.grad_sample.parallel.group import ExpertGroup
+from opacus_ext.grad_sample.parallel.sharded import in_buckets
 from opacus_ext.grad_sample.parallel.sharding import group_of
 from opacus_ext.optimizers.optimizer import (
     ClippingOptimizer,
@@ -118,9 +119,12 @@ class _Distributed(Base):
             if self.loss_reduction == "mean":
                 p.grad /= self.world_size  # the expected batch size is one process's
 
-    def _sum_over_processes(self, p: torch.nn.Parameter, total: torch.Tensor) -> None:
-        if not self._is_sharded(p):
-            self._processes.sum(total)
+    def _sum_over_processes(self) -> None:
+        totals = [p.summed_grad for p in self.params if not self._is_sharded(p)]
+        for bucket in in_buckets(totals):
+            flat = torch.cat([x.flatten() for x in bucket])
+            parts = self._processes.sum(flat).split([x.numel() for x in bucket])
+            torch._foreach_copy_(bucket, [y.view_as(x) for x, y in zip(bucket, parts)])
 
 
 class DistributedHooksDPOptimizer(_Distributed, HooksDPOptimizer):

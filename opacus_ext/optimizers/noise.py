@@ -164,15 +164,15 @@ class NoisyOptimizer(Base):
                 p.summed_grad.copy_(release(p.summed_grad, std, grid))
         else:
             self._add_noise()
+        self._sum_over_processes()
         for p in self.params:
             total = p.summed_grad
-            self._sum_over_processes(p, total)
             total = total if total.shape == p.shape else total.view_as(p)
             p.grad = total.to(p.dtype)
             _mark_as_processed(p.summed_grad)
 
-    def _sum_over_processes(self, p: torch.nn.Parameter, total: torch.Tensor) -> None:
-        """Adds the sums of other processes, in place."""
+    def _sum_over_processes(self) -> None:
+        """Adds the sums of other processes to ``p.summed_grad``."""
 
     def _add_noise(self) -> None:
         multiplier = self.gradient_noise_multiplier

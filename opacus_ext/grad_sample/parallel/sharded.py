@@ -41,6 +41,9 @@ T = torch.Tensor
 MORE, ALONE, TRIAL, GRADIENTS, READS, FAILED = 1, 2, 4, 8, 16, 32
 
 
+_BUCKET = 25 * 2**20  # bytes that are summed together
+
+
 class FailedElsewhere(BaseException):
     """Raised in a pass that has failed in another process; no code should catch it."""
 
@@ -426,9 +429,13 @@ class ShardedSum(ClippedSum):
         self._add(at.pop(i) * factor if i in at else None for i in every)
 
     def _add(self, sums: Iterable[T | None]) -> None:
-        for i, (p, total) in enumerate(zip(self.shards, sums)):
-            new, old = reduced(p, total), self._sums[i]
-            self._sums[i] = new if old is None else old.add_(new)
+        places = iter(range(len(self.shards)))
+        totals = (_whole(p, total) for p, total in zip(self.shards, sums))
+        for bucket in in_buckets(totals):
+            own = [next(places) for _ in bucket]
+            for i, new in zip(own, reduced([self.shards[i] for i in own], bucket)):
+                old = self._sums[i]
+                self._sums[i] = new if old is None else old.add_(new)
 
     def sums(self) -> dict[str, T]:
         """Returns this process's shards of the clipped sums, by name."""
@@ -437,13 +444,54 @@ class ShardedSum(ClippedSum):
         return dict(zip(self.names, self._sums))
 
 
-def reduced(p: DTensor, total: T | None) -> DTensor:
-    """Sums over all processes, each of which keeps its shard of the sum."""
-    dtype = torch.promote_types(p.dtype, torch.float32)
-    local = p.to_local()
+def _whole(p: DTensor, total: T | None) -> T:
+    """Returns a sum in float32 or wider, as rounding it may exceed the noise."""
+    dtype, device = torch.promote_types(p.dtype, torch.float32), p.to_local().device
     if total is None:
-        total = torch.zeros(p.shape, dtype=dtype, device=local.device)
-    mesh = p.device_mesh
-    partial = [Partial()] * mesh.ndim
-    whole = DTensor.from_local(total.to(local.device, dtype), mesh, partial)
-    return whole.redistribute(mesh, p.placements)
+        return torch.zeros(p.shape, dtype=dtype, device=device)
+    return total.to(device, dtype)
+
+
+def in_buckets(tensors: Iterable[T]) -> Iterator[list[T]]:
+    """Yields tensors of one kind in a row, about 25 MB of them together, as DDP."""
+    bucket: list[T] = []
+    for x in tensors:
+        like = bucket[0] if bucket else x
+        full = sum(y.numel() * y.itemsize for y in bucket) >= _BUCKET
+        if bucket and (full or (x.dtype, x.device) != (like.dtype, like.device)):
+            yield bucket
+            bucket = []
+        bucket.append(x)
+    if bucket:
+        yield bucket
+
+
+def reduced(shards: Sequence[DTensor], totals: Sequence[T]) -> list[DTensor]:
+    """
+    Sums over all processes, each of which keeps its shards of the sums: by one
+    collective where all are cut along dim 0, as by default.
+    """
+    mesh = shards[0].device_mesh
+    plain = mesh.ndim == 1 and all(
+        p.placements == (Shard(0),) and p.device_mesh == mesh for p in shards
+    )
+    if not plain:
+        return [
+            DTensor.from_local(x, p.device_mesh, [Partial()] * p.device_mesh.ndim)
+            .redistribute(placements=p.placements)
+            for p, x in zip(shards, totals)
+        ]
+    count, rows = mesh.size(), []
+    for x in totals:
+        over = -len(x) % count
+        padded = torch.cat([x, x.new_zeros(over, *x.shape[1:])]) if over else x
+        rows.append(padded.reshape(count, -1))
+    whole = DTensor.from_local(torch.cat(rows, 1), mesh, [Partial()])
+    own = whole.redistribute(placements=[Shard(0)]).to_local()
+    found = []
+    for p, part in zip(shards, own.split([x.shape[1] for x in rows], dim=1)):
+        shape = p.to_local().shape
+        part = part.reshape(-1)[: shape.numel()].view(shape)
+        size = dict(shape=p.shape, stride=p.stride())
+        found.append(DTensor.from_local(part, mesh, p.placements, **size))
+    return found
