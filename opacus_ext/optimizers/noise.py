@@ -123,6 +123,10 @@ class NoisyOptimizer(Base):
         """Returns True if this process adds the noise of a parameter."""
         return True
 
+    def _draws_noise(self) -> bool:
+        """Returns True if this process draws random numbers for the noise."""
+        return True
+
     def _state_of_noise(self) -> Optional[int]:
         """
         A hash of the generator's state before this step; None if it draws no noise.
@@ -132,7 +136,7 @@ class NoisyOptimizer(Base):
         """
         if self.secure_mode or not self.noise_multiplier:
             return None
-        if not any(map(self._adds_noise, self.params)):
+        if not self._draws_noise():
             return None
         if self._check_skip_next_step(pop_next=False):
             return None
