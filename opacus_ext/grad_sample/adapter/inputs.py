@@ -384,7 +384,9 @@ class InputReader:
                 same.append(([y for y in outputs if y.dim()], grads))
         (outputs, grads), *others = same
         return grads is not None and all(
-            _same(y, outputs, 1e-5, 1e-8) and g is not None and _same(g, grads, 1e-3, 1e-5)
+            _same(y, outputs, 1e-5, 1e-8)
+            and g is not None
+            and _same(g, grads, 1e-3, 1e-5)
             for y, g in others
         )
 

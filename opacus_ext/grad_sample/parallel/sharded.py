@@ -117,28 +117,33 @@ class Rounds:
         Runs one pass. ``reads`` tells whether it has read values of the data, after
         which processes may differ; where none does, later passes need not be watched.
         """
-        if not self.watching:
-            self._tell = False
-            found = function()
-            self._tell = True
-            return found
-        self._inside = True
+        tell, self._tell, self._inside = self._tell, False, self.watching
         try:
             found = function()
-            said = self.meet(READS if reads() else 0)
-            if said & FAILED:
-                raise FailedElsewhere
+            self.finish(reads())
         except FailedElsewhere:
             self.reset()
+            self._tell = tell
             raise
         except BaseException:
-            self.meet(FAILED)
-            self.reset()
+            if self._inside:
+                self.meet(FAILED)
+                self.reset()
+                self._tell = tell
             raise
         finally:
             self._inside = False
-        self.watching = bool(said & READS)
+        self._tell = tell
         return found
+
+    def finish(self, reads: bool) -> None:
+        """Ends the forward pass, unless it has failed in another process."""
+        if self._inside:
+            said = self.meet(READS if reads else 0)
+            self._inside = False
+            if said & FAILED:
+                raise FailedElsewhere
+            self.watching = bool(said & READS)
 
     def try_out(self, trial: Callable[[int], Any], flags: int) -> Any:
         """Runs a trial that this process needs; others :meth:`follow`."""
@@ -178,6 +183,7 @@ class ShardedForward(ForwardRecord):
         return None
 
     def _keep(self, returned: Returned, some: GroupOutputs) -> None:
+        self.model.rounds.finish(self.read_data)
         if not self.nobody:
             super()._keep(returned, some)
             return
@@ -341,7 +347,9 @@ class ShardedModel(PrivateModel):
                     raise
                 forward.warn(why(error))
             todo.extendleft(left)
-        if not ran:  # nor will there be a backward pass, which would free what is gathered
+        if (
+            not ran
+        ):  # nor will there be a backward pass, which would free what is gathered
             forward.without_samples()
             self.rounds.reset()
 
@@ -354,7 +362,9 @@ class ShardedModel(PrivateModel):
             pairs = zip(form.leaves, form.by_sample)
             leaves = [x.new_zeros(1, *x.shape[1:]) if own else x for x, own in pairs]
             some = form._replace(leaves=leaves, size=1, rows=torch.arange(0))
-        run = partial(forward.alone, some, 0) if alone else partial(forward.at_once, some)
+        run = (
+            partial(forward.alone, some, 0) if alone else partial(forward.at_once, some)
+        )
         try:
             self.rounds.run(run, lambda: forward.read_data)
         finally:
@@ -365,9 +375,7 @@ class ShardedModel(PrivateModel):
         return partial(ShardedSum, self.gathered)
 
 
-def refuse_shards(
-    name: str, module: nn.Module, units: Sequence[FSDPModule]
-) -> None:
+def refuse_shards(name: str, module: nn.Module, units: Sequence[FSDPModule]) -> None:
     """Refuses parameters that are not sharded, or split within a sample's computation."""
     if not units or units[0] is not module:
         raise Refused(
@@ -477,8 +485,9 @@ def reduced(shards: Sequence[DTensor], totals: Sequence[T]) -> list[DTensor]:
     )
     if not plain:
         return [
-            DTensor.from_local(x, p.device_mesh, [Partial()] * p.device_mesh.ndim)
-            .redistribute(placements=p.placements)
+            DTensor.from_local(
+                x, p.device_mesh, [Partial()] * p.device_mesh.ndim
+            ).redistribute(placements=p.placements)
             for p, x in zip(shards, totals)
         ]
     count, rows = mesh.size(), []
