@@ -25,9 +25,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from opacus_ext import clipped_grads
 from opacus_ext.data import Poisson
 from opacus_ext.optimizers import Banded
-from tests.common import clipped_sum, make_private, oracle, trainable
+from tests.common import clipped_sum, make_private, norms_of, oracle, trainable
 from tests.neighbors.search import SLACK
 from tests.processes import refusal, run
 
@@ -369,6 +370,24 @@ def one_record_moves():
     return found
 
 
+def functional():
+    """``clipped_grads`` of a sharded model, with branches, and one by one."""
+    found = {}
+    for name in ("plain", "branches", "checkpoint"):
+        model = sharded(name)
+        for step, sizes in enumerate([[3, 2], [0, 4], [0, 0]]):
+            ids = batch_of(name, step, sum(sizes), False)["ids"]
+            got = clipped_grads(
+                lambda ids: losses_of(model, {"ids": ids})[0],
+                model,
+                ids.split(sizes)[dist.get_rank()],
+                BOUND,
+            )
+            sums = {n: x.full_tensor() for n, x in got.sums.items()}
+            found[name, step] = sums, got.norms, got.losses
+    return found
+
+
 def drawn():
     """What each process draws, seeded alike, by Opacus's loader and by a sampling."""
     found = []
@@ -458,6 +477,7 @@ def jobs(folder: str, processes: int):
             "saved": lambda: saved(folder),
             "mixed": mixed,
             "one record": one_record_moves,
+            "functional": functional,
             "drawn": drawn,
             "refusals": refusals,
         },
@@ -553,6 +573,19 @@ def test_mixed_precision(two):
 def test_one_record_moves_the_sum_by_its_bound(two):
     for found in two.of("one record"):
         assert all(0.5 < x <= 1 + SLACK for x in found), found
+
+
+def test_clipped_grads(two):
+    first, second = two.of("functional")
+    for (name, step), (sums, norms, losses) in first.items():
+        sizes = [[3, 2], [0, 4], [0, 0]][step]
+        model, batch = model_of(name), batch_of(name, step, sum(sizes), False)
+        grads = oracle(model, batch, losses_of)
+        for key, value in clipped_sum(grads, "flat", BOUND).items():
+            torch.testing.assert_close(sums[key], value, rtol=0, atol=1e-10)
+        of_all = torch.cat([norms, second[name, step][1]])
+        torch.testing.assert_close(of_all, norms_of(grads).to(of_all))
+        assert len(norms) == len(losses) == sizes[0]
 
 
 def test_processes_draw_one_batch(two):

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
+from opacus_ext.grad_sample.core.sharded import in_buckets
 from opacus_ext.grad_sample.parallel.group import ExpertGroup
-from opacus_ext.grad_sample.parallel.sharded import in_buckets
 from opacus_ext.grad_sample.parallel.sharding import group_of
 from opacus_ext.optimizers.optimizer import (
     ClippingOptimizer,

@@ -249,7 +249,7 @@ class PrivateTrainer(Trainer):
             **drawn,
         )
         self.optimizer = training.optimizer
-        # Where batches are shuffled, Opacus has int(N / steps). It is that of a process.
+        # Of this process. Where batches are shuffled, Opacus has int(N / steps).
         size = sampling.expected_batch_size / self.args.world_size
         self.optimizer.expected_batch_size = size
         self._monitor = None

@@ -388,7 +388,7 @@ def graph_of(roots: Iterable[T | GradientEdge]) -> tuple[list[T], bool]:
     nodes = list(nodes_of(roots))
     leaves = [node.variable for node in nodes if hasattr(node, "variable")]
     own = (node for node in nodes if isinstance(node, BackwardCFunction))
-    names = (type(node)._forward_cls.__module__ for node in own)
+    names = (getattr(node, "_forward_cls").__module__ for node in own)
     return leaves, not all(x.startswith("torch.distributed.fsdp") for x in names)
 
 

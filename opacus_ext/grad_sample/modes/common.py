@@ -14,8 +14,9 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from opacus_ext.grad_sample.adapter.forward import ForwardRecord
 from opacus_ext.grad_sample.adapter.model import PrivateModel
 from opacus_ext.grad_sample.core.dynamo import settings_of
+from opacus_ext.grad_sample.core.sharded import refuse_shards
 from opacus_ext.grad_sample.parallel.model import ParallelModel
-from opacus_ext.grad_sample.parallel.sharded import ShardedModel, refuse_shards
+from opacus_ext.grad_sample.parallel.sharded import ShardedModel
 from opacus_ext.grad_sample.parallel.sharding import find_group
 from opacus_ext.grad_sample.rules.embedding import refuse_embedding
 from opacus_ext.refused import Refused

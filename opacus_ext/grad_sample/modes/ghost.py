@@ -352,7 +352,7 @@ class Ghost(PrivateMode):
             return
         if self.private.is_shared_out:
             raise Refused(
-                "A loss of several forward passes, with parameters that are spread over "
+                "A loss of several forward passes, with parameters spread over "
                 "processes.",
                 module=self.private.describe(),
                 remedy="Compute it from one forward pass.",

@@ -14,9 +14,9 @@ from opacus_ext.grad_sample.core.groups import why
 from opacus_ext.grad_sample.core.two_passes import TwoPassSum
 from opacus_ext.grad_sample.factors import GradSample
 from opacus_ext.grad_sample.parallel import group as places
-from opacus_ext.grad_sample.parallel.group import ExpertGroup, ProcessFailure
+from opacus_ext.grad_sample.parallel.group import ExpertGroup
 from opacus_ext.grad_sample.parallel.sharding import find_group, group_of
-from opacus_ext.refused import Refused
+from opacus_ext.refused import ProcessFailure, Refused
 
 T = torch.Tensor
 
