@@ -214,10 +214,9 @@ class Case:
         return getattr(torch.optim, self.optimizer)(trainable(model).values(), lr=lr)
 
     def private(self, model: nn.Module, **kwargs: Any) -> Any:
-        given = dict(batch_size=6, max_grad_norm=self.bounds(model), **kwargs)
-        optimizer = self.plain_optimizer(model)
-        given = dict(given, clipping=self.clipping, optimizer=optimizer)
-        return make_private(model, self.mode, self.wrap, **given)
+        given = dict(batch_size=6, max_grad_norm=self.bounds(model))
+        given.update(clipping=self.clipping, optimizer=self.plain_optimizer(model))
+        return make_private(model, self.mode, self.wrap, **{**given, **kwargs})
 
 
 TWO = [
@@ -304,10 +303,11 @@ def saved(folder):
     state = {
         "model": get_model_state_dict(model),
         "optimizer": get_optimizer_state_dict(model, optimizer),
-        "accountant": private.engine.accountant.state_dict(),
-        "noise": private.optimizer.noise_state(),
     }
     dcp.save(state, checkpoint_id=f"{folder}/saved")
+    if dist.get_rank() == 0:
+        rest = private.engine.accountant.state_dict(), private.optimizer.noise_state()
+        torch.save(rest, f"{folder}/private.pt")
     return go_on(model, private)
 
 
@@ -320,20 +320,19 @@ def go_on(model, private):
 
 def loaded(folder):
     """Goes on from what another number of processes has saved."""
-    model = sharded("plain")
-    private = Case("plain", optimizer="Adam").private(model, noise_multiplier=1.0)
-    optimizer = private.optimizer.original_optimizer
+    model, case = sharded("plain"), Case("plain", optimizer="Adam")
+    optimizer = case.plain_optimizer(model)
     state = {
         "model": get_model_state_dict(model),
         "optimizer": get_optimizer_state_dict(model, optimizer),
-        "accountant": private.engine.accountant.state_dict(),
-        "noise": private.optimizer.noise_state(),
     }
     dcp.load(state, checkpoint_id=f"{folder}/saved")
     set_model_state_dict(model, state["model"])
     set_optimizer_state_dict(model, optimizer, state["optimizer"])
-    private.engine.accountant.load_state_dict(state["accountant"])
-    private.optimizer.repeat_noise(state["noise"])
+    private = case.private(model, optimizer=optimizer, noise_multiplier=1.0)
+    history, noise_state = torch.load(f"{folder}/private.pt")
+    private.engine.accountant.load_state_dict(history)
+    private.optimizer.repeat_noise(noise_state)
     return go_on(model, private)
 
 

@@ -159,6 +159,9 @@ class PrivateModel:
         """Makes a group for samples that run together."""
         return ModelGroup(self, size)
 
+    def reset(self) -> None:
+        """Called after a backward pass that has failed."""
+
     def sum_of(self, kind: type) -> Callable[..., Any]:
         """Returns the clipped sum of this model, for a mode that has this kind."""
         return kind

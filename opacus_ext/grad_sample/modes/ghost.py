@@ -267,8 +267,12 @@ class Ghost(PrivateMode):
         total = self._total(optimizer, losses.numel(), scale)
         sources = dependencies_of([losses])
         self._check(sources, losses)
-        with no_autocast():
-            self._add(total, sources, losses * scale)
+        try:
+            with no_autocast():
+                self._add(total, sources, losses * scale)
+        except BaseException:
+            self.private.reset()
+            raise
         for record in sources.records:
             record.mark_done()
         self._set_grads(optimizer, total)

@@ -190,6 +190,10 @@ class ShardedModel(PrivateModel):
             forward.without_samples()
             self.rounds.reset()
 
+    def reset(self) -> None:
+        """Frees what a pass that failed has gathered."""
+        self.rounds.reset()
+
     def sum_of(self, kind: type) -> Callable[..., ClippedSum]:
         """Returns the clipped sum of this model; all modes have the same."""
         return partial(ShardedSum, self.gathered)
