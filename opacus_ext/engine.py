@@ -38,6 +38,9 @@ from opacus_ext.secure import SecureSource
 INDEPENDENT = "independent"  # noise of each step
 
 
+_DISTRIBUTED = (DPDDP, DDP, FSDPModule)  # models of several processes
+
+
 def with_secure_source(init: Callable) -> Callable:
     """``PrivacyEngine.__init__``, whose secure mode needs no torchcsprng."""
 
@@ -77,6 +80,11 @@ def with_sampling(make_private: Callable) -> Callable:
             sampling = sampling or _stock_sampling(kwargs["data_loader"])
         elif sampling is None:
             _check_drawn(**kwargs)
+            # Opacus's own loader leaves empty batches out, so that processes get out of
+            # step, and draws equal masks where they are seeded alike.
+            if isinstance(kwargs["module"], _DISTRIBUTED):
+                if kwargs.get("poisson_sampling", True):
+                    sampling = Poisson(sample_rate=1 / len(kwargs["data_loader"]))
         if sampling is None:
             made = make_private(self, **kwargs)
             count_whole(made[1], self.accountant)
@@ -105,6 +113,12 @@ def _correlated(
             parameter="noise",
             remedy="Give opacus_ext.optimizers.Banded(bands, steps), or leave it to "
             'make_private_with_epsilon(noise="banded") to choose one.',
+        )
+    if isinstance(kwargs["module"], FSDPModule):
+        raise Refused(
+            "Correlated noise is not drawn for models sharded by fully_shard.",
+            parameter="noise",
+            remedy="Leave noise out.",
         )
     _refuse_noise_of_opacus(engine, "noise", **kwargs)
     return BandedNoise(noise)
@@ -142,7 +156,7 @@ def _refuse_insecure(
     **kwargs: Any,
 ) -> None:
     """Refuses what would draw noise or batches from another source in secure mode."""
-    if isinstance(module, (DDP, DPDDP, FSDPModule)):
+    if isinstance(module, _DISTRIBUTED):
         what = f"{type(module).__name__} of several processes"
     elif noise != INDEPENDENT:
         what = "Correlated noise"
@@ -227,7 +241,7 @@ def _with_drawn_batches(
     """``make_private`` with a loader that draws by ``sampling``."""
     module = kwargs["module"]
     _check_sampling(sampling, module, poisson_sampling)
-    distributed = isinstance(module, DPDDP)
+    distributed = isinstance(module, _DISTRIBUTED)
     records = count_records(data_loader.dataset)
     sampling.check(records)
     loader, sampler = data_loader, getattr(data_loader, "batch_sampler", None)
@@ -276,13 +290,6 @@ def _check_sampling(sampling: Any, module: nn.Module, poisson_sampling: bool) ->
             "replaces it.",
             parameter="poisson_sampling",
             remedy="Leave one of them out.",
-        )
-    if isinstance(module, (DDP, FSDPModule)):
-        raise Refused(
-            f"{type(sampling).__name__} does not draw for {type(module).__name__}.",
-            parameter="sampling",
-            remedy="Leave sampling and noise out, or use opacus.distributed."
-            "DifferentiallyPrivateDistributedDataParallel.",
         )
 
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 from typing import Any, Callable, Dict, Mapping, Optional
 
 import torch
+import torch.distributed as dist
 from opacus import PrivacyEngine
 from opacus.accountants.accountant import IAccountant
+from opacus.distributed import DifferentiallyPrivateDistributedDataParallel as DPDDP
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -55,6 +57,7 @@ class PrivateTraining:
         saved: the state of the checkpoint that the run goes on from, if there is one
     """
 
+    process = (0, 1)  # number of this process, and of all
     hooks: Any = None
     optimizer: Any = None
     noise: Optional[torch.Generator] = None
@@ -74,6 +77,13 @@ class PrivateTraining:
         self.noise_multiplier = noise_multiplier
         self.seed = self.draw = 0
 
+    def agreed(self, value: Any) -> Any:
+        """Returns the value that process 0 has."""
+        given = [value]
+        if self.process[1] > 1:
+            dist.broadcast_object_list(given)
+        return given[0]
+
     def get_epsilon(self, delta: Optional[float] = None) -> float:
         """Returns what has been spent, at ``target_delta`` or another delta."""
         return float(self.engine.get_epsilon(delta or self.target_delta))
@@ -84,7 +94,8 @@ class PrivateTraining:
         """Returns what draws the logical batches of the run."""
         generator = torch.Generator()
         self.sampler = Draws(sampling, records, generator)
-        order = {"items": items, "seed": self.seed, "first": self.draw}
+        order: Dict[str, Any] = {"items": items, "seed": self.seed, "first": self.draw}
+        order["process"] = self.process
         return LogicalBatches(self.sampler, generator, physical_batch_size, **order)
 
     def make_private(
@@ -107,6 +118,8 @@ class PrivateTraining:
         if self.saved is not None:
             self.noise.seed()
             self.engine.accountant.load_state_dict(self.saved["accountant"])
+        if self.process[1] > 1:
+            module = DPDDP(module)
         self.hooks, self.optimizer, *criterion, _ = self.engine.make_private(
             module=module,
             optimizer=optimizer,

@@ -47,6 +47,10 @@ class Refused(ValueError, RuntimeError):
         return _restored, (self.reason, self.module, self.parameter, self.remedy)
 
 
+class ProcessFailure(Refused):
+    """Raised for what went wrong in another process, or between processes."""
+
+
 def _restored(
     reason: str, module: Optional[str], parameter: Optional[str], remedy: Optional[str]
 ) -> Refused:

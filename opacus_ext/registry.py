@@ -364,7 +364,7 @@ def _check(
         if not (clipping == "adaptive" and grad_sample_mode == "hooks"):
             opacus.optimizers.get_optimizer_class(clipping, False, grad_sample_mode)
         if fresh:
-            common.refuse(module)
+            common.refuse(module, grad_sample_mode)
         params = [p for g in optimizer.param_groups for p in g["params"]]
         peft.refuse(module, params)
         if not any(p.requires_grad for p in params):

@@ -6,18 +6,14 @@ process, from the gradients of each sample alone by plain autograd.
 """
 
 import copy
-import datetime
 import os
 import time
-import traceback
-import warnings
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Callable, Dict, List, Optional
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from opacus.distributed import DifferentiallyPrivateDistributedDataParallel as DPDDP
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import nn
@@ -47,10 +43,10 @@ from tests.common import (
 from tests.neighbors.cases import setting
 from tests.neighbors.loops import physical
 from tests.neighbors.search import SLACK, Run, neighbors, norm_of_change
+from tests.processes import LATE, Group, Jobs, refusal, run
 
 MODES = ("ghost", "ghost_bk")  # of experts that are spread
 PLAIN = ("hooks", "ghost", "ghost_bk", "scan")  # of data parallelism alone
-LATE = 5  # seconds that the cases about lost processes wait
 
 
 # -- models ------------------------------------------------------------------------
@@ -396,15 +392,6 @@ def clipped(
 # -- what is not a comparison of weights ---------------------------------------------
 
 
-def refusal(call: Callable, *args: Any, **kwargs: Any) -> str:
-    """What kind of error a call ends in, and its message."""
-    try:
-        call(*args, **kwargs)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "not refused"
-
-
 def own_batch(step: int, sizes: List[int], name: str = "mixture") -> torch.Tensor:
     return batch_of(name, step, sum(sizes)).split(sizes)[dist.get_rank()]
 
@@ -735,93 +722,25 @@ OTHERS: Dict[int, Dict[str, Callable[[], Any]]] = {
     4: {"evaluation": evaluation},
 }
 CASES = {2: TWO, 4: FOUR}
-LAST = {2: {"late": late, "killed": killed}, 4: {}}
+LAST = {"late": late, "killed": killed}
 
 
 # -- groups of processes -----------------------------------------------------------
 
 
-@dataclass
-class Group:
-    """What the processes of a group have found, by case."""
-
-    size: int
-    found: List[Dict[str, Any]]
-    codes: List[Optional[int]] = field(default_factory=list)
-
-    def of(self, name: str) -> List[Any]:
-        """What each process has found in a case."""
-        for rank, found in enumerate(self.found):
-            if name not in found:
-                pytest.fail(f"process {rank} did not finish {name!r}: {found['error']}")
-        return [found[name] for found in self.found]
-
-
-def work(rank: int, size: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    found: Dict[str, Any] = {"error": "it was stopped"}
-    jobs = [(str(case), lambda case=case: train(case)) for case in CASES[size]]
-    jobs += OTHERS[size].items()
-    name = ""
-
-    def save():
-        torch.save(found, f"{folder}/{rank}.new")
-        os.replace(f"{folder}/{rank}.new", f"{folder}/{rank}.pt")
-
-    def join(number: int, seconds: float):
-        dist.init_process_group(
-            "gloo",
-            init_method=f"file://{folder}/meet{number}",
-            rank=rank,
-            world_size=size,
-            timeout=datetime.timedelta(seconds=seconds),
-        )
-
-    try:
-        join(0, 60)
-        for name, job in jobs:
-            found[name] = job()
-        dist.destroy_process_group()
-        for number, (name, job) in enumerate(LAST[size].items(), 1):
-            save()
-            join(number, LATE if name == "late" else 30)
-            found[name] = job()
-            dist.destroy_process_group()
-    except BaseException:
-        found["error"] = f"in {name!r}: {traceback.format_exc()}"
-    save()
-
-
-def run(size: int, folder: str, seconds: float = 400) -> Group:
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["opacus_ext", "opacus_ext.distributed"])
-    given = [(rank, size, folder) for rank in range(size)]
-    processes = [context.Process(target=work, args=args) for args in given]
-    for process in processes:
-        process.start()
-    end = time.time() + seconds
-    for process in processes:
-        process.join(max(0.0, end - time.time()))
-    codes = [process.exitcode for process in processes]
-    for process in processes:
-        process.kill()
-    found = []
-    for rank in range(size):
-        path = f"{folder}/{rank}.pt"
-        nothing = {"error": f"exit code {codes[rank]}"}
-        found.append(torch.load(path) if os.path.exists(path) else nothing)
-    return Group(size, found, codes)
+def jobs(processes: int) -> Jobs:
+    cases = {str(case): lambda case=case: train(case) for case in CASES[processes]}
+    return {**cases, **OTHERS[processes]}
 
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
-    return run(2, str(tmp_path_factory.mktemp("two")))
+    return run(2, str(tmp_path_factory.mktemp("two")), jobs, LAST)
 
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory):
-    return run(4, str(tmp_path_factory.mktemp("four")))
+    return run(4, str(tmp_path_factory.mktemp("four")), jobs)
 
 
 # -- tests -------------------------------------------------------------------------

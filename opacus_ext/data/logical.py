@@ -9,7 +9,7 @@ import hashlib
 import math
 import random
 from contextlib import contextmanager
-from typing import Any, Callable, Iterator, List, NamedTuple, Optional, Union
+from typing import Any, Callable, Iterator, List, NamedTuple, Optional, Tuple, Union
 
 import numpy as np
 import torch
@@ -22,12 +22,14 @@ from opacus_ext.deprecated import renamed
 class PhysicalBatch(NamedTuple):
     """
     The records of a logical batch that run together: their number, what the collator
-    made of them (None without records), and the number of the logical batch.
+    made of them (None without records), the number of the logical batch, and its number
+    of records in all processes.
     """
 
     records: int
     inputs: Any
     draw: int
+    drawn: int = 0
 
 
 __getattr__ = renamed(__name__, {"Part": "PhysicalBatch"})
@@ -37,6 +39,7 @@ class _Item(NamedTuple):
     numbers: List[List[int]]  # of records, by physical batch
     draw: int
     seed: int
+    drawn: int
 
 
 class LogicalBatches(Sampler):
@@ -55,6 +58,8 @@ class LogicalBatches(Sampler):
             first one has all that are left over, or those in front are empty
         seed: of all draws
         first: number of the first draw
+        process: number of this process and of all: each has its share of a batch, in
+            as many physical batches as the others
     """
 
     def __init__(
@@ -66,7 +71,9 @@ class LogicalBatches(Sampler):
         items: int,
         seed: int,
         first: int = 0,
+        process: Tuple[int, int] = (0, 1),
     ):
+        self.process = process
         self.draws, self.generator = draws, generator
         self.physical_batch_size, self.items = physical_batch_size, items
         self.seed, self.next = seed, first
@@ -80,14 +87,17 @@ class LogicalBatches(Sampler):
             draw, self.next = self.next, self.next + 1
             self.generator.manual_seed(derive_seed(self.seed, "draw", draw))
             drawn = np.array(next(draws), int)
+            rank, processes = self.process
+            most = math.ceil(len(drawn) / processes)
             # As Opacus's BatchMemoryManager splits them, but an empty one is one.
-            count = max(math.ceil(len(drawn) / self.physical_batch_size), 1)
-            split = [x.tolist() for x in np.array_split(drawn, count)]
+            count = max(math.ceil(most / self.physical_batch_size), 1)
+            split = [x.tolist() for x in np.array_split(drawn[rank::processes], count)]
             over = max(count - self.items + 1, 0)
             items = [split[:over], *([x] for x in split[over:])]
             items[1:1] = [[]] * (self.items - len(items))
             for i, numbers in enumerate(items):
-                yield _Item(numbers, draw, derive_seed(self.seed, "records", draw, i))
+                seed = derive_seed(self.seed, "records", draw, i, *[rank] * (rank > 0))
+                yield _Item(numbers, draw, seed, len(drawn))
 
 
 class _PhysicalBatches(Dataset):
@@ -102,16 +112,16 @@ class _PhysicalBatches(Dataset):
     def __getitems__(self, item: _Item) -> List[PhysicalBatch]:
         # Random records and masks are the same in whatever process and order.
         with _seeded(item.seed):
-            return [self._collated(numbers, item.draw) for numbers in item.numbers]
+            return [self._collated(x, item.draw, item.drawn) for x in item.numbers]
 
-    def _collated(self, numbers: List[int], draw: int) -> PhysicalBatch:
+    def _collated(self, numbers: List[int], *logical: int) -> PhysicalBatch:
         if not numbers:
-            return PhysicalBatch(0, None, draw)
+            return PhysicalBatch(0, None, *logical)
         if hasattr(self.dataset, "__getitems__"):
             records = self.dataset.__getitems__(numbers)
         else:
             records = [self.dataset[i] for i in numbers]
-        return PhysicalBatch(len(numbers), self.collate(records), draw)
+        return PhysicalBatch(len(numbers), self.collate(records), *logical)
 
 
 def logical_loader(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Dict, Optional
+from typing import TYPE_CHECKING, Any, Dict, Optional, Tuple
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Shard
 
+from opacus_ext.grad_sample.core.sharded import in_buckets
 from opacus_ext.grad_sample.parallel.group import ExpertGroup
 from opacus_ext.grad_sample.parallel.sharding import group_of
 from opacus_ext.optimizers.optimizer import (
@@ -25,8 +27,9 @@ else:
 class _Distributed(Base):
     """
     Sums the gradients of processes that have samples of their own. The noise of a
-    parameter is added once: by process 0 if all have the parameter, else (sharded
-    experts, see grad_sample/parallel) by the process that has it.
+    parameter is added once: by process 0 if all have the parameter, else (experts that
+    are spread, shards of FSDP2) by the process that has the share, from a seed that
+    process 0 draws in each step.
     """
 
     def __init__(self, *args: Any, **kwargs: Any):
@@ -35,7 +38,7 @@ class _Distributed(Base):
         self._processes = ExpertGroup()
         self._refuse_differences()
         self._seed = 0
-        self._generators: Dict[torch.device, torch.Generator] = {}
+        self._generators: Dict[Tuple[torch.device, int], torch.Generator] = {}
 
     def _refuse_differences(self) -> None:
         """Refuses settings that differ, as one process adds the noise for all."""
@@ -65,7 +68,7 @@ class _Distributed(Base):
                     "Some processes have another physical batch before the step, and "
                     "others have not.",
                     remedy=(
-                        "Where experts are spread over processes, choose "
+                        "Where parameters are spread over processes, choose "
                         "max_physical_batch_size so that all split alike, or none "
                         "splits."
                     ),
@@ -75,27 +78,43 @@ class _Distributed(Base):
     def _adds_noise(self, p: torch.nn.Parameter) -> bool:
         return self.rank == 0 or self._is_sharded(p)
 
+    def _draws_noise(self) -> bool:
+        return self.rank == 0  # or the seed of all shares
+
     def _generator_of(self, p: torch.nn.Parameter) -> Optional[torch.Generator]:
         if not self._is_sharded(p):
             return self.generator or self._generator_for(p.device)
-        if p.device not in self._generators:
-            generator = torch.Generator(p.device).manual_seed(self._seed)
-            self._generators[p.device] = generator
-        return self._generators[p.device]
+        key = p.device, self._share(p)
+        if key not in self._generators:
+            seed = (self._seed + (key[1] + 1) * 0x9E3779B97F4A7C15) % 2**63
+            self._generators[key] = torch.Generator(p.device).manual_seed(seed)
+        return self._generators[key]
+
+    def _share(self, p: torch.nn.Parameter) -> int:
+        """Returns the number of this process's share; copies of one have the same."""
+        if not isinstance(p, DTensor):
+            return self.rank
+        share = 0
+        for place, size, kind in zip(
+            p.device_mesh.get_coordinate(), p.device_mesh.shape, p.placements
+        ):
+            share = share * size + (place if isinstance(kind, Shard) else 0)
+        return share
 
     def _draw_seed(self) -> None:
-        """
-        Draws a seed for the noise of this process's share in one step. The shares of
-        different processes get different noise even if their generators are equal.
-        """
-        generator = self._generator_for(torch.device("cpu"))
-        draw = torch.randint(2**62, (1,), generator=generator, device=generator.device)
-        self._seed = (int(draw) + (self.rank + 1) * 0x9E3779B97F4A7C15) % 2**63
+        """Draws process 0's seed for the noise of all shares in one step."""
+        device = next(p.device for p in self.params if self._is_sharded(p))
+        draw = torch.zeros(1, dtype=torch.int64, device=device)
+        if self.rank == 0:
+            generator = self._generator_for(torch.device("cpu"))
+            kind: Any = dict(generator=generator, device=generator.device)
+            draw += torch.randint(2**62, (1,), **kind).to(device)
+        self._seed = int(self._processes.sum(draw))
         self._generators.clear()
 
     @staticmethod
     def _is_sharded(p: torch.nn.Parameter) -> bool:
-        return group_of(p) is not None
+        return group_of(p) is not None or isinstance(p, DTensor)
 
     @property
     def sensitivity(self) -> float:
@@ -105,7 +124,7 @@ class _Distributed(Base):
         given: Any = self.clipping_bound
         bounds = []
         for p, bound in zip(self.params, given):
-            bounds += [bound] * (self.world_size if self._is_sharded(p) else 1)
+            bounds += [bound] * (self.world_size if group_of(p) else 1)
         return self.clipping.at(bounds).sensitivity("add_or_remove_one")
 
     def add_noise(self) -> None:
@@ -117,9 +136,12 @@ class _Distributed(Base):
             if self.loss_reduction == "mean":
                 p.grad /= self.world_size  # the expected batch size is one process's
 
-    def _sum_over_processes(self, p: torch.nn.Parameter, total: torch.Tensor) -> None:
-        if not self._is_sharded(p):
-            self._processes.sum(total)
+    def _sum_over_processes(self) -> None:
+        totals = [p.summed_grad for p in self.params if not self._is_sharded(p)]
+        for bucket in in_buckets(totals):
+            flat = torch.cat([x.flatten() for x in bucket])
+            parts = self._processes.sum(flat).split([x.numel() for x in bucket])
+            torch._foreach_copy_(bucket, [y.view_as(x) for x, y in zip(bucket, parts)])
 
 
 class DistributedHooksDPOptimizer(_Distributed, HooksDPOptimizer):

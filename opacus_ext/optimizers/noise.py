@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Dict, List, Mapping, Optional, Sequence, 
 import torch
 from opacus.optimizers import DPOptimizer
 from opacus.optimizers.optimizer import _check_processed_flag, _mark_as_processed
+from torch.distributed.tensor import DTensor
 
 from opacus_ext.optimizers.banded import BandedNoise
 from opacus_ext.refused import Refused
@@ -122,6 +123,10 @@ class NoisyOptimizer(Base):
         """Returns True if this process adds the noise of a parameter."""
         return True
 
+    def _draws_noise(self) -> bool:
+        """Returns True if this process draws random numbers for the noise."""
+        return True
+
     def _state_of_noise(self) -> Optional[int]:
         """
         A hash of the generator's state before this step; None if it draws no noise.
@@ -131,7 +136,7 @@ class NoisyOptimizer(Base):
         """
         if self.secure_mode or not self.noise_multiplier:
             return None
-        if not any(map(self._adds_noise, self.params)):
+        if not self._draws_noise():
             return None
         if self._check_skip_next_step(pop_next=False):
             return None
@@ -163,15 +168,15 @@ class NoisyOptimizer(Base):
                 p.summed_grad.copy_(release(p.summed_grad, std, grid))
         else:
             self._add_noise()
+        self._sum_over_processes()
         for p in self.params:
             total = p.summed_grad
-            self._sum_over_processes(p, total)
             total = total if total.shape == p.shape else total.view_as(p)
             p.grad = total.to(p.dtype)
             _mark_as_processed(p.summed_grad)
 
-    def _sum_over_processes(self, p: torch.nn.Parameter, total: torch.Tensor) -> None:
-        """Adds the sums of other processes, in place."""
+    def _sum_over_processes(self) -> None:
+        """Adds the sums of other processes to ``p.summed_grad``."""
 
     def _add_noise(self) -> None:
         multiplier = self.gradient_noise_multiplier
@@ -182,7 +187,7 @@ class NoisyOptimizer(Base):
             self.correlated.begin(multiplier, [places[p] for p in params])
         small: Dict[tuple, list] = {}
         for p in filter(self._adds_noise, params):
-            total, generator = p.summed_grad, self._generator_of(p)
+            total, generator = _local(p.summed_grad), self._generator_of(p)
             if total.numel() <= _SMALL:
                 kind = total.device, total.dtype, id(generator)
                 small.setdefault(kind, []).append(p)
@@ -190,7 +195,7 @@ class NoisyOptimizer(Base):
                 noise = self._row([places[p]], total, total.shape, std, generator)
                 total.add_(noise)
         for members in small.values():
-            totals = [p.summed_grad for p in members]
+            totals = [_local(p.summed_grad) for p in members]
             sizes = [x.numel() for x in totals]
             at, generator = [places[p] for p in members], self._generator_of(members[0])
             noise = self._row(at, totals[0], (sum(sizes),), std, generator)
@@ -247,6 +252,11 @@ class NoisyOptimizer(Base):
             self.ahead += 1
         if self.correlated is not None:
             self.correlated.load_state_dict(noise)
+
+
+def _local(x: torch.Tensor) -> torch.Tensor:
+    """Returns this process's shard, which shares its memory; else the tensor itself."""
+    return x.to_local() if isinstance(x, DTensor) else x
 
 
 def _normal(

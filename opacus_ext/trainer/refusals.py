@@ -68,15 +68,9 @@ ARGUMENTS = (
         lambda value, args: args.push_to_hub and "checkpoint" in str(value),
     ),
     Argument(
-        "world_size",
-        "is several processes: PrivateTrainer trains in one process on one device",
-        "Start one process.",
-        lambda value, args: value > 1,
-    ),
-    Argument(
         "n_gpu",
-        "is several GPUs: PrivateTrainer trains in one process on one device",
-        "Set CUDA_VISIBLE_DEVICES to one.",
+        "is several GPUs in one process",
+        "Start one process for each by torchrun, or set CUDA_VISIBLE_DEVICES to one.",
         lambda value, args: value > 1,
     ),
     # Of TRL's trainers.
@@ -149,16 +143,14 @@ def refuse_environment(trainer: Any) -> None:
     accelerator = trainer.accelerator
     if (
         accelerator.scaler is not None
-        or accelerator.num_processes > 1
         or trainer.is_deepspeed_enabled
         or trainer.is_fsdp_enabled
         or trainer.is_model_parallel
         or str(accelerator.state.dynamo_plugin.backend.value).lower() != "no"
     ):
         raise Refused(
-            "PrivateTrainer trains in one process on one device, without fp16, "
-            "DeepSpeed, FSDP, a model on several devices or torch.compile. One of "
-            "them is set by the environment (accelerate config) or by the model's "
-            "device_map.",
+            "PrivateTrainer trains on one device a process, without fp16, DeepSpeed, "
+            "FSDP, a model on several devices or torch.compile. One of them is set by "
+            "the environment (accelerate config) or by the model's device_map.",
             remedy="Leave it out there.",
         )

@@ -54,7 +54,7 @@ class _NoiseLog(TrainerCallback):
             {
                 "noise_multiplier": optimizer.noise_multiplier,
                 "sample_rate": trainer.sampling.rate(len(trainer.train_dataset)),
-                "expected_batch_size": optimizer.expected_batch_size,
+                "expected_batch_size": trainer.sampling.expected_batch_size,
             }
         )
 
@@ -145,6 +145,7 @@ class PrivateTrainer(Trainer):
             privacy.target_epsilon,
             privacy.noise_multiplier,
         )
+        self._training.process = self.args.process_index, self.args.world_size
         self.engine = self._training.engine
         self._monitor: Optional[Monitor] = None
         self._runs = 0
@@ -171,7 +172,8 @@ class PrivateTrainer(Trainer):
     def logical_batch_size(self) -> int:
         """The expected number of records of a step; at most all of them are drawn."""
         args = self.args
-        return args.per_device_train_batch_size * args.gradient_accumulation_steps
+        each = args.per_device_train_batch_size * args.gradient_accumulation_steps
+        return each * args.world_size
 
     @property
     def steps_per_epoch(self) -> int:
@@ -207,7 +209,8 @@ class PrivateTrainer(Trainer):
         items = list(islice(epoch_iterator, num_batches))
         if items:
             self._training.draw = items[-1][-1].draw + 1
-        return items, sum(batch.records for item in items for batch in item)
+        # Trainer takes the mean of what processes log.
+        return items, items[-1][-1].drawn / self.args.world_size if items else 0
 
     # -- a step --------------------------------------------------------------------
 
@@ -267,6 +270,7 @@ class PrivateTrainer(Trainer):
     def _clip(self, model: nn.Module, batch: PhysicalBatch) -> torch.Tensor:
         """Leaves the clipped gradients of a physical batch. Returns the losses."""
         training, samples = self._training, list[Samples]()
+        model = self.accelerator.unwrap_model(model)  # DDP would add gradients up
         if batch.records:  # without records the step is noise
             model.train()
             samples, size = samples_of(dict(self._prepare_inputs(batch.inputs)))
@@ -349,7 +353,7 @@ class PrivateTrainer(Trainer):
             training.draw = saved["draw"] - skipped
         else:
             seed = self.privacy.privacy_seed
-            seed = secrets.randbits(63) if seed is None else seed
+            seed = training.agreed(secrets.randbits(63) if seed is None else seed)
             training.seed = derive_seed(seed, self._runs)
             self._runs, training.draw = self._runs + 1, 0
         training.saved, training.noise = saved, None
@@ -378,7 +382,8 @@ class PrivateTrainer(Trainer):
         self, output_dir: Optional[str] = None, *args: Any, **kw: Any
     ) -> None:
         """Saves as ``Trainer``; weights never lie beside the state of others."""
-        forget_state(output_dir or self.args.output_dir)
+        if self.args.should_save:
+            forget_state(output_dir or self.args.output_dir)
         super().save_model(output_dir, *args, **kw)
 
     def _save(self, *args: Any, **kwargs: Any) -> None:
@@ -399,7 +404,8 @@ class PrivateTrainer(Trainer):
         state.update(runs=self._runs, step=self.state.global_step)
         if self._monitor is not None:
             state["monitor"] = self._monitor.state_dict()
-        write_state(output_dir, state)
+        if self.args.should_save:
+            write_state(output_dir, state)
 
     def _load_optimizer_and_scheduler(self, checkpoint: Optional[str]) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)

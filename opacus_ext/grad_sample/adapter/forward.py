@@ -279,14 +279,15 @@ class ForwardRecord:
         for x, copy in zip(leaves, own):
             if version(copy):
                 x.detach()[i].copy_(copy.detach())
-        row = torch.tensor(i) if samples.rows is None else samples.rows[i]
-        returned = read_output(output, read, row[None], 1)
+        rows = torch.arange(samples.size) if samples.rows is None else samples.rows
+        row = rows[i : i + 1]
+        returned = read_output(output, read, row, 1)
         outputs = {k: y[0] for k, y in returned.with_graph().items()}
         inputs = {id(x) for x in self.leaves}
         for leaf in graph_of(list(outputs.values()))[0]:
             if id(leaf) not in inputs:
                 self.model.check_leaf(leaf, mode.notes.leaves if follow else None)
-        self._keep(returned, GroupOutputs(row, None, outputs))
+        self._keep(returned, GroupOutputs(row.squeeze(0), None, outputs))
 
     def without_samples(self) -> None:
         """Runs an empty batch: a sample of zeros, whose rows are dropped."""

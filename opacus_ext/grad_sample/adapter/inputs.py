@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 import itertools
 from contextlib import suppress
-from typing import Any, Callable, NamedTuple, NoReturn, Sequence
+from typing import Any, Callable, Iterable, NamedTuple, NoReturn, Sequence
 
 import torch
 from torch import nn
@@ -84,6 +84,7 @@ class InputReader:
     ):
         self.name, self.run, self.batch_dim = type(module).__name__, run, batch_dim
         self.take, self.shared, self.module = take, set(shared), module
+        self.parameters: Callable[[], Iterable[T]] = module.parameters
         self.drawn: set[int] = set()
         self.most: int | None = None
         parameters = inspect.signature(module.forward).parameters.values()
@@ -316,11 +317,11 @@ class InputReader:
                 found = []
         same = True
         if len(found) > 1:  # which of them give rows that equal samples alone?
-            alone: dict[Reading, list[list[T]]] = {}
+            alone: dict[Reading, list[tuple[list[T], list[T] | None]]] = {}
             for r, outputs in found:
                 with torch.enable_grad():
-                    calls = [self._try(call, given, r, 1, i) for i in range(r.size)]
-                if self._by_rows(outputs, calls, count):
+                    calls = [self._try_alone(call, given, r, i) for i in range(r.size)]
+                if self._by_rows(outputs, [own for own, _ in calls], count):
                     alone[r] = calls
             same = found[0][0] in alone
             same = same and all(self._alike(calls) for calls in zip(*alone.values()))
@@ -348,6 +349,22 @@ class InputReader:
         output = self.run(call, tree_unflatten(leaves, given.spec))
         return [y for y in tree_leaves(output) if isinstance(y, T)]
 
+    def _try_alone(
+        self, call: Call, given: Given, reading: Reading, i: int
+    ) -> tuple[list[T], list[T] | None]:
+        """Returns the outputs for one sample, and their gradients if there are any."""
+        grads: list[T] | None = None
+
+        def with_gradients(inputs: Any) -> Any:
+            nonlocal grads
+            output = call(inputs)
+            with suppress(RuntimeError):
+                grads = self.gradients(output)
+            return output
+
+        outputs = self._try(with_gradients, given, reading, 1, i)
+        return outputs, grads
+
     def _by_rows(self, whole: list[T], alone: list[list[T]], count: int) -> bool:
         """True if rows of outputs equal samples alone, wherever their shapes agree."""
         for i, y in enumerate(whole):
@@ -359,23 +376,25 @@ class InputReader:
                         return False
         return True
 
-    def _alike(self, calls: Sequence[list[T]]) -> bool:
+    def _alike(self, calls: Sequence[tuple[list[T], list[T] | None]]) -> bool:
         """True if outputs and gradients agree; a gate of zero hides the outputs."""
-        same, first = [], calls[0]
-        for outputs in calls:
+        same, first = [], calls[0][0]
+        for outputs, grads in calls:
             if [y.shape for y in outputs] == [y.shape for y in first]:
-                same.append([y for y in outputs if y.dim()])
-        if not all(_same(outputs, same[0], 1e-5, 1e-8) for outputs in same):
-            return False
-        with suppress(RuntimeError):
-            grads = [self._gradients(outputs) for outputs in same]
-            return all(_same(g, grads[0], 1e-3, 1e-5) for g in grads)
-        return False
+                same.append(([y for y in outputs if y.dim()], grads))
+        (outputs, grads), *others = same
+        return grads is not None and all(
+            _same(y, outputs, 1e-5, 1e-8)
+            and g is not None
+            and _same(g, grads, 1e-3, 1e-5)
+            for y, g in others
+        )
 
-    def _gradients(self, outputs: list[T]) -> list[T]:
+    def gradients(self, output: Any) -> list[T]:
         """Returns gradients of a weighted sum of outputs, over their largest entry."""
-        params = [p for p in self.module.parameters() if p.requires_grad]
-        outputs = [y for y in outputs if y.requires_grad]
+        params = [p for p in self.parameters() if p.requires_grad]
+        leaves = (y for y in tree_leaves(output) if isinstance(y, T) and y.dim())
+        outputs = [y for y in leaves if y.requires_grad]
         along = [torch.linspace(1, 2, y.numel()).to(y).view_as(y) for y in outputs]
         if not params or not outputs:
             return []

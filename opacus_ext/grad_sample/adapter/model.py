@@ -37,6 +37,7 @@ class ModelGroup(SampleGroup):
     def __init__(self, model: PrivateModel, size: int):
         super().__init__(model.params.values(), size)
         self.model, self.notes = model, Notes()
+        self.frees_parameters = model.frees_parameters
 
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: Any = None
@@ -72,6 +73,11 @@ class PrivateModel:
         compiles: True if samples may run in compiled programs
     """
 
+    record_type, reader_type = ForwardRecord, InputReader
+    handles: Sequence[Any] = ()  # of hooks on modules
+    is_shared_out = False  # True if processes have shares of its parameters
+    frees_parameters = False  # True if their memory is freed in the backward pass
+
     def __init__(
         self,
         module: nn.Module,
@@ -85,7 +91,8 @@ class PrivateModel:
         self.one_by_one = one_by_one
         self.enabled, self.running, self.compiles = True, False, False
         self.names = {p: n for n, p in module.named_parameters()}
-        self.inputs = InputReader(module, self.tried, self.batch_dim, take, shared)
+        given = module, self.tried, self.batch_dim, take, shared
+        self.inputs = self.reader_type(*given)
         self.state = State(module)
         self.backward: Callable = lambda record, grads: [None] * len(record.leaves)
         self.begin: Callable[[int], None] = lambda size: None
@@ -152,6 +159,13 @@ class PrivateModel:
         """Makes a group for samples that run together."""
         return ModelGroup(self, size)
 
+    def reset(self) -> None:
+        """Called after a backward pass that has failed."""
+
+    def sum_of(self, kind: type) -> Callable[..., Any]:
+        """Returns the clipped sum of this model, for a mode that has this kind."""
+        return kind
+
     def run(self, forward: ForwardRecord) -> None:
         """Runs all samples of a forward pass."""
         if not forward.size:
@@ -201,7 +215,7 @@ class PrivateModel:
         try:
             self.check_hooks()
             inputs = self.inputs.read(forward, args, kwargs)
-            record = ForwardRecord(self, inputs, forward)
+            record = self.record_type(self, inputs, forward)
             if settings is not None:
                 record.compiled = self._compiled_for(settings, module, inputs)
             return record.output()
@@ -217,7 +231,8 @@ class PrivateModel:
             return loss_of(self.module._call_impl, **sample[1])
 
         self.check_hooks()
-        return ForwardRecord(self, self.read_losses(kwargs, loss_of), loss).losses()
+        inputs = self.read_losses(kwargs, loss_of)
+        return self.record_type(self, inputs, loss).losses()
 
     def read_losses(self, kwargs: dict[str, Any], loss_of: Callable) -> Inputs:
         """Reads the inputs of :meth:`losses`, with all outputs of the model."""
@@ -245,7 +260,7 @@ class PrivateModel:
         if not size:
             return torch.zeros(0)
         inputs = Inputs(samples, size, [], samples[0].zeros)
-        return ForwardRecord(self, inputs, loss, total).losses()
+        return self.record_type(self, inputs, loss, total).losses()
 
     def _compiled_for(
         self, settings: Settings, module: nn.Module, inputs: Inputs

@@ -23,6 +23,7 @@ from typing import Any, Callable, Iterable, Iterator, Mapping, NamedTuple
 import numpy as np
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.overrides import TorchFunctionMode
 
 from opacus_ext.grad_sample.core.groups import READING
@@ -80,6 +81,7 @@ class State:
     def __init__(self, root: Any):
         self.root = root
         self.lost: str | None = None  # the name of a value that was not restored
+        self._others = TensorSet()
         self._collect()
 
     def __deepcopy__(self, memo: dict) -> State:
@@ -117,7 +119,13 @@ class State:
 
     def holds(self, x: T) -> bool:
         """True if a tensor is held."""
-        return id(x) in self._tensors and self._tensors[id(x)][1] is x
+        own = id(x) in self._tensors and self._tensors[id(x)][1] is x
+        return own or x in self._others
+
+    def also_holds(self, tensors: Iterable[T]) -> None:
+        """Counts tensors as held, of which the values are not compared."""
+        for x in tensors:
+            self._others.add(x)
 
     # -- before and after --------------------------------------------------------------
 
@@ -339,6 +347,8 @@ def _walk(
             continue
         if package in ("opacus", "opacus_ext") and not is_module:
             continue  # objects for training, such as a private criterion
+        if not is_module and kind.__module__.startswith("torch.distributed."):
+            continue  # shards, and what gathers them
         seen[id(x)] = x
         named = True if is_module else named
         yield name, x, named
@@ -346,12 +356,17 @@ def _walk(
             continue
         if inspect.ismethod(x):
             todo.append((name, x.__self__, False))
+        if issubclass(kind, FSDPModule):  # made of the class below it
+            kind = kind.__mro__[2]
+            package = kind.__module__.partition(".")[0]
         if (is_module or x is root) and package not in ("builtins", "torch"):
             todo.append((kind.__name__, kind, True))
         for key, value in _entries(x).items():
             if type(value) not in _QUICK and not (named and _is_around(key)):
                 inner = _join(name, key) if named and key not in _PARTS else name
                 of_hooks = None if named and key in _HOOKS else False
+                if key == "_parameters" and hasattr(x, "_is_fsdp_managed_module"):
+                    continue  # replaced by whole parameters, and back
                 todo.append((inner, value, key in _PARTS or of_hooks))
             if not named:
                 todo.append((name, key, False))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from typing import Any, Callable, Sequence
+from typing import Any, Callable, Iterable, Iterator, Sequence
 
 import torch
 
@@ -92,22 +92,24 @@ class GroupNorms:
         if self._rows is not None:
             self._rows = self._rows.masked_fill(bad[:, None], 0)
 
-    def weighted_sums(self, factors: T) -> list[T | None]:
+    def weighted_sums(self, factors: T) -> Iterator[T | None]:
         """
-        Returns the sum over samples of factors times gradients for each parameter; None
+        Yields the sum over samples of factors times gradients for each parameter; None
         if it was not used. The factors have the shape of the norms.
         """
-        found: list[T | None] = [None] * len(self.params)
+        small: dict[int, T] = {}
         if self._rows is not None:
             total = factors.to(self._rows) @ self._rows
             sizes = [self.params[i].numel() for i in self._places]
-            for i, x in zip(self._places, total.split(sizes)):
-                found[i] = x.view(self.params[i].shape)
+            small = dict(zip(self._places, total.split(sizes)))
         for i, p in enumerate(self.params):
-            if found[i] is None and id(p) in self.samples:
+            if i in small:
+                yield small[i].view(p.shape)
+            elif id(p) in self.samples:
                 own = factors[i] if factors.dim() > 1 else factors
-                found[i] = self.samples[id(p)].weighted_sum(own.to(p.device))
-        return found
+                yield self.samples[id(p)].weighted_sum(own.to(p.device))
+            else:
+                yield None
 
     def rows_of(self, p: T) -> slice | None:
         """Returns the samples that have gradients of a parameter; None for none."""
@@ -150,7 +152,8 @@ def norms_and_sums(
     if drop:
         group.drop(bad)
         norms = norms.masked_fill(bad, math.inf)
-    return norms, group.weighted_sums(clipping_factors(clipping, norms, scale, bad))
+    factors = clipping_factors(clipping, norms, scale, bad)
+    return norms, list(group.weighted_sums(factors))
 
 
 def sums_by_name(params: dict[str, T], found: Sequence[T | None]) -> dict[str, T]:
@@ -249,16 +252,20 @@ class ClippedSum:
             norms[used, 0] = torch.stack([n.to(norms) for n in found])
         norms = norms if self.per_parameter else norms.norm(dim=0)
         factors, bad = self._clip(torch.tensor([row], device=norms.device), norms)
-        if bad is not None or not used:
-            return
+        if bad is not None:
+            used, dense = [], []
         if self.per_parameter:
             dense = [g * factors[i, 0].to(g) for i, g in zip(used, dense)]
-        for i, g in zip(used, dense):
+        self._add_dense(used, dense, 1.0 if self.per_parameter else float(factors[0]))
+
+    def _add_dense(self, places: list[int], dense: list[T], factor: float) -> None:
+        """Adds a multiple of gradients of the parameters at some places."""
+        for i, g in zip(places, dense):
             if self._totals[i] is None:
                 kind = torch.contiguous_format
                 self._totals[i] = torch.zeros_like(g, memory_format=kind)
-        factor = 1.0 if self.per_parameter else float(factors[0])
-        torch._foreach_add_([self._totals[i] for i in used], dense, alpha=factor)
+        if places:
+            torch._foreach_add_([self._totals[i] for i in places], dense, alpha=factor)
 
     def sums(self) -> dict[str, T]:
         """Returns the clipped sums by name."""
@@ -291,7 +298,7 @@ class ClippedSum:
         warnings.warn(f"{what}error. {advice}", RuntimeWarning, stacklevel=4)
         return norms.masked_fill(bad, math.inf), bad
 
-    def _add(self, sums: Sequence[T | None]) -> None:
+    def _add(self, sums: Iterable[T | None]) -> None:
         for i, new in enumerate(sums):
             if new is not None:
                 old = self._totals[i]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Callable, NamedTuple
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -16,7 +17,11 @@ from opacus_ext.grad_sample.core.clip import (
     norms_and_sums,
     sums_by_name,
 )
-from opacus_ext.grad_sample.core.gradients import gradients_alone, no_autocast
+from opacus_ext.grad_sample.core.gradients import (
+    gradients_alone,
+    gradients_of_group,
+    no_autocast,
+)
 from opacus_ext.grad_sample.core.group import SampleGroup
 from opacus_ext.grad_sample.core.groups import (
     Samples,
@@ -24,6 +29,13 @@ from opacus_ext.grad_sample.core.groups import (
     in_groups,
     samples_of,
     warn_one_by_one,
+)
+from opacus_ext.grad_sample.core.sharded import (
+    Rounds,
+    ShardedSum,
+    Shards,
+    in_rounds,
+    is_of_nobody,
 )
 from opacus_ext.grad_sample.core.traced import TracedGroup
 from opacus_ext.grad_sample.rules import NotAtOnce
@@ -130,7 +142,10 @@ def clipped_grads(
     Args:
         loss: function of a sample, a tree of tensors ``[1, ...]``. Returns one number,
             or a pair of it and auxiliary values, a tree of tensors
-        params: tensors that the loss reads, by name
+        params: tensors that the loss reads, by name; or a model that ``fully_shard``
+            has sharded, for its trainable parameters: the sums are those of all
+            processes, of which each has its shards (DTensors); norms and losses are
+            those of its own batch
         batch: a tree of tensors ``[B, ...]``; any object with ``take``
         clipping: the bound C of flat clipping, ``min(1, C / |g|)``, or a clipping
             function (clipping.py) of norms ``[B]`` that has ``sensitivity(relation)``
@@ -154,7 +169,8 @@ def clipped_grads(
         >>> found.sums["w"], found.norms
         (tensor([0.9000, 1.2000]), tensor([5.0000, 0.5000]))
     """
-    trained = _trained(params, microbatch)
+    shards = _shards_of(params) if isinstance(params, FSDPModule) else None
+    trained = _trained(params if shards is None else shards.gathered, microbatch)
     clip = as_clipping_function(clipping)
     if on_nonfinite not in ("drop", "raise"):
         raise Refused(
@@ -166,8 +182,13 @@ def clipped_grads(
         if take is not None or microbatch is not None:
             raise Refused("take= and microbatch= can't be compiled.", parameter="take")
         return _clipped_traced(loss, trained, samples[0], clip)
-    total = ClippedSum(trained, size, clip, on_nonfinite)
-    losses, aux = _Losses(loss, trained, total).compute(samples, microbatch)
+    total: Any = ClippedSum(trained, size, clip, on_nonfinite)
+    run = _Losses(loss, trained, total)
+    if shards is not None:
+        given = shards.gathered, shards.own, size, clip, on_nonfinite
+        total = ShardedSum(*given)
+        run = _ShardedLosses(loss, trained, total, shards.rounds)
+    losses, aux = run.compute(samples, microbatch)
     return ClippedGrads(total.sums(), total.norms, losses, aux)
 
 
@@ -240,6 +261,8 @@ def _trained(params: dict[str, T], microbatch: int | None) -> dict[str, T]:
 class _Losses:
     """The losses of one call, whose gradients are added to ``total``."""
 
+    group: Callable[..., SampleGroup] = SampleGroup
+
     def __init__(
         self, loss: Loss, params: dict[str, T], total: ClippedSum | DenseGrads
     ):
@@ -257,7 +280,7 @@ class _Losses:
             warn_one_by_one("The loss", reason)
 
         way: dict = dict(microbatch=microbatch, one_by_one=code in alone, warn=warn)
-        in_groups(samples, self.at_once, self.one, **way)
+        self.run(samples, **way)
         if not self._groups:
             return self.params[0].new_zeros(0), None
         kinds = [(spec, [x.shape[1:] for x in xs]) for _, xs, spec in self._groups]
@@ -275,9 +298,13 @@ class _Losses:
             whole = [torch.cat(xs)[order.to(xs[0].device)] for xs in zip(*found)]
         return whole[0], tree_unflatten(whole[1:], specs[0]) if whole[1:] else None
 
+    def run(self, samples: list[Samples], **way: Any) -> None:
+        """Runs all samples in groups."""
+        in_groups(samples, self.at_once, self.one, **way)
+
     def at_once(self, samples: Samples) -> None:
         """Runs samples under vmap."""
-        group = SampleGroup(self.params, samples.size)
+        group = self.group(self.params, samples.size)
         with torch.enable_grad(), group.level:
             sample = samples.tree(group.wrap)
             with group:
@@ -285,22 +312,97 @@ class _Losses:
             losses, *aux = map(group.inner, found)
             del sample, found
         with no_autocast():
-            ones = torch.ones_like(losses)
-            self.total.add_group(samples.rows, group, [losses], [ones], self.params)
+            self.add_group(samples, group, losses)
         self._keep(samples.rows, [losses, *aux], spec)
 
     def one(self, samples: Samples, i: int) -> None:
         """Runs one sample by plain autograd."""
-        row = i if samples.rows is None else int(samples.rows[i])
+        rows = torch.arange(samples.size) if samples.rows is None else samples.rows
         with torch.enable_grad():
             found, spec = _loss_and_aux(self.loss(samples.alone(i)))
         with no_autocast():
-            ones = [torch.ones_like(found[0])]
-            self.total.add_one(row, gradients_alone(found[:1], ones, self.params))
-        self._keep(torch.tensor([row]), [x[None] for x in found], spec)
+            self.add_one(rows[i : i + 1], found[0])
+        self._keep(rows[i : i + 1], [x[None] for x in found], spec)
+
+    def add_group(self, samples: Samples, group: SampleGroup, losses: T) -> None:
+        """Adds the gradients of a group."""
+        ones = torch.ones_like(losses)
+        self.total.add_group(samples.rows, group, [losses], [ones], self.params)
+
+    def add_one(self, row: T, loss: T) -> None:
+        """Adds the gradient of one sample."""
+        grads = gradients_alone([loss], [torch.ones_like(loss)], self.params)
+        self.total.add_one(int(row), grads)
 
     def _keep(self, rows: T | None, found: list[T], spec: Any) -> None:
         self._groups.append((rows, [x.detach() for x in found], spec))
+
+
+class _ShardedGroup(SampleGroup):
+    frees_parameters = True
+
+
+class _ShardedLosses(_Losses):
+    """The losses of one call in one of several processes, which have shards."""
+
+    group = _ShardedGroup
+    total: ShardedSum
+
+    def __init__(self, loss: Loss, params: dict[str, T], total: Any, rounds: Rounds):
+        super().__init__(loss, params, total)
+        self.rounds, self.read_data = rounds, False
+
+    def run(self, samples: list[Samples], **way: Any) -> None:
+        """Runs all samples in rounds of all processes."""
+        if way.pop("microbatch") is not None or not samples:
+            raise Refused(
+                "clipped_grads of a model sharded by fully_shard takes no microbatch=, "
+                "and no batch without samples from take=.",
+                parameter="microbatch",
+                remedy="Leave it out; tensors [0, ...] are a batch without samples.",
+            )
+        with self.rounds.telling():
+            reads = self._reads
+            if not in_rounds(
+                self.rounds, samples, self.at_once, self.one, reads=reads, **way
+            ):
+                self.rounds.reset()
+
+    def _reads(self) -> bool:
+        return self.read_data
+
+    def add_group(self, samples: Samples, group: SampleGroup, losses: T) -> None:
+        """Adds the gradients of a group, if it has samples of this process."""
+        self.read_data |= group.read_data
+        self.rounds.finish(self.read_data)
+        if not is_of_nobody(samples):
+            super().add_group(samples, group, losses)
+            return
+        gradients_of_group(group, [losses], [torch.zeros_like(losses)], self.params)
+        self.total.add_nothing()
+
+    def add_one(self, row: T, loss: T) -> None:
+        """Adds the gradient of one sample, if it is one of this process."""
+        self.rounds.finish(True)
+        if row.numel():
+            super().add_one(row, loss)
+            return
+        gradients_alone([loss], [torch.zeros_like(loss)], self.params)
+        self.total.add_nothing()
+
+    def _keep(self, rows: T | None, found: list[T], spec: Any) -> None:
+        if rows is None or rows.numel():
+            super()._keep(rows, found, spec)
+
+
+_shards: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def _shards_of(module: Any) -> Shards:
+    """Returns the shards of a model, the same in each call."""
+    if module not in _shards:
+        _shards[module] = Shards(module)
+    return _shards[module]
 
 
 def _clipped_traced(

@@ -100,18 +100,22 @@ class Collector:
         size: int,
         uses: Sequence[ParameterUse],
         done: Callable[[T, GradSample], None] | None = None,
+        frees: bool = False,
     ):
+        self.frees = frees  # True if parameters are freed in the backward pass
         self.params, self.size, self.done = {id(p): p for p in params}, size, done
         self.found: GradSamples = {}
         self._views: dict[int, View | None] = {}  # by the id of the value
         self._computed: dict[int, tuple[ParameterValue, GradSample]] = {}
         self._alike: dict[tuple, list[tuple[ParameterUse, T]]] = {}
         self._left: dict[int, float] = {}  # pending uses of each parameter
+        self._of_value: dict[int, int] = {}  # pending uses of each other value
         for value in (v for use in uses for v in use.values if v is not None):
             i = id(value.tensor)
             if i in self.params:
                 self._left[i] = self._left.get(i, 0) + 1
                 continue
+            self._of_value[id(value)] = self._of_value.get(id(value), 0) + 1
             view = self._views[id(value)] = view_of(value, self.params)
             for i in [id(view[0])] if view else map(id, value.leaves()):
                 self._left[i] = self._left.get(i, 0) + (1 if view else math.inf)
@@ -149,6 +153,9 @@ class Collector:
             if p is None:  # backpropagated in finish()
                 sample = GradSample(value.shape, size)
                 self._computed.setdefault(id(value), (value, sample))[1].add(*factors)
+                self._of_value[id(value)] -= 1
+                if self.frees and not self._of_value[id(value)]:
+                    self._pull(*self._computed.pop(id(value)))
                 continue
             self._sample(p, size).add(*factors)
             self._left[id(p)] -= 1
@@ -165,12 +172,16 @@ class Collector:
         for uses in self._alike.values():
             self._add_together(uses)
         for value, sample in self._computed.values():
-            grads = sample.materialize().to(value.tensor.dtype)
-            leaves = [x for x in value.leaves() if id(x) in self.params]
-            for p, g in zip(leaves, value.pull(leaves, grads) if leaves else ()):
-                if g is not None:
-                    self._sample(p, len(g)).add(g.reshape(len(g), 1, -1))
+            self._pull(value, sample)
         return self.found
+
+    def _pull(self, value: ParameterValue, sample: GradSample) -> None:
+        """Backpropagates the gradients of a computed value to its parameters."""
+        grads = sample.materialize().to(value.tensor.dtype)
+        leaves = [x for x in value.leaves() if id(x) in self.params]
+        for p, g in zip(leaves, value.pull(leaves, grads) if leaves else ()):
+            if g is not None:
+                self._sample(p, len(g)).add(g.reshape(len(g), 1, -1))
 
     def _add_together(self, uses: list[tuple[ParameterUse, T]]) -> None:
         """Handles n uses of one kind as one use with n times as many samples."""
@@ -263,7 +274,8 @@ def gradients_of_group(
         done: called with a parameter and its gradients when these are complete
         seen: called with each use and its backprops; the graph is retained then
     """
-    collector = Collector(params, group.size, group.uses, done)
+    given = params, group.size, group.uses, done, group.frees_parameters
+    collector = Collector(*given)
 
     def add(use: ParameterUse, backprops: T) -> None:
         if seen is not None:
@@ -331,17 +343,23 @@ def gradients_alone(
         found = torch.autograd.grad(ys, leaves, gs, allow_unused=True)
     else:
         # An autograd function may call backward() itself, as checkpoints do, which
-        # autograd.grad misses.
+        # autograd.grad misses. FSDP2 takes what arrives in ``x.grad``.
         everywhere = list({id(x): x for x in (*leaves, *reached)}.values())
         before = [x.grad for x in everywhere]
-        for x in everywhere:
-            x.grad = None
+        arrived: dict[int, T] = {}
+
+        def arrive(x: T, grad: T) -> None:
+            arrived[id(x)] = grad + arrived[id(x)] if id(x) in arrived else grad
+
+        handles = [x.register_hook(partial(arrive, x)) for x in leaves]
         try:
             torch.autograd.backward(ys, gs)
-            found = [x.grad for x in leaves]
         finally:
+            for handle in handles:
+                handle.remove()
             for x, grad in zip(everywhere, before):
                 x.grad = grad
+        found = [arrived.get(id(x)) for x in leaves]
     return {
         id(x): g.to_dense() if g.is_sparse else g
         for x, g in zip(leaves, found)
@@ -365,11 +383,13 @@ def nodes_of(roots: Iterable[T | GradientEdge]) -> Iterator[Any]:
 def graph_of(roots: Iterable[T | GradientEdge]) -> tuple[list[T], bool]:
     """
     Returns the leaves of the graph of some tensors, and True if the graph has autograd
-    functions written in Python.
+    functions written in Python, other than those of FSDP2.
     """
     nodes = list(nodes_of(roots))
     leaves = [node.variable for node in nodes if hasattr(node, "variable")]
-    return leaves, any(isinstance(node, BackwardCFunction) for node in nodes)
+    own = (node for node in nodes if isinstance(node, BackwardCFunction))
+    names = (getattr(node, "_forward_cls").__module__ for node in own)
+    return leaves, not all(x.startswith("torch.distributed.fsdp") for x in names)
 
 
 @contextmanager

@@ -44,10 +44,17 @@ class BranchesDiffer(Exception):
         super().__init__("samples take different branches")
         self.answers = answers
 
+    def parts(self, samples: Any) -> list[Any]:
+        """Returns the samples (groups.py) with each answer."""
+        answers = self.answers.cpu()
+        each = [(answers == k).nonzero()[:, 0] for k in answers.unique()]
+        return [samples.select(part) for part in each]
+
 
 class SampleGroup(TorchFunctionMode):
     """Samples that run together; it records each use of the parameters ``params``."""
 
+    frees_parameters = False  # True if their memory is freed in the backward pass
     eager = True  # False in compiled code, which can't leave the vmap level
     is_batched = staticmethod(is_batched)
 

@@ -160,20 +160,18 @@ def in_groups(
             todo.extendleft(some.select(i) for i in reversed(every.split(microbatch)))
             continue
         if some.size > 1 and not one_by_one:
-            before = [(x, version(x), x.detach().clone()) for x in _own(some)]
+            before = written(some)
             try:
                 at_once(some)
                 continue
             except BranchesDiffer as differ:
-                _put_back(before)
-                answers = differ.answers.cpu()
-                parts = (answers == k for k in answers.unique())
-                todo.extendleft(some.select(part.nonzero()[:, 0]) for part in parts)
+                put_back(before)
+                todo.extendleft(differ.parts(some))
                 continue
             except Refused:
                 raise
             except Exception as error:  # of vmap, or of the user's code
-                _put_back(before)
+                put_back(before)
                 reason = why(error)
         for i in range(some.size):
             one(some, i)
@@ -186,11 +184,13 @@ def version(x: T) -> int:
     return 0 if x.is_inference() else x._version
 
 
-def _own(some: Samples) -> list[T]:
-    return [x for x, own in zip(some.leaves, some.by_sample) if own]
+def written(some: Samples) -> list[tuple[T, int, T]]:
+    """Returns samples, which code may write to, with their versions and copies."""
+    own = [x for x, by_sample in zip(some.leaves, some.by_sample) if by_sample]
+    return [(x, version(x), x.detach().clone()) for x in own]
 
 
-def _put_back(before: list[tuple[T, int, T]]) -> None:
+def put_back(before: list[tuple[T, int, T]]) -> None:
     """Undoes the writes of a failed attempt to its samples."""
     for x, count, copy in before:
         if version(x) != count:
@@ -344,7 +344,8 @@ def register_hook(group: SampleGroup, func: Callable, x: T, hook: Callable) -> A
         return func(x, hook)
 
     def check(grad: T) -> None:
-        if hook(grad) is not None:
+        found = hook(grad)
+        if found is not None and found is not grad:
             raise Refused(
                 f"A hook on a tensor ({getattr(hook, '__name__', hook)}) changes the "
                 "gradient of an activation.",

@@ -61,6 +61,8 @@ class Auto(BookKeeping):
         """Intercepts the model's calls, and times them."""
         super().add_hooks(**kwargs)
         self.choice = Choice(sum(bool(m._parameters) for m in self._module.modules()))
+        if self.private.is_shared_out:  # processes choose alike
+            self.choice.way = AT_ONCE
         self._start: float | None = None
         self.private.begin = self._begin
 

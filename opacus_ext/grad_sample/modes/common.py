@@ -9,11 +9,14 @@ from typing import Any, Callable
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 from opacus_ext.grad_sample.adapter.forward import ForwardRecord
 from opacus_ext.grad_sample.adapter.model import PrivateModel
 from opacus_ext.grad_sample.core.dynamo import settings_of
+from opacus_ext.grad_sample.core.sharded import refuse_shards
 from opacus_ext.grad_sample.parallel.model import ParallelModel
+from opacus_ext.grad_sample.parallel.sharded import ShardedModel
 from opacus_ext.grad_sample.parallel.sharding import find_group
 from opacus_ext.grad_sample.rules.embedding import refuse_embedding
 from opacus_ext.refused import Refused
@@ -22,8 +25,19 @@ from opacus_ext.refused import Refused
 settings: ContextVar[dict[str, Any]] = ContextVar("settings", default={})
 
 
-def refuse(module: nn.Module) -> None:
+def refuse(module: nn.Module, mode: str = "ghost") -> None:
     """Refuses a module with parts that can't be trained privately."""
+    sharded = [x for x in module.modules() if isinstance(x, FSDPModule)]
+    if sharded and mode in ("hooks", "functorch"):
+        what = f"the model ({type(module).__name__})"
+        raise Refused(
+            f"{what} is sharded by fully_shard (FSDP2), and mode {mode!r} has whole "
+            "gradients of every sample.",
+            module=what,
+            remedy='Use grad_sample_mode="ghost_bk".',
+        )
+    if sharded:
+        refuse_shards(type(module).__name__, module, sharded)
     for name, p in module.named_parameters():
         if p.requires_grad and p.is_complex():
             raise Refused(
@@ -34,15 +48,6 @@ def refuse(module: nn.Module) -> None:
             )
     for name, layer in module.named_modules():
         what = f"{name or 'the model'} ({type(layer).__name__})"
-        if isinstance(layer, FSDPModule):
-            raise Refused(
-                f"{what} is sharded by fully_shard (FSDP2), so no process holds whole "
-                "parameters.",
-                module=what,
-                remedy="Use opacus.distributed."
-                "DifferentiallyPrivateDistributedDataParallel, or Opacus's own "
-                'grad_sample_mode="ghost_fsdp".',
-            )
         trained = any(p.requires_grad for p in layer.parameters(recurse=False))
         if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and trained:
             given = layer.max_norm, layer.scale_grad_by_freq, layer.sparse
@@ -75,14 +80,18 @@ class PrivateMode:
         refuse(module)
         given = {"on_nonfinite": "drop", **settings.get()}
         self.on_nonfinite = given.pop("on_nonfinite")
-        sharded = find_group(module.modules()) is not None
-        kind = ParallelModel if sharded else PrivateModel
+        kind: type[PrivateModel] = PrivateModel
+        if isinstance(module, FSDPModule):
+            kind = ShardedModel
+        elif find_group(module.modules()) is not None:
+            kind = ParallelModel
         self.private = kind(module, batch_first, one_by_one=self.one_by_one, **given)
         self.private.check_hooks()
         self.private.backward = self.plain_backward
-        self.private.compiles = self.compiles and not sharded
+        self.private.compiles = self.compiles and not self.private.is_shared_out
         called = [module, self] if isinstance(self, nn.Module) else [module]
         handles: list[Any] = [Attachment(self.private, each) for each in called]
+        handles += self.private.handles
         module.autograd_grad_sample_hooks = self.autograd_grad_sample_hooks = handles
         self.enable_hooks()
 
@@ -138,7 +147,9 @@ class Attachment:
         self.private, self.module = private, module
         # nn.Module calls this instead of its forward and hooks.
         self._before = vars(module).get("_compiled_call_impl")
-        vars(module)["_compiled_call_impl"] = functools.partial(private, module)
+        # DDP would wait for gradients that never come; its module computes the same.
+        inner = module.module if isinstance(module, DDP) else module
+        vars(module)["_compiled_call_impl"] = functools.partial(private, inner)
 
     def remove(self) -> None:
         """Restores the module's own calls."""

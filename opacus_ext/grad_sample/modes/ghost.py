@@ -21,7 +21,6 @@ from opacus_ext.grad_sample.core.groups import Samples
 from opacus_ext.grad_sample.core.two_passes import TwoPassSum
 from opacus_ext.grad_sample.factors import GradSample
 from opacus_ext.grad_sample.modes.common import PrivateMode, not_private
-from opacus_ext.grad_sample.parallel.model import ParallelModel
 from opacus_ext.refused import Refused, warn_once
 
 T = torch.Tensor
@@ -268,8 +267,12 @@ class Ghost(PrivateMode):
         total = self._total(optimizer, losses.numel(), scale)
         sources = dependencies_of([losses])
         self._check(sources, losses)
-        with no_autocast():
-            self._add(total, sources, losses * scale)
+        try:
+            with no_autocast():
+                self._add(total, sources, losses * scale)
+        except BaseException:
+            self.private.reset()
+            raise
         for record in sources.records:
             record.mark_done()
         self._set_grads(optimizer, total)
@@ -294,9 +297,7 @@ class Ghost(PrivateMode):
                 remedy="Call optimizer.step() after each backward(), or use opacus."
                 "utils.batch_memory_manager.BatchMemoryManager to accumulate batches.",
             )
-        kind: Any = self.sum_of
-        if isinstance(self.private, ParallelModel):
-            kind = self.private.sum_of(kind)
+        kind = self.private.sum_of(self.sum_of)
         params = {self.private.names[p]: p for p in optimizer.params}
         clipping = optimizer.clipping_function
         return kind(params, size, clipping, self.on_nonfinite, scale)
@@ -353,9 +354,9 @@ class Ghost(PrivateMode):
             (record, grads), *_ = own
             record.add_gradients(total, grads)
             return
-        if isinstance(self.private, ParallelModel):
+        if self.private.is_shared_out:
             raise Refused(
-                "A loss of several forward passes, with experts that are spread over "
+                "A loss of several forward passes, with parameters spread over "
                 "processes.",
                 module=self.private.describe(),
                 remedy="Compute it from one forward pass.",

@@ -7,14 +7,10 @@ from typing import Any, Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from opacus_ext.refused import Refused
+from opacus_ext.refused import ProcessFailure
 
 # Places in a forward pass beside the layers, which have numbers of their own.
 BEGIN, END, FAILED = -1, -2, -3
-
-
-class ProcessFailure(Refused):
-    """Raised for what went wrong in another process, or between processes."""
 
 
 class ExpertGroup:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, Callable, Sequence
+from typing import Any, Callable, Iterable, Iterator, Sequence
 
 import torch
 
@@ -14,9 +14,9 @@ from opacus_ext.grad_sample.core.groups import why
 from opacus_ext.grad_sample.core.two_passes import TwoPassSum
 from opacus_ext.grad_sample.factors import GradSample
 from opacus_ext.grad_sample.parallel import group as places
-from opacus_ext.grad_sample.parallel.group import ExpertGroup, ProcessFailure
+from opacus_ext.grad_sample.parallel.group import ExpertGroup
 from opacus_ext.grad_sample.parallel.sharding import find_group, group_of
-from opacus_ext.refused import Refused
+from opacus_ext.refused import ProcessFailure, Refused
 
 T = torch.Tensor
 
@@ -27,6 +27,8 @@ class ParallelModel(PrivateModel):
     send tokens at the same time; a process without any runs one of zeros, which sends
     none and returns nothing.
     """
+
+    is_shared_out = True
 
     def __init__(self, module: Any, *args: Any, **kwargs: Any):
         super().__init__(module, *args, **kwargs)
@@ -153,14 +155,14 @@ class ParallelNorms(GroupNorms):
         found = (rows for at, rows, _ in self.parts for i in at if self.params[i] is p)
         return next(found, None)
 
-    def weighted_sums(self, factors: T) -> list[T | None]:
+    def weighted_sums(self, factors: T) -> Iterator[T | None]:
         """See :class:`~core.clip.GroupNorms`."""
         found: list[T | None] = [None] * len(self.params)
         for at, rows, part in self.parts:
             own = factors[at][:, rows] if self.per_parameter else factors[rows]
             for i, total in zip(at, part.weighted_sums(own)):
                 found[i] = total
-        return found
+        return iter(found)
 
 
 class ParallelSum(ClippedSum):
@@ -183,7 +185,7 @@ class ParallelSum(ClippedSum):
         total = self._found.total[self.processes.own_samples] / self.scale
         self.norms = total.masked_fill(~total.isfinite(), torch.inf)
 
-    def _add(self, sums: Sequence[T | None]) -> None:
+    def _add(self, sums: Iterable[T | None]) -> None:
         if not len(self.norms):  # what has run was no sample
             sums = [x if group_of(p) else None for p, x in zip(self.params, sums)]
         super()._add(sums)

@@ -1,0 +1,372 @@
+"""What processes with shards of a model have in common: passes, and clipped sums.
+
+Each process has samples of its own, and gathers whole parameters while a layer
+computes. So norms are those of one process, and the clipped sums are reduced into the
+shards, some parameters after the others.
+
+Gathering is collective: all processes must run as many forward and backward passes, and
+in each the same layers. Where samples branch on data, or run one by one, processes
+differ, so passes are taken in *rounds*. A pass that fails in one process ends in the
+others at the next layer that gathers.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import Any, Callable, Iterable, Iterator, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from opacus_ext.grad_sample.core.clip import ClippedSum
+from opacus_ext.grad_sample.core.group import BranchesDiffer
+from opacus_ext.grad_sample.core.groups import Samples, put_back, why, written
+from opacus_ext.refused import ProcessFailure, Refused
+
+T = torch.Tensor
+
+# What a process says when all meet: bits of a number, of which each is told the union.
+MORE, ALONE, TRIAL, GRADIENTS, READS, FAILED = 1, 2, 4, 8, 16, 32
+
+
+_BUCKET = 25 * 2**20  # bytes that are summed together
+
+
+class FailedElsewhere(BaseException):
+    """Raised in a pass that has failed in another process; no code should catch it."""
+
+
+class Rounds:
+    """
+    Passes that all processes take together.
+
+    Args:
+        units: the modules that gather their parameters, the root first
+
+    Attributes:
+        watching: True if a pass may fail in one process, so that the others must know
+    """
+
+    def __init__(self, units: Sequence[FSDPModule]):
+        self.units, self.watching, self._inside = units, True, False
+        self._tell = False  # True while the others wait for what this process says
+        self._begun = False  # True once a unit has run
+        self._group = None
+        if "gloo" not in dist.get_backend():  # as no device should wait for a number
+            self._group = dist.new_group(backend="gloo")
+        self.handles = [
+            unit.register_forward_pre_hook(self._before_unit, prepend=True)
+            for unit in units
+        ]
+
+    def meet(self, flags: int) -> int:
+        """Returns the union of what all processes say."""
+        bits = torch.tensor([flags >> i & 1 for i in range(6)])
+        try:
+            dist.all_reduce(bits, dist.ReduceOp.MAX, group=self._group)
+        except RuntimeError as error:
+            self._tell = False
+            raise ProcessFailure(
+                f"Process {dist.get_rank()} waited in vain for the others ({error}). "
+                "One of them has died, failed or come too late (see the timeout of "
+                "init_process_group). This step was not taken here:",
+                remedy="start all processes again from the last checkpoint.",
+            ) from error
+        said = sum(int(x) << i for i, x in enumerate(bits))
+        if said & FAILED and not self._inside:
+            self._tell = False
+            raise ProcessFailure(
+                "Another process refuses this step; its error says why. No weight was "
+                "changed."
+            )
+        return said
+
+    @contextmanager
+    def telling(self) -> Iterator[None]:
+        """Tells the others of an error, where they wait for this process."""
+        self._tell = True
+        try:
+            yield
+        except Exception:
+            if self._tell:
+                with suppress(ProcessFailure):
+                    self.meet(FAILED)
+            raise
+        finally:
+            self._tell = False
+
+    def _before_unit(self, *args: Any) -> None:
+        self._begun = True
+        if self._inside and self.watching and self.meet(0) & FAILED:
+            raise FailedElsewhere
+
+    def run(self, function: Callable[[], Any], reads: Callable[[], bool]) -> Any:
+        """
+        Runs one pass. ``reads`` tells whether it has read values of the data, after
+        which processes may differ; where none does, later passes need not be watched.
+        """
+        tell, self._tell, self._inside = self._tell, False, self.watching
+        try:
+            found = function()
+            self.finish(reads())
+        except FailedElsewhere:
+            self.reset()
+            self._tell = tell
+            raise
+        except BaseException:
+            if self._inside:
+                self.meet(FAILED)
+                self.reset()
+                self._tell = tell
+            raise
+        finally:
+            self._inside = False
+        self._tell = tell
+        return found
+
+    def finish(self, reads: bool) -> None:
+        """Ends the forward pass, unless it has failed in another process."""
+        if self._inside:
+            said = self.meet(READS if reads else 0)
+            self._inside = False
+            if said & FAILED:
+                raise FailedElsewhere
+            self.watching = bool(said & READS)
+
+    def try_out(self, trial: Callable[[int], Any], flags: int) -> Any:
+        """Runs a trial that this process needs; others :meth:`follow`."""
+        while True:
+            said = self.meet(flags)
+            with suppress(FailedElsewhere):
+                return self.run(partial(trial, said), lambda: True)
+
+    def follow(self, zeros: Callable[[int], Any]) -> None:
+        """Takes part in trials of others by a pass of its own, until none needs one."""
+        while (said := self.meet(0)) & TRIAL:
+            with suppress(FailedElsewhere):
+                self.run(partial(zeros, said), lambda: True)
+
+    def reset(self) -> None:
+        """Frees what a pass that failed has gathered, in all processes alike."""
+        self.watching, root = True, self.units[0]
+        if self._begun and hasattr(root, "reset_iter_state"):  # torch 2.13
+            root.reset_iter_state()
+        for unit in self.units:
+            unit.reshard()
+
+
+def in_rounds(
+    rounds: Rounds,
+    samples: Sequence[Samples],
+    at_once: Callable[[Samples], None],
+    one: Callable[[Samples, int], None],
+    *,
+    one_by_one: bool,
+    reads: Callable[[], bool],
+    warn: Callable[[str], None],
+) -> int:
+    """
+    Runs all samples as :func:`~groups.in_groups`, in as many rounds as the process with
+    the most needs; returns their number. In rounds for which this process has no samples
+    left, it runs one of zeros whose ``rows`` are empty.
+
+    Args:
+        rounds: of all processes
+        reads: tells whether a group has read values of the data
+    """
+    todo, ran = deque(some for some in samples if some.size), 0
+    while True:
+        said = rounds.meet(MORE * bool(todo) | ALONE * one_by_one)
+        if not said & MORE:
+            return ran
+        ran, alone = ran + 1, bool(said & ALONE)
+        if alone and todo and todo[0].size > 1:
+            some = todo.popleft()
+            every = torch.arange(some.size)
+            todo.extendleft(some.select(i) for i in every.flip(0).split(1))
+        some = todo.popleft() if todo else _of_nobody(samples[0])
+        run, before = partial(one, some, 0) if alone else partial(at_once, some), []
+        if rounds.watching:
+            before = written(some)
+        try:
+            rounds.run(run, reads)
+            continue
+        except FailedElsewhere:
+            left = [some]
+        except BranchesDiffer as differ:
+            left = differ.parts(some)
+        except Refused:
+            raise
+        except Exception as error:
+            if alone or not before:  # the others are not told
+                raise
+            left, one_by_one = [some], True
+            warn(why(error))
+        put_back(before)
+        todo.extendleft(x for x in left if not is_of_nobody(x))
+
+
+def is_of_nobody(some: Any) -> bool:
+    """Returns True for a sample of zeros that runs because other processes have more."""
+    return some.rows is not None and not some.rows.numel()
+
+
+def _of_nobody(form: Samples) -> Samples:
+    pairs = zip(form.leaves, form.by_sample)
+    leaves = [x.new_zeros(1, *x.shape[1:]) if own else x for x, own in pairs]
+    return form._replace(leaves=leaves, size=1, rows=torch.arange(0))
+
+
+class Shards:
+    """
+    The parameters of a model that ``fully_shard`` has sharded.
+
+    Attributes:
+        gathered: all parameters by name, as they are gathered; see :func:`gathered`
+        own: the shards that are trained, by name
+        rounds: the passes of all processes
+    """
+
+    def __init__(self, module: nn.Module):
+        units = [m for m in module.modules() if isinstance(m, FSDPModule)]
+        refuse_shards(type(module).__name__, module, units)
+        self.gathered = gathered(module, units)
+        named = module.named_parameters()
+        self.own: dict[str, Any] = {n: p for n, p in named if p.requires_grad}
+        self.rounds = Rounds(units)
+
+
+def refuse_shards(name: str, module: nn.Module, units: Sequence[FSDPModule]) -> None:
+    """Refuses parameters that are not sharded, or are split within a computation."""
+    if not units or units[0] is not module:
+        raise Refused(
+            f"{name} has parts that are sharded by fully_shard, and is not itself.",
+            module=name,
+            remedy="Call fully_shard on the whole model, last.",
+        )
+    for parameter, p in module.named_parameters():
+        if not p.requires_grad:
+            continue
+        kinds = p.placements if isinstance(p, DTensor) else ()
+        if not kinds or any(not isinstance(k, (Shard, Replicate)) for k in kinds):
+            raise Refused(
+                f"Parameter {parameter} is "
+                f"{f'placed as {kinds}' if kinds else 'not sharded by fully_shard'}.",
+                parameter=parameter,
+                remedy="Shard all trainable parameters by fully_shard over processes "
+                "that have samples of their own, and leave ignored_params out.",
+            )
+
+
+def gathered(module: nn.Module, units: Sequence[FSDPModule]) -> dict[str, nn.Parameter]:
+    """
+    Returns the parameters by name, as FSDP2 puts them into modules while these compute:
+    the same tensors each time, whose memory is freed in between.
+    """
+    found: dict[str, nn.Parameter] = {}
+    for unit in units:
+        unit.unshard()
+        for name, p in module.named_parameters():
+            if not isinstance(p, DTensor):
+                found.setdefault(name, p)
+        unit.reshard()
+    return {name: found[name] for name, _ in module.named_parameters()}
+
+
+class ShardedSum(ClippedSum):
+    """
+    The clipped sum over the samples of all processes, of which each has its shards.
+
+    Args:
+        gathered: the parameters as they are gathered, by name
+        params: their shards, by name
+        given: of :class:`~core.clip.ClippedSum`
+    """
+
+    def __init__(self, gathered: Mapping[str, T], params: dict[str, Any], *given: Any):
+        super().__init__({name: gathered[name] for name in params}, *given)
+        self.shards: list[DTensor] = list(params.values())
+        self._sums: dict[str, T] = {}
+
+    def add_nothing(self) -> None:
+        """Takes part in the sum of a round without samples."""
+        self._add([None] * len(self.params))
+
+    def _add_dense(self, places: list[int], dense: list[T], factor: float) -> None:
+        at = dict(zip(places, dense))
+        every = range(len(self.params))
+        self._add(at.pop(i) * factor if i in at else None for i in every)
+
+    def _add(self, sums: Iterable[T | None]) -> None:
+        places = iter(range(len(self.shards)))
+        totals = (_whole(p, total) for p, total in zip(self.shards, sums))
+        for bucket in in_buckets(totals):
+            own = [next(places) for _ in bucket]
+            for i, new in zip(own, reduced([self.shards[i] for i in own], bucket)):
+                old = self._sums.get(self.names[i])
+                self._sums[self.names[i]] = new if old is None else old.add_(new)
+
+    def sums(self) -> dict[str, T]:
+        """Returns this process's shards of the clipped sums, by name."""
+        if not self._sums:  # no process had samples
+            self.add_nothing()
+        return self._sums
+
+
+def _whole(p: DTensor, total: T | None) -> T:
+    """Returns a sum in float32 or wider, as rounding it may exceed the noise."""
+    dtype, device = torch.promote_types(p.dtype, torch.float32), p.to_local().device
+    if total is None:
+        return torch.zeros(p.shape, dtype=dtype, device=device)
+    return total.to(device, dtype)
+
+
+def in_buckets(tensors: Iterable[T]) -> Iterator[list[T]]:
+    """Yields tensors of one kind in a row, about 25 MB of them together, as DDP."""
+    bucket: list[T] = []
+    for x in tensors:
+        like = bucket[0] if bucket else x
+        full = sum(y.numel() * y.itemsize for y in bucket) >= _BUCKET
+        if bucket and (full or (x.dtype, x.device) != (like.dtype, like.device)):
+            yield bucket
+            bucket = []
+        bucket.append(x)
+    if bucket:
+        yield bucket
+
+
+def reduced(shards: Sequence[DTensor], totals: Sequence[T]) -> list[DTensor]:
+    """
+    Sums over all processes, each of which keeps its shards of the sums: by one
+    collective where all are cut along dim 0, as by default.
+    """
+    mesh = shards[0].device_mesh
+    plain = mesh.ndim == 1 and all(
+        p.placements == (Shard(0),) and p.device_mesh == mesh for p in shards
+    )
+    if not plain:
+        return [
+            DTensor.from_local(
+                x, p.device_mesh, [Partial()] * p.device_mesh.ndim
+            ).redistribute(placements=p.placements)
+            for p, x in zip(shards, totals)
+        ]
+    count, rows = mesh.size(), []
+    for x in totals:
+        over = -len(x) % count
+        padded = torch.cat([x, x.new_zeros(over, *x.shape[1:])]) if over else x
+        rows.append(padded.reshape(count, -1))
+    whole = DTensor.from_local(torch.cat(rows, 1), mesh, [Partial()])
+    own = whole.redistribute(placements=[Shard(0)]).to_local()
+    found = []
+    for p, part in zip(shards, own.split([x.shape[1] for x in rows], dim=1)):
+        shape = p.to_local().shape
+        part = part.reshape(-1)[: shape.numel()].view(shape)
+        size = dict(shape=p.shape, stride=p.stride())
+        found.append(DTensor.from_local(part, mesh, p.placements, **size))
+    return found

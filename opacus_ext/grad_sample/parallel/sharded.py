@@ -1,0 +1,199 @@
+"""Models that are sharded by ``fully_shard`` (FSDP2); see core/sharded.py.
+
+A process without samples for a round of passes runs a sample of zeros, which adds
+nothing.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, Callable, Sequence
+
+import torch
+from torch import nn
+
+from opacus_ext.grad_sample.adapter.forward import ForwardRecord, GroupOutputs
+from opacus_ext.grad_sample.adapter.inputs import Call, InputReader, Inputs
+from opacus_ext.grad_sample.adapter.model import PrivateModel
+from opacus_ext.grad_sample.adapter.outputs import Returned
+from opacus_ext.grad_sample.core.clip import ClippedSum
+from opacus_ext.grad_sample.core.gradients import gradients_alone, gradients_of_group
+from opacus_ext.grad_sample.core.sharded import (
+    GRADIENTS,
+    TRIAL,
+    Rounds,
+    ShardedSum,
+    Shards,
+    in_rounds,
+    is_of_nobody,
+)
+
+T = torch.Tensor
+
+
+class ShardedForward(ForwardRecord):
+    """A forward pass whose groups may be of nobody: of a sample of zeros."""
+
+    model: ShardedModel
+    read_data = False  # True if a group has read values of the data
+
+    def _initialize(self) -> None:
+        super()._initialize()
+        self.model.rounds.reset()
+
+    def find_output_dim(self, name: str, shape: torch.Size) -> int | None:
+        """See :class:`~adapter.forward.ForwardRecord`; other processes do not run."""
+        return None
+
+    def _keep(self, returned: Returned, some: GroupOutputs) -> None:
+        self.model.rounds.finish(self.read_data)
+        if not is_of_nobody(some):
+            super()._keep(returned, some)
+            return
+        if self.total is not None:
+            self._add(self.total, some, *self._no_gradients(some))
+        else:
+            self.groups.append(some)
+        if not self.size and not self._returned:  # the form of an empty output
+            rows = torch.arange(0)
+            leaves = [
+                x._replace(value=x.value[:0]) if x.by_sample else x
+                for x in returned.leaves
+            ]
+            self._returned.append(returned._replace(rows=rows, size=0, leaves=leaves))
+
+    def _check_state(self, read_data: bool, *given: Any) -> None:
+        self.read_data |= read_data
+        super()._check_state(read_data, *given)
+
+    def _no_gradients(self, some: GroupOutputs) -> tuple[list[T], list[T]]:
+        outputs = list(some.outputs.values())
+        return outputs, [torch.zeros_like(y) for y in outputs]
+
+    def _own(
+        self, some: GroupOutputs, grads: Sequence[T | None]
+    ) -> tuple[list[T], list[T]]:
+        if is_of_nobody(some):
+            return self._no_gradients(some)
+        return super()._own(some, grads)
+
+    def _add(
+        self, total: Any, some: GroupOutputs, outputs: list[T], grads: list[T]
+    ) -> list[T | None]:
+        if not is_of_nobody(some):
+            return super()._add(total, some, outputs, grads)
+        params = list(self.params.values())
+        if some.group is None:
+            gradients_alone(outputs, grads, params)
+        else:
+            gradients_of_group(some.group, outputs, grads, params)
+        total.add_nothing()
+        return [None] * len(self.leaves)
+
+
+class ShardedReader(InputReader):
+    """Finds the samples, and takes part in the trials of other processes."""
+
+    rounds: Rounds
+    follows = False  # True while this process takes part in a trial of another
+    with_gradients = False  # True while a trial needs gradients
+
+    def read(self, call: Call, args: tuple, kwargs: dict) -> Inputs:
+        """See :class:`~adapter.inputs.InputReader`."""
+        inputs = super().read(call, args, kwargs)
+
+        def zeros(said: int) -> None:
+            with torch.set_grad_enabled(bool(said & GRADIENTS)):
+                output = self.run(call, inputs.zeros())
+                if said & GRADIENTS:
+                    self.gradients(output)
+
+        self.follows = True
+        try:
+            self.rounds.follow(zeros)
+        finally:
+            self.follows = False
+        return inputs
+
+    def _try_alone(self, *args: Any) -> Any:
+        self.with_gradients = True
+        try:
+            return super()._try_alone(*args)
+        finally:
+            self.with_gradients = False
+
+
+class ShardedModel(PrivateModel):
+    """A private model that ``fully_shard`` has sharded."""
+
+    record_type, reader_type = ShardedForward, ShardedReader
+    is_shared_out = frees_parameters = True
+    inputs: ShardedReader
+
+    def __init__(self, module: nn.Module, *args: Any, **kwargs: Any):
+        super().__init__(module, *args, **kwargs)
+        shards = Shards(module)
+        self.rounds = self.inputs.rounds = shards.rounds
+        self.handles, self.gathered = self.rounds.handles, shards.gathered
+        self.inputs.parameters = self.gathered.values
+        self.state.also_holds(self.gathered.values())
+        self.names.update({p: n for n, p in self.gathered.items()})
+
+    @property
+    def params(self) -> dict[str, nn.Parameter]:
+        """The trainable parameters by name, as they are gathered."""
+        return {n: p for n, p in self.gathered.items() if p.requires_grad}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """See :class:`~adapter.model.PrivateModel`."""
+        if not self.enabled or self.running or not torch.is_grad_enabled():
+            return super().__call__(*args, **kwargs)
+        with self.rounds.telling():
+            return super().__call__(*args, **kwargs)
+
+    def losses(self, *args: Any) -> T:
+        """See :class:`~adapter.model.PrivateModel`."""
+        with self.rounds.telling():
+            return super().losses(*args)
+
+    def tried(self, call: Call, inputs: Any) -> Any:
+        """Tries a call, or follows the trial of another process."""
+        tried, reader = super().tried, self.inputs
+        if reader.follows:
+            return tried(call, inputs)
+
+        def with_gradients(inputs: Any) -> Any:
+            with torch.enable_grad():
+                output = call(inputs)
+            reader.gradients(output)
+            return output
+
+        def trial(said: int) -> Any:
+            more = said & GRADIENTS and not reader.with_gradients  # for another process
+            return tried(with_gradients if more else call, inputs)
+
+        said = TRIAL | GRADIENTS * reader.with_gradients
+        return self.rounds.try_out(trial, said)
+
+    def run(self, forward: Any) -> None:
+        """Runs all samples in rounds."""
+        ran = in_rounds(
+            self.rounds,
+            forward.inputs.samples,
+            forward.at_once,
+            lambda some, i: forward.alone(some, i),
+            one_by_one=self.one_by_one or self.vmap_fails,
+            reads=lambda: forward.read_data,
+            warn=forward.warn,
+        )
+        if not ran:  # nor is there a backward pass, which would free what is gathered
+            forward.without_samples()
+            self.rounds.reset()
+
+    def reset(self) -> None:
+        """Frees what a pass that failed has gathered."""
+        self.rounds.reset()
+
+    def sum_of(self, kind: type) -> Callable[..., ClippedSum]:
+        """Returns the clipped sum of this model; all modes have the same."""
+        return partial(ShardedSum, self.gathered)

@@ -1,0 +1,630 @@
+"""Models sharded by ``fully_shard`` (FSDP2) in several processes, against one.
+
+The oracle is the same training in a single process, from the gradients of each sample
+alone by plain autograd.
+"""
+
+import functools
+import os
+from dataclasses import dataclass
+from typing import Any, List, Optional
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from opacus_ext import clipped_grads
+from opacus_ext.data import Poisson
+from opacus_ext.optimizers import Banded
+from tests.common import clipped_sum, make_private, norms_of, oracle, trainable
+from tests.neighbors.search import SLACK
+from tests.processes import refusal, run
+
+MODES = ("ghost", "ghost_bk", "scan", "auto")
+BOUND = 0.3
+
+
+# -- models ------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    """``reads`` says how it reads values of its input."""
+
+    def __init__(self, reads=""):
+        super().__init__()
+        self.norm, self.up, self.down = (
+            nn.LayerNorm(8),
+            nn.Linear(8, 9),
+            nn.Linear(9, 8),
+        )
+        self.unused, self.reads = nn.Linear(2, 3), reads
+
+    def forward(self, x, mask=None):
+        if self.reads == "branch" and x.sum() > 0:
+            return x + self.down(self.up(x))
+        y = self.up(self.norm(x))
+        if self.reads == "item":
+            y = y * float(x.mean())
+        return x + self.down((y if mask is None else y * mask[..., None]).tanh())
+
+
+class Net(nn.Module):
+    """A model of tokens with a tied head."""
+
+    def __init__(self, reads="", recomputes="", computes=False):
+        super().__init__()
+        self.table = nn.Embedding(31, 8)
+        self.blocks = nn.ModuleList(Block(reads) for _ in range(2))
+        self.head = nn.Linear(8, 31, bias=False)
+        self.head.weight = self.table.weight
+        self.recomputes, self.computes = recomputes, computes
+
+    def forward(self, ids, mask=None):
+        x = self.table(ids)
+        if self.computes:
+            x = x @ (self.table.weight.T @ self.table.weight)
+        for block in self.blocks:
+            if self.recomputes:
+                reentrant = self.recomputes == "reentrant"
+                x = checkpoint(block, x, mask, use_reentrant=reentrant)
+            else:
+                x = block(x, mask)
+        return self.head(x)
+
+
+def frozen():
+    model = Net()
+    model.blocks[0].requires_grad_(False)
+    return model
+
+
+def gpt2():
+    import transformers
+
+    config = transformers.GPT2Config(
+        **dict(vocab_size=31, n_embd=16, n_layer=2, n_head=2, n_positions=16),
+        **dict(resid_pdrop=0, embd_pdrop=0, attn_pdrop=0),
+        **dict(bos_token_id=0, eos_token_id=0, use_cache=False),
+    )
+    return transformers.GPT2LMHeadModel(config).train()
+
+
+def mixtral():
+    import transformers
+
+    config = transformers.MixtralConfig(
+        **dict(vocab_size=31, hidden_size=16, intermediate_size=24, use_cache=False),
+        **dict(num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1),
+        **dict(num_local_experts=4, num_experts_per_tok=2),
+    )
+    return transformers.MixtralForCausalLM(config).train()
+
+
+def t5():
+    import transformers
+
+    config = transformers.T5Config(
+        **dict(vocab_size=31, d_model=16, d_kv=8, d_ff=24, num_layers=2, num_heads=2),
+        **dict(dropout_rate=0.0, decoder_start_token_id=0, use_cache=False),
+    )
+    return transformers.T5ForConditionalGeneration(config).train()
+
+
+MODELS = {
+    "plain": Net,
+    "branches": lambda: Net("branch"),
+    "item": lambda: Net("item"),
+    "checkpoint": lambda: Net(recomputes="yes"),
+    "reentrant": lambda: Net(recomputes="reentrant"),
+    "computed": lambda: Net(computes=True),
+    "frozen": frozen,
+    "gpt2": gpt2,
+    "mixtral": mixtral,
+    "t5": t5,
+}
+OF_TRANSFORMERS = ("gpt2", "mixtral", "t5")
+LAYERS = ("Block", "GPT2Block", "MixtralDecoderLayer", "T5Block")
+
+
+def model_of(name):
+    torch.manual_seed(0)
+    model = MODELS[name]()
+    return model if name in OF_TRANSFORMERS else model.double()
+
+
+def sharded(name, **kwargs):
+    model = model_of(name)
+    for layer in model.modules():
+        if type(layer).__name__ in LAYERS:
+            fully_shard(layer, **kwargs)
+    return fully_shard(model, **kwargs)
+
+
+def batch_of(name, step, size, masked):
+    """Token ids of varying length; the mask leaves out the last of every other one."""
+    generator = torch.Generator().manual_seed(step)
+    ids = torch.randint(1, 31, (size, 5 + step % 3), generator=generator)
+    mask = torch.ones_like(ids)
+    mask[::2, -2:] = 0
+    return {"ids": ids, "mask": mask} if masked else {"ids": ids}
+
+
+def losses_of(model, batch):
+    ids, given = batch["ids"], {}
+    if "mask" in batch:
+        given["mask"] = batch["mask"].double()
+    parameters = [name for name, _ in model.named_parameters()]
+    if any("decoder.block" in name for name in parameters):
+        logits = model(input_ids=ids, decoder_input_ids=ids.flip(1)).logits
+    elif any("lm_head" in n or "wte" in n for n in parameters):
+        given = {"attention_mask": batch["mask"]} if "mask" in batch else {}
+        logits = model(input_ids=ids, **given).logits
+    else:
+        logits = model(ids, **given)
+    return F.cross_entropy(logits.transpose(1, 2), ids, reduction="none").mean(1)
+
+
+# -- cases -------------------------------------------------------------------------
+
+# The samples of each process, in each step.
+STEPS = [[3, 3, 1], [4, 1, 0], [0, 5, 2], [0, 0, 0], [1, 2, 2]]
+
+
+@dataclass(frozen=True)
+class Case:
+    """Some steps of training."""
+
+    model: str
+    mode: str = "ghost_bk"
+    masked: bool = False
+    clipping: str = "flat"
+    optimizer: str = "SGD"
+    wrap: bool = True
+    reshards: Optional[bool] = None
+
+    def __str__(self):
+        given = (self.model, self.mode, self.clipping, self.optimizer)
+        flags = [n for n in ("masked", "wrap") if getattr(self, n)]
+        return ",".join([*given, *flags, *[str(self.reshards)] * (not self.wrap)])
+
+    def sizes(self, processes: int) -> List[List[int]]:
+        steps = STEPS[:3] if self.model in OF_TRANSFORMERS else STEPS
+        return [sizes[:processes] for sizes in steps]
+
+    def bounds(self, model: nn.Module) -> Any:
+        count = len(trainable(model))
+        return (
+            BOUND if self.clipping == "flat" else [0.05 + i / 99 for i in range(count)]
+        )
+
+    def plain_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        lr = 1.0 if self.optimizer == "SGD" else 0.01
+        return getattr(torch.optim, self.optimizer)(trainable(model).values(), lr=lr)
+
+    def private(self, model: nn.Module, **kwargs: Any) -> Any:
+        given = dict(batch_size=6, max_grad_norm=self.bounds(model))
+        given.update(clipping=self.clipping, optimizer=self.plain_optimizer(model))
+        return make_private(model, self.mode, self.wrap, **{**given, **kwargs})
+
+
+TWO = [
+    *(Case("plain", mode) for mode in MODES),
+    Case("plain", masked=True, optimizer="Adam", wrap=False, reshards=False),
+    Case("plain", clipping="per_layer"),
+    Case("branches"),
+    Case("item", "ghost"),
+    Case("checkpoint", masked=True),
+    Case("reentrant", clipping="per_layer"),
+    Case("computed"),
+    Case("frozen", "scan"),
+    Case("gpt2", masked=True),
+    Case("mixtral"),
+    Case("t5", "auto"),
+]
+THREE = [
+    Case("plain"),
+    Case("branches", "ghost", reshards=False, wrap=False),
+    Case("checkpoint"),
+    Case("computed", "scan"),
+]
+
+
+def own(batch, sizes):
+    return {key: x.split(sizes)[dist.get_rank()] for key, x in batch.items()}
+
+
+def whole(model):
+    """The parameters, put together from all shards."""
+    return {n: p.full_tensor().detach() for n, p in model.named_parameters()}
+
+
+def train(case: Case) -> Any:
+    kwargs = {} if case.reshards is None else {"reshard_after_forward": case.reshards}
+    model = sharded(case.model, **kwargs)
+    private = case.private(model)
+    for step, sizes in enumerate(case.sizes(dist.get_world_size())):
+        batch = batch_of(case.model, step, sum(sizes), case.masked)
+        private.step(own(batch, sizes), losses_of)
+    return whole(model), private.engine.accountant.history
+
+
+def alone(case: Case, processes: int):
+    """The same training from the gradients of single samples, by plain autograd."""
+    model = model_of(case.model)
+    names, optimizer = trainable(model), case.plain_optimizer(model)
+    for step, sizes in enumerate(case.sizes(processes)):
+        batch = batch_of(case.model, step, sum(sizes), case.masked)
+        grads = oracle(model, batch, losses_of)
+        sums = clipped_sum(grads, case.clipping, case.bounds(model))
+        for name, p in names.items():
+            p.grad = sums[name] / 6
+        optimizer.step()
+    return dict(model.named_parameters())
+
+
+# -- what is not a comparison of weights ---------------------------------------------
+
+
+def noise():
+    """The noise of two steps, with equal seeds in all processes."""
+    torch.manual_seed(7)
+    model = fully_shard(nn.Sequential(nn.Linear(60, 50), nn.Linear(50, 50)).double())
+    private = make_private(model, "ghost_bk", batch_size=6, noise_multiplier=3.0)
+    before, added = whole(model), []
+    for _ in range(2):
+        x = torch.zeros(2, 60, dtype=torch.float64)
+        private.step(x, lambda model, x: 0 * model(x).sum(1))
+        added.append({n: (before[n] - p) * 6 for n, p in whole(model).items()})
+        before = whole(model)
+    return added
+
+
+def saved(folder):
+    """Trains two steps and saves, with any number of processes."""
+    model = sharded("plain")
+    private = Case("plain", optimizer="Adam").private(model, noise_multiplier=1.0)
+    for step in range(2):
+        size = dist.get_world_size()
+        batch = batch_of("plain", step, 2 * size, False)
+        private.step(own(batch, [2] * size), losses_of)
+    optimizer = private.optimizer.original_optimizer
+    state = {
+        "model": get_model_state_dict(model),
+        "optimizer": get_optimizer_state_dict(model, optimizer),
+    }
+    dcp.save(state, checkpoint_id=f"{folder}/saved")
+    if dist.get_rank() == 0:
+        rest = private.engine.accountant.state_dict(), private.optimizer.noise_state()
+        torch.save(rest, f"{folder}/private.pt")
+    return go_on(model, private)
+
+
+def go_on(model, private):
+    batch = batch_of("plain", 9, 6, False)
+    sizes = [6 // dist.get_world_size()] * dist.get_world_size()
+    private.step(own(batch, sizes), losses_of)
+    return whole(model), private.engine.accountant.history
+
+
+def loaded(folder):
+    """Goes on from what another number of processes has saved."""
+    model, case = sharded("plain"), Case("plain", optimizer="Adam")
+    optimizer = case.plain_optimizer(model)
+    state = {
+        "model": get_model_state_dict(model),
+        "optimizer": get_optimizer_state_dict(model, optimizer),
+    }
+    dcp.load(state, checkpoint_id=f"{folder}/saved")
+    set_model_state_dict(model, state["model"])
+    set_optimizer_state_dict(model, optimizer, state["optimizer"])
+    private = case.private(model, optimizer=optimizer, noise_multiplier=1.0)
+    history, noise_state = torch.load(f"{folder}/private.pt")
+    private.engine.accountant.load_state_dict(history)
+    private.optimizer.repeat_noise(noise_state)
+    return go_on(model, private)
+
+
+def mixed():
+    """Sums in float32 where layers compute in bfloat16."""
+    policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
+    model = sharded("gpt2", mp_policy=policy)
+    private = Case("gpt2").private(model)
+    before = whole(model)
+    private.optimizer.zero_grad()
+    private.backward(own(batch_of("gpt2", 0, 6, False), [3, 3]), losses_of)
+    grads = {n: p.grad for n, p in model.named_parameters()}
+    private.optimizer.step()
+    moved = {n: (before[n] - p) * 6 for n, p in whole(model).items()}
+    return {g.dtype for g in grads.values()}, moved
+
+
+def one_record_moves():
+    """The change of a step by one record more, in bounds."""
+    found = []
+    for case in (Case("branches"), Case("checkpoint", "scan")):
+        sums = []
+        for more in (0, 1):
+            model = sharded(case.model)
+            private, before = case.private(model), whole(model)
+            batch = batch_of(case.model, 1, 5, False)
+            mine = {k: x.split([2, 3])[dist.get_rank()] for k, x in batch.items()}
+            if dist.get_rank() == 1 and not more:
+                mine = {k: x[:-1] for k, x in mine.items()}
+            private.step(mine, losses_of)
+            sums.append({n: (before[n] - p) * 6 for n, p in whole(model).items()})
+        change = [(sums[0][n] - sums[1][n]).norm() for n in sums[0]]
+        found.append(float(torch.stack(change).norm()) / BOUND)
+    return found
+
+
+def functional():
+    """``clipped_grads`` of a sharded model, with branches, and one by one."""
+    found = {}
+    for name in ("plain", "branches", "checkpoint"):
+        model = sharded(name)
+        for step, sizes in enumerate([[3, 2], [0, 4], [0, 0]]):
+            ids = batch_of(name, step, sum(sizes), False)["ids"]
+            got = clipped_grads(
+                lambda ids: losses_of(model, {"ids": ids})[0],
+                model,
+                ids.split(sizes)[dist.get_rank()],
+                BOUND,
+            )
+            sums = {n: x.full_tensor() for n, x in got.sums.items()}
+            found[name, step] = sums, got.norms, got.losses
+    return found
+
+
+def drawn():
+    """What each process draws, seeded alike, by Opacus's loader and by a sampling."""
+    found = []
+    for sampling in (None, Poisson(expected_batch_size=2)):
+        torch.manual_seed(0)
+        model = fully_shard(nn.Linear(1, 2).double())
+        data = torch.utils.data.TensorDataset(torch.arange(24.0).double()[:, None])
+        given = {} if sampling is None else {"sampling": sampling}
+        private = make_private(
+            model,
+            "ghost_bk",
+            batch_size=2,
+            dataset=data,
+            poisson_sampling=True,
+            **given,
+        )
+        batches = [x.flatten().tolist() for (x,) in private.loader]
+        found.append((batches, private.optimizer.expected_batch_size))
+    return found
+
+
+def replicated():
+    """Two copies of two shards: the same weights in both copies, noise too."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards"))
+    case = Case("plain")
+    found = {}
+    for multiplier in (0.0, 2.0):
+        model = sharded("plain", mesh=mesh)
+        private = case.private(model, noise_multiplier=multiplier)
+        batch = batch_of("plain", 0, 8, False)
+        private.step(own(batch, [2] * 4), losses_of)
+        found[multiplier] = whole(model)
+    return found
+
+
+def refusals():
+    found, model = {}, sharded("plain")
+    for mode in ("hooks", "functorch"):
+        found[mode] = refusal(Case("plain", mode).private, model)
+    found["noise"] = refusal(
+        make_private, model, "ghost_bk", batch_size=6, noise=Banded(bands=2, steps=4)
+    )
+    part = Net()
+    fully_shard(part.blocks[0])
+    found["part"] = refusal(Case("plain").private, part)
+    ignored = Net()
+    fully_shard(ignored, ignored_params={ignored.table.weight})
+    found["ignored"] = refusal(Case("plain").private, ignored)
+    # One process refuses its batch, the others learn of it before a weight changes.
+    private, before = Case("plain").private(model), whole(model)
+    batch = own(batch_of("plain", 0, 4, False), [2, 2])
+    if dist.get_rank() == 1:
+        batch["ids"] = [batch["ids"]]
+    found["batch"] = refusal(private.step, batch, losses_of)
+    found["unchanged"] = all(torch.equal(p, before[n]) for n, p in whole(model).items())
+    private.step(own(batch_of("plain", 0, 4, False), [2, 2]), losses_of)
+    return found
+
+
+def killed():
+    """A process dies between forward and backward."""
+    model = sharded("plain")
+    private = Case("plain").private(model, noise_multiplier=1.0)
+    private.step(own(batch_of("plain", 0, 4, False), [2, 2]), losses_of)
+    local = {n: p.to_local().clone() for n, p in model.named_parameters()}
+    private.optimizer.zero_grad()
+    losses = losses_of(private.module, own(batch_of("plain", 1, 4, False), [2, 2]))
+    if dist.get_rank() == 1:
+        os._exit(1)
+
+    def rest():
+        private.criterion(losses, None).backward()
+        private.optimizer.step()
+
+    found = refusal(rest)
+    now = {n: p.to_local() for n, p in model.named_parameters()}
+    steps = sum(steps for _, _, steps in private.engine.accountant.history)
+    return found, all(torch.equal(p, local[n]) for n, p in now.items()), steps
+
+
+def jobs(folder: str, processes: int):
+    cases = {2: TWO, 3: THREE, 4: []}[processes]
+    found = {str(case): lambda case=case: train(case) for case in cases}
+    others = {
+        2: {
+            "noise": noise,
+            "saved": lambda: saved(folder),
+            "mixed": mixed,
+            "one record": one_record_moves,
+            "functional": functional,
+            "drawn": drawn,
+            "refusals": refusals,
+        },
+        3: {"loaded": lambda: loaded(folder)},
+        4: {"replicated": replicated},
+    }
+    return {**found, **others[processes]}
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory):
+    """Runs a group of so many processes, all with one folder."""
+    folder = str(tmp_path_factory.mktemp("shared"))
+
+    def start(size, **kwargs):
+        own = str(tmp_path_factory.mktemp(f"of{size}"))
+        return run(size, own, functools.partial(jobs, folder), **kwargs)
+
+    return start
+
+
+@pytest.fixture(scope="module")
+def two(start):
+    return start(2, last={"killed": killed})
+
+
+@pytest.fixture(scope="module")
+def three(two, start):
+    return start(3)
+
+
+@pytest.fixture(scope="module")
+def four(start):
+    return start(4)
+
+
+# -- tests -------------------------------------------------------------------------
+
+
+def assert_equals_one_process(case: Case, group) -> None:
+    expected = alone(case, group.size)
+    atol = 1e-6 if case.model in OF_TRANSFORMERS else 1e-10
+    for state, history in group.of(str(case)):
+        assert state.keys() == expected.keys()
+        for name, value in expected.items():
+            torch.testing.assert_close(state[name], value, rtol=0, atol=atol)
+        assert sum(n for _, _, n in history) == len(case.sizes(group.size))
+
+
+@pytest.mark.parametrize("case", TWO, ids=str)
+def test_two_processes(case, two):
+    assert_equals_one_process(case, two)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("case", THREE, ids=str)
+def test_three_processes(case, three):
+    assert_equals_one_process(case, three)
+
+
+def test_noise(two):
+    """Std sigma C on each shard, of its own in each step; all processes agree."""
+    first, second = two.of("noise")
+    for one, other in zip(first, second):
+        for name, added in one.items():
+            assert torch.equal(added, other[name])
+            tolerance = 5 * 3 / (2 * added.numel()) ** 0.5
+            assert float(added.std()) == pytest.approx(3, abs=tolerance)
+        halves = one["0.weight"].chunk(2)
+        apart = torch.corrcoef(torch.stack([x.flatten() for x in halves]))
+        assert abs(float(apart[0, 1])) < 5 / halves[0].numel() ** 0.5
+    steps = torch.stack([x["0.weight"].flatten() for x in first])
+    assert abs(float(torch.corrcoef(steps)[0, 1])) < 0.1
+
+
+@pytest.mark.thorough
+def test_saved_by_two_and_loaded_by_three_processes(two, three):
+    """Weights, state of Adam and accountant; noise is that of the shards there are."""
+    (after, history), _ = two.of("saved")
+    for state, again in three.of("loaded"):
+        assert again == history and sum(n for _, _, n in again) == 3
+        apart = {n: float((state[n] - p).abs().max()) for n, p in after.items()}
+        assert max(apart.values()) < 0.05  # Adam's steps are about 0.01
+
+
+def test_mixed_precision(two):
+    for dtypes, moved in two.of("mixed"):
+        assert dtypes == {torch.float32}
+        norm = torch.stack([x.norm() for x in moved.values()]).norm()
+        assert 0 < float(norm) <= 6 * BOUND * 1.001
+
+
+def test_one_record_moves_the_sum_by_its_bound(two):
+    for found in two.of("one record"):
+        assert all(0.5 < x <= 1 + SLACK for x in found), found
+
+
+def test_clipped_grads(two):
+    first, second = two.of("functional")
+    for (name, step), (sums, norms, losses) in first.items():
+        sizes = [[3, 2], [0, 4], [0, 0]][step]
+        model, batch = model_of(name), batch_of(name, step, sum(sizes), False)
+        grads = oracle(model, batch, losses_of)
+        for key, value in clipped_sum(grads, "flat", BOUND).items():
+            torch.testing.assert_close(sums[key], value, rtol=0, atol=1e-10)
+        of_all = torch.cat([norms, second[name, step][1]])
+        torch.testing.assert_close(of_all, norms_of(grads).to(of_all))
+        assert len(norms) == len(losses) == sizes[0]
+
+
+def test_processes_draw_one_batch(two):
+    """Each record in one process, at the rate of one; empty batches are steps too."""
+    for (first, size), (second, _) in zip(*two.of("drawn")):
+        assert len(first) == len(second) == 12 and size == 1
+        for a, b in zip(first, second):
+            assert not {*a} & {*b} and len(a) - len(b) in (0, 1)
+        assert [] in second and len({*sum(first + second, [])}) > 12
+
+
+@pytest.mark.thorough
+def test_copies_of_shards(four):
+    expected = model_of("plain")
+    grads = oracle(expected, batch_of("plain", 0, 8, False), losses_of)
+    sums = clipped_sum(grads, "flat", BOUND)
+    for found in four.of("replicated"):
+        for name, p in expected.named_parameters():
+            value = p - sums[name] / 6
+            torch.testing.assert_close(found[0.0][name], value, rtol=0, atol=1e-10)
+            assert torch.equal(found[2.0][name], four.of("replicated")[0][2.0][name])
+
+
+def test_refused(two):
+    words = {
+        "hooks": "mode 'hooks' has whole gradients",
+        "functorch": "mode 'functorch' has whole gradients",
+        "noise": "Correlated noise is not drawn",
+        "part": "Call fully_shard on the whole model, last",
+        "ignored": "table.weight is not sharded",
+    }
+    first, second = two.of("refusals")
+    for found in (first, second):
+        for name, text in words.items():
+            assert found[name].startswith("Refused") and text in found[name]
+        assert found["unchanged"]
+    assert "Another process refuses this step" in first["batch"]
+    assert "Another process" not in second["batch"]
+
+
+def test_killed_process(two):
+    text, unchanged, steps = two.found[0]["killed"]
+    assert text != "not refused" and unchanged and steps == 1
