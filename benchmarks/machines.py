@@ -1,9 +1,9 @@
 """Collectives, bytes and time of a step on several processes, plain and private.
 
-Run as ``torchrun --nproc_per_node 4 -m benchmarks machines``, on whatever processes and
-devices there are, or as ``python -m benchmarks machines --processes 4``. Each step is of
-one model under torch's DDP or under ``fully_shard`` (FSDP2), plain or private in
-"ghost_bk" and "scan"; the private one is compared with a single process first.
+Run as ``torchrun --nproc_per_node 4 -m benchmarks machines``, on whatever processes
+and devices there are, or as ``python -m benchmarks machines --processes 4``. Each step
+is of one model under torch's DDP or under ``fully_shard`` (FSDP2), plain or private in
+"ghost_bk" and "scan".
 
 Counted are the collectives that one process calls in a step, and the bytes that it
 gives them: of an all-gather its shard, of a reduce-scatter and an all-reduce all.

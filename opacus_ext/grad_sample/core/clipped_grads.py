@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, NamedTuple
+from typing import Any, Callable, Mapping, NamedTuple
 
 import torch
 from torch.distributed.fsdp import FSDPModule
@@ -222,7 +222,7 @@ def per_sample_grads(
     return PerSampleGrads(total.grads(), losses, aux)
 
 
-def _trained(params: dict[str, T], microbatch: int | None) -> dict[str, T]:
+def _trained(params: Mapping[str, T], microbatch: int | None) -> dict[str, T]:
     """Returns the trainable parameters; refuses those that can't be clipped."""
     if microbatch is not None and not (isinstance(microbatch, int) and microbatch > 0):
         raise Refused(

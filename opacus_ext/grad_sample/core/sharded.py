@@ -172,8 +172,8 @@ def in_rounds(
 ) -> int:
     """
     Runs all samples as :func:`~groups.in_groups`, in as many rounds as the process with
-    the most needs; returns their number. In rounds for which this process has no samples
-    left, it runs one of zeros whose ``rows`` are empty.
+    the most needs; returns their number. In rounds for which this process has no
+    samples left, it runs one of zeros whose ``rows`` are empty.
 
     Args:
         rounds: of all processes
@@ -212,7 +212,7 @@ def in_rounds(
 
 
 def is_of_nobody(some: Any) -> bool:
-    """Returns True for a sample of zeros that runs because other processes have more."""
+    """Returns True for a sample of zeros, which runs as other processes have more."""
     return some.rows is not None and not some.rows.numel()
 
 
