@@ -82,6 +82,7 @@ class Model(nn.Module):
         )
         self.head = nn.Linear(width, vocabulary, bias=False)
         self.head.weight = self.table.weight
+        nn.init.normal_(self.table.weight, std=0.02)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         x = self.table(ids)

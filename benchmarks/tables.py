@@ -158,6 +158,51 @@ def speed_of_readme() -> str:
     return written(heads, body)
 
 
+def machines() -> str:
+    """Collectives of a step on four processes, and their bytes, in models."""
+    found = json.loads((RESULTS / "machines-cpu.json").read_text("utf-8"))
+    body = []
+    for row in found["rows"]:
+        sizes = row["model_sizes"]
+        cells = (f"{n} {k}, {sizes[k]:g}" for k, n in row["collectives"].items())
+        ms = f"{row['milliseconds']:.0f}"
+        body.append((f"`{row['way']}`", "; ".join(cells), row["numbers"], ms))
+    return written(("", "collectives, bytes", "numbers", "ms"), body)
+
+
+# Llama 3 8B: parameters, and of these the largest one; a layer's inputs and gradients,
+# of which "ghost_bk" keeps one number a token and feature.
+PARAMETERS, LARGEST, LAYERS = 8.03e9, 128256 * 4096, 32
+KEPT = 3 * 4096 + 14336 + (4096 + 2 * 1024 + 4096 + 2 * 14336 + 4096)
+# Bytes a second of one GPU to the others, of NVLink and of a 400 Gb/s adapter.
+SPEEDS = {8: 450e9, 64: 50e9}
+
+
+def scale() -> str:
+    """8 B parameters in bfloat16, sums in float32: computed from what was counted."""
+    found = json.loads((RESULTS / "machines-cpu.json").read_text("utf-8"))
+    counted = {row["way"]: row["model_sizes"] for row in found["rows"]}
+    body = []
+    for count, speed in SPEEDS.items():
+        for way in ("ddp", "ddp ghost_bk", "fsdp", "fsdp ghost_bk"):
+            sizes, private = counted[way], "ghost" in way
+            part, moved = (count - 1) / count, 0.0
+            for kind, models in sizes.items():
+                if "gather" in kind:  # counted of four shards, sent in bfloat16
+                    moved += 4 * models * part * 2
+                else:
+                    moved += models * part * 4 * (2 if kind == "allreduce" else 1)
+            moved *= PARAMETERS
+            held = 16 * PARAMETERS / (count if "fsdp" in way else 1)
+            more = 4 * LARGEST + 25 * 2**20 if private and "fsdp" in way else 0
+            token = 2 * LAYERS * KEPT if private else 0
+            cells = (f"{moved / 1e9:.0f}", f"{moved / speed:.2f}", f"{held / 1e9:.0f}")
+            end = (f"{more / 1e9:.1f}", f"{token / 1e6:.1f}")
+            body.append((f"{count} GPUs, `{way}`", *cells, *end))
+    head = ("", "GB sent by a GPU", "seconds", "GB of state", "GB more", "MB a token")
+    return written(head, body)
+
+
 TABLES: Dict[str, Callable[[], str]] = {
     "releases-ml-1m": lambda: releases("ml-1m"),
     "releases-games": lambda: releases("games"),
@@ -167,6 +212,8 @@ TABLES: Dict[str, Callable[[], str]] = {
     "speed-readme": speed_of_readme,
     "experts": experts,
     "long-sequences": long_sequences,
+    "machines": machines,
+    "scale": scale,
 }
 
 

@@ -35,6 +35,8 @@ THOROUGH = (
     "device_cost_test.py",
     "docs_test.py",
     "distributed_test.py",
+    "sharded_test.py",
+    "trainer_processes_test.py",
     "train_test.py",
     "trainer_test.py",
     "lightning_test.py",

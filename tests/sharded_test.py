@@ -531,7 +531,6 @@ def test_two_processes(case, two):
     assert_equals_one_process(case, two)
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("case", THREE, ids=str)
 def test_three_processes(case, three):
     assert_equals_one_process(case, three)
@@ -552,7 +551,6 @@ def test_noise(two):
     assert abs(float(torch.corrcoef(steps)[0, 1])) < 0.1
 
 
-@pytest.mark.thorough
 def test_saved_by_two_and_loaded_by_three_processes(two, three):
     """Weights, state of Adam and accountant; noise is that of the shards there are."""
     (after, history), _ = two.of("saved")
@@ -596,7 +594,6 @@ def test_processes_draw_one_batch(two):
         assert [] in second and len({*sum(first + second, [])}) > 12
 
 
-@pytest.mark.thorough
 def test_copies_of_shards(four):
     expected = model_of("plain")
     grads = oracle(expected, batch_of("plain", 0, 8, False), losses_of)

@@ -7,6 +7,8 @@ from contextvars import ContextVar
 from typing import Any, Callable
 
 import torch
+import torch.distributed as dist
+from opacus.distributed import DifferentiallyPrivateDistributedDataParallel as DPDDP
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -38,6 +40,16 @@ def refuse(module: nn.Module, mode: str = "ghost") -> None:
         )
     if sharded:
         refuse_shards(type(module).__name__, module, sharded)
+    several = dist.is_initialized() and dist.get_world_size() > 1
+    if several and not isinstance(module, (DDP, DPDDP, FSDPModule)):
+        raise Refused(
+            f"{type(module).__name__} is one of {dist.get_world_size()} processes, and "
+            "would be trained in each by itself, with the noise of one.",
+            module=type(module).__name__,
+            remedy="Wrap it before make_private: by torch's DistributedDataParallel, "
+            "opacus.distributed.DifferentiallyPrivateDistributedDataParallel or "
+            "fully_shard. Tensor parallel models are not supported.",
+        )
     for name, p in module.named_parameters():
         if p.requires_grad and p.is_complex():
             raise Refused(

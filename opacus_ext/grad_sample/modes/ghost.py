@@ -414,7 +414,7 @@ def _scaled(rows: T, weights: T, expected: T, dtype: torch.dtype) -> bool:
     norms = rows[0].nan_to_num(0, 0)
     coarse = 1e-3 if dtype.itemsize >= 4 else 0.03
     gaps = (rows - expected).abs().nan_to_num(0, 0)
-    least = torch.finfo(dtype).tiny  # float16 is imprecise below
+    least = max(torch.finfo(dtype).tiny, 1e-15)  # below, squares are imprecise
     return bool((gaps <= coarse * norms + 1e-6 * norms.sum() + least).all())
 
 
