@@ -8,6 +8,7 @@ from typing import Any, Dict, Mapping, Optional, Sequence
 import torch
 from opacus import PrivacyEngine
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from opacus_ext.grad_sample.parallel.sharding import group_of
 from opacus_ext.optimizers.optimizer import ClippingOptimizer
@@ -135,8 +136,10 @@ class Monitor:
         norms = torch._foreach_norm(
             [g.to(torch.promote_types(g.dtype, torch.float32)) for g in grads]
         )
-        squares = torch.stack([n.to(norms[0].device) for n in norms]).double()
-        total = squares.square_().sum()
+        each: Any = torch.stack([n.to(norms[0].device) for n in norms])
+        if isinstance(each, DTensor):  # of shards
+            each = each.full_tensor()
+        total = each.double().square().sum()
         self._squares = total + torch.as_tensor(self._squares).to(total)
         std = optimizer.gradient_noise_multiplier
         if optimizer.correlated is not None:

@@ -11,13 +11,10 @@ from collections import UserDict
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from opacus import PrivacyEngine
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from opacus.utils.uniform_sampler import UniformWithReplacementSampler
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.utils.data import (
     DataLoader,
     Dataset,
@@ -507,18 +504,6 @@ def test_two_optimizers_of_one_model():
             optimizer.step()
             optimizer.zero_grad()
     assert all(not torch.equal(p, q) for p, q in zip(before, model.parameters()))
-
-
-@pytest.mark.parametrize("mode", ["hooks", "ghost_bk"])
-def test_fully_sharded(mode, tmp_path):
-    way = f"file://{tmp_path / 'processes'}"
-    dist.init_process_group("gloo", init_method=way, rank=0, world_size=1)
-    try:
-        model = fully_shard(net(), mesh=init_device_mesh("cpu", (1,)))
-        with pytest.raises(Refused, match=r"FSDP2.*distributed.*ghost_fsdp"):
-            Setup(mode, module=model)
-    finally:
-        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("mode", ["hooks", "ghost_bk"])

@@ -14,7 +14,6 @@ import torch
 from opacus import PrivacyEngine
 from scipy.stats import chi2
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from opacus_ext import Refused
@@ -248,13 +247,3 @@ def test_what_cannot_be_is_refused_before_anything_is_changed(
         with pytest.raises(Refused, match=message):
             make(sampling, **settings)
     assert not hooked.called
-
-
-def test_several_processes_are_refused():
-    class Parallel(DDP):
-        def __init__(self, module):
-            nn.Module.__init__(self)
-            self.module = module
-
-    with pytest.raises(Refused, match="Poisson does not draw for Parallel"):
-        make(Poisson(expected_batch_size=2), wrap=Parallel)

@@ -18,6 +18,7 @@ from opacus_ext.grad_sample.adapter.model import PrivateModel
 from opacus_ext.grad_sample.adapter.outputs import Returned
 from opacus_ext.grad_sample.core.clip import ClippedSum
 from opacus_ext.grad_sample.core.gradients import gradients_alone, gradients_of_group
+from opacus_ext.grad_sample.core.groups import Samples
 from opacus_ext.grad_sample.core.sharded import (
     GRADIENTS,
     TRIAL,
@@ -129,6 +130,7 @@ class ShardedModel(PrivateModel):
     record_type, reader_type = ShardedForward, ShardedReader
     is_shared_out = frees_parameters = True
     inputs: ShardedReader
+    _form: list[Samples] = []  # how a sample looks
 
     def __init__(self, module: nn.Module, *args: Any, **kwargs: Any):
         super().__init__(module, *args, **kwargs)
@@ -177,9 +179,16 @@ class ShardedModel(PrivateModel):
 
     def run(self, forward: Any) -> None:
         """Runs all samples in rounds."""
+        samples = forward.inputs.samples or self._form
+        if not samples:
+            raise self.refused(
+                "the first batch of this process has no samples that take= could show.",
+                "Begin with a batch that has some in each process.",
+            )
+        self._form = [samples[0].select(torch.arange(0))]  # without data, as it is kept
         ran = in_rounds(
             self.rounds,
-            forward.inputs.samples,
+            samples,
             forward.at_once,
             lambda some, i: forward.alone(some, i),
             one_by_one=self.one_by_one or self.vmap_fails,
