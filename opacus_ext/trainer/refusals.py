@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Callable, NamedTuple
 
+from torch.distributed.fsdp import FSDPModule
 from transformers import Trainer, TrainingArguments
 
 from opacus_ext.refused import Refused
@@ -53,7 +54,7 @@ ARGUMENTS = (
     Argument("ignore_data_skip", "would draw batches again after resuming"),
     Argument("parallelism_config", "splits a model or sequence", "Use one process."),
     Argument("deepspeed", "computes gradients by itself", "Use one process."),
-    Argument("fsdp", "computes gradients by itself", "Use one process."),
+    Argument("fsdp", "computes gradients by itself", "Use torchrun without it."),
     Argument(
         "max_grad_norm",
         "is Trainer's clipping of the whole batch's gradient, which is off here",
@@ -145,6 +146,7 @@ def refuse_environment(trainer: Any) -> None:
         accelerator.scaler is not None
         or trainer.is_deepspeed_enabled
         or trainer.is_fsdp_enabled
+        or any(isinstance(x, FSDPModule) for x in trainer.model.modules())
         or trainer.is_model_parallel
         or str(accelerator.state.dynamo_plugin.backend.value).lower() != "no"
     ):
