@@ -12,6 +12,7 @@ from typing import Any, Callable, NamedTuple, Sequence
 import torch
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from opacus_ext.clipping import ClippingFunction
@@ -53,7 +54,8 @@ class CompiledModel:
         self.programs = self._checked = 0
         self._traced: dict[tuple, Traced] = {}
         self._failed: dict[tuple, str] = {}
-        self.module = getattr(model.module, "_orig_mod", model.module)
+        module = getattr(model.module, "_orig_mod", model.module)
+        self.module = module.module if isinstance(module, DDP) else module
         module, params = self.module, self.params
 
         def forward(
