@@ -10,6 +10,7 @@ import torch.distributed as dist
 from opacus.distributed import DifferentiallyPrivateDistributedDataParallel as DPDDP
 from opacus.grad_sample import AbstractGradSampleModule, GradSampleHooks
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 from opacus_ext.grad_sample.parallel.group import ExpertGroup
 from opacus_ext.grad_sample.parallel.sharding import (
@@ -179,8 +180,9 @@ def full_state_dict(module: nn.Module) -> Dict[str, torch.Tensor]:
     Returns:
         The state dict, the same in every process.
     """
-    while isinstance(module, (AbstractGradSampleModule, GradSampleHooks, DPDDP)):
-        module = module.module if isinstance(module, DPDDP) else module._module
+    while isinstance(module, (AbstractGradSampleModule, GradSampleHooks, DPDDP, DDP)):
+        wraps = isinstance(module, (DPDDP, DDP))
+        module = module.module if wraps else module._module
     state = module.state_dict()
     for name, layer in module.named_modules(remove_duplicate=False):
         group = group_of(layer)

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from opacus.distributed import DifferentiallyPrivateDistributedDataParallel as DPDDP
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
@@ -206,6 +207,14 @@ def mixtral():
     return model
 
 
+def compiled(model):
+    model = DDP(model)
+    model.compile(backend="aot_eager")
+    return model
+
+
+# Of models that all processes hold whole.
+WRAPPERS = {"plain": DPDDP, "ddp": DDP, "compiled": compiled}
 MODELS: Dict[str, Callable[[], nn.Module]] = {
     "mixture": mixture,
     "rows": lambda: Net(RowLayer(), SwitchFeedForward(4, 5, 4)),
@@ -218,7 +227,7 @@ MODELS: Dict[str, Callable[[], nn.Module]] = {
     "only experts": lambda: frozen(mixture(), "first", "router", "last"),
     "rows that mix": lambda: Net(RowLayer(mixes=True)),
     "time first": TimeFirst,
-    "plain": lambda: Net(nn.Linear(4, 4), nn.LayerNorm(4)),
+    **dict.fromkeys(WRAPPERS, lambda: Net(nn.Linear(4, 4), nn.LayerNorm(4))),
     "switch": switch,
     "mixtral": mixtral,
 }
@@ -328,6 +337,8 @@ TWO = [
     Case("mixture", "ghost_bk", UNEVEN * 2, optimizer="Adam"),
     *(Case("plain", mode, UNEVEN, clipping="automatic") for mode in PLAIN),
     Case("plain", "ghost_bk", [[3, 1]], clipping="per_layer"),
+    *(Case("ddp", mode, UNEVEN) for mode in PLAIN),
+    Case("compiled", "ghost_bk", UNEVEN),
     Case("switch", "ghost", [[2, 1], [3, 2]]),
     Case("switch", "ghost_bk", [[2, 2]], clipping="per_layer"),
     Case("mixtral", "ghost_bk", [[2, 1], [3, 2]], wrap=False),
@@ -343,7 +354,7 @@ FOUR = [
 def train(case: Case) -> Dict[str, Any]:
     """A case in this process, one of several."""
     model = model_of(case.model)
-    model = DPDDP(model) if case.model == "plain" else expert_parallel(model)
+    model = WRAPPERS.get(case.model, expert_parallel)(model)
     private = case.private(model, sum(case.sizes[0]))
     for step, sizes in enumerate(case.sizes):
         batch = batch_of(case.model, step, sum(sizes)).split(sizes)[dist.get_rank()]
@@ -762,7 +773,7 @@ def assert_equals_one_process(case: Case, group: Group) -> None:
         for name, value in results[0]["own"].items():
             assert torch.equal(result["own"][name], value), f"{name} differs"
     assert moved
-    assert bool(results[0]["spread"]) == (case.model != "plain")
+    assert bool(results[0]["spread"]) == (case.model not in WRAPPERS)
     model_of(case.model).load_state_dict(results[-1]["state"], strict=True)
 
 

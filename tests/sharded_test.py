@@ -446,6 +446,61 @@ def refusals():
     return found
 
 
+class Choosing(nn.Module):
+    """Samples, or random numbers, choose between two sharded layers of one shape."""
+
+    def __init__(self, at_random=False):
+        super().__init__()
+        self.first, self.left, self.right = (nn.Linear(4, 4) for _ in range(3))
+        self.at_random = at_random
+
+    def forward(self, x):
+        x = self.first(x)
+        by = torch.rand(()) if self.at_random else 0.5 + x.sum()
+        return self.left(x) if by > 0.5 else self.right(x)
+
+
+def choices():
+    """Both are refused by all: else layers would be gathered half and half."""
+    found = {}
+    for at_random in (False, True):
+        torch.manual_seed(0)
+        model = Choosing(at_random).double()
+        for layer in (model.left, model.right, model):
+            fully_shard(layer)
+        private = make_private(model, "ghost_bk", batch_size=6)
+        x = torch.randn(3, 4, dtype=torch.float64).abs() * (1 - 2 * dist.get_rank())
+        torch.manual_seed(dist.get_rank())
+        for step in range(6):
+            said = refusal(private.step, x, lambda model, x: model(x).sum(1))
+            if said != "not refused":
+                break
+        found[at_random] = said
+    return found
+
+
+def changed():
+    """Settings that one process changes, and an evaluation before a step."""
+    found = {}
+    for name, value in (("noise_multiplier", 0.0), ("max_grad_norm", 9.0)):
+        model = sharded("plain")
+        private = Case("plain").private(model, noise_multiplier=1.0)
+        if dist.get_rank() == 1:
+            setattr(private.optimizer, name, value)
+        batch = own(batch_of("plain", 0, 4, False), [2, 2])
+        found[name] = refusal(private.step, batch, losses_of)
+    case, model = Case("plain"), sharded("plain")
+    private = case.private(model)
+    for step, sizes in enumerate(case.sizes(2)):
+        batch = own(batch_of("plain", step, sum(sizes), False), sizes)
+        private.optimizer.zero_grad()
+        private.backward(batch, losses_of)
+        with torch.no_grad():
+            losses_of(private.module, batch)
+        private.optimizer.step()
+    return found, whole(model)
+
+
 def killed():
     """A process dies between forward and backward."""
     model = sharded("plain")
@@ -479,6 +534,8 @@ def jobs(folder: str, processes: int):
             "functional": functional,
             "drawn": drawn,
             "refusals": refusals,
+            "choices": choices,
+            "changed": changed,
         },
         3: {"loaded": lambda: loaded(folder)},
         4: {"replicated": replicated},
@@ -620,6 +677,21 @@ def test_refused(two):
         assert found["unchanged"]
     assert "Another process refuses this step" in first["batch"]
     assert "Another process" not in second["batch"]
+
+
+def test_layers_that_are_chosen_are_refused(two):
+    for found in two.of("choices"):
+        for said in found.values():
+            assert said.startswith("Refused: Processes run different layers"), said
+
+
+def test_settings_of_one_process_are_refused(two):
+    expected = alone(Case("plain"), 2)
+    for found, after in two.of("changed"):
+        for said in found.values():
+            assert "differ between processes" in said, said
+        for name, value in expected.items():  # evaluated before each step
+            torch.testing.assert_close(after[name], value, rtol=0, atol=1e-10)
 
 
 def test_killed_process(two):

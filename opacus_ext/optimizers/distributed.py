@@ -16,7 +16,7 @@ from opacus_ext.optimizers.optimizer import (
     GhostDPOptimizer,
     HooksDPOptimizer,
 )
-from opacus_ext.refused import Refused
+from opacus_ext.refused import ProcessFailure, Refused
 
 if TYPE_CHECKING:
     Base = ClippingOptimizer
@@ -32,6 +32,8 @@ class _Distributed(Base):
     process 0 draws in each step.
     """
 
+    drawn = 0  # logical batches that the loader has drawn so far
+
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
@@ -40,40 +42,70 @@ class _Distributed(Base):
         self._seed = 0
         self._generators: Dict[Tuple[torch.device, int], torch.Generator] = {}
 
-    def _refuse_differences(self) -> None:
-        """Refuses settings that differ, as one process adds the noise for all."""
+    def _refuse_differences(self, skips: bool = False, refuses: bool = False) -> None:
+        """
+        Refuses settings that differ, as one process adds the noise for all, and steps
+        that do. With ``refuses`` this process has an error of its own.
+        """
         bounds = [self.max_grad_norm] if self._bounds is None else self._bounds
         weighted = sum(i * bound for i, bound in enumerate(bounds, 1))
-        size = self.expected_batch_size
-        settings = self.noise_multiplier, -1 if size is None else size, weighted
+        size, drawn = self.expected_batch_size, 0 if self.ahead else self.drawn
+        settings = [self.noise_multiplier, -1 if size is None else size, weighted]
+        given = [*settings, len(bounds), drawn, skips, refuses]
         device = next((p.device for p in self.params), torch.device("cpu"))
-        x = torch.tensor([*settings, len(bounds)], dtype=torch.float64, device=device)
-        if bool((self._processes.gather(x[None]) != x).any()):
+        x = torch.tensor(given, dtype=torch.float64, device=device)
+        found = self._processes.gather(x[None])
+        if bool(found[:, -1].any()) and not refuses:
+            raise ProcessFailure(
+                "Another process refuses this step; its error says why. No weight was "
+                "changed."
+            )
+        *same, as_drawn, as_skipped, _ = (found == x).all(0).tolist()
+        if not all(same):
             raise Refused(
                 "noise_multiplier, max_grad_norm or the expected batch size (the "
                 "length of the data set and its loader) differ between processes; "
                 f"here they are {self.noise_multiplier}, {bounds} and {size}.",
                 remedy="Make them the same everywhere.",
             )
+        if not as_drawn and as_skipped:
+            raise Refused(
+                f"This process is at batch {drawn} of its loader, and others are at "
+                "another one: their shares are of different draws.",
+                remedy="Step on each batch in all processes, or leave the loop in all.",
+            )
+        if not as_skipped:
+            raise Refused(
+                "Some processes have another physical batch before the step, and "
+                "others have not.",
+                remedy="Where parameters are spread over processes, choose "
+                "max_physical_batch_size so that all split alike, or none splits.",
+            )
 
     def pre_step(self, closure: Optional[Any] = None) -> Optional[float]:
-        """See ``DPOptimizer``; all processes step, or all wait for another batch."""
+        """See ``DPOptimizer``; a step is taken by all processes, or refused by all."""
         given = (p for group in self.param_groups for p in group["params"])
-        sharded = next(filter(self._is_sharded, given), None)
-        if sharded is not None:
-            skip = self._check_skip_next_step(pop_next=False)
-            here = torch.tensor([skip], device=sharded.device)
-            if bool((self._processes.gather(here) != here).any()):
-                raise Refused(
-                    "Some processes have another physical batch before the step, and "
-                    "others have not.",
-                    remedy=(
-                        "Where parameters are spread over processes, choose "
-                        "max_physical_batch_size so that all split alike, or none "
-                        "splits."
-                    ),
-                )
+        skips = self._check_skip_next_step(pop_next=False)
+        if not skips or any(map(self._is_sharded, given)):
+            error: Optional[Refused] = None
+            try:
+                self._check_batches()
+                self._check_same_bound()
+            except Refused as refused:
+                error = refused
+            not_ready = getattr(self, "ready", True) is False
+            self._refuse_differences(skips, error is not None or not_ready)
+            if error is not None:
+                raise error
         return super().pre_step(closure)
+
+    def step(self, closure: Optional[Any] = None) -> Optional[float]:
+        """See ``DPOptimizer``; whole weights that FSDP2 has gathered are old then."""
+        found = super().step(closure)
+        rounds = getattr(getattr(self.mode, "private", None), "rounds", None)
+        if rounds is not None:
+            rounds.reshard()
+        return found
 
     def _adds_noise(self, p: torch.nn.Parameter) -> bool:
         return self.rank == 0 or self._is_sharded(p)

@@ -86,6 +86,8 @@ def watch_loader(loader: DataLoader, optimizer: Any, inputs: InputReader) -> Non
             largest = max(largest, len(batch))
             if inputs is not None:
                 inputs.most = max(sizes)
+            if hasattr(dp_optimizer, "drawn"):  # of several processes
+                dp_optimizer.drawn += 1
             yield batch
         if inputs is not None:
             inputs.most = largest  # a loop may go through a list of all batches

@@ -12,6 +12,7 @@ others at the next layer that gathers.
 
 from __future__ import annotations
 
+import zlib
 from collections import deque
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -55,18 +56,24 @@ class Rounds:
     def __init__(self, units: Sequence[FSDPModule]):
         self.units, self.watching, self._inside = units, True, False
         self._tell = False  # True while the others wait for what this process says
+        self._order: list[int] = []  # numbers of the units of the last forward pass
+        self._follows = False  # True while a forward pass runs
         self._begun = False  # True once a unit has run
         self._group = None
         if "gloo" not in dist.get_backend():  # as no device should wait for a number
             self._group = dist.new_group(backend="gloo")
         self.handles = [
-            unit.register_forward_pre_hook(self._before_unit, prepend=True)
-            for unit in units
+            unit.register_forward_pre_hook(partial(self._before_unit, i), prepend=True)
+            for i, unit in enumerate(units)
         ]
 
-    def meet(self, flags: int) -> int:
-        """Returns the union of what all processes say."""
-        bits = torch.tensor([flags >> i & 1 for i in range(6)])
+    def meet(self, flags: int, place: int = 0) -> int:
+        """
+        Returns the union of what all processes say. Refuses if they are at different
+        places, which are numbers.
+        """
+        bits = [flags >> i & 1 for i in range(6)]
+        bits = torch.tensor([*bits, place, -place])
         try:
             dist.all_reduce(bits, dist.ReduceOp.MAX, group=self._group)
         except RuntimeError as error:
@@ -77,7 +84,18 @@ class Rounds:
                 "init_process_group). This step was not taken here:",
                 remedy="start all processes again from the last checkpoint.",
             ) from error
-        said = sum(int(x) << i for i, x in enumerate(bits))
+        *found, most, least = bits.tolist()
+        said = sum(x << i for i, x in enumerate(found))
+        if most != -least and not said & FAILED:
+            self._tell = self._inside = False
+            self.reset()
+            raise Refused(
+                "Processes run different layers that fully_shard has sharded, or in "
+                "another order, by what their samples hold or by random numbers. No "
+                "weight was changed.",
+                remedy="Leave fully_shard out for layers that are not always run, so "
+                "that they belong to the layer around them.",
+            )
         if said & FAILED and not self._inside:
             self._tell = False
             raise ProcessFailure(
@@ -100,10 +118,17 @@ class Rounds:
         finally:
             self._tell = False
 
-    def _before_unit(self, *args: Any) -> None:
+    def _before_unit(self, number: int, *args: Any) -> None:
         self._begun = True
-        if self._inside and self.watching and self.meet(0) & FAILED:
+        if self._follows:
+            self._order.append(number)
+        if self._inside and self.watching and self.meet(0, 1 + number) & FAILED:
             raise FailedElsewhere
+
+    @property
+    def order(self) -> int:
+        """A number that is another one if the units of the last pass are others."""
+        return zlib.crc32(repr(self._order).encode())
 
     def run(self, function: Callable[[], Any], reads: Callable[[], bool]) -> Any:
         """
@@ -111,6 +136,7 @@ class Rounds:
         which processes may differ; where none does, later passes need not be watched.
         """
         tell, self._tell, self._inside = self._tell, False, self.watching
+        self._order, self._follows = [], True
         try:
             found = function()
             self.finish(reads())
@@ -125,14 +151,15 @@ class Rounds:
                 self._tell = tell
             raise
         finally:
-            self._inside = False
+            self._inside = self._follows = False
         self._tell = tell
         return found
 
     def finish(self, reads: bool) -> None:
         """Ends the forward pass, unless it has failed in another process."""
+        self._follows = False
         if self._inside:
-            said = self.meet(READS if reads else 0)
+            said = self.meet(READS if reads else 0, 1 + len(self.units))
             self._inside = False
             if said & FAILED:
                 raise FailedElsewhere
@@ -142,20 +169,31 @@ class Rounds:
         """Runs a trial that this process needs; others :meth:`follow`."""
         while True:
             said = self.meet(flags)
+            self.reshard()
+            self.watching = True
             with suppress(FailedElsewhere):
                 return self.run(partial(trial, said), lambda: True)
 
     def follow(self, zeros: Callable[[int], Any]) -> None:
         """Takes part in trials of others by a pass of its own, until none needs one."""
         while (said := self.meet(0)) & TRIAL:
+            self.reshard()
+            self.watching = True
             with suppress(FailedElsewhere):
                 self.run(partial(zeros, said), lambda: True)
 
     def reset(self) -> None:
         """Frees what a pass that failed has gathered, in all processes alike."""
-        self.watching, root = True, self.units[0]
+        self.watching, root, self._order = True, self.units[0], []
         if self._begun and hasattr(root, "reset_iter_state"):  # torch 2.13
             root.reset_iter_state()
+        self.reshard()
+
+    def reshard(self) -> None:
+        """
+        Frees what is gathered: by a pass that failed, or by an evaluation before the
+        last step, whose weights are older than the shards.
+        """
         for unit in self.units:
             unit.reshard()
 
@@ -180,8 +218,11 @@ def in_rounds(
         reads: tells whether a group has read values of the data
     """
     todo, ran = deque(some for some in samples if some.size), 0
+    rounds.reshard()
     while True:
-        said = rounds.meet(MORE * bool(todo) | ALONE * one_by_one)
+        said = rounds.meet(
+            MORE * bool(todo) | ALONE * one_by_one, rounds.order if ran else 0
+        )
         if not said & MORE:
             return ran
         ran, alone = ran + 1, bool(said & ALONE)
