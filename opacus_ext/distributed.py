@@ -181,8 +181,8 @@ def full_state_dict(module: nn.Module) -> Dict[str, torch.Tensor]:
         The state dict, the same in every process.
     """
     while isinstance(module, (AbstractGradSampleModule, GradSampleHooks, DPDDP, DDP)):
-        wraps = isinstance(module, (DPDDP, DDP))
-        module = module.module if wraps else module._module
+        inner: Any = module
+        module = inner.module if isinstance(inner, (DPDDP, DDP)) else inner._module
     state = module.state_dict()
     for name, layer in module.named_modules(remove_duplicate=False):
         group = group_of(layer)

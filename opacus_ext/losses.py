@@ -310,9 +310,10 @@ def _loss_of_labels(
 ) -> T:
     """Computes a loss function of torch, whose mean is zero where no label counts."""
     given: Any = dict(weight=weight, ignore_index=ignore_index, **smoothing)
-    legacy = size_average is not None or reduce is not None
-    if legacy or reduction != "mean" or target.is_floating_point():
-        given.update(size_average=size_average, reduce=reduce)
+    if size_average is not None or reduce is not None:  # of earlier versions of torch
+        old = size_average is not False, reduce is not False
+        reduction = "none" if not old[1] else "mean" if old[0] else "sum"
+    if reduction != "mean" or target.is_floating_point():
         return func(input, target, reduction=reduction, **given)
     total = func(input, target, reduction="sum", **given)
     return _mean(total, _count(target, ignore_index, weight).sum())

@@ -55,8 +55,8 @@ def _parts(layer: Any) -> Optional[List[nn.Module]]:
     kind = type(layer)
     if kind.forward in (_BatchNorm.forward, nn.SyncBatchNorm.forward):
         return []
-    if kind.__name__ == "BatchNormAct2d":  # timm's, or a copy of it
-        return [layer.drop, layer.act]
+    if kind.__name__ == "BatchNormAct2d" and {"drop", "act"} <= {*layer._modules}:
+        return [layer.drop, layer.act]  # timm's, or a copy of it
     return None
 
 

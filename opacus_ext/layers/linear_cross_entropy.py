@@ -283,7 +283,7 @@ class _Losses(torch.autograd.Function):
 _SAME = {"to", "float", "contiguous", "type", "clone"}
 _SHAPES = {"view", "reshape", "flatten", "unflatten", "__getitem__"}
 _QUERIES = {"__get__", "size", "dim", "numel", "is_floating_point", "__len__"}
-_OPS = {"tanh": "tanh", "div": "div", "__truediv__": "div"}
+_OPS = {"tanh": "tanh", "div": "div", "true_divide": "div", "__truediv__": "div"}
 for _name in ("add", "mul"):
     _OPS.update(dict.fromkeys((_name, f"__{_name}__", f"__r{_name}__"), _name))
 

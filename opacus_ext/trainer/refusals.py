@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, NamedTuple
+from typing import Any, Callable, Mapping, NamedTuple
 
 from torch.distributed.fsdp import FSDPModule
+from torch.utils.data import IterableDataset
 from transformers import Trainer, TrainingArguments
 
 from opacus_ext.refused import Refused
@@ -118,7 +119,12 @@ def refuse_arguments(args: TrainingArguments) -> None:
 
 def refuse_data(dataset: Any) -> None:
     """Refuses a data set without records that can be drawn by number."""
-    if dataset is not None and not (hasattr(dataset, "__len__") and len(dataset)):
+    others = isinstance(dataset, (IterableDataset, Mapping))
+    if (
+        others
+        or dataset is not None
+        and not (hasattr(dataset, "__len__") and len(dataset))
+    ):
         raise Refused(
             f"train_dataset ({type(dataset).__name__}) has no records that can be "
             "drawn by number: Poisson sampling needs a data set with a length.",

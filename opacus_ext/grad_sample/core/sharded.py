@@ -72,8 +72,7 @@ class Rounds:
         Returns the union of what all processes say. Refuses if they are at different
         places, which are numbers.
         """
-        bits = [flags >> i & 1 for i in range(6)]
-        bits = torch.tensor([*bits, place, -place])
+        bits = torch.tensor([*(flags >> i & 1 for i in range(6)), place, -place])
         try:
             dist.all_reduce(bits, dist.ReduceOp.MAX, group=self._group)
         except RuntimeError as error:
