@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -479,6 +480,38 @@ def choices():
     return found
 
 
+class Late(nn.Linear):
+    """Reads what samples hold from the third step on."""
+
+    reads = False
+
+    def forward(self, x):
+        y = super().forward(x)
+        return y * 2 if self.reads and x.sum() > 0 else y
+
+
+def late_branch():
+    """The other process does not wait for a branch, and is told of it or times out."""
+    model = fully_shard(Late(4, 4).double())
+    private = make_private(model, "ghost_bk", batch_size=6)
+    x = torch.tensor([[1.0], [-1.0]], dtype=torch.float64).expand(2, 4).contiguous()
+    for _ in range(2):
+        private.step(x, lambda model, x: model(x).sum(1))
+    model.reads = True
+    before = whole(model)
+    found = refusal(private.step, x, lambda model, x: model(x).sum(1))
+    return found, all(torch.equal(p, before[n]) for n, p in whole(model).items())
+
+
+def split():
+    """Tensor parallel below ``fully_shard``."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("shards", "parts"))
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).double()
+    parallelize_module(model, mesh["parts"], {"0": RowwiseParallel()})
+    fully_shard(model, mesh=mesh["shards"])
+    return refusal(make_private, model, "ghost_bk", batch_size=6)
+
+
 def changed():
     """Settings that one process changes, and an evaluation before a step."""
     found = {}
@@ -535,6 +568,8 @@ def jobs(folder: str, processes: int):
             "drawn": drawn,
             "refusals": refusals,
             "choices": choices,
+            "late branch": late_branch,
+            "split": split,
             "changed": changed,
         },
         3: {"loaded": lambda: loaded(folder)},
@@ -683,6 +718,14 @@ def test_layers_that_are_chosen_are_refused(two):
     for found in two.of("choices"):
         for said in found.values():
             assert said.startswith("Refused: Processes run different layers"), said
+
+
+def test_what_can_not_be_foreseen_or_put_together_is_refused(two):
+    for said, unchanged in two.of("late branch"):
+        assert said.startswith("Refused: Samples take different branches"), said
+        assert unchanged
+    for said in two.of("split"):
+        assert "is split within a computation" in said, said
 
 
 def test_settings_of_one_process_are_refused(two):

@@ -316,16 +316,15 @@ class PendingLogits(torch.Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         x, found = args[0] if args else None, None
-        if not isinstance(x, PendingLogits):
-            pass
-        elif func is F.cross_entropy:
-            found = x._losses(*args[1:], **kwargs)
-        elif name in _SAME:
-            found = x
-        elif name in _SHAPES:
-            found = x._reshaped(func, args[1:], kwargs)
-        elif name in _OPS and not kwargs:
-            found = x._done(_OPS[name], *args[1:])
+        if isinstance(x, PendingLogits):
+            if func is F.cross_entropy:
+                found = x._losses(*args[1:], **kwargs)
+            elif name in _SAME:
+                found = x
+            elif name in _SHAPES:
+                found = x._reshaped(func, args[1:], kwargs)
+            elif name in _OPS and not kwargs:
+                found = x._done(_OPS[name], *args[1:])
         if found is None:
             raise Refused(
                 f"The model computes {getattr(func, '__name__', func)} of its logits, "

@@ -7,9 +7,11 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from opacus_ext import Refused, clipped_grads, per_sample_grads
 from opacus_ext.clipping import CLIPPINGS
+from opacus_ext.grad_sample.core.gradients import gradients_alone
 from tests import common
 from tests.common import clipped_sum, norms_of
 from tests.fuzz.ops import Opaque
@@ -390,3 +392,14 @@ def test_refused(change, match):
     handle.remove()
     with pytest.raises(Refused, match="one tensor"):
         clipped_grads(**{**given, "params": {"a": w, "b": w}})
+
+
+def test_a_reentrant_checkpoint_leaves_gradients_that_are_there():
+    """They belong to somebody else: they are no part of the sample's."""
+    w = torch.ones(3, requires_grad=True)
+    w.grad = there = torch.full((3,), 7.0)
+    x = torch.ones(3, requires_grad=True)
+    y = checkpoint(lambda x: x * w, x, use_reentrant=True).sum() + 2 * w.sum()
+    found = gradients_alone([y], [torch.ones(())], [w])
+    assert torch.equal(found[id(w)], torch.full((3,), 3.0))
+    assert w.grad is there and torch.equal(there, torch.full((3,), 7.0))

@@ -346,6 +346,8 @@ def gradients_alone(
         # autograd.grad misses. FSDP2 takes what arrives in ``x.grad``.
         everywhere = list({id(x): x for x in (*leaves, *reached)}.values())
         before = [x.grad for x in everywhere]
+        for x in everywhere:
+            x.grad = None  # or the backward pass would change it in place
         arrived: dict[int, T] = {}
 
         def arrive(x: T, grad: T) -> None:

@@ -146,8 +146,8 @@ class Rounds:
         except BaseException:
             if self._inside:
                 self.meet(FAILED)
-                self.reset()
                 self._tell = tell
+            self.reset()
             raise
         finally:
             self._inside = self._follows = False
@@ -230,20 +230,28 @@ def in_rounds(
             every = torch.arange(some.size)
             todo.extendleft(some.select(i) for i in every.flip(0).split(1))
         some = todo.popleft() if todo else _of_nobody(samples[0])
-        run, before = partial(one, some, 0) if alone else partial(at_once, some), []
-        if rounds.watching:
-            before = written(some)
+        run = partial(one, some, 0) if alone else partial(at_once, some)
+        watched = rounds.watching
+        before = written(some) if watched else []
         try:
             rounds.run(run, reads)
             continue
         except FailedElsewhere:
             left = [some]
         except BranchesDiffer as differ:
+            if not watched:
+                raise Refused(
+                    "Samples take different branches, by what they hold, in a model "
+                    "that read nothing of them before: the other processes did not "
+                    "wait for that. No weight was changed.",
+                    remedy='Train with grad_sample_mode="scan", or change the branch '
+                    "into torch.where.",
+                ) from differ
             left = differ.parts(some)
         except Refused:
             raise
         except Exception as error:
-            if alone or not before:  # the others are not told
+            if alone or not watched:  # the others are not told
                 raise
             left, one_by_one = [some], True
             warn(why(error))
@@ -315,7 +323,16 @@ def gathered(module: nn.Module, units: Sequence[FSDPModule]) -> dict[str, nn.Par
             if not isinstance(p, DTensor):
                 found.setdefault(name, p)
         unit.reshard()
-    return {name: found[name] for name, _ in module.named_parameters()}
+    names = [name for name, _ in module.named_parameters()]
+    split = [name for name in names if name not in found]
+    if split:
+        raise Refused(
+            f"Parameter {split[0]} is split within a computation (tensor parallel), so "
+            "that no process has whole gradients of it.",
+            parameter=split[0],
+            remedy="Leave parallelize_module out, and shard by fully_shard alone.",
+        )
+    return {name: found[name] for name in names}
 
 
 class ShardedSum(ClippedSum):

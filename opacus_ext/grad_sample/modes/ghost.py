@@ -414,7 +414,9 @@ def _scaled(rows: T, weights: T, expected: T, dtype: torch.dtype) -> bool:
     norms = rows[0].nan_to_num(0, 0)
     coarse = 1e-3 if dtype.itemsize >= 4 else 0.03
     gaps = (rows - expected).abs().nan_to_num(0, 0)
-    least = max(torch.finfo(dtype).tiny, 1e-15)  # below, squares are imprecise
+    # Below, squares are imprecise, and numbers of float16.
+    squares = torch.finfo(rows.dtype).tiny ** 0.5
+    least = max(torch.finfo(dtype).tiny, 1e3 * squares)
     return bool((gaps <= coarse * norms + 1e-6 * norms.sum() + least).all())
 
 
