@@ -56,7 +56,9 @@ class Collectives(TorchDispatchMode):
         ):
             given = list(_tensors(args[1:2] if "_base_" in name else args[:1]))
             size = sum(x.numel() * x.itemsize for x in given)
-            kind = "number" if size <= 512 else name.strip("_").rsplit(".")[0].strip("_")
+            kind = (
+                "number" if size <= 512 else name.strip("_").rsplit(".")[0].strip("_")
+            )
             self.calls[kind] += 1
             self.bytes[kind] += size
         return func(*args, **(kwargs or {}))
