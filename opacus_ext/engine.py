@@ -14,13 +14,10 @@ import opacus
 import opacus.grad_sample
 import opacus.optimizers
 import torch
-import torch.distributed as dist
 from opacus.accountants.accountant import IAccountant
-from opacus.distributed import DifferentiallyPrivateDistributedDataParallel as DPDDP
 from opacus.utils.uniform_sampler import UniformWithReplacementSampler
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader
 
 from opacus_ext.accountants import calibration
@@ -29,6 +26,7 @@ from opacus_ext.accountants.prv import PRVBoundsAccountant
 from opacus_ext.accountants.whole import count_whole
 from opacus_ext.data.draws import count_records
 from opacus_ext.data.sampling import CyclicPoisson, Poisson, Sampling
+from opacus_ext.grad_sample.parallel.split import is_split_alone, place_of
 from opacus_ext.misuse import check_delta, check_loader, check_number, checked_epsilon
 from opacus_ext.optimizers.banded import Banded, BandedNoise, choose_bands
 from opacus_ext.refused import Refused
@@ -36,9 +34,6 @@ from opacus_ext.runs import add_run, runs_of
 from opacus_ext.secure import SecureSource
 
 INDEPENDENT = "independent"  # noise of each step
-
-
-_DISTRIBUTED = (DPDDP, DDP, FSDPModule)  # models of several processes
 
 
 def with_secure_source(init: Callable) -> Callable:
@@ -82,9 +77,17 @@ def with_sampling(make_private: Callable) -> Callable:
             _check_drawn(**kwargs)
             # Opacus's own loader leaves empty batches out, so that processes get out of
             # step, and draws equal masks where they are seeded alike.
-            if isinstance(kwargs["module"], _DISTRIBUTED):
-                if kwargs.get("poisson_sampling", True):
+            if kwargs.get("poisson_sampling", True):
+                if place_of(kwargs["module"]) is not None:
                     sampling = Poisson(sample_rate=1 / len(kwargs["data_loader"]))
+            elif is_split_alone(kwargs["module"]):
+                raise Refused(
+                    "poisson_sampling=False leaves the loader as it is, and processes "
+                    "that compute each sample together (parallelize_module) must have "
+                    "the same batches.",
+                    parameter="poisson_sampling",
+                    remedy="Leave it out.",
+                )
         if sampling is None:
             made = make_private(self, **kwargs)
             count_whole(made[1], self.accountant)
@@ -114,9 +117,10 @@ def _correlated(
             remedy="Give opacus_ext.optimizers.Banded(bands, steps), or leave it to "
             'make_private_with_epsilon(noise="banded") to choose one.',
         )
-    if isinstance(kwargs["module"], FSDPModule):
+    if isinstance(kwargs["module"], FSDPModule) or is_split_alone(kwargs["module"]):
         raise Refused(
-            "Correlated noise is not drawn for models sharded by fully_shard.",
+            "Correlated noise is not drawn for models sharded by fully_shard, or split "
+            "by parallelize_module.",
             parameter="noise",
             remedy="Leave noise out.",
         )
@@ -156,7 +160,7 @@ def _refuse_insecure(
     **kwargs: Any,
 ) -> None:
     """Refuses what would draw noise or batches from another source in secure mode."""
-    if isinstance(module, _DISTRIBUTED):
+    if place_of(module) is not None:
         what = f"{type(module).__name__} of several processes"
     elif noise != INDEPENDENT:
         what = "Correlated noise"
@@ -241,16 +245,16 @@ def _with_drawn_batches(
     """``make_private`` with a loader that draws by ``sampling``."""
     module = kwargs["module"]
     _check_sampling(sampling, module, poisson_sampling)
-    distributed = isinstance(module, _DISTRIBUTED)
+    place = place_of(module)
     records = count_records(data_loader.dataset)
     sampling.check(records)
     loader, sampler = data_loader, getattr(data_loader, "batch_sampler", None)
-    if distributed or getattr(sampler, "sampling", None) != sampling:
+    if place is not None or getattr(sampler, "sampling", None) != sampling:
         loader = sampling.loader(
             data_loader,
             batch_first=batch_first,
             rand_on_empty=rand_on_empty,
-            distributed=distributed,
+            place=place,
         )
 
     def prepare(stock: DataLoader, **options: Any) -> DataLoader:
@@ -258,19 +262,27 @@ def _with_drawn_batches(
         options["poisson_sampling"] = False  # the loader does it already
         return type(engine)._prepare_data_loader(engine, loader, **options)
 
+    def make_optimizer(**options: Any) -> Any:
+        """Opacus's method, which knows other models of several processes."""
+        options["distributed"] = place is not None
+        return type(engine)._prepare_optimizer(engine, **options)
+
     engine._prepare_data_loader = prepare
+    engine._prepare_optimizer = make_optimizer
     try:
         made = make_private(
             engine, data_loader=data_loader, batch_first=batch_first, **kwargs
         )
     finally:
-        del engine._prepare_data_loader
+        del engine._prepare_data_loader, engine._prepare_optimizer
     optimizer, loader = made[1], made[-1]
     if engine.secure_mode:  # worker processes are seeded by a torch.Generator
         loader.generator = data_loader.generator
     optimizer.expected_batch_size = sampling.divisor(records)
-    if distributed:  # of one process
-        optimizer.expected_batch_size /= dist.get_world_size()
+    if place is not None:  # of one process
+        optimizer.copies = optimizer.world_size // place[1]
+        optimizer.world_size = place[1]
+        optimizer.expected_batch_size /= place[1]
     # In the place of the hook for Poisson sampling.
     optimizer.step_hook = sampling.hook(engine.accountant, records)
     return made

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Dict, Mapping, Optional, Sequence
+from typing import Any, Dict, List, Mapping, Optional, Sequence
 
 import torch
 from opacus import PrivacyEngine
@@ -117,6 +117,7 @@ class Monitor:
         # bincount and one_hot would wait for the GPU.
         each = torch.arange(len(grid) + 1, device=found.device)
         counts = (bins[:, None] == each).sum(0).to(grid)
+        counts /= getattr(optimizer, "copies", 1)  # they are added up again
         std = optimizer.noise_multiplier / math.sqrt(self.share)
         self._counts_variance += std**2
         if processes is None or optimizer.rank == 0:
@@ -133,13 +134,19 @@ class Monitor:
     def _observe_gradient(self) -> None:
         optimizer = self.optimizer
         grads = [p.grad for p in optimizer.params]
-        norms = torch._foreach_norm(
-            [g.to(torch.promote_types(g.dtype, torch.float32)) for g in grads]
-        )
-        each: Any = torch.stack([n.to(norms[0].device) for n in norms])
-        if isinstance(each, DTensor):  # of shards
-            each = each.full_tensor()
-        total = each.double().square().sum()
+        kinds: Dict[Any, List[Tensor]] = {}
+        for g in grads:
+            mesh = g.device_mesh if isinstance(g, DTensor) else None
+            wide = g.to(torch.promote_types(g.dtype, torch.float32))
+            kinds.setdefault(mesh, []).append(wide)
+        total = torch.zeros((), dtype=torch.float64, device=grads[0].device)
+        for some in kinds.values():
+            each: Any = torch.stack(
+                [n.to(total.device) for n in torch._foreach_norm(some)]
+            )
+            if isinstance(each, DTensor):  # of shards
+                each = each.full_tensor()
+            total += each.double().square().sum()
         self._squares = total + torch.as_tensor(self._squares).to(total)
         std = optimizer.gradient_noise_multiplier
         if optimizer.correlated is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, Iterator, List, Optional
+from typing import Any, Callable, Iterator, List, Optional, Tuple
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,8 @@ class Draws(UniformWithReplacementSampler):
     """
     The batches of an epoch, as lists of record numbers, drawn by a ``Sampling``.
     Opacus's ``BatchMemoryManager`` splits them, and secure mode gives them its
-    generator; with ``distributed`` each process has its share of the batch.
+    generator. With ``place``, the number of this process among so many that have
+    samples of their own, it has its share of a batch that all processes draw.
     """
 
     def __init__(
@@ -24,7 +25,7 @@ class Draws(UniformWithReplacementSampler):
         sampling: Any,
         records: int,
         generator: Any = None,
-        distributed: bool = False,
+        place: Optional[Tuple[int, int]] = None,
     ):
         super().__init__(
             num_samples=records,
@@ -33,9 +34,7 @@ class Draws(UniformWithReplacementSampler):
             steps=sampling.steps_per_epoch(records),
         )
         self.sampling = sampling
-        self.rank, self.processes = 0, 1
-        if distributed:
-            self.rank, self.processes = dist.get_rank(), dist.get_world_size()
+        self.place = place
         #: Gives the steps of the run so far, where its batches depend on them.
         self.taken: Optional[Callable[[], int]] = None
         #: The most batches that are drawn before the step of the first of them.
@@ -47,11 +46,12 @@ class Draws(UniformWithReplacementSampler):
         expected = first if self._expected is None else self._expected
         self._check_steps(expected, expected)
         self._expected = None
-        generator = self._shared() if self.processes > 1 else self.generator
+        generator = self._shared() if self.place is not None else self.generator
+        first_own, processes = self.place or (0, 1)
         for step in range(first, first + self.steps):
             self._check_steps(max(first, step - self.ahead), step)
             drawn = self.sampling.draw(self.num_samples, generator, step)
-            yield drawn[self.rank :: self.processes].tolist()
+            yield drawn[first_own::processes].tolist()
         if self.taken is not None:
             self._expected = first + self.steps
 

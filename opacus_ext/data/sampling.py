@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Callable, Dict, Optional
+from typing import TYPE_CHECKING, Any, Callable, Dict, Optional, Tuple
 
 from opacus_ext.accountants.whole import record_whole
 from opacus_ext.refused import Refused
@@ -119,19 +119,19 @@ class Poisson:
         *,
         batch_first: bool = True,
         rand_on_empty: bool = False,
-        distributed: bool = False,
+        place: Optional[Tuple[int, int]] = None,
     ) -> DataLoader:
         """
         Returns a loader that draws this way, like ``stock`` in all else. Empty batches
-        are those of Opacus's ``DPDataLoader``; ``distributed`` gives each process its
-        share of the batch.
+        are those of Opacus's ``DPDataLoader``; with ``place`` each process has its
+        share of the batch (see :class:`~opacus_ext.data.draws.Draws`).
         """
         from opacus.data_loader import dtype_safe, shape_safe, wrap_collate_with_empty
 
         from opacus_ext.data.draws import Draws, count_records, loader_like
 
         records, fields = count_records(stock.dataset), list(stock.dataset[0])
-        draws = Draws(self, records, stock.generator, distributed)
+        draws = Draws(self, records, stock.generator, place)
         draws.ahead = stock.num_workers * (stock.prefetch_factor or 2)
         collate = wrap_collate_with_empty(
             collate_fn=stock.collate_fn,

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Dict, Optional, Tuple
+import zlib
+from typing import TYPE_CHECKING, Any, Dict, Optional, Sequence, Tuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate
 
 from opacus_ext.grad_sample.core.sharded import in_buckets
 from opacus_ext.grad_sample.parallel.group import ExpertGroup
@@ -33,6 +34,7 @@ class _Distributed(Base):
     """
 
     drawn = 0  # logical batches that the loader has drawn so far
+    copies = 1  # processes that compute each sample together
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -40,7 +42,7 @@ class _Distributed(Base):
         self._processes = ExpertGroup()
         self._refuse_differences()
         self._seed = 0
-        self._generators: Dict[Tuple[torch.device, int], torch.Generator] = {}
+        self._generators: Dict[Tuple[Any, ...], torch.Generator] = {}
 
     def _refuse_differences(self, skips: bool = False, refuses: bool = False) -> None:
         """
@@ -116,22 +118,26 @@ class _Distributed(Base):
     def _generator_of(self, p: torch.nn.Parameter) -> Optional[torch.Generator]:
         if not self._is_sharded(p):
             return self.generator or self._generator_for(p.device)
-        key = p.device, self._share(p)
+        key = p.device, *self._share(p)
         if key not in self._generators:
-            seed = (self._seed + (key[1] + 1) * 0x9E3779B97F4A7C15) % 2**63
+            number = zlib.crc32(repr(key[1:]).encode()) + 1
+            seed = (self._seed + number * 0x9E3779B97F4A7C15) % 2**63
             self._generators[key] = torch.Generator(p.device).manual_seed(seed)
         return self._generators[key]
 
-    def _share(self, p: torch.nn.Parameter) -> int:
-        """Returns the number of this process's share; copies of one have the same."""
-        if not isinstance(p, DTensor):
-            return self.rank
-        share = 0
-        for place, size, kind in zip(
-            p.device_mesh.get_coordinate(), p.device_mesh.shape, p.placements
-        ):
-            share = share * size + (place if isinstance(kind, Shard) else 0)
-        return share
+    def _share(self, p: torch.nn.Parameter) -> Sequence[Tuple[Any, int]]:
+        """
+        Returns the place of this process's share: its coordinate in each dimension of
+        the mesh that cuts the parameter. Copies of a share have the same.
+        """
+        if group_of(p) is not None:
+            return [("expert_parallel", self.rank)]
+        if not isinstance(p, DTensor):  # which all processes have
+            return []
+        mesh = p.device_mesh
+        names = mesh.mesh_dim_names or range(mesh.ndim)
+        at = zip(names, mesh.get_coordinate(), p.placements)
+        return [(name, i) for name, i, k in at if not isinstance(k, Replicate)]
 
     def _draw_seed(self) -> None:
         """Draws process 0's seed for the noise of all shares in one step."""
@@ -144,9 +150,10 @@ class _Distributed(Base):
         self._seed = int(self._processes.sum(draw))
         self._generators.clear()
 
-    @staticmethod
-    def _is_sharded(p: torch.nn.Parameter) -> bool:
-        return group_of(p) is not None or isinstance(p, DTensor)
+    def _is_sharded(self, p: torch.nn.Parameter) -> bool:
+        """Returns True if this process adds the noise of what it has of a parameter."""
+        shared_out = group_of(p) is not None or isinstance(p, DTensor)
+        return shared_out or self.copies > 1
 
     @property
     def sensitivity(self) -> float:

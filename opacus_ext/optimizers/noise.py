@@ -187,7 +187,7 @@ class NoisyOptimizer(Base):
             self.correlated.begin(multiplier, [places[p] for p in params])
         small: Dict[tuple, list] = {}
         for p in filter(self._adds_noise, params):
-            total, generator = _local(p.summed_grad), self._generator_of(p)
+            total, generator = local(p.summed_grad), self._generator_of(p)
             if total.numel() <= _SMALL:
                 kind = total.device, total.dtype, id(generator)
                 small.setdefault(kind, []).append(p)
@@ -195,7 +195,7 @@ class NoisyOptimizer(Base):
                 noise = self._row([places[p]], total, total.shape, std, generator)
                 total.add_(noise)
         for members in small.values():
-            totals = [_local(p.summed_grad) for p in members]
+            totals = [local(p.summed_grad) for p in members]
             sizes = [x.numel() for x in totals]
             at, generator = [places[p] for p in members], self._generator_of(members[0])
             noise = self._row(at, totals[0], (sum(sizes),), std, generator)
@@ -254,7 +254,7 @@ class NoisyOptimizer(Base):
             self.correlated.load_state_dict(noise)
 
 
-def _local(x: torch.Tensor) -> torch.Tensor:
+def local(x: torch.Tensor) -> torch.Tensor:
     """Returns this process's shard, which shares its memory; else the tensor itself."""
     return x.to_local() if isinstance(x, DTensor) else x
 

@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from opacus_ext.clipping import CLIPPINGS, Bound, Clipping, ClippingFunction
 from opacus_ext.grad_sample.core.clip import ClippedSum
 from opacus_ext.grad_sample.factors import GradSample
-from opacus_ext.optimizers.noise import NoisyOptimizer
+from opacus_ext.optimizers.noise import NoisyOptimizer, local
 from opacus_ext.refused import Refused
 
 
@@ -270,8 +270,8 @@ class ClippingOptimizer(NoisyOptimizer):
         if self.loss_reduction == "mean":
             size = self.expected_batch_size * self.accumulated_iterations
             kinds: Dict[tuple, List[torch.Tensor]] = {}
-            for p in self.params:
-                kinds.setdefault((p.grad.device, p.grad.dtype), []).append(p.grad)
+            for grad in (local(p.grad) for p in self.params):
+                kinds.setdefault((grad.device, grad.dtype), []).append(grad)
             for grads in kinds.values():
                 torch._foreach_div_(grads, size)
 

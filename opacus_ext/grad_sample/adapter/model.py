@@ -14,7 +14,7 @@ from opacus_ext.grad_sample.adapter.compiled import CompiledModel
 from opacus_ext.grad_sample.adapter.forward import ForwardRecord
 from opacus_ext.grad_sample.adapter.inputs import InputReader, Inputs
 from opacus_ext.grad_sample.adapter.outputs import Leaf
-from opacus_ext.grad_sample.adapter.state import Notes, State, TensorSet
+from opacus_ext.grad_sample.adapter.state import Notes, State, TensorSet, memory
 from opacus_ext.grad_sample.core.dynamo import (
     Settings,
     count_a_frame,
@@ -130,8 +130,7 @@ class PrivateModel:
         if made is None and not isinstance(x, nn.Parameter):
             return  # ops were not followed
         if isinstance(x, nn.Parameter):  # maybe a view of a parameter
-            memory = x.untyped_storage().data_ptr()
-            if any(memory == p.untyped_storage().data_ptr() for p in self.names):
+            if any(memory(x) == memory(p) for p in self.names):
                 return
         raise self.refused(
             f"its forward uses a trainable parameter of shape {tuple(x.shape)} that "

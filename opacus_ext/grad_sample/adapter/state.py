@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from opacus_ext.grad_sample.core.groups import READING
@@ -222,6 +223,9 @@ def _mark(x: T) -> tuple[int, int]:
 
 def memory(x: T) -> int:
     """Returns the address of a tensor's memory, which its views share."""
+    if isinstance(x, DTensor):
+        with torch.no_grad():
+            x = x.to_local()
     return 0 if x.layout is not torch.strided else x.untyped_storage().data_ptr()
 
 

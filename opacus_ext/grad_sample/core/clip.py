@@ -245,11 +245,13 @@ class ClippedSum:
     def add_one(self, row: int, by_id: dict[int, T]) -> None:
         """Adds the gradient of one sample, given by the ids of the parameters."""
         used = [i for i, p in enumerate(self.params) if id(p) in by_id]
-        dense = [upcast(by_id[id(self.params[i])]) for i in used]
+        given = [(self.params[i], by_id[id(self.params[i])]) for i in used]
+        dense = [upcast(self._own(p, g)) for p, g in given]
         norms = self.norms.new_zeros(len(self.params), 1)
         if used:
             found = torch._foreach_norm(dense)
             norms[used, 0] = torch.stack([n.to(norms) for n in found])
+        norms = self._whole_norms(norms)
         norms = norms if self.per_parameter else norms.norm(dim=0)
         factors, bad = self._clip(torch.tensor([row], device=norms.device), norms)
         if bad is not None:
@@ -257,6 +259,14 @@ class ClippedSum:
         if self.per_parameter:
             dense = [g * factors[i, 0].to(g) for i, g in zip(used, dense)]
         self._add_dense(used, dense, 1.0 if self.per_parameter else float(factors[0]))
+
+    def _own(self, p: T, grad: T) -> T:
+        """Returns what this process has of a parameter's gradient."""
+        return grad
+
+    def _whole_norms(self, norms: T) -> T:
+        """Returns the norms ``[parameters, 1]`` of whole gradients."""
+        return norms
 
     def _add_dense(self, places: list[int], dense: list[T], factor: float) -> None:
         """Adds a multiple of gradients of the parameters at some places."""

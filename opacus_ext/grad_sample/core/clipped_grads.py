@@ -20,6 +20,7 @@ from opacus_ext.grad_sample.core.clip import (
 from opacus_ext.grad_sample.core.gradients import (
     gradients_alone,
     gradients_of_group,
+    graph_of,
     no_autocast,
 )
 from opacus_ext.grad_sample.core.group import SampleGroup
@@ -37,6 +38,7 @@ from opacus_ext.grad_sample.core.sharded import (
     in_rounds,
     is_of_nobody,
 )
+from opacus_ext.grad_sample.core.split import SplitSum, check_same_samples, split_mesh
 from opacus_ext.grad_sample.core.traced import TracedGroup
 from opacus_ext.grad_sample.rules import NotAtOnce
 from opacus_ext.refused import Refused
@@ -170,7 +172,8 @@ def clipped_grads(
         (tensor([0.9000, 1.2000]), tensor([5.0000, 0.5000]))
     """
     shards = _shards_of(params) if isinstance(params, FSDPModule) else None
-    trained = _trained(params if shards is None else shards.gathered, microbatch)
+    params = params if shards is None else shards.gathered
+    trained, mesh = _trained(params, microbatch), split_mesh(params.values())
     clip = as_clipping_function(clipping)
     if on_nonfinite not in ("drop", "raise"):
         raise Refused(
@@ -178,16 +181,19 @@ def clipped_grads(
             parameter="on_nonfinite",
         )
     samples, size = samples_of(batch, take)
+    if mesh is not None:
+        check_same_samples(mesh, samples)
     if torch.compiler.is_compiling():
         if take is not None or microbatch is not None:
             raise Refused("take= and microbatch= can't be compiled.", parameter="take")
         return _clipped_traced(loss, trained, samples[0], clip)
-    total: Any = ClippedSum(trained, size, clip, on_nonfinite)
+    given = trained, size, clip, on_nonfinite
+    total: Any = ClippedSum(*given) if mesh is None else SplitSum(mesh, *given)
     run = _Losses(loss, trained, total)
     if shards is not None:
-        given = shards.gathered, shards.own, size, clip, on_nonfinite
-        total = ShardedSum(*given)
+        total = ShardedSum(shards.gathered, shards.own, *given[1:])
         run = _ShardedLosses(loss, trained, total, shards.rounds)
+    run.is_split = mesh is not None
     losses, aux = run.compute(samples, microbatch)
     return ClippedGrads(total.sums(), total.norms, losses, aux)
 
@@ -216,6 +222,13 @@ def per_sample_grads(
                 [0.3000, 0.4000]])
     """
     trained = _trained(params, microbatch)
+    if split_mesh(params.values()) is not None:
+        raise Refused(
+            "Parameters are split over processes (DTensors), which have no whole "
+            "gradients.",
+            parameter="params",
+            remedy="Call clipped_grads.",
+        )
     samples, size = samples_of(batch, take)
     total = DenseGrads(trained, size)
     losses, aux = _Losses(loss, trained, total).compute(samples, microbatch)
@@ -262,6 +275,7 @@ class _Losses:
     """The losses of one call, whose gradients are added to ``total``."""
 
     group: Callable[..., SampleGroup] = SampleGroup
+    is_split = False  # True if processes compute a sample together
 
     def __init__(
         self, loss: Loss, params: dict[str, T], total: ClippedSum | DenseGrads
@@ -279,10 +293,12 @@ class _Losses:
             alone.add(code)
             warn_one_by_one("The loss", reason)
 
-        way: dict = dict(microbatch=microbatch, one_by_one=code in alone, warn=warn)
+        one_by_one = self.is_split or code in alone
+        way: dict = dict(microbatch=microbatch, one_by_one=one_by_one, warn=warn)
         self.run(samples, **way)
         if not self._groups:
-            return self.params[0].new_zeros(0), None
+            first = self.params[0]
+            return torch.zeros(0, dtype=first.dtype, device=first.device), None
         kinds = [(spec, [x.shape[1:] for x in xs]) for _, xs, spec in self._groups]
         if any(kind != kinds[0] for kind in kinds):
             raise Refused(
@@ -331,7 +347,14 @@ class _Losses:
 
     def add_one(self, row: T, loss: T) -> None:
         """Adds the gradient of one sample."""
+        leaves = graph_of([loss])[0] if self.is_split else []
         grads = gradients_alone([loss], [torch.ones_like(loss)], self.params)
+        if leaves and not grads:
+            raise Refused(
+                "The loss uses parameters, and none of those that were given.",
+                parameter="params",
+                remedy="Give the model itself if fully_shard has sharded it.",
+            )
         self.total.add_one(int(row), grads)
 
     def _keep(self, rows: T | None, found: list[T], spec: Any) -> None:

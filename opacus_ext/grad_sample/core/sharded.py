@@ -21,12 +21,13 @@ from typing import Any, Callable, Iterable, Iterator, Mapping, Sequence
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from opacus_ext.grad_sample.core.clip import ClippedSum
 from opacus_ext.grad_sample.core.group import BranchesDiffer
 from opacus_ext.grad_sample.core.groups import Samples, put_back, why, written
+from opacus_ext.grad_sample.core.split import SplitSum, as_split, split_mesh
 from opacus_ext.refused import ProcessFailure, Refused
 
 T = torch.Tensor
@@ -286,7 +287,24 @@ class Shards:
         self.gathered = gathered(module, units)
         named = module.named_parameters()
         self.own: dict[str, Any] = {n: p for n, p in named if p.requires_grad}
+        self.mesh = split_mesh(self.gathered.values())
+        if self.mesh is not None:
+            self._refuse_sums_within(self.mesh)
         self.rounds = Rounds(units)
+
+    def _refuse_sums_within(self, mesh: DeviceMesh) -> None:
+        """Refuses shards over processes that compute a sample together."""
+        together = {*mesh.mesh.flatten().tolist()}
+        for name, p in self.own.items():
+            ranks = _mesh_of_data(p, self.gathered[name]).mesh.flatten().tolist()
+            if len(together & {*ranks}) > 1:
+                raise Refused(
+                    f"{name} is sharded by fully_shard over processes that compute a "
+                    "sample together, by parts of other parameters (experts, say).",
+                    parameter=name,
+                    remedy="Take one dimension of a DeviceMesh for fully_shard, and "
+                    "another one for what is split within a computation.",
+                )
 
 
 def refuse_shards(name: str, module: nn.Module, units: Sequence[FSDPModule]) -> None:
@@ -301,7 +319,7 @@ def refuse_shards(name: str, module: nn.Module, units: Sequence[FSDPModule]) -> 
         if not p.requires_grad:
             continue
         kinds = p.placements if isinstance(p, DTensor) else ()
-        if not kinds or any(not isinstance(k, (Shard, Replicate)) for k in kinds):
+        if not kinds or any(isinstance(k, Partial) for k in kinds):
             raise Refused(
                 f"Parameter {parameter} is "
                 f"{f'placed as {kinds}' if kinds else 'not sharded by fully_shard'}.",
@@ -316,26 +334,16 @@ def gathered(module: nn.Module, units: Sequence[FSDPModule]) -> dict[str, nn.Par
     Returns the parameters by name, as FSDP2 puts them into modules while these compute:
     the same tensors each time, whose memory is freed in between.
     """
-    found: dict[str, nn.Parameter] = {}
+    found = shards = dict(module.named_parameters())
     for unit in units:
         unit.unshard()
-        for name, p in module.named_parameters():
-            if not isinstance(p, DTensor):
-                found.setdefault(name, p)
+        now = module.named_parameters()
+        found = {**found, **{n: p for n, p in now if p is not shards[n]}}
         unit.reshard()
-    names = [name for name, _ in module.named_parameters()]
-    split = [name for name in names if name not in found]
-    if split:
-        raise Refused(
-            f"Parameter {split[0]} is split within a computation (tensor parallel), so "
-            "that no process has whole gradients of it.",
-            parameter=split[0],
-            remedy="Leave parallelize_module out, and shard by fully_shard alone.",
-        )
-    return {name: found[name] for name in names}
+    return found
 
 
-class ShardedSum(ClippedSum):
+class ShardedSum(SplitSum):
     """
     The clipped sum over the samples of all processes, of which each has its shards.
 
@@ -346,7 +354,8 @@ class ShardedSum(ClippedSum):
     """
 
     def __init__(self, gathered: Mapping[str, T], params: dict[str, Any], *given: Any):
-        super().__init__({name: gathered[name] for name in params}, *given)
+        mesh = split_mesh(gathered.values())  # None if all are whole
+        super().__init__(mesh, {name: gathered[name] for name in params}, *given)
         self.shards: list[DTensor] = list(params.values())
         self._sums: dict[str, T] = {}
 
@@ -361,10 +370,11 @@ class ShardedSum(ClippedSum):
 
     def _add(self, sums: Iterable[T | None]) -> None:
         places = iter(range(len(self.shards)))
-        totals = (_whole(p, total) for p, total in zip(self.shards, sums))
+        totals = (_whole(p, total) for p, total in zip(self.params, sums))
         for bucket in in_buckets(totals):
             own = [next(places) for _ in bucket]
-            for i, new in zip(own, reduced([self.shards[i] for i in own], bucket)):
+            pairs = [(self.shards[i], self.params[i]) for i in own]
+            for i, new in zip(own, reduced(pairs, bucket)):
                 old = self._sums.get(self.names[i])
                 self._sums[self.names[i]] = new if old is None else old.add_(new)
 
@@ -375,12 +385,21 @@ class ShardedSum(ClippedSum):
         return self._sums
 
 
-def _whole(p: DTensor, total: T | None) -> T:
+def _mesh_of_data(p: DTensor, gathered: T) -> DeviceMesh:
+    """Returns the mesh over which ``fully_shard`` has sharded a parameter."""
+    mesh = p.device_mesh
+    if not isinstance(gathered, DTensor):
+        return mesh
+    return mesh[tuple(mesh.mesh_dim_names[: mesh.ndim - gathered.device_mesh.ndim])]
+
+
+def _whole(p: T, total: T | None) -> T:
     """Returns a sum in float32 or wider, as rounding it may exceed the noise."""
-    dtype, device = torch.promote_types(p.dtype, torch.float32), p.to_local().device
+    own = p.to_local() if isinstance(p, DTensor) else p
+    dtype = torch.promote_types(p.dtype, torch.float32)
     if total is None:
-        return torch.zeros(p.shape, dtype=dtype, device=device)
-    return total.to(device, dtype)
+        return torch.zeros(own.shape, dtype=dtype, device=own.device)
+    return total.to(own.device, dtype)
 
 
 def in_buckets(tensors: Iterable[T]) -> Iterator[list[T]]:
@@ -397,22 +416,21 @@ def in_buckets(tensors: Iterable[T]) -> Iterator[list[T]]:
         yield bucket
 
 
-def reduced(shards: Sequence[DTensor], totals: Sequence[T]) -> list[DTensor]:
+def reduced(pairs: Sequence[tuple[DTensor, T]], totals: Sequence[T]) -> list[T]:
     """
     Sums over all processes, each of which keeps its shards of the sums: by one
     collective where all are cut along dim 0, as by default.
+
+    Args:
+        pairs: shards of parameters, with these as they are gathered
+        totals: sums of this process
     """
-    mesh = shards[0].device_mesh
+    mesh = pairs[0][0].device_mesh
     plain = mesh.ndim == 1 and all(
-        p.placements == (Shard(0),) and p.device_mesh == mesh for p in shards
+        p.placements == (Shard(0),) and p.device_mesh == mesh for p, _ in pairs
     )
     if not plain:
-        return [
-            DTensor.from_local(
-                x, p.device_mesh, [Partial()] * p.device_mesh.ndim
-            ).redistribute(placements=p.placements)
-            for p, x in zip(shards, totals)
-        ]
+        return [_reduced(*pair, x) for pair, x in zip(pairs, totals)]
     count, rows = mesh.size(), []
     for x in totals:
         over = -len(x) % count
@@ -421,9 +439,18 @@ def reduced(shards: Sequence[DTensor], totals: Sequence[T]) -> list[DTensor]:
     whole = DTensor.from_local(torch.cat(rows, 1), mesh, [Partial()])
     own = whole.redistribute(placements=[Shard(0)]).to_local()
     found = []
-    for p, part in zip(shards, own.split([x.shape[1] for x in rows], dim=1)):
+    for (p, _), part in zip(pairs, own.split([x.shape[1] for x in rows], dim=1)):
         shape = p.to_local().shape
         part = part.reshape(-1)[: shape.numel()].view(shape)
-        size = dict(shape=p.shape, stride=p.stride())
-        found.append(DTensor.from_local(part, mesh, p.placements, **size))
+        found.append(as_split(p, part))
     return found
+
+
+def _reduced(p: DTensor, gathered: T, total: T) -> T:
+    """Sums over the processes that have other samples, which are those of a mesh."""
+    mesh = _mesh_of_data(p, gathered)
+    kinds = p.placements[: mesh.ndim]  # those within a computation follow
+    # A strided shard is one along the same dim of what is split already.
+    kinds = [k if isinstance(k, Replicate) else Shard(k.dim) for k in kinds]
+    whole = DTensor.from_local(total, mesh, [Partial()] * mesh.ndim)
+    return as_split(p, whole.redistribute(placements=kinds).to_local())

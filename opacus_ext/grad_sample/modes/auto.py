@@ -62,7 +62,7 @@ class Auto(BookKeeping):
         super().add_hooks(**kwargs)
         self.choice = Choice(sum(bool(m._parameters) for m in self._module.modules()))
         if self.private.is_shared_out:  # processes choose alike
-            self.choice.way = AT_ONCE
+            self.choice.way = AT_ONCE  # or one by one, if vmap can't run them
         self._start: float | None = None
         self.private.begin = self._begin
 

@@ -28,6 +28,7 @@ from opacus_ext.grad_sample.core.sharded import (
     in_rounds,
     is_of_nobody,
 )
+from opacus_ext.grad_sample.core.split import check_same_samples
 
 T = torch.Tensor
 
@@ -137,6 +138,8 @@ class ShardedModel(PrivateModel):
         shards = Shards(module)
         self.rounds = self.inputs.rounds = shards.rounds
         self.handles, self.gathered = self.rounds.handles, shards.gathered
+        self.mesh = shards.mesh
+        self.vmap_fails = self.mesh is not None
         self.inputs.parameters = self.gathered.values
         self.state.also_holds(self.gathered.values())
         self.names.update({p: n for n, p in self.gathered.items()})
@@ -185,6 +188,8 @@ class ShardedModel(PrivateModel):
                 "the first batch of this process has no samples that take= could show.",
                 "Begin with a batch that has some in each process.",
             )
+        if self.mesh is not None:
+            check_same_samples(self.mesh, forward.inputs.samples)
         self._form = [samples[0].select(torch.arange(0))]  # without data, as it is kept
         ran = in_rounds(
             self.rounds,
