@@ -8,12 +8,13 @@ from __future__ import annotations
 import functools
 import math
 import warnings
-from typing import Any, Callable, Dict, List, Optional, Sequence, Union
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, Union
 
 import opacus
 import opacus.grad_sample
 import opacus.optimizers
 import torch
+import torch.distributed as dist
 from opacus.accountants.accountant import IAccountant
 from opacus.utils.uniform_sampler import UniformWithReplacementSampler
 from torch import nn
@@ -66,7 +67,7 @@ def with_sampling(make_private: Callable) -> Callable:
         **kwargs: Any,
     ) -> Any:
         """Makes a model private, and keeps the settings for statements."""
-        correlated = None
+        correlated, place = None, place_of(kwargs["module"])
         if noise != INDEPENDENT:
             correlated = _correlated(self, noise, **kwargs)
             sampling = _cyclic(sampling, correlated.bands, kwargs["data_loader"])
@@ -77,22 +78,16 @@ def with_sampling(make_private: Callable) -> Callable:
             _check_drawn(**kwargs)
             # Opacus's own loader leaves empty batches out, so that processes get out of
             # step, and draws equal masks where they are seeded alike.
-            if kwargs.get("poisson_sampling", True):
-                if place_of(kwargs["module"]) is not None:
-                    sampling = Poisson(sample_rate=1 / len(kwargs["data_loader"]))
-            elif is_split_alone(kwargs["module"]):
-                raise Refused(
-                    "poisson_sampling=False leaves the loader as it is, and processes "
-                    "that compute each sample together (parallelize_module) must have "
-                    "the same batches.",
-                    parameter="poisson_sampling",
-                    remedy="Leave it out.",
-                )
+            if place is not None and kwargs.get("poisson_sampling", True):
+                sampling = Poisson(sample_rate=1 / len(kwargs["data_loader"]))
+        own = make_private
+        if place is not None:
+            own = functools.partial(_of_several_processes, make_private, place[1])
         if sampling is None:
-            made = make_private(self, **kwargs)
+            made = own(self, **kwargs)
             count_whole(made[1], self.accountant)
         else:
-            made = _with_drawn_batches(self, make_private, sampling, **kwargs)
+            made = _with_drawn_batches(self, own, sampling, place, **kwargs)
         if correlated is not None:
             made[1].correlated = correlated
             made[-1].batch_sampler.taken = lambda: correlated.taken
@@ -235,6 +230,7 @@ def _with_drawn_batches(
     engine: opacus.PrivacyEngine,
     make_private: Callable,
     sampling: Sampling,
+    place: Optional[Tuple[int, int]],
     *,
     data_loader: DataLoader,
     poisson_sampling: bool = True,
@@ -245,7 +241,6 @@ def _with_drawn_batches(
     """``make_private`` with a loader that draws by ``sampling``."""
     module = kwargs["module"]
     _check_sampling(sampling, module, poisson_sampling)
-    place = place_of(module)
     records = count_records(data_loader.dataset)
     sampling.check(records)
     loader, sampler = data_loader, getattr(data_loader, "batch_sampler", None)
@@ -262,29 +257,47 @@ def _with_drawn_batches(
         options["poisson_sampling"] = False  # the loader does it already
         return type(engine)._prepare_data_loader(engine, loader, **options)
 
-    def make_optimizer(**options: Any) -> Any:
-        """Opacus's method, which knows other models of several processes."""
-        options["distributed"] = place is not None
-        return type(engine)._prepare_optimizer(engine, **options)
-
     engine._prepare_data_loader = prepare
-    engine._prepare_optimizer = make_optimizer
     try:
         made = make_private(
             engine, data_loader=data_loader, batch_first=batch_first, **kwargs
         )
     finally:
-        del engine._prepare_data_loader, engine._prepare_optimizer
+        del engine._prepare_data_loader
     optimizer, loader = made[1], made[-1]
     if engine.secure_mode:  # worker processes are seeded by a torch.Generator
         loader.generator = data_loader.generator
     optimizer.expected_batch_size = sampling.divisor(records)
     if place is not None:  # of one process
-        optimizer.copies = optimizer.world_size // place[1]
-        optimizer.world_size = place[1]
         optimizer.expected_batch_size /= place[1]
     # In the place of the hook for Poisson sampling.
     optimizer.step_hook = sampling.hook(engine.accountant, records)
+    return made
+
+
+def _of_several_processes(
+    make_private: Callable,
+    with_samples: int,
+    engine: opacus.PrivacyEngine,
+    **kwargs: Any,
+) -> Any:
+    """``make_private``, where so many of all processes have samples of their own."""
+
+    def prepare(**options: Any) -> Any:
+        """Opacus's method, which does not know split models."""
+        options["distributed"] = True
+        return type(engine)._prepare_optimizer(engine, **options)
+
+    engine._prepare_optimizer = prepare
+    try:
+        made = make_private(engine, **kwargs)
+    finally:
+        del engine._prepare_optimizer
+    optimizer, copies = made[1], dist.get_world_size() // with_samples
+    if copies > 1:
+        optimizer.copies, optimizer.world_size = copies, with_samples
+        if isinstance(kwargs["module"], FSDPModule):
+            optimizer.expected_batch_size *= copies
     return made
 
 

@@ -16,6 +16,7 @@ from typing import Any, Callable, Iterable, NamedTuple, NoReturn, Sequence
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import TreeSpec, keystr, tree_leaves, tree_unflatten
 
@@ -490,8 +491,14 @@ class InputReader:
         return Inputs([samples], reading.size, trained, samples.zeros, whole)
 
 
+def _whole(x: T) -> T:
+    """Returns all of a tensor that is split, so that all processes decide alike."""
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
 def _near(x: T, y: T) -> bool:
     """True if tensors differ by accumulated rounding at most."""
+    x, y = _whole(x), _whole(y)
     coarse = x.dtype.itemsize < 4 or torch.is_autocast_enabled(x.device.type)
     part = 0.1 if coarse else 1e-3 if x.dtype.itemsize == 4 else 1e-6
     sizes = y.to(torch.float64).abs()
@@ -503,5 +510,5 @@ def _same(output: list[T], other: list[T], rtol: float, atol: float) -> bool:
     """True if two calls gave the same outputs within the tolerances."""
     return len(output) == len(other) and all(
         a.shape == b.shape and torch.allclose(a, b, rtol, atol, equal_nan=True)
-        for a, b in zip(output, other)
+        for a, b in zip(map(_whole, output), map(_whole, other))
     )

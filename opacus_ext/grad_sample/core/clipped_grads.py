@@ -172,8 +172,8 @@ def clipped_grads(
         (tensor([0.9000, 1.2000]), tensor([5.0000, 0.5000]))
     """
     shards = _shards_of(params) if isinstance(params, FSDPModule) else None
-    params = params if shards is None else shards.gathered
-    trained, mesh = _trained(params, microbatch), split_mesh(params.values())
+    every: Mapping[str, T] = params if shards is None else shards.gathered
+    trained, mesh = _trained(every, microbatch), split_mesh(every.values())
     clip = as_clipping_function(clipping)
     if on_nonfinite not in ("drop", "raise"):
         raise Refused(

@@ -85,7 +85,7 @@ class SplitSum(ClippedSum):
         self.mesh = mesh
         self.is_split = torch.tensor([[is_split(p)] for p in self.params])
 
-    def _own(self, p: T, grad: T) -> T:
+    def _own(self, p: Any, grad: T) -> T:
         if not isinstance(grad, DTensor):
             return grad
         return grad.redistribute(placements=p.placements).to_local()
