@@ -484,7 +484,8 @@ def correlated() -> Dict[str, Any]:
     again.optimizer.generator.set_state(saved[2])
     for batch in batches[5:]:
         again.step(batch, square_loss)
-    other = Draws(Poisson(expected_batch_size=5 + dist.get_rank()), 48, None, True)
+    place = dist.get_rank(), dist.get_world_size()
+    other = Draws(Poisson(expected_batch_size=5 + place[0]), 48, None, place)
     return {
         "other": refusal(next, iter(other)),
         "batches": batches,
