@@ -13,6 +13,7 @@ import numpy as np
 import opacus
 import pytest
 import torch
+import torch.distributed as dist
 from opacus import PrivacyEngine
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from scipy import stats
@@ -359,12 +360,6 @@ def test_checkpoints_hold_nothing_of_the_noise(tmp_path):
 # -- what is refused -------------------------------------------------------------------
 
 
-class Parallel(DDP):
-    def __init__(self, module):
-        nn.Module.__init__(self)
-        self.module = module
-
-
 @pytest.mark.parametrize(
     "mode, kwargs, message",
     [
@@ -383,5 +378,9 @@ def test_what_is_not_secure_is_refused(mode, kwargs, message):
 
 
 def test_several_processes_are_refused():
-    with pytest.raises(Refused, match="Parallel of several processes"):
-        Run(module=Parallel(nn.Linear(4, 2)))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(Refused, match="DataParallel of several processes"):
+            Run(module=DDP(nn.Linear(4, 2)))
+    finally:
+        dist.destroy_process_group()
