@@ -19,6 +19,7 @@ from opacus_ext.accountants.budget import least_noise
 from opacus_ext.data.draws import Draws, loader_like
 from opacus_ext.data.logical import LogicalBatches, derive_seed
 from opacus_ext.data.sampling import Sampling
+from opacus_ext.grad_sample.modes.common import Attachment, private_model_of
 from opacus_ext.misuse import check_number
 from opacus_ext.refused import Refused
 
@@ -118,6 +119,7 @@ class PrivateTraining:
         if self.saved is not None:
             self.noise.seed()
             self.engine.accountant.load_state_dict(self.saved["accountant"])
+        called = module
         if self.process[1] > 1:
             module = DPDDP(module)
         self.hooks, self.optimizer, *criterion, _ = self.engine.make_private(
@@ -131,6 +133,9 @@ class PrivateTraining:
             wrap_model=False,
             **kwargs,
         )
+        if called is not module:  # which the training loop goes on to call
+            attached = module.autograd_grad_sample_hooks
+            attached.append(Attachment(private_model_of(module), called))
         return criterion[0] if criterion else None
 
     def choose_noise(

@@ -37,6 +37,8 @@ THOROUGH = (
     "distributed_test.py",
     "sharded_test.py",
     "trainer_processes_test.py",
+    "lightning_processes_test.py",
+    "accelerate_processes_test.py",
     "train_test.py",
     "trainer_test.py",
     "lightning_test.py",
