@@ -135,6 +135,7 @@ MODELS = {
     "item": lambda: Net("item"),
     "checkpoint": lambda: Net(recomputes="yes"),
     "reentrant": lambda: Net(recomputes="reentrant"),
+    "both": lambda: Net("branch", recomputes="reentrant"),
     "computed": lambda: Net(computes=True),
     "frozen": frozen,
     "gpt2": gpt2,
@@ -271,7 +272,7 @@ TWO = [
 THREE = [
     Case("plain"),
     Case("branches", "ghost", reshards=False, wrap=False),
-    Case("checkpoint"),
+    Case("both"),
     Case("computed", "scan"),
 ]
 
@@ -282,6 +283,10 @@ SPLIT = {
         Case("branches", masked=True, splits=True, optimizer="Adam"),
         Case("checkpoint", clipping="per_layer", splits=True),
         Case("frozen", splits=True, wrap=False),
+    ],
+    4: [
+        Case("plain", masked=True, splits=True),
+        Case("branches", "ghost", splits=True, clipping="per_layer", wrap=False),
     ],
 }
 
@@ -596,8 +601,9 @@ def split_refusals():
     )
     over = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).double()
     parallelize_module(over, mesh["parts"], {"0": RowwiseParallel()})
-    fully_shard(over, mesh=mesh["data"])
-    found["sharded, too"] = refusal(make_private, over, "ghost_bk", batch_size=6)
+    fully_shard(over[0], mesh=mesh["data"])
+    fully_shard(over)
+    found["one mesh"] = refusal(make_private, over, "ghost_bk", batch_size=6)
     shards = dict(sharded("plain").named_parameters())
     found["shards"] = refusal(
         clipped_grads, lambda x: model(x).sum(), shards, batch["ids"], 1.0
@@ -715,6 +721,8 @@ def jobs(folder: str, processes: int):
         3: {"loaded": lambda: loaded(folder)},
         4: {
             "replicated": replicated,
+            "split noise": split_noise,
+            "split drawn": split_drawn,
         },
     }
     return {**found, **others[processes]}
@@ -770,18 +778,26 @@ def test_split_over_two_processes(case, two):
     assert_equals_one_process(case, two)
 
 
-def test_noise_of_what_is_split(two):
+@pytest.mark.parametrize("case", SPLIT[4], ids=str)
+def test_split_over_two_of_four_processes(case, four):
+    assert_equals_one_process(case, four)
+
+
+def test_noise_of_what_is_split(two, four):
     """The same in all processes, of std sigma C, and another one in each part."""
-    first, other = two.of("split noise")
-    for name, added in first.items():
-        assert torch.equal(added, other[name])
-    entries = torch.cat([x.flatten() for x in first.values()])
-    assert float(entries.std()) == pytest.approx(1, abs=0.15)
-    assert len(entries.unique()) == len(entries)
+    for group in (two, four):
+        first, *others = group.of("split noise")
+        for name, added in first.items():
+            assert all(torch.equal(added, other[name]) for other in others)
+        entries = torch.cat([x.flatten() for x in first.values()])
+        assert float(entries.std()) == pytest.approx(1, abs=0.15)
+        up = first["blocks.0.up.weight"]
+        assert not torch.equal(up[:4], up[5:])
+        assert len(entries.unique()) == len(entries)
 
 
-def test_processes_that_compute_together_draw_alike(two):
-    for group, size in ((two, 6),):
+def test_processes_that_compute_together_draw_alike(two, four):
+    for group, size in ((two, 6), (four, 3)):
         found = group.of("split drawn")
         assert all(expected == size for _, expected in found)
         pairs = [batches for batches, _ in found]
@@ -795,7 +811,7 @@ def test_what_is_split_is_refused_where_it_is_not_exact(two):
         "other samples": "have different samples",
         "hooks": "has whole gradients of every sample",
         "partial": "gain, and different gradients of it",
-        "sharded, too": "is sharded by fully_shard, and parts of it are split",
+        "one mesh": "over processes that compute a sample together",
         "shards": "Give the model itself if fully_shard",
     }
     for found in two.of("split refusals"):

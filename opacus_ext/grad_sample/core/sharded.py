@@ -289,14 +289,22 @@ class Shards:
         self.own: dict[str, Any] = {n: p for n, p in named if p.requires_grad}
         self.mesh = split_mesh(self.gathered.values())
         if self.mesh is not None:
-            raise Refused(
-                f"{type(module).__name__} is sharded by fully_shard, and parts of it "
-                "are split within a computation (tensor parallel, experts).",
-                module=type(module).__name__,
-                remedy="Take one of the two: fully_shard for all, or "
-                "parallelize_module over all processes.",
-            )
+            self._refuse_sums_within(self.mesh)
         self.rounds = Rounds(units)
+
+    def _refuse_sums_within(self, mesh: DeviceMesh) -> None:
+        """Refuses shards over processes that compute a sample together."""
+        together = {*mesh.mesh.flatten().tolist()}
+        for name, p in self.own.items():
+            ranks = _mesh_of_data(p, self.gathered[name]).mesh.flatten().tolist()
+            if len(together & {*ranks}) > 1:
+                raise Refused(
+                    f"{name} is sharded by fully_shard over processes that compute a "
+                    "sample together, by parts of other parameters (experts, say).",
+                    parameter=name,
+                    remedy="Take one dimension of a DeviceMesh for fully_shard, and "
+                    "another one for what is split within a computation.",
+                )
 
 
 def refuse_shards(name: str, module: nn.Module, units: Sequence[FSDPModule]) -> None:
