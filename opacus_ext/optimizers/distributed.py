@@ -144,7 +144,7 @@ class _Distributed(Base):
         device = next(p.device for p in self.params if self._is_sharded(p))
         draw = torch.zeros(1, dtype=torch.int64, device=device)
         if self.rank == 0:
-            generator = self._generator_for(torch.device("cpu"))
+            generator = self._watched_generator()
             kind: Any = dict(generator=generator, device=generator.device)
             draw += torch.randint(2**62, (1,), **kind).to(device)
         self._seed = int(self._processes.sum(draw))
