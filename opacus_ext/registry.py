@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
+import weakref
 from importlib import import_module
 from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Type
 
@@ -345,6 +346,8 @@ def _attach(
     if private is not None:
         module.autograd_grad_sample_hooks.extend(peft.attach_checks(module))
         watch_loader(rest[-1], optimizer, private.inputs)
+        if hasattr(optimizer, "tell") and not private.is_shared_out:
+            private.optimizer = weakref.ref(optimizer)
 
 
 def _check(

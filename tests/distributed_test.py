@@ -894,7 +894,7 @@ def test_refused_by_all_processes(name, mode, two):
     for text in found:
         assert text.startswith(("Refused", "ProcessFailure", "RuntimeError")), text
         said = REFUSALS_OF_STEPS[name] in text
-        assert said or "Another process refuses this step" in text
+        assert said or "has failed in its " in text
 
 
 def test_one_record_of_two_processes(two):

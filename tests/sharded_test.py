@@ -896,8 +896,8 @@ def test_refused(two):
         for name, text in words.items():
             assert found[name].startswith("Refused") and text in found[name]
         assert found["unchanged"]
-    assert "Another process refuses this step" in first["batch"]
-    assert "Another process" not in second["batch"]
+    assert "Process 1 has failed in its forward pass" in first["batch"]
+    assert "Process 1" not in second["batch"]
 
 
 def test_layers_that_are_chosen_are_refused(two):
