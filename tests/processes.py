@@ -73,6 +73,13 @@ def work(
     save()
 
 
+def preloaded() -> Any:
+    """What starts processes that have imported the slow modules already."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["opacus_ext.distributed", "tests.sharded_test"])
+    return context
+
+
 def run(
     size: int,
     folder: str,
@@ -81,8 +88,7 @@ def run(
     seconds: float = 400,
 ) -> Group:
     """Runs jobs in so many processes; the last ones may end a process."""
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["opacus_ext", "opacus_ext.distributed"])
+    context = preloaded()
     given = [(rank, size, folder, jobs, last or {}) for rank in range(size)]
     processes = [context.Process(target=work, args=args) for args in given]
     for process in processes:

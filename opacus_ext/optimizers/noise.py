@@ -117,7 +117,7 @@ class NoisyOptimizer(Base):
         return self._noise_generators[device]
 
     def _watched_generator(self) -> Any:
-        """Returns the generator whose states are told apart: each step draws from it."""
+        """Returns the generator that each step draws from, and no state of it twice."""
         return self._generator_for(self.params[0].device)
 
     def _generator_of(self, p: torch.nn.Parameter) -> Optional[torch.Generator]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, Callable, ContextManager, Sequence
+from typing import Any, Callable, Sequence
 
 import torch
 from torch import nn
@@ -150,7 +150,7 @@ class ShardedModel(PrivateModel):
         """The trainable parameters by name, as they are gathered."""
         return {n: p for n, p in self.gathered.items() if p.requires_grad}
 
-    def telling(self, stage: str) -> ContextManager:
+    def telling(self, stage: str) -> Any:
         """See :class:`~adapter.model.PrivateModel`."""
         tells = torch.is_grad_enabled()
         return self.rounds.telling(stage) if tells else nullcontext()
