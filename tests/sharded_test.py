@@ -37,7 +37,7 @@ from opacus_ext.data import Poisson
 from opacus_ext.optimizers import Banded
 from tests.common import clipped_sum, make_private, norms_of, oracle, trainable
 from tests.neighbors.search import SLACK
-from tests.processes import refusal, run
+from tests.processes import device, refusal, run
 
 MODES = ("ghost", "ghost_bk", "scan", "auto")
 BOUND = 0.3
@@ -149,7 +149,7 @@ LAYERS = ("Block", "GPT2Block", "MixtralDecoderLayer", "T5Block")
 def model_of(name):
     torch.manual_seed(0)
     model = MODELS[name]()
-    return model if name in OF_TRANSFORMERS else model.double()
+    return (model if name in OF_TRANSFORMERS else model.double()).to(device())
 
 
 def sharded(name, **kwargs):
@@ -293,14 +293,14 @@ SPLIT = {
 
 def own(batch, sizes):
     place = dist.get_rank() * len(sizes) // dist.get_world_size()
-    return {key: x.split(sizes)[place] for key, x in batch.items()}
+    return {key: x.split(sizes)[place].to(device()) for key, x in batch.items()}
 
 
 def whole(model):
     """The parameters, put together from all shards."""
     named = {n: p.detach() for n, p in model.named_parameters()}
     return {
-        n: (p.full_tensor() if isinstance(p, DTensor) else p).clone()
+        n: (p.full_tensor() if isinstance(p, DTensor) else p).clone().cpu()
         for n, p in named.items()
     }
 
@@ -338,11 +338,12 @@ def alone(case: Case, processes: int):
 def noise():
     """The noise of two steps, with equal seeds in all processes."""
     torch.manual_seed(7)
-    model = fully_shard(nn.Sequential(nn.Linear(60, 50), nn.Linear(50, 50)).double())
+    layers = nn.Sequential(nn.Linear(60, 50), nn.Linear(50, 50))
+    model = fully_shard(layers.double().to(device()))
     private = make_private(model, "ghost_bk", batch_size=6, noise_multiplier=3.0)
     before, added = whole(model), []
     for _ in range(2):
-        x = torch.zeros(2, 60, dtype=torch.float64)
+        x = torch.zeros(2, 60, dtype=torch.float64, device=device())
         private.step(x, lambda model, x: 0 * model(x).sum(1))
         added.append({n: (before[n] - p) * 6 for n, p in whole(model).items()})
         before = whole(model)
@@ -912,8 +913,8 @@ def test_refused(two):
         for name, text in words.items():
             assert found[name].startswith("Refused") and text in found[name]
         assert found["unchanged"]
-    assert "Another process refuses this step" in first["batch"]
-    assert "Another process" not in second["batch"]
+    assert "Process 1 has failed in its forward pass" in first["batch"]
+    assert "Process 1" not in second["batch"]
 
 
 def test_layers_that_are_chosen_are_refused(two):
