@@ -36,6 +36,7 @@ THOROUGH = (
     "docs_test.py",
     "distributed_test.py",
     "sharded_test.py",
+    "failures_test.py",
     "trainer_processes_test.py",
     "lightning_processes_test.py",
     "accelerate_processes_test.py",
