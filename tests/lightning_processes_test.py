@@ -105,7 +105,12 @@ def split_model(folder):
     whole = model.net[0].weight.detach()
     model.net[0].weight = nn.Parameter(distribute_tensor(whole, mesh))
     given = {"strategy": "ddp", "devices": 2, "max_steps": 1}
-    trainer(privacy("ghost_bk"), **given).fit(model, DataLoader(records(), BATCH))
+    try:
+        trainer(privacy("ghost_bk"), **given).fit(model, DataLoader(records(), BATCH))
+    except Exception as error:  # Lightning may fail to move such a model afterwards
+        while error.__context__ is not None:
+            error = error.__context__
+        raise error
 
 
 def jobs(folder, processes):
