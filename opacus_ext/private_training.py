@@ -133,9 +133,10 @@ class PrivateTraining:
             wrap_model=False,
             **kwargs,
         )
-        if called is not module:  # which the training loop goes on to call
-            attached = module.autograd_grad_sample_hooks
-            attached.append(Attachment(private_model_of(module), called))
+        private = private_model_of(module)
+        if called is not module and private is not None:  # which the loop goes on with
+            attached: Any = module.autograd_grad_sample_hooks
+            attached.append(Attachment(private, called))
         return criterion[0] if criterion else None
 
     def choose_noise(

@@ -185,9 +185,7 @@ def jobs(folder, processes):
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
     folder = str(tmp_path_factory.mktemp("state"))
-    return run(
-        2, str(tmp_path_factory.mktemp("two")), functools.partial(jobs, folder)
-    )
+    return run(2, str(tmp_path_factory.mktemp("two")), functools.partial(jobs, folder))
 
 
 @pytest.mark.parametrize("mode", CASES)

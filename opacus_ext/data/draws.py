@@ -16,7 +16,7 @@ from opacus_ext.refused import Refused
 
 
 class _SharedOut:
-    """Batch samplers whose batches are shares already, if there are several processes."""
+    """Samplers whose batches are shares already, if there are several processes."""
 
     @property
     def batch_size(self) -> int:
