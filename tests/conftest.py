@@ -33,6 +33,7 @@ THOROUGH = (
     "moe_families_test.py",
     "finetune_test.py",
     "device_cost_test.py",
+    "gpu_benchmark_test.py",
     "docs_test.py",
     "distributed_test.py",
     "sharded_test.py",
