@@ -58,9 +58,12 @@ def trained(folder, mode="ghost_bk", automatic=True, resume=None, **given):
             for x in (*model.parameters(), *model.buffers()):
                 x += dist.get_rank()
     data = TensorDataset(records()[:][0], torch.arange(RECORDS))
-    loader = DataLoader(
-        data, batch_size=BATCH, shuffle=True, num_workers=given.pop("workers", 0)
-    )
+    workers = given.pop("workers", 0)
+    how = {
+        "num_workers": workers,
+        "multiprocessing_context": workers and "fork" or None,
+    }
+    loader = DataLoader(data, batch_size=BATCH, shuffle=True, **how)
     checkpoint = L.callbacks.ModelCheckpoint(
         folder, every_n_train_steps=STOP, save_top_k=-1, filename="{step}"
     )
