@@ -58,3 +58,14 @@ def test_patches_apply(tmp_path):
                 Path(opacus.__file__).parent / path.relative_to(tmp_path / "opacus")
             ).exists()
         ), f"{path} has no license"
+
+
+def test_pages():
+    """Their scripts parse, and their links lead somewhere."""
+    for page in UPSTREAM.rglob("*.md"):
+        text = page.read_text(encoding="utf-8")
+        for script in re.findall(r"^```python\n(.*?)^```$", text, re.M | re.S):
+            ast.parse(script)
+        text = re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S)
+        for link in re.findall(r"\]\((?![a-z]+:|#)([^)#\s]+)", text):
+            assert (page.parent / link).exists(), (page, link)
