@@ -53,3 +53,14 @@ def test_patches_apply(tmp_path):
         apply(patch, tmp_path, "--check")
     for patch in PATCHES:
         apply(patch, tmp_path)
+
+
+def test_pages():
+    """Their scripts parse, and their links lead somewhere."""
+    for page in UPSTREAM.rglob("*.md"):
+        text = page.read_text(encoding="utf-8")
+        for script in re.findall(r"^```python\n(.*?)^```$", text, re.M | re.S):
+            ast.parse(script)
+        text = re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S)
+        for link in re.findall(r"\]\((?![a-z]+:|#)([^)#\s]+)", text):
+            assert (page.parent / link).exists(), (page, link)
