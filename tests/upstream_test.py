@@ -40,6 +40,8 @@ def test_text(patch):
     changed = re.findall(r"^diff --git a/(\S+) b/\1$", patch.read_text(), re.M)
     assert all(name.startswith("opacus/") for name in changed)
     assert any(name.startswith("opacus/tests/") for name in changed)
+    new = patch.read_text().count("new file mode")
+    assert patch.read_text().count("+# Licensed under the Apache License") == new
 
 
 @pytest.mark.skipif(version("opacus") != "1.6.0", reason="they are for Opacus 1.6.0")
@@ -51,13 +53,6 @@ def test_patches_apply(tmp_path):
         apply(patch, tmp_path, "--check")
     for patch in PATCHES:
         apply(patch, tmp_path)
-    for path in (tmp_path / "opacus").rglob("*.py"):
-        assert (
-            "Licensed under the Apache License" in path.read_text("utf-8")[:700]
-            or (
-                Path(opacus.__file__).parent / path.relative_to(tmp_path / "opacus")
-            ).exists()
-        ), f"{path} has no license"
 
 
 def test_pages():

@@ -23,7 +23,7 @@ HERE = Path(__file__).resolve().parent
 BUILD = HERE.parent / "build" / "upstream"
 # No file of settings of ours; torchvision loads though it was built for another torch.
 PYTEST = "-m pytest -q -rfE -c /dev/null -p no:cacheprovider -p tests.vision -W ignore"
-FAILED = re.compile(r"^(?:FAILED|ERROR|SUBFAIL\S*) (?:\[.*?\] )?(\S+)", re.M)
+FAILED = re.compile(r"^(?:FAILED|ERROR|SUBFAILED).*?(opacus/tests/\S+)", re.M)
 
 
 def python(copy: Path, arguments: Sequence[str]) -> subprocess.CompletedProcess:
