@@ -42,7 +42,8 @@ def place(path: Path) -> str:
         return inside.relative_to("docs").as_posix()
     if inside.parts[0] == "tutorials":
         return inside.as_posix()
-    return PAGES.get(inside.as_posix(), f"{OUTSIDE}/{inside.as_posix()}")
+    text = ".txt" if path.suffix == ".md" else ""  # or it would be a page of the site
+    return PAGES.get(inside.as_posix(), f"{OUTSIDE}/{inside.as_posix()}{text}")
 
 
 def moved(markdown: str, folder: Path, here: str) -> str:
