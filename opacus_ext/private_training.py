@@ -13,6 +13,7 @@ from opacus import PrivacyEngine
 from opacus.accountants.accountant import IAccountant
 from opacus.distributed import DifferentiallyPrivateDistributedDataParallel as DPDDP
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import DataLoader, Dataset
 
 from opacus_ext.accountants.budget import least_noise
@@ -118,7 +119,7 @@ class PrivateTraining:
         if self.saved is not None:
             self.noise.seed()
             self.engine.accountant.load_state_dict(self.saved["accountant"])
-        if self.process[1] > 1:
+        if self.process[1] > 1 and not isinstance(module, FSDPModule):
             module = DPDDP(module)
         self.hooks, self.optimizer, *criterion, _ = self.engine.make_private(
             module=module,

@@ -290,7 +290,7 @@ def test_privacy_arguments_from_a_command_line():
 
 
 BREAKING = {
-    **dict.fromkeys(("torch_compile", "use_liger_kernel", "fp16", "fsdp"), True),
+    **dict.fromkeys(("torch_compile", "use_liger_kernel", "fp16"), True),
     **dict.fromkeys(("auto_find_batch_size", "ignore_data_skip"), True),
     **{"max_grad_norm": 0.5, "neftune_noise_alpha": 5.0, "_n_gpu": 2},
     **{"deepspeed": "zero.json", "hub_strategy": "all_checkpoints"},

@@ -161,6 +161,11 @@ class ShardedModel(PrivateModel):
         with self.rounds.telling():
             return super().losses(*args)
 
+    def clip(self, *args: Any) -> T:
+        """See :class:`~adapter.model.PrivateModel`; samples may be none of a form."""
+        with self.rounds.telling():
+            return super().clip(*args)
+
     def tried(self, call: Call, inputs: Any) -> Any:
         """Tries a call, or follows the trial of another process."""
         tried, reader = super().tried, self.inputs
