@@ -8,18 +8,23 @@ is of one model under torch's DDP or under ``fully_shard`` (FSDP2), plain or pri
 Counted are the collectives that one process calls in a step, and the bytes that it
 gives them: of an all-gather its shard, of a reduce-scatter and an all-reduce all.
 "Numbers" are those by which processes of a sharded model agree on what comes next. Time
-is the median of the turns, all in one run.
+is the median of the turns, all in one run. Memory is the peak of a few steps over what
+was there before the model, in the process that has the most, in a run of its own: on a
+CPU glibc is told there to give freed memory back, which takes time.
 """
 
 import argparse
 import json
 import os
+import tempfile
 import time
 import warnings
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, Callable, Dict, Iterator, List, Tuple
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -33,6 +38,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
 
 import opacus_ext  # noqa: F401  registers the modes
+from benchmarks.step_time import GIVE_BACK, peak_memory
 from opacus_ext.losses import PerSample
 from opacus_ext.tables import text_table
 
@@ -135,6 +141,19 @@ def made(way: str, args: argparse.Namespace, device: str) -> Tuple[Any, Callable
     return model, step
 
 
+def peaks(args: argparse.Namespace, ids: torch.Tensor, device: str) -> Dict[str, int]:
+    """Bytes at the peak of a few steps, by way."""
+    least = dict(layers=1, width=16, vocabulary=64, length=4)
+    tiny, found = argparse.Namespace(**{**vars(args), **least}), []
+    for way in WAYS:
+        first = lambda: partial(made(way, tiny, device)[1], ids[:, :4] % 64)  # noqa
+        whole = lambda: partial(made(way, args, device)[1], ids)  # noqa: E731
+        found.append(peak_memory(first, whole, device))
+    most = torch.tensor(found, device=device)
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    return dict(zip(WAYS, most.tolist()))
+
+
 def work(rank: int, args: argparse.Namespace) -> None:
     """Measures in one process, and prints the table in the first."""
     warnings.simplefilter("ignore")
@@ -150,6 +169,12 @@ def work(rank: int, args: argparse.Namespace) -> None:
     generator = torch.Generator().manual_seed(dist.get_rank())
     shape = (args.batch_size, args.length)
     ids = torch.randint(args.vocabulary, shape, generator=generator).to(device)
+    measures = args.memory or not args.spawned
+    most = peaks(args, ids, device) if measures else json.loads(args.peaks.read_text())
+    if args.memory:
+        args.peaks.write_text(json.dumps(most))
+        dist.destroy_process_group()
+        return
     runs, rows = {way: made(way, args, device) for way in WAYS}, []
     counts: Dict[str, Collectives] = {}
     for way, (_, step) in runs.items():
@@ -181,11 +206,13 @@ def work(rank: int, args: argparse.Namespace) -> None:
                 "model_sizes": {name: round(sizes[name] / size, 4) for name in names},
                 "numbers": calls["number"],
                 "milliseconds": round(1e3 * median(times[way]), 1),
+                "peak_mb": round(most[way] / 1e6, 1),
             }
         )
     if dist.get_rank() == 0:
         kind = torch.cuda.get_device_name() if device == "cuda" else "cpu"
         what = {**vars(args), "processes": dist.get_world_size(), "device": kind}
+        what = {k: v for k, v in what.items() if k not in ("memory", "peaks")}
         report({"settings": what, "parameter_bytes": size, "rows": rows}, args.save)
     dist.destroy_process_group()
 
@@ -196,10 +223,9 @@ def report(found: Dict[str, Any], save: bool) -> None:
     for row in found["rows"]:
         calls = ", ".join(f"{n} {name}" for name, n in row["collectives"].items())
         sizes = ", ".join(f"{x:g} {name}" for name, x in row["model_sizes"].items())
-        table.append(
-            [row["way"], calls, sizes, *map(str, (row["numbers"], row["milliseconds"]))]
-        )
-    head = ["way", "collectives", "bytes, in models", "numbers", "ms"]
+        rest = (row[name] for name in ("numbers", "milliseconds", "peak_mb"))
+        table.append([row["way"], calls, sizes, *map(str, rest)])
+    head = ["way", "collectives", "bytes, in models", "numbers", "ms", "peak MB"]
     print(text_table(head, table))
     if save:
         name = (
@@ -219,9 +245,13 @@ def main() -> None:
     parser.add_argument("--noise", type=float, default=1.0)
     parser.add_argument("--save", action="store_true", help="into benchmarks/results")
     args = parser.parse_args()
-    args.spawned = "RANK" not in os.environ
+    args.spawned, args.memory = "RANK" not in os.environ, False
     if args.spawned:
-        mp.spawn(work, args=(args,), nprocs=args.processes)
+        with tempfile.TemporaryDirectory() as folder:
+            args.peaks = Path(folder) / "peaks"
+            for args.memory in (True, False):
+                with patch.dict(os.environ, GIVE_BACK if args.memory else {}):
+                    mp.spawn(work, args=(args,), nprocs=args.processes)
     else:
         work(int(os.environ["RANK"]), args)
 

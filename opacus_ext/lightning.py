@@ -175,11 +175,11 @@ class PrivacyCallback(Callback):
             self._restore(trainer.ckpt_path)
         noise = training.choose_noise(sampling, size, lambda: _count_steps(trainer))
         most = self.max_physical_batch_size or size
-        self._batches = training.logical_batches(sampling, size, most)
+        batches = training.logical_batches(sampling, size, most)
         criterion = training.make_private(
             pl_module.get_submodule(self.module),
             trainer.optimizers[0],
-            loader.dataset,
+            loader,
             noise,
             pl_module.device,
             criterion=getattr(pl_module, self.criterion, None),
@@ -187,9 +187,7 @@ class PrivacyCallback(Callback):
             **self._kwargs,
         )
         trainer.strategy.optimizers = [training.optimizer]
-        private = logical_loader(
-            loader.dataset, self._batches, loader.collate_fn, loader
-        )
+        private = logical_loader(loader.dataset, batches, loader.collate_fn, loader)
         # By these Lightning knows a loader that can go on in the middle of an epoch.
         vars(private).update(state_dict=dict, load_state_dict=lambda state: None)
         trainer.fit_loop._combined_loader = None
@@ -218,10 +216,6 @@ class PrivacyCallback(Callback):
         """Repeats the noise; before, loading the optimizer has drawn it afresh."""
         if self.repeat_noise:
             self._training.repeat_noise()
-
-    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        """Draws go on where training is, not where the loader has looked ahead to."""
-        self._batches.next = self._training.draw
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Logs what has been spent."""
@@ -268,7 +262,15 @@ class PrivacyCallback(Callback):
 
         @functools.wraps(stock)
         def training_step(batches: List[PhysicalBatch], *rest: Any) -> Any:
-            training.draw = batches[-1].draw + 1
+            if batches[-1].draw != training.draw:
+                raise Refused(
+                    f"training_step was given draw {batches[-1].draw} of the run, "
+                    f"where draw {training.draw} comes next: each is accounted for "
+                    "once.",
+                    parameter="train_dataloaders",
+                    remedy="Let the Trainer's own loop alone read the training loader.",
+                )
+            training.draw += 1
             before = _steps_of(self.engine.accountant)
             optimizer.drop_logical_batch()  # one that failed in its middle
             for batch in batches:

@@ -14,10 +14,10 @@ from opacus.accountants.accountant import IAccountant
 from opacus.distributed import DifferentiallyPrivateDistributedDataParallel as DPDDP
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from opacus_ext.accountants.budget import least_noise
-from opacus_ext.data.draws import Draws
+from opacus_ext.data.draws import Draws, loader_like
 from opacus_ext.data.logical import LogicalBatches, derive_seed
 from opacus_ext.data.sampling import Sampling
 from opacus_ext.misuse import check_number
@@ -95,23 +95,23 @@ class PrivateTraining:
         """Returns what draws the logical batches of the run."""
         generator = torch.Generator()
         self.sampler = Draws(sampling, records, generator)
-        order: Dict[str, Any] = {"items": items, "seed": self.seed, "first": self.draw}
-        order["process"] = self.process
+        order: Dict[str, Any] = {"items": items, "seed": self.seed}
+        order.update(process=self.process, start=lambda: self.draw)
         return LogicalBatches(self.sampler, generator, physical_batch_size, **order)
 
     def make_private(
         self,
         module: nn.Module,
         optimizer: torch.optim.Optimizer,
-        dataset: Dataset,
+        loader: DataLoader,
         noise_multiplier: float,
         device: torch.device,
         **kwargs: Any,
     ) -> Any:
         """
         Makes a model and its optimizer private, by
-        ``PrivacyEngine.make_private(**kwargs)``. Returns the criterion, if the mode has
-        one.
+        ``PrivacyEngine.make_private(**kwargs)``. ``loader`` has the records, and the
+        workers that draw ahead. Returns the criterion, if the mode has one.
         """
         if self.noise is None:
             self.noise = torch.Generator(device)
@@ -124,7 +124,9 @@ class PrivateTraining:
         self.hooks, self.optimizer, *criterion, _ = self.engine.make_private(
             module=module,
             optimizer=optimizer,
-            data_loader=DataLoader(dataset, batch_sampler=self.sampler),
+            data_loader=loader_like(
+                loader, loader.dataset, self.sampler, loader.collate_fn
+            ),
             noise_multiplier=noise_multiplier,
             noise_generator=self.noise,
             wrap_model=False,

@@ -51,6 +51,28 @@ class ProcessFailure(Refused):
     """Raised for what went wrong in another process, or between processes."""
 
 
+#: What a process may fail in, where it tells the others.
+STAGES = ("forward pass", "criterion", "backward pass", "step")
+
+
+def failed_elsewhere(rank: int, stage: int) -> ProcessFailure:
+    """Makes the error of the others, where a process has failed."""
+    return ProcessFailure(
+        f"Process {rank} has failed in its {STAGES[stage]}; its error says why. No "
+        "weight was changed."
+    )
+
+
+def waited_in_vain(rank: int, error: Exception) -> ProcessFailure:
+    """Makes the error of a process that the others have left waiting."""
+    return ProcessFailure(
+        f"Process {rank} waited in vain for the others ({error}). One of them has "
+        "died, failed or come too late (see the timeout of init_process_group). This "
+        "step was not taken here:",
+        remedy="start all processes again from the last checkpoint.",
+    )
+
+
 def _restored(
     reason: str, module: Optional[str], parameter: Optional[str], remedy: Optional[str]
 ) -> Refused:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
+import weakref
 from importlib import import_module
 from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Type
 
@@ -19,7 +20,7 @@ import opacus.grad_sample
 import opacus.grad_sample.utils
 import opacus.optimizers
 import opacus.privacy_engine
-import opacus.utils.batch_memory_manager  # which errors name
+import opacus.utils.batch_memory_manager
 import torch
 import torch.distributed as dist
 from opacus import PrivacyEngine
@@ -38,6 +39,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from opacus_ext import checkpoints, misuse, peft, validators
 from opacus_ext.accountants import PRVBoundsAccountant
 from opacus_ext.clipping import CLIPPINGS, find_clipping
+from opacus_ext.data.draws import Splits
 from opacus_ext.engine import WRAPPERS
 from opacus_ext.grad_sample import samplers
 from opacus_ext.grad_sample.core.vmap import is_batched
@@ -114,6 +116,8 @@ def register() -> None:
         _replace(place, "get_gsm_class", gsm)
     for place in (utils, opacus.grad_sample):
         _replace(place, "get_hooks_class", hooks)
+    memory = opacus.utils.batch_memory_manager
+    _replace(memory, "BatchSplittingSampler", Splits)
     for place in (opacus.optimizers, engine):
         _replace(place, "get_optimizer_class", optimizer)
     own = {
@@ -345,6 +349,8 @@ def _attach(
     if private is not None:
         module.autograd_grad_sample_hooks.extend(peft.attach_checks(module))
         watch_loader(rest[-1], optimizer, private.inputs)
+        if hasattr(optimizer, "tell") and not private.is_shared_out:
+            private.optimizer = weakref.ref(optimizer)
 
 
 def _check(

@@ -36,6 +36,7 @@ THOROUGH = (
     "docs_test.py",
     "distributed_test.py",
     "sharded_test.py",
+    "failures_test.py",
     "trainer_processes_test.py",
     "train_test.py",
     "trainer_test.py",

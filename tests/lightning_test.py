@@ -162,6 +162,58 @@ def test_resume(stop, tmp_path):
     assert distance(first, second) > 1e-2 and distance(first, whole) > 1e-2
 
 
+class Seen(L.Callback):
+    """The draws that Lightning's loop takes: number and records."""
+
+    def __init__(self):
+        self.found = []
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        inputs = [part.inputs for part in batch if part.records]
+        numbers = sorted(i for x, y in inputs for i in y.tolist())
+        self.found.append((batch[-1].draw, numbers))
+
+
+WORKERS = {
+    "none": {},
+    "one": {"num_workers": 1, "prefetch_factor": 3},
+    "two": {"num_workers": 2},
+    "persistent": {"num_workers": 2, "persistent_workers": True},
+}
+LIMITS = {
+    "epochs": {"max_epochs": 3, "steps": 18},
+    "left early": {"max_epochs": 3, "limit_train_batches": 4, "steps": 12},
+    "steps": {"max_steps": 15, "steps": 15},
+}
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+@pytest.mark.parametrize("limit", LIMITS)
+def test_each_draw_is_taken_once(workers, limit, tmp_path):
+    """In order, whatever a loader's processes draw ahead; a run that goes on, too."""
+    # The targets are the numbers of the records.
+    data = TensorDataset(records()[:][0], torch.arange(RECORDS))
+    data = DataLoader(data, batch_size=BATCH, **WORKERS[workers])
+
+    def run(*callbacks, path=None):
+        seen, model, given = Seen(), Classifier(), {**LIMITS[limit]}
+        model.net[2] = nn.Linear(4, RECORDS).double()
+        steps = given.pop("steps")
+        given["enable_checkpointing"] = bool(callbacks)
+        callback = privacy("hooks")
+        trainer(seen, callback, *callbacks, **given).fit(model, data, ckpt_path=path)
+        assert callback.engine.accountant.history == [(0.0, BATCH / RECORDS, steps)]
+        expected = [numbers.tolist() for numbers in draws(steps)]
+        assert seen.found == list(enumerate(expected))[steps - len(seen.found) :]
+        return len(seen.found), steps
+
+    every = {"every_n_train_steps": 3, "save_top_k": -1, "filename": "{step}"}
+    taken, steps = run(L.callbacks.ModelCheckpoint(tmp_path, **every))
+    assert taken == steps
+    for step in (3, 6, 9):  # in an epoch and at its end
+        assert run(path=str(tmp_path / f"step={step}.ckpt"))[0] == steps - step
+
+
 def test_checkpoints_of_other_runs_are_refused(tmp_path):
     path = tmp_path / "a.ckpt"
     for made, changed, words in (

@@ -2,7 +2,9 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from opacus import PrivacyEngine
+from opacus.distributed import DifferentiallyPrivateDistributedDataParallel as DPDDP
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -102,3 +104,31 @@ def test_a_step_that_failed_used_no_noise():
     with pytest.raises(Refused, match="without clipped gradients"):
         run.optimizer.step()
     run.step()
+
+
+class Elsewhere(nn.Parameter):
+    """A parameter on a device that has a generator of its own, as a GPU has."""
+
+    device = torch.device("cpu", 0)
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["ours", "generator"])
+def test_shares_on_a_device(given):
+    """The seed of their noise is drawn from the generator that is watched."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = DPDDP(nn.Linear(5, 2))
+        generator = torch.Generator() if given else None
+        kwargs = dict(noise_multiplier=1.0, noise_generator=generator)
+        private = make_private(model, "ghost_bk", batch_size=4, **kwargs)
+        private.optimizer.copies = 2  # as if each process had a share
+        for p in model.parameters():
+            p.__class__ = Elsewhere
+        noise = []
+        for _ in range(3):
+            private.step(torch.zeros(0, 5), square_loss)
+            noise.append(private.optimizer.params[0].grad)
+        assert len({float(x[0, 0]) for x in noise}) == 3
+        assert len(private.optimizer._noise_generators) == 1 - given
+    finally:
+        dist.destroy_process_group()

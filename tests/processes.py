@@ -37,10 +37,23 @@ class Group:
         return [found[name] for found in self.found]
 
 
+def device() -> str:
+    """Where this process of a group computes; the tests themselves are on the CPU."""
+    gpu = dist.is_initialized() and dist.get_backend() == "nccl"
+    return "cuda" if gpu else "cpu"
+
+
 def work(
-    rank: int, size: int, folder: str, jobs: Callable[[int], Jobs], last: Jobs
+    rank: int,
+    size: int,
+    folder: str,
+    jobs: Callable[[int], Jobs],
+    last: Jobs,
+    backend: str,
 ) -> None:
     torch.set_num_threads(1)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
     warnings.simplefilter("ignore")
     found: Dict[str, Any] = {"error": "it was stopped"}
     name = ""
@@ -51,7 +64,7 @@ def work(
 
     def join(number: int, seconds: float):
         dist.init_process_group(
-            "gloo",
+            backend,
             init_method=f"file://{folder}/meet{number}",
             rank=rank,
             world_size=size,
@@ -73,17 +86,24 @@ def work(
     save()
 
 
+def preloaded() -> Any:
+    """What starts processes that have imported the slow modules already."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["opacus_ext.distributed", "tests.sharded_test"])
+    return context
+
+
 def run(
     size: int,
     folder: str,
     jobs: Callable[[int], Jobs],
     last: Optional[Jobs] = None,
     seconds: float = 400,
+    backend: str = "gloo",
 ) -> Group:
     """Runs jobs in so many processes; the last ones may end a process."""
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["opacus_ext", "opacus_ext.distributed"])
-    given = [(rank, size, folder, jobs, last or {}) for rank in range(size)]
+    context = preloaded()
+    given = [(rank, size, folder, jobs, last or {}, backend) for rank in range(size)]
     processes = [context.Process(target=work, args=args) for args in given]
     for process in processes:
         process.start()

@@ -37,7 +37,7 @@ from opacus_ext.data import Poisson
 from opacus_ext.optimizers import Banded
 from tests.common import clipped_sum, make_private, norms_of, oracle, trainable
 from tests.neighbors.search import SLACK
-from tests.processes import refusal, run
+from tests.processes import device, refusal, run
 
 MODES = ("ghost", "ghost_bk", "scan", "auto")
 BOUND = 0.3
@@ -135,6 +135,7 @@ MODELS = {
     "item": lambda: Net("item"),
     "checkpoint": lambda: Net(recomputes="yes"),
     "reentrant": lambda: Net(recomputes="reentrant"),
+    "both": lambda: Net("branch", recomputes="reentrant"),
     "computed": lambda: Net(computes=True),
     "frozen": frozen,
     "gpt2": gpt2,
@@ -148,7 +149,7 @@ LAYERS = ("Block", "GPT2Block", "MixtralDecoderLayer", "T5Block")
 def model_of(name):
     torch.manual_seed(0)
     model = MODELS[name]()
-    return model if name in OF_TRANSFORMERS else model.double()
+    return (model if name in OF_TRANSFORMERS else model.double()).to(device())
 
 
 def sharded(name, **kwargs):
@@ -271,7 +272,7 @@ TWO = [
 THREE = [
     Case("plain"),
     Case("branches", "ghost", reshards=False, wrap=False),
-    Case("checkpoint"),
+    Case("both"),
     Case("computed", "scan"),
 ]
 
@@ -283,19 +284,23 @@ SPLIT = {
         Case("checkpoint", clipping="per_layer", splits=True),
         Case("frozen", splits=True, wrap=False),
     ],
+    4: [
+        Case("plain", masked=True, splits=True),
+        Case("branches", "ghost", splits=True, clipping="per_layer", wrap=False),
+    ],
 }
 
 
 def own(batch, sizes):
     place = dist.get_rank() * len(sizes) // dist.get_world_size()
-    return {key: x.split(sizes)[place] for key, x in batch.items()}
+    return {key: x.split(sizes)[place].to(device()) for key, x in batch.items()}
 
 
 def whole(model):
     """The parameters, put together from all shards."""
     named = {n: p.detach() for n, p in model.named_parameters()}
     return {
-        n: (p.full_tensor() if isinstance(p, DTensor) else p).clone()
+        n: (p.full_tensor() if isinstance(p, DTensor) else p).clone().cpu()
         for n, p in named.items()
     }
 
@@ -333,11 +338,12 @@ def alone(case: Case, processes: int):
 def noise():
     """The noise of two steps, with equal seeds in all processes."""
     torch.manual_seed(7)
-    model = fully_shard(nn.Sequential(nn.Linear(60, 50), nn.Linear(50, 50)).double())
+    layers = nn.Sequential(nn.Linear(60, 50), nn.Linear(50, 50))
+    model = fully_shard(layers.double().to(device()))
     private = make_private(model, "ghost_bk", batch_size=6, noise_multiplier=3.0)
     before, added = whole(model), []
     for _ in range(2):
-        x = torch.zeros(2, 60, dtype=torch.float64)
+        x = torch.zeros(2, 60, dtype=torch.float64, device=device())
         private.step(x, lambda model, x: 0 * model(x).sum(1))
         added.append({n: (before[n] - p) * 6 for n, p in whole(model).items()})
         before = whole(model)
@@ -596,8 +602,9 @@ def split_refusals():
     )
     over = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).double()
     parallelize_module(over, mesh["parts"], {"0": RowwiseParallel()})
-    fully_shard(over, mesh=mesh["data"])
-    found["sharded, too"] = refusal(make_private, over, "ghost_bk", batch_size=6)
+    fully_shard(over[0], mesh=mesh["data"])
+    fully_shard(over)
+    found["one mesh"] = refusal(make_private, over, "ghost_bk", batch_size=6)
     shards = dict(sharded("plain").named_parameters())
     found["shards"] = refusal(
         clipped_grads, lambda x: model(x).sum(), shards, batch["ids"], 1.0
@@ -715,6 +722,8 @@ def jobs(folder: str, processes: int):
         3: {"loaded": lambda: loaded(folder)},
         4: {
             "replicated": replicated,
+            "split noise": split_noise,
+            "split drawn": split_drawn,
         },
     }
     return {**found, **others[processes]}
@@ -770,18 +779,26 @@ def test_split_over_two_processes(case, two):
     assert_equals_one_process(case, two)
 
 
-def test_noise_of_what_is_split(two):
+@pytest.mark.parametrize("case", SPLIT[4], ids=str)
+def test_split_over_two_of_four_processes(case, four):
+    assert_equals_one_process(case, four)
+
+
+def test_noise_of_what_is_split(two, four):
     """The same in all processes, of std sigma C, and another one in each part."""
-    first, other = two.of("split noise")
-    for name, added in first.items():
-        assert torch.equal(added, other[name])
-    entries = torch.cat([x.flatten() for x in first.values()])
-    assert float(entries.std()) == pytest.approx(1, abs=0.15)
-    assert len(entries.unique()) == len(entries)
+    for group in (two, four):
+        first, *others = group.of("split noise")
+        for name, added in first.items():
+            assert all(torch.equal(added, other[name]) for other in others)
+        entries = torch.cat([x.flatten() for x in first.values()])
+        assert float(entries.std()) == pytest.approx(1, abs=0.15)
+        up = first["blocks.0.up.weight"]
+        assert not torch.equal(up[:4], up[5:])
+        assert len(entries.unique()) == len(entries)
 
 
-def test_processes_that_compute_together_draw_alike(two):
-    for group, size in ((two, 6),):
+def test_processes_that_compute_together_draw_alike(two, four):
+    for group, size in ((two, 6), (four, 3)):
         found = group.of("split drawn")
         assert all(expected == size for _, expected in found)
         pairs = [batches for batches, _ in found]
@@ -795,7 +812,7 @@ def test_what_is_split_is_refused_where_it_is_not_exact(two):
         "other samples": "have different samples",
         "hooks": "has whole gradients of every sample",
         "partial": "gain, and different gradients of it",
-        "sharded, too": "is sharded by fully_shard, and parts of it are split",
+        "one mesh": "over processes that compute a sample together",
         "shards": "Give the model itself if fully_shard",
     }
     for found in two.of("split refusals"):
@@ -896,8 +913,8 @@ def test_refused(two):
         for name, text in words.items():
             assert found[name].startswith("Refused") and text in found[name]
         assert found["unchanged"]
-    assert "Another process refuses this step" in first["batch"]
-    assert "Another process" not in second["batch"]
+    assert "Process 1 has failed in its forward pass" in first["batch"]
+    assert "Process 1" not in second["batch"]
 
 
 def test_layers_that_are_chosen_are_refused(two):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Callable, Iterator, List, Optional, Tuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from opacus.utils.batch_memory_manager import BatchSplittingSampler
 from opacus.utils.uniform_sampler import UniformWithReplacementSampler
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
@@ -35,6 +38,7 @@ class Draws(UniformWithReplacementSampler):
         )
         self.sampling = sampling
         self.place = place
+        self.most = 0  # records of the last batch, in the process that has the most
         #: Gives the steps of the run so far, where its batches depend on them.
         self.taken: Optional[Callable[[], int]] = None
         #: The most batches that are drawn before the step of the first of them.
@@ -51,6 +55,7 @@ class Draws(UniformWithReplacementSampler):
         for step in range(first, first + self.steps):
             self._check_steps(max(first, step - self.ahead), step)
             drawn = self.sampling.draw(self.num_samples, generator, step)
+            self.most = math.ceil(len(drawn) / processes)
             yield drawn[first_own::processes].tolist()
         if self.taken is not None:
             self._expected = first + self.steps
@@ -84,6 +89,23 @@ class Draws(UniformWithReplacementSampler):
             'noise="independent". If something draws a batch ahead of the steps, as '
             "accelerate does, say so: loader.batch_sampler.ahead += 1.",
         )
+
+
+class Splits(BatchSplittingSampler):
+    """
+    The physical batches of ``BatchMemoryManager``, as many in each process as the one
+    with the most records needs: the last may be empty.
+    """
+
+    def __iter__(self) -> Iterator[List[int]]:
+        if getattr(self.sampler, "place", None) is None:
+            yield from super().__iter__()
+            return
+        for own in self.sampler:
+            count = max(math.ceil(self.sampler.most / self.max_batch_size), 1)
+            for i, part in enumerate(np.array_split(np.array(own, int), count), 1):
+                self.optimizer.signal_skip_step(do_skip=i < count)
+                yield part.tolist()
 
 
 def count_records(dataset: Dataset) -> int:

@@ -57,7 +57,9 @@ class LogicalBatches(Sampler):
         items: number of items of a logical batch. Each has one physical batch; the
             first one has all that are left over, or those in front are empty
         seed: of all draws
-        first: number of the first draw
+        start: gives the number of the next draw that training takes. It is asked as an
+            iteration begins: what one before has drawn ahead, and training has not
+            taken, is drawn again
         process: number of this process and of all: each has its share of a batch, in
             as many physical batches as the others
     """
@@ -70,21 +72,20 @@ class LogicalBatches(Sampler):
         *,
         items: int,
         seed: int,
-        first: int = 0,
+        start: Callable[[], int],
         process: Tuple[int, int] = (0, 1),
     ):
         self.process = process
         self.draws, self.generator = draws, generator
         self.physical_batch_size, self.items = physical_batch_size, items
-        self.seed, self.next = seed, first
+        self.seed, self.start = seed, start
 
     def __len__(self) -> int:
         return len(self.draws) * self.items
 
     def __iter__(self) -> Iterator[_Item]:
-        draws = iter(self.draws)
-        for _ in range(len(self.draws)):
-            draw, self.next = self.next, self.next + 1
+        draws, start = iter(self.draws), self.start()
+        for draw in range(start, start + len(self.draws)):
             self.generator.manual_seed(derive_seed(self.seed, "draw", draw))
             drawn = np.array(next(draws), int)
             rank, processes = self.process

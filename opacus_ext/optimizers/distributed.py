@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Dict, Optional, Sequence, Tuple
 
 import torch
@@ -17,7 +18,7 @@ from opacus_ext.optimizers.optimizer import (
     GhostDPOptimizer,
     HooksDPOptimizer,
 )
-from opacus_ext.refused import ProcessFailure, Refused
+from opacus_ext.refused import STAGES, ProcessFailure, Refused, failed_elsewhere
 
 if TYPE_CHECKING:
     Base = ClippingOptimizer
@@ -44,24 +45,30 @@ class _Distributed(Base):
         self._seed = 0
         self._generators: Dict[Tuple[Any, ...], torch.Generator] = {}
 
-    def _refuse_differences(self, skips: bool = False, refuses: bool = False) -> None:
+    def tell(self, stage: str) -> None:
+        """Tells the others, where they meet next, what this process has failed in."""
+        with suppress(ProcessFailure):
+            self._refuse_differences(failed=1 + STAGES.index(stage))
+
+    def _refuse_differences(self, skips: bool = False, failed: int = 0) -> None:
         """
         Refuses settings that differ, as one process adds the noise for all, and steps
-        that do. With ``refuses`` this process has an error of its own.
+        that do. If this process has an error of its own, the others are told in which
+        stage, counted from one.
         """
         bounds = [self.max_grad_norm] if self._bounds is None else self._bounds
         weighted = sum(i * bound for i, bound in enumerate(bounds, 1))
         size, drawn = self.expected_batch_size, 0 if self.ahead else self.drawn
         settings = [self.noise_multiplier, -1 if size is None else size, weighted]
-        given = [*settings, len(bounds), drawn, skips, refuses]
+        given = [*settings, len(bounds), drawn, skips, failed]
         device = next((p.device for p in self.params), torch.device("cpu"))
         x = torch.tensor(given, dtype=torch.float64, device=device)
         found = self._processes.gather(x[None])
-        if bool(found[:, -1].any()) and not refuses:
-            raise ProcessFailure(
-                "Another process refuses this step; its error says why. No weight was "
-                "changed."
-            )
+        if failed:
+            return
+        for rank, stage in enumerate(found[:, -1].tolist()):
+            if stage:
+                raise failed_elsewhere(rank, int(stage) - 1)
         *same, as_drawn, as_skipped, _ = (found == x).all(0).tolist()
         if not all(same):
             raise Refused(
@@ -96,7 +103,8 @@ class _Distributed(Base):
             except Refused as refused:
                 error = refused
             not_ready = getattr(self, "ready", True) is False
-            self._refuse_differences(skips, error is not None or not_ready)
+            fails = error is not None or not_ready
+            self._refuse_differences(skips, len(STAGES) * fails)
             if error is not None:
                 raise error
         return super().pre_step(closure)
@@ -144,7 +152,7 @@ class _Distributed(Base):
         device = next(p.device for p in self.params if self._is_sharded(p))
         draw = torch.zeros(1, dtype=torch.int64, device=device)
         if self.rank == 0:
-            generator = self._generator_for(torch.device("cpu"))
+            generator = self._watched_generator()
             kind: Any = dict(generator=generator, device=generator.device)
             draw += torch.randint(2**62, (1,), **kind).to(device)
         self._seed = int(self._processes.sum(draw))

@@ -116,6 +116,10 @@ class NoisyOptimizer(Base):
             self._noise_generators[device] = generator
         return self._noise_generators[device]
 
+    def _watched_generator(self) -> Any:
+        """Returns the generator that each step draws from, and no state of it twice."""
+        return self._generator_for(self.params[0].device)
+
     def _generator_of(self, p: torch.nn.Parameter) -> Optional[torch.Generator]:
         return self._generator_for(p.device)
 
@@ -140,8 +144,7 @@ class NoisyOptimizer(Base):
             return None
         if self._check_skip_next_step(pop_next=False):
             return None
-        generator = self._generator_for(self.params[0].device)
-        state = hash(generator.get_state().numpy().tobytes())
+        state = hash(self._watched_generator().get_state().numpy().tobytes())
         if state in self._noise_states:
             raise Refused(
                 "The generator of the noise is in the state of an earlier step, so "

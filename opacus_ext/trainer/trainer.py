@@ -302,7 +302,7 @@ class PrivateTrainer(Trainer):
         training.make_private(
             self.model,
             optimizer,
-            self.train_dataset,
+            DataLoader(self.train_dataset),
             noise,
             self.args.device,
             max_grad_norm=privacy.per_sample_max_grad_norm,

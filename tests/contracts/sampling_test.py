@@ -75,12 +75,16 @@ def of_items():
     generator = torch.Generator()
     draws = Draws(Poisson(sample_rate=RATE), RECORDS, generator)
     seed = int(torch.randint(2**60, ()))
-    batches = LogicalBatches(draws, generator, 2, items=2, seed=seed)
+    taken = 0
+    batches = LogicalBatches(
+        draws, generator, 2, items=2, seed=seed, start=lambda: taken
+    )
     loader = logical_loader(torch.arange(RECORDS), batches, torch.stack)
     while True:
         for first, second in zip(*[iter(loader)] * 2):
             parts = [part for part in (*first, *second) if part.records]
             yield [i for part in parts for i in part.inputs.tolist()]
+            taken += 1
 
 
 LOADERS = {

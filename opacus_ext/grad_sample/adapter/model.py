@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import warnings
+from contextlib import contextmanager
 from functools import partial
-from typing import Any, Callable, Sequence
+from typing import Any, Callable, Iterator, Sequence
 
 import torch
 from torch import nn
@@ -26,7 +27,7 @@ from opacus_ext.grad_sample.core.dynamo import (
 from opacus_ext.grad_sample.core.group import SampleGroup
 from opacus_ext.grad_sample.core.groups import Samples, in_groups
 from opacus_ext.grad_sample.core.vmap import cache_kept, is_batched
-from opacus_ext.refused import Refused, warn_once
+from opacus_ext.refused import ProcessFailure, Refused, warn_once
 
 T = torch.Tensor
 
@@ -96,6 +97,7 @@ class PrivateModel:
         self.state = State(module)
         self.backward: Callable = lambda record, grads: [None] * len(record.leaves)
         self.begin: Callable[[int], None] = lambda size: None
+        self.optimizer: Callable[[], Any] = lambda: None  # of one of several processes
         self.size = 0
         self.output_dims: dict[tuple[str, torch.Size], int] = {}  # see ForwardRecord
         self.initialized = False  # True once attributes of a first forward are set
@@ -158,6 +160,20 @@ class PrivateModel:
         """Makes a group for samples that run together."""
         return ModelGroup(self, size)
 
+    @contextmanager
+    def telling(self, stage: str) -> Iterator[None]:
+        """Tells other processes of an error, where they wait for this one."""
+        try:
+            yield
+        except Exception as error:
+            optimizer, tells = self.optimizer(), torch.is_grad_enabled()
+            if optimizer and tells and not isinstance(error, ProcessFailure):
+                optimizer.tell(stage)
+            raise
+
+    def begin_backward(self) -> None:
+        """Called before the first gradient of a backward pass."""
+
     def reset(self) -> None:
         """Called after a backward pass that has failed."""
 
@@ -212,12 +228,13 @@ class PrivateModel:
             return module._call_impl(*sample[0], **sample[1])
 
         try:
-            self.check_hooks()
-            inputs = self.inputs.read(forward, args, kwargs)
-            record = self.record_type(self, inputs, forward)
-            if settings is not None:
-                record.compiled = self._compiled_for(settings, module, inputs)
-            return record.output()
+            with self.telling("forward pass"):
+                self.check_hooks()
+                inputs = self.inputs.read(forward, args, kwargs)
+                record = self.record_type(self, inputs, forward)
+                if settings is not None:
+                    record.compiled = self._compiled_for(settings, module, inputs)
+                return record.output()
         finally:
             set_compiler(compiler)
             if settings is not None and settings.fullgraph:
@@ -229,9 +246,10 @@ class PrivateModel:
         def loss(sample: Any) -> T:
             return loss_of(self.module._call_impl, **sample[1])
 
-        self.check_hooks()
-        inputs = self.read_losses(kwargs, loss_of)
-        return self.record_type(self, inputs, loss).losses()
+        with self.telling("forward pass"):
+            self.check_hooks()
+            inputs = self.read_losses(kwargs, loss_of)
+            return self.record_type(self, inputs, loss).losses()
 
     def read_losses(self, kwargs: dict[str, Any], loss_of: Callable) -> Inputs:
         """Reads the inputs of :meth:`losses`, with all outputs of the model."""
@@ -254,12 +272,13 @@ class PrivateModel:
         Adds the gradients of the losses to a total, group by group, as
         ``clipped_grads`` does. Returns the losses ``[B]``.
         """
-        self.check_hooks()
-        size = sum(some.size for some in samples)
-        if not samples:
-            return torch.zeros(0)
-        inputs = Inputs(samples, size, [], samples[0].zeros)
-        return self.record_type(self, inputs, loss, total).losses()
+        with self.telling("forward pass"):
+            self.check_hooks()
+            size = sum(some.size for some in samples)
+            if not samples:
+                return torch.zeros(0)
+            inputs = Inputs(samples, size, [], samples[0].zeros)
+            return self.record_type(self, inputs, loss, total).losses()
 
     def _compiled_for(
         self, settings: Settings, module: nn.Module, inputs: Inputs

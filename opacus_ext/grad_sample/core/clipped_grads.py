@@ -384,7 +384,7 @@ class _ShardedLosses(_Losses):
                 parameter="microbatch",
                 remedy="Leave it out; tensors [0, ...] are a batch without samples.",
             )
-        with self.rounds.telling():
+        with self.rounds.telling("forward pass"):
             reads = self._reads
             if not in_rounds(
                 self.rounds, samples, self.at_once, self.one, reads=reads, **way

@@ -343,7 +343,8 @@ def gradients_alone(
         found = torch.autograd.grad(ys, leaves, gs, allow_unused=True)
     else:
         # An autograd function may call backward() itself, as checkpoints do, which
-        # autograd.grad misses. FSDP2 takes what arrives in ``x.grad``.
+        # autograd.grad misses. FSDP2 would sum what it finds in ``x.grad``, in each
+        # process other parameters where samples branch: so nothing stays there.
         everywhere = list({id(x): x for x in (*leaves, *reached)}.values())
         before = [x.grad for x in everywhere]
         for x in everywhere:
@@ -353,7 +354,13 @@ def gradients_alone(
         def arrive(x: T, grad: T) -> None:
             arrived[id(x)] = grad + arrived[id(x)] if id(x) in arrived else grad
 
+        def clear(x: T) -> None:
+            x.grad = None
+
         handles = [x.register_hook(partial(arrive, x)) for x in leaves]
+        handles += [
+            x.register_post_accumulate_grad_hook(clear) for x in leaves if x.is_leaf
+        ]
         try:
             torch.autograd.backward(ys, gs)
         finally:

@@ -28,12 +28,19 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from opacus_ext.grad_sample.core.group import BranchesDiffer
 from opacus_ext.grad_sample.core.groups import Samples, put_back, why, written
 from opacus_ext.grad_sample.core.split import SplitSum, as_split, split_mesh
-from opacus_ext.refused import ProcessFailure, Refused
+from opacus_ext.refused import (
+    STAGES,
+    ProcessFailure,
+    Refused,
+    failed_elsewhere,
+    waited_in_vain,
+)
 
 T = torch.Tensor
 
 # What a process says when all meet: bits of a number, of which each is told the union.
 MORE, ALONE, TRIAL, GRADIENTS, READS, FAILED = 1, 2, 4, 8, 16, 32
+_BACKWARD = -1  # the place where a backward pass begins
 
 
 _BUCKET = 25 * 2**20  # bytes that are summed together
@@ -62,29 +69,27 @@ class Rounds:
         self._begun = False  # True once a unit has run
         self._group = None
         if "gloo" not in dist.get_backend():  # as no device should wait for a number
-            self._group = dist.new_group(backend="gloo")
+            world: Any = dist.group.WORLD
+            own = world._get_backend(next(units[0].parameters()).device).options
+            self._group = dist.new_group(backend="gloo", timeout=own._timeout)
         self.handles = [
             unit.register_forward_pre_hook(partial(self._before_unit, i), prepend=True)
             for i, unit in enumerate(units)
         ]
 
-    def meet(self, flags: int, place: int = 0) -> int:
+    def meet(self, flags: int, place: int = 0, stage: int = 0) -> int:
         """
         Returns the union of what all processes say. Refuses if they are at different
-        places, which are numbers.
+        places, which are numbers. A process that has failed says at which stage.
         """
-        bits = torch.tensor([*(flags >> i & 1 for i in range(6)), place, -place])
+        who = dist.get_rank() * len(STAGES) + stage if flags & FAILED else -1
+        bits = torch.tensor([*(flags >> i & 1 for i in range(6)), place, -place, who])
         try:
             dist.all_reduce(bits, dist.ReduceOp.MAX, group=self._group)
         except RuntimeError as error:
             self._tell = False
-            raise ProcessFailure(
-                f"Process {dist.get_rank()} waited in vain for the others ({error}). "
-                "One of them has died, failed or come too late (see the timeout of "
-                "init_process_group). This step was not taken here:",
-                remedy="start all processes again from the last checkpoint.",
-            ) from error
-        *found, most, least = bits.tolist()
+            raise waited_in_vain(dist.get_rank(), error) from error
+        *found, most, least, who = bits.tolist()
         said = sum(x << i for i, x in enumerate(found))
         if most != -least and not said & FAILED:
             self._tell = self._inside = False
@@ -98,22 +103,22 @@ class Rounds:
             )
         if said & FAILED and not self._inside:
             self._tell = False
-            raise ProcessFailure(
-                "Another process refuses this step; its error says why. No weight was "
-                "changed."
-            )
+            raise failed_elsewhere(*divmod(who, len(STAGES)))
         return said
 
     @contextmanager
-    def telling(self) -> Iterator[None]:
+    def telling(self, stage: str) -> Iterator[None]:
         """Tells the others of an error, where they wait for this process."""
         self._tell = True
         try:
             yield
-        except Exception:
+        except Exception as error:
             if self._tell:
                 with suppress(ProcessFailure):
-                    self.meet(FAILED)
+                    self.meet(FAILED, stage=STAGES.index(stage))
+                self.reset()
+            elif isinstance(error, dist.DistError) or "gloo" in str(error):
+                raise waited_in_vain(dist.get_rank(), error) from error
             raise
         finally:
             self._tell = False
@@ -154,6 +159,11 @@ class Rounds:
             self._inside = self._follows = False
         self._tell = tell
         return found
+
+    def begin_backward(self) -> None:
+        """Waits until all processes have a loss; later errors are not told."""
+        self.meet(0, _BACKWARD)
+        self._tell = False
 
     def finish(self, reads: bool) -> None:
         """Ends the forward pass, unless it has failed in another process."""
@@ -289,14 +299,22 @@ class Shards:
         self.own: dict[str, Any] = {n: p for n, p in named if p.requires_grad}
         self.mesh = split_mesh(self.gathered.values())
         if self.mesh is not None:
-            raise Refused(
-                f"{type(module).__name__} is sharded by fully_shard, and parts of it "
-                "are split within a computation (tensor parallel, experts).",
-                module=type(module).__name__,
-                remedy="Take one of the two: fully_shard for all, or "
-                "parallelize_module over all processes.",
-            )
+            self._refuse_sums_within(self.mesh)
         self.rounds = Rounds(units)
+
+    def _refuse_sums_within(self, mesh: DeviceMesh) -> None:
+        """Refuses shards over processes that compute a sample together."""
+        together = {*mesh.mesh.flatten().tolist()}
+        for name, p in self.own.items():
+            ranks = _mesh_of_data(p, self.gathered[name]).mesh.flatten().tolist()
+            if len(together & {*ranks}) > 1:
+                raise Refused(
+                    f"{name} is sharded by fully_shard over processes that compute a "
+                    "sample together, by parts of other parameters (experts, say).",
+                    parameter=name,
+                    remedy="Take one dimension of a DeviceMesh for fully_shard, and "
+                    "another one for what is split within a computation.",
+                )
 
 
 def refuse_shards(name: str, module: nn.Module, units: Sequence[FSDPModule]) -> None:

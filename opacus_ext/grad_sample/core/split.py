@@ -32,7 +32,8 @@ def split_mesh(params: Iterable[T]) -> DeviceMesh | None:
         raise Refused(
             "Parameters are split within a computation over several meshes, or one of "
             "several dimensions.",
-            remedy="Split all by parallelize_module over one mesh of one dimension.",
+            remedy="Split all by parallelize_module over one dimension, as in "
+            'mesh["tp"], and the rest by fully_shard.',
         )
     return meshes[0]
 

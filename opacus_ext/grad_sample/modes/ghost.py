@@ -218,8 +218,10 @@ class ClippedCriterion(stock.DPLossFastGradientClipping):
         self.by_sample = SampleCriterion(self.criterion, self.loss_reduction, warn)
 
     def __call__(self, *args: Any, shape: Any = None, **kwargs: Any) -> ClippedLoss:
-        size = self.module.private.size if shape is None else shape[0]
-        losses = self.by_sample(args, kwargs, shape, size)
+        private = self.module.private
+        with private.telling("criterion"):
+            size = private.size if shape is None else shape[0]
+            losses = self.by_sample(args, kwargs, shape, size)
         return ClippedLoss(self.module, self.optimizer, losses, self.loss_reduction)
 
 
@@ -264,11 +266,12 @@ class Ghost(PrivateMode):
         if not 0 < scale < math.inf:
             reason = f"scale must be a positive number, got {scale}."
             raise Refused(reason, parameter="scale")
-        total = self._total(optimizer, losses.numel(), scale)
-        sources = dependencies_of([losses])
-        self._check(sources, losses)
         try:
-            with no_autocast():
+            with self.private.telling("backward pass"), no_autocast():
+                total = self._total(optimizer, losses.numel(), scale)
+                sources = dependencies_of([losses])
+                self._check(sources, losses)
+                self.private.begin_backward()
                 self._add(total, sources, losses * scale)
         except BaseException:
             self.private.reset()

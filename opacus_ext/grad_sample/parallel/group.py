@@ -7,7 +7,7 @@ from typing import Any, Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from opacus_ext.refused import ProcessFailure
+from opacus_ext.refused import ProcessFailure, failed_elsewhere, waited_in_vain
 
 # Places in a forward pass beside the layers, which have numbers of their own.
 BEGIN, END, FAILED = -1, -2, -3
@@ -57,10 +57,7 @@ class ExpertGroup:
         if place == FAILED or set(places) == {place}:
             return list(found)
         if FAILED in places:
-            raise ProcessFailure(
-                "Another process refuses this step; its error says why. No weight was "
-                "changed."
-            )
+            raise failed_elsewhere(places.index(FAILED), 0)
         raise ProcessFailure(
             "Some processes leave out a layer of experts, or repeat one, by what their "
             "samples hold. No weight was changed.",
@@ -91,9 +88,4 @@ class ExpertGroup:
         try:
             collective(*args, group=self.group)
         except RuntimeError as error:  # DistBackendError is one
-            raise ProcessFailure(
-                f"Process {self.rank} of {self.size} waited in vain for the others "
-                f"({error}). One of them has died, failed or come too late (see the "
-                "timeout of init_process_group). This step was not taken here:",
-                remedy="start all processes again from the last checkpoint.",
-            ) from error
+            raise waited_in_vain(self.rank, error) from error

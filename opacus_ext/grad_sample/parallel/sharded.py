@@ -6,6 +6,7 @@ nothing.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, Callable, Sequence
 
@@ -149,22 +150,14 @@ class ShardedModel(PrivateModel):
         """The trainable parameters by name, as they are gathered."""
         return {n: p for n, p in self.gathered.items() if p.requires_grad}
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def telling(self, stage: str) -> Any:
         """See :class:`~adapter.model.PrivateModel`."""
-        if not self.enabled or self.running or not torch.is_grad_enabled():
-            return super().__call__(*args, **kwargs)
-        with self.rounds.telling():
-            return super().__call__(*args, **kwargs)
+        tells = torch.is_grad_enabled()
+        return self.rounds.telling(stage) if tells else nullcontext()
 
-    def losses(self, *args: Any) -> T:
+    def begin_backward(self) -> None:
         """See :class:`~adapter.model.PrivateModel`."""
-        with self.rounds.telling():
-            return super().losses(*args)
-
-    def clip(self, *args: Any) -> T:
-        """See :class:`~adapter.model.PrivateModel`; samples may be none of a form."""
-        with self.rounds.telling():
-            return super().clip(*args)
+        self.rounds.begin_backward()
 
     def tried(self, call: Call, inputs: Any) -> Any:
         """Tries a call, or follows the trial of another process."""

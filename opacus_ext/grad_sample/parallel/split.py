@@ -61,7 +61,8 @@ def is_split_alone(module: nn.Module) -> bool:
             f"{mesh.size()} of {dist.get_world_size()} processes, or wrapped for data "
             "parallelism.",
             module=type(module).__name__,
-            remedy="Split it over all processes, or shard it by fully_shard instead.",
+            remedy="Split it over all processes, or call fully_shard on it over the "
+            "other dimension of the mesh.",
         )
     return True
 

@@ -1,0 +1,381 @@
+"""Processes that fail, are killed, or have other numbers of physical batches."""
+
+import functools
+import math
+import os
+import random
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from opacus.utils.batch_memory_manager import BatchMemoryManager
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import TensorDataset
+
+from opacus_ext.checkpoints import read, write
+from opacus_ext.data import Poisson
+from opacus_ext.losses import model_losses
+from tests.common import clipped_sum, oracle, trainable
+from tests.processes import LATE, preloaded, refusal, run
+from tests.sharded_test import (
+    BOUND,
+    Case,
+    Net,
+    batch_of,
+    losses_of,
+    model_of,
+    own,
+    whole,
+)
+
+WAYS = ("ddp", "fsdp2")
+ADAM = Case("plain", optimizer="Adam")
+
+
+def spread(way, model):
+    """A model of this process, under one of the ways."""
+    if way == "ddp":
+        return DDP(model)
+    for block in getattr(model, "blocks", ()):
+        fully_shard(block)
+    return fully_shard(model)
+
+
+def weights(model):
+    return {n.removeprefix("module."): p for n, p in whole(model).items()}
+
+
+def alone(model, optimizer, batch, losses=losses_of):
+    """A step from the gradients of single samples, by plain autograd."""
+    sums = clipped_sum(oracle(model, batch, losses), "flat", BOUND)
+    for name, p in trainable(model).items():
+        p.grad = sums[name] / 6
+    optimizer.step()
+    return {n: p.detach().clone() for n, p in model.named_parameters()}
+
+
+def trajectory(steps, batch):
+    """The weights after each step of one process."""
+    model = model_of("plain")
+    optimizer = ADAM.plain_optimizer(model)
+    return [alone(model, optimizer, batch(step)) for step in range(steps)]
+
+
+def assert_same(got, expected, atol=1e-10):
+    assert got.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(got[name], value, rtol=0, atol=atol)
+
+
+# -- errors of one process -----------------------------------------------------------
+
+
+class Failing(Net):
+    """Fails in one process when it is told to."""
+
+    fails = False
+
+    def forward(self, ids):
+        if self.fails:
+            raise ValueError("of mine")
+        return super().forward(ids)
+
+
+class Mean(nn.Module):
+    fails = False
+
+    def forward(self, losses, _):
+        if self.fails:
+            raise ValueError("of mine")
+        return losses.mean()
+
+
+def failing(way, stage, reads="item"):
+    """An error in the second of three steps, which is taken again after that."""
+    torch.manual_seed(0)
+    inner, criterion = Failing(reads).double(), Mean()
+    model = spread(way, inner)
+    private = ADAM.private(model, criterion=criterion)
+    batches = [own(batch_of("plain", step, 5, False), [3, 2]) for step in range(3)]
+    private.step(batches[0], losses_of)
+
+    def state():
+        parts = [model.state_dict(), private.optimizer.state_dict()["state"]]
+        leaves = tree_leaves(parts)
+        return [x.to_local() if hasattr(x, "to_local") else x for x in leaves]
+
+    def losses(model, batch):
+        found = losses_of(model, batch)
+        bad = fails and stage == "backward pass"
+        return found * nn.Parameter(torch.ones(2).double()) if bad else found
+
+    before = [x.clone() for x in state()]
+    fails = dist.get_rank() == 1
+    inner.fails = fails and stage == "forward pass"
+    criterion.fails = fails and stage == "criterion"
+    start = time.time()
+    found = refusal(private.step, batches[1], losses)
+    seconds, after = time.time() - start, state()
+    unchanged = all(torch.equal(x, y) for x, y in zip(before, after))
+    counted = sum(steps for _, _, steps in private.engine.accountant.history)
+    if reads != "item":  # the others were not told, and have given up
+        return found, unchanged and counted == 1, seconds
+    inner.fails = criterion.fails = fails = False
+    for batch in batches[1:]:
+        private.step(batch, losses)
+    return found, unchanged and counted == 1, seconds, weights(model)
+
+
+# -- physical batches ----------------------------------------------------------------
+
+
+def physical(way):
+    """The draws of each logical batch, in physical batches of two."""
+    model = spread(way, model_of("plain"))
+    ids = torch.randint(1, 31, (30, 5), generator=torch.Generator().manual_seed(0))
+    private = ADAM.private(
+        model,
+        dataset=TensorDataset(ids),
+        poisson_sampling=True,
+        sampling=Poisson(expected_batch_size=6, steps=5),
+    )
+    torch.manual_seed(0)
+    sizes, drawn, steps, taken = [[]], [[]], 0, []
+    with BatchMemoryManager(
+        data_loader=private.loader,
+        max_physical_batch_size=2,
+        optimizer=private.optimizer,
+    ) as loader:
+        for (some,) in loader:
+            private.step({"ids": some}, losses_of)
+            sizes[-1].append(len(some))
+            drawn[-1].append(some)
+            steps = sum(steps for _, _, steps in private.engine.accountant.history)
+            if steps == len(sizes):
+                taken.append(weights(model))
+                sizes.append([])
+                drawn.append([])
+    return sizes[:-1], [torch.cat(x) for x in drawn[:-1]], taken
+
+
+# -- a model's own losses ------------------------------------------------------------
+
+
+def own_losses(way):
+    model = spread(way, model_of("gpt2"))
+    private = Case("gpt2").private(model)
+    for step, sizes in enumerate([[3, 2], [0, 4]]):
+        batch = own(labeled(step, sum(sizes)), sizes)
+        private.step(batch, model_losses)
+    return weights(model)
+
+
+def labeled(step, size):
+    ids = batch_of("gpt2", step, size, False)["ids"]
+    return {"input_ids": ids, "labels": torch.where(ids > 25, -100, ids)}
+
+
+# -- kills ---------------------------------------------------------------------------
+
+
+def batch_at(step):
+    return batch_of("plain", step, 4, False)
+
+
+def begun(way, folder=None):
+    """A run of this process; it goes on from the last checkpoint in a folder."""
+    model = spread(way, model_of("plain"))
+    optimizer = ADAM.plain_optimizer(model)
+    done = last(folder) if folder else None
+    if done and way == "fsdp2":
+        state = sharded_state(model, optimizer)
+        dcp.load(state, checkpoint_id=done)
+        set_model_state_dict(model, state["model"])
+        set_optimizer_state_dict(model, optimizer, state["optimizer"])
+    private = ADAM.private(model, optimizer=optimizer)
+    if done and way == "ddp":
+        given = {"module": private.handle, "optimizer": private.optimizer}
+        private.engine.load_checkpoint(path=done, **given)
+    elif done:
+        private.engine.accountant.load_state_dict(read(done / "private.pt"))
+    return private, model
+
+
+def last(folder):
+    """The last checkpoint: a folder of FSDP2 is complete once it has the accountant."""
+    found = [*folder.glob("*.pt"), *(x.parent for x in folder.glob("*/private.pt"))]
+    return max(found, key=lambda x: int(x.stem), default=None)
+
+
+def sharded_state(model, optimizer):
+    return {
+        "model": get_model_state_dict(model),
+        "optimizer": get_optimizer_state_dict(model, optimizer),
+    }
+
+
+def save(way, private, model, folder, step):
+    if way == "ddp" and dist.get_rank() == 0:
+        given = {"module": private.handle, "optimizer": private.optimizer}
+        private.engine.save_checkpoint(path=folder / f"{step}.pt", **given)
+    elif way == "fsdp2":
+        state = sharded_state(model, private.optimizer.original_optimizer)
+        dcp.save(state, checkpoint_id=folder / str(step))
+        if dist.get_rank() == 0:
+            spent = private.engine.accountant.state_dict()
+            write(folder / str(step) / "private.pt", spent)
+
+
+def train_until_killed(rank, way, folder):
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/meet",
+        rank=rank,
+        world_size=2,
+        timeout=timedelta(seconds=LATE),
+    )
+    private, model = begun(way)
+    try:
+        for step in range(1000):
+            private.step(own(batch_at(step), [2, 2]), losses_of)
+            save(way, private, model, folder, step + 1)
+    except Exception:
+        os._exit(3)
+
+
+def kill_one(folder, number):
+    """Starts two processes and kills one; returns how the other has ended, and when."""
+    chance = random.Random(number)
+    folder.mkdir()
+    context = preloaded()
+    given = [(rank, WAYS[number % 2], folder) for rank in range(2)]
+    both = [context.Process(target=train_until_killed, args=args) for args in given]
+    for process in both:
+        process.start()
+    while last(folder) is None and all(process.is_alive() for process in both):
+        time.sleep(0.02)
+    time.sleep(chance.random())
+    victim = chance.randrange(2)
+    os.kill(both[victim].pid, signal.SIGKILL)
+    start, other = time.time(), both[1 - victim]
+    other.join(LATE + 10)
+    other.kill()
+    return other.exitcode, time.time() - start
+
+
+def resumed(folder, number):
+    """Two steps more than the last checkpoint has."""
+    way = WAYS[number % 2]
+    private, model = begun(way, folder)
+    history = private.engine.accountant.history
+    begin = sum(steps for _, _, steps in history)
+    for step in (begin, begin + 1):
+        private.step(own(batch_at(step), [2, 2]), losses_of)
+    return begin, int(last(folder).stem), weights(model), history
+
+
+# -- groups of processes -------------------------------------------------------------
+
+
+def jobs(processes):
+    found = {}
+    for way in WAYS:
+        for stage in ("forward pass", "criterion", "backward pass"):
+            found[way, stage] = functools.partial(failing, way, stage)
+        found[way, "physical"] = functools.partial(physical, way)
+        found[way, "losses"] = functools.partial(own_losses, way)
+    return found
+
+
+def jobs_after(folder, processes):
+    numbers = range(20)
+    return {n: functools.partial(resumed, folder / str(n), n) for n in numbers}
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    late = functools.partial(failing, "fsdp2", "forward pass", "")
+    return run(2, str(tmp_path_factory.mktemp("two")), jobs, {"late": late})
+
+
+@pytest.mark.parametrize("stage", ["forward pass", "criterion", "backward pass"])
+@pytest.mark.parametrize("way", WAYS)
+def test_the_others_are_told(way, stage, two):
+    """Which process has failed and in what; all go on as if it had not been."""
+    first, second = two.of((way, stage))
+    assert f"Process 1 has failed in its {stage}" in first[0], first[0]
+    assert "Process 1 has failed" not in second[0]
+    assert ("of mine" in second[0]) == (stage != "backward pass"), second[0]
+    torch.manual_seed(0)
+    model = Net("item").double()
+    optimizer = ADAM.plain_optimizer(model)
+    for step in range(3):
+        expected = alone(model, optimizer, batch_of("plain", step, 5, False))
+    for _, unchanged, seconds, found in (first, second):
+        assert unchanged and seconds < LATE
+        assert_same(found, expected)
+
+
+def test_an_error_within_sharded_layers(two):
+    """Where a model reads no data, processes do not wait for what others say."""
+    first, second = two.of("late")
+    assert first[0].startswith("ProcessFailure") and "of mine" in second[0]
+    for _, unchanged, seconds in (first, second):
+        assert unchanged and seconds < LATE + 5
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_as_many_physical_batches(way, two):
+    """An odd draw is split into one more in one process; the other has an empty one."""
+    (sizes, drawn, taken), (others, rest, again) = two.of((way, "physical"))
+    assert [len(x) for x in sizes] == [len(x) for x in others]
+    assert len(sizes) == 5 and max(map(len, sizes)) > 1
+    assert any(max(1, math.ceil(sum(x) / 2)) < len(x) for x in others), others
+    model = model_of("plain")
+    optimizer = ADAM.plain_optimizer(model)
+    for step, parts in enumerate(zip(drawn, rest)):
+        expected = alone(model, optimizer, {"ids": torch.cat(parts)})
+        assert_same(taken[step], expected)
+        assert_same(again[step], expected)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_losses_of_the_model(way, two):
+    model = model_of("gpt2")
+    optimizer = Case("gpt2").plain_optimizer(model)
+    for step, size in enumerate((5, 4)):
+        batch = labeled(step, size)
+        expected = alone(model, optimizer, batch, lambda m, b: m(**b).loss[None])
+    for found in two.of((way, "losses")):
+        assert_same(found, expected, 1e-6)
+
+
+def test_killed_at_any_moment(tmp_path):
+    """The other one ends, and the last checkpoint goes on as if nothing had been."""
+    folders = [tmp_path / str(n) for n in range(20)]
+    with ThreadPoolExecutor(4) as pool:
+        ends = list(pool.map(kill_one, folders, range(20)))
+    assert all(code == 3 and seconds < LATE + 5 for code, seconds in ends), ends
+    (tmp_path / "after").mkdir()
+    after = run(2, str(tmp_path / "after"), functools.partial(jobs_after, tmp_path))
+    found = [each for n in range(20) for each in after.of(n)]
+    expected = trajectory(max(steps for steps, *_ in found) + 2, batch_at)
+    for steps, saved, state, history in found:
+        assert steps == saved > 0
+        assert sum(n for _, _, n in history) == steps + 2
+        assert_same(state, expected[steps + 1])
