@@ -38,6 +38,7 @@ THOROUGH = (
     "sharded_test.py",
     "failures_test.py",
     "trainer_processes_test.py",
+    "trainer_sharded_test.py",
     "train_test.py",
     "trainer_test.py",
     "lightning_test.py",

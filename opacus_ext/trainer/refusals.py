@@ -56,14 +56,6 @@ ARGUMENTS = (
     Argument("parallelism_config", "splits a model or sequence", "Use one process."),
     Argument("deepspeed", "computes gradients by itself", "Use one process."),
     Argument(
-        "fsdp_config",
-        "has no part without fsdp",
-        "Add fsdp=True.",
-        lambda value, args: bool(
-            not args.fsdp and (any(value.values()) if isinstance(value, dict) else value)
-        ),
-    ),
-    Argument(
         "max_grad_norm",
         "is Trainer's clipping of the whole batch's gradient, which is off here",
         "Each record's is clipped to PrivacyArguments(per_sample_max_grad_norm=...); "

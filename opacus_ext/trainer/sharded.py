@@ -7,20 +7,25 @@ casts nothing, and what Trainer writes and reads are whole tensors, as of one pr
 from __future__ import annotations
 
 from collections import Counter
-from contextlib import contextmanager
 from functools import partial
-from typing import Any, Dict, Iterator, List, Optional, Set
+from typing import Any, Dict, List
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    set_model_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils._pytree import tree_map_only
 
 from opacus_ext.refused import Refused
 
-_BY_CLASS, _BY_SIZE, _NONE = "TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"
+_BY_CLASS, _WHOLE = "TRANSFORMER_BASED_WRAP", "NO_WRAP"
+_CLASSES = "transformer_layer_cls_to_wrap"
 #: Keys of fsdp_config with the values that are taken; None for any.
 _KEYS: Dict[str, Any] = {
     **dict.fromkeys(("cpu_offload", "activation_checkpointing"), (False,)),
@@ -29,9 +34,9 @@ _KEYS: Dict[str, Any] = {
     "version": (2,),
     "state_dict_type": ("FULL_STATE_DICT",),
     "reshard_after_forward": (True, False),
-    "auto_wrap_policy": (_BY_CLASS, _BY_SIZE, _NONE),
-    "transformer_layer_cls_to_wrap": None,
-    "min_num_params": None,
+    "auto_wrap_policy": (_BY_CLASS, _WHOLE),
+    "min_num_params": (0,),
+    _CLASSES: None,
 }
 _REMEDIES = {
     "cpu_offload": "Leave it out: weights and the optimizer's state are spread over "
@@ -42,8 +47,8 @@ _REMEDIES = {
     "those of process 0 are taken.",
     "version": "Give 2, for fully_shard.",
     "state_dict_type": "Leave it out: checkpoints are whole.",
+    "auto_wrap_policy": f"Name classes of layers by {_CLASSES!r}, or give {_WHOLE!r}.",
 }
-_WRAPS = {"transformer_layer_cls_to_wrap": _BY_CLASS, "min_num_params": _BY_SIZE}
 
 
 def _value(value: Any) -> Any:
@@ -54,35 +59,29 @@ def _value(value: Any) -> Any:
 
 def refuse_config(config: Dict[str, Any]) -> None:
     """Refuses what is not done as ``fsdp_config`` says."""
-    policy = config.get("auto_wrap_policy", _BY_CLASS)
     for key, value in config.items():
-        value, reason, remedy = _value(value), "", _REMEDIES.get(key, "Leave it out.")
         taken = _KEYS.get(key, ())
-        if taken is not None and value not in taken:
-            reason = "is not supported" if taken else "is no key of FSDP2"
-        elif value and _WRAPS.get(key, policy) != policy:
-            reason = f"has no part in auto_wrap_policy={policy!r}"
-            remedy = f"Leave it out, or give {_WRAPS[key]!r}."
-        if reason:
+        if taken is not None and _value(value) not in taken:
             raise Refused(
-                f"fsdp_config[{key!r}]={value!r} {reason}.",
+                f"fsdp_config[{key!r}]={value!r} is not supported.",
                 parameter="fsdp_config",
-                remedy=remedy,
+                remedy=_REMEDIES.get(key, "Leave it out."),
             )
 
 
 def refuse_split(model: nn.Module) -> None:
     """Refuses a model whose parameters are split within a computation."""
-    if any(isinstance(m, FSDPModule) for m in model.modules()):
-        return
+    sharded = isinstance(model, FSDPModule)
     for name, p in model.named_parameters():
-        if isinstance(p, DTensor):
+        kinds = p.placements if isinstance(p, DTensor) else ()
+        if kinds and not (sharded and sum(not k.is_replicate() for k in kinds) < 2):
             raise Refused(
-                f"Parameter {name} is a DTensor and not sharded by fully_shard: the "
-                "model is split within a computation (tensor parallel, experts).",
+                f"Parameter {name} is a DTensor, and not of a model that is sharded "
+                "as a whole, by fully_shard alone: computations are split (tensor "
+                "parallel, experts), or layers alone were sharded.",
                 parameter=name,
-                remedy="Load it whole and give TrainingArguments(fsdp=True), or train "
-                "it by make_private in a loop of your own.",
+                remedy="Load it whole and give TrainingArguments(fsdp=True), or call "
+                "fully_shard on the whole model, last. Others train by make_private.",
             )
 
 
@@ -92,78 +91,52 @@ def refuse_split(model: nn.Module) -> None:
 def shard(model: nn.Module, args: Any, precision: str) -> None:
     """
     Shards a model by ``fully_shard`` as ``fsdp_config`` of TrainingArguments says, with
-    the weights of process 0. Layers with a parameter that others have too (tied
-    embeddings) belong to the whole model, which is sharded last.
+    the weights of process 0.
     """
     config = {key: _value(value) for key, value in args.fsdp_config.items()}
     layers = _layers(model, config)
-    _take_weights_of_first(model, args.device)
-    mesh = init_device_mesh(args.device.type, (args.world_size,))
+    whole = model.state_dict() if args.process_index == 0 else {}
     dtype = torch.bfloat16 if precision == "bf16" else None
-    given: Any = dict(mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=dtype))
+    given: Any = dict(mesh=init_device_mesh(args.device.type, (args.world_size,)))
+    given.update(mp_policy=MixedPrecisionPolicy(param_dtype=dtype))
     reshards = config.get("reshard_after_forward", True)
     for layer in layers:
         fully_shard(layer, reshard_after_forward=reshards, **given)
     fully_shard(model, **given)
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, whole, options=options)
+    for x in model.buffers():  # state dicts leave some out
+        dist.broadcast(x, 0)
 
 
 def _layers(model: nn.Module, config: Dict[str, Any]) -> List[nn.Module]:
-    """Returns the layers that are sharded by themselves, the inner ones first."""
-    policy, least = config.get("auto_wrap_policy", _BY_CLASS), 0
-    every = list(model.modules())
-    given = config.get("transformer_layer_cls_to_wrap")
-    names: Set[str] = set([given] if isinstance(given, str) else given or ())
+    """
+    Returns the layers that are sharded by themselves, the inner ones first. One with a
+    parameter that others have too (tied embeddings) belongs to the whole model.
+    """
+    if config.get("auto_wrap_policy") == _WHOLE:
+        return []
+    every, uses = list(model.modules()), _uses(model)
     present = {type(m).__name__ for m in every}
-    if policy == _BY_CLASS:
-        known = (getattr(m, "_no_split_modules", None) for m in every)
-        names = names or set(next(filter(None, known), ())) & present
-        if not names or names - present:
-            what = ", ".join(sorted(names - present)) or "layers to shard"
-            raise Refused(
-                f"{type(model).__name__} has no {what}.",
-                parameter="fsdp_config",
-                remedy="Name classes of its layers in fsdp_config="
-                f'{{"transformer_layer_cls_to_wrap": [...]}}, or give {_NONE!r} as '
-                "auto_wrap_policy to shard the model as one.",
-            )
-    elif policy == _BY_SIZE:
-        least = int(config.get("min_num_params") or 0)
-        if least < 1:
-            raise Refused(
-                f"auto_wrap_policy={_BY_SIZE!r} without min_num_params.",
-                parameter="fsdp_config",
-                remedy="Give the size from which a layer is sharded by itself.",
-            )
-    found, uses = [], _uses(model)
-    for layer in reversed(every[1:]):
-        own = _uses(layer)
-        large = least and sum(p.numel() for p in own) > least
-        runs = not isinstance(layer, (nn.ModuleList, nn.ModuleDict))
-        if (type(layer).__name__ in names or large and runs) and own:
-            if all(uses[p] == count for p, count in own.items()):
-                found.append(layer)
-    return found
+    known = (getattr(m, "_no_split_modules", None) for m in every)
+    usual = present.intersection(next(filter(None, known), ()))
+    names = set(config.get(_CLASSES) or usual)
+    if not names or names - present:
+        raise Refused(
+            f"{type(model).__name__} has no "
+            f"{', '.join(sorted(names - present)) or 'layers to shard'}.",
+            parameter="fsdp_config",
+            remedy=f"Name classes of its layers in fsdp_config={{{_CLASSES!r}: [...]}}, "
+            f'or shard the model as one by {{"auto_wrap_policy": {_WHOLE!r}}}.',
+        )
+    named = [m for m in every[:0:-1] if type(m).__name__ in names]
+    return [m for m in named if all(uses[p] == n for p, n in _uses(m).items())]
 
 
 def _uses(module: nn.Module) -> Counter:
     """Counts the places that each parameter has in the modules of one."""
     every = (m._parameters.values() for m in module.modules())
     return Counter(p for some in every for p in some if p is not None)
-
-
-def _take_weights_of_first(model: nn.Module, device: torch.device) -> None:
-    for name, x in [*model.named_parameters(), *model.named_buffers()]:
-        if x.is_meta:
-            raise Refused(
-                f"{name} has no values (it is on the meta device).",
-                parameter=name,
-                remedy="Load the weights in each process, by from_pretrained.",
-            )
-        own = x.detach()
-        whole = own.to(device).contiguous()
-        dist.broadcast(whole.flatten().view(torch.uint8), 0)
-        if whole.data_ptr() != own.data_ptr():
-            own.copy_(whole)
 
 
 # -- what Trainer sees -----------------------------------------------------------------
@@ -198,69 +171,43 @@ def _shard_of(x: Any, p: Any) -> Any:
     """Returns this process's shard of a tensor that all have, as of a parameter."""
     if not isinstance(p, DTensor) or isinstance(x, DTensor) or x.shape != p.shape:
         return x
-    mesh, x = p.device_mesh, x.to(p.device)
-    whole = DTensor.from_local(x, mesh, [Replicate()] * mesh.ndim, run_check=False)
-    return whole.redistribute(placements=p.placements)
+    x = x.to(p.device)
+    return distribute_tensor(x, p.device_mesh, p.placements, src_data_rank=None)
 
 
-def _whole(x: Any, keep: bool) -> Any:
-    """Returns a whole tensor on the CPU, or nothing; called by all processes."""
-    if not isinstance(x, torch.Tensor):
-        return x
-    x = x.detach()
-    x = x.full_tensor() if isinstance(x, DTensor) else x
-    return x.cpu() if keep else None
-
-
-def whole_state(root: nn.Module, inner: nn.Module, keep: bool) -> Dict[str, Any]:
+def whole(state: Any, keep: bool) -> Any:
     """
-    Returns the state dict of ``inner`` with whole tensors where ``keep`` is set, empty
-    elsewhere; called by all processes. Tied weights are one tensor.
+    Returns a state dict with whole tensors on the CPU, or nothing; called by all
+    processes. Tied weights, which are one parameter, are one tensor.
     """
-    reshard(root)
-    whole: Dict[int, Any] = {}
-    state = inner.state_dict(keep_vars=True)
-    for x in state.values():
-        if id(x) not in whole:
-            whole[id(x)] = _whole(x, keep)
-    return {name: whole[id(x)] for name, x in state.items()} if keep else {}
+    found: Dict[int, Any] = {}
+
+    def of(x: torch.Tensor) -> Any:
+        if id(x) not in found:
+            y = x.detach()
+            y = y.full_tensor() if isinstance(y, DTensor) else y
+            found[id(x)] = y.cpu() if keep else None
+        return found[id(x)]
+
+    return tree_map_only(torch.Tensor, of, state)
 
 
-@contextmanager
-def whole_optimizer(
-    optimizer: Optional[torch.optim.Optimizer], keep: bool
-) -> Iterator[None]:
-    """
-    Within it, the state dict of an optimizer has whole tensors where ``keep`` is set;
-    all processes must ask for it. What is loaded is whole in all.
-    """
-    if optimizer is None:
-        yield
-        return
+def saves_whole(optimizer: torch.optim.Optimizer, keep: bool) -> Any:
+    """Within it, the state dict of an optimizer is whole; all processes ask for it."""
+    return optimizer.register_state_dict_post_hook(lambda _, state: whole(state, keep))
 
-    def gather(optimizer: Any, state: Dict[str, Any]) -> Dict[str, Any]:
-        whole = {
-            i: {name: _whole(x, keep) for name, x in own.items()}
-            for i, own in state["state"].items()
-        }
-        return {**state, "state": whole}
 
-    def scatter(optimizer: Any, state: Dict[str, Any]) -> Dict[str, Any]:
+def loads_whole(optimizer: torch.optim.Optimizer) -> Any:
+    """Within it, an optimizer takes a state dict that is whole, in all processes."""
+
+    def to_shards(optimizer: Any, state: Dict[str, Any]) -> Dict[str, Any]:
         groups = state["param_groups"], optimizer.param_groups
         ids, params = ([x for g in some for x in g["params"]] for some in groups)
+        of = dict(zip(ids, params))
         own = {
-            i: {name: _shard_of(x, p) for name, x in state["state"][i].items()}
-            for i, p in zip(ids, params)
-            if i in state["state"]
+            i: {name: _shard_of(x, of[i]) for name, x in values.items()}
+            for i, values in state["state"].items()
         }
         return {**state, "state": own}
 
-    handles = [
-        optimizer.register_state_dict_post_hook(gather),
-        optimizer.register_load_state_dict_pre_hook(scatter),
-    ]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+    return optimizer.register_load_state_dict_pre_hook(to_shards)

@@ -9,11 +9,11 @@ clipped, logged and saved.
 from __future__ import annotations
 
 import secrets
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from functools import partial
 from itertools import islice
-from typing import Any, Dict, Iterator, List, Optional, Tuple, Union
+from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple, Union
 
 import torch
 from torch import nn
@@ -46,11 +46,12 @@ from opacus_ext.trainer.refusals import (
 )
 from opacus_ext.trainer.sharded import (
     adopt,
+    loads_whole,
     refuse_split,
     reshard,
+    saves_whole,
     shard,
-    whole_optimizer,
-    whole_state,
+    whole,
 )
 
 # Trainers whose loss is the model's own; TRL is not imported.
@@ -463,11 +464,12 @@ class PrivateTrainer(Trainer):
         super().save_model(output_dir, *args, **kw)
 
     def _save(self, *args: Any, **kwargs: Any) -> None:
-        root, sharded = self.model, self._is_sharded
+        sharded = self._is_sharded
+        reshard(self.model)
         with self._inner_model():
             if sharded:
-                keep = self.args.should_save
-                kwargs["state_dict"] = whole_state(root, self.model, keep)
+                state = self.model.state_dict(keep_vars=True)
+                kwargs["state_dict"] = whole(state, self.args.should_save)
             super()._save(*args, **kwargs)
 
     def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
@@ -479,7 +481,7 @@ class PrivateTrainer(Trainer):
             super()._load_best_model()
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        with self._whole_optimizer():
+        with self._if_sharded(partial(saves_whole, keep=self.args.should_save)):
             if self._is_sharded and not self.args.should_save:
                 self.optimizer.state_dict()  # takes part
             super()._save_optimizer_and_scheduler(output_dir)
@@ -490,12 +492,14 @@ class PrivateTrainer(Trainer):
         if self.args.should_save:
             write_state(output_dir, state)
 
-    def _whole_optimizer(self) -> Any:
-        own = self._training.optimizer.original_optimizer if self._is_sharded else None
-        return whole_optimizer(own, self.args.should_save)
+    def _if_sharded(self, change: Callable[[Any], Any]) -> Any:
+        """Changes the optimizer within a context, if the model is sharded."""
+        if not self._is_sharded:
+            return nullcontext()
+        return change(self._training.optimizer.original_optimizer)
 
     def _load_optimizer_and_scheduler(self, checkpoint: Optional[str]) -> None:
-        with self._whole_optimizer():
+        with self._if_sharded(loads_whole):
             super()._load_optimizer_and_scheduler(checkpoint)
         if self.privacy.repeat_noise:
             self._training.repeat_noise()
