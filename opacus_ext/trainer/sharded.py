@@ -98,7 +98,7 @@ def shard(model: nn.Module, args: Any, precision: str) -> None:
     whole = model.state_dict() if args.process_index == 0 else {}
     dtype = torch.bfloat16 if precision == "bf16" else None
     given: Any = dict(mesh=init_device_mesh(args.device.type, (args.world_size,)))
-    given.update(mp_policy=MixedPrecisionPolicy(param_dtype=dtype))
+    given["mp_policy"] = MixedPrecisionPolicy(param_dtype=dtype)
     reshards = config.get("reshard_after_forward", True)
     for layer in layers:
         fully_shard(layer, reshard_after_forward=reshards, **given)
@@ -122,12 +122,12 @@ def _layers(model: nn.Module, config: Dict[str, Any]) -> List[nn.Module]:
     usual = present.intersection(next(filter(None, known), ()))
     names = set(config.get(_CLASSES) or usual)
     if not names or names - present:
+        missing = ", ".join(sorted(names - present)) or "layers to shard"
         raise Refused(
-            f"{type(model).__name__} has no "
-            f"{', '.join(sorted(names - present)) or 'layers to shard'}.",
+            f"{type(model).__name__} has no {missing}.",
             parameter="fsdp_config",
-            remedy=f"Name classes of its layers in fsdp_config={{{_CLASSES!r}: [...]}}, "
-            f'or shard the model as one by {{"auto_wrap_policy": {_WHOLE!r}}}.',
+            remedy=f"Name classes of its layers by {_CLASSES!r}, or shard the model as "
+            f'one by fsdp_config={{"auto_wrap_policy": {_WHOLE!r}}}.',
         )
     named = [m for m in every[:0:-1] if type(m).__name__ in names]
     return [m for m in named if all(uses[p] == n for p, n in _uses(m).items())]
