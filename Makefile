@@ -7,6 +7,7 @@
 # make mutations                               break a third of what can break: 1 minute
 # make docs                                    build the site of docs/ into site/, strictly
 # make test-opacus                             run Opacus's own tests with the package: 2 minutes
+# make gpu                                     measure on a GPU: 15 minutes (goes on when cut off)
 # ARGS=... is passed on: make test ARGS="-k linear", make train ARGS="--help"
 
 PYTHON ?= python3
@@ -20,7 +21,7 @@ BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --no-compile -c constraints.txt
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test test-thorough test-examples fuzz mutations docs test-opacus benchmark benchmark-moe lint clean
+.PHONY: train test test-thorough test-examples fuzz mutations docs test-opacus benchmark gpu benchmark-moe lint clean
 
 train: $(VENV)/.installed
 	$(BIN)/python -m examples.train $(if $(DATA),--data "$(DATA)") $(ARGS)
@@ -61,6 +62,9 @@ test-opacus: $(VENV)/.installed
 
 benchmark: $(VENV)/.installed
 	$(BIN)/python -m benchmarks step_time $(ARGS)
+
+gpu: $(VENV)/.installed
+	$(BIN)/python -m benchmarks gpu $(ARGS)
 
 benchmark-moe: $(VENV)/.installed
 	$(BIN)/python -m benchmarks moe $(ARGS)

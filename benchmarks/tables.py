@@ -158,6 +158,26 @@ def speed_of_readme() -> str:
     return written(heads, body)
 
 
+def gpu() -> str:
+    """Steps on one GPU by model, as ratios to the plain eager step of each."""
+    if not (RESULTS / "speed-gpu.jsonl").exists():
+        return "(Not measured yet: nobody has lent a GPU since there is this command.)"
+    rows = rows_of("speed-gpu.jsonl")
+    what = f"{rows[0]['device']}, torch {rows[0]['torch']}"
+    body = []
+    for row in (row for row in rows if "way" in row):
+        if "refused" in row:
+            cells: Sequence[str] = (row["refused"], "", "", "")
+        elif "largest" in row:
+            cells = (f"largest batch {row['largest']}", "", "", "")
+        else:
+            cells = (f"{row['ratio']:.2f}", f"{row['ms']:.1f}")
+            cells = (*cells, f"{row['mib']:.0f}", f"{row['kernels']}")
+        body.append((row["case"], row["way"], *cells))
+    heads = (f"model, T, B, type ({what})", "step", "ratio", "ms", "MiB", "kernels")
+    return written(heads, body)
+
+
 def machines() -> str:
     """Collectives of a step on four processes, and their bytes, in models."""
     found = json.loads((RESULTS / "machines-cpu.json").read_text("utf-8"))
@@ -212,6 +232,7 @@ TABLES: Dict[str, Callable[[], str]] = {
     "speed-readme": speed_of_readme,
     "experts": experts,
     "long-sequences": long_sequences,
+    "gpu": gpu,
     "machines": machines,
     "scale": scale,
 }

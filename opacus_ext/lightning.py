@@ -7,6 +7,7 @@ imports either.
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 import secrets
 from collections.abc import Mapping
@@ -14,6 +15,9 @@ from dataclasses import replace
 from typing import Any, Callable, Dict, List, Optional
 
 import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
 from opacus_ext.data.logical import PhysicalBatch, logical_loader
@@ -49,6 +53,8 @@ class PrivacyCallback(Callback):
     B / N, for the loader's batch size B and N records; an epoch has as many steps as
     the loader. Steps, epochs, schedules and checkpoints count these logical batches. A
     draw without records is a step of noise, for which ``training_step`` is not called.
+    With ``Trainer(strategy="ddp")`` each process has its share of the same batches, and
+    calls it only if it has records.
 
     "epsilon" is logged after each epoch. Checkpoints hold the accountant's history and
     the random state of the noise: whoever has one can subtract the noise, so publish
@@ -133,6 +139,15 @@ class PrivacyCallback(Callback):
         if stage != "fit":
             return
         _refuse_trainer(trainer)
+        _refuse_split(pl_module)
+        self._training.process = trainer.global_rank, trainer.world_size
+        if hasattr(trainer.strategy, "configure_ddp"):
+            # DDP would average gradients that have no noise yet.
+            self._set(trainer.strategy, "configure_ddp", lambda: None)
+        # All processes draw from one loader, and no DistributedSampler shares it out.
+        connector = trainer._data_connector
+        prepare = _but_for_training(connector._prepare_dataloader)
+        self._set(connector, "_prepare_dataloader", prepare)
         clips = self._kwargs["grad_sample_mode"] != "hooks"
         if clips and not callable(getattr(pl_module, self.criterion, None)):
             raise Refused(
@@ -152,8 +167,16 @@ class PrivacyCallback(Callback):
                 'grad_sample_mode="scan", whose memory is that of one record.',
             )
 
+    @property
+    def _several(self) -> bool:
+        return self._training.process[1] > 1
+
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Makes model, optimizer, criterion and loader private."""
+        _refuse_split(pl_module)
+        if self._several:
+            for x in (*pl_module.parameters(), *pl_module.buffers()):
+                dist.broadcast(x.detach(), 0)
         source, training = trainer.fit_loop._data_source, self._training
         loader = source.dataloader()
         _refuse_data(loader, trainer.optimizers)
@@ -173,6 +196,7 @@ class PrivacyCallback(Callback):
         self._undo.append(training.end)
         if trainer.ckpt_path:
             self._restore(trainer.ckpt_path)
+        training.seed = training.agreed(training.seed)
         noise = training.choose_noise(sampling, size, lambda: _count_steps(trainer))
         most = self.max_physical_batch_size or size
         batches = training.logical_batches(sampling, size, most)
@@ -192,6 +216,7 @@ class PrivacyCallback(Callback):
         vars(private).update(state_dict=dict, load_state_dict=lambda state: None)
         trainer.fit_loop._combined_loader = None
         self._set(source, "instance", private)
+        self._loader = private
         self._set(pl_module, "training_step", self._step(pl_module, criterion))
         for owner in filter(None, (pl_module, trainer.datamodule)):
             for name in _TRANSFERS:
@@ -214,12 +239,21 @@ class PrivacyCallback(Callback):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Repeats the noise; before, loading the optimizer has drawn it afresh."""
+        wrapped = isinstance(trainer.model, DistributedDataParallel)
+        if trainer.train_dataloader is not self._loader or wrapped:
+            raise Refused(
+                "The private training loader was replaced, or the model wrapped by "
+                "DistributedDataParallel.",
+                parameter="strategy",
+                remedy='Give the Trainer strategy="ddp", and leave out callbacks that '
+                "do.",
+            )
         if self.repeat_noise:
             self._training.repeat_noise()
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Logs what has been spent."""
-        pl_module.log("epsilon", self.get_epsilon())
+        pl_module.log("epsilon", self.get_epsilon(), sync_dist=self._several)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Leaves an ordinary model."""
@@ -247,18 +281,24 @@ class PrivacyCallback(Callback):
         """Returns a ``training_step`` for a logical batch."""
         stock, automatic = pl_module.training_step, pl_module.automatic_optimization
         training, optimizer = self._training, self._training.optimizer
+        # Attributes within training_step, in front of those that validation calls.
+        within = {} if criterion is None else {self.criterion: criterion}
+        if self._several:
+            for name in ("log", "all_gather"):
+                within[name] = _alone(getattr(pl_module, name))
 
         def output_of(batch: PhysicalBatch, *rest: Any) -> Any:
             if not batch.records:
                 return _empty_loss(training)
-            if criterion is None:
-                return stock(batch.inputs, *rest)
-            # In front of the module of this name, which validation calls.
-            vars(pl_module)[self.criterion] = criterion
+            own = vars(pl_module)
+            before = {name: own[name] for name in within if name in own}
+            own.update(within)
             try:
                 return stock(batch.inputs, *rest)
             finally:
-                del vars(pl_module)[self.criterion]
+                for name in within:
+                    del own[name]
+                own.update(before)
 
         @functools.wraps(stock)
         def training_step(batches: List[PhysicalBatch], *rest: Any) -> Any:
@@ -337,6 +377,38 @@ def _by_physical_batch(transfer: Callable) -> Callable:
     return by_batch
 
 
+def _but_for_training(prepare: Callable) -> Callable:
+    """Lets Lightning replace the samplers of all loaders but the training loader."""
+
+    @functools.wraps(prepare)
+    def prepare_others(loader: Any, *args: Any, mode: Any, **kwargs: Any) -> Any:
+        if mode == "train":
+            return loader
+        return prepare(loader, *args, mode=mode, **kwargs)
+
+    return prepare_others
+
+
+def _alone(method: Callable) -> Callable:
+    """Refuses a method of a LightningModule where it would wait for all processes."""
+    name = method.__name__
+
+    @functools.wraps(method)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        given = inspect.signature(method).bind(*args, **kwargs).arguments
+        if name == "all_gather" or given.get("sync_dist"):
+            raise Refused(
+                f"training_step calls self.{name}, which waits for all processes; one "
+                "without records of a draw does not call training_step.",
+                parameter=name,
+                remedy="Log without sync_dist there, and gather in another hook, such "
+                "as on_train_epoch_end.",
+            )
+        return method(*args, **kwargs)
+
+    return checked
+
+
 def _empty_loss(training: PrivateTraining) -> torch.Tensor:
     """Returns the loss of no records, as few models run on B = 0."""
 
@@ -372,14 +444,43 @@ def _loss(output: Any, criterion: Any, name: str) -> Any:
     return loss
 
 
+def _refuse_split(pl_module: Any) -> None:
+    for name, p in pl_module.named_parameters():
+        if isinstance(p, DTensor):
+            raise Refused(
+                f"Parameter {name} is shared out over processes (a DTensor).",
+                parameter=name,
+                remedy="Call make_private yourself, in a loop of your own; or leave "
+                "out parallelize_module and fully_shard.",
+            )
+
+
 def _refuse_trainer(trainer: Any) -> None:
-    strategy, scale = type(trainer.strategy).__name__, trainer.accumulate_grad_batches
+    strategy, scale = trainer.strategy, trainer.accumulate_grad_batches
+    kind = type(strategy).__name__
+    hooks = [getattr(strategy, f"_ddp_comm_{name}", None) for name in ("state", "hook")]
     for name, is_refused, reason, remedy in (
         (
             "strategy",
-            strategy != "SingleDeviceStrategy",
-            f"{strategy} is not one process on one device.",
-            "Give the Trainer devices=1, and no strategy.",
+            kind not in ("SingleDeviceStrategy", "DDPStrategy"),
+            f"{kind} computes or shards gradients by itself.",
+            'Give the Trainer strategy="ddp" for several processes, or devices=1 and '
+            "no strategy. A model that is too large for one device is sharded by "
+            "fully_shard, in a loop of your own.",
+        ),
+        (
+            "strategy",
+            getattr(strategy, "_start_method", "popen") != "popen",
+            f"{kind} starts processes by {getattr(strategy, '_start_method', '')!r}, "
+            "and what they spend would not be known here.",
+            'Use strategy="ddp", in a script.',
+        ),
+        (
+            "strategy",
+            any(hook is not None for hook in hooks),
+            f"{kind} has a ddp_comm_hook or ddp_comm_state for gradients of DDP, which "
+            "is not used.",
+            "Leave it out.",
         ),
         (
             "gradient_clip_val",

@@ -31,7 +31,7 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from opacus_ext.optimizers.loop import LOOPS
+from opacus_ext.optimizers.loop import LOOPS, plain
 from opacus_ext.refused import Refused, warn_once
 
 _POISSON = UniformWithReplacementSampler, DistributedUniformWithReplacementSampler
@@ -143,6 +143,8 @@ def _check_optimizer(
 ) -> None:
     """Refuses several gradients a step; warns of parameters that are left out."""
     given = getattr(optimizer, "original_optimizer", optimizer)
+    _check_prepared(given)
+    given = plain(given)
     closure = inspect.signature(given.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise Refused(
@@ -173,6 +175,33 @@ def _check_optimizer(
         )
 
 
+def _check_prepared(optimizer: Any) -> None:
+    """Refuses settings of Accelerate by which its optimizer steps in another way."""
+    state = getattr(optimizer, "gradient_state", None)
+    for parameter, is_refused, reason, remedy in (
+        (
+            "gradient_accumulation_steps",
+            getattr(state, "num_steps", 1) != 1,
+            "scales losses before they are clipped, and leaves out steps that are "
+            "counted",
+            "Give the loader the whole batch size, and enter BatchMemoryManager.",
+        ),
+        (
+            "mixed_precision",
+            getattr(optimizer, "scaler", None) is not None,
+            'of "fp16" scales losses before they are clipped, and skips steps by what '
+            "private records do",
+            'Use "bf16" or "no".',
+        ),
+    ):
+        if state is not None and is_refused:
+            raise Refused(
+                f"{parameter} of Accelerate {reason}.",
+                parameter=parameter,
+                remedy=remedy,
+            )
+
+
 # -- the loader ------------------------------------------------------------------------
 
 
@@ -182,6 +211,8 @@ def check_loader(
     """Refuses a loader whose records can't be sampled, and warns of one seldom meant"""
     dataset: Any = getattr(loader, "dataset", None)
     batches: Any = getattr(loader, "batch_sampler", None)
+    # What Accelerate has prepared gives each process every other batch of these.
+    batches = getattr(batches, "batch_sampler", batches)
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
         raise Refused(
             f"The data set ({type(dataset).__name__}) has no length.",

@@ -20,6 +20,7 @@ from opacus_ext.accountants.budget import least_noise
 from opacus_ext.data.draws import Draws, loader_like
 from opacus_ext.data.logical import LogicalBatches, derive_seed
 from opacus_ext.data.sampling import Sampling
+from opacus_ext.grad_sample.modes.common import Attachment, private_model_of
 from opacus_ext.misuse import check_number
 from opacus_ext.refused import Refused
 
@@ -119,6 +120,7 @@ class PrivateTraining:
         if self.saved is not None:
             self.noise.seed()
             self.engine.accountant.load_state_dict(self.saved["accountant"])
+        called = module
         if self.process[1] > 1 and not isinstance(module, FSDPModule):
             module = DPDDP(module)
         self.hooks, self.optimizer, *criterion, _ = self.engine.make_private(
@@ -132,6 +134,10 @@ class PrivateTraining:
             wrap_model=False,
             **kwargs,
         )
+        private = private_model_of(module)
+        if called is not module and private is not None:  # which the loop goes on with
+            attached: Any = module.autograd_grad_sample_hooks
+            attached.append(Attachment(private, called))
         return criterion[0] if criterion else None
 
     def choose_noise(

@@ -116,14 +116,15 @@ def test_what_is_refused(mode, fresh):
 
 
 @both_modes
-def test_state_that_is_loaded(mode, fresh, tmp_path):
+@pytest.mark.parametrize("first", [False, True])
+def test_state_that_is_loaded(mode, first, fresh, tmp_path):
     """
     With the accountant registered: as if the run had not been stopped, but for the
     noise, which is drawn afresh each time.
     """
 
     def make(noise):
-        run = Loop(mode, fresh(), own=False, noise=noise)
+        run = Loop(mode, fresh(), first, own=False, noise=noise)
         run.accelerator.register_for_checkpointing(run.engine.accountant)
         return run
 

@@ -324,7 +324,7 @@ def two_optimizers(self):
         ({"gradient_clip_val": 1.0}, "gradient_clip_val=1.0 clips"),
         ({"accumulate_grad_batches": 2}, "max_physical_batch_size"),
         ({"reload_dataloaders_every_n_epochs": 1}, "reload_dataloaders"),
-        ({"strategy": "ddp"}, "DDPStrategy"),
+        ({"strategy": "ddp_spawn"}, "'spawn'"),
         ({}, "scales the loss"),
     ],
 )

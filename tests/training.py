@@ -59,7 +59,8 @@ def train_alone(
         sums = clipped_sum(grads, clipping, bound)
         clipped += int((norms_of(grads) > bound).sum())
         std, generator = noise
-        parts = torch.normal(0, std, (sum(sizes),), generator=generator).split(sizes)
+        kind = {"generator": generator, "dtype": order[0].dtype}
+        parts = torch.normal(0, std, (sum(sizes),), **kind).split(sizes)
         for p, x in zip(order, parts):
             p.grad = (sums[names[p]] + x.view_as(p)) / size
         optimizer.step()

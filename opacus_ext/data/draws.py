@@ -15,7 +15,26 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from opacus_ext.refused import Refused
 
 
-class Draws(UniformWithReplacementSampler):
+class _SharedOut:
+    """Samplers whose batches are shares already, if there are several processes."""
+
+    @property
+    def batch_size(self) -> int:
+        """Refuses what would share the batches out once more; there is none else."""
+        place = getattr(self, "place", None) or (0, 1)
+        if place[1] == 1:
+            raise AttributeError("batch_size")
+        raise Refused(
+            "The loader of make_private was prepared once more (Accelerate's prepare): "
+            "it gives each process its share already, and each would be given every "
+            "other batch of these.",
+            parameter="data_loader",
+            remedy="Call accelerator.prepare with model, optimizer and loader before "
+            "make_private, and use what make_private returns as it is.",
+        )
+
+
+class Draws(_SharedOut, UniformWithReplacementSampler):
     """
     The batches of an epoch, as lists of record numbers, drawn by a ``Sampling``.
     Opacus's ``BatchMemoryManager`` splits them, and secure mode gives them its
@@ -91,14 +110,19 @@ class Draws(UniformWithReplacementSampler):
         )
 
 
-class Splits(BatchSplittingSampler):
+class Splits(_SharedOut, BatchSplittingSampler):
     """
     The physical batches of ``BatchMemoryManager``, as many in each process as the one
     with the most records needs: the last may be empty.
     """
 
+    @property
+    def place(self) -> Optional[Tuple[int, int]]:
+        """Returns that of the sampler whose batches are split."""
+        return getattr(self.sampler, "place", None)
+
     def __iter__(self) -> Iterator[List[int]]:
-        if getattr(self.sampler, "place", None) is None:
+        if self.place is None:
             yield from super().__iter__()
             return
         for own in self.sampler:

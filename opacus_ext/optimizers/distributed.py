@@ -35,6 +35,7 @@ class _Distributed(Base):
     """
 
     drawn = 0  # logical batches that the loader has drawn so far
+    looks_ahead = 0  # such a loader is refused
     copies = 1  # processes that compute each sample together
 
     def __init__(self, *args: Any, **kwargs: Any):

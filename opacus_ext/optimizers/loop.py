@@ -14,6 +14,7 @@ import torch
 from opacus import PrivacyEngine
 from opacus.utils.uniform_sampler import UniformWithReplacementSampler
 from torch import nn
+from torch.optim import Optimizer
 from torch.utils.data import DataLoader, get_worker_info
 
 from opacus_ext.grad_sample.adapter.inputs import InputReader
@@ -210,12 +211,38 @@ def watch_steps(engine: PrivacyEngine, module: nn.Module, made: Sequence[Any]) -
     drawn = poisson and not hasattr(batches, "sampling")
     rate = batches.sample_rate if drawn else None
     optimizer.loop = LoopMonitor(engine, module, len(loader.dataset), rate)
-    original = optimizer.original_optimizer
+    original = plain(optimizer.original_optimizer)
     if not hasattr(original, "_optimizer_step_pre_hooks"):
         return
     if original not in LOOPS:
         original.register_step_pre_hook(_refuse_step)
     LOOPS[original] = optimizer.loop
+    if original is not optimizer.original_optimizer:
+        # Accelerate saves and loads the state of this one, which knows no noise.
+        own = weakref.ref(optimizer)
+        original.register_load_state_dict_pre_hook(lambda *_: _begin_noise(own()))
+
+
+def _begin_noise(optimizer: Any) -> None:
+    """Draws noise afresh, as a run that goes on from a state without it must."""
+    if optimizer is None:
+        return
+    if optimizer.correlated is not None:
+        raise Refused(
+            "The state that Accelerate loads has no correlated noise.",
+            parameter="noise",
+            remedy="Call accelerator.prepare with the optimizer of make_private.",
+        )
+    optimizer.mix_noise()
+
+
+def plain(optimizer: Any) -> Any:
+    """Returns the optimizer that Accelerate has prepared; another one as it is."""
+    while not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+        if not isinstance(getattr(optimizer, "optimizer", None), Optimizer):
+            break
+        optimizer = optimizer.optimizer
+    return optimizer
 
 
 def _refuse_step(optimizer: Any, args: Any, kwargs: Any) -> None:

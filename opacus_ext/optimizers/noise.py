@@ -32,6 +32,7 @@ class NoisyOptimizer(Base):
     """
 
     rank = 0  # of the process
+    looks_ahead = 1  # batches that a loader draws ahead if Accelerate has prepared it
     correlated: Optional[BandedNoise] = None  # set by make_private
 
     def __init__(self, *args: Any, **kwargs: Any):
@@ -252,7 +253,7 @@ class NoisyOptimizer(Base):
         if own != self._noise_of:
             self.mix_noise()
         else:  # Accelerate loads an optimizer's own state, and draws a batch ahead
-            self.ahead += 1
+            self.ahead += self.looks_ahead
         if self.correlated is not None:
             self.correlated.load_state_dict(noise)
 

@@ -9,6 +9,7 @@ from typing import Any, Callable, Iterator, Sequence
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from opacus_ext.grad_sample.adapter.compiled import CompiledModel
@@ -195,7 +196,15 @@ class PrivateModel:
         )
 
     def check_hooks(self) -> None:
-        """Refuses hooks that would see or change gradients of single samples."""
+        """Refuses what would see or change gradients of single samples."""
+        around = DDP._active_ddp_module
+        if around is not None:
+            raise self.refused(
+                "the private model was wrapped by DistributedDataParallel, which would "
+                "wait for gradients or average those without noise.",
+                "Wrap it before make_private (Accelerate's prepare comes first, too), "
+                "and call what make_private returns.",
+            )
         for layer in self.state.modules:
             if layer._backward_hooks or layer._backward_pre_hooks:
                 raise self.refused(

@@ -1,0 +1,183 @@
+"""PrivacyCallback in two processes of Lightning's DDP against one: weights, epsilon,
+draws, checkpoints. Float64, so that two sums of the same gradients differ by rounding.
+"""
+
+import functools
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+L = pytest.importorskip("lightning.pytorch")
+
+from tests.lightning_test import (  # noqa: E402
+    BATCH,
+    RECORDS,
+    Classifier,
+    Seen,
+    privacy,
+    records,
+    trainer,
+)
+from tests.processes import refusal, run  # noqa: E402
+from tests.training import drawn, weights  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+STOP = 4  # in the middle of an epoch
+SEED = 83  # draws of one record, and of none
+
+
+class Numbered(Classifier):
+    """Its targets are the numbers of the records."""
+
+    def __init__(self, automatic=True, **log):
+        super().__init__(automatic)
+        self.net[2] = nn.Linear(4, RECORDS).double()
+        self.register_buffer("scale", torch.ones((), dtype=torch.float64))
+        self.given = log
+
+    def forward(self, x):
+        return self.net(x) * self.scale
+
+    def training_step(self, batch, batch_idx):
+        self.log("records", float(len(batch[0])), **self.given)
+        return super().training_step(batch, batch_idx)
+
+
+def trained(folder, mode="ghost_bk", automatic=True, resume=None, **given):
+    """Nine steps, a checkpoint after four; in all processes together, if there are."""
+    torch.manual_seed(0)
+    model = Numbered(automatic, **given.pop("log", {}))
+    if dist.is_initialized():
+        os.environ.update(LOCAL_RANK=str(dist.get_rank()), MASTER_ADDR="127.0.0.1")
+        given = {"strategy": "ddp", "devices": dist.get_world_size(), **given}
+        with torch.no_grad():  # those of process 0 count
+            for x in (*model.parameters(), *model.buffers()):
+                x += dist.get_rank()
+    data = TensorDataset(records()[:][0], torch.arange(RECORDS))
+    workers = given.pop("workers", 0)
+    how = {
+        "num_workers": workers,
+        "multiprocessing_context": workers and "fork" or None,
+    }
+    loader = DataLoader(data, batch_size=BATCH, shuffle=True, **how)
+    checkpoint = L.callbacks.ModelCheckpoint(
+        folder, every_n_train_steps=STOP, save_top_k=-1, filename="{step}"
+    )
+    settings = dict(target_epsilon=6.0, repeat_noise=True, seed=SEED)
+    settings["max_physical_batch_size"] = given.pop("physical", None)
+    callback, seen = privacy(mode, **settings), Seen()
+    given = {"max_steps": 9, "enable_checkpointing": True, **given}
+    lightning = trainer(callback, seen, checkpoint, **given)
+    steps = []
+    model.on_train_start = lambda: steps.append(lightning.estimated_stepping_batches)
+    lightning.fit(model, loader, loader, ckpt_path=resume)
+    return {
+        "weights": weights(model),
+        "seen": seen.found,
+        "accountant": callback.engine.accountant.history,
+        "logged": {k: float(v) for k, v in lightning.callback_metrics.items()},
+        "epsilon": callback.get_epsilon(),
+        "steps": (steps, lightning.global_step),
+    }
+
+
+CASES = {
+    "ghost_bk": {},
+    "hooks": {"mode": "hooks", "physical": 2},
+    "manual": {"automatic": False},
+    "workers": {"mode": "auto", "workers": 2, "physical": 1},
+}
+
+
+def found(folder, name):
+    strategy = L.strategies.DDPStrategy(find_unused_parameters=True)
+    given = {"strategy": strategy} if name == "hooks" else {}
+    return trained(f"{folder}/{name}", **CASES[name], **given)
+
+
+def split_model(folder):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import distribute_tensor
+
+    model = Numbered()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    whole = model.net[0].weight.detach()
+    model.net[0].weight = nn.Parameter(distribute_tensor(whole, mesh))
+    given = {"strategy": "ddp", "devices": 2, "max_steps": 1}
+    try:
+        trainer(privacy("ghost_bk"), **given).fit(model, DataLoader(records(), BATCH))
+    except Exception as error:  # Lightning may fail to move such a model afterwards
+        while error.__context__ is not None:
+            error = error.__context__
+        raise error
+
+
+def jobs(folder, processes):
+    saved = f"{folder}/ghost_bk/step={STOP}.ckpt"
+    return {
+        **{name: functools.partial(found, folder, name) for name in CASES},
+        "resumed": lambda: trained(f"{folder}/again", resume=saved),
+        "split": lambda: refusal(split_model, folder),
+        "sync_dist": lambda: refusal(trained, folder, log={"sync_dist": True}),
+    }
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    folder = str(tmp_path_factory.mktemp("runs"))
+    own = str(tmp_path_factory.mktemp("two"))
+    return folder, run(2, own, functools.partial(jobs, folder))
+
+
+def assert_same(group, expected):
+    for one in group:
+        for name, value in expected["weights"].items():
+            torch.testing.assert_close(one["weights"][name], value, rtol=0, atol=1e-12)
+        for name in ("accountant", "epsilon", "steps"):
+            assert one[name] == expected[name]
+        assert one["logged"]["epsilon"] == expected["logged"]["epsilon"]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_processes_train_as_one(name, two, tmp_path):
+    """Each record of a draw is one process's; a process without records waits."""
+    expected = trained(str(tmp_path), **CASES[name])
+    group = two[1].of(name)
+    assert_same(group, expected)
+    numbers = [drawn(SEED, step, RECORDS, BATCH).tolist() for step in range(9)]
+    assert expected["seen"] == list(enumerate(numbers))
+    for one, other, (draw, whole) in zip(*(x["seen"] for x in group), expected["seen"]):
+        assert one[0] == other[0] == draw and sorted(one[1] + other[1]) == whole
+    assert {0, 1} < {len(whole) for whole in numbers}
+
+
+def test_resumed_by_two_and_by_one(two, tmp_path):
+    folder, group = two
+    expected = group.of("ghost_bk")[0]
+    assert_same(group.of("resumed"), expected)
+    saved = f"{folder}/ghost_bk/step={STOP}.ckpt"
+    alone = trained(str(tmp_path), resume=saved)
+    assert_same([alone], expected)
+    assert [draw for draw, _ in alone["seen"]] == list(range(STOP, 9))
+
+
+def test_what_is_refused(two):
+    for name, words in (
+        ("split", "net.0.weight is shared out"),
+        ("sync_dist", "self.log, which waits"),
+    ):
+        for found in two[1].of(name):
+            assert found.startswith("Refused") and words in found
+
+
+@pytest.mark.parametrize("name", ["FSDPStrategy", "ModelParallelStrategy"])
+def test_strategies_that_are_refused(name):
+    lightning = trainer(max_steps=1)
+    strategy = getattr(L.strategies, name)()
+    lightning._accelerator_connector.strategy = strategy
+    message = refusal(privacy("ghost_bk").setup, lightning, Classifier(), "fit")
+    assert message.startswith(f"Refused: {name} computes or shards")
