@@ -8,6 +8,7 @@
 # make docs                                    build the site of docs/ into site/, strictly
 # make test-opacus                             run Opacus's own tests with the package: 2 minutes
 # make gpu                                     measure on a GPU: 15 minutes (goes on when cut off)
+# make upstream                                test our patches for Opacus; all of its tests: ARGS=--all
 # ARGS=... is passed on: make test ARGS="-k linear", make train ARGS="--help"
 
 PYTHON ?= python3
@@ -21,7 +22,7 @@ BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --no-compile -c constraints.txt
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test test-thorough test-examples fuzz mutations docs test-opacus benchmark gpu benchmark-moe lint clean
+.PHONY: train test test-thorough test-examples fuzz mutations docs test-opacus upstream benchmark gpu benchmark-moe lint clean
 
 train: $(VENV)/.installed
 	$(BIN)/python -m examples.train $(if $(DATA),--data "$(DATA)") $(ARGS)
@@ -59,6 +60,10 @@ test-opacus: $(VENV)/.installed
 	$(INSTALL) --no-deps --target $(VENV)/torchvision torchvision
 	PYTHONPATH=$(VENV)/torchvision $(BIN)/python -m pytest -n auto --maxprocesses 8 -q -c /dev/null --rootdir . \
 	    -p no:cacheprovider -p tests.opacus_suite --pyargs opacus.tests $(ARGS)
+
+upstream: $(VENV)/.installed
+	$(INSTALL) --no-deps --target $(VENV)/torchvision torchvision
+	PYTHONPATH=$(abspath $(VENV)/torchvision) $(BIN)/python upstream/run.py $(ARGS)
 
 benchmark: $(VENV)/.installed
 	$(BIN)/python -m benchmarks step_time $(ARGS)
