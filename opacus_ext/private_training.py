@@ -13,6 +13,7 @@ from opacus import PrivacyEngine
 from opacus.accountants.accountant import IAccountant
 from opacus.distributed import DifferentiallyPrivateDistributedDataParallel as DPDDP
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import DataLoader
 
 from opacus_ext.accountants.budget import least_noise
@@ -120,7 +121,7 @@ class PrivateTraining:
             self.noise.seed()
             self.engine.accountant.load_state_dict(self.saved["accountant"])
         called = module
-        if self.process[1] > 1:
+        if self.process[1] > 1 and not isinstance(module, FSDPModule):
             module = DPDDP(module)
         self.hooks, self.optimizer, *criterion, _ = self.engine.make_private(
             module=module,

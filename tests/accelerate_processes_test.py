@@ -202,7 +202,7 @@ def test_prepared_first(mode, two):
     def loss_of(model, i):
         return F.cross_entropy(model(data[i][0][None]), data[i][1][None])
 
-    noise = BOUND, torch.Generator().manual_seed(2)
+    noise = BOUND, torch.Generator().manual_seed(2), torch.float64
     size = RECORDS / steps
     draws = [torch.tensor(x, dtype=torch.int64) for x in draws]
     clipped = train_alone(model, optimizer, draws, loss_of, size, BOUND, noise=noise)

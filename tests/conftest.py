@@ -39,6 +39,7 @@ THOROUGH = (
     "sharded_test.py",
     "failures_test.py",
     "trainer_processes_test.py",
+    "trainer_sharded_test.py",
     "lightning_processes_test.py",
     "accelerate_processes_test.py",
     "train_test.py",

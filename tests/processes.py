@@ -128,3 +128,12 @@ def refusal(call: Callable, *args: Any, **kwargs: Any) -> str:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "not refused"
+
+
+def as_torchrun() -> None:
+    """Sets what torchrun sets, for the process of a group."""
+    if dist.is_initialized():
+        rank, size = str(dist.get_rank()), str(dist.get_world_size())
+        os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size)
+        os.environ.update(LOCAL_WORLD_SIZE=size, MASTER_ADDR="127.0.0.1")
+        torch.manual_seed(5 + dist.get_rank())

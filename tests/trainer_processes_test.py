@@ -4,15 +4,13 @@ Float64, so that two sums of the same gradients differ by rounding alone.
 """
 
 import functools
-import os
 
 import pytest
 import torch
-import torch.distributed as dist
 
 pytest.importorskip("accelerate")
 
-from tests.processes import run  # noqa: E402
+from tests.processes import as_torchrun, run  # noqa: E402
 
 LOGGED = ("loss", "epsilon", "expected_batch_size", "sample_rate", "train_loss")
 
@@ -23,11 +21,7 @@ def trained(folder, each, resume=None):
 
     from opacus_ext.trainer import PrivacyArguments, PrivateTrainer
 
-    if dist.is_initialized():
-        rank, size = str(dist.get_rank()), str(dist.get_world_size())
-        os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size)
-        os.environ.update(LOCAL_WORLD_SIZE=size, MASTER_ADDR="127.0.0.1")
-        torch.manual_seed(5 + dist.get_rank())
+    as_torchrun()
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, 20, (32, 6), generator=generator)
     data = [{"input_ids": x, "labels": x} for x in ids]

@@ -42,14 +42,21 @@ def drawn(seed, step, records, size):
 
 
 def train_alone(
-    model, optimizer, draws, loss_of, size, bound, clipping="flat", noise=(0.0, None)
+    model,
+    optimizer,
+    draws,
+    loss_of,
+    size,
+    bound,
+    clipping="flat",
+    noise=(0.0, None, torch.float32),
 ):
     """
     Trains on the clipped gradients of records alone. Returns how many were longer than
     ``bound``.
 
     ``loss_of(model, i)`` is the loss of record ``i``, ``size`` the expected batch size,
-    and ``noise`` the standard deviation of the noise and its generator.
+    and ``noise`` the standard deviation of the noise, its generator and dtype.
     """
     names = {p: name for name, p in model.named_parameters()}
     order = [p for group in optimizer.param_groups for p in group["params"]]
@@ -58,8 +65,8 @@ def train_alone(
         grads = oracle(model, numbers, lambda model, i: [loss_of(model, int(i))])
         sums = clipped_sum(grads, clipping, bound)
         clipped += int((norms_of(grads) > bound).sum())
-        std, generator = noise
-        kind = {"generator": generator, "dtype": order[0].dtype}
+        std, generator, dtype = noise
+        kind = {"generator": generator, "dtype": dtype}
         parts = torch.normal(0, std, (sum(sizes),), **kind).split(sizes)
         for p, x in zip(order, parts):
             p.grad = (sums[names[p]] + x.view_as(p)) / size

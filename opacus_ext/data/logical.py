@@ -112,7 +112,7 @@ class _PhysicalBatches(Dataset):
 
     def __getitems__(self, item: _Item) -> List[PhysicalBatch]:
         # Random records and masks are the same in whatever process and order.
-        with _seeded(item.seed):
+        with seeded(item.seed):
             return [self._collated(x, item.draw, item.drawn) for x in item.numbers]
 
     def _collated(self, numbers: List[int], *logical: int) -> PhysicalBatch:
@@ -156,7 +156,7 @@ def derive_seed(*key: Union[int, str]) -> int:
 
 
 @contextmanager
-def _seeded(seed: int) -> Iterator[None]:
+def seeded(seed: int) -> Iterator[None]:
     """Within it, random numbers of the CPU come from ``seed``."""
     python, numpy = random.getstate(), np.random.get_state()
     try:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any, Callable, Mapping, NamedTuple
 
-from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import IterableDataset
 from transformers import Trainer, TrainingArguments
 
 from opacus_ext.refused import Refused
+from opacus_ext.trainer.sharded import refuse_config
 
 
 def _is_on(value: Any, args: Any) -> bool:
@@ -55,7 +55,6 @@ ARGUMENTS = (
     Argument("ignore_data_skip", "would draw batches again after resuming"),
     Argument("parallelism_config", "splits a model or sequence", "Use one process."),
     Argument("deepspeed", "computes gradients by itself", "Use one process."),
-    Argument("fsdp", "computes gradients by itself", "Use torchrun without it."),
     Argument(
         "max_grad_norm",
         "is Trainer's clipping of the whole batch's gradient, which is off here",
@@ -115,6 +114,8 @@ def refuse_arguments(args: TrainingArguments) -> None:
             raise Refused(
                 f"{shown} {argument.reason}.", parameter=name, remedy=argument.remedy
             )
+    if args.fsdp:
+        refuse_config(args.fsdp_config)
 
 
 def refuse_data(dataset: Any) -> None:
@@ -152,13 +153,13 @@ def refuse_environment(trainer: Any) -> None:
         accelerator.scaler is not None
         or trainer.is_deepspeed_enabled
         or trainer.is_fsdp_enabled
-        or any(isinstance(x, FSDPModule) for x in trainer.model.modules())
         or trainer.is_model_parallel
         or str(accelerator.state.dynamo_plugin.backend.value).lower() != "no"
     ):
         raise Refused(
             "PrivateTrainer trains on one device a process, without fp16, DeepSpeed, "
-            "FSDP, a model on several devices or torch.compile. One of them is set by "
-            "the environment (accelerate config) or by the model's device_map.",
-            remedy="Leave it out there.",
+            "accelerate's FSDP, a model on several devices or torch.compile. One of "
+            "them is set by the environment (accelerate config) or by the model's "
+            "device_map.",
+            remedy="Leave it out there. For FSDP give TrainingArguments(fsdp=True).",
         )

@@ -9,20 +9,26 @@ clipped, logged and saved.
 from __future__ import annotations
 
 import secrets
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from functools import partial
 from itertools import islice
-from typing import Any, Dict, Iterator, List, Optional, Tuple, Union
+from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple, Union
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 from transformers.utils import find_labels
 
-from opacus_ext.data.logical import PhysicalBatch, derive_seed, logical_loader
+from opacus_ext.data.logical import (
+    PhysicalBatch,
+    derive_seed,
+    logical_loader,
+    seeded,
+)
 from opacus_ext.data.sampling import Poisson
 from opacus_ext.grad_sample.core.groups import Samples, samples_of
 from opacus_ext.losses import PerRecord, sample_loss
@@ -37,6 +43,15 @@ from opacus_ext.trainer.refusals import (
     refuse_data,
     refuse_environment,
     refuse_order,
+)
+from opacus_ext.trainer.sharded import (
+    adopt,
+    loads_whole,
+    refuse_split,
+    reshard,
+    saves_whole,
+    shard,
+    whole,
 )
 
 # Trainers whose loss is the model's own; TRL is not imported.
@@ -80,6 +95,11 @@ class PrivateTrainer(Trainer):
     random state of the noise: whoever has it can subtract the noise, so do not publish
     it.
 
+    On several processes each has its share of a logical batch. A model is sharded by
+    ``fully_shard`` with ``TrainingArguments(fsdp=True, fsdp_config={...})``, or is
+    sharded already; what is saved is whole, as of one process. All processes must call
+    ``save_model`` then.
+
     Args:
         args: of ``Trainer``. Of its TrainingArguments, ``max_grad_norm`` is off (its
             default, 1.0, counts as not given); what breaks privacy is refused
@@ -109,6 +129,7 @@ class PrivateTrainer(Trainer):
     """
 
     model: Any
+    _adopted: Any = None  # the sharded model that accelerate takes as it is
 
     def __init_subclass__(cls, **kwargs: Any):
         super().__init_subclass__(**kwargs)
@@ -128,6 +149,8 @@ class PrivateTrainer(Trainer):
         for given in (*args, *kwargs.values()):
             if isinstance(given, TrainingArguments):
                 refuse_arguments(given)
+            elif isinstance(given, nn.Module):
+                refuse_split(given)
         super().__init__(*args, **kwargs)
         refuse_arguments(self.args)
         refuse_data(self.train_dataset)
@@ -154,6 +177,53 @@ class PrivateTrainer(Trainer):
             delta, data = privacy.target_delta, self.train_dataset
             check_delta(self.engine, delta, data, "target_delta")
             check_size(self.engine, self.logical_batch_size, len(data))
+        self._shard()
+
+    # -- a sharded model -----------------------------------------------------------
+
+    def _build_accelerator_args(self, **kwargs: Any) -> Dict[str, Any]:
+        """Leaves out FSDP: see :meth:`_shard`."""
+        kwargs.pop("fsdp_plugin", None)
+        return super()._build_accelerator_args(**kwargs)
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """Moves a model as a whole, unless ``fully_shard`` moves it part by part."""
+        if not (self.args.fsdp or isinstance(model, FSDPModule)):
+            super()._move_model_to_device(model, device)
+
+    @property
+    def _is_sharded(self) -> bool:
+        return isinstance(self.model, FSDPModule)
+
+    def _shard(self) -> None:
+        """Shards the model if ``fsdp`` says so, and prepares one that is sharded."""
+        model = self.model
+        refuse_split(model)
+        precision = self.accelerator.mixed_precision
+        if self.args.fsdp and not self._is_sharded:
+            refuse_environment(self)
+            if self.optimizer is not None:
+                raise Refused(
+                    "The optimizer was made before fsdp=True has sharded the model.",
+                    parameter="optimizers",
+                    remedy="Override create_optimizer, or shard the model by "
+                    "fully_shard before the optimizer is made.",
+                )
+            shard(model, self.args, precision)
+        elif self._is_sharded and self._adopted is not model and precision != "no":
+            raise Refused(
+                f"{precision}=True, and the model is sharded by fully_shard already, "
+                "which says by mp_policy what it computes in.",
+                parameter=precision,
+                remedy="Leave it out, and give fully_shard a MixedPrecisionPolicy.",
+            )
+        if self._is_sharded and self._adopted is not model:
+            self._adopted = model
+            self.is_distributed_loading_by_transformers = False
+            with self._inner_model():
+                adopt(model, self.model)
+            if hasattr(model, "generate"):
+                register_fsdp_forward_method(model, "generate")
 
     @contextmanager
     def _inner_model(self) -> Iterator[None]:
@@ -198,6 +268,7 @@ class PrivateTrainer(Trainer):
             self.args.per_device_train_batch_size,
             self.args.gradient_accumulation_steps,
         )
+        self._example = lambda: stock.collate_fn([stock.dataset[0]])
         return logical_loader(stock.dataset, batches, stock.collate_fn, stock)
 
     def get_batch_samples(
@@ -216,6 +287,8 @@ class PrivateTrainer(Trainer):
 
     def create_optimizer(self, model: Optional[nn.Module] = None) -> Any:
         """Creates the optimizer; as training begins, makes everything private."""
+        self._shard()
+        reshard(self.model)
         optimizer = super().create_optimizer(model)
         if self.is_in_train and self._training.hooks is None:
             refuse_environment(self)
@@ -271,8 +344,8 @@ class PrivateTrainer(Trainer):
         """Leaves the clipped gradients of a physical batch. Returns the losses."""
         training, samples = self._training, list[Samples]()
         model = self.accelerator.unwrap_model(model)  # DDP would add gradients up
+        model.train()
         if batch.records:  # without records the step is noise
-            model.train()
             samples, size = samples_of(dict(self._prepare_inputs(batch.inputs)))
             if size != batch.records:
                 raise Refused(
@@ -281,6 +354,10 @@ class PrivateTrainer(Trainer):
                     remedy="It must make one of each record, and not pack, chunk or "
                     "drop any.",
                 )
+        elif self._is_sharded:  # it takes part in the passes of the others
+            with seeded(0):
+                given = dict(self._prepare_inputs(self._example()))
+            samples = [x.select(torch.arange(0)) for x in samples_of(given)[0]]
         with self.compute_loss_context_manager():
             loss = partial(self._record_loss, model)
             return training.hooks.clip(training.optimizer, samples, loss).detach()
@@ -387,7 +464,12 @@ class PrivateTrainer(Trainer):
         super().save_model(output_dir, *args, **kw)
 
     def _save(self, *args: Any, **kwargs: Any) -> None:
+        sharded = self._is_sharded
+        reshard(self.model)
         with self._inner_model():
+            if sharded:
+                state = self.model.state_dict(keep_vars=True)
+                kwargs["state_dict"] = whole(state, self.args.should_save)
             super()._save(*args, **kwargs)
 
     def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
@@ -399,7 +481,10 @@ class PrivateTrainer(Trainer):
             super()._load_best_model()
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        super()._save_optimizer_and_scheduler(output_dir)
+        with self._if_sharded(partial(saves_whole, keep=self.args.should_save)):
+            if self._is_sharded and not self.args.should_save:
+                self.optimizer.state_dict()  # takes part
+            super()._save_optimizer_and_scheduler(output_dir)
         state = self._training.state_dict(self._config)
         state.update(runs=self._runs, step=self.state.global_step)
         if self._monitor is not None:
@@ -407,8 +492,15 @@ class PrivateTrainer(Trainer):
         if self.args.should_save:
             write_state(output_dir, state)
 
+    def _if_sharded(self, change: Callable[[Any], Any]) -> Any:
+        """Changes the optimizer within a context, if the model is sharded."""
+        if not self._is_sharded:
+            return nullcontext()
+        return change(self._training.optimizer.original_optimizer)
+
     def _load_optimizer_and_scheduler(self, checkpoint: Optional[str]) -> None:
-        super()._load_optimizer_and_scheduler(checkpoint)
+        with self._if_sharded(loads_whole):
+            super()._load_optimizer_and_scheduler(checkpoint)
         if self.privacy.repeat_noise:
             self._training.repeat_noise()
 

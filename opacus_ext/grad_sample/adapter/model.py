@@ -284,7 +284,7 @@ class PrivateModel:
         with self.telling("forward pass"):
             self.check_hooks()
             size = sum(some.size for some in samples)
-            if not size:
+            if not samples:
                 return torch.zeros(0)
             inputs = Inputs(samples, size, [], samples[0].zeros)
             return self.record_type(self, inputs, loss, total).losses()
