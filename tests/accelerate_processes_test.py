@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -30,10 +32,15 @@ def make():
     return model, TensorDataset(inputs, torch.arange(RECORDS))
 
 
-def accelerator(steps=1, **settings):
+def accelerator(steps=1, shards=False, **settings):
+    """With ``shards`` as on GPUs, as Accelerate leaves FSDP out on a CPU."""
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState, GradientState
-    from accelerate.utils import DataLoaderConfiguration
+    from accelerate.utils import (
+        DataLoaderConfiguration,
+        DistributedType,
+        FullyShardedDataParallelPlugin,
+    )
 
     rank, size = str(dist.get_rank()), str(dist.get_world_size())
     os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size)
@@ -41,9 +48,13 @@ def accelerator(steps=1, **settings):
     AcceleratorState._reset_state(True)
     GradientState._reset_state()
     config = DataLoaderConfiguration(**settings)
-    return Accelerator(
-        cpu=True, gradient_accumulation_steps=steps, dataloader_config=config
-    )
+    given = dict(gradient_accumulation_steps=steps, dataloader_config=config)
+    made = Accelerator(cpu=True, **given)
+    if shards:
+        plugin = FullyShardedDataParallelPlugin(2, auto_wrap_policy="no_wrap")
+        kind = dict(distributed_type=DistributedType.FSDP, fsdp_plugin=plugin)
+        made.state._shared_state.update(kind)
+    return made
 
 
 class Loop:
@@ -98,14 +109,19 @@ CASES = {
     "auto": {"physical": 1},
     "ghost": {"split_batches": True},
     "scan": {"dispatch_batches": True},
+    "sharded": {"shards": True, "noise": 0.0},  # each shard would have its own
 }
 
 
 def trained(mode, physical=None, **settings):
-    loop = Loop(mode, **settings)
+    loop = Loop("ghost_bk" if mode == "sharded" else mode, **settings)
+    assert isinstance(loop.given[0], FSDPModule) == (mode == "sharded")
     seen = loop.train(physical and loop.split(physical), epochs=2)
     history = loop.engine.accountant.history
-    return {"seen": seen, "weights": weights(loop.model), "history": history}
+    found = weights(loop.accelerator.unwrap_model(loop.given[0]))
+    for name, p in found.items():
+        found[name] = p.full_tensor() if isinstance(p, DTensor) else p
+    return {"seen": seen, "weights": found, "history": history}
 
 
 def resumed(folder):
@@ -202,13 +218,14 @@ def test_prepared_first(mode, two):
     def loss_of(model, i):
         return F.cross_entropy(model(data[i][0][None]), data[i][1][None])
 
-    noise = BOUND, torch.Generator().manual_seed(2), torch.float64
+    sigma = CASES[mode].get("noise", 1.0)
+    noise = sigma * BOUND, torch.Generator().manual_seed(2), torch.float64
     size = RECORDS / steps
     draws = [torch.tensor(x, dtype=torch.int64) for x in draws]
     clipped = train_alone(model, optimizer, draws, loss_of, size, BOUND, noise=noise)
     assert clipped
     for found in (one, other):
-        assert found["history"] == [(1.0, 1 / steps, 2 * steps)]
+        assert found["history"] == [(sigma, 1 / steps, 2 * steps)]
         for name, value in weights(model).items():
             torch.testing.assert_close(
                 found["weights"][name], value, rtol=0, atol=1e-12
