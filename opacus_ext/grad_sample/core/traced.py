@@ -38,6 +38,10 @@ _UNCHANGED = (T.to, T.type, T.type_as, T.contiguous)
 _UNCHANGED += (T.float, T.double, T.half, T.bfloat16)
 
 
+def _kind(x: T) -> tuple:
+    return x.shape, x.stride(), x.dtype, x.device
+
+
 class TracedValue(ParameterValue):
     """A parameter, or a value that is computed again to backpropagate through it."""
 
@@ -110,20 +114,22 @@ class TracedGroup(SampleGroup):
     def _is_constant(self, x: T) -> bool:
         return id(x) not in self._recipes and super()._is_constant(x)
 
-    def made(self, func: Callable, args: tuple, kwargs: dict, made: Any) -> None:
+    def made(self, func: Callable, args: tuple, kwargs: dict, made: Any) -> Any:
+        if func in _UNCHANGED and _kind(made) == _kind(args[0]):
+            return args[0]  # a tracer may take them for two tensors
         parts: list[T] = []
         self.find_shared((*args, *kwargs.values()), parts)
         several = isinstance(made, (tuple, list))
-        if func is T.__setitem__:  # returns None
-            made = args[0]
-        for place, x in enumerate(made if several else [made]):
+        whole = args[0] if func is T.__setitem__ else made  # which returns None
+        for place, x in enumerate(whole if several else [whole]):
             if not (isinstance(x, T) and (x.is_floating_point() or x.is_complex())):
                 continue
             if not any(x is y for y in args):
                 at = place if several else None
                 self._recipes[id(x)] = (func, args, kwargs, at, parts, x)
-            elif func not in _UNCHANGED:
+            else:
                 raise NotAtOnce("a parameter that is changed in place")
+        return made
 
     def value(self, x: T) -> ParameterValue:
         if id(x) not in self._values:
