@@ -76,6 +76,18 @@ class TracedValue(ParameterValue):
         return found if place is None else found[place]
 
 
+_forwards: list[list[Any]] = []  # the modules that each running forward has written to
+
+
+def forgets(module: Any) -> None:
+    """
+    Called by a module whose forward sets the attributes in ``module.transient``: they
+    become None behind the forward of a sample, of which they hold tensors.
+    """
+    if _forwards:
+        _forwards[-1].append(module)
+
+
 class TracedGroup(SampleGroup):
     """Samples that run together in compiled code."""
 
@@ -183,8 +195,14 @@ class TracedGroup(SampleGroup):
             for i, x in zip(places, own):
                 leaves[i] = x
             self.slots = None if first else slots
-            with self:
-                found = call(tree_unflatten(leaves, samples.spec))
+            _forwards.append([])
+            try:
+                with self:
+                    found = call(tree_unflatten(leaves, samples.spec))
+            finally:
+                for module in _forwards.pop():
+                    for name in module.transient:
+                        setattr(module, name, None)
             return found, [list(use.data) for use in self.uses]
 
         run = torch.vmap(one, randomness="different")
