@@ -74,10 +74,10 @@ def groups_of(
         inside = step < counts[chosen, None]
         rows = (starts[chosen, None] + step).clamp(max=len(order) - 1)
         rows = order[rows]
-        first, *rest = (
-            f.index_select(0, rows.flatten()).view(*rows.shape, -1) for f in dense
-        )
-        yield keys[chosen], [first * inside[..., None], *rest]
+        found = [f.index_select(0, rows.flatten()).view(*rows.shape, -1) for f in dense]
+        narrow = min(range(len(dense)), key=lambda i: dense[i].shape[1])
+        found[narrow] *= inside[..., None]
+        yield keys[chosen], found
 
 
 # -- ops -------------------------------------------------------------------------------
@@ -87,13 +87,14 @@ def groups_of(
 
 library = torch.library.Library("opacus_ext", "FRAGMENT")
 _ops = torch.ops.opacus_ext
-_rows = "(Tensor left, Tensor right, Tensor places, SymInt count) -> Tensor"
-library.define(
-    "grouped_linear(Tensor x, Tensor places, Tensor weight, bool transposed=False)"
-    " -> Tensor"
-)
-library.define("sum_by_place" + _rows)
-library.define("square_by_place" + _rows.replace("left, Tensor", "[]"))
+# CUDA graphs can't record them, as they read the number of rows.
+_tag = getattr(torch.Tag, "cudagraph_unsafe", None)
+for _schema in (
+    "grouped_linear(Tensor x, Tensor places, Tensor weight, bool transposed=False)",
+    "sum_by_place(Tensor left, Tensor right, Tensor places, SymInt count)",
+    "square_by_place(Tensor[] dense, Tensor places, SymInt count)",
+):
+    library.define(f"{_schema} -> Tensor", tags=() if _tag is None else (_tag,))
 
 
 def kernel(name: str) -> Callable[[Callable], Callable]:
@@ -115,11 +116,12 @@ def _products(x: T, places: T, weight: T, transposed: bool = False) -> T:
     weight = weight.mT if transposed else weight
     order = places.argsort(stable=True)
     counts = torch.bincount(places, minlength=len(weight)).tolist()
-    x, y, start = x.index_select(0, order), x.new_zeros(len(x), weight.shape[2]), 0
+    x, y, start = x.index_select(0, order), x.new_empty(len(x), weight.shape[2]), 0
     for w, count in zip(weight.unbind(), counts):
         if count:
             rows, start = slice(start, start + count), start + count
             torch.mm(x[rows], w, out=y[rows])
+    y[start:] = 0
     return torch.empty_like(y).index_copy_(0, order, y)
 
 

@@ -99,16 +99,15 @@ def experts_interface(
     """
     size, choices = len(layer.down_proj), top_k_index.shape[-1]
     transposed = getattr(layer, "is_transposed", False)
-    index, order = top_k_index.flatten().clamp(max=size).sort(stable=True)
+    index = top_k_index.flatten().clamp(max=size)
     known = index.clamp(max=size - 1)
 
     def linear(x: T, name: str) -> T:
-        weight = getattr(layer, name)
-        y = grouped_linear(x, index, weight, not transposed)
+        y = grouped_linear(x, index, getattr(layer, name), not transposed)
         bias = getattr(layer, f"{name}_bias", None)
         return y if bias is None else y + bias[known]
 
-    y = hidden_states[order // choices]
+    y = hidden_states.unsqueeze(1).expand(-1, choices, -1).flatten(0, 1)
     if not getattr(layer, "has_gate", True):
         y = layer.act_fn(linear(y, "up_proj"))
     elif hasattr(layer, "_apply_gate"):
@@ -119,9 +118,9 @@ def experts_interface(
     y = linear(y, "down_proj")
     if getattr(layer, "has_post_expert_norm", False):
         y = layer.post_expert_norm(y)
-    weights = torch.where(index < size, top_k_weights.flatten()[order], 0)
-    y = (y * weights.unsqueeze(-1))[order.argsort()]
-    return y.unflatten(0, (-1, choices)).sum(1).to(hidden_states.dtype)
+    weights = torch.where(index < size, top_k_weights.flatten(), 0)
+    y = (y * weights.unsqueeze(-1)).unflatten(0, (-1, choices))
+    return y.sum(1).to(hidden_states.dtype)
 
 
 def register_with(
