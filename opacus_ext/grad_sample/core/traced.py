@@ -34,8 +34,10 @@ T = torch.Tensor
 Recipe = tuple[Callable, tuple, dict, "int | None", list[T], T]
 
 # Functions that may return their argument.
-_UNCHANGED = (T.to, T.type, T.type_as, T.contiguous)
-_UNCHANGED += (T.float, T.double, T.half, T.bfloat16)
+_UNCHANGED = (
+    *(T.to, T.type, T.type_as, T.contiguous),
+    *(T.float, T.double, T.half, T.bfloat16),
+)
 
 
 def _kind(x: T) -> tuple:

@@ -194,9 +194,7 @@ def _batched(info: Any, in_dims: tuple, given: Sequence[T]) -> list[T]:
     ]
 
 
-def _products_of_samples(
-    info: Any, in_dims: tuple, *given: Any
-) -> tuple[T, int]:
+def _products_of_samples(info: Any, in_dims: tuple, *given: Any) -> tuple[T, int]:
     """The rule of vmap: rows of all samples, and of their weights if they differ."""
     x, places, weight = _batched(info, in_dims, given[:3])
     shape, size = x.shape[:2], weight.shape[1]
