@@ -69,7 +69,7 @@ class GroupNorms:
                 squares.append(self._square(p, samples[id(p)]))
             elif self.per_parameter or not squares:
                 squares.append(zero)
-        total = torch.stack(squares)
+        total = torch.stack(squares).clamp_(min=0)  # or NaN where gradients cancel
         self.norms = (total if self.per_parameter else total.sum(0)).sqrt()
         return self.norms
 
@@ -77,7 +77,7 @@ class GroupNorms:
         """Concatenates small gradients that are materialized already."""
         rows, device = {}, self.params[0].device
         for i, p in enumerate(self.params):
-            sample = self.samples.get(id(p))
+            sample = self.samples.get(id(p)) if id(p) not in self._squares else None
             if sample is not None and sample.numel <= SMALL:
                 flat = sample.flat()
                 if flat is not None and flat.device == device:

@@ -392,9 +392,10 @@ class GradSample:
 
     def squared_norm(self, cache: int = 0) -> T:
         """
-        Returns squared norms ``[B]``, in float32 or wider, never negative. It chooses
-        the cheapest way under :func:`workspace`: Gram matrices, sums over segments of
-        equal index, or per-sample gradients materialized block by block.
+        Returns squared norms ``[B]``, in float32 or wider, which rounding may make
+        negative where gradients cancel. It chooses the cheapest way under
+        :func:`workspace`: Gram matrices, sums over segments of equal index, or
+        per-sample gradients materialized block by block.
 
         Args:
             cache: bytes that materialized gradients may occupy until
@@ -422,11 +423,11 @@ class GradSample:
                 return _square_by_groups(terms[0])
         if grams > blocks:
             return merged._square_by_blocks()
-        squares = sum(t.squared_norm() for t in terms)
+        squares = [t.squared_norm() for t in terms]
         for i, u in enumerate(terms):
             for v in terms[:i]:
-                squares = squares + 2 * inner(u.factors, v.factors, self._dtype)
-        return squares.clamp(min=0)
+                squares.append(2 * inner(u.factors, v.factors, self._dtype))
+        return functools.reduce(torch.add, squares)
 
     def drop(self, samples: T) -> None:
         """Sets the gradients of the samples of a mask ``[B]`` to zero."""

@@ -155,20 +155,26 @@ def inner(
     right = left if right is None else right
     size = 2 * batch_size * entries(right[0]).shape[1] * dtype.itemsize
     step = max(1, workspace() // max(1, size))
-    if symmetric:
-        # One triangle suffices: each chunk with itself, and twice with later rows.
-        step = min(step, max(64, math.ceil(rows / 4)))
-    total = torch.zeros(batch_size, dtype=dtype, device=first.device)
+    if symmetric:  # one triangle suffices: each chunk with itself and twice with later
+        step = min(step, chunk(rows, first.device))
+    total: Any = None
     for start, stop in steps(rows, step):
         product: Any = None
         for f, g in zip(left, right):
-            g = cut(g, (slice(None), slice(start, None))) if symmetric else g
-            gram = _gram(cut(f, (slice(None), slice(start, stop))), g, dtype)
+            g = cut(g, (slice(None), slice(start, None))) if symmetric and start else g
+            f = f if step >= rows else cut(f, (slice(None), slice(start, stop)))
+            gram = _gram(f, g, dtype)
             product = gram if product is None else product.mul_(gram)
         if symmetric and product.shape[2] > product.shape[1]:
-            product[:, :, stop - start :] *= 2
-        total = total + product.sum((1, 2))
-    return total
+            product[:, :, stop - start :].mul_(2)
+        squares = product.sum((1, 2))
+        total = squares if total is None else total + squares
+    return first.new_zeros(batch_size, dtype=dtype) if total is None else total
+
+
+def chunk(rows: int, device: torch.device) -> int:
+    """Returns how many rows of a triangle of Gram matrices are multiplied at once."""
+    return max(128 if device.type == "cpu" else 512, math.ceil(rows / 4))
 
 
 def _gram(f: Factor, g: Factor, dtype: torch.dtype) -> T:
