@@ -423,11 +423,11 @@ class GradSample:
                 return _square_by_groups(terms[0])
         if grams > blocks:
             return merged._square_by_blocks()
-        squares = [t.squared_norm() for t in terms]
+        each = [t.squared_norm() for t in terms]
         for i, u in enumerate(terms):
             for v in terms[:i]:
-                squares.append(2 * inner(u.factors, v.factors, self._dtype))
-        return functools.reduce(torch.add, squares)
+                each.append(2 * inner(u.factors, v.factors, self._dtype))
+        return functools.reduce(torch.add, each)
 
     def drop(self, samples: T) -> None:
         """Sets the gradients of the samples of a mask ``[B]`` to zero."""

@@ -35,8 +35,9 @@ def cross_entropy(
     x, y = group.inner(input), group.inner(target)
     with group.outside():
         kind: Any = dict(ignore_index=ignore_index, label_smoothing=label_smoothing)
-        rows = [z.flatten(0, 1) if input.dim() > 1 else z for z in (x, y)]
-        losses = F.cross_entropy(*rows, reduction="none", **kind).view(y.shape)
+        logits, labels = (z.flatten(0, 1) if input.dim() > 1 else z for z in (x, y))
+        losses = F.cross_entropy(logits, labels, reduction="none", **kind)
+        losses = losses.view(y.shape)
         if reduction != "none":
             counts = (y != ignore_index).view(len(y), -1).sum(1)
             losses = losses.view(len(y), -1).sum(1)
