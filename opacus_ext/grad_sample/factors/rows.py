@@ -8,6 +8,7 @@ of rows with the same place. The place of a row is ``sample * size + index``, wh
 from __future__ import annotations
 
 import math
+from contextlib import contextmanager
 from typing import Any, Iterable, Iterator, NamedTuple, Sequence, Union
 
 import torch
@@ -140,6 +141,65 @@ def workspace(num_bytes: int | None = None) -> int:
     return _Bound(before)
 
 
+# -- products --------------------------------------------------------------------------
+
+# Devices that multiply bfloat16 with float32 sums, which is exact and fast.
+_WIDE_SUMS = {"cuda"} if "dtype" in torch.ops.aten.bmm.overloads() else set()
+
+
+def sums_wide(*factors: T) -> bool:
+    """Returns True if the device multiplies bfloat16 rows with float32 sums."""
+    return all(
+        f.dtype == torch.bfloat16 and f.device.type in _WIDE_SUMS for f in factors
+    )
+
+
+def times(left: T, right: T, dtype: torch.dtype) -> T:
+    """Returns ``left @ right`` for each sample, with products and sums in ``dtype``."""
+    if dtype == torch.float32 and sums_wide(left, right):
+        return torch.bmm(left, right, out_dtype=dtype)
+    return torch.bmm(left.to(dtype), right.to(dtype))
+
+
+def rounded_down(factors: T) -> T:
+    """Rounds positive numbers to 8 bits, towards zero: they are bfloat16 then."""
+    return (factors.float().view(torch.int32) & -(2**16)).view(torch.float32)
+
+
+@contextmanager
+def full_precision(device: torch.device | None = None) -> Iterator[None]:
+    """
+    Multiplies float32 without rounding it first, as TF32 does; in convolutions, too, if
+    a device is given. Compiled code must be called inside.
+    """
+    if torch.compiler.is_compiling():
+        yield
+        return
+    try:
+        before = torch.get_float32_matmul_precision()
+    except RuntimeError as error:
+        raise Refused(
+            "torch.backends...fp32_precision was set: norms and clipped sums would be "
+            "rounded to TF32.",
+            parameter="fp32_precision",
+            remedy='Call torch.set_float32_matmul_precision("high") in its place: '
+            "forward and backward passes use TF32 then, and norms and sums do not.",
+        ) from error
+    cudnn: Any = torch.backends.cudnn
+    convolutions = device is not None and device.type == "cuda" and cudnn.allow_tf32
+    if before != "highest":
+        torch.set_float32_matmul_precision("highest")
+    if convolutions:
+        cudnn.allow_tf32 = False
+    try:
+        yield
+    finally:
+        if before != "highest":
+            torch.set_float32_matmul_precision(before)
+        if convolutions:
+            cudnn.allow_tf32 = True
+
+
 # -- inner products --------------------------------------------------------------------
 
 
@@ -186,7 +246,7 @@ def _gram(f: Factor, g: Factor, dtype: torch.dtype) -> T:
     if isinstance(g, OneHot):
         index = g.index[:, None, :].expand(-1, f.shape[1], -1)
         return f.gather(2, index).to(dtype)
-    return torch.bmm(f.to(dtype), g.to(dtype).mT)
+    return times(f, g.mT, dtype)
 
 
 def places_of(onehot: Sequence[OneHot]) -> tuple[T, int]:
