@@ -6,13 +6,14 @@ In half precision the oracle computes in it too, and the two are as near as it i
 import contextlib
 import copy
 import math
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from opacus_ext import Refused, clipped_grads, workspace
+from opacus_ext import clipped_grads, workspace
 from opacus_ext.grad_sample.factors import grad_sample, rows
 from tests import common
 from tests.common import (
@@ -364,36 +365,36 @@ def test_bfloat16_products_are_exact(num_bytes, T, cancels, wide_sums):
     assert {*wide_sums} == {"highest"}
 
 
-def test_norms_and_sums_are_not_rounded_to_tf32(wide_sums, monkeypatch):
+def by_legacy_name(value):
+    torch.set_float32_matmul_precision({"tf32": "high", "ieee": "highest"}[value])
+
+
+def of_one_backend(value):
+    torch.backends.cuda.matmul.fp32_precision = value
+
+
+@pytest.mark.parametrize("setting", [by_legacy_name, of_one_backend])
+def test_norms_and_sums_are_not_rounded_to_tf32(setting, monkeypatch):
+    matmul = torch.backends.cuda.matmul
+    if not hasattr(matmul, "fp32_precision"):
+        pytest.skip("torch < 2.9")
     weight = torch.randn(6, 9, requires_grad=True)
     seen, times = [], grad_sample.times
 
     def noted(left, right, dtype):
-        seen.append(torch.get_float32_matmul_precision())
+        seen.append(matmul.fp32_precision)
         return times(left, right, dtype)
 
     monkeypatch.setattr(rows, "times", noted)
     monkeypatch.setattr(grad_sample, "times", noted)
-    torch.set_float32_matmul_precision("high")
+    step = partial(clipped_grads, loss_of(weight), {"w": weight}, clipping=1.0)
+    batch = torch.randn(4, 1, 30, 6)
+    setting("tf32")
     try:
-        clipped_grads(loss_of(weight), {"w": weight}, torch.randn(4, 1, 30, 6), 1.0)
-        assert torch.get_float32_matmul_precision() == "high"
+        step(batch)
+        assert matmul.fp32_precision == "tf32" and {*seen} == {"ieee"}
+        with pytest.raises(Exception, match="would round norms and clipped sums"):
+            torch.compile(step, backend="eager", fullgraph=True)(batch)
     finally:
-        torch.set_float32_matmul_precision("highest")
-    assert seen and {*seen} == {"highest"}
-
-
-@pytest.mark.skipif(
-    not hasattr(torch.backends.cuda.matmul, "fp32_precision"), reason="torch < 2.9"
-)
-def test_tf32_by_the_setting_of_one_backend_is_refused():
-    weight = torch.randn(6, 9, requires_grad=True)
-    matmul = torch.backends.cuda.matmul
-    before = matmul.fp32_precision
-    matmul.fp32_precision = "tf32"
-    try:
-        with pytest.raises(Refused, match="set_float32_matmul_precision"):
-            clipped_grads(loss_of(weight), {"w": weight}, torch.randn(4, 1, 3, 6), 1.0)
-    finally:
-        matmul.fp32_precision = before
+        setting("ieee")
     assert torch.get_float32_matmul_precision() == "highest"

@@ -20,7 +20,7 @@ from typing import Dict, Iterator, Sequence, Set, Tuple
 #: adapter 1,200, each other part 900).
 LINES = {"opacus_ext": 28720, "tests": 29060}
 LINES.update({"opacus_ext/planner": 4500, "opacus_ext/re_attention": 2600})
-GRAD_SAMPLE = {"factors": 890, "rules": 945, "core": 3020, "core/vmap.py": 100}
+GRAD_SAMPLE = {"factors": 900, "rules": 945, "core": 3020, "core/vmap.py": 100}
 GRAD_SAMPLE.update({"adapter": 2555, "modes": 890, "parallel": 810})
 LINES.update({f"opacus_ext/grad_sample/{k}": n for k, n in GRAD_SAMPLE.items()})
 #: Parts of the package from bottom to top. A module imports those of rows before its

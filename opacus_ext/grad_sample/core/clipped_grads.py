@@ -40,6 +40,7 @@ from opacus_ext.grad_sample.core.sharded import (
 )
 from opacus_ext.grad_sample.core.split import SplitSum, check_same_samples, split_mesh
 from opacus_ext.grad_sample.core.traced import TracedGroup
+from opacus_ext.grad_sample.factors import tf32_settings
 from opacus_ext.grad_sample.rules import NotAtOnce
 from opacus_ext.refused import Refused
 
@@ -466,7 +467,7 @@ def _clipped_traced(
 @torch.compiler.assume_constant_result  # compiled code is guarded by the setting
 def check_precision() -> None:
     """Refuses TF32 in compiled code, which can't leave it."""
-    if torch.get_float32_matmul_precision() != "highest":
+    if tf32_settings():
         raise Refused(
             "A compiled step would round norms and clipped sums to TF32.",
             parameter="set_float32_matmul_precision",

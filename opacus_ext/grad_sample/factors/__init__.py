@@ -17,9 +17,11 @@ from opacus_ext.grad_sample.factors.rows import (
     dtype_of,
     full_precision,
     rounded_down,
+    tf32_settings,
     upcast,
     workspace,
 )
 
 __all__ = ["Factor", "GradSample", "OneHot", "OuterProducts", "Term"]
-__all__ += ["dtype_of", "full_precision", "rounded_down", "upcast", "workspace"]
+__all__ += ["dtype_of", "full_precision", "rounded_down", "tf32_settings", "upcast"]
+__all__ += ["workspace"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Iterable, Iterator, NamedTuple, Sequence, Union
 
 import torch
@@ -166,38 +167,45 @@ def rounded_down(factors: T) -> T:
     return (factors.float().view(torch.int32) & -(2**16)).view(torch.float32)
 
 
+def tf32_settings(device: torch.device | None = None) -> list[tuple]:
+    """
+    Returns what makes float32 products less precise (TF32): functions that set it, its
+    value and that of full precision. Of convolutions, too, if a device is given.
+    """
+    backends: Any = torch.backends
+    cudnn, found = backends.cudnn, list[tuple[Any, Any, Any]]()
+    try:
+        before = torch.get_float32_matmul_precision()
+        found.append((torch.set_float32_matmul_precision, before, "highest"))
+        if device is not None and device.type == "cuda":
+            found.append(
+                (partial(setattr, cudnn, "allow_tf32"), cudnn.allow_tf32, False)
+            )
+    except RuntimeError:  # it was set by the names of torch 2.9
+        places: Any = (
+            torch.backends.cuda.matmul,
+            torch.backends.mkldnn.matmul,
+            cudnn.conv,
+        )
+        name = "fp32_precision"
+        found = [(partial(setattr, x, name), getattr(x, name), "ieee") for x in places]
+    return [each for each in found if each[1] != each[2]]
+
+
 @contextmanager
 def full_precision(device: torch.device | None = None) -> Iterator[None]:
     """
-    Multiplies float32 without rounding it first, as TF32 does; in convolutions, too, if
-    a device is given. Compiled code must be called inside.
+    Multiplies float32 without rounding it first; see :func:`tf32_settings`. Compiled
+    code must be called inside.
     """
-    if torch.compiler.is_compiling():
-        yield
-        return
-    try:
-        before = torch.get_float32_matmul_precision()
-    except RuntimeError as error:
-        raise Refused(
-            "torch.backends...fp32_precision was set: norms and clipped sums would be "
-            "rounded to TF32.",
-            parameter="fp32_precision",
-            remedy='Call torch.set_float32_matmul_precision("high") in its place: '
-            "forward and backward passes use TF32 then, and norms and sums do not.",
-        ) from error
-    cudnn: Any = torch.backends.cudnn
-    convolutions = device is not None and device.type == "cuda" and cudnn.allow_tf32
-    if before != "highest":
-        torch.set_float32_matmul_precision("highest")
-    if convolutions:
-        cudnn.allow_tf32 = False
+    changes = [] if torch.compiler.is_compiling() else tf32_settings(device)
+    for change, _, precise in changes:
+        change(precise)
     try:
         yield
     finally:
-        if before != "highest":
-            torch.set_float32_matmul_precision(before)
-        if convolutions:
-            cudnn.allow_tf32 = True
+        for change, before, _ in changes:
+            change(before)
 
 
 # -- inner products --------------------------------------------------------------------
