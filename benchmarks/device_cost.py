@@ -181,7 +181,8 @@ def num_bytes(accesses: Iterable[Access]) -> int:
     """Bytes of memory in some accesses, the same memory once."""
     places: Dict[tuple, int] = {}
     for x, elements in accesses:
-        key = (x.data_ptr(), tuple(x.shape), x.stride(), x.dtype)
+        axes = sorted(zip(x.stride(), x.shape))  # a transposed view is the same memory
+        key = (x.data_ptr(), tuple(axes), x.dtype)
         places[key] = max(places.get(key, 0), elements * x.element_size())
     return sum(places.values())
 

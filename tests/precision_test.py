@@ -6,12 +6,15 @@ In half precision the oracle computes in it too, and the two are as near as it i
 import contextlib
 import copy
 import math
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from opacus_ext import clipped_grads, workspace
+from opacus_ext.grad_sample.factors import grad_sample, rows
 from tests import common
 from tests.common import (
     assert_same,
@@ -305,3 +308,93 @@ def test_checkpoints_keep_their_saving(mode, reentrant):
         size[kind] = found[0]
         del out
     assert size[reentrant] < 0.5 * size[None]
+
+
+# -- products on a GPU -----------------------------------------------------------------
+
+
+@pytest.fixture
+def wide_sums(monkeypatch):
+    """Multiplies bfloat16 with float32 sums on a CPU, as GPUs do."""
+    calls, bmm = [], torch.bmm
+
+    def wide(left, right, *, out_dtype=None):
+        if out_dtype is None:
+            return bmm(left, right)
+        assert left.dtype == right.dtype == torch.bfloat16
+        calls.append(torch.get_float32_matmul_precision())
+        return bmm(left.to(out_dtype), right.to(out_dtype))
+
+    monkeypatch.setattr(rows, "_WIDE_SUMS", {"cpu"})
+    monkeypatch.setattr(torch, "bmm", wide)
+    return calls
+
+
+def loss_of(weight):
+    return lambda x: (x[0] @ weight).float().tanh().square().sum()
+
+
+@pytest.mark.parametrize("cancels", [False, True])
+@pytest.mark.parametrize("T", [1, 3, 40])
+@pytest.mark.parametrize("num_bytes", [100, 2**20])  # the latter keeps gradients
+def test_bfloat16_products_are_exact(num_bytes, T, cancels, wide_sums):
+    """A released gradient is the sample's, and never longer than the bound."""
+    torch.manual_seed(T)
+    weight = (torch.randn(6, 9) / 3).bfloat16().requires_grad_()
+    x = torch.randn(8, 1, T, 6).bfloat16()
+    if cancels:  # large rows that cancel but for a small rest
+        x = torch.cat([1e3 * x, -1e3 * x, x], dim=2)
+    bound = 1e-2
+    for row in x:
+        batch = row.expand(2, *row.shape)
+        with workspace(num_bytes):
+            found = clipped_grads(loss_of(weight), {"w": weight}, batch, bound)
+        y = (row[0] @ weight.detach()).requires_grad_()
+        (backprops,) = torch.autograd.grad(y.float().tanh().square().sum(), y)
+        left, right = row[0].double(), backprops.double()
+        grad = left.mT @ right
+        size = (left.norm(dim=1) * right.norm(dim=1)).sum()  # what float32 sums add up
+        norm = float(found.norms[0])
+        assert abs(norm - grad.norm()) <= 1e-6 * grad.norm() + 1e-3 * size
+        factor = min(1.0, bound / (norm + 1e-6))
+        total = found.sums["w"].double() / 2
+        own = float((total * grad).sum() / grad.square().sum())
+        slack = 1e-6 * factor * float(size / grad.norm())
+        assert factor * (1 - 2**-7) - slack <= own <= factor + slack
+        assert (total - own * grad).norm() <= slack * grad.norm()
+    assert {*wide_sums} == {"highest"}
+
+
+def by_legacy_name(value):
+    torch.set_float32_matmul_precision({"tf32": "high", "ieee": "highest"}[value])
+
+
+def of_one_backend(value):
+    torch.backends.cuda.matmul.fp32_precision = value
+
+
+@pytest.mark.parametrize("setting", [by_legacy_name, of_one_backend])
+def test_norms_and_sums_are_not_rounded_to_tf32(setting, monkeypatch):
+    matmul = torch.backends.cuda.matmul
+    if not hasattr(matmul, "fp32_precision"):
+        pytest.skip("torch < 2.9")
+    weight = torch.randn(6, 9, requires_grad=True)
+    seen, times = [], grad_sample.times
+
+    def noted(left, right, dtype):
+        seen.append(matmul.fp32_precision)
+        return times(left, right, dtype)
+
+    monkeypatch.setattr(rows, "times", noted)
+    monkeypatch.setattr(grad_sample, "times", noted)
+    step = partial(clipped_grads, loss_of(weight), {"w": weight}, clipping=1.0)
+    batch = torch.randn(4, 1, 30, 6)
+    setting("tf32")
+    try:
+        step(batch)
+        assert matmul.fp32_precision == "tf32" and {*seen} == {"ieee"}
+        with pytest.raises(Exception, match="would round norms and clipped sums"):
+            torch.compile(step, backend="eager", fullgraph=True)(batch)
+    finally:
+        setting("ieee")
+    assert torch.get_float32_matmul_precision() == "highest"

@@ -22,6 +22,7 @@ from opacus_ext.grad_sample.core.dynamo import Settings, compile_whole
 from opacus_ext.grad_sample.core.groups import Samples, why
 from opacus_ext.grad_sample.core.traced import TracedGroup
 from opacus_ext.grad_sample.core.vmap import is_batched
+from opacus_ext.grad_sample.factors import full_precision
 from opacus_ext.grad_sample.rules import NotAtOnce
 
 T = torch.Tensor
@@ -272,8 +273,9 @@ class CompiledGroup:
             norms, *sums = clips[key](*given)
             return norms, sums
 
-        with torch.no_grad():
+        with torch.no_grad(), full_precision(like.device):
             norms, sums = clipped(drop=False)
-            if not bool(norms.isfinite().all()):  # rare: masks copy all data
+            finite = bool(norms.isfinite().all())
+            if not finite:  # rare: masks copy all data
                 norms, sums = clipped(drop=True)
-        total.add_clipped(rows, norms[..., :count], sums)
+        total.add_clipped(rows, norms[..., :count], sums, finite)

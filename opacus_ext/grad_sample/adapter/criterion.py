@@ -8,7 +8,6 @@ from typing import Any, Callable
 import numpy as np
 import torch
 from torch import nn
-from torch.nn import functional as F
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves
 
 from opacus_ext.grad_sample.adapter.outputs import NotEqual
@@ -217,23 +216,3 @@ class SampleCriterion:
         remedy = remedy or "Compute the loss of a sample from that sample alone."
         reason = f"The criterion {self.name} {what}"
         return Refused(reason, parameter="criterion", remedy=remedy)
-
-
-def _cross_entropy(
-    criterion: nn.CrossEntropyLoss, shape: Any, input: T, target: T
-) -> T | None:
-    """Supports labels without class weights."""
-    labels = criterion.weight is None and not target.is_floating_point()
-    if not labels or input.dim() < 2 or criterion.reduction == "none":
-        return None
-    ignored = criterion.ignore_index
-    given: Any = dict(ignore_index=ignored, label_smoothing=criterion.label_smoothing)
-    rows = F.cross_entropy(input, target, reduction="none", **given)
-    size = len(target) if shape is None else shape[0]
-    by_sample = size, rows.numel() // max(size, 1)
-    losses = rows.reshape(by_sample).sum(1)
-    counts = (target != ignored).reshape(by_sample).sum(1)
-    return losses if criterion.reduction == "sum" else losses / counts
-
-
-AT_ONCE[nn.CrossEntropyLoss] = _cross_entropy

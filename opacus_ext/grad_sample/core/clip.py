@@ -13,7 +13,13 @@ from typing import Any, Callable, Iterable, Iterator, Sequence
 import torch
 
 from opacus_ext.grad_sample.core.gradients import SMALL, GradSamples, gradients_of_group
-from opacus_ext.grad_sample.factors import GradSample, upcast, workspace
+from opacus_ext.grad_sample.factors import (
+    GradSample,
+    full_precision,
+    rounded_down,
+    upcast,
+    workspace,
+)
 from opacus_ext.refused import Refused
 
 T = torch.Tensor
@@ -35,6 +41,7 @@ class GroupNorms:
         self._places: list[int] = []  # parameters whose gradients are concatenated
         self._rows: T | None = None
         self._squares: dict[int, T] = {}
+        self._wide = False  # True if some gradients are sums of bfloat16 products
         self._budget = workspace() if keep else 0
 
     def add(self, p: T, sample: GradSample) -> None:
@@ -44,6 +51,7 @@ class GroupNorms:
 
     def _square(self, p: T, sample: GradSample) -> T:
         squares = sample.squared_norm(cache=self._budget)
+        self._wide |= sample.sums_wide
         self._budget -= sample.cached_bytes
         if not self.keep:
             sample.clear()
@@ -69,7 +77,7 @@ class GroupNorms:
                 squares.append(self._square(p, samples[id(p)]))
             elif self.per_parameter or not squares:
                 squares.append(zero)
-        total = torch.stack(squares)
+        total = torch.stack(squares).clamp_(min=0)  # or NaN where gradients cancel
         self.norms = (total if self.per_parameter else total.sum(0)).sqrt()
         return self.norms
 
@@ -77,7 +85,7 @@ class GroupNorms:
         """Concatenates small gradients that are materialized already."""
         rows, device = {}, self.params[0].device
         for i, p in enumerate(self.params):
-            sample = self.samples.get(id(p))
+            sample = self.samples.get(id(p)) if id(p) not in self._squares else None
             if sample is not None and sample.numel <= SMALL:
                 flat = sample.flat()
                 if flat is not None and flat.device == device:
@@ -92,6 +100,14 @@ class GroupNorms:
         if self._rows is not None:
             self._rows = self._rows.masked_fill(bad[:, None], 0)
 
+    def rounded(self, factors: T) -> T:
+        """
+        Returns clipping factors that the weighted sum multiplies exactly. On a GPU
+        those of bfloat16 models are rounded down to 8 bits: a clipped gradient has the
+        same direction, and is up to 0.8 % shorter than the bound.
+        """
+        return rounded_down(factors).bfloat16() if self._wide else factors
+
     def weighted_sums(self, factors: T) -> Iterator[T | None]:
         """
         Yields the sum over samples of factors times gradients for each parameter; None
@@ -99,7 +115,8 @@ class GroupNorms:
         """
         small: dict[int, T] = {}
         if self._rows is not None:
-            total = factors.to(self._rows) @ self._rows
+            with full_precision():
+                total = factors.to(self._rows) @ self._rows
             sizes = [self.params[i].numel() for i in self._places]
             small = dict(zip(self._places, total.split(sizes)))
         for i, p in enumerate(self.params):
@@ -152,7 +169,7 @@ def norms_and_sums(
     if drop:
         group.drop(bad)
         norms = norms.masked_fill(bad, math.inf)
-    factors = clipping_factors(clipping, norms, scale, bad)
+    factors = group.rounded(clipping_factors(clipping, norms, scale, bad))
     return norms, list(group.weighted_sums(factors))
 
 
@@ -228,11 +245,14 @@ class ClippedSum:
         factors, bad = self._clip(rows, group.finish(samples))
         if bad is not None:
             group.drop(bad)
-        self._add(group.weighted_sums(factors))
+        self._add(group.weighted_sums(group.rounded(factors)))
 
-    def add_clipped(self, rows: T | None, norms: T, sums: list[T | None]) -> None:
+    def add_clipped(
+        self, rows: T | None, norms: T, sums: list[T | None], finite: bool
+    ) -> None:
         """Adds sums that were clipped with these norms."""
-        self._set_norms(rows, self._check_finite(norms, rows)[0])
+        norms = norms if finite else self._check_finite(norms, rows)[0]
+        self._set_norms(rows, norms)
         self._add(sums)
 
     def _clip(self, rows: T | None, norms: T) -> tuple[T, T | None]:

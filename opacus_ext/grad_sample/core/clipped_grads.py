@@ -40,6 +40,7 @@ from opacus_ext.grad_sample.core.sharded import (
 )
 from opacus_ext.grad_sample.core.split import SplitSum, check_same_samples, split_mesh
 from opacus_ext.grad_sample.core.traced import TracedGroup
+from opacus_ext.grad_sample.factors import tf32_settings
 from opacus_ext.grad_sample.rules import NotAtOnce
 from opacus_ext.refused import Refused
 
@@ -186,6 +187,7 @@ def clipped_grads(
     if torch.compiler.is_compiling():
         if take is not None or microbatch is not None:
             raise Refused("take= and microbatch= can't be compiled.", parameter="take")
+        check_precision()
         return _clipped_traced(loss, trained, samples[0], clip)
     given = trained, size, clip, on_nonfinite
     total: Any = ClippedSum(*given) if mesh is None else SplitSum(mesh, *given)
@@ -460,6 +462,17 @@ def _clipped_traced(
         norms = norms.norm(dim=0) if norms.dim() > 1 else norms
     found = tree_unflatten(aux, specs[0]) if aux else None
     return ClippedGrads(sums_by_name(params, sums), norms, losses, found)
+
+
+@torch.compiler.assume_constant_result  # compiled code is guarded by the setting
+def check_precision() -> None:
+    """Refuses TF32 in compiled code, which can't leave it."""
+    if tf32_settings():
+        raise Refused(
+            "A compiled step would round norms and clipped sums to TF32.",
+            parameter="set_float32_matmul_precision",
+            remedy='Call torch.set_float32_matmul_precision("highest") before.',
+        )
 
 
 # By the first parameter: losses that vmap can't run.

@@ -184,17 +184,29 @@ def version(x: T) -> int:
     return 0 if x.is_inference() else x._version
 
 
-def written(some: Samples) -> list[tuple[T, int, T]]:
-    """Returns samples, which code may write to, with their versions and copies."""
+def written(some: Samples) -> list[tuple[T, int, T | None]]:
+    """
+    Returns samples, which code may write to, with their versions and copies; None for
+    outputs of a model, which are large.
+    """
     own = [x for x, by_sample in zip(some.leaves, some.by_sample) if by_sample]
-    return [(x, version(x), x.detach().clone()) for x in own]
+    return [
+        (x, version(x), None if x.requires_grad else x.detach().clone()) for x in own
+    ]
 
 
-def put_back(before: list[tuple[T, int, T]]) -> None:
+def put_back(before: list[tuple[T, int, T | None]]) -> None:
     """Undoes the writes of a failed attempt to its samples."""
     for x, count, copy in before:
-        if version(x) != count:
-            x.detach().copy_(copy)
+        if version(x) == count:
+            continue
+        if copy is None:
+            raise Refused(
+                f"A tensor of shape {tuple(x.shape)} that a model has computed was "
+                "changed in place, by code that samples can't run together.",
+                remedy="Compute out of place: y = 2 * x instead of x.mul_(2).",
+            )
+        x.detach().copy_(copy)
 
 
 def why(error: BaseException) -> str:

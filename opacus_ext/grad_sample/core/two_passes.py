@@ -35,6 +35,7 @@ class TwoPassSum(ClippedSum):
         samples, _ = one_pass(done=norms.add, seen=note)
         with torch.no_grad():
             factors, bad = self._clip(rows, norms.finish(samples))
+            factors = norms.rounded(factors)
         by_id = {id(p): i for i, p in enumerate(self.params)}
         differ: list[T] = []  # for each use in the second pass: True if it differs
         sums: dict[int, T] = {}

@@ -15,9 +15,13 @@ from opacus_ext.grad_sample.factors.rows import (
     Factor,
     OneHot,
     dtype_of,
+    full_precision,
+    rounded_down,
+    tf32_settings,
     upcast,
     workspace,
 )
 
 __all__ = ["Factor", "GradSample", "OneHot", "OuterProducts", "Term"]
-__all__ += ["dtype_of", "upcast", "workspace"]
+__all__ += ["dtype_of", "full_precision", "rounded_down", "tf32_settings", "upcast"]
+__all__ += ["workspace"]

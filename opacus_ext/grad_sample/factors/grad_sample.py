@@ -20,12 +20,15 @@ from opacus_ext.grad_sample.factors.rows import (
     cut,
     dtype_of,
     entries,
+    full_precision,
     inner,
     joined,
     product,
     rows_product,
     square_sum,
     steps,
+    sums_wide,
+    times,
     upcast,
     width_of,
     workspace,
@@ -124,6 +127,8 @@ class OuterProducts(Term):
         if self.flat is not None:
             new = self.flat.to(dtype, copy=out is None)
             return new if out is None else out.add_(new.view_as(out))
+        if len(self.dense) == 2 and out is None:
+            return times(self.dense[0].mT, self.dense[1], dtype).flatten(1)
         left, right, *others = [f.to(dtype) for f in self.dense]
         right = functools.reduce(rows_product, others, right)
         if out is None:
@@ -155,7 +160,14 @@ class OuterProducts(Term):
         new = table.reshape(self.batch_size, product(self.widths))
         return new if out is None else out.add_(new.view_as(out))
 
+    @property
+    def sums_wide(self) -> bool:
+        """True if its rows are multiplied as bfloat16, which is exact."""
+        return len(self.dense) == 2 and not self.onehot and sums_wide(*self.dense)
+
     def weighted_sum(self, weights: T, dtype: torch.dtype, out: T | None = None) -> T:
+        if self.sums_wide and weights.dtype == torch.bfloat16:
+            return self._wide_sum(weights, out)
         weights = weights.to(dtype)
         if self.flat is not None:
             new = weights @ self.flat.to(dtype)
@@ -178,6 +190,21 @@ class OuterProducts(Term):
             left, right = factors
             return left[0].mT @ right[0]  # one product
         return OuterProducts(*factors).materialize(dtype, out)
+
+    def _wide_sum(self, weights: T, out: T | None) -> T:
+        """A weighted row has 16 bits: two numbers of bfloat16, without rounding."""
+        left, right = self.dense
+        swap = right.shape[2] < left.shape[2]
+        narrow, wide = (right, left) if swap else (left, right)
+        rows = narrow.float() * weights[:, None, None].float()
+        high = rows.bfloat16()
+        whole, sums = wide.flatten(0, 1)[None], []
+        for part in (high, (rows - high).bfloat16()):
+            part = part.flatten(0, 1)[None]
+            a, b = (whole, part) if swap else (part, whole)
+            sums.append(times(a.mT, b, torch.float32)[0])
+        total = sums[0].add_(sums[1])
+        return total if out is None else out.add_(total.view_as(out))
 
     def without(self, samples: T) -> OuterProducts:
         where, factors = samples[:, None, None], list(self.factors)
@@ -370,8 +397,9 @@ class GradSample:
             for samples, rows, part in self._slices():
                 out[samples, rows] = part.materialize()
             return out
-        for term in self._in_order():
-            out = term.materialize(self._dtype, out)
+        with full_precision(self._terms[0].device):
+            for term in self._in_order():
+                out = term.materialize(self._dtype, out)
         return out.reshape(self.batch_size, *self.shape)
 
     def weighted_sum(self, weights: T) -> T:
@@ -385,20 +413,33 @@ class GradSample:
             for samples, rows, part in self._slices():
                 total[rows] += part.weighted_sum(weights[samples])
             return total
-        for term in self._in_order():
-            total = term.weighted_sum(weights, self._dtype, total)
+        with full_precision(self._terms[0].device):
+            for term in self._in_order():
+                total = term.weighted_sum(weights, self._dtype, total)
         return total.reshape(self.shape)
+
+    @property
+    def sums_wide(self) -> bool:
+        """True if rows are multiplied as bfloat16: weights should be bfloat16, too."""
+        return any(isinstance(t, OuterProducts) and t.sums_wide for t in self._terms)
 
     def squared_norm(self, cache: int = 0) -> T:
         """
-        Returns squared norms ``[B]``, in float32 or wider, never negative. It chooses
-        the cheapest way under :func:`workspace`: Gram matrices, sums over segments of
-        equal index, or per-sample gradients materialized block by block.
+        Returns squared norms ``[B]``, in float32 or wider, which rounding may make
+        negative where gradients cancel. It chooses the cheapest way under
+        :func:`workspace`: Gram matrices, sums over segments of equal index, or
+        per-sample gradients materialized block by block.
 
         Args:
             cache: bytes that materialized gradients may occupy until
                 :meth:`weighted_sum`; ``cached_bytes`` is the number used
         """
+        if not self._terms:
+            return self._zeros(self.batch_size)
+        with full_precision(self._terms[0].device):
+            return self._squared_norm(cache)
+
+    def _squared_norm(self, cache: int) -> T:
         if not all(isinstance(t, OuterProducts) for t in self._terms):
             if self.batch_size * self.numel * self._dtype.itemsize <= cache:
                 return self._cache(self)
@@ -421,11 +462,11 @@ class GradSample:
                 return _square_by_groups(terms[0])
         if grams > blocks:
             return merged._square_by_blocks()
-        squares = sum(t.squared_norm() for t in terms)
+        each = [t.squared_norm() for t in terms]
         for i, u in enumerate(terms):
             for v in terms[:i]:
-                squares = squares + 2 * inner(u.factors, v.factors, self._dtype)
-        return squares.clamp(min=0)
+                each.append(2 * inner(u.factors, v.factors, self._dtype))
+        return functools.reduce(torch.add, each)
 
     def drop(self, samples: T) -> None:
         """Sets the gradients of the samples of a mask ``[B]`` to zero."""

@@ -7,6 +7,8 @@ of rows with the same place (places.py).
 from __future__ import annotations
 
 import math
+from contextlib import contextmanager
+from functools import partial
 from typing import Any, Iterable, Iterator, NamedTuple, Sequence, Union
 
 import torch
@@ -143,6 +145,72 @@ def workspace(num_bytes: int | None = None) -> int:
     return _Bound(before)
 
 
+# -- products --------------------------------------------------------------------------
+
+# Devices that multiply bfloat16 with float32 sums, which is exact and fast.
+_WIDE_SUMS = {"cuda"} if "dtype" in torch.ops.aten.bmm.overloads() else set()
+
+
+def sums_wide(*factors: T) -> bool:
+    """Returns True if the device multiplies bfloat16 rows with float32 sums."""
+    return all(
+        f.dtype == torch.bfloat16 and f.device.type in _WIDE_SUMS for f in factors
+    )
+
+
+def times(left: T, right: T, dtype: torch.dtype) -> T:
+    """Returns ``left @ right`` for each sample, with products and sums in ``dtype``."""
+    if dtype == torch.float32 and sums_wide(left, right):
+        return torch.bmm(left, right, out_dtype=dtype)
+    return torch.bmm(left.to(dtype), right.to(dtype))
+
+
+def rounded_down(factors: T) -> T:
+    """Rounds positive numbers to 8 bits, towards zero: they are bfloat16 then."""
+    return (factors.float().view(torch.int32) & -(2**16)).view(torch.float32)
+
+
+def tf32_settings(device: torch.device | None = None) -> list[tuple]:
+    """
+    Returns what makes float32 products less precise (TF32): functions that set it, its
+    value and that of full precision. Of convolutions, too, if a device is given.
+    """
+    backends: Any = torch.backends
+    cudnn, found = backends.cudnn, list[tuple[Any, Any, Any]]()
+    try:
+        before = torch.get_float32_matmul_precision()
+        found.append((torch.set_float32_matmul_precision, before, "highest"))
+        if device is not None and device.type == "cuda":
+            found.append(
+                (partial(setattr, cudnn, "allow_tf32"), cudnn.allow_tf32, False)
+            )
+    except RuntimeError:  # it was set by the names of torch 2.9
+        places: Any = (
+            torch.backends.cuda.matmul,
+            torch.backends.mkldnn.matmul,
+            cudnn.conv,
+        )
+        name = "fp32_precision"
+        found = [(partial(setattr, x, name), getattr(x, name), "ieee") for x in places]
+    return [each for each in found if each[1] != each[2]]
+
+
+@contextmanager
+def full_precision(device: torch.device | None = None) -> Iterator[None]:
+    """
+    Multiplies float32 without rounding it first; see :func:`tf32_settings`. Compiled
+    code must be called inside.
+    """
+    changes = [] if torch.compiler.is_compiling() else tf32_settings(device)
+    for change, _, precise in changes:
+        change(precise)
+    try:
+        yield
+    finally:
+        for change, before, _ in changes:
+            change(before)
+
+
 # -- inner products --------------------------------------------------------------------
 
 
@@ -158,20 +226,26 @@ def inner(
     right = left if right is None else right
     size = 2 * batch_size * entries(right[0]).shape[1] * dtype.itemsize
     step = max(1, workspace() // max(1, size))
-    if symmetric:
-        # One triangle suffices: each chunk with itself, and twice with later rows.
-        step = min(step, max(64, math.ceil(rows / 4)))
-    total = torch.zeros(batch_size, dtype=dtype, device=first.device)
+    if symmetric:  # one triangle suffices: each chunk with itself and twice with later
+        step = min(step, chunk(rows, first.device))
+    total: Any = None
     for start, stop in steps(rows, step):
         product: Any = None
         for f, g in zip(left, right):
-            g = cut(g, (slice(None), slice(start, None))) if symmetric else g
-            gram = _gram(cut(f, (slice(None), slice(start, stop))), g, dtype)
+            g = cut(g, (slice(None), slice(start, None))) if symmetric and start else g
+            f = f if step >= rows else cut(f, (slice(None), slice(start, stop)))
+            gram = _gram(f, g, dtype)
             product = gram if product is None else product.mul_(gram)
         if symmetric and product.shape[2] > product.shape[1]:
-            product[:, :, stop - start :] *= 2
-        total = total + product.sum((1, 2))
-    return total
+            product[:, :, stop - start :].mul_(2)
+        squares = product.sum((1, 2))
+        total = squares if total is None else total + squares
+    return first.new_zeros(batch_size, dtype=dtype) if total is None else total
+
+
+def chunk(rows: int, device: torch.device) -> int:
+    """Returns how many rows of a triangle of Gram matrices are multiplied at once."""
+    return max(128 if device.type == "cpu" else 512, math.ceil(rows / 4))
 
 
 def _gram(f: Factor, g: Factor, dtype: torch.dtype) -> T:
@@ -183,4 +257,4 @@ def _gram(f: Factor, g: Factor, dtype: torch.dtype) -> T:
     if isinstance(g, OneHot):
         index = g.index[:, None, :].expand(-1, f.shape[1], -1)
         return f.gather(2, index).to(dtype)
-    return torch.bmm(f.to(dtype), g.to(dtype).mT)
+    return times(f, g.mT, dtype)

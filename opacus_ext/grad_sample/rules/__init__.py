@@ -10,6 +10,7 @@ from opacus_ext.grad_sample.rules import (  # noqa: F401
     embedding,
     experts,
     linear,
+    losses,
     recurrent,
 )
 from opacus_ext.grad_sample.rules.registry import (  # noqa: F401
