@@ -28,7 +28,6 @@ from opacus_ext.grad_sample.rules import NotAtOnce
 T = torch.Tensor
 Found = tuple[list[T], list[list[T]]]  # outputs, and the saved data of each use
 _TENSOR = "<tensor>"  # stands for a tensor in an output
-_PROGRAMS = 64  # the most programs of one model, for its batch sizes and lengths
 
 
 class NotCompiled(Exception):
@@ -53,6 +52,7 @@ class CompiledModel:
         self.model, self.settings = model, settings
         self.params = list(model.params.values())
         self.programs = self._checked = 0
+        self._sizes: dict[tuple, list[int]] = {}  # batch sizes of programs, by kind
         self._traced: dict[tuple, Traced] = {}
         self._failed: dict[tuple, str] = {}
         module = getattr(model.module, "_orig_mod", model.module)
@@ -75,7 +75,7 @@ class CompiledModel:
             kept = [[x.detach() for x in data] for data in kept]
             return outputs, kept, _signature(returned, group)
 
-        self._forward = compile_whole(forward, self._backend, _PROGRAMS)
+        self._forward = compile_whole(forward, self._backend, settings.most)
 
     def _backend(self, graph: Any, inputs: Sequence[Any]) -> Callable:
         self.programs += 1
@@ -83,10 +83,11 @@ class CompiledModel:
 
     def run(self, samples: Samples) -> tuple[Returned, CompiledGroup]:
         """Runs samples, or raises NotCompiled with nothing changed."""
-        count, size = samples.size, padded(samples.size)
+        count, kind = samples.size, _kind(samples, self.model.module.training)
+        size = self._size_for(kind, count)
         if size > count:  # fills up with samples that are ignored
             samples = samples.select(torch.arange(size).clamp(max=count - 1))
-        key = _kind(samples, self.model.module.training)
+        key = size, *kind
         if key in self._failed:
             raise NotCompiled(self._failed[key])
         try:
@@ -113,6 +114,21 @@ class CompiledModel:
 
         returned = read_output(whole, read, None, count)
         return returned, CompiledGroup(self, traced, kept, count)
+
+    def _size_for(self, kind: tuple, count: int) -> int:
+        """Returns the batch size of the program for ``count`` samples; it builds few."""
+        sizes = self._sizes.setdefault(kind, [])
+        left = self.settings.most - sum(map(len, self._sizes.values()))
+        fits = min((size for size in sizes if size >= count), default=None)
+        if fits is not None and (left < 2 or 4 * fits <= 5 * padded(count)):
+            return fits  # the last program is for larger batches
+        if left < 1:
+            raise NotCompiled(
+                f"{self.settings.most} programs are built, and none is for {count} "
+                "samples of this length (pad lengths to a multiple: pad_to_multiple_of)"
+            )
+        sizes.append(padded(count if left > 1 else count + count // 2))
+        return sizes[-1]
 
     def _trace(self, key: tuple, samples: Samples) -> Traced:
         """Runs samples of a new kind eagerly, to find the uses of parameters."""
@@ -203,9 +219,14 @@ def padded(size: int) -> int:
 
 
 def _kind(samples: Samples, training: bool) -> tuple:
+    """Describes samples, without their number."""
     leaves = (
-        (x.shape, x.dtype, x.device) if isinstance(x, T) else repr(x)
-        for x in samples.leaves
+        (
+            (x.shape[1:] if own else x.shape, x.dtype, x.device)
+            if isinstance(x, T)
+            else repr(x)
+        )
+        for x, own in zip(samples.leaves, samples.by_sample)
     )
     return training, str(samples.spec), tuple(samples.by_sample), *leaves
 

@@ -21,6 +21,7 @@ class Settings(NamedTuple):
 
     backend: Callable  # called with a graph and its inputs
     fullgraph: bool  # True if a graph break is an error
+    most: int = 64  # the most programs of one model, for its batch sizes and lengths
 
 
 def settings_of(module: nn.Module) -> Settings | None:

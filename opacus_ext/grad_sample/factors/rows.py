@@ -172,7 +172,7 @@ def tf32_settings(device: torch.device | None = None) -> list[tuple]:
     Returns what makes float32 products less precise (TF32): functions that set it, its
     value and that of full precision. Of convolutions, too, if a device is given.
     """
-    backends: Any = torch.backends
+    backends: Any = getattr(torch, "backends")
     cudnn, found = backends.cudnn, list[tuple[Any, Any, Any]]()
     try:
         before = torch.get_float32_matmul_precision()
