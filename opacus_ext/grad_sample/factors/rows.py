@@ -182,13 +182,9 @@ def tf32_settings(device: torch.device | None = None) -> list[tuple]:
                 (partial(setattr, cudnn, "allow_tf32"), cudnn.allow_tf32, False)
             )
     except RuntimeError:  # it was set by the names of torch 2.9
-        places: Any = (
-            torch.backends.cuda.matmul,
-            torch.backends.mkldnn.matmul,
-            cudnn.conv,
-        )
-        name = "fp32_precision"
-        found = [(partial(setattr, x, name), getattr(x, name), "ieee") for x in places]
+        name, cpu = "fp32_precision", backends.mkldnn
+        for x in (backends.cuda.matmul, cpu.matmul, cudnn.conv):
+            found.append((partial(setattr, x, name), getattr(x, name), "ieee"))
     return [each for each in found if each[1] != each[2]]
 
 

@@ -77,7 +77,8 @@ class Auto(BookKeeping):
     def _begin(self, size: int) -> None:
         """Called before a forward pass; the second one is compiled."""
         if not self._began and self._compiles:
-            settings = settings_of(torch.compile(nn.Identity()))
+            made: Any = torch.compile(nn.Identity())
+            settings = settings_of(made)
             if settings is not None:
                 self.private.settings = settings._replace(most=_PROGRAMS)
                 self.choice.way = AT_ONCE
@@ -88,7 +89,8 @@ class Auto(BookKeeping):
     @property
     def _compiles(self) -> bool:
         """True if the model is to be compiled, and the user has not done it."""
-        own, devices = self.private, {p.device.type for p in self._module.parameters()}
+        own = self.private
+        devices = {p.device.type for p in own.params.values()}
         return own.compiles and not own.has_compiled and devices <= _COMPILED_ON
 
     def _set_grads(self, optimizer: Any, total: ClippedSum) -> None:
