@@ -175,7 +175,7 @@ def tf32_settings(device: torch.device | None = None) -> list[tuple]:
     Returns what makes float32 products less precise (TF32): functions that set it, its
     value and that of full precision. Of convolutions, too, if a device is given.
     """
-    backends: Any = torch.backends
+    backends: Any = getattr(torch, "backends")
     cudnn, found = backends.cudnn, list[tuple[Any, Any, Any]]()
     try:
         before = torch.get_float32_matmul_precision()
@@ -185,13 +185,9 @@ def tf32_settings(device: torch.device | None = None) -> list[tuple]:
                 (partial(setattr, cudnn, "allow_tf32"), cudnn.allow_tf32, False)
             )
     except RuntimeError:  # it was set by the names of torch 2.9
-        places: Any = (
-            torch.backends.cuda.matmul,
-            torch.backends.mkldnn.matmul,
-            cudnn.conv,
-        )
-        name = "fp32_precision"
-        found = [(partial(setattr, x, name), getattr(x, name), "ieee") for x in places]
+        name, cpu = "fp32_precision", backends.mkldnn
+        for x in (backends.cuda.matmul, cpu.matmul, cudnn.conv):
+            found.append((partial(setattr, x, name), getattr(x, name), "ieee"))
     return [each for each in found if each[1] != each[2]]
 
 
