@@ -4,7 +4,7 @@
     python benchmarks/dpformer.py figure2 --data ml-1m.txt --out figure2.jsonl
     python benchmarks/dpformer.py figure6 --data ml-1m.txt --out figure6.jsonl
     python benchmarks/dpformer.py table2 --data Video.txt --out table2.jsonl
-    python benchmarks/dpformer.py paper --data ml-1m.txt --out paper.jsonl -- --device cuda
+    python benchmarks/dpformer.py paper --data ml-1m.txt --out paper.jsonl
 
 A run that is in the file already is not made again, and one that was cut off goes on
 from its last epoch (checkpoints lie in OUT.d and are deleted when the run is done):
@@ -17,9 +17,9 @@ draws tables and figures.
 - figure2: Transformer with sharing, without, and without at half the width, at epsilon
   5, over batch sizes and learning rates.
 - releases: what is released once, and no training, at epsilon 1, 2, 5, 8 and 10.
-- paper: Transformer and DPFormer at the paper's settings, 100 epochs of sequences of 200
-  items, three seeds, on top of nothing and of what is released once. On a CPU it takes
-  days: --part, --epsilons and --seeds share them out.
+- paper: Transformer and DPFormer at the paper's settings, 100 epochs of 200 items,
+  three seeds, on top of nothing and of what is released once. On a CPU it takes days:
+  --part, --epsilons and --seeds share them out; on a GPU add ``-- --device cuda``.
 - figure6: the curves of NDCG over the epochs, Transformer and DPFormer.
 
 Everything can be set (``--models``, ``--epsilons``, ``--seeds``, ``--batch-sizes``,
