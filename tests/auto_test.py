@@ -121,7 +121,6 @@ def test_compiles_on_a_gpu(compiles, recwarn):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_on_a_gpu():
     model, plain = model_of().cuda(), model_of().cuda()
     private = make_private(model, "auto", **GIVEN)

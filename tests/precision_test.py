@@ -366,7 +366,6 @@ def test_bfloat16_products_are_exact(num_bytes, T, cancels, wide_sums):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("num_bytes", [100, 2**20])
 def test_on_a_gpu(num_bytes):
     torch.manual_seed(0)
