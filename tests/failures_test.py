@@ -29,6 +29,7 @@ from torch.utils.data import TensorDataset
 from opacus_ext.checkpoints import read, write
 from opacus_ext.data import Poisson
 from opacus_ext.losses import model_losses
+from opacus_ext.refused import STAGES
 from tests.common import clipped_sum, oracle, trainable
 from tests.processes import LATE, preloaded, refusal, run
 from tests.sharded_test import (
@@ -127,8 +128,16 @@ def failing(way, stage, reads="item"):
     fails = dist.get_rank() == 1
     inner.fails = fails and stage == "forward pass"
     criterion.fails = fails and stage == "criterion"
+
+    def step():
+        private.optimizer.zero_grad()
+        private.backward(batches[1], losses)
+        if fails and stage == "step":
+            private.optimizer.params[0].grad.mul_(2)
+        private.optimizer.step()
+
     start = time.time()
-    found = refusal(private.step, batches[1], losses)
+    found = refusal(step)
     seconds, after = time.time() - start, state()
     unchanged = all(torch.equal(x, y) for x, y in zip(before, after))
     counted = sum(steps for _, _, steps in private.engine.accountant.history)
@@ -141,6 +150,29 @@ def failing(way, stage, reads="item"):
 
 
 # -- physical batches ----------------------------------------------------------------
+
+
+def skipped(way, most):
+    """One process leaves out the third of four batches, drawn ahead by a worker."""
+    ids = torch.randint(1, 31, (30, 5), generator=torch.Generator().manual_seed(0))
+    private = ADAM.private(
+        spread(way, model_of("plain")),
+        dataset=TensorDataset(ids),
+        poisson_sampling=True,
+        sampling=Poisson(expected_batch_size=6, steps=4),
+    )
+    loader, private.optimizer.ahead, found = private.loader, 2, []
+    loader.num_workers, loader.prefetch_factor = 1, 2
+    loader.multiprocessing_context = "fork"
+    if most:
+        given = dict(max_physical_batch_size=most, optimizer=private.optimizer)
+        loader = BatchMemoryManager(data_loader=loader, **given).__enter__()
+    for i, (some,) in enumerate(loader):
+        if i == 2 and dist.get_rank() == 1:
+            continue
+        found.append(refusal(private.step, {"ids": some}, losses_of))
+        if i >= 2:
+            return found
 
 
 def physical(way):
@@ -295,8 +327,10 @@ def resumed(folder, number):
 def jobs(processes):
     found = {}
     for way in WAYS:
-        for stage in ("forward pass", "criterion", "backward pass"):
+        for stage in STAGES:
             found[way, stage] = functools.partial(failing, way, stage)
+        for most in (None, 99):
+            found[way, "skipped", most] = functools.partial(skipped, way, most)
         found[way, "physical"] = functools.partial(physical, way)
         found[way, "losses"] = functools.partial(own_losses, way)
     return found
@@ -313,14 +347,14 @@ def two(tmp_path_factory):
     return run(2, str(tmp_path_factory.mktemp("two")), jobs, {"late": late})
 
 
-@pytest.mark.parametrize("stage", ["forward pass", "criterion", "backward pass"])
+@pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("way", WAYS)
 def test_the_others_are_told(way, stage, two):
     """Which process has failed and in what; all go on as if it had not been."""
     first, second = two.of((way, stage))
     assert f"Process 1 has failed in its {stage}" in first[0], first[0]
     assert "Process 1 has failed" not in second[0]
-    assert ("of mine" in second[0]) == (stage != "backward pass"), second[0]
+    assert ("of mine" in second[0]) == (stage in STAGES[:2]), second[0]
     torch.manual_seed(0)
     model = Net("item").double()
     optimizer = ADAM.plain_optimizer(model)
@@ -337,6 +371,14 @@ def test_an_error_within_sharded_layers(two):
     assert first[0].startswith("ProcessFailure") and "of mine" in second[0]
     for _, unchanged, seconds in (first, second):
         assert unchanged and seconds < LATE + 5
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_shares_of_different_draws(way, two):
+    """A batch that one process leaves out, whatever workers have drawn ahead."""
+    for most in (None, 99):
+        for *taken, last in two.of((way, "skipped", most)):
+            assert taken == ["not refused"] * 2 and "of different draws" in last, last
 
 
 @pytest.mark.parametrize("way", WAYS)

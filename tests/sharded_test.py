@@ -494,6 +494,8 @@ def refusals():
     ignored = Net()
     fully_shard(ignored, ignored_params={ignored.table.weight})
     found["ignored"] = refusal(Case("plain").private, ignored)
+    with torch.device("meta"):
+        found["meta"] = refusal(Case("plain").private, fully_shard(Net()))
     # One process refuses its batch, the others learn of it before a weight changes.
     private, before = Case("plain").private(model), whole(model)
     batch = own(batch_of("plain", 0, 4, False), [2, 2])
@@ -907,6 +909,7 @@ def test_refused(two):
         "noise": "Correlated noise is not drawn",
         "part": "Call fully_shard on the whole model, last",
         "ignored": "table.weight is not sharded",
+        "meta": "table.weight is on the meta device",
     }
     first, second = two.of("refusals")
     for found in (first, second):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Callable, Iterator, List, Optional, Tuple
+from collections import deque
+from typing import Any, Callable, Deque, Iterator, List, Optional, Tuple
 
 import numpy as np
 import torch
@@ -121,14 +122,21 @@ class Splits(_SharedOut, BatchSplittingSampler):
         """Returns that of the sampler whose batches are split."""
         return getattr(self.sampler, "place", None)
 
+    def __init__(self, **kwargs: Any):
+        super().__init__(**kwargs)
+        #: Of each batch that the loop is yet to be given: is it a logical one's first?
+        self.firsts: Deque[bool] = deque()
+
     def __iter__(self) -> Iterator[List[int]]:
         if self.place is None:
             yield from super().__iter__()
             return
+        self.firsts.clear()
         for own in self.sampler:
             count = max(math.ceil(self.sampler.most / self.max_batch_size), 1)
             for i, part in enumerate(np.array_split(np.array(own, int), count), 1):
                 self.optimizer.signal_skip_step(do_skip=i < count)
+                self.firsts.append(i == 1)
                 yield part.tolist()
 
 

@@ -34,7 +34,7 @@ class _Distributed(Base):
     process 0 draws in each step.
     """
 
-    drawn = 0  # logical batches that the loader has drawn so far
+    drawn = 0  # logical batches that the loop was given so far
     looks_ahead = 0  # such a loader is refused
     copies = 1  # processes that compute each sample together
 
@@ -59,7 +59,7 @@ class _Distributed(Base):
         """
         bounds = [self.max_grad_norm] if self._bounds is None else self._bounds
         weighted = sum(i * bound for i, bound in enumerate(bounds, 1))
-        size, drawn = self.expected_batch_size, 0 if self.ahead else self.drawn
+        size, drawn = self.expected_batch_size, self.drawn
         settings = [self.noise_multiplier, -1 if size is None else size, weighted]
         given = [*settings, len(bounds), drawn, skips, failed]
         device = next((p.device for p in self.params), torch.device("cpu"))
@@ -97,15 +97,15 @@ class _Distributed(Base):
         given = (p for group in self.param_groups for p in group["params"])
         skips = self._check_skip_next_step(pop_next=False)
         if not skips or any(map(self._is_sharded, given)):
-            error: Optional[Refused] = None
+            error: Optional[Exception] = None
             try:
                 self._check_batches()
                 self._check_same_bound()
-            except Refused as refused:
+                self._state_of_noise()
+                self._check_gradients()
+            except Exception as refused:
                 error = refused
-            not_ready = getattr(self, "ready", True) is False
-            fails = error is not None or not_ready
-            self._refuse_differences(skips, len(STAGES) * fails)
+            self._refuse_differences(skips, len(STAGES) * (error is not None))
             if error is not None:
                 raise error
         return super().pre_step(closure)

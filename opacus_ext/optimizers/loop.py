@@ -87,8 +87,6 @@ def watch_loader(loader: DataLoader, optimizer: Any, inputs: InputReader) -> Non
             largest = max(largest, len(batch))
             if inputs is not None:
                 inputs.most = max(sizes)
-            if hasattr(dp_optimizer, "drawn"):  # of several processes
-                dp_optimizer.drawn += 1
             yield batch
         if inputs is not None:
             inputs.most = largest  # a loop may go through a list of all batches
@@ -99,6 +97,33 @@ def watch_loader(loader: DataLoader, optimizer: Any, inputs: InputReader) -> Non
         vars(loader)["batch_sampler"] = watched(batches)
     else:
         batches.__class__ = watched
+    count_batches(loader, optimizer)
+
+
+def count_batches(
+    loader: Any, optimizer: Any, first: Callable[[], bool] = lambda: True
+) -> None:
+    """
+    Lets an optimizer of several processes know how many logical batches the loop was
+    given, whatever workers draw ahead.
+
+    Args:
+        loader: it is changed
+        optimizer: the DP optimizer
+        first: tells if a batch that is given is the first one of a logical batch
+    """
+    if not hasattr(optimizer, "drawn"):
+        return
+    kind, own = type(loader), weakref.ref(optimizer)
+
+    def give(self: Any) -> Iterator[Any]:
+        for batch in kind.__iter__(self):
+            dp_optimizer: Any = own()
+            if first() and dp_optimizer is not None:
+                dp_optimizer.drawn += 1
+            yield batch
+
+    loader.__class__ = type(kind.__name__, (kind,), {"__iter__": give})
 
 
 # -- the steps -------------------------------------------------------------------------

@@ -326,6 +326,14 @@ def refuse_shards(name: str, module: nn.Module, units: Sequence[FSDPModule]) -> 
             remedy="Call fully_shard on the whole model, last.",
         )
     for parameter, p in module.named_parameters():
+        if p.is_meta:
+            raise Refused(
+                f"Parameter {parameter} is on the meta device: it has no values.",
+                parameter=parameter,
+                remedy="Call module.to_empty(device=...) after fully_shard and set the "
+                "values (reset_parameters() of each layer, or a checkpoint, and the "
+                "buffers), before make_private.",
+            )
         if not p.requires_grad:
             continue
         kinds = p.placements if isinstance(p, DTensor) else ()
