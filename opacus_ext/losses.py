@@ -260,6 +260,8 @@ class _OwnLoss(TorchFunctionMode):
     zero where no label counts, and chunked heads are told that a loss function follows.
     """
 
+    is_compiled = True  # along with a model that is called in it
+
     def __init__(self, model: nn.Module):
         super().__init__()
         self._model = type(model).__name__

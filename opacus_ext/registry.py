@@ -35,7 +35,6 @@ from opacus.grad_sample.gsm_base import OPACUS_PARAM_MONKEYPATCH_ATTRS
 from opacus.validators import ModuleValidator
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
-from torch.utils.data import DataLoader
 
 from opacus_ext import checkpoints, misuse, peft, validators
 from opacus_ext.accountants import PRVBoundsAccountant
@@ -59,7 +58,7 @@ from opacus_ext.optimizers.distributed import (
     DistributedGhostDPOptimizer,
     DistributedHooksDPOptimizer,
 )
-from opacus_ext.optimizers.loop import count_batches, watch_loader, watch_steps
+from opacus_ext.optimizers.loop import watch_loader, watch_steps
 from opacus_ext.optimizers.optimizer import (
     GhostDPOptimizer,
     HooksDPOptimizer,
@@ -119,7 +118,6 @@ def register() -> None:
         _replace(place, "get_hooks_class", hooks)
     memory = opacus.utils.batch_memory_manager
     _replace(memory, "BatchSplittingSampler", Splits)
-    _replace(memory, "wrap_data_loader", _counting(memory.wrap_data_loader))
     for place in (opacus.optimizers, engine):
         _replace(place, "get_optimizer_class", optimizer)
     own = {
@@ -179,21 +177,6 @@ def _replace(place: Any, name: str, new: Any) -> None:
     old = vars(place).get(name, getattr(place, name))  # a classmethod stays one
     setattr(place, name, new)
     _undo.append(lambda: setattr(place, name, old))
-
-
-def _counting(wrap_data_loader: Callable) -> Callable:
-    """Lets loaders of ``BatchMemoryManager`` count what they give to the loop."""
-
-    @functools.wraps(wrap_data_loader)
-    def wrap(*, optimizer: Any, **kwargs: Any) -> DataLoader:
-        """``wrap_data_loader``, for several processes, too."""
-        loader = wrap_data_loader(optimizer=optimizer, **kwargs)
-        batches: Any = loader.batch_sampler
-        if getattr(batches, "place", None) is not None:
-            count_batches(loader, optimizer, batches.firsts.popleft)
-        return loader
-
-    return wrap
 
 
 def _add(table: Dict[Any, Any], key: Any, new: Any) -> None:

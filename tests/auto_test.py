@@ -6,11 +6,14 @@ import pytest
 import torch
 from torch import nn
 
+from opacus_ext.grad_sample.core.dynamo import settings_of
+from opacus_ext.grad_sample.modes import auto
 from opacus_ext.grad_sample.modes.auto import AT_ONCE, ONE_BY_ONE, Choice
 from tests.common import (
     assert_same,
     clipped_sum,
     make_private,
+    net,
     oracle,
     square_loss,
     trainable,
@@ -80,3 +83,70 @@ def test_step_that_failed_does_not_count():
     assert not any(times.values())
     private.step(batch, square_loss)
     assert [len(t) for t in times.values()] == [1, 0]
+
+
+@pytest.fixture
+def compiles(monkeypatch):
+    """Compiles on a CPU, by what needs no C++ compiler."""
+    made = settings_of(torch.compile(nn.Identity(), backend="aot_eager"))
+    monkeypatch.setattr(auto, "_COMPILED_ON", {"cpu"})
+    monkeypatch.setattr(auto, "settings_of", lambda module: made)
+    yield
+    torch._dynamo.reset()
+
+
+def check_steps(private, model, plain, batches):
+    for batch in batches:
+        plain.load_state_dict(model.state_dict())
+        expected = clipped_sum(oracle(plain, batch, square_loss), "flat", 0.2)
+        private.optimizer.zero_grad()
+        private.criterion(square_loss(private.module, batch)).backward()
+        assert_same({n: p.grad for n, p in trainable(model).items()}, expected, 1e-8)
+        private.optimizer.step()
+    compiled = private.handle.private._compiled
+    return 0 if compiled is None else compiled.programs
+
+
+GIVEN = dict(batch_size=4, max_grad_norm=0.2, clipping="flat", lr=0.1)
+
+
+def test_compiles_on_a_gpu(compiles, recwarn):
+    """Poisson draws another batch size at each step: four programs serve them all."""
+    model, plain = model_of(), model_of()
+    private = make_private(model, "auto", **GIVEN)
+    sizes = [4, 16, 11, 0, 15, 16, 19, 9, 1, 13, 24, 17, 30, 2, 12, 36, 16]
+    batches = [torch.randn(size, 4).double() for size in sizes]
+    assert 1 < check_steps(private, model, plain, batches) <= 4
+    assert not [w for w in recwarn if "not compiled" in str(w.message)]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_a_gpu():
+    model, plain = model_of().cuda(), model_of().cuda()
+    private = make_private(model, "auto", **GIVEN)
+    batches = [torch.randn(size, 4).double().cuda() for size in (4, 16, 11, 0, 1, 30)]
+    assert 1 < check_steps(private, model, plain, batches) <= 4
+
+
+def test_more_lengths_than_programs(compiles):
+    build = net(lambda m, x: m.one(x).tanh().mean(1), one=(4, 3))
+    model, plain = build().double(), build().double()
+    private = make_private(model, "auto", **GIVEN)
+    batches = [torch.randn(4, 1 + i % 7, 4).double() for i in range(10)]
+    with pytest.warns(UserWarning, match="4 programs are built.*pad_to_multiple_of"):
+        assert check_steps(private, model, plain, batches) == 4
+
+
+def test_what_is_not_compiled_is_exact(compiles):
+    def forward(m, x):
+        if x.sum() > 0:
+            x = 2 * x
+        return m.one(x).tanh()
+
+    build = net(forward, one=(4, 3))
+    model, plain = build().double(), build().double()
+    private = make_private(model, "auto", **GIVEN)
+    batches = [torch.randn(4, 4).double() for _ in range(4)]
+    with pytest.warns(UserWarning, match="trained exactly, and not compiled"):
+        assert not check_steps(private, model, plain, batches)

@@ -174,6 +174,7 @@ def make_private(
     poisson_sampling=False,
     lr=1.0,
     accountant="prv",
+    workers=0,
     sampler=None,
     **kwargs,
 ):
@@ -186,7 +187,9 @@ def make_private(
             module=model,
             optimizer=optimizer or torch.optim.SGD(trainable(model).values(), lr=lr),
             criterion=criterion or PerSample(),
-            data_loader=DataLoader(dataset, max(batch_size, 1), sampler=sampler),
+            data_loader=DataLoader(
+                dataset, max(batch_size, 1), sampler=sampler, num_workers=workers
+            ),
             noise_multiplier=noise_multiplier,
             max_grad_norm=max_grad_norm,
             poisson_sampling=poisson_sampling,

@@ -152,27 +152,22 @@ def failing(way, stage, reads="item"):
 # -- physical batches ----------------------------------------------------------------
 
 
-def skipped(way, most):
-    """One process leaves out the third of four batches, drawn ahead by a worker."""
-    ids = torch.randint(1, 31, (30, 5), generator=torch.Generator().manual_seed(0))
+def own_splits(way):
+    """Physical batches of one record in one process, and of four in the other."""
     private = ADAM.private(
         spread(way, model_of("plain")),
-        dataset=TensorDataset(ids),
+        dataset=TensorDataset(torch.ones(30, 5, dtype=torch.int64)),
         poisson_sampling=True,
-        sampling=Poisson(expected_batch_size=6, steps=4),
+        sampling=Poisson(expected_batch_size=6, steps=3),
     )
-    loader, private.optimizer.ahead, found = private.loader, 2, []
-    loader.num_workers, loader.prefetch_factor = 1, 2
-    loader.multiprocessing_context = "fork"
-    if most:
-        given = dict(max_physical_batch_size=most, optimizer=private.optimizer)
-        loader = BatchMemoryManager(data_loader=loader, **given).__enter__()
-    for i, (some,) in enumerate(loader):
-        if i == 2 and dist.get_rank() == 1:
-            continue
-        found.append(refusal(private.step, {"ids": some}, losses_of))
-        if i >= 2:
-            return found
+    with BatchMemoryManager(
+        data_loader=private.loader,
+        max_physical_batch_size=1 + 3 * dist.get_rank(),
+        optimizer=private.optimizer,
+    ) as loader:
+        for (some,) in loader:
+            private.step({"ids": some}, losses_of)
+    return sum(steps for _, _, steps in private.engine.accountant.history)
 
 
 def physical(way):
@@ -329,10 +324,9 @@ def jobs(processes):
     for way in WAYS:
         for stage in STAGES:
             found[way, stage] = functools.partial(failing, way, stage)
-        for most in (None, 99):
-            found[way, "skipped", most] = functools.partial(skipped, way, most)
         found[way, "physical"] = functools.partial(physical, way)
         found[way, "losses"] = functools.partial(own_losses, way)
+    found["own splits"] = functools.partial(own_splits, "ddp")
     return found
 
 
@@ -373,12 +367,8 @@ def test_an_error_within_sharded_layers(two):
         assert unchanged and seconds < LATE + 5
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_shares_of_different_draws(way, two):
-    """A batch that one process leaves out, whatever workers have drawn ahead."""
-    for most in (None, 99):
-        for *taken, last in two.of((way, "skipped", most)):
-            assert taken == ["not refused"] * 2 and "of different draws" in last, last
+def test_each_process_may_split_as_it_needs(two):
+    assert two.of("own splits") == [3, 3]
 
 
 @pytest.mark.parametrize("way", WAYS)

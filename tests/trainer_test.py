@@ -21,6 +21,7 @@ from transformers import default_data_collator as collate
 
 from opacus_ext.data.collators import RecordCollator
 from opacus_ext.data.logical import derive_seed
+from opacus_ext.grad_sample.adapter.model import PrivateModel
 from opacus_ext.losses import PerRecord, cross_entropy
 from opacus_ext.private_training import PrivateTraining
 from opacus_ext.refused import Refused
@@ -131,6 +132,10 @@ RUNS = {
         {"data": sentences(), **padded("DataCollatorForLanguageModeling", mlm=False)},
     ),
 }
+COMPILED = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
+COMPILED["data"] = [{**x, "attention_mask": torch.ones(T).long()} for x in texts()]
+RUNS["compiled"] = gpt2, COMPILED
+RUNS["compiled function"] = gpt2, {"compute_loss_func": summed, **COMPILED}
 EVERY = ("hooks", "ghost", "ghost_bk", "scan", "auto")
 
 
@@ -142,8 +147,9 @@ EVERY = ("hooks", "ghost", "ghost_bk", "scan", "auto")
         *((name, "ghost_bk") for name in RUNS if name != "flat"),
     ],
 )
-def test_a_run_is_that_of_the_oracle(name, mode, tmp_path):
+def test_a_run_is_that_of_the_oracle(name, mode, tmp_path, monkeypatch):
     """The loss of a record is that of Trainer's own code for a batch of one."""
+    monkeypatch.delattr(PrivateModel, "not_compiled")
     build, given = RUNS[name]
     settings = {"per_sample_max_grad_norm": 0.3, **given.get("privacy", {})}
     privacy = private(**settings, grad_sample_mode=mode)
@@ -291,7 +297,7 @@ def test_privacy_arguments_from_a_command_line():
 
 
 BREAKING = {
-    **dict.fromkeys(("torch_compile", "use_liger_kernel", "fp16"), True),
+    **dict.fromkeys(("use_liger_kernel", "fp16"), True),
     **dict.fromkeys(("auto_find_batch_size", "ignore_data_skip"), True),
     **{"max_grad_norm": 0.5, "neftune_noise_alpha": 5.0, "_n_gpu": 2},
     **{"deepspeed": "zero.json", "hub_strategy": "all_checkpoints"},

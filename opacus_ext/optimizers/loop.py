@@ -23,6 +23,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 
+from opacus_ext.data.draws import Counted
 from opacus_ext.grad_sample.adapter.inputs import InputReader
 from opacus_ext.optimizers.optimizer import ClippingOptimizer
 from opacus_ext.refused import Refused, warn_once
@@ -77,6 +78,7 @@ def watch_loader(loader: DataLoader, optimizer: Any, inputs: InputReader) -> Non
     """
     loader.collate_fn = CountingCollate(loader.collate_fn, loader.dataset, inputs)
     optimizer.ahead = loader.num_workers * (loader.prefetch_factor or 0)
+    optimizer.ahead_of_workers = optimizer.ahead
     batches: Any = loader.batch_sampler
     kind, own, reader = type(batches), weakref.ref(optimizer), weakref.ref(inputs)
     # Accelerate's own loaders share batches out.
@@ -84,7 +86,7 @@ def watch_loader(loader: DataLoader, optimizer: Any, inputs: InputReader) -> Non
     # Sizes of the batches that may be at hand, as workers and loops draw ahead.
     sizes: deque[int] = deque(maxlen=4 + optimizer.ahead)
 
-    def begin(self: Any) -> Iterator[List[int]]:
+    def batches_of(self: Any) -> Iterator[List[int]]:
         dp_optimizer: Any = own()
         inputs = reader()
         several = hasattr(dp_optimizer, "drawn") and dp_optimizer.world_size > 1
@@ -112,13 +114,15 @@ def watch_loader(loader: DataLoader, optimizer: Any, inputs: InputReader) -> Non
         if inputs is not None:
             inputs.most = largest  # a loop may go through a list of all batches
 
+    def begin(self: Any) -> Iterator[List[int]]:
+        return Counted(batches_of(self), own())
+
     # Python looks the method up on the class, so the sampler gets a class of its own.
     watched = type(kind.__name__, (kind,), {"__iter__": begin})
     if isinstance(batches, (list, tuple)):  # whose class is fixed
         vars(loader)["batch_sampler"] = watched(batches)
     else:
         batches.__class__ = watched
-    count_batches(loader, optimizer)
 
 
 def _goes_through_all(batches: Any) -> bool:
@@ -126,34 +130,6 @@ def _goes_through_all(batches: Any) -> bool:
     own = getattr(batches, "sampler", None)
     plain = isinstance(own, (RandomSampler, SequentialSampler))
     return type(batches) is BatchSampler and plain
-
-
-def count_batches(
-    loader: Any, optimizer: Any, first: Callable[[], bool] = lambda: True
-) -> None:
-    """
-    Lets an optimizer of several processes know how many logical batches the loop was
-    given, whatever workers draw ahead.
-
-    Args:
-        loader: it is changed
-        optimizer: the DP optimizer
-        first: tells if a batch that is given is the first one of a logical batch
-    """
-    if not hasattr(optimizer, "drawn"):
-        return
-    kind, own = type(loader), weakref.ref(optimizer)
-
-    def give(self: Any) -> Iterator[Any]:
-        for batch in kind.__iter__(self):
-            dp_optimizer: Any = own()
-            if first() and dp_optimizer is not None:
-                dp_optimizer.drawn += 1
-            yield batch
-
-    counting = type(kind.__name__, (kind,), {"__iter__": give})
-    # Accelerate's loaders say that they are of another class.
-    object.__dict__["__class__"].__set__(loader, counting)
 
 
 # -- the steps -------------------------------------------------------------------------

@@ -39,7 +39,6 @@ ARGUMENTS = (
         "scales the loss, and with it what is clipped",
         "Use bf16=True or float32.",
     ),
-    Argument("torch_compile", "compiles a model that runs samples by themselves"),
     Argument("use_liger_kernel", "puts kernels over the whole batch into the model"),
     Argument(
         "neftune_noise_alpha",
@@ -154,12 +153,10 @@ def refuse_environment(trainer: Any) -> None:
         or trainer.is_deepspeed_enabled
         or trainer.is_fsdp_enabled
         or trainer.is_model_parallel
-        or str(accelerator.state.dynamo_plugin.backend.value).lower() != "no"
     ):
         raise Refused(
             "PrivateTrainer trains on one device a process, without fp16, DeepSpeed, "
-            "accelerate's FSDP, a model on several devices or torch.compile. One of "
-            "them is set by the environment (accelerate config) or by the model's "
-            "device_map.",
+            "accelerate's FSDP or a model on several devices. One of them is set by "
+            "the environment (accelerate config) or by the model's device_map.",
             remedy="Leave it out there. For FSDP give TrainingArguments(fsdp=True).",
         )

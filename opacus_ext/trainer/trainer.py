@@ -30,6 +30,7 @@ from opacus_ext.data.logical import (
     seeded,
 )
 from opacus_ext.data.sampling import Poisson
+from opacus_ext.grad_sample.core.dynamo import settings_of
 from opacus_ext.grad_sample.core.groups import Samples, samples_of
 from opacus_ext.losses import PerRecord, sample_loss
 from opacus_ext.misuse import check_delta, check_size
@@ -343,6 +344,8 @@ class PrivateTrainer(Trainer):
     def _clip(self, model: nn.Module, batch: PhysicalBatch) -> torch.Tensor:
         """Leaves the clipped gradients of a physical batch. Returns the losses."""
         training, samples = self._training, list[Samples]()
+        if (settings := settings_of(model)) is not None:  # torch_compile=True
+            training.hooks.private.settings = settings
         model = self.accelerator.unwrap_model(model)  # DDP would add gradients up
         model.train()
         if batch.records:  # without records the step is noise

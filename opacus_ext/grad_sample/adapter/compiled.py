@@ -7,28 +7,30 @@ slots, and the clipping, which turns these into norms and clipped sums.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any, Callable, NamedTuple, Sequence
 
 import torch
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from opacus_ext.clipping import ClippingFunction
-from opacus_ext.grad_sample.adapter.outputs import Leaf, Returned, read_output
+from opacus_ext.grad_sample.adapter.outputs import NotEqual
 from opacus_ext.grad_sample.core.clip import ClippedSum, GroupNorms, norms_and_sums
 from opacus_ext.grad_sample.core.dynamo import Settings, compile_whole
+from opacus_ext.grad_sample.core.group import SampleGroup
 from opacus_ext.grad_sample.core.groups import Samples, why
 from opacus_ext.grad_sample.core.traced import TracedGroup
-from opacus_ext.grad_sample.core.vmap import is_batched
+from opacus_ext.grad_sample.core.vmap import is_batched, modes_above, without_modes
 from opacus_ext.grad_sample.factors import full_precision
 from opacus_ext.grad_sample.rules import NotAtOnce
 
 T = torch.Tensor
 Found = tuple[list[T], list[list[T]]]  # outputs, and the saved data of each use
 _TENSOR = "<tensor>"  # stands for a tensor in an output
-_PROGRAMS = 64  # the most programs of one model, for its batch sizes and lengths
+_OBJECT = "<object> "  # and this for an object, before the name of its type
 
 
 class NotCompiled(Exception):
@@ -47,12 +49,16 @@ class Traced(NamedTuple):
 
 
 class CompiledModel:
-    """The compiled programs of a private model (model.py)."""
+    """
+    The compiled programs of a private model (model.py). ``mode`` is a torch function
+    mode in which it is called, or None.
+    """
 
-    def __init__(self, model: Any, settings: Settings):
-        self.model, self.settings = model, settings
+    def __init__(self, model: Any, settings: Settings, mode: Any = None):
+        self.model, self.settings, self.mode = model, settings, mode
         self.params = list(model.params.values())
         self.programs = self._checked = 0
+        self._sizes: dict[tuple, list[int]] = {}  # batch sizes of programs, by kind
         self._traced: dict[tuple, Traced] = {}
         self._failed: dict[tuple, str] = {}
         module = getattr(model.module, "_orig_mod", model.module)
@@ -68,25 +74,29 @@ class CompiledModel:
             if not torch.compiler.is_compiling():
                 raise NotCompiled("torch.compiler.set_stance says so")
             group = TracedGroup(params, size)
-            call, returned = _caller(module)
+            call, returned = _caller(module, mode)
             leaves, spec = tree_flatten(tree)
             samples = Samples(None, leaves, by_sample, spec, size)
             outputs, kept = group.run(call, samples, slots)
             kept = [[x.detach() for x in data] for data in kept]
             return outputs, kept, _signature(returned, group)
 
-        self._forward = compile_whole(forward, self._backend, _PROGRAMS)
+        self._forward = compile_whole(forward, self._backend, settings.most)
 
     def _backend(self, graph: Any, inputs: Sequence[Any]) -> Callable:
         self.programs += 1
         return self.settings.backend(graph, inputs)
 
-    def run(self, samples: Samples) -> tuple[Returned, CompiledGroup]:
-        """Runs samples, or raises NotCompiled with nothing changed."""
-        count, size = samples.size, padded(samples.size)
+    def run(self, samples: Samples) -> tuple[Any, CompiledGroup]:
+        """
+        Runs samples, or raises NotCompiled with nothing changed. Returns the output, a
+        tree of tensors ``[B, ...]``.
+        """
+        count, kind = samples.size, _kind(samples, self.model.module.training)
+        size = self._size_for(kind, count)
         if size > count:  # fills up with samples that are ignored
             samples = samples.select(torch.arange(size).clamp(max=count - 1))
-        key = _kind(samples, self.model.module.training)
+        key = size, *kind
         if key in self._failed:
             raise NotCompiled(self._failed[key])
         try:
@@ -102,21 +112,38 @@ class CompiledModel:
             self._failed[key] = _reason(error)
             raise NotCompiled(self._failed[key]) from error
         outputs, kept = found
-        rest = iter(outputs)
+        # No slice if not needed: its backward copies.
+        rest = iter([x[:count] if len(x) > count else x for x in outputs])
         others, spec = traced.output
-        leaves = [next(rest) if x == _TENSOR else x for x in others]
-        whole = tree_unflatten(leaves, spec)
+        leaves = [next(rest) if x == _TENSOR else self._plain(x) for x in others]
+        return tree_unflatten(leaves, spec), CompiledGroup(self, traced, kept, count)
 
-        def read(x: Any) -> Leaf:
-            own = isinstance(x, T)  # no slice if not needed: its backward copies
-            return Leaf(x[:count] if own and len(x) > count else x, own)
+    def _plain(self, x: Any) -> Any:
+        """Replaces objects (caches) of an output, as where samples run eagerly."""
+        if not (isinstance(x, str) and x.startswith(_OBJECT)):
+            return x
+        name = x.removeprefix(_OBJECT)
+        what = f"is a {name}, which may hold values of samples"
+        return NotEqual(self.model.describe(), "output", what)
 
-        returned = read_output(whole, read, None, count)
-        return returned, CompiledGroup(self, traced, kept, count)
+    def _size_for(self, kind: tuple, count: int) -> int:
+        """Returns the batch size of a program for ``count`` samples; it builds few."""
+        sizes = self._sizes.setdefault(kind, [])
+        left = self.settings.most - sum(map(len, self._sizes.values()))
+        fits = min((size for size in sizes if size >= count), default=None)
+        if fits is not None and (left < 2 or 4 * fits <= 5 * padded(count)):
+            return fits  # the last program is for larger batches
+        if left < 1:
+            raise NotCompiled(
+                f"{self.settings.most} programs are built, and none is for {count} "
+                "samples of this length (pad lengths to a multiple: pad_to_multiple_of)"
+            )
+        sizes.append(padded(count if left > 1 else count + count // 2))
+        return sizes[-1]
 
     def _trace(self, key: tuple, samples: Samples) -> Traced:
         """Runs samples of a new kind eagerly, to find the uses of parameters."""
-        state, (call, returned) = self.model.state, _caller(self.module)
+        state, (call, returned) = self.model.state, _caller(self.module, self.mode)
         state.remember()
         group = _Group(self.params, samples.size)
         try:
@@ -159,7 +186,7 @@ class CompiledModel:
         return outputs, kept
 
 
-def _caller(module: nn.Module) -> tuple[Callable, list[Any]]:
+def _caller(module: nn.Module, mode: Any) -> tuple[Callable, list[Any]]:
     """
     Returns a function that runs a sample and returns its output tensors, and a list
     to which it appends the leaves (_TENSOR for tensors) and their tree.
@@ -168,17 +195,21 @@ def _caller(module: nn.Module) -> tuple[Callable, list[Any]]:
 
     def call(sample: Any) -> list[T]:
         args, kwargs = sample
-        found, spec = tree_flatten(module._call_impl(*args, **kwargs))
+        with nullcontext() if mode is None else mode:
+            found, spec = tree_flatten(module._call_impl(*args, **kwargs))
         tensors = [x for x in found if isinstance(x, T)]
         if not all(map(is_batched, tensors)):
             raise NotAtOnce("an output that all samples share")
-        others = [_TENSOR if isinstance(x, T) else x for x in found]
-        if not all(isinstance(x, (int, float, str, type(None))) for x in others):
-            raise NotAtOnce("an output that is no tensor")
+        others = [_TENSOR if isinstance(x, T) else _other(x) for x in found]
         returned.append((others, spec))
         return tensors
 
     return call, returned
+
+
+def _other(x: Any) -> Any:
+    plain = isinstance(x, (int, float, str, type(None)))
+    return x if plain else _OBJECT + type(x).__name__
 
 
 def _signature(returned: list[Any], group: TracedGroup) -> str:
@@ -203,9 +234,14 @@ def padded(size: int) -> int:
 
 
 def _kind(samples: Samples, training: bool) -> tuple:
+    """Describes samples, without their number."""
     leaves = (
-        (x.shape, x.dtype, x.device) if isinstance(x, T) else repr(x)
-        for x in samples.leaves
+        (
+            (x.shape[1:] if own else x.shape, x.dtype, x.device)
+            if isinstance(x, T)
+            else repr(x)
+        )
+        for x, own in zip(samples.leaves, samples.by_sample)
     )
     return training, str(samples.spec), tuple(samples.by_sample), *leaves
 
@@ -215,6 +251,40 @@ def _reason(error: BaseException) -> str:
     while isinstance(getattr(error, "inner_exception", None), BaseException):
         error = error.inner_exception
     return why(error)
+
+
+class InsideLoss:
+    """
+    A model that a loss calls: it runs in a compiled program, the loss itself eagerly.
+    ``program`` is set by the call.
+    """
+
+    program: CompiledGroup | None = None
+
+    def __init__(self, compiled_in: Callable[[Any], CompiledModel], group: SampleGroup):
+        self.compiled_in, self.group = compiled_in, group
+
+    def __call__(self, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Runs all samples of the group; called where one of them calls the model."""
+        group, modes = self.group, modes_above(self.group)
+        if self.program is not None:
+            raise NotCompiled("the loss calls the model twice")
+        if (
+            not all(getattr(mode, "is_compiled", False) for mode in modes[:1])
+            or modes[1:]
+        ):
+            raise NotCompiled(f"the loss calls the model in {type(modes[-1]).__name__}")
+        leaves, spec = tree_flatten((args, kwargs))
+        own = [isinstance(x, T) and is_batched(x) for x in leaves]
+        if any(isinstance(x, T) and x.requires_grad for x in leaves):
+            raise NotCompiled("gradients of the model's inputs are asked for")
+        leaves = [group.level.unwrap(x) if by else x for x, by in zip(leaves, own)]
+        compiled = self.compiled_in(modes[0] if modes else None)
+        with without_modes([group, *modes]), group.outside():
+            with torch.compiler.set_stance("default"):
+                samples = Samples(None, leaves, own, spec, group.size)
+                output, self.program = compiled.run(samples)
+        return tree_map_only(T, group.wrap, output)
 
 
 class CompiledGroup:

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 from opacus_ext.grad_sample.adapter.compiled import (
     CompiledGroup,
     CompiledModel,
+    InsideLoss,
     NotCompiled,
 )
 from opacus_ext.grad_sample.adapter.inputs import Inputs
@@ -70,7 +71,8 @@ class ForwardRecord:
         self.groups: list[GroupOutputs] = []
         self.dims: dict[int, int | None] = {}  # see BatchOutput
         self.done = False  # True after the backward pass
-        self.compiled: CompiledModel | None = None
+        self.compiled: CompiledModel | None = None  # runs the whole call
+        self.inside: Any = None  # gives the CompiledModel that the loss calls
         self._returned: list[Returned] = []
         self._count = 0  # number of groups so far
         self._followed = True  # True if each op of the code is intercepted
@@ -217,11 +219,13 @@ class ForwardRecord:
         if self.compiled is None:
             return False
         try:
-            returned, program = self.compiled.run(samples)
+            output, program = self.compiled.run(samples)
         except NotCompiled as error:
             self.model.not_compiled(self.compiled.settings, str(error))
             self.compiled = None
             return False
+        given = samples.rows, samples.size
+        returned = read_output(output, lambda x: Leaf(x, isinstance(x, T)), *given)
         self._keep(returned, GroupOutputs(samples.rows, program, returned.with_graph()))
         return True
 
@@ -229,17 +233,30 @@ class ForwardRecord:
         """Runs samples together."""
         if self._by_program(samples):
             return
+        try:
+            self._at_once(samples)
+        except NotCompiled as error:
+            self.model.not_compiled(self.model.settings, str(error))
+            self.inside = None
+            self._at_once(samples)
+
+    def _at_once(self, samples: Samples) -> None:
         self._begin()
         group = self.model.group(samples.size)
+        inside = InsideLoss(self.inside, group) if self.inside is not None else None
         with group.level:
             sample = samples.tree(group.wrap)
-            with group, self._eagerly():
+            with group, self._eagerly(), self.model.called_by(inside):
                 output = self.call(sample)
             returned = read_output(output, group.read, samples.rows, samples.size)
             del sample, output
             self._check_state(group.read_data, is_batched, group.notes.written)
         group.free_copies()
-        self._keep(returned, GroupOutputs(samples.rows, group, returned.with_graph()))
+        program: Any = None if inside is None else inside.program
+        if program is not None and group.uses:
+            raise NotCompiled("the loss uses parameters by itself")
+        outputs = returned.with_graph()
+        self._keep(returned, GroupOutputs(samples.rows, program or group, outputs))
 
     def alone(self, samples: Samples, i: int) -> None:
         """Runs one sample by plain autograd."""

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from opacus_ext.grad_sample.adapter.compiled import CompiledModel
+from opacus_ext.grad_sample.adapter.compiled import CompiledModel, InsideLoss
 from opacus_ext.grad_sample.adapter.forward import ForwardRecord
 from opacus_ext.grad_sample.adapter.inputs import InputReader, Inputs
 from opacus_ext.grad_sample.adapter.outputs import Leaf
@@ -106,6 +106,7 @@ class PrivateModel:
         self.settings = settings_of(module)
         self.has_compiled = any(map(settings_of, module.modules()))
         self._compiled: CompiledModel | None = None
+        self._inside: InsideLoss | None = None
 
     # -- the model ---------------------------------------------------------------------
 
@@ -228,7 +229,7 @@ class PrivateModel:
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Handles a call of the model, or of the wrapper around it."""
         if not self.enabled or self.running or not torch.is_grad_enabled():
-            return module._call_impl(*args, **kwargs)
+            return self._called(module, *args, **kwargs)
         compiler, settings = set_compiler(None), self.settings
         if compiler is not None:
             settings = settings_from(compiler) or settings
@@ -241,24 +242,44 @@ class PrivateModel:
                 self.check_hooks()
                 inputs = self.inputs.read(forward, args, kwargs)
                 record = self.record_type(self, inputs, forward)
-                if settings is not None:
-                    record.compiled = self._compiled_for(settings, module, inputs)
+                if settings and self._can_compile(settings, inputs, module):
+                    record.compiled = self._compiled_in(settings)
                 return record.output()
         finally:
             set_compiler(compiler)
             if settings is not None and settings.fullgraph:
                 count_a_frame()
 
+    def _called(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if self._inside is None or not torch.is_grad_enabled():
+            return module._call_impl(*args, **kwargs)
+        return self._inside(args, kwargs)
+
+    @contextmanager
+    def called_by(self, inside: InsideLoss | None) -> Iterator[None]:
+        """Lets the loss that is called in the block call a compiled program."""
+        self._inside = inside
+        try:
+            yield
+        finally:
+            self._inside = None
+
     def losses(self, kwargs: dict[str, Any], loss_of: Callable) -> T:
         """Returns losses ``[B]`` of ``loss_of(model, **kwargs)`` for each sample."""
 
         def loss(sample: Any) -> T:
-            return loss_of(self.module._call_impl, **sample[1])
+            return loss_of(partial(self._called, self.module), **sample[1])
 
         with self.telling("forward pass"):
             self.check_hooks()
             inputs = self.read_losses(kwargs, loss_of)
-            return self.record_type(self, inputs, loss).losses()
+            return self._losses(inputs, loss)
+
+    def _losses(self, inputs: Inputs, loss: Callable[[Any], T], *total: Any) -> T:
+        record = self.record_type(self, inputs, loss, *total)
+        if self.settings is not None and self._can_compile(self.settings, inputs):
+            record.inside = partial(self._compiled_in, self.settings)
+        return record.losses()
 
     def read_losses(self, kwargs: dict[str, Any], loss_of: Callable) -> Inputs:
         """Reads the inputs of :meth:`losses`, with all outputs of the model."""
@@ -287,30 +308,35 @@ class PrivateModel:
             if not samples:
                 return torch.zeros(0)
             inputs = Inputs(samples, size, [], samples[0].zeros)
-            return self.record_type(self, inputs, loss, total).losses()
+            return self._losses(inputs, loss, total)
 
-    def _compiled_for(
-        self, settings: Settings, module: nn.Module, inputs: Inputs
-    ) -> CompiledModel | None:
-        """Returns the compiled programs for a call; None if it can't be compiled."""
+    def _can_compile(
+        self, settings: Settings, inputs: Inputs, module: nn.Module | None = None
+    ) -> bool:
+        """Returns False, with a warning, if a call can't be compiled."""
         self.has_compiled = True
         reason = None
         if not self.compiles:
             reason = 'it is for modes "ghost", "ghost_bk" and "auto", of one process'
         elif inputs.trained:
             reason = "gradients of its inputs are asked for"
-        elif module is not self.module and (
+        elif module not in (None, self.module) and (
             module._forward_hooks or module._forward_pre_hooks
         ):
             reason = "there are forward hooks on what make_private has returned"
         if reason is not None:
             self.not_compiled(settings, reason)
-            return None
+        return reason is None
+
+    def _compiled_in(self, settings: Settings, mode: Any = None) -> CompiledModel:
+        """Returns the compiled programs for calls in a torch function mode."""
         last, params = self._compiled, [id(p) for p in self.params.values()]
         same = last is not None and last.settings == settings
-        if last is None or not same or [id(p) for p in last.params] != params:
-            self._compiled = CompiledModel(self, settings)
-        return self._compiled
+        if last is None or not same or type(last.mode) is not type(mode):
+            last = None
+        if last is None or [id(p) for p in last.params] != params:
+            last = self._compiled = CompiledModel(self, settings, mode)
+        return last
 
     def not_compiled(self, settings: Settings, reason: str) -> None:
         """Warns once that the model is not compiled; refuses ``fullgraph=True``."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from logging import Logger
 from typing import Any, Callable, NamedTuple
 
 import torch
@@ -16,11 +17,16 @@ from torch._dynamo.eval_frame import OptimizeContext, OptimizedModule
 set_compiler: Callable[[Any], Any] = set_eval_frame
 
 
+# The last two are those of transformers.
+_LOGGING = "debug", "info", "warning", "error", "info_once", "warning_once"
+
+
 class Settings(NamedTuple):
     """Arguments of ``torch.compile``."""
 
     backend: Callable  # called with a graph and its inputs
     fullgraph: bool  # True if a graph break is an error
+    most: int = 64  # the most programs of one model, for its batch sizes and lengths
 
 
 def settings_of(module: nn.Module) -> Settings | None:
@@ -49,11 +55,18 @@ def settings_from(compiler: Any) -> Settings | None:
 
 
 def compile_whole(function: Callable, backend: Callable, most: int) -> Callable:
-    """Compiles a function without graph breaks, into at most ``most`` programs."""
+    """
+    Compiles a function without graph breaks, into at most ``most`` programs. What it
+    logs is left out: it was logged where the function ran eagerly.
+    """
     given: Any = dict(backend=backend, fullgraph=True, dynamic=False)
+    ignored = {getattr(Logger, name) for name in _LOGGING if hasattr(Logger, name)}
+    changes: dict[str, Any] = dict(ignore_logger_methods=ignored)
     if "recompile_limit" in inspect.signature(torch.compile).parameters:
-        return torch.compile(function, **{**given, "recompile_limit": most})
-    return config.patch(recompile_limit=most)(torch.compile(function, **given))
+        given["recompile_limit"] = most
+    else:
+        changes["recompile_limit"] = most
+    return config.patch(changes)(torch.compile(function, **given))
 
 
 def count_a_frame() -> None:

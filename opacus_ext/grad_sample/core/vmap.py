@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import types
-from typing import Any, Callable, ContextManager
+from contextlib import contextmanager
+from typing import Any, Callable, ContextManager, Iterator
 from unittest.mock import patch
 
 import torch
@@ -12,6 +13,7 @@ from torch._C import _functorch
 from torch._functorch.vmap import lazy_load_decompositions
 from torch.nn import functional as F
 from torch.nn.utils import parametrize
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 is_batched: Callable[[Any], bool] = _functorch.is_batchedtensor
 
@@ -44,6 +46,24 @@ class Level:
         """Returns the values of all samples, ``[B, *shape]``."""
         inner, dim = _functorch.get_unwrapped(x), _functorch.maybe_get_bdim(x)
         return inner if dim == 0 else inner.movedim(dim, 0)
+
+
+def modes_above(mode: TorchFunctionMode) -> list[Any]:
+    """Returns the modes that see an op before this one."""
+    stack = _get_current_function_mode_stack()
+    return stack[stack.index(mode) + 1 :]
+
+
+@contextmanager
+def without_modes(modes: list[Any]) -> Iterator[None]:
+    """Leaves the innermost torch function modes for a block."""
+    for mode in reversed(modes):
+        mode.__exit__(None, None, None)
+    try:
+        yield
+    finally:
+        for mode in modes:
+            mode.__enter__()
 
 
 class Outside:
