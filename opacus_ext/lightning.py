@@ -316,6 +316,7 @@ class PrivacyCallback(Callback):
                     parameter="train_dataloaders",
                     remedy="Let the Trainer's own loop alone read the training loader.",
                 )
+            _refuse_trainer(pl_module.trainer)  # callbacks may have changed it since
             training.draw += 1
             before = _steps_of(self.engine.accountant)
             optimizer.drop_logical_batch()  # one that failed in its middle

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 from opacus_ext import PrivacyEngine
@@ -176,12 +177,28 @@ def prepared_last():
     )
 
 
+def every_record(prepares):
+    """Without Poisson sampling, and without a share of the data set."""
+    made, (model, data) = accelerator(), make()
+    *_, loader = PrivacyEngine().make_private(
+        module=DistributedDataParallel(model),
+        optimizer=torch.optim.SGD(model.parameters(), lr=RATE),
+        data_loader=DataLoader(data, batch_size=EACH, shuffle=True),
+        noise_multiplier=1.0,
+        max_grad_norm=BOUND,
+        poisson_sampling=False,
+    )
+    next(iter(made.prepare(loader) if prepares else loader))
+
+
 AGAIN = "prepared once more"
 REFUSED = {
     "loader": (loader_after, AGAIN),
     "uneven": (functools.partial(loader_after, even_batches=False), AGAIN),
     "physical": (functools.partial(loader_after, 1, even_batches=False), AGAIN),
     "split": (functools.partial(loader_after, split_batches=True), AGAIN),
+    "every record": (functools.partial(every_record, False), "count twice"),
+    "prepared": (functools.partial(every_record, True), "more records than"),
     "model": (functools.partial(model_after, "ghost_bk"), "wrapped by Distributed"),
     "hooked": (functools.partial(model_after, "hooks"), "wrapped by Distributed"),
     "accumulation": (functools.partial(Loop, steps=2), "gradient_accumulation_steps"),

@@ -175,6 +175,7 @@ def make_private(
     lr=1.0,
     accountant="prv",
     workers=0,
+    sampler=None,
     **kwargs,
 ):
     engine = PrivacyEngine(accountant=accountant)
@@ -187,7 +188,7 @@ def make_private(
             optimizer=optimizer or torch.optim.SGD(trainable(model).values(), lr=lr),
             criterion=criterion or PerSample(),
             data_loader=DataLoader(
-                dataset, batch_size=max(batch_size, 1), num_workers=workers
+                dataset, max(batch_size, 1), sampler=sampler, num_workers=workers
             ),
             noise_multiplier=noise_multiplier,
             max_grad_norm=max_grad_norm,

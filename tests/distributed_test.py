@@ -19,7 +19,7 @@ from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import TensorDataset
+from torch.utils.data import DistributedSampler, TensorDataset
 
 from opacus_ext import Clipping, check_per_sample_gradients
 from opacus_ext.data import Poisson
@@ -617,7 +617,8 @@ def in_parts(mode: str) -> Dict[str, torch.Tensor]:
     case = Case("mixture", mode, [[4, 4]])
     model = expert_parallel(model_of("mixture"))
     data = TensorDataset(own_batch(0, [4, 4]))
-    private = case.private(model, 4, dataset=data)
+    own = DistributedSampler(data, num_replicas=1, rank=0)
+    private = case.private(model, 4, dataset=data, sampler=own)
     private.optimizer.expected_batch_size = 4  # in each process
     history = private.engine.accountant.history
     with BatchMemoryManager(

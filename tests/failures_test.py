@@ -29,6 +29,7 @@ from torch.utils.data import TensorDataset
 from opacus_ext.checkpoints import read, write
 from opacus_ext.data import Poisson
 from opacus_ext.losses import model_losses
+from opacus_ext.refused import STAGES
 from tests.common import clipped_sum, oracle, trainable
 from tests.processes import LATE, preloaded, refusal, run
 from tests.sharded_test import (
@@ -127,8 +128,16 @@ def failing(way, stage, reads="item"):
     fails = dist.get_rank() == 1
     inner.fails = fails and stage == "forward pass"
     criterion.fails = fails and stage == "criterion"
+
+    def step():
+        private.optimizer.zero_grad()
+        private.backward(batches[1], losses)
+        if fails and stage == "step":
+            private.optimizer.params[0].grad.mul_(2)
+        private.optimizer.step()
+
     start = time.time()
-    found = refusal(private.step, batches[1], losses)
+    found = refusal(step)
     seconds, after = time.time() - start, state()
     unchanged = all(torch.equal(x, y) for x, y in zip(before, after))
     counted = sum(steps for _, _, steps in private.engine.accountant.history)
@@ -141,6 +150,24 @@ def failing(way, stage, reads="item"):
 
 
 # -- physical batches ----------------------------------------------------------------
+
+
+def own_splits(way):
+    """Physical batches of one record in one process, and of four in the other."""
+    private = ADAM.private(
+        spread(way, model_of("plain")),
+        dataset=TensorDataset(torch.ones(30, 5, dtype=torch.int64)),
+        poisson_sampling=True,
+        sampling=Poisson(expected_batch_size=6, steps=3),
+    )
+    with BatchMemoryManager(
+        data_loader=private.loader,
+        max_physical_batch_size=1 + 3 * dist.get_rank(),
+        optimizer=private.optimizer,
+    ) as loader:
+        for (some,) in loader:
+            private.step({"ids": some}, losses_of)
+    return sum(steps for _, _, steps in private.engine.accountant.history)
 
 
 def physical(way):
@@ -295,10 +322,11 @@ def resumed(folder, number):
 def jobs(processes):
     found = {}
     for way in WAYS:
-        for stage in ("forward pass", "criterion", "backward pass"):
+        for stage in STAGES:
             found[way, stage] = functools.partial(failing, way, stage)
         found[way, "physical"] = functools.partial(physical, way)
         found[way, "losses"] = functools.partial(own_losses, way)
+    found["own splits"] = functools.partial(own_splits, "ddp")
     return found
 
 
@@ -313,14 +341,14 @@ def two(tmp_path_factory):
     return run(2, str(tmp_path_factory.mktemp("two")), jobs, {"late": late})
 
 
-@pytest.mark.parametrize("stage", ["forward pass", "criterion", "backward pass"])
+@pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("way", WAYS)
 def test_the_others_are_told(way, stage, two):
     """Which process has failed and in what; all go on as if it had not been."""
     first, second = two.of((way, stage))
     assert f"Process 1 has failed in its {stage}" in first[0], first[0]
     assert "Process 1 has failed" not in second[0]
-    assert ("of mine" in second[0]) == (stage != "backward pass"), second[0]
+    assert ("of mine" in second[0]) == (stage in STAGES[:2]), second[0]
     torch.manual_seed(0)
     model = Net("item").double()
     optimizer = ADAM.plain_optimizer(model)
@@ -337,6 +365,10 @@ def test_an_error_within_sharded_layers(two):
     assert first[0].startswith("ProcessFailure") and "of mine" in second[0]
     for _, unchanged, seconds in (first, second):
         assert unchanged and seconds < LATE + 5
+
+
+def test_each_process_may_split_as_it_needs(two):
+    assert two.of("own splits") == [3, 3]
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -336,6 +336,15 @@ def test_settings_that_are_refused(settings, message):
         privacy("ghost_bk").setup(lightning, Classifier(), "fit")
 
 
+def test_batches_to_accumulate_later():
+    """A callback of Lightning's sets it when an epoch begins."""
+    later = L.callbacks.GradientAccumulationScheduler({1: 2})
+    lightning, model = trainer(privacy("ghost_bk"), later, max_epochs=2), Classifier()
+    with pytest.raises(Refused, match="accumulate_grad_batches=2"):
+        lightning.fit(model, loader())
+    assert lightning.global_step == RECORDS // BATCH + 1
+
+
 @pytest.mark.parametrize(
     "own, automatic, given, message",
     [

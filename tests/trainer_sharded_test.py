@@ -129,6 +129,8 @@ CASES = {
     "gpt2": dict(eval_strategy="steps", eval_steps=1),
     "lora": LORA,
     "adam": ADAM,
+    "smoothed": dict(label_smoothing_factor=0.2),
+    "smoothed lora": dict(label_smoothing_factor=0.2, **LORA),
     "empty shares": dict(size=2, max_steps=8),
     "one unit": dict(config={"auto_wrap_policy": "NO_WRAP"}),
     "recomputed": dict(

@@ -146,7 +146,9 @@ class Splits(_SharedOut, BatchSplittingSampler):
     def __iter__(self) -> Iterator[List[int]]:
         if self.place is None:
             return super().__iter__()
-        return Counted(self._parts(), self.optimizer)
+        # Without workers whole draws are counted: each process may split as it needs.
+        workers = self.optimizer.ahead_of_workers
+        return Counted(self._parts(), self.optimizer if workers else None)
 
     def _parts(self) -> Iterator[List[int]]:
         for own in self.sampler:

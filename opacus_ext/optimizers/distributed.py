@@ -101,15 +101,15 @@ class _Distributed(Base):
         given = (p for group in self.param_groups for p in group["params"])
         skips = self._check_skip_next_step(pop_next=False)
         if not skips or any(map(self._is_sharded, given)):
-            error: Optional[Refused] = None
+            error: Optional[Exception] = None
             try:
                 self._check_batches()
                 self._check_same_bound()
-            except Refused as refused:
+                self._state_of_noise()
+                self._check_gradients()
+            except Exception as refused:
                 error = refused
-            not_ready = getattr(self, "ready", True) is False
-            fails = error is not None or not_ready
-            self._refuse_differences(skips, len(STAGES) * fails)
+            self._refuse_differences(skips, len(STAGES) * (error is not None))
             if error is not None:
                 raise error
         return super().pre_step(closure)

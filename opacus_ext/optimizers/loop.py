@@ -15,7 +15,13 @@ from opacus import PrivacyEngine
 from opacus.utils.uniform_sampler import UniformWithReplacementSampler
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader, get_worker_info
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    RandomSampler,
+    SequentialSampler,
+    get_worker_info,
+)
 
 from opacus_ext.data.draws import Counted
 from opacus_ext.grad_sample.adapter.inputs import InputReader
@@ -75,12 +81,27 @@ def watch_loader(loader: DataLoader, optimizer: Any, inputs: InputReader) -> Non
     optimizer.ahead_of_workers = optimizer.ahead
     batches: Any = loader.batch_sampler
     kind, own, reader = type(batches), weakref.ref(optimizer), weakref.ref(inputs)
+    # Accelerate's own loaders share batches out.
+    shared_out = type(loader) is not DataLoader or not _goes_through_all(batches)
     # Sizes of the batches that may be at hand, as workers and loops draw ahead.
     sizes: deque[int] = deque(maxlen=4 + optimizer.ahead)
 
     def batches_of(self: Any) -> Iterator[List[int]]:
         dp_optimizer: Any = own()
         inputs = reader()
+        several = hasattr(dp_optimizer, "drawn") and dp_optimizer.world_size > 1
+        if several and not shared_out:
+            raise Refused(
+                "poisson_sampling=False, and the loader of each process goes through "
+                "the whole data set: a record may be in the batches of two processes, "
+                "and count twice in one step. If Accelerate has prepared the loader "
+                "since, a step has more records than are accounted for.",
+                parameter="data_loader",
+                remedy="Leave poisson_sampling out; or give the DataLoader a "
+                "torch.utils.data.DistributedSampler (with num_replicas=1 and rank=0 "
+                "if the data set has other records in each process), or call "
+                "accelerator.prepare before make_private.",
+            )
         if hasattr(dp_optimizer, "drop_logical_batch"):  # not one of Opacus's own
             dp_optimizer.drop_logical_batch()
         largest = 0
@@ -102,6 +123,13 @@ def watch_loader(loader: DataLoader, optimizer: Any, inputs: InputReader) -> Non
         vars(loader)["batch_sampler"] = watched(batches)
     else:
         batches.__class__ = watched
+
+
+def _goes_through_all(batches: Any) -> bool:
+    """Returns True for batches of a loader that knows of no other process."""
+    own = getattr(batches, "sampler", None)
+    plain = isinstance(own, (RandomSampler, SequentialSampler))
+    return type(batches) is BatchSampler and plain
 
 
 # -- the steps -------------------------------------------------------------------------

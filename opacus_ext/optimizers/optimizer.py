@@ -217,6 +217,12 @@ class ClippingOptimizer(NoisyOptimizer):
                 "+= 1.",
             )
 
+    def _check_gradients(self) -> None:
+        """
+        Raises:
+            Refused: if what a step takes is not what a clipped backward pass has left
+        """
+
     def attach_step_hook(self, fn: Callable[[Any], None]) -> None:
         """
         Adds a function that is called after each step that counts, and after the
@@ -301,6 +307,10 @@ class HooksDPOptimizer(ClippingOptimizer, DPOptimizer):
         Raises:
             Refused: if the gradients have gone on to another model as well
         """
+        self._check_gradients()
+        return super().pre_step(closure)
+
+    def _check_gradients(self) -> None:
         if getattr(self.mode, "fed", False):
             raise Refused(
                 "The input of the private model was computed by another model that is "
@@ -309,7 +319,10 @@ class HooksDPOptimizer(ClippingOptimizer, DPOptimizer):
                 "its output, or call zero_grad() before the private loss: a generator "
                 "is trained by a loss of its own.",
             )
-        return super().pre_step(closure)
+        for p in self.params:
+            if getattr(p, "grad_sample", None) is None:
+                self._get_flat_grad_sample(p)  # says what is missing
+            _check_processed_flag(p.grad_sample)
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -380,14 +393,7 @@ class GhostDPOptimizer(ClippingOptimizer, DPOptimizerFastGradientClipping):
         self._taken_norms = norms
         self.ready = True
 
-    def accumulate(self) -> None:
-        """
-        Moves ``p.grad`` to ``p.summed_grad``.
-
-        Raises:
-            Refused: if no clipped backward pass has come before, or ``p.grad`` was
-                changed since
-        """
+    def _check_gradients(self) -> None:
         if not self.ready:
             raise Refused(
                 "optimizer.step() without clipped gradients.",
@@ -399,8 +405,7 @@ class GhostDPOptimizer(ClippingOptimizer, DPOptimizerFastGradientClipping):
                     "opacus_ext.losses.model_losses(model, batch)).backward()."
                 ),
             )
-        taken, self._taken = self._taken, []
-        for p, (grad, version, _) in zip(self.params, taken):
+        for p, (grad, version, _) in zip(self.params, self._taken):
             if p.grad is not grad or grad._version != version:
                 raise Refused(
                     "The clipped gradients were changed between backward() and "
@@ -408,6 +413,17 @@ class GhostDPOptimizer(ClippingOptimizer, DPOptimizerFastGradientClipping):
                     "or the like.",
                     remedy="Leave that out; samples are clipped one by one already.",
                 )
+
+    def accumulate(self) -> None:
+        """
+        Moves ``p.grad`` to ``p.summed_grad``.
+
+        Raises:
+            Refused: if no clipped backward pass has come before, or ``p.grad`` was
+                changed since
+        """
+        self._check_gradients()
+        taken, self._taken = self._taken, []
         goes_on = self._check_skip_next_step(pop_next=False)
         for p, (_, _, total) in zip(self.params, taken):
             if p.summed_grad is None:

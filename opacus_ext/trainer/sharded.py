@@ -145,8 +145,13 @@ def _uses(module: nn.Module) -> Counter:
 def adopt(model: nn.Module, inner: nn.Module) -> None:
     """
     Makes accelerate take a sharded model as it is, and ``inner``, the model that
-    Trainer loads and saves, take the whole tensors of a checkpoint.
+    Trainer loads and saves, take the whole tensors of a checkpoint. Trainer tells by a
+    model's name whether labels are those of the next token, so it is the model's own.
     """
+    for unit in model.modules():
+        if isinstance(unit, FSDPModule):
+            name = type(unit).__name__.removeprefix("FSDP")
+            vars(unit)["_get_name"] = partial(str, name)
     setattr(model, "_is_accelerate_prepared", True)
     inner.register_load_state_dict_pre_hook(partial(_to_shards, model))
 
