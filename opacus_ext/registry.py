@@ -70,9 +70,7 @@ from opacus_ext.re_attention import transformers
 from opacus_ext.refused import Refused
 from opacus_ext.statement import privacy_statement
 
-_table: Any = None  # Opacus's registry of modes, if it has one
-if hasattr(opacus.grad_sample, "register_grad_sample_mode"):
-    _table = import_module("opacus.grad_sample.modes")
+_table: Any = getattr(opacus.grad_sample, "modes", None)  # if Opacus has a registry
 
 
 class Mode(NamedTuple):
@@ -203,21 +201,16 @@ def _enter_modes() -> None:
     """Enters our modes in Opacus's table."""
     for name, mode in MODES.items():
         _before[name] = _table.find_grad_sample_mode(name)
-        _table.register_grad_sample_mode(
-            name,
-            module=mode.module,
-            hooks=mode.hooks,
-            optimizer=functools.partial(_optimizer, name),
-            criterion=mode.criterion,
-            force=True,
-        )
+        parts = dict(module=mode.module, hooks=mode.hooks, criterion=mode.criterion)
+        pick = functools.partial(_optimizer, name)
+        _table.register_grad_sample_mode(name, **parts, optimizer=pick, force=True)
 
 
 def _leave_modes() -> None:
     """Takes our modes out of Opacus's table again."""
     for name, old in _before.items():
         now = _table.find_grad_sample_mode(name)
-        if now is None or now.module is not MODES[name].module:
+        if getattr(now, "module", None) is not MODES[name].module:
             continue  # somebody else's by now
         _table.unregister_grad_sample_mode(name)
         if old is not None:
