@@ -4,6 +4,7 @@
     python benchmarks/dpformer.py figure2 --data ml-1m.txt --out figure2.jsonl
     python benchmarks/dpformer.py figure6 --data ml-1m.txt --out figure6.jsonl
     python benchmarks/dpformer.py table2 --data Video.txt --out table2.jsonl
+    python benchmarks/dpformer.py paper --data ml-1m.txt --out paper.jsonl
 
 A run that is in the file already is not made again, and one that was cut off goes on
 from its last epoch (checkpoints lie in OUT.d and are deleted when the run is done):
@@ -16,6 +17,9 @@ draws tables and figures.
 - figure2: Transformer with sharing, without, and without at half the width, at epsilon
   5, over batch sizes and learning rates.
 - releases: what is released once, and no training, at epsilon 1, 2, 5, 8 and 10.
+- paper: Transformer and DPFormer at the paper's settings, 100 epochs of 200 items,
+  three seeds, on top of nothing and of what is released once. On a CPU it takes days:
+  --part, --epsilons and --seeds share them out; on a GPU add ``-- --device cuda``.
 - figure6: the curves of NDCG over the epochs, Transformer and DPFormer.
 
 Everything can be set (``--models``, ``--epsilons``, ``--seeds``, ``--batch-sizes``,
@@ -72,6 +76,15 @@ EXPERIMENTS: Dict[str, Dict[str, Any]] = {
         "lrs": [9e-3],
         "more": ["--prior", "popularity", "--evaluate-every", "5"],
     },
+    "paper": {
+        **TABLE,
+        "models": ["transformer", "dpformer"],
+        "priors": ["none", "transitions"],
+        "more": [
+            *("--epochs", "100", "--max-len", "200", "--clipping", "normalised"),
+            *("--evaluate-every", "10"),
+        ],
+    },
     "releases": {
         "models": ["transitions"],
         "epsilons": [1.0, 2.0, 5.0, 8.0, 10.0],
@@ -86,15 +99,16 @@ EXPERIMENTS: Dict[str, Dict[str, Any]] = {
 def runs(args: argparse.Namespace, rest: List[str]) -> Iterator[List[str]]:
     """The arguments of each run, seeds last, so that all settings come early."""
     grid = itertools.product(
-        args.seeds, args.epsilons, args.batch_sizes, args.lrs, args.models
+        args.seeds, args.epsilons, args.batch_sizes, args.lrs, args.priors, args.models
     )
-    for seed, epsilon, batch_size, lr, model in grid:
+    for seed, epsilon, batch_size, lr, prior, model in grid:
         half = model.endswith("-half")
         argv = [
             *("--data", args.data, "--model", model.removesuffix("-half")),
             *("--epsilon", str(epsilon), "--seed", str(seed), "--lr", str(lr)),
             *("--batch-size", str(batch_size)),
             *(("--width", "32") if half else ()),
+            *(("--prior", prior) if prior is not None else ()),
         ]
         yield [*argv, *EXPERIMENTS[args.experiment].get("more", []), *rest]
 
@@ -122,6 +136,7 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="+", type=int)
     parser.add_argument("--batch-sizes", nargs="+", type=int)
     parser.add_argument("--lrs", nargs="+", type=float)
+    parser.add_argument("--priors", nargs="+", choices=train.PRIORS)
     parser.add_argument(
         "--part", default="1/1", help="i/n: every n-th run, from the i-th"
     )
@@ -129,6 +144,7 @@ def main() -> None:
     for name, value in EXPERIMENTS[args.experiment].items():
         if getattr(args, name, ...) is None:
             setattr(args, name, value)
+    args.priors = args.priors or [None]  # that of the experiment
     part, parts = map(int, args.part.split("/"))
 
     todo = list(runs(args, argv[split + 1 :]))

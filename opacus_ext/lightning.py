@@ -286,19 +286,25 @@ class PrivacyCallback(Callback):
         if self._several:
             for name in ("log", "all_gather"):
                 within[name] = _alone(getattr(pl_module, name))
+        # Likewise how metrics of torchmetrics are summed over processes.
+        places = [(vars(pl_module), within)]
+        for name, part in pl_module.named_modules() if self._several else ():
+            if "dist_sync_fn" in vars(part):
+                places.append((vars(part), {"dist_sync_fn": _no_sync(name)}))
 
         def output_of(batch: PhysicalBatch, *rest: Any) -> Any:
             if not batch.records:
                 return _empty_loss(training)
-            own = vars(pl_module)
-            before = {name: own[name] for name in within if name in own}
-            own.update(within)
+            before = [{k: own[k] for k in new if k in own} for own, new in places]
+            for own, new in places:
+                own.update(new)
             try:
                 return stock(batch.inputs, *rest)
             finally:
-                for name in within:
-                    del own[name]
-                own.update(before)
+                for (own, new), old in zip(places, before):
+                    for name in new:
+                        del own[name]
+                    own.update(old)
 
         @functools.wraps(stock)
         def training_step(batches: List[PhysicalBatch], *rest: Any) -> Any:
@@ -397,16 +403,29 @@ def _alone(method: Callable) -> Callable:
     def checked(*args: Any, **kwargs: Any) -> Any:
         given = inspect.signature(method).bind(*args, **kwargs).arguments
         if name == "all_gather" or given.get("sync_dist"):
-            raise Refused(
-                f"training_step calls self.{name}, which waits for all processes; one "
-                "without records of a draw does not call training_step.",
-                parameter=name,
-                remedy="Log without sync_dist there, and gather in another hook, such "
-                "as on_train_epoch_end.",
-            )
+            raise _waits(f"calls self.{name}", name)
         return method(*args, **kwargs)
 
     return checked
+
+
+def _no_sync(name: str) -> Callable:
+    """Refuses to sum a metric over processes, by dist_sync_on_step or compute()."""
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise _waits(f"sums the metric {name} over processes", name)
+
+    return refuse
+
+
+def _waits(does: str, name: str) -> Refused:
+    return Refused(
+        f"training_step {does}, which waits for all processes; one without records of "
+        "a draw does not call training_step.",
+        parameter=name,
+        remedy="Log without sync_dist there, leave out dist_sync_on_step, and gather "
+        "or compute metrics in another hook, such as on_train_epoch_end.",
+    )
 
 
 def _empty_loss(training: PrivateTraining) -> torch.Tensor:

@@ -120,6 +120,15 @@ def test_compiles_on_a_gpu(compiles, recwarn):
     assert not [w for w in recwarn if "not compiled" in str(w.message)]
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_a_gpu():
+    model, plain = model_of().cuda(), model_of().cuda()
+    private = make_private(model, "auto", **GIVEN)
+    batches = [torch.randn(size, 4).double().cuda() for size in (4, 16, 11, 0, 1, 30)]
+    assert 1 < check_steps(private, model, plain, batches) <= 4
+
+
 def test_more_lengths_than_programs(compiles):
     build = net(lambda m, x: m.one(x).tanh().mean(1), one=(4, 3))
     model, plain = build().double(), build().double()

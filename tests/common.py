@@ -174,6 +174,7 @@ def make_private(
     poisson_sampling=False,
     lr=1.0,
     accountant="prv",
+    workers=0,
     **kwargs,
 ):
     engine = PrivacyEngine(accountant=accountant)
@@ -185,7 +186,9 @@ def make_private(
             module=model,
             optimizer=optimizer or torch.optim.SGD(trainable(model).values(), lr=lr),
             criterion=criterion or PerSample(),
-            data_loader=DataLoader(dataset, batch_size=max(batch_size, 1)),
+            data_loader=DataLoader(
+                dataset, batch_size=max(batch_size, 1), num_workers=workers
+            ),
             noise_multiplier=noise_multiplier,
             max_grad_norm=max_grad_norm,
             poisson_sampling=poisson_sampling,

@@ -21,8 +21,9 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 from opacus_ext.grad_sample.core.clip import GroupNorms, norms_and_sums
-from opacus_ext.grad_sample.factors import GradSample
+from opacus_ext.grad_sample.factors import GradSample, grad_sample
 from opacus_ext.grad_sample.modes.common import private_model_of
+from opacus_ext.layers import Experts, SwitchFeedForward
 from opacus_ext.losses import model_losses
 from opacus_ext.models.dpformer import DPFormer
 from opacus_ext.re_attention import track_errors
@@ -298,6 +299,33 @@ def test_frozen_norms():
     out = compiled(model).module(x)
     assert programs_of(model) == 1
     torch.testing.assert_close(out, plain(x), rtol=0, atol=0.02)
+
+
+class Mixture(nn.Module):
+    """Stacked experts with biases, and a layer that drops tokens."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.router = nn.Linear(4, 6), nn.Linear(6, 5)
+        self.switch = SwitchFeedForward(6, 8, num_experts=7, capacity=2)
+        self.experts = Experts(6, 8, num_experts=5, gated=True, bias=True)
+
+    def forward(self, x):
+        x = self.first(x)
+        x = x + self.switch(x)
+        weights, chosen = self.router(x).softmax(-1).topk(2, dim=-1)
+        rows = (y.flatten(0, 1) for y in (x, chosen, weights))
+        return self.experts(*rows).view_as(x) + self.switch.balancing[:, None, None]
+
+
+@pytest.mark.parametrize("few, clipping", [(0, "flat"), (2**26, "per_layer")])
+def test_experts(few, clipping, monkeypatch):
+    """Norms by the rows of an expert, or all pairs: routes make no new programs."""
+    monkeypatch.setattr(grad_sample, "_FEW", few)
+    model, given = model_of(Mixture), dict(how=dict(fullgraph=True, **AOT))
+    batches = [3 * torch.randn(B, 5, 4).double() for B in (2, 2, 1)]
+    assert not train(model, batches, clipping=clipping, **given)
+    assert programs_of(model) == 1
 
 
 class Stateful(common.Net):

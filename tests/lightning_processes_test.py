@@ -13,6 +13,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 L = pytest.importorskip("lightning.pytorch")
 
+from torchmetrics import MeanMetric  # noqa: E402
+
 from tests.lightning_test import (  # noqa: E402
     BATCH,
     RECORDS,
@@ -37,6 +39,7 @@ class Numbered(Classifier):
         super().__init__(automatic)
         self.net[2] = nn.Linear(4, RECORDS).double()
         self.register_buffer("scale", torch.ones((), dtype=torch.float64))
+        self.metric = MeanMetric(dist_sync_on_step=log.pop("on_each_step", False))
         self.given = log
 
     def forward(self, x):
@@ -44,6 +47,8 @@ class Numbered(Classifier):
 
     def training_step(self, batch, batch_idx):
         self.log("records", float(len(batch[0])), **self.given)
+        self.metric(float(len(batch[0])))
+        self.log("metric", self.metric, on_epoch=True)
         return super().training_step(batch, batch_idx)
 
 
@@ -123,6 +128,7 @@ def jobs(folder, processes):
         "resumed": lambda: trained(f"{folder}/again", resume=saved),
         "split": lambda: refusal(split_model, folder),
         "sync_dist": lambda: refusal(trained, folder, log={"sync_dist": True}),
+        "metric": lambda: refusal(trained, folder, log={"on_each_step": True}),
     }
 
 
@@ -169,6 +175,7 @@ def test_what_is_refused(two):
     for name, words in (
         ("split", "net.0.weight is shared out"),
         ("sync_dist", "self.log, which waits"),
+        ("metric", "sums the metric metric over processes, which waits"),
     ):
         for found in two[1].of(name):
             assert found.startswith("Refused") and words in found

@@ -365,6 +365,27 @@ def test_bfloat16_products_are_exact(num_bytes, T, cancels, wide_sums):
     assert {*wide_sums} == {"highest"}
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("num_bytes", [100, 2**20])
+def test_on_a_gpu(num_bytes):
+    torch.manual_seed(0)
+    weight = (torch.randn(64, 96) / 8).bfloat16().cuda().requires_grad_()
+    for row in torch.randn(8, 1, 40, 64).bfloat16().cuda():
+        with workspace(num_bytes):
+            found = clipped_grads(loss_of(weight), {"w": weight}, row[None], 1e-2)
+            pair = row.expand(2, *row.shape)
+            several = clipped_grads(loss_of(weight), {"w": weight}, pair, 1e-2)
+        (grad,) = torch.autograd.grad(loss_of(weight)(row), weight)
+        assert torch.allclose(several.norms, grad.float().norm(), rtol=0.02)
+        total = several.sums["w"] / 2
+        assert 1e-2 * (1 - 2**-7 - 1e-4) <= float(total.norm()) <= 1e-2 * (1 + 1e-4)
+        assert (
+            torch.cosine_similarity(total.flatten(), found.sums["w"].flatten(), 0)
+            > 0.99
+        )
+
+
 def by_legacy_name(value):
     torch.set_float32_matmul_precision({"tf32": "high", "ieee": "highest"}[value])
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from opacus.utils.batch_memory_manager import wrap_data_loader
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
@@ -30,6 +31,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint
 
 from opacus_ext import clipped_grads
@@ -467,6 +469,37 @@ def drawn():
     return found
 
 
+def left_out():
+    """One process leaves out a batch, which workers have drawn ahead, and goes on."""
+    found = {}
+    for physical in (None, 1):
+        data = torch.utils.data.TensorDataset(torch.ones(24, 1, dtype=torch.float64))
+        private = make_private(
+            DDP(nn.Linear(1, 2).double()),
+            "ghost_bk",
+            batch_size=4,
+            dataset=data,
+            poisson_sampling=True,
+            workers=1,
+        )
+        loader = private.loader
+        if physical:
+            loader = wrap_data_loader(
+                data_loader=loader,
+                max_batch_size=physical,
+                optimizer=private.optimizer,
+            )
+        said = []
+        for i, (x,) in enumerate(loader):
+            if i != 1 or dist.get_rank() == 0:
+                step = (private.step, x, lambda model, x: model(x).sum(1))
+                said.append(refusal(*step))
+            if len(said) == 3:
+                break
+        found[physical] = said
+    return found
+
+
 def replicated():
     """Two copies of two shards: the same weights in both copies, noise too."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards"))
@@ -494,6 +527,14 @@ def refusals():
     ignored = Net()
     fully_shard(ignored, ignored_params={ignored.table.weight})
     found["ignored"] = refusal(Case("plain").private, ignored)
+    with torch.device("meta"):
+        empty = fully_shard(Net())
+    found["meta"] = refusal(Case("plain").private, empty)
+    later = sharded("plain")
+    private = Case("plain").private(later)
+    later.blocks[0].requires_grad_(False)
+    batch = own(batch_of("plain", 0, 4, False), [2, 2])
+    found["frozen"] = refusal(private.step, batch, losses_of)
     # One process refuses its batch, the others learn of it before a weight changes.
     private, before = Case("plain").private(model), whole(model)
     batch = own(batch_of("plain", 0, 4, False), [2, 2])
@@ -718,6 +759,7 @@ def jobs(folder: str, processes: int):
             "split refusals": split_refusals,
             "by plan": lambda: by_plan(folder),
             "changed": changed,
+            "left out": left_out,
         },
         3: {"loaded": lambda: loaded(folder)},
         4: {
@@ -907,6 +949,8 @@ def test_refused(two):
         "noise": "Correlated noise is not drawn",
         "part": "Call fully_shard on the whole model, last",
         "ignored": "table.weight is not sharded",
+        "meta": "table.weight is on the meta device",
+        "frozen": "requires_grad of blocks.0.norm.weight was set to False",
     }
     first, second = two.of("refusals")
     for found in (first, second):
@@ -936,6 +980,14 @@ def test_settings_of_one_process_are_refused(two):
             assert "differ between processes" in said, said
         for name, value in expected.items():  # evaluated before each step
             torch.testing.assert_close(after[name], value, rtol=0, atol=1e-10)
+
+
+def test_batch_that_one_process_leaves_out(two):
+    """By the number of the batch, though workers have drawn later ones."""
+    for found in two.of("left out"):
+        assert all("of different draws" in x for x in found[None][1:]), found
+        for said in found.values():
+            assert [x == "not refused" for x in said] == [True, False, False], said
 
 
 def test_killed_process(two):

@@ -12,7 +12,7 @@ from opacus.utils.batch_memory_manager import BatchSplittingSampler
 from opacus.utils.uniform_sampler import UniformWithReplacementSampler
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from opacus_ext.refused import Refused
+from opacus_ext.refused import Refused, waited_in_vain
 
 
 class _SharedOut:
@@ -83,7 +83,10 @@ class Draws(_SharedOut, UniformWithReplacementSampler):
         """Returns a generator that all processes have: each draws the whole batch."""
         seed = int(torch.randint(2**62, (1,), generator=self.generator))
         given = [seed, repr(self.sampling), self.num_samples]
-        dist.broadcast_object_list(given)
+        try:
+            dist.broadcast_object_list(given)
+        except RuntimeError as error:
+            raise waited_in_vain(dist.get_rank(), error) from error
         if given[1:] != [repr(self.sampling), self.num_samples]:
             raise Refused(
                 f"This process draws by {self.sampling} from {self.num_samples} "
@@ -110,6 +113,25 @@ class Draws(_SharedOut, UniformWithReplacementSampler):
         )
 
 
+class Counted:
+    """
+    Batches whose draws are counted, for an optimizer of several processes. An attempt
+    behind the last batch counts too: workers make one for each batch that they are
+    asked for, so that the count tells which batch the loop is at.
+    """
+
+    def __init__(self, batches: Iterator[List[int]], optimizer: Any):
+        self.batches, self.optimizer = batches, optimizer
+
+    def __iter__(self) -> Iterator[List[int]]:
+        return self
+
+    def __next__(self) -> List[int]:
+        if hasattr(self.optimizer, "drawn"):
+            self.optimizer.drawn += 1
+        return next(self.batches)
+
+
 class Splits(_SharedOut, BatchSplittingSampler):
     """
     The physical batches of ``BatchMemoryManager``, as many in each process as the one
@@ -123,8 +145,10 @@ class Splits(_SharedOut, BatchSplittingSampler):
 
     def __iter__(self) -> Iterator[List[int]]:
         if self.place is None:
-            yield from super().__iter__()
-            return
+            return super().__iter__()
+        return Counted(self._parts(), self.optimizer)
+
+    def _parts(self) -> Iterator[List[int]]:
         for own in self.sampler:
             count = max(math.ceil(self.sampler.most / self.max_batch_size), 1)
             for i, part in enumerate(np.array_split(np.array(own, int), count), 1):

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from opacus_ext.grad_sample.core.traced import forgets
 from opacus_ext.grad_sample.parallel.sharding import is_experts
 from opacus_ext.grad_sample.rules.experts import experts_interface
 from opacus_ext.refused import Refused
@@ -195,6 +196,7 @@ class _FeedForward(nn.Module):
         chosen, index = probabilities.topk(self.top_k, dim=-1)
         if mask is not None:
             index = index.masked_fill(~mask.bool()[..., None], size)
+        forgets(self)
         self.chosen = index
         self.balancing = balancing_loss(probabilities, index, mask)
         if self.capacity is not None:

@@ -34,7 +34,8 @@ class _Distributed(Base):
     process 0 draws in each step.
     """
 
-    drawn = 0  # logical batches that the loader has drawn so far
+    drawn = 0  # batches that the loader was asked for so far
+    ahead_of_workers = 0  # of ``ahead``: set by make_private
     looks_ahead = 0  # such a loader is refused
     copies = 1  # processes that compute each sample together
 
@@ -59,7 +60,10 @@ class _Distributed(Base):
         """
         bounds = [self.max_grad_norm] if self._bounds is None else self._bounds
         weighted = sum(i * bound for i, bound in enumerate(bounds, 1))
-        size, drawn = self.expected_batch_size, 0 if self.ahead else self.drawn
+        # What a loop draws ahead, in a thread say, differs; what workers do doesn't.
+        alike = self.ahead == self.ahead_of_workers
+        drawn = self.drawn - self.ahead if alike else 0
+        size = self.expected_batch_size
         settings = [self.noise_multiplier, -1 if size is None else size, weighted]
         given = [*settings, len(bounds), drawn, skips, failed]
         device = next((p.device for p in self.params), torch.device("cpu"))

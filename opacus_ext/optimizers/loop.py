@@ -17,6 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, get_worker_info
 
+from opacus_ext.data.draws import Counted
 from opacus_ext.grad_sample.adapter.inputs import InputReader
 from opacus_ext.optimizers.optimizer import ClippingOptimizer
 from opacus_ext.refused import Refused, warn_once
@@ -71,12 +72,13 @@ def watch_loader(loader: DataLoader, optimizer: Any, inputs: InputReader) -> Non
     """
     loader.collate_fn = CountingCollate(loader.collate_fn, loader.dataset, inputs)
     optimizer.ahead = loader.num_workers * (loader.prefetch_factor or 0)
+    optimizer.ahead_of_workers = optimizer.ahead
     batches: Any = loader.batch_sampler
     kind, own, reader = type(batches), weakref.ref(optimizer), weakref.ref(inputs)
     # Sizes of the batches that may be at hand, as workers and loops draw ahead.
     sizes: deque[int] = deque(maxlen=4 + optimizer.ahead)
 
-    def begin(self: Any) -> Iterator[List[int]]:
+    def batches_of(self: Any) -> Iterator[List[int]]:
         dp_optimizer: Any = own()
         inputs = reader()
         if hasattr(dp_optimizer, "drop_logical_batch"):  # not one of Opacus's own
@@ -87,11 +89,12 @@ def watch_loader(loader: DataLoader, optimizer: Any, inputs: InputReader) -> Non
             largest = max(largest, len(batch))
             if inputs is not None:
                 inputs.most = max(sizes)
-            if hasattr(dp_optimizer, "drawn"):  # of several processes
-                dp_optimizer.drawn += 1
             yield batch
         if inputs is not None:
             inputs.most = largest  # a loop may go through a list of all batches
+
+    def begin(self: Any) -> Iterator[List[int]]:
+        return Counted(batches_of(self), own())
 
     # Python looks the method up on the class, so the sampler gets a class of its own.
     watched = type(kind.__name__, (kind,), {"__iter__": begin})

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from opacus_ext import Refused, clipped_grads, per_sample_grads
 from opacus_ext.clipping import CLIPPINGS
 from opacus_ext.grad_sample.core.gradients import gradients_alone
+from opacus_ext.layers import SwitchFeedForward, TopKFeedForward
 from tests import common
 from tests.common import clipped_sum, norms_of
 from tests.fuzz.ops import Opaque
@@ -162,6 +163,29 @@ def biases_alone():
     return loss, params
 
 
+def as_it_is(x, w):
+    """What may return its argument, which a tracer takes for another tensor."""
+    for same in (w.double(), w.to(w.dtype), w.type(w.dtype), w.contiguous()):
+        x = x + F.linear(x, same).tanh()
+    return x.square().sum()
+
+
+def experts(kind, **kwargs):
+    """A mixture of experts, most of which are not used by a sample."""
+
+    def build():
+        torch.manual_seed(0)
+        layer = kind(4, 6, 8, **kwargs).double()
+
+        def loss(x):
+            y = layer(x[:, None] * torch.linspace(-1, 2, 5)[:, None].double())
+            return y.square().sum() + layer.balancing.sum()
+
+        return loss, params_of(layer)
+
+    return build
+
+
 TIED = of_weights(tied, (7, 6), (6,))
 BRANCHES = of_layers(branches, (4, 4), (4, 4))
 ONE_BY_ONE = of_layers(lambda x, layer: Opaque.apply(layer(x)).square().sum(), (4, 3))
@@ -181,6 +205,9 @@ CASES = {
     "hooks": Case(of_weights(hooks, (4, 4)), rows, compiled=False),
     "padding from the end": Case(of_weights(padding_from_the_end, (7, 4)), ids),
     "one by one": Case(ONE_BY_ONE, rows, compiled=False),
+    "as it is": Case(of_weights(as_it_is, (4, 4)), rows),
+    "one expert a token": Case(experts(SwitchFeedForward, capacity=2), rows),
+    "two experts a token": Case(experts(TopKFeedForward), rows),
 }
 every_case = pytest.mark.parametrize("name", CASES)
 

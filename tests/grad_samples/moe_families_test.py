@@ -5,6 +5,7 @@ import inspect
 import pytest
 import torch
 
+from opacus_ext import clipped_grads
 from tests import tiny
 from tests.common import (
     assert_same,
@@ -23,6 +24,11 @@ transformers = pytest.importorskip("transformers")
 
 # Those with an architecture of their own.
 MAIN = ("mixtral", "gpt_oss", "deepseek_v3", "jetmoe", "switch_transformers", "zaya")
+# As transformers ships them; the others' routes are branches.
+COMPILED = [
+    pytest.param(name, marks=[pytest.mark.thorough] * (name != "mixtral"))
+    for name in "mixtral gpt_oss olmoe qwen2_moe qwen3_moe deepseek_v3".split()
+]
 EXPERTS = {"num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"}
 
 
@@ -82,6 +88,29 @@ def test_bfloat16(family):
     make_private(model, *MODE, batch_size=3, max_grad_norm=c).step(batch, loss)
     got = {name: 3 * p.grad.float() for name, p in trainable(model).items()}
     assert_same(got, clipped_sum(grads, "flat", c), 0.1)
+
+
+@pytest.mark.parametrize("family", COMPILED)
+def test_compiled(family):
+    """Whole: the model, in two steps of other routes, and its clipped gradients."""
+    torch._dynamo.reset()
+    model, plain, c = build(family), build(family), 0.3
+    plain.load_state_dict(model.state_dict())
+    how = dict(backend="aot_eager", fullgraph=True)
+    whole = torch.compile(model, **how)
+    private = make_private(whole, *MODE, batch_size=3, max_grad_norm=c, lr=0.0)
+    params, batches = trainable(model), [batch_of(3, 5) for _ in range(2)]
+    for batch in batches:
+        expected = clipped_sum(oracle(plain, batch, loss_fn), "flat", c)
+        private.step(batch, loss_fn)
+        got = {name: 3 * p.grad for name, p in params.items()}
+        assert_same(got, expected, 1e-5)  # it rotates in float32
+
+    def loss(sample):
+        return loss_fn(model, sample)[0]
+
+    step = torch.compile(lambda batch: clipped_grads(loss, params, batch, c), **how)
+    assert_same(step(batch).sums, expected, 1e-5)
 
 
 def test_tokens_mixed_by_the_model():

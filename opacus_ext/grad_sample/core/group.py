@@ -146,15 +146,15 @@ class SampleGroup(TorchFunctionMode):
         if not batched:
             made = func(*args, **kwargs)
             if not _any_batched((made,)):
-                self.made(func, args, kwargs, made)
-                return made
+                return self.made(func, args, kwargs, made)
             # The op has drawn random numbers for each sample.
         if self.eager and changes_in_place(func) and self.is_shared(args[0]):
             raise NotAtOnce("a value computed from parameters that data change")
         return call_with({id(x): self.copy(x) for x in shared}, func, args, kwargs)
 
-    def made(self, func: Callable, args: tuple, kwargs: dict, made: Any) -> None:
-        """Called with each op of parameters without data, and its result."""
+    def made(self, func: Callable, args: tuple, kwargs: dict, made: Any) -> Any:
+        """Called with each op of parameters without data; returns its result."""
+        return made
 
     def _holds(self, op: Op) -> bool:
         params = [p for p in op.params if p is not None]

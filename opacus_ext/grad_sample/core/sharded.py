@@ -287,6 +287,7 @@ class Shards:
 
     Attributes:
         gathered: all parameters by name, as they are gathered; see :func:`gathered`
+        shards: all parameters by name, as each process holds them
         own: the shards that are trained, by name
         rounds: the passes of all processes
     """
@@ -294,13 +295,24 @@ class Shards:
     def __init__(self, module: nn.Module):
         units = [m for m in module.modules() if isinstance(m, FSDPModule)]
         refuse_shards(type(module).__name__, module, units)
+        self.shards: dict[str, Any] = dict(module.named_parameters())
+        self.own = {n: p for n, p in self.shards.items() if p.requires_grad}
         self.gathered = gathered(module, units)
-        named = module.named_parameters()
-        self.own: dict[str, Any] = {n: p for n, p in named if p.requires_grad}
         self.mesh = split_mesh(self.gathered.values())
         if self.mesh is not None:
             self._refuse_sums_within(self.mesh)
         self.rounds = Rounds(units)
+
+    def refuse_changes(self) -> None:
+        """Refuses what was frozen or freed since FSDP2 has gathered it first."""
+        for name, p in self.shards.items():
+            if p.requires_grad != self.gathered[name].requires_grad:
+                raise Refused(
+                    f"requires_grad of {name} was set to {p.requires_grad} after "
+                    "make_private: fully_shard keeps what it was before.",
+                    parameter=name,
+                    remedy="Freeze parameters before fully_shard.",
+                )
 
     def _refuse_sums_within(self, mesh: DeviceMesh) -> None:
         """Refuses shards over processes that compute a sample together."""
@@ -326,6 +338,13 @@ def refuse_shards(name: str, module: nn.Module, units: Sequence[FSDPModule]) -> 
             remedy="Call fully_shard on the whole model, last.",
         )
     for parameter, p in module.named_parameters():
+        if p.is_meta:
+            raise Refused(
+                f"{parameter} is on the meta device: it has no values.",
+                parameter=parameter,
+                remedy="Between fully_shard and make_private call "
+                'model.to_empty(device="cpu" or "cuda") and load or draw the weights.',
+            )
         if not p.requires_grad:
             continue
         kinds = p.placements if isinstance(p, DTensor) else ()

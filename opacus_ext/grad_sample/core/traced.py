@@ -34,7 +34,14 @@ T = torch.Tensor
 Recipe = tuple[Callable, tuple, dict, "int | None", list[T], T]
 
 # Functions that may return their argument.
-_UNCHANGED = (T.to, T.type_as, T.contiguous, T.float, T.double, T.half, T.bfloat16)
+_UNCHANGED = (
+    *(T.to, T.type, T.type_as, T.contiguous),
+    *(T.float, T.double, T.half, T.bfloat16),
+)
+
+
+def _kind(x: T) -> tuple:
+    return x.shape, x.stride(), x.dtype, x.device
 
 
 class TracedValue(ParameterValue):
@@ -69,6 +76,18 @@ class TracedValue(ParameterValue):
             made[id(y)] = self._again(y, made)
         found = call_with(made, func, args, kwargs)
         return found if place is None else found[place]
+
+
+_forwards: list[list[Any]] = []  # the modules that each running forward has written to
+
+
+def forgets(module: Any) -> None:
+    """
+    Called by a module whose forward sets the attributes in ``module.transient``: they
+    become None behind the forward of a sample, of which they hold tensors.
+    """
+    if _forwards:
+        _forwards[-1].append(module)
 
 
 class TracedGroup(SampleGroup):
@@ -109,20 +128,22 @@ class TracedGroup(SampleGroup):
     def _is_constant(self, x: T) -> bool:
         return id(x) not in self._recipes and super()._is_constant(x)
 
-    def made(self, func: Callable, args: tuple, kwargs: dict, made: Any) -> None:
+    def made(self, func: Callable, args: tuple, kwargs: dict, made: Any) -> Any:
+        if func in _UNCHANGED and _kind(made) == _kind(args[0]):
+            return args[0]  # a tracer may take them for two tensors
         parts: list[T] = []
         self.find_shared((*args, *kwargs.values()), parts)
         several = isinstance(made, (tuple, list))
-        if func is T.__setitem__:  # returns None
-            made = args[0]
-        for place, x in enumerate(made if several else [made]):
+        whole = args[0] if func is T.__setitem__ else made  # which returns None
+        for place, x in enumerate(whole if several else [whole]):
             if not (isinstance(x, T) and (x.is_floating_point() or x.is_complex())):
                 continue
             if not any(x is y for y in args):
                 at = place if several else None
                 self._recipes[id(x)] = (func, args, kwargs, at, parts, x)
-            elif func not in _UNCHANGED:
+            else:
                 raise NotAtOnce("a parameter that is changed in place")
+        return made
 
     def value(self, x: T) -> ParameterValue:
         if id(x) not in self._values:
@@ -176,8 +197,14 @@ class TracedGroup(SampleGroup):
             for i, x in zip(places, own):
                 leaves[i] = x
             self.slots = None if first else slots
-            with self:
-                found = call(tree_unflatten(leaves, samples.spec))
+            _forwards.append([])
+            try:
+                with self:
+                    found = call(tree_unflatten(leaves, samples.spec))
+            finally:
+                for module in _forwards.pop():
+                    for name in module.transient:
+                        setattr(module, name, None)
             return found, [list(use.data) for use in self.uses]
 
         run = torch.vmap(one, randomness="different")

@@ -8,6 +8,12 @@ from typing import Iterator, Sequence
 
 import torch
 
+from opacus_ext.grad_sample.factors.places import (
+    groups_of,
+    kernel,
+    places_of,
+    square_of_sums,
+)
 from opacus_ext.grad_sample.factors.rows import (
     Factor,
     OneHot,
@@ -15,12 +21,10 @@ from opacus_ext.grad_sample.factors.rows import (
     dtype_of,
     entries,
     full_precision,
-    groups_of,
     inner,
     joined,
-    places_of,
     product,
-    square_of_sums,
+    rows_product,
     square_sum,
     steps,
     sums_wide,
@@ -126,8 +130,7 @@ class OuterProducts(Term):
         if len(self.dense) == 2 and out is None:
             return times(self.dense[0].mT, self.dense[1], dtype).flatten(1)
         left, right, *others = [f.to(dtype) for f in self.dense]
-        for f in others:  # multiplied out: [B, T, product of widths]
-            right = (right[..., None] * f[:, :, None, :]).flatten(2)
+        right = functools.reduce(rows_product, others, right)
         if out is None:
             return torch.bmm(left.mT, right).flatten(1)
         out.view(self.batch_size, left.shape[2], -1).baddbmm_(left.mT, right)
@@ -139,14 +142,10 @@ class OuterProducts(Term):
         order = sorted(range(len(kinds)), key=kinds.__getitem__)
         leading = kinds == sorted(kinds)
         if len(self.dense) > 1:
-            width = product(f.shape[2] for f in self.dense)
-            table = places.new_zeros(self.batch_size * size, width, dtype=dtype)
-            large = 8 if places.device.type == "cpu" else 128
-            for keys, group in groups_of(self.dense, places, large):
-                into = table[keys] if isinstance(keys, slice) else None
-                found = OuterProducts(*group).materialize(dtype, into)
-                if into is None:
-                    table[keys] = found
+            left, *others = [f.to(dtype).flatten(0, 1) for f in self.dense]
+            right = functools.reduce(rows_product, others)
+            count = self.batch_size * size
+            table = torch.ops.opacus_ext.sum_by_place(left, right, places, count)
         else:
             rows = self.dense[0].to(dtype).flatten(0, 1)
             into = out if leading else None
@@ -459,7 +458,7 @@ class GradSample:
         if worth_caching(terms, cache, min(grams, blocks)):
             return self._cache(merged)
         if len(terms) == 1 and terms[0].onehot and len(terms[0].dense) > 1:
-            if not torch.compiler.is_compiling() and not few(terms[0]):
+            if not few(terms[0]):
                 return _square_by_groups(terms[0])
         if grams > blocks:
             return merged._square_by_blocks()
@@ -551,10 +550,19 @@ def _sum_of(terms: Sequence[Term], shape: torch.Size, size: int) -> GradSample:
 def _square_by_groups(term: OuterProducts) -> T:
     """Returns squared norms ``[B]`` from groups of rows with the same place."""
     places, size = places_of(term.onehot)
-    squares = places.new_zeros(term.batch_size * size, dtype=term.dtype)
-    shape = torch.Size(f.shape[2] for f in term.dense)
-    for keys, group in groups_of(term.dense, places):
+    dense = [f.flatten(0, 1) for f in term.dense]
+    count = term.batch_size * size
+    squares = torch.ops.opacus_ext.square_by_place(dense, places, count)
+    return squares.view(term.batch_size, size).sum(1)
+
+
+@kernel("square_by_place")
+def _square_by_place(dense: Sequence[T], places: T, count: int) -> T:
+    """Returns the squared norm of each place, see places.py."""
+    shape = torch.Size(f.shape[1] for f in dense)
+    squares = places.new_zeros(count, dtype=dtype_of(*(f.dtype for f in dense)))
+    for keys, group in groups_of(dense, places):
         each = GradSample(shape, len(group[0]))
         each.add(*group)
         squares[keys] = each.squared_norm().to(squares)
-    return squares.view(term.batch_size, size).sum(1)
+    return squares

@@ -1,8 +1,7 @@
 """Factors: the rows whose outer products add up to a per-sample gradient.
 
 Norms need inner products of rows: of all pairs, in Gram matrices (:func:`inner`), or
-of rows with the same place. The place of a row is ``sample * size + index``, where
-``size`` is the number of indices.
+of rows with the same place (places.py).
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ import torch
 from opacus_ext.refused import Refused
 
 T = torch.Tensor
-_LARGE = 128  # average rows from which each group is multiplied by itself
 _workspace = 64 * 2**20
 
 
@@ -74,6 +72,11 @@ def product(sizes: Iterable[int]) -> int:
     for size in sizes:
         found *= size
     return found
+
+
+def rows_product(left: T, right: T) -> T:
+    """Returns the outer products of rows, flattened: ``[..., product of widths]``."""
+    return (left[..., None] * right[..., None, :]).flatten(-2)
 
 
 def steps(size: int, step: int) -> Iterator[tuple[int, int]]:
@@ -251,55 +254,3 @@ def _gram(f: Factor, g: Factor, dtype: torch.dtype) -> T:
         index = g.index[:, None, :].expand(-1, f.shape[1], -1)
         return f.gather(2, index).to(dtype)
     return times(f, g.mT, dtype)
-
-
-def places_of(onehot: Sequence[OneHot]) -> tuple[T, int]:
-    """Returns the place of each row, flattened, and ``size``."""
-    index, size = onehot[0]
-    for other in onehot[1:]:
-        index, size = index * other.size + other.index, size * other.size
-    samples = torch.arange(len(index), device=index.device)[:, None]
-    return (samples * size + index).flatten(), size
-
-
-def square_of_sums(rows: T, places: T, size: int, batch_size: int) -> T:
-    """Sums the rows ``[rows, width]`` of each place; returns squared norms ``[B]``."""
-    # Buffers have one entry a row: the number of segments would need a device sync.
-    ranked, order = places.sort()
-    new = torch.zeros_like(ranked)
-    new[1:] = ranked[1:] != ranked[:-1]
-    number = new.cumsum(0)
-    segment = torch.empty_like(number).scatter_(0, order, number)
-    squares = square_sum(torch.zeros_like(rows).index_add_(0, segment, rows))
-    sample = torch.zeros_like(number).scatter_(0, number, ranked // size)
-    return rows.new_zeros(batch_size).index_add_(0, sample, squares)
-
-
-def groups_of(
-    dense: Sequence[T], places: T, large: int = _LARGE
-) -> Iterator[tuple[T | slice, list[T]]]:
-    """
-    Groups rows by place. Yields places and the factors of their rows ``[groups, rows,
-    width]``, padded with zeros. Groups of similar size are yielded together, so that at
-    most half of the entries are padding; groups of ``large`` or more rows on average
-    are yielded one by one.
-    """
-    ranked, order = places.sort(stable=True)
-    keys, counts = torch.unique_consecutive(ranked, return_counts=True)
-    flat = [f.flatten(0, 1).index_select(0, order) for f in dense]
-    if len(order) >= large * len(keys):
-        parts = zip(*(f.split(counts.tolist()) for f in flat))
-        for key, part in zip(keys.tolist(), parts):
-            yield slice(key, key + 1), [f[None] for f in part]
-        return
-    starts = counts.cumsum(0) - counts
-    level = counts.float().log2().ceil()
-    for i in level.unique().tolist():
-        chosen = level == i
-        step = torch.arange(int(counts[chosen].max()), device=places.device)
-        inside = step < counts[chosen, None]
-        rows = (starts[chosen, None] + step).clamp(max=len(order) - 1)
-        first, *rest = (
-            f.index_select(0, rows.flatten()).view(*rows.shape, -1) for f in flat
-        )
-        yield keys[chosen], [first * inside[..., None], *rest]

@@ -136,7 +136,7 @@ class ShardedModel(PrivateModel):
 
     def __init__(self, module: nn.Module, *args: Any, **kwargs: Any):
         super().__init__(module, *args, **kwargs)
-        shards = Shards(module)
+        self.shards = shards = Shards(module)
         self.rounds = self.inputs.rounds = shards.rounds
         self.handles, self.gathered = self.rounds.handles, shards.gathered
         self.mesh = shards.mesh
@@ -180,6 +180,7 @@ class ShardedModel(PrivateModel):
 
     def run(self, forward: Any) -> None:
         """Runs all samples in rounds."""
+        self.shards.refuse_changes()
         samples = forward.inputs.samples or self._form
         if not samples:
             raise self.refused(

@@ -16,13 +16,15 @@ import torch
 from torch import nn
 
 from opacus_ext.grad_sample.factors import Factor, OneHot
-from opacus_ext.grad_sample.rules.registry import Op, as_op, handles, register_rule
+from opacus_ext.grad_sample.rules.registry import Op, handles, register_rule
 
 T = torch.Tensor
 
 
-@as_op
-def grouped_linear(x: T, index: T, weight: T) -> T:
+_grouped_linear = torch.ops.opacus_ext.grouped_linear  # factors/places.py
+
+
+def grouped_linear(x: T, index: T, weight: T, transposed: bool = False) -> T:
     """
     Multiplies each row by the weight of its expert.
 
@@ -30,6 +32,7 @@ def grouped_linear(x: T, index: T, weight: T) -> T:
         x: ``[rows, in]``
         index: the expert of each row ``[rows]``; the number of experts for none
         weight: ``[experts, in, out]``
+        transposed: if True it is ``[experts, out, in]``, as in ``nn.Linear``
 
     Returns:
         ``[rows, out]``, zero where there is no expert.
@@ -39,47 +42,48 @@ def grouped_linear(x: T, index: T, weight: T) -> T:
         >>> grouped_linear(x, torch.tensor([0, 1, 2]), weight).flatten()
         tensor([2., 2., 0.])
     """
-    order = index.argsort(stable=True)
-    counts = torch.bincount(index, minlength=len(weight) + 1).tolist()
-    with torch.autocast(x.device.type, enabled=False):
-        x = x.to(weight.dtype).index_select(0, order)
-        rows = x.split(counts[:-1] + [sum(counts[len(weight) :])])
-        each = [r @ w for r, w in zip(rows, weight.unbind()) if len(r)]
-        none = weight.new_zeros(len(rows[-1]), weight.shape[2])
-        return torch.cat([*each, none]).index_select(0, order.argsort())
+    return _grouped_linear(x.to(weight.dtype), index, weight, transposed)
 
 
-@register_rule(grouped_linear)
-def _grouped_linear(x: T, index: T, weight: T) -> Op:
-    return Op((weight,), (x, index), OfExperts(len(weight)), 1, (1, 0), _rows_by_expert)
+@register_rule(_grouped_linear)
+def _of_experts(x: T, index: T, weight: T, transposed: bool = False) -> Op:
+    op = OfExperts(len(weight), transposed)
+    return Op((weight,), (x, index), op, 1, (1, 0), op.whole)
 
 
-def _rows_by_expert(params: Sequence, x: T, index: T) -> T:
-    y = grouped_linear(x.flatten(0, -2), index.flatten(), params[0])
-    return y.unflatten(0, x.shape[:-1])
-
-
-@handles(grouped_linear)
-def _frozen(group: Any, func: Callable, x: T, index: T, weight: T) -> T:
+@handles(_grouped_linear)
+def _frozen(
+    group: Any, func: Callable, x: T, index: T, weight: T, transposed: bool = False
+) -> T:
     """Runs the rows of all samples together if the weight is not trained."""
     trained = weight.requires_grad and torch.is_grad_enabled()
     if trained or not group.eager or group.is_batched(weight):
-        return group.call(func, x, index, weight)
+        return group.call(func, x, index, weight, transposed)
     x = group.own(x)
     with group.outside():
-        return group.wrap(_rows_by_expert([weight], group.inner(x), group.inner(index)))
+        given = group.inner(x), group.inner(index)
+        whole = OfExperts(len(weight), transposed).whole
+        return group.wrap(whole([weight], *given))
 
 
 class OfExperts(NamedTuple):
-    """The factors of weights ``[size, in, out]``."""
+    """The factors of weights ``[size, in, out]``, or ``[size, out, in]``."""
 
     size: int
+    transposed: bool = False
+
+    def whole(self, params: Sequence, x: T, index: T) -> T:
+        """Multiplies the rows of all samples."""
+        rows = x.flatten(0, -2), index.flatten()
+        y = grouped_linear(*rows, params[0], self.transposed)
+        return y.unflatten(0, x.shape[:-1])
 
     def __call__(self, backprops: T, x: T, index: T) -> list[tuple[Factor, ...]]:
         none = (index >= self.size).unsqueeze(-1)
         rows = x.to(backprops.dtype).masked_fill(none, 0)
         expert = OneHot(index.long().clamp(max=self.size - 1), self.size)
-        return [(expert, rows, backprops)]
+        pair = (backprops, rows) if self.transposed else (rows, backprops)
+        return [(expert, *pair)]
 
 
 # -- layers that follow the experts interface of transformers 5 ------------------------
@@ -95,16 +99,15 @@ def experts_interface(
     """
     size, choices = len(layer.down_proj), top_k_index.shape[-1]
     transposed = getattr(layer, "is_transposed", False)
-    index, order = top_k_index.flatten().clamp(max=size).sort(stable=True)
+    index = top_k_index.flatten().clamp(max=size)
     known = index.clamp(max=size - 1)
 
     def linear(x: T, name: str) -> T:
-        weight = getattr(layer, name)
-        y = grouped_linear(x, index, weight if transposed else weight.mT)
+        y = grouped_linear(x, index, getattr(layer, name), not transposed)
         bias = getattr(layer, f"{name}_bias", None)
         return y if bias is None else y + bias[known]
 
-    y = hidden_states[order // choices]
+    y = hidden_states.unsqueeze(1).expand(-1, choices, -1).flatten(0, 1)
     if not getattr(layer, "has_gate", True):
         y = layer.act_fn(linear(y, "up_proj"))
     elif hasattr(layer, "_apply_gate"):
@@ -115,9 +118,9 @@ def experts_interface(
     y = linear(y, "down_proj")
     if getattr(layer, "has_post_expert_norm", False):
         y = layer.post_expert_norm(y)
-    weights = torch.where(index < size, top_k_weights.flatten()[order], 0)
-    y = (y * weights.unsqueeze(-1))[order.argsort()]
-    return y.unflatten(0, (-1, choices)).sum(1).to(hidden_states.dtype)
+    weights = torch.where(index < size, top_k_weights.flatten(), 0)
+    y = (y * weights.unsqueeze(-1)).unflatten(0, (-1, choices))
+    return y.sum(1).to(hidden_states.dtype)
 
 
 def register_with(

@@ -142,23 +142,26 @@ def _grouped_mm(call: Call) -> Result:
 @register_propagation("grouped_linear")
 def _grouped_linear(call: Call) -> Result:
     """The op of ``grad_sample.rules.experts``; rows without an expert have no error."""
-    x, index, weight = call.args
+    x, index, weight, *transposed = call.args
     group = index.clamp(max=len(weight) - 1)
-    found = _by_group(call, x, group, weight)
+    found = _by_group(call, x, group, weight, *transposed)
     none = (index >= len(weight)).unsqueeze(-1)
     return Variance(
         *(None if part is None else part.masked_fill(none, 0) for part in found)
     )
 
 
-def _by_group(call: Call, x: Tensor, group: Tensor, weight: Tensor) -> Variance:
+def _by_group(
+    call: Call, x: Tensor, group: Tensor, weight: Tensor, transposed: bool = False
+) -> Variance:
     """:func:`product` of rows ``[rows, in]`` with the matrix of their group each."""
+    into = 2 if transposed else 1
     noise, passed, own = call.token(weight), call.token(x), None
-    gain = wide(weight).square().sum(1)[group] if passed is not None else None
+    gain = wide(weight).square().sum(into)[group] if passed is not None else None
     if noise is not None:
         noise = noise.expand(*weight.shape[:2], 1).mean((1, 2))[group].unsqueeze(-1)
         own = squares(x) * noise
-        gain = None if gain is None else gain + weight.size(1) * noise
+        gain = None if gain is None else gain + weight.size(into) * noise
     elif passed is not None:
         own = torch.zeros_like(passed)
     return Variance(own, passed, gain)
