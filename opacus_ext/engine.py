@@ -133,8 +133,7 @@ def _refuse_noise_of_opacus(
     """Refuses an optimizer that is not one of this package's."""
     opacus.grad_sample.get_gsm_class(grad_sample_mode)  # refuses unknown modes
     made = opacus.optimizers.get_optimizer_class(clipping, False, grad_sample_mode)
-    own = hasattr(type(engine)._prepare_criterion, "_opacus_ext")
-    if not (own and hasattr(made, "correlated")):
+    if has_own_criterion(engine) or not hasattr(made, "correlated"):
         raise Refused(
             f"grad_sample_mode={grad_sample_mode!r} of {type(engine).__name__} with "
             f"clipping={clipping!r} draws its noise in Opacus, where it is independent "
@@ -169,6 +168,12 @@ def _refuse_insecure(
         parameter="secure_mode",
         remedy="Leave it out, or train without secure mode.",
     )
+
+
+def has_own_criterion(engine: opacus.PrivacyEngine) -> bool:
+    """Whether it is a subclass with a criterion of its own (adaptive clipping)."""
+    own = type(engine)._prepare_criterion
+    return own is not opacus.PrivacyEngine._prepare_criterion
 
 
 # -- batches ---------------------------------------------------------------------------
@@ -516,7 +521,7 @@ class PrivacyEngine(opacus.PrivacyEngine):
         Raises:
             Refused: for what can't be trained exactly, or not with these arguments
         """
-        if not hasattr(opacus.PrivacyEngine._prepare_criterion, "_opacus_ext"):
+        if not hasattr(opacus.PrivacyEngine, "privacy_statement"):
             raise Refused(
                 "opacus_ext.unregister() has undone what opacus_ext.PrivacyEngine "
                 "needs.",

@@ -2,8 +2,10 @@
 
 Opacus 1.6 chooses the classes of a ``grad_sample_mode`` in if-chains and fixes the
 criterion of the ghost modes. Here modes and clipping functions are entries of tables,
-and what has no entry goes to Opacus as before. :func:`register` names all that is
-replaced or added in Opacus, and :func:`unregister` undoes it.
+and what has no entry goes to Opacus as before. An Opacus that has a table of modes
+itself (upstream/02-mode-registry.patch) gets ours as entries of it, and keeps its
+functions. :func:`register` names all that is replaced or added in Opacus, and
+:func:`unregister` undoes it.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ from opacus_ext import checkpoints, misuse, peft, validators
 from opacus_ext.accountants import PRVBoundsAccountant
 from opacus_ext.clipping import CLIPPINGS, find_clipping
 from opacus_ext.data.draws import Splits
-from opacus_ext.engine import WRAPPERS
+from opacus_ext.engine import WRAPPERS, has_own_criterion
 from opacus_ext.grad_sample import samplers
 from opacus_ext.grad_sample.core.vmap import is_batched
 from opacus_ext.grad_sample.modes import common
@@ -68,6 +70,8 @@ from opacus_ext.re_attention import transformers
 from opacus_ext.refused import Refused
 from opacus_ext.statement import privacy_statement
 
+_table: Any = getattr(opacus.grad_sample, "modes", None)  # if Opacus has a registry
+
 
 class Mode(NamedTuple):
     """The classes of a ``grad_sample_mode``."""
@@ -76,20 +80,20 @@ class Mode(NamedTuple):
     hooks: type
     optimizer: type
     distributed: type
-    criterion: bool = False  # whether the mode returns one that Opacus does not know of
+    criterion: Optional[type] = None  # if the mode returns one
 
 
 _RECORDING = common.classes(GradSampleMode, GradSampleHooks, GradSampleModule)
 _FAST = GradSampleHooksFastGradientClipping, GradSampleModuleFastGradientClipping
 _HOOKS = HooksDPOptimizer, DistributedHooksDPOptimizer
-_GHOST = GhostDPOptimizer, DistributedGhostDPOptimizer
+_GHOST = GhostDPOptimizer, DistributedGhostDPOptimizer, ClippedCriterion
 MODES: Dict[str, Mode] = {
     "hooks": Mode(*_RECORDING, *_HOOKS),
     "functorch": Mode(*_RECORDING, *_HOOKS),
     "ghost": Mode(*common.classes(Ghost, *_FAST), *_GHOST),
     "ghost_bk": Mode(*common.classes(BookKeeping, *_FAST), *_GHOST),
-    "scan": Mode(*common.classes(Scan, *_FAST), *_GHOST, True),
-    "auto": Mode(*common.classes(Auto, *_FAST), *_GHOST, True),
+    "scan": Mode(*common.classes(Scan, *_FAST), *_GHOST),
+    "auto": Mode(*common.classes(Auto, *_FAST), *_GHOST),
 }
 
 _OF_OPACUS = ("flat", "per_layer", "adaptive")  # its own clipping functions
@@ -108,23 +112,14 @@ def register() -> None:
     """
     if _undo:
         return
-    utils, engine = opacus.grad_sample.utils, opacus.privacy_engine
-    gsm = _lookup(utils.get_gsm_class, "module")
-    hooks = _lookup(utils.get_hooks_class, "hooks")
-    optimizer = _lookup_optimizer(opacus.optimizers.get_optimizer_class)
-    for place in (utils, opacus.grad_sample, engine):
-        _replace(place, "get_gsm_class", gsm)
-    for place in (utils, opacus.grad_sample):
-        _replace(place, "get_hooks_class", hooks)
+    if _table is None:
+        _replace_lookups()
+    else:
+        _enter_modes()
+        _undo.append(_leave_modes)
     memory = opacus.utils.batch_memory_manager
     _replace(memory, "BatchSplittingSampler", Splits)
-    for place in (opacus.optimizers, engine):
-        _replace(place, "get_optimizer_class", optimizer)
-    own = {
-        "_prepare_criterion": _prepare_criterion,
-        "make_private": _make_private,
-    }
-    for name, wrap in (*own.items(), *WRAPPERS.items()):
+    for name, wrap in (("make_private", _make_private), *WRAPPERS.items()):
         _replace(PrivacyEngine, name, wrap(getattr(PrivacyEngine, name)))
     for name, method in checkpoints.METHODS.items():
         _replace(PrivacyEngine, name, method)
@@ -199,6 +194,59 @@ def _add(table: Dict[Any, Any], key: Any, new: Any) -> None:
 # -- modes -------------------------------------------------------------------------
 
 _stock = False  # whether an engine is at work that brings its own criterion
+_before: Dict[str, Any] = {}  # in Opacus's table, in the place of our modes
+
+
+def _enter_modes() -> None:
+    """Enters our modes in Opacus's table."""
+    for name, mode in MODES.items():
+        _before[name] = _table.find_grad_sample_mode(name)
+        parts = dict(module=mode.module, hooks=mode.hooks, criterion=mode.criterion)
+        pick = functools.partial(_optimizer, name)
+        _table.register_grad_sample_mode(name, **parts, optimizer=pick, force=True)
+
+
+def _leave_modes() -> None:
+    """Takes our modes out of Opacus's table again."""
+    for name, old in _before.items():
+        now = _table.find_grad_sample_mode(name)
+        if getattr(now, "module", None) is not MODES[name].module:
+            continue  # somebody else's by now
+        _table.unregister_grad_sample_mode(name)
+        if old is not None:
+            _table.register_grad_sample_mode(name, **old._asdict(), force=True)
+    _before.clear()
+
+
+def _use_stock(stock: bool) -> bool:
+    """Hides our modes from Opacus, or shows them; returns whether they were hidden."""
+    global _stock
+    before, _stock = _stock, stock
+    if _table is not None and stock != before:
+        (_leave_modes if stock else _enter_modes)()
+    return before
+
+
+def _check_mode(mode: Any) -> None:
+    """Refuses a mode that nobody knows."""
+    if _table is None or _table.find_grad_sample_mode(mode) is None:
+        misuse.check_mode(mode, MODES)
+
+
+def _replace_lookups() -> None:
+    """Replaces what chooses the classes of a mode, where Opacus has no table."""
+    utils, engine = opacus.grad_sample.utils, opacus.privacy_engine
+    gsm = _lookup(utils.get_gsm_class, "module")
+    hooks = _lookup(utils.get_hooks_class, "hooks")
+    optimizer = _lookup_optimizer(opacus.optimizers.get_optimizer_class)
+    for place in (utils, opacus.grad_sample, engine):
+        _replace(place, "get_gsm_class", gsm)
+    for place in (utils, opacus.grad_sample):
+        _replace(place, "get_hooks_class", hooks)
+    for place in (opacus.optimizers, engine):
+        _replace(place, "get_optimizer_class", optimizer)
+    criterion = _prepare_criterion(PrivacyEngine._prepare_criterion)
+    _replace(PrivacyEngine, "_prepare_criterion", criterion)
 
 
 def _lookup(opacus_lookup: Callable, part: str) -> Callable:
@@ -209,7 +257,7 @@ def _lookup(opacus_lookup: Callable, part: str) -> Callable:
         """The class of a mode."""
         if grad_sample_mode in MODES and not _stock:
             return getattr(MODES[grad_sample_mode], part)
-        misuse.check_mode(grad_sample_mode, MODES)
+        _check_mode(grad_sample_mode)
         return opacus_lookup(grad_sample_mode)
 
     return lookup
@@ -223,22 +271,31 @@ def _lookup_optimizer(opacus_lookup: Callable) -> Callable:
         clipping: str, distributed: bool, grad_sample_mode: Optional[str] = None
     ) -> type:
         """The class of an optimizer."""
-        mode = MODES.get(grad_sample_mode)
-        if mode is None or _stock or clipping == "adaptive":
-            if grad_sample_mode in ("ghost_bk", "scan", "auto"):
-                raise Refused(
-                    f'grad_sample_mode="{grad_sample_mode}" has no adaptive clipping; '
-                    f"got clipping={clipping!r}.",
-                    parameter="clipping",
-                    remedy='Use grad_sample_mode="ghost" or "hooks".',
-                )
-            if clipping not in _OF_OPACUS:
-                raise _not_of_opacus(clipping, grad_sample_mode)
-            return opacus_lookup(clipping, distributed, grad_sample_mode)
-        base = mode.distributed if distributed else mode.optimizer
-        return optimizer_class(base, find_clipping(clipping))
+        if grad_sample_mode in MODES and not _stock:
+            return _optimizer(grad_sample_mode, clipping, distributed)
+        if clipping not in _OF_OPACUS:
+            raise _not_of_opacus(clipping, grad_sample_mode)
+        return opacus_lookup(clipping, distributed, grad_sample_mode)
 
     return lookup
+
+
+def _optimizer(name: str, clipping: Any, distributed: bool) -> type:
+    """The class of an optimizer in one of our modes."""
+    mode = MODES[name]
+    if clipping != "adaptive":
+        base = mode.distributed if distributed else mode.optimizer
+        return optimizer_class(base, find_clipping(clipping))
+    if mode.criterion is not None:
+        raise Refused(
+            f'grad_sample_mode="{name}" has no adaptive clipping; got '
+            f"clipping={clipping!r}.",
+            parameter="clipping",
+            remedy='Use grad_sample_mode="hooks", or "ghost" of Opacus\'s '
+            "PrivacyEngineAdaptiveClipping without clipping=.",
+        )
+    # Opacus's own: it reads per-sample gradients in any mode that leaves them.
+    return opacus.optimizers.get_optimizer_class(clipping, distributed)
 
 
 def _not_of_opacus(clipping: Any, mode: Optional[str]) -> Refused:
@@ -263,7 +320,6 @@ def _prepare_criterion(prepare: Callable) -> Callable:
         given = (kwargs["optimizer"], kwargs["criterion"])
         return ClippedCriterion(module, *given, kwargs.get("loss_reduction", "mean"))
 
-    prepare_criterion._opacus_ext = True
     return prepare_criterion
 
 
@@ -286,12 +342,10 @@ def _make_private(make_private: Callable) -> Callable:
         **kwargs: Any,
     ) -> Any:
         """``PrivacyEngine.make_private``, or a refusal that leaves all as it is."""
-        global _stock
-        before = _stock
         extend_transformers()
         # A subclass with a criterion of its own (adaptive clipping) needs the modules
         # that Opacus made for it.
-        _stock = not hasattr(type(self)._prepare_criterion, "_opacus_ext")
+        before = _use_stock(has_own_criterion(self))
         try:
             _refuse_sharded(module, _stock, **kwargs)
             if _stock or kwargs.get("grad_sample_mode", "hooks") not in MODES:
@@ -334,7 +388,7 @@ def _make_private(make_private: Callable) -> Callable:
             finally:
                 common.settings.reset(given)
         finally:
-            _stock = before
+            _use_stock(before)
 
     return make
 
@@ -362,6 +416,7 @@ def _check(
     wrap_model: bool = True,
     **kwargs: Any,
 ) -> None:
+    _check_mode(grad_sample_mode)
     classes = opacus.grad_sample.utils
     lookup = classes.get_gsm_class if wrap_model else classes.get_hooks_class
     lookup(grad_sample_mode)

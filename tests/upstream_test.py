@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from importlib.metadata import version
 from pathlib import Path
 
@@ -14,6 +15,9 @@ import pytest
 UPSTREAM = Path(__file__).parents[1] / "upstream"
 PATCHES = sorted(UPSTREAM.glob("*.patch"))
 each = pytest.mark.parametrize("patch", PATCHES, ids=lambda path: path.stem)
+of_this_version = pytest.mark.skipif(
+    version("opacus") != "1.6.0", reason="they are for Opacus 1.6.0"
+)
 
 
 def apply(patch, place, *options):
@@ -44,15 +48,111 @@ def test_text(patch):
     assert patch.read_text().count("+# Licensed under the Apache License") == new
 
 
-@pytest.mark.skipif(version("opacus") != "1.6.0", reason="they are for Opacus 1.6.0")
-def test_patches_apply(tmp_path):
-    """Each alone, and all together, to the Opacus that is installed."""
+@pytest.fixture
+def copy(tmp_path):
+    """A folder with a copy of the Opacus that is installed."""
     ignore = shutil.ignore_patterns("__pycache__")
     shutil.copytree(Path(opacus.__file__).parent, tmp_path / "opacus", ignore=ignore)
+    return tmp_path
+
+
+@of_this_version
+def test_patches_apply(copy):
+    """Each alone, and all together, to the Opacus that is installed."""
     for patch in PATCHES:
-        apply(patch, tmp_path, "--check")
+        apply(patch, copy, "--check")
     for patch in PATCHES:
-        apply(patch, tmp_path)
+        apply(patch, copy)
+
+
+# Each mode on an Opacus with a registry of modes: its functions are left as they are
+# and find our classes, the clipped sum is the oracle's, and the noise fits to it.
+_REGISTRY = """
+import sys, warnings
+warnings.simplefilter("ignore")
+from opacus import grad_sample, optimizers, privacy_engine
+from opacus.grad_sample import modes, utils
+from opacus.utils.adaptive_clipping import PrivacyEngineAdaptiveClipping
+
+def functions():
+    return [
+        utils.get_gsm_class, grad_sample.get_gsm_class, privacy_engine.get_gsm_class,
+        utils.get_hooks_class,
+        optimizers.get_optimizer_class, privacy_engine.get_optimizer_class,
+        privacy_engine.PrivacyEngine._prepare_criterion,
+    ]
+
+before = functions()
+assert utils.__file__.startswith(sys.argv[1])
+grad_sample.register_grad_sample_mode(
+    "ghost_bk", module=grad_sample.GradSampleModule, hooks=grad_sample.GradSampleHooks)
+import torch
+from torch import nn
+import opacus_ext
+from opacus_ext.registry import MODES
+from tests.common import check, make_private, square_loss
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 2)).double()
+for name, mode in MODES.items():
+    for wrap in (True, False):
+        check(name, wrap, model, torch.randn(4, 3).double(), square_loss)
+        for clipping, std in {"flat": 15, "automatic": 15, "normalized": 3}.items():
+            wide = nn.Linear(5000, 1, bias=False)
+            old = wide.weight.detach().clone()
+            bound = dict(clipping=clipping, noise_multiplier=3.0, max_grad_norm=5.0)
+            private = make_private(wide, name, wrap, batch_size=1, **bound)
+            assert type(private.handle) is (mode.module if wrap else mode.hooks)
+            private.step(torch.zeros(1, 5000), lambda model, x: model(x).squeeze(1))
+            assert abs((old - wide.weight).std() / std - 1) < 0.1, (name, clipping)
+
+# An engine with a criterion of its own gets Opacus's modes, and others get ours again.
+def handle(mode, engine=privacy_engine.PrivacyEngine, **kwargs):
+    model = nn.Linear(3, 2)
+    return engine().make_private(
+        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
+        data_loader=torch.utils.data.DataLoader(torch.randn(4, 3)),
+        noise_multiplier=1.0, max_grad_norm=1.0, grad_sample_mode=mode, **kwargs)[:2]
+
+fast = grad_sample.GradSampleModuleFastGradientClipping
+assert type(handle("ghost", PrivacyEngineAdaptiveClipping)[0]) is fast
+assert type(handle("ghost")[0]) is MODES["ghost"].module
+adaptive = dict(clipping="adaptive", target_unclipped_quantile=0.5, min_clipbound=0.1,
+    clipbound_learning_rate=0.1, max_clipbound=1.0, unclipped_num_std=1.0)
+assert type(handle("hooks", **adaptive)[1]) is optimizers.AdaClipDPOptimizer
+grad_sample.register_grad_sample_mode("theirs", module=grad_sample.GradSampleModule)
+assert type(handle("theirs")[0]) is grad_sample.GradSampleModule
+try:
+    handle("their")
+except opacus_ext.Refused as error:
+    assert "Unexpected grad_sample_mode" in str(error)
+else:
+    raise AssertionError("an unknown mode is not refused")
+assert functions() == before
+
+opacus_ext.unregister()  # what was there before is there again
+assert modes._MODES.keys() == {"ghost_bk", "theirs"}
+assert utils.get_gsm_class("ghost_bk") is grad_sample.GradSampleModule
+"""
+
+
+@of_this_version
+@pytest.mark.parametrize(
+    "patches",
+    [PATCHES[1:2], pytest.param(PATCHES, marks=pytest.mark.thorough)],
+    ids=["02", "all"],
+)
+def test_modes_are_entries_of_the_registry(copy, patches):
+    for patch in patches:
+        apply(patch, copy)
+    path = os.pathsep.join([str(copy), str(UPSTREAM.parent), *sys.path])
+    done = subprocess.run(
+        [sys.executable, "-c", _REGISTRY, str(copy)],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_pages():
