@@ -25,10 +25,7 @@ transformers = pytest.importorskip("transformers")
 # Those with an architecture of their own.
 MAIN = ("mixtral", "gpt_oss", "deepseek_v3", "jetmoe", "switch_transformers", "zaya")
 # As transformers ships them; the others' routes are branches.
-COMPILED = [
-    pytest.param(name, marks=[pytest.mark.thorough] * (name != "mixtral"))
-    for name in "mixtral gpt_oss olmoe qwen2_moe qwen3_moe deepseek_v3".split()
-]
+COMPILED = "mixtral gpt_oss olmoe qwen2_moe qwen3_moe deepseek_v3".split()
 EXPERTS = {"num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"}
 
 
@@ -90,6 +87,7 @@ def test_bfloat16(family):
     assert_same(got, clipped_sum(grads, "flat", c), 0.1)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("family", COMPILED)
 def test_compiled(family):
     """Whole: the model, in two steps of other routes, and its clipped gradients."""
