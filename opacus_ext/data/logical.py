@@ -55,7 +55,7 @@ class LogicalBatches(Sampler):
         generator: random numbers of ``draws``
         physical_batch_size: the most records of a physical batch
         items: number of items of a logical batch, each of one physical batch. If there
-            are more of these, the first item has the rest; if fewer, the first are empty
+            are more batches, the first item has the rest; if fewer, the first are empty
         seed: of all draws
         start: gives the number of the next draw that training takes, when an iteration
             begins. So draws that an earlier iteration has made ahead, and training has

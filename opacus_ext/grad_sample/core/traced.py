@@ -78,7 +78,7 @@ class TracedValue(ParameterValue):
         return found if place is None else found[place]
 
 
-_forwards: list[list[Any]] = []  # for each running forward, modules it has set so
+_forwards: list[list[Any]] = []  # for each running forward, what called forgets()
 
 
 def forgets(module: Any) -> None:
