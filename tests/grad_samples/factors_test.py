@@ -234,6 +234,33 @@ def test_cancelling_uses(kinds, forced_way, any_workspace):
     assert (norm.square() <= 1e-5 * 100**2 * T**2 * d).all()
 
 
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_samples_that_are_not_finite_change_no_others(value, monkeypatch):
+    """Groups of rows of one place are padded."""
+    monkeypatch.setattr(grad_sample, "few", lambda term: False)
+    B, T, E = 24, 9, 4
+    index, left, right = (
+        torch.randint(E, (B, T)),
+        torch.randn(B, T, 3),
+        torch.randn(B, T, 5),
+    )
+    expected = GradSample((E, 3, 5), B)
+    expected.add(OneHot(index, E), left, right)
+    expected = expected.squared_norm()
+    for bad in range(B):
+        for factor in (left, right):
+            changed = factor.clone()
+            changed[bad] = value
+            got = GradSample((E, 3, 5), B)
+            got.add(
+                OneHot(index, E),
+                *(changed if x is factor else x for x in (left, right)),
+            )
+            norm, others = got.squared_norm(), torch.arange(B) != bad
+            assert not norm[bad].isfinite()
+            assert_close(norm[others], expected[others])
+
+
 # -- refusals --------------------------------------------------------------------------
 
 

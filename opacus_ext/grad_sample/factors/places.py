@@ -72,8 +72,8 @@ def groups_of(
         chosen = level == i
         step = torch.arange(int(counts[chosen].max()), device=places.device)
         inside = step < counts[chosen, None]
-        rows = (starts[chosen, None] + step).clamp(max=len(order) - 1)
-        rows = order[rows]
+        # Padding is the group's own first row: others may not be finite.
+        rows = order[starts[chosen, None] + step * inside]
         found = [f.index_select(0, rows.flatten()).view(*rows.shape, -1) for f in dense]
         narrow = min(range(len(dense)), key=lambda i: dense[i].shape[1])
         found[narrow] *= inside[..., None]
