@@ -286,7 +286,7 @@ def _of_several_processes(
     engine: opacus.PrivacyEngine,
     **kwargs: Any,
 ) -> Any:
-    """``make_private``, where so many of all processes have samples of their own."""
+    """``make_private``; ``with_samples`` processes have samples of their own."""
 
     def prepare(**options: Any) -> Any:
         """Opacus's method, which does not know split models."""

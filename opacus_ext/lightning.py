@@ -40,9 +40,7 @@ _TRANSFERS = (
 )
 
 
-_OR_HOOKS = (
-    'or take grad_sample_mode="hooks", to which any mean over the records will do.'
-)
+_OR_HOOKS = 'or take grad_sample_mode="hooks", which takes any mean over the records.'
 
 
 class PrivacyCallback(Callback):
@@ -54,7 +52,7 @@ class PrivacyCallback(Callback):
     the loader. Steps, epochs, schedules and checkpoints count these logical batches. A
     draw without records is a step of noise, for which ``training_step`` is not called.
     With ``Trainer(strategy="ddp")`` each process has its share of the same batches, and
-    calls it only if it has records.
+    calls ``training_step`` only if it has records.
 
     "epsilon" is logged after each epoch. Checkpoints hold the accountant's history and
     the random state of the noise: whoever has one can subtract the noise, so publish
@@ -238,7 +236,7 @@ class PrivacyCallback(Callback):
         training.seed, training.draw = training.saved["seed"], training.saved["draw"]
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Repeats the noise; before, loading the optimizer has drawn it afresh."""
+        """Repeats the noise if asked to: loading the optimizer has drawn it afresh."""
         wrapped = isinstance(trainer.model, DistributedDataParallel)
         if trainer.train_dataloader is not self._loader or wrapped:
             raise Refused(
@@ -246,7 +244,7 @@ class PrivacyCallback(Callback):
                 "DistributedDataParallel.",
                 parameter="strategy",
                 remedy='Give the Trainer strategy="ddp", and leave out callbacks that '
-                "do.",
+                "replace the loader or wrap the model.",
             )
         if self.repeat_noise:
             self._training.repeat_noise()
@@ -281,12 +279,12 @@ class PrivacyCallback(Callback):
         """Returns a ``training_step`` for a logical batch."""
         stock, automatic = pl_module.training_step, pl_module.automatic_optimization
         training, optimizer = self._training, self._training.optimizer
-        # Attributes within training_step, in front of those that validation calls.
+        # Attributes that training_step sees in place of those that validation sees.
         within = {} if criterion is None else {self.criterion: criterion}
         if self._several:
             for name in ("log", "all_gather"):
                 within[name] = _alone(getattr(pl_module, name))
-        # Likewise how metrics of torchmetrics are summed over processes.
+        # Likewise the function by which torchmetrics sums over processes.
         places = [(vars(pl_module), within)]
         for name, part in pl_module.named_modules() if self._several else ():
             if "dist_sync_fn" in vars(part):
@@ -449,8 +447,8 @@ def _loss(output: Any, criterion: Any, name: str) -> Any:
     loss = output.get("loss") if isinstance(output, Mapping) else output
     if loss is None:
         raise Refused(
-            "training_step returned no loss: that a batch is left out for what it "
-            "holds is not covered by epsilon.",
+            "training_step returned no loss: epsilon does not cover batches that are "
+            "left out for what they hold.",
             remedy="Return the loss of every batch.",
         )
     clips = isinstance(loss, ClippedLoss) or hasattr(loss, "is_empty")

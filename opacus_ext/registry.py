@@ -193,8 +193,8 @@ def _add(table: Dict[Any, Any], key: Any, new: Any) -> None:
 
 # -- modes -------------------------------------------------------------------------
 
-_stock = False  # whether an engine is at work that brings its own criterion
-_before: Dict[str, Any] = {}  # in Opacus's table, in the place of our modes
+_stock = False  # True while an engine is at work that brings its own criterion
+_before: Dict[str, Any] = {}  # what Opacus's table had under the names of our modes
 
 
 def _enter_modes() -> None:
@@ -250,7 +250,7 @@ def _replace_lookups() -> None:
 
 
 def _lookup(opacus_lookup: Callable, part: str) -> Callable:
-    """Opacus's lookup of a class, of a mode's table first."""
+    """Wraps Opacus's lookup of a class: our own table comes first."""
 
     @functools.wraps(opacus_lookup)
     def lookup(grad_sample_mode: str) -> type:
@@ -264,7 +264,7 @@ def _lookup(opacus_lookup: Callable, part: str) -> Callable:
 
 
 def _lookup_optimizer(opacus_lookup: Callable) -> Callable:
-    """Opacus's lookup of an optimizer's class, with the clipping of this package."""
+    """Wraps Opacus's lookup of an optimizer's class: our own table comes first."""
 
     @functools.wraps(opacus_lookup)
     def lookup(
@@ -281,7 +281,7 @@ def _lookup_optimizer(opacus_lookup: Callable) -> Callable:
 
 
 def _optimizer(name: str, clipping: Any, distributed: bool) -> type:
-    """The class of an optimizer in one of our modes."""
+    """Returns the class of an optimizer in one of our modes."""
     mode = MODES[name]
     if clipping != "adaptive":
         base = mode.distributed if distributed else mode.optimizer
@@ -299,7 +299,7 @@ def _optimizer(name: str, clipping: Any, distributed: bool) -> type:
 
 
 def _not_of_opacus(clipping: Any, mode: Optional[str]) -> Refused:
-    """The error for a clipping that a mode of Opacus's does not know."""
+    """Makes the error for a clipping that one of Opacus's modes does not know."""
     return Refused(
         f"clipping={clipping!r} is for the modes {', '.join(MODES)}; got "
         f"grad_sample_mode={mode!r}.",
@@ -310,7 +310,7 @@ def _not_of_opacus(clipping: Any, mode: Optional[str]) -> Refused:
 
 
 def _prepare_criterion(prepare: Callable) -> Callable:
-    """``PrivacyEngine._prepare_criterion``, with the criterion of this package."""
+    """Wraps ``PrivacyEngine._prepare_criterion``: our modes get our criterion."""
 
     @functools.wraps(prepare)
     def prepare_criterion(self: PrivacyEngine, *, module: Any, **kwargs: Any) -> Any:
@@ -325,8 +325,8 @@ def _prepare_criterion(prepare: Callable) -> Callable:
 
 def _make_private(make_private: Callable) -> Callable:
     """
-    ``PrivacyEngine.make_private`` with the arguments ``take``, ``shared`` and
-    ``on_nonfinite``. It refuses before anything is changed, and cleans up if something
+    Wraps ``PrivacyEngine.make_private``: adds the arguments ``take``, ``shared`` and
+    ``on_nonfinite``, refuses before anything is changed, and cleans up if something
     fails later.
     """
     known = inspect.signature(make_private).parameters
@@ -489,7 +489,7 @@ def _clean(module: nn.Module) -> None:
 
 
 def _refuse_trained_as_is(module: nn.Module, mode: str) -> None:
-    """Refuses layers that Opacus's own modes and other engines can't train."""
+    """Refuses layers that only our own modes can train."""
     for name, layer in module.named_modules():
         trained = any(p.requires_grad for p in layer.parameters())
         if trained and type(layer) in validators.TRAINED_AS_IS:

@@ -20,7 +20,10 @@ class _SharedOut:
 
     @property
     def batch_size(self) -> int:
-        """Refuses what would share the batches out once more; there is none else."""
+        """
+        Refuses what would share the batches out once more (Accelerate asks for it).
+        One process has no such attribute.
+        """
         place = getattr(self, "place", None) or (0, 1)
         if place[1] == 1:
             raise AttributeError("batch_size")
@@ -38,8 +41,8 @@ class Draws(_SharedOut, UniformWithReplacementSampler):
     """
     The batches of an epoch, as lists of record numbers, drawn by a ``Sampling``.
     Opacus's ``BatchMemoryManager`` splits them, and secure mode gives them its
-    generator. With ``place``, the number of this process among so many that have
-    samples of their own, it has its share of a batch that all processes draw.
+    generator. ``place`` is the number of this process among those that have samples of
+    their own, and how many these are. All draw one batch, and each takes its share.
     """
 
     def __init__(
@@ -57,7 +60,7 @@ class Draws(_SharedOut, UniformWithReplacementSampler):
         )
         self.sampling = sampling
         self.place = place
-        self.most = 0  # records of the last batch, in the process that has the most
+        self.most = 0  # records of this batch in the process that has the most
         #: Gives the steps of the run so far, where its batches depend on them.
         self.taken: Optional[Callable[[], int]] = None
         #: The most batches that are drawn before the step of the first of them.
@@ -115,9 +118,9 @@ class Draws(_SharedOut, UniformWithReplacementSampler):
 
 class Counted:
     """
-    Batches whose draws are counted, for an optimizer of several processes. An attempt
-    behind the last batch counts too: workers make one for each batch that they are
-    asked for, so that the count tells which batch the loop is at.
+    Batches that an optimizer of several processes counts as they are asked for. An
+    attempt after the last batch counts too: a loader with workers always asks for as
+    many batches ahead, so that the count tells which batch the loop is at.
     """
 
     def __init__(self, batches: Iterator[List[int]], optimizer: Any):
@@ -134,8 +137,8 @@ class Counted:
 
 class Splits(_SharedOut, BatchSplittingSampler):
     """
-    The physical batches of ``BatchMemoryManager``, as many in each process as the one
-    with the most records needs: the last may be empty.
+    The physical batches of ``BatchMemoryManager``: as many in each process as the one
+    with the most records needs, so that the last may be empty.
     """
 
     @property
@@ -146,7 +149,8 @@ class Splits(_SharedOut, BatchSplittingSampler):
     def __iter__(self) -> Iterator[List[int]]:
         if self.place is None:
             return super().__iter__()
-        # Without workers whole draws are counted: each process may split as it needs.
+        # Without workers only whole draws are counted (optimizers/loop.py), so that
+        # each process may split them as it needs.
         workers = self.optimizer.ahead_of_workers
         return Counted(self._parts(), self.optimizer if workers else None)
 

@@ -54,12 +54,12 @@ class LogicalBatches(Sampler):
         draws: gives the record numbers of each logical batch
         generator: random numbers of ``draws``
         physical_batch_size: the most records of a physical batch
-        items: number of items of a logical batch. Each has one physical batch; the
-            first one has all that are left over, or those in front are empty
+        items: number of items of a logical batch, each of one physical batch. If there
+            are more batches, the first item has the rest; if fewer, the first are empty
         seed: of all draws
-        start: gives the number of the next draw that training takes. It is asked as an
-            iteration begins: what one before has drawn ahead, and training has not
-            taken, is drawn again
+        start: gives the number of the next draw that training takes, when an iteration
+            begins. So draws that an earlier iteration has made ahead, and training has
+            not taken, are made again
         process: number of this process and of all: each has its share of a batch, in
             as many physical batches as the others
     """
@@ -133,8 +133,8 @@ def logical_loader(
     **kwargs: Any,
 ) -> DataLoader:
     """
-    Returns a loader whose items are lists of physical batches. ``collate`` makes the
-    inputs of one of the list of its records; the workers are those of ``stock``, or of
+    Returns a loader whose items are lists of physical batches. ``collate`` turns a list
+    of records into the inputs of one. Its workers are those of ``stock``, or of
     ``kwargs``.
     """
     collated = _PhysicalBatches(dataset, collate)
@@ -149,7 +149,7 @@ def _as_it_is(item: List[PhysicalBatch]) -> List[PhysicalBatch]:
 
 def derive_seed(*key: Union[int, str]) -> int:
     """
-    Returns a seed made of others. Seeds of different keys tell nothing of each other.
+    Returns a seed made of a key. Seeds of two keys tell nothing about each other.
     """
     digest = hashlib.sha256(repr(key).encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1

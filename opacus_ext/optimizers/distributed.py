@@ -35,8 +35,8 @@ class _Distributed(Base):
     """
 
     drawn = 0  # batches that the loader was asked for so far
-    ahead_of_workers = 0  # of ``ahead``: set by make_private
-    looks_ahead = 0  # such a loader is refused
+    ahead_of_workers = 0  # the part of ``ahead`` that workers draw
+    looks_ahead = 0  # a loader that Accelerate prepares is refused here
     copies = 1  # processes that compute each sample together
 
     def __init__(self, *args: Any, **kwargs: Any):
@@ -48,19 +48,19 @@ class _Distributed(Base):
         self._generators: Dict[Tuple[Any, ...], torch.Generator] = {}
 
     def tell(self, stage: str) -> None:
-        """Tells the others, where they meet next, what this process has failed in."""
+        """Tells the others, when they meet next, at which stage this one has failed."""
         with suppress(ProcessFailure):
             self._refuse_differences(failed=1 + STAGES.index(stage))
 
     def _refuse_differences(self, skips: bool = False, failed: int = 0) -> None:
         """
-        Refuses settings that differ, as one process adds the noise for all, and steps
-        that do. If this process has an error of its own, the others are told in which
-        stage, counted from one.
+        Refuses settings that differ between processes, as one adds the noise for all,
+        and steps on different draws. ``failed`` is the stage, counted from one, at
+        which this process has an error of its own, or 0: the others are told.
         """
         bounds = [self.max_grad_norm] if self._bounds is None else self._bounds
         weighted = sum(i * bound for i, bound in enumerate(bounds, 1))
-        # What a loop draws ahead, in a thread say, differs; what workers do doesn't.
+        # What workers draw ahead is the same in all processes; what a loop does isn't.
         alike = self.ahead == self.ahead_of_workers
         drawn = self.drawn - self.ahead if alike else 0
         size = self.expected_batch_size
@@ -90,8 +90,8 @@ class _Distributed(Base):
             )
         if not as_skipped:
             raise Refused(
-                "Some processes have another physical batch before the step, and "
-                "others have not.",
+                "Some processes have more physical batches before this step, and "
+                "others have none.",
                 remedy="Where parameters are spread over processes, choose "
                 "max_physical_batch_size so that all split alike, or none splits.",
             )
@@ -115,7 +115,7 @@ class _Distributed(Base):
         return super().pre_step(closure)
 
     def step(self, closure: Optional[Any] = None) -> Optional[float]:
-        """See ``DPOptimizer``; whole weights that FSDP2 has gathered are old then."""
+        """See ``DPOptimizer``; drops weights that FSDP2 gathered before the step."""
         found = super().step(closure)
         rounds = getattr(getattr(self.mode, "private", None), "rounds", None)
         if rounds is not None:
@@ -164,7 +164,7 @@ class _Distributed(Base):
         self._generators.clear()
 
     def _is_sharded(self, p: torch.nn.Parameter) -> bool:
-        """Returns True if this process adds the noise of what it has of a parameter."""
+        """Returns True if each process adds the noise of its share of a parameter."""
         shared_out = group_of(p) is not None or isinstance(p, DTensor)
         return shared_out or self.copies > 1
 

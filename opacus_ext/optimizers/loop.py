@@ -68,8 +68,8 @@ class CountingCollate:
 
 def watch_loader(loader: DataLoader, optimizer: Any, inputs: InputReader) -> None:
     """
-    Makes a loader report what it draws. Where it begins anew, a logical batch that was
-    left in the middle is dropped.
+    Makes a loader report what it draws. When it begins a new epoch, a logical batch
+    that was left in the middle is dropped.
 
     Args:
         loader: as make_private returns it; it is changed
@@ -95,7 +95,7 @@ def watch_loader(loader: DataLoader, optimizer: Any, inputs: InputReader) -> Non
                 "poisson_sampling=False, and the loader of each process goes through "
                 "the whole data set: a record may be in the batches of two processes, "
                 "and count twice in one step. If Accelerate has prepared the loader "
-                "since, a step has more records than are accounted for.",
+                "since make_private, a step has more records than are accounted for.",
                 parameter="data_loader",
                 remedy="Leave poisson_sampling out; or give the DataLoader a "
                 "torch.utils.data.DistributedSampler (with num_replicas=1 and rank=0 "
@@ -249,7 +249,7 @@ def watch_steps(engine: PrivacyEngine, module: nn.Module, made: Sequence[Any]) -
         original.register_step_pre_hook(_refuse_step)
     LOOPS[original] = optimizer.loop
     if original is not optimizer.original_optimizer:
-        # Accelerate saves and loads the state of this one, which knows no noise.
+        # Accelerate saves and loads the state of this one, which has no noise.
         own = weakref.ref(optimizer)
         original.register_load_state_dict_pre_hook(lambda *_: _begin_noise(own()))
 

@@ -33,6 +33,10 @@ class Argument(NamedTuple):
 
 
 _NOT_ONE_BY_ONE = "so they can't be clipped one by one"
+_LEAVE_OUT = (
+    "Leave it out: several processes train data parallel, or shard the model by "
+    "TrainingArguments(fsdp=True)."
+)
 ARGUMENTS = (
     Argument(
         "fp16",
@@ -52,8 +56,8 @@ ARGUMENTS = (
         "memory, gradient_accumulation_steps make up for it.",
     ),
     Argument("ignore_data_skip", "would draw batches again after resuming"),
-    Argument("parallelism_config", "splits a model or sequence", "Use one process."),
-    Argument("deepspeed", "computes gradients by itself", "Use one process."),
+    Argument("parallelism_config", "splits a model or sequence", _LEAVE_OUT),
+    Argument("deepspeed", "computes gradients by itself", _LEAVE_OUT),
     Argument(
         "max_grad_norm",
         "is Trainer's clipping of the whole batch's gradient, which is off here",

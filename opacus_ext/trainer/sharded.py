@@ -58,7 +58,7 @@ def _value(value: Any) -> Any:
 
 
 def refuse_config(config: Dict[str, Any]) -> None:
-    """Refuses what is not done as ``fsdp_config`` says."""
+    """Refuses entries of ``fsdp_config`` that would not be followed."""
     for key, value in config.items():
         taken = _KEYS.get(key, ())
         if taken is not None and _value(value) not in taken:
@@ -76,12 +76,13 @@ def refuse_split(model: nn.Module) -> None:
         kinds = p.placements if isinstance(p, DTensor) else ()
         if kinds and not (sharded and sum(not k.is_replicate() for k in kinds) < 2):
             raise Refused(
-                f"Parameter {name} is a DTensor, and not of a model that is sharded "
-                "as a whole, by fully_shard alone: computations are split (tensor "
-                "parallel, experts), or layers alone were sharded.",
+                f"Parameter {name} is a DTensor of a model that is not just sharded "
+                "as a whole by fully_shard: computations are split (tensor parallel, "
+                "experts), or only some layers were sharded.",
                 parameter=name,
                 remedy="Load it whole and give TrainingArguments(fsdp=True), or call "
-                "fully_shard on the whole model, last. Others train by make_private.",
+                "fully_shard on the whole model, last. To train it as it is call "
+                "make_private, in a loop of your own.",
             )
 
 
@@ -144,9 +145,10 @@ def _uses(module: nn.Module) -> Counter:
 
 def adopt(model: nn.Module, inner: nn.Module) -> None:
     """
-    Makes accelerate take a sharded model as it is, and ``inner``, the model that
-    Trainer loads and saves, take the whole tensors of a checkpoint. Trainer tells by a
-    model's name whether labels are those of the next token, so it is the model's own.
+    Makes accelerate take a sharded model as it is. Makes ``inner``, the model that
+    Trainer loads and saves, take the whole tensors of a checkpoint. The name of the
+    model is that from before it was sharded: by it Trainer tells whether labels are
+    those of the next token.
     """
     for unit in model.modules():
         if isinstance(unit, FSDPModule):
@@ -157,7 +159,7 @@ def adopt(model: nn.Module, inner: nn.Module) -> None:
 
 
 def reshard(model: nn.Module) -> None:
-    """Puts shards in the place of what an evaluation has gathered."""
+    """Frees the whole parameters that an evaluation has gathered."""
     for unit in model.modules():
         if isinstance(unit, FSDPModule):
             unit.reshard()
@@ -173,7 +175,7 @@ def _to_shards(
 
 
 def _shard_of(x: Any, p: Any) -> Any:
-    """Returns this process's shard of a tensor that all have, as of a parameter."""
+    """Cuts a whole tensor as a parameter is cut; returns this process's shard."""
     if not isinstance(p, DTensor) or isinstance(x, DTensor) or x.shape != p.shape:
         return x
     x = x.to(p.device)
@@ -182,8 +184,9 @@ def _shard_of(x: Any, p: Any) -> Any:
 
 def whole(state: Any, keep: bool) -> Any:
     """
-    Returns a state dict with whole tensors on the CPU, or nothing; called by all
-    processes. Tied weights, which are one parameter, are one tensor.
+    Returns a state dict with whole tensors on the CPU, or with None for each if not
+    ``keep``. All processes must call it. A parameter that is in it twice (tied
+    weights) is one tensor.
     """
     found: Dict[int, Any] = {}
 
@@ -198,7 +201,7 @@ def whole(state: Any, keep: bool) -> Any:
 
 
 def saves_whole(optimizer: torch.optim.Optimizer, keep: bool) -> Any:
-    """Within it, the state dict of an optimizer is whole; all processes ask for it."""
+    """Within it, an optimizer's state dict is whole; all processes must ask for it."""
     return optimizer.register_state_dict_post_hook(lambda _, state: whole(state, keep))
 
 

@@ -96,10 +96,10 @@ class PrivateTrainer(Trainer):
     random state of the noise: whoever has it can subtract the noise, so do not publish
     it.
 
-    On several processes each has its share of a logical batch. A model is sharded by
-    ``fully_shard`` with ``TrainingArguments(fsdp=True, fsdp_config={...})``, or is
-    sharded already; what is saved is whole, as of one process. All processes must call
-    ``save_model`` then.
+    On several processes B is times their number, and each has its share of a logical
+    batch. ``TrainingArguments(fsdp=True, fsdp_config={...})`` shards the model by
+    ``fully_shard``, and one that is sharded already is taken as it is. What is saved of
+    it is whole, as of one process, so all processes must call ``save_model``.
 
     Args:
         args: of ``Trainer``. Of its TrainingArguments, ``max_grad_norm`` is off (its

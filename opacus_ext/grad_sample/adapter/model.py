@@ -317,7 +317,10 @@ class PrivateModel:
         self.has_compiled = True
         reason = None
         if not self.compiles:
-            reason = 'it is for modes "ghost", "ghost_bk" and "auto", of one process'
+            reason = (
+                'it is for modes "ghost", "ghost_bk" and "auto", without fully_shard '
+                "and parallelize_module"
+            )
         elif inputs.trained:
             reason = "gradients of its inputs are asked for"
         elif module not in (None, self.module) and (

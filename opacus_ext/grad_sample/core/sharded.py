@@ -304,7 +304,7 @@ class Shards:
         self.rounds = Rounds(units)
 
     def refuse_changes(self) -> None:
-        """Refuses what was frozen or freed since FSDP2 has gathered it first."""
+        """Refuses parameters that were frozen or unfrozen since the first gathering."""
         for name, p in self.shards.items():
             if p.requires_grad != self.gathered[name].requires_grad:
                 raise Refused(
@@ -476,7 +476,7 @@ def reduced(pairs: Sequence[tuple[DTensor, T]], totals: Sequence[T]) -> list[T]:
 
 
 def _reduced(p: DTensor, gathered: T, total: T) -> T:
-    """Sums over the processes that have other samples, which are those of a mesh."""
+    """Sums over the processes with other samples: the mesh of ``fully_shard``."""
     mesh = _mesh_of_data(p, gathered)
     kinds = p.placements[: mesh.ndim]  # those within a computation follow
     # A strided shard is one along the same dim of what is split already.

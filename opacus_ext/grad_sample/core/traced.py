@@ -78,13 +78,13 @@ class TracedValue(ParameterValue):
         return found if place is None else found[place]
 
 
-_forwards: list[list[Any]] = []  # the modules that each running forward has written to
+_forwards: list[list[Any]] = []  # for each running forward, what called forgets()
 
 
 def forgets(module: Any) -> None:
     """
-    Called by a module whose forward sets the attributes in ``module.transient``: they
-    become None behind the forward of a sample, of which they hold tensors.
+    Called by a module whose forward sets the attributes named in ``module.transient``.
+    As these hold tensors of a sample, they are set to None after its forward.
     """
     if _forwards:
         _forwards[-1].append(module)

@@ -162,7 +162,7 @@ class OuterProducts(Term):
 
     @property
     def sums_wide(self) -> bool:
-        """True if its rows are multiplied as bfloat16, which is exact."""
+        """True if its rows are multiplied as bfloat16, with float32 sums."""
         return len(self.dense) == 2 and not self.onehot and sums_wide(*self.dense)
 
     def weighted_sum(self, weights: T, dtype: torch.dtype, out: T | None = None) -> T:
@@ -192,7 +192,7 @@ class OuterProducts(Term):
         return OuterProducts(*factors).materialize(dtype, out)
 
     def _wide_sum(self, weights: T, out: T | None) -> T:
-        """A weighted row has 16 bits: two numbers of bfloat16, without rounding."""
+        """Sums without rounding: two bfloat16 hold the 16 bits of a weighted number."""
         left, right = self.dense
         swap = right.shape[2] < left.shape[2]
         narrow, wide = (right, left) if swap else (left, right)

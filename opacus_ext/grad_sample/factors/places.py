@@ -7,7 +7,7 @@ the data, so a compiler can't look inside these ops: it knows shapes and derivat
 - ``grouped_linear``: ``x[t] @ weight[places[t]]``, see rules/experts.py
 - ``sum_by_place``: for each place the sum over its rows of ``left[t] (x) right[t]``,
   ``[count, left, right]``
-- ``square_by_place``: the squared norm of such a sum, ``[count]``, of any number of
+- ``square_by_place``: the squared norm of such a sum, ``[count]``, for any number of
   factors; its kernel is in grad_sample.py
 
 Rows are ``[rows, width]``, and places ``[rows]``.
@@ -24,7 +24,7 @@ from torch.autograd.function import _SingleLevelFunction
 from opacus_ext.grad_sample.factors.rows import OneHot, dtype_of, square_sum
 
 T = torch.Tensor
-_LARGE = 128  # average rows from which each group is multiplied by itself
+_LARGE = 128  # rows a group, on average, from which groups are multiplied one by one
 
 
 def places_of(onehot: Sequence[OneHot]) -> tuple[T, int]:
@@ -174,7 +174,7 @@ class _Sums(_SingleLevelFunction):
 
 
 def _differentiable(function: Any) -> Callable:
-    """Applies an autograd function at one level of torch.func, as torch's own ops."""
+    """Applies an autograd function at one level of torch.func, as torch's ops are."""
 
     def run(*args: Any) -> T:
         with enable_single_level_autograd_function():
@@ -195,7 +195,7 @@ def _batched(info: Any, in_dims: tuple, given: Sequence[T]) -> list[T]:
 
 
 def _products_of_samples(info: Any, in_dims: tuple, *given: Any) -> tuple[T, int]:
-    """The rule of vmap: rows of all samples, and of their weights if they differ."""
+    """The rule of vmap: multiplies all rows at once, also by weights of each sample."""
     x, places, weight = _batched(info, in_dims, given[:3])
     shape, size = x.shape[:2], weight.shape[1]
     if in_dims[2] is None:

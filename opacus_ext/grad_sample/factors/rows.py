@@ -147,12 +147,12 @@ def workspace(num_bytes: int | None = None) -> int:
 
 # -- products --------------------------------------------------------------------------
 
-# Devices that multiply bfloat16 with float32 sums, which is exact and fast.
+# Devices that sum products of bfloat16 in float32: no product is rounded.
 _WIDE_SUMS = {"cuda"} if "dtype" in torch.ops.aten.bmm.overloads() else set()
 
 
 def sums_wide(*factors: T) -> bool:
-    """Returns True if the device multiplies bfloat16 rows with float32 sums."""
+    """Returns True for bfloat16 rows whose products the device sums in float32."""
     return all(
         f.dtype == torch.bfloat16 and f.device.type in _WIDE_SUMS for f in factors
     )
@@ -172,8 +172,9 @@ def rounded_down(factors: T) -> T:
 
 def tf32_settings(device: torch.device | None = None) -> list[tuple]:
     """
-    Returns what makes float32 products less precise (TF32): functions that set it, its
-    value and that of full precision. Of convolutions, too, if a device is given.
+    Returns the settings that make float32 products less precise (TF32). Each is a
+    function that sets it, its value, and the value for full precision. Those of
+    convolutions are among them if a CUDA device is given.
     """
     backends: Any = getattr(torch, "backends")
     cudnn, found = backends.cudnn, list[tuple[Any, Any, Any]]()
@@ -194,8 +195,9 @@ def tf32_settings(device: torch.device | None = None) -> list[tuple]:
 @contextmanager
 def full_precision(device: torch.device | None = None) -> Iterator[None]:
     """
-    Multiplies float32 without rounding it first; see :func:`tf32_settings`. Compiled
-    code must be called inside.
+    Within it, float32 is multiplied without rounding it first; see
+    :func:`tf32_settings`. It does nothing where code is being compiled: enter it
+    around the call of compiled code.
     """
     changes = [] if torch.compiler.is_compiling() else tf32_settings(device)
     for change, _, precise in changes:

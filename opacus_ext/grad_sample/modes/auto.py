@@ -5,7 +5,8 @@ them. A long sample uses the whole device by itself, and "scan" needs no ghost n
 neither is certain, the first steps are timed.
 
 On a GPU the steps of a user's loop are compiled, as starting kernels is most of their
-time there: in at most four programs, which smaller batches are filled up for.
+time there. There are at most four programs, and a smaller batch is filled up to the
+size of one.
 """
 
 from __future__ import annotations
@@ -68,14 +69,14 @@ class Auto(BookKeeping):
         """Intercepts the model's calls, and times them."""
         super().add_hooks(**kwargs)
         self.choice = Choice(sum(bool(m._parameters) for m in self._module.modules()))
-        if self.private.is_shared_out:  # processes choose alike
-            self.choice.way = AT_ONCE  # or one by one, if vmap can't run them
+        if self.private.is_shared_out:  # processes must choose alike
+            self.choice.way = AT_ONCE  # runs one by one what vmap can't
         self._start: float | None = None
         self._began = False
         self.private.begin = self._begin
 
     def _begin(self, size: int) -> None:
-        """Called before a forward pass; the second one is compiled."""
+        """Called before a forward pass. Those from the second on are compiled."""
         if not self._began and self._compiles:
             made: Any = torch.compile(nn.Identity())
             settings = settings_of(made)
@@ -88,7 +89,7 @@ class Auto(BookKeeping):
 
     @property
     def _compiles(self) -> bool:
-        """True if the model is to be compiled, and the user has not done it."""
+        """True if the model can be compiled, is on a GPU, and is not compiled yet."""
         own = self.private
         devices = {p.device.type for p in own.params.values()}
         return own.compiles and not own.has_compiled and devices <= _COMPILED_ON

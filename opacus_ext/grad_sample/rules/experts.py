@@ -30,7 +30,7 @@ def grouped_linear(x: T, index: T, weight: T, transposed: bool = False) -> T:
 
     Args:
         x: ``[rows, in]``
-        index: the expert of each row ``[rows]``; the number of experts for none
+        index: the expert of each row ``[rows]``; the number of experts stands for none
         weight: ``[experts, in, out]``
         transposed: if True it is ``[experts, out, in]``, as in ``nn.Linear``
 
@@ -128,8 +128,8 @@ def register_with(
 ) -> Callable[[], None]:
     """
     Registers :func:`experts_interface` in transformers' ``ALL_EXPERTS_FUNCTIONS``. It
-    is used for samples that run together, and transformers' own otherwise. Returns a
-    function that undoes this.
+    runs where samples run together; transformers' own functions run elsewhere. Returns
+    a function that undoes this.
     """
 
     def dispatched(plain: Callable | None) -> Callable:

@@ -1,4 +1,4 @@
-"""Cross entropy, for which vmap copies all logits several times."""
+"""Cross entropy by torch's kernel, as vmap copies all logits several times."""
 
 from __future__ import annotations
 
