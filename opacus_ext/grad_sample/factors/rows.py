@@ -166,7 +166,7 @@ def times(left: T, right: T, dtype: torch.dtype) -> T:
 
 
 def rounded_down(factors: T) -> T:
-    """Rounds positive numbers to 8 bits, towards zero: they are bfloat16 then."""
+    """Rounds positive numbers to 8 bits, toward zero: they are bfloat16 then."""
     return (factors.float().view(torch.int32) & -(2**16)).view(torch.float32)
 
 
