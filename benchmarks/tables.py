@@ -186,8 +186,9 @@ def machines() -> str:
         sizes = row["model_sizes"]
         cells = (f"{n} {k}, {sizes[k]:g}" for k, n in row["collectives"].items())
         ms = f"{row['milliseconds']:.0f}"
-        body.append((f"`{row['way']}`", "; ".join(cells), row["numbers"], ms))
-    return written(("", "collectives, bytes", "numbers", "ms"), body)
+        peak = f"{row['peak_mb']:.0f}"
+        body.append((f"`{row['way']}`", "; ".join(cells), row["numbers"], ms, peak))
+    return written(("", "collectives, bytes", "numbers", "ms", "peak MB"), body)
 
 
 # Llama 3 8B: parameters, and of these the largest one; a layer's inputs and gradients,
