@@ -60,14 +60,8 @@ def test_same_update(wrap, slow, monkeypatch, caplog):
         return clock[0]
 
     monkeypatch.setattr(mode, "_now", now)
-    for size in [4, 5, 4, 6, 7, 5, 4, 4, 0, 1, 16]:
-        batch = torch.randn(size, 4).double()
-        plain.load_state_dict(model.state_dict())
-        expected = clipped_sum(oracle(plain, batch, square_loss), "flat", 0.2)
-        private.optimizer.zero_grad()
-        private.criterion(square_loss(private.module, batch)).backward()
-        assert_same({n: p.grad for n, p in trainable(model).items()}, expected, 1e-8)
-        private.optimizer.step()
+    sizes = [4, 5, 4, 6, 7, 5, 4, 4, 0, 1, 16]
+    check_steps(private, model, plain, [torch.randn(n, 4).double() for n in sizes])
     other = {AT_ONCE: ONE_BY_ONE, ONE_BY_ONE: AT_ONCE}[slow]
     assert mode.choice.way == other and mode.private.one_by_one == (slow == AT_ONCE)
     assert f'mode "auto" is "{other}"' in caplog.text
@@ -103,7 +97,7 @@ def check_steps(private, model, plain, batches):
         private.criterion(square_loss(private.module, batch)).backward()
         assert_same({n: p.grad for n, p in trainable(model).items()}, expected, 1e-8)
         private.optimizer.step()
-    compiled = private.handle.private._compiled
+    compiled = private.handle.private._compiled.get(type(None))
     return 0 if compiled is None else compiled.programs
 
 

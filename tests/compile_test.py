@@ -195,7 +195,7 @@ def grads_of(private, model, batch, loss_fn=square_loss, **backward):
 
 def programs_of(model):
     """How many programs were made of a private model."""
-    compiled = private_model_of(model)._compiled
+    compiled = private_model_of(model)._compiled.get(type(None))
     return 0 if compiled is None else compiled.programs
 
 

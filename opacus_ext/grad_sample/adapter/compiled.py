@@ -8,18 +8,26 @@ slots, and the clipping, which turns these into norms and clipped sums.
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import is_dataclass
 from typing import Any, Callable, NamedTuple, Sequence
 
 import torch
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils._pytree import (
+    tree_flatten,
+    tree_leaves,
+    tree_map_only,
+    tree_unflatten,
+)
 
 from opacus_ext.clipping import ClippingFunction
-from opacus_ext.grad_sample.adapter.outputs import NotEqual
+from opacus_ext.grad_sample.adapter.outputs import NotEqual, is_hidden
 from opacus_ext.grad_sample.core.clip import ClippedSum, GroupNorms, norms_and_sums
 from opacus_ext.grad_sample.core.dynamo import Settings, compile_whole
+from opacus_ext.grad_sample.core.gradients import nodes_of
 from opacus_ext.grad_sample.core.group import SampleGroup
 from opacus_ext.grad_sample.core.groups import Samples, why
 from opacus_ext.grad_sample.core.traced import TracedGroup
@@ -208,8 +216,13 @@ def _caller(module: nn.Module, mode: Any) -> tuple[Callable, list[Any]]:
 
 
 def _other(x: Any) -> Any:
-    plain = isinstance(x, (int, float, str, type(None)))
-    return x if plain else _OBJECT + type(x).__name__
+    if isinstance(x, (int, float, str, type(None))):
+        return x
+    if torch.compiler.is_compiling():  # checked in the first forward
+        return _OBJECT + type(x).__name__
+    if is_dataclass(x) or isinstance(x, PackedSequence) or not is_hidden(x):
+        raise NotAtOnce("an output that is no tensor")
+    return _OBJECT + type(x).__name__
 
 
 def _signature(returned: list[Any], group: TracedGroup) -> str:
@@ -260,6 +273,7 @@ class InsideLoss:
     """
 
     program: CompiledGroup | None = None
+    _ends: Sequence[Any] = ()  # the nodes of the program's outputs
 
     def __init__(self, compiled_in: Callable[[Any], CompiledModel], group: SampleGroup):
         self.compiled_in, self.group = compiled_in, group
@@ -280,11 +294,20 @@ class InsideLoss:
             raise NotCompiled("gradients of the model's inputs are asked for")
         leaves = [group.level.unwrap(x) if by else x for x, by in zip(leaves, own)]
         compiled = self.compiled_in(modes[0] if modes else None)
+        if compiled.model.state.changes():  # they are looked for behind the loss
+            raise NotCompiled("the loss changes the model before it calls it")
         with without_modes([group, *modes]), group.outside():
             with torch.compiler.set_stance("default"):
                 samples = Samples(None, leaves, own, spec, group.size)
                 output, self.program = compiled.run(samples)
+        self._ends = [x.grad_fn for x in tree_leaves(output) if isinstance(x, T)]
         return tree_map_only(T, group.wrap, output)
+
+    def check(self, losses: Sequence[T]) -> None:
+        """Raises NotCompiled if losses use parameters beside the program."""
+        nodes = nodes_of(losses, self._ends)
+        if self.group.uses or any(hasattr(node, "variable") for node in nodes):
+            raise NotCompiled("the loss uses parameters by itself")
 
 
 class CompiledGroup:

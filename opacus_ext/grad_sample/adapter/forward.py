@@ -252,10 +252,10 @@ class ForwardRecord:
             del sample, output
             self._check_state(group.read_data, is_batched, group.notes.written)
         group.free_copies()
-        program: Any = None if inside is None else inside.program
-        if program is not None and group.uses:
-            raise NotCompiled("the loss uses parameters by itself")
-        outputs = returned.with_graph()
+        program, outputs = None, returned.with_graph()
+        if inside is not None and inside.program is not None:
+            program = inside.program
+            inside.check(list(outputs.values()))
         self._keep(returned, GroupOutputs(samples.rows, program or group, outputs))
 
     def alone(self, samples: Samples, i: int) -> None:

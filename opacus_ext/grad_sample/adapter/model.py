@@ -105,7 +105,7 @@ class PrivateModel:
         self.vmap_fails = False
         self.settings = settings_of(module)
         self.has_compiled = any(map(settings_of, module.modules()))
-        self._compiled: CompiledModel | None = None
+        self._compiled: dict[type, CompiledModel] = {}  # by type of the mode
         self._inside: InsideLoss | None = None
 
     # -- the model ---------------------------------------------------------------------
@@ -333,12 +333,10 @@ class PrivateModel:
 
     def _compiled_in(self, settings: Settings, mode: Any = None) -> CompiledModel:
         """Returns the compiled programs for calls in a torch function mode."""
-        last, params = self._compiled, [id(p) for p in self.params.values()]
+        last, params = self._compiled.get(type(mode)), [*map(id, self.params.values())]
         same = last is not None and last.settings == settings
-        if last is None or not same or type(last.mode) is not type(mode):
-            last = None
-        if last is None or [id(p) for p in last.params] != params:
-            last = self._compiled = CompiledModel(self, settings, mode)
+        if last is None or not same or [id(p) for p in last.params] != params:
+            last = self._compiled[type(mode)] = CompiledModel(self, settings, mode)
         return last
 
     def not_compiled(self, settings: Settings, reason: str) -> None:

@@ -179,10 +179,16 @@ def _shared(values: list[Any]) -> tuple[Any, str | None]:
     equal: Callable = operator.eq
     if isinstance(first, (T, np.ndarray)):
         equal = torch.equal if isinstance(first, T) else np.array_equal
-    elif not isinstance(first, PLAIN) and holds_data(first, lambda x: True):
+    elif is_hidden(first):
         return None, f"is a {type(first).__name__}, which may hold values of samples"
     same = (x is first or type(x) is type(first) and equal(x, first) for x in values)
     return first, None if all(same) else "differs from sample to sample"
+
+
+def is_hidden(x: Any) -> bool:
+    """Returns True for an object, not a tensor or array, that may hold samples."""
+    known = isinstance(x, (*PLAIN, T, np.ndarray))
+    return not known and holds_data(x, lambda x: True)
 
 
 class NotEqual:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from functools import partial
 from logging import Logger
 from typing import Any, Callable, NamedTuple
 
@@ -60,8 +61,10 @@ def compile_whole(function: Callable, backend: Callable, most: int) -> Callable:
     logs is left out: it was logged where the function ran eagerly.
     """
     given: Any = dict(backend=backend, fullgraph=True, dynamic=False)
-    ignored = {getattr(Logger, name) for name in _LOGGING if hasattr(Logger, name)}
-    changes: dict[str, Any] = dict(ignore_logger_methods=ignored)
+    changes: dict[str, Any] = {}
+    if hasattr(config, "ignore_logger_methods"):
+        names = filter(partial(hasattr, Logger), _LOGGING)
+        changes["ignore_logger_methods"] = {getattr(Logger, name) for name in names}
     if "recompile_limit" in inspect.signature(torch.compile).parameters:
         given["recompile_limit"] = most
     else:

@@ -376,11 +376,13 @@ def gradients_alone(
     }
 
 
-def nodes_of(roots: Iterable[T | GradientEdge]) -> Iterator[Any]:
-    """Yields the nodes of the graph of some tensors."""
+def nodes_of(
+    roots: Iterable[T | GradientEdge], ends: Iterable[Any] = ()
+) -> Iterator[Any]:
+    """Yields the nodes of the graph of some tensors, up to the nodes ``ends``."""
     edges = (get_gradient_edge(x) if isinstance(x, T) else x for x in roots)
     todo: list[Any] = [edge.node for edge in edges]
-    seen = set()
+    seen = set(ends)
     while todo:
         node = todo.pop()
         if node is not None and node not in seen:

@@ -129,7 +129,8 @@ class TracedGroup(SampleGroup):
         return id(x) not in self._recipes and super()._is_constant(x)
 
     def made(self, func: Callable, args: tuple, kwargs: dict, made: Any) -> Any:
-        if func in _UNCHANGED and _kind(made) == _kind(args[0]):
+        same = func in _UNCHANGED and isinstance(made, T)  # w.type() gives a name
+        if same and _kind(made) == _kind(args[0]):
             return args[0]  # a tracer may take them for two tensors
         parts: list[T] = []
         self.find_shared((*args, *kwargs.values()), parts)

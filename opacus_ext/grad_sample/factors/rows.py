@@ -187,7 +187,7 @@ def tf32_settings(device: torch.device | None = None) -> list[tuple]:
             )
     except RuntimeError:  # it was set by the names of torch 2.9
         name, cpu = "fp32_precision", backends.mkldnn
-        for x in (backends.cuda.matmul, cpu.matmul, cudnn.conv):
+        for x in (backends.cuda.matmul, cpu.matmul, cudnn.conv, cudnn.rnn):
             found.append((partial(setattr, x, name), getattr(x, name), "ieee"))
     return [each for each in found if each[1] != each[2]]
 

@@ -92,7 +92,8 @@ class Auto(BookKeeping):
         """True if the model can be compiled, is on a GPU, and is not compiled yet."""
         own = self.private
         devices = {p.device.type for p in own.params.values()}
-        return own.compiles and not own.has_compiled and devices <= _COMPILED_ON
+        known = bool(devices) and devices <= _COMPILED_ON
+        return known and own.compiles and not own.has_compiled
 
     def _set_grads(self, optimizer: Any, total: ClippedSum) -> None:
         """Called after the backward pass of a batch."""
