@@ -46,7 +46,8 @@ INSIDE = ("factors", "rules", "core", "adapter", "modes")  # parallel stands bes
 #: The core imports none of these, at any distance.
 ABOVE_THE_CORE = {"planner", "trainer", "re_attention", "accountants"}
 CORE = ("opacus_ext.grad_sample", "opacus_ext.optimizers")
-#: Who reads compiled code or frames uses one of these; vmap.py copies a function.
+#: Who reads compiled code or frames uses one of these. Two files copy functions.
+COPY = ("core/vmap.py", "core/dynamo.py")
 READING = {"dis", "__code__", "co_code", "co_names", "co_consts", "f_code", "f_locals"}
 STEP = """
 import sys, warnings
@@ -194,7 +195,9 @@ def main(root: Path) -> int:
             for n in look(x)
             if look is sets_torch or name.startswith("opacus_ext.grad_sample")
         }
-        own = sorted(x for x in at if look is sets_torch or "core/vmap.py" not in x)
+        if look is reads_code:
+            at = {x for x in at if not any(name in x for name in COPY)}
+        own = sorted(at)
         say(f"lines that {what}", len(own), 0, own)
     command = [sys.executable, "-c", STEP, str(root)]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)

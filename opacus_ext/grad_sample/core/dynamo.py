@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from functools import partial
 from logging import Logger
 from types import FunctionType
@@ -61,15 +60,11 @@ def compile_whole(function: Callable, backend: Callable, most: int) -> Callable:
     Compiles a function without graph breaks, into at most ``most`` programs. What it
     logs is left out: it was logged where the function ran eagerly.
     """
-    given: Any = dict(backend=backend, fullgraph=True, dynamic=False)
-    changes: dict[str, Any] = {}
+    changes: dict[str, Any] = {"recompile_limit": most}
     if hasattr(config, "ignore_logger_methods"):
         names = filter(partial(hasattr, Logger), _LOGGING)
         changes["ignore_logger_methods"] = {getattr(Logger, name) for name in names}
-    if "recompile_limit" in inspect.signature(torch.compile).parameters:
-        given["recompile_limit"] = most
-    else:
-        changes["recompile_limit"] = most
+    given: Any = dict(backend=backend, fullgraph=True, dynamic=False)
     return config.patch(changes)(torch.compile(_copy(function), **given))
 
 
