@@ -16,6 +16,8 @@ from typing import Any, Callable, Dict, List, Optional
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
@@ -23,6 +25,7 @@ from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 from opacus_ext.data.logical import PhysicalBatch, logical_loader
 from opacus_ext.data.sampling import Poisson, Sampling
 from opacus_ext.grad_sample.modes.ghost import ClippedLoss
+from opacus_ext.grad_sample.parallel.split import place_of
 from opacus_ext.private_training import PrivateTraining
 from opacus_ext.refused import Refused
 
@@ -33,6 +36,7 @@ except ImportError:  # the same under its older name
 
 __all__ = ["PrivacyCallback"]
 
+_STRATEGIES = "SingleDeviceStrategy", "DDPStrategy", "ModelParallelStrategy"
 _TRANSFERS = (
     "on_before_batch_transfer",
     "transfer_batch_to_device",
@@ -137,8 +141,9 @@ class PrivacyCallback(Callback):
         if stage != "fit":
             return
         _refuse_trainer(trainer)
-        _refuse_split(pl_module)
+        _refuse_split(trainer, pl_module)
         self._training.process = trainer.global_rank, trainer.world_size
+        self._several = trainer.world_size > 1
         if hasattr(trainer.strategy, "configure_ddp"):
             # DDP would average gradients that have no noise yet.
             self._set(trainer.strategy, "configure_ddp", lambda: None)
@@ -165,18 +170,38 @@ class PrivacyCallback(Callback):
                 'grad_sample_mode="scan", whose memory is that of one record.',
             )
 
-    @property
-    def _several(self) -> bool:
-        return self._training.process[1] > 1
-
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        """Begins, unless a checkpoint is read first: see :meth:`on_load_checkpoint`."""
+        if not (trainer.ckpt_path and trainer.strategy.restore_checkpoint_after_setup):
+            self._begin(trainer, pl_module)
+
+    def on_load_checkpoint(
+        self, trainer: Any, pl_module: Any, checkpoint: Dict[str, Any]
+    ) -> None:
+        """Keeps the state until training begins, which it does if all is set up."""
+        self._saved = checkpoint["callbacks"].get(self.state_key, {})
+        after_setup = trainer.strategy.restore_checkpoint_after_setup
+        if after_setup and trainer.state.fn == "fit":
+            self._begin(trainer, pl_module)
+
+    def _begin(self, trainer: Any, pl_module: Any) -> None:
         """Makes model, optimizer, criterion and loader private."""
-        _refuse_split(pl_module)
+        _refuse_split(trainer, pl_module)
         if self._several:
             for x in (*pl_module.parameters(), *pl_module.buffers()):
-                dist.broadcast(x.detach(), 0)
+                if not isinstance(x, DTensor):
+                    dist.broadcast(x.detach(), 0)
         source, training = trainer.fit_loop._data_source, self._training
-        loader = source.dataloader()
+        loader, module = source.dataloader(), _private_part(pl_module, self.module)
+        sharded = isinstance(module, FSDPModule)
+        if _is_model_parallel(trainer):
+            training.process = place_of(module) or (0, 1)
+            stock = trainer.strategy.optimizer_state
+
+            def optimizer_state(optimizer: Any) -> Any:
+                return stock(training.optimizer.original_optimizer)
+
+            self._set(trainer.strategy, "optimizer_state", optimizer_state)
         _refuse_data(loader, trainer.optimizers)
         size, steps = len(loader.dataset), len(loader)
         sampling = replace(
@@ -199,7 +224,7 @@ class PrivacyCallback(Callback):
         most = self.max_physical_batch_size or size
         batches = training.logical_batches(sampling, size, most)
         criterion = training.make_private(
-            pl_module.get_submodule(self.module),
+            module,
             trainer.optimizers[0],
             loader,
             noise,
@@ -209,7 +234,8 @@ class PrivacyCallback(Callback):
             **self._kwargs,
         )
         trainer.strategy.optimizers = [training.optimizer]
-        private = logical_loader(loader.dataset, batches, loader.collate_fn, loader)
+        given = loader.dataset, batches, loader.collate_fn, loader
+        private = logical_loader(*given, example=self._several and sharded)
         # By these Lightning knows a loader that can go on in the middle of an epoch.
         vars(private).update(state_dict=dict, load_state_dict=lambda state: None)
         trainer.fit_loop._combined_loader = None
@@ -269,10 +295,6 @@ class PrivacyCallback(Callback):
         state = self._training.state_dict(self._config)
         return {**state, "accountant": dict(state["accountant"])}
 
-    def load_state_dict(self, state_dict: Dict[str, Any]) -> None:
-        """Keeps the state until training begins."""
-        self._saved = state_dict
-
     # -- a step --------------------------------------------------------------------
 
     def _step(self, pl_module: Any, criterion: Any) -> Callable:
@@ -286,20 +308,24 @@ class PrivacyCallback(Callback):
                 within[name] = _alone(getattr(pl_module, name))
         # Likewise the function by which torchmetrics sums over processes.
         places = [(vars(pl_module), within)]
+        silent = [(vars(pl_module), {"log": _nothing})]  # for a step without records
         for name, part in pl_module.named_modules() if self._several else ():
             if "dist_sync_fn" in vars(part):
                 places.append((vars(part), {"dist_sync_fn": _no_sync(name)}))
+                silent.append((vars(part), {"forward": _nothing, "update": _nothing}))
 
         def output_of(batch: PhysicalBatch, *rest: Any) -> Any:
-            if not batch.records:
+            if batch.inputs is None:
                 return _empty_loss(training)
-            before = [{k: own[k] for k in new if k in own} for own, new in places]
-            for own, new in places:
+            changes = places if batch.records else silent
+            before = [{k: own[k] for k in new if k in own} for own, new in changes]
+            for own, new in changes:
                 own.update(new)
+            step = functools.partial(stock, batch.inputs, *rest)
             try:
-                return stock(batch.inputs, *rest)
+                return step() if batch.records else training.loss_without_records(step)
             finally:
-                for (own, new), old in zip(places, before):
+                for (own, new), old in zip(changes, before):
                     for name in new:
                         del own[name]
                     own.update(old)
@@ -375,7 +401,7 @@ def _by_physical_batch(transfer: Callable) -> Callable:
         if not ours or not all(isinstance(x, PhysicalBatch) for x in given):
             return transfer(given, *rest)
         return [
-            x._replace(inputs=transfer(x.inputs, *rest)) if x.records else x
+            x if x.inputs is None else x._replace(inputs=transfer(x.inputs, *rest))
             for x in given
         ]
 
@@ -406,6 +432,10 @@ def _alone(method: Callable) -> Callable:
         return method(*args, **kwargs)
 
     return checked
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """Stands for what logs or counts, where there are no records."""
 
 
 def _no_sync(name: str) -> Callable:
@@ -462,14 +492,27 @@ def _loss(output: Any, criterion: Any, name: str) -> Any:
     return loss
 
 
-def _refuse_split(pl_module: Any) -> None:
-    for name, p in pl_module.named_parameters():
+def _is_model_parallel(trainer: Any) -> bool:
+    return type(trainer.strategy).__name__ == "ModelParallelStrategy"
+
+
+def _private_part(pl_module: Any, name: str) -> nn.Module:
+    """Returns what is made private: of a module around it, what is sharded whole."""
+    module = pl_module.get_submodule(name)
+    units = [part for part in module.modules() if isinstance(part, FSDPModule)]
+    own = {*units[0].parameters()} if units else set()
+    trained = {p for p in module.parameters() if p.requires_grad}
+    return units[0] if units and trained <= own else module
+
+
+def _refuse_split(trainer: Any, pl_module: Any) -> None:
+    for name, p in () if _is_model_parallel(trainer) else pl_module.named_parameters():
         if isinstance(p, DTensor):
             raise Refused(
                 f"Parameter {name} is shared out over processes (a DTensor).",
                 parameter=name,
-                remedy="Call make_private yourself, in a loop of your own; or leave "
-                "out parallelize_module and fully_shard.",
+                remedy="Leave out parallelize_module and fully_shard; or call them in "
+                "configure_model, and give the Trainer a ModelParallelStrategy.",
             )
 
 
@@ -480,11 +523,11 @@ def _refuse_trainer(trainer: Any) -> None:
     for name, is_refused, reason, remedy in (
         (
             "strategy",
-            kind not in ("SingleDeviceStrategy", "DDPStrategy"),
+            kind not in _STRATEGIES,
             f"{kind} computes or shards gradients by itself.",
             'Give the Trainer strategy="ddp" for several processes, or devices=1 and '
             "no strategy. A model that is too large for one device is sharded by "
-            "fully_shard, in a loop of your own.",
+            "fully_shard in configure_model, with strategy=ModelParallelStrategy(...).",
         ),
         (
             "strategy",

@@ -14,6 +14,7 @@ from opacus.accountants.accountant import IAccountant
 from opacus.distributed import DifferentiallyPrivateDistributedDataParallel as DPDDP
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
 from opacus_ext.accountants.budget import least_noise
@@ -21,6 +22,7 @@ from opacus_ext.data.draws import Draws, loader_like
 from opacus_ext.data.logical import LogicalBatches, derive_seed
 from opacus_ext.data.sampling import Sampling
 from opacus_ext.grad_sample.modes.common import Attachment, private_model_of
+from opacus_ext.grad_sample.modes.ghost import ClippedLoss
 from opacus_ext.misuse import check_number
 from opacus_ext.refused import Refused
 
@@ -43,6 +45,10 @@ def check_budget(
         check_number("target_epsilon", target_epsilon)
     else:
         check_number("noise_multiplier", noise_multiplier, zero=True)
+
+
+class _Called(BaseException):
+    """Leaves a step where it has called the model, with what that returned."""
 
 
 class PrivateTraining:
@@ -82,7 +88,7 @@ class PrivateTraining:
     def agreed(self, value: Any) -> Any:
         """Returns the value that process 0 has."""
         given = [value]
-        if self.process[1] > 1:
+        if dist.is_initialized():
             dist.broadcast_object_list(given)
         return given[0]
 
@@ -121,7 +127,9 @@ class PrivateTraining:
             self.noise.seed()
             self.engine.accountant.load_state_dict(self.saved["accountant"])
         called = module
-        if self.process[1] > 1 and not isinstance(module, FSDPModule):
+        if self.process[1] > 1 and not any(
+            isinstance(part, FSDPModule) for part in module.modules()
+        ):
             module = DPDDP(module)
         self.hooks, self.optimizer, *criterion, _ = self.engine.make_private(
             module=module,
@@ -139,6 +147,38 @@ class PrivateTraining:
             attached: Any = module.autograd_grad_sample_hooks
             attached.append(Attachment(private, called))
         return criterion[0] if criterion else None
+
+    def loss_without_records(self, step: Callable[[], Any]) -> torch.Tensor:
+        """
+        Returns the loss of no records. A model that is sharded by ``fully_shard`` takes
+        part in the passes of the other processes: ``step`` calls it with any record, of
+        which it sees the form, and is left there.
+        """
+        hooks, module, outputs = self.hooks, self.hooks._module, []
+        inside, reader = vars(module)["_compiled_call_impl"], hooks.private.inputs
+
+        def leave(*args: Any, **kwargs: Any) -> None:
+            raise _Called(inside(*args, **kwargs))
+
+        vars(module)["_compiled_call_impl"], reader.without_samples = leave, True
+        try:
+            step()
+        except _Called as called:
+            leaves = tree_leaves(called.args[0])
+            outputs = [x for x in leaves if getattr(x, "requires_grad", False)]
+        finally:
+            vars(module)["_compiled_call_impl"] = inside
+            reader.without_samples = False
+        if not outputs:
+            raise Refused(
+                f"A step has no gradient of {type(module).__name__}, which fully_shard "
+                "has sharded.",
+                module=type(module).__name__,
+                remedy="Call it in each step: all processes gather its parameters.",
+            )
+        losses = outputs[0].sum() + outputs[0].new_zeros(0)
+        given = hooks, self.optimizer, losses
+        return ClippedLoss(*given, value=losses.new_zeros(()))
 
     def choose_noise(
         self, sampling: Sampling, records: int, steps: Callable[[], Any]

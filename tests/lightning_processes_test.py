@@ -52,15 +52,18 @@ class Numbered(Classifier):
         return super().training_step(batch, batch_idx)
 
 
-def trained(folder, mode="ghost_bk", automatic=True, resume=None, **given):
+def trained(
+    folder, mode="ghost_bk", automatic=True, resume=None, make=Numbered, **given
+):
     """Nine steps, a checkpoint after four; in all processes together, if there are."""
     torch.manual_seed(0)
-    model = Numbered(automatic, **given.pop("log", {}))
+    model = make(automatic, **given.pop("log", {}))
     if dist.is_initialized():
         os.environ.update(LOCAL_RANK=str(dist.get_rank()), MASTER_ADDR="127.0.0.1")
         given = {"strategy": "ddp", "devices": dist.get_world_size(), **given}
         with torch.no_grad():  # those of process 0 count
-            for x in (*model.parameters(), *model.buffers()):
+            own = () if make is not Numbered else model.parameters()
+            for x in (*own, *model.buffers()):
                 x += dist.get_rank()
     data = TensorDataset(records()[:][0], torch.arange(RECORDS))
     workers = given.pop("workers", 0)
@@ -72,7 +75,8 @@ def trained(folder, mode="ghost_bk", automatic=True, resume=None, **given):
     checkpoint = L.callbacks.ModelCheckpoint(
         folder, every_n_train_steps=STOP, save_top_k=-1, filename="{step}"
     )
-    settings = dict(target_epsilon=6.0, repeat_noise=True, seed=SEED)
+    budget = given.pop("budget", {"target_epsilon": 6.0})
+    settings = dict(repeat_noise=True, seed=SEED, **budget)
     settings["max_physical_batch_size"] = given.pop("physical", None)
     callback, seen = privacy(mode, **settings), Seen()
     given = {"max_steps": 9, "enable_checkpointing": True, **given}

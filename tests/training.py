@@ -1,6 +1,7 @@
 """Tests of trainers share the draws of a seed, the oracle of a run, and settings."""
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from opacus_ext.data.logical import derive_seed
 
@@ -75,7 +76,10 @@ def train_alone(
 
 
 def weights(model):
-    return {name: p.detach().clone() for name, p in model.named_parameters()}
+    return {
+        name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
+        for name, p in model.named_parameters()
+    }
 
 
 def distance(a, b):

@@ -22,8 +22,8 @@ from opacus_ext.deprecated import renamed
 class PhysicalBatch(NamedTuple):
     """
     The records of a logical batch that run together: their number, what the collator
-    made of them (None without records), the number of the logical batch, and its number
-    of records in all processes.
+    made of them (without records of one that is not drawn, or None), the number of the
+    logical batch, and its number of records in all processes.
     """
 
     records: int
@@ -104,8 +104,10 @@ class LogicalBatches(Sampler):
 class _PhysicalBatches(Dataset):
     """Collates an item of LogicalBatches."""
 
-    def __init__(self, dataset: Dataset, collate: Callable[[list], Any]):
-        self.dataset, self.collate = dataset, collate
+    def __init__(
+        self, dataset: Dataset, collate: Callable[[list], Any], example: bool
+    ):
+        self.dataset, self.collate, self.example = dataset, collate, example
 
     def __len__(self) -> int:
         return len(self.dataset)  # type: ignore[arg-type]
@@ -116,12 +118,13 @@ class _PhysicalBatches(Dataset):
             return [self._collated(x, item.draw, item.drawn) for x in item.numbers]
 
     def _collated(self, numbers: List[int], *logical: int) -> PhysicalBatch:
-        if not numbers:
+        if not (numbers or self.example):
             return PhysicalBatch(0, None, *logical)
+        some = numbers or [0]
         if hasattr(self.dataset, "__getitems__"):
-            records = self.dataset.__getitems__(numbers)
+            records = self.dataset.__getitems__(some)
         else:
-            records = [self.dataset[i] for i in numbers]
+            records = [self.dataset[i] for i in some]
         return PhysicalBatch(len(numbers), self.collate(records), *logical)
 
 
@@ -130,14 +133,15 @@ def logical_loader(
     batches: LogicalBatches,
     collate: Callable[[list], Any],
     stock: Optional[DataLoader] = None,
+    example: bool = False,
     **kwargs: Any,
 ) -> DataLoader:
     """
     Returns a loader whose items are lists of physical batches. ``collate`` turns a list
     of records into the inputs of one. Its workers are those of ``stock``, or of
-    ``kwargs``.
+    ``kwargs``. With ``example`` a batch without records has the inputs of record 0.
     """
-    collated = _PhysicalBatches(dataset, collate)
+    collated = _PhysicalBatches(dataset, collate, example)
     if stock is not None:
         return loader_like(stock, collated, batches, _as_it_is)
     return DataLoader(collated, batch_sampler=batches, collate_fn=_as_it_is, **kwargs)

@@ -27,7 +27,6 @@ from opacus_ext.data.logical import (
     PhysicalBatch,
     derive_seed,
     logical_loader,
-    seeded,
 )
 from opacus_ext.data.sampling import Poisson
 from opacus_ext.grad_sample.core.dynamo import settings_of
@@ -269,8 +268,8 @@ class PrivateTrainer(Trainer):
             self.args.per_device_train_batch_size,
             self.args.gradient_accumulation_steps,
         )
-        self._example = lambda: stock.collate_fn([stock.dataset[0]])
-        return logical_loader(stock.dataset, batches, stock.collate_fn, stock)
+        given = stock.dataset, batches, stock.collate_fn, stock
+        return logical_loader(*given, example=self._is_sharded)
 
     def get_batch_samples(
         self, epoch_iterator: Iterator, num_batches: int, device: torch.device
@@ -348,19 +347,17 @@ class PrivateTrainer(Trainer):
             training.hooks.private.settings = settings
         model = self.accelerator.unwrap_model(model)  # DDP would add gradients up
         model.train()
-        if batch.records:  # without records the step is noise
+        if batch.inputs is not None:  # without records the step is noise
             samples, size = samples_of(dict(self._prepare_inputs(batch.inputs)))
-            if size != batch.records:
+            if size != (batch.records or 1):
                 raise Refused(
                     f"data_collator made {size} samples of {batch.records} records.",
                     parameter="data_collator",
                     remedy="It must make one of each record, and not pack, chunk or "
                     "drop any.",
                 )
-        elif self._is_sharded:  # it takes part in the passes of the others
-            with seeded(0):
-                given = dict(self._prepare_inputs(self._example()))
-            samples = [x.select(torch.arange(0)) for x in samples_of(given)[0]]
+        if not batch.records:  # one that is sharded takes part in others' passes
+            samples = [x.select(torch.arange(0)) for x in samples]
         with self.compute_loss_context_manager():
             loss = partial(self._record_loss, model)
             return training.hooks.clip(training.optimizer, samples, loss).detach()

@@ -100,6 +100,7 @@ class ShardedReader(InputReader):
     rounds: Rounds
     follows = False  # True while this process takes part in a trial of another
     with_gradients = False  # True while a trial needs gradients
+    without_samples = False  # True while a call has a form of inputs, and no samples
 
     def read(self, call: Call, args: tuple, kwargs: dict) -> Inputs:
         """See :class:`~adapter.inputs.InputReader`."""
@@ -116,7 +117,10 @@ class ShardedReader(InputReader):
             self.rounds.follow(zeros)
         finally:
             self.follows = False
-        return inputs
+        if not self.without_samples:
+            return inputs
+        none = [some.select(torch.arange(0)) for some in inputs.samples]
+        return inputs._replace(samples=none, size=0)
 
     def _try_alone(self, *args: Any) -> Any:
         self.with_gradients = True
