@@ -171,18 +171,14 @@ class PrivacyCallback(Callback):
             )
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Begins, unless a checkpoint is read first: see :meth:`on_load_checkpoint`."""
-        if not (trainer.ckpt_path and trainer.strategy.restore_checkpoint_after_setup):
-            self._begin(trainer, pl_module)
+        """Begins when a checkpoint was read, which some strategies do after this."""
+        run = trainer._run_stage
 
-    def on_load_checkpoint(
-        self, trainer: Any, pl_module: Any, checkpoint: Dict[str, Any]
-    ) -> None:
-        """Keeps the state until training begins, which it does if all is set up."""
-        self._saved = checkpoint["callbacks"].get(self.state_key, {})
-        after_setup = trainer.strategy.restore_checkpoint_after_setup
-        if after_setup and trainer.state.fn == "fit":
+        def begin() -> Any:
             self._begin(trainer, pl_module)
+            return run()
+
+        self._set(trainer, "_run_stage", begin)
 
     def _begin(self, trainer: Any, pl_module: Any) -> None:
         """Makes model, optimizer, criterion and loader private."""
@@ -233,6 +229,8 @@ class PrivacyCallback(Callback):
             sampling=sampling,
             **self._kwargs,
         )
+        if self.repeat_noise:
+            training.repeat_noise()
         trainer.strategy.optimizers = [training.optimizer]
         given = loader.dataset, batches, loader.collate_fn, loader
         private = logical_loader(*given, example=self._several and sharded)
@@ -261,8 +259,12 @@ class PrivacyCallback(Callback):
         training.saved, self._saved = self._saved, {}
         training.seed, training.draw = training.saved["seed"], training.saved["draw"]
 
+    def load_state_dict(self, state_dict: Dict[str, Any]) -> None:
+        """Keeps the state until training begins."""
+        self._saved = state_dict
+
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Repeats the noise if asked to: loading the optimizer has drawn it afresh."""
+        """Refuses changes of what is private."""
         wrapped = isinstance(trainer.model, DistributedDataParallel)
         if trainer.train_dataloader is not self._loader or wrapped:
             raise Refused(
@@ -272,8 +274,6 @@ class PrivacyCallback(Callback):
                 remedy='Give the Trainer strategy="ddp", and leave out callbacks that '
                 "replace the loader or wrap the model.",
             )
-        if self.repeat_noise:
-            self._training.repeat_noise()
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Logs what has been spent."""

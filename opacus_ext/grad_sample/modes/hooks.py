@@ -7,6 +7,7 @@ from typing import Any, Callable, Iterable, Sequence
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.weak import WeakIdKeyDictionary
 
 from opacus_ext.grad_sample.adapter.forward import ForwardRecord
@@ -22,18 +23,31 @@ T = torch.Tensor
 # Backward passes before which all of the heap is searched for parameters.
 _SEARCHES = {8**i for i in range(20)}
 _parameters = WeakIdKeyDictionary()  # a set: the parameters of all models
+# Modules of others: DTensors, say. ``module.to()`` fails if these have weak references.
+_holders = WeakIdKeyDictionary()
 
 
 def note_parameter(module: Any, name: str, p: nn.Parameter) -> None:
     """Records a parameter when it is registered: other models may get gradients."""
-    _parameters[p] = None
+    if is_traceable_wrapper_subclass(p):
+        _holders[module] = None
+    else:
+        _parameters[p] = None
 
 
 def _search_parameters() -> None:
     """Finds parameters that were not registered, such as those of copied models."""
     for x in gc.get_objects():
-        if issubclass(type(x), T) and isinstance(x, nn.Parameter):
-            _parameters[x] = None
+        if issubclass(type(x), nn.Module):
+            for p in filter(is_traceable_wrapper_subclass, _own(x)):
+                note_parameter(x, "", p)
+        elif issubclass(type(x), T) and isinstance(x, nn.Parameter):
+            if not is_traceable_wrapper_subclass(x):
+                _parameters[x] = None
+
+
+def _own(module: nn.Module) -> list[Any]:
+    return [p for p in vars(module).get("_parameters", {}).values() if p is not None]
 
 
 class _Edges(torch.autograd.Function):
@@ -100,7 +114,8 @@ class GradSampleMode(PrivateMode):
         own = self.private.names
         inputs = [x for record, _ in self._found for x in record.trained]
         before = {id(x) for x in (*inputs, *dependencies_of(inputs).leaves)}
-        others = [p for p in _parameters if p not in own]
+        every = [*_parameters, *(p for module in _holders for p in _own(module))]
+        others = [p for p in every if p not in own]
         feeds = False
         for p in _reached([*own, *others]):
             if id(p) not in before or p in own:
