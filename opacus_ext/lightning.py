@@ -308,11 +308,13 @@ class PrivacyCallback(Callback):
                 within[name] = _alone(getattr(pl_module, name))
         # Likewise the function by which torchmetrics sums over processes.
         places = [(vars(pl_module), within)]
-        silent = [(vars(pl_module), {"log": _nothing})]  # for a step without records
+        silent = [(vars(pl_module), {**within, "log": _nothing})]  # without records
         for name, part in pl_module.named_modules() if self._several else ():
             if "dist_sync_fn" in vars(part):
-                places.append((vars(part), {"dist_sync_fn": _no_sync(name)}))
-                silent.append((vars(part), {"forward": _nothing, "update": _nothing}))
+                new = {"dist_sync_fn": _no_sync(name)}
+                places.append((vars(part), new))
+                new = {**new, "forward": _nothing, "update": _nothing}
+                silent.append((vars(part), new))
 
         def output_of(batch: PhysicalBatch, *rest: Any) -> Any:
             if batch.inputs is None:
@@ -347,10 +349,11 @@ class PrivacyCallback(Callback):
             for batch in batches:
                 optimizer.zero_grad()
                 optimizer.signal_skip_step(batch is not batches[-1])
-                output = output_of(batch, *rest)
-                if automatic:
-                    loss = _loss(output, criterion, self.criterion)
-                elif not batch.records:
+                with training.telling():
+                    output = output_of(batch, *rest)
+                    if automatic:
+                        loss = _loss(output, criterion, self.criterion)
+                if not (automatic or batch.records):
                     output.backward()
                     pl_module.optimizers().step()
                 if batch is not batches[-1]:

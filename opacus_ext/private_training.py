@@ -5,7 +5,8 @@ The private part of a run whose training loop is another library's, which
 
 from __future__ import annotations
 
-from typing import Any, Callable, Dict, Mapping, Optional
+from contextlib import nullcontext
+from typing import Any, Callable, ContextManager, Dict, Mapping, Optional
 
 import torch
 import torch.distributed as dist
@@ -147,6 +148,12 @@ class PrivateTraining:
             attached: Any = module.autograd_grad_sample_hooks
             attached.append(Attachment(private, called))
         return criterion[0] if criterion else None
+
+    def telling(self) -> ContextManager[None]:
+        """Tells the others of an error round a call of a sharded model."""
+        private = getattr(self.hooks, "private", None)
+        rounds = getattr(private, "rounds", None)
+        return rounds.telling("forward pass") if rounds else nullcontext()
 
     def loss_without_records(self, step: Callable[[], Any]) -> torch.Tensor:
         """

@@ -5,6 +5,7 @@ of a model (``fully_shard``) against one that holds all. Float64, as in the othe
 import functools
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import (
@@ -21,127 +22,288 @@ from tests.lightning_processes_test import (  # noqa: E402
     assert_same,
     trained,
 )
+from tests.lightning_test import records  # noqa: E402
 from tests.processes import refusal, run  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
+thorough = pytest.mark.thorough
 
 
 class Sharded(Numbered):
-    """The layers, and a part that has them all."""
+    """Its layers, and all of them together."""
+
+    @property
+    def mesh(self):
+        return self.device_mesh["data_parallel"]
 
     def configure_model(self):
-        mesh = self.device_mesh["data_parallel"]
-        fully_shard(self.net[2], mesh=mesh)
-        fully_shard(self.net, mesh=mesh)
+        fully_shard(self.net[2], mesh=self.mesh)
+        fully_shard(self.net, mesh=self.mesh)
 
-
-def sharded(folder, whole=False, make=Sharded, noise=0.0, **given):
-    """Trains sharded over all processes, or in one process that holds all."""
-    given["budget"] = {"noise_multiplier": noise}
-    if not dist.is_initialized():
-        return trained(folder, **given)
-    size, parts = dist.get_world_size(), given.pop("parts", 1)
-    sizes = {"data_parallel_size": size // parts, "tensor_parallel_size": parts}
-    strategy = L.strategies.ModelParallelStrategy(
-        **sizes, save_distributed_checkpoint=not whole
-    )
-    return trained(folder, make=make, strategy=strategy, **given)
+    def teardown(self, stage):
+        """It is an ordinary model again, that is sharded."""
+        assert all(p.grad is None for p in self.parameters())
+        self(records()[:4][0]).sum().backward()
+        assert not any(hasattr(p, "summed_grad") for p in self.parameters())
+        assert all(p.grad is not None for p in self.parameters())
 
 
 class Itself(Sharded):
-    """The LightningModule itself."""
+    def configure_model(self):
+        fully_shard(self, mesh=self.mesh)
+
+
+class Split(Sharded):
+    """Processes compute each layer together, and others shard it if there are some."""
 
     def configure_model(self):
-        fully_shard(self, mesh=self.device_mesh["data_parallel"])
+        plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+        parallelize_module(self.net, self.device_mesh["tensor_parallel"], plan)
+        if self.mesh.size() > 1:
+            fully_shard(self.net, mesh=self.mesh)
+
+
+def sharded(folder, whole=False, make=Sharded, noise=0.0, **given):
+    """Trains sharded over all processes; where there is no group, in one that is not."""
+    parts, given["budget"] = given.pop("parts", 1), {"noise_multiplier": noise}
+    if dist.is_initialized():
+        strategy = L.strategies.ModelParallelStrategy(
+            data_parallel_size=dist.get_world_size() // parts,
+            tensor_parallel_size=parts,
+            save_distributed_checkpoint=not whole,
+        )
+        given.update(make=make, strategy=strategy)
+    return trained(folder, **given)
+
+
+CASES = {
+    "ghost_bk": {},
+    "noise": {"noise": 0.7},
+    "whole": {"whole": True},
+    "whole noise": {"noise": 0.7, "whole": True},
+    "itself": {"make": Itself, "mode": "scan"},
+    "manual": {"automatic": False},
+    "workers": {"mode": "auto", "workers": 2, "physical": 1},
+    "bf16": {"precision": "bf16-mixed"},
+    "split": {"make": Split, "parts": 2},
+}
+NOISE = "noise", "whole noise"
+QUICK = "ghost_bk", "noise"
+
+
+# -- what is refused -------------------------------------------------------------------
 
 
 class Meta(Sharded):
     """Its weights are drawn after it was sharded."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        del self.metric, self.scale  # Lightning leaves buffers as they may be
+        self.scale = 1.0
+
+    def training_step(self, batch, batch_idx):
+        return self.criterion(self(batch[0]), batch[1])
 
     def configure_model(self):
         self.net.to("meta")
         super().configure_model()
 
 
-class Split(Sharded):
-    """Layers that processes compute together."""
-
-    def configure_model(self):
-        plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
-        parallelize_module(self.net, self.device_mesh["tensor_parallel"], plan)
-        if self.device_mesh["data_parallel"].size() > 1:
-            fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
-
-
 class Forgotten(Sharded):
     def configure_model(self):
-        fully_shard(self.net[0], mesh=self.device_mesh["data_parallel"])
+        fully_shard(self.net[0], mesh=self.mesh)
 
 
 class Alone(Sharded):
-    """Each process has the whole model."""
-
     def configure_model(self):
         fully_shard(self.net, mesh=self.device_mesh["tensor_parallel"])
 
 
-CASES = {
-    "ghost_bk": {},
-    "itself": {"make": Itself},
-    "scan": {"mode": "scan"},
-    "split": {"make": Split, "parts": 2},
-    "manual": {"automatic": False},
-    "workers": {"mode": "auto", "workers": 2, "physical": 1},
-}
+class Fails(Sharded):
+    """Process 1 fails in its second step."""
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        if dist.get_rank() and batch_idx:
+            raise KeyError("mine")
+        return loss
+
+    def teardown(self, stage):
+        pass
 
 
-def jobs(folder, processes):
-    jobs = {
-        name: functools.partial(sharded, f"{folder}/{name}", **given)
-        for name, given in CASES.items()
-    }
-    for name, given in dict(noise={}, whole={"whole": True}).items():
-        call = functools.partial(sharded, noise=0.7, **given)
-        saved = f"{folder}/{name}/step={STOP}.ckpt"
-        jobs[name] = functools.partial(call, f"{folder}/{name}")
-        jobs[f"{name} again"] = functools.partial(call, f"{folder}/again", resume=saved)
-    jobs["meta"] = lambda: sharded(f"{folder}/meta", make=Meta)
-    jobs["bf16"] = lambda: sharded(f"{folder}/bf16", precision="bf16-mixed")
-    for name, given in REFUSED.items():
-        jobs[name] = functools.partial(refusal, sharded, f"{folder}/no", **given)
-    return jobs
+class FailsBefore(Fails):
+    """Before it calls the model."""
+
+    def forward(self, x):
+        if self.training and dist.get_rank() and self.global_step:
+            raise KeyError("mine")
+        return super().forward(x)
+
+
+class ReturnsNothing(Fails):
+    def training_step(self, batch, batch_idx):
+        loss = Numbered.training_step(self, batch, batch_idx)
+        return None if dist.get_rank() and batch_idx else loss
 
 
 REFUSED = {
-    "forgotten": {"make": Forgotten},
-    "alone": {"make": Alone},
-    "hooks": {"mode": "hooks"},
-    "sync_dist": {"log": {"sync_dist": True}},
+    "parts that are sharded": {"make": Forgotten},
+    "0.weight is sharded by fully_shard over 1 of 2": {"make": Alone},
+    "'hooks' has whole gradients": {"mode": "hooks"},
+    "self.log, which waits": {"log": {"sync_dist": True}},
+    "sums the metric metric": {"log": {"on_each_step": True}},
 }
+FAILS = {"mine": Fails, "before": FailsBefore, "returned no loss": ReturnsNothing}
+
+
+# -- processes -------------------------------------------------------------------------
+
+
+def job(folder, name, resume=None, **given):
+    path = resume and f"{folder}/{resume}/step={STOP}.ckpt"
+    return functools.partial(sharded, f"{folder}/{name}", resume=path, **given)
+
+
+def quick(folder, processes):
+    made = {name: job(folder, name, **CASES[name]) for name in QUICK}
+    made["noise again"] = job(folder, "again", resume="noise", **CASES["noise"])
+    made["mine"] = functools.partial(refusal, job(folder, "no", make=Fails))
+    return made
+
+
+def others(folder, processes):
+    if processes == 4:
+        return {"split": job(folder, "four", make=Split, parts=2)}
+    if processes != 2:
+        own = f"of {processes}"
+        return {name: job(folder, own, resume=name) for name in ("ghost_bk", "whole")}
+    names = [name for name in CASES if name not in QUICK]
+    made = {name: job(folder, name, **CASES[name]) for name in names}
+    given = CASES["whole noise"]
+    made["whole noise again"] = job(folder, "again", resume="whole noise", **given)
+    made["from one"] = job(folder, "from one", resume="alone")
+    made["meta"] = job(folder, "meta", make=Meta)
+    for name, given in REFUSED.items():
+        made[name] = functools.partial(refusal, job(folder, "no", **given))
+    for name, make in FAILS.items():
+        made[name] = functools.partial(refusal, job(folder, "no", make=make))
+    return made
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory):
-    folder = str(tmp_path_factory.mktemp("runs"))
+def folder(tmp_path_factory):
+    return str(tmp_path_factory.mktemp("runs"))
+
+
+@pytest.fixture(scope="module")
+def alone(folder):
+    """One process that holds all, without noise."""
+    return sharded(f"{folder}/alone")
+
+
+@pytest.fixture(scope="module")
+def two(folder, tmp_path_factory):
     own = str(tmp_path_factory.mktemp("two"))
-    return folder, run(2, own, functools.partial(jobs, folder))
+    return run(2, own, functools.partial(quick, folder))
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_two_processes_train_as_one(name, two, tmp_path):
-    expected = sharded(str(tmp_path), **CASES[name])
-    assert_same(two[1].of(name), expected)
+@pytest.fixture(scope="module")
+def more(folder, alone, two, tmp_path_factory):
+    own = str(tmp_path_factory.mktemp("more"))
+    return run(2, own, functools.partial(others, folder))
 
 
-@pytest.mark.parametrize("name", ["noise", "whole"])
-def test_resumed(name, two):
-    for one, other in zip(two[1].of(name), two[1].of(f"{name} again")):
-        for key, value in one["weights"].items():
-            assert (value == other["weights"][key]).all(), key
+def assert_bits(group, expected):
+    for one, other in zip(group, expected):
         assert one["accountant"] == other["accountant"]
+        for name, value in one["weights"].items():
+            assert torch.equal(value, other["weights"][name])
 
 
-def test_look(two):
-    for name in ("meta", "bf16", *REFUSED):
-        print(name, two[1].of(name))
-    assert 0
+# -- what they have found --------------------------------------------------------------
+
+
+def test_two_processes_train_as_one(two, alone):
+    """Some steps have records in one process only, and some in none."""
+    group = two.of("ghost_bk")
+    assert_same(group, alone)
+    shares = [[len(numbers) for _, numbers in one["seen"]] for one in group]
+    assert {(0, 0), (1, 0)} < {*zip(*shares)}
+    assert all(one["logged"]["metric_epoch"] == 2 for one in group)  # without zeros
+    losses = [one["logged"]["val_loss"] for one in group]
+    assert abs(sum(losses) / 2 - alone["logged"]["val_loss"]) < 1e-6
+
+
+def test_noise_and_a_run_that_goes_on(two, alone):
+    """The processes have one noise, which is repeated as asked, bit for bit."""
+    one, other = two.of("noise")
+    assert_bits([one], [other])
+    apart = [x - alone["weights"][name] for name, x in one["weights"].items()]
+    assert min(x.abs().max() for x in apart) > 1e-3
+    assert_bits(two.of("noise again"), two.of("noise"))
+
+
+def test_an_error_of_one_process_is_one_of_all(two):
+    first, second = two.of("mine")
+    assert "ProcessFailure: Process 1 has failed" in first and "mine" in second
+
+
+@thorough
+@pytest.mark.parametrize("name", ["whole", "itself", "manual", "workers", "split"])
+def test_more_that_train_as_one(name, more, alone, tmp_path):
+    manual = name == "manual"  # without a schedule
+    expected = sharded(str(tmp_path), **CASES[name]) if manual else alone
+    assert_same(more.of(name), expected)
+
+
+@thorough
+def test_bf16(more, tmp_path):
+    expected = sharded(str(tmp_path), **CASES["bf16"])
+    for one in more.of("bf16"):
+        for name, value in expected["weights"].items():
+            torch.testing.assert_close(one["weights"][name], value, rtol=0, atol=1e-2)
+
+
+@thorough
+def test_checkpoints(more, alone, folder, tmp_path):
+    """Of two processes for two, one and three; whole ones for a Trainer without, too."""
+    assert_bits(more.of("whole noise again"), more.of("whole noise"))
+    assert_same(more.of("from one"), alone)
+    resume = f"{folder}/whole/step={STOP}.ckpt"
+    assert_same([sharded(str(tmp_path / "plain"), resume=resume)], alone)
+    for count in (1, 3):
+        own = tmp_path / str(count)
+        own.mkdir()
+        group = run(count, str(own), functools.partial(others, folder))
+        for name in ("ghost_bk", "whole"):
+            assert_same(group.of(name), alone)
+
+
+@thorough
+def test_split_and_sharded(folder, alone, tmp_path):
+    group = run(4, str(tmp_path), functools.partial(others, folder))
+    assert_same(group.of("split"), alone)
+
+
+@thorough
+def test_meta_device(more):
+    one, other = more.of("meta")
+    assert_bits([one], [other])
+    assert all(x.isfinite().all() for x in one["weights"].values())
+
+
+@thorough
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name, more):
+    for found in more.of(name):
+        assert found.startswith("Refused") and name in found
+
+
+@thorough
+@pytest.mark.parametrize("name", FAILS)
+def test_errors_of_one_process(name, more):
+    first, second = more.of(name)
+    assert "ProcessFailure: Process 1 has failed" in first
+    assert ("mine" if name == "before" else name) in second

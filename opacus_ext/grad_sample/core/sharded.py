@@ -109,7 +109,7 @@ class Rounds:
     @contextmanager
     def telling(self, stage: str) -> Iterator[None]:
         """Tells the others of an error, where they wait for this process."""
-        self._tell = True
+        outer, self._tell = self._tell, True
         try:
             yield
         except Exception as error:
@@ -117,11 +117,13 @@ class Rounds:
                 with suppress(ProcessFailure):
                     self.meet(FAILED, stage=STAGES.index(stage))
                 self.reset()
+            elif isinstance(error, ProcessFailure):
+                raise
             elif isinstance(error, dist.DistError) or "gloo" in str(error):
                 raise waited_in_vain(dist.get_rank(), error) from error
             raise
         finally:
-            self._tell = False
+            self._tell = self._tell and outer  # unless the others know, or go on
 
     def _before_unit(self, number: int, *args: Any) -> None:
         self._begun = True
@@ -301,6 +303,7 @@ class Shards:
         self.mesh = split_mesh(self.gathered.values())
         if self.mesh is not None:
             self._refuse_sums_within(self.mesh)
+        self._refuse_others(1 if self.mesh is None else self.mesh.size())
         self.rounds = Rounds(units)
 
     def refuse_changes(self) -> None:
@@ -312,6 +315,19 @@ class Shards:
                     "make_private: fully_shard keeps what it was before.",
                     parameter=name,
                     remedy="Freeze parameters before fully_shard.",
+                )
+
+    def _refuse_others(self, together: int) -> None:
+        """Refuses shards of fewer processes than there are."""
+        for name, p in self.own.items():
+            count = _mesh_of_data(p, self.gathered[name]).size() * together
+            if count != dist.get_world_size():
+                raise Refused(
+                    f"{name} is sharded by fully_shard over {count} of "
+                    f"{dist.get_world_size()} processes: the others would train it by "
+                    "themselves, with the same noise.",
+                    parameter=name,
+                    remedy="Give fully_shard a mesh of all processes.",
                 )
 
     def _refuse_sums_within(self, mesh: DeviceMesh) -> None:
