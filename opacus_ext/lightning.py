@@ -189,16 +189,13 @@ class PrivacyCallback(Callback):
                     dist.broadcast(x.detach(), 0)
         source, training = trainer.fit_loop._data_source, self._training
         loader, module = source.dataloader(), _private_part(pl_module, self.module)
-        sharded = isinstance(module, FSDPModule)
+        strategy, plain = trainer.strategy, trainer.optimizers
+        _refuse_data(loader, plain)
         if _is_model_parallel(trainer):
             training.process = place_of(module) or (0, 1)
-            stock = trainer.strategy.optimizer_state
-
-            def optimizer_state(optimizer: Any) -> Any:
-                return stock(training.optimizer.original_optimizer)
-
-            self._set(trainer.strategy, "optimizer_state", optimizer_state)
-        _refuse_data(loader, trainer.optimizers)
+            # It may step to make a state that it reads: not with noise.
+            state_of = functools.partial(strategy.optimizer_state, plain[0])
+            self._set(strategy, "optimizer_state", lambda optimizer: state_of())
         size, steps = len(loader.dataset), len(loader)
         sampling = replace(
             self.sampling or Poisson(expected_batch_size=min(loader.batch_size, size)),
@@ -221,7 +218,7 @@ class PrivacyCallback(Callback):
         batches = training.logical_batches(sampling, size, most)
         criterion = training.make_private(
             module,
-            trainer.optimizers[0],
+            plain[0],
             loader,
             noise,
             pl_module.device,
@@ -231,9 +228,11 @@ class PrivacyCallback(Callback):
         )
         if self.repeat_noise:
             training.repeat_noise()
-        trainer.strategy.optimizers = [training.optimizer]
+        self._undo.append(lambda: setattr(strategy, "optimizers", plain))
+        strategy.optimizers = [training.optimizer]
         given = loader.dataset, batches, loader.collate_fn, loader
-        private = logical_loader(*given, example=self._several and sharded)
+        sharded = self._several and isinstance(module, FSDPModule)
+        private = logical_loader(*given, example=sharded)
         # By these Lightning knows a loader that can go on in the middle of an epoch.
         vars(private).update(state_dict=dict, load_state_dict=lambda state: None)
         trainer.fit_loop._combined_loader = None
@@ -258,10 +257,6 @@ class PrivacyCallback(Callback):
         training.refuse_others(self._saved, self._config, path, "ckpt_path")
         training.saved, self._saved = self._saved, {}
         training.seed, training.draw = training.saved["seed"], training.saved["draw"]
-
-    def load_state_dict(self, state_dict: Dict[str, Any]) -> None:
-        """Keeps the state until training begins."""
-        self._saved = state_dict
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Refuses changes of what is private."""
@@ -294,6 +289,10 @@ class PrivacyCallback(Callback):
             return {}
         state = self._training.state_dict(self._config)
         return {**state, "accountant": dict(state["accountant"])}
+
+    def load_state_dict(self, state_dict: Dict[str, Any]) -> None:
+        """Keeps the state until training begins."""
+        self._saved = state_dict
 
     # -- a step --------------------------------------------------------------------
 

@@ -164,8 +164,11 @@ class PrivateTraining:
         hooks, module, outputs = self.hooks, self.hooks._module, []
         inside, reader = vars(module)["_compiled_call_impl"], hooks.private.inputs
 
-        def leave(*args: Any, **kwargs: Any) -> None:
-            raise _Called(inside(*args, **kwargs))
+        def leave(*args: Any, **kwargs: Any) -> Any:
+            found = inside(*args, **kwargs)
+            if torch.is_grad_enabled():
+                raise _Called(found)
+            return found
 
         vars(module)["_compiled_call_impl"], reader.without_samples = leave, True
         try:

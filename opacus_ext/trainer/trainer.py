@@ -269,7 +269,8 @@ class PrivateTrainer(Trainer):
             self.args.gradient_accumulation_steps,
         )
         given = stock.dataset, batches, stock.collate_fn, stock
-        return logical_loader(*given, example=self._is_sharded)
+        example = self._is_sharded or bool(self.args.fsdp)  # it will be
+        return logical_loader(*given, example=example)
 
     def get_batch_samples(
         self, epoch_iterator: Iterator, num_batches: int, device: torch.device
