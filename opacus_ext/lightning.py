@@ -56,7 +56,10 @@ class PrivacyCallback(Callback):
     the loader. Steps, epochs, schedules and checkpoints count these logical batches. A
     draw without records is a step of noise, for which ``training_step`` is not called.
     With ``Trainer(strategy="ddp")`` each process has its share of the same batches, and
-    calls ``training_step`` only if it has records.
+    calls ``training_step`` only if it has records. With ``ModelParallelStrategy``
+    and a module whose ``configure_model`` calls ``fully_shard`` each holds a shard of
+    the model; one without records calls ``training_step`` with a record that is not
+    counted, up to where that calls the model.
 
     "epsilon" is logged after each epoch. Checkpoints hold the accountant's history and
     the random state of the noise: whoever has one can subtract the noise, so publish
@@ -73,7 +76,8 @@ class PrivacyCallback(Callback):
         criterion: the LightningModule's attribute that makes the loss, such as an
             ``nn.CrossEntropyLoss()``; within ``training_step`` it clips by record
         module: the name of what ``training_step`` calls, such as "model"; by default
-            the LightningModule itself, ``self(...)``
+            the LightningModule itself, ``self(...)``, or the part of it that
+            ``fully_shard`` has sharded as a whole
         max_physical_batch_size: the most records ``training_step`` is given at once
         accountant: "prv", "prv_bounds" or "rdp"
         sampling: another way to draw batches, of ``opacus_ext.data``

@@ -1,5 +1,5 @@
-"""PrivacyCallback with Lightning's ModelParallelStrategy: processes that each hold shards
-of a model (``fully_shard``) against one that holds all. Float64, as in the other files.
+"""PrivacyCallback with Lightning's ModelParallelStrategy: processes that each hold
+shards of a model (``fully_shard``) against one that holds all. In float64.
 """
 
 import functools
@@ -83,7 +83,7 @@ class ShardedSingle(Single, Sharded):
 
 
 def sharded(folder, whole=False, make=Sharded, noise=0.0, **given):
-    """Trains sharded over all processes; where there is no group, in one that is not."""
+    """Trains sharded over all processes; or in one, where there is no group."""
     parts, given["budget"] = given.pop("parts", 1), {"noise_multiplier": noise}
     if dist.is_initialized():
         strategy = L.strategies.ModelParallelStrategy(
@@ -287,19 +287,16 @@ def test_more_that_train_as_one(name, more, alone, tmp_path):
 
 
 @thorough
-@pytest.mark.parametrize("name, atol", [("float32", 1e-6), ("bf16", 1e-3)])
+@pytest.mark.parametrize("name, atol", [("float32", 1e-6), ("bf16", 5e-4)])
 def test_float32(name, atol, more, alone, tmp_path):
-    expected = sharded(str(tmp_path), **{**CASES[name], "make": Single})
-    for one in more.of(name):
-        apart = distance(one["weights"], expected["weights"])
-        assert apart < atol
-        print(name, apart, distance(one["weights"], alone["weights"]))
-    assert 0
+    expected = sharded(str(tmp_path), **{**CASES[name], "make": Single})["weights"]
+    assert (distance(expected, alone["weights"]) > 1e-3) == (name == "bf16")
+    assert all(distance(one["weights"], expected) < atol for one in more.of(name))
 
 
 @thorough
 def test_checkpoints(more, alone, folder, tmp_path):
-    """Of two processes for two, one and three; whole ones for a Trainer without, too."""
+    """Of two processes for two, one and three; whole ones for one device, too."""
     assert_bits(more.of("whole noise again"), more.of("whole noise"))
     assert_same(more.of("from one"), alone)
     resume = f"{folder}/whole/step={STOP}.ckpt"

@@ -104,9 +104,7 @@ class LogicalBatches(Sampler):
 class _PhysicalBatches(Dataset):
     """Collates an item of LogicalBatches."""
 
-    def __init__(
-        self, dataset: Dataset, collate: Callable[[list], Any], example: bool
-    ):
+    def __init__(self, dataset: Dataset, collate: Callable[[list], Any], example: bool):
         self.dataset, self.collate, self.example = dataset, collate, example
 
     def __len__(self) -> int:

@@ -27,19 +27,17 @@ _parameters = WeakIdKeyDictionary()  # a set: the parameters of all models
 _holders = WeakIdKeyDictionary()
 
 
-def note_parameter(module: Any, name: str, p: nn.Parameter) -> None:
+def note_parameter(module: Any, name: str, p: Any) -> None:
     """Records a parameter when it is registered: other models may get gradients."""
-    if is_traceable_wrapper_subclass(p):
-        _holders[module] = None
-    else:
-        _parameters[p] = None
+    held = is_traceable_wrapper_subclass(p)
+    (_holders if held else _parameters)[module if held else p] = None
 
 
 def _search_parameters() -> None:
     """Finds parameters that were not registered, such as those of copied models."""
     for x in gc.get_objects():
         if issubclass(type(x), nn.Module):
-            for p in filter(is_traceable_wrapper_subclass, _own(x)):
+            for p in _own(x):
                 note_parameter(x, "", p)
         elif issubclass(type(x), T) and isinstance(x, nn.Parameter):
             if not is_traceable_wrapper_subclass(x):
