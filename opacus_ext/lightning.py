@@ -173,16 +173,31 @@ class PrivacyCallback(Callback):
                 remedy="Use automatic optimization; or "
                 'grad_sample_mode="scan", whose memory is that of one record.',
             )
+        self._begin_later(trainer, pl_module)
 
-    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Begins when a checkpoint was read, which some strategies do after this."""
-        run = trainer._run_stage
+    def _begin_later(self, trainer: Any, pl_module: Any) -> None:
+        """Begins when a checkpoint was read; until then refuses to train."""
+        run, loop, begun = trainer._run_stage, trainer.fit_loop.run, []
 
         def begin() -> Any:
             self._begin(trainer, pl_module)
+            begun.append(True)
             return run()
 
+        def train() -> Any:
+            if not begun:
+                raise Refused(
+                    "A callback runs the Trainer's training loop by itself (to find a "
+                    "learning rate or a batch size): on private data, without noise.",
+                    parameter="callbacks",
+                    remedy="Leave out LearningRateFinder, BatchSizeFinder and Tuner, "
+                    "or use them on public data, without PrivacyCallback.",
+                )
+            begun.pop()
+            return loop()
+
         self._set(trainer, "_run_stage", begin)
+        self._set(trainer.fit_loop, "run", train)
 
     def _begin(self, trainer: Any, pl_module: Any) -> None:
         """Makes model, optimizer, criterion and loader private."""

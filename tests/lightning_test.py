@@ -345,6 +345,21 @@ def test_batches_to_accumulate_later():
     assert lightning.global_step == RECORDS // BATCH + 1
 
 
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize(
+    "make", [L.callbacks.LearningRateFinder, L.callbacks.BatchSizeFinder]
+)
+def test_callbacks_that_train_by_themselves(make, first):
+    """Before training begins, whatever the order."""
+    model, stock = Classifier(), loader()
+    model.lr, model.batch_size, model.train_dataloader = 0.1, BATCH, lambda: stock
+    model.val_dataloader = model.train_dataloader
+    callbacks = [privacy("ghost_bk"), make()][:: 1 if first else -1]
+    with pytest.raises(Refused, match="training loop by itself"):
+        trainer(*callbacks, max_steps=1).fit(model)
+    assert not model.sizes
+
+
 @pytest.mark.parametrize(
     "own, automatic, given, message",
     [
