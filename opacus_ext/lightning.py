@@ -59,7 +59,7 @@ class PrivacyCallback(Callback):
     calls ``training_step`` only if it has records. With ``ModelParallelStrategy``
     and a module whose ``configure_model`` calls ``fully_shard`` each holds a shard of
     the model; one without records calls ``training_step`` with a record that is not
-    counted, up to where that calls the model.
+    counted, up to where that calls the model; what it sets on modules is put back.
 
     "epsilon" is logged after each epoch. Checkpoints hold the accountant's history and
     the random state of the noise: whoever has one can subtract the noise, so publish
@@ -146,6 +146,7 @@ class PrivacyCallback(Callback):
             return
         _refuse_trainer(trainer)
         _refuse_split(trainer, pl_module)
+        self._saved = {}
         self._training.process = trainer.global_rank, trainer.world_size
         self._several = trainer.world_size > 1
         if hasattr(trainer.strategy, "configure_ddp"):
@@ -326,24 +327,24 @@ class PrivacyCallback(Callback):
                 within[name] = _alone(getattr(pl_module, name))
         # Likewise the function by which torchmetrics sums over processes.
         places = [(vars(pl_module), within)]
-        silent = [(vars(pl_module), {**within, "log": _nothing})]  # without records
         for name, part in pl_module.named_modules() if self._several else ():
             if "dist_sync_fn" in vars(part):
-                new = {"dist_sync_fn": _no_sync(name)}
-                places.append((vars(part), new))
-                new = {**new, "forward": _nothing, "update": _nothing}
-                silent.append((vars(part), new))
+                places.append((vars(part), {"dist_sync_fn": _no_sync(name)}))
 
         def output_of(batch: PhysicalBatch, *rest: Any) -> Any:
             if batch.inputs is None:
                 return _empty_loss(training)
-            changes = places if batch.records else silent
+            changes = [*places]
+            if not batch.records:
+                changes[0] = vars(pl_module), {**within, "log": _nothing}
             before = [{k: own[k] for k in new if k in own} for own, new in changes]
             for own, new in changes:
                 own.update(new)
             step = functools.partial(stock, batch.inputs, *rest)
             try:
-                return step() if batch.records else training.loss_without_records(step)
+                if batch.records:
+                    return step()
+                return training.loss_without_records(step, pl_module)
             finally:
                 for (own, new), old in zip(changes, before):
                     for name in new:
@@ -456,7 +457,7 @@ def _alone(method: Callable) -> Callable:
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
-    """Stands for what logs or counts, where there are no records."""
+    """Stands for what logs, where there are no records."""
 
 
 def _no_sync(name: str) -> Callable:

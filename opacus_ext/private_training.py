@@ -6,7 +6,7 @@ The private part of a run whose training loop is another library's, which
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import Any, Callable, ContextManager, Dict, Mapping, Optional
+from typing import Any, Callable, ContextManager, Dict, List, Mapping, Optional
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ from opacus_ext.accountants.budget import least_noise
 from opacus_ext.data.draws import Draws, loader_like
 from opacus_ext.data.logical import LogicalBatches, derive_seed
 from opacus_ext.data.sampling import Sampling
+from opacus_ext.grad_sample.adapter.state import Change, State
 from opacus_ext.grad_sample.modes.common import Attachment, private_model_of
 from opacus_ext.grad_sample.modes.ghost import ClippedLoss
 from opacus_ext.misuse import check_number
@@ -50,6 +51,22 @@ def check_budget(
 
 class _Called(BaseException):
     """Leaves a step where it has called the model, with what that returned."""
+
+
+def _put_back(before: State, changes: List[Change], own: List[Change]) -> None:
+    """
+    Undoes the changes of a step by a record that is not counted. Refuses if the model
+    has changed something by itself, which is without data, and stays in other steps.
+    """
+    lost = before.restore() if changes and not own else None
+    if lost is not None or changes and own:
+        name, other = lost or changes[0].name, own[0].name if own else "others"
+        raise Refused(
+            f"{name} is set in a step without records, by a record that is not "
+            f"counted, and can't be put back apart from what the model sets ({other}).",
+            parameter=name,
+            remedy="Set it in another hook, such as on_train_batch_end.",
+        )
 
 
 class PrivateTraining:
@@ -155,21 +172,28 @@ class PrivateTraining:
         rounds = getattr(private, "rounds", None)
         return rounds.telling("forward pass") if rounds else nullcontext()
 
-    def loss_without_records(self, step: Callable[[], Any]) -> torch.Tensor:
+    def loss_without_records(
+        self, step: Callable[[], Any], owner: nn.Module
+    ) -> torch.Tensor:
         """
         Returns the loss of no records. A model that is sharded by ``fully_shard`` takes
         part in the passes of the other processes: ``step`` calls it with any record, of
-        which it sees the form, and is left there.
+        which it sees the form, and is left there. What ``step`` has changed in
+        ``owner``, a module, is put back.
         """
         hooks, module, outputs = self.hooks, self.hooks._module, []
         inside, reader = vars(module)["_compiled_call_impl"], hooks.private.inputs
+        before, own = State(owner), State(module)
+        changes: List[Change] = []
 
         def leave(*args: Any, **kwargs: Any) -> Any:
-            found = inside(*args, **kwargs)
-            if torch.is_grad_enabled():
-                raise _Called(found)
-            return found
+            if not torch.is_grad_enabled():
+                return inside(*args, **kwargs)
+            changes.extend(before.changes())
+            own.remember()
+            raise _Called(inside(*args, **kwargs))
 
+        before.remember()
         vars(module)["_compiled_call_impl"], reader.without_samples = leave, True
         try:
             step()
@@ -186,6 +210,7 @@ class PrivateTraining:
                 module=type(module).__name__,
                 remedy="Call it in each step: all processes gather its parameters.",
             )
+        _put_back(before, changes, own.changes())
         losses = outputs[0].sum() + outputs[0].new_zeros(0)
         given = hooks, self.optimizer, losses
         return ClippedLoss(*given, value=losses.new_zeros(()))

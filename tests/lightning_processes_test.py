@@ -90,6 +90,7 @@ def trained(
         "accountant": callback.engine.accountant.history,
         "logged": {k: float(v) for k, v in lightning.callback_metrics.items()},
         "epsilon": callback.get_epsilon(),
+        "sizes": sum(model.sizes),
         "steps": (steps, lightning.global_step),
     }
 

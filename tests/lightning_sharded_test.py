@@ -260,6 +260,7 @@ def test_two_processes_train_as_one(two, alone):
     shares = [[len(numbers) for _, numbers in one["seen"]] for one in group]
     assert {(0, 0), (1, 0)} < {*zip(*shares)}
     assert all(one["logged"]["metric_epoch"] == 2 for one in group)  # without zeros
+    assert sum(one["sizes"] for one in group) == alone["sizes"]  # nor of record 0
     losses = [one["logged"]["val_loss"] for one in group]
     assert abs(sum(losses) / 2 - alone["logged"]["val_loss"]) < 1e-6
 
