@@ -362,6 +362,14 @@ class PrivacyCallback(Callback):
                     remedy="Let the Trainer's own loop alone read the training loader.",
                 )
             _refuse_trainer(pl_module.trainer)  # callbacks may have changed it since
+            if pl_module.trainer.optimizers != [optimizer]:
+                raise Refused(
+                    "The Trainer's optimizer was replaced after training began: its "
+                    "steps would have no noise.",
+                    parameter="configure_optimizers",
+                    remedy="Change its param_groups in place, or replace it in "
+                    "on_fit_start.",
+                )
             training.draw += 1
             before = _steps_of(self.engine.accountant)
             optimizer.drop_logical_batch()  # one that failed in its middle

@@ -360,6 +360,19 @@ def test_callbacks_that_train_by_themselves(make, first):
     assert not model.sizes
 
 
+def test_an_optimizer_that_is_replaced_later():
+    def replace(trainer, model, *rest):
+        if trainer.global_step == 2:
+            trainer.strategy.optimizers = model.configure_optimizers()[0]
+
+    model, later = Classifier(), L.callbacks.LambdaCallback(
+        on_train_batch_start=replace
+    )
+    with pytest.raises(Refused, match="optimizer was replaced"):
+        trainer(privacy("ghost_bk"), later, max_steps=3).fit(model, loader())
+    assert_same(weights(model), expected(2))
+
+
 @pytest.mark.parametrize(
     "own, automatic, given, message",
     [
