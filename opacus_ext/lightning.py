@@ -532,7 +532,19 @@ def _private_part(pl_module: Any, name: str) -> nn.Module:
     units = [part for part in module.modules() if isinstance(part, FSDPModule)]
     own = {*units[0].parameters()} if units else set()
     trained = {p for p in module.parameters() if p.requires_grad}
-    return units[0] if units and trained <= own else module
+    found = units[0] if units and trained <= own else module
+    inside = {*found.modules()}
+    for beside, part in pl_module.named_modules():
+        if isinstance(part, FSDPModule) and part not in inside:
+            raise Refused(
+                f"{beside or 'self'} is sharded by fully_shard beside what is trained "
+                f"({type(found).__name__}): a process without records of a draw would "
+                "not gather its parameters.",
+                module=beside,
+                remedy="Leave fully_shard out for it, or make both parts of a module "
+                "that fully_shard shards as a whole, whose forward calls them.",
+            )
+    return found
 
 
 def _refuse_split(trainer: Any, pl_module: Any) -> None:

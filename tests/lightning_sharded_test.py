@@ -17,6 +17,7 @@ from torch.distributed.tensor.parallel import (
 L = pytest.importorskip("lightning.pytorch")
 
 from tests.lightning_processes_test import (  # noqa: E402
+    RECORDS,
     STOP,
     Numbered,
     assert_same,
@@ -142,6 +143,18 @@ class Alone(Sharded):
         fully_shard(self.net, mesh=self.device_mesh["tensor_parallel"])
 
 
+class Beside(Sharded):
+    """A frozen part that runs after the model."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.last = torch.nn.Linear(RECORDS, RECORDS).double().requires_grad_(False)
+
+    def configure_model(self):
+        super().configure_model()
+        fully_shard(self.last, mesh=self.mesh)
+
+
 class Fails(Sharded):
     """Process 1 fails in its second step."""
 
@@ -179,6 +192,7 @@ REFUSED = {
     "is one of 2 processes": {"make": Plain},
     "parts that are sharded": {"make": Forgotten},
     "0.weight is sharded by fully_shard over 1 of 2": {"make": Alone},
+    "last is sharded by fully_shard beside what": {"make": Beside},
     "'hooks' has whole gradients": {"mode": "hooks"},
     "self.log, which waits": {"log": {"sync_dist": True}},
     "sums the metric metric": {"log": {"on_each_step": True}},
