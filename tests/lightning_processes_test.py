@@ -52,6 +52,19 @@ class Numbered(Classifier):
         return super().training_step(batch, batch_idx)
 
 
+class Steps(Numbered):
+    """Steps its schedule by itself."""
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.5)
+        self.schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        return optimizer
+
+    def training_step(self, batch, batch_idx):
+        super().training_step(batch, batch_idx)
+        self.schedule.step()
+
+
 def trained(
     folder, mode="ghost_bk", automatic=True, resume=None, make=Numbered, **given
 ):
@@ -132,6 +145,7 @@ def jobs(folder, processes):
         **{name: functools.partial(found, folder, name) for name in CASES},
         "resumed": lambda: trained(f"{folder}/again", resume=saved),
         "split": lambda: refusal(split_model, folder),
+        "rates": lambda: refusal(trained, folder, automatic=False, make=Steps),
         "sync_dist": lambda: refusal(trained, folder, log={"sync_dist": True}),
         "metric": lambda: refusal(trained, folder, log={"on_each_step": True}),
     }
@@ -179,6 +193,7 @@ def test_resumed_by_two_and_by_one(two, tmp_path):
 def test_what_is_refused(two):
     for name, words in (
         ("split", "net.0.weight is shared out"),
+        ("rates", "Learning rates or other settings"),
         ("sync_dist", "self.log, which waits"),
         ("metric", "sums the metric metric over processes, which waits"),
     ):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import zlib
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Dict, Optional, Sequence, Tuple
+from typing import TYPE_CHECKING, Any, Dict, List, Optional, Sequence, Tuple
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
+from torch.utils._pytree import tree_leaves
 
 from opacus_ext.grad_sample.core.sharded import in_buckets
 from opacus_ext.grad_sample.parallel.group import ExpertGroup
@@ -65,7 +66,8 @@ class _Distributed(Base):
         drawn = self.drawn - self.ahead if alike else 0
         size = self.expected_batch_size
         settings = [self.noise_multiplier, -1 if size is None else size, weighted]
-        given = [*settings, len(bounds), drawn, skips, failed]
+        numbers = zlib.crc32(repr([*map(_numbers, self.param_groups)]).encode())
+        given = [*settings, len(bounds), numbers, drawn, skips, failed]
         device = next((p.device for p in self.params), torch.device("cpu"))
         x = torch.tensor(given, dtype=torch.float64, device=device)
         found = self._processes.gather(x[None])
@@ -74,13 +76,22 @@ class _Distributed(Base):
         for rank, stage in enumerate(found[:, -1].tolist()):
             if stage:
                 raise failed_elsewhere(rank, int(stage) - 1)
-        *same, as_drawn, as_skipped, _ = (found == x).all(0).tolist()
+        *same, as_set, as_drawn, as_skipped, _ = (found == x).all(0).tolist()
         if not all(same):
             raise Refused(
                 "noise_multiplier, max_grad_norm or the expected batch size (the "
                 "length of the data set and its loader) differ between processes; "
                 f"here they are {self.noise_multiplier}, {bounds} and {size}.",
                 remedy="Make them the same everywhere.",
+            )
+        if not as_set:
+            rates = [group.get("lr") for group in self.param_groups]
+            raise Refused(
+                "Learning rates or other settings of the optimizer differ between "
+                f"processes; here lr is {rates}.",
+                parameter="lr",
+                remedy="Step schedules in all processes alike: also after batches of "
+                "which a process has no samples, and by what is summed over all.",
             )
         if not as_drawn and as_skipped:
             raise Refused(
@@ -194,6 +205,13 @@ class _Distributed(Base):
             flat = torch.cat([x.flatten() for x in bucket])
             parts = self._processes.sum(flat).split([x.numel() for x in bucket])
             torch._foreach_copy_(bucket, [y.view_as(x) for x, y in zip(bucket, parts)])
+
+
+def _numbers(group: Dict[str, Any]) -> List[float]:
+    """Returns the settings of a group of parameters that are numbers."""
+    given = tree_leaves([group[name] for name in sorted(group) if name != "params"])
+    plain = [x.tolist() if isinstance(x, torch.Tensor) else x for x in given]
+    return [float(x) for x in plain if isinstance(x, (int, float))]
 
 
 class DistributedHooksDPOptimizer(_Distributed, HooksDPOptimizer):
