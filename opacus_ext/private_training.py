@@ -58,12 +58,14 @@ def _put_back(before: State, changes: List[Change], own: List[Change]) -> None:
     Undoes the changes of a step by a record that is not counted. Refuses if the model
     has changed something by itself, which is without data, and stays in other steps.
     """
-    lost = before.restore() if changes and not own else None
-    if lost is not None or changes and own:
-        name, other = lost or changes[0].name, own[0].name if own else "others"
+    name = changes[0].name if changes and own else None
+    if changes and not own:
+        name = before.restore()
+    if name is not None:
+        apart = f" apart from {own[0].name}, which the model sets" if own else ""
         raise Refused(
             f"{name} is set in a step without records, by a record that is not "
-            f"counted, and can't be put back apart from what the model sets ({other}).",
+            f"counted, and can't be put back{apart}.",
             parameter=name,
             remedy="Set it in another hook, such as on_train_batch_end.",
         )
