@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
 
 from opacus_ext import PrivacyEngine
 from opacus_ext.losses import PerSample
@@ -177,13 +177,13 @@ def prepared_last():
     )
 
 
-def every_record(prepares):
+def every_record(prepares, **given):
     """Without Poisson sampling, and without a share of the data set."""
     made, (model, data) = accelerator(), make()
     *_, loader = PrivacyEngine().make_private(
         module=DistributedDataParallel(model),
         optimizer=torch.optim.SGD(model.parameters(), lr=RATE),
-        data_loader=DataLoader(data, batch_size=EACH, shuffle=True),
+        data_loader=DataLoader(data, batch_size=EACH, **given or {"shuffle": True}),
         noise_multiplier=1.0,
         max_grad_norm=BOUND,
         poisson_sampling=False,
@@ -198,6 +198,10 @@ REFUSED = {
     "physical": (functools.partial(loader_after, 1, even_batches=False), AGAIN),
     "split": (functools.partial(loader_after, split_batches=True), AGAIN),
     "every record": (functools.partial(every_record, False), "count twice"),
+    "sampler": (
+        functools.partial(every_record, False, sampler=SubsetRandomSampler(range(24))),
+        "give the DataLoader a torch.utils.data.DistributedSampler",
+    ),
     "prepared": (functools.partial(every_record, True), "more records than"),
     "model": (functools.partial(model_after, "ghost_bk"), "wrapped by Distributed"),
     "hooked": (functools.partial(model_after, "hooks"), "wrapped by Distributed"),

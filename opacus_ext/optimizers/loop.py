@@ -12,18 +12,15 @@ from typing import Any, Callable, Iterator, List, Optional, Sequence
 
 import torch
 from opacus import PrivacyEngine
-from opacus.utils.uniform_sampler import UniformWithReplacementSampler
+from opacus.utils.uniform_sampler import (
+    DistributedUniformWithReplacementSampler,
+    UniformWithReplacementSampler,
+)
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    RandomSampler,
-    SequentialSampler,
-    get_worker_info,
-)
+from torch.utils.data import DataLoader, DistributedSampler, get_worker_info
 
-from opacus_ext.data.draws import Counted
+from opacus_ext.data.draws import Counted, Draws
 from opacus_ext.grad_sample.adapter.inputs import InputReader
 from opacus_ext.optimizers.optimizer import ClippingOptimizer
 from opacus_ext.refused import Refused, warn_once
@@ -81,8 +78,7 @@ def watch_loader(loader: DataLoader, optimizer: Any, inputs: InputReader) -> Non
     optimizer.ahead_of_workers = optimizer.ahead
     batches: Any = loader.batch_sampler
     kind, own, reader = type(batches), weakref.ref(optimizer), weakref.ref(inputs)
-    # Accelerate's own loaders share batches out.
-    shared_out = type(loader) is not DataLoader or not _goes_through_all(batches)
+    shared_out = _is_shared_out(loader, batches)
     # Sizes of the batches that may be at hand, as workers and loops draw ahead.
     sizes: deque[int] = deque(maxlen=4 + optimizer.ahead)
 
@@ -92,7 +88,7 @@ def watch_loader(loader: DataLoader, optimizer: Any, inputs: InputReader) -> Non
         several = hasattr(dp_optimizer, "drawn") and dp_optimizer.world_size > 1
         if several and not shared_out:
             raise Refused(
-                "poisson_sampling=False, and the loader of each process goes through "
+                "poisson_sampling=False, and the loader of each process may go through "
                 "the whole data set: a record may be in the batches of two processes, "
                 "and count twice in one step. If Accelerate has prepared the loader "
                 "since make_private, a step has more records than are accounted for.",
@@ -125,11 +121,12 @@ def watch_loader(loader: DataLoader, optimizer: Any, inputs: InputReader) -> Non
         batches.__class__ = watched
 
 
-def _goes_through_all(batches: Any) -> bool:
-    """Returns True for batches of a loader that knows of no other process."""
+def _is_shared_out(loader: DataLoader, batches: Any) -> bool:
+    """Returns True for the loaders that are known to give each process its share."""
     own = getattr(batches, "sampler", None)
-    plain = isinstance(own, (RandomSampler, SequentialSampler))
-    return type(batches) is BatchSampler and plain
+    ours = isinstance(batches, (Draws, DistributedUniformWithReplacementSampler))
+    theirs = type(loader).__module__.startswith("accelerate.")
+    return ours or theirs or isinstance(own, DistributedSampler)
 
 
 # -- the steps -------------------------------------------------------------------------

@@ -263,7 +263,24 @@ RAGGED = {
 }
 
 
-@every(model=MODELS, loss=LOSSES, pieces=PIECES, ragged=RAGGED)
+def unless_all(m, x, mask):
+    """A mask that is not used if it hides nothing; no two calls are equal."""
+    y = m.one(x)
+    if not bool(mask.all()):
+        y = y * mask.unsqueeze(-1)
+    return y + torch.randn_like(y)
+
+
+ONES = {
+    "a mask of ones": Case(
+        net(unless_all, one=(D, 2)),
+        [(x, torch.ones(4, 3)) for x in torch.randn(2, 4, 3, D).double()] + MASKED[1:],
+        loss=lambda model, batch: model(*batch).flatten(1).sum(1),
+    )
+}
+
+
+@every(model=MODELS, loss=LOSSES, pieces=PIECES, ragged=RAGGED, ones=ONES)
 def test_steps(case, mode, wrap):
     run(case, mode, wrap)
 

@@ -316,6 +316,8 @@ class InputReader:
             with torch.no_grad(), suppress(Exception):  # or does it run on multiples?
                 self._try(call, given, first, 2 * first.size)
                 found = []
+        if len(found) > 1:  # a mask of ones fits any number of samples
+            found = self._run_with_zeros(call, given, found, count) or found
         same = True
         if len(found) > 1:  # which of them give rows that equal samples alone?
             alone: dict[Reading, list[tuple[list[T], list[T] | None]]] = {}
@@ -334,6 +336,21 @@ class InputReader:
         elif not found or not same:
             self._refuse_doubtful(given, [r for r, _ in found] or readings)
         return found[0][0]
+
+    def _run_with_zeros(
+        self, call: Call, given: Given, found: list[tuple[Reading, list[T]]], count: int
+    ) -> list[tuple[Reading, list[T]]]:
+        """Returns what of ``found`` runs where all that is in doubt is zero."""
+        tensors = list(given.tensors)
+        for k, dims in enumerate(zip(*(r.dims for r, _ in found))):
+            if len({*dims}) > 1:
+                tensors[k] = (*tensors[k][:2], torch.zeros_like(tensors[k][2]))
+        given, run = given._replace(tensors=tensors), []
+        for r, outputs in found:
+            with torch.no_grad(), suppress(Exception):
+                self._try(call, given, r, count)
+                run.append((r, outputs))
+        return run
 
     def _try(
         self, call: Call, given: Given, reading: Reading, count: int, first: int = 0

@@ -13,7 +13,8 @@ import torch
 from torch.nn import functional as F
 from torch.nn import grad
 
-from opacus_ext.grad_sample.factors import Term, dtype_of, upcast
+from opacus_ext.grad_sample.factors import Term, dtype_of, upcast, workspace
+from opacus_ext.grad_sample.factors.rows import square_sum, steps
 from opacus_ext.grad_sample.rules.registry import Op, register_rule
 
 T = torch.Tensor
@@ -89,6 +90,14 @@ class OfConv(NamedTuple):
         # Now [N, channels, *out, *kernel], a view.
         return x.movedim(1, 1 + dims).flatten(1, dims).flatten(2)
 
+    def by_sample(self, backprops: T, x: T) -> T:
+        """Returns each sample's gradient ``[B, numel]``: its channels are a group."""
+        x, g = (y.transpose(0, 1).flatten(1, 2) for y in (x, backprops))
+        count = self.shape[0] * len(backprops)
+        shape = torch.Size((count, *self.shape[1:]))
+        samples = self._replace(shape=shape, groups=self.groups * len(backprops))
+        return samples.gradient(g, x).view(len(backprops), -1)
+
     def gradient(self, backprops: T, x: T) -> T:
         """Returns the gradient of the weight, summed over ``N`` and all positions."""
         of_weight = _FUNCTIONS[len(self.stride)][1]
@@ -106,16 +115,20 @@ class ConvGradients(Term):
         self.batch_size, self.device = len(x), x.device
         self.dtype = dtype_of(backprops.dtype)
 
-    def _each(self) -> Iterator[T]:
-        for g, x in zip(self.backprops, self.x):
-            yield self.conv.gradient(g, x).flatten()
+    def _parts(self) -> Iterator[T]:
+        """Yields the gradients of as many samples as fit into the workspace."""
+        numel = self.conv.shape.numel()
+        step = max(1, workspace() // (numel * self.dtype.itemsize))
+        for start, stop in steps(self.batch_size, step):
+            some = slice(start, stop)
+            yield self.conv.by_sample(self.backprops[some], self.x[some])
 
     def materialize(self, dtype: torch.dtype, out: T | None = None) -> T:
-        new = torch.stack(list(self._each())).to(dtype)
+        new = torch.cat(list(self._parts())).to(dtype)
         return new if out is None else out.add_(new.view_as(out))
 
     def squared_norm(self) -> T:
-        return torch.stack([torch.dot(g, g) for g in map(upcast, self._each())])
+        return torch.cat([square_sum(upcast(g)) for g in self._parts()])
 
     def weighted_sum(self, weights: T, dtype: torch.dtype, out: T | None = None) -> T:
         weights = weights.to(dtype).view((-1,) + (1,) * (self.x.dim() - 1))
