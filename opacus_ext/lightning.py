@@ -290,6 +290,18 @@ class PrivacyCallback(Callback):
                 "replace the loader or wrap the model.",
             )
 
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *given: Any) -> None:
+        """Refuses a draw that took no step, or several."""
+        steps = _steps_of(self.engine.accountant) - self._before
+        if steps != 1:
+            raise Refused(
+                f"{type(pl_module).__name__} took {steps} steps with one batch, which "
+                "is accounted for as one draw.",
+                module=type(pl_module).__name__,
+                remedy="Call manual_backward and the optimizer's step once each, and "
+                "leave out an optimizer_step() of your own that skips some.",
+            )
+
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Logs what has been spent."""
         pl_module.log("epsilon", self.get_epsilon(), sync_dist=self._several)
@@ -371,7 +383,7 @@ class PrivacyCallback(Callback):
                     "on_fit_start.",
                 )
             training.draw += 1
-            before = _steps_of(self.engine.accountant)
+            self._before = _steps_of(self.engine.accountant)
             optimizer.drop_logical_batch()  # one that failed in its middle
             for batch in batches:
                 optimizer.zero_grad()
@@ -386,13 +398,6 @@ class PrivacyCallback(Callback):
                 if batch is not batches[-1]:
                     loss.backward()
                     optimizer.pre_step()  # its step() is at work: Lightning's closure
-            steps = _steps_of(self.engine.accountant) - before
-            if not automatic and steps != 1:
-                raise Refused(
-                    f"training_step took {steps} steps with one batch, which is "
-                    "accounted for as one draw.",
-                    remedy="Call manual_backward and the optimizer's step once each.",
-                )
             return output
 
         return training_step

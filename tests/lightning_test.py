@@ -314,6 +314,10 @@ def twice(self, batch, batch_idx):
         Classifier.training_step(self, batch, batch_idx)
 
 
+def left_out(self, epoch, batch_idx, optimizer, optimizer_closure):
+    optimizer_closure()
+
+
 def two_optimizers(self):
     return [torch.optim.SGD(self.net[i].parameters(), lr=0.1) for i in (0, 2)]
 
@@ -385,6 +389,7 @@ def test_an_optimizer_that_is_replaced_later():
         ({"training_step": lambda *args: None}, True, {}, "returned no loss"),
         ({"training_step": fails}, True, {}, "mine"),
         ({"training_step": twice}, False, {}, "took 2 steps"),
+        ({"optimizer_step": left_out}, True, {}, "took 0 steps"),
         ({"criterion": None}, True, {}, "has no self.criterion"),
         ({"configure_optimizers": two_optimizers}, False, {}, "2 optimizers"),
         ({}, False, PARTS, "manual optimization"),
