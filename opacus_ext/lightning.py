@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
 from opacus_ext.data.logical import PhysicalBatch, logical_loader
 from opacus_ext.data.sampling import Poisson, Sampling
+from opacus_ext.engine import INDEPENDENT
 from opacus_ext.grad_sample.modes.ghost import ClippedLoss
 from opacus_ext.grad_sample.parallel.split import place_of
 from opacus_ext.private_training import PrivateTraining
@@ -120,6 +121,14 @@ class PrivacyCallback(Callback):
         repeat_noise: bool = False,
         **kwargs: Any,
     ):
+        if kwargs.get("noise", INDEPENDENT) != INDEPENDENT:
+            raise Refused(
+                "PrivacyCallback has no correlated noise, which is accounted for draws "
+                "of CyclicPoisson, from the parts of the data set in turn.",
+                parameter="noise",
+                remedy="Leave noise out, or write the training loop yourself, with "
+                "make_private.",
+            )
         self._training = PrivateTraining(
             accountant, target_delta, target_epsilon, noise_multiplier
         )

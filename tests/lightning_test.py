@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from opacus_ext import Refused
+from opacus_ext.optimizers import Banded
 
 from .common import assert_same
 from .training import distance, drawn, train_alone, weights
@@ -338,6 +339,12 @@ def test_settings_that_are_refused(settings, message):
         lightning.strategy.precision_plugin.scaler = object()
     with pytest.raises(Refused, match=message):
         privacy("ghost_bk").setup(lightning, Classifier(), "fit")
+
+
+def test_correlated_noise_is_refused():
+    """Its draws would be accounted for as those of CyclicPoisson."""
+    with pytest.raises(Refused, match="no correlated noise"):
+        privacy("ghost_bk", noise=Banded(bands=2, steps=6))
 
 
 def test_batches_to_accumulate_later():
