@@ -83,6 +83,37 @@ class ShardedSingle(Single, Sharded):
     pass
 
 
+class Heads(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = torch.nn.Linear(5, 4)
+        self.heads = torch.nn.ModuleList(torch.nn.Linear(4, RECORDS) for _ in "ab")
+
+    def forward(self, x):
+        return [head(self.body(x).tanh()) for head in self.heads]
+
+
+class Two(Numbered):
+    """The loss uses one of two outputs."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        torch.manual_seed(0)
+        self.net = Heads().double()
+
+    def forward(self, x):
+        return self.net(x)[1] * self.scale
+
+
+class ShardedTwo(Two, Sharded):
+    def configure_model(self):
+        for part in (*self.net.heads, self.net):
+            fully_shard(part, mesh=self.mesh)
+
+    def teardown(self, stage):
+        pass
+
+
 def sharded(folder, whole=False, make=Sharded, noise=0.0, **given):
     """Trains sharded over all processes; or in one, where there is no group."""
     parts, given["budget"] = given.pop("parts", 1), {"noise_multiplier": noise}
@@ -109,6 +140,7 @@ CASES = {
     "float32": {"make": ShardedSingle},
     "bf16": {"make": ShardedSingle, "precision": "bf16-mixed"},
     "split": {"make": Split, "parts": 2},
+    "two": {"make": ShardedTwo},
 }
 NOISE = "noise", "whole noise"
 QUICK = "ghost_bk", "noise"
@@ -155,6 +187,13 @@ class Beside(Sharded):
         fully_shard(self.last, mesh=self.mesh)
 
 
+class Differ(ShardedTwo):
+    """The loss of each process uses another output."""
+
+    def forward(self, x):
+        return self.net(x)[dist.get_rank()]
+
+
 class Fails(Sharded):
     """Process 1 fails in its second step."""
 
@@ -193,6 +232,7 @@ REFUSED = {
     "parts that are sharded": {"make": Forgotten},
     "0.weight is sharded by fully_shard over 1 of 2": {"make": Alone},
     "last is sharded by fully_shard beside what": {"make": Beside},
+    "losses from different outputs": {"make": Differ},
     "'hooks' has whole gradients": {"mode": "hooks"},
     "self.log, which waits": {"log": {"sync_dist": True}},
     "sums the metric metric": {"log": {"on_each_step": True}},
@@ -294,11 +334,15 @@ def test_an_error_of_one_process_is_one_of_all(two):
 
 
 @thorough
-@pytest.mark.parametrize("name", ["whole", "itself", "manual", "workers", "split"])
-def test_more_that_train_as_one(name, more, alone, tmp_path):
-    manual = name == "manual"  # without a schedule
-    expected = sharded(str(tmp_path), **CASES[name]) if manual else alone
-    assert_same(more.of(name), expected)
+@pytest.mark.parametrize("name", ["whole", "itself", "workers", "split"])
+def test_more_that_train_as_one(name, more, alone):
+    assert_same(more.of(name), alone)
+
+
+@thorough
+@pytest.mark.parametrize("name, make", [("manual", Numbered), ("two", Two)])
+def test_others_that_train_as_one(name, make, more, tmp_path):
+    assert_same(more.of(name), sharded(str(tmp_path), **{**CASES[name], "make": make}))
 
 
 @thorough

@@ -173,8 +173,11 @@ class PrivateModel:
                 optimizer.tell(stage)
             raise
 
-    def begin_backward(self) -> None:
-        """Called before the first gradient of a backward pass."""
+    def begin_backward(self, through: bool) -> None:
+        """
+        Called before the first gradient of a backward pass, ``through`` the model if
+        the loss depends on it.
+        """
 
     def reset(self) -> None:
         """Called after a backward pass that has failed."""

@@ -40,7 +40,8 @@ T = torch.Tensor
 
 # What a process says when all meet: bits of a number, of which each is told the union.
 MORE, ALONE, TRIAL, GRADIENTS, READS, FAILED = 1, 2, 4, 8, 16, 32
-_BACKWARD = -1  # the place where a backward pass begins
+_BACKWARD, _WITHOUT_MODEL = -1, -2  # places where a backward pass begins
+_OUTPUTS = 1024  # that a model may have in one process, and not in another
 
 
 _BUCKET = 25 * 2**20  # bytes that are summed together
@@ -162,10 +163,34 @@ class Rounds:
         self._tell = tell
         return found
 
-    def begin_backward(self) -> None:
-        """Waits until all processes have a loss; later errors are not told."""
-        self.meet(0, _BACKWARD)
+    def begin_backward(self, through: bool) -> None:
+        """
+        Waits until all processes have a loss, which depends on the model or, in all
+        alike, not; later errors are not told.
+        """
+        self.meet(0, _BACKWARD if through else _WITHOUT_MODEL)
         self._tell = False
+
+    def used(self, own: Sequence[bool], samples: int) -> list[bool]:
+        """
+        Returns which outputs of the model the losses use: a backward pass gathers what
+        has computed these. A process without samples goes by the others.
+        """
+        kept = torch.zeros(2, max(len(own), _OUTPUTS), dtype=torch.uint8)
+        if samples:
+            kept[:, : len(own)] = torch.tensor([[*own], [not x for x in own]])
+        try:
+            dist.all_reduce(kept, dist.ReduceOp.MAX, group=self._group)
+        except RuntimeError as error:
+            raise waited_in_vain(dist.get_rank(), error) from error
+        if bool((kept[0] & kept[1]).any()):
+            self.reset()
+            raise Refused(
+                "Processes compute their losses from different outputs of a model that "
+                "fully_shard has sharded. No weight was changed.",
+                remedy="Compute the loss from the same outputs in all processes.",
+            )
+        return kept[0, : len(own)].bool().tolist()
 
     def finish(self, reads: bool) -> None:
         """Ends the forward pass, unless it has failed in another process."""

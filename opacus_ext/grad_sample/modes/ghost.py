@@ -271,7 +271,7 @@ class Ghost(PrivateMode):
                 total = self._total(optimizer, losses.numel(), scale)
                 sources = dependencies_of([losses])
                 self._check(sources, losses)
-                self.private.begin_backward()
+                self.private.begin_backward(bool(sources.records))
                 self._add(total, sources, losses * scale)
         except BaseException:
             self.private.reset()

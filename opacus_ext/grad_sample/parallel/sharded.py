@@ -39,6 +39,7 @@ class ShardedForward(ForwardRecord):
 
     model: ShardedModel
     read_data = False  # True if a group has read values of the data
+    _used: set[int] | None = None  # outputs that losses use, or None for all
 
     def _initialize(self) -> None:
         super()._initialize()
@@ -69,8 +70,17 @@ class ShardedForward(ForwardRecord):
         self.read_data |= read_data
         super()._check_state(read_data, *given)
 
+    def add_gradients(self, total: Any, grads: Sequence[T | None]) -> list[T | None]:
+        """See :class:`~adapter.forward.ForwardRecord`."""
+        if len(grads) > 1:
+            own = [g is not None for g in grads]
+            used = self.model.rounds.used(own, self.size)
+            self._used = {i for i, uses in zip(self.dims, used) if uses}
+        return super().add_gradients(total, grads)
+
     def _no_gradients(self, some: GroupOutputs) -> tuple[list[T], list[T]]:
-        outputs = list(some.outputs.values())
+        every = self._used is None
+        outputs = [y for i, y in some.outputs.items() if every or i in self._used]
         return outputs, [torch.zeros_like(y) for y in outputs]
 
     def _own(
@@ -159,9 +169,9 @@ class ShardedModel(PrivateModel):
         tells = torch.is_grad_enabled()
         return self.rounds.telling(stage) if tells else nullcontext()
 
-    def begin_backward(self) -> None:
+    def begin_backward(self, through: bool) -> None:
         """See :class:`~adapter.model.PrivateModel`."""
-        self.rounds.begin_backward()
+        self.rounds.begin_backward(through)
 
     def tried(self, call: Call, inputs: Any) -> Any:
         """Tries a call, or follows the trial of another process."""
