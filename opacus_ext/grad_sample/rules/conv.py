@@ -96,7 +96,7 @@ class OfConv(NamedTuple):
         count = self.shape[0] * len(backprops)
         shape = torch.Size((count, *self.shape[1:]))
         samples = self._replace(shape=shape, groups=self.groups * len(backprops))
-        return samples.gradient(g, x).view(len(backprops), -1)
+        return samples.gradient(g, x).reshape(len(backprops), -1)
 
     def gradient(self, backprops: T, x: T) -> T:
         """Returns the gradient of the weight, summed over ``N`` and all positions."""
