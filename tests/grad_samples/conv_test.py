@@ -44,6 +44,10 @@ class TestConv(RuleTests):
             *(nn.Conv2d, 4, 2, 3), padding=(2, 1), padding_mode="circular", space=(4,)
         ),
         "conv3d": case(nn.Conv3d, 2, 2, (2, 1, 2), channels=2, space=(3, 2)),
+        "turned": RuleCase(
+            lambda: nn.Conv1d(3, 3, 3, padding=2),
+            lambda B, T: torch.randn(B, 1, 3).mT,
+        ),
     }
 
 

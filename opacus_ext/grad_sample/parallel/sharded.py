@@ -79,8 +79,8 @@ class ShardedForward(ForwardRecord):
         return super().add_gradients(total, grads)
 
     def _no_gradients(self, some: GroupOutputs) -> tuple[list[T], list[T]]:
-        every = self._used is None
-        outputs = [y for i, y in some.outputs.items() if every or i in self._used]
+        used = some.outputs if self._used is None else self._used
+        outputs = [y for i, y in some.outputs.items() if i in used]
         return outputs, [torch.zeros_like(y) for y in outputs]
 
     def _own(

@@ -92,11 +92,14 @@ class OfConv(NamedTuple):
 
     def by_sample(self, backprops: T, x: T) -> T:
         """Returns each sample's gradient ``[B, numel]``: its channels are a group."""
-        x, g = (y.transpose(0, 1).flatten(1, 2) for y in (x, backprops))
-        count = self.shape[0] * len(backprops)
-        shape = torch.Size((count, *self.shape[1:]))
-        samples = self._replace(shape=shape, groups=self.groups * len(backprops))
-        return samples.gradient(g, x).view(len(backprops), -1)
+        size, shape = len(x), (len(x) * self.shape[0], *self.shape[1:])
+        samples = self._replace(shape=torch.Size(shape), groups=self.groups * size)
+
+        def joined(y: T) -> T:  # flat first, as kernels need strides in order
+            flat = y.transpose(0, 1).flatten()
+            return flat.view(y.shape[1], size * y.shape[2], *y.shape[3:])
+
+        return samples.gradient(joined(backprops), joined(x)).reshape(size, -1)
 
     def gradient(self, backprops: T, x: T) -> T:
         """Returns the gradient of the weight, summed over ``N`` and all positions."""
