@@ -111,10 +111,10 @@ def test_compiles_on_a_gpu(compiles, recwarn):
     """
     sizes = [4, 16, 11, 0, 15, 16, 19, 9, 1, 13, 24, 17, 30, 2, 12, 36, 16]
     batches = [torch.randn(size, 4).double() for size in sizes]
-    for _ in range(2):
+    for steps in (17, 3):
         model, plain = model_of(), model_of()
         private = make_private(model, "auto", **GIVEN)
-        assert 1 < check_steps(private, model, plain, batches) <= 4
+        assert 1 < check_steps(private, model, plain, batches[:steps]) <= 4
     assert not [w for w in recwarn if "not compiled" in str(w.message)]
 
 

@@ -522,6 +522,7 @@ def test_refused():
         grads_of(private, model, batch)
 
 
+@pytest.mark.thorough
 def test_parameters_that_change_places():
     """A program is made for parameters, and not for their places."""
     model, plain = model_of(Net), model_of(Net)
@@ -540,6 +541,7 @@ def test_parameters_that_change_places():
         grads_of(private, model, batch_of())
 
 
+@pytest.mark.thorough
 def test_parameter_that_the_optimizer_lets_go():
     model, plain = model_of(Net), model_of(Net)
     private = compiled(model, max_grad_norm=0.3)
@@ -580,6 +582,7 @@ def test_model_losses():
         assert_same(got, expected, 1e-6)  # it rotates in float32
 
 
+@pytest.mark.thorough
 def test_nothing_is_kept():
     model = model_of(Net)
     private = compiled(model)

@@ -27,8 +27,7 @@ from tests.lightning_test import records  # noqa: E402
 from tests.processes import refusal, run  # noqa: E402
 from tests.training import distance  # noqa: E402
 
-pytestmark = pytest.mark.filterwarnings("ignore")
-thorough = pytest.mark.thorough
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.thorough]
 
 
 class Sharded(Numbered):
@@ -333,19 +332,16 @@ def test_an_error_of_one_process_is_one_of_all(two):
     assert "ProcessFailure: Process 1 has failed" in first and "mine" in second
 
 
-@thorough
 @pytest.mark.parametrize("name", ["whole", "itself", "workers", "split"])
 def test_more_that_train_as_one(name, more, alone):
     assert_same(more.of(name), alone)
 
 
-@thorough
 @pytest.mark.parametrize("name, make", [("manual", Numbered), ("two", Two)])
 def test_others_that_train_as_one(name, make, more, tmp_path):
     assert_same(more.of(name), sharded(str(tmp_path), **{**CASES[name], "make": make}))
 
 
-@thorough
 @pytest.mark.parametrize("name, atol", [("float32", 1e-6), ("bf16", 5e-4)])
 def test_float32(name, atol, more, alone, tmp_path):
     expected = sharded(str(tmp_path), **{**CASES[name], "make": Single})["weights"]
@@ -353,7 +349,6 @@ def test_float32(name, atol, more, alone, tmp_path):
     assert all(distance(one["weights"], expected) < atol for one in more.of(name))
 
 
-@thorough
 def test_checkpoints(more, alone, folder, tmp_path):
     """Of two processes for two, one and three; whole ones for one device, too."""
     assert_bits(more.of("whole noise again"), more.of("whole noise"))
@@ -368,27 +363,23 @@ def test_checkpoints(more, alone, folder, tmp_path):
             assert_same(group.of(name), alone)
 
 
-@thorough
 def test_split_and_sharded(folder, alone, tmp_path):
     group = run(4, str(tmp_path), functools.partial(others, folder))
     assert_same(group.of("split"), alone)
 
 
-@thorough
 def test_meta_device(more):
     one, other = more.of("meta")
     assert_bits([one], [other])
     assert all(x.isfinite().all() for x in one["weights"].values())
 
 
-@thorough
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(name, more):
     for found in more.of(name):
         assert found.startswith("Refused") and name in found
 
 
-@thorough
 @pytest.mark.parametrize("name", FAILS)
 def test_errors_of_one_process(name, more):
     first, second = more.of(name)

@@ -394,7 +394,9 @@ for _ in range(2):
 """
 
 
-@pytest.mark.parametrize("later", [True, False])
+@pytest.mark.parametrize(
+    "later", [True, pytest.param(False, marks=pytest.mark.thorough)]
+)
 def test_transformers_is_left_as_it_was(later):
     """unregister() works before its import and after; make_private registers."""
     code = REGISTERED.format(later=later)
