@@ -195,9 +195,12 @@ class _Distributed(Base):
         if any(map(self._is_sharded, self.params)):
             self._draw_seed()
         super().add_noise()
-        for p in self.params:
-            if self.loss_reduction == "mean":
-                p.grad /= self.world_size  # the expected batch size is one process's
+
+    @property
+    def divisor(self) -> float:
+        """The expected batch size of all processes if the loss is a mean, else 1."""
+        found = super().divisor  # the expected batch size is one process's
+        return found * self.world_size if self.loss_reduction == "mean" else found
 
     def _sum_over_processes(self) -> None:
         totals = [p.summed_grad for p in self.params if not self._is_sharded(p)]

@@ -34,6 +34,7 @@ class NoisyOptimizer(Base):
     rank = 0  # of the process
     looks_ahead = 1  # batches that a loader draws ahead if Accelerate has prepared it
     correlated: Optional[BandedNoise] = None  # set by make_private
+    _divides = False  # True in a step, where one pass adds noise and divides
 
     def __init__(self, *args: Any, **kwargs: Any):
         self._noise_seed = draw_seed()
@@ -51,6 +52,11 @@ class NoisyOptimizer(Base):
     @property
     def sensitivity(self) -> float:
         """The largest norm of one sample's clipped gradient."""
+        raise NotImplementedError
+
+    @property
+    def divisor(self) -> float:
+        """The number by which a step divides the sum with its noise."""
         raise NotImplementedError
 
     # -- the generator -----------------------------------------------------------------
@@ -161,6 +167,7 @@ class NoisyOptimizer(Base):
     def add_noise(self) -> None:
         """
         Adds noise of std ``gradient_noise_multiplier * sensitivity``; sets ``p.grad``.
+        A step also divides by the expected batch size, if the loss is a mean.
         """
         for p in self.params:
             _check_processed_flag(p.summed_grad)
@@ -170,6 +177,8 @@ class NoisyOptimizer(Base):
             std, grid = gaussian_grid(multiplier, bound, entries)
             for p in self.params:
                 p.summed_grad.copy_(release(p.summed_grad, std, grid))
+            if self._divides:
+                divide([local(p.summed_grad) for p in self.params], self.divisor)
         else:
             self._add_noise()
         self._sum_over_processes()
@@ -185,19 +194,26 @@ class NoisyOptimizer(Base):
     def _add_noise(self) -> None:
         multiplier = self.gradient_noise_multiplier
         std, params = multiplier * self.sensitivity, self.params
+        divisor = self.divisor if self._divides else 1.0
         given = (p for group in self.param_groups for p in group["params"])
         places = {p: i for i, p in enumerate(given)}
         if self.correlated is not None:
             self.correlated.begin(multiplier, [places[p] for p in params])
         small: Dict[tuple, list] = {}
-        for p in filter(self._adds_noise, params):
-            total, generator = local(p.summed_grad), self._generator_of(p)
+        undivided = []
+        for p in params:
+            total, adds = local(p.summed_grad), self._adds_noise(p)
+            if not adds or total.numel() <= _SMALL:
+                undivided.append(total)
+            if not adds:
+                continue
+            generator = self._generator_of(p)
             if total.numel() <= _SMALL:
                 kind = total.device, total.dtype, id(generator)
                 small.setdefault(kind, []).append(p)
             else:  # in place: gradients and one noise tensor, as without privacy
-                noise = self._row([places[p]], total, total.shape, std, generator)
-                total.add_(noise)
+                own = [places[p]], total, total.shape, std / divisor, generator
+                torch.add(self._row(*own), total, alpha=1 / divisor, out=total)
         for members in small.values():
             totals = [local(p.summed_grad) for p in members]
             sizes = [x.numel() for x in totals]
@@ -205,6 +221,7 @@ class NoisyOptimizer(Base):
             noise = self._row(at, totals[0], (sum(sizes),), std, generator)
             each = [x.view_as(y) for x, y in zip(noise.split(sizes), totals)]
             torch._foreach_add_(totals, each)
+        divide(undivided, divisor)
         if self.correlated is not None:
             self.correlated.taken += 1
 
@@ -274,6 +291,15 @@ def _normal(
     # Opacus's draw, without the zeros that it sets up beside it.
     kind: Any = dict(device=like.device, dtype=like.dtype, generator=generator)
     return torch.normal(0, std, shape, **kind)
+
+
+def divide(totals: Sequence[torch.Tensor], divisor: float) -> None:
+    """Divides tensors in place, those of a device and dtype together."""
+    kinds: Dict[tuple, List[torch.Tensor]] = {}
+    for total in totals if divisor != 1 else ():
+        kinds.setdefault((total.device, total.dtype), []).append(total)
+    for same in kinds.values():
+        torch._foreach_div_(same, divisor)
 
 
 def draw_seed() -> int:

@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from opacus_ext.clipping import CLIPPINGS, Bound, Clipping, ClippingFunction
 from opacus_ext.grad_sample.core.clip import ClippedSum
 from opacus_ext.grad_sample.factors import GradSample
-from opacus_ext.optimizers.noise import NoisyOptimizer, local
+from opacus_ext.optimizers.noise import NoisyOptimizer, divide, local
 from opacus_ext.refused import Refused
 
 
@@ -143,7 +143,11 @@ class ClippingOptimizer(NoisyOptimizer):
         self._unfinished = _Unfinished(
             [*self._step_skip_queue], self._is_last_step_skipped
         )
-        goes_on = super().pre_step(closure)
+        self._divides = True
+        try:
+            goes_on = super().pre_step(closure)
+        finally:
+            self._divides = False
         if noise_state is not None:
             self._noise_states.add(noise_state)
         if goes_on and self.loop is not None:
@@ -271,15 +275,17 @@ class ClippingOptimizer(NoisyOptimizer):
         self._is_last_step_skipped, self._unfinished = False, None
         self.zero_grad(True)
 
+    @property
+    def divisor(self) -> float:
+        """The expected batch size if the loss is a mean, else 1."""
+        if self.loss_reduction != "mean":
+            return 1.0
+        return self.expected_batch_size * self.accumulated_iterations
+
     def scale_grad(self) -> None:
-        """Divides gradients by the expected batch size, if the loss is a mean."""
-        if self.loss_reduction == "mean":
-            size = self.expected_batch_size * self.accumulated_iterations
-            kinds: Dict[tuple, List[torch.Tensor]] = {}
-            for grad in (local(p.grad) for p in self.params):
-                kinds.setdefault((grad.device, grad.dtype), []).append(grad)
-            for grads in kinds.values():
-                torch._foreach_div_(grads, size)
+        """Divides gradients by :attr:`divisor`; in a step, :meth:`add_noise` does."""
+        if not self._divides:
+            divide([local(p.grad) for p in self.params], self.divisor)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """

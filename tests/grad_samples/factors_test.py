@@ -234,6 +234,35 @@ def test_cancelling_uses(kinds, forced_way, any_workspace):
     assert (norm.square() <= 1e-5 * 100**2 * T**2 * d).all()
 
 
+@pytest.mark.parametrize("widths", [(3, 4, 5), (1, 2)])
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("keep", [True, False])
+def test_uses_of_one_input(keep, size, widths, any_workspace, monkeypatch):
+    """Queries, keys and values; another parameter comes between them."""
+    monkeypatch.setattr(grad_sample, "of_blocks", lambda terms: math.inf)
+    rows, other = [torch.randn(*size, n).double() for n in (4, 6)]
+    # A view of the same memory each, as each layer has its own.
+    uses = [(torch.randn(*size, n).double(), rows[:]) for n in widths]
+    uses.insert(1, (torch.randn(*size, 2).double(), other))
+    uses.append((torch.randn(*size, 2).double(), rows.clone()))
+    params = [torch.zeros(u.shape[2], x.shape[2]).double() for u, x in uses]
+    norms, samples, dense = GroupNorms(params, size[0], keep=keep), {}, []
+    for p, use in zip(params, uses):
+        samples[id(p)] = sample = GradSample(p.shape, size[0])
+        sample.add(*use)
+        norms.add(p, sample)
+        dense.append(torch.einsum("bti,btj->bij", *use))
+    found = norms.finish(samples)
+    assert_close(found.square(), sum(squared(g) for g in dense))
+    if keep:
+        factors = torch.rand(size[0]).double()
+        bad = torch.arange(size[0]) == 1
+        norms.drop(bad)
+        for total, g in zip(norms.weighted_sums(factors), dense):
+            expected = torch.einsum("b,bij->ij", factors.masked_fill(bad, 0), g)
+            assert_close(total, expected)
+
+
 @pytest.mark.parametrize("value", [math.inf, math.nan])
 def test_samples_that_are_not_finite_change_no_others(value, monkeypatch):
     """Groups of rows of one place are padded."""

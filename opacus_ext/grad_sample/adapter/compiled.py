@@ -340,9 +340,13 @@ class CompiledGroup:
         unused = tuple(g is None for g in found)
         like = total.norms
         own = torch.arange(group.size, device=like.device) < count
-        given = [*map(like.new_tensor, (clipping.bound, total.scale)), own]
+        bounds = clipping.bound, total.scale
+        given: list[Any] = [*map(like.new_tensor, bounds), own]
         given += [g for g in found if g is not None]
         given += [x for data in self.kept for x in data]
+        # Layers with one input may have saved it once for all: a trace depends on it.
+        places = [x.data_ptr() for x in given]
+        shared = tuple(map(places.index, places))
 
         def clipped(drop: bool) -> tuple[T, list[T | None]]:
             def clip(bound: T, scale: T, own: T, *given: T) -> list[T | None]:
@@ -359,7 +363,8 @@ class CompiledGroup:
                 return [found, *sums]
 
             clips = self.traced.clips
-            key = unused, clipping.clipping, drop, *map(id, total.params)
+            ids = map(id, total.params)
+            key = unused, shared, clipping.clipping, drop, *ids
             if key not in clips:
                 graph = make_fx(clip)(*given)
                 clips[key] = self.compiled.settings.backend(graph, given)

@@ -15,6 +15,7 @@ import torch
 from opacus_ext.grad_sample.core.gradients import SMALL, GradSamples, gradients_of_group
 from opacus_ext.grad_sample.factors import (
     GradSample,
+    SharedRows,
     full_precision,
     rounded_down,
     upcast,
@@ -41,13 +42,41 @@ class GroupNorms:
         self._places: list[int] = []  # parameters whose gradients are concatenated
         self._rows: T | None = None
         self._squares: dict[int, T] = {}
+        # Parameters whose uses have one input: the last ones with it, and all.
+        self._last: list[tuple[T, GradSample, T]] = []
+        self._shared: dict[int, tuple[SharedRows, int]] = {}
         self._wide = False  # True if some gradients are sums of bfloat16 products
         self._budget = workspace() if keep else 0
 
     def add(self, p: T, sample: GradSample) -> None:
         """Adds a parameter's gradients; small ones are left to :meth:`finish`."""
         if sample.numel > SMALL or sample.flat() is None:
+            self._add(p, sample)
+
+    def _add(self, p: T, sample: GradSample) -> None:
+        term = None if self.per_parameter else SharedRows.term_of(sample)
+        if term is None:
             self._square(p, sample)
+            return
+        if self._last and not _is_same(term.dense[1], self._last[0][2]):
+            self._add_last()
+        self._last.append((p, sample, term.dense[1]))
+
+    def _add_last(self) -> None:
+        """Computes the norms of the last parameters with one input, together."""
+        last, self._last = self._last, []
+        shared = SharedRows([sample for _, sample, _ in last])
+        squares = shared.squared_norm(self._budget) if len(last) > 1 else None
+        if squares is None:
+            for p, sample, _ in last:
+                self._square(p, sample)
+            return
+        for i, (p, sample, _) in enumerate(last):
+            self._shared[id(p)] = shared, i
+            self._wide |= sample.sums_wide
+            if not self.keep:
+                sample.clear()
+        self._squares[id(p)] = squares.to(self.params[0].device, self.dtype)
 
     def _square(self, p: T, sample: GradSample) -> T:
         squares = sample.squared_norm(cache=self._budget)
@@ -64,6 +93,11 @@ class GroupNorms:
         if not self.per_parameter:
             self._concatenate_small()
         like, places = self.params[0], {*self._places}
+        for i, p in enumerate(self.params):
+            if id(p) in samples and i not in places and not self._has(p):
+                self._add(p, samples[id(p)])
+        if self._last:
+            self._add_last()
         zero = torch.zeros(self.size, dtype=self.dtype, device=like.device)
         squares = []
         if self._rows is not None:
@@ -73,19 +107,22 @@ class GroupNorms:
                 continue
             if id(p) in self._squares:
                 squares.append(self._squares[id(p)])
-            elif id(p) in samples:
-                squares.append(self._square(p, samples[id(p)]))
             elif self.per_parameter or not squares:
                 squares.append(zero)
         total = torch.stack(squares).clamp_(min=0)  # or NaN where gradients cancel
         self.norms = (total if self.per_parameter else total.sum(0)).sqrt()
         return self.norms
 
+    def _has(self, p: T) -> bool:
+        """Returns True if a parameter's gradients were added."""
+        known = id(p) in self._squares or id(p) in self._shared
+        return known or any(p is x[0] for x in self._last)
+
     def _concatenate_small(self) -> None:
         """Concatenates small gradients that are materialized already."""
         rows, device = {}, self.params[0].device
         for i, p in enumerate(self.params):
-            sample = self.samples.get(id(p)) if id(p) not in self._squares else None
+            sample = None if self._has(p) else self.samples.get(id(p))
             if sample is not None and sample.numel <= SMALL:
                 flat = sample.flat()
                 if flat is not None and flat.device == device:
@@ -119,9 +156,15 @@ class GroupNorms:
                 total = factors.to(self._rows) @ self._rows
             sizes = [self.params[i].numel() for i in self._places]
             small = dict(zip(self._places, total.split(sizes)))
+        found: dict[int, list[T]] = {}  # by the id of shared rows
         for i, p in enumerate(self.params):
             if i in small:
                 yield small[i].view(p.shape)
+            elif id(p) in self._shared:
+                shared, place = self._shared[id(p)]
+                if id(shared) not in found:
+                    found[id(shared)] = shared.weighted_sums(factors.to(p.device))
+                yield found[id(shared)][place].view(p.shape)
             elif id(p) in self.samples:
                 own = factors[i] if factors.dim() > 1 else factors
                 yield self.samples[id(p)].weighted_sum(own.to(p.device))
@@ -131,6 +174,17 @@ class GroupNorms:
     def rows_of(self, p: T) -> slice | None:
         """Returns the samples that have gradients of a parameter; None for none."""
         return slice(None) if any(p is q for q in self.params) else None
+
+
+def _is_same(x: T, y: T) -> bool:
+    """Returns True if two tensors are known to be the same memory."""
+    if x is y or torch.compiler.is_compiling():
+        return x is y
+    return (
+        x.data_ptr() == y.data_ptr()
+        and (x.shape, x.stride(), x.dtype) == (y.shape, y.stride(), y.dtype)
+        and x.device == y.device
+    )
 
 
 def clipping_factors(

@@ -101,6 +101,7 @@ class Collector:
         uses: Sequence[ParameterUse],
         done: Callable[[T, GradSample], None] | None = None,
         frees: bool = False,
+        bundles: bool = True,
     ):
         self.frees = frees  # True if parameters are freed in the backward pass
         self.params, self.size, self.done = {id(p): p for p in params}, size, done
@@ -123,7 +124,7 @@ class Collector:
         self._single = {
             i
             for i, count in self._left.items()
-            if count == 1 and size * self.params[i].numel() <= SMALL
+            if bundles and count == 1 and size * self.params[i].numel() <= SMALL
         }
 
     def add(self, use: ParameterUse, backprops: T) -> None:

@@ -223,7 +223,7 @@ class TracedGroup(SampleGroup):
     ) -> GradSamples:
         """Returns per-sample gradients, from saved data and the slots' gradients."""
         uses = [use._replace(data=data) for use, data in zip(self.uses, kept)]
-        collector = Collector(self.all, size, uses)
+        collector = Collector(self.all, size, uses, bundles=False)
         for use, g in zip(uses, grads):
             if g is not None:
                 collector.add(use, g)

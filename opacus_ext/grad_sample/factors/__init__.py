@@ -10,7 +10,12 @@ Source: ghost norms for dense layers (Lee & Kifer 2020; Li et al. 2021), for a t
 embedding (DPFormer, claim 4.1, whose printed square on the first term is a misprint).
 """
 
-from opacus_ext.grad_sample.factors.grad_sample import GradSample, OuterProducts, Term
+from opacus_ext.grad_sample.factors.grad_sample import (
+    GradSample,
+    OuterProducts,
+    SharedRows,
+    Term,
+)
 from opacus_ext.grad_sample.factors.rows import (
     Factor,
     OneHot,
@@ -22,6 +27,6 @@ from opacus_ext.grad_sample.factors.rows import (
     workspace,
 )
 
-__all__ = ["Factor", "GradSample", "OneHot", "OuterProducts", "Term"]
+__all__ = ["Factor", "GradSample", "OneHot", "OuterProducts", "SharedRows", "Term"]
 __all__ += ["dtype_of", "full_precision", "rounded_down", "tf32_settings", "upcast"]
 __all__ += ["workspace"]

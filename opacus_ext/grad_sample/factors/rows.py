@@ -29,13 +29,21 @@ class OneHot(NamedTuple):
 Factor = Union[T, OneHot]  # dense rows are [B, T, width]
 
 
+class Beside(NamedTuple):
+    """Rows of dense factors side by side, ``[B, T, sum of widths]``."""
+
+    parts: tuple[T, ...]
+
+
 def entries(factor: Factor) -> T:
     """Returns ``[B, T, ...]``: the index of one-hot rows, or the dense rows."""
     return factor.index if isinstance(factor, OneHot) else factor
 
 
-def cut(factor: Factor, where: Any) -> Factor:
+def cut(factor: Any, where: Any) -> Any:
     """Indexes the rows of a factor."""
+    if isinstance(factor, Beside):
+        return Beside(tuple(x[where] for x in factor.parts))
     rows = entries(factor)[where]
     return OneHot(rows, factor.size) if isinstance(factor, OneHot) else rows
 
@@ -212,17 +220,16 @@ def full_precision(device: torch.device | None = None) -> Iterator[None]:
 # -- inner products --------------------------------------------------------------------
 
 
-def inner(
-    left: tuple[Factor, ...], right: tuple[Factor, ...] | None, dtype: torch.dtype
-) -> T:
+def inner(left: Sequence[Any], right: Sequence[Any] | None, dtype: torch.dtype) -> T:
     """
     Returns ``sum_{t,t'} prod_k <left_k[t], right_k[t']>`` for each sample, computed in
-    chunks of t that fit into the workspace. If ``right`` is None it equals ``left``.
+    chunks of t that fit into the workspace. The last factors are not side by side. If
+    ``right`` is None it equals ``left``.
     """
-    first, symmetric = entries(left[0]), right is None
+    first, symmetric = entries(left[-1]), right is None
     batch_size, rows = first.shape[:2]
     right = left if right is None else right
-    size = 2 * batch_size * entries(right[0]).shape[1] * dtype.itemsize
+    size = 2 * batch_size * entries(right[-1]).shape[1] * dtype.itemsize
     step = max(1, workspace() // max(1, size))
     if symmetric:  # one triangle suffices: each chunk with itself and twice with later
         step = min(step, chunk(rows, first.device))
@@ -246,8 +253,16 @@ def chunk(rows: int, device: torch.device) -> int:
     return max(128 if device.type == "cpu" else 512, math.ceil(rows / 4))
 
 
-def _gram(f: Factor, g: Factor, dtype: torch.dtype) -> T:
+def _gram(f: Any, g: Any, dtype: torch.dtype) -> T:
     """Returns ``<f[t], g[t']>`` as ``[B, T, T']``."""
+    if isinstance(f, Beside):
+        total = _gram(f.parts[0], g.parts[0], dtype)
+        for x, y in zip(f.parts[1:], g.parts[1:]):
+            if sums_wide(x, y):
+                total += times(x, y.mT, dtype)
+            else:
+                total.baddbmm_(x.to(dtype), y.to(dtype).mT)
+        return total
     if isinstance(f, OneHot) and isinstance(g, OneHot):
         return (f.index[:, :, None] == g.index[:, None, :]).to(dtype)
     if isinstance(f, OneHot):
