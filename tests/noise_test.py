@@ -132,3 +132,24 @@ def test_shares_on_a_device(given):
         assert len(private.optimizer._noise_generators) == 1 - given
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("mode", ["ghost_bk", "hooks"])
+@pytest.mark.parametrize("multiplier", [0.0, 1e-16])
+def test_sums_are_divided_by_the_batch_size(multiplier, mode):
+    """Small and large ones, by a step or by its parts."""
+    model, x = nn.Linear(3, 2**16).double(), torch.randn(4, 3).double()
+    given = dict(batch_size=4, max_grad_norm=1e6, noise_multiplier=multiplier)
+    square_loss(model, x).mean().backward()
+    expected = [p.grad for p in model.parameters()]
+    private = make_private(model, mode, **given)
+    optimizer = private.optimizer
+    for parts in (["pre_step"], ["accumulate", "add_noise", "scale_grad"]):
+        optimizer.zero_grad()
+        private.backward(x, square_loss)
+        for name in parts:
+            if mode == "hooks":
+                name = name.replace("accumulate", "clip_and_accumulate")
+            getattr(optimizer, name)()
+        for p, e in zip(model.parameters(), expected):
+            torch.testing.assert_close(p.grad, e, rtol=1e-8, atol=1e-8)

@@ -244,7 +244,7 @@ def test_uses_of_one_input(keep, size, widths, any_workspace, monkeypatch):
     # A view of the same memory each, as each layer has its own.
     uses = [(torch.randn(*size, n).double(), rows[:]) for n in widths]
     uses.insert(1, (torch.randn(*size, 2).double(), other))
-    uses.append((torch.randn(*size, 2).double(), rows.clone()))
+    uses.append((torch.randn(*size, 2).double(), rows + 1))
     params = [torch.zeros(u.shape[2], x.shape[2]).double() for u, x in uses]
     norms, samples, dense = GroupNorms(params, size[0], keep=keep), {}, []
     for p, use in zip(params, uses):
