@@ -34,7 +34,8 @@ class NoisyOptimizer(Base):
     rank = 0  # of the process
     looks_ahead = 1  # batches that a loader draws ahead if Accelerate has prepared it
     correlated: Optional[BandedNoise] = None  # set by make_private
-    _divides = False  # True in a step, where one pass adds noise and divides
+    _divides = False  # True in a step, where add_noise() also divides
+    _divided = False  # True if it has, so that scale_grad() does not
 
     def __init__(self, *args: Any, **kwargs: Any):
         self._noise_seed = draw_seed()
@@ -167,7 +168,8 @@ class NoisyOptimizer(Base):
     def add_noise(self) -> None:
         """
         Adds noise of std ``gradient_noise_multiplier * sensitivity``; sets ``p.grad``.
-        A step also divides by the expected batch size, if the loss is a mean.
+        In a step it also divides by the batch size, but for secure mode: sums over
+        processes must be of numbers on the grid.
         """
         for p in self.params:
             _check_processed_flag(p.summed_grad)
@@ -177,10 +179,9 @@ class NoisyOptimizer(Base):
             std, grid = gaussian_grid(multiplier, bound, entries)
             for p in self.params:
                 p.summed_grad.copy_(release(p.summed_grad, std, grid))
-            if self._divides:
-                divide([local(p.summed_grad) for p in self.params], self.divisor)
         else:
             self._add_noise()
+            self._divided = self._divides
         self._sum_over_processes()
         for p in self.params:
             total = p.summed_grad

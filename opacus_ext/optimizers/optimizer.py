@@ -283,9 +283,10 @@ class ClippingOptimizer(NoisyOptimizer):
         return self.expected_batch_size * self.accumulated_iterations
 
     def scale_grad(self) -> None:
-        """Divides gradients by :attr:`divisor`; in a step, :meth:`add_noise` does."""
-        if not self._divides:
+        """Divides gradients by :attr:`divisor`, if :meth:`add_noise` has not."""
+        if not self._divided:
             divide([local(p.grad) for p in self.params], self.divisor)
+        self._divided = False
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """
