@@ -57,8 +57,10 @@ class NoisyOptimizer(Base):
 
     @property
     def divisor(self) -> float:
-        """The number by which a step divides the sum with its noise."""
-        raise NotImplementedError
+        """The expected batch size if the loss is a mean, else 1."""
+        if self.loss_reduction != "mean":
+            return 1.0
+        return self.expected_batch_size * self.accumulated_iterations
 
     # -- the generator -----------------------------------------------------------------
 

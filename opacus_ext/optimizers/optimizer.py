@@ -275,13 +275,6 @@ class ClippingOptimizer(NoisyOptimizer):
         self._is_last_step_skipped, self._unfinished = False, None
         self.zero_grad(True)
 
-    @property
-    def divisor(self) -> float:
-        """The expected batch size if the loss is a mean, else 1."""
-        if self.loss_reduction != "mean":
-            return 1.0
-        return self.expected_batch_size * self.accumulated_iterations
-
     def scale_grad(self) -> None:
         """Divides gradients by :attr:`divisor`, if :meth:`add_noise` has not."""
         if not self._divided:

@@ -263,6 +263,27 @@ def test_uses_of_one_input(keep, size, widths, any_workspace, monkeypatch):
             assert_close(total, expected)
 
 
+@pytest.mark.parametrize("kind", ["negative", "wider"])
+def test_inputs_of_one_memory_that_differ(kind, monkeypatch):
+    """One is the other's negative, by a bit; or its backprops are of a wider type."""
+    monkeypatch.setattr(grad_sample, "of_blocks", lambda terms: math.inf)
+    z = torch.randn(3, 5, 4, dtype=torch.complex128)
+    inputs = [z.imag, z.conj().imag] if kind == "negative" else [z.real.float()] * 2
+    uses = [(torch.randn(3, 5, 4, dtype=x.dtype), x) for x in inputs]
+    if kind == "wider":
+        uses[1] = uses[1][0].double() / 3, uses[1][1]
+    params = [torch.zeros(4, 4).double() for _ in uses]
+    norms, samples = GroupNorms(params, 3), {}
+    for p, use in zip(params, uses):
+        samples[id(p)] = sample = GradSample(p.shape, 3)
+        sample.add(*use)
+        norms.add(p, sample)
+    dense = [torch.einsum("bti,btj->bij", u.double(), x.double()) for u, x in uses]
+    assert_close(norms.finish(samples).square(), sum(map(squared, dense)))
+    for total, g in zip(norms.weighted_sums(torch.ones(3).double()), dense):
+        assert_close(total, g.sum(0))
+
+
 @pytest.mark.parametrize("value", [math.inf, math.nan])
 def test_samples_that_are_not_finite_change_no_others(value, monkeypatch):
     """Groups of rows of one place are padded."""

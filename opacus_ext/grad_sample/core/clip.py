@@ -183,7 +183,7 @@ def _is_same(x: T, y: T) -> bool:
     return (
         x.data_ptr() == y.data_ptr()
         and (x.shape, x.stride(), x.dtype) == (y.shape, y.stride(), y.dtype)
-        and x.device == y.device
+        and (x.device, x.is_neg()) == (y.device, y.is_neg())
     )
 
 

@@ -118,10 +118,9 @@ class Rounds:
                 with suppress(ProcessFailure):
                     self.meet(FAILED, stage=STAGES.index(stage))
                 self.reset()
-            elif isinstance(error, ProcessFailure):
-                pass
-            elif isinstance(error, dist.DistError) or "gloo" in str(error):
-                raise waited_in_vain(dist.get_rank(), error) from error
+            elif not isinstance(error, ProcessFailure):
+                if isinstance(error, dist.DistError) or "gloo" in str(error):
+                    raise waited_in_vain(dist.get_rank(), error) from error
             raise
         finally:
             self._tell = self._tell and outer  # unless the others know, or go on

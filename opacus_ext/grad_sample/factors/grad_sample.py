@@ -573,6 +573,10 @@ class SharedRows:
     def _terms(self) -> list[OuterProducts]:
         return [x for x in map(self.term_of, self.samples) if x is not None]
 
+    @property
+    def _dtype(self) -> torch.dtype:
+        return dtype_of(*(x.dtype for x in self._terms))
+
     def squared_norm(self, cache: int) -> T | None:
         """
         Returns the sum of squared norms ``[B]``; None if they are cheaper one by one.
@@ -585,12 +589,12 @@ class SharedRows:
                 return None
         factors = Beside(tuple(x.dense[0] for x in terms)), terms[0].dense[1]
         with full_precision(terms[0].device):
-            return inner(factors, None, terms[0].dtype)
+            return inner(factors, None, self._dtype)
 
     def weighted_sums(self, weights: T) -> list[T]:
         """Returns :meth:`GradSample.weighted_sum` of each parameter."""
         terms = self._terms
-        rows, dtype = terms[0].dense[1], terms[0].dtype
+        rows, dtype = terms[0].dense[1], self._dtype
         wider = rows.shape[2] > sum(x.dense[0].shape[2] for x in terms)
         if wider or weights.dtype == torch.bfloat16:
             return [sample.weighted_sum(weights) for sample in self.samples]
