@@ -201,7 +201,9 @@ class SampleGroup(TorchFunctionMode):
 
     def own(self, x: T | None) -> T | None:
         """Returns per-sample copies if ``x`` is made of parameters, else ``x``."""
-        return self.copy(x) if self.is_shared(x) and torch.is_grad_enabled() else x
+        if not (self.is_shared(x) and torch.is_grad_enabled()):
+            return x
+        return x.detach() if self._is_constant(x) else self.copy(x)
 
     def copy(self, x: T) -> T:
         """Returns one copy for each sample, without memory, at the vmap level."""

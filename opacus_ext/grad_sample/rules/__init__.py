@@ -11,6 +11,7 @@ from opacus_ext.grad_sample.rules import (  # noqa: F401
     experts,
     linear,
     losses,
+    norms,
     recurrent,
 )
 from opacus_ext.grad_sample.rules.registry import (  # noqa: F401

@@ -127,7 +127,8 @@ class ConvGradients(Term):
             yield self.conv.by_sample(self.backprops[some], self.x[some])
 
     def materialize(self, dtype: torch.dtype, out: T | None = None) -> T:
-        new = torch.cat(list(self._parts())).to(dtype)
+        first, *others = self._parts()
+        new = (torch.cat([first, *others]) if others else first).to(dtype)
         return new if out is None else out.add_(new.view_as(out))
 
     def squared_norm(self) -> T:

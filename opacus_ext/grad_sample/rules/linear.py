@@ -1,11 +1,8 @@
-"""Products with a matrix (linear layers, transformers' Conv1D, ``x @ w``), and norms.
-
-RMSNorm and GroupNorm need no rule: per-sample copies of their scale are as fast.
-"""
+"""Products with a matrix: linear layers, transformers' Conv1D, ``x @ w``."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Sequence
+from typing import Any
 
 import torch
 from torch.nn import functional as F
@@ -70,35 +67,3 @@ register_rule(T.__rmatmul__)(lambda self, other: matmul(other, self))
 def bmm(input: T, mat2: T) -> Op | None:
     """``y[e] = input[e] mat2[e]``, where ``mat2`` is a parameter."""
     return Op((mat2,), (input,), _stack, 3, (3,)) if mat2.requires_grad else None
-
-
-# -- layer norm ------------------------------------------------------------------------
-
-
-class OfLayerNorm(NamedTuple):  # equal for equal layers, so that uses are bundled
-    """The factors of a scale and a shift ``[*shape]``."""
-
-    shape: tuple[int, ...]
-    eps: float
-
-    def whole(self, params: Sequence, x: T) -> T:
-        """Runs the layer for all samples."""
-        weight, bias = params
-        return F.layer_norm(x, self.shape, weight, bias, self.eps)
-
-    def __call__(self, backprops: T, x: T) -> Found:
-        normalized = F.layer_norm(x, self.shape, eps=self.eps).to(backprops.dtype)
-        return [((normalized * backprops).flatten(2),), (backprops.flatten(2),)]
-
-
-@register_rule(F.layer_norm)
-def layer_norm(
-    input: T,
-    normalized_shape: Sequence[int],
-    weight: T | None = None,
-    bias: T | None = None,
-    eps: float = 1e-5,
-) -> Op:
-    """Scale and shift ``[*normalized_shape]``."""
-    given, dims = OfLayerNorm(tuple(normalized_shape), eps), len(normalized_shape)
-    return Op((weight, bias), (input,), given, dims, (dims,), given.whole)
