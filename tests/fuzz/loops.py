@@ -144,6 +144,10 @@ class Case:
                     EVENTS[name][0](self)
                 except AssertionError as error:
                     raise AssertionError(f"event {number}, {name}: {error}") from error
+                except RuntimeError as error:
+                    if "does not require grad" in str(error):  # as plain torch says
+                        raise Unfit("no sample uses a parameter") from error
+                    raise
 
     def look(self, expected: Dict[str, torch.Tensor]) -> None:
         """

@@ -6,6 +6,7 @@ from opacus.validators import ModuleValidator
 from torch import nn
 from torch.nn import functional as F
 
+from opacus_ext.grad_sample.rules import recurrent
 from tests.common import CRASHES, Net, make_private, net, square_loss
 from tests.grad_samples.rule_case import BOTH, RuleCase, RuleTests, exact, rows
 
@@ -53,6 +54,22 @@ class TestLayers(RuleTests):
         "LSTM, last cell": case("LSTM", call=last_cell, proj_size=2),
         "GRU": case("GRU", num_layers=2, bidirectional=True, bias=False),
         "GRU, saturated": RuleCase(Saturated, rows(2)),
+    }
+
+
+@pytest.fixture
+def by_kernel(monkeypatch):
+    """As on a GPU."""
+    monkeypatch.setattr(recurrent, "by_kernel", lambda gates: True)
+
+
+@pytest.mark.usefixtures("by_kernel")
+class TestKernels(RuleTests):
+    cases = {
+        "tanh": case("RNN", batch_first=False),
+        "LSTM": case("LSTM", num_layers=2, bidirectional=True, bias=False),
+        "LSTM, last cell": case("LSTM", call=last_cell),
+        "GRU": case("GRU", bidirectional=True),
     }
 
 
@@ -122,13 +139,23 @@ SHARES = {
 
 @pytest.mark.parametrize("kind", [nn.RNN, nn.LSTM, nn.GRU])
 @pytest.mark.parametrize("how", HOWS)
-def test_uses(kind, how):
+def test_uses(kind, how, monkeypatch):
     for B, T in ((3, 5), (4, 4), (1, 3)):
+        monkeypatch.setattr(recurrent, "by_kernel", lambda gates: B == T)
         layers = (kind(3, 3, batch_first=True) for _ in range(2))
         model = Net(HOWS[how], **dict(zip(("rnn", "two"), layers)))
         SHARES.get(how, lambda model: None)(model)
         x = torch.randn(B, T, 3).double()
         exact(model.double(), x, square_loss, BOTH)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", [nn.RNN, nn.LSTM, nn.GRU])
+def test_gpu(kind):
+    torch.manual_seed(0)
+    layer = kind(8, 16, num_layers=2, bidirectional=True, batch_first=True)
+    model = Net(lambda m, x: m.layer(x)[0], layer=layer).to("cuda", torch.double)
+    exact(model, torch.randn(4, 7, 8).to("cuda", torch.double), square_loss, BOTH)
 
 
 def test_hook_of_the_user():

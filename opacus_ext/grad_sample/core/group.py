@@ -201,7 +201,7 @@ class SampleGroup(TorchFunctionMode):
 
     def own(self, x: T | None) -> T | None:
         """Returns per-sample copies if ``x`` is made of parameters, else ``x``."""
-        if not (self.is_shared(x) and torch.is_grad_enabled()):
+        if x is None or not (self.is_shared(x) and torch.is_grad_enabled()):
             return x
         return x.detach() if self._is_constant(x) else self.copy(x)
 

@@ -11,7 +11,6 @@ from opacus_ext.grad_sample.rules import (  # noqa: F401
     experts,
     linear,
     losses,
-    norms,
     recurrent,
 )
 from opacus_ext.grad_sample.rules.registry import (  # noqa: F401

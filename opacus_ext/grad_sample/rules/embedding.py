@@ -110,4 +110,5 @@ class OfRows(NamedTuple):  # equal for equal tables, so that uses are bundled
         rows = backprops.reshape(*backprops.shape[:2], -1)
         if self.padding is not None:
             rows = rows.masked_fill((ids == self.padding).unsqueeze(-1), 0)
-        return [(OneHot(ids.long() % self.size, self.size), rows)]
+        ids = ids.to(rows.device, torch.long)  # it may be on the CPU for ``table[ids]``
+        return [(OneHot(ids % self.size, self.size), rows)]

@@ -2,19 +2,28 @@
 
 The per-sample gradient of a recurrent weight is a sum over time of (gradient of the
 gates) (x) (input or previous state), but torch's kernels do not return the gradients of
-the gates. So a scan over time computes all states first. Then the products of the
-weights with inputs and with previous states run as linear layers, and :class:`_Scan`
+the gates. So all states are computed first. Then the products of the weights with
+inputs and with previous states run as linear layers, and a node of autograd's graph
 connects these to the states (Lee & Kifer 2020, sections on RNN and LSTM).
+
+States are computed by a scan over time on a CPU (:class:`_Scan`), and by torch's kernel
+on a GPU (:class:`_Kernel`). Its input is the products with inputs, and its weight of
+inputs the identity: then the gradients of its input are those of the gates. That takes
+more FLOPs, and few launches.
 """
 
 from __future__ import annotations
 
-from typing import Any, Callable, NamedTuple
+import warnings
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Callable, Iterator, NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from opacus_ext.grad_sample.factors import full_precision
 from opacus_ext.grad_sample.rules.registry import NotAtOnce, handles
 
 T = torch.Tensor
@@ -89,6 +98,20 @@ _CELLS = {
 KERNELS = {getattr(torch._VF, name): cell for name, cell in _CELLS.items()}
 
 
+def by_kernel(gates: T) -> bool:
+    """Returns True if torch's kernel computes the states."""
+    return gates.is_cuda and gates.shape[-1] <= 4096  # or the identity is large
+
+
+@contextmanager
+def _exactly(device: torch.device) -> Iterator[None]:
+    """Without autocast or TF32, which would round what is multiplied by one."""
+    with torch.autocast(device.type, enabled=False), full_precision(device):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of weights in several pieces of memory
+            yield
+
+
 # -- over time -------------------------------------------------------------------------
 
 
@@ -126,34 +149,95 @@ class _Scan(torch.autograd.Function):
         return (None,) * 4 + (gates[..., :size], gates[..., -size:], *d)
 
 
+class _Kernel(torch.autograd.Function):
+    """Connects the results of torch's kernel to its products in autograd's graph."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, cell: Cell, results: Tensors, leaves: Tensors, gx: T, gh: T, *first: T
+    ) -> Tensors:
+        ctx.cell, ctx.results, ctx.leaves = cell, results, leaves
+        ctx.save_for_backward(gx, gh)
+        return tuple(y.clone() for y in results)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: T) -> tuple[Any, ...]:
+        gx, gh = ctx.saved_tensors
+        with _exactly(gx.device):
+            d_gx, *d_first = torch.autograd.grad(
+                ctx.results, ctx.leaves, grads, retain_graph=True
+            )
+        d_gh = d_gx
+        if ctx.cell.apart:  # a GRU, whose first gate scales the last one's product
+            r, _, _ = (gx + gh).sigmoid().chunk(3, dim=-1)
+            *others, last = d_gx.chunk(3, dim=-1)
+            d_gh = torch.cat([*others, r * last], dim=-1)
+        return None, None, None, d_gx, d_gh, *d_first
+
+
+def _by_kernel(
+    func: Callable, gx: T, first: Tensors, w_hh: T, b_hh: T | None
+) -> tuple[Tensors, Tensors]:
+    """Returns the results of torch's kernel, with a graph, and the leaves of that."""
+    x, *rest = leaves = tuple(
+        y.detach().contiguous().requires_grad_() for y in (gx, *first)
+    )
+    one = torch.eye(gx.shape[-1], dtype=gx.dtype, device=gx.device)
+    weights, bias = [one, w_hh.detach().contiguous()], b_hh is not None
+    if b_hh is not None:
+        weights += [torch.zeros_like(b_hh), b_hh.detach()]
+    with torch.enable_grad(), _exactly(gx.device):
+        states = tuple(y[None] for y in rest)
+        given = states if len(states) > 1 else states[0]
+        out, *ends = func(x, given, weights, bias, 1, 0.0, True, False, False)
+        return (out, *(y[0] for y in ends)), leaves
+
+
+def _by_scan(
+    cell: Cell, gx: T, first: Tensors, w_hh: T, b_hh: T | None
+) -> list[Tensors]:
+    """Returns the first states, and those after each step."""
+    found = [first]
+    added = gx.new_zeros(()) if b_hh is None else b_hh
+    with torch.no_grad(), torch.autocast(gx.device.type, enabled=False):
+        for each in gx.unbind():
+            gates = cell.gates(each, torch.addmm(added, found[-1][0], w_hh.mT))
+            found.append(cell.run(*gates, *found[-1]))
+    return found
+
+
 def _direction(
-    group: Any, cell: Cell, x: T, state: Tensors, w: list[T], reverse: bool
+    group: Any, func: Callable, x: T, state: Tensors, w: list[T], reverse: bool
 ) -> tuple[T, Tensors]:
     """
     Runs a layer in one direction, on ``x [T, n, in]`` and the first states ``[n,
     width]`` of a sample, with weights of inputs and of states, and their biases.
     """
-    w_ih, w_hh, b_ih, b_hh = w if len(w) == 4 else (*w, None, None)
+    cell, given = KERNELS[func], tuple[Any, ...]((*w, None, None))
+    w_ih, w_hh, b_ih, b_hh = given[:4]
     with group:
         gx = group.inner(F.linear(x.flip(0) if reverse else x, w_ih, b_ih))
-    first = [group.inner(group.own(y)).to(w_hh.dtype) for y in state]
+    states = [group.inner(group.own(y)).to(w_hh.dtype) for y in state]
     n = x.shape[1]
     with group.outside():
         gx = gx.to(w_hh.dtype).transpose(0, 1).flatten(1, 2)
-        first = [y.flatten(0, 1) for y in first]
-        with torch.no_grad(), torch.autocast(gx.device.type, enabled=False):
-            found: list[Tensors] = [tuple(first)]  # first, then after each step
-            added = gx.new_zeros(()) if b_hh is None else b_hh
-            for each in gx.unbind():
-                gates = cell.gates(each, torch.addmm(added, found[-1][0], w_hh.mT))
-                found.append(cell.run(*gates, *found[-1]))
-            before = [torch.stack(column) for column in zip(*found[:-1])]
-        h = group.wrap(before[0].unflatten(1, (-1, n)).transpose(0, 1))
+        first = tuple(y.flatten(0, 1) for y in states)
+        if by_kernel(gx):
+            results, leaves = _by_kernel(func, gx, first, w_hh, b_hh)
+            connect = partial(_Kernel.apply, cell, results, leaves)
+            before = torch.cat([first[0].detach()[None], results[0].detach()[:-1]])
+        else:
+            found = _by_scan(cell, gx, first, w_hh, b_hh)
+            every = [torch.stack(column).detach() for column in zip(*found[:-1])]
+            connect = partial(_Scan.apply, cell, found, w_hh.detach(), every)
+            before = every[0]
+        h = group.wrap(before.unflatten(1, (-1, n)).transpose(0, 1))
     with group:
         gh = group.inner(F.linear(h, w_hh, b_hh))
     with group.outside():
         gh = gh.to(gx.dtype).transpose(0, 1).flatten(1, 2)
-        out, *ends = _Scan.apply(cell, found, w_hh.detach(), before, gx, gh, *first)
+        out, *ends = connect(gx, gh, *first)
         out = (out.flip(0) if reverse else out).unflatten(1, (-1, n)).transpose(0, 1)
         return group.wrap(out), tuple(group.wrap(y.unflatten(0, (-1, n))) for y in ends)
 
@@ -177,7 +261,7 @@ def kernel(group: Any, func: Callable, *args: Any, **kwargs: Any) -> Any:
         for reverse in range(directions):
             k = len(last)
             first, w = tuple(y[k] for y in state), flat[k * count : (k + 1) * count]
-            out, end = _direction(group, KERNELS[func], x, first, w, bool(reverse))
+            out, end = _direction(group, func, x, first, w, bool(reverse))
             outputs.append(out)
             last.append(end)
         x = torch.cat(outputs, dim=-1) if bidirectional else outputs[0]
