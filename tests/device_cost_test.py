@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import opacus_ext
+from tests.common import make_private, net, square_loss
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 
@@ -184,6 +185,24 @@ def test_layers_with_one_input_share_its_gram_matrix(cost):
     ops = private["by_op"]
     assert ops["bmm"] + ops["baddbmm_"] == 2 * (6 + 4) + 2
     assert private["ops"] < 1.4 * plain["ops"] and private["mb"] < 1.4 * plain["mb"]
+
+
+def test_one_wait(cost):
+    """A step waits for its norms, not for each buffer or each write in place."""
+
+    def then(m, x):
+        places = torch.zeros(4)
+        places += m.places
+        return m.layer(x + places)
+
+    opacus_ext.register()
+    model = net(then, layer=(4, 2))()
+    model.register_buffer("places", torch.arange(4.0))
+    private = make_private(model, "ghost_bk", batch_size=3)
+    for _ in range(5):
+        with cost.Count() as count:
+            private.step(torch.randn(3, 5, 4), square_loss)
+    assert count.syncs == {"_local_scalar_dense": 1}
 
 
 def test_counting_leaves_a_step_as_it_is(cost, monkeypatch):

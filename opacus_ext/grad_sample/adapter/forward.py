@@ -284,7 +284,7 @@ class ForwardRecord:
             with mode:
                 output = call()
             written = mode.written | mode.notes.written
-            self._check_state(mode.read_data, mode.is_data, written)
+            self._check_state(mode.read_data, mode.is_data, written, alone=True)
 
         def read(x: Any) -> Leaf:
             made = isinstance(x, T) and x.requires_grad and not x.is_leaf
@@ -332,10 +332,15 @@ class ForwardRecord:
         self._returned.append(returned)
 
     def _check_state(
-        self, read_data: bool, is_data: Callable[[T], bool], written: set[int]
+        self,
+        read_data: bool,
+        is_data: Callable[[T], bool],
+        written: set[int],
+        alone: bool = False,
     ) -> None:
         """Refuses changed state that is made of data."""
-        for name, value, hidden in self.model.state.changes(written):
+        told = read_data or alone  # kernels of others can read samples that are alone
+        for name, value, hidden in self.model.state.changes(written, told):
             told = read_data and not isinstance(value, _NO_DATA)
             if told or hidden or holds_data(value, is_data):
                 raise self._changes(name, "by what samples hold, and ")

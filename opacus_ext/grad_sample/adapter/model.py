@@ -38,7 +38,7 @@ class ModelGroup(SampleGroup):
 
     def __init__(self, model: PrivateModel, size: int):
         super().__init__(model.params.values(), size)
-        self.model, self.notes = model, Notes()
+        self.model, self.notes = model, Notes(model.state)
         self.frees_parameters = model.frees_parameters
 
     def __torch_function__(

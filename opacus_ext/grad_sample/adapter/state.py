@@ -54,6 +54,7 @@ _CONTAINERS = (
 _TRANSIENT = {"RecurrentGemmaRglru": ("recurrent_states",)}  # of transformers
 _QUICK = {int, float, bool, str, bytes, type(None)}  # the most frequent of PLAIN
 _MANY = 10_000  # the most entries of a tensor that are compared
+_COMPARED = {8**i for i in range(20)}  # looks at which all tensors are compared
 _GONE = object()
 
 
@@ -82,6 +83,8 @@ class State:
     def __init__(self, root: Any):
         self.root = root
         self.lost: str | None = None  # the name of a value that was not restored
+        self._untold = 0  # number of looks at what has not read data
+        self._memory: set[int] | None = None  # addresses of what is held
         self._others = TensorSet()
         self._collect()
 
@@ -123,6 +126,12 @@ class State:
         own = id(x) in self._tensors and self._tensors[id(x)][1] is x
         return own or x in self._others
 
+    def watches(self, x: T) -> bool:
+        """True if a tensor shares the memory of one that was held in the beginning."""
+        if self._memory is None:
+            self._memory = {memory(held) for _, held in self._tensors.values()}
+        return memory(x) in self._memory
+
     def also_holds(self, tensors: Iterable[T]) -> None:
         """Counts tensors as held, of which the values are not compared."""
         for x in tensors:
@@ -139,6 +148,7 @@ class State:
         if self._stale or self._replaced():
             self._collect()
         self._written: set[int] = set()
+        self._memory = None
         self._kinds = [type(module) for module in self.modules]
         tensors = [x for _, x in self._tensors.values()]
         self._marks = [_mark(x) for x in tensors]
@@ -148,11 +158,15 @@ class State:
         )
         self._copies = [None if view is None else view.clone() for view in views]
 
-    def changes(self, written: Iterable[int] = ()) -> list[Change]:
+    def changes(self, written: Iterable[int] = (), told: bool = True) -> list[Change]:
         """
         Returns changes since :meth:`remember`; ``written`` are addresses of memory that
-        was written.
+        was written. If not ``told``, the code can't have put data where no op is seen
+        to write: values of all tensors, which wait for a device, are compared only now
+        and then.
         """
+        self._untold += not told
+        told = told or self._untold in _COMPARED
         self._forget_transient()
         self._written |= set(written)
         found = []
@@ -163,7 +177,7 @@ class State:
                     continue
                 change = (_join(name, key), new) if named else (name, (key, new))
                 found.append(Change(*change))
-        return found + [Change(name, x, h) for name, x, _, h in self._rewritten()]
+        return found + [Change(name, x, h) for name, x, _, h in self._rewritten(told)]
 
     def restore(self) -> str | None:
         """Restores everything; returns the name of a value that it can't restore."""
@@ -198,8 +212,13 @@ class State:
         every = ((place, _entries(place.value), old) for place, old in self._before)
         return [each for each in every if not _same(*each[1:])]
 
-    def _rewritten(self) -> Iterator[tuple[str, T, T | None, bool]]:
-        """Yields changed tensors: name, tensor, copy, and True if hidden."""
+    def _rewritten(
+        self, compare: bool = True
+    ) -> Iterator[tuple[str, T, T | None, bool]]:
+        """
+        Yields changed tensors: name, tensor, copy, and True if hidden. Without
+        ``compare`` only tensors that seem to be written are compared.
+        """
         every = zip(self._tensors.values(), self._marks, self._copies)
         for (name, x), mark, copy in every:
             new = _mark(x)
@@ -208,7 +227,7 @@ class State:
             is_parameter, moved = isinstance(x, nn.Parameter), new[1] != mark[1]
             own = not is_parameter or x.requires_grad
             wrote = noted or moved or own and new != mark
-            if copy is not None:
+            if copy is not None and (wrote or compare):
                 wrote = not _holds_still(x, copy) or wrote and copy.shape != x.shape
             if wrote:
                 # ``p.data.clamp_()`` changes no version, but its writes are noted.
@@ -410,15 +429,16 @@ class TensorSet:
 
 
 class Notes:
-    """Trainable leaves that a forward has made, and addresses that it has written."""
+    """Trainable leaves that a forward has made, and memory of a state it has written."""
 
-    def __init__(self) -> None:
+    def __init__(self, state: State):
+        self._watches = state.watches
         self.leaves, self.written = TensorSet(), set[int]()
 
     def call(self, func: Callable, args: tuple, run: Callable[[], Any]) -> Any:
         """Runs ``func``, and notes a written argument and a leaf that it returns."""
         x = args[0] if args and isinstance(args[0], T) and _writes(func) else None
-        if x is not None and is_batched(x):
+        if x is not None and (is_batched(x) or not self._watches(x)):
             x = None
         before = None if x is None else _view(x)
         before = None if before is None else before.clone()
@@ -442,7 +462,7 @@ class AloneSample(TorchFunctionMode):
 
     def __init__(self, state: State):
         super().__init__()
-        self.read_data, self.notes = False, Notes()
+        self.read_data, self.notes = False, Notes(state)
         self._state, self._made = state, TensorSet()
         self.written: set[int] = set()
 

@@ -364,8 +364,10 @@ class ClippedSum:
 
     def _check_finite(self, norms: T, rows: T | None) -> tuple[T, T | None]:
         """Makes norms that are not finite infinite; returns their mask, or None."""
+        if math.isfinite(float(norms.sum())):
+            return norms, None
         finite = norms.isfinite()
-        if bool(finite.all()):
+        if bool(finite.all()):  # only their sum is infinite
             return norms, None
         bad = ~(finite.all(0) if norms.dim() > 1 else finite)
         at = bad.nonzero()[:, 0] if rows is None else rows[bad.to(rows.device)]
