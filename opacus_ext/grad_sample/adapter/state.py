@@ -429,7 +429,7 @@ class TensorSet:
 
 
 class Notes:
-    """Trainable leaves that a forward has made, and memory of a state it has written."""
+    """Trainable leaves that a forward has made, and memory of a state it wrote to."""
 
     def __init__(self, state: State):
         self._watches = state.watches
