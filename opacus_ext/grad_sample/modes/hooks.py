@@ -25,20 +25,31 @@ _SEARCHES = {8**i for i in range(20)}
 # Sets: all modules, and parameters of none. A parameter with weak references can't be
 # swapped for another, as ``module.to()`` does with DTensors.
 _modules, _parameters = WeakIdKeyDictionary(), WeakIdKeyDictionary()
+_noted: set[int] = set()  # ids of parameters that were registered
 
 
 def note_parameter(module: Any, name: str, p: Any) -> None:
     """Records a module when a parameter is registered: it may get gradients, too."""
     _modules[module] = None
+    _noted.add(id(p))
+
+
+def _held() -> set[int]:
+    """Returns the ids of the parameters that modules have."""
+    return {id(p) for module in _modules for p in _own(module)}
 
 
 def _search_parameters() -> None:
-    """Finds parameters that were not registered, such as those of copied models."""
+    """
+    Finds parameters that were not registered, such as those of copied models, or that
+    no module has any more.
+    """
     found = [x for x in gc.get_objects() if issubclass(type(x), (nn.Module, T))]
     for x in found:
         if isinstance(x, nn.Module):
             _modules[x] = None
-    held = {id(p) for module in _modules for p in _own(module)}
+    held = _held()
+    _noted.intersection_update(held)
     for x in found:
         if isinstance(x, nn.Parameter) and id(x) not in held:
             if not is_traceable_wrapper_subclass(x):
@@ -108,7 +119,7 @@ class GradSampleMode(PrivateMode):
         of parameters that were used elsewhere.
         """
         self.passes += 1
-        if self.passes in _SEARCHES:
+        if self.passes in _SEARCHES or not _noted <= _held():  # or one left its module
             _search_parameters()
         own = self.private.names
         inputs = [x for record, _ in self._found for x in record.trained]
