@@ -790,6 +790,32 @@ def test_heads(backward, head):
     private.optimizer.step()
 
 
+def replaced(head):
+    head.weight = nn.Parameter(head.weight.detach())
+
+
+LEFT = {
+    "module deleted": lambda head: None,
+    "taken out": lambda head: head._parameters.pop("weight"),
+    "replaced": replaced,
+}
+
+
+@pytest.mark.parametrize("how", LEFT)
+def test_parameters_that_left_their_module(how):
+    """Of a module that was made after the first backward pass."""
+    private, (x, y) = private_model("hooks"), rows(4, 4)
+    private.module(y).square().mean().backward()
+    private.optimizer.zero_grad()
+    head = nn.Linear(2, 2).double()
+    weight = head.weight
+    LEFT[how](head)
+    if how == "module deleted":
+        del head
+    with pytest.raises(Refused, match="the loss is computed by another model"):
+        (private.module(x) @ weight).square().mean().backward()
+
+
 @pytest.mark.parametrize("where", ["before", "behind", "beside"])
 def test_own_parameters_outside(where):
     private, (x,) = private_model("hooks"), rows(4)

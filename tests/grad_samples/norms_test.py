@@ -4,11 +4,12 @@ import pytest
 import torch
 from opacus.validators.errors import UnsupportedModuleError
 from torch import nn
+from torch.nn import functional as F
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from opacus_ext import Refused
-from tests.common import run_mode, square_loss
-from tests.grad_samples.rule_case import MODE, RuleCase, RuleTests, rows
+from tests.common import Net, run_mode, square_loss
+from tests.grad_samples.rule_case import BOTH, MODE, RuleCase, RuleTests, exact, rows
 
 
 def maps(*channels):
@@ -56,6 +57,30 @@ class TestGroupNorm(RuleTests):
         "[B, C]": RuleCase(lambda: nn.GroupNorm(2, 4), lambda B, T: torch.randn(B, 4)),
         "one group": RuleCase(lambda: nn.GroupNorm(1, 3, eps=0.1), maps(3, 2)),
     }
+
+
+def frames(m, x):
+    """Several rows of a sample, of whose output a view is taken."""
+    return m.norm(x.flatten(0, 1)).view(len(x), -1)
+
+
+def inner_vmap(m, x):
+    return torch.vmap(lambda row: m.norm(row[None])[0])(m.first(x))
+
+
+@pytest.mark.filterwarnings("error:.*one sample after the other")
+@pytest.mark.parametrize("then", [frames, inner_vmap])
+def test_group_norm_at_once(then):
+    norm = nn.GroupNorm(2, 4, affine=then is frames)
+    model = Net(then, norm=norm, first=nn.Conv1d(4, 4, 1)).double()
+    shape = (3, 4, 5) if then is frames else (4, 5)
+    exact(model, torch.randn(3, *shape).double(), square_loss, BOTH)
+
+
+def test_group_norm_of_a_wrong_weight():
+    model = Net(lambda m, x: F.group_norm(x, 2, m.weight), weight=torch.ones(2, 2))
+    with pytest.raises(RuntimeError, match="Expected weight to be a vector"):
+        run_mode(*MODE, model.double(), torch.randn(3, 4, 5).double(), square_loss)
 
 
 class TestInstanceNorm(RuleTests):

@@ -73,6 +73,18 @@ class TestKernels(RuleTests):
     }
 
 
+@pytest.mark.usefixtures("by_kernel")
+@pytest.mark.parametrize("kind", [nn.RNN, nn.LSTM, nn.GRU])
+def test_infinite_gates(kind):
+    """They are closed or open, and the others have gradients."""
+    layer = kind(2, 3, batch_first=True).double()
+    with torch.no_grad():
+        layer.bias_ih_l0[0], layer.bias_ih_l0[-1] = -torch.inf, torch.inf
+    layer.bias_ih_l0.requires_grad_(False)
+    model = Net(lambda m, x: everything(m.layer, x), layer=layer)
+    exact(model, torch.randn(4, 5, 2).double(), square_loss, BOTH)
+
+
 def loop(kind, start=False, **kwargs):
     """A cell, step by step, from a state that is computed or zero."""
 

@@ -22,25 +22,25 @@ T = torch.Tensor
 
 # Backward passes before which all of the heap is searched for parameters.
 _SEARCHES = {8**i for i in range(20)}
-# Sets: all modules, and parameters of none. A parameter with weak references can't be
-# swapped for another, as ``module.to()`` does with DTensors.
-_modules, _parameters = WeakIdKeyDictionary(), WeakIdKeyDictionary()
+_parameters = WeakIdKeyDictionary()  # a set: the parameters of all models
+# Modules of others, which ``module.to()`` swaps and which can't have weak references.
+_holders = WeakIdKeyDictionary()
 
 
 def note_parameter(module: Any, name: str, p: Any) -> None:
-    """Records a module when a parameter is registered: it may get gradients, too."""
-    _modules[module] = None
+    """Records a parameter when it is registered: other models may get gradients."""
+    swaps = torch.__future__.get_swap_module_params_on_conversion()
+    held = swaps or is_traceable_wrapper_subclass(p)
+    (_holders if held else _parameters)[module if held else p] = None
 
 
 def _search_parameters() -> None:
     """Finds parameters that were not registered, such as those of copied models."""
-    found = [x for x in gc.get_objects() if issubclass(type(x), (nn.Module, T))]
-    for x in found:
-        if isinstance(x, nn.Module):
-            _modules[x] = None
-    held = {id(p) for module in _modules for p in _own(module)}
-    for x in found:
-        if isinstance(x, nn.Parameter) and id(x) not in held:
+    for x in gc.get_objects():
+        if issubclass(type(x), nn.Module):
+            for p in _own(x):
+                note_parameter(x, "", p)
+        elif issubclass(type(x), T) and isinstance(x, nn.Parameter):
             if not is_traceable_wrapper_subclass(x):
                 _parameters[x] = None
 
@@ -113,7 +113,7 @@ class GradSampleMode(PrivateMode):
         own = self.private.names
         inputs = [x for record, _ in self._found for x in record.trained]
         before = {id(x) for x in (*inputs, *dependencies_of(inputs).leaves)}
-        every = [*_parameters, *(p for module in _modules for p in _own(module))]
+        every = [*_parameters, *(p for module in _holders for p in _own(module))]
         others = [p for p in every if p not in own]
         feeds = False
         for p in _reached([*own, *others]):

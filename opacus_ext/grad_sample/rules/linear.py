@@ -118,12 +118,13 @@ def group_norm(
     Normalizes the channels of all samples as the groups of one, in torch's kernel,
     whose gradients of scales and shifts are per-sample gradients then.
     """
-    if not (group.eager and group.is_batched(input)):
+    if not (group.eager and group.is_batched(input) and group.level.innermost):
         return group.call(func, input, num_groups, weight, bias, eps)
     copies = [None if x is None else group.inner(group.own(x)) for x in (weight, bias)]
     x = group.inner(input)
     with group.outside():
         joined = x.transpose(0, 1).flatten(1, 2)  # [N, B * channels, *space]
-        given = [None if y is None else y.flatten() for y in copies]
+        given = [None if y is None else y.flatten(0, 1) for y in copies]
         y = func(joined, num_groups * len(x), *given, eps)
-        return group.wrap(y.unflatten(1, x.shape[0:3:2]).transpose(0, 1))
+        y = y.unflatten(1, x.shape[0:3:2]).transpose(0, 1)
+        return group.wrap(y.contiguous())  # as of a sample alone, who may take a view

@@ -180,8 +180,10 @@ def _by_kernel(
     func: Callable, gx: T, first: Tensors, w_hh: T, b_hh: T | None
 ) -> tuple[Tensors, Tensors]:
     """Returns the results of torch's kernel, with a graph, and the leaves of that."""
+    largest = torch.finfo(gx.dtype).max
+    finite = gx.detach().clamp(-largest, largest)  # inf * 0 is NaN in the product
     x, *rest = leaves = tuple(
-        y.detach().contiguous().requires_grad_() for y in (gx, *first)
+        y.detach().contiguous().requires_grad_() for y in (finite, *first)
     )
     one = torch.eye(gx.shape[-1], dtype=gx.dtype, device=gx.device)
     weights, bias = [one, w_hh.detach().contiguous()], b_hh is not None
